@@ -6,11 +6,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from marsrl.kernels.main_grad import MainGrad
+
 
 class CpuGroupedLinear:
-    """Kernels of grouped_linear: an expert without rows costs nothing and gets gradient 0."""
+    """Kernels of grouped_linear: an expert without rows costs nothing and gets gradient 0.
 
-    def forward(self, x: Tensor, weights: Tensor, tokens_per_expert: Tensor) -> tuple[Tensor]:
+    What main_grad gets is each product in the dtype of x: the bits that autograd would add to it.
+    """
+
+    def forward(
+        self, x: Tensor, weights: Tensor, tokens_per_expert: Tensor, main_grad: MainGrad | None
+    ) -> tuple[Tensor]:
         output = x.new_empty(x.shape[0], weights.shape[1])
         for expert, rows in _spans(tokens_per_expert):
             torch.mm(x[rows], weights[expert].t(), out=output[rows])
@@ -19,14 +26,18 @@ class CpuGroupedLinear:
     def backward(
         self, args: Sequence[Any], saved: Sequence[Tensor], grads: Sequence[Tensor], needs: Sequence[bool]
     ) -> tuple[Tensor | None, Tensor | None, None]:
-        x, weights, tokens_per_expert = args
+        x, weights, tokens_per_expert, main_grad = args
         of_x = of_weights = None
         spans = list(_spans(tokens_per_expert))
         if needs[0]:
             of_x = torch.empty_like(x, memory_format=torch.contiguous_format)
             for expert, rows in spans:
                 torch.mm(grads[0][rows], weights[expert], out=of_x[rows])
-        if needs[1]:
+        if needs[1] and main_grad is not None:
+            for expert, rows in spans:
+                main_grad.total[expert].add_(torch.mm(grads[0][rows].t(), x[rows]))
+            of_weights = main_grad.placeholder()
+        elif needs[1]:
             of_weights = torch.empty_like(weights, memory_format=torch.contiguous_format)
             if len(spans) < weights.shape[0]:
                 of_weights.zero_()

@@ -1,7 +1,14 @@
-"""Grouped linear layers by PyTorch's grouped GEMM (CUTLASS on Hopper), in bfloat16. Not run on a GPU here."""
+"""Grouped linear layers by PyTorch's grouped GEMM (CUTLASS on Hopper), in bfloat16."""
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from marsrl.kernels.dispatch import late_function
+from marsrl.kernels.main_grad import MainGrad
+from marsrl.kernels.triton_machine import machine_lacks_triton
 
 ALIGNMENT = 8  # bfloat16 numbers: the kernel reads 16 bytes at a time
 
@@ -11,7 +18,7 @@ def machine_lacks_grouped_mm() -> str | None:
     return None if torch.cuda.is_available() else "PyTorch sees no CUDA device"
 
 
-def why_not_grouped_mm(x: Tensor, weights: Tensor, tokens_per_expert: Tensor) -> str | None:
+def why_not_grouped_mm(x: Tensor, weights: Tensor, tokens_per_expert: Tensor, main_grad: MainGrad | None) -> str | None:
     """None if torch._grouped_mm can serve these tensors, forward and backward, else the reason."""
     if x.device.type != "cuda":
         return f"x is on {x.device}, this one is for CUDA"
@@ -24,14 +31,38 @@ def why_not_grouped_mm(x: Tensor, weights: Tensor, tokens_per_expert: Tensor) ->
     major, minor = torch.cuda.get_device_capability(x.device)
     if major < 9:
         return f"the GPU has compute capability {major}.{minor}, below 9.0 torch._grouped_mm is a loop that waits"
+    if main_grad is not None and (reason := machine_lacks_triton()) is not None:
+        return f"main_grad is given, to which Triton adds: {reason}"
     return None
 
 
-def grouped_linear_torch(x: Tensor, weights: Tensor, tokens_per_expert: Tensor) -> Tensor:
-    """[T, N] as the reference defines it; autograd is PyTorch's."""
-    return torch._grouped_mm(
-        x.contiguous(), weights.contiguous().transpose(1, 2), offs=ends_on(tokens_per_expert, x.device)
-    )
+_write_matrix_gradients = late_function("grouped_linear.triton_impl", "write_matrix_gradients")
+
+
+class TorchGroupedLinear:
+    """Kernels of grouped_linear: the products of PyTorch's own gradient; but torch._grouped_mm cannot add to float32 results,
+    so that what goes to main_grad is Triton's."""
+
+    def forward(
+        self, x: Tensor, weights: Tensor, tokens_per_expert: Tensor, main_grad: MainGrad | None
+    ) -> tuple[Tensor]:
+        ends = ends_on(tokens_per_expert, x.device)
+        return (torch._grouped_mm(x.contiguous(), weights.contiguous().transpose(1, 2), offs=ends),)
+
+    def backward(
+        self, args: Sequence[Any], saved: Sequence[Tensor], grads: Sequence[Tensor], needs: Sequence[bool]
+    ) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weights, tokens_per_expert, main_grad = args
+        x, grad_out, ends = x.contiguous(), grads[0].contiguous(), ends_on(tokens_per_expert, x.device)
+        of_x = of_weights = None
+        if needs[0]:
+            of_x = torch._grouped_mm(grad_out, weights.contiguous(), offs=ends)
+        if needs[1] and main_grad is not None:
+            _write_matrix_gradients(main_grad.total, x, grad_out, ends, True)
+            of_weights = main_grad.placeholder()
+        elif needs[1]:
+            of_weights = torch._grouped_mm(grad_out.t(), x, offs=ends)
+        return of_x, of_weights, None
 
 
 def ends_on(tokens_per_expert: Tensor, device: torch.device) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 from marsrl.kernels.checks import rows_dense
 from marsrl.kernels.grouped_linear.torch_impl import ends_on
 from marsrl.kernels.grouped_linear.triton_kernels import matrix_gradients, rows_times_matrices
+from marsrl.kernels.main_grad import MainGrad
 from marsrl.kernels.triton_machine import on_device_of
 
 
@@ -32,34 +33,38 @@ def _rows_times_matrices(x: Tensor, matrices: Tensor, ends: Tensor, tiles: dict[
     return out
 
 
-def _matrix_gradients(x: Tensor, grad_out: Tensor, ends: Tensor, tiles: dict[str, int]) -> Tensor:
-    """[E, out, in] from x [T, in] and grad_out [T, out]."""
-    num_in, num_out = x.shape[1], grad_out.shape[1]
-    out = torch.empty(ends.numel(), num_out, num_in, dtype=x.dtype, device=x.device)
+def write_matrix_gradients(out: Tensor, x: Tensor, grad_out: Tensor, ends: Tensor, adds: bool) -> None:
+    """out [E, out, in], contiguous: the gradient, or what it holds and the gradient, of x [T, in] and grad_out [T, out]."""
+    num_in, num_out, tiles = x.shape[1], grad_out.shape[1], plan_tiles(x.dtype)
     num_programs = ends.numel() * -(-num_out // tiles["BLOCK_M"]) * -(-num_in // tiles["BLOCK_N"])
     if num_programs:
         with on_device_of(x):
             matrix_gradients[(num_programs,)](
-                x, grad_out, out, ends, num_in, num_out, x.stride(0), grad_out.stride(0), **tiles
+                x, grad_out, out, ends, num_in, num_out, x.stride(0), grad_out.stride(0), ADDS=adds, **tiles
             )
-    return out
 
 
 class TritonGroupedLinear:
     """Kernels of grouped_linear."""
 
-    def forward(self, x: Tensor, weights: Tensor, tokens_per_expert: Tensor) -> tuple[Tensor]:
+    def forward(
+        self, x: Tensor, weights: Tensor, tokens_per_expert: Tensor, main_grad: MainGrad | None
+    ) -> tuple[Tensor]:
         ends = ends_on(tokens_per_expert, x.device)
         return (_rows_times_matrices(rows_dense(x), weights, ends, plan_tiles(x.dtype)),)
 
     def backward(
         self, args: Sequence[Any], saved: Sequence[Tensor], grads: Sequence[Tensor], needs: Sequence[bool]
     ) -> tuple[Tensor | None, Tensor | None, None]:
-        x, weights, tokens_per_expert = args
+        x, weights, tokens_per_expert, main_grad = args
         ends, grad_out, tiles = ends_on(tokens_per_expert, x.device), rows_dense(grads[0]), plan_tiles(x.dtype)
         of_x = of_weights = None
         if needs[0]:
             of_x = _rows_times_matrices(grad_out, weights.transpose(1, 2), ends, tiles)
-        if needs[1]:
-            of_weights = _matrix_gradients(rows_dense(x), grad_out, ends, tiles)
+        if needs[1] and main_grad is not None:
+            write_matrix_gradients(main_grad.total, rows_dense(x), grad_out, ends, True)
+            of_weights = main_grad.placeholder()
+        elif needs[1]:
+            of_weights = torch.empty_like(weights, memory_format=torch.contiguous_format)
+            write_matrix_gradients(of_weights, rows_dense(x), grad_out, ends, False)
         return of_x, of_weights, None

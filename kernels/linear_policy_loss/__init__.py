@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from marsrl.kernels.checks import check
 from marsrl.kernels.differentiable import first_derivative_only
 from marsrl.kernels.dispatch import Implementation, Op, late_function
 from marsrl.kernels.head.bad_values import check_values
@@ -22,6 +21,7 @@ from marsrl.kernels.head.support import Support
 from marsrl.kernels.head.vocabulary import Head, make_head, why_not_reference_head
 from marsrl.kernels.linear_policy_loss.quack_head import UnlikelyTarget, machine_lacks_quack, why_not_quack
 from marsrl.kernels.linear_policy_loss.reference import linear_policy_loss_reference
+from marsrl.kernels.main_grad import MainGrad, check_main_grad
 from marsrl.kernels.policy_loss.arguments import policy_tokens
 from marsrl.kernels.policy_loss.terms import agent_sums, needs_whole_sequences, policy_terms, total_loss
 
@@ -89,12 +89,11 @@ def _checked(
 ) -> "_Call":
     head = make_head("linear_policy_loss", hidden, weight, targets, temperature, *of_head)
     if main_grad is not None:
-        check("linear_policy_loss", "main_grad", main_grad, tuple(weight.shape), (torch.float32,), weight.device)
-        if any(size > 1 and stride == 0 for size, stride in zip(main_grad.shape, main_grad.stride(), strict=True)):
-            raise ValueError("linear_policy_loss: main_grad is expanded, expected memory of its own for each element")
+        check_main_grad("linear_policy_loss", weight, main_grad)
     tokens = policy_tokens("linear_policy_loss", hidden.shape[0], hidden.device, inputs)
     temperature = check_values(head, temperature, inputs.mask)
-    return _Call(hidden, weight, head, temperature, tokens, main_grad)
+    buffer = None if main_grad is None else MainGrad(weight, main_grad)
+    return _Call(hidden, weight, head, temperature, tokens, buffer)
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,7 @@ class _Call:
     head: Head
     temperature: float | Tensor
     tokens: PolicyTokens
-    main_grad: Tensor | None
+    main_grad: MainGrad | None
 
     @property
     def wanted(self) -> Wanted:
@@ -115,7 +114,7 @@ class _Call:
         return Wanted(
             hidden=is_differentiable and self.hidden.requires_grad,
             weight=is_differentiable and self.weight.requires_grad,
-            weight_dtype=self.weight.dtype if self.main_grad is None else self.main_grad.dtype,
+            weight_dtype=self.weight.dtype if self.main_grad is None else torch.float32,
         )
 
 
@@ -129,7 +128,7 @@ class _FusedLoss(torch.autograd.Function):
         weight: Tensor,
         gradients: HeadGradients | None,
         loss: Tensor,
-        main_grad: Tensor | None,
+        main_grad: MainGrad | None,
     ) -> Tensor:
         ctx.weight, ctx.gradients, ctx.main_grad = weight, gradients, main_grad
         return loss.clone()  # an input returned as it is would be a view of it
@@ -152,9 +151,9 @@ class _FusedLoss(torch.autograd.Function):
             return of_hidden, None, None, None, None
         if ctx.main_grad is not None:
             if of_weight is not None:
-                _add_scaled_(ctx.main_grad, of_weight, scale)
+                _add_scaled_(ctx.main_grad.total, of_weight, scale)
             del gradients, of_weight  # before the placeholder takes memory
-            return of_hidden, _placeholder_gradient(ctx.weight), None, None, None
+            return of_hidden, ctx.main_grad.placeholder(), None, None, None
         if of_weight is None:
             return of_hidden, torch.zeros_like(ctx.weight), None, None, None
         return of_hidden, _scaled_to(of_weight, scale, ctx.weight.dtype), None, None, None
@@ -179,16 +178,6 @@ def _add_scaled_(total: Tensor, values: Tensor, scale: float | Tensor) -> None:
         total.addcmul_(values, scale)
     else:
         total.add_(values, alpha=scale)
-
-
-def _placeholder_gradient(weight: Tensor) -> Tensor | None:
-    """The weight's gradient when the real one went to main_grad: Megatron's hooks need a tensor and ignore its values."""
-    if not hasattr(weight, "grad_added_to_main_grad"):
-        return None
-    weight.grad_added_to_main_grad = True
-    if getattr(weight, "zero_out_wgrad", False):  # set where another use of the weight adds a real gradient
-        return torch.zeros_like(weight)
-    return torch.empty_like(weight)
 
 
 def _run(load: Callable[[], RowKernels], gradients_of: Callable[..., HeadGradients], call: _Call) -> PolicyLoss:

@@ -323,6 +323,18 @@ OTHERS = {
         lambda: {"x": torch.randn(TOKENS, 16), "weights": torch.randn(2, 16, 16), "counts": _ints(4, 5)},
         ("x", "weights"),
     ),
+    "grouped_linear with main_grad, bfloat16": Taken(
+        lambda tensors: [
+            grouped_linear(tensors["x"], tensors["weights"], tensors["counts"], main_grad=tensors["main_grad"])
+        ],
+        lambda: {
+            "x": torch.randn(TOKENS, 16, dtype=BF16),
+            "weights": torch.randn(2, 16, 16, dtype=BF16),
+            "counts": _ints(4, 5),
+            "main_grad": torch.ones(2, 16, 16),
+        },
+        ("x", "weights"),
+    ),
     "moe_permute": Taken(
         _permute,
         lambda: {

@@ -7,11 +7,11 @@ import pytest
 import torch
 from attention_cases import choice
 from attention_cases import compare as compare_attention
+from grouped_linear_cases import by_grouped_mm
 from grouped_linear_cases import compare as compare_grouped_linear
 
 from marsrl.kernels.attention_varlen import flash
 from marsrl.kernels.attention_varlen.reference import attention_varlen_reference
-from marsrl.kernels.grouped_linear import torch_impl as grouped_mm
 
 # What each release takes; version 4 as locked, which tests/install/test_locks.py compares with its wheel.
 BOUNDS = "cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k"
@@ -140,7 +140,4 @@ def test_the_fastest_attention_that_can_serve_is_chosen(installed, major, wanted
 
 
 def test_grouped_mm_is_called_as_ours():
-    def function(x, weights, counts):
-        return grouped_mm.grouped_linear_torch(x, weights, torch.tensor(counts))
-
-    compare_grouped_linear([3, 0, 5], 16, 8, torch.bfloat16, given=[3, 0, 5], function=function)
+    compare_grouped_linear([3, 0, 5], 16, 8, torch.bfloat16, given=[3, 0, 5], function=by_grouped_mm)

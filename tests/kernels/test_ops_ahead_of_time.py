@@ -7,6 +7,7 @@ from ahead_of_time import TARGETS, assert_compiled_well, compiled_launches
 from marsrl.kernels.attention_decode.triton_impl import attention_decode_triton
 from marsrl.kernels.attention_varlen.triton_impl import TritonAttention
 from marsrl.kernels.grouped_linear.triton_impl import TritonGroupedLinear
+from marsrl.kernels.main_grad import MainGrad
 from marsrl.kernels.moe_permute.triton_impl import triton_permute, triton_unpermute
 from marsrl.kernels.rms_norm.triton_impl import TritonRmsNorm
 from marsrl.kernels.sequence_sums.triton_impl import sequence_sums_triton
@@ -76,10 +77,27 @@ def test_rms_norm(width, is_rotated, target):
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_grouped_linear(target):
-    args = of(T, 2048), of(128, 768, 2048), ints(128)
+    args = of(T, 2048), of(128, 768, 2048), ints(128), None
     names = ["rows_times_matrices", "rows_times_matrices", "matrix_gradients"]
     for report in compiled(target, names, lambda: both_ways(TritonGroupedLinear(), args, (True, True, False))):
         assert_compiled_well(report, dots=True)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_grouped_linear_with_main_grad(target):
+    """A tile of float32 is read and written, too, and on Hopper two programs fit the 65,536 registers of a multiprocessor."""
+    weights = of(128, 1536, 2048)
+    args = of(T, 2048), weights, ints(128), MainGrad(weights, of(*weights.shape, dtype=torch.float32))
+    names = ["rows_times_matrices", "matrix_gradients"] * 2
+
+    def launch():
+        for buffer in (None, args[-1]):
+            TritonGroupedLinear().backward((*args[:-1], buffer), (), (of(T, 1536),), (True, True, False))
+
+    _, without, _, adding = compiled(target, names, launch)
+    assert_compiled_well(adding, dots=True)
+    assert adding.num_wide_loads >= without.num_wide_loads + 16 and adding.num_wide_stores == 16, adding
+    assert target < 90 or adding.registers * 32 * adding.num_warps * 2 <= 65_536
 
 
 @pytest.mark.parametrize("target", TARGETS)

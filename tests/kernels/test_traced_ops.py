@@ -189,6 +189,20 @@ def test_the_policy_loss_breaks_the_graph_and_says_why():
         loss(torch.randn(4, 8))
 
 
+def test_experts_that_write_main_grad_break_the_graph_and_say_why():
+    x, weights, buffers = _leaf(5, 8), _leaf(2, 4, 8), (torch.zeros(2, 4, 8), torch.zeros(2, 4, 8))
+
+    def experts(x: Tensor, main_grad: Tensor) -> Tensor:
+        return grouped_linear(x.sin(), weights, [2, 3], main_grad=main_grad).cos()
+
+    for caller, main_grad in zip((experts, torch.compile(experts, backend="eager")), buffers):
+        caller(x, main_grad).sum().backward()
+    assert torch.equal(*buffers) and buffers[0].any()
+    torch._dynamo.reset()
+    with pytest.raises(RuntimeError, match="grouped_linear writes main_grad, which no op of torch.library passes"):
+        torch.compile(experts, fullgraph=True, backend="eager")(x, buffers[0])
+
+
 def test_importing_the_kernels_does_not_import_the_compiler():
     command = "import sys, marsrl.kernels; print([name for name in ('torch._dynamo', 'triton') if name in sys.modules])"
     found = subprocess.run([sys.executable, "-c", command], check=True, capture_output=True, text=True)

@@ -144,6 +144,17 @@ def test_recomputed_activations_give_the_same_gradient(recompute: str, tmp_path:
     assert tiny.largest_difference(*found) < 1e-7
 
 
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_kernels_add_the_gradients_of_experts_and_head_to_ddps_buffer(recompute: str, tmp_path: Path) -> None:
+    """DDP adds those of the other weights; its hooks, which overlap the reduction, see each weight once a micro-batch."""
+    optimizer = tiny.OPTIMIZER.model_copy(update={"overlap_grad_reduce": True})
+    policy = tiny.learner(tiny.save_model("qwen3_moe", tmp_path / "m"), recompute=recompute, optimizer=optimizer)
+    tiny.step(policy, tiny.micro_batches(tiny.sequences(4), 2))
+    found = {name for name, weight in policy.model.named_parameters() if weight.grad_added_to_main_grad}  # type: ignore[attr-defined]
+    experts = {f"decoder.layers.{layer}.mlp.experts.{which}" for layer in range(2) for which in ("gate_up", "down")}
+    assert found == {"output_layer.weight"} | experts
+
+
 def test_old_policies(tmp_path: Path) -> None:
     """pois and recompute have ratio 1 at a single update; sais clips against the rollout's log-probs."""
     folder = tiny.save_model("qwen3", tmp_path / "m")

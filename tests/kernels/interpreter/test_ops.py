@@ -3,6 +3,7 @@
 import pytest
 import torch
 from attention_cases import compare as compare_attention
+from grouped_linear_cases import by_grouped_mm, compare_main_grad
 from grouped_linear_cases import compare as compare_grouped_linear
 from row_op_cases import compare_norm, compare_rotated_norm, compare_swiglu
 from test_attention_decode import (  # noqa: F401
@@ -18,7 +19,11 @@ from test_attention_varlen import (  # noqa: F401
     test_no_tokens_and_a_nan,
     test_queries_at_the_end_of_longer_keys_see_the_prefix,
 )
-from test_grouped_linear import test_each_expert_sees_its_own_rows, test_no_rows_and_no_expert  # noqa: F401
+from test_grouped_linear import (  # noqa: F401
+    test_dw_is_added_to_main_grad,
+    test_each_expert_sees_its_own_rows,
+    test_no_rows_and_no_expert,
+)
 from test_moe_permute import (  # noqa: F401
     test_each_expert_gets_its_tokens_and_each_token_their_sum,
     test_order_of_rows_there_and_back_and_their_sums,
@@ -61,6 +66,10 @@ def implementation(monkeypatch):
 
 def test_whole_tiles_of_columns(implementation):
     compare_grouped_linear([5, 0, 3], 8, 16, torch.bfloat16, given=[5, 0, 3])
+
+
+def test_the_products_of_grouped_mm_and_main_grad_by_triton(implementation):
+    compare_main_grad([5, 0, 3], 8, 16, torch.bfloat16, function=by_grouped_mm)
 
 
 def test_the_tiles_of_a_gpu():

@@ -63,7 +63,7 @@ class GroupedExperts(MegatronModule):
         With selective recompute the activation's results are dropped and made again from `gate x` and `up x`: megatron's
         moe_act, which it offers to its own experts only.
         """
-        products = self._linear(rows, self.gate_up.flatten(1, 2), tokens_per_expert, "gate_proj", "up_proj")
+        products = self._linear(rows, self.gate_up, tokens_per_expert, "gate_proj", "up_proj")
         if not (self.recomputes_activation and torch.is_grad_enabled()):
             return self._linear(swiglu(products, weights), self.down, tokens_per_expert, "down_proj"), None
         activation = CheckpointWithoutOutput(fp8=None)  # its False means on
@@ -72,9 +72,12 @@ class GroupedExperts(MegatronModule):
         activation.discard_output_and_register_recompute(output)
         return output, None
 
-    def _linear(self, rows: Tensor, weight: Tensor, tokens_per_expert: Tensor, *names: str) -> Tensor:
-        """rows times weight, and what an adapter adds to the matrices that it is made of."""
-        out = grouped_linear(rows, weight, tokens_per_expert)
+    def _linear(self, rows: Tensor, weight: Parameter, tokens_per_expert: Tensor, *names: str) -> Tensor:
+        """rows times weight, and what an adapter adds to the matrices that it is made of. The weight's gradient goes straight to
+        DDP's float32 buffer where there is one."""
+        is_trained = torch.is_grad_enabled() and weight.requires_grad
+        main_grad = getattr(weight, "main_grad", None) if is_trained else None
+        out = grouped_linear(rows, weight, tokens_per_expert, main_grad=main_grad)
         pairs = [pair for pair in map(self.pair_of, names) if pair is not None]
         if not pairs:
             return out

@@ -1,7 +1,7 @@
 """Choice of a policy's norms and linear layers, and of Megatron's fused operations, with reasons. Imports no megatron.
 
-    gradient accumulation   a linear layer's weight gradient goes from its GEMM straight into DDP's float32 buffer, as that of
-                            our head always does; experts (kernels.grouped_linear) hand theirs to DDP, which adds it
+    gradient accumulation   a linear layer's weight gradient goes from its GEMM straight into DDP's float32 buffer, as those of
+                            our head and experts (kernels.linear_policy_loss, kernels.grouped_linear) always do
     rope                    rotation of queries and keys in one kernel; angles are gathered by position before (head.py), so that
                             the kernel needs no bounds of sequences
 

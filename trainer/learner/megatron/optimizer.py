@@ -12,7 +12,6 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import ParamGroupOverride, ParamKey, get_megatron_optimizer
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE, DistributedOptimizer
 from megatron.core.optimizer.optimizer_config import ParamPredicate
@@ -68,8 +67,8 @@ class Optimizer:
     def __init__(self, model: DistributedDataParallel, config: OptimizerConfig) -> None:
         self._model = model
         options = optimizer_options(config, model.config.params_dtype)
-        # precision-aware: gradients are not in .grad, where clipping looks
-        self._has_decoupled_grads = bool(options.use_precision_aware_optimizer_no_fp8_or_ds_fp8)
+        is_precision_aware = options.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+        self._gradients_in = "decoupled_grad" if is_precision_aware else "grad"
         self._clip, self._weight_decay = config.grad_clip, config.weight_decay
         vectors = ParamKey(predicate=ParamPredicate(name="vector", fn=lambda parameter: parameter.ndim == 1))
         self._whole = get_megatron_optimizer(options, [model], {vectors: ParamGroupOverride(wd_mult=0.0)})
@@ -89,6 +88,7 @@ class Optimizer:
 
     def apply(self, grad_norm: float, lr: float) -> None:
         """Clip to the config's norm and update the weights; after grad_norm()."""
+        shrink = self._clip / (grad_norm + 1e-6)
         for part in self.parts():
             for group in part.optimizer.param_groups:
                 group["lr"] = lr
@@ -96,9 +96,10 @@ class Optimizer:
                 group["weight_decay"] = self._weight_decay * group.get("wd_mult", 1.0)
                 if isinstance(part.optimizer, torch.optim.AdamW | HybridDeviceOptimizer):
                     group["fused"] = True  # one pass and no copies; set here, since a load replaces the groups
-            parameters = part.get_parameters()
-            if parameters:
-                clip_grad_by_total_norm_fp32(parameters, self._clip, grad_norm, self._has_decoupled_grads)
+            for parameter in part.get_parameters() if shrink < 1 else ():
+                # In place: megatron's function makes a scaled copy and copies it back, where TransformerEngine is missing.
+                if (gradient := getattr(parameter, self._gradients_in, None)) is not None:
+                    gradient.mul_(shrink)
         self._whole.step_with_ready_grads()
 
     def gather_weights(self) -> None:

@@ -1,0 +1,37 @@
+"""Weight gradients that a backward adds to Megatron's float32 buffers instead of returning them."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from marsrl.kernels.checks import check
+
+
+@dataclass(frozen=True)
+class MainGrad:
+    """The buffer of a weight's gradient.
+
+    total: main_grad, in the shape of the gradient that the op's backward returns for the weight.
+    """
+
+    weight: Tensor
+    total: Tensor
+
+    def placeholder(self) -> Tensor | None:
+        """The weight's gradient once the real one is in total. With Megatron's `grad_added_to_main_grad`, which is set here, an
+        uninitialised tensor: Megatron's hooks need one and ignore its values. Else None.
+        """
+        if not hasattr(self.weight, "grad_added_to_main_grad"):
+            return None
+        self.weight.grad_added_to_main_grad = True
+        if getattr(self.weight, "zero_out_wgrad", False):  # set where another use of the weight adds a real gradient
+            return self.weight.new_zeros(self.total.shape)
+        return self.weight.new_empty(self.total.shape)
+
+
+def check_main_grad(op: str, weight: Tensor, main_grad: Tensor) -> None:
+    """Raise ValueError unless main_grad is float32, of the weight's shape and device, and writable at each element."""
+    check(op, "main_grad", main_grad, tuple(weight.shape), (torch.float32,), weight.device)
+    if any(size > 1 and stride == 0 for size, stride in zip(main_grad.shape, main_grad.stride(), strict=True)):
+        raise ValueError(f"{op}: main_grad is expanded, expected memory of its own for each element")
