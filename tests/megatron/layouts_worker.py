@@ -195,7 +195,7 @@ def run_adapters(model: str, kind: str, layout: dict[str, int], recompute: str, 
     base = [parameter.clone() for parameter in learners["a"].model.parameters()]
     found: dict[str, Any] = {"numbers": train_together(learners, range(2))}
     for name, policy in learners.items():
-        found[name] = dict(policy.held_adapter().export())
+        found[name] = dict(policy.held().export())
         save(policy, folder / name)
     found["base stays"] = all(map(torch.equal, base, learners["a"].model.parameters()))
     found["third"] = train_together(learners, range(2, 3))

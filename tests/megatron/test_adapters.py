@@ -47,7 +47,7 @@ def adapted(model: Path, kind: str, start: str | None = None, **settings: Any) -
 
 
 def held(policy: Learner) -> dict[str, Tensor]:
-    return dict(policy.held_adapter().export())
+    return dict(policy.held().export())
 
 
 def trained(policy: Learner, num_steps: int = 2, seed: int = 0) -> list[float]:
@@ -82,7 +82,8 @@ def scored(policy: Learner, samples: list[TrainSequence]) -> Tensor:
 def test_an_adapter_moves_alone_is_exported_as_it_is_held_and_trains_on_bit_for_bit(kind: str, tmp_path: Path) -> None:
     model = tiny.save_model(kind, tmp_path / "model")
     policy = adapted(model, kind)
-    shape, settings = policy.held_adapter().shape, policy.held_adapter().adapter
+    assert policy.adapter is not None
+    shape, settings = read_shape(model), policy.adapter.settings
     base, before = {name: parameter.clone() for name, parameter in policy.model.named_parameters()}, held(policy)
     assert {name: tuple(tensor.shape) for name, tensor in before.items()} == tensor_shapes(shape, settings)
     assert all(bool(tensor.any()) == name.endswith("lora_A.weight") for name, tensor in before.items())

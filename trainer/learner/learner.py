@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,8 +37,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from marsrl.kernels import PolicyObjective
-from marsrl.rollout.adapter import AdapterConfig
-from marsrl.rollout.model_shape import ModelShape, read_shape
+from marsrl.rollout.model_shape import read_shape
 from marsrl.trainer.config import MptConfig, PolicyConfig
 from marsrl.trainer.config.agreement import NO_INPUTS_TO_OFFLOAD_ON_CPU, NO_OFFLOAD_ON_CPU
 from marsrl.trainer.config.policy import why_not_adapter
@@ -58,22 +57,6 @@ if TYPE_CHECKING:  # megatron is imported when a Learner is built: after the CPU
     from marsrl.trainer.learner.megatron.convert import Converter
     from marsrl.trainer.learner.megatron.optimizer import Optimizer
     from marsrl.trainer.learner.megatron.passes import Model, Passes, Work
-
-
-@dataclass(frozen=True, slots=True)
-class HeldAdapter:
-    """Exporter of an adapter: its model's shape, its settings and its tensors' converter."""
-
-    shape: ModelShape
-    adapter: AdapterConfig
-    weights: Converter
-
-    def export(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields (name, whole CPU tensor) on rank 0, named and ordered as tensor_shapes; nothing on other ranks.
-
-        Collective: every rank must exhaust it. Copies, in the policy's dtype.
-        """
-        return self.weights.export()
 
 
 class Learner:
@@ -257,7 +240,7 @@ class Learner:
         self.optimizer.reload_weights()
 
     def held(self) -> Converter:
-        """Exporter of this rank's part of the current weights and of every rank's boxes; nothing is copied."""
+        """Exporter of this rank's part of the weights now (of an adapter alone) and of every rank's boxes; nothing is copied."""
         self.optimizer.gather_weights()
         return self._converter
 
@@ -265,11 +248,6 @@ class Learner:
     def has_experts(self) -> bool:
         """True if the policy's adapter includes experts."""
         return self.adapter is not None and "experts" in self.adapter.settings.targets
-
-    def held_adapter(self) -> HeldAdapter:
-        """Exporter of the policy's current adapter; nothing is copied."""
-        assert self.adapter is not None, "the policy has no adapter"
-        return HeldAdapter(self._shape, self.adapter.settings, self.held())
 
     def begin_save(self, folder: Path, *, copy: bool) -> PendingSave:
         """Plan a save of weights (or of the adapter alone), optimizer and step into `folder`, a Megatron distributed checkpoint.
