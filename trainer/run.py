@@ -21,9 +21,8 @@ from marsrl.trainer.data.mini_batches import Average
 from marsrl.trainer.data.scatter import MiniBatch
 from marsrl.trainer.driver import Driver
 from marsrl.trainer.evaluate.score import eval_metrics
-from marsrl.trainer.learner.learner import Learner
+from marsrl.trainer.learner.learner import Learner, Together, groups
 from marsrl.trainer.learner.step_stats import StepStats
-from marsrl.trainer.learner.together import Together, groups
 from marsrl.trainer.learner.trained_tokens import TrainedTokens
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.report.step_metrics import step_metrics

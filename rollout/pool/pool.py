@@ -29,10 +29,9 @@ from marsrl.rollout.engines.protocol import (
     WeightUpdate,
     taken_from,
 )
-from marsrl.rollout.pool.collect_spans import CollectSpans
 from marsrl.rollout.pool.dispatch import Dispatcher, shared
 from marsrl.rollout.pool.recovery import SETTLE_S, Faults, Recovery
-from marsrl.rollout.pool.replicas import Lost, OnLost, Replicas, Timed, call_one, ignore_loss
+from marsrl.rollout.pool.replicas import CollectSpans, Lost, OnLost, Replicas, Timed, call_one, ignore_loss
 from marsrl.rollout.types import Finish, FloatArray, IntArray
 
 _log = logging.getLogger(__name__)

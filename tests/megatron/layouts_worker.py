@@ -25,11 +25,10 @@ from marsrl.trainer.config import MptConfig, OptimizerConfig
 from marsrl.trainer.data.mini_batches import Average
 from marsrl.trainer.data.packing import PackedBatch, TrainSequence, pack
 from marsrl.trainer.data.scatter import MiniBatch, joined, scatter
-from marsrl.trainer.learner.learner import Learner
+from marsrl.trainer.learner.learner import Learner, groups
 from marsrl.trainer.learner.megatron import parallel
 from marsrl.trainer.learner.megatron.hf_files import HfReader
 from marsrl.trainer.learner.other_roundings import Precision
-from marsrl.trainer.learner.together import groups
 from marsrl.trainer.learner.trained_tokens import TrainedTokens
 from marsrl.trainer.runs import collective
 from marsrl.trainer.runs.collective import gather_bytes

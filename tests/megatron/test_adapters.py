@@ -19,10 +19,9 @@ from marsrl.rollout.adapter import AdapterConfig, read_tensors, tensor_shapes, w
 from marsrl.rollout.model_shape import read_shape
 from marsrl.trainer.data.packing import TrainSequence
 from marsrl.trainer.data.scatter import MiniBatch, joined, scatter
-from marsrl.trainer.learner.learner import Learner
+from marsrl.trainer.learner.learner import Learner, groups
 from marsrl.trainer.learner.megatron import parallel
 from marsrl.trainer.learner.step_stats import StepStats
-from marsrl.trainer.learner.together import groups
 from marsrl.trainer.models.export import export
 
 NEEDS_PEFT = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft")
