@@ -14,9 +14,15 @@ from marsrl.rollout.player.stages import RolloutState, StepBatch
 from marsrl.rollout.state import decode, encode
 from marsrl.rollout.types import FloatArray
 from marsrl.trainer.config import RunConfig
-from marsrl.trainer.data.bad_batches import KEPT_BAD_BATCHES, BadBatch, bad_batch_file, save_bad_batch
+from marsrl.trainer.data.bad_steps import (
+    KEPT_BAD_BATCHES,
+    BadBatch,
+    bad_batch_file,
+    save_bad_batch,
+    too_many_errors,
+    why_nothing_trains,
+)
 from marsrl.trainer.data.credit import Credited, teacher_metrics
-from marsrl.trainer.data.empty_steps import too_many_errors, why_nothing_trains
 from marsrl.trainer.data.mini_batches import Average
 from marsrl.trainer.data.scatter import MiniBatch
 from marsrl.trainer.driver import Driver

@@ -16,7 +16,7 @@ from pydantic.errors import PydanticSchemaGenerationError
 from marsrl.rollout.config import Sampler, VllmOptions, problems_of
 from marsrl.rollout.engines.protocol import EngineSpec, Records
 from marsrl.rollout.engines.vllm.adapters import lora_arguments
-from marsrl.rollout.engines.vllm.scoring import SEATS
+from marsrl.rollout.engines.vllm.requests import SEATS
 
 _BLOCK_CPU = 32  # tokens of a KV block; CPU kernels require a multiple of 32, larger blocks would miss short prefixes
 _KV_CACHE_CPU_MIB = 256

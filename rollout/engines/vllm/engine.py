@@ -42,8 +42,7 @@ from marsrl.rollout.engines.texts import Texts
 from marsrl.rollout.engines.time_shares import TimeShares
 from marsrl.rollout.engines.vllm.adapters import LoadedAdapters
 from marsrl.rollout.engines.vllm.arguments import engine_arguments, who_draws
-from marsrl.rollout.engines.vllm.requests import RequestMaker, experts_told, kept_tokens_told, logprobs_told
-from marsrl.rollout.engines.vllm.scoring import Scored
+from marsrl.rollout.engines.vllm.requests import RequestMaker, Scored, experts_told, kept_tokens_told, logprobs_told
 from marsrl.rollout.kept_tokens import KeptTokens
 from marsrl.rollout.routed_experts import ExpertArray
 from marsrl.rollout.types import Finish, FloatArray, IntArray
