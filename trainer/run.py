@@ -320,7 +320,7 @@ class Run:
                 files = ", ".join(str(bad_batch_file(self.directory, step, policy)) for step in bad)
                 raise RuntimeError(
                     f"step {self.step}: the loss or gradient of policy {policy} was not finite in {len(bad)} steps in a "
-                    f"row (trainer.max_bad_steps); their batches are {files} (marsrl.trainer.data.bad_batches reads them); "
+                    f"row (trainer.max_bad_steps); their batches are {files} (marsrl.trainer.data.bad_steps reads them); "
                     "lower the learning rate, or take out the samples that they have in common"
                 )
 
