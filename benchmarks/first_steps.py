@@ -17,10 +17,10 @@ from pathlib import Path
 
 from namespace import ROOT
 
-from marsrl.trainer.models.init_model import SHAPES, InitShape, init_model
+from marsrl.trainer.models.init_model import SHAPES, init_model, moe_shape
 
 # 0.3 B parameters, of which a head over bytes is next to nothing
-MODEL = InitShape(1024, 8, 16, 8, 128, 16, 4, 512, max_positions=32768)
+MODEL = moe_shape(1024, 8, 16, 8, 128, 16, 4, 512, max_positions=32768)
 STEPS = 2
 
 

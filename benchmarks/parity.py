@@ -237,9 +237,9 @@ def train_adapter(model_dir: Path, adapter: Path, kind: str, case: Case, sequenc
 
     learner = open_learner(model_dir, case, {}, adapter={**parity_adapters.ADAPTERS[kind], "start": str(adapter)})
     with_sgd(learner)
-    before = dict(learner.held_adapter().export())
+    before = dict(learner.held().export())
     stats = learner.train_step(one_update(learner, sequences), lr=PROBE_LR, keep=[s.uid for s in sequences])
-    after = dict(learner.held_adapter().export())
+    after = dict(learner.held().export())
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, {each.uid: torch.from_numpy(each.logprobs) for each in stats.tokens})
     parallel.stop(keep_world=True)
@@ -409,7 +409,7 @@ def main() -> int:
     logging.disable(logging.WARNING)
     from marsrl.rollout.state import encode
     from marsrl.trainer.data.scatter import MiniBatch
-    from marsrl.trainer.models.init_model import InitShape, init_model
+    from marsrl.trainer.models.init_model import init_model, moe_shape
 
     with tempfile.TemporaryDirectory() as name, socket.socket() as free:
         folder = Path(name)
@@ -423,7 +423,7 @@ def main() -> int:
         ranks = [fork.Process(target=worker, args=(i, *place, is_given), daemon=True) for i in range(WORLD)]
         for each in ranks:
             each.start()
-        model = init_model(InitShape(64, 2, 4, 2, 32, 8, 2, 48, vocab_size=VOCABULARY), "bytes", folder / "model")
+        model = init_model(moe_shape(64, 2, 4, 2, 32, 8, 2, 48, vocab_size=VOCABULARY), "bytes", folder / "model")
         titles = "".join(f"{title:>10s}" for title in COLUMNS)
         print(f"{'':38s}{titles}\n{'at most':38s}" + "".join(f"{limit:10.1e}" for limit in LIMITS.values()))
         one, given, first = against_transformers("one rank against transformers", model)

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from marsrl.rollout.config import VllmOptions
+from marsrl.rollout.engines.protocol import EngineSpec
 from marsrl.rollout.engines.vllm.arguments import vllm_environment
 from marsrl.rollout.engines.vllm.engine import VllmEngine
 
@@ -17,9 +18,7 @@ class SpoiledVllm(VllmEngine):
 
     def __init__(self, model_dir: str, dtype: str) -> None:
         os.environ.update(vllm_environment(threads=1))
-        super().__init__(
-            model_dir, VllmOptions(max_num_seqs=16, kv_cache_mib=32), dtype=dtype, max_model_len=256, threads=1
-        )
+        super().__init__(EngineSpec("vllm", model_dir, dtype, 256, vllm=VllmOptions(max_num_seqs=16, kv_cache_mib=32)))
         self._model: Any = self._llm.llm_engine.model_executor.driver_worker.worker.model_runner.get_model()
         self._undo: list[Callable[[], None]] = []
         self._refusals: list[str] = []

@@ -13,10 +13,10 @@ import numpy.typing as npt
 from marsrl.rollout.adapter import AdapterConfig, adapted
 from marsrl.rollout.model_shape import ModelShape
 from marsrl.trainer.data.packing import TrainSequence
-from marsrl.trainer.models.init_model import InitShape
+from marsrl.trainer.models.init_model import moe_shape
 from marsrl.trainer.plan.parameters import elements
 
-_SLICE = InitShape(2048, 4, 32, 4, 128, 128, 8, 768, max_positions=4096, rope_theta=1e6, vocab_size=151936)
+_SLICE = moe_shape(2048, 4, 32, 4, 128, 128, 8, 768, max_positions=4096, rope_theta=1e6, vocab_size=151936)
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class StepProblem:
     micro_batch_tokens: of a packed micro-batch. reference_rows: sequences that the reference pads together.
     """
 
-    shape: str | InitShape
+    shape: str | ModelShape
     vocab_size: int
     dtype: Literal["float32", "bfloat16"]
     groups: int
@@ -43,7 +43,7 @@ PROBLEMS = {
     "qwen3_30b_a3b_slice": StepProblem(_SLICE, 151936, "bfloat16", 8, (64, 257), 400, 1536, 4096, 4),
     # The same way on a CPU.
     "slice_tiny": StepProblem(
-        InitShape(64, 2, 4, 2, 32, 8, 2, 48, vocab_size=512), 512, "float32", 2, (4, 9), 12, 40, 160, 4
+        moe_shape(64, 2, 4, 2, 32, 8, 2, 48, vocab_size=512), 512, "float32", 2, (4, 9), 12, 40, 160, 4
     ),
 }
 

@@ -80,9 +80,8 @@ def _learner(
     from marsrl.kernels import PolicyObjective
     from marsrl.trainer.config import LayoutConfig, MptConfig, OptimizerConfig, PolicyConfig
     from marsrl.trainer.data.scatter import MiniBatch, Update, joined, micro_batches
-    from marsrl.trainer.learner.learner import Learner
+    from marsrl.trainer.learner.learner import Learner, groups
     from marsrl.trainer.learner.megatron import parallel
-    from marsrl.trainer.learner.together import groups
 
     policy = PolicyConfig(
         dtype=problem.dtype, optimizer=OptimizerConfig(lr=1e-5), layout=LayoutConfig.model_validate(layout)

@@ -73,12 +73,12 @@ class Row:
 
 def write_model(folder: Path, mib: int) -> int:
     """Write a random Qwen3-MoE of about so many MiB in bfloat16; returns the size of its vocabulary."""
-    from marsrl.trainer.models.init_model import InitShape, init_model
+    from marsrl.trainer.models.init_model import init_model, moe_shape
 
     vocab_size, hidden, experts, width = 4096, 512, 32, 256
     of_layer = hidden * (hidden * 3 + 3 * width * experts)
     layers = max(1, round(((mib << 20) / 2 - 2 * vocab_size * hidden) / of_layer))
-    shape = InitShape(hidden, layers, 8, 4, 64, experts, 4, width, vocab_size=vocab_size)
+    shape = moe_shape(hidden, layers, 8, 4, 64, experts, 4, width, vocab_size=vocab_size)
     init_model(shape, "bytes", folder, seed=0, dtype="bfloat16")
     return vocab_size
 

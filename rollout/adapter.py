@@ -36,26 +36,16 @@ _MLP = ("gate_proj", "up_proj", "down_proj")
 class AdapterConfig(Settings):
     """policies.<name>.adapter: a pair of small matrices for each adapted one, trained in its place."""
 
-    rank: int = Field(
-        32, gt=0, le=512, description="of each pair in attention and MLP; larger: more to learn with, slower"
-    )
-    expert_rank: int | None = Field(
-        None,
-        gt=0,
-        le=512,
-        description="of each pair in an expert; default: rank over the experts that a token visits, at least 1",
-    )
-    alpha: float = Field(
-        64.0, gt=0, description="every pair's product is multiplied by alpha / rank; 2 x rank is usual"
-    )
-    targets: tuple[Target, ...] = Field(
-        ("attention", "mlp"),
-        min_length=1,
-        description="matrices that get a pair: attention, mlp (MoE models have none), experts (of MoE models)",
-    )
-    start: str | None = Field(
-        None, description="PEFT directory whose numbers training starts from; default: A random, B zero, as the base"
-    )
+    rank: int = Field(32, gt=0, le=512)
+    """of each pair in attention and MLP; larger: more to learn with, slower"""
+    expert_rank: int | None = Field(None, gt=0, le=512)
+    """of each pair in an expert; default: rank over the experts that a token visits, at least 1"""
+    alpha: float = Field(64.0, gt=0)
+    """every pair's product is multiplied by alpha / rank; 2 x rank is usual"""
+    targets: tuple[Target, ...] = Field(("attention", "mlp"), min_length=1)
+    """matrices that get a pair: attention, mlp (MoE models have none), experts (of MoE models)"""
+    start: str | None = None
+    """PEFT directory whose numbers training starts from; default: A random, B zero, as the base"""
 
     @property
     def scale(self) -> float:

@@ -108,86 +108,55 @@ class TeacherConfig(Settings):
     """agents.<name>.teacher: a larger model that says how likely each token of the agent is to it (docs/teachers.md)."""
 
     policy: str = Field(description="name under `policies`, frozen and with engines of its own")
-    coef: float = Field(
-        1.0,
-        gt=0,
-        le=MOST,
-        description="of log p_teacher - log p_rollout, less a mean of it, which is added to each token's advantage",
-    )
+    coef: float = Field(1.0, gt=0, le=MOST)
+    """of log p_teacher - log p_rollout, less a mean of it, which is added to each token's advantage"""
 
 
 class AgentConfig(Settings):
     """One agent of the team: which policy answers, how it is prompted and sampled, how it is picked and weighed."""
 
     policy: str = Field("main", description="name under `policies` whose weights answer")
-    prompt: str | None = Field(
-        None,
-        description="prompt set that ships (`marsrl prompts`), or FILE.yaml (docs/prompts.md): how the agent is asked and read; "
-        "default: the task's set",
-    )
+    prompt: str | None = None
+    """prompt set that ships (`marsrl prompts`), or FILE.yaml (docs/prompts.md): how the agent is asked and read; default: the
+    task's set"""
     temperature: float = Field(1.0, gt=0, description="sampling temperature in training")
     top_p: PositiveShare = Field(1.0, description="trained agents need 1, or loss.truncation=renormalise")
-    top_k: int = Field(
-        -1, ge=-1, le=MOST_TOKENS, description="trained agents need -1 (off), or loss.truncation=renormalise"
-    )
+    top_k: int = Field(-1, ge=-1, le=MOST_TOKENS)
+    """trained agents need -1 (off), or loss.truncation=renormalise"""
     max_input_tokens: Tokens = Field(32768, description="of a prompt; a longer one: long_prompts")
-    long_prompts: Literal["skip", "cut_middle", "cut_left"] = Field(
-        "skip",
-        description="a prompt above max_input_tokens is not asked, or the contents of its longest messages are cut to fit, in "
-        "the middle or on the left (counted: rollout/prompts_too_long, rollout/prompts_cut)",
-    )
-    max_response_tokens: Tokens | None = Field(
-        None, description="of this agent's completions; default and at most: rollout.max_response_tokens"
-    )
-    stop: list[Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]] = Field(
-        default_factory=list,
-        max_length=4,
-        description="texts that end a completion, as part of it, beside the end token (`</search>`); engines of ours",
-    )
-    tools: list[str] = Field(
-        default_factory=list,
-        description="names under `tools` that the agent calls by its chat template (docs/tools.md)",
-    )
-    max_tool_turns: Count = Field(
-        8,
-        description="turns of a completion that call tools; a call in a later one is not made, and its turn is the last",
-    )
-    max_tool_tokens: Tokens = Field(
-        2048, description="tokens of what the tools give in a turn; the longest are cut to fit"
-    )
-    template_options: dict[str, bool | str] = Field(
-        default_factory=dict, description="of the chat template for this agent (Qwen3: enable_thinking)"
-    )
-    loss_weight: float = Field(
-        1.0, ge=0, description="factor on this agent's advantages, a teacher's part aside; 0: the teacher's part alone"
-    )
-    teacher: TeacherConfig | None = Field(
-        None, description="distils a frozen policy into this agent on the agent's own samples"
-    )
+    long_prompts: Literal["skip", "cut_middle", "cut_left"] = "skip"
+    """a prompt above max_input_tokens is not asked, or the contents of its longest messages are cut to fit, in the middle or
+    on the left (counted: rollout/prompts_too_long, rollout/prompts_cut)"""
+    max_response_tokens: Tokens | None = None
+    """of this agent's completions; default and at most: rollout.max_response_tokens"""
+    stop: list[Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]] = Field(default_factory=list, max_length=4)
+    """texts that end a completion, as part of it, beside the end token (`</search>`); engines of ours"""
+    tools: list[str] = Field(default_factory=list)
+    """names under `tools` that the agent calls by its chat template (docs/tools.md)"""
+    max_tool_turns: Count = 8
+    """turns of a completion that call tools; a call in a later one is not made, and its turn is the last"""
+    max_tool_tokens: Tokens = 2048
+    """tokens of what the tools give in a turn; the longest are cut to fit"""
+    template_options: dict[str, bool | str] = Field(default_factory=dict)
+    """of the chat template for this agent (Qwen3: enable_thinking)"""
+    loss_weight: float = Field(1.0, ge=0)
+    """factor on this agent's advantages, a teacher's part aside; 0: the teacher's part alone"""
+    teacher: TeacherConfig | None = None
+    """distils a frozen policy into this agent on the agent's own samples"""
     clip_low: float | None = Field(None, ge=0, description="of this agent's tokens; default: loss.clip_low")
     clip_high: float | None = Field(None, ge=0, description="of this agent's tokens; default: loss.clip_high")
-    format_penalty: float = Field(
-        0.0,
-        ge=0,
-        le=MOST,
-        description="taken off the reward of a completion without a readable answer or verdict (Dr. MAS)",
-    )
-    pick: Literal["adaptive", "balanced", "paired", "random"] = Field(
-        "adaptive", description="which of the predecessor's outputs this agent is asked about"
-    )
-    pick_unparsable: bool = Field(
-        False,
-        description="picks among outputs without a readable answer too; a Corrector's among reports without a verdict, where "
-        "the Verifier's missing_verdict is wrong",
-    )
-    parser: Literal["strict", "compat"] = Field(
-        "strict",
-        description="of verdicts. strict: as the prompt set says; compat: as the code published with a paper reads them, where "
-        "the prompt asks for what that looks for (docs/evaluate.md)",
-    )
-    missing_verdict: Literal["wrong", "correct"] = Field(
-        "wrong", description="how the loop goes on without a verdict; the reward is 0 either way"
-    )
+    format_penalty: float = Field(0.0, ge=0, le=MOST)
+    """taken off the reward of a completion without a readable answer or verdict (Dr. MAS)"""
+    pick: Literal["adaptive", "balanced", "paired", "random"] = "adaptive"
+    """which of the predecessor's outputs this agent is asked about"""
+    pick_unparsable: bool = False
+    """picks among outputs without a readable answer too; a Corrector's among reports without a verdict, where the Verifier's
+    missing_verdict is wrong"""
+    parser: Literal["strict", "compat"] = "strict"
+    """of verdicts. strict: as the prompt set says; compat: as the code published with a paper reads them, where the prompt
+    asks for what that looks for (docs/evaluate.md)"""
+    missing_verdict: Literal["wrong", "correct"] = "wrong"
+    """how the loop goes on without a verdict; the reward is 0 either way"""
 
 
 Sampler = Literal["engine", "marsrl"]
@@ -199,44 +168,29 @@ class VllmOptions(Settings):
 
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(None, description="default: the policy's dtype")
     max_num_seqs: Count = Field(256, description="requests decoded at once by one engine")
-    kv_cache_mib: Size | None = Field(
-        None, description="KV cache of each of an engine's GPUs, MiB; default: vLLM decides (GPU), 256 (CPU)"
-    )
+    kv_cache_mib: Size | None = None
+    """KV cache of each of an engine's GPUs, MiB; default: vLLM decides (GPU), 256 (CPU)"""
     gpu_memory_utilization: PositiveShare = Field(0.9, description="share of the GPU's memory vLLM may take")
-    tensor_parallel: Ranks = Field(
-        1, description="GPUs of one engine, all on one host; every matrix is cut over them (on a CPU: processes)"
-    )
-    expert_parallel: bool = Field(
-        False, description="each expert whole on one of tensor_parallel's GPUs, in place of a share of it on all"
-    )
+    tensor_parallel: Ranks = 1
+    """GPUs of one engine, all on one host; every matrix is cut over them (on a CPU: processes)"""
+    expert_parallel: bool = False
+    """each expert whole on one of tensor_parallel's GPUs, in place of a share of it on all"""
     enforce_eager: bool | None = Field(None, description="default: true on CPU, false on GPU")
-    sampler: Sampler | Literal["auto"] = Field(
-        "auto",
-        description="who draws tokens. engine: vLLM's own sampler with a seed a request (on GPUs in its Model Runner V2, with "
-        "async scheduling); marsrl: ours, whose draws repeat bitwise whatever else is in the batch (in the older Model Runner "
-        "V1). auto: engine on GPUs, marsrl on CPUs",
-    )
-    draft_tokens: int = Field(
-        0,
-        ge=0,
-        le=32,
-        description="GPUs: tokens that vLLM guesses at once, those that followed when the last five came before (n-gram); the "
-        "policy accepts or rejects them so that draws stay its own; 0: none (docs/weight_sync.md)",
-    )
-    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = Field(
-        "auto",
-        description="of the KV cache; auto: the engine's dtype. fp8 holds twice the tokens, and log-probs differ from the "
-        "trainer's by more: set loss.correction and watch train_rollout/",
-    )
-    quantization: Literal["fp8"] | None = Field(
-        None,
-        description="of the layers' matrices, rounded by vLLM as it loads them, in blocks of 128 x 128: half the memory and "
-        "traffic. A trained policy's want loss.correction and sync.backend=shm: docs/weight_sync.md",
-    )
-    extra: dict[str, Any] = Field(
-        default_factory=dict,
-        description="any other field of vLLM's EngineArgs ({max_num_batched_tokens: 16384}), as it is spelled there",
-    )
+    sampler: Sampler | Literal["auto"] = "auto"
+    """who draws tokens. engine: vLLM's own sampler with a seed a request (on GPUs in its Model Runner V2, with async
+    scheduling); marsrl: ours, whose draws repeat bitwise whatever else is in the batch (in the older Model Runner V1). auto:
+    engine on GPUs, marsrl on CPUs"""
+    draft_tokens: int = Field(0, ge=0, le=32)
+    """GPUs: tokens that vLLM guesses at once, those that followed when the last five came before (n-gram); the policy accepts
+    or rejects them so that draws stay its own; 0: none (docs/weight_sync.md)"""
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"
+    """of the KV cache; auto: the engine's dtype. fp8 holds twice the tokens, and log-probs differ from the trainer's by more:
+    set loss.correction and watch train_rollout/"""
+    quantization: Literal["fp8"] | None = None
+    """of the layers' matrices, rounded by vLLM as it loads them, in blocks of 128 x 128: half the memory and traffic. A
+    trained policy's want loss.correction and sync.backend=shm: docs/weight_sync.md"""
+    extra: dict[str, Any] = Field(default_factory=dict)
+    """any other field of vLLM's EngineArgs ({max_num_batched_tokens: 16384}), as it is spelled there"""
 
     def sampler_on(self, device: str) -> Sampler:
         """`sampler` of an engine on "cpu" or "cuda"."""
@@ -265,12 +219,10 @@ class OpenAIOptions(Settings):
 
     base_url: HttpUrl = Field(description="http(s)://host[:port]/v1; requests go to base_url/completions")
     model: str = Field(description="the model's name on that server")
-    api_key_env: VariableName | None = Field(
-        None, description="environment variable that holds the key; never the key itself"
-    )
-    prompt: Literal["text", "tokens"] = Field(
-        "text", description="tokens: send ids, for a server that has the tokenizer of policies.<name>.model"
-    )
+    api_key_env: VariableName | None = None
+    """environment variable that holds the key; never the key itself"""
+    prompt: Literal["text", "tokens"] = "text"
+    """tokens: send ids, for a server that has the tokenizer of policies.<name>.model"""
     concurrency: Ranks = Field(32, description="requests under way at once")
     timeout_s: Seconds = Field(600.0, description="one attempt at one request, from connection to last byte")
     retries: CountOr0 = Field(5, description="further attempts after 429, 5xx, or a failed connection")
@@ -282,74 +234,52 @@ class RolloutConfig(Settings):
     """Playing problems: engines, stages and limits."""
 
     engine: Literal["vllm", "local"] = Field("vllm", description="what decodes tokens")
-    placement: Literal["local", "disaggregated", "colocated"] = Field(
-        "disaggregated",
-        description="local: in the trainer's process, no Ray; disaggregated: Ray actors on GPUs of their own; colocated: Ray "
-        "actors on the trainer's GPUs, asleep while it trains",
-    )
+    placement: Literal["local", "disaggregated", "colocated"] = "disaggregated"
+    """local: in the trainer's process, no Ray; disaggregated: Ray actors on GPUs of their own; colocated: Ray actors on the
+    trainer's GPUs, asleep while it trains"""
     engines: Ranks = Field(1, description="engine replicas of every policy")
-    rebalance: bool = Field(
-        False,
-        description="between stages, move an engine from the policy whose engines had least to decode to the one whose had more "
-        "than twice that, where it has room there: docs/clusters.md",
-    )
+    rebalance: bool = False
+    """between stages, move an engine from the policy whose engines had least to decode to the one whose had more than twice
+    that, where it has room there: docs/clusters.md"""
     threads: Ranks | None = Field(None, description="CPU threads of one engine; default: all cores shared evenly")
-    ray_address: str | None = Field(
-        None,
-        description="Ray cluster to join, host:port; here or here:port (6379): start one that other hosts join by `marsrl join`; "
-        "default: start one for this machine alone",
-    )
+    ray_address: str | None = None
+    """Ray cluster to join, host:port; here or here:port (6379): start one that other hosts join by `marsrl join`; default:
+    start one for this machine alone"""
     ray_timeout_s: Seconds = Field(30.0, description="give up on an unreachable cluster after this long")
-    join_s: Seconds = Field(
-        600.0,
-        description="how long to wait for hosts that have room for the engines: with ray_address=here as the run starts, and "
-        "when a policy's only engine is lost with its host",
-    )
+    join_s: Seconds = 600.0
+    """how long to wait for hosts that have room for the engines: with ray_address=here as the run starts, and when a policy's
+    only engine is lost with its host"""
     object_store_mib: int = Field(256, ge=80, le=MOST_MIB, description="object store of a cluster started here, MiB")
     prompts_per_step: Count = Field(8, description="new problems a stage; with stage_size=total at most")
-    stage_size: Literal["new", "total"] = Field(
-        "new",
-        description="new: every stage plays prompts_per_step new problems; total: carried-over samples, of any agent, take the "
-        "places of new ones, so that a stage has about prompts_per_step x group_size of both",
-    )
+    stage_size: Literal["new", "total"] = "new"
+    """new: every stage plays prompts_per_step new problems; total: carried-over samples, of any agent, take the places of new
+    ones, so that a stage has about prompts_per_step x group_size of both"""
     group_size: Count = Field(8, description="G: samples of one agent on one input")
     picks: Count = Field(2, description="outputs handed to the next agent, for one rollout instance and agent")
     max_response_tokens: Tokens = Field(1024, description="global maximum length of a completion")
     segments: Count = Field(1, description="stages a completion may take; 1 = whole completions")
     segment_length: Tokens | None = Field(None, description="tokens a stage; default max_response_tokens / segments")
-    pipeline: Literal["agentic", "trajectory"] = Field(
-        "agentic", description="train on finished groups, or on whole trajectories"
-    )
-    overlap: CountOr0 = Field(
-        0, description="stages that decoding may be ahead of training; 0: stage and step in turn, repeats bitwise"
-    )
-    finish_share: PositiveShare = Field(
-        1.0, description="a stage ends when this share of its samples has finished; the rest is carried over"
-    )
-    group_completion: Literal["wait", "drop_stragglers"] = Field(
-        "wait", description="what a group does about unfinished samples"
-    )
+    pipeline: Literal["agentic", "trajectory"] = "agentic"
+    """train on finished groups, or on whole trajectories"""
+    overlap: CountOr0 = 0
+    """stages that decoding may be ahead of training; 0: stage and step in turn, repeats bitwise"""
+    finish_share: PositiveShare = 1.0
+    """a stage ends when this share of its samples has finished; the rest is carried over"""
+    group_completion: Literal["wait", "drop_stragglers"] = "wait"
+    """what a group does about unfinished samples"""
     max_group_age: CountOr0 = Field(4, description="versions after which drop_stragglers closes a group")
     max_unfinished: Tokens = Field(4096, description="no new problems while more samples than this are carried over")
-    deadline_s: Seconds = Field(
-        1800.0, description="an engine that has a stage (with overlap: a request) for longer counts as lost"
-    )
-    max_engine_restarts: CountOr0 = Field(
-        16,
-        description="engines of a policy that are lost (died, silent for deadline_s) and replaced in a run; then it stops",
-    )
-    max_turns: Count = Field(
-        256,
-        description="calls of agents in one episode, and how often a sample goes on; a team that wants more has failed in it",
-    )
-    max_error_share: PositiveShare = Field(
-        0.5,
-        description="of a step's samples and episodes that ended in an error (an engine gave up, a team's own code raised); "
-        "with more the run stops",
-    )
-    max_request_attempts: Count = Field(
-        3, description="engines that may be lost with a request before its sample ends as an error"
-    )
+    deadline_s: Seconds = 1800.0
+    """an engine that has a stage (with overlap: a request) for longer counts as lost"""
+    max_engine_restarts: CountOr0 = 16
+    """engines of a policy that are lost (died, silent for deadline_s) and replaced in a run; then it stops"""
+    max_turns: Count = 256
+    """calls of agents in one episode, and how often a sample goes on; a team that wants more has failed in it"""
+    max_error_share: PositiveShare = 0.5
+    """of a step's samples and episodes that ended in an error (an engine gave up, a team's own code raised); with more the
+    run stops"""
+    max_request_attempts: Count = 3
+    """engines that may be lost with a request before its sample ends as an error"""
     vllm: VllmOptions = VllmOptions()
     local: LocalOptions = LocalOptions()
 
@@ -404,35 +334,24 @@ class RolloutConfig(Settings):
 class EvaluateConfig(Settings):
     """The inference loop: Solver, then Verifier and Corrector in turn until a stop rule holds (MarsRL)."""
 
-    num_problems: Count | None = Field(
-        None,
-        description="held-out problems at most, of each set of data.eval; default: all of a set, 64 where a task makes them or "
-        "they are taken out of data.train",
-    )
+    num_problems: Count | None = None
+    """held-out problems at most, of each set of data.eval; default: all of a set, 64 where a task makes them or they are
+    taken out of data.train"""
     repeat: Count = Field(1, description="avg@n: draws of every problem")
     accept_after: Count = Field(4, description="consecutive 'correct' verdicts that accept a candidate")
-    max_iterations: Count | None = Field(
-        None, description="Verifier calls before giving up; default: 10, with compat=marsrl the script's 11"
-    )
-    compat: Literal["marsrl"] | None = Field(
-        None,
-        description="marsrl: as the script published with arXiv:2511.11373 plays and counts (docs/evaluate.md), to compare with "
-        "its figures",
-    )
-    temperature: float = Field(
-        0.6,
-        gt=0,
-        description="sampling temperature in evaluations, of all agents; agents.<name>.temperature is training's",
-    )
-    top_p: PositiveShare = Field(
-        0.95, description="likeliest tokens of this probability together are drawn from; 1: all"
-    )
-    top_k: int = Field(
-        -1, ge=-1, le=MOST_TOKENS, description="tokens that are drawn from at most, the likeliest; -1: no bound"
-    )
-    fixed_inputs: Count = Field(
-        160, description="fixed Verifier inputs, half of them right (and as many for the Corrector)"
-    )
+    max_iterations: Count | None = None
+    """Verifier calls before giving up; default: 10, with compat=marsrl the script's 11"""
+    compat: Literal["marsrl"] | None = None
+    """marsrl: as the script published with arXiv:2511.11373 plays and counts (docs/evaluate.md), to compare with its
+    figures"""
+    temperature: float = Field(0.6, gt=0)
+    """sampling temperature in evaluations, of all agents; agents.<name>.temperature is training's"""
+    top_p: PositiveShare = 0.95
+    """likeliest tokens of this probability together are drawn from; 1: all"""
+    top_k: int = Field(-1, ge=-1, le=MOST_TOKENS)
+    """tokens that are drawn from at most, the likeliest; -1: no bound"""
+    fixed_inputs: Count = 160
+    """fixed Verifier inputs, half of them right (and as many for the Corrector)"""
 
     @property
     def most_verdicts(self) -> int:

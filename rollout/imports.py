@@ -1,8 +1,9 @@
-"""Imports of large libraries without garbage collection."""
+"""Imports of large libraries without garbage collection, and packages that may be missing."""
 
 from __future__ import annotations
 
 import gc
+import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -28,3 +29,12 @@ def imports_for_good() -> Iterator[None]:
         gc.set_threshold(_YOUNG, *gc.get_threshold()[1:])
         if was_enabled:
             gc.enable()
+
+
+def check_installed(setting: str, *packages: str, extra: str = "", otherwise: str = "") -> None:
+    """Raise ValueError if packages that a setting needs are missing. extra: marsrl's, with them; otherwise: what else helps."""
+    if missing := [package for package in packages if importlib.util.find_spec(package) is None]:
+        raise ValueError(
+            f"{setting} needs {' and '.join(missing)}, not installed here: pip install {' '.join(missing)}"
+            f"{f' (marsrl[{extra}])' if extra else ''}{f', or {otherwise}' if otherwise else ''}"
+        )

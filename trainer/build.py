@@ -138,18 +138,18 @@ def _hosts_of_ranks(host: TrainerHost) -> tuple[RankHost, ...]:
 def _sync(config: RunConfig, policy: str, model_dir: str, pool: EnginePool | None) -> WeightSync:
     """This rank's part of the weight sync from a policy's learner to its engines, which rank 0 drives."""
     shape, sync = read_shape(model_dir), config.sync
-    has_adapter, engines = config.policies[policy].adapter is not None, None
+    adapter, engines = config.policies[policy].adapter, None
     if pool is not None:
-        adapter, settings = policy if has_adapter else "", shape.settings()
-        engines = CheckedEngines(pool, vocab_size=shape.vocab_size, settings=settings, adapter=adapter)
+        name, settings = "" if adapter is None else policy, shape.settings()
+        engines = CheckedEngines(pool, vocab_size=shape.vocab_size, settings=settings, adapter=name)
     dtype: torch.dtype = getattr(torch, config.engine_dtype(policy))
     precision = Precision(dtype)
     if config.rollout.engine == "vllm":
         vllm = config.rollout_of(policy).vllm
         precision = Precision(dtype, _FP8.get(vllm.kv_cache_dtype), _FP8.get(vllm.quantization or ""))
     common: dict[str, Any] = {"verify_every": sync.verify_every, "precision": precision}
-    if has_adapter:
-        return AdapterSync(engines, dtype, base=model_dir, directory=sync.directory, **common)
+    if adapter is not None:
+        return AdapterSync(engines, dtype, base=model_dir, adapter=adapter, directory=sync.directory, **common)
     if sync.backend == "shm":
         return FileSync(engines, dtype, directory=sync.directory, **common)
     assert sync.backend != "auto", "resolved by preflight"

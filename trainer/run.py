@@ -14,16 +14,21 @@ from marsrl.rollout.player.stages import RolloutState, StepBatch
 from marsrl.rollout.state import decode, encode
 from marsrl.rollout.types import FloatArray
 from marsrl.trainer.config import RunConfig
-from marsrl.trainer.data.bad_batches import KEPT_BAD_BATCHES, BadBatch, bad_batch_file, save_bad_batch
+from marsrl.trainer.data.bad_steps import (
+    KEPT_BAD_BATCHES,
+    BadBatch,
+    bad_batch_file,
+    save_bad_batch,
+    too_many_errors,
+    why_nothing_trains,
+)
 from marsrl.trainer.data.credit import Credited, teacher_metrics
-from marsrl.trainer.data.empty_steps import too_many_errors, why_nothing_trains
 from marsrl.trainer.data.mini_batches import Average
 from marsrl.trainer.data.scatter import MiniBatch
 from marsrl.trainer.driver import Driver
 from marsrl.trainer.evaluate.score import eval_metrics
-from marsrl.trainer.learner.learner import Learner
+from marsrl.trainer.learner.learner import Learner, Together, groups
 from marsrl.trainer.learner.step_stats import StepStats
-from marsrl.trainer.learner.together import Together, groups
 from marsrl.trainer.learner.trained_tokens import TrainedTokens
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.report.step_metrics import step_metrics
@@ -315,7 +320,7 @@ class Run:
                 files = ", ".join(str(bad_batch_file(self.directory, step, policy)) for step in bad)
                 raise RuntimeError(
                     f"step {self.step}: the loss or gradient of policy {policy} was not finite in {len(bad)} steps in a "
-                    f"row (trainer.max_bad_steps); their batches are {files} (marsrl.trainer.data.bad_batches reads them); "
+                    f"row (trainer.max_bad_steps); their batches are {files} (marsrl.trainer.data.bad_steps reads them); "
                     "lower the learning rate, or take out the samples that they have in common"
                 )
 

@@ -1,41 +1,20 @@
-"""Specification and construction of one engine, in this process or in an actor's."""
+"""Construction of one engine, in this process or in an actor's."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 
-from marsrl.rollout.adapter import AdapterConfig
-from marsrl.rollout.config import LocalOptions, VllmOptions
-from marsrl.rollout.engines.protocol import NOTHING_RECORDED, Engine, Records
+from marsrl.rollout.engines.protocol import Engine, EngineSpec
 
 
-@dataclass(frozen=True, slots=True)
-class EngineSpec:
-    """Everything needed to build one engine, in this process or another."""
+def environment_of(spec: EngineSpec) -> dict[str, str]:
+    """Environment variables the serving process needs from its start."""
+    if spec.kind == "vllm":
+        from marsrl.rollout.engines.vllm.arguments import vllm_environment
 
-    kind: str  # "vllm" or "local"
-    model_dir: str
-    dtype: str
-    max_model_len: int
-    seed: int
-    threads: int
-    device: str  # "cpu" or "cuda"
-    vllm: VllmOptions
-    local: LocalOptions
-    sleeps: bool = False  # shares its GPU with the trainer
-    records: Records = NOTHING_RECORDED
-    adapters: Mapping[str, AdapterConfig] = field(default_factory=dict)  # served, by name
-
-    def environment(self) -> dict[str, str]:
-        """Environment variables the serving process needs from its start."""
-        if self.kind == "vllm":
-            from marsrl.rollout.engines.vllm.arguments import vllm_environment
-
-            sampler, quantises = self.vllm.sampler_on(self.device), self.vllm.quantization is not None
-            return vllm_environment(self.threads, self.device, sampler, quantises=quantises)
-        return {"OMP_NUM_THREADS": str(self.threads)}
+        sampler, quantises = spec.vllm.sampler_on(spec.device), spec.vllm.quantization is not None
+        return vllm_environment(spec.threads, spec.device, sampler, quantises=quantises)
+    return {"OMP_NUM_THREADS": str(spec.threads)}
 
 
 def import_library(kind: str) -> None:
@@ -44,21 +23,11 @@ def import_library(kind: str) -> None:
 
 
 def build_engine(spec: EngineSpec) -> Engine:
-    """Build the engine in this process, whose environment has spec.environment()."""
+    """Build the engine in this process, whose environment has environment_of(spec)."""
     if spec.kind == "vllm":
         from marsrl.rollout.engines.vllm.engine import VllmEngine
 
-        return VllmEngine(
-            spec.model_dir,
-            spec.vllm,
-            dtype=spec.dtype,
-            max_model_len=spec.max_model_len,
-            seed=spec.seed,
-            threads=spec.threads,
-            sleeps=spec.sleeps,
-            records=spec.records,
-            adapters=spec.adapters,
-        )
+        return VllmEngine(spec)
     from marsrl.rollout.engines.local.engine import LocalEngine
 
     return LocalEngine(

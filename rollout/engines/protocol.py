@@ -21,6 +21,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from marsrl.rollout.adapter import AdapterConfig
+from marsrl.rollout.config import LocalOptions, VllmOptions
 from marsrl.rollout.kept_tokens import KeptTokens
 from marsrl.rollout.routed_experts import ExpertArray
 from marsrl.rollout.types import Finish, FloatArray, IntArray
@@ -144,6 +145,29 @@ class Records:
 
 NOTHING_RECORDED = Records()
 NO_ADAPTERS: Mapping[str, AdapterConfig] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """Everything needed to build one engine, in this process or another.
+
+    kind: "vllm" or "local". dtype: "float32", "bfloat16" or "float16". max_model_len: prompt and completion together, tokens.
+    threads: of torch, on a CPU. device: "cpu" or "cuda". sleeps: shares its GPU with the trainer, and sleep() will be called.
+    records: data that requests may ask for besides log-probs. adapters: served, by name.
+    """
+
+    kind: str
+    model_dir: str
+    dtype: str
+    max_model_len: int
+    seed: int = 0
+    threads: int = 1
+    device: str = "cpu"
+    vllm: VllmOptions = field(default_factory=VllmOptions)
+    local: LocalOptions = field(default_factory=LocalOptions)
+    sleeps: bool = False
+    records: Records = NOTHING_RECORDED
+    adapters: Mapping[str, AdapterConfig] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

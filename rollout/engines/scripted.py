@@ -58,7 +58,6 @@ class ScriptedEngine:
         decode: Callable[[IntArray], str] | None = None,
         fail: Callable[[DecodeRequest], str | None] = lambda request: None,
         score: Callable[[IntArray], FloatArray] | None = None,
-        version: int = 0,
         tokens_per_step: int | None = None,
         adapters: Sequence[str] = (),
     ) -> None:
@@ -69,7 +68,7 @@ class ScriptedEngine:
         self._texts = Texts(decode) if decode is not None else None
         self._answers: dict[str, tuple[int, list[int]]] = {}  # uid: (length of the prompt, whole completion)
         self._num_decoded = 0
-        self._versions = {"": version, **dict.fromkeys(adapters, 0)}  # by adapter
+        self._versions = {"": 0, **dict.fromkeys(adapters, 0)}  # by adapter
         self._asleep: set[MemoryPart] = set()  # it uses no memory, but callers should not depend on that
 
     def info(self) -> EngineInfo:

@@ -10,41 +10,26 @@ from marsrl.rollout.config import Count, CountOr0, Seconds, Settings, Size, Vari
 class ExternalConfig(Settings):
     """The program of orchestration=external and its workers. A session is one play of a problem."""
 
-    function: str | None = Field(
-        None,
-        description="FILE.py:FUNCTION that plays a session, `run(problem, client)`; may be async (docs/external.md)",
-    )
-    environment: str | None = Field(
-        None,
-        description="in place of a function: FILE.py:CLASS with reset(problem) and step(text), which agents act in "
-        "(docs/external.md)",
-    )
-    command: list[str] = Field(
-        default_factory=list,
-        description="in place of both: a program that is started once a session, with the problem on its standard input",
-    )
-    python: str | None = Field(
-        None,
-        description="interpreter of the workers, 3.9 or later: of a virtual environment of its own; default: this one",
-    )
-    workers: CountOr0 = Field(
-        1, description="worker processes started here; 0: only those that join from elsewhere (worker.py --url)"
-    )
+    function: str | None = None
+    """FILE.py:FUNCTION that plays a session, `run(problem, client)`; may be async (docs/external.md)"""
+    environment: str | None = None
+    """in place of a function: FILE.py:CLASS with reset(problem) and step(text), which agents act in (docs/external.md)"""
+    command: list[str] = Field(default_factory=list)
+    """in place of both: a program that is started once a session, with the problem on its standard input"""
+    python: str | None = None
+    """interpreter of the workers, 3.9 or later: of a virtual environment of its own; default: this one"""
+    workers: CountOr0 = 1
+    """worker processes started here; 0: only those that join from elsewhere (worker.py --url)"""
     concurrency: Count = Field(64, description="sessions that a worker plays at once")
-    timeout_s: Seconds = Field(
-        600.0,
-        description="a session fails that takes longer, without the time in which a call of it was being answered",
-    )
-    max_calls: Count = Field(
-        256, description="calls of a session (in place of rollout.max_turns); further ones are refused"
-    )
+    timeout_s: Seconds = 600.0
+    """a session fails that takes longer, without the time in which a call of it was being answered"""
+    max_calls: Count = 256
+    """calls of a session (in place of rollout.max_turns); further ones are refused"""
     attempts: Count = Field(3, description="workers that may be lost with a session before it fails")
     host: str = Field("127.0.0.1", description="address on which workers and programs are answered")
     port: int = Field(0, ge=0, le=65535, description="0: any that is free")
-    key_env: VariableName | None = Field(
-        None,
-        description="environment variable with the key by which workers from elsewhere join; default: a random key",
-    )
+    key_env: VariableName | None = None
+    """environment variable with the key by which workers from elsewhere join; default: a random key"""
     max_body_mib: Size = Field(16, description="a larger request is refused, MiB")
 
     @model_validator(mode="after")

@@ -65,109 +65,115 @@ APIS = {
 }
 
 
+_GATEWAY, _KEY = web.AppKey("gateway", Gateway), web.AppKey("key", str)
+
+
 def make_app(gateway: Gateway, key: str) -> web.Application:
     """The application. key: the workers'."""
-
-    @web.middleware
-    async def refusing(request: web.Request, handler: Handler) -> web.StreamResponse:
-        try:
-            return await handler(request)
-        except Refused as error:
-            said = {"message": str(error), "type": "invalid_request_error", "param": None, "code": error.code}
-            headers = {"x-should-retry": "false"} if error.status == 429 else None
-            return web.json_response({"error": said}, status=error.status, headers=headers)
-        except (web.HTTPException, ConnectionError):
-            raise
-        except Exception as error:
-            if not isinstance(error, CallLost):
-                _log.warning("%s fails: %r", request.path, error, exc_info=error)
-            return web.json_response(
-                {"error": {"message": "the gateway has failed", "type": "server_error"}}, status=500
-            )
-
-    def known(request: web.Request) -> Session:
-        session = gateway.of_key(_key_of(request))
-        if session is None:
-            raise Refused(401, "no session that goes on has this key")
-        return session
-
-    async def session_of(request: web.Request) -> tuple[Session, dict[str, Any], bytes, bool]:
-        """(the session, its request's body as JSON, its digest, whether it is long)."""
-        known(request)
-        try:
-            body = json.loads(data := await request.read())
-        except web.HTTPRequestEntityTooLarge:
-            most = gateway.config.max_body_mib
-            raise Refused(413, f"the request is larger than external.max_body_mib = {most}") from None
-        except ValueError as error:
-            raise Refused(400, f"the request is not JSON: {error}") from error
-        if not isinstance(body, dict):
-            raise Refused(400, "the request is no JSON object")
-        digest = hashlib.blake2b(request.path.encode() + data, digest_size=16).digest()
-        return known(request), body, digest, len(data) > _LONG  # it may have ended meanwhile
-
-    async def hand_out(request: web.Request) -> web.Response:
-        if not secrets.compare_digest(_key_of(request).encode(), key.encode()):
-            raise Refused(401, "this is not the workers' key")
-        worker, most = request.query["worker"], int(request.query["most"])
-        sessions, over = gateway.hand_out(worker, most)
-        for _ in range(_POLLS):
-            if sessions or over:
-                break
-            await asyncio.sleep(_POLL_S)
-            if _is_disconnected(request):  # a disconnected worker would get sessions that nobody plays
-                break
-            sessions, over = gateway.hand_out(worker, most)
-        given = [
-            {"session": each.id, "api_key": each.key, "problem": each.problem, "agents": list(gateway.agents)}
-            for each in sessions
-        ]
-        return web.json_response({"sessions": given, "over": over})
-
-    async def end(request: web.Request) -> web.Response:
-        session, body, *_ = await session_of(request)
-        gateway.end(session, body)
-        return web.json_response({})
-
-    async def models(request: web.Request) -> web.Response:
-        known(request)
-        data = [{"id": name, "object": "model", "created": 0, "owned_by": "marsrl"} for name in gateway.agents]
-        return web.json_response({"object": "list", "data": data})
-
-    def call_of(api: Api) -> Handler:
-        async def call(request: web.Request) -> web.StreamResponse:
-            """The answer, after keep-alive blanks if it is late; once sent, it is noted as read. Cut off if there is none."""
-            session, body, digest, is_long = await session_of(request)
-            is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
-            ask = api.read(body, gateway.agents)
-            task = await session.ask(ask, digest, is_retry=is_retry, is_long=is_long)
-            streams, quiet_s = bool(body.get("stream")), _quiet_s(request)
-            media_type = {"Content-Type": "text/event-stream" if streams else "application/json"}
-            late = web.StreamResponse(headers=media_type)
-            while not (await asyncio.wait([task], timeout=quiet_s))[0]:
-                if not late.prepared:
-                    await late.prepare(request)
-                await late.write(b": waiting\n\n" if streams else b" ")
-            if late.prepared and task.exception() is not None and request.transport is not None:
-                request.transport.abort()
-            answer = task.result()
-            parts = api.events(answer, body) if streams else [json.dumps(api.reply(answer, body)).encode()]
-            if late.prepared:
-                await late.write(b"".join(parts))
-            else:
-                late = web.Response(body=b"".join(parts), headers=media_type)
-                await late.prepare(request)
-            await late.write_eof()
-            if not _is_disconnected(request):
-                session.note_read(task)
-            return late
-
-        return call
-
-    app = web.Application(middlewares=[refusing], client_max_size=gateway.config.max_body_mib << 20)
-    app.add_routes([web.get("/next", hand_out), web.post("/end", end), web.get("/v1/models", models)])
-    app.add_routes([web.post(path, call_of(api)) for path, api in APIS.items()])
+    app = web.Application(middlewares=[_refusing], client_max_size=gateway.config.max_body_mib << 20)
+    app[_GATEWAY], app[_KEY] = gateway, key
+    app.add_routes([web.get("/next", _hand_out), web.post("/end", _end), web.get("/v1/models", _models)])
+    app.add_routes([web.post(path, _call) for path in APIS])
     return app
+
+
+@web.middleware
+async def _refusing(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except Refused as error:
+        said = {"message": str(error), "type": "invalid_request_error", "param": None, "code": error.code}
+        headers = {"x-should-retry": "false"} if error.status == 429 else None
+        return web.json_response({"error": said}, status=error.status, headers=headers)
+    except (web.HTTPException, ConnectionError):
+        raise
+    except Exception as error:
+        if not isinstance(error, CallLost):
+            _log.warning("%s fails: %r", request.path, error, exc_info=error)
+        return web.json_response({"error": {"message": "the gateway has failed", "type": "server_error"}}, status=500)
+
+
+async def _hand_out(request: web.Request) -> web.Response:
+    if not secrets.compare_digest(_key_of(request).encode(), request.app[_KEY].encode()):
+        raise Refused(401, "this is not the workers' key")
+    gateway, worker, most = request.app[_GATEWAY], request.query["worker"], int(request.query["most"])
+    sessions, over = gateway.hand_out(worker, most)
+    for _ in range(_POLLS):
+        if sessions or over:
+            break
+        await asyncio.sleep(_POLL_S)
+        if _is_disconnected(request):  # a disconnected worker would get sessions that nobody plays
+            break
+        sessions, over = gateway.hand_out(worker, most)
+    given = [
+        {"session": each.id, "api_key": each.key, "problem": each.problem, "agents": list(gateway.agents)}
+        for each in sessions
+    ]
+    return web.json_response({"sessions": given, "over": over})
+
+
+async def _end(request: web.Request) -> web.Response:
+    session, body, _ = await _session_of(request)
+    request.app[_GATEWAY].end(session, body)
+    return web.json_response({})
+
+
+async def _models(request: web.Request) -> web.Response:
+    _known(request)
+    agents = request.app[_GATEWAY].agents
+    data = [{"id": name, "object": "model", "created": 0, "owned_by": "marsrl"} for name in agents]
+    return web.json_response({"object": "list", "data": data})
+
+
+async def _call(request: web.Request) -> web.StreamResponse:
+    """The answer, after keep-alive blanks if it is late; once sent, it is noted as read. Cut off if there is none."""
+    session, body, data = await _session_of(request)
+    api, streams, quiet_s = APIS[request.path], bool(body.get("stream")), _quiet_s(request)
+    is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
+    digest = hashlib.blake2b(request.path.encode() + data, digest_size=16).digest()
+    ask = api.read(body, request.app[_GATEWAY].agents)
+    task = await session.ask(ask, digest, is_retry=is_retry, is_long=len(data) > _LONG)
+    media_type = {"Content-Type": "text/event-stream" if streams else "application/json"}
+    late = web.StreamResponse(headers=media_type)
+    while not (await asyncio.wait([task], timeout=quiet_s))[0]:
+        if not late.prepared:
+            await late.prepare(request)
+        await late.write(b": waiting\n\n" if streams else b" ")
+    if late.prepared and task.exception() is not None and request.transport is not None:
+        request.transport.abort()
+    answer = task.result()
+    said = b"".join(api.events(answer, body)) if streams else json.dumps(api.reply(answer, body)).encode()
+    if late.prepared:
+        await late.write(said)
+    else:
+        late = web.Response(body=said, headers=media_type)
+        await late.prepare(request)
+    await late.write_eof()
+    if not _is_disconnected(request):
+        session.note_read(task)
+    return late
+
+
+def _known(request: web.Request) -> Session:
+    session = request.app[_GATEWAY].of_key(_key_of(request))
+    if session is None:
+        raise Refused(401, "no session that goes on has this key")
+    return session
+
+
+async def _session_of(request: web.Request) -> tuple[Session, dict[str, Any], bytes]:
+    """(the session, its request's body as JSON, the same as it came)."""
+    _known(request)
+    try:
+        body = json.loads(data := await request.read())
+    except web.HTTPRequestEntityTooLarge:
+        most = request.app[_GATEWAY].config.max_body_mib
+        raise Refused(413, f"the request is larger than external.max_body_mib = {most}") from None
+    except ValueError as error:
+        raise Refused(400, f"the request is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise Refused(400, "the request is no JSON object")
+    return _known(request), body, data  # it may have ended meanwhile
 
 
 def _is_disconnected(request: web.Request) -> bool:

@@ -43,17 +43,12 @@ class DualSystem(Orchestration):
 
     class Options(Settings):
         max_turns: Count = Field(10, description="of System 2")
-        distil: bool = Field(
-            True, description="false: no System 1, System 2 reads all outputs itself (max_found_tokens)"
-        )
-        max_found_tokens: Tokens = Field(
-            8192,
-            description="without System 1: tokens of a call's outputs; the longest lose their ends first, down to one length",
-        )
-        show_purpose: bool = Field(
-            True,
-            description="System 1 is told what a call was for (MARS, equation 2); its template E.1 does not say it",
-        )
+        distil: bool = True
+        """false: no System 1, System 2 reads all outputs itself (max_found_tokens)"""
+        max_found_tokens: Tokens = 8192
+        """without System 1: tokens of a call's outputs; the longest lose their ends first, down to one length"""
+        show_purpose: bool = True
+        """System 1 is told what a call was for (MARS, equation 2); its template E.1 does not say it"""
 
     name = "dual_system"
     agents = (AgentSpec("system2", Role.REASONER), AgentSpec("system1", Role.DISTILLER))

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 
 from marsrl.rollout.adapter import AdapterConfig
 from marsrl.rollout.config import SILENCE_S, OpenAIOptions, RolloutConfig, is_started_here
-from marsrl.rollout.engines.build import EngineSpec, build_engine
-from marsrl.rollout.engines.protocol import NO_ADAPTERS, NOTHING_RECORDED, Records
+from marsrl.rollout.engines.build import build_engine, environment_of
+from marsrl.rollout.engines.protocol import NO_ADAPTERS, NOTHING_RECORDED, EngineSpec, Records
 from marsrl.rollout.engines.refusals import TrainerHost, this_host
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.ray_token import show_token
@@ -59,7 +59,7 @@ def make_pool(
         model_dir, config, dtype=dtype, max_model_len=max_model_len, seed=seed, records=records, adapters=adapters
     )
     if config.placement == "local":
-        os.environ.update(specs[0].environment())
+        os.environ.update(environment_of(specs[0]))
         engines = LocalReplicas([build_engine(spec) for spec in specs])
         return EnginePool(engines, policy, slots=config.slots, deadline_s=config.deadline_s)
     if config.ray_address is not None and not is_started_here(config.ray_address):

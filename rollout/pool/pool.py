@@ -16,7 +16,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from marsrl.rollout.engines.protocol import (
@@ -29,10 +29,9 @@ from marsrl.rollout.engines.protocol import (
     WeightUpdate,
     taken_from,
 )
-from marsrl.rollout.pool.collect_spans import CollectSpans
-from marsrl.rollout.pool.dispatch import Dispatcher
+from marsrl.rollout.pool.dispatch import Dispatcher, shared
 from marsrl.rollout.pool.recovery import SETTLE_S, Faults, Recovery
-from marsrl.rollout.pool.replicas import Lost, OnLost, Replicas, Timed, call_one, ignore_loss
+from marsrl.rollout.pool.replicas import CollectSpans, Lost, OnLost, Replicas, Timed, call_one, ignore_loss
 from marsrl.rollout.types import Finish, FloatArray, IntArray
 
 _log = logging.getLogger(__name__)
@@ -114,7 +113,6 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         self._sent: dict[str, _Sent] = {}  # by uid, oldest first
         self._version = 0  # of the waiting requests
         self._spans = CollectSpans(lambda replica, *span: self._tell(replica, "collect", *span))
-        self._is_closed = False
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -132,7 +130,7 @@ class EnginePool(AbstractContextManager["EnginePool"]):
     @property
     def has_room(self) -> bool:
         """True if one more request would be sent at once; False if slots are unlimited (unknown)."""
-        return self._slots is not None and self.num_under_way < self._slots * self.num_engines
+        return self.num_under_way < (self.num_slots or 0)
 
     @property
     def is_whole(self) -> bool:
@@ -316,8 +314,7 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         self.give_weights()
         scores: dict[int, FloatArray] = {}
         while left := [i for i in range(len(sequences)) if i not in scores]:
-            shares = self._shares([len(sequences[i]) for i in left])
-            asked = {replica: [left[place] for place in places] for replica, places in shares.items()}
+            asked = shared({i: len(sequences[i]) for i in left}, self.engines)
             arguments = {replica: ([sequences[i] for i in own], "", False) for replica, own in asked.items()}
             for replica, answer in self._replicas.call("score", arguments).items():
                 if isinstance(answer, Lost):
@@ -327,21 +324,8 @@ class EnginePool(AbstractContextManager["EnginePool"]):
                 scores |= zip(asked[replica], answer.value, strict=True)
         return [scores[i] for i in range(len(sequences))]
 
-    def _shares(self, lengths: Sequence[int]) -> dict[int, list[int]]:
-        """{replica: its sequences}: longest first, each to the replica with the fewest tokens."""
-        shares: dict[int, list[int]] = {}
-        tokens = dict.fromkeys(self.engines, 0)
-        for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
-            replica = min(tokens, key=lambda replica: tokens[replica])
-            tokens[replica] += lengths[place]
-            shares.setdefault(replica, []).append(place)
-        return shares
-
     def update_weights(self, update: WeightUpdate) -> list[WeightReceipt]:
-        """Have every replica load the new weights; returns once all hold them.
-
-        Returns the reports of the serving replicas, in order.
-        """
+        """Have every replica load the new weights; returns the reports of the serving replicas, in order, once all hold them."""
         self._dispatch.forget_homes()  # engines drop their prefix caches
         self._wake("weights")
         receipts = self._call("update_weights", (update,))
@@ -388,9 +372,7 @@ class EnginePool(AbstractContextManager["EnginePool"]):
             self._asleep = self._asleep[1:]
 
     def close(self) -> None:
-        if not self._is_closed:
-            self._is_closed = True
-            self._replicas.close()
+        self._replicas.close()
 
     def _call(self, method: str, arguments: tuple[Any, ...] = ()) -> list[Any]:
         """Answers of the serving replicas; a lost one is replaced and called again, and its requests are decoded again."""
@@ -410,8 +392,7 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         self._dispatch.forget_homes(replica)
         before, others = self._recovery.num_restarts, set(self.engines) - {replica}
         is_back = self._recovery.restart(replica, reason, has_others=bool(others))
-        num_restarts = self._faults.engine_restarts + self._recovery.num_restarts - before
-        self._faults = replace(self._faults, engine_restarts=num_restarts)
+        self._faults.engine_restarts += self._recovery.num_restarts - before
         if is_back:
             self._join(replica)
         else:
@@ -450,21 +431,17 @@ class EnginePool(AbstractContextManager["EnginePool"]):
             self._dispatch.end(request.uid)
         is_back = self._restart(replica, reason)
         self._losses.update(request.uid for request in requests)
-        suspects = [request for request in requests if self._losses[request.uid] >= self._attempts]
-        given_up = suspects if len(requests) == 1 else []
-        self._faults = replace(
-            self._faults,
-            resubmitted=self._faults.resubmitted + len(requests) - len(given_up),
-            failed=self._faults.failed + len(given_up),
-        )
-        if given_up:
-            del self._losses[given_up[0].uid]
-            self._over.append(self._given_up(given_up[0], reason))
+        suspects = {request.uid for request in requests if self._losses[request.uid] >= self._attempts}
+        if suspects and len(requests) == 1:
+            self._faults.failed += 1
+            del self._losses[requests[0].uid]
+            self._over.append(self._given_up(requests[0], reason))
             return is_back
+        self._faults.resubmitted += len(requests)
         self._over += [self._untouched(request) for request in requests if self._is_drained(request)]
         again = [request for request in requests if not self._is_drained(request)]
-        self._dispatch.add([request for request in again if self._losses[request.uid] < self._attempts])
-        self._retry_alone += [request for request in again if self._losses[request.uid] >= self._attempts]
+        self._dispatch.add([request for request in again if request.uid not in suspects])
+        self._retry_alone += [request for request in again if request.uid in suspects]
         return is_back
 
     def _untouched(self, request: DecodeRequest) -> DecodeResult:

@@ -12,8 +12,8 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from marsrl.rollout.engines.build import EngineSpec, build_engine, import_library
-from marsrl.rollout.engines.protocol import DecodeRequest, Engine
+from marsrl.rollout.engines.build import build_engine, environment_of, import_library
+from marsrl.rollout.engines.protocol import DecodeRequest, Engine, EngineSpec
 from marsrl.rollout.imports import imports_for_good
 from marsrl.rollout.pool.engine_thread import EngineThread
 from marsrl.rollout.pool.ray_connection import GPU, RayCluster
@@ -205,7 +205,7 @@ class RayReplicas(Replicas):
             resources={name: amount for name, amount in self.takes.items() if name != GPU},
             max_concurrency=_CALLS_AT_ONCE,
             max_restarts=0,  # an engine that Ray restarts would hold the weights of the start (recovery.py)
-            runtime_env={"env_vars": spec.environment()},
+            runtime_env={"env_vars": environment_of(spec)},
         )
         return options.remote(spec)
 

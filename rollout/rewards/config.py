@@ -21,27 +21,20 @@ class JudgeConfig(Settings):
     """A language model that judges answers in place of the task, by the protocol of Humanity's Last Exam."""
 
     policy: str = Field(description="name under `policies` of a frozen one, whose engines or server judge")
-    when: Literal["evaluate", "always"] = Field(
-        "evaluate", description="answers of evaluations alone, or of training too; the task judges the others"
-    )
+    when: Literal["evaluate", "always"] = "evaluate"
+    """answers of evaluations alone, or of training too; the task judges the others"""
     temperature: float = Field(0.0, ge=0, description="of the first draw; 0 takes the most likely token")
-    retries: int = Field(
-        2, ge=0, le=100, description="further draws, at temperature 0.7 or more, where a judgement cannot be read"
-    )
+    retries: int = Field(2, ge=0, le=100)
+    """further draws, at temperature 0.7 or more, where a judgement cannot be read"""
     max_response_tokens: Tokens = Field(1024, description="of a judgement; a longer one is unreadable")
-    max_input_tokens: Tokens = Field(
-        8192, description="of what the judge reads; an answer that does not fit in it is wrong"
-    )
+    max_input_tokens: Tokens = 8192
+    """of what the judge reads; an answer that does not fit in it is wrong"""
     max_answer_chars: Tokens = Field(2000, description="a longer answer is wrong, and not asked about")
-    timeout_s: Seconds = Field(
-        600.0, description="an answer that is not judged by then, retries included, has no reward"
-    )
-    max_missing_share: Share = Field(
-        0.2, description="of the answers that the judge left unjudged; with more the run stops"
-    )
-    cache_entries: CountOr0 = Field(
-        100_000, description="judgements kept, those used last: the same answer is judged once; 0: none"
-    )
-    template_options: dict[str, bool | str] = Field(
-        default_factory=dict, description="of the judge's chat template (Qwen3: enable_thinking)"
-    )
+    timeout_s: Seconds = 600.0
+    """an answer that is not judged by then, retries included, has no reward"""
+    max_missing_share: Share = 0.2
+    """of the answers that the judge left unjudged; with more the run stops"""
+    cache_entries: CountOr0 = 100_000
+    """judgements kept, those used last: the same answer is judged once; 0: none"""
+    template_options: dict[str, bool | str] = Field(default_factory=dict)
+    """of the judge's chat template (Qwen3: enable_thinking)"""

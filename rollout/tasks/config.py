@@ -18,9 +18,8 @@ class TrainFile(Settings):
 
     path: str = Field(description="jsonl, parquet or HF dataset directory")
     count: Count | None = Field(None, description="so many of its problems, by a seeded draw")
-    weight: float | None = Field(
-        None, gt=0, le=MOST, description="chance that a draw is of this file, beside the other weights"
-    )
+    weight: float | None = Field(None, gt=0, le=MOST)
+    """chance that a draw is of this file, beside the other weights"""
 
 
 class EvalFile(Settings):
@@ -28,9 +27,8 @@ class EvalFile(Settings):
 
     path: str = Field(description="jsonl, parquet or HF dataset directory")
     name: str | None = Field(None, description="of its metrics: letters, digits, _ and -; default: the file's name")
-    count: Count | None = Field(
-        None, description="so many of its problems, by a seeded draw; default: all, or evaluate.num_problems"
-    )
+    count: Count | None = None
+    """so many of its problems, by a seeded draw; default: all, or evaluate.num_problems"""
     repeat: Count | None = Field(None, description="draws of every problem; default: evaluate.repeat")
 
     @property
@@ -104,9 +102,8 @@ class ArithmeticOptions(Settings):
 
     min_operations: int = Field(4, ge=1, le=7, description="operations of the shortest problem")
     max_operations: int = Field(7, ge=1, le=7, description="operations of the longest problem (a letter names each)")
-    held_out_modulus: int = Field(
-        10, ge=2, le=MOST, description="crc32(problem) % this == 0 is held out, never trained on"
-    )
+    held_out_modulus: int = Field(10, ge=2, le=MOST)
+    """crc32(problem) % this == 0 is held out, never trained on"""
     slip_add: float = Field(1.0, ge=0, description="weight of a tutor's slips at +")
     slip_subtract: float = Field(1.5, ge=0, description="weight of a tutor's slips at -")
     slip_multiply: float = Field(2.5, ge=0, description="weight of a tutor's slips at *")
@@ -127,23 +124,18 @@ class FactsOptions(Settings):
     people: int = Field(200, ge=2, le=1600, description="of the generated world")
     places: int = Field(24, ge=2, le=40, description="of the generated world")
     papers: int = Field(200, ge=2, le=1600, description="by people of the generated world: what tools.scholar finds")
-    about: Literal["facts", "papers"] = Field(
-        "facts", description="what is asked: facts of people and places, or of papers and those who wrote them"
-    )
+    about: Literal["facts", "papers"] = "facts"
+    """what is asked: facts of people and places, or of papers and those who wrote them"""
     min_hops: int = Field(1, ge=1, le=4, description="facts that the simplest question needs")
     max_hops: int = Field(2, ge=1, le=4, description="facts that the hardest question needs")
-    calculations: Share = Field(
-        0.0, description="share of the questions that ask to calculate (7 times 8), for a team that has Python"
-    )
+    calculations: Share = 0.0
+    """share of the questions that ask to calculate (7 times 8), for a team that has Python"""
     world_seed: int = Field(0, ge=0, le=2**31 - 1, description="of the facts; the same in runs of every run.seed")
-    wording: Literal["sentences", "terse"] = Field(
-        "sentences",
-        description="sentences: `the home of lotte holt is brill .`, `what is the river of the home of lotte holt ?`; terse, for "
-        "tiny policies: names of one word (40 people at most), `mira home tarn .`, `mira home river ?`",
-    )
-    held_out_modulus: int = Field(
-        10, ge=2, le=MOST, description="crc32(question) % this == 0 is held out, never trained on"
-    )
+    wording: Literal["sentences", "terse"] = "sentences"
+    """sentences: `the home of lotte holt is brill .`, `what is the river of the home of lotte holt ?`; terse, for tiny
+    policies: names of one word (40 people at most), `mira home tarn .`, `mira home river ?`"""
+    held_out_modulus: int = Field(10, ge=2, le=MOST)
+    """crc32(question) % this == 0 is held out, never trained on"""
 
     @model_validator(mode="after")
     def _hops_agree(self) -> FactsOptions:
@@ -180,11 +172,9 @@ class DualSystemSlips(Settings):
 class QaOptions(FactsOptions):
     """The judgement of answers to questions; and the built-in questions, where data.train is null."""
 
-    reward: Literal["exact", "f1"] = Field(
-        "exact",
-        description="of the right answer that fits best: exact: equal but for case, articles, punctuation and space "
-        "(SQuAD); f1: of its words",
-    )
+    reward: Literal["exact", "f1"] = "exact"
+    """of the right answer that fits best: exact: equal but for case, articles, punctuation and space (SQuAD); f1: of its
+    words"""
     max_answer_chars: Tokens = Field(2000, description="a longer answer is wrong")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import wait
@@ -10,6 +9,7 @@ from contextlib import ExitStack, closing
 from itertools import islice
 from pathlib import Path
 
+from marsrl.rollout.imports import check_installed
 from marsrl.rollout.tools.config import (
     FunctionTool,
     HttpSearch,
@@ -111,15 +111,16 @@ def check_tools(
     for name in names:
         settings, key = config.given.get(name), f"tools.{name}"
         if settings is not None and _reads_pages(settings):
-            _check_installed(key if name == "visit" else f"{key}.read_pages", "web", "httpx", "trafilatura", "pypdf")
+            read = key if name == "visit" else f"{key}.read_pages"
+            check_installed(read, "httpx", "trafilatura", "pypdf", extra="web")
         if isinstance(settings, McpServer):
-            _check_installed(f"{key}.kind=mcp", "mcp", "mcp")
+            check_installed(f"{key}.kind=mcp", "mcp", extra="mcp")
         if isinstance(settings, PythonTool):
             from marsrl.rollout.tools.python.launcher import choose_launcher
 
             choose_launcher(settings)
         elif isinstance(settings, HttpSearch | SerpApiSearch):
-            _check_installed(f"{key}.kind={settings.kind}", "openai", "httpx")
+            check_installed(f"{key}.kind={settings.kind}", "httpx", extra="openai")
             if isinstance(settings, SerpApiSearch):
                 from marsrl.rollout.http_line import read_key
 
@@ -154,11 +155,3 @@ def check_tools(
 
 def _reader(settings: IndexSearch) -> Callable[[str | Path], Iterator[Document]]:
     return read_papers if isinstance(settings, IndexScholar) else read_corpus
-
-
-def _check_installed(setting: str, extra: str, *packages: str) -> None:
-    missing = [package for package in packages if importlib.util.find_spec(package) is None]
-    if missing:
-        raise ValueError(
-            f"{setting} needs {' and '.join(missing)}, not installed here: pip install {' '.join(missing)} (marsrl[{extra}])"
-        )

@@ -30,13 +30,10 @@ class ToolLimits(Settings):
     """Limits of every tool."""
 
     timeout_s: Seconds = Field(60.0, description="a call that runs longer is an error; its thread is given up")
-    concurrency: Ranks = Field(
-        8,
-        description="calls that run at once; as many may hang beyond timeout_s, then further ones are refused until one ends",
-    )
-    max_output_chars: Tokens = Field(
-        16_000, description="of one output, all its parts together; the longest of them are cut to fit, with a mark"
-    )
+    concurrency: Ranks = 8
+    """calls that run at once; as many may hang beyond timeout_s, then further ones are refused until one ends"""
+    max_output_chars: Tokens = 16_000
+    """of one output, all its parts together; the longest of them are cut to fit, with a mark"""
     cache_mib: SizeOr0 = Field(64, description="outputs kept for calls that are repeated, MiB; 0: none")
 
 
@@ -44,31 +41,26 @@ class IndexSearch(ToolLimits):
     """Documents of a file, in an index of SQLite's, in the trainer's process."""
 
     kind: Literal["index"] = Field("index", description=_KIND)
-    corpus: str | None = Field(
-        None, description="jsonl of {id, title, text} or {id, contents} (Search-R1); null: the task's own documents"
-    )
-    index: str | None = Field(
-        None,
-        description="file that keeps the index; made where it is missing or the corpus has changed; null: a temporary one",
-    )
+    corpus: str | None = None
+    """jsonl of {id, title, text} or {id, contents} (Search-R1); null: the task's own documents"""
+    index: str | None = None
+    """file that keeps the index; made where it is missing or the corpus has changed; null: a temporary one"""
     top_k: int = Field(3, gt=0, le=100, description="documents that a query shows, at most")
 
 
 class IndexScholar(IndexSearch):
     """Papers of a file, in an index of the same kind."""
 
-    corpus: str | None = Field(
-        None, description="jsonl of {id, title, abstract, year, citations}; null: the task's own papers"
-    )
+    corpus: str | None = None
+    """jsonl of {id, title, abstract, year, citations}; null: the task's own papers"""
     top_k: int = Field(5, gt=0, le=100, description="papers that a query shows, at most")
 
 
 class ServerLimits(ToolLimits):
     """Limits of a tool that asks a server."""
 
-    request_timeout_s: Seconds = Field(
-        10.0, description="one attempt, from connection to last byte; timeout_s is all of them"
-    )
+    request_timeout_s: Seconds = 10.0
+    """one attempt, from connection to last byte; timeout_s is all of them"""
     retries: CountOr0 = Field(3, description="further attempts after 429, 5xx, or a failed connection")
     backoff_s: SecondsOr0 = Field(0.5, description="wait before the first retry; doubles, up to 60 s")
     max_response_kib: Size = Field(4096, description="a larger answer is refused, KiB")
@@ -87,14 +79,11 @@ class SerpApiSearch(ServerLimits):
 
     kind: Literal["serpapi"] = Field(description=_KIND)
     base_url: HttpUrl = Field("https://serpapi.com", description="http(s)://host[:port]; asked is base_url/search.json")
-    api_key_env: VariableName = Field(
-        "SERPAPI_API_KEY", description="environment variable that holds the key; never the key itself"
-    )
+    api_key_env: VariableName = "SERPAPI_API_KEY"
+    """environment variable that holds the key; never the key itself"""
     top_k: int = Field(10, gt=0, le=100, description="pages that a query shows, at most")
-    read_pages: bool = Field(
-        False,
-        description="show the main text of the pages found, not their snippets alone (tools.pages; raise max_output_chars)",
-    )
+    read_pages: bool = False
+    """show the main text of the pages found, not their snippets alone (tools.pages; raise max_output_chars)"""
 
 
 class SerpApiScholar(SerpApiSearch):
@@ -110,25 +99,17 @@ ScholarConfig = Annotated[IndexScholar | SerpApiScholar, Field(discriminator="ki
 class PythonTool(ToolLimits):
     """An interpreter for code that a model wrote, a fresh sandbox for each call (docs/python.md)."""
 
-    strict: bool = Field(
-        True,
-        description="refuse a machine where a part of the sandbox is missing; false: warn, and name what is missing",
-    )
+    strict: bool = True
+    """refuse a machine where a part of the sandbox is missing; false: warn, and name what is missing"""
     wall_s: Seconds = Field(20.0, description="a snippet that runs longer is stopped; below timeout_s")
     cpu_s: Count = Field(10, description="CPU time of a process, s")
-    memory_mib: int = Field(
-        512,
-        ge=64,
-        le=MOST_MIB,
-        description="address space of a process, MiB; where the trainer can make cgroups, memory of all of a call's, too",
-    )
+    memory_mib: int = Field(512, ge=64, le=MOST_MIB)
+    """address space of a process, MiB; where the trainer can make cgroups, memory of all of a call's, too"""
     processes: Count = Field(4, description="processes and threads at once, the interpreter one of them")
     tmp_mib: Size = Field(16, description="all files together that a snippet may write, in /tmp, MiB")
     warm: Ranks = Field(8, description="interpreters started ahead, each for one call, about 10 MiB each")
-    packages: str | None = Field(
-        None,
-        description="folder of packages that snippets may import beside the standard library; they can read all of it",
-    )
+    packages: str | None = None
+    """folder of packages that snippets may import beside the standard library; they can read all of it"""
     preload: list[str] = Field([], description="modules that an interpreter imports before its call")
 
     @model_validator(mode="after")
@@ -145,31 +126,25 @@ class VisitTool(ToolLimits):
     """Pages by their addresses, as tools.pages reads them."""
 
     timeout_s: Seconds = Field(120.0, description="a call, all its pages together")
-    max_output_chars: Tokens = Field(
-        400_000, description="of one output, all its pages together; the longest are cut to fit"
-    )
+    max_output_chars: Tokens = 400_000
+    """of one output, all its pages together; the longest are cut to fit"""
 
 
 class PagesConfig(ToolLimits):
     """Pages of the web, as tools.visit and searches with read_pages read them (docs/tools.md)."""
 
-    timeout_s: Seconds = Field(
-        30.0, description="a page, from looking up its host to its main text, however slowly it drips"
-    )
+    timeout_s: Seconds = 30.0
+    """a page, from looking up its host to its main text, however slowly it drips"""
     concurrency: Ranks = Field(16, description="pages at once, for all tools together")
     max_output_chars: Tokens = Field(100_000, description="of one page's main text; a longer one is cut, with a mark")
     cache_mib: SizeOr0 = Field(256, description="main texts kept by their addresses, MiB; 0: none")
     max_kib: Size = Field(8192, description="a page that is larger, as sent or decompressed, is refused, KiB")
     workers: Ranks = Field(2, description="processes that parse pages; one that hangs or crashes is replaced")
     memory_mib: int = Field(1024, ge=256, le=MOST_MIB, description="address space of such a process, MiB")
-    allow_hosts: list[str] = Field(
-        [],
-        description="hosts, as they stand in an address, that may have a private address: a wiki of your own; all others must be "
-        "public",
-    )
-    user_agent: str = Field(
-        "marsrl", pattern=r"^[\x21-\x7e][\x20-\x7e]*$", description="what servers are told of who asks"
-    )
+    allow_hosts: list[str] = Field([])
+    """hosts, as they stand in an address, that may have a private address: a wiki of your own; all others must be public"""
+    user_agent: str = Field("marsrl", pattern=r"^[\x21-\x7e][\x20-\x7e]*$")
+    """what servers are told of who asks"""
 
     @field_validator("allow_hosts")
     @classmethod
@@ -185,19 +160,16 @@ class PagesConfig(ToolLimits):
 class OwnTool(ToolLimits):
     """A tool of a user's."""
 
-    deterministic: bool = Field(
-        False,
-        description="the same arguments have the same answer for as long as a run lasts: it may be kept (cache_mib)",
-    )
+    deterministic: bool = False
+    """the same arguments have the same answer for as long as a run lasts: it may be kept (cache_mib)"""
 
 
 class FunctionTool(OwnTool):
     """A Python function of a user's; each call in a process beside the run."""
 
     kind: Literal["function"] = Field(description="function: of a Python file; mcp: of a server that speaks MCP")
-    function: str = Field(
-        pattern=r".+\.py:[A-Za-z_]\w*$", description="FILE.py:FUNCTION, with annotations and a docstring, sync or async"
-    )
+    function: str = Field(pattern=r".+\.py:[A-Za-z_]\w*$")
+    """FILE.py:FUNCTION, with annotations and a docstring, sync or async"""
     memory_mib: int = Field(4096, ge=256, le=MOST_MIB, description="address space of a call's process, MiB")
 
 
@@ -205,17 +177,14 @@ class McpServer(OwnTool):
     """Tools of a server that speaks the Model Context Protocol: a command that a run starts, or an address."""
 
     kind: Literal["mcp"] = Field(description="function: of a Python file; mcp: of a server that speaks MCP")
-    command: list[str] | None = Field(
-        None, min_length=1, description="the server's command and its arguments; it is spoken to by stdin and stdout"
-    )
+    command: list[str] | None = Field(None, min_length=1)
+    """the server's command and its arguments; it is spoken to by stdin and stdout"""
     url: HttpUrl | None = Field(None, description="http(s)://host[:port]/mcp, a server that speaks streamable HTTP")
     tools: list[str] | None = Field(None, min_length=1, description="the server's tools to use; null: all that it has")
-    environment: list[str] = Field(
-        [], description="environment variables, by name, that the command gets beside PATH, HOME and the like"
-    )
-    api_key_env: VariableName | None = Field(
-        None, description="environment variable whose value is the url's bearer token; never the token itself"
-    )
+    environment: list[str] = Field([])
+    """environment variables, by name, that the command gets beside PATH, HOME and the like"""
+    api_key_env: VariableName | None = None
+    """environment variable whose value is the url's bearer token; never the token itself"""
 
     @model_validator(mode="after")
     def _is_one_server(self) -> McpServer:
@@ -249,9 +218,8 @@ class ToolsConfig(Settings):
         ],
     ] = Field(init=False)
 
-    search: SearchConfig | None = Field(
-        None, description="kind: index (a corpus file), http (a retrieval server) or serpapi"
-    )
+    search: SearchConfig | None = None
+    """kind: index (a corpus file), http (a retrieval server) or serpapi"""
     scholar: ScholarConfig | None = Field(None, description="kind: index (a file of papers) or serpapi")
     visit: VisitTool | None = Field(None, description="reads pages of the web; {} takes its defaults")
     python: PythonTool | None = Field(None, description="a sandboxed interpreter; {} takes its defaults")

@@ -14,6 +14,7 @@ import torch
 from engine_cases import GivenLearner
 
 from marsrl.rollout.config import VllmOptions
+from marsrl.rollout.engines.protocol import EngineSpec
 from marsrl.rollout.imports import imports_for_good
 from marsrl.rollout.tasks.word_tokenizer import WordTokenizer
 from marsrl.trainer.learner.other_roundings import Precision, other_roundings
@@ -175,7 +176,8 @@ def vllm_engine(checkpoint: Callable[[str], Path]) -> Iterator[Callable[[str], A
             open_engine.clear()
             model, _, other = kind.partition("+")
             options = VllmOptions.model_validate({"max_num_seqs": 32, "kv_cache_mib": 32, **_OTHER_OPTIONS[other]})
-            open_engine[kind] = VllmEngine(checkpoint(model), options, dtype="float32", max_model_len=256, threads=1)
+            spec = EngineSpec("vllm", str(checkpoint(model)), options.dtype or "float32", 256, vllm=options)
+            open_engine[kind] = VllmEngine(spec)
         return open_engine[kind]
 
     yield start

@@ -17,7 +17,14 @@ from engine_cases import GivenLearner, decoded, generate, pool_of, prompt, reque
 from marsrl.rollout.adapter import AdapterConfig, held_by_shard, read_tensors, tensor_shapes, write_adapter
 from marsrl.rollout.config import RolloutConfig, VllmOptions
 from marsrl.rollout.engines.local.engine import LocalEngine
-from marsrl.rollout.engines.protocol import AdapterUpdate, DecodeRequest, DecodeResult, WeightUpdate, WrongVersion
+from marsrl.rollout.engines.protocol import (
+    AdapterUpdate,
+    DecodeRequest,
+    DecodeResult,
+    EngineSpec,
+    WeightUpdate,
+    WrongVersion,
+)
 from marsrl.rollout.imports import imports_for_good
 from marsrl.rollout.model_shape import ModelShape, read_shape
 from marsrl.rollout.pool.build import make_pool
@@ -125,27 +132,6 @@ def assert_replaced_beside_others(
     return num_beside
 
 
-class GivenAdapter:
-    """An adapter of the only rank."""
-
-    def __init__(self, shape: ModelShape, adapter: AdapterConfig, tensors: dict[str, torch.Tensor]) -> None:
-        self.shape, self.adapter, self.tensors = shape, adapter, tensors
-
-    def export(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return iter(self.tensors.items())
-
-
-class GivenAdapterLearner(GivenLearner):
-    """A learner as far as the sync of an adapter needs one."""
-
-    def __init__(self, held: GivenAdapter, scores: Callable[[], TrainerScores]) -> None:
-        super().__init__({}, scores)
-        self._adapter = held
-
-    def held_adapter(self) -> GivenAdapter:
-        return self._adapter
-
-
 pytest.importorskip("peft")
 OF_ATTENTION = CONFIG.model_copy(update={"targets": ("attention",)})
 OURS = ["local qwen2", "local qwen3", "local llama", "local qwen3_moe"]
@@ -164,7 +150,7 @@ def vllm_of(model: Path, adapters: dict[str, AdapterConfig], sampler: str = "mar
     with imports_for_good():
         import vllm.entrypoints.llm  # noqa: F401
     options = VllmOptions.model_validate({"max_num_seqs": 16, "kv_cache_mib": 32, "sampler": sampler})
-    return VllmEngine(model, options, dtype="float32", max_model_len=256, threads=1, adapters=adapters)
+    return VllmEngine(EngineSpec("vllm", str(model), "float32", 256, vllm=options, adapters=adapters))
 
 
 def local_of(model: Path, adapters: dict[str, AdapterConfig]) -> LocalEngine:
@@ -348,13 +334,12 @@ def test_an_adapter_is_not_replaced_under_its_own_requests(served: Served) -> No
             served.engine.submit([wrong], version=0)
 
 
-def given(served: Served, tensors: dict[str, torch.Tensor], folder: Path) -> GivenAdapterLearner:
+def given(served: Served, tensors: dict[str, torch.Tensor], folder: Path) -> GivenLearner:
     sequences = comparison_sequences(160)
     scores = peft_logprobs(served.model, folder, sequences)
     noise = np.random.default_rng(0)
     rounded = [each + noise.normal(0, 1e-5, len(each)).astype(np.float32) for each in scores]
-    held = GivenAdapter(served.shape, served.config, tensors)
-    return GivenAdapterLearner(held, lambda: TrainerScores(scores, rounded))
+    return GivenLearner(tensors, lambda: TrainerScores(scores, rounded))
 
 
 @of_vllm
@@ -362,7 +347,7 @@ def test_a_publish_proves_checksums_and_log_probs_and_removes_the_version_before
     served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engines = CheckedEngines(pool_of(served.engine), vocab_size=160, adapter="a")
-    sync = AdapterSync(engines, torch.float32, base=str(served.model), directory=tmp_path)
+    sync = AdapterSync(engines, torch.float32, base=str(served.model), adapter=served.config, directory=tmp_path)
     for version in (201, 202):
         tensors = random_tensors(served.shape, served.config, version)
         served.folders["a"] = written(served.folders["b"].parent / f"{version}", served.model, served.config, version)

@@ -19,7 +19,7 @@ import numpy as np
 from engine_cases import decoded, prompt, request
 
 from marsrl.rollout.config import VllmOptions
-from marsrl.rollout.engines.protocol import Records, WeightUpdate
+from marsrl.rollout.engines.protocol import EngineSpec, Records, WeightUpdate
 from marsrl.rollout.engines.vllm import engine
 from marsrl.rollout.engines.vllm.arguments import vllm_environment
 from marsrl.rollout.engines.vllm.engine import VllmEngine
@@ -63,7 +63,7 @@ def start(model: Path, draft_tokens: int = 0) -> VllmEngine:
     engine.vllm_refusals = lambda *words: ()  # on a CPU users have V1
     options = VllmOptions(max_num_seqs=12, kv_cache_mib=32, sampler="engine", draft_tokens=draft_tokens)
     records = Records(kept_tokens=True, experts=True)
-    return VllmEngine(model, options, dtype="float32", max_model_len=256, threads=1, records=records)
+    return VllmEngine(EngineSpec("vllm", str(model), "float32", 256, vllm=options, records=records))
 
 
 def with_drafts(cycle: Path) -> dict[str, Any]:

@@ -186,7 +186,7 @@ def test_a_mistral_whose_window_is_shorter_than_a_completion_is_refused(
         ),
         (["credit.train_agents=[solver]", "agents.solver.loss_weight=0"], "agents.solver.loss_weight: 0 for every agent"),
         (["agents.solver.max_input_tokens=3"], "agents.solver.max_input_tokens is 3, and of 64 prompts the shortest has "),
-        *([] if HAS_WANDB else [(["run.wandb=mine"], "run.wandb=mine asks for wandb, which is not installed")]),
+        *([] if HAS_WANDB else [(["run.wandb=mine"], "run.wandb=mine needs wandb, not installed here")]),
         (["run.name=x", "run.dir=/dev/null/runs"], "run.dir=/dev/null/runs: /dev/null is a file; name a folder"),
     ],
 )  # fmt: skip

@@ -25,11 +25,10 @@ from marsrl.trainer.config import MptConfig, OptimizerConfig
 from marsrl.trainer.data.mini_batches import Average
 from marsrl.trainer.data.packing import PackedBatch, TrainSequence, pack
 from marsrl.trainer.data.scatter import MiniBatch, joined, scatter
-from marsrl.trainer.learner.learner import Learner
+from marsrl.trainer.learner.learner import Learner, groups
 from marsrl.trainer.learner.megatron import parallel
 from marsrl.trainer.learner.megatron.hf_files import HfReader
 from marsrl.trainer.learner.other_roundings import Precision
-from marsrl.trainer.learner.together import groups
 from marsrl.trainer.learner.trained_tokens import TrainedTokens
 from marsrl.trainer.runs import collective
 from marsrl.trainer.runs.collective import gather_bytes
@@ -195,7 +194,7 @@ def run_adapters(model: str, kind: str, layout: dict[str, int], recompute: str, 
     base = [parameter.clone() for parameter in learners["a"].model.parameters()]
     found: dict[str, Any] = {"numbers": train_together(learners, range(2))}
     for name, policy in learners.items():
-        found[name] = dict(policy.held_adapter().export())
+        found[name] = dict(policy.held().export())
         save(policy, folder / name)
     found["base stays"] = all(map(torch.equal, base, learners["a"].model.parameters()))
     found["third"] = train_together(learners, range(2, 3))

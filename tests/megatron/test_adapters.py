@@ -19,10 +19,9 @@ from marsrl.rollout.adapter import AdapterConfig, read_tensors, tensor_shapes, w
 from marsrl.rollout.model_shape import read_shape
 from marsrl.trainer.data.packing import TrainSequence
 from marsrl.trainer.data.scatter import MiniBatch, joined, scatter
-from marsrl.trainer.learner.learner import Learner
+from marsrl.trainer.learner.learner import Learner, groups
 from marsrl.trainer.learner.megatron import parallel
 from marsrl.trainer.learner.step_stats import StepStats
-from marsrl.trainer.learner.together import groups
 from marsrl.trainer.models.export import export
 
 NEEDS_PEFT = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft")
@@ -47,7 +46,7 @@ def adapted(model: Path, kind: str, start: str | None = None, **settings: Any) -
 
 
 def held(policy: Learner) -> dict[str, Tensor]:
-    return dict(policy.held_adapter().export())
+    return dict(policy.held().export())
 
 
 def trained(policy: Learner, num_steps: int = 2, seed: int = 0) -> list[float]:
@@ -82,7 +81,8 @@ def scored(policy: Learner, samples: list[TrainSequence]) -> Tensor:
 def test_an_adapter_moves_alone_is_exported_as_it_is_held_and_trains_on_bit_for_bit(kind: str, tmp_path: Path) -> None:
     model = tiny.save_model(kind, tmp_path / "model")
     policy = adapted(model, kind)
-    shape, settings = policy.held_adapter().shape, policy.held_adapter().adapter
+    assert policy.adapter is not None
+    shape, settings = read_shape(model), policy.adapter.settings
     base, before = {name: parameter.clone() for name, parameter in policy.model.named_parameters()}, held(policy)
     assert {name: tuple(tensor.shape) for name, tensor in before.items()} == tensor_shapes(shape, settings)
     assert all(bool(tensor.any()) == name.endswith("lora_A.weight") for name, tensor in before.items())

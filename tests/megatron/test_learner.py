@@ -16,7 +16,7 @@ from torch import Tensor
 
 from marsrl.kernels import PolicyObjective
 from marsrl.trainer.config import MptConfig
-from marsrl.trainer.data.bad_batches import BadBatch
+from marsrl.trainer.data.bad_steps import BadBatch
 from marsrl.trainer.data.mini_batches import Average
 from marsrl.trainer.data.packing import pack
 from marsrl.trainer.data.scatter import Update

@@ -111,6 +111,7 @@ def vllm_config(config: Any, folder: Path, adapters: Any = None) -> Any:
     from vllm.model_executor.models.registry import _LazyRegisteredModel
 
     from marsrl.rollout.adapter import AdapterConfig
+    from marsrl.rollout.engines.build import environment_of
     from marsrl.rollout.engines.vllm.arguments import engine_arguments
     from marsrl.rollout.model_shape import read_shape
     from marsrl.rollout.pool.build import _specs
@@ -133,19 +134,8 @@ def vllm_config(config: Any, folder: Path, adapters: Any = None) -> Any:
         adapters={f"adapter {number}": adapter for number in range(5)} if adapters == "five" else adapters or {},
     )
     assert len(specs) == config.rollout.engines and specs[0].device == "cuda"
-    os.environ.update(specs[0].environment())
-    words = engine_arguments(
-        model,
-        specs[0].vllm,
-        dtype=specs[0].dtype,
-        max_model_len=longest,
-        seed=0,
-        sleeps=specs[0].sleeps,
-        device=specs[0].device,
-        records=specs[0].records,
-        adapters=specs[0].adapters,
-    )
-    return EngineArgs(**words).create_engine_config()
+    os.environ.update(environment_of(specs[0]))
+    return EngineArgs(**engine_arguments(specs[0])).create_engine_config()
 
 
 def engine_config(config: Any, folder: Path, adapters: Any = None) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import pytest
 from marsrl.rollout.orchestrations.verifier_corrector import VerifierCorrector
 from marsrl.rollout.weights.files import parent_of
 from marsrl.trainer.config import PolicyConfig, RunConfig
-from marsrl.trainer.data.bad_batches import bad_batch_file, read_bad_batch
+from marsrl.trainer.data.bad_steps import bad_batch_file, read_bad_batch
 from marsrl.trainer.data.packing import TrainSequence
 from marsrl.trainer.data.scatter import MiniBatch
 from marsrl.trainer.learner.step_stats import StepStats

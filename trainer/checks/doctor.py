@@ -14,6 +14,7 @@ import torch
 
 from marsrl.kernels.dispatch import explain
 from marsrl.rollout.config import VllmOptions, is_started_here
+from marsrl.rollout.engines.protocol import EngineSpec
 from marsrl.rollout.engines.refusals import num_engine_gpus
 from marsrl.rollout.engines.vllm.arguments import engine_arguments, who_draws
 from marsrl.rollout.environment import environment
@@ -230,7 +231,7 @@ def config_findings(config: RunConfig, num_nodes: int, ranks_per_node: int) -> I
     engines = f"rollout.engine={checked.config.rollout.engine}: kernels of ours, as above"
     if checked.config.rollout.engine == "vllm":
         device, vllm = "cuda" if torch.cuda.is_available() else "cpu", checked.config.rollout.vllm
-        words = engine_arguments("", vllm, dtype="bfloat16", max_model_len=1, seed=0, sleeps=False, device=device)
+        words = engine_arguments(EngineSpec("vllm", "", "bfloat16", max_model_len=1, device=device, vllm=vllm))
         engines = f"vLLM on {device}, experts by its {words.get('moe_backend', 'own choice')}"
     yield Finding("config", "engines", True, engines)
     for line in checked.placement:

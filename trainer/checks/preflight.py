@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import socket
 import tempfile
@@ -22,6 +21,7 @@ from marsrl.rollout.episode import Episode
 from marsrl.rollout.gateway.agents import agents_of
 from marsrl.rollout.gateway.config import ExternalConfig
 from marsrl.rollout.gateway.workers import check_program, workers_key
+from marsrl.rollout.imports import check_installed
 from marsrl.rollout.model_shape import ModelShape, read_shape
 from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.rollout.own_classes import is_own
@@ -118,8 +118,9 @@ def preflight(
     else:
         _check_something_trains(config)
         check_layouts(config)
-        _check_wandb(config)
-        _check_prometheus(config)
+        if config.run.wandb is not None:
+            check_installed(f"run.wandb={config.run.wandb}", "wandb", otherwise="unset run.wandb")
+        _check_prometheus(config.run.prometheus_port)
     check_machine(config, host)
     problems = problems_of(config, trains=trains, given=given)
     task = build_task(config.task, config.task_options, problems.train, problems.held_out)
@@ -164,8 +165,7 @@ def _of_the_other_engine(config: RunConfig) -> list[str]:
     ignored = [
         f"{section}.{key}"
         for section, given in sections.items()
-        for key in sorted(given.model_fields_set)
-        if getattr(given, key) != type(given).model_fields[key].default
+        for key in sorted(given.model_dump(exclude_defaults=True))
     ]
     return [f"rollout.engine is {rollout.engine}, which ignores {', '.join(ignored)}"] if ignored else []
 
@@ -178,18 +178,15 @@ def _checked_policy(config: RunConfig, name: str, world_size: int, *, trains: bo
         return config, warnings
     if policy.model is not None:
         shape = read_shape(policy.model)
-        check_files(
-            policy.model, shape, is_trained=trains and (name in config.trained_policies or name in config.bases)
-        )
+        is_trained = name in config.trained_policies
+        check_files(policy.model, shape, is_trained=trains and (is_trained or name in config.bases))
         if found := why_not_cut(shape, config.rollout_of(name).vllm):
             raise ConfigError(f"policies.{name}.model: {found}")
         _check_adapter(name, policy, shape)
-        if trains and name in config.trained_policies:
+        if trains and is_trained:
             check_trainable(config, name, shape, world_size)
         config = shorten_prompts(config, name, shape.max_positions, trains=trains)
-        is_planned = name in config.pools_of_adapters.values() or (
-            name in config.trained_policies and policy.adapter is None
-        )
+        is_planned = name in config.pools_of_adapters.values() or (is_trained and policy.adapter is None)
         if trains and is_planned and config.rollout.engine == "vllm":
             warnings += shortages_here(config, name, shape, world_size)
     elif taught := taught_shape(config, policy):
@@ -307,23 +304,11 @@ def check_layouts(config: RunConfig) -> None:
             )
 
 
-def _check_wandb(config: RunConfig) -> None:
-    if config.run.wandb is not None and importlib.util.find_spec("wandb") is None:
-        raise ConfigError(
-            f"run.wandb={config.run.wandb} asks for wandb, which is not installed; `pip install wandb`, or unset run.wandb"
-        )
-
-
-def _check_prometheus(config: RunConfig) -> None:
+def _check_prometheus(port: int) -> None:
     """Check on the rank that will open the port that it is free."""
-    port = config.run.prometheus_port
     if not port or int(os.environ.get("RANK", "0")) != 0:
         return
-    if importlib.util.find_spec("prometheus_client") is None:
-        raise ConfigError(
-            f"run.prometheus_port={port} needs prometheus_client, which is not installed; `pip install prometheus_client`, or "
-            "unset it"
-        )
+    check_installed(f"run.prometheus_port={port}", "prometheus_client", otherwise="unset it")
     try:
         socket.create_server(("127.0.0.1", port)).close()
     except OSError as error:
@@ -397,10 +382,8 @@ def _check_teachers(config: RunConfig) -> None:
     for name, agent in config.agents.items():
         if agent.teacher is None:
             continue
-        key, model = (
-            f"agents.{name}.teacher.policy is {agent.teacher.policy}",
-            config.policies[agent.teacher.policy].model,
-        )
+        key = f"agents.{name}.teacher.policy is {agent.teacher.policy}"
+        model = config.policies[agent.teacher.policy].model
         assert model is not None, "of a frozen policy"
         shape, own = read_shape(model), config.policies[agent.policy].model
         if why := _renderer(config, agent.policy).why_other_tokens(ChatRenderer(model)):

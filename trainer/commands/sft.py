@@ -40,7 +40,7 @@ from marsrl.trainer.runs.failure import failure_message, say_last, where_to_go_o
 from marsrl.trainer.runs.lock import RunLock
 from marsrl.trainer.runs.stop import Stopped, StopSignals
 from marsrl.trainer.supervised.demonstrations import Demonstration, Demonstrations, held_out, read_demonstrations
-from marsrl.trainer.supervised.imitation import imitate, measured_loss, supervised_learner, tokens_by_writer
+from marsrl.trainer.supervised.imitation import imitate, measured_loss, supervised_learner
 
 
 def sft(config_file: str | None, settings: Sequence[str]) -> int:
@@ -239,7 +239,7 @@ class _Training:
         for name, learner in self._learners.items():
             own, prefix = _of(batch, name), f"{name}/" if len(self._learners) > 1 else ""
             found, stats = imitate(learner, own, self._shard(learner))
-            losses |= self._named(found, own)
+            losses |= {self._writers[writer]: each for writer, each in found.items()}
             row |= {f"{prefix}actor/grad_norm": stats.grad_norm, f"{prefix}actor/lr": stats.lr}
             is_bad |= stats.is_skipped
             if stats.is_skipped:
@@ -251,16 +251,12 @@ class _Training:
         losses: dict[str, tuple[float, int]] = {}
         for name, learner in self._learners.items():
             if own := _of(self._held_out, name):
-                losses |= self._named(measured_loss(learner, own, self._shard(learner)), own)
+                found = measured_loss(learner, own, self._shard(learner))
+                losses |= {self._writers[writer]: each for writer, each in found.items()}
         return _means("sft/held_out", losses)
 
     def _shard(self, learner: Learner) -> BatchShard:
         return learner.shard(self._config.trainer.max_tokens_per_micro_batch)
-
-    def _named(self, losses: Mapping[int, float], own: Sequence[TrainSequence]) -> dict[str, tuple[float, int]]:
-        """{writer: (mean loss, tokens)}."""
-        counts = tokens_by_writer(own)
-        return {self._writers[writer]: (loss, counts[writer]) for writer, loss in losses.items()}
 
     def _write_models(self) -> None:
         if rank() == 0:

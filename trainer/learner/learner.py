@@ -16,6 +16,12 @@ The parts of a step and their files:
                         its statistics over all ranks                                step_stats.py
                         the optimizer step                                           megatron/optimizer.py
 
+Policies that are adapters of one base share micro-batches; the update of each equals the one that it would make alone:
+
+    for group in groups(learners, agents):            # of a run: Together((solver, verifier), ...), Together((other,), ...)
+        updates = scatter(joined(...), group.shard(max_tokens))
+        stats = group.train_step(updates)              # {policy: StepStats}
+
 The old policy of all updates is the one before the first, so ratio and clipping take effect from the second on. One learning
 rate and one policy version per step.
 
@@ -26,7 +32,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,8 +43,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from marsrl.kernels import PolicyObjective
-from marsrl.rollout.adapter import AdapterConfig
-from marsrl.rollout.model_shape import ModelShape, read_shape
+from marsrl.rollout.model_shape import read_shape
 from marsrl.trainer.config import MptConfig, PolicyConfig
 from marsrl.trainer.config.agreement import NO_INPUTS_TO_OFFLOAD_ON_CPU, NO_OFFLOAD_ON_CPU
 from marsrl.trainer.config.policy import why_not_adapter
@@ -58,22 +63,6 @@ if TYPE_CHECKING:  # megatron is imported when a Learner is built: after the CPU
     from marsrl.trainer.learner.megatron.convert import Converter
     from marsrl.trainer.learner.megatron.optimizer import Optimizer
     from marsrl.trainer.learner.megatron.passes import Model, Passes, Work
-
-
-@dataclass(frozen=True, slots=True)
-class HeldAdapter:
-    """Exporter of an adapter: its model's shape, its settings and its tensors' converter."""
-
-    shape: ModelShape
-    adapter: AdapterConfig
-    weights: Converter
-
-    def export(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields (name, whole CPU tensor) on rank 0, named and ordered as tensor_shapes; nothing on other ranks.
-
-        Collective: every rank must exhaust it. Copies, in the policy's dtype.
-        """
-        return self.weights.export()
 
 
 class Learner:
@@ -257,7 +246,7 @@ class Learner:
         self.optimizer.reload_weights()
 
     def held(self) -> Converter:
-        """Exporter of this rank's part of the current weights and of every rank's boxes; nothing is copied."""
+        """Exporter of this rank's part of the weights now (of an adapter alone) and of every rank's boxes; nothing is copied."""
         self.optimizer.gather_weights()
         return self._converter
 
@@ -265,11 +254,6 @@ class Learner:
     def has_experts(self) -> bool:
         """True if the policy's adapter includes experts."""
         return self.adapter is not None and "experts" in self.adapter.settings.targets
-
-    def held_adapter(self) -> HeldAdapter:
-        """Exporter of the policy's current adapter; nothing is copied."""
-        assert self.adapter is not None, "the policy has no adapter"
-        return HeldAdapter(self._shape, self.adapter.settings, self.held())
 
     def begin_save(self, folder: Path, *, copy: bool) -> PendingSave:
         """Plan a save of weights (or of the adapter alone), optimizer and step into `folder`, a Megatron distributed checkpoint.
@@ -396,3 +380,53 @@ def _agent_grad_norms(policies: Sequence[PolicyStep], passes: Passes, work: Work
             if policy.agents is None or agent in policy.agents:
                 found[agent] = policy.optimizer.grad_norm()
     return [tuple(found) for found in norms]
+
+
+@dataclass(frozen=True)
+class Together:
+    """Policies that share micro-batches, by name.
+
+    agents: of each policy. adapters: index of each agent's policy; (): a single policy.
+    """
+
+    learners: Mapping[str, Learner]
+    agents: tuple[frozenset[int] | None, ...]
+    passes: Passes
+    adapters: tuple[int, ...] = ()
+
+    def shard(self, max_tokens: int) -> BatchShard:
+        """This rank's share of their batch, as Learner.shard."""
+        first, *others = self.learners.values()
+        is_apart = bool(others) and any(each.has_experts for each in (first, *others))
+        return dataclasses.replace(first.shard(max_tokens), adapters=self.adapters, is_apart=is_apart)
+
+    def train_step(
+        self, updates: Sequence[Update], *, by_agent: bool = False, keep: Collection[str] = ()
+    ) -> dict[str, StepStats]:
+        """Learner.train_step of each policy. Collective."""
+        learners = self.learners.values()
+        steps = [each.step_of(agents=own) for each, own in zip(learners, self.agents, strict=True)]
+        stats = take_step(steps, self.passes, updates, by_agent=by_agent, keep=keep)
+        return dict(zip(self.learners, stats, strict=True))
+
+
+def groups(learners: Mapping[str, Learner], policy_of: Sequence[str]) -> list[Together]:
+    """Group the policies that train together, in order. policy_of: the policy of each agent of the run."""
+    found: list[dict[str, Learner]] = []
+    for name, learner in learners.items():
+        of = (group for group in found if next(iter(group.values())).passes.can_join(learner.passes))
+        group = next(of, None)
+        if group is None:
+            found.append({name: learner})
+        else:
+            group[name] = learner
+    return [_together(group, policy_of) for group in found]
+
+
+def _together(group: dict[str, Learner], policy_of: Sequence[str]) -> Together:
+    names, (first, *others) = list(group), group.values()
+    if not others:
+        return Together(group, (None,), first.passes)
+    agents = tuple(frozenset(i for i, policy in enumerate(policy_of) if policy == name) for name in names)
+    places = tuple(names.index(policy) if policy in names else 0 for policy in policy_of)
+    return Together(group, agents, first.passes.joined([each.passes for each in others], places), places)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -13,38 +12,46 @@ import torch
 from safetensors.torch import save_file
 
 from marsrl.rollout.agents.render import load_tokenizer
+from marsrl.rollout.model_shape import ModelShape
 from marsrl.rollout.tasks.registry import TOKENIZERS
 from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
 
+INIT_STD = 0.05
 
-@dataclass(frozen=True, slots=True)
-class InitShape:
-    """A Qwen3-MoE's sizes without the vocabulary. vLLM on CPU needs expert_width a multiple of 32 and head_dim at least 32."""
 
-    hidden: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    num_experts: int
-    experts_per_token: int
-    expert_width: int
-    max_positions: int = 1024
-    rope_theta: float = 10000.0
-    vocab_size: int | None = None  # rows of the embedding, if more than the tokenizer's words
+def moe_shape(
+    hidden_size: int,
+    num_layers: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    num_experts: int,
+    experts_per_token: int,
+    ffn_size: int,
+    max_positions: int = 1024,
+    rope_theta: float = 10000.0,
+    vocab_size: int = 0,
+) -> ModelShape:
+    """A Qwen3-MoE's shape. vLLM on CPU needs ffn_size, of an expert, a multiple of 32 and head_size at least 32.
+
+    vocab_size: rows of the embedding, if more than the tokenizer's words.
+    """
+    return ModelShape(
+        "Qwen3MoeForCausalLM", num_layers, hidden_size, num_heads, num_kv_heads, head_size, ffn_size, vocab_size,
+        max_positions, rope_theta, norm_eps=1e-6, is_tied=False, has_qkv_bias=False, has_qk_norm=True,
+        num_experts=num_experts, experts_per_token=experts_per_token,
+    )  # fmt: skip
 
 
 SHAPES = {
-    "tiny": InitShape(64, 2, 4, 2, 32, 4, 2, 32, max_positions=32768),
-    "cpu_default": InitShape(96, 3, 4, 2, 32, 8, 2, 64),
-    "bench": InitShape(256, 4, 8, 2, 32, 16, 4, 128, vocab_size=8192),  # benchmarks/train_step.py
+    "tiny": moe_shape(64, 2, 4, 2, 32, 4, 2, 32, max_positions=32768),
+    "cpu_default": moe_shape(96, 3, 4, 2, 32, 8, 2, 64),
+    "bench": moe_shape(256, 4, 8, 2, 32, 16, 4, 128, vocab_size=8192),  # benchmarks/train_step.py
 }
-INIT_STD = 0.05
-_RMS_EPS = 1e-6
 
 
 def init_model(
-    shape: str | InitShape,
+    shape: str | ModelShape,
     tokenizer: str | Path,
     out: str | Path,
     seed: int = 0,
@@ -65,7 +72,7 @@ def init_model(
         raise ValueError(f"init: {out} exists and is not an empty directory; name a new one")
     out.mkdir(parents=True, exist_ok=True)
     vocab_size, eos_id, pad_id = _write_tokenizer(tokenizer, out)
-    if shape.vocab_size is not None:
+    if shape.vocab_size:
         if shape.vocab_size < vocab_size:
             raise ValueError(f"init: the tokenizer has {vocab_size} words, the shape's vocabulary {shape.vocab_size}")
         vocab_size = shape.vocab_size
@@ -95,7 +102,7 @@ def _write_tokenizer(tokenizer: str | Path, out: Path) -> tuple[int, int, int]:
     return len(loaded), int(loaded.eos_token_id), int(pad_id)
 
 
-def _weights(shape: InitShape, vocab_size: int, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+def _weights(shape: ModelShape, vocab_size: int, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
     """(HF name, float32 tensor), in the order in which they are drawn."""
     generator = torch.Generator().manual_seed(seed)
     residual_std = INIT_STD / math.sqrt(2 * shape.num_layers)
@@ -103,17 +110,17 @@ def _weights(shape: InitShape, vocab_size: int, seed: int) -> Iterator[tuple[str
     def normal(rows: int, columns: int, std: float = INIT_STD) -> torch.Tensor:
         return torch.randn(rows, columns, generator=generator) * std
 
-    hidden, width = shape.hidden, shape.expert_width
+    hidden, width = shape.hidden_size, shape.ffn_size
     yield "model.embed_tokens.weight", normal(vocab_size, hidden)
     for layer in range(shape.num_layers):
         prefix = f"model.layers.{layer}"
         yield f"{prefix}.input_layernorm.weight", torch.ones(hidden)
-        yield f"{prefix}.self_attn.q_proj.weight", normal(shape.num_heads * shape.head_dim, hidden)
-        yield f"{prefix}.self_attn.k_proj.weight", normal(shape.num_kv_heads * shape.head_dim, hidden)
-        yield f"{prefix}.self_attn.v_proj.weight", normal(shape.num_kv_heads * shape.head_dim, hidden)
-        yield f"{prefix}.self_attn.q_norm.weight", torch.ones(shape.head_dim)
-        yield f"{prefix}.self_attn.k_norm.weight", torch.ones(shape.head_dim)
-        yield f"{prefix}.self_attn.o_proj.weight", normal(hidden, shape.num_heads * shape.head_dim, residual_std)
+        yield f"{prefix}.self_attn.q_proj.weight", normal(shape.num_heads * shape.head_size, hidden)
+        yield f"{prefix}.self_attn.k_proj.weight", normal(shape.num_kv_heads * shape.head_size, hidden)
+        yield f"{prefix}.self_attn.v_proj.weight", normal(shape.num_kv_heads * shape.head_size, hidden)
+        yield f"{prefix}.self_attn.q_norm.weight", torch.ones(shape.head_size)
+        yield f"{prefix}.self_attn.k_norm.weight", torch.ones(shape.head_size)
+        yield f"{prefix}.self_attn.o_proj.weight", normal(hidden, shape.num_heads * shape.head_size, residual_std)
         yield f"{prefix}.post_attention_layernorm.weight", torch.ones(hidden)
         yield f"{prefix}.mlp.gate.weight", normal(shape.num_experts, hidden)
         for expert in range(shape.num_experts):
@@ -124,21 +131,21 @@ def _weights(shape: InitShape, vocab_size: int, seed: int) -> Iterator[tuple[str
     yield "lm_head.weight", normal(vocab_size, hidden)
 
 
-def _write_config(shape: InitShape, vocab_size: int, eos_id: int, pad_id: int, dtype: str, out: Path) -> None:
+def _write_config(shape: ModelShape, vocab_size: int, eos_id: int, pad_id: int, dtype: str, out: Path) -> None:
     """config.json as transformers' Qwen3MoeConfig writes it; without the import of that class, 2 s."""
     config = {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
         "dtype": dtype,
         "vocab_size": vocab_size,
-        "hidden_size": shape.hidden,
+        "hidden_size": shape.hidden_size,
         "hidden_act": "silu",
-        "intermediate_size": shape.expert_width * shape.experts_per_token,  # of dense layers, which do not exist here
-        "moe_intermediate_size": shape.expert_width,
+        "intermediate_size": shape.ffn_size * shape.experts_per_token,  # of dense layers, which do not exist here
+        "moe_intermediate_size": shape.ffn_size,
         "num_hidden_layers": shape.num_layers,
         "num_attention_heads": shape.num_heads,
         "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
+        "head_dim": shape.head_size,
         "num_local_experts": shape.num_experts,
         "num_experts_per_tok": shape.experts_per_token,
         "norm_topk_prob": True,
@@ -148,7 +155,7 @@ def _write_config(shape: InitShape, vocab_size: int, eos_id: int, pad_id: int, d
         "router_aux_loss_coef": 0.001,
         "max_position_embeddings": shape.max_positions,
         "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
-        "rms_norm_eps": _RMS_EPS,
+        "rms_norm_eps": shape.norm_eps,
         "tie_word_embeddings": False,
         "attention_bias": False,
         "attention_dropout": 0.0,

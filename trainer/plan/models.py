@@ -83,19 +83,7 @@ def warm_start_shape(shape: str | None = None, tokenizer: str = "arithmetic") ->
     from marsrl.trainer.schools.warm_start import SHAPE
 
     made = SHAPES[shape or SHAPE]
-    return _like(
-        _MOE_30B,
-        made.num_layers,
-        made.hidden,
-        made.num_heads,
-        made.num_kv_heads,
-        made.expert_width,
-        head_size=made.head_dim,
-        vocab_size=made.vocab_size or len(TOKENIZERS[tokenizer].vocabulary),
-        max_positions=made.max_positions,
-        num_experts=made.num_experts,
-        experts_per_token=made.experts_per_token,
-    )
+    return replace(made, vocab_size=made.vocab_size or len(TOKENIZERS[tokenizer].vocabulary))
 
 
 def taught_shape(config: RunConfig, policy: PolicyConfig) -> ModelShape | None:

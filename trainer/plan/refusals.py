@@ -8,7 +8,6 @@ import os
 from marsrl.rollout.config import VllmOptions
 from marsrl.rollout.engines.refusals import TrainerHost, adapter_refusals, refusals, vllm_refusals
 from marsrl.rollout.engines.vllm.arguments import checked_extra
-from marsrl.rollout.engines.vllm.engine import NO_SLEEP_ON_CPU
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.config.agreement import NO_INPUTS_TO_OFFLOAD_ON_CPU, NO_OFFLOAD_ON_CPU
 from marsrl.trainer.config.read import ConfigError
@@ -67,7 +66,8 @@ def check_machine(config: RunConfig, host: TrainerHost) -> None:
     has_cuda, sync = torch.cuda.is_available(), config.sync
     if config.rollout.placement == "colocated" and config.rollout.engine == "vllm" and not has_cuda:
         raise ConfigError(
-            f"rollout.placement=colocated: {NO_SLEEP_ON_CPU}, or rollout.engine=local, whose sleep moves nothing on a CPU"
+            "rollout.placement=colocated: vLLM has no sleep mode on a CPU (there is no device memory to free); set "
+            "rollout.placement=disaggregated, or rollout.engine=local, whose sleep moves nothing on a CPU"
         )
     if int(os.environ.get("RANK", "0")) == 0:  # other ranks may be on other hosts, with other GPUs and folders
         if sync.directory is not None and not os.access(sync.directory, os.W_OK | os.X_OK):

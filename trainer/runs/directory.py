@@ -14,7 +14,7 @@ runs/<name>/
     checkpoints/step_N/       and checkpoints/latest, a text file that names the last complete one
     evaluation_before.json    of the weights before the first step
     data.json                 fingerprints of the problems at the start
-    bad_batches/              batches of skipped steps (bad_batches.py)
+    bad_batches/              batches of skipped steps (data/bad_steps.py)
     hf/                       an exported model
     summary.json              (report/summary.py); report.html (look/export.py)
 """

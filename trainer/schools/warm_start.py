@@ -152,7 +152,7 @@ def teach(
     def step(lesson: list[Trace], lr: float, role: Role) -> float:
         sequences = [_sequence(tokens, trace, settings.verdict_weight) for trace in lesson]
         losses, _ = imitate(learner, sequences, place, uncounted=(drills,), lr=lr)
-        return losses[WRITERS.index(role)]
+        return losses[WRITERS.index(role)][0]
 
     mean, role = RunningMean(), school.alone
     with console.progress(f"warm start 1/2: {role.capitalize()}", settings.max_solver_steps, "steps") as bar:

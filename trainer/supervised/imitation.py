@@ -88,21 +88,23 @@ def imitate(
     *,
     uncounted: Collection[int] = (),
     lr: float | None = None,
-) -> tuple[dict[int, float], StepStats]:
-    """One optimizer step on the loss of a token; the mean weighted loss of a token by writer, nats, and the statistics.
+) -> tuple[dict[int, tuple[float, int]], StepStats]:
+    """One optimizer step on the loss of a token; (the mean weighted loss of a token, nats, tokens) by writer, and the statistics.
 
     uncounted: writers whose tokens are not in the loss's denominator, and of whose losses nothing is said.
     lr: in place of the policy's schedule. Collective; `sequences` are the same on every rank.
     """
-    num_tokens = tokens_by_writer(sequences, uncounted)
+    num_tokens = _tokens_by_writer(sequences, uncounted)
     update = Update(tuple(micro_batches(sequences, place)), float(sum(num_tokens.values())))
     stats = learner.train_step([update], lr=lr)
     sums = stats.agent_sums["weighted_nll"]
-    return {writer: sums[writer] / count for writer, count in num_tokens.items()}, stats
+    return {writer: (sums[writer] / count, count) for writer, count in num_tokens.items()}, stats
 
 
-def measured_loss(learner: Learner, sequences: Sequence[TrainSequence], place: BatchShard) -> dict[int, float]:
-    """The mean loss of a token by writer, nats, under the present weights; nothing is trained. Collective, as `imitate`."""
+def measured_loss(
+    learner: Learner, sequences: Sequence[TrainSequence], place: BatchShard
+) -> dict[int, tuple[float, int]]:
+    """(the mean loss of a token, nats, tokens) by writer, under the present weights; nothing is trained. Collective."""
     own: dict[int, float] = {}
     batches = micro_batches(sequences, place)
     for batch, logprobs in zip(batches, learner.score(batches), strict=True):
@@ -111,11 +113,11 @@ def measured_loss(learner: Learner, sequences: Sequence[TrainSequence], place: B
             own[writer] = own.get(writer, 0.0) - float(logprobs[writers == writer].double().sum())
     told = [decode(tuple[int, dict[int, float]], each) for each in gather_bytes(encode((place.data_rank, own)))]
     shares = dict(told).values()  # ranks of one data rank have scored the same
-    num_tokens = tokens_by_writer(sequences)
-    return {w: math.fsum(share.get(w, 0.0) for share in shares) / count for w, count in num_tokens.items()}
+    num_tokens = _tokens_by_writer(sequences)
+    return {w: (math.fsum(share.get(w, 0.0) for share in shares) / n, n) for w, n in num_tokens.items()}
 
 
-def tokens_by_writer(sequences: Sequence[TrainSequence], uncounted: Collection[int] = ()) -> dict[int, int]:
+def _tokens_by_writer(sequences: Sequence[TrainSequence], uncounted: Collection[int] = ()) -> dict[int, int]:
     """{writer: tokens to imitate}, in order of writers."""
     counts: dict[int, int] = {}
     for sequence in sequences:

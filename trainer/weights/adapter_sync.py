@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from marsrl.rollout.adapter import held_by_shard, write_adapter
+from marsrl.rollout.adapter import AdapterConfig, held_by_shard, write_adapter
 from marsrl.rollout.engines.protocol import AdapterUpdate
+from marsrl.rollout.model_shape import read_shape
 from marsrl.rollout.weights.checksum import checksum
 from marsrl.rollout.weights.files import FileSender, PrivateFolder, check_room, not_written
 from marsrl.trainer.learner.learner import Learner
@@ -34,12 +35,13 @@ class AdapterSync(WeightSync):
         dtype: torch.dtype,
         *,
         base: str,
+        adapter: AdapterConfig,
         directory: str | Path | None = None,
         **common: Any,
     ) -> None:
         """base: path of the adapted model. directory: of rank 0's PrivateFolder; common: of WeightSync."""
         super().__init__(engines, dtype, **common)
-        self._base = base
+        self._base, self._shape, self._adapter = base, read_shape(base), adapter
         self._files = PrivateFolder(directory) if engines is not None else None
         self._numbers = itertools.count()
         self._folder = Path()
@@ -50,14 +52,13 @@ class AdapterSync(WeightSync):
     def _prepare(self, learner: Learner, version: int, seconds_of: dict[str, float]) -> None:
         """Gather the tensors from all ranks; rank 0 writes them."""
         with timed_part(seconds_of, "export"):
-            held = learner.held_adapter()
-            exported = {n: tensor.detach().to("cpu", self._dtype).contiguous() for n, tensor in held.export()}
+            exported = {n: each.detach().to("cpu", self._dtype).contiguous() for n, each in learner.held().export()}
         if self._files is None or self._engines is None:
             assert not exported, "only rank 0 exports"
             return
         with timed_part(seconds_of, "checksum"):
             of_shards = [
-                held_by_shard(held.shape, held.adapter, exported, self._dtype, shard)
+                held_by_shard(self._shape, self._adapter, exported, self._dtype, shard)
                 for shard in self._engines.shards_of_each
             ]
             self._expected = [{name: checksum(tensor) for name, tensor in each} for each in of_shards]
@@ -68,7 +69,7 @@ class AdapterSync(WeightSync):
             try:
                 check_room(self._files.path, self._num_bytes)
                 self._folder.mkdir()
-                write_adapter(self._folder, held.shape, held.adapter, exported, self._base)
+                write_adapter(self._folder, self._shape, self._adapter, exported, self._base)
             except (OSError, SafetensorError) as error:
                 raise not_written(version, self._folder, error) from error
 

@@ -11,7 +11,7 @@ The path of one tensor, in rollout/weights but for both ends:
 
     sync.backend=shm    Converter.export, whole on rank 0 -> FileSender: its checksum, a file -> EnginePool.update_weights
                         -> the engine: WeightFiles -> its place in a fused tensor -> checksum                  (files.py)
-    adapters, always    Learner.held_adapter, whole on rank 0 -> a PEFT directory -> EnginePool.update_adapter
+    adapters, always    Converter.export, whole on rank 0 -> a PEFT directory -> EnginePool.update_adapter
                         -> the engine: its part of A and of B alpha / rank -> checksum                  (adapter_sync.py)
     nccl, ipc           Converter.matrix, a part on each rank -> DirectSender: its part of a checksum, a bucket
                         -> GroupConnection or SharedBuffer                                               (connections.py)

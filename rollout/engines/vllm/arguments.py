@@ -8,17 +8,15 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic.errors import PydanticSchemaGenerationError
 
-from marsrl.rollout.adapter import AdapterConfig
 from marsrl.rollout.config import Sampler, VllmOptions, problems_of
-from marsrl.rollout.engines.protocol import NO_ADAPTERS, NOTHING_RECORDED, Records
+from marsrl.rollout.engines.protocol import EngineSpec, Records
 from marsrl.rollout.engines.vllm.adapters import lora_arguments
-from marsrl.rollout.engines.vllm.scoring import SEATS
+from marsrl.rollout.engines.vllm.requests import SEATS
 
 _BLOCK_CPU = 32  # tokens of a KV block; CPU kernels require a multiple of 32, larger blocks would miss short prefixes
 _KV_CACHE_CPU_MIB = 256
@@ -96,32 +94,22 @@ def vllm_environment(
     return environment
 
 
-def engine_arguments(
-    model_dir: str | Path,
-    options: VllmOptions,
-    *,
-    dtype: str,
-    max_model_len: int,
-    seed: int,
-    sleeps: bool,
-    device: str,
-    records: Records = NOTHING_RECORDED,
-    adapters: Mapping[str, AdapterConfig] = NO_ADAPTERS,
-) -> dict[str, Any]:
-    """Arguments of vLLM's LLM (and its EngineArgs) on "cpu" or "cuda"; parameters as in VllmEngine.
+def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
+    """Arguments of vLLM's LLM (and its EngineArgs).
 
     Raises:
-        ValueError: options.extra has a name that vLLM does not know or that marsrl sets.
+        ValueError: spec.vllm.extra has a name that vLLM does not know or that marsrl sets.
     """
+    options, device = spec.vllm, spec.device
     return {
-        "model": str(model_dir),
+        "model": spec.model_dir,
         # as the trainer reads it: not params.json and consolidated.safetensors, which Mistral ships too
         "config_format": "hf",
         "load_format": "hf",  # options.extra may override it
-        "dtype": dtype,
-        "seed": seed,
-        "max_model_len": max_model_len,
-        "max_num_seqs": options.max_num_seqs + (SEATS if adapters else 0),
+        "dtype": spec.dtype,
+        "seed": spec.seed,
+        "max_model_len": spec.max_model_len,
+        "max_num_seqs": options.max_num_seqs + (SEATS if spec.adapters else 0),
         "kv_cache_dtype": options.kv_cache_dtype,
         "quantization": "fp8_per_block" if options.quantization else None,
         "quantization_config": {"ignore": ["*.mlp.gate"]} if options.quantization else None,  # routers choose in full
@@ -132,12 +120,12 @@ def engine_arguments(
         "enable_expert_parallel": options.expert_parallel,
         # else vLLM picks Ray inside an actor with a placement group
         "distributed_executor_backend": "uni" if options.tensor_parallel == 1 else "mp",
-        "enable_sleep_mode": sleeps,
+        "enable_sleep_mode": spec.sleeps,
         "enable_prefix_caching": True,
         "worker_extension_cls": "marsrl.rollout.engines.vllm.worker.WorkerExtension",
-        **_sampler_arguments(options.sampler_on(device), device, records),
+        **_sampler_arguments(options.sampler_on(device), device, spec.records),
         **_draft_arguments(options.draft_tokens),
-        **lora_arguments(model_dir, adapters),
+        **lora_arguments(spec.model_dir, spec.adapters),
         **(_cpu_arguments(options) if device == "cpu" else _gpu_arguments(options)),
         **checked_extra(options.extra),
     }

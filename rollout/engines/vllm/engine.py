@@ -1,7 +1,7 @@
 """vLLM as an Engine. Its core runs in this process; with several GPUs, each has a worker process.
 
     os.environ.update(vllm_environment(threads=1))            # set by the parent process, before vLLM is imported
-    engine = VllmEngine(model_dir, VllmOptions(), dtype="float32", max_model_len=1024, seed=0)
+    engine = VllmEngine(EngineSpec("vllm", model_dir, dtype="float32", max_model_len=1024))
     engine.submit(requests, version=0)
     results = engine.collect(timeout_s=1.0)
 
@@ -19,23 +19,19 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from marsrl.rollout.adapter import AdapterConfig
-from marsrl.rollout.config import VllmOptions
 from marsrl.rollout.engines.protocol import (
-    NO_ADAPTERS,
-    NOTHING_RECORDED,
     TORN,
     AdapterUpdate,
     DecodeRequest,
     DecodeResult,
     EngineInfo,
     EngineLost,
+    EngineSpec,
     MemoryPart,
-    Records,
     WeightReceipt,
     WeightUpdate,
     check_versions,
@@ -46,18 +42,13 @@ from marsrl.rollout.engines.texts import Texts
 from marsrl.rollout.engines.time_shares import TimeShares
 from marsrl.rollout.engines.vllm.adapters import LoadedAdapters
 from marsrl.rollout.engines.vllm.arguments import engine_arguments, who_draws
-from marsrl.rollout.engines.vllm.own_sampler import experts_told, kept_tokens_told, logprobs_told
-from marsrl.rollout.engines.vllm.requests import RequestMaker
-from marsrl.rollout.engines.vllm.scoring import Scored
+from marsrl.rollout.engines.vllm.requests import RequestMaker, Scored, experts_told, kept_tokens_told, logprobs_told
 from marsrl.rollout.kept_tokens import KeptTokens
+from marsrl.rollout.routed_experts import ExpertArray
 from marsrl.rollout.types import Finish, FloatArray, IntArray
 
 if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutput
-
-NO_SLEEP_ON_CPU = (
-    "vLLM has no sleep mode on a CPU (there is no device memory to free); set rollout.placement=disaggregated"
-)
 
 
 @dataclass(slots=True)
@@ -73,111 +64,43 @@ class _Running:
     num_cached_tokens: int = 0
     told: list[EngineCoreOutput] = field(default_factory=list)
 
-    @property
-    def num_known(self) -> int:
-        """Number of tokens, prompt and completion."""
-        return len(self.request.token_ids) + len(self.token_ids)
-
-
-@dataclass(slots=True)
-class _Process:
-    """Open engines of this process. made_groups: vLLM created the process groups, rather than the trainer."""
-
-    num_open: int = 0
-    made_groups: bool = False
-
-
-_process = _Process()
-
 
 class VllmEngine:
     """One vLLM replica of one policy. See marsrl.rollout.engines.protocol.Engine for the contract."""
 
-    def __init__(
-        self,
-        model_dir: str | Path,
-        options: VllmOptions,
-        *,
-        dtype: str,
-        max_model_len: int,
-        seed: int = 0,
-        threads: int | None = None,
-        sleeps: bool = False,
-        records: Records = NOTHING_RECORDED,
-        adapters: Mapping[str, AdapterConfig] = NO_ADAPTERS,
-    ) -> None:
-        """Start vLLM with the weights of model_dir as version 0.
+    num_open: ClassVar[int] = 0  # engines of this process
+    made_groups: ClassVar[bool] = False  # vLLM created the process groups, rather than the trainer
 
-        Args:
-            dtype: "float32", "bfloat16" or "float16"; options.dtype takes precedence.
-            max_model_len: prompt and completion together, tokens.
-            threads: CPU threads of torch in this process; None: unchanged.
-            sleeps: sleep() will be called, so memory is allocated in a way that allows freeing it (CUDA only).
-            records: data that requests may ask for besides log-probs.
-            adapters: adapters to serve, by name.
-
-        Raises:
-            ValueError: sleeps on a CPU, or conflicting options (vllm_refusals).
-        """
-        import torch
-        from vllm import LLM
-        from vllm.platforms import current_platform
-
-        from marsrl.rollout.engines.vllm.worker import wait_asleep
-        from marsrl.rollout.engines.vllm.worker_adapters import experts_without_adapters
-
-        if sleeps and current_platform.is_cpu():
-            raise ValueError(f"VllmEngine: {NO_SLEEP_ON_CPU}")
-        if threads is not None and current_platform.is_cpu():
-            torch.set_num_threads(threads)
-        device = "cpu" if current_platform.is_cpu() else "cuda"
-        if found := vllm_refusals(options, device, records):
-            raise ValueError("; ".join(found))
-        self._dtype: Any = options.dtype or dtype
-        self._max_model_len = max_model_len
-        self._versions = {"": 0, **dict.fromkeys(adapters, 0)}  # by adapter; "": the base weights
-        self._adapters = LoadedAdapters(adapters)
+    def __init__(self, spec: EngineSpec) -> None:
+        """Start vLLM with the weights of spec.model_dir as version 0."""
+        self._spec, self._draws = spec, spec.vllm.sampler_on(spec.device)
+        self._versions = {"": 0, **dict.fromkeys(spec.adapters, 0)}  # by adapter; "": the base weights
+        self._adapters = LoadedAdapters(spec.adapters)
         self._inbox: deque[DecodeRequest] = deque()  # submit() may be called from another thread
-        self._texts = Texts.of_model(model_dir)
+        self._texts = Texts.of_model(spec.model_dir)
         self._under_way: dict[str, _Running] = {}  # by vLLM's request id
         self._watched: set[str] = set()  # keys of requests with Sampling.stop
         self._keys = itertools.count()
         self._aborts: deque[str | None] = deque()  # adapters; abort() may come from another thread
-        self._most = options.max_num_seqs if adapters else None  # in vLLM; the seats beside them are of what is scored
+        # in vLLM; the seats beside them are of what is scored
+        self._most = spec.vllm.max_num_seqs if spec.adapters else None
         self._scoring: Scored | None = None
         self._ended: list[DecodeResult] = []  # while something was scored
         self._num_decoded = 0  # tokens
         self._untried = set[str]()  # names in _versions whose new weights nothing was computed with yet
-        self._device, self._options, self._records = device, options, records
-        self._draws = options.sampler_on(device)
-        has_groups = torch.distributed.is_initialized()
-        arguments = engine_arguments(
-            model_dir,
-            options,
-            dtype=self._dtype,
-            max_model_len=max_model_len,
-            seed=seed,
-            sleeps=sleeps,
-            device=device,
-            records=records,
-            adapters=adapters,
-        )
-        with experts_without_adapters() if adapters and device == "cpu" else nullcontext():
-            self._llm: Any = LLM(**arguments)
-        _process.num_open += 1
-        _process.made_groups |= not has_groups and torch.distributed.is_initialized()
+        self._shares = TimeShares(spec.vllm.max_num_seqs)
+        self._llm: Any = _started(spec)
+        self._core: Any = self._llm.llm_engine.engine_core
         rendezvous = self._llm.collective_rpc("marsrl_started")[0]
         self._rendezvous = Path(rendezvous) if rendezvous else None
-        if options.tensor_parallel == 1:
+        if spec.vllm.tensor_parallel == 1:
             self._forget_rendezvous()  # with several workers, they may still create groups through it
-        elif device == "cpu":
-            wait_asleep()
-        self._core: Any = self._llm.llm_engine.engine_core
-        self._shares = TimeShares(options.max_num_seqs)
-        self._vocab_size = int(self._llm.model_config.get_vocab_size())
-        self._maker = RequestMaker(self._draws, records, max_model_len=max_model_len, vocab_size=self._vocab_size)
-        self._num_experts = int(self._llm.model_config.get_num_experts())
-        for name, adapter in adapters.items():
+        model = self._llm.model_config
+        self._vocab_size, self._num_experts = int(model.get_vocab_size()), int(model.get_num_experts())
+        self._maker = RequestMaker(
+            self._draws, spec.records, max_model_len=spec.max_model_len, vocab_size=self._vocab_size
+        )
+        for name, adapter in spec.adapters.items():
             if adapter.start is not None:
                 self._adapters.load(self._llm.llm_engine, name, adapter.start)
         logging.getLogger("vllm").setLevel(logging.ERROR)
@@ -191,11 +114,11 @@ class VllmEngine:
             engine_class=f"{core.__module__}.{core.__qualname__}",
             library="vllm",
             library_version=str(vllm.__version__),
-            device=self._device,
-            dtype=self._dtype,
+            device=self._spec.device,
+            dtype=self._spec.dtype,
             settings=_together(self._llm.collective_rpc("marsrl_settings")),
             shards=tuple(self._llm.collective_rpc("marsrl_shard")),
-            sampler=who_draws(self._options, self._device),
+            sampler=who_draws(self._spec.vllm, self._spec.device),
             adapters=tuple(filter(None, self._versions)),
         )
 
@@ -246,7 +169,7 @@ class VllmEngine:
 
     def _scored(self, sequences: Sequence[IntArray], adapter: str, *, by_prefill: bool) -> Scored:
         """The sequences scored, while what is under way decodes on."""
-        top_k = self._vocab_size if self._records.kept_tokens else None  # vLLM wants draws then, and a top_k
+        top_k = self._vocab_size if self._spec.records.kept_tokens else None  # vLLM wants draws then, and a top_k
         keys = [str(next(self._keys)) for _ in sequences]
         self._scoring = scoring = Scored(dict(zip(keys, sequences, strict=True)), by_prefill=by_prefill, top_k=top_k)
         for request in scoring.requests(self._adapters.of(adapter)):
@@ -320,13 +243,13 @@ class VllmEngine:
         """
         self._core.shutdown()
         self._forget_rendezvous()
-        _process.num_open -= 1
-        if _process.made_groups and not _process.num_open:
+        VllmEngine.num_open -= 1
+        if VllmEngine.made_groups and not VllmEngine.num_open:
             from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 
             destroy_model_parallel()
             destroy_distributed_environment()
-            _process.made_groups = False
+            VllmEngine.made_groups = False
 
     def _forget_rendezvous(self) -> None:
         if self._rendezvous is not None:
@@ -377,7 +300,7 @@ class VllmEngine:
             raise
         self._shares.step(time.perf_counter() - start)
         ended: dict[str, Finish] = {}
-        keeps_told = self._draws == "engine" or self._records.experts
+        keeps_told = self._draws == "engine" or self._spec.records.experts
         for output in outputs:
             running = self._under_way.get(output.request_id)
             if running is None:  # scored, or aborted during the step
@@ -414,15 +337,21 @@ class VllmEngine:
                     finish=ended[each.key],
                     version=self._versions[each.request.adapter],
                     num_cached_tokens=each.num_cached_tokens,
-                    routed_experts=None
-                    if each.request.experts_from is None
-                    else experts_told(each.told, each.num_known - 1 - each.request.experts_from, self._num_experts),
+                    routed_experts=self._experts(each),
                     kept_tokens=kept if each.request.sampling.records_kept else None,
                     seconds=self._shares.end(each.request.uid),
                 ),
             )
             for each, (logprobs, kept) in zip(running, self._drawn(running), strict=True)
         ]
+
+    def _experts(self, ended: _Running) -> ExpertArray | None:
+        """Of all tokens but the last, from the request's experts_from on; None if not requested."""
+        request = ended.request
+        if request.experts_from is None:
+            return None
+        num_tokens = len(request.token_ids) + len(ended.token_ids) - 1 - request.experts_from
+        return experts_told(ended.told, num_tokens, self._num_experts)
 
     def _stopped(self) -> list[DecodeResult]:
         """End requests with a complete string of Sampling.stop, which vLLM, without a tokenizer, cannot see; returns results."""
@@ -474,6 +403,28 @@ class VllmEngine:
             (taken, *_) = self._llm.collective_rpc("marsrl_take_draws", args=(list(lengths), list(lengths.values())))
         draws = dict(zip(lengths, taken, strict=True))
         return [draws.get(each.key, (np.zeros(0, np.float32), None)) for each in ended]
+
+
+def _started(spec: EngineSpec) -> Any:
+    """vLLM's LLM with its worker processes. Raises ValueError: vLLM does not support the settings (vllm_refusals)."""
+    import torch
+    from vllm import LLM
+
+    from marsrl.rollout.engines.vllm.worker import wait_asleep
+    from marsrl.rollout.engines.vllm.worker_adapters import experts_without_adapters
+
+    if found := vllm_refusals(spec.vllm, spec.device, spec.records):
+        raise ValueError("; ".join(found))
+    if is_cpu := spec.device == "cpu":
+        torch.set_num_threads(spec.threads)
+    has_groups = torch.distributed.is_initialized()
+    with experts_without_adapters() if spec.adapters and is_cpu else nullcontext():
+        llm = LLM(**engine_arguments(spec))
+    VllmEngine.num_open += 1
+    VllmEngine.made_groups |= not has_groups and torch.distributed.is_initialized()
+    if is_cpu and spec.vllm.tensor_parallel > 1:
+        wait_asleep()
+    return llm
 
 
 def _together(settings: Sequence[Mapping[str, tuple[float, ...]]]) -> dict[str, tuple[float, ...]]:

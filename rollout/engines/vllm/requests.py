@@ -1,20 +1,35 @@
-"""Requests for vLLM's core, built and checked here instead of in LLMEngine.add_request."""
+"""Requests for vLLM's core, built and checked here instead of in LLMEngine.add_request, and what its own sampler tells of them.
+
+The noise of its draws depends on the request's seed and, in Model Runner V2, on the token's position; in V1 each request
+has a generator seeded with it. Each segment of a sample has its own seed (DecodeRequest.seed), so noise is never reused.
+"""
 
 from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from marsrl.rollout.config import Sampler
 from marsrl.rollout.engines.protocol import DecodeRequest, Records, Sampling, why_not_decodable
-from marsrl.rollout.engines.vllm.own_sampler import asked_of_vllm, why_not_drawn
-from marsrl.rollout.types import IntArray
+from marsrl.rollout.kept_tokens import KeptTokens
+from marsrl.rollout.routed_experts import ExpertArray, expert_dtype
+from marsrl.rollout.types import FloatArray, IntArray
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.lora.request import LoRARequest
-    from vllm.v1.engine import EngineCoreRequest
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
+
+_NONE = np.zeros(0, np.float32)
+COLDEST = 0.01
+"""Lowest temperature above 0; vLLM raises lower ones to it."""
+SEATS = 16
+"""Requests that an engine with adapters runs beside rollout.vllm.max_num_seqs: those that prove a new adapter do not wait until
+others end."""
 
 
 class RequestMaker:
@@ -80,3 +95,128 @@ def core_request(
         cache_salt=None,
         data_parallel_rank=None,
     )
+
+
+def why_not_drawn(request: DecodeRequest, records: Records) -> str:
+    """Why vLLM's sampler cannot serve the request, or "". records: data that the engine was started to record."""
+    temperature = request.sampling.temperature
+    if 0 < temperature < COLDEST:
+        return f"temperature is {temperature}, and vLLM's sampler takes {COLDEST} for all below it"
+    if records.kept_tokens and temperature == 0:
+        return "temperature is 0, and an engine of vLLM that says which tokens were kept draws above it only"
+    if request.sampling.records_kept and not records.kept_tokens:
+        return "asks which tokens were kept, and the engine was not started to record them"
+    if request.experts_from is not None and not records.experts:
+        return "asks for experts, and the engine was not started to record them"
+    return ""
+
+
+def asked_of_vllm(request: DecodeRequest, vocab_size: int, records: Records) -> dict[str, Any]:
+    """Arguments of SamplingParams."""
+    sampling = request.sampling
+    top_k = sampling.top_k
+    if records.kept_tokens and top_k <= 0:
+        top_k = vocab_size  # required by vLLM to return kept tokens
+    asked = {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": top_k,
+        "seed": request.seed,
+        "logprobs": 0,  # only of the sampled token
+    }
+    if records.experts:
+        place = request.experts_from
+        asked["routed_experts_prompt_start"] = len(request.token_ids) if place is None else place
+    return asked
+
+
+def logprobs_told(told: Sequence[EngineCoreOutput], num_tokens: int) -> FloatArray:
+    """Log-probs [num_tokens] float32, nats: the first that vLLM lists at each position."""
+    listed = (output.new_logprobs.logprobs[:, 0] for output in told if output.new_logprobs)
+    return np.concatenate([_NONE, *listed])[:num_tokens]
+
+
+def kept_tokens_told(told: Sequence[EngineCoreOutput], num_tokens: int, vocab_size: int) -> KeptTokens | None:
+    """Token ids kept by top_k and top_p at each position; None if the engine does not record them."""
+    masks = [output.new_sampling_mask for output in told if output.new_sampling_mask]
+    places = [np.asarray(ids, np.int32) for mask in masks for ids in mask.to_nested_list()][:num_tokens]
+    return KeptTokens.of([ids if len(ids) < vocab_size else ids[:0] for ids in places]) if masks else None
+
+
+def experts_told(told: Sequence[EngineCoreOutput], num_tokens: int, num_experts: int) -> ExpertArray | None:
+    """Experts [num_tokens, layers, top_k] from the request's experts_from on, without the last token; None: none decoded."""
+    experts = [output.routed_experts for output in told if output.routed_experts is not None]
+    return np.concatenate(experts)[:num_tokens].astype(expert_dtype(num_experts)) if experts else None
+
+
+class Scored:
+    """Sequences that are scored together.
+
+    by_prefill: all tokens after the first of each, by a fresh prefill; else the last one alone, through the prefix cache, as a
+        decoded token.
+    top_k: of the draw with which vLLM ends each; None: it takes the likeliest token.
+    """
+
+    def __init__(self, sequences: dict[str, IntArray], *, by_prefill: bool, top_k: int | None) -> None:
+        """sequences: [N] each, by the key that vLLM knows it by."""
+        self._sequences, self._by_prefill, self._top_k = sequences, by_prefill, top_k
+        self._told: dict[str, list[EngineCoreOutput]] = {key: [] for key in sequences}
+
+    def requests(self, adapter: LoRARequest | None) -> list[EngineCoreRequest]:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        drawn: dict[str, Any] = {"temperature": 0}
+        if self._top_k is not None:
+            drawn = {"temperature": 1, "top_k": self._top_k, "seed": 0}
+        made = []
+        for key, tokens in self._sequences.items():
+            asked: dict[str, Any] = (
+                {"prompt_logprobs": 0} if self._by_prefill else {"logprob_token_ids": [int(tokens[-1])]}
+            )
+            params = SamplingParams(
+                max_tokens=1,
+                detokenize=False,
+                ignore_eos=True,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+                **drawn,
+                **asked,
+            )
+            made.append(core_request(key, tokens if self._by_prefill else tokens[:-1], params, adapter))
+        return made
+
+    def take(self, output: EngineCoreOutput) -> None:
+        """Note an output; one of another request is left out."""
+        if output.request_id in self._told:
+            self._told[output.request_id].append(output)
+
+    @property
+    def is_over(self) -> bool:
+        return all(told and told[-1].finish_reason is not None for told in self._told.values())
+
+    @property
+    def num_cached_tokens(self) -> list[int]:
+        """Prompt tokens that vLLM took from its prefix cache, by sequence."""
+        return [
+            max(each.prefill_stats.num_cached_tokens if each.prefill_stats is not None else 0 for each in told)
+            for told in self._told.values()
+        ]
+
+    def logprobs(self) -> list[FloatArray]:
+        """[N-1] float32 of each by prefill, else [1]; nats."""
+        read = _of_prompt if self._by_prefill else _of_last
+        return [read(self._told[key], tokens) for key, tokens in self._sequences.items()]
+
+
+def _of_prompt(told: Sequence[EngineCoreOutput], tokens: IntArray) -> FloatArray:
+    parts = [each.new_prompt_logprobs_tensors for each in told if each.new_prompt_logprobs_tensors is not None]
+    found = np.concatenate([part.logprobs[:, 0].float().numpy() for part in parts])
+    assert len(found) == len(tokens) - 1, (len(found), len(tokens))
+    return found
+
+
+def _of_last(told: Sequence[EngineCoreOutput], tokens: IntArray) -> FloatArray:
+    listed = told[-1].new_logprobs
+    assert listed is not None, "the log-prob of a token was asked for"
+    place = np.flatnonzero(listed.logprob_token_ids[0] == tokens[-1])[-1]
+    return np.asarray([listed.logprobs[0][place]], np.float32)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import sys
@@ -83,10 +82,3 @@ def run_directory(path: str) -> Path:
     if not (Path(path) / "config.yaml").is_file():
         raise ValueError(f"{path} is not a run directory: it has no config.yaml")
     return Path(path)
-
-
-def check_server(extra: str) -> None:
-    """Refuse if a server's packages, those of marsrl[extra], are not installed."""
-    for package in ("fastapi", "uvicorn"):
-        if importlib.util.find_spec(package) is None:
-            raise ValueError(f"the package {package} is not installed; pip install fastapi uvicorn (marsrl[{extra}])")

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from marsrl.trainer.commands.cli.command import Config, Settings, check_server, command
+from marsrl.trainer.commands.cli.command import Config, Settings, command
 
 
 @command("data", "marsrl curate raw.jsonl --out curated")
@@ -64,9 +64,11 @@ def serve_retrieval(
     top_k: Annotated[int, Option(min=1, max=100, help="documents for requests that do not say how many")] = 3,
 ) -> None:
     """Answer POST /retrieve over a corpus until Ctrl-C: as the retrieval servers of Search-R1 and Dr. MAS do."""
-    check_server("retrieval")
     from contextlib import closing
 
+    from marsrl.rollout.imports import check_installed
+
+    check_installed("the server", "fastapi", "uvicorn", extra="retrieval")
     from marsrl.rollout.tools.retrieval_server import serve
     from marsrl.rollout.tools.search import open_index
 

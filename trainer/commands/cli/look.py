@@ -8,7 +8,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from marsrl.trainer.commands.cli.command import Config, Settings, check_server, command, console, run_directory
+from marsrl.trainer.commands.cli.command import Config, Settings, command, console, run_directory
 
 
 @command("look", "marsrl view runs/cpu_default-20260101-120000")
@@ -27,7 +27,9 @@ def view(
         for each in directories:
             print_run(each, console(160))
         return
-    check_server("view")
+    from marsrl.rollout.imports import check_installed
+
+    check_installed("the server", "fastapi", "uvicorn", extra="view")
     from marsrl.trainer.commands.look import server
 
     server.view(directories, port, lambda address: print(f"open {address}", flush=True))

@@ -5,7 +5,6 @@ A row is compared with the earlier rows that were kept, so the first of similar 
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import unicodedata
 from collections.abc import Iterator, Sequence
@@ -13,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from marsrl.rollout.imports import check_installed
 from marsrl.trainer.commands.curate.rows import Decision, Decisions, Row, Stage
 from marsrl.trainer.config.curate import NearDuplicatesConfig
 
@@ -22,11 +22,7 @@ _COMPARED = 64  # candidates whose shingles are compared: questions from one tem
 
 def near_duplicates(config: NearDuplicatesConfig) -> Stage:
     """See the module. Raises ValueError if rensa is not installed."""
-    if importlib.util.find_spec("rensa") is None:
-        raise ValueError(
-            "curate.near_duplicates needs the package rensa, which is not installed here: pip install rensa "
-            "(marsrl[curate]), or set curate.near_duplicates=null"
-        )
+    check_installed("curate.near_duplicates", "rensa", extra="curate", otherwise="set curate.near_duplicates=null")
     return Stage("near_duplicates", config.model_dump(mode="json"), lambda rows: _Questions(config).decisions(rows))
 
 

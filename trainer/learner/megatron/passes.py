@@ -182,9 +182,9 @@ class Passes:
         self._set_aux_scale(work.num_tokens, is_on=agent is None)
         losses = [each.loss if agent is None else _only_of(agent, each.loss) for each in work.micro_batches]
         data = [(each.cut.batch, loss) for each, loss in zip(work.micro_batches, losses, strict=True)]
-        with self._replay([each.experts for each in work.micro_batches]) as replayed:
+        with self._replay([each.experts for each in work.micro_batches]) as counts:
             results = self._schedule(forward_step, data, data[0][0].num_tokens, has_backward=True)
-        return results, replayed.counts() if replayed is not None else None
+        return results, counts() if counts is not None else None
 
     def _agree(self, batches: Sequence[PackedBatch], *, trains: bool = True) -> tuple[int, int]:
         """(trained tokens, packed tokens) over all ranks; raises on all ranks when the batches of one do not fit."""

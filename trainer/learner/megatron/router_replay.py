@@ -2,9 +2,9 @@
 
     with record_experts(model) as choices:                     # R2: with the step's initial weights
         ...forward passes...                                   # or, R3: [experts_of_rank(model, batch.routed_experts), ...]
-    with replay_experts(model, choices) as replayed:
+    with replay_experts(model, choices) as counts:
         ...forward and backward of the same micro-batches, in order...
-    counts = replayed.counts()
+    found = counts()
 
 R2 and R3: arXiv:2510.11370. Forced experts keep the weights of the trainer's own router, normalised over them as the
 model does, so that its gradient flows. Uses the hook of megatron's router for its own replay
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -78,40 +78,31 @@ def record_experts(model: PolicyModel) -> Iterator[list[Choices]]:
 
 
 @contextmanager
-def replay_experts(model: PolicyModel, choices: Sequence[Choices | None]) -> Iterator[Replayed]:
-    """Force choices[i] in the body's i-th micro-batch, and in its recomputation.
+def replay_experts(model: PolicyModel, choices: Sequence[Choices | None]) -> Iterator[Callable[[], ReplayCounts]]:
+    """Force choices[i] in the body's i-th micro-batch, and in its recomputation; None leaves a micro-batch to the router.
 
-    None leaves a micro-batch to the router.
+    Yields what counts how far the forced choices agree with the trainer's own, once the body is left.
     """
     num_experts = model.config.num_moe_experts
     replayers = {
         layer: _Replayer([each[layer] if each else None for each in choices], num_experts) for layer in _routers(model)
     }
     with _installed(model, replayers):
-        yield Replayed(replayers)
+        yield partial(_counts, list(replayers.values()))
 
 
-@dataclass(frozen=True, slots=True)
-class Replayed:
-    """Agreement of forced choices with the trainer's own; complete when the body of replay_experts is left."""
-
-    replayers: dict[int, _Replayer]
-
-    def counts(self) -> ReplayCounts:
-        """Collective over all ranks."""
-        layers = list(self.replayers.values())
-        differ = torch.stack([torch.cat(each.differ) for each in layers])  # [layers of this stage, tokens]
-        is_forced = torch.cat(layers[0].is_forced)
-        pairs = differ.sum()
-        anywhere = differ.any(0).to(torch.uint8)
-        pipeline = parallel_state.get_pipeline_model_parallel_group()
-        if dist.get_world_size(pipeline) > 1:
-            dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=pipeline)
-        forced = is_forced.sum()
-        counted = int(parallel_state.is_pipeline_last_stage())  # every stage sees every token
-        sums = torch.stack([forced * counted, anywhere.sum() * counted, forced * len(layers), pairs])
-        dist.all_reduce(sums)
-        return ReplayCounts(*(int(value) for value in sums))
+def _counts(layers: Sequence[_Replayer]) -> ReplayCounts:
+    """Collective over all ranks."""
+    differ = torch.stack([torch.cat(each.differ) for each in layers])  # [layers of this stage, tokens]
+    anywhere = differ.any(0).to(torch.uint8)
+    pipeline = parallel_state.get_pipeline_model_parallel_group()
+    if dist.get_world_size(pipeline) > 1:
+        dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=pipeline)
+    forced = torch.cat(layers[0].is_forced).sum()
+    counted = int(parallel_state.is_pipeline_last_stage())  # every stage sees every token
+    sums = torch.stack([forced * counted, anywhere.sum() * counted, forced * len(layers), differ.sum()])
+    dist.all_reduce(sums)
+    return ReplayCounts(*(int(value) for value in sums))
 
 
 class _Recorder:
