@@ -5,9 +5,9 @@ from functools import partial
 
 import pytest
 import torch
-from attention_cases import choice
-from attention_cases import compare as compare_attention
-from grouped_linear_cases import compare as compare_grouped_linear
+from test_attention_varlen import choice
+from test_attention_varlen import compare as compare_attention
+from test_grouped_linear import compare as compare_grouped_linear
 
 from marsrl.kernels.attention_varlen import flash
 from marsrl.kernels.attention_varlen.reference import attention_varlen_reference
