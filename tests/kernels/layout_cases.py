@@ -200,6 +200,10 @@ def _unpermute(tensors: Tensors) -> list[Tensor]:
     return [moe_unpermute(rows, RowOrder.of_map(tensors["routing_map"], rows.shape[0]))]
 
 
+def _norm(tensors: Tensors) -> list[Tensor]:
+    return [rms_norm(tensors["x"], tensors["weight"], eps=1e-6, rotation=tensors.get("rotation"))]
+
+
 def _pack(tensors: Tensors) -> list[Tensor]:
     names = ("token_ids", "is_sampled", "cu_seqlens")
     words = {name: values for name, values in tensors.items() if name not in names}
@@ -248,14 +252,18 @@ MORE = {
     "attention_varlen of keys, both ways": Taken(
         lambda tensors: [
             attention_varlen(
-                *list(tensors.values())[:4], cu_seqlens_k=tensors["cu_seqlens_k"], max_seqlen=TOKENS, causal=False
+                *list(tensors.values())[:4],
+                cu_seqlens_k=tensors["cu_seqlens_k"],
+                max_seqlen=TOKENS,
+                scale=-0.7,
+                causal=False,
             )
         ],
         lambda: {**OTHERS["attention_varlen"].tensors(), "cu_seqlens_k": BOUNDS},
         ("q", "k", "v"),
     ),
     "rms_norm, bfloat16": Taken(
-        _of(rms_norm, eps=1e-6, is_zero_centred=True),
+        lambda tensors: [rms_norm(tensors["x"], tensors["weight"], eps=1e-6, is_zero_centred=True)],
         lambda: {"x": torch.randn(TOKENS, SIZE, dtype=BF16), "weight": torch.randn(SIZE)},
         ("x", "weight"),
     ),
@@ -340,11 +348,9 @@ OTHERS = {
         },
         ("rows",),
     ),
-    "rms_norm": Taken(
-        _of(rms_norm, eps=1e-6), lambda: {"x": torch.randn(TOKENS, SIZE), "weight": torch.randn(SIZE)}, ("x", "weight")
-    ),
+    "rms_norm": Taken(_norm, lambda: {"x": torch.randn(TOKENS, SIZE), "weight": torch.randn(SIZE)}, ("x", "weight")),
     "rms_norm of heads that are rotated": Taken(
-        lambda tensors: [rms_norm(tensors["x"], tensors["weight"], eps=1e-6, rotation=tensors["rotation"])],
+        _norm,
         lambda: {
             "x": torch.randn(TOKENS, 3, SIZE),
             "weight": torch.randn(SIZE),

@@ -68,7 +68,7 @@ def test_every_objective_of_given_logprobs_equals_its_definition(name):
     compare_policy_loss_of_logprobs(name, 5000, "cuda")
 
 
-@pytest.mark.parametrize("setting", FEW, ids=str)
+@pytest.mark.parametrize("setting", FEW)
 def test_what_a_trained_token_reads_makes_the_loss_not_finite_and_nothing_else_does(setting):
     check_given_logprobs(setting, "triton", "cuda")
 
