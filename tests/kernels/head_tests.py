@@ -17,6 +17,7 @@ from fused_head import (
     linear_policy_loss,
     run_policy_loss,
     support_of,
+    to_device,
     with_exact_logits,
 )
 from policy_cases import OBJECTIVES
@@ -43,15 +44,11 @@ class Tier:
     chunks: makes the head hold so many rows of that vocabulary at a time."""
 
     implementation: str
-    dtypes: tuple[torch.dtype, ...]
+    dtype: torch.dtype
     case: tuple[int, int, int]
     shapes: tuple[tuple[int, int, int], ...]
     chunks: Callable[[int, pytest.MonkeyPatch, int], None]
     device: str = "cpu"
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.dtypes[0]
 
 
 class HeadTests:
@@ -65,18 +62,16 @@ class HeadTests:
     @pytest.mark.parametrize("name", OBJECTIVES)
     def test_every_objective_equals_its_definition(self, name: str, tier: Tier) -> None:
         case = head_case(*tier.case)
-        for dtype in tier.dtypes:
-            compare_policy_loss(case, arguments_for(case, name), dtype, tier.device)
+        compare_policy_loss(case, arguments_for(case, name), tier.dtype, tier.device)
 
     def test_shapes(self, tier: Tier) -> None:
         for shape in tier.shapes:
             case = head_case(*shape, device=tier.device)
             arguments = arguments_for(case, "k3, entropy bonus, tis")
             arguments["mask"][0] = True
-            for dtype in tier.dtypes:
-                compare_policy_loss(case, arguments, dtype, tier.device)
-                if shape[0] * shape[2] < 10**6:
-                    compare_logprob(case, dtype=dtype, device=tier.device)
+            compare_policy_loss(case, arguments, tier.dtype, tier.device)
+            if shape[0] * shape[2] < 10**6:
+                compare_logprob(case, dtype=tier.dtype, device=tier.device)
 
     @pytest.mark.parametrize("rows", [1, 3, 1000])
     @pytest.mark.parametrize("name", ["clip", "sequence ratio", "entropy bonus"])
@@ -87,22 +82,16 @@ class HeadTests:
         that rounding whole."""
         tier.chunks(rows, monkeypatch, tier.case[2])
         case = with_exact_logits(head_case(*tier.case))
-        for dtype in tier.dtypes:
-            compare_policy_loss(case, arguments_for(case, name), dtype, tier.device)
+        compare_policy_loss(case, arguments_for(case, name), tier.dtype, tier.device)
         compare_logprob(case, dtype=tier.dtype, device=tier.device)
 
     @pytest.mark.parametrize("name", ["k3, entropy bonus, tis", "sequence ratio", "strong gate", "icepop on-policy"])
     def test_columns_that_were_not_drawn_from_are_left_out(self, name: str, tier: Tier) -> None:
         case = with_exact_logits(head_case(*tier.case[:2], 333))
-        for dtype in tier.dtypes:
-            support = support_of(case[2], 333, most=4)
-            if tier.device != "cpu":
-                support = type(support)(
-                    *(each.to(tier.device) for each in list(vars(support).values())[:3]), support.most
-                )
-            arguments = arguments_for(case, name, support=support)
-            compare_policy_loss(case, arguments, dtype, tier.device)
-            compare_logprob(case, dtype=dtype, device=tier.device, support=support)
+        support = support_of(case[2], 333, most=4, device=tier.device)
+        arguments = arguments_for(case, name, support=support)
+        compare_policy_loss(case, arguments, tier.dtype, tier.device)
+        compare_logprob(case, dtype=tier.dtype, device=tier.device, support=support)
 
     @pytest.mark.parametrize("temperature", [1.5, "per token"])
     def test_temperature_and_padded_vocabulary(self, temperature: Any, tier: Tier) -> None:
@@ -112,10 +101,9 @@ class HeadTests:
         if temperature == "per token":
             temperature = torch.rand(tier.case[0]) + 0.5
         arguments = arguments_for(case, "entropy bonus", temperature=temperature, real_vocab_size=100)
-        for dtype in tier.dtypes:
-            compare_policy_loss(case, arguments, dtype, tier.device)
-            found = compare_logprob(case, temperature, 100, dtype, tier.device)
-            assert (found[3][100:] == 0).all()
+        compare_policy_loss(case, arguments, tier.dtype, tier.device)
+        found = compare_logprob(case, temperature, 100, tier.dtype, tier.device)
+        assert (found[3][100:] == 0).all()
 
     # one column; less than a block of csrc/cpu; several, and an odd rest
     @pytest.mark.parametrize("columns", [1, 131, 1283])
@@ -163,11 +151,9 @@ class HeadTests:
     @pytest.mark.parametrize("name", ["pseudo on-policy", "sequence ratio"])
     def test_main_grad_is_written_once_a_backward_and_never_by_a_forward(self, name: str, tier: Tier) -> None:
         case = with_exact_logits(head_case(*tier.case))
-        hidden, weight, targets = (
-            each.to(tier.device, tier.dtype if each.is_floating_point() else each.dtype) for each in case
-        )
-        arguments = arguments_for(case, name)
-        arguments = {k: v.to(tier.device) if isinstance(v, Tensor) else v for k, v in arguments.items()}
+        hidden, weight, targets = (each.to(tier.device) for each in case)
+        hidden, weight = hidden.to(tier.dtype), weight.to(tier.dtype)
+        arguments = to_device(arguments_for(case, name), tier.device)
         exact = weight_gradient(hidden, weight, targets, arguments)
         hidden.requires_grad_(), weight.requires_grad_()
         main_grad = torch.ones(weight.shape, device=tier.device)
@@ -189,10 +175,9 @@ class HeadTests:
     ) -> None:
         case = with_exact_logits(head_case(*tier.case))  # no library promises an order for others
         hidden, weight, targets = (each.to(tier.device) for each in case)
-        arguments = arguments_for(case, "k3, entropy bonus, tis")
-        arguments = {k: v.to(tier.device) if isinstance(v, Tensor) else v for k, v in arguments.items()}
+        arguments = to_device(arguments_for(case, "k3, entropy bonus, tis"), tier.device)
         found = [run_policy_loss((hidden, weight, targets), arguments, tier.dtype) for _ in range(2)]
-        (first, *gradients), (again, *same) = found
+        (first, gradients), (again, same) = found
         assert torch.equal(first.loss, again.loss) and all(map(torch.equal, gradients, same))
         assert all(torch.equal(first.agent_sums[name], again.agent_sums[name]) for name in first.agent_sums)
         tier.chunks(3, monkeypatch, tier.case[2])

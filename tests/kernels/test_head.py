@@ -17,7 +17,7 @@ class TestHead(HeadTests):
     @pytest.fixture(params=[FP32, BF16], ids=["float32", "bfloat16"])
     def tier(self, request, monkeypatch):
         monkeypatch.setattr(gemms, "HOST_TILE_ROWS", 50)
-        return Tier("cpu", (request.param,), (60, 16, 131), SHAPES, lambda rows, patch, vocab: chunks_of(rows, patch))
+        return Tier("cpu", request.param, (60, 16, 131), SHAPES, lambda rows, patch, vocab: chunks_of(rows, patch))
 
 
 @pytest.mark.parametrize("name", ["clip", "sequence ratio", "entropy bonus"])

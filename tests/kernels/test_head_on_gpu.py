@@ -39,7 +39,7 @@ def _by_name():
 class TestHead(HeadTests):
     @pytest.fixture(params=[FP32, BF16], ids=str)
     def tier(self, request):
-        return Tier("triton", (request.param,), (200, 64, 1021), SHAPES, use_device_chunks, "cuda")
+        return Tier("triton", request.param, (200, 64, 1021), SHAPES, use_device_chunks, "cuda")
 
 
 @pytest.mark.parametrize("name", ["clip", "strong gate", "k3", "cispo"])

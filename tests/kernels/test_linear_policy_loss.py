@@ -14,7 +14,7 @@ from marsrl.kernels import linear_logprob
 from marsrl.kernels.head import gemms
 from marsrl.kernels.linear_logprob.reference import linear_logprob_reference
 
-TIER = Tier("cpu", (torch.float32,), (20, 16, 131), (), lambda *_: None)
+TIER = Tier("cpu", torch.float32, (20, 16, 131), (), lambda *_: None)
 simple = partial(without_mask, TIER)
 
 

@@ -22,7 +22,7 @@ def _small_blocks(monkeypatch):
 class TestRows(HeadTests):
     @pytest.fixture(params=[FP32, BF16], ids=["float32", "bfloat16"])
     def tier(self, request):
-        return Tier("triton", (request.param,), (8, 8, 131), SHAPES, use_device_chunks)
+        return Tier("triton", request.param, (8, 8, 131), SHAPES, use_device_chunks)
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
