@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from every_op import IS_INTERPRETED
 
 
 @pytest.fixture(autouse=True)
@@ -9,7 +10,7 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture(params=["cpu", "reference"])
+@pytest.fixture(params=["triton"] if IS_INTERPRETED else ["cpu", "reference"])
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("MARSRL_KERNELS", request.param)
     name: str = request.param

@@ -1,7 +1,4 @@
-"""Shared by the tests of the fused head on every implementation: the cases, and how a result is judged.
-
-head_tests.py has the tests that run on all of them: csrc/cpu, Triton in the interpreter, and on a GPU.
-"""
+"""Shared by the tests of the fused head on every implementation: the cases, and how a result is judged."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -45,6 +42,14 @@ def chunks_of(rows: int, patch: pytest.MonkeyPatch) -> None:
     """The CPU's buffer holds so many rows of logits, whatever their width."""
     for module, name in ((chunked_head, "HOST"), (tiles, "EXPONENTIALS")):
         patch.setattr(module, name, HostBudget(num_bytes=0, num_rows=rows, max_bytes=2**40))
+
+
+def use_device_chunks(rows: int, patch: pytest.MonkeyPatch, vocab: int) -> None:
+    """A device makes so many rows of its product at a time; gradients of two chunks wait for the backward GEMMs."""
+    row_bytes = 4 * (-(-vocab // chunked_head.COLUMN_MULTIPLE) * chunked_head.COLUMN_MULTIPLE)
+    patch.setattr(chunked_head, "DEVICE_ROW_MULTIPLE", 1)
+    patch.setattr(chunked_head, "DEVICE_LOGITS_BYTES", rows * row_bytes)
+    patch.setattr(chunked_head, "DEVICE_GRADIENT_BYTES", 2 * rows * row_bytes)
 
 
 @contextmanager

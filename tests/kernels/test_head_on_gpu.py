@@ -10,10 +10,12 @@ from fused_head import (
     forced,
     head_case,
     linear_policy_loss,
+    use_device_chunks,
 )
-from head_tests import BF16, FP16, FP32, HeadTests, Tier, use_device_chunks
 from nonfinite_cases import FEW, check_given_logprobs
 from policy_cases import OBJECTIVES
+from test_head import *  # noqa: F403
+from test_head import BF16, FP16, FP32, Tier
 
 from marsrl.kernels import PolicyObjective, linear_logprob, raise_bad_values
 from marsrl.kernels.linear_policy_loss.quack_head import machine_lacks_quack
@@ -23,6 +25,8 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(machine_lacks_triton() is not None, reason=str(machine_lacks_triton())),
 ]
+
+
 # Shapes of other projects' suites; odd vocabularies; one row; a block and its neighbours; more rows than a grid axis has
 SHAPES = (
     *((1937, 3584, 152064), (2169, 896, 151936), (1530, 2048, 32256), (769, 2048, 151936), (80, 125, 64)),
@@ -36,10 +40,9 @@ def _by_name():
         yield
 
 
-class TestHead(HeadTests):
-    @pytest.fixture(params=[FP32, BF16], ids=str)
-    def tier(self, request):
-        return Tier("triton", request.param, (200, 64, 1021), SHAPES, use_device_chunks, "cuda")
+@pytest.fixture(params=[FP32, BF16], ids=str)
+def tier(request):
+    return Tier("triton", request.param, (200, 64, 1021), SHAPES, use_device_chunks, "cuda")
 
 
 @pytest.mark.parametrize("name", ["clip", "strong gate", "k3", "cispo"])

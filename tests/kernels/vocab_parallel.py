@@ -21,9 +21,9 @@ from fused_head import (
     in_double,
     linear_policy_loss,
     support_of,
+    use_device_chunks,
     without_target,
 )
-from head_tests import use_device_chunks
 from torch import Tensor
 from torch.multiprocessing import start_processes
 

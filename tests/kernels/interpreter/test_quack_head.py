@@ -6,7 +6,7 @@ import pytest
 import quack_in_torch
 import torch
 from fused_head import arguments_for, compare_policy_loss, forced, head_case, linear_policy_loss
-from head_tests import PLAIN
+from test_head import PLAIN
 
 from marsrl.kernels import PolicyObjective
 from marsrl.kernels.head import chunked_head
