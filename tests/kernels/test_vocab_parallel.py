@@ -1,14 +1,18 @@
-"""Two and four gloo processes, each with a shard of the vocabulary, against one with all of it."""
+"""Two and four gloo processes, each with a shard of the vocabulary, against one with all of it; again in interpreter/."""
 
 import pytest
+from every_op import IS_INTERPRETED
 from vocab_parallel import CASES, assert_shards_equal_the_whole, run_ranks
 
-TOKENS, CHUNK = 30, 8
+TOKENS, CHUNK, WORLDS = 30, 8, [2, pytest.param(4, marks=pytest.mark.slow)]
+if IS_INTERPRETED:
+    TOKENS, CHUNK, WORLDS = 6, 3, [2]
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=WORLDS)
 def of_ranks(request, tmp_path_factory):
-    return run_ranks(request.param, TOKENS, CHUNK, tmp_path_factory.mktemp("ranks"))
+    chosen = {"MARSRL_KERNELS": "triton"} if IS_INTERPRETED else {}
+    return run_ranks(request.param, TOKENS, CHUNK, tmp_path_factory.mktemp("ranks"), **chosen)
 
 
 @pytest.mark.parametrize("name", CASES)
