@@ -74,6 +74,6 @@ def policy_case(num_tokens: int = 60, noise: float = 0.3, name: str = "") -> tup
 
 def poison_masked(arguments: dict[str, Any]) -> dict[str, Any]:
     """The same arguments with NaN at the masked tokens, which nobody may read."""
-    names = ("old_logprobs", "rollout_logprobs", "reference_logprobs")
-    given = {name: arguments[name] for name in names if arguments.get(name) is not None}
+    names = ("old_logprobs", "rollout_logprobs", "reference_logprobs", "temperature")
+    given = {name: arguments[name] for name in names if isinstance(arguments.get(name), Tensor)}
     return {**arguments, **{name: values.masked_fill(~arguments["mask"], torch.nan) for name, values in given.items()}}

@@ -145,13 +145,6 @@ def test_no_call_changes_what_another_thread_computes_by(narrow, monkeypatch):
     assert set(seen) == {expected} and settings() == expected
 
 
-def test_the_temperature_of_a_masked_token_is_not_read():
-    hidden, weight, targets, arguments = simple()
-    temperature, mask = torch.ones(20), torch.arange(20) != 2
-    temperature[2] = torch.nan
-    assert linear_policy_loss(hidden, weight, targets, **arguments, mask=mask, temperature=temperature).loss.isfinite()
-
-
 def test_a_log_prob_of_two_dtypes_is_that_of_the_numbers_as_they_are():
     hidden, weight, targets = torch.randn(20, 8).bfloat16(), torch.randn(70, 8), torch.randint(0, 70, (20,))
     mixed = linear_logprob(hidden, weight, targets)

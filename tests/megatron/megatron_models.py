@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
@@ -41,6 +42,16 @@ KINDS: dict[str, dict[str, Any]] = {
     },
     "mistral": {"sliding_window": None},
 }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def own_groups() -> Iterator[None]:
+    """The process groups of one test do not reach into the next: of every test whose conftest.py has this name."""
+    torch.set_num_threads(1)
+    yield
+    from marsrl.trainer.learner.megatron import parallel
+
+    parallel.stop()
 
 
 def save_model(kind: str, folder: Path, *, seed: int = 0, **changes: object) -> Path:
