@@ -105,6 +105,13 @@ def sequences(
     return out
 
 
+def with_random_experts(samples: list[TrainSequence]) -> list[TrainSequence]:
+    """Every token but the last of each sample forced to two random ones of four experts in both layers."""
+    rng = np.random.default_rng(3)
+    chosen = [rng.random((s.num_tokens - 1, 2, 4)).argsort(-1)[..., :2].astype(np.uint8) for s in samples]
+    return [replace(s, routed_experts=experts) for s, experts in zip(samples, chosen, strict=True)]
+
+
 def micro_batches(samples: list[TrainSequence], cuts: int, *, align: int = 1) -> list[PackedBatch]:
     return [pack(samples[i::cuts], align=align) for i in range(cuts)]
 

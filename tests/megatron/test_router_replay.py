@@ -18,16 +18,7 @@ from marsrl.trainer.data.packing import TrainSequence, pack
 from marsrl.trainer.data.scatter import Update
 from marsrl.trainer.learner.learner import Learner
 
-LAYERS, EXPERTS, TOP_K = 2, 4, 2
-
-
-def with_random_experts(samples: list[TrainSequence]) -> list[TrainSequence]:
-    """Every token but the last of each sample forced to two random experts in every layer."""
-    rng = np.random.default_rng(3)
-    orders = [rng.random((s.num_tokens - 1, LAYERS, EXPERTS)).argsort(-1) for s in samples]
-    return [
-        replace(s, routed_experts=order[..., :TOP_K].astype(np.uint8)) for s, order in zip(samples, orders, strict=True)
-    ]
+LAYERS = 2
 
 
 class Judge:
@@ -86,7 +77,7 @@ def compared(policy: Learner, theirs: dict[str, Tensor]) -> float:
 @pytest.mark.parametrize("normalises", [True, False])
 def test_forced_experts_give_the_gradient_of_transformers_with_them(normalises: bool, tmp_path: Path) -> None:
     folder = tiny.save_model("qwen3_moe", tmp_path / "m", norm_topk_prob=normalises)
-    samples = with_random_experts(tiny.sequences(5))
+    samples = tiny.with_random_experts(tiny.sequences(5))
     unclipped = tiny.OPTIMIZER.model_copy(update={"grad_clip": 1e9})
     policy = tiny.learner(folder, router_replay="rollout", optimizer=unclipped)
     stats = tiny.step(policy, tiny.micro_batches(samples, 2))
@@ -160,9 +151,9 @@ def test_a_sample_without_a_record_is_refused_and_padding_is_not(tmp_path: Path)
     policy = tiny.learner(folder, router_replay="rollout")
     with pytest.raises(ValueError, match="needs the experts chosen in decoding"):
         tiny.step(policy, tiny.micro_batches(samples, 1), normaliser=9.0)
-    stats = tiny.step(policy, [pack(with_random_experts(samples)), pack([])], normaliser=9.0)
+    stats = tiny.step(policy, [pack(tiny.with_random_experts(samples)), pack([])], normaliser=9.0)
     assert stats.replay is not None and stats.replay.tokens == sum(s.num_tokens - 1 for s in samples)
-    other = [replace(s, routed_experts=s.routed_experts[:, :1]) for s in with_random_experts(samples)]  # type: ignore[index]
+    other = [replace(s, routed_experts=s.routed_experts[:, :1]) for s in tiny.with_random_experts(samples)]  # type: ignore[index]
     with pytest.raises(ValueError, match="1 layers x 2 experts a token, the policy has 2 x 2"):
         tiny.step(policy, [pack(other)], normaliser=9.0)
     with pytest.raises(ValueError, match="router_replay is recompute, but Qwen3ForCausalLM has no experts"):
