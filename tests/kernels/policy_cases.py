@@ -46,13 +46,13 @@ WEIGHTED = ("cispo", "sequence mask", "strong gate", "k3, entropy bonus, tis")
 """Objectives that are tried with a weight of each sequence and with dropped tokens; the others are tried without."""
 
 
-def policy_case(num_tokens: int = 60, noise: float = 0.3, name: str = "") -> tuple[dict[str, Any], Tensor]:
+def policy_case(num_tokens: int = 60, name: str = "") -> tuple[dict[str, Any], Tensor]:
     """(arguments of policy_loss, log-probs [T]); one sequence is empty, agent 1 is absent. name: of OBJECTIVES."""
     cuts = torch.randint(0, num_tokens + 1, (4,)).sort().values.tolist()
     logprobs = -torch.rand(num_tokens) * 3
 
     def near() -> Tensor:
-        return logprobs + noise * torch.randn(num_tokens)
+        return logprobs + 0.3 * torch.randn(num_tokens)
 
     arguments = {
         "advantages": torch.randn(6),

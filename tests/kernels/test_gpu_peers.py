@@ -36,10 +36,10 @@ def install(monkeypatch, tmp_path):
         for name in [name for name in sys.modules if name.startswith("flash_attn")]:
             del sys.modules[name]
 
-    def lay(name, text=None):
+    def lay(name):
         file = tmp_path / (VERSIONS[name].module.replace(".", "/") + ".py")
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text or f"def flash_attn_varlen_func({SIGNATURES[name]}):\n    return run(locals())\n")
+        file.write_text(f"def flash_attn_varlen_func({SIGNATURES[name]}):\n    return run(locals())\n")
         clear()
 
     monkeypatch.syspath_prepend(tmp_path)

@@ -76,8 +76,9 @@ def test_what_a_trained_token_reads_makes_the_loss_not_finite_and_nothing_else_d
     check_given_logprobs(setting, "triton", "cuda")
 
 
-def large(num_tokens=2000, **changes):
+def large(**changes):
     """Three chunks of rows and two backward GEMMs; everything on the device."""
+    num_tokens = 2000
     hidden = torch.randn(num_tokens, 256, device="cuda", dtype=BF16, requires_grad=True)
     weight = (torch.randn(151936, 256, device="cuda") * 0.05).bfloat16().requires_grad_()
     arguments = {

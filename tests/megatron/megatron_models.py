@@ -75,9 +75,7 @@ def save_model(kind: str, folder: Path, *, seed: int = 0, **changes: object) -> 
     return folder
 
 
-def sequences(
-    num: int, *, seed: int = 0, num_agents: int = 2, mean: int = 12, vocab: int = VOCAB, multiple: int = 1
-) -> list[TrainSequence]:
+def sequences(num: int, *, seed: int = 0, num_agents: int = 2, multiple: int = 1) -> list[TrainSequence]:
     """Random samples with an advantage, some tool tokens in them, log-probs of a rollout, every third positive.
 
     multiple: of which every length is one, so that context parallelism pads nothing (padding enters the router's loss).
@@ -85,15 +83,15 @@ def sequences(
     rng = np.random.default_rng(seed)
     out = []
     for i in range(num):
-        prompt, n = rng.integers(2, 6), int(rng.integers(mean // 2, mean * 2))
+        prompt, n = rng.integers(2, 6), int(rng.integers(6, 24))
         n += -(int(prompt) + n) % multiple
         is_sampled = rng.random(n) > 0.15
         is_sampled[-1] = True
         out.append(
             TrainSequence(
                 uid=f"s{i}",
-                prompt_ids=rng.integers(0, vocab, prompt).astype(np.int32),
-                token_ids=rng.integers(0, vocab, n).astype(np.int32),
+                prompt_ids=rng.integers(0, VOCAB, prompt).astype(np.int32),
+                token_ids=rng.integers(0, VOCAB, n).astype(np.int32),
                 is_sampled=is_sampled,
                 rollout_logprobs=(-rng.random(n) * 6).astype(np.float32),
                 advantage=float(rng.normal()),

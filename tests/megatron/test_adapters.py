@@ -32,10 +32,10 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 }
 
 
-def peft_directory(model: Path, folder: Path, settings: dict[str, Any], seed: int = 0) -> str:
+def peft_directory(model: Path, folder: Path, settings: dict[str, Any]) -> str:
     """A PEFT directory with random A and B."""
     shape, adapter = read_shape(model), AdapterConfig.model_validate(settings)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     tensors = {n: 0.1 * torch.randn(size, generator=generator) for n, size in tensor_shapes(shape, adapter).items()}
     folder.mkdir(parents=True)
     write_adapter(folder, shape, adapter, tensors, str(model))
