@@ -7,7 +7,7 @@ import sys
 from importlib.util import find_spec
 
 import pytest
-from ahead_of_time import TOOLS
+from ahead_of_time import disassembled
 
 pytestmark = [
     pytest.mark.slow,
@@ -50,10 +50,7 @@ def test_the_products_compile_without_spills_and_add_in_memory(tmp_path):
     assert len(cubins) == 4
     num_reductions = 0
     for cubin in cubins:
-        resources, assembly = (
-            subprocess.run([TOOLS / tool, *words, cubin], capture_output=True, text=True, check=True).stdout
-            for tool, words in (("cuobjdump", ["-res-usage"]), ("nvdisasm", ["-c", "-ndf"]))
-        )
+        resources, assembly = disassembled(cubin.read_bytes())
         used = {name: int(value) for name, value in re.findall(r"\b(STACK|LOCAL):(\d+)", resources)}
         assert used == {"STACK": 0, "LOCAL": 0}
         assert "HGMMA" in assembly and "USETMAXREG" in assembly  # warps with different numbers of registers
