@@ -49,10 +49,6 @@ def install(monkeypatch, tmp_path):
     clear()
 
 
-def on(monkeypatch, major):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
-
-
 def as_ours(run):
     """A function with the words of attention_varlen from an implementation."""
 
@@ -128,7 +124,7 @@ def test_varlen_attn_of_torch_is_called_as_ours(monkeypatch):
     ],
 )
 def test_the_fastest_attention_that_can_serve_is_chosen(installed, major, wanted, chosen, install, monkeypatch):
-    on(monkeypatch, major)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
     for name in installed:
         install(name)
     asked = {"device": "cuda", "dtype": torch.bfloat16, "head_size": 128, **wanted}
