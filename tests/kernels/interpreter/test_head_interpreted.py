@@ -3,8 +3,8 @@
 import pytest
 from test_head import *  # noqa: F403
 from test_policy_loss import (  # noqa: F401
+    test_clips_stop_the_gradient_and_log_ratios_are_clamped_to_20_nats_and_counted,
     test_every_objective_of_given_logprobs_equals_its_definition,
-    test_log_ratios_are_clamped_to_20_nats_and_counted,
 )
 
 from marsrl.kernels.head.rows import triton_impl
