@@ -48,11 +48,11 @@ def test_an_arm_of_adapters_trains_and_its_memory_is_kept(tmp_path: Path) -> Non
     assert made.found["grad_norm_max"] > 0 and made.found["peak_bytes"] > 1e8 and made.found["cpu_seconds"] > 1
 
 
-def result(arm: str, seed: int, system: float | None, study: str = "marsrl") -> tuple[tuple[str, str, int], Result]:
+def result(arm: str, seed: int, system: float | None) -> tuple[tuple[str, str, int], Result]:
     found = {} if system is None else {"system": system}
-    settings = Job(study, arm, seed).settings
+    settings = Job("marsrl", arm, seed).settings
     stopped = "RuntimeError: it stopped" if system is None else None
-    return (study, arm, seed), Result(study, arm, seed, settings, "0" * 40, stopped, found, 60.0, {})
+    return ("marsrl", arm, seed), Result("marsrl", arm, seed, settings, "0" * 40, stopped, found, 60.0, {})
 
 
 CLAIM = Claim("marsrl", (("whole", "gate off", "gate always"),), {"system": "team"})

@@ -35,7 +35,6 @@ class Report:
 
     kernel: str
     target: int
-    num_warps: int
     registers: int
     spill_bytes: int
     shared_bytes: int
@@ -75,13 +74,12 @@ def compiled_launches(target: int) -> Iterator[list[Report]]:
 
 
 def read_report(compiled: CompiledKernel, target: int) -> Report:
-    resources, assembly = _disassembled(compiled.asm["cubin"])
+    resources, assembly = disassembled(compiled.asm["cubin"])
     used = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", resources)}
     metadata = compiled.metadata
     return Report(
         kernel=metadata.name,
         target=target,
-        num_warps=metadata.num_warps,
         registers=used["REG"],
         spill_bytes=used["STACK"] + used["LOCAL"],
         shared_bytes=metadata.shared,
@@ -145,7 +143,7 @@ def assert_compiled_well(
 
 
 @functools.cache  # ops launch a kernel again and again, and the disassembler takes as long as some compile
-def _disassembled(cubin: bytes) -> tuple[str, str]:
+def disassembled(cubin: bytes) -> tuple[str, str]:
     """(what its kernel uses, its instructions)."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"

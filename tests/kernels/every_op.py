@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from layout_cases import HEADS, MORE, OPS, Taken, results, tensors_of
+from layout_cases import HEADS, MORE, OPS, TOKENS, Taken, Tensors, results, tensors_of
 from torch import Tensor
 
 from marsrl.kernels import explain
@@ -42,6 +42,21 @@ def that_run_here(name: str) -> list[str]:
 TIERS = [(name, tier) for name in CALLS for tier in that_run_here(name)]
 # a leaf's gradient is a result, and not in main_grad
 WITH_GRADIENTS = [(name, tier) for name, tier in TIERS if CALLS[name].leaves and "main_grad" not in name]
+
+
+def resized(tensors: Tensors, num_tokens: int) -> Tensors:
+    """Of a call: its tokens in turn, so many; the last sequence and the last expert have what is left."""
+    found = dict(tensors)
+    for which, values in tensors.items():
+        if which.startswith("cu_seqlens"):
+            found[which] = values.clamp(max=num_tokens)
+            found[which][-1] = num_tokens
+        elif which == "counts":
+            first = min(int(values[0]), num_tokens)
+            found[which] = torch.tensor([first, num_tokens - first])
+        elif values.shape[:1] == (TOKENS,):
+            found[which] = values[torch.arange(num_tokens) % TOKENS]
+    return found
 
 
 def call(name: str) -> list[Tensor]:

@@ -1,11 +1,9 @@
-"""Shared by the tests of the fused head on every implementation: the cases, and how a result is judged.
+"""Shared by the tests of the fused head on every implementation: the cases, and how a result is judged."""
 
-head_tests.py has the tests that run on all of them: csrc/cpu, Triton in the interpreter, and on a GPU.
-"""
-
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import pytest
@@ -46,6 +44,14 @@ def chunks_of(rows: int, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(module, name, HostBudget(num_bytes=0, num_rows=rows, max_bytes=2**40))
 
 
+def use_device_chunks(rows: int, patch: pytest.MonkeyPatch, vocab: int) -> None:
+    """A device makes so many rows of its product at a time; gradients of two chunks wait for the backward GEMMs."""
+    row_bytes = 4 * (-(-vocab // chunked_head.COLUMN_MULTIPLE) * chunked_head.COLUMN_MULTIPLE)
+    patch.setattr(chunked_head, "DEVICE_ROW_MULTIPLE", 1)
+    patch.setattr(chunked_head, "DEVICE_LOGITS_BYTES", rows * row_bytes)
+    patch.setattr(chunked_head, "DEVICE_GRADIENT_BYTES", 2 * rows * row_bytes)
+
+
 @contextmanager
 def forced(implementation: str) -> Iterator[None]:
     """MARSRL_KERNELS in here."""
@@ -76,7 +82,7 @@ def without_target(targets: Tensor, vocab: int) -> Tensor:
     return torch.ones(vocab, dtype=torch.bool, device=targets.device).index_fill_(0, targets, False)
 
 
-def support_of(targets: Tensor, vocab: int, *, whole: float = 0.3, most: int = 20) -> Support:
+def support_of(targets: Tensor, vocab: int, *, whole: float = 0.3, most: int = 20, device: str = "cpu") -> Support:
     """Columns by a generator of its own, the target among them, every fifth time alone; a share of the tokens has all
     columns. Stored in another order than that of the tokens."""
     generator = torch.Generator().manual_seed(0)
@@ -90,7 +96,8 @@ def support_of(targets: Tensor, vocab: int, *, whole: float = 0.3, most: int = 2
         starts[token] = len(ids)
         ids += sets[token]
     counts = torch.tensor([len(each) for each in sets])
-    return Support(torch.tensor(ids, dtype=torch.int32), starts, counts, int(counts.max()))
+    of_ids = torch.tensor(ids, dtype=torch.int32)
+    return Support(of_ids.to(device), starts.to(device), counts.to(device), int(counts.max()))
 
 
 def arguments_for(case: Head, name: str, **changes: Any) -> Arguments:
@@ -118,18 +125,18 @@ def in_double(arguments: Arguments) -> Arguments:
     }
 
 
-def run_policy_loss(
-    case: Head, arguments: Arguments, dtype: torch.dtype, factor: float = 3.0
-) -> tuple[PolicyLoss, Tensor, Tensor]:
-    """(result, gradient of hidden, of weight) of factor * loss."""
+def run_loss(
+    loss: Callable[..., PolicyLoss], leaves: Sequence[Tensor], arguments: Arguments, dtype: torch.dtype
+) -> tuple[PolicyLoss, list[Tensor]]:
+    """(result, gradients of the leaves) of three times the loss."""
+    leaves = [each.detach().to(dtype).requires_grad_() for each in leaves]
+    result = loss(*leaves, **(in_double(arguments) if dtype == torch.float64 else arguments))
+    return result, list(torch.autograd.grad(3.0 * result.loss, leaves))
+
+
+def run_policy_loss(case: Head, arguments: Arguments, dtype: torch.dtype) -> tuple[PolicyLoss, list[Tensor]]:
     hidden, weight, targets = case
-    hidden, weight = hidden.detach().to(dtype).requires_grad_(), weight.detach().to(dtype).requires_grad_()
-    if dtype == torch.float64:
-        arguments = in_double(arguments)
-    result = linear_policy_loss(hidden, weight, targets, **arguments)
-    (factor * result.loss).backward()
-    assert hidden.grad is not None and weight.grad is not None
-    return result, hidden.grad, weight.grad
+    return run_loss(partial(linear_policy_loss, targets=targets), (hidden, weight), arguments, dtype)
 
 
 def assert_policy_losses_close(
@@ -165,12 +172,12 @@ def compare_policy_loss(
     hidden, weight = hidden.to(dtype), weight.to(dtype)
     mask = arguments["mask"]
     with forced("reference"):
-        exact, *exact_grads = run_policy_loss((hidden, weight, targets), arguments, torch.float64)
-        plain, *plain_grads = run_policy_loss((hidden, weight, targets), arguments, dtype)
+        exact, exact_grads = run_policy_loss((hidden, weight, targets), arguments, torch.float64)
+        plain, plain_grads = run_policy_loss((hidden, weight, targets), arguments, dtype)
         near = off_by_an_ulp(hidden), off_by_an_ulp(weight), targets
-        moved, *moved_grads = run_policy_loss(near, arguments, torch.float64)
+        moved, moved_grads = run_policy_loss(near, arguments, torch.float64)
     poisoned = hidden.masked_fill(~mask[:, None], torch.nan), weight, targets.masked_fill(~mask, -100)
-    found, *grads = run_policy_loss(poisoned, poison_masked(arguments), dtype)
+    found, grads = run_policy_loss(poisoned, poison_masked(arguments), dtype)
     vocab, size = weight.shape
     assert_policy_losses_close(found, exact, plain, moved, terms=size)
     fields, terms = ("hidden.grad", "weight.grad"), (max(size, vocab), max(size, int(mask.sum())))
@@ -235,18 +242,11 @@ def compare_policy_loss_of_logprobs(name: str, num_tokens: int = 60, device: str
         arguments["old_logprobs"] = None
     arguments, logprobs, entropy = to_device(arguments, device), logprobs.to(device), entropy.to(device)
 
-    def run(arguments: Arguments, dtype: torch.dtype) -> tuple[PolicyLoss, list[Tensor]]:
-        leaves = [tensor.detach().to(dtype).requires_grad_() for tensor in (logprobs, entropy)]
-        if dtype == torch.float64:
-            arguments = in_double(arguments)
-        result = policy_loss(*leaves, **arguments)
-        (3.0 * result.loss).backward()
-        return result, [leaf.grad for leaf in leaves]  # type: ignore[misc]
-
-    found, found_grads = run(poison_masked(arguments), torch.float32)
+    leaves = logprobs, entropy
+    found, found_grads = run_loss(policy_loss, leaves, poison_masked(arguments), torch.float32)
     with forced("reference"):
-        exact, exact_grads = run(arguments, torch.float64)
-        plain, plain_grads = run(arguments, torch.float32)
+        exact, exact_grads = run_loss(policy_loss, leaves, arguments, torch.float64)
+        plain, plain_grads = run_loss(policy_loss, leaves, arguments, torch.float32)
     assert_policy_losses_close(found, exact, plain)
     for field, *grads in zip(("logprobs.grad", "entropy.grad"), found_grads, exact_grads, plain_grads):
         assert_accurate(field, *grads)

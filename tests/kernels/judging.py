@@ -11,13 +11,18 @@ from marsrl.kernels.testing import assert_accurate, off_by_an_ulp
 Function = Callable[..., Any]  # of tensors that have a gradient, to one tensor or several
 
 
-def run(function: Function, leaves: Sequence[Tensor], upstream: Sequence[Tensor]) -> list[Tensor]:
-    """Outputs of the function, and gradients of the leaves; upstream: the gradient of each output, in any dtype."""
+def run(
+    function: Function, leaves: Sequence[Tensor], upstream: Sequence[Tensor] | None = None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Outputs of the function with gradients of the leaves, and the gradients of the outputs: upstream, in any dtype, or, where
+    that is None, random ones of the first leaf's dtype."""
     leaves = [each.detach().requires_grad_() for each in leaves]
     found = function(*leaves)
     outputs = found if isinstance(found, tuple) else (found,)
+    if upstream is None:
+        upstream = [torch.randn(out.shape, device=out.device).to(leaves[0].dtype) for out in outputs]
     gradients = torch.autograd.grad(outputs, leaves, [up.to(out.dtype) for up, out in zip(upstream, outputs)])
-    return [*(each.detach() for each in outputs), *gradients]
+    return [*(each.detach() for each in outputs), *gradients], list(upstream)
 
 
 def judge(
@@ -25,7 +30,7 @@ def judge(
     ours: Function,
     definition: Function,
     leaves: Sequence[Tensor],
-    upstream: Sequence[Tensor],
+    upstream: Sequence[Tensor] | None = None,
     *,
     plain: Function | None = None,
     terms: Sequence[int] | None = None,
@@ -38,15 +43,15 @@ def judge(
     names: of the outputs and then of the leaves' gradients; so are terms, scales and apart, which are assert_accurate's. terms
     are given where a library forms products. plain: the same without a kernel; None: the definition at the leaves' dtypes.
     """
-    found = run(ours, leaves, upstream)
-    exact = run(definition, [each.double() for each in leaves], upstream)
-    beside = run(plain or definition, leaves, upstream)
-    moved = run(definition, [off_by_an_ulp(each) for each in leaves], upstream) if terms else exact
     num = len(names)
+    found, upstream = run(ours, leaves, upstream)
+    exact, _ = run(definition, [each.double() for each in leaves], upstream)
+    beside, _ = run(plain or definition, leaves, upstream)
+    moved = run(definition, [off_by_an_ulp(each) for each in leaves], upstream)[0] if terms else exact
     options = zip(scales or [0.0] * num, moved, terms or [1] * num, apart or [None] * num, strict=True)
     for name, one, truth, other, each in zip(names, found, exact, beside, options, strict=True):
         assert_accurate(name, one, truth, other, *each)
     if repeats:
-        for name, one, other in zip(names, found, run(ours, leaves, upstream), strict=True):
+        for name, one, other in zip(names, found, run(ours, leaves, upstream)[0], strict=True):
             assert torch.equal(one, other), f"{name} differs between two runs"
     return found

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from marsrl.kernels import (
     LossInputs,
+    PolicyLoss,
     PolicyObjective,
     RowOrder,
     Support,
@@ -132,52 +133,49 @@ def _inputs(tensors: Tensors, objective: PolicyObjective) -> LossInputs:
     return LossInputs(objective, num_agents=2, **given)
 
 
-def _head_tensors(dtype: torch.dtype) -> Tensors:
-    return {
-        "hidden": torch.randn(TOKENS, SIZE, dtype=dtype),
-        "weight": torch.randn(VOCAB, SIZE, dtype=dtype),
-        "targets": _ints(*range(TOKENS)),
-        "temperature": torch.rand(TOKENS) + 0.5,
-        "support.ids": _ints(0, 1, 2, 5, dtype=torch.int32),
-        "support.starts": _ints(*[0] * TOKENS),
-        "support.counts": _ints(2, *[0] * (TOKENS - 1)),
-    }
+def _results(found: PolicyLoss) -> list[Tensor]:
+    return [found.loss, found.logprobs, found.entropy, found.coefficient, *found.agent_sums.values()]
 
 
-def _without_support(dtype: torch.dtype) -> Tensors:
-    return {name: values for name, values in _head_tensors(dtype).items() if not name.startswith("support.")}
+def _head(
+    dtype: torch.dtype,
+    objective: PolicyObjective | None = None,
+    *,
+    has_support: bool = True,
+    has_main_grad: bool = False,
+) -> Taken:
+    """linear_policy_loss, or linear_logprob where there is no objective."""
 
+    def made() -> Tensors:
+        found = {
+            "hidden": torch.randn(TOKENS, SIZE, dtype=dtype),
+            "weight": torch.randn(VOCAB, SIZE, dtype=dtype),
+            "targets": _ints(*range(TOKENS)),
+            "temperature": torch.rand(TOKENS) + 0.5,
+        }
+        if has_support:
+            found["support.ids"] = _ints(0, 1, 2, 5, dtype=torch.int32)
+            found["support.starts"] = _ints(*[0] * TOKENS)
+            found["support.counts"] = _ints(2, *[0] * (TOKENS - 1))
+        if has_main_grad:
+            found["main_grad"] = torch.ones(VOCAB, SIZE)
+        return found | _loss_tensors() if objective else found
 
-def _support(tensors: Tensors) -> Support | None:
-    if "support.ids" not in tensors:
-        return None
-    return Support(*(tensors[f"support.{name}"] for name in ("ids", "starts", "counts")), 4)
-
-
-def _logprob(tensors: Tensors) -> list[Tensor]:
-    words = {"temperature": tensors["temperature"], "support": _support(tensors)}
-    return list(vars(linear_logprob(tensors["hidden"], tensors["weight"], tensors["targets"], **words)).values())
-
-
-def _head_loss(objective: PolicyObjective, has_main_grad: bool = False) -> Callable[[Tensors], list[Tensor]]:
     def run(tensors: Tensors) -> list[Tensor]:
-        found = linear_policy_loss(
-            tensors["hidden"],
-            tensors["weight"],
-            tensors["targets"],
-            _inputs(tensors, objective),
-            temperature=tensors["temperature"],
-            main_grad=tensors["main_grad"] if has_main_grad else None,
-            support=_support(tensors),
-        )
-        return [found.loss, found.logprobs, found.entropy, found.coefficient, *found.agent_sums.values()]
+        head = [tensors[name] for name in ("hidden", "weight", "targets")]
+        support = [values for name, values in tensors.items() if name.startswith("support.")]
+        words: dict[str, Any] = {"temperature": tensors["temperature"]}
+        words["support"] = Support(*support, 4) if has_support else None
+        if objective is None:
+            return list(vars(linear_logprob(*head, **words)).values())
+        main_grad = tensors.get("main_grad")
+        return _results(linear_policy_loss(*head, _inputs(tensors, objective), main_grad=main_grad, **words))
 
-    return run
+    return Taken(run, made, ("hidden", "weight"))
 
 
 def _loss_of_logprobs(tensors: Tensors) -> list[Tensor]:
-    found = policy_loss(tensors["logprobs"], tensors["entropy"], _inputs(tensors, OBJECTIVES[""]))
-    return [found.loss, found.logprobs, found.entropy, found.coefficient, *found.agent_sums.values()]
+    return _results(policy_loss(tensors["logprobs"], tensors["entropy"], _inputs(tensors, OBJECTIVES[""])))
 
 
 def _of(function: Callable[..., Any], **words: Any) -> Callable[[Tensors], list[Tensor]]:
@@ -200,6 +198,10 @@ def _unpermute(tensors: Tensors) -> list[Tensor]:
     return [moe_unpermute(rows, RowOrder.of_map(tensors["routing_map"], rows.shape[0]))]
 
 
+def _norm(tensors: Tensors) -> list[Tensor]:
+    return [rms_norm(tensors["x"], tensors["weight"], eps=1e-6, rotation=tensors.get("rotation"))]
+
+
 def _pack(tensors: Tensors) -> list[Tensor]:
     names = ("token_ids", "is_sampled", "cu_seqlens")
     words = {name: values for name, values in tensors.items() if name not in names}
@@ -208,54 +210,42 @@ def _pack(tensors: Tensors) -> list[Tensor]:
     ]
 
 
-def _heads() -> dict[str, Taken]:
-    leaves, found = ("hidden", "weight"), {}
-    for dtype in (torch.float32, BF16):
-        name = str(dtype).removeprefix("torch.")
-        found[f"linear_logprob without support, {name}"] = Taken(
-            _logprob, lambda dtype=dtype: _without_support(dtype), leaves
-        )
-        found[f"linear_logprob, {name}"] = Taken(_logprob, lambda dtype=dtype: _head_tensors(dtype), leaves)
-        for which, objective in list(OBJECTIVES.items())[:2]:
-            found[f"linear_policy_loss{which}, {name}"] = Taken(
-                _head_loss(objective), lambda dtype=dtype: {**_head_tensors(dtype), **_loss_tensors()}, leaves
-            )
-        found[f"linear_policy_loss with main_grad, {name}"] = Taken(
-            _head_loss(OBJECTIVES[""], has_main_grad=True),
-            lambda dtype=dtype: {
-                **_head_tensors(dtype),
-                **_loss_tensors(),
-                "main_grad": torch.ones(VOCAB, SIZE),
-            },
-            leaves,
-        )
-    return found
-
-
-HEADS = _heads()
+HEADS = {
+    f"{name}, {str(dtype).removeprefix('torch.')}": _head(dtype, objective, **words)
+    for dtype in (torch.float32, BF16)
+    for name, objective, words in (
+        ("linear_logprob without support", None, {"has_support": False}),
+        ("linear_logprob", None, {}),
+        ("linear_policy_loss", OBJECTIVES[""], {}),
+        ("linear_policy_loss, sequences", OBJECTIVES[", sequences"], {}),
+        ("linear_policy_loss with main_grad", OBJECTIVES[""], {"has_main_grad": True}),
+    )
+}
 # Not tried in every layout: they read hardly any other tensors.
 MORE = {
-    f"linear_policy_loss without support{which}, bfloat16": Taken(
-        _head_loss(objective), lambda: {**_without_support(BF16), **_loss_tensors()}, ("hidden", "weight")
-    )
+    f"linear_policy_loss without support{which}, bfloat16": _head(BF16, objective, has_support=False)
     for which, objective in OBJECTIVES.items()
 } | {
     "linear_logprob with padding, bfloat16": Taken(
         lambda tensors: list(vars(linear_logprob(*tensors.values(), temperature=1.5, real_vocab_size=39)).values()),
-        lambda: dict(list(_without_support(BF16).items())[:3]),
+        lambda: dict(list(HEADS["linear_logprob, bfloat16"].tensors().items())[:3]),
         ("hidden", "weight"),
     ),
     "attention_varlen of keys, both ways": Taken(
         lambda tensors: [
             attention_varlen(
-                *list(tensors.values())[:4], cu_seqlens_k=tensors["cu_seqlens_k"], max_seqlen=TOKENS, causal=False
+                *list(tensors.values())[:4],
+                cu_seqlens_k=tensors["cu_seqlens_k"],
+                max_seqlen=TOKENS,
+                scale=-0.7,
+                causal=False,
             )
         ],
         lambda: {**OTHERS["attention_varlen"].tensors(), "cu_seqlens_k": BOUNDS},
         ("q", "k", "v"),
     ),
     "rms_norm, bfloat16": Taken(
-        _of(rms_norm, eps=1e-6, is_zero_centred=True),
+        lambda tensors: [rms_norm(tensors["x"], tensors["weight"], eps=1e-6, is_zero_centred=True)],
         lambda: {"x": torch.randn(TOKENS, SIZE, dtype=BF16), "weight": torch.randn(SIZE)},
         ("x", "weight"),
     ),
@@ -352,11 +342,9 @@ OTHERS = {
         },
         ("rows",),
     ),
-    "rms_norm": Taken(
-        _of(rms_norm, eps=1e-6), lambda: {"x": torch.randn(TOKENS, SIZE), "weight": torch.randn(SIZE)}, ("x", "weight")
-    ),
+    "rms_norm": Taken(_norm, lambda: {"x": torch.randn(TOKENS, SIZE), "weight": torch.randn(SIZE)}, ("x", "weight")),
     "rms_norm of heads that are rotated": Taken(
-        lambda tensors: [rms_norm(tensors["x"], tensors["weight"], eps=1e-6, rotation=tensors["rotation"])],
+        _norm,
         lambda: {
             "x": torch.randn(TOKENS, 3, SIZE),
             "weight": torch.randn(SIZE),

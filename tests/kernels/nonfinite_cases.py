@@ -4,7 +4,6 @@ Shared by test_every_tier.py (csrc/cpu and the references) and interpreter/test_
 """
 
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,61 +88,43 @@ def check_loss(kind: str) -> None:
 # The inputs of the objective.
 
 
-@dataclass(frozen=True)
-class Setting:
-    """The options that decide which inputs are read. ratio: "none" is pseudo on-policy, without old log-probs."""
-
-    correction: str = "none"
-    kl: str = "none"
-    ratio: str = "token"
-    has_bonus: bool = False
-    kind: str = "clip"
-
-    def __str__(self) -> str:
-        parts = [f"correction {self.correction}", f"kl {self.kl}", f"ratio {self.ratio}"]
-        return ", ".join(parts + ["bonus"] * self.has_bonus + ["cispo"] * (self.kind == "cispo"))
-
-    @property
-    def objective(self) -> PolicyObjective:
-        return PolicyObjective(
-            kind=self.kind,  # type: ignore[arg-type]
-            ratio="sequence" if self.ratio == "sequence" else "token",
-            correction=self.correction,  # type: ignore[arg-type]
-            kl=self.kl,  # type: ignore[arg-type]
+# name -> (objective, has old log-probs): the options that decide which inputs are read
+SETTINGS: dict[str, tuple[PolicyObjective, bool]] = {
+    f"correction {correction}, kl {kl}, ratio {ratio}, {number}": (
+        PolicyObjective(
+            kind="cispo" if number % 4 == 0 else "clip",
+            ratio="sequence" if ratio == "sequence" else "token",
+            correction=correction,  # type: ignore[arg-type]
+            kl=kl,  # type: ignore[arg-type]
             kl_coef=0.1,
-            entropy_coef=0.05 if self.has_bonus else 0.0,
-            dual_clip=3.0 if self.kl == "k2" else None,
+            entropy_coef=0.05 if number % 2 == 0 else 0.0,
+            dual_clip=3.0 if kl == "k2" else None,
+        ),
+        ratio != "none",
+    )
+    for number, (correction, kl, ratio) in enumerate(
+        itertools.product(
+            ("none", "tis", "icepop", "sequence_mask"), ("none", "k1", "k2", "k3"), ("none", "token", "sequence")
         )
-
-
-PRODUCT = itertools.product(
-    ("none", "tis", "icepop", "sequence_mask"), ("none", "k1", "k2", "k3"), ("none", "token", "sequence")
-)
-SETTINGS = [
-    Setting(*each, has_bonus=number % 2 == 0, kind="cispo" if number % 4 == 0 else "clip")
-    for number, each in enumerate(PRODUCT)
-]
-FEW = SETTINGS[::5]  # each value of each field, and each correction with old log-probs and without
-WHEN: dict[str, Callable[[Setting], bool]] = {
-    "always": lambda setting: True,
-    "never": lambda setting: False,
-    "where given": lambda setting: setting.ratio != "none",
-    "without an old log-prob": lambda setting: setting.ratio == "none",
-    "with a correction": lambda setting: setting.correction != "none",
-    "with a KL term": lambda setting: setting.kl != "none",
-    "with an entropy bonus": lambda setting: setting.has_bonus,
+    )
 }
+FEW = list(SETTINGS)[::5]  # each value of each field, and each correction with old log-probs and without
 PLACES = ("trained", "mask off", "dropped", "gated", "removed")  # removed: masked by a correction
-READ = {  # input -> when it is read at each of PLACES: then loss and coefficient are not finite
-    "logprobs": ("always", "never", "never", "always", "without an old log-prob"),
-    "entropy": ("with an entropy bonus", "never", "never", "never", "never"),
-    "token_advantages": ("always", "never", "never", "never", "never"),
-    "weights": ("always", "never", "never", "never", "never"),
-    "old_logprobs": ("where given", "never", "never", "never", "where given"),
-    "rollout_logprobs": ("with a correction", "never", "never", "never", "with a correction"),
-    "reference_logprobs": ("with a KL term", "never", "never", "never", "never"),
-}
 VALUES = (torch.nan, torch.inf, -torch.inf)
+
+
+def reads(objective: PolicyObjective, has_old: bool) -> dict[str, tuple[bool, ...]]:
+    """Of each input whether it is read at each of PLACES: then loss and coefficient are not finite."""
+    corrects = objective.correction != "none"
+    return {
+        "logprobs": (True, False, False, True, not has_old),
+        "entropy": (objective.entropy_coef > 0, False, False, False, False),
+        "token_advantages": (True, False, False, False, False),
+        "weights": (True, False, False, False, False),
+        "old_logprobs": (has_old, False, False, False, has_old),
+        "rollout_logprobs": (corrects, False, False, False, corrects),
+        "reference_logprobs": (objective.kl != "none", False, False, False, False),
+    }
 
 
 @dataclass(frozen=True)
@@ -153,12 +134,10 @@ class Spot:
     name: str
     place: str
     value: float
-
-    def is_read(self, setting: Setting) -> bool:
-        return WHEN[READ[self.name][PLACES.index(self.place)]](setting)
+    is_read: bool
 
 
-def inputs_of(setting: Setting, chosen: list[Spot]) -> dict[str, Any]:
+def inputs_of(objective: PolicyObjective, has_old: bool, chosen: list[Spot]) -> dict[str, Any]:
     """Arguments of policy_loss: sequences of one token, one for each spot, behind three tokens of a sequence without anything
     that is not finite. Each sequence is an agent."""
     total = 3 + len(chosen)
@@ -168,7 +147,7 @@ def inputs_of(setting: Setting, chosen: list[Spot]) -> dict[str, Any]:
 
     logprobs = torch.full((total,), -1.5).masked_fill(of("gated"), -1e-4)
     old = logprobs + 0.1
-    rollout = (old if setting.ratio != "none" else logprobs) + 0.1
+    rollout = (old if has_old else logprobs) + 0.1
     rollout[of("removed")] -= 4.0  # d = e^4
     numbers: dict[str, Any] = {
         "logprobs": logprobs.clone(),
@@ -181,10 +160,10 @@ def inputs_of(setting: Setting, chosen: list[Spot]) -> dict[str, Any]:
     }
     for number, spot in enumerate(chosen):
         numbers[spot.name][number + (1 if spot.name == "weights" else 3)] = spot.value
-    if setting.ratio == "none":
+    if not has_old:
         numbers["old_logprobs"] = None
     return numbers | {
-        "objective": setting.objective,
+        "objective": objective,
         "cu_seqlens": torch.tensor([0, *range(3, total + 1)]),
         "agent_of": torch.arange(1 + len(chosen)),
         "num_agents": 1 + len(chosen),
@@ -195,30 +174,36 @@ def inputs_of(setting: Setting, chosen: list[Spot]) -> dict[str, Any]:
     }
 
 
-def judge(setting: Setting, chosen: list[Spot], found: PolicyLoss) -> None:
+def judge(chosen: list[Spot], found: PolicyLoss) -> None:
     """A spot that is read makes its agent's loss and its own coefficient not finite; any other adds 0 to them."""
     losses, coefficient = found.agent_sums["loss"], found.coefficient
-    assert losses[0].isfinite() and coefficient[:3].isfinite().all() and coefficient[:3].all(), str(setting)
+    assert losses[0].isfinite() and coefficient[:3].isfinite().all() and coefficient[:3].all()
     for spot, loss, slope in zip(chosen, losses[1:], coefficient[3:], strict=True):
-        message = f"{setting}: {spot}: loss {loss}, coefficient {slope}"
-        assert bool(loss.isfinite()) == bool(slope.isfinite()) != spot.is_read(setting), message
-        assert spot.is_read(setting) or spot.place == "trained" or slope == 0, message
-    assert bool(found.loss.isfinite()) != any(spot.is_read(setting) for spot in chosen), str(setting)
+        message = f"{spot}: loss {loss}, coefficient {slope}"
+        assert bool(loss.isfinite()) == bool(slope.isfinite()) != spot.is_read, message
+        assert spot.is_read or spot.place == "trained" or slope == 0, message
+    assert bool(found.loss.isfinite()) != any(spot.is_read for spot in chosen)
 
 
-def check_given_logprobs(setting: Setting, implementation: str, device: str = "cpu") -> None:
+def check_given_logprobs(setting: str, implementation: str, device: str = "cpu") -> None:
     """policy_loss, forward and backward: all spots, and those alone that are not read."""
-    places = [place for place in PLACES if place != "removed" or setting.correction in ("icepop", "sequence_mask")]
-    everywhere = [Spot(*each) for each in itertools.product(READ, places, VALUES)]
-    for chosen in (everywhere, [spot for spot in everywhere if not spot.is_read(setting)]):
-        inputs = to_device(inputs_of(setting, chosen), device)
+    objective, has_old = SETTINGS[setting]
+    everywhere = [
+        Spot(name, place, value, is_read)
+        for name, at_places in reads(objective, has_old).items()
+        for place, is_read in zip(PLACES, at_places, strict=True)
+        for value in VALUES
+        if place != "removed" or objective.correction in ("icepop", "sequence_mask")
+    ]
+    for chosen in (everywhere, [spot for spot in everywhere if not spot.is_read]):
+        inputs = to_device(inputs_of(objective, has_old, chosen), device)
         logprobs, entropy = (inputs.pop(name).requires_grad_() for name in ("logprobs", "entropy"))
         with forced(implementation):
             found = policy_loss(logprobs, entropy, **inputs)
         found.loss.backward()
-        judge(setting, chosen, found)
+        judge(chosen, found)
         torch.testing.assert_close(logprobs.grad, found.coefficient, equal_nan=True)
         if chosen is not everywhere:
             masked = torch.tensor([False] * 3 + [spot.place != "trained" for spot in chosen])
-            assert not logprobs.grad[masked].any() and not entropy.grad[masked].any(), str(setting)
-            assert logprobs.grad.isfinite().all() and entropy.grad.isfinite().all(), str(setting)
+            assert not logprobs.grad[masked].any() and not entropy.grad[masked].any()
+            assert logprobs.grad.isfinite().all() and entropy.grad.isfinite().all()

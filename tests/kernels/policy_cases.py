@@ -46,13 +46,13 @@ WEIGHTED = ("cispo", "sequence mask", "strong gate", "k3, entropy bonus, tis")
 """Objectives that are tried with a weight of each sequence and with dropped tokens; the others are tried without."""
 
 
-def policy_case(num_tokens: int = 60, noise: float = 0.3, name: str = "") -> tuple[dict[str, Any], Tensor]:
+def policy_case(num_tokens: int = 60, name: str = "") -> tuple[dict[str, Any], Tensor]:
     """(arguments of policy_loss, log-probs [T]); one sequence is empty, agent 1 is absent. name: of OBJECTIVES."""
     cuts = torch.randint(0, num_tokens + 1, (4,)).sort().values.tolist()
     logprobs = -torch.rand(num_tokens) * 3
 
     def near() -> Tensor:
-        return logprobs + noise * torch.randn(num_tokens)
+        return logprobs + 0.3 * torch.randn(num_tokens)
 
     arguments = {
         "advantages": torch.randn(6),
@@ -74,6 +74,6 @@ def policy_case(num_tokens: int = 60, noise: float = 0.3, name: str = "") -> tup
 
 def poison_masked(arguments: dict[str, Any]) -> dict[str, Any]:
     """The same arguments with NaN at the masked tokens, which nobody may read."""
-    names = ("old_logprobs", "rollout_logprobs", "reference_logprobs")
-    given = {name: arguments[name] for name in names if arguments.get(name) is not None}
+    names = ("old_logprobs", "rollout_logprobs", "reference_logprobs", "temperature")
+    given = {name: arguments[name] for name in names if isinstance(arguments.get(name), Tensor)}
     return {**arguments, **{name: values.masked_fill(~arguments["mask"], torch.nan) for name, values in given.items()}}

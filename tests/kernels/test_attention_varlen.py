@@ -1,33 +1,70 @@
 """attention_varlen against a masked softmax per segment; again in interpreter/test_ops.py."""
 
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
+from types import SimpleNamespace
 
 import pytest
 import torch
-from attention_cases import (
-    SCALES,
-    check_a_nan_stays_in_its_sequence,
-    check_scale,
-    check_without_queries,
-    choice,
-    compare,
-)
 from every_op import IS_INTERPRETED
+from judging import judge
+from torch import Tensor
 
 from marsrl.kernels import attention_varlen
+from marsrl.kernels.attention_varlen import _OP
+from marsrl.kernels.attention_varlen.reference import attention_varlen_reference
+from marsrl.kernels.dispatch import Explanation
 
 # one segment; equal ones (no padding); one bucket with padding; three buckets with empty segments
 LENGTHS = [[7], [5, 5, 5], [9, 5, 7], [40, 0, 3, 17, 1, 18, 0, 2]]
-DTYPES = [torch.float32, torch.bfloat16]
-if (
-    IS_INTERPRETED
-):  # several tiles of queries and keys, an empty sequence, one shorter than a tile; one ends at a tile's end
-    LENGTHS, DTYPES = [[17], [11, 0, 3, 8]], [*DTYPES, torch.float16]
+DTYPES, SCALES = [torch.float32, torch.bfloat16], [-0.7, -1e-3, 0.0, 3.0]
+if IS_INTERPRETED:
+    # several tiles of queries and keys, an empty sequence, one shorter than a tile; one ends at a tile's end
+    LENGTHS, DTYPES, SCALES = [[17], [11, 0, 3, 8]], [*DTYPES, torch.float16], [-0.7, 0.0]
 
 
-@pytest.fixture(params=["cpu", "reference"])
-def implementation(request, monkeypatch):
-    monkeypatch.setenv("MARSRL_KERNELS", request.param)
+def choice(device: str, dtype: torch.dtype, head_size: int, *, deterministic: bool = False) -> Explanation:
+    """The implementation that serves packed attention of that kind on this machine, and the reasons against the others."""
+    q = SimpleNamespace(device=torch.device(device), dtype=dtype, shape=(1, 1, head_size))
+    return _OP.explain(lambda each: each.machine_lacks() or each.why_not(q, deterministic))
+
+
+def compare(
+    lengths: Sequence[int],
+    lengths_k: Sequence[int] | None = None,
+    causal: bool = True,
+    dtype: torch.dtype = torch.float32,
+    heads: tuple[int, int] = (4, 2),
+    head_size: int = 8,
+    scale: float | None = None,
+    device: str = "cpu",
+    attention: Callable[..., Tensor] = attention_varlen,
+    repeats: bool = True,
+) -> None:
+    """attention takes what attention_varlen takes; repeats: with the same bits. q, k and v are views of one tensor where
+    their lengths agree."""
+    keys = lengths_k or lengths
+    cu_seqlens, cu_seqlens_k = (
+        torch.tensor([0, *accumulate(each)], dtype=torch.int32, device=device) for each in (lengths, keys)
+    )
+    num_heads, num_key_heads = heads
+    shapes = (sum(lengths), num_heads), (sum(keys), num_key_heads), (sum(keys), num_key_heads)
+    q, k, v = (torch.randn(*shape, head_size, device=device).to(dtype) for shape in shapes)
+    if lengths_k is None:
+        q, k, v = torch.cat((q, k, v), dim=1).split([num_heads, num_key_heads, num_key_heads], dim=1)
+    words = {"cu_seqlens_k": None if lengths_k is None else cu_seqlens_k, "causal": causal, "scale": scale}
+    exact_scale = head_size**-0.5 if scale is None else scale
+    judge(
+        ("output", "q.grad", "k.grad", "v.grad"),
+        lambda q, k, v: attention(q, k, v, cu_seqlens, **words),
+        lambda q, k, v: attention_varlen_reference(q, k, v, cu_seqlens, cu_seqlens_k, exact_scale, causal),
+        (q, k, v),
+        [torch.randn(q.shape, dtype=torch.float64, device=device)],
+        # the longest sum: over the keys of a query, the queries of a key and its group, or a head
+        terms=[max(*keys, *(n * num_heads // num_key_heads for n in lengths), head_size)] * 4,
+        repeats=repeats,
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -43,7 +80,11 @@ def test_head_groupings_and_scale(heads, implementation):
 
 @pytest.mark.parametrize("scale", SCALES)
 def test_any_finite_scale_is_served(scale, implementation):
-    check_scale(scale)
+    """With and without a causal mask, over segments that are padded and keys that are not the queries'."""
+    for dtype in (torch.float32, torch.bfloat16):
+        compare([6, 0, 3], scale=scale, dtype=dtype, head_size=16)
+    compare([6, 0, 3], scale=scale, causal=False, head_size=16)
+    compare([3, 1], [5, 6], scale=scale, head_size=16)
 
 
 def test_every_key_is_seen_without_causal(implementation):
@@ -55,12 +96,25 @@ def test_queries_at_the_end_of_longer_keys_see_the_prefix(implementation):
     compare([3, 1, 0, 4], [5, 13, 2, 4], head_size=16)
 
 
-@pytest.mark.parametrize("check", [check_without_queries, check_a_nan_stays_in_its_sequence])
-def test_no_tokens_and_a_nan(check, implementation):
-    check()
+def test_a_nan_stays_in_its_sequence_and_its_gradients(implementation):
+    q, k, v = torch.randn(3, 9, 1, 16).unbind()
+    for x in (q, k, v):
+        x[5:] = torch.nan
+        x.requires_grad_()
+    output = attention_varlen(q, k, v, torch.tensor([0, 5, 9]))
+    output.backward(torch.ones_like(output))
+    assert all(x[:5].isfinite().all() for x in (output, q.grad, k.grad, v.grad))
 
 
-REALISTIC = [1900, 1, 0, 640, 77, 128]  # a tile, less, more, none
+def test_no_tokens(implementation):
+    """In one sequence and in none, and keys alone."""
+    for bounds, num_keys in (([0, 0], 0), ([0], 0), ([0, 0], 3)):
+        leaves = [torch.randn(n, heads, 16, requires_grad=True) for n, heads in ((0, 4), (num_keys, 2), (num_keys, 2))]
+        keys = torch.tensor([0, num_keys]) if num_keys else None
+        output = attention_varlen(*leaves, torch.tensor(bounds), cu_seqlens_k=keys)
+        assert output.shape == (0, 4, 16)
+        for leaf, grad in zip(leaves, torch.autograd.grad(output.sum(), leaves), strict=True):
+            assert grad.shape == leaf.shape and not grad.any()
 
 
 @pytest.mark.gpu
@@ -73,15 +127,10 @@ def test_on_a_gpu(implementation, dtype, head_size, monkeypatch):
     if reason and "is preferred" not in reason:
         pytest.skip(reason)
     monkeypatch.setenv("MARSRL_KERNELS", implementation)
-    case = {
-        "dtype": dtype,
-        "head_size": head_size,
-        "device": "cuda",
-        "attention": partial(attention_varlen, deterministic=repeats),
-        "repeats": repeats,
-    }
-    compare(REALISTIC, heads=(16, 8), **case)
-    compare([900, 3, 60], [1000, 40, 60], heads=(4, 1), **case)
+    attention = partial(attention_varlen, deterministic=repeats)
+    words = {"dtype": dtype, "head_size": head_size, "device": "cuda", "attention": attention, "repeats": repeats}
+    compare([1900, 1, 0, 640, 77, 128], heads=(16, 8), **words)  # a tile, less, more, none
+    compare([900, 3, 60], [1000, 40, 60], heads=(4, 1), **words)
 
 
 @pytest.mark.gpu

@@ -9,23 +9,23 @@ from marsrl.kernels import explain, library, linear_logprob
 from marsrl.kernels.dispatch import Implementation, Op
 
 
-@pytest.fixture
-def arguments():
-    return torch.randn(4, 8), torch.randn(16, 8), torch.zeros(4, dtype=torch.int64)
-
-
-def test_a_forced_implementation_that_cannot_serve_is_refused_with_the_reason(arguments, monkeypatch):
-    monkeypatch.setenv("MARSRL_KERNELS", "cpu")
-    with pytest.raises(
-        RuntimeError, match="MARSRL_KERNELS=cpu cannot serve this call of linear_logprob: hidden is float64"
-    ):
-        linear_logprob(arguments[0].double(), *arguments[1:])
-
-
-def test_an_unknown_implementation_is_refused_with_the_known_ones(arguments, monkeypatch):
-    monkeypatch.setenv("MARSRL_KERNELS", "tritn")
-    with pytest.raises(ValueError, match="MARSRL_KERNELS='tritn': expected one of cpu, .*reference"):
+@pytest.mark.parametrize(
+    ("forced", "dtype", "has_device", "error", "says"),
+    [
+        ("cpu", torch.float64, False, RuntimeError, "cpu cannot serve this call of linear_logprob: hidden is float64"),
+        ("tritn", torch.float32, False, ValueError, "'tritn': expected one of cpu, .*reference"),
+        ("triton", torch.float32, False, RuntimeError, "triton .* PyTorch sees no CUDA device .TRITON_INTERPRET=1"),
+        ("triton", torch.float32, True, RuntimeError, "hidden is on cpu, Triton kernels read CUDA memory"),
+    ],
+)
+def test_what_cannot_serve_is_refused_with_the_reason(forced, dtype, has_device, error, says, monkeypatch):
+    arguments = torch.randn(4, 8, dtype=dtype), torch.randn(16, 8, dtype=dtype), torch.zeros(4, dtype=torch.int64)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_device)
+    monkeypatch.setenv("MARSRL_KERNELS", forced)
+    with pytest.raises(error, match=f"MARSRL_KERNELS=.*{says}"):
         linear_logprob(*arguments)
+    monkeypatch.delenv("MARSRL_KERNELS")
+    linear_logprob(*arguments)  # served by csrc/cpu, or by the reference
 
 
 def test_one_op_can_be_forced_and_the_others_choose(monkeypatch):
@@ -59,19 +59,6 @@ def test_explain_names_the_choice_and_the_reasons_against_the_others(monkeypatch
     by_op = {each.op: each for each in explain()}
     assert by_op["linear_logprob"].chosen == "reference"
     assert by_op["linear_logprob"].reasons["cpu"] == "MARSRL_KERNELS=reference"
-
-
-def test_triton_is_refused_without_a_device_and_for_what_lies_in_host_memory(arguments, monkeypatch):
-    monkeypatch.setenv("MARSRL_KERNELS", "triton")
-    for has_device, reason in (
-        (False, "MARSRL_KERNELS=triton .* PyTorch sees no CUDA device .TRITON_INTERPRET=1"),
-        (True, "hidden is on cpu, Triton kernels read CUDA memory"),
-    ):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda has_device=has_device: has_device)
-        with pytest.raises(RuntimeError, match=reason):
-            linear_logprob(*arguments)
-    monkeypatch.delenv("MARSRL_KERNELS")
-    linear_logprob(*arguments)  # served by csrc/cpu
 
 
 def test_a_library_that_is_missing_broken_or_old_says_so(tmp_path):

@@ -15,9 +15,10 @@ from every_op import (
     call,
     check_the_defaults_are_not_used,
     force,
+    resized,
     same,
 )
-from layout_cases import HEADS, OPS, TOKENS, check_every_layout, results, tensors_of
+from layout_cases import HEADS, OPS, check_every_layout, results, tensors_of
 from nonfinite_cases import FEW, KINDS, SETTINGS, check_given_logprobs, check_logprobs, check_loss
 
 from marsrl.kernels.attention_varlen.cpu import padded_by_length
@@ -59,12 +60,8 @@ def test_autocast_changes_nothing(served):
 @pytest.mark.parametrize("name, tier", WITH_GRADIENTS)
 def test_an_empty_batch_has_gradients_of_zero(served):
     """The call without a token: nothing of what is one a token, and no token in any sequence or for any expert."""
-    op, tensors = CALLS[served], tensors_of(CALLS[served])
-    for which, values in tensors.items():
-        if which.startswith("cu_seqlens") or which == "counts":
-            tensors[which] = torch.zeros_like(values)
-        elif values.shape[:1] == (TOKENS,):
-            tensors[which] = values[:0]
+    op = CALLS[served]
+    tensors = resized(tensors_of(op), 0)
     leaves = [tensors[which].requires_grad_() for which in op.leaves]
     ends = [each.sum() for each in op.run(tensors) if each.requires_grad]
     assert ends
@@ -118,6 +115,6 @@ def test_a_row_that_is_not_finite_is_plain_pytorchs_and_no_other(kind, implement
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("setting", FEW if IS_INTERPRETED else SETTINGS, ids=str)
+@pytest.mark.parametrize("setting", FEW if IS_INTERPRETED else SETTINGS)
 def test_what_a_trained_token_reads_makes_the_loss_not_finite_and_nothing_else_does(setting, implementation):
     check_given_logprobs(setting, implementation)

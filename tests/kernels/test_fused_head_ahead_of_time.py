@@ -14,15 +14,14 @@ from marsrl.kernels.head.vocabulary import Head
 from marsrl.kernels.policy_loss.terms import policy_terms
 
 ROWS, TOKENS = 768, 65537
-META = torch.device("meta")
 
 
-def ids(count, device=META):
-    return torch.empty(count, dtype=torch.int64, device=device)
+def ids(count):
+    return floats(count, dtype=torch.int64)
 
 
 def floats(*shape, dtype=torch.float32):
-    return torch.empty(shape, dtype=dtype, device=META)
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def head_of(width, columns, has_temperature):

@@ -5,10 +5,10 @@ from functools import partial
 
 import pytest
 import torch
-from attention_cases import choice
-from attention_cases import compare as compare_attention
-from grouped_linear_cases import by_grouped_mm
-from grouped_linear_cases import compare as compare_grouped_linear
+from test_attention_varlen import choice
+from test_attention_varlen import compare as compare_attention
+from test_grouped_linear import by_grouped_mm
+from test_grouped_linear import compare as compare_grouped_linear
 
 from marsrl.kernels.attention_varlen import flash
 from marsrl.kernels.attention_varlen.reference import attention_varlen_reference
@@ -36,10 +36,10 @@ def install(monkeypatch, tmp_path):
         for name in [name for name in sys.modules if name.startswith("flash_attn")]:
             del sys.modules[name]
 
-    def lay(name, text=None):
+    def lay(name):
         file = tmp_path / (VERSIONS[name].module.replace(".", "/") + ".py")
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text or f"def flash_attn_varlen_func({SIGNATURES[name]}):\n    return run(locals())\n")
+        file.write_text(f"def flash_attn_varlen_func({SIGNATURES[name]}):\n    return run(locals())\n")
         clear()
 
     monkeypatch.syspath_prepend(tmp_path)
@@ -47,10 +47,6 @@ def install(monkeypatch, tmp_path):
     clear()
     yield lay
     clear()
-
-
-def on(monkeypatch, major):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
 
 
 def as_ours(run):
@@ -128,7 +124,7 @@ def test_varlen_attn_of_torch_is_called_as_ours(monkeypatch):
     ],
 )
 def test_the_fastest_attention_that_can_serve_is_chosen(installed, major, wanted, chosen, install, monkeypatch):
-    on(monkeypatch, major)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
     for name in installed:
         install(name)
     asked = {"device": "cuda", "dtype": torch.bfloat16, "head_size": 128, **wanted}

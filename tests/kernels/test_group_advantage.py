@@ -10,16 +10,12 @@ from hypothesis import strategies as st
 from marsrl.kernels import group_advantage
 
 NAN = math.nan
+pytestmark = pytest.mark.usefixtures("implementation")
 EXAMPLES = settings(
     max_examples=80,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],  # the fixture is the same for every example
 )
-
-
-@pytest.fixture(params=["cpu", "reference"], autouse=True)
-def implementation(request, monkeypatch):
-    monkeypatch.setenv("MARSRL_KERNELS", request.param)
 
 
 def advantage(rewards, group_of, agent_of=None, instance_of=None, **options):

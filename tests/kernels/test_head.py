@@ -1,35 +1,236 @@
-"""The fused heads by csrc/cpu, which makes dz of float32 models in place of logits and takes a bfloat16 one tile by tile."""
+"""The fused heads by csrc/cpu; again in interpreter/test_head_interpreted.py and test_head_on_gpu.py.
+
+csrc/cpu makes dz of float32 models in place of logits and takes a bfloat16 one tile by tile.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
-from fused_head import arguments_for, chunks_of, head_case, run_policy_loss, with_exact_logits
-from head_tests import BF16, FP32, HeadTests, Tier
+from every_op import IS_INTERPRETED
+from fused_head import (
+    Arguments,
+    arguments_for,
+    chunks_of,
+    compare_logprob,
+    compare_policy_loss,
+    forced,
+    head_case,
+    in_double,
+    linear_policy_loss,
+    run_policy_loss,
+    support_of,
+    to_device,
+    use_device_chunks,
+    with_exact_logits,
+)
+from policy_cases import OBJECTIVES
+from torch import Tensor
 
+from marsrl.kernels import PolicyObjective, linear_logprob
 from marsrl.kernels.head import gemms
 
-# one row; around a chunk; odd vocabularies; two blocks of 4096 columns; more rows than a grid axis has programs
-SHAPES = (
-    *((1, 9, 5), (15, 9, 33), (26, 12, 4099), (513, 8, 64), (3, 4, 152063), (3, 4, 151936), (65537, 2, 5)),
-)  # fmt: skip
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+PLAIN = PolicyObjective(mpt_probability=None)
 
 
-class TestHead(HeadTests):
-    @pytest.fixture(params=[FP32, BF16], ids=["float32", "bfloat16"])
-    def tier(self, request, monkeypatch):
-        monkeypatch.setattr(gemms, "HOST_TILE_ROWS", 50)
-        return Tier("cpu", (request.param,), (60, 16, 131), SHAPES, lambda rows, patch, vocab: chunks_of(rows, patch))
+@dataclass(frozen=True)
+class Tier:
+    """An implementation by its name in MARSRL_KERNELS. case: tokens, hidden size and vocabulary that every test may take;
+    chunks: makes the head hold so many rows of that vocabulary at a time."""
+
+    implementation: str
+    dtype: torch.dtype
+    case: tuple[int, int, int]
+    shapes: tuple[tuple[int, int, int], ...]
+    chunks: Callable[[int, pytest.MonkeyPatch, int], None]
+    device: str = "cpu"
 
 
+@pytest.fixture(params=[FP32, BF16], ids=["float32", "bfloat16"])
+def tier(request, monkeypatch):
+    monkeypatch.setattr(gemms, "HOST_TILE_ROWS", 50)
+    if IS_INTERPRETED:
+        # one block with columns to spare; an odd vocabulary of several pieces; whole blocks; one column more
+        shapes = ((2, 8, 5), (7, 19, 333), (8, 16, 64), (9, 32, 65))
+        return Tier("triton", request.param, (8, 8, 131), shapes, use_device_chunks)
+    # one row; around a chunk; odd vocabularies; two blocks of 4096 columns; more rows than a grid axis has programs
+    shapes = ((1, 9, 5), (15, 9, 33), (26, 12, 4099), (513, 8, 64), (3, 4, 152063), (3, 4, 151936), (65537, 2, 5))
+    return Tier("cpu", request.param, (60, 16, 131), shapes, lambda rows, patch, vocab: chunks_of(rows, patch))
+
+
+@pytest.fixture(autouse=True)
+def _by_name(tier):
+    with forced(tier.implementation):
+        yield
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_every_objective_equals_its_definition(name, tier):
+    case = head_case(*tier.case)
+    compare_policy_loss(case, arguments_for(case, name), tier.dtype, tier.device)
+
+
+def test_shapes(tier):
+    for shape in tier.shapes:
+        case = head_case(*shape, device=tier.device)
+        arguments = arguments_for(case, "k3, entropy bonus, tis")
+        arguments["mask"][0] = True
+        compare_policy_loss(case, arguments, tier.dtype, tier.device)
+        if shape[0] * shape[2] < 10**6:
+            compare_logprob(case, dtype=tier.dtype, device=tier.device)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 1000])
 @pytest.mark.parametrize("name", ["clip", "sequence ratio", "entropy bonus"])
-@pytest.mark.parametrize("dtype", [FP32, BF16])
-def test_the_number_of_threads_is_not_seen(dtype, name):
-    case = with_exact_logits(head_case(20, 8, 8197))  # above the size that one thread keeps for itself
-    arguments, threads, found = arguments_for(case, name), torch.get_num_threads(), []
-    try:
-        for count in (1, 3):
-            torch.set_num_threads(count)
-            result, *_ = run_policy_loss(case, arguments, dtype)
-            found.append([result.loss, result.logprobs, result.entropy, result.coefficient])
-    finally:
-        torch.set_num_threads(threads)
-    assert all(map(torch.equal, *found))
+def test_the_chunk_size_is_not_seen_in_the_result(rows, name, tier, monkeypatch):
+    """With exact logits: a library rounds products of one row otherwise than those of many, and a sequence's ratio has
+    that rounding whole."""
+    tier.chunks(rows, monkeypatch, tier.case[2])
+    case = with_exact_logits(head_case(*tier.case))
+    compare_policy_loss(case, arguments_for(case, name), tier.dtype, tier.device)
+    compare_logprob(case, dtype=tier.dtype, device=tier.device)
+
+
+@pytest.mark.parametrize("name", ["k3, entropy bonus, tis", "sequence ratio", "strong gate", "icepop on-policy"])
+def test_columns_that_were_not_drawn_from_are_left_out(name, tier):
+    case = with_exact_logits(head_case(*tier.case[:2], 333))
+    support = support_of(case[2], 333, most=4, device=tier.device)
+    arguments = arguments_for(case, name, support=support)
+    compare_policy_loss(case, arguments, tier.dtype, tier.device)
+    compare_logprob(case, dtype=tier.dtype, device=tier.device, support=support)
+
+
+@pytest.mark.parametrize("temperature", [1.5, "per token"])
+def test_temperature_and_padded_vocabulary(temperature, tier):
+    hidden, weight, targets = head_case(*tier.case[:2], 128)
+    weight[100:] = 50.0
+    case = hidden, weight, targets % 100
+    if temperature == "per token":
+        temperature = torch.rand(tier.case[0]) + 0.5
+    arguments = arguments_for(case, "entropy bonus", temperature=temperature, real_vocab_size=100)
+    compare_policy_loss(case, arguments, tier.dtype, tier.device)
+    found = compare_logprob(case, temperature, 100, tier.dtype, tier.device)
+    assert (found[3][100:] == 0).all()
+
+
+# one column; less than a block of csrc/cpu; several, and an odd rest
+@pytest.mark.parametrize("columns", [1, 131, 1283])
+def test_rows_that_are_hard_for_a_softmax(columns, tier):
+    z, targets = hard_rows(columns)
+    case = torch.eye(len(z)), z.t(), targets
+    found = compare_logprob(case, torch.rand(len(z)) + 0.5, None, tier.dtype, tier.device)
+    assert found[0][3] == 0 and found[1][3] < 1e-6  # p = 1
+    advantages = torch.tensor([1.5, 0.0, -2.0, 3.0, 0.0, 0.5, 1.0, -1.0, 2.0])
+    for bonus in (0.0, 0.05):
+        arguments = {
+            "objective": PolicyObjective(mpt_probability=None, entropy_coef=bonus),
+            "token_advantages": advantages,
+            "mask": torch.arange(len(z)) != 7,
+            "cu_seqlens": torch.tensor([0, 1, 2, len(z)]),
+            "agent_of": torch.tensor([1, 0, 1]),  # a row of one agent between rows of another
+            "num_agents": 2,
+            "normaliser": 1.0,
+        }
+        compare_policy_loss(case, arguments, tier.dtype, tier.device)
+
+
+def test_a_logit_of_minus_infinity_has_no_probability_and_a_nan_stays_a_nan(tier):
+    hidden = torch.ones(2, 1, dtype=tier.dtype, device=tier.device)
+    weight = torch.randn(70, 1).to(tier.device, tier.dtype)
+    weight[30:] = -torch.inf
+    hidden[1] = torch.nan
+    out = linear_logprob(hidden, weight.requires_grad_(), torch.tensor([3, 4], device=tier.device))
+    expected = torch.log_softmax(weight[:30, 0].detach().float(), 0)
+    torch.testing.assert_close(out.logprobs[0], expected[3])
+    torch.testing.assert_close(out.entropy[0], -(expected.exp() * expected).sum())
+    assert out.logprobs[1].isnan() and out.entropy[1].isnan()
+
+
+@pytest.mark.parametrize("which", ["no tokens", "all masked", "no advantage"])
+def test_nothing_to_train_is_a_loss_of_zero_with_gradients_of_zero(which, tier):
+    hidden, weight, targets, arguments = simple(tier, 0 if which == "no tokens" else 7)
+    if which == "all masked":
+        arguments["mask"] = torch.zeros(7, dtype=torch.bool, device=tier.device)
+    if which == "no advantage":
+        arguments["token_advantages"].zero_()
+    result = linear_policy_loss(hidden, weight, targets, **arguments)
+    result.loss.backward()
+    assert result.loss.item() == 0 and not hidden.grad.any() and not weight.grad.any()
+    assert all(values.shape == (1,) and values.isfinite().all() for values in result.agent_sums.values())
+
+
+@pytest.mark.parametrize("name", ["pseudo on-policy", "sequence ratio"])
+def test_main_grad_is_written_once_a_backward_and_never_by_a_forward(name, tier):
+    case = with_exact_logits(head_case(*tier.case))
+    hidden, weight, targets = (each.to(tier.device) for each in case)
+    hidden, weight = hidden.to(tier.dtype), weight.to(tier.dtype)
+    arguments = to_device(arguments_for(case, name), tier.device)
+    exact = weight_gradient(hidden, weight, targets, arguments)
+    hidden.requires_grad_(), weight.requires_grad_()
+    main_grad = torch.ones(weight.shape, device=tier.device)
+    first = linear_policy_loss(hidden, weight, targets, **arguments, main_grad=main_grad)
+    linear_policy_loss(hidden, weight, targets, **arguments, main_grad=main_grad)  # thrown away
+    with torch.no_grad():
+        linear_policy_loss(hidden, weight, targets, **arguments, main_grad=main_grad)
+    assert (main_grad == 1).all()
+    (2.5 * first.loss).backward()
+    error = 1e-5 if tier.dtype == FP32 else 1e-2
+    size = 2.5 * exact.abs().max().item()
+    torch.testing.assert_close(main_grad.double() - 1, 2.5 * exact, rtol=0, atol=error * size + 1e-6)
+    assert weight.grad is None and not first.logprobs.requires_grad and not first.coefficient.requires_grad
+    with pytest.raises(RuntimeError, match="second backward through one forward"):
+        (2.5 * first.loss).backward()
+
+
+def test_two_runs_give_the_same_bits_and_a_row_does_not_depend_on_those_beside_it(tier, monkeypatch):
+    case = with_exact_logits(head_case(*tier.case))  # no library promises an order for others
+    hidden, weight, targets = (each.to(tier.device) for each in case)
+    arguments = to_device(arguments_for(case, "k3, entropy bonus, tis"), tier.device)
+    found = [run_policy_loss((hidden, weight, targets), arguments, tier.dtype) for _ in range(2)]
+    (first, gradients), (again, same) = found
+    assert torch.equal(first.loss, again.loss) and all(map(torch.equal, gradients, same))
+    assert all(torch.equal(first.agent_sums[name], again.agent_sums[name]) for name in first.agent_sums)
+    tier.chunks(3, monkeypatch, tier.case[2])
+    other, *_ = run_policy_loss((hidden, weight, targets), arguments, tier.dtype)
+    assert torch.equal(first.logprobs, other.logprobs) and torch.equal(first.entropy, other.entropy)
+
+
+def hard_rows(columns: int) -> tuple[Tensor, Tensor]:
+    """Logits [9, columns] and targets: usual, large, peaked at the first and at the last column, flat, one column of no
+    probability, a maximum that rises in every block, falls, and comes at once."""
+    z = torch.randn(9, columns)
+    z[1] *= 100
+    z[2, 0] += 60
+    z[3, -1] += 200
+    z[4] = 88.0
+    if columns > 1:
+        z[5, columns // 2] = -1e30
+    z[6] += torch.arange(columns) * 0.02  # by 10 a block
+    z[7] = z[6].flip(0)
+    z[8, columns // 3] = 300.0  # everything before shrinks to nothing
+    return z, torch.tensor([0, columns - 1, 0, columns - 1, 0, 0, columns - 1, 0, columns // 3])
+
+
+def simple(tier: Tier, num_tokens: int = 20, **changes: Any) -> tuple[Tensor, Tensor, Tensor, Arguments]:
+    """A batch without a mask: weights of supervised training, one sequence."""
+    hidden, weight, targets = (each.to(tier.device) for each in head_case(num_tokens, *tier.case[1:]))
+    arguments = {
+        "objective": PLAIN,
+        "token_advantages": torch.randn(num_tokens).to(tier.device),
+        "cu_seqlens": torch.tensor([0, num_tokens], device=tier.device),
+        "normaliser": 5.0,
+        **changes,
+    }
+    return hidden.to(tier.dtype).requires_grad_(), weight.to(tier.dtype).requires_grad_(), targets, arguments
+
+
+def weight_gradient(hidden: Tensor, weight: Tensor, targets: Tensor, arguments: Arguments) -> Tensor:
+    """dW of the loss in float64."""
+    leaf = weight.detach().double().requires_grad_()
+    with forced("reference"):
+        linear_policy_loss(hidden.detach().double(), leaf, targets, **in_double(arguments)).loss.backward()
+    assert leaf.grad is not None
+    return leaf.grad

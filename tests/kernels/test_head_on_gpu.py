@@ -10,10 +10,12 @@ from fused_head import (
     forced,
     head_case,
     linear_policy_loss,
+    use_device_chunks,
 )
-from head_tests import BF16, FP16, FP32, HeadTests, Tier, use_device_chunks
 from nonfinite_cases import FEW, check_given_logprobs
 from policy_cases import OBJECTIVES
+from test_head import *  # noqa: F403
+from test_head import BF16, FP16, FP32, Tier
 
 from marsrl.kernels import PolicyObjective, linear_logprob, raise_bad_values
 from marsrl.kernels.linear_policy_loss.quack_head import machine_lacks_quack
@@ -23,6 +25,8 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(machine_lacks_triton() is not None, reason=str(machine_lacks_triton())),
 ]
+
+
 # Shapes of other projects' suites; odd vocabularies; one row; a block and its neighbours; more rows than a grid axis has
 SHAPES = (
     *((1937, 3584, 152064), (2169, 896, 151936), (1530, 2048, 32256), (769, 2048, 151936), (80, 125, 64)),
@@ -36,10 +40,9 @@ def _by_name():
         yield
 
 
-class TestHead(HeadTests):
-    @pytest.fixture(params=[FP32, BF16], ids=str)
-    def tier(self, request):
-        return Tier("triton", (request.param,), (200, 64, 1021), SHAPES, use_device_chunks, "cuda")
+@pytest.fixture(params=[FP32, BF16], ids=str)
+def tier(request):
+    return Tier("triton", request.param, (200, 64, 1021), SHAPES, use_device_chunks, "cuda")
 
 
 @pytest.mark.parametrize("name", ["clip", "strong gate", "k3", "cispo"])
@@ -68,13 +71,14 @@ def test_every_objective_of_given_logprobs_equals_its_definition(name):
     compare_policy_loss_of_logprobs(name, 5000, "cuda")
 
 
-@pytest.mark.parametrize("setting", FEW, ids=str)
+@pytest.mark.parametrize("setting", FEW)
 def test_what_a_trained_token_reads_makes_the_loss_not_finite_and_nothing_else_does(setting):
     check_given_logprobs(setting, "triton", "cuda")
 
 
-def large(num_tokens=2000, **changes):
+def large(**changes):
     """Three chunks of rows and two backward GEMMs; everything on the device."""
+    num_tokens = 2000
     hidden = torch.randn(num_tokens, 256, device="cuda", dtype=BF16, requires_grad=True)
     weight = (torch.randn(151936, 256, device="cuda") * 0.05).bfloat16().requires_grad_()
     arguments = {

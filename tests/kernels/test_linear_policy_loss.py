@@ -4,17 +4,25 @@ from functools import partial
 
 import pytest
 import torch
-from fused_head import arguments_for, chunks_of, compare_policy_loss, head_case, linear_policy_loss
+from fused_head import (
+    arguments_for,
+    chunks_of,
+    compare_policy_loss,
+    head_case,
+    linear_policy_loss,
+    support_of,
+    with_exact_logits,
+)
 from fused_head import run_policy_loss as run
-from head_tests import Tier, weight_gradient
-from head_tests import simple as without_mask
+from test_head import Tier, weight_gradient
+from test_head import simple as without_mask
 from torch.utils.checkpoint import checkpoint
 
 from marsrl.kernels import linear_logprob
 from marsrl.kernels.head import gemms
 from marsrl.kernels.linear_logprob.reference import linear_logprob_reference
 
-TIER = Tier("cpu", (torch.float32,), (20, 16, 131), (), lambda *_: None)
+TIER = Tier("cpu", torch.float32, (20, 16, 131), (), lambda *_: None)
 simple = partial(without_mask, TIER)
 
 
@@ -137,15 +145,42 @@ def test_no_call_changes_what_another_thread_computes_by(narrow, monkeypatch):
     assert set(seen) == {expected} and settings() == expected
 
 
-def test_the_temperature_of_a_masked_token_is_not_read():
-    hidden, weight, targets, arguments = simple()
-    temperature, mask = torch.ones(20), torch.arange(20) != 2
-    temperature[2] = torch.nan
-    assert linear_policy_loss(hidden, weight, targets, **arguments, mask=mask, temperature=temperature).loss.isfinite()
-
-
 def test_a_log_prob_of_two_dtypes_is_that_of_the_numbers_as_they_are():
     hidden, weight, targets = torch.randn(20, 8).bfloat16(), torch.randn(70, 8), torch.randint(0, 70, (20,))
     mixed = linear_logprob(hidden, weight, targets)
     exact, _ = linear_logprob_reference(hidden.double(), weight.double(), targets, 1.0, 70)
     torch.testing.assert_close(mixed.logprobs.double(), exact, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["clip", "sequence ratio", "entropy bonus"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_number_of_threads_is_not_seen(dtype, name):
+    case = with_exact_logits(head_case(20, 8, 8197))  # above the size that one thread keeps for itself
+    arguments, threads, found = arguments_for(case, name), torch.get_num_threads(), []
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            result, *_ = run(case, arguments, dtype)
+            found.append([result.loss, result.logprobs, result.entropy, result.coefficient])
+    finally:
+        torch.set_num_threads(threads)
+    assert all(map(torch.equal, *found))
+
+
+def test_log_probs_entropy_and_gradients_are_those_of_the_softmax_over_the_support():
+    """By the definition, row by row."""
+    columns = 131  # and padding
+    hidden, weight, targets = head_case(40, 16, 160)
+    targets, heat = targets % columns, torch.rand(40).double() + 0.5
+    leaves = [each.double().requires_grad_() for each in (hidden, weight)]
+    support = support_of(targets, columns)
+    logprobs, entropy = linear_logprob_reference(*leaves, targets, heat, columns, support)
+    expected = []
+    for row, (start, count) in enumerate(zip(support.starts.tolist(), support.counts.tolist())):
+        ids = support.ids[start : start + count].long() if count else torch.arange(columns)
+        share = torch.softmax(leaves[1][ids] @ leaves[0][row] / heat[row], 0)
+        expected.append(torch.stack((share[ids == targets[row]][0].log(), -(share * share.log()).sum())))
+    found, expected = torch.stack((logprobs, entropy), 1), torch.stack(expected)
+    torch.testing.assert_close(found, expected)
+    upstream = torch.randn(40, 2).double()
+    torch.testing.assert_close(*(torch.autograd.grad(each, leaves, upstream) for each in (found, expected)))

@@ -4,57 +4,100 @@ import math
 
 import pytest
 import torch
-from clamp_cases import CASES, check_clamp, one_token
+from every_op import IS_INTERPRETED
 from fused_head import compare_policy_loss_of_logprobs, policy_loss
 from policy_cases import OBJECTIVES, poison_masked, policy_case
 
 from marsrl.kernels import LossInputs, PolicyObjective, token_marks
 
+E20 = math.exp(20)
+WIDE = {"correction_low": 0.0, "correction_high": 1e12}
+DUAL = PolicyObjective(dual_clip=3.0)
+# Clips, and log-ratios beyond LOG_RATIO_BOUND; log-prob -1 throughout. name -> objective, advantage, what is given, (loss,
+# slope, clamped tokens)
+BY_HAND = {
+    "ratio 1.1": (DUAL, 2.0, {"old": -1 - math.log(1.1)}, (-2.2, -2.2, 0)),
+    "ratio 1.5 at 1.2": (DUAL, 2.0, {"old": -1 - math.log(1.5)}, (-2.4, 0, 0)),
+    "ratio 1.5, against the advantage": (DUAL, -2.0, {"old": -1 - math.log(1.5)}, (3, 3, 0)),
+    "ratio 0.5 at 0.8": (DUAL, -2.0, {"old": -1 - math.log(0.5)}, (1.6, 0, 0)),
+    "ratio 5 at 3": (DUAL, -2.0, {"old": -1 - math.log(5)}, (6, 0, 0)),
+    "no advantage, above 88": (PolicyObjective(), 0.0, {"old": -91}, (0, 0, 1)),
+    "no advantage, below -88": (PolicyObjective(), 0.0, {"old": 89}, (0, 0, 1)),
+    "at the bound": (PolicyObjective(), -2.0, {"old": -21}, (2 * E20, 2 * E20, 0)),
+    "above": (PolicyObjective(), -2.0, {"old": -22}, (2 * E20, 0, 1)),
+    "above, clipped": (PolicyObjective(), 2.0, {"old": -101}, (-2.4, 0, 1)),
+    "above, dual clip": (PolicyObjective(dual_clip=3.0), -2.0, {"old": -101}, (6, 0, 1)),
+    "below": (PolicyObjective(), 2.0, {"old": 99}, (-2 / E20, 0, 1)),
+    "cispo keeps its gradient": (PolicyObjective(kind="cispo"), 2.0, {"old": -101}, (2.4, -2.4, 1)),
+    "cispo, no advantage": (PolicyObjective(kind="cispo"), 0.0, {"old": -101}, (0, 0, 1)),
+    "of the sequence": (PolicyObjective(ratio="sequence"), -2.0, {"old": -51}, (2 * E20, 0, 1)),
+    "tis": (PolicyObjective(correction="tis"), 1.0, {"rollout": -101}, (-2, -2, 1)),
+    "tis with a wide cap": (PolicyObjective(correction="tis", **WIDE), 1.0, {"rollout": -101}, (-E20, -E20, 1)),
+    "tis below": (PolicyObjective(correction="tis"), 1.0, {"rollout": 99}, (-1 / E20, -1 / E20, 1)),
+    "icepop counts it as masked": (PolicyObjective(correction="icepop"), 1.0, {"rollout": -101}, (0, 0, 0)),
+    "icepop with a wide band": (PolicyObjective(correction="icepop", **WIDE), 1.0, {"rollout": -101}, (-1, -1, 1)),
+    "sequence_mask": (PolicyObjective(correction="sequence_mask", **WIDE), 1.0, {"rollout": -101}, (-1, -1, 1)),
+    "k3 above": (PolicyObjective(kl="k3", kl_coef=0.5), 0.0, {"reference": -31}, (9.5 + 0.5 / E20, 0, 1)),
+    "k3 below": (PolicyObjective(kl="k3", kl_coef=0.5), 0.0, {"reference": 99}, (0.5 * (E20 - 21), 0, 1)),
+    "k3 inside": (PolicyObjective(kl="k3", kl_coef=0.5), 0.0, {"reference": -2}, (0.5 / math.e, 0.5 - 0.5 / math.e, 0)),
+    "k1 is not clamped": (PolicyObjective(kl="k1", kl_coef=0.5), 0.0, {"reference": -31}, (15, 0.5, 0)),
+    "k2 is not clamped": (PolicyObjective(kl="k2", kl_coef=0.5), 0.0, {"reference": -31}, (225, 15, 0)),
+}  # fmt: skip
+
+
+def one_token(logprob, advantage, objective, **inputs):
+    """Loss and slope of a single token, and the whole result."""
+    logprobs = torch.tensor([logprob], requires_grad=True)
+    result = policy_loss(
+        logprobs,
+        torch.zeros(1),
+        objective=objective,
+        advantages=torch.tensor([advantage]),
+        cu_seqlens=torch.tensor([0, 1]),
+        normaliser=1.0,
+        **inputs,
+    )
+    result.loss.backward()
+    return result.loss.item(), logprobs.grad.item(), result
+
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_every_objective_equals_its_definition(name):
-    compare_policy_loss_of_logprobs(name)
+def test_every_objective_of_given_logprobs_equals_its_definition(name, implementation):
+    compare_policy_loss_of_logprobs(name, 20 if IS_INTERPRETED else 60)
 
 
-def one(logp, advantage, objective, **given):
-    """Loss and slope of a single token whose old log-prob is log 1/2."""
-    return one_token(logp, advantage, objective, **{"old_logprobs": torch.tensor([math.log(0.5)]), **given})
+@pytest.mark.parametrize("name", BY_HAND)
+def test_clips_stop_the_gradient_and_log_ratios_are_clamped_to_20_nats_and_counted(name, implementation):
+    objective, advantage, given, expected = BY_HAND[name]
+    inputs = {f"{key}_logprobs": torch.tensor([float(value)]) for key, value in given.items()}
 
+    def run(**more):
+        loss, slope, found = one_token(-1.0, advantage, objective, **inputs, **more)
+        assert slope == found.coefficient.item()
+        return loss, slope, found.agent_sums["clamped_tokens"].item()
 
-def test_the_clip_stops_the_gradient_only_where_the_ratio_left_in_the_direction_of_the_advantage():
-    objective = PolicyObjective(dual_clip=3.0)
-    assert one(math.log(0.55), 2.0, objective)[:2] == pytest.approx((-2.2, -2.2))  # ratio 1.1
-    assert one(math.log(0.75), 2.0, objective)[:2] == pytest.approx((-2.4, 0.0))  # 1.5 clipped to 1.2
-    assert one(math.log(0.75), -2.0, objective)[:2] == pytest.approx((3.0, 3.0))
-    assert one(math.log(0.25), -2.0, objective)[:2] == pytest.approx((1.6, 0.0))  # 0.5 clipped to 0.8
-    given = {"old_logprobs": torch.tensor([math.log(0.1)])}
-    assert one(math.log(0.5), -2.0, objective, **given)[:2] == pytest.approx((6.0, 0.0))  # 5 stopped at 3
-
-
-@pytest.mark.parametrize("implementation", ["cpu", "reference"])
-@pytest.mark.parametrize("name", CASES)
-def test_log_ratios_are_clamped_to_20_nats_and_counted(name, implementation):
-    check_clamp(name, implementation)
+    assert run() == pytest.approx(expected, rel=1e-5)
+    assert run(dropped=torch.tensor([True])) == (0, 0, 0)  # what is masked is counted as that alone
 
 
 def test_the_gate_masks_sure_tokens_of_its_samples_and_keeps_them_in_the_count():
     for gate, expected in ((True, 0.0), (False, -2.0)):
-        loss, slope, result = one(math.log(0.995), 2.0, PolicyObjective(), old_logprobs=None, gate=torch.tensor([gate]))
+        loss, slope, result = one_token(math.log(0.995), 2.0, PolicyObjective(), gate=torch.tensor([gate]))
         assert (loss, slope) == pytest.approx((expected, expected))
         assert result.agent_sums["masked_tokens"].item() == gate and result.agent_sums["tokens"].item() == 1
-    assert one(math.log(0.98), 2.0, PolicyObjective(), old_logprobs=None, gate=torch.tensor([True]))[1] == -2.0
+    assert one_token(math.log(0.98), 2.0, PolicyObjective(), gate=torch.tensor([True]))[1] == -2.0
 
 
 def test_a_weight_is_on_every_term_and_a_dropped_token_loses_every_term():
     objective = PolicyObjective(kl="k1", kl_coef=0.5, entropy_coef=0.25)
-    given = {"old_logprobs": None, "reference_logprobs": torch.tensor([math.log(0.5)])}
-    loss, slope, _ = one(math.log(0.3), 2.0, objective, **given)
-    weighted = one(math.log(0.3), 2.0, objective, **given, weights=torch.tensor([0.125]))
+    given = {"reference_logprobs": torch.tensor([math.log(0.5)])}
+    loss, slope, _ = one_token(math.log(0.3), 2.0, objective, **given)
+    weighted = one_token(math.log(0.3), 2.0, objective, **given, weights=torch.tensor([0.125]))
     assert weighted[:2] == pytest.approx((loss / 8, slope / 8)) and weighted[2].agent_sums["loss"].item() == weighted[0]
-    dropped = one(math.log(0.3), 2.0, objective, **given, dropped=torch.tensor([True]))
+    dropped = one_token(math.log(0.3), 2.0, objective, **given, dropped=torch.tensor([True]))
     assert dropped[:2] == (0, 0) and dropped[2].agent_sums["masked_tokens"].item() == 1
-    first = one(math.log(0.3), 2.0, PolicyObjective(), old_logprobs=None)
-    same = one(math.log(0.3), 2.0, PolicyObjective(), old_logprobs=None, weights=torch.ones(1))
+    first = one_token(math.log(0.3), 2.0, PolicyObjective())
+    same = one_token(math.log(0.3), 2.0, PolicyObjective(), weights=torch.ones(1))
     assert first[:2] == same[:2]  # to the last digit
 
 

@@ -1,36 +1,89 @@
-"""rms_norm and swiglu: csrc/cpu, the reference and Triton on a GPU against autograd in float64."""
+"""rms_norm, also rotated, and swiglu against autograd in float64; again in interpreter/test_ops.py."""
+
+from functools import partial
 
 import pytest
 import torch
-from row_op_cases import EPS, compare_norm, compare_rotated_norm, compare_swiglu, eager_norm, eager_swiglu
+from every_op import IS_INTERPRETED
+from judging import judge
+from torch.nn.functional import rms_norm as torch_rms_norm
+from torch.nn.functional import silu
 
 from marsrl.kernels import rms_norm, swiglu
 
+EPS = 1e-6
+NAMES = ("output", "first gradient", "second gradient")
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
-TIERS = [
-    (tier, dtype) for tier in ("cpu", "reference") for dtype in (FP32, BF16, FP16) if (tier, dtype) != ("cpu", FP16)
+SHAPES = [
+    ((5,), 7),
+    ((1,), 1),
+    ((70,), 96),
+    ((3, 1), 1030),
+    ((33, 1, 2), 32),
+    ((5000,), 16),
+    ((1, 2), 2),
+    ((33, 2), 10),
 ]
+TIERS = [("cpu", FP32), ("cpu", BF16), *(("reference", dtype) for dtype in (FP32, BF16, FP16))]
+if IS_INTERPRETED:
+    TIERS = [("triton", FP32), ("triton", BF16)]
+    SHAPES = [((19,), 16), ((5, 1), 3), ((1,), 21), ((7, 1, 3), 16), ((5,), 6)]
 
 
-@pytest.mark.parametrize("implementation, dtype", TIERS)
-@pytest.mark.parametrize(
-    "shape, width", [((5,), 7), ((1,), 1), ((70,), 96), ((3, 1), 1030), ((33, 1, 2), 32), ((5000,), 16)]
-)
-def test_they_are_as_exact_as_plain_pytorch(shape, width, implementation, dtype, monkeypatch):
-    monkeypatch.setenv("MARSRL_KERNELS", implementation)
-    compare_norm(shape, width, dtype)
-    compare_norm(shape, width, dtype, step=3, is_zero_centred=True, scale=30.0)
+def eager_norm(x, weight, *, eps=EPS, is_zero_centred=False, rotation=None):
+    """A rotation as transformers has it: x cos + rotate_half(x) sin, with cos and sin of every pair twice."""
+    out = torch_rms_norm(x, weight.shape, weight + is_zero_centred, eps)
+    if rotation is None:
+        return out
+    shape = (x.shape[0], *[1] * (x.dim() - 2), -1)
+    cos, sin = (torch.cat((each, each), -1).to(x.dtype).view(shape) for each in rotation.chunk(2, -1))
+    first, second = out.chunk(2, -1)
+    return out * cos + torch.cat((-second, first), -1) * sin
+
+
+def eager_swiglu(products, weights=None):
+    """Plain PyTorch, each step rounded to its dtype."""
+    gate, up = products.chunk(2, dim=-1)
+    out = silu(gate) * up
+    return (out if weights is None else out * weights.unsqueeze(-1)).to(products.dtype)
+
+
+def compare_norm(shape, width, dtype, *, step=1, is_rotated=False, is_zero_centred=False, scale=1.0, device="cpu"):
+    """shape: of the rows, of which x has every step-th of a larger tensor's. scale: of x."""
+    x = (torch.randn(*shape[:-1], step * shape[-1], width, device=device) * scale).to(dtype)[..., ::step, :]
+    weight = torch.rand(width, device=device).to(dtype)
+    angles = torch.rand(shape[0], width // 2, device=device) * 4000  # of positions up to some thousand
+    rotation = torch.cat((angles.cos(), angles.sin()), -1) if is_rotated else None
+    words = {"eps": EPS, "is_zero_centred": is_zero_centred, "rotation": rotation}
+    judge(NAMES, partial(rms_norm, **words), partial(eager_norm, **words), [x, weight])
+
+
+def compare_swiglu(shape, width, dtype, *, has_weights=True, scale=1.0, device="cpu"):
+    """shape: of the rows. scale: of the products; the gate of some rows is far out on either side."""
+    products = (torch.randn(*shape, 2 * width, device=device) * scale).to(dtype)
+    upstream = torch.randn(*shape, width, device=device).to(dtype)
+    inputs = [products, torch.rand(*shape, device=device)] if has_weights else [products]
+    # A row's weight is worth a sum whose terms cancel.
+    size = (upstream.double() * eager_swiglu(products.double())).abs().sum(-1).max().item()
+    names, scales = NAMES[: 1 + len(inputs)], (0.0, 0.0, size)[: 1 + len(inputs)]
+    judge(names, swiglu, eager_swiglu, inputs, [upstream], scales=scales)
+
+
+def compare(shape, width, dtype, device="cpu"):
+    """Both ops in every form."""
+    compare_norm(shape, width, dtype, device=device)
+    compare_norm(shape, width, dtype, step=3, is_zero_centred=True, scale=30.0, device=device)
+    for step in (1, 3) if width % 2 == 0 else ():
+        compare_norm(shape, width, dtype, step=step, is_rotated=True, device=device)
     for has_weights in (True, False):
-        compare_swiglu(shape, width, dtype, has_weights=has_weights)
-        compare_swiglu(shape, width, dtype, has_weights=has_weights, scale=60.0)  # gates beyond e^88
+        compare_swiglu(shape, width, dtype, has_weights=has_weights, device=device)
+        compare_swiglu(shape, width, dtype, has_weights=has_weights, scale=60.0, device=device)  # gates beyond e^88
 
 
-@pytest.mark.parametrize("implementation, dtype", TIERS)
-@pytest.mark.parametrize("shape, width", [((5, 1, 3), 16), ((1, 2), 2), ((70,), 96), ((33, 2), 10)])
-def test_a_rotated_norm_is_as_exact_as_plain_pytorch(shape, width, implementation, dtype, monkeypatch):
-    monkeypatch.setenv("MARSRL_KERNELS", implementation)
-    compare_rotated_norm(shape, width, dtype)
-    compare_rotated_norm(shape, width, dtype, step=3)
+@pytest.mark.parametrize("implementation, dtype", TIERS, indirect=["implementation"])
+@pytest.mark.parametrize("shape, width", SHAPES)
+def test_they_are_as_exact_as_plain_pytorch(shape, width, implementation, dtype):
+    compare(shape, width, dtype)
 
 
 def test_a_rotation_keeps_lengths_and_angles_between_positions():
@@ -47,13 +100,7 @@ def test_a_rotation_keeps_lengths_and_angles_between_positions():
 @pytest.mark.parametrize("shape, width", [((4099,), 768), ((300, 1, 7), 128), ((7,), 33), ((1300,), 5120)])
 def test_on_a_gpu(shape, width, dtype, monkeypatch):
     monkeypatch.setenv("MARSRL_KERNELS", "triton")
-    compare_norm(shape, width, dtype, device="cuda")
-    compare_norm(shape, width, dtype, step=3, is_zero_centred=True, device="cuda")
-    if width % 2 == 0:
-        compare_rotated_norm(shape, width, dtype, device="cuda")
-        compare_rotated_norm(shape, width, dtype, step=3, device="cuda")
-    compare_swiglu(shape, width, dtype, device="cuda")
-    compare_swiglu(shape, width, dtype, has_weights=False, device="cuda")
+    compare(shape, width, dtype, "cuda")
 
 
 def test_rows_of_zeros_and_of_large_numbers_are_finite():

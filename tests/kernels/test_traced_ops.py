@@ -2,13 +2,14 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from every_op import WITH_GRADIENTS, call, force, that_run_here
-from layout_cases import transposed
+from every_op import CALLS, WITH_GRADIENTS, call, force, resized
+from layout_cases import results, tensors_of, transposed
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,15 +18,10 @@ from torch.utils._pytree import tree_map_only
 from marsrl.kernels import (
     LossInputs,
     PolicyObjective,
-    RowOrder,
     attention_varlen,
     grouped_linear,
     linear_logprob,
     linear_policy_loss,
-    moe_permute,
-    moe_unpermute,
-    rms_norm,
-    swiglu,
 )
 
 
@@ -34,11 +30,8 @@ def _nothing_is_compiled_yet():
     torch._dynamo.reset()
 
 
-def _leaf(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, dtype=dtype).requires_grad_()
-
-
 TRACED = ("rms_norm", "swiglu", "attention_varlen", "grouped_linear", "moe_permute", "moe_unpermute", "linear_logprob")
+TIERS = [each for each in WITH_GRADIENTS if each[0].replace(",", " ").split()[0] in TRACED]
 
 
 class Recorder(TorchDispatchMode):
@@ -54,7 +47,7 @@ class Recorder(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("name, tier", [each for each in WITH_GRADIENTS if each[0].split(",")[0].split()[0] in TRACED])
+@pytest.mark.parametrize("name, tier", TIERS)
 def test_torch_finds_no_fault(name: str, tier: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's own rules for the op and for that of its backward, with sizes that are known and with sizes that are not; and for
     matrices that lie by columns, as a compiler may hand them over."""
@@ -69,73 +62,21 @@ def test_torch_finds_no_fault(name: str, tier: str, monkeypatch: pytest.MonkeyPa
         torch.library.opcheck(op, given, test_utils=("test_schema", "test_faketensor"))
 
 
-def _of_norm(x: Tensor, weight: Tensor) -> Tensor:
-    return rms_norm(x.sin(), weight, eps=1e-6).cos()
-
-
-def _of_rotated(x: Tensor, weight: Tensor) -> Tensor:
-    heads = x.sin()[:, None] * torch.arange(1, 4)[None, :, None]
-    return rms_norm(heads, weight, eps=1e-6, rotation=x.detach().cos()).cos()
-
-
-def _of_gate(x: Tensor, weight: Tensor) -> Tensor:
-    return swiglu(x.sin(), (x @ weight).sin()).cos()
-
-
-def _of_attention(x: Tensor, weight: Tensor) -> Tensor:
-    q = (x.sin()[:, None] * weight).view(-1, 1, 16).expand(-1, 4, 16)
-    bounds = torch.tensor([0, 1, 4], dtype=torch.int32)
-    return attention_varlen(q[:4], q[:4, :2].cos(), q[:4, 2:], bounds, scale=-0.7).cos()
-
-
-def _of_experts(x: Tensor, weight: Tensor) -> Tensor:
-    weights = weight.view(1, 1, 16) * torch.ones(2, 8, 1)
-    return grouped_linear(x.sin(), weights, torch.tensor([2, x.shape[0] - 2])).cos()
-
-
-def _of_rows(x: Tensor, weight: Tensor) -> Tensor:
-    chosen = torch.arange(3)[None] != torch.arange(x.shape[0])[:, None] % 3
-    order = RowOrder.of_map(chosen, 2 * x.shape[0])
-    rows, weights = moe_permute(x.sin(), (x @ weight).cos()[:, None] * torch.arange(1, 4), order)
-    return moe_unpermute(rows.cos() * weights[:, None], order).cos()
-
-
-def _of_head(x: Tensor, weight: Tensor) -> Tensor:
-    head = weight * torch.linspace(-1, 1, 40)[:, None].sin()
-    found = linear_logprob(x.sin(), head, torch.ones_like(x[:, 0], dtype=torch.int64), temperature=1.5)
-    return found.logprobs.cos() + found.entropy
-
-
-CALLERS = {
-    "rms_norm": _of_norm,
-    "rms_norm rotated": _of_rotated,
-    "swiglu": _of_gate,
-    "attention_varlen": _of_attention,
-    "grouped_linear": _of_experts,
-    "moe_permute": _of_rows,
-    "linear_logprob": _of_head,
-}
-
-
-TIERS = [(name, tier) for name in CALLERS for tier in that_run_here(name.split()[0])]
-
-
 @pytest.mark.parametrize("name, tier", TIERS)
-def test_a_compiled_caller_has_one_graph_and_the_gradients_of_eager_code(
+def test_a_compiled_caller_has_one_graph_for_all_sizes_and_the_gradients_of_eager_code(
     name: str, tier: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One graph for all sizes, with the gradients of eager code."""
-    force(monkeypatch, name.split()[0], tier)
-    caller = CALLERS[name]
-    torch._dynamo.reset()
-    backend = CompileCounterWithBackend("aot_eager")
+    force(monkeypatch, name, tier)
+    op, backend = CALLS[name], CompileCounterWithBackend("aot_eager")
+
+    def caller(tensors: dict[str, Tensor]) -> list[Tensor]:
+        leaves = {which: tensors[which].sin() for which in op.leaves}
+        return [out.cos() for out in op.run({**tensors, **leaves})]
+
     compiled = torch.compile(caller, fullgraph=True, dynamic=True, backend=backend)
-    for num_tokens in (6, 11):
-        x, weight = _leaf(num_tokens, 16), _leaf(16)
-        found, expected = compiled(x, weight), caller(x, weight)
-        torch.testing.assert_close(found, expected)
-        gradients = [torch.autograd.grad(out.sum(), (x, weight)) for out in (found, expected)]
-        torch.testing.assert_close(*gradients)
+    for num_tokens in (6, 12):
+        tensors = resized(tensors_of(op), num_tokens)
+        torch.testing.assert_close(*(results(replace(op, run=each), tensors) for each in (compiled, caller)))
     assert backend.frame_count == 1
 
 
@@ -190,7 +131,8 @@ def test_the_policy_loss_breaks_the_graph_and_says_why():
 
 
 def test_experts_that_write_main_grad_break_the_graph_and_say_why():
-    x, weights, buffers = _leaf(5, 8), _leaf(2, 4, 8), (torch.zeros(2, 4, 8), torch.zeros(2, 4, 8))
+    x, weights = (torch.randn(size).requires_grad_() for size in ((5, 8), (2, 4, 8)))
+    buffers = torch.zeros(2, 2, 4, 8)
 
     def experts(x: Tensor, main_grad: Tensor) -> Tensor:
         return grouped_linear(x.sin(), weights, [2, 3], main_grad=main_grad).cos()

@@ -1,4 +1,4 @@
-"""A job of two trainer ranks (gloo), of which the first starts two processes that serve an engine each. See test_direct_sync.
+"""A job of two trainer ranks (gloo), of which the first has two engines, in threads of their own. See test_direct_sync.
 
 They publish the same weights through files, then straight from the ranks in both ways, under every layout, and rank 0 notes
 what the engines hold afterwards. Engines forget what they hold between two publishes. A last publish is spoiled at one. Then
@@ -7,19 +7,27 @@ weights of another directory are sent, by what has changed.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
-import multiprocessing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from direct_engine import serve
 from megatron_models import learner
 
+from marsrl.rollout.engines.local.engine import LocalEngine
+from marsrl.rollout.engines.protocol import EngineInfo, WeightReceipt, WeightUpdate
 from marsrl.rollout.pool.pool import EnginePool
-from marsrl.rollout.pool.replicas import OnLost, Timed, ignore_loss
+from marsrl.rollout.pool.replicas import LocalReplicas, Lost, OnLost, Timed, ignore_loss
+from marsrl.rollout.state import decode
+from marsrl.rollout.weights.checksum import checksum
+from marsrl.rollout.weights.direct import ReceivePlan, WeightReceiver
+from marsrl.rollout.weights.layout import EngineShard, shard_layout
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.megatron import parallel
 from marsrl.trainer.weights.comparison import CheckedEngines
@@ -29,63 +37,103 @@ BUCKET = 4096  # bytes: most tensors take several
 KINDS: tuple[Literal["nccl", "ipc"], ...] = ("nccl", "ipc")
 
 
-class Processes:
-    """Engines in other processes, as far as a sync needs pool.Replicas. They end when this process does, or lets go of its
-    connections."""
+def spoil(weights: dict[str, torch.Tensor], names: list[str]) -> None:
+    """Change one bit of each of these fused tensors, once."""
+    while names:
+        weights[names.pop()].view(-1)[-1:].view(torch.uint8)[0] ^= 1
 
-    can_restart = False
 
-    def __init__(self, num: int) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["marsrl.rollout.engines.local.engine"])
-        self.connections: list[Any] = []
-        for _ in range(num):
-            ours, theirs = context.Pipe()
-            context.Process(target=serve, args=(theirs,), daemon=True).start()
-            theirs.close()
-            self.connections.append(ours)
+def checksums(weights: dict[str, torch.Tensor]) -> dict[str, Any]:
+    return {name: checksum(tensor) for name, tensor in weights.items()}
 
-    def end(self) -> None:
-        for connection in self.connections:
-            connection.close()
 
-    def __len__(self) -> int:
-        return len(self.connections)
+class Halves:
+    """Two tensor-parallel shards without an engine around them: zeros of the shapes that their plans name."""
 
-    def call(self, method: str, arguments: Mapping[int, Any], on_lost: OnLost = ignore_loss) -> dict[int, Timed]:
-        for engine, args in arguments.items():
-            self.connections[engine].send((method, args))
-        answers: dict[int, Timed] = {engine: self.connections[engine].recv() for engine in arguments}
-        for answer in answers.values():
-            if isinstance(answer.value, Exception):
-                raise answer.value
-        return answers
+    def __init__(self, num_kv_heads: int, spreads_experts: bool) -> None:
+        shards = [EngineShard.of(part, 2, num_kv_heads, spreads_experts=spreads_experts) for part in range(2)]
+        self._info = EngineInfo("halves", "Halves", "marsrl", "0", "cpu", "float32", shards=tuple(shards))
+        self._receivers = [WeightReceiver(torch.device("cpu")) for _ in shards]
+        self.weights: list[dict[str, torch.Tensor]] = []
+        self.spoils: list[str] = []
 
-    def ask(self, method: str, *args: Any) -> list[Any]:
-        return [answer.value for answer in self.call(method, dict.fromkeys(range(len(self)), args)).values()]
+    def info(self) -> EngineInfo:
+        return self._info
+
+    def score(self, sequences: list[np.ndarray], adapter: str = "") -> list[np.ndarray]:
+        return [np.zeros(len(sequence) - 1, np.float32) for sequence in sequences]
+
+    def update_weights(self, update: WeightUpdate) -> WeightReceipt:
+        """Both receive at once, as two processes would."""
+        plans = [decode(ReceivePlan, each) for each in update.receive_plans]
+        layouts = [shard_layout(plan.hf_shapes, plan.shard) for plan in plans]
+        self.weights = [{name: torch.zeros(shape) for name, shape in layout.shapes.items()} for layout in layouts]
+        with ThreadPoolExecutor(len(plans)) as threads:
+            list(threads.map(WeightReceiver.receive, self._receivers, plans, [held.get for held in self.weights]))
+        spoil(self.weights[1], self.spoils)
+        return WeightReceipt(update.version, [checksums(held) for held in self.weights], 0.0)
+
+
+class SpoilingEngine(LocalEngine):
+    """Changes one bit of what `spoils` names, once it is there."""
+
+    def __init__(self, model: str, dtype: str) -> None:
+        super().__init__(model, dtype=dtype, max_model_len=128)
+        self.spoils: list[str] = []
+
+    def forget(self) -> None:
+        for tensor in self._model.weights.values():
+            tensor.fill_(7)
+
+    def held(self) -> dict[str, str]:
+        tensors = {name: tensor.view(torch.uint8).numpy() for name, tensor in self._model.weights.items()}
+        return {name: hashlib.sha256(tensor.tobytes()).hexdigest() for name, tensor in tensors.items()}
+
+    def update_weights(self, update: WeightUpdate) -> WeightReceipt:
+        receipt = super().update_weights(update)
+        if self.spoils:
+            spoil(self._model.weights, self.spoils)
+            receipt = replace(receipt, checksums=(checksums(self._model.weights),))
+        return receipt
+
+
+class AtOnce(LocalReplicas):
+    """Engines of this process that are called at the same time."""
+
+    def call(
+        self, method: str, arguments: Mapping[int, tuple[Any, ...]], on_lost: OnLost = ignore_loss
+    ) -> Mapping[int, Timed | Lost]:
+        call = super().call
+        with ThreadPoolExecutor(len(arguments)) as threads:
+            answers = threads.map(lambda replica: call(method, {replica: arguments[replica]}), arguments)
+            return {replica: answer for each in answers for replica, answer in each.items()}
 
 
 class Publishing:
-    """Publishes of a learner to engines, whose processes rank 0 has. dtype: of the engines."""
+    """Publishes of a learner to engines, which rank 0 has. dtype: of the engines."""
 
-    def __init__(self, learner: Learner, dtype: str, engines: Processes | None) -> None:
-        self.learner, self.engines = learner, engines
+    def __init__(self, learner: Learner, dtype: str) -> None:
+        self.learner = learner
         self.dtype: torch.dtype = getattr(torch, dtype)
+        self.engines: list[Any] = []
 
-    def new(self, *kind: Any) -> CheckedEngines | None:
-        """Engines of this kind in the place of those before; on rank 0."""
-        if self.engines is None:
+    def new(self, kind: Callable[..., Any], *words: Any) -> CheckedEngines | None:
+        """Two engines of this kind in the place of those before; on rank 0."""
+        if dist.get_rank() > 0:
             return None
-        self.engines.ask(*kind)
-        return CheckedEngines(EnginePool(self.engines), vocab_size=self.learner.vocab_size)  # type: ignore[arg-type]
+        self.engines = [kind(*words) for _ in range(2)]
+        return CheckedEngines(EnginePool(AtOnce(self.engines)), vocab_size=self.learner.vocab_size)
 
     def direct(self, engines: CheckedEngines | None, kind: Literal["nccl", "ipc"], **options: Any) -> DirectSync:
         return DirectSync(engines, self.dtype, kind, bucket_bytes=BUCKET, timeout_s=60.0, **options)
 
+    def held(self) -> list[dict[str, str]]:
+        return [engine.held() for engine in self.engines]
+
     def spoiled(self, sync: WeightSync, version: int, name: str) -> str:
         """What is said when a bit of this tensor changes in the second engine; on rank 0."""
-        if self.engines:
-            self.engines.call("spoil", {1: (name,)})
+        for engine in self.engines[1:]:
+            engine.spoils.append(name)
         try:
             sync.publish(self.learner, version)
         except RuntimeError as error:
@@ -95,20 +143,17 @@ class Publishing:
     def whole(self, model: str, dtype: str) -> dict[str, Any]:
         """The engines' weights after a publish through files, and straight from the ranks by nccl and ipc; on rank 0."""
         found: dict[str, Any] = {}
-        checked = self.new("local", model, dtype)
+        checked = self.new(SpoilingEngine, model, dtype)
         syncs: dict[str, WeightSync] = {"shm": FileSync(checked, self.dtype)}
         syncs |= {kind: self.direct(checked, kind) for kind in KINDS}
         for kind, sync in syncs.items():
             for version in [1] if kind == "shm" else [1, 2]:  # the second over the same connection
-                if self.engines:
-                    self.engines.ask("forget")
+                for engine in self.engines:
+                    engine.forget()
                 report = sync.publish(self.learner, version)
-            if self.engines and report:
-                found[kind] = {
-                    "held": self.engines.ask("held"),
-                    "bytes": report.num_bytes,
-                    "probe": report.comparison and report.comparison.largest,
-                }
+            if report:
+                probe = report.comparison and report.comparison.largest
+                found[kind] = {"held": self.held(), "bytes": report.num_bytes, "probe": probe}
             if kind != "shm":
                 name = sorted(found[kind]["held"][0])[-2] if found else ""
                 said = self.spoiled(sync, 9, name)
@@ -119,7 +164,7 @@ class Publishing:
 
     def changes(self, model: str, changed: str, dtype: str) -> dict[str, Any]:
         """What engines hold after changes alone were sent, after one engine lost its numbers, and after files; on rank 0."""
-        checked = self.new("local", model, dtype)
+        checked = self.new(SpoilingEngine, model, dtype)
         by_change = self.direct(checked, "nccl", delta=True)
         files = FileSync(checked, self.dtype)
         found: dict[str, Any] = {}
@@ -127,10 +172,9 @@ class Publishing:
             if kind == "changes":
                 self.learner.read_weights(changed)
             if kind == "after a loss" and self.engines:
-                self.engines.call("forget", {1: ()})
-            report = (files if kind == "files" else by_change).publish(self.learner, version)
-            if self.engines and report:
-                found[kind] = [self.engines.ask("held"), report.num_bytes, report.changed_share]
+                self.engines[1].forget()
+            if report := (files if kind == "files" else by_change).publish(self.learner, version):
+                found[kind] = [self.held(), report.num_bytes, report.changed_share]
         by_change.close()
         files.close()
         return found
@@ -141,11 +185,11 @@ class Publishing:
         said = {}
         for experts, kind in itertools.product(("cut", "spread"), KINDS):
             # they score nothing: no version is compared
-            sync = self.direct(self.new("halves", 2, experts == "spread"), kind, verify_every=100)
+            sync = self.direct(self.new(Halves, 2, experts == "spread"), kind, verify_every=100)
             sync.publish(self.learner, 1)
             name = f"{kind}_{experts}"
-            if self.engines:
-                self.engines.call("save", {0: (str(folder / "first.pt"),), 1: (str(folder / f"{name}.pt"),)})
+            for engine in self.engines[1:]:
+                torch.save(engine.weights, folder / f"{name}.pt")
             said[name] = self.spoiled(sync, 2, "lm_head.weight")
             sync.close()
         return said
@@ -154,17 +198,11 @@ class Publishing:
 def job(folder: str, cases: dict[str, tuple[str, dict[str, int], str, str]]) -> dict[str, Any]:
     """Findings of Publishing in each case, on rank 0; with engines in halves too, in the case that says so."""
     found: dict[str, Any] = {}
-    engines: Processes | None = None
     for name, (model, layout, dtype, engine_dtype) in cases.items():
-        policy = learner(model, layout=layout, dtype=dtype)
-        if engines is None and dist.get_rank() == 0:
-            engines = Processes(2)
-        publishing = Publishing(policy, engine_dtype, engines)
+        publishing = Publishing(learner(model, layout=layout, dtype=dtype), engine_dtype)
         found[name] = publishing.whole(model, engine_dtype)
         if name.endswith("halves"):
             found[name]["halves"] = publishing.halves(Path(folder))
         found[name]["changes"] = publishing.changes(model, f"{model}_changed", engine_dtype)
         parallel.stop(keep_world=True)
-    if engines:
-        engines.end()
     return found

@@ -16,7 +16,17 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from megatron_models import averaged, learner, num_trained, on_one_base, save, sequences, step, weights
+from megatron_models import (
+    averaged,
+    learner,
+    num_trained,
+    on_one_base,
+    save,
+    sequences,
+    step,
+    weights,
+    with_random_experts,
+)
 
 from marsrl.kernels import PolicyObjective
 from marsrl.rollout.kept_tokens import KeptTokens
@@ -69,7 +79,7 @@ def third_step(policy: Learner, layout: dict[str, int], checkpoint: Path | None 
     return found
 
 
-def run(model: str, layout: dict[str, int], checkpoint: Path | None = None) -> dict[str, Any]:
+def run(model: str, layout: dict[str, int], checkpoint: Path) -> dict[str, Any]:
     """Two steps on the ranks of this world: statistics, scores, their noise, weights before and after; a checkpoint."""
     read, read_file = list[int](), HfReader._read
 
@@ -93,8 +103,7 @@ def run(model: str, layout: dict[str, int], checkpoint: Path | None = None) -> d
     is_split = len(mine) < 2  # over the data-parallel ranks
     total /= 1 if is_split else dist.get_world_size()
     dist.all_reduce(total)
-    if checkpoint is not None:
-        save(policy, checkpoint)
+    save(policy, checkpoint)
     return {
         "stats": stats,
         "scores": total.tolist(),
@@ -106,18 +115,13 @@ def run(model: str, layout: dict[str, int], checkpoint: Path | None = None) -> d
 
 
 def forced(samples: list[TrainSequence]) -> list[TrainSequence]:
-    """Two random ones of four experts for every token but the last; of every other token what its sampler kept."""
-    rng = np.random.default_rng(3)
-    return [
-        replace(
-            s,
-            routed_experts=rng.random((s.num_tokens - 1, 2, 4)).argsort(-1)[..., :2].astype(np.uint8),
-            kept_tokens=KeptTokens.of(
-                [np.unique(np.array([token, 5, 40], np.int32))[: 3 * (token % 2)] for token in s.token_ids]
-            ),
-        )
-        for s in samples
-    ]
+    """With random experts, and of every other token what its sampler kept."""
+
+    def kept(s: TrainSequence) -> KeptTokens:
+        ids = [np.unique(np.array([token, 5, 40], np.int32))[: 3 * (token % 2)] for token in s.token_ids]
+        return KeptTokens.of(ids)
+
+    return [replace(s, kept_tokens=kept(s)) for s in with_random_experts(samples)]
 
 
 Tokens = dict[str, tuple[int, list[float], list[float], list[int]]]
@@ -216,11 +220,13 @@ def job(
     resumed: dict[str, list[tuple[str, str]]],
     updated: dict[str, list[str]],
     adapters: dict[str, dict[str, list[Any]]],
+    resumed_adapters: dict[str, list[tuple[str, str]]],
 ) -> None:
     """Into the file `out`, by rank 0.
 
-    resumed: {kind: [[layout of the checkpoint, layout of the resumed run], ...]}. updated: {layout: router_replay of
-    updates()}, of the models "qwen3_moe" and, as its reference, "reference". adapters: {kind: {name: [layout, recompute]}}.
+    resumed: {kind: [[layout of the checkpoint, layout of the resumed run], ...]}; so are resumed_adapters. updated: {layout:
+    router_replay of updates()}, of the models "qwen3_moe" and, as its reference, "reference". adapters: {kind: {name: [layout,
+    recompute]}}.
     """
     folder = Path(out).parent
     report: dict[str, Any] = {}
@@ -239,8 +245,10 @@ def job(
             did(f"{kind}/{before} -> {after}", third_step(new_learner(models[kind], layout), layout, place))
     for kind in adapters:
         for name, (layout, recompute) in adapters[kind].items():
-            case, place = f"adapters, {kind}/{name}", folder / "adapters" / kind / name
-            did(case, run_adapters(models[kind], kind, layout, recompute, place))
-            did(f"{case}, resumed", resume_adapters(models[kind], kind, layout, place))
+            place = folder / "adapters" / kind / name
+            did(f"adapters, {kind}/{name}", run_adapters(models[kind], kind, layout, recompute, place))
+        for before, after in resumed_adapters[kind]:
+            (layout, _), place = adapters[kind][after], folder / "adapters" / kind / before
+            did(f"adapters, {kind}/{before} -> {after}", resume_adapters(models[kind], kind, layout, place))
     if dist.get_rank() == 0:
         torch.save(report, out)

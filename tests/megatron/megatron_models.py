@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
@@ -43,6 +44,16 @@ KINDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def own_groups() -> Iterator[None]:
+    """The process groups of one test do not reach into the next: of every test whose conftest.py has this name."""
+    torch.set_num_threads(1)
+    yield
+    from marsrl.trainer.learner.megatron import parallel
+
+    parallel.stop()
+
+
 def save_model(kind: str, folder: Path, *, seed: int = 0, **changes: object) -> Path:
     """A random model directory: qwen2 (bias, untied), qwen3 (tied), qwen3_moe (untied), llama (every bias, scaled rotary
     frequencies of which one stays, two are between and five are stretched, tied), mistral (untied, sizes of heads not given)."""
@@ -64,9 +75,7 @@ def save_model(kind: str, folder: Path, *, seed: int = 0, **changes: object) -> 
     return folder
 
 
-def sequences(
-    num: int, *, seed: int = 0, num_agents: int = 2, mean: int = 12, vocab: int = VOCAB, multiple: int = 1
-) -> list[TrainSequence]:
+def sequences(num: int, *, seed: int = 0, num_agents: int = 2, multiple: int = 1) -> list[TrainSequence]:
     """Random samples with an advantage, some tool tokens in them, log-probs of a rollout, every third positive.
 
     multiple: of which every length is one, so that context parallelism pads nothing (padding enters the router's loss).
@@ -74,15 +83,15 @@ def sequences(
     rng = np.random.default_rng(seed)
     out = []
     for i in range(num):
-        prompt, n = rng.integers(2, 6), int(rng.integers(mean // 2, mean * 2))
+        prompt, n = rng.integers(2, 6), int(rng.integers(6, 24))
         n += -(int(prompt) + n) % multiple
         is_sampled = rng.random(n) > 0.15
         is_sampled[-1] = True
         out.append(
             TrainSequence(
                 uid=f"s{i}",
-                prompt_ids=rng.integers(0, vocab, prompt).astype(np.int32),
-                token_ids=rng.integers(0, vocab, n).astype(np.int32),
+                prompt_ids=rng.integers(0, VOCAB, prompt).astype(np.int32),
+                token_ids=rng.integers(0, VOCAB, n).astype(np.int32),
                 is_sampled=is_sampled,
                 rollout_logprobs=(-rng.random(n) * 6).astype(np.float32),
                 advantage=float(rng.normal()),
@@ -92,6 +101,13 @@ def sequences(
             )
         )
     return out
+
+
+def with_random_experts(samples: list[TrainSequence]) -> list[TrainSequence]:
+    """Every token but the last of each sample forced to two random ones of four experts in both layers."""
+    rng = np.random.default_rng(3)
+    chosen = [rng.random((s.num_tokens - 1, 2, 4)).argsort(-1)[..., :2].astype(np.uint8) for s in samples]
+    return [replace(s, routed_experts=experts) for s, experts in zip(samples, chosen, strict=True)]
 
 
 def micro_batches(samples: list[TrainSequence], cuts: int, *, align: int = 1) -> list[PackedBatch]:

@@ -66,7 +66,7 @@ def test_an_agents_share_of_the_gradient_is_that_of_a_step_in_which_others_have_
 def test_an_agent_without_a_token_has_no_share(tmp_path: Path) -> None:
     samples = [s for s in tiny.sequences(6) if s.agent == 1]
     policy = tiny.learner(tiny.save_model("qwen3", tmp_path / "m"))
-    stats = tiny.step(policy, tiny.micro_batches(samples, 1), normaliser=tiny.num_trained(samples), by_agent=True)
+    stats = tiny.step(policy, tiny.micro_batches(samples, 1), by_agent=True)
     assert stats.agent_grad_norms == (None, pytest.approx(stats.grad_norm, rel=1e-6))
 
 
@@ -218,9 +218,7 @@ def test_the_tokens_of_an_update_are_transformers_and_keeping_them_changes_no_bi
 
     def stepped(keep: frozenset[str]) -> tuple[StepStats, dict[str, Tensor]]:
         policy = tiny.learner(folder, mpt=mpt)
-        stats = tiny.step(
-            policy, tiny.micro_batches(samples, 2, align=4), normaliser=tiny.num_trained(samples), keep=keep
-        )
+        stats = tiny.step(policy, tiny.micro_batches(samples, 2, align=4), keep=keep)
         return stats, tiny.weights(policy)
 
     stats, kept = stepped(frozenset(s.uid for s in samples))

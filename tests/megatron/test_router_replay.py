@@ -1,10 +1,10 @@
-"""Replayed experts: one's own change no bit, others give the gradient of a mixture of experts written by hand."""
+"""Replayed experts: one's own change no bit, others give the gradient that transformers' model has with them."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import megatron_models as tiny
@@ -13,49 +13,33 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from torch.nn.functional import linear, silu
 
 from marsrl.trainer.data.packing import TrainSequence, pack
 from marsrl.trainer.data.scatter import Update
 from marsrl.trainer.learner.learner import Learner
 
-LAYERS, EXPERTS, TOP_K = 2, 4, 2
+LAYERS = 2
 
 
-def with_random_experts(samples: list[TrainSequence]) -> list[TrainSequence]:
-    """Every token but the last of each sample forced to two random experts in every layer."""
-    rng = np.random.default_rng(3)
-    orders = [rng.random((s.num_tokens - 1, LAYERS, EXPERTS)).argsort(-1) for s in samples]
-    return [
-        replace(s, routed_experts=order[..., :TOP_K].astype(np.uint8)) for s, order in zip(samples, orders, strict=True)
-    ]
-
-
-class HandWritten:
-    """A transformers model whose experts are a loop over tokens; `experts` [tokens, layers, top_k] forces the first ones."""
+class Judge:
+    """A transformers model; `experts` [tokens, layers, top_k] forces those of the first tokens."""
 
     def __init__(self, folder: Path) -> None:
         self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.experts: np.ndarray | None = None
         self.seen: list[Tensor] = []  # own choice of every layer, in order
         for index, layer in enumerate(self.model.model.layers):
-            layer.mlp.forward = MethodType(lambda block, x, index=index: self.mixture(block, x, index), layer.mlp)
+            layer.mlp.gate.register_forward_hook(partial(self.routed, index))
 
-    def mixture(self, block: Any, x: Tensor, index: int) -> Tensor:
-        rows, out = x.reshape(-1, x.shape[-1]), []
-        router = linear(rows, block.gate.weight).softmax(-1)
-        own = router.topk(TOP_K, -1).indices
-        self.seen.append(own)
-        for t, row in enumerate(rows):
-            is_forced = self.experts is not None and t < len(self.experts)
-            chosen = self.experts[t, index].tolist() if is_forced else own[t].tolist()  # type: ignore[index]
-            total = sum(router[t, e] for e in chosen) if block.gate.norm_topk_prob else 1.0
-            parts = []
-            for e in chosen:
-                gate, up = linear(row, block.experts.gate_up_proj[e]).chunk(2)
-                parts.append(router[t, e] / total * linear(silu(gate) * up, block.experts.down_proj[e]))
-            out.append(sum(parts))
-        return torch.stack(out).reshape(x.shape)
+    def routed(self, index: int, router: Any, _: Any, outputs: tuple[Tensor, Tensor, Tensor]) -> Any:
+        logits, scores, chosen = outputs
+        self.seen.append(chosen)
+        if self.experts is not None:
+            chosen = chosen.clone()
+            chosen[: len(self.experts)] = torch.from_numpy(self.experts[:, index]).long()
+            scores = logits.softmax(-1).gather(1, chosen)
+            scores = scores / scores.sum(-1, keepdim=True) if router.norm_topk_prob else scores
+        return logits, scores, chosen
 
     def gradient(self, samples: list[TrainSequence]) -> tuple[float, dict[str, Tensor]]:
         """(loss, {name: gradient}) of the on-policy gradient step, experts forced where a sample has them."""
@@ -71,7 +55,7 @@ class HandWritten:
         return float(loss.detach()), {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
 
 
-def compared(policy: Learner, by_hand: dict[str, Tensor]) -> float:
+def compared(policy: Learner, theirs: dict[str, Tensor]) -> float:
     """Largest difference of the gradients of routers, experts, norms, embedding and head."""
     names = {"embedding.word_embeddings.weight": "model.embed_tokens.weight", "output_layer.weight": "lm_head.weight"}
     of_layer = {
@@ -84,27 +68,27 @@ def compared(policy: Learner, by_hand: dict[str, Tensor]) -> float:
         names |= {f"decoder.layers.{i}.{name}": f"model.layers.{i}.{hf}" for name, hf in of_layer.items()}
     ours, off = tiny.gradients(policy), []
     for name, hf in names.items():
-        expected = by_hand[hf]
+        expected = theirs[hf]
         rows = expected.shape[0]  # padded where they are tokens
         off.append((ours[name][:rows].reshape(expected.shape) - expected).abs().max())
     return float(max(off))
 
 
 @pytest.mark.parametrize("normalises", [True, False])
-def test_forced_experts_give_the_gradient_of_a_hand_written_mixture(normalises: bool, tmp_path: Path) -> None:
+def test_forced_experts_give_the_gradient_of_transformers_with_them(normalises: bool, tmp_path: Path) -> None:
     folder = tiny.save_model("qwen3_moe", tmp_path / "m", norm_topk_prob=normalises)
-    samples = with_random_experts(tiny.sequences(5))
+    samples = tiny.with_random_experts(tiny.sequences(5))
     unclipped = tiny.OPTIMIZER.model_copy(update={"grad_clip": 1e9})
     policy = tiny.learner(folder, router_replay="rollout", optimizer=unclipped)
     stats = tiny.step(policy, tiny.micro_batches(samples, 2))
-    by_hand = HandWritten(folder)
-    loss, gradient = by_hand.gradient(samples)
+    judge = Judge(folder)
+    loss, gradient = judge.gradient(samples)
     assert stats.loss == pytest.approx(loss, abs=5e-7)
     assert compared(policy, gradient) < 1e-6
     assert float(gradient["model.layers.0.mlp.gate.weight"].abs().max()) > 1e-3  # the trainer's router has a gradient
     assert stats.replay is not None
     differ = choices = 0
-    layers = [torch.stack(by_hand.seen[i : i + LAYERS], 1) for i in range(0, len(by_hand.seen), LAYERS)]
+    layers = [torch.stack(judge.seen[i : i + LAYERS], 1) for i in range(0, len(judge.seen), LAYERS)]
     for s, own in zip(samples, layers, strict=True):
         assert s.routed_experts is not None
         forced = torch.from_numpy(s.routed_experts).long().sort(-1).values
@@ -141,7 +125,7 @@ def test_later_updates_keep_the_experts_of_the_weights_before_the_first(recomput
     folder = tiny.save_model("qwen3_moe", tmp_path / "m")
     samples = tiny.sequences(8)
     parts = [samples[:4], samples[4:]]
-    own = HandWritten(folder)  # what the start weights choose
+    own = Judge(folder)  # what the start weights choose
     recorded = []
     with torch.no_grad():
         for s in samples:
@@ -167,9 +151,9 @@ def test_a_sample_without_a_record_is_refused_and_padding_is_not(tmp_path: Path)
     policy = tiny.learner(folder, router_replay="rollout")
     with pytest.raises(ValueError, match="needs the experts chosen in decoding"):
         tiny.step(policy, tiny.micro_batches(samples, 1), normaliser=9.0)
-    stats = tiny.step(policy, [pack(with_random_experts(samples)), pack([])], normaliser=9.0)
+    stats = tiny.step(policy, [pack(tiny.with_random_experts(samples)), pack([])], normaliser=9.0)
     assert stats.replay is not None and stats.replay.tokens == sum(s.num_tokens - 1 for s in samples)
-    other = [replace(s, routed_experts=s.routed_experts[:, :1]) for s in with_random_experts(samples)]  # type: ignore[index]
+    other = [replace(s, routed_experts=s.routed_experts[:, :1]) for s in tiny.with_random_experts(samples)]  # type: ignore[index]
     with pytest.raises(ValueError, match="1 layers x 2 experts a token, the policy has 2 x 2"):
         tiny.step(policy, [pack(other)], normaliser=9.0)
     with pytest.raises(ValueError, match="router_replay is recompute, but Qwen3ForCausalLM has no experts"):

@@ -17,16 +17,16 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parent.parent / "megatron"))
 
 from live_bytes import CudaBytes, LiveBytes
-from megatron_models import save_model
+from megatron_models import learner, save_model
 
 from marsrl.kernels import PolicyObjective
 from marsrl.kernels.head import chunked_head, gemms, tiles
+from marsrl.rollout.adapter import AdapterConfig
 from marsrl.rollout.model_shape import read_shape
 from marsrl.rollout.routed_experts import not_recorded
-from marsrl.trainer.config import LayoutConfig, MptConfig, PolicyConfig
+from marsrl.trainer.config import LayoutConfig, PolicyConfig
 from marsrl.trainer.data.packing import TrainSequence, pack
 from marsrl.trainer.data.scatter import Update
-from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.megatron import parallel, shim
 from marsrl.trainer.learner.megatron.layout import resolve
 from marsrl.trainer.plan.memory import RouterReplay, Training, most_loaded_rank, rank_memory
@@ -135,22 +135,19 @@ def compare(
 
     With router_replay every token of the sequences has a record, and none of these says which experts: routing is the same.
     """
-    optimizer = {"distributed": is_distributed}
     on_cpu = "full" if recompute == "full_offload" else recompute  # which a CPU refuses
-    config = PolicyConfig.model_validate(
-        {"dtype": dtype, "recompute": on_cpu, "layout": layout, "optimizer": optimizer, "adapter": adapter}
-    )
     shape, resolved = read_shape(folder), resolve(LayoutConfig(**layout))
-    on_gpu = torch.cuda.is_available()
     elsewhere = inputs_on_host() if recompute == "full_offload" else nullcontext()
-    with device_head(), elsewhere, rows_of_experts() as rows, CudaBytes() if on_gpu else LiveBytes() as memory:
-        learner = Learner(
-            config,
+    counted = CudaBytes() if torch.cuda.is_available() else LiveBytes()
+    with device_head(), elsewhere, rows_of_experts() as rows, counted as memory:
+        policy = learner(
             folder,
-            objectives=[PolicyObjective(kl="k3", kl_coef=0.1) if reference else PolicyObjective()],
-            mpt=MptConfig(scope="off"),
-            total_steps=4,
-            seed=0,
+            objective=[PolicyObjective(kl="k3", kl_coef=0.1) if reference else PolicyObjective()],
+            dtype=dtype,
+            recompute=on_cpu,
+            layout=layout,
+            optimizer={"distributed": is_distributed},
+            adapter=adapter,
             reference_dir=reference,
             router_replay=router_replay,
         )
@@ -161,14 +158,14 @@ def compare(
         if router_replay == "rollout":
             places = (given[0].num_tokens - 1, shape.num_layers, shape.experts_per_token)
             given = [replace(each, routed_experts=np.full(places, not_recorded(np.uint8), np.uint8)) for each in given]
-        batches = [pack(given, align=learner.align) for _ in range(2)]
-        learner.train_step([Update(tuple(batches), 100.0)])
+        batches = [pack(given, align=policy.align) for _ in range(2)]
+        policy.train_step([Update(tuple(batches), 100.0)])
         peak = memory.peak
     setup = Training(
         shape=shape,
         layout=resolved,
         world_size=world,
-        dtype=config.dtype,
+        dtype=dtype,  # type: ignore[arg-type]
         recompute=recompute,  # type: ignore[arg-type]
         tokens=batches[0].num_tokens,
         num_micro_batches=len(batches),
@@ -176,7 +173,7 @@ def compare(
         distributes_optimizer=is_distributed,
         reference=read_shape(reference) if reference else None,
         router_replay=router_replay,
-        adapters=(config.adapter,) if config.adapter else (),
+        adapters=(AdapterConfig.model_validate(adapter),) if adapter else (),
     )
     if rows:
         setup = replace(setup, expert_imbalance=max(rows) / setup.rows)

@@ -2,34 +2,37 @@
 
 import pytest
 import torch
-from attention_cases import compare as compare_attention
-from grouped_linear_cases import by_grouped_mm, compare_main_grad
-from grouped_linear_cases import compare as compare_grouped_linear
-from row_op_cases import compare_norm, compare_rotated_norm, compare_swiglu
 from test_attention_decode import (  # noqa: F401
     test_any_finite_scale_of_decoding_is_served,
     test_each_row_sees_its_own_keys,
     test_what_stands_behind_a_length_does_not_count,
 )
+from test_attention_varlen import compare as compare_attention
 from test_attention_varlen import (  # noqa: F401
+    test_a_nan_stays_in_its_sequence_and_its_gradients,
     test_any_finite_scale_is_served,
     test_causal_self_attention,
     test_every_key_is_seen_without_causal,
     test_head_groupings_and_scale,
-    test_no_tokens_and_a_nan,
+    test_no_tokens,
     test_queries_at_the_end_of_longer_keys_see_the_prefix,
 )
 from test_grouped_linear import (  # noqa: F401
+    by_grouped_mm,
+    compare_main_grad,
     test_dw_is_added_to_main_grad,
     test_each_expert_sees_its_own_rows,
     test_no_rows_and_no_expert,
 )
+from test_grouped_linear import compare as compare_grouped_linear
 from test_moe_permute import (  # noqa: F401
     test_each_expert_gets_its_tokens_and_each_token_their_sum,
-    test_order_of_rows_there_and_back_and_their_sums,
+    test_sums_round_once,
     test_the_backward_keeps_neither_tokens_nor_rows,
+    test_the_order_of_rows_there_and_back,
     test_weights_have_a_dtype_of_their_own,
 )
+from test_row_ops import test_they_are_as_exact_as_plain_pytorch  # noqa: F401
 
 from marsrl.kernels import attention_varlen
 from marsrl.kernels.attention_decode import triton_impl as decode
@@ -41,7 +44,6 @@ from marsrl.kernels.swiglu import triton_impl as gate
 
 # of packed attention 8 x 4 forward, 8 x 8 and 4 x 8 for the gradients: neither side divides the other everywhere
 ATTENTION = attention.TilePlan(*(attention.Tiles(*each, 4, 1) for each in ((8, 4), (8, 8), (4, 8))))
-DTYPES = [torch.float32, torch.bfloat16]
 
 
 @pytest.fixture
@@ -86,19 +88,3 @@ def test_the_tiles_of_a_gpu():
 def test_what_the_attention_cannot_serve_is_refused(x, reason):
     with pytest.raises(RuntimeError, match=reason):
         attention_varlen(x, x, x, torch.tensor([0, 5]))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape, width", [((19,), 16), ((5, 1), 3), ((1,), 21)])
-def test_row_ops_are_as_exact_as_plain_pytorch(shape, width, dtype, implementation):
-    compare_norm(shape, width, dtype)
-    compare_norm(shape, width, dtype, step=3, is_zero_centred=True)
-    compare_swiglu(shape, width, dtype)
-    compare_swiglu(shape, width, dtype, has_weights=False)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape, width", [((7, 1, 3), 16), ((5,), 6)])
-def test_a_rotated_norm_is_as_exact_as_plain_pytorch(shape, width, dtype, implementation):
-    compare_rotated_norm(shape, width, dtype)
-    compare_rotated_norm(shape, width, dtype, step=3)

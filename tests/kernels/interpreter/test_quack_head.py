@@ -6,7 +6,7 @@ import pytest
 import quack_in_torch
 import torch
 from fused_head import arguments_for, compare_policy_loss, forced, head_case, linear_policy_loss, run_policy_loss
-from head_tests import PLAIN
+from test_head import PLAIN
 
 from marsrl.kernels import PolicyObjective
 from marsrl.kernels.head import chunked_head
@@ -72,9 +72,9 @@ def test_rows_that_are_hard_for_a_softmax(is_packed, far):
         "normaliser": 1.0,
     }
     compare_policy_loss(case, arguments, BF16)
-    _, *by_quack = run_policy_loss(case, arguments, BF16)
+    _, by_quack = run_policy_loss(case, arguments, BF16)
     with forced("triton"):
-        _, *by_ours = run_policy_loss(case, arguments, BF16)
+        _, by_ours = run_policy_loss(case, arguments, BF16)
     assert torch.equal(by_quack[1], by_ours[1]) == (far > 69)
 
 
