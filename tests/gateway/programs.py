@@ -104,7 +104,7 @@ def team_of(
 def playing(
     model: Path,
     config: RolloutConfig,
-    external: Mapping[str, Any],
+    external: str | Mapping[str, Any],
     *,
     agents: Mapping[str, AgentConfig] = AGENTS,
     engine: Engine | None = None,
@@ -114,9 +114,9 @@ def playing(
     clock: Callable[[], float] = time.monotonic,
     seed: int = 3,
 ) -> Iterator[Played]:
-    """Sessions of these settings, ready for the first batch. parsers: of tool calls, and of thoughts; key: the workers';
-    renderer, clock: the gateway's."""
-    settings = ExternalConfig.model_validate(external)
+    """Sessions of these settings, or of a function alone, ready for the first batch. parsers: of tool calls, and of thoughts;
+    key: the workers'; renderer, clock: the gateway's."""
+    settings = ExternalConfig.model_validate({"function": external} if isinstance(external, str) else external)
     doors = agents_of(agents, {"main": renderer or ChatRenderer(model)}, config.max_response_tokens, {"main": parsers})
     with open_gateway(settings, doors, key, clock) as gateway:
         team = team_of(model, config, gateway=gateway, agents=agents, engine=engine)

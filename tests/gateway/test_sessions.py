@@ -14,39 +14,6 @@ from programs import playing, program, rollout_config, turns_of
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.types import IntArray
 
-TWO = """
-def run(problem, client):
-    turns = [{"role": "user", "content": problem.question}]
-    first = client.chat("solver", turns, max_tokens=30)
-    shown = f"{problem.question} \\n {first.text}"
-    report = client.chat("verifier", [{"role": "system", "content": "grade"}, shown], max_tokens=20)
-    again = client.chat("solver", [*turns, first.message, f"{report.text} fix"], max_tokens=30)
-    return {"solver": len(again.text) / 100, "verifier": len(report.text) / 100}
-"""
-
-
-def test_a_program_with_two_agents_is_played_to_groups_by_agent(model: Path, tmp_path: Path) -> None:
-    with playing(model, rollout_config(), {"function": program(tmp_path, TWO)}) as played:
-        batch = played.batch()
-        again = played.batch()
-    groups = {(group.rollout_id, group.agent): group.samples for group in batch.groups}
-    assert sorted(groups) == [(f"00000{i}", agent) for i in (1, 2) for agent in ("solver", "verifier")]
-    assert len(again.groups) == 4 and {group.rollout_id for group in again.groups} == {"000003", "000004"}
-    for (rollout_id, agent), samples in groups.items():
-        assert [sample.uid for sample in samples] == [f"{rollout_id}.{i}/{agent}:0" for i in (0, 1)]
-        for sample in samples:
-            runs = turns_of(sample)
-            assert len(runs) == (3 if agent == "solver" else 1)
-            assert max(runs[::2]) <= (30 if agent == "solver" else 20)
-            assert sample.turn == (agent == "solver")
-            assert (sample.rollout_logprobs[sample.is_sampled] < 0).all()
-            assert not sample.rollout_logprobs[~sample.is_sampled].any()
-            assert sample.reward.value > 0
-            assert sample.reward.note == ("calls 1, 3 of 3" if agent == "solver" else "call 2 of 3")
-    assert batch.metrics["rollout/episodes"] == 4 and batch.metrics["team/samples"] == 8
-    assert batch.metrics["team/calls"] == 12 and batch.metrics["rollout/foreign_tokens"] > 0
-
-
 ONE = """
 def run(problem, client):
     turns = [{"role": "user", "content": problem.question}]
@@ -72,11 +39,13 @@ def test_a_reward_is_the_program_s_or_the_task_s_of_its_answer(
     model: Path, tmp_path: Path, returned: str, solver_rewards: set[float | None]
 ) -> None:
     """Random weights never say `Answer:`, so that their own answers are wrong."""
-    external = {"function": program(tmp_path, ONE.replace("RETURNED", returned))}
-    with playing(model, rollout_config(prompts_per_step=4), external) as played:
+    with playing(
+        model, rollout_config(prompts_per_step=4), program(tmp_path, ONE.replace("RETURNED", returned))
+    ) as played:
         samples = played.samples()
     values = [sample.reward.value for sample in samples.values()]
     assert len(samples) == 8 and {None if value != value else value for value in values} == solver_rewards
+    assert max(max(turns_of(sample)[::2]) for sample in samples.values()) <= 40
 
 
 @pytest.mark.parametrize(
@@ -96,7 +65,7 @@ def test_sessions_span_stages_and_versions(model: Path, tmp_path: Path, options:
     """
     config = rollout_config(**options)
     trained = Counter[str]()
-    with playing(model, config, {"function": program(tmp_path, text)}) as played:
+    with playing(model, config, program(tmp_path, text)) as played:
         while len(trained) < 8:
             batch = played.batch()
             trained.update(sample.uid for group in batch.groups for sample in group.samples)
@@ -173,7 +142,7 @@ def test_a_short_call_is_answered_while_a_long_prompt_is_tokenised(model: Path, 
     text = PROGRAM.format(folder=str(tmp_path), words=LONG // 4)
     renderer = Noting(model, tmp_path)
     config = rollout_config(prompts_per_step=1, max_response_tokens=60)
-    with playing(model, config, {"function": program(tmp_path, text)}, renderer=renderer) as played:
+    with playing(model, config, program(tmp_path, text), renderer=renderer) as played:
         batch = played.batch()
     assert batch.metrics["rollout/failed_episodes"] == 0
     assert renderer.notes == ["begin long", "begin hello", "end hello", "end long", "begin own", "end own"]
