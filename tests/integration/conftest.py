@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import os
+import functools
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
+from processes import started_with
 from small_run import Runner
 
 
@@ -24,19 +26,6 @@ def first_run(runner: Runner) -> Path:
 
 
 @pytest.fixture
-def left_behind(runner: Runner) -> Callable[[], list[str]]:
-    """Commands of the processes that still run and that a run of this test session started, directly or not."""
-    mark = f"MARSRL_CACHE={runner.cache}\0".encode()  # children inherit it, whatever becomes of their parents
-
-    def find() -> list[str]:
-        found = []
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdecimal() and int(entry.name) != os.getpid():
-                try:
-                    if mark in (entry / "environ").read_bytes():
-                        found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace"))
-                except OSError:
-                    continue  # it ended while we looked
-        return found
-
-    return find
+def left_behind(runner: Runner) -> Callable[[], list[psutil.Process]]:
+    """Processes that still run and that a run of this test session started, directly or not."""
+    return functools.partial(started_with, "MARSRL_CACHE", str(runner.cache))

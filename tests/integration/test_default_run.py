@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from commands import run_by
@@ -161,7 +162,7 @@ def test_two_data_parallel_ranks_train_as_one_does(first_run: Path, runner: Runn
 
 
 def test_ctrl_c_stops_everything_and_the_resumed_run_equals_an_unbroken_one(
-    first_run: Path, runner: Runner, left_behind: Callable[[], list[str]]
+    first_run: Path, runner: Runner, left_behind: Callable[[], list[psutil.Process]]
 ) -> None:
     """And the same seed gives the same metrics, to the bit, whether the warm start was made or cached, by torchrun or without."""
     settings = ("stopped", "run.steps=4")
@@ -173,7 +174,7 @@ def test_ctrl_c_stops_everything_and_the_resumed_run_equals_an_unbroken_one(
     finds_raylet = False  # there is something to leave behind
     while not (metrics.exists() and metrics.read_text()) and time.monotonic() < deadline:
         assert process.poll() is None, process.communicate()[0][-4000:]
-        finds_raylet = finds_raylet or any("raylet" in command for command in left_behind())
+        finds_raylet = finds_raylet or any("raylet" in each.info["name"] for each in left_behind())
         time.sleep(0.05)
     assert metrics.exists() and not latest.exists()  # a step has ended, and no checkpoint was due
     process.send_signal(signal.SIGINT)
