@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from completions_server import Handler, completions_server
+from letters import NO, YES, answer_in
 from scripted_pool import engines_are, on_sevens, saying, train_here
 
 from marsrl.rollout.agents.render import ChatRenderer
@@ -23,12 +24,6 @@ from marsrl.trainer.models.init_model import init_model
 from marsrl.trainer.report.metrics import read_metrics
 from marsrl.trainer.report.samples_log import read_samples, sample_files
 from marsrl.trainer.report.summary import load_summary
-
-YES, NO = (f"extracted_final_answer: it\nreasoning: so\ncorrect: {word}\nconfidence: 80%" for word in ("yes", "no"))
-
-
-def answer_in(prompt: str) -> str:
-    return prompt.rpartition("BEGIN ANSWER ")[2].partition("\n")[2].partition("\nEND ANSWER ")[0]
 
 
 @pytest.fixture(scope="module")

@@ -73,6 +73,16 @@ def judge(problem: Problem, answer: str) -> Future[Reward]:
     return known(Reward(float(answer == problem.answer), float(answer == problem.answer)))
 
 
+YES, NO = (
+    f"extracted_final_answer: it\nreasoning: so it is\ncorrect: {word}\nconfidence: 80%" for word in ("yes", "no")
+)
+
+
+def answer_in(prompt: str) -> str:
+    """The answer that a model is asked to judge."""
+    return prompt.rpartition("BEGIN ANSWER ")[2].partition("\n")[2].partition("\nEND ANSWER ")[0]
+
+
 def make_team(
     agents: Mapping[str, AgentConfig],
     orchestration: Orchestration,

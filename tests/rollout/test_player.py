@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,6 @@ from marsrl.rollout.pool.recovery import Faults
 from marsrl.rollout.state import encode
 from marsrl.rollout.tasks.protocol import NumberedProblems
 from marsrl.rollout.types import Ask, Finish, Group, Message, Problem, Reward, Sample
-from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
 
 VERSION = {"main": 3}
 
@@ -124,9 +122,9 @@ def test_a_prompt_that_is_too_long_is_counted_and_the_others_are_asked() -> None
 
 
 @pytest.mark.parametrize(("cut", "read"), [("cut_middle", "abcdefnopqr"), ("cut_left", "hijklmnopqr")])
-def test_a_prompt_that_is_too_long_is_cut_if_that_is_wanted_and_counted(tmp_path: Path, cut: str, read: str) -> None:
-    write_byte_tokenizer(tmp_path)
-    renderer = ChatRenderer(tmp_path)
+def test_a_prompt_that_is_too_long_is_cut_if_that_is_wanted_and_counted(
+    renderer: ChatRenderer, cut: str, read: str
+) -> None:
     most = len(renderer.render([Message("user", "")])[0]) + 11
     for limit, opened, num_cut in ((most, [read, "abcdefghijk", "a"], 1), (most - 11, [], 0)):
         stages = stages_of(["abcdefghijklmnopqr", "abcdefghijk", "a"], prompts_per_step=3)

@@ -29,7 +29,6 @@ from marsrl.rollout.team import Team
 from marsrl.rollout.tools.pool import ToolPool
 from marsrl.rollout.tools.protocol import ToolError
 from marsrl.rollout.types import Finish, Problem, Sample, ToolCall, ToolFunction, ToolOutput
-from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
 
 PROBLEM = Problem("p", "what ?", "7", "math")
 
@@ -73,13 +72,6 @@ def play(team: Team, renderer: ChatRenderer, length: int) -> tuple[Episode, Samp
 def transcript(sample: Sample) -> list[str]:
     """The turns, and what came between them."""
     return re.split(r"<\|im_end\|>\n?(?:<\|im_start\|>(?:user|assistant)\n)?", sample.text)
-
-
-@pytest.fixture(scope="session")
-def renderer(tmp_path_factory: pytest.TempPathFactory) -> ChatRenderer:
-    folder = tmp_path_factory.mktemp("bytes")
-    write_byte_tokenizer(folder)
-    return ChatRenderer(folder)
 
 
 TEXT = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
