@@ -8,16 +8,12 @@ from __future__ import annotations
 import json
 import logging
 import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from completions_server import Handler, completions_server
 from pydantic import ValidationError
@@ -308,27 +304,6 @@ def test_a_request_of_another_form_is_refused_and_the_server_lives(client: Any, 
 
 def test_a_body_without_a_length_is_bounded(client: Any) -> None:
     assert client.post("/retrieve", content=(b"x" * (1 << 20) for _ in range(8))).status_code == 413
-
-
-def test_the_command_serves_the_client_until_it_is_stopped(tmp_path: Path) -> None:
-    corpus = tmp_path / "corpus.jsonl"
-    corpus.write_text("".join(json.dumps({"id": d.id, "title": d.title, "text": d.text}) + "\n" for d in CORPUS))
-    words = ["serve-retrieval", "--corpus", str(corpus), "--port", "0"]
-    command = [sys.executable, "-m", "marsrl.trainer.commands.cli", *words]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stderr is not None
-        try:
-            line = process.stdout.readline()
-            assert line.startswith(f"2 documents of {corpus} at http://127.0.0.1:"), line + process.stderr.read()
-            url = line.split()[-1]
-            with closing(Retrieval(HttpSearch(kind="http", url=url, request_timeout_s=60.0))) as tool:
-                assert tool.run({"query": "Andes"}) == ["Doc 1(Title: Peru) A country.\nIn the Andes."]
-            answer = httpx.post(url, json={"queries": ["Andes"], "topk": 1}, timeout=60.0)
-            assert answer.json()["result"][0][0]["id"] == "peru"
-            process.send_signal(signal.SIGINT)
-            assert process.wait(120.0) == 0 and process.stderr.read() == ""
-        finally:
-            process.kill()
 
 
 @pytest.mark.parametrize(
