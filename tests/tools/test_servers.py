@@ -77,23 +77,60 @@ def sends(value: object) -> Any:
     return lambda handler, asked, before: handler.send(200, json.dumps(value).encode())
 
 
-# A retrieval server.
+# A retrieval server, and Google by SerpApi.
 
 
-def test_it_asks_as_search_r1_and_dr_mas_do_and_shows_what_it_gets() -> None:
-    parts, server = ask(sends(FOUND), arguments={"query": 'who said "no" \ud800?'})
-    assert parts == ["Doc 1(Title: Lima) The capital."]
+def test_it_asks_as_search_r1_and_dr_mas_do() -> None:
+    _, server = ask(sends(FOUND), arguments={"query": 'who said "no" \ud800?'})
     [body], [headers] = server.bodies, server.headers
     query = 'who said "no" ??'
     assert body == {"queries": [query], "query": query, "topk": 3, "return_scores": True}
     assert headers["path"] == "/retrieve" and headers["Content-Type"] == "application/json"
 
 
-def test_documents_without_scores_and_beyond_top_k_are_taken_and_left() -> None:
-    value = {"result": [[{"contents": "A\na"}, {"contents": "B\nb", "id": 3}, {"contents": "C\nc"}]]}
-    assert ask(sends(value), top_k=2)[0] == ["Doc 1(Title: A) a", "Doc 2(Title: B) b"]
-    assert ask(sends({"result": [[]]}))[0] == "No documents match."
-    assert ask(sends({"result": [[{"contents": '"T"\n\ud800x'}]]}))[0] == ["Doc 1(Title: T) ?x"]
+@pytest.mark.parametrize(("tool", "engine"), [("search", "google"), ("scholar", "google_scholar")])
+def test_it_asks_google_for_a_page_of_results(tool: str, engine: str) -> None:
+    _, server = ask(sends({"organic_results": []}), tool)
+    [asked], [headers] = server.bodies, server.headers
+    assert asked == {"engine": engine, "q": "capital of peru?", "num": "10", "api_key": KEY}
+    path = f"/search.json?engine={engine}&q=capital+of+peru%3F&num=10&api_key=s3cr3t%2Bkey"
+    assert headers["path"].startswith(path)
+
+
+def of_google(*found: object) -> object:
+    return {"organic_results": found, "search_metadata": {}}
+
+
+NOTHING, DONE = "Google hasn't returned any results for this query.", {"status": "Success"}
+MARKUP = (
+    "The <b>capital</b>&nbsp;of <em class='x'>Peru</em>:<br/>Lima &amp; port. vector<int> a; x < y, z > 1: &lt;b&gt;"
+)
+PLAIN = "The capital\xa0of Peru:Lima & port. vector<int> a; x < y, z > 1: <b>"
+UNTOLD = [{"title": title} for title in "BCD"]
+PUBLISHED = "Published: A Author - Journal, 1997. Citations: 12. Abstract: We draw maps."
+
+
+@pytest.mark.parametrize(
+    ("tool", "answer", "shown"),
+    [
+        ("http", FOUND, ["Doc 1(Title: Lima) The capital."]),
+        ("http", {"result": [[{"contents": f"{title}\nx", "id": 3} for title in "ABCD"]]},
+         ["Doc 1(Title: A) x", "Doc 2(Title: B) x", "Doc 3(Title: C) x"]),
+        ("http", {"result": [[{"contents": '"T"\n\ud800x'}]]}, ["Doc 1(Title: T) ?x"]),
+        ("search", of_google(PAGE, {"title": "Ohne", "snippet": None}, PAGE),
+         ["Doc 1(Title: Lima) https://lima.pe/\nThe capital of Peru.", "Doc 2(Title: Ohne) "]),
+        ("scholar", of_google(PAPER, {"title": "Bare"}), [f"Paper 1(Title: Maps) {PUBLISHED}", "Paper 2(Title: Bare) "]),
+        ("search", of_google({"link": "https://h/"}, {"title": "<B>Peru</B> &#39;s", "snippet": MARKUP}, *UNTOLD),
+         [f"Doc 1(Title: Peru 's) {PLAIN}", "Doc 2(Title: B) ", "Doc 3(Title: C) "]),  # one without a title is passed over
+        *((tool, found, "No documents match.") for tool, found in (
+            ("http", {"result": [[]]}), ("search", {"error": NOTHING}), ("search", {"organic_results": []}),
+            ("search", {"search_metadata": DONE, "error": NOTHING}),
+            ("search", {"search_metadata": DONE, "answer_box": {"answer": "42"}}),  # Google showed nothing else
+        )),
+    ],
+)  # fmt: skip
+def test_what_is_found_is_shown_each_once_up_to_top_k(tool: str, answer: object, shown: object) -> None:
+    assert ask(sends(answer), tool, top_k=3)[0] == shown
 
 
 def test_several_queries_are_a_request_each_and_one_that_fails_is_the_answer() -> None:
@@ -120,53 +157,6 @@ def test_a_server_that_drips_or_floods_is_given_up() -> None:
     assert "no whole answer within tools.search.request_timeout_s = 2 s" in text
     text, _ = ask(lambda handler, body, before: handler.send(200, b" " * (1 << 17)), max_response_kib=64)
     assert "larger than tools.search.max_response_kib = 64 KiB" in text
-
-
-# Google, by SerpApi.
-
-
-def test_a_page_is_its_title_link_and_snippet() -> None:
-    bare = {"title": "Ohne", "snippet": None}
-    parts, server = ask(sends({"organic_results": [PAGE, bare, PAGE], "search_metadata": {}}), "search", top_k=4)
-    assert parts == ["Doc 1(Title: Lima) https://lima.pe/\nThe capital of Peru.", "Doc 2(Title: Ohne) "]
-    [asked], [headers] = server.bodies, server.headers
-    assert asked == {"engine": "google", "q": "capital of peru?", "num": "10", "api_key": KEY}
-    assert headers["path"].startswith("/search.json?engine=google&q=capital+of+peru%3F&num=10&api_key=s3cr3t%2Bkey")
-
-
-def test_a_paper_is_its_title_publication_citations_and_snippet() -> None:
-    parts, server = ask(sends({"organic_results": [PAPER, {"title": "Bare"}]}), "scholar")
-    said = "Published: A Author - Journal, 1997. Citations: 12. Abstract: We draw maps."
-    assert parts == [f"Paper 1(Title: Maps) {said}", "Paper 2(Title: Bare) "]
-    assert (server.bodies[0]["engine"], server.bodies[0]["num"]) == ("google_scholar", "10")
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        {"error": "Google hasn't returned any results for this query."},
-        {"organic_results": []},
-        {"search_metadata": {"status": "Success"}, "error": "Google hasn't returned any results for this query."},
-        {"search_metadata": {"status": "Success"}, "answer_box": {"answer": "42"}},  # Google showed nothing else
-    ],
-)
-def test_nothing_found_is_no_error(answer: object) -> None:
-    assert ask(sends(answer), "search")[0] == "No documents match."
-
-
-def test_results_without_a_title_are_passed_over_and_markup_is_taken_out() -> None:
-    snippet = "The <b>capital</b>&nbsp;of <em class='x'>Peru</em>:<br/>Lima &amp; port. vector<int> a; x < y, z > 1: &lt;b&gt;"
-    found = [
-        {"link": "https://h/"},
-        {"title": "<B>Peru</B> &#39;s", "snippet": snippet},
-        {"title": "B"},
-        {"title": "C"},
-    ]
-    parts, _ = ask(sends({"organic_results": found}), "search", top_k=2)
-    assert parts == [
-        "Doc 1(Title: Peru 's) The capital\xa0of Peru:Lima & port. vector<int> a; x < y, z > 1: <b>",
-        "Doc 2(Title: B) ",
-    ]
 
 
 def escaped(text: str) -> str:
