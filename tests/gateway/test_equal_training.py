@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from megatron_models import learner, weights
-from programs import AGENTS, natively, playing, program, rollout_config, turns_of
+from programs import AGENTS, playing, program, rollout_config, team_of, turns_of
 
 from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.agents.roles import AgentSpec, Role
@@ -117,7 +117,7 @@ def shown(name: str, trained: Trained) -> Iterator[str]:
 def test_a_team_of_ours_and_the_same_as_a_program_train_alike(model: Path, tmp_path: Path) -> None:
     """The last bits of a rollout's log-probs depend on what else is decoded beside it; the update computes its own."""
     config = rollout_config(group_size=4, pipeline="trajectory")
-    ours = natively(model, config, InTurn).batch()
+    ours = team_of(model, config, InTurn).batch()
     with playing(model, config, program(tmp_path, IN_TURN)) as played:
         theirs, next_one = played.batch(), played.batch()
     assert {group.rollout_id for group in next_one.groups} == {"000003", "000004"} and len(next_one.groups) == 4

@@ -110,18 +110,18 @@ def on_sevens(folder: Path, model: Path, *more: str) -> list[str]:
 
 
 @contextmanager
-def opened(folder: Path, words: Sequence[str], config: str | None = None) -> Iterator[Run]:
-    """A run called `scripted` in folder/runs, opened as trainer/main.py opens it, in this process. config: a file."""
-    checked = preflight(read_config(config, words)[0], world_size=1)
+def opened(folder: Path, words: Sequence[str]) -> Iterator[Run]:
+    """A run called `scripted` in folder/runs, opened as trainer/main.py opens it, in this process."""
+    checked = preflight(read_config(None, words)[0], world_size=1)
     directory = RunDirectory.create(folder / "runs", "scripted", "math_default", checked.config.run.resume)
     directory.write_config(checked.config.model_dump(mode="json"))
     with build.open_run(checked, directory) as run:
         yield run
 
 
-def train_here(folder: Path, words: Sequence[str], config: str | None = None) -> RunDirectory:
+def train_here(folder: Path, words: Sequence[str]) -> RunDirectory:
     """Such a run to its end."""
-    with opened(folder, words, config) as run:
+    with opened(folder, words) as run:
         train(run)
         return run.directory
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from megatron_models import save_model
 from safetensors.torch import load_file, save_file
+from small_run import MAIN
 from torch import Tensor
 
 from marsrl.trainer.config.read import read_config
@@ -25,13 +26,12 @@ from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.runs.lock import RunLock
 
 HAS_WANDB = importlib.util.find_spec("wandb") is not None
-MAIN = Path(__file__).resolve().parents[2] / "trainer" / "main.py"
 
 
-def start(*words: str, under_torchrun: bool = False, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2"] if under_torchrun else []
-    command = [sys.executable, *launcher, str(MAIN), *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=cwd)
+def start(*launcher: str) -> subprocess.CompletedProcess[str]:
+    """A run with a wrong key."""
+    command = [sys.executable, *launcher, str(MAIN), "rollout.group_sise=4"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=600)
 
 
 Refusal = Callable[..., str]
@@ -57,9 +57,9 @@ def refusal(capsys: pytest.CaptureFixture[str]) -> Refusal:
 
 def test_a_refused_run_exits_with_2_and_under_torchrun_one_rank_says_why_once() -> None:
     said = "marsrl: rollout.group_sise: unknown key; did you mean rollout.group_size? (command line)"
-    alone = start("rollout.group_sise=4")
+    alone = start()
     assert (alone.returncode, alone.stderr) == (2, f"{said}\n")
-    done = start("rollout.group_sise=4", under_torchrun=True)
+    done = start("-m", "torch.distributed.run", "--nproc-per-node", "2")
     assert done.returncode != 0
     assert done.stderr.splitlines().count(said) == 1
     *_, root_cause = done.stderr.partition("Root Cause (first observed failure):")  # torchrun's, which prints last
