@@ -24,6 +24,8 @@ from marsrl.rollout.gateway.config import ExternalConfig
 from marsrl.rollout.gateway.gateway import Gateway
 from marsrl.rollout.gateway.worker import Worker
 from marsrl.rollout.gateway.workers import WORKER, Workers
+from marsrl.rollout.player.stages import RolloutState
+from marsrl.rollout.state import decode, encode
 
 LONG = {"max_response_tokens": 60}
 
@@ -244,6 +246,40 @@ def test_what_a_program_never_read_is_not_trained(model: Path, tmp_path: Path) -
     unread = {uid for uid, sample in samples.items() if sample.reward.value != 1.0}
     assert unread == {"000001.0/solver:0", "000001.1/solver:0"} and len(samples) == 6
     assert all("not read its last turn" in samples[uid].reward.note for uid in unread)
+
+
+TWO_CALLS = """
+import pathlib, time
+
+def run(problem, client):
+    first = client.chat("solver", [problem.question])
+    go = pathlib.Path({folder!r}, "go")
+    if client.session.endswith(".1") and not go.exists():
+        client.chat("solver", ["not asked a second time"])
+        while not go.exists():
+            time.sleep(0.01)
+    client.chat("verifier", [problem.question])
+    return {{"solver": len(first.text), "verifier": 1.0}}
+"""
+
+
+def test_a_resume_plays_open_sessions_anew_and_none_that_was_over(model: Path, tmp_path: Path) -> None:
+    external, config = program(tmp_path, TWO_CALLS.format(folder=str(tmp_path))), rollout_config(**LONG)
+    with playing(model, config, external) as played:
+        played.begin()
+        played.until(lambda: sum(len(i.held) for i in played.stages.state.instances.values()) >= 4)
+        kept = encode(played.stages.snapshot())
+    (tmp_path / "go").touch()
+    with playing(model, config, external) as played:
+        played.stages.restore(decode(RolloutState, kept))
+        open_ones = {name for i in played.stages.state.instances.values() for name in i.episodes}
+        resumed = played.batch()
+    with playing(model, config, external) as played:
+        unbroken = played.batch()
+    assert open_ones == {"000001.1", "000002.1"}
+    assert resumed.metrics["rollout/episodes"] == 2 and resumed.metrics["rollout/unfinished"] == 0
+    tokens = [{s.uid: s.token_ids.tolist() for g in batch.groups for s in g.samples} for batch in (resumed, unbroken)]
+    assert tokens[0] == tokens[1] and len(tokens[0]) == 8
 
 
 def test_a_client_is_kept_waiting_by_blanks_until_the_engine_answers(model: Path, tmp_path: Path) -> None:
