@@ -12,9 +12,7 @@ import numpy as np
 import pytest
 from letters import letter_config, letter_problems, letter_team, set_team
 
-from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.agents.render import ChatRenderer
-from marsrl.rollout.agents.roles import AgentSpec, Role
 from marsrl.rollout.config import AgentConfig
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult, Sampling
 from marsrl.rollout.episode import Episode
@@ -25,7 +23,7 @@ from marsrl.rollout.player.stages import Stages, StagesState, StepBatch
 from marsrl.rollout.pool.recovery import Faults
 from marsrl.rollout.state import encode
 from marsrl.rollout.tasks.protocol import NumberedProblems
-from marsrl.rollout.types import Ask, Finish, Group, Message, Problem, Reward, Sample
+from marsrl.rollout.types import Finish, Group, Message, Problem, Reward, Sample
 
 VERSION = {"main": 3}
 
@@ -198,48 +196,6 @@ def test_a_group_goes_on_without_its_stragglers_when_it_is_older_than_it_may_be(
         assert (counts(stages)["rollout/dropped_stragglers"], counts(stages)["rollout/errors"]) == (1 + 4, 1)
         assert not {"000001", "000002"} & set(stages.state.instances)
     assert found == closes
-
-
-class Turns(Orchestration):
-    """Two agents in turn, in episodes of their own."""
-
-    name = "turns"
-    agents = (AgentSpec("solver"), AgentSpec("verifier1", Role.VERIFIER))
-
-    def follow(self, episode: Episode) -> list[Ask]:
-        first = episode.ask("solver")
-        said = episode.said(first)
-        if episode.problem.answer == "raise" and said is not None:
-            raise ZeroDivisionError("a mistake")
-        return [first] if said is None else [first, episode.ask("verifier1", said)]
-
-
-def turns(questions: Sequence[str] = (), **options: Any) -> Stages:
-    stages = stages_of(questions, **{"prompts_per_step": 1, "group_size": 2, **options})
-    team = Turns({}, "math", rollout=stages.config)
-    set_team(stages, replace(stages.team, orchestration=team, agents=team.settings))
-    return stages
-
-
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        (lambda episode: None, "expected a list of episode.ask(...) and episode.call(...), found None"),
-        (lambda episode: [episode.ask("nobody")], "no agent is called 'nobody'; there are solver, verifier1"),
-        (lambda episode: [Ask("000009/solver", "solver")], "expected a call in episode 000001.0"),
-        (
-            lambda episode: [episode.ask("solver", turn=n) for n in range(9)],
-            "9 calls of agents and tools, at most rollout.max_turns = 8",
-        ),
-    ],
-)
-def test_nonsense_of_a_team_is_told(wrong: Any, said: str, caplog: pytest.LogCaptureFixture) -> None:
-    stages = turns()
-    set_team(stages, replace(stages.team, max_turns=8))
-    stages.team.orchestration.follow = wrong  # type: ignore[method-assign]
-    assert begun(stages) == [] and not stages.state.instances
-    batch = stages.take()
-    assert said in caplog.text and batch is not None and batch.metrics["rollout/failed_episodes"] == 2
 
 
 @pytest.mark.parametrize(("stage_size", "drawn"), [("new", [4, 4, 4, 4]), ("total", [4, 4, 3, 2])])
