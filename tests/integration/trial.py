@@ -242,9 +242,7 @@ class Trial:
             time.sleep(0.2)
         if left:
             named = [f"{p.pid} {p.info['name']}" for p in left]
-            for process in left:
-                with contextlib.suppress(psutil.Error):
-                    process.kill()
+            self.kill()
             raise Loss(f"processes are left: {', '.join(named)}")
 
     def files(self) -> set[str]:

@@ -8,7 +8,6 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from letters import (
     END,
     Play,
     assert_of_the_script,
-    completion,
     completions,
     judge,
     letter_config,
@@ -28,14 +26,13 @@ from letters import (
     submissions,
 )
 
-from marsrl.rollout.config import AgentConfig
-from marsrl.rollout.engines.protocol import AdapterUpdate, DecodeRequest
+from marsrl.rollout.engines.protocol import DecodeRequest
 from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.player.completion import State
 from marsrl.rollout.player.rollout import Rollout
-from marsrl.rollout.player.stages import RolloutState, Stages, StepBatch
+from marsrl.rollout.player.stages import RolloutState, StepBatch
 from marsrl.rollout.state import decode, encode
-from marsrl.rollout.types import Finish, Group, Problem, Reward
+from marsrl.rollout.types import Finish, Problem, Reward
 
 
 def played(*, team: dict[str, Any] | None = None, **options: Any) -> tuple[Rollout, ScriptedEngine]:
@@ -81,51 +78,6 @@ def test_samples_are_judged_while_others_decode() -> None:
     team, (engine,) = letter_team(config, judge=noting, tokens_per_step=3)
     Rollout(config, team, letter_problems(9), seed=0).next_batch({"main": 0})
     assert len(judged_at) >= 2 and judged_at[0] < engine.num_decoded()
-
-
-def test_an_adapter_comes_while_requests_of_the_other_decode_on() -> None:
-    config = letter_config(overlap=1, segments=3, prompts_per_step=4)
-    team, _ = letter_team(config, tokens_per_step=3)
-    agents = {name: AgentConfig(policy="other" if "verifier" in name else "main") for name in team.agents}
-    renderers = dict.fromkeys(("main", "other"), team.renderers["main"])
-    team = replace(team, agents=agents, renderers=renderers, adapters={"main": "main", "other": "main"})
-    pool, stages = team.pools["main"], Stages(config, team, letter_problems(40), seed=0)
-    versions = {"main": 0, "other": 0}
-    for name in versions:
-        pool.update_adapter(AdapterUpdate(name, f"{name}/0", 0))
-
-    def decoding() -> Counter[str]:
-        return Counter(team.agents[each.agent].policy for each in completions(stages, State.DECODING))
-
-    num_beside, groups = Counter[str](), list[Group]()
-    for _ in range(8):
-        groups += next_batch(stages, versions).groups
-        for name in versions:
-            stages.advance(0.0)
-            stages.rest(name)
-            versions[name] += 1
-            assert decoding()[name] == 0 and pool.num_under_way == decoding().total()
-            pool.update_adapter(AdapterUpdate(name, f"{name}/{versions[name]}", versions[name]))
-            num_beside[name] += pool.num_under_way
-            stages.resume(versions)
-    assert min(num_beside["main"], num_beside["other"]) > 0
-    samples = [sample for group in groups for sample in group.samples]
-    assert len({sample.uid for sample in samples}) == len(samples) > 50
-    for sample in samples:
-        assert sample.token_ids.tolist() == completion(sample.uid)[: len(sample.token_ids)]
-    several = {team.agents[each.agent].policy for each in samples if len({part.version for part in each.segments}) > 1}
-    assert several == {"main", "other"}
-
-
-@pytest.mark.parametrize("segments", [1, 4])
-def test_a_state_through_bytes_goes_on_as_if_nothing_had_happened(segments: int) -> None:
-    unbroken = play(*played(segments=segments), range(8))
-    first, engine = played(segments=segments)
-    before = play(first, engine, range(4))
-    resumed, other = played(segments=segments)
-    resumed.restore(decode(RolloutState, encode(first.snapshot())))
-    after = play(resumed, other, range(4, 8))
-    assert encode([batch.groups for batch in before + after]) == encode([batch.groups for batch in unbroken])
 
 
 def test_a_completion_without_end_is_cut_off_at_its_length() -> None:

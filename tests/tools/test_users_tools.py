@@ -70,20 +70,6 @@ def misbehave(how: str) -> str:
         return object()
     return f"{how} in {os.getpid()} {PLACE}"
 
-def bare(value):
-    """No annotation."""
-
-def silent(value: int) -> int:
-    return value
-
-def rest(*values: int) -> int:
-    """Any number."""
-
-class Odd:
-    pass
-
-def odd(value: Odd) -> int:
-    """A type that is none."""
 '''
 
 
@@ -184,22 +170,25 @@ def test_calls_run_beside_the_run_and_their_processes_end_with_it(file: Path) ->
         os.kill(int(number), 0)
 
 
-def test_a_function_that_cannot_be_a_tool_is_refused_before_a_run(file: Path, tmp_path: Path) -> None:
-    (tmp_path / "broken.py").write_text("def f(:")
-    (tmp_path / "ends.py").write_text("raise SystemExit(4)")
-    for where, name, said in (
-        (file, "bare", r"bare\(value\) has no annotation for value"),
-        (file, "silent", "has no docstring"),
-        (file, "rest", r"takes \*values: "),
-        (file, "odd", "has no JSON schema: "),
-        (file, "none", "none is no function of "),
-        (file, "Point", "Point is no function of "),
-        (tmp_path / "none.py", "f", "there is no file "),
-        (tmp_path / "broken.py", "f", "broken.py cannot be imported: SyntaxError: "),
-        (tmp_path / "ends.py", "f", "its process ended with status .* before it was ready"),
-    ):
-        with pytest.raises(ValueError, match=f"^tools.own.function.*{said}"):
-            check_tools(config_of(**of_file(where, name)), ["own"], ())
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("def f(value):\n    'No annotation.'", r"f\(value\) has no annotation for value"),
+        ("def f(value: int): ...", "has no docstring"),
+        ("def f(*values: int):\n    'Any number.'", r"takes \*values: "),
+        ("class Odd: ...\ndef f(value: Odd):\n    'A type that is none.'", "has no JSON schema: "),
+        ("g = 1", "f is no function of "),
+        ("class f: ...", "f is no function of "),
+        ("def f(:", "own.py cannot be imported: SyntaxError: "),
+        ("raise SystemExit(4)", "its process ended with status .* before it was ready"),
+        (None, "there is no file "),
+    ],
+)
+def test_a_function_that_cannot_be_a_tool_is_refused_before_a_run(code: str | None, said: str, tmp_path: Path) -> None:
+    if code is not None:
+        (tmp_path / "own.py").write_text(code)
+    with pytest.raises(ValueError, match=f"^tools.own.function.*{said}"):
+        check_tools(config_of(**of_file(tmp_path / "own.py", "f")), ["own"], ())
 
 
 def test_a_function_is_found_from_the_file_that_names_it(tmp_path: Path) -> None:
