@@ -33,7 +33,6 @@ from marsrl.rollout.engines.protocol import DecodeRequest, MemoryPart, WeightRec
 from marsrl.rollout.types import FloatArray, IntArray
 from marsrl.trainer.commands import cli
 from marsrl.trainer.models.init_model import init_model
-from marsrl.trainer.report.metrics import read_metrics
 from marsrl.trainer.report.samples_log import read_samples, sample_files
 from marsrl.trainer.report.summary import load_summary
 from marsrl.trainer.report.token_log import read_tokens, token_files
@@ -99,31 +98,6 @@ def play(tmp_path: Path) -> Iterator[Play]:
 
     with ExitStack() as stack:
         yield trained
-
-
-def test_five_agents_are_played_credited_trained_and_reported(play: Play) -> None:
-    # an agent more with each step; and so long after the last checkpoint another one is due
-    run = play("run.steps=5", "run.checkpoint_minutes=1e-9", "run.keep_checkpoints=9")
-    assert run.steps_on_disk() == [1, 2, 3, 4, 5]
-    samples = samples_of(run)
-    assert {r.agent for r in samples} == AGENTS
-    rewards = {r.uid: r for r in samples}
-    for record in samples:
-        if record.agent.startswith("verifier") and record.parent_uid in rewards and record.verdict is not None:
-            assert record.reward == float(record.verdict == (rewards[record.parent_uid].correct == 1))
-        if record.answer is None and record.verdict is None:
-            assert record.reward == 0
-    rows = read_metrics(run.metrics)
-    last = rows[-1].values
-    rewarded = {name.split("/")[1] for name in last if name.startswith("reward/") and name.endswith("/mean")}
-    assert rewarded == AGENTS | {"all"}
-    assert all(row.values["actor/empty_steps"] == 0 for row in rows)
-    assert all(None not in row.values.values() for row in rows)
-    assert rows[-1].values["actor/grad_norm"] > 0
-    summary = load_summary(run.summary)
-    assert summary.engine.kind == "scripted" and summary.verified_syncs == 6
-    page = run.report.read_text()
-    assert "<script>alert(1)</script>" not in page and "\\u003cscript>" in page
 
 
 OWN = """
@@ -318,18 +292,25 @@ def test_a_team_that_mostly_fails_stops_the_run_and_says_why(play: Play, tmp_pat
         play(*words, "run.steps=3")
 
 
-def test_with_overlap_versions_differ_and_a_resumed_run_trains_every_problem_once(
+def test_five_agents_are_trained_with_overlap_versions_differ_and_a_resumed_run_trains_every_problem_once(
     play: Play, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = ("rollout.overlap=2", "rollout.segments=3", "rollout.group_size=2", "run.evaluate=false")
     settings += ("run.token_log_every=1", "run.token_log_groups=999")
+    settings += ("run.checkpoint_minutes=1e-9", "run.keep_checkpoints=9")  # so long after the last one another is due
     before = set(threading.enumerate())
     play(*settings, "run.steps=3")
     assert "goes on after" not in (said := capsys.readouterr().err) and "not measured" not in said  # run.evaluate=false
     run = play(*settings, "run.steps=7", "run.resume=auto")
     assert "goes on after step 3: 4 of 7 steps are left" in capsys.readouterr().err
     rows = rows_of(run)
-    assert len(rows) == 7
+    assert len(rows) == 7 and run.steps_on_disk() == [1, 2, 3, 4, 5, 6, 7]
+    summary = load_summary(run.summary)
+    assert summary.engine.kind == "scripted" and summary.verified_syncs == 5  # of this start, its first weights too
+    rewarded = {
+        name.split("/")[1] for row in rows for name in row if name.startswith("reward/") and name.endswith("/mean")
+    }
+    assert rewarded == AGENTS | {"all"} and any(row.get("actor/grad_norm") for row in rows)
     assert max(row["rollout/staleness_max"] for row in rows) in range(1, 2 + 3 + 1)
     assert max(row["rollout/staleness_mean"] for row in rows) > 0
     samples = samples_of(run)
@@ -338,7 +319,7 @@ def test_with_overlap_versions_differ_and_a_resumed_run_trains_every_problem_onc
     assert {r.uid: r.segments for r in logged} == {r.uid: r.segments for r in samples}
     solved = Counter(r.problem_id for r in samples if r.agent == "solver")
     assert len(solved) >= 2 * 5 and set(solved.values()) == {2}  # one group each
-    assert {r.agent for r in samples} >= {"solver", "verifier1"}
+    assert {r.agent for r in samples} == AGENTS
     assert not [t for t in set(threading.enumerate()) - before if t.name.startswith("marsrl-")]
 
 
