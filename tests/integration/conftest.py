@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
-from processes import started_with
 from small_run import Runner
 
 
@@ -23,9 +19,3 @@ def first_run(runner: Runner) -> Path:
     """Four steps from a fresh warm start, whatever other tests have left in the cache."""
     shutil.rmtree(runner.cache, ignore_errors=True)
     return runner.run("first", "run.steps=4", ranks=1)
-
-
-@pytest.fixture
-def left_behind(runner: Runner) -> Callable[[], list[psutil.Process]]:
-    """Processes that still run and that a run of this test session started, directly or not."""
-    return functools.partial(started_with, "MARSRL_CACHE", str(runner.cache))

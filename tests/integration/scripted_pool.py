@@ -38,20 +38,15 @@ from marsrl.trainer.run import Run
 from marsrl.trainer.runs.directory import RunDirectory
 
 
-def pools_of(engine: Callable[[], Engine]) -> Callable[..., EnginePool]:
-    """make_pool (rollout/pool/build.py) with engines of this kind, in this process, as many as the policy has."""
+@contextmanager
+def engines_are(engine: Callable[[], Engine]) -> Iterator[None]:
+    """In the body every engine of a run or an evaluation in this process is one of these."""
 
     def make_pool(policy: str, model_dir: str, config: RolloutConfig, **others: Any) -> EnginePool:
         replicas = LocalReplicas([engine() for _ in range(config.engines)])
         return EnginePool(replicas, policy, deadline_s=config.deadline_s, sleeps=config.placement == "colocated")
 
-    return make_pool
-
-
-@contextmanager
-def engines_are(engine: Callable[[], Engine]) -> Iterator[None]:
-    """In the body every engine of a run or an evaluation in this process is one of these."""
-    with mock.patch.object(build, "make_pool", pools_of(engine)):
+    with mock.patch.object(build, "make_pool", make_pool):
         yield
 
 

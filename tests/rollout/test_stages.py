@@ -164,9 +164,9 @@ def test_a_restored_run_goes_on_with_every_problem_once(name: str) -> None:
     again, trained = Play(CONFIGS[name]), []
     for life in range(4):
         trained += again.train(2, rounds_while_training=3 * life)
-        state = decode(RolloutState, encode(again.stages.snapshot()))
-        again.train(1)  # lost: the process is killed here
-        again = Play(CONFIGS[name], version=2 * life + 2, state=state)
+        kept = again.stages.snapshot()
+        again.train(1)  # lost: the process is killed here. What was kept stays as it was
+        again = Play(CONFIGS[name], version=2 * life + 2, state=decode(RolloutState, encode(kept)))
     trained += again.train(2)
     groups = [g for batch in trained for g in batch]
     books = again.stages.state

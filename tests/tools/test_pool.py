@@ -153,14 +153,6 @@ def test_a_longer_output_is_cut_at_the_cap_and_says_so() -> None:
         assert shown["2"].text == said["b"] and pool.take_counts()["tools/echo/truncated"] == 1
 
 
-def test_parts_are_kept_apart_and_counted() -> None:
-    with pool_of(Scripted(lambda arguments: ["one\ntwo", "", "three"])) as pool:
-        first, again = (answers(pool, [call(id)])[id] for id in "12")
-        counts = pool.take_counts()
-    assert first == again and first.text == "one\ntwo\n\nthree" and first.parts == ("one\ntwo", "", "three")
-    assert (counts["tools/echo/parts"], counts["tools/echo/cached"]) == (6, 1)
-
-
 def test_of_parts_beyond_the_cap_the_longest_are_cut_and_none_is_lost() -> None:
     sizes = [50, 10, 5000, 300]
     with pool_of(Scripted(lambda arguments: ["x" * size for size in sizes]), max_output_chars=400) as pool:

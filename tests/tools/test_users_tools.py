@@ -204,10 +204,6 @@ def test_a_function_is_found_from_the_file_that_names_it(tmp_path: Path) -> None
 STDIO = [sys.executable, mcp_server.__file__]
 
 
-def of_server(**settings: object) -> dict[str, object]:
-    return {"kind": "mcp", **settings}
-
-
 def call(pool: ToolPool, name: str, /, **arguments: object) -> ToolOutput:
     return ask(pool, name=name, arguments=arguments)
 
@@ -219,7 +215,7 @@ def test_a_server_s_tools_are_called_by_their_names(way: str) -> None:
         if way == "http":
             port = servers.enter_context(held_port())
             server = {"url": servers.enter_context(mcp_server.http_server(port))}
-        with pool_of(**of_server(**server)) as pool:
+        with pool_of(kind="mcp", **server) as pool:
             functions = {function.name: function for function in pool.functions("own")}
             assert functions["add"].description.startswith("Adds two numbers.") and functions["add"].server == "own"
             assert functions["add"].parameters["required"] == ["a", "b"]
@@ -239,7 +235,7 @@ def test_a_server_s_tools_are_called_by_their_names(way: str) -> None:
 
 
 def test_a_server_that_ended_is_started_again_by_the_next_call() -> None:
-    with pool_of(**of_server(command=STDIO)) as pool:
+    with pool_of(kind="mcp", command=STDIO) as pool:
         assert "onnection closed" in call(pool, "die").text  # not made again
         assert call(pool, "greet") == ToolOutput("hello world")
         assert call(pool, "die").is_error and call(pool, "add", a=1, b=1).text == "2"
@@ -248,7 +244,7 @@ def test_a_server_that_ended_is_started_again_by_the_next_call() -> None:
 
 
 def test_an_http_server_that_forgot_or_is_gone_costs_calls_and_comes_back() -> None:
-    with held_port() as port, mcp_server.http_server(port) as url, pool_of(**of_server(url=url)) as pool:
+    with held_port() as port, mcp_server.http_server(port) as url, pool_of(kind="mcp", url=url) as pool:
         assert call(pool, "die").is_error
         assert call(pool, "greet").is_error  # nobody is there
         with mcp_server.http_server(port):
@@ -257,7 +253,7 @@ def test_an_http_server_that_forgot_or_is_gone_costs_calls_and_comes_back() -> N
 
 
 def test_a_server_that_sends_too_much_or_hangs_costs_the_call_and_serves_on() -> None:
-    with held_port() as port, mcp_server.http_server(port) as url, pool_of(**of_server(url=url, timeout_s=5)) as pool:
+    with held_port() as port, mcp_server.http_server(port) as url, pool_of(kind="mcp", url=url, timeout_s=5) as pool:
         flooded = call(pool, "flood", mib=5)
         assert flooded.is_error and "the answer is larger than 4096 KiB" in flooded.text, flooded.text[:500]
         assert call(pool, "greet") == ToolOutput("hello world")
@@ -267,7 +263,7 @@ def test_a_server_that_sends_too_much_or_hangs_costs_the_call_and_serves_on() ->
 
 
 def test_of_too_long_an_answer_by_a_command_the_end_is_dropped_and_it_serves_on() -> None:
-    with pool_of(**of_server(command=STDIO, timeout_s=15)) as pool:
+    with pool_of(kind="mcp", command=STDIO, timeout_s=15) as pool:
         assert call(pool, "flood", mib=5).text == "error: own did not answer within 15 s"
         assert call(pool, "greet") == ToolOutput("hello world")
         assert pool.take_counts()["tools/own/restarts"] == 0
@@ -276,13 +272,13 @@ def test_of_too_long_an_answer_by_a_command_the_end_is_dropped_and_it_serves_on(
 def test_a_command_gets_the_variables_that_are_named_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FILES_TOKEN", "secret")
     monkeypatch.setenv("OTHER_TOKEN", "other")
-    with pool_of(**of_server(command=STDIO, environment=["FILES_TOKEN"])) as pool:
+    with pool_of(kind="mcp", command=STDIO, environment=["FILES_TOKEN"]) as pool:
         assert call(pool, "variable", name="FILES_TOKEN").text == "secret"
         assert call(pool, "variable", name="OTHER_TOKEN").text == "nothing"
 
 
 def test_the_settings_choose_among_the_server_s_tools() -> None:
-    with pool_of(**of_server(command=STDIO, tools=["greet"])) as pool:
+    with pool_of(kind="mcp", command=STDIO, tools=["greet"]) as pool:
         assert [function.name for function in pool.functions("own")] == ["greet"]
         assert call(pool, "die").text == "error: there is no tool 'die'; there are: greet"
 
@@ -298,7 +294,7 @@ def test_a_server_that_cannot_serve_is_refused_before_a_run(tmp_path: Path) -> N
         ({"url": "http://127.0.0.1:1/mcp", "api_key_env": "NO_SUCH"}, "tools.own.api_key_env names NO_SUCH"),
     ):
         with pytest.raises(ValueError, match=said):
-            check_tools(config_of(**of_server(**settings)), ["own"], ())
+            check_tools(config_of(kind="mcp", **settings), ["own"], ())
 
 
 def test_two_tools_of_one_name_are_refused() -> None:
