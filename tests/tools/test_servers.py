@@ -259,15 +259,13 @@ def client() -> Iterator[Any]:
         yield client
 
 
-def test_it_answers_search_r1_s_form(client: Any) -> None:
+def test_it_answers_search_r1_s_form_and_dr_mas_s(client: Any) -> None:
     asked = {"queries": ["peru andes", "capital", "nothing"], "topk": 2, "return_scores": True}
     result = client.post("/retrieve", json=asked).json()["result"]
     assert [[hit["document"]["id"] for hit in each] for each in result] == [["peru", "lima"], ["lima"], []]
     assert result[1][0]["document"] == {"id": "lima", "contents": '"Lima"\nThe capital of Peru.'}
     assert result[0][0]["score"] > result[0][1]["score"] > 0
-
-
-def test_it_answers_dr_mas_s_form_and_without_scores(client: Any) -> None:
+    # Dr. MAS's form, without scores
     asked = {"query": "andes", "topk": None, "unknown": 1}
     assert [d["id"] for d in client.post("/retrieve", json=asked).json()["result"][0]] == ["peru"]  # its own top_k, 1
     assert len(client.post("/retrieve", json={"query": "peru", "topk": 0}).json()["result"][0]) == 1
