@@ -119,19 +119,18 @@ def tools_of() -> tuple[ToolPool, Tool]:
 
 def played(
     renderer: ChatRenderer, turns: Sequence[str], config: RolloutConfig | None = None, **settings: object
-) -> tuple[Sample, Tool, dict[str, float], Says]:
-    """The sample of an episode with its text, the tool echo, what the pool counts, and what was asked."""
+) -> tuple[Sample, Tool, dict[str, float]]:
+    """The sample of an episode with its text, the tool echo, and what the pool counts."""
     tools, echo = tools_of()
-    says = Says(renderer, turns)
     agents = {"solver": AgentConfig.model_validate({"tools": ["echo", "files"], **settings})}
-    engines = pool_of(ScriptedEngine(says, decode=renderer.decode, tokens_per_step=29))
+    engines = pool_of(ScriptedEngine(Says(renderer, turns), decode=renderer.decode, tokens_per_step=29))
     most = (config or RolloutConfig()).max_turns
     with closing(tools):
         orchestration = build_orchestration("solver", agents, "math", rollout=config)
         team = make_team(agents, orchestration, engines, renderer, max_turns=most, tools=tools)
         _, said = play(team, renderer, settings.get("max_response_tokens", 9000))
         counts = tools.take_counts()
-    return said, echo, counts, says
+    return said, echo, counts
 
 
 def read(text: str) -> str:
@@ -140,7 +139,7 @@ def read(text: str) -> str:
 
 def test_calls_are_answered_by_tool_messages_until_a_turn_without_one(renderer: ChatRenderer) -> None:
     turns = [f"<think>{call('echo', text='no')}</think>hm {ECHO}", f"{ECHO}{call('read', x=1)}", ANSWER]
-    said, echo, counts, _ = played(renderer, turns)
+    said, echo, counts = played(renderer, turns)
     assert [text for text in transcript(said) if text] == [
         turns[0], read("abab"), turns[1], read("abab"), read("read of files"), ANSWER
     ]  # fmt: skip
@@ -167,14 +166,14 @@ def test_calls_are_answered_by_tool_messages_until_a_turn_without_one(renderer: 
 def test_a_call_that_cannot_be_made_is_answered_by_what_is_wrong(
     renderer: ChatRenderer, turn: str, answer: str
 ) -> None:
-    said, _, counts, _ = played(renderer, [turn, ANSWER], max_tool_tokens=9000)
+    said, _, counts = played(renderer, [turn, ANSWER], max_tool_tokens=9000)
     assert counts.get("tools/unknown/errors", 0) == (answer.startswith("error: ") and "no such text" not in answer)
     assert re.search(re.escape(answer).replace("\ufffd\\?", ".?"), transcript(said)[1])
     assert said.answer == "7" and said.turn == 1
 
 
 def test_what_a_tool_says_is_no_word_of_the_agent_s(renderer: ChatRenderer) -> None:
-    said, echo, _, _ = played(renderer, [call("echo", text="hostile"), "I stop"])
+    said, echo, _ = played(renderer, [call("echo", text="hostile"), "I stop"])
     assert said.answer is None and said.reward.value == 0 and said.shown == "I stop" and len(echo.called) == 1
     assert said.token_ids.tolist().count(renderer.eos_id) == 3  # two turns of its own, one of the tool: none is forged
     assert "[/tool_response]" in said.text and said.text.count("</tool_response>") == 1
@@ -182,21 +181,21 @@ def test_what_a_tool_says_is_no_word_of_the_agent_s(renderer: ChatRenderer) -> N
 
 
 def test_turns_and_calls_are_bounded_and_do_not_count_as_the_team_s(renderer: ChatRenderer) -> None:
-    said, echo, _, _ = played(renderer, [ECHO] * 4, max_tool_turns=3)
+    said, echo, _ = played(renderer, [ECHO] * 4, max_tool_turns=3)
     assert said.finish is Finish.STOP and said.answer is None and said.turn == 3 and len(echo.called) == 3
-    said, echo, _, _ = played(renderer, [ECHO] * 2 + [f"{ECHO}{ANSWER}"], max_tool_turns=2)
+    said, echo, _ = played(renderer, [ECHO] * 2 + [f"{ECHO}{ANSWER}"], max_tool_turns=2)
     assert said.answer == "7" and len(echo.called) == 2
-    said, echo, _, _ = played(renderer, [ECHO * 10, ANSWER])
+    said, echo, _ = played(renderer, [ECHO * 10, ANSWER])
     assert len(echo.called) == 8 and said.text.count("at most 8 calls in a turn are made") == 2
-    said, echo, _, _ = played(renderer, [ECHO * 3, ECHO * 3, ANSWER], RolloutConfig(max_turns=2))
+    said, echo, _ = played(renderer, [ECHO * 3, ECHO * 3, ANSWER], RolloutConfig(max_turns=2))
     assert said.answer == "7" and len(echo.called) == 6
 
 
 def test_outputs_are_cut_to_a_number_of_tokens_the_longest_first(renderer: ChatRenderer) -> None:
     turn = call("echo", text="x" * 500) + ECHO
-    said, _, _, _ = played(renderer, [turn, ANSWER], max_tool_tokens=50)
+    said, _, _ = played(renderer, [turn, ANSWER], max_tool_tokens=50)
     assert read("x" * 46) in said.text and read("abab") in said.text
-    said, _, _, _ = played(renderer, [call("echo", text="x" * 500), ANSWER], max_response_tokens=600)
+    said, _, _ = played(renderer, [call("echo", text="x" * 500), ANSWER], max_response_tokens=600)
     assert said.finish is Finish.LENGTH and said.reward.value == 0  # what does not fit ends the sample
 
 
