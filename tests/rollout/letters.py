@@ -145,12 +145,6 @@ def completions(stages: Stages, *states: State) -> list[Completion]:
     return [each for ask in stages.state.open.values() for each in ask.completions if each.state in states]
 
 
-def set_version(version: int, *engines: ScriptedEngine) -> None:
-    """New weights arrive."""
-    for engine in engines:
-        engine.update_weights(WeightUpdate("", version))
-
-
 def next_batch(stages: Stages, versions: Mapping[str, int] | None = None) -> StepBatch:
     """The next batch, by rounds of what has come. versions: of now; None: they are known."""
     if versions is not None:

@@ -6,7 +6,7 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -22,7 +22,6 @@ from letters import (
     letter_team,
     next_batch,
     script,
-    set_version,
     submissions,
 )
 
@@ -30,7 +29,7 @@ from marsrl.rollout.engines.protocol import DecodeRequest
 from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.player.completion import State
 from marsrl.rollout.player.rollout import Rollout
-from marsrl.rollout.player.stages import RolloutState, StepBatch
+from marsrl.rollout.player.stages import RolloutState
 from marsrl.rollout.state import decode, encode
 from marsrl.rollout.types import Finish, Problem, Reward
 
@@ -42,26 +41,16 @@ def played(*, team: dict[str, Any] | None = None, **options: Any) -> tuple[Rollo
     return Rollout(config, made, letter_problems(40), seed=0), engines[0]
 
 
-def play(rollout: Rollout, engine: ScriptedEngine, stages: Sequence[int]) -> list[StepBatch]:
-    """One version a stage."""
-    batches = []
-    for version in stages:
-        set_version(version, engine)
-        batches.append(rollout.next_batch({"main": version}))
-    return batches
-
-
 def endless(request: DecodeRequest) -> list[int]:
     return [ord(".")] * 999
 
 
 def test_what_is_picked_in_a_stage_is_asked_in_the_next_one() -> None:
-    rollout, engine = played(prompts_per_step=3)
-    sent = submissions(rollout.stages.team.pools["main"])
+    play = Play(letter_config(overlap=0, prompts_per_step=3))
+    sent = submissions(play.pool)
     for version in range(5):
-        set_version(version, engine)
-        pending = {ask.id for ask in rollout.snapshot().stages.pending}
-        rollout.next_batch({"main": version})
+        pending = {ask.id for ask in play.stages.state.pending}
+        play.train(1, rounds_while_training=0)
         asked = {uid.rpartition(":")[0] for uid in sent[version][0]}
         assert pending == {name for name in asked if not name.endswith("/solver")}
     assert pending
@@ -81,18 +70,17 @@ def test_samples_are_judged_while_others_decode() -> None:
 
 
 def test_a_completion_without_end_is_cut_off_at_its_length() -> None:
-    longest = {"max_response_tokens": 300, "pipeline": "trajectory"}
-    rollout, engine = played(team={"script": endless}, segments=3, **longest)
-    *_, batch = play(rollout, engine, range(3))
-    samples = [sample for group in batch.groups for sample in group.samples]
+    config = letter_config(overlap=0, segments=3, max_response_tokens=300, pipeline="trajectory")
+    *_, groups = Play(config, script=endless).train(3, rounds_while_training=0)
+    samples = [sample for group in groups for sample in group.samples]
     assert [(sample.finish, len(sample.token_ids)) for sample in samples] == [(Finish.LENGTH, 300)] * 6
 
 
 @pytest.mark.parametrize(("most", "drawn"), [(5, 2), (6, 4)])
 def test_problems_are_drawn_up_to_a_number_of_samples_under_way(most: int, drawn: int) -> None:
-    rollout, engine = played(team={"script": endless}, segments=4, max_unfinished=most)
-    play(rollout, engine, range(2))  # 2 groups of 3 are on their way when the second stage begins
-    assert rollout.stages.state.num_instances == drawn
+    play = Play(letter_config(overlap=0, segments=4, max_unfinished=most), script=endless)
+    play.train(2, rounds_while_training=0)  # 2 groups of 3 are on their way when the second stage begins
+    assert play.stages.state.num_instances == drawn
 
 
 def test_a_stage_ends_when_just_the_share_has_finished() -> None:
