@@ -68,9 +68,8 @@ class Played:
             self.stages.advance(0.2)
         return batch
 
-    def samples(self, steps: int = 1) -> dict[str, Sample]:
-        batches = [self.batch() for _ in range(steps)]
-        return {sample.uid: sample for batch in batches for group in batch.groups for sample in group.samples}
+    def samples(self) -> dict[str, Sample]:
+        return {sample.uid: sample for group in self.batch().groups for sample in group.samples}
 
 
 def program(folder: Path, text: str) -> str:
