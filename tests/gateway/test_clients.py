@@ -158,16 +158,13 @@ def run(problem, client):
 """
 
 GENERATE = """
-import json, urllib.request
+import httpx
 
 def run(problem, client):
     def generate(ids):
-        body = json.dumps({"model": "solver", "token_ids": ids, "sampling_params": {"max_tokens": 200, "logprobs": 1}})
-        request = urllib.request.Request(
-            client.base_url[:-3] + "/inference/v1/generate", body.encode(), {"authorization": "Bearer " + client.api_key}
-        )
-        with urllib.request.urlopen(request) as reply:
-            return json.loads(reply.read())["choices"][0]
+        body = {"model": "solver", "token_ids": ids, "sampling_params": {"max_tokens": 200, "logprobs": 1}}
+        headers = {"authorization": "Bearer " + client.api_key}
+        return httpx.post(client.base_url[:-3] + "/inference/v1/generate", json=body, headers=headers).json()["choices"][0]
 
     ids = [257, 65, 66, 258]
     said = generate(ids)
@@ -175,7 +172,6 @@ def run(problem, client):
     generate([*ids, *said["token_ids"], 65, 66])
     return 1.0
 """
-
 
 PARALLEL = """
 import concurrent.futures

@@ -149,16 +149,13 @@ def test_a_worker_that_was_lost_and_is_back_may_get_its_session_again(model: Pat
 
 def test_limits_and_refusals_are_said_by_name_and_the_run_goes_on(model: Path, tmp_path: Path) -> None:
     text = """
-    import json, urllib.error, urllib.request
+    import json, httpx
 
     def post(client, path, body, key=None, **headers):
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        data = body if isinstance(body, bytes) else json.dumps(body)
         sent = {"authorization": "Bearer " + (key or client.api_key), **headers}
-        try:
-            with urllib.request.urlopen(urllib.request.Request(client.base_url + path, data, sent)) as reply:
-                return reply.status, json.loads(reply.read())
-        except urllib.error.HTTPError as error:
-            return error.code, json.loads(error.read())["error"]["message"]
+        reply = httpx.post(client.base_url + path, content=data, headers=sent, timeout=600)
+        return reply.status_code, reply.json() if reply.is_success else reply.json()["error"]["message"]
 
     def run(problem, client):
         chat = {"model": "solver", "messages": [{"role": "user", "content": problem.question}]}
