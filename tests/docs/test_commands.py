@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,8 @@ from held_port import held_port
 from pyarrow import Table
 from pyarrow.parquet import write_table
 
+from marsrl.rollout.tools.config import HttpSearch
+from marsrl.rollout.tools.servers import Retrieval
 from marsrl.trainer.commands import cli
 from marsrl.trainer.config.explain import as_yaml
 from marsrl.trainer.config.read import read_config
@@ -244,9 +247,11 @@ def test_documents_are_served_until_ctrl_c(command: str, desk: Desk) -> None:
     process = desk.start([*desk.words(command, Path), "--port", "0"])
     try:
         deadline = time.monotonic() + 600
-        while "1 documents of wiki-18.jsonl at http://127.0.0.1:" not in desk.console():
+        while not (found := re.search(r"1 documents of wiki-18.jsonl at (http://127.0.0.1:\S+)\n", desk.console())):
             assert process.poll() is None and time.monotonic() < deadline, desk.console()
             time.sleep(0.05)
+        with closing(Retrieval(HttpSearch(kind="http", url=found[1], request_timeout_s=60.0))) as tool:
+            assert tool.run({"query": "seven"}) == ["Doc 1(Title: Seven) It is 7."]
         process.send_signal(signal.SIGINT)
         assert process.wait(300) == 0, desk.console()
         assert (desk.folder / "wiki-18.sqlite").is_file() and "Traceback" not in desk.console()

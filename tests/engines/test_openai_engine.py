@@ -10,19 +10,10 @@ from completions_server import completions_server
 from engine_cases import decoded, generate, pool_of
 from pydantic import ValidationError
 
-from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.config import OpenAIOptions
 from marsrl.rollout.engines.openai_engine import OpenAIEngine
 from marsrl.rollout.engines.protocol import DecodeRequest, Sampling, WeightUpdate, WrongVersion
 from marsrl.rollout.types import Finish, Message
-from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
-
-
-@pytest.fixture(scope="module")
-def renderer(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tokenizer")
-    write_byte_tokenizer(folder)
-    return ChatRenderer(folder)
 
 
 @pytest.fixture

@@ -5,11 +5,13 @@ from __future__ import annotations
 import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from engine_cases import pool_of
+from letters import make_team
 
 from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.agents.render import ChatRenderer
@@ -22,21 +24,13 @@ from marsrl.rollout.gateway.gateway import Gateway
 from marsrl.rollout.gateway.server import open_gateway
 from marsrl.rollout.orchestrations.external import External
 from marsrl.rollout.player.stages import Stages, StepBatch
-from marsrl.rollout.pool.pool import EnginePool
-from marsrl.rollout.pool.replicas import LocalReplicas
-from marsrl.rollout.rewards.judge import known
 from marsrl.rollout.tasks.arithmetic import ArithmeticTask
 from marsrl.rollout.tasks.config import ArithmeticOptions
-from marsrl.rollout.team import Team, WatchedJudge
-from marsrl.rollout.types import Problem, Reward, Sample
+from marsrl.rollout.team import Team
+from marsrl.rollout.types import Sample
 
 AGENTS = {"solver": AgentConfig(max_input_tokens=1500), "verifier": AgentConfig(max_input_tokens=1500)}
 VERSIONS = {"main": 0}
-
-
-def judge(problem: Problem, answer: str) -> Future[Reward]:
-    right = float(answer == problem.answer)
-    return known(Reward(right, right))
 
 
 def rollout_config(**options: Any) -> RolloutConfig:
@@ -74,9 +68,8 @@ class Played:
             self.stages.advance(0.2)
         return batch
 
-    def samples(self, steps: int = 1) -> dict[str, Sample]:
-        batches = [self.batch() for _ in range(steps)]
-        return {sample.uid: sample for batch in batches for group in batch.groups for sample in group.samples}
+    def samples(self) -> dict[str, Sample]:
+        return {sample.uid: sample for group in self.batch().groups for sample in group.samples}
 
 
 def program(folder: Path, text: str) -> str:
@@ -93,18 +86,19 @@ def team_of(
     gateway: Gateway | None = None,
     agents: Mapping[str, AgentConfig] = AGENTS,
     engine: Engine | None = None,
-) -> Team:
+) -> Played:
     engine = engine or LocalEngine(model, dtype="float32", max_model_len=4096)
-    pool = EnginePool(LocalReplicas([engine]), slots=64, deadline_s=config.deadline_s)
-    team, renderers = orchestration(agents, "chain", None, config), {"main": ChatRenderer(model)}
-    return Team(agents, team, renderers, {"main": pool}, WatchedJudge(judge), tools=gateway)
+    pool = pool_of(engine, slots=64, deadline_s=config.deadline_s)
+    team = make_team(agents, orchestration(agents, "chain", None, config), pool, ChatRenderer(model), tools=gateway)
+    source = ArithmeticTask(ArithmeticOptions()).problems(3)
+    return Played(Stages(config, team, source, seed=3, trains_whole=True), team)
 
 
 @contextmanager
 def playing(
     model: Path,
     config: RolloutConfig,
-    external: Mapping[str, Any],
+    external: str | Mapping[str, Any],
     *,
     agents: Mapping[str, AgentConfig] = AGENTS,
     engine: Engine | None = None,
@@ -112,23 +106,13 @@ def playing(
     key: str | None = None,
     renderer: ChatRenderer | None = None,
     clock: Callable[[], float] = time.monotonic,
-    seed: int = 3,
 ) -> Iterator[Played]:
-    """Sessions of these settings, ready for the first batch. parsers: of tool calls, and of thoughts; key: the workers';
-    renderer, clock: the gateway's."""
-    settings = ExternalConfig.model_validate(external)
+    """Sessions of these settings, or of a function alone, ready for the first batch. parsers: of tool calls, and of thoughts;
+    key: the workers'; renderer, clock: the gateway's."""
+    settings = ExternalConfig.model_validate({"function": external} if isinstance(external, str) else external)
     doors = agents_of(agents, {"main": renderer or ChatRenderer(model)}, config.max_response_tokens, {"main": parsers})
     with open_gateway(settings, doors, key, clock) as gateway:
-        team = team_of(model, config, gateway=gateway, agents=agents, engine=engine)
-        source = ArithmeticTask(ArithmeticOptions()).problems(seed)
-        yield Played(Stages(config, team, source, seed=seed, trains_whole=True), team)
-
-
-def natively(model: Path, config: RolloutConfig, kind: type[Orchestration], seed: int = 3) -> Played:
-    """The same, by an orchestration of ours."""
-    team = team_of(model, config, kind)
-    source = ArithmeticTask(ArithmeticOptions()).problems(seed)
-    return Played(Stages(config, team, source, seed=seed, trains_whole=True), team)
+        yield team_of(model, config, gateway=gateway, agents=agents, engine=engine)
 
 
 def turns_of(sample: Sample) -> Sequence[int]:

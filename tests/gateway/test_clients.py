@@ -121,8 +121,8 @@ def run(problem, client):
 @pytest.mark.parametrize("text", [CHAT, RESPONSES, MESSAGES], ids=["chat", "responses", "messages"])
 def test_a_client_with_a_tool_makes_one_sample_of_exact_tokens(qwen: Path, tmp_path: Path, text: str) -> None:
     config = rollout_config(prompts_per_step=1)
-    external = {"function": program(tmp_path, text)}
-    with playing(qwen, config, external, engine=scripted(qwen), parsers=("hermes", "qwen3")) as played:
+    parsers = ("hermes", "qwen3")
+    with playing(qwen, config, program(tmp_path, text), engine=scripted(qwen), parsers=parsers) as played:
         batch = played.batch()
     assert batch.metrics["rollout/failed_episodes"] == 0
     samples = {sample.uid: sample for group in batch.groups for sample in group.samples}
@@ -158,16 +158,13 @@ def run(problem, client):
 """
 
 GENERATE = """
-import json, urllib.request
+import httpx
 
 def run(problem, client):
     def generate(ids):
-        body = json.dumps({"model": "solver", "token_ids": ids, "sampling_params": {"max_tokens": 200, "logprobs": 1}})
-        request = urllib.request.Request(
-            client.base_url[:-3] + "/inference/v1/generate", body.encode(), {"authorization": "Bearer " + client.api_key}
-        )
-        with urllib.request.urlopen(request) as reply:
-            return json.loads(reply.read())["choices"][0]
+        body = {"model": "solver", "token_ids": ids, "sampling_params": {"max_tokens": 200, "logprobs": 1}}
+        headers = {"authorization": "Bearer " + client.api_key}
+        return httpx.post(client.base_url[:-3] + "/inference/v1/generate", json=body, headers=headers).json()["choices"][0]
 
     ids = [257, 65, 66, 258]
     said = generate(ids)
@@ -175,17 +172,6 @@ def run(problem, client):
     generate([*ids, *said["token_ids"], 65, 66])
     return 1.0
 """
-
-
-@pytest.mark.parametrize("text", [COMPLETIONS, GENERATE], ids=["completions", "generate"])
-def test_prompts_of_text_and_of_tokens_go_on_too(qwen: Path, tmp_path: Path, text: str) -> None:
-    config, external = rollout_config(prompts_per_step=1), {"function": program(tmp_path, text)}
-    with playing(qwen, config, external, engine=scripted(qwen)) as played:
-        samples = played.samples()
-    assert sorted(samples) == ["000001.0/solver:0", "000001.1/solver:0"]
-    for sample in samples.values():
-        assert sample.reward.value == 1.0 and sample.turn == 1 and len(turns_of(sample)) == 3
-
 
 PARALLEL = """
 import concurrent.futures
@@ -210,28 +196,37 @@ async def run(problem, client):
 """
 
 
-@pytest.mark.parametrize("text", [PARALLEL, ASYNC], ids=["threads", "async"])
-def test_equal_calls_side_by_side_are_samples_of_their_own(qwen: Path, tmp_path: Path, text: str) -> None:
-    """Their answers are equal, so that each of the two that go on goes on with one of them."""
-    config, external = rollout_config(prompts_per_step=1), {"function": program(tmp_path, text)}
-    with playing(qwen, config, external, engine=scripted(qwen)) as played:
-        samples = played.samples()
-    assert len(samples) == 8 and sum(sample.turn for sample in samples.values()) == 4
-
-
-def test_a_command_is_played_once_a_session(qwen: Path, tmp_path: Path) -> None:
-    (tmp_path / "agent.py").write_text(
-        """
+COMMAND = """
 import json, sys
 from openai import OpenAI
 
 problem = json.load(sys.stdin)
 said = OpenAI().chat.completions.create(model="solver", messages=[{"role": "user", "content": problem["question"]}])
 print("thinking aloud")
-print(json.dumps({"solver": len(said.choices[0].message.content)}))
+print(json.dumps({"solver": len(said.choices[0].message.content) / 13}))
 """
-    )
-    config = rollout_config(prompts_per_step=1)
-    with playing(qwen, config, {"command": ["python", str(tmp_path / "agent.py")]}, engine=scripted(qwen)) as played:
+
+
+@pytest.mark.parametrize(
+    ("text", "turns"),
+    [
+        (COMPLETIONS, [1]),
+        (GENERATE, [1]),
+        (PARALLEL, [0, 0, 1, 1]),
+        (ASYNC, [0, 0, 1, 1]),
+        (COMMAND, [0]),
+    ],
+    ids=["completions", "generate", "threads", "async", "command"],
+)
+def test_prompts_go_on_and_equal_calls_side_by_side_are_samples_of_their_own(
+    qwen: Path, tmp_path: Path, text: str, turns: list[int]
+) -> None:
+    """turns: before the last one, of each sample of a session. Equal answers: each call that goes on goes on with one of them."""
+    function = program(tmp_path, text)
+    external = {"command": ["python", function.removesuffix(":run")]} if text is COMMAND else {"function": function}
+    with playing(qwen, rollout_config(prompts_per_step=1), external, engine=scripted(qwen)) as played:
         samples = played.samples()
-    assert {sample.reward.value for sample in samples.values()} == {float(len(SAYS))} and len(samples) == 2
+    for session in ("000001.0/", "000001.1/"):
+        own = [sample for uid, sample in samples.items() if uid.startswith(session)]
+        assert sorted(sample.turn for sample in own) == turns
+        assert all(len(turns_of(each)) == 2 * each.turn + 1 and each.reward.value == 1.0 for each in own)

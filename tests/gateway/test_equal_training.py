@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from megatron_models import learner, weights
-from programs import AGENTS, natively, playing, program, rollout_config, turns_of
+from programs import AGENTS, playing, program, rollout_config, team_of, turns_of
 
 from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.agents.roles import AgentSpec, Role
@@ -117,10 +117,15 @@ def shown(name: str, trained: Trained) -> Iterator[str]:
 def test_a_team_of_ours_and_the_same_as_a_program_train_alike(model: Path, tmp_path: Path) -> None:
     """The last bits of a rollout's log-probs depend on what else is decoded beside it; the update computes its own."""
     config = rollout_config(group_size=4, pipeline="trajectory")
-    ours = natively(model, config, InTurn).batch()
-    with playing(model, config, {"function": program(tmp_path, IN_TURN)}) as played:
-        theirs = played.batch()
-    assert sum(len(turns_of(s)) == 3 for group in theirs.groups for s in group.samples) == 8
+    ours = team_of(model, config, InTurn).batch()
+    with playing(model, config, program(tmp_path, IN_TURN)) as played:
+        theirs, next_one = played.batch(), played.batch()
+    assert {group.rollout_id for group in next_one.groups} == {"000003", "000004"} and len(next_one.groups) == 4
+    played_by = {agent: [s for g in theirs.groups if g.agent == agent for s in g.samples] for agent in AGENTS}
+    for agent, num_runs, note in (("solver", 3, "calls 1, 3 of 3"), ("verifier", 1, "call 2 of 3")):
+        assert [(len(turns_of(s)), s.reward.note) for s in played_by[agent]] == [(num_runs, note)] * 8
+    counts = {"rollout/episodes": 8, "team/samples": 16, "team/calls": 24}
+    assert {name: theirs.metrics[name] for name in counts} == counts and theirs.metrics["rollout/foreign_tokens"] > 0
     native, external = trained(model, ours), trained(model, theirs)
     mine, others = ({s.uid: s for s in each.credited.sequences} for each in (native, external))
     assert len(mine) == 16 and mine.keys() == others.keys() and native.credited.num_tokens > 1000

@@ -26,13 +26,8 @@ from marsrl.rollout.gateway.worker import Worker
 from marsrl.rollout.gateway.workers import WORKER, Workers
 from marsrl.rollout.player.stages import RolloutState
 from marsrl.rollout.state import decode, encode
-from marsrl.rollout.types import Sample
 
 LONG = {"max_response_tokens": 60}
-
-
-def rewards(samples: dict[str, Sample]) -> dict[str, float]:
-    return {uid: sample.reward.value for uid, sample in samples.items()}
 
 
 class Clock:
@@ -68,7 +63,7 @@ def test_a_session_that_raises_or_hangs_has_missing_rewards_and_the_others_are_t
         clock.now = 4.0
         batch = played.rest_of_batch()
     samples = {sample.uid: sample for group in batch.groups for sample in group.samples}
-    missing = {uid for uid, value in rewards(samples).items() if math.isnan(value)}
+    missing = {uid for uid, sample in samples.items() if math.isnan(sample.reward.value)}
     assert missing == {"000001.0/solver:0", "000002.1/solver:0"} and len(samples) == 4
     assert batch.metrics["rollout/failed_episodes"] == 2
     assert "KeyError: 'no such thing'" in caplog.text and "external.timeout_s = 3 s" in caplog.text
@@ -154,16 +149,13 @@ def test_a_worker_that_was_lost_and_is_back_may_get_its_session_again(model: Pat
 
 def test_limits_and_refusals_are_said_by_name_and_the_run_goes_on(model: Path, tmp_path: Path) -> None:
     text = """
-    import json, urllib.error, urllib.request
+    import json, httpx
 
     def post(client, path, body, key=None, **headers):
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        data = body if isinstance(body, bytes) else json.dumps(body)
         sent = {"authorization": "Bearer " + (key or client.api_key), **headers}
-        try:
-            with urllib.request.urlopen(urllib.request.Request(client.base_url + path, data, sent)) as reply:
-                return reply.status, json.loads(reply.read())
-        except urllib.error.HTTPError as error:
-            return error.code, json.loads(error.read())["error"]["message"]
+        reply = httpx.post(client.base_url + path, content=data, headers=sent, timeout=600)
+        return reply.status_code, reply.json() if reply.is_success else reply.json()["error"]["message"]
 
     def run(problem, client):
         chat = {"model": "solver", "messages": [{"role": "user", "content": problem.question}]}
@@ -246,8 +238,7 @@ def test_what_a_program_never_read_is_not_trained(model: Path, tmp_path: Path) -
         client.chat("verifier", [problem.question])
         return 1.0
     """
-    external = {"function": program(tmp_path, text)}
-    with playing(model, rollout_config(prompts_per_step=1), external, engine=SolverLast()) as played:
+    with playing(model, rollout_config(prompts_per_step=1), program(tmp_path, text), engine=SolverLast()) as played:
         samples = played.samples()
     unread = {uid for uid, sample in samples.items() if sample.reward.value != 1.0}
     assert unread == {"000001.0/solver:0", "000001.1/solver:0"} and len(samples) == 6
@@ -270,8 +261,7 @@ def run(problem, client):
 
 
 def test_a_resume_plays_open_sessions_anew_and_none_that_was_over(model: Path, tmp_path: Path) -> None:
-    external = {"function": program(tmp_path, TWO_CALLS.format(folder=str(tmp_path)))}
-    config = rollout_config(**LONG)
+    external, config = program(tmp_path, TWO_CALLS.format(folder=str(tmp_path))), rollout_config(**LONG)
     with playing(model, config, external) as played:
         played.begin()
         played.until(lambda: sum(len(i.held) for i in played.stages.state.instances.values()) >= 4)
@@ -316,8 +306,8 @@ def test_a_client_is_kept_waiting_by_blanks_until_the_engine_answers(model: Path
         return [5, 6]
 
     config = rollout_config(prompts_per_step=1, group_size=1)
-    with playing(model, config, {"function": program(tmp_path, text)}, engine=ScriptedEngine(script)) as played:
-        assert set(rewards(played.samples()).values()) == {1.0}
+    with playing(model, config, program(tmp_path, text), engine=ScriptedEngine(script)) as played:
+        assert {sample.reward.value for sample in played.samples().values()} == {1.0}
 
 
 def test_a_worker_from_elsewhere_joins_with_its_key(
@@ -336,7 +326,7 @@ def test_a_worker_from_elsewhere_joins_with_its_key(
             with subprocess.Popen(command, env={**os.environ, "MARSRL_WORKER_KEY": "secret"}) as worker:
                 samples = played.samples()
                 worker.terminate()
-    assert set(rewards(samples).values()) == {1.0} and worker.returncode == 0
+    assert {sample.reward.value for sample in samples.values()} == {1.0} and worker.returncode == 0
 
 
 def test_a_command_that_hangs_is_killed_with_its_session(model: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Programs play: what they ask becomes samples, token by token what a team of ours would have."""
+"""Programs and environments play: what they ask becomes samples, token by token what a team of ours would have."""
 
 from __future__ import annotations
 
@@ -9,43 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from documents import other_blocks
 from programs import playing, program, rollout_config, turns_of
 
 from marsrl.rollout.agents.render import ChatRenderer
-from marsrl.rollout.types import IntArray
-
-TWO = """
-def run(problem, client):
-    turns = [{"role": "user", "content": problem.question}]
-    first = client.chat("solver", turns, max_tokens=30)
-    shown = f"{problem.question} \\n {first.text}"
-    report = client.chat("verifier", [{"role": "system", "content": "grade"}, shown], max_tokens=20)
-    again = client.chat("solver", [*turns, first.message, f"{report.text} fix"], max_tokens=30)
-    return {"solver": len(again.text) / 100, "verifier": len(report.text) / 100}
-"""
-
-
-def test_a_program_with_two_agents_is_played_to_groups_by_agent(model: Path, tmp_path: Path) -> None:
-    with playing(model, rollout_config(), {"function": program(tmp_path, TWO)}) as played:
-        batch = played.batch()
-        again = played.batch()
-    groups = {(group.rollout_id, group.agent): group.samples for group in batch.groups}
-    assert sorted(groups) == [(f"00000{i}", agent) for i in (1, 2) for agent in ("solver", "verifier")]
-    assert len(again.groups) == 4 and {group.rollout_id for group in again.groups} == {"000003", "000004"}
-    for (rollout_id, agent), samples in groups.items():
-        assert [sample.uid for sample in samples] == [f"{rollout_id}.{i}/{agent}:0" for i in (0, 1)]
-        for sample in samples:
-            runs = turns_of(sample)
-            assert len(runs) == (3 if agent == "solver" else 1)
-            assert max(runs[::2]) <= (30 if agent == "solver" else 20)
-            assert sample.turn == (agent == "solver")
-            assert (sample.rollout_logprobs[sample.is_sampled] < 0).all()
-            assert not sample.rollout_logprobs[~sample.is_sampled].any()
-            assert sample.reward.value > 0
-            assert sample.reward.note == ("calls 1, 3 of 3" if agent == "solver" else "call 2 of 3")
-    assert batch.metrics["rollout/episodes"] == 4 and batch.metrics["team/samples"] == 8
-    assert batch.metrics["team/calls"] == 12 and batch.metrics["rollout/foreign_tokens"] > 0
-
+from marsrl.rollout.config import AgentConfig
+from marsrl.rollout.types import IntArray, Problem, Sample
 
 ONE = """
 def run(problem, client):
@@ -72,11 +41,13 @@ def test_a_reward_is_the_program_s_or_the_task_s_of_its_answer(
     model: Path, tmp_path: Path, returned: str, solver_rewards: set[float | None]
 ) -> None:
     """Random weights never say `Answer:`, so that their own answers are wrong."""
-    external = {"function": program(tmp_path, ONE.replace("RETURNED", returned))}
-    with playing(model, rollout_config(prompts_per_step=4), external) as played:
+    with playing(
+        model, rollout_config(prompts_per_step=4), program(tmp_path, ONE.replace("RETURNED", returned))
+    ) as played:
         samples = played.samples()
     values = [sample.reward.value for sample in samples.values()]
     assert len(samples) == 8 and {None if value != value else value for value in values} == solver_rewards
+    assert max(max(turns_of(sample)[::2]) for sample in samples.values()) <= 40
 
 
 @pytest.mark.parametrize(
@@ -96,7 +67,7 @@ def test_sessions_span_stages_and_versions(model: Path, tmp_path: Path, options:
     """
     config = rollout_config(**options)
     trained = Counter[str]()
-    with playing(model, config, {"function": program(tmp_path, text)}) as played:
+    with playing(model, config, program(tmp_path, text)) as played:
         while len(trained) < 8:
             batch = played.batch()
             trained.update(sample.uid for group in batch.groups for sample in group.samples)
@@ -110,39 +81,27 @@ LONG = 5_000_000
 PATIENCE_S = 120.0
 
 PROGRAM = """
-import http.client, json, pathlib, threading, time, urllib.parse
+import pathlib, time
+from concurrent.futures import ThreadPoolExecutor
 
 FOLDER = pathlib.Path({folder!r})
 
-def wait_for(name):
-    while not (FOLDER / name).exists():
-        time.sleep(0.01)
-
 def run(problem, client):
-    if client.session.endswith(".1"):
-        wait_for("sent")
+    if client.session.endswith(".0"):
+        with ThreadPoolExecutor() as threads:
+            long = threads.submit(client.chat, "solver", ["a 1 " * {words}])
+            wait_for_long()
+            client.chat("solver", ["own"])
+        assert "max_input_tokens is 1500" in str(long.exception())
+    else:
+        wait_for_long()
         client.chat("solver", ["hello"])
         (FOLDER / "answered").touch()
-        return 1.0
-    refused = []
-
-    def ask():
-        try:
-            client.chat("solver", ["a 1 " * {words}])
-        except RuntimeError as error:
-            refused.append(str(error))
-
-    thread = threading.Thread(target=ask)
-    thread.start()
-    wait_for("long")
-    line = http.client.HTTPConnection(urllib.parse.urlsplit(client.base_url).netloc)
-    body = json.dumps({{"model": "solver", "messages": [{{"role": "user", "content": "own"}}]}})
-    line.request("POST", "/v1/chat/completions", body, {{"authorization": "Bearer " + client.api_key}})
-    (FOLDER / "sent").touch()
-    assert line.getresponse().read()
-    thread.join()
-    assert "max_input_tokens is 1500" in refused[0]
     return 1.0
+
+def wait_for_long():
+    while not (FOLDER / "long").exists():
+        time.sleep(0.01)
 """
 
 
@@ -173,7 +132,105 @@ def test_a_short_call_is_answered_while_a_long_prompt_is_tokenised(model: Path, 
     text = PROGRAM.format(folder=str(tmp_path), words=LONG // 4)
     renderer = Noting(model, tmp_path)
     config = rollout_config(prompts_per_step=1, max_response_tokens=60)
-    with playing(model, config, {"function": program(tmp_path, text)}, renderer=renderer) as played:
+    with playing(model, config, program(tmp_path, text), renderer=renderer) as played:
         batch = played.batch()
     assert batch.metrics["rollout/failed_episodes"] == 0
     assert renderer.notes == ["begin long", "begin hello", "end hello", "end long", "begin own", "end own"]
+
+
+# Environments with state: the worker plays them, and what agents say in them becomes samples.
+
+
+def samples_in(model: Path, environment: str, agents: tuple[str, ...]) -> dict[str, Sample]:
+    config = rollout_config(prompts_per_step=1, max_response_tokens=160)
+    settings = {name: AgentConfig(max_input_tokens=100) for name in agents}
+    with playing(model, config, {"environment": environment, "timeout_s": 60}, agents=settings) as played:
+        return {uid.partition(".")[2]: sample for uid, sample in played.samples().items()}
+
+
+PLAYERS = """
+class run:
+    max_tokens = 20
+
+    def reset(self, problem):
+        self.heard = []
+        return {"solver": [{"role": "system", "content": "grade"}, "1 2"], "verifier": ["3"]}
+
+    def step(self, text):
+        self.heard.append(text)
+        match len(self.heard):
+            case 1: return "4"
+            case 2: return {"verifier": "5 6"}
+            case 3: return {"solver": "7", "verifier": "8"}
+            case 4: return {"solver": 0.25, "verifier": 1}
+"""
+
+
+def test_players_have_chats_of_their_own_and_the_first_that_hears_is_on_turn(model: Path, tmp_path: Path) -> None:
+    samples = samples_in(model, program(tmp_path, PLAYERS), ("solver", "verifier"))
+    assert set(samples) == {f"{i}/{agent}:0" for i in (0, 1) for agent in ("solver", "verifier")}
+    for name, sample in samples.items():
+        is_solver = "solver" in name
+        assert sample.reward.value == (0.25 if is_solver else 1.0)
+        assert len(turns_of(sample)) == (5 if is_solver else 1)  # three turns, and what is heard between them
+        heard = "<|system|> grade <|user|> 1 2 <|assistant|>" if is_solver else "<|user|> 3 <|user|> 5 6 <|assistant|>"
+        assert " ".join(sample.prompt_text.split()) == heard
+
+
+ALONE = """
+class run:
+    def reset(self, problem):
+        self.question = problem.question
+        return problem.question
+
+    def step(self, text):
+        return ["grade", {"role": "user", "content": self.question}] if self.question.startswith("a") else None
+
+    def close(self):
+        open(__file__ + ".closed", "a").write(".")
+"""
+
+
+def test_an_environment_without_rewards_leaves_them_to_the_task(model: Path, tmp_path: Path) -> None:
+    named = program(tmp_path, ALONE.replace('startswith("a")', 'startswith("?")'))
+    for sample in samples_in(model, named, ("solver",)).values():
+        assert sample.reward.parts == {"outcome": 0.0} and len(turns_of(sample)) == 1  # it has no answer
+
+
+def test_an_environment_is_closed_also_where_its_session_fails(model: Path, tmp_path: Path) -> None:
+    named = program(tmp_path, ALONE)  # goes on until its chat is longer than a sample may be
+    samples = samples_in(model, named, ("solver",))
+    assert samples and all(sample.reward.is_missing for sample in samples.values())
+    assert all("max_response_tokens" in sample.reward.note for sample in samples.values())
+    assert (tmp_path / "program.py.closed").read_text() == ".."
+
+
+@pytest.mark.parametrize(
+    ("heard", "reason"),
+    [('{"umpire": "1"}', "'umpire'; the agents are solver, verifier"), ('"1"', "reset: expected {agent: messages}")],
+    ids=["unknown player", "nobody on turn"],
+)
+def test_an_environment_that_names_no_agent_fails_by_name(
+    model: Path, tmp_path: Path, heard: str, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    named = program(tmp_path, f"class run:\n    def reset(self, problem):\n        return {heard}\n")
+    config = rollout_config(prompts_per_step=1)
+    settings = {name: AgentConfig(max_input_tokens=100) for name in ("solver", "verifier")}
+    with playing(model, config, {"environment": named}, agents=settings) as played:
+        assert played.batch().metrics["rollout/failed_episodes"] == 2
+    assert reason in caplog.text
+
+
+def test_the_environment_of_the_page_is_played_as_it_says() -> None:
+    (block,) = (block.text for block in other_blocks() if block.where.startswith("docs/external.md:"))
+    names: dict[str, Any] = {}
+    exec(block, names)
+    for guesses, heard in (
+        ("7", [1.0]),
+        ("397", ["Higher.", "Lower.", pytest.approx(1 / 3)]),
+        ("0000", ["Higher."] * 3 + [0.0]),
+        ("x", [-1.0]),
+    ):
+        game = names["Guess"]()
+        assert game.reset(Problem(id="p", question="?", answer="7", task="math")).startswith("I think of a number")
+        assert [game.step(f"{guess} ") for guess in guesses] == heard

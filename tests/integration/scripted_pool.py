@@ -38,20 +38,15 @@ from marsrl.trainer.run import Run
 from marsrl.trainer.runs.directory import RunDirectory
 
 
-def pools_of(engine: Callable[[], Engine]) -> Callable[..., EnginePool]:
-    """make_pool (rollout/pool/build.py) with engines of this kind, in this process, as many as the policy has."""
+@contextmanager
+def engines_are(engine: Callable[[], Engine]) -> Iterator[None]:
+    """In the body every engine of a run or an evaluation in this process is one of these."""
 
     def make_pool(policy: str, model_dir: str, config: RolloutConfig, **others: Any) -> EnginePool:
         replicas = LocalReplicas([engine() for _ in range(config.engines)])
         return EnginePool(replicas, policy, deadline_s=config.deadline_s, sleeps=config.placement == "colocated")
 
-    return make_pool
-
-
-@contextmanager
-def engines_are(engine: Callable[[], Engine]) -> Iterator[None]:
-    """In the body every engine of a run or an evaluation in this process is one of these."""
-    with mock.patch.object(build, "make_pool", pools_of(engine)):
+    with mock.patch.object(build, "make_pool", make_pool):
         yield
 
 
@@ -110,18 +105,18 @@ def on_sevens(folder: Path, model: Path, *more: str) -> list[str]:
 
 
 @contextmanager
-def opened(folder: Path, words: Sequence[str], config: str | None = None) -> Iterator[Run]:
-    """A run called `scripted` in folder/runs, opened as trainer/main.py opens it, in this process. config: a file."""
-    checked = preflight(read_config(config, words)[0], world_size=1)
+def opened(folder: Path, words: Sequence[str]) -> Iterator[Run]:
+    """A run called `scripted` in folder/runs, opened as trainer/main.py opens it, in this process."""
+    checked = preflight(read_config(None, words)[0], world_size=1)
     directory = RunDirectory.create(folder / "runs", "scripted", "math_default", checked.config.run.resume)
     directory.write_config(checked.config.model_dump(mode="json"))
     with build.open_run(checked, directory) as run:
         yield run
 
 
-def train_here(folder: Path, words: Sequence[str], config: str | None = None) -> RunDirectory:
+def train_here(folder: Path, words: Sequence[str]) -> RunDirectory:
     """Such a run to its end."""
-    with opened(folder, words, config) as run:
+    with opened(folder, words) as run:
         train(run)
         return run.directory
 

@@ -62,20 +62,13 @@ class Runner:
     def environment(self) -> dict[str, str]:
         return {**os.environ, "MARSRL_CACHE": str(self.cache), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
-    def command(self, name: str, *words: str, ranks: int = 0) -> list[str]:
-        """ranks: of torchrun; 0: a process by itself, without it."""
-        launcher = [sys.executable, *(("-m", "torch.distributed.run", "--nproc-per-node", str(ranks)) if ranks else ())]
-        return [*launcher, str(MAIN), *self.words(name, *words)]
-
-    def words(self, name: str, *words: str) -> list[str]:
-        """Words for trainer/main.py."""
-        has_preset = any(word.startswith("preset=") for word in words)
-        default = () if has_preset else (*ARITHMETIC, TEAM)
-        return [f"run.dir={self.folder}", f"run.name={name}", *default, *SMALL, *words]
-
     def start(self, name: str, *words: str, ranks: int = 0) -> subprocess.Popen[str]:
+        """ranks: of torchrun; 0: a process by itself, without it."""
+        launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks else []
+        default = [] if any(word.startswith("preset=") for word in words) else [*ARITHMETIC, TEAM]
+        settings = [f"run.dir={self.folder}", f"run.name={name}", *default, *SMALL, *words]
         return subprocess.Popen(
-            self.command(name, *words, ranks=ranks),
+            [sys.executable, *launcher, str(MAIN), *settings],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

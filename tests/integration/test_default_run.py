@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import json
 import os
 import shutil
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ import torch
 from commands import run_by
 from desk import Desk
 from documents import is_on_the_page
+from processes import started_with
 from safetensors.torch import load_file
 from scripted_pool import untimed
 from small_run import SEED, Runner
@@ -160,10 +161,9 @@ def test_two_data_parallel_ranks_train_as_one_does(first_run: Path, runner: Runn
     assert {name: both[0][name] for name in drawn} == {name: alone[0][name] for name in drawn}
 
 
-def test_ctrl_c_stops_everything_and_the_resumed_run_equals_an_unbroken_one(
-    first_run: Path, runner: Runner, left_behind: Callable[[], list[str]]
-) -> None:
+def test_ctrl_c_stops_everything_and_the_resumed_run_equals_an_unbroken_one(first_run: Path, runner: Runner) -> None:
     """And the same seed gives the same metrics, to the bit, whether the warm start was made or cached, by torchrun or without."""
+    left_behind = functools.partial(started_with, "MARSRL_CACHE", str(runner.cache))
     settings = ("stopped", "run.steps=4")
     began = time.monotonic()
     process = runner.start(*settings, ranks=1)
@@ -173,7 +173,7 @@ def test_ctrl_c_stops_everything_and_the_resumed_run_equals_an_unbroken_one(
     finds_raylet = False  # there is something to leave behind
     while not (metrics.exists() and metrics.read_text()) and time.monotonic() < deadline:
         assert process.poll() is None, process.communicate()[0][-4000:]
-        finds_raylet = finds_raylet or any("raylet" in command for command in left_behind())
+        finds_raylet = finds_raylet or any("raylet" in each.info["name"] for each in left_behind())
         time.sleep(0.05)
     assert metrics.exists() and not latest.exists()  # a step has ended, and no checkpoint was due
     process.send_signal(signal.SIGINT)

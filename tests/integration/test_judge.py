@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from completions_server import Handler, completions_server
+from letters import NO, YES, answer_in
 from scripted_pool import engines_are, on_sevens, saying, train_here
 
 from marsrl.rollout.agents.render import ChatRenderer
@@ -23,12 +24,6 @@ from marsrl.trainer.models.init_model import init_model
 from marsrl.trainer.report.metrics import read_metrics
 from marsrl.trainer.report.samples_log import read_samples, sample_files
 from marsrl.trainer.report.summary import load_summary
-
-YES, NO = (f"extracted_final_answer: it\nreasoning: so\ncorrect: {word}\nconfidence: 80%" for word in ("yes", "no"))
-
-
-def answer_in(prompt: str) -> str:
-    return prompt.rpartition("BEGIN ANSWER ")[2].partition("\n")[2].partition("\nEND ANSWER ")[0]
 
 
 @pytest.fixture(scope="module")
@@ -65,14 +60,35 @@ def math_words(tmp_path: Path, model: Path, *more: str) -> list[str]:
     return on_sevens(tmp_path, model, *words, *more)
 
 
+def only_8(answer: str) -> str:
+    return YES if answer == "8" else NO
+
+
 @pytest.mark.parametrize("overlap", [0, 1])
 def test_a_run_is_trained_and_evaluated_by_what_the_judge_says(
-    tmp_path: Path, model: Path, engines: Any, overlap: int
+    tmp_path: Path, model: Path, engines: Any, overlap: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    engines(solve, lambda answer: YES if answer == "8" else NO)
+    """With overlap the judge is behind a server, and judges an evaluation alone, too."""
+    engines(solve, only_8)
     words = math_words(tmp_path, model, f"rollout.overlap={overlap}", "judge.cache_entries=0")
-    train_here(tmp_path, [*words, "run.steps=2"])
-    run = train_here(tmp_path, [*words, "run.steps=3", "run.resume=auto"])
+
+    def reply(handler: Handler, body: dict[str, Any], before: int) -> None:
+        handler.complete(only_8(answer_in(body["prompt"])))
+
+    with completions_server(reply) as server:
+        if overlap:
+            served = f"{{base_url: '{server.base_url}', model: big, retries: 0, backoff_s: 0.01}}"
+            words += ["policies.judge.engine=openai", f"policies.judge.openai={served}"]
+        train_here(tmp_path, [*words, "run.steps=2"])
+        run = train_here(tmp_path, [*words, "run.steps=3", "run.resume=auto"])
+        if overlap:
+            capsys.readouterr()
+            evaluate_alone(None, words, str(tmp_path / "found.json"))
+            found, shown = json.loads((tmp_path / "found.json").read_text()), capsys.readouterr().err
+            assert found["judge"]["policy"] == "judge" and found["judge"]["calls"] == 4 and "judge (judge)" in shown
+            assert found["system"]["mean"] == found["judge"]["yes_share"] and found["judge"]["spent"] > 0
+            assert all(body["temperature"] == 0 and body["max_tokens"] == 1024 for body in server.bodies)
+        assert bool(server.bodies) == bool(overlap)
     steps = [list(read_samples(path)) for path in sample_files(run).values()]
     samples = [sample for step in steps for sample in step]
     assert len({r.uid for r in samples}) == len(samples) == 3 * 32
@@ -106,44 +122,6 @@ def test_a_judge_that_is_not_understood_stops_the_run_and_says_what_it_said(
     assert "judge.max_missing_share = 0.2; the last one: it has no line `correct:`: '\\x1b[2Jwho knows?'" in said
     (row,) = read_metrics(tmp_path / "runs" / "scripted" / "metrics.jsonl")
     assert row.values["judge/missing"] == row.values["reward/solver/missing"] > 0  # on disk, to be looked at
-
-
-def search(uid: str) -> str:
-    return (
-        "<verify>yes</verify>"
-        if uid.rpartition("/")[2].startswith("verifier")
-        else f"<answer>{random.Random(uid).randrange(2)} ways</answer>"
-    )
-
-
-def qa_words(model: Path, base_url: str) -> list[str]:
-    server = (
-        f"openai: {{base_url: '{base_url}', model: big, retries: 0, backoff_s: 0.01}}, price: {{input: 1, output: 2}}"
-    )
-    return [
-        "task=qa", "rollout.engine=local", "evaluate.num_problems=6", "judge.policy=judge", f"policies.main.model={model}",
-        f"policies.judge={{frozen: true, engine: openai, model: {model}, {server}}}",
-    ]  # fmt: skip
-
-
-def test_questions_are_evaluated_by_a_judge_behind_a_server(
-    tmp_path: Path, model: Path, engines: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    engines(search, lambda answer: "")
-
-    def reply(handler: Handler, body: dict[str, Any], before: int) -> None:
-        handler.complete(YES if answer_in(body["prompt"]).startswith("1") else NO)
-
-    with completions_server(reply) as server:
-        evaluate_alone(None, qa_words(model, server.base_url), str(tmp_path / "found.json"))
-    found, shown = json.loads((tmp_path / "found.json").read_text()), capsys.readouterr().err
-    judged = found["judge"]
-    assert (judged["policy"], judged["calls"], judged["missing"]) == ("judge", 6, 0)
-    assert 0 < found["system"]["mean"] == judged["yes_share"] < 1
-    assert judged["agreement"] == pytest.approx(1 - judged["yes_share"])  # by exact match all are wrong
-    assert judged["spent"] > 0 and "judge (judge)" in shown
-    assert all(body["temperature"] == 0 and body["max_tokens"] == 1024 for body in server.bodies)
-    assert 6 >= len(server.bodies) > 0
 
 
 OPEN = """

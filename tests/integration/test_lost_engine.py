@@ -38,12 +38,8 @@ from marsrl.trainer.weights.sync import DirectSync
 
 def children(name: str) -> list[psutil.Process]:
     """Our children whose name begins so."""
-    found = []
-    for child in descendants():
-        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
-            if child.name().startswith(name):
-                found.append(child)
-    return found
+    ours = set(descendants())
+    return [each for each in psutil.process_iter(["name"]) if each in ours and each.info["name"].startswith(name)]
 
 
 def kill(name: str) -> None:

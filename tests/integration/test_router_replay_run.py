@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
-from small_run import run_here
+from scripted_pool import rows_of, train_here
+from small_run import SEED
 
 from marsrl.trainer.models.init_model import init_model
 from marsrl.trainer.report.samples_log import read_samples, sample_files
-from marsrl.trainer.runs.directory import RunDirectory
 
 
 @pytest.mark.slow
@@ -21,11 +20,10 @@ def test_a_run_with_the_local_engine_forces_the_experts_of_decoding(tmp_path: Pa
         "rollout.placement=local", "rollout.segments=2", "rollout.prompts_per_step=3", "rollout.group_size=4",
         "rollout.max_response_tokens=24", "trainer.router_replay=rollout", "run.steps=3", "run.evaluate=false",
         "loss.entropy_coef=0.01",  # a random model has rewards of 0: without a spread nothing would be trained
-        f"run.dir={tmp_path}", "run.name=run",
+        *SEED,
     ]  # fmt: skip
-    run_here(words)
-    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    samples = [list(read_samples(file)) for file in sample_files(RunDirectory(tmp_path / "run")).values()]
+    run = train_here(tmp_path, words)
+    steps, samples = rows_of(run), [list(read_samples(file)) for file in sample_files(run).values()]
     assert [len(of_step) for of_step in samples] == [step["rollout/samples"] for step in steps]
     for step, of_step in zip(steps, samples, strict=True):
         # the first stage ends with most samples in the middle, and seldom with a group that has come to its end
@@ -35,8 +33,7 @@ def test_a_run_with_the_local_engine_forces_the_experts_of_decoding(tmp_path: Pa
             if len(versions) > 1:  # more than half of what older weights have decoded
                 assert 0 < step["router/replayed_differ"] < 1
             else:
-                assert (
-                    step["router/replayed_differ"] < 1e-2
-                )  # of 200 tokens and more: rounding alone makes next to none
+                # of 200 tokens and more: rounding alone makes next to none
+                assert step["router/replayed_differ"] < 1e-2
             assert step["train_rollout/prob_diff_mean"] < 0.05
     assert sum(map(len, samples)) > 0

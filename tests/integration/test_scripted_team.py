@@ -33,7 +33,6 @@ from marsrl.rollout.engines.protocol import DecodeRequest, MemoryPart, WeightRec
 from marsrl.rollout.types import FloatArray, IntArray
 from marsrl.trainer.commands import cli
 from marsrl.trainer.models.init_model import init_model
-from marsrl.trainer.report.metrics import read_metrics
 from marsrl.trainer.report.samples_log import read_samples, sample_files
 from marsrl.trainer.report.summary import load_summary
 from marsrl.trainer.report.token_log import read_tokens, token_files
@@ -83,7 +82,7 @@ class Recorded(ScriptedWithWeights):
         super().forget_prefixes()
 
 
-Play = Callable[..., Path]
+Play = Callable[..., RunDirectory]
 
 
 @pytest.fixture
@@ -93,37 +92,12 @@ def play(tmp_path: Path) -> Iterator[Play]:
     words = on_sevens(tmp_path, model)
     CALLS.clear()
 
-    def trained(*settings: str, says: Callable[[DecodeRequest], str] = script) -> Path:
+    def trained(*settings: str, says: Callable[[DecodeRequest], str] = script) -> RunDirectory:
         stack.enter_context(engines_are(saying(model, says, Recorded)))
-        return train_here(tmp_path, [*words, *settings]).path
+        return train_here(tmp_path, [*words, *settings])
 
     with ExitStack() as stack:
         yield trained
-
-
-def test_five_agents_are_played_credited_trained_and_reported(play: Play) -> None:
-    # an agent more with each step; and so long after the last checkpoint another one is due
-    run_directory = play("run.steps=5", "run.checkpoint_minutes=1e-9", "run.keep_checkpoints=9")
-    assert RunDirectory(run_directory).steps_on_disk() == [1, 2, 3, 4, 5]
-    samples = samples_of(RunDirectory(run_directory))
-    assert {r.agent for r in samples} == AGENTS
-    rewards = {r.uid: r for r in samples}
-    for record in samples:
-        if record.agent.startswith("verifier") and record.parent_uid in rewards and record.verdict is not None:
-            assert record.reward == float(record.verdict == (rewards[record.parent_uid].correct == 1))
-        if record.answer is None and record.verdict is None:
-            assert record.reward == 0
-    rows = read_metrics(run_directory / "metrics.jsonl")
-    last = rows[-1].values
-    rewarded = {name.split("/")[1] for name in last if name.startswith("reward/") and name.endswith("/mean")}
-    assert rewarded == AGENTS | {"all"}
-    assert all(row.values["actor/empty_steps"] == 0 for row in rows)
-    assert all(None not in row.values.values() for row in rows)
-    assert rows[-1].values["actor/grad_norm"] > 0
-    summary = load_summary(run_directory / "summary.json")
-    assert summary.engine.kind == "scripted" and summary.verified_syncs == 6
-    page = (run_directory / "report.html").read_text()
-    assert "<script>alert(1)</script>" not in page and "\\u003cscript>" in page
 
 
 OWN = """
@@ -156,9 +130,9 @@ def test_teams_whose_episodes_go_on_alone_are_trained_whole_and_resumed(
     (tmp_path / "mine.py").write_text(OWN)
     name = f"{tmp_path}/mine.py:Asked" if team == "own" else team
     words = [f"orchestration={name}", "credit.normalise=agent", "run.checkpoint_every=1", *settings]
-    run_directory = play(*words, "run.steps=3", says=lambda request: script(request).replace("maybe", "wrong"))
+    run = play(*words, "run.steps=3", says=lambda request: script(request).replace("maybe", "wrong"))
     play(*words, "run.steps=5", "run.resume=auto", "run.name=scripted")
-    files = sample_files(RunDirectory(run_directory))
+    files = sample_files(run)
     assert list(files) == [1, 2, 3, 4, 5]
     of_step = [list(read_samples(path)) for path in files.values()]
     uids = [record.uid for records in of_step for record in records]
@@ -169,12 +143,12 @@ def test_teams_whose_episodes_go_on_alone_are_trained_whole_and_resumed(
     assert set().union(*episodes) == {(name, f"{name}.{i}") for name in drawn for i in range(4)}
     groups = {record.group_id for records in of_step for record in records}
     assert groups <= {f"{name}/{agent}" for name in drawn for agent in agents}
-    rows = rows_of(RunDirectory(run_directory))
+    rows = rows_of(run)
     assert any(row.get("actor/grad_norm") for row in rows)
     assert any(f"drmas/{agent}/variance_inflation" in row for row in rows for agent in agents)
     failed = sum(row.get("rollout/failed_episodes") or 0 for row in rows)
     assert (failed > 0) == (team == "own") == ("Asked.follow: LookupError: no judge for this one" in caplog.text)
-    summary = load_summary(run_directory / "summary.json")
+    summary = load_summary(run.summary)
     assert summary.after is not None and set(summary.after.agents) <= set(agents) and summary.after.system.n == 3
 
 
@@ -208,9 +182,9 @@ def test_a_task_of_one_s_own_is_trained_resumed_and_evaluated(
         "run.evaluate=false",
     ]
     words += ["rollout.prompts_per_step=4", "rollout.group_size=2", "rollout.pipeline=trajectory"]
-    run_directory = play(*words, "run.steps=2")
+    run = play(*words, "run.steps=2")
     play(*words, "run.steps=3", "run.resume=auto", "run.name=scripted")
-    samples = samples_of(RunDirectory(run_directory))
+    samples = samples_of(run)
     drawn = {r.rollout_id: r.problem_id for r in samples if r.agent == "solver"}
     assert len(drawn) == 12 == len(set(drawn.values()))  # an epoch: nothing twice over the resume
     judged = [r for r in samples if r.answer is not None and r.problem_id != "problems:6"]
@@ -220,7 +194,7 @@ def test_a_task_of_one_s_own_is_trained_resumed_and_evaluated(
     truth = {r.uid: r.correct for r in samples}
     verdicts = [r for r in samples if r.agent == "verifier" and r.verdict is not None and r.reward is not None]
     assert {r.reward == float(r.verdict == (truth[r.parent_uid] == 1)) for r in verdicts} == {True}
-    rows = rows_of(RunDirectory(run_directory))
+    rows = rows_of(run)
     assert any(row["actor/grad_norm"] > 0 for row in rows)
     for row in rows:
         assert 0 < row["latency_s/episode_p50"] <= row["latency_s/episode_p95"]
@@ -250,15 +224,15 @@ def test_evaluations_on_the_way_leave_the_steps_as_they_are_without(
     """A team with a tool, whose counts are of the steps alone; engines drop the prefixes that evaluations have cached."""
     words = ["task=qa", "data.train=null", "task_options.people=20", "run.steps=2"]
     run = play(*words, "run.evaluate=false", says=searches)
-    without = untimed(RunDirectory(run))
+    without = untimed(run)
     assert "forget prefixes" not in CALLS and without[1]["tools/search/calls"] > 0
-    shutil.rmtree(run)
-    evaluated = untimed(RunDirectory(play(*words, "run.eval_every=1", says=searches)))
+    shutil.rmtree(run.path)
+    evaluated = untimed(play(*words, "run.eval_every=1", says=searches))
     own = [{name: value for name, value in row.items() if not name.startswith("eval/")} for row in evaluated]
     assert own == without and "forget prefixes" in CALLS
     assert all(row["eval/system/low"] <= row["eval/system"] <= row["eval/system/high"] for row in evaluated)
     assert "evaluation after: 3 of 3 draws are kept" in capsys.readouterr().err  # those of step 2
-    folders = sorted((run / "evaluations").iterdir())
+    folders = sorted((run.path / "evaluations").iterdir())
     assert [folder.name for folder in folders] == ["step_0", "step_1", "step_2"]
 
 
@@ -295,7 +269,7 @@ def test_agents_call_a_function_and_a_server_by_their_template_and_are_trained(p
         f"tools.twice={{kind: function, function: '{tmp_path}/units.py:twice'}}", "agents.solver.tools=[twice]",
         f"tools.hello={{kind: mcp, command: [{sys.executable}, {mcp_server.__file__}]}}", "agents.verifier.tools=[hello]",
     ]  # fmt: skip
-    run = RunDirectory(play(*words, says=calls))
+    run = play(*words, says=calls)
     samples = samples_of(run)
     assert {sample.agent for sample in samples} == {"solver", "verifier"}
     for sample in samples:
@@ -318,27 +292,34 @@ def test_a_team_that_mostly_fails_stops_the_run_and_says_why(play: Play, tmp_pat
         play(*words, "run.steps=3")
 
 
-def test_with_overlap_versions_differ_and_a_resumed_run_trains_every_problem_once(
+def test_five_agents_are_trained_with_overlap_versions_differ_and_a_resumed_run_trains_every_problem_once(
     play: Play, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = ("rollout.overlap=2", "rollout.segments=3", "rollout.group_size=2", "run.evaluate=false")
     settings += ("run.token_log_every=1", "run.token_log_groups=999")
+    settings += ("run.checkpoint_minutes=1e-9", "run.keep_checkpoints=9")  # so long after the last one another is due
     before = set(threading.enumerate())
     play(*settings, "run.steps=3")
     assert "goes on after" not in (said := capsys.readouterr().err) and "not measured" not in said  # run.evaluate=false
-    run_directory = play(*settings, "run.steps=7", "run.resume=auto")
+    run = play(*settings, "run.steps=7", "run.resume=auto")
     assert "goes on after step 3: 4 of 7 steps are left" in capsys.readouterr().err
-    rows = rows_of(RunDirectory(run_directory))
-    assert len(rows) == 7
+    rows = rows_of(run)
+    assert len(rows) == 7 and run.steps_on_disk() == [1, 2, 3, 4, 5, 6, 7]
+    summary = load_summary(run.summary)
+    assert summary.engine.kind == "scripted" and summary.verified_syncs == 5  # of this start, its first weights too
+    rewarded = {
+        name.split("/")[1] for row in rows for name in row if name.startswith("reward/") and name.endswith("/mean")
+    }
+    assert rewarded == AGENTS | {"all"} and any(row.get("actor/grad_norm") for row in rows)
     assert max(row["rollout/staleness_max"] for row in rows) in range(1, 2 + 3 + 1)
     assert max(row["rollout/staleness_mean"] for row in rows) > 0
-    samples = samples_of(RunDirectory(run_directory))
+    samples = samples_of(run)
     assert max(Counter(r.uid for r in samples).values()) == 1
-    logged = [r for path in token_files(RunDirectory(run_directory)).values() for r in read_tokens(path).samples]
+    logged = [r for path in token_files(run).values() for r in read_tokens(path).samples]
     assert {r.uid: r.segments for r in logged} == {r.uid: r.segments for r in samples}
     solved = Counter(r.problem_id for r in samples if r.agent == "solver")
     assert len(solved) >= 2 * 5 and set(solved.values()) == {2}  # one group each
-    assert {r.agent for r in samples} >= {"solver", "verifier1"}
+    assert {r.agent for r in samples} == AGENTS
     assert not [t for t in set(threading.enumerate()) - before if t.name.startswith("marsrl-")]
 
 
@@ -347,7 +328,7 @@ def test_colocated_engines_sleep_while_the_trainer_trains_and_keep_weights_that_
 ) -> None:
     """With two policies the first one's engine has its new weights already when the second is trained."""
     colocated = ("run.steps=2", "run.evaluate=false", "rollout.placement=colocated")
-    together = RunDirectory(play(*colocated))
+    together = play(*colocated)
     sync = ["wake weights", "update_weights", "wake kv_cache", "score"]
     assert CALLS[:3] == ["score", "update_weights", "score"]  # the sync's first probe; the weights of the start: awake
     assert CALLS[3:] == ["submit", "sleep", *sync] * 2  # no weights kept, and after each step there are some
@@ -397,7 +378,7 @@ def test_prometheus_is_answered_while_the_run_goes_on(play: Play) -> None:
     words = ["orchestration=solver", "run.evaluate=false", "run.steps=2"]
     with held_port() as port:
         address = f"http://127.0.0.1:{port}/metrics"
-        first, _ = rows_of(RunDirectory(play(*words, f"run.prometheus_port={port}", says=looks)))
+        first, _ = rows_of(play(*words, f"run.prometheus_port={port}", says=looks))
         with pytest.raises(OSError):
             urllib.request.urlopen(address)
     assert "marsrl_step 1.0" not in pages[0] and 'marsrl_run{run="scripted"} 1.0' in pages[0]
@@ -413,17 +394,15 @@ def test_a_run_that_keeps_tokens_trains_bitwise_as_one_that_does_not(play: Play,
         "trainer.max_tokens_per_micro_batch=900", "run.token_log_groups=4", "rollout.prompts_per_step=4",
     ]  # fmt: skip
     without = play(*words, "run.steps=3", "run.token_log_every=0")
-    assert not (without / "tokens").exists()
-    without.rename(tmp_path / "without")
+    assert not token_files(without)
+    without = RunDirectory(without.path.rename(tmp_path / "without"))
     run = play(*words, "run.steps=3", "run.token_log_every=2")
-    assert untimed(RunDirectory(run)) == untimed(RunDirectory(tmp_path / "without"))
-    files = [each / "checkpoints/step_3/policies/main" for each in (run, tmp_path / "without")]
+    assert untimed(run) == untimed(without)
+    files = [each.checkpoint(3) / "policies/main" for each in (run, without)]
     weights = [{path.name: path.read_bytes() for path in sorted(each.glob("*.distcp"))} for each in files]
     assert weights[0] == weights[1] and weights[0]
-
-    directory = RunDirectory(run)
-    assert list(token_files(directory)) == [2]
-    samples, logged = list(read_samples(sample_files(directory)[2])), read_tokens(token_files(directory)[2]).samples
+    assert list(token_files(run)) == [2]
+    samples, logged = list(read_samples(sample_files(run)[2])), read_tokens(token_files(run)[2]).samples
     assert len({record.group_id for record in logged}) == 4 and len(logged) == 16
     for record in logged:
         sample = samples[record.line - 1]

@@ -16,6 +16,7 @@ import psutil
 from books import Loss, SessionsBook, check_books, last_line
 from desk import boxing_model
 from mischief import MOST_CALLS, PLAYED
+from processes import started_with
 from small_run import ARITHMETIC, MAIN, SMALL, TEAM, sevens
 
 from marsrl.rollout.gateway.workers import WORKER
@@ -29,6 +30,7 @@ DISK_MIB = 400
 NUM_WORKERS = 2
 MISCHIEF = Path(__file__).with_name("mischief.py")
 NO_STEP = "step_99999"  # what `latest` is made to name
+CHAOS = "MARSRL_CHAOS"  # environment variable that the processes of a folder's runs have
 WORDS = re.compile(r"run\.resume=(auto|previous)")
 
 
@@ -96,7 +98,7 @@ class Trial:
     @property
     def environment(self) -> dict[str, str]:
         places = {"TMPDIR": str(self.folder / "tmp"), "RAY_TMPDIR": str(self.folder / "ray")}
-        mine = {"MARSRL_CACHE": str(self.cache), "MARSRL_CHAOS": str(self.folder), "OMP_NUM_THREADS": "1"}
+        mine = {"MARSRL_CACHE": str(self.cache), CHAOS: str(self.folder), "OMP_NUM_THREADS": "1"}
         if self.sessions is not None:
             mine[PLAYED] = str(self.sessions.path)
         return {**os.environ, **places, **mine, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -148,15 +150,10 @@ class Trial:
 
     def processes(self, name: str = "") -> list[psutil.Process]:
         """The processes of this folder's runs, whoever their parents are; name: how their command begins or what it is called."""
-        mark, found = str(self.folder), []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                if process.environ().get("MARSRL_CHAOS") == mark and process.status() != psutil.STATUS_ZOMBIE:
-                    command = process.cmdline()
-                    is_named = process.name().startswith(name) or "".join(command[:1]).startswith(name)
-                    if process.pid != os.getpid() and is_named:
-                        found.append(process)
-        return found
+        every = [
+            (each, [each.info["name"], *each.info["cmdline"][:1]]) for each in started_with(CHAOS, str(self.folder))
+        ]
+        return [each for each, names in every if any(one.startswith(name) for one in names)]
 
     def trainers(self) -> list[psutil.Process]:
         """Trainer processes, by rank."""
@@ -171,12 +168,7 @@ class Trial:
 
     def workers(self) -> list[psutil.Process]:
         """Processes that play sessions."""
-        found = []
-        for each in self.processes():
-            with contextlib.suppress(psutil.Error):  # it may end meanwhile
-                if str(WORKER) in each.cmdline():
-                    found.append(each)
-        return found
+        return [each for each in self.processes() if str(WORKER) in each.info["cmdline"]]
 
     def step(self) -> int:
         """The step of the latest checkpoint; 0 before the first. Where we have taken `latest` away, of the newest."""
@@ -249,10 +241,8 @@ class Trial:
         while (left := self.processes()) and time.monotonic() < end:
             time.sleep(0.2)
         if left:
-            named = [f"{p.pid} {p.name()}" for p in left]
-            for process in left:
-                with contextlib.suppress(psutil.Error):
-                    process.kill()
+            named = [f"{p.pid} {p.info['name']}" for p in left]
+            self.kill()
             raise Loss(f"processes are left: {', '.join(named)}")
 
     def files(self) -> set[str]:

@@ -11,7 +11,6 @@ from made_up_run import make_group, make_sample
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.types import Group
 from marsrl.trainer.learner.trained_tokens import CLIPPED, GATED, MASKED, TrainedTokens
-from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
 from marsrl.trainer.report.token_log import (
     choose_samples,
     read_tokens,
@@ -21,13 +20,6 @@ from marsrl.trainer.report.token_log import (
     write_tokens,
 )
 from marsrl.trainer.runs.directory import RunDirectory
-
-
-@pytest.fixture(scope="module")
-def renderer(tmp_path_factory: pytest.TempPathFactory) -> ChatRenderer:
-    folder = tmp_path_factory.mktemp("bytes")
-    write_byte_tokenizer(folder)
-    return ChatRenderer(folder)
 
 
 def group(agent: str, number: int, num_tokens: int = 4) -> Group:

@@ -6,7 +6,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,17 @@ from marsrl.rollout.pool.replicas import LocalReplicas
 from marsrl.rollout.rewards.judge import Judge, known
 from marsrl.rollout.tasks.data import DataCursor
 from marsrl.rollout.team import Team, WatchedJudge
-from marsrl.rollout.types import Finish, Group, Message, Problem, Reward, Sample, Segment
+from marsrl.rollout.types import (
+    Finish,
+    Group,
+    Message,
+    Problem,
+    Reward,
+    Sample,
+    Segment,
+    ToolCall,
+    ToolOutput,
+)
 
 AGENTS = ("solver", "verifier1", "corrector1", "verifier2", "corrector2")
 END = 1
@@ -71,6 +81,16 @@ def script(request: DecodeRequest) -> list[int]:
 
 def judge(problem: Problem, answer: str) -> Future[Reward]:
     return known(Reward(float(answer == problem.answer), float(answer == problem.answer)))
+
+
+YES, NO = (
+    f"extracted_final_answer: it\nreasoning: so it is\ncorrect: {word}\nconfidence: 80%" for word in ("yes", "no")
+)
+
+
+def answer_in(prompt: str) -> str:
+    """The answer that a model is asked to judge."""
+    return prompt.rpartition("BEGIN ANSWER ")[2].partition("\n")[2].partition("\nEND ANSWER ")[0]
 
 
 def make_team(
@@ -125,12 +145,6 @@ def completions(stages: Stages, *states: State) -> list[Completion]:
     return [each for ask in stages.state.open.values() for each in ask.completions if each.state in states]
 
 
-def set_version(version: int, *engines: ScriptedEngine) -> None:
-    """New weights arrive."""
-    for engine in engines:
-        engine.update_weights(WeightUpdate("", version))
-
-
 def next_batch(stages: Stages, versions: Mapping[str, int] | None = None) -> StepBatch:
     """The next batch, by rounds of what has come. versions: of now; None: they are known."""
     if versions is not None:
@@ -175,6 +189,20 @@ class Play:
             self.publish(self.version + 1)
             self.metrics.update(batch.metrics)
         return trained
+
+
+class Looker:
+    """In a tool pool's place, with what `found` says of a call. called: by the calls' ids."""
+
+    def __init__(self, found: Callable[[ToolCall], ToolOutput]) -> None:
+        self.found, self.called, self.threads = found, Counter[str](), ThreadPoolExecutor(4)
+
+    def submit(self, call: ToolCall) -> Future[ToolOutput]:
+        self.called[call.id] += 1
+        return self.threads.submit(self.found, call)
+
+    def take_counts(self) -> Mapping[str, float]:
+        return {}
 
 
 def submissions(pool: EnginePool) -> list[tuple[list[str], bool]]:

@@ -4,46 +4,27 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from engine_cases import pool_of
-from letters import END, LetterRenderer, judge, letter_config, letter_problems, letter_team, next_batch
+from letters import NO, YES, answer_in, judge, letter_config, letter_problems, letter_team, next_batch
 
+from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
 from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.player.stages import Stages
 from marsrl.rollout.rewards.config import JudgeConfig
-from marsrl.rollout.rewards.judge import Judge
 from marsrl.rollout.rewards.model_judge import ModelJudge
 from marsrl.rollout.team import Team, WatchedJudge
-from marsrl.rollout.types import Message, Problem, Reward
+from marsrl.rollout.types import Problem, Reward
+from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
 
 PERU = Problem("peru", "Capital of Peru?", "Lima", "qa")
-YES, NO = (
-    f"extracted_final_answer: it\nreasoning: so it is\ncorrect: {word}\nconfidence: 80%" for word in ("yes", "no")
-)
-
-
-class Reader(LetterRenderer):
-    """Knows what a prompt said, which its tokens do not tell."""
-
-    def __init__(self, ending: str = "") -> None:
-        self.ending = ending
-        self.read: dict[bytes, str] = {}
-
-    def render(self, messages: Sequence[Message], **options: object) -> tuple[np.ndarray, str]:
-        ids, text = super().render(messages)
-        self.read[ids.tobytes()] = text
-        return ids, text + self.ending
-
-    def answer_in(self, request: DecodeRequest) -> str:
-        text = self.read[request.token_ids.tobytes()]
-        return text.rpartition("BEGIN ANSWER ")[2].partition("\n")[2].partition("\nEND ANSWER ")[0]
 
 
 class Desk:
@@ -51,42 +32,34 @@ class Desk:
 
     def __init__(
         self,
+        renderer: ChatRenderer,
         says: Callable[[str, int], str],
-        own: Judge = judge,
-        engine: ScriptedEngine | None = None,
-        reader: Reader | None = None,
-        fail: Callable[[DecodeRequest], str | None] = lambda request: None,
+        kind: type[ScriptedEngine] = ScriptedEngine,
         sleeps: bool = False,
         **config: Any,
     ) -> None:
-        self.reader = reader or Reader()
         self.asked: list[tuple[str, DecodeRequest]] = []
 
-        def script(request: DecodeRequest) -> list[int]:
-            answer = self.reader.answer_in(request)
+        def script(request: DecodeRequest) -> str:
+            answer = answer_in(renderer.decode(request.token_ids))
             before = sum(earlier == answer for earlier, _ in self.asked)
             self.asked.append((answer, request))
-            return [*map(ord, says(answer, before)), END]
+            return says(answer, before)
 
-        self.engine = engine or ScriptedEngine(script, fail=fail)
-        self.judge = ModelJudge(
-            pool_of(self.engine, sleeps=sleeps),
-            self.reader,  # type: ignore[arg-type]
-            JudgeConfig.model_validate({"policy": "judge", "when": "always", **config}),
-            own=own,
-            seed=0,
-        )
+        self.engine = kind(script, encode=lambda text: renderer.encode_trusted(text).tolist())
+        settings = JudgeConfig.model_validate({"policy": "judge", "when": "always", **config})
+        self.judge = ModelJudge(pool_of(self.engine, sleeps=sleeps), renderer, settings, own=judge, seed=0)
 
     def rewards(self, *answers: str, problem: Problem = PERU, purpose: Any = "train") -> list[Reward]:
         return [each.result(60) for each in [self.judge.submit(problem, answer, purpose) for answer in answers]]
 
 
 @pytest.fixture
-def desk() -> Iterator[Callable[..., Desk]]:
+def desk(renderer: ChatRenderer) -> Iterator[Callable[..., Desk]]:
     with ExitStack() as stack:
 
         def make(*words: Any, **options: Any) -> Desk:
-            made = Desk(*words, **options)
+            made = Desk(options.pop("renderer", renderer), *words, **options)
             stack.callback(made.judge.close)
             return made
 
@@ -120,13 +93,18 @@ def test_yes_is_1_no_is_0_and_what_cannot_be_read_is_drawn_again_and_then_missin
     assert counts["judge/output_tokens"] > 0 and set(judged.judge.take_counts("train").values()) == {0.0}
 
 
-def test_a_judge_that_thinks_is_read_behind_its_thought_and_one_that_is_cut_off_not_at_all(desk: Make) -> None:
+def test_a_judge_that_thinks_is_read_behind_its_thought_and_one_that_is_cut_off_not_at_all(
+    desk: Make, tmp_path: Path
+) -> None:
     said = {"thinks": f"<think>correct: yes</think>{NO}", "stops": f"<think>{YES}", "long": f"{YES}\n" + "x" * 2000}
     judged = desk(lambda answer, before: said[answer], retries=0)
     thinks, stops, long = judged.rewards(*said)
     assert thinks.value == 0 and stops.is_missing and "thought without an end" in stops.note
     assert long.is_missing and "cut off after 1024 tokens (judge.max_response_tokens)" in long.note
-    begun = desk(lambda answer, before: YES, reader=Reader("<think>\n"), retries=0)  # the template begins the thought
+    write_byte_tokenizer(tmp_path)
+    thinker = ChatRenderer(tmp_path)
+    thinker.tokenizer.chat_template += "<think>\n"  # the template begins the thought
+    begun = desk(lambda answer, before: YES, renderer=thinker, retries=0)
     assert begun.rewards("a")[0].is_missing
 
 
@@ -163,20 +141,18 @@ def test_long_answers_are_wrong_and_long_questions_and_missing_references_are_no
 class Deaf(ScriptedEngine):
     """Never answers, until it may."""
 
-    def __init__(self) -> None:
-        super().__init__(lambda request: [*map(ord, YES), END])
-        self.may_answer = threading.Event()
+    may_answer = threading.Event()
 
     def collect(self, timeout_s: float) -> list[DecodeResult]:
         return super().collect(timeout_s) if self.may_answer.wait(timeout_s) else []
 
 
 def test_an_answer_that_nobody_judges_in_time_is_missing_and_is_not_waited_for(desk: Make) -> None:
-    judged = desk(by_answer, engine=Deaf(), timeout_s=0.2)
+    judged = desk(by_answer, kind=Deaf, timeout_s=0.2)
     (reward,) = judged.rewards("Lima")
     assert reward.is_missing and "within judge.timeout_s = 0.2 s" in reward.note
     again = judged.judge.submit(PERU, "Lima", "train")
-    judged.engine.may_answer.set()  # type: ignore[attr-defined]
+    Deaf.may_answer.set()
     again.result(60)  # by the request of its own, or too late as well on a machine that is busy
     judged.judge.sleep()  # what was given up comes back, and is not listened to
     counts = judged.judge.take_counts("train")
@@ -189,7 +165,7 @@ def test_engines_that_are_lost_for_good_end_the_run_and_nothing_waits(desk: Make
         def collect(self, timeout_s: float) -> list[DecodeResult]:
             raise OSError("the engine burns")
 
-    judged = desk(by_answer, engine=Burns(lambda request: [END]))
+    judged = desk(by_answer, kind=Burns)
     with pytest.raises(OSError, match="the engine burns"):
         judged.rewards("Lima")
     with pytest.raises(RuntimeError, match="the judge has failed: the engine burns"):
@@ -227,11 +203,11 @@ def test_the_judges_engines_sleep_with_the_teams_and_wake_for_the_next_answer(de
             self.is_asleep = False
             super().wake(part)
 
-    engine = Sleeper(lambda request: [*map(ord, YES), END])
-    judged = desk(by_answer, engine=engine, sleeps=True)  # rollout.placement=colocated
+    judged = desk(by_answer, kind=Sleeper, sleeps=True)  # rollout.placement=colocated
+    engine: Any = judged.engine
     team, _, _ = team_with(judged)
     assert team.all_pools == [team.pools["main"], judged.judge.pool]
     assert judged.rewards("Lima")[0].value == 1
     team.sleep(renewed=())
     assert engine.is_asleep
-    assert judged.rewards("Rome")[0].value == 1 and not engine.is_asleep
+    assert judged.rewards("Rome")[0].value == 0 and not engine.is_asleep

@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import engine_cases
+import megatron_models
 import numpy as np
 import pytest
 import torch
 from engine_cases import assert_drawn_from, decoded, pool_of, prompt
 from letters import AGENTS, letter_problems, make_team
+from megatron_models import learner, micro_batches
 from safetensors.torch import load_file, save_file
 
 from marsrl.kernels import PolicyObjective
@@ -28,10 +30,10 @@ from marsrl.rollout.player.rollout import Rollout
 from marsrl.rollout.player.stages import RolloutState
 from marsrl.rollout.routed_experts import ExpertArray
 from marsrl.rollout.state import decode, encode
-from marsrl.rollout.types import Finish, IntArray, Sample
-from marsrl.trainer.config import MptConfig, OptimizerConfig, PolicyConfig
+from marsrl.rollout.types import Finish, Group, IntArray, Reward, Sample
+from marsrl.trainer.config import CreditConfig, MptConfig, OptimizerConfig
+from marsrl.trainer.data.credit import credit
 from marsrl.trainer.data.packing import TrainSequence
-from marsrl.trainer.data.scatter import BatchShard, Update, micro_batches
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.megatron import parallel
 from marsrl.trainer.learner.step_stats import StepStats
@@ -117,44 +119,20 @@ def played(engine: LocalEngine, segments: int = 1, other: Path | None = None, **
 
 
 def train_sequences(samples: Sequence[Sample]) -> list[TrainSequence]:
-    """Samples as one agent's; every second one is right."""
-    return [
-        TrainSequence(
-            uid=s.uid,
-            prompt_ids=s.prompt_ids,
-            token_ids=s.token_ids,
-            is_sampled=s.is_sampled,
-            rollout_logprobs=s.rollout_logprobs,
-            advantage=float(index % 2) - 0.5,
-            agent=0,
-            temperature=CUT["temperature"],
-            is_positive=index % 2 == 1,
-            kept_tokens=s.kept_tokens,
-            routed_experts=s.routed_experts,
-        )
-        for index, s in enumerate(samples)
-    ]
+    """Every second sample is right."""
+    judged = [replace(sample, reward=Reward(index % 2, index % 2)) for index, sample in enumerate(samples)]
+    group = Group("g", "000001", "solver", tuple(judged))
+    return list(credit([group], CreditConfig(), {"solver": AgentConfig(**CUT)}).sequences)
 
 
 def learner_of(model: Path, **options: Any) -> Learner:
     """One whose updates leave the weights as they are."""
-    objective = PolicyObjective(clip_low=0.01, clip_high=0.01)
-    given = {"objectives": [objective], "mpt": MptConfig(scope="off"), **options}
-    return Learner(
-        PolicyConfig(dtype="float32", optimizer=OptimizerConfig(lr=0.0)),
-        model,
-        total_steps=2,
-        seed=0,
-        **{"old_policy": "sais", "router_replay": "rollout", **given},
-    )
-
-
-def update(sequences: list[TrainSequence]) -> Update:
-    return Update(tuple(micro_batches(sequences, BatchShard(0, 1, 4000, 1))), 100.0)
+    given = {"old_policy": "sais", "router_replay": "rollout", "optimizer": OptimizerConfig(lr=0.0), **options}
+    return learner(model, objective=PolicyObjective(clip_low=0.01, clip_high=0.01), **given)
 
 
 def step(model: Path, sequences: list[TrainSequence], **options: Any) -> StepStats:
-    stats = learner_of(model, **options).train_step([update(sequences)])
+    stats = megatron_models.step(learner_of(model, **options), micro_batches(sequences, 1))
     parallel.stop()
     return stats
 
@@ -232,9 +210,9 @@ def test_a_segment_that_is_carried_over_keeps_what_the_weights_that_decoded_it_r
         assert len(sample.kept_tokens.counts) == 24 and (sample.kept_tokens.counts > 0).all()
     assert differ > 20  # the two versions choose differently, so the record could have been of either
     for weights, own in ((model, slice(0, 12)), (other, slice(12, 24))):
-        learner = learner_of(weights, router_replay="none")
         sequences = train_sequences(samples)
-        for sequence, logprobs in zip(sequences, learner_logprobs(learner, sequences), strict=True):
+        scored = learner_logprobs(learner_of(weights, router_replay="none"), sequences)
+        for sequence, logprobs in zip(sequences, scored, strict=True):
             np.testing.assert_allclose(logprobs[own], sequence.rollout_logprobs[own], atol=1e-4)
         parallel.stop()
     stats = step(other, train_sequences(samples))
@@ -243,7 +221,7 @@ def test_a_segment_that_is_carried_over_keeps_what_the_weights_that_decoded_it_r
 
 def learner_logprobs(learner: Learner, sequences: list[TrainSequence]) -> list[np.ndarray]:
     """[N] of each sequence's completion."""
-    (batch,) = update(sequences).micro_batches
+    (batch,) = micro_batches(sequences, 1)
     (logprobs,) = learner.score([batch])
     return np.split(logprobs[batch.mask].numpy(), np.cumsum([len(s.token_ids) for s in sequences])[:-1])
 

@@ -6,9 +6,8 @@ import threading
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from letters import (
     END,
     Play,
     assert_of_the_script,
-    completion,
     completions,
     judge,
     letter_config,
@@ -24,18 +22,16 @@ from letters import (
     letter_team,
     next_batch,
     script,
-    set_version,
     submissions,
 )
 
-from marsrl.rollout.config import AgentConfig
-from marsrl.rollout.engines.protocol import AdapterUpdate, DecodeRequest
+from marsrl.rollout.engines.protocol import DecodeRequest
 from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.player.completion import State
 from marsrl.rollout.player.rollout import Rollout
-from marsrl.rollout.player.stages import RolloutState, Stages, StepBatch
+from marsrl.rollout.player.stages import RolloutState
 from marsrl.rollout.state import decode, encode
-from marsrl.rollout.types import Finish, Group, Problem, Reward
+from marsrl.rollout.types import Finish, Problem, Reward
 
 
 def played(*, team: dict[str, Any] | None = None, **options: Any) -> tuple[Rollout, ScriptedEngine]:
@@ -45,26 +41,16 @@ def played(*, team: dict[str, Any] | None = None, **options: Any) -> tuple[Rollo
     return Rollout(config, made, letter_problems(40), seed=0), engines[0]
 
 
-def play(rollout: Rollout, engine: ScriptedEngine, stages: Sequence[int]) -> list[StepBatch]:
-    """One version a stage."""
-    batches = []
-    for version in stages:
-        set_version(version, engine)
-        batches.append(rollout.next_batch({"main": version}))
-    return batches
-
-
 def endless(request: DecodeRequest) -> list[int]:
     return [ord(".")] * 999
 
 
 def test_what_is_picked_in_a_stage_is_asked_in_the_next_one() -> None:
-    rollout, engine = played(prompts_per_step=3)
-    sent = submissions(rollout.stages.team.pools["main"])
+    play = Play(letter_config(overlap=0, prompts_per_step=3))
+    sent = submissions(play.pool)
     for version in range(5):
-        set_version(version, engine)
-        pending = {ask.id for ask in rollout.snapshot().stages.pending}
-        rollout.next_batch({"main": version})
+        pending = {ask.id for ask in play.stages.state.pending}
+        play.train(1, rounds_while_training=0)
         asked = {uid.rpartition(":")[0] for uid in sent[version][0]}
         assert pending == {name for name in asked if not name.endswith("/solver")}
     assert pending
@@ -83,64 +69,18 @@ def test_samples_are_judged_while_others_decode() -> None:
     assert len(judged_at) >= 2 and judged_at[0] < engine.num_decoded()
 
 
-def test_an_adapter_comes_while_requests_of_the_other_decode_on() -> None:
-    config = letter_config(overlap=1, segments=3, prompts_per_step=4)
-    team, _ = letter_team(config, tokens_per_step=3)
-    agents = {name: AgentConfig(policy="other" if "verifier" in name else "main") for name in team.agents}
-    renderers = dict.fromkeys(("main", "other"), team.renderers["main"])
-    team = replace(team, agents=agents, renderers=renderers, adapters={"main": "main", "other": "main"})
-    pool, stages = team.pools["main"], Stages(config, team, letter_problems(40), seed=0)
-    versions = {"main": 0, "other": 0}
-    for name in versions:
-        pool.update_adapter(AdapterUpdate(name, f"{name}/0", 0))
-
-    def decoding() -> Counter[str]:
-        return Counter(team.agents[each.agent].policy for each in completions(stages, State.DECODING))
-
-    num_beside, groups = Counter[str](), list[Group]()
-    for _ in range(8):
-        groups += next_batch(stages, versions).groups
-        for name in versions:
-            stages.advance(0.0)
-            stages.rest(name)
-            versions[name] += 1
-            assert decoding()[name] == 0 and pool.num_under_way == decoding().total()
-            pool.update_adapter(AdapterUpdate(name, f"{name}/{versions[name]}", versions[name]))
-            num_beside[name] += pool.num_under_way
-            stages.resume(versions)
-    assert min(num_beside["main"], num_beside["other"]) > 0
-    samples = [sample for group in groups for sample in group.samples]
-    assert len({sample.uid for sample in samples}) == len(samples) > 50
-    for sample in samples:
-        assert sample.token_ids.tolist() == completion(sample.uid)[: len(sample.token_ids)]
-    several = {team.agents[each.agent].policy for each in samples if len({part.version for part in each.segments}) > 1}
-    assert several == {"main", "other"}
-
-
-@pytest.mark.parametrize("segments", [1, 4])
-def test_a_state_through_bytes_goes_on_as_if_nothing_had_happened(segments: int) -> None:
-    unbroken = play(*played(segments=segments), range(8))
-    first, engine = played(segments=segments)
-    before = play(first, engine, range(4))
-    resumed, other = played(segments=segments)
-    resumed.restore(decode(RolloutState, encode(first.snapshot())))
-    after = play(resumed, other, range(4, 8))
-    assert encode([batch.groups for batch in before + after]) == encode([batch.groups for batch in unbroken])
-
-
 def test_a_completion_without_end_is_cut_off_at_its_length() -> None:
-    longest = {"max_response_tokens": 300, "pipeline": "trajectory"}
-    rollout, engine = played(team={"script": endless}, segments=3, **longest)
-    *_, batch = play(rollout, engine, range(3))
-    samples = [sample for group in batch.groups for sample in group.samples]
+    config = letter_config(overlap=0, segments=3, max_response_tokens=300, pipeline="trajectory")
+    *_, groups = Play(config, script=endless).train(3, rounds_while_training=0)
+    samples = [sample for group in groups for sample in group.samples]
     assert [(sample.finish, len(sample.token_ids)) for sample in samples] == [(Finish.LENGTH, 300)] * 6
 
 
 @pytest.mark.parametrize(("most", "drawn"), [(5, 2), (6, 4)])
 def test_problems_are_drawn_up_to_a_number_of_samples_under_way(most: int, drawn: int) -> None:
-    rollout, engine = played(team={"script": endless}, segments=4, max_unfinished=most)
-    play(rollout, engine, range(2))  # 2 groups of 3 are on their way when the second stage begins
-    assert rollout.stages.state.num_instances == drawn
+    play = Play(letter_config(overlap=0, segments=4, max_unfinished=most), script=endless)
+    play.train(2, rounds_while_training=0)  # 2 groups of 3 are on their way when the second stage begins
+    assert play.stages.state.num_instances == drawn
 
 
 def test_a_stage_ends_when_just_the_share_has_finished() -> None:
@@ -212,9 +152,9 @@ def test_a_restored_run_goes_on_with_every_problem_once(name: str) -> None:
     again, trained = Play(CONFIGS[name]), []
     for life in range(4):
         trained += again.train(2, rounds_while_training=3 * life)
-        state = decode(RolloutState, encode(again.stages.snapshot()))
-        again.train(1)  # lost: the process is killed here
-        again = Play(CONFIGS[name], version=2 * life + 2, state=state)
+        kept = again.stages.snapshot()
+        again.train(1)  # lost: the process is killed here. What was kept stays as it was
+        again = Play(CONFIGS[name], version=2 * life + 2, state=decode(RolloutState, encode(kept)))
     trained += again.train(2)
     groups = [g for batch in trained for g in batch]
     books = again.stages.state

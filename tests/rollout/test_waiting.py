@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from threading import Timer
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from engine_cases import pool_of
 from letters import (
     END,
     LetterRenderer,
+    Looker,
     groups_of_a_while,
     letter_config,
     letter_problems,
@@ -81,19 +83,9 @@ class Seeker(Orchestration):
         return found[1] if found else ""
 
 
-class Looker:
-    """A tool that says its word twice. called: by the calls' ids."""
-
-    def __init__(self) -> None:
-        self.called: Counter[str] = Counter()
-        self.threads = ThreadPoolExecutor(4)
-
-    def submit(self, call: ToolCall) -> Future[ToolOutput]:
-        self.called[call.id] += 1
-        return self.threads.submit(lambda: ToolOutput(call.arguments.split('"')[3] * 2))
-
-    def take_counts(self) -> Mapping[str, float]:
-        return {}
+def looker() -> Looker:
+    """A tool that says its word twice."""
+    return Looker(lambda call: ToolOutput(call.arguments.split('"')[3] * 2))
 
 
 EVEN = ("a<look>ab</look>", "c more", "e=7")
@@ -144,13 +136,6 @@ def config_of(**options: object) -> RolloutConfig:
     return letter_config(**base | options)
 
 
-def played(config: RolloutConfig, team: Team, steps: int = 3) -> dict[str, Sample]:
-    """By uid, all samples of so many batches."""
-    stages = Stages(config, team, letter_problems(8), seed=3)
-    batches = [next_batch(stages, VERSIONS) for _ in range(steps)]
-    return {sample.uid: sample for batch in batches for group in batch.groups for sample in group.samples}
-
-
 def number_of(sample: Sample) -> int:
     return int(sample.uid.partition("/")[0].rpartition(".")[2])
 
@@ -179,32 +164,22 @@ def is_right(sample: Sample) -> bool:
     "options",
     [
         {"pipeline": "agentic"},
-        {"segments": 40},  # 5 tokens a stage: marks are cut in two
         {"overlap": 2, "pipeline": "trajectory"},
+        {"segments": 40},  # 5 tokens a stage: marks are cut in two
+        {"overlap": 1},
         {"overlap": 1, "segments": 40},
     ],
     ids=str,
 )
-def test_a_sample_goes_on_behind_what_a_tool_an_agent_and_the_next_turn_say(options: dict[str, object]) -> None:
-    tools = Looker()
-    config = config_of(**options)
-    samples = played(config, team_of(config, tools), steps=3 if config.segments == 1 else 16)
-    assert len(samples) >= 6 and {sample.agent for sample in samples.values()} == {"solver", "helper"}
-    assert all(is_right(sample) for sample in samples.values()), [s.text for s in samples.values() if not is_right(s)]
-    assert {f"{uid.partition('/')[0]}/solver:0" for uid in samples} <= {
-        name.split("/look")[0][:-2] for name in tools.called
-    }
-    assert set(tools.called.values()) == {1}
-
-
-@pytest.mark.parametrize("options", [{"segments": 40}, {"overlap": 1}, {"overlap": 1, "segments": 40}], ids=str)
-def test_a_run_that_is_cut_anywhere_repeats_no_call_whose_output_it_has(options: dict[str, object]) -> None:
+def test_a_sample_goes_on_behind_what_a_tool_an_agent_and_the_next_turn_say_and_repeats_no_call_wherever_it_is_cut(
+    options: dict[str, object],
+) -> None:
     config, source, lives = config_of(prompts_per_step=1, **options), letter_problems(8), random.Random(0)
     known = RolloutState(StagesState(), source.state())
     trained: Counter[str] = Counter()
     num_kept = num_open = 0
     for _ in range(60):
-        tools, source = Looker(), letter_problems(8)
+        tools, source = looker(), letter_problems(8)
         stages = Stages(config, team_of(config, tools), source, seed=3)
         stages.restore(decode(RolloutState, encode(known)))
         episodes = [e for each in stages.state.instances.values() for e in each.episodes.values()]
@@ -212,46 +187,30 @@ def test_a_run_that_is_cut_anywhere_repeats_no_call_whose_output_it_has(options:
         kept = {name for episode in episodes for name in episode.outputs}
         for group in groups_of_a_while(stages, VERSIONS, lives):
             trained.update(sample.uid for sample in group.samples)
-            assert all(is_right(sample) for sample in group.samples)
+            assert all(is_right(sample) for sample in group.samples), [sample.text for sample in group.samples]
         known = decode(RolloutState, encode(stages.snapshot()))
         assert is_open <= set(tools.called) and not kept & set(tools.called) and set(tools.called.values()) <= {1}
         num_kept, num_open = num_kept + len(kept), num_open + len(is_open)
     assert len(trained) >= 12 and set(trained.values()) == {1}
-    assert num_kept and (num_open or not config.overlap)  # it was cut in the midst of both
-
-
-class Stuck(Seeker):
-    def follow(self, episode: Episode) -> Sequence[Ask | ToolCall]:
-        return [episode.ask("solver")]
-
-
-class Raising(Seeker):
-    def continuation(self, episode: Episode, sample: Sample) -> str | Sequence[Message] | None:
-        raise KeyError("nothing here")
-
-
-class Toolless(Seeker):
-    tools = ()
-
-
-class Long(Seeker):
-    def continuation(self, episode: Episode, sample: Sample) -> str | Sequence[Message] | None:
-        return "x" * 200
+    assert {uid.rpartition("/")[2][:6] for uid in trained} == {"solver", "helper"}
+    is_cut = config.overlap or config.segments > 1  # else no episode is open at the end of a step
+    assert bool(num_kept) == bool(is_cut) and (num_open or not config.overlap)  # it was cut in the midst of both
 
 
 @pytest.mark.parametrize("overlap", [0, 1])
 @pytest.mark.parametrize(
-    ("kind", "finish", "reason"),
+    ("wrong", "finish", "reason"),
     [
-        (Stuck, Finish.ERROR, "nothing was asked for"),
-        (Raising, Finish.ERROR, "continuation: KeyError: 'nothing here'"),
-        (Toolless, Finish.ERROR, "tools does not name 'look'"),
-        (Long, Finish.LENGTH, "overlong"),
+        ({"follow": lambda episode: [episode.ask("solver")]}, Finish.ERROR, "nothing was asked for"),
+        ({"continuation": lambda *_: {}["nothing"]}, Finish.ERROR, "continuation: KeyError: 'nothing'"),
+        ({"tools": ()}, Finish.ERROR, "tools does not name 'look'"),
+        ({"continuation": lambda *_: "x" * 200}, Finish.LENGTH, "overlong"),
     ],
 )
-def test_what_cannot_go_on_ends_and_says_why(kind: type[Seeker], finish: Finish, reason: str, overlap: int) -> None:
+def test_what_cannot_go_on_ends_and_says_why(wrong: dict[str, Any], finish: Finish, reason: str, overlap: int) -> None:
     config = config_of(overlap=overlap, pipeline="trajectory")
-    team = replace(team_of(config, Looker(), kind), max_turns=20)
+    team = replace(team_of(config, looker()), max_turns=20)
+    vars(team.orchestration).update(wrong)
     batch = next_batch(Stages(config, team, letter_problems(8), seed=3), VERSIONS)
     solvers = [s for group in batch.groups for s in group.samples if s.uid.endswith(".0/solver:0")]
     assert len(solvers) == 2 and all(s.finish is finish and reason in s.reward.note for s in solvers)
@@ -327,7 +286,7 @@ def test_what_follows_from_an_output_is_waited_for_and_without_overlap_all_go_on
     for overlap in (0, 1):
         pipeline = "trajectory" if overlap else "agentic"
         config = config_of(overlap=overlap, pipeline=pipeline, group_size=1, prompts_per_step=4)
-        team = team_of(config, OneByOne(), Twice)
+        team = team_of(config, OneByOne(ToolOutput), Twice)
         sent = submissions(team.pools["main"])
         batch = next_batch(Stages(config, team, letter_problems(8), seed=3), VERSIONS)
         said = [sample.text for group in batch.groups for sample in group.samples]

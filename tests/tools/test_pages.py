@@ -13,7 +13,6 @@ import tracemalloc
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from typing import Any
 import psutil
 import pytest
 from completions_server import Handler, Server, completions_server
+from werkzeug.serving import make_ssl_devcert
 
 from marsrl.rollout.agents.prompts import searched, tool_response
 from marsrl.rollout.tools.build import build_tools
@@ -213,37 +213,18 @@ def test_a_host_that_is_allowed_by_name_may_be_private(monkeypatch: pytest.Monke
             assert "not public" in visit(pool, f"http://{other}:{port}/").text
 
 
-def certificate(host: str, folder: Path) -> Path:
-    """A file with a key and a certificate for this host, which it signed itself."""
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, host)])
-    now = datetime.now(UTC)
-    signed = (
-        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number(), now, now + timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName(host)]), critical=False)
-        .sign(key, hashes.SHA256())
-    )
-    pem, form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
-    data = key.private_bytes(pem, form, serialization.NoEncryption()) + signed.public_bytes(pem)
-    (folder / "both.pem").write_bytes(data)
-    return folder / "both.pem"
-
-
 def test_https_is_of_the_host_that_was_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("cryptography")
-    pem = certificate("one.test", tmp_path)
+    certificate, key = make_ssl_devcert(f"{tmp_path}/one", host="one.test")  # and *.one.test
     serving = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    serving.load_cert_chain(pem)
-    os.environ["SSL_CERT_FILE"] = str(pem)
+    serving.load_cert_chain(certificate, key)
+    os.environ["SSL_CERT_FILE"] = certificate
     resolves(monkeypatch, ["127.0.0.1"])
-    with site({"/": sends(ARTICLE)}, tls=serving, allow_hosts=["one.test", "not.one.test"]) as (pool, _, url):
+    with site({"/": sends(ARTICLE)}, tls=serving, allow_hosts=["one.test", "not-one.test"]) as (pool, _, url):
         port = url.rpartition(":")[2]
         assert SENTENCE in visit(pool, f"https://one.test:{port}/").text
         assert pool.take_counts()["tools/pages/bytes"] > len(ARTICLE)
-        assert "CERTIFICATE_VERIFY_FAILED" in visit(pool, f"https://not.one.test:{port}/").text
+        assert "CERTIFICATE_VERIFY_FAILED" in visit(pool, f"https://not-one.test:{port}/").text
         assert "not public" in visit(pool, f"https://x.one.test:{port}/").text
 
 
@@ -268,16 +249,11 @@ def drips(head: bytes, drop: bytes, pause_s: float = 0.02) -> Reply:
     return reply
 
 
-def gzip_bomb() -> bytes:
-    """128 MiB in 128 KiB."""
-    packed = zlib.compressobj(9, zlib.DEFLATED, 16 + zlib.MAX_WBITS)
-    return b"".join(packed.compress(bytes(MIB)) for _ in range(128)) + packed.flush()
-
-
+BOMB = gzip.compress(bytes(128 * MIB))  # 128 KiB
 HTML = b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n"
 HOSTILE: list[tuple[Reply, str]] = [
     (drips(HTML + b"\r\n", b"<p>and so on</p>" * 1000, 0.0), "it is larger than tools.pages.max_kib = 1024 KiB"),
-    (sends(gzip_bomb(), Content_Encoding="gzip"), "it is larger than tools.pages.max_kib = 1024 KiB"),
+    (sends(BOMB, Content_Encoding="gzip"), "it is larger than tools.pages.max_kib = 1024 KiB"),
     (sends(gzip.compress(gzip.compress(bytes(64 * MIB))), Content_Encoding="gzip"), "it is called a text and is none"),
     (sends(b"\x1f\x8bnonsense", Content_Encoding="gzip"), "its gzip is broken"),
     (sends(b"x", Content_Encoding="br"), "it is compressed by 'br', which was not asked for"),
@@ -301,7 +277,7 @@ def test_a_hostile_page_is_an_error_that_says_why() -> None:
 
 
 def test_a_bomb_is_not_expanded_before_it_is_refused() -> None:
-    reply = sends(gzip_bomb(), Content_Encoding="gzip")
+    reply = sends(BOMB, Content_Encoding="gzip")
     tracemalloc.start()
     try:
         assert "larger than tools.pages.max_kib" in told(reply, max_kib=1024)
@@ -342,22 +318,17 @@ def test_a_charset_is_what_fits_and_a_pdf_is_read_whatever_it_is_called() -> Non
                 assert found.endswith(words if page != "/wrong" else ": these are English words too"), page
 
 
-def pdf(*streams: bytes, filters: str = "") -> bytes:
-    """A PDF of one page with these contents, one stream a filter."""
+def pdf(stream: bytes, filters: str = "") -> bytes:
+    """A PDF of one page with this content."""
     objects = [
         b"<</Type/Catalog/Pages 2 0 R>>",
         b"<</Type/Pages/Kids[3 0 R]/Count 1>>",
         b"<</Type/Page/Parent 2 0 R/MediaBox[0 0 612 792]/Contents 4 0 R/Resources<</Font<</F1 5 0 R>>>>>>",
-        b"<</Length %d%s>>stream\n%s\nendstream" % (len(streams[0]), filters.encode(), streams[0]),
+        b"<</Length %d%s>>stream\n%s\nendstream" % (len(stream), filters.encode(), stream),
         b"<</Type/Font/Subtype/Type1/BaseFont/Helvetica>>",
     ]
-    written, places = b"%PDF-1.4\n", []
-    for number, each in enumerate(objects, start=1):
-        places.append(len(written))
-        written += b"%d 0 obj\n%s\nendobj\n" % (number, each)
-    table = b"".join(b"%010d 00000 n \n" % place for place in places)
-    end = b"xref\n0 6\n0000000000 65535 f \n%strailer<</Size 6/Root 1 0 R>>\nstartxref\n%d\n%%%%EOF"
-    return written + end % (table, len(written))
+    written = b"".join(b"%d 0 obj\n%s\nendobj\n" % numbered for numbered in enumerate(objects, start=1))
+    return b"%PDF-1.4\n" + written + b"trailer<</Size 6/Root 1 0 R>>\nstartxref\n0\n%%EOF"
 
 
 def test_what_hangs_or_floods_a_parser_ends_its_process_and_no_other() -> None:

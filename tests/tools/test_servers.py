@@ -8,16 +8,12 @@ from __future__ import annotations
 import json
 import logging
 import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from completions_server import Handler, completions_server
 from pydantic import ValidationError
@@ -81,23 +77,60 @@ def sends(value: object) -> Any:
     return lambda handler, asked, before: handler.send(200, json.dumps(value).encode())
 
 
-# A retrieval server.
+# A retrieval server, and Google by SerpApi.
 
 
-def test_it_asks_as_search_r1_and_dr_mas_do_and_shows_what_it_gets() -> None:
-    parts, server = ask(sends(FOUND), arguments={"query": 'who said "no" \ud800?'})
-    assert parts == ["Doc 1(Title: Lima) The capital."]
+def test_it_asks_as_search_r1_and_dr_mas_do() -> None:
+    _, server = ask(sends(FOUND), arguments={"query": 'who said "no" \ud800?'})
     [body], [headers] = server.bodies, server.headers
     query = 'who said "no" ??'
     assert body == {"queries": [query], "query": query, "topk": 3, "return_scores": True}
     assert headers["path"] == "/retrieve" and headers["Content-Type"] == "application/json"
 
 
-def test_documents_without_scores_and_beyond_top_k_are_taken_and_left() -> None:
-    value = {"result": [[{"contents": "A\na"}, {"contents": "B\nb", "id": 3}, {"contents": "C\nc"}]]}
-    assert ask(sends(value), top_k=2)[0] == ["Doc 1(Title: A) a", "Doc 2(Title: B) b"]
-    assert ask(sends({"result": [[]]}))[0] == "No documents match."
-    assert ask(sends({"result": [[{"contents": '"T"\n\ud800x'}]]}))[0] == ["Doc 1(Title: T) ?x"]
+@pytest.mark.parametrize(("tool", "engine"), [("search", "google"), ("scholar", "google_scholar")])
+def test_it_asks_google_for_a_page_of_results(tool: str, engine: str) -> None:
+    _, server = ask(sends({"organic_results": []}), tool)
+    [asked], [headers] = server.bodies, server.headers
+    assert asked == {"engine": engine, "q": "capital of peru?", "num": "10", "api_key": KEY}
+    path = f"/search.json?engine={engine}&q=capital+of+peru%3F&num=10&api_key=s3cr3t%2Bkey"
+    assert headers["path"].startswith(path)
+
+
+def of_google(*found: object) -> object:
+    return {"organic_results": found, "search_metadata": {}}
+
+
+NOTHING, DONE = "Google hasn't returned any results for this query.", {"status": "Success"}
+MARKUP = (
+    "The <b>capital</b>&nbsp;of <em class='x'>Peru</em>:<br/>Lima &amp; port. vector<int> a; x < y, z > 1: &lt;b&gt;"
+)
+PLAIN = "The capital\xa0of Peru:Lima & port. vector<int> a; x < y, z > 1: <b>"
+UNTOLD = [{"title": title} for title in "BCD"]
+PUBLISHED = "Published: A Author - Journal, 1997. Citations: 12. Abstract: We draw maps."
+
+
+@pytest.mark.parametrize(
+    ("tool", "answer", "shown"),
+    [
+        ("http", FOUND, ["Doc 1(Title: Lima) The capital."]),
+        ("http", {"result": [[{"contents": f"{title}\nx", "id": 3} for title in "ABCD"]]},
+         ["Doc 1(Title: A) x", "Doc 2(Title: B) x", "Doc 3(Title: C) x"]),
+        ("http", {"result": [[{"contents": '"T"\n\ud800x'}]]}, ["Doc 1(Title: T) ?x"]),
+        ("search", of_google(PAGE, {"title": "Ohne", "snippet": None}, PAGE),
+         ["Doc 1(Title: Lima) https://lima.pe/\nThe capital of Peru.", "Doc 2(Title: Ohne) "]),
+        ("scholar", of_google(PAPER, {"title": "Bare"}), [f"Paper 1(Title: Maps) {PUBLISHED}", "Paper 2(Title: Bare) "]),
+        ("search", of_google({"link": "https://h/"}, {"title": "<B>Peru</B> &#39;s", "snippet": MARKUP}, *UNTOLD),
+         [f"Doc 1(Title: Peru 's) {PLAIN}", "Doc 2(Title: B) ", "Doc 3(Title: C) "]),  # one without a title is passed over
+        *((tool, found, "No documents match.") for tool, found in (
+            ("http", {"result": [[]]}), ("search", {"error": NOTHING}), ("search", {"organic_results": []}),
+            ("search", {"search_metadata": DONE, "error": NOTHING}),
+            ("search", {"search_metadata": DONE, "answer_box": {"answer": "42"}}),  # Google showed nothing else
+        )),
+    ],
+)  # fmt: skip
+def test_what_is_found_is_shown_each_once_up_to_top_k(tool: str, answer: object, shown: object) -> None:
+    assert ask(sends(answer), tool, top_k=3)[0] == shown
 
 
 def test_several_queries_are_a_request_each_and_one_that_fails_is_the_answer() -> None:
@@ -124,53 +157,6 @@ def test_a_server_that_drips_or_floods_is_given_up() -> None:
     assert "no whole answer within tools.search.request_timeout_s = 2 s" in text
     text, _ = ask(lambda handler, body, before: handler.send(200, b" " * (1 << 17)), max_response_kib=64)
     assert "larger than tools.search.max_response_kib = 64 KiB" in text
-
-
-# Google, by SerpApi.
-
-
-def test_a_page_is_its_title_link_and_snippet() -> None:
-    bare = {"title": "Ohne", "snippet": None}
-    parts, server = ask(sends({"organic_results": [PAGE, bare, PAGE], "search_metadata": {}}), "search", top_k=4)
-    assert parts == ["Doc 1(Title: Lima) https://lima.pe/\nThe capital of Peru.", "Doc 2(Title: Ohne) "]
-    [asked], [headers] = server.bodies, server.headers
-    assert asked == {"engine": "google", "q": "capital of peru?", "num": "10", "api_key": KEY}
-    assert headers["path"].startswith("/search.json?engine=google&q=capital+of+peru%3F&num=10&api_key=s3cr3t%2Bkey")
-
-
-def test_a_paper_is_its_title_publication_citations_and_snippet() -> None:
-    parts, server = ask(sends({"organic_results": [PAPER, {"title": "Bare"}]}), "scholar")
-    said = "Published: A Author - Journal, 1997. Citations: 12. Abstract: We draw maps."
-    assert parts == [f"Paper 1(Title: Maps) {said}", "Paper 2(Title: Bare) "]
-    assert (server.bodies[0]["engine"], server.bodies[0]["num"]) == ("google_scholar", "10")
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        {"error": "Google hasn't returned any results for this query."},
-        {"organic_results": []},
-        {"search_metadata": {"status": "Success"}, "error": "Google hasn't returned any results for this query."},
-        {"search_metadata": {"status": "Success"}, "answer_box": {"answer": "42"}},  # Google showed nothing else
-    ],
-)
-def test_nothing_found_is_no_error(answer: object) -> None:
-    assert ask(sends(answer), "search")[0] == "No documents match."
-
-
-def test_results_without_a_title_are_passed_over_and_markup_is_taken_out() -> None:
-    snippet = "The <b>capital</b>&nbsp;of <em class='x'>Peru</em>:<br/>Lima &amp; port. vector<int> a; x < y, z > 1: &lt;b&gt;"
-    found = [
-        {"link": "https://h/"},
-        {"title": "<B>Peru</B> &#39;s", "snippet": snippet},
-        {"title": "B"},
-        {"title": "C"},
-    ]
-    parts, _ = ask(sends({"organic_results": found}), "search", top_k=2)
-    assert parts == [
-        "Doc 1(Title: Peru 's) The capital\xa0of Peru:Lima & port. vector<int> a; x < y, z > 1: <b>",
-        "Doc 2(Title: B) ",
-    ]
 
 
 def escaped(text: str) -> str:
@@ -273,15 +259,13 @@ def client() -> Iterator[Any]:
         yield client
 
 
-def test_it_answers_search_r1_s_form(client: Any) -> None:
+def test_it_answers_search_r1_s_form_and_dr_mas_s(client: Any) -> None:
     asked = {"queries": ["peru andes", "capital", "nothing"], "topk": 2, "return_scores": True}
     result = client.post("/retrieve", json=asked).json()["result"]
     assert [[hit["document"]["id"] for hit in each] for each in result] == [["peru", "lima"], ["lima"], []]
     assert result[1][0]["document"] == {"id": "lima", "contents": '"Lima"\nThe capital of Peru.'}
     assert result[0][0]["score"] > result[0][1]["score"] > 0
-
-
-def test_it_answers_dr_mas_s_form_and_without_scores(client: Any) -> None:
+    # Dr. MAS's form, without scores
     asked = {"query": "andes", "topk": None, "unknown": 1}
     assert [d["id"] for d in client.post("/retrieve", json=asked).json()["result"][0]] == ["peru"]  # its own top_k, 1
     assert len(client.post("/retrieve", json={"query": "peru", "topk": 0}).json()["result"][0]) == 1
@@ -308,27 +292,6 @@ def test_a_request_of_another_form_is_refused_and_the_server_lives(client: Any, 
 
 def test_a_body_without_a_length_is_bounded(client: Any) -> None:
     assert client.post("/retrieve", content=(b"x" * (1 << 20) for _ in range(8))).status_code == 413
-
-
-def test_the_command_serves_the_client_until_it_is_stopped(tmp_path: Path) -> None:
-    corpus = tmp_path / "corpus.jsonl"
-    corpus.write_text("".join(json.dumps({"id": d.id, "title": d.title, "text": d.text}) + "\n" for d in CORPUS))
-    words = ["serve-retrieval", "--corpus", str(corpus), "--port", "0"]
-    command = [sys.executable, "-m", "marsrl.trainer.commands.cli", *words]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stderr is not None
-        try:
-            line = process.stdout.readline()
-            assert line.startswith(f"2 documents of {corpus} at http://127.0.0.1:"), line + process.stderr.read()
-            url = line.split()[-1]
-            with closing(Retrieval(HttpSearch(kind="http", url=url, request_timeout_s=60.0))) as tool:
-                assert tool.run({"query": "Andes"}) == ["Doc 1(Title: Peru) A country.\nIn the Andes."]
-            answer = httpx.post(url, json={"queries": ["Andes"], "topk": 1}, timeout=60.0)
-            assert answer.json()["result"][0][0]["id"] == "peru"
-            process.send_signal(signal.SIGINT)
-            assert process.wait(120.0) == 0 and process.stderr.read() == ""
-        finally:
-            process.kill()
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from contextlib import closing
 from pathlib import Path
 
@@ -134,13 +133,6 @@ def corpus(tmp_path: Path) -> str:
     rows = [{"title": "Lima", "text": "The capital\x1b[2J of Peru.\nA city."}, {"title": "Oslo", "text": "x" * 5000}]
     (tmp_path / "corpus.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return f"tools.search.corpus={tmp_path}/corpus.jsonl"
-
-
-def test_without_a_config_it_calls_the_built_in_world(capsys: pytest.CaptureFixture[str]) -> None:
-    status, shown, _ = tool(capsys, "search", "home trade", "task_options.people=20", "tools.search.top_k=2")
-    assert status == 0 and re.search(r"\ADoc 1\(Title: .*\nDoc 2\(.*\n# \d+\.\d{3} s, 2 parts, whole\n\Z", shown)
-    status, shown, _ = tool(capsys, "scholar", "author", "task_options.papers=9")
-    assert status == 0 and "Paper 5(Title: " in shown and ", 5 parts, whole\n" in shown
 
 
 def test_a_text_or_an_object_and_nothing_that_a_terminal_obeys(capsys: pytest.CaptureFixture[str], corpus: str) -> None:

@@ -66,26 +66,10 @@ def misbehave(how: str) -> str:
         return "x" * (1 << 40)
     if how == "raise":
         raise KeyError("metre")
-    if how == "long":
-        return "x" * 50_000
     if how == "value":
         return object()
     return f"{how} in {os.getpid()} {PLACE}"
 
-def bare(value):
-    """No annotation."""
-
-def silent(value: int) -> int:
-    return value
-
-def rest(*values: int) -> int:
-    """Any number."""
-
-class Odd:
-    pass
-
-def odd(value: Odd) -> int:
-    """A type that is none."""
 '''
 
 
@@ -186,22 +170,25 @@ def test_calls_run_beside_the_run_and_their_processes_end_with_it(file: Path) ->
         os.kill(int(number), 0)
 
 
-def test_a_function_that_cannot_be_a_tool_is_refused_before_a_run(file: Path, tmp_path: Path) -> None:
-    (tmp_path / "broken.py").write_text("def f(:")
-    (tmp_path / "ends.py").write_text("raise SystemExit(4)")
-    for where, name, said in (
-        (file, "bare", r"bare\(value\) has no annotation for value"),
-        (file, "silent", "has no docstring"),
-        (file, "rest", r"takes \*values: "),
-        (file, "odd", "has no JSON schema: "),
-        (file, "none", "none is no function of "),
-        (file, "Point", "Point is no function of "),
-        (tmp_path / "none.py", "f", "there is no file "),
-        (tmp_path / "broken.py", "f", "broken.py cannot be imported: SyntaxError: "),
-        (tmp_path / "ends.py", "f", "its process ended with status .* before it was ready"),
-    ):
-        with pytest.raises(ValueError, match=f"^tools.own.function.*{said}"):
-            check_tools(config_of(**of_file(where, name)), ["own"], ())
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("def f(value):\n    'No annotation.'", r"f\(value\) has no annotation for value"),
+        ("def f(value: int): ...", "has no docstring"),
+        ("def f(*values: int):\n    'Any number.'", r"takes \*values: "),
+        ("class Odd: ...\ndef f(value: Odd):\n    'A type that is none.'", "has no JSON schema: "),
+        ("g = 1", "f is no function of "),
+        ("class f: ...", "f is no function of "),
+        ("def f(:", "own.py cannot be imported: SyntaxError: "),
+        ("raise SystemExit(4)", "its process ended with status .* before it was ready"),
+        (None, "there is no file "),
+    ],
+)
+def test_a_function_that_cannot_be_a_tool_is_refused_before_a_run(code: str | None, said: str, tmp_path: Path) -> None:
+    if code is not None:
+        (tmp_path / "own.py").write_text(code)
+    with pytest.raises(ValueError, match=f"^tools.own.function.*{said}"):
+        check_tools(config_of(**of_file(tmp_path / "own.py", "f")), ["own"], ())
 
 
 def test_a_function_is_found_from_the_file_that_names_it(tmp_path: Path) -> None:
@@ -217,10 +204,6 @@ def test_a_function_is_found_from_the_file_that_names_it(tmp_path: Path) -> None
 STDIO = [sys.executable, mcp_server.__file__]
 
 
-def of_server(**settings: object) -> dict[str, object]:
-    return {"kind": "mcp", **settings}
-
-
 def call(pool: ToolPool, name: str, /, **arguments: object) -> ToolOutput:
     return ask(pool, name=name, arguments=arguments)
 
@@ -232,7 +215,7 @@ def test_a_server_s_tools_are_called_by_their_names(way: str) -> None:
         if way == "http":
             port = servers.enter_context(held_port())
             server = {"url": servers.enter_context(mcp_server.http_server(port))}
-        with pool_of(**of_server(**server)) as pool:
+        with pool_of(kind="mcp", **server) as pool:
             functions = {function.name: function for function in pool.functions("own")}
             assert functions["add"].description.startswith("Adds two numbers.") and functions["add"].server == "own"
             assert functions["add"].parameters["required"] == ["a", "b"]
@@ -252,7 +235,7 @@ def test_a_server_s_tools_are_called_by_their_names(way: str) -> None:
 
 
 def test_a_server_that_ended_is_started_again_by_the_next_call() -> None:
-    with pool_of(**of_server(command=STDIO)) as pool:
+    with pool_of(kind="mcp", command=STDIO) as pool:
         assert "onnection closed" in call(pool, "die").text  # not made again
         assert call(pool, "greet") == ToolOutput("hello world")
         assert call(pool, "die").is_error and call(pool, "add", a=1, b=1).text == "2"
@@ -261,7 +244,7 @@ def test_a_server_that_ended_is_started_again_by_the_next_call() -> None:
 
 
 def test_an_http_server_that_forgot_or_is_gone_costs_calls_and_comes_back() -> None:
-    with held_port() as port, mcp_server.http_server(port) as url, pool_of(**of_server(url=url)) as pool:
+    with held_port() as port, mcp_server.http_server(port) as url, pool_of(kind="mcp", url=url) as pool:
         assert call(pool, "die").is_error
         assert call(pool, "greet").is_error  # nobody is there
         with mcp_server.http_server(port):
@@ -269,37 +252,33 @@ def test_an_http_server_that_forgot_or_is_gone_costs_calls_and_comes_back() -> N
             assert outputs[-1] == ToolOutput("hello world")
 
 
-def test_a_server_that_sends_too_much_is_cut_off_and_serves_on() -> None:
-    with held_port() as port, mcp_server.http_server(port) as url, pool_of(**of_server(url=url)) as pool:
+def test_a_server_that_sends_too_much_or_hangs_costs_the_call_and_serves_on() -> None:
+    with held_port() as port, mcp_server.http_server(port) as url, pool_of(kind="mcp", url=url, timeout_s=5) as pool:
         flooded = call(pool, "flood", mib=5)
         assert flooded.is_error and "the answer is larger than 4096 KiB" in flooded.text, flooded.text[:500]
         assert call(pool, "greet") == ToolOutput("hello world")
-
-
-def test_of_too_long_an_answer_by_a_command_the_end_is_dropped_and_it_serves_on() -> None:
-    with pool_of(**of_server(command=STDIO, timeout_s=15)) as pool:
-        assert call(pool, "flood", mib=5).text == "error: own did not answer within 15 s"
-        assert call(pool, "greet") == ToolOutput("hello world")
-        assert pool.take_counts()["tools/own/restarts"] == 0
-
-
-def test_a_call_that_hangs_is_an_error_and_others_are_answered() -> None:
-    with held_port() as port, mcp_server.http_server(port) as url, pool_of(**of_server(url=url, timeout_s=5)) as pool:
         assert call(pool, "hang").text == "error: own did not answer within 5 s"
         assert pool.take_counts()["tools/own/timeouts"] == 1
         assert call(pool, "greet") == ToolOutput("hello world")
 
 
+def test_of_too_long_an_answer_by_a_command_the_end_is_dropped_and_it_serves_on() -> None:
+    with pool_of(kind="mcp", command=STDIO, timeout_s=15) as pool:
+        assert call(pool, "flood", mib=5).text == "error: own did not answer within 15 s"
+        assert call(pool, "greet") == ToolOutput("hello world")
+        assert pool.take_counts()["tools/own/restarts"] == 0
+
+
 def test_a_command_gets_the_variables_that_are_named_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FILES_TOKEN", "secret")
     monkeypatch.setenv("OTHER_TOKEN", "other")
-    with pool_of(**of_server(command=STDIO, environment=["FILES_TOKEN"])) as pool:
+    with pool_of(kind="mcp", command=STDIO, environment=["FILES_TOKEN"]) as pool:
         assert call(pool, "variable", name="FILES_TOKEN").text == "secret"
         assert call(pool, "variable", name="OTHER_TOKEN").text == "nothing"
 
 
 def test_the_settings_choose_among_the_server_s_tools() -> None:
-    with pool_of(**of_server(command=STDIO, tools=["greet"])) as pool:
+    with pool_of(kind="mcp", command=STDIO, tools=["greet"]) as pool:
         assert [function.name for function in pool.functions("own")] == ["greet"]
         assert call(pool, "die").text == "error: there is no tool 'die'; there are: greet"
 
@@ -315,7 +294,7 @@ def test_a_server_that_cannot_serve_is_refused_before_a_run(tmp_path: Path) -> N
         ({"url": "http://127.0.0.1:1/mcp", "api_key_env": "NO_SUCH"}, "tools.own.api_key_env names NO_SUCH"),
     ):
         with pytest.raises(ValueError, match=said):
-            check_tools(config_of(**of_server(**settings)), ["own"], ())
+            check_tools(config_of(kind="mcp", **settings), ["own"], ())
 
 
 def test_two_tools_of_one_name_are_refused() -> None:

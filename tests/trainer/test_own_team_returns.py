@@ -18,7 +18,7 @@ import random
 from dataclasses import replace
 from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.agents.roles import AgentSpec, Role
-from marsrl.rollout.types import Finish, Message, Reward
+from marsrl.rollout.types import Ask, Finish, Message, Reward
 
 class Pair(Orchestration):
     agents = (AgentSpec("solver"), AgentSpec("critic", Role.VERIFIER))
@@ -150,6 +150,11 @@ NO_NUMBERS = "TypeError: expected a dict of numbers, found None"
     [
         (ASKS.format("turn=random.randrange(10**9)"), 0, 0,
          "episode 000001.0 ends: Pair.follow: ValueError: two calls with the same answers gave other asks"),
+        (SAYS.format("follow", None), 0, 0, "expected a list of episode.ask(...) and episode.call(...), found None"),
+        (SAYS.format("follow", "[episode.ask('nobody')]"), 0, 0, "no agent is called 'nobody'; there are solver, critic"),
+        (SAYS.format("follow", "[Ask('000009/solver', 'solver')]"), 0, 0, "expected a call in episode 000001.0"),
+        (SAYS.format("follow", "[episode.ask('solver', turn=n) for n in range(9)]"), 0, 0,
+         "9 calls of agents and tools, at most rollout.max_turns = 3"),
         (ASKS.format("num_samples=1.5"), 0, 0,
          "Pair.follow: ValueError: 000001.0/solver: expected at least one sample, found 1.5"),
         (ASKS.format("turn='a:b'"), 0, 0,
