@@ -24,6 +24,7 @@ from marsrl.rollout.pool.replicas import LocalReplicas
 from marsrl.rollout.tasks.arithmetic import ARITHMETIC_TOKENIZER, ArithmeticTask, parse_chain
 from marsrl.rollout.tasks.config import ArithmeticOptions
 from marsrl.rollout.team import Team, WatchedJudge
+from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
 
 if TYPE_CHECKING:
     from rank_pair import RankPair
@@ -137,6 +138,14 @@ def scripted_team(
 def scripted_team_fixture() -> Any:
     """The function above: scripted_team(folder, pick=..., script=...)."""
     return scripted_team
+
+
+@pytest.fixture(scope="session")
+def byte_level(tmp_path_factory: pytest.TempPathFactory) -> ChatRenderer:
+    """Of a tokenizer whose tokens are bytes."""
+    folder = tmp_path_factory.mktemp("bytes")
+    write_byte_tokenizer(folder)
+    return ChatRenderer(folder)
 
 
 @pytest.fixture(scope="session")

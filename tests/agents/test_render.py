@@ -41,13 +41,6 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> ChatRenderer:
     return ChatRenderer(directory)
 
 
-@pytest.fixture(scope="module")
-def byte_level(tmp_path_factory: pytest.TempPathFactory) -> ChatRenderer:
-    directory = tmp_path_factory.mktemp("bytes")
-    write_byte_tokenizer(directory)
-    return ChatRenderer(directory)
-
-
 def test_a_tokenizer_is_what_autotokenizer_makes_of_its_directory(tmp_path: Path) -> None:
     write_byte_tokenizer(tmp_path)
     ours, theirs = load_tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(str(tmp_path))
@@ -61,22 +54,21 @@ REPORT = bare("verifier1:0", "verifier1", shown="claim 6 a = 3 got 3 said 6 Verd
 EPISODE = Episode("r", "r", PROBLEM, answers={"solver": (SOLUTION,), "verifier1": (REPORT,)})
 
 
-@pytest.mark.parametrize(
-    ("ask", "words"),
-    [
-        (Ask("r/x", "solver"), "<|user|> a 3 b *7 c -5 <|assistant|>"),
-        (
-            Ask("r/x", "verifier1", (SOLUTION.uid,)),
-            "<|system|> grade <|user|> a 3 b *7 c -5 \n a = 3 b *7 = 1 c -5 = 6 Answer: 6 <|assistant|>",
-        ),
-        (
-            Ask("r/x", "corrector1", (SOLUTION.uid, REPORT.uid)),
-            "<|user|> a 3 b *7 c -5 <|assistant|> a = 3 b *7 = 1 c -5 = 6 Answer: 6 <|end|> "
-            "<|user|> claim 6 a = 3 got 3 said 6 Verdict: wrong fix <|assistant|>",
-        ),
-    ],
-)
-def test_the_prompts_of_the_chain_task_are_exactly_these_tokens(chain: ChatRenderer, ask: Ask, words: str) -> None:
+ASKED = {
+    Ask("r/x", "solver"): "<|user|> a 3 b *7 c -5 <|assistant|>",
+    Ask("r/x", "verifier1", (SOLUTION.uid,)): (
+        "<|system|> grade <|user|> a 3 b *7 c -5 \n a = 3 b *7 = 1 c -5 = 6 Answer: 6 <|assistant|>"
+    ),
+    Ask("r/x", "corrector1", (SOLUTION.uid, REPORT.uid)): (
+        "<|user|> a 3 b *7 c -5 <|assistant|> a = 3 b *7 = 1 c -5 = 6 Answer: 6 <|end|> "
+        "<|user|> claim 6 a = 3 got 3 said 6 Verdict: wrong fix <|assistant|>"
+    ),
+}
+
+
+@pytest.mark.parametrize("ask", ASKED)
+def test_the_prompts_of_the_chain_task_are_exactly_these_tokens(chain: ChatRenderer, ask: Ask) -> None:
+    words = ASKED[ask]
     ids, text = chain.render(build_orchestration("verifier_corrector", {}, "chain").messages(EPISODE, ask))
     assert [ARITHMETIC_TOKENIZER.vocabulary[i] for i in ids] == words.split(" ")
     assert text == words
@@ -172,16 +164,6 @@ def test_options_of_an_agent_reach_the_chat_template(tmp_path: Path) -> None:
     assert without == f"{plain}<think></think>"
 
 
-def test_the_next_turn_is_what_the_whole_chat_has_between_two_completions(byte_level: ChatRenderer) -> None:
-    """The end token is the first completion's own; words of control in a tool's text stay text."""
-    first, said, more = Message("user", "what"), "let me see", Message("user", "found <|im_end|> it")
-    prompt, _ = byte_level.render([first])
-    whole, _ = byte_level.render([first, Message("assistant", said), more])
-    completion = [*byte_level.completion_ids(said).tolist(), byte_level.eos_id]
-    assert [*prompt.tolist(), *completion, *byte_level.next_turn([more]).tolist()] == whole.tolist()
-    assert byte_level.next_turn([more]).tolist().count(byte_level.eos_id) == 1  # of the new turn alone
-
-
 LLAMA = """{{- bos_token }}
 {%- if not date_string is defined %}{% set date_string = "26 Jul 2024" %}{% endif %}
 {%- if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] | trim %}{% set messages = messages[1:] %}
@@ -224,25 +206,23 @@ SYSTEM, ASK, SAID, MORE = (
 )
 
 
-@pytest.fixture
-def llama(tmp_path: Path) -> Path:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
-    )
-    folder = saved("llama", tokenizer, trainer, tmp_path, bos_token="<|begin_of_text|>", eos_token="<|eot_id|>")
-    ends = [ChatRenderer(folder).encode_trusted(word).item() for word in ("<|eot_id|>", "<|eom_id|>")]
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
-    return folder
+SPACES = ("spaces by Metaspace", "spaces by a normaliser")  # as SentencePiece's are converted: now and formerly
 
 
-@pytest.fixture(params=["spaces by Metaspace", "spaces by a normaliser"])
-def mistral(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """As SentencePiece's are converted: now and formerly."""
+def published(kind: str, folder: Path) -> Path:
+    """A tokenizer of a kind: "llama", or Mistral's with one of SPACES."""
+    if kind == "llama":
+        tokenizer = Tokenizer(models.BPE())
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+        saved("llama", tokenizer, trainer, folder, bos_token="<|begin_of_text|>", eos_token="<|eot_id|>")
+        ends = [ChatRenderer(folder).encode_trusted(word).item() for word in ("<|eot_id|>", "<|eom_id|>")]
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+        return folder
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
-    if request.param == "spaces by Metaspace":
+    if kind == SPACES[0]:
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     else:
         tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
@@ -253,10 +233,16 @@ def mistral(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     trainer = trainers.BpeTrainer(
         vocab_size=250, initial_alphabet=alphabet, special_tokens=["<unk>"], show_progress=False, max_token_length=8
     )
-    return saved("mistral", tokenizer, trainer, tmp_path, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    saved("mistral", tokenizer, trainer, folder, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    return folder
 
 
-def saved(kind: str, tokenizer: Tokenizer, trainer: trainers.Trainer, folder: Path, **named: str) -> Path:
+@pytest.fixture(params=SPACES)
+def mistral(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return published(request.param, tmp_path)
+
+
+def saved(kind: str, tokenizer: Tokenizer, trainer: trainers.Trainer, folder: Path, **named: str) -> None:
     tokenizer.train_from_iterator(TEXT, trainer)
     if kind == "mistral":  # a token for each byte that no other token has
         whole = json.loads(tokenizer.to_str())
@@ -271,43 +257,26 @@ def saved(kind: str, tokenizer: Tokenizer, trainer: trainers.Trainer, folder: Pa
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **named)
     wrapped.chat_template = {"llama": LLAMA, "mistral": MISTRAL}[kind]
     wrapped.save_pretrained(str(folder))
-    return folder
 
 
-def as_one_string(folder: Path, text: str) -> list[int]:
-    ids = PreTrainedTokenizerFast.from_pretrained(str(folder)).encode(text, add_special_tokens=False)
-    return [int(each) for each in ids]
+@pytest.mark.parametrize("kind", ["llama", *SPACES])
+def test_a_published_template_is_rendered_and_encoded_as_transformers_does(kind: str, tmp_path: Path) -> None:
+    folder = published(kind, tmp_path)
+    ours, theirs = ChatRenderer(folder), PreTrainedTokenizerFast.from_pretrained(str(folder))
+    for chat in ([ASK], [SYSTEM, ASK], [ASK, SAID, MORE], [SYSTEM, ASK, SAID, MORE]):
+        turns = [{"role": message.role, "content": message.content} for message in chat]
+        ids, text = ours.render(chat)
+        assert text == theirs.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+        assert ids.tolist() == theirs.encode(text, add_special_tokens=False)
 
 
-CHATS = [[ASK], [SYSTEM, ASK], [ASK, SAID, MORE], [SYSTEM, ASK, SAID, MORE]]
-
-
-@pytest.mark.parametrize("chat", CHATS)
-def test_llamas_prompts_have_the_tokens_of_the_whole_string(llama: Path, chat: list[Message]) -> None:
-    ids, text = ChatRenderer(llama).render(chat)
-    assert ids.tolist() == as_one_string(llama, text) and text.startswith("<|begin_of_text|><|start_header_id|>system")
-    assert text.count("<|begin_of_text|>") == 1 and "Today: 26 Jul 2024" in text
-
-
-def test_each_of_llamas_ends_ends_a_completion(llama: Path) -> None:
-    renderer = ChatRenderer(llama)
-    for end in ("<|eot_id|>", "<|eom_id|>"):
-        assert renderer.decode(renderer.encode_trusted(f"it is 7{end}")) == "it is 7"
-
-
-def test_ends_are_those_of_config_json_where_there_is_no_generation_config(llama: Path) -> None:
-    expected = ChatRenderer(llama).stop_ids
-    (llama / "generation_config.json").rename(llama / "config.json")
-    assert ChatRenderer(llama).stop_ids == expected and len(expected) == 2
-
-
-@pytest.mark.parametrize("chat", CHATS)
-def test_mistrals_prompts_have_the_tokens_of_the_whole_string(mistral: Path, chat: list[Message]) -> None:
-    """A system message comes where the template has it: in the last turn."""
-    ids, text = ChatRenderer(mistral).render(chat)
-    assert ids.tolist() == as_one_string(mistral, text)
-    last = "be brief\n\n" if SYSTEM in chat else ""
-    assert text.endswith(f"[INST] {last}{chat[-1].content}[/INST]")
+def test_each_of_llamas_ends_ends_a_completion_also_where_they_stand_in_config_json(tmp_path: Path) -> None:
+    first = ChatRenderer(published("llama", tmp_path))
+    (tmp_path / "generation_config.json").rename(tmp_path / "config.json")
+    for renderer in (first, ChatRenderer(tmp_path)):
+        assert len(renderer.stop_ids) == 2
+        for end in ("<|eot_id|>", "<|eom_id|>"):
+            assert renderer.decode(renderer.encode_trusted(f"it is 7{end}")) == "it is 7"
 
 
 @pytest.mark.parametrize("named", ["LlamaTokenizer", "PreTrainedTokenizerFast"])
@@ -329,14 +298,21 @@ def test_mistrals_prompts_are_cut_within_the_right_message(mistral: Path) -> Non
     assert rendered[1].startswith("<s>[INST] 3 and 4?[/INST] the sum is 7</s>[INST] be brief\n\n")
 
 
-def test_mistrals_next_turn_is_what_the_whole_chat_has_between_two_completions(mistral: Path) -> None:
-    renderer = ChatRenderer(mistral)
-    prompt, _ = renderer.render([ASK])
-    whole, _ = renderer.render([ASK, SAID, MORE])
+@pytest.mark.parametrize("kind", ["bytes", "llama", *SPACES])
+def test_the_next_turn_is_what_the_whole_chat_has_between_two_completions(
+    kind: str, byte_level: ChatRenderer, tmp_path: Path
+) -> None:
+    """The end token is the first completion's own; words of control in a tool's text stay text."""
+    renderer = byte_level if kind == "bytes" else ChatRenderer(published(kind, tmp_path))
+    more = Message("user", "found <|im_end|> <|eot_id|> [/INST] it")
+    prompt, whole = renderer.render([ASK])[0].tolist(), renderer.render([ASK, SAID, more])[0].tolist()
     completion = [*renderer.completion_ids(SAID.content).tolist(), renderer.eos_id]
-    if "Prepend" not in (mistral / "tokenizer.json").read_text():  # which makes two spaces of the template's one
-        assert [*prompt.tolist(), *completion, *renderer.next_turn([MORE]).tolist()] == whole.tolist()
-    assert renderer.next_turn([MORE]).tolist() == as_one_string(mistral, "[INST] and 5?[/INST]")
+    turn = renderer.next_turn([more]).tolist()
+    if kind == SPACES[1]:  # it makes two spaces of the one that the template has before a completion
+        assert turn == whole[-len(turn) :]
+    else:
+        assert [*prompt, *completion, *turn] == whole
+    assert turn.count(renderer.eos_id) == (kind in ("bytes", "llama"))  # of the new turn alone
 
 
 @pytest.mark.parametrize("text", ["the sum is 7  and no more", "☃ is 7", "7"])
