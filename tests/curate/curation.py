@@ -21,6 +21,12 @@ from marsrl.trainer.commands.curate.rows import Decisions, Row, Stage, readable
 from marsrl.trainer.config.curate import CriterionConfig
 from marsrl.trainer.report.console import RunConsole
 
+YES, NO = "It is. <verdict>yes</verdict>", "It is not. <verdict>no</verdict>"
+
+
+def by_length(question: str) -> str:
+    return YES if len(question) % 2 else NO
+
 
 class Killed(Exception):
     """Stands for kill -9: nothing behind it is run that a kill would not leave."""
