@@ -1,8 +1,9 @@
-"""Teams beside the Verifier-Corrector system, played by tables of answers; and those of users' own files."""
+"""Teams beside the Verifier-Corrector system, played by tables of answers; and what is refused."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +17,7 @@ from letters import bare
 from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.config import AgentConfig, RolloutConfig
 from marsrl.rollout.episode import Episode
-from marsrl.rollout.orchestrations.registry import build_orchestration, find_orchestration
+from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.rollout.types import Ask, Finish, Problem, Reward, Sample, ToolCall, ToolOutput
 
 PROBLEM = Problem("p", "a 3 b *7", "1", "arithmetic")
@@ -267,40 +268,34 @@ def test_rewards_are_the_task_s_for_the_answer_and_readability_for_the_others() 
     assert team.outcome(episode) is None
 
 
-# ------------------------------------------------------------------ options and users' own
-
-
-def test_options_are_the_team_s() -> None:
-    with pytest.raises(ValueError, match="orchestration_options of debate: debaters: Input should be greater than 1"):
-        build_orchestration("debate", {}, "math", {"debaters": 1})
-    with pytest.raises(ValueError, match=r"orchestration_options of solver: max_loops: .*\(it has none\)"):
-        build_orchestration("solver", {}, "math", {"max_loops": 1})
+# ------------------------------------------------------------------ refused
 
 
 OWN = """
 from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.agents.roles import AgentSpec
 
-class Other:
-    pass
-
 class Nameless(Orchestration):
     agents = (AgentSpec("a b"),)
 """
+NAMES = "debate, dual_system, external, search_team, solver, .*, verifier_corrector, and your own as FILE"
+REFUSED: list[tuple[str, dict[str, AgentConfig], str, dict[str, object], str]] = [
+    ("debates", {}, "math", {}, NAMES),
+    ("verifier_corrector", {"solvr": AgentConfig()}, "math", {}, "corrector2"),
+    ("verifier_corrector", {}, "maths", {}, "chain, drmas_math, facts, math"),
+    ("debate", {}, "math", {"debaters": 1}, "options of debate: debaters: Input should be greater than 1"),
+    ("solver", {}, "math", {"max_loops": 1}, r"orchestration_options of solver: max_loops: .*\(it has none\)"),
+    # what else can be wrong with a file: tests/tasks/test_data.py
+    ("my_team.py:Nameless", {}, "math", {}, "Nameless.agents names a b; expected at least one AgentSpec"),
+    ("my_team.py:Missing", {}, "math", {}, "Missing is no class of my_team.py that extends Orchestration"),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("missing.py:Team", "there is no file .*missing.py"),
-        ("my_team.py:Missing", "Missing is no class of .*my_team.py that extends Orchestration"),
-        ("my_team.py:Other", "Other is no class of .*that extends Orchestration"),
-        ("my_team.py:Nameless", "Nameless.agents names a b; expected at least one AgentSpec"),
-        ("broken.py:Team", r"broken.py cannot be imported: ZeroDivisionError: division by zero"),
-    ],
-)
-def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, name: str, said: str) -> None:
-    (tmp_path / "my_team.py").write_text(OWN)
-    (tmp_path / "broken.py").write_text("1 / 0\n")
+@pytest.mark.parametrize(("team", "agents", "prompts", "options", "said"), REFUSED)
+def test_a_name_or_an_option_that_is_none_is_refused(
+    team: str, agents: dict[str, AgentConfig], prompts: str, options: dict[str, object], said: str, tmp_path: Path
+) -> None:
+    os.chdir(tmp_path)
+    Path("my_team.py").write_text(OWN)
     with pytest.raises(ValueError, match=said):
-        find_orchestration(f"{tmp_path}/{name}")
+        build_orchestration(team, agents, prompts, options)
