@@ -8,11 +8,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import numpy as np
+from letters import sampled
 
-from marsrl.rollout.types import Finish, Group, Reward, Sample, Segment
+from marsrl.rollout.types import Group, Reward, Sample, Segment
 from marsrl.trainer.report.group_metrics import summarise
 from marsrl.trainer.report.metrics import MetricsLog
 from marsrl.trainer.report.samples_log import write_samples
@@ -33,28 +35,20 @@ from marsrl.trainer.runs.directory import RunDirectory
 AGENTS = ("solver", "verifier1", "corrector1", "verifier2", "corrector2")
 
 
-def make_sample(uid: str, agent: str = "solver", **changes: object) -> Sample:
-    """A sample of 4 tokens with reward 1; `changes` replace fields. text, num_tokens and version are shorthands."""
-    num_tokens = int(changes.pop("num_tokens", 4))  # type: ignore[call-overload]
-    version = int(changes.pop("version", 0))  # type: ignore[call-overload]
-    fields: dict[str, object] = {
-        "uid": uid,
+def make_sample(
+    uid: str, agent: str = "solver", *, num_tokens: int = 4, version: int = 0, text: str | None = None, **changes: Any
+) -> Sample:
+    """A sample with reward 1; `changes` replace fields."""
+    made = {
         "rollout_id": "p0#0",
         "problem_id": "p0",
-        "agent": agent,
         "group_id": f"p0#0/{agent}/root",
-        "parent_uid": None,
-        "prompt_ids": np.arange(3, dtype=np.int32),
-        "token_ids": np.arange(num_tokens, dtype=np.int32),
-        "is_sampled": np.ones(num_tokens, bool),
-        "rollout_logprobs": np.full(num_tokens, -0.1, np.float32),
         "segments": (Segment(0, num_tokens, version),),
-        "finish": Finish.STOP,
-        "full_text": changes.pop("text", f"text of {uid}"),
+        "full_text": f"text of {uid}" if text is None else text,
         "prompt_text": "a 3 b *7",
         "reward": Reward(1.0, 1.0, {"answer": 1.0}),
     }
-    return Sample(**{**fields, **changes})  # type: ignore[arg-type]
+    return replace(sampled(uid, 1.0, agent=agent, tokens=num_tokens), **{**made, **changes})
 
 
 def make_group(*samples: Sample) -> Group:
