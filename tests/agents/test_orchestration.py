@@ -163,9 +163,9 @@ def test_picks_keep_their_rule_whatever_the_order_of_the_candidates(
 # ------------------------------------------------------------------ training
 
 
-def answered(team: Orchestration, *rounds: list[Sample], episode: Episode | None = None) -> tuple[Episode, list[Ask]]:
+def answered(team: Orchestration, *rounds: list[Sample]) -> tuple[Episode, list[Ask]]:
     """(the episode, what is asked next) after each round's samples answered the asks, all on the first of them."""
-    episode = episode or Episode("r", "r", PROBLEM)
+    episode = Episode("r", "r", PROBLEM)
     for samples in rounds:
         asks = episode.enter(team.follow(episode))[0]
         for ask, own in zip(asks, [samples, *[[]] * len(asks)], strict=False):

@@ -72,23 +72,37 @@ def solver_verifier(loops: int = 3, **verifier: Any) -> Orchestration:
     return build_orchestration("solver_verifier", agents, "chain", {"max_loops": loops})
 
 
-def test_a_solver_solves_again_until_the_verifier_approves_and_nobody_verifies_the_last() -> None:
-    team = solver_verifier()
-    episode = play(team, script("Answer: 2", "Verdict: wrong", "Answer: 1", "Verdict: correct"))
-    agents = [ask.agent for ask in episode.asks.values()]
-    assert agents == ["solver", "verifier", "solver", "verifier"]
-    first, judged, again, _ = episode.asks.values()
-    assert words(team, episode, again) == "a 3 b *7 | Answer: 2 | Verdict: wrong fix"
-    assert words(team, episode, judged) == "grade | a 3 b *7 \n Answer: 2"
-    assert [ask.group for ask in (first, judged, again)] == ["000001/solver", "000001/verifier", "000001/solver"]
-    last = team.outcome(episode)
-    assert last is not None and last.answer == "1"
-    assert set(team.outcomes(episode).values()) == {1.0} and len(team.outcomes(episode)) == 4
-    assert [s.reward.value for (s,) in episode.answers.values()] == [0.0, 1.0, 1.0, 1.0]
-    episode = play(team, script(*["Answer: 2", "Verdict: wrong"] * 2, "Answer: 3"))
-    assert [ask.agent for ask in episode.asks.values()][-1] == "solver" and len(episode.asks) == 5
-    assert set(team.outcomes(episode).values()) == {0.0}
-    assert len(play(solver_verifier(loops=1), script("Answer: 2")).asks) == 1
+# loops, what is said in turn, rewards, and whether the last solution is right
+SOLVED: list[tuple[int, list[str], list[float], bool]] = [
+    (3, ["Answer: 2", "Verdict: wrong", "Answer: 1", "Verdict: correct"], [0, 1, 1, 1], True),
+    (3, [*["Answer: 2", "Verdict: wrong"] * 2, "Answer: 3"], [0, 1, 0, 1, 0], False),  # nobody verifies the last
+    (1, ["Answer: 2"], [0], False),
+    # cut off: overlong, rightly rejected, right
+    (2, ["... Answer: 1 and", "Verdict: wrong", "Answer: 1"], [0, 1, 1], True),
+    (2, ["... Answer: 1 and", "Verdict: correct"], [0, 0], False),
+    (2, ["Answer: 2", "... looks", "Answer: 1"], [0, 0, 1], True),
+    # it counts whether it has an answer or not, and who rejects a right solution is not paid for it
+    *((2, ["Answer: 1", "Verdict: wrong", last], [1, 0, 0], False) for last in ("... cut off", "I give up.")),
+]
+
+
+@pytest.mark.parametrize(("loops", "said", "rewards", "is_right"), SOLVED)
+def test_a_solver_solves_again_until_the_verifier_approves_and_the_last_solution_counts(
+    loops: int, said: list[str], rewards: list[float], is_right: bool
+) -> None:
+    team = solver_verifier(loops)
+    episode = play(team, script(*said))
+    asks = list(episode.asks.values())
+    assert [ask.group for ask in asks] == [f"000001/{('solver', 'verifier')[i % 2]}" for i in range(len(said))]
+    read = [
+        f"grade | a 3 b *7 \n {text}" if i % 2 == 0 else f"a 3 b *7 | {said[i - 1]} | {text} fix"
+        for i, text in enumerate(said)
+    ]
+    assert [words(team, episode, ask) for ask in asks] == ["a 3 b *7", *read[:-1]]
+    assert [sample.reward.value for (sample,) in episode.answers.values()] == rewards
+    outcome, last = team.outcome(episode), said[(len(said) - 1) // 2 * 2]
+    assert outcome is not None and outcome.shown == last
+    assert team.outcomes(episode) == {f"{ask.id}:0": float(is_right) for ask in asks}
 
 
 def test_dr_mas_s_prompts_ask_for_tags_and_compat_approves_without_one() -> None:
@@ -112,29 +126,6 @@ def test_dr_mas_s_prompts_ask_for_tags_and_compat_approves_without_one() -> None
         (report,) = list(episode.answers.values())[1]
         # a failure of format, whatever follows from it
         assert len(episode.asks) == num_asks and report.reward.value == 0
-
-
-def test_a_solution_that_is_cut_off_is_verified_and_solved_again() -> None:
-    team = solver_verifier(2)
-    episode = play(team, script("... Answer: 1 and", "Verdict: wrong", "Answer: 1"))
-    first, judged, again = episode.asks.values()
-    assert words(team, episode, judged) == "grade | a 3 b *7 \n ... Answer: 1 and"
-    assert words(team, episode, again) == "a 3 b *7 | ... Answer: 1 and | Verdict: wrong fix"
-    assert [s.reward.value for (s,) in episode.answers.values()] == [0.0, 1.0, 1.0]  # overlong; rightly rejected; right
-    assert team.outcomes(episode) == {f"{ask.id}:0": 1.0 for ask in (first, judged, again)}
-    approved = play(team, script("... Answer: 1 and", "Verdict: correct"))
-    assert len(approved.asks) == 2 and set(team.outcomes(approved).values()) == {0.0}
-    report = play(team, script("Answer: 2", "... looks", "Answer: 1"))
-    assert words(team, report, list(report.asks.values())[2]) == "a 3 b *7 | Answer: 2 | ... looks fix"
-
-
-@pytest.mark.parametrize("last", ["... cut off", "I give up."])
-def test_the_last_solution_counts_whether_it_has_an_answer_or_not(last: str) -> None:
-    team = solver_verifier(2)
-    episode = play(team, script("Answer: 1", "Verdict: wrong", last))
-    outcome = team.outcome(episode)
-    assert outcome is not None and outcome.shown == last
-    assert set(team.outcomes(episode).values()) == {0.0}  # who rejects a right solution is not paid for it
 
 
 # ------------------------------------------------------------------ debate

@@ -38,7 +38,6 @@ from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.trainer.commands.cli import main
 
 SOLVER = 'answer: boxed\nturns:\n  solver:\n    - user: "{problem}"\n'
-VERIFIER = '  verifier:\n    - user: "{problem} {solution}"\n'
 INVERTED = "  correct: {regex: 'correct', example: incorrect}\n  wrong: {regex: 'incorrect', example: incorrect}\n"
 ROOT = Path(__file__).parents[2]
 HOSTILE = "{report} {{solution}} {0} {problem!r} {purpose} %s $x {"

@@ -127,9 +127,9 @@ def test_detection_recall_is_of_the_wrong_solutions_with_a_readable_verdict() ->
     assert "verdicts/verifier1/recall_wrong" not in right and right["verdicts/verifier1/fraction_wrong"] == 0.5
 
 
-def spikes_of(norms: list[float], spikes: GradSpikes | None = None, name: str = "actor/grad_norm") -> list[float]:
-    spikes = spikes or GradSpikes()
-    return [spikes.found({name: norm, "actor/loss": 9.0})[name.replace("norm", "spikes")] for norm in norms]
+def spikes_of(norms: list[float]) -> list[float]:
+    spikes = GradSpikes()
+    return [spikes.found({"actor/grad_norm": norm, "actor/loss": 9.0})["actor/grad_spikes"] for norm in norms]
 
 
 def test_a_gradient_norm_above_five_running_medians_is_a_spike() -> None:
