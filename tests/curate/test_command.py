@@ -116,21 +116,27 @@ def test_the_page_says_what_was_dropped_for_what_and_hostile_text_stays_text(cap
         assert said in " ".join(text.split()), said
 
 
-def test_what_cannot_be_done_is_said_before_anything_runs(capsys: Any) -> None:
+NO_MODEL = "policies.main.model is not set"
+REFUSED: list[tuple[list[str], str]] = [
+    (["curate.max_question_chars=5"], "no input is given"),
+    (["gone.jsonl"], "gone.jsonl does not exist"),
+    (
+        ["raw.jsonl", "curate.clarity.policy=judge"],
+        "curate.clarity.policy is 'judge', which is not under `policies` (main)",
+    ),
+    (["raw.jsonl", "curate.graduate.policy=main"], NO_MODEL),
+    (["raw.jsonl", "curate.best_of_n={n: 4, keep: [1, 3]}"], NO_MODEL),
+    (["raw.jsonl", "curate.best_of_n.keep=[1,17]"], "curate.best_of_n.keep is [1, 17]; expected"),
+    (["raw.jsonl", "curate.near_duplicates.treshold=1"], "did you mean curate.near_duplicates.threshold?"),
+    (
+        ["raw.jsonl", "curate.near_duplicates={threshold: 0.5, bands: 35, rows: 5}"],
+        "find 67% of the pairs whose similarity is threshold=0.5",
+    ),
+]
+
+
+@pytest.mark.parametrize(("words", "says"), REFUSED)
+def test_what_cannot_be_done_is_said_before_anything_runs(words: list[str], says: str, capsys: Any) -> None:
     write("raw.jsonl", row(WORDS[0]))
-
-    def refused(*words: str) -> str:
-        assert cli.main(["curate", *words, "--out", "out"]) == 2
-        assert not Path("out/curated.jsonl").exists()
-        return str(capsys.readouterr().err)
-
-    assert "no input is given" in refused("curate.max_question_chars=5")
-    assert "gone.jsonl does not exist" in refused("gone.jsonl")
-    assert "curate.clarity.policy is 'judge', which is not under `policies` (main)" in refused(
-        "raw.jsonl", "curate.clarity.policy=judge"
-    )
-    assert "policies.main.model is not set" in refused("raw.jsonl", "curate.graduate.policy=main")
-    assert "policies.main.model is not set" in refused(
-        "raw.jsonl", "curate.best_of_n.n=4", "curate.best_of_n.keep=[1,3]"
-    )
-    assert "did you mean curate.near_duplicates.threshold?" in refused("raw.jsonl", "curate.near_duplicates.treshold=1")
+    assert cli.main(["curate", *words, "--out", "out"]) == 2
+    assert says in capsys.readouterr().err and not Path("out/curated.jsonl").exists()

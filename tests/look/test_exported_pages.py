@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -83,13 +84,16 @@ def test_a_run_that_has_not_finished_has_a_page_that_says_so(tmp_path: Path) -> 
     assert "is not a run summary" in told(run)["overview?run=0"]["why_not"]
 
 
-def test_a_run_that_writes_its_own_report_is_over_and_another_process_s_is_not(tmp_path: Path) -> None:
+def test_another_process_s_run_is_going_on_and_is_written_by_no_other(tmp_path: Path) -> None:
+    """One that writes its own report is over."""
     run = make_run(tmp_path, num_steps=1)
     lock = RunLock(run)
     assert not told(run)["runs"][0]["is_going_on"]
     lock.release()
-    with written_by_another(run):
+    with written_by_another(run) as pid:
         assert told(run)["runs"][0]["is_going_on"]
+        with pytest.raises(ValueError, match=f"being written by process {pid} on {socket.gethostname()}; wait"):
+            RunLock(run)
     assert not told(run)["runs"][0]["is_going_on"]
 
 
