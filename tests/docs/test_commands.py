@@ -270,7 +270,7 @@ def test_a_run_s_settings_become_a_file(command: str, desk: Desk, capsys: pytest
 
 
 PARSE = """
-import argparse, importlib.util, shlex, sys
+import argparse, runpy, shlex, sys
 sys.path.insert(0, sys.argv[1])
 class Taken(BaseException): pass
 def stopping(parse):
@@ -280,15 +280,11 @@ def stopping(parse):
     return parse_and_stop
 for name in ("parse_args", "parse_intermixed_args"):
     setattr(argparse.ArgumentParser, name, stopping(getattr(argparse.ArgumentParser, name)))
-for number, line in enumerate(sys.stdin):
+for line in sys.stdin:
     sys.argv = shlex.split(line)[1:]
-    spec = importlib.util.spec_from_file_location(f"script_{number}", sys.argv[0])
-    script = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = script
-    spec.loader.exec_module(script)
     try:
-        script.main()
-        print(line, "main() came to its end before it read its words")
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        print(line, "it came to its end before it read its words")
     except Taken:
         print("taken")
     except SystemExit:

@@ -313,27 +313,23 @@ def test_problems_are_those_of_the_data_by_default(named: Callable[[str], str]) 
     assert build_task(named("FromData"), {}, given, ()).prompts == "chain"
 
 
-@pytest.mark.parametrize(
-    ("kind", "body", "said"),
-    [
-        ("Missing", "pass", "task is .*: Missing is no class of .*my_task.py that extends OwnTask"),
-        (
-            "Mine",
-            "import no_such_module",
-            "task: .*my_task.py cannot be imported: ModuleNotFoundError: .*no_such_module",
-        ),
-        ("Problem", "pass", "Problem is no class of .*my_task.py that extends OwnTask"),
-        ("Mine", "prompts = 'poetry'", "task is .*: Mine.prompts: .*no prompt set is called 'poetry'"),
-        (
-            "Mine",
-            "def problems(self): return [('q', 'a'), 7]",
-            r"problems\[1\] is 7, expected \(question, answer\) or a Problem",
-        ),
-        ("Mine", "def problems(self): return [Problem('a', 'q', None, 't')] * 2", "two problems with the same id"),
-        ("Mine", "def problems(self): return [][0]", "task is .*: problems raises IndexError: list index out of range"),
-        ("Mine", "pass", "task is .*: problems is empty: return some, or set data.train"),
-    ],
-)
+WRONG: list[tuple[str, str, str]] = [
+    ("Missing", "pass", "task is .*: Missing is no class of .*my_task.py that extends OwnTask"),
+    ("Problem", "pass", "task is .*: Problem is no class of .*my_task.py that extends OwnTask"),
+    ("Mine", "import nothing", "task: .*my_task.py cannot be imported: ModuleNotFoundError: .*nothing"),
+    ("Mine", "prompts = 'poetry'", "task is .*: Mine.prompts: .*no prompt set is called 'poetry'"),
+    (
+        "Mine",
+        "def problems(self): return 'q', 'a'",
+        r"problems\[0\] is 'q', expected \(question, answer\) or a Problem",
+    ),
+    ("Mine", "def problems(self): return [Problem('a', 'q', None, 't')] * 2", "two problems with the same id"),
+    ("Mine", "def problems(self): return [][0]", "task is .*: problems raises IndexError: list index out of range"),
+    ("Mine", "pass", "task is .*: problems is empty: return some, or set data.train"),
+]
+
+
+@pytest.mark.parametrize(("kind", "body", "said"), WRONG)
 def test_what_is_wrong_with_a_class_is_said_in_one_line(kind: str, body: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "my_task.py").write_text(OWN.replace("    pass", f"    {body}"))
     with pytest.raises(ValueError, match=said) as caught:
