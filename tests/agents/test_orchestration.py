@@ -173,43 +173,33 @@ def answered(team: Orchestration, *rounds: list[Sample]) -> tuple[Episode, list[
     return episode, episode.enter(team.follow(episode))[0]
 
 
-def inputs(asks: list[Ask]) -> list[str]:
-    """The parents of asks, without the path."""
-    return [(ask.parent_uid or "").rpartition("/")[2] for ask in asks]
-
-
 RIGHT = {"answer": "1", "shown": "t", "correct": 1.0}
 FLAGS = {"verdict": False, "shown": "t"}
 
 
-def test_finished_parsable_rewarded_outputs_are_handed_on_and_others_where_that_is_asked_for() -> None:
-    solved = [
-        sample("good", **RIGHT),
-        sample("no-answer", correct=0.0, shown="t"),
-        sample("in-thought", correct=0.0),
-        sample("long", answer="1", correct=0.0, finish=Finish.LENGTH, shown="t"),
-        sample("missing", answer="1", shown="t"),
-    ]
-    reports = [
-        sample("flags", correct=1.0, **FLAGS),
-        sample("passes", verdict=True, correct=0.0, shown="t"),
-        sample("without-verdict", correct=0.0, shown="t"),
-        sample("long", correct=0.0, finish=Finish.LENGTH, **FLAGS),
-        sample("missing", **FLAGS),
-    ]
+HANDED_ON: list[tuple[str, Sample, bool, bool]] = [  # to whom; by itself, and where unparsable ones are asked for
+    ("verifier1", sample("good", **RIGHT), True, True),
+    ("verifier1", sample("no answer", correct=0.0, shown="t"), False, True),
+    ("verifier1", sample("in a thought", correct=0.0), False, False),
+    ("verifier1", sample("cut off", answer="1", correct=0.0, finish=Finish.LENGTH, shown="t"), False, False),
+    ("verifier1", sample("without a reward", answer="1", shown="t"), False, False),
+    ("corrector1", sample("flags", correct=1.0, **FLAGS), True, True),
+    ("corrector1", sample("passes", verdict=True, correct=0.0, shown="t"), False, False),
+    ("corrector1", sample("no verdict", correct=0.0, shown="t"), False, True),
+    ("corrector1", sample("cut off", correct=0.0, finish=Finish.LENGTH, **FLAGS), False, False),
+    ("corrector1", sample("without a reward", **FLAGS), False, False),
+]
 
-    def picked(agents: dict[str, AgentConfig], *rounds: list[Sample]) -> set[str]:
-        return set(inputs(answered(five(agents, picks=9), *rounds)[1]))
 
-    asks_all = AgentConfig(pick_unparsable=True)
-    assert picked({}, solved) == {"solver:0"}
-    assert picked({"verifier1": asks_all}, solved) == {"solver:0", "solver:1"}
-    assert picked({"corrector1": asks_all}, solved) == {"solver:0"}
-    wrong = [sample("s", answer="1", correct=0.0)]
-    assert picked({}, wrong, reports) == {"verifier1:0"}
-    assert picked({"corrector1": asks_all}, wrong, reports) == {"verifier1:0", "verifier1:2"}
-    accepts = AgentConfig(missing_verdict="correct")
-    assert picked({"corrector1": asks_all, "verifier1": accepts}, wrong, reports) == {"verifier1:0"}
+@pytest.mark.parametrize(("agent", "said", "by_itself", "asked_for"), HANDED_ON)
+def test_finished_parsable_rewarded_outputs_are_handed_on_and_others_where_that_is_asked_for(
+    agent: str, said: Sample, by_itself: bool, asked_for: bool
+) -> None:
+    asks_all = {agent: AgentConfig(pick_unparsable=True)}
+    assert (TEAM.is_eligible(said, agent), five(asks_all).is_eligible(said, agent)) == (by_itself, asked_for)
+    if said.uid == "no verdict":  # unless that is to accept
+        accepts = {"verifier1": AgentConfig(missing_verdict="correct")}
+        assert not five(asks_all | accepts).is_eligible(replace(said, agent="verifier1"), agent)
 
 
 def test_each_agent_is_followed_by_the_next_which_is_picked_for_by_its_own_rule() -> None:
@@ -234,7 +224,7 @@ def test_each_agent_is_followed_by_the_next_which_is_picked_for_by_its_own_rule(
 
 
 def test_an_outcome_is_the_mean_final_correctness_of_the_leaves_below() -> None:
-    team = five(picks=2)
+    team = five(picks=9)
     solved = [sample("s0", **RIGHT), sample("s1", answer="2", correct=0.0), sample("s2", answer="3")]
     reports = [
         sample("v0", verdict=True, correct=0.0),
@@ -243,6 +233,8 @@ def test_an_outcome_is_the_mean_final_correctness_of_the_leaves_below() -> None:
     ]
     mended = [sample("c0", answer="1", correct=1.0), sample("c1", answer="2", correct=0.0)]
     episode, _ = answered(team, solved, reports, mended)
+    handed_on = [ask.parent_uid for ask in episode.asks.values() if ask.agent == "verifier1"]
+    assert sorted(map(str, handed_on)) == ["r/solver:0", "r/solver:1"]  # the third has no reward
     found = {uid.removeprefix("r/"): value for uid, value in team.outcomes(episode).items()}
     judged = next(uid for uid in found if uid.endswith("verifier1:1")).partition("/")[0]
     report = f"{judged}/verifier1:1"
