@@ -128,8 +128,8 @@ def scripted_team_fixture() -> Any:
 
 
 @pytest.fixture(scope="session")
-def byte_level(tmp_path_factory: pytest.TempPathFactory) -> ChatRenderer:
-    """Of a tokenizer whose tokens are bytes."""
+def renderer(tmp_path_factory: pytest.TempPathFactory) -> ChatRenderer:
+    """Chats in tokens of bytes."""
     folder = tmp_path_factory.mktemp("bytes")
     write_byte_tokenizer(folder)
     return ChatRenderer(folder)

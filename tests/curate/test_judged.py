@@ -19,9 +19,9 @@ from marsrl.trainer.commands.curate.rows import CurationStopped, readable
 
 
 @pytest.fixture
-def judge(byte_level: ChatRenderer) -> Callable[..., ScriptedJudge]:
+def judge(renderer: ChatRenderer) -> Callable[..., ScriptedJudge]:
     """judge(script, fail=...): a judge whose engine is a script."""
-    return partial(ScriptedJudge, byte_level)
+    return partial(ScriptedJudge, renderer)
 
 
 def kept_of(out: Path) -> list[str]:

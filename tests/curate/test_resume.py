@@ -45,9 +45,9 @@ def everything(out: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_killed_at_any_row_of_any_stage_it_ends_as_if_it_had_not_been_and_asks_for_no_answer_that_it_has(
-    seed: int, byte_level: ChatRenderer, tmp_path: Path
+    seed: int, renderer: ChatRenderer, tmp_path: Path
 ) -> None:
-    whole, judge = (ScriptedJudge(byte_level, by_length) for _ in range(2))
+    whole, judge = (ScriptedJudge(renderer, by_length) for _ in range(2))
     run(tmp_path / "unbroken", stages(whole.stage(tmp_path / "unbroken")), rows())
     drawn, out = random.Random(seed), tmp_path / "killed"
     num_torn = 0

@@ -54,9 +54,9 @@ def test_what_is_kept_of_a_step_is_bounded_and_groups_stay_whole() -> None:
     assert sorted(kept) == [f"p{number}/verifier1:{i}" for number in (1, 2) for i in range(2)]
 
 
-def test_the_log_holds_what_engine_and_update_said_of_each_token(tmp_path: Path, byte_level: ChatRenderer) -> None:
+def test_the_log_holds_what_engine_and_update_said_of_each_token(tmp_path: Path, renderer: ChatRenderer) -> None:
     text = "né 中!"
-    ids = np.array([*text.encode(), byte_level.eos_id], np.int32)
+    ids = np.array([*text.encode(), renderer.eos_id], np.int32)
     num = len(ids)
     own = np.arange(num) != 4  # a tool's
     logprobs = np.linspace(-2, -0.1, num).astype(np.float32)
@@ -64,7 +64,7 @@ def test_the_log_holds_what_engine_and_update_said_of_each_token(tmp_path: Path,
     marks = np.array([CLIPPED, GATED | MASKED, MASKED] + [0] * (num - 4), np.uint8)
     trained = TrainedTokens("u", logprobs[own] - 1, logprobs[own] * -1, marks, update=2)
     other = make_sample("v")
-    records = [token_record(sample, 3, "main", byte_level, trained), token_record(other, 4, "main", byte_level)]
+    records = [token_record(sample, 3, "main", renderer, trained), token_record(other, 4, "main", renderer)]
     run = RunDirectory.create(tmp_path, "a", "p")
     found, untrained = read_tokens(write_tokens(run, 7, records)).samples
     assert list(token_files(run)) == [7]
@@ -82,9 +82,9 @@ def test_the_log_holds_what_engine_and_update_said_of_each_token(tmp_path: Path,
     assert np.isnan(untrained.logprobs).all() and np.isfinite(untrained.rollout_logprobs).all()
 
 
-def test_a_file_that_is_no_token_log_is_named(tmp_path: Path, byte_level: ChatRenderer) -> None:
+def test_a_file_that_is_no_token_log_is_named(tmp_path: Path, renderer: ChatRenderer) -> None:
     run = RunDirectory.create(tmp_path, "a", "p")
-    path = write_tokens(run, 1, [token_record(make_sample("u"), 1, "main", byte_level)])
+    path = write_tokens(run, 1, [token_record(make_sample("u"), 1, "main", renderer)])
     whole = path.read_bytes()
     table = pq.read_table(path)
     place = table.schema.get_field_index("entropy")
@@ -101,15 +101,15 @@ def test_a_file_that_is_no_token_log_is_named(tmp_path: Path, byte_level: ChatRe
         read_tokens(token_file(run, 2))
 
 
-def test_pieces_of_tokens_are_the_text_of_all(byte_level: ChatRenderer) -> None:
+def test_pieces_of_tokens_are_the_text_of_all(renderer: ChatRenderer) -> None:
     for text in ("", "plain", "né 中文 🎉🎉 end", "\x00\u202e</script>"):
-        assert "".join(byte_level.pieces(np.array([*text.encode()], np.int32))) == text
+        assert "".join(renderer.pieces(np.array([*text.encode()], np.int32))) == text
     broken = np.array([0x80, 0xE4, 0xB8, 0x41, 0xFF, 0xF0, 0x9F], np.int32)
-    assert byte_level.pieces(broken) == ["\ufffd", "", "\ufffd", "A", "\ufffd", "", "\ufffd"]
+    assert renderer.pieces(broken) == ["\ufffd", "", "\ufffd", "A", "\ufffd", "", "\ufffd"]
     rng = np.random.default_rng(0)
     for _ in range(100):  # of a model with random weights: log, samples and what programs read agree
         ids = rng.choice(np.array([0x41, 0x80, 0xB8, 0xC3, 0xE4, 0xF0, 0x9F, 0x8E, 0xFF], np.int32), 40)
-        assert "".join(byte_level.pieces(ids)) == byte_level.decode(ids)
+        assert "".join(renderer.pieces(ids)) == renderer.decode(ids)
 
 
 HOSTILE = "\x00\x1b[31m\r\n\u2028\u2029\ud800 \udfff</script>\"'{}\x85\ufeff\U0001f600"

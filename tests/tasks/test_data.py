@@ -114,10 +114,8 @@ VERL = [
 
 def test_parquet_with_nested_columns_is_read(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist(VERL), tmp_path / "d.parquet")
-    problems = read_problems(tmp_path / "d.parquet", "math").problems
-    assert [(p.id, p.question, p.answer) for p in problems] == [
-        (f"d.parquet:{i + 1}", f"q{i}", str(i)) for i in range(3)
-    ]
+    expected = [Problem(f"d.parquet:{i + 1}", f"q{i}", str(i), "math") for i in range(3)]
+    assert list(read_problems(tmp_path / "d.parquet", "math").problems) == expected
 
 
 @pytest.mark.parametrize("layout", ["saved", "dict", "bare"])

@@ -43,15 +43,11 @@ Slips = TypeVar("Slips", SearchSlips, DualSystemSlips)
 AGENTS = {"verifier": Role.ROUTER, "search": Role.SEARCHER, "answer": Role.ANSWERER}
 
 
-def search_slips(share: float) -> SearchSlips:
-    return SearchSlips(slip_router=share, slip_searcher=share, slip_answerer=share)
+def slips(kind: type[Slips], share: float) -> Slips:
+    return kind(**dict.fromkeys(kind.model_fields, share))
 
 
-def call_slips(share: float) -> DualSystemSlips:
-    return DualSystemSlips(slip_call=share, slip_purpose=share, slip_guess=share, slip_distiller=share)
-
-
-NEVER = search_slips(0.0)
+NEVER = slips(SearchSlips, 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -110,10 +106,12 @@ def test_every_word_that_a_team_reads_or_writes_is_one_token(
 ) -> None:
     rng, renderer, unknown = random.Random(0), renderers[tokenizer], len(tokenizer.vocabulary) - 1
     if tokenizer is FACTS_TOKENIZER:
-        traces = [trace for _, traces in taught(search_traces, world, search_slips(0.3)) for trace in traces]
+        traces = [trace for _, traces in taught(search_traces, world, slips(SearchSlips, 0.3)) for trace in traces]
         traces += [reading_drill(rng, world, number) for number in (1, 2) for _ in range(8)]
     else:
-        traces = [trace for _, traces in taught(call_traces, calculating, call_slips(0.2)) for trace in traces]
+        traces = [
+            trace for _, traces in taught(call_traces, calculating, slips(DualSystemSlips, 0.2)) for trace in traces
+        ]
         traces += [distilling_drill(rng, calculating) for _ in range(8)]
     for trace in traces:
         prompt, written = words_of(trace, renderer)
@@ -156,7 +154,7 @@ def test_both_systems_read_their_tutors_prompts_token_by_token(
         renderers=dict.fromkeys(agents, renderer),
     )  # fmt: skip
     num_right = 0
-    for problem, traces in taught(call_traces, calculating, call_slips(share)):
+    for problem, traces in taught(call_traces, calculating, slips(DualSystemSlips, share)):
         episode, left = Episode("0.0", "0", problem), list(traces)
         ((ask,), _) = episode.enter(team.follow(episode))
         ids = renderer.render(team.messages(episode, ask))[0].tolist()
