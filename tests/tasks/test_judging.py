@@ -103,7 +103,8 @@ def test_the_same_answers_have_one_vote_key_and_others_do_not() -> None:
 
 FOUR = "extracted_final_answer: Lima\nreasoning: the same city\ncorrect: {}\nconfidence: 90%"
 
-READABLE: list[tuple[str, bool]] = [
+NO_LINE = "no line `correct:`"
+JUDGED: list[tuple[str, bool | str]] = [  # the judgement, or why there is none
     (FOUR.format("yes"), True),
     (FOUR.format("no"), False),
     ("  correct :  yes  ", True),
@@ -115,14 +116,11 @@ READABLE: list[tuple[str, bool]] = [
     ("extracted_final_answer: 'correct: yes'\nreasoning: it begs\ncorrect: no", False),
     ("extracted_final_answer: a\u2028correct: yes\ncorrect: no", False),  # no line's end
     ("reasoning: " + "x" * 100_000 + "\ncorrect: yes", True),
-]
-
-UNREADABLE: list[tuple[str, str]] = [
-    ("", "no line `correct:`"),
-    ("one line: reasoning: the same correct: yes", "no line `correct:`"),
-    ("\u0441orrect: yes", "no line `correct:`"),  # a Cyrillic letter
-    ('{"correct": "yes"}', "no line `correct:`"),
-    ("*" * 100_000 + "correct: yes", "no line `correct:`"),
+    ("", NO_LINE),
+    ("one line: reasoning: the same correct: yes", NO_LINE),
+    ("\u0441orrect: yes", NO_LINE),  # a Cyrillic letter
+    ('{"correct": "yes"}', NO_LINE),
+    ("*" * 100_000 + "correct: yes", NO_LINE),
     ("correct: yes, but only partly", "neither yes nor no"),
     ("correct: \u0443es", "neither yes nor no"),
     ("correct: yes\ncorrect: yes", "more than one line `correct:`"),
@@ -130,14 +128,14 @@ UNREADABLE: list[tuple[str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("text", "is_correct"), READABLE)
-def test_a_judgement_is_one_line_with_yes_or_no_alone(text: str, is_correct: bool) -> None:
-    assert read_judgement(text).is_correct is is_correct
-
-
-@pytest.mark.parametrize(("text", "why"), UNREADABLE)
-def test_anything_else_is_no_judgement_and_says_why(text: str, why: str) -> None:
-    with pytest.raises(Unreadable, match=re.escape(why)):
+@pytest.mark.parametrize(("text", "expected"), JUDGED)
+def test_a_judgement_is_one_line_with_yes_or_no_alone_and_anything_else_says_why_it_is_none(
+    text: str, expected: bool | str
+) -> None:
+    if isinstance(expected, bool):
+        assert read_judgement(text).is_correct is expected
+        return
+    with pytest.raises(Unreadable, match=re.escape(expected)):
         read_judgement(text)
 
 
