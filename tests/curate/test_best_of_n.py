@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from curation import read, rows_of, run
+from curation import prompt_of, read, rows_of, run
 from letters import END, make_team
 
 from marsrl.rollout.config import AgentConfig, EvaluateConfig
@@ -57,8 +57,7 @@ class Players:
     def say(self, request: DecodeRequest) -> list[int]:
         text = "Verdict: correct"
         if "verifier" not in request.uid:
-            prompt = "".join(chr(token - 2) for token in request.token_ids.tolist())
-            row, draw = int(re.findall(r"\[(\d+)\]", prompt)[0]), self.draw(request)
+            row, draw = int(re.findall(r"\[(\d+)\]", prompt_of(request))[0]), self.draw(request)
             self.played.append((row, draw))
             text = f"\\boxed{{{row if draw < self.right(row) else row + 1}}}"
         return [*map(ord, text), END]

@@ -4,24 +4,15 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from curation import NO, YES, ScriptedJudge, by_length, read, rows_of, run
 
-from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.trainer.commands.curate.judged import CRITERIA, messages
 from marsrl.trainer.commands.curate.rows import CurationStopped, readable
-
-
-@pytest.fixture
-def judge(renderer: ChatRenderer) -> Callable[..., ScriptedJudge]:
-    """judge(script, fail=...): a judge whose engine is a script."""
-    return partial(ScriptedJudge, renderer)
 
 
 def kept_of(out: Path) -> list[str]:
@@ -41,9 +32,9 @@ SAID = [
 
 @pytest.mark.parametrize("missing", ["drop", "keep"])
 def test_only_a_tag_of_one_word_outside_thoughts_is_a_verdict_and_unreadable_ones_are_counted(
-    missing: str, tmp_path: Path, judge: Any
+    missing: str, tmp_path: Path
 ) -> None:
-    script = judge(lambda question: SAID[int(question)][0])
+    script = ScriptedJudge(lambda question: SAID[int(question)][0])
     stage = script.stage(tmp_path, missing=missing, max_missing_share=1)
     (_, record), _ = run(tmp_path, [read(), stage], rows_of(map(str, range(len(SAID)))))
     kinds = [kind for _, kind in SAID]
@@ -63,8 +54,8 @@ def test_question_and_answer_are_said_as_they_are_and_each_criterion_has_words_o
     assert messages(CRITERIA["clarity"], "Is it short?", "q", "a")[0].content.startswith("Is it short?\n\n")
 
 
-def test_a_judge_reads_the_reference_answer_behind_the_question(tmp_path: Path, judge: Any) -> None:
-    script = judge(by_length)
+def test_a_judge_reads_the_reference_answer_behind_the_question(tmp_path: Path) -> None:
+    script = ScriptedJudge(by_length)
     references = ("42", '["Lima", "the city of Lima"]', None)
     rows = [
         replace(row, problem=replace(row.problem, answer=answer))
@@ -78,8 +69,8 @@ def test_a_judge_reads_the_reference_answer_behind_the_question(tmp_path: Path, 
         assert f"answer begins after this line.\n\n{shown}\n\nThe reference answer has ended." in found
 
 
-def test_too_many_unreadable_answers_stop_it_early_and_every_time(tmp_path: Path, judge: Any) -> None:
-    script = judge(lambda question: "Perhaps.")
+def test_too_many_unreadable_answers_stop_it_early_and_every_time(tmp_path: Path) -> None:
+    script = ScriptedJudge(lambda question: "Perhaps.")
     rows = rows_of(f"question {i}" for i in range(60))
     for _ in range(3):
         with pytest.raises(
@@ -92,22 +83,22 @@ def test_too_many_unreadable_answers_stop_it_early_and_every_time(tmp_path: Path
     assert len(set(script.asked)) == len(script.asked) == 60
 
 
-def test_a_failed_request_is_asked_again_the_next_time_and_nothing_else_is(tmp_path: Path, judge: Any) -> None:
-    first = judge(lambda question: YES, fail=lambda question: "no server" if question == "b" else None)
+def test_a_failed_request_is_asked_again_the_next_time_and_nothing_else_is(tmp_path: Path) -> None:
+    first = ScriptedJudge(lambda question: YES, fail=lambda question: "no server" if question == "b" else None)
     with pytest.raises(CurationStopped, match="1 of 3 .*"):
         run(tmp_path, [read(), first.stage(tmp_path)], rows_of("abc"))
-    second = judge(lambda question: NO)
+    second = ScriptedJudge(lambda question: NO)
     (_, record), _ = run(tmp_path, [read(), second.stage(tmp_path)], rows_of("abc"))
     assert second.asked == ["b"]
     assert kept_of(tmp_path) == ["a", "c"] and record.tally.dropped == {"unclear": 1}
 
 
-def test_equal_questions_are_asked_once_and_other_stages_do_not_matter(tmp_path: Path, judge: Any) -> None:
+def test_equal_questions_are_asked_once_and_other_stages_do_not_matter(tmp_path: Path) -> None:
     """A question with another answer is another one."""
-    script = judge(by_length)
+    script = ScriptedJudge(by_length)
     run(tmp_path / "other", [read(), script.stage(tmp_path / "other")], rows_of(["abc", "abc"]))  # answers 0 and 1
     assert script.asked == ["abc", "abc"] and kept_of(tmp_path / "other") == ["abc", "abc"]
-    script = judge(by_length)
+    script = ScriptedJudge(by_length)
     rows = rows_of(["abc", "abcd", "abc"], answer="7")
     run(tmp_path, [read(), script.stage(tmp_path)], rows)
     assert script.asked == ["abc", "abcd"] and kept_of(tmp_path) == ["abc", "abc"]
@@ -120,15 +111,15 @@ def test_equal_questions_are_asked_once_and_other_stages_do_not_matter(tmp_path:
     [{"instructions": "Is it short?"}, {"policy": {"model": "another"}}, {"temperature": 0.5}, {"name": "graduate"}],
     ids=str,
 )
-def test_another_judge_is_asked_anew(change: dict[str, Any], tmp_path: Path, judge: Any) -> None:
-    script = judge(by_length)
+def test_another_judge_is_asked_anew(change: dict[str, Any], tmp_path: Path) -> None:
+    script = ScriptedJudge(by_length)
     run(tmp_path, [read(), script.stage(tmp_path)], rows_of(["abc"]))
     run(tmp_path, [read(), script.stage(tmp_path, **change)], rows_of(["abc"]))
     assert script.asked == ["abc", "abc"]
 
 
-def test_a_question_that_does_not_fit_is_not_asked(tmp_path: Path, judge: Any) -> None:
-    script = judge(by_length)
+def test_a_question_that_does_not_fit_is_not_asked(tmp_path: Path) -> None:
+    script = ScriptedJudge(by_length)
     stage = script.stage(tmp_path, max_input_tokens=1200, missing="keep", max_missing_share=0.5)
     (_, record), _ = run(tmp_path, [read(), stage], rows_of(["abc", "x" * 1200]))
     assert script.asked == ["abc"]

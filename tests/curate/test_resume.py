@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from curation import Killed, ScriptedJudge, by_length, cut_short, rows_of, run
 
-from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.trainer.commands.curate.near_duplicates import near_duplicates
 from marsrl.trainer.commands.curate.rows import Decision, Decisions, Row, Stage, level, readable
 from marsrl.trainer.config.curate import LevelConfig, NearDuplicatesConfig
@@ -45,9 +44,9 @@ def everything(out: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_killed_at_any_row_of_any_stage_it_ends_as_if_it_had_not_been_and_asks_for_no_answer_that_it_has(
-    seed: int, renderer: ChatRenderer, tmp_path: Path
+    seed: int, tmp_path: Path
 ) -> None:
-    whole, judge = (ScriptedJudge(renderer, by_length) for _ in range(2))
+    whole, judge = (ScriptedJudge(by_length) for _ in range(2))
     run(tmp_path / "unbroken", stages(whole.stage(tmp_path / "unbroken")), rows())
     drawn, out = random.Random(seed), tmp_path / "killed"
     num_torn = 0
