@@ -5,18 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from playwright.sync_api import BrowserContext, Page
+from playwright.sync_api import Browser, Page
 
 
 class Watched:
     """A page, everything that its console said, and every address that it asked. origin: what `open` puts before a query."""
 
-    def __init__(self, context: BrowserContext, origin: str = "") -> None:
+    def __init__(self, browser: Browser, origin: str = "") -> None:
         self.origin = origin
         self.complaints: list[str] = []
         self.asked: list[str] = []
-        context.set_default_timeout(300_000)  # ms; a page takes its time on a busy machine
-        self.page: Page = context.new_page()
+        self.page: Page = browser.new_page(viewport={"width": 1280, "height": 900})
+        self.page.set_default_timeout(300_000)  # ms; a page takes its time on a busy machine
         self.page.on("console", lambda message: self.complaints.append(message.text))
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("request", lambda request: self.asked.append(request.url))
