@@ -208,12 +208,8 @@ def test_each_agent_is_followed_by_the_next_which_is_picked_for_by_its_own_rule(
     team = five({"corrector2": AgentConfig(pick="balanced")})
     # two of six; a Verifier is asked about wrong solutions, a Corrector about errors that were really there
     episode, asks = answered(team, right + wrong)
-    for agent, kinds in (
-        ("verifier1", {False}),
-        ("corrector1", {True}),
-        ("verifier2", {False}),
-        ("corrector2", {True, False}),
-    ):
+    shown = {"verifier1": {False}, "corrector1": {True}, "verifier2": {False}, "corrector2": {True, False}}
+    for agent, kinds in shown.items():
         assert [ask.agent for ask in asks] == [agent] * 2
         assert {is_right(episode.sample(ask.inputs[-1])) for ask in asks} == kinds
         for ask in asks:

@@ -196,12 +196,8 @@ TEXT = [
     "what is the sum of 3 and 4 ? let me see , the answer is 7 and no more",
     "System: be brief, answer with a number",
 ]
-SYSTEM, ASK, SAID, MORE = (
-    Message("system", "be brief"),
-    Message("user", "3 and 4?"),
-    Message("assistant", "the sum is 7"),
-    Message("user", "and 5?"),
-)
+SYSTEM, ASK = Message("system", "be brief"), Message("user", "3 and 4?")
+SAID, MORE = Message("assistant", "the sum is 7"), Message("user", "and 5?")
 
 
 SPACES = ("spaces by Metaspace", "spaces by a normaliser")  # as SentencePiece's are converted: now and formerly

@@ -97,14 +97,8 @@ class Desk:
         environment = {**os.environ, "MARSRL_CACHE": str(self.cache)}
         environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
         with open(self.folder / "console", "wb") as console:
-            return subprocess.Popen(
-                words,
-                cwd=self.folder,
-                env=environment,
-                start_new_session=True,
-                stdout=console,
-                stderr=subprocess.STDOUT,
-            )
+            streams = {"stdout": console, "stderr": subprocess.STDOUT}
+            return subprocess.Popen(words, cwd=self.folder, env=environment, start_new_session=True, **streams)
 
     def console(self) -> str:
         """Output of the command that was started last."""

@@ -106,32 +106,22 @@ def make_step(step: int, rng: random.Random, text: str = "") -> tuple[list[Group
     for depth, agent in enumerate(AGENTS[: step + 1]):
         for problem in range(3):
             rollout_id = f"p{step - depth}.{problem}#0"
-            uid_of = {d: f"{rollout_id}/{AGENTS[d]}/{'0' * (d + 1)}" for d in range(depth + 1)}
-            parent = uid_of[depth - 1] if depth else None
+            parent = f"{rollout_id}/{AGENTS[depth - 1]}/{'0' * depth}" if depth else None
+            shared = {"rollout_id": rollout_id, "problem_id": rollout_id.removesuffix("#0"), "parent_uid": parent}
+            shared |= {"group_id": f"{rollout_id}/{agent}/{parent or 'root'}", "prompt_text": f"a 3 b *7 c -5 {text}"}
             samples = []
             for index in range(4):
                 right = rng.random() < 0.4 + 0.08 * step
                 missing = agent == "solver" and problem == 2 and index == 3
                 value = math.nan if missing else float(right)
                 number = rng.randint(5, 60)
+                says: dict[str, Any] = {"reward": Reward(value, value, {"answer": value}, text)}
+                if missing:
+                    says["reward"] = Reward(value, value, {}, text or "late")
+                says |= {"verdict": right} if agent.startswith("verifier") else {"answer": f"{number % 10}{text}"}
+                says |= {"num_tokens": number, "text": f"a 3 b *7 = 1 c -5 = 6 Answer: {number % 10} {text}"}
                 samples.append(
-                    make_sample(
-                        f"{rollout_id}/{agent}/{'0' * depth}{index}",
-                        agent,
-                        rollout_id=rollout_id,
-                        problem_id=f"p{step - depth}.{problem}",
-                        group_id=f"{rollout_id}/{agent}/{parent or 'root'}",
-                        parent_uid=parent,
-                        num_tokens=number,
-                        version=step,
-                        text=f"a 3 b *7 = 1 c -5 = 6 Answer: {number % 10} {text}",
-                        prompt_text=f"a 3 b *7 c -5 {text}",
-                        answer=None if agent.startswith("verifier") else f"{number % 10}{text}",
-                        verdict=right if agent.startswith("verifier") else None,
-                        reward=Reward(
-                            value, value, {} if missing else {"answer": value}, text or ("late" if missing else "")
-                        ),
-                    )
+                    make_sample(f"{rollout_id}/{agent}/{'0' * depth}{index}", agent, version=step, **shared, **says)
                 )
                 advantages[samples[-1].uid] = 0.0 if missing else value - 0.5
             groups.append(make_group(*samples))
@@ -150,18 +140,11 @@ def make_run(root: Path, *, text: str = "", num_steps: int = 6, finished: bool =
             groups, advantages = make_step(step, rng, text)
             write_samples(run, step, groups, advantages)
             values = summarise(groups, version=step, advantages=advantages)
-            parts = {
-                "rollout": 2.0 + rng.random(),
-                "credit": 0.05,
-                "pack": 0.1,
-                "step": 1.0 + rng.random(),
-                "publish": 0.2,
-            }
+            parts = {"rollout": 2.0 + rng.random(), "credit": 0.05, "pack": 0.1, "step": 1.0 + rng.random()}
+            parts["publish"] = 0.2
             values |= {f"timing_s/{name}": seconds for name, seconds in parts.items()}
-            values |= {
-                "actor/entropy": 0.3 - 0.02 * step,
-                "actor/grad_norm": math.nan if step == 2 else 0.5 + rng.random(),
-            }
+            values["actor/entropy"] = 0.3 - 0.02 * step
+            values["actor/grad_norm"] = math.nan if step == 2 else 0.5 + rng.random()
             values |= {"mpt/fraction_masked": 0.04 * step, "perf/tokens_per_s": 4000 + 100 * step}
             metrics.log(step, values)
             lanes = {"rollout": "engine/0", "step": "rank/0", "publish": "sync/main", "credit": f"reward/0{text}"}

@@ -102,15 +102,11 @@ def test_wilson_agrees_with_published_values() -> None:
 def test_detection_recall_is_of_the_wrong_solutions_with_a_readable_verdict() -> None:
     of_wrong = [(False, 1.0), (True, 0.0), (False, 1.0)]  # (verdict, agrees): two of three wrong solutions were found
     of_right = [(True, 1.0), (False, 0.0), (None, None), (False, None)]  # one says nothing; one is unknown
-    samples = [
-        make_sample(
-            f"p0#0/verifier1:{i}",
-            "verifier1",
-            verdict=verdict,
-            reward=Reward(agrees or 0.0, agrees or 0.0, {} if agrees is None else {"verdict": agrees, "format": -0.1}),
-        )
-        for i, (verdict, agrees) in enumerate([*of_wrong, *of_right])
-    ]
+    samples = []
+    for i, (verdict, agrees) in enumerate([*of_wrong, *of_right]):
+        parts = {} if agrees is None else {"verdict": agrees, "format": -0.1}
+        reward = Reward(agrees or 0.0, agrees or 0.0, parts)
+        samples.append(make_sample(f"p0#0/verifier1:{i}", "verifier1", verdict=verdict, reward=reward))
     found = summarise([make_group(*samples)], version=0)
     assert found["verdicts/verifier1/recall_wrong"] == pytest.approx(2 / 3)
     assert found["verdicts/verifier1/precision_wrong"] == pytest.approx(2 / 3)  # one was right

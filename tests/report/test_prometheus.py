@@ -46,14 +46,8 @@ def scrape(port: int) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
 
 @pytest.fixture
 def shown() -> MetricsPort:
-    return MetricsPort(
-        'a "run"',
-        agents=AGENTS,
-        policies=POLICIES,
-        num_steps=9,
-        engines=lambda: {"large": 3},
-        silences_s=lambda: {1: 2.5},
-    )
+    of_now = {"engines": lambda: {"large": 3}, "silences_s": lambda: {1: 2.5}}
+    return MetricsPort('a "run"', agents=AGENTS, policies=POLICIES, num_steps=9, **of_now)
 
 
 def test_the_names_of_metrics_become_names_and_labels() -> None:

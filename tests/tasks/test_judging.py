@@ -213,22 +213,10 @@ def odd_judge(tmp_path: Path) -> str:
     return "odd_judge:judge"
 
 
-MISSING = {
-    "die": "code 7",
-    "raise": "RecursionError",
-    "memory": "MemoryError",
-    "nan": "nan",
-    "word": "0.5",
-    "none": "None",
-}
-MISSING |= {"seven": "it returned 7, expected a number from 0 to 1"}
-REWARDS = {
-    "1": 1.0,
-    "2": 0.0,
-    "print": 0.0,
-    "part": 0.25,
-    "read": 0.0,
-}  # requests are not what a judge reads as its input
+MISSING = {"die": "code 7", "raise": "RecursionError", "memory": "MemoryError", "nan": "nan", "none": "None"}
+MISSING |= {"word": "0.5", "seven": "it returned 7, expected a number from 0 to 1"}
+# requests are not what a judge reads as its input
+REWARDS = {"1": 1.0, "2": 0.0, "print": 0.0, "part": 0.25, "read": 0.0}
 
 
 def test_crashes_errors_and_what_is_no_number_from_0_to_1_are_missing_with_a_note_and_the_rest_is_judged(
