@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
+from letters import AGENTS, make_team
 from xdist.scheduler import LoadScopeScheduling
 
 from marsrl.rollout.agents.render import ChatRenderer
@@ -23,7 +24,7 @@ from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import LocalReplicas
 from marsrl.rollout.tasks.arithmetic import ARITHMETIC_TOKENIZER, ArithmeticTask
 from marsrl.rollout.tasks.config import ArithmeticOptions
-from marsrl.rollout.team import Team, WatchedJudge
+from marsrl.rollout.team import Team
 from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
 
 if TYPE_CHECKING:
@@ -90,9 +91,6 @@ def environment() -> Iterator[None]:
     os.chdir(folder)
 
 
-AGENTS = ("solver", "verifier1", "corrector1", "verifier2", "corrector2")
-
-
 def scripted_team(
     folder: Path,
     *,
@@ -111,14 +109,9 @@ def scripted_team(
     )
     agents = {name: AgentConfig(max_input_tokens=512) for name in AGENTS}
     task = ArithmeticTask(ArithmeticOptions())
-    team = Team(
-        agents,
-        build_orchestration("verifier_corrector", agents, task.prompts, evaluate=evaluate),
-        {"main": renderer},
-        {"main": EnginePool(LocalReplicas([engine]))},
-        WatchedJudge(task.judge),
-    )
-    return team, engine, task
+    orchestration = build_orchestration("verifier_corrector", agents, task.prompts, evaluate=evaluate)
+    pool = EnginePool(LocalReplicas([engine]))
+    return make_team(agents, orchestration, pool, renderer, judge=task.judge), engine, task
 
 
 @pytest.fixture(name="scripted_team", scope="session")

@@ -222,11 +222,8 @@ def test_each_agent_is_followed_by_the_next_which_is_picked_for_by_its_own_rule(
 def test_an_outcome_is_the_mean_final_correctness_of_the_leaves_below() -> None:
     team = five(picks=9)
     solved = [sample("s0", **RIGHT), sample("s1", answer="2", correct=0.0), sample("s2", answer="3")]
-    reports = [
-        sample("v0", verdict=True, correct=0.0),
-        sample("v1", verdict=False, correct=1.0),
-        sample("v2", verdict=None, correct=0.25),
-    ]
+    said = ((True, 0.0), (False, 1.0), (None, 0.25))
+    reports = [sample(f"v{i}", verdict=verdict, correct=correct) for i, (verdict, correct) in enumerate(said)]
     mended = [sample("c0", answer="1", correct=1.0), sample("c1", answer="2", correct=0.0)]
     episode, _ = answered(team, solved, reports, mended)
     handed_on = [ask.parent_uid for ask in episode.asks.values() if ask.agent == "verifier1"]

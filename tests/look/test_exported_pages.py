@@ -146,9 +146,5 @@ def test_a_program_s_sessions_are_lines_and_a_branch_stands_below_the_sample_tha
     seen.page.get_by_role("link", name="samples").click()
     seen.page.wait_for_selector(".tree .line")
     lines = [" ".join(text.split()) for text in seen.page.locator(".tree .line").all_inner_texts()]
-    assert lines == [
-        "session 000001.0 solver 1 verifier 1",
-        "solver on solver:0 solver 1",
-        "session 000001.1 solver 1",
-    ]
+    assert lines == ["session 000001.0 solver 1 verifier 1", "solver on solver:0 solver 1", "session 000001.1 solver 1"]
     assert not seen.complaints

@@ -100,12 +100,8 @@ def test_the_libraries_are_those_that_were_published(stranger: TestClient) -> No
 
 
 def test_a_diff_marks_words_and_leaves_what_both_have() -> None:
-    assert differences("same\nx is 3.\n", "same\nx is 4.\n") == [
-        ("=", "same\nx is "),
-        ("-", "3"),
-        ("+", "4"),
-        ("=", ".\n"),
-    ]
+    changed = [("=", "same\nx is "), ("-", "3"), ("+", "4"), ("=", ".\n")]
+    assert differences("same\nx is 3.\n", "same\nx is 4.\n") == changed
     assert differences("a" * (MOST_CHARS + 1), "a") is None
 
 
