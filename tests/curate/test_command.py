@@ -117,26 +117,21 @@ def test_the_page_says_what_was_dropped_for_what_and_hostile_text_stays_text(cap
 
 
 NO_MODEL = "policies.main.model is not set"
-REFUSED: list[tuple[list[str], str]] = [
-    (["curate.max_question_chars=5"], "no input is given"),
-    (["gone.jsonl"], "gone.jsonl does not exist"),
-    (
-        ["raw.jsonl", "curate.clarity.policy=judge"],
-        "curate.clarity.policy is 'judge', which is not under `policies` (main)",
-    ),
-    (["raw.jsonl", "curate.graduate.policy=main"], NO_MODEL),
-    (["raw.jsonl", "curate.best_of_n={n: 4, keep: [1, 3]}"], NO_MODEL),
-    (["raw.jsonl", "curate.best_of_n.keep=[1,17]"], "curate.best_of_n.keep is [1, 17]; expected"),
-    (["raw.jsonl", "curate.near_duplicates.treshold=1"], "did you mean curate.near_duplicates.threshold?"),
-    (
-        ["raw.jsonl", "curate.near_duplicates={threshold: 0.5, bands: 35, rows: 5}"],
-        "find 67% of the pairs whose similarity is threshold=0.5",
-    ),
+FEW_BANDS = " ".join(f"curate.near_duplicates.{setting}" for setting in ("threshold=0.5", "bands=35", "rows=5"))
+REFUSED: list[tuple[str, str]] = [
+    ("curate.max_question_chars=5", "no input is given"),
+    ("gone.jsonl", "gone.jsonl does not exist"),
+    ("raw.jsonl curate.clarity.policy=judge", "curate.clarity.policy is 'judge', which is not under `policies` (main)"),
+    ("raw.jsonl curate.graduate.policy=main", NO_MODEL),
+    ("raw.jsonl curate.best_of_n.n=4 curate.best_of_n.keep=[1,3]", NO_MODEL),
+    ("raw.jsonl curate.best_of_n.keep=[1,17]", "curate.best_of_n.keep is [1, 17]; expected"),
+    ("raw.jsonl curate.near_duplicates.treshold=1", "did you mean curate.near_duplicates.threshold?"),
+    (f"raw.jsonl {FEW_BANDS}", "find 67% of the pairs whose similarity is threshold=0.5"),
 ]
 
 
 @pytest.mark.parametrize(("words", "says"), REFUSED)
-def test_what_cannot_be_done_is_said_before_anything_runs(words: list[str], says: str, capsys: Any) -> None:
+def test_what_cannot_be_done_is_said_before_anything_runs(words: str, says: str, capsys: Any) -> None:
     write("raw.jsonl", row(WORDS[0]))
-    assert cli.main(["curate", *words, "--out", "out"]) == 2
+    assert cli.main(["curate", *words.split(), "--out", "out"]) == 2
     assert says in capsys.readouterr().err and not Path("out/curated.jsonl").exists()

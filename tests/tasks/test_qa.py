@@ -68,14 +68,9 @@ def tool(world: World) -> Iterator[CorpusSearch]:
     tool.close()
 
 
-@pytest.fixture(scope="module")
-def renderers(tmp_path_factory: pytest.TempPathFactory) -> dict[WordTokenizer, ChatRenderer]:
-    made = {}
-    for tokenizer in (FACTS_TOKENIZER, CALLS_TOKENIZER):
-        folder = tmp_path_factory.mktemp("words")
-        tokenizer.write(folder)
-        made[tokenizer] = ChatRenderer(folder)
-    return made
+def renderer_of(tokenizer: WordTokenizer, folder: Path) -> ChatRenderer:
+    tokenizer.write(folder)
+    return ChatRenderer(folder)
 
 
 def taught(
@@ -98,13 +93,9 @@ def words_of(trace: Trace, renderer: ChatRenderer) -> tuple[list[int], list[int]
     ("tokenizer", "longest"), [(FACTS_TOKENIZER, 128), (CALLS_TOKENIZER, 64)], ids=["facts", "calls"]
 )
 def test_every_word_that_a_team_reads_or_writes_is_one_token(
-    tokenizer: WordTokenizer,
-    longest: int,
-    world: World,
-    calculating: World,
-    renderers: dict[WordTokenizer, ChatRenderer],
+    tokenizer: WordTokenizer, longest: int, world: World, calculating: World, tmp_path: Path
 ) -> None:
-    rng, renderer, unknown = random.Random(0), renderers[tokenizer], len(tokenizer.vocabulary) - 1
+    rng, renderer, unknown = random.Random(0), renderer_of(tokenizer, tmp_path), len(tokenizer.vocabulary) - 1
     if tokenizer is FACTS_TOKENIZER:
         traces = [trace for _, traces in taught(search_traces, world, slips(SearchSlips, 0.3)) for trace in traces]
         traces += [reading_drill(rng, world, number) for number in (1, 2) for _ in range(8)]
@@ -145,9 +136,9 @@ def test_the_search_team_reads_its_tutors_prompts(world: World, tool: CorpusSear
 
 @pytest.mark.parametrize("share", [0.0, 0.2])
 def test_both_systems_read_their_tutors_prompts_token_by_token(
-    calculating: World, tool: CorpusSearch, renderers: dict[WordTokenizer, ChatRenderer], share: float
+    calculating: World, tool: CorpusSearch, share: float, tmp_path: Path
 ) -> None:
-    renderer = renderers[CALLS_TOKENIZER]
+    renderer = renderer_of(CALLS_TOKENIZER, tmp_path)
     agents = {name: AgentConfig(prompt="facts") for name in ("system2", "system1")}
     team = build_orchestration(
         "dual_system", agents, "qa", {}, RolloutConfig(group_size=1), tools=("search", "python"),
