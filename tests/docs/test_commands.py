@@ -54,12 +54,8 @@ def holds(part: Any, whole: Any) -> bool:
     return bool(part == whole) or (isinstance(part, str) and os.path.abspath(part) == whole)
 
 
-SHOWN = {
-    "prompts": "corrector",
-    "doctor": "linear_policy_loss",
-    "try": "advantage",
-    "make-facts": "224 documents, 200 papers, 10,000 + 300 questions\n",
-}
+SHOWN = {"prompts": "corrector", "doctor": "linear_policy_loss", "try": "advantage"}
+SHOWN["make-facts"] = "224 documents, 200 papers, 10,000 + 300 questions\n"
 
 
 @pytest.mark.parametrize("command", run_by("test_a_command_does_what_it_says"))
@@ -150,9 +146,8 @@ def test_hle_is_cut_into_the_subjects_that_are_evaluated(desk: Desk) -> None:
     listed = [file["path"] for file in yaml.safe_load(Path("mars.yaml").read_text())["data"]["eval"]]
     assert sorted(listed) == sorted(str(path) for path in Path("hle").iterdir())
     (math,) = (path for path in listed if "math" in path)
-    assert [json.loads(line) for line in Path(math).read_text().splitlines()] == [
-        {"question": "Math?", "answer": "1"}
-    ] * 2
+    lines = Path(math).read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [{"question": "Math?", "answer": "1"}] * 2
 
 
 @pytest.mark.parametrize("command", run_by("test_a_run_on_gpus_passes_its_checks"))

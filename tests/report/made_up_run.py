@@ -21,11 +21,9 @@ from marsrl.trainer.report.samples_log import write_samples
 from marsrl.trainer.report.summary import (
     AgentEstimate,
     Confusion,
-    EngineRecord,
     Estimate,
     Evaluation,
     Summary,
-    WarmStartRecord,
     save_summary,
     wilson_interval,
 )
@@ -39,15 +37,9 @@ def make_sample(
     uid: str, agent: str = "solver", *, num_tokens: int = 4, version: int = 0, text: str | None = None, **changes: Any
 ) -> Sample:
     """A sample with reward 1; `changes` replace fields."""
-    made = {
-        "rollout_id": "p0#0",
-        "problem_id": "p0",
-        "group_id": f"p0#0/{agent}/root",
-        "segments": (Segment(0, num_tokens, version),),
-        "full_text": f"text of {uid}" if text is None else text,
-        "prompt_text": "a 3 b *7",
-        "reward": Reward(1.0, 1.0, {"answer": 1.0}),
-    }
+    made = {"rollout_id": "p0#0", "problem_id": "p0", "group_id": f"p0#0/{agent}/root", "prompt_text": "a 3 b *7"}
+    made |= {"full_text": f"text of {uid}" if text is None else text, "reward": Reward(1.0, 1.0, {"answer": 1.0})}
+    made["segments"] = (Segment(0, num_tokens, version),)
     return replace(sampled(uid, 1.0, agent=agent, tokens=num_tokens), **{**made, **changes})
 
 
@@ -75,29 +67,19 @@ def make_evaluation(rate: float, n: int = 300) -> Evaluation:
     )
 
 
-def make_summary(**changes: object) -> Summary:
-    fields: dict[str, object] = {
-        "name": "made-up",
-        "task": "arithmetic",
-        "model": "made-up Qwen3-MoE, 0.57 M parameters",
-        "device": "made-up CPU, 2 cores",
-        "steps": 6,
-        "seeds": {"run": 0},
-        "before": make_evaluation(0.55),
-        "after": make_evaluation(0.88),
-        "engine": EngineRecord(
-            engine_class="LLMEngine", library="vllm", version="0.0-test", kind="vllm", device="cpu", dtype="float32"
-        ),
+def make_summary(**changes: Any) -> Summary:
+    engine = {"engine_class": "LLMEngine", "library": "vllm", "version": "0.0-test"}
+    warm_start = {"cached": False, "seconds": 140, "as_wanted": True, "measured": {"solver": 0.55, "verifier1": 0.62}}
+    fields: dict[str, Any] = {"name": "made-up", "task": "arithmetic", "model": "made-up Qwen3-MoE, 0.57 M parameters"}
+    fields |= {"device": "made-up CPU, 2 cores", "steps": 6, "seeds": {"run": 0}}
+    fields |= {"before": make_evaluation(0.55), "after": make_evaluation(0.88), "verified_syncs": 6}
+    fields |= {
+        "engine": engine | {"kind": "vllm", "device": "cpu", "dtype": "float32"},
         "tokens_per_engine": (412_345,),
-        "verified_syncs": 6,
-        "warm_start": WarmStartRecord(
-            cached=False, seconds=140, as_wanted=True, measured={"solver": 0.55, "verifier1": 0.62}
-        ),
-        "timings": {"warm_start": 140.0, "rl": 101.5},
-        "versions": {"torch": "0.0-test", "ray": "0.0-test"},
-        "commit": "0123abc",
     }
-    return Summary(**{**fields, **changes})  # type: ignore[arg-type]
+    fields |= {"warm_start": warm_start, "timings": {"warm_start": 140.0, "rl": 101.5}, "commit": "0123abc"}
+    fields |= {"versions": {"torch": "0.0-test", "ray": "0.0-test"}}
+    return Summary(**{**fields, **changes})
 
 
 def make_step(step: int, rng: random.Random, text: str = "") -> tuple[list[Group], dict[str, float]]:
