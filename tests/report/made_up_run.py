@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from letters import sampled
+from letters import AGENTS, sampled
 
 from marsrl.rollout.types import Group, Reward, Sample, Segment
 from marsrl.trainer.report.group_metrics import summarise
@@ -29,8 +29,6 @@ from marsrl.trainer.report.summary import (
 )
 from marsrl.trainer.report.trace import TraceLog
 from marsrl.trainer.runs.directory import RunDirectory
-
-AGENTS = ("solver", "verifier1", "corrector1", "verifier2", "corrector2")
 
 
 def make_sample(

@@ -23,12 +23,9 @@ def run(tmp_path: Path) -> RunDirectory:
 def test_values_that_are_not_finite_become_null_and_are_counted(run: RunDirectory) -> None:
     with MetricsLog(run, tensorboard=False) as log:
         log.log(0, {"a": math.nan, "b": -math.inf, "c": 1.5})
-
-    def refuse(constant: str) -> None:
-        raise AssertionError(constant)
-
-    line = json.loads(run.metrics.read_text(), parse_constant=refuse)
-    assert line == {"step": 0, "a": None, "b": None, "c": 1.5, NON_FINITE: 2}
+    line = run.metrics.read_text()
+    assert json.loads(line) == {"step": 0, "a": None, "b": None, "c": 1.5, NON_FINITE: 2}
+    assert "NaN" not in line and "Infinity" not in line
 
 
 def test_an_interrupted_and_resumed_run_has_each_step_once_also_in_tensorboard(run: RunDirectory) -> None:
