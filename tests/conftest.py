@@ -12,18 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
+from letters import AGENTS, make_team
 from xdist.scheduler import LoadScopeScheduling
 
 from marsrl.rollout.agents.render import ChatRenderer
-from marsrl.rollout.config import AgentConfig, EvaluateConfig, RolloutConfig
+from marsrl.rollout.config import AgentConfig, EvaluateConfig
 from marsrl.rollout.engines.protocol import DecodeRequest
 from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import LocalReplicas
-from marsrl.rollout.tasks.arithmetic import ARITHMETIC_TOKENIZER, ArithmeticTask, parse_chain
+from marsrl.rollout.tasks.arithmetic import ARITHMETIC_TOKENIZER, ArithmeticTask
 from marsrl.rollout.tasks.config import ArithmeticOptions
-from marsrl.rollout.team import Team, WatchedJudge
+from marsrl.rollout.team import Team
 from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
 
 if TYPE_CHECKING:
@@ -90,28 +91,12 @@ def environment() -> Iterator[None]:
     os.chdir(folder)
 
 
-AGENTS = ("solver", "verifier1", "corrector1", "verifier2", "corrector2")
-
-
-def write(request: DecodeRequest, renderer: ChatRenderer, rng: random.Random) -> str:
-    """What the scripted team says: right or wrong by a coin, in the words of the arithmetic task."""
-    words = renderer.decode(request.token_ids).split()
-    if words[1] == "grade":
-        return f"claim 3 Verdict: {rng.choice(['correct', 'wrong'])}"
-    problem = " ".join(words[1 : words.index("<|assistant|>")])
-    chain = parse_chain(problem)
-    right = chain.answer if rng.random() < 0.5 else str((int(chain.answer) + 1) % 10)
-    return f"a = {chain.start} Answer: {right}"
-
-
 def scripted_team(
     folder: Path,
     *,
-    pick: str = "adaptive",
-    config: RolloutConfig | None = None,
-    evaluate: EvaluateConfig | None = None,
+    script: Callable[[DecodeRequest, ChatRenderer, random.Random], str],
+    evaluate: EvaluateConfig,
     fail: Callable[[DecodeRequest], str | None] = lambda request: None,
-    script: Callable[[DecodeRequest, ChatRenderer, random.Random], str] = write,
 ) -> tuple[Team, ScriptedEngine, ArithmeticTask]:
     """Five agents on one scripted engine; a completion depends on its request's seed alone."""
     folder.mkdir(exist_ok=True)
@@ -122,21 +107,16 @@ def scripted_team(
         encode=lambda text: renderer.encode_trusted(text).tolist(),
         fail=fail,
     )
-    agents = {name: AgentConfig(pick=pick, max_input_tokens=512) for name in AGENTS}  # type: ignore[arg-type]
+    agents = {name: AgentConfig(max_input_tokens=512) for name in AGENTS}
     task = ArithmeticTask(ArithmeticOptions())
-    team = Team(
-        agents,
-        build_orchestration("verifier_corrector", agents, task.prompts, None, config, evaluate),
-        {"main": renderer},
-        {"main": EnginePool(LocalReplicas([engine]))},
-        WatchedJudge(task.judge),
-    )
-    return team, engine, task
+    orchestration = build_orchestration("verifier_corrector", agents, task.prompts, evaluate=evaluate)
+    pool = EnginePool(LocalReplicas([engine]))
+    return make_team(agents, orchestration, pool, renderer, judge=task.judge), engine, task
 
 
 @pytest.fixture(name="scripted_team", scope="session")
 def scripted_team_fixture() -> Any:
-    """The function above: scripted_team(folder, pick=..., script=...)."""
+    """The function above: scripted_team(folder, script=..., evaluate=...)."""
     return scripted_team
 
 

@@ -4,6 +4,7 @@ import ast
 import functools
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -35,69 +36,53 @@ def test_nothing_imports_upward() -> None:
     assert not wrong
 
 
-# The rooms below each layer, and what each imports of its own layer's rooms. What lies beside them (types, team, loop,
-# run) is no room: the data contract below all of them, what puts them together above. Each may read the settings.
-SETTINGS = "trainer/config"
+# The rooms of each layer, and what each imports of its own layer's rooms. What lies beside them (types, team, loop, run) is no
+# room: the data contract below all of them, what puts them together above. Each may read the settings, trainer/config.
 ROOMS = {
-    "rollout/agents": set(),
-    "rollout/gateway": {"rollout/agents"},
-    "rollout/orchestrations": {"rollout/agents", "rollout/gateway"},
-    "rollout/engines": {"rollout/agents", "rollout/weights"},
-    "rollout/pool": {"rollout/agents", "rollout/engines"},
-    "rollout/rewards": {"rollout/agents", "rollout/engines", "rollout/pool"},
-    "rollout/player": {"rollout/engines", "rollout/gateway", "rollout/tasks"},
-    "rollout/tasks": {"rollout/agents", "rollout/rewards", "rollout/tools"},
-    "rollout/tools": set(),
-    "rollout/weights": set(),
-    "trainer/checks": {"trainer/learner", "trainer/plan", "trainer/schools"},
-    "trainer/commands": {
-        "trainer/checks",
-        "trainer/data",
-        "trainer/evaluate",
-        "trainer/learner",
-        "trainer/models",
-        "trainer/plan",
-        "trainer/report",
-        "trainer/runs",
-        "trainer/supervised",
+    "rollout": {
+        "agents": "",
+        "gateway": "agents",
+        "orchestrations": "agents gateway",
+        "engines": "agents weights",
+        "pool": "agents engines",
+        "rewards": "agents engines pool",
+        "player": "engines gateway tasks",
+        "tasks": "agents rewards tools",
+        "tools": "",
+        "weights": "",
     },
-    SETTINGS: set(),
-    "trainer/data": {"trainer/runs"},
-    "trainer/evaluate": {"trainer/checks", "trainer/data", "trainer/models", "trainer/report", "trainer/runs"},
-    "trainer/learner": {"trainer/data", "trainer/runs"},
-    "trainer/models": {"trainer/learner", "trainer/runs"},
-    "trainer/plan": {"trainer/learner", "trainer/models", "trainer/schools"},
-    "trainer/report": {"trainer/data", "trainer/learner", "trainer/runs"},
-    "trainer/runs": {"trainer/learner"},
-    "trainer/schools": {
-        "trainer/data",
-        "trainer/learner",
-        "trainer/models",
-        "trainer/report",
-        "trainer/runs",
-        "trainer/supervised",
+    "trainer": {
+        "checks": "learner plan schools",
+        "commands": "checks data evaluate learner models plan report runs supervised",
+        "config": "",
+        "data": "runs",
+        "evaluate": "checks data models report runs",
+        "learner": "data runs",
+        "models": "learner runs",
+        "plan": "learner models schools",
+        "report": "data learner runs",
+        "runs": "learner",
+        "schools": "data learner models report runs supervised",
+        "supervised": "data learner runs",
+        "weights": "data learner runs",
     },
-    "trainer/supervised": {"trainer/data", "trainer/learner", "trainer/runs"},
-    "trainer/weights": {"trainer/data", "trainer/learner", "trainer/runs"},
 }
 
 
-def room_of(path: Path) -> str | None:
-    """The room of a file or of a module's path; None for what lies beside the rooms, and in kernels."""
-    parts = path.parts
-    name = "/".join(parts[:2])
-    return name if parts[0] in ("rollout", "trainer") and (ROOT / name).is_dir() else None
-
-
-@pytest.mark.parametrize("room", sorted({room_of(p.relative_to(ROOT)) for p in FILES} - {None}))
-def test_a_room_imports_the_rooms_that_it_may(room: str) -> None:
-    names = {name for path in sorted((ROOT / room).rglob("*.py")) for name in imported(path)}
-    found = {room_of(Path(*n.split(".")[1:])) for n in names if n.startswith(f"marsrl.{room.split('/')[0]}.")}
-    assert found - {None, room, SETTINGS} == ROOMS[room]
+@pytest.mark.parametrize("layer", ROOMS)
+def test_a_room_imports_the_rooms_that_it_may(layer: str) -> None:
+    folders = {p.relative_to(ROOT / layer).parts[0] for p in FILES if p.is_relative_to(ROOT / layer)}
+    rooms = {name for name in folders if (ROOT / layer / name).is_dir()}
+    found = {}
+    for room in rooms:
+        names = {name for path in (ROOT / layer / room).rglob("*.py") for name in imported(path)}
+        of_layer = {name.split(".")[2] for name in names if name.startswith(f"marsrl.{layer}.")}
+        found[room] = (of_layer & rooms) - {room, "config"}
+    assert found == {room: set(others.split()) for room, others in ROOMS[layer].items()}
 
 
 # A model and what its sections demand of each other: one names the other's type, which costs no import at run time.
-NAME_EACH_OTHER = {"trainer.config.agreement", "trainer.config.run_config"}
+NAME_EACH_OTHER = ("trainer.config.agreement", "trainer.config.run_config")
 
 
 def test_no_two_files_import_each_other_even_by_a_detour() -> None:
@@ -110,16 +95,10 @@ def test_no_two_files_import_each_other_even_by_a_detour() -> None:
         inside = {name.rpartition(".")[0] for name in names}  # `from package import file` asks the package for nothing
         imports[file] = {name for name in names if not (name in inside and files[name].name == "__init__.py")} - {file}
 
-    def reaches_itself(file: str) -> bool:
-        reached, left = set[str](), list(imports[file])
-        while left:
-            if (other := left.pop()) not in reached:
-                reached.add(other)
-                left += imports[other]
-        return file in reached
-
-    found = {file.removeprefix("marsrl.") for file in files if reaches_itself(file)}
-    assert found == NAME_EACH_OTHER
+    one, other = (f"marsrl.{file}" for file in NAME_EACH_OTHER)
+    assert other in imports[one] and one in imports[other]
+    imports[one].remove(other)
+    TopologicalSorter(imports).prepare()  # a CycleError names the files
 
 
 def test_a_room_has_at_most_twenty_files() -> None:

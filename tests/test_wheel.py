@@ -56,19 +56,6 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def start(installed: Path, cwd: Path, *command: str) -> str:
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(installed)},  # before site-packages, where a checkout may be installed
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
-
-
 def test_a_wheel_has_the_presets_and_trains(installed: Path, tmp_path: Path) -> None:
     words = [
         "policies.main.model=model", "policies.main.reference=start", "loss.kl=k3",  # a KL term: rewards are all 0 yet
@@ -76,7 +63,14 @@ def test_a_wheel_has_the_presets_and_trains(installed: Path, tmp_path: Path) -> 
         "rollout.group_size=2", "rollout.max_response_tokens=12", "run.steps=2", "run.name=wheel",
         "evaluate={num_problems: 2, fixed_inputs: 2}",
     ]  # fmt: skip
-    shown = start(installed, tmp_path, "-c", COMMANDS, str(installed), *words)
+    command = [sys.executable, "-c", COMMANDS, str(installed), *words]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(installed),
+    }  # before site-packages, where a checkout may be installed
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    shown = done.stdout
     assert "linear_policy_loss" in shown  # doctor
     assert "# settings: preset math_default.yaml < preset qwen3_8b.yaml\n8 x h100-80g" in shown
     assert "# settings: preset cpu_default.yaml\npreset: none" in shown and "batch arithmetic" in shown

@@ -1,8 +1,9 @@
-"""Teams beside the Verifier-Corrector system, played by tables of answers; and those of users' own files."""
+"""Teams beside the Verifier-Corrector system, played by tables of answers; and what is refused."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +17,7 @@ from letters import bare
 from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.config import AgentConfig, RolloutConfig
 from marsrl.rollout.episode import Episode
-from marsrl.rollout.orchestrations.registry import build_orchestration, find_orchestration
+from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.rollout.types import Ask, Finish, Problem, Reward, Sample, ToolCall, ToolOutput
 
 PROBLEM = Problem("p", "a 3 b *7", "1", "arithmetic")
@@ -71,23 +72,37 @@ def solver_verifier(loops: int = 3, **verifier: Any) -> Orchestration:
     return build_orchestration("solver_verifier", agents, "chain", {"max_loops": loops})
 
 
-def test_a_solver_solves_again_until_the_verifier_approves_and_nobody_verifies_the_last() -> None:
-    team = solver_verifier()
-    episode = play(team, script("Answer: 2", "Verdict: wrong", "Answer: 1", "Verdict: correct"))
-    agents = [ask.agent for ask in episode.asks.values()]
-    assert agents == ["solver", "verifier", "solver", "verifier"]
-    first, judged, again, _ = episode.asks.values()
-    assert words(team, episode, again) == "a 3 b *7 | Answer: 2 | Verdict: wrong fix"
-    assert words(team, episode, judged) == "grade | a 3 b *7 \n Answer: 2"
-    assert [ask.group for ask in (first, judged, again)] == ["000001/solver", "000001/verifier", "000001/solver"]
-    last = team.outcome(episode)
-    assert last is not None and last.answer == "1"
-    assert set(team.outcomes(episode).values()) == {1.0} and len(team.outcomes(episode)) == 4
-    assert [s.reward.value for (s,) in episode.answers.values()] == [0.0, 1.0, 1.0, 1.0]
-    episode = play(team, script(*["Answer: 2", "Verdict: wrong"] * 2, "Answer: 3"))
-    assert [ask.agent for ask in episode.asks.values()][-1] == "solver" and len(episode.asks) == 5
-    assert set(team.outcomes(episode).values()) == {0.0}
-    assert len(play(solver_verifier(loops=1), script("Answer: 2")).asks) == 1
+# loops, what is said in turn, rewards, and whether the last solution is right
+SOLVED: list[tuple[int, list[str], list[float], bool]] = [
+    (3, ["Answer: 2", "Verdict: wrong", "Answer: 1", "Verdict: correct"], [0, 1, 1, 1], True),
+    (3, [*["Answer: 2", "Verdict: wrong"] * 2, "Answer: 3"], [0, 1, 0, 1, 0], False),  # nobody verifies the last
+    (1, ["Answer: 2"], [0], False),
+    # cut off: overlong, rightly rejected, right
+    (2, ["... Answer: 1 and", "Verdict: wrong", "Answer: 1"], [0, 1, 1], True),
+    (2, ["... Answer: 1 and", "Verdict: correct"], [0, 0], False),
+    (2, ["Answer: 2", "... looks", "Answer: 1"], [0, 0, 1], True),
+    # it counts whether it has an answer or not, and who rejects a right solution is not paid for it
+    *((2, ["Answer: 1", "Verdict: wrong", last], [1, 0, 0], False) for last in ("... cut off", "I give up.")),
+]
+
+
+@pytest.mark.parametrize(("loops", "said", "rewards", "is_right"), SOLVED)
+def test_a_solver_solves_again_until_the_verifier_approves_and_the_last_solution_counts(
+    loops: int, said: list[str], rewards: list[float], is_right: bool
+) -> None:
+    team = solver_verifier(loops)
+    episode = play(team, script(*said))
+    asks = list(episode.asks.values())
+    assert [ask.group for ask in asks] == [f"000001/{('solver', 'verifier')[i % 2]}" for i in range(len(said))]
+    read = [
+        f"grade | a 3 b *7 \n {text}" if i % 2 == 0 else f"a 3 b *7 | {said[i - 1]} | {text} fix"
+        for i, text in enumerate(said)
+    ]
+    assert [words(team, episode, ask) for ask in asks] == ["a 3 b *7", *read[:-1]]
+    assert [sample.reward.value for (sample,) in episode.answers.values()] == rewards
+    outcome, last = team.outcome(episode), said[(len(said) - 1) // 2 * 2]
+    assert outcome is not None and outcome.shown == last
+    assert team.outcomes(episode) == {f"{ask.id}:0": float(is_right) for ask in asks}
 
 
 def test_dr_mas_s_prompts_ask_for_tags_and_compat_approves_without_one() -> None:
@@ -111,29 +126,6 @@ def test_dr_mas_s_prompts_ask_for_tags_and_compat_approves_without_one() -> None
         (report,) = list(episode.answers.values())[1]
         # a failure of format, whatever follows from it
         assert len(episode.asks) == num_asks and report.reward.value == 0
-
-
-def test_a_solution_that_is_cut_off_is_verified_and_solved_again() -> None:
-    team = solver_verifier(2)
-    episode = play(team, script("... Answer: 1 and", "Verdict: wrong", "Answer: 1"))
-    first, judged, again = episode.asks.values()
-    assert words(team, episode, judged) == "grade | a 3 b *7 \n ... Answer: 1 and"
-    assert words(team, episode, again) == "a 3 b *7 | ... Answer: 1 and | Verdict: wrong fix"
-    assert [s.reward.value for (s,) in episode.answers.values()] == [0.0, 1.0, 1.0]  # overlong; rightly rejected; right
-    assert team.outcomes(episode) == {f"{ask.id}:0": 1.0 for ask in (first, judged, again)}
-    approved = play(team, script("... Answer: 1 and", "Verdict: correct"))
-    assert len(approved.asks) == 2 and set(team.outcomes(approved).values()) == {0.0}
-    report = play(team, script("Answer: 2", "... looks", "Answer: 1"))
-    assert words(team, report, list(report.asks.values())[2]) == "a 3 b *7 | Answer: 2 | ... looks fix"
-
-
-@pytest.mark.parametrize("last", ["... cut off", "I give up."])
-def test_the_last_solution_counts_whether_it_has_an_answer_or_not(last: str) -> None:
-    team = solver_verifier(2)
-    episode = play(team, script("Answer: 1", "Verdict: wrong", last))
-    outcome = team.outcome(episode)
-    assert outcome is not None and outcome.shown == last
-    assert set(team.outcomes(episode).values()) == {0.0}  # who rejects a right solution is not paid for it
 
 
 # ------------------------------------------------------------------ debate
@@ -267,40 +259,34 @@ def test_rewards_are_the_task_s_for_the_answer_and_readability_for_the_others() 
     assert team.outcome(episode) is None
 
 
-# ------------------------------------------------------------------ options and users' own
-
-
-def test_options_are_the_team_s() -> None:
-    with pytest.raises(ValueError, match="orchestration_options of debate: debaters: Input should be greater than 1"):
-        build_orchestration("debate", {}, "math", {"debaters": 1})
-    with pytest.raises(ValueError, match=r"orchestration_options of solver: max_loops: .*\(it has none\)"):
-        build_orchestration("solver", {}, "math", {"max_loops": 1})
+# ------------------------------------------------------------------ refused
 
 
 OWN = """
 from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.agents.roles import AgentSpec
 
-class Other:
-    pass
-
 class Nameless(Orchestration):
     agents = (AgentSpec("a b"),)
 """
+NAMES = "debate, dual_system, external, search_team, solver, .*, verifier_corrector, and your own as FILE"
+REFUSED: list[tuple[str, dict[str, AgentConfig], str, dict[str, object], str]] = [
+    ("debates", {}, "math", {}, NAMES),
+    ("verifier_corrector", {"solvr": AgentConfig()}, "math", {}, "corrector2"),
+    ("verifier_corrector", {}, "maths", {}, "chain, drmas_math, facts, math"),
+    ("debate", {}, "math", {"debaters": 1}, "options of debate: debaters: Input should be greater than 1"),
+    ("solver", {}, "math", {"max_loops": 1}, r"orchestration_options of solver: max_loops: .*\(it has none\)"),
+    # what else can be wrong with a file: tests/tasks/test_data.py
+    ("my_team.py:Nameless", {}, "math", {}, "Nameless.agents names a b; expected at least one AgentSpec"),
+    ("my_team.py:Missing", {}, "math", {}, "Missing is no class of my_team.py that extends Orchestration"),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("missing.py:Team", "there is no file .*missing.py"),
-        ("my_team.py:Missing", "Missing is no class of .*my_team.py that extends Orchestration"),
-        ("my_team.py:Other", "Other is no class of .*that extends Orchestration"),
-        ("my_team.py:Nameless", "Nameless.agents names a b; expected at least one AgentSpec"),
-        ("broken.py:Team", r"broken.py cannot be imported: ZeroDivisionError: division by zero"),
-    ],
-)
-def test_what_is_wrong_with_a_file_is_said(tmp_path: Path, name: str, said: str) -> None:
-    (tmp_path / "my_team.py").write_text(OWN)
-    (tmp_path / "broken.py").write_text("1 / 0\n")
+@pytest.mark.parametrize(("team", "agents", "prompts", "options", "said"), REFUSED)
+def test_a_name_or_an_option_that_is_none_is_refused(
+    team: str, agents: dict[str, AgentConfig], prompts: str, options: dict[str, object], said: str, tmp_path: Path
+) -> None:
+    os.chdir(tmp_path)
+    Path("my_team.py").write_text(OWN)
     with pytest.raises(ValueError, match=said):
-        find_orchestration(f"{tmp_path}/{name}")
+        build_orchestration(team, agents, prompts, options)

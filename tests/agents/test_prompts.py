@@ -38,13 +38,12 @@ from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.trainer.commands.cli import main
 
 SOLVER = 'answer: boxed\nturns:\n  solver:\n    - user: "{problem}"\n'
-VERIFIER = '  verifier:\n    - user: "{problem} {solution}"\n'
 INVERTED = "  correct: {regex: 'correct', example: incorrect}\n  wrong: {regex: 'incorrect', example: incorrect}\n"
 ROOT = Path(__file__).parents[2]
 HOSTILE = "{report} {{solution}} {0} {problem!r} {purpose} %s $x {"
 
 
-@pytest.mark.parametrize("name", ["chain", "drmas_math", "facts", "math", "qa"])
+@pytest.mark.parametrize("name", set_names())
 def test_a_set_that_ships_is_printed_as_a_file_that_asks_and_reads_as_it_does(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -60,6 +59,9 @@ def test_a_set_that_ships_is_printed_as_a_file_that_asks_and_reads_as_it_does(
         assert all(f"<{key}>" in shown for key in PLACEHOLDERS[role][0])
         what = READS.get(role)
         assert what is None or file.parsers[what] == shipped.parsers[what]
+    for parser in shipped.parsers.values():  # each reads its own examples
+        read = [parser.read(f"so\n{said.replace('ANSWER', '7')}") for said in parser.examples]
+        assert read == ([True, False] if len(read) == 2 else ["7"])
 
 
 def test_the_sets_are_listed_with_their_roles(capsys: pytest.CaptureFixture[str]) -> None:
@@ -68,15 +70,6 @@ def test_the_sets_are_listed_with_their_roles(capsys: pytest.CaptureFixture[str]
     assert [line.split()[0] for line in told.splitlines()[::2]] == set_names()
     assert "roles: router, searcher, answerer, reasoner, distiller" in told
     assert main(["prompts", "poetry"]) == 2 and "no prompt set is called 'poetry'" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", set_names())
-def test_a_set_that_ships_reads_the_examples_of_its_parsers(name: str) -> None:
-    for what, parser in prompt_set(name).parsers.items():
-        if len(parser.examples) == 2:
-            assert [parser.read(f"so\n{said}") for said in parser.examples] == [True, False], what
-        else:
-            assert [parser.read(f"so\n{said.replace('ANSWER', '7')}") for said in parser.examples] == ["7"], what
 
 
 def test_values_are_filled_in_once_whatever_they_hold() -> None:
@@ -165,25 +158,10 @@ def test_the_last_match_is_the_last_that_finditer_finds(expression: str, text: s
     assert LastMatch(expression).groups(text) == expected
 
 
-@pytest.mark.parametrize(
-    ("text", "verdict"),
-    [
-        ("incorrect", False),
-        ("incorrect, no: correct", True),
-        ("\ud800 correct", True),  # a lone surrogate, which UTF-8 does not have
-    ],
-)
-def test_a_verdict_is_that_of_the_last_match_of_either_expression(text: str, verdict: bool | None) -> None:
-    assert regex_verdict("(c)orrect", "in(corr)ect")(text) is verdict
-
-
-@pytest.mark.parametrize(
-    "read", [regex_text("(?:a+)+(x)$"), regex_text("(.*)[^A-Z]|[A-Z]"), regex_verdict("(?:a|a?)+b", "(?:.*a){12}c")]
-)
-@pytest.mark.parametrize("unit", ["a", "A", "Answer: ", "**Correctness**: "])
-def test_no_expression_and_no_text_makes_reading_slow(read: Callable[[str], object], unit: str) -> None:
-    """`re` takes exponential time on the first and third, and searching again behind each match quadratic on the second."""
-    read(unit * (400_000 // len(unit)))
+def test_a_verdict_is_that_of_the_last_match_of_either_expression() -> None:
+    read = regex_verdict("(c)orrect", "in(corr)ect")
+    # a lone surrogate, which UTF-8 does not have
+    assert [read(text) for text in ("incorrect", "incorrect, no: correct", "\ud800 correct")] == [False, True, True]
 
 
 # ------------------------------------------------------------------ parser: compat
@@ -267,16 +245,16 @@ def test_a_verdict_in_a_tag_is_read_by_us_and_as_the_published_code_does(
     assert (tagged_verdict(report), drmas_verdict(report), drmas_is_valid(report)) == (ours, published, is_valid)
 
 
-@pytest.mark.parametrize(
-    "unit",
-    [
-        *("\\boxed{", "*", "Verdict: correct*", "<think>", "\n", "Verdict:", "{", "Answer: ", "<verify> ", "<answer>"),
-        "<answer>x</answer>",
-    ],
-)
+# `re` takes exponential time on the first and third, and searching again behind each match quadratic on the second
+HARD = (regex_text("(?:a+)+(x)$"), regex_text("(.*)[^A-Z]|[A-Z]"), regex_verdict("(?:a|a?)+b", "(?:.*a){12}c"))
+UNITS = ["a", "A", "*", "{", "\n", "Answer: ", "Verdict:", "Verdict: correct*", "**Correctness**: "]
+UNITS += ["\\boxed{", "<think>", "<verify> ", "<answer>", "<answer>x</answer>"]
+
+
+@pytest.mark.parametrize("unit", UNITS)
 def test_hostile_repetition_is_read_in_linear_time(unit: str) -> None:
     text = unit * (400_000 // len(unit))
     start = time.process_time()
-    for read in {read for read, _, _ in READ} | {tagged_verdict, drmas_verdict, drmas_is_valid}:
+    for read in {*HARD, *(read for read, _, _ in READ), tagged_verdict, drmas_verdict, drmas_is_valid}:
         read(text)
     assert time.process_time() - start < 20  # seconds; quadratic work would take hours

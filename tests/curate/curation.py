@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from marsrl.rollout.agents.render import ChatRenderer
+from letters import END, LetterRenderer
+
 from marsrl.rollout.engines.protocol import DecodeRequest
 from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.pool.pool import EnginePool
@@ -20,6 +21,12 @@ from marsrl.trainer.commands.curate.pipeline import Pipeline, StageRecord
 from marsrl.trainer.commands.curate.rows import Decisions, Row, Stage, readable
 from marsrl.trainer.config.curate import CriterionConfig
 from marsrl.trainer.report.console import RunConsole
+
+YES, NO = "It is. <verdict>yes</verdict>", "It is not. <verdict>no</verdict>"
+
+
+def by_length(question: str) -> str:
+    return YES if len(question) % 2 else NO
 
 
 class Killed(Exception):
@@ -59,11 +66,15 @@ def run(out: Path, stages: Sequence[Stage], rows: Sequence[Row]) -> tuple[list[S
     return records, said.getvalue()
 
 
+def prompt_of(request: DecodeRequest) -> str:
+    """Its text, as LetterRenderer has it."""
+    return "".join(chr(token - 2) for token in request.token_ids[:-1].tolist())
+
+
 @dataclass
 class ScriptedJudge:
     """Answers the question of each prompt by a script; asked: the questions in order; prompts: all of what was asked."""
 
-    renderer: ChatRenderer
     script: Callable[[str], str]
     fail: Callable[[str], str | None] = lambda question: None
     asked: list[str] = field(default_factory=list)
@@ -71,24 +82,19 @@ class ScriptedJudge:
     num_opened: int = 0
 
     def question(self, request: DecodeRequest) -> str:
-        prompt = self.renderer.decode(request.token_ids)
-        return prompt.split("begins after this line.\n\n", 1)[1].rsplit("\n\nThe question has ended.", 1)[0]
+        return prompt_of(request).split("begins after this line.\n\n", 1)[1].rsplit("\n\nThe question has ended.", 1)[0]
 
-    def answer(self, request: DecodeRequest) -> str:
+    def answer(self, request: DecodeRequest) -> list[int]:
         self.asked.append(self.question(request))
-        self.prompts.append(self.renderer.decode(request.token_ids))
-        return self.script(self.asked[-1])
+        self.prompts.append(prompt_of(request))
+        return [*map(ord, self.script(self.asked[-1])), END]
 
     @contextmanager
-    def open(self) -> Iterator[tuple[ChatRenderer, EnginePool]]:
+    def open(self) -> Iterator[tuple[Any, EnginePool]]:
         self.num_opened += 1
-        engine = ScriptedEngine(
-            self.answer,
-            encode=lambda text: self.renderer.completion_ids(text).tolist(),
-            fail=lambda request: self.fail(self.question(request)),
-        )
+        engine = ScriptedEngine(self.answer, fail=lambda request: self.fail(self.question(request)))
         with EnginePool(LocalReplicas([engine])) as pool:
-            yield self.renderer, pool
+            yield LetterRenderer(), pool
 
     def stage(self, out: Path, name: str = "clarity", policy: Any = None, **settings: Any) -> Stage:
         answers = out / "stages" / name / "answers.jsonl"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from curation import Killed, cut_short, rows_of, run
+from curation import Killed, ScriptedJudge, by_length, cut_short, rows_of, run
 
 from marsrl.trainer.commands.curate.near_duplicates import near_duplicates
 from marsrl.trainer.commands.curate.rows import Decision, Decisions, Row, Stage, level, readable
@@ -24,9 +24,12 @@ def thirds() -> Stage:
     return Stage("thirds", {}, decide)
 
 
-def stages(*levels: str) -> list[Stage]:
-    wanted = [level(LevelConfig(field="answer", keep=list(levels)))] if levels else []
-    return [readable(1000, {}), *wanted, thirds(), near_duplicates(NearDuplicatesConfig())]
+def stages(*others: Stage) -> list[Stage]:
+    return [readable(1000, {}), *others, thirds(), near_duplicates(NearDuplicatesConfig())]
+
+
+def levels(*kept: str) -> Stage:
+    return level(LevelConfig(field="answer", keep=list(kept)))
 
 
 def rows() -> list[Row]:
@@ -40,27 +43,34 @@ def everything(out: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_killed_at_any_row_of_any_stage_it_ends_as_if_it_had_not_been(seed: int, tmp_path: Path) -> None:
-    run(tmp_path / "unbroken", stages(), rows())
+def test_killed_at_any_row_of_any_stage_it_ends_as_if_it_had_not_been_and_asks_for_no_answer_that_it_has(
+    seed: int, tmp_path: Path
+) -> None:
+    whole, judge = (ScriptedJudge(by_length) for _ in range(2))
+    run(tmp_path / "unbroken", stages(whole.stage(tmp_path / "unbroken")), rows())
     drawn, out = random.Random(seed), tmp_path / "killed"
-    for _ in range(3):
-        cut = stages()
-        which = drawn.randrange(3)
+    num_torn = 0
+    for _ in range(4):
+        cut = stages(judge.stage(out))
+        which = drawn.randrange(4)
         cut[which] = cut_short(cut[which], drawn.randrange(120))
         try:
             run(out, cut, rows())
         except Killed:
             for path in (out / "stages" / cut[which].name).glob("*.jsonl"):
-                with path.open("r+b") as file:  # what was not on the disk yet is lost
-                    file.truncate(max(0, path.stat().st_size - drawn.randrange(2000)))
-    run(out, stages(), rows())
+                size, is_answers = path.stat().st_size, path.name == "answers.jsonl"
+                num_torn += is_answers and size > 0
+                with path.open("r+b") as file:  # what was not on the disk yet is lost: of answers only the last is torn
+                    file.truncate(max(0, size - (3 if is_answers else drawn.randrange(2000))))
+    run(out, stages(judge.stage(out)), rows())
     assert everything(out) == everything(tmp_path / "unbroken")
+    assert set(judge.asked) == set(whole.asked) and len(judge.asked) == len(whole.asked) + num_torn
 
 
 def test_a_changed_setting_redoes_its_stage_and_those_behind_it_by_name(tmp_path: Path) -> None:
-    run(tmp_path, stages("3", "4", "5"), rows())
+    run(tmp_path, stages(levels("3", "4", "5")), rows())
     before = (tmp_path / "stages/read/kept.jsonl").stat().st_mtime_ns
-    records, said = run(tmp_path, stages("4", "5"), rows())
+    records, said = run(tmp_path, stages(levels("4", "5")), rows())
     assert "curate.level: keep is ['4', '5'], was ['3', '4', '5']. Done again: level, thirds, near_duplicates" in said
     assert [record.tally.num_kept for record in records] == [120, 2, 2, 2]
     assert (tmp_path / "stages/read/kept.jsonl").stat().st_mtime_ns == before

@@ -7,79 +7,64 @@ import re
 from documents import commands
 
 TESTS = (
-    ("make .*", "docs/test_commands.py::test_make_runs_commands_that_are_tested"),
-    ("python benchmarks/.*", "docs/test_commands.py::test_a_benchmark_takes_its_words"),
-    ("python docs/papers.py", "docs/test_papers.py::test_the_command_writes_the_page"),
-    ("python tests/chaos.py .*", "integration/test_chaos.py::test_three_faults_cost_nothing"),
-    (".* -m marsrl.trainer.main", "docs/test_commands.py::test_a_program_is_found_by_its_module"),
-    (".* --dry-run .*", "docs/test_commands.py::test_a_command_does_what_it_says"),
+    ("make .*", "test_make_runs_commands_that_are_tested"),
+    ("python benchmarks/.*", "test_a_benchmark_takes_its_words"),
+    ("python docs/papers.py", "test_the_command_writes_the_page"),
+    ("python tests/chaos.py .*", "test_three_faults_cost_nothing"),
+    (".* -m marsrl.trainer.main", "test_a_program_is_found_by_its_module"),
+    (".* --dry-run .*", "test_a_command_does_what_it_says"),
     (
         ".* --config /mnt/cluster/run.yaml|marsrl join host1",
-        "cluster/test_cluster.py::test_two_hosts_train_what_one_trains_and_name_the_host_that_is_gone",
+        "test_two_hosts_train_what_one_trains_and_name_the_host_that_is_gone",
     ),
-    ("marsrl join .*", "docs/test_commands.py::test_a_host_waits_for_its_trainer_and_says_so"),
-    ("marsrl tool .*", "docs/test_commands.py::test_a_command_does_what_it_says"),
-    ("marsrl try --config examples/.*", "docs/test_examples.py::test_an_example_is_tried"),
-    ("marsrl try .*/critic.py.*", "docs/test_examples.py::test_a_critic_is_paid_for_what_comes_of_its_critique"),
-    ("marsrl try .*/workers.py.*", "docs/test_examples.py::test_workers_have_prompts_and_groups_of_their_own"),
-    ("marsrl try .*/guessing.py.*", "docs/test_examples.py::test_a_game_ends_when_it_is_won"),
-    ("marsrl try .*/library.py.*", "docs/test_examples.py::test_a_reader_reads_what_a_tool_found"),
-    ("marsrl plan .*", "docs/test_commands.py::test_a_command_does_what_it_says"),
-    ("python -m venv .*", "external/test_programs.py::test_an_environment_has_what_its_programs_import"),
-    ("marsrl sft --config examples/.*", "external/test_programs.py::test_a_clerk_is_taught_to_hand_off"),
+    ("marsrl join .*", "test_a_host_waits_for_its_trainer_and_says_so"),
+    ("marsrl tool .*", "test_a_command_does_what_it_says"),
+    ("marsrl try --config examples/.*", "test_an_example_is_tried"),
+    ("marsrl try .*/critic.py.*", "test_a_critic_is_paid_for_what_comes_of_its_critique"),
+    ("marsrl try .*/workers.py.*", "test_workers_have_prompts_and_groups_of_their_own"),
+    ("marsrl try .*/guessing.py.*", "test_a_game_ends_when_it_is_won"),
+    ("marsrl try .*/library.py.*", "test_a_reader_reads_what_a_tool_found"),
+    ("marsrl plan .*", "test_a_command_does_what_it_says"),
+    ("python -m venv .*", "test_an_environment_has_what_its_programs_import"),
+    ("marsrl sft --config examples/.*", "test_a_clerk_is_taught_to_hand_off"),
     (
         "python .* --config examples/(external/(open|lang|veri).*|own_environment/run).yaml",
-        "external/test_programs.py::test_a_program_is_trained_and_evaluated",
+        "test_a_program_is_trained_and_evaluated",
     ),
-    (
-        ".* --config examples/teacher/.*",
-        "integration/test_teacher.py::test_a_small_solver_learns_from_a_larger_one_as_the_example_says",
-    ),
-    (".* --config examples/.*", "docs/test_examples.py::test_an_example_trains"),
-    ("(torchrun|python) .* --config (configs/|mars).*", "docs/test_commands.py::test_a_run_on_gpus_passes_its_checks"),
+    (".* --config examples/teacher/.*", "test_a_small_solver_learns_from_a_larger_one_as_the_example_says"),
+    (".* --config examples/.*", "test_an_example_trains"),
+    ("(torchrun|python) .* --config (configs/|mars).*", "test_a_run_on_gpus_passes_its_checks"),
     (
         "torchrun .* preset=cpu_solver_verifier policies.solver.shape=cpu_default",
-        "integration/test_miniatures.py::test_a_solver_and_a_verifier_of_their_own_sizes_train",
+        "test_a_solver_and_a_verifier_of_their_own_sizes_train",
     ),
-    ("torchrun .* preset=cpu_solver_verifier.*", "docs/test_commands.py::test_another_team_passes_its_checks"),
-    (
-        "torchrun .* preset=cpu_adapters",
-        "integration/test_miniatures.py::test_the_five_adapters_in_miniature_train",
-    ),
-    (
-        "torchrun .* preset=cpu_search_team",
-        "integration/test_miniatures.py::test_the_search_team_in_miniature_trains",
-    ),
-    (
-        "torchrun .* preset=cpu_dual_system",
-        "integration/test_miniatures.py::test_the_dual_system_in_miniature_trains",
-    ),
-    ("torchrun trainer/main.py", "integration/test_default_run.py::test_the_default_run_starts_as_it_is_written"),
-    ("torchrun .* task=math .* weight: .*", "docs/test_commands.py::test_several_files_pass_their_checks"),
-    ("torchrun .* task=math .*", "docs/test_whole_runs.py::test_a_model_of_ones_own_is_trained"),
-    ("torchrun .*", "docs/test_commands.py::test_another_team_passes_its_checks"),
-    ("marsrl serve-retrieval .*", "docs/test_commands.py::test_documents_are_served_until_ctrl_c"),
-    (
-        "marsrl (report|export|evaluate) runs/.*",
-        "integration/test_default_run.py::test_commands_on_a_run_are_as_they_are_written",
-    ),
-    ("marsrl sft .*", "supervised/test_sft.py::test_a_command_of_the_documents_teaches"),
-    ("marsrl view .*", "look/test_server.py::test_the_documents_commands_view_a_run"),
-    ("marsrl (evaluate .* --out|compare) .*", "docs/test_evaluate_alone.py::test_evaluations_are_kept_and_compared"),
-    ("marsrl evaluate .*", "docs/test_whole_runs.py::test_a_team_is_evaluated"),
-    ("marsrl curate .* curation.yaml .*", "docs/test_whole_runs.py::test_problems_are_curated"),
-    ("marsrl init --from-run .*", "docs/test_commands.py::test_a_run_s_settings_become_a_file"),
-    ("marsrl .*", "docs/test_commands.py::test_a_command_does_what_it_says"),
+    ("torchrun .* preset=cpu_solver_verifier.*", "test_another_team_passes_its_checks"),
+    ("torchrun .* preset=cpu_adapters", "test_the_five_adapters_in_miniature_train"),
+    ("torchrun .* preset=cpu_search_team", "test_the_search_team_in_miniature_trains"),
+    ("torchrun .* preset=cpu_dual_system", "test_the_dual_system_in_miniature_trains"),
+    ("torchrun trainer/main.py", "test_the_default_run_starts_as_it_is_written"),
+    ("torchrun .* task=math .* weight: .*", "test_several_files_pass_their_checks"),
+    ("torchrun .* task=math .*", "test_a_model_of_ones_own_is_trained"),
+    ("torchrun .*", "test_another_team_passes_its_checks"),
+    ("marsrl serve-retrieval .*", "test_documents_are_served_until_ctrl_c"),
+    ("marsrl (report|export|evaluate) runs/.*", "test_commands_on_a_run_are_as_they_are_written"),
+    ("marsrl sft .*", "test_a_command_of_the_documents_teaches"),
+    ("marsrl view .*", "test_the_documents_commands_view_a_run"),
+    ("marsrl (evaluate .* --out|compare) .*", "test_evaluations_are_kept_and_compared"),
+    ("marsrl evaluate .*", "test_a_team_is_evaluated"),
+    ("marsrl curate .* curation.yaml .*", "test_problems_are_curated"),
+    ("marsrl init --from-run .*", "test_a_run_s_settings_become_a_file"),
+    ("marsrl .*", "test_a_command_does_what_it_says"),
 )
-"""(pattern of a command, its test below tests/): the first pattern that matches counts."""
+"""(pattern of a command, its test): the first pattern that matches counts."""
 
 
 def runner(command: str) -> str | None:
-    """The command's test, file and function; None: no pattern matches."""
+    """The command's test; None: no pattern matches."""
     return next((test for pattern, test in TESTS if re.fullmatch(pattern, command)), None)
 
 
 def run_by(name: str) -> list[str]:
     """Commands that this test function runs, in the order of the documents."""
     found = dict.fromkeys(each.text for each in commands())
-    return [command for command in found if (runner(command) or "").endswith(f"::{name}")]
+    return [command for command in found if runner(command) == name]

@@ -11,14 +11,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
 import yaml
 from documents import ROOT, config_blocks, other_blocks, python_blocks
 from safetensors.torch import load_file, save_file
-from small_run import SEED
+from small_run import SEED, sevens
 
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
@@ -26,14 +26,16 @@ from marsrl.trainer.models.init_model import init_model
 
 MODEL = re.compile(r"(/path/to|/models)/([\w.-]+)")
 ANSWER = "\\boxed{%s}"
-MORE = [
-    {"question": f"{before}: how many days has a {of}?", "answer": "7"}
-    for before, of in (
-        ("Think of the calendar", "week"),
-        ("Think of the calendar", "week!"),
-        ("Asked by a child", "fortnight"),
-    )
-]
+RAW = (  # questions and levels; the second is asked twice
+    ("What is 7, asked for the 0th time?", "school"),
+    ("Think of the calendar: how many days has a week?", "graduate"),
+    ("Think of the calendar: how many days has a week!?", "school"),
+    ("Asked by a child: how many days has a fortnight?", "graduate"),
+)
+
+
+def write_rows(path: Path, rows: Iterable[object]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 class Desk:
@@ -43,10 +45,11 @@ class Desk:
         self.folder, self.cache = folder, folder / "cache"
         for name in ("trainer", "configs", "benchmarks", "examples", "Makefile"):
             (folder / name).symlink_to(ROOT / name)
-        lines = [{"question": f"What is 7, asked for the {i}th time?", "answer": "7"} for i in range(12)]
-        (folder / "problems.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        for name, count in (("problems", 12), ("questions", 12), ("aime25", 4)):
+            sevens(folder, count, name=f"{name}.jsonl")
+        for name, count in (("held_out", 1), ("beyondaime", 2)):
+            sevens(folder, count, name=f"{name}.jsonl", answer="8")
         (folder / "mine.yaml").write_text((ROOT / "rollout/agents/prompt_sets/math.yaml").read_text())
-        (folder / "held_out.jsonl").write_text(json.dumps({"question": "What is 8?", "answer": "8"}) + "\n")
         for name, page in (("team", "own_team"), ("task", "own_task"), ("seeker", "waiting"), ("program", "external")):
             page = f"docs/{page}.md:"
             (own,) = (block for block in python_blocks() if block.where.startswith(page))
@@ -56,9 +59,7 @@ class Desk:
         (folder / "units.py").write_text(function.text)
         (team,) = (block for block in python_blocks() if block.where.startswith("README.md:"))
         (folder / "team.py").write_text(team.text)
-        levels = ("school", "graduate")
-        raw = [{**line, "level": levels[i % 2]} for i, line in enumerate([*lines[:1], *MORE])]
-        (folder / "raw.jsonl").write_text("".join(json.dumps(line) + "\n" for line in raw))
+        write_rows(folder / "raw.jsonl", ({"question": asked, "answer": "7", "level": level} for asked, level in RAW))
         curate = next(block.text for block in config_blocks() if "\ncurate:" in block.text)
         (folder / "curation.yaml").write_text(curate)
         (folder / "mars.yaml").write_text(
@@ -66,11 +67,8 @@ class Desk:
         )
         (capitals,) = (block.text for block in other_blocks() if block.where.startswith("docs/own_task.md:"))
         (folder / "capitals.txt").write_text(f"{capitals}\n")
-        (folder / "questions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
         (folder / "corpus.jsonl").write_text(json.dumps({"id": "7", "title": "Seven", "text": "It is 7."}))
         (folder / "wiki-18.jsonl").write_text(json.dumps({"id": "0", "contents": '"Seven"\nIt is 7.'}))
-        for name, some in (("aime25", lines[:4]), ("beyondaime", lines[4:6])):
-            (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in some))
 
     def words(self, command: str, model: Callable[[str], Path], rest: str = "") -> list[str]:
         """The command's words with paths filled in: model(name) for a model's directory, `rest` for three dots."""
@@ -92,21 +90,15 @@ class Desk:
             path.parent.mkdir(exist_ok=True)
             rows = [{"question": f"{path.stem}: what is {i}?", "answer": str(i)} for i in range(file.get("count", 4))]
             if not path.exists():
-                path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+                write_rows(path, rows)
 
     def start(self, words: list[str]) -> subprocess.Popen[bytes]:
         """In this folder, from the environment that the tests run in, with a cache of its own; `console` is what it prints."""
         environment = {**os.environ, "MARSRL_CACHE": str(self.cache)}
         environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
         with open(self.folder / "console", "wb") as console:
-            return subprocess.Popen(
-                words,
-                cwd=self.folder,
-                env=environment,
-                start_new_session=True,
-                stdout=console,
-                stderr=subprocess.STDOUT,
-            )
+            streams = {"stdout": console, "stderr": subprocess.STDOUT}
+            return subprocess.Popen(words, cwd=self.folder, env=environment, start_new_session=True, **streams)
 
     def console(self) -> str:
         """Output of the command that was started last."""

@@ -10,6 +10,8 @@ from functools import cache
 from pathlib import Path
 from unittest import mock
 
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
 from typer.main import get_command
 
 from marsrl.trainer import main
@@ -17,17 +19,11 @@ from marsrl.trainer.commands import cli
 from marsrl.trainer.config import RunConfig
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [
-    ROOT / "README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
-    ROOT / "benchmarks" / "README.md",
-    ROOT / "examples" / "README.md",
-]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES += [ROOT / folder / "README.md" for folder in ("benchmarks", "examples")]
 MENTIONS = re.compile(r"marsrl( \w+)?|.*\[.*")  # of running text: the name of a program, and how its words are written
 STARTERS = ("torchrun ", "python ", "marsrl ", "make ", "pip ", "apt-get ")
-_SPAN = re.compile(r"(?<!`)`([^`]+)`(?!`)")
 _COMMENT = re.compile(r"(^|\s)#\s.*$")
-_LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
 
 
 @dataclass(frozen=True)
@@ -38,47 +34,32 @@ class Found:
     text: str
 
 
+@cache
+def parsed(page: Path) -> list[Token]:
+    """CommonMark's blocks, and tables."""
+    return MarkdownIt().enable("table").parse(page.read_text("utf-8"))
+
+
 def blocks(page: Path) -> list[Found]:
     """Fenced and indented blocks, without their fences and indentation."""
-    found: list[Found] = []
-    lines, start, fence = [*page.read_text("utf-8").splitlines(), ""], 0, False
-    held: list[str] = []
-
-    def end() -> None:
-        if any(held):
-            found.append(Found(f"{_name(page)}:{start}", "\n".join(held).strip("\n")))
-        held.clear()
-
-    for number, line in enumerate(lines, start=1):
-        if line.startswith("```"):
-            end()
-            fence, start = not fence, number + 1
-        elif fence:
-            held.append(line)
-        elif line.startswith("    ") or (held and not line):
-            if not held:
-                if lines[number - 2].strip():
-                    continue  # a paragraph or a list goes on, indented
-                start = number
-            held.append(line[4:])
-        else:
-            end()
-    end()
-    return found
+    return [
+        Found(f"{_name(page)}:{token.map[0] + 1 + (token.type == 'fence')}", token.content.strip("\n"))
+        for token in parsed(page)
+        if token.map and token.type in ("fence", "code_block")
+    ]
 
 
-def prose(page: Path) -> str:
-    """The page without its blocks, so that a span in backticks may go over a line's end."""
-    text = page.read_text("utf-8")
-    return "\n".join("" if line.startswith(("    ", "```")) else line for line in text.splitlines())
+def pieces(page: Path) -> list[tuple[int, Token]]:
+    """Texts, spans in backticks, links and pictures of the running text, each with the line at which its paragraph begins."""
+    return [(token.map[0] + 1, piece) for token in parsed(page) if token.map for piece in token.children or ()]
 
 
 def spans(page: Path) -> list[Found]:
     """Spans in backticks of the running text."""
-    text = prose(page)
     return [
-        Found(f"{_name(page)}:{text.count(chr(10), 0, match.start()) + 1}", " ".join(match[1].split()))
-        for match in _SPAN.finditer(text)
+        Found(f"{_name(page)}:{line}", " ".join(piece.content.split()))
+        for line, piece in pieces(page)
+        if piece.type == "code_inline"
     ]
 
 
@@ -131,10 +112,10 @@ def links() -> list[Found]:
     """Targets of links to something in the repository, as paths from its root."""
     found = []
     for page in PAGES:
-        for match in _LINK.finditer(page.read_text("utf-8")):
-            if "://" not in match[1]:
-                target = (page.parent / match[1]).resolve()
-                found.append(Found(_name(page), str(target.relative_to(ROOT))))
+        for _, piece in pieces(page):
+            target = str(piece.attrs.get("href") or piece.attrs.get("src") or "").partition("#")[0]
+            if target and "://" not in target:
+                found.append(Found(_name(page), str((page.parent / target).resolve().relative_to(ROOT))))
     return found
 
 

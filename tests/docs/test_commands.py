@@ -57,12 +57,8 @@ def holds(part: Any, whole: Any) -> bool:
     return bool(part == whole) or (isinstance(part, str) and os.path.abspath(part) == whole)
 
 
-SHOWN = {
-    "prompts": "corrector",
-    "doctor": "linear_policy_loss",
-    "try": "advantage",
-    "make-facts": "224 documents, 200 papers, 10,000 + 300 questions\n",
-}
+SHOWN = {"prompts": "corrector", "doctor": "linear_policy_loss", "try": "advantage"}
+SHOWN["make-facts"] = "224 documents, 200 papers, 10,000 + 300 questions\n"
 
 
 @pytest.mark.parametrize("command", run_by("test_a_command_does_what_it_says"))
@@ -153,9 +149,8 @@ def test_hle_is_cut_into_the_subjects_that_are_evaluated(desk: Desk) -> None:
     listed = [file["path"] for file in yaml.safe_load(Path("mars.yaml").read_text())["data"]["eval"]]
     assert sorted(listed) == sorted(str(path) for path in Path("hle").iterdir())
     (math,) = (path for path in listed if "math" in path)
-    assert [json.loads(line) for line in Path(math).read_text().splitlines()] == [
-        {"question": "Math?", "answer": "1"}
-    ] * 2
+    lines = Path(math).read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [{"question": "Math?", "answer": "1"}] * 2
 
 
 @pytest.mark.parametrize("command", run_by("test_a_run_on_gpus_passes_its_checks"))
@@ -193,21 +188,16 @@ def dry_run(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[dict[
     return yaml.safe_load(shown[: shown.index("batch arithmetic:")]), shown
 
 
-TEAMS = {
-    "orchestration=solver": (["solver"], "one agent: 64 samples a step"),
-    **dict.fromkeys(
-        ("orchestration=solver_verifier", "preset=cpu_solver_verifier"),
-        (["solver", "verifier"], "128 samples of solver"),
-    ),
-    "orchestration=debate": (["debater"], "one agent: 384 samples a step"),
-    "orchestration=team.py:Checked": (["solver", "verifier", "corrector"], "at most 192 samples a step"),
-    "own_team.yaml": (
-        ["first", "second", "judge"],
-        "at most 192 samples a step, if each agent is asked once in an episode",
-    ),
-    "own_task.yaml": (["solver", "verifier1", "corrector1", "verifier2", "corrector2"], "576 samples a step"),
-    "orchestration=dual_system": (["system2", "system1"], "40 samples of system2"),
-    "task=qa": (["verifier", "search", "answer"], "at most 320 samples a step"),
+TEAMS = {  # agents, and what is said of the batch
+    "orchestration=solver": ("solver", "one agent: 64 samples a step"),
+    "orchestration=solver_verifier": ("solver verifier", "128 samples of solver"),
+    "preset=cpu_solver_verifier": ("solver verifier", "128 samples of solver"),
+    "orchestration=debate": ("debater", "one agent: 384 samples a step"),
+    "orchestration=team.py:Checked": ("solver verifier corrector", "at most 192 samples a step"),
+    "own_team.yaml": ("first second judge", "at most 192 samples a step, if each agent is asked once in an episode"),
+    "own_task.yaml": ("solver verifier1 corrector1 verifier2 corrector2", "576 samples a step"),
+    "orchestration=dual_system": ("system2 system1", "40 samples of system2"),
+    "task=qa": ("verifier search answer", "at most 320 samples a step"),
 }
 
 
@@ -218,7 +208,7 @@ def test_another_team_passes_its_checks(command: str, desk: Desk, capsys: pytest
     desk.fill_in(words, model)
     config, shown = dry_run(words, capsys)
     agents, batch = next(TEAMS[word] for word in TEAMS if word in command.split())
-    assert list(config["agents"]) == agents and batch in shown
+    assert " ".join(config["agents"]) == agents and batch in shown
 
 
 @pytest.mark.parametrize("command", run_by("test_a_host_waits_for_its_trainer_and_says_so"))
@@ -275,7 +265,7 @@ def test_a_run_s_settings_become_a_file(command: str, desk: Desk, capsys: pytest
 
 
 PARSE = """
-import argparse, importlib.util, shlex, sys
+import argparse, runpy, shlex, sys
 sys.path.insert(0, sys.argv[1])
 class Taken(BaseException): pass
 def stopping(parse):
@@ -285,15 +275,11 @@ def stopping(parse):
     return parse_and_stop
 for name in ("parse_args", "parse_intermixed_args"):
     setattr(argparse.ArgumentParser, name, stopping(getattr(argparse.ArgumentParser, name)))
-for number, line in enumerate(sys.stdin):
+for line in sys.stdin:
     sys.argv = shlex.split(line)[1:]
-    spec = importlib.util.spec_from_file_location(f"script_{number}", sys.argv[0])
-    script = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = script
-    spec.loader.exec_module(script)
     try:
-        script.main()
-        print(line, "main() came to its end before it read its words")
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        print(line, "it came to its end before it read its words")
     except Taken:
         print("taken")
     except SystemExit:

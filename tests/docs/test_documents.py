@@ -1,13 +1,15 @@
-"""The documents and the table of commands speak of the same things, and of things that are there."""
+"""Documents speak of commands that tests run, of files, settings, metrics and messages that are there, and make a site."""
 
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
-import pytest
 from commands import TESTS, run_by, runner
-from documents import PAGES, ROOT, Found, commands, links, other_blocks, prose, spans
+from documents import PAGES, ROOT, Found, commands, is_on_the_page, links, other_blocks, pieces, rows, spans
 
 from marsrl.rollout.orchestrations.registry import ORCHESTRATIONS
 from marsrl.rollout.tasks.config import ArithmeticOptions, MathOptions, QaOptions
@@ -27,11 +29,10 @@ PICTURES = {
 def test_every_command_of_the_documents_is_run_by_a_test() -> None:
     unknown = {found.text: found.where for found in commands() if runner(found.text) is None}
     assert not unknown, "give each a pattern in tests/docs/commands.py, and a test"
-    for pattern, test in TESTS:
-        file, _, name = test.partition("::")
+    tests = [path.read_text("utf-8") for path in (ROOT / "tests").rglob("test_*.py")]
+    for pattern, name in TESTS:
         assert run_by(name), f"no document has a command {pattern}"
-        text = (ROOT / "tests" / file).read_text("utf-8")
-        assert f"def {name}(" in text and f'run_by("{name}")' in text, test
+        assert any(f"def {name}(" in text and f'run_by("{name}")' in text for text in tests), name
 
 
 def test_a_block_that_nobody_types_is_a_known_picture() -> None:
@@ -89,8 +90,45 @@ def test_every_setting_that_is_named_is_one() -> None:
     assert not wrong
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_backticks_of_running_text_are_closed(page) -> None:
+def test_backticks_of_running_text_are_closed() -> None:
     """Else the spans that the other tests look at are the text between them."""
-    for paragraph in prose(page).split("\n\n"):
-        assert paragraph.count("`") % 2 == 0, paragraph
+    texts = [(page.name, line, piece.content) for page in PAGES for line, piece in pieces(page) if piece.type == "text"]
+    assert not [each for each in texts if "`" in each[2]]
+
+
+CODE = [path for room in ("trainer", "rollout") for path in sorted((ROOT / room).rglob("*.py"))]
+FAMILIES = "actor|advantage|cost|drmas|eval|judge|latency_s|metrics|mpt|perf|policy_cost|response_length|reward|rollout"
+FAMILIES += "|router|sft|sync|teacher|team|timing_s|tools|train_rollout|verdicts"
+# lanes of the trace, beginnings of names
+NONE = {"reward/pool", "sync/<name>", "cost/<name>", "train_rollout/prob_diff_", "rollout/staleness_", "sft/held_out"}
+
+
+def test_every_metric_that_the_code_names_is_on_the_page() -> None:
+    found = {
+        re.sub(r"\{[^}]*\}", "<name>", name)
+        for path in CODE
+        for name in re.findall(rf'"((?:{FAMILIES})/[\w/{{}}.]+)"', path.read_text("utf-8"))
+    }
+    assert len(found) > 60
+    missing = {name for name in found - NONE if not is_on_the_page(name)}
+    assert not missing, "give each a row of docs/metrics.md"
+
+
+def test_every_message_of_the_page_is_one_of_the_code() -> None:
+    """Checks rows whose first cell is one message."""
+    code = "".join(re.sub(r'"\s*\n\s*f?"', "", Path(path).read_text("utf-8")) for path in CODE)
+    messages = [cells[0][1:-1] for cells in rows("troubleshooting.md") if re.fullmatch(r"`[^`]+`", cells[0])]
+    assert len(messages) > 15
+    assert not [message for message in messages if message not in code]
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    """Every page has a place in the menu, every link and anchor its target."""
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr
+    pages = {path.stem for path in (tmp_path / "site").glob("*.html")} - {"404"}
+    assert pages == {path.stem for path in (ROOT / "docs").glob("*.md")} | {"config"}
+    assert "rollout.segments" in (tmp_path / "site" / "config.html").read_text("utf-8")
+    shown = (tmp_path / "site" / "quickstart.html").read_text("utf-8")
+    assert "marsrl config" in shown and 'src="http' not in shown  # nothing is loaded from elsewhere

@@ -12,6 +12,7 @@ import pytest
 from commands import run_by
 from completions_server import Handler, completions_server
 from desk import Desk, boxing_model
+from small_run import sevens
 
 from marsrl.trainer.commands import cli
 
@@ -22,8 +23,7 @@ CRITICS = ("verifier1", "corrector1", "verifier2", "corrector2")
 def test_a_served_solver_with_critics_of_a_checkpoint_is_evaluated_and_goes_on(tmp_path: Path, capsys: Any) -> None:
     os.chdir(tmp_path)
     model = boxing_model(tmp_path / "model")
-    rows = [{"question": f"What is 7, number {i}?", "answer": "7"} for i in range(4)]
-    Path("p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sevens(tmp_path, 4, name="p.jsonl")
 
     def reply(handler: Handler, body: dict[str, Any], before: int) -> None:
         handler.complete(f"\\boxed{{{7 + body['seed'] % 2}}}")
@@ -41,9 +41,8 @@ def test_a_served_solver_with_critics_of_a_checkpoint_is_evaluated_and_goes_on(t
         first = json.loads(capsys.readouterr().out)
         num_asked = len(server.bodies)
         assert first["alone"]["n"] == first["system"]["n"] == first["latency"]["n"] == 8
-        assert (
-            first["alone"]["mean"] == first["system"]["mean"]
-        )  # critics without a verdict change nothing in one round
+        # critics without a verdict change nothing in one round
+        assert first["alone"]["mean"] == first["system"]["mean"]
         policies = {agent: used["policy"] for agent, used in first["usage"].items()}
         assert policies == {"solver": "served", "verifier1": "critics"}
         lines = Path("kept/draws.jsonl").read_bytes().splitlines(keepends=True)
@@ -69,8 +68,7 @@ class Game:
 def test_an_environment_is_evaluated_and_draws_of_another_are_not_taken_for_its(tmp_path: Path, capsys: Any) -> None:
     os.chdir(tmp_path)
     model = boxing_model(tmp_path / "model")
-    rows = [{"question": f"What is 7, number {i}?", "answer": "7"} for i in range(4)]
-    Path("p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sevens(tmp_path, 4, name="p.jsonl")
     words = [
         "evaluate", "task=math", "orchestration=external", "external.environment=game.py:Game", "agents={solver: {}}",
         f"policies={{main: {{frozen: true, model: {model}, dtype: float32}}}}", "data.eval=p.jsonl", "evaluate.repeat=2",
@@ -89,11 +87,8 @@ def test_an_environment_is_evaluated_and_draws_of_another_are_not_taken_for_its(
 def test_evaluations_are_kept_and_compared(tmp_path: Path, capsys: Any) -> None:
     os.chdir(tmp_path)
     desk, models = Desk(tmp_path), {}
-    own = [
-        "evaluate={accept_after: 1, max_iterations: 1, fixed_inputs: 2}",
-        "rollout={engine: local, placement: local}",
-    ]
-    own += ["rollout.max_response_tokens=40", "policies.main.dtype=float32"]
+    own = ["evaluate={accept_after: 1, max_iterations: 1, fixed_inputs: 2}", "policies.main.dtype=float32"]
+    own += ["rollout={engine: local, placement: local, max_response_tokens: 40}"]
 
     def model(name: str) -> Path:
         models[name] = models.get(name) or boxing_model(tmp_path / "models" / name)
@@ -107,10 +102,8 @@ def test_evaluations_are_kept_and_compared(tmp_path: Path, capsys: Any) -> None:
         assert said.err.rstrip().endswith(f"kept in {words[words.index('--out') + 1]}/evaluation.json"), said.err
         assert result == json.loads(Path(words[words.index("--out") + 1], "evaluation.json").read_text())
         if "evaluate.repeat=2" in words:
-            assert {name: each["num_episodes"] for name, each in result["sets"].items()} == {
-                "aime25": 8,
-                "beyondaime": 8,
-            }
+            num_episodes = {name: each["num_episodes"] for name, each in result["sets"].items()}
+            assert num_episodes == {"aime25": 8, "beyondaime": 8}
         else:
             assert {agent: used["policy"] for agent, used in result["usage"].items()}["solver"] == "other"
     for name, kept in (("one", "base"), ("two", "trained")):

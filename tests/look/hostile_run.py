@@ -60,16 +60,8 @@ def make_hostile_run(root: Path) -> Path:
     ring = {"group_id": "v", "parent_uid": "L/solver:0", "verdict": False}
     wrong = make_sample("L/verifier1:0", "verifier1", **shared, **ring, reward=Reward(0.0, 0.0, {"verdict": 0.0}))
     segments = tuple(Segment(40 * k, 40 * k + 40, 4 + k) for k in range(3))
-    repaired = make_sample(
-        "L/corrector1:0",
-        "corrector1",
-        **{**shared, "num_tokens": 120},
-        group_id="c",
-        parent_uid="L/verifier1:0",
-        text=talk,
-        segments=segments,
-        is_sampled=np.arange(120) < 110,
-    )
+    long = {**shared, "num_tokens": 120, "segments": segments, "is_sampled": np.arange(120) < 110}
+    repaired = make_sample("L/corrector1:0", "corrector1", **long, group_id="c", parent_uid="L/verifier1:0", text=talk)
     endless = make_sample(
         "L/corrector1:1", "corrector1", **shared, group_id="c", parent_uid="L/corrector1:1", text=unclosed
     )

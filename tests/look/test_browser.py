@@ -29,13 +29,12 @@ PAGES = (
 
 @pytest.fixture
 def watched(browser: Browser, viewer: str) -> Iterator[Watched]:
-    context = browser.new_context(viewport={"width": 1280, "height": 900})
-    seen = Watched(context, viewer.partition("?")[0])
+    seen = Watched(browser, viewer.partition("?")[0])
     seen.page.goto(viewer)
     indexed = "document.querySelector('.state')?.innerText.match(/samples$/) && document.querySelector('.item')"
     seen.wait_until(indexed)
     yield seen
-    context.close()
+    seen.page.close()
 
 
 def test_every_page_stays_calm_and_whole_over_a_hostile_run(watched: Watched) -> None:

@@ -33,8 +33,8 @@ def draws(right: float, problems: range, seed: int, of: str = "") -> list[Draw]:
     return found
 
 
-def keep(folder: Path, found: list[Draw], scorer: Scorer | None = None) -> Path:
-    scorer = scorer or Scorer([AgentSpec("solver")], {}, {})
+def keep(folder: Path, found: list[Draw]) -> Path:
+    scorer = Scorer([AgentSpec("solver")], {}, {})
     with Kept(folder) as kept:
         for i, draw in enumerate(found):
             kept.draws.add(str(i), draw, is_whole=True)

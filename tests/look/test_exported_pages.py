@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from made_up_run import AGENTS, make_group, make_run, make_sample, make_summary,
 from playwright.sync_api import Browser
 from watched import Watched
 
+from marsrl.rollout.types import Sample
 from marsrl.trainer.commands.look.export import write_report
 from marsrl.trainer.report.samples_log import write_samples
 from marsrl.trainer.report.summary import save_summary
@@ -83,13 +85,16 @@ def test_a_run_that_has_not_finished_has_a_page_that_says_so(tmp_path: Path) -> 
     assert "is not a run summary" in told(run)["overview?run=0"]["why_not"]
 
 
-def test_a_run_that_writes_its_own_report_is_over_and_another_process_s_is_not(tmp_path: Path) -> None:
+def test_another_process_s_run_is_going_on_and_is_written_by_no_other(tmp_path: Path) -> None:
+    """One that writes its own report is over."""
     run = make_run(tmp_path, num_steps=1)
     lock = RunLock(run)
     assert not told(run)["runs"][0]["is_going_on"]
     lock.release()
-    with written_by_another(run):
+    with written_by_another(run) as pid:
         assert told(run)["runs"][0]["is_going_on"]
+        with pytest.raises(ValueError, match=f"being written by process {pid} on {socket.gethostname()}; wait"):
+            RunLock(run)
     assert not told(run)["runs"][0]["is_going_on"]
 
 
@@ -103,7 +108,7 @@ def test_a_parent_that_is_not_there_hides_no_sample(tmp_path: Path) -> None:
 def test_a_browser_shows_a_hostile_run_from_one_file_and_complains_of_nothing(browser: Browser, tmp_path: Path) -> None:
     """Every page, its charts, a sample, a diff and a zoom, with no server and no network."""
     file = write_report(make_run(tmp_path, text=ATTACK).path)
-    seen = Watched(browser.new_context(viewport={"width": 1280, "height": 900}))
+    seen = Watched(browser)
     page = seen.page
     page.goto(file.as_uri())
     page.wait_for_selector("svg.bars rect")
@@ -129,26 +134,17 @@ def test_a_program_s_sessions_are_lines_and_a_branch_stands_below_the_sample_tha
 ) -> None:
     run = RunDirectory.create(tmp_path, "a", "p")
     run.write_config({"external": {"function": "my_program.py:run"}, "agents": {"solver": {}, "verifier": {}}})
-    names = {"solver": ["0/solver:0", "0/solver#1:0", "1/solver:0"], "verifier": ["0/verifier:0"]}
-    parents = {"0/solver#1:0": "000001.0/solver:0"}
-    groups = [
-        make_group(
-            *(
-                make_sample(f"000001.{name}", agent, rollout_id="000001", group_id=agent, parent_uid=parents.get(name))
-                for name in own
-            )
-        )
-        for agent, own in names.items()
-    ]
-    write_samples(run, 0, groups)
-    seen = Watched(browser.new_context(viewport={"width": 1280, "height": 900}))
+
+    def said(agent: str, name: str, parent: str | None = None) -> Sample:
+        return make_sample(f"000001.{name}", agent, rollout_id="000001", group_id=agent, parent_uid=parent)
+
+    branch = said("solver", "0/solver#1:0", "000001.0/solver:0")
+    solvers = make_group(said("solver", "0/solver:0"), branch, said("solver", "1/solver:0"))
+    write_samples(run, 0, [solvers, make_group(said("verifier", "0/verifier:0"))])
+    seen = Watched(browser)
     seen.page.goto(write_report(run.path).as_uri())
     seen.page.get_by_role("link", name="samples").click()
     seen.page.wait_for_selector(".tree .line")
     lines = [" ".join(text.split()) for text in seen.page.locator(".tree .line").all_inner_texts()]
-    assert lines == [
-        "session 000001.0 solver 1 verifier 1",
-        "solver on solver:0 solver 1",
-        "session 000001.1 solver 1",
-    ]
+    assert lines == ["session 000001.0 solver 1 verifier 1", "solver on solver:0 solver 1", "session 000001.1 solver 1"]
     assert not seen.complaints

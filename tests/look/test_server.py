@@ -1,4 +1,4 @@
-"""Access to the viewer, and the rights of its pages."""
+"""Access to the viewer, the rights of its pages, and a run on the terminal."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import pytest
 from commands import run_by
 from fastapi.testclient import TestClient
 
+from marsrl.trainer.commands.cli import main
 from marsrl.trainer.commands.look.api import MOST_CHARS, differences
 from marsrl.trainer.commands.look.server import PAGES, make_app
 
@@ -56,10 +57,7 @@ def test_nothing_beside_the_pages_is_served(stranger: TestClient, path: str) -> 
 
 
 def test_the_documents_commands_view_a_run(runs: list[Path], tmp_path: Path) -> None:
-    environment = {
-        **os.environ,
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-    }
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     (tmp_path / "runs").mkdir()
     for command in run_by("test_the_documents_commands_view_a_run"):
         words = shlex.split(command)
@@ -102,10 +100,20 @@ def test_the_libraries_are_those_that_were_published(stranger: TestClient) -> No
 
 
 def test_a_diff_marks_words_and_leaves_what_both_have() -> None:
-    assert differences("same\nx is 3.\n", "same\nx is 4.\n") == [
-        ("=", "same\nx is "),
-        ("-", "3"),
-        ("+", "4"),
-        ("=", ".\n"),
-    ]
+    changed = [("=", "same\nx is "), ("-", "3"), ("+", "4"), ("=", ".\n")]
+    assert differences("same\nx is 3.\n", "same\nx is 4.\n") == changed
     assert differences("a" * (MOST_CHARS + 1), "a") is None
+
+
+def test_a_hostile_run_steers_no_terminal(runs: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["view", *map(str, runs), "--text"]) == 0
+    shown = capsys.readouterr().out
+    assert not re.findall(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]", shown)
+    assert "␛" in shown and "⟨U+202E⟩" in shown.replace("\n", "")
+    assert "last step logged: 5" in shown and "not finished, last step logged: 2" in shown
+    assert "says wrong" in shown and "is no file of samples" in shown and "reward/solver/mean" in shown
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["view", str(tmp_path), "--text"]) == 2
+    assert "is not a run directory" in capsys.readouterr().err

@@ -8,53 +8,37 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-import numpy as np
+from letters import AGENTS, sampled
 
-from marsrl.rollout.types import Finish, Group, Reward, Sample, Segment
+from marsrl.rollout.types import Group, Reward, Sample, Segment
 from marsrl.trainer.report.group_metrics import summarise
 from marsrl.trainer.report.metrics import MetricsLog
 from marsrl.trainer.report.samples_log import write_samples
 from marsrl.trainer.report.summary import (
     AgentEstimate,
     Confusion,
-    EngineRecord,
     Estimate,
     Evaluation,
     Summary,
-    WarmStartRecord,
     save_summary,
     wilson_interval,
 )
 from marsrl.trainer.report.trace import TraceLog
 from marsrl.trainer.runs.directory import RunDirectory
 
-AGENTS = ("solver", "verifier1", "corrector1", "verifier2", "corrector2")
 
-
-def make_sample(uid: str, agent: str = "solver", **changes: object) -> Sample:
-    """A sample of 4 tokens with reward 1; `changes` replace fields. text, num_tokens and version are shorthands."""
-    num_tokens = int(changes.pop("num_tokens", 4))  # type: ignore[call-overload]
-    version = int(changes.pop("version", 0))  # type: ignore[call-overload]
-    fields: dict[str, object] = {
-        "uid": uid,
-        "rollout_id": "p0#0",
-        "problem_id": "p0",
-        "agent": agent,
-        "group_id": f"p0#0/{agent}/root",
-        "parent_uid": None,
-        "prompt_ids": np.arange(3, dtype=np.int32),
-        "token_ids": np.arange(num_tokens, dtype=np.int32),
-        "is_sampled": np.ones(num_tokens, bool),
-        "rollout_logprobs": np.full(num_tokens, -0.1, np.float32),
-        "segments": (Segment(0, num_tokens, version),),
-        "finish": Finish.STOP,
-        "full_text": changes.pop("text", f"text of {uid}"),
-        "prompt_text": "a 3 b *7",
-        "reward": Reward(1.0, 1.0, {"answer": 1.0}),
-    }
-    return Sample(**{**fields, **changes})  # type: ignore[arg-type]
+def make_sample(
+    uid: str, agent: str = "solver", *, num_tokens: int = 4, version: int = 0, text: str | None = None, **changes: Any
+) -> Sample:
+    """A sample with reward 1; `changes` replace fields."""
+    made = {"rollout_id": "p0#0", "problem_id": "p0", "group_id": f"p0#0/{agent}/root", "prompt_text": "a 3 b *7"}
+    made |= {"full_text": f"text of {uid}" if text is None else text, "reward": Reward(1.0, 1.0, {"answer": 1.0})}
+    made["segments"] = (Segment(0, num_tokens, version),)
+    return replace(sampled(uid, 1.0, agent=agent, tokens=num_tokens), **{**made, **changes})
 
 
 def make_group(*samples: Sample) -> Group:
@@ -81,29 +65,19 @@ def make_evaluation(rate: float, n: int = 300) -> Evaluation:
     )
 
 
-def make_summary(**changes: object) -> Summary:
-    fields: dict[str, object] = {
-        "name": "made-up",
-        "task": "arithmetic",
-        "model": "made-up Qwen3-MoE, 0.57 M parameters",
-        "device": "made-up CPU, 2 cores",
-        "steps": 6,
-        "seeds": {"run": 0},
-        "before": make_evaluation(0.55),
-        "after": make_evaluation(0.88),
-        "engine": EngineRecord(
-            engine_class="LLMEngine", library="vllm", version="0.0-test", kind="vllm", device="cpu", dtype="float32"
-        ),
+def make_summary(**changes: Any) -> Summary:
+    engine = {"engine_class": "LLMEngine", "library": "vllm", "version": "0.0-test"}
+    warm_start = {"cached": False, "seconds": 140, "as_wanted": True, "measured": {"solver": 0.55, "verifier1": 0.62}}
+    fields: dict[str, Any] = {"name": "made-up", "task": "arithmetic", "model": "made-up Qwen3-MoE, 0.57 M parameters"}
+    fields |= {"device": "made-up CPU, 2 cores", "steps": 6, "seeds": {"run": 0}}
+    fields |= {"before": make_evaluation(0.55), "after": make_evaluation(0.88), "verified_syncs": 6}
+    fields |= {
+        "engine": engine | {"kind": "vllm", "device": "cpu", "dtype": "float32"},
         "tokens_per_engine": (412_345,),
-        "verified_syncs": 6,
-        "warm_start": WarmStartRecord(
-            cached=False, seconds=140, as_wanted=True, measured={"solver": 0.55, "verifier1": 0.62}
-        ),
-        "timings": {"warm_start": 140.0, "rl": 101.5},
-        "versions": {"torch": "0.0-test", "ray": "0.0-test"},
-        "commit": "0123abc",
     }
-    return Summary(**{**fields, **changes})  # type: ignore[arg-type]
+    fields |= {"warm_start": warm_start, "timings": {"warm_start": 140.0, "rl": 101.5}, "commit": "0123abc"}
+    fields |= {"versions": {"torch": "0.0-test", "ray": "0.0-test"}}
+    return Summary(**{**fields, **changes})
 
 
 def make_step(step: int, rng: random.Random, text: str = "") -> tuple[list[Group], dict[str, float]]:
@@ -112,32 +86,22 @@ def make_step(step: int, rng: random.Random, text: str = "") -> tuple[list[Group
     for depth, agent in enumerate(AGENTS[: step + 1]):
         for problem in range(3):
             rollout_id = f"p{step - depth}.{problem}#0"
-            uid_of = {d: f"{rollout_id}/{AGENTS[d]}/{'0' * (d + 1)}" for d in range(depth + 1)}
-            parent = uid_of[depth - 1] if depth else None
+            parent = f"{rollout_id}/{AGENTS[depth - 1]}/{'0' * depth}" if depth else None
+            shared = {"rollout_id": rollout_id, "problem_id": rollout_id.removesuffix("#0"), "parent_uid": parent}
+            shared |= {"group_id": f"{rollout_id}/{agent}/{parent or 'root'}", "prompt_text": f"a 3 b *7 c -5 {text}"}
             samples = []
             for index in range(4):
                 right = rng.random() < 0.4 + 0.08 * step
                 missing = agent == "solver" and problem == 2 and index == 3
                 value = math.nan if missing else float(right)
                 number = rng.randint(5, 60)
+                says: dict[str, Any] = {"reward": Reward(value, value, {"answer": value}, text)}
+                if missing:
+                    says["reward"] = Reward(value, value, {}, text or "late")
+                says |= {"verdict": right} if agent.startswith("verifier") else {"answer": f"{number % 10}{text}"}
+                says |= {"num_tokens": number, "text": f"a 3 b *7 = 1 c -5 = 6 Answer: {number % 10} {text}"}
                 samples.append(
-                    make_sample(
-                        f"{rollout_id}/{agent}/{'0' * depth}{index}",
-                        agent,
-                        rollout_id=rollout_id,
-                        problem_id=f"p{step - depth}.{problem}",
-                        group_id=f"{rollout_id}/{agent}/{parent or 'root'}",
-                        parent_uid=parent,
-                        num_tokens=number,
-                        version=step,
-                        text=f"a 3 b *7 = 1 c -5 = 6 Answer: {number % 10} {text}",
-                        prompt_text=f"a 3 b *7 c -5 {text}",
-                        answer=None if agent.startswith("verifier") else f"{number % 10}{text}",
-                        verdict=right if agent.startswith("verifier") else None,
-                        reward=Reward(
-                            value, value, {} if missing else {"answer": value}, text or ("late" if missing else "")
-                        ),
-                    )
+                    make_sample(f"{rollout_id}/{agent}/{'0' * depth}{index}", agent, version=step, **shared, **says)
                 )
                 advantages[samples[-1].uid] = 0.0 if missing else value - 0.5
             groups.append(make_group(*samples))
@@ -156,18 +120,11 @@ def make_run(root: Path, *, text: str = "", num_steps: int = 6, finished: bool =
             groups, advantages = make_step(step, rng, text)
             write_samples(run, step, groups, advantages)
             values = summarise(groups, version=step, advantages=advantages)
-            parts = {
-                "rollout": 2.0 + rng.random(),
-                "credit": 0.05,
-                "pack": 0.1,
-                "step": 1.0 + rng.random(),
-                "publish": 0.2,
-            }
+            parts = {"rollout": 2.0 + rng.random(), "credit": 0.05, "pack": 0.1, "step": 1.0 + rng.random()}
+            parts["publish"] = 0.2
             values |= {f"timing_s/{name}": seconds for name, seconds in parts.items()}
-            values |= {
-                "actor/entropy": 0.3 - 0.02 * step,
-                "actor/grad_norm": math.nan if step == 2 else 0.5 + rng.random(),
-            }
+            values["actor/entropy"] = 0.3 - 0.02 * step
+            values["actor/grad_norm"] = math.nan if step == 2 else 0.5 + rng.random()
             values |= {"mpt/fraction_masked": 0.04 * step, "perf/tokens_per_s": 4000 + 100 * step}
             metrics.log(step, values)
             lanes = {"rollout": "engine/0", "step": "rank/0", "publish": "sync/main", "credit": f"reward/0{text}"}

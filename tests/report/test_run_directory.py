@@ -4,20 +4,18 @@ import contextlib
 import errno
 import fcntl
 import os
-import socket
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
-from made_up_run import written_by_another
 
 from marsrl.trainer.report.samples_log import sample_files, write_samples
 from marsrl.trainer.report.token_log import token_files, write_tokens
 from marsrl.trainer.runs.directory import RunDirectory
-from marsrl.trainer.runs.lock import RunLock, why_held
+from marsrl.trainer.runs.lock import RunLock
 
 
 def test_two_runs_of_the_same_second_do_not_share_a_directory(tmp_path: Path) -> None:
@@ -26,45 +24,31 @@ def test_two_runs_of_the_same_second_do_not_share_a_directory(tmp_path: Path) ->
     assert names == [f"cpu_default-20260102-030405{end}" for end in ("", "-2", "-3")]
 
 
-def test_a_named_run_that_exists_is_refused_and_keeps_its_first_settings(tmp_path: Path) -> None:
+BEGUN: dict[str, Callable[[RunDirectory], object]] = {
+    "a step": lambda run: run.metrics.write_text('{"step": 1}\n'),
+    "a checkpoint": lambda run: run.checkpoints.mkdir(),
+    "samples": lambda run: run.samples.mkdir(),
+    "an evaluation": lambda run: run.evaluation_before.write_text("{}"),
+}
+
+
+@pytest.mark.parametrize("sign", BEGUN)
+def test_a_run_that_has_begun_keeps_its_name_and_first_settings_and_a_start_that_failed_does_not(
+    sign: str, tmp_path: Path
+) -> None:
+    failed = RunDirectory.create(tmp_path, "a", "p")
+    failed.write_config({"x": 0})
+    RunLock(failed).release()
+    failed.metrics.touch()  # opened, and nothing logged
     run = RunDirectory.create(tmp_path, "a", "p")
-    run.write_config({"x": 1})
-    run.metrics.write_text('{"step": 1}\n')
-    with pytest.raises(ValueError, match="run.resume=auto"):
+    assert run.write_config({"x": 1}).read_text() == "x: 1\n"
+    BEGUN[sign](run)
+    with pytest.raises(ValueError, match="exists and is not overwritten.*run.resume=auto"):
         RunDirectory.create(tmp_path, "a", "p")
     again = RunDirectory.create(tmp_path, "a", "p", "auto")
     assert again.existed and again.write_config({"x": 1}) == again.config
     assert again.write_config({"x": 2}).name == "config.resumed_1.yaml"
     assert again.config.read_text() == "x: 1\n"
-
-
-def test_a_start_that_failed_does_not_take_the_name(tmp_path: Path) -> None:
-    failed = RunDirectory.create(tmp_path, "a", "p")
-    failed.write_config({"x": 1})
-    with pytest.raises(ValueError, match="exists and is not overwritten"):  # it may be somebody else's config.yaml
-        RunDirectory.create(tmp_path, "a", "p")
-    RunLock(failed).release()
-    again = RunDirectory.create(tmp_path, "a", "p")
-    again.metrics.touch()  # opened, and nothing logged
-    assert again.write_config({"x": 2}).read_text() == "x: 2\n"
-    for made in (again.checkpoints, again.samples):
-        made.mkdir()
-        with pytest.raises(ValueError, match="exists and is not overwritten"):
-            RunDirectory.create(tmp_path, "a", "p")
-        made.rmdir()
-    again.evaluation_before.write_text("{}")
-    with pytest.raises(ValueError, match="exists and is not overwritten"):
-        RunDirectory.create(tmp_path, "a", "p")
-
-
-def test_a_second_run_of_a_directory_is_refused_by_the_name_of_the_first(tmp_path: Path) -> None:
-    run = RunDirectory.create(tmp_path, "a", "p")
-    assert why_held(run) == ""
-    with written_by_another(run) as pid:
-        with pytest.raises(ValueError, match=f"being written by process {pid} on {socket.gethostname()}; wait"):
-            RunLock(run)
-        assert f"being written by process {pid} on" in why_held(run)  # and the dry run says so too
-    RunLock(run).release()
 
 
 def test_where_the_file_system_has_no_locks_the_run_goes_on_and_says_so(
@@ -86,6 +70,7 @@ NO_NAMES = ("../a", "a/b", "", ".", ".hidden", "a\n")
     [
         ("home", "auto", "no run directory"),
         ("home", "off", "exists and is not overwritten"),
+        ("theirs", "off", "exists and is not overwritten"),  # its config.yaml may be somebody else's
         (None, "auto", "run.name is not set"),
         ("a" * 300, "off", "File name too long"),
         *((name, "off", "plain folder name") for name in NO_NAMES),
@@ -96,6 +81,7 @@ def test_a_name_that_cannot_be_this_run_s_is_refused(
 ) -> None:
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.tex").write_text("x")
+    RunDirectory.create(tmp_path, "theirs", "p").write_config({"x": 1})
     with pytest.raises(ValueError, match=reason):
         RunDirectory.create(tmp_path, name, "p", resume)
 

@@ -17,7 +17,6 @@ from marsrl.rollout.tasks.arithmetic import (
 )
 from marsrl.rollout.tasks.arithmetic_tutor import TutorRates, solver_trace, team_traces
 from marsrl.rollout.tasks.config import ArithmeticOptions
-from marsrl.rollout.tasks.registry import build_task
 from marsrl.trainer.models.init_model import init_model
 
 OPTIONS = ArithmeticOptions()
@@ -67,15 +66,6 @@ def test_tutors_without_slips_are_right_and_corrector_inputs_are_always_flagged(
         is_right = solver.completion.endswith(chain.answer)
         assert verifier.completion.endswith("correct" if is_right else "wrong")
         assert corrector.completion.endswith(f"Answer: {chain.answer}")
-
-
-def test_a_wrong_option_or_task_is_named() -> None:
-    with pytest.raises(ValueError, match="task_options.min_operation:"):
-        build_task("arithmetic", {"min_operation": 3})
-    with pytest.raises(ValueError, match="arithmetic, math"):
-        build_task("sudoku", {})
-    with pytest.raises(ValueError, match="data.train"):
-        build_task("math", {})
 
 
 def test_weights_have_the_recipes_scale_and_the_seed_decides_them(tmp_path: Path) -> None:
