@@ -11,12 +11,13 @@ affinities are assigned first, each to the replica with the least work.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from marsrl.rollout.engines.protocol import (
@@ -132,7 +133,7 @@ class EnginePool(AbstractContextManager["EnginePool"]):
     @property
     def has_room(self) -> bool:
         """True if one more request would be sent at once; False if slots are unlimited (unknown)."""
-        return self._slots is not None and self.num_under_way < self._slots * self.num_engines
+        return self.num_slots is not None and self.num_under_way < self.num_slots
 
     @property
     def is_whole(self) -> bool:
@@ -169,7 +170,7 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         self._absent.append(self._free_number())
 
     def _free_number(self) -> int:
-        return next(n for n in range(len(self._replicas) + 1) if n not in self.engines and n not in self._absent)
+        return next(n for n in itertools.count() if n not in self.engines and n not in self._absent)
 
     def set_feed(self, feed: Callable[[int], Timed | Lost | None]) -> None:
         """Set feed(replica): the trainer's ranks send a replica the current weights (`hand`); None: they cannot now.
@@ -322,9 +323,9 @@ class EnginePool(AbstractContextManager["EnginePool"]):
             for replica, answer in self._replicas.call("score", arguments).items():
                 if isinstance(answer, Lost):
                     self._restart(replica, answer.reason)  # and its share is split again
-                    continue
-                self._tell(replica, "score_shared", answer.start, answer.end)
-                scores |= zip(asked[replica], answer.value, strict=True)
+                else:
+                    self._tell(replica, "score_shared", answer.start, answer.end)
+                    scores |= zip(asked[replica], answer.value, strict=True)
         return [scores[i] for i in range(len(sequences))]
 
     def _shares(self, lengths: Sequence[int]) -> dict[int, list[int]]:
@@ -408,10 +409,9 @@ class EnginePool(AbstractContextManager["EnginePool"]):
     def _restart(self, replica: int, reason: str) -> bool:
         """Replace a lost replica; False if no host has room and the others continue without it."""
         self._dispatch.forget_homes(replica)
-        before, others = self._recovery.num_restarts, set(self.engines) - {replica}
-        is_back = self._recovery.restart(replica, reason, has_others=bool(others))
-        num_restarts = self._faults.engine_restarts + self._recovery.num_restarts - before
-        self._faults = replace(self._faults, engine_restarts=num_restarts)
+        before = self._recovery.num_restarts
+        is_back = self._recovery.restart(replica, reason, has_others=self.engines != [replica])
+        self._faults.engine_restarts += self._recovery.num_restarts - before
         if is_back:
             self._join(replica)
         else:
@@ -450,22 +450,21 @@ class EnginePool(AbstractContextManager["EnginePool"]):
             self._dispatch.end(request.uid)
         is_back = self._restart(replica, reason)
         self._losses.update(request.uid for request in requests)
-        suspects = [request for request in requests if self._losses[request.uid] >= self._attempts]
-        given_up = suspects if len(requests) == 1 else []
-        self._faults = replace(
-            self._faults,
-            resubmitted=self._faults.resubmitted + len(requests) - len(given_up),
-            failed=self._faults.failed + len(given_up),
-        )
-        if given_up:
-            del self._losses[given_up[0].uid]
-            self._over.append(self._given_up(given_up[0], reason))
+        if len(requests) == 1 and self._is_suspect(requests[0].uid):
+            self._faults.failed += 1
+            del self._losses[requests[0].uid]
+            self._over.append(self._given_up(requests[0], reason))
             return is_back
+        self._faults.resubmitted += len(requests)
         self._over += [self._untouched(request) for request in requests if self._is_drained(request)]
         again = [request for request in requests if not self._is_drained(request)]
-        self._dispatch.add([request for request in again if self._losses[request.uid] < self._attempts])
-        self._retry_alone += [request for request in again if self._losses[request.uid] >= self._attempts]
+        self._dispatch.add([request for request in again if not self._is_suspect(request.uid)])
+        self._retry_alone += [request for request in again if self._is_suspect(request.uid)]
         return is_back
+
+    def _is_suspect(self, uid: str) -> bool:
+        """True if this request has to be retried alone."""
+        return self._losses[uid] >= self._attempts
 
     def _untouched(self, request: DecodeRequest) -> DecodeResult:
         return DecodeResult.without_tokens(request.uid, Finish.UNFINISHED, self._version)
@@ -481,8 +480,8 @@ class EnginePool(AbstractContextManager["EnginePool"]):
 
     def _send(self, *, at_once: bool = False) -> None:
         """at_once: ignore slots."""
-        if self._losses[next(iter(self._sent), "")] >= self._attempts:
-            return  # it is retried alone
+        if self._is_suspect(next(iter(self._sent), "")):
+            return
         now = self._clock()
         if self._retry_alone and not self._sent and not self._dispatch.num_waiting:
             self._dispatch.add([self._retry_alone.popleft()])

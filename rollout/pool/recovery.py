@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 SETTLE_S = 10.0  # until freed or added resources become available
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Faults:
     """Counts of recovered faults. resubmitted: requests decoded again; failed: given up."""
 
