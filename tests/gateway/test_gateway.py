@@ -139,47 +139,51 @@ def test_time_with_an_open_call_is_not_the_program_s_and_a_session_that_is_over_
 
 
 def test_a_retry_gets_the_first_answer_that_nobody_has_read_and_counts_as_no_call(model: Path) -> None:
-    direct, ask = Direct(model, max_calls=4), of_tokens(5, 6)
+    direct, ask = Direct(model, max_calls=5), of_tokens(5, 6)
 
     async def play() -> None:
-        tasks = [await direct.ask(ask, b"same") for _ in range(3)]
-        assert len(set(tasks)) == 3
-        for i in range(3):
-            direct.reply(f"1/solver#{i}:0", [5], Finish.ERROR if i == 0 else Finish.STOP)
+        tasks = [await direct.ask(ask, b"same") for _ in range(4)]
+        assert len(set(tasks)) == 4
+        for i in range(4):
+            direct.reply(f"s#{i}:0", [5], Finish.ERROR if i == 0 else Finish.STOP)
         await asyncio.wait(tasks)
-        for task in (tasks[1], tasks[2], tasks[2]):  # of which the last was read
+        for task in (*tasks[1:], tasks[3]):  # the lost one is not given, and at last that which was read last
             assert await direct.ask(ask, b"same", is_retry=True) is task
             direct.session.note_read(task)
         assert await direct.ask(ask, b"another", is_retry=True) not in tasks
-        with pytest.raises(Refused, match="external.max_calls = 4") as refused:
+        with pytest.raises(Refused, match="external.max_calls = 5") as refused:
             await direct.ask(ask, b"same")
         assert refused.value.status == 429
 
     asyncio.run(play())
-    assert [(call.number, call.attempt) for call in direct.sent] == [(0, 2), (1, 2), (2, 2), (3, 2)]
+    assert [(call.number, call.attempt) for call in direct.sent] == [(i, 2) for i in range(5)]
     end = SessionEnd.decode(direct.session.end({}).text)
-    assert end.num_calls == 4 and list(end.read) == ["1/solver#1:0", "1/solver#2:0"]
-    assert list(end.asked) == ["1/solver#0:0", "1/solver#1:0", "1/solver#2:0", ""]
+    assert end.num_calls == 5 and list(end.read) == ["s#1:0", "s#2:0", "s#3:0"]
+    assert list(end.asked) == ["s#0:0", "s#1:0", "s#2:0", "s#3:0", ""]
 
 
-def test_prompts_and_samples_are_refused_beyond_their_limits(model: Path) -> None:
+def test_prompts_and_samples_are_refused_beyond_their_limits_and_a_busy_sample_is_not_extended(model: Path) -> None:
     direct = Direct(model, max_input_tokens=4, max_response_tokens=5)
 
     async def play() -> None:
-        for prompt, uid in (([5, 6, 7, 8], "s:0"), ([5], "s#1:0")):
-            assert (await direct.answer(of_tokens(*prompt), uid, [9, 5])).num_prompt == len(prompt)
+        for prompt, reply in (([7, 7, 7, 7], [8]), ([5, 6], [9, 5])):
+            await direct.answer(of_tokens(*prompt), f"{prompt}", reply)
         for prompt, said in (
             ([], "the prompt has 0 tokens, agents.solver.max_input_tokens is 4"),
             ([6, 6, 7, 8, 9], "the prompt has 5 tokens, agents.solver.max_input_tokens is 4"),
-            ([5, 6, 7, 8, 9, 5, 6, 7, 8], "the sample has 5 tokens with what is new, and its most are 5"),
+            ([5, 6, 9, 5, 6, 7, 8], "the sample has 5 tokens with what is new, and its most are 5"),
         ):
             with pytest.raises(Refused, match=said) as refused:
                 await direct.ask(of_tokens(*prompt))
             assert (refused.value.status, refused.value.code) == (400, "context_length_exceeded")
-        assert (await direct.answer(of_tokens(5, 6, 7, 8, 9, 5, 6, 7), "s:0", [8])).num_prompt == 8
+        assert (await direct.answer(of_tokens(5, 6, 9, 5, 6, 7), "[5, 6]", [8])).num_prompt == 6
+        await direct.answer(of_tokens(5), "s", [9])
+        for prompt in ([5, 9, 6], [5, 9, 6, 7]):
+            await direct.ask(of_tokens(*prompt))
 
     asyncio.run(play())
-    assert [(call.uid, call.token_ids.tolist()) for call in direct.sent[2:]] == [("s:0", [6, 7])]
+    asked = [(call.uid, call.token_ids.tolist()) for call in direct.sent[2:]]
+    assert asked == [("[5, 6]", [6, 7]), ("", [5]), ("s", [6]), ("", [5, 9, 6, 7])]
 
 
 def test_a_chat_goes_on_with_its_own_tokens_and_ends_a_turn_that_was_cut_off(model: Path) -> None:
