@@ -24,6 +24,8 @@ from marsrl.rollout.engines.time_shares import TimeShares
 from marsrl.rollout.pool.build import make_pool
 from marsrl.rollout.pool.dispatch import Dispatcher
 from marsrl.rollout.pool.engine_thread import EngineThread
+from marsrl.rollout.pool.pool import EnginePool
+from marsrl.rollout.pool.replicas import LocalReplicas, ignore_loss
 from marsrl.rollout.types import Finish
 from marsrl.trainer.learner.megatron import parallel
 from marsrl.trainer.learner.megatron.layout import Layout
@@ -48,40 +50,27 @@ def test_replicas_share_out_what_a_teacher_scores():
 def test_engines_that_share_the_trainers_gpus_have_the_memory_that_a_call_needs():
     calls = []
 
-    class Sleeper(WeighedEngine):
-        def sleep(self, keeps_weights):
-            calls.append("sleep")
-            super().sleep(keeps_weights)
+    class Noted(LocalReplicas):
+        def call(self, method, arguments, on_lost=ignore_loss):
+            calls.append(" ".join([method, *(each for each in arguments[0] if isinstance(each, str) and each)]))
+            return super().call(method, arguments, on_lost)
 
-        def wake(self, part):
-            calls.append(part)
-            super().wake(part)
-
-        def update_weights(self, update):
-            calls.append("new weights")
-            return super().update_weights(update)
-
-        def close(self):
-            calls.append("close")
-
-    with pool_of(Sleeper(lambda r: [5]), sleeps=True) as pool:
+    with EnginePool(Noted([WeighedEngine(lambda r: [5])]), sleeps=True) as pool:
         pool.submit([request("0.0", prompt(5), 3)], version=0)
         with pytest.raises(RuntimeError, match="cannot sleep with 1 requests under way"):
             pool.sleep(keeps_weights=True)
         pool.collect(1.0)
-        for _ in range(2):
+        for call in (lambda: pool.score([prompt(5)]), lambda: pool.update_weights(WeightUpdate("", 0)), pool.stand_by):
             pool.sleep(keeps_weights=True)
-        pool.score([prompt(5)])
-        pool.sleep(keeps_weights=True)
-        pool.update_weights(WeightUpdate("", 0))
-        pool.sleep(keeps_weights=True)
-        pool.stand_by()
+            pool.sleep(keeps_weights=True)
+            call()
         pool.forget_prefixes()
-    pool.close()
-    woken = ["weights", "kv_cache"]
-    assert calls == ["sleep", *woken, "sleep", "weights", "new weights", "kv_cache", "sleep", *woken, "close"]
-    pool_of(Sleeper(lambda r: [5])).sleep(keeps_weights=True)  # with GPUs of its own it stays awake
-    assert calls[-1] == "close"
+    woken = ["sleep", "wake weights"]
+    assert calls == [*woken, "wake kv_cache", "score", *woken, "update_weights", "wake kv_cache", *woken, "info",
+                     "wake kv_cache", "forget_prefixes"]  # fmt: skip
+    pool = EnginePool(Noted([WeighedEngine(lambda r: [5])]))
+    pool.sleep(keeps_weights=True)  # with GPUs of its own it stays awake
+    assert calls[-1] == "forget_prefixes"
 
 
 def local_config(**options):
