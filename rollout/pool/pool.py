@@ -115,7 +115,6 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         self._sent: dict[str, _Sent] = {}  # by uid, oldest first
         self._version = 0  # of the waiting requests
         self._spans = CollectSpans(lambda replica, *span: self._tell(replica, "collect", *span))
-        self._is_closed = False
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -389,9 +388,7 @@ class EnginePool(AbstractContextManager["EnginePool"]):
             self._asleep = self._asleep[1:]
 
     def close(self) -> None:
-        if not self._is_closed:
-            self._is_closed = True
-            self._replicas.close()
+        self._replicas.close()
 
     def _call(self, method: str, arguments: tuple[Any, ...] = ()) -> list[Any]:
         """Answers of the serving replicas; a lost one is replaced and called again, and its requests are decoded again."""
