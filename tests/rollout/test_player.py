@@ -324,6 +324,37 @@ def test_a_slot_that_is_free_is_used() -> None:
     assert told[-1] == (10, 10, sum(len(sample.token_ids) for each in ended for sample in each.samples))
 
 
-def test_an_episode_takes_from_its_own_first_request_to_its_end() -> None:
-    for most_open in (None, 3):
-        assert all(each.latency_s == sum(steps_of(each)) for each in play(range(10), most_open)[0])
+def test_an_episode_takes_from_its_own_first_request_to_its_end_and_no_more_are_open_than_may_be() -> None:
+    for most_open in (None, 3, 1):
+        ended, _, num_steps = play(range(10), most_open)
+        latencies = [each.latency_s for each in ended]
+        assert latencies == [sum(steps_of(each)) for each in ended]
+    assert num_steps == sum(latencies)
+
+
+def test_asks_end_where_the_engine_ends_them_and_their_episodes_are_played_no_further() -> None:
+    team, (engine,) = letter_team(letter_config())
+    collect, told, said = engine.collect, list[tuple[int, int, int]](), list[Completion]()
+
+    def cut(timeout_s: float) -> list[DecodeResult]:
+        two = [(each, each.token_ids[:2], each.logprobs[:2]) for each in collect(timeout_s)]
+        return [replace(each, token_ids=ids, logprobs=logprobs, finish=Finish.LENGTH) for each, ids, logprobs in two]
+
+    engine.collect = cut  # type: ignore[method-assign]
+    agents = {**team.agents, "corrector1": AgentConfig(max_input_tokens=1)}
+    play = EvaluationPlay(
+        replace(team, agents=agents), {"main": 0}, 48, Sampling(), on_said=said.append,
+        progress=lambda *progress: told.append(progress),
+    )  # fmt: skip
+    one, two = (Episode(f"e{i}", f"e{i}", Problem("p", "question", "7", "math"), purpose="evaluate") for i in range(2))
+    asks = (
+        (one, "solver", 0),
+        (one, "solver", 1),
+        (two, "solver", 0),
+        (two, "corrector1", 0),
+    )  # whose prompt is too long
+    asked = play.ask([(episode, episode.ask(agent, turn=turn)) for episode, agent, turn in asks], seed=0)
+    play.finish()
+    assert sorted(each.uid for each in said) == sorted(each.uid for each in asked)
+    ends = [(len(each.token_ids), each.sample and each.sample.finish) for each in asked]
+    assert ends == [(2, Finish.LENGTH)] * 3 + [(0, Finish.LENGTH)] and told[-1] == (2, 2, 6)
