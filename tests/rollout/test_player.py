@@ -346,15 +346,16 @@ def test_asks_end_where_the_engine_ends_them_and_their_episodes_are_played_no_fu
         replace(team, agents=agents), {"main": 0}, 48, Sampling(), on_said=said.append,
         progress=lambda *progress: told.append(progress),
     )  # fmt: skip
-    one, two = (Episode(f"e{i}", f"e{i}", Problem("p", "question", "7", "math"), purpose="evaluate") for i in range(2))
-    asks = (
-        (one, "solver", 0),
-        (one, "solver", 1),
-        (two, "solver", 0),
-        (two, "corrector1", 0),
-    )  # whose prompt is too long
+    problem = Problem("p", "question", "7", "math")
+    one, two, other = (Episode(f"e{i}", f"e{i}", problem, purpose="evaluate") for i in range(3))
+    asks = (one, "solver", 0), (one, "solver", 1), (two, "solver", 0), (two, "corrector1", 0)
     asked = play.ask([(episode, episode.ask(agent, turn=turn)) for episode, agent, turn in asks], seed=0)
     play.finish()
     assert sorted(each.uid for each in said) == sorted(each.uid for each in asked)
     ends = [(len(each.token_ids), each.sample and each.sample.finish) for each in asked]
     assert ends == [(2, Finish.LENGTH)] * 3 + [(0, Finish.LENGTH)] and told[-1] == (2, 2, 6)
+    ended, too_long = list[Played](), dict.fromkeys(team.agents, AgentConfig(max_input_tokens=1))
+    play = EvaluationPlay(replace(team, agents=too_long), {"main": 0}, 48, Sampling(), on_end=ended.append)
+    play.add([other], seed=0)
+    play.finish()
+    assert [each.latency_s for each in ended] == [None]  # nothing was asked
