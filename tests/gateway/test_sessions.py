@@ -63,7 +63,6 @@ def run(problem, client):
         ("None", {0.0}),
         ("'no'", {0.0}),
         ("problem.answer", {1.0}),
-        ("{said.id: 2}", {2.0}),
         ("{'solver': float('nan')}", {None}),
     ],
 )
