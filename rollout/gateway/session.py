@@ -9,7 +9,6 @@ import asyncio
 import math
 import re
 import secrets
-import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
@@ -47,8 +46,8 @@ class Session:
     agents: Mapping[str, Agent]
     send: Callable[[Call], None]
     max_calls: int
-    attempt: int = 0
-    clock: Callable[[], float] = time.monotonic
+    attempt: int
+    clock: Callable[[], float]
     key: str = field(default_factory=lambda: secrets.token_urlsafe(24))
     worker: str = ""
     began_s: float = 0.0  # set by `start`

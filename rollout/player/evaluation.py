@@ -188,7 +188,8 @@ class EvaluationPlay:
         play = self._plays[id(episode)]
         if not play.is_followed:
             return
-        self._num_open, self._num_over = self._num_open - 1, self._num_over + 1
+        self._num_open -= 1
+        self._num_over += 1
         if self._on_end is not None:
             assert play.began_s is not None
             latency_s = self._now() - play.began_s if play.has_asked or episode.calls else None

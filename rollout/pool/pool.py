@@ -11,6 +11,7 @@ affinities are assigned first, each to the replica with the least work.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections import Counter, deque
@@ -167,7 +168,7 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         self._absent.append(self._free_number())
 
     def _free_number(self) -> int:
-        return next(n for n in range(len(self._replicas) + 1) if n not in self.engines and n not in self._absent)
+        return next(n for n in itertools.count() if n not in self.engines and n not in self._absent)
 
     def set_feed(self, feed: Callable[[int], Timed | Lost | None]) -> None:
         """Set feed(replica): the trainer's ranks send a replica the current weights (`hand`); None: they cannot now.
@@ -319,9 +320,9 @@ class EnginePool(AbstractContextManager["EnginePool"]):
             for replica, answer in self._replicas.call("score", arguments).items():
                 if isinstance(answer, Lost):
                     self._restart(replica, answer.reason)  # and its share is split again
-                    continue
-                self._tell(replica, "score_shared", answer.start, answer.end)
-                scores |= zip(asked[replica], answer.value, strict=True)
+                else:
+                    self._tell(replica, "score_shared", answer.start, answer.end)
+                    scores |= zip(asked[replica], answer.value, strict=True)
         return [scores[i] for i in range(len(sequences))]
 
     def update_weights(self, update: WeightUpdate) -> list[WeightReceipt]:
@@ -458,8 +459,8 @@ class EnginePool(AbstractContextManager["EnginePool"]):
 
     def _send(self, *, at_once: bool = False) -> None:
         """at_once: ignore slots."""
-        if self._losses[next(iter(self._sent), "")] >= self._attempts:
-            return  # it is retried alone
+        if self._is_suspect(next(iter(self._sent), "")):
+            return
         now = self._clock()
         if self._retry_alone and not self._sent and not self._dispatch.num_waiting:
             self._dispatch.add([self._retry_alone.popleft()])

@@ -113,7 +113,8 @@ class Replicas(ABC):
         """Tokens so far, by replica; the last known number of an engine that does not answer within_s."""
 
     @abstractmethod
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """End the engines; may be called twice."""
 
 
 def call_one(replicas: Replicas, replica: int, method: str, arguments: tuple[Any, ...]) -> Timed | Lost:

@@ -149,7 +149,7 @@ def generate(
     at_once: bool = True,
 ) -> list[DecodeResult]:
     """Results of all of them, in their order, as a stage gets them. progress: told the tokens decoded so far."""
-    before = sum(pool.num_decoded())
+    before, others = sum(pool.num_decoded()), pool.num_under_way
     pool.give_weights()
     pool.submit(requests, version=version, at_once=at_once)
     results: dict[str, DecodeResult] = {}
@@ -157,6 +157,7 @@ def generate(
         found = pool.collect(0.2, is_urgent=not at_once)
         assert not results.keys() & {result.uid for result in found}
         results.update((result.uid, result) for result in found)
+        assert pool.num_under_way == others + len(requests) - len(results)
         progress(sum(pool.num_decoded()) - before)
     return [results[request.uid] for request in requests]
 

@@ -14,15 +14,18 @@ import pytest
 import torch
 from engine_cases import ROUNDING, generate, perturbed, pool_of, prompt, request, tensors_of
 from held_port import held_port
+from letters import WeighedEngine
 from processes import descendants
 
 from marsrl.rollout.config import LocalOptions, RolloutConfig, VllmOptions
-from marsrl.rollout.engines.protocol import AdapterUpdate, EngineLost, WrongVersion
+from marsrl.rollout.engines.protocol import AdapterUpdate, EngineLost, WeightUpdate, WrongVersion
 from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.engines.time_shares import TimeShares
 from marsrl.rollout.pool.build import make_pool
 from marsrl.rollout.pool.dispatch import Dispatcher
 from marsrl.rollout.pool.engine_thread import EngineThread
+from marsrl.rollout.pool.pool import EnginePool
+from marsrl.rollout.pool.replicas import LocalReplicas, ignore_loss
 from marsrl.rollout.types import Finish
 from marsrl.trainer.learner.megatron import parallel
 from marsrl.trainer.learner.megatron.layout import Layout
@@ -31,17 +34,43 @@ from marsrl.trainer.weights.sync import FileSync
 
 
 def test_replicas_share_out_what_a_teacher_scores():
-    lengths, asked = [9, 2, 5, 4], []
+    asked = []
 
-    def score(sequence):
-        asked.append(len(sequence))
-        return sequence[1:].astype(np.float32)
+    class Teacher(ScriptedEngine):
+        def score(self, sequences, adapter="", is_probe=True):
+            asked.append(([len(each) for each in sequences], is_probe))
+            return [each[1:].astype(np.float32) for each in sequences]
 
-    sequences = [np.arange(length, dtype=np.int32) for length in lengths]
-    pool = pool_of(*(ScriptedEngine(lambda r: [5], score=score) for _ in range(2)))
-    found = pool.score_shared(sequences)
-    assert sorted(asked) == sorted(lengths) and asked[:1] == [9] and set(asked[1:]) == {2, 5, 4}  # 9 tokens, and 11
+    sequences = [np.arange(length, dtype=np.int32) for length in (2, 4, 5, 9)]
+    found = pool_of(*(Teacher(lambda r: [5]) for _ in range(2))).score_shared(sequences)
+    assert asked == [([9, 2], False), ([5, 4], False)]
     assert all(np.array_equal(scores, sequence[1:]) for scores, sequence in zip(found, sequences, strict=True))
+
+
+def test_engines_that_share_the_trainers_gpus_have_the_memory_that_a_call_needs():
+    calls = []
+
+    class Noted(LocalReplicas):
+        def call(self, method, arguments, on_lost=ignore_loss):
+            calls.append(" ".join([method, *(each for each in arguments[0] if isinstance(each, str) and each)]))
+            return super().call(method, arguments, on_lost)
+
+    with EnginePool(Noted([WeighedEngine(lambda r: [5])]), sleeps=True) as pool:
+        pool.submit([request("0.0", prompt(5), 3)], version=0)
+        with pytest.raises(RuntimeError, match="cannot sleep with 1 requests under way"):
+            pool.sleep(keeps_weights=True)
+        pool.collect(1.0)
+        for call in (lambda: pool.score([prompt(5)]), lambda: pool.update_weights(WeightUpdate("", 0)), pool.stand_by):
+            pool.sleep(keeps_weights=True)
+            pool.sleep(keeps_weights=True)
+            call()
+        pool.forget_prefixes()
+    woken = ["sleep", "wake weights"]
+    assert calls == [*woken, "wake kv_cache", "score", *woken, "update_weights", "wake kv_cache", *woken, "info",
+                     "wake kv_cache", "forget_prefixes"]  # fmt: skip
+    pool = EnginePool(Noted([WeighedEngine(lambda r: [5])]))
+    pool.sleep(keeps_weights=True)  # with GPUs of its own it stays awake
+    assert calls[-1] == "forget_prefixes"
 
 
 def local_config(**options):

@@ -5,18 +5,20 @@ from __future__ import annotations
 import ast
 import asyncio
 import json
+import math
 import sys
+from collections.abc import Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from programs import AGENTS
 
 from marsrl.rollout.agents.render import ChatRenderer
+from marsrl.rollout.config import AgentConfig
 from marsrl.rollout.gateway.agents import agents_of
-from marsrl.rollout.gateway.calls import SESSION, Call, Reply
+from marsrl.rollout.gateway.calls import SESSION, Call, Reply, SessionEnd
 from marsrl.rollout.gateway.chats import Answer, Ask, Refused
 from marsrl.rollout.gateway.config import ExternalConfig
 from marsrl.rollout.gateway.gateway import Gateway
@@ -73,51 +75,165 @@ def test_what_a_lost_session_asked_is_not_answered() -> None:
     assert taken.lost == ["1"] and not taken.calls
 
 
+class Direct:
+    """A session without a port, whose calls a test answers. now: seconds on its clock."""
+
+    def __init__(self, model: Path, max_calls: int = 9, **settings: Any) -> None:
+        self.now, self.sent, self.renderer = 7.0, list[Call](), ChatRenderer(model)
+        agents = agents_of({"solver": AgentConfig(**settings)}, {"main": self.renderer}, 1500)
+        self.session = Session(
+            "1", {"purpose": "train"}, Future(), agents, self.sent.append, max_calls, 2, lambda: self.now
+        )
+        self.session.start("worker")
+
+    async def ask(self, ask: Ask, body: bytes = b"", *, is_retry: bool = False) -> asyncio.Task[Answer]:
+        return await self.session.ask(ask, body, is_retry=is_retry, is_long=False)
+
+    def reply(self, uid: str, token_ids: Sequence[int], finish: Finish = Finish.STOP) -> None:
+        """The oldest call without a reply gets this one."""
+        call = next(call for call in self.sent if not call.reply.done())
+        call.reply.set_result(Reply(uid, np.array(token_ids, np.int32), np.zeros(len(token_ids), np.float32), finish))
+
+    async def answer(self, ask: Ask, uid: str, token_ids: Sequence[int], finish: Finish = Finish.STOP) -> Answer:
+        task = await self.ask(ask)
+        self.reply(uid, token_ids, finish)
+        return await task
+
+
+def of_tokens(*prompt: int) -> Ask:
+    return Ask("solver", prompt=np.array(prompt, np.int32))
+
+
 def test_time_with_an_open_call_is_not_the_program_s_and_a_session_that_is_over_drops_its_calls(model: Path) -> None:
     """external.timeout_s bounds what is left; the seconds of a session are all."""
-    now, sent, prompt = 50.0, list[Call](), np.arange(5, 9, dtype=np.int32)
-    agents = agents_of(AGENTS, {"main": ChatRenderer(model)}, 1500)
-    session = Session("1", {"purpose": "train"}, Future(), agents, sent.append, max_calls=3, clock=lambda: now)
+    direct, ask = Direct(model), of_tokens(5, 6)
+    session = direct.session
 
     async def play() -> None:
-        nonlocal now
-
-        async def ask() -> asyncio.Task[Answer]:
-            return await session.ask(Ask("solver", prompt=prompt), b"same", is_retry=False, is_long=False)
-
-        session.start("worker")
-        now += 3.0
-        answer, other = await ask(), await ask()
-        now += 40.0
-        sent[0].reply.set_result(Reply("1/solver:0", prompt, np.zeros(4, np.float32), Finish.STOP))
+        direct.now += 20.0
+        assert session.seconds_alone() == 20.0
+        answer, other = await direct.ask(ask), await direct.ask(ask)
+        direct.now += 40.0
+        direct.reply("1/solver:0", [5, 6])
         await answer
-        now += 20.0
-        assert session.seconds_alone() == 3.0  # the other one is open
-        sent[1].reply.set_result(Reply("1/solver#1:0", prompt, np.zeros(4, np.float32), Finish.ERROR, "lost"))
-        with pytest.raises(CallLost, match="lost"):
+        direct.now += 20.0
+        assert session.seconds_alone() == 20.0  # the other one is open
+        direct.reply("1/solver#1:0", [], Finish.ERROR)
+        with pytest.raises(CallLost):
             await other
-        now += 2.0
-        assert session.seconds_alone() == 5.0
-        last = await ask()
-        now += 7.0
+        direct.now += 2.0
+        assert session.seconds_alone() == 22.0
+        last = await direct.ask(ask)
+        direct.now += 7.0
         session.cancel()
         await asyncio.wait([last], timeout=30.0)
         assert last.cancelled()
-        now += 1.0
-        assert session.seconds_alone() == 6.0
+        with pytest.raises(Refused, match="the session is over") as refused:
+            await direct.ask(ask)
+        assert refused.value.status == 401
+        direct.now += 1.0
+        assert session.seconds_alone() == 23.0
 
     asyncio.run(play())
-    assert session.end({"reward": 0.5}).seconds == 73.0 and session.num_calls == 3
+    assert session.end({"reward": 0.5}).seconds == 90.0 and session.num_calls == 3
+
+
+def test_a_retry_gets_the_first_answer_that_nobody_has_read_and_counts_as_no_call(model: Path) -> None:
+    direct, ask = Direct(model, max_calls=5), of_tokens(5, 6)
+
+    async def play() -> None:
+        tasks = [await direct.ask(ask, b"same") for _ in range(4)]
+        assert len(set(tasks)) == 4
+        for i in range(4):
+            direct.reply(f"s#{i}:0", [5], Finish.ERROR if i == 0 else Finish.STOP)
+        await asyncio.wait(tasks)
+        for task in (*tasks[1:], tasks[3]):  # the lost one is not given, and at last that which was read last
+            assert await direct.ask(ask, b"same", is_retry=True) is task
+            direct.session.note_read(task)
+        assert await direct.ask(ask, b"another", is_retry=True) not in tasks
+        with pytest.raises(Refused, match="external.max_calls = 5") as refused:
+            await direct.ask(ask, b"same")
+        assert refused.value.status == 429
+
+    asyncio.run(play())
+    assert [(call.number, call.attempt) for call in direct.sent] == [(i, 2) for i in range(5)]
+    end = SessionEnd.decode(direct.session.end({}).text)
+    assert end.num_calls == 5 and list(end.read) == ["s#1:0", "s#2:0", "s#3:0"]
+    assert list(end.asked) == ["s#0:0", "s#1:0", "s#2:0", "s#3:0", ""]
+
+
+def test_prompts_and_samples_are_refused_beyond_their_limits_and_a_busy_sample_is_not_extended(model: Path) -> None:
+    direct = Direct(model, max_input_tokens=4, max_response_tokens=5)
+
+    async def play() -> None:
+        for prompt, reply in (([7, 7, 7, 7], [8]), ([5, 6], [9, 5])):
+            await direct.answer(of_tokens(*prompt), f"{prompt}", reply)
+        for prompt, said in (
+            ([], "the prompt has 0 tokens, agents.solver.max_input_tokens is 4"),
+            ([6, 6, 7, 8, 9], "the prompt has 5 tokens, agents.solver.max_input_tokens is 4"),
+            ([5, 6, 9, 5, 6, 7, 8], "the sample has 5 tokens with what is new, and its most are 5"),
+        ):
+            with pytest.raises(Refused, match=said) as refused:
+                await direct.ask(of_tokens(*prompt))
+            assert (refused.value.status, refused.value.code) == (400, "context_length_exceeded")
+        assert (await direct.answer(of_tokens(5, 6, 9, 5, 6, 7), "[5, 6]", [8])).num_prompt == 6
+        await direct.answer(of_tokens(5), "s", [9])
+        for prompt in ([5, 9, 6], [5, 9, 6, 7]):
+            await direct.ask(of_tokens(*prompt))
+
+    asyncio.run(play())
+    asked = [(call.uid, call.token_ids.tolist()) for call in direct.sent[2:]]
+    assert asked == [("[5, 6]", [6, 7]), ("", [5]), ("s", [6]), ("", [5, 9, 6, 7])]
+
+
+def test_a_chat_goes_on_with_its_own_tokens_and_ends_a_turn_that_was_cut_off(model: Path) -> None:
+    direct = Direct(model)
+    said, end = direct.renderer.encode_trusted("4 6 5").tolist(), direct.renderer.eos_id
+
+    async def play() -> None:
+        for question, finish, ids in (("3", Finish.STOP, [*said, end]), ("2", Finish.LENGTH, said)):
+            chat = [{"role": "user", "content": question}]
+            answer = await direct.answer(Ask("solver", chat, stop=("5",)), question, ids, finish)
+            assert answer.finish == finish and answer.said.content == "4 6 "
+            chat.append({"role": "assistant", "content": answer.said.content})
+            for word, uid in (("1", question), ("9", "other")):
+                await direct.answer(Ask("solver", [*chat, {"role": "user", "content": word}]), uid, [5, end])
+
+    asyncio.run(play())
+    first, ended, beside, _, cut, _ = ([call.uid, call.behind, *call.token_ids.tolist()] for call in direct.sent)
+    assert first[:2] == ["", ""] and ended[:2] == ["3", ""] and cut == ["2", "", end, *ended[2:]]
+    assert beside == ["", "3", *first[2:], *said, end, *ended[2:-2], *direct.renderer.encode_trusted("9"), ended[-1]]
+
+
+def test_rewards_of_a_sample_are_the_mean_over_its_answers_and_invalid_ones_fail_the_session(model: Path) -> None:
+    direct = Direct(model)
+
+    async def play() -> list[str]:
+        asks = (of_tokens(5), "s:0"), (of_tokens(5, 6, 7), "s:0"), (of_tokens(8), "s#1:0")
+        return [(await direct.answer(ask, uid, [6])).id for ask, uid in asks]
+
+    one, two, other = asyncio.run(play())
+    given = {"solver": 0.5, f"chatcmpl-{one}": 1.0, f"msg_{two}": 4.0, other: math.nan}
+    end = SessionEnd.decode(direct.session.end({"rewards": given, "answer": 7}).text)
+    assert math.isnan(end.rewards["s#1:0"]) and {**end.rewards, "s#1:0": 0} == {"solver": 0.5, "s:0": 2.5, "s#1:0": 0}
+    assert (end.reward, end.answer) == (None, "7")
+    for said in (
+        {"error": "x"},
+        {"reward": "x"},
+        {"reward": []},
+        {"reward": math.inf},
+        {"rewards": [1]},
+        {"rewards": {"x": 1}},
+    ):
+        output = direct.session.end(said)
+        assert output.is_error and output.text.startswith("the program failed: ")
 
 
 def test_messages_that_the_chat_template_refuses_are_refused_in_its_words(model: Path) -> None:
-    renderer = ChatRenderer(model)
-    renderer.tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    agents = agents_of(AGENTS, {"main": renderer}, 1500)
-    session = Session("1", {"purpose": "train"}, Future(), agents, lambda call: None, max_calls=3)
-    ask = Ask("solver", [{"role": "user", "content": "3"}])
+    direct = Direct(model)
+    direct.renderer.tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(Refused, match="agent solver does not take these messages: roles must alternate") as refused:
-        asyncio.run(session.ask(ask, b"same", is_retry=False, is_long=False))
+        asyncio.run(direct.ask(Ask("solver", [USER])))
     assert refused.value.status == 400
 
 

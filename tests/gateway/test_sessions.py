@@ -32,8 +32,6 @@ def run(problem, client):
         ("None", {0.0}),
         ("'no'", {0.0}),
         ("problem.answer", {1.0}),
-        ("0.25", {0.25}),
-        ("{said.id: 2}", {2.0}),
         ("{'solver': float('nan')}", {None}),
     ],
 )

@@ -62,6 +62,8 @@ class MortalReplicas(LocalReplicas):
     ) -> Mapping[int, Timed | Lost]:
         serving = {replica: each for replica, each in arguments.items() if not self._lost(replica)}
         lost = {replica: reason for replica in arguments if (reason := self._lost(replica))}
+        for replica, each in lost.items():
+            on_lost(replica, each.reason)
         return {**super().call(method, serving), **lost}
 
     def submit(self, replica: int, requests: Sequence[DecodeRequest], version: int) -> None:
@@ -92,23 +94,27 @@ class MortalReplicas(LocalReplicas):
         """A place is free only where its host is not gone with it."""
         if self.places is not None and replica not in self.dead:
             self.places.free += 1
+        self.dead.add(replica)
 
     def has_place(self, within_s: float) -> bool:
-        return self.places is None or self.places.free > 0
+        """Time passes while it waits for one."""
+        is_free = self.places is None or self.places.free > 0
+        self.now += 0.0 if is_free else within_s
+        return is_free
 
     def restart(self, replica: int) -> Lost | None:
         self.restarts.append(replica)
-        if self.is_beyond_repair:
-            return Lost("no such node")
         if not self.has_place(0.0):
             raise RuntimeError(f"engine {replica} has no place")
         if self.places is not None:
             self.places.free -= 1
+        self.dead.discard(replica)
+        if self.is_beyond_repair:
+            return Lost("no such node")
         if replica == len(self.engines):
             self.engines.append(self._make())
             self.had.append([])
         self.engines[replica] = self._make()
-        self.dead.discard(replica)
         self.hung.discard(replica)
         self.doomed.discard(replica)
         return None

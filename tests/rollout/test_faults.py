@@ -15,7 +15,7 @@ from mortal import MortalReplicas, Places, asks, is_whole
 from marsrl.rollout.config import RolloutConfig
 from marsrl.rollout.engines.protocol import AdapterUpdate, DecodeRequest, DecodeResult, WeightUpdate
 from marsrl.rollout.pool.pool import EnginePool
-from marsrl.rollout.pool.replicas import Lost
+from marsrl.rollout.pool.replicas import Lost, Timed, call_one
 from marsrl.rollout.state import encode
 from marsrl.rollout.types import Finish
 
@@ -57,30 +57,43 @@ def test_losses_are_forgotten_once_a_request_came_back() -> None:
     assert pool.take_faults().engine_restarts == 5
 
 
-def test_a_pool_has_room_until_its_slots_are_taken() -> None:
-    pool = MortalReplicas(2).pool(slots=3)
+def test_a_pool_has_room_until_its_slots_are_taken_and_fills_those_that_are_free() -> None:
+    replicas = MortalReplicas(2)
+    pool = replicas.pool(slots=3)
     assert pool.num_slots == 6
-    for number, request in enumerate(asks(8)):
-        assert pool.has_room == (number < 6)
+    for number, request in enumerate(asks(12)):
+        assert pool.has_room == (number < 6) and pool.num_under_way == number
         pool.submit([request], version=0)
+    while not (ended := pool.collect(0.0)):
+        assert [len(had) for had in replicas.had] == [3, 3]
+    assert sum(map(len, replicas.had)) == 6 + len(ended)
     unlimited = MortalReplicas(2).pool()
     assert unlimited.num_slots is None and not unlimited.has_room
 
 
 def test_a_place_for_an_engine_that_was_lost_with_its_host_is_looked_for_every_five_seconds() -> None:
-    replicas = MortalReplicas(2)
+    replicas = MortalReplicas(3)
     replicas.places = Places()
     pool = replicas.pool()
+    generations = {pool.generation}
     replicas.now = 100.0
-    replicas.dead.add(0)
-    assert all(map(is_whole, served(pool, asks(6), "slots")))
-    assert pool.engines == [1] and not pool.is_whole
-    replicas.places.free = 1
-    for now, engines in ((104.9, [1]), (105.0, [0, 1])):
-        replicas.now = now
+    for dead, engines in ((1, [0, 2]), (0, [2])):
+        replicas.dead.add(dead)
+        assert all(map(is_whole, served(pool, asks(9), "slots")))
+        assert pool.engines == engines and not pool.is_whole and pool.generation not in generations
+        generations.add(pool.generation)
+    assert replicas.now == 120.0  # a freed place may take 10 s to be seen; it is not waited for while engines decode
+    for now, free, engines in (
+        (124.9, 1, [2]), (125.0, 0, [2]), (129.9, 1, [2]), (130.0, 1, [1, 2]), (135.0, 2, [0, 1, 2])
+    ):  # fmt: skip
+        replicas.now, replicas.places.free = now, free
         pool.collect(0.0)
-        assert pool.engines == engines and pool.is_whole == (len(engines) == 2)
-    assert all(map(is_whole, served(pool, asks(6), "slots"))) and replicas.had[0]
+        assert pool.engines == engines and pool.is_whole == (len(engines) == 3) and replicas.now == now
+    assert pool.generation not in generations
+    assert all(map(is_whole, served(pool, asks(9), "slots"))) and all(replicas.had)
+    replicas.dead, replicas.places.free = {0, 1, 2}, 0
+    with pytest.raises(RuntimeError, match="has no place"):  # the last one is waited for
+        served(pool, asks(9), "slots")
 
 
 def test_a_restarted_engine_holds_the_weights_of_now() -> None:
@@ -93,8 +106,42 @@ def test_a_restarted_engine_holds_the_weights_of_now() -> None:
     replicas.dead |= {0, 1}
     assert [r.version for r in served(pool, asks(4), "slots", version=2)] == [2] * 4
     replicas.hung.add(0)
-    assert len(pool.score([np.arange(5, dtype=np.int32)])) == 2  # the probe of a sync, too
+    sequences = [np.arange(length, dtype=np.int32) for length in (5, 9, 3)]
+    scores, other = pool.score(sequences)  # the probe of a sync, too
+    replicas.dead.add(0)
+    for one, *same in zip(pool.score_shared(sequences), scores, other, strict=True):  # and a teacher's
+        assert all(np.array_equal(one, each) for each in same)
     assert [r.version for r in served(pool, asks(4), "slots", version=2)] == [2] * 4
+
+
+def test_an_engine_that_is_lost_while_ranks_send_weights_gets_them_again_once_the_ranks_can_send() -> None:
+    replicas, told, reasons, can_send = MortalReplicas(2, tokens_per_step=None), list[Any](), dict[int, str](), True
+    pool = replicas.pool()
+    pool.on_call = lambda replica, method, start, end: told.append((replica, method))
+    update = WeightUpdate("", 1)
+
+    def feed(replica: int) -> Timed | Lost | None:
+        return call_one(replicas, replica, "update_weights", (update,)) if can_send else None
+
+    pool.set_feed(feed)
+    replicas.dead.add(1)
+    answers = pool.receive_weights(dict.fromkeys(pool.engines, update), reasons.__setitem__)
+    assert reasons == {1: "its process has died"} and told == [(0, "update_weights")]
+    pool.replace(reasons)
+    answers = pool.receive_weights(dict.fromkeys(pool.engines, update))
+    pool.note_weights(1, [answer.value.checksums[0] for answer in answers.values() if isinstance(answer, Timed)][:1])
+    assert replicas.restarts == [1] and all(map(is_whole, served(pool, asks(6), "slots", version=1)))
+    can_send, replicas.dead = False, {0, 1}  # in the middle of a step
+    pool.submit(asks(6), version=1)
+    pool.collect(0.0)
+    assert pool.collect(0.0) == [] and pool.num_under_way == 6 and replicas.restarts[1:] == [0, 1]
+    can_send, replicas.dead = True, {1}  # which dies again before it has them
+    pool.give_weights()
+    ended = [result for _ in range(20) for result in pool.collect(0.0)]
+    assert all(map(is_whole, ended)) and len(ended) == 6 and {result.version for result in ended} == {1}
+    assert replicas.restarts[3:] == [1] and pool.take_faults().resubmitted == 6
+    told.clear()
+    assert served(pool, asks(1), "at once", version=1) and [method for _, method in told] == ["collect"]
 
 
 class Mistaken(MortalReplicas):
@@ -188,14 +235,31 @@ def test_an_engine_that_is_lost_while_an_adapter_comes_loses_no_request(when: st
 
 def test_a_request_that_is_given_up_as_an_adapter_comes_is_told() -> None:
     replicas = MortalReplicas(adapters=["a"])
-    pool = replicas.pool(attempts=1)
-    (request,) = asks(1)
-    pool.submit([request], version=0)
+    pool = replicas.pool(attempts=1, slots=1)
+    request, *others = asks(4)
+    pool.submit([request, *others], version=0)
     replicas.dead.add(0)
     pool.update_adapter(AdapterUpdate("a", "a/1", 1))
-    assert pool.num_under_way == 1
+    assert pool.num_under_way == 4
     (result,) = pool.collect(0.0)
-    assert result.finish is Finish.ERROR and pool.num_under_way == 0
+    assert (result.uid, result.finish) == (request.uid, Finish.ERROR) and pool.num_under_way == 3
+
+
+@pytest.mark.parametrize("can_restart", [True, False])
+def test_an_engine_is_lost_once_it_holds_a_request_for_longer_than_the_deadline(can_restart: bool) -> None:
+    replicas = MortalReplicas()
+    replicas.can_restart = can_restart
+    pool = replicas.pool()
+    replicas.now = 100.0
+    pool.submit(asks(1), version=0)
+    replicas.hung.add(0)
+    replicas.now = 109.6  # 0.4 s pass in each of these
+    assert pool.collect(0.0) == [] == replicas.restarts
+    if can_restart:
+        assert pool.collect(0.0) == [] and replicas.restarts == [0]
+    else:
+        with pytest.raises(TimeoutError, match="0/solver:0 has not come back after rollout.deadline_s = 10 s"):
+            pool.collect(0.0)
 
 
 @pytest.mark.parametrize(("is_beyond_repair", "reason"), [(False, "its process has died"), (True, "no such node")])

@@ -270,7 +270,7 @@ def steps_of(each: Played) -> list[int]:
     return [math.ceil(len(sample.token_ids) / PER_STEP) for sample in each.samples]
 
 
-@pytest.mark.parametrize("most_open", [None, 3])
+@pytest.mark.parametrize("most_open", [None, 3, 1])
 def test_a_slot_that_is_free_is_used_and_an_episode_takes_from_its_own_first_request_to_its_end(
     most_open: int | None,
 ) -> None:
@@ -280,3 +280,34 @@ def test_a_slot_that_is_free_is_used_and_an_episode_takes_from_its_own_first_req
     assert most_open or (len(rounds) > 3 and num_steps == max(map(sum, steps)) < sum(rounds))
     assert told[-1] == (10, 10, sum(len(sample.token_ids) for each in ended for sample in each.samples))
     assert [each.latency_s for each in ended] == list(map(sum, steps))
+    if most_open == 1:
+        assert num_steps == sum(map(sum, steps))
+
+
+def test_asks_end_where_the_engine_ends_them_and_their_episodes_are_played_no_further() -> None:
+    team, (engine,) = letter_team(letter_config())
+    collect, told, said = engine.collect, list[tuple[int, int, int]](), list[Completion]()
+
+    def cut(timeout_s: float) -> list[DecodeResult]:
+        two = [(each, each.token_ids[:2], each.logprobs[:2]) for each in collect(timeout_s)]
+        return [replace(each, token_ids=ids, logprobs=logprobs, finish=Finish.LENGTH) for each, ids, logprobs in two]
+
+    engine.collect = cut  # type: ignore[method-assign]
+    agents = {**team.agents, "corrector1": AgentConfig(max_input_tokens=1)}
+    play = EvaluationPlay(
+        replace(team, agents=agents), {"main": 0}, 48, Sampling(), on_said=said.append,
+        progress=lambda *progress: told.append(progress),
+    )  # fmt: skip
+    problem = Problem("p", "question", "7", "math")
+    one, two, other = (Episode(f"e{i}", f"e{i}", problem, purpose="evaluate") for i in range(3))
+    asks = (one, "solver", 0), (one, "solver", 1), (two, "solver", 0), (two, "corrector1", 0)
+    asked = play.ask([(episode, episode.ask(agent, turn=turn)) for episode, agent, turn in asks], seed=0)
+    play.finish()
+    assert sorted(each.uid for each in said) == sorted(each.uid for each in asked)
+    ends = [(len(each.token_ids), each.sample and each.sample.finish) for each in asked]
+    assert ends == [(2, Finish.LENGTH)] * 3 + [(0, Finish.LENGTH)] and told[-1] == (2, 2, 6)
+    ended, too_long = list[Played](), dict.fromkeys(team.agents, AgentConfig(max_input_tokens=1))
+    play = EvaluationPlay(replace(team, agents=too_long), {"main": 0}, 48, Sampling(), on_end=ended.append)
+    play.add([other], seed=0)
+    play.finish()
+    assert [each.latency_s for each in ended] == [None]  # nothing was asked

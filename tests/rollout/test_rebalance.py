@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from mortal import MortalReplicas, Places, asks, is_whole
 
 from marsrl.rollout.engines.protocol import WeightUpdate
@@ -64,21 +65,39 @@ class Stages:
         self.rebalancer.note_stage()
 
 
+def test_a_policy_gives_no_engine_that_is_at_work_nor_its_last() -> None:
+    pool = MortalReplicas(2).pool()
+    pool.submit(asks(1), version=0)
+    with pytest.raises(AssertionError):
+        pool.give_engine()
+    pool.drain()
+    pool.give_engine()
+    assert pool.engines == [0]
+    with pytest.raises(AssertionError):
+        pool.give_engine()
+
+
 def test_an_engine_moves_once_it_is_a_habit_and_comes_back_where_it_cannot_be_made() -> None:
     stages = Stages()
     stages.play(solver=9.0, verifier=3.0)
     assert not stages.rebalancer.is_due  # once is no habit
+    assert [round(pool.busy_s, 6) for pool in stages.pools.values()] == [9.0, 9.0]
     stages.play(solver=9.0, verifier=3.0)
     assert stages.rebalancer.is_due
-    stages.replicas["solver"].is_beyond_repair = True
+    for broken in (["solver"], ["solver", "verifier"]):  # its giver gets it back, at once or when it can
+        for name in broken:
+            stages.replicas[name].is_beyond_repair = True
+        stages.rebalancer.move()
+        assert [pool.num_engines for pool in stages.pools.values()] == [1, 4 - len(broken)]
+        assert stages.rebalancer.take_moves() == 0 and "could not move" in stages.said[-1]
+        for name in broken:
+            stages.replicas[name].is_beyond_repair = False
+        for _ in range(2):
+            stages.play(solver=9.0, verifier=3.0)
+    assert stages.pools["verifier"].engines == [0, 1, 2] and stages.pools["verifier"].is_whole
     stages.rebalancer.move()
-    assert [pool.num_engines for pool in stages.pools.values()] == [1, 3] and stages.rebalancer.take_moves() == 0
-    assert "could not move" in stages.said[0]
-    stages.replicas["solver"].is_beyond_repair = False
-    for _ in range(2):
-        stages.play(solver=9.0, verifier=3.0)
-    stages.rebalancer.move()
-    assert [pool.num_engines for pool in stages.pools.values()] == [2, 2] and stages.rebalancer.take_moves() == 1
-    assert stages.said[1].endswith("an engine of verifier has moved to solver; engines now: solver 2, verifier 2")
+    assert [pool.engines for pool in stages.pools.values()] == [[0, 1], [0, 1]] and stages.rebalancer.take_moves() == 1
+    assert not stages.pools["solver"].take_engine()  # no place is free
+    assert stages.said[-1].endswith("an engine of verifier has moved to solver; engines now: solver 2, verifier 2")
     stages.play(solver=3.0, verifier=3.0)  # each at the version of its new policy
     assert all(stages.replicas["solver"].had) and not stages.rebalancer.is_due

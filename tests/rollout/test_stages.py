@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
@@ -122,16 +121,6 @@ def test_an_error_in_the_thread_is_raised_in_the_trainer_with_its_traceback() ->
             call()
     rollout.close()
     assert {thread for thread in threading.enumerate() if thread.name.startswith("marsrl-")} <= before
-
-
-def test_a_request_that_never_comes_back_is_an_error_that_names_it() -> None:
-    rollout, engine = played(overlap=1, deadline_s=0.2)
-    engine.collect = lambda timeout_s: time.sleep(0.05) or []
-    with pytest.raises(
-        RuntimeError, match=r"request 000001/solver:0 has not come back after rollout.deadline_s = 0.2 s"
-    ):
-        rollout.next_batch({"main": 0})
-    rollout.close()
 
 
 CONFIGS = {

@@ -33,7 +33,7 @@ from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult, Samplin
 from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.episode import Episode
 from marsrl.rollout.player.completion import Completion
-from marsrl.rollout.player.evaluation import EvaluationPlay
+from marsrl.rollout.player.evaluation import EvaluationPlay, Played
 from marsrl.rollout.player.stages import RolloutState, Stages, StagesState
 from marsrl.rollout.state import decode, encode
 from marsrl.rollout.team import Team, present_turn
@@ -221,6 +221,16 @@ def test_what_cannot_go_on_ends_and_says_why(wrong: dict[str, Any], finish: Fini
     play.finish()
     assert asked.sample is not None and asked.sample.finish is finish and reason in asked.sample.reward.note
     assert not episode.waiting
+
+
+@pytest.mark.parametrize(("limit", "finish"), [(200, Finish.STOP), (26, Finish.LENGTH)])
+def test_all_turns_of_an_evaluation_s_completion_have_one_limit(limit: int, finish: Finish) -> None:
+    ended = list[Played]()
+    play = EvaluationPlay(team_of(config_of(), Looker()), VERSIONS, limit, Sampling(), on_end=ended.append)
+    play.add([Episode("e.0", "e", Problem("p", "what", "7", "math"), purpose="evaluate")], seed=0)
+    play.finish()
+    ((sample,),) = (each.samples for each in ended)
+    assert sample.finish is finish and LetterRenderer().decode(sample.token_ids) == ENDED[0][:limit]
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,11 @@ def test_log_probs_that_are_no_numbers_are_named_as_such(value: float) -> None:
     assert re.search(r"engine 1's log-probs of the probe are not finite: .* at token 5", said) and "cache" not in said
 
 
+def test_engines_that_score_other_tokens_or_none_are_named() -> None:
+    assert re.search(r"engine 1 returned \[39, .* expected \[40, ", refusal([engine(1), engine(1)[:, 1:]]))
+    assert "nothing to compare: 640 tokens, 0 engines" in refusal([])
+
+
 def test_a_policy_that_diverged_is_not_blamed_on_the_transfer() -> None:
     far = TrainerScores([each * 1000 for each in TRAINER.logprobs], [each * 1000 for each in TRAINER.rounded])
     said = refusal([engine(10) * 1000], trainer=far)
