@@ -89,7 +89,8 @@ NODE = TrainerHost(num_gpus=8, num_ranks=4, has_others=False)
 
 
 def config_of(rollout: dict[str, Any], sync: dict[str, Any] | None = None, **others: Any) -> RunConfig:
-    return RunConfig.model_validate({"rollout": rollout, "sync": sync or {}, **others})
+    policies = {"policies": {"main": {"model": "/m", "dtype": "bfloat16"}}, "loss": {"correction": "tis"}}
+    return RunConfig.model_validate({"rollout": rollout, "sync": sync or {}, **policies, **others})
 
 
 @pytest.mark.parametrize(
@@ -104,6 +105,8 @@ def config_of(rollout: dict[str, Any], sync: dict[str, Any] | None = None, **oth
         ({"placement": "colocated"}, {}, False, "shm"),
         ({}, {"cpu_twin": True}, False, "nccl"),
         ({"placement": "colocated"}, {"cpu_twin": True}, False, "ipc"),
+        ({"vllm": {"quantization": "fp8"}}, {}, True, "shm"),  # rounded weights travel as files
+        ({"vllm": {"quantization": "fp8"}, "engine": "local"}, {}, True, "nccl"),  # which rounds none
     ],
 )
 def test_the_way_of_weights_follows_from_the_placement(
