@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import secrets
 import shlex
 import subprocess
@@ -11,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
 import yaml
 from books import Loss, check_books, last_line
 from box import ROOT, SHARED, Box, Host
@@ -59,21 +59,24 @@ _SUMS = ("actor/", "mpt/")  # of float32 numbers, added up in another order: 2.3
 _SUMS_DIFFER = 2e-4
 
 
+def goes_on(name: str) -> str:
+    """A pattern of what a run's last line ends with."""
+    folder = f"{SHARED}/runs/{name}/checkpoints"
+    return rf"checkpoint {folder}/step_\d+ \(step \d+\) is whole: go on with run\.name={name} run\.resume=auto"
+
+
 def fill(box: Box) -> None:
-    """Model, problems, settings and Ray's token on the shared disk. Answers are right by a coin: there is something to learn."""
+    """What is on the shared disk. Answers are right by a coin: there is something to learn."""
     boxing_model(box.shared / "model")
     sevens(box.shared, 60, name="problems.jsonl")
     (box.shared / "run.yaml").write_text(yaml.safe_dump(SETTINGS))
+    (box.shared / "program.py").write_text(_PROGRAM)
     (box.shared / "auth_token").write_text(secrets.token_hex(32))
 
 
-def lend(host: Host, command: str, logs: Path, *words: str) -> subprocess.Popen[bytes]:
+def lend(host: Host, command: str, logs: Path) -> subprocess.Popen[bytes]:
     """The command is `marsrl join host1`: the host's engines are for the trainer there."""
-    return host.start(f"{command} {' '.join(words)}", logs / f"join-{host.name}.log", **TOKEN)
-
-
-def write_program(box: Box) -> None:
-    (box.shared / "program.py").write_text(_PROGRAM)
+    return host.start(command, logs / f"join-{host.name}.log", **TOKEN)
 
 
 def play(host: Host, logs: Path) -> subprocess.Popen[bytes]:
@@ -196,24 +199,13 @@ for job in $(jobs -p); do wait "$job" || status=$?; done
 exit $status"""
 
 
-def same_metrics(rows: Sequence[MetricsRow], others: Sequence[MetricsRow]) -> str:
-    """A sentence about how equal two runs are.
-
-    Raises:
-        Loss: a count, reward, length or advantage differs at all, or a sum of the learner's by more than rounding.
-    """
-    num_equal, largest, where = 0, 0.0, ""
+def check_same(rows: Sequence[MetricsRow], others: Sequence[MetricsRow]) -> None:
+    """Counts, rewards, lengths and advantages are equal in every bit, sums of the learner's within rounding."""
     for row, other in zip(rows, others, strict=True):
         for key in row.values.keys() | other.values.keys():
             if key.startswith(_OWN) or key.endswith("/seconds"):
                 continue
-            a, b = row.values.get(key), other.values.get(key)
-            if a == b:
-                num_equal += 1
-                continue
-            apart = abs(a - b) / max(abs(a), abs(b)) if a is not None and b is not None else math.inf
-            if not key.startswith(_SUMS) or apart > _SUMS_DIFFER:
-                raise Loss(f"step {row.step}: {key} is {a} and {b}")
-            if apart > largest:
-                largest, where = apart, key
-    return f"{num_equal} numbers equal in every bit, sums of the learner within {largest:.1e} {where}"
+            found, expected = other.values.get(key), row.values.get(key)
+            if key.startswith(_SUMS) and expected is not None:
+                expected = pytest.approx(expected, rel=_SUMS_DIFFER, abs=0)
+            assert found == expected, f"step {row.step}: {key}"
