@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -145,6 +146,9 @@ def test_what_cannot_be_is_refused_with_the_reason_and_where_it_was_given(words:
     assert says in said and "command line" in said
 
 
+RENORMALISED = ("agents.solver.top_p=0.9", "agents.corrector2.top_k=50", "loss.truncation=renormalise")
+
+
 @pytest.mark.parametrize(
     ("words", "key", "value"),
     [
@@ -163,13 +167,23 @@ def test_what_cannot_be_is_refused_with_the_reason_and_where_it_was_given(words:
             "mpt.scope",
             "batch",
         ),
+        (["agents.solver.top_p=0.9", "credit.train_agents=[verifier1]"], "max_kept", {}),
         (["loss.kl=k3", "loss.kl_coef=0.1", "policies.main.reference=start"], "loss.kl", "k3"),
+        # an engine says what it kept of trained agents, and needs room for it
+        ([*RENORMALISED], "max_kept", {"solver": 1024, "corrector2": 1024}),
+        ([*RENORMALISED, "credit.train_agents=solver"], "max_kept", {"solver": 1024}),
+        (["loss.truncation=renormalise"], "max_kept", {}),
+        # credit over an instance trains whole ones
+        ([], "has_whole_instances", False),
+        (["rollout.pipeline=trajectory"], "has_whole_instances", True),
+        (["rollout.pipeline=trajectory"], "trains_whole", False),
+        (["credit.normalise=agent"], "trains_whole", True),
+        (["credit.reward_scheme=outcome"], "trains_whole", True),
+        (["credit.normalise=trajectory", "orchestration=solver_verifier"], "trains_whole", True),
     ],
 )
 def test_words_are_read_as_settings(words: list[str], key: str, value: object) -> None:
-    config, _ = read_config(None, words)
-    section, _, name = key.partition(".")
-    assert getattr(getattr(config, section), name) == value
+    assert attrgetter(key)(read_config(None, words)[0]) == value
 
 
 def test_a_policy_has_engines_of_its_own_over_those_of_all() -> None:
@@ -190,26 +204,6 @@ def test_all_problems_are_reported_at_once_and_some_are_of_no_single_setting() -
     assert len(refusal("run.steps=many", "rollout.segmnts=2").splitlines()) == 2
     all_frozen = refusal(*FROZEN, "policies.main.frozen=true", "policies.main.model=x")
     assert all_frozen == "policies: every one is frozen (main, judge), and nothing is left to train"
-
-
-def test_renormalised_log_probs_need_an_engine_that_says_what_it_kept_and_room_for_it() -> None:
-    words = ["agents.solver.top_p=0.9", "agents.corrector2.top_k=50", "loss.truncation=renormalise"]
-    config, _ = read_config(None, words)
-    assert config.max_kept == {"solver": 1024, "corrector2": 1024}
-    assert read_config(None, [*words, "credit.train_agents=solver"])[0].max_kept == {"solver": 1024}
-    assert read_config(None, words[-1:])[0].max_kept == {}
-    untrained, _ = read_config(None, ["agents.solver.top_p=0.9", "credit.train_agents=[verifier1]"])
-    assert untrained.agents["solver"].top_p == 0.9 and untrained.max_kept == {}
-
-
-@pytest.mark.parametrize(
-    "word", ["credit.normalise=agent", "credit.reward_scheme=outcome", "rollout.pipeline=trajectory"]
-)
-def test_credit_over_an_instance_trains_whole_ones(word: str) -> None:
-    assert not read_config(None)[0].has_whole_instances
-    config = read_config(None, [word])[0]
-    assert config.has_whole_instances and config.trains_whole == word.startswith("credit")
-    assert read_config(None, ["credit.normalise=trajectory", "orchestration=solver_verifier"])[0].trains_whole
 
 
 def test_a_missing_file_lists_the_presets() -> None:
