@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from letters import group_of
 from letters import group_of as group
 from letters import sampled as sample
 
@@ -334,7 +333,7 @@ def played() -> tuple[list[Group], dict[str, float]]:
         right = order[: max(1, int((table[0][order].cumsum(0) < SUCCESS[agent]).sum()))]
         actions = torch.stack([row.multinomial(calls, replacement=True, generator=generator) for row in table], 1)
         score = torch.nn.functional.one_hot(actions, NUM_ACTIONS) - table  # [calls, tokens, actions], of log pi
-        groups.append(group_of(f"{prompt}/{agent}", torch.isin(actions[:, 0], right).tolist(), agent, tokens=1))
+        groups.append(group(f"{prompt}/{agent}", torch.isin(actions[:, 0], right).tolist(), agent, tokens=1))
         squared |= {
             s.uid: norm for s, norm in zip(groups[-1].samples, score.square().sum((1, 2)).tolist(), strict=True)
         }

@@ -125,8 +125,6 @@ def test_a_run_does_not_go_on_with_other_problems(tmp_path: Path) -> None:
     assert resume_lines(run, settings("run.resume=auto"), data)
 
 
-# ------------------------------------------------------------------ prompts of files
-
 WORDS = 'answer: answer_word\nturns:\n  solver:\n    - user: "{problem} SAY"\n'
 
 
