@@ -13,23 +13,9 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import cluster
 import pytest
 from box import Box
-from cluster import (
-    ALONE,
-    BY_FILES,
-    BY_WIRE,
-    PROGRAM,
-    STEP_S,
-    WORKERS_KEY,
-    Training,
-    check_same,
-    goes_on,
-    lend,
-    play,
-    submit,
-    train,
-)
 from commands import run_by
 
 from marsrl.trainer.report.metrics import MetricsRow
@@ -46,12 +32,12 @@ def _new_hosts(box: Box) -> None:
 
 
 @pytest.fixture
-def run(box: Box, tmp_path: Path) -> Iterator[Training]:
+def run(box: Box, tmp_path: Path) -> Iterator[cluster.Training]:
     """A run with a rank on host1 and one on host2, and engines on host1 and host3."""
     for host in (box.hosts[0], box.hosts[2]):
-        lend(host, JOIN, tmp_path)
-    words = (*LAYOUT, *BY_WIRE, "run.steps=1000", "run.resume=auto")
-    run = train(box, BY_HAND, "faults", tmp_path, *words, ranks=1)
+        cluster.lend(host, JOIN, tmp_path)
+    words = (*LAYOUT, *cluster.BY_WIRE, "run.steps=1000", "run.resume=auto")
+    run = cluster.train(box, BY_HAND, "faults", tmp_path, *words, ranks=1)
     run.until(run.step() + 2)
     yield run
     for host in box.hosts:
@@ -59,7 +45,7 @@ def run(box: Box, tmp_path: Path) -> Iterator[Training]:
     run.check()
 
 
-def metric(run: Training, name: str) -> list[float]:
+def metric(run: cluster.Training, name: str) -> list[float]:
     """In each step."""
     return [row.values.get(name) or 0 for row in run.rows()]
 
@@ -68,22 +54,22 @@ def test_slurm_starts_two_ranks_on_each_of_two_hosts_which_train_what_one_does(
     box: Box, alone: Sequence[MetricsRow], tmp_path: Path
 ) -> None:
     """By docs/slurm.sh, 2 x 2 ranks (TP2 x DP2), engines on host1 and host3, weights by files."""
-    joined = lend(box.hosts[0], JOIN, tmp_path)
-    run = submit(box, "files", tmp_path, *LAYOUT, *BY_FILES, "run.steps=3", trainers=2, ranks=2)
-    assert run.ended(3 * STEP_S) == {"host1": 0}, run.output("host1")
-    assert joined.wait(STEP_S) == 0
-    check_same(alone, run.rows())
+    joined = cluster.lend(box.hosts[0], JOIN, tmp_path)
+    run = cluster.submit(box, "files", tmp_path, *LAYOUT, *cluster.BY_FILES, "run.steps=3", trainers=2, ranks=2)
+    assert run.ended(3 * cluster.STEP_S) == {"host1": 0}, run.output("host1")
+    assert joined.wait(cluster.STEP_S) == 0
+    cluster.check_same(alone, run.rows())
 
 
 def test_what_is_lost_with_a_program_s_worker_is_played_by_the_next(box: Box, tmp_path: Path) -> None:
     """Workers join from other hosts by `--url --key`."""
-    words = (f"torchrun --nproc-per-node 8 {ALONE}", "program", tmp_path, *PROGRAM)
-    run = train(box, *words, ranks=1, **WORKERS_KEY)
-    play(box.hosts[1], tmp_path)
+    words = (f"torchrun --nproc-per-node 8 {cluster.ALONE}", "program", tmp_path, *cluster.PROGRAM)
+    run = cluster.train(box, *words, ranks=1, **cluster.WORKERS_KEY)
+    cluster.play(box.hosts[1], tmp_path)
     step = run.into_a_stage()
     box.hosts[1].cut_off()
-    play(box.hosts[2], tmp_path)
-    run.until(step + 3, 2 * STEP_S)
+    cluster.play(box.hosts[2], tmp_path)
+    run.until(step + 3, 2 * cluster.STEP_S)
     assert sum(metric(run, "rollout/replayed_sessions"))
     box.hosts[1].reconnect()
     run.until(run.step() + 2)
@@ -93,45 +79,47 @@ def test_what_is_lost_with_a_program_s_worker_is_played_by_the_next(box: Box, tm
     assert not any(metric(run, "rollout/failed_episodes"))
 
 
-def test_a_killed_trainer_host_ends_the_run_with_its_name(box: Box, run: Training) -> None:
+def test_a_killed_trainer_host_ends_the_run_with_its_name(box: Box, run: cluster.Training) -> None:
     run.into_a_stage()
     box.hosts[1].power_off()
     run.ended(60.0, "host1")  # "within a minute"
     gone = r"silent for run\.silence_s = 40 s: rank 1 \(host2, process \d+\)"
-    assert re.search(f"{gone}; {goes_on('faults')}", run.said("host1")), run.said("host1")
+    assert re.search(f"{gone}; {cluster.goes_on('faults')}", run.said("host1")), run.said("host1")
 
 
-def test_a_full_shared_disk_ends_the_run(box: Box, run: Training) -> None:
+def test_a_full_shared_disk_ends_the_run(box: Box, run: cluster.Training) -> None:
     run.into_a_stage()
     ballast = box.shared / "ballast"
     for size in (1 << 20, 1 << 12):
         with open(ballast, "ab", buffering=0) as file, contextlib.suppress(OSError):
             while True:
                 file.write(b"\1" * size)
-    run.ended(STEP_S)
+    run.ended(cluster.STEP_S)
     ballast.unlink()
     full = "(No space left|no room on the disk)"
-    assert re.search(f"{full}.*{goes_on('faults')}", run.said("host1")), run.said("host1")
+    assert re.search(f"{full}.*{cluster.goes_on('faults')}", run.said("host1")), run.said("host1")
 
 
-def test_engines_that_cannot_be_reached_for_a_while_are_not_given_up(box: Box, run: Training) -> None:
+def test_engines_that_cannot_be_reached_for_a_while_are_not_given_up(box: Box, run: cluster.Training) -> None:
     step = run.into_a_stage()
     box.hosts[2].cut_off()
     time.sleep(CUT_S)
     box.hosts[2].reconnect()
-    run.until(step + 3, 2 * STEP_S)
+    run.until(step + 3, 2 * cluster.STEP_S)
     assert not any(metric(run, "rollout/engine_restarts"))
 
 
-def test_a_killed_engine_host_is_done_without_until_another_joins(box: Box, run: Training, tmp_path: Path) -> None:
+def test_a_killed_engine_host_is_done_without_until_another_joins(
+    box: Box, run: cluster.Training, tmp_path: Path
+) -> None:
     before, step = metric(run, "rollout/resubmitted"), run.into_a_stage()
     box.hosts[2].power_off()
-    run.until(step + 3, 2 * STEP_S)
+    run.until(step + 3, 2 * cluster.STEP_S)
     struck = [i for i, number in enumerate(metric(run, "rollout/resubmitted"), 1) if number and i > len(before)]
     assert struck in ([], [step + 1], [step + 2])  # none: it had just answered all of its own
     assert metric(run, "rollout/engines/main")[-1] == 1
-    lend(box.hosts[1], JOIN, tmp_path)
-    end = time.monotonic() + 2 * STEP_S
+    cluster.lend(box.hosts[1], JOIN, tmp_path)
+    end = time.monotonic() + 2 * cluster.STEP_S
     while metric(run, "rollout/engines/main")[-1] != 2:
         assert time.monotonic() < end, "host2 has joined, and no engine came to it"
         run.until(run.step() + 1)
