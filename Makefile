@@ -75,7 +75,7 @@ test-triton: install $(OTHER_TRITON)  ## the Triton kernels, interpreted and com
 
 cluster: install  ## hosts made of namespaces (as root): what one host trains, and what clusters suffer
 	tests/apt.sh ip iproute2 "so no cluster in a box"
-	python tests/cluster/all_cases.py
+	python -m pytest -v tests/cluster/test_cluster.py tests/cluster/all_cases.py
 
 parity: install  ## every parallel layout against one rank and against transformers
 	python benchmarks/parity.py

@@ -1,19 +1,27 @@
-"""Requests, tensors, and the finding of actors that the engine tests share."""
+"""Engines, their processes, requests and tensors that the engine tests share."""
 
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
+import pytest
 import torch
 
-from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult, Engine, Sampling
+from marsrl.rollout.config import VllmOptions
+from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult, Engine, EngineSpec, Sampling
 from marsrl.rollout.engines.sampler import RowSampling, truncated
+from marsrl.rollout.engines.vllm.arguments import vllm_environment
+from marsrl.rollout.engines.vllm.engine import VllmEngine
+from marsrl.rollout.imports import imports_for_good
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import LocalReplicas
 from marsrl.rollout.weights.files import WeightFiles
@@ -27,6 +35,24 @@ def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
     """HF-named tensors of a checkpoint, in memory."""
     files = WeightFiles(directory)
     return {name: files[name].clone() for name in files}
+
+
+def vllm_of(model: Path, options: dict[str, Any], **more: Any) -> VllmEngine:
+    """The real vLLM, in float32 unless the options say otherwise."""
+    pytest.importorskip("vllm")
+    os.environ.update(vllm_environment(threads=1))
+    with imports_for_good():
+        import vllm.entrypoints.llm  # noqa: F401
+    own = VllmOptions.model_validate({"max_num_seqs": 32, "kv_cache_mib": 32, **options})
+    return VllmEngine(EngineSpec("vllm", str(model), own.dtype or "float32", 256, vllm=own, **more))
+
+
+@torch.no_grad()
+def logprobs_of(model: Any, sequence: np.ndarray) -> np.ndarray:
+    """[N-1], nats, by a model of transformers."""
+    ids = torch.from_numpy(sequence.astype(np.int64))[None]
+    logprobs = model(ids).logits[0, :-1].log_softmax(-1)
+    return logprobs.gather(-1, ids[0, 1:, None])[:, 0].numpy()
 
 
 def perturbed(
@@ -75,12 +101,7 @@ class GivenLearner:
     def held(self) -> WholeModel:
         return self._held
 
-    def score(
-        self,
-        batches: Sequence[PackedBatch],
-        *,
-        rounded_as: Precision | None = None,
-    ) -> list[torch.Tensor]:
+    def score(self, batches: Sequence[PackedBatch], *, rounded_as: Precision | None = None) -> list[torch.Tensor]:
         """Log-probs of the one batch that is asked for: the comparison's."""
         found = self._scores()
         logprobs = torch.zeros(batches[0].num_tokens)
@@ -162,6 +183,16 @@ def generate(
     return [results[request.uid] for request in requests]
 
 
+def assert_same(results: Iterable[DecodeResult], expected: Sequence[DecodeResult]) -> None:
+    """The same tokens under the same names, in whichever order."""
+    found = {result.uid: result for result in results}
+    for right in expected:
+        result = found[right.uid]
+        np.testing.assert_array_equal(result.token_ids, right.token_ids)
+        np.testing.assert_allclose(result.logprobs, right.logprobs, atol=ROUNDING)
+        assert (result.finish, result.version) == (right.finish, right.version)
+
+
 def prompt(length: int, seed: int = 0, vocab_size: int = 160) -> np.ndarray:
     return np.random.default_rng(seed).integers(2, vocab_size, length).astype(np.int32)
 
@@ -177,3 +208,18 @@ def after(condition: Callable[[], bool], action: Callable[[], None]) -> threadin
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     return thread
+
+
+def descendants(process: psutil.Process | None = None) -> list[psutil.Process]:
+    """Its children (default: of this process), theirs and so on."""
+    return (process or psutil.Process()).children(recursive=True)
+
+
+def actors(process: psutil.Process | None = None) -> list[psutil.Process]:
+    """Processes of engines among its descendants, oldest first."""
+    found = []
+    for each in descendants(process):
+        with suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+            if each.name().startswith("ray::Engine"):
+                found.append(each)
+    return sorted(found, key=lambda each: each.create_time())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -12,21 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_cases import GivenLearner, decoded, generate, pool_of, prompt, request
+from engine_cases import GivenLearner, assert_same, decoded, generate, logprobs_of, pool_of, prompt, request, vllm_of
+from megatron_models import random_adapter, save_adapter
 
-from marsrl.rollout.adapter import AdapterConfig, held_by_shard, read_tensors, tensor_shapes, write_adapter
-from marsrl.rollout.config import RolloutConfig, VllmOptions
+from marsrl.rollout.adapter import AdapterConfig, held_by_shard, read_tensors
+from marsrl.rollout.config import RolloutConfig
 from marsrl.rollout.engines.local.engine import LocalEngine
-from marsrl.rollout.engines.protocol import (
-    AdapterUpdate,
-    DecodeRequest,
-    DecodeResult,
-    EngineSpec,
-    WeightUpdate,
-    WrongVersion,
-)
-from marsrl.rollout.imports import imports_for_good
-from marsrl.rollout.model_shape import ModelShape, read_shape
+from marsrl.rollout.engines.protocol import AdapterUpdate, DecodeRequest, DecodeResult, WeightUpdate, WrongVersion
+from marsrl.rollout.model_shape import read_shape
 from marsrl.rollout.pool.build import make_pool
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.types import Finish
@@ -40,20 +32,6 @@ CONFIG = AdapterConfig.model_validate({"rank": 8, "alpha": 13.0})
 OF_EXPERTS = AdapterConfig.model_validate({"rank": 8, "alpha": 13.0, "targets": ["attention", "experts"]})
 
 
-def random_tensors(shape: ModelShape, config: AdapterConfig, seed: int, scale: float = 0.1) -> dict[str, torch.Tensor]:
-    """A and B, both normal."""
-    generator = torch.Generator().manual_seed(seed)
-    return {n: scale * torch.randn(size, generator=generator) for n, size in tensor_shapes(shape, config).items()}
-
-
-def written(folder: Path, model: Path, config: AdapterConfig, seed: int) -> Path:
-    """A new PEFT directory of random_tensors."""
-    shape = read_shape(model)
-    folder.mkdir(parents=True)
-    write_adapter(folder, shape, config, random_tensors(shape, config, seed), str(model))
-    return folder
-
-
 def peft_logprobs(model: Path, adapter: Path | None, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
     """[N-1] of each sequence, nats."""
     from peft import PeftModel
@@ -62,13 +40,7 @@ def peft_logprobs(model: Path, adapter: Path | None, sequences: Sequence[np.ndar
     judge: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     if adapter is not None:
         judge = PeftModel.from_pretrained(judge, str(adapter)).eval()
-    found = []
-    with torch.no_grad():
-        for sequence in sequences:
-            ids = torch.from_numpy(sequence.astype(np.int64))[None]
-            logprobs = judge(ids).logits[0, :-1].log_softmax(-1)
-            found.append(logprobs.gather(-1, ids[0, 1:, None])[:, 0].numpy())
-    return found
+    return [logprobs_of(judge, sequence) for sequence in sequences]
 
 
 def assert_decoded_with(
@@ -123,9 +95,7 @@ def assert_replaced_beside_others(
     ended: dict[str, DecodeResult] = {}
     while pool.num_under_way:
         ended |= {result.uid: result for result in pool.collect(0.2)}
-    for right in undisturbed:
-        np.testing.assert_array_equal(ended[right.uid].token_ids, right.token_ids)
-        np.testing.assert_allclose(ended[right.uid].logprobs, right.logprobs, atol=1e-4)
+    assert_same(ended.values(), undisturbed)
     asks = [*rest, *others]
     assert_decoded_with(model, new, asks, [ended[ask.uid] for ask in asks])
     assert min(ended[ask.uid].num_cached_tokens for ask in own) == 0  # the first of a group
@@ -141,18 +111,6 @@ of_vllm = pytest.mark.parametrize("served", VLLMS, indirect=True)
 Checkpoint = Callable[[str], Path]
 
 
-def vllm_of(model: Path, adapters: dict[str, AdapterConfig], sampler: str = "marsrl") -> Any:
-    pytest.importorskip("vllm")
-    from marsrl.rollout.engines.vllm.arguments import vllm_environment
-    from marsrl.rollout.engines.vllm.engine import VllmEngine
-
-    os.environ.update(vllm_environment(threads=1))
-    with imports_for_good():
-        import vllm.entrypoints.llm  # noqa: F401
-    options = VllmOptions.model_validate({"max_num_seqs": 16, "kv_cache_mib": 32, "sampler": sampler})
-    return VllmEngine(EngineSpec("vllm", str(model), "float32", 256, vllm=options, adapters=adapters))
-
-
 def local_of(model: Path, adapters: dict[str, AdapterConfig]) -> LocalEngine:
     return LocalEngine(model, dtype="float32", max_model_len=256, adapters=adapters)
 
@@ -160,15 +118,16 @@ def local_of(model: Path, adapters: dict[str, AdapterConfig]) -> LocalEngine:
 class Served:
     """An engine with two adapters, each at a version of its own with random numbers."""
 
-    def __init__(self, model: Path, folder: Path, way: str, *sampler: str) -> None:
+    def __init__(self, model: Path, folder: Path, way: str, sampler: str = "marsrl") -> None:
         self.model, self.shape = model, read_shape(model)
         of_moe = OF_EXPERTS if way == "local" else OF_ATTENTION
         self.config = of_moe if self.shape.num_experts else CONFIG
         self._folder, self._number = folder, 0
         self.folders: dict[str, Path] = {}
         self.versions: dict[str, int] = {}
-        make = local_of if way == "local" else vllm_of
-        self.engine: Any = make(model, dict.fromkeys("ab", self.config), *sampler)
+        adapters = dict.fromkeys("ab", self.config)
+        options = {"max_num_seqs": 16, "sampler": sampler}
+        self.engine = local_of(model, adapters) if way == "local" else vllm_of(model, options, adapters=adapters)
         for name in "ab":
             self.update(name)
 
@@ -180,19 +139,18 @@ class Served:
     def next(self, name: str) -> None:
         """Write another version."""
         self._number += 1
-        self.folders[name] = written(self._folder / f"{self._number}", self.model, self.config, self._number)
+        self.folders[name] = save_adapter(self.model, self._folder / f"{self._number}", self.config, self._number)
         self.versions[name] = self._number
 
     def load(self, name: str) -> dict[str, int]:
         update = AdapterUpdate(name, str(self.folders[name]), self.versions[name])
         return dict(self.engine.update_adapter(update).checksums[0])
 
-    def asks(self, *adapters: str, length: int = 70, **more: Any) -> list[DecodeRequest]:
+    def asks(self, *adapters: str) -> list[DecodeRequest]:
         """One request each, all of one prompt."""
-        asks = [request(f"0.{i}", prompt(length), 16, seed=i, **more) for i in range(len(adapters))]
         return [
-            replace(ask, adapter=name, adapter_version=self.versions.get(name, 0))
-            for ask, name in zip(asks, adapters, strict=True)
+            replace(request(f"0.{i}", prompt(70), 16, seed=i), adapter=name, adapter_version=self.versions.get(name, 0))
+            for i, name in enumerate(adapters)
         ]
 
     def assert_right(self, *adapters: str) -> None:
@@ -250,19 +208,10 @@ def test_a_version_under_the_path_of_the_one_before_is_refused(served: Served) -
     served.update("a")
 
 
-@every
-def test_checksums_are_of_what_the_kernels_hold_and_b_is_scaled(served: Served) -> None:
-    held = served.update("b")
-    tensors = read_tensors(served.folders["b"])
-    right = held_by_shard(served.shape, served.config, tensors, torch.float32, EngineShard())
-    assert held == {name: checksum(tensor) for name, tensor in right}
-    assert all(held[name] != checksum(tensor) for name, tensor in tensors.items() if "lora_B" in name)
-
-
 @of_vllm
 def test_of_a_slot_that_a_smaller_adapter_has_the_rest_is_0(served: Served) -> None:
     smaller = served.config.model_copy(update={"rank": 4, "alpha": served.config.scale * 4})
-    folder = written(served.folders["b"].parent / "smaller", served.model, smaller, 0)
+    folder = save_adapter(served.model, served.folders["b"].parent / "smaller", smaller, 0)
     receipt = served.engine.update_adapter(AdapterUpdate("b", str(folder), 99))
     right = held_by_shard(served.shape, smaller, read_tensors(folder), torch.float32, EngineShard())
     assert dict(receipt.checksums[0]) == {name: checksum(tensor) for name, tensor in right}
@@ -296,9 +245,7 @@ def test_requests_that_end_while_an_adapter_is_scored_are_told_afterwards(served
     for seed in range(16):
         pool.score([prompt(30, seed=seed)], "a")
     assert served.engine.num_decoded() - before >= sum(len(result.token_ids) for result in right)
-    ended = {result.uid: result for result in [*early, *pool.collect(0.0)]}
-    assert [ended[each.uid].token_ids.tolist() for each in right] == [each.token_ids.tolist() for each in right]
-    assert [ended[each.uid].finish for each in right] == [each.finish for each in right]
+    assert_same([*early, *pool.collect(0.0)], right)
 
 
 @of_vllm
@@ -335,6 +282,7 @@ def test_an_adapter_is_not_replaced_under_its_own_requests(served: Served) -> No
 
 
 def given(served: Served, tensors: dict[str, torch.Tensor], folder: Path) -> GivenLearner:
+    """A learner that has these tensors, and the scores of the adapter in the folder."""
     sequences = comparison_sequences(160)
     scores = peft_logprobs(served.model, folder, sequences)
     noise = np.random.default_rng(0)
@@ -349,16 +297,18 @@ def test_a_publish_proves_checksums_and_log_probs_and_removes_the_version_before
     engines = CheckedEngines(pool_of(served.engine), vocab_size=160, adapter="a")
     sync = AdapterSync(engines, torch.float32, base=str(served.model), adapter=served.config, directory=tmp_path)
     for version in (201, 202):
-        tensors = random_tensors(served.shape, served.config, version)
-        served.folders["a"] = written(served.folders["b"].parent / f"{version}", served.model, served.config, version)
+        tensors = random_adapter(served.shape, served.config, version)
+        served.folders["a"] = save_adapter(
+            served.model, served.folders["b"].parent / f"{version}", served.config, version
+        )
         served.versions["a"] = version
-        report = sync.publish(given(served, tensors, served.folders["a"]), version)  # type: ignore[arg-type]
+        report = sync.publish(given(served, tensors, served.folders["a"]), version)
         assert report is not None and report.num_tensors == len(tensors) and report.comparison is not None
         assert [each.name.partition(".")[0] for each in next(tmp_path.iterdir()).iterdir()] == [f"version_{version}"]
         served.assert_right("a", "b", "")
-    other = random_tensors(served.shape, served.config, 1)
+    other = random_adapter(served.shape, served.config, 1)
     with pytest.raises(RuntimeError, match="trainer and engine 0 disagree on the probe"):
-        sync.publish(given(served, other, served.folders["a"]), 203)  # type: ignore[arg-type]
+        sync.publish(given(served, other, served.folders["a"]), 203)
     llm = served.engine._llm.llm_engine
     load = llm.add_lora
 
@@ -371,7 +321,7 @@ def test_a_publish_proves_checksums_and_log_probs_and_removes_the_version_before
     with pytest.raises(
         RuntimeError, match=r"1 of \d+ tensors differ, first model\.layers\.1\.self_attn\.o_proj\.lora_B"
     ):
-        sync.publish(given(served, other, served.folders["a"]), 204)  # type: ignore[arg-type]
+        sync.publish(given(served, other, served.folders["a"]), 204)
     sync.close()
     assert not list(tmp_path.iterdir())
     monkeypatch.undo()
@@ -395,7 +345,7 @@ def asks_of(version: int, *adapters: str) -> list[DecodeRequest]:
 def test_an_actor_decodes_on_for_others_while_an_adapter_is_replaced(checkpoint: Checkpoint, tmp_path: Path) -> None:
     """In Ray: its thread takes the adapter, and scores with it, between two steps."""
     model, config = checkpoint("qwen3"), RolloutConfig(engine="local", threads=1, object_store_mib=80)
-    folders = [written(tmp_path / f"{seed}", model, CONFIG, seed) for seed in range(3)]
+    folders = [save_adapter(model, tmp_path / f"{seed}", CONFIG, seed) for seed in range(3)]
     of, adapters = dict(zip("ab", folders, strict=False)), dict.fromkeys("ab", CONFIG)
     with make_pool("main", str(model), config, dtype="float32", max_model_len=2048, adapters=adapters) as pool:
         for name, folder in of.items():
@@ -408,7 +358,7 @@ def test_an_actor_decodes_on_for_others_while_an_adapter_is_replaced(checkpoint:
 
 def test_an_adapter_of_other_settings_than_were_said_is_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
     model = checkpoint("qwen3")
-    folder = written(tmp_path / "a", model, CONFIG.model_copy(update={"rank": 4}), 0)
+    folder = save_adapter(model, tmp_path / "a", CONFIG.model_copy(update={"rank": 4}), 0)
     with pytest.raises(ValueError, match=r"q_proj\.lora_A\.weight: found \(4, 64\), expected \(8, 64\)"):
         local_of(model, {"a": CONFIG}).update_adapter(AdapterUpdate("a", str(folder), 1))
 
@@ -416,7 +366,8 @@ def test_an_adapter_of_other_settings_than_were_said_is_refused(checkpoint: Chec
 def test_an_engine_that_starts_from_an_adapter_has_it_at_once_and_one_without_is_the_bare_model(
     checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
-    model, folder = checkpoint("qwen3"), written(tmp_path / "a", checkpoint("qwen3"), CONFIG, 0)
+    model = checkpoint("qwen3")
+    folder = save_adapter(model, tmp_path / "a", CONFIG)
     engine = local_of(model, {"a": CONFIG.model_copy(update={"start": str(folder)}), "b": CONFIG})
     asks = asks_of(0, "a", "b", "")
     results = decoded(engine, asks)
@@ -429,7 +380,7 @@ def test_an_engine_that_starts_from_an_adapter_has_it_at_once_and_one_without_is
 def test_shards_hold_together_what_one_engine_holds(parts: int, spreads: bool, checkpoint: Checkpoint) -> None:
     """And B times alpha / rank."""
     shape = read_shape(checkpoint("qwen3_moe"))
-    tensors = random_tensors(shape, OF_EXPERTS, 0)
+    tensors = random_adapter(shape, OF_EXPERTS, 0)
     whole = dict(held_by_shard(shape, OF_EXPERTS, tensors, torch.float32, EngineShard()))
     assert whole.keys() == tensors.keys()
     for name, tensor in whole.items():

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from completions_server import completions_server
 from engine_cases import decoded, generate, pool_of
-from pydantic import ValidationError
 
 from marsrl.rollout.config import OpenAIOptions
 from marsrl.rollout.engines.openai_engine import OpenAIEngine
@@ -54,9 +53,8 @@ def test_text_goes_out_and_comes_back_as_tokens_in_the_order_of_requests(ask, re
     assert all(np.isnan(r.logprobs).all() and len(r.logprobs) == len(r.token_ids) for r in results)
     body = next(b for b in server.bodies if b["seed"] == 1)
     assert body["prompt"] == renderer.render([Message("user", "two")])[1]
-    assert (body["model"], body["max_tokens"], body["temperature"], body["top_p"], body["top_k"]) == (
-        "judge", 50, 0.7, 0.9, 20,
-    )  # fmt: skip
+    settings = ("model", "max_tokens", "temperature", "top_p", "top_k")
+    assert [body[name] for name in settings] == ["judge", 50, 0.7, 0.9, 20]
     assert body["stop"] == [renderer.prompt_text(np.array([i])) for i in renderer.stop_ids]
     assert server.headers[0]["path"] == "/v1/completions" and "Authorization" not in server.headers[0]
 
@@ -122,12 +120,17 @@ def test_a_server_that_says_nothing_times_out(ask):
 
 
 def test_no_more_requests_than_wanted_are_under_way(ask):
+    under_way, at_once = [], []
+
     def reply(handler, body, before):
+        under_way.append(body)
+        at_once.append(len(under_way))
         time.sleep(0.02)
+        under_way.remove(body)  # before the client can know of the answer, and ask again
         handler.complete("4")
 
-    results, server = ask(reply, *(str(i) for i in range(9)), concurrency=3)
-    assert len(results) == 9 and 1 <= server.most_at_once <= 3
+    results, _ = ask(reply, *(str(i) for i in range(9)), concurrency=3)
+    assert len(results) == len(at_once) == 9 and max(at_once) <= 3
 
 
 def test_length_is_counted_in_our_tokens(ask, renderer):
@@ -146,20 +149,6 @@ def test_the_key_comes_from_the_environment_and_goes_nowhere_else(ask, renderer)
     del os.environ["JUDGE_KEY"]
     with pytest.raises(ValueError, match="api_key_env names JUDGE_KEY, which is not set or empty"):
         OpenAIEngine(OpenAIOptions(base_url="http://x/v1", model="m", api_key_env="JUDGE_KEY"), renderer)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"base_url": "file:///etc/passwd"}, "expected http"),
-        ({"base_url": "localhost:8000"}, "expected http"),
-        ({"base_url": "https://user:sk-1@host/v1"}, "the config is saved"),
-        ({"base_url": "http://h/v1", "api_key_env": "sk-1-2"}, "not the name of an environment variable"),
-    ],
-)
-def test_an_unsafe_address_or_a_key_in_the_config_is_refused(settings, message):
-    with pytest.raises(ValidationError, match=message):
-        OpenAIOptions(model="m", **settings)
 
 
 def test_an_aborted_request_comes_back_unfinished(renderer):

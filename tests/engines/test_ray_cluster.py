@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import secrets
 import signal
@@ -10,15 +11,14 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
 import pytest
+from engine_cases import actors
 from held_port import held_port
-from processes import actors
 
 from marsrl.rollout.pool.addresses import address_towards, own_address, split_address
 from marsrl.trainer.commands.cli import main
@@ -104,6 +104,49 @@ def told(program: str, *words: str, **variables: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+class Program:
+    """A program, and what it prints."""
+
+    def __init__(self, words: Sequence[str], out: Path, **variables: str) -> None:
+        with open(out, "wb") as console:
+            self.process = subprocess.Popen(
+                [sys.executable, *words], env={**os.environ, **variables}, text=True,
+                stdin=subprocess.PIPE, stdout=console, stderr=subprocess.STDOUT, preexec_fn=_hear_ctrl_c,
+            )  # fmt: skip
+        self.out = out
+
+    def lines(self) -> list[str]:
+        return self.out.read_text().split("\n")[:-1]
+
+    def wait_for(self, part: str, after: int = 0, seconds: float = 600) -> str:
+        """The first line behind the first `after` with this in it."""
+        end = time.monotonic() + seconds
+        while True:
+            has_ended = self.process.poll() is not None
+            if found := next((line for line in self.lines()[after:] if part in line), None):
+                return found
+            assert not has_ended and time.monotonic() < end, f"no {part!r} in\n" + "\n".join(self.lines()[-30:])
+            time.sleep(0.1)
+
+    def say(self, word: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(word + "\n")
+        self.process.stdin.flush()
+
+    def end(self) -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            processes = psutil.Process(self.process.pid).children(recursive=True)
+            self.process.terminate()
+            _, left = psutil.wait_procs([*processes, psutil.Process(self.process.pid)], timeout=60)
+            for process in left:
+                process.kill()
+
+
+def _hear_ctrl_c() -> None:
+    """Also where the tests run in a shell's background, whose children are born deaf to it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.fixture(scope="module")
 def head() -> Iterator[tuple[str, Path]]:
     """A cluster with a token, as `ray start --head` makes it, that counts two GPUs: its address, and its user's home."""
@@ -112,32 +155,16 @@ def head() -> Iterator[tuple[str, Path]]:
         folder = Path(named)
         (folder / "home" / ".ray").mkdir(parents=True)
         (folder / "home" / ".ray" / "auth_token").write_text(secrets.token_hex(32))
-        words = [
-            f"--port={port}",
-            "--node-ip-address=127.0.0.1",
-            "--num-cpus=1",
-            "--num-gpus=2",
-            f"--temp-dir={folder}/t",
-        ]
+        words = ["-m", "ray.scripts.scripts", "start", "--head", "--block", f"--port={port}", f"--temp-dir={folder}/t"]
+        words += ["--node-ip-address=127.0.0.1", "--num-cpus=1", "--num-gpus=2"]
         # the ports of workers must not be the head's
         words += ["--include-dashboard=false", "--min-worker-port=0", "--max-worker-port=0", "--disable-usage-stats"]
-        starts = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", *words]
-        environment = {**os.environ, "HOME": str(folder / "home"), "CUDA_VISIBLE_DEVICES": "6,7"}
-        ray = subprocess.Popen(starts, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        assert ray.stdout is not None
-        said = ""
-        while "Ray runtime started" not in said:
-            line = ray.stdout.readline()
-            assert line, said
-            said += line
+        ray = Program(words, folder / "console", HOME=str(folder / "home"), CUDA_VISIBLE_DEVICES="6,7")
         try:
+            ray.wait_for("Ray runtime started")
             yield f"127.0.0.1:{port}", folder / "home"
         finally:
-            processes = [*psutil.Process(ray.pid).children(recursive=True), psutil.Process(ray.pid)]
-            ray.send_signal(signal.SIGTERM)
-            _, left = psutil.wait_procs(processes, timeout=120)
-            for process in left:
-                process.kill()
+            ray.end()
 
 
 @pytest.mark.slow
@@ -204,73 +231,21 @@ with make_pool("main", sys.argv[1], config, dtype="float32", max_model_len=128, 
 """
 
 
-class Lines(threading.Thread):
-    """What a program prints, as it comes."""
-
-    def __init__(self, *words: str, home: Path) -> None:
-        super().__init__(daemon=True)
-        environment = {**os.environ, "HOME": str(home), "PYTHONUNBUFFERED": "1"}
-        self.process = subprocess.Popen(
-            [sys.executable, *words], env=environment, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, preexec_fn=_hear_ctrl_c,
-        )  # fmt: skip
-        self.lines: list[str] = []
-        self.start()
-
-    def run(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.append(line.rstrip("\n"))
-
-    def wait_for(self, part: str, after: int = 0, seconds: float = 600) -> str:
-        """The first line behind the first `after` with this in it."""
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            if found := next((line for line in self.lines[after:] if part in line), None):
-                return found
-            assert self.process.poll() is None or self.is_alive(), "\n".join(self.lines[-30:])
-            time.sleep(0.1)
-        raise AssertionError(f"no {part!r} in\n" + "\n".join(self.lines[-30:]))
-
-    def say(self, word: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(word + "\n")
-        self.process.stdin.flush()
-
-
-def _hear_ctrl_c() -> None:
-    """Also where the tests run in a shell's background, whose children are born deaf to it."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-@contextlib.contextmanager
-def programs(home: Path) -> Iterator[Callable[..., Lines]]:
-    """Starts programs; none is left in the end."""
-    started: list[Lines] = []
-
-    def start(*words: str) -> Lines:
-        started.append(Lines(*words, home=home))
-        return started[-1]
-
-    try:
-        yield start
-    finally:
-        for each in started:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                processes = psutil.Process(each.process.pid).children(recursive=True)
-                each.process.terminate()
-                _, left = psutil.wait_procs([*processes, psutil.Process(each.process.pid)], timeout=60)
-                for process in left:
-                    process.kill()
-
-
 @pytest.mark.slow
 def test_two_hosts_lend_their_engines_and_the_run_goes_on_without_one_until_a_third_lends_its_own(
     checkpoint: Callable[[str], Path], tmp_path: Path
 ) -> None:
     (tmp_path / ".ray").mkdir()
     (tmp_path / ".ray" / "auth_token").write_text("f" * 64)
-    with programs(tmp_path) as start, held_port() as port:
+    numbers = itertools.count()
+    with contextlib.ExitStack() as programs, held_port() as port:
+
+        def start(*words: str) -> Program:
+            out = tmp_path / f"{next(numbers)}.log"
+            program = Program(words, out, HOME=str(tmp_path), PYTHONUNBUFFERED="1")
+            programs.callback(program.end)
+            return program
+
         joins = ("-m", "marsrl.trainer.commands.cli", "join", f"127.0.0.1:{port}", "--wait", "600")
         first = start(*joins)  # before the head
         first.wait_for("waiting for the trainer's cluster at 127.0.0.1")
@@ -286,7 +261,7 @@ def test_two_hosts_lend_their_engines_and_the_run_goes_on_without_one_until_a_th
         assert actors(psutil.Process(second.process.pid))
         second.process.send_signal(signal.SIGINT)
         assert second.process.wait(300) == 130 and not psutil.wait_procs(processes, timeout=60)[1]
-        seen = len(head.lines)
+        seen = len(head.lines())
         head.say("play")
         head.wait_for("no host has a place for it: the run goes on without it until one has", seen)
         assert head.wait_for("tokens [[", seen) == alone  # seeds do not depend on the attempt, or on the host
@@ -295,7 +270,7 @@ def test_two_hosts_lend_their_engines_and_the_run_goes_on_without_one_until_a_th
         third.wait_for("is part of the cluster")
         for _ in range(600):  # it is not looked for all the time
             time.sleep(0.5)
-            seen = len(head.lines)
+            seen = len(head.lines())
             head.say("play")
             assert head.wait_for("tokens [[", seen) == alone
             if (told := head.wait_for("restarts", seen)) != "restarts 0 engines 1":
@@ -309,25 +284,16 @@ def test_two_hosts_lend_their_engines_and_the_run_goes_on_without_one_until_a_th
             assert "has ended" in host.wait_for("has ended") and host.process.wait(300) == 0
 
 
-def test_what_does_not_answer_and_what_is_no_token_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        with held_port() as port:
-            address = f"127.0.0.1:{port}"
-            assert main(["join", address, "--wait", "0"]) == 1
-        said = capsys.readouterr().err
-        assert f"no cluster at {address} within --wait 0 s (no Ray listens there)" in said
-        assert main(["join", address, "--token-file", str(tmp_path / "none")]) == 1
-        assert (
-            "which is no file with a token: copy ~/.ray/auth_token of trainer rank 0's host" in capsys.readouterr().err
-        )
-        os.environ["MARSRL_DEVICE"] = "cpu"
-        assert main(["join", address, "--gpus", "0,1"]) == 2
-        assert "--gpus is 0,1, and this host has 0 GPU(s)" in capsys.readouterr().err
-        assert main(["join", ":1"]) == 2
-        assert "':1' is no address" in capsys.readouterr().err
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def test_what_is_no_token_gpu_or_address_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    os.environ["MARSRL_DEVICE"] = "cpu"
+    no_token = "which is no file with a token: copy ~/.ray/auth_token of trainer rank 0's host"
+    for words, code, said in (
+        (["127.0.0.1:1", "--token-file", str(tmp_path / "none")], 1, no_token),
+        (["127.0.0.1:1", "--gpus", "0,1"], 2, "--gpus is 0,1, and this host has 0 GPU(s)"),
+        ([":1"], 2, "':1' is no address"),
+    ):
+        assert main(["join", *words]) == code
+        assert said in capsys.readouterr().err
 
 
 def test_this_host_is_found_by_its_address() -> None:

@@ -4,21 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from marsrl.rollout.engines import sampler
 from marsrl.rollout.engines.protocol import Sampling
 from marsrl.rollout.engines.sampler import RowSampling, draw_from, low_bits, truncated, uniform
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True, params=["csrc", "torch"])
-def implementation(request, monkeypatch):
-    """Who draws: every test is of both."""
-    if request.param == "torch":
-        monkeypatch.setattr(sampler.library, "why_no_cpu_library", lambda: "not in this test")
-    else:
-        assert sampler.library.why_no_cpu_library() is None
-    return request.param
+pytestmark = pytest.mark.usefixtures("implementation")
 
 
 def rows(n, *, temperature=1.0, top_p=1.0, top_k=-1):

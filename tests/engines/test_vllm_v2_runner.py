@@ -1,4 +1,10 @@
-"""vLLM as GPUs run it: Model Runner V2, its sampler, async scheduling; kernels by Triton's interpreter, 60 s of one process."""
+"""vLLM as GPUs run it: Model Runner V2, its sampler, async scheduling; kernels by Triton's interpreter, 60 s of one process.
+
+vLLM's CPU build has that runner, whose kernels are Triton's; Triton's interpreter runs them here. That changes the process
+for good: hence one of its own, `python test_vllm_v2_runner.py MODEL CHANGED CYCLE OUT`. CHANGED: a directory of new weights.
+CYCLE: of a model whose tokens mostly come in one order, which an engine with draft tokens guesses. OUT: a pickle of what was
+decoded, by the name of a test.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +13,125 @@ import pickle
 import shutil
 import subprocess
 import sys
+import types
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from engine_cases import ROUNDING, assert_drawn_from, decoded, perturbed, tensors_of
+from engine_cases import ROUNDING, assert_drawn_from, decoded, perturbed, prompt, request, tensors_of
 from safetensors.torch import save_file
 
+from marsrl.rollout.config import VllmOptions
 from marsrl.rollout.engines.local.engine import LocalEngine
+from marsrl.rollout.engines.protocol import EngineSpec, Records, WeightUpdate
+from marsrl.rollout.engines.vllm import engine
+from marsrl.rollout.engines.vllm.arguments import vllm_environment
+from marsrl.rollout.engines.vllm.engine import VllmEngine
+from marsrl.rollout.imports import imports_for_good
 from marsrl.rollout.types import Finish
+
+STOP = "w013 w014"  # texts of two tokens of the cycle
+CUT = {"temperature": 0.7, "top_p": 0.9, "top_k": 30, "records_kept": True}
+
+
+def pretend_triton_for_cpus() -> None:
+    os.environ |= {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1", **vllm_environment(threads=1)}
+    import triton.backends
+    from triton.runtime import interpreter
+
+    triton.backends.backends["cpu"] = types.SimpleNamespace(driver=types.SimpleNamespace(is_active=lambda: True))  # type: ignore[assignment]
+    builder = interpreter.interpreter_builder
+    # computed at each + - *, and dropped: debug is off
+    builder.options = replace(builder.options, sanitize_overflow=False)
+    with imports_for_good():
+        import vllm.entrypoints.llm  # noqa: F401
+        import vllm.v1.sample.ops.topk_topp_sampler as cut
+        import vllm.v1.worker.gpu.sample.sampler as sampler
+        import vllm.v1.worker.gpu.sample.states as states
+        from vllm.platforms.cpu import CpuPlatform
+
+    settle = CpuPlatform.check_and_update_config
+
+    def ahead(config: Any) -> None:
+        settle(config)
+        config.scheduler_config.async_scheduling = True  # as on GPUs; "not required on CPU"
+
+    CpuPlatform.check_and_update_config = staticmethod(ahead)  # type: ignore[method-assign, assignment]
+    # Its kernel for top_k and top_p is too much for the interpreter; this is vLLM's other one.
+    sampler.apply_top_k_top_p = states.apply_top_k_top_p = lambda logits, k, p: (  # type: ignore[attr-defined]
+        logits if k is None and p is None else cut.apply_top_k_top_p_pytorch(logits, k, p)
+    )
+
+
+def start(model: Path, draft_tokens: int = 0) -> VllmEngine:
+    """An engine as on a GPU, as far as the sampler goes."""
+    engine.vllm_refusals = lambda *words: ()  # on a CPU users have V1
+    options = VllmOptions(max_num_seqs=12, kv_cache_mib=32, sampler="engine", draft_tokens=draft_tokens)
+    records = Records(kept_tokens=True, experts=True)
+    return VllmEngine(EngineSpec("vllm", str(model), "float32", 256, vllm=options, records=records))
+
+
+def with_drafts(cycle: Path) -> dict[str, Any]:
+    """Results of an engine that guesses four tokens at once."""
+    served = start(cycle, draft_tokens=4)
+    config = served._llm.llm_engine.vllm_config
+    found: dict[str, Any] = {
+        "drafts_by": config.speculative_config.method,
+        "drafts_async": config.scheduler_config.async_scheduling,
+    }
+    turns = np.tile(np.arange(10, 17, dtype=np.int32), 4)  # the tokens of the cycle, in order
+    cut = [request(f"{i}", turns[i:], 24, seed=i, experts_from=3, **CUT) for i in range(6)]
+    served.submit(cut, version=0)
+    results, found["num_steps"] = list[Any](), 0
+    while len(results) < len(cut):
+        results += served.collect(0.0)
+        found["num_steps"] += 1
+    found["guessed_cut"] = cut, sorted(results, key=lambda result: str(result.uid))
+    many = [request(f"m{i}", turns, 30, seed=i, temperature=1.0) for i in range(12)]
+    found["guessed"] = many, decoded(served, many)
+    stopped = [replace(ask, sampling=replace(ask.sampling, stop=(STOP,))) for ask in cut]
+    found["stopped"] = stopped, decoded(served, stopped)
+    found["guessed_scores"] = served.score([joined(*pair) for pair in zip(*found["guessed_cut"], strict=True)])
+    served.close()
+    return found
+
+
+def main(model: Path, changed: Path, cycle: Path, out: Path) -> None:
+    pretend_triton_for_cpus()
+    served = start(model)
+    config = served._llm.llm_engine.vllm_config
+    told: dict[str, Any] = {"runner": config.use_v2_model_runner, "async": config.scheduler_config.async_scheduling}
+    cut = [request(f"{i}", prompt(40 + 9 * i, seed=i), 6, seed=i, experts_from=0, **CUT) for i in range(4)]
+    told["cut"] = cut, decoded(served, cut)
+    told["again"] = cut, decoded(served, cut)  # behind cached prefixes
+    whole = [request(f"w.{i}", prompt(40), 3, seed=i, temperature=1.3) for i in range(4)]
+    told["whole"] = whole, decoded(served, whole)
+    on = [
+        request(f"{ask.uid}.on", joined(ask, result), 4, seed=100, experts_from=len(joined(ask, result)) - 1, **CUT)
+        for ask, result in zip(*told["cut"], strict=True)
+    ]
+    told["on"] = on, decoded(served, on)
+    long = [request(f"{i}.long", prompt(30, seed=i), 200, seed=i, experts_from=10, **CUT) for i in range(3)]
+    served.submit(long, version=0)
+    for _ in range(6):
+        served.collect(0.0)
+    served.abort()
+    told["aborted"] = long, sorted(served.collect(0.0), key=lambda result: result.uid)
+    told["receipt"] = served.update_weights(WeightUpdate(str(changed), 1))
+    told["changed"] = cut, decoded(served, cut, version=1)
+    told["scores"] = served.score([joined(*pair) for pair in zip(*told["changed"], strict=True)])
+    told["cold"] = [decoded(served, [request("c", prompt(9), 3, temperature=t)], version=1)[0] for t in (0.0, 0.005)]
+    told["num_decoded"] = served.num_decoded()
+    served.close()
+    told |= with_drafts(cycle)
+    out.write_bytes(pickle.dumps(told))
+
+
+def joined(ask: Any, result: Any) -> Any:
+    return np.concatenate([ask.token_ids, result.token_ids])
 
 
 @pytest.fixture(scope="module")
@@ -29,16 +143,11 @@ def told(checkpoint: Any, judge: Any, tmp_path_factory: pytest.TempPathFactory) 
     changed = directory.parent / (directory.name + "_changed")
     cycle = shutil.copytree(directory, out.parent / "cycle")
     save_file(in_a_cycle(tensors_of(directory)), cycle / "model.safetensors", metadata={"format": "pt"})
-    worker = Path(__file__).parent / "v2_worker.py"
-    command = [sys.executable, "-W", "ignore", str(worker), directory, changed, cycle, out]
+    command = [sys.executable, "-W", "ignore", __file__, directory, changed, cycle, out]
     done = subprocess.run(command, env={**os.environ, "VLLM_LOGGING_LEVEL": "ERROR"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = pickle.loads(out.read_bytes())
     return found | {"cycle": cycle}
-
-
-def joined(ask: Any, result: Any) -> Any:
-    return np.concatenate([ask.token_ids, result.token_ids])
 
 
 def next_of(tokens: Any) -> Any:
@@ -76,14 +185,11 @@ def test_a_seed_draws_the_same_again_and_another_one_something_else(told: dict[s
     assert len({result.token_ids.tobytes() for result in told["whole"][1]}) == 4  # of one prompt
 
 
-@pytest.mark.parametrize("name", ["cut", "again", "on", "aborted", "whole"])
+@pytest.mark.parametrize("name", ["cut", "again", "on", "aborted"])
 def test_experts_are_those_of_our_engine(name: str, told: dict[str, Any], checkpoint: Any) -> None:
     """Also those of a cached prefix, of a later segment, and of what was given up."""
-    asks, results = told[name]
-    if name == "whole":
-        assert all(result.routed_experts is None for result in results)  # not asked for
-        return
-    assert_our_experts(checkpoint("qwen3_moe"), asks, results)
+    assert_our_experts(checkpoint("qwen3_moe"), *told[name])
+    assert all(result.routed_experts is None for result in told["whole"][1])  # not asked for
 
 
 def assert_our_experts(model: Path, asks: Any, results: Any) -> None:
@@ -111,7 +217,7 @@ def test_new_weights_are_those_that_decode_and_score(told: dict[str, Any], check
     """After requests were given up while a step was under way, and no prefix of the old ones is left."""
     changed = perturbed(tensors_of(checkpoint("qwen3_moe")), "self_attn")
     asks, results = told["changed"]
-    whole = [np.concatenate([ask.token_ids, result.token_ids]) for ask, result in zip(asks, results, strict=True)]
+    whole = [joined(*pair) for pair in zip(asks, results, strict=True)]
     for score, right in zip(told["scores"], judge(checkpoint("qwen3_moe"), changed, whole), strict=True):
         np.testing.assert_allclose(score, right, atol=ROUNDING, rtol=0)
     model = judge.model(checkpoint("qwen3_moe"), changed)
@@ -159,3 +265,7 @@ def test_temperatures_that_vllm_would_change_are_refused(told: dict[str, Any]) -
     greedy, cold = told["cold"]
     assert greedy.finish is Finish.ERROR and "draws above it only" in greedy.error
     assert cold.finish is Finish.ERROR and "takes 0.01 for all below it" in cold.error
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:5]))

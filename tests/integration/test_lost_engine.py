@@ -2,7 +2,7 @@
 the middle of a stage, later Ray's head (about 50 s); and one moves from one policy to another (about 40 s).
 
 Weights come from the trainer's memory (sync.backend=auto with its CPU twin): no file has them for a new engine. How one gets them
-from files: tests/engines/test_lost_actors.py, test_pool.py; when one is to move: tests/rollout/test_rebalance.py.
+from files: tests/engines/test_pool.py; when one is to move: tests/rollout/test_rebalance.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from processes import actors, descendants
+from engine_cases import actors, descendants
 from scripted_pool import on_sevens, opened, rows_of, samples_of
 from small_run import sevens
 

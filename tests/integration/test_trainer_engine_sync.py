@@ -17,9 +17,8 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from engine_cases import after, decoded, generate, prompt, request
+from engine_cases import actors, after, decoded, descendants, generate, prompt, request
 from megatron_models import save_model
-from processes import actors, descendants
 
 from marsrl.kernels import PolicyObjective
 from marsrl.rollout.config import RolloutConfig, VllmOptions

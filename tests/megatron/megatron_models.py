@@ -15,6 +15,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from marsrl.kernels import PolicyObjective
+from marsrl.rollout.adapter import AdapterConfig, tensor_shapes, write_adapter
+from marsrl.rollout.model_shape import ModelShape, read_shape
 from marsrl.rollout.types import Finish, Group, Sample
 from marsrl.trainer.config import MptConfig, OptimizerConfig, PolicyConfig
 from marsrl.trainer.data.credit import Credited
@@ -54,7 +56,7 @@ def own_groups() -> Iterator[None]:
     parallel.stop()
 
 
-def save_model(kind: str, folder: Path, *, seed: int = 0, **changes: object) -> Path:
+def save_model(kind: str, folder: Path, *, seed: int = 0, max_shard_size: str = "50GB", **changes: object) -> Path:
     """A random model directory: qwen2 (bias, untied), qwen3 (tied), qwen3_moe (untied), llama (every bias, scaled rotary
     frequencies of which one stays, two are between and five are stretched, tied), mistral (untied, sizes of heads not given)."""
     from transformers import AutoConfig, AutoModelForCausalLM  # seconds, which ranks that read batches do not spend
@@ -70,8 +72,22 @@ def save_model(kind: str, folder: Path, *, seed: int = 0, **changes: object) -> 
         for parameter in model.parameters():
             if parameter.ndim == 1:  # norms of one and biases of zero would hide a swap
                 parameter.add_(torch.randn_like(parameter) * 0.1)
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
     (folder / "tokenizer_config.json").write_text("{}", encoding="utf-8")
+    return folder
+
+
+def random_adapter(shape: ModelShape, adapter: AdapterConfig, seed: int = 0) -> dict[str, Tensor]:
+    """A and B, both normal."""
+    generator = torch.Generator().manual_seed(seed)
+    return {n: 0.1 * torch.randn(size, generator=generator) for n, size in tensor_shapes(shape, adapter).items()}
+
+
+def save_adapter(model: Path, folder: Path, adapter: AdapterConfig, seed: int = 0) -> Path:
+    """A new PEFT directory of random_adapter."""
+    shape = read_shape(model)
+    folder.mkdir(parents=True)
+    write_adapter(folder, shape, adapter, random_adapter(shape, adapter, seed), str(model))
     return folder
 
 

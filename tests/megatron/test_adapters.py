@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from marsrl.kernels import PolicyObjective
-from marsrl.rollout.adapter import AdapterConfig, read_tensors, tensor_shapes, write_adapter
+from marsrl.rollout.adapter import AdapterConfig, read_tensors, tensor_shapes
 from marsrl.rollout.model_shape import read_shape
 from marsrl.trainer.data.packing import TrainSequence
 from marsrl.trainer.data.scatter import MiniBatch, joined, scatter
@@ -32,13 +32,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 
 
 def peft_directory(model: Path, folder: Path, settings: dict[str, Any]) -> str:
-    """A PEFT directory with random A and B."""
-    shape, adapter = read_shape(model), AdapterConfig.model_validate(settings)
-    generator = torch.Generator().manual_seed(0)
-    tensors = {n: 0.1 * torch.randn(size, generator=generator) for n, size in tensor_shapes(shape, adapter).items()}
-    folder.mkdir(parents=True)
-    write_adapter(folder, shape, adapter, tensors, str(model))
-    return str(folder)
+    return str(tiny.save_adapter(model, folder, AdapterConfig.model_validate(settings)))
 
 
 def adapted(model: Path, kind: str, start: str | None = None, **settings: Any) -> Learner:

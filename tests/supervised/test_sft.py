@@ -1,4 +1,4 @@
-"""`marsrl sft` from the command line to the model that a run starts from."""
+"""`marsrl sft` from the command line to the model that a run starts from; lines of data.demonstrations as what it imitates."""
 
 from __future__ import annotations
 
@@ -8,18 +8,26 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from commands import run_by
 from desk import MODEL
 from safetensors.torch import load_file
 
+from marsrl.rollout.agents.prompts import prompt_set
 from marsrl.rollout.agents.render import ChatRenderer
+from marsrl.rollout.agents.roles import Role
+from marsrl.rollout.types import Message
 from marsrl.trainer.commands import cli
+from marsrl.trainer.config.read import read_config
+from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
 from marsrl.trainer.models.init_model import init_model
 from marsrl.trainer.report.metrics import read_metrics
+from marsrl.trainer.supervised.demonstrations import Demonstrations, read_demonstrations
 
 SENTENCES = ("seven is odd", "eight is even", "nine is odd", "ten is even")
 WORDS = (
@@ -51,27 +59,10 @@ def cross_entropy(model_dir: Path, lines: list[str]) -> float:
         prompt = renderer.encode_trusted(line["prompt"]).tolist()
         completion = [*renderer.encode_trusted(line["completion"]).tolist(), renderer.eos_id]
         with torch.no_grad():
-            logprobs = model(torch.tensor([prompt + completion])).logits[0].log_softmax(-1)
-        rows = torch.arange(len(prompt) - 1, len(prompt) + len(completion) - 1)
-        total -= float(logprobs[rows, torch.tensor(completion)].sum())
+            logits = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+        total += float(torch.nn.functional.cross_entropy(logits, torch.tensor(completion), reduction="sum"))
         count += len(completion)
     return total / count
-
-
-def test_the_loss_falls_and_the_command_says_where_the_model_is(
-    words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["sft", *words, "run.name=learns"]) == 0
-    (told,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("policies.main.model=")]
-    assert told == "policies.main.model=runs/learns/hf"
-    rows = losses(Path("runs/learns"))
-    assert list(rows) == list(range(10))  # 12 of 16, 4 a step, 3 epochs
-    held_out = {step: row["sft/held_out/loss"] for step, row in rows.items() if "sft/held_out/loss" in row}
-    assert list(held_out) == [0, 3, 6, 9]
-    first, *_, last = held_out.values()
-    assert first is not None and last is not None and last < 0.75 * first
-    trained = [row["sft/loss"] for step, row in rows.items() if step]
-    assert (trained[-1] or 0) < 0.75 * (trained[0] or 0)
 
 
 def test_a_learning_rate_of_0_measures_the_model_as_it_is(words: list[str]) -> None:
@@ -84,8 +75,17 @@ def test_a_learning_rate_of_0_measures_the_model_as_it_is(words: list[str]) -> N
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_a_run_that_goes_on_equals_an_unbroken_one(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_loss_falls_and_a_run_that_goes_on_equals_an_unbroken_one(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["sft", *words, "run.name=whole"]) == 0
+    assert capsys.readouterr().out.splitlines().count("policies.main.model=runs/whole/hf") == 1
+    rows = losses(Path("runs/whole"))
+    assert list(rows) == list(range(10))  # 12 of 16, 4 a step, 3 epochs
+    held_out = {step: row["sft/held_out/loss"] for step, row in rows.items() if "sft/held_out/loss" in row}
+    assert list(held_out) == [0, 3, 6, 9]
+    for first, last in ((held_out[0], held_out[9]), (rows[1]["sft/loss"], rows[9]["sft/loss"])):
+        assert first is not None and last is not None and last < 0.75 * first
     shutil.copytree("runs/whole", "runs/killed")
     shutil.rmtree("runs/killed/hf")
     (Path("runs/killed/checkpoints/latest")).write_text("step_4\n")  # in the second epoch
@@ -98,7 +98,7 @@ def test_a_run_that_goes_on_equals_an_unbroken_one(words: list[str], capsys: pyt
     assert cli.main(["sft", *words, *again]) == 0
     whole, killed = (load_file(f"runs/{name}/hf/model.safetensors") for name in ("whole", "killed"))
     assert all(torch.equal(whole[name], killed[name]) for name in whole)
-    assert losses(Path("runs/killed")) == losses(Path("runs/whole"))
+    assert losses(Path("runs/killed")) == rows
     assert cli.main(["sft", *words, *again]) == 0  # it is done, and says where the model is
     assert "policies.main.model=runs/killed/hf" in capsys.readouterr().out
 
@@ -141,3 +141,104 @@ def test_what_cannot_be_trained_is_refused_in_one_line(
 ) -> None:
     assert cli.main(["sft", *words, *more]) == 2
     assert message in capsys.readouterr().err.splitlines()[0] and not Path("runs").exists()
+
+
+CHAT = [
+    {"role": "user", "content": "2 + 2?"},
+    {"role": "assistant", "content": "5"},
+    {"role": "user", "content": "No."},
+]
+
+
+@pytest.fixture
+def renderer(tmp_path: Path) -> ChatRenderer:
+    (tmp_path / "model").mkdir()
+    write_byte_tokenizer(tmp_path / "model")
+    return ChatRenderer(tmp_path / "model")
+
+
+Read = Callable[..., Demonstrations]
+
+
+@pytest.fixture
+def read(tmp_path: Path, renderer: ChatRenderer) -> Read:
+    """read(lines..., longest=of a sequence, words=of the config)"""
+
+    def read(*lines: object, longest: int = 10_000, words: Sequence[str] = ()) -> Demonstrations:
+        file, (config, _) = tmp_path / "demos.jsonl", read_config(None, ["task=math", "data.train=p.jsonl", *words])
+        file.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+        names = list(config.trained_policies)
+        return read_demonstrations(file, config, dict.fromkeys(names, renderer), dict.fromkeys(names, longest))
+
+    return read
+
+
+def test_the_prompt_is_what_the_agent_would_be_asked_and_the_rest_is_imitated(
+    read: Read, renderer: ChatRenderer
+) -> None:
+    fields = {"problem": "2 + 2", "solution": "It is 5."}
+    found = read(
+        {"agent": "verifier1", "prompt": fields, "completion": "wrong"},
+        {"messages": [*CHAT, {"role": "assistant", "content": "4"}]},
+        {"prompt": "<|im_start|>2 + 2 =", "completion": " 4"},
+    )
+    asked = prompt_set("math").fill(Role.VERIFIER, **fields)
+    chat = [Message(each["role"], each["content"]) for each in CHAT]  # type: ignore[arg-type]
+    expected = [
+        ("verifier1", renderer.render(asked)[0], "wrong"),
+        ("any", renderer.render(chat)[0], "4"),
+        ("any", renderer.encode_trusted("<|im_start|>2 + 2 ="), " 4"),
+    ]
+    for line, (writer, prompt, completion) in zip(found.lines, expected, strict=True):
+        sequence = line.sequence
+        assert (line.policy, found.writers[sequence.agent]) == ("main", writer)
+        assert np.array_equal(sequence.prompt_ids, prompt) and sequence.is_sampled.all()
+        assert renderer.decode(sequence.token_ids) == completion and sequence.token_ids[-1] == renderer.eos_id
+        assert sequence.advantage == 1 and sequence.token_advantages is None
+
+
+def test_the_options_of_the_agents_template_hold(read: Read) -> None:
+    """A chat of an agent is rendered as the agent's are; its policy is the agent's."""
+    policies = "policies={a: {model: /a}, b: {model: /b}}", "agents={solver: {policy: a}, verifier1: {policy: b}}"
+    words = (*policies, "agents={corrector1: {policy: a}, verifier2: {policy: b}, corrector2: {policy: a}}")
+    said = [*CHAT, {"role": "assistant", "content": "4"}]
+    found = read(*({"agent": name, "messages": said} for name in ("verifier1", "solver")), words=words)
+    assert [line.policy for line in found.lines] == ["b", "a"]
+    with pytest.raises(ValueError, match=r"demos.jsonl:1: it names no agent, and there are several policies .* a, b"):
+        read({"messages": said}, words=words)
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ('{"prompt": "a"', "not JSON"),
+        ({"prompt": "a"}, "completion: expected a text, found nothing"),
+        ({"completion": "a"}, "expected messages, or prompt and completion"),
+        ({"prompt": "", "completion": "a"}, "its prompt has no token"),
+        ({"agent": "solver7", "prompt": "a", "completion": "b"}, "agent is 'solver7'; the team has solver, verifier1"),
+        ({"prompt": {"problem": "a"}, "completion": "b"}, "prompt has fields, and no agent is named"),
+        (
+            {"agent": "verifier1", "prompt": {"problem": "a"}, "completion": "b"},
+            "prompt has the fields problem; verifier1 needs problem, solution",
+        ),
+        ({"messages": CHAT}, "messages: expected the completion, an assistant's turn, at the end"),
+        ({"messages": [{"role": "user"}, {"role": "assistant", "content": "a"}]}, "expected a list of {role, content}"),
+        ({"prompt": "a", "completion": "\ud800"}, "completion has a lone surrogate"),
+    ],
+)
+def test_a_bad_line_is_named_with_its_reason(read: Read, line: object, problem: str, tmp_path: Path) -> None:
+    good = {"prompt": "a", "completion": "b"}
+    with pytest.raises(ValueError) as raised:
+        read(good, line)
+    assert str(raised.value).startswith(f"{tmp_path / 'demos.jsonl'}:2: ") and problem in str(raised.value)
+    found = read(good, line, words=["data.on_bad_line=skip"])
+    assert len(found.lines) == 1 and "1 lines are no demonstrations" in found.notes[0]
+
+
+def test_a_demonstration_without_room_is_left_out_and_counted(read: Read) -> None:
+    lines = [{"prompt": "a", "completion": "b" * 7}, {"prompt": "a", "completion": "b" * 8}]
+    found = read(*lines, longest=9)  # the prompt, seven letters and the end
+    assert [line.sequence.num_tokens for line in found.lines] == [9]
+    assert found.notes[0].startswith("1 demonstrations are longer") and "demos.jsonl:2 with 10 tokens" in found.notes[0]
+    with pytest.raises(ValueError, match="has none to train on: 2 demonstrations are longer"):
+        read(*lines, longest=8)

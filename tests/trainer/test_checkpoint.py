@@ -1,9 +1,11 @@
-"""Checkpoints of a learner whose weights are a file of a word: whole or absent, kept or removed; the list of their files.
+"""Checkpoints of a learner whose weights are a file of a word: whole or absent, kept or removed; the list of their files; and
+where a failed run says that it goes on.
 
 What tests/megatron/test_checkpoint.py has with real weights, damage, pointers and full disks among it, is not here."""
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -18,17 +20,12 @@ import pytest
 
 from marsrl.rollout.player.stages import RolloutState, StagesState
 from marsrl.rollout.tasks.protocol import CursorState
+from marsrl.rollout.weights.files import parent_of
 from marsrl.trainer.runs import checkpoint
 from marsrl.trainer.runs.checkpoint import CheckpointWriter, Restored, load_checkpoint
 from marsrl.trainer.runs.directory import CheckpointError, RunDirectory
-from marsrl.trainer.runs.manifest import (
-    FileSum,
-    damage,
-    file_sum,
-    missing_or_cut,
-    read_manifest,
-    write_manifest,
-)
+from marsrl.trainer.runs.failure import failure_message, where_to_go_on
+from marsrl.trainer.runs.manifest import FileSum, damage, file_sum, missing_or_cut, read_manifest, write_manifest
 
 
 class WordSave:
@@ -202,6 +199,52 @@ def test_of_a_damaged_one_the_newest_whole_one_before_it_is_offered_or_taken(run
     step, word, said = load(run, "previous")
     assert (step, word) == (2, "w2") and len(said) == 2
     assert said[1].endswith("GOING BACK to step_2 (run.resume=previous): 7 step(s) are lost and played again")
+
+
+def test_a_failed_run_says_where_to_go_on(run: RunDirectory) -> None:
+    error = RuntimeError("Ray is gone")
+
+    def said(error: Exception = error) -> str:
+        return failure_message(error, run, parent_of())
+
+    none_yet = (
+        "marsrl: the run failed: RuntimeError: Ray is gone; there is no checkpoint of it yet (run.checkpoint_every): "
+    )
+    assert said() == none_yet + "its name is free again"
+    run.metrics.write_text('{"step": 1}\n')
+    assert said() == none_yet + "run.name=run run.resume=auto begins again at step 1"
+    save(writer(run), 12)
+    resumed = "go on with run.name=run run.resume=auto, added to the same command"
+    assert said().endswith(f"(step 12) is whole: {resumed}")
+    assert said(ValueError("other data")).endswith(f"is whole: with that set right, {resumed}")
+    (run.checkpoints / "latest").write_text("nonsense")
+    assert "its last checkpoint cannot be told" in said()
+    assert said().endswith("run.resume=previous takes the newest whole one")
+
+
+def test_a_checkpoint_that_is_damaged_is_not_called_whole(run: RunDirectory) -> None:
+    save(writer(run), 4, 8, word="1234")
+    file = run.checkpoint(8) / "policies/main/word"
+    file.write_bytes(b"123")
+    said = where_to_go_on(run)
+    assert f"checkpoint {run.checkpoint(8)} is damaged ({file} has 3 bytes, expected 4): run.name=run" in said
+    assert said.endswith("run.resume=previous goes back to step_4")
+    (run.checkpoint(4) / "manifest.json").unlink()
+    assert where_to_go_on(run).endswith(": no earlier one is whole")
+    told = CheckpointError("step_8 is damaged; go on from step_4 with run.resume=previous")
+    said = failure_message(told, run, parent_of())
+    assert said == f"marsrl: the run failed: CheckpointError: {told}"  # and not: go on with auto
+
+
+def test_a_full_disk_is_named_wherever_it_was_met(run: RunDirectory) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device", str(run.metrics))
+    wrapped = RuntimeError("the rollout's thread has failed")
+    wrapped.__cause__ = full
+    for error in (full, wrapped):
+        words = failure_message(error, run, parent_of())
+        assert f"no room on the disk of {run.metrics} (" in words and f"MiB are free at {run.path}" in words
+        assert "make some (run.keep_checkpoints, another run.dir)" in words
+    assert "no room" not in failure_message(PermissionError(errno.EACCES, "no"), run, parent_of())
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
 from marsrl.rollout.tools.config import HttpSearch, IndexSearch, SerpApiScholar, SerpApiSearch
 from marsrl.trainer.checks.preflight import preflight
@@ -53,13 +54,7 @@ def test_a_shipped_preset_says_itself_what_it_does_not_take_from_its_task(preset
     assert str(origin) == " < ".join(f"preset {name}.yaml" for name in chain)
     assert origin.name == preset
     resolved = config.model_dump(mode="json")
-    assert merged(resolved, own) == resolved
-
-
-def merged(base: object, over: object) -> object:
-    if isinstance(base, dict) and isinstance(over, dict):
-        return {**base, **{key: merged(base.get(key), value) for key, value in over.items()}}
-    return over
+    assert OmegaConf.merge(resolved, own) == resolved
 
 
 def test_mappings_are_merged_and_lists_replaced(tmp_path: Path) -> None:
@@ -215,7 +210,7 @@ def test_a_path_in_a_file_is_relative_to_it_and_one_in_a_word_to_the_working_dir
         policies:
           main: {model: models/one, reference: start}
           hub: {model: Qwen/Qwen3-0.6B, reference: models/two}
-        agents: {corrector2: {policy: hub}}
+        agents: {corrector2: {policy: hub}, solver: {prompt: words.yaml}}
         tools: {search: {kind: index, corpus: /all/corpus.jsonl, index: index.sqlite}}
         """
     )
@@ -224,6 +219,7 @@ def test_a_path_in_a_file_is_relative_to_it_and_one_in_a_word_to_the_working_dir
     assert [file.path for file in config.data.train] == [f"{there}/a.jsonl", f"{tmp_path}/b.jsonl"]
     assert config.data.eval == f"{home}/held_out.jsonl"
     assert (config.tools.search.corpus, config.tools.search.index) == ("/all/corpus.jsonl", f"{there}/index.sqlite")
+    assert config.agents["solver"].prompt == f"{there}/words.yaml"
     main, hub = config.policies["main"], config.policies["hub"]
     assert (main.model, main.reference) == (f"{there}/models/one", "start")
     # nothing is there, and so it may be a hub's

@@ -1,11 +1,12 @@
 """What `marsrl doctor` says of this machine and of a config; placement of ranks and engines on GPUs, and the way of weights,
-from settings alone."""
+from settings alone; and a GPU that PyTorch does not see, which is refused with the reason."""
 
 from __future__ import annotations
 
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,9 @@ import torch
 from marsrl.rollout.engines.refusals import TrainerHost
 from marsrl.rollout.tools.config import PythonTool
 from marsrl.rollout.tools.python.launcher import choose_launcher
-from marsrl.trainer.checks.doctor import (
-    gpu_findings,
-    ray_findings,
-    room_for_weights,
-    sandbox_findings,
-)
+from marsrl.trainer.checks import device
+from marsrl.trainer.checks.device import Device, why_not_device
+from marsrl.trainer.checks.doctor import gpu_findings, ray_findings, room_for_weights, sandbox_findings
 from marsrl.trainer.commands.cli import main
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.plan.placement import placement_lines, with_backend
@@ -89,7 +87,8 @@ NODE = TrainerHost(num_gpus=8, num_ranks=4, has_others=False)
 
 
 def config_of(rollout: dict[str, Any], sync: dict[str, Any] | None = None, **others: Any) -> RunConfig:
-    return RunConfig.model_validate({"rollout": rollout, "sync": sync or {}, **others})
+    policies = {"policies": {"main": {"model": "/m", "dtype": "bfloat16"}}, "loss": {"correction": "tis"}}
+    return RunConfig.model_validate({"rollout": rollout, "sync": sync or {}, **policies, **others})
 
 
 @pytest.mark.parametrize(
@@ -104,6 +103,8 @@ def config_of(rollout: dict[str, Any], sync: dict[str, Any] | None = None, **oth
         ({"placement": "colocated"}, {}, False, "shm"),
         ({}, {"cpu_twin": True}, False, "nccl"),
         ({"placement": "colocated"}, {"cpu_twin": True}, False, "ipc"),
+        ({"vllm": {"quantization": "fp8"}}, {}, True, "shm"),  # rounded weights travel as files
+        ({"vllm": {"quantization": "fp8"}, "engine": "local"}, {}, True, "nccl"),  # which rounds none
     ],
 )
 def test_the_way_of_weights_follows_from_the_placement(
@@ -145,3 +146,87 @@ def test_engines_go_on_to_hosts_that_are_not_known_yet() -> None:
     ]
     other = lines(TrainerHost(8, 8, True), 8, {"engines": 8, "ray_address": "head:6379"})
     assert other[1:] == ["engine host 1: GPU 0-7: main engines 0-7 (taken to have 8 GPUs each, and not known yet)"]
+
+
+WITHOUT_CUDA = pytest.mark.skipif(torch.version.cuda is not None, reason="about machines on which PyTorch sees no GPU")
+CPU_BUILD = "is a build for CPUs (`MARSRL_DEVICE=cuda make install`"
+NO_DRIVER = "no NVIDIA driver is found"
+OLD = "the NVIDIA driver is 570.86.15, and CUDA 13.0 needs 580 or newer"
+HERE = "an NVIDIA driver ("
+HIDDEN = "CUDA_VISIBLE_DEVICES hides every GPU"
+TO_HIDE = "hide it, CUDA_VISIBLE_DEVICES=-1"
+PARTS = {CPU_BUILD, NO_DRIVER, OLD, HERE, HIDDEN, TO_HIDE}
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
+    """Makes this one a machine with that driver and that PyTorch.
+
+    driver: as nvidia-smi says. module: as the kernel says, also to containers without its GPUs. build: torch.version.cuda, and
+    whether PyTorch sees a GPU.
+    """
+
+    def make(driver: str | None, module: str | None = None, build: str | None = None) -> None:
+        os.environ["PATH"] = str(tmp_path / "bin")
+        monkeypatch.setattr(device, "KERNEL_MODULE", tmp_path / "version")
+        if driver is not None:
+            (tmp_path / "bin").mkdir(exist_ok=True)
+            (tmp_path / "bin/nvidia-smi").write_text(f"#!/bin/sh\necho {driver}\n")
+            (tmp_path / "bin/nvidia-smi").chmod(0o755)
+        if module is not None:
+            kernel = f"NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {module}  Release\n"
+            (tmp_path / "version").write_text(kernel)
+        monkeypatch.setattr(torch.version, "cuda", build and build.split()[0])
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: "sees" in (build or ""))
+
+    for name in ("MARSRL_DEVICE", "CUDA_VISIBLE_DEVICES"):
+        os.environ.pop(name, None)
+    return make
+
+
+NEW, OUTDATED = "580.65.06", "570.86.15"
+
+
+@WITHOUT_CUDA
+@pytest.mark.parametrize(
+    ("here", "shown", "asked", "parts"),
+    [  # here: driver, module, build
+        ((None,), "", "cpu", None),
+        ((None,), "", "cuda", {CPU_BUILD, NO_DRIVER}),
+        ((None, None, "13.0"), "", "cuda", {NO_DRIVER}),  # on a login node
+        ((NEW,), "", "auto", {HERE, CPU_BUILD}),
+        ((OUTDATED, None, "13.0"), "", "auto", {HERE, OLD}),
+        ((OUTDATED,), "", "cuda", {HERE, OLD, CPU_BUILD}),  # what is to be done before and after the install
+        (("535.183.01", None, "12.6"), "", "auto", {HERE}),  # new enough: PyTorch itself says why
+        ((None, NEW), "", "auto", None),  # a container without the GPUs of its host
+        ((None, NEW, "13.0"), "", "auto", {HERE}),
+        ((OUTDATED,), "MARSRL_DEVICE=cpu", "auto", None),
+        ((OUTDATED,), "MARSRL_DEVICE=cuda", "auto", {HERE, OLD, CPU_BUILD}),  # a word to the install
+        ((OUTDATED,), "CUDA_VISIBLE_DEVICES=-1", "auto", None),
+        ((OUTDATED,), "CUDA_VISIBLE_DEVICES=-1", "cuda", {HERE, OLD, CPU_BUILD, HIDDEN}),
+        ((NEW, None, "13.0 and sees"), "", "auto", None),
+        ((NEW, None, "13.0 and sees"), "MARSRL_DEVICE=cpu", "cpu", {TO_HIDE}),
+    ],
+)
+def test_a_device_that_is_not_to_be_had_is_refused_with_all_its_reasons(
+    here: tuple[str | None, ...], shown: str, asked: Device, parts: set[str] | None, machine: Callable[..., None]
+) -> None:
+    machine(*here)
+    os.environ.update(word.split("=") for word in shown.split())  # type: ignore[arg-type]
+    reason = why_not_device(asked)
+    assert (reason and {part for part in PARTS if part in reason}) == parts
+    assert reason is None or TO_HIDE in reason or "set MARSRL_DEVICE=cpu or run.device=cpu" in reason
+
+
+@WITHOUT_CUDA
+def test_a_host_without_the_gpus_that_it_is_to_lend_does_not_join(
+    machine: Callable[..., None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine(NEW)
+    words = ["join", "127.0.0.1:1", "--wait", "0"]
+    for gpus in ([], ["--gpus", "0"]):
+        assert main([*words, *gpus]) == 2
+        assert "marsrl join: an NVIDIA driver (580.65.06) is here" in (error := capsys.readouterr().err)
+        assert CPU_BUILD in error
+    assert main([*words, "--engines", "1"]) == 1  # for engines on CPUs
+    assert "no cluster at 127.0.0.1:1" in capsys.readouterr().err

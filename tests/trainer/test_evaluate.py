@@ -22,7 +22,7 @@ from marsrl.rollout.tasks.arithmetic import parse_chain
 from marsrl.rollout.tasks.problem_files import HeldOut
 from marsrl.trainer.checks.preflight import Checked, preflight
 from marsrl.trainer.config.read import read_config
-from marsrl.trainer.evaluate.draws import DRAWS, Kept, Said, read_draws
+from marsrl.trainer.evaluate.draws import Kept, Said, read_draws
 from marsrl.trainer.evaluate.evaluator import Evaluator, FixedInputs
 from marsrl.trainer.evaluate.score import at_k, eval_metrics, majorities, pass_at
 from marsrl.trainer.main import main
@@ -69,13 +69,19 @@ def critics(*, err: bool) -> Script:
 perfect_critics = critics(err=False)
 
 
-def evaluator(folder: Path, scripted_team: Any, script: Any, config: EvaluateConfig = CONFIG) -> Evaluator:
-    team, _, task = scripted_team(folder, script=script, evaluate=config)
-    return Evaluator(team, config, task, max_tokens=40, seed=0)
+@pytest.fixture
+def evaluator(scripted_team: Any, tmp_path: Path) -> Callable[..., Evaluator]:
+    """evaluator(script, config)"""
+
+    def make(script: Script, config: EvaluateConfig = CONFIG, **more: Any) -> Evaluator:
+        team, _, task = scripted_team(tmp_path, script=script, evaluate=config, **more)
+        return Evaluator(team, config, task, max_tokens=40, seed=0)
+
+    return make
 
 
-def test_perfect_critics_make_a_perfect_system_of_a_mediocre_solver(tmp_path: Path, scripted_team: Any) -> None:
-    judged = evaluator(tmp_path, scripted_team, perfect_critics)
+def test_perfect_critics_make_a_perfect_system_of_a_mediocre_solver(evaluator: Any) -> None:
+    judged = evaluator(perfect_critics)
     fixed = judged.collect_inputs(VERSIONS)
     result = judged.evaluate(VERSIONS)
     verifier, corrector = fixed.inputs["verifier1"], fixed.inputs["corrector1"]
@@ -93,10 +99,8 @@ def test_perfect_critics_make_a_perfect_system_of_a_mediocre_solver(tmp_path: Pa
     assert result.system.mean == 1.0
 
 
-def test_a_verifier_that_flags_everything_is_at_chance_and_the_first_answer_counts(
-    tmp_path: Path, scripted_team: Any
-) -> None:
-    judged = evaluator(tmp_path, scripted_team, critics(err=True))
+def test_a_verifier_that_flags_everything_is_at_chance_and_the_first_answer_counts(evaluator: Any) -> None:
+    judged = evaluator(critics(err=True))
     judged.collect_inputs(VERSIONS)
     result = judged.evaluate(VERSIONS)
     verifier = result.agents["verifier1"]
@@ -111,10 +115,10 @@ def test_a_verifier_that_flags_everything_is_at_chance_and_the_first_answer_coun
     assert sum(each.right_wrong + each.wrong_wrong for each in loops if each is not None) == 40 * 4
 
 
-def test_a_solver_alone_is_the_system_and_nobody_is_tried_apart(tmp_path: Path, scripted_team: Any) -> None:
-    five, _, task = scripted_team(tmp_path, script=perfect_critics, evaluate=CONFIG)
-    team = replace(five, orchestration=build_orchestration("solver", {}, task.prompts))
-    judged, with_critics = (Evaluator(each, CONFIG, task, max_tokens=40, seed=0) for each in (team, five))
+def test_a_solver_alone_is_the_system_and_nobody_is_tried_apart(evaluator: Any) -> None:
+    with_critics = evaluator(perfect_critics)
+    solver_alone = build_orchestration("solver", {}, with_critics.task.prompts)
+    judged = replace(with_critics, team=replace(with_critics.team, orchestration=solver_alone))
     assert judged.collect_inputs(VERSIONS) == FixedInputs()
     alone = judged.evaluate(VERSIONS)
     assert list(alone.rows) == ["solver", "system"]
@@ -127,11 +131,11 @@ def test_a_solver_alone_is_the_system_and_nobody_is_tried_apart(tmp_path: Path, 
     assert alone.outside({"solver": (0.1, 0.9), "verifier1": (0.0, 0.1), "system": (0.1, 0.9)}) == []
 
 
-def test_no_verdict_is_an_error_of_the_verifier_not_an_acceptance(tmp_path: Path, scripted_team: Any) -> None:
+def test_no_verdict_is_an_error_of_the_verifier_not_an_acceptance(evaluator: Any) -> None:
     def mute(request: DecodeRequest, renderer: ChatRenderer, rng: Random) -> str:
         return "= =" if is_verifier(request) else f"Answer: {answer_of(words_of(request, renderer))}"
 
-    judged = evaluator(tmp_path, scripted_team, mute)
+    judged = evaluator(mute)
     judged.collect_inputs(VERSIONS)
     result = judged.evaluate(VERSIONS)
     verifier = result.agents["verifier1"]
@@ -140,22 +144,19 @@ def test_no_verdict_is_an_error_of_the_verifier_not_an_acceptance(tmp_path: Path
     assert verifier.loop_confusion is not None and verifier.loop_confusion.none > 0
 
 
-def test_a_prompt_that_does_not_fit_counts_as_wrong_and_one_that_is_cut_is_asked(
-    tmp_path: Path, scripted_team: Any
-) -> None:
+def test_a_prompt_that_does_not_fit_counts_as_wrong_and_one_that_is_cut_is_asked(evaluator: Any) -> None:
     asked: list[int] = []
 
     def script(request: DecodeRequest, renderer: ChatRenderer, rng: Random) -> str:
         asked.append(len(request.token_ids)) if is_solver(request) else None
         return "Answer: 1"
 
-    judged = evaluator(tmp_path, scripted_team, script)
+    judged = evaluator(script)
     agents: Any = judged.team.agents
     agents["solver"] = agents["solver"].model_copy(update={"max_input_tokens": 2})
     result = judged.evaluate(VERSIONS)
-    assert (
-        (result.agents["solver"].mean, result.agents["solver"].n) == (0, 40) and result.system.mean == 0 and not asked
-    )
+    solver = result.agents["solver"]
+    assert (solver.mean, solver.n, result.system.mean, asked) == (0, 40, 0, [])
     agents["solver"] = agents["solver"].model_copy(update={"max_input_tokens": 8, "long_prompts": "cut_left"})
     solver = judged.evaluate(VERSIONS).agents["solver"]
     assert asked == [8] * solver.n and solver.n == 40 and solver.mean is not None and solver.mean > 0
@@ -206,40 +207,32 @@ def counting(asked: list[str]) -> Script:
 SMALL = CONFIG.model_copy(update={"num_problems": 8, "repeat": 2, "fixed_inputs": 4})
 
 
-def test_draws_are_kept_over_a_kill_and_no_others_are_taken(tmp_path: Path, scripted_team: Any) -> None:
+def test_draws_are_kept_and_those_of_another_version_or_team_are_not_taken(evaluator: Any, tmp_path: Path) -> None:
     asked: list[str] = []
-    judged = evaluator(tmp_path, scripted_team, counting(asked), SMALL)
+    judged = evaluator(counting(asked), SMALL)
     with Kept(tmp_path / "kept") as kept:
         found = judged.evaluate(VERSIONS, kept=kept)
         num_asked = len(asked)
         assert judged.evaluate(VERSIONS, kept=kept) == found and len(asked) == num_asked  # their latency is kept, too
-        assert judged.num_kept(VERSIONS, kept) == (16, 16)
         assert judged.num_kept({"main": 1}, kept) == (0, 16)
         assert replace(judged, identity={"team": "another"}).num_kept(VERSIONS, kept) == (0, 16)
         more = replace(judged, config=SMALL.model_copy(update={"repeat": 3}))
         assert more.num_kept(VERSIONS, kept) == (16, 24)
-    with (tmp_path / "kept" / DRAWS).open("ab") as file:
-        file.write(b'{"key": "torn')  # kill -9 in the middle of a line
-    with Kept(tmp_path / "kept") as kept:
-        more.evaluate(VERSIONS, kept=kept)
-    with Kept(tmp_path / "kept") as kept:
-        assert more.num_kept(VERSIONS, kept) == (24, 24)
 
 
-def test_a_draw_that_an_engine_gave_up_is_not_kept(tmp_path: Path, scripted_team: Any) -> None:
+def test_a_draw_that_an_engine_gave_up_is_not_kept(evaluator: Any, tmp_path: Path) -> None:
     def fail(request: DecodeRequest) -> str | None:
         return "on fire" if request.uid.startswith("eval00000.0/") else None
 
-    team, _, task = scripted_team(tmp_path, script=perfect_critics, evaluate=SMALL, fail=fail)
-    judged = Evaluator(team, SMALL, task, max_tokens=40, seed=0)
+    judged = evaluator(perfect_critics, SMALL, fail=fail)
     with Kept(tmp_path / "kept") as kept:
         assert judged.evaluate(VERSIONS, kept=kept).num_episodes == 16
     assert len(read_draws(tmp_path / "kept")) == 15
 
 
-def test_the_solver_alone_and_the_whole_team_are_of_the_same_rollouts(tmp_path: Path, scripted_team: Any) -> None:
+def test_the_solver_alone_and_the_whole_team_are_of_the_same_rollouts(evaluator: Any) -> None:
     asked: list[str] = []
-    found = evaluator(tmp_path, scripted_team, counting(asked), SMALL).evaluate(VERSIONS)
+    found = evaluator(counting(asked), SMALL).evaluate(VERSIONS)
     assert sum(uid.endswith("/solver:0") for uid in asked) == 16 and found.alone is not None
     assert found.alone.mean == found.agents["solver"].mean and found.system.mean == 1.0
     assert list(found.alone_at.pass_at) == [1, 2] and found.alone_at.pass_at[1].mean == pytest.approx(found.alone.mean)
@@ -253,8 +246,8 @@ def test_the_solver_alone_and_the_whole_team_are_of_the_same_rollouts(tmp_path: 
     assert metrics["eval/verifier1/detection_recall"] == 1.0 and metrics["eval/tokens"] > 0
 
 
-def test_sets_have_their_own_numbers_and_counts_and_are_one_together(tmp_path: Path, scripted_team: Any) -> None:
-    judged = evaluator(tmp_path, scripted_team, perfect_critics)
+def test_sets_have_their_own_numbers_and_counts_and_are_one_together(evaluator: Any) -> None:
+    judged = evaluator(perfect_critics)
     problems = judged.task.held_out(12, 0)
     judged = replace(judged, sets=(HeldOut("easy", problems[:4], 3), HeldOut("hard", problems[4:], 1)))
     found = judged.evaluate(VERSIONS)
@@ -270,18 +263,18 @@ def test_sets_have_their_own_numbers_and_counts_and_are_one_together(tmp_path: P
     assert Evaluation.model_validate_json(found.model_dump_json()) == found
 
 
-def test_the_script_s_redraws_do_not_count_as_the_solver_s_but_cost(tmp_path: Path, scripted_team: Any) -> None:
+def test_the_script_s_redraws_do_not_count_as_the_solver_s_but_cost(evaluator: Any) -> None:
     def cut_first(request: DecodeRequest, renderer: ChatRenderer, rng: Random) -> str:
         if request.uid.endswith("/solver:0"):
             return "= " * 60
         return perfect_critics(request, renderer, rng)
 
     config = SMALL.model_copy(update={"compat": "marsrl"})
-    found = evaluator(tmp_path, scripted_team, cut_first, config).evaluate(VERSIONS)
+    found = evaluator(cut_first, config).evaluate(VERSIONS)
     solver = found.agents["solver"]
     assert (solver.mean, solver.n, found.usage["solver"].calls) == (1.0, 16, 32)
     assert found.alone is not None and found.alone.mean == 1.0
-    strict = evaluator(tmp_path / "s", scripted_team, cut_first, SMALL).evaluate(VERSIONS)
+    strict = evaluator(cut_first, SMALL).evaluate(VERSIONS)
     assert strict.agents["solver"].mean == strict.system.mean == 0.0
 
 
@@ -305,9 +298,8 @@ def test_problems_are_held_out_or_files_played_whole_and_a_cut_is_told(
     held_out = {p.question for p in alone.task.held_out(100, 0)}
     source = alone.task.problems(0)
     trained = {source.next_problem().question for _ in range(200)}
-    assert (
-        len(held_out) == 2 and alone.problems.num_taken == 4
-    )  # a tenth of 20 questions, each of which stands there twice
+    # a tenth of 20 questions, each of which stands there twice
+    assert len(held_out) == 2 and alone.problems.num_taken == 4
     assert not held_out & trained and len(held_out | trained) == 20
     one, both = f"data.eval={tmp_path}/beyondaime.jsonl", f"[{tmp_path}/aime25.jsonl, {tmp_path}/beyondaime.jsonl]"
     found = checked(one)

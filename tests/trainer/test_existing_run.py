@@ -13,7 +13,6 @@ from marsrl.rollout.types import Problem
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.config.read import read_config
 from marsrl.trainer.evaluate.identity import team_identity
-from marsrl.trainer.main import main
 from marsrl.trainer.models.init_model import init_model
 from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.runs.existing_run import as_it_began, keep_settings, resume_lines, with_kept_prompts
@@ -126,8 +125,6 @@ def test_a_run_does_not_go_on_with_other_problems(tmp_path: Path) -> None:
     assert resume_lines(run, settings("run.resume=auto"), data)
 
 
-# ------------------------------------------------------------------ prompts of files
-
 WORDS = 'answer: answer_word\nturns:\n  solver:\n    - user: "{problem} SAY"\n'
 
 
@@ -177,16 +174,3 @@ def test_answers_are_told_apart_by_the_words_of_a_file_and_not_by_its_place(word
     assert before == team_identity(other)
     words.write_text(WORDS.replace("SAY", "TELL"))
     assert before != team_identity(one)
-
-
-def test_a_dry_run_refuses_a_file_in_one_line_that_says_who_names_it(
-    words: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (words.parent / "run.yaml").write_text("orchestration: solver\nagents:\n  solver: {prompt: words.yaml}\n")
-    words.write_text(WORDS.replace("user", "usr"))
-    for said in ("words.yaml:4: unknown key usr", "words.yaml: No such file or directory"):
-        assert main(["--dry-run", "--config", str(words.parent / "run.yaml")]) == 2
-        told = capsys.readouterr().err.splitlines()
-        assert f"agents.solver.prompt: {words.parent}/{said}" in told[0]
-        assert f"(agents.solver.prompt: {words.parent}/run.yaml:3)" in told[0]
-        words.unlink(missing_ok=True)

@@ -75,8 +75,3 @@ def test_a_token_weighs_what_loss_says_of_the_version_that_decoded_it(
     lost = "masked_tokens" if "correction" in settings else "clipped_tokens"
     assert float(loss.agent_sums[lost].sum()) == expected.count(0.0)
     assert float(loss.agent_sums["tokens"].sum()) == N  # masked ones stay in the count
-
-
-def test_a_correction_that_would_change_nothing_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"loss.correction=tis changes nothing with loss.old_policy=sais"):
-        LossConfig(old_policy="sais", correction="tis")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -33,6 +32,16 @@ FROZEN = (
 MATH = ("task=math", "orchestration=solver", "data.train=p.jsonl", "policies.main.model=x")
 TEACHER = (*MATH, "policies.big={frozen: true, model: x}", "agents.solver.teacher.policy=big")
 JUDGING = (*MATH, "policies.judge={frozen: true, model: x}", "judge={policy: judge, when: always}")
+FP8 = (
+    "policies.main={model: /m, dtype: bfloat16}",
+    "rollout.vllm={dtype: bfloat16, quantization: fp8}",
+    "loss={correction: tis, old_policy: pois}",
+)
+TEAM = ("orchestration=solver_verifier", "agents.verifier.policy=checker")
+MAIN = "policies.main={model: /m, layout: {tensor: 2}, recompute: full}"
+CHECKER = "policies.checker={base: main, adapter: {}}"
+BASED = (*TEAM, MAIN, "policies.main.adapter={}", CHECKER)
+BARE = (*TEAM, MAIN, CHECKER, "credit.train_agents=[verifier]")
 SERVER = (
     "policies.judge={frozen: true, model: x, engine: openai, engines: 2, openai: {base_url: 'http://h/v1', model: m}}"
 )
@@ -102,11 +111,42 @@ SERVER = (
          "judge.policy is 'judge', whose engines answer for agents.solver too"),
         ([*JUDGING, "rollout.engine=vllm", "rollout.placement=local", "rollout.overlap=1"],
          "with rollout.overlap=1 it judges while others decode, which two vLLM engines in one process"),
+        (["loss.old_policy=sais", "loss.correction=tis"], "loss.correction=tis changes nothing with loss.old_policy=sais"),
+        (["policies.main={shape: tiny, model: /m}"], "policies.main.shape is tiny, the size of a warm-started policy, and"),
+        ([*FROZEN, "policies.judge.openai.base_url=file:///etc/passwd"], "expected http"),
+        ([*FROZEN, "policies.judge.openai.base_url=localhost:8000"], "expected http"),
+        ([*FROZEN, "policies.judge.openai.base_url=https://user:sk-1@host/v1"], "the config is saved"),
+        ([*FROZEN, "policies.judge.openai.api_key_env=sk-1-2"], "not the name of an environment variable"),
+        ([*FP8, "loss.correction=none"], "which loss.correction=none takes for the trainer's: set loss.correction=tis"),
+        ([*FP8, "sync.backend=nccl"], "set sync.backend=shm, with sync.directory"),
+        ([*FP8, "policies.main.adapter={}"], "a trained adapter needs the base as the trainer has it: set it to null"),
+        ([*FP8, "policies.main.dtype=float32", "rollout.vllm.dtype=null"],
+         "computes in 16 bits alone: set rollout.vllm.dtype=bfloat16"),
+        ([*BASED, "policies.checker.base=other"],
+         "policies.checker.base is other, which is not another policy (there is main)"),
+        ([*BASED, "policies.checker.base=checker"], "policies.checker.base is checker, which is not another policy"),
+        ([*BASED, "policies.checker.adapter=null"],
+         "policies.checker.adapter is not set: an adapter is what is trained of it"),
+        ([*BASED, "policies.checker.frozen=true"], "policies.checker.frozen is true"),
+        ([*BASED, "policies.checker.model=/own"], "policies.checker.model is /own"),
+        ([*BASED, "policies.checker.dtype=bfloat16"], "policies.checker.dtype is bfloat16, and it has its base's"),
+        ([*BASED, "policies.checker.layout={tensor: 1}"], "policies.checker.layout is"),
+        ([*BASED, "policies.checker.router_aux_loss=0.1"], "policies.checker.router_aux_loss is 0.1"),
+        ([*BARE, "credit.train_agents=all"], "its policy main is the base of checker, whose weights stay"),
+        ([*BARE, "policies.main={frozen: true, engine: openai, openai: {base_url: 'http://h/v1', model: m}}"],
+         "policies.checker.base is main, which a server answers for"),
+        ([*BARE, "policies.third={base: checker, adapter: {}}"],
+         "policies.third.base is checker, which is built on main itself: name that one"),
+        ([*BARE, "agents.solver.policy=checker", "policies.main.frozen=true", "judge={policy: main}"],
+         "judge.policy is 'main', whose engines answer for agents.solver too"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_with_the_reason_and_where_it_was_given(words: list[str], says: str) -> None:
     said = refusal(*words)
     assert says in said and "command line" in said
+
+
+RENORMALISED = ("agents.solver.top_p=0.9", "agents.corrector2.top_k=50", "loss.truncation=renormalise")
 
 
 @pytest.mark.parametrize(
@@ -127,13 +167,23 @@ def test_what_cannot_be_is_refused_with_the_reason_and_where_it_was_given(words:
             "mpt.scope",
             "batch",
         ),
+        (["agents.solver.top_p=0.9", "credit.train_agents=[verifier1]"], "max_kept", {}),
         (["loss.kl=k3", "loss.kl_coef=0.1", "policies.main.reference=start"], "loss.kl", "k3"),
+        # an engine says what it kept of trained agents, and needs room for it
+        ([*RENORMALISED], "max_kept", {"solver": 1024, "corrector2": 1024}),
+        ([*RENORMALISED, "credit.train_agents=solver"], "max_kept", {"solver": 1024}),
+        (["loss.truncation=renormalise"], "max_kept", {}),
+        # credit over an instance trains whole ones
+        ([], "has_whole_instances", False),
+        (["rollout.pipeline=trajectory"], "has_whole_instances", True),
+        (["rollout.pipeline=trajectory"], "trains_whole", False),
+        (["credit.normalise=agent"], "trains_whole", True),
+        (["credit.reward_scheme=outcome"], "trains_whole", True),
+        (["credit.normalise=trajectory", "orchestration=solver_verifier"], "trains_whole", True),
     ],
 )
 def test_words_are_read_as_settings(words: list[str], key: str, value: object) -> None:
-    config, _ = read_config(None, words)
-    section, _, name = key.partition(".")
-    assert getattr(getattr(config, section), name) == value
+    assert attrgetter(key)(read_config(None, words)[0]) == value
 
 
 def test_a_policy_has_engines_of_its_own_over_those_of_all() -> None:
@@ -154,26 +204,6 @@ def test_all_problems_are_reported_at_once_and_some_are_of_no_single_setting() -
     assert len(refusal("run.steps=many", "rollout.segmnts=2").splitlines()) == 2
     all_frozen = refusal(*FROZEN, "policies.main.frozen=true", "policies.main.model=x")
     assert all_frozen == "policies: every one is frozen (main, judge), and nothing is left to train"
-
-
-def test_renormalised_log_probs_need_an_engine_that_says_what_it_kept_and_room_for_it() -> None:
-    words = ["agents.solver.top_p=0.9", "agents.corrector2.top_k=50", "loss.truncation=renormalise"]
-    config, _ = read_config(None, words)
-    assert config.max_kept == {"solver": 1024, "corrector2": 1024}
-    assert read_config(None, [*words, "credit.train_agents=solver"])[0].max_kept == {"solver": 1024}
-    assert read_config(None, words[-1:])[0].max_kept == {}
-    untrained, _ = read_config(None, ["agents.solver.top_p=0.9", "credit.train_agents=[verifier1]"])
-    assert untrained.agents["solver"].top_p == 0.9 and untrained.max_kept == {}
-
-
-@pytest.mark.parametrize(
-    "word", ["credit.normalise=agent", "credit.reward_scheme=outcome", "rollout.pipeline=trajectory"]
-)
-def test_credit_over_an_instance_trains_whole_ones(word: str) -> None:
-    assert not read_config(None)[0].has_whole_instances
-    config = read_config(None, [word])[0]
-    assert config.has_whole_instances and config.trains_whole == word.startswith("credit")
-    assert read_config(None, ["credit.normalise=trajectory", "orchestration=solver_verifier"])[0].trains_whole
 
 
 def test_a_missing_file_lists_the_presets() -> None:
@@ -226,69 +256,28 @@ def test_a_prompt_length_that_is_asked_for_and_does_not_fit_is_warned_of() -> No
     assert said.startswith(f"agents.verifier.max_input_tokens is 5000, and {given} in this run:")
 
 
-MAIN = {"model": "/models/base", "dtype": "float32", "layout": {"tensor": 2}, "recompute": "full"}
-TEAM = {"orchestration": "solver_verifier", "agents": {"solver": {"policy": "main"}, "verifier": {"policy": "checker"}}}
-
-
-BASED = {"base": "main", "adapter": {}}
-SERVED = {"model": "/m", "frozen": True, "engine": "openai", "openai": {"base_url": "http://h/v1", "model": "m"}}
-
-
-def config(checker: dict[str, Any], main: dict[str, Any] | None = None, **others: Any) -> RunConfig:
-    """The Solver is policy `main`, the Verifier `checker`."""
-    policies = {"main": main or {**MAIN, "adapter": {}}, "checker": checker, **others.pop("policies", {})}
-    return RunConfig.model_validate({**TEAM, "policies": policies, **others})
-
-
 def test_a_policy_on_a_base_has_its_model_and_how_ranks_hold_it() -> None:
-    found = config({"base": "main", "adapter": {"rank": 8}, "optimizer": {"lr": 1e-4}})
+    words = [*BASED, "policies.checker={adapter: {rank: 8}, optimizer: {lr: 1.0e-4}}"]
+    found = read_config(None, words)[0]
     main, checker = found.policies["main"], found.policies["checker"]
-    assert (checker.model, checker.dtype, checker.recompute) == ("/models/base", "float32", "full")
-    assert checker.layout == main.layout
-    assert (checker.optimizer.lr, main.optimizer.lr) == (1e-4, 1e-6)
+    assert (checker.model, checker.dtype, checker.recompute) == ("/m", "float32", "full")
+    assert checker.layout == main.layout and main.layout.tensor == 2
+    assert (checker.optimizer.lr, main.optimizer.lr) == (1e-4, 6e-4)
     assert list(found.trained_policies) == ["main", "checker"]
     again = RunConfig.model_validate(yaml.safe_load(yaml.safe_dump(found.model_dump(mode="json"))))
     assert again == found
 
 
-@pytest.mark.parametrize("main", [MAIN, {**MAIN, "frozen": True}], ids=["trained by nobody", "frozen"])
-def test_a_base_without_an_adapter_stays(main: dict[str, Any]) -> None:
-    found = config(BASED, main, credit={"train_agents": ["verifier"]})
-    assert list(found.trained_policies) == ["checker"]
+@pytest.mark.parametrize("is_frozen", ["false", "true"])
+def test_a_base_without_an_adapter_stays(is_frozen: str) -> None:
+    config, _ = read_config(None, [*BARE, f"policies.main.frozen={is_frozen}"])
+    assert list(config.trained_policies) == ["checker"]
 
 
-@pytest.mark.parametrize(
-    ("checker", "main", "reason"),
-    [
-        ({"base": "other", "adapter": {}}, None, "policies.checker.base is other, which is not another policy (there is main)"),
-        ({"base": "checker", "adapter": {}}, None, "policies.checker.base is checker, which is not another policy"),
-        ({"base": "main"}, None, "policies.checker.adapter is not set: an adapter is what is trained of it"),
-        ({**BASED, "frozen": True}, None, "policies.checker.frozen is true"),
-        ({**BASED, "model": "/models/own"}, None, "policies.checker.model is /models/own"),
-        ({**BASED, "dtype": "bfloat16"}, None, "policies.checker.dtype is bfloat16, and it has its base's"),
-        ({**BASED, "layout": {"tensor": 1}}, None, "policies.checker.layout is"),
-        (BASED, MAIN, "its policy main is the base of checker, whose weights stay"),
-        ({**BASED, "router_aux_loss": 0.1}, None, "policies.checker.router_aux_loss is 0.1"),
-        (BASED, SERVED, "policies.checker.base is main, which a server answers for"),
-    ],
-)  # fmt: skip
-def test_what_contradicts_a_base_is_refused(checker: dict[str, Any], main: dict[str, Any] | None, reason: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(reason)):
-        config(checker, main)
-
-
-def test_a_base_of_a_base_is_refused() -> None:
-    third = {"third": {"base": "checker", "adapter": {}}}
-    said = "policies.third.base is checker, which is built on main itself: name that one"
-    with pytest.raises(ValueError, match=said):
-        config(BASED, MAIN, policies=third)
-
-
-def test_a_judge_does_not_decode_in_the_engines_of_adapters() -> None:
-    team = {name: {"policy": "checker"} for name in TEAM["agents"]}
-    settings = {"agents": team, "judge": {"policy": "main"}}
-    with pytest.raises(ValueError, match="judge.policy is 'main', whose engines answer for agents.solver too"):
-        config(BASED, {**MAIN, "frozen": True}, **settings)
+def test_frozen_policies_and_ratios_to_the_engine_s_log_probs_need_no_correction() -> None:
+    assert read_config(None, [*FP8, "loss={correction: none, old_policy: sais}"])[0].has_quantised
+    words = [*FP8, "rollout.vllm.quantization=null", "policies.judge={frozen: true, model: /m, dtype: bfloat16}"]
+    assert not read_config(None, [*words, "policies.judge.vllm.quantization=fp8"])[0].has_quantised
 
 
 def test_a_base_that_a_shipped_preset_alone_names_is_kept() -> None:

@@ -1,9 +1,12 @@
-"""Ctrl-C and SIGTERM of a run that trains; ranks that wait for rank 0, asleep and without a limit; and ranks that fall silent
-or end with an error, which stops the others with their name."""
+"""What stops a run: Ctrl-C and SIGTERM; ranks that fall silent or end with an error, which stops the others with their name; and
+too many steps that are not finite. Ranks wait for rank 0 asleep and without a limit."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import datetime
+import math
 import os
 import signal
 import subprocess
@@ -14,14 +17,26 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch.distributed as dist
 from rank_pair import RankPair
 
+from marsrl.rollout.orchestrations.verifier_corrector import VerifierCorrector
+from marsrl.trainer.config import PolicyConfig, RunConfig
+from marsrl.trainer.data.bad_steps import bad_batch_file, read_bad_batch
+from marsrl.trainer.data.packing import TrainSequence
+from marsrl.trainer.data.scatter import MiniBatch
+from marsrl.trainer.learner.step_stats import StepStats
+from marsrl.trainer.report.console import RunConsole
+from marsrl.trainer.run import Run
+from marsrl.trainer.runs import collective
+from marsrl.trainer.runs.collective import all_true, barrier, broadcast_bytes, gather_bytes, rank, stop_together
+from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.runs.heartbeat import Heartbeat, RankLost
 from marsrl.trainer.runs.stop import Stopped, StopSignals, handlers_restored
+from marsrl.trainer.weights.sync import Standby
 
-WORKER = Path(__file__).with_name("meeting_worker.py")
 LIMIT_S, LATE_S = 6.0, 7.0  # of a collective; how late rank 0 comes to two of five meetings
 
 
@@ -53,12 +68,59 @@ def test_the_way_out_of_a_stopped_run_is_undisturbed_and_ends_with_the_handlers_
     assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
 
 
+def job(limit_s: float = 0, late_s: float = 0) -> list[list[str]]:
+    """Of two ranks: what each got, by rank. limit_s: of a meeting; none: they stand by."""
+    dist.init_process_group("gloo")  # the two may meet as late as a busy machine has them
+    told = meet(limit_s, late_s) if limit_s else stand_by()
+    both = [each.decode().split("\n") for each in gather_bytes("\n".join(told).encode())]
+    dist.destroy_process_group()
+    return both
+
+
+def meet(limit_s: float, late_s: float) -> list[str]:
+    """With the CPU seconds that rank 1 took in all, most of which it waited."""
+    limit = datetime.timedelta(seconds=limit_s)
+    dist.distributed_c10d._set_pg_timeout(limit)  # type: ignore[attr-defined]
+    dist.distributed_c10d._get_default_store().set_timeout(limit)  # type: ignore[attr-defined]
+    found = []
+    begin = time.process_time()
+    for call, is_late in (
+        (barrier, True),
+        (lambda: broadcast_bytes(b"batch" if rank() == 0 else None), True),
+        (lambda: b" ".join(gather_bytes(str(rank()).encode())), False),
+        (lambda: all_true(rank() == 0), False),
+        (lambda: stop_together(None, "fine"), False),
+    ):
+        if rank() == 0 and is_late:
+            time.sleep(late_s)  # it plays
+        found.append(str(call()))
+    cpu_s = time.process_time() - begin
+    sleepers = [thread.name for thread in threading.enumerate() if thread.name == "marsrl-meeting"]
+    store = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
+    left = sum(store.check([f"marsrl/meeting/{n}/{key}"]) for n in range(1, 5) for key in ("here", "all"))
+    collective.PIECE_BYTES = 7  # of what is told after this, many
+    return [*found, str(cpu_s), str(len(sleepers)), str(left)]
+
+
+def stand_by() -> list[str]:
+    def stopped() -> None:
+        raise Stopped
+
+    standby = Standby({}, {}, {}, {} if rank() == 0 else None)
+    said = [str(standby.during(lambda: "done"))]
+    try:
+        standby.during(stopped)
+    except Stopped:
+        said.append("stopped")
+    return [*said, str(standby.during(lambda: "again"))]
+
+
 def test_all_ranks_stop_where_rank_0_does_and_nobody_waits(two_ranks: RankPair) -> None:
-    assert two_ranks.run(WORKER, {}) == [["done", "stopped", "again"], ["None", "stopped", "None"]]
+    assert two_ranks.run(Path(__file__), {}) == [["done", "stopped", "again"], ["None", "stopped", "None"]]
 
 
 def test_a_stage_may_be_longer_than_a_collective_waits_and_who_waits_sleeps(two_ranks: RankPair) -> None:
-    first, other = two_ranks.run(WORKER, {"limit_s": LIMIT_S, "late_s": LATE_S})
+    first, other = two_ranks.run(Path(__file__), {"limit_s": LIMIT_S, "late_s": LATE_S})
     assert first[:5] == other[:5] == ["None", "b'batch'", "b'0 1'", "False", "None"]
     cpu_s, num_sleepers, num_keys = float(other[5]), *map(int, other[6:8])
     assert cpu_s < 0.2 * 2 * LATE_S  # a rank that polls takes all of it
@@ -181,3 +243,36 @@ def test_a_killed_launcher_interrupts_and_is_no_lost_rank() -> None:
     reason, end = done.stdout.splitlines()
     assert reason.startswith("torchrun has ended, and its store with it: ") and reason.endswith(" []")
     assert end == "interrupted"
+
+
+FINE = StepStats(1.0, 1.0, 0.1, True, False, False, {}, 0, 0.0, 0.0, 0.0, ())
+BAD = dataclasses.replace(FINE, loss=math.nan, is_updated=False, is_skipped=True)
+
+
+def sample(uid: str, advantage: float) -> TrainSequence:
+    tokens = np.arange(3, dtype=np.int32)
+    return TrainSequence(uid, tokens, tokens, np.ones(3, bool), np.zeros(3, np.float32), advantage, 0, 1.0)
+
+
+def test_the_run_stops_after_too_many_in_a_row_and_names_their_batches(tmp_path: Path) -> None:
+    directory = RunDirectory.create(tmp_path, "run", "preset")
+    agents = VerifierCorrector.whole_team({})
+    config = RunConfig(
+        policies={"a": PolicyConfig(), "b": PolicyConfig()},
+        agents={name: agent.model_copy(update={"policy": "a"}) for name, agent in agents.items()},
+    )
+    run = Run(config, directory, RunConsole(0), dict.fromkeys(["a", "b"]), {}, None, {})  # type: ignore[arg-type]
+    batches = (MiniBatch((sample("x", 1.0), sample("y", math.nan)), 6),)
+    for run.step, stats in enumerate([BAD, BAD, FINE, BAD, BAD], start=1):
+        run.note_step("a", stats, batches)
+        run.note_step("b", FINE, batches)  # another policy's luck does not count for this one
+        run.stop_if_diverged()
+    run.step = 6
+    run.note_step("a", BAD, batches)
+    with pytest.raises(RuntimeError, match="policy a was not finite in 3 steps in a row") as error:
+        run.stop_if_diverged()
+    for step in (4, 5, 6):
+        path = bad_batch_file(directory, step, "a")
+        assert str(path) in str(error.value)
+        batch = read_bad_batch(path)
+        assert batch.suspects == ["y"] and [s.uid for s in batch.sequences] == ["x", "y"] and math.isnan(batch.loss)

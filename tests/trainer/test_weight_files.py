@@ -10,37 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from marsrl.rollout.weights.files import PrivateFolder, left_behind
+from marsrl.rollout.weights.files import PrivateFolder
 
 
 def in_a_child(work: Callable[..., object], *words: Any) -> Any:
     child = multiprocessing.get_context("fork").Process(target=work, args=words)
     child.start()
     return child
-
-
-def test_weights_of_a_killed_process_are_removed_by_the_next_and_those_of_a_live_one_stay(tmp_path: Path) -> None:
-    mine, (ours, theirs) = PrivateFolder(tmp_path), multiprocessing.Pipe()
-
-    def hold() -> None:
-        folder = PrivateFolder(tmp_path)
-        (folder.path / "version_0").mkdir()
-        theirs.send(folder.path)
-        signal.pause()
-
-    other = in_a_child(hold)
-    held = ours.recv()
-    assert held.parent == tmp_path and f"-{other.pid}-" in held.name
-    assert list(left_behind(tmp_path)) == []
-    other.kill()
-    other.join()
-    assert list(left_behind(tmp_path)) == [held]
-    next_one = PrivateFolder(tmp_path)
-    assert not held.exists() and mine.path.exists() and next_one.path.exists()
-    for folder in (mine, next_one):
-        folder.close()
-        folder.close()
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_process_that_is_killed_at_any_moment_leaves_nothing_to_those_after_the_next(tmp_path: Path) -> None:

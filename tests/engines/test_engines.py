@@ -1,0 +1,411 @@
+"""The real vLLM and our own decoder: requests join others and are given up, log-probs are transformers', weights are rounded to
+FP8. About 100 s on one core, most of it vLLM's import and starts."""
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from engine_cases import (
+    GivenLearner,
+    assert_drawn_from,
+    assert_same,
+    decoded,
+    perturbed,
+    pool_of,
+    prompt,
+    request,
+    tensors_of,
+)
+
+from marsrl.rollout.agents.render import ChatRenderer
+from marsrl.rollout.engines.local.engine import LocalEngine
+from marsrl.rollout.engines.protocol import DecodeResult, Sampling, WeightUpdate, WrongVersion
+from marsrl.rollout.engines.texts import Texts
+from marsrl.rollout.model_shape import read_shape
+from marsrl.rollout.tasks.arithmetic import ARITHMETIC_TOKENIZER
+from marsrl.rollout.types import Finish
+from marsrl.rollout.weights.checksum import fused_checksums
+from marsrl.rollout.weights.fp8 import dequantised, quantised
+from marsrl.rollout.weights.layout import as_matrix, fuse, shard_layout
+from marsrl.trainer.learner.other_roundings import Precision
+from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
+from marsrl.trainer.weights.comparison import CheckedEngines
+from marsrl.trainer.weights.sync import FileSync
+
+
+@pytest.fixture(params=["local qwen3", "qwen3"])
+def kind(request):
+    return request.param
+
+
+def asks_of(n, length=40):
+    return [request(f"{i // 2}.{i}", prompt(30 + 7 * (i // 2), seed=i // 2), length - 2 * i, seed=i) for i in range(n)]
+
+
+def collect(engine, n):
+    results = {}
+    while len(results) < n:
+        results.update((result.uid, result) for result in engine.collect(0.02))
+    return results
+
+
+def test_requests_that_join_others_get_what_they_get_alone(engine):
+    asks = asks_of(8)
+    alone = decoded(engine, asks)
+    if isinstance(engine, LocalEngine):  # a group's prompt is computed once
+        assert [result.num_cached_tokens for result in alone[:6]] == [0, 29, 0, 36, 0, 43]
+    before = engine.num_decoded()
+    engine.submit(asks[:3], version=0)
+    early = engine.collect(0.0)
+    for ask in asks[3:]:  # more than the local engine has rows for
+        engine.submit([ask], version=0)
+        early += engine.collect(0.0)
+    assert_same([*early, *collect(engine, 8 - len(early)).values()], alone)
+    assert engine.num_decoded() - before == sum(len(r.token_ids) for r in alone)
+    assert engine.collect(1.0) == []  # nothing to wait for
+
+
+def test_an_aborted_request_comes_back_as_far_as_it_got_and_goes_on_from_there(engine):
+    """Noise depends on seed and position alone, so the same seed goes on with the same tokens."""
+    asks = asks_of(4, length=60)
+    whole = decoded(engine, asks)
+    engine.submit(asks, version=0)
+    for _ in range(12):
+        assert engine.collect(0.0) == []
+    engine.submit([request("late", prompt(9), 30)], version=0)
+    engine.abort()
+    parts = {r.uid: r for r in engine.collect(1.0)}
+    assert set(parts) == {"late", *(ask.uid for ask in asks)}
+    assert {r.finish for r in parts.values()} == {Finish.UNFINISHED} and len(parts["late"].token_ids) == 0
+    rest = []
+    for ask, right in zip(asks, whole, strict=True):
+        part = parts[ask.uid]
+        n = len(part.token_ids)
+        assert 5 < n <= 12 and len(part.logprobs) == n and part.version == 0
+        np.testing.assert_array_equal(part.token_ids, right.token_ids[:n])
+        np.testing.assert_allclose(part.logprobs, right.logprobs[:n], atol=1e-4)
+        tokens = np.concatenate([ask.token_ids, part.token_ids])
+        rest.append(request(ask.uid, tokens, ask.max_new_tokens - n, seed=ask.seed))
+    for right, last in zip(whole, decoded(engine, rest), strict=True):
+        np.testing.assert_array_equal(right.token_ids[-len(last.token_ids) :], last.token_ids)
+    assert engine.collect(0.0) == []
+
+
+def test_a_request_of_another_version_or_that_cannot_be_served(engine):
+    with pytest.raises(WrongVersion, match="version 9"):
+        engine.submit(asks_of(1), version=9)
+    engine.submit([request("full", prompt(256), 8), request("good", prompt(8), 3)], version=0)
+    results = collect(engine, 2)
+    assert results["full"].finish is Finish.ERROR and len(results["good"].token_ids) == 3
+    with pytest.raises(ValueError, match="different uids"):
+        decoded(engine, [request("a", prompt(8), 3), request("a", prompt(9), 3)])
+
+
+def test_a_text_ends_a_completion_at_the_token_that_completes_it(engine):
+    """Also where an earlier segment holds its first half; requests beside it, of other texts or none, go on."""
+    asks = asks_of(3, length=40)
+    whole = decoded(engine, asks)
+    ids = whole[0].token_ids.tolist()
+    pairs = [*itertools.pairwise(ids)]
+    end = next(i for i in range(8, 30) if min(pairs[i - 1]) > 4 and pairs[i - 1] not in pairs[: i - 1])
+    text = f"{ids[end - 1]:03d} w{ids[end]:03d}"[1:]  # from the middle of a word on
+    before = engine.num_decoded()
+    stopping = [replace(ask, sampling=replace(ask.sampling, stop=(text, "never"))) for ask in asks[:1]]
+    stopped, *others = decoded(engine, [*stopping, *asks[1:]])
+    assert stopped.finish is Finish.STOP and stopped.token_ids.tolist() == ids[: end + 1]
+    np.testing.assert_allclose(stopped.logprobs, whole[0].logprobs[: end + 1], atol=1e-4)
+    assert_same(others, whole[1:])
+    assert engine.num_decoded() - before == end + 1 + sum(len(other.token_ids) for other in others)
+    tokens = np.concatenate([asks[0].token_ids, whole[0].token_ids[:end]])
+    (rest,) = decoded(engine, [replace(stopping[0], token_ids=tokens, max_new_tokens=20)])
+    assert rest.finish is Finish.STOP and rest.token_ids.tolist() == [ids[end]]
+
+
+def test_the_text_of_a_completion_has_earlier_segments_too_and_none_comes_with_one_that_is_given_up(engine, directory):
+    (ask,) = asks_of(1)
+    asked = replace(ask, text_from=len(ask.token_ids) - 3)  # the end of an earlier segment
+    (told,) = decoded(engine, [asked])
+    completion = np.concatenate([ask.token_ids[-3:], told.token_ids])
+    assert told.text == ChatRenderer(directory).decode(completion)
+    assert [result.text for result in decoded(engine, [ask])] == [None]
+    engine.submit([asked], version=0)
+    assert engine.collect(0.0) == []
+    engine.abort()
+    (cut,) = engine.collect(1.0)
+    assert cut.finish is Finish.UNFINISHED and cut.text is None
+
+
+def test_a_character_that_lies_in_two_segments_is_one_in_the_text(tmp_path):
+    write_byte_tokenizer(tmp_path)
+    texts, renderer = Texts.of_model(tmp_path), ChatRenderer(tmp_path)
+    ids = np.frombuffer("a€\n".encode(), np.uint8).astype(np.int32)
+    for cut in range(len(ids)):
+        asked = request("u", np.concatenate([prompt(5), ids[:cut]]), 9)
+        told = replace(
+            DecodeResult.without_tokens("u", Finish.STOP, 0), token_ids=np.append(ids[cut:], renderer.eos_id)
+        )
+        assert texts.told(replace(asked, text_from=5), told).text == "a€\n"
+
+
+def test_a_text_that_was_there_before_ends_nothing(tmp_path):
+    ARITHMETIC_TOKENIZER.write(tmp_path)
+    stops, renderer = Texts.of_model(tmp_path), ChatRenderer(tmp_path)
+    known, drawn = (renderer.encode_trusted(text) for text in ("grade fix", "fix Answer: 3"))
+    assert [stops.is_ended(known, drawn[: i + 1].tolist(), ("Answer:", "fix")) for i in range(3)] == [True, True, False]
+    assert not stops.is_ended(known, [], ("fix",)) and not stops.is_ended(known, drawn.tolist(), ())
+    assert not stops.is_ended(known, drawn.tolist(), ("fix",))
+    ends = [
+        stops.first_end(known, drawn.tolist(), ("Answer:", "fix"), start) for start in range(4)
+    ]  # of several at once
+    assert ends == [1, 2, None, None]
+
+
+OWN = "qwen3+engine"  # vLLM's own sampler
+GROUPS = {
+    "qwen2": "q_proj.bias self_attn mlp.gate_proj embed_tokens norm",
+    "qwen3": "self_attn mlp.down_proj embed_tokens lm_head model.norm q_norm",
+    "qwen3_tied": "embed_tokens",
+    "qwen3_moe": "self_attn mlp.gate.weight gate_proj up_proj down_proj embed_tokens lm_head norm",
+    "llama": "k_proj.bias o_proj.bias gate_proj.bias down_proj.bias lm_head self_attn",
+    "mistral": "self_attn mlp",
+}
+GROUPS |= {f"local {kind}": parts if kind == "qwen3_moe" else parts.split()[0] for kind, parts in GROUPS.items()}
+GROUPS |= {OWN: "self_attn"}
+CUTS = ({}, {"temperature": 0.7}, {"top_k": 7}, {"top_p": 0.6}, {"temperature": 1.4, "top_p": 0.9, "top_k": 40})
+
+
+def publish(engine, tensors, judge, directory, version, precision=None, scored=None):
+    """scored: what the trainer computes with (default: with what it sends)."""
+    engines = CheckedEngines(pool_of(engine), vocab_size=160, settings=read_shape(directory).settings())
+    sync = FileSync(engines, torch.float32, precision=precision)
+    try:
+        return sync.publish(
+            GivenLearner(tensors, lambda: judge.scores(directory, scored or tensors, precision)), version
+        )
+    finally:
+        sync.close()
+
+
+@pytest.mark.parametrize("kind", GROUPS)
+def test_logprobs_follow_an_update_of_each_parameter_group(kind, engine, directory, judge):
+    """One after the other, each beside the old weights of all the others; decoding, and scoring given tokens.
+
+    Log-probs are those at the sampling temperature, among the tokens that top_k and top_p keep as our sampler would.
+    """
+    old, probe = tensors_of(directory), [prompt(97, seed=5)]
+    before = judge(directory, None, probe)[0]
+    for version, part in enumerate(GROUPS[kind].split(), start=1):
+        new = perturbed(old, part)
+        after = judge(directory, new, probe)[0]
+        assert np.abs(before - after).max() > 1e-2, part  # the change shows, so a missed one would
+        report = publish(engine, new, judge, directory, version)
+        np.testing.assert_allclose(engine.score(probe)[0], after, atol=1e-4, rtol=0, err_msg=part)
+        asks = [request(f"a.{i}", prompt(20 + 7 * i, seed=i), 24, seed=i, **cut) for i, cut in enumerate(CUTS)]
+        for ask, result in zip(asks, decoded(engine, asks, version=version), strict=True):
+            assert len(result.token_ids) == 24 and result.finish is Finish.LENGTH
+            assert_drawn_from(judge.model(directory, new), ask, result)
+        assert report.comparison is not None and report.comparison.median < 1e-5, part
+    publish(engine, old, judge, directory, 0)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", OWN])
+def test_a_teacher_scores_samples_of_several_lengths_and_equal_ones(engine, directory, judge):
+    engine.update_weights(WeightUpdate(str(directory), 0))
+    samples = [prompt(97, seed=5), prompt(30, seed=6), prompt(97, seed=5), prompt(2, seed=7)]
+    for _ in range(2):  # also where their prefixes are cached
+        for found, right in zip(engine.score(samples, is_probe=False), judge(directory, None, samples), strict=True):
+            np.testing.assert_allclose(found, right, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "llama", "mistral"])
+def test_vllm_says_with_which_settings_its_layers_compute(kind, engine, directory):
+    settings = read_shape(directory).settings()
+    assert ("experts_per_token" in settings) == (kind == "qwen3_moe")
+    assert engine.info().settings == {name: (float(value),) for name, value in settings.items()}
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe"])
+def test_the_same_requests_give_the_same_bits_and_a_prefix_is_computed_once_until_it_is_forgotten(engine):
+    asks = [request(f"{i // 4}.{i}", prompt(70, seed=i // 4), 20, seed=i) for i in range(48)]  # more than max_num_seqs
+    engine.forget_prefixes()
+    first = decoded(engine, asks)
+    assert decoded(engine, asks[:1])[0].num_cached_tokens >= 64
+    engine.forget_prefixes()
+    assert decoded(engine, asks[:1])[0].num_cached_tokens == 0
+    engine.forget_prefixes()
+    second = decoded(engine, asks)
+    assert len({r.token_ids.tobytes() for r in first}) == 48
+    for one, two in zip(first, second, strict=True):
+        assert one.token_ids.tobytes() == two.token_ids.tobytes() and one.logprobs.tobytes() == two.logprobs.tobytes()
+
+
+@pytest.mark.parametrize("kind", ["qwen3"])
+def test_a_seed_draws_the_same_tokens_as_in_the_local_engine(engine, directory):
+    """Whatever else is in the batch, and wherever prefills are cut."""
+    cuts = [{"temperature": 0.5 + 0.1 * i, "top_p": 1 - 0.04 * i, "records_kept": i > 1} for i in range(6)]
+    asks = [request(f"{i}", prompt(100 + 28 * i, seed=i), 12, seed=2**62 + i, **cut) for i, cut in enumerate(cuts)]
+    local = decoded(LocalEngine(directory, dtype="float32", max_model_len=256), asks)
+    alone = [decoded(engine, [ask])[0] for ask in asks]
+    for expected, found, single in zip(local, decoded(engine, asks), alone, strict=True):
+        np.testing.assert_array_equal(found.token_ids, expected.token_ids)
+        np.testing.assert_array_equal(single.token_ids, expected.token_ids)
+        np.testing.assert_allclose(found.logprobs, expected.logprobs, atol=1e-4)
+        for each in (found, single):
+            assert (each.kept_tokens is None) == (expected.kept_tokens is None)
+            if each.kept_tokens is not None and expected.kept_tokens is not None:
+                np.testing.assert_array_equal(each.kept_tokens.counts, expected.kept_tokens.counts)
+                np.testing.assert_array_equal(each.kept_tokens.ids, expected.kept_tokens.ids)
+    assert sum(result.kept_tokens is not None for result in local) == 4
+
+
+@pytest.mark.parametrize("kind", ["local qwen3", "qwen3", OWN])
+def test_a_stop_token_ends_a_completion_and_belongs_to_it_and_a_top_k_of_one_is_greedy(engine):
+    free = decoded(engine, [request("a", prompt(10), 12, temperature=0.0)])[0]
+    stop = int(free.token_ids[5])
+    result = decoded(engine, [request("a", prompt(10), 12, temperature=0.0, stop_token_ids=(stop,))])[0]
+    assert result.finish is Finish.STOP and result.token_ids[-1] == stop
+    assert len(result.logprobs) == len(result.token_ids) <= 6 and result.seconds > 0
+    top_1 = decoded(engine, [request("a", prompt(10), 12, top_k=1, seed=4)])[0]
+    np.testing.assert_array_equal(free.token_ids, top_1.token_ids)
+    np.testing.assert_allclose(top_1.logprobs, 0.0, atol=1e-6)  # of the distribution that was drawn from
+
+
+@pytest.mark.parametrize("kind", [OWN])
+def test_a_request_that_cannot_be_served_does_not_take_the_others_with_it(engine):
+    before = engine.num_decoded()
+    asks = [
+        (request("full", prompt(256), 8), "max_model_len 256"),
+        (request("good", prompt(8), 8), ""),
+        (request("empty", prompt(0), 8), "is empty"),
+        (request("foreign", np.array([5, 160]), 8), "outside of the vocabulary of 160"),
+        (request("tight", prompt(252), 8), ""),
+        (request("kept", prompt(8), 2, top_k=5, records_kept=True), "which tokens were kept"),
+        (request("experts", prompt(8), 2, experts_from=0), "asks for experts"),
+        (request("cold", prompt(8), 2, temperature=1e-3), "takes 0.01 for all below it"),
+    ]
+    results = {r.uid: r for r in decoded(engine, [ask for ask, _ in asks])}
+    for ask, says in asks:
+        result = results[ask.uid]
+        assert (result.finish is Finish.ERROR) == bool(says) and says in result.error
+    assert len(results["good"].token_ids) == 8 and len(results["tight"].token_ids) == 4
+    assert engine.num_decoded() - before == 12
+
+
+@pytest.mark.parametrize("kind", [OWN])
+def test_vllm_s_own_sampler_draws_by_seed_alone_and_stops_at_texts_too(engine):
+    assert engine.info().sampler == "vLLM's own sampler draws tokens, on its Model Runner V1, eager"
+    asks = [request(f"{i}", prompt(30), 40, seed=i) for i in range(3)]
+    whole = decoded(engine, asks)
+    assert len({result.token_ids.tobytes() for result in whole}) == 3
+    for ask, result in zip(asks, whole, strict=True):  # whoever is beside it
+        np.testing.assert_array_equal(decoded(engine, [ask])[0].token_ids, result.token_ids)
+    ids = whole[0].token_ids.tolist()
+    end = next(i for i in range(8, 30) if ids[i] > 4 and ids[i] not in ids[:i])
+    stopped = decoded(engine, [replace(asks[0], sampling=Sampling(stop=(f"w{ids[end]:03d}",)))])[0]
+    assert stopped.finish is Finish.STOP and len(stopped.logprobs) == len(stopped.token_ids) == end + 1
+
+
+@pytest.mark.skipif("avx512f" not in Path("/proc/cpuinfo").read_text(), reason="vLLM's FP8 cache on a CPU wants AVX512")
+@pytest.mark.parametrize("kind", ["qwen3+fp8"])
+def test_a_sync_knows_how_far_an_fp8_cache_rounds(engine, directory, judge):
+    tensors = tensors_of(directory)
+    fp8 = Precision(torch.float32, cache=torch.float8_e4m3fn)
+    config = engine._llm.llm_engine.vllm_config
+    assert config.cache_config.cache_dtype == "fp8" and config.scheduler_config.max_num_batched_tokens == 512  # extra
+    report = publish(engine, tensors, judge, directory, 0, fp8)
+    assert report.comparison.median > 1e-3  # nats
+    with pytest.raises(RuntimeError, match="disagree on the probe by more than rounding explains"):
+        publish(engine, tensors, judge, directory, 0)  # with a cache of the engine's dtype
+    changed = perturbed(tensors, "self_attn")
+    with pytest.raises(RuntimeError, match="disagree on the probe"):  # a program that computes something else
+        publish(engine, tensors, judge, directory, 1, fp8, scored=changed)
+
+
+FP8 = Precision(torch.bfloat16, weights=torch.float8_e4m3fn)
+WITH_AMX = pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="vLLM's FP8 on a CPU wants AMX")
+IN_FP8 = [pytest.param(f"{model}+fp8_weights", marks=WITH_AMX) for model in ("qwen3", "qwen3_moe_wide")]
+OF_FP8 = pytest.mark.parametrize("kind", IN_FP8)
+MATRICES = (
+    *(f".{name}.weight" for name in ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")),
+    *("w13_weight", "w2_weight"),
+)
+
+
+def test_a_matrix_is_rounded_in_blocks_that_begin_at_its_corner() -> None:
+    weight = torch.randn(2, 200, 300, generator=torch.Generator().manual_seed(0), dtype=torch.float64).bfloat16()
+    weight[0, 130, 5], weight[1, :128, :128] = 1000, 0  # alone with its block; a block without a scale
+    numbers, scales = quantised(weight)
+    assert numbers.dtype == torch.float8_e4m3fn and numbers.shape == weight.shape and scales.shape == (2, 2, 3)
+    assert scales[0, 1, 0] == 1000 / 448 and (scales[0].flatten()[[0, 1, 2, 4, 5]] < 5 / 448).all()
+    off = (dequantised(numbers, scales) - weight.float()).abs()
+    spread = scales.repeat_interleave(128, 1).repeat_interleave(128, 2)[:, :200, :300]
+    bound = torch.maximum(weight.float().abs() / 16, spread / 2**10)  # half a unit of 4 bits, or of the smallest number
+    assert (off <= bound * (1 + 1e-5)).all() and not off[1, :128, :128].any()
+
+
+def rounded(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """HF tensors as an engine computes with them."""
+    layout, found = shard_layout({name: tuple(tensor.shape) for name, tensor in tensors.items()}), {}
+    for name, fused in fuse(tensors, torch.bfloat16):
+        whole = as_matrix(dequantised(*quantised(fused)) if name.endswith(MATRICES) else fused.float())
+        for part in layout.parts[name]:
+            (row,) = [place.row for place in layout.places[part] if place.fused == name]
+            found[part] = whole[row : row + len(tensors[part])].reshape(tensors[part].shape).contiguous()
+    return found
+
+
+@pytest.fixture
+def sync(engine):
+    """sync(learner, version)"""
+    made = FileSync(CheckedEngines(pool_of(engine), vocab_size=160), torch.bfloat16, precision=FP8)
+    yield made.publish
+    made.close()
+
+
+@OF_FP8
+def test_every_version_is_rounded_anew_and_computed_with(engine, directory, sync, judge):
+    old, probe = tensors_of(directory), [prompt(97, seed=5), prompt(60, seed=6)]
+    for version, part in enumerate(("proj", "self_attn", "mlp", "norm", "embed_tokens"), start=1):
+        new = perturbed(old, part)
+        report = sync(GivenLearner(new, lambda new=new: judge.scores(directory, new, FP8)), version)
+        assert report.comparison.ratio < 2 and report.comparison.noise > 1e-2, part
+        found = np.concatenate(engine.score(probe))
+        off = [np.abs(found - np.concatenate(judge(directory, each, probe))) for each in (rounded(new), new)]
+        assert np.median(off[0]) < np.median(off[1]) / 2, part  # bfloat16's roundings, beside FP8's
+
+
+@OF_FP8
+def test_a_flipped_bit_of_a_number_or_a_scale_shows_in_its_tensor_s_checksum(engine, directory):
+    path = str(directory)
+    sent = fused_checksums(tensors_of(directory), torch.bfloat16)
+    assert dict(engine.update_weights(WeightUpdate(path, 0)).checksums[0]) == sent
+    (model,) = engine._llm.apply_model(lambda model: model)
+    held = dict(model.named_parameters())
+    rounds = [name for name in held if name.endswith("_scale_inv")]
+    assert len(rounds) == 8 and not any(".gate." in name for name in rounds)  # routers choose in full
+    for scale in rounds:
+        weight = scale.removesuffix("_scale_inv")
+        for name in (weight, scale):
+            byte = held[name].data.view(-1).view(torch.uint8)[-1:]
+            byte ^= 1
+            (found,) = engine._llm.collective_rpc("marsrl_checksums", args=(path,))
+            assert {each for each in sent | found if sent.get(each) != found.get(each)} == {
+                weight.replace(".routed_experts", "")
+            }
+            byte ^= 1
+    assert engine._llm.collective_rpc("marsrl_checksums", args=(path,)) == [sent]
+
+
+@OF_FP8
+def test_the_probe_finds_another_program_beside_the_noise_of_fp8(engine, directory, sync, judge):
+    tensors = tensors_of(directory)
+    sync(GivenLearner(tensors, lambda: judge.scores(directory, tensors, FP8)), 0)
+    for other in (
+        lambda: judge.scores(directory, tensors, Precision(torch.bfloat16)),  # no allowance for rounded weights
+        lambda: judge.scores(directory, perturbed(tensors, "layers.1.self_attn"), FP8),  # older weights
+    ):
+        with pytest.raises(RuntimeError, match="disagree on the probe by more than rounding explains"):
+            sync(GivenLearner(tensors, other), 1)
