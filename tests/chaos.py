@@ -42,7 +42,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 sys.path.remove(str(Path(__file__).resolve().parent))  # its folders would hide packages of their names
-sys.path.extend(str(Path(__file__).resolve().parent / folder) for folder in ("docs", "engines", "integration"))
+sys.path.extend(str(Path(__file__).resolve().parent / folder) for folder in ("docs", "integration"))
 
 import psutil
 from books import Loss

@@ -11,6 +11,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 # What tests ask of a whole run holds for every draw: MARSRL_TEST_SEED=3 has it draw otherwise (tests/README.md).
 SEED = (f"run.seed={os.environ['MARSRL_TEST_SEED']}",) if "MARSRL_TEST_SEED" in os.environ else ()
 
@@ -47,6 +49,13 @@ def sevens(folder: Path, number: int = 40, *, name: str = "train.jsonl", answer:
     lines = [{"question": f"What is {answer}, asked for the {i}th time?", "answer": answer} for i in range(number)]
     (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder / name
+
+
+def started_with(variable: str, value: str) -> list[psutil.Process]:
+    """All but this one whose environment has it, as children inherit it, with their name and cmdline in `info`."""
+    every = psutil.process_iter(["name", "cmdline", "environ", "status"])
+    theirs = [each for each in every if (each.info["environ"] or {}).get(variable) == value]
+    return [each for each in theirs if each.info["status"] != psutil.STATUS_ZOMBIE and each.pid != os.getpid()]
 
 
 LIMIT_S = 1200  # only a run that hangs takes so long

@@ -16,10 +16,9 @@ import torch
 from commands import run_by
 from desk import Desk
 from documents import is_on_the_page
-from processes import started_with
 from safetensors.torch import load_file
 from scripted_pool import untimed
-from small_run import SEED, Runner
+from small_run import SEED, Runner, started_with
 
 from marsrl.trainer.commands import cli
 from marsrl.trainer.config.read import read_config

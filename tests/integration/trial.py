@@ -16,8 +16,7 @@ import psutil
 from books import Loss, SessionsBook, check_books, last_line
 from desk import boxing_model
 from mischief import MOST_CALLS, PLAYED
-from processes import started_with
-from small_run import ARITHMETIC, MAIN, SMALL, TEAM, sevens
+from small_run import ARITHMETIC, MAIN, SMALL, TEAM, sevens, started_with
 
 from marsrl.rollout.gateway.workers import WORKER
 from marsrl.trainer.report.metrics import read_metrics
