@@ -5,7 +5,6 @@ csrc/cpu makes dz of float32 models in place of logits and takes a bfloat16 one 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -151,7 +150,9 @@ def test_a_logit_of_minus_infinity_has_no_probability_and_a_nan_stays_a_nan(tier
 
 @pytest.mark.parametrize("which", ["no tokens", "all masked", "no advantage"])
 def test_nothing_to_train_is_a_loss_of_zero_with_gradients_of_zero(which, tier):
-    hidden, weight, targets, arguments = simple(tier, 0 if which == "no tokens" else 7)
+    hidden, weight, targets, arguments = simple(
+        0 if which == "no tokens" else 7, *tier.case[1:], tier.dtype, tier.device
+    )
     if which == "all masked":
         arguments["mask"] = torch.zeros(7, dtype=torch.bool, device=tier.device)
     if which == "no advantage":
@@ -214,17 +215,18 @@ def hard_rows(columns: int) -> tuple[Tensor, Tensor]:
     return z, torch.tensor([0, columns - 1, 0, columns - 1, 0, 0, columns - 1, 0, columns // 3])
 
 
-def simple(tier: Tier, num_tokens: int = 20, **changes: Any) -> tuple[Tensor, Tensor, Tensor, Arguments]:
+def simple(
+    num_tokens: int = 20, size: int = 16, vocab: int = 131, dtype: torch.dtype = FP32, device: str = "cpu"
+) -> tuple[Tensor, Tensor, Tensor, Arguments]:
     """A batch without a mask: weights of supervised training, one sequence."""
-    hidden, weight, targets = (each.to(tier.device) for each in head_case(num_tokens, *tier.case[1:]))
+    hidden, weight, targets = (each.to(device) for each in head_case(num_tokens, size, vocab))
     arguments = {
         "objective": PLAIN,
-        "token_advantages": torch.randn(num_tokens).to(tier.device),
-        "cu_seqlens": torch.tensor([0, num_tokens], device=tier.device),
+        "token_advantages": torch.randn(num_tokens).to(device),
+        "cu_seqlens": torch.tensor([0, num_tokens], device=device),
         "normaliser": 5.0,
-        **changes,
     }
-    return hidden.to(tier.dtype).requires_grad_(), weight.to(tier.dtype).requires_grad_(), targets, arguments
+    return hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), targets, arguments
 
 
 def weight_gradient(hidden: Tensor, weight: Tensor, targets: Tensor, arguments: Arguments) -> Tensor:

@@ -1,7 +1,5 @@
 """linear_policy_loss: the single pass and the recompute route against full logits and autograd in float64."""
 
-from functools import partial
-
 import pytest
 import torch
 from fused_head import (
@@ -14,16 +12,12 @@ from fused_head import (
     with_exact_logits,
 )
 from fused_head import run_policy_loss as run
-from test_head import Tier, weight_gradient
-from test_head import simple as without_mask
+from test_head import simple, weight_gradient
 from torch.utils.checkpoint import checkpoint
 
 from marsrl.kernels import linear_logprob
 from marsrl.kernels.head import gemms
 from marsrl.kernels.linear_logprob.reference import linear_logprob_reference
-
-TIER = Tier("cpu", torch.float32, (20, 16, 131), (), lambda *_: None)
-simple = partial(without_mask, TIER)
 
 
 @pytest.mark.parametrize("rows", [1, 7, 1000])

@@ -1,9 +1,8 @@
 """mpt_gate: positive samples of low entropy, and nobody else; again in interpreter/test_mpt_gate_interpreted.py."""
 
-import os
-
 import pytest
 import torch
+from every_op import IS_INTERPRETED
 
 from marsrl.kernels import mpt_gate
 
@@ -14,7 +13,6 @@ def case():
     return torch.tensor([0.1, 0.2, 9.0, 0.3, 0.3, 0.0, 0.1, 0.1]), mask, torch.tensor([0, 3, 3, 5, 8])
 
 
-IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 TIERS = ["triton"] if IS_INTERPRETED else ["cpu", "reference", pytest.param("triton", marks=pytest.mark.gpu)]
 
 
