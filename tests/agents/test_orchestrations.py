@@ -261,7 +261,6 @@ def test_rewards_are_the_task_s_for_the_answer_and_readability_for_the_others() 
 
 # ------------------------------------------------------------------ refused
 
-
 OWN = """
 from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.agents.roles import AgentSpec

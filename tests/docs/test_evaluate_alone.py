@@ -12,12 +12,12 @@ import pytest
 from commands import run_by
 from completions_server import Handler, completions_server
 from desk import Desk, boxing_model
+from letters import AGENTS
 from small_run import sevens
 
 from marsrl.trainer.commands import cli
 
 pytestmark = pytest.mark.slow
-CRITICS = ("verifier1", "corrector1", "verifier2", "corrector2")
 
 
 def test_a_served_solver_with_critics_of_a_checkpoint_is_evaluated_and_goes_on(tmp_path: Path, capsys: Any) -> None:
@@ -30,7 +30,7 @@ def test_a_served_solver_with_critics_of_a_checkpoint_is_evaluated_and_goes_on(t
 
     with completions_server(reply) as server:
         words = [
-            "evaluate", "task=math", "agents.solver.policy=served", *(f"agents.{a}.policy=critics" for a in CRITICS),
+            "evaluate", "task=math", "agents.solver.policy=served", *(f"agents.{a}.policy=critics" for a in AGENTS[1:]),
             f"policies.served={{frozen: true, engine: openai, model: {model}}}",
             f"policies.served.openai={{base_url: '{server.base_url}', model: m}}",
             f"policies.critics={{frozen: true, model: {model}, dtype: float32}}", "data.eval=p.jsonl",

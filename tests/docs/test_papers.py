@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from documents import ROOT
 
 from marsrl.trainer.config.keys import all_keys, as_key
 from marsrl.trainer.config.read import CONFIGS, preset_names
+from marsrl.trainer.runs.existing_run import flat
 
 _spec = importlib.util.spec_from_file_location("papers", ROOT / "docs" / "papers.py")
 assert _spec is not None and _spec.loader is not None
@@ -69,18 +69,11 @@ def test_every_preset_is_of_a_paper_and_every_key_is_a_setting() -> None:
         assert {key if key in known else as_key(key.split(".")) for key in keys} <= known
 
 
-def leaves(section: Any, prefix: str = "") -> Iterator[str]:
-    for name, value in section.items():
-        if isinstance(value, dict) and value and name != "template_options":
-            yield from leaves(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name
-
-
 @pytest.mark.parametrize("paper", PAPERS, ids=lambda paper: paper.preset)
 def test_what_a_preset_sets_is_in_its_table(paper: Any) -> None:
     rows = {row.key for row in paper.rows}
-    written = leaves(yaml.safe_load((CONFIGS / f"{paper.preset}.yaml").read_text("utf-8")))
+    settings = flat(yaml.safe_load((CONFIGS / f"{paper.preset}.yaml").read_text("utf-8")))
+    written = [re.sub(r"(?<=\.template_options)\..*", "", key) for key in settings]
     names = [{key, as_key(key.split("."))} for key in written]
     assert not [each for each in names if not each & rows and not any(map(MACHINE.fullmatch, each))], (
         "give each a row of docs/papers.yaml"
