@@ -432,8 +432,7 @@ class EnginePool(AbstractContextManager["EnginePool"]):
             self._dispatch.end(request.uid)
         is_back = self._restart(replica, reason)
         self._losses.update(request.uid for request in requests)
-        suspects = {request.uid for request in requests if self._losses[request.uid] >= self._attempts}
-        if suspects and len(requests) == 1:
+        if len(requests) == 1 and self._is_suspect(requests[0].uid):
             self._faults.failed += 1
             del self._losses[requests[0].uid]
             self._over.append(self._given_up(requests[0], reason))
@@ -441,9 +440,13 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         self._faults.resubmitted += len(requests)
         self._over += [self._untouched(request) for request in requests if self._is_drained(request)]
         again = [request for request in requests if not self._is_drained(request)]
-        self._dispatch.add([request for request in again if request.uid not in suspects])
-        self._retry_alone += [request for request in again if request.uid in suspects]
+        self._dispatch.add([request for request in again if not self._is_suspect(request.uid)])
+        self._retry_alone += [request for request in again if self._is_suspect(request.uid)]
         return is_back
+
+    def _is_suspect(self, uid: str) -> bool:
+        """True if this request has to be retried alone."""
+        return self._losses[uid] >= self._attempts
 
     def _untouched(self, request: DecodeRequest) -> DecodeResult:
         return DecodeResult.without_tokens(request.uid, Finish.UNFINISHED, self._version)

@@ -91,7 +91,10 @@ GRADIENT_BYTES = Constant(
     f"{_STEP}: 44.8 ms; 10 by count",
 )
 EXPERT_GRADIENT_BYTES = _assumed(
-    "the same of experts", 6, "bytes a number and micro-batch", ": by count; their GEMM adds, and its own 2 are counted with it"
+    "the same of experts",
+    6,
+    "bytes a number and micro-batch",
+    ": by count; their GEMM adds, and its own 2 are counted with it",
 )
 OPTIMIZER_BYTES = Constant(
     "an update",
