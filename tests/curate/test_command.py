@@ -1,4 +1,4 @@
-"""`marsrl curate` on files: hostile rows, and a page that stays text. Real engines: tests/docs/test_whole_runs.py."""
+"""`marsrl curate` on files: hostile rows, a page that stays text, and real engines."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from completions_server import Handler, completions_server
+from desk import boxing_model
 
 from marsrl.trainer.commands import cli
 from marsrl.trainer.commands.curate.rows import DEEPEST
@@ -135,3 +137,33 @@ def test_what_cannot_be_done_is_said_before_anything_runs(words: str, says: str,
     write("raw.jsonl", row(WORDS[0]))
     assert cli.main(["curate", *words.split(), "--out", "out"]) == 2
     assert says in capsys.readouterr().err and not Path("out/curated.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_a_server_judges_and_a_real_team_plays(tmp_path: Path, capsys: Any) -> None:
+    """The model boxes 7 or 8 by a coin: of 16 answers to a problem whose answer is 7 some are right, to others none."""
+    model = boxing_model(tmp_path / "model")
+    write("raw.jsonl", *(row(f"{WORDS[i % 4]} {i * 7919}", "7" if i % 3 else "9") for i in range(9)))
+
+    def reply(handler: Handler, body: dict[str, Any], before: int) -> None:
+        assert "Is it clear?" in body["prompt"]
+        handler.complete(f"<verdict>{'no' if WORDS[0] in body['prompt'] else 'yes'}</verdict>")
+
+    with completions_server(reply) as server:
+        words = [
+            *("curate", "raw.jsonl", "--out", "out"),
+            *("task=math", "orchestration=solver", f"policies.main.model={model}"),
+            f"policies.judge={{frozen: true, engine: openai, model: {model}}}",
+            f"policies.judge.openai={{base_url: '{server.base_url}', model: j}}",
+            *("curate.clarity.policy=judge", "curate.best_of_n.n=16", "curate.best_of_n.keep=[1,15]"),
+            *("rollout.engine=local", "rollout.placement=local", "rollout.max_response_tokens=40"),
+        ]
+        assert cli.main(words) == 0, capsys.readouterr().err
+        num_asked = len(server.bodies)
+        assert cli.main([*words, "curate.best_of_n.keep=[0,0]"]) == 0, capsys.readouterr().err
+        assert len(server.bodies) == num_asked == 9
+    said = capsys.readouterr().err
+    assert "clarity: 6 kept, 3 dropped (3 unclear)" in said
+    assert "best_of_n: 4 kept, 2 dropped (2 too hard)" in said
+    assert "best_of_n: 2 kept, 4 dropped (4 too easy)" in said and said.count("clarity: done before") == 1
+    assert [each["answer"] for each in curated()] == ["9", "9"]
