@@ -226,7 +226,7 @@ def test_what_cannot_go_on_ends_and_says_why(wrong: dict[str, Any], finish: Fini
 @pytest.mark.parametrize(("limit", "finish"), [(200, Finish.STOP), (26, Finish.LENGTH)])
 def test_all_turns_of_an_evaluation_s_completion_have_one_limit(limit: int, finish: Finish) -> None:
     ended = list[Played]()
-    play = EvaluationPlay(team_of(config_of(), Looker()), VERSIONS, limit, Sampling(), on_end=ended.append)
+    play = EvaluationPlay(team_of(config_of(), looker()), VERSIONS, limit, Sampling(), on_end=ended.append)
     play.add([Episode("e.0", "e", Problem("p", "what", "7", "math"), purpose="evaluate")], seed=0)
     play.finish()
     ((sample,),) = (each.samples for each in ended)

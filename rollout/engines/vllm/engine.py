@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -256,7 +257,10 @@ class VllmEngine:
             self._rendezvous.unlink(missing_ok=True)
 
     def _check_workers(self, cause: BaseException | None = None) -> None:
-        if getattr(self._llm.llm_engine.model_executor, "is_failed", False):  # set by executors with worker processes
+        executor = self._llm.llm_engine.model_executor
+        # Of executors with worker processes. The error of one that spoke with it may come before the end of another is seen.
+        ends = [each.proc.sentinel for each in getattr(executor, "workers", ())] if cause is not None else []
+        if getattr(executor, "is_failed", False) or wait(ends, timeout=2.0):
             raise EngineLost("VllmEngine: a process of one of its GPUs has ended; see the end of its log") from cause
 
     def _reset_prefix_cache(self) -> None:
