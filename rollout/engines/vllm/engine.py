@@ -260,7 +260,7 @@ class VllmEngine:
         executor = self._llm.llm_engine.model_executor
         # Of executors with worker processes. The error of one that spoke with it may come before the end of another is seen.
         ends = [each.proc.sentinel for each in getattr(executor, "workers", ())] if cause is not None else []
-        if getattr(executor, "is_failed", False) or wait(ends, timeout=2.0):
+        if getattr(executor, "is_failed", False) or (ends and wait(ends, timeout=2.0)):
             raise EngineLost("VllmEngine: a process of one of its GPUs has ended; see the end of its log") from cause
 
     def _reset_prefix_cache(self) -> None:
