@@ -28,24 +28,11 @@ class TritonRowKernels(RowKernels):
 
     def statistics(self, product: Tensor, rows: Rows, head: Head, out: Statistics) -> None:
         pieces = _pieces(product, rows, head)
-        self.finish(pieces, rows, head, out, head.inverse_temperature, head.inverse_temperature_of_all)
-
-    def finish(
-        self,
-        pieces: Tensor,
-        rows: Rows,
-        head: Head,
-        out: Statistics,
-        inverse_temperature: Tensor | None = None,
-        inverse_of_all: float = 1.0,
-    ) -> None:
-        """Fill `out` at the rows from pieces [4, pieces, R] float32 as _pieces has them, of logits that are still to be
-        multiplied by the inverse temperature."""
         block = _join_block(pieces)
         with on_device_of(pieces):
             triton_kernels.finish_rows[(triton.cdiv(rows.count, block["BLOCK"]),)](
                 *(pieces, pieces.shape[1], pieces.shape[2], rows.count, head.num_columns, rows.ids, rows.first),
-                *(head.targets, inverse_temperature, inverse_of_all, out.arrays),
+                *(head.targets, head.inverse_temperature, head.inverse_temperature_of_all, out.arrays),
                 **block,
             )
 

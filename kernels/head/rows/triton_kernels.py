@@ -160,7 +160,7 @@ def finish_rows(
     log_sum = tl.log(total)
     target = tl.load(targets + tokens, mask=is_row, other=0)
     logp = (logit.to(tl.float64) - maximum) * inverse - log_sum
-    logp = tl.where(logp > 0, 0.0, logp)  # by rounding, where the maximum is a tile's whole number; NaN stays
+    logp = tl.where(logp > 0, 0.0, logp)  # by rounding; NaN stays
     logp = tl.where((target >= 0) & (target < columns), logp, float("nan"))
     logprobs, entropy, maximum_of, log_sum_of = statistics
     tl.store(logprobs + tokens, logp.to(tl.float32), mask=is_row)

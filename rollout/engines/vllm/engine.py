@@ -350,7 +350,7 @@ class VllmEngine:
         ]
 
     def _experts(self, ended: _Running) -> ExpertArray | None:
-        """Of all tokens but the last, from the request's experts_from on; None if not requested."""
+        """Experts of all tokens but the last, from the request's experts_from on; None if not requested."""
         request = ended.request
         if request.experts_from is None:
             return None
