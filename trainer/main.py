@@ -121,14 +121,22 @@ def _run(words: argparse.Namespace, is_first: bool) -> int:
     quiet_libraries()
 
     with imports_for_good():
+        from torch.distributed import DistNetworkError
+
         from marsrl.trainer.build import open_run
         from marsrl.trainer.loop import train
     from marsrl.rollout.weights.files import parent_of
     from marsrl.trainer.runs.failure import failure_message, where_to_go_on
+    from marsrl.trainer.runs.stop import has_ended
 
     try:
-        with open_run(checked, directory) as opened:
-            train(opened)
+        try:
+            with open_run(checked, directory) as opened:
+                train(opened)
+        except DistNetworkError as error:
+            if has_ended(launcher):  # and the ranks' store with it
+                raise KeyboardInterrupt from error
+            raise
     except KeyboardInterrupt:
         if is_first:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, when another rank has ended: this one is ending

@@ -136,6 +136,7 @@ if os.fork():  # the launcher, killed once its rank has begun
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     os.write(launchers, str(server.port).encode())
     server.get("beat/0")
+    del server  # its connections close before it is gone
     os._exit(9)
 store, stopped = dist.TCPStore("127.0.0.1", int(os.read(ours, 9))), threading.Event()
 def stop(reason, silent):

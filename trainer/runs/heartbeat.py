@@ -27,7 +27,7 @@ from types import TracebackType
 import torch.distributed as dist
 
 from marsrl.rollout.error_lines import first_line
-from marsrl.trainer.runs.stop import end_now
+from marsrl.trainer.runs.stop import end_now, has_ended
 
 BEAT_S = 5.0  # upper bound; shorter with a short run.silence_s
 GRACE_S = 10.0  # for the main thread to return from a collective; then the process is ended
@@ -158,7 +158,7 @@ class Heartbeat:
 
     def _store_is_gone(self, how: str) -> tuple[str, list[str]]:
         """(reason to stop, rank 0's last beat)."""
-        if os.getppid() != self._launcher:
+        if has_ended(self._launcher):
             self._is_interrupted = True
             return f"torchrun has ended, and its store with it: {how}", []
         beat = self._counts.get(0, b"")

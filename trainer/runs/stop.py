@@ -30,6 +30,15 @@ def handlers_restored() -> Iterator[None]:
             signal.signal(each, handler)
 
 
+def has_ended(launcher: int, within_s: float = 2.0) -> bool:
+    """True if torchrun, this process's parent until then, has ended or does so while this waits: the connections of a killed
+    process close before its children have another parent."""
+    end = time.monotonic() + within_s
+    while os.getppid() == launcher and time.monotonic() < end:
+        time.sleep(0.02)
+    return os.getppid() != launcher
+
+
 def end_now() -> None:
     """End this process as a second Ctrl-C does, without saving. Thread-safe."""
     _ends_now.set()
