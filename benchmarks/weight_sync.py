@@ -14,6 +14,7 @@ written). Bytes that must move, a byte of weights, and so the bound of each back
     delta pack 2, compare 2, keep what was sent 2, checksums 2, and 6 a byte sent                                 = 8 +
 
 delta is nccl's twin with sync.delta, where --changed of the numbers have changed since the publish before.
+--mib 0 has 18,867 tensors so small that time is the host's: of both processes on their CPUs, a tensor of the checkpoint.
 Share: the bound over the measured seconds. `ratio:` is that of shm, for the largest size. The extrapolation to 61 GB is
 proportional to bytes, on this machine's one process: no measurement.
 """
@@ -43,6 +44,7 @@ QWEN3_30B_A3B_BYTES = 61.06e9  # 30.53e9 parameters, bfloat16
 class Row:
     """One publish. num_bytes: of the model; gb_per_s: these over all seconds; seconds_of: by part (SyncReport).
 
+    num_tensors: of the checkpoint. cpu_s: of both processes, all their threads.
     changed: share of the numbers that had changed, where changes alone were sent.
     """
 
@@ -52,6 +54,7 @@ class Row:
     sent_bytes: int
     num_tensors: int
     seconds: float
+    cpu_s: float
     seconds_of: dict[str, float]
     gb_per_s: float
     copy_gb_per_s: float
@@ -78,6 +81,8 @@ def write_model(folder: Path, mib: int) -> int:
     vocab_size, hidden, experts, width = 4096, 512, 32, 256
     of_layer = hidden * (hidden * 3 + 3 * width * experts)
     layers = max(1, round(((mib << 20) / 2 - 2 * vocab_size * hidden) / of_layer))
+    if mib == 0:  # the layers and experts of Qwen3-30B-A3B
+        vocab_size, hidden, layers, experts, width = 512, 16, 48, 128, 4
     shape = moe_shape(hidden, layers, 8, 4, 64, experts, 4, width, vocab_size=vocab_size)
     init_model(shape, "bytes", folder, seed=0, dtype="bfloat16")
     return vocab_size
@@ -97,17 +102,31 @@ def copy_gb_per_s(num_bytes: int = 256 << 20) -> float:
     return 2 * num_bytes / best / 1e9
 
 
+def cpu_s() -> float:
+    """CPU seconds of this process and the engine's so far."""
+    import psutil
+
+    this = psutil.Process()
+    return sum(sum(each.cpu_times()[:2]) for each in (this, *this.children()))
+
+
 class Whole:
     """A learner, and its Converter, whose model one rank holds whole."""
 
     def __init__(self, tensors: dict[str, Any]) -> None:
         import torch
 
-        from marsrl.rollout.weights.layout import whole_box
+        from marsrl.rollout.weights.layout import box_of, stacked, whole_box
 
-        self._tensors, self.device = tensors, torch.device("cpu")
-        self.hf_shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        self._boxes = [{name: whole_box(shape) for name, shape in self.hf_shapes.items()}]
+        self.device = torch.device("cpu")
+        self.shapes = stacked({name: tuple(tensor.shape) for name, tensor in tensors.items()})
+        boxes = {name: whole_box(shape) for name, shape in self.shapes.items()}
+        self.boxes_of_ranks = [boxes]
+        self._stacks = {name: torch.empty(box.shape, dtype=torch.bfloat16) for name, box in boxes.items()}
+        self._tensors = {}
+        for name, tensor in tensors.items():
+            stack, box = box_of(name, tensor.shape)
+            self._tensors[name] = box.of(self._stacks[stack]).view(tensor.shape).copy_(tensor)
 
     def change(self, share: float) -> None:
         """Flip the last bit of so many numbers of each tensor, others each time."""
@@ -124,11 +143,8 @@ class Whole:
     def held(self) -> Any:
         return self
 
-    def boxes_of_ranks(self) -> Any:
-        return self._boxes
-
-    def matrix(self, name: str) -> Any:
-        return self._tensors[name].view(len(self._tensors[name]), -1)
+    def stack(self, name: str) -> Any:
+        return self._stacks[name]
 
 
 def measure(mib: int, repeats: int, bucket_mib: int, shares: list[float]) -> list[Row]:
@@ -164,14 +180,15 @@ def measure(mib: int, repeats: int, bucket_mib: int, shares: list[float]) -> lis
                 sync = FileSync(engines, torch.bfloat16, verify_every=repeats + 2)
             else:
                 kind: Literal["nccl", "ipc"] = "ipc" if backend == "ipc" else "nccl"
-                sync = DirectSync(engines, torch.bfloat16, kind, delta=share is not None, **common)
+                sync = DirectSync(engines, torch.bfloat16, kind, sends_deltas=share is not None, **common)
             for version in range(1, repeats + 2):
                 learner.change(share or 0.0)
+                before = cpu_s()
                 report = sync.publish(learner, version)  # type: ignore[arg-type]
                 assert report is not None and report.comparison is None
                 speed = num_bytes / report.seconds / 1e9
                 row = Row(
-                    backend, share, num_bytes, report.num_bytes, report.num_tensors, report.seconds,
+                    backend, share, num_bytes, report.num_bytes, len(weights), report.seconds, cpu_s() - before,
                     dict(report.seconds_of), speed, copy_gb_per_s(),
                 )  # fmt: skip
                 rows += [row] if version > 1 else []
@@ -183,7 +200,9 @@ def measure(mib: int, repeats: int, bucket_mib: int, shares: list[float]) -> lis
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", help="write every number to this file")
-    parser.add_argument("--mib", type=int, nargs="+", default=[64, 256, 1024], help="sizes of the weights, ascending")
+    parser.add_argument(
+        "--mib", type=int, nargs="+", default=[64, 256, 1024], help="sizes of the weights, ascending; 0: tiny"
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--bucket-mib", type=int, default=64, help="what ipc and nccl send at once")
     parser.add_argument(
@@ -213,7 +232,8 @@ def main() -> int:
                 f"{row.num_bytes / 1e9:.3f} GB by {name}, {row.sent_bytes / 1e9:.3f} GB sent: {row.seconds:.3f} s "
                 f"({rows[0].seconds:.3f} to {rows[-1].seconds:.3f}), {row.gb_per_s:.2f} GB/s; "
                 f"a copy moves {row.copy_gb_per_s:.1f} GB/s, "
-                f"bound {row.bound_s:.3f} s: {100 * row.share:.0f}% of the memory's bandwidth"
+                f"bound {row.bound_s:.3f} s: {100 * row.share:.0f}% of the memory's bandwidth; "
+                f"{1e6 * row.cpu_s / row.num_tensors:.1f} us of CPU time a tensor"
             )
             for part, seconds in row.seconds_of.items():
                 print(f"    {part:<16} {seconds:.3f} s  {row.num_bytes / seconds / 1e9:8.2f} GB/s of weights")

@@ -12,7 +12,7 @@ from torch import Tensor
 from marsrl.kernels.dispatch import why_not_host
 from marsrl.kernels.head.objective import NUM_OPTIONS
 
-ABI_VERSION = 16  # csrc/include/abi.h
+ABI_VERSION = 17  # csrc/include/abi.h
 FOLDER = Path(__file__).parent / "_lib"
 
 
@@ -52,7 +52,7 @@ _CPU_FUNCTIONS: Declarations = {
     "marsrl_swiglu_gradients": ("", "pippqqppi"),
     "marsrl_rms_norm": ("", "piqpqqdppi"),
     "marsrl_rms_norm_gradients": ("", "piqpppqqppi"),
-    "marsrl_word_sum": ("Q", "pqQ"),
+    "marsrl_word_sum": ("Q", "pqqQQ"),
     "marsrl_sequence_of": ("", "piqp"),
     "marsrl_sequence_sums": ("", "pippiqp"),
 }

@@ -20,7 +20,7 @@ from pydantic import Field
 
 from marsrl.rollout.config import Settings
 from marsrl.rollout.model_shape import ModelShape
-from marsrl.rollout.weights.layout import EngineShard, shard_layout
+from marsrl.rollout.weights.layout import EngineShard, box_of, shard_layout
 
 if TYPE_CHECKING:
     import torch
@@ -171,15 +171,16 @@ def held_by_shard(
     check_tensors(shape, adapter, tensors)
     matrices = adapted(shape, adapter)
     layout = shard_layout({f"{name}.weight": (out, into) for name, (out, into, _) in matrices.items()}, shard)
-    for name, (_, _, rank) in matrices.items():
-        box = layout.needs.get(f"{name}.weight")
-        if box is None:  # an expert of another shard
+    for name, (out, into, rank) in matrices.items():
+        stack, whole = box_of(f"{name}.weight", (out, into))
+        box = whole.overlap(layout.needs[stack])
+        if not box.num_elements:  # an expert of another shard
             continue
         a, b = tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"]
-        yield f"{name}.lora_A.weight", a[:, box.col : box.col_end].to(dtype)
+        yield f"{name}.lora_A.weight", a[:, box.start[2] : box.end[2]].to(dtype)
         # of experts as a reader of alpha_pattern computes it, which may be another number in the last place
         scale = adapter.scale * rank / rank if ".experts." in name else adapter.scale
-        yield f"{name}.lora_B.weight", b[box.row : box.row_end].to(dtype) * scale
+        yield f"{name}.lora_B.weight", b[box.start[1] : box.end[1]].to(dtype) * scale
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:

@@ -161,7 +161,7 @@ def _sync(config: RunConfig, policy: str, model_dir: str, pool: EnginePool | Non
         bucket_bytes=num_bytes,
         timeout_s=sync.timeout_s,
         host=host,
-        delta=sync.delta,
+        sends_deltas=sync.delta,
         **common,
     )
 

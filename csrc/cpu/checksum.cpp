@@ -17,21 +17,23 @@ MARSRL_INLINE uint64_t mix(uint64_t word) {
   return word ^ (word >> 33);
 }
 
-MARSRL_CLONES uint64_t word_sum(const char* data, int64_t num_words, uint64_t first_word) {
+MARSRL_CLONES uint64_t word_sum(const char* data, int64_t runs, int64_t words, uint64_t first, uint64_t stride) {
   uint64_t sum = 0;
-  const uint64_t first_key = (first_word + 1) * kGolden;
-  for (int64_t i = 0; i < num_words; i++) {
-    uint64_t word;
-    std::memcpy(&word, data + 8 * i, 8);
-    sum += mix(word ^ (first_key + static_cast<uint64_t>(i) * kGolden));
+  for (int64_t run = 0; run < runs; run++, data += 8 * words) {
+    const uint64_t first_key = (first + static_cast<uint64_t>(run) * stride + 1) * kGolden;
+    for (int64_t i = 0; i < words; i++) {
+      uint64_t word;
+      std::memcpy(&word, data + 8 * i, 8);
+      sum += mix(word ^ (first_key + static_cast<uint64_t>(i) * kGolden));
+    }
   }
   return sum;
 }
 
 }  // namespace
 
-// Sum of mix(word_i xor key_i) mod 2^64 over num_words words at any address; word 0 is the first_word-th of its tensor,
-// and key_i = (first_word + i + 1) * golden.
-MARSRL_API uint64_t marsrl_word_sum(const char* data, int64_t num_words, uint64_t first_word) {
-  return word_sum(data, num_words, first_word);
+// Sum of mix(word_i xor key_i) mod 2^64 over runs of as many words, one after the other at any address; of its tensor, run r begins
+// with word first + r stride, and key_i = (i + 1) * golden.
+MARSRL_API uint64_t marsrl_word_sum(const char* data, int64_t runs, int64_t words, uint64_t first, uint64_t stride) {
+  return word_sum(data, runs, words, first, stride);
 }

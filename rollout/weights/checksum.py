@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from marsrl.kernels import library
-from marsrl.rollout.weights.layout import Box, ShardLayout, fuse
+from marsrl.rollout.weights.layout import Box, ShardLayout, fuse, whole_box
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1, _MIX_2 = 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53
@@ -34,7 +34,8 @@ def checksum(tensor: Tensor) -> int:
 
     -0.0 and 0.0 differ; so do equal bytes with another dtype or shape.
     """
-    total = block_sum(tensor.contiguous().view(1, tensor.numel()), 0, 0, (1, tensor.numel()))
+    flat = tensor.reshape(1, tensor.numel())
+    total = block_sum(flat[None], whole_box(flat.shape), flat.shape)
     return checksum_of_sum(total, tensor.dtype, tensor.shape)
 
 
@@ -56,13 +57,9 @@ class ShardSums:
         self.totals = dict.fromkeys(layout.shapes, 0)
 
     def add(self, name: str, box: Box, values: Tensor) -> None:
-        """Add values [rows, columns] of `box`, a part of the shard's box of an HF tensor."""
-        col, places = self.layout.placed(name, box)
-        for place in places:
-            shape = self.layout.shapes[place.fused]
-            num_cols = shape[-1] if len(shape) > 1 else 1
-            matrix = (torch.Size(shape).numel() // num_cols, num_cols)
-            self.merge({place.fused: block_sum(values.to(self._dtype), place.row, col, matrix)})
+        """Add values [matrices, rows, columns] of `box`, a part of the shard's box of an HF tensor or a stack."""
+        for fused, place in self.layout.placed(name, box):
+            self.merge({fused: block_sum(values.to(self._dtype), place, self.layout.shapes[fused])})
 
     def merge(self, totals: Mapping[str, int]) -> None:
         """Add another rank's sums of blocks."""
@@ -80,45 +77,44 @@ def checksum_of_sum(total: int, dtype: torch.dtype, shape: Sequence[int]) -> int
     return (total + int.from_bytes(kind, "little")) % (1 << 64)
 
 
-def block_sum(block: Tensor, row: int, col: int, matrix: tuple[int, int]) -> int:
-    """A block's share of its tensor's checksum.
-
-    Args:
-        block: [R, C], at (row, col) of the tensor seen as a matrix of shape `matrix`.
+def block_sum(block: Tensor, at: Box, shape: Sequence[int]) -> int:
+    """A block's share of the checksum of a tensor of this shape. block: its values at `at`, [matrices, rows, columns].
 
     Raises:
         ValueError: the block begins or ends within an 8-byte word, which would be missing from the sum.
     """
-    num_rows, num_cols = matrix
-    if block.shape[1] == num_cols:  # its rows are contiguous
-        start, length = row * num_cols * block.itemsize, block.nbytes
-        data = block.detach().contiguous().view(-1).view(torch.uint8)
-        if row + block.shape[0] == num_rows and length % 8:  # the tensor's last word
-            data = torch.cat([data, data.new_zeros(-length % 8)])
-        if start % 8 == 0 and data.numel() % 8 == 0:
-            return _word_sum(data, start // 8) % (1 << 64)
-    else:
-        start, width, stride = ((row * num_cols + col) * block.itemsize, block.shape[1] * block.itemsize,
-                                num_cols * block.itemsize)  # fmt: skip
-        if start % 8 == width % 8 == stride % 8 == 0:
-            return _strided_sum(block.detach().contiguous().view(torch.int64), start // 8, stride // 8) % (1 << 64)
-    raise ValueError(
-        f"checksum: a block {list(block.shape)} of {block.dtype} at ({row}, {col}) of a {num_rows} x {num_cols} matrix begins "
-        "or ends within a word of 8 bytes: its share cannot be computed without its neighbours"
-    )
-
-
-def _word_sum(data: Tensor, first_word: int) -> int:
-    """Sum of the mixed words of data [8 n] uint8, which begins at word first_word of its tensor."""
+    whole, size = whole_box(shape), block.itemsize
+    _, num_rows, num_cols = whole.shape
+    matrices, rows, cols = block.shape
+    assert matrices == 1 or rows == num_rows or cols == num_cols, (at, shape)
+    first = ((at.start[0] * num_rows + at.start[1]) * num_cols + at.start[2]) * size
+    runs, stride = 1, 0  # contiguous ranges of the tensor, and bytes from one to the next
+    if cols < num_cols:
+        runs, stride = matrices * rows, num_cols * size
+    elif rows < num_rows and matrices > 1:
+        runs, stride = matrices, num_rows * num_cols * size
+    data = block.detach().contiguous().view(-1).view(torch.uint8)
+    if runs == 1 and len(data) % 8 and first + len(data) == whole.num_elements * size:  # the tensor's last word
+        data = torch.cat([data, data.new_zeros(-len(data) % 8)])
+    length = len(data) // runs
+    if first % 8 or length % 8 or stride % 8:
+        raise ValueError(
+            f"checksum: a block {list(block.shape)} of {block.dtype} at {at} of {list(shape)} begins or ends within a word of 8 "
+            "bytes: its share cannot be computed without its neighbours"
+        )
     if data.device.type == "cpu" and library.why_no_cpu_library() is None:
-        return int(library.cpu_library().marsrl_word_sum(data.data_ptr(), data.numel() // 8, first_word))
-    return _word_sum_torch(data, first_word)
+        return int(library.cpu_library().marsrl_word_sum(data, runs, length // 8, first // 8, stride // 8))
+    return _word_sum(data.view(runs, length), first // 8, stride // 8) % (1 << 64)
 
 
-def _word_sum_torch(data: Tensor, first_word: int) -> int:
+def _word_sum(data: Tensor, first_word: int, stride: int) -> int:
+    """The same by PyTorch's operations: data [runs, bytes] uint8."""
     if data.storage_offset() % 8 or data.data_ptr() % 8:
         data = data.clone()  # PyTorch reads words only at multiples of 8 bytes
     words = data.view(torch.int64)
+    if len(words) > 1:
+        return _strided_sum(words, first_word, stride)
+    words = words[0]
     step = min(_WORDS_CUDA if data.is_cuda else _WORDS, max(1, len(words)))
     whole = len(words) // step * step
     total = _strided_sum(words[:whole].view(-1, step), first_word, step)

@@ -47,7 +47,6 @@ from marsrl.rollout.weights.layout import (
     Piece,
     ShardLayout,
     WeightBucket,
-    as_matrix,
     plan_buckets,
     plan_pieces,
     shard_layout,
@@ -61,13 +60,13 @@ class ReceivePlan:
     """The buckets that an engine shard receives, in order, with their sources.
 
     Sent to its engine with every version, encoded once (WeightUpdate.receive_plans). number: of the shard among those of
-    all engines. hf_shapes: of the whole model.
+    all engines. shapes: of the whole model, in stacks (layout.py).
     """
 
     rendezvous: Rendezvous
     number: int
     shard: EngineShard
-    hf_shapes: Mapping[str, tuple[int, ...]]
+    shapes: Mapping[str, tuple[int, ...]]
     buckets: tuple[WeightBucket, ...]
 
 
@@ -93,13 +92,13 @@ class WeightReceiver:
             ValueError: a target is missing or has a wrong shape; nothing was received.
             TransferBroken: the transfer was given up; the targets are a mix of two versions.
         """
-        layout, targets = shard_layout(plan.hf_shapes, plan.shard), {}
+        layout, targets = shard_layout(plan.shapes, plan.shard), dict[str, Tensor]()
         for name, shape in layout.shapes.items():
             tensor = target(name)
             held = None if tensor is None else tuple(tensor.shape)
             if tensor is None or held is None or held[1:] != shape[1:] or held[0] < shape[0]:
                 raise ValueError(f"weight sync: {name} is to be {shape}, and the engine holds {held}")
-            targets[name] = as_matrix(tensor)
+            targets[name] = tensor
         try:
             connection = self._opened(plan)
             for bucket in plan.buckets:
@@ -141,14 +140,12 @@ def _next_message(connection: Connection, bucket: WeightBucket, rendezvous: Rend
 def _boxes(
     bucket: WeightBucket, layout: ShardLayout, targets: Mapping[str, Tensor]
 ) -> Iterator[tuple[int, int, Tensor]]:
-    """(first, end, target [rows, columns]) of ranges of the bucket; a tied embedding's come twice."""
+    """(first, end, target [matrices, rows, columns]) of ranges of the bucket; a tied embedding's come twice."""
     end = 0
     for piece in bucket.pieces:
-        rows, cols = piece.box.shape
-        first, end = end, end + rows * cols
-        col, places = layout.placed(piece.name, piece.box)
-        for place in places:
-            yield first, end, targets[place.fused][place.row : place.row + rows, col : col + cols]
+        first, end = end, end + piece.box.num_elements
+        for fused, place in layout.placed(piece.name, piece.box):
+            yield first, end, place.of(targets[fused])
 
 
 def _write(
@@ -164,7 +161,7 @@ def _write(
     bounds = torch.tensor([(first, end) for first, end, _ in boxes], device=message.device)
     for (first, _, box), (low, high) in zip(boxes, torch.searchsorted(places, bounds).tolist(), strict=True):
         inside = places[low:high] - first
-        box[inside // box.shape[1], inside % box.shape[1]] = values[low:high].to(box.dtype)
+        box[torch.unravel_index(inside, box.shape)] = values[low:high].to(box.dtype)
 
 
 # The trainer's end.
@@ -174,17 +171,18 @@ class HeldWeights(Protocol):
     """A trainer rank's part of the weights (Learner.held)."""
 
     @property
-    def hf_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shape of every HF tensor of the model."""
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shape of every HF tensor of the model, with stacks in the place of experts' tensors (layout.py)."""
 
     @property
     def device(self) -> torch.device: ...
 
+    @property
     def boxes_of_ranks(self) -> Sequence[Mapping[str, Box]]:
-        """For each rank {HF name: the part of that tensor which it holds}."""
+        """For each rank {name: the part of that tensor which it holds}."""
 
-    def matrix(self, name: str) -> Tensor:
-        """This rank's box of an HF tensor."""
+    def stack(self, name: str) -> Tensor:
+        """This rank's box of a tensor, [matrices, rows, columns]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,7 +236,6 @@ class DirectSender(ABC):
     """
 
     kind: ClassVar[ConnectionKind]
-    sends_deltas = False
 
     def __init__(
         self,
@@ -248,8 +245,10 @@ class DirectSender(ABC):
         bucket_bytes: int = 256 << 20,
         timeout_s: float = 600.0,
         host: str = "127.0.0.1",
+        sends_deltas: bool = False,
     ) -> None:
         """host: rank 0's address for engines; used on rank 0. timeout_s: a longer wait ends the transfer."""
+        self.sends_deltas = sends_deltas
         self._ranks, self._dtype = ranks, dtype
         self._max_elements = max(1, bucket_bytes // dtype.itemsize)  # of a bucket
         self._timeout_s, self._host = timeout_s, host
@@ -290,15 +289,15 @@ class DirectSender(ABC):
         agreement = decode(_Agreement, told)
         rendezvous, self._shards = agreement.rendezvous, agreement.shards
         self._store, self._is_broken = TransferStore(rendezvous, server), False
-        self._layouts = {shard: shard_layout(held.hf_shapes, shard) for shard in dict.fromkeys(self._shards)}
-        self._pieces = plan_pieces(held.boxes_of_ranks(), [self._layouts[shard].needs for shard in self._shards])
+        self._layouts = {shard: shard_layout(held.shapes, shard) for shard in dict.fromkeys(self._shards)}
+        self._pieces = plan_pieces(held.boxes_of_ranks, [self._layouts[shard].needs for shard in self._shards])
         self._buckets = plan_buckets(self._pieces, self._ranks.size, self._max_elements)
         if self._ranks.rank == 0:
             buckets_to: list[list[WeightBucket]] = [[] for _ in self._shards]
             for bucket in self._buckets:
                 buckets_to[bucket.target].append(bucket)
             self.plans = [
-                encode(ReceivePlan(rendezvous, number, shard, held.hf_shapes, tuple(buckets_to[number])))
+                encode(ReceivePlan(rendezvous, number, shard, held.shapes, tuple(buckets_to[number])))
                 for number, shard in enumerate(self._shards)
             ]
 
@@ -356,19 +355,14 @@ class DirectSender(ABC):
             flat = self._buffer[: bucket.num_elements]
         at = 0
         for piece in bucket.pieces:
-            values = self._part(piece, held)
+            values = self._part(piece, held, held.stack)
             flat[at : at + values.numel()].view(values.shape).copy_(values)
             at += values.numel()
         return flat
 
-    def _part(self, piece: Piece, held: HeldWeights) -> Tensor:
-        """The piece [rows, columns], in the trainer's memory."""
-        return self._inside(piece, held, held.matrix(piece.name))
-
-    def _inside(self, piece: Piece, held: HeldWeights, matrix: Tensor) -> Tensor:
-        """The piece of this rank's box of an HF tensor. A view."""
-        own, box = held.boxes_of_ranks()[self._ranks.rank][piece.name], piece.box
-        return matrix[box.row - own.row : box.row_end - own.row, box.col - own.col : box.col_end - own.col]
+    def _part(self, piece: Piece, held: HeldWeights, stack_of: Callable[[str], Tensor]) -> Tensor:
+        """The piece [matrices, rows, columns] of this rank's box of a tensor. A view."""
+        return piece.box.within(held.boxes_of_ranks[self._ranks.rank][piece.name]).of(stack_of(piece.name))
 
     def _expected(self, held: HeldWeights) -> list[dict[str, int]]:
         """The checksums of all shards. Equal shards hold the same, so only the first of them is summed."""
@@ -376,7 +370,7 @@ class DirectSender(ABC):
         for piece in self._pieces:
             shard = self._shards[piece.target]
             if piece.source == self._ranks.rank and self._shards.index(shard) == piece.target:
-                sums[shard].add(piece.name, piece.box, self._part(piece, held))
+                sums[shard].add(piece.name, piece.box, self._part(piece, held, held.stack))
         mine = _Sent([each.totals for each in sums.values()], not self._is_broken, self.traffic)
         told = [decode(_Sent, each) for each in self._ranks.gather(encode(mine))]
         self.traffic = Traffic()
@@ -384,10 +378,9 @@ class DirectSender(ABC):
             self.traffic.add(sent.traffic)
         if not all(each.has_all for each in told):
             return []
-        for number, others in enumerate(told):
-            if number != self._ranks.rank:
-                for each, totals in zip(sums.values(), others.totals, strict=True):
-                    each.merge(totals)
+        for others in (*told[: self._ranks.rank], *told[self._ranks.rank + 1 :]):
+            for each, totals in zip(sums.values(), others.totals, strict=True):
+                each.merge(totals)
         checksums = {shard: each.checksums() for shard, each in sums.items()}
         return [checksums[shard] for shard in self._shards]
 
@@ -400,11 +393,7 @@ class GroupSender(DirectSender):
     """
 
     kind = "nccl"
-
-    def __init__(self, *args: Any, sends_deltas: bool = False, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.sends_deltas = sends_deltas
-        self._last: dict[str, Tensor] = {}  # by HF name; empty: the engines' weights are unknown
+    _last: dict[str, Tensor]  # by name; empty: the engines' weights are unknown
 
     @torch.no_grad()
     def send(self, held: HeldWeights) -> list[dict[str, int]]:
@@ -412,9 +401,9 @@ class GroupSender(DirectSender):
         if self.sends_deltas and expected:
             for name in {piece.name for piece in self._pieces if piece.source == self._ranks.rank}:
                 if name in self._last:
-                    self._last[name].copy_(held.matrix(name))
+                    self._last[name].copy_(held.stack(name))
                 else:
-                    self._last[name] = held.matrix(name).to(self._dtype, copy=True)
+                    self._last[name] = held.stack(name).to(self._dtype, copy=True)
         return expected
 
     def close(self, *, is_broken: bool = False) -> None:
@@ -440,7 +429,7 @@ class GroupSender(DirectSender):
         """The message for a bucket, whose numbers are in flat: those that have changed, or all where that is no more."""
         masks, at = [], 0
         for piece in bucket.pieces:
-            last = self._inside(piece, held, self._last[piece.name])
+            last = self._part(piece, held, self._last.__getitem__)
             masks.append(differs(flat[at : at + last.numel()].view(last.shape), last).view(-1))
             at += last.numel()
         changed = torch.cat(masks)

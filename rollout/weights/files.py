@@ -29,7 +29,7 @@ from torch import Tensor
 
 from marsrl.rollout.model_shape import weight_files
 from marsrl.rollout.weights.checksum import ShardSums
-from marsrl.rollout.weights.layout import EngineShard, shard_layout
+from marsrl.rollout.weights.layout import EngineShard, box_of, shard_layout
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +50,8 @@ class WrittenWeights:
 class FileSender:
     """Writes versions to a private folder (PrivateFolder). Old ones stay until `forget_others`."""
 
-    def __init__(self, directory: str | Path | None, dtype: torch.dtype, *, shard_bytes: int = SHARD_BYTES) -> None:
-        self._folder, self._dtype, self._shard_bytes = PrivateFolder(directory), dtype, shard_bytes
+    def __init__(self, directory: str | Path | None, dtype: torch.dtype) -> None:
+        self._folder, self._dtype = PrivateFolder(directory), dtype
 
     def write(
         self,
@@ -60,7 +60,7 @@ class FileSender:
         version: int,
         shards: Sequence[EngineShard],
     ) -> WrittenWeights:
-        """Write a model's HF-named tensors of the given shapes. shards: of an engine, whose checksums are computed meanwhile.
+        """Write a model's HF-named tensors. shards: of an engine, whose checksums are computed meanwhile.
 
         Raises:
             RuntimeError: they cannot be written; with advice.
@@ -76,9 +76,11 @@ class FileSender:
             for name, exported in tensors:
                 tensor = exported.detach().to("cpu", self._dtype).contiguous()
                 came = time.perf_counter()
+                stack, box = box_of(name, tensor.shape)
                 for sums in sums_of.values():
-                    if box := sums.layout.needs.get(name):
-                        sums.add(name, box, box.of(tensor))
+                    held = box.overlap(sums.layout.needs[stack])
+                    if held.num_elements:
+                        sums.add(stack, held, held.within(box).of(tensor))
                 seconds_of["export"] += came - asked
                 seconds_of["checksum"] += time.perf_counter() - came
                 yield name, tensor
@@ -87,7 +89,7 @@ class FileSender:
         try:
             num_elements = sum(torch.Size(shape).numel() for shape in shapes.values())
             check_room(self._folder.path, num_elements * self._dtype.itemsize)
-            num_bytes = write_shards(folder, checked(), self._shard_bytes)
+            num_bytes = write_shards(folder, checked())
         except (OSError, SafetensorError) as error:
             raise not_written(version, folder, error) from error
         seconds_of["write"] = time.perf_counter() - start - sum(seconds_of.values())

@@ -8,7 +8,10 @@ Engines fuse the Hugging Face tensors:
     ...mlp.experts.E.down_proj          -> ...mlp.experts.w2_weight       [experts, hidden, width]
     model.embed_tokens.weight           -> also lm_head.weight, where the checkpoint ties them
 
-Everything else keeps its name. An engine over several GPUs shards first; a *shard* (EngineShard) has, as in vLLM:
+Everything else keeps its name. The experts' tensors of a layer are parts of one *stack* on the way, [experts, rows, columns],
+called ...mlp.experts.{gate,up,down}_proj.weight: one piece of a transfer, not hundreds.
+
+An engine over several GPUs shards first; a *shard* (EngineShard) has, as in vLLM:
 
     q, gate, up (of every expert)        a share of the rows
     k, v                                 a share of the rows, whole heads; replicated if there are fewer heads than shards
@@ -32,11 +35,12 @@ proceed, so there is no deadlock.
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
+from operator import sub
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -46,53 +50,80 @@ if TYPE_CHECKING:
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 VOCAB_MULTIPLE = 64  # vLLM's padding of the vocabulary
 FP8_BLOCK = 128  # rows and columns with a scale of their own (fp8.py)
-_EXPERT = re.compile(r"^(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight$")
+_EXPERT = re.compile(r"^(.*\.mlp\.experts)\.(\d+)(\.(?:gate|up|down)_proj\.weight)$")
+_STACK = re.compile(r"^(.*\.mlp\.experts)\.(gate|up|down)_proj\.weight$")
 _PART = re.compile(r"^(.*)\.(q|k|v|gate|up)_proj\.(weight|bias)$")
 _PARTS_OF = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up"), "w13": ("gate", "up"), "w2": ("down",), "": ("",)}
-_STACKED = ("w13_weight", "w2_weight")  # one matrix per expert
 _ROWS = tuple(f".{part}_proj.{suffix}" for part in ("q", "gate", "up") for suffix in ("weight", "bias"))
 _KV_ROWS = (".k_proj.weight", ".k_proj.bias", ".v_proj.weight", ".v_proj.bias")
 _COLUMNS = (".o_proj.weight", ".down_proj.weight")
-_ROWS_TOGETHER = 8  # pieces are cut at multiples of so many rows where possible, to keep 8-byte words whole
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Box:
-    """Rows [row, row_end) and columns [col, col_end) of a tensor seen as a matrix; a vector is one column."""
+    """The matrices, rows and columns from `start` to `end` of a stack. A matrix is a stack of one, a vector one column."""
 
-    row: int
-    row_end: int
-    col: int
-    col_end: int
+    start: tuple[int, ...]
+    end: tuple[int, ...]
 
     @property
-    def shape(self) -> tuple[int, int]:
-        return self.row_end - self.row, self.col_end - self.col
+    def shape(self) -> tuple[int, ...]:
+        return tuple(map(sub, self.end, self.start))
 
     @property
     def num_elements(self) -> int:
-        return max(0, self.row_end - self.row) * max(0, self.col_end - self.col)
+        return prod(max(0, size) for size in self.shape)
 
     def overlap(self, other: Box) -> Box:
         """The intersection; num_elements is 0 if it is empty."""
-        return Box(
-            max(self.row, other.row), min(self.row_end, other.row_end),
-            max(self.col, other.col), min(self.col_end, other.col_end),
-        )  # fmt: skip
+        return Box(tuple(map(max, self.start, other.start)), tuple(map(min, self.end, other.end)))
+
+    def cut(self, axis: int, start: int, end: int) -> Box:
+        """The box with another range of matrices (axis 0), rows (1) or columns (2)."""
+        after = axis + 1
+        return Box((*self.start[:axis], start, *self.start[after:]), (*self.end[:axis], end, *self.end[after:]))
+
+    def within(self, other: Box, row: int = 0) -> Box:
+        """The box counted from the beginning of another one, which is at row `row`."""
+        origin = (other.start[0], other.start[1] - row, other.start[2])
+        return Box(tuple(map(sub, self.start, origin)), tuple(map(sub, self.end, origin)))
 
     def of(self, tensor: Tensor) -> Tensor:
-        """This box of a tensor, [rows, columns]. A view."""
-        return as_matrix(tensor)[self.row : self.row_end, self.col : self.col_end]
+        """This box of a tensor, [matrices, rows, columns]. A view."""
+        stack = tensor[None, :, None] if tensor.dim() == 1 else tensor[None] if tensor.dim() == 2 else tensor
+        return stack[tuple(map(slice, self.start, self.end))]
 
 
 def whole_box(shape: Sequence[int]) -> Box:
-    """All of a tensor of one or two dimensions."""
-    return Box(0, shape[0], 0, shape[1] if len(shape) > 1 else 1)
+    """All of a tensor of one to three dimensions."""
+    return Box((0, 0, 0), (1, *shape, 1) if len(shape) == 1 else (1, *shape)[-3:])
 
 
-def as_matrix(tensor: Tensor) -> Tensor:
-    """The tensor as rows of its last dimension; a vector as one column. A view."""
-    return tensor.view(-1, tensor.shape[-1]) if tensor.dim() > 1 else tensor.view(-1, 1)
+def stack_of(name: str) -> tuple[str, int]:
+    """(name of the stack, number of the expert) of an expert's HF tensor; others are stacks of their own: (name, 0)."""
+    found = _EXPERT.match(name)
+    return (found[1] + found[3], int(found[2])) if found else (name, 0)
+
+
+def box_of(name: str, shape: Sequence[int]) -> tuple[str, Box]:
+    """(stack, box of it) of an HF tensor."""
+    stack, expert = stack_of(name)
+    return stack, whole_box(shape).cut(0, expert, expert + 1)
+
+
+def stacked(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Shapes by name, of stacks in the place of experts' tensors; ValueError if these are not 0..n-1 or differ in shape."""
+    sizes: dict[str, dict[int, tuple[int, ...]]] = defaultdict(dict)
+    for name, shape in shapes.items():
+        stack, expert = stack_of(name)
+        sizes[stack][expert] = shape
+    for stack, each in sizes.items():
+        if set(each) != set(range(len(each))) or len(set(each.values())) > 1:
+            found = sorted(each.items())
+            raise ValueError(
+                f"weights: {stack}: experts are to be 0 to {len(each) - 1}, all of one shape; found {found[:4]}"
+            )
+    return {stack: each[0] if stack in shapes else (len(each), *each[0]) for stack, each in sizes.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,90 +154,69 @@ class EngineShard:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Position of an HF tensor's box in a shard: from `row` on in `fused`, viewed as a matrix [.., last dimension]."""
-
-    fused: str
-    row: int
-
-
-@dataclass(frozen=True, slots=True)
 class ShardLayout:
     """The tensors of a shard.
 
-    shapes: of its fused tensors. parts: HF tensors of each, concatenated along rows.
-    needs: its box of each HF tensor. places: positions of that box; a tied embedding has two.
+    shapes: of its fused tensors. parts: HF tensors, or stacks, of each, one below the other.
+    needs: its box of each of these. places: (fused tensor, first row) of that box; a tied embedding has two.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
     parts: Mapping[str, tuple[str, ...]]
     needs: Mapping[str, Box]
-    places: Mapping[str, tuple[Place, ...]]
+    places: Mapping[str, Sequence[tuple[str, int]]]
 
-    def placed(self, name: str, box: Box) -> tuple[int, tuple[Place, ...]]:
-        """(first column, places with the first row) of a part of its box of an HF tensor."""
-        need = self.needs[name]
-        places = tuple(Place(place.fused, place.row + box.row - need.row) for place in self.places[name])
-        return box.col - need.col, places
+    def placed(self, name: str, box: Box) -> list[tuple[str, Box]]:
+        """(fused tensor, box of it) of each place of a part of its box of a tensor."""
+        return [(fused, box.within(self.needs[name], row)) for fused, row in self.places[name]]
 
 
 def shard_layout(shapes: Mapping[str, tuple[int, ...]], shard: EngineShard = EngineShard()) -> ShardLayout:
-    """The layout of a shard of a model, or of a part of one, with HF tensors of these shapes.
+    """The layout of a shard of a model, or of a part of one, with HF tensors, or stacks of them, of these shapes.
 
     Raises:
         ValueError: a part of a fused tensor is missing (q without k) or has another shape than the others, experts are not
             numbered 0..n-1, or a dimension cannot be split into so many parts.
     """
-    num_experts = 1 + max((int(found[2]) for name in shapes if (found := _EXPERT.match(name))), default=-1)
-    experts = shard.experts(num_experts)
-    parts = _fused_parts(shapes, experts)
+    shapes = stacked(shapes)
+    parts = _fused_parts(shapes)
     needs: dict[str, Box] = {}
-    places: dict[str, list[Place]] = defaultdict(list)
+    places: dict[str, list[tuple[str, int]]] = defaultdict(list)
     fused_shapes: dict[str, tuple[int, ...]] = {}
     for fused, names in parts.items():
-        row = 0
+        row, first = 0, shapes[names[0]]
         for name in names:
-            needs[name] = _need(name, shapes[name], shard)
-            places[name].append(Place(fused, row))
-            row += needs[name].shape[0]
-        columns = needs[names[0]].shape[1:] if len(shapes[names[0]]) > 1 else ()
-        is_stacked = fused.endswith(_STACKED)
-        fused_shapes[fused] = (len(experts), row // len(experts), *columns) if is_stacked else (row, *columns)
-        each = len(names) // (len(experts) if is_stacked else 1)
-        for number, name in enumerate(names):
-            expected = [shapes[names[number % each]][0], *shapes[names[0]][1:]]
-            if list(shapes[name]) != expected:
-                has = list(shapes[name])
-                raise ValueError(f"weights: {name} has shape {has}, expected {expected} as a part of {fused}")
-    return ShardLayout(fused_shapes, parts, needs, {name: tuple(each) for name, each in places.items()})
+            has = shapes[name]
+            if whole_box(has).shape[::2] != whole_box(first).shape[::2]:  # matrices, columns
+                raise ValueError(f"weights: {name} has shape {list(has)}, as a part of {fused} beside {list(first)}")
+            needs[name] = _need(name, has, shard)
+            places[name].append((fused, row))
+            row += needs[name].shape[1]
+        matrices, _, cols = needs[names[0]].shape
+        fused_shapes[fused] = (row,) if len(first) == 1 else (matrices, row, cols)[-len(first) :]
+    return ShardLayout(fused_shapes, parts, needs, places)
 
 
-def _fused_parts(names: Iterable[str], experts: range) -> dict[str, tuple[str, ...]]:
-    """{fused tensor: its HF tensors, in order of rows}, in order of first appearance."""
-    groups: dict[tuple[str, str], dict[tuple[int, str], str]] = defaultdict(dict)
+def _fused_parts(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """{fused tensor: its parts, in order of rows}, in order of first appearance."""
+    groups: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
     for name in names:
-        if found := _EXPERT.match(name):
-            base, number, part = found[1], int(found[2]), found[3]
+        if found := _STACK.match(name):
+            base, part = found.groups()
             kind = "w2" if part == "down" else "w13"
-            if number in experts:
-                groups[f"{base}.{kind}_weight", kind][number, part] = name
+            groups[f"{base}.{kind}_weight", kind][part] = name
         elif found := _PART.match(name):
             base, part, suffix = found.groups()
             kind = "qkv" if part in "qkv" else "gate_up"
-            groups[f"{base}.{kind}_proj.{suffix}", kind][0, part] = name
+            groups[f"{base}.{kind}_proj.{suffix}", kind][part] = name
         else:
-            groups[name, ""][0, ""] = name
+            groups[name, ""][""] = name
     plan = {}
     for (fused, kind), members in groups.items():
-        is_stacked = fused.endswith(_STACKED)
-        wanted = list(itertools.product(experts if is_stacked else (0,), _PARTS_OF[kind]))
-        if missing := [each for each in wanted if each not in members]:
-            of_expert = f" of expert {missing[0][0]}" if is_stacked else ""
-            raise ValueError(
-                f"weights: {fused} is fused from {', '.join(f'{part}_proj' for part in _PARTS_OF[kind])}, but {len(missing)} of "
-                f"{len(wanted)} tensors are missing, first {missing[0][1]}_proj{of_expert}; found {sorted(members.values())[:4]}"
-            )
-        plan[fused] = tuple(members[each] for each in wanted)
+        wanted = _PARTS_OF[kind]
+        if missing := [f"{part}_proj" for part in wanted if part not in members]:
+            raise ValueError(f"weights: {fused} lacks {', '.join(missing)} beside {sorted(members.values())}")
+        plan[fused] = tuple(members[part] for part in wanted)
     if EMBEDDING in plan:
         plan.setdefault(HEAD, plan[EMBEDDING])  # a model without its own head uses its embedding there
     return plan
@@ -227,36 +237,39 @@ def fuse(
         ValueError: see shard_layout.
     """
     layout = shard_layout({name: tuple(tensors[name].shape) for name in tensors}, shard)
-    for fused, names in layout.parts.items():
-        shape, first = layout.shapes[fused], tensors[names[0]]
+    names = {stack_of(name): name for name in tensors}
+    for fused, parts in layout.parts.items():
+        shape, need = layout.shapes[fused], layout.needs[parts[0]]
+        first = tensors[names[parts[0], need.start[0]]]
         where, kind = device or first.device, dtype or first.dtype
-        if len(names) == 1 and len(shape) < 3:
-            yield fused, layout.needs[names[0]].of(first).view(shape).to(where, kind, copy=device is not None)
+        if len(parts) == 1 and len(shape) < 3:
+            yield fused, need.of(first).view(shape).to(where, kind, copy=device is not None)
             continue
         out = first.new_empty(shape, dtype=kind, device=where)
-        row = 0
-        for name in names:
-            values = layout.needs[name].of(tensors[name])
-            as_matrix(out)[row : row + len(values)].copy_(values)
-            row += len(values)
+        for part in parts:
+            need = layout.needs[part]
+            ((_, place),) = layout.placed(part, need)
+            for expert, matrix in enumerate(place.of(out), need.start[0]):
+                matrix.copy_(need.cut(0, 0, 1).of(tensors[names[part, expert]])[0])
         yield fused, out
 
 
 def _need(name: str, shape: tuple[int, ...], shard: EngineShard) -> Box:
     whole = whole_box(shape)
-    rows, columns = whole.shape
+    matrices, rows, columns = whole.shape
     part, parts = shard.part, shard.parts
-    if shard.spreads_experts and _EXPERT.match(name):
-        return whole
+    if shard.spreads_experts and _STACK.match(name):
+        experts = shard.experts(matrices)
+        return whole.cut(0, experts.start, experts.stop)
     if name in (EMBEDDING, HEAD):
-        start, end = _share(name, -(-rows // VOCAB_MULTIPLE) * VOCAB_MULTIPLE, part, parts)
-        return Box(min(rows, start), min(rows, end), 0, columns)
+        padded = -(-rows // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+        return whole.cut(1, *(min(rows, row) for row in _share(name, padded, part, parts)))
     if name.endswith(_ROWS):
-        return Box(*_share(name, rows, part, parts), 0, columns)
+        return whole.cut(1, *_share(name, rows, part, parts))
     if name.endswith(_KV_ROWS):
-        return Box(*_share(name, rows, part * shard.kv_parts // parts, shard.kv_parts), 0, columns)
+        return whole.cut(1, *_share(name, rows, part * shard.kv_parts // parts, shard.kv_parts))
     if name.endswith(_COLUMNS):
-        return Box(0, rows, *_share(name, columns, part, parts))
+        return whole.cut(2, *_share(name, columns, part, parts))
     return whole
 
 
@@ -269,7 +282,7 @@ def _share(name: str, size: int, part: int, parts: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A box of an HF tensor that rank `source` sends to engine shard `target`."""
+    """A box of an HF tensor, or a stack, that rank `source` sends to engine shard `target`."""
 
     name: str
     box: Box
@@ -279,7 +292,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class WeightBucket:
-    """Pieces sent at once, concatenated in this order, each row by row."""
+    """Pieces sent at once, concatenated in this order, each matrix by matrix and row by row."""
 
     source: int
     target: int
@@ -294,7 +307,7 @@ def plan_pieces(holders: Sequence[Mapping[str, Box]], needs: Sequence[Mapping[st
     """Cover every need once. If several ranks hold the same box, the one with the least to send takes it.
 
     Args:
-        holders: of each trainer rank {HF name: its box of that tensor}. needs: the same of each engine shard.
+        holders: of each trainer rank {name: its box of that tensor}. needs: the same of each engine shard.
 
     Raises:
         ValueError: a part of a need is held by no rank, or the boxes of two ranks overlap without being equal.
@@ -350,17 +363,18 @@ def plan_buckets(pieces: Sequence[Piece], num_ranks: int, max_elements: int) -> 
 
 
 def _cut(piece: Piece, max_elements: int) -> list[Piece]:
-    """Split the piece into ranges of rows that fit into a bucket."""
+    """Split the piece into whole matrices, or ranges of rows of one, that fit into a bucket."""
     box = piece.box
-    num_rows, num_cols = box.shape
+    _, num_rows, num_cols = box.shape
     rows = max_elements // num_cols
     if rows < 1:
         raise ValueError(
             f"weight transfers: a bucket of {max_elements} numbers has no room for a row of {piece.name} ({num_cols}); raise "
             "sync.bucket_mib"
         )
-    if rows >= num_rows:
-        return [piece]
-    rows = rows // _ROWS_TOGETHER * _ROWS_TOGETHER or rows
-    starts = range(box.row, box.row_end, rows)
-    return [replace(piece, box=replace(box, row=at, row_end=min(at + rows, box.row_end))) for at in starts]
+    matrices = max(1, rows // num_rows)
+    return [
+        replace(piece, box=box.cut(0, first, first + matrices).cut(1, row, row + rows).overlap(box))
+        for first in range(box.start[0], box.end[0], matrices)
+        for row in range(box.start[1], box.end[1], rows)
+    ]

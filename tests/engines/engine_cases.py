@@ -25,7 +25,7 @@ from marsrl.rollout.imports import imports_for_good
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import LocalReplicas
 from marsrl.rollout.weights.files import WeightFiles
-from marsrl.rollout.weights.layout import Box, whole_box
+from marsrl.rollout.weights.layout import box_of, stacked, whole_box
 from marsrl.trainer.data.packing import PackedBatch
 from marsrl.trainer.learner.other_roundings import Precision
 from marsrl.trainer.weights.comparison import TrainerScores
@@ -70,17 +70,20 @@ class WholeModel:
     device = torch.device("cpu")
 
     def __init__(self, tensors: dict[str, torch.Tensor], exported: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self._tensors, self._exported = tensors, exported
-        self.hf_shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        self._exported = exported
+        self.shapes = stacked({name: tuple(tensor.shape) for name, tensor in tensors.items()})
+        boxes = {name: whole_box(shape) for name, shape in self.shapes.items()}
+        self.boxes_of_ranks = [boxes]
+        self._stacks = {name: torch.empty(box.shape) for name, box in boxes.items()}
+        for name, tensor in tensors.items():
+            stack, box = box_of(name, tensor.shape)
+            box.of(self._stacks[stack]).copy_(whole_box(tensor.shape).of(tensor))
 
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
         return iter(self._exported)
 
-    def boxes_of_ranks(self) -> list[dict[str, Box]]:
-        return [{name: whole_box(shape) for name, shape in self.hf_shapes.items()}]
-
-    def matrix(self, name: str) -> torch.Tensor:
-        return self._tensors[name].view(len(self._tensors[name]), -1)
+    def stack(self, name: str) -> torch.Tensor:
+        return self._stacks[name]
 
 
 class GivenLearner:

@@ -303,7 +303,7 @@ def test_a_publish_proves_checksums_and_log_probs_and_removes_the_version_before
         )
         served.versions["a"] = version
         report = sync.publish(given(served, tensors, served.folders["a"]), version)
-        assert report is not None and report.num_tensors == len(tensors) and report.comparison is not None
+        assert report is not None and report.comparison is not None
         assert [each.name.partition(".")[0] for each in next(tmp_path.iterdir()).iterdir()] == [f"version_{version}"]
         served.assert_right("a", "b", "")
     other = random_adapter(served.shape, served.config, 1)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from operator import add
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -10,7 +13,16 @@ from hypothesis import strategies as st
 from marsrl.rollout.model_shape import ModelShape
 from marsrl.rollout.weights.checksum import block_sum, checksum, checksum_of_sum
 from marsrl.rollout.weights.connections import relay_ranks
-from marsrl.rollout.weights.layout import Box, EngineShard, as_matrix, fuse, plan_buckets, plan_pieces, shard_layout
+from marsrl.rollout.weights.layout import (
+    Box,
+    EngineShard,
+    box_of,
+    fuse,
+    plan_buckets,
+    plan_pieces,
+    shard_layout,
+    stacked,
+)
 from marsrl.trainer.learner.megatron.mapping import held_boxes, hf_shapes, units
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int64]
@@ -55,7 +67,7 @@ def ranks_of(
     shape: ModelShape, tensor: int, expert: int, expert_tensor: int, pipeline: int, world: int
 ) -> list[dict[str, Box]]:
     """The boxes of each rank of a layout: ranks in the order of Megatron's groups, tensor first, pipeline last."""
-    held = []
+    held, each = [], shape.num_experts // expert
     for rank in range(world):
         inner, stage = rank % (world // pipeline), rank // (world // pipeline)
         boxes: dict[str, Box] = {}
@@ -63,10 +75,10 @@ def ranks_of(
             part, parts = inner % tensor, tensor
             if unit.expert is not None:
                 part, parts = inner % expert_tensor, expert_tensor
-                if unit.expert // (shape.num_experts // expert) != inner // expert_tensor % expert:
+                if unit.expert != inner // expert_tensor % expert * each:
                     continue
             if unit.stage == stage:
-                boxes.update(held_boxes(shape, unit, part, parts))
+                boxes.update(held_boxes(shape, unit, part, parts, 1 if unit.expert is None else each))
         held.append(boxes)
     return held
 
@@ -96,12 +108,17 @@ SHARDS = [  # of 4 key heads, 4 experts
 )
 def test_every_shard_gets_every_number_once_whatever_the_layout(layout, shards, bucket, is_moe, bias, tied):  # type: ignore[no-untyped-def]
     shape = model_shape(experts=4 if is_moe else 0, bias=bias, tied=tied)
-    sizes = {n: s for u in units(shape, 1) for n, s in zip(u.hf, hf_shapes(shape, u), strict=True)}
+    of_files = {n: s for u in units(shape, 1) for n, s in zip(u.hf, hf_shapes(shape, u), strict=True)}
+    sizes = stacked(of_files)
     start = 0.0
     tensors = {}
     for name, size in sizes.items():  # every number of the model is another
         tensors[name] = torch.arange(start, start + torch.Size(size).numel(), dtype=torch.float64).view(size)
         start += tensors[name].numel()
+    files = {}
+    for name, size in of_files.items():
+        stack, box = box_of(name, size)
+        files[name] = box.of(tensors[stack]).view(size)
     held = ranks_of(shape, *layout)
     layouts = [shard_layout(sizes, shard) for shard in shards]
     pieces = plan_pieces(held, [each.needs for each in layouts])
@@ -115,7 +132,7 @@ def test_every_shard_gets_every_number_once_whatever_the_layout(layout, shards, 
         assert max(sent) - min(sent) <= max(t.numel() for t in tensors.values())
     for number, one in enumerate(layouts):
         taken = taken_by(number, one, buckets, tensors)
-        right = dict(fuse(tensors, shard=shards[number]))
+        right = dict(fuse(files, shard=shards[number]))
         assert taken.keys() == right.keys() and all(torch.equal(taken[name], right[name]) for name in right)
 
 
@@ -124,29 +141,36 @@ def taken_by(shard, layout, buckets, tensors):  # type: ignore[no-untyped-def]
     held = {name: torch.full(shape, torch.nan, dtype=torch.float64) for name, shape in layout.shapes.items()}
     for bucket in buckets:
         for piece in bucket.pieces if bucket.target == shard else ():
-            values = piece.box.of(tensors[piece.name])
-            col, places = layout.placed(piece.name, piece.box)
-            for place in places:
-                target = as_matrix(held[place.fused])[place.row :][: len(values), col : col + values.shape[1]]
+            for fused, place in layout.placed(piece.name, piece.box):
+                target = place.of(held[fused])
                 assert target.isnan().all(), "written twice"
-                target.copy_(values)
+                target.copy_(piece.box.of(tensors[piece.name]))
     return held
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("blocks", "size"),
-    [((2, 2), (300, 1000)), ((3, 1), (300, 500)), ((1, 4), (75, 4000)), ((2, 3), (1, 4))],  # some of more than a round
+    ("blocks", "size"),  # matrices, rows, columns; some of more than a round
+    [
+        ((1, 2, 2), (1, 300, 1000)),
+        ((1, 3, 1), (1, 300, 500)),
+        ((1, 1, 4), (1, 75, 4000)),
+        ((1, 2, 3), (1, 1, 4)),
+        ((2, 3, 1), (5, 30, 400)),
+        ((2, 1, 3), (5, 30, 400)),
+        ((3, 1, 1), (2, 3, 4)),
+    ],
 )
-def test_shares_of_a_checksum_add_up_to_it(blocks: tuple[int, int], size: tuple[int, int], dtype: torch.dtype) -> None:
-    (down, across), (rows, columns) = blocks, size
-    whole = torch.randn(down * rows, across * columns).to(dtype)
-    total = 0
-    for i in range(down):
-        for j in range(across):
-            block = whole[i * rows : (i + 1) * rows, j * columns : (j + 1) * columns]
-            total += block_sum(block, i * rows, j * columns, (down * rows, across * columns))
-    assert checksum_of_sum(total, dtype, whole.shape) == checksum(whole)
+def test_shares_of_a_checksum_add_up_to_it(
+    implementation: None, blocks: tuple[int, int, int], size: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    shape = [number * each for number, each in zip(blocks, size, strict=True)]
+    whole, total = torch.randn(shape).to(dtype), 0
+    for i, j, k in itertools.product(*map(range, blocks)):
+        start = (i * size[0], j * size[1], k * size[2])
+        box = Box(start, tuple(map(add, start, size)))
+        total += block_sum(box.of(whole), box, shape)
+    assert checksum_of_sum(total, dtype, shape) == checksum(whole)
 
 
 def test_an_engine_is_served_by_the_rank_on_its_gpu():

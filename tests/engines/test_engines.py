@@ -29,7 +29,7 @@ from marsrl.rollout.tasks.arithmetic import ARITHMETIC_TOKENIZER
 from marsrl.rollout.types import Finish
 from marsrl.rollout.weights.checksum import fused_checksums
 from marsrl.rollout.weights.fp8 import dequantised, quantised
-from marsrl.rollout.weights.layout import as_matrix, fuse, shard_layout
+from marsrl.rollout.weights.layout import box_of, fuse, shard_layout
 from marsrl.trainer.learner.other_roundings import Precision
 from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
 from marsrl.trainer.weights.comparison import CheckedEngines
@@ -350,10 +350,11 @@ def rounded(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """HF tensors as an engine computes with them."""
     layout, found = shard_layout({name: tuple(tensor.shape) for name, tensor in tensors.items()}), {}
     for name, fused in fuse(tensors, torch.bfloat16):
-        whole = as_matrix(dequantised(*quantised(fused)) if name.endswith(MATRICES) else fused.float())
-        for part in layout.parts[name]:
-            (row,) = [place.row for place in layout.places[part] if place.fused == name]
-            found[part] = whole[row : row + len(tensors[part])].reshape(tensors[part].shape).contiguous()
+        whole = dequantised(*quantised(fused)) if name.endswith(MATRICES) else fused.float()
+        for part, tensor in tensors.items():
+            for at, box in layout.placed(*box_of(part, tensor.shape)):
+                if at == name:
+                    found[part] = box.of(whole).reshape(tensor.shape).contiguous()
     return found
 
 

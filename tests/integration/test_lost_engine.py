@@ -53,9 +53,9 @@ def kill_in_publishes(run: Run, monkeypatch: pytest.MonkeyPatch) -> list[tuple[s
     sync, restarts so far) after each publish."""
     assert run.driver is not None
     pool, publish, given = run.driver.team.pools["main"], run.publish, run.syncs["main"]
-    assert isinstance(given, DirectSync) and given.kind == "nccl"
+    assert isinstance(given, DirectSync) and given._sender.kind == "nccl"
     engines = CheckedEngines(pool, vocab_size=run.learners["main"].vocab_size)
-    nccl = DirectSync(engines, torch.float32, "nccl", bucket_bytes=1 << 14, delta=True)
+    nccl = DirectSync(engines, torch.float32, "nccl", bucket_bytes=1 << 14, sends_deltas=True)
     ipc = DirectSync(engines, torch.float32, "ipc", bucket_bytes=1 << 14)
     found: list[tuple[str, int]] = []
 
@@ -74,7 +74,7 @@ def kill_in_publishes(run: Run, monkeypatch: pytest.MonkeyPatch) -> list[tuple[s
                 patch.setattr(kind, method, struck)
             publish(policy, is_new=is_new)
         assert next(numbers) > 3  # buckets
-        found.append((sync.kind, pool.generation))
+        found.append((sync._sender.kind, pool.generation))
 
     monkeypatch.setattr(run, "publish", published)
     return found

@@ -167,8 +167,8 @@ def _names_a_bit_of_the_second_half(parts: Parts, version: int) -> None:
     fused = "model.layers.1.mlp.experts.w2_weight" if moe else last
     for name, named in ((last, fused), ("lm_head.weight", "lm_head.weight")):
 
-        def spoiled(folder: Path, tensors: Any, shard_bytes: int, name: str = name) -> int:
-            return write_shards(folder, (_with_another_last_bit(*each, name) for each in tensors), shard_bytes)
+        def spoiled(folder: Path, tensors: Any, name: str = name) -> int:
+            return write_shards(folder, (_with_another_last_bit(*each, name) for each in tensors))
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("marsrl.rollout.weights.files.write_shards", spoiled)

@@ -66,7 +66,7 @@ class Halves:
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         """Both receive at once, as two processes would."""
         plans = [decode(ReceivePlan, each) for each in update.receive_plans]
-        layouts = [shard_layout(plan.hf_shapes, plan.shard) for plan in plans]
+        layouts = [shard_layout(plan.shapes, plan.shard) for plan in plans]
         self.weights = [{name: torch.zeros(shape) for name, shape in layout.shapes.items()} for layout in layouts]
         with ThreadPoolExecutor(len(plans)) as threads:
             list(threads.map(WeightReceiver.receive, self._receivers, plans, [held.get for held in self.weights]))
@@ -165,7 +165,7 @@ class Publishing:
     def changes(self, model: str, changed: str, dtype: str) -> dict[str, Any]:
         """What engines hold after changes alone were sent, after one engine lost its numbers, and after files; on rank 0."""
         checked = self.new(SpoilingEngine, model, dtype)
-        by_change = self.direct(checked, "nccl", delta=True)
+        by_change = self.direct(checked, "nccl", sends_deltas=True)
         files = FileSync(checked, self.dtype)
         found: dict[str, Any] = {}
         for version, kind in enumerate(("first", "changes", "after a loss", "files")):

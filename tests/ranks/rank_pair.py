@@ -40,7 +40,7 @@ class RankPair:
         """
         others = multiprocessing.active_children()
         with pytest.MonkeyPatch.context() as patch, held_port() as port:
-            patch.setenv("PYTHONPATH", str(Path(__file__).parent))  # where the server of forks finds the modules
+            patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)  # where forks find the modules
             patch.setenv("OMP_NUM_THREADS", "1")
             ranks = ProcessPoolExecutor(NUM_RANKS, self._forks)
             try:

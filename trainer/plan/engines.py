@@ -20,7 +20,7 @@ from marsrl.trainer.plan.parameters import (
     active_expert_elements,
     adapter_elements,
     elements,
-    num_tensors,
+    num_pieces,
 )
 
 
@@ -326,17 +326,19 @@ def transfer_bytes(backend: SyncBackend, peers: int, num_gpus: int, *, receives:
     return peers * ((hw.NCCL_SMALL.value + 3 * channels) * 2 * 2.0**20 + channels * buffers)
 
 
-def sync_time(backend: SyncBackend, setup: EngineSetup, num_trainers: int, num_gpus: int, gpu: hw.Gpu) -> SyncTime:
+def sync_time(
+    backend: SyncBackend, setup: EngineSetup, num_trainers: int, expert: int, num_gpus: int, gpu: hw.Gpu
+) -> SyncTime:
     """Seconds of a sync of one policy's engines; backend: as it is after placement.with_backend.
 
-    M = bytes of the model, S = of an engine GPU's shard as it is sent, n = ranks, N = tensors, link = NVLink where all GPUs are
-    on one node, else a GPU's network. Checksums on GPUs move 31 bytes of memory a byte.
+    M = bytes of the model, S = of an engine GPU's shard as it is sent, n = ranks, N = pieces, with `expert` ranks for a layer's
+    experts; link = NVLink where all GPUs are on one node, else a GPU's network. Checksums on GPUs move 31 bytes of memory a byte.
 
         shm    gather M / link + M / PCIe     write 2 M / host memory      load S / host memory + S / PCIe, all engines at once
                checksum M / a core's + 31 S / memory
         nccl   send max(s, S) / link          copy (2 / memory + host N / S) max(s, S)     checksum 31 (M / n + S) / memory
                s = engines TP S / n: what a rank sends; ranks that hold the same share the work, none gathers
-               host: of a piece of a tensor, at least one a tensor and shard
+               host: of a piece
                delta: send c (e + 2) / e of that, and 3 s / memory more to compare and keep; c: share of numbers that changed
         ipc    send (s + S)(n - 1)/n / link   copy (2 / memory + host N / S) (s + S)       checksum as nccl
                a rank passes on what its own engine GPU gets, and sends to the others' in the same thread
@@ -367,7 +369,7 @@ def sync_time(backend: SyncBackend, setup: EngineSetup, num_trainers: int, num_g
     found = SyncTime(
         backend,
         send=over_links / link,
-        copy=passed * (2 / bandwidth + hw.PIECE_S.value * num_tensors(setup.shape) / shard),
+        copy=passed * (2 / bandwidth + hw.PIECE_S.value * num_pieces(setup.shape, expert) / shard),
         checksum=(model / num_trainers + shard) * summed,
         links_alone=shard / link,
     )

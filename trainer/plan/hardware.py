@@ -150,7 +150,9 @@ NCCL_CHANNELS_ACROSS = _assumed("channels of a communicator of two GPUs, two hos
 NCCL_BUFFER = Constant("receiver's buffers of a channel on one host, of all protocols", 10 * 2.0**20, "bytes", _NCCL)
 NCCL_SHARED = Constant("buffers of a channel between hosts: 16 chunks of 128 KiB", 2 * 2.0**20, "bytes", _NCCL)
 NCCL_SMALL = Constant("allocations of a communicator (and 3 a channel), each rounded up to 2 MiB", 2, "", _NCCL)
-PIECE_S = _assumed("host time of a piece of a tensor that is sent", 50e-6, "s", ": some ten operations of PyTorch")
+PIECE_S = _assumed(
+    "host time of a piece, both ends", 120e-6, "s", " on a GPU: CPU time by weight_sync.py --mib 0, a busy 2.5 GHz Xeon"
+)
 CHANGED_SHARE = Constant(
     "numbers of a policy that a version changes, for sync.delta",
     0.05,

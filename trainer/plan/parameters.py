@@ -64,9 +64,10 @@ def elements(shape: ModelShape) -> Elements:
 
 
 @lru_cache(maxsize=64)
-def num_tensors(shape: ModelShape) -> int:
-    """Number of tensors in Hugging Face's format, with separate experts."""
-    return sum(len(hf_shapes(shape, unit)) for unit in units(shape, 1))
+def num_pieces(shape: ModelShape, expert: int) -> int:
+    """Pieces in which a model travels: its tensors, and of a layer's experts three stacks of each of `expert` ranks."""
+    found = [unit for unit in units(shape, 1) if unit.expert in (None, 0)]
+    return sum(len(unit.hf) * (1 if unit.expert is None else expert) for unit in found)
 
 
 def active_elements(shape: ModelShape) -> int:

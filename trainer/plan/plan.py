@@ -190,7 +190,7 @@ def _policy(
         **vars(needs),
         options=tuple(options(needs.job, gpu)),
         rollout=rollout_time(needs.engines, needs.engine, gpu, needs.load.demand),
-        sync=sync_time(backend, needs.engines, trainers, num_gpus, gpu),
+        sync=sync_time(backend, needs.engines, trainers, needs.job.training.layout.expert, num_gpus, gpu),
         splits=tuple(splits(needs.job, needs.load, backend, rollout.overlap, num_gpus, gpu)) if is_alone else (),
     )
 

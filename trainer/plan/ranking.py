@@ -160,7 +160,7 @@ def splits(job: Job, load: Load, backend: SyncBackend, overlap: int, num_gpus: i
             if not memory.fits:
                 continue
             time = rollout_time(engines, memory, gpu, load.demand)
-            sync = sync_time(backend, engines, count, num_gpus, gpu)
+            sync = sync_time(backend, engines, count, update.layout.expert, num_gpus, gpu)
             seconds = step_seconds([time.seconds], [update.time.total], [sync.total], overlap)
             way = (setup.tensor_parallel, setup.kv_cache)
             if way not in best or seconds < best[way].step_s:

@@ -13,7 +13,7 @@ The path of one tensor, in rollout/weights but for both ends:
                         -> the engine: WeightFiles -> its place in a fused tensor -> checksum                  (files.py)
     adapters, always    Converter.export, whole on rank 0 -> a PEFT directory -> EnginePool.update_adapter
                         -> the engine: its part of A and of B alpha / rank -> checksum                  (adapter_sync.py)
-    nccl, ipc           Converter.matrix, a part on each rank -> DirectSender: its part of a checksum, a bucket
+    nccl, ipc           Converter.stack, a part on each rank -> DirectSender: its part of a checksum, a bucket
                         -> GroupConnection or SharedBuffer                                               (connections.py)
                         -> the engine: WeightReceiver -> its place in a fused tensor -> checksum              (direct.py)
 
@@ -41,7 +41,7 @@ from marsrl.rollout.engines.protocol import WeightReceipt, WeightUpdate
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import Lost, Timed
 from marsrl.rollout.weights.direct import DirectSender, GroupSender, HeldWeights, Ranks, SharedSender
-from marsrl.rollout.weights.files import SHARD_BYTES, FileSender, WrittenWeights
+from marsrl.rollout.weights.files import FileSender, WrittenWeights
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.other_roundings import Precision
 from marsrl.trainer.runs.collective import barrier, broadcast_bytes, gather_bytes, rank, world_size
@@ -71,7 +71,6 @@ class SyncReport:
     version: int
     seconds: float
     num_bytes: int
-    num_tensors: int
     comparison: ComparisonReport | None
     seconds_of: Mapping[str, float]
     is_direct: bool
@@ -171,7 +170,7 @@ class WeightSync(ABC):
                         found = self._compare(self._engines, scores, version)
                 seconds = time.perf_counter() - start
                 return SyncReport(
-                    version, seconds, delivered.num_bytes, len(delivered.expected[0]), found, seconds_of, self.is_direct,
+                    version, seconds, delivered.num_bytes, found, seconds_of, self.is_direct,
                     delivered.changed_share,
                 )  # fmt: skip
 
@@ -214,17 +213,11 @@ class FileSync(WeightSync):
     is_direct = False
 
     def __init__(
-        self,
-        engines: CheckedEngines | None,
-        dtype: torch.dtype,
-        *,
-        directory: str | Path | None = None,
-        shard_bytes: int = SHARD_BYTES,
-        **common: Any,
+        self, engines: CheckedEngines | None, dtype: torch.dtype, *, directory: str | Path | None = None, **common: Any
     ) -> None:
-        """directory, shard_bytes: of rank 0's FileSender; common: of WeightSync."""
+        """directory: of rank 0's FileSender; common: of WeightSync."""
         super().__init__(engines, dtype, **common)
-        self._sender = FileSender(directory, dtype, shard_bytes=shard_bytes) if engines is not None else None
+        self._sender = FileSender(directory, dtype) if engines is not None else None
         self._written: WrittenWeights | None = None
 
     def _prepare(self, learner: Learner, version: int, seconds_of: dict[str, float]) -> None:
@@ -235,7 +228,7 @@ class FileSync(WeightSync):
             for _ in held.export():
                 raise AssertionError("only rank 0 exports")
             return
-        self._written = self._sender.write(held.hf_shapes, held.export(), version, self._engines.shards_of_each)
+        self._written = self._sender.write(held.shapes, held.export(), version, self._engines.shards_of_each)
         for part, seconds in self._written.seconds_of.items():
             seconds_of[part] = seconds_of.get(part, 0.0) + seconds
 
@@ -267,22 +260,15 @@ class DirectSync(WeightSync):
         dtype: torch.dtype,
         kind: Literal["nccl", "ipc"],
         *,
-        bucket_bytes: int = 256 << 20,
-        timeout_s: float = 600.0,
-        host: str = "127.0.0.1",
-        delta: bool = False,
-        **common: Any,
+        verify_every: int = 1,
+        precision: Precision | None = None,
+        **options: Any,
     ) -> None:
-        """bucket_bytes, timeout_s, host: of the DirectSender; delta: send what has changed (nccl); common: of WeightSync."""
-        super().__init__(engines, dtype, **common)
-        self.kind = kind
+        """verify_every, precision: of WeightSync; options: of the DirectSender."""
+        super().__init__(engines, dtype, verify_every=verify_every, precision=precision)
+        sender = GroupSender if kind == "nccl" else SharedSender
         ranks = Ranks(rank(), world_size(), broadcast_bytes, gather_bytes)
-        options: dict[str, Any] = {"bucket_bytes": bucket_bytes, "timeout_s": timeout_s, "host": host}
-        self._sender: DirectSender
-        if kind == "nccl":
-            self._sender = GroupSender(ranks, dtype, sends_deltas=delta, **options)
-        else:
-            self._sender = SharedSender(ranks, dtype, **options)
+        self._sender: DirectSender = sender(ranks, dtype, **options)
         self._generation: int | None = None  # of the engines that the sender has agreed with; rank 0's
 
     def _deliver(self, learner: Learner, version: int) -> Delivered | None:
@@ -327,7 +313,7 @@ class DirectSync(WeightSync):
             broadcast_bytes(b"again")
         broadcast_bytes(b"")
         pool.note_weights(version, expected)
-        num_bytes = self._dtype.itemsize * sum(torch.Size(shape).numel() for shape in held.hf_shapes.values())
+        num_bytes = self._dtype.itemsize * sum(torch.Size(shape).numel() for shape in held.shapes.values())
         traffic, share = self._sender.traffic, None
         if traffic.num_compared:
             share = traffic.num_changed / traffic.num_compared

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,13 @@ from torch import Tensor, nn
 
 from marsrl.rollout.adapter import AdapterConfig
 from marsrl.rollout.model_shape import ModelShape
-from marsrl.rollout.weights.layout import Box
+from marsrl.rollout.weights.layout import Box, stack_of, stacked
 from marsrl.trainer.learner.megatron.hf_files import HfReader, write_hf
 from marsrl.trainer.learner.megatron.mapping import (
     Unit,
     adapter_units,
     held_boxes,
-    held_matrices,
+    held_stacks,
     hf_shapes,
     part_shape,
     split,
@@ -63,8 +64,8 @@ class Converter:
         self._places: list[_Place] = places
         self._num_local_experts = shape.num_experts // parallel_state.get_expert_model_parallel_world_size()
         self._dtype = next(iter(self._parameters.values())).dtype
-        self._unit_of = {name: unit for unit in self._units for name in unit.hf}
-        self._boxes: list[dict[str, Box]] = []
+        self._stacks = [u for u in self._units if u.expert is None or u.expert % self._num_local_experts == 0]
+        self._part_of = {stack_of(name)[0]: (unit, i) for unit in self._stacks for i, name in enumerate(unit.hf)}
         known = {self._local_name(unit) for unit in self._units if self._owns(unit)}
         if shape.is_tied and self._num_stages > 1:
             known.add("output_layer.weight")  # the last stage's copy of the embedding
@@ -109,33 +110,34 @@ class Converter:
 
     # This rank's tensors, for a sync without files (direct.py: HeldWeights).
 
-    @property
-    def hf_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shapes of all Hugging Face tensors of the model, in the order of its file."""
-        return {name: shape for u in self._units for name, shape in zip(u.hf, hf_shapes(self._shape, u), strict=True)}
+    @cached_property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shapes of all Hugging Face tensors of the model, with stacks of experts, in the order of its file."""
+        shapes = {name: size for u in self._units for name, size in zip(u.hf, hf_shapes(self._shape, u), strict=True)}
+        return stacked(shapes)
 
     @property
     def device(self) -> torch.device:
         return next(iter(self._parameters.values())).device
 
+    @cached_property
     def boxes_of_ranks(self) -> Sequence[Mapping[str, Box]]:
-        """For each rank {Hugging Face name: its part of that tensor}."""
-        if not self._boxes:
-            for place in self._places:
-                boxes: dict[str, Box] = {}
-                for unit in self._units:
-                    if self._owns(unit, place):
-                        part = place.tensor if unit.expert is None else place.expert_tensor
-                        boxes.update(held_boxes(self._shape, unit, part, self._group(unit).size()))
-                self._boxes.append(boxes)
-        return self._boxes
+        """For each rank {name: its part of that tensor}."""
+        found: list[dict[str, Box]] = [{} for _ in self._places]
+        for place, boxes in zip(self._places, found, strict=True):
+            for unit in self._stacks:
+                if self._owns(unit, place):
+                    of_expert = place.expert_tensor, self._num_local_experts
+                    part, each = of_expert if unit.expert is not None else (place.tensor, 1)
+                    boxes.update(held_boxes(self._shape, unit, part, self._group(unit).size(), each))
+        return found
 
     @torch.no_grad()
-    def matrix(self, name: str) -> Tensor:
-        """This rank's box of a Hugging Face tensor, in the model's dtype; a view if it is contiguous there."""
-        unit = self._unit_of[name]
-        matrices = held_matrices(self._shape, unit, self._local(unit), self._group(unit).size())
-        return matrices[unit.hf.index(name)]
+    def stack(self, name: str) -> Tensor:
+        """This rank's box of a tensor, [matrices, rows, columns], in the model's dtype; a view if it is evenly spaced there."""
+        unit, part = self._part_of[name]
+        parameter = self._parameters[self._local_name(unit)].data
+        return held_stacks(self._shape, unit, parameter, self._group(unit).size())[part]
 
     def save_hf(self, folder: str | Path, source: str | Path) -> None:
         """Write a Hugging Face directory: safetensors, index, and config and tokenizer files copied from `source`.

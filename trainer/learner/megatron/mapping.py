@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 from marsrl.rollout.adapter import AdapterConfig, adapted
 from marsrl.rollout.model_shape import ModelShape
-from marsrl.rollout.weights.layout import Box
+from marsrl.rollout.weights.layout import Box, stack_of, whole_box
 
 Kind = Literal["plain", "vocab", "qkv", "pair"]
 ROW_PARALLEL = ("o_proj", "down_proj")  # cut along the input dimension; the others along the output
@@ -192,23 +192,26 @@ def split(shape: ModelShape, unit: Unit, whole: Tensor) -> list[Tensor]:
     return [whole[: shape.vocab_size]] if unit.kind == "vocab" else [whole]
 
 
-def held_boxes(shape: ModelShape, unit: Unit, part: int, parts: int) -> Iterator[tuple[str, Box]]:
-    """(name, box) for each of the unit's tensors, of shard `part` of `parts`; one that is all padding is left out."""
+def held_boxes(shape: ModelShape, unit: Unit, part: int, parts: int, num_experts: int = 1) -> Iterator[tuple[str, Box]]:
+    """(stack, box) for each of the unit's tensors, of shard `part` of `parts`; one that is all padding is left out.
+
+    num_experts: those from the unit's on that the rank holds.
+    """
     for name, size in zip(unit.hf, hf_shapes(shape, unit), strict=True):
-        rows, columns = size[0], size[1] if len(size) > 1 else 1
-        if unit.cut is None:
-            box = Box(0, rows, 0, columns)
-        elif unit.hf_cut == 0:
-            box = Box(*hf_span(unit, rows, part, parts), 0, columns)
-        else:
-            box = Box(0, rows, *hf_span(unit, columns, part, parts))
+        stack, expert = stack_of(name)
+        box = whole_box(size).cut(0, expert, expert + num_experts)
+        if unit.hf_cut is not None:
+            box = box.cut(1 + unit.hf_cut, *hf_span(unit, size[unit.hf_cut], part, parts))
         if box.num_elements:
-            yield name, box
+            yield stack, box
 
 
-def held_matrices(shape: ModelShape, unit: Unit, shard: Tensor, parts: int) -> Sequence[Tensor]:
-    """A shard's parts of the unit's tensors, each as a matrix; padding rows of the vocabulary may follow."""
-    view = shard.reshape(part_shape(shape, unit, parts))
-    if unit.kind == "vocab":
-        return [view]
-    return [tensor.reshape(tensor.shape[0], -1) for tensor in split(shape, unit, view)]
+def held_stacks(shape: ModelShape, unit: Unit, parameter: Tensor, parts: int) -> Sequence[Tensor]:
+    """A rank's parts of the unit's tensors, each [matrices, rows, columns]; padding rows of the vocabulary may follow.
+
+    parameter: of all the rank's experts.
+    """
+    if unit.expert is not None:
+        return parameter.unbind(1) if unit.kind == "pair" else [parameter]
+    view = parameter.reshape(part_shape(shape, unit, parts))
+    return [tensor.reshape(1, tensor.shape[0], -1) for tensor in split(shape, unit, view)]
