@@ -27,7 +27,6 @@ from marsrl.rollout.rewards.judge import Judge
 from marsrl.rollout.rewards.model_judge import ModelJudge
 from marsrl.rollout.tools.pool import ToolPool
 from marsrl.rollout.types import (
-    MISSING,
     Ask,
     Finish,
     FloatArray,
@@ -241,7 +240,7 @@ class Team:
             return sample
         if not sample.reward.is_missing:
             return sample  # by the team's own rule, or overlong
-        return replace(sample, reward=self._penalised(sample, Reward(outcome, MISSING, {"outcome": outcome})))
+        return replace(sample, reward=self._penalised(sample, Reward(outcome, outcome, {"outcome": outcome})))
 
     def metrics(self, episode: Episode) -> Mapping[str, float]:
         """The team's own metrics of a finished episode; empty for one that failed."""

@@ -215,11 +215,14 @@ class Orchestration:
     def outcomes(self, episode: Episode) -> dict[str, float]:
         """Rewards of a finished episode under credit.reward_scheme=outcome, by uid: by default one outcome for all.
 
-        NaN if the judge of the outcome failed; 0 without any answer.
+        NaN if the judge of the outcome failed, or the engine of a sample and there is no answer; otherwise 0 without an answer.
         """
+        samples = [sample for answer in episode.answers.values() for sample in answer]
         last = returned.sample_or_none(self.outcome(episode))
-        value = 0.0 if last is None else last.reward.correct
-        return {sample.uid: value for answer in episode.answers.values() for sample in answer}
+        value = MISSING if any(sample.finish is Finish.ERROR for sample in samples) else 0.0
+        if last is not None:
+            value = last.reward.correct
+        return {sample.uid: value for sample in samples}
 
     def metrics(self, episode: Episode) -> Mapping[str, float]:
         """Numbers of a finished episode, by names of the team's choice; team/<name> is the mean over a step's finished

@@ -53,6 +53,6 @@ class SolverVerifier(Orchestration):
         return super().messages(episode, ask)
 
     def outcome(self, episode: Episode) -> Sample | None:
-        """The last solution."""
-        solutions = (episode.said(ask) for ask in reversed(self.follow(episode)) if ask.agent == "solver")
-        return next((solution for solution in solutions if solution is not None), None)
+        """The last solution, whose reward is missing where it ended as an error."""
+        solutions = (s for ask in reversed(self.follow(episode)) if ask.agent == "solver" for s in episode.samples(ask))
+        return next(solutions, None)

@@ -22,6 +22,7 @@ from marsrl.rollout.types import Ask, Finish, Problem, Reward, Sample, ToolCall,
 
 PROBLEM = Problem("p", "a 3 b *7", "1", "arithmetic")
 Say = Callable[[Ask], str | None]
+FAILED = "FAILED"
 
 
 def play(
@@ -31,7 +32,10 @@ def play(
     tool: Callable[[ToolCall], ToolOutput] = lambda call: ToolOutput("7"),
     order: list[Ask | ToolCall] | None = None,
 ) -> Episode:
-    """One episode to its end: what each ask is told; None: nothing came; "...": it was cut off. order: told what is asked."""
+    """One episode to its end: what each ask is told; None: nothing came; "...": it was cut off; FAILED: its engine gave up.
+
+    order: told what is asked.
+    """
     episode = Episode("000001.0", "000001", problem)
     while any(entered := episode.enter(team.follow(episode))):
         asks, calls = entered
@@ -48,7 +52,7 @@ def play(
 
 
 def answered(team: Orchestration, episode: Episode, ask: Ask, text: str) -> Sample:
-    finish = Finish.LENGTH if text.startswith("...") else Finish.STOP
+    finish = Finish.ERROR if text == FAILED else Finish.LENGTH if text.startswith("...") else Finish.STOP
     said = team.parse(bare(f"{ask.id}:0", ask.agent, text, finish=finish))
     right = float(said.answer == episode.problem.answer)
     judged = None if team.to_judge(episode, said) is None else Reward(right, right)
@@ -103,6 +107,15 @@ def test_a_solver_solves_again_until_the_verifier_approves_and_the_last_solution
     outcome, last = team.outcome(episode), said[(len(said) - 1) // 2 * 2]
     assert outcome is not None and outcome.shown == last
     assert team.outcomes(episode) == {f"{ask.id}:0": float(is_right) for ask in asks}
+
+
+def test_an_outcome_is_unknown_where_an_engine_failed_before_there_was_an_answer() -> None:
+    failed = [(solver_verifier(), ["Answer: 1", "Verdict: wrong", FAILED]), (solver_verifier(), [FAILED])]
+    for team, said in [*failed, (team_of(), ["<verify>yes</verify>", FAILED])]:
+        outcomes = team.outcomes(play(team, script(*said)))
+        assert len(outcomes) == len(said) and all(map(np.isnan, outcomes.values()))
+    team = solver_verifier()
+    assert set(team.outcomes(play(team, script("Answer: 1", FAILED))).values()) == {1.0}  # the last solution is known
 
 
 def test_dr_mas_s_prompts_ask_for_tags_and_compat_approves_without_one() -> None:

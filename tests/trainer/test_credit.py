@@ -23,7 +23,7 @@ from letters import sampled as sample
 
 from marsrl.rollout.config import AgentConfig, TeacherConfig
 from marsrl.rollout.kept_tokens import KeptTokens
-from marsrl.rollout.types import Group, Reward, Sample
+from marsrl.rollout.types import Finish, Group, Reward, Sample
 from marsrl.trainer.config import CreditConfig
 from marsrl.trainer.data.credit import balanced, credit, drmas_metrics, outcome_rewards, teacher_metrics
 
@@ -167,6 +167,9 @@ def test_an_outcome_keeps_the_penalty_for_its_form_alone_and_what_is_not_known_i
     groups = [Group("0/solver", "0", "solver", (penalised, sample("0/solver:1", 1)))]
     first, second = (s.reward for g in outcome_rewards(ended(groups, 0.5, math.nan)) for s in g.samples)
     assert first == Reward(0.4, 0.5, {"outcome": 0.5, "format": -0.1}) and second.is_missing
+    gone = replace(sample("0/solver:0", math.nan), finish=Finish.ERROR)  # its engine gave up, its episode went on
+    (failed,) = outcome_rewards(ended([Group("0/solver", "0", "solver", (gone,))], 1))
+    assert failed.samples[0].reward.is_missing
     (right,) = outcome_rewards(ended([group("1/solver", [0])], 1))
     assert right.samples[0].reward == Reward(1, 1, {"outcome": 1})  # no penalty is named where there is none
 

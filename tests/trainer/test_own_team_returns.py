@@ -193,6 +193,8 @@ def test_an_agent_that_gives_no_answer_earns_the_outcome_of_its_episode(
     assert rewards == {"planner": [(1.0, None), (0.0, None)], "solver": [(1.0, "1"), (0.0, "2")]}
     first, second = (credited.advantages[s.uid] for s in samples if s.agent == "planner")
     assert first > 0 > second
+    positive = {s.uid for s in credited.sequences if s.is_positive}  # whose well-mastered tokens the gate may mask
+    assert [s.uid in positive for s in samples if s.agent == "planner"] == [True, False]
     assert main(["try", *words]) == 0
     said = capsys.readouterr().out
     assert "# reward of planner: the outcome of its episode" in said

@@ -19,7 +19,7 @@ import torch
 from marsrl.kernels import group_advantage
 from marsrl.rollout.config import AgentConfig
 from marsrl.rollout.seed import derive_seed
-from marsrl.rollout.types import FloatArray, Group, Reward, Sample
+from marsrl.rollout.types import Finish, FloatArray, Group, Reward, Sample
 from marsrl.trainer.config import CreditConfig
 from marsrl.trainer.data.packing import TrainSequence
 
@@ -243,10 +243,13 @@ def balanced(samples: Iterable[Sample], number: int, seed: int) -> dict[str, int
 def outcome_rewards(groups: Sequence[Group]) -> list[Group]:
     """The same groups with every reward replaced by the outcome of its episode (Orchestration.outcomes).
 
-    agents.<name>.format_penalty is subtracted here too; `correct` of the new reward is the outcome itself.
+    agents.<name>.format_penalty is subtracted here too; `correct` of the new reward is the outcome itself. A sample that ended as
+    an error has none.
     """
 
     def outcome(sample: Sample) -> Sample:
+        if sample.finish is Finish.ERROR:
+            return sample
         penalty = sample.reward.parts.get("format", 0.0)
         parts = {"outcome": sample.outcome, **({"format": penalty} if penalty else {})}
         return replace(sample, reward=Reward(sample.outcome + penalty, sample.outcome, parts))
