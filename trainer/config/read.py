@@ -23,7 +23,7 @@ CONFIGS = Path(__file__).resolve().parent.parent.parent / "configs"  # in a chec
 DEFAULT_FOR_TASK = {"arithmetic": "cpu_default", "math": "math_default", "qa": "qa_default"}
 _PATHS = re.compile(
     r"task|orchestration|data\.(train|eval|demonstrations)|policies\.[^.]+\.(model|reference)|tools\.[^.]+\.(corpus|index|function|command)"
-    r"|agents\.[^.]+\.prompt|external\.(function|environment|python)"
+    r"|agents\.[^.]+\.prompt|external\.(function|environment|command|python)"
 )
 
 
