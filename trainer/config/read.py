@@ -234,4 +234,4 @@ def explain(error: ValidationError, origin: ConfigOrigin) -> str:
             lines.append(placed if placed != reason else f"{reason}{given}")
         else:
             lines.append(f"{key}: {problem['msg']} (found {problem['input']!r}){given}")
-    return "\n".join(lines)
+    return "\n".join(dict.fromkeys(lines))  # a wrong team is found twice
