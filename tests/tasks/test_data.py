@@ -346,6 +346,12 @@ WRONG: list[tuple[str, str, str]] = [
         r"problems\[0\] is 'q', expected \(question, answer\) or a Problem",
     ),
     ("Mine", "def problems(self): return [Problem('a', 'q', None, 't')] * 2", "two problems with the same id"),
+    (
+        "Mine",
+        "def problems(self): return [Problem(1, 'q', None, 't')]",
+        "expected a question, an answer and an id as text",
+    ),
+    ("Mine", "class Options: workers = 2", "task is .*: Mine.Options does not extend OwnTask.Options"),
     ("Mine", "def problems(self): return [][0]", "task is .*: problems raises IndexError: list index out of range"),
     ("Mine", "pass", "task is .*: problems is empty: return some, or set data.train"),
 ]
