@@ -244,7 +244,7 @@ class Team:
 
     def metrics(self, episode: Episode) -> Mapping[str, float]:
         """The team's own metrics of a finished episode; empty for one that failed."""
-        return self._of_ended(episode, self.orchestration.metrics, returned.numbers, {})
+        return self._of_ended(episode, self.orchestration.metrics, returned.metrics, {})
 
     def _of_ended(
         self, episode: Episode, method: Callable[[Episode], object], check: Callable[[object], Found], otherwise: Found

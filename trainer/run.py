@@ -145,9 +145,9 @@ class Run:
         if restored is not None:
             self.step = self.saved_step = self.resumed_step = restored.step
             self.versions.update(restored.versions)
-            left = self.config.run.steps - self.step
+            left = max(0, self.config.run.steps - self.step)
             self.console.message(f"goes on after step {self.step}: {left} of {self.config.run.steps} steps are left")
-            if left <= 0:
+            if not left:
                 self.console.warning(
                     f"run.steps is {self.config.run.steps} and step {self.step} is done: nothing is trained, raise it to go on"
                 )

@@ -78,12 +78,21 @@ def reward(found: object) -> Reward:
 
 
 def numbers(found: object) -> dict[str, float]:
-    """The value of `metrics` and `outcomes`: numbers by name."""
+    """The value of `outcomes`, and a reward's parts: numbers by name."""
     if not isinstance(found, Mapping):
         raise TypeError(f"expected a dict of numbers, found {_shown(found)}")
     for name in found:
         _expect("a name", name, str)
     return {name: _number(name, value) for name, value in found.items()}
+
+
+def metrics(found: object) -> dict[str, float]:
+    """The value of `metrics`: numbers by name, of which means are taken."""
+    values = numbers(found)
+    for name, value in values.items():
+        if math.isnan(value):
+            raise ValueError(f"expected {name} to be a number, found nan")
+    return values
 
 
 def sample_or_none(found: object) -> Sample | None:

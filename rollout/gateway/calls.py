@@ -59,13 +59,13 @@ class Taken:
 class SessionEnd:
     """The end of a session, as stored in its ToolOutput.
 
-    reward: of every sample; rewards: by agent or uid, which take precedence. With neither, the task judges: `answer`, or
+    reward: of every sample; rewards: by agent or uid, {} for nobody. With both None the task judges: `answer`, or
     else the session's last answer. read: uids of the samples whose last turn the program has read, in the order of these
     turns. num_calls: turns of all samples. asked: the uid of each call's sample, in order of arrival; "": no answer.
     """
 
     reward: float | None = None
-    rewards: Mapping[str, float] = field(default_factory=dict)
+    rewards: Mapping[str, float] | None = None
     answer: str | None = None
     read: Sequence[str] = ()
     num_calls: int = 0
@@ -74,11 +74,11 @@ class SessionEnd:
     @property
     def is_judged(self) -> bool:
         """True if the program gave rewards."""
-        return self.reward is not None or bool(self.rewards)
+        return self.reward is not None or self.rewards is not None
 
     def reward_of(self, uid: str, agent: str) -> float | None:
         """The sample's reward; None: not given."""
-        return self.rewards.get(uid, self.rewards.get(agent, self.reward))
+        return self.reward if self.rewards is None else self.rewards.get(uid, self.rewards.get(agent))
 
     def calls_of(self, uid: str) -> str:
         """The session's calls answered by the sample, for display."""

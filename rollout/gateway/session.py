@@ -122,7 +122,7 @@ class Session:
                 raise ValueError(str(said["error"]))
             end = SessionEnd(
                 None if said.get("reward") is None else _number(said["reward"]),
-                self._rewards(said.get("rewards") or {}),
+                None if said.get("rewards") is None else self._rewards(said["rewards"]),
                 None if said.get("answer") is None else str(said["answer"]),
                 tuple(self._read),
                 self.num_calls,

@@ -24,6 +24,7 @@ import importlib.util
 import inspect
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -304,6 +305,8 @@ def _kill(group: int) -> None:
 
 def command_of(words: list[str]) -> Callable[..., Any]:
     """Player of sessions by a command, each in its own process group."""
+    if shutil.which(words[0]) is None:
+        raise ValueError("there is no such program")
     groups = Groups()
 
     def play(problem: SimpleNamespace, client: Client, on_end: Callable[[Callable[[], None]], None]) -> Any:
@@ -347,8 +350,8 @@ def main() -> int:
         return 0
     parent = os.getppid()
     # this file's folder, whose modules would shadow packages of the same names (openai-agents: agents)
-    own = os.path.dirname(os.path.abspath(__file__))
-    sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder) != own]
+    own = os.path.dirname(os.path.realpath(__file__))
+    sys.path[:] = [folder for folder in sys.path if os.path.realpath(folder) != own]
     try:
         if words.command:
             play = command_of(words.command)
@@ -356,7 +359,7 @@ def main() -> int:
             play = environment_of(words.environment) if words.environment else function_of(words.function or "")
     except BaseException as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
-        name = words.environment or words.function
+        name = words.environment or words.function or words.command[0]
         print(f"{name}: {type(error).__name__}: {error} ({place.filename}:{place.lineno})", file=sys.stderr)
         return UNUSABLE
     if words.check:

@@ -141,4 +141,4 @@ def check_program(config: ExternalConfig) -> None:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ValueError(f"external.python is {config.python}: {error}") from error
     if done.returncode != 0:
-        raise ValueError(f"external.function, external.environment: {done.stderr.strip()[-2000:]}")
+        raise ValueError(f"external.function, external.environment, external.command: {done.stderr.strip()[-2000:]}")

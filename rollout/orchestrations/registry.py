@@ -8,6 +8,7 @@ from pydantic import ValidationError
 
 from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.agents.render import ChatRenderer
+from marsrl.rollout.agents.roles import AgentSpec
 from marsrl.rollout.config import AgentConfig, EvaluateConfig, OptionValues, RolloutConfig, Settings, problems_of
 from marsrl.rollout.orchestrations.debate import Debate
 from marsrl.rollout.orchestrations.dual_system import DualSystem
@@ -66,12 +67,15 @@ def build_orchestration(
 
 def _of_file(name: str) -> type[Orchestration]:
     kind = own_class("orchestration", name, Orchestration)
-    names = [spec.name for spec in kind.agents]
-    if not names or len(set(names)) < len(names) or not all(each.isidentifier() for each in names):
+    agents = kind.agents if isinstance(kind.agents, tuple | list) else ()
+    names = [spec.name for spec in agents if isinstance(spec, AgentSpec)]
+    if not names or len(set(names)) < len(agents) or not all(each.isidentifier() for each in names):
         raise ValueError(
             f"orchestration is {name!r}: {kind.__name__}.agents names {', '.join(names) or 'none'}; expected at least one "
             "AgentSpec, names of letters, digits and _, none twice"
         )
+    if not issubclass(kind.Options, Settings):
+        raise ValueError(f"orchestration is {name!r}: {kind.__name__}.Options does not extend Orchestration.Options")
     if not kind.name:
         kind.name = kind.__name__
     return kind

@@ -61,6 +61,7 @@ class RewardPool:
         given = {"path": judge, "arguments": dict(arguments or {})}
         self._processes = WorkerPool(self._options.workers, f"{_MODULE}:load_judge", given, _MEMORY_BYTES)
         self._threads = ThreadPoolExecutor(self._options.workers, "marsrl-rewards")
+        self._told: set[str] = set()  # kinds of failures
 
     def submit(self, problem: Problem, answer: str) -> Future[Reward]:
         """Begin a judgement. The future is cancelled, or fails with CancelledError, if the pool closes first; it fails with
@@ -93,12 +94,19 @@ class RewardPool:
             why = f"took over {self._options.timeout_s:g} s and was killed"
             if isinstance(error, Crashed):
                 why = f"process crashed (code {error.status})"
-                _log.warning("a judge %s", why)
-            return Reward(MISSING, MISSING, note=f"the judge {why}")
+            return self._missing(why)
         if "error" in reply:
-            return Reward(MISSING, MISSING, note=f"the judge failed: {reply['error']}")
+            return self._missing(f"failed: {reply['error']}")
         value = float(reply["reward"])
         return Reward(value, value, {"answer": value})
+
+    def _missing(self, why: str) -> Reward:
+        """A missing reward; the log has the first of each kind."""
+        kind = ":".join(why.split(":", 2)[:2])  # failed: KeyError
+        if kind not in self._told:
+            self._told.add(kind)
+            _log.warning("the judge %s: that reward is missing, as others will be (reward/<agent>/missing)", why)
+        return Reward(MISSING, MISSING, note=f"the judge {why}")
 
 
 # In the worker process.

@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import random
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,9 @@ ANSWER_KEYS = (
     *("golden_answers", "answer", "final_answer", "ans_box", "label", "reward_model.ground_truth.target"),
     *("reward_model.ground_truth", "ground_truth", "solution"),
 )
+_SHARD = re.compile(r"-\d+-of-\d+")  # train-00000-of-00002.parquet
+_SPLITS = ("train", "test", "validation", "valid", "val", "dev")
+_THOUSANDS = re.compile(r"\s*[-+$]*\d{1,3}(,\d{3})+(\.\d+)?\s*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,10 +208,7 @@ def data_files(path: Path) -> list[Path]:
             "downloaded; to get one: hf download OWNER/NAME --repo-type dataset --local-dir NAME)"
         )
     if (path / "dataset_dict.json").is_file():
-        splits = json.loads((path / "dataset_dict.json").read_text("utf-8"))["splits"]
-        if len(splits) > 1 and "train" not in splits:
-            raise ValueError(f"data: {path} has the splits {', '.join(splits)}; give the folder of one of them")
-        path = path / ("train" if "train" in splits else splits[0])
+        path = path / _split(path, json.loads((path / "dataset_dict.json").read_text("utf-8"))["splits"])
     if (path / "state.json").is_file():  # save_to_disk: names its shards in order
         state = json.loads((path / "state.json").read_text("utf-8"))
         if state.get("_indices_data_files"):
@@ -215,8 +216,17 @@ def data_files(path: Path) -> list[Path]:
         return [path / Path(shard["filename"]).name for shard in state["_data_files"]]
     for ending in ("arrow", "parquet", "jsonl"):
         if found := sorted(path.glob(f"*.{ending}")):
-            return found
+            split_of = {file: name for file in found if (name := _SHARD.sub("", file.stem)) in _SPLITS}
+            split = _split(path, sorted({*split_of.values()})) if split_of else None
+            return [file for file in found if split_of.get(file, split) == split]
     raise ValueError(f"data: {path} holds no arrow, parquet or jsonl files")
+
+
+def _split(path: Path, splits: Sequence[str]) -> str:
+    """The split that is read, of those in a folder: train where it is one of them."""
+    if len(splits) > 1 and "train" not in splits:
+        raise ValueError(f"data: {path} has the splits {', '.join(splits)}; give the file or folder of one of them")
+    return "train" if "train" in splits else splits[0]
 
 
 def _rows(file: Path) -> Iterator[tuple[int, Mapping[str, object] | BadLine]]:
@@ -293,7 +303,8 @@ def _answer(value: object, key: str) -> str:
         return str(int(value)) if value.is_integer() else repr(value)
     text = str(value)
     if "####" in text:  # GSM8K: a worked solution, then the final answer
-        text = text.rpartition("####")[2].replace(",", "")
+        text = text.rpartition("####")[2]
+        text = text.replace(",", "") if _THOUSANDS.fullmatch(text) else text
     elif key.rpartition(".")[2] == "solution":
         boxed = boxed_answer(text)
         if boxed is None:
@@ -335,4 +346,5 @@ def right_answers(reference: str) -> list[str]:
 
 
 def _kind(value: object) -> str:
-    return "missing" if value is None else "empty" if value == "" else type(value).__name__
+    is_empty = isinstance(value, str) and not value.strip()
+    return "missing" if value is None else "empty" if is_empty else type(value).__name__

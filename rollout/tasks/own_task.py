@@ -67,6 +67,8 @@ class OwnTask:
 def find_own_task(name: str) -> type[OwnTask]:
     """The class FILE.py:CLASS; ValueError says what is wrong with it."""
     kind = own_class("task", name, OwnTask)
+    if not issubclass(kind.Options, OwnTask.Options):
+        raise ValueError(f"task is {name!r}: {kind.__name__}.Options does not extend OwnTask.Options")
     if kind.prompts not in set_names():
         raise ValueError(
             f"task is {name!r}: {kind.__name__}.prompts: no prompt set is called {kind.prompts!r}; there are "
@@ -130,7 +132,9 @@ def _problem(task: str, where: str, uid: str, item: object) -> Problem:
     else:
         raise ValueError(f"{where} is {item!r:.80}, expected (question, answer) or a Problem")
     is_text = isinstance(problem.question, str) and isinstance(problem.answer, str | None)
-    if not is_text or not problem.question.strip():
-        raise ValueError(f"{where} is {item!r:.80}, expected a question and an answer as text (the answer may be None)")
+    if not is_text or not problem.question.strip() or not isinstance(problem.id, str):
+        raise ValueError(
+            f"{where} is {item!r:.80}, expected a question, an answer and an id as text (the answer may be None)"
+        )
     well_formed(f"{problem.question}{problem.answer}", where)
     return problem

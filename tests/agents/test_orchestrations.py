@@ -280,6 +280,18 @@ from marsrl.rollout.agents.roles import AgentSpec
 
 class Nameless(Orchestration):
     agents = (AgentSpec("a b"),)
+
+class Words(Orchestration):
+    agents = ("solver",)
+
+class One(Orchestration):
+    agents = (AgentSpec("solver"))
+
+class Plain(Orchestration):
+    agents = (AgentSpec("solver"),)
+
+    class Options:
+        rounds = 2
 """
 NAMES = "debate, dual_system, external, search_team, solver, .*, verifier_corrector, and your own as FILE"
 REFUSED: list[tuple[str, dict[str, AgentConfig], str, dict[str, object], str]] = [
@@ -290,6 +302,9 @@ REFUSED: list[tuple[str, dict[str, AgentConfig], str, dict[str, object], str]] =
     ("solver", {}, "math", {"max_loops": 1}, r"orchestration_options of solver: max_loops: .*\(it has none\)"),
     # what else can be wrong with a file: tests/tasks/test_data.py
     ("my_team.py:Nameless", {}, "math", {}, "Nameless.agents names a b; expected at least one AgentSpec"),
+    ("my_team.py:Words", {}, "math", {}, "Words.agents names none; expected at least one AgentSpec"),
+    ("my_team.py:One", {}, "math", {}, "One.agents names none; expected at least one AgentSpec"),
+    ("my_team.py:Plain", {}, "math", {}, "Plain.Options does not extend Orchestration.Options"),
     ("my_team.py:Missing", {}, "math", {}, "Missing is no class of my_team.py that extends Orchestration"),
 ]
 

@@ -33,6 +33,7 @@ def run(problem, client):
         ("'no'", {0.0}),
         ("problem.answer", {1.0}),
         ("{'solver': float('nan')}", {None}),
+        ("{}", {None}),
     ],
 )
 def test_a_reward_is_the_program_s_or_the_task_s_of_its_answer(

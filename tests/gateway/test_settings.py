@@ -11,7 +11,7 @@ import yaml
 from programs import program
 
 from marsrl.rollout.gateway.config import ExternalConfig
-from marsrl.rollout.gateway.workers import check_program
+from marsrl.rollout.gateway.workers import WORKER, check_program
 from marsrl.trainer.checks.preflight import preflight
 from marsrl.trainer.commands.cli import main
 from marsrl.trainer.config.read import ConfigError, read_config
@@ -46,20 +46,33 @@ def test_sections_that_do_not_go_together_are_refused(words: list[str], reason: 
         ("function={folder}/program.py:walk", "has no walk"),
         ("function={folder}/broken.py:run", "ModuleNotFoundError: No module named 'nowhere'"),
         ("python={folder}/no_python", "external.python is .*No such file"),
+        ("command=[no_program, x]", "external.command: no_program: ValueError: there is no such program"),
         ("key_env=MARSRL_NO_SUCH_KEY", "external.key_env names MARSRL_NO_SUCH_KEY, which is not set"),
     ],
 )
 def test_a_program_that_workers_could_not_start_is_refused(tmp_path: Path, external: str, reason: str) -> None:
     (tmp_path / "program.py").write_text("def run(problem, client):\n    pass\n")
     (tmp_path / "broken.py").write_text("import nowhere\n")
-    words = [f"external.function={tmp_path}/program.py:run", f"external.{external.format(folder=tmp_path)}"]
+    words = [] if external.startswith("command") else [f"external.function={tmp_path}/program.py:run"]
+    words.append(f"external.{external.format(folder=tmp_path)}")
     config, _ = read_config(None, [*TEAM, *LOCAL, *words])
     with pytest.raises(ValueError, match=reason):
         preflight(config, world_size=1)
 
 
-def test_a_program_imports_its_own_files_and_packages_but_not_the_files_beside_the_worker(tmp_path: Path) -> None:
-    """openai-agents is called `agents`, and so is a file of the gateway."""
+def test_a_command_s_files_are_relative_to_the_settings_file(tmp_path: Path) -> None:
+    (tmp_path / "agent.py").touch()
+    (tmp_path / "own.yaml").write_text("{orchestration: external, external: {command: [python, agent.py, x]}}")
+    config, _ = read_config(tmp_path / "own.yaml", ["agents.solver.policy=main"])
+    assert config.external is not None and config.external.command == ["python", f"{tmp_path}/agent.py", "x"]
+
+
+def test_a_program_imports_its_own_files_and_packages_but_not_the_files_beside_the_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """openai-agents is called `agents`, and so is a file of the gateway, also where a link leads to it."""
+    (tmp_path / "gateway").symlink_to(WORKER.parent)
+    monkeypatch.setattr("marsrl.rollout.gateway.workers.WORKER", tmp_path / "gateway" / WORKER.name)
     (tmp_path / "beside.py").write_text("NAME = 'run'\n")
     named = program(tmp_path, "from beside import NAME\ndef run(problem, client): ...\n")
     check_program(ExternalConfig(function=named))

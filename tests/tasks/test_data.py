@@ -36,6 +36,7 @@ def write(path: Path, *rows: object) -> Path:
 ASKED = {"role": "user", "content": "q"}
 ROWS: list[tuple[str, dict[str, object], str]] = [
     ("math", {"question": "q", "answer": "work\n#### 1,234"}, "1234"),
+    ("math", {"question": "q", "answer": "work\n#### (1,2)"}, "(1,2)"),
     ("math", {"query": "q", "ans_box": "7"}, "7"),
     ("math", {"prompt": "q", "label": 5}, "5"),
     ("math", {"problem": "q", "solution": r"so \boxed{\frac12}"}, r"\frac12"),
@@ -65,6 +66,7 @@ BAD: list[tuple[str, object, str]] = [
     ("math", "[" * 100_000, "not readable as JSON"),
     ("math", b'{"question": "\xff"}', "not UTF-8 at byte 14"),
     ("math", {"question": "q"}, "answer.*is missing"),
+    ("math", {"question": " ", "answer": "1"}, "question is empty"),
     ("math", {"question": "q", "answer": True}, "is bool"),
     ("math", {"question": "q", "answer": ["1", "2"]}, r"answer \(answer\) is a list of 2, expected one answer"),
     ("math", {"question": [{"role": "system", "content": "s"}], "answer": "1"}, "without a user message"),
@@ -132,6 +134,28 @@ def test_dataset_directories_are_read_in_the_order_of_their_shards(tmp_path: Pat
     if layout == "dict":
         (tmp_path / "dataset_dict.json").write_text('{"splits": ["test", "train"]}')
     assert [p.answer for p in read_problems(tmp_path, "math").problems] == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize(
+    ("files", "read"),
+    [
+        ("test.jsonl train.jsonl", "train.jsonl"),
+        ("test-0-of-1.jsonl train-0-of-2.jsonl train-1-of-2.jsonl", "train-0-of-2.jsonl train-1-of-2.jsonl"),
+        ("a.jsonl test.jsonl", "a.jsonl test.jsonl"),
+        (
+            "test.jsonl validation.jsonl",
+            "data: . has the splits test, validation; give the file or folder of one of them",
+        ),
+    ],
+)
+def test_of_a_folder_with_several_splits_train_is_read(tmp_path: Path, files: str, read: str) -> None:
+    for file in files.split():
+        write(tmp_path / file, GOOD)
+    try:
+        found = " ".join(problem.id.partition(":")[0] for problem in read_problems(tmp_path, "math").problems)
+    except ValueError as error:
+        found = str(error).replace(str(tmp_path), ".")
+    assert found == read
 
 
 def some(count: int) -> list[Problem]:
@@ -322,6 +346,12 @@ WRONG: list[tuple[str, str, str]] = [
         r"problems\[0\] is 'q', expected \(question, answer\) or a Problem",
     ),
     ("Mine", "def problems(self): return [Problem('a', 'q', None, 't')] * 2", "two problems with the same id"),
+    (
+        "Mine",
+        "def problems(self): return [Problem(1, 'q', None, 't')]",
+        "expected a question, an answer and an id as text",
+    ),
+    ("Mine", "class Options: workers = 2", "task is .*: Mine.Options does not extend OwnTask.Options"),
     ("Mine", "def problems(self): return [][0]", "task is .*: problems raises IndexError: list index out of range"),
     ("Mine", "pass", "task is .*: problems is empty: return some, or set data.train"),
 ]

@@ -216,14 +216,17 @@ REWARDS = {"1": 1.0, "2": 0.0, "print": 0.0, "part": 0.25, "read": 0.0}
 
 
 def test_crashes_errors_and_what_is_no_number_from_0_to_1_are_missing_with_a_note_and_the_rest_is_judged(
-    odd_judge: str,
+    odd_judge: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with contextlib.closing(RewardPool(JudgeOptions(workers=2, timeout_s=60.0), judge=odd_judge)) as pool:
         rewards = judged(pool, [(problem("1"), answer) for answer in (*MISSING, *REWARDS)])
+        judged(pool, [(problem("1"), "raise")])
     for (answer, note), reward in zip(MISSING.items(), rewards, strict=False):
         assert reward.is_missing and note in reward.note, answer
     known = [Reward(value, value, {"answer": value}) for value in REWARDS.values()]
     assert rewards[len(MISSING) :] == known
+    for told in ("process crashed (code 7)", "failed: RecursionError: too deep", "failed: MemoryError"):
+        assert caplog.text.count(f"the judge {told}") == 1
 
 
 def test_an_answer_that_hangs_is_missing_with_a_note_and_another_process_judges_on(odd_judge: str) -> None:

@@ -148,7 +148,7 @@ def test_who_names_another_orchestration_leaves_the_agents_below_behind(tmp_path
     assert len(back.agents) == 5 and back.agents["solver"].temperature == 0.5
     assert "has no such agent" in refusal(written(tmp_path, "agents: {verifer1: {}}"), "orchestration=solver")
     said = refusal(None, "orchestration=debates")
-    assert "orchestration is 'debates'; there are debate, dual_system, external, search_team, sol" in said
+    assert said.count("orchestration is 'debates'; there are debate, dual_system, external, search_team, sol") == 1
     config, _ = read_config(None, ["orchestration=debate", "orchestration_options.rounds=3"])
     assert list(config.agents) == ["debater"] and list(config.policies) == ["main"]
     said = refusal(None, "orchestration=debate", "orchestration_options.max_loops=3")

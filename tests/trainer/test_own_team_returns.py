@@ -165,6 +165,8 @@ NO_NUMBERS = "TypeError: expected a dict of numbers, found None"
         (GOES_ON.format("'more'"), 2, 2, "goes on once more, at most rollout.max_turns = 3 times"),
         (SAYS.format("outcomes", None), 4, 0, f"Pair.outcomes: {NO_NUMBERS} (my_team.py:"),
         (SAYS.format("metrics", None), 4, 0, f"Pair.metrics: {NO_NUMBERS} (my_team.py:"),
+        (SAYS.format("metrics", "{'x': float('nan')}"), 4, 0,
+         "Pair.metrics: ValueError: expected x to be a number, found nan (my_team.py:"),
         (SAYS.format("outcome", "'7'"), 4, 0,
          "Pair.outcomes: TypeError: expected the outcome to be Sample or None, found '7' (str)"),
     ],

@@ -23,7 +23,7 @@ CONFIGS = Path(__file__).resolve().parent.parent.parent / "configs"  # in a chec
 DEFAULT_FOR_TASK = {"arithmetic": "cpu_default", "math": "math_default", "qa": "qa_default"}
 _PATHS = re.compile(
     r"task|orchestration|data\.(train|eval|demonstrations)|policies\.[^.]+\.(model|reference)|tools\.[^.]+\.(corpus|index|function|command)"
-    r"|agents\.[^.]+\.prompt|external\.(function|environment|python)"
+    r"|agents\.[^.]+\.prompt|external\.(function|environment|command|python)"
 )
 
 
@@ -234,4 +234,4 @@ def explain(error: ValidationError, origin: ConfigOrigin) -> str:
             lines.append(placed if placed != reason else f"{reason}{given}")
         else:
             lines.append(f"{key}: {problem['msg']} (found {problem['input']!r}){given}")
-    return "\n".join(lines)
+    return "\n".join(dict.fromkeys(lines))  # a wrong team is found twice
