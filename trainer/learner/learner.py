@@ -197,7 +197,7 @@ class Learner:
         Ranks of a data-parallel group bring equally many micro-batches; an empty share is pack([]). An update whose loss or
         gradient is not finite on any rank changes nothing.
 
-        Raises ValueError: on all ranks, if the micro-batches of any of them do not match (number, alignment, scope).
+        Raises ValueError: on all ranks, if the micro-batches of any of them do not fit mpt.scope or trainer.router_replay.
         """
         alone = Together({"": self}, (None,), self.passes)
         return alone.train_step(updates, lr=lr, by_agent=by_agent, keep=keep)[""]
