@@ -2,7 +2,6 @@
 
     python benchmarks/evidence.py                       writes the page from existing results; lists what is missing
     python benchmarks/evidence.py --run [--jobs 2]      trains what is missing, then writes the page
-    python benchmarks/evidence.py --smoke               every arm in two tiny steps, into a temporary directory; no page
 
 Every arm and seed has a file in results/<device>/evidence/, written when its training ends, so a killed command resumes with the
 rest. A result counts as missing if its settings have changed or its commit was not clean; the page names the commits. To repeat a
@@ -28,7 +27,7 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 
-from evidence_page import CLAIMS, PAGE, Result, Results, page, table
+from evidence_page import PAGE, Result, Results, page
 from namespace import ROOT
 from studies import FOREIGN, FOREIGN_SEEDS, OTHER_KIND, STUDIES, shown
 
@@ -36,13 +35,6 @@ RESULTS = ROOT / "benchmarks" / "results" / "cpu_xeon_2core" / "evidence"
 RUNS = ROOT / "runs" / "evidence"
 TRAINS = ("kernels", "rollout", "trainer", "configs", "csrc", "constraints", "setup.py", "CMakeLists.txt")
 WRITTEN = ("benchmarks/results", "docs")  # written by this command, and unable to change a number
-
-TINY = (
-    "run.steps=2", "loss.entropy_coef=0.01", "rollout.prompts_per_step=2", "rollout.group_size=4", "rollout.engine=local",
-    "rollout.placement=local", "evaluate.num_problems=8", "evaluate.fixed_inputs=4", "warm_start.max_solver_steps=4",
-    "warm_start.short_steps=2", "warm_start.max_team_steps=2", "warm_start.decay_steps=2", "warm_start.solver_batch=4",
-    "warm_start.team_batch=4", "warm_start.table_drills=8", "warm_start.equality_drills=8",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -115,7 +107,7 @@ def is_current(job: Job, result: Result | None) -> bool:
 
 @dataclass
 class Runner:
-    """Trains and evaluates jobs, several at a time. more: additional settings of every training (--smoke)."""
+    """Trains and evaluates jobs, several at a time. more: additional settings of every training."""
 
     commit: str
     results: Path
@@ -260,7 +252,6 @@ def plan(jobs: Sequence[Job], results: Results) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", action="store_true", help="train what is missing")
-    parser.add_argument("--smoke", action="store_true", help="two tiny steps of seed 0 of every arm; nothing is kept")
     parser.add_argument("--only", nargs="+", default=[], choices=[*STUDIES, "foreign"], help="some of the studies")
     parser.add_argument("--jobs", type=int, default=1, help="trainings at a time (default: 1)")
     parser.add_argument("--warm-start", nargs="+", help=argparse.SUPPRESS)
@@ -269,14 +260,6 @@ def main() -> int:
         print(warm_started(words.warm_start))
         return 0
     jobs = every_job(words.only)
-    if words.smoke:
-        with tempfile.TemporaryDirectory() as folder:
-            first = [job for job in jobs if job.seed == 0]
-            environment = {**os.environ, "MARSRL_CACHE": f"{folder}/cache"}
-            made = Path(folder, "results")
-            Runner("smoke", made, Path(folder, "runs"), words.jobs, TINY, environment).all(first)
-            print("\n\n".join(table(claim, read_results(made)) for claim in CLAIMS.values()))
-        return 0
     runs = RUNS / state_of_the_code()
     os.environ["MARSRL_CACHE"] = str(runs / "cache")
     runner = Runner(git("rev-parse", "HEAD").stdout.strip(), RESULTS, runs, words.jobs)

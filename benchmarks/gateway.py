@@ -33,6 +33,8 @@ from rollout import Child, Side, measured, show_ratio
 HERE = Path(__file__).resolve()
 GROUP = 8  # sessions of a problem
 PAIRS = 4  # of calls in a session
+ANSWER = "this follows from the line before, and so on; " * 7  # bytes, of which each is a token
+POLL_S = 0.1  # as player/rollout.py does
 TOKENS = 1 << 16  # decoded in a turn at least
 SESSIONS = 256  # of a stage, where tokens are counted
 OVERLAP = 2  # a stage is over with its longest session: with 1, engines idle before that
@@ -61,18 +63,20 @@ def calls(sessions: int, rounds: int) -> dict[str, Any]:
     from marsrl.rollout.imports import imports_for_good
 
     with imports_for_good():
-        from costless_engines import POLL_S, SHORTEST, CostlessEngines, write_tokenizer
-        from simulation.lengths import Lengths
+        from random_models import write_large_tokenizer
         from simulation.simulated_team import judge, problem_stream
 
         from marsrl.rollout.agents.render import ChatRenderer
         from marsrl.rollout.config import AgentConfig, RolloutConfig
+        from marsrl.rollout.engines.protocol import DecodeResult
+        from marsrl.rollout.engines.scripted import ScriptedEngine
         from marsrl.rollout.gateway.agents import agents_of
         from marsrl.rollout.gateway.config import ExternalConfig
         from marsrl.rollout.gateway.server import open_gateway
         from marsrl.rollout.orchestrations.external import External
         from marsrl.rollout.player.stages import Stages
         from marsrl.rollout.pool.pool import EnginePool
+        from marsrl.rollout.pool.replicas import LocalReplicas
         from marsrl.rollout.team import Team, WatchedJudge
 
     agents = {name: AgentConfig(max_input_tokens=8192) for name in ("solver", "critic")}
@@ -80,10 +84,22 @@ def calls(sessions: int, rounds: int) -> dict[str, Any]:
     config = RolloutConfig.model_validate(stage)
     external = ExternalConfig(function=f"{HERE}:{alternate.__name__}", concurrency=sessions)
     with tempfile.TemporaryDirectory() as folder:
-        write_tokenizer(folder)
-        renderers = {"main": ChatRenderer(folder)}
-    engines = CostlessEngines(8, Lengths(1.0), 1, SHORTEST, renderers["main"])
-    pools = {"main": EnginePool(engines, slots=256)}
+        write_large_tokenizer(folder)
+        renderer = ChatRenderer(folder)
+    renderers, answer = {"main": renderer}, renderer.encode_trusted(ANSWER).tolist()
+
+    class CountedEngine(ScriptedEngine):
+        cpu_s = 0.0  # of all engines, in this process
+
+        def collect(self, timeout_s: float) -> list[DecodeResult]:
+            begin = time.thread_time()
+            try:
+                return super().collect(timeout_s)
+            finally:
+                CountedEngine.cpu_s += time.thread_time() - begin
+
+    engines = [CountedEngine(lambda request: answer, decode=renderer.decode) for _ in range(8)]
+    pools = {"main": EnginePool(LocalReplicas(engines), slots=256)}
     with open_gateway(external, agents_of(agents, renderers, config.max_response_tokens)) as gateway:
         orchestration = External(agents, "math", None, config)
         team = Team(agents, orchestration, renderers, pools, WatchedJudge(judge), tools=gateway)
@@ -91,12 +107,12 @@ def calls(sessions: int, rounds: int) -> dict[str, Any]:
         stages = Stages(config, team, questions, seed=0, trains_whole=True)
 
         def play() -> dict[str, float]:
-            engines.own_cpu_s, wall_s, cpu_s = 0.0, time.perf_counter(), time.process_time()
+            CountedEngine.cpu_s, wall_s, cpu_s = 0.0, time.perf_counter(), time.process_time()
             stages.resume({"main": 0})
             stages.want()
             while (batch := stages.take()) is None:
                 stages.advance(POLL_S)
-            wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s - engines.own_cpu_s
+            wall_s, cpu_s = time.perf_counter() - wall_s, time.process_time() - cpu_s - CountedEngine.cpu_s
             num_calls = batch.metrics["team/calls"]
             if num_calls != 2 * PAIRS * sessions:
                 raise SystemExit(f"{num_calls:g} calls of {2 * PAIRS * sessions} were answered")

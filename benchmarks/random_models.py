@@ -1,11 +1,16 @@
-"""Small random models of each family, for parity.py and probe.py."""
+"""Small random models of each family, for parity.py and probe.py; a tokenizer of Qwen's size."""
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
+
+VOCABULARY = 151_643  # Qwen's, without control tokens
 
 _ROPE = {"rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 _EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
@@ -43,3 +48,12 @@ def write_model(kind: str, layers: int, folder: Path, **sizes: int) -> Path:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(folder)
     return folder
+
+
+def write_large_tokenizer(folder: str) -> None:
+    """Write the byte tokenizer with as many pieces as Qwen's: encoding gives one token a byte, any of them can be decoded."""
+    rng, pieces = random.Random(0), dict[str, None]()
+    while len(pieces) < VOCABULARY - 256:
+        word = "".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(2, 7)))
+        pieces[rng.choice(("", "\u0120")) + word] = None
+    write_byte_tokenizer(folder, pieces)

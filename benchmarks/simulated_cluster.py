@@ -26,15 +26,17 @@ import resource
 import subprocess
 import sys
 import tempfile
+import time
 import zlib
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import scale
-from costless_engines import VOCABULARY, write_tokenizer
+from random_models import VOCABULARY, write_large_tokenizer
 from simulation.calibrate import ULORL
 from simulation.cost_model import Constants
 from simulation.lengths import Lengths
@@ -45,10 +47,18 @@ from simulation.tables import columns
 
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.imports import imports_for_good
-from marsrl.rollout.types import IntArray
+from marsrl.rollout.state import decode, encode
+from marsrl.rollout.types import Group, IntArray
+from marsrl.trainer.config import RunConfig
 from marsrl.trainer.config.read import read_config
+from marsrl.trainer.data.credit import credit
+from marsrl.trainer.data.mini_batches import Average, mini_batches
+from marsrl.trainer.data.packing import TrainSequence, plan_micro_batches
+from marsrl.trainer.report.group_metrics import summarise
+from marsrl.trainer.report.samples_log import write_samples
 from marsrl.trainer.runs.directory import RunDirectory
 
+CONFIG = "configs/qwen3_30b_a3b.yaml"
 BASE = 64  # GPUs that the numbers below are of; more have as much for each
 PROBLEMS, TRAINING, GROUP = 128, 24, 8
 YOUNG = 4  # steps before the measured ones, until all five agents play
@@ -57,14 +67,53 @@ STEADY = 24  # the same, until the samples of a step grow no more
 COARSE, FINE = 64, 4  # real tokens that one of a completion stands for
 LONG = 32_768  # tokens of the comparison with overlap
 DIVISIONS = (0.5, 0.625, 0.75)  # shares of the GPUs that decode
-LENGTHS = Lengths(scale.SIGMA)
+LENGTHS = Lengths(1.369)  # sigma: pipeline.py's fit
+
+
+# Parts whose seconds grow with the samples that are played; those of the others with the trained ones.
+PLAYED_PARTS = ("books and pool", "prompts", "texts")
+BESIDE = ("checkpoint state (every 10 steps)", "another rank: decoding its share")
+
+
+@dataclass
+class Parts:
+    """CPU seconds by part, all threads of the process; a nested part interrupts the outer one."""
+
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    calls: Counter[str] = field(default_factory=Counter)
+    _inside: list[str] = field(default_factory=list)
+    _since: float = 0.0
+
+    @contextmanager
+    def of(self, name: str) -> Iterator[None]:
+        self._book()
+        self.calls[name] += 1
+        self._inside.append(name)
+        try:
+            yield
+        finally:
+            self._book()
+            self._inside.pop()
+
+    def _book(self) -> None:
+        now = time.process_time()
+        if self._inside:
+            self.seconds[self._inside[-1]] += now - self._since
+        self._since = now
+
+    def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def inside(*words: Any, **options: Any) -> Any:
+            with self.of(name):
+                return function(*words, **options)
+
+        return inside
 
 
 @dataclass(frozen=True)
 class RankZero:
     """Rank 0's CPU seconds, by part: of PLAYED steps that ask for `played` samples, and of the last one's trained `samples`.
 
-    tokens: of the samples' arrays, of which each stands for `grain`.
+    tokens: of the samples' arrays, of which each stands for `grain`. bytes: of messages and files, by what they hold.
     """
 
     gpus: int
@@ -73,15 +122,16 @@ class RankZero:
     samples: int
     tokens: int
     seconds: dict[str, float]
+    bytes: dict[str, int]
     peak_gib: float
 
     def part_s(self, part: str) -> float:
         """Seconds a sample."""
-        return self.seconds[part] / (self.played if part in scale.PLAYED else self.samples)
+        return self.seconds[part] / (self.played if part in PLAYED_PARTS else self.samples)
 
     @property
     def sample_s(self) -> float:
-        return sum(self.part_s(part) for part in self.seconds if part not in scale.BESIDE)
+        return sum(self.part_s(part) for part in self.seconds if part not in BESIDE)
 
     @property
     def sample_tokens(self) -> float:
@@ -119,35 +169,80 @@ def writer(renderer: ChatRenderer, constants: Constants) -> Written:
     return written
 
 
-def measure(gpus: int, grain: int) -> RankZero:
+def measure(gpus: int, grain: int, overlap: int = 1) -> RankZero:
     """Rank 0's work of the steps after YOUNG."""
     with imports_for_good():
         import pyarrow.parquet  # noqa: F401  by the samples log, once in a run
 
-        config = read_config(scale.CONFIG, [])[0]
-    constants, parts = Constants(), scale.Parts()
+        config = read_config(CONFIG, [])[0]
+    constants, parts, sent = Constants(), Parts(), Counter[str]()
     with tempfile.TemporaryDirectory() as folder:
-        write_tokenizer(folder)
+        write_large_tokenizer(folder)
         renderer = ChatRenderer(folder)
         texts = Texts(
             renderer, writer(renderer, constants), grain, lambda n: f"What is {n} modulo 7? " + "Think. " * 80
         )
-        simulation = Simulation(asynchronous(gpus), constants, LENGTHS, texts=texts)
+        simulation = Simulation(replace(asynchronous(gpus), overlap=overlap), constants, LENGTHS, texts=texts)
         for _ in range(YOUNG):
             simulation.step()
-        for name, part in scale.PARTS_OF_RENDERER.items():
+        for name, part in (("render", "prompts"), ("decode", "texts")):
             setattr(renderer, name, parts.timed(part, getattr(renderer, name)))
-        own_cpu_s = simulation.replicas.own_cpu_s
+        engines = simulation.replicas
+        before = engines.own_cpu_s, engines.received, engines.returned
         with parts.of("books and pool"):
             step = [simulation.step() for _ in range(PLAYED)][-1]
-        parts.seconds["books and pool"] -= simulation.replicas.own_cpu_s - own_cpu_s
+        parts.seconds["books and pool"] -= engines.own_cpu_s - before[0]
+        sent |= {"to engines": engines.received - before[1], "from engines": engines.returned - before[2]}
+        with parts.of(BESIDE[0]):
+            sent["checkpoint state"] = len(encode(simulation.stages.snapshot()))
         directory = RunDirectory(Path(folder) / "run")
-        scale.trained(config, step.groups, parts, Counter(), directory, num_ranks=TRAINING * gpus // BASE)
+        trained(config, step.groups, parts, sent, directory, num_ranks=TRAINING * gpus // BASE)
     samples = [sample for group in step.groups for sample in group.samples]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     num_tokens = sum(len(sample.token_ids) for sample in samples)
     played = GROUP * parts.calls["prompts"]
-    return RankZero(gpus, grain, played, len(samples), num_tokens, dict(parts.seconds), peak)
+    return RankZero(gpus, grain, played, len(samples), num_tokens, dict(parts.seconds), dict(sent), peak)
+
+
+def trained(
+    config: RunConfig,
+    groups: Sequence[Group],
+    parts: Parts,
+    sent: Counter[str],
+    directory: RunDirectory,
+    num_ranks: int,
+) -> None:
+    """All of rank 0's work on a step's groups except its own part of the update."""
+    data_size = num_ranks // config.policies["main"].layout.tensor
+    with parts.of("credit"):
+        credited = credit(groups, config.credit, config.agents, success=config.mpt.success)
+    average = Average(config.loss.aggregation, config.credit.denominator, config.rollout.max_response_tokens)
+    with parts.of("mini-batches"):
+        batches = mini_batches(
+            credited.of(config.agents), config.trainer.updates_per_step, average, seed=config.run.seed, step=1
+        )
+    for each in batches:
+        with parts.of("micro-batches planned"):
+            lengths = [s.num_tokens for s in each.sequences]
+            plan = plan_micro_batches(lengths, data_size, config.trainer.max_tokens_per_micro_batch)
+        for data_rank, members in [(data_rank, members) for data_rank, share in enumerate(plan) for members in share]:
+            with parts.of("encoding the batch"):
+                data = encode([each.sequences[i] for i in members])
+            sent["to the data ranks"] += len(data)
+            if data_rank == 1:
+                with parts.of(BESIDE[1]):
+                    decode(list[TrainSequence], data)
+    directory.samples.mkdir(parents=True)
+    with parts.of("samples log"):
+        path = write_samples(directory, 1, groups, credited.advantages)
+    sent["samples log"] = path.stat().st_size
+    with parts.of("metrics"):
+        summarise(credited.groups, version=1, advantages=credited.advantages)
+
+
+def exponent(sizes: Sequence[float], seconds: Sequence[float]) -> float:
+    """The slope of seconds over sizes, both as logarithms: 1 is linear."""
+    return float(np.polyfit(np.log(sizes), np.log(np.maximum(seconds, 1e-9)), 1)[0])
 
 
 def in_its_own_process(gpus: int, grain: int) -> RankZero:
@@ -200,8 +295,10 @@ def show_ranks(ranks: Sequence[RankZero], per_token_s: float, steady: Outcome) -
     for part in ranks[0].seconds:
         micros = (f"{1e6 * found.part_s(part):.0f}" for found in ranks)
         print(f"  {part:36} {', '.join(micros)} us a sample")
+    for name in ranks[0].bytes:
+        print(f"  {name:36} {', '.join(f'{found.bytes[name] / 2**20:.1f}' for found in ranks)} MiB")
     if len(ranks) > 1:
-        slope = scale.exponent([found.gpus for found in ranks], [found.gpus * found.sample_s for found in ranks])
+        slope = exponent([found.gpus for found in ranks], [found.gpus * found.sample_s for found in ranks])
         print(f"  exponent {slope:.2f}; at most {', '.join(f'{found.peak_gib:.1f}' for found in ranks)} GiB")
 
 

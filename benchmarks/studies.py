@@ -100,7 +100,6 @@ STUDIES = {
         },
         ("system2",),
         ("system2",),
-        ("team/calls/search", "team/calls/python", "team/turns_without_call"),
     ),
     "adapters": Study(
         "cpu_adapters",
@@ -111,7 +110,7 @@ STUDIES = {
         },
         ("solver", "verifier1", "corrector1"),
         TEAM,
-        ("sync/bytes", "timing_s/publish", "timing_s/step", "timing_s/rollout"),
+        ("sync/bytes",),
     ),
 }
 
@@ -153,11 +152,10 @@ def trained(rows: Sequence[Any], agents: Sequence[str]) -> dict[str, float]:
 
 
 def gradients(rows: Sequence[Any]) -> dict[str, float]:
-    """Largest norm, 99th percentile and spikes of a training; several policies' gradients count as one vector."""
+    """Largest norm and spikes of a training; several policies' gradients count as one vector."""
     norms = [math.hypot(*_of(row, "actor/grad_norm")) for row in rows]
     spikes = sum(sum(_of(row, "actor/grad_spikes")) for row in rows)
-    p99 = statistics.quantiles(norms, n=100, method="inclusive")[98]
-    return {"grad_norm_max": max(norms), "grad_norm_p99": p99, "grad_spikes": spikes}
+    return {"grad_norm_max": max(norms), "grad_spikes": spikes}
 
 
 def _of(row: Any, metric: str) -> list[float]:
@@ -166,14 +164,10 @@ def _of(row: Any, metric: str) -> list[float]:
 
 
 def rewards(rows: Sequence[Any], agents: Sequence[str]) -> dict[str, float]:
-    """Mean reward of each agent and entropy (nats a token) in the first and the last quarter of the steps, and inflation."""
+    """Mean reward of each agent and entropy (nats a token) in the first and the last quarter of the steps."""
     found: dict[str, float] = {}
     for agent in agents:
         found |= quarters(f"{agent}_reward", [row.get(f"reward/{agent}/mean") for row in rows])
-        factors = [row.get(f"drmas/{agent}/variance_inflation") for row in rows]
-        known = [factor for factor in factors if factor is not None]
-        if known:
-            found[f"{agent}_inflation"] = statistics.fmean(known)
     return found | quarters("entropy", [row.get("actor/entropy") for row in rows])
 
 
@@ -187,9 +181,9 @@ def quarters(name: str, values: Sequence[float | None]) -> dict[str, float]:
 
 
 def last_counts(rows: Sequence[Any], names: Sequence[str]) -> dict[str, float]:
-    """Means of these metrics over the last quarter of the steps; 0 for missing ones, such as those of an unset tool."""
+    """Means of these metrics over the last quarter of the steps; 0 for missing ones."""
     last = rows[-max(1, len(rows) // 4) :]
-    return {name.removeprefix("team/"): statistics.fmean(row.get(name) or 0.0 for row in last) for name in names}
+    return {name: statistics.fmean(row.get(name) or 0.0 for row in last) for name in names}
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:

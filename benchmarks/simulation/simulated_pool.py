@@ -51,7 +51,8 @@ class SimulatedReplicas(Replicas):
     lengths: whole lengths of completions, in real tokens. written: their tokens. grain, prompt_grain: real tokens that one of a
         completion, of a prompt, stands for.
     texts: of completions; None: engines return none. first_token_s: time of the first token, by uid; readers remove their
-        entries. own_cpu_s: CPU seconds of this simulation, texts and the engines' ends of messages included.
+        entries. own_cpu_s: CPU seconds of this simulation, texts and the engines' ends of messages included. received, returned:
+        bytes of the messages to the engines and back.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class SimulatedReplicas(Replicas):
     ) -> None:
         self.grain, self.prompt_grain = grain, prompt_grain
         self.own_cpu_s = 0.0
+        self.received = self.returned = 0
         self.engines = [EngineTimeline(cost) for _ in range(num_engines)]
         self.clock = clock
         self.decoded_tokens = 0
@@ -98,6 +100,7 @@ class SimulatedReplicas(Replicas):
     def submit(self, replica: int, requests: Sequence[DecodeRequest], version: int) -> None:
         message = pickle.dumps(requests, PICKLE_PROTOCOL)
         begin = time.process_time()
+        self.received += len(message)
         engine, now_s = self.engines[replica], self.clock.now_s
         assert not engine.run(now_s), "what has ended is collected before more is submitted"
         for request in pickle.loads(message):
@@ -118,17 +121,18 @@ class SimulatedReplicas(Replicas):
         self.own_cpu_s += time.process_time() - begin
 
     def collect(self, busy: Sequence[int], timeout_s: float, *, is_urgent: bool = True) -> list[tuple[int, Timed]]:
-        if self._aborted:
-            cut, self._aborted = self._aborted, {}
-            return [
-                (replica, Timed(pickle.loads(each), self.clock.now_s, self.clock.now_s))
-                for replica, each in cut.items()
-            ]
-        begin = time.process_time()
-        start = self.clock.now_s
-        limit = start + timeout_s
+        begin, start = time.process_time(), self.clock.now_s
+        answers, self._aborted = self._aborted, {}
+        if not answers:
+            self._run(busy, start + timeout_s, answers)
+        self.own_cpu_s += time.process_time() - begin
+        self.returned += sum(map(len, answers.values()))
+        return [(replica, Timed(pickle.loads(each), start, self.clock.now_s)) for replica, each in answers.items()]
+
+    def _run(self, busy: Sequence[int], limit: float, answers: dict[int, bytes]) -> None:
+        """Let the engines work until something ends, which is added to the answers, or until the limit."""
+        last_s = self.clock.now_s
         self.clock.now_s = min(limit, min(self._next_s) + _TOGETHER_S)
-        answers, last_s = list[tuple[int, bytes]](), start
         for replica in busy:
             ended: list[str] = []
             while self._next_s[replica] <= self.clock.now_s:
@@ -136,11 +140,9 @@ class SimulatedReplicas(Replicas):
                 ended += self.engines[replica].run(self.clock.now_s)
                 self._next_s[replica] = self.engines[replica].next_event_s()
             if ended:
-                answers.append((replica, pickle.dumps(self._results(replica, ended), PICKLE_PROTOCOL)))
+                answers[replica] = pickle.dumps(self._results(replica, ended), PICKLE_PROTOCOL)
         if answers and min(self._next_s) == math.inf:
             self.clock.now_s = last_s  # nothing else can end earlier
-        self.own_cpu_s += time.process_time() - begin
-        return [(replica, Timed(pickle.loads(each), start, self.clock.now_s)) for replica, each in answers]
 
     def abort(self, busy: Sequence[int], adapter: str | None = None) -> None:
         assert adapter is None, "one policy without adapters is simulated"

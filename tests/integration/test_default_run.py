@@ -144,22 +144,6 @@ def test_the_default_run_starts_as_it_is_written(first_run: Path, runner: Runner
     assert step.values["actor/empty_steps"] == (not any(sample.advantage for sample in of_step_1))
 
 
-def test_two_data_parallel_ranks_train_as_one_does(first_run: Path, runner: Runner) -> None:
-    """From the same cached warm start; the ranks add in another order, so numbers agree to rounding, not to the bit.
-
-    What is drawn after an update may differ, then: of that step only the weights are looked at, which draw it.
-    """
-    both = untimed(RunDirectory(runner.run("two", "run.steps=2", "run.evaluate=false", ranks=2)))
-    alone = untimed(RunDirectory(first_run))[:2]
-    for name in ("actor/loss", "actor/grad_norm", "actor/tokens", "actor/entropy"):
-        assert both[0][name] == pytest.approx(alone[0][name], rel=1e-3, abs=1e-6), name
-    assert len(both) == 2 and all(row["train_rollout/prob_diff_mean"] < 1e-2 for row in both)  # type: ignore[operator]
-    # before the first update nothing depends on the ranks, nor on the evaluation that only one of them has: to the bit
-    drawn = [name for name in alone[0] if name.startswith(("reward/", "rollout/"))]
-    assert len(drawn) > 10
-    assert {name: both[0][name] for name in drawn} == {name: alone[0][name] for name in drawn}
-
-
 def test_ctrl_c_stops_everything_and_the_resumed_run_equals_an_unbroken_one(first_run: Path, runner: Runner) -> None:
     """And the same seed gives the same metrics, to the bit, whether the warm start was made or cached, by torchrun or without."""
     left_behind = functools.partial(started_with, "MARSRL_CACHE", str(runner.cache))

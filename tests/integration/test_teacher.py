@@ -36,14 +36,18 @@ def words(tmp_path: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_a_teacher_alone_is_followed_whatever_the_reward_says(words: list[str], tmp_path: Path) -> None:
-    """Also token by token over segments of several versions, and while engines decode."""
+    """Also token by token over segments of several versions, while engines decode, whose recorded experts are forced."""
     words += ["rollout.segments=3", "rollout.segment_length=8", "rollout.overlap=1", "rollout.engines=2"]
+    words += ["trainer.router_replay=rollout"]
     rows = rows_of(train_here(tmp_path, [*words, "agents.solver.loss_weight=0", "run.steps=14"]))
     rows = [row for row in rows if "teacher/solver/kl" in row]  # of steps in which groups have ended
     kl, rewards = ([row[name] for row in rows] for name in ("teacher/solver/kl", "reward/solver/mean"))
     assert rewards[0] > 0.2 and kl[0] > 0.4  # half of its answers have a token of probability e^-16 there, among ten
     assert rewards[-1] < rewards[0] / 3
     assert all(row["actor/updates"] == 1 and row["mpt/gated_samples"] == 0 for row in rows)
+    # the weights that decoded would choose others by now, of some tokens
+    assert 0 < sum(row["router/replayed_differ"] for row in rows) < len(rows) / 2
+    assert all(row["train_rollout/prob_diff_mean"] < 0.05 for row in rows)
 
 
 @pytest.mark.slow

@@ -70,13 +70,6 @@ def test_two_heads_on_one_weight_add_to_one_main_grad():
     torch.testing.assert_close(main_grad.double(), exact, atol=1e-6, rtol=1e-5)
 
 
-def test_megatrons_flag_is_set_and_its_hooks_get_a_placeholder():
-    hidden, weight, targets, arguments = simple()
-    weight.grad_added_to_main_grad = False
-    linear_policy_loss(hidden, weight, targets, **arguments, main_grad=torch.zeros_like(weight)).loss.backward()
-    assert weight.grad_added_to_main_grad is True and weight.grad.shape == weight.shape
-
-
 def test_a_compiled_caller_gets_the_same():
     hidden, weight, targets, arguments = simple()
 

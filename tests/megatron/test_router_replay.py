@@ -14,6 +14,9 @@ import torch
 import transformers
 from torch import Tensor
 
+from marsrl.rollout.model_shape import read_shape
+from marsrl.trainer.checks.preflight import check_trainable
+from marsrl.trainer.config.read import read_config
 from marsrl.trainer.data.packing import TrainSequence, pack
 from marsrl.trainer.data.scatter import Update
 from marsrl.trainer.learner.learner import Learner
@@ -156,5 +159,11 @@ def test_a_sample_without_a_record_is_refused_and_padding_is_not(tmp_path: Path)
     other = [replace(s, routed_experts=s.routed_experts[:, :1]) for s in tiny.with_random_experts(samples)]  # type: ignore[index]
     with pytest.raises(ValueError, match="1 layers x 2 experts a token, the policy has 2 x 2"):
         tiny.step(policy, [pack(other)], normaliser=9.0)
-    with pytest.raises(ValueError, match="router_replay is recompute, but Qwen3ForCausalLM has no experts"):
-        tiny.learner(tiny.save_model("qwen3", tmp_path / "d"), router_replay="recompute")
+    dense, config = (
+        read_shape(tiny.save_model("qwen3", tmp_path / "d")),
+        read_config(None, ["trainer.router_replay=rollout"])[0],
+    )
+    with pytest.raises(
+        ValueError, match="router_replay=rollout, but policies.main.model is a Qwen3ForCausalLM without"
+    ):
+        check_trainable(config, "main", dense, world_size=1)

@@ -9,7 +9,7 @@ The parts of a step and their files:
     train_step      for each update: prepare, with the step's starting weights       megatron/passes.py
                         check that ranks' micro-batches match; this rank's part      megatron/context.py
                         old and reference log-probs, experts to force                megatron/router_replay.py
-                    for each update:                                                 take_step
+                    for each update:                                                 Together
                         forward and backward of each micro-batch                     megatron/passes.py
                             the model, its head, gate and loss                       megatron/head.py
                             the adapters' part of its layers                         megatron/adapter.py
@@ -51,7 +51,7 @@ from marsrl.trainer.data.packing import PackedBatch
 from marsrl.trainer.data.scatter import BatchShard, Update
 from marsrl.trainer.learner.megatron import parallel
 from marsrl.trainer.learner.megatron.hf_files import copy_frame, weights_sum
-from marsrl.trainer.learner.megatron.layout import Layout, check, resolve, why_not_context
+from marsrl.trainer.learner.megatron.layout import Layout, check, resolve
 from marsrl.trainer.learner.other_roundings import Precision, other_roundings
 from marsrl.trainer.learner.step_stats import StepStats, empty_update, summed, update_stats
 from marsrl.trainer.machine import training_device
@@ -61,7 +61,6 @@ if TYPE_CHECKING:  # megatron is imported when a Learner is built: after the CPU
     from marsrl.trainer.learner.megatron.adapter import Adapter, FrozenBase
     from marsrl.trainer.learner.megatron.checkpoint_store import PendingSave
     from marsrl.trainer.learner.megatron.convert import Converter
-    from marsrl.trainer.learner.megatron.optimizer import Optimizer
     from marsrl.trainer.learner.megatron.passes import Model, Passes, Work
 
 
@@ -94,17 +93,10 @@ class Learner:
 
         Raises ValueError: the directory or the layout cannot be used; nothing has been started.
         """
-        objective = objectives[0]
-        if objective.kl != "none" and reference_dir is None and policy.adapter is None:
-            raise ValueError(f"learner: objective.kl is {objective.kl} and reference_dir is None; name its weights")
         shape = read_shape(model_dir)
         layout = resolve(policy.layout)
         check(layout, shape, parallel.world_size())
         if policy.adapter is not None and (reason := why_not_adapter(policy.adapter, shape, policy.layout)) is not None:
-            raise ValueError(reason)
-        if router_replay != "none" and not shape.num_experts:
-            raise ValueError(f"trainer.router_replay is {router_replay}, but {shape.architecture} has no experts")
-        if (reason := why_not_context(layout, objective.ratio, objective.correction)) is not None:
             raise ValueError(reason)
         if policy.optimizer.offload and not torch.cuda.is_available():
             raise ValueError(NO_OFFLOAD_ON_CPU)
@@ -126,7 +118,7 @@ class Learner:
             trained = self._start_whole(policy, layout)
         else:
             trained, reference = self._start_adapter(policy, layout, seed)
-        if objective.kl == "none":
+        if objectives[0].kl == "none":
             reference = None
         elif reference_dir is not None:
             reference = Model(frozen_model(reference_dir, layout, policy))
@@ -205,19 +197,17 @@ class Learner:
         Ranks of a data-parallel group bring equally many micro-batches; an empty share is pack([]). An update whose loss or
         gradient is not finite on any rank changes nothing.
 
-        Raises ValueError: on all ranks, if the micro-batches of any of them do not match (number, alignment, scope).
+        Raises ValueError: on all ranks, if the micro-batches of any of them do not fit mpt.scope or trainer.router_replay.
         """
-        (stats,) = take_step([self.step_of(lr=lr)], self.passes, updates, by_agent=by_agent, keep=keep)
-        return stats
+        alone = Together({"": self}, (None,), self.passes)
+        return alone.train_step(updates, lr=lr, by_agent=by_agent, keep=keep)[""]
 
-    def step_of(self, *, lr: float | None = None, agents: frozenset[int] | None = None) -> PolicyStep:
-        """Count one more step and return the policy's part in it. lr, agents: as in PolicyStep; lr None: by the schedule."""
+    def next_lr(self) -> float:
+        """Count one more step; returns its learning rate by the schedule."""
         from marsrl.trainer.learner.megatron.optimizer import lr_at
 
-        if lr is None:
-            lr = lr_at(self.num_steps, self._total_steps, self._optimizer_config)
         self.num_steps += 1
-        return PolicyStep(self.optimizer, lr, agents)
+        return lr_at(self.num_steps - 1, self._total_steps, self._optimizer_config)
 
     @torch.no_grad()
     def score(
@@ -309,84 +299,10 @@ class Learner:
 
 
 @dataclass(frozen=True)
-class PolicyStep:
-    """A policy's part in a step. agents: its own among those of the run; None: all."""
-
-    optimizer: Optimizer
-    lr: float
-    agents: frozenset[int] | None = None
-
-
-def take_step(
-    policies: Sequence[PolicyStep],
-    passes: Passes,
-    updates: Sequence[Update],
-    *,
-    by_agent: bool = False,
-    keep: Collection[str] = (),
-) -> list[StepStats]:
-    """Learner.train_step of several policies: the statistics of each. Collective.
-
-    Each has its own norm, clipping, learning rate and optimizer. An update without tokens of a policy leaves it unchanged.
-    """
-    works = [passes.prepare(update, is_first=i == 0) for i, update in enumerate(updates)]
-    stats: list[list[StepStats]] = [[] for _ in policies]
-    for work in works:
-        if not work.micro_batches:
-            for found, policy in zip(stats, policies, strict=True):
-                found.append(empty_update(work.num_agents, policy.lr))
-            continue
-        norms = _agent_grad_norms(policies, passes, work) if by_agent else [()] * len(policies)
-        for policy in policies:
-            policy.optimizer.zero_grad()
-        results, replay = passes.forward_backward(work)
-        for i, policy in enumerate(policies):
-            grad_norm = policy.optimizer.grad_norm()
-            update = update_stats(
-                work,
-                results,
-                grad_norm=grad_norm,
-                lr=policy.lr,
-                replay=replay,
-                agent_grad_norms=norms[i],
-                keep=frozenset(keep),
-                agents=policy.agents,
-            )
-            if update.is_updated:
-                policy.optimizer.apply(grad_norm, policy.lr)
-            stats[i].append(update)
-    return [summed(each) for each in stats]
-
-
-def _agent_grad_norms(policies: Sequence[PolicyStep], passes: Passes, work: Work) -> list[tuple[float | None, ...]]:
-    """Each policy's gradient norms by agent, over all ranks, by a forward and backward pass per agent; None for an agent without
-    a trained token, or of another policy.
-
-    Leaves the last agent's gradients behind.
-    """
-    counts = torch.zeros(work.num_agents, dtype=torch.int64, device=training_device())
-    for each in work.micro_batches:
-        batch = each.cut.batch
-        counts += batch.of_tokens(batch.agent_of)[batch.trained_rows].bincount(minlength=work.num_agents)
-    dist.all_reduce(counts)
-    norms: list[list[float | None]] = [[None] * work.num_agents for _ in policies]
-    for agent, count in enumerate(counts.tolist()):
-        if count == 0:
-            continue
-        for policy in policies:
-            policy.optimizer.zero_grad()
-        passes.forward_backward(work, agent)
-        for policy, found in zip(policies, norms, strict=True):
-            if policy.agents is None or agent in policy.agents:
-                found[agent] = policy.optimizer.grad_norm()
-    return [tuple(found) for found in norms]
-
-
-@dataclass(frozen=True)
 class Together:
     """Policies that share micro-batches, by name.
 
-    agents: of each policy. adapters: index of each agent's policy; (): a single policy.
+    agents: of each policy among those of the run; None: all. adapters: index of each agent's policy; (): a single policy.
     """
 
     learners: Mapping[str, Learner]
@@ -401,13 +317,68 @@ class Together:
         return dataclasses.replace(first.shard(max_tokens), adapters=self.adapters, is_apart=is_apart)
 
     def train_step(
-        self, updates: Sequence[Update], *, by_agent: bool = False, keep: Collection[str] = ()
+        self,
+        updates: Sequence[Update],
+        *,
+        lr: float | None = None,
+        by_agent: bool = False,
+        keep: Collection[str] = (),
     ) -> dict[str, StepStats]:
-        """Learner.train_step of each policy. Collective."""
-        learners = self.learners.values()
-        steps = [each.step_of(agents=own) for each, own in zip(learners, self.agents, strict=True)]
-        stats = take_step(steps, self.passes, updates, by_agent=by_agent, keep=keep)
-        return dict(zip(self.learners, stats, strict=True))
+        """Learner.train_step of each policy. Collective.
+
+        Each has its own norm, clipping, learning rate and optimizer. An update without tokens of a policy leaves it unchanged.
+        """
+        learners = list(self.learners.values())
+        scheduled = [each.next_lr() for each in learners]
+        rates = scheduled if lr is None else [lr] * len(learners)
+        works = [self.passes.prepare(update, is_first=i == 0) for i, update in enumerate(updates)]
+        stats: list[list[StepStats]] = [[] for _ in learners]
+        for work in works:
+            if not work.micro_batches:
+                for found, rate in zip(stats, rates, strict=True):
+                    found.append(empty_update(work.num_agents, rate))
+                continue
+            norms = self._agent_grad_norms(work) if by_agent else [()] * len(learners)
+            for learner in learners:
+                learner.optimizer.zero_grad()
+            results, replay = self.passes.forward_backward(work)
+            for found, learner, agents, rate, of_agents in zip(stats, learners, self.agents, rates, norms, strict=True):
+                grad_norm = learner.optimizer.grad_norm()
+                update = update_stats(
+                    work,
+                    results,
+                    grad_norm=grad_norm,
+                    lr=rate,
+                    replay=replay,
+                    agent_grad_norms=of_agents,
+                    keep=frozenset(keep),
+                    agents=agents,
+                )
+                if update.is_updated:
+                    learner.optimizer.apply(grad_norm, rate)
+                found.append(update)
+        return {name: summed(each) for name, each in zip(self.learners, stats, strict=True)}
+
+    def _agent_grad_norms(self, work: Work) -> list[tuple[float | None, ...]]:
+        """Each policy's gradient norms by agent, over all ranks, by a forward and backward pass per agent; None for an agent
+        without a trained token, or of another policy.
+
+        Leaves the last agent's gradients behind.
+        """
+        counts = torch.zeros(work.num_agents, dtype=torch.int64, device=training_device())
+        for each in work.micro_batches:
+            batch = each.cut.batch
+            counts += batch.of_tokens(batch.agent_of)[batch.trained_rows].bincount(minlength=work.num_agents)
+        dist.all_reduce(counts)
+        norms: list[list[float | None]] = [[None] * work.num_agents for _ in self.learners]
+        for agent in counts.nonzero()[:, 0].tolist():
+            for learner in self.learners.values():
+                learner.optimizer.zero_grad()
+            self.passes.forward_backward(work, agent)
+            for learner, agents, found in zip(self.learners.values(), self.agents, norms, strict=True):
+                if agents is None or agent in agents:
+                    found[agent] = learner.optimizer.grad_norm()
+        return [tuple(found) for found in norms]
 
 
 def groups(learners: Mapping[str, Learner], policy_of: Sequence[str]) -> list[Together]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 _SIZE = 320  # 256 bytes and room for control tokens; a multiple of 64, so that tensor parallelism can split it
@@ -28,8 +29,11 @@ Call one so: <tool_call>
 {% endif %}"""
 
 
-def write_byte_tokenizer(directory: str | Path) -> None:
-    """Write tokenizer.json, tokenizer_config.json and the chat template. Byte b has id b."""
+def write_byte_tokenizer(directory: str | Path, pieces: Iterable[str] = ()) -> None:
+    """Write tokenizer.json, tokenizer_config.json and the chat template. Byte b has id b.
+
+    pieces: more of the vocabulary, from id 256 on, which are decoded and never encoded.
+    """
     from tokenizers import AddedToken, Tokenizer
     from tokenizers.decoders import ByteLevel as ByteLevelDecoder
     from tokenizers.models import BPE
@@ -38,6 +42,7 @@ def write_byte_tokenizer(directory: str | Path) -> None:
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     vocabulary = {character: byte for byte, character in bytes_to_unicode().items()}
+    vocabulary |= {piece: 256 + place for place, piece in enumerate(pieces)}
     tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = ByteLevelDecoder()

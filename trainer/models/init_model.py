@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
@@ -14,6 +15,7 @@ from safetensors.torch import save_file
 from marsrl.rollout.agents.render import load_tokenizer
 from marsrl.rollout.model_shape import ModelShape
 from marsrl.rollout.tasks.registry import TOKENIZERS
+from marsrl.trainer.learner.megatron.mapping import hf_shapes, units
 from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
 
 INIT_STD = 0.05
@@ -76,10 +78,10 @@ def init_model(
         if shape.vocab_size < vocab_size:
             raise ValueError(f"init: the tokenizer has {vocab_size} words, the shape's vocabulary {shape.vocab_size}")
         vocab_size = shape.vocab_size
-    torch_dtype = getattr(torch, dtype)
-    weights = {name: tensor.to(torch_dtype) for name, tensor in _weights(shape, vocab_size, seed)}
+    shape, torch_dtype = replace(shape, vocab_size=vocab_size), getattr(torch, dtype)
+    weights = {name: tensor.to(torch_dtype) for name, tensor in _weights(shape, seed)}
     save_file(weights, str(out / "model.safetensors"), metadata={"format": "pt"})
-    _write_config(shape, vocab_size, eos_id, pad_id, dtype, out)
+    _write_config(shape, eos_id, pad_id, dtype, out)
     return out
 
 
@@ -102,44 +104,27 @@ def _write_tokenizer(tokenizer: str | Path, out: Path) -> tuple[int, int, int]:
     return len(loaded), int(loaded.eos_token_id), int(pad_id)
 
 
-def _weights(shape: ModelShape, vocab_size: int, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+def _weights(shape: ModelShape, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
     """(HF name, float32 tensor), in the order in which they are drawn."""
     generator = torch.Generator().manual_seed(seed)
     residual_std = INIT_STD / math.sqrt(2 * shape.num_layers)
-
-    def normal(rows: int, columns: int, std: float = INIT_STD) -> torch.Tensor:
-        return torch.randn(rows, columns, generator=generator) * std
-
-    hidden, width = shape.hidden_size, shape.ffn_size
-    yield "model.embed_tokens.weight", normal(vocab_size, hidden)
-    for layer in range(shape.num_layers):
-        prefix = f"model.layers.{layer}"
-        yield f"{prefix}.input_layernorm.weight", torch.ones(hidden)
-        yield f"{prefix}.self_attn.q_proj.weight", normal(shape.num_heads * shape.head_size, hidden)
-        yield f"{prefix}.self_attn.k_proj.weight", normal(shape.num_kv_heads * shape.head_size, hidden)
-        yield f"{prefix}.self_attn.v_proj.weight", normal(shape.num_kv_heads * shape.head_size, hidden)
-        yield f"{prefix}.self_attn.q_norm.weight", torch.ones(shape.head_size)
-        yield f"{prefix}.self_attn.k_norm.weight", torch.ones(shape.head_size)
-        yield f"{prefix}.self_attn.o_proj.weight", normal(hidden, shape.num_heads * shape.head_size, residual_std)
-        yield f"{prefix}.post_attention_layernorm.weight", torch.ones(hidden)
-        yield f"{prefix}.mlp.gate.weight", normal(shape.num_experts, hidden)
-        for expert in range(shape.num_experts):
-            yield f"{prefix}.mlp.experts.{expert}.gate_proj.weight", normal(width, hidden)
-            yield f"{prefix}.mlp.experts.{expert}.up_proj.weight", normal(width, hidden)
-            yield f"{prefix}.mlp.experts.{expert}.down_proj.weight", normal(hidden, width, residual_std)
-    yield "model.norm.weight", torch.ones(hidden)
-    yield "lm_head.weight", normal(vocab_size, hidden)
+    for unit in units(shape, num_stages=1):
+        for name, size in zip(unit.hf, hf_shapes(shape, unit), strict=True):
+            if name.endswith("norm.weight"):
+                yield name, torch.ones(size)
+            else:
+                std = residual_std if name.endswith(("o_proj.weight", "down_proj.weight")) else INIT_STD
+                yield name, torch.randn(size, generator=generator) * std
 
 
-def _write_config(shape: ModelShape, vocab_size: int, eos_id: int, pad_id: int, dtype: str, out: Path) -> None:
-    """config.json as transformers' Qwen3MoeConfig writes it; without the import of that class, 2 s."""
+def _write_config(shape: ModelShape, eos_id: int, pad_id: int, dtype: str, out: Path) -> None:
+    """config.json with what is not the default of transformers' Qwen3MoeConfig; without the import of that class, 2 s."""
     config = {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
         "dtype": dtype,
-        "vocab_size": vocab_size,
+        "vocab_size": shape.vocab_size,
         "hidden_size": shape.hidden_size,
-        "hidden_act": "silu",
         "intermediate_size": shape.ffn_size * shape.experts_per_token,  # of dense layers, which do not exist here
         "moe_intermediate_size": shape.ffn_size,
         "num_hidden_layers": shape.num_layers,
@@ -149,21 +134,12 @@ def _write_config(shape: ModelShape, vocab_size: int, eos_id: int, pad_id: int, 
         "num_local_experts": shape.num_experts,
         "num_experts_per_tok": shape.experts_per_token,
         "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "output_router_logits": False,
-        "router_aux_loss_coef": 0.001,
         "max_position_embeddings": shape.max_positions,
         "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
         "rms_norm_eps": shape.norm_eps,
         "tie_word_embeddings": False,
-        "attention_bias": False,
-        "attention_dropout": 0.0,
         "sliding_window": None,
-        "use_sliding_window": False,
-        "use_cache": True,
         "initializer_range": INIT_STD,
-        "bos_token_id": None,
         "eos_token_id": eos_id,
         "pad_token_id": pad_id,
     }

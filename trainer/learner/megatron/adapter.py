@@ -35,7 +35,7 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
-from megatron.core.transformer.module import Float16Module, MegatronModule
+from megatron.core.transformer.module import MegatronModule
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
@@ -47,7 +47,7 @@ from marsrl.trainer.learner.megatron.convert import Converter
 from marsrl.trainer.learner.megatron.hf_files import HfReader
 from marsrl.trainer.learner.megatron.layout import Layout
 from marsrl.trainer.learner.megatron.mapping import ROW_PARALLEL, Unit, hf_span
-from marsrl.trainer.learner.megatron.model import bare_model, prepare_recompute, transformer_config
+from marsrl.trainer.learner.megatron.model import as_run, bare_model
 
 
 class FrozenBase:
@@ -55,12 +55,9 @@ class FrozenBase:
 
     def __init__(self, model_dir: str | Path, layout: Layout, policy: PolicyConfig) -> None:
         self.shape, self.layout = read_shape(model_dir), layout
-        self.config = transformer_config(self.shape, layout, policy)
-        self.model = bare_model(self.shape, layout, self.config)
-        prepare_recompute(self.model, policy)
+        self.model = bare_model(self.shape, layout, policy)
         Converter(self.model, self.shape).load(model_dir)
-        self.wrapped: nn.Module = Float16Module(self.config, self.model) if self.config.bf16 else self.model
-        self.wrapped.requires_grad_(False)
+        self.wrapped = as_run(self.model).requires_grad_(False)
         for layer in self.model.decoder.layers:
             prefix, attention, mlp = f"{layer.layer_number - 1}.", layer.self_attention, layer.mlp
             qkv = tuple(f"{prefix}self_attn.{name}_proj" for name in "qkv")
@@ -169,7 +166,7 @@ class Adapter(MegatronModule):
 
     def __init__(self, base: FrozenBase, settings: AdapterConfig, seed: int) -> None:
         """seed: of A, where settings.start is None. Raises ValueError: settings.start cannot be used."""
-        super().__init__(config=base.config)
+        super().__init__(config=base.model.config)
         self.settings, self._base = settings, base
         self.decoder, self.pairs = nn.Module(), dict[str, Pair]()
         self.decoder.layers = nn.ModuleList()

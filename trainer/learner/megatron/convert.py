@@ -23,8 +23,6 @@ from marsrl.trainer.learner.megatron.mapping import (
     held_boxes,
     held_stacks,
     hf_shapes,
-    part_shape,
-    split,
     units,
 )
 
@@ -35,10 +33,8 @@ class _Place:
 
     stage: int
     tensor: int
-    data: int
     expert: int
     expert_tensor: int
-    expert_data: int
 
 
 class Converter:
@@ -54,10 +50,8 @@ class Converter:
         self._place = _Place(
             parallel_state.get_pipeline_model_parallel_rank(),
             parallel_state.get_tensor_model_parallel_rank(),
-            parallel_state.get_data_parallel_rank(with_context_parallel=True),
             parallel_state.get_expert_model_parallel_rank(),
             parallel_state.get_expert_tensor_parallel_rank(),
-            parallel_state.get_expert_data_parallel_rank(),
         )
         places: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(places, self._place)
@@ -102,11 +96,25 @@ class Converter:
         Every rank must exhaust the iterator: each tensor is gathered from its owners on demand, so that no
         rank holds the whole model. The tensors are copies, unaffected by later steps.
         """
-        for unit in self._units:
-            whole = self._collect(unit)
-            if whole is not None:
-                parts = (part.contiguous().to("cpu", copy=True) for part in split(self._shape, unit, whole))
-                yield from zip(unit.hf, parts, strict=True)
+        rank = dist.get_rank()
+        for name, shape in self.hf_shapes.items():
+            whole = torch.empty(shape if rank == 0 else 0, dtype=self._dtype)
+            placed = set[Box]()
+            for source, boxes in enumerate(self.boxes_of_ranks()):
+                box = boxes.get(name)
+                if box is None or box in placed:
+                    continue
+                placed.add(box)
+                part = self.matrix(name)[: box.shape[0]].contiguous() if rank == source else None
+                if rank == 0 and part is None:
+                    part = torch.empty(box.shape, dtype=self._dtype, device=self.device)
+                    dist.recv(part, source)
+                elif part is not None and rank > 0:
+                    dist.send(part, 0)
+                if rank == 0 and part is not None:
+                    box.of(whole).copy_(part)
+            if rank == 0:
+                yield name, whole
 
     # This rank's tensors, for a sync without files (direct.py: HeldWeights).
 
@@ -158,7 +166,7 @@ class Converter:
             write_hf(folder, self.export(), Path(source))
         dist.barrier()
 
-    # One unit: its owners, how it is sharded and reassembled.
+    # One unit: its owners, how it is sharded.
 
     def _owns(self, unit: Unit, place: _Place | None = None) -> bool:
         """True if a rank (default: this one) holds a part of the unit."""
@@ -181,46 +189,3 @@ class Converter:
         if unit.expert is None:
             return parallel_state.get_tensor_model_parallel_group()
         return parallel_state.get_expert_tensor_parallel_group()
-
-    def _source(self, unit: Unit) -> int:
-        """The rank that sends the unit to rank 0: the lowest with the first shard."""
-        return next(
-            rank
-            for rank, p in enumerate(self._places)
-            if self._owns(unit, p)
-            and not any((p.tensor, p.data) if unit.expert is None else (p.expert_tensor, p.expert_data))
-        )
-
-    def _collect(self, unit: Unit) -> Tensor | None:
-        """The whole Megatron tensor on rank 0, None elsewhere."""
-        whole: Tensor | None = None
-        source, rank = self._source(unit), dist.get_rank()
-        if self._owns(unit):
-            group = self._group(unit)
-            shard = self._local(unit).reshape(part_shape(self._shape, unit, group.size())).contiguous()
-            if unit.cut is None or group.size() == 1:
-                whole = shard
-            else:
-                shards = [torch.empty_like(shard) for _ in range(group.size())]
-                dist.all_gather(shards, shard, group=group)
-                whole = torch.cat(shards, unit.cut)
-        if source == 0:
-            return whole if rank == 0 else None
-        if rank == source:
-            assert whole is not None
-            dist.send(whole, 0)
-            return None
-        if rank == 0:
-            whole = torch.empty(self._whole_shape(unit), dtype=self._dtype, device=torch.cuda.current_device())
-            dist.recv(whole, source)
-            return whole
-        return None
-
-    def _whole_shape(self, unit: Unit) -> tuple[int, ...]:
-        """The shape of the whole Megatron tensor; the vocabulary is padded for the number of tensor-parallel ranks."""
-        if unit.cut is None:
-            return part_shape(self._shape, unit)
-        parts = self._group(unit).size()
-        cut = list(part_shape(self._shape, unit, parts))
-        cut[unit.cut] *= parts
-        return tuple(cut)

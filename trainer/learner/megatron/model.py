@@ -212,8 +212,9 @@ def transformer_config(shape: ModelShape, layout: Layout, policy: PolicyConfig) 
     )
 
 
-def bare_model(shape: ModelShape, layout: Layout, config: TransformerConfig) -> PolicyModel:
+def bare_model(shape: ModelShape, layout: Layout, policy: PolicyConfig) -> PolicyModel:
     """This rank's part of the model, parameters uninitialised, on the current device."""
+    config = transformer_config(shape, layout, policy)
     model = PolicyModel(
         config=config,
         transformer_layer_spec=layer_spec(config, has_mlp_bias=shape.has_mlp_bias),
@@ -231,21 +232,20 @@ def bare_model(shape: ModelShape, layout: Layout, config: TransformerConfig) -> 
     for layer in model.decoder.layers:
         if isinstance(layer.mlp, MoELayer):
             layer.mlp.token_dispatcher.__class__ = TokenDispatcher
+    if policy.recompute == "full_offload":
+        model.decoder.__class__ = OffloadingBlock
     return model
 
 
-def prepare_recompute(model: PolicyModel, policy: PolicyConfig) -> None:
-    """Do of policy.recompute what its config does not."""
-    if policy.recompute == "full_offload":
-        model.decoder.__class__ = OffloadingBlock
+def as_run(model: PolicyModel) -> torch.nn.Module:
+    """The model as megatron's schedule runs it."""
+    return Float16Module(model.config, model) if model.config.bf16 else model
 
 
 def build_model(shape: ModelShape, layout: Layout, policy: PolicyConfig) -> tuple[PolicyModel, DistributedDataParallel]:
     """The bare model, and the same wrapped for training."""
-    config = transformer_config(shape, layout, policy)
-    model = bare_model(shape, layout, config)
-    prepare_recompute(model, policy)
-    wrapped = Float16Module(config, model) if config.bf16 else model
+    model = bare_model(shape, layout, policy)
+    config = model.config
     ddp = DistributedDataParallel(
         config,
         DistributedDataParallelConfig(
@@ -254,7 +254,7 @@ def build_model(shape: ModelShape, layout: Layout, policy: PolicyConfig) -> tupl
             overlap_grad_reduce=policy.optimizer.overlap_grad_reduce,
             overlap_param_gather=policy.optimizer.overlap_param_gather,
         ),
-        wrapped,
+        as_run(model),
     )
     if policy.optimizer.overlap_grad_reduce:
         config.no_sync_func = ddp.no_sync  # all micro-batches but the last only add
@@ -271,8 +271,6 @@ def frozen_model(model_dir: str | Path, layout: Layout, policy: PolicyConfig) ->
     It takes the bytes of this rank's weights, nothing more; its ranks are the policy's.
     """
     shape = read_shape(model_dir)
-    config = transformer_config(shape, layout, policy.model_copy(update={"recompute": "none", "router_aux_loss": 0.0}))
-    model = bare_model(shape, layout, config)
-    wrapped: torch.nn.Module = Float16Module(config, model) if config.bf16 else model
+    model = bare_model(shape, layout, policy.model_copy(update={"recompute": "none", "router_aux_loss": 0.0}))
     Converter(model, shape).load(model_dir)
-    return wrapped.requires_grad_(False).eval()
+    return as_run(model).requires_grad_(False).eval()

@@ -142,7 +142,7 @@ class Passes:
 
         is_first: of the step, so that the old policy is the present one anyway (pois).
 
-        Raises ValueError: on all ranks together, when the micro-batches of any do not fit (number, alignment, scope).
+        Raises ValueError: on all ranks together, when the micro-batches of any do not fit mpt.scope or trainer.router_replay.
         """
         num_trained, num_tokens = self._agree(update.micro_batches)
         if num_trained == 0:
@@ -188,14 +188,12 @@ class Passes:
 
     def _agree(self, batches: Sequence[PackedBatch], *, trains: bool = True) -> tuple[int, int]:
         """(trained tokens, packed tokens) over all ranks; raises on all ranks when the batches of one do not fit."""
-        align, problem = self.layout.tensor, 0
+        problem = 0
         lacks_experts = any(batch.routed_experts is None and batch.trained_rows.numel() for batch in batches)
-        if any(batch.num_tokens % align for batch in batches):
+        if self.mpt.scope == "batch" and len(batches) > 1:
             problem = 1
-        elif self.mpt.scope == "batch" and len(batches) > 1:
-            problem = 2
         elif trains and self.router_replay == "rollout" and lacks_experts:
-            problem = 3
+            problem = 2
         counts = len(batches)
         trained = sum(batch.trained_rows.numel() for batch in batches)
         packed = sum(batch.num_tokens for batch in batches)
@@ -204,22 +202,16 @@ class Passes:
         dist.all_reduce(share)
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
         problem, most, fewest = int(extremes[0]), int(extremes[1]), -int(extremes[2])
+        assert most == fewest > 0, f"ranks bring {fewest} to {most} micro-batches"
         if problem == 1:
-            raise ValueError(
-                f"learner: a micro-batch's tokens are no multiple of layout.tensor = {align}; "
-                f"use pack(..., align={align}); here: {[batch.num_tokens for batch in batches]}"
-            )
-        if problem == 2:
             raise ValueError(
                 f"mpt.scope=batch needs the entropy of the whole batch before its loss, so one micro-batch a rank; "
                 f"a rank has {most}: raise trainer.max_tokens_per_micro_batch or set mpt.scope=sample"
             )
-        if problem == 3:
+        if problem == 2:
             raise ValueError(
                 "trainer.router_replay=rollout needs the experts chosen in decoding, which these samples do not have"
             )
-        if most != fewest or most == 0:
-            raise ValueError(f"learner: ranks bring {fewest} to {most} micro-batches; expected one number above 0")
         copies = self.layout.tensor * self.layout.pipeline * self.layout.context
         return int(share[0]) // copies, int(share[1]) // copies
 
