@@ -1,6 +1,6 @@
 """Step time, idle engines, latency and staleness of the agentic pipeline and of segments, simulated on H100s.
 
-    python benchmarks/pipeline.py [--sensitivities | --full] [--scale 1] [--json FILE] [--picture FILE]
+    python benchmarks/pipeline.py [--simulate] [--sensitivities | --full] [--scale 1] [--json FILE] [--picture FILE]
 
 The project's player runs with simulated engines on a virtual clock (benchmarks/simulation/): trajectory and agentic with 1 and 4
 segments, 64 engines x 512 problems. The constants are printed first; one parameter is fitted.
@@ -39,6 +39,7 @@ def draw_idle(found: study.Study, grid: study.Grid, path: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--simulate", action="store_true", help="all that is done, with this word or without it")
     more = parser.add_mutually_exclusive_group()
     more.add_argument("--sensitivities", action="store_true", help="more segments, overlap, engines and problems")
     more.add_argument("--full", action="store_true", help="the sensitivities with 4,096 problems too")
