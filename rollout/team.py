@@ -102,6 +102,7 @@ class Team:
     adapters: {policy that is an adapter: policy in whose pool it decodes}; its own where it adapts that one's weights.
     records_experts: policies whose engines record, for training, which experts each token went through.
     max_turns: calls of agents, and of tools, in one episode. tools: that the orchestration may call.
+    gateway: to programs that play episodes.
     teachers: engines of the policies that score agents' samples (agents.<name>.teacher), by policy.
     max_kept: {agent whose truncated draws are trained: most tokens that its sampler keeps at a place}; which, is recorded.
 
@@ -116,18 +117,14 @@ class Team:
     judge: WatchedJudge
     records_experts: frozenset[str] = frozenset()
     max_turns: int = 256
-    tools: ToolPool | Gateway | None = None
+    tools: ToolPool | None = None
     max_kept: Mapping[str, int] = field(default_factory=dict)
     teachers: Mapping[str, EnginePool] = field(default_factory=dict)
     adapters: Mapping[str, str] = field(default_factory=dict)
+    gateway: Gateway | None = None
 
     def pool_of(self, policy: str) -> EnginePool:
         return self.pools[self.adapters.get(policy, policy)]
-
-    @property
-    def gateway(self) -> Gateway | None:
-        """The gateway to programs that play episodes; None without such programs."""
-        return self.tools if isinstance(self.tools, Gateway) else None
 
     def renderer(self, agent: str) -> ChatRenderer:
         return self.renderers[self.agents[agent].policy]
@@ -179,7 +176,7 @@ class Team:
         """The functions, by name, that the agent can call through its chat template (agents.<name>.tools)."""
         if not (names := self.agents[agent].tools):
             return {}
-        assert isinstance(self.tools, ToolPool), names
+        assert self.tools is not None, names
         return {function.name: function for name in names for function in self.tools.functions(name)}
 
     def _calls(self, sample: Sample) -> list[ToolCall | str]:
@@ -262,7 +259,7 @@ class Team:
         if each.episode_id != episode.id:
             raise ValueError(f"{each.id}: expected a call in episode {episode.id}")
         if isinstance(each, ToolCall):
-            if each.tool not in self.orchestration.tools or self.tools is None:
+            if each.tool not in self.orchestration.tools or not (self.tools or self.gateway):
                 raise ValueError(f"{each.id}: {type(self.orchestration).__name__}.tools does not name {each.tool!r}")
         elif each.agent not in self.agents:
             raise ValueError(f"{each.id}: no agent is called {each.agent!r}; there are {', '.join(self.agents)}")
@@ -322,7 +319,7 @@ class Team:
         if settings.tools and finish is Finish.STOP and each.turn < min(settings.max_tool_turns, self.max_turns):
             waiting = replace(sample, shown=visible(sample.turn_text, in_thought) or "", finish=Finish.WAITING)
             if calls := self._calls(waiting):
-                assert isinstance(self.tools, ToolPool), settings.tools
+                assert self.tools is not None, settings.tools
                 self.tools.count_unmade(sum(isinstance(call, str) for call in calls))
                 return waiting
         try:

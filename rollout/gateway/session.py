@@ -20,7 +20,7 @@ import numpy as np
 from jinja2 import TemplateError
 
 from marsrl.rollout.gateway.calls import Call, Reply, SessionEnd
-from marsrl.rollout.gateway.chats import Agent, Answer, Ask, Refused
+from marsrl.rollout.gateway.chats import Agent, Answer, Ask, Refused, Said
 from marsrl.rollout.gateway.history import History, Strand
 from marsrl.rollout.types import Finish, IntArray, ToolOutput
 
@@ -240,7 +240,7 @@ class Session:
         strand.token_ids = np.concatenate([strand.token_ids, got.token_ids])
         strand.is_busy = False
         text = _without_stop(agent.renderer.decode(got.token_ids), (*agent.settings.stop, *ask.stop))
-        said = agent.reader(text, got.token_ids, ask)
+        said = Said(text) if agent.reader is None else agent.reader(text, got.token_ids, ask)
         if strand.text is not None:
             strand.text += said.content
         if ask.prompt is None:

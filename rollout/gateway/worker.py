@@ -347,8 +347,8 @@ def main() -> int:
         return 0
     parent = os.getppid()
     # this file's folder, whose modules would shadow packages of the same names (openai-agents: agents)
-    own = os.path.dirname(os.path.abspath(__file__))
-    sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder) != own]
+    own = os.path.dirname(os.path.realpath(__file__))
+    sys.path[:] = [folder for folder in sys.path if os.path.realpath(folder) != own]
     try:
         if words.command:
             play = command_of(words.command)

@@ -391,10 +391,11 @@ class Player:
 
     def _call(self, episode: Episode, calls: Sequence[ToolCall]) -> None:
         for call in calls:
-            assert self.team.tools is not None  # else Team.follow lets no call through
             if self._sessions is not None:
                 self._sessions.begin(episode)
-            future = self.team.tools.submit(call)
+            tools = self.team.gateway or self.team.tools
+            assert tools is not None  # else Team.follow lets no call through
+            future = tools.submit(call)
             self._calling[future] = self._num_calls, episode, call
             self._num_calls += 1
             future.add_done_callback(self._answered.append)
