@@ -296,6 +296,11 @@ class ChatRenderer:
         """Number of tokens of a text within a message."""
         return len(self.completion_ids(text))
 
+    def cut_longest(self, texts: Sequence[str], max_tokens: int) -> list[str]:
+        """The texts, max_tokens in total; the longest lose their ends, down to a common length."""
+        kept = even_shares([self.num_tokens(text) for text in texts], max_tokens)
+        return [self.first_tokens(text, num) for text, num in zip(texts, kept, strict=True)]
+
     def first_tokens(self, text: str, max_tokens: int) -> str:
         """The text of its first max_tokens tokens; unchanged if it has no more."""
         ids = self.completion_ids(text)
