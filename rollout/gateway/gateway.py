@@ -27,7 +27,7 @@ from marsrl.rollout.types import ToolCall, ToolOutput
 _log = logging.getLogger(__name__)
 
 SILENCE_S = 30.0  # a worker without a request for so long is lost
-_START_S = 120.0  # which a new worker has beside
+_START_S = 120.0  # a new worker has this much longer for its first request
 _MOST_SHOWN = 2000  # characters kept of a program's error
 
 

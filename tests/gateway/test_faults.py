@@ -293,7 +293,7 @@ def test_a_client_is_kept_waiting_by_blanks_until_the_engine_answers(model: Path
             go.unlink(missing_ok=True)
             line = http.client.HTTPConnection(urllib.parse.urlsplit(client.base_url).netloc)
             messages = [{{"role": "user", "content": problem.question}}]
-            headers = {{"authorization": "Bearer " + client.api_key, "x-stainless-read-timeout": "0.3"}}
+            headers = {{"authorization": "Bearer " + client.api_key}}
             body = json.dumps({{"model": "solver", "messages": messages, "stream": streams}})
             line.request("POST", "/v1/chat/completions", body, headers)
             reply = line.getresponse()

@@ -86,7 +86,7 @@ class Direct:
         self.session.start("worker")
 
     async def ask(self, ask: Ask, body: bytes = b"", *, is_retry: bool = False) -> asyncio.Task[Answer]:
-        return await self.session.ask(ask, body, is_retry=is_retry, is_long=False)
+        return await self.session.ask(ask, body, is_retry=is_retry)
 
     def reply(self, uid: str, token_ids: Sequence[int], finish: Finish = Finish.STOP) -> None:
         """The oldest call without a reply gets this one."""
