@@ -240,14 +240,8 @@ def _table_rows(file: Path) -> Iterator[Mapping[str, object]]:
                     yield from batch.to_pylist()
             return
         with pa.memory_map(str(file)) as source:
-            try:
-                reader = pa.ipc.open_stream(source)  # what `datasets` writes
-            except pa.ArrowInvalid:
-                source.seek(0)
-                yield from pa.ipc.open_file(source).read_all().to_pylist()
-            else:
-                for batch in reader:
-                    yield from batch.to_pylist()
+            for batch in pa.ipc.open_stream(source):  # what `datasets` writes
+                yield from batch.to_pylist()
     except (pa.ArrowInvalid, OSError) as error:
         raise ValueError(f"data: {file} cannot be read: {error}") from error
 
