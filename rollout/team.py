@@ -284,11 +284,9 @@ class Team:
         top_k = config.top_k if most is None or 0 < config.top_k <= most else most
         return Sampling(config.temperature, config.top_p, top_k, stops, tuple(config.stop), most is not None)
 
-    def samples(self, completions: Sequence[Completion]) -> list[Sample]:
-        """Ended or paused completions as parsed Samples, not yet judged; error samples if the orchestration's parser raises."""
-        return [self._sample(each) for each in completions]
-
-    def _sample(self, each: Completion) -> Sample:
+    def sample(self, each: Completion) -> Sample:
+        """An ended or paused completion as parsed Sample, not yet judged; an error sample if the orchestration's parser
+        raises."""
         episode, ask, prompt_text, finish = each.episode, each.of.ask, each.of.prompt_text, each.finish
         renderer = self.renderer(ask.agent)
         text = renderer.decode(each.token_ids) if each.text is None else each.text  # None after a restart or an error
@@ -331,15 +329,14 @@ class Team:
 
     def begin_judging(self, ended: Sequence[Completion]) -> list[Future[Reward] | None]:
         """The judgements that these completions' rewards need; None for each that needs none."""
-        answers = [self._to_judge(each) for each in ended]
+        answers = []
+        for each in ended:
+            assert each.sample is not None, f"{each.uid} has not ended"
+            is_error = each.sample.finish is Finish.ERROR
+            answers.append(None if is_error else self.orchestration.to_judge(each.episode, each.sample))
         asked = [(each.episode, answer) for each, answer in zip(ended, answers, strict=True) if answer is not None]
         judgements = iter(self.judge(asked))
         return [None if answer is None else next(judgements) for answer in answers]
-
-    def _to_judge(self, ended: Completion) -> str | None:
-        assert ended.sample is not None, f"{ended.uid} has not ended"
-        is_error = ended.sample.finish is Finish.ERROR
-        return None if is_error else self.orchestration.to_judge(ended.episode, ended.sample)
 
     def rewarded(self, completion: Completion, judgement: Reward | None) -> Sample:
         """The completion's sample with its reward, by the orchestration's rules and, if they need it, the answer's judgement."""
