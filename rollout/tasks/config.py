@@ -64,12 +64,9 @@ def read_train_files(value: Any) -> Any:
     files = _listed(value, "data.train", TrainFile, dict)
     places: dict[str, int] = {}
     for place, file in enumerate(files):
-        if (file.count is None) == (file.weight is None):
-            raise ValueError(f"data.train[{place}] wants count or weight, one of them; {_EXPECTED['data.train']}")
-        if (file.count is None) != (files[0].count is None):
-            kind, first = ("count", "weight") if files[0].count is None else ("weight", "count")
+        if (file.count is None) == (file.weight is None) or (file.count is None) != (files[0].count is None):
             raise ValueError(
-                f"data.train[{place}] has a {kind}, and data.train[0] a {first}; {_EXPECTED['data.train']}"
+                f"data.train[{place}]: give every file a count, or every file a weight; {_EXPECTED['data.train']}"
             )
         if (other := places.setdefault(os.path.realpath(file.path), place)) != place:
             raise ValueError(

@@ -19,7 +19,7 @@ from typing import Literal
 
 from marsrl.rollout.agents.parsers import boxed_answer
 from marsrl.rollout.jsonl import BadLine, read_rows, well_formed
-from marsrl.rollout.tasks.protocol import CursorState
+from marsrl.rollout.tasks.protocol import OTHER_DATA, CursorState
 from marsrl.rollout.types import Problem
 
 QUESTION_KEYS = ("question", "query", "problem", "prompt")
@@ -169,16 +169,8 @@ class DataCursor:
         return CursorState(self._epoch, self._position)
 
     def load(self, state: CursorState) -> None:
-        if state.files:
-            raise ValueError(
-                f"the checkpoint stands in {len(state.files)} files with a weight, but data.train has none; resume with the data "
-                "that the run was started with"
-            )
-        if not 0 <= state.position <= len(self._problems):
-            raise ValueError(
-                f"the checkpoint stands at problem {state.position} of an epoch, but the data has "
-                f"{len(self._problems)}; resume with the data that the run was started with"
-            )
+        if state.files or state.position > len(self._problems):
+            raise ValueError(OTHER_DATA)
         self._epoch, self._position = state.epoch, state.position
         self._order = self._shuffled()
 
