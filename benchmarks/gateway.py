@@ -70,9 +70,9 @@ def calls(sessions: int, rounds: int) -> dict[str, Any]:
         from marsrl.rollout.config import AgentConfig, RolloutConfig
         from marsrl.rollout.engines.protocol import DecodeResult
         from marsrl.rollout.engines.scripted import ScriptedEngine
-        from marsrl.rollout.gateway.agents import agents_of
         from marsrl.rollout.gateway.config import ExternalConfig
         from marsrl.rollout.gateway.server import open_gateway
+        from marsrl.rollout.gateway.vllm_reader import agents_of
         from marsrl.rollout.orchestrations.external import External
         from marsrl.rollout.player.stages import Stages
         from marsrl.rollout.pool.pool import EnginePool
@@ -102,7 +102,7 @@ def calls(sessions: int, rounds: int) -> dict[str, Any]:
     pools = {"main": EnginePool(LocalReplicas(engines), slots=256)}
     with open_gateway(external, agents_of(agents, renderers, config.max_response_tokens)) as gateway:
         orchestration = External(agents, "math", None, config)
-        team = Team(agents, orchestration, renderers, pools, WatchedJudge(judge), tools=gateway)
+        team = Team(agents, orchestration, renderers, pools, WatchedJudge(judge), gateway=gateway)
         questions = problem_stream(lambda n: f"What is {n} modulo 7? " + "Think step by step. " * 5)
         stages = Stages(config, team, questions, seed=0, trains_whole=True)
 

@@ -263,8 +263,6 @@ class RolloutConfig(Settings):
     """train on finished groups, or on whole trajectories"""
     overlap: CountOr0 = 0
     """stages that decoding may be ahead of training; 0: stage and step in turn, repeats bitwise"""
-    finish_share: PositiveShare = 1.0
-    """a stage ends when this share of its samples has finished; the rest is carried over"""
     group_completion: Literal["wait", "drop_stragglers"] = "wait"
     """what a group does about unfinished samples"""
     max_group_age: CountOr0 = Field(4, description="versions after which drop_stragglers closes a group")

@@ -101,6 +101,7 @@ class Team:
     adapters: {policy that is an adapter: policy in whose pool it decodes}; its own where it adapts that one's weights.
     records_experts: policies whose engines record, for training, which experts each token went through.
     max_turns: calls of agents, and of tools, in one episode. tools: that the orchestration may call.
+    gateway: to programs that play episodes.
     teachers: engines of the policies that score agents' samples (agents.<name>.teacher), by policy.
     max_kept: {agent whose truncated draws are trained: most tokens that its sampler keeps at a place}; which, is recorded.
 
@@ -115,18 +116,14 @@ class Team:
     judge: WatchedJudge
     records_experts: frozenset[str] = frozenset()
     max_turns: int = 256
-    tools: ToolPool | Gateway | None = None
+    tools: ToolPool | None = None
     max_kept: Mapping[str, int] = field(default_factory=dict)
     teachers: Mapping[str, EnginePool] = field(default_factory=dict)
     adapters: Mapping[str, str] = field(default_factory=dict)
+    gateway: Gateway | None = None
 
     def pool_of(self, policy: str) -> EnginePool:
         return self.pools[self.adapters.get(policy, policy)]
-
-    @property
-    def gateway(self) -> Gateway | None:
-        """The gateway to programs that play episodes; None without such programs."""
-        return self.tools if isinstance(self.tools, Gateway) else None
 
     def renderer(self, agent: str) -> ChatRenderer:
         return self.renderers[self.agents[agent].policy]
@@ -178,7 +175,7 @@ class Team:
         """The functions, by name, that the agent can call through its chat template (agents.<name>.tools)."""
         if not (names := self.agents[agent].tools):
             return {}
-        assert isinstance(self.tools, ToolPool), names
+        assert self.tools is not None, names
         return {function.name: function for name in names for function in self.tools.functions(name)}
 
     def _calls(self, sample: Sample) -> list[ToolCall | str]:
@@ -261,7 +258,7 @@ class Team:
         if each.episode_id != episode.id:
             raise ValueError(f"{each.id}: expected a call in episode {episode.id}")
         if isinstance(each, ToolCall):
-            if each.tool not in self.orchestration.tools or self.tools is None:
+            if each.tool not in self.orchestration.tools or not (self.tools or self.gateway):
                 raise ValueError(f"{each.id}: {type(self.orchestration).__name__}.tools does not name {each.tool!r}")
         elif each.agent not in self.agents:
             raise ValueError(f"{each.id}: no agent is called {each.agent!r}; there are {', '.join(self.agents)}")
@@ -286,11 +283,9 @@ class Team:
         top_k = config.top_k if most is None or 0 < config.top_k <= most else most
         return Sampling(config.temperature, config.top_p, top_k, stops, tuple(config.stop), most is not None)
 
-    def samples(self, completions: Sequence[Completion]) -> list[Sample]:
-        """Ended or paused completions as parsed Samples, not yet judged; error samples if the orchestration's parser raises."""
-        return [self._sample(each) for each in completions]
-
-    def _sample(self, each: Completion) -> Sample:
+    def sample(self, each: Completion) -> Sample:
+        """An ended or paused completion as parsed Sample, not yet judged; an error sample if the orchestration's parser
+        raises."""
         episode, ask, prompt_text, finish = each.episode, each.of.ask, each.of.prompt_text, each.finish
         renderer = self.renderer(ask.agent)
         text = renderer.decode(each.token_ids) if each.text is None else each.text  # None after a restart or an error
@@ -321,7 +316,7 @@ class Team:
         if settings.tools and finish is Finish.STOP and each.turn < min(settings.max_tool_turns, self.max_turns):
             waiting = replace(sample, shown=visible(sample.turn_text, in_thought) or "", finish=Finish.WAITING)
             if calls := self._calls(waiting):
-                assert isinstance(self.tools, ToolPool), settings.tools
+                assert self.tools is not None, settings.tools
                 self.tools.count_unmade(sum(isinstance(call, str) for call in calls))
                 return waiting
         try:
@@ -333,15 +328,14 @@ class Team:
 
     def begin_judging(self, ended: Sequence[Completion]) -> list[Future[Reward] | None]:
         """The judgements that these completions' rewards need; None for each that needs none."""
-        answers = [self._to_judge(each) for each in ended]
+        answers = []
+        for each in ended:
+            assert each.sample is not None, f"{each.uid} has not ended"
+            is_error = each.sample.finish is Finish.ERROR
+            answers.append(None if is_error else self.orchestration.to_judge(each.episode, each.sample))
         asked = [(each.episode, answer) for each, answer in zip(ended, answers, strict=True) if answer is not None]
         judgements = iter(self.judge(asked))
         return [None if answer is None else next(judgements) for answer in answers]
-
-    def _to_judge(self, ended: Completion) -> str | None:
-        assert ended.sample is not None, f"{ended.uid} has not ended"
-        is_error = ended.sample.finish is Finish.ERROR
-        return None if is_error else self.orchestration.to_judge(ended.episode, ended.sample)
 
     def rewarded(self, completion: Completion, judgement: Reward | None) -> Sample:
         """The completion's sample with its reward, by the orchestration's rules and, if they need it, the answer's judgement."""

@@ -22,8 +22,8 @@ from marsrl.kernels import PolicyObjective
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.engines.protocol import Records
 from marsrl.rollout.engines.refusals import RankHost, TrainerHost
-from marsrl.rollout.gateway.agents import agents_of
 from marsrl.rollout.gateway.gateway import Gateway
+from marsrl.rollout.gateway.vllm_reader import agents_of
 from marsrl.rollout.model_shape import read_shape
 from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.rollout.player.rollout import Rollout
@@ -34,7 +34,6 @@ from marsrl.rollout.rewards.model_judge import ModelJudge
 from marsrl.rollout.tasks.data import right_answers
 from marsrl.rollout.team import Team, WatchedJudge
 from marsrl.rollout.tools.build import build_tools
-from marsrl.rollout.tools.pool import ToolPool
 from marsrl.trainer.checks.preflight import Checked
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.driver import Driver
@@ -264,9 +263,9 @@ def open_team(checked: Checked, models: dict[str, str]) -> Iterator[Team]:
             )
             stack.callback(model.close)
             judge = WatchedJudge(checked.task.judge, model)
-        tools: ToolPool | Gateway | None = None
+        tools = gateway = None
         if config.external is not None:
-            tools = stack.enter_context(_gateway(config, renderers))
+            gateway = stack.enter_context(_gateway(config, renderers))
         elif orchestration.tools:
             tools = build_tools(config.tools, orchestration.tools, checked.task.documents, checked.task.papers)
             stack.callback(tools.close)
@@ -282,6 +281,7 @@ def open_team(checked: Checked, models: dict[str, str]) -> Iterator[Team]:
             config.max_kept,
             teachers,
             adapters,
+            gateway,
         )
 
 

@@ -164,18 +164,23 @@ class Orchestration:
         """The agent's own reward of a parsed sample (agentic verifiable rewards, arXiv 2511.11373, section 3).
 
         An answer gets the task's judgement (judged; None without an answer). A verdict gets 1 if it agrees with the first
-        input's correctness. An adviser's reward is missing until the episode has ended, then its outcome. Overlong and
-        unparsable completions get 0; an unknown reward is missing, never 0.
+        input's correctness. An adviser's reward is missing until the episode has ended, then its outcome. A helper's text gets
+        1 if it is readable; its correctness is unknown. Overlong and unparsable completions get 0; an unknown reward is
+        missing, never 0.
         """
+        spec = self.spec(sample.agent)
         if sample.finish in (Finish.UNFINISHED, Finish.WAITING):
             raise ValueError(f"reward: sample {sample.uid} is not finished; decode its remaining segments first")
         if sample.finish is Finish.ERROR:
             return Reward(MISSING, MISSING, note="the engine gave the sample up")
+        if spec.helps:
+            readable = float(sample.finish is Finish.STOP and self.is_readable(sample))
+            return Reward(readable, MISSING, {"readable": readable}, "" if readable else "nothing that can be read")
         if sample.finish is Finish.LENGTH:
             return Reward(0.0, 0.0, note="overlong")
-        if self.spec(sample.agent).gives_verdicts:
+        if spec.gives_verdicts:
             return self._agreement(episode, ask, sample)
-        if self.spec(sample.agent).advises:
+        if spec.advises:
             return Reward(MISSING, MISSING, note="its episode has no outcome yet")
         if sample.answer is None:
             return Reward(0.0, 0.0, note="no answer")
@@ -190,13 +195,16 @@ class Orchestration:
             return (cls.reward.__doc__ or f"what {cls.__name__}.reward returns").strip().partition("\n")[0]
         if agent.advises:
             return "the outcome of its episode"
+        if agent.helps:
+            return "1 where it can be read; what it was worth, only the outcome tells"
         if agent.gives_verdicts:
             return "1 where its verdict is right about its first input, 0 where it is wrong or there is none"
         return "what the task says its answer is worth, 0 without an answer"
 
     def outcome(self, episode: Episode) -> Sample | None:
-        """The sample whose answer counts in a finished episode: by default the last of `follow`'s with an answer."""
-        asks = [each for each in self.follow(episode) if isinstance(each, Ask)]
+        """The sample whose answer counts in a finished episode: by default the last of `follow`'s with an answer (a query is
+        none)."""
+        asks = [each for each in self.follow(episode) if isinstance(each, Ask) and not self.spec(each.agent).helps]
         samples = [sample for ask in asks for sample in episode.samples(ask)]
         return next((sample for sample in reversed(samples) if sample.answer is not None), None)
 
@@ -266,15 +274,16 @@ class Orchestration:
 
     def to_judge(self, episode: Episode, sample: Sample) -> str | None:
         """The text that the task judges for this parsed sample's `reward`; None if it needs no judgement."""
-        is_judged = sample.finish is Finish.STOP and not self.spec(sample.agent).gives_verdicts
+        spec = self.spec(sample.agent)
+        is_judged = sample.finish is Finish.STOP and not (spec.gives_verdicts or spec.helps)
         return sample.answer if is_judged else None
 
     def is_readable(self, sample: Sample) -> bool:
-        """True if this parsed sample has an answer, a verdict or an adviser's text; with `parser: compat`, which always finds a
-        verdict, if its format is valid."""
+        """True if this parsed sample has an answer, a verdict or, of a role that gives neither, a text; with `parser: compat`,
+        which always finds a verdict, if its format is valid."""
         if compat := self._compats.get(sample.agent):
             return compat.is_valid(sample.text)
-        if self.spec(sample.agent).advises:
+        if self.spec(sample.agent).role not in READS:
             return bool(sample.shown.strip())
         return sample.answer is not None or sample.verdict is not None
 

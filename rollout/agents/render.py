@@ -14,12 +14,10 @@ import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 from jinja2 import TemplateError
 
 from marsrl.rollout.fitting import even_shares
@@ -32,7 +30,7 @@ _PLACEHOLDER = "MARSRLCONTENT{index}ENDCONTENT"
 _PLACEHOLDER_PATTERN = re.compile(r"MARSRLCONTENT(\d+)ENDCONTENT")
 _HERMES = re.compile(r"<tool_call>\s*\{")
 _ANSWER = "MARSRLANSWER"  # placeholder for a completion in a chat rendered only for the text after it
-_BYTES = (1, 2, 3, 4)  # of a character in UTF-8
+_WINDOW = 12  # tokens; more than the bytes of a character, so that one that is cut is told from one that is over
 _NO_CLASS = re.compile(r'"tokenizer_class":\s*"TokenizersBackend"')  # transformers' own word for it
 
 
@@ -247,46 +245,19 @@ class ChatRenderer:
         """A completion's text, control words included, without the stop token at its end."""
         if len(ids) and int(ids[-1]) in self.stop_ids:
             ids = ids[:-1]
-        return self._text(ids.tolist()) if self._token_bytes is None else self._token_bytes.text(ids)
-
-    @cached_property
-    def _token_bytes(self) -> _TokenBytes | None:
-        """The vocabulary's bytes where it is byte-level, else None; reading them takes 0.2 s."""
-        return _TokenBytes.of(self._fast) if self._fast is not None else None
+        return self._text(ids.tolist())
 
     def pieces(self, ids: IntArray) -> list[str]:
         """The text of each token, for display; joined, they are the whole text, stop token included.
 
-        A character that is cut over tokens belongs to the last of them, the others are "". So does the U+FFFD of bytes that are
-        no character.
+        A token's text is what it adds to that of the tokens before it; of a character that is cut over tokens, and of bytes that
+        are none, a later token's.
         """
         numbers: list[int] = ids.tolist()
-        pieces = self._texts([[number] for number in numbers])
-        start = 0
-        for end in [i for i, piece in enumerate(pieces) if "\ufffd" not in piece] + [len(pieces)]:
-            if end > start:
-                pieces[start:end] = self._whole_characters(numbers[start:end])
-            start = end + 1
-        is_spaced = len(pieces) > 1 and self._text(numbers) == " ".join(pieces)  # whole words, joined with spaces
-        names = map(str, self._tokenizer.convert_ids_to_tokens(numbers))
-        spaced = [is_spaced or _lost_a_space(*each) for each in zip(names, pieces, strict=True)]
-        return [" " * (place > 0 and spaced[place]) + piece for place, piece in enumerate(pieces)]
-
-    def _whole_characters(self, numbers: list[int]) -> list[str]:
-        """`pieces` of adjacent tokens that split characters: at most 4 at a time, as a character has at most 4 bytes."""
-        windows = [numbers[i : i + width] for i in range(len(numbers)) for width in _BYTES]
-        texts = self._texts(windows)
-        pieces = [""] * len(numbers)
-        start = 0
-        while start < len(numbers):
-            of_start = texts[start * len(_BYTES) : (start + 1) * len(_BYTES)][: len(numbers) - start]
-            whole = next((width for width, text in zip(_BYTES, of_start) if not text.endswith("\ufffd")), None)
-            # else bytes that are no character, and those behind them that belong to the same U+FFFD
-            width = whole or max(width for width, text in zip(_BYTES, of_start) if text == of_start[0])
-            text = of_start[width - 1]
-            pieces[start + width - 1] = text
-            start += width
-        return pieces
+        windows = [numbers[max(0, end - _WINDOW) : end] for end in range(1, len(numbers) + 1)]
+        texts, before = self._texts(windows), [_settled(text) for text in self._texts([each[:-1] for each in windows])]
+        settled = [*map(_settled, texts[:-1]), *texts[-1:]]
+        return [text[len(told) :] for text, told in zip(settled, before, strict=True)]
 
     def _text(self, numbers: list[int]) -> str:
         return self._texts([numbers])[0]
@@ -324,6 +295,11 @@ class ChatRenderer:
     def num_tokens(self, text: str) -> int:
         """Number of tokens of a text within a message."""
         return len(self.completion_ids(text))
+
+    def cut_longest(self, texts: Sequence[str], max_tokens: int) -> list[str]:
+        """The texts, max_tokens in total; the longest lose their ends, down to a common length."""
+        kept = even_shares([self.num_tokens(text) for text in texts], max_tokens)
+        return [self.first_tokens(text, num) for text, num in zip(texts, kept, strict=True)]
 
     def first_tokens(self, text: str, max_tokens: int) -> str:
         """The text of its first max_tokens tokens; unchanged if it has no more."""
@@ -387,9 +363,9 @@ def _as_tool(function: ToolFunction) -> dict[str, object]:
     return {"type": "function", "function": about}
 
 
-def _lost_a_space(name: str, text: str) -> bool:
-    """SentencePiece, which writes a space as U+2581 in the names of its tokens, decodes a token alone as the first of a text."""
-    return len(name) - len(name.lstrip("\u2581")) > len(text) - len(text.lstrip(" "))
+def _settled(text: str) -> str:
+    """The text without the U+FFFD at its end that further bytes may turn into a character."""
+    return text[: max(len(text.rstrip("\ufffd")), len(text) - 3)]
 
 
 def load_tokenizer(directory: Path) -> Any:
@@ -413,41 +389,3 @@ def _generation_stops(directory: Path) -> list[int]:
         return []
     stops = json.loads(path.read_text("utf-8")).get("eos_token_id")
     return [] if stops is None else [int(i) for i in (stops if isinstance(stops, list) else [stops])]
-
-
-def _bytes_by_character() -> dict[str, int]:
-    """The characters by which GPT-2's vocabulary writes bytes: printable ones as they are, the rest from U+0100 on."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + place): byte for place, byte in enumerate(others)}
-
-
-class _TokenBytes:
-    """Texts of byte-level vocabularies (GPT-2, Qwen, Llama 3, DeepSeek): the bytes of each token, put together and read as UTF-8.
-
-    A seventh of the time that the tokenizers library takes, which writes every token as a string first: 33 ns a token instead of
-    240. tokens: by id; ids without a token have none.
-    """
-
-    def __init__(self, tokens: dict[int, bytes]) -> None:
-        self._table: npt.NDArray[np.object_] = np.full(max(tokens, default=0) + 2, b"", np.object_)
-        for index, own in tokens.items():
-            self._table[index] = own
-
-    @classmethod
-    def of(cls, tokenizer: Any) -> Self | None:
-        """The table of a tokenizers.Tokenizer; None if its decoder is not the byte-level one."""
-        if type(tokenizer.decoder).__name__ != "ByteLevel":
-            return None
-        byte_of = _bytes_by_character()
-        tokens = {}
-        for word, index in tokenizer.get_vocab(with_added_tokens=True).items():
-            is_bytes = all(character in byte_of for character in word)
-            # added tokens may be any text
-            tokens[index] = bytes(byte_of[character] for character in word) if is_bytes else word.encode()
-        return cls(tokens)
-
-    def text(self, ids: IntArray) -> str:
-        """The tokens' text; bytes that are no character become U+FFFD."""
-        own = self._table.take(ids, mode="clip")  # the last entry is empty, for ids beyond the vocabulary
-        return b"".join(own.tolist()).decode("utf-8", "replace")

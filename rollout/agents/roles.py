@@ -64,6 +64,11 @@ class AgentSpec:
         return self.role is Role.ADVISER
 
     @property
+    def helps(self) -> bool:
+        """True if its text serves another agent, so that only the outcome tells what it was worth."""
+        return self.role in (Role.ROUTER, Role.SEARCHER, Role.DISTILLER)
+
+    @property
     def solves(self) -> bool:
         """True if it answers a problem without other input."""
         return self.role in (Role.SOLVER, Role.DEBATER, Role.REASONER)

@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from marsrl.rollout.agents.parsers import all_tagged
 from marsrl.rollout.agents.prompts import without_tags
 from marsrl.rollout.agents.render import ChatRenderer
-from marsrl.rollout.fitting import even_shares
 from marsrl.rollout.types import Message, Sample, ToolCall, ToolFunction
 
 MOST_CALLS = 8
@@ -55,6 +54,5 @@ def tool_messages(outputs: Sequence[str], renderer: ChatRenderer, max_tokens: in
 
     The template puts tags around an output; the same tags inside it lose their brackets.
     """
-    kept = even_shares([renderer.num_tokens(text) for text in outputs], max_tokens)
-    texts = [renderer.first_tokens(text, num) for text, num in zip(outputs, kept, strict=True)]
+    texts = renderer.cut_longest(outputs, max_tokens)
     return [Message("tool", without_tags("tool_response", without_tags("tool_call", text))) for text in texts]

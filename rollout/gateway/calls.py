@@ -48,14 +48,6 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
-    """Events of sessions: lost ones, which restart, and calls in order of arrival."""
-
-    lost: Sequence[str] = ()
-    calls: Sequence[Call] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class SessionEnd:
     """The end of a session, as stored in its ToolOutput.
 

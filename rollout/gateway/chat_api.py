@@ -108,7 +108,7 @@ def read_tools(given: Any, choice: Any, agent: Agent) -> tuple[Sequence[Mapping[
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise Refused(400, f"tools: expected functions, found {json.dumps(each)[:200]}")
         tools.append({"type": "function", "function": {k: v for k, v in function.items() if k != "strict"}})
-    if choice != "none" and not agent.reader.reads_calls:
+    if choice != "none" and (agent.reader is None or not agent.reader.reads_calls):
         raise Refused(400, f"tools: the policy of agent {agent.name} has no tool_parser (policies.<name>.tool_parser)")
     return tools, choice != "none"
 

@@ -75,10 +75,13 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """An agent as programs see it. settings: they hold whatever a program requests; max_response_tokens: theirs, or the run's."""
+    """An agent as programs see it. settings: they hold whatever a program requests; max_response_tokens: theirs, or the run's.
+
+    reader: of its turns; None: all is content.
+    """
 
     name: str
     settings: AgentConfig
     renderer: ChatRenderer
     max_response_tokens: int
-    reader: Reader
+    reader: Reader | None

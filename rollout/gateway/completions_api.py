@@ -85,11 +85,6 @@ def generate_reply(answer: Answer, body: Mapping[str, Any]) -> dict[str, Any]:
     return {**head, "choices": [choice], "usage": usage_of(answer)}
 
 
-def no_events(answer: Answer, body: Mapping[str, Any]) -> Iterator[bytes]:
-    """Not streamed: requests for it are refused on reading."""
-    return iter(())
-
-
 def _token_ids(name: str, given: Any, agent: Agent) -> IntArray:
     size = agent.renderer.vocab_size
     is_ids = isinstance(given, list) and all(isinstance(each, int) and 0 <= each < size for each in given)

@@ -16,10 +16,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from marsrl.rollout.gateway.calls import Call, Taken
+from marsrl.rollout.gateway.calls import Call
 from marsrl.rollout.gateway.chats import Agent
 from marsrl.rollout.gateway.config import ExternalConfig
 from marsrl.rollout.gateway.session import Session
@@ -28,6 +27,7 @@ from marsrl.rollout.types import ToolCall, ToolOutput
 _log = logging.getLogger(__name__)
 
 SILENCE_S = 30.0  # a worker without a request for so long is lost
+_START_S = 120.0  # a new worker has this much longer for its first request
 _MOST_SHOWN = 2000  # characters kept of a program's error
 
 
@@ -51,7 +51,7 @@ class Gateway:
         self.num_over = 0  # number of finished sessions
         # Used only by the server's thread.
         self._playing: dict[str, Session] = {}  # by key
-        self._workers: dict[str, float] = {}  # time of each one's last request
+        self._workers: dict[str, float] = {}  # time of each one's last request, or by when it asks first
         self._over: dict[str, list[str]] = {}  # by worker, keys of sessions that it may abandon
 
     # The player's side.
@@ -69,33 +69,28 @@ class Gateway:
             self._news.wait_for(lambda: self._has_news, timeout_s)
             self._has_news = False
 
-    def take(self, sessions: Collection[str]) -> Taken:
-        """Events of the given sessions since the last call. Raises RuntimeError: all workers are gone."""
+    def take(self, sessions: Collection[str]) -> tuple[list[str], list[Call]]:
+        """Of the given sessions, since the last call: (lost ones, which restart; calls in order of arrival).
+
+        Raises:
+            RuntimeError: all workers are gone.
+        """
         with self._news:
             if self._error is not None:
                 raise RuntimeError(self._error)
             lost = [name for name in self._lost if name in sessions]
             self._lost = [name for name in self._lost if name not in sessions]
             names = [name for name in self._calls if name in sessions]
-            return Taken(lost, [call for name in names for call in self._calls.pop(name)])
-
-    def take_counts(self) -> Mapping[str, float]:
-        return {}
-
-    def last_errors(self) -> Mapping[str, str]:
-        return {}
-
-    def apart(self) -> AbstractContextManager[None]:
-        return nullcontext()
+            return lost, [call for name in names for call in self._calls.pop(name)]
 
     # The server's side.
 
     def of_key(self, key: str) -> Session | None:
         return self._playing.get(key)
 
-    def knows(self, worker: str) -> bool:
-        """True for a worker that has asked for sessions and is not lost."""
-        return worker in self._workers
+    def expect(self, worker: str) -> None:
+        """A worker is being started; it is lost if it does not ask for sessions."""
+        self._workers[worker] = self._clock() + _START_S
 
     def hand_out(self, worker: str, most: int) -> tuple[list[Session], list[str]]:
         """(new sessions for this worker, keys of those that it may abandon).

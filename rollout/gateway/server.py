@@ -35,11 +35,10 @@ from marsrl.rollout.http_server import listen
 
 _log = logging.getLogger(__name__)
 
-_QUIET_S = 10.0  # longest gap between keep-alive bytes of a pending answer
+_QUIET_S = 2.0  # longest gap between keep-alive bytes of a pending answer: far below any client's timeout
 _POLL_S, _POLLS = 0.05, 100  # a GET /next of a worker waits 5 s for a session
 _TICK_S = 0.5
 _SHUTDOWN_S = 0.1  # what pending requests have at the end of the run
-_LONG = 1 << 16  # bytes of a request above which its tokenisation would delay other calls
 _KEEP_S = 600  # keep-alive of idle connections: clients reuse theirs, and a closed one costs a retry
 
 
@@ -60,7 +59,9 @@ APIS = {
         completions_api.read_completion, completions_api.completion_reply, completions_api.completion_events
     ),
     "/inference/v1/generate": Api(
-        completions_api.read_generate, completions_api.generate_reply, completions_api.no_events
+        completions_api.read_generate,
+        completions_api.generate_reply,
+        completions_api.completion_events,  # never streams
     ),
 }
 
@@ -128,14 +129,14 @@ async def _models(request: web.Request) -> web.Response:
 async def _call(request: web.Request) -> web.StreamResponse:
     """The answer, after keep-alive blanks if it is late; once sent, it is noted as read. Cut off if there is none."""
     session, body, data = await _session_of(request)
-    api, streams, quiet_s = APIS[request.path], bool(body.get("stream")), _quiet_s(request)
+    api, streams = APIS[request.path], bool(body.get("stream"))
     is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
     digest = hashlib.blake2b(request.path.encode() + data, digest_size=16).digest()
     ask = api.read(body, request.app[_GATEWAY].agents)
-    task = await session.ask(ask, digest, is_retry=is_retry, is_long=len(data) > _LONG)
+    task = await session.ask(ask, digest, is_retry=is_retry)
     media_type = {"Content-Type": "text/event-stream" if streams else "application/json"}
     late = web.StreamResponse(headers=media_type)
-    while not (await asyncio.wait([task], timeout=quiet_s))[0]:
+    while not (await asyncio.wait([task], timeout=_QUIET_S))[0]:
         if not late.prepared:
             await late.prepare(request)
         await late.write(b": waiting\n\n" if streams else b" ")
@@ -178,13 +179,6 @@ async def _session_of(request: web.Request) -> tuple[Session, dict[str, Any], by
 
 def _is_disconnected(request: web.Request) -> bool:
     return request.transport is None or request.transport.is_closing()
-
-
-def _quiet_s(request: web.Request) -> float:
-    """A third of the client's own timeout, if it sends one."""
-    with suppress(ValueError):
-        return min(_QUIET_S, float(request.headers.get("x-stainless-read-timeout", "inf")) / 3)
-    return _QUIET_S
 
 
 def _key_of(request: web.Request) -> str:

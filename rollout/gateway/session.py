@@ -13,17 +13,17 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 from jinja2 import TemplateError
 
 from marsrl.rollout.gateway.calls import Call, Reply, SessionEnd
-from marsrl.rollout.gateway.chats import Agent, Answer, Ask, Refused
+from marsrl.rollout.gateway.chats import Agent, Answer, Ask, Refused, Said
 from marsrl.rollout.gateway.history import History, Strand
 from marsrl.rollout.types import Finish, IntArray, ToolOutput
 
+Given = ParamSpec("Given")
 Rendered = TypeVar("Rendered")
 
 _FINISH = {Finish.STOP: "stop", Finish.LENGTH: "length"}
@@ -79,12 +79,11 @@ class Session:
         """Seconds without an open call."""
         return self.own_s + (0.0 if self._num_open else self.clock() - self._idle_since)
 
-    async def ask(self, ask: Ask, body: bytes, *, is_retry: bool, is_long: bool) -> asyncio.Task[Answer]:
+    async def ask(self, ask: Ask, body: bytes, *, is_retry: bool) -> asyncio.Task[Answer]:
         """Begin a call; a retry (same body) gets the first call's answer, unless that was lost.
 
         Args:
             body: a digest of the request.
-            is_long: tokenise in a thread; this session's next calls wait for it, those of others do not.
 
         Raises:
             Refused: unknown agent, prompt too long, or the session has used up its calls or has ended.
@@ -97,7 +96,7 @@ class Session:
                     return next((task for task in same if task not in self._told), same[-1])
                 if self.num_calls >= self.max_calls:
                     raise Refused(429, f"the session has made external.max_calls = {self.max_calls} calls")
-                task = asyncio.ensure_future(await self._begin(self.agents[ask.agent], ask, is_long))
+                task = asyncio.ensure_future(await self._begin(self.agents[ask.agent], ask))
                 self.num_calls += 1
                 self._note_begin()
                 self._open.add(task)
@@ -151,39 +150,37 @@ class Session:
                 raise ValueError(f"it rewards {name!r}, which is neither an agent nor the id of an answer")
         return rewards | {uid: sum(values) / len(values) for uid, values in by_uid.items()}
 
-    async def _begin(self, agent: Agent, ask: Ask, is_long: bool) -> Coroutine[Any, Any, Answer]:
+    async def _begin(self, agent: Agent, ask: Ask) -> Coroutine[Any, Any, Answer]:
         """Send the call; returns its answer."""
         if ask.prompt is None:
-            strand, call = await self._by_chat(agent, ask, is_long)
+            strand, call = await self._by_chat(agent, ask)
         else:
-            strand, call = await self._by_prompt(agent, ask, ask.prompt, is_long)
+            strand, call = await self._by_prompt(agent, ask, ask.prompt)
         if self._is_over:
             raise Refused(401, "the session is over")
         self._read.pop(strand.uid, None)
         self.send(call)
         return self._answer(agent, ask, strand, call.reply, self.num_calls)
 
-    async def _by_chat(self, agent: Agent, ask: Ask, is_long: bool) -> tuple[Strand, Call]:
+    async def _by_chat(self, agent: Agent, ask: Ask) -> tuple[Strand, Call]:
         found = self._history.find(agent.name, ask.tools, ask.messages)
         renderer, options = agent.renderer, agent.settings.template_options
         if found is None:
-            token_ids, text = await _rendered(
-                agent, lambda: renderer.render_chat(ask.messages, ask.tools, **options), is_long
-            )
+            token_ids, text = await _rendered(agent, renderer.render_chat, ask.messages, ask.tools, **options)
             return self._new(agent, ask, token_ids, text)
         has_ended = int(found.token_ids[-1]) in renderer.stop_ids
-        new = await _rendered(agent, lambda: renderer.next_chat(found.new, has_ended=has_ended, **options), is_long)
+        new = await _rendered(agent, renderer.next_chat, found.new, has_ended=has_ended, **options)
         if found.strand is not None:
             return self._go_on(agent, ask, found.strand, new)
         token_ids = np.concatenate([found.token_ids, new])
         return self._new(agent, ask, token_ids, renderer.decode(token_ids), found.uid)
 
-    async def _by_prompt(self, agent: Agent, ask: Ask, prompt: IntArray | str, is_long: bool) -> tuple[Strand, Call]:
+    async def _by_prompt(self, agent: Agent, ask: Ask, prompt: IntArray | str) -> tuple[Strand, Call]:
         strand = self._history.find_prompt(agent.name, prompt)
         start = 0 if strand is None else len(strand.token_ids if strand.text is None else strand.text)
         new = prompt[start:]
         if isinstance(new, str):
-            new = await _rendered(agent, partial(agent.renderer.encode_trusted, new), is_long)
+            new = await _rendered(agent, agent.renderer.encode_trusted, new)
         text = prompt if isinstance(prompt, str) else None
         if strand is None:
             strand, call = self._new(agent, ask, new, agent.renderer.decode(new) if text is None else text)
@@ -240,7 +237,7 @@ class Session:
         strand.token_ids = np.concatenate([strand.token_ids, got.token_ids])
         strand.is_busy = False
         text = _without_stop(agent.renderer.decode(got.token_ids), (*agent.settings.stop, *ask.stop))
-        said = agent.reader(text, got.token_ids, ask)
+        said = Said(text) if agent.reader is None else agent.reader(text, got.token_ids, ask)
         if strand.text is not None:
             strand.text += said.content
         if ask.prompt is None:
@@ -279,10 +276,16 @@ class Session:
             task.exception()  # wakes those who wait for it
 
 
-async def _rendered(agent: Agent, render: Callable[[], Rendered], is_long: bool) -> Rendered:
-    """Render a program's messages; Refused if the chat template rejects their roles or order."""
+async def _rendered(
+    agent: Agent, render: Callable[Given, Rendered], *given: Given.args, **named: Given.kwargs
+) -> Rendered:
+    """Render a program's messages in a thread: this session's next calls wait for it, those of others do not.
+
+    Raises:
+        Refused: the chat template rejects their roles or order.
+    """
     try:
-        return await asyncio.to_thread(render) if is_long else render()
+        return await asyncio.to_thread(render, *given, **named)
     except (TemplateError, TypeError, KeyError) as error:
         raise Refused(400, f"the chat template of agent {agent.name} does not take these messages: {error}") from error
 

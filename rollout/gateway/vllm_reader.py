@@ -1,4 +1,4 @@
-"""Parses thoughts and tool calls with vLLM's own parsers, as its server does."""
+"""Agents as programs see them; vLLM's own parsers of thoughts and tool calls read what they say, as in its server."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import logging
 import secrets
 from collections.abc import Mapping
 from copy import deepcopy
+from typing import Any
 
 from marsrl.rollout.agents.render import ChatRenderer
-from marsrl.rollout.gateway.chats import Ask, Said
+from marsrl.rollout.config import AgentConfig
+from marsrl.rollout.gateway.chats import Agent, Ask, Said
 from marsrl.rollout.types import IntArray
 
 _PROBE = {"type": "function", "function": {"name": "look_up", "arguments": {"place": "Lima"}}}
@@ -21,6 +23,28 @@ _TOOL = {
         "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]},
     },
 }
+
+
+def agents_of(
+    agents: Mapping[str, AgentConfig],
+    renderers: Mapping[str, ChatRenderer],
+    max_response_tokens: int,
+    parsers: Mapping[str, tuple[str | None, str | None]] | None = None,
+) -> dict[str, Agent]:
+    """The configured agents; ValueError: a parser does not match its model.
+
+    renderers: by policy. parsers: by policy, vLLM's names of the tool and reasoning parsers.
+    """
+    readers: dict[Any, VllmReader] = {}  # one for equal agents
+    found = {}
+    for name, each in agents.items():
+        tools, thoughts = (parsers or {}).get(each.policy, (None, None))
+        key = (each.policy, *sorted(each.template_options.items()))
+        if (tools or thoughts) and key not in readers:
+            readers[key] = VllmReader(renderers[each.policy], tools, thoughts, each.template_options)
+        most = each.max_response_tokens or max_response_tokens
+        found[name] = Agent(name, each, renderers[each.policy], most, readers.get(key))
+    return found
 
 
 class VllmReader:

@@ -20,7 +20,6 @@ from marsrl.rollout.http_line import read_key
 WORKER = Path(__file__).with_name("worker.py")
 _MOST_IN_VAIN = 10  # consecutive deaths of workers without a finished session in between
 _BEGIN_S = 2.0  # between a worker's end and its replacement
-_START_S = 120.0
 _END_S = 5.0
 _READ_S = 0.5
 _NUM_SHOWN, _MOST_SHOWN = 5, 2000  # lines and characters kept of a worker's last output
@@ -32,8 +31,6 @@ class _Worker:
     def __init__(self, words: Sequence[str], key: str) -> None:
         environment = {**os.environ, "MARSRL_WORKER_KEY": key}
         self.process = subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE)
-        self.began_s = time.monotonic()
-        self.has_asked = False  # for a session
         self._tail = b""
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -53,10 +50,10 @@ class _Worker:
 
 
 class Workers:
-    """The processes. url: of the gateway; key: the workers'; start_s: limit for a worker's first request."""
+    """The processes. url: of the gateway; key: the workers'."""
 
-    def __init__(self, config: ExternalConfig, url: str, key: str, start_s: float = _START_S) -> None:
-        self._config, self._url, self._key, self._start_s = config, url, key, start_s
+    def __init__(self, config: ExternalConfig, url: str, key: str) -> None:
+        self._config, self._url, self._key = config, url, key
         self._num_started = self._num_in_vain = self._num_over = 0
         self._due_s = 0.0
         self._running: dict[str, _Worker] = {}  # by their names
@@ -64,25 +61,22 @@ class Workers:
     def watch(self, gateway: Gateway) -> None:
         """Start missing workers; sessions of ended ones are handed to others."""
         for name, worker in list(self._running.items()):
-            worker.has_asked = worker.has_asked or gateway.knows(name)
-            reason = None
-            if (code := worker.process.poll()) is not None:
-                reason = f"its process ended with code {code}"
-            elif not worker.has_asked and time.monotonic() - worker.began_s > self._start_s:
-                worker.process.kill()
-                code = worker.process.wait()
-                reason = f"it has not asked for a session within {self._start_s:g} s of its start, and is ended"
-            if reason is not None:
-                del self._running[name]
-                self._due_s = time.monotonic() + _BEGIN_S
-                reason += worker.last_words()
-                gateway.lose(name, reason)
-                self._num_in_vain = self._num_in_vain + 1 if gateway.num_over == self._num_over else 0
-                self._num_over = gateway.num_over
-                if code == UNUSABLE or self._num_in_vain >= _MOST_IN_VAIN:
-                    gateway.fail(f"external: workers end before their sessions, the last one, {name}: {reason}")
+            if (code := worker.process.poll()) is None:
+                continue
+            del self._running[name]
+            self._due_s = time.monotonic() + _BEGIN_S
+            reason = f"its process ended with code {code}{worker.last_words()}"
+            gateway.lose(name, reason)
+            self._num_in_vain = self._num_in_vain + 1 if gateway.num_over == self._num_over else 0
+            self._num_over = gateway.num_over
+            if code == UNUSABLE or self._num_in_vain >= _MOST_IN_VAIN:
+                gateway.fail(f"external: workers end before their sessions, the last one, {name}: {reason}")
         while len(self._running) < self._config.workers and time.monotonic() >= self._due_s:
-            self._start()
+            name = f"worker{self._num_started}"
+            self._num_started += 1
+            options = ["--url", self._url, "--name", name, "--with-parent", "--most", str(self._config.concurrency)]
+            self._running[name] = _Worker(worker_words(self._config, *options), self._key)
+            gateway.expect(name)
 
     def end_hanging(self, names: Sequence[str]) -> None:
         """Kill the given workers, if started here; others replace them."""
@@ -99,12 +93,6 @@ class Workers:
             except subprocess.TimeoutExpired:
                 worker.process.kill()
                 worker.process.wait()
-
-    def _start(self) -> None:
-        name = f"worker{self._num_started}"
-        self._num_started += 1
-        options = ["--url", self._url, "--name", name, "--with-parent", "--most", str(self._config.concurrency)]
-        self._running[name] = _Worker(worker_words(self._config, *options), self._key)
 
 
 def workers_key(config: ExternalConfig) -> str | None:

@@ -18,8 +18,8 @@ from marsrl.rollout.agents.prompts import NEXT_TURN, NOTHING_READ, TOOLS, tool_r
 from marsrl.rollout.agents.roles import AgentSpec, Role
 from marsrl.rollout.config import Count, Settings, Tokens
 from marsrl.rollout.episode import Episode
-from marsrl.rollout.fitting import even_shares, first_fit_decreasing
-from marsrl.rollout.types import MISSING, Ask, Finish, Message, Reward, Sample, ToolCall, ToolOutput
+from marsrl.rollout.fitting import first_fit_decreasing
+from marsrl.rollout.types import MISSING, Ask, Finish, Message, Sample, ToolCall, ToolOutput
 
 _BETWEEN = "\n\n"  # two outputs in a bin
 _PACKED = 1024  # calls whose bins are cached: one an episode; MARS plays 32 x 16 at once, and the next step's
@@ -104,26 +104,11 @@ class DualSystem(Orchestration):
     def parse(self, sample: Sample) -> Sample:
         """shown: for System 2 the text of its current turn. finish WAITING if the turn has a call, or no answer."""
         read = super().parse(sample)
-        if sample.agent == "system1":
-            return replace(read, answer=None)
-        if read.finish is not Finish.STOP or sample.turn + 1 >= self.options.max_turns:
+        if sample.agent == "system1" or read.finish is not Finish.STOP or sample.turn + 1 >= self.options.max_turns:
             return read
         if read.answer is None or tagged("tool_call", read.shown) is not None:
             return replace(read, answer=None, finish=Finish.WAITING)
         return read
-
-    def to_judge(self, episode: Episode, sample: Sample) -> str | None:
-        return super().to_judge(episode, sample) if sample.agent == "system2" else None
-
-    def is_readable(self, sample: Sample) -> bool:
-        return bool(sample.shown) if sample.agent == "system1" else super().is_readable(sample)
-
-    def reward(self, episode: Episode, ask: Ask, sample: Sample, judged: Reward | None = None) -> Reward:
-        """System 2's: the task's. Of a distillate: did it say anything? What it was worth, only the outcome tells."""
-        if sample.agent == "system2" or sample.finish is not Finish.STOP:
-            return super().reward(episode, ask, sample, judged)
-        readable = float(self.is_readable(sample))
-        return Reward(readable, MISSING, {"readable": readable}, "" if readable else "nothing said")
 
     def outcomes(self, episode: Episode) -> dict[str, float]:
         """The correctness of System 2's answer: 0 without one, unknown if its engine or its judge failed."""
@@ -202,8 +187,7 @@ class DualSystem(Orchestration):
         """A tool's whole output, cut to max_found_tokens."""
         renderer, texts = self.renderers["system2"], _texts(output)
         room = self.options.max_found_tokens - (len(texts) - 1) * renderer.num_tokens(_BETWEEN)
-        kept = even_shares([renderer.num_tokens(text) for text in texts], max(0, room))
-        return _BETWEEN.join(renderer.first_tokens(text, n) for text, n in zip(texts, kept, strict=True) if n)
+        return _BETWEEN.join(filter(None, renderer.cut_longest(texts, max(0, room))))
 
 
 def _texts(output: ToolOutput) -> Sequence[str]:

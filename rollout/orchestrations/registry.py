@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from pydantic import ValidationError
-
 from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.agents.roles import AgentSpec
-from marsrl.rollout.config import AgentConfig, EvaluateConfig, OptionValues, RolloutConfig, Settings, problems_of
+from marsrl.rollout.config import AgentConfig, EvaluateConfig, OptionValues, RolloutConfig, Settings, read_settings
 from marsrl.rollout.orchestrations.debate import Debate
 from marsrl.rollout.orchestrations.dual_system import DualSystem
 from marsrl.rollout.orchestrations.external import External
@@ -42,12 +40,7 @@ def agent_names(orchestration: str) -> tuple[str, ...]:
 def read_options(orchestration: str, options: OptionValues) -> Settings:
     """orchestration_options of the named orchestration; ValueError names the wrong key."""
     kind = find_orchestration(orchestration)
-    try:
-        return kind.Options.model_validate(dict(options))
-    except ValidationError as error:
-        known = ", ".join(kind.Options.model_fields) or "none"
-        said = problems_of(error, keys=kind.Options.model_fields)
-        raise ValueError(f"orchestration_options of {kind.name}: {said} (it has {known})") from error
+    return read_settings(kind.Options, options, where=f"orchestration_options of {kind.name}: ")
 
 
 def build_orchestration(

@@ -11,7 +11,7 @@ from marsrl.rollout.agents.prompts import NOTHING_SEARCHED, searched
 from marsrl.rollout.agents.roles import AgentSpec, Role
 from marsrl.rollout.config import Count, Settings
 from marsrl.rollout.episode import Episode
-from marsrl.rollout.types import MISSING, Ask, Finish, Message, Reward, Sample, ToolCall
+from marsrl.rollout.types import Ask, Message, Sample, ToolCall
 
 
 class SearchTeam(Orchestration):
@@ -76,20 +76,6 @@ class SearchTeam(Orchestration):
         advice = "".join(sample.shown for sample in inputs if sample.agent == "verifier")
         history = "\n".join(found) or NOTHING_SEARCHED
         return self.prompt(ask.agent, self.spec(ask.agent).role, episode, report=advice, found=history)
-
-    def to_judge(self, episode: Episode, sample: Sample) -> str | None:
-        return super().to_judge(episode, sample) if sample.agent == "answer" else None
-
-    def reward(self, episode: Episode, ask: Ask, sample: Sample, judged: Reward | None = None) -> Reward:
-        """The Answer agent's: the task's. Of the others: could it be read? Whether it was right is not known."""
-        if sample.agent == "answer" or sample.finish not in (Finish.STOP, Finish.LENGTH):
-            return super().reward(episode, ask, sample, judged)
-        readable = float(sample.answer is not None or sample.verdict is not None)
-        return Reward(readable, MISSING, {"readable": readable}, "" if readable else "no route or query")
-
-    def outcome(self, episode: Episode) -> Sample | None:
-        said = [s for ask in self.follow(episode) if isinstance(ask, Ask) for s in episode.samples(ask)]
-        return next((sample for sample in said if sample.agent == "answer" and sample.answer is not None), None)
 
     @staticmethod
     def _call(episode: Episode, query: Sample) -> ToolCall:

@@ -78,15 +78,14 @@ class Player:
 
     in_step: asks are closed, and their successors submitted, only when nothing is decoded, judged or looked up, in order and
         ignoring slots: the composition of an engine's batches does not depend on timing.
-    is_urgent: a result may trigger requests before all are back.
     open: unfinished asks, by id. counts: metrics of decoding.
     """
 
-    def __init__(self, team: Team, game: Game, *, in_step: bool = False, is_urgent: bool = True) -> None:
+    def __init__(self, team: Team, game: Game, *, in_step: bool = False) -> None:
         self.team, self.versions = team, dict[str, int]()
         self.open: dict[str, OpenAsk] = {}
         self.counts: Counter[str] = Counter()
-        self._game, self._in_step, self._is_urgent = game, in_step, is_urgent
+        self._game, self._in_step = game, in_step
         self.is_resting = True
         self._due: dict[Completion, None] = {}  # in order
         self._decoding: dict[str, tuple[Completion, DecodeRequest]] = {}  # by uid
@@ -184,10 +183,6 @@ class Player:
         """Mark completions whose next segments must be decoded."""
         self._due.update(dict.fromkeys(completions))
 
-    def put_off(self) -> None:
-        """Make nothing due until `due` is called again."""
-        self._due.clear()
-
     # A round.
 
     def submit(self) -> None:
@@ -210,7 +205,7 @@ class Player:
             by_pool.setdefault(self.team.adapters.get(policy, policy), []).extend(requests)
         for name, requests in by_pool.items():
             version = 0 if name in self.team.adapters else self.versions[name]  # weights below adapters do not change
-            self.team.pools[name].submit(requests, version=version, at_once=not self._is_urgent)
+            self.team.pools[name].submit(requests, version=version, at_once=self._in_step)
 
     def collect(self, timeout_s: float) -> list[DecodeResult]:
         """Finished results; waits for at least one, at most timeout_s, or for judges and tools. The player's state
@@ -223,10 +218,10 @@ class Player:
             futures: list[Future[Any]] = [each for each in self._judging.values() if each is not None]
             wait([*futures, *self._calling], timeout_s, FIRST_COMPLETED)
             return []
-        if self._is_urgent and (self._judging or self._calling):
+        if not self._in_step and (self._judging or self._calling):
             timeout_s = min(timeout_s, _BESIDE_S)
         timeout_s /= len(pools)
-        return [result for pool in pools for result in pool.collect(timeout_s, is_urgent=self._is_urgent)]
+        return [result for pool in pools for result in pool.collect(timeout_s, is_urgent=not self._in_step)]
 
     def take(self, results: Sequence[DecodeResult]) -> None:
         """Process results, and everything that they, and judges and tools meanwhile, make possible."""
@@ -313,12 +308,11 @@ class Player:
 
     def _end(self, ended: Sequence[Completion]) -> None:
         """Completions have ended or paused: judge their samples, or let them wait."""
-        if self._sessions is not None:
-            ended = [each for each in ended if not self._sessions.hold(each)]
-        if not ended:
-            return
         unjudged = []
-        for each, sample in zip(ended, self.team.samples(ended), strict=True):
+        for each in ended:
+            if self._sessions is not None and self._sessions.hold(each):
+                continue
+            sample = self.team.sample(each)
             if sample.finish is Finish.WAITING:
                 each.state = State.WAITING
                 each.episode.wait(sample)
@@ -391,10 +385,11 @@ class Player:
 
     def _call(self, episode: Episode, calls: Sequence[ToolCall]) -> None:
         for call in calls:
-            assert self.team.tools is not None  # else Team.follow lets no call through
             if self._sessions is not None:
                 self._sessions.begin(episode)
-            future = self.team.tools.submit(call)
+            tools = self.team.gateway or self.team.tools
+            assert tools is not None  # else Team.follow lets no call through
+            future = tools.submit(call)
             self._calling[future] = self._num_calls, episode, call
             self._num_calls += 1
             future.add_done_callback(self._answered.append)

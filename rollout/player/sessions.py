@@ -52,9 +52,9 @@ class OpenSessions:
 
     def take(self, version_of: dict[str, int]) -> tuple[list[Completion], list[Completion]]:
         """(completions with a turn to decode, completions of lost sessions). version_of: the policy version by agent."""
-        taken = self._gateway.take(self._episodes)
-        dropped = [each for name in taken.lost for each in self._forget(self._episodes[name])]
-        due = [self._asked(self._episodes[call.session], call, version_of[call.agent]) for call in taken.calls]
+        lost, calls = self._gateway.take(self._episodes)
+        dropped = [each for name in lost for each in self._forget(self._episodes[name])]
+        due = [self._asked(self._episodes[call.session], call, version_of[call.agent]) for call in calls]
         return due, dropped
 
     def hold(self, each: Completion) -> bool:

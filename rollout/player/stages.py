@@ -21,10 +21,9 @@ are in flight in one stage.
 rollout.overlap > 0: whatever a sample's end makes possible, its next segment included, starts at once, while the trainer trains.
 A stage does not wait for the longest samples of the previous one: it begins when every pool has a spare slot.
 Stage s is over, and all groups closed since the previous one become batch s, when every sample unfinished at its
-beginning has finished or reached the end of a segment (not of a wait), or rollout.finish_share of them have finished; with
-`pipeline: trajectory`, when nothing is open. So the decoder is at most rollout.overlap stages ahead of the trainer, and a
-sample, when it is trained, at most rollout.overlap + rollout.segments versions old (its group waits for its last sample; picks
-made late in a stage belong to the next).
+beginning has finished or reached the end of a segment (not of a wait); with `pipeline: trajectory`, when nothing is open. So the
+decoder is at most rollout.overlap stages ahead of the trainer, and a sample, when it is trained, at most rollout.overlap +
+rollout.segments versions old (its group waits for its last sample; picks made late in a stage belong to the next).
 """
 
 from __future__ import annotations
@@ -93,16 +92,6 @@ class RolloutState:
     source: CursorState
 
 
-@dataclass(slots=True)
-class _Stage:
-    """A running stage: the completions (or ids of episodes) it waits for, their initial number, and those that
-    have finished."""
-
-    awaited: set[Completion | str]
-    num_awaited: int
-    num_finished: int = 0
-
-
 class StageRule:
     """Decides when a stage is over and when the next one may begin.
 
@@ -113,44 +102,32 @@ class StageRule:
     def __init__(self, config: RolloutConfig, *, of_sessions: bool = False) -> None:
         self._config = config
         self.in_step = config.overlap == 0 and not of_sessions
-        self._stages: deque[_Stage] = deque()  # running stages, the oldest first
+        # completions, or ids of episodes, that each running stage waits for, the oldest first
+        self._stages: deque[set[Completion | str]] = deque()
 
     def begin(self, unfinished: Iterable[Completion | str]) -> None:
         """Begin a stage with the given unfinished ones."""
-        awaited = set(unfinished)
-        self._stages.append(_Stage(awaited, len(awaited)))
+        self._stages.append(set(unfinished))
 
     def segment_ended(self, completion: Completion) -> None:
         """Note the end of a completion's segment: each stage waits for one of its own completions."""
-        for stage in self._stages:
-            if completion in stage.awaited:
-                stage.awaited.discard(completion)
+        for awaited in self._stages:
+            if completion in awaited:
+                awaited.remove(completion)
                 return
 
-    def forget(self, completions: Iterable[Completion]) -> None:
-        """Drop the given ones."""
-        for stage in self._stages:
-            stage.awaited.difference_update(completions)
-
-    def finished(self, each: Completion | str) -> None:
-        """Note the end of a completion or an episode."""
-        for stage in self._stages:
-            stage.num_finished += each in stage.awaited
-            stage.awaited.discard(each)
-
-    @property
-    def has_share(self) -> bool:
-        """True if enough of the oldest stage has finished (rollout.finish_share)."""
-        share = self._config.finish_share
-        return share < 1 and self._stages[0].num_finished >= share * self._stages[0].num_awaited
+    def finished(self, *ended: Completion | str) -> None:
+        """Note the ends of completions or episodes."""
+        for awaited in self._stages:
+            awaited.difference_update(ended)
 
     def is_over(self, player: Player) -> bool:
         """True if the oldest stage is over."""
         if self.in_step:
-            return not player.is_working and (self.has_share or not player.is_busy)
+            return not player.is_busy
         if self._config.pipeline == "trajectory":
             return not (player.open or player.is_calling)
-        return self.has_share or not self._stages[0].awaited
+        return not self._stages[0]
 
     def end(self) -> None:
         """End the oldest stage."""
@@ -183,8 +160,7 @@ class Stages:
         self.config, self.team, self.source, self.seed, self.trains_whole = config, team, source, seed, trains_whole
         self._plays_sessions = team.orchestration.plays_sessions
         self.rule = StageRule(config, of_sessions=self._plays_sessions)
-        is_urgent = not self.rule.in_step or config.finish_share < 1
-        self.player = Player(team, self, in_step=self.rule.in_step, is_urgent=is_urgent)
+        self.player = Player(team, self, in_step=self.rule.in_step)
         self.state = StagesState(open=self.player.open)
         self._num_wanted = self._num_played = 0  # batches; stages of the next batch
         self._lengths: dict[str, KnownLengths] = defaultdict(KnownLengths)  # by agent
@@ -293,7 +269,7 @@ class Stages:
 
     def closed(self, ask: OpenAsk, samples: tuple[Sample, ...]) -> None:
         dropped = ask.unfinished
-        self.rule.forget(dropped)
+        self.rule.finished(*dropped)
         self.player.counts["rollout/dropped_stragglers"] += len(dropped)
         self.player.counts["rollout/errors"] += sum(sample.finish is Finish.ERROR for sample in samples)
         name, rollout_id = ask.ask.group, ask.episode.rollout_id
@@ -401,8 +377,6 @@ class Stages:
         if state.num_stages == state.num_batches:
             return
         if self.rule.in_step:
-            if self.rule.has_share and self.player.is_decoding:
-                self.player.drain()
             self._ask_for_waiting()
         if not self.rule.is_over(self.player):
             return
@@ -410,7 +384,6 @@ class Stages:
             self.player.rest()
         groups: Sequence[Group] = state.closed
         if self.rule.in_step:
-            self.player.put_off()
             if self.config.pipeline == "trajectory" and (state.pending or state.open):
                 self.rule.end()
                 self._begin(draws=False)

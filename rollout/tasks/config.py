@@ -64,12 +64,9 @@ def read_train_files(value: Any) -> Any:
     files = _listed(value, "data.train", TrainFile, dict)
     places: dict[str, int] = {}
     for place, file in enumerate(files):
-        if (file.count is None) == (file.weight is None):
-            raise ValueError(f"data.train[{place}] wants count or weight, one of them; {_EXPECTED['data.train']}")
-        if (file.count is None) != (files[0].count is None):
-            kind, first = ("count", "weight") if files[0].count is None else ("weight", "count")
+        if (file.count is None) == (file.weight is None) or (file.count is None) != (files[0].count is None):
             raise ValueError(
-                f"data.train[{place}] has a {kind}, and data.train[0] a {first}; {_EXPECTED['data.train']}"
+                f"data.train[{place}]: give every file a count, or every file a weight; {_EXPECTED['data.train']}"
             )
         if (other := places.setdefault(os.path.realpath(file.path), place)) != place:
             raise ValueError(
@@ -102,8 +99,6 @@ class ArithmeticOptions(Settings):
 
     min_operations: int = Field(4, ge=1, le=7, description="operations of the shortest problem")
     max_operations: int = Field(7, ge=1, le=7, description="operations of the longest problem (a letter names each)")
-    held_out_modulus: int = Field(10, ge=2, le=MOST)
-    """crc32(problem) % this == 0 is held out, never trained on"""
     slip_add: float = Field(1.0, ge=0, description="weight of a tutor's slips at +")
     slip_subtract: float = Field(1.5, ge=0, description="weight of a tutor's slips at -")
     slip_multiply: float = Field(2.5, ge=0, description="weight of a tutor's slips at *")
@@ -134,8 +129,6 @@ class FactsOptions(Settings):
     wording: Literal["sentences", "terse"] = "sentences"
     """sentences: `the home of lotte holt is brill .`, `what is the river of the home of lotte holt ?`; terse, for tiny
     policies: names of one word (40 people at most), `mira home tarn .`, `mira home river ?`"""
-    held_out_modulus: int = Field(10, ge=2, le=MOST)
-    """crc32(question) % this == 0 is held out, never trained on"""
 
     @model_validator(mode="after")
     def _hops_agree(self) -> FactsOptions:

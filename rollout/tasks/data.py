@@ -20,7 +20,7 @@ from typing import Literal
 
 from marsrl.rollout.agents.parsers import boxed_answer
 from marsrl.rollout.jsonl import BadLine, read_rows, well_formed
-from marsrl.rollout.tasks.protocol import CursorState
+from marsrl.rollout.tasks.protocol import OTHER_DATA, CursorState
 from marsrl.rollout.types import Problem
 
 QUESTION_KEYS = ("question", "query", "problem", "prompt")
@@ -173,16 +173,8 @@ class DataCursor:
         return CursorState(self._epoch, self._position)
 
     def load(self, state: CursorState) -> None:
-        if state.files:
-            raise ValueError(
-                f"the checkpoint stands in {len(state.files)} files with a weight, but data.train has none; resume with the data "
-                "that the run was started with"
-            )
-        if not 0 <= state.position <= len(self._problems):
-            raise ValueError(
-                f"the checkpoint stands at problem {state.position} of an epoch, but the data has "
-                f"{len(self._problems)}; resume with the data that the run was started with"
-            )
+        if state.files or state.position > len(self._problems):
+            raise ValueError(OTHER_DATA)
         self._epoch, self._position = state.epoch, state.position
         self._order = self._shuffled()
 
@@ -250,14 +242,8 @@ def _table_rows(file: Path) -> Iterator[Mapping[str, object]]:
                     yield from batch.to_pylist()
             return
         with pa.memory_map(str(file)) as source:
-            try:
-                reader = pa.ipc.open_stream(source)  # what `datasets` writes
-            except pa.ArrowInvalid:
-                source.seek(0)
-                yield from pa.ipc.open_file(source).read_all().to_pylist()
-            else:
-                for batch in reader:
-                    yield from batch.to_pylist()
+            for batch in pa.ipc.open_stream(source):  # what `datasets` writes
+                yield from batch.to_pylist()
     except (pa.ArrowInvalid, OSError) as error:
         raise ValueError(f"data: {file} cannot be read: {error}") from error
 

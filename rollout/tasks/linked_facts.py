@@ -28,12 +28,11 @@ from __future__ import annotations
 import json
 import operator
 import random
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from marsrl.rollout.config import read_settings
+from marsrl.rollout.tasks.arithmetic import is_held_out
 from marsrl.rollout.tasks.config import FactsOptions
 from marsrl.rollout.tasks.protocol import NumberedProblems
 from marsrl.rollout.tools.documents import Document, Paper
@@ -183,7 +182,7 @@ class World:
         for _ in range(_MOST_DRAWS):
             if self._options.calculations and rng.random() < self._options.calculations:
                 problem = Calculation.draw(rng).problem(self._is_terse)
-                if self._is_held_out(problem.question) == held_out:
+                if is_held_out(problem.question) == held_out:
                     return problem
                 continue
             hops = rng.randint(self._options.min_hops, self._options.max_hops)
@@ -192,18 +191,14 @@ class World:
             for relation in relations:
                 value = self.facts.get((value, relation), "")  # the oldest paper has no basis
             question = self._question(name, relations)
-            if self._is_held_out(question) == held_out and value not in ("", name):
+            if is_held_out(question) == held_out and value not in ("", name):
                 path = "/".join([name.replace(" ", "_"), *relations])
                 return Problem(f"{self._options.about}/{path}", question, value, "qa")
         key = "people" if self._options.about == "facts" else "papers"
         raise ValueError(
             f"task_options: of {_MOST_DRAWS:,} questions about {len(names)} {key} none was "
-            f"{'held out' if held_out else 'for training'}; raise {key} or max_hops, or change held_out_modulus "
-            f"({self._options.held_out_modulus})"
+            f"{'held out' if held_out else 'for training'}; raise {key} or max_hops"
         )
-
-    def _is_held_out(self, question: str) -> bool:
-        return zlib.crc32(question.encode()) % self._options.held_out_modulus == 0
 
     def questions(self, seed: int) -> NumberedProblems:
         return NumberedProblems(lambda n: self.draw(random.Random(f"linked facts/{seed}/{n}"), held_out=False))
@@ -247,17 +242,6 @@ def _papers(options: FactsOptions, people: Sequence[str], facts: dict[tuple[str,
         facts |= {(title, "year"): str(year), (title, "citations"): str(paper.citations)}
         papers.append(paper)
     return tuple(papers)
-
-
-def read_facts_options(words: Sequence[str]) -> FactsOptions:
-    """Options from words key=value; ValueError names the invalid one."""
-    given: dict[str, int | str] = {}
-    for word in words:
-        key, equals, value = word.partition("=")
-        if not equals or not value:
-            raise ValueError(f"{word!r} is no option; write key=value, of {', '.join(FactsOptions.model_fields)}")
-        given[key] = value
-    return read_settings(FactsOptions, given)
 
 
 def write_linked_facts(folder: str | Path, options: FactsOptions, num_train: int, num_held_out: int, seed: int) -> None:

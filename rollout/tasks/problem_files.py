@@ -13,7 +13,7 @@ from typing import TypeVar
 from marsrl.rollout.seed import derive_seed
 from marsrl.rollout.tasks.config import EvalFile, TrainFile
 from marsrl.rollout.tasks.data import DataCursor, ReadResult, draw_held_out
-from marsrl.rollout.tasks.protocol import CursorState, ProblemSource
+from marsrl.rollout.tasks.protocol import OTHER_DATA, CursorState, ProblemSource
 from marsrl.rollout.types import Problem
 
 _File = TypeVar("_File", TrainFile, EvalFile)
@@ -134,10 +134,7 @@ class MixtureCursor:
 
     def load(self, state: CursorState) -> None:
         if len(state.files) != len(self._cursors):
-            raise ValueError(
-                f"the checkpoint stands in {len(state.files) or 'no'} files with a weight, but data.train has "
-                f"{len(self._cursors)}; resume with the data that the run was started with"
-            )
+            raise ValueError(OTHER_DATA)
         self._position = state.position
         for cursor, each in zip(self._cursors, state.files, strict=True):
             cursor.load(each)

@@ -23,6 +23,12 @@ class CursorState:
     files: tuple[CursorState, ...] = ()
 
 
+OTHER_DATA = (
+    "the checkpoint stands at a place that data.train does not have: resume with the files, counts and weights that the run was "
+    "started with"
+)
+
+
 class ProblemSource(Protocol):
     """An endless stream of problems; state() and load() resume it exactly."""
 

@@ -94,7 +94,7 @@ def _build_tool(name: str, settings: ToolLimits, documents: Sequence[Document], 
         index = build_index(documents)
     else:
         index = open_index(settings.corpus, settings.index, _reader(settings))
-    return CorpusSearch(index, settings.top_k, name, "Paper" if name == "scholar" else "Doc")
+    return CorpusSearch(index, settings.top_k, "Paper" if name == "scholar" else "Doc")
 
 
 def check_tools(

@@ -14,7 +14,7 @@ import socket
 import ssl
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from email.message import Message
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address
@@ -63,9 +63,8 @@ def is_public(address: IPv4Address | IPv6Address) -> bool:
 class Fetcher:
     """Fetches one page a call. Thread-safe."""
 
-    def __init__(self, limits: PagesConfig, count_bytes: Callable[[int], None]) -> None:
-        """count_bytes: called with the number of bytes received, decrypted."""
-        self._limits, self._count_bytes = limits, count_bytes
+    def __init__(self, limits: PagesConfig) -> None:
+        self._limits = limits
         self._ssl_context = httpcore.default_ssl_context()
         self._headers = (
             (b"User-Agent", limits.user_agent.encode("ascii")),
@@ -81,7 +80,7 @@ class Fetcher:
             Refused: its address, type or size is not allowed.
             ToolError: the page could not be fetched.
         """
-        backend = _PublicNetwork(self._limits.allow_hosts, deadline, self._count_bytes)
+        backend = _PublicNetwork(self._limits.allow_hosts, deadline)
         address = _checked(url)
         with httpcore.ConnectionPool(self._ssl_context, network_backend=backend) as pool:
             for _ in range(_MOST_REDIRECTS + 1):
@@ -163,16 +162,15 @@ def _content_type(header: str) -> tuple[str, str]:
 class _PublicNetwork(httpcore.NetworkBackend):
     """Connects to public addresses, and to any address of hosts allowed by name; its connections end at a deadline."""
 
-    def __init__(self, allowed: Iterable[str], deadline: float, count_bytes: Callable[[int], None]) -> None:
-        self._allowed, self._deadline, self._count_bytes = frozenset(allowed), deadline, count_bytes
+    def __init__(self, allowed: Iterable[str], deadline: float) -> None:
+        self._allowed, self._deadline = frozenset(allowed), deadline
         self._sockets = httpcore.SyncBackend()
 
     def connect_tcp(self, host: str, port: int, timeout: float | None = None, *args: Any, **options: Any) -> _Stream:
         error: Exception | None = None
         for address in self._addresses(host, port):
             try:
-                stream = self._sockets.connect_tcp(address, port, _left(self._deadline))
-                return _Stream(stream, self._deadline, self._count_bytes)
+                return _Stream(self._sockets.connect_tcp(address, port, _left(self._deadline)), self._deadline)
             except httpcore.ConnectError as failed:
                 error = failed
         raise error or httpcore.ConnectError(f"{host} has no address")
@@ -193,13 +191,11 @@ class _PublicNetwork(httpcore.NetworkBackend):
 class _Stream(httpcore.NetworkStream):
     """A connection that ends at a deadline, even while data keeps arriving."""
 
-    def __init__(self, stream: httpcore.NetworkStream, deadline: float, count_bytes: Callable[[int], None]) -> None:
-        self._stream, self._deadline, self._count_bytes = stream, deadline, count_bytes
+    def __init__(self, stream: httpcore.NetworkStream, deadline: float) -> None:
+        self._stream, self._deadline = stream, deadline
 
     def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
-        received = self._stream.read(max_bytes, _left(self._deadline))
-        self._count_bytes(len(received))
-        return received
+        return self._stream.read(max_bytes, _left(self._deadline))
 
     def write(self, buffer: bytes, timeout: float | None = None) -> None:
         self._stream.write(buffer, _left(self._deadline))
@@ -210,8 +206,7 @@ class _Stream(httpcore.NetworkStream):
     def start_tls(
         self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
     ) -> _Stream:
-        secured = self._stream.start_tls(ssl_context, server_hostname, _left(self._deadline))
-        return _Stream(secured, self._deadline, self._count_bytes)
+        return _Stream(self._stream.start_tls(ssl_context, server_hostname, _left(self._deadline)), self._deadline)
 
     def get_extra_info(self, info: str) -> Any:
         return self._stream.get_extra_info(info)

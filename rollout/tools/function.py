@@ -50,7 +50,6 @@ class PythonFunction:
             self.close()
             raise ValueError(about["refused"])
         self.functions = (ToolFunction(name, about["description"], about["parameters"]),)
-        self.argument: str = next(iter(about["parameters"].get("properties", ())), "")
 
     def run(self, arguments: Mapping[str, object]) -> str:
         try:

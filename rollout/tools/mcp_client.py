@@ -44,8 +44,6 @@ class McpTools:
         ValueError: the server does not start, or lacks tools that the settings name.
     """
 
-    argument = "name"
-
     def __init__(self, name: str, settings: McpServer) -> None:
         self.name, self.is_deterministic, self._settings = name, settings.deterministic, settings
         self._num_restarts = 0

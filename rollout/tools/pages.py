@@ -26,8 +26,6 @@ _INHERITED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG")  # the parsers' e
 class Pages:
     """The tool behind visit and read_pages: {"url": address} -> the main text of the page."""
 
-    name = "pages"
-    argument = "url"
     is_deterministic = True  # a page is fetched once a run
 
     def __init__(self, limits: PagesConfig) -> None:
@@ -35,7 +33,7 @@ class Pages:
         self._limits = limits
         self._counts: Counter[str] = Counter()
         self._counting = threading.Lock()
-        self._fetcher = Fetcher(limits, lambda number: self._count("bytes", number))
+        self._fetcher = Fetcher(limits)
         inherited = {name: os.environ[name] for name in _INHERITED if name in os.environ}
         self._workers = WorkerPool(limits.workers, PARSERS, {}, limits.memory_mib << 20, inherited)
 
@@ -44,6 +42,7 @@ class Pages:
         deadline = time.monotonic() + WAITED * self._limits.timeout_s
         try:
             fetched = self._fetcher.fetch(url, deadline)
+            self._count("bytes", len(fetched.body))
             text = self._main_text(fetched, deadline)
         except Refused:
             self._count("refused")
@@ -54,8 +53,7 @@ class Pages:
         return text
 
     def take_counts(self) -> Mapping[str, float]:
-        """read: pages whose text was extracted; refused: by our limits, not by a server; bytes: received, failed pages
-        included."""
+        """read: pages whose text was extracted; refused: by our limits, not by a server; bytes: of pages, decompressed."""
         with self._counting:
             counts = {name: float(self._counts[name]) for name in ("read", "refused", "bytes")}
             self._counts.clear()
@@ -89,8 +87,6 @@ class Pages:
 class Visit:
     """The tool: {"url": address} or {"urls": [addresses]} -> a part a page."""
 
-    name = "visit"
-    argument = "url"
     is_deterministic = True
 
     def __init__(self, options: VisitTool, read: ReadPages) -> None:

@@ -137,10 +137,6 @@ class ToolPool:
             self._unknown.counts["calls"] += number
             self._unknown.counts["errors"] += number
 
-    def argument(self, name: str) -> str:
-        """The name of a tool's single text argument."""
-        return self._lanes[name].tool.argument
-
     def functions(self, name: str) -> Sequence[ToolFunction]:
         """The functions of a tool, as chat templates show them."""
         tool = self._lanes[name].tool

@@ -26,13 +26,11 @@ class ToolError(Exception):
 class Tool(Protocol):
     """A tool that agents call. Thread-safe; ToolPool bounds its time and output.
 
-    argument: the name of its single text argument. is_deterministic: equal arguments have equal answers during a run, so that
-    they may be cached. A tool with its own metrics also has `take_counts() -> dict[str, float]`: its counts by name since the
-    last call, zeros included. A user's tool lists its functions (`functions`); those of the tools that ship are in SHIPPED.
+    is_deterministic: equal arguments have equal answers during a run, so that they may be cached. A tool with its own metrics
+    also has `take_counts() -> dict[str, float]`: its counts by name since the last call, zeros included. A user's tool lists its
+    functions (`functions`); those of the tools that ship are in SHIPPED.
     """
 
-    name: str
-    argument: str
     is_deterministic: bool
 
     def run(self, arguments: Mapping[str, object]) -> str | Sequence[str]:

@@ -113,11 +113,10 @@ class CorpusSearch:
     kind: the word for a document.
     """
 
-    argument = "query"
     is_deterministic = True
 
-    def __init__(self, index: SearchIndex, top_k: int, name: str = "search", kind: str = "Doc") -> None:
-        self.name, self._index, self._top_k, self._kind = name, index, top_k, kind
+    def __init__(self, index: SearchIndex, top_k: int, kind: str = "Doc") -> None:
+        self._index, self._top_k, self._kind = index, top_k, kind
 
     def run(self, arguments: Mapping[str, object]) -> str | list[str]:
         queries = query_arguments(arguments)

@@ -39,14 +39,13 @@ class _ServerSearch:
     ToolError if the server fails to answer one of them.
     """
 
-    argument = "query"
     is_deterministic = True  # a corpus does not change during a run, and repeated queries are not paid for again
 
     def __init__(
         self, name: str, url: str, options: ServerLimits, kind: str, secret: Mapping[str, str] | None = None
     ) -> None:
         """Sends nothing yet. kind: the word for a result, as shown to agents."""
-        self.name, self._url, self._kind = name, url, kind
+        self._url, self._kind = url, kind
         self._line = HttpLine(
             url,
             f"tools.{name}.",

@@ -108,20 +108,6 @@ def test_a_tool_s_description_is_shown_as_it_is_and_makes_no_control_token(rende
     assert counts[0] == counts[1]
 
 
-def test_texts_of_bytes_are_the_tokenizer_s_own_characters_cut_in_two_and_unknown_ids_among_them(
-    renderer: ChatRenderer,
-) -> None:
-    rng = np.random.default_rng(0)
-    completions = [rng.integers(0, renderer.vocab_size + 9, size).astype(np.int32) for size in range(400)]
-    cut = renderer.completion_ids("a\u2603b\U0001f600c")
-    completions += [cut[start:end] for end in range(len(cut) + 1) for start in range(end)]
-    for ids in completions:
-        own = ids[:-1] if len(ids) and ids[-1] in renderer.stop_ids else ids
-        assert renderer.decode(ids) == renderer.tokenizer.backend_tokenizer.decode(
-            own.tolist(), skip_special_tokens=False
-        )
-
-
 @pytest.mark.parametrize("content", CONTENTS)
 def test_byte_contents_reach_the_model_unchanged(renderer: ChatRenderer, content: str) -> None:
     ids, text = renderer.render([Message("user", content)])

@@ -18,10 +18,10 @@ from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.config import AgentConfig, RolloutConfig
 from marsrl.rollout.engines.local.engine import LocalEngine
 from marsrl.rollout.engines.protocol import Engine
-from marsrl.rollout.gateway.agents import agents_of
 from marsrl.rollout.gateway.config import ExternalConfig
 from marsrl.rollout.gateway.gateway import Gateway
 from marsrl.rollout.gateway.server import open_gateway
+from marsrl.rollout.gateway.vllm_reader import agents_of
 from marsrl.rollout.orchestrations.external import External
 from marsrl.rollout.player.stages import Stages, StepBatch
 from marsrl.rollout.tasks.arithmetic import ArithmeticTask
@@ -89,7 +89,7 @@ def team_of(
 ) -> Played:
     engine = engine or LocalEngine(model, dtype="float32", max_model_len=4096)
     pool = pool_of(engine, slots=64, deadline_s=config.deadline_s)
-    team = make_team(agents, orchestration(agents, "chain", None, config), pool, ChatRenderer(model), tools=gateway)
+    team = make_team(agents, orchestration(agents, "chain", None, config), pool, ChatRenderer(model), gateway=gateway)
     source = ArithmeticTask(ArithmeticOptions()).problems(3)
     return Played(Stages(config, team, source, seed=3, trains_whole=True), team)
 

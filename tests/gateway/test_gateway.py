@@ -17,13 +17,13 @@ import pytest
 
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.config import AgentConfig
-from marsrl.rollout.gateway.agents import agents_of
 from marsrl.rollout.gateway.calls import SESSION, Call, Reply, SessionEnd
 from marsrl.rollout.gateway.chats import Answer, Ask, Refused
 from marsrl.rollout.gateway.config import ExternalConfig
 from marsrl.rollout.gateway.gateway import Gateway
 from marsrl.rollout.gateway.history import History, Strand
 from marsrl.rollout.gateway.session import CallLost, Session
+from marsrl.rollout.gateway.vllm_reader import agents_of
 from marsrl.rollout.gateway.workers import WORKER
 from marsrl.rollout.types import Finish, ToolCall, ToolOutput
 
@@ -54,7 +54,7 @@ def test_a_lost_worker_s_sessions_begin_anew_and_its_keys_open_nothing() -> None
     output = submit(gateway, "1")
     (first,), _ = gateway.hand_out("worker", 8)
     gateway.lose("worker", "it died")
-    assert gateway.of_key(first.key) is None and gateway.take({"1"}).lost == ["1"]
+    assert gateway.of_key(first.key) is None and gateway.take({"1"}) == (["1"], [])
     (second,), _ = gateway.hand_out("another", 8)
     assert second.key != first.key and second.attempt == 1 and not output.done()
     gateway.lose("another", "it died too")
@@ -71,8 +71,7 @@ def test_what_a_lost_session_asked_is_not_answered() -> None:
         session.send(Call(session.id, "solver", 0, 0, np.zeros(1, np.int32)))
     gateway.end(second, {})
     gateway.lose("worker", "it died")
-    taken = gateway.take({"1", "2"})
-    assert taken.lost == ["1"] and not taken.calls
+    assert gateway.take({"1", "2"}) == (["1"], [])
 
 
 class Direct:
@@ -87,7 +86,7 @@ class Direct:
         self.session.start("worker")
 
     async def ask(self, ask: Ask, body: bytes = b"", *, is_retry: bool = False) -> asyncio.Task[Answer]:
-        return await self.session.ask(ask, body, is_retry=is_retry, is_long=False)
+        return await self.session.ask(ask, body, is_retry=is_retry)
 
     def reply(self, uid: str, token_ids: Sequence[int], finish: Finish = Finish.STOP) -> None:
         """The oldest call without a reply gets this one."""

@@ -49,9 +49,7 @@ def test_a_reward_is_the_program_s_or_the_task_s_of_its_answer(
     assert max(max(turns_of(sample)[::2]) for sample in samples.values()) <= 40
 
 
-@pytest.mark.parametrize(
-    "options", [{"overlap": 1}, {"overlap": 2, "finish_share": 0.5}, {"finish_share": 0.5}], ids=str
-)
+@pytest.mark.parametrize("options", [{"overlap": 1}, {"overlap": 2}, {}], ids=str)
 def test_sessions_span_stages_and_versions(model: Path, tmp_path: Path, options: dict[str, float]) -> None:
     text = """
     import time
@@ -76,7 +74,7 @@ def test_sessions_span_stages_and_versions(model: Path, tmp_path: Path, options:
     assert set(trained.values()) == {1}
 
 
-LONG = 5_000_000
+LONG = 4_000
 PATIENCE_S = 120.0
 
 PROGRAM = """

@@ -302,7 +302,6 @@ class Unlucky(MortalReplicas):
 CONFIGS = {
     "stages": letter_config(overlap=0),
     "stages of segments": letter_config(overlap=0, segments=4, engines=2),
-    "half a stage": letter_config(overlap=0, segments=3, finish_share=0.5),
     "trajectories": letter_config(overlap=0, pipeline="trajectory"),
     "overlap": letter_config(overlap=1, segments=2),
     "two engines, two ahead": letter_config(overlap=2, segments=4, engines=2),
@@ -322,7 +321,7 @@ def test_engines_that_are_lost_change_nothing_that_is_trained(name: str) -> None
     assert_of_the_script(groups)
     for sample in (sample for group in groups for sample in group.samples):
         assert sample.finish in (Finish.STOP, Finish.LENGTH) and not sample.reward.is_missing
-    if config.overlap == 0 and config.finish_share == 1:  # then not even who is trained when
+    if config.overlap == 0:  # then not even who is trained when
         lucky = played(config, MortalReplicas(config.engines))
         assert encode(groups) == encode([group for batch in lucky.train(8) for group in batch])
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
 import pytest
 from letters import (
-    END,
     Play,
     assert_of_the_script,
     completions,
@@ -82,25 +80,6 @@ def test_problems_are_drawn_up_to_a_number_of_samples_under_way(most: int, drawn
     assert play.stages.state.num_instances == drawn
 
 
-def test_a_stage_ends_when_just_the_share_has_finished() -> None:
-    def dots(of: Callable[[int], int]) -> Callable[[DecodeRequest], list[int]]:
-        return lambda request: [ord(".")] * of(int(request.uid[-1])) + [END]
-
-    # of six samples three are short, and the others get as far as those
-    options: dict[str, Any] = {"finish_share": 0.5, "group_size": 6, "prompts_per_step": 1}
-    rollout, _ = played(team={"script": dots(lambda i: 1 if i < 3 else 40), "tokens_per_step": 2}, **options)
-    told: list[int] = []
-    batch = rollout.next_batch({"main": 0}, told.append)
-    assert batch.groups == () and rollout.num_unfinished == 3
-    (group,) = rollout.snapshot().stages.open.values()
-    assert [sample.uid[-1] for sample in group.samples] == ["0", "1", "2"]
-    assert {len(each.token_ids) for each in group.unfinished} == {2}
-    assert told[-1] == batch.metrics["rollout/tokens"] == 12
-    # with one short sample fewer it goes on
-    rollout, _ = played(team={"script": dots(lambda i: 1 if i < 2 else 40), "tokens_per_step": 2}, **options)
-    assert [len(g.samples) for g in rollout.next_batch({"main": 0}).groups] == [6]
-
-
 def test_an_error_in_the_thread_is_raised_in_the_trainer_with_its_traceback() -> None:
     asked, before = [], set(threading.enumerate())  # of other tests
 
@@ -127,7 +106,7 @@ CONFIGS = {
     "one segment": letter_config(),
     "four segments": letter_config(segments=4),
     "two engines, two ahead": letter_config(segments=3, overlap=2, engines=2),
-    "three ahead, half of a stage": letter_config(segments=2, overlap=3, finish_share=0.5),
+    "three ahead": letter_config(segments=2, overlap=3),
     "stragglers dropped": letter_config(segments=8, group_completion="drop_stragglers", max_group_age=1, overlap=2),
     "small pool": letter_config(segments=8, max_unfinished=4),
     "trajectories": letter_config(pipeline="trajectory", segments=2),

@@ -87,7 +87,7 @@ ECHO = call("echo", text="ab")
 class Tool:
     """A tool with these functions. called: the arguments of its calls."""
 
-    argument, is_deterministic = "text", False
+    is_deterministic = False
 
     def __init__(
         self, name: str, functions: Sequence[ToolFunction], run: Callable[[Mapping[str, object]], str]

@@ -183,13 +183,10 @@ def test_epochs_and_seeds_have_orders_of_their_own_and_a_state_of_other_data_is_
 
     assert draw(0)[:20] != draw(0)[20:] and draw(0) != draw(1)
     one, two = Mixture([some(3)], [1]), Mixture([some(3), some(2)], [1, 1])
-    with pytest.raises(ValueError, match="resume with the data"):
-        DataCursor(some(3), 0).load(CursorState(0, 4))
-    for problems, state in ((two, draw_endlessly(one, 0).state()), (some(3), draw_endlessly(two, 0).state())):
-        with pytest.raises(ValueError, match=r"the checkpoint stands in \d files .*resume with the data"):
+    states = (CursorState(0, 4), draw_endlessly(one, 0).state(), draw_endlessly(two, 0).state(), CursorState(0, 1))
+    for problems, state in zip((some(3), two, some(3), one), states, strict=True):
+        with pytest.raises(ValueError, match="resume with the files, counts and weights that the run was started with"):
             draw_endlessly(problems, 0).load(state)
-    with pytest.raises(ValueError, match="stands in no files with a weight, but data.train has 1"):
-        draw_endlessly(one, 0).load(CursorState(0, 1))
 
 
 # Several files.

@@ -20,9 +20,6 @@ SOON_S = 30.0  # far more than anything here takes
 
 
 class Scripted:
-    name = "echo"
-    argument = "text"
-
     def __init__(self, run: Callable[[Mapping[str, object]], object], is_deterministic: bool = True) -> None:
         self._run, self.is_deterministic = run, is_deterministic
         self.seen: list[Mapping[str, object]] = []

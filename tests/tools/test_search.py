@@ -154,8 +154,8 @@ def test_papers_are_shown_with_what_is_known_of_them(tmp_path: Path) -> None:
         {"title": "Lost maps", "year": None, "citations": 0},
     )
     with closing(open_index(path, tmp_path / "index.sqlite", read_papers)) as index:
-        tool = CorpusSearch(index, 5, "scholar", "Paper")
-        assert tool.name == "scholar" and tool.run({"queries": ["sparse", "maps"]}) == [
+        tool = CorpusSearch(index, 5, "Paper")
+        assert tool.run({"queries": ["sparse", "maps"]}) == [
             "Paper 1(Title: Sparse maps) Year: 1997. Citations: 12. Abstract: We draw.",
             "Paper 2(Title: Lost maps) Citations: 0",
         ]

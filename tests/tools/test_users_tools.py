@@ -108,7 +108,6 @@ def test_the_schema_is_the_signature_s_and_the_words_the_docstring_s(file: Path)
         assert function == ToolFunction(
             "own", "Converts a length.\n\nTo kilometres.", schema | {"additionalProperties": False}
         )
-        assert pool.argument("own") == "value"
         assert ask(pool, value=1500) == ToolOutput("1.5 km") == ask(pool, value="1500", unit="m")
 
 

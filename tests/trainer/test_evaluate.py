@@ -18,7 +18,7 @@ from marsrl.rollout.config import EvaluateConfig
 from marsrl.rollout.engines.protocol import DecodeRequest
 from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.rollout.state import decode, encode
-from marsrl.rollout.tasks.arithmetic import parse_chain
+from marsrl.rollout.tasks.arithmetic import Chain
 from marsrl.rollout.tasks.problem_files import HeldOut
 from marsrl.trainer.checks.preflight import Checked, preflight
 from marsrl.trainer.config.read import read_config
@@ -34,9 +34,10 @@ VERSIONS = {"main": 0}
 CONFIG = EvaluateConfig(num_problems=40, accept_after=1, max_iterations=4, fixed_inputs=20, temperature=1.0, top_p=1.0)
 
 
-def answer_of(words: list[str]) -> str:
-    """The right answer to the problem that a Solver's or Corrector's prompt states."""
-    return parse_chain(" ".join(words[1 : words.index("<|assistant|>")])).answer
+def answer_of(words: list[str], start: int = 1, end: str = "<|assistant|>") -> str:
+    """The right answer to the problem that a prompt states from this word on; by default a Solver's or Corrector's."""
+    chain = words[start : words.index(end)]
+    return Chain(int(chain[1]), tuple(chain[3::2])).answer
 
 
 def words_of(request: DecodeRequest, renderer: ChatRenderer) -> list[str]:
@@ -57,7 +58,7 @@ def critics(*, err: bool) -> Script:
     def say(request: DecodeRequest, renderer: ChatRenderer, rng: Random) -> str:
         words = [w for w in words_of(request, renderer) if w]
         if is_verifier(request):
-            right, claimed = parse_chain(" ".join(words[3 : words.index("\n")])).answer, words[-2]
+            right, claimed = answer_of(words, 3, "\n"), words[-2]
             return f"said {claimed} Verdict: {'correct' if right == claimed and not err else 'wrong'}"
         right = answer_of(words)
         is_right = rng.random() < 0.5 if is_solver(request) else not err

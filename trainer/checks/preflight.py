@@ -18,8 +18,8 @@ from marsrl.rollout.config import Settings
 from marsrl.rollout.engines.refusals import TrainerHost, this_host, why_not_cut
 from marsrl.rollout.engines.vllm.arguments import who_draws
 from marsrl.rollout.episode import Episode
-from marsrl.rollout.gateway.agents import agents_of
 from marsrl.rollout.gateway.config import ExternalConfig
+from marsrl.rollout.gateway.vllm_reader import agents_of
 from marsrl.rollout.gateway.workers import check_program, workers_key
 from marsrl.rollout.imports import check_installed
 from marsrl.rollout.model_shape import ModelShape, read_shape

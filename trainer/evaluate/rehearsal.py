@@ -30,10 +30,10 @@ from marsrl.rollout.config import MOST_TOKENS, AgentConfig
 from marsrl.rollout.engines.protocol import DecodeRequest
 from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.episode import Episode
-from marsrl.rollout.gateway.agents import agents_of
 from marsrl.rollout.gateway.chats import Ask, Said
 from marsrl.rollout.gateway.config import ExternalConfig
 from marsrl.rollout.gateway.gateway import Gateway
+from marsrl.rollout.gateway.vllm_reader import agents_of
 from marsrl.rollout.orchestrations.registry import build_orchestration, find_orchestration
 from marsrl.rollout.player.rollout import Rollout
 from marsrl.rollout.pool.pool import EnginePool
@@ -44,7 +44,6 @@ from marsrl.rollout.tasks.protocol import NumberedProblems
 from marsrl.rollout.tasks.registry import build_task
 from marsrl.rollout.team import Team, WatchedJudge
 from marsrl.rollout.tools.build import build_tools, check_tools
-from marsrl.rollout.tools.pool import ToolPool
 from marsrl.rollout.types import Group, IntArray, Problem, Sample, ToolFunction
 from marsrl.trainer.checks.problems import read_data
 from marsrl.trainer.config import RunConfig
@@ -189,7 +188,7 @@ def _scripted(
     functions = check_tools(config.tools, names, task.documents, task.papers)
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.closing(task))
-        tools: ToolPool | Gateway = build_tools(config.tools, names, task.documents, task.papers)
+        tools = build_tools(config.tools, names, task.documents, task.papers)
         stack.callback(tools.close)
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         write_byte_tokenizer(Path(folder))
@@ -220,8 +219,8 @@ def _scripted(
         rollout = config.rollout.model_copy(update={"prompts_per_step": 1, "pipeline": pipeline, **bounds})
         own = {"policy": "main", "max_input_tokens": MOST_TOKENS, "max_response_tokens": None, "template_options": {}}
         agents = {name: agent.model_copy(update=own) for name, agent in config.agents.items()}
-        if config.external is not None:
-            tools = stack.enter_context(_gateway(config.external, agents, renderer))
+        external = config.external
+        gateway = None if external is None else stack.enter_context(_gateway(external, agents, renderer))
         team = Team(
             agents,
             build_orchestration(
@@ -238,6 +237,7 @@ def _scripted(
             WatchedJudge(task.judge),
             max_turns=rollout.max_turns,
             tools=tools,
+            gateway=gateway,
         )
         again = NumberedProblems(lambda number: problem)
         yield Rollout(rollout, team, again, seed=config.run.seed, trains_whole=config.trains_whole), problem

@@ -5,19 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import Any
 
 from marsrl.rollout.tasks.registry import build_task
 from marsrl.rollout.tools.build import build_tools, check_tools
 from marsrl.rollout.tools.config import TOOL_NAMES, how_to_set
 from marsrl.rollout.tools.documents import Document
-from marsrl.rollout.types import ToolCall
+from marsrl.rollout.types import ToolCall, ToolFunction
 from marsrl.trainer.config import RunConfig
 
 
 def call_tool(config: RunConfig, name: str, argument: str) -> tuple[str, bool]:
     """(the tool's output, safe for a terminal; True if it is an error).
 
-    argument: its single text argument, or a JSON object of its arguments.
+    argument: its first argument as text, or a JSON object of its arguments.
 
     Raises:
         ValueError: no such tool, or invalid settings.
@@ -37,7 +38,7 @@ def call_tool(config: RunConfig, name: str, argument: str) -> tuple[str, bool]:
         check_tools(config.tools, [name], documents, papers)
         pool = build_tools(config.tools, [name], documents, papers)
         stack.callback(pool.close)
-        output = pool.submit(ToolCall(f"{name}#0", name, _arguments(argument, pool.argument(name)))).result()
+        output = pool.submit(ToolCall(f"{name}#0", name, _arguments(argument, pool.functions(name)[0]))).result()
         counts = pool.take_counts()
     said = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in output.text)
     parts = f", {len(output.parts)} part{'s' * (len(output.parts) > 1)}" if output.parts else ""
@@ -45,10 +46,13 @@ def call_tool(config: RunConfig, name: str, argument: str) -> tuple[str, bool]:
     return f"{said}\n# {counts[f'tools/{name}/seconds']:.3f} s{parts}, {cut}", output.is_error
 
 
-def _arguments(given: str, name: str) -> str:
-    """A JSON object unchanged; any other text as the argument of this name."""
+def _arguments(given: str, function: ToolFunction) -> str:
+    """A JSON object unchanged; any other text as the function's first argument, or the name of a server's tool."""
     try:
-        is_object = isinstance(json.loads(given), dict)
+        if isinstance(json.loads(given), dict):
+            return given
     except (ValueError, RecursionError):
-        is_object = False
-    return given if is_object else json.dumps({name: given})
+        pass
+    properties: Any = {"name": {}} if function.server else function.parameters.get("properties") or {"": {}}
+    name, schema = next(iter(properties.items()))
+    return json.dumps({name: [given] if schema.get("type") == "array" else given})

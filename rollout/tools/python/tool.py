@@ -44,8 +44,6 @@ _NOT_PLAIN = re.compile(r"[^\n\t -~]")
 class PythonInterpreter:
     """Runs `{"code": "..."}` -> its output, the value of its last expression, or the traceback of its error. Close it."""
 
-    name = "python"
-    argument = "code"
     is_deterministic = False
 
     def __init__(self, config: PythonTool) -> None:
@@ -98,7 +96,7 @@ class PythonInterpreter:
         Raises:
             ToolError: the arguments are no snippet, or no interpreter is available.
         """
-        code = text_argument(arguments, self.argument)
+        code = text_argument(arguments, "code")
         interpreter = self._take()
         try:
             ending = interpreter.run(code, self._config.wall_s, _BYTES_A_CHAR * self._config.max_output_chars)

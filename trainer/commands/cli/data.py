@@ -43,9 +43,15 @@ def make_facts(
     seed: Annotated[int, Option(help="of the draw of questions")] = 0,
 ) -> None:
     """Write the built-in world of linked facts as files: corpus.jsonl, papers.jsonl, train.jsonl and held_out.jsonl."""
-    from marsrl.rollout.tasks.linked_facts import read_facts_options, write_linked_facts
+    from omegaconf import OmegaConf
 
-    facts = read_facts_options(options or [])
+    from marsrl.rollout.config import read_settings
+    from marsrl.rollout.tasks.config import FactsOptions
+    from marsrl.rollout.tasks.linked_facts import write_linked_facts
+
+    facts = read_settings(
+        FactsOptions, {str(key): value for key, value in OmegaConf.from_dotlist(options or []).items()}
+    )
     write_linked_facts(out, facts, train, held_out, seed)
     print(
         f"{out}: {facts.people + facts.places:,} documents, {facts.papers:,} papers, {train:,} + {held_out:,} questions"
