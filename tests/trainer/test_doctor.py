@@ -77,7 +77,11 @@ def test_a_config_that_runs_here_is_placed(capsys: pytest.CaptureFixture[str]) -
     assert main(["doctor", "rollout.engine=local", "rollout.engines=2"]) == 0
     shown = capsys.readouterr().out
     assert "+ torchrun --nnodes 1 --nproc-per-node 1: passes every check of a dry run" in shown
-    assert "CPU: rank 0; CPU: main engines 0-1" in shown and "weights: sync.backend=shm" in shown
+    assert (
+        "ranks: 1, on CPUs" in shown
+        and "engines of main: 2, 2 on this host's CPUs" in shown
+        and "weights: sync.backend=shm" in shown
+    )
     assert main(["doctor", "rollout.engine=local", "sync.backend=nccl"]) == 1
     assert "refused: sync.backend=nccl needs CUDA" in capsys.readouterr().out
     assert main(["doctor", "--nnodes", "0"]) == 2
@@ -116,36 +120,35 @@ def test_the_way_of_weights_follows_from_the_placement(
     RunConfig.model_validate(decided.model_dump())  # config.yaml of the run
 
 
-def lines(host: TrainerHost, world_size: int, rollout: dict[str, Any], **others: Any) -> list[str]:
-    """Without the last, which is the way of weights, and without this host's name."""
+WIDE = {"engines": 11, "ray_address": "here", "vllm": {"tensor_parallel": 2}}
+JUDGE = {"main": {}, "judge": {"frozen": True, "model": "/m", "engines": 1, "vllm": {"tensor_parallel": 2}}}
+
+
+@pytest.mark.parametrize(
+    ("host", "world_size", "rollout", "others", "lines"),
+    [
+        (NODE, 4, {"engines": 3}, {}, ["ranks: 4, on GPUs 0-3", "engines of main: 3, 3 on GPUs 4-6 of this host"]),
+        (NODE, 4, {"engines": 2}, {"policies": JUDGE},
+         ["ranks: 4, on GPUs 0-3", "engines of main: 2, 2 on GPUs 4-5 of this host",
+          "engines of judge: 1 of 2 GPUs, 1 on GPUs 6-7 of this host"]),
+        (NODE, 4, {"engines": 4, "placement": "colocated"}, {},
+         ["ranks: 4, on GPUs 0-3", "engines of main: 4, one on each of these GPUs"]),
+        (TrainerHost(1, 1, False), 1, {"placement": "local"}, {},
+         ["ranks: 1, on GPU 0", "engines of main: 1, in this process"]),
+        (TrainerHost(8, 0, False), 1, {"engines": 2}, {}, ["engines of main: 2, 2 on GPUs 0-1 of this host"]),  # evaluate
+        (TrainerHost(8, 6, True), 18, WIDE, {},
+         ["ranks: 18, 6 a host, on GPUs 0-5",
+          "engines of main: 11 of 2 GPUs, 1 on GPUs 6-7 of this host, 10 on hosts of the Ray cluster"]),
+        (TrainerHost(8, 8, True), 8, {"engines": 8, "ray_address": "head:6379"}, {},
+         ["ranks: 8, on GPUs 0-7", "engines of main: 8, 8 on hosts of the Ray cluster"]),
+    ],
+)  # fmt: skip
+def test_ranks_have_the_first_gpus_and_engines_the_rest_then_those_of_other_hosts(
+    host: TrainerHost, world_size: int, rollout: dict[str, Any], others: dict[str, Any], lines: list[str]
+) -> None:
     config = with_backend(config_of(rollout, **others), on_gpus=host.num_gpus > 0)
-    found = placement_lines(config, host, world_size)
-    assert found[-1].startswith(f"weights: sync.backend={config.sync.backend}, ")
-    return [line.partition(": ")[2] if i == 0 else line for i, line in enumerate(found[:-1])]
-
-
-def test_ranks_have_the_first_gpus_and_engines_the_rest() -> None:
-    assert lines(NODE, 4, {"engines": 3}) == ["GPU 0-3: ranks 0-3; GPU 4-6: main engines 0-2"]
-    two = {"main": {}, "judge": {"frozen": True, "model": "/m", "engines": 1, "vllm": {"tensor_parallel": 2}}}
-    found = lines(NODE, 4, {"engines": 2}, policies=two)
-    assert found == ["GPU 0-3: ranks 0-3; GPU 4-5: main engines 0-1; GPU 6-7: judge engine 0, 2 GPUs each"]
-    both = lines(NODE, 4, {"engines": 4, "placement": "colocated"})
-    assert both == ["GPU 0-3: ranks 0-3; GPU 0-3: main engines 0-3"]
-    assert lines(TrainerHost(1, 1, False), 1, {"placement": "local"}) == ["GPU 0: rank 0; GPU 0: main engine 0"]
-    assert lines(TrainerHost(8, 0, False), 1, {"engines": 2}) == ["GPU 0-1: main engines 0-1"]  # marsrl evaluate
-
-
-def test_engines_go_on_to_hosts_that_are_not_known_yet() -> None:
-    host = TrainerHost(8, 6, True)
-    wide = {"engines": 11, "ray_address": "here", "vllm": {"tensor_parallel": 2}}
-    assert lines(host, 18, wide) == [
-        "GPU 0-5: ranks 0-5; GPU 6-7: main engine 0, 2 GPUs each",
-        "trainer hosts 2-3: GPU 0-5: ranks 6-17",
-        "engine hosts 1-2: GPU 0-7: main engines 1-8, 2 GPUs each",
-        "engine host 3: GPU 0-3: main engines 9-10, 2 GPUs each (taken to have 8 GPUs each, and not known yet)",
-    ]
-    other = lines(TrainerHost(8, 8, True), 8, {"engines": 8, "ray_address": "head:6379"})
-    assert other[1:] == ["engine host 1: GPU 0-7: main engines 0-7 (taken to have 8 GPUs each, and not known yet)"]
+    *found, of_weights = placement_lines(config, host, world_size)
+    assert found == lines and of_weights.startswith(f"weights: sync.backend={config.sync.backend}, ")
 
 
 WITHOUT_CUDA = pytest.mark.skipif(torch.version.cuda is not None, reason="about machines on which PyTorch sees no GPU")
