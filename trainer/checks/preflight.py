@@ -14,7 +14,6 @@ import yaml
 from marsrl.rollout.adapter import PEFT_PREFIX, TENSORS, why_not_start
 from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.agents.render import ChatRenderer, TemplateOption
-from marsrl.rollout.config import Settings
 from marsrl.rollout.engines.refusals import TrainerHost, this_host, why_not_cut
 from marsrl.rollout.engines.vllm.arguments import who_draws
 from marsrl.rollout.episode import Episode
@@ -41,7 +40,6 @@ from marsrl.trainer.plan.models import taught_shape
 from marsrl.trainer.plan.needs import shortages_here
 from marsrl.trainer.plan.placement import placement_lines, with_backend
 from marsrl.trainer.plan.refusals import (
-    check_extra,
     check_machine,
     engines_device,
     slow_records,
@@ -145,7 +143,6 @@ def preflight(
     warnings += _check_judge(config, problems, trains=trains)
     if (reason := why_not_backend(config, has_cuda=has_cuda)) is not None:
         raise ConfigError(reason)
-    check_extra(config)
     warnings += slow_records(config, host)
     warnings += _of_the_other_engine(config)
     plan = batch_plan(config, world_size)
@@ -158,16 +155,10 @@ def preflight(
 def _of_the_other_engine(config: RunConfig) -> list[str]:
     """A warning about non-default settings of an engine that this run does not use."""
     rollout = config.rollout
-    sections: dict[str, Settings] = {"rollout.local": rollout.local}
-    if rollout.engine == "local":
-        sections = {f"policies.{name}.vllm": each.vllm for name, each in config.policies.items() if each.vllm}
-        sections["rollout.vllm"] = rollout.vllm
-    ignored = [
-        f"{section}.{key}"
-        for section, given in sections.items()
-        for key in sorted(given.model_dump(exclude_defaults=True))
-    ]
-    return [f"rollout.engine is {rollout.engine}, which ignores {', '.join(ignored)}"] if ignored else []
+    other = "vllm" if rollout.engine == "local" else "local"
+    ignored = sorted(getattr(rollout, other).model_dump(exclude_defaults=True))
+    words = ", ".join(f"rollout.{other}.{key}" for key in ignored)
+    return [f"rollout.engine is {rollout.engine}, which ignores {words}"] if ignored else []
 
 
 def _checked_policy(config: RunConfig, name: str, world_size: int, *, trains: bool) -> tuple[RunConfig, list[str]]:
@@ -294,13 +285,21 @@ def _check_parsers(config: RunConfig) -> None:
 
 
 def check_layouts(config: RunConfig) -> None:
-    """All trained policies are cut alike: every rank holds them all, on one set of process groups."""
-    first, *others = config.trained_policies
-    for name in others:
-        if resolve(config.policies[name].layout) != resolve(config.policies[first].layout):
+    """All trained policies are cut alike: every rank holds them all, on one set of process groups. On a CPU none offloads."""
+    import torch
+
+    first = next(iter(config.trained_policies))
+    for name, policy in config.trained_policies.items():
+        if resolve(policy.layout) != resolve(config.policies[first].layout):
             raise ConfigError(
                 f"policies.{name}.layout is not policies.{first}.layout: every trainer rank holds every trained policy, on one "
                 "set of process groups; give them one layout"
+            )
+        offloads = policy.optimizer.offload or policy.recompute == "full_offload"
+        if offloads and not torch.cuda.is_available():
+            raise ConfigError(
+                f"policies.{name} has optimizer.offload=true or recompute=full_offload, and PyTorch sees no CUDA device whose "
+                "memory that would free: set false and full"
             )
 
 

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.config import AgentConfig, RolloutConfig, TeacherConfig
 from marsrl.rollout.orchestrations.registry import find_orchestration
-from marsrl.rollout.rewards.config import JudgeConfig
 from marsrl.rollout.tools.config import how_to_set
 from marsrl.trainer.config.policy import PolicyConfig
 from marsrl.trainer.config.sections import SyncConfig
 
 if TYPE_CHECKING:
     from marsrl.trainer.config.run_config import RunConfig
-
-NO_OFFLOAD_ON_CPU = "optimizer.offload is true, and PyTorch sees no CUDA device whose memory that would free: set false"
-NO_INPUTS_TO_OFFLOAD_ON_CPU = (
-    "recompute is full_offload, and PyTorch sees no CUDA device whose memory that would free: set full"
-)
 
 
 def check_agreement(config: RunConfig, *, trains: bool) -> None:
@@ -38,7 +33,7 @@ def check_agreement(config: RunConfig, *, trains: bool) -> None:
     _check_tools(config)
     _check_external(config)
     if config.judge is not None:
-        _check_judge(config, config.judge)
+        _check_apart(config, "judge.policy", config.judge.policy, "judges")
     _check_sync(config.sync, config.rollout)
     for name in config.policies if config.rollout.engine == "vllm" else ():
         if config.rollout_of(name).vllm.quantization is not None:
@@ -96,25 +91,39 @@ def _check_agent(config: RunConfig, name: str, agent: AgentConfig, *, is_trained
 
 
 def _check_teacher(config: RunConfig, name: str, teacher: TeacherConfig) -> None:
-    key = f"agents.{name}.teacher.policy is {teacher.policy!r}"
-    policy = named_policy(config, f"agents.{name}.teacher.policy", teacher.policy)
-    if not policy.frozen or policy.openai is not None:
-        why = "answered by a server, which does not score given tokens" if policy.frozen else "trained"
+    key = f"agents.{name}.teacher"
+    to_judge = ["the judge"] if config.judge is not None and config.judge.policy == teacher.policy else []
+    _check_apart(config, f"{key}.policy", teacher.policy, "scores", to_judge)
+    if config.policies[teacher.policy].openai is not None:
         raise ValueError(
-            f"{key}, which is {why}: set `policies.{teacher.policy}: {{frozen: true, model: DIRECTORY}}`, with engines of ours"
+            f"{key}.policy is {teacher.policy!r}, which is answered by a server, which does not score given tokens: give it "
+            "engines of ours"
         )
     if not config.credit.trains(name):
+        raise ValueError(f"{key} is set, and {name} is not trained: name it in credit.train_agents, or leave this out")
+
+
+def _check_apart(config: RunConfig, key: str, name: str, does: str, askers: Sequence[str] = ()) -> None:
+    """Refuse a policy that judges or scores while it is trained or its engines decode. askers: others that it answers."""
+    policy, key = named_policy(config, key, name), f"{key} is {name!r}"
+    if not policy.frozen:
         raise ValueError(
-            f"agents.{name}.teacher is set, and {name} is not trained: name it in credit.train_agents, or leave this out"
+            f"{key}, which is trained: name a policy of its own, `policies.{does}: {{frozen: true, model: DIRECTORY}}`"
         )
-    built = config.policies_in(teacher.policy)
-    askers = [f"agents.{other}" for other, agent in config.agents.items() if agent.policy in built]
-    askers += ["the judge"] if config.judge is not None and config.judge.policy == teacher.policy else []
-    if askers:
+    if policy.openai is not None:
+        return
+    agents = [f"agents.{each}" for each, agent in config.agents.items() if agent.policy in config.policies_in(name)]
+    if others := [*agents, *askers]:
         raise ValueError(
-            f"{key}, whose engines answer for {askers[0]} too and score while others decode: give it a policy of its own"
+            f"{key}, whose engines answer for {others[0]} too: give it another policy of the same model, or have a judge "
+            f"behind a server (engine: openai), which both can ask"
         )
-    _check_engines_apart(config.rollout, key, "scores")
+    rollout = config.rollout
+    if rollout.placement == "local" and rollout.engine == "vllm" and rollout.overlap:
+        raise ValueError(
+            f"{key}, and with rollout.overlap={rollout.overlap} it {does} while others decode, which two vLLM engines in one "
+            "process cannot: set rollout.placement=disaggregated, rollout.engine=local, or rollout.overlap=0"
+        )
 
 
 def _check_truncation(config: RunConfig, name: str, agent: AgentConfig) -> None:
@@ -164,33 +173,6 @@ def _check_external(config: RunConfig) -> None:
             f"rollout.group_completion is {config.rollout.group_completion}, and with orchestration=external a group is over "
             "with its sessions: set wait (external.timeout_s ends what takes too long)"
         )
-
-
-def _check_engines_apart(rollout: RolloutConfig, key: str, does: str) -> None:
-    """Refuse vLLM engines of a policy that works while others decode in the same process. does: "judges" or "scores"."""
-    if rollout.placement == "local" and rollout.engine == "vllm" and rollout.overlap:
-        raise ValueError(
-            f"{key}, and with rollout.overlap={rollout.overlap} it {does} while others decode, which two vLLM engines in one "
-            "process cannot: set rollout.placement=disaggregated, rollout.engine=local, or rollout.overlap=0"
-        )
-
-
-def _check_judge(config: RunConfig, judge: JudgeConfig) -> None:
-    key = f"judge.policy is {judge.policy!r}"
-    policy = named_policy(config, "judge.policy", judge.policy)
-    if not policy.frozen:
-        raise ValueError(
-            f"{key}, which is trained: name a policy of its own, `policies.judge: {{frozen: true, model: DIRECTORY}}`"
-        )
-    if policy.openai is not None:
-        return
-    agents = [name for name, agent in config.agents.items() if agent.policy in config.policies_in(judge.policy)]
-    if agents:
-        raise ValueError(
-            f"{key}, whose engines answer for agents.{agents[0]} too: give the judge another policy of the same model, or put "
-            f"policies.{judge.policy} behind a server (engine: openai), which both can ask"
-        )
-    _check_engines_apart(config.rollout, key, "judges")
 
 
 def _check_colocated_engines(config: RunConfig) -> None:

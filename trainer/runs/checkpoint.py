@@ -34,7 +34,6 @@ from marsrl.trainer.config.sections import RunSection
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.runs.collective import all_true, broadcast_bytes, gather_bytes, rank, stop_together, world_size
 from marsrl.trainer.runs.directory import (
-    Checkpoint,
     CheckpointError,
     RunDirectory,
     sync_tree,
@@ -217,24 +216,20 @@ def load_checkpoint(
     assert step is not None
     if rank() == 0:
         run.mark_latest(step)  # now, so that a folder named by `latest` is never replaced
-    found = Checkpoint(run.checkpoint(step), step)
-    meta = json.loads((found.path / "meta.json").read_bytes())
-    if meta["step"] != found.step:
-        raise CheckpointError(
-            f"{found.path} holds the checkpoint of step {meta['step']}; give the folder its name back"
-        )
+    folder = run.checkpoint(step)
+    meta = json.loads((folder / "meta.json").read_bytes())
     for name, learner in learners.items():
         try:
-            learner.load(found.path / "policies" / name)
+            learner.load(folder / "policies" / name)
         except Exception as error:  # Megatron's own, of many kinds
             raise CheckpointError(
-                f"policy {name} of {found.path}, whose files are whole, could not be loaded ({type(error).__name__}: "
+                f"policy {name} of {folder}, whose files are whole, could not be loaded ({type(error).__name__}: "
                 f"{first_line(error)}): the checkpoint is of another model, dtype or optimizer than these settings; set "
                 "them back to what the run began with (config.yaml)"
             ) from error
-    file = found.path / "rollout.msgpack"
+    file = folder / "rollout.msgpack"
     rollout = decode(RolloutState, file.read_bytes()) if file.is_file() else None
-    return Restored(found.step, {str(k): int(v) for k, v in meta["versions"].items()}, rollout)
+    return Restored(step, {str(k): int(v) for k, v in meta["versions"].items()}, rollout)
 
 
 def _latest(run: RunDirectory) -> tuple[int | None, str | None]:
@@ -256,17 +251,16 @@ def _go_back(run: RunDirectory, latest: int | None, problem: str, resume: str, w
         if not _damage(run.checkpoint(step)):
             break
     else:
-        which = "no earlier checkpoint" if latest is not None else "no checkpoint"
-        raise CheckpointError(f"{problem}; {which} is whole: restore the files, or start a run of another name")
-    if resume != "previous":
-        which, again = "the newest whole one", ""
-        if latest is not None:
-            which, again = f"{which} before it", f", which plays {latest - step} step(s) again"
         raise CheckpointError(
-            f"{problem}; {which} is step_{step}: restore the files, or go on from step_{step} with run.resume=previous{again}"
+            f"{problem}; no other checkpoint is whole: restore the files, or start a run of another name"
         )
-    lost = f": {latest - step} step(s) are lost and played again" if latest is not None else ""
-    warn(f"{problem}; GOING BACK to step_{step} (run.resume=previous){lost}")
+    again = f", which plays {latest - step} step(s) again" if latest is not None else ""
+    if resume != "previous":
+        raise CheckpointError(
+            f"{problem}; the newest whole one is step_{step}: restore the files, or go on from step_{step} with "
+            f"run.resume=previous{again}"
+        )
+    warn(f"{problem}; GOING BACK to step_{step} (run.resume=previous){again}")
     return step
 
 
