@@ -22,8 +22,7 @@ def check_agreement(config: RunConfig, *, trains: bool) -> None:
     trains: False if nothing is trained, so that all policies may be frozen.
     """
     for name, policy in config.policies.items():
-        _check_policy(f"policies.{name}", policy)
-    _check_adapters(config)
+        _check_policy(config, name, policy)
     if not config.trained_policies and trains:
         raise ValueError(f"policies: every one is frozen ({', '.join(config.policies)}), and nothing is left to train")
     for name, agent in config.agents.items():
@@ -38,33 +37,7 @@ def check_agreement(config: RunConfig, *, trains: bool) -> None:
     for name in config.policies if config.rollout.engine == "vllm" else ():
         if config.rollout_of(name).vllm.quantization is not None:
             _check_quantised(config, name, is_trained=trains and name in config.trained_policies)
-    _check_colocated_engines(config)
-    _check_gate(config)
     _check_credit(config)
-    _check_reference(config)
-
-
-def _check_adapters(config: RunConfig) -> None:
-    """Refuse adapters that cannot be trained, whatever the model."""
-    for name, policy in config.policies.items():
-        if policy.adapter is None:
-            continue
-        key = f"policies.{name}"
-        if policy.frozen:
-            raise ValueError(f"{key}.adapter is set, and {key}.frozen is true: an adapter is trained, leave one out")
-        if policy.router_aux_loss:
-            raise ValueError(
-                f"{key}.router_aux_loss is {policy.router_aux_loss:g}, and {key}.adapter trains no router: set 0"
-            )
-    for name, agent in config.agents.items():
-        if config.credit.trains(name) and agent.policy in config.bases and agent.policy not in config.trained_policies:
-            policy = config.policies[agent.policy]
-            if not policy.frozen:
-                built = next(other for other, each in config.policies.items() if each.base == agent.policy)
-                raise ValueError(
-                    f"agents.{name} is trained, and its policy {agent.policy} is the base of {built}, whose weights stay: set "
-                    f"policies.{agent.policy}.adapter, or leave {name} out of credit.train_agents"
-                )
 
 
 def _check_agent(config: RunConfig, name: str, agent: AgentConfig, *, is_trained: bool) -> None:
@@ -86,8 +59,22 @@ def _check_agent(config: RunConfig, name: str, agent: AgentConfig, *, is_trained
             f"agents.{name} is trained, but its policy {agent.policy} is frozen{server}: name the agents to train in "
             f"credit.train_agents (now {now}), without {name}"
         )
-    if name in config.max_kept:
-        _check_truncation(config, name, agent)
+    if config.credit.trains(name) and not policy.frozen and agent.policy not in config.trained_policies:
+        built = next(other for other, each in config.policies.items() if each.base == agent.policy)
+        raise ValueError(
+            f"agents.{name} is trained, and its policy {agent.policy} is the base of {built}, whose weights stay: set "
+            f"policies.{agent.policy}.adapter, or leave {name} out of credit.train_agents"
+        )
+    if name in config.max_kept and config.loss.truncation == "refuse":
+        raise ValueError(
+            f"agents.{name}.top_p and agents.{name}.top_k are {agent.top_p} and {agent.top_k}, and a trained agent needs 1 and "
+            "-1: set them, or loss.truncation=renormalise, or leave the agent out of credit.train_agents"
+        )
+    if name in config.max_kept and agent.top_k > config.loss.max_support:
+        raise ValueError(
+            f"agents.{name}.top_k is {agent.top_k}, above loss.max_support = {config.loss.max_support}, which bounds a trained "
+            "agent's: raise that, or lower top_k"
+        )
 
 
 def _check_teacher(config: RunConfig, name: str, teacher: TeacherConfig) -> None:
@@ -126,20 +113,6 @@ def _check_apart(config: RunConfig, key: str, name: str, does: str, askers: Sequ
         )
 
 
-def _check_truncation(config: RunConfig, name: str, agent: AgentConfig) -> None:
-    """Refuse settings that rule out training an agent with top_p or top_k."""
-    if config.loss.truncation == "refuse":
-        raise ValueError(
-            f"agents.{name}.top_p and agents.{name}.top_k are {agent.top_p} and {agent.top_k}, and a trained agent needs 1 and "
-            "-1: set them, or loss.truncation=renormalise, or leave the agent out of credit.train_agents"
-        )
-    if agent.top_k > config.loss.max_support:
-        raise ValueError(
-            f"agents.{name}.top_k is {agent.top_k}, above loss.max_support = {config.loss.max_support}, which bounds a trained "
-            "agent's: raise that, or lower top_k"
-        )
-
-
 def _check_tools(config: RunConfig) -> None:
     team = find_orchestration(config.orchestration)
     callers = dict.fromkeys(team.tools, f"orchestration={config.orchestration}")
@@ -175,27 +148,17 @@ def _check_external(config: RunConfig) -> None:
         )
 
 
-def _check_colocated_engines(config: RunConfig) -> None:
-    for name, policy in config.policies.items():
-        if config.rollout.placement == "colocated" and policy.engines not in (None, config.rollout.engines):
-            raise ValueError(
-                f"policies.{name}.engines is {policy.engines}, and rollout.placement=colocated puts one engine of every policy "
-                f"on each rank's GPU: leave it out, or set rollout.placement=disaggregated"
-            )
-
-
-def _check_gate(config: RunConfig) -> None:
-    clips = {n: (agent.clip_low, agent.clip_high) for n, agent in config.agents.items() if config.credit.trains(n)}
+def _check_credit(config: RunConfig) -> None:
+    credit, loss = config.credit, config.loss
+    if loss.kl == "none" and loss.kl_coef:
+        raise ValueError(f"loss.kl_coef is {loss.kl_coef:g} but loss.kl is none: set loss.kl to k1, k2 or k3")
+    clips = {name: (each.clip_low, each.clip_high) for name, each in config.agents.items() if credit.trains(name)}
     if config.mpt.scope == "batch" and len(set(clips.values())) > 1:
         name = next(name for name, clip in clips.items() if clip != (None, None))
         raise ValueError(
             f"agents.{name}.clip_low and agents.{name}.clip_high are {clips[name][0]} and {clips[name][1]}, and mpt.scope=batch "
             "needs one clip range: set mpt.scope=sample or off, or the same range for every trained agent"
         )
-
-
-def _check_credit(config: RunConfig) -> None:
-    credit = config.credit
     if credit.balance == "uniform" and not config.has_whole_instances:
         raise ValueError(
             "credit.balance=uniform needs all samples for a problem in one step: set rollout.pipeline=trajectory, or "
@@ -211,17 +174,6 @@ def _check_credit(config: RunConfig) -> None:
     for name in credit.train_agents if credit.train_agents != "all" else ():
         if name not in config.agents:
             raise ValueError(f"credit.train_agents names {name!r}; the agents are {', '.join(config.agents)}")
-
-
-def _check_reference(config: RunConfig) -> None:
-    loss = config.loss
-    if loss.kl == "none" and loss.kl_coef:
-        raise ValueError(f"loss.kl_coef is {loss.kl_coef:g} but loss.kl is none: set loss.kl to k1, k2 or k3")
-    for name, policy in config.trained_policies.items():
-        if loss.kl != "none" and policy.reference == "none":
-            raise ValueError(
-                f"loss.kl={loss.kl} needs a reference, and policies.{name}.reference is none: set start or an HF directory"
-            )
 
 
 def _check_sync(sync: SyncConfig, rollout: RolloutConfig) -> None:
@@ -264,7 +216,8 @@ def _check_quantised(config: RunConfig, name: str, *, is_trained: bool) -> None:
         )
 
 
-def _check_policy(key: str, policy: PolicyConfig) -> None:
+def _check_policy(config: RunConfig, name: str, policy: PolicyConfig) -> None:
+    key, rollout = f"policies.{name}", config.rollout
     if policy.shape is not None and policy.model is not None:
         raise ValueError(
             f"{key}.shape is {policy.shape}, the size of a warm-started policy, and {key}.model is {policy.model}: set one null"
@@ -290,6 +243,21 @@ def _check_policy(key: str, policy: PolicyConfig) -> None:
     if policy.frozen and policy.model is None:
         raise ValueError(
             f"{key}: a frozen policy needs `model`, a Hugging Face directory (with engine=openai of its tokenizer alone)"
+        )
+    if policy.adapter is not None and policy.frozen:
+        raise ValueError(f"{key}.adapter is set, and {key}.frozen is true: an adapter is trained, leave one out")
+    if policy.adapter is not None and policy.router_aux_loss:
+        raise ValueError(
+            f"{key}.router_aux_loss is {policy.router_aux_loss:g}, and {key}.adapter trains no router: set 0"
+        )
+    if rollout.placement == "colocated" and policy.engines not in (None, rollout.engines):
+        raise ValueError(
+            f"{key}.engines is {policy.engines}, and rollout.placement=colocated puts one engine of every policy on each rank's "
+            "GPU: leave it out, or set rollout.placement=disaggregated"
+        )
+    if config.loss.kl != "none" and policy.reference == "none" and name in config.trained_policies:
+        raise ValueError(
+            f"loss.kl={config.loss.kl} needs a reference, and {key}.reference is none: set start or an HF directory"
         )
 
 

@@ -13,8 +13,7 @@ from marsrl.rollout.engines.refusals import (
     why_not_cut,
     wider_than_a_host,
 )
-from marsrl.rollout.model_shape import ModelShape
-from marsrl.trainer.config import PolicyConfig, RunConfig
+from marsrl.trainer.config import RunConfig
 from marsrl.trainer.config.read import ConfigError
 from marsrl.trainer.plan import hardware as hw
 from marsrl.trainer.plan.batch_plan import shorten_prompts
@@ -124,11 +123,17 @@ def make_plan(config: RunConfig, num_gpus: int, gpu_name: str, mean_response: fl
     has_others = names_other_hosts(config.rollout.ray_address)
     host = TrainerHost(min(of_node, num_gpus), min(of_node, trainers), has_others)
     policies, notes = list[PolicyPlan](), _notes_on_engines(config, num_gpus) + _notes_on_staleness(config)
-    for name in _planned(config):
-        policies.append(_policy(config, name, trainers, num_gpus, gpu, mean_response))
-        notes += [*shortages(policies[-1]), *_notes_on_layouts(policies[-1])]
-    loads = {each.name: each.load for each in policies}
-    notes += _notes_on_the_split(loads, gpu, config)
+    refused: list[str | None] = [*refusals_of(config, host)]
+    pools = config.pools_of_adapters
+    for name in dict.fromkeys(
+        pools.get(each, each) for each in config.trained_policies
+    ):  # adapters on one base together
+        planned, vllm = _policy(config, name, trainers, num_gpus, gpu, mean_response), config.rollout_of(name).vllm
+        policies.append(planned)
+        notes += [*shortages(planned), *_notes_on_layouts(planned)]
+        refused += [wider_than_a_host(vllm.tensor_parallel, of_node), why_not_cut(planned.engines.shape, vllm)]
+    refused.append(why_not_backend(config, has_cuda=True))
+    notes += _notes_on_the_split({each.name: each.load for each in policies}, gpu, config)
     if frozen := [name for name, policy in config.policies.items() if policy.frozen]:
         notes.append(
             f"frozen policies have no learner and are not planned, their engines' GPUs aside: {', '.join(frozen)}"
@@ -143,45 +148,26 @@ def make_plan(config: RunConfig, num_gpus: int, gpu_name: str, mean_response: fl
         notes.append(
             "all policies live on the same trainer ranks: add up their static bytes; each is planned alone here"
         )
-    of_backend = why_not_backend(config, has_cuda=True)
-    found = [*refusals_of(config, host), *_refused_engines(config, loads), *([of_backend] if of_backend else [])]
-    refused = tuple(dict.fromkeys(found))
-    constants = tuple(hw.constants(gpu))
-    overlap = config.rollout.overlap
-    return Plan(gpu_name, num_gpus, trainers, engine_gpus, overlap, tuple(policies), refused, tuple(notes), constants)
-
-
-def _planned(config: RunConfig) -> list[str]:
-    """Policies that are planned each by itself; adapters are, all on one base together, under its name."""
-    pools = config.pools_of_adapters
-    return list(dict.fromkeys(pools.get(name, name) for name in config.trained_policies))
-
-
-def _refused_engines(config: RunConfig, loads: Mapping[str, Load]) -> list[str]:
-    """Reasons against engines that no host can hold, or whose GPUs cannot split the model."""
-    found = []
-    for name, load in loads.items():
-        vllm = config.rollout_of(name).vllm
-        found += [
-            wider_than_a_host(vllm.tensor_parallel, int(hw.GPUS_PER_NODE.value)),
-            why_not_cut(load.setup.shape, vllm),
-        ]
-    return [sentence for sentence in found if sentence is not None]
-
-
-def _shape(config: RunConfig, name: str, policy: PolicyConfig) -> ModelShape:
-    """The shape of the policy's model, or of its warm start's."""
-    shape = find_shape(policy.model) if policy.model else taught_shape(config, policy)
-    if shape is None:
-        raise ConfigError(f"policies.{name}.model is not set; give a directory, or the name of a published model")
-    return shape
+    return Plan(
+        gpu_name,
+        num_gpus,
+        trainers,
+        engine_gpus,
+        config.rollout.overlap,
+        tuple(policies),
+        tuple(dict.fromkeys(sentence for sentence in refused if sentence is not None)),
+        tuple(notes),
+        tuple(hw.constants(gpu)),
+    )
 
 
 def _policy(
     config: RunConfig, name: str, trainers: int, num_gpus: int, gpu: hw.Gpu, mean_response: float | None
 ) -> PolicyPlan:
-    shape, rollout, backend = _shape(config, name, config.policies[name]), config.rollout, config.sync.backend
-    shortened = config
+    policy, rollout, backend, shortened = config.policies[name], config.rollout, config.sync.backend, config
+    shape = find_shape(policy.model) if policy.model else taught_shape(config, policy)
+    if shape is None:
+        raise ConfigError(f"policies.{name}.model is not set; give a directory, or the name of a published model")
     for each in config.policies_in(name):
         shortened = shorten_prompts(shortened, each, shape.max_positions)
     needs = needs_of(shortened, name, shape, trainers, gpu, mean_response)
@@ -237,20 +223,16 @@ def _notes_on_layouts(planned: PolicyPlan) -> list[str]:
 
 
 def _notes_on_staleness(config: RunConfig) -> list[str]:
-    rollout, loss = config.rollout, config.loss
-    if not rollout.overlap:
-        return []
-    most = rollout.overlap + rollout.segments
-    corrected = "sais" if loss.old_policy == "sais" else loss.correction
-    said = (
-        f"rollout.overlap={rollout.overlap}: a sample is trained at most {most} versions after its first token was drawn, and "
-        f"loss.correction={loss.correction} corrects for it"
-    )
-    if corrected != "none":
-        return [said] if loss.correction != "none" else []
-    return [
-        f"rollout.overlap={rollout.overlap} trains samples that are up to {most} versions old: set loss.correction=tis"
-    ]
+    overlap, correction = config.rollout.overlap, config.loss.correction
+    most = overlap + config.rollout.segments
+    if overlap and correction != "none":
+        return [
+            f"rollout.overlap={overlap}: a sample is trained at most {most} versions after its first token was drawn, and "
+            f"loss.correction={correction} corrects for it"
+        ]
+    if overlap and config.loss.old_policy != "sais":
+        return [f"rollout.overlap={overlap} trains samples that are up to {most} versions old: set loss.correction=tis"]
+    return []
 
 
 def _notes_on_engines(config: RunConfig, num_gpus: int) -> list[str]:
