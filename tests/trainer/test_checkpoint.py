@@ -38,7 +38,7 @@ class WordSave:
         self.folder.mkdir(parents=True)
         (self.folder / "word").write_text(self.word)
 
-    def finish(self, failure: str, advice: str) -> dict[str, FileSum]:
+    def finish(self, failure: str) -> dict[str, FileSum]:
         return {"word": file_sum(self.folder / "word")}
 
 

@@ -95,7 +95,7 @@ class CheckpointWriter:
             except OSError as raised:
                 error = raised
         with self._cleared(step):
-            stop_together(error, self._failure(step), self._advice())
+            stop_together(error, self._failure(step))
         copy = self._is_async
         policies = {name: each.begin_save(part / "policies" / name, copy=copy) for name, each in learners.items()}
         # A daemon: an interrupted run does not wait for it, and its partial files are no checkpoint.
@@ -123,17 +123,17 @@ class CheckpointWriter:
         if pending.writer.is_alive():
             pending.writer.join()
         known: dict[str, FileSum] = {}
-        error, failure, advice = None, self._failure(pending.step), self._advice()
+        error, failure = None, self._failure(pending.step)
         with self._cleared(pending.step):
             for name, each in pending.policies.items():
-                sums = each.finish(failure, advice)
+                sums = each.finish(failure)
                 known.update({f"policies/{name}/{file}": found for file, found in sums.items()})
             if rank() == 0:
                 try:
                     self._put_in_place(pending.step, known)
                 except OSError as raised:
                     error = raised
-            stop_together(error, failure, advice)
+            stop_together(error, failure)
 
     def _put_in_place(self, step: int, known: Mapping[str, FileSum]) -> None:
         part, final = self._part(step), self._run.checkpoint(step)
@@ -168,13 +168,7 @@ class CheckpointWriter:
         return final.with_name(f"{final.name}.part")
 
     def _failure(self, step: int) -> str:
-        return f"the checkpoint of step {step} was not written ({self._part(step)})"
-
-    def _advice(self) -> str:
-        place = ""
-        with contextlib.suppress(OSError):  # only a note: the error itself has been reported
-            place = f"{shutil.disk_usage(self._run.path).free / 2**20:.0f} MiB are free there; "
-        return f"{place}mend what the error names: room, permissions, or what is in the way"
+        return f"the checkpoint of step {step} was not written ({self._part(step)}): make room, or mend what the error names"
 
 
 def is_due(run: RunSection, step: int, *, last: int, saved_s: float, is_asked: bool) -> tuple[bool, bool]:
