@@ -15,9 +15,9 @@ from marsrl.trainer.plan.engines import (
     Demand,
     EngineMemory,
     EngineSetup,
-    Load,
     engine_memory,
     publish_bytes,
+    rollout_time,
     transfer_bytes,
 )
 from marsrl.trainer.plan.memory import SIZE, Training
@@ -46,7 +46,9 @@ class Needs:
     job: Job
     configured: Option | None
     why_not_configured: str | None
-    load: Load
+    engines: EngineSetup
+    engine: EngineMemory
+    demand: Demand
     weight_files: float
     routed_experts: float
     rank_transfer_bytes: float
@@ -55,13 +57,9 @@ class Needs:
     def work(self) -> Work:
         return self.job.work
 
-    @property
-    def engines(self) -> EngineSetup:
-        return self.load.setup
-
-    @property
-    def engine(self) -> EngineMemory:
-        return self.load.memory
+    def rollout_s(self, num_engines: int) -> float:
+        """Seconds for so many engines to decode a step's completions."""
+        return rollout_time(replace(self.engines, num_engines=num_engines), self.engine, self.gpu, self.demand).seconds
 
     @property
     def host_bytes(self) -> float:
@@ -131,7 +129,9 @@ def needs_of(
         job=job,
         configured=None if problem else option(job, layout, policy.recompute, gpu),
         why_not_configured=problem,
-        load=Load(setup, memory, demand),
+        engines=setup,
+        engine=memory,
+        demand=demand,
         weight_files=2.0 * published if in_memory or setup.adapters else 0.0,
         routed_experts=work.tokens * of_token,
         rank_transfer_bytes=rank_transfer,

@@ -20,15 +20,11 @@ def with_backend(config: RunConfig, *, on_gpus: bool) -> RunConfig:
     """
     if config.sync.backend != "auto":
         return config
-    return config.model_copy(update={"sync": config.sync.model_copy(update={"backend": _backend(config, on_gpus)})})
-
-
-def _backend(config: RunConfig, on_gpus: bool) -> SyncBackend:
-    rollout = config.rollout
+    rollout, backend = config.rollout, "ipc" if config.rollout.placement == "colocated" else "nccl"
     has_files = config.sync.directory is not None or config.has_quantised
     if has_files or rollout.placement == "local" or not (on_gpus or config.sync.cpu_twin):
-        return "shm"
-    return "ipc" if rollout.placement == "colocated" else "nccl"
+        backend = "shm"
+    return config.model_copy(update={"sync": config.sync.model_copy(update={"backend": backend})})
 
 
 def placement_lines(config: RunConfig, host: TrainerHost, world_size: int) -> list[str]:

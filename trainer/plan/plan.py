@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from marsrl.rollout.config import MOST_RANKS
 from marsrl.rollout.engines.refusals import (
     TrainerHost,
     names_other_hosts,
@@ -17,7 +16,7 @@ from marsrl.trainer.config import RunConfig
 from marsrl.trainer.config.read import ConfigError
 from marsrl.trainer.plan import hardware as hw
 from marsrl.trainer.plan.batch_plan import shorten_prompts
-from marsrl.trainer.plan.engines import Load, RolloutTime, SyncTime, rollout_time, split_engines, sync_time
+from marsrl.trainer.plan.engines import RolloutTime, SyncTime, rollout_time, sync_time
 from marsrl.trainer.plan.models import find_shape, taught_shape
 from marsrl.trainer.plan.needs import GIB, Needs, needs_of, shortages
 from marsrl.trainer.plan.parameters import active_elements, elements
@@ -99,11 +98,9 @@ def make_plan(config: RunConfig, num_gpus: int, gpu_name: str, mean_response: fl
 
     mean_response: completion tokens on average; default: a share of rollout.max_response_tokens (hardware.py).
 
-    Raises ValueError: an unknown GPU, a model of unknown shape, fewer GPUs than the engines alone need, or an absurd number.
+    Raises ValueError: a model of unknown shape, or fewer GPUs than the engines alone need.
     """
-    gpu = hw.find_gpu(gpu_name)
-    if not 1 <= num_gpus <= MOST_RANKS:
-        raise ConfigError(f"--gpus is {num_gpus:,}, expected 1 to {MOST_RANKS:,}")
+    gpu = hw.GPUS[gpu_name]
     longest = config.rollout.max_response_tokens
     if mean_response is not None and not 0 < mean_response <= longest:
         raise ConfigError(
@@ -133,7 +130,8 @@ def make_plan(config: RunConfig, num_gpus: int, gpu_name: str, mean_response: fl
         notes += [*shortages(planned), *_notes_on_layouts(planned)]
         refused += [wider_than_a_host(vllm.tensor_parallel, of_node), why_not_cut(planned.engines.shape, vllm)]
     refused.append(why_not_backend(config, has_cuda=True))
-    notes += _notes_on_the_split({each.name: each.load for each in policies}, gpu, config)
+    if config.rollout.placement != "local":
+        notes += _notes_on_the_split({each.name: each for each in policies})
     if frozen := [name for name, policy in config.policies.items() if policy.frozen]:
         notes.append(
             f"frozen policies have no learner and are not planned, their engines' GPUs aside: {', '.join(frozen)}"
@@ -175,24 +173,31 @@ def _policy(
     return PolicyPlan(
         **vars(needs),
         options=tuple(options(needs.job, gpu)),
-        rollout=rollout_time(needs.engines, needs.engine, gpu, needs.load.demand),
+        rollout=rollout_time(needs.engines, needs.engine, gpu, needs.demand),
         sync=sync_time(backend, needs.engines, trainers, num_gpus, gpu),
-        splits=tuple(splits(needs.job, needs.load, backend, rollout.overlap, num_gpus, gpu)) if is_alone else (),
+        splits=tuple(splits(needs.job, needs.engines, needs.demand, backend, rollout.overlap, num_gpus, gpu))
+        if is_alone
+        else (),
     )
 
 
-def _notes_on_the_split(loads: Mapping[str, Load], gpu: hw.Gpu, config: RunConfig) -> list[str]:
-    """Notes on the policies' shares of the engines' GPUs, and on a faster split."""
-    if (
-        len(loads) < 2
-        or config.rollout.placement == "local"
-        or not all(load.memory.kv_tokens for load in loads.values())
-    ):
+def _notes_on_the_split(policies: Mapping[str, Needs]) -> list[str]:
+    """Notes on the policies' shares of the engines' GPUs, and on a faster split.
+
+    Greedy: from one engine each on, the next one goes to the policy that would finish last, while there is room.
+    """
+    if len(policies) < 2 or not all(each.engine.kv_tokens for each in policies.values()):
         return []
-    now = {name: load.setup.num_engines for name, load in loads.items()}
-    num_gpus = sum(load.setup.num_gpus for load in loads.values())
-    best = split_engines(loads, num_gpus, gpu)
-    seconds, least = (max(load.seconds(counts[name], gpu) for name, load in loads.items()) for counts in (now, best))
+    now, best = {name: each.engines.num_engines for name, each in policies.items()}, dict.fromkeys(policies, 1)
+    num_gpus = sum(each.engines.num_gpus for each in policies.values())
+    left = num_gpus - sum(each.engines.tensor_parallel for each in policies.values())
+    while True:
+        last = max(policies, key=lambda name: policies[name].rollout_s(best[name]))
+        left -= policies[last].engines.tensor_parallel
+        if left < 0:
+            break
+        best[last] += 1
+    seconds, least = (max(each.rollout_s(counts[name]) for name, each in policies.items()) for counts in (now, best))
     said = f"engines of the policies share {num_gpus} GPUs, {_listed(now)}: a step's completions in {seconds:.0f} s"
     if least > 0.9 * seconds:
         return [f"{said}; no other split is faster by a tenth"]
