@@ -92,18 +92,17 @@ def _check_teacher(config: RunConfig, name: str, teacher: TeacherConfig) -> None
 
 def _check_apart(config: RunConfig, key: str, name: str, does: str, askers: Sequence[str] = ()) -> None:
     """Refuse a policy that judges or scores while it is trained or its engines decode. askers: others that it answers."""
-    policy, key = named_policy(config, key, name), f"{key} is {name!r}"
+    policy = named_policy(config, key, name)
+    key = f"{key} is {name!r}"
     if not policy.frozen:
-        raise ValueError(
-            f"{key}, which is trained: name a policy of its own, `policies.{does}: {{frozen: true, model: DIRECTORY}}`"
-        )
+        raise ValueError(f"{key}, which is trained: name another, `policies.NAME: {{frozen: true, model: DIRECTORY}}`")
     if policy.openai is not None:
         return
     agents = [f"agents.{each}" for each, agent in config.agents.items() if agent.policy in config.policies_in(name)]
     if others := [*agents, *askers]:
         raise ValueError(
-            f"{key}, whose engines answer for {others[0]} too: give it another policy of the same model, or have a judge "
-            f"behind a server (engine: openai), which both can ask"
+            f"{key}, whose engines answer for {others[0]} too: name another policy of the same model; a judge's may also be "
+            "behind a server (engine: openai), which both can ask"
         )
     rollout = config.rollout
     if rollout.placement == "local" and rollout.engine == "vllm" and rollout.overlap:
