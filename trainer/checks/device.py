@@ -50,16 +50,10 @@ def why_not_device(asked: Device = "auto") -> str | None:
     if not has_driver:
         reasons.append("no NVIDIA driver is found; a container gets it with its GPUs (docker run --gpus all)")
     if not reasons:
-        reasons.append(_words_of_torch())
+        try:
+            torch.cuda.init()
+            reasons.append("torch.cuda.is_available() is False")
+        except (RuntimeError, AssertionError) as error:
+            reasons.append(str(error).partition("\n")[0])
     driver = f"an NVIDIA driver{f' ({version})' if version else ''} is here, and " if has_driver else ""
     return f"{driver}PyTorch sees no GPU: {'; '.join(reasons)}. If the CPU is meant, set MARSRL_DEVICE=cpu or run.device=cpu"
-
-
-def _words_of_torch() -> str:
-    import torch
-
-    try:
-        torch.cuda.init()
-    except (RuntimeError, AssertionError) as error:
-        return str(error).partition("\n")[0]
-    return "torch.cuda.is_available() is False"

