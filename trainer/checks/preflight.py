@@ -6,7 +6,7 @@ import os
 import socket
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
@@ -56,7 +56,7 @@ class Checked:
     """Settings that are consistent with each other and with the files on disk. `task` has already read its problems.
 
     plan: the arithmetic of a step, as text. placement: the rank or engine of each GPU, as text. warnings: likely mistakes that
-    are no errors.
+    are no errors. curators: policies used only by `marsrl curate`, not by runs.
     """
 
     config: RunConfig
@@ -66,6 +66,7 @@ class Checked:
     host: TrainerHost
     placement: tuple[str, ...]
     warnings: tuple[str, ...] = ()
+    curators: Mapping[str, PolicyConfig] = field(default_factory=dict)
 
     def fingerprints(self) -> dict[str, dict[str, int | str]]:
         """Fingerprints of the problems, by setting."""
@@ -74,7 +75,8 @@ class Checked:
 
     def text(self, *, with_config: bool) -> str:
         """The batch arithmetic, preceded by the resolved config if with_config."""
-        config = yaml.safe_dump(self.config.model_dump(mode="json"), sort_keys=False) if with_config else ""
+        whole = self.config.model_copy(update={"policies": {**self.config.policies, **self.curators}})
+        config = yaml.safe_dump(whole.model_dump(mode="json"), sort_keys=False) if with_config else ""
         lines = ["batch arithmetic:", *(f"  {line}" for line in self.plan)]
         lines += ["placement:", *(f"  {line}" for line in self.placement)]
         if self.problems.num_skipped:
@@ -83,6 +85,7 @@ class Checked:
             of, _ = sources(self.config.task)
             none = "held_out is empty" if is_own(self.config.task) else "no data.eval is given"
             lines.append(f"held out of {of} for evaluation: {self.problems.num_taken} ({none})")
+        lines += [f"policies.{name}: asked by marsrl curate alone" for name in self.curators]
         device = engines_device(self.host)
         lines += [f"policies.{name}: {who_draws(vllm, device)}" for name, vllm in vllm_of(self.config).items()]
         return config + "\n".join([*lines, *(f"warning: {warning}" for warning in self.warnings)])
@@ -106,7 +109,7 @@ def preflight(
     if (reason := why_not_device(config.run.device)) is not None:
         raise ConfigError(f"run.device is {config.run.device}: {reason}")
     has_cuda = torch.cuda.is_available()
-    config = with_backend(config.without_curators(), on_gpus=has_cuda)
+    curators, config = config.curators, with_backend(config.without_curators(), on_gpus=has_cuda)
     host = this_host(config.rollout.ray_address, trains=trains)
     if not trains:
         config = config.without_teachers()
@@ -145,7 +148,7 @@ def preflight(
     _check_templates(config)
     warnings += _check_first_prompts(config, task, orchestration, functions, len(problems.train) if trains else 0)
     placement = tuple(placement_lines(config, host, world_size))
-    return Checked(config, plan, task, problems, host, placement, tuple(warnings))
+    return Checked(config, plan, task, problems, host, placement, tuple(warnings), curators)
 
 
 def _checked_policy(config: RunConfig, name: str, world_size: int, *, trains: bool) -> tuple[RunConfig, list[str]]:

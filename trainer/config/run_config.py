@@ -67,11 +67,16 @@ class RunConfig(Settings):
         needs_outcome = team.plays_sessions or any(spec.advises for spec in team.agents)
         return self.credit.normalise != "group" or self.credit.reward_scheme == "outcome" or needs_outcome
 
-    def without_curators(self) -> RunConfig:
-        """The config without policies that only `marsrl curate` asks, as judges of its stages."""
+    @property
+    def curators(self) -> dict[str, PolicyConfig]:
+        """Policies used only by `marsrl curate`, as judges of its stages."""
         named = {judge.policy for judge in self.curate.judges.values()}
         used = {agent.policy for agent in self.agents.values()} | ({self.judge.policy} if self.judge else set())
-        curators = named - used - self.teachers
+        used |= self.teachers
+        return {name: policy for name, policy in self.policies.items() if name in named - used}
+
+    def without_curators(self) -> RunConfig:
+        curators = self.curators
         left = {name: policy for name, policy in self.policies.items() if name not in curators}
         return self.model_copy(update={"policies": left})
 
