@@ -142,7 +142,7 @@ class AgentConfig(Settings):
     loss_weight: float = Field(1.0, ge=0)
     """factor on this agent's advantages, a teacher's part aside; 0: the teacher's part alone"""
     teacher: TeacherConfig | None = None
-    """distils a frozen policy into this agent on the agent's own samples"""
+    """distils a frozen policy into this agent on the agent's own samples (docs/teachers.md)"""
     clip_low: float | None = Field(None, ge=0, description="of this agent's tokens; default: loss.clip_low")
     clip_high: float | None = Field(None, ge=0, description="of this agent's tokens; default: loss.clip_high")
     format_penalty: float = Field(0.0, ge=0, le=MOST)
@@ -236,19 +236,19 @@ class RolloutConfig(Settings):
     engine: Literal["vllm", "local"] = Field("vllm", description="what decodes tokens")
     placement: Literal["local", "disaggregated", "colocated"] = "disaggregated"
     """local: in the trainer's process, no Ray; disaggregated: Ray actors on GPUs of their own; colocated: Ray actors on the
-    trainer's GPUs, asleep while it trains"""
-    engines: Ranks = Field(1, description="engine replicas of every policy")
+    trainer's GPUs, asleep while it trains (docs/clusters.md)"""
+    engines: Ranks = Field(1, description="engine replicas of every policy (docs/clusters.md)")
     rebalance: bool = False
     """between stages, move an engine from the policy whose engines had least to decode to the one whose had more than twice
     that, where it has room there: docs/clusters.md"""
     threads: Ranks | None = Field(None, description="CPU threads of one engine; default: all cores shared evenly")
     ray_address: str | None = None
     """Ray cluster to join, host:port; here or here:port (6379): start one that other hosts join by `marsrl join`; default:
-    start one for this machine alone"""
+    start one for this machine alone (docs/clusters.md)"""
     ray_timeout_s: Seconds = Field(30.0, description="give up on an unreachable cluster after this long")
     join_s: Seconds = 600.0
     """how long to wait for hosts that have room for the engines: with ray_address=here as the run starts, and when a policy's
-    only engine is lost with its host"""
+    only engine is lost with its host (docs/clusters.md)"""
     object_store_mib: int = Field(256, ge=80, le=MOST_MIB, description="object store of a cluster started here, MiB")
     prompts_per_step: Count = Field(8, description="new problems a stage; with stage_size=total at most")
     stage_size: Literal["new", "total"] = "new"
@@ -330,7 +330,7 @@ class RolloutConfig(Settings):
 
 
 class EvaluateConfig(Settings):
-    """The inference loop: Solver, then Verifier and Corrector in turn until a stop rule holds (MarsRL)."""
+    """The inference loop: Solver, then Verifier and Corrector in turn until a stop rule holds (MarsRL; docs/evaluate.md)."""
 
     num_problems: Count | None = None
     """held-out problems at most, of each set of data.eval; default: all of a set, 64 where a task makes them or they are

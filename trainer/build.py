@@ -12,7 +12,7 @@ import functools
 import socket
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +22,8 @@ from marsrl.kernels import PolicyObjective
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.engines.protocol import Records
 from marsrl.rollout.engines.refusals import RankHost, TrainerHost
-from marsrl.rollout.gateway.gateway import Gateway
 from marsrl.rollout.gateway.vllm_reader import agents_of
+from marsrl.rollout.gateway.workers import workers_key
 from marsrl.rollout.model_shape import read_shape
 from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.rollout.player.rollout import Rollout
@@ -101,11 +101,8 @@ def open_run(checked: Checked, directory: RunDirectory | None) -> Iterator[Run]:
         trained = config.trained_policies
         learners: dict[str, Learner] = {}
         for name, policy in trained.items():
-            shared = (
-                learner.base
-                for other, learner in learners.items()
-                if (trained[other].base or other) == (policy.base or name)
-            )
+            pool = policy.base or name
+            shared = (learner.base for other, learner in learners.items() if pool in (other, trained[other].base))
             learners[name] = _learner(config, name, models[name], next(shared, None))
         team = stack.enter_context(open_team(checked, models)) if rank() == 0 else None
         syncs: dict[str, WeightSync] = {}
@@ -223,10 +220,8 @@ def open_team(checked: Checked, models: dict[str, str]) -> Iterator[Team]:
         renderers = {name: ChatRenderer(models[name]) for name in config.policies}
 
         def opened(name: str, deadline_s: float | None) -> EnginePool:
-            longest = longest_sequence(config, name)
-            pool = open_pool(
-                config, name, models[name], max_model_len=longest, host=checked.host, deadline_s=deadline_s
-            )
+            longest, host = longest_sequence(config, name), checked.host
+            pool = open_pool(config, name, models[name], max_model_len=longest, host=host, deadline_s=deadline_s)
             return stack.enter_context(pool)
 
         of_agents = {agent.policy for agent in config.agents.values()}
@@ -250,10 +245,10 @@ def open_team(checked: Checked, models: dict[str, str]) -> Iterator[Team]:
             {name: renderers[agent.policy] for name, agent in config.agents.items()},
         )
         records = frozenset(name for name in config.policies if config.records_of(name).experts)
-        judge = WatchedJudge(checked.task.judge)
+        judge = None
         if config.judge is not None:
             name = config.judge.policy
-            model = ModelJudge(
+            judge = ModelJudge(
                 opened(name, None),
                 renderers[name],
                 config.judge,
@@ -261,11 +256,13 @@ def open_team(checked: Checked, models: dict[str, str]) -> Iterator[Team]:
                 seed=config.run.seed,
                 right_answers=right_answers,
             )
-            stack.callback(model.close)
-            judge = WatchedJudge(checked.task.judge, model)
+            stack.callback(judge.close)
         tools = gateway = None
         if config.external is not None:
-            gateway = stack.enter_context(_gateway(config, renderers))
+            from marsrl.rollout.gateway.server import open_gateway  # imported here: most runs need no HTTP server
+
+            agents = agents_of(config.agents, renderers, config.rollout.max_response_tokens, config.parsers)
+            gateway = stack.enter_context(open_gateway(config.external, agents, workers_key(config.external)))
         elif orchestration.tools:
             tools = build_tools(config.tools, orchestration.tools, checked.task.documents, checked.task.papers)
             stack.callback(tools.close)
@@ -274,7 +271,7 @@ def open_team(checked: Checked, models: dict[str, str]) -> Iterator[Team]:
             orchestration,
             renderers,
             pools,
-            judge,
+            WatchedJudge(checked.task.judge, judge),
             records,
             config.rollout.max_turns,
             tools,
@@ -283,16 +280,6 @@ def open_team(checked: Checked, models: dict[str, str]) -> Iterator[Team]:
             adapters,
             gateway,
         )
-
-
-def _gateway(config: RunConfig, renderers: dict[str, ChatRenderer]) -> AbstractContextManager[Gateway]:
-    """The gateway for external programs, with its workers."""
-    from marsrl.rollout.gateway.server import open_gateway  # imported here: most runs need no HTTP server
-    from marsrl.rollout.gateway.workers import workers_key
-
-    assert config.external is not None
-    agents = agents_of(config.agents, renderers, config.rollout.max_response_tokens, config.parsers)
-    return open_gateway(config.external, agents, workers_key(config.external))
 
 
 def open_pool(

@@ -23,13 +23,11 @@ Read = Callable[[str], ReadResult]
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """A set of evaluation problems, each drawn `repeat` times. name: in metrics; "" if it is the only set. num_given: in the
-    file."""
+    """A set of evaluation problems, each drawn `repeat` times. name: in metrics; "" if it is the only set."""
 
     name: str
     problems: Sequence[Problem]
     repeat: int
-    num_given: int = 0
 
 
 class Mixture(tuple[Problem, ...]):
@@ -97,7 +95,7 @@ def read_eval(
     for file, found in _each("data.eval", files, read):
         drawn = draw_held_out(found.problems, file.count or num_problems, task, seed)
         problems = [replace(problem, id=f"{file.set_name}/{problem.id}") for problem in drawn]
-        sets.append(HeldOut(file.set_name, problems, file.repeat or repeat, len(found.problems)))
+        sets.append(HeldOut(file.set_name, problems, file.repeat or repeat))
         num_bad += found.num_bad
     return tuple(sets), num_bad
 

@@ -222,7 +222,7 @@ class ToolsConfig(Settings):
     """kind: index (a corpus file), http (a retrieval server) or serpapi"""
     scholar: ScholarConfig | None = Field(None, description="kind: index (a file of papers) or serpapi")
     visit: VisitTool | None = Field(None, description="reads pages of the web; {} takes its defaults")
-    python: PythonTool | None = Field(None, description="a sandboxed interpreter; {} takes its defaults")
+    python: PythonTool | None = Field(None, description="a sandboxed interpreter (docs/python.md); {}: its defaults")
     pages: PagesConfig = PagesConfig()
 
     @model_validator(mode="before")

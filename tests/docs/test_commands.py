@@ -170,7 +170,7 @@ def test_a_run_on_gpus_passes_its_checks(
     assert "run.device is cuda: PyTorch sees no GPU: " in capsys.readouterr().err
     if "configs/single_gpu.yaml" in command:  # as it would be on a CPU
         assert call([*words, "--dry-run", "run.device=cpu"]) == 0, capsys.readouterr().err
-        assert "CPU: rank 0" in capsys.readouterr().out
+        assert "ranks: 1, on CPUs" in capsys.readouterr().out
     pretend_gpus(monkeypatch)
     preset = yaml.safe_load(Path(words[words.index("--config") + 1]).read_text())
     if "directory" in preset.get("sync", {}):

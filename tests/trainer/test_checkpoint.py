@@ -38,7 +38,7 @@ class WordSave:
         self.folder.mkdir(parents=True)
         (self.folder / "word").write_text(self.word)
 
-    def finish(self, failure: str, advice: str) -> dict[str, FileSum]:
+    def finish(self, failure: str) -> dict[str, FileSum]:
         return {"word": file_sum(self.folder / "word")}
 
 
@@ -185,7 +185,9 @@ def test_where_nobody_knows_how_many_steps_are_lost_none_are_named(run: RunDirec
     (run.checkpoints / "latest").write_text("the last one")
     for step in run.steps_on_disk():
         (run.checkpoint(step) / "manifest.json").unlink()
-    with pytest.raises(RuntimeError, match="; no checkpoint is whole: restore the files, or start a run of another"):
+    with pytest.raises(
+        RuntimeError, match="; no other checkpoint is whole: restore the files, or start a run of another"
+    ):
         load(run, "previous")
 
 
@@ -194,11 +196,11 @@ def test_of_a_damaged_one_the_newest_whole_one_before_it_is_offered_or_taken(run
     run.mark_latest(9)
     for step in (9, 4):
         (run.checkpoint(step) / "meta.json").unlink()
-    with pytest.raises(RuntimeError, match="newest whole one before it is step_2: .* which plays 7 step"):
+    with pytest.raises(RuntimeError, match="the newest whole one is step_2: .* which plays 7 step"):
         load(run)
     step, word, said = load(run, "previous")
     assert (step, word) == (2, "w2") and len(said) == 2
-    assert said[1].endswith("GOING BACK to step_2 (run.resume=previous): 7 step(s) are lost and played again")
+    assert said[1].endswith("GOING BACK to step_2 (run.resume=previous), which plays 7 step(s) again")
 
 
 def test_a_failed_run_says_where_to_go_on(run: RunDirectory) -> None:

@@ -10,7 +10,6 @@ import yaml
 from omegaconf import OmegaConf
 
 from marsrl.rollout.tools.config import HttpSearch, IndexSearch, SerpApiScholar, SerpApiSearch
-from marsrl.trainer.checks.preflight import preflight
 from marsrl.trainer.config.read import CONFIGS, DEFAULT_FOR_TASK, ConfigError, preset_names, read_config
 from marsrl.trainer.main import main
 from marsrl.trainer.runs.directory import RunDirectory
@@ -232,21 +231,6 @@ def test_a_path_in_a_file_is_relative_to_it_and_one_in_a_word_to_the_working_dir
     assert [file.path for file in config.data.eval] == [f"{here}/d.jsonl", f"{here}/e.jsonl"]
     assert config.policies["main"].model == f"{home}/mine"
     assert config.policies["hub"].model == f"{here}/Qwen/Qwen3-0.6B"
-
-
-def test_settings_of_the_engine_that_does_not_decode_are_warned_of_by_name(tmp_path: Path) -> None:
-    path = tmp_path / "own.yaml"
-    path.write_text("rollout: {local: {max_num_seqs: 7}, vllm: {max_num_seqs: 64}}\n")
-
-    def warned(*words: str) -> list[str]:
-        found = preflight(read_config(path, [*words, "rollout.engines=1"])[0], world_size=1).warnings
-        return [warning for warning in found if warning.startswith("rollout.engine is")]
-
-    assert warned() == ["rollout.engine is vllm, which ignores rollout.local.max_num_seqs"]
-    assert warned("rollout.engine=local") == []  # what the file says of vLLM is for when it decodes
-    word = "rollout.vllm.max_num_seqs=8"
-    ignored = "rollout.engine is local, which ignores rollout.vllm.max_num_seqs"
-    assert warned("rollout.engine=local", word) == [ignored]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ import yaml
 from marsrl.rollout.adapter import PEFT_PREFIX, TENSORS, why_not_start
 from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.agents.render import ChatRenderer, TemplateOption
-from marsrl.rollout.config import Settings
 from marsrl.rollout.engines.refusals import TrainerHost, this_host, why_not_cut
 from marsrl.rollout.engines.vllm.arguments import who_draws
 from marsrl.rollout.episode import Episode
@@ -41,7 +40,6 @@ from marsrl.trainer.plan.models import taught_shape
 from marsrl.trainer.plan.needs import shortages_here
 from marsrl.trainer.plan.placement import placement_lines, with_backend
 from marsrl.trainer.plan.refusals import (
-    check_extra,
     check_machine,
     engines_device,
     slow_records,
@@ -145,29 +143,12 @@ def preflight(
     warnings += _check_judge(config, problems, trains=trains)
     if (reason := why_not_backend(config, has_cuda=has_cuda)) is not None:
         raise ConfigError(reason)
-    check_extra(config)
     warnings += slow_records(config, host)
-    warnings += _of_the_other_engine(config)
     plan = batch_plan(config, world_size)
     _check_templates(config)
     warnings += _check_first_prompts(config, task, orchestration, functions, len(problems.train) if trains else 0)
     placement = tuple(placement_lines(config, host, world_size))
     return Checked(config, plan, task, problems, host, placement, tuple(warnings), curators)
-
-
-def _of_the_other_engine(config: RunConfig) -> list[str]:
-    """A warning about non-default settings of an engine that this run does not use."""
-    rollout = config.rollout
-    sections: dict[str, Settings] = {"rollout.local": rollout.local}
-    if rollout.engine == "local":
-        sections = {f"policies.{name}.vllm": each.vllm for name, each in config.policies.items() if each.vllm}
-        sections["rollout.vllm"] = rollout.vllm
-    ignored = [
-        f"{section}.{key}"
-        for section, given in sections.items()
-        for key in sorted(given.model_dump(exclude_defaults=True))
-    ]
-    return [f"rollout.engine is {rollout.engine}, which ignores {', '.join(ignored)}"] if ignored else []
 
 
 def _checked_policy(config: RunConfig, name: str, world_size: int, *, trains: bool) -> tuple[RunConfig, list[str]]:
@@ -214,7 +195,7 @@ def _shorter_than_asked(asked: RunConfig, config: RunConfig) -> list[str]:
 
 
 def check_trainable(config: RunConfig, name: str, shape: ModelShape, world_size: int) -> None:
-    """The model can be cut as the layout says, and the loss can be computed on it."""
+    """The model and its reference can be cut as the layout says, and the loss can be computed on them."""
     layout = resolve(config.policies[name].layout)
     check(layout, shape, world_size)
     if reason := why_not_context(layout, config.loss.ratio, config.loss.correction):
@@ -224,7 +205,15 @@ def check_trainable(config: RunConfig, name: str, shape: ModelShape, world_size:
             f"trainer.router_replay={config.trainer.router_replay}, but policies.{name}.model is a "
             f"{shape.architecture} without experts; set it to none"
         )
-    _check_reference(config, name, shape, world_size)
+    reference = config.policies[name].reference
+    if config.loss.kl != "none" and reference not in ("none", "start"):
+        other = read_shape(reference)
+        check(layout, other, world_size)
+        if other.vocab_size != shape.vocab_size:
+            raise ConfigError(
+                f"policies.{name}.reference has a vocabulary of {other.vocab_size}, policies.{name}.model one of "
+                f"{shape.vocab_size}; the reference scores the policy's tokens, so both need one tokenizer"
+            )
 
 
 def _check_adapter(name: str, policy: PolicyConfig, shape: ModelShape) -> None:
@@ -294,13 +283,21 @@ def _check_parsers(config: RunConfig) -> None:
 
 
 def check_layouts(config: RunConfig) -> None:
-    """All trained policies are cut alike: every rank holds them all, on one set of process groups."""
-    first, *others = config.trained_policies
-    for name in others:
-        if resolve(config.policies[name].layout) != resolve(config.policies[first].layout):
+    """All trained policies are cut alike: every rank holds them all, on one set of process groups. On a CPU none offloads."""
+    import torch
+
+    first = next(iter(config.trained_policies))
+    for name, policy in config.trained_policies.items():
+        if resolve(policy.layout) != resolve(config.policies[first].layout):
             raise ConfigError(
                 f"policies.{name}.layout is not policies.{first}.layout: every trainer rank holds every trained policy, on one "
                 "set of process groups; give them one layout"
+            )
+        offloads = policy.optimizer.offload or policy.recompute == "full_offload"
+        if offloads and not torch.cuda.is_available():
+            raise ConfigError(
+                f"policies.{name} has optimizer.offload=true or recompute=full_offload, and PyTorch sees no CUDA device whose "
+                "memory that would free: set false and full"
             )
 
 
@@ -348,20 +345,6 @@ def check_files(model: str, shape: ModelShape, *, is_trained: bool) -> None:
         raise ConfigError(
             f"model: {model}: the tokenizer has {vocab_size} tokens, config.json's vocab_size is {shape.vocab_size}; they are "
             "not of one model"
-        )
-
-
-def _check_reference(config: RunConfig, name: str, shape: ModelShape, world_size: int) -> None:
-    """Check that a reference with its own directory fits the policy's layout and tokenizer."""
-    policy = config.policies[name]
-    if config.loss.kl == "none" or policy.reference in ("none", "start"):
-        return
-    reference = read_shape(policy.reference)
-    check(resolve(policy.layout), reference, world_size)
-    if reference.vocab_size != shape.vocab_size:
-        raise ConfigError(
-            f"policies.{name}.reference has a vocabulary of {reference.vocab_size}, policies.{name}.model one of "
-            f"{shape.vocab_size}; the reference scores the policy's tokens, so both need one tokenizer"
         )
 
 

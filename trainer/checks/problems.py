@@ -21,7 +21,7 @@ class RunProblems:
     """train: () for a task that generates its own. held_out: to evaluate on; sets: the sets of data.eval, if that is a list.
 
     num_skipped: lines of data.train and data.eval left out (data.on_bad_line=skip). num_taken: training problems held out because
-    none are given for evaluation. warnings: about repeated questions, and problems that are not evaluated.
+    none are given for evaluation. warnings: about repeated questions.
     """
 
     train: Sequence[Problem]
@@ -48,31 +48,12 @@ def problems_of(config: RunConfig, *, trains: bool, given: Sequence[Problem] | N
     warnings = [*repeats(train, of_train), *repeats(held_out, of_eval)]
     if trains and held_out:
         warnings += _trained_too(train, held_out, of_train, of_eval)
-    if given is None:
-        warnings += _not_evaluated(config, found, of_eval)
     if not trains and not train:
         train = held_out  # never drawn from; a task that reads files requires some
     if train and not held_out:
         train, held_out = hold_out(train, config.evaluate.num_problems or HELD_OUT)
         num_taken = len(held_out)
     return RunProblems(train, held_out, found.sets, found.num_skipped, num_taken, tuple(warnings))
-
-
-def _not_evaluated(config: RunConfig, found: RunProblems, of_eval: str) -> list[str]:
-    """A warning for each set that is evaluated only in part."""
-    most, num_given = config.evaluate.num_problems, len(found.held_out)
-    played = [(of_eval, num_given if most is None else min(most, num_given), num_given, "evaluate.num_problems")]
-    if found.sets and isinstance(config.data.eval, tuple):
-        whys = ["count" if file.count else "evaluate.num_problems" for file in config.data.eval]
-        played = [
-            (f"{of_eval}, {each.name}", len(each.problems), each.num_given, why)
-            for each, why in zip(found.sets, whys, strict=True)
-        ]
-    return [
-        f"{where}: {num_played:,} of its {num_all:,} problems are evaluated, as {why} says"
-        for where, num_played, num_all, why in played
-        if num_played < num_all
-    ]
 
 
 def _trained_too(train: Sequence[Problem], held_out: Sequence[Problem], of_train: str, of_eval: str) -> list[str]:

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.config import AgentConfig, RolloutConfig, TeacherConfig
 from marsrl.rollout.orchestrations.registry import find_orchestration
-from marsrl.rollout.rewards.config import JudgeConfig
 from marsrl.rollout.tools.config import how_to_set
 from marsrl.trainer.config.policy import PolicyConfig
 from marsrl.trainer.config.sections import SyncConfig
 
 if TYPE_CHECKING:
     from marsrl.trainer.config.run_config import RunConfig
-
-NO_OFFLOAD_ON_CPU = "optimizer.offload is true, and PyTorch sees no CUDA device whose memory that would free: set false"
-NO_INPUTS_TO_OFFLOAD_ON_CPU = (
-    "recompute is full_offload, and PyTorch sees no CUDA device whose memory that would free: set full"
-)
 
 
 def check_agreement(config: RunConfig, *, trains: bool) -> None:
@@ -27,8 +22,7 @@ def check_agreement(config: RunConfig, *, trains: bool) -> None:
     trains: False if nothing is trained, so that all policies may be frozen.
     """
     for name, policy in config.policies.items():
-        _check_policy(f"policies.{name}", policy)
-    _check_adapters(config)
+        _check_policy(config, name, policy)
     if not config.trained_policies and trains:
         raise ValueError(f"policies: every one is frozen ({', '.join(config.policies)}), and nothing is left to train")
     for name, agent in config.agents.items():
@@ -38,38 +32,12 @@ def check_agreement(config: RunConfig, *, trains: bool) -> None:
     _check_tools(config)
     _check_external(config)
     if config.judge is not None:
-        _check_judge(config, config.judge)
+        _check_apart(config, "judge.policy", config.judge.policy, "judges")
     _check_sync(config.sync, config.rollout)
     for name in config.policies if config.rollout.engine == "vllm" else ():
         if config.rollout_of(name).vllm.quantization is not None:
             _check_quantised(config, name, is_trained=trains and name in config.trained_policies)
-    _check_colocated_engines(config)
-    _check_gate(config)
     _check_credit(config)
-    _check_reference(config)
-
-
-def _check_adapters(config: RunConfig) -> None:
-    """Refuse adapters that cannot be trained, whatever the model."""
-    for name, policy in config.policies.items():
-        if policy.adapter is None:
-            continue
-        key = f"policies.{name}"
-        if policy.frozen:
-            raise ValueError(f"{key}.adapter is set, and {key}.frozen is true: an adapter is trained, leave one out")
-        if policy.router_aux_loss:
-            raise ValueError(
-                f"{key}.router_aux_loss is {policy.router_aux_loss:g}, and {key}.adapter trains no router: set 0"
-            )
-    for name, agent in config.agents.items():
-        if config.credit.trains(name) and agent.policy in config.bases and agent.policy not in config.trained_policies:
-            policy = config.policies[agent.policy]
-            if not policy.frozen:
-                built = next(other for other, each in config.policies.items() if each.base == agent.policy)
-                raise ValueError(
-                    f"agents.{name} is trained, and its policy {agent.policy} is the base of {built}, whose weights stay: set "
-                    f"policies.{agent.policy}.adapter, or leave {name} out of credit.train_agents"
-                )
 
 
 def _check_agent(config: RunConfig, name: str, agent: AgentConfig, *, is_trained: bool) -> None:
@@ -91,43 +59,56 @@ def _check_agent(config: RunConfig, name: str, agent: AgentConfig, *, is_trained
             f"agents.{name} is trained, but its policy {agent.policy} is frozen{server}: name the agents to train in "
             f"credit.train_agents (now {now}), without {name}"
         )
-    if name in config.max_kept:
-        _check_truncation(config, name, agent)
-
-
-def _check_teacher(config: RunConfig, name: str, teacher: TeacherConfig) -> None:
-    key = f"agents.{name}.teacher.policy is {teacher.policy!r}"
-    policy = named_policy(config, f"agents.{name}.teacher.policy", teacher.policy)
-    if not policy.frozen or policy.openai is not None:
-        why = "answered by a server, which does not score given tokens" if policy.frozen else "trained"
+    if config.credit.trains(name) and not policy.frozen and agent.policy not in config.trained_policies:
+        built = next(other for other, each in config.policies.items() if each.base == agent.policy)
         raise ValueError(
-            f"{key}, which is {why}: set `policies.{teacher.policy}: {{frozen: true, model: DIRECTORY}}`, with engines of ours"
+            f"agents.{name} is trained, and its policy {agent.policy} is the base of {built}, whose weights stay: set "
+            f"policies.{agent.policy}.adapter, or leave {name} out of credit.train_agents"
         )
-    if not config.credit.trains(name):
-        raise ValueError(
-            f"agents.{name}.teacher is set, and {name} is not trained: name it in credit.train_agents, or leave this out"
-        )
-    built = config.policies_in(teacher.policy)
-    askers = [f"agents.{other}" for other, agent in config.agents.items() if agent.policy in built]
-    askers += ["the judge"] if config.judge is not None and config.judge.policy == teacher.policy else []
-    if askers:
-        raise ValueError(
-            f"{key}, whose engines answer for {askers[0]} too and score while others decode: give it a policy of its own"
-        )
-    _check_engines_apart(config.rollout, key, "scores")
-
-
-def _check_truncation(config: RunConfig, name: str, agent: AgentConfig) -> None:
-    """Refuse settings that rule out training an agent with top_p or top_k."""
-    if config.loss.truncation == "refuse":
+    if name in config.max_kept and config.loss.truncation == "refuse":
         raise ValueError(
             f"agents.{name}.top_p and agents.{name}.top_k are {agent.top_p} and {agent.top_k}, and a trained agent needs 1 and "
             "-1: set them, or loss.truncation=renormalise, or leave the agent out of credit.train_agents"
         )
-    if agent.top_k > config.loss.max_support:
+    if name in config.max_kept and agent.top_k > config.loss.max_support:
         raise ValueError(
             f"agents.{name}.top_k is {agent.top_k}, above loss.max_support = {config.loss.max_support}, which bounds a trained "
             "agent's: raise that, or lower top_k"
+        )
+
+
+def _check_teacher(config: RunConfig, name: str, teacher: TeacherConfig) -> None:
+    key = f"agents.{name}.teacher"
+    to_judge = ["the judge"] if config.judge is not None and config.judge.policy == teacher.policy else []
+    _check_apart(config, f"{key}.policy", teacher.policy, "scores", to_judge)
+    if config.policies[teacher.policy].openai is not None:
+        raise ValueError(
+            f"{key}.policy is {teacher.policy!r}, which is answered by a server, which does not score given tokens: give it "
+            "engines of ours"
+        )
+    if not config.credit.trains(name):
+        raise ValueError(f"{key} is set, and {name} is not trained: name it in credit.train_agents, or leave this out")
+
+
+def _check_apart(config: RunConfig, key: str, name: str, does: str, askers: Sequence[str] = ()) -> None:
+    """Refuse a policy that judges or scores while it is trained or its engines decode. askers: others that it answers."""
+    policy = named_policy(config, key, name)
+    key = f"{key} is {name!r}"
+    if not policy.frozen:
+        raise ValueError(f"{key}, which is trained: name another, `policies.NAME: {{frozen: true, model: DIRECTORY}}`")
+    if policy.openai is not None:
+        return
+    agents = [f"agents.{each}" for each, agent in config.agents.items() if agent.policy in config.policies_in(name)]
+    if others := [*agents, *askers]:
+        raise ValueError(
+            f"{key}, whose engines answer for {others[0]} too: name another policy of the same model; a judge's may also be "
+            "behind a server (engine: openai), which both can ask"
+        )
+    rollout = config.rollout
+    if rollout.placement == "local" and rollout.engine == "vllm" and rollout.overlap:
+        raise ValueError(
+            f"{key}, and with rollout.overlap={rollout.overlap} it {does} while others decode, which two vLLM engines in one "
+            "process cannot: set rollout.placement=disaggregated, rollout.engine=local, or rollout.overlap=0"
         )
 
 
@@ -166,54 +147,17 @@ def _check_external(config: RunConfig) -> None:
         )
 
 
-def _check_engines_apart(rollout: RolloutConfig, key: str, does: str) -> None:
-    """Refuse vLLM engines of a policy that works while others decode in the same process. does: "judges" or "scores"."""
-    if rollout.placement == "local" and rollout.engine == "vllm" and rollout.overlap:
-        raise ValueError(
-            f"{key}, and with rollout.overlap={rollout.overlap} it {does} while others decode, which two vLLM engines in one "
-            "process cannot: set rollout.placement=disaggregated, rollout.engine=local, or rollout.overlap=0"
-        )
-
-
-def _check_judge(config: RunConfig, judge: JudgeConfig) -> None:
-    key = f"judge.policy is {judge.policy!r}"
-    policy = named_policy(config, "judge.policy", judge.policy)
-    if not policy.frozen:
-        raise ValueError(
-            f"{key}, which is trained: name a policy of its own, `policies.judge: {{frozen: true, model: DIRECTORY}}`"
-        )
-    if policy.openai is not None:
-        return
-    agents = [name for name, agent in config.agents.items() if agent.policy in config.policies_in(judge.policy)]
-    if agents:
-        raise ValueError(
-            f"{key}, whose engines answer for agents.{agents[0]} too: give the judge another policy of the same model, or put "
-            f"policies.{judge.policy} behind a server (engine: openai), which both can ask"
-        )
-    _check_engines_apart(config.rollout, key, "judges")
-
-
-def _check_colocated_engines(config: RunConfig) -> None:
-    for name, policy in config.policies.items():
-        if config.rollout.placement == "colocated" and policy.engines not in (None, config.rollout.engines):
-            raise ValueError(
-                f"policies.{name}.engines is {policy.engines}, and rollout.placement=colocated puts one engine of every policy "
-                f"on each rank's GPU: leave it out, or set rollout.placement=disaggregated"
-            )
-
-
-def _check_gate(config: RunConfig) -> None:
-    clips = {n: (agent.clip_low, agent.clip_high) for n, agent in config.agents.items() if config.credit.trains(n)}
+def _check_credit(config: RunConfig) -> None:
+    credit, loss = config.credit, config.loss
+    if loss.kl == "none" and loss.kl_coef:
+        raise ValueError(f"loss.kl_coef is {loss.kl_coef:g} but loss.kl is none: set loss.kl to k1, k2 or k3")
+    clips = {name: (each.clip_low, each.clip_high) for name, each in config.agents.items() if credit.trains(name)}
     if config.mpt.scope == "batch" and len(set(clips.values())) > 1:
         name = next(name for name, clip in clips.items() if clip != (None, None))
         raise ValueError(
             f"agents.{name}.clip_low and agents.{name}.clip_high are {clips[name][0]} and {clips[name][1]}, and mpt.scope=batch "
             "needs one clip range: set mpt.scope=sample or off, or the same range for every trained agent"
         )
-
-
-def _check_credit(config: RunConfig) -> None:
-    credit = config.credit
     if credit.balance == "uniform" and not config.has_whole_instances:
         raise ValueError(
             "credit.balance=uniform needs all samples for a problem in one step: set rollout.pipeline=trajectory, or "
@@ -229,17 +173,6 @@ def _check_credit(config: RunConfig) -> None:
     for name in credit.train_agents if credit.train_agents != "all" else ():
         if name not in config.agents:
             raise ValueError(f"credit.train_agents names {name!r}; the agents are {', '.join(config.agents)}")
-
-
-def _check_reference(config: RunConfig) -> None:
-    loss = config.loss
-    if loss.kl == "none" and loss.kl_coef:
-        raise ValueError(f"loss.kl_coef is {loss.kl_coef:g} but loss.kl is none: set loss.kl to k1, k2 or k3")
-    for name, policy in config.trained_policies.items():
-        if loss.kl != "none" and policy.reference == "none":
-            raise ValueError(
-                f"loss.kl={loss.kl} needs a reference, and policies.{name}.reference is none: set start or an HF directory"
-            )
 
 
 def _check_sync(sync: SyncConfig, rollout: RolloutConfig) -> None:
@@ -282,7 +215,8 @@ def _check_quantised(config: RunConfig, name: str, *, is_trained: bool) -> None:
         )
 
 
-def _check_policy(key: str, policy: PolicyConfig) -> None:
+def _check_policy(config: RunConfig, name: str, policy: PolicyConfig) -> None:
+    key, rollout = f"policies.{name}", config.rollout
     if policy.shape is not None and policy.model is not None:
         raise ValueError(
             f"{key}.shape is {policy.shape}, the size of a warm-started policy, and {key}.model is {policy.model}: set one null"
@@ -308,6 +242,21 @@ def _check_policy(key: str, policy: PolicyConfig) -> None:
     if policy.frozen and policy.model is None:
         raise ValueError(
             f"{key}: a frozen policy needs `model`, a Hugging Face directory (with engine=openai of its tokenizer alone)"
+        )
+    if policy.adapter is not None and policy.frozen:
+        raise ValueError(f"{key}.adapter is set, and {key}.frozen is true: an adapter is trained, leave one out")
+    if policy.adapter is not None and policy.router_aux_loss:
+        raise ValueError(
+            f"{key}.router_aux_loss is {policy.router_aux_loss:g}, and {key}.adapter trains no router: set 0"
+        )
+    if rollout.placement == "colocated" and policy.engines not in (None, rollout.engines):
+        raise ValueError(
+            f"{key}.engines is {policy.engines}, and rollout.placement=colocated puts one engine of every policy on each rank's "
+            "GPU: leave it out, or set rollout.placement=disaggregated"
+        )
+    if config.loss.kl != "none" and policy.reference == "none" and name in config.trained_policies:
+        raise ValueError(
+            f"loss.kl={config.loss.kl} needs a reference, and {key}.reference is none: set start or an HF directory"
         )
 
 

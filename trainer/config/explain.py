@@ -12,32 +12,6 @@ from marsrl.trainer.config import RunConfig
 from marsrl.trainer.config.keys import Key, all_keys, as_key, nearest
 from marsrl.trainer.config.origin import ConfigError, ConfigOrigin
 
-_KEYS_OF_PAGES = {
-    "adapters": "policies.<name>.adapter policies.<name>.base",
-    "clusters": "rollout.engines rollout.join_s rollout.placement rollout.ray_address",
-    "concepts": "agents.<name>.pick policies rollout",
-    "cpu_default": "warm_start",
-    "credit": "credit loss mpt",
-    "curate": "curate",
-    "data": "data",
-    "evaluate": "evaluate",
-    "external": "external",
-    "faults": "rollout.silence_s run.resume",
-    "frozen_policies": "policies.<name>.frozen",
-    "judge": "judge",
-    "numerics": "trainer.router_replay",
-    "own_task": "task task_options",
-    "own_team": "agents orchestration orchestration_options",
-    "parallelism": "policies.<name>.layout",
-    "prompts": "agents.<name>.parser agents.<name>.prompt",
-    "python": "tools.python",
-    "quickstart": "policies.<name>.model preset run",
-    "teachers": "agents.<name>.teacher data.demonstrations sft",
-    "tools": "tools",
-    "troubleshooting": "trainer",
-    "weight_sync": "sync",
-}
-_PAGES = {key: page for page, keys in _KEYS_OF_PAGES.items() for key in keys.split()}
 HEAD = """# Settings
 
 Every key. A setting is a line of a YAML file given with `--config`, or a word `key.sub=value`; later words win. `<name>` is a
@@ -48,10 +22,11 @@ name of yours: of a policy, an agent or a judge. `marsrl config` prints the sett
 
 
 def page_of(name: str) -> str:
-    """The page of docs/ that helps with a key (agents.<name>.top_p)."""
+    """The page of docs/ that helps with a key (agents.<name>.top_p): the one that it names, or a section around it."""
     parts = name.split(".")
-    above = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
-    return f"docs/{next(_PAGES[key] for key in above if key in _PAGES)}.md"
+    around = (all_keys().get(".".join(parts[:end])) for end in range(len(parts), 0, -1))
+    named = (re.search(r"docs/\w+\.md", key.meaning) for key in around if key is not None)
+    return next((page[0] for page in named if page is not None), "docs/concepts.md")
 
 
 def help_line(message: str) -> str:
@@ -145,17 +120,13 @@ def as_markdown() -> str:
             lines += [f"{_cell(section.meaning)}.\n"]
         earlier = name if section is None else first.setdefault(section.below, name)
         if earlier != name:
-            lines += [f"As in [`{earlier}`](#{_anchor(earlier)}): {', '.join(f'`{key.name}`' for key in own)}.\n"]
+            anchor = re.sub(r"[^\w-]", "", earlier).lower()  # of the heading, as GitHub and mkdocs make it
+            lines += [f"As in [`{earlier}`](#{anchor}): {', '.join(f'`{key.name}`' for key in own)}.\n"]
             continue
         rows = [" | ".join(map(_cell, (key.kind, key.default, key.meaning))) for key in own]
         table = [f"| `{key.name}` | {row} |" for key, row in zip(own, rows, strict=True)]
         lines += ["| key | type | default | meaning |", "|---|---|---|---|", *table, ""]
     return "\n".join(lines).rstrip("\n") + "\n"
-
-
-def _anchor(section: str) -> str:
-    """Link target of the section's heading, as GitHub and mkdocs make it."""
-    return re.sub(r"[^\w-]", "", section).lower()
 
 
 def _cell(text: str) -> str:

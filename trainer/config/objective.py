@@ -14,7 +14,7 @@ ONE_NAME = BeforeValidator(lambda value: (value,) if isinstance(value, str) and 
 
 
 class CreditConfig(Settings):
-    """Comparison that turns a sample's reward into its advantage."""
+    """Comparison that turns a sample's reward into its advantage (docs/credit.md)."""
 
     normalise: Literal["group", "agent", "trajectory", "global", "agent_mean", "agent_std"] = "group"
     """what a reward is compared with: its group, its agent's calls for the problem (Dr. MAS), all agents' calls (global), or
@@ -43,7 +43,7 @@ class CreditConfig(Settings):
 
 
 class LossConfig(Settings):
-    """Clipped surrogate of a token (kernels.PolicyObjective), and how tokens are averaged (mini_batches.Average)."""
+    """Clipped surrogate of a token, and how tokens are averaged (docs/credit.md)."""
 
     aggregation: Literal["token", "sequence", "sequence_sum_constant"] = "token"
     """token: mean over all tokens (DAPO); sequence: each sample's mean first (GRPO, MarsRL's equation 2);
@@ -96,7 +96,7 @@ class LossConfig(Settings):
 
 
 class MptConfig(Settings):
-    """Dynamic masking of well-mastered positive tokens (UloRL)."""
+    """Dynamic masking of well-mastered positive tokens (UloRL; docs/credit.md)."""
 
     scope: Annotated[Literal["sample", "batch", "off"], OFF] = "sample"
     """whose mean entropy is compared with mpt.entropy: the sample's, or the whole batch's (which must fit into one

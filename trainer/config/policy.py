@@ -13,7 +13,7 @@ from marsrl.rollout.model_shape import ModelShape
 
 
 class LayoutConfig(Settings):
-    """Split of a policy over ranks (Megatron's sizes); the same for all trained policies."""
+    """Split of a policy over ranks (Megatron's sizes); the same for all trained policies (docs/parallelism.md)."""
 
     tensor: Ranks = 1
     """ranks that share every matrix and the vocabulary; for a model too large for one GPU, within a host: two collectives a
@@ -86,7 +86,7 @@ class PolicyConfig(Settings):
     base: str | None = None
     """another policy, whose model it has, frozen; what is trained is `adapter` (docs/adapters.md)"""
     adapter: AdapterConfig | None = None
-    """train a low-rank adapter (LoRA) of the model, whose own weights stay; null: all weights"""
+    """train a low-rank adapter (LoRA) of the model, whose own weights stay (docs/adapters.md); null: train all"""
     shape: Literal["tiny", "cpu_default"] | None = None
     """size of the warm-started one, as `marsrl init` names it; default: cpu_default"""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
@@ -109,7 +109,8 @@ class PolicyConfig(Settings):
     vllm: VllmOptions | None = Field(None, description="of this policy's engines; what it leaves out is rollout.vllm's")
     price: PriceConfig | None = None
     """of a million tokens: what agents spend is logged (cost/<agent>/spent) and evaluated"""
-    frozen: bool = Field(False, description="never trained: no learner, no weight sync; its engines keep `model`")
+    frozen: bool = False
+    """never trained: no learner, no weight sync; its engines keep `model` (docs/frozen_policies.md)"""
     engine: Literal["openai"] | None = None
     """openai: a server answers (frozen policies only), `model` gives the tokenizer; default: rollout.engine"""
     openai: OpenAIOptions | None = Field(None, description="the server of engine: openai")

@@ -27,7 +27,7 @@ class RunConfig(Settings):
     task: str = "arithmetic"
     """arithmetic; math: problems of data.train; qa: questions; or your own, FILE.py:CLASS (docs/own_task.md)"""
     task_options: dict[str, int | float | str | bool | None] = Field(default_factory=dict)
-    """math and your own: workers (2), timeout_s (10), max_answer_chars (2000)"""
+    """math and your own: workers (2), timeout_s (10), max_answer_chars (2000); docs/own_task.md"""
     data: DataConfig = DataConfig()
     policies: dict[str, PolicyConfig] = Field(default_factory=lambda: {"main": PolicyConfig()})
     """weights with an optimizer and engines of their own, by a name that `agents.<name>.policy` refers to; one, `main`, where
@@ -41,15 +41,17 @@ class RunConfig(Settings):
     )
     """solver_verifier: max_loops (2); search_team: max_turns (4); debate: debaters (3), rounds (2)"""
     agents: dict[str, AgentConfig] = Field(default_factory=dict, validate_default=True)
-    """the orchestration's agents; defaults for those not given"""
+    """the orchestration's agents; defaults for those not given (docs/own_team.md)"""
     external: ExternalConfig | None = None
     """the program that plays with orchestration=external (docs/external.md)"""
-    tools: ToolsConfig = Field(ToolsConfig(), description="what the orchestration's agents can call")
+    tools: ToolsConfig = Field(ToolsConfig(), description="what the orchestration's agents can call (docs/tools.md)")
     judge: JudgeConfig | None = None
     """a frozen policy that judges answers in place of the task (docs/judge.md); null: the task judges"""
     rollout: RolloutConfig = RolloutConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
-    curate: CurateConfig = Field(CurateConfig(), description="marsrl curate: which problems are worth training on")
+    curate: CurateConfig = Field(
+        CurateConfig(), description="marsrl curate: which problems are worth training on (docs/curate.md)"
+    )
     credit: CreditConfig = CreditConfig()
     loss: LossConfig = LossConfig()
     mpt: MptConfig = MptConfig()

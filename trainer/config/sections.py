@@ -24,7 +24,7 @@ MOST_SEED = 2**31 - 1  # Megatron adds to it, and NumPy's generators take 32 bit
 
 
 class RunSection(Settings):
-    """Name and length of the run, and the files that it keeps."""
+    """Name and length of the run, and the files that it keeps (docs/quickstart.md)."""
 
     name: str | None = Field(None, description="directory under `dir`; default: preset and UTC time, never a collision")
     dir: str = Field("runs", description="where run directories go")
@@ -35,7 +35,7 @@ class RunSection(Settings):
     (docs/install.md)"""
     resume: Annotated[Literal["off", "auto", "previous"], OFF] = "off"
     """auto: go on from the latest checkpoint of run.name, stop if it is damaged; previous: go back to the newest whole one
-    then"""
+    then (docs/faults.md)"""
     evaluate: bool = Field(True, description="evaluate before and after")
     eval_every: CountOr0 = Field(0, description="steps between evaluations on the way; 0 = none")
     checkpoint_every: CountOr0 = 0
@@ -58,7 +58,7 @@ class RunSection(Settings):
 
 
 class DataConfig(Settings):
-    """The problems, where the task reads them from files."""
+    """The problems, where the task reads them from files (docs/data.md)."""
 
     train: Annotated[str | tuple[TrainFile, ...] | None, BeforeValidator(read_train_files)] = None
     """jsonl, parquet or HF dataset directory, or a list of {path, count}, or of {path, weight} (docs/data.md); null: the task
@@ -91,7 +91,7 @@ class SftConfig(Settings):
 
 
 class TrainerConfig(Settings):
-    """Computation of a step's batch, and when the run gives up."""
+    """Computation of a step's batch, and when the run gives up (docs/troubleshooting.md)."""
 
     max_tokens_per_micro_batch: Tokens = 16384
     """tokens that a rank computes at once, prompts included: at least the longest prompt with its completion; more is faster
@@ -99,7 +99,7 @@ class TrainerConfig(Settings):
     updates_per_step: Count = Field(1, description="optimizer steps a step, each on its part of the step's groups")
     router_replay: Literal["none", "recompute", "rollout"] = "none"
     """experts forced in training: those of a forward pass under the step's starting weights (recompute, R2), or those of
-    decoding (rollout, R3; recorded by rollout.engine=local, and by vllm on GPUs)"""
+    decoding (rollout, R3; recorded by rollout.engine=local, and by vllm on GPUs; docs/numerics.md)"""
     max_bad_steps: Count = 3
     """consecutive steps with a non-finite loss or gradient before the run stops"""
     max_empty_steps: Count = 20
@@ -114,7 +114,7 @@ SyncBackend = Literal["auto", "shm", "nccl", "ipc"]
 
 
 class SyncConfig(Settings):
-    """Transport of new weights to the engines."""
+    """Transport of new weights to the engines (docs/weight_sync.md)."""
 
     backend: SyncBackend = "auto"
     """shm: files that every engine reads; nccl: each rank's shards straight to the engines' GPUs; ipc: the same between
@@ -158,7 +158,7 @@ class DualSystemLessons(DualSystemSlips):
 
 
 class WarmStartConfig(Settings):
-    """Supervised traces that turn random weights into a mediocre team (trainer/schools).
+    """Supervised traces that turn random weights into a mediocre team (docs/cpu_default.md).
 
     The keys of phase 1 are called after the Solver, and those of phase 2 after the Verifier, whichever roles a team's are.
     """

@@ -93,29 +93,19 @@ def why_nothing_trains(batch: StepBatch, config: RunConfig, num_steps: int) -> s
     samples = [sample for group in batch.groups for sample in group.samples]
     if not samples:
         num_long = int(batch.metrics.get("rollout/prompts_too_long", 0))
-        first = next(iter(config.agents))
-        why = (
-            f"{num_long} prompts were longer than agents.<name>.max_input_tokens (agents.{first}: "
-            f"{config.agents[first].max_input_tokens}); raise it, or leave long problems out of data.train"
-            if num_long
-            else "nothing was asked"
-        )
+        too_long = "prompts were longer than agents.<name>.max_input_tokens; raise it, or leave long problems out of data.train"
+        why = f"{num_long} {too_long}" if num_long else "nothing was asked"
         return f"no completion came and none is under way: {why}"
+    trained = [sample for sample in samples if config.credit.trains(sample.agent)]
+    missing = [sample for sample in trained if sample.reward.is_missing]
     parts = {
-        "are of agents that are not trained (credit.train_agents)": [
-            sample for sample in samples if not config.credit.trains(sample.agent)
-        ],
-        "have no reward": [
-            sample for sample in samples if config.credit.trains(sample.agent) and sample.reward.is_missing
-        ],
+        "are of agents that are not trained (credit.train_agents)": len(samples) - len(trained),
+        "have no reward": len(missing),
+        "have the rewards of all others that they are compared with": len(trained) - len(missing),
     }
-    rest = len(samples) - sum(map(len, parts.values()))
-    told = [f"{len(found)} {what}" for what, found in parts.items() if found]
-    if rest:
-        told.append(f"{rest} have the rewards of all others that they are compared with")
-    notes = [sample.reward.note for sample in parts["have no reward"] if sample.reward.note]
+    told = ", ".join(f"{number} {what}" for what, number in parts.items() if number)
+    first = next((f" (the first: {sample.reward.note[:200]})" for sample in missing if sample.reward.note), "")
     return (
         f"no sample had a gradient in {num_steps} steps in a row (trainer.max_empty_steps); of the last step's {len(samples)} "
-        f"samples {', '.join(told)}{f' (the first: {notes[0][:200]})' if notes else ''}: see samples/ for what was asked and "
-        "answered"
+        f"samples {told}{first}: see samples/ for what was asked and answered"
     )

@@ -193,7 +193,11 @@ def pack(sequences: Sequence[TrainSequence], *, align: int = 1) -> PackedBatch:
     logprobs = [s.rollout_logprobs for s in sequences if s.rollout_logprobs is not None]
     of_tokens = None
     if any(s.token_advantages is not None for s in sequences):
-        of_tokens = _of_tokens(sequences, [_token_advantages(s) for s in sequences])
+        alike = (np.full(len(s.token_ids), s.advantage, np.float32) for s in sequences)
+        own = [
+            each if s.token_advantages is None else s.token_advantages for s, each in zip(sequences, alike, strict=True)
+        ]
+        of_tokens = _of_tokens(sequences, own)
     packed = kernels.pack(
         _on_device(np.concatenate([part for s in sequences for part in (s.prompt_ids, s.token_ids)])),
         _of_tokens(sequences, [s.is_sampled for s in sequences]),
@@ -243,13 +247,6 @@ def _of_tokens(sequences: Sequence[TrainSequence], of_completions: Sequence[npt.
     return _on_device(
         np.concatenate([part for s, own in pairs for part in (np.zeros(len(s.prompt_ids), own.dtype), own)])
     )
-
-
-def _token_advantages(sequence: TrainSequence) -> FloatArray:
-    """[N] float32, its own or the advantage of all."""
-    if sequence.token_advantages is not None:
-        return sequence.token_advantages
-    return np.full(len(sequence.token_ids), sequence.advantage, np.float32)
 
 
 def _routed_experts(sequences: Sequence[TrainSequence], starts: npt.NDArray[np.int64], total: int) -> Tensor | None:

@@ -64,14 +64,6 @@ class BatchShard:
     is_apart: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class _Outline:
-    """Header of an update, on every rank before its micro-batches arrive."""
-
-    num_micro_batches: int
-    normaliser: float
-
-
 def joined(of_policies: Sequence[tuple[MiniBatch, ...]]) -> tuple[MiniBatch, ...]:
     """The updates of several policies that share micro-batches, each with its own denominator in its samples' weights."""
     if len(of_policies) == 1:
@@ -101,16 +93,16 @@ def scatter(mini_batches: tuple[MiniBatch, ...] | None, shard: BatchShard) -> li
     except ValueError as raised:
         error = raised
     stop_together(error, "scatter: the step's batch cannot be cut into micro-batches")
-    outline = None
+    outline = None  # (micro-batches, normaliser) of each update
     if mini_batches is not None:
-        outline = [_Outline(len(plan[0]), each.normaliser) for plan, each in zip(plans, mini_batches, strict=True)]
-    outlines = decode(list[_Outline], broadcast_bytes(encode(outline) if outline is not None else None))
+        outline = [(len(plan[0]), each.normaliser) for plan, each in zip(plans, mini_batches, strict=True)]
+    outlines = decode(list[tuple[int, float]], broadcast_bytes(encode(outline) if outline is not None else None))
     data_ranks = [int(place) for place in gather_bytes(str(shard.data_rank).encode())]
     assert shard.routes is not None, "scatter: several ranks need routes"
     updates = []
-    for number, update in enumerate(outlines):
+    for number, (num_micro_batches, normaliser) in enumerate(outlines):
         packed = []
-        for i in range(update.num_micro_batches):
+        for i in range(num_micro_batches):
             parts: list[bytes] | None = None
             if outline is not None:
                 try:
@@ -123,7 +115,7 @@ def scatter(mini_batches: tuple[MiniBatch, ...] | None, shard: BatchShard) -> li
                     packed.append(pack(decode(list[TrainSequence], data), align=shard.align))
             except Exception as raised:  # raised below
                 error = raised
-        updates.append(Update(tuple(packed), update.normaliser))
+        updates.append(Update(tuple(packed), normaliser))
     stop_together(error, "scatter: a rank has no part of the step's batch")
     return updates
 

@@ -45,7 +45,6 @@ from torch import Tensor
 from marsrl.kernels import PolicyObjective
 from marsrl.rollout.model_shape import read_shape
 from marsrl.trainer.config import MptConfig, PolicyConfig
-from marsrl.trainer.config.agreement import NO_INPUTS_TO_OFFLOAD_ON_CPU, NO_OFFLOAD_ON_CPU
 from marsrl.trainer.config.policy import why_not_adapter
 from marsrl.trainer.data.packing import PackedBatch
 from marsrl.trainer.data.scatter import BatchShard, Update
@@ -98,10 +97,6 @@ class Learner:
         check(layout, shape, parallel.world_size())
         if policy.adapter is not None and (reason := why_not_adapter(policy.adapter, shape, policy.layout)) is not None:
             raise ValueError(reason)
-        if policy.optimizer.offload and not torch.cuda.is_available():
-            raise ValueError(NO_OFFLOAD_ON_CPU)
-        if policy.recompute == "full_offload" and not torch.cuda.is_available():
-            raise ValueError(NO_INPUTS_TO_OFFLOAD_ON_CPU)
         parallel.start(layout, seed)
         from marsrl.trainer.learner.megatron.model import frozen_model
         from marsrl.trainer.learner.megatron.passes import Model, Passes

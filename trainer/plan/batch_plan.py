@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from marsrl.rollout.config import AgentConfig
 from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.config.read import ConfigError
@@ -63,15 +64,14 @@ def longest_sequence(config: RunConfig, policy: str) -> int:
 
     Raises ValueError: no agent or judge has the policy.
     """
-    longest = [
-        agent.max_input_tokens + (agent.max_response_tokens or config.rollout.max_response_tokens)
-        for agent in config.agents.values()
-        if agent.policy in config.policies_in(policy)
-    ]
-    for agent in config.agents.values():
-        if agent.teacher is not None and agent.teacher.policy == policy:
-            scored = agent.max_input_tokens + (agent.max_response_tokens or config.rollout.max_response_tokens)
-            longest.append(scored + 1)  # vLLM draws a token behind what it scores
+
+    def whole(agent: AgentConfig) -> int:
+        return agent.max_input_tokens + (agent.max_response_tokens or config.rollout.max_response_tokens)
+
+    agents = config.agents.values()
+    longest = [whole(agent) for agent in agents if agent.policy in config.policies_in(policy)]
+    taught = [agent for agent in agents if agent.teacher is not None and agent.teacher.policy == policy]
+    longest += [whole(agent) + 1 for agent in taught]  # vLLM draws a token behind what it scores
     if config.judge is not None and config.judge.policy == policy:
         longest.append(config.judge.max_input_tokens + config.judge.max_response_tokens)
     if not longest:

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from marsrl.rollout.adapter import AdapterConfig
 from marsrl.trainer.plan import hardware as hw
-from marsrl.trainer.plan.engines import EngineSetup, SyncTime, publish_bytes, slot_bytes
+from marsrl.trainer.plan.engines import SyncTime, publish_bytes, slot_bytes
 from marsrl.trainer.plan.plan import Plan, PolicyPlan
 from marsrl.trainer.plan.ranking import Option, best_of_each_layout
 
@@ -164,9 +164,17 @@ def _table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], *
 
 
 def _engines(policy: PolicyPlan) -> Table:
-    engine, rollout, sync = policy.engine, policy.rollout, policy.sync
-    rows = [
-        *_where_experts_lie(policy.engines),
+    engine, rollout, setup, rows = policy.engine, policy.rollout, policy.engines, list[tuple[str, str]]()
+    num_gpus, num_experts = setup.tensor_parallel, setup.shape.num_experts
+    if setup.experts_of_gpu and num_gpus > 1:
+        words = (
+            f"whole (expert_parallel), {setup.experts_of_gpu} of {num_experts} on a GPU; the busiest of {num_gpus} reads and "
+            f"computes {hw.IMBALANCE.value:g} times the mean"
+        )
+        rows.append(("experts", words))
+    elif num_experts and num_gpus > 1:
+        rows.append(("experts", f"a part of each of {num_experts} on every one of {num_gpus} GPUs"))
+    rows += [
         ("an engine GPU", f"weights {_gib(engine.weights)} GiB, KV cache {_gib(engine.kv_cache)} GiB"),
         (
             "KV cache",
@@ -183,36 +191,15 @@ def _engines(policy: PolicyPlan) -> Table:
             f"{rollout.prefilled / 1e6:.1f} M tokens read in {_duration(rollout.prefill)} of these: a group's once, and what "
             "goes on in another stage or under new weights again",
         ),
-        *_communicators(policy),
-        ("weight sync", _sync_words(sync)),
     ]
-    return _table("engines and weight sync", ("", ""), rows, show_header=False)
-
-
-def _communicators(policy: PolicyPlan) -> list[tuple[str, str]]:
-    """A line about NCCL's memory for publishes by nccl."""
-    engines, ranks = policy.engines, policy.job.training.world_size
-    if not engines.transfer_bytes:
-        return []
-    words = (
-        f"{ranks * engines.num_gpus} communicators of two: {_gib(policy.rank_transfer_bytes)} GiB of a rank's GPU, "
-        f"{_gib(engines.transfer_bytes)} GiB of an engine's"
-    )
-    return [("NCCL", words)]
-
-
-def _where_experts_lie(engines: EngineSetup) -> list[tuple[str, str]]:
-    """A line about the placement of experts in an engine over several GPUs."""
-    num_gpus, num_experts = engines.tensor_parallel, engines.shape.num_experts
-    if num_gpus == 1 or not num_experts:
-        return []
-    words = f"a part of each of {num_experts} on every one of {num_gpus} GPUs"
-    if engines.experts_of_gpu:
+    if setup.transfer_bytes:
         words = (
-            f"whole (expert_parallel), {engines.experts_of_gpu} of {num_experts} on a GPU; the busiest of {num_gpus} reads and "
-            f"computes {hw.IMBALANCE.value:g} times the mean"
+            f"{policy.job.training.world_size * setup.num_gpus} communicators of two: {_gib(policy.rank_transfer_bytes)} GiB of "
+            f"a rank's GPU, {_gib(setup.transfer_bytes)} GiB of an engine's"
         )
-    return [("experts", words)]
+        rows.append(("NCCL", words))
+    rows.append(("weight sync", _sync_words(policy.sync)))
+    return _table("engines and weight sync", ("", ""), rows, show_header=False)
 
 
 def _sync_words(sync: SyncTime) -> str:

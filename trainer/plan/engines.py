@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -259,34 +258,6 @@ def slot_bytes(setup: EngineSetup) -> float:
 def publish_bytes(setup: EngineSetup, adapter: AdapterConfig) -> int:
     """Bytes of an adapter's PEFT file."""
     return adapter_elements(setup.shape, Layout(1, 1, 1, 1, 1), (adapter,)).total * SIZE[setup.dtype]
-
-
-@dataclass(frozen=True)
-class Load:
-    """The work of one policy's engines in a step."""
-
-    setup: EngineSetup
-    memory: EngineMemory
-    demand: Demand
-
-    def seconds(self, num_engines: int, gpu: hw.Gpu) -> float:
-        """Seconds for so many engines to decode its completions."""
-        return rollout_time(replace(self.setup, num_engines=num_engines), self.memory, gpu, self.demand).seconds
-
-
-def split_engines(loads: Mapping[str, Load], num_gpus: int, gpu: hw.Gpu) -> dict[str, int]:
-    """The number of engines of each policy, at least one, for the fastest split of so many GPUs.
-
-    Greedy: the next engine goes to the policy that would finish last, while there is room.
-    """
-    counts = dict.fromkeys(loads, 1)
-    left = num_gpus - sum(load.setup.tensor_parallel for load in loads.values())
-    while True:
-        last = max(loads, key=lambda name: loads[name].seconds(counts[name], gpu))
-        left -= loads[last].setup.tensor_parallel
-        if left < 0:
-            return counts
-        counts[last] += 1
 
 
 @dataclass(frozen=True)

@@ -168,13 +168,6 @@ MEAN_PROMPT = _assumed("mean prompt", 2048, "tokens", ": problem, solution and r
 ASSUMPTIONS = tuple(each for each in list(globals().values()) if isinstance(each, Constant))
 
 
-def find_gpu(name: str) -> Gpu:
-    """The preset of this name; ValueError lists the names."""
-    if name not in GPUS:
-        raise ValueError(f"--gpu {name} is not known; presets: {', '.join(GPUS)}")
-    return GPUS[name]
-
-
 def gpu_here() -> Gpu | None:
     """The preset nearest to this machine's GPU, with the actual memory of GPU and host; None without a GPU."""
     import os

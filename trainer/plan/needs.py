@@ -15,9 +15,9 @@ from marsrl.trainer.plan.engines import (
     Demand,
     EngineMemory,
     EngineSetup,
-    Load,
     engine_memory,
     publish_bytes,
+    rollout_time,
     transfer_bytes,
 )
 from marsrl.trainer.plan.memory import SIZE, Training
@@ -46,7 +46,9 @@ class Needs:
     job: Job
     configured: Option | None
     why_not_configured: str | None
-    load: Load
+    engines: EngineSetup
+    engine: EngineMemory
+    demand: Demand
     weight_files: float
     routed_experts: float
     rank_transfer_bytes: float
@@ -55,13 +57,9 @@ class Needs:
     def work(self) -> Work:
         return self.job.work
 
-    @property
-    def engines(self) -> EngineSetup:
-        return self.load.setup
-
-    @property
-    def engine(self) -> EngineMemory:
-        return self.load.memory
+    def rollout_s(self, num_engines: int) -> float:
+        """Seconds for so many engines to decode a step's completions."""
+        return rollout_time(replace(self.engines, num_engines=num_engines), self.engine, self.gpu, self.demand).seconds
 
     @property
     def host_bytes(self) -> float:
@@ -87,9 +85,17 @@ def needs_of(
     policy, rollout = config.policies[name], config.rollout
     longest = longest_sequence(config, name)
     response = mean_response or hw.MEAN_RESPONSE.value * rollout.max_response_tokens
-    longest_prompt = max(config.agents[each].max_input_tokens for each in _agents_of(config, name))
-    prompt = min(hw.MEAN_PROMPT.value, longest_prompt)
-    work = _work(config, name, prompt, response)
+    agents = [each for each, agent in config.agents.items() if agent.policy in config.policies_in(name)]
+    prompt = min(hw.MEAN_PROMPT.value, max(config.agents[each].max_input_tokens for each in agents))
+    of_agent, _ = samples_of_a_step(config)
+    samples = sum(of_agent[each] for each in agents)
+    work = Work(
+        sequences=samples,
+        tokens=samples * (prompt + response),
+        trained=samples * response,
+        longest=prompt + rollout.max_response_tokens,
+        updates=config.trainer.updates_per_step,
+    )
     setup = _engine_setup(config, name, shape, longest)
     backend, num_gpus = setup.carried_by(config.sync.backend), trainers + setup.num_gpus
     setup = replace(setup, transfer_bytes=transfer_bytes(backend, trainers, num_gpus, receives=True))
@@ -123,7 +129,9 @@ def needs_of(
         job=job,
         configured=None if problem else option(job, layout, policy.recompute, gpu),
         why_not_configured=problem,
-        load=Load(setup, memory, demand),
+        engines=setup,
+        engine=memory,
+        demand=demand,
         weight_files=2.0 * published if in_memory or setup.adapters else 0.0,
         routed_experts=work.tokens * of_token,
         rank_transfer_bytes=rank_transfer,
@@ -181,19 +189,6 @@ def shortages_here(config: RunConfig, name: str, shape: ModelShape, trainers: in
         return []
     found = shortages(needs_of(config, name, shape, trainers, gpu))
     return [f"{sentence} (by the formulas of marsrl plan)" for sentence in found]
-
-
-def _agents_of(config: RunConfig, name: str) -> list[str]:
-    return [each for each in config.agents if config.agents[each].policy in config.policies_in(name)]
-
-
-def _work(config: RunConfig, name: str, prompt: float, response: float) -> Work:
-    """One step's training work of a policy, for prompts and completions of these mean lengths."""
-    of_agent, _ = samples_of_a_step(config)
-    samples = sum(of_agent[each] for each in _agents_of(config, name))
-    longest = prompt + config.rollout.max_response_tokens
-    updates = config.trainer.updates_per_step
-    return Work(samples, samples * (prompt + response), samples * response, longest, updates)
 
 
 def _engine_setup(config: RunConfig, name: str, shape: ModelShape, longest: int) -> EngineSetup:

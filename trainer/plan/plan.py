@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from marsrl.rollout.config import MOST_RANKS
 from marsrl.rollout.engines.refusals import (
     TrainerHost,
     names_other_hosts,
@@ -13,12 +12,11 @@ from marsrl.rollout.engines.refusals import (
     why_not_cut,
     wider_than_a_host,
 )
-from marsrl.rollout.model_shape import ModelShape
-from marsrl.trainer.config import PolicyConfig, RunConfig
+from marsrl.trainer.config import RunConfig
 from marsrl.trainer.config.read import ConfigError
 from marsrl.trainer.plan import hardware as hw
 from marsrl.trainer.plan.batch_plan import shorten_prompts
-from marsrl.trainer.plan.engines import Load, RolloutTime, SyncTime, rollout_time, split_engines, sync_time
+from marsrl.trainer.plan.engines import RolloutTime, SyncTime, rollout_time, sync_time
 from marsrl.trainer.plan.models import find_shape, taught_shape
 from marsrl.trainer.plan.needs import GIB, Needs, needs_of, shortages
 from marsrl.trainer.plan.parameters import active_elements, elements
@@ -100,11 +98,9 @@ def make_plan(config: RunConfig, num_gpus: int, gpu_name: str, mean_response: fl
 
     mean_response: completion tokens on average; default: a share of rollout.max_response_tokens (hardware.py).
 
-    Raises ValueError: an unknown GPU, a model of unknown shape, fewer GPUs than the engines alone need, or an absurd number.
+    Raises ValueError: a model of unknown shape, or fewer GPUs than the engines alone need.
     """
-    gpu = hw.find_gpu(gpu_name)
-    if not 1 <= num_gpus <= MOST_RANKS:
-        raise ConfigError(f"--gpus is {num_gpus:,}, expected 1 to {MOST_RANKS:,}")
+    gpu = hw.GPUS[gpu_name]
     longest = config.rollout.max_response_tokens
     if mean_response is not None and not 0 < mean_response <= longest:
         raise ConfigError(
@@ -124,11 +120,18 @@ def make_plan(config: RunConfig, num_gpus: int, gpu_name: str, mean_response: fl
     has_others = names_other_hosts(config.rollout.ray_address)
     host = TrainerHost(min(of_node, num_gpus), min(of_node, trainers), has_others)
     policies, notes = list[PolicyPlan](), _notes_on_engines(config, num_gpus) + _notes_on_staleness(config)
-    for name in _planned(config):
-        policies.append(_policy(config, name, trainers, num_gpus, gpu, mean_response))
-        notes += [*shortages(policies[-1]), *_notes_on_layouts(policies[-1])]
-    loads = {each.name: each.load for each in policies}
-    notes += _notes_on_the_split(loads, gpu, config)
+    refused: list[str | None] = [*refusals_of(config, host)]
+    pools = config.pools_of_adapters
+    for name in dict.fromkeys(
+        pools.get(each, each) for each in config.trained_policies
+    ):  # adapters on one base together
+        planned, vllm = _policy(config, name, trainers, num_gpus, gpu, mean_response), config.rollout_of(name).vllm
+        policies.append(planned)
+        notes += [*shortages(planned), *_notes_on_layouts(planned)]
+        refused += [wider_than_a_host(vllm.tensor_parallel, of_node), why_not_cut(planned.engines.shape, vllm)]
+    refused.append(why_not_backend(config, has_cuda=True))
+    if config.rollout.placement != "local":
+        notes += _notes_on_the_split({each.name: each for each in policies})
     if frozen := [name for name, policy in config.policies.items() if policy.frozen]:
         notes.append(
             f"frozen policies have no learner and are not planned, their engines' GPUs aside: {', '.join(frozen)}"
@@ -143,45 +146,26 @@ def make_plan(config: RunConfig, num_gpus: int, gpu_name: str, mean_response: fl
         notes.append(
             "all policies live on the same trainer ranks: add up their static bytes; each is planned alone here"
         )
-    of_backend = why_not_backend(config, has_cuda=True)
-    found = [*refusals_of(config, host), *_refused_engines(config, loads), *([of_backend] if of_backend else [])]
-    refused = tuple(dict.fromkeys(found))
-    constants = tuple(hw.constants(gpu))
-    overlap = config.rollout.overlap
-    return Plan(gpu_name, num_gpus, trainers, engine_gpus, overlap, tuple(policies), refused, tuple(notes), constants)
-
-
-def _planned(config: RunConfig) -> list[str]:
-    """Policies that are planned each by itself; adapters are, all on one base together, under its name."""
-    pools = config.pools_of_adapters
-    return list(dict.fromkeys(pools.get(name, name) for name in config.trained_policies))
-
-
-def _refused_engines(config: RunConfig, loads: Mapping[str, Load]) -> list[str]:
-    """Reasons against engines that no host can hold, or whose GPUs cannot split the model."""
-    found = []
-    for name, load in loads.items():
-        vllm = config.rollout_of(name).vllm
-        found += [
-            wider_than_a_host(vllm.tensor_parallel, int(hw.GPUS_PER_NODE.value)),
-            why_not_cut(load.setup.shape, vllm),
-        ]
-    return [sentence for sentence in found if sentence is not None]
-
-
-def _shape(config: RunConfig, name: str, policy: PolicyConfig) -> ModelShape:
-    """The shape of the policy's model, or of its warm start's."""
-    shape = find_shape(policy.model) if policy.model else taught_shape(config, policy)
-    if shape is None:
-        raise ConfigError(f"policies.{name}.model is not set; give a directory, or the name of a published model")
-    return shape
+    return Plan(
+        gpu_name,
+        num_gpus,
+        trainers,
+        engine_gpus,
+        config.rollout.overlap,
+        tuple(policies),
+        tuple(dict.fromkeys(sentence for sentence in refused if sentence is not None)),
+        tuple(notes),
+        tuple(hw.constants(gpu)),
+    )
 
 
 def _policy(
     config: RunConfig, name: str, trainers: int, num_gpus: int, gpu: hw.Gpu, mean_response: float | None
 ) -> PolicyPlan:
-    shape, rollout, backend = _shape(config, name, config.policies[name]), config.rollout, config.sync.backend
-    shortened = config
+    policy, rollout, backend, shortened = config.policies[name], config.rollout, config.sync.backend, config
+    shape = find_shape(policy.model) if policy.model else taught_shape(config, policy)
+    if shape is None:
+        raise ConfigError(f"policies.{name}.model is not set; give a directory, or the name of a published model")
     for each in config.policies_in(name):
         shortened = shorten_prompts(shortened, each, shape.max_positions)
     needs = needs_of(shortened, name, shape, trainers, gpu, mean_response)
@@ -189,24 +173,31 @@ def _policy(
     return PolicyPlan(
         **vars(needs),
         options=tuple(options(needs.job, gpu)),
-        rollout=rollout_time(needs.engines, needs.engine, gpu, needs.load.demand),
+        rollout=rollout_time(needs.engines, needs.engine, gpu, needs.demand),
         sync=sync_time(backend, needs.engines, trainers, needs.job.training.layout.expert, num_gpus, gpu),
-        splits=tuple(splits(needs.job, needs.load, backend, rollout.overlap, num_gpus, gpu)) if is_alone else (),
+        splits=tuple(splits(needs.job, needs.engines, needs.demand, backend, rollout.overlap, num_gpus, gpu))
+        if is_alone
+        else (),
     )
 
 
-def _notes_on_the_split(loads: Mapping[str, Load], gpu: hw.Gpu, config: RunConfig) -> list[str]:
-    """Notes on the policies' shares of the engines' GPUs, and on a faster split."""
-    if (
-        len(loads) < 2
-        or config.rollout.placement == "local"
-        or not all(load.memory.kv_tokens for load in loads.values())
-    ):
+def _notes_on_the_split(policies: Mapping[str, Needs]) -> list[str]:
+    """Notes on the policies' shares of the engines' GPUs, and on a faster split.
+
+    Greedy: from one engine each on, the next one goes to the policy that would finish last, while there is room.
+    """
+    if len(policies) < 2 or not all(each.engine.kv_tokens for each in policies.values()):
         return []
-    now = {name: load.setup.num_engines for name, load in loads.items()}
-    num_gpus = sum(load.setup.num_gpus for load in loads.values())
-    best = split_engines(loads, num_gpus, gpu)
-    seconds, least = (max(load.seconds(counts[name], gpu) for name, load in loads.items()) for counts in (now, best))
+    now, best = {name: each.engines.num_engines for name, each in policies.items()}, dict.fromkeys(policies, 1)
+    num_gpus = sum(each.engines.num_gpus for each in policies.values())
+    left = num_gpus - sum(each.engines.tensor_parallel for each in policies.values())
+    while True:
+        last = max(policies, key=lambda name: policies[name].rollout_s(best[name]))
+        left -= policies[last].engines.tensor_parallel
+        if left < 0:
+            break
+        best[last] += 1
+    seconds, least = (max(each.rollout_s(counts[name]) for name, each in policies.items()) for counts in (now, best))
     said = f"engines of the policies share {num_gpus} GPUs, {_listed(now)}: a step's completions in {seconds:.0f} s"
     if least > 0.9 * seconds:
         return [f"{said}; no other split is faster by a tenth"]
@@ -237,20 +228,16 @@ def _notes_on_layouts(planned: PolicyPlan) -> list[str]:
 
 
 def _notes_on_staleness(config: RunConfig) -> list[str]:
-    rollout, loss = config.rollout, config.loss
-    if not rollout.overlap:
-        return []
-    most = rollout.overlap + rollout.segments
-    corrected = "sais" if loss.old_policy == "sais" else loss.correction
-    said = (
-        f"rollout.overlap={rollout.overlap}: a sample is trained at most {most} versions after its first token was drawn, and "
-        f"loss.correction={loss.correction} corrects for it"
-    )
-    if corrected != "none":
-        return [said] if loss.correction != "none" else []
-    return [
-        f"rollout.overlap={rollout.overlap} trains samples that are up to {most} versions old: set loss.correction=tis"
-    ]
+    overlap, correction = config.rollout.overlap, config.loss.correction
+    most = overlap + config.rollout.segments
+    if overlap and correction != "none":
+        return [
+            f"rollout.overlap={overlap}: a sample is trained at most {most} versions after its first token was drawn, and "
+            f"loss.correction={correction} corrects for it"
+        ]
+    if overlap and config.loss.old_policy != "sais":
+        return [f"rollout.overlap={overlap} trains samples that are up to {most} versions old: set loss.correction=tis"]
+    return []
 
 
 def _notes_on_engines(config: RunConfig, num_gpus: int) -> list[str]:

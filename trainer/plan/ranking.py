@@ -13,7 +13,7 @@ from marsrl.rollout.model_shape import ModelShape
 from marsrl.trainer.config import SyncBackend
 from marsrl.trainer.learner.megatron.layout import Layout, fitting
 from marsrl.trainer.plan import hardware as hw
-from marsrl.trainer.plan.engines import EngineSetup, Load, engine_memory, rollout_time, sync_time, transfer_bytes
+from marsrl.trainer.plan.engines import Demand, EngineSetup, engine_memory, rollout_time, sync_time, transfer_bytes
 from marsrl.trainer.plan.memory import RankMemory, Recompute, Training, most_loaded_rank
 from marsrl.trainer.plan.speed import StepTime, Work, step_time
 
@@ -134,12 +134,14 @@ def step_seconds(rollouts: Sequence[float], updates: Sequence[float], syncs: Seq
     return (max(rollout, update) if overlap else rollout + update) + sum(syncs)
 
 
-def splits(job: Job, load: Load, backend: SyncBackend, overlap: int, num_gpus: int, gpu: hw.Gpu) -> list[Split]:
+def splits(
+    job: Job, now: EngineSetup, demand: Demand, backend: SyncBackend, overlap: int, num_gpus: int, gpu: hw.Gpu
+) -> list[Split]:
     """The fastest split for each way to decode, for a single policy; the shortest step first.
 
     Ways: GPUs an engine, KV cache in the policy's dtype or FP8. Trainers: whole nodes if there are several.
     """
-    backend = load.setup.carried_by(backend)
+    backend = now.carried_by(backend)
     of_node = int(hw.GPUS_PER_NODE.value)
     unit = of_node if num_gpus > of_node else 1
     updates = {
@@ -149,7 +151,7 @@ def splits(job: Job, load: Load, backend: SyncBackend, overlap: int, num_gpus: i
         for count in range(unit, num_gpus, unit)
     }
     best: dict[tuple[object, ...], Split] = {}
-    for setup in _setups(load.setup):
+    for setup in _setups(now):
         for count, update in updates.items():
             num_engines = (num_gpus - count) // setup.tensor_parallel
             if update is None or num_engines * setup.tensor_parallel != num_gpus - count:
@@ -159,7 +161,7 @@ def splits(job: Job, load: Load, backend: SyncBackend, overlap: int, num_gpus: i
             memory = engine_memory(engines, gpu)
             if not memory.fits:
                 continue
-            time = rollout_time(engines, memory, gpu, load.demand)
+            time = rollout_time(engines, memory, gpu, demand)
             sync = sync_time(backend, engines, count, update.layout.expert, num_gpus, gpu)
             seconds = step_seconds([time.seconds], [update.time.total], [sync.total], overlap)
             way = (setup.tensor_parallel, setup.kv_cache)

@@ -9,7 +9,6 @@ from marsrl.rollout.config import VllmOptions
 from marsrl.rollout.engines.refusals import TrainerHost, adapter_refusals, refusals, vllm_refusals
 from marsrl.rollout.engines.vllm.arguments import checked_extra
 from marsrl.trainer.config import RunConfig
-from marsrl.trainer.config.agreement import NO_INPUTS_TO_OFFLOAD_ON_CPU, NO_OFFLOAD_ON_CPU
 from marsrl.trainer.config.read import ConfigError
 from marsrl.trainer.plan.models import find_shape, taught_shape
 
@@ -52,15 +51,8 @@ def slow_records(config: RunConfig, host: TrainerHost) -> list[str]:
     ]
 
 
-def check_extra(config: RunConfig) -> None:
-    """Check rollout.vllm.extra against vLLM, if it is installed here; otherwise the engines' hosts check it."""
-    if importlib.util.find_spec("vllm") is not None:
-        for vllm in vllm_of(config).values():
-            checked_extra(vllm.extra)
-
-
 def check_machine(config: RunConfig, host: TrainerHost) -> None:
-    """Check that engines, optimizer and weight files can be where the config puts them."""
+    """Check that engines and weight files can be where the config puts them, and vLLM's options if it is installed here."""
     import torch
 
     has_cuda, sync = torch.cuda.is_available(), config.sync
@@ -74,11 +66,9 @@ def check_machine(config: RunConfig, host: TrainerHost) -> None:
             raise ConfigError(f"sync.directory is {sync.directory}, which is no folder that can be written to: make it")
         if found := refusals_of(config, host):
             raise ConfigError("; ".join(found))
-    for name, policy in config.trained_policies.items():
-        if policy.optimizer.offload and not has_cuda and host.num_ranks:
-            raise ConfigError(f"policies.{name}.{NO_OFFLOAD_ON_CPU}")
-        if policy.recompute == "full_offload" and not has_cuda and host.num_ranks:
-            raise ConfigError(f"policies.{name}.{NO_INPUTS_TO_OFFLOAD_ON_CPU}")
+    if importlib.util.find_spec("vllm") is not None:  # otherwise the engines' hosts check them
+        for vllm in vllm_of(config).values():
+            checked_extra(vllm.extra)
 
 
 def refusals_of(config: RunConfig, host: TrainerHost) -> tuple[str, ...]:

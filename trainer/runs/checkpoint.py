@@ -34,7 +34,6 @@ from marsrl.trainer.config.sections import RunSection
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.runs.collective import all_true, broadcast_bytes, gather_bytes, rank, stop_together, world_size
 from marsrl.trainer.runs.directory import (
-    Checkpoint,
     CheckpointError,
     RunDirectory,
     sync_tree,
@@ -96,7 +95,7 @@ class CheckpointWriter:
             except OSError as raised:
                 error = raised
         with self._cleared(step):
-            stop_together(error, self._failure(step), self._advice())
+            stop_together(error, self._failure(step))
         copy = self._is_async
         policies = {name: each.begin_save(part / "policies" / name, copy=copy) for name, each in learners.items()}
         # A daemon: an interrupted run does not wait for it, and its partial files are no checkpoint.
@@ -124,17 +123,17 @@ class CheckpointWriter:
         if pending.writer.is_alive():
             pending.writer.join()
         known: dict[str, FileSum] = {}
-        error, failure, advice = None, self._failure(pending.step), self._advice()
+        error, failure = None, self._failure(pending.step)
         with self._cleared(pending.step):
             for name, each in pending.policies.items():
-                sums = each.finish(failure, advice)
+                sums = each.finish(failure)
                 known.update({f"policies/{name}/{file}": found for file, found in sums.items()})
             if rank() == 0:
                 try:
                     self._put_in_place(pending.step, known)
                 except OSError as raised:
                     error = raised
-            stop_together(error, failure, advice)
+            stop_together(error, failure)
 
     def _put_in_place(self, step: int, known: Mapping[str, FileSum]) -> None:
         part, final = self._part(step), self._run.checkpoint(step)
@@ -169,13 +168,7 @@ class CheckpointWriter:
         return final.with_name(f"{final.name}.part")
 
     def _failure(self, step: int) -> str:
-        return f"the checkpoint of step {step} was not written ({self._part(step)})"
-
-    def _advice(self) -> str:
-        place = ""
-        with contextlib.suppress(OSError):  # only a note: the error itself has been reported
-            place = f"{shutil.disk_usage(self._run.path).free / 2**20:.0f} MiB are free there; "
-        return f"{place}mend what the error names: room, permissions, or what is in the way"
+        return f"the checkpoint of step {step} was not written ({self._part(step)}): make room, or mend what the error names"
 
 
 def is_due(run: RunSection, step: int, *, last: int, saved_s: float, is_asked: bool) -> tuple[bool, bool]:
@@ -217,24 +210,20 @@ def load_checkpoint(
     assert step is not None
     if rank() == 0:
         run.mark_latest(step)  # now, so that a folder named by `latest` is never replaced
-    found = Checkpoint(run.checkpoint(step), step)
-    meta = json.loads((found.path / "meta.json").read_bytes())
-    if meta["step"] != found.step:
-        raise CheckpointError(
-            f"{found.path} holds the checkpoint of step {meta['step']}; give the folder its name back"
-        )
+    folder = run.checkpoint(step)
+    meta = json.loads((folder / "meta.json").read_bytes())
     for name, learner in learners.items():
         try:
-            learner.load(found.path / "policies" / name)
+            learner.load(folder / "policies" / name)
         except Exception as error:  # Megatron's own, of many kinds
             raise CheckpointError(
-                f"policy {name} of {found.path}, whose files are whole, could not be loaded ({type(error).__name__}: "
+                f"policy {name} of {folder}, whose files are whole, could not be loaded ({type(error).__name__}: "
                 f"{first_line(error)}): the checkpoint is of another model, dtype or optimizer than these settings; set "
                 "them back to what the run began with (config.yaml)"
             ) from error
-    file = found.path / "rollout.msgpack"
+    file = folder / "rollout.msgpack"
     rollout = decode(RolloutState, file.read_bytes()) if file.is_file() else None
-    return Restored(found.step, {str(k): int(v) for k, v in meta["versions"].items()}, rollout)
+    return Restored(step, {str(k): int(v) for k, v in meta["versions"].items()}, rollout)
 
 
 def _latest(run: RunDirectory) -> tuple[int | None, str | None]:
@@ -256,17 +245,16 @@ def _go_back(run: RunDirectory, latest: int | None, problem: str, resume: str, w
         if not _damage(run.checkpoint(step)):
             break
     else:
-        which = "no earlier checkpoint" if latest is not None else "no checkpoint"
-        raise CheckpointError(f"{problem}; {which} is whole: restore the files, or start a run of another name")
-    if resume != "previous":
-        which, again = "the newest whole one", ""
-        if latest is not None:
-            which, again = f"{which} before it", f", which plays {latest - step} step(s) again"
         raise CheckpointError(
-            f"{problem}; {which} is step_{step}: restore the files, or go on from step_{step} with run.resume=previous{again}"
+            f"{problem}; no other checkpoint is whole: restore the files, or start a run of another name"
         )
-    lost = f": {latest - step} step(s) are lost and played again" if latest is not None else ""
-    warn(f"{problem}; GOING BACK to step_{step} (run.resume=previous){lost}")
+    again = f", which plays {latest - step} step(s) again" if latest is not None else ""
+    if resume != "previous":
+        raise CheckpointError(
+            f"{problem}; the newest whole one is step_{step}: restore the files, or go on from step_{step} with "
+            f"run.resume=previous{again}"
+        )
+    warn(f"{problem}; GOING BACK to step_{step} (run.resume=previous){again}")
     return step
 
 

@@ -179,16 +179,16 @@ def all_true(claim: bool) -> bool:
     return all(gather_bytes(b"yes" if claim else b""))
 
 
-def stop_together(error: BaseException | None, what: str, advice: str = "") -> None:
+def stop_together(error: BaseException | None, what: str) -> None:
     """Return if no rank has an error, else raise on all of them. Collective.
 
     Raises:
-        RuntimeError: `what`, then each failed rank with its error, then the advice.
+        RuntimeError: `what`, then each failed rank with its error.
     """
     told = gather_bytes(f"{type(error).__name__}: {error}".encode() if error is not None else b"")
     failed = [f"rank {r}: {text.decode()}" for r, text in enumerate(told) if text]
     if failed:
-        raise RuntimeError("; ".join([what, *failed, advice] if advice else [what, *failed])) from error
+        raise RuntimeError("; ".join([what, *failed])) from error
 
 
 def _device() -> str:

@@ -75,11 +75,7 @@ def opened_atomically(path: Path) -> Iterator[BinaryIO]:
 
 def write_json(path: Path, value: object) -> None:
     """Write valid JSON atomically. NaN or infinity is a ValueError, because other JSON readers reject them."""
-    try:
-        text = json.dumps(value, indent=1, allow_nan=False)
-    except ValueError as error:
-        raise ValueError(f"{path}: not written, {error}; write a missing number as null") from error
-    write_atomically(path, text.encode("ascii") + b"\n")
+    write_atomically(path, json.dumps(value, indent=1, allow_nan=False).encode("ascii") + b"\n")
 
 
 def sync(path: Path) -> None:

@@ -106,18 +106,14 @@ def _refusals(saved: RunConfig, now: RunConfig) -> Iterator[str]:
         return
     for name, policy in now.policies.items():
         before = saved.policies[name]
-        if before.frozen != policy.frozen:
-            yield _both(f"policies.{name}.frozen", before.frozen, policy.frozen)
-        elif not policy.frozen:
-            if before.dtype != policy.dtype:
-                yield _both(f"policies.{name}.dtype", before.dtype, policy.dtype)
-            if before.base != policy.base:
-                yield _both(f"policies.{name}.base", before.base, policy.base)
-            adapters = [each.adapter and each.adapter.model_copy(update={"start": None}) for each in (before, policy)]
-            if adapters[0] != adapters[1]:
-                yield _both(f"policies.{name}.adapter", *adapters)
-            if found := _other_shape(before, policy):
-                yield f"policies.{name}.model ({found})"
+        for key in ("frozen", "dtype", "base", "adapter") if not (before.frozen and policy.frozen) else ():
+            had, given = getattr(before, key), getattr(policy, key)
+            if key == "adapter":
+                had, given = (each and each.model_copy(update={"start": None}) for each in (had, given))
+            if had != given:
+                yield _both(f"policies.{name}.{key}", had, given)
+        if not policy.frozen and (found := _other_shape(before, policy)):
+            yield f"policies.{name}.model ({found})"
     for name, agent in now.agents.items():
         if name in saved.agents and saved.agents[name].policy != agent.policy:
             yield _both(f"agents.{name}.policy", saved.agents[name].policy, agent.policy)

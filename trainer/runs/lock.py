@@ -6,7 +6,6 @@ import errno
 import fcntl
 import os
 import socket
-from typing import TextIO
 
 from marsrl.trainer.runs.directory import RunDirectory
 
@@ -35,10 +34,8 @@ class RunLock:
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            self._file.seek(0)
-            held = _held(run, self._file)
             self._file.close()
-            raise ValueError(held) from None
+            raise ValueError(_held(run)) from None
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
@@ -58,21 +55,17 @@ class RunLock:
 def why_held(run: RunDirectory) -> str:
     """The reason why RunLock would fail now, or "". Writes nothing."""
     try:
-        file = open(run.lock, encoding="utf-8")  # noqa: SIM115 - the line below closes it
-    except OSError:
-        return ""
-    with file:
-        try:
+        with open(run.lock, encoding="utf-8") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return _held(run, file)
-        except OSError:  # a file system without locks
-            return ""
+    except BlockingIOError:
+        return _held(run)
+    except OSError:  # there is no file, or a file system without locks
+        return ""
     return ""
 
 
-def _held(run: RunDirectory, file: TextIO) -> str:
-    holder = file.read(200).strip() or "another process"
+def _held(run: RunDirectory) -> str:
+    holder = run.lock.read_text("utf-8").strip() or "another process"
     return (
         f"{run.path} is being written by {holder}; wait until it has ended, stop it, or take another run.name (--out)"
     )

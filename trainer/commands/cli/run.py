@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from typer import Argument, Option
 
@@ -65,10 +65,10 @@ def sft(settings: Settings = None, config: Config = None) -> int:
 
 @command("run", "marsrl plan --config configs/qwen3_30b_a3b.yaml --gpus 64 --gpu h100-80g")
 def plan(
-    gpus: Annotated[int, Option(help="GPUs in all, those of the engines included")],
+    gpus: Annotated[int, Option(min=1, max=65_536, help="GPUs in all, those of the engines included")],
     settings: Settings = None,
     config: Config = None,
-    gpu: Annotated[str, Option(help="h100-80g, a100-80g, a100-40g, h200-141g")] = "h100-80g",
+    gpu: Literal["h100-80g", "a100-80g", "a100-40g", "h200-141g"] = "h100-80g",
     response: Annotated[int | None, Option(help="rollout.max_response_tokens, in place of the config's")] = None,
     mean_response: Annotated[
         float | None, Option(help="completion tokens on average (default: 0.35 of the maximum)")

@@ -80,12 +80,12 @@ class PendingSave:
             self._error = error
         self._tensors.items.clear()  # the copies
 
-    def finish(self, failure: str, advice: str = "") -> dict[str, FileSum]:
+    def finish(self, failure: str) -> dict[str, FileSum]:
         """Collective: rank 0 writes the index. Returns the tensor files of all ranks with their checksums, by name.
 
-        Raises RuntimeError: on all ranks, if any could not write: failure, the ranks with their errors, advice.
+        Raises RuntimeError: on all ranks, if any could not write: failure, the ranks with their errors.
         """
-        stop_together(self._error, failure, advice)
+        stop_together(self._error, failure)
         parts = [decode(_Written, data) for data in gather_bytes(encode(self._written))]
         error = None
         if rank() == 0:
@@ -95,7 +95,7 @@ class PendingSave:
                 write_atomically(self._folder / INDEX, index)
             except (OSError, RuntimeError) as raised:
                 error = raised
-        stop_together(error, failure, advice)
+        stop_together(error, failure)
         return {part.file: FileSum(part.num_bytes, part.crc32) for part in parts if part.file}
 
 
