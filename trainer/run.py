@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import cached_property
@@ -81,6 +82,8 @@ class Run:
         self.total_seconds: dict[str, float] = {}
         self.began = time.monotonic()
         self.num_empty_steps = 0  # consecutive steps, this one included, in which no policy had a token to train on
+        self.untrained: Counter[str] = Counter()  # reasons why steps since this start trained nothing; rank 0
+        self.resumed_step = 0
         self.has_trained = False  # this step
         self.bad_steps: dict[str, list[int]] = {}  # consecutive steps that a policy skipped, this one included
         self.stop = StopSignals()
@@ -140,7 +143,7 @@ class Run:
         if resume != "off":
             restored = load_checkpoint(self.directory, self.learners, resume, self.console.warning)
         if restored is not None:
-            self.step = self.saved_step = restored.step
+            self.step = self.saved_step = self.resumed_step = restored.step
             self.versions.update(restored.versions)
             left = max(0, self.config.run.steps - self.step)
             self.console.message(f"goes on after step {self.step}: {left} of {self.config.run.steps} steps are left")
@@ -360,21 +363,25 @@ class Run:
             return
         if driver.rebalancer is not None:
             driver.log.note({"rollout/engine_moves": driver.rebalancer.take_moves()})
-        why = "no sample had a gradient" if batch.groups else "no group has ended (rollout.pipeline)"
-        untrained = "" if self.has_trained else why
         driver.log.write(
             step,
             batch,
             self.seconds,
             version=self.consumed_version,
             num_unfinished=driver.rollout.num_unfinished,
-            untrained=untrained,
+            untrained="" if self.has_trained else self._why_untrained(batch),
         )
         if driver.log.kept:
             with self.timed("token_log"):
                 driver.log.write_tokens(step, batch)
         driver.log.forget()
         self.trace.save()
+
+    def _why_untrained(self, batch: StepBatch) -> str:
+        why = "no group has ended, its episodes go on in the next step (rollout.pipeline)"
+        why = "no sample had a gradient" if batch.groups else why
+        self.untrained[why] += 1
+        return why
 
     def checkpoint_if_due(self, step: int) -> None:
         """Save a checkpoint if run.checkpoint_every or run.checkpoint_minutes says so, after the last step, and if a rank was
@@ -398,6 +405,9 @@ class Run:
     def finish(self) -> None:
         """Complete the last checkpoint; then the final evaluation, summary.json, report.html and the table."""
         self.checkpoints.finish()
+        if self.untrained:
+            num_steps, why = self.step - self.resumed_step, max(self.untrained, key=self.untrained.__getitem__)
+            self.console.warning(f"{self.untrained.total()} of {num_steps} steps trained nothing: {why}")
         driver, after = self.driver, None
         if self.config.run.evaluate:
             with self.timed("evaluate"):

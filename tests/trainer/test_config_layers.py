@@ -10,6 +10,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from marsrl.rollout.tools.config import HttpSearch, IndexSearch, SerpApiScholar, SerpApiSearch
+from marsrl.trainer.checks.preflight import preflight
 from marsrl.trainer.config.read import CONFIGS, DEFAULT_FOR_TASK, ConfigError, preset_names, read_config
 from marsrl.trainer.main import main
 from marsrl.trainer.runs.directory import RunDirectory
@@ -233,6 +234,39 @@ def test_a_path_in_a_file_is_relative_to_it_and_one_in_a_word_to_the_working_dir
     assert config.policies["hub"].model == f"{here}/Qwen/Qwen3-0.6B"
 
 
+def test_settings_of_the_engine_that_does_not_decode_are_warned_of_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_text("rollout: {local: {max_num_seqs: 7}, vllm: {max_num_seqs: 64}}\n")
+
+    def warned(*words: str) -> list[str]:
+        found = preflight(read_config(path, [*words, "rollout.engines=1"])[0], world_size=1).warnings
+        return [warning for warning in found if warning.startswith("rollout.engine is")]
+
+    assert warned() == ["rollout.engine is vllm, which ignores rollout.local.max_num_seqs"]
+    assert warned("rollout.engine=local") == []  # what the file says of vLLM is for when it decodes
+    word = "rollout.vllm.max_num_seqs=8"
+    ignored = "rollout.engine is local, which ignores rollout.vllm.max_num_seqs"
+    assert warned("rollout.engine=local", word) == [ignored]
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "said"),
+    [  # {}: the file
+        ("run:\n  steps: many\n", [], "(found 'many') ({}:2)"),
+        ("agents:\n  solver: {top_p: two}\n", [], " ({}:2)"),
+        ("run: {steps: many}", ["run.steps=few"], " (command line)"),
+        ("task: math\n\nrollout:\n  segments: 2\n", ["rollout.segment_length=100"],
+         " (rollout.segments: {}:4; rollout.segment_length: command line; "
+         f"rollout.max_response_tokens: preset math_default.yaml:{LINE})"),
+        # which the error writes without `policies`
+        ("policies:\n  main:\n    optimizer:\n      overlap_param_gather: true\n", [],
+         "(policies.main.optimizer.overlap_param_gather: {}:4)"),
+        ("policies:\n  judge:\n    openai:\n      model: m\n      base_url: http://me:secret@host/v1\n", [],
+         "and the config is saved: leave it out ({}:5)"),
+        ("agents:\n  solver: &all\n    top_k: 5\n    top_p: 0.5\n  corrector1:\n    top_p: 0.7\n    <<: *all\n",
+         ["credit.train_agents=[corrector1]"], "agents.corrector1.top_p: {}:6; agents.corrector1.top_k: {}:3"),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize(
     ("text", "words", "said"),
     [  # {}: the file

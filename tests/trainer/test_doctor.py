@@ -73,6 +73,16 @@ def test_the_token_of_ray_is_found_or_said_where_to_copy_it(tmp_path: Path) -> N
     assert token.is_used and not cluster.is_used and "nothing answers there" in cluster.detail
 
 
+def test_a_config_that_runs_here_is_placed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "rollout.engine=local", "rollout.engines=2"]) == 0
+    shown = capsys.readouterr().out
+    assert "+ torchrun --nnodes 1 --nproc-per-node 1: passes every check of a dry run" in shown
+    assert "ranks: 1, on CPUs" in shown and "weights: sync.backend=shm" in shown
+    assert main(["doctor", "rollout.engine=local", "sync.backend=nccl"]) == 1
+    assert "refused: sync.backend=nccl needs CUDA" in capsys.readouterr().out
+    assert main(["doctor", "--nnodes", "0"]) == 2
+
+
 NODE = TrainerHost(num_gpus=8, num_ranks=4, has_others=False)
 
 
@@ -140,29 +150,31 @@ def test_ranks_have_the_first_gpus_and_engines_the_rest_then_those_of_other_host
 WITHOUT_CUDA = pytest.mark.skipif(torch.version.cuda is not None, reason="about machines on which PyTorch sees no GPU")
 CPU_BUILD = "is a build for CPUs (`MARSRL_DEVICE=cuda make install`"
 NO_DRIVER = "no NVIDIA driver is found"
-HERE = "an NVIDIA driver"
+OLD = "the NVIDIA driver is 570.86.15, and CUDA 13.0 needs 580 or newer"
+HERE = "an NVIDIA driver ("
 HIDDEN = "CUDA_VISIBLE_DEVICES hides every GPU"
 TO_HIDE = "hide it, CUDA_VISIBLE_DEVICES=-1"
-PARTS = {CPU_BUILD, NO_DRIVER, HERE, HIDDEN, TO_HIDE}
+PARTS = {CPU_BUILD, NO_DRIVER, OLD, HERE, HIDDEN, TO_HIDE}
 
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
     """Makes this one a machine with that driver and that PyTorch.
 
-    driver: as nvidia-smi says. has_module: the kernel has its module, which containers without its GPUs see too. build:
-    torch.version.cuda, and whether PyTorch sees a GPU.
+    driver: as nvidia-smi says. module: as the kernel says, also to containers without its GPUs. build: torch.version.cuda, and
+    whether PyTorch sees a GPU.
     """
 
-    def make(driver: str | None, has_module: bool = False, build: str | None = None) -> None:
+    def make(driver: str | None, module: str | None = None, build: str | None = None) -> None:
         os.environ["PATH"] = str(tmp_path / "bin")
         monkeypatch.setattr(device, "KERNEL_MODULE", tmp_path / "version")
         if driver is not None:
             (tmp_path / "bin").mkdir(exist_ok=True)
             (tmp_path / "bin/nvidia-smi").write_text(f"#!/bin/sh\necho {driver}\n")
             (tmp_path / "bin/nvidia-smi").chmod(0o755)
-        if has_module:
-            (tmp_path / "version").touch()
+        if module is not None:
+            kernel = f"NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {module}  Release\n"
+            (tmp_path / "version").write_text(kernel)
         monkeypatch.setattr(torch.version, "cuda", build and build.split()[0])
         monkeypatch.setattr(torch.cuda, "is_available", lambda: "sees" in (build or ""))
 
@@ -171,7 +183,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., No
     return make
 
 
-NEW = "580.65.06"
+NEW, OUTDATED = "580.65.06", "570.86.15"
 
 
 @WITHOUT_CUDA
@@ -180,17 +192,19 @@ NEW = "580.65.06"
     [  # here: driver, module, build
         ((None,), "", "cpu", None),
         ((None,), "", "cuda", {CPU_BUILD, NO_DRIVER}),
-        ((None, False, "13.0"), "", "cuda", {NO_DRIVER}),  # on a login node
+        ((None, None, "13.0"), "", "cuda", {NO_DRIVER}),  # on a login node
         ((NEW,), "", "auto", {HERE, CPU_BUILD}),
-        (("570.86.15", False, "13.0"), "", "auto", {HERE}),  # PyTorch itself says that it is too old
-        ((None, True), "", "auto", None),  # a container without the GPUs of its host
-        ((None, True, "13.0"), "", "auto", {HERE}),
-        ((NEW,), "MARSRL_DEVICE=cpu", "auto", None),
-        ((NEW,), "MARSRL_DEVICE=cuda", "auto", {HERE, CPU_BUILD}),  # a word to the install
-        ((NEW,), "CUDA_VISIBLE_DEVICES=-1", "auto", None),
-        ((NEW,), "CUDA_VISIBLE_DEVICES=-1", "cuda", {HERE, CPU_BUILD, HIDDEN}),
-        ((NEW, False, "13.0 and sees"), "", "auto", None),
-        ((NEW, False, "13.0 and sees"), "MARSRL_DEVICE=cpu", "cpu", {TO_HIDE}),
+        ((OUTDATED, None, "13.0"), "", "auto", {HERE, OLD}),
+        ((OUTDATED,), "", "cuda", {HERE, OLD, CPU_BUILD}),  # what is to be done before and after the install
+        (("535.183.01", None, "12.6"), "", "auto", {HERE}),  # new enough: PyTorch itself says why
+        ((None, NEW), "", "auto", None),  # a container without the GPUs of its host
+        ((None, NEW, "13.0"), "", "auto", {HERE}),
+        ((OUTDATED,), "MARSRL_DEVICE=cpu", "auto", None),
+        ((OUTDATED,), "MARSRL_DEVICE=cuda", "auto", {HERE, OLD, CPU_BUILD}),  # a word to the install
+        ((OUTDATED,), "CUDA_VISIBLE_DEVICES=-1", "auto", None),
+        ((OUTDATED,), "CUDA_VISIBLE_DEVICES=-1", "cuda", {HERE, OLD, CPU_BUILD, HIDDEN}),
+        ((NEW, None, "13.0 and sees"), "", "auto", None),
+        ((NEW, None, "13.0 and sees"), "MARSRL_DEVICE=cpu", "cpu", {TO_HIDE}),
     ],
 )
 def test_a_device_that_is_not_to_be_had_is_refused_with_all_its_reasons(

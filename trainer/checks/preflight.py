@@ -14,6 +14,7 @@ import yaml
 from marsrl.rollout.adapter import PEFT_PREFIX, TENSORS, why_not_start
 from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.agents.render import ChatRenderer, TemplateOption
+from marsrl.rollout.config import Settings
 from marsrl.rollout.engines.refusals import TrainerHost, this_host, why_not_cut
 from marsrl.rollout.engines.vllm.arguments import who_draws
 from marsrl.rollout.episode import Episode
@@ -144,11 +145,27 @@ def preflight(
     if (reason := why_not_backend(config, has_cuda=has_cuda)) is not None:
         raise ConfigError(reason)
     warnings += slow_records(config, host)
+    warnings += _of_the_other_engine(config)
     plan = batch_plan(config, world_size)
     _check_templates(config)
     warnings += _check_first_prompts(config, task, orchestration, functions, len(problems.train) if trains else 0)
     placement = tuple(placement_lines(config, host, world_size))
     return Checked(config, plan, task, problems, host, placement, tuple(warnings), curators)
+
+
+def _of_the_other_engine(config: RunConfig) -> list[str]:
+    """A warning about non-default settings of an engine that this run does not use."""
+    rollout = config.rollout
+    sections: dict[str, Settings] = {"rollout.local": rollout.local}
+    if rollout.engine == "local":
+        sections = {f"policies.{name}.vllm": each.vllm for name, each in config.policies.items() if each.vllm}
+        sections["rollout.vllm"] = rollout.vllm
+    ignored = [
+        f"{section}.{key}"
+        for section, given in sections.items()
+        for key in sorted(given.model_dump(exclude_defaults=True))
+    ]
+    return [f"rollout.engine is {rollout.engine}, which ignores {', '.join(ignored)}"] if ignored else []
 
 
 def _checked_policy(config: RunConfig, name: str, world_size: int, *, trains: bool) -> tuple[RunConfig, list[str]]:

@@ -70,12 +70,14 @@ def doctor(
     settings: Settings = None,
     config: Annotated[
         str | None,
-        Option(
-            metavar="FILE", help="YAML file, or a preset's name, whose device, sandbox and Ray cluster are looked at"
-        ),
+        Option(metavar="FILE", help="YAML file, or a preset's name: what would become of it on hosts like this one"),
+    ] = None,
+    nnodes: Annotated[int, Option(min=1, help="hosts of the trainer, as torchrun's")] = 1,
+    nproc_per_node: Annotated[
+        int | None, Option(min=1, help="ranks on each, as torchrun's (default: the GPUs that engines leave)")
     ] = None,
 ) -> int:
-    """Say what is installed and what will serve on this machine, and why not the rest. A run's --dry-run says whether it runs."""
+    """Say what is installed and what will serve on this machine, and why not the rest; of a config, whether it runs here."""
     from marsrl.trainer.checks.doctor import examine, report
     from marsrl.trainer.config.read import read_config
 
@@ -83,7 +85,7 @@ def doctor(
     if config or settings:
         read, origin = read_config(config, settings or ())
         print(f"# settings: {origin}")
-    findings = examine(read)
+    findings = examine(read, nnodes, nproc_per_node)
     print(report(findings))
     return int(any(finding.detail.startswith("refused") for finding in findings))
 
