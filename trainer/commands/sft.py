@@ -263,14 +263,13 @@ class _Training:
         return learner.shard(self._config.trainer.max_tokens_per_micro_batch)
 
     def _write_models(self) -> None:
+        missing = {name: folder for name, folder in self.folders.items() if not folder.is_dir()}
         if rank() == 0:
-            for folder in self.folders.values():
+            for folder in missing.values():
                 folder.parent.mkdir(exist_ok=True)
-        barrier()
-        for name, folder in self.folders.items():
+        barrier()  # all ranks have looked before the first folder appears
+        for name, folder in missing.items():
             policy, held = self._config.policies[name], self._learners[name].held()
-            if folder.is_dir():
-                continue
             if policy.adapter is None:
                 held.save_hf(folder, str(policy.model))
                 continue
