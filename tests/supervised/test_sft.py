@@ -103,6 +103,21 @@ def test_the_loss_falls_and_a_run_that_goes_on_equals_an_unbroken_one(
     assert "policies.main.model=runs/killed/hf" in capsys.readouterr().out
 
 
+def test_an_adapter_becomes_a_peft_directory_that_training_goes_on_from(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    adapter = ["policies.main.adapter={rank: 4, targets: [attention]}"]
+    assert cli.main(["sft", *words, *adapter, "run.name=one"]) == 0
+    (start,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("policies.main")]
+    assert start == "policies.main.adapter.start=runs/one/hf"
+    assert cli.main(["sft", *words, *adapter, start, "run.name=two"]) == 0
+    last, first = losses(Path("runs/one"))[9], losses(Path("runs/two"))[0]
+    assert first["sft/held_out/loss"] == pytest.approx(last["sft/held_out/loss"], rel=1e-5)
+    assert cli.main(["export", "runs/one", "exported"]) == 0
+    one, exported = (load_file(f"{folder}/adapter_model.safetensors") for folder in ("runs/one/hf", "exported"))
+    assert one.keys() == exported.keys() and all(torch.equal(one[name], exported[name]) for name in one)
+
+
 @pytest.mark.parametrize("command", run_by("test_a_command_of_the_documents_teaches"))
 def test_a_command_of_the_documents_teaches(command: str, words: list[str], tmp_path: Path) -> None:
     given = shlex.split(MODEL.sub(str(tmp_path / "model"), command))

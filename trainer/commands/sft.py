@@ -19,6 +19,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+from marsrl.rollout.adapter import write_adapter
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.model_shape import read_shape
 from marsrl.trainer.build import join_ranks
@@ -29,6 +30,7 @@ from marsrl.trainer.config.read import ConfigError, read_config
 from marsrl.trainer.data.packing import TrainSequence
 from marsrl.trainer.data.scatter import BatchShard
 from marsrl.trainer.learner.learner import Learner
+from marsrl.trainer.learner.megatron.hf_files import made_whole
 from marsrl.trainer.machine import quiet_libraries
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.report.metrics import MetricsLog
@@ -72,7 +74,9 @@ def sft(config_file: str | None, settings: Sequence[str]) -> int:
             else:
                 training.train()
             if is_first:
-                print(*(f"policies.{name}.model={folder}" for name, folder in training.folders.items()), flush=True)
+                for name, folder in training.folders.items():
+                    key = "model" if config.policies[name].adapter is None else "adapter.start"
+                    print(f"policies.{name}.{key}={folder}", flush=True)
     except KeyboardInterrupt:
         if is_first:
             assert directory is not None
@@ -259,13 +263,21 @@ class _Training:
         return learner.shard(self._config.trainer.max_tokens_per_micro_batch)
 
     def _write_models(self) -> None:
+        missing = {name: folder for name, folder in self.folders.items() if not folder.is_dir()}
         if rank() == 0:
-            for folder in self.folders.values():
+            for folder in missing.values():
                 folder.parent.mkdir(exist_ok=True)
-        barrier()
-        for name, folder in self.folders.items():
-            if not folder.is_dir():
-                self._learners[name].held().save_hf(folder, str(self._config.policies[name].model))
+        barrier()  # all ranks have looked before the first folder appears
+        for name, folder in missing.items():
+            policy, held = self._config.policies[name], self._learners[name].held()
+            if policy.adapter is None:
+                held.save_hf(folder, str(policy.model))
+                continue
+            tensors = {tensor: each.detach().cpu() for tensor, each in held.export()}  # all of them, on rank 0
+            if rank() == 0:
+                with made_whole(folder) as part:
+                    write_adapter(part, read_shape(str(policy.model)), policy.adapter, tensors, str(policy.model))
+            barrier()
 
 
 def _of(lines: Sequence[Demonstration], policy: str) -> list[TrainSequence]:
