@@ -23,9 +23,9 @@ from marsrl.trainer.commands.look.comparison import names_of, numbers_of, read_c
 from marsrl.trainer.commands.look.measured import charts, curves, life, spans, speed, warnings
 from marsrl.trainer.commands.look.palette import engine_name, section_of
 from marsrl.trainer.commands.look.visible import Key, shown
-from marsrl.trainer.report.samples_log import read_lines, sample_files
+from marsrl.trainer.report.samples_log import sample_files
 from marsrl.trainer.report.summary import Estimate, Summary, compared, load_summary, of_other_inputs
-from marsrl.trainer.report.token_log import TokenLog, TokenRecord, read_tokens, token_files
+from marsrl.trainer.report.token_log import TokenRecord, read_tokens, token_files
 from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.runs.lock import why_held
 
@@ -187,22 +187,33 @@ def sample(catalog: Catalog, step: int, line: int) -> dict[str, Any]:
     """A sample with its texts, its tree, and its changes to the solution that it repairs."""
     found = _found(catalog, step, line)
     family = catalog.tree(found.rollout)
-    files = sample_files(catalog.run)
-    if step not in files:
-        raise ValueError(f"the samples file of step {step} is gone")
-    record = read_lines(files[step], [line])[line]
     repaired, diff = _repaired(found, family, catalog.judges), None
-    if repaired is not None and repaired.step in files:
-        before = read_lines(files[repaired.step], [repaired.line])[repaired.line]
-        diff = {"of": _row(repaired), "parts": differences(before.text, record.text)}
-    fields = dataclasses.asdict(record) | {"finish": record.finish.value}
-    sessions = section_of(catalog.run.config, "external") is not None
-    tree = [_row(each) for each in family]
-    return {"row": _row(found), "record": fields, "tree": tree, "sessions": sessions, "diff": diff}
+    records = catalog.records([found] if repaired is None else [found, repaired])
+    if repaired is not None:
+        parts = differences(records[repaired.uid].text, records[found.uid].text)
+        diff = {"of": _row(repaired), "parts": parts}
+    return {
+        "row": _row(found),
+        "record": dataclasses.asdict(records[found.uid]),
+        "tree": [_row(each) for each in family],
+        "sessions": section_of(catalog.run.config, "external") is not None,
+        "diff": diff,
+    }
 
 
 def tokens(catalog: Catalog, step: int, line: int) -> dict[str, Any]:
-    return tokens_of_sample(catalog.run, step, _found(catalog, step, line).uid)
+    """kept: the sample's columns, or None; near: the nearest step with kept tokens, and samples in it, those of its agent first.
+
+    Raises ValueError: the step's file, which the message names, is damaged.
+    """
+    found, logged = _found(catalog, step, line), _kept_tokens(token_files(catalog.run), step)
+    kept = next((each for each in logged if (each.step, each.uid) == (step, found.uid)), None)
+    near = sorted(logged, key=lambda each: (each.agent != found.agent, each.line))[:_MOST_LISTED]
+    samples = [{"line": each.line, "agent": each.agent} for each in near]
+    return {
+        "kept": None if kept is None else _columns(kept),
+        "near": {"step": near[0].step, "samples": samples} if near else None,
+    }
 
 
 def _is_going_on(run: RunDirectory) -> bool:
@@ -273,27 +284,15 @@ def _matched(before: Sequence[str], after: Sequence[str]) -> Iterator[tuple[str,
         yield "".join(before[a:b]), "".join(after[c:d]), kind == "equal"
 
 
-def tokens_of_sample(run: RunDirectory, step: int, uid: str) -> dict[str, Any]:
-    """kept: the sample's columns, or None; near: the nearest step with a token log, and samples in it.
-
-    Raises ValueError: the step's file, which the message names, is damaged.
-    """
-    log = _nearest(token_files(run), step)
-    kept = None
-    if log is not None and log.step == step:
-        kept = next((record for record in log.samples if record.uid == uid), None)
-    return {"kept": None if kept is None else _columns(kept), "near": None if log is None else _near(log, uid)}
-
-
-def _nearest(files: Mapping[int, Path], step: int) -> TokenLog | None:
-    """The log of the step itself or of the nearest readable one. Only damage of the step's own file is raised."""
+def _kept_tokens(files: Mapping[int, Path], step: int) -> list[TokenRecord]:
+    """The tokens that were kept of the step, or of the nearest one with a readable file. Only damage of its own is raised."""
     for each in sorted(files, key=lambda each: (abs(each - step), each)):
         try:
             return read_tokens(files[each])
         except ValueError:  # missing while the step is being repeated
             if each == step and files[each].exists():
                 raise
-    return None
+    return []
 
 
 def _columns(record: TokenRecord) -> dict[str, Any]:
@@ -318,10 +317,3 @@ def _columns(record: TokenRecord) -> dict[str, Any]:
 def _numbers(values: FloatArray) -> Sequence[float | None]:
     """Values with six digits; None if missing or not finite."""
     return [float(f"{value:.6g}") if np.isfinite(value) else None for value in values.tolist()]
-
-
-def _near(log: TokenLog, uid: str) -> dict[str, Any]:
-    """Samples in the nearest log, those of the same agent first."""
-    agent = uid.rpartition("/")[2].rpartition(":")[0]
-    listed = sorted(log.samples, key=lambda record: (record.agent != agent, record.line))[:_MOST_LISTED]
-    return {"step": log.step, "samples": [{"line": each.line, "agent": each.agent} for each in listed]}

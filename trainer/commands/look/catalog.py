@@ -16,12 +16,13 @@ from typing import Any, TypeVar
 import duckdb
 from pydantic import BaseModel, ConfigDict
 
-from marsrl.trainer.report.metrics import parse_metrics, read_warnings
-from marsrl.trainer.report.samples_log import sample_files
+from marsrl.trainer.report.metrics import read_metrics, read_warnings
+from marsrl.trainer.report.samples_log import SampleRecord, read_samples, sample_files
 from marsrl.trainer.report.trace import Span, read_trace
 from marsrl.trainer.runs.directory import RunDirectory
 
 T = TypeVar("T")
+Curves = dict[str, list[tuple[int, float | None]]]
 PAGE = 50
 _READ_S = 1.0  # seconds for new samples files in one refresh; the rest follows in the next
 _SEARCH_S = 0.15  # seconds after which a search for words returns what it has found
@@ -98,9 +99,8 @@ class Page:
 
 
 class Catalog:
-    """One run. Thread-safe. `refresh` reads new logs.
+    """One run. Thread-safe. `refresh` reads new samples; other files are read again when they have changed.
 
-    curves: (step, value) by metric, None if not finite. steps: first and last step with metrics, None without any.
     refused: reasons why files are unreadable, by file name.
     """
 
@@ -113,17 +113,13 @@ class Catalog:
         self._db.execute(_TABLE)
         self._files: dict[int, tuple[int, int]] = {}
         self._damages: dict[int, str] = {}
-        self.curves: dict[str, list[tuple[int, float | None]]] = {}
-        self.steps: tuple[int, int] | None = None
-        self._metrics_read = (0, 0)  # inode, bytes
         self._kept: dict[str, tuple[object, Any]] = {}  # of files that are read whole
         self.refused: dict[str, str] = {}
 
     def refresh(self, budget_s: float | None = _READ_S) -> None:
-        """Read new logs, the newest samples first. budget_s: seconds for samples files (None: read all of them)."""
+        """Read new samples, the newest first. budget_s: seconds for them (None: read all)."""
         began = time.monotonic()
         with self._lock:
-            self._read_metrics()
             files = sample_files(self.run)
             for step in self._files.keys() - files.keys():
                 self._forget(step)
@@ -145,51 +141,40 @@ class Catalog:
             self._db.execute("DELETE FROM samples WHERE step = ?", [step])
             self._damages.pop(step, None)
 
-    def _read_metrics(self) -> None:
-        try:
-            found = self.run.metrics.stat()
-        except FileNotFoundError:
-            return
-        inode, read = self._metrics_read
-        if inode != found.st_ino or found.st_size < read:  # replaced: a resumed run cut off lost steps
-            self.curves, self.steps, read = {}, None, 0
-            self.refused.pop("metrics.jsonl", None)
-        with open(self.run.metrics, "rb") as file:
-            file.seek(read)
-            content = file.read()
-        whole = content[: content.rfind(b"\n") + 1]
-        try:
-            for row, _ in parse_metrics(whole, self.run.metrics):
-                self.steps = (self.steps or (row.step,))[0], row.step
-                for name, value in row.values.items():
-                    self.curves.setdefault(name, []).append((row.step, value))
-        except ValueError as error:
-            self.refused["metrics.jsonl"] = str(error)
-        self._metrics_read = found.st_ino, read + len(whole)
-
-    def _whole(self, path: Path, read: Callable[[Path], list[T]]) -> list[T]:
-        """Contents of a file, read again if it has changed."""
+    def _whole(self, path: Path, read: Callable[[Path], T], empty: T) -> T:
+        """Contents of a file, read again if it has changed; `empty` without one that is readable."""
         state = _state(path)
-        known, found = self._kept.get(path.name, (None, []))
+        known, found = self._kept.get(path.name, (None, empty))
         if state != known:
             try:
-                found = [] if state is None else read(path)
+                found = empty if state is None else read(path)
                 self.refused.pop(path.name, None)
             except ValueError as error:
-                found, self.refused[path.name] = [], str(error)
+                found, self.refused[path.name] = empty, str(error)
             self._kept[path.name] = state, found
         return found
 
     @property
+    def curves(self) -> Curves:
+        """(step, value) by metric; None: it was not finite."""
+        return self._whole(self.run.metrics, _curves, {})
+
+    @property
+    def steps(self) -> tuple[int, int] | None:
+        """First and last step with metrics, None without any."""
+        curves = self.curves.values()
+        return (min(curve[0][0] for curve in curves), max(curve[-1][0] for curve in curves)) if curves else None
+
+    @property
     def trace(self) -> list[Span]:
-        return self._whole(self.run.trace, read_trace)
+        return self._whole(self.run.trace, read_trace, [])
 
     @property
     def warnings(self) -> list[tuple[int | None, str, str]]:
         """(step, kind, text): the run's warnings, and its unreadable files."""
         listed: list[tuple[int | None, str, str]] = [
             (each.step, "said" if each.step is not None else self.run.warnings.name, each.text)
-            for each in self._whole(self.run.warnings, read_warnings)
+            for each in self._whole(self.run.warnings, read_warnings, [])
         ]
         listed += [(None, name, text) for name, text in self.refused.items()]
         return listed + [(step, "samples", text) for step, text in self._damages.items()]
@@ -197,11 +182,8 @@ class Catalog:
     @property
     def counts(self) -> dict[str, int | None]:
         """Numbers of samples and of steps read, and the last step with metrics."""
-        return {
-            "samples": self._all("SELECT count(*) FROM samples")[0][0],
-            "files": len(self._files),
-            "last_metrics": None if self.steps is None else self.steps[1],
-        }
+        num, steps = self._all("SELECT count(*) FROM samples")[0][0], self.steps
+        return {"samples": num, "files": len(self._files), "last_metrics": None if steps is None else steps[1]}
 
     @property
     def agents(self) -> list[str]:
@@ -228,6 +210,17 @@ class Catalog:
         """The sample on a line of a step's file."""
         found = self._rows("step = ? AND line = ?", [step, line])
         return found[0] if found else None
+
+    def records(self, rows: Sequence[Row]) -> dict[str, SampleRecord]:
+        """The whole samples, by uid. Raises ValueError: a file is gone or damaged, or its step has been played again."""
+        lines: dict[int, set[int]] = {}
+        for row in rows:
+            lines.setdefault(row.step, set()).add(row.line)
+        files = {step: self.run.samples / f"step_{step}.parquet" for step in lines}
+        found = {each.uid: each for step, file in files.items() for each in read_samples(file, lines[step])}
+        if missing := sorted({row.uid for row in rows} - found.keys()):
+            raise ValueError(f"{missing[0]} is not in its file any more: a step that is played again has a new file")
+        return found
 
     def deepest(self, *, last: bool, num: int) -> list[str]:
         """Rollout instances with the most agents, among those with a sample in the first or the last step."""
@@ -303,6 +296,14 @@ def _conditions(wanted: Filter) -> tuple[str, list[Any]]:
 def _page(rows: Sequence[Row], num: int | None) -> Page:
     shown = list(rows[:PAGE])
     return Page(shown, num, (shown[-1].step, shown[-1].line) if len(rows) > PAGE else None)
+
+
+def _curves(path: Path) -> Curves:
+    curves: Curves = {}
+    for row in read_metrics(path):
+        for name, value in row.values.items():
+            curves.setdefault(name, []).append((row.step, value))
+    return curves
 
 
 def _state(path: Path) -> tuple[int, int] | None:
