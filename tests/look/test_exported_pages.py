@@ -46,8 +46,8 @@ def test_what_models_wrote_is_data_of_a_script_that_loads_nothing(tmp_path: Path
     assert "<img" not in text and "1337" not in text
     assert not set(text) & set("\x00\x1b\u2028\u202e") and "\\u27e8U+202E\\u27e9" in text
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)
-    assert policy and policy[1].startswith("default-src 'none'; style-src 'unsafe-inline'; img-src data:;")
-    assert policy[1].count("'sha256-") == 5 and "http" not in policy[1]
+    assert policy and policy[1].startswith("default-src 'none'; script-src 'sha256-") and "unsafe" not in policy[1]
+    assert policy[1].count("'sha256-") == 6 and "connect-src 'none'" in policy[1] and "http" not in policy[1]
 
 
 def test_a_report_has_every_part_of_the_run(whole: dict[str, Any]) -> None:
