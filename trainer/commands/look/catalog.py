@@ -41,13 +41,14 @@ FLAGS = {
 it gave a readable verdict."""
 
 _FILE = "read_parquet(?, hive_partitioning = false)"  # else a folder called step=9 in the path became a column
-_TABLE = f"""CREATE TABLE samples(step INTEGER, line INTEGER, agent VARCHAR, problem VARCHAR, rollout VARCHAR, uid VARCHAR,
+_TABLE = """CREATE TABLE samples(step INTEGER, line INTEGER, agent VARCHAR, problem VARCHAR, rollout VARCHAR, uid VARCHAR,
     parent VARCHAR, answer VARCHAR, verdict BOOLEAN, reward DOUBLE, correct DOUBLE, advantage DOUBLE, num_tokens INTEGER,
-    age INTEGER, {", ".join(f'"is {name}" BOOLEAN' for name in FLAGS)})"""
+    age INTEGER, flags VARCHAR[])"""
 _INSERT = f"""INSERT INTO samples SELECT step, line, agent, problem_id, rollout_id, uid, parent_uid, left(answer, 200), verdict,
     reward, correct, advantage, num_tokens,
     CASE WHEN len(segments) > 0 THEN greatest(0, step - 1 - list_min(list_transform(segments, lambda s: s.version))) END,
-    {", ".join(f"coalesce({condition}, false)" for condition in FLAGS.values())} FROM {_FILE}"""
+    list_filter([{", ".join(f"CASE WHEN {condition} THEN '{name}' END" for name, condition in FLAGS.items())}],
+    lambda flag: flag IS NOT NULL) FROM {_FILE}"""
 _TEXTS = f"""SELECT line, concat_ws(chr(10), text,
     CASE WHEN row_number() OVER (PARTITION BY group_id ORDER BY line) = 1 THEN prompt END) AS words FROM {_FILE}"""
 
@@ -86,7 +87,7 @@ class Row:
     advantage: float | None
     num_tokens: int
     age: int | None
-    flags: tuple[str, ...]
+    flags: list[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,11 +270,7 @@ class Catalog:
         return _page(rows, None)
 
     def _rows(self, conditions: str, values: Sequence[Any], rest: str = "") -> list[Row]:
-        num = len(FLAGS)
-        return [
-            Row(*(*each[:-num], tuple(name for name, has in zip(FLAGS, each[-num:], strict=True) if has)))
-            for each in self._all(f"SELECT * FROM samples WHERE {conditions} {rest}", values)
-        ]
+        return [Row(*each) for each in self._all(f"SELECT * FROM samples WHERE {conditions} {rest}", values)]
 
     def _all(self, sql: str, values: Sequence[Any] = ()) -> list[Any]:
         with self._lock:
@@ -289,8 +286,9 @@ def _conditions(wanted: Filter) -> tuple[str, list[Any]]:
         "reward >= ?": wanted.low,
         "reward <= ?": wanted.high,
     }
-    used = {condition: value for condition, value in bounds.items() if value is not None}
-    return " AND ".join(["true", *used, *(f'"is {flag}"' for flag in wanted.flag)]), list(used.values())
+    used = [(condition, value) for condition, value in bounds.items() if value is not None]
+    used += [("list_contains(flags, ?)", flag) for flag in wanted.flag]
+    return " AND ".join(["true", *(condition for condition, _ in used)]), [value for _, value in used]
 
 
 def _page(rows: Sequence[Row], num: int | None) -> Page:

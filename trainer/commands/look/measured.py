@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import json
 import re
 import statistics
@@ -214,18 +215,9 @@ def warnings(catalog: Catalog) -> list[dict[str, Any]]:
 
 def _stretches(name: str, points: Sequence[tuple[int, float]], meaning: str) -> list[dict[str, Any]]:
     """Warnings, one for each run of consecutive steps."""
-    stretches: list[list[tuple[int, float]]] = []
-    for step, value in points:
-        if stretches and stretches[-1][-1][0] == step - 1:
-            stretches[-1].append((step, value))
-        else:
-            stretches.append([(step, value)])
-    return [
-        {
-            "step": own[-1][0],
-            "first_step": own[0][0],
-            "kind": name,
-            "text": f"{meaning} ({name} up to {max(value for _, value in own):.4g})",
-        }
-        for own in stretches
-    ]
+    found = []
+    for _, numbered in itertools.groupby(enumerate(points), key=lambda each: each[1][0] - each[0]):
+        own = [point for _, point in numbered]
+        text = f"{meaning} ({name} up to {max(value for _, value in own):.4g})"
+        found.append({"step": own[-1][0], "first_step": own[0][0], "kind": name, "text": text})
+    return found
