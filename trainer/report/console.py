@@ -156,8 +156,11 @@ def _rows_at(evaluation: Evaluation) -> list[tuple[str, Estimate]]:
     """Rows of each set: the system, the first agent alone, and pass@k and majorities at the largest k."""
     rows = []
     for prefix, each in {"": evaluation, **{f"{name} ": each for name, each in evaluation.sets.items()}}.items():
-        rows += [(f"{prefix}alone", each.alone)] if each.alone is not None else []
-        rows += [(f"{prefix}system", each.system)] if prefix else []
+        rows += [
+            (f"{prefix}{name}", row)
+            for name, row in each.rows.items()
+            if name == "alone" or (prefix and name == "system")
+        ]
         for kind in AtK.model_fields:
             values: dict[int, Estimate] = getattr(each.system_at, kind)
             rows += [(f"{prefix}{kind.removesuffix('_at')}@{max(values)}", values[max(values)])] if values else []

@@ -167,12 +167,15 @@ class Evaluation(Schema):
 
     @property
     def rows(self) -> dict[str, Estimate]:
-        """Estimates by name, in the order of the table."""
-        sets: dict[str, Estimate] = {}
-        for name, found in self.sets.items():
-            sets |= {f"{name}/alone": found.alone} if found.alone is not None else {}
-            sets[f"{name}/system"] = found.system
-        return {**sets, **self.agents, "system": self.system}
+        """Estimates by name, in the order of tables: sets, agents, the first agent alone, the system."""
+        sets = {
+            f"{name}/{row}": value
+            for name, found in self.sets.items()
+            for row, value in found.rows.items()
+            if row in ("alone", "system")
+        }
+        alone = {} if self.alone is None else {"alone": self.alone}
+        return {**sets, **self.agents, **alone, "system": self.system}
 
     def outside(self, bounds: Mapping[str, tuple[float, float]]) -> list[str]:
         """A sentence for each row whose mean is outside its bounds, with the value and the bounds."""
@@ -188,7 +191,8 @@ def compared(before: Evaluation | None, after: Evaluation | None) -> list[tuple[
     """(name, before, after) of the table's lines; None if not evaluated."""
     rows = [{} if each is None else each.rows for each in (before, after)]
     names = dict.fromkeys([*rows[0], *rows[1]]) or dict.fromkeys(("system",))
-    return [(name, rows[0].get(name), rows[1].get(name)) for name in sorted(names, key=lambda name: name == "system")]
+    last = ("alone", "system")
+    return [(name, rows[0].get(name), rows[1].get(name)) for name in sorted(names, key=lambda name: name in last)]
 
 
 def of_other_inputs(before: Estimate | None, after: Estimate | None) -> bool:

@@ -173,12 +173,12 @@ class Catalog:
     @property
     def warnings(self) -> list[tuple[int | None, str, str]]:
         """(step, kind, text): the run's warnings, and its unreadable files."""
-        listed: list[tuple[int | None, str, str]] = [
-            (each.step, "said" if each.step is not None else self.run.warnings.name, each.text)
-            for each in self._whole(self.run.warnings, read_warnings, [])
+        said = self._whole(self.run.warnings, read_warnings, [])
+        return [
+            *((each.step, "said", each.text) for each in said),
+            *((None, name, text) for name, text in self.refused.items()),
+            *((step, "samples", text) for step, text in self._damages.items()),
         ]
-        listed += [(None, name, text) for name, text in self.refused.items()]
-        return listed + [(step, "samples", text) for step, text in self._damages.items()]
 
     @property
     def counts(self) -> dict[str, int | None]:
