@@ -56,8 +56,8 @@ def test_a_report_has_every_part_of_the_run(whole: dict[str, Any]) -> None:
     assert rows["solver"]["after"]["mean"] == pytest.approx(0.88)
     assert not rows["corrector1 breaks a right one"]["is_bar"]
     facts = dict(seen["facts"])
-    assert facts["Engine"].startswith("vLLM 0.0-test on cpu") and facts["Commit"] == "0123abc"
-    assert facts["Tokens per engine"] == "412,345" and seen["num_non_finite"] == 1 and "made-up" in seen["config"]
+    assert (facts["engine.library"], facts["engine.version"], facts["commit"]) == ("vllm", "0.0-test", "0123abc")
+    assert facts["tokens_per_engine"] == "412,345" and seen["num_non_finite"] == 1 and "made-up" in seen["config"]
     assert [each["title"] for each in seen["confusions"]] == ["verifier1 on fixed solutions", "verifier1 in the loop"]
     spans = whole["spans?run=0"]["spans"]
     assert {"engine/0", "rank/0", "sync/main", "reward/0"} <= {span[0] for span in spans}

@@ -21,12 +21,13 @@ from marsrl.rollout.types import FloatArray
 from marsrl.trainer.commands.look.catalog import FLAGS, Catalog, Filter, Row
 from marsrl.trainer.commands.look.comparison import names_of, numbers_of, read_compared, side_by_side
 from marsrl.trainer.commands.look.measured import charts, curves, life, spans, speed, warnings
-from marsrl.trainer.commands.look.palette import engine_name, section_of
+from marsrl.trainer.commands.look.palette import section_of
 from marsrl.trainer.commands.look.visible import Key, shown
 from marsrl.trainer.report.samples_log import sample_files
-from marsrl.trainer.report.summary import Estimate, Summary, compared, load_summary, of_other_inputs
+from marsrl.trainer.report.summary import Estimate, compared, load_summary, of_other_inputs
 from marsrl.trainer.report.token_log import TokenRecord, read_tokens, token_files
 from marsrl.trainer.runs.directory import RunDirectory
+from marsrl.trainer.runs.existing_run import flat
 from marsrl.trainer.runs.lock import why_held
 
 LISTS = ("flag", "name")
@@ -95,7 +96,7 @@ def _question(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def overview(catalog: Catalog) -> dict[str, Any]:
-    """rows: of the table; confusions: of agents that give verdicts; facts: (label, text); config: config.yaml;
+    """rows: of the table; confusions: of agents that give verdicts; facts: (key of summary.json, text); config: config.yaml;
     num_non_finite: number of non-finite metric values. Without summary.json rows and facts are empty.
     """
     run = catalog.run
@@ -121,8 +122,10 @@ def overview(catalog: Catalog) -> dict[str, Any]:
         for name, before, after in evaluated
     ]
     rows = [*evaluated, *(row for row in breaks if row[1] or row[2])]
+    recorded = summary.model_dump(mode="json", by_alias=True, exclude={"before", "after"})
+    engine = f"{summary.engine.library} {summary.engine.version}"
     return found | {
-        "summary": f"{summary.task} · {summary.steps} steps · {engine_name(summary.engine)} · {summary.device}",
+        "summary": f"{summary.task} · {summary.steps} steps · {engine} · {summary.device}",
         "rows": [_estimates(*row, is_bar=row in evaluated) for row in rows],
         "confusions": [
             {"title": f"{name} {title}", "before": _counts(before, field), "after": _counts(after, field)}
@@ -130,7 +133,7 @@ def overview(catalog: Catalog) -> dict[str, Any]:
             for title, field in (("on fixed solutions", "confusion"), ("in the loop", "loop_confusion"))
             if _counts(before, field) or _counts(after, field)
         ],
-        "facts": _facts(summary),
+        "facts": [(key, _fact(value)) for key, value in flat(recorded).items() if value is not None],
     }
 
 
@@ -149,27 +152,10 @@ def _counts(of: Estimate | None, field: str) -> dict[str, int] | None:
     return None if found is None else found.model_dump()
 
 
-def _facts(summary: Summary) -> list[tuple[str, str]]:
-    engine, warm = summary.engine, summary.warm_start
-    sampler = f"; {engine.sampler}" if engine.sampler else ""
-    facts = [
-        ("Engine", f"{engine_name(engine)} on {engine.device}, {engine.dtype}{sampler}"),
-        ("Tokens per engine", " · ".join(f"{num:,}" for num in summary.tokens_per_engine)),
-        ("Verified weight syncs", f"{summary.verified_syncs}"),
-        ("Model", summary.model),
-        ("Device", summary.device),
-        ("Seeds", ", ".join(f"{key} {value}" for key, value in summary.seeds.items())),
-    ]
-    if warm is not None:
-        means = ", ".join(f"{name} {'–' if mean is None else f'{mean:.3f}'}" for name, mean in warm.measured.items())
-        made = "from the cache" if warm.cached else f"{warm.seconds:.0f} s"
-        facts.append(("Warm start", f"{made}, the team {'as' if warm.as_wanted else 'not as'} wanted ({means})"))
-    facts += [
-        ("Timings", ", ".join(f"{key} {value:.1f} s" for key, value in summary.timings.items())),
-        ("Versions", ", ".join(f"{key} {value}" for key, value in summary.versions.items())),
-        ("Commit", summary.commit or "not from a git checkout"),
-    ]
-    return facts
+def _fact(value: Any) -> str:
+    if isinstance(value, list):
+        return " · ".join(map(_fact, value))
+    return f"{value:,.6g}" if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
 
 
 def samples(catalog: Catalog, before: str = "", through: str = "", **wanted: Any) -> dict[str, Any]:
