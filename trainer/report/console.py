@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import (
@@ -59,7 +59,7 @@ class Bar:
 
     def update(self, completed: int, note: str | None = None, total: int | None = None) -> None:
         """Set the progress, in units; note None keeps the last one."""
-        fields = {} if note is None else {"note": note}
+        fields: dict[str, Any] = {} if note is None else {"note": note}
         self._progress.update(self._id, completed=completed, total=total, visible=True, **fields)
         if time.monotonic() - self._said_s >= PLAIN_INTERVAL_S:
             self.say()

@@ -131,7 +131,7 @@ def _verdict_metrics(agent: str, samples: Sequence[Sample]) -> dict[str, float]:
     verdicts = [sample.verdict for sample in samples if sample.verdict is not None]
     # The reward tells if the verdict agrees with the solution (Orchestration.reward), and so if the solution was right.
     judged = [(s.verdict, s.reward.parts["verdict"]) for s in samples if "verdict" in s.reward.parts]
-    means = {
+    means: dict[str, Sequence[float]] = {
         "fraction_wrong": [not verdict for verdict in verdicts],
         "recall_wrong": [agrees for verdict, agrees in judged if verdict == (agrees == 0)],
         "precision_wrong": [agrees for verdict, agrees in judged if not verdict],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, fields
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -30,7 +30,6 @@ _READ: dict[str, Callable[[Any], Any]] = {
 """Builds a field from a column's value, by the field's type; other types are read as they are."""
 
 
-@cache
 def _schema(kind: type) -> pa.Schema:
     """A column for each field; any may be null."""
     import pyarrow as pa
