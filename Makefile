@@ -54,7 +54,7 @@ train: install  ## MarsRL end to end on this machine: warm start, RL, report
 	torchrun --nproc-per-node 1 trainer/main.py
 
 test: install $(OTHER_TRITON)  ## all tests that need no GPU (as root on Debian or Ubuntu with apt's chromium, bubblewrap and iproute2, for some of them)
-	tests/report/chromium.sh install
+	tests/apt.sh chromium chromium "so no page is opened in a browser"
 	tests/apt.sh bwrap bubblewrap "so no sandboxes are tested"
 	tests/apt.sh ip iproute2 "so no cluster in a box"
 	$(MAKE) --output-sync -j 2 interpreted compiled

@@ -30,7 +30,8 @@ from marsrl.rollout.types import Finish, Segment
 from marsrl.trainer.commands.look.catalog import Catalog
 from marsrl.trainer.commands.look.server import make_app
 from marsrl.trainer.report.metrics import MetricsLog
-from marsrl.trainer.report.samples_log import SampleRecord, write_records
+from marsrl.trainer.report.parquet import write_rows
+from marsrl.trainer.report.samples_log import SampleRecord
 from marsrl.trainer.runs.directory import RunDirectory
 
 FILTER_S = 0.3
@@ -61,6 +62,8 @@ def _samples(step: int, rng: random.Random, words: list[str]) -> Iterator[Sample
         right, name = rng.random() < 0.5, f"{step}.{rollout}"
         reward = round(rng.random(), 2) if rng.random() < 0.01 else rng.choice((0.0, 0.0, 0.5, 1.0, 1.0))
         yield SampleRecord(
+            step=step,
+            line=number + 1,
             uid=f"{name}/{agent}:{index}",
             parent_uid=f"{name}/{AGENTS[depth - 1]}:0" if depth else None,
             group_id=f"{name}/{agent}",
@@ -91,7 +94,7 @@ def make_run(folder: Path, num_samples: int) -> RunDirectory:
     words = [f"w{rank}" for rank in ranks]
     with MetricsLog(run, tensorboard=False) as metrics:
         for step in range(1, num_samples // PER_STEP + 1):
-            write_records(run, step, _samples(step, rng, words))
+            write_rows(run.samples / f"step_{step}.parquet", SampleRecord, _samples(step, rng, words))
             metrics.log(step, {f"reward/{k % 5}/{k}": rng.random() for k in range(60)})
     return run
 

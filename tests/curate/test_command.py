@@ -16,7 +16,6 @@ from completions_server import Handler, completions_server
 from desk import boxing_model
 
 from marsrl.trainer.commands import cli
-from marsrl.trainer.commands.curate.rows import DEEPEST
 
 ATTACK = "</pre></title><script>document.title=1</script><img src=x onerror=alert(1)>{{ 7*191 }}\x00\x1b\u2028\u202e"
 WORDS = ("alpha beta gamma delta", "one two three four", "red green blue black", "north south east west")
@@ -56,10 +55,10 @@ def test_hostile_rows_are_dropped_with_their_reasons_and_the_others_stay_whole(c
         "raw.jsonl",
         good[0], b'{"question": "' + b"x" * 1_000_000 + b'", "answer": "1"}', b'{"question": "\xff"}', b"\x00\x00", row(None),
         row(WORDS[0]), good[1], row("half \ud800"), row(" "), b"[1]", b'{"question": "' + b"q" * 5, b"9" * 5000, good[2],
-        b"[" * 100_000, row(WORDS[2], deep=nested(DEEPEST + 10)), row(WORDS[3], [1, 2]), b"",
+        b"[" * 100_000, row(WORDS[2], deep=nested(200)), row(WORDS[3], [1, 2]), b"",
     )  # fmt: skip
     assert cli.main(["curate", "raw.jsonl", "--out", "out"]) == 0, capsys.readouterr().err
-    assert curated() == [good[0], {**good[1], "nan": None}, good[2], row(WORDS[2], deep=nested(DEEPEST + 10))]
+    assert curated() == [good[0], {**good[1], "nan": None}, good[2], row(WORDS[2], deep=nested(200))]
     found = dict(dropped("read"))
     assert found["raw.jsonl:2"] == "long question: 1,000,000 characters, at most 32,768"
     assert found["raw.jsonl:3"] == "unreadable row: not UTF-8 at byte 14"
@@ -84,9 +83,7 @@ def test_tables_and_several_inputs_keep_every_field(capsys: Any) -> None:
     assert cli.main(["curate", "a.parquet", "b.jsonl", "--out", "out"]) == 0, capsys.readouterr().err
     first = {"problem": WORDS[0], "answer": 3, "day": "2026-01-02", "blob": None}
     assert curated() == [first, {"query": WORDS[2], "ans_box": "7"}]
-    assert dropped("read") == [
-        ("0/a.parquet:2", "unreadable row: a field of the row is bytes, which JSON does not have")
-    ]
+    assert dropped("read") == [("0/a.parquet:2", "unreadable row: a field of the row is not for JSON: it is bytes")]
 
 
 def test_a_field_names_the_level(capsys: Any) -> None:

@@ -140,9 +140,9 @@ def _check_tokens(run: RunDirectory) -> None:
     files = sample_files(run)
     for step, file in token_files(run).items():
         samples, log = list(read_samples(files[step])), read_tokens(file)
-        if log.step != step or len({record.uid for record in log.samples}) != len(log.samples):
-            raise Loss(f"{file.name}: of step {log.step}, or with a sample twice")
-        for record in log.samples:
+        if {record.step for record in log} - {step} or len({record.uid for record in log}) != len(log):
+            raise Loss(f"{file.name}: of another step, or with a sample twice")
+        for record in log:
             sample = samples[record.line - 1]
             if (record.uid, record.segments) != (sample.uid, sample.segments) or not record.text.startswith(
                 sample.text

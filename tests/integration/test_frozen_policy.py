@@ -9,7 +9,7 @@ import numpy as np
 from completions_server import Handler, completions_server
 from scripted_pool import engines_are, half_right, on_sevens, samples_of, saying, train_here
 
-from marsrl.trainer.commands.look.api import tokens_of_sample
+from marsrl.trainer.commands.look.api import Api
 from marsrl.trainer.models.init_model import init_model
 from marsrl.trainer.report.metrics import read_metrics
 from marsrl.trainer.report.summary import load_summary
@@ -43,12 +43,14 @@ def test_a_trained_and_a_frozen_policy_play_and_the_trained_one_learns(tmp_path:
     assert {r.verdict for r in verdicts} >= {True, False} and all(r.advantage is None for r in verdicts)
     assert {part.version for r in verdicts for part in r.segments} == {0}
     assert {part.version for r in samples if r.agent == "solver" for part in r.segments} == {0, 1, 2}
-    logged = [record for file in token_files(directory).values() for record in read_tokens(file).samples]
+    logged = [record for file in token_files(directory).values() for record in read_tokens(file)]
     of_judge = [record for record in logged if record.policy == "judge"]  # whose server says no log-probs
     assert {record.agent for record in of_judge} >= {"verifier1"} and {record.update for record in of_judge} == {0}
     assert all(np.isnan(record.rollout_logprobs).all() for record in of_judge)
     assert {record.update for record in logged if record.policy == "main"} >= {1}
-    assert tokens_of_sample(directory, 3, of_judge[-1].uid)["kept"]["rollout"][0] is None
+    viewed = Api([directory.path])
+    viewed.runs()
+    assert viewed.questions["tokens"](run=0, step=3, line=of_judge[-1].line)["kept"]["rollout"][0] is None
     rows = read_metrics(directory.path / "metrics.jsonl")
     assert rows[-1].values["actor/grad_norm"] > 0 and rows[-1].values["rollout/staleness_max"] <= 1
     summary = load_summary(directory.summary)

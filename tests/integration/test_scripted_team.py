@@ -315,7 +315,7 @@ def test_five_agents_are_trained_with_overlap_versions_differ_and_a_resumed_run_
     assert max(row["rollout/staleness_mean"] for row in rows) > 0
     samples = samples_of(run)
     assert max(Counter(r.uid for r in samples).values()) == 1
-    logged = [r for path in token_files(run).values() for r in read_tokens(path).samples]
+    logged = [r for path in token_files(run).values() for r in read_tokens(path)]
     assert {r.uid: r.segments for r in logged} == {r.uid: r.segments for r in samples}
     solved = Counter(r.problem_id for r in samples if r.agent == "solver")
     assert len(solved) >= 2 * 5 and set(solved.values()) == {2}  # one group each
@@ -395,7 +395,7 @@ def test_tokens_of_so_many_groups_are_logged_every_so_many_steps(play: Play) -> 
     ]  # fmt: skip
     run = play(*words, "run.steps=3", "run.token_log_every=2")
     assert list(token_files(run)) == [2]
-    samples, logged = list(read_samples(sample_files(run)[2])), read_tokens(token_files(run)[2]).samples
+    samples, logged = list(read_samples(sample_files(run)[2])), read_tokens(token_files(run)[2])
     assert len({record.group_id for record in logged}) == 4 and len(logged) == 16
     for record in logged:
         sample = samples[record.line - 1]

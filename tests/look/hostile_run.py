@@ -44,7 +44,7 @@ def write_made_up_tokens(run: RunDirectory, step: int, samples: dict[int, Sample
         num = np.arange(int(sample.is_sampled.sum()), dtype=np.float32)
         marks = np.array([0, CLIPPED, GATED | MASKED, MASKED], np.uint8)[num.astype(int) % 4]
         found = TrainedTokens(sample.uid, -num / 10, num / 20, marks) if sample.uid in trained else None
-        records.append(token_record(sample, line, "main", renderer, found))
+        records.append(token_record(sample, step, line, "main", renderer, found))
     write_tokens(run, step, records)
 
 

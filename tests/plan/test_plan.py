@@ -225,7 +225,7 @@ def test_the_command_prints_tables_or_json(capsys: pytest.CaptureFixture[str], t
     assert shorter["step_s"] < written["step_s"]
 
 
-@pytest.mark.parametrize("command", [["plan", "--gpus", "8"], ["evaluate"]])
+@pytest.mark.parametrize("command", [["plan", "--gpus", "8", "--json"], ["compare", "a", "b", "--html"]])
 def test_a_command_replaces_no_file_of_a_run(
     command: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -233,7 +233,7 @@ def test_a_command_replaces_no_file_of_a_run(
     summary.parent.mkdir(parents=True)
     for file in (summary, tmp_path / "run" / "config.yaml", tmp_path / "run" / "lock"):
         file.write_text("kept")
-    assert cli.main([*command, "--json", str(summary)]) == 2
+    assert cli.main([*command, str(summary)]) == 2
     assert f"{summary} is a file of the run in {tmp_path / 'run'} and is not replaced" in capsys.readouterr().err
     assert summary.read_text() == "kept"
 

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -138,18 +134,3 @@ def make_run(root: Path, *, text: str = "", num_steps: int = 6, finished: bool =
     if finished:
         save_summary(run.summary, make_summary(device=f"made-up CPU {text}"))
     return run
-
-
-@contextmanager
-def written_by_another(run: RunDirectory) -> Iterator[int]:
-    """Id of a process that writes the run meanwhile, and is killed then."""
-    code = "import sys; from pathlib import Path; from marsrl.trainer.runs.lock import RunLock; "
-    code += "from marsrl.trainer.runs.directory import RunDirectory; lock = RunLock(RunDirectory(Path(sys.argv[1]))); "
-    code += "print('held', flush=True); sys.stdin.read()"
-    words = [sys.executable, "-c", code, str(run.path)]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        assert other.stdout is not None and other.stdout.readline() == b"held\n"
-        try:
-            yield other.pid
-        finally:
-            other.kill()

@@ -7,7 +7,6 @@ import math
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from made_up_run import make_group, make_sample, make_summary
@@ -20,7 +19,6 @@ from marsrl.trainer.report.summary import Evaluation, load_summary, save_summary
 from marsrl.trainer.report.token_log import (
     choose_samples,
     read_tokens,
-    token_file,
     token_files,
     token_record,
     write_tokens,
@@ -64,9 +62,9 @@ def test_the_log_holds_what_engine_and_update_said_of_each_token(tmp_path: Path,
     marks = np.array([CLIPPED, GATED | MASKED, MASKED] + [0] * (num - 4), np.uint8)
     trained = TrainedTokens("u", logprobs[own] - 1, logprobs[own] * -1, marks, update=2)
     other = make_sample("v")
-    records = [token_record(sample, 3, "main", renderer, trained), token_record(other, 4, "main", renderer)]
+    records = [token_record(sample, 7, 3, "main", renderer, trained), token_record(other, 7, 4, "main", renderer)]
     run = RunDirectory.create(tmp_path, "a", "p")
-    found, untrained = read_tokens(write_tokens(run, 7, records)).samples
+    found, untrained = read_tokens(write_tokens(run, 7, records))
     assert list(token_files(run)) == [7]
     pieces = [found.text[a:b] for a, b in zip([0, *found.ends], found.ends, strict=False)]
     assert pieces == ["n", "", "é", " ", "", "", "中", "!", "<|im_end|>"]
@@ -84,21 +82,15 @@ def test_the_log_holds_what_engine_and_update_said_of_each_token(tmp_path: Path,
 
 def test_a_file_that_is_no_token_log_is_named(tmp_path: Path, renderer: ChatRenderer) -> None:
     run = RunDirectory.create(tmp_path, "a", "p")
-    path = write_tokens(run, 1, [token_record(make_sample("u"), 1, "main", renderer)])
+    path = write_tokens(run, 1, [token_record(make_sample("u"), 1, 1, "main", renderer)])
     whole = path.read_bytes()
-    table = pq.read_table(path)
-    place = table.schema.get_field_index("entropy")
-    short = table.set_column(place, table.schema.field(place), pa.array([[0.0]], pa.list_(pa.float32())))
-    broken = [whole[:-9], b"", b"{}", b"</script>" * 99]
-    for other in (table.drop_columns(["line"]), short):
-        pq.write_table(other, path)
-        broken.append(path.read_bytes())
-    for content in broken:
+    pq.write_table(pq.read_table(path).drop_columns(["line"]), path)
+    for content in (path.read_bytes(), whole[:-9], b"", b"{}", b"</script>" * 99):
         path.write_bytes(content)
         with pytest.raises(ValueError, match=r"step_1\.parquet is no token log"):
             read_tokens(path)
     with pytest.raises(ValueError, match=r"step_2\.parquet is gone"):
-        read_tokens(token_file(run, 2))
+        read_tokens(run.tokens / "step_2.parquet")
 
 
 def test_pieces_of_tokens_are_the_text_of_all(renderer: ChatRenderer) -> None:

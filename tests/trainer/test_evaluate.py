@@ -88,7 +88,14 @@ def test_perfect_critics_make_a_perfect_system_of_a_mediocre_solver(evaluator: A
     assert len(verifier.right) == len(verifier.wrong) == 10
     assert corrector.wrong and not corrector.right
     assert encode(decode(FixedInputs, encode(fixed))) == encode(fixed)
-    assert list(result.rows) == ["solver", "verifier1", "corrector1", "verifier2", "system"]  # nothing is flagged twice
+    assert list(result.rows) == [
+        "solver",
+        "verifier1",
+        "corrector1",
+        "verifier2",
+        "alone",
+        "system",
+    ]  # nothing is flagged twice
     assert 0.2 < (result.agents["solver"].mean or 0) < 0.8
     assert result.agents["solver"].n == 40
     assert result.agents["verifier1"].mean == 1.0
@@ -121,7 +128,7 @@ def test_a_solver_alone_is_the_system_and_nobody_is_tried_apart(evaluator: Any) 
     judged = replace(with_critics, team=replace(with_critics.team, orchestration=solver_alone))
     assert judged.collect_inputs(VERSIONS) == FixedInputs()
     alone = judged.evaluate(VERSIONS)
-    assert list(alone.rows) == ["solver", "system"]
+    assert list(alone.rows) == ["solver", "alone", "system"]
     solver = alone.agents["solver"]
     assert solver.model_dump(include={"mean", "low", "high", "n"}) == alone.system.model_dump()
     assert solver == with_critics.evaluate(VERSIONS).agents["solver"]

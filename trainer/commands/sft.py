@@ -14,9 +14,8 @@ import os
 import random
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 from marsrl.rollout.adapter import write_adapter
@@ -121,31 +120,6 @@ def _refuse_other(directory: RunDirectory, config: RunConfig, fingerprint: Mappi
         raise ConfigError(f"{key} another section sft or run.seed than config.yaml there has; set them back")
 
 
-@dataclass(frozen=True, slots=True)
-class _Epochs:
-    """Batches of all epochs, by step from 1."""
-
-    lines: Sequence[Demonstration]
-    batch: int
-    epochs: int
-    seed: int
-
-    @property
-    def steps_of_each(self) -> int:
-        return -(-len(self.lines) // self.batch)
-
-    @property
-    def num_steps(self) -> int:
-        return self.epochs * self.steps_of_each
-
-    def after(self, step: int) -> Iterator[tuple[int, list[Demonstration]]]:
-        """(step, its demonstrations) of all later steps."""
-        for each in range(step, self.num_steps):
-            epoch, place = divmod(each, self.steps_of_each)
-            own = _order(len(self.lines), f"{self.seed}/epoch {epoch}")[place * self.batch : (place + 1) * self.batch]
-            yield each + 1, [self.lines[i] for i in own]
-
-
 @functools.lru_cache(maxsize=1)
 def _order(number: int, name: str) -> list[int]:
     return random.Random(f"sft/{name}").sample(range(number), number)
@@ -159,7 +133,8 @@ class _Training:
         lines, self._held_out = held_out(
             found.lines, _order(len(found.lines), f"{config.run.seed}/held out"), config.sft.held_out
         )
-        self._epochs = _Epochs(lines, config.sft.batch, config.sft.epochs, config.run.seed)
+        self._lines, self._steps_of_epoch = lines, -(-len(lines) // config.sft.batch)
+        self._num_steps = config.sft.epochs * self._steps_of_epoch
         names = [name for name in config.trained_policies if any(line.policy == name for line in lines)]
         self.folders = {name: directory.hf / name if len(names) > 1 else directory.hf for name in names}
         self._learners: dict[str, Learner] = {}
@@ -185,15 +160,15 @@ class _Training:
         writer = CheckpointWriter(
             self._directory, keep_last=run.keep_checkpoints, keep_every=run.keep_every, is_async=run.async_checkpoint
         )
-        stop, num_steps, num_bad = StopSignals(), self._epochs.num_steps, 0
+        stop, num_steps, num_bad = StopSignals(), self._num_steps, 0
         with ExitStack() as stack:
             note = self._open_log(stack, begun)
             bar = stack.enter_context(self._console.progress("sft", num_steps, "steps"))
             stack.enter_context(stop.noted())
             saved_s = time.monotonic()
-            for step, batch in self._epochs.after(begun):
-                row, is_bad = self._step(batch)
-                if step % self._epochs.steps_of_each == 0:
+            for step in range(begun + 1, num_steps + 1):
+                row, is_bad = self._step(self._batch(step))
+                if step % self._steps_of_epoch == 0:
                     row |= self._held_out_losses()
                 note(step, row)
                 bar.update(step, _told(row))
@@ -220,7 +195,7 @@ class _Training:
             policy.model_copy(update={"optimizer": policy.optimizer.model_copy(update=schedule)}),
             str(policy.model),
             num_writers=len(self._writers),
-            total_steps=self._epochs.num_steps,
+            total_steps=self._num_steps,
             seed=self._config.run.seed,
         )
 
@@ -235,6 +210,11 @@ class _Training:
             log.log(0, first)
             self._console.message(f"before: {_told(first)}")
         return log.log
+
+    def _batch(self, step: int) -> list[Demonstration]:
+        epoch, place = divmod(step - 1, self._steps_of_epoch)
+        order, size = _order(len(self._lines), f"{self._config.run.seed}/epoch {epoch}"), self._config.sft.batch
+        return [self._lines[i] for i in order[place * size : (place + 1) * size]]
 
     def _step(self, batch: Sequence[Demonstration]) -> tuple[dict[str, float], bool]:
         """One optimizer step of each policy; its metrics, and whether one was skipped."""

@@ -36,11 +36,8 @@ def settings_of_run(run: Path) -> tuple[str, list[str]]:
     return str(config), words
 
 
-def evaluate_alone(
-    config_file: str | None, settings: Sequence[str], json_file: str | None, out: Path | None = None
-) -> None:
-    """Print the evaluation as JSON and write it to json_file; then print to stderr a table of accuracy, tokens, seconds and cost,
-    and the files' paths.
+def evaluate_alone(config_file: str | None, settings: Sequence[str], out: Path | None = None) -> None:
+    """Print the evaluation as JSON; then to stderr a table of accuracy, tokens, seconds and cost.
 
     The fixed inputs are collected from the team itself. out: a folder for the evaluation and every finished draw; an earlier
     evaluation in it is resumed.
@@ -69,13 +66,11 @@ def evaluate_alone(
         seconds = time.monotonic() - start
     result = found.model_dump(mode="json")
     print(json.dumps(result, indent=1), flush=True)  # before the table, which should be last in a terminal
-    files = [Path(json_file)] if json_file is not None else []
-    files += [out / EVALUATION] if out is not None else []
-    for file in files:
-        write_json(file, result)
-    console.teams([(config_file or "evaluation", found, seconds)])
-    if files:
-        console.message(f"kept in {', '.join(map(str, files))}")
+    if out is not None:
+        write_json(out / EVALUATION, result)
+    console.team(config_file or "evaluation", found, seconds)
+    if out is not None:
+        console.message(f"kept in {out / EVALUATION}")
 
 
 def _kept(stack: ExitStack, folder: Path, config: RunConfig, made_of: str) -> Kept:

@@ -83,14 +83,20 @@ class Plan:
         return not self.refused and all(policy.fits for policy in self.policies)
 
     @property
-    def step_s(self) -> float | None:
-        """Seconds of one step with rollout, updates and publishing; None if nothing fits."""
+    def seconds(self) -> dict[str, float] | None:
+        """Seconds of the parts of a step and of the whole; None if nothing fits."""
         chosen = [p.chosen for p in self.policies]
         updates = [each.time.total for each in chosen if each is not None]
         if len(updates) < len(chosen):
             return None
-        rollouts, syncs = ([getattr(p, part) for p in self.policies] for part in ("rollout", "sync"))
-        return step_seconds([each.seconds for each in rollouts], updates, [each.total for each in syncs], self.overlap)
+        rollouts, syncs = [p.rollout.seconds for p in self.policies], [p.sync.total for p in self.policies]
+        total = step_seconds(rollouts, updates, syncs, self.overlap)
+        return {"rollout": max(rollouts), "step": sum(updates), "publish": sum(syncs), "total": total}
+
+    @property
+    def step_s(self) -> float | None:
+        """Seconds of one step with rollout, updates and publishing; None if nothing fits."""
+        return None if self.seconds is None else self.seconds["total"]
 
 
 def make_plan(config: RunConfig, num_gpus: int, gpu_name: str, mean_response: float | None = None) -> Plan:

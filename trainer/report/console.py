@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -18,55 +26,55 @@ from marsrl.trainer.report.cost import COLUMNS, MEANING, episode_costs
 from marsrl.trainer.report.metrics import append_warning
 from marsrl.trainer.report.summary import AtK, Estimate, Evaluation, Summary, compared, of_other_inputs
 
+Say = Callable[[str], None]
 PLAIN_INTERVAL_S = 15.0  # seconds between lines of a bar in a file: keeps a 10-minute run under a hundred lines
 
 
-class Bar:
-    """A progress bar: a count with its rate, the time left and a note (a loss). show: redraws it after changes.
+class _Pace(ProgressColumn):
+    """Rate, time left and note of a bar, as far as known."""
 
-    A bar that never advances shows nothing.
+    def render(self, task: Task) -> Text:
+        return Text(_pace(task))
+
+
+def _pace(task: Task) -> str:
+    unit, left_s = task.fields["unit"], task.time_remaining
+    rate = f"{task.speed:,.1f} {unit}/s" if task.speed and unit else ""
+    left = f"{left_s / 60:.0f} min left" if left_s and left_s >= 100 else f"{left_s:.0f} s left" if left_s else ""
+    return "  ".join(filter(None, [rate, left, task.fields["note"]]))
+
+
+class Bar:
+    """A progress bar: a count with its rate, the time left and a note (a loss). One that never advances shows nothing.
+
+    say: where nothing is drawn, prints a line of it now and then, and at its end.
     """
 
-    def __init__(
-        self, description: str, total: int | None, unit: str, show: Callable[[Bar], None] = lambda bar: None
-    ) -> None:
-        self.description, self.total, self.unit, self._show = description, total, unit, show
-        self.completed = 0
-        self.note = ""
-        self.is_begun = False
-        self._start = time.monotonic()
+    def __init__(self, progress: Progress, description: str, total: int | None, unit: str, say: Say | None) -> None:
+        self._progress, self._say, self._said_s = progress, say, time.monotonic()
+        self._id = progress.add_task(description, total=total, visible=False, unit=unit, note="")
 
     def advance(self, count: int = 1, note: str | None = None) -> None:
-        self.update(self.completed + count, note)
+        self.update(int(self._progress.tasks[0].completed) + count, note)
 
-    def update(self, completed: int, note: str | None = None) -> None:
-        """Set the progress, in `unit`; note None keeps the last one."""
-        self.completed = completed
-        self.note = self.note if note is None else note
-        self.is_begun = True
-        self._show(self)
+    def update(self, completed: int, note: str | None = None, total: int | None = None) -> None:
+        """Set the progress, in units; note None keeps the last one."""
+        fields: dict[str, Any] = {} if note is None else {"note": note}
+        self._progress.update(self._id, completed=completed, total=total, visible=True, **fields)
+        if time.monotonic() - self._said_s >= PLAIN_INTERVAL_S:
+            self.say()
 
     def played(self, num_over: int, total: int, num_tokens: int) -> None:
         """Progress of an evaluation (EvaluationPlay)."""
-        self.total = total
-        self.update(num_over, f"{num_tokens:,} tokens")
+        self.update(num_over, f"{num_tokens:,} tokens", total)
 
-    @property
-    def pace(self) -> str:
-        """Rate, time left at that rate, and note, as far as known."""
-        elapsed_s, parts = time.monotonic() - self._start, []
-        if elapsed_s > 0 and self.unit:
-            rate = self.completed / elapsed_s
-            parts.append(f"{rate:,.0f} {self.unit}/s" if rate >= 9.95 else f"{rate:.1f} {self.unit}/s")
-        if self.total is not None and 0 < self.completed < self.total:
-            left_s = elapsed_s * (self.total - self.completed) / self.completed
-            parts.append(f"{left_s / 60:.0f} min left" if left_s >= 100 else f"{left_s:.0f} s left")
-        return "  ".join([*parts, self.note] if self.note else parts)
-
-    @property
-    def line(self) -> str:
-        of = f"/{self.total:,}" if self.total is not None else ""
-        return f"{f'{self.description}: {self.completed:,}{of} {self.unit}'.rstrip()}  {self.pace}".rstrip()
+    def say(self) -> None:
+        (task,) = self._progress.tasks
+        if self._say is not None and task.visible:
+            self._said_s = time.monotonic()
+            of = f"/{task.total:,.0f}" if task.total is not None else ""
+            count = f"{task.description}: {task.completed:,.0f}{of} {task.fields['unit']}".rstrip()
+            self._say(f"{count}  {_pace(task)}".rstrip())
 
 
 class RunConsole:
@@ -101,32 +109,12 @@ class RunConsole:
     @contextmanager
     def progress(self, description: str, total: int | None = None, unit: str = "") -> Iterator[Bar]:
         """A bar for the body. total None: unknown, so only count and rate are shown."""
-        if self.is_quiet:
-            yield Bar(description, total, unit)
-        elif self._console.is_terminal:
-            name, pace = (TextColumn(f"{{task.{field}}}", markup=False) for field in ("description", "fields[pace]"))
-            columns = (name, BarColumn(), MofNCompleteColumn(), pace, TimeElapsedColumn())
-            with Progress(*columns, console=self._console) as progress:
-                task = progress.add_task(description, total=total, pace="")
-
-                def draw(bar: Bar) -> None:
-                    progress.update(task, completed=bar.completed, total=bar.total, pace=bar.pace)
-
-                yield (bar := Bar(description, total, unit, draw))
-                if not bar.is_begun:
-                    progress.remove_task(task)
-        else:
-            last = time.monotonic()
-
-            def print_now_and_then(bar: Bar) -> None:
-                nonlocal last
-                if time.monotonic() - last >= PLAIN_INTERVAL_S:
-                    last = time.monotonic()
-                    self.message(bar.line)
-
-            yield (bar := Bar(description, total, unit, print_now_and_then))
-            if bar.is_begun:
-                self.message(bar.line)
+        is_drawn = self._console.is_terminal and not self.is_quiet
+        name = TextColumn("{task.description}", markup=False)
+        columns = (name, BarColumn(), MofNCompleteColumn(), _Pace(), TimeElapsedColumn())
+        with Progress(*columns, console=self._console, disable=not is_drawn) as progress:
+            yield (bar := Bar(progress, description, total, unit, None if is_drawn else self.message))
+            bar.say()
 
     def results(self, summary: Summary) -> None:
         """Print the before / after table with 95% intervals; nothing without an evaluation."""
@@ -142,16 +130,15 @@ class RunConsole:
             table.add_row(name, _cell(before), _cell(after), _change(before, after))
         self._console.print(table)
 
-    def teams(self, evaluated: Sequence[tuple[str, Evaluation, float]]) -> None:
-        """Print a table of teams: accuracy, and the cost of an episode by agent. evaluated: (name, evaluation, seconds)."""
+    def team(self, name: str, evaluation: Evaluation, seconds: float) -> None:
+        """Print a team's accuracy, and the cost of an episode by agent. seconds: of the whole evaluation."""
         table = table_of(f"{MEANING}; seconds: of the whole evaluation", "", "correct", *COLUMNS, "seconds")
-        for name, evaluation, seconds in evaluated:
-            whole, parts = episode_costs(evaluation)
-            table.add_row(Text(name), _cell(whole.correct), *whole.cells, f"{seconds:.1f}")
-            for row, found in _rows_at(evaluation):
-                table.add_row(Text(f"  {row}"), _cell(found))
-            for part in parts:
-                table.add_row(Text(f"  {part.name}"), "" if part.correct is None else _cell(part.correct), *part.cells)
+        whole, parts = episode_costs(evaluation)
+        table.add_row(Text(name), _cell(whole.correct), *whole.cells, f"{seconds:.1f}")
+        for row, found in _rows_at(evaluation):
+            table.add_row(Text(f"  {row}"), _cell(found))
+        for part in parts:
+            table.add_row(Text(f"  {part.name}"), "" if part.correct is None else _cell(part.correct), *part.cells)
         if not self._console.is_terminal:
             self._console.width = max(self._console.width, 160)
         self._console.print(table)
@@ -169,8 +156,11 @@ def _rows_at(evaluation: Evaluation) -> list[tuple[str, Estimate]]:
     """Rows of each set: the system, the first agent alone, and pass@k and majorities at the largest k."""
     rows = []
     for prefix, each in {"": evaluation, **{f"{name} ": each for name, each in evaluation.sets.items()}}.items():
-        rows += [(f"{prefix}alone", each.alone)] if each.alone is not None else []
-        rows += [(f"{prefix}system", each.system)] if prefix else []
+        rows += [
+            (f"{prefix}{name}", row)
+            for name, row in each.rows.items()
+            if name == "alone" or (prefix and name == "system")
+        ]
         for kind in AtK.model_fields:
             values: dict[int, Estimate] = getattr(each.system_at, kind)
             rows += [(f"{prefix}{kind.removesuffix('_at')}@{max(values)}", values[max(values)])] if values else []

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from marsrl.rollout.config import AgentConfig
 from marsrl.trainer.config import PolicyConfig, PriceConfig
 from marsrl.trainer.report.summary import UNKNOWN, Estimate, Evaluation, JudgeUsage, Latency, Usage
@@ -130,11 +132,10 @@ def usage(
 
 def latency(seconds: Sequence[float]) -> Latency | None:
     """Median and 95th percentile of episodes' seconds, by the nearest rank; None without any."""
-    ended = sorted(seconds)
-    if not ended:
+    if not seconds:
         return None
-    median_s, p95_s = (ended[math.ceil(p / 100 * len(ended)) - 1] for p in (50, 95))
-    return Latency(median_s=median_s, p95_s=p95_s, n=len(ended))
+    median_s, p95_s = np.percentile(seconds, [50, 95], method="inverted_cdf").tolist()
+    return Latency(median_s=median_s, p95_s=p95_s, n=len(seconds))
 
 
 class EpisodeClock:

@@ -48,34 +48,38 @@ def summarise(
     """
     groups = list(groups)
     samples = [sample for group in groups for sample in group.samples]
+    # a sample that failed before its first token has no segment and no age
+    staleness = [version - s.oldest_version for s in samples if s.segments and s.agent not in frozen]
     metrics: dict[str, float] = {
         "rollout/groups": len(groups),
         "rollout/samples": len(samples),
         "rollout/tokens": sum(len(sample.token_ids) for sample in samples),
         "rollout/unfinished": num_unfinished,
+        **{f"rollout/finish_{each.value}": sum(sample.finish is each for sample in samples) for each in Finish},
+        **_means({"rollout/staleness_mean": staleness, "reward/all/mean": _rewards(samples)}),
     }
-    for finish in Finish:
-        metrics[f"rollout/finish_{finish.value}"] = sum(sample.finish is finish for sample in samples)
-    # a sample that failed before its first token has no segment and no age
-    staleness = [version - s.oldest_version for s in samples if s.segments and s.agent not in frozen]
     if staleness:
-        metrics["rollout/staleness_mean"] = fmean(staleness)
         metrics["rollout/staleness_max"] = max(staleness)
-    rewards = [sample.reward.value for sample in samples if not sample.reward.is_missing]
-    if rewards:
-        metrics["reward/all/mean"] = fmean(rewards)
     by_agent: dict[str, list[Sample]] = {}
     for sample in samples:
         by_agent.setdefault(sample.agent, []).append(sample)
     for agent, own in sorted(by_agent.items()):
-        metrics.update(_reward_metrics(agent, own))
-        metrics.update(_length_metrics(agent, own))
+        metrics |= _reward_metrics(agent, own) | _length_metrics(agent, own)
         if advantages is not None:
             zero = sum(advantages.get(sample.uid, 0.0) == 0 for sample in own)
             metrics[f"advantage/{agent}/fraction_zero"] = zero / len(own)
         if agent in verifiers if verifiers is not None else any(sample.verdict is not None for sample in own):
-            metrics.update(_verdict_metrics(agent, own))
+            metrics |= _verdict_metrics(agent, own)
     return metrics
+
+
+def _means(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """The mean of each that has a value."""
+    return {name: fmean(own) for name, own in values.items() if own}
+
+
+def _rewards(samples: Sequence[Sample]) -> list[float]:
+    return [sample.reward.value for sample in samples if not sample.reward.is_missing]
 
 
 def team_metrics(counted: Mapping[str, float]) -> dict[str, float]:
@@ -107,14 +111,10 @@ def one_sided_verdicts(groups: Iterable[Group]) -> list[str]:
 
 
 def _reward_metrics(agent: str, samples: Sequence[Sample]) -> dict[str, float]:
-    values = [sample.reward.value for sample in samples if not sample.reward.is_missing]
+    values = _rewards(samples)
     correct = [sample.reward.correct for sample in samples if not math.isnan(sample.reward.correct)]
-    metrics: dict[str, float] = {f"reward/{agent}/missing": len(samples) - len(values)}
-    if values:
-        metrics[f"reward/{agent}/mean"] = fmean(values)
-    if correct:
-        metrics[f"reward/{agent}/correct"] = fmean(correct)
-    return metrics
+    means = _means({f"reward/{agent}/mean": values, f"reward/{agent}/correct": correct})
+    return {f"reward/{agent}/missing": len(samples) - len(values)} | means
 
 
 def _length_metrics(agent: str, samples: Sequence[Sample]) -> dict[str, float]:
@@ -129,14 +129,12 @@ def _length_metrics(agent: str, samples: Sequence[Sample]) -> dict[str, float]:
 
 def _verdict_metrics(agent: str, samples: Sequence[Sample]) -> dict[str, float]:
     verdicts = [sample.verdict for sample in samples if sample.verdict is not None]
-    metrics = {f"verdicts/{agent}/missing": 1 - len(verdicts) / len(samples)}
-    if verdicts:
-        metrics[f"verdicts/{agent}/fraction_wrong"] = fmean([not verdict for verdict in verdicts])
     # The reward tells if the verdict agrees with the solution (Orchestration.reward), and so if the solution was right.
     judged = [(s.verdict, s.reward.parts["verdict"]) for s in samples if "verdict" in s.reward.parts]
-    of_wrong = [agrees for verdict, agrees in judged if verdict == (agrees == 0)]
-    if of_wrong:
-        metrics[f"verdicts/{agent}/recall_wrong"] = fmean(of_wrong)
-    if called_wrong := [agrees for verdict, agrees in judged if not verdict]:
-        metrics[f"verdicts/{agent}/precision_wrong"] = fmean(called_wrong)
-    return metrics
+    means: dict[str, Sequence[float]] = {
+        "fraction_wrong": [not verdict for verdict in verdicts],
+        "recall_wrong": [agrees for verdict, agrees in judged if verdict == (agrees == 0)],
+        "precision_wrong": [agrees for verdict, agrees in judged if not verdict],
+    }
+    found = _means({f"verdicts/{agent}/{name}": values for name, values in means.items()})
+    return {f"verdicts/{agent}/missing": 1 - len(verdicts) / len(samples)} | found

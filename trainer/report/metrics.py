@@ -133,9 +133,9 @@ def _start_wandb(project: str, run: RunDirectory, resume_step: int | None) -> An
 
 @dataclass(frozen=True, slots=True)
 class Warned:
-    """One line. step: None if the line is invalid, which text says."""
+    """One line."""
 
-    step: int | None
+    step: int
     text: str
 
 
@@ -146,17 +146,8 @@ def append_warning(path: Path, step: int, text: str) -> None:
 
 
 def read_warnings(path: Path) -> list[Warned]:
-    """Every complete line; none without a file. A torn last line (being written) is skipped."""
+    """Every complete line. A torn last line (being written) is skipped. Raises ValueError: a line is no warning."""
     try:
-        lines = path.read_bytes().split(b"\n")[:-1]
-    except FileNotFoundError:
-        return []
-    return [_warning(line, path) for line in lines]
-
-
-def _warning(line: bytes, path: Path) -> Warned:
-    try:
-        said = json.loads(line)
-        return Warned(int(said["step"]), str(said["text"]))
-    except (ValueError, KeyError, TypeError):
-        return Warned(None, f"{path.name} has a line that is no warning: {line[:80]!r}")
+        return [Warned(**json.loads(line)) for line in path.read_bytes().split(b"\n")[:-1]]
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path.name} has a line that is no warning: {error}") from error

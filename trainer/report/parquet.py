@@ -2,26 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import fields
-from functools import cache
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, fields
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+
+from marsrl.rollout.types import Finish, Segment
 from marsrl.trainer.runs.directory import opened_atomically
 
 if TYPE_CHECKING:
     import pyarrow as pa  # imported where it is used: it starts threads
-    import pyarrow.parquet as pq
+
+Row = TypeVar("Row")
+_ROW_GROUP = 256  # rows of a row group, the unit that is read to show one
+
+_READ: dict[str, Callable[[Any], Any]] = {
+    "Finish": Finish,
+    "tuple[Segment, ...]": lambda listed: tuple(Segment(**each) for each in listed),
+    "IntArray": partial(np.array, dtype=np.int32),
+    "FloatArray": partial(np.array, dtype=np.float32),
+    "BoolArray": partial(np.array, dtype=np.bool_),
+}
+"""Builds a field from a column's value, by the field's type; other types are read as they are."""
 
 
-@cache
-def schema_of(row: type, *places: str) -> pa.Schema:
-    """The columns of a file: `places` (int32), then the dataclass's fields by their types; any may be null."""
+def _schema(kind: type) -> pa.Schema:
+    """A column for each field; any may be null."""
     import pyarrow as pa
 
-    segment = pa.struct([("start", pa.int32()), ("end", pa.int32()), ("version", pa.int32())])
     types = {
         "int": pa.int32(),
         "float": pa.float64(),
@@ -29,38 +41,48 @@ def schema_of(row: type, *places: str) -> pa.Schema:
         "str": pa.string(),
         "Finish": pa.string(),
         "Mapping[str, float | None]": pa.map_(pa.string(), pa.float64()),
-        "tuple[Segment, ...]": pa.list_(segment),
+        "tuple[Segment, ...]": pa.list_(pa.struct({field.name: pa.int32() for field in fields(Segment)})),
         "IntArray": pa.list_(pa.int32()),
         "FloatArray": pa.list_(pa.float32()),
         "BoolArray": pa.list_(pa.bool_()),
     }
-    own = [(field.name, types[str(field.type).removesuffix(" | None")]) for field in fields(row)]
-    return pa.schema([*((name, pa.int32()) for name in places), *own])
+    return pa.schema({field.name: types[str(field.type).removesuffix(" | None")] for field in fields(kind)})
 
 
-def write_rows(path: Path, schema: pa.Schema, groups: Iterable[Sequence[dict[str, Any]]]) -> Path:
-    """Write a file, a row group for each of `groups`, and return its path."""
+def write_rows(path: Path, kind: type[Row], rows: Iterable[Row]) -> Path:
+    """Write a file and return its path. Lone surrogates in texts, which UTF-8 cannot encode, become "?"."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    schema, left = _schema(kind), map(_columns, rows)
     with opened_atomically(path) as file, pq.ParquetWriter(file, schema, compression="zstd") as writer:
-        for rows in groups:
-            writer.write_batch(pa.RecordBatch.from_pylist(rows, schema))
+        while group := list(itertools.islice(left, _ROW_GROUP)):
+            writer.write_batch(pa.RecordBatch.from_pylist(group, schema))
     return path
 
 
-@contextmanager
-def opened(path: str | Path, what: str) -> Iterator[pq.ParquetFile]:
-    """Open the file for reading in the body. what: describes its contents in errors.
+def _columns(row: Any) -> dict[str, Any]:
+    values = asdict(row)
+    return {name: _utf8(value) if type(value) is str else value for name, value in values.items()}
+
+
+def _utf8(text: str) -> str:
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()
+
+
+def read_rows(path: Path, kind: type[Row], what: str, filters: Any = None) -> list[Row]:
+    """The rows that pass the filters (of pyarrow.parquet.read_table). what: describes the file in errors.
 
     Raises ValueError: the file, which the message names, is missing or damaged.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    read = {field.name: _READ.get(str(field.type), lambda value: value) for field in fields(kind)}  # type: ignore[arg-type]
     try:
-        with pq.ParquetFile(path) as file:
-            yield file
+        # partitioning: else a folder called step=9 in the path became a column
+        rows = pq.read_table(path, filters=filters, partitioning=None).to_pylist(maps_as_pydicts="strict")
+        return [kind(**{name: read[name](value) for name, value in row.items()}) for row in rows]
     except FileNotFoundError as error:
         raise ValueError(f"{path} is gone (a step that is played again has a new file)") from error
     except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:

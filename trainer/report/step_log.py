@@ -142,7 +142,12 @@ class StepLog:
         samples = (sample for group in batch.groups for sample in group.samples)
         records = [
             token_record(
-                sample, line, policy := policies[sample.agent], self._team.renderers[policy], trained.get(sample.uid)
+                sample,
+                step,
+                line,
+                policy := policies[sample.agent],
+                self._team.renderers[policy],
+                trained.get(sample.uid),
             )
             for line, sample in enumerate(samples, start=1)  # of the samples file
             if sample.uid in self.kept

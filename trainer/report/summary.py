@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 from marsrl.trainer.runs.directory import write_json
 
@@ -22,8 +22,6 @@ def wilson_interval(successes: float, n: int) -> tuple[float, float]:
     width at p = 0 and p = 1, unlike the normal interval. `successes` may be fractional (a mean of partial credit: the
     interval is then a little too wide). n = 0 gives (0, 1).
     """
-    if n < 0 or not 0 <= successes <= n:
-        raise ValueError(f"wilson_interval: {successes} successes of {n}; expected 0 <= successes <= n")
     if n == 0:
         return 0.0, 1.0
     p, z = successes / n, Z_95
@@ -50,14 +48,6 @@ class Estimate(Schema):
     low: float = Field(ge=0, le=1)
     high: float = Field(ge=0, le=1)
     n: int = Field(ge=0)
-
-    @model_validator(mode="after")
-    def _is_consistent(self) -> Estimate:
-        if (self.mean is None) != (self.n == 0):
-            raise ValueError(f"mean is {self.mean} with n = {self.n}; mean is null exactly when n = 0")
-        if self.mean is not None and not self.low <= self.mean <= self.high:
-            raise ValueError(f"mean {self.mean} is not between low {self.low} and high {self.high}")
-        return self
 
 
 UNKNOWN = Estimate(mean=None, low=0.0, high=1.0, n=0)
@@ -177,12 +167,15 @@ class Evaluation(Schema):
 
     @property
     def rows(self) -> dict[str, Estimate]:
-        """Estimates by name, in the order of the table."""
-        sets: dict[str, Estimate] = {}
-        for name, found in self.sets.items():
-            sets |= {f"{name}/alone": found.alone} if found.alone is not None else {}
-            sets[f"{name}/system"] = found.system
-        return {**sets, **self.agents, "system": self.system}
+        """Estimates by name, in the order of tables: sets, agents, the first agent alone, the system."""
+        sets = {
+            f"{name}/{row}": value
+            for name, found in self.sets.items()
+            for row, value in found.rows.items()
+            if row in ("alone", "system")
+        }
+        alone = {} if self.alone is None else {"alone": self.alone}
+        return {**sets, **self.agents, **alone, "system": self.system}
 
     def outside(self, bounds: Mapping[str, tuple[float, float]]) -> list[str]:
         """A sentence for each row whose mean is outside its bounds, with the value and the bounds."""
@@ -198,7 +191,8 @@ def compared(before: Evaluation | None, after: Evaluation | None) -> list[tuple[
     """(name, before, after) of the table's lines; None if not evaluated."""
     rows = [{} if each is None else each.rows for each in (before, after)]
     names = dict.fromkeys([*rows[0], *rows[1]]) or dict.fromkeys(("system",))
-    return [(name, rows[0].get(name), rows[1].get(name)) for name in sorted(names, key=lambda name: name == "system")]
+    last = ("alone", "system")
+    return [(name, rows[0].get(name), rows[1].get(name)) for name in sorted(names, key=lambda name: name in last)]
 
 
 def of_other_inputs(before: Estimate | None, after: Estimate | None) -> bool:

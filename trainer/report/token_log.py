@@ -3,18 +3,16 @@
 A row for each sample, with its tokens in list columns (TokenRecord): an engine's records beside the results of the update's own
 forward pass; nothing is computed twice for it.
 
-    log = read_tokens("runs/a/tokens/step_10.parquet")
-    for sample in log.samples:
+    for sample in read_tokens("runs/a/tokens/step_10.parquet"):
         sample.logprobs - sample.rollout_logprobs      # [N], NaN where the policy did not choose the token
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -22,22 +20,11 @@ from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.seed import derive_seed
 from marsrl.rollout.types import BoolArray, FloatArray, Group, IntArray, Sample, Segment
 from marsrl.trainer.learner.trained_tokens import CLIPPED, GATED, MASKED, TrainedTokens
-from marsrl.trainer.report.parquet import opened, schema_of, write_rows
-from marsrl.trainer.runs.directory import RunDirectory, step_files, step_of
+from marsrl.trainer.report.parquet import read_rows, write_rows
+from marsrl.trainer.runs.directory import RunDirectory, step_files
 
 MOST_BYTES = 32 << 20  # bytes of a step's columns before compression: a million tokens
 _TOKEN_BYTES, _SAMPLE_BYTES = 24, 1024  # bytes of a token's columns beside its text, of the rest of a sample
-_COLUMNS = {
-    "ends": np.int32,
-    "token_ids": np.int32,
-    "is_sampled": np.bool_,
-    "rollout_logprobs": np.float32,
-    "logprobs": np.float32,
-    "entropy": np.float32,
-    "is_clipped": np.bool_,
-    "is_gated": np.bool_,
-    "is_masked": np.bool_,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +40,9 @@ class TokenRecord:
     is_gated: DMMPT masks the token. is_masked: the gate or loss.correction does.
     """
 
-    uid: str
+    step: int
     line: int
+    uid: str
     group_id: str
     agent: str
     policy: str
@@ -70,14 +58,6 @@ class TokenRecord:
     is_clipped: BoolArray
     is_gated: BoolArray
     is_masked: BoolArray
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLog:
-    """Contents of a file."""
-
-    step: int
-    samples: tuple[TokenRecord, ...]
 
 
 def choose_samples(
@@ -112,25 +92,25 @@ def _size(sample: Sample) -> int:
 
 
 def token_record(
-    sample: Sample, line: int, policy: str, renderer: ChatRenderer, trained: TrainedTokens | None = None
+    sample: Sample, step: int, line: int, policy: str, renderer: ChatRenderer, trained: TrainedTokens | None = None
 ) -> TokenRecord:
     """A sample's tokens. renderer: of its policy; trained: an update's results, None if the sample was not trained."""
     pieces = renderer.pieces(sample.token_ids)
-    text = "".join(pieces).encode("utf-8", "replace").decode()  # lone surrogates of a tokenizer in Python become "?"
     own, num = sample.is_sampled, len(sample.token_ids)
     logprobs, entropy = (np.full(num, np.nan, np.float32) for _ in range(2))
     marks = np.zeros(num, np.uint8)
     if trained is not None:
         logprobs[own], entropy[own], marks[own] = trained.logprobs, trained.entropy, trained.marks
     return TokenRecord(
-        uid=sample.uid,
+        step=step,
         line=line,
+        uid=sample.uid,
         group_id=sample.group_id,
         agent=sample.agent,
         policy=policy,
         update=0 if trained is None else trained.update,
         segments=sample.segments,
-        text=text,
+        text="".join(pieces),
         ends=np.fromiter(accumulate(map(len, pieces)), np.int32, num),
         token_ids=sample.token_ids,
         is_sampled=own,
@@ -143,14 +123,9 @@ def token_record(
     )
 
 
-def token_file(run: RunDirectory, step: int) -> Path:
-    return run.tokens / f"step_{step}.parquet"
-
-
 def write_tokens(run: RunDirectory, step: int, records: Sequence[TokenRecord]) -> Path:
     """Write the tokens of a step atomically and return the file."""
-    rows = [{"step": step, **asdict(record)} for record in records]
-    return write_rows(token_file(run, step), schema_of(TokenRecord, "step"), [rows])
+    return write_rows(run.tokens / f"step_{step}.parquet", TokenRecord, records)
 
 
 def token_files(run: RunDirectory) -> dict[int, Path]:
@@ -158,20 +133,6 @@ def token_files(run: RunDirectory) -> dict[int, Path]:
     return step_files(run.tokens)
 
 
-def read_tokens(path: str | Path) -> TokenLog:
+def read_tokens(path: str | Path) -> list[TokenRecord]:
     """Read a file of write_tokens. Raises ValueError: the file, which the message names, is missing or damaged."""
-    with opened(path, "token log") as file:
-        if not file.schema_arrow.equals(schema_of(TokenRecord, "step")):
-            raise ValueError("its columns are others")
-        samples = tuple(map(_from_row, file.read().to_pylist()))
-        for sample in samples:
-            sizes = {len(getattr(sample, name)) for name in _COLUMNS}
-            if len(sizes) > 1 or (len(sample.ends) and int(sample.ends[-1]) != len(sample.text)):
-                raise ValueError(f"the columns of sample {sample.uid!r} do not fit")
-    return TokenLog(step_of(Path(path)) or 0, samples)
-
-
-def _from_row(row: dict[str, Any]) -> TokenRecord:
-    fields = {name: value for name, value in row.items() if name != "step"}
-    fields["segments"] = tuple(Segment(**each) for each in row["segments"])
-    return TokenRecord(**fields | {name: np.array(row[name], dtype) for name, dtype in _COLUMNS.items()})
+    return read_rows(Path(path), TokenRecord, "token log")

@@ -18,10 +18,10 @@ from __future__ import annotations
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import fields
 from typing import ClassVar
 
 from marsrl.rollout.agents.roles import Role
-from marsrl.rollout.config import Settings
 from marsrl.rollout.tasks.arithmetic import draw_chain
 from marsrl.rollout.tasks.arithmetic_tutor import TutorRates, equality_drill, solver_trace, table_drill, team_traces
 from marsrl.rollout.tasks.config import ArithmeticOptions, QaOptions
@@ -36,10 +36,12 @@ class School(ABC):
     """Generates one team's lessons: traces of tutors that slip, and drills. A seed gives the same lessons on every rank.
 
     tokenizer: key of rollout.tasks.registry.TOKENIZERS. alone: agent whose loss ends phase 1; judged: agent whose loss ends
-    phase 2. section: its own part of config.warm_start, or None. wants: settings it can teach.
+    phase 2. section: its own part of config.warm_start, or None. options: of the task, whose problems the lessons have. wants:
+    settings it can teach.
     """
 
     tokenizer: ClassVar[str]
+    options: ClassVar[type[ArithmeticOptions] | type[QaOptions]]
     alone: ClassVar[Role]
     judged: ClassVar[Role]
     section: ClassVar[str | None] = None
@@ -53,11 +55,6 @@ class School(ABC):
     @abstractmethod
     def teaches(cls, config: RunConfig) -> bool:
         """True if the school can teach the configured team."""
-
-    @classmethod
-    @abstractmethod
-    def options(cls, config: RunConfig) -> Settings:
-        """config.task_options, parsed: the lessons' problems."""
 
     @classmethod
     @abstractmethod
@@ -77,30 +74,19 @@ class ArithmeticSchool(School):
     """Teaches any team on the arithmetic task."""
 
     tokenizer = "arithmetic"
+    options = ArithmeticOptions
     alone, judged = Role.SOLVER, Role.VERIFIER
     wants = "task=arithmetic"
 
     def __init__(self, config: RunConfig, rng: random.Random) -> None:
         super().__init__(config, rng)
-        settings = config.warm_start
-        self._options = self.options(config)
-        self._rates = TutorRates(
-            settings.slip_solver,
-            settings.slip_verifier,
-            settings.slip_corrector,
-            settings.anchor,
-            settings.restate,
-            settings.hard_claims,
-            settings.slip_hard,
-        )
+        self._options = ArithmeticOptions.model_validate(config.task_options)
+        rates = {field.name for field in fields(TutorRates)}
+        self._rates = TutorRates(**config.warm_start.model_dump(include=rates))
 
     @classmethod
     def teaches(cls, config: RunConfig) -> bool:
         return config.task == "arithmetic"
-
-    @classmethod
-    def options(cls, config: RunConfig) -> ArithmeticOptions:
-        return ArithmeticOptions.model_validate(dict(config.task_options))
 
     @classmethod
     def bounds(cls, settings: WarmStartConfig) -> dict[str, tuple[float, float]]:
@@ -128,11 +114,12 @@ class FactsSchool(School):
     """Teaches a team on the built-in questions in their terse wording; section names its orchestration too."""
 
     section: ClassVar[str]
+    options = QaOptions
     traces: ClassVar[Callable[..., list[Trace]]]  # of one problem, by its tutors
 
     def __init__(self, config: RunConfig, rng: random.Random) -> None:
         super().__init__(config, rng)
-        self._options = self.options(config)
+        self._options = QaOptions.model_validate(config.task_options)
 
     def first_lesson(self, step: int) -> list[Trace]:
         return self._drills(self.settings.solver_batch)
@@ -158,10 +145,6 @@ class FactsSchool(School):
         )
 
     @classmethod
-    def options(cls, config: RunConfig) -> QaOptions:
-        return QaOptions.model_validate(dict(config.task_options))
-
-    @classmethod
     def bounds(cls, settings: WarmStartConfig) -> dict[str, tuple[float, float]]:
         return {"system": getattr(settings, cls.section).accuracy}
 
@@ -177,7 +160,7 @@ class SearchSchool(FactsSchool):
 
     @classmethod
     def teaches(cls, config: RunConfig) -> bool:
-        return super().teaches(config) and not cls.options(config).calculations
+        return super().teaches(config) and not QaOptions.model_validate(config.task_options).calculations
 
     def first_lesson(self, step: int) -> list[Trace]:
         """One document at a time at first, then one or two."""

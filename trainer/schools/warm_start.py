@@ -28,7 +28,6 @@ from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.agents.roles import Role
 from marsrl.rollout.tasks.word_tokenizer import Trace
 from marsrl.trainer.config import OptimizerConfig, PolicyConfig, RunConfig
-from marsrl.trainer.data.packing import TrainSequence
 from marsrl.trainer.data.scatter import BatchShard
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.models.init_model import init_model
@@ -94,7 +93,7 @@ def recipe_of(config: RunConfig, shape: str = SHAPE) -> dict[str, Any]:
         "shape": shape,
         "seed": config.run.seed,
         "settings": config.warm_start.model_dump(mode="json", exclude=others),
-        "task": school.options(config).model_dump(mode="json"),
+        "task": school.options.model_validate(config.task_options).model_dump(mode="json"),
     }
 
 
@@ -150,7 +149,16 @@ def teach(
     settings, drills = school.settings, WRITERS.index(None)
 
     def step(lesson: list[Trace], lr: float, role: Role) -> float:
-        sequences = [_sequence(tokens, trace, settings.verdict_weight) for trace in lesson]
+        sequences = [
+            tokens.sequence(
+                each.prompt,
+                each.completion,
+                WRITERS.index(each.role),
+                ends=each.ends,
+                weights=each.weights(settings.verdict_weight),
+            )
+            for each in lesson
+        ]
         losses, _ = imitate(learner, sequences, place, uncounted=(drills,), lr=lr)
         return losses[WRITERS.index(role)][0]
 
@@ -193,13 +201,3 @@ class RunningMean:
     def add(self, value: float) -> float:
         self.value = value if math.isnan(self.value) else 0.95 * self.value + 0.05 * value
         return self.value
-
-
-def _sequence(tokens: DemonstrationTokens, trace: Trace, verdict_weight: float) -> TrainSequence:
-    return tokens.sequence(
-        trace.prompt,
-        trace.completion,
-        WRITERS.index(trace.role),
-        ends=trace.ends,
-        weights=trace.weights(verdict_weight),
-    )

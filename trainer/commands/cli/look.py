@@ -47,7 +47,6 @@ def report(run: Annotated[str, Argument(help="a run's directory")]) -> None:
 def evaluate(
     settings: Settings = None,
     config: Config = None,
-    json: Annotated[str | None, Option(metavar="FILE", help="also write the numbers to this file")] = None,
     out: Annotated[
         Path | None,
         Option(
@@ -60,10 +59,7 @@ def evaluate(
     With a run's directory among the settings: its team and settings, with the weights of its latest checkpoint.
     """
     from marsrl.trainer.evaluate.command import evaluate_alone, settings_of_run
-    from marsrl.trainer.runs.directory import refuse_file_of_a_run
 
-    if json:
-        refuse_file_of_a_run(Path(json))
     words = [word for word in settings or () if "=" in word]
     if runs := [word for word in settings or () if "=" not in word]:
         if len(runs) > 1 or config is not None:
@@ -71,7 +67,7 @@ def evaluate(
         config, weights = settings_of_run(Path(runs[0]))
         print("# weights:", *weights, file=sys.stderr)
         words = [*weights, *words]
-    evaluate_alone(config, words, json, out)
+    evaluate_alone(config, words, out)
 
 
 @command("look", "marsrl compare runs/one runs/two --html compare.html")

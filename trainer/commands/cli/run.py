@@ -24,28 +24,17 @@ def try_team(
     """Play one problem by a team with made-up answers and show whom it asks, and what that is worth; no model is needed."""
     import logging
 
-    from marsrl.rollout import team
-    from marsrl.rollout.gateway import gateway
     from marsrl.trainer.config.read import read_config
     from marsrl.trainer.evaluate.rehearsal import drawn, read_answers, rehearse, reward_rules
 
-    def has_traceback(record: logging.LogRecord) -> bool:
-        return record.exc_info is not None  # in a team that ships; errors of a user's code are in the tree
-
-    def is_of_no_session(record: logging.LogRecord) -> bool:
-        return not record.getMessage().startswith("session ")  # its error is in the tree
-
     read, origin = read_config(config, settings or ())
     said = read_answers(answers, list(read.agents)) if answers else {}
-    log, gateway_log = logging.getLogger(team.__name__), logging.getLogger(gateway.__name__)
-    log.addFilter(has_traceback)
-    gateway_log.addFilter(is_of_no_session)
+    logging.disable(logging.ERROR)  # what fails is in the tree
     try:
         with origin.places_in_errors():
             rehearsal = rehearse(read, said, question=question, reference=reference)
     finally:
-        log.removeFilter(has_traceback)
-        gateway_log.removeFilter(is_of_no_session)
+        logging.disable(logging.NOTSET)
     print(f"# settings: {origin}", *(f"# {line}" for line in reward_rules(read)), sep="\n")
     console(160).print(drawn(rehearsal, with_prompts=prompts))
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections import ChainMap, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -131,81 +132,75 @@ def judged(
     return Stage(name, {**config.model_dump(mode="json"), **asked}, decide)
 
 
+@dataclass(eq=False, slots=True)
 class _Judge:
-    """Requests missing answers, rows ahead, and decides in the order of the rows."""
+    """Requests missing answers, rows ahead, and decides in the order of the rows.
 
-    def __init__(
-        self,
-        name: str,
-        config: CriterionConfig,
-        asked: Mapping[str, Any],
-        seed: int,
-        start: Callable[[], tuple[ChatRenderer, EnginePool]],
-        answers: Answers[_Said],
-    ) -> None:
-        """asked: everything that answers depend on besides question and reference."""
-        self._name, self._config, self._asked, self._seed = name, config, asked, seed
-        self._start, self._answers = start, answers
-        self._engines: tuple[ChatRenderer, EnginePool] | None = None
-        self._failed: dict[str, _Said] = {}  # by key: not saved, so asked again the next time
-        self._said = ChainMap(answers, self._failed)
-        self._prompt_ends: dict[str, str] = {}  # of pending requests
+    asked: everything that answers depend on besides question and reference. prompt_ends: of pending requests.
+    """
+
+    name: str
+    config: CriterionConfig
+    asked: Mapping[str, Any]
+    seed: int
+    start: Callable[[], tuple[ChatRenderer, EnginePool]]
+    answers: Answers[_Said]
+    engines: tuple[ChatRenderer, EnginePool] | None = None
+    prompt_ends: dict[str, str] = field(default_factory=dict)
 
     def decisions(self, rows: Iterator[Row]) -> Decisions:
-        share = MissingShare(f"curate.{self._name}.max_missing_share", self._config.max_missing_share)
+        share = MissingShare(f"curate.{self.name}.max_missing_share", self.config.max_missing_share)
         ahead: deque[tuple[Row, str]] = deque()
-        is_more = True
-        while is_more or ahead:
-            while is_more and len(ahead) < _AHEAD:
-                row = next(rows, None)
-                is_more = row is not None
-                if row is not None:
-                    ahead.append((row, self._ask(row.problem)))
-            while ahead and (said := self._said.get(ahead[0][1])) is not None:
+        while True:
+            ahead.extend((row, self._ask(row.problem)) for row in itertools.islice(rows, _AHEAD - len(ahead)))
+            if not ahead:
+                break
+            while ahead and (said := self.answers.get(ahead[0][1])) is not None:
                 row, _ = ahead.popleft()
                 share.count(f"{row.problem.id}: {said.reason[-200:]!r}" if said.verdict is None else None)
                 yield row, self._decision(said)
-            if self._prompt_ends:
+            if self.prompt_ends:
                 self._collect()
         share.check()
 
     def _decision(self, said: _Said) -> Decision:
         if said.verdict is None:
-            return Decision(self._config.missing == "keep", _UNREADABLE, said.reason)
-        criterion = CRITERIA[self._name]
+            return Decision(self.config.missing == "keep", _UNREADABLE, said.reason)
+        criterion = CRITERIA[self.name]
         return Decision(said.verdict, criterion.yes if said.verdict else criterion.no, said.reason)
 
     def _ask(self, problem: Problem) -> str:
         """The key of the problem's answer; requests it unless it is saved or pending."""
         references = [_NO_REFERENCE] if problem.answer is None else right_answers(problem.answer)
         answer = references[0] if len(references) == 1 else "\n".join((_SEVERAL, *references))
-        key = key_of(question=problem.question, answer=answer, **self._asked)
-        if key in self._said or key in self._prompt_ends:
+        key = key_of(question=problem.question, answer=answer, **self.asked)
+        if key in self.answers or key in self.prompt_ends:
             return key
-        config = self._config
-        self._engines = self._engines or self._start()
-        renderer, pool = self._engines
-        chat = messages(CRITERIA[self._name], config.instructions, problem.question, answer)
+        config = self.config
+        self.engines = self.engines or self.start()
+        renderer, pool = self.engines
+        chat = messages(CRITERIA[self.name], config.instructions, problem.question, answer)
         prompt, text = renderer.render(chat, **config.template_options)
         if len(prompt) > config.max_input_tokens:
-            too_long = f"the prompt has {len(prompt):,} tokens, at most curate.{self._name}.max_input_tokens"
-            self._answers.add(key, {"too_long": f"{too_long} = {config.max_input_tokens:,}"})
+            too_long = f"the prompt has {len(prompt):,} tokens, at most curate.{self.name}.max_input_tokens"
+            self.answers.add(key, {"too_long": f"{too_long} = {config.max_input_tokens:,}"})
             return key
-        self._prompt_ends[key] = text[-40:]
+        self.prompt_ends[key] = text[-40:]
         sampling = Sampling(config.temperature, config.top_p, -1, renderer.stop_ids)
-        seed = derive_seed(self._seed, "curate", self._name, key)
+        seed = derive_seed(self.seed, "curate", self.name, key)
         pool.submit([DecodeRequest(key, prompt, config.max_response_tokens, sampling, seed, key)], version=0)
         return key
 
     def _collect(self) -> None:
-        assert self._engines is not None
-        renderer, pool = self._engines
+        assert self.engines is not None
+        renderer, pool = self.engines
         for result in pool.collect(_WAIT_S):
-            thinks = self._prompt_ends.pop(result.uid).rstrip().endswith(THINK_OPEN)
+            thinks = self.prompt_ends.pop(result.uid).rstrip().endswith(THINK_OPEN)
             if result.finish in (Finish.STOP, Finish.LENGTH):
-                self._answers.add(result.uid, {"text": visible(renderer.decode(result.token_ids), thinks) or ""})
+                self.answers.add(result.uid, {"text": visible(renderer.decode(result.token_ids), thinks) or ""})
             else:
-                self._failed[result.uid] = _Said(None, f"not answered: {result.error or result.finish.value}")
+                why = f"not answered: {result.error or result.finish.value}"
+                self.answers[result.uid] = _Said(None, why)  # not saved, so asked again the next time
 
 
 def _read(answer: Any) -> _Said | None:

@@ -11,9 +11,7 @@ A stopped stage is repeated from its first row; saved answers of models are not 
 
 from __future__ import annotations
 
-import bisect
 import os
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -78,22 +76,16 @@ class _Decided:
         with names_file(path):
             self._file: BinaryIO = open(path, "wb")  # noqa: SIM115 - close() does
         self.counts: Counter[str] = Counter()
-        self._chosen: dict[str, list[tuple[int, Example]]] = {}  # by kind: with the hash of the row's number
+        self.examples: dict[str, list[Example]] = {}  # the first of each kind
 
     def add(self, row: Row, decision: Decision, line: bytes) -> None:
         with names_file(self._path):
             self._file.write(line)
         self.counts[decision.kind] += 1
-        # rows whose numbers have the lowest hashes: spread over all rows, and reproducible
-        order, chosen = zlib.crc32(str(row.number).encode()), self._chosen.setdefault(decision.kind, [])
-        if len(chosen) < NUM_EXAMPLES or order < chosen[-1][0]:
+        own = self.examples.setdefault(decision.kind, [])
+        if len(own) < NUM_EXAMPLES:
             question, detail = row.problem.question[:MAX_EXAMPLE_CHARS], decision.detail[:MAX_EXAMPLE_CHARS]
-            example = Example(id=row.problem.id, question=question, detail=detail)
-            bisect.insort(chosen, (order, example), key=lambda each: each[0])
-            del chosen[NUM_EXAMPLES:]
-
-    def examples(self) -> dict[str, list[Example]]:
-        return {kind: [example for _, example in chosen] for kind, chosen in self._chosen.items()}
+            own.append(Example(id=row.problem.id, question=question, detail=detail))
 
     def close(self) -> None:
         """Flush to disk and close."""
@@ -156,7 +148,7 @@ class Pipeline:
                 (kept if decision.is_kept else dropped).add(row, decision, line)
                 bar.advance()
         return Tally(
-            kept=kept.counts, dropped=dropped.counts, kept_examples=kept.examples(), dropped_examples=dropped.examples()
+            kept=kept.counts, dropped=dropped.counts, kept_examples=kept.examples, dropped_examples=dropped.examples
         )
 
     def _kept(self, name: str) -> Iterator[Row]:

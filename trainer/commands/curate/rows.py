@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +18,6 @@ from marsrl.rollout.tasks.data import lookup, problem_of, read_problem_rows
 from marsrl.rollout.types import Problem
 from marsrl.trainer.config.curate import LevelConfig
 
-DEEPEST = 200  # nesting depth of a row; Python's own limit is near 1000
 _ENOUGH = 50  # rows from which a share is meaningful
 
 
@@ -96,32 +94,25 @@ def from_line(line: bytes, task: str) -> Row:
 def encoded(value: Mapping[str, Any]) -> bytes:
     """JSON in one line. Types of tables get the nearest form: dates as ISO 8601, NaN and infinity as null.
 
-    Raises BadLine: JSON cannot represent it (bytes, or deeper than DEEPEST).
+    Raises BadLine: JSON cannot represent it (bytes, or too many levels).
     """
     try:
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    except (ValueError, TypeError, RecursionError):
-        text = json.dumps(_plain(value, DEEPEST), ensure_ascii=False, allow_nan=False)
-    try:
+        try:
+            text = json.dumps(value, ensure_ascii=False, allow_nan=False, default=_nearest)
+        except ValueError:
+            finite = json.loads(json.dumps(value, default=_nearest), parse_constant=lambda name: None)
+            text = json.dumps(finite, ensure_ascii=False)
         return text.encode() + b"\n"
     except UnicodeEncodeError:  # a lone surrogate in an unused field
         return json.dumps(json.loads(text)).encode("ascii") + b"\n"
+    except (TypeError, RecursionError) as error:
+        raise BadLine(f"a field of the row is not for JSON: {error}") from error
 
 
-def _plain(value: Any, depth: int) -> Any:
-    if depth == 0:
-        raise BadLine(f"lists and objects of the row are nested more than {DEEPEST} deep")
-    if isinstance(value, Mapping):
-        return {str(key): _plain(below, depth - 1) for key, below in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(below, depth - 1) for below in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
+def _nearest(value: Any) -> str:
     if isinstance(value, datetime.date | datetime.time):
         return value.isoformat()
-    if value is None or isinstance(value, str | bool | int | float):
-        return value
-    raise BadLine(f"a field of the row is {type(value).__name__}, which JSON does not have")
+    raise TypeError(f"it is {type(value).__name__}")
 
 
 def readable(max_question_chars: int, origin: Mapping[str, Any]) -> Stage:

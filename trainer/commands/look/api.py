@@ -21,12 +21,13 @@ from marsrl.rollout.types import FloatArray
 from marsrl.trainer.commands.look.catalog import FLAGS, Catalog, Filter, Row
 from marsrl.trainer.commands.look.comparison import names_of, numbers_of, read_compared, side_by_side
 from marsrl.trainer.commands.look.measured import charts, curves, life, spans, speed, warnings
-from marsrl.trainer.commands.look.palette import engine_name, section_of
+from marsrl.trainer.commands.look.palette import section_of
 from marsrl.trainer.commands.look.visible import Key, shown
-from marsrl.trainer.report.samples_log import read_lines, sample_files
-from marsrl.trainer.report.summary import Estimate, Summary, compared, load_summary, of_other_inputs
-from marsrl.trainer.report.token_log import TokenLog, TokenRecord, read_tokens, token_files
+from marsrl.trainer.report.samples_log import sample_files
+from marsrl.trainer.report.summary import Estimate, compared, load_summary, of_other_inputs
+from marsrl.trainer.report.token_log import TokenRecord, read_tokens, token_files
 from marsrl.trainer.runs.directory import RunDirectory
+from marsrl.trainer.runs.existing_run import flat
 from marsrl.trainer.runs.lock import why_held
 
 LISTS = ("flag", "name")
@@ -95,7 +96,7 @@ def _question(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def overview(catalog: Catalog) -> dict[str, Any]:
-    """rows: of the table; confusions: of agents that give verdicts; facts: (label, text); config: config.yaml;
+    """rows: of the table; confusions: of agents that give verdicts; facts: (key of summary.json, text); config: config.yaml;
     num_non_finite: number of non-finite metric values. Without summary.json rows and facts are empty.
     """
     run = catalog.run
@@ -121,8 +122,10 @@ def overview(catalog: Catalog) -> dict[str, Any]:
         for name, before, after in evaluated
     ]
     rows = [*evaluated, *(row for row in breaks if row[1] or row[2])]
+    recorded = summary.model_dump(mode="json", by_alias=True, exclude={"before", "after"})
+    engine = f"{summary.engine.library} {summary.engine.version}"
     return found | {
-        "summary": f"{summary.task} · {summary.steps} steps · {engine_name(summary.engine)} · {summary.device}",
+        "summary": f"{summary.task} · {summary.steps} steps · {engine} · {summary.device}",
         "rows": [_estimates(*row, is_bar=row in evaluated) for row in rows],
         "confusions": [
             {"title": f"{name} {title}", "before": _counts(before, field), "after": _counts(after, field)}
@@ -130,7 +133,7 @@ def overview(catalog: Catalog) -> dict[str, Any]:
             for title, field in (("on fixed solutions", "confusion"), ("in the loop", "loop_confusion"))
             if _counts(before, field) or _counts(after, field)
         ],
-        "facts": _facts(summary),
+        "facts": [(key, _fact(value)) for key, value in flat(recorded).items() if value is not None],
     }
 
 
@@ -149,27 +152,10 @@ def _counts(of: Estimate | None, field: str) -> dict[str, int] | None:
     return None if found is None else found.model_dump()
 
 
-def _facts(summary: Summary) -> list[tuple[str, str]]:
-    engine, warm = summary.engine, summary.warm_start
-    sampler = f"; {engine.sampler}" if engine.sampler else ""
-    facts = [
-        ("Engine", f"{engine_name(engine)} on {engine.device}, {engine.dtype}{sampler}"),
-        ("Tokens per engine", " · ".join(f"{num:,}" for num in summary.tokens_per_engine)),
-        ("Verified weight syncs", f"{summary.verified_syncs}"),
-        ("Model", summary.model),
-        ("Device", summary.device),
-        ("Seeds", ", ".join(f"{key} {value}" for key, value in summary.seeds.items())),
-    ]
-    if warm is not None:
-        means = ", ".join(f"{name} {'–' if mean is None else f'{mean:.3f}'}" for name, mean in warm.measured.items())
-        made = "from the cache" if warm.cached else f"{warm.seconds:.0f} s"
-        facts.append(("Warm start", f"{made}, the team {'as' if warm.as_wanted else 'not as'} wanted ({means})"))
-    facts += [
-        ("Timings", ", ".join(f"{key} {value:.1f} s" for key, value in summary.timings.items())),
-        ("Versions", ", ".join(f"{key} {value}" for key, value in summary.versions.items())),
-        ("Commit", summary.commit or "not from a git checkout"),
-    ]
-    return facts
+def _fact(value: Any) -> str:
+    if isinstance(value, list):
+        return " · ".join(map(_fact, value))
+    return f"{value:,.6g}" if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
 
 
 def samples(catalog: Catalog, before: str = "", through: str = "", **wanted: Any) -> dict[str, Any]:
@@ -187,22 +173,33 @@ def sample(catalog: Catalog, step: int, line: int) -> dict[str, Any]:
     """A sample with its texts, its tree, and its changes to the solution that it repairs."""
     found = _found(catalog, step, line)
     family = catalog.tree(found.rollout)
-    files = sample_files(catalog.run)
-    if step not in files:
-        raise ValueError(f"the samples file of step {step} is gone")
-    record = read_lines(files[step], [line])[line]
     repaired, diff = _repaired(found, family, catalog.judges), None
-    if repaired is not None and repaired.step in files:
-        before = read_lines(files[repaired.step], [repaired.line])[repaired.line]
-        diff = {"of": _row(repaired), "parts": differences(before.text, record.text)}
-    fields = dataclasses.asdict(record) | {"finish": record.finish.value}
-    sessions = section_of(catalog.run.config, "external") is not None
-    tree = [_row(each) for each in family]
-    return {"row": _row(found), "record": fields, "tree": tree, "sessions": sessions, "diff": diff}
+    records = catalog.records([found] if repaired is None else [found, repaired])
+    if repaired is not None:
+        parts = differences(records[repaired.uid].text, records[found.uid].text)
+        diff = {"of": _row(repaired), "parts": parts}
+    return {
+        "row": _row(found),
+        "record": dataclasses.asdict(records[found.uid]),
+        "tree": [_row(each) for each in family],
+        "sessions": section_of(catalog.run.config, "external") is not None,
+        "diff": diff,
+    }
 
 
 def tokens(catalog: Catalog, step: int, line: int) -> dict[str, Any]:
-    return tokens_of_sample(catalog.run, step, _found(catalog, step, line).uid)
+    """kept: the sample's columns, or None; near: the nearest step with kept tokens, and samples in it, those of its agent first.
+
+    Raises ValueError: the step's file, which the message names, is damaged.
+    """
+    found, logged = _found(catalog, step, line), _kept_tokens(token_files(catalog.run), step)
+    kept = next((each for each in logged if (each.step, each.uid) == (step, found.uid)), None)
+    near = sorted(logged, key=lambda each: (each.agent != found.agent, each.line))[:_MOST_LISTED]
+    samples = [{"line": each.line, "agent": each.agent} for each in near]
+    return {
+        "kept": None if kept is None else _columns(kept),
+        "near": {"step": near[0].step, "samples": samples} if near else None,
+    }
 
 
 def _is_going_on(run: RunDirectory) -> bool:
@@ -273,27 +270,15 @@ def _matched(before: Sequence[str], after: Sequence[str]) -> Iterator[tuple[str,
         yield "".join(before[a:b]), "".join(after[c:d]), kind == "equal"
 
 
-def tokens_of_sample(run: RunDirectory, step: int, uid: str) -> dict[str, Any]:
-    """kept: the sample's columns, or None; near: the nearest step with a token log, and samples in it.
-
-    Raises ValueError: the step's file, which the message names, is damaged.
-    """
-    log = _nearest(token_files(run), step)
-    kept = None
-    if log is not None and log.step == step:
-        kept = next((record for record in log.samples if record.uid == uid), None)
-    return {"kept": None if kept is None else _columns(kept), "near": None if log is None else _near(log, uid)}
-
-
-def _nearest(files: Mapping[int, Path], step: int) -> TokenLog | None:
-    """The log of the step itself or of the nearest readable one. Only damage of the step's own file is raised."""
+def _kept_tokens(files: Mapping[int, Path], step: int) -> list[TokenRecord]:
+    """The tokens that were kept of the step, or of the nearest one with a readable file. Only damage of its own is raised."""
     for each in sorted(files, key=lambda each: (abs(each - step), each)):
         try:
             return read_tokens(files[each])
         except ValueError:  # missing while the step is being repeated
             if each == step and files[each].exists():
                 raise
-    return None
+    return []
 
 
 def _columns(record: TokenRecord) -> dict[str, Any]:
@@ -318,10 +303,3 @@ def _columns(record: TokenRecord) -> dict[str, Any]:
 def _numbers(values: FloatArray) -> Sequence[float | None]:
     """Values with six digits; None if missing or not finite."""
     return [float(f"{value:.6g}") if np.isfinite(value) else None for value in values.tolist()]
-
-
-def _near(log: TokenLog, uid: str) -> dict[str, Any]:
-    """Samples in the nearest log, those of the same agent first."""
-    agent = uid.rpartition("/")[2].rpartition(":")[0]
-    listed = sorted(log.samples, key=lambda record: (record.agent != agent, record.line))[:_MOST_LISTED]
-    return {"step": log.step, "samples": [{"line": each.line, "agent": each.agent} for each in listed]}

@@ -16,12 +16,13 @@ from typing import Any, TypeVar
 import duckdb
 from pydantic import BaseModel, ConfigDict
 
-from marsrl.trainer.report.metrics import parse_metrics, read_warnings
-from marsrl.trainer.report.samples_log import sample_files
+from marsrl.trainer.report.metrics import Warned, read_metrics, read_warnings
+from marsrl.trainer.report.samples_log import SampleRecord, read_samples, sample_files
 from marsrl.trainer.report.trace import Span, read_trace
 from marsrl.trainer.runs.directory import RunDirectory
 
 T = TypeVar("T")
+Curves = dict[str, list[tuple[int, float | None]]]
 PAGE = 50
 _READ_S = 1.0  # seconds for new samples files in one refresh; the rest follows in the next
 _SEARCH_S = 0.15  # seconds after which a search for words returns what it has found
@@ -40,13 +41,14 @@ FLAGS = {
 it gave a readable verdict."""
 
 _FILE = "read_parquet(?, hive_partitioning = false)"  # else a folder called step=9 in the path became a column
-_TABLE = f"""CREATE TABLE samples(step INTEGER, line INTEGER, agent VARCHAR, problem VARCHAR, rollout VARCHAR, uid VARCHAR,
+_TABLE = """CREATE TABLE samples(step INTEGER, line INTEGER, agent VARCHAR, problem VARCHAR, rollout VARCHAR, uid VARCHAR,
     parent VARCHAR, answer VARCHAR, verdict BOOLEAN, reward DOUBLE, correct DOUBLE, advantage DOUBLE, num_tokens INTEGER,
-    age INTEGER, {", ".join(f'"is {name}" BOOLEAN' for name in FLAGS)})"""
+    age INTEGER, flags VARCHAR[])"""
 _INSERT = f"""INSERT INTO samples SELECT step, line, agent, problem_id, rollout_id, uid, parent_uid, left(answer, 200), verdict,
     reward, correct, advantage, num_tokens,
     CASE WHEN len(segments) > 0 THEN greatest(0, step - 1 - list_min(list_transform(segments, lambda s: s.version))) END,
-    {", ".join(f"coalesce({condition}, false)" for condition in FLAGS.values())} FROM {_FILE}"""
+    list_filter([{", ".join(f"CASE WHEN {condition} THEN '{name}' END" for name, condition in FLAGS.items())}],
+    lambda flag: flag IS NOT NULL) FROM {_FILE}"""
 _TEXTS = f"""SELECT line, concat_ws(chr(10), text,
     CASE WHEN row_number() OVER (PARTITION BY group_id ORDER BY line) = 1 THEN prompt END) AS words FROM {_FILE}"""
 
@@ -85,7 +87,7 @@ class Row:
     advantage: float | None
     num_tokens: int
     age: int | None
-    flags: tuple[str, ...]
+    flags: list[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +100,8 @@ class Page:
 
 
 class Catalog:
-    """One run. Thread-safe. `refresh` reads new logs.
+    """One run. Thread-safe. `refresh` reads new samples; other files are read again when they have changed.
 
-    curves: (step, value) by metric, None if not finite. steps: first and last step with metrics, None without any.
     refused: reasons why files are unreadable, by file name.
     """
 
@@ -113,17 +114,13 @@ class Catalog:
         self._db.execute(_TABLE)
         self._files: dict[int, tuple[int, int]] = {}
         self._damages: dict[int, str] = {}
-        self.curves: dict[str, list[tuple[int, float | None]]] = {}
-        self.steps: tuple[int, int] | None = None
-        self._metrics_read = (0, 0)  # inode, bytes
         self._kept: dict[str, tuple[object, Any]] = {}  # of files that are read whole
         self.refused: dict[str, str] = {}
 
     def refresh(self, budget_s: float | None = _READ_S) -> None:
-        """Read new logs, the newest samples first. budget_s: seconds for samples files (None: read all of them)."""
+        """Read new samples, the newest first. budget_s: seconds for them (None: read all)."""
         began = time.monotonic()
         with self._lock:
-            self._read_metrics()
             files = sample_files(self.run)
             for step in self._files.keys() - files.keys():
                 self._forget(step)
@@ -145,63 +142,49 @@ class Catalog:
             self._db.execute("DELETE FROM samples WHERE step = ?", [step])
             self._damages.pop(step, None)
 
-    def _read_metrics(self) -> None:
-        try:
-            found = self.run.metrics.stat()
-        except FileNotFoundError:
-            return
-        inode, read = self._metrics_read
-        if inode != found.st_ino or found.st_size < read:  # replaced: a resumed run cut off lost steps
-            self.curves, self.steps, read = {}, None, 0
-            self.refused.pop("metrics.jsonl", None)
-        with open(self.run.metrics, "rb") as file:
-            file.seek(read)
-            content = file.read()
-        whole = content[: content.rfind(b"\n") + 1]
-        try:
-            for row, _ in parse_metrics(whole, self.run.metrics):
-                self.steps = (self.steps or (row.step,))[0], row.step
-                for name, value in row.values.items():
-                    self.curves.setdefault(name, []).append((row.step, value))
-        except ValueError as error:
-            self.refused["metrics.jsonl"] = str(error)
-        self._metrics_read = found.st_ino, read + len(whole)
-
-    def _whole(self, path: Path, read: Callable[[Path], list[T]]) -> list[T]:
-        """Contents of a file, read again if it has changed."""
+    def _whole(self, path: Path, read: Callable[[Path], T], empty: T) -> T:
+        """Contents of a file, read again if it has changed; `empty` without one that is readable."""
         state = _state(path)
-        known, found = self._kept.get(path.name, (None, []))
+        known, found = self._kept.get(path.name, (None, empty))
         if state != known:
             try:
-                found = [] if state is None else read(path)
+                found = empty if state is None else read(path)
                 self.refused.pop(path.name, None)
             except ValueError as error:
-                found, self.refused[path.name] = [], str(error)
+                found, self.refused[path.name] = empty, str(error)
             self._kept[path.name] = state, found
         return found
 
     @property
+    def curves(self) -> Curves:
+        """(step, value) by metric; None: it was not finite."""
+        return self._whole(self.run.metrics, _curves, {})
+
+    @property
+    def steps(self) -> tuple[int, int] | None:
+        """First and last step with metrics, None without any."""
+        curves = self.curves.values()
+        return (min(curve[0][0] for curve in curves), max(curve[-1][0] for curve in curves)) if curves else None
+
+    @property
     def trace(self) -> list[Span]:
-        return self._whole(self.run.trace, read_trace)
+        return self._whole(self.run.trace, read_trace, [])
 
     @property
     def warnings(self) -> list[tuple[int | None, str, str]]:
         """(step, kind, text): the run's warnings, and its unreadable files."""
-        listed: list[tuple[int | None, str, str]] = [
-            (each.step, "said" if each.step is not None else self.run.warnings.name, each.text)
-            for each in self._whole(self.run.warnings, read_warnings)
+        said: list[Warned] = self._whole(self.run.warnings, read_warnings, [])
+        return [
+            *((each.step, "said", each.text) for each in said),
+            *((None, name, text) for name, text in self.refused.items()),
+            *((step, "samples", text) for step, text in self._damages.items()),
         ]
-        listed += [(None, name, text) for name, text in self.refused.items()]
-        return listed + [(step, "samples", text) for step, text in self._damages.items()]
 
     @property
     def counts(self) -> dict[str, int | None]:
         """Numbers of samples and of steps read, and the last step with metrics."""
-        return {
-            "samples": self._all("SELECT count(*) FROM samples")[0][0],
-            "files": len(self._files),
-            "last_metrics": None if self.steps is None else self.steps[1],
-        }
+        num, steps = self._all("SELECT count(*) FROM samples")[0][0], self.steps
+        return {"samples": num, "files": len(self._files), "last_metrics": None if steps is None else steps[1]}
 
     @property
     def agents(self) -> list[str]:
@@ -228,6 +211,17 @@ class Catalog:
         """The sample on a line of a step's file."""
         found = self._rows("step = ? AND line = ?", [step, line])
         return found[0] if found else None
+
+    def records(self, rows: Sequence[Row]) -> dict[str, SampleRecord]:
+        """The whole samples, by uid. Raises ValueError: a file is gone or damaged, or its step has been played again."""
+        lines: dict[int, set[int]] = {}
+        for row in rows:
+            lines.setdefault(row.step, set()).add(row.line)
+        files = {step: self.run.samples / f"step_{step}.parquet" for step in lines}
+        found = {each.uid: each for step, file in files.items() for each in read_samples(file, lines[step])}
+        if missing := sorted({row.uid for row in rows} - found.keys()):
+            raise ValueError(f"{missing[0]} is not in its file any more: a step that is played again has a new file")
+        return found
 
     def deepest(self, *, last: bool, num: int) -> list[str]:
         """Rollout instances with the most agents, among those with a sample in the first or the last step."""
@@ -276,11 +270,7 @@ class Catalog:
         return _page(rows, None)
 
     def _rows(self, conditions: str, values: Sequence[Any], rest: str = "") -> list[Row]:
-        num = len(FLAGS)
-        return [
-            Row(*(*each[:-num], tuple(name for name, has in zip(FLAGS, each[-num:], strict=True) if has)))
-            for each in self._all(f"SELECT * FROM samples WHERE {conditions} {rest}", values)
-        ]
+        return [Row(*each) for each in self._all(f"SELECT * FROM samples WHERE {conditions} {rest}", values)]
 
     def _all(self, sql: str, values: Sequence[Any] = ()) -> list[Any]:
         with self._lock:
@@ -296,13 +286,22 @@ def _conditions(wanted: Filter) -> tuple[str, list[Any]]:
         "reward >= ?": wanted.low,
         "reward <= ?": wanted.high,
     }
-    used = {condition: value for condition, value in bounds.items() if value is not None}
-    return " AND ".join(["true", *used, *(f'"is {flag}"' for flag in wanted.flag)]), list(used.values())
+    used = [(condition, value) for condition, value in bounds.items() if value is not None]
+    used += [("list_contains(flags, ?)", flag) for flag in wanted.flag]
+    return " AND ".join(["true", *(condition for condition, _ in used)]), [value for _, value in used]
 
 
 def _page(rows: Sequence[Row], num: int | None) -> Page:
     shown = list(rows[:PAGE])
     return Page(shown, num, (shown[-1].step, shown[-1].line) if len(rows) > PAGE else None)
+
+
+def _curves(path: Path) -> Curves:
+    curves: Curves = {}
+    for row in read_metrics(path):
+        for name, value in row.values.items():
+            curves.setdefault(name, []).append((row.step, value))
+    return curves
 
 
 def _state(path: Path) -> tuple[int, int] | None:

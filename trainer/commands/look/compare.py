@@ -15,8 +15,6 @@ from marsrl.trainer.commands.look.visible import shown
 from marsrl.trainer.report.console import table_of
 from marsrl.trainer.runs.directory import refuse_file_of_a_run
 
-_BARS = "▁▂▃▄▅▆▇█"
-
 
 def compare(paths: Sequence[str], html: str | None, console: Console) -> None:
     """Print the tables, write the page. Raises ValueError: fewer than two runs, or one is unreadable."""
@@ -41,13 +39,12 @@ def _show(console: Console, runs: Sequence[Compared], told: Mapping[str, Any]) -
     for row in told["rows"]:
         last.add_row(*map(Text, (row["name"], *map(_cell, row["cells"]))))
     console.print(last)
-    course = table_of("evaluations on the way", "run", "step", "tokens", "hours", "alone", "system", "")
+    course = table_of("evaluations on the way", "run", "step", "tokens", "hours", "alone", "system")
     for name, run in zip(names, runs, strict=True):
-        line = _sparkline([each.system.mean for _, each in run.evaluations])
         for i, (place, each) in enumerate(run.evaluations):
             numbers = (f"{place.step}", f"{place.tokens:,.0f}", f"{place.hours:.2f}")
             values = (_estimate(numbers_of(found)) for found in (each.alone, each.system))
-            course.add_row(*map(Text, ("" if i else name, *numbers, *values, "" if i else line)))
+            course.add_row(*map(Text, ("" if i else name, *numbers, *values)))
     console.print(course)
     takes = table_of(f"the last evaluations; {told['meaning']}", "", *told["columns"])
     for run in told["costs"]:
@@ -71,8 +68,3 @@ def _estimate(value: Mapping[str, Any] | None) -> str:
     if value is None:
         return "-"
     return f"{value['mean']:.3f} ({value['low']:.3f}-{value['high']:.3f})"
-
-
-def _sparkline(values: Sequence[float | None]) -> str:
-    """Shares in [0, 1] as a curve, a character each."""
-    return "".join(" " if value is None else _BARS[min(len(_BARS) - 1, int(value * len(_BARS)))] for value in values)

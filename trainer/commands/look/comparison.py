@@ -69,13 +69,6 @@ class Difference:
         return f"{self.mean:+.3f} ({interval})"
 
 
-def rows_of(evaluation: Evaluation) -> dict[str, Estimate]:
-    """Rows to show, by name; the first agent alone and the system come last."""
-    rows = evaluation.rows
-    system = rows.pop("system")
-    return {**rows, **({"alone": evaluation.alone} if evaluation.alone is not None else {}), "system": system}
-
-
 def read_compared(path: Path) -> Compared:
     """A run's directory, or the folder of an evaluation (`marsrl evaluate --out`).
 
@@ -109,14 +102,14 @@ def side_by_side(runs: Sequence[Compared], names: Sequence[str]) -> dict[str, An
     rows: of the last evaluations, a cell for each run. costs: of an episode in them. charts: by title, for each of AXES, a curve
     for each run: {x, mean, low, high} (low and high None: no interval). settings: those that differ, with each run's value.
     """
-    last = [rows_of(run.last) for run in runs]
+    last = [run.last.rows for run in runs]
     ordered = [*dict.fromkeys(name for rows in last for name in rows if name not in ("alone", "system"))]
     ordered += [name for name in ("alone", "system") if any(name in rows for rows in last)]
     shares = [name for name in ordered if name.rpartition("/")[2] in ("system", "alone")]
     charts = [
         {
             "title": f"{name}: share right",
-            "curves": [_curve([(p, rows_of(e).get(name)) for p, e in run.evaluations]) for run in runs],
+            "curves": [_curve([(p, e.rows.get(name)) for p, e in run.evaluations]) for run in runs],
         }
         for name in reversed(shares)
     ]

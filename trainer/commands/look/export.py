@@ -1,7 +1,8 @@
-"""report.html and the page of `marsrl compare`: the viewer's own pages in one file, with the answers to their questions.
+"""The viewer's pages as one HTML file: from its server, and with the answers to their questions as report.html and the page of
+`marsrl compare`.
 
 The file loads nothing and runs only its own scripts (Content-Security-Policy with their hashes): models' texts are data in it,
-and become text nodes as in the viewer.
+and become text nodes.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def write_report(directory: str | Path) -> Path:
 
 def write_page(file: Path, pages: Sequence[str], answers: Mapping[str, Any]) -> None:
     """Write these pages of the viewer as one HTML file that opens on the first. answers: by `_key`."""
-    write_atomically(file, _page({"pages": pages, "answers": answers}).encode("utf-8"))
+    write_atomically(file, page({"pages": pages, "answers": answers})[0].encode("utf-8"))
 
 
 def _curves_of(chart: Mapping[str, Any]) -> list[str]:
@@ -84,28 +85,35 @@ def _key(question: str, asked: Mapping[str, Any]) -> str:
     return "\n".join([question, *pairs])
 
 
-def _page(content: Mapping[str, Any]) -> str:
-    data = json.dumps(content, ensure_ascii=True, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
+def page(exported: Mapping[str, Any] | None = None) -> tuple[str, str]:
+    """(the file, its Content-Security-Policy). exported: pages and answers; None: the page asks the server that sent it."""
+    data = json.dumps(exported, ensure_ascii=True, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     modules = "".join(map(_module, _MODULES))
     scripts = [(PAGES / name).read_text("utf-8") for name in _SCRIPTS] + [f"window.EXPORTED = {data};\n{modules}"]
-    hashes = [base64.b64encode(hashlib.sha256(each.encode("utf-8")).digest()).decode() for each in scripts]
-    policy = (
-        "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'; script-src "
-    )
-    policy += " ".join(f"'sha256-{each}'" for each in hashes)
     style = "\n".join((PAGES / name).read_text("utf-8") for name in _STYLES)
-    return "\n".join(
+    policy = "; ".join(
+        [
+            f"default-src 'none'; script-src {' '.join(map(_hash, scripts))}; style-src {_hash(style)}; img-src data:",
+            f"connect-src {'self' if exported is None else 'none'!r}; base-uri 'none'; form-action 'none'",
+        ]
+    )
+    file = "\n".join(
         [
             '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
             f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
             '<meta name="viewport" content="width=device-width, initial-scale=1">',
             '<meta name="color-scheme" content="light dark">\n<link rel="icon" href="data:,">\n<title>marsrl</title>',
-            f"<style>\n{style}\n</style>\n</head>",
+            f"<style>{style}</style>\n</head>",
             '<body><p id="wait">This page needs JavaScript: its charts and samples are drawn by the scripts in it.</p>',
             *(f"<script>{each}</script>" for each in scripts),
             "</body>\n</html>\n",
         ]
     )
+    return file, policy
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode('utf-8')).digest()).decode()}'"
 
 
 _IMPORT = re.compile(r'^import (\{[^}]*\}) from "\./(\w+)\.js";$', re.M)
@@ -113,7 +121,7 @@ _EXPORT = re.compile(r"^export (?=(?:async )?(?:function|const) (\w+)|\{ (\w+) \
 
 
 def _module(name: str) -> str:
-    """A module of the pages as part of one classic script, because file: URLs cannot import."""
+    """A module of the pages as part of one classic script: a single file cannot import."""
     source = (PAGES / f"{name}.js").read_text("utf-8")
     exported = [first or second for first, second in _EXPORT.findall(source)]
     body = _IMPORT.sub(r"const \1 = \2_js;", source)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 import json
 import re
 import statistics
@@ -188,35 +189,17 @@ def speed(catalog: Catalog) -> dict[str, Any]:
 
 
 def _planned(run: RunDirectory) -> dict[str, Any]:
-    """Predicted seconds by part, or the reason why there is no prediction."""
+    """Predicted seconds by part, or None and the reason why there is no prediction."""
     path = run.path / "plan.json"
     try:
         plan = json.loads(path.read_bytes())
-        policies = plan["policies"]
-        steps = [_chosen(policy)["seconds"] for policy in policies]
-        parts = {
-            "rollout": max(float(policy["rollout"]["seconds"]) for policy in policies),
-            "step": float(sum(steps)),
-            "publish": float(sum(policy["sync"]["total"] for policy in policies)),
-            "total": None if plan["step_s"] is None else float(plan["step_s"]),
-        }
-        return {"parts": parts, "gpus": f"{int(plan['num_gpus'])} x {plan['gpu']}"}
+        return {"parts": plan["seconds"], "gpus": f"{plan['num_gpus']} x {plan['gpu']}", "why_not": "nothing fits"}
     except FileNotFoundError:
         return {
             "why_not": "the run has no plan.json: marsrl plan --config RUN/config.yaml --gpus N --json RUN/plan.json"
         }
-    except (ValueError, KeyError, TypeError, StopIteration) as error:
+    except (ValueError, KeyError, TypeError) as error:
         return {"why_not": f"{path} is not what marsrl plan --json writes ({error!r})"}
-
-
-def _chosen(policy: dict[str, Any]) -> dict[str, Any]:
-    """The option that the plan uses (PolicyPlan.chosen); StopIteration: nothing fits."""
-    configured = policy["configured"]
-    options: list[dict[str, Any]] = policy["options"]
-    if configured is not None and configured["fits"]:
-        same = ("layout", "recompute")
-        return next(each for each in options if all(each[key] == configured[key] for key in same))
-    return next(each for each in options if each["fits"])
 
 
 def warnings(catalog: Catalog) -> list[dict[str, Any]]:
@@ -232,18 +215,9 @@ def warnings(catalog: Catalog) -> list[dict[str, Any]]:
 
 def _stretches(name: str, points: Sequence[tuple[int, float]], meaning: str) -> list[dict[str, Any]]:
     """Warnings, one for each run of consecutive steps."""
-    stretches: list[list[tuple[int, float]]] = []
-    for step, value in points:
-        if stretches and stretches[-1][-1][0] == step - 1:
-            stretches[-1].append((step, value))
-        else:
-            stretches.append([(step, value)])
-    return [
-        {
-            "step": own[-1][0],
-            "first_step": own[0][0],
-            "kind": name,
-            "text": f"{meaning} ({name} up to {max(value for _, value in own):.4g})",
-        }
-        for own in stretches
-    ]
+    found = []
+    for _, numbered in itertools.groupby(enumerate(points), key=lambda each: each[1][0] - each[0]):
+        own = [point for _, point in numbered]
+        text = f"{meaning} ({name} up to {max(value for _, value in own):.4g})"
+        found.append({"step": own[-1][0], "first_step": own[0][0], "kind": name, "text": text})
+    return found

@@ -1,4 +1,4 @@
-"""Colours and names in charts: an agent, or an activity, has one colour in all charts of all pages.
+"""Colours in charts: an agent, or an activity, has one colour in all charts of all pages.
 
 A colour is a CSS class, c0 to c7, which the page styles for light and dark mode.
 """
@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-
-from marsrl.trainer.report.summary import EngineRecord
 
 COLORS = tuple(f"c{k}" for k in range(8))
 _GREY = COLORS[-1]
@@ -30,7 +28,6 @@ _ACTIVITIES = {
     "pack": "c5",
     "evaluate": "c6",
 }
-_LIBRARIES = {"vllm": "vLLM"}
 
 
 def section_of(config: Path, name: str) -> Any:
@@ -64,9 +61,3 @@ def series_colors(labels: Iterable[str], agents: Sequence[str] = ()) -> dict[str
 def activity_color(name: str) -> str:
     """The colour of an activity of engines, ranks or judges, in timelines and in the parts of a step."""
     return _ACTIVITIES.get(name) or COLORS[zlib.crc32(name.encode("utf-8", "replace")) % 8]
-
-
-def engine_name(engine: EngineRecord) -> str:
-    """A readable engine name: vLLM 0.32."""
-    library = f"{_LIBRARIES.get(engine.library, engine.library)} {engine.version.removesuffix('.0')}"
-    return f"marsrl's own engine, {library}" if engine.kind == "local" else library

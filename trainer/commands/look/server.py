@@ -2,12 +2,11 @@
 
     GET /?token=...           sets a cookie and redirects to the page without the token
     GET /api/...              JSON; see `api.py`
-    GET /app.js, ...          the files in pages/
 
 It listens only on the loopback address. Other users of this machine can reach that too, and so can any page in the user's
 own browser. So a request needs the token (in the URL, or as the cookie, which no other site can send: SameSite=Strict), and a
-Host header that names the loopback (a foreign name that resolves to it is refused). Pages may load scripts, styles and data only
-from here (Content-Security-Policy); models' texts are sent as JSON and shown as text.
+Host header that names the loopback (a foreign name that resolves to it is refused). The page runs only its own scripts and asks
+only this server (Content-Security-Policy); models' texts are sent as JSON and shown as text.
 """
 
 from __future__ import annotations
@@ -22,16 +21,13 @@ from fastapi import FastAPI, HTTPException, Request
 from pydantic import ValidationError
 from starlette.middleware.base import RequestResponseEndpoint
 from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.responses import RedirectResponse, Response
-from starlette.staticfiles import StaticFiles
+from starlette.responses import HTMLResponse, RedirectResponse, Response
 
 from marsrl.rollout.http_server import listen, serve
 from marsrl.trainer.commands.look.api import LISTS, Api
-from marsrl.trainer.commands.look.export import PAGES
+from marsrl.trainer.commands.look.export import page
 
 HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Resource-Policy": "same-origin",
@@ -54,14 +50,15 @@ def make_app(runs: Sequence[Path], token: str, cookie: str = "marsrl_view") -> F
     app = FastAPI(
         title="marsrl view", docs_url=None, redoc_url=None, openapi_url=None, default_response_class=PlainJson
     )
-    questions = Api(runs).questions
+    questions, (file, policy) = Api(runs).questions, page()
+    headers = {**HEADERS, "Content-Security-Policy": f"{policy}; frame-ancestors 'none'"}
 
     def is_right(given: str | None) -> bool:
         return given is not None and secrets.compare_digest(given.encode("utf-8", "replace"), token.encode())
 
     @app.middleware("http")
     async def guard(request: Request, go_on: RequestResponseEndpoint) -> Response:
-        """Allow requests with the token, and add HEADERS to every answer."""
+        """Allow requests with the token, and add the headers to every answer."""
         if is_right(request.query_params.get("token")) and request.method == "GET":
             rest = urlencode([(k, v) for k, v in parse_qsl(request.url.query) if k != "token"])
             response: Response = RedirectResponse(f"/?{rest}" if rest else "/", status_code=303)
@@ -71,8 +68,12 @@ def make_app(runs: Sequence[Path], token: str, cookie: str = "marsrl_view") -> F
         else:
             text = "marsrl view: this address needs the token that `marsrl view` printed: open the whole line of it\n"
             response = Response(text, status_code=403, media_type="text/plain")
-        response.headers.update(HEADERS)
+        response.headers.update(headers)
         return response
+
+    @app.get("/")
+    def show() -> Response:
+        return HTMLResponse(file)
 
     @app.get("/api/{question}")
     def answer(question: str, request: Request) -> Response:
@@ -87,7 +88,6 @@ def make_app(runs: Sequence[Path], token: str, cookie: str = "marsrl_view") -> F
         text = f"a parameter cannot be read: {error}" if isinstance(error, ValidationError) else str(error)
         return PlainJson({"detail": text[:400]}, status_code=400)
 
-    app.mount("/", StaticFiles(directory=PAGES, html=True))
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"], www_redirect=False)
     return app
 

@@ -17,7 +17,7 @@ from rich.tree import Tree
 from marsrl.trainer.commands.look.catalog import Catalog, Row
 from marsrl.trainer.commands.look.measured import PLANS
 from marsrl.trainer.commands.look.visible import shorten, visible
-from marsrl.trainer.report.samples_log import SampleRecord, read_lines, sample_files
+from marsrl.trainer.report.samples_log import SampleRecord
 from marsrl.trainer.runs.lock import why_held
 
 _MOST_WARNINGS, _MOST_CHARS, _MOST_PROBLEMS = 20, 600, 3
@@ -39,7 +39,7 @@ def print_run(path: Path, console: Console) -> None:
     for rollout in catalog.deepest(last=True, num=_MOST_PROBLEMS):
         family = catalog.tree(rollout)
         tree = Tree(_shown(f"{family[0].problem} ({rollout})", "bold"))
-        _add(tree, family, _texts(catalog, family))
+        _add(tree, family, catalog.records(family))
         console.print(tree)
 
 
@@ -62,16 +62,6 @@ def _table(catalog: Catalog, first: int, last: int) -> Table:
 
 def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.4g}"
-
-
-def _texts(catalog: Catalog, rows: Sequence[Row]) -> dict[str, SampleRecord]:
-    """The whole samples, by uid."""
-    files = sample_files(catalog.run)
-    read = {
-        step: read_lines(files[step], [row.line for row in rows if row.step == step])
-        for step in {row.step for row in rows}
-    }
-    return {row.uid: read[row.step][row.line] for row in rows}
 
 
 def _line(sample: SampleRecord, step: int) -> Text:

@@ -8,7 +8,7 @@ export const useRef = window.preactHooks.useRef;
 export const useMemo = window.preactHooks.useMemo;
 export const html = window.htm.bind(window.preact.h);
 
-// { pages, answers } of a page that was written to a file (export.py): there is no server to ask. Else undefined.
+// { pages, answers } of a page that was written to a file (export.py): there is no server to ask. Else null.
 export const EXPORTED = window.EXPORTED;
 
 export const COLORS = ["c0", "c1", "c2", "c3", "c4", "c5", "c6", "c7"];
