@@ -73,6 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(words: argparse.Namespace, is_first: bool) -> int:
     from marsrl.trainer.checks.preflight import preflight
+    from marsrl.trainer.evaluate.rehearsal import first_update_line
     from marsrl.trainer.runs.directory import RunDirectory
     from marsrl.trainer.runs.existing_run import keep_settings, outlook, resume_lines
     from marsrl.trainer.runs.lock import RunLock
@@ -85,7 +86,10 @@ def _run(words: argparse.Namespace, is_first: bool) -> int:
             checked = preflight(config, world_size=int(os.environ.get("WORLD_SIZE", "1")))
             run = checked.config.run
             if is_first and words.dry_run:
-                lines = outlook(checked.config, origin.name, checked.fingerprints())
+                lines = [
+                    *outlook(checked.config, origin.name, checked.fingerprints()),
+                    *first_update_line(checked.config),
+                ]
             elif is_first:
                 directory = RunDirectory.create(run.dir, run.name, origin.name, run.resume)
                 lock = RunLock(directory)  # locked until this function returns

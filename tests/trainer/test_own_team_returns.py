@@ -11,7 +11,7 @@ import pytest
 from marsrl.rollout.types import Finish, Sample
 from marsrl.trainer.commands.cli import main
 from marsrl.trainer.config.read import read_config
-from marsrl.trainer.evaluate.rehearsal import rehearse
+from marsrl.trainer.evaluate.rehearsal import first_update_line, rehearse
 
 TEAM = """
 import random
@@ -282,3 +282,18 @@ def test_a_table_that_is_none_is_refused(
     (tmp_path / "answers.yaml").write_text(text)
     assert main(["try", "orchestration=solver", "--answers", str(tmp_path / "answers.yaml")]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ([], []),
+        (["rollout.pipeline=trajectory", "orchestration=debate"], []),
+        (["orchestration=debate"], ["first update: comes at step 2 of 24"]),
+        (["orchestration=debate", "orchestration_options.rounds=4"], ["first update: comes at step 4 of 24"]),
+        (["orchestration=debate", "run.steps=1"], ["first update: does not come in run.steps = 1"]),
+    ],
+)
+def test_a_dry_run_knows_at_which_step_the_first_update_comes(words: list[str], line: list[str]) -> None:
+    config, _ = read_config(None, words)
+    assert [text.partition(",")[0] for text in first_update_line(config)] == line

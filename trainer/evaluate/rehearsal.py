@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import yaml
@@ -101,7 +101,7 @@ def rehearse(config: RunConfig, answers: Answers, *, question: str = "", referen
     Raises ValueError: the task has no problems.
     """
     asked: list[str] = []
-    with _scripted(config, answers, question, reference, asked) as (rollout, problem):
+    with _scripted(config, answers, question, reference, pipeline="trajectory", asked=asked) as (rollout, problem):
         episodes: dict[str, Episode] = {}
 
         def note(name: str, has_ended: bool) -> None:
@@ -149,13 +149,34 @@ def _specs(config: RunConfig) -> Sequence[AgentSpec]:
     return find_orchestration(config.orchestration).agents or [AgentSpec(name) for name in config.agents]
 
 
+def first_update_line(config: RunConfig) -> list[str]:
+    """A line about the first step with samples to train on, with made-up answers of one segment each; [] for step 1.
+
+    Not for teams with tools, which may be paid services, nor for programs. With overlap a step waits for finished groups.
+    """
+    if config.tools.names or config.rollout.overlap or config.external is not None:
+        return []
+    num_steps = config.run.steps
+    with _scripted(config, {}, "", "", pipeline=config.rollout.pipeline) as (rollout, _):
+        step = next((n for n in range(1, num_steps + 1) if rollout.next_batch({"main": 0}).groups), None)
+    if step == 1:
+        return []
+    said = f"comes at step {step} of {num_steps}" if step else f"does not come in run.steps = {num_steps}"
+    return [
+        f"first update: {said}, if each answer takes one step: samples are trained when all that they are compared with have "
+        "ended (rollout.pipeline=trajectory plays episodes to their end in every step)"
+    ]
+
+
 @contextlib.contextmanager
 def _scripted(
     config: RunConfig,
     answers: Answers,
     question: str,
     reference: str,
-    asked: list[str],
+    *,
+    pipeline: Literal["agentic", "trajectory"],
+    asked: list[str] | None = None,
 ) -> Iterator[tuple[Rollout, Problem]]:
     """The run's rollout with one problem and a script as its engine. asked: collects uids, request by request."""
     given = Problem("given", question, reference or None, config.task)
@@ -183,12 +204,19 @@ def _scripted(
             for spec, agent in ((spec, config.agents[spec.name]) for spec in _specs(config) if spec.name not in answers)
         }
         engine = ScriptedEngine(
-            _script(problem, answers, words, config.run.seed, asked, is_whole=config.external is not None),
+            _script(
+                problem,
+                answers,
+                words,
+                config.run.seed,
+                [] if asked is None else asked,
+                is_whole=config.external is not None,
+            ),
             encode=lambda text: renderer.completion_ids(text).tolist(),
             decode=renderer.decode,
         )
         bounds = {"max_response_tokens": MOST_TOKENS, "segments": 1, "segment_length": None, "overlap": 0}
-        rollout = config.rollout.model_copy(update={"prompts_per_step": 1, "pipeline": "trajectory", **bounds})
+        rollout = config.rollout.model_copy(update={"prompts_per_step": 1, "pipeline": pipeline, **bounds})
         own = {"policy": "main", "max_input_tokens": MOST_TOKENS, "max_response_tokens": None, "template_options": {}}
         agents = {name: agent.model_copy(update=own) for name, agent in config.agents.items()}
         external = config.external
