@@ -5,11 +5,12 @@ A row is compared with the earlier rows that were kept, so the first of similar 
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
+
+import numpy as np
 
 from marsrl.rollout.imports import check_installed
 from marsrl.trainer.commands.curate.rows import Decision, Decisions, Row, Stage
@@ -35,7 +36,8 @@ class _Questions:
         self._num_hashes = config.bands * config.rows
         self._sketches = rensa.RMinHash.from_token_sets
         self._index = rensa.RMinHashLSH(config.threshold, self._num_hashes, config.bands)
-        self._kept: list[tuple[str, Any, str, str | None]] = []  # normalised question, sketch, id, answer
+        self._kept: list[tuple[str, str, str | None]] = []  # normalised question, id, answer
+        self._hashes = np.empty((_BATCH, self._num_hashes), np.uint16)  # low halves of the kept rows' hashes, then room
 
     def decisions(self, rows: Iterator[Row]) -> Decisions:
         while batch := list(itertools.islice(rows, _BATCH)):
@@ -45,14 +47,21 @@ class _Questions:
             for row, text, sketch in zip(batch, texts, sketches, strict=True):
                 decision = self._decision(row, text, sketch)
                 if decision.is_kept:
-                    self._index.insert(len(self._kept), sketch)
-                    self._kept.append((text, sketch, row.problem.id, row.problem.answer))
+                    self._keep(row, text, sketch)
                 yield row, decision
+
+    def _keep(self, row: Row, text: str, sketch: Any) -> None:
+        place = len(self._kept)
+        self._index.insert(place, sketch)
+        self._kept.append((text, row.problem.id, row.problem.answer))
+        if place == len(self._hashes):
+            self._hashes = np.concatenate([self._hashes, np.empty_like(self._hashes)])
+        self._hashes[place] = _low_halves(sketch)
 
     def _decision(self, row: Row, text: str, sketch: Any) -> Decision:
         candidates = self._index.query(sketch)
-        if len(candidates) > _COMPARED:  # the most alike by their sketches; the earliest in a tie
-            candidates = heapq.nsmallest(_COMPARED, candidates, key=lambda i: (-sketch.jaccard(self._kept[i][1]), i))
+        if len(candidates) > _COMPARED:
+            candidates = self._most_alike(candidates, sketch)
         if not candidates:
             return Decision(True, "new")
         size = self._config.shingle
@@ -61,9 +70,19 @@ class _Questions:
         similarity, place = max(found)
         if similarity < self._config.threshold:
             return Decision(True, "new")
-        *_, uid, answer = self._kept[-place]
+        _, uid, answer = self._kept[-place]
         other = "" if answer == row.problem.answer else ", which has another answer"
         return Decision(False, "near duplicate", f"similarity {similarity:.2f} to {uid}{other}")
+
+    def _most_alike(self, candidates: Sequence[int], sketch: Any) -> list[int]:
+        """The candidates with the most common hashes, an estimate of similarity; the earliest in a tie."""
+        places = np.sort(np.asarray(candidates))
+        shared = (self._hashes[places] == _low_halves(sketch)).sum(axis=1)
+        return places[np.argsort(-shared, kind="stable")[:_COMPARED]].tolist()
+
+
+def _low_halves(sketch: Any) -> np.ndarray:
+    return np.asarray(sketch.digest(), np.uint32).astype(np.uint16)
 
 
 def as_compared(question: str) -> str:
