@@ -11,7 +11,7 @@ from engine_cases import decoded, generate, pool_of
 
 from marsrl.rollout.config import OpenAIOptions
 from marsrl.rollout.engines.openai_engine import OpenAIEngine
-from marsrl.rollout.engines.protocol import DecodeRequest, Sampling, WeightUpdate, WrongVersion
+from marsrl.rollout.engines.protocol import DecodeRequest, Sampling, WrongVersion
 from marsrl.rollout.types import Finish, Message
 
 
@@ -168,10 +168,8 @@ def test_an_aborted_request_comes_back_unfinished(renderer):
         engine.close()
 
 
-def test_a_server_has_one_version_and_takes_no_weights(renderer):
+def test_a_server_has_one_version(renderer):
     engine = OpenAIEngine(OpenAIOptions(base_url="http://127.0.0.1:9/v1", model="m"), renderer)
     with pytest.raises(WrongVersion):
         decoded(engine, requests(renderer), version=1)
-    with pytest.raises(RuntimeError, match="takes no weights"):
-        engine.update_weights(WeightUpdate("x", 1))
     engine.close()

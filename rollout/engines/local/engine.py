@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -33,11 +32,11 @@ from marsrl.rollout.engines.protocol import (
     AdapterUpdate,
     DecodeRequest,
     DecodeResult,
+    Engine,
     EngineInfo,
     MemoryPart,
     WeightReceipt,
     WeightUpdate,
-    check_versions,
     taken_from,
     why_not_decodable,
 )
@@ -57,7 +56,7 @@ from marsrl.rollout.weights.layout import EngineShard
 _PREFILL_TOKENS = 16384  # packed tokens of one prefill forward
 
 
-class LocalEngine:
+class LocalEngine(Engine):
     """Our own decoder for one policy, on a CPU or a GPU. See protocol.Engine for the contract."""
 
     def __init__(
@@ -71,6 +70,7 @@ class LocalEngine:
         threads: int | None = None,
         adapters: Mapping[str, AdapterConfig] = NO_ADAPTERS,
     ) -> None:
+        super().__init__(adapters)
         if threads is not None and device == "cpu":
             torch.set_num_threads(threads)
         self._shape = read_shape(model_dir)
@@ -80,16 +80,12 @@ class LocalEngine:
         self._texts = Texts.of_model(model_dir)
         self._receiver = WeightReceiver(self._device)
         self._max_model_len, self._max_num_seqs = max_model_len, max_num_seqs
-        self._versions = {"": 0, **dict.fromkeys(adapters, 0)}  # by adapter; "": the weights
         self._configs = adapters
         self._adapters: dict[str, dict[str, Tensor]] = {}  # Pairs; an adapter equal to the bare weights is absent
         for name, adapter in adapters.items():
             if adapter.start is not None:
                 self._load_adapter(name, adapter.start)
-        self._inbox: deque[DecodeRequest] = deque()  # submit() may come from another thread
         self._batch: DecodeBatch | None = None
-        self._aborts: deque[str | None] = deque()  # adapters; abort() may come from another thread
-        self._num_decoded = 0
         self._shares = TimeShares()
 
     def info(self) -> EngineInfo:
@@ -106,13 +102,6 @@ class LocalEngine:
             adapters=tuple(self._configs),
         )
 
-    def num_decoded(self) -> int:
-        return self._num_decoded
-
-    def submit(self, requests: Sequence[DecodeRequest], *, version: int) -> None:
-        check_versions("LocalEngine", self._versions, requests, version)
-        self._inbox.extend(requests)
-
     @torch.inference_mode()
     def collect(self, timeout_s: float) -> list[DecodeResult]:
         end = time.monotonic() + timeout_s
@@ -127,9 +116,6 @@ class LocalEngine:
             if results or self._batch is None or time.monotonic() >= end:
                 return self._billed(results)
 
-    def abort(self, adapter: str | None = None) -> None:
-        self._aborts.append(adapter)
-
     @torch.inference_mode()
     def score(self, sequences: Sequence[IntArray], adapter: str = "", is_probe: bool = True) -> list[FloatArray]:
         scores = []
@@ -141,8 +127,7 @@ class LocalEngine:
         return scores
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
-        if self._batch is not None or self._inbox:
-            raise RuntimeError("LocalEngine.update_weights: requests are being decoded; abort and collect them first")
+        self._refuse_under_way("update_weights")
         start = time.perf_counter()
         if update.receive_plans:
             self._versions[""] = TORN  # nothing is decoded with partly received weights
@@ -156,10 +141,7 @@ class LocalEngine:
         return _receipt(update.version, self._model.weights, start)
 
     def update_adapter(self, update: AdapterUpdate) -> WeightReceipt:
-        if any(request.uses(update.name) for request in (*self._inbox, *(row.request for row in self._going()))):
-            raise RuntimeError(
-                f"LocalEngine.update_adapter: requests of {update.name} are being decoded; abort them first"
-            )
+        self._refuse_under_way("update_adapter", update.name)
         start = time.perf_counter()
         held = self._load_adapter(update.name, update.path)
         self._versions[update.name] = update.version
@@ -171,13 +153,9 @@ class LocalEngine:
         self._adapters[name] = {each: tensor.to(self._device) for each, tensor in held}
         return self._adapters[name]
 
-    def forget_prefixes(self) -> None:
-        """Caches live as long as their requests."""
-
     def sleep(self, keeps_weights: bool) -> None:
         """Move the weights to the host in either case; caches live as long as their requests. A no-op on a CPU."""
-        if self._batch is not None or self._inbox:
-            raise RuntimeError("LocalEngine.sleep: requests are being decoded; abort and collect them first")
+        self._refuse_under_way("sleep")
         self._move_weights(torch.device("cpu"))
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -301,6 +279,9 @@ class LocalEngine:
         if not self._going():
             self._batch = None
         return [self._result(row) for row in ended]
+
+    def _running(self) -> list[DecodeRequest]:
+        return [row.request for row in self._going()]
 
     def _going(self) -> list[Row]:
         return [row for row in self._batch.rows if row.finish is None] if self._batch is not None else []

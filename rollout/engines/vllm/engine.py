@@ -14,7 +14,6 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -29,13 +28,13 @@ from marsrl.rollout.engines.protocol import (
     AdapterUpdate,
     DecodeRequest,
     DecodeResult,
+    Engine,
     EngineInfo,
     EngineLost,
     EngineSpec,
     MemoryPart,
     WeightReceipt,
     WeightUpdate,
-    check_versions,
     taken_from,
 )
 from marsrl.rollout.engines.refusals import vllm_refusals
@@ -66,7 +65,7 @@ class _Running:
     told: list[EngineCoreOutput] = field(default_factory=list)
 
 
-class VllmEngine:
+class VllmEngine(Engine):
     """One vLLM replica of one policy. See marsrl.rollout.engines.protocol.Engine for the contract."""
 
     num_open: ClassVar[int] = 0  # engines of this process
@@ -74,20 +73,17 @@ class VllmEngine:
 
     def __init__(self, spec: EngineSpec) -> None:
         """Start vLLM with the weights of spec.model_dir as version 0."""
+        super().__init__(spec.adapters)
         self._spec, self._draws = spec, spec.vllm.sampler_on(spec.device)
-        self._versions = {"": 0, **dict.fromkeys(spec.adapters, 0)}  # by adapter; "": the base weights
         self._adapters = LoadedAdapters(spec.adapters)
-        self._inbox: deque[DecodeRequest] = deque()  # submit() may be called from another thread
         self._texts = Texts.of_model(spec.model_dir)
         self._under_way: dict[str, _Running] = {}  # by vLLM's request id
         self._watched: set[str] = set()  # keys of requests with Sampling.stop
         self._keys = itertools.count()
-        self._aborts: deque[str | None] = deque()  # adapters; abort() may come from another thread
         # in vLLM; the seats beside them are of what is scored
         self._most = spec.vllm.max_num_seqs if spec.adapters else None
         self._scoring: Scored | None = None
         self._ended: list[DecodeResult] = []  # while something was scored
-        self._num_decoded = 0  # tokens
         self._untried = set[str]()  # names in _versions whose new weights nothing was computed with yet
         self._shares = TimeShares(spec.vllm.max_num_seqs)
         self._llm: Any = _started(spec)
@@ -123,17 +119,11 @@ class VllmEngine:
             adapters=tuple(filter(None, self._versions)),
         )
 
-    def num_decoded(self) -> int:
-        return self._num_decoded
-
     def submit(self, requests: Sequence[DecodeRequest], *, version: int) -> None:
-        """Queue requests, which enter vLLM before its next step. May be called while another thread decodes."""
-        check_versions("VllmEngine", self._versions, requests, version)
+        super().submit(requests, version=version)
         self._untried.difference_update(request.adapter for request in requests)
-        self._inbox.extend(requests)
 
     def collect(self, timeout_s: float) -> list[DecodeResult]:
-        """See Engine; an invalid request returns with Finish.ERROR and the reason."""
         self._check_workers()
         end = time.monotonic() + timeout_s
         while True:
@@ -145,9 +135,6 @@ class VllmEngine:
             results = self._step() + self._stopped()
             if results or time.monotonic() >= end:
                 return results
-
-    def abort(self, adapter: str | None = None) -> None:
-        self._aborts.append(adapter)
 
     def score(self, sequences: Sequence[IntArray], adapter: str = "", is_probe: bool = True) -> list[FloatArray]:
         """Log-probs [N-1] of tokens 1..N-1 of each sequence, nats.
@@ -202,9 +189,7 @@ class VllmEngine:
 
     def update_adapter(self, update: AdapterUpdate) -> WeightReceipt:
         """Load an adapter between two steps, while others decode. Its new path makes its cached prefixes unreachable."""
-        under_way = (*self._inbox, *(running.request for running in self._under_way.values()))
-        if any(request.uses(update.name) for request in under_way):
-            raise RuntimeError(f"VllmEngine.update_adapter: requests of {update.name} are under way; abort them first")
+        self._refuse_under_way("update_adapter", update.name)
         start = time.perf_counter()
         number = self._adapters.load(self._llm.llm_engine, update.name, update.path)
         loaded = time.perf_counter()
@@ -390,6 +375,9 @@ class VllmEngine:
         """Abort these requests in vLLM; returns their results."""
         self._core.abort_requests(keys)
         return self._results(dict.fromkeys(keys, finish))
+
+    def _running(self) -> list[DecodeRequest]:
+        return [running.request for running in self._under_way.values()]
 
     def _settle(self) -> None:
         """Finish pending steps of ended requests: async scheduling runs one step ahead."""
