@@ -175,7 +175,6 @@ class VllmOptions(Settings):
     """GPUs of one engine, all on one host; every matrix is cut over them (on a CPU: processes)"""
     expert_parallel: bool = False
     """each expert whole on one of tensor_parallel's GPUs, in place of a share of it on all"""
-    enforce_eager: bool | None = Field(None, description="default: true on CPU, false on GPU")
     sampler: Sampler | Literal["auto"] = "auto"
     """who draws tokens. engine: vLLM's own sampler with a seed a request (on GPUs in its Model Runner V2, with async
     scheduling); marsrl: ours, whose draws repeat bitwise whatever else is in the batch (in the older Model Runner V1). auto:
@@ -197,15 +196,6 @@ class VllmOptions(Settings):
         if self.sampler == "auto":
             return "engine" if device == "cuda" else "marsrl"
         return self.sampler
-
-    @model_validator(mode="after")
-    def _experts_have_where_to_go(self) -> VllmOptions:
-        if self.expert_parallel and self.tensor_parallel == 1:
-            raise ValueError(
-                "rollout.vllm.expert_parallel spreads experts over the GPUs of an engine, and rollout.vllm.tensor_parallel is 1: "
-                "raise it, or set expert_parallel=false"
-            )
-        return self
 
 
 class LocalOptions(Settings):
@@ -302,11 +292,6 @@ class RolloutConfig(Settings):
             raise ValueError(
                 f"rollout.segments x rollout.segment_length = {self.segments} x {self.segment_length} is less than "
                 f"rollout.max_response_tokens = {self.max_response_tokens}; raise one of the first two"
-            )
-        if self.prompts_per_step * self.group_size * self.picks > MOST_TOKENS:
-            raise ValueError(
-                f"rollout.prompts_per_step x rollout.group_size x rollout.picks = {self.prompts_per_step:,} x "
-                f"{self.group_size:,} x {self.picks:,} samples of one agent in a step, expected at most {MOST_TOKENS:,}"
             )
         if self.stage_size == "total" and self.pipeline == "trajectory":
             raise ValueError(

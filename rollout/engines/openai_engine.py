@@ -38,13 +38,7 @@ class OpenAIEngine(Engine):
     engine = OpenAIEngine(OpenAIOptions(base_url="http://judge:8000/v1", model="judge"), ChatRenderer(directory))
     """
 
-    def __init__(
-        self,
-        options: OpenAIOptions,
-        renderer: ChatRenderer,
-        *,
-        max_model_len: int | None = None,
-    ) -> None:
+    def __init__(self, options: OpenAIOptions, renderer: ChatRenderer, *, max_model_len: int | None = None) -> None:
         """Sends nothing yet.
 
         Args:

@@ -16,7 +16,6 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
@@ -144,10 +143,6 @@ class Records:
     experts: bool = False
 
 
-NOTHING_RECORDED = Records()
-NO_ADAPTERS: Mapping[str, AdapterConfig] = MappingProxyType({})
-
-
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
     """Everything needed to build one engine, in this process or another.
@@ -161,13 +156,12 @@ class EngineSpec:
     model_dir: str
     dtype: str
     max_model_len: int
-    seed: int = 0
     threads: int = 1
     device: str = "cpu"
     vllm: VllmOptions = field(default_factory=VllmOptions)
     local: LocalOptions = field(default_factory=LocalOptions)
     sleeps: bool = False
-    records: Records = NOTHING_RECORDED
+    records: Records = field(default_factory=Records)
     adapters: Mapping[str, AdapterConfig] = field(default_factory=dict)
 
 

@@ -17,8 +17,6 @@ from marsrl.rollout.engines.protocol import Records
 from marsrl.rollout.model_shape import ModelShape
 from marsrl.rollout.weights.layout import FP8_BLOCK, VOCAB_MULTIPLE
 
-_ALL2ALL = "allgather_reducescatter"  # vLLM's default
-
 
 @dataclass(frozen=True, slots=True)
 class RankHost:
@@ -158,24 +156,17 @@ def _not_on_several_gpus(rollout: RolloutConfig, num_policies: int, host: Traine
     wide = rollout.vllm.tensor_parallel
     if wide == 1:
         return None
-    asked = f"rollout.vllm.tensor_parallel is {wide}, and"
+    why, other = None, "rollout.placement=disaggregated"
     if rollout.engine != "vllm":
-        return (
-            f"{asked} rollout.engine={rollout.engine} computes in one process: set rollout.vllm.tensor_parallel=1, or "
-            "rollout.engine=vllm"
-        )
-    if not host.num_gpus:
+        why, other = f"rollout.engine={rollout.engine} computes in one process", "rollout.engine=vllm"
+    elif not host.num_gpus:
         return None
-    if rollout.placement == "colocated" and num_policies > 1:
-        return (
-            f"{asked} rollout.placement=colocated gives each of {num_policies} policies a share of one GPU: set "
-            "rollout.vllm.tensor_parallel=1, or rollout.placement=disaggregated"
-        )
-    if rollout.placement == "local" and host.num_ranks > 1:
-        return (
-            f"{asked} rollout.placement=local takes the first {wide} GPUs of this host, which {host.num_ranks} trainer ranks "
-            "hold: set rollout.vllm.tensor_parallel=1, or rollout.placement=disaggregated"
-        )
+    elif rollout.placement == "colocated" and num_policies > 1:
+        why = f"rollout.placement=colocated gives each of {num_policies} policies a share of one GPU"
+    elif rollout.placement == "local" and host.num_ranks > 1:
+        why = f"rollout.placement=local takes the first {wide} GPUs of this host, which {host.num_ranks} trainer ranks hold"
+    if why is not None:
+        return f"rollout.vllm.tensor_parallel is {wide}, and {why}: set rollout.vllm.tensor_parallel=1, or {other}"
     if rollout.ray_address is not None and host.has_others:
         return None  # engines run on hosts known to Ray, which the pool asks
     return wider_than_a_host(wide, host.num_gpus)
@@ -184,27 +175,21 @@ def _not_on_several_gpus(rollout: RolloutConfig, num_policies: int, host: Traine
 def vllm_refusals(options: VllmOptions, device: str, records: Records) -> tuple[str, ...]:
     """Sentences about options that vLLM does not support on "cpu" or "cuda". records: requested per token."""
     found, sampler = [], options.sampler_on(device)
+    lacks_v2 = sampler == "marsrl" or device == "cpu"
     if options.quantization is not None and device == "cpu" and not _has_amx():
         found.append(
             f"rollout.vllm.quantization is {options.quantization}, and vLLM's FP8 kernels for CPUs need AMX, which this "
             "one lacks: set it to null"
         )
-    if options.draft_tokens and (sampler == "marsrl" or device == "cpu"):
-        why = (
-            "on a CPU vLLM 0.32 runs V1, which fails at drafts beside top_p and top_k: set rollout.engine=local"
-            if device == "cpu"
-            else "rollout.vllm.sampler=marsrl draws one token at a time: set rollout.vllm.sampler=engine"
-        )
-        found.append(f"rollout.vllm.draft_tokens is {options.draft_tokens}, and {why}, or draft_tokens=0")
-    if records.experts and (sampler == "marsrl" or device == "cpu"):
-        why = (
-            "rollout.vllm.sampler=marsrl draws in Model Runner V1: set rollout.vllm.sampler=engine"
-            if device == "cuda"
-            else "on a CPU vLLM runs V1: set rollout.engine=local"
-        )
+    if options.draft_tokens and lacks_v2:
         found.append(
-            f"trainer.router_replay=rollout needs the experts chosen in decoding, which vLLM 0.32 returns in its Model Runner V2 "
-            f"alone, and {why}, or trainer.router_replay=recompute"
+            f"rollout.vllm.draft_tokens is {options.draft_tokens}, and vLLM 0.32 guesses tokens on GPUs with "
+            "rollout.vllm.sampler=engine alone: set draft_tokens=0"
+        )
+    if records.experts and lacks_v2:
+        found.append(
+            "trainer.router_replay=rollout needs the experts chosen in decoding, which vLLM 0.32 returns on GPUs with "
+            "rollout.vllm.sampler=engine alone: set trainer.router_replay=recompute, or rollout.engine=local"
         )
     if records.kept_tokens and sampler == "engine" and device == "cpu":
         found.append(
@@ -238,65 +223,33 @@ def adapter_refusals(
             f"vLLM's kernels for adapters ({', '.join(adapters)}) refuse float32 on GPUs: set rollout.vllm.dtype or the policy's "
             "dtype to bfloat16, or rollout.engine=local"
         )
-    if of_experts and device == "cuda":
-        backend = vllm.extra.get("all2all_backend", _ALL2ALL)
-        if vllm.expert_parallel and backend != _ALL2ALL:
-            found.append(
-                f"rollout.vllm.extra.all2all_backend is {backend}, and vLLM serves adapters of spread experts with {_ALL2ALL} "
-                f"alone: set that, or rollout.vllm.expert_parallel=false"
-            )
-    if device == "cpu" and shape.num_experts:
-        if of_experts:
-            found.append(
-                f"policies.{of_experts[0]}.adapter.targets has experts, whose adapters vLLM 0.32 computes on GPUs alone: set "
-                "rollout.engine=local, or leave experts out (attention works)"
-            )
-        elif vllm.tensor_parallel > 1:
-            found.append(
-                f"rollout.vllm.tensor_parallel is {vllm.tensor_parallel}, and beside adapters vLLM's experts on a CPU compute in "
-                "one process: set rollout.vllm.tensor_parallel=1, or rollout.engine=local"
-            )
+    if of_experts and device == "cpu":
+        found.append(
+            f"policies.{of_experts[0]}.adapter.targets has experts, whose adapters vLLM 0.32 computes on GPUs alone: set "
+            "rollout.engine=local, or leave experts out (attention works)"
+        )
     return tuple(found)
 
 
 def _lack_of_gpus(rollouts: Sequence[RolloutConfig], host: TrainerHost) -> str | None:
     """Refusals of a Ray started here with too few GPUs beside those of trainer ranks."""
-    rollout, num_policies = rollouts[0], len(rollouts)
+    rollout = rollouts[0]
     if rollout.placement == "local" or not host.num_gpus or rollout.ray_address:
         return None
-    gpus, wide = len(host.gpus_for(rollouts)), rollout.vllm.tensor_parallel
-    if rollout.placement == "colocated":
-        # engines of several policies share a GPU
-        if rollout.engines * wide <= gpus:
-            return None
-        of_each = f" x rollout.vllm.tensor_parallel={wide}" if wide > 1 else ""
-        fitting = f"rollout.engines={gpus // wide}" if gpus >= wide else f"rollout.vllm.tensor_parallel={gpus}"
-        return (
-            f"rollout.placement=colocated puts an engine of every policy on each trainer rank's GPU: rollout.engines is "
-            f"{rollout.engines}{of_each}, and this host has {gpus} such GPU(s); set {fitting}"
-        )
-    needed = num_engine_gpus(rollouts)
+    gpus, remedy = len(host.gpus_for(rollouts)), "lower rollout.engines (policies.<name>.engines)"
+    if rollout.placement == "colocated":  # engines of several policies share a GPU
+        needed = rollout.engines * rollout.vllm.tensor_parallel
+        found = f"take {needed} GPU(s) of trainer ranks; this host has {gpus}"
+    else:
+        needed = num_engine_gpus(rollouts)
+        found = f"take {needed} GPU(s) without a trainer rank; this host has {gpus} such of {host.num_gpus}"
+        remedy += ", start fewer ranks here (torchrun --nproc-per-node), set rollout.placement=colocated (local for one engine)"
     if needed <= gpus:
         return None
-    near = f"start {host.num_gpus - needed} rank(s) here (torchrun --nproc-per-node {host.num_gpus - needed})"
-    if gpus >= num_policies * wide:
-        near = f"set rollout.engines={gpus // (num_policies * wide)}"
-    elif wide > 1 and gpus >= num_policies:
-        near = f"set rollout.engines=1 and rollout.vllm.tensor_parallel={gpus // num_policies}"
-    elif needed >= host.num_gpus:
-        near = f"set rollout.placement={'local' if host.num_ranks == 1 and rollout.engines == 1 else 'colocated'}"
-    counts = {(each.engines, each.vllm.tensor_parallel) for each in rollouts}
-    asked = f"rollout.engines={rollout.engines} with {num_policies} policy(s)"
-    asked += f" and rollout.vllm.tensor_parallel={wide}" if wide > 1 else ""
-    if len(counts) > 1:
-        numbers = [(each.engines, each.vllm.tensor_parallel) for each in rollouts]
-        words = [f"{engines} x {gpus_of_one}" if gpus_of_one > 1 else f"{engines}" for engines, gpus_of_one in numbers]
-        asked = f"policies.<name>.engines ({' + '.join(words)})"
-        near = "lower them"
+    sizes = " + ".join(f"{each.engines} x {each.vllm.tensor_parallel}" for each in rollouts)
     return (
-        f"{asked} needs {needed} GPU(s) without a trainer rank; this host has {host.num_gpus}, and "
-        f"{min(host.num_ranks, host.num_gpus)} rank(s) hold the first of them: {near}, or rollout.ray_address to a cluster with "
-        "more"
+        f"rollout.placement={rollout.placement}: engines of the policies (engines x rollout.vllm.tensor_parallel: {sizes}) "
+        f"{found}: {remedy}, or set rollout.ray_address to a cluster with more"
     )
 
 

@@ -120,8 +120,7 @@ class ScriptedEngine(Engine):
     def _whole(self, request: DecodeRequest) -> list[int]:
         answer = self._script(request)
         if isinstance(answer, str):
-            if self._encode is None:
-                raise ValueError("ScriptedEngine: the script gave text; pass encode=, or give token ids")
+            assert self._encode is not None, "the script gave text: pass encode="
             answer = self._encode(answer)
         whole = [int(token) for token in answer]
         for i in range(len(whole)):

@@ -6,8 +6,6 @@ import os
 import socket
 from urllib.parse import urlsplit
 
-import psutil
-
 from marsrl.rollout.engines.refusals import address_here
 
 _NOWHERE = "192.0.2.1"  # of no network (RFC 5737): the system says which interface it would take; nothing is sent
@@ -32,29 +30,21 @@ def split_address(address: str, port: int) -> tuple[str, int]:
 def own_address(given: str | None = None) -> str:
     """The IP address at which other hosts reach this one: `given` (sync.host), resolved, or detected.
 
-    Detected: torchrun's MASTER_ADDR if it is this host, else the interface of the default route, or of the only network.
+    Detected: torchrun's MASTER_ADDR if it is this host, else the interface of the default route, else what the host's own name
+    resolves to.
 
     Raises:
-        RuntimeError: `given` does not resolve, or is another host; or several addresses are possible.
+        RuntimeError: `given` does not resolve, or is another host.
     """
-    others = [each.address for of in psutil.net_if_addrs().values() for each in of if each.family == socket.AF_INET]
-    others = [address for address in others if not _is_loopback(address)]
     if given is not None:
         if (found := address_here(given)) is None:
             raise RuntimeError(
-                f"sync.host is {given}, which is no address of this host ({', '.join(others) or 'none but loopback'}), where "
-                "trainer rank 0 is: correct it, or leave it out"
+                f"sync.host is {given}, which is no address of this host, where trainer rank 0 is: correct it, or leave it out"
             )
         return found
-    for found in (address_here(os.environ.get("MASTER_ADDR", "localhost")), address_towards(_NOWHERE)):
-        if found is not None and not _is_loopback(found):
-            return found
-    if len(others) > 1:
-        raise RuntimeError(
-            f"this host has several addresses ({', '.join(others)}) and no default route to choose by: set sync.host to the one "
-            "at which the hosts of engines reach it"
-        )
-    return others[0] if others else "127.0.0.1"
+    master = address_here(os.environ.get("MASTER_ADDR", "localhost"))
+    detected = (master, address_towards(_NOWHERE), address_here(socket.gethostname()))
+    return next((each for each in detected if each and not each.startswith("127.") and each != "::1"), "127.0.0.1")
 
 
 def address_towards(host: str) -> str | None:
@@ -66,7 +56,3 @@ def address_towards(host: str) -> str | None:
             return str(route.getsockname()[0])
     except OSError:
         return None
-
-
-def _is_loopback(address: str) -> bool:
-    return address.startswith("127.") or address == "::1"

@@ -61,8 +61,6 @@ SERVER = (
         (["task=mathh"], "tasks: arithmetic, math"),
         (["rollout.group_size=1000000000000"], "rollout.group_size: Input should be"),
         (["run.seed=4294967296"], "run.seed: Input should be"),
-        (["rollout.prompts_per_step=100000", "rollout.group_size=1000"],
-         "rollout.prompts_per_step x rollout.group_size x rollout.picks = 100,000 x 1,000 x 2 samples"),
         (["agents.solver.policy=big"], "agents.solver.policy is 'big', which is not under `policies` (main)"),
         (["agents.solver.max_response_tokens=65", "rollout.max_response_tokens=64"],
          "above rollout.max_response_tokens = 64: raise that"),

@@ -23,17 +23,17 @@ import torch
 from torch import Tensor
 
 from marsrl.kernels import attention_decode, attention_varlen
-from marsrl.rollout.adapter import AdapterConfig, held_by_shard, read_tensors
+from marsrl.rollout.adapter import held_by_shard, read_tensors
 from marsrl.rollout.engines.local.batch import Cache, DecodeBatch, Row
 from marsrl.rollout.engines.local.model import Adapted, LocalModel
 from marsrl.rollout.engines.protocol import (
-    NO_ADAPTERS,
     TORN,
     AdapterUpdate,
     DecodeRequest,
     DecodeResult,
     Engine,
     EngineInfo,
+    EngineSpec,
     MemoryPart,
     WeightReceipt,
     WeightUpdate,
@@ -59,30 +59,20 @@ _PREFILL_TOKENS = 16384  # packed tokens of one prefill forward
 class LocalEngine(Engine):
     """Our own decoder for one policy, on a CPU or a GPU. See protocol.Engine for the contract."""
 
-    def __init__(
-        self,
-        model_dir: str | Path,
-        *,
-        dtype: str,
-        max_model_len: int,
-        device: str = "cpu",
-        max_num_seqs: int = 512,
-        threads: int | None = None,
-        adapters: Mapping[str, AdapterConfig] = NO_ADAPTERS,
-    ) -> None:
-        super().__init__(adapters)
-        if threads is not None and device == "cpu":
-            torch.set_num_threads(threads)
-        self._shape = read_shape(model_dir)
-        self._dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[dtype]
-        self._device = torch.device(device)
-        self._model = LocalModel(self._shape, WeightFiles(model_dir), self._dtype, self._device)
-        self._texts = Texts.of_model(model_dir)
+    def __init__(self, spec: EngineSpec) -> None:
+        super().__init__(spec.adapters)
+        if spec.device == "cpu":
+            torch.set_num_threads(spec.threads)
+        self._shape = read_shape(spec.model_dir)
+        self._dtype: torch.dtype = getattr(torch, spec.dtype)
+        self._device = torch.device(spec.device)
+        self._model = LocalModel(self._shape, WeightFiles(spec.model_dir), self._dtype, self._device)
+        self._texts = Texts.of_model(spec.model_dir)
         self._receiver = WeightReceiver(self._device)
-        self._max_model_len, self._max_num_seqs = max_model_len, max_num_seqs
-        self._configs = adapters
+        self._max_model_len, self._max_num_seqs = spec.max_model_len, spec.local.max_num_seqs
+        self._configs = spec.adapters
         self._adapters: dict[str, dict[str, Tensor]] = {}  # Pairs; an adapter equal to the bare weights is absent
-        for name, adapter in adapters.items():
+        for name, adapter in spec.adapters.items():
             if adapter.start is not None:
                 self._load_adapter(name, adapter.start)
         self._batch: DecodeBatch | None = None
@@ -179,12 +169,6 @@ class LocalEngine(Engine):
         moved = {id(tensor): tensor.to(device) for tensor in weights.values()}  # tied weights stay shared
         weights.update({name: moved[id(tensor)] for name, tensor in weights.items()})
 
-    def _refusal(self, request: DecodeRequest) -> str:
-        reason = why_not_decodable(request, self._max_model_len, self._shape.vocab_size)
-        if not reason and request.experts_from is not None and not self._shape.num_experts:
-            return f"experts are to be recorded, but {self._shape.architecture} has none"
-        return reason
-
     def _admit(self) -> list[DecodeResult]:
         """Let submitted requests join the batch, as far as there is room; returns results of rejected ones."""
         refused: list[DecodeResult] = []
@@ -194,7 +178,7 @@ class LocalEngine(Engine):
             return []
         while self._inbox and len(joining) < room:
             request = self._inbox.popleft()
-            if reason := self._refusal(request):
+            if reason := why_not_decodable(request, self._max_model_len, self._shape.vocab_size):
                 refused.append(self._result(Row(request, 0, finish=Finish.ERROR), reason))
             else:
                 joining.append(request)

@@ -10,10 +10,7 @@ import difflib
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
-from pydantic.errors import PydanticSchemaGenerationError
-
-from marsrl.rollout.config import Sampler, VllmOptions, problems_of
+from marsrl.rollout.config import Sampler, VllmOptions
 from marsrl.rollout.engines.protocol import EngineSpec, Records
 from marsrl.rollout.engines.vllm.adapters import lora_arguments
 from marsrl.rollout.engines.vllm.requests import SEATS
@@ -25,7 +22,6 @@ OWN_ARGUMENTS = {
     "model": "policies.<name>.model",
     "tokenizer": "policies.<name>.model",
     "dtype": "rollout.vllm.dtype",
-    "seed": "run.seed",
     "max_model_len": "agents.<name>.max_input_tokens and max_response_tokens",
     "max_num_seqs": "rollout.vllm.max_num_seqs",
     "kv_cache_memory_bytes": "rollout.vllm.kv_cache_mib",
@@ -36,7 +32,6 @@ OWN_ARGUMENTS = {
     "tensor_parallel_size": "rollout.vllm.tensor_parallel",
     "enable_expert_parallel": "rollout.vllm.expert_parallel",
     "distributed_executor_backend": "rollout.vllm.tensor_parallel",
-    "enforce_eager": "rollout.vllm.enforce_eager",
     "enable_sleep_mode": "rollout.placement",
     "logits_processors": "rollout.vllm.sampler",
     "logprobs_mode": "rollout.vllm.sampler",
@@ -100,14 +95,13 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
     Raises:
         ValueError: spec.vllm.extra has a name that vLLM does not know or that marsrl sets.
     """
-    options, device = spec.vllm, spec.device
-    return {
+    options, is_cpu = spec.vllm, spec.device == "cpu"
+    arguments = {
         "model": spec.model_dir,
         # as the trainer reads it: not params.json and consolidated.safetensors, which Mistral ships too
         "config_format": "hf",
         "load_format": "hf",  # options.extra may override it
         "dtype": spec.dtype,
-        "seed": spec.seed,
         "max_model_len": spec.max_model_len,
         "max_num_seqs": options.max_num_seqs + (SEATS if spec.adapters else 0),
         "kv_cache_dtype": options.kv_cache_dtype,
@@ -123,12 +117,21 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         "enable_sleep_mode": spec.sleeps,
         "enable_prefix_caching": True,
         "worker_extension_cls": "marsrl.rollout.engines.vllm.worker.WorkerExtension",
-        **_sampler_arguments(options.sampler_on(device), device, spec.records),
-        **_draft_arguments(options.draft_tokens),
+        "enforce_eager": is_cpu,  # options.extra may override it
+        **_sampler_arguments(options.sampler_on(spec.device), spec.device, spec.records),
         **lora_arguments(spec.model_dir, spec.adapters),
-        **(_cpu_arguments(options) if device == "cpu" else _gpu_arguments(options)),
-        **checked_extra(options.extra),
     }
+    if options.draft_tokens:
+        # Model Runner V2 runs n-grams on the GPU under either name, but "ngram" turns off async scheduling
+        arguments["speculative_config"] = {"method": "ngram_gpu", "num_speculative_tokens": options.draft_tokens}
+    if is_cpu:
+        arguments["block_size"] = _BLOCK_CPU
+    else:
+        arguments["gpu_memory_utilization"] = options.gpu_memory_utilization
+        arguments["moe_backend"] = "triton"  # keeps experts in the plain layout, so checksums are comparable
+    if kv_cache_mib := options.kv_cache_mib or (_KV_CACHE_CPU_MIB if is_cpu else None):
+        arguments["kv_cache_memory_bytes"] = kv_cache_mib << 20
+    return arguments | dict(checked_extra(options.extra))
 
 
 def _sampler_arguments(sampler: Sampler, device: str, records: Records) -> dict[str, Any]:
@@ -146,81 +149,35 @@ def _sampler_arguments(sampler: Sampler, device: str, records: Records) -> dict[
     return arguments
 
 
-def _draft_arguments(num_tokens: int) -> dict[str, Any]:
-    if not num_tokens:
-        return {}
-    # Model Runner V2 runs n-grams on the GPU under either name, but "ngram" turns off async scheduling
-    return {"speculative_config": {"method": "ngram_gpu", "num_speculative_tokens": num_tokens}}
-
-
-def _cpu_arguments(options: VllmOptions) -> dict[str, Any]:
-    return {
-        "enforce_eager": True if options.enforce_eager is None else options.enforce_eager,
-        "block_size": _BLOCK_CPU,
-        "kv_cache_memory_bytes": (options.kv_cache_mib or _KV_CACHE_CPU_MIB) << 20,
-    }
-
-
-def _gpu_arguments(options: VllmOptions) -> dict[str, Any]:
-    arguments: dict[str, Any] = {
-        "enforce_eager": bool(options.enforce_eager),
-        "gpu_memory_utilization": options.gpu_memory_utilization,
-        "moe_backend": "triton",  # keeps experts in the plain layout, so checksums are comparable
-    }
-    if options.kv_cache_mib is not None:
-        arguments["kv_cache_memory_bytes"] = options.kv_cache_mib << 20
-    return arguments
-
-
-def checked_extra(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """rollout.vllm.extra, validated against the installed vLLM's EngineArgs.
+def checked_extra(extra: Mapping[str, Any]) -> Mapping[str, Any]:
+    """rollout.vllm.extra, whose values the engine has vLLM check as it starts.
 
     Raises:
-        ValueError: unknown field, invalid value, or a field that marsrl sets.
+        ValueError: a field that the installed vLLM's EngineArgs lacks, or that marsrl sets.
     """
     if not extra:
-        return {}
+        return extra
+    from vllm.engine.arg_utils import EngineArgs
+
+    known = {each.name for each in dataclasses.fields(EngineArgs)} - OWN_ARGUMENTS.keys()
     for name in extra:
         if name in OWN_ARGUMENTS:
             key = OWN_ARGUMENTS[name]
             near = f"set {key} instead" if key else "it has to be as it is for what marsrl does: leave it out"
             raise ValueError(f"rollout.vllm.extra.{name} is an argument that marsrl gives to vLLM itself: {near}")
-    from vllm.engine.arg_utils import EngineArgs
-
-    types, checked = {each.name: each.type for each in dataclasses.fields(EngineArgs)}, {}
-    for name, value in extra.items():
-        if name not in types:
-            near = ", ".join(difflib.get_close_matches(name, types.keys() - OWN_ARGUMENTS.keys(), 3))
+        if name not in known:
+            near = ", ".join(difflib.get_close_matches(name, known, 3))
             raise ValueError(
                 f"rollout.vllm.extra.{name} is no field of this vLLM's EngineArgs"
                 f"{f'; similar ones: {near}' if near else '; see its documentation'}"
             )
-        try:
-            checked[name] = _adapter(types[name]).validate_python(value)
-        except ValidationError as error:
-            raise ValueError(
-                f"rollout.vllm.extra.{name} is {value!r}, which vLLM's EngineArgs rejects: {problems_of(error)}"
-            ) from error
-    return checked
-
-
-def _adapter(field_type: Any) -> TypeAdapter[Any]:
-    """Validator of a type. Accepts anything for a type that pydantic does not know (two fields of 0.32), which vLLM checks."""
-    try:
-        return TypeAdapter(Any if isinstance(field_type, str) else field_type)
-    except PydanticSchemaGenerationError:
-        return TypeAdapter(Any)
+    return extra
 
 
 def who_draws(options: VllmOptions, device: str) -> str:
     """One line describing an engine's sampler and model runner."""
     if options.sampler_on(device) == "marsrl":
-        return f"marsrl draws tokens (bitwise the same again), on vLLM's Model Runner V1{_is_eager(options, device)}"
+        return "marsrl draws tokens (bitwise the same again), on vLLM's Model Runner V1"
     runner = "V2, with async scheduling" if device == "cuda" else "V1"
     drafts = f", after drafts of {options.draft_tokens}" if options.draft_tokens else ""
-    return f"vLLM's own sampler draws tokens{drafts}, on its Model Runner {runner}{_is_eager(options, device)}"
-
-
-def _is_eager(options: VllmOptions, device: str) -> str:
-    eager = device == "cpu" if options.enforce_eager is None else options.enforce_eager
-    return ", eager" if eager else ", compiled" + (" and in CUDA graphs" if device == "cuda" else "")
+    return f"vLLM's own sampler draws tokens{drafts}, on its Model Runner {runner}"

@@ -37,10 +37,8 @@ from marsrl.rollout.engines.protocol import (
     WeightUpdate,
     taken_from,
 )
-from marsrl.rollout.engines.refusals import vllm_refusals
 from marsrl.rollout.engines.texts import Texts
 from marsrl.rollout.engines.time_shares import TimeShares
-from marsrl.rollout.engines.vllm.adapters import LoadedAdapters
 from marsrl.rollout.engines.vllm.arguments import engine_arguments, who_draws
 from marsrl.rollout.engines.vllm.requests import RequestMaker, Scored, experts_told, kept_tokens_told, logprobs_told
 from marsrl.rollout.kept_tokens import KeptTokens
@@ -48,6 +46,7 @@ from marsrl.rollout.routed_experts import ExpertArray
 from marsrl.rollout.types import Finish, FloatArray, IntArray
 
 if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
     from vllm.v1.engine import EngineCoreOutput
 
 
@@ -75,7 +74,9 @@ class VllmEngine(Engine):
         """Start vLLM with the weights of spec.model_dir as version 0."""
         super().__init__(spec.adapters)
         self._spec, self._draws = spec, spec.vllm.sampler_on(spec.device)
-        self._adapters = LoadedAdapters(spec.adapters)
+        self._adapters: dict[
+            str, LoRARequest
+        ] = {}  # as last loaded; absent: not yet, its requests use the base weights
         self._texts = Texts.of_model(spec.model_dir)
         self._under_way: dict[str, _Running] = {}  # by vLLM's request id
         self._watched: set[str] = set()  # keys of requests with Sampling.stop
@@ -99,7 +100,7 @@ class VllmEngine(Engine):
         )
         for name, adapter in spec.adapters.items():
             if adapter.start is not None:
-                self._adapters.load(self._llm.llm_engine, name, adapter.start)
+                self._load_adapter(name, adapter.start)
         logging.getLogger("vllm").setLevel(logging.ERROR)
 
     def info(self) -> EngineInfo:
@@ -150,7 +151,7 @@ class VllmEngine(Engine):
         last = self._scored(sequences, adapter, by_prefill=False)
         none_has_anothers_prefix = len({tuple(s[:8]) for s in sequences}) == len(sequences)
         if adapter in self._untried and none_has_anothers_prefix:
-            self._refuse_old_prefixes(max(last.num_cached_tokens, default=0), adapter)
+            self._refuse_old_prefixes(last.num_cached_tokens, adapter)
         self._untried.discard(adapter)
         first = self._scored([s[:-1] for s in sequences], adapter, by_prefill=True)
         return [np.concatenate(each) for each in zip(first.logprobs(), last.logprobs(), strict=True)]
@@ -160,7 +161,7 @@ class VllmEngine(Engine):
         top_k = self._vocab_size if self._spec.records.kept_tokens else None  # vLLM wants draws then, and a top_k
         keys = [str(next(self._keys)) for _ in sequences]
         self._scoring = scoring = Scored(dict(zip(keys, sequences, strict=True)), by_prefill=by_prefill, top_k=top_k)
-        for request in scoring.requests(self._adapters.of(adapter)):
+        for request in scoring.requests(self._adapters.get(adapter)):
             self._core.add_request(request)
         while not scoring.is_over:
             self._ended += self._step() + self._stopped()
@@ -191,13 +192,27 @@ class VllmEngine(Engine):
         """Load an adapter between two steps, while others decode. Its new path makes its cached prefixes unreachable."""
         self._refuse_under_way("update_adapter", update.name)
         start = time.perf_counter()
-        number = self._adapters.load(self._llm.llm_engine, update.name, update.path)
+        number = self._load_adapter(update.name, update.path)
         loaded = time.perf_counter()
         checksums = self._ask_workers("marsrl_adapter_checksums", number, update.path)
         self._versions[update.name] = update.version
         self._untried.add(update.name)
         end = time.perf_counter()
         return WeightReceipt(update.version, checksums, end - start, end - loaded)
+
+    def _load_adapter(self, name: str, path: str) -> int:
+        """Load a version of an adapter in place of the previous one; returns the adapter's number in the workers.
+
+        Name and number never change; each version has its own path. vLLM identifies cached prefixes by name and path, so under an
+        unchanged path it would reuse keys and values of the previous version.
+        """
+        from vllm.lora.request import LoRARequest
+
+        number = 1 + list(self._spec.adapters).index(name)
+        # load_inplace only here: on a request, vLLM would reread the file at every step
+        self._llm.llm_engine.add_lora(LoRARequest(name, number, path, load_inplace=True))
+        self._adapters[name] = LoRARequest(name, number, path)
+        return number
 
     def _ask_workers(self, method: str, *args: Any) -> list[Any]:
         """Results of a method of WorkerExtension, by worker."""
@@ -272,7 +287,7 @@ class VllmEngine(Engine):
                 refused.append(DecodeResult.without_tokens(request.uid, Finish.ERROR, version, reason))
                 continue
             key = str(next(self._keys))
-            self._core.add_request(self._maker.made(key, request, self._adapters.of(request.adapter)))
+            self._core.add_request(self._maker.made(key, request, self._adapters.get(request.adapter)))
             self._under_way[key] = _Running(key, request)
             if request.sampling.stop:
                 self._watched.add(key)
@@ -398,15 +413,13 @@ class VllmEngine(Engine):
 
 
 def _started(spec: EngineSpec) -> Any:
-    """vLLM's LLM with its worker processes. Raises ValueError: vLLM does not support the settings (vllm_refusals)."""
+    """vLLM's LLM with its worker processes."""
     import torch
     from vllm import LLM
 
     from marsrl.rollout.engines.vllm.worker import wait_asleep
     from marsrl.rollout.engines.vllm.worker_adapters import experts_without_adapters
 
-    if found := vllm_refusals(spec.vllm, spec.device, spec.records):
-        raise ValueError("; ".join(found))
     if is_cpu := spec.device == "cpu":
         torch.set_num_threads(spec.threads)
     has_groups = torch.distributed.is_initialized()
