@@ -15,12 +15,10 @@ _engines: list[Any] = []  # of this process: one, in the child
 
 
 def local_engine(model_dir: str, dtype: str) -> Any:
-    import torch
-
     from marsrl.rollout.engines.local.engine import LocalEngine
+    from marsrl.rollout.engines.protocol import EngineSpec
 
-    torch.set_num_threads(1)
-    return LocalEngine(model_dir, dtype=dtype, max_model_len=256)
+    return LocalEngine(EngineSpec("local", model_dir, dtype, 256))
 
 
 def _begin(make: Make, model_dir: str, dtype: str) -> None:

@@ -175,7 +175,6 @@ class VllmOptions(Settings):
     """GPUs of one engine, all on one host; every matrix is cut over them (on a CPU: processes)"""
     expert_parallel: bool = False
     """each expert whole on one of tensor_parallel's GPUs, in place of a share of it on all"""
-    enforce_eager: bool | None = Field(None, description="default: true on CPU, false on GPU")
     sampler: Sampler | Literal["auto"] = "auto"
     """who draws tokens. engine: vLLM's own sampler with a seed a request (on GPUs in its Model Runner V2, with async
     scheduling); marsrl: ours, whose draws repeat bitwise whatever else is in the batch (in the older Model Runner V1). auto:

@@ -20,7 +20,7 @@ import torch
 
 from marsrl.kernels import PolicyObjective
 from marsrl.rollout.agents.render import ChatRenderer
-from marsrl.rollout.engines.protocol import Records
+from marsrl.rollout.engines.protocol import EngineSpec, Records
 from marsrl.rollout.engines.refusals import RankHost, TrainerHost
 from marsrl.rollout.gateway.vllm_reader import agents_of
 from marsrl.rollout.gateway.workers import workers_key
@@ -295,17 +295,20 @@ def open_pool(
     if policy.openai is not None:
         return make_openai_pool(name, model, policy.openai, deadline_s=deadline_s, max_model_len=max_model_len)
     records = [config.records_of(each) for each in served]
+    spec = EngineSpec(
+        config.rollout.engine,
+        model,
+        config.engine_dtype(name),
+        max_model_len,
+        records=Records(any(each.kept_tokens for each in records), any(each.experts for each in records)),
+        adapters={each: adapter for each in served if (adapter := config.policies[each].adapter) is not None},
+    )
     return make_pool(
         name,
-        model,
+        spec,
         config.rollout_of(name),
-        dtype=policy.dtype,
-        max_model_len=max_model_len,
-        seed=config.run.seed,
         served=tuple(config.served_rollouts.values()),
         host=host,
         silence_s=config.run.silence_s,
         own_host=config.sync.host,
-        records=Records(any(each.kept_tokens for each in records), any(each.experts for each in records)),
-        adapters={each: adapter for each in served if (adapter := config.policies[each].adapter) is not None},
     )

@@ -30,12 +30,4 @@ def build_engine(spec: EngineSpec) -> Engine:
         return VllmEngine(spec)
     from marsrl.rollout.engines.local.engine import LocalEngine
 
-    return LocalEngine(
-        spec.model_dir,
-        dtype=spec.dtype,
-        max_model_len=spec.max_model_len,
-        device=spec.device,
-        max_num_seqs=spec.local.max_num_seqs,
-        threads=spec.threads,
-        adapters=spec.adapters,
-    )
+    return LocalEngine(spec)

@@ -15,45 +15,30 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import numpy as np
+from pydantic import BaseModel, Field, ValidationError
 
 from marsrl.rollout.agents.render import ChatRenderer
-from marsrl.rollout.config import OpenAIOptions
-from marsrl.rollout.engines.protocol import (
-    AdapterUpdate,
-    DecodeRequest,
-    DecodeResult,
-    EngineInfo,
-    MemoryPart,
-    WeightReceipt,
-    WeightUpdate,
-    WrongVersion,
-    why_not_decodable,
-)
+from marsrl.rollout.config import OpenAIOptions, problems_of
+from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult, Engine, EngineInfo, why_not_decodable
 from marsrl.rollout.engines.texts import Texts
-from marsrl.rollout.http_line import HttpLine, Refused, excerpt, read_json, read_key
-from marsrl.rollout.types import Finish, FloatArray, IntArray
+from marsrl.rollout.http_line import HttpLine, Refused, excerpt, read_key
+from marsrl.rollout.types import Finish
 
 _VERSION = 0  # the weights never change
 _MOST_STOPS = 4  # the protocol's limit
 
 
-class OpenAIEngine:
-    """Sends up to options.concurrency requests at a time. See protocol.Engine for the contract.
+class OpenAIEngine(Engine):
+    """Sends up to options.concurrency requests at a time. A server takes no weights, and scores nothing.
 
     engine = OpenAIEngine(OpenAIOptions(base_url="http://judge:8000/v1", model="judge"), ChatRenderer(directory))
     """
 
-    def __init__(
-        self,
-        options: OpenAIOptions,
-        renderer: ChatRenderer,
-        *,
-        max_model_len: int | None = None,
-    ) -> None:
+    def __init__(self, options: OpenAIOptions, renderer: ChatRenderer, *, max_model_len: int | None = None) -> None:
         """Sends nothing yet.
 
         Args:
@@ -62,6 +47,7 @@ class OpenAIEngine:
         Raises:
             ValueError: the variable named by options.api_key_env is unset or not a valid header.
         """
+        super().__init__()
         self._options, self._renderer, self._texts = options, renderer, Texts(renderer.decode)
         self._max_model_len = max_model_len
         self._key = None if options.api_key_env is None else read_key(options.api_key_env, "openai.api_key_env")
@@ -69,7 +55,6 @@ class OpenAIEngine:
         self._threads = ThreadPoolExecutor(options.concurrency, thread_name_prefix="marsrl-openai")
         self._line = self._connect()
         self._lock = threading.Lock()
-        self._num_decoded = 0
         self._under_way: dict[str, tuple[DecodeRequest, Future[DecodeResult]]] = {}
         self._aborted: list[DecodeResult] = []
 
@@ -77,14 +62,8 @@ class OpenAIEngine:
         name = f"{__name__}.OpenAIEngine"
         return EngineInfo("openai", name, "httpx", httpx.__version__, self._options.base_url, "unknown")
 
-    def num_decoded(self) -> int:
-        return self._num_decoded
-
     def submit(self, requests: Sequence[DecodeRequest], *, version: int) -> None:
-        if version != _VERSION:
-            raise WrongVersion(
-                f"OpenAIEngine: asked for policy version {version}, but a server's weights stay {_VERSION}"
-            )
+        self._check_versions(requests, version)
         with self._lock:
             for request in requests:
                 work = self._threads.submit(self._answer, request, self._line)
@@ -111,24 +90,6 @@ class OpenAIEngine:
             self._under_way.clear()
             line, self._line = self._line, self._connect()
         line.cut()  # results are no longer needed
-
-    def score(self, sequences: Sequence[IntArray], adapter: str = "", is_probe: bool = True) -> list[FloatArray]:
-        raise RuntimeError("OpenAIEngine: a server's log-probs are not scored; its policy is frozen and needs no probe")
-
-    def update_weights(self, update: WeightUpdate) -> WeightReceipt:
-        raise RuntimeError("OpenAIEngine: a server takes no weights; its policy is frozen")
-
-    def update_adapter(self, update: AdapterUpdate) -> WeightReceipt:
-        raise RuntimeError("OpenAIEngine: a server takes no adapters; a policy with one needs engines here")
-
-    def forget_prefixes(self) -> None:
-        """A no-op: the server manages its cache."""
-
-    def sleep(self, keeps_weights: bool) -> None:
-        """A no-op: the server manages its memory."""
-
-    def wake(self, part: MemoryPart) -> None:
-        """A no-op: nothing sleeps."""
 
     def close(self) -> None:
         """Drop running requests; may be called twice."""
@@ -181,26 +142,30 @@ class OpenAIEngine:
         return json.dumps(body).encode()
 
     def _completion(self, request: DecodeRequest, answer: bytes) -> DecodeResult:
-        text, finish = _parse(answer)
-        ids = self._renderer.completion_ids(text)
-        if finish == "stop":
+        choice = _parse(answer)
+        ids, is_whole = self._renderer.completion_ids(choice.text), choice.finish_reason == "stop"
+        if is_whole:
             ids = np.append(ids, np.int32(self._renderer.eos_id))
         elif len(ids) == 0:
             raise Refused("the answer has no text and no end: finish_reason is 'length'")
-        is_whole = finish == "stop" and len(ids) <= request.max_new_tokens
-        # its tokens are not ours: our encoding may be longer
-        ids, finish = ids[: request.max_new_tokens], Finish.STOP if is_whole else Finish.LENGTH
+        finish = Finish.STOP if is_whole and len(ids) <= request.max_new_tokens else Finish.LENGTH
+        ids = ids[: request.max_new_tokens]  # its tokens are not ours: our encoding may be longer
         result = DecodeResult(request.uid, ids, np.full(len(ids), np.nan, np.float32), finish, _VERSION)
         return self._texts.told(request, result)
 
 
-def _parse(answer: bytes) -> tuple[str, str]:
-    """(text, "stop" or "length") of a completions answer; Refused if it is invalid."""
-    value = read_json(answer)
-    choices = value.get("choices") if isinstance(value, dict) else None
-    if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
-        raise Refused(f"the answer has no list `choices` of one object: {excerpt(value)}")
-    text, finish = choices[0].get("text"), choices[0].get("finish_reason")
-    if not isinstance(text, str) or finish not in ("stop", "length"):
-        raise Refused(f"expected a text and finish_reason stop or length, found {excerpt(choices[0])}")
-    return text.encode("utf-8", "replace").decode("utf-8"), finish  # JSON can contain half of a surrogate pair
+class _Choice(BaseModel):
+    text: str
+    finish_reason: Literal["stop", "length"]
+
+
+class _Answer(BaseModel):
+    choices: list[_Choice] = Field(min_length=1, max_length=1)
+
+
+def _parse(answer: bytes) -> _Choice:
+    """The only choice of a completions answer; Refused if it is invalid."""
+    try:
+        return _Answer.model_validate_json(answer).choices[0]
+    except ValidationError as error:
+        raise Refused(f"the answer is no completion ({problems_of(error)[:300]}): {excerpt(answer)}") from None

@@ -12,11 +12,11 @@ version. It decodes, scores given tokens, and loads new weights:
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 
@@ -143,10 +143,6 @@ class Records:
     experts: bool = False
 
 
-NOTHING_RECORDED = Records()
-NO_ADAPTERS: Mapping[str, AdapterConfig] = MappingProxyType({})
-
-
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
     """Everything needed to build one engine, in this process or another.
@@ -160,13 +156,12 @@ class EngineSpec:
     model_dir: str
     dtype: str
     max_model_len: int
-    seed: int = 0
     threads: int = 1
     device: str = "cpu"
     vllm: VllmOptions = field(default_factory=VllmOptions)
     local: LocalOptions = field(default_factory=LocalOptions)
     sleeps: bool = False
-    records: Records = NOTHING_RECORDED
+    records: Records = field(default_factory=Records)
     adapters: Mapping[str, AdapterConfig] = field(default_factory=dict)
 
 
@@ -252,25 +247,6 @@ class WrongVersion(RuntimeError):
     """A request was tagged with a policy version that the engine does not hold."""
 
 
-def check_versions(engine: str, held: Mapping[str, int], requests: Sequence[DecodeRequest], version: int) -> None:
-    """Raise WrongVersion unless an engine holds the versions that requests are tagged with.
-
-    Args:
-        engine: its name, for messages. held: version by adapter; "": of the weights.
-        version: policy version of all requests, besides those of adapters.
-    """
-    if held[""] != version:
-        raise WrongVersion(f"{engine}: asked for policy version {version}, but version {held['']} is loaded")
-    for request in requests:
-        name, asked = request.adapter, request.adapter_version
-        if name and name not in held:
-            raise WrongVersion(
-                f"{engine}: asked for adapter {name}; it serves {', '.join(filter(None, held)) or 'none'}"
-            )
-        if name and held[name] != asked:
-            raise WrongVersion(f"{engine}: asked for version {asked} of adapter {name}, but {held[name]} is loaded")
-
-
 def taken_from(inbox: deque[DecodeRequest], adapter: str | None) -> list[DecodeRequest]:
     """Remove and return the requests that use the adapter (None: all); another thread may append others meanwhile."""
     taken: list[DecodeRequest] = []
@@ -284,20 +260,30 @@ class EngineLost(RuntimeError):
     """Raised by an engine that cannot continue: its pool replaces it."""
 
 
-class Engine(Protocol):
+class Engine(ABC):
     """One replica of one policy and its adapters. One thread builds and calls it; `submit`, `abort` and `num_decoded`, which
     use no device, may be called by other threads meanwhile."""
 
+    def __init__(self, adapters: Iterable[str] = ()) -> None:
+        self._versions = {"": 0, **dict.fromkeys(adapters, 0)}  # by adapter; "": of the weights
+        self._inbox: deque[DecodeRequest] = deque()  # submitted, for the next `collect`
+        self._aborts: deque[str | None] = deque()  # adapters
+        self._num_decoded = 0
+
+    @abstractmethod
     def info(self) -> EngineInfo: ...
 
     def submit(self, requests: Sequence[DecodeRequest], *, version: int) -> None:
         """Add requests, without waiting; raises WrongVersion unless the engine holds `version`, and of each request's
         adapter its tagged version."""
+        self._check_versions(requests, version)
+        self._inbox.extend(requests)
 
+    @abstractmethod
     def collect(self, timeout_s: float) -> list[DecodeResult]:
         """Decode at least one step, until some requests have finished (these are returned) or timeout_s has passed.
 
-        Returns at once if there is nothing to decode.
+        Returns at once if there is nothing to decode. An invalid request returns with Finish.ERROR and the reason.
         """
 
     def abort(self, adapter: str | None = None) -> None:
@@ -305,21 +291,25 @@ class Engine(Protocol):
 
         The others decode on.
         """
+        self._aborts.append(adapter)
 
     def num_decoded(self) -> int:
         """Tokens decoded since the engine started (for progress bars)."""
+        return self._num_decoded
 
     def score(self, sequences: Sequence[IntArray], adapter: str = "", is_probe: bool = True) -> list[FloatArray]:
         """Log-probs [N-1] of tokens 1..N-1 of each sequence, nats, at temperature 1, over the whole vocabulary.
 
         is_probe: checks a weight sync and the caches; else a teacher scores samples. Requests that are running decode on.
         """
+        raise NotImplementedError
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         """Load, drop all prefix caches, and report checksums of the weights now held, or why they did not arrive.
 
         Adapters do not change.
         """
+        raise NotImplementedError
 
     def update_adapter(self, update: AdapterUpdate) -> WeightReceipt:
         """Replace an adapter by its new version, and report checksums of the weights now held. No request of this adapter may be
@@ -327,18 +317,43 @@ class Engine(Protocol):
 
         Before the first update an adapter is at version 0: its policy's `adapter.start`, or else the bare weights.
         """
+        raise NotImplementedError
 
-    def forget_prefixes(self) -> None:
+    def forget_prefixes(self) -> None:  # noqa: B027
         """Drop all prefix caches. Nothing may be running."""
 
-    def sleep(self, keeps_weights: bool) -> None:
+    def sleep(self, keeps_weights: bool) -> None:  # noqa: B027
         """Free the device's memory: weights move to the host, caches are dropped. Nothing may be running.
 
         A sleeping engine serves nothing; update_weights needs its weights awake.
         keeps_weights: False if update_weights precedes any decoding or scoring: weights may be dropped.
         """
 
-    def wake(self, part: MemoryPart) -> None:
+    def wake(self, part: MemoryPart) -> None:  # noqa: B027
         """Take memory back, one part after the other: weights (unchanged, if kept), then the cache; a no-op when awake."""
 
+    @abstractmethod
     def close(self) -> None: ...
+
+    def _running(self) -> Iterable[DecodeRequest]:
+        """Requests that have left the inbox and not been returned."""
+        raise NotImplementedError
+
+    def _check_versions(self, requests: Sequence[DecodeRequest], version: int) -> None:
+        held, engine = self._versions, type(self).__name__
+        if held[""] != version:
+            raise WrongVersion(f"{engine}: asked for policy version {version}, but version {held['']} is loaded")
+        for request in requests:
+            name, asked = request.adapter, request.adapter_version
+            if name and name not in held:
+                raise WrongVersion(
+                    f"{engine}: asked for adapter {name}; it serves {', '.join(filter(None, held)) or 'none'}"
+                )
+            if name and held[name] != asked:
+                raise WrongVersion(f"{engine}: asked for version {asked} of adapter {name}, but {held[name]} is loaded")
+
+    def _refuse_under_way(self, call: str, adapter: str | None = None) -> None:
+        """Raise RuntimeError if requests that use the adapter (None: any) are under way."""
+        if any(request.uses(adapter) for request in (*self._inbox, *self._running())):
+            whose = "requests" if adapter is None else f"requests of {adapter}"
+            raise RuntimeError(f"{type(self).__name__}.{call}: {whose} are under way; abort and collect them first")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,11 +13,12 @@ from marsrl.rollout.engines.protocol import (
     AdapterUpdate,
     DecodeRequest,
     DecodeResult,
+    Engine,
     EngineInfo,
     MemoryPart,
     WeightReceipt,
     WeightUpdate,
-    check_versions,
+    taken_from,
 )
 from marsrl.rollout.engines.texts import Texts
 from marsrl.rollout.types import Finish, FloatArray, IntArray
@@ -35,7 +35,7 @@ class _UnderWay:
     num_done: int = 0
 
 
-class ScriptedEngine:
+class ScriptedEngine(Engine):
     """Answers each request with script(request).
 
         engine = ScriptedEngine(lambda request: "4 <|end|>", encode=tokenizer.encode)
@@ -61,33 +61,28 @@ class ScriptedEngine:
         tokens_per_step: int | None = None,
         adapters: Sequence[str] = (),
     ) -> None:
+        super().__init__(adapters)
         self._tokens_per_step = tokens_per_step
-        self._under_way: deque[_UnderWay] = deque()  # submit may come from another thread
-        self._aborts: deque[str | None] = deque()  # adapters; abort may too
+        self._under_way: list[_UnderWay] = []
         self._script, self._encode, self._fail, self._score = script, encode, fail, score
         self._texts = Texts(decode) if decode is not None else None
         self._answers: dict[str, tuple[int, list[int]]] = {}  # uid: (length of the prompt, whole completion)
-        self._num_decoded = 0
-        self._versions = {"": 0, **dict.fromkeys(adapters, 0)}  # by adapter
         self._asleep: set[MemoryPart] = set()  # it uses no memory, but callers should not depend on that
 
     def info(self) -> EngineInfo:
         name, adapters = f"{__name__}.ScriptedEngine", tuple(filter(None, self._versions))
         return EngineInfo("scripted", name, "marsrl", "0", "cpu", "float32", adapters=adapters)
 
-    def num_decoded(self) -> int:
-        return self._num_decoded
-
     def submit(self, requests: Sequence[DecodeRequest], *, version: int) -> None:
-        check_versions("ScriptedEngine", self._versions, requests, version)
         self._need("weights", "kv_cache")
-        self._under_way.extend(_UnderWay(request) for request in requests)
+        super().submit(requests, version=version)
 
     def collect(self, timeout_s: float) -> list[DecodeResult]:
         results = []
         aborts = {self._aborts.popleft() for _ in range(len(self._aborts))}
-        for _ in range(len(self._under_way)):
-            work = self._under_way.popleft()
+        self._under_way += [_UnderWay(request) for request in taken_from(self._inbox, None)]
+        running, self._under_way = self._under_way, []
+        for work in running:
             if work.answer is None:
                 work.answer = self._answer(work.request)
             answer, before = work.answer, work.num_done
@@ -104,9 +99,6 @@ class ScriptedEngine:
             else:
                 self._under_way.append(work)
         return results
-
-    def abort(self, adapter: str | None = None) -> None:
-        self._aborts.append(adapter)
 
     def _answer(self, request: DecodeRequest) -> DecodeResult:
         """The script's whole answer to a request."""
@@ -128,8 +120,7 @@ class ScriptedEngine:
     def _whole(self, request: DecodeRequest) -> list[int]:
         answer = self._script(request)
         if isinstance(answer, str):
-            if self._encode is None:
-                raise ValueError("ScriptedEngine: the script gave text; pass encode=, or give token ids")
+            assert self._encode is not None, "the script gave text: pass encode="
             answer = self._encode(answer)
         whole = [int(token) for token in answer]
         for i in range(len(whole)):
@@ -166,25 +157,21 @@ class ScriptedEngine:
     def update_adapter(self, update: AdapterUpdate) -> WeightReceipt:
         """Note the version: there is no model to adapt."""
         self._need("weights")
-        if any(work.request.uses(update.name) for work in self._under_way):
-            raise RuntimeError(
-                f"ScriptedEngine.update_adapter: requests of {update.name} are under way; abort them first"
-            )
+        self._refuse_under_way("update_adapter", update.name)
         self._versions[update.name] = update.version
         return WeightReceipt(update.version, ({},), 0.0)
 
-    def forget_prefixes(self) -> None:
-        """A no-op: nothing is cached."""
-
     def sleep(self, keeps_weights: bool) -> None:
-        if self._under_way:
-            raise RuntimeError(f"ScriptedEngine.sleep: {len(self._under_way)} requests are under way; abort them first")
+        self._refuse_under_way("sleep")
         self._asleep = {"weights", "kv_cache"}
         if not keeps_weights:
             self._versions[""] = TORN
 
     def wake(self, part: MemoryPart) -> None:
         self._asleep.discard(part)
+
+    def _running(self) -> list[DecodeRequest]:
+        return [work.request for work in self._under_way]
 
     def _need(self, *parts: MemoryPart) -> None:
         if missing := self._asleep.intersection(parts):

@@ -6,6 +6,7 @@ ends a completion in the same place in each, even if it is split over two segmen
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,14 +26,8 @@ class Texts:
 
     @classmethod
     def of_model(cls, model_dir: str | Path) -> Texts:
-        renderers: list[ChatRenderer] = []
-
-        def decode(ids: IntArray) -> str:
-            if not renderers:
-                renderers.append(ChatRenderer(model_dir))
-            return renderers[0].decode(ids)
-
-        return cls(decode)
+        renderer = functools.cache(lambda: ChatRenderer(model_dir))
+        return cls(lambda ids: renderer().decode(ids))
 
     def told(self, request: DecodeRequest, result: DecodeResult) -> DecodeResult:
         """The result with the text that the request asks for (DecodeRequest.text_from).

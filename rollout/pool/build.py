@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 
-from marsrl.rollout.adapter import AdapterConfig
 from marsrl.rollout.config import SILENCE_S, OpenAIOptions, RolloutConfig, is_started_here
 from marsrl.rollout.engines.build import build_engine, environment_of
-from marsrl.rollout.engines.protocol import NO_ADAPTERS, NOTHING_RECORDED, EngineSpec, Records
+from marsrl.rollout.engines.protocol import EngineSpec
 from marsrl.rollout.engines.refusals import TrainerHost, this_host
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.ray_token import show_token
@@ -22,31 +23,25 @@ the way here, and the next ones on the way there."""
 
 def make_pool(
     policy: str,
-    model_dir: str,
+    spec: EngineSpec,
     config: RolloutConfig,
     *,
-    dtype: str,
-    max_model_len: int,
-    seed: int = 0,
     served: Sequence[RolloutConfig] = (),
     host: TrainerHost | None = None,
     silence_s: float = SILENCE_S,
     own_host: str | None = None,
-    records: Records = NOTHING_RECORDED,
-    adapters: Mapping[str, AdapterConfig] = NO_ADAPTERS,
 ) -> EnginePool:
     """The engines of one policy, as configured.
 
     Args:
-        policy: name under `policies`, for messages. config: with this policy's own engines and vllm settings.
-        max_model_len: of prompt plus completion, tokens.
+        policy: name under `policies`, for messages.
+        spec: of its engines, apart from what the config says (`with_settings`).
+        config: with this policy's own engines and vllm settings.
         served: the same of all policies that have engines here, default: of this one; with rollout.placement=colocated they
             share every GPU.
         host: name of this host; None: detected.
         silence_s: an engine whose process answers nothing for so long is lost (run.silence_s).
         own_host: the address at which the engines' hosts reach this process (sync.host); None: detected.
-        records: per-token data requested besides log-probs.
-        adapters: served by these engines too, by policy name, this policy's own among them.
 
     Raises:
         RuntimeError: vllm or ray is configured but not installed, or the Ray cluster is unreachable.
@@ -55,88 +50,58 @@ def make_pool(
         _require("vllm", "rollout.engine=vllm", "install vllm (CPU: constraints/cpu.txt), or set rollout.engine=local")
     if config.placement != "local":
         _require("ray", f"rollout.placement={config.placement}", "install ray, or set rollout.placement=local")
-    specs = _specs(
-        model_dir, config, dtype=dtype, max_model_len=max_model_len, seed=seed, records=records, adapters=adapters
-    )
+    spec = with_settings(spec, config)
     if config.placement == "local":
-        os.environ.update(environment_of(specs[0]))
-        engines = LocalReplicas([build_engine(spec) for spec in specs])
+        os.environ.update(environment_of(spec))
+        engines = LocalReplicas([build_engine(spec) for _ in range(config.engines)])
         return EnginePool(engines, policy, slots=config.slots, deadline_s=config.deadline_s)
     if config.ray_address is not None and not is_started_here(config.ray_address):
         show_token()
     from marsrl.rollout.pool.ray_actors import RayReplicas
     from marsrl.rollout.pool.ray_connection import RayCluster
 
-    host, served, is_shared = (
-        host or this_host(config.ray_address),
-        served or (config,),
-        config.placement == "colocated",
-    )
-    cluster = RayCluster(
-        address=config.ray_address,
-        timeout_s=config.ray_timeout_s,
-        object_store_mib=config.object_store_mib,
-        gpus=host.gpus_for(served),
-        own_host=own_host,
-    )
-    takes = _takes(config, specs[0].device, len(served))
-    try:
+    host, served = host or this_host(config.ray_address), served or (config,)
+    is_shared = config.placement == "colocated"
+    with ExitStack() as stack:
+        cluster = RayCluster(
+            address=config.ray_address,
+            timeout_s=config.ray_timeout_s,
+            object_store_mib=config.object_store_mib,
+            gpus=host.gpus_for(served),
+            own_host=own_host,
+        )
+        stack.callback(cluster.close)
+        takes = _takes(config, spec.device, len(served))
         cluster.check_owners(host.rank_hosts, is_shared=is_shared)
-        cluster.await_place(f"the engines of policy {policy}", takes, len(specs), config.join_s)
-    except BaseException:
-        cluster.close()
-        raise
-    pool = EnginePool(
-        RayReplicas(
-            cluster, specs, takes=takes, deadline_s=config.deadline_s, silence_s=silence_s, join_s=config.join_s
-        ),
-        policy,
-        slots=round(config.slots * (1 + _AHEAD)),
-        deadline_s=config.deadline_s,
-        attempts=config.max_request_attempts,
-        most_restarts=config.max_engine_restarts,
-        sleeps=is_shared,
-        host=cluster.host,
-    )
-    try:
+        cluster.await_place(f"the engines of policy {policy}", takes, config.engines, config.join_s)
+        pool = EnginePool(
+            RayReplicas(cluster, spec, config, takes=takes, silence_s=silence_s),
+            policy,
+            slots=round(config.slots * (1 + _AHEAD)),
+            deadline_s=config.deadline_s,
+            attempts=config.max_request_attempts,
+            most_restarts=config.max_engine_restarts,
+            sleeps=is_shared,
+            host=cluster.host,
+        )
+        stack.callback(pool.close)
         pool.start()
-    except BaseException:
-        pool.close()
-        raise
+        stack.pop_all()
     return pool
 
 
-def _specs(
-    model_dir: str,
-    config: RolloutConfig,
-    *,
-    dtype: str,
-    max_model_len: int,
-    seed: int,
-    records: Records,
-    adapters: Mapping[str, AdapterConfig],
-) -> list[EngineSpec]:
-    """One spec per engine of a policy; they differ in the seed."""
+def with_settings(spec: EngineSpec, config: RolloutConfig) -> EngineSpec:
+    """The spec with what the config and this host say."""
     import torch
 
-    threads = config.threads or max(1, (os.cpu_count() or 1) // config.engines)
-    return [
-        EngineSpec(
-            kind=config.engine,
-            model_dir=model_dir,
-            dtype=dtype,
-            max_model_len=max_model_len,
-            seed=seed + replica,
-            threads=threads,
-            device="cuda" if torch.cuda.is_available() else "cpu",
-            vllm=config.vllm,
-            local=config.local,
-            sleeps=config.placement == "colocated",
-            records=records,
-            adapters=dict(adapters),
-        )
-        for replica in range(config.engines)
-    ]
+    return replace(
+        spec,
+        threads=config.threads or max(1, (os.cpu_count() or 1) // config.engines),
+        device="cuda" if torch.cuda.is_available() else "cpu",
+        vllm=config.vllm,
+        local=config.local,
+        sleeps=config.placement == "colocated",
+    )
 
 
 def _takes(config: RolloutConfig, device: str, num_policies: int) -> dict[str, float]:

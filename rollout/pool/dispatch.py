@@ -15,7 +15,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 from marsrl.rollout.engines.protocol import DecodeRequest
 
@@ -153,17 +153,6 @@ class Dispatcher:
         if len(self._homes) > _MAX_HOMES:
             del self._homes[next(iter(self._homes))]
         shares.setdefault(replica, []).append(request)
-
-
-def shared(lengths: Mapping[int, int], replicas: Sequence[int]) -> dict[int, list[int]]:
-    """{replica: its sequences}: longest first, each to the replica with the fewest tokens. lengths: tokens, by sequence."""
-    shares: dict[int, list[int]] = {}
-    tokens = dict.fromkeys(replicas, 0)
-    for sequence in sorted(lengths, key=lambda sequence: -lengths[sequence]):
-        replica = min(tokens, key=tokens.__getitem__)
-        tokens[replica] += lengths[sequence]
-        shares.setdefault(replica, []).append(sequence)
-    return shares
 
 
 def _expected(request: DecodeRequest) -> float:

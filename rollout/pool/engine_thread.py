@@ -83,7 +83,7 @@ class EngineThread:
             results, self._gathered = self._gathered, []
             self._due = self._wake_at = math.inf
             start, self._since = self._since, time.time()
-            return Timed(results, start, max(start, self._since))
+            return Timed(results, start, self._since)
 
     def fail(self, error: BaseException) -> None:
         """Raise the error in the collector's next call."""

@@ -30,15 +30,16 @@ from marsrl.rollout.engines.protocol import (
     WeightUpdate,
     taken_from,
 )
-from marsrl.rollout.pool.dispatch import Dispatcher, shared
+from marsrl.rollout.pool.dispatch import Dispatcher
 from marsrl.rollout.pool.recovery import SETTLE_S, Faults, Recovery
-from marsrl.rollout.pool.replicas import CollectSpans, Lost, OnLost, Replicas, Timed, call_one, ignore_loss
+from marsrl.rollout.pool.replicas import Lost, OnLost, Replicas, Timed, ignore_loss
 from marsrl.rollout.types import Finish, FloatArray, IntArray
 
 _log = logging.getLogger(__name__)
 
 _DRAIN_S = 0.2  # timeout of one collect while draining
 _LOOK_S = 5.0  # between two attempts to place a lost replica
+_SPAN_S, _PAUSE_S = 1.0, 0.05  # the longest span of decoding, and the longest gap in it, that on_call is told of
 
 OnCall = Callable[[int, str, float, float], None]
 """Told (replica, method, start, end) of every call that an engine served; times as in replicas.Timed."""
@@ -107,13 +108,13 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         self._retry_alone: deque[DecodeRequest] = deque()
         self._faults = Faults()
         self._over: list[DecodeResult] = []  # of requests that were given up, for the next `collect`
-        self._is_drained: Callable[[DecodeRequest], bool] = lambda request: False  # now
+        self._is_draining = False
         self._sleeps = sleeps
         self._asleep: tuple[MemoryPart, ...] = ()  # which of the replicas' memory the trainer has
         self._deadline_s, self._clock = deadline_s, clock
         self._sent: dict[str, _Sent] = {}  # by uid, oldest first
         self._version = 0  # of the waiting requests
-        self._spans = CollectSpans(lambda replica, *span: self._tell(replica, "collect", *span))
+        self._spans: dict[int, tuple[float, float]] = {}  # of back-to-back `collect` calls, by replica: not told yet
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -190,13 +191,7 @@ class EnginePool(AbstractContextManager["EnginePool"]):
 
         on_lost: called at once with a lost replica, so that nobody waits for it. It is not replaced here.
         """
-        answers = self._replicas.call(
-            "update_weights", {replica: (update,) for replica, update in updates.items()}, on_lost
-        )
-        for replica, answer in sorted(answers.items()):
-            if isinstance(answer, Timed):
-                self._tell(replica, "update_weights", answer.start, answer.end)
-        return answers
+        return self._ask("update_weights", {replica: (update,) for replica, update in updates.items()}, on_lost)
 
     def note_weights(self, version: int, checksums: Sequence[Mapping[str, int]]) -> None:
         """Record what the trainer's ranks sent to all, for new replicas. checksums: of each shard of an engine."""
@@ -267,7 +262,7 @@ class EnginePool(AbstractContextManager["EnginePool"]):
             if isinstance(answer, Lost):
                 lost.append((replica, answer.reason))
             else:
-                self._spans.note(replica, answer.start, answer.end)
+                self._note_span(replica, answer.start, answer.end)
                 results += answer.value
         for result in results:
             self.busy_s += result.seconds
@@ -281,22 +276,25 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         self._over = []
         self._send()
         if not self.num_under_way:
-            self._spans.end()
+            for replica in list(self._spans):
+                self._tell(replica, "collect", *self._spans.pop(replica))
         return results
 
     def drain(self, adapter: str | None = None) -> list[DecodeResult]:
         """Stop the requests that use the adapter (None: all): returns them as UNFINISHED with the tokens so far, and what has
         finished meanwhile."""
-        self._is_drained = lambda request: request.uses(adapter)
-        waiting = [*self._dispatch.drop_waiting(adapter), *taken_from(self._retry_alone, adapter)]
-        results = [self._untouched(request) for request in waiting]
+        results: list[DecodeResult] = []
+        self._is_draining = True  # nothing is sent: also what was lost with a replica meanwhile waits
         try:
             self._replicas.abort(self._dispatch.busy, adapter)
-            while any(self._is_drained(sent.request) for sent in self._sent.values()):
+            while any(sent.request.uses(adapter) for sent in self._sent.values()):
                 results += self.collect(_DRAIN_S)
         finally:
-            self._is_drained = lambda request: False
-        return results
+            self._is_draining = False
+        waiting = [*self._dispatch.drop_waiting(adapter), *taken_from(self._retry_alone, adapter)]
+        self._send()
+        untouched = (DecodeResult.without_tokens(each.uid, Finish.UNFINISHED, self._version) for each in waiting)
+        return [*results, *untouched]
 
     def take_faults(self) -> Faults:
         """Faults recovered since the last call."""
@@ -315,13 +313,13 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         self.give_weights()
         scores: dict[int, FloatArray] = {}
         while left := [i for i in range(len(sequences)) if i not in scores]:
-            asked = shared({i: len(sequences[i]) for i in left}, self.engines)
-            arguments = {replica: ([sequences[i] for i in own], "", False) for replica, own in asked.items()}
-            for replica, answer in self._replicas.call("score", arguments).items():
+            left.sort(key=lambda i: -len(sequences[i]))
+            asked = {replica: left[place :: len(self.engines)] for place, replica in enumerate(self.engines)}
+            arguments = {replica: ([sequences[i] for i in own], "", False) for replica, own in asked.items() if own}
+            for replica, answer in self._ask("score", arguments).items():
                 if isinstance(answer, Lost):
                     self._restart(replica, answer.reason)  # and its share is split again
                 else:
-                    self._tell(replica, "score_shared", answer.start, answer.end)
                     scores |= zip(asked[replica], answer.value, strict=True)
         return [scores[i] for i in range(len(sequences))]
 
@@ -378,15 +376,24 @@ class EnginePool(AbstractContextManager["EnginePool"]):
     def _call(self, method: str, arguments: tuple[Any, ...] = ()) -> list[Any]:
         """Answers of the serving replicas; a lost one is replaced and called again, and its requests are decoded again."""
         engines, values = self.engines, []
-        answers = self._replicas.call(method, dict.fromkeys(engines, arguments))
+        answers = self._ask(method, dict.fromkeys(engines, arguments))
         for replica in engines:
             answer = answers[replica]
             while isinstance(answer, Lost) and self._replace(replica, answer.reason):
-                answer = call_one(self._replicas, replica, method, arguments)
+                answer = self._ask(method, {replica: arguments})[replica]
             if isinstance(answer, Timed):
-                self._tell(replica, method, answer.start, answer.end)
                 values.append(answer.value)
         return values
+
+    def _ask(
+        self, method: str, arguments: Mapping[int, tuple[Any, ...]], on_lost: OnLost = ignore_loss
+    ) -> Mapping[int, Timed | Lost]:
+        """As Replicas.call; on_call is told of those that have answered."""
+        answers = self._replicas.call(method, arguments, on_lost)
+        for replica, answer in sorted(answers.items()):
+            if isinstance(answer, Timed):
+                self._tell(replica, method, answer.start, answer.end)
+        return answers
 
     def _restart(self, replica: int, reason: str) -> bool:
         """Replace a lost replica; False if no host has room and the others continue without it."""
@@ -432,29 +439,28 @@ class EnginePool(AbstractContextManager["EnginePool"]):
             self._dispatch.end(request.uid)
         is_back = self._restart(replica, reason)
         self._losses.update(request.uid for request in requests)
-        if len(requests) == 1 and self._is_suspect(requests[0].uid):
+        if len(requests) == 1 and self._is_suspect(uid := requests[0].uid):
             self._faults.failed += 1
-            del self._losses[requests[0].uid]
-            self._over.append(self._given_up(requests[0], reason))
+            del self._losses[uid]
+            _log.warning("policy %s: request %s is given up, its sample has no reward: %s", self.name, uid, reason)
+            why = f"given up: engines were lost with it (rollout.max_request_attempts), the last one alone: {reason}"
+            self._over.append(DecodeResult.without_tokens(uid, Finish.ERROR, self._version, why))
             return is_back
         self._faults.resubmitted += len(requests)
-        self._over += [self._untouched(request) for request in requests if self._is_drained(request)]
-        again = [request for request in requests if not self._is_drained(request)]
-        self._dispatch.add([request for request in again if not self._is_suspect(request.uid)])
-        self._retry_alone += [request for request in again if self._is_suspect(request.uid)]
+        self._dispatch.add([request for request in requests if not self._is_suspect(request.uid)])
+        self._retry_alone += [request for request in requests if self._is_suspect(request.uid)]
         return is_back
 
     def _is_suspect(self, uid: str) -> bool:
         """True if this request has to be retried alone."""
         return self._losses[uid] >= self._attempts
 
-    def _untouched(self, request: DecodeRequest) -> DecodeResult:
-        return DecodeResult.without_tokens(request.uid, Finish.UNFINISHED, self._version)
-
-    def _given_up(self, request: DecodeRequest, reason: str) -> DecodeResult:
-        _log.warning("policy %s: request %s is given up, its sample has no reward: %s", self.name, request.uid, reason)
-        why = f"given up: engines were lost with it (rollout.max_request_attempts), the last one alone: {reason}"
-        return DecodeResult.without_tokens(request.uid, Finish.ERROR, self._version, why)
+    def _note_span(self, replica: int, start: float, end: float) -> None:
+        first, last = self._spans.get(replica, (start, start))
+        if replica in self._spans and (start - last > _PAUSE_S or end - first > _SPAN_S):
+            self._tell(replica, "collect", first, last)
+            first = start
+        self._spans[replica] = (first, end)
 
     def _tell(self, replica: int, method: str, start: float, end: float) -> None:
         if self.on_call is not None:
@@ -462,7 +468,7 @@ class EnginePool(AbstractContextManager["EnginePool"]):
 
     def _send(self, *, at_once: bool = False) -> None:
         """at_once: ignore slots."""
-        if self._is_suspect(next(iter(self._sent), "")):
+        if self._is_draining or self._is_suspect(next(iter(self._sent), "")):
             return
         now = self._clock()
         if self._retry_alone and not self._sent and not self._dispatch.num_waiting:

@@ -12,19 +12,19 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from marsrl.rollout.config import RolloutConfig
 from marsrl.rollout.engines.build import build_engine, environment_of, import_library
 from marsrl.rollout.engines.protocol import DecodeRequest, Engine, EngineSpec
 from marsrl.rollout.imports import imports_for_good
 from marsrl.rollout.pool.engine_thread import EngineThread
 from marsrl.rollout.pool.ray_connection import GPU, RayCluster
-from marsrl.rollout.pool.ray_faults import check_head, check_ray, lost_or_raise
-from marsrl.rollout.pool.ray_pulse import EnginePulse
+from marsrl.rollout.pool.ray_faults import check_head, lost_or_raise
 from marsrl.rollout.pool.replicas import PICKLE_PROTOCOL, Lost, OnLost, Replicas, Timed, call_one, ignore_loss, timed
 
 _PROGRESS_S = 0.2
 _COLLECT_S = 1.0  # batching time of results that trigger nothing: at most this much is lost with an engine
 _GRACE_S = 30.0  # for an engine to report itself that it has passed the deadline
-_LONGEST_START = 10  # times the deadline, as long as its process answers
+_PINGS = 10  # at most, in the time of run.silence_s
 _CALLS_AT_ONCE = 4  # collect, one in the engine's thread, num_decoded, is_there
 _REQUESTS = "requests"  # submit and abort, one after the other in the order in which they were called
 
@@ -36,19 +36,17 @@ class EngineActor:
         self._spec = spec
         self._thread = EngineThread()
 
-    def start(self) -> Timed:
-        """Build the engine: not in __init__, whose error Ray would report as the death of the process."""
-
-        def make() -> Engine:
-            with imports_for_good():
-                import_library(self._spec.kind)
-            self._engine = build_engine(self._spec)
-            return self._engine
-
-        return timed(lambda: self._thread.start(make))
+    def _make(self) -> Engine:
+        with imports_for_good():
+            import_library(self._spec.kind)
+        self._engine = build_engine(self._spec)
+        return self._engine
 
     def call(self, method: str, arguments: tuple[Any, ...]) -> Timed:
-        """Call a method of the engine between decoding steps."""
+        """Call a method of the engine between decoding steps. "start" builds it: Ray would report an error of __init__ as the
+        death of the process."""
+        if method == "start":
+            return timed(lambda: self._thread.start(self._make))
         return self._thread.call(lambda: timed(lambda: getattr(self._engine, method)(*arguments)))
 
     def is_there(self) -> None:
@@ -81,10 +79,11 @@ class RayReplicas(Replicas):
     """Engines as actors of a cluster (see Replicas). Calls of one that dies or falls silent return Lost.
 
     takes: by ray_connection.GPU, ENGINE_SLOT.
-    deadline_s: of every call except collect, whose requests the pool watches; the start of an engine counts as one. The
-        engines exist only after `start` was called on each.
-    silence_s: an engine whose process does not answer for so long is lost, whatever the call (ray_pulse.py).
-    join_s: for the only engine, lost with its host, to find room on another.
+    config.deadline_s: of every call except collect, whose requests the pool watches; the start of an engine counts as one. The
+        engines exist only after the call "start" of each.
+    silence_s: an engine whose process does not answer for so long is lost, whatever the call but `start`: it is stopped, or on
+        a machine that is gone. A busy one answers pings.
+    config.join_s: for the only engine, lost with its host, to find room on another.
     """
 
     can_restart = True
@@ -92,43 +91,36 @@ class RayReplicas(Replicas):
     def __init__(
         self,
         cluster: RayCluster,
-        specs: Sequence[EngineSpec],
+        spec: EngineSpec,
+        config: RolloutConfig,
         *,
         takes: Mapping[str, float],
-        deadline_s: float,
         silence_s: float,
-        join_s: float,
     ) -> None:
-        self._cluster, self._specs, self.takes, self._deadline_s = cluster, list(specs), takes, deadline_s
-        self._join_s = join_s
-        self._pulse = EnginePulse(silence_s)
-        self._actors: dict[int, Any] = {}
+        self._cluster, self._spec, self.takes = cluster, spec, takes
+        self._deadline_s, self._join_s, self._silence_s = config.deadline_s, config.join_s, silence_s
+        self._pings: dict[int, tuple[Any, float]] = {}  # by replica: the last one and its time
         self._collecting: dict[Any, int] = {}  # pending calls of collect: replica
-        self._lost: dict[int, Lost] = {}  # noticed meanwhile; returned by the next collect
-        self._decoded_before = [0] * len(specs)  # by engines that were lost
-        self._decoded = [0] * len(specs)  # time of the last answer
-        self._actors.update((replica, self._start(spec)) for replica, spec in enumerate(specs))
+        self._decoded_before = [0] * config.engines  # by engines that were lost
+        self._decoded = [0] * config.engines  # by those of now, as they answered last
+        self._actors = {replica: self._start() for replica in range(config.engines)}
 
     def __len__(self) -> int:
-        return len(self._specs)
+        return len(self._decoded)
 
     def call(
         self, method: str, arguments: Mapping[int, tuple[Any, ...]], on_lost: OnLost = ignore_loss
     ) -> Mapping[int, Timed | Lost]:
-        calls = {}
-        for replica, each in arguments.items():
-            actor = self._actors[replica]
-            calls[actor.start.remote() if method == "start" else actor.call.remote(method, each)] = replica
-        return self._answers(calls, method, on_lost=on_lost)
+        calls = {self._actors[replica].call.remote(method, each): replica for replica, each in arguments.items()}
+        return self._answers(calls, method, on_lost)
 
     def stop(self, replica: int) -> None:
-        check_ray()
+        check_head()
         if replica not in self._actors:
             return
         ray.kill(self._actors.pop(replica), no_restart=True)  # works for a stopped process too
         self._collecting = {call: at for call, at in self._collecting.items() if at != replica}
-        self._lost.pop(replica, None)
-        self._pulse.forget(replica)
+        self._pings.pop(replica, None)
         self._decoded_before[replica] += self._decoded[replica]
         self._decoded[replica] = 0
 
@@ -137,13 +129,11 @@ class RayReplicas(Replicas):
 
     def restart(self, replica: int) -> Lost | None:
         self.stop(replica)
-        if replica == len(self._specs):
-            first = self._specs[0]
-            self._specs.append(replace(first, seed=first.seed + replica))
+        if replica == len(self):
             self._decoded.append(0)
             self._decoded_before.append(0)
         self._cluster.await_place(f"engine {replica}", self.takes, 1, self._join_s)
-        self._actors[replica] = self._start(self._specs[replica])
+        self._actors[replica] = self._start()
         try:
             answer = call_one(self, replica, "start", ())
         except Exception as error:  # it has started before: memory of the dead one may not be free yet
@@ -162,25 +152,13 @@ class RayReplicas(Replicas):
         ray.wait(calls, num_returns=1, timeout=timeout_s)
         done = ray.wait(calls, num_returns=len(calls), timeout=0)[0]
         check_head()
-        self._pulse.listen(self._actors)
-        for replica in busy:
-            self._note(replica, self._silent(replica))
-        answers: list[tuple[int, Timed | Lost]] = []
-        for call in done:
-            replica = self._collecting.pop(call)
-            answer = _answer(call, "collect")
-            self._note(replica, answer)  # reported once, together with others that found it lost
-            if not isinstance(answer, Lost):
-                answers.append((replica, answer))
-        answers += self._lost.items()
-        self._lost = {}
-        return answers
+        answers: dict[int, Timed | Lost] = {replica: lost for replica in busy if (lost := self._silent(replica))}
+        answers |= {self._collecting.pop(call): _answer(call, "collect") for call in done}
+        return list(answers.items())
 
     def abort(self, busy: Sequence[int], adapter: str | None = None) -> None:
-        calls = {self._actors[replica].abort.remote(adapter): replica for replica in busy if replica not in self._lost}
-        within_s = min(self._pulse.silence_s, self._deadline_s)
-        for replica, answer in self._answers(calls, "abort", within_s=within_s).items():
-            self._note(replica, answer)
+        for replica in busy:
+            self._actors[replica].abort.remote(adapter)  # `collect` reports a loss
 
     def num_decoded(self, within_s: float) -> list[int]:
         calls = {actor.num_decoded.remote(): replica for replica, actor in list(self._actors.items())}
@@ -196,7 +174,7 @@ class RayReplicas(Replicas):
         self._actors.clear()
         self._cluster.close()
 
-    def _start(self, spec: EngineSpec) -> Any:
+    def _start(self) -> Any:
         # num_cpus 0: we set threads, and the trainer's cores must not prevent an engine from being placed
         actor_class = ray.remote(concurrency_groups={_REQUESTS: 1})(EngineActor)  # type: ignore[call-overload]
         options = actor_class.options(
@@ -205,32 +183,26 @@ class RayReplicas(Replicas):
             resources={name: amount for name, amount in self.takes.items() if name != GPU},
             max_concurrency=_CALLS_AT_ONCE,
             max_restarts=0,  # an engine that Ray restarts would hold the weights of the start (recovery.py)
-            runtime_env={"env_vars": environment_of(spec)},
+            runtime_env={"env_vars": environment_of(self._spec)},
         )
-        return options.remote(spec)
+        return options.remote(self._spec)
 
-    def _answers(
-        self,
-        calls: Mapping[Any, int],
-        method: str,
-        within_s: float | None = None,
-        on_lost: OnLost = ignore_loss,
-    ) -> dict[int, Timed | Lost]:
-        """By replica; Lost if silent or without an answer within_s seconds (default: a little more than the deadline:
-        engines check the same deadline and report it themselves)."""
-        if within_s is None:
-            within_s = self._deadline_s + min(self._deadline_s, _GRACE_S)
+    def _answers(self, calls: Mapping[Any, int], method: str, on_lost: OnLost) -> dict[int, Timed | Lost]:
+        """By replica; Lost if silent or without an answer a little after the deadline: engines check the same deadline and report
+        it themselves."""
+        within_s = self._deadline_s + min(self._deadline_s, _GRACE_S)
         answers: dict[int, Timed | Lost] = {}
         pending, began = list(calls), time.monotonic()
         while pending:
-            left = began + within_s - time.monotonic()
-            timeout_s = _PROGRESS_S if left <= 0 else min(left, _PROGRESS_S)
-            done, pending = ray.wait(pending, num_returns=len(pending), timeout=timeout_s)
+            done, pending = ray.wait(pending, num_returns=len(pending), timeout=_PROGRESS_S)
             came = {calls[call]: _answer(call, method) for call in done}
             check_head()
-            self._pulse.listen(self._actors)
+            is_late = time.monotonic() - began >= within_s
             for call in list(pending):
-                if lost := self._overdue(calls[call], method, time.monotonic() - began, within_s):
+                lost = None if method == "start" else self._silent(calls[call])
+                if is_late:
+                    lost = Lost(f"no answer to {method} within rollout.deadline_s = {self._deadline_s:g} s")
+                if lost is not None:
                     came[calls[call]] = lost
                     pending.remove(call)
             for replica, answer in came.items():
@@ -239,27 +211,15 @@ class RayReplicas(Replicas):
             answers |= came
         return answers
 
-    def _overdue(self, replica: int, method: str, elapsed_s: float, within_s: float) -> Lost | None:
-        """Lost if an engine called elapsed_s ago is given up. A start may take longer while its process answers."""
-        if method == "start":
-            is_heard = self._pulse.silent_for_s(replica) < min(self._pulse.silence_s, within_s)
-            is_over = elapsed_s >= within_s * (_LONGEST_START if is_heard else 1)
-        elif lost := self._silent(replica):
-            return lost
-        else:
-            is_over = elapsed_s >= within_s
-        if not is_over:
-            return None
-        return Lost(f"no answer to {method} in {elapsed_s:.0f} s (rollout.deadline_s = {self._deadline_s:g})")
-
     def _silent(self, replica: int) -> Lost | None:
-        if self._pulse.silent_for_s(replica) < self._pulse.silence_s:
-            return None
-        return Lost(f"its process has said nothing for run.silence_s = {self._pulse.silence_s:g} s")
-
-    def _note(self, replica: int, answer: Timed | Lost | None) -> None:
-        if isinstance(answer, Lost):
-            self._lost.setdefault(replica, answer)
+        """Lost if the replica's process has not answered a ping for silence_s; pings it if it has answered the last one."""
+        ping, since = self._pings.get(replica, (None, 0.0))
+        now = time.monotonic()
+        if ping is None or (now - since > self._silence_s / _PINGS and ray.wait([ping], timeout=0)[0]):
+            self._pings[replica] = (self._actors[replica].is_there.remote(), now)
+        elif now - since > self._silence_s:
+            return Lost(f"its process has said nothing for run.silence_s = {self._silence_s:g} s")
+        return None
 
 
 def _answer(call: Any, method: str) -> Any:

@@ -15,18 +15,19 @@ import os
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.util import placement_group, placement_group_table, remove_placement_group
+from ray.util import placement_group, remove_placement_group
 
 from marsrl.rollout.config import HEAD_PORT, is_started_here
 from marsrl.rollout.engines.refusals import RankHost
 from marsrl.rollout.pool.addresses import address_towards, own_address, split_address
-from marsrl.rollout.pool.ray_faults import check_head, forget_processes
+from marsrl.rollout.pool.ray_faults import forget_processes
 from marsrl.rollout.pool.ray_start import listens_at, own_sigterm, start_head
-from marsrl.rollout.pool.ray_token import token_here
+from marsrl.rollout.pool.ray_token import show_token
 
 _LOG = logging.getLogger(__name__)
 # ray.init warns that its own default is on: only holders of this machine's token may join the cluster.
@@ -93,32 +94,23 @@ class RayCluster:
         """
         if self._address is None:
             return  # its GPUs were chosen here
-        counts: dict[str, float] = {}
+        counts = Counter[str]()
         for node in _alive():
-            name = str(node["NodeManagerHostname"])
-            counts[name] = counts.get(name, 0) + node["Resources"].get(GPU, 0)
+            counts[node["NodeManagerHostname"]] += int(node["Resources"].get(GPU, 0))
         wrong = []
         for host in hosts:
-            count, ranks = counts.pop(host.name, 0), range(host.num_ranks)
-            right = ranks if is_shared else range(host.num_ranks, host.num_gpus)
-            if count != len(right) if is_shared else host.num_gpus and count > len(right):
-                how = (
-                    f"CUDA_VISIBLE_DEVICES={','.join(map(str, right))}"
-                    if right
-                    else "--num-gpus 0, or no Ray there at all"
-                )
-                wrong.append(f"{host.name}: {count:g} counted, {len(ranks)} trainer rank(s) on the first: {how}")
+            ranks, others = range(min(host.num_ranks, host.num_gpus)), range(host.num_ranks, host.num_gpus)
+            right, found = ranks if is_shared else others, counts.pop(host.name, 0)
+            if host.num_gpus and (found > len(right) or (is_shared and found < len(right))):
+                named = ",".join(map(str, right))
+                wrong.append(f"{host.name}: Ray counts {found} GPU(s), expected CUDA_VISIBLE_DEVICES={named}")
         if is_shared:
-            wrong += [
-                f"{name}: {count:g} counted, and no trainer rank" for name, count in sorted(counts.items()) if count
-            ]
+            others_found = ((name, num) for name, num in sorted(counts.items()) if num)
+            wrong += [f"{name}: Ray counts {num} GPU(s), and no trainer rank is there" for name, num in others_found]
         if wrong:
-            aim = (
-                "would not give engines the trainer's GPUs" if is_shared else "would give engines what the trainer uses"
-            )
             raise RuntimeError(
-                f"{self._name} {aim}; start Ray (`ray start`, `marsrl join --gpus`) with what stands behind the last colon: "
-                + "; ".join(wrong)
+                f"{self._name} would give engines {'other GPUs than' if is_shared else 'GPUs of'} the trainer's ranks; start Ray "
+                f"(`ray start`, `marsrl join --gpus`) with those expected: {'; '.join(wrong)}"
             )
 
     def await_place(self, who: str, each: Mapping[str, float], num: int, wait_s: float) -> None:
@@ -150,15 +142,9 @@ class RayCluster:
         """True if there is room for `num` engines within within_s; each: resources of one host that an engine takes."""
         if not each:
             return True
-        end = time.monotonic() + max(within_s, _PLACED_S)
         group = placement_group([dict(each)] * num)  # Ray decides what fits on which host
         try:
-            while placement_group_table(group)["state"] != "CREATED":
-                check_head()
-                if time.monotonic() >= end:
-                    return False
-                time.sleep(_PLACED_S / 6)
-            return True
+            return bool(group.wait(max(within_s, _PLACED_S)))
         finally:
             remove_placement_group(group)
 
@@ -207,29 +193,21 @@ def _address_here(address: str | None) -> str:
     """The address at which hosts of the cluster at `address` reach this process."""
     if address is None:
         return "127.0.0.1"
-    if is_started_here(address):
-        return own_address()
-    return address_towards(split_address(address, HEAD_PORT)[0]) or own_address()
+    return (not is_started_here(address) and address_towards(split_address(address, HEAD_PORT)[0])) or own_address()
 
 
 def _join(address: str, timeout_s: float) -> None:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    where = address.removeprefix("ray://")
-    host, _, port = where.rpartition(":")
-    if host and port.isdigit():
+    if address != "auto":
         try:
-            socket.create_connection((host, int(port)), timeout=timeout_s).close()
+            socket.create_connection(split_address(address, HEAD_PORT), timeout=timeout_s).close()
         except OSError as error:
             raise RuntimeError(
                 f"rollout.ray_address is {address}, but nothing answers there ({error}); start Ray with `ray start --head`, "
                 "correct the address, set it to here for a cluster that other hosts join (`marsrl join`), or leave it out for "
                 "this machine alone"
             ) from error
-    elif where != "auto":
-        raise RuntimeError(
-            f"rollout.ray_address is {address!r}; expected here[:port], host:port, ray://host:port or auto"
-        )
-    has_token = token_here()[1]
+    _, has_token = show_token()
     failure: list[BaseException] = []
 
     def connect() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import psutil
 import ray
 from ray.exceptions import (
@@ -48,30 +50,24 @@ def lost_or_raise(error: RayError, method: str) -> Lost:
         return Lost(f"{method} raised {type(cause).__name__}: {first_line(cause)}")
     if not isinstance(error, _ENGINE_IS_LOST):
         raise RuntimeError(f"Ray failed in {method} ({type(error).__name__}: {first_line(error)}); {_GO_ON}") from error
-    check_ray(error)
-    return Lost(how_it_died(error))
-
-
-def how_it_died(error: BaseException) -> str:
-    """The cause of an engine process's death, with advice where known."""
+    _check_own_node(error)
     low = next((line.strip() for line in str(error).splitlines() if _LOW_ON_MEMORY in line), None)
     if low is not None or isinstance(error, OutOfMemoryError):
-        return (
+        return Lost(
             f"killed by Ray's memory monitor ({(low or first_line(error))[:300]}): lower rollout.vllm.kv_cache_mib, "
             "rollout.vllm.max_num_seqs or rollout.engines, or give the machine more memory"
         )
-    return f"its process has died ({last_line(error)})"
+    return Lost(f"its process has died ({last_line(error)})")
 
 
-def check_ray(error: BaseException | None = None) -> None:
+def _check_own_node(error: BaseException) -> None:
     """Raise RuntimeError if the cluster has lost this process's own node, and with it all engines."""
     check_head()
     here = ray.get_runtime_context().get_node_id()
     if not any(node["NodeID"] == here and node["Alive"] for node in ray.nodes()):
         raise RuntimeError(
-            f"Ray is gone: the raylet of this machine has died ({last_line(error) if error else 'node not alive'}); "
-            f"its logs are in /tmp/ray/session_latest/logs; start Ray again where rollout.ray_address names a cluster, and "
-            f"{_GO_ON}"
+            f"Ray is gone: the raylet of this machine has died ({last_line(error)}); its logs are in "
+            f"/tmp/ray/session_latest/logs; start Ray again where rollout.ray_address names a cluster, and {_GO_ON}"
         ) from error
 
 
@@ -95,15 +91,10 @@ def check_head() -> None:
     Ray itself is silent for a minute when its head is gone, and then aborts this process.
     """
     for name, process in _processes.items():
-        if _has_ended(process):
-            raise RuntimeError(
-                f"Ray is gone: its {name} (process {process.pid}) has ended; its logs are in /tmp/ray/session_latest/logs; "
-                f"{_GO_ON}"
-            )
-
-
-def _has_ended(process: psutil.Process) -> bool:
-    try:
-        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                continue
+        raise RuntimeError(
+            f"Ray is gone: its {name} (process {process.pid}) has ended; its logs are in /tmp/ray/session_latest/logs; "
+            f"{_GO_ON}"
+        )

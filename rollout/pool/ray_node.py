@@ -22,8 +22,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import Literal
 
 import psutil
 import ray
@@ -37,8 +35,6 @@ _LOOK_S = 1.0
 _ANSWER_S = 3.0  # for the head's machine to answer
 _SAY_S = 30.0  # between two messages while waiting
 _REFUSALS = 3  # refused connections in a row: the head is gone
-_SHORT_LIFE_S = 30.0  # of a node; after _SHORT_LIVES of these in a row, give up
-_SHORT_LIVES = 3
 _LEAVE_S = 10.0  # for engines to end by themselves
 _LOGS = "/tmp/ray/session_latest/logs"
 _PDEATHSIG = 1  # PR_SET_PDEATHSIG of prctl
@@ -78,21 +74,7 @@ class JoinError(RuntimeError):
     """This host could not join the cluster, or has dropped out."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Node:
-    """`ray start --block` and the file with its output."""
-
-    process: subprocess.Popen[bytes]
-    output: Path
-
-    @property
-    def said(self) -> str:
-        return self.output.read_text(encoding="utf-8", errors="replace")
-
-
-def join(
-    host: str, port: int, offer: Offer, *, token_file: str | None, wait_s: float, say: Callable[[str], None]
-) -> None:
+def join(host: str, port: int, offer: Offer, *, wait_s: float, say: Callable[[str], None]) -> None:
     """Serve the cluster whose head is at host:port until it ends or this process is stopped.
 
     Args:
@@ -100,40 +82,32 @@ def join(
         say: called with each line of progress.
 
     Raises:
-        JoinError: no answer within wait_s, another version of Ray or Python, a wrong token, or a node that keeps dying.
+        JoinError: no answer within wait_s, another version of Ray or Python, or a wrong token.
         KeyboardInterrupt: Ctrl-C or SIGTERM; the node is gone by then.
     """
-    token = _token(token_file)
-    head, short_lives = _Head(host, port, wait_s, say), 0
-    signal.signal(signal.SIGTERM, _interrupt)
-    while True:
-        while not head.has_ended and head.look() != "there":
-            time.sleep(_LOOK_S)
-        if head.has_ended:
-            say(f"the cluster at {head.name} has ended; {socket.gethostname()} leaves it")
-            return
-        own, began = address_towards(host) or "127.0.0.1", time.monotonic()
+    _, token = show_token()
+    head = _Head(host, port, wait_s, say)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # KeyboardInterrupt
+    while head.is_awaited():
+        own = address_towards(host) or "127.0.0.1"
         joined = f"{socket.gethostname()} ({own}) is part of the cluster at {head.name} with {offer}; Ctrl-C leaves it"
-        with _started(head.name, own, offer) as node:
-            while not head.has_ended and (head.look() != "there" or node.process.poll() is None):
-                if joined and _is_up(node.said):
+        with _started(head.name, own, offer) as (process, output):
+            while not head.has_ended and (not head.is_there() or process.poll() is None):
+                if joined and _is_up(output):
                     say(joined)
                     joined = ""
                 time.sleep(_LOOK_S)
-            ended, said = f"Ray's node of this host has ended with status {node.process.poll()}", node.said
+            said = " ".join(output.read_text(encoding="utf-8", errors="replace").split())[-500:]
+            is_up, status = _is_up(output), process.poll()
         if head.has_ended:
-            continue
-        if (
-            not _is_up(said) and "timed out during startup" not in said
-        ):  # Ray's own 30 s were too short for a busy machine: retry
+            break
+        if not is_up and "timed out during startup" not in said:  # in Ray's own 30 s, too short for a busy machine
             raise JoinError(
                 f"this host (Ray {ray.__version__}, Python {platform.python_version()}) could not join the cluster at "
-                f"{head.name} ({_reason(said)}); its token: {token}"
+                f"{head.name} ({said or 'Ray said nothing'}); its token: {token}"
             )
-        short_lives = short_lives + 1 if time.monotonic() - began < _SHORT_LIFE_S or not _is_up(said) else 0
-        if short_lives == _SHORT_LIVES:
-            raise JoinError(f"{ended} ({_reason(said)}), {_SHORT_LIVES} times in a row; its logs are in {_LOGS}")
-        say(f"{ended} (its logs are in {_LOGS}); this host joins again")
+        say(f"Ray's node of this host has ended with status {status} (its logs are in {_LOGS}); this host joins again")
+    say(f"the cluster at {head.name} has ended; {socket.gethostname()} leaves it")
 
 
 class _Head:
@@ -148,22 +122,25 @@ class _Head:
     def has_ended(self) -> bool:
         return self._was_there and self._num_refusals >= _REFUSALS
 
-    def look(self) -> Literal["there", "refuses", "silent"]:
-        """Raises JoinError if nothing has answered for wait_s; until Ray has been seen, only its port counts."""
-        found: Literal["there", "refuses", "silent"] = "there"
+    def is_awaited(self) -> bool:
+        """True once Ray listens there; False if it has ended."""
+        while not self.has_ended:
+            if self.is_there():
+                return True
+            time.sleep(_LOOK_S)
+        return False
+
+    def is_there(self) -> bool:
+        """Raises JoinError if nothing has answered for wait_s."""
+        now = time.monotonic()
         try:
             socket.create_connection(self._address, timeout=_ANSWER_S).close()
-        except ConnectionRefusedError:
-            found = "refuses"
-        except OSError:
-            found = "silent"
-        now = time.monotonic()
-        self._num_refusals = self._num_refusals + 1 if found == "refuses" else 0
-        self._was_there |= found == "there"
-        if found == "there" or (found == "refuses" and self._was_there):
-            self._answered = self._said = now
-            return found
-        why = "no Ray listens there" if found == "refuses" else "the host does not answer"
+            self._answered, self._said, self._was_there, self._num_refusals = now, now, True, 0
+            return True
+        except OSError as error:
+            is_refused = isinstance(error, ConnectionRefusedError)
+            why = "no Ray listens there" if is_refused else str(error)
+            self._num_refusals = self._num_refusals + 1 if is_refused else 0
         left = self._answered + self._wait_s - now
         if left <= 0:
             raise JoinError(
@@ -173,37 +150,17 @@ class _Head:
         if now - self._said >= _SAY_S:
             self._said = now
             self._say(f"waiting for the trainer's cluster at {self.name} ({why}), {left:.0f} s left of --wait")
-        return found
+        return False
 
 
-def _is_up(said: str) -> bool:
-    return "Ray runtime started" in said
-
-
-def _reason(said: str) -> str:
-    """The tail of `ray start`'s output; for a version mismatch of Ray or Python, all that it says about it."""
-    if (at := said.find("Version mismatch")) >= 0:
-        return " ".join(said[at:].split()) + ": install the trainer's Ray and Python here"
-    return (said.strip().splitlines() or ["it said nothing"])[-1][:300]
-
-
-def _token(token_file: str | None) -> str:
-    """Present the cluster's token to Ray; returns a sentence about it."""
-    if token_file is not None:
-        path = Path(token_file).expanduser()
-        if not path.is_file() or not path.read_text(encoding="utf-8").strip():
-            raise JoinError(
-                f"--token-file is {token_file}, which is no file with a token: copy ~/.ray/auth_token of trainer rank 0's host "
-                "there"
-            )
-        os.environ.pop("RAY_AUTH_TOKEN", None)
-        os.environ |= {"RAY_AUTH_TOKEN_PATH": str(path), "RAY_AUTH_MODE": "token"}
-    return show_token()
+def _is_up(output: Path) -> bool:
+    return b"Ray runtime started" in output.read_bytes()
 
 
 @contextlib.contextmanager
-def _started(where: str, own: str, offer: Offer) -> Iterator[_Node]:
-    """Run a node of the cluster during the body; no process of it is left afterwards."""
+def _started(where: str, own: str, offer: Offer) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
+    """Run a node of the cluster during the body: `ray start --block` and the file with its output. No process of it is left
+    afterwards."""
     words = [
         f"--address={where}",
         f"--node-ip-address={own}",
@@ -223,7 +180,7 @@ def _started(where: str, own: str, offer: Offer) -> Iterator[_Node]:
                 start_new_session=True, preexec_fn=_end_with_parent,
             )  # fmt: skip
         try:
-            yield _Node(process, output)
+            yield process, output
         finally:
             interrupts = {each: signal.signal(each, signal.SIG_IGN) for each in (signal.SIGINT, signal.SIGTERM)}
             _end(process)
@@ -247,7 +204,3 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             each.kill()
     psutil.wait_procs(left, timeout=_LEAVE_S)
     process.wait()
-
-
-def _interrupt(signum: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt

@@ -19,7 +19,7 @@ from marsrl.rollout.pool.addresses import own_address, split_address
 from marsrl.rollout.pool.ray_faults import note_processes
 
 _LOG = logging.getLogger(__name__)
-_NO_HEAD_S = 3600  # for Ray's processes to reconnect to gcs_server: `check_ray` ends the run long before
+_NO_HEAD_S = 3600  # for Ray's processes to reconnect to gcs_server: `check_head` ends the run long before
 _SILENT_MS = 120_000  # until a connection is given up: with Ray's default a network cut of 20 s loses every engine
 
 
@@ -62,14 +62,29 @@ def own_sigterm() -> Iterator[None]:
 def start_head(object_store_mib: int, gpus: Sequence[int], where: tuple[str, int]) -> None:
     """Start a cluster's first node with this process as driver; `where`: its host and port (0: any)."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    os.environ.setdefault(
-        "RAY_worker_niceness", "0"
-    )  # Ray's default, 15, makes rollouts wait for everything else on the host
+    # Ray's default, 15, makes rollouts wait for everything else on the host
+    os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.pop("RAY_ADDRESS", None)  # a cluster of our own: do not join a stranger's
+    host, port = where
     for is_last in (False, False, True):
         before = set(psutil.Process().children(recursive=True))
         try:
-            _init(object_store_mib, gpus, where)
+            with visible(gpus), environment(RAY_GCS_SERVER_PORT=str(port)):
+                ray.init(
+                    address="local",
+                    num_cpus=os.cpu_count(),
+                    num_gpus=len(gpus),
+                    include_dashboard=False,
+                    object_store_memory=object_store_mib << 20,
+                    log_to_driver=False,
+                    configure_logging=False,
+                    _node_ip_address=host,
+                    _system_config={
+                        "gcs_rpc_server_reconnect_timeout_s": _NO_HEAD_S,
+                        "grpc_keepalive_timeout_ms": _SILENT_MS,
+                        "prestart_worker_first_driver": False,  # idle workers: engines have an environment of their own
+                    },
+                )
             break
         except Exception as error:  # node.py waits a constant 30 s for the raylet: too short on a busy machine
             if is_last or "timed out during startup" not in str(error):
@@ -79,26 +94,6 @@ def start_head(object_store_mib: int, gpus: Sequence[int], where: tuple[str, int
                     process.kill()
             _LOG.warning("Ray did not start within its 30 s; it is started once more")
     note_processes()
-
-
-def _init(object_store_mib: int, gpus: Sequence[int], where: tuple[str, int]) -> None:
-    host, port = where
-    with visible(gpus), environment(RAY_GCS_SERVER_PORT=str(port)):
-        ray.init(
-            address="local",
-            num_cpus=os.cpu_count(),
-            num_gpus=len(gpus),
-            include_dashboard=False,
-            object_store_memory=object_store_mib << 20,
-            log_to_driver=False,
-            configure_logging=False,
-            _node_ip_address=host,
-            _system_config={
-                "gcs_rpc_server_reconnect_timeout_s": _NO_HEAD_S,
-                "grpc_keepalive_timeout_ms": _SILENT_MS,
-                "prestart_worker_first_driver": False,  # idle workers: engines have an environment of their own
-            },
-        )
 
 
 @contextlib.contextmanager

@@ -37,13 +37,12 @@ class PolicyEngines:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One engine of a policy makes room for `num` of another; 0: none fit, see `problem`. why: for the log."""
+    """One engine of a policy makes room for `num` of another. why: for the log."""
 
     giver: str
     taker: str
     num: int
     why: str
-    problem: str = ""
 
 
 def wanted(policies: Mapping[str, PolicyEngines]) -> Move | None:
@@ -56,20 +55,16 @@ def wanted(policies: Mapping[str, PolicyEngines]) -> Move | None:
     most, least = policies[taker], policies[giver]
     if most.load <= max(_OFF_BY * least.load, _LEAST_S):
         return None
-    why = f"an engine of {taker} was busy for {most.load:.1f} s of a stage, one of {giver} for {least.load:.1f} s"
     num = num_fitting(most.takes, least.takes)
-    if num == 0:
-        needs, frees = _in_words(most.takes), _in_words(least.takes)
-        return Move(
-            giver, taker, 0, why, f"an engine of {taker} takes {needs} of one host, and one of {giver} frees {frees}"
-        )
     after = {
         **policies,
         taker: replace(most, engines=most.engines + num),
         giver: replace(least, engines=least.engines - 1),
     }
-    is_shorter = _longest_s(after) < _SHORTER * _longest_s(policies)
-    return Move(giver, taker, num, why) if is_shorter else None
+    if num == 0 or max(each.load for each in after.values()) >= _SHORTER * most.load:
+        return None
+    why = f"an engine of {taker} was busy for {most.load:.1f} s of a stage, one of {giver} for {least.load:.1f} s"
+    return Move(giver, taker, num, why)
 
 
 def outlook(engines: Mapping[str, int], takes: Mapping[str, Mapping[str, float]]) -> str:
@@ -84,10 +79,9 @@ def outlook(engines: Mapping[str, int], takes: Mapping[str, Mapping[str, float]]
         return (
             f"rollout.rebalance may move an engine from {', '.join(moves)}, by what the engines of each have to decode"
         )
-    found = ", ".join(f"{name} {num}" for name, num in engines.items())
     return (
         "rollout.rebalance has nothing to move: it needs two policies of agents with engines here, one of them with more than "
-        f"one, and room for the other's on the GPUs of such an engine; found {found}"
+        "one, and room for the other's on the GPUs of such an engine"
     )
 
 
@@ -96,19 +90,11 @@ def num_fitting(takes: Mapping[str, float], frees: Mapping[str, float]) -> int:
     return min((int(frees.get(name, 0.0) / amount + 1e-6) for name, amount in takes.items()), default=1)
 
 
-def _longest_s(policies: Mapping[str, PolicyEngines]) -> float:
-    return max(each.load for each in policies.values())
-
-
-def _in_words(takes: Mapping[str, float]) -> str:
-    return ", ".join(f"{amount:g} {name}" for name, amount in takes.items()) or "nothing"
-
-
 class Rebalancer:
     """Watches the pools of all policies and moves engines between them. Used by one thread; keeps no state across processes:
     a resumed run starts with rollout.engines and measures anew.
 
-    say: called with one line about each move, or why it is impossible.
+    say: called with one line about each move.
     """
 
     def __init__(self, pools: Mapping[str, EnginePool], *, say: Callable[[str], None]) -> None:
@@ -116,12 +102,11 @@ class Rebalancer:
         self._seen_s = dict.fromkeys(pools, 0.0)  # EnginePool.busy_s at the end of the last stage
         self._move: Move | None = None
         self._num_stages = 0  # consecutive stages that asked for it
-        self._told: set[str] = set()
         self._num_moves = 0
 
     @property
     def is_due(self) -> bool:
-        return self._move is not None and self._move.num > 0 and self._num_stages >= _STAGES
+        return self._move is not None and self._num_stages >= _STAGES
 
     def take_moves(self) -> int:
         """Number of engines moved since the last call."""
@@ -141,9 +126,6 @@ class Rebalancer:
         before, self._move = self._move, move
         is_same = move is not None and before is not None and (move.giver, move.taker) == (before.giver, before.taker)
         self._num_stages = self._num_stages + 1 if is_same else 1
-        if move is not None and move.problem and move.problem not in self._told:
-            self._told.add(move.problem)
-            self._say(f"rollout.rebalance: {move.why}, but {move.problem}: nothing is moved")
 
     def forget(self) -> None:
         """Drop the time since the last stage: an evaluation was played, which is no stage."""

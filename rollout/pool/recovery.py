@@ -87,12 +87,9 @@ class Recovery:
                 )
             _log.warning("policy %s: engine %d is lost: %s; it is restarted", self._name, replica, lost.reason)
             lost = self.make(replica)
-        end = max(start, time.time())  # the wall clock may be set back
+        end = time.time()
         self._tell(replica, "restart", start, end)
-        is_new = self._update is None or replica in self.needs_weights
-        held = "those of its start" if is_new else f"version {self._update.version}"  # type: ignore[union-attr]
-        held += "".join(f", adapter {name}: version {each.version}" for name, (each, _) in self._adapters.items())
-        _log.warning("policy %s: engine %d is back after %.1f s, weights: %s", self._name, replica, end - start, held)
+        _log.warning("policy %s: engine %d is back after %.1f s", self._name, replica, end - start)
         return True
 
     def make(self, replica: int) -> Lost | None:

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_cases import GivenLearner, logprobs_of, vllm_of
+from engine_cases import GivenLearner, logprobs_of, spec_of, vllm_of
 from megatron_models import save_model
 from safetensors.torch import save_file
 
 from marsrl.kernels import library
+from marsrl.rollout.config import LocalOptions
 from marsrl.rollout.engines.local.engine import LocalEngine
 from marsrl.rollout.tasks.word_tokenizer import WordTokenizer
 from marsrl.trainer.learner.other_roundings import Precision, other_roundings
@@ -160,7 +161,7 @@ def directory(kind: str, checkpoint: Callable[[str], Path]) -> Path:
 def engine(kind: str, directory: Path, request: pytest.FixtureRequest) -> Any:
     """Of the test's `kind`: vllm_engine's, or our own."""
     if kind.startswith("local "):
-        return LocalEngine(directory, dtype="float32", max_model_len=256, max_num_seqs=6)
+        return LocalEngine(spec_of(directory, local=LocalOptions(max_num_seqs=6)))
     return request.getfixturevalue("vllm_engine")(kind)
 
 

@@ -37,6 +37,11 @@ def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
     return {name: files[name].clone() for name in files}
 
 
+def spec_of(model: Path | str, max_model_len: int = 256, kind: str = "local", **more: Any) -> EngineSpec:
+    """An engine in float32, unless said otherwise."""
+    return EngineSpec(kind, str(model), max_model_len=max_model_len, **{"dtype": "float32", **more})
+
+
 def vllm_of(model: Path, options: dict[str, Any], **more: Any) -> VllmEngine:
     """The real vLLM, in float32 unless the options say otherwise."""
     pytest.importorskip("vllm")
@@ -44,7 +49,7 @@ def vllm_of(model: Path, options: dict[str, Any], **more: Any) -> VllmEngine:
     with imports_for_good():
         import vllm.entrypoints.llm  # noqa: F401
     own = VllmOptions.model_validate({"max_num_seqs": 32, "kv_cache_mib": 32, **options})
-    return VllmEngine(EngineSpec("vllm", str(model), own.dtype or "float32", 256, vllm=own, **more))
+    return VllmEngine(spec_of(model, kind="vllm", dtype=own.dtype or "float32", vllm=own, **more))
 
 
 @torch.no_grad()

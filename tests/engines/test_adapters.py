@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,13 +11,30 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_cases import GivenLearner, assert_same, decoded, generate, logprobs_of, pool_of, prompt, request, vllm_of
+from engine_cases import (
+    GivenLearner,
+    assert_same,
+    decoded,
+    generate,
+    logprobs_of,
+    pool_of,
+    prompt,
+    request,
+    spec_of,
+    vllm_of,
+)
 from megatron_models import random_adapter, save_adapter
 
 from marsrl.rollout.adapter import AdapterConfig, held_by_shard, read_tensors
 from marsrl.rollout.config import RolloutConfig
 from marsrl.rollout.engines.local.engine import LocalEngine
-from marsrl.rollout.engines.protocol import AdapterUpdate, DecodeRequest, DecodeResult, WeightUpdate, WrongVersion
+from marsrl.rollout.engines.protocol import (
+    AdapterUpdate,
+    DecodeRequest,
+    DecodeResult,
+    WeightUpdate,
+    WrongVersion,
+)
 from marsrl.rollout.model_shape import read_shape
 from marsrl.rollout.pool.build import make_pool
 from marsrl.rollout.pool.pool import EnginePool
@@ -111,8 +128,12 @@ of_vllm = pytest.mark.parametrize("served", VLLMS, indirect=True)
 Checkpoint = Callable[[str], Path]
 
 
-def local_of(model: Path, adapters: dict[str, AdapterConfig]) -> LocalEngine:
-    return LocalEngine(model, dtype="float32", max_model_len=256, adapters=adapters)
+def asks_of(versions: Mapping[str, int], *adapters: str) -> list[DecodeRequest]:
+    """One request each, all of one prompt."""
+    return [
+        replace(request(f"0.{i}", prompt(70), 16, seed=i), adapter=name, adapter_version=versions.get(name, 0))
+        for i, name in enumerate(adapters)
+    ]
 
 
 class Served:
@@ -126,8 +147,10 @@ class Served:
         self.folders: dict[str, Path] = {}
         self.versions: dict[str, int] = {}
         adapters = dict.fromkeys("ab", self.config)
-        options = {"max_num_seqs": 16, "sampler": sampler}
-        self.engine = local_of(model, adapters) if way == "local" else vllm_of(model, options, adapters=adapters)
+        if way == "local":
+            self.engine: Any = LocalEngine(spec_of(model, adapters=adapters))
+        else:
+            self.engine = vllm_of(model, {"max_num_seqs": 16, "sampler": sampler}, adapters=adapters)
         for name in "ab":
             self.update(name)
 
@@ -147,11 +170,7 @@ class Served:
         return dict(self.engine.update_adapter(update).checksums[0])
 
     def asks(self, *adapters: str) -> list[DecodeRequest]:
-        """One request each, all of one prompt."""
-        return [
-            replace(request(f"0.{i}", prompt(70), 16, seed=i), adapter=name, adapter_version=self.versions.get(name, 0))
-            for i, name in enumerate(adapters)
-        ]
+        return asks_of(self.versions, *adapters)
 
     def assert_right(self, *adapters: str) -> None:
         asks = self.asks(*adapters)
@@ -329,28 +348,16 @@ def test_a_publish_proves_checksums_and_log_probs_and_removes_the_version_before
     served.update("b")
 
 
-# Our own decoder, and what all share.
-
-
-def asks_of(version: int, *adapters: str) -> list[DecodeRequest]:
-    """Requests of these adapters in turn, at this version; those of one group have one prompt, whatever their adapter."""
-    asks = [request(f"{i // 3}.{i}", prompt(20 + 7 * (i // 3), seed=i // 3), 24, seed=i) for i in range(6)]
-    return [
-        replace(ask, adapter=name, adapter_version=version if name else 0)
-        for ask, name in zip(asks, [*adapters] * 2, strict=True)
-    ]
-
-
 @pytest.mark.slow
 def test_an_actor_decodes_on_for_others_while_an_adapter_is_replaced(checkpoint: Checkpoint, tmp_path: Path) -> None:
     """In Ray: its thread takes the adapter, and scores with it, between two steps."""
     model, config = checkpoint("qwen3"), RolloutConfig(engine="local", threads=1, object_store_mib=80)
     folders = [save_adapter(model, tmp_path / f"{seed}", CONFIG, seed) for seed in range(3)]
     of, adapters = dict(zip("ab", folders, strict=False)), dict.fromkeys("ab", CONFIG)
-    with make_pool("main", str(model), config, dtype="float32", max_model_len=2048, adapters=adapters) as pool:
+    with make_pool("main", spec_of(model, 2048, adapters=adapters), config) as pool:
         for name, folder in of.items():
             pool.update_adapter(AdapterUpdate(name, str(folder), 1))
-        long = [replace(ask, max_new_tokens=600) for ask in asks_of(1, "a", "b", "")]
+        long = [replace(ask, max_new_tokens=600) for ask in asks_of(dict.fromkeys("ab", 1), *("a", "b", "") * 2)]
         own, others = [ask for ask in long if ask.adapter == "a"], [ask for ask in long if ask.adapter != "a"]
         num_beside = assert_replaced_beside_others(pool, model, of, AdapterUpdate("a", str(folders[2]), 2), own, others)
     assert num_beside > 0
@@ -360,7 +367,7 @@ def test_an_adapter_of_other_settings_than_were_said_is_refused(checkpoint: Chec
     model = checkpoint("qwen3")
     folder = save_adapter(model, tmp_path / "a", CONFIG.model_copy(update={"rank": 4}), 0)
     with pytest.raises(ValueError, match=r"q_proj\.lora_A\.weight: found \(4, 64\), expected \(8, 64\)"):
-        local_of(model, {"a": CONFIG}).update_adapter(AdapterUpdate("a", str(folder), 1))
+        LocalEngine(spec_of(model, adapters={"a": CONFIG})).update_adapter(AdapterUpdate("a", str(folder), 1))
 
 
 def test_an_engine_that_starts_from_an_adapter_has_it_at_once_and_one_without_is_the_bare_model(
@@ -368,8 +375,9 @@ def test_an_engine_that_starts_from_an_adapter_has_it_at_once_and_one_without_is
 ) -> None:
     model = checkpoint("qwen3")
     folder = save_adapter(model, tmp_path / "a", CONFIG)
-    engine = local_of(model, {"a": CONFIG.model_copy(update={"start": str(folder)}), "b": CONFIG})
-    asks = asks_of(0, "a", "b", "")
+    adapters = {"a": CONFIG.model_copy(update={"start": str(folder)}), "b": CONFIG}
+    engine = LocalEngine(spec_of(model, adapters=adapters))
+    asks = asks_of({}, "a", "b", "")
     results = decoded(engine, asks)
     assert {result.finish for result in results} == {Finish.LENGTH}
     assert_decoded_with(model, {"a": folder}, asks, results)

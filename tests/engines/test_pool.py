@@ -27,6 +27,7 @@ from engine_cases import (
     pool_of,
     prompt,
     request,
+    spec_of,
     tensors_of,
 )
 from held_port import held_port
@@ -34,17 +35,18 @@ from letters import WeighedEngine
 
 from marsrl.rollout.config import LocalOptions, RolloutConfig, VllmOptions
 from marsrl.rollout.engines.protocol import AdapterUpdate, EngineLost, WeightUpdate, WrongVersion
+from marsrl.rollout.engines.refusals import TrainerHost
 from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.engines.time_shares import TimeShares
-from marsrl.rollout.pool import ray_pulse
 from marsrl.rollout.pool.build import make_pool
 from marsrl.rollout.pool.dispatch import Dispatcher
 from marsrl.rollout.pool.engine_thread import EngineThread
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.ray_faults import lost_or_raise
-from marsrl.rollout.pool.ray_pulse import EnginePulse
 from marsrl.rollout.pool.replicas import LocalReplicas, ignore_loss
 from marsrl.rollout.types import Finish
+from marsrl.trainer import build
+from marsrl.trainer.config.read import read_config
 from marsrl.trainer.learner.megatron import parallel
 from marsrl.trainer.learner.megatron.layout import Layout
 from marsrl.trainer.weights.comparison import CheckedEngines
@@ -61,7 +63,7 @@ def test_replicas_share_out_what_a_teacher_scores():
 
     sequences = [np.arange(length, dtype=np.int32) for length in (2, 4, 5, 9)]
     found = pool_of(*(Teacher(lambda r: [5]) for _ in range(2))).score_shared(sequences)
-    assert asked == [([9, 2], False), ([5, 4], False)]
+    assert asked == [([9, 4], False), ([5, 2], False)]
     assert all(np.array_equal(scores, sequence[1:]) for scores, sequence in zip(found, sequences, strict=True))
 
 
@@ -95,10 +97,17 @@ def local_config(**options):
     return RolloutConfig(engine="local", threads=1, local=LocalOptions(max_num_seqs=64), **options)
 
 
-def test_our_engine_goes_by_its_own_settings_and_not_by_vllms(checkpoint):
-    config = local_config(placement="local", vllm=VllmOptions(dtype="bfloat16", max_num_seqs=3))
-    with make_pool("main", str(checkpoint("qwen3_moe")), config, dtype="float32", max_model_len=128) as pool:
-        assert (pool.infos()[0].dtype, pool.num_slots) == ("float32", 64)
+@pytest.mark.parametrize(("engine", "dtype", "slots"), [("vllm", "bfloat16", 3), ("local", "float32", 64)])
+def test_an_engine_goes_by_settings_of_its_own_kind(engine, dtype, slots, monkeypatch):
+    monkeypatch.setattr(build, "make_pool", lambda policy, spec, *others, **more: spec)
+    words = [
+        "policies.main.dtype=float32",
+        "rollout.vllm={dtype: bfloat16, max_num_seqs: 3}",
+        "rollout.local.max_num_seqs=64",
+    ]
+    config, _ = read_config(None, [f"rollout.engine={engine}", *words])
+    found = build.open_pool(config, "main", "model", max_model_len=8, host=TrainerHost(0, 1, False), deadline_s=None)
+    assert (found.dtype, config.rollout.slots) == (dtype, slots)
 
 
 @pytest.mark.slow
@@ -108,7 +117,7 @@ def test_training_may_follow_in_a_process_whose_vllm_engines_are_closed(checkpoi
         pytest.skip("another test's process groups stand")
     options = VllmOptions(max_num_seqs=4, kv_cache_mib=32)
     config = RolloutConfig(engine="vllm", placement="local", threads=1, engines=2, vllm=options)
-    with make_pool("main", str(checkpoint("qwen3")), config, dtype="float32", max_model_len=64) as pool:
+    with make_pool("main", spec_of(checkpoint("qwen3"), 64, "vllm"), config) as pool:
         assert torch.distributed.is_initialized()
         generate(pool, [request(f"{i}.0", prompt(5), 3) for i in range(2)], version=0)
     parallel.start(Layout(1, 1, 1, 1, 1), seed=0)
@@ -119,11 +128,11 @@ def test_training_may_follow_in_a_process_whose_vllm_engines_are_closed(checkpoi
 def test_two_actors_on_ray_serve_as_one_engine_in_process(checkpoint):
     directory = checkpoint("qwen3_moe")
     asks = [request(f"{i // 4}.{i}", prompt(20 + i // 4, seed=i // 4), 30, seed=i) for i in range(24)]
-    here = make_pool("main", str(directory), local_config(placement="local"), dtype="float32", max_model_len=128)
+    here = make_pool("main", spec_of(directory, 128), local_config(placement="local"))
     alone = generate(here, asks, version=0)
     config = local_config(engines=2, object_store_mib=80)
     before = set(descendants())  # of other tests
-    pool = make_pool("main", str(directory), config, dtype="float32", max_model_len=128)
+    pool = make_pool("main", spec_of(directory, 128), config)
     children = set(descendants()) - before
     try:
         progress = []
@@ -156,14 +165,14 @@ def test_an_address_where_nobody_listens_is_named(checkpoint):
         address = f"127.0.0.1:{port}"
         config = local_config(ray_address=address)
         with pytest.raises(RuntimeError, match=f"rollout.ray_address is {address}, but nothing answers"):
-            make_pool("main", str(checkpoint("qwen3")), config, dtype="float32", max_model_len=64)
+            make_pool("main", spec_of(checkpoint("qwen3"), 64), config)
 
 
 def test_a_missing_library_is_an_error_that_says_what_to_install(checkpoint, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for config, word in ((RolloutConfig(), "install vllm"), (local_config(), "install ray")):
         with pytest.raises(RuntimeError, match=word):
-            make_pool("main", str(checkpoint("qwen3")), config, dtype="float32", max_model_len=64)
+            make_pool("main", spec_of(checkpoint("qwen3"), 64), config)
 
 
 def ask(uid, length=10, new=100, expected=None):
@@ -185,22 +194,15 @@ def test_a_group_stays_together_and_groups_are_spread():
 def test_a_sample_goes_back_to_where_its_prefix_is_unless_that_costs_more_than_a_prefill():
     dispatch = Dispatcher(2, None)
     dispatch.add([ask("a.0"), ask("b.0")])
-    home = {uid: r for r, share in uids(dispatch.take()).items() for uid in share}
+    home = {uid: r for r, share in uids(dispatch.take()).items() for uid in share}["a.0"]
     dispatch.end("a.0")
-    dispatch.add([ask("a.0", length=500)])  # replica 0 and 1 have 0 and 101 tokens of work
-    assert uids(dispatch.take()) == {home["a.0"]: ["a.0"]}
+    dispatch.add([ask("c.0", new=140)])  # goes where nothing runs
+    assert uids(dispatch.take()) == {home: ["c.0"]}
+    dispatch.add([ask("a.0", length=500)])  # 141 tokens of work against 101 and a prefill worth 50
+    assert uids(dispatch.take()) == {home: ["a.0"]}
     dispatch.end("a.0")
-    dispatch.add([ask("c.0", new=60)])  # goes where nothing runs
-    dispatch.take()
-    dispatch.add([ask("a.0", length=500)])
-    assert uids(dispatch.take()) == {home["a.0"]: ["a.0"]}
-    dispatch.end("a.0")
-    dispatch.add([ask("a.0", length=20)])  # 62 tokens of work against 101: it stays
-    assert uids(dispatch.take()) == {home["a.0"]: ["a.0"]}
-    dispatch.end("a.0")
-    dispatch.add([ask("c.1", new=300)])  # a new one, so where there is least
-    dispatch.add([ask("a.0", length=500)])  # 362 tokens of work against 101 and a prefill worth 50
-    assert uids(dispatch.take()) == {home["a.0"]: ["c.1"], 1 - home["a.0"]: ["a.0"]}
+    dispatch.add([ask("a.0", length=300)])  # worth 30
+    assert uids(dispatch.take()) == {1 - home: ["a.0"]}
 
 
 def test_the_longest_is_sent_first():
@@ -363,9 +365,7 @@ def pool(checkpoint: Callable[[str], Path]) -> Iterator[EnginePool]:
     earlier = actors()  # of other tests
     own = lambda: [each for each in actors() if each not in earlier]  # noqa: E731
     killer = after(lambda: bool(own()), lambda: own()[0].kill())  # while it starts
-    with make_pool(
-        "main", str(checkpoint("qwen3_moe")), config, dtype="float32", max_model_len=128, silence_s=SILENCE_S
-    ) as pool:
+    with make_pool("main", spec_of(checkpoint("qwen3_moe"), 128), config, silence_s=SILENCE_S) as pool:
         killer.join()
         generate(pool, in_groups(1))  # it may have been killed just after its start
         assert pool.take_faults().engine_restarts >= 1
@@ -382,7 +382,7 @@ def the_one() -> psutil.Process:
 
 def test_an_engine_that_cannot_be_made_says_why_at_once(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has no config.json"):
-        make_pool("main", str(tmp_path), local_config(object_store_mib=80), dtype="float32", max_model_len=128)
+        make_pool("main", spec_of(tmp_path, 128), local_config(object_store_mib=80))
 
 
 def in_groups(count: int) -> list:
@@ -419,43 +419,6 @@ def test_killed_and_stopped_engines_are_replaced_and_say_what_they_would_have_sa
     sync.close()
     assert report.comparison.median < 1e-5
     assert {result.version for result in generate(pool, in_groups(24), version=2)} == {2}
-
-
-class Answers:
-    """In place of ray and of an actor: what is asked has been answered where `are_there` says so."""
-
-    are_there, now, called = True, 0.0, 0
-
-    @property
-    def is_there(self) -> Answers:
-        return self
-
-    def remote(self) -> int:
-        self.called += 1
-        return self.called
-
-    def wait(self, calls: list[int], num_returns: int, timeout: float) -> tuple[list[int], list[int]]:
-        return (calls, []) if self.are_there else ([], calls)
-
-
-def listened(pulse: EnginePulse, engine: Answers, seconds: int) -> float:
-    for _ in range(seconds):
-        engine.now += 1.0
-        pulse.listen({0: engine})
-    return pulse.silent_for_s(0)
-
-
-def test_an_engine_is_silent_for_as_long_as_somebody_listened(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Answers()
-    monkeypatch.setattr(ray_pulse, "ray", engine)
-    pulse = EnginePulse(40.0, clock=lambda: engine.now)
-    assert listened(pulse, engine, 30) == 0
-    assert engine.called <= 7  # asked a few times in a silence, not each time
-    engine.are_there = False
-    engine.now += 3600  # the trainer trained, or was stopped itself
-    assert listened(pulse, engine, 30) in (28, 29, 30)
-    engine.are_there = True
-    assert listened(pulse, engine, 1) == 0
 
 
 FULL = ray.exceptions.ObjectStoreFullError("Failed to put object ffff in object store")

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_cases import GivenLearner, perturbed, pool_of, tensors_of
+from engine_cases import GivenLearner, perturbed, pool_of, spec_of, tensors_of
 from safetensors.torch import load_file
 from torch.distributed import TCPStore
 
@@ -53,7 +53,7 @@ class ListeningEngine(LocalEngine):
 
 @pytest.fixture
 def engine(checkpoint):
-    return ListeningEngine(checkpoint("qwen3"), dtype="float32", max_model_len=128)
+    return ListeningEngine(spec_of(checkpoint("qwen3"), 128))
 
 
 @pytest.fixture
@@ -210,7 +210,7 @@ class Desk:
 
     def __init__(self, model: Path, dtype: str) -> None:
         self.dtype: torch.dtype = getattr(torch, dtype)
-        self.engine = ListeningEngine(model, dtype=dtype, max_model_len=128)
+        self.engine = ListeningEngine(spec_of(model, 128, dtype=dtype))
         checked = CheckedEngines(pool_of(self.engine), vocab_size=160)
         self.sync = DirectSync(checked, self.dtype, "nccl", verify_every=1000, bucket_bytes=1 << 14, sends_deltas=True)
         self.tensors = tensors_of(model)
@@ -389,7 +389,7 @@ def test_who_does_not_answer_in_time_is_given_up(rendezvous: Rendezvous) -> None
 def test_an_engine_whose_weights_did_not_arrive_says_why_and_decodes_nothing(
     rendezvous: Rendezvous, checkpoint: Callable[[str], str]
 ) -> None:
-    engine = LocalEngine(checkpoint("qwen3"), dtype="float32", max_model_len=128)
+    engine = LocalEngine(spec_of(checkpoint("qwen3"), 128))
     TransferStore(rendezvous).give_up("rank 3 cannot reach it")
     receipt = engine.update_weights(WeightUpdate("", 1, (encode(ReceivePlan(rendezvous, 0, EngineShard(), {}, ())),)))
     assert (receipt.version, receipt.checksums, receipt.broken) == (TORN, (), "rank 3 cannot reach it")

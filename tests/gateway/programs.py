@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine_cases import pool_of
+from engine_cases import pool_of, spec_of
 from letters import make_team
 
 from marsrl.rollout.agents.orchestration import Orchestration
@@ -87,7 +87,7 @@ def team_of(
     agents: Mapping[str, AgentConfig] = AGENTS,
     engine: Engine | None = None,
 ) -> Played:
-    engine = engine or LocalEngine(model, dtype="float32", max_model_len=4096)
+    engine = engine or LocalEngine(spec_of(model, 4096))
     pool = pool_of(engine, slots=64, deadline_s=config.deadline_s)
     team = make_team(agents, orchestration(agents, "chain", None, config), pool, ChatRenderer(model), gateway=gateway)
     source = ArithmeticTask(ArithmeticOptions()).problems(3)

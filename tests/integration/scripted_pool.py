@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from engine_cases import spec_of
 from small_run import sevens
 
 from marsrl.rollout.adapter import AdapterConfig
@@ -17,10 +18,10 @@ from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.config import RolloutConfig
 from marsrl.rollout.engines.local.engine import LocalEngine
 from marsrl.rollout.engines.protocol import (
-    NO_ADAPTERS,
     AdapterUpdate,
     DecodeRequest,
     Engine,
+    EngineSpec,
     WeightReceipt,
     WeightUpdate,
 )
@@ -42,7 +43,7 @@ from marsrl.trainer.runs.directory import RunDirectory
 def engines_are(engine: Callable[[], Engine]) -> Iterator[None]:
     """In the body every engine of a run or an evaluation in this process is one of these."""
 
-    def make_pool(policy: str, model_dir: str, config: RolloutConfig, **others: Any) -> EnginePool:
+    def make_pool(policy: str, spec: EngineSpec, config: RolloutConfig, **others: Any) -> EnginePool:
         replicas = LocalReplicas([engine() for _ in range(config.engines)])
         return EnginePool(replicas, policy, deadline_s=config.deadline_s, sleeps=config.placement == "colocated")
 
@@ -54,10 +55,11 @@ class ScriptedWithWeights(ScriptedEngine):
     """Says what the script says, and scores a weight sync's probe with the weights that it was sent."""
 
     def __init__(
-        self, model: Path, *args: Any, adapters: Mapping[str, AdapterConfig] = NO_ADAPTERS, **options: Any
+        self, model: Path, *args: Any, adapters: Mapping[str, AdapterConfig] | None = None, **options: Any
     ) -> None:
+        adapters = adapters or {}
         super().__init__(*args, adapters=list(adapters), **options)
-        self._local = LocalEngine(model, dtype="float32", max_model_len=256, adapters=adapters)
+        self._local = LocalEngine(spec_of(model, adapters=adapters))
 
     def score(self, sequences: Sequence[IntArray], adapter: str = "", is_probe: bool = True) -> list[FloatArray]:
         self._need("weights", "kv_cache")

@@ -83,7 +83,7 @@ def test_the_trace_shows_the_engine_decoding_within_the_rollout(first_run: Path)
             done += [[]] if span.name == "load weights" else []
             done[-1].append(span.name)
     assert len(done) == 1 + len(published) and not done[0]
-    assert all(work[:2] == ["load weights", "score the probe"] for work in done[1:])
+    assert all(work[:2] == ["load weights", "score"] for work in done[1:])
     rollouts = [span for span in spans if (span.lane, span.name) == ("rank/0", "rollout")]
     assert [span.arguments["step"] for span in rollouts] == [1, 2, 3, 4]
     for rollout in rollouts:

@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from engine_cases import actors, after, decoded, descendants, generate, prompt, request
+from engine_cases import actors, after, decoded, descendants, generate, prompt, request, spec_of
 from megatron_models import save_model
 
 from marsrl.kernels import PolicyObjective
@@ -95,7 +95,7 @@ def parts_of(case: str, folder: Path) -> Iterator[Parts]:
     config = RolloutConfig(threads=1, object_store_mib=80, max_engine_restarts=0, vllm=vllm)
     versions = folder / "versions"
     versions.mkdir()
-    with make_pool("main", str(model_dir), config, dtype="float32", max_model_len=256) as pool:
+    with make_pool("main", spec_of(model_dir, kind="vllm"), config) as pool:
         sync = FileSync(CheckedEngines(pool, vocab_size=VOCAB_SIZE), torch.float32, directory=versions)
         yield Parts(kind, model_dir, vllm, learner, sync, versions, pool)
         sync.close()
@@ -148,7 +148,7 @@ def _draws_as_one_process_does(parts: Parts, version: int) -> None:
     (folder,) = parts.folder.glob(f"*/version_{version}")
     for name in ("config.json", "generation_config.json"):
         (folder / name).write_bytes((parts.model_dir / name).read_bytes())
-    one = LocalEngine(folder, dtype="float32", max_model_len=256)
+    one = LocalEngine(spec_of(folder))
     asks = [
         request(f"a.{i}", prompt(20 + 7 * i, i, VOCAB_SIZE), 24, seed=i, temperature=0.3 * i, records_kept=i > 2)
         for i in range(6)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from megatron_models import learner
 
 from marsrl.rollout.engines.local.engine import LocalEngine
-from marsrl.rollout.engines.protocol import EngineInfo, WeightReceipt, WeightUpdate
+from marsrl.rollout.engines.protocol import EngineInfo, EngineSpec, WeightReceipt, WeightUpdate
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import LocalReplicas, Lost, OnLost, Timed, ignore_loss
 from marsrl.rollout.state import decode
@@ -78,7 +78,7 @@ class SpoilingEngine(LocalEngine):
     """Changes one bit of what `spoils` names, once it is there."""
 
     def __init__(self, model: str, dtype: str) -> None:
-        super().__init__(model, dtype=dtype, max_model_len=128)
+        super().__init__(EngineSpec("local", model, dtype, 128))
         self.spoils: list[str] = []
 
     def forget(self) -> None:

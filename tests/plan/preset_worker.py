@@ -112,9 +112,10 @@ def vllm_config(config: Any, folder: Path, adapters: Any = None) -> Any:
 
     from marsrl.rollout.adapter import AdapterConfig
     from marsrl.rollout.engines.build import environment_of
+    from marsrl.rollout.engines.protocol import EngineSpec
     from marsrl.rollout.engines.vllm.arguments import engine_arguments
     from marsrl.rollout.model_shape import read_shape
-    from marsrl.rollout.pool.build import _specs
+    from marsrl.rollout.pool.build import with_settings
     from marsrl.trainer.plan.batch_plan import longest_sequence
 
     # What vLLM has found out about a model class it writes into ~/.cache, and imports kernels for it that are not here.
@@ -124,18 +125,18 @@ def vllm_config(config: Any, folder: Path, adapters: Any = None) -> Any:
     longest = longest_sequence(config, "main")
     mlp = "experts" if read_shape(model).num_experts else "mlp"
     adapter = AdapterConfig.model_validate({"rank": 24, "targets": ["attention", mlp]})
-    specs = _specs(
+    spec = EngineSpec(
+        "vllm",
         model,
-        config.rollout_of("main"),
-        dtype=config.engine_dtype("main"),
-        max_model_len=longest,
-        seed=0,
+        config.engine_dtype("main"),
+        longest,
         records=config.records_of("main"),
         adapters={f"adapter {number}": adapter for number in range(5)} if adapters == "five" else adapters or {},
     )
-    assert len(specs) == config.rollout.engines and specs[0].device == "cuda"
-    os.environ.update(environment_of(specs[0]))
-    return EngineArgs(**engine_arguments(specs[0])).create_engine_config()
+    spec = with_settings(spec, config.rollout_of("main"))
+    assert spec.device == "cuda"
+    os.environ.update(environment_of(spec))
+    return EngineArgs(**engine_arguments(spec)).create_engine_config()
 
 
 def engine_config(config: Any, folder: Path, adapters: Any = None) -> dict[str, Any]:
@@ -203,10 +204,8 @@ def fp8_layers(config: Any, folder: Path) -> dict[str, str]:
     from vllm.config import set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
 
-    one_layer = {"hf_overrides": {"num_hidden_layers": 1}}
-    made = vllm_config(
-        with_vllm(config, quantization="fp8", tensor_parallel=1, enforce_eager=True, extra=one_layer), folder
-    )
+    one_layer = {"enforce_eager": True, "hf_overrides": {"num_hidden_layers": 1}}
+    made = vllm_config(with_vllm(config, quantization="fp8", tensor_parallel=1, extra=one_layer), folder)
     with set_current_vllm_config(made):
         init_distributed_environment(1, 0, f"file://{folder}/rendezvous", 0, backend="gloo")
         initialize_model_parallel(1, 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from mortal import MortalReplicas, Places, asks, is_whole
 
 from marsrl.rollout.engines.protocol import WeightUpdate
@@ -19,7 +18,7 @@ def policies(**of: tuple[int, float, dict[str, float]]) -> dict[str, PolicyEngin
 def test_an_engine_moves_where_loads_are_off_by_more_than_two_and_decoding_gets_shorter() -> None:
     off = policies(big=(1, 30.0, GPU), small=(3, 30.0, GPU))
     move = wanted(off)
-    assert move is not None and (move.giver, move.taker, move.num, move.problem) == ("small", "big", 1, "")
+    assert move is not None and (move.giver, move.taker, move.num) == ("small", "big", 1)
     assert "big was busy for 30.0 s" in move.why
     assert wanted(policies(big=(2, 30.0, GPU), small=(2, 30.0, GPU))) is None
     assert wanted(policies(big=(1, 19.0, GPU), small=(2, 20.0, GPU))) is None  # 1.9 times
@@ -30,9 +29,7 @@ def test_an_engine_moves_where_loads_are_off_by_more_than_two_and_decoding_gets_
 
 
 def test_engines_of_another_size_move_only_where_they_fit() -> None:
-    wide = wanted(policies(wide=(1, 30.0, TWO), small=(4, 8.0, GPU)))
-    assert wide is not None and wide.num == 0
-    assert wide.problem == "an engine of wide takes 2 GPU of one host, and one of small frees 1 GPU"
+    assert wanted(policies(wide=(1, 30.0, TWO), small=(4, 8.0, GPU))) is None
     narrow = wanted(policies(wide=(3, 6.0, TWO), small=(1, 30.0, GPU)))
     assert narrow is not None and narrow.num == 2
     assert outlook({"wide": 3, "small": 1}, {"wide": TWO, "small": GPU}).startswith(
@@ -63,18 +60,6 @@ class Stages:
             while pool.num_under_way:
                 assert all(map(is_whole, pool.collect(0.0)))
         self.rebalancer.note_stage()
-
-
-def test_a_policy_gives_no_engine_that_is_at_work_nor_its_last() -> None:
-    pool = MortalReplicas(2).pool()
-    pool.submit(asks(1), version=0)
-    with pytest.raises(AssertionError):
-        pool.give_engine()
-    pool.drain()
-    pool.give_engine()
-    assert pool.engines == [0]
-    with pytest.raises(AssertionError):
-        pool.give_engine()
 
 
 def test_an_engine_moves_once_it_is_a_habit_and_comes_back_where_it_cannot_be_made() -> None:

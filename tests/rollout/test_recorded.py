@@ -16,13 +16,13 @@ import megatron_models
 import numpy as np
 import pytest
 import torch
-from engine_cases import assert_drawn_from, decoded, pool_of, prompt
+from engine_cases import assert_drawn_from, decoded, pool_of, prompt, spec_of
 from letters import AGENTS, letter_problems, make_team
 from megatron_models import learner, micro_batches
 from safetensors.torch import load_file, save_file
 
 from marsrl.kernels import PolicyObjective
-from marsrl.rollout.config import AgentConfig, RolloutConfig
+from marsrl.rollout.config import AgentConfig, LocalOptions, RolloutConfig
 from marsrl.rollout.engines.local.engine import LocalEngine
 from marsrl.rollout.engines.protocol import DecodeRequest, WeightUpdate
 from marsrl.rollout.orchestrations.registry import build_orchestration
@@ -71,8 +71,8 @@ def _own_groups() -> Iterator[None]:
     parallel.stop()
 
 
-def engine_of(model: Path, **options: int) -> LocalEngine:
-    return LocalEngine(model, dtype="float32", max_model_len=1024, **options)
+def engine_of(model: Path, max_num_seqs: int = 256) -> LocalEngine:
+    return LocalEngine(spec_of(model, 1024, local=LocalOptions(max_num_seqs=max_num_seqs)))
 
 
 def transformers_model(directory: Path) -> Any:

@@ -189,21 +189,20 @@ def ray_findings(config: RunConfig) -> Iterator[Finding]:
     """Ray's token on this host, and the resources of the cluster that the config names."""
     if importlib.util.find_spec("ray") is None:
         return  # reported with the engines
-    from marsrl.rollout.pool.ray_token import show_token, token_here
+    from marsrl.rollout.pool.ray_token import show_token
 
-    yield Finding("ray", "token", *token_here())
+    yield Finding("ray", "token", *show_token())
     address = config.rollout.ray_address
     if address is None:
         detail = "none is named (rollout.ray_address): a run starts one for this machine alone"
     elif is_started_here(address):
         detail = f"rollout.ray_address={address}: the run starts it, other hosts run `marsrl join`"
     else:
-        show_token()
         from marsrl.rollout.pool.ray_connection import cluster_view
 
         try:
             detail = cluster_view(address, config.rollout.ray_timeout_s)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             yield Finding("ray", "cluster", False, str(error))
             return
     yield Finding("ray", "cluster", True, detail)

@@ -13,8 +13,6 @@ from marsrl.trainer.runs.collective import gather_bytes, rank, world_size
 _ENGINE_WORK = {
     "collect": "decode",
     "update_weights": "load weights",
-    "score": "score the probe",
-    "score_shared": "score samples",
     "restart": "lost: restarted",
     "sleep": "go to sleep",
     "wake": "wake up",

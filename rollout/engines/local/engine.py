@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,20 +23,20 @@ import torch
 from torch import Tensor
 
 from marsrl.kernels import attention_decode, attention_varlen
-from marsrl.rollout.adapter import AdapterConfig, held_by_shard, read_tensors
+from marsrl.rollout.adapter import held_by_shard, read_tensors
 from marsrl.rollout.engines.local.batch import Cache, DecodeBatch, Row
 from marsrl.rollout.engines.local.model import Adapted, LocalModel
 from marsrl.rollout.engines.protocol import (
-    NO_ADAPTERS,
     TORN,
     AdapterUpdate,
     DecodeRequest,
     DecodeResult,
+    Engine,
     EngineInfo,
+    EngineSpec,
     MemoryPart,
     WeightReceipt,
     WeightUpdate,
-    check_versions,
     taken_from,
     why_not_decodable,
 )
@@ -57,39 +56,26 @@ from marsrl.rollout.weights.layout import EngineShard
 _PREFILL_TOKENS = 16384  # packed tokens of one prefill forward
 
 
-class LocalEngine:
+class LocalEngine(Engine):
     """Our own decoder for one policy, on a CPU or a GPU. See protocol.Engine for the contract."""
 
-    def __init__(
-        self,
-        model_dir: str | Path,
-        *,
-        dtype: str,
-        max_model_len: int,
-        device: str = "cpu",
-        max_num_seqs: int = 512,
-        threads: int | None = None,
-        adapters: Mapping[str, AdapterConfig] = NO_ADAPTERS,
-    ) -> None:
-        if threads is not None and device == "cpu":
-            torch.set_num_threads(threads)
-        self._shape = read_shape(model_dir)
-        self._dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[dtype]
-        self._device = torch.device(device)
-        self._model = LocalModel(self._shape, WeightFiles(model_dir), self._dtype, self._device)
-        self._texts = Texts.of_model(model_dir)
+    def __init__(self, spec: EngineSpec) -> None:
+        super().__init__(spec.adapters)
+        if spec.device == "cpu":
+            torch.set_num_threads(spec.threads)
+        self._shape = read_shape(spec.model_dir)
+        self._dtype: torch.dtype = getattr(torch, spec.dtype)
+        self._device = torch.device(spec.device)
+        self._model = LocalModel(self._shape, WeightFiles(spec.model_dir), self._dtype, self._device)
+        self._texts = Texts.of_model(spec.model_dir)
         self._receiver = WeightReceiver(self._device)
-        self._max_model_len, self._max_num_seqs = max_model_len, max_num_seqs
-        self._versions = {"": 0, **dict.fromkeys(adapters, 0)}  # by adapter; "": the weights
-        self._configs = adapters
+        self._max_model_len, self._max_num_seqs = spec.max_model_len, spec.local.max_num_seqs
+        self._configs = spec.adapters
         self._adapters: dict[str, dict[str, Tensor]] = {}  # Pairs; an adapter equal to the bare weights is absent
-        for name, adapter in adapters.items():
+        for name, adapter in spec.adapters.items():
             if adapter.start is not None:
                 self._load_adapter(name, adapter.start)
-        self._inbox: deque[DecodeRequest] = deque()  # submit() may come from another thread
         self._batch: DecodeBatch | None = None
-        self._aborts: deque[str | None] = deque()  # adapters; abort() may come from another thread
-        self._num_decoded = 0
         self._shares = TimeShares()
 
     def info(self) -> EngineInfo:
@@ -106,13 +92,6 @@ class LocalEngine:
             adapters=tuple(self._configs),
         )
 
-    def num_decoded(self) -> int:
-        return self._num_decoded
-
-    def submit(self, requests: Sequence[DecodeRequest], *, version: int) -> None:
-        check_versions("LocalEngine", self._versions, requests, version)
-        self._inbox.extend(requests)
-
     @torch.inference_mode()
     def collect(self, timeout_s: float) -> list[DecodeResult]:
         end = time.monotonic() + timeout_s
@@ -127,9 +106,6 @@ class LocalEngine:
             if results or self._batch is None or time.monotonic() >= end:
                 return self._billed(results)
 
-    def abort(self, adapter: str | None = None) -> None:
-        self._aborts.append(adapter)
-
     @torch.inference_mode()
     def score(self, sequences: Sequence[IntArray], adapter: str = "", is_probe: bool = True) -> list[FloatArray]:
         scores = []
@@ -141,8 +117,7 @@ class LocalEngine:
         return scores
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
-        if self._batch is not None or self._inbox:
-            raise RuntimeError("LocalEngine.update_weights: requests are being decoded; abort and collect them first")
+        self._refuse_under_way("update_weights")
         start = time.perf_counter()
         if update.receive_plans:
             self._versions[""] = TORN  # nothing is decoded with partly received weights
@@ -156,10 +131,7 @@ class LocalEngine:
         return _receipt(update.version, self._model.weights, start)
 
     def update_adapter(self, update: AdapterUpdate) -> WeightReceipt:
-        if any(request.uses(update.name) for request in (*self._inbox, *(row.request for row in self._going()))):
-            raise RuntimeError(
-                f"LocalEngine.update_adapter: requests of {update.name} are being decoded; abort them first"
-            )
+        self._refuse_under_way("update_adapter", update.name)
         start = time.perf_counter()
         held = self._load_adapter(update.name, update.path)
         self._versions[update.name] = update.version
@@ -171,13 +143,9 @@ class LocalEngine:
         self._adapters[name] = {each: tensor.to(self._device) for each, tensor in held}
         return self._adapters[name]
 
-    def forget_prefixes(self) -> None:
-        """Caches live as long as their requests."""
-
     def sleep(self, keeps_weights: bool) -> None:
         """Move the weights to the host in either case; caches live as long as their requests. A no-op on a CPU."""
-        if self._batch is not None or self._inbox:
-            raise RuntimeError("LocalEngine.sleep: requests are being decoded; abort and collect them first")
+        self._refuse_under_way("sleep")
         self._move_weights(torch.device("cpu"))
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -201,12 +169,6 @@ class LocalEngine:
         moved = {id(tensor): tensor.to(device) for tensor in weights.values()}  # tied weights stay shared
         weights.update({name: moved[id(tensor)] for name, tensor in weights.items()})
 
-    def _refusal(self, request: DecodeRequest) -> str:
-        reason = why_not_decodable(request, self._max_model_len, self._shape.vocab_size)
-        if not reason and request.experts_from is not None and not self._shape.num_experts:
-            return f"experts are to be recorded, but {self._shape.architecture} has none"
-        return reason
-
     def _admit(self) -> list[DecodeResult]:
         """Let submitted requests join the batch, as far as there is room; returns results of rejected ones."""
         refused: list[DecodeResult] = []
@@ -216,7 +178,7 @@ class LocalEngine:
             return []
         while self._inbox and len(joining) < room:
             request = self._inbox.popleft()
-            if reason := self._refusal(request):
+            if reason := why_not_decodable(request, self._max_model_len, self._shape.vocab_size):
                 refused.append(self._result(Row(request, 0, finish=Finish.ERROR), reason))
             else:
                 joining.append(request)
@@ -301,6 +263,9 @@ class LocalEngine:
         if not self._going():
             self._batch = None
         return [self._result(row) for row in ended]
+
+    def _running(self) -> list[DecodeRequest]:
+        return [row.request for row in self._going()]
 
     def _going(self) -> list[Row]:
         return [row for row in self._batch.rows if row.finish is None] if self._batch is not None else []

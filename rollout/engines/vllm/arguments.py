@@ -25,7 +25,6 @@ OWN_ARGUMENTS = {
     "model": "policies.<name>.model",
     "tokenizer": "policies.<name>.model",
     "dtype": "rollout.vllm.dtype",
-    "seed": "run.seed",
     "max_model_len": "agents.<name>.max_input_tokens and max_response_tokens",
     "max_num_seqs": "rollout.vllm.max_num_seqs",
     "kv_cache_memory_bytes": "rollout.vllm.kv_cache_mib",
@@ -36,7 +35,6 @@ OWN_ARGUMENTS = {
     "tensor_parallel_size": "rollout.vllm.tensor_parallel",
     "enable_expert_parallel": "rollout.vllm.expert_parallel",
     "distributed_executor_backend": "rollout.vllm.tensor_parallel",
-    "enforce_eager": "rollout.vllm.enforce_eager",
     "enable_sleep_mode": "rollout.placement",
     "logits_processors": "rollout.vllm.sampler",
     "logprobs_mode": "rollout.vllm.sampler",
@@ -100,14 +98,13 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
     Raises:
         ValueError: spec.vllm.extra has a name that vLLM does not know or that marsrl sets.
     """
-    options, device = spec.vllm, spec.device
-    return {
+    options, is_cpu = spec.vllm, spec.device == "cpu"
+    arguments = {
         "model": spec.model_dir,
         # as the trainer reads it: not params.json and consolidated.safetensors, which Mistral ships too
         "config_format": "hf",
         "load_format": "hf",  # options.extra may override it
         "dtype": spec.dtype,
-        "seed": spec.seed,
         "max_model_len": spec.max_model_len,
         "max_num_seqs": options.max_num_seqs + (SEATS if spec.adapters else 0),
         "kv_cache_dtype": options.kv_cache_dtype,
@@ -123,12 +120,21 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         "enable_sleep_mode": spec.sleeps,
         "enable_prefix_caching": True,
         "worker_extension_cls": "marsrl.rollout.engines.vllm.worker.WorkerExtension",
-        **_sampler_arguments(options.sampler_on(device), device, spec.records),
-        **_draft_arguments(options.draft_tokens),
+        "enforce_eager": is_cpu,  # options.extra may override it
+        **_sampler_arguments(options.sampler_on(spec.device), spec.device, spec.records),
         **lora_arguments(spec.model_dir, spec.adapters),
-        **(_cpu_arguments(options) if device == "cpu" else _gpu_arguments(options)),
-        **checked_extra(options.extra),
     }
+    if options.draft_tokens:
+        # Model Runner V2 runs n-grams on the GPU under either name, but "ngram" turns off async scheduling
+        arguments["speculative_config"] = {"method": "ngram_gpu", "num_speculative_tokens": options.draft_tokens}
+    if is_cpu:
+        arguments["block_size"] = _BLOCK_CPU
+    else:
+        arguments["gpu_memory_utilization"] = options.gpu_memory_utilization
+        arguments["moe_backend"] = "triton"  # keeps experts in the plain layout, so checksums are comparable
+    if kv_cache_mib := options.kv_cache_mib or (_KV_CACHE_CPU_MIB if is_cpu else None):
+        arguments["kv_cache_memory_bytes"] = kv_cache_mib << 20
+    return arguments | checked_extra(options.extra)
 
 
 def _sampler_arguments(sampler: Sampler, device: str, records: Records) -> dict[str, Any]:
@@ -143,32 +149,6 @@ def _sampler_arguments(sampler: Sampler, device: str, records: Records) -> dict[
         arguments["return_sampling_mask"] = True
     if records.experts:
         arguments["enable_return_routed_experts"] = True
-    return arguments
-
-
-def _draft_arguments(num_tokens: int) -> dict[str, Any]:
-    if not num_tokens:
-        return {}
-    # Model Runner V2 runs n-grams on the GPU under either name, but "ngram" turns off async scheduling
-    return {"speculative_config": {"method": "ngram_gpu", "num_speculative_tokens": num_tokens}}
-
-
-def _cpu_arguments(options: VllmOptions) -> dict[str, Any]:
-    return {
-        "enforce_eager": True if options.enforce_eager is None else options.enforce_eager,
-        "block_size": _BLOCK_CPU,
-        "kv_cache_memory_bytes": (options.kv_cache_mib or _KV_CACHE_CPU_MIB) << 20,
-    }
-
-
-def _gpu_arguments(options: VllmOptions) -> dict[str, Any]:
-    arguments: dict[str, Any] = {
-        "enforce_eager": bool(options.enforce_eager),
-        "gpu_memory_utilization": options.gpu_memory_utilization,
-        "moe_backend": "triton",  # keeps experts in the plain layout, so checksums are comparable
-    }
-    if options.kv_cache_mib is not None:
-        arguments["kv_cache_memory_bytes"] = options.kv_cache_mib << 20
     return arguments
 
 
@@ -222,5 +202,6 @@ def who_draws(options: VllmOptions, device: str) -> str:
 
 
 def _is_eager(options: VllmOptions, device: str) -> str:
-    eager = device == "cpu" if options.enforce_eager is None else options.enforce_eager
-    return ", eager" if eager else ", compiled" + (" and in CUDA graphs" if device == "cuda" else "")
+    if options.extra.get("enforce_eager", device == "cpu"):
+        return ", eager"
+    return ", compiled" + (" and in CUDA graphs" if device == "cuda" else "")

@@ -14,7 +14,6 @@ from __future__ import annotations
 import itertools
 import logging
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -29,19 +28,17 @@ from marsrl.rollout.engines.protocol import (
     AdapterUpdate,
     DecodeRequest,
     DecodeResult,
+    Engine,
     EngineInfo,
     EngineLost,
     EngineSpec,
     MemoryPart,
     WeightReceipt,
     WeightUpdate,
-    check_versions,
     taken_from,
 )
-from marsrl.rollout.engines.refusals import vllm_refusals
 from marsrl.rollout.engines.texts import Texts
 from marsrl.rollout.engines.time_shares import TimeShares
-from marsrl.rollout.engines.vllm.adapters import LoadedAdapters
 from marsrl.rollout.engines.vllm.arguments import engine_arguments, who_draws
 from marsrl.rollout.engines.vllm.requests import RequestMaker, Scored, experts_told, kept_tokens_told, logprobs_told
 from marsrl.rollout.kept_tokens import KeptTokens
@@ -49,6 +46,7 @@ from marsrl.rollout.routed_experts import ExpertArray
 from marsrl.rollout.types import Finish, FloatArray, IntArray
 
 if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
     from vllm.v1.engine import EngineCoreOutput
 
 
@@ -66,7 +64,7 @@ class _Running:
     told: list[EngineCoreOutput] = field(default_factory=list)
 
 
-class VllmEngine:
+class VllmEngine(Engine):
     """One vLLM replica of one policy. See marsrl.rollout.engines.protocol.Engine for the contract."""
 
     num_open: ClassVar[int] = 0  # engines of this process
@@ -74,20 +72,19 @@ class VllmEngine:
 
     def __init__(self, spec: EngineSpec) -> None:
         """Start vLLM with the weights of spec.model_dir as version 0."""
+        super().__init__(spec.adapters)
         self._spec, self._draws = spec, spec.vllm.sampler_on(spec.device)
-        self._versions = {"": 0, **dict.fromkeys(spec.adapters, 0)}  # by adapter; "": the base weights
-        self._adapters = LoadedAdapters(spec.adapters)
-        self._inbox: deque[DecodeRequest] = deque()  # submit() may be called from another thread
+        self._adapters: dict[
+            str, LoRARequest
+        ] = {}  # as last loaded; absent: not yet, its requests use the base weights
         self._texts = Texts.of_model(spec.model_dir)
         self._under_way: dict[str, _Running] = {}  # by vLLM's request id
         self._watched: set[str] = set()  # keys of requests with Sampling.stop
         self._keys = itertools.count()
-        self._aborts: deque[str | None] = deque()  # adapters; abort() may come from another thread
         # in vLLM; the seats beside them are of what is scored
         self._most = spec.vllm.max_num_seqs if spec.adapters else None
         self._scoring: Scored | None = None
         self._ended: list[DecodeResult] = []  # while something was scored
-        self._num_decoded = 0  # tokens
         self._untried = set[str]()  # names in _versions whose new weights nothing was computed with yet
         self._shares = TimeShares(spec.vllm.max_num_seqs)
         self._llm: Any = _started(spec)
@@ -103,7 +100,7 @@ class VllmEngine:
         )
         for name, adapter in spec.adapters.items():
             if adapter.start is not None:
-                self._adapters.load(self._llm.llm_engine, name, adapter.start)
+                self._load_adapter(name, adapter.start)
         logging.getLogger("vllm").setLevel(logging.ERROR)
 
     def info(self) -> EngineInfo:
@@ -123,17 +120,11 @@ class VllmEngine:
             adapters=tuple(filter(None, self._versions)),
         )
 
-    def num_decoded(self) -> int:
-        return self._num_decoded
-
     def submit(self, requests: Sequence[DecodeRequest], *, version: int) -> None:
-        """Queue requests, which enter vLLM before its next step. May be called while another thread decodes."""
-        check_versions("VllmEngine", self._versions, requests, version)
+        super().submit(requests, version=version)
         self._untried.difference_update(request.adapter for request in requests)
-        self._inbox.extend(requests)
 
     def collect(self, timeout_s: float) -> list[DecodeResult]:
-        """See Engine; an invalid request returns with Finish.ERROR and the reason."""
         self._check_workers()
         end = time.monotonic() + timeout_s
         while True:
@@ -145,9 +136,6 @@ class VllmEngine:
             results = self._step() + self._stopped()
             if results or time.monotonic() >= end:
                 return results
-
-    def abort(self, adapter: str | None = None) -> None:
-        self._aborts.append(adapter)
 
     def score(self, sequences: Sequence[IntArray], adapter: str = "", is_probe: bool = True) -> list[FloatArray]:
         """Log-probs [N-1] of tokens 1..N-1 of each sequence, nats.
@@ -163,7 +151,7 @@ class VllmEngine:
         last = self._scored(sequences, adapter, by_prefill=False)
         none_has_anothers_prefix = len({tuple(s[:8]) for s in sequences}) == len(sequences)
         if adapter in self._untried and none_has_anothers_prefix:
-            self._refuse_old_prefixes(max(last.num_cached_tokens, default=0), adapter)
+            self._refuse_old_prefixes(last.num_cached_tokens, adapter)
         self._untried.discard(adapter)
         first = self._scored([s[:-1] for s in sequences], adapter, by_prefill=True)
         return [np.concatenate(each) for each in zip(first.logprobs(), last.logprobs(), strict=True)]
@@ -173,7 +161,7 @@ class VllmEngine:
         top_k = self._vocab_size if self._spec.records.kept_tokens else None  # vLLM wants draws then, and a top_k
         keys = [str(next(self._keys)) for _ in sequences]
         self._scoring = scoring = Scored(dict(zip(keys, sequences, strict=True)), by_prefill=by_prefill, top_k=top_k)
-        for request in scoring.requests(self._adapters.of(adapter)):
+        for request in scoring.requests(self._adapters.get(adapter)):
             self._core.add_request(request)
         while not scoring.is_over:
             self._ended += self._step() + self._stopped()
@@ -202,17 +190,29 @@ class VllmEngine:
 
     def update_adapter(self, update: AdapterUpdate) -> WeightReceipt:
         """Load an adapter between two steps, while others decode. Its new path makes its cached prefixes unreachable."""
-        under_way = (*self._inbox, *(running.request for running in self._under_way.values()))
-        if any(request.uses(update.name) for request in under_way):
-            raise RuntimeError(f"VllmEngine.update_adapter: requests of {update.name} are under way; abort them first")
+        self._refuse_under_way("update_adapter", update.name)
         start = time.perf_counter()
-        number = self._adapters.load(self._llm.llm_engine, update.name, update.path)
+        number = self._load_adapter(update.name, update.path)
         loaded = time.perf_counter()
         checksums = self._ask_workers("marsrl_adapter_checksums", number, update.path)
         self._versions[update.name] = update.version
         self._untried.add(update.name)
         end = time.perf_counter()
         return WeightReceipt(update.version, checksums, end - start, end - loaded)
+
+    def _load_adapter(self, name: str, path: str) -> int:
+        """Load a version of an adapter in place of the previous one; returns the adapter's number in the workers.
+
+        Name and number never change; each version has its own path. vLLM identifies cached prefixes by name and path, so under an
+        unchanged path it would reuse keys and values of the previous version.
+        """
+        from vllm.lora.request import LoRARequest
+
+        number = 1 + list(self._spec.adapters).index(name)
+        # load_inplace only here: on a request, vLLM would reread the file at every step
+        self._llm.llm_engine.add_lora(LoRARequest(name, number, path, load_inplace=True))
+        self._adapters[name] = LoRARequest(name, number, path)
+        return number
 
     def _ask_workers(self, method: str, *args: Any) -> list[Any]:
         """Results of a method of WorkerExtension, by worker."""
@@ -287,7 +287,7 @@ class VllmEngine:
                 refused.append(DecodeResult.without_tokens(request.uid, Finish.ERROR, version, reason))
                 continue
             key = str(next(self._keys))
-            self._core.add_request(self._maker.made(key, request, self._adapters.of(request.adapter)))
+            self._core.add_request(self._maker.made(key, request, self._adapters.get(request.adapter)))
             self._under_way[key] = _Running(key, request)
             if request.sampling.stop:
                 self._watched.add(key)
@@ -391,6 +391,9 @@ class VllmEngine:
         self._core.abort_requests(keys)
         return self._results(dict.fromkeys(keys, finish))
 
+    def _running(self) -> list[DecodeRequest]:
+        return [running.request for running in self._under_way.values()]
+
     def _settle(self) -> None:
         """Finish pending steps of ended requests: async scheduling runs one step ahead."""
         while self._core.engine_core.batch_queue:
@@ -410,15 +413,13 @@ class VllmEngine:
 
 
 def _started(spec: EngineSpec) -> Any:
-    """vLLM's LLM with its worker processes. Raises ValueError: vLLM does not support the settings (vllm_refusals)."""
+    """vLLM's LLM with its worker processes."""
     import torch
     from vllm import LLM
 
     from marsrl.rollout.engines.vllm.worker import wait_asleep
     from marsrl.rollout.engines.vllm.worker_adapters import experts_without_adapters
 
-    if found := vllm_refusals(spec.vllm, spec.device, spec.records):
-        raise ValueError("; ".join(found))
     if is_cpu := spec.device == "cpu":
         torch.set_num_threads(spec.threads)
     has_groups = torch.distributed.is_initialized()

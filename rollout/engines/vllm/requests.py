@@ -104,10 +104,8 @@ def why_not_drawn(request: DecodeRequest, records: Records) -> str:
         return f"temperature is {temperature}, and vLLM's sampler takes {COLDEST} for all below it"
     if records.kept_tokens and temperature == 0:
         return "temperature is 0, and an engine of vLLM that says which tokens were kept draws above it only"
-    if request.sampling.records_kept and not records.kept_tokens:
-        return "asks which tokens were kept, and the engine was not started to record them"
-    if request.experts_from is not None and not records.experts:
-        return "asks for experts, and the engine was not started to record them"
+    assert records.kept_tokens or not request.sampling.records_kept, "the engine was started to record kept tokens"
+    assert records.experts or request.experts_from is None, "the engine was started to record experts"
     return ""
 
 
@@ -195,12 +193,10 @@ class Scored:
         return all(told and told[-1].finish_reason is not None for told in self._told.values())
 
     @property
-    def num_cached_tokens(self) -> list[int]:
-        """Prompt tokens that vLLM took from its prefix cache, by sequence."""
-        return [
-            max(each.prefill_stats.num_cached_tokens if each.prefill_stats is not None else 0 for each in told)
-            for told in self._told.values()
-        ]
+    def num_cached_tokens(self) -> int:
+        """The most prompt tokens of a sequence that vLLM took from its prefix cache."""
+        stats = (each.prefill_stats for told in self._told.values() for each in told)
+        return max((each.num_cached_tokens for each in stats if each is not None), default=0)
 
     def logprobs(self) -> list[FloatArray]:
         """[N-1] float32 of each by prefill, else [1]; nats."""

@@ -77,15 +77,13 @@ class _Alive:
     """Live requests, each with a slot; slots are added on demand.
 
     logprobs [slots, completion tokens] float32, nats, on the device. kept: ids kept at each position, by slot, for requests that
-    record them. truncating, greedy: slots.
+    record them.
     """
 
     def __init__(self, longest: int, device: torch.device) -> None:
         """longest: most tokens of a completion."""
         self.logprobs = torch.zeros(0, longest, device=device)
         self.kept: dict[int, list[IntArray]] = {}
-        self.truncating: set[int] = set()
-        self.greedy: set[int] = set()
         self._slots: dict[str, int] = {}  # by key, until its log-probs are taken
         self._free: list[int] = []
 
@@ -104,8 +102,6 @@ class _Alive:
         """Free the request's slot; returns it, readable until the next request arrives, and the kept ids."""
         slot = self._slots.pop(key)
         self._free.append(slot)
-        self.truncating.discard(slot)
-        self.greedy.discard(slot)
         return slot, self.kept.pop(slot, None)
 
     def forget(self, keys: Iterable[str]) -> None:
@@ -124,12 +120,6 @@ class DrawTokens(LogitsProcessor):
         self._outputs: list[list[int]] = [[]] * places  # by place
         self._alive = _Alive(vllm_config.model_config.max_model_len, device)
         self._batch: _Batch | None = None
-
-    @classmethod
-    def validate_params(cls, sampling_params: SamplingParams) -> None:
-        """Raises ValueError if a request also asks for vLLM's sampling."""
-        if cls._asked(sampling_params) and sampling_params.temperature != 0:
-            raise ValueError(f"{_KEY} goes with temperature 0, found {sampling_params.temperature}")
 
     def is_argmax_invariant(self) -> bool:
         return False
@@ -190,23 +180,15 @@ class DrawTokens(LogitsProcessor):
             assert len(kept) == place, f"{len(kept)} positions are recorded, and position {place} is drawn"
             kept.append(ids)
 
-    @staticmethod
-    def _asked(params: SamplingParams) -> str | None:
-        return (params.extra_args or {}).get(_KEY)
-
     def _row(self, params: SamplingParams, prompt_length: int) -> tuple[float, ...]:
         """A request's _ROW."""
-        asked = self._asked(params)
+        asked = (params.extra_args or {}).get(_KEY)
         if asked is None:
             return _EMPTY
         key, temperature, top_p, top_k, seed, records_kept = json.loads(asked)
         slot = self._alive.slot(key)
         if records_kept:
             self._alive.kept.setdefault(slot, [])
-        if top_p < 1 or top_k > 0:
-            self._alive.truncating.add(slot)
-        if temperature <= 0:
-            self._alive.greedy.add(slot)
         return slot, prompt_length, seed % (1 << 64), top_k, top_p, temperature
 
     def _gather(self) -> _Batch:
@@ -216,13 +198,13 @@ class DrawTokens(LogitsProcessor):
             torch.from_numpy(column).to(self._device)
             for column in (rows["temperature"], rows["top_p"], rows["top_k"], rows["slot"], places)
         )
-        kept = self._alive.kept
+        kept, truncates = self._alive.kept, bool(((rows["top_p"] < 1) | (rows["top_k"] > 0)).any())
         self._batch = _Batch(
             rows,
             [self._outputs[place] for place in places.tolist()],
             index,
             slots,
-            RowSampling(temperature, top_p, top_k, bool(self._alive.truncating), bool(self._alive.greedy)),
+            RowSampling(temperature, top_p, top_k, truncates, bool((rows["temperature"] <= 0).any())),
             [(i, kept[slot]) for i, slot in enumerate(rows["slot"].tolist()) if slot in kept] if kept else [],
         )
         return self._batch

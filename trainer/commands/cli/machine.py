@@ -100,9 +100,6 @@ def join(
     engines: Annotated[
         int | None, Option(help="how many engines this host has room for, where it has no GPU (default: 1)")
     ] = None,
-    token_file: Annotated[
-        str | None, Option(metavar="FILE", help="the cluster's token (default: ~/.ray/auth_token)")
-    ] = None,
     wait: Annotated[
         float, Option(metavar="S", help="seconds to wait for HOST, at first and while it is silent")
     ] = 1800.0,
@@ -113,7 +110,7 @@ def join(
     hosts, and `marsrl join HOST` on those of engines, HOST being that of trainer rank 0.
 
     Stays in the foreground until the trainer's cluster ends (exit code 0) or Ctrl-C. A cluster demands its token: copy
-    ~/.ray/auth_token of HOST, which its first run makes, to the same place here, or name it with --token-file. Ray and
+    ~/.ray/auth_token of HOST, which its first run makes, to the same place here, or name it in RAY_AUTH_TOKEN_PATH. Ray and
     Python must be HOST's; models, and sync.directory if set, must be at the same paths.
     """
     from marsrl.rollout.config import HEAD_PORT
@@ -133,7 +130,7 @@ def join(
 
     offer = ray_node.offer_of_this_host(devices, engines)
     try:
-        ray_node.join(host, port, offer, token_file=token_file, wait_s=wait, say=say)
+        ray_node.join(host, port, offer, wait_s=wait, say=say)
     except ray_node.JoinError as error:
         print(f"marsrl join: {error}", file=sys.stderr)
         return 1
