@@ -22,6 +22,7 @@ from marsrl.rollout.weights.layout import (
     plan_pieces,
     shard_layout,
     stacked,
+    whole_box,
 )
 from marsrl.trainer.learner.megatron.mapping import held_boxes, hf_shapes, units
 
@@ -171,6 +172,13 @@ def test_shares_of_a_checksum_add_up_to_it(
         box = Box(start, tuple(map(add, start, size)))
         total += block_sum(box.of(whole), box, shape)
     assert checksum_of_sum(total, dtype, shape) == checksum(whole)
+
+
+def test_a_vector_may_end_within_a_word(implementation: None) -> None:
+    bias = torch.randn(10, generator=torch.Generator().manual_seed(0)).bfloat16()
+    boxes = whole_box(bias.shape).cut(1, 0, 8), whole_box(bias.shape).cut(1, 8, 10)
+    total = sum(block_sum(box.of(bias), box, bias.shape) for box in boxes)
+    assert checksum_of_sum(total, bias.dtype, bias.shape) == checksum(bias)
 
 
 def test_an_engine_is_served_by_the_rank_on_its_gpu():
