@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -96,16 +97,18 @@ class Converter:
         Every rank must exhaust the iterator: each tensor is gathered from its owners on demand, so that no
         rank holds the whole model. The tensors are copies, unaffected by later steps.
         """
-        rank = dist.get_rank()
-        for name, shape in self.hf_shapes.items():
+        rank, names = dist.get_rank(), defaultdict[str, list[str]](list)
+        for name in (name for unit in self._units for name in unit.hf):
+            names[stack_of(name)[0]].append(name)
+        for stack, shape in self.shapes.items():
             whole = torch.empty(shape if rank == 0 else 0, dtype=self._dtype)
             placed = set[Box]()
-            for source, boxes in enumerate(self.boxes_of_ranks()):
-                box = boxes.get(name)
+            for source, boxes in enumerate(self.boxes_of_ranks):
+                box = boxes.get(stack)
                 if box is None or box in placed:
                     continue
                 placed.add(box)
-                part = self.matrix(name)[: box.shape[0]].contiguous() if rank == source else None
+                part = self.stack(stack)[:, : box.shape[1]].contiguous() if rank == source else None
                 if rank == 0 and part is None:
                     part = torch.empty(box.shape, dtype=self._dtype, device=self.device)
                     dist.recv(part, source)
@@ -114,7 +117,8 @@ class Converter:
                 if rank == 0 and part is not None:
                     box.of(whole).copy_(part)
             if rank == 0:
-                yield name, whole
+                experts = sorted(names[stack], key=lambda name: stack_of(name)[1])
+                yield from zip(experts, whole if experts != [stack] else [whole], strict=True)
 
     # This rank's tensors, for a sync without files (direct.py: HeldWeights).
 
