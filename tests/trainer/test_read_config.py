@@ -180,10 +180,9 @@ def test_words_are_read_as_settings(words: list[str], key: str, value: object) -
 
 
 def test_a_policy_has_engines_of_its_own_over_those_of_all() -> None:
-    words = [JUDGE, "rollout.engines=2", "rollout.vllm.max_num_seqs=64", "policies.judge.engines=3"]
-    config, _ = read_config(
-        None, [*words, "policies.judge.vllm={kv_cache_mib: 512, dtype: bfloat16}", "rollout.engine=vllm"]
-    )
+    words = [JUDGE, "rollout.engines=2", "rollout.vllm.max_num_seqs=64", "rollout.engine=vllm"]
+    words += ["policies.judge.engines=3", "policies.judge.vllm={kv_cache_mib: 512, dtype: bfloat16}"]
+    config, _ = read_config(None, words)
     main, judge = config.served_rollouts.values()
     assert (main.engines, judge.engines) == (2, 3) and main == config.rollout
     assert main.vllm.kv_cache_mib == 256 and judge.vllm.kv_cache_mib == 512  # 256: the preset's
@@ -204,13 +203,10 @@ def test_a_missing_file_lists_the_presets() -> None:
         read_config("nowhere.yaml")
 
 
-PLACEMENT_OF = {"nccl": "disaggregated", "ipc": "colocated"}
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-@pytest.mark.parametrize("backend", ["nccl", "ipc"])
-def test_without_cuda_a_wire_is_its_twin_or_refused(backend: str) -> None:
-    words = [f"sync.backend={backend}", "rollout.engine=local", "rollout.placement=" + PLACEMENT_OF[backend]]
+@pytest.mark.parametrize(("backend", "placement"), [("nccl", "disaggregated"), ("ipc", "colocated")])
+def test_without_cuda_a_wire_is_its_twin_or_refused(backend: str, placement: str) -> None:
+    words = [f"sync.backend={backend}", "rollout.engine=local", f"rollout.placement={placement}"]
     with pytest.raises(ConfigError, match=rf"sync\.backend={backend} needs CUDA, .* or sync\.cpu_twin=true"):
         preflight(read_config(None, words)[0], world_size=1)
     assert preflight(read_config(None, [*words, "sync.cpu_twin=true"])[0], world_size=1).config.sync.cpu_twin
