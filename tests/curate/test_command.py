@@ -45,6 +45,9 @@ def dropped(stage: str, out: str = "out") -> list[tuple[str, str]]:
     return [(held["id"], f"{held['kind']}: {held['detail']}") for held in map(json.loads, lines)]
 
 
+DEEP = row(WORDS[2], deep=json.loads("[" * 200 + "]" * 200))
+
+
 def test_hostile_rows_are_dropped_with_their_reasons_and_the_others_stay_whole(capsys: Any) -> None:
     good = [
         row(WORDS[0], more={"a": [1, None, "é\u202e"]}, subject="x\x00y"),
@@ -55,10 +58,10 @@ def test_hostile_rows_are_dropped_with_their_reasons_and_the_others_stay_whole(c
         "raw.jsonl",
         good[0], b'{"question": "' + b"x" * 1_000_000 + b'", "answer": "1"}', b'{"question": "\xff"}', b"\x00\x00", row(None),
         row(WORDS[0]), good[1], row("half \ud800"), row(" "), b"[1]", b'{"question": "' + b"q" * 5, b"9" * 5000, good[2],
-        b"[" * 100_000, row(WORDS[2], deep=nested(200)), row(WORDS[3], [1, 2]), b"",
+        b"[" * 100_000, DEEP, row(WORDS[3], [1, 2]), b"",
     )  # fmt: skip
     assert cli.main(["curate", "raw.jsonl", "--out", "out"]) == 0, capsys.readouterr().err
-    assert curated() == [good[0], {**good[1], "nan": None}, good[2], row(WORDS[2], deep=nested(200))]
+    assert curated() == [good[0], {**good[1], "nan": None}, good[2], DEEP]
     found = dict(dropped("read"))
     assert found["raw.jsonl:2"] == "long question: 1,000,000 characters, at most 32,768"
     assert found["raw.jsonl:3"] == "unreadable row: not UTF-8 at byte 14"
@@ -66,13 +69,6 @@ def test_hostile_rows_are_dropped_with_their_reasons_and_the_others_stay_whole(c
     assert found["raw.jsonl:16"] == "unreadable row: the answer (answer) is a list of 2, expected one answer"
     assert sorted(int(uid.partition(":")[2]) for uid in found) == [2, 3, 4, 5, 8, 9, 10, 11, 12, 14, 16]
     assert dropped("near_duplicates") == [("raw.jsonl:6", "near duplicate: similarity 1.00 to raw.jsonl:1")]
-
-
-def nested(depth: int) -> list[Any]:
-    value: list[Any] = []
-    for _ in range(depth):
-        value = [value]
-    return value
 
 
 def test_tables_and_several_inputs_keep_every_field(capsys: Any) -> None:

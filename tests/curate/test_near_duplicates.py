@@ -48,7 +48,3 @@ def test_the_threshold_is_of_the_similarity() -> None:
     rows = rows_of([one, other])
     assert [v.is_kept for v in decisions(rows, threshold=between, bands=64, rows=3)] == [True, False]
     assert [v.is_kept for v in decisions(rows, threshold=between + 0.01, bands=64, rows=3)] == [True, True]
-
-
-def test_bands_find_a_pair_at_the_threshold_with_the_probability_that_refusals_tell() -> None:
-    assert NearDuplicatesConfig().share_found == pytest.approx(0.9855, abs=1e-4)

@@ -122,16 +122,16 @@ def sequences(num: int) -> list[TrainSequence]:
 def compare(
     folder: Path,
     layout: dict[str, int],
-    recompute: str,
-    dtype: str,
+    recompute: str = "none",
+    dtype: str = "bfloat16",
     num_sequences: int = SEQUENCES,
     reference: Path | None = None,
     is_distributed: bool = True,
     router_replay: RouterReplay = "none",
     adapter: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """{static, peak: [measured, planned]; host: planned} of the rank that holds the most, in bytes. reference: of a KL term.
-    adapter: trained in place of the model.
+    """{static, peak, working: [measured, planned]} of the rank that holds the most, in bytes. reference: of a KL term. adapter:
+    trained in place of the model.
 
     With router_replay every token of the sequences has a record, and none of these says which experts: routing is the same.
     """
@@ -181,13 +181,12 @@ def compare(
     planned = rank_memory(setup, stage)
     parallel.stop(keep_world=True)
     found: list[Any] = [None] * world
-    dist.all_gather_object(found, (peak, static, planned.peak, planned.static, planned.stage, planned.host))
-    peak, static, planned_peak, planned_static, stage, host = max(found)
+    dist.all_gather_object(found, (peak, static, planned.peak, planned.static, planned.stage))
+    peak, static, planned_peak, planned_static, stage = max(found)
     return {
         "static": [static, planned_static],
         "peak": [peak, planned_peak],
         "working": [peak - static, planned_peak - planned_static],
-        "host": host,
         "stage": [stage, most_loaded_rank(setup).stage],
     }
 
@@ -195,10 +194,8 @@ def compare(
 def job(models: dict[str, str], cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """compare() of each case; kind and reference name models."""
     paths = {name: Path(path) for name, path in models.items()}
-    usual = {"kind": "qwen3_moe", "recompute": "none", "reference": None, "dtype": "bfloat16"}
     found = {}
     for name, case in cases.items():
-        words = {**usual, **case}
-        words["reference"] = paths.get(words["reference"])
-        found[name] = compare(paths[words.pop("kind")], **words)
+        kind, reference = case.pop("kind", "qwen3_moe"), paths.get(case.pop("reference", ""))
+        found[name] = compare(paths[kind], **case, reference=reference)
     return found

@@ -24,7 +24,6 @@ from marsrl.rollout.agents.roles import Role
 from marsrl.rollout.types import Message
 from marsrl.trainer.commands import cli
 from marsrl.trainer.config.read import read_config
-from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
 from marsrl.trainer.models.init_model import init_model
 from marsrl.trainer.report.metrics import read_metrics
 from marsrl.trainer.supervised.demonstrations import Demonstrations, read_demonstrations
@@ -165,13 +164,6 @@ CHAT = [
 ]
 
 
-@pytest.fixture
-def renderer(tmp_path: Path) -> ChatRenderer:
-    (tmp_path / "model").mkdir()
-    write_byte_tokenizer(tmp_path / "model")
-    return ChatRenderer(tmp_path / "model")
-
-
 Read = Callable[..., Demonstrations]
 
 
@@ -232,10 +224,7 @@ def test_the_options_of_the_agents_template_hold(read: Read) -> None:
         ({"prompt": "", "completion": "a"}, "its prompt has no token"),
         ({"agent": "solver7", "prompt": "a", "completion": "b"}, "agent is 'solver7'; the team has solver, verifier1"),
         ({"prompt": {"problem": "a"}, "completion": "b"}, "prompt has fields, and no agent is named"),
-        (
-            {"agent": "verifier1", "prompt": {"problem": "a"}, "completion": "b"},
-            "prompt has the fields problem; verifier1 needs problem, solution",
-        ),
+        ({"agent": "verifier1", "prompt": {"problem": "a"}, "completion": "b"}, "verifier1 needs problem, solution"),
         ({"messages": CHAT}, "messages: expected the completion, an assistant's turn, at the end"),
         ({"messages": [{"role": "user"}, {"role": "assistant", "content": "a"}]}, "expected a list of {role, content}"),
         ({"prompt": "a", "completion": "\ud800"}, "completion has a lone surrogate"),

@@ -105,9 +105,7 @@ def test_a_checkpoint_holds_every_policy_the_rollout_and_the_step(run: RunDirect
     assert sorted(path.name for path in run.checkpoints.iterdir()) == ["latest", "step_12"]
     with pytest.raises(CheckpointError) as caught:
         load_checkpoint(run, {"third": WordLearner()}, "auto", pytest.fail)  # type: ignore[dict-item]
-    assert str(caught.value).startswith(
-        f"policy third of {folder}, whose files are whole, could not be loaded (FileNotF"
-    )
+    assert str(caught.value).startswith(f"policy third of {folder}, whose files are whole, could not be loaded (File")
     assert "of another model, dtype or optimizer than these settings" in str(caught.value)
     fresh: Any = {"main": WordLearner(), "other": WordLearner()}
     restored = load_checkpoint(run, fresh, "auto", pytest.fail)
@@ -139,9 +137,7 @@ def test_a_run_killed_before_its_first_checkpoint_was_pointed_to_goes_on_from_it
     assert (run.checkpoints / "latest").read_text() == "step_4\n"  # so that a kill in the next save does not matter
     save(writer(run), 8)
     (run.checkpoints / "latest").unlink()
-    with pytest.raises(
-        RuntimeError, match="latest is missing, and there is step_4, step_8; the newest whole one is step_8"
-    ):
+    with pytest.raises(RuntimeError, match="is missing, and there is step_4, step_8; the newest whole one is step_8"):
         load(run)
 
 
@@ -185,9 +181,7 @@ def test_where_nobody_knows_how_many_steps_are_lost_none_are_named(run: RunDirec
     (run.checkpoints / "latest").write_text("the last one")
     for step in run.steps_on_disk():
         (run.checkpoint(step) / "manifest.json").unlink()
-    with pytest.raises(
-        RuntimeError, match="; no other checkpoint is whole: restore the files, or start a run of another"
-    ):
+    with pytest.raises(RuntimeError, match="; no other checkpoint is whole: restore the files, or start a run of "):
         load(run, "previous")
 
 
@@ -209,12 +203,10 @@ def test_a_failed_run_says_where_to_go_on(run: RunDirectory) -> None:
     def said(error: Exception = error) -> str:
         return failure_message(error, run, parent_of())
 
-    none_yet = (
-        "marsrl: the run failed: RuntimeError: Ray is gone; there is no checkpoint of it yet (run.checkpoint_every): "
-    )
-    assert said() == none_yet + "its name is free again"
+    assert said().startswith("marsrl: the run failed: RuntimeError: Ray is gone; there is no checkpoint of it yet (")
+    assert said().endswith(": its name is free again")
     run.metrics.write_text('{"step": 1}\n')
-    assert said() == none_yet + "run.name=run run.resume=auto begins again at step 1"
+    assert said().endswith(": run.name=run run.resume=auto begins again at step 1")
     save(writer(run), 12)
     resumed = "go on with run.name=run run.resume=auto, added to the same command"
     assert said().endswith(f"(step 12) is whole: {resumed}")
@@ -259,49 +251,38 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_manifest_lists_size_and_checksum_of_every_file_and_checks_itself(folder: Path) -> None:
+def test_a_manifest_lists_size_and_checksum_of_every_file(folder: Path) -> None:
     sums = {"a": FileSum(3, 0x352441C2), "c": FileSum(3, zlib.crc32(b"xyz")), "policies/main/b": FileSum(0, 0)}
     assert read_manifest(folder) == sums and damage(folder) == []
-    body = f'  "a": [3, "352441c2"],\n  "c": [3, "{zlib.crc32(b"xyz"):08x}"],\n  "policies/main/b": [0, "00000000"]'
-    text = f'{{"crc32": "{zlib.crc32(body.encode()):08x}", "files": {{\n{body}\n}}}}\n'
-    assert (folder / "manifest.json").read_text() == text
     write_manifest(folder, {})  # it does not list itself
-    assert (folder / "manifest.json").read_text() == text
+    assert read_manifest(folder) == sums
     content = b"a" * (1 << 22) + b"b" * (1 << 22) + b"c"  # more than one block
     (folder / "c").write_bytes(content)
     assert file_sum(folder / "c") == FileSum(len(content), zlib.crc32(content))
 
 
-def test_a_damaged_file_is_named_with_what_was_found_and_expected(folder: Path) -> None:
-    (folder / "a").write_bytes(b"abd")
-    (folder / "c").write_bytes(b"xy")
-    (folder / "policies/main/b").unlink()
+def test_a_damaged_file_is_named_and_a_quick_look_finds_the_first_that_is_missing_or_cut(folder: Path) -> None:
+    assert missing_or_cut(folder) is None
+    (folder / "a").write_bytes(b"abd")  # as long as it was
     for i in range(9):
         (folder / f"mine{i}").touch()
     (folder / "d").mkdir()  # a folder is no file
+    assert missing_or_cut(folder) is None
+    (folder / "policies/main/b").unlink()
+    assert missing_or_cut(folder) == f"{folder / 'policies/main/b'} is missing; expected 0 bytes"
+    (folder / "c").write_bytes(b"xy")
     found = [
         f"{folder / 'a'} has checksum {zlib.crc32(b'abd'):08x}, expected 352441c2",
         f"{folder / 'c'} has 2 bytes, expected 3",
         f"{folder / 'policies/main/b'} is missing; expected 0 bytes",
         *(f"{folder / f'mine{i}'} is not in manifest.json; remove it if it is yours" for i in range(9)),
     ]
-    assert damage(folder) == found
+    assert damage(folder) == found and missing_or_cut(folder) == found[1]
     # two ranks share the files; the first looks for strangers
     assert damage(folder, 0, 2) == [found[0], *found[2:]] and damage(folder, 1, 2) == [found[1]]
     (folder / "a").unlink()
     (folder / "a").mkdir()
     assert damage(folder, 0, 3)[0] == f"{folder / 'a'} is missing; expected 3 bytes"
-
-
-def test_a_quick_look_names_the_first_file_that_is_missing_or_cut_and_reads_none(folder: Path) -> None:
-    assert missing_or_cut(folder) is None
-    (folder / "a").write_bytes(b"abd")  # as long as it was
-    (folder / "mine").touch()
-    assert missing_or_cut(folder) is None and len(damage(folder)) == 2
-    (folder / "policies/main/b").unlink()
-    assert missing_or_cut(folder) == f"{folder / 'policies/main/b'} is missing; expected 0 bytes"
-    (folder / "c").write_bytes(b"xyz, and more")
-    assert missing_or_cut(folder) == f"{folder / 'c'} has 13 bytes, expected 3"
     (folder / "manifest.json").unlink()
     said = f"{folder / 'manifest.json'} is missing: the checkpoint was not written to its end"
     assert missing_or_cut(folder) == said and damage(folder) == [said]

@@ -92,8 +92,9 @@ def test_a_file_may_inherit_another_preset_or_none(tmp_path: Path) -> None:
     config, origin = read_config(written(tmp_path, "preset: qwen3_8b\nrun: {steps: 7}"))
     assert config == read_config("qwen3_8b", ["run.steps=7"])[0]
     assert str(origin) == f"preset math_default.yaml < preset qwen3_8b.yaml < {tmp_path / 'my.yaml'}"
-    bare, origin = read_config(written(tmp_path, "preset: none\nrollout: {group_size: 3}"))
-    assert bare.rollout.max_response_tokens == 1024 and bare.rollout.group_size == 3
+    bare, origin = read_config(written(tmp_path, "preset: none\nagents: {verifier1: {pick: random}}"))
+    assert list(bare.agents) == list(config.agents) and bare.rollout.max_response_tokens == 1024
+    assert bare.agents["verifier1"].pick == "random" and bare.agents["solver"].pick == "adaptive"
     assert str(origin) == str(tmp_path / "my.yaml")
     with pytest.raises(ConfigError, match=r"preset: 'qwen4' is none of .*qwen3_8b.* \(preset: .*my\.yaml:1\)"):
         read_config(written(tmp_path, "preset: qwen4"))
@@ -123,13 +124,6 @@ def test_of_a_shipped_presets_policies_those_that_no_agent_has_are_left_out(by_w
     assert policies() == ["solver", "verifier"]
     assert policies("agents.verifier.policy=solver") == policies("orchestration=solver") == ["solver"]
     assert policies("agents.verifier.policy=solver", "policies.verifier.shape=tiny") == ["solver", "verifier"]
-
-
-def test_agents_are_those_of_the_orchestration_whichever_the_file_names(tmp_path: Path) -> None:
-    text = "preset: none\nagents: {verifier1: {pick: random}}\ncredit: {train_agents: [solver]}"
-    config, _ = read_config(written(tmp_path, text))
-    assert list(config.agents) == ["solver", "verifier1", "corrector1", "verifier2", "corrector2"]
-    assert config.agents["verifier1"].pick == "random" and config.agents["solver"].pick == "adaptive"
 
 
 def test_who_names_another_orchestration_leaves_the_agents_below_behind(tmp_path: Path) -> None:
@@ -235,8 +229,7 @@ def test_a_path_in_a_file_is_relative_to_it_and_one_in_a_word_to_the_working_dir
 
 
 def test_settings_of_the_engine_that_does_not_decode_are_warned_of_by_name(tmp_path: Path) -> None:
-    path = tmp_path / "own.yaml"
-    path.write_text("rollout: {local: {max_num_seqs: 7}, vllm: {max_num_seqs: 64}}\n")
+    path = written(tmp_path, "rollout: {local: {max_num_seqs: 7}, vllm: {max_num_seqs: 64}}\n")
 
     def warned(*words: str) -> list[str]:
         found = preflight(read_config(path, [*words, "rollout.engines=1"])[0], world_size=1).warnings
@@ -252,24 +245,7 @@ def test_settings_of_the_engine_that_does_not_decode_are_warned_of_by_name(tmp_p
 @pytest.mark.parametrize(
     ("text", "words", "said"),
     [  # {}: the file
-        ("run:\n  steps: many\n", [], "(found 'many') ({}:2)"),
-        ("agents:\n  solver: {top_p: two}\n", [], " ({}:2)"),
-        ("run: {steps: many}", ["run.steps=few"], " (command line)"),
-        ("task: math\n\nrollout:\n  segments: 2\n", ["rollout.segment_length=100"],
-         " (rollout.segments: {}:4; rollout.segment_length: command line; "
-         f"rollout.max_response_tokens: preset math_default.yaml:{LINE})"),
-        # which the error writes without `policies`
-        ("policies:\n  main:\n    optimizer:\n      overlap_param_gather: true\n", [],
-         "(policies.main.optimizer.overlap_param_gather: {}:4)"),
-        ("policies:\n  judge:\n    openai:\n      model: m\n      base_url: http://me:secret@host/v1\n", [],
-         "and the config is saved: leave it out ({}:5)"),
-        ("agents:\n  solver: &all\n    top_k: 5\n    top_p: 0.5\n  corrector1:\n    top_p: 0.7\n    <<: *all\n",
-         ["credit.train_agents=[corrector1]"], "agents.corrector1.top_p: {}:6; agents.corrector1.top_k: {}:3"),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize(
-    ("text", "words", "said"),
-    [  # {}: the file
+        ("- 1\n- 2\n", [], "{}"),  # which is no mapping
         ("run:\n  steps: many\n", [], "(found 'many') ({}:2)"),
         ("agents:\n  solver: {top_p: two}\n", [], " ({}:2)"),
         ("run: {steps: many}", ["run.steps=few"], " (command line)"),

@@ -88,14 +88,8 @@ def test_perfect_critics_make_a_perfect_system_of_a_mediocre_solver(evaluator: A
     assert len(verifier.right) == len(verifier.wrong) == 10
     assert corrector.wrong and not corrector.right
     assert encode(decode(FixedInputs, encode(fixed))) == encode(fixed)
-    assert list(result.rows) == [
-        "solver",
-        "verifier1",
-        "corrector1",
-        "verifier2",
-        "alone",
-        "system",
-    ]  # nothing is flagged twice
+    # nothing is flagged twice
+    assert list(result.rows) == ["solver", "verifier1", "corrector1", "verifier2", "alone", "system"]
     assert 0.2 < (result.agents["solver"].mean or 0) < 0.8
     assert result.agents["solver"].n == 40
     assert result.agents["verifier1"].mean == 1.0
@@ -258,12 +252,10 @@ def test_sets_have_their_own_numbers_and_counts_and_are_one_together(evaluator: 
     problems = judged.task.held_out(12, 0)
     judged = replace(judged, sets=(HeldOut("easy", problems[:4], 3), HeldOut("hard", problems[4:], 1)))
     found = judged.evaluate(VERSIONS)
-    assert {name: (each.num_problems, each.num_episodes) for name, each in found.sets.items()} == {
-        "easy": (4, 12),
-        "hard": (8, 8),
-    }
+    easy, hard = found.sets["easy"], found.sets["hard"]
+    assert (easy.num_problems, easy.num_episodes, hard.num_problems, hard.num_episodes) == (4, 12, 8, 8)
     assert found.num_episodes == 20 and found.system.n == 20
-    assert list(found.sets["easy"].system_at.pass_at) == [1, 2, 3] and not found.sets["hard"].system_at.pass_at
+    assert list(easy.system_at.pass_at) == [1, 2, 3] and not hard.system_at.pass_at
     assert list(found.rows)[:4] == ["easy/alone", "easy/system", "hard/alone", "hard/system"]
     metrics = eval_metrics(found)
     assert {"eval/system", "eval/easy/system", "eval/hard/solver", "eval/easy/alone/pass_at_3"} <= metrics.keys()

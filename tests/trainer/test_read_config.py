@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from operator import attrgetter
-from pathlib import Path
 
 import pytest
 import torch
@@ -69,6 +68,7 @@ SERVER = (
         ([JUDGE, "policies.judge.engines=2", "rollout.placement=colocated"],
          "policies.judge.engines is 2, and rollout.placement=colocated puts one engine of every policy"),
         ([JUDGE, "policies.judge.vllm.max_num_seqs=0"], "policies.judge.vllm.max_num_seqs: Input should be greater than 0"),
+        (["rollout.vllm.expert_parallel=true"], "vllm.tensor_parallel is 1: raise it, or set expert_parallel=false"),
         ([JUDGE, "policies.judge.vllm.kv_cache=1"], "policies.judge.vllm.kv_cache: unknown key; did you mean "),
         ([JUDGE, SERVER], "policies.judge.engines is of engines here, and policies.judge.engine=openai has none"),
         (["sync.backend=nccl", "rollout.placement=local"], "rollout.placement=local has one"),
@@ -155,11 +155,7 @@ RENORMALISED = ("agents.solver.top_p=0.9", "agents.corrector2.top_k=50", "loss.t
         (["credit.balance=uniform", "credit.normalise=agent"], "credit.balance", "uniform"),
         (["rollout.stage_size=total", "rollout.segments=4"], "rollout.stage_size", "total"),
         # what is refused of trained agents alone
-        (
-            ["mpt.scope=batch", "agents.corrector1.clip_high=0.3", "credit.train_agents=[corrector1]"],
-            "mpt.scope",
-            "batch",
-        ),
+        (["mpt.scope=batch", "agents.corrector1.clip_high=0.3", "credit.train_agents=[corrector1]"], "mpt.scope", "batch"),
         (["agents.solver.top_p=0.9", "credit.train_agents=[verifier1]"], "max_kept", {}),
         (["loss.kl=k3", "loss.kl_coef=0.1", "policies.main.reference=start"], "loss.kl", "k3"),
         # an engine says what it kept of trained agents, and needs room for it
@@ -173,17 +169,20 @@ RENORMALISED = ("agents.solver.top_p=0.9", "agents.corrector2.top_k=50", "loss.t
         (["credit.normalise=agent"], "trains_whole", True),
         (["credit.reward_scheme=outcome"], "trains_whole", True),
         (["credit.normalise=trajectory", "orchestration=solver_verifier"], "trains_whole", True),
+        # a ratio to the engine's log-probs needs no correction, nor does a frozen policy
+        ([*FP8, "loss={correction: none, old_policy: sais}"], "has_quantised", True),
+        ([*FP8, "rollout.vllm.quantization=null", "policies.judge={frozen: true, model: /m, dtype: bfloat16}",
+          "policies.judge.vllm.quantization=fp8"], "has_quantised", False),
     ],
-)
+)  # fmt: skip
 def test_words_are_read_as_settings(words: list[str], key: str, value: object) -> None:
     assert attrgetter(key)(read_config(None, words)[0]) == value
 
 
 def test_a_policy_has_engines_of_its_own_over_those_of_all() -> None:
-    words = [JUDGE, "rollout.engines=2", "rollout.vllm.max_num_seqs=64", "policies.judge.engines=3"]
-    config, _ = read_config(
-        None, [*words, "policies.judge.vllm={kv_cache_mib: 512, dtype: bfloat16}", "rollout.engine=vllm"]
-    )
+    words = [JUDGE, "rollout.engines=2", "rollout.vllm.max_num_seqs=64", "rollout.engine=vllm"]
+    words += ["policies.judge.engines=3", "policies.judge.vllm={kv_cache_mib: 512, dtype: bfloat16}"]
+    config, _ = read_config(None, words)
     main, judge = config.served_rollouts.values()
     assert (main.engines, judge.engines) == (2, 3) and main == config.rollout
     assert main.vllm.kv_cache_mib == 256 and judge.vllm.kv_cache_mib == 512  # 256: the preset's
@@ -204,20 +203,10 @@ def test_a_missing_file_lists_the_presets() -> None:
         read_config("nowhere.yaml")
 
 
-def test_a_file_that_is_no_mapping_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "list.yaml"
-    path.write_text("- 1\n- 2\n")
-    with pytest.raises(ConfigError, match="list.yaml"):
-        read_config(path)
-
-
-PLACEMENT_OF = {"nccl": "disaggregated", "ipc": "colocated"}
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-@pytest.mark.parametrize("backend", ["nccl", "ipc"])
-def test_without_cuda_a_wire_is_its_twin_or_refused(backend: str) -> None:
-    words = [f"sync.backend={backend}", "rollout.engine=local", "rollout.placement=" + PLACEMENT_OF[backend]]
+@pytest.mark.parametrize(("backend", "placement"), [("nccl", "disaggregated"), ("ipc", "colocated")])
+def test_without_cuda_a_wire_is_its_twin_or_refused(backend: str, placement: str) -> None:
+    words = [f"sync.backend={backend}", "rollout.engine=local", f"rollout.placement={placement}"]
     with pytest.raises(ConfigError, match=rf"sync\.backend={backend} needs CUDA, .* or sync\.cpu_twin=true"):
         preflight(read_config(None, words)[0], world_size=1)
     assert preflight(read_config(None, [*words, "sync.cpu_twin=true"])[0], world_size=1).config.sync.cpu_twin
@@ -227,9 +216,7 @@ def test_without_cuda_a_wire_is_its_twin_or_refused(backend: str) -> None:
     if backend == "nccl":
         assert preflight(deltas, world_size=1).placement[-1].endswith("straight to the engines, what has changed alone")
     else:
-        with pytest.raises(
-            ConfigError, match="sync.delta=true sends changes over a network, and sync.backend=ipc uses none"
-        ):
+        with pytest.raises(ConfigError, match="sends changes over a network, and sync.backend=ipc uses none"):
             preflight(deltas, world_size=1)
 
 
@@ -261,19 +248,10 @@ def test_a_policy_on_a_base_has_its_model_and_how_ranks_hold_it() -> None:
     assert again == found
 
 
-@pytest.mark.parametrize("is_frozen", ["false", "true"])
-def test_a_base_without_an_adapter_stays(is_frozen: str) -> None:
-    config, _ = read_config(None, [*BARE, f"policies.main.frozen={is_frozen}"])
-    assert list(config.trained_policies) == ["checker"]
-
-
-def test_frozen_policies_and_ratios_to_the_engine_s_log_probs_need_no_correction() -> None:
-    assert read_config(None, [*FP8, "loss={correction: none, old_policy: sais}"])[0].has_quantised
-    words = [*FP8, "rollout.vllm.quantization=null", "policies.judge={frozen: true, model: /m, dtype: bfloat16}"]
-    assert not read_config(None, [*words, "policies.judge.vllm.quantization=fp8"])[0].has_quantised
-
-
-def test_a_base_that_a_shipped_preset_alone_names_is_kept() -> None:
+def test_a_base_without_an_adapter_stays_and_one_that_a_shipped_preset_alone_names_is_kept() -> None:
+    for is_frozen in ("false", "true"):
+        config, _ = read_config(None, [*BARE, f"policies.main.frozen={is_frozen}"])
+        assert list(config.trained_policies) == ["checker"]
     found, _ = read_config(None, ["preset=cpu_adapters"])
     assert list(found.trained_policies) == ["solver", "verifier1", "corrector1", "verifier2", "corrector2"]
     assert {found.policies[name].base for name in found.trained_policies} == {"main"}
