@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 VOCAB_MULTIPLE = 64  # vLLM's padding of the vocabulary
 FP8_BLOCK = 128  # rows and columns with a scale of their own (fp8.py)
-_EXPERT = re.compile(r"^(.*\.mlp\.experts)\.(\d+)(\.(?:gate|up|down)_proj\.weight)$")
+_EXPERT = re.compile(r"^(.*\.mlp\.experts)\.(\d+)(\.(?:gate|up|down)_proj(?:\.lora_[AB])?\.weight)$")
 _STACK = re.compile(r"^(.*\.mlp\.experts)\.(gate|up|down)_proj\.weight$")
 _PART = re.compile(r"^(.*)\.(q|k|v|gate|up)_proj\.(weight|bias)$")
 _PARTS_OF = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up"), "w13": ("gate", "up"), "w2": ("down",), "": ("",)}

@@ -284,7 +284,7 @@ def test_a_request_of_another_version_or_that_cannot_be_served_does_not_take_the
 
 @pytest.mark.parametrize("kind", [OWN])
 def test_vllm_s_own_sampler_draws_by_seed_alone_and_stops_at_texts_too(engine):
-    assert engine.info().sampler == "vLLM's own sampler draws tokens, on its Model Runner V1"
+    assert engine.info().sampler == "vLLM's own sampler draws tokens, on its Model Runner V1, eager"
     asks = [request(f"{i}", prompt(30), 40, seed=i) for i in range(3)]
     whole = decoded(engine, asks)
     assert len({result.token_ids.tobytes() for result in whole}) == 3
