@@ -152,14 +152,12 @@ def test_debaters_read_each_other_and_the_majority_counts() -> None:
         return f"Answer: {answers[ask.id.split('#')[1][0]] if not ask.inputs else '1'}"
 
     episode = play(team, say)
-    rounds = [[a for a in episode.asks.values() if bool(a.inputs) == again] for again in (False, True)]
-    assert [len(each) for each in rounds] == [3, 3] and {ask.agent for ask in episode.asks.values()} == {"debater"}
-    second = rounds[1][1]
-    assert second.parent_uid == "000001.0/debater#2:0" and set(second.inputs) == {
-        f"000001.0/debater#{i}:0" for i in (1, 2, 3)
-    }
+    asks = [*episode.asks.values()]
+    assert {(ask.agent, ask.group) for ask in asks} == {("debater", "000001/debater")} and len(asks) == 6
+    _, second, _ = (ask for ask in asks if ask.inputs)
+    assert second.parent_uid == "000001.0/debater#2:0"
+    assert {*second.inputs} == {f"000001.0/debater#{i}:0" for i in (1, 2, 3)}
     assert words(team, episode, second) == "a 3 b *7 | Answer: 2 | Answer: 1\n\nAnswer: 1 fix"
-    assert {ask.group for ask in episode.asks.values()} == {"000001/debater"}
     final = team.outcome(episode)
     assert final is not None and final.answer == "1"
 
@@ -293,6 +291,8 @@ class Plain(Orchestration):
     class Options:
         rounds = 2
 """
+COMPAT = {"verifier2": AgentConfig(parser="compat")}
+LACKS = r"^agents.verifier2.parser is compat, and agents.verifier2.prompt \({}\) does not ask .*\*\*Correctness\*\*"
 NAMES = "debate, dual_system, external, search_team, solver, .*, verifier_corrector, and your own as FILE"
 REFUSED: list[tuple[str, dict[str, AgentConfig], str, dict[str, object], str]] = [
     ("debates", {}, "math", {}, NAMES),
@@ -300,6 +300,7 @@ REFUSED: list[tuple[str, dict[str, AgentConfig], str, dict[str, object], str]] =
     ("verifier_corrector", {}, "maths", {}, "chain, drmas_math, facts, math"),
     ("debate", {}, "math", {"debaters": 1}, "options of debate: debaters: Input should be greater than 1"),
     ("solver", {}, "math", {"max_loops": 1}, "orchestration_options of solver: max_loops: Extra inputs"),
+    *(("verifier_corrector", COMPAT, name, {}, LACKS.format(name)) for name in ("math", "chain", "qa")),
     # what else can be wrong with a file: tests/tasks/test_data.py
     ("my_team.py:Nameless", {}, "math", {}, "Nameless.agents names a b; expected at least one AgentSpec"),
     ("my_team.py:Words", {}, "math", {}, "Words.agents names none; expected at least one AgentSpec"),

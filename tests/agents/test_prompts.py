@@ -39,7 +39,6 @@ from marsrl.trainer.commands.cli import main
 
 SOLVER = 'answer: boxed\nturns:\n  solver:\n    - user: "{problem}"\n'
 INVERTED = "  correct: {regex: 'correct', example: incorrect}\n  wrong: {regex: 'incorrect', example: incorrect}\n"
-ROOT = Path(__file__).parents[2]
 HOSTILE = "{report} {{solution}} {0} {problem!r} {purpose} %s $x {"
 
 
@@ -138,7 +137,7 @@ def test_a_prompt_has_words_for_every_role_that_its_agent_plays(tmp_path: Path) 
 
 
 def test_the_file_of_the_page_is_one() -> None:
-    page = (ROOT / "docs/prompts.md").read_text("utf-8").partition("## The file\n\n")[2]
+    page = (Path(__file__).parents[2] / "docs/prompts.md").read_text("utf-8").partition("## The file\n\n")[2]
     file = parse_prompts(textwrap.dedent(page.partition("\n`turns`")[0]), "page")
     assert [turn.content for turn in file.fill(Role.VERIFIER, problem="P", solution="S")][1] == "P\n\nS"
     read = file.parsers["verdict"].read
@@ -164,14 +163,7 @@ def test_a_verdict_is_that_of_the_last_match_of_either_expression() -> None:
     assert [read(text) for text in ("incorrect", "incorrect, no: correct", "\ud800 correct")] == [False, True, True]
 
 
-# ------------------------------------------------------------------ parser: compat
-
-
-@pytest.mark.parametrize("name", ["math", "chain", "qa"])
-def test_compat_is_refused_with_a_prompt_that_lacks_what_it_looks_for(name: str) -> None:
-    said = rf"^agents.verifier2.parser is compat, and agents.verifier2.prompt \({name}\) does not ask .*\*\*Correctness\*\*"
-    with pytest.raises(ValueError, match=said):
-        build_orchestration("verifier_corrector", {"verifier2": AgentConfig(parser="compat")}, name)
+# ------------------------------------------------------------------ parsers
 
 
 answer_tag = partial(tagged, "answer")

@@ -34,14 +34,8 @@ VERSIONS = {"main": 0}
 
 
 def rollout_config(**options: Any) -> RolloutConfig:
-    base = {
-        "prompts_per_step": 2,
-        "group_size": 2,
-        "max_response_tokens": 1500,
-        "engine": "local",
-        "placement": "local",
-    }
-    return RolloutConfig.model_validate(base | options)
+    base = {"prompts_per_step": 2, "group_size": 2, "max_response_tokens": 1500}
+    return RolloutConfig.model_validate({"engine": "local", "placement": "local", **base, **options})
 
 
 @dataclass

@@ -36,17 +36,9 @@ def scripted(model: Path) -> ScriptedEngine:
     return ScriptedEngine(script)
 
 
-ADD = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "parameters": {
-            "type": "object",
-            "properties": {"a": {"type": "number"}, "b": {"type": "number"}},
-            "required": ["a", "b"],
-        },
-    },
-}
+NUMBER = {"type": "number"}
+SCHEMA = {"type": "object", "properties": {"a": NUMBER, "b": NUMBER}, "required": ["a", "b"]}
+ADD = {"type": "function", "function": {"name": "add", "parameters": SCHEMA}}
 
 CHAT = f"""
 import json
@@ -97,7 +89,7 @@ def run(problem, client):
 MESSAGES = f"""
 from anthropic import Anthropic
 
-TOOL = {{"name": "add", "input_schema": {ADD["function"]["parameters"]}}}
+TOOL = {{"name": "add", "input_schema": {SCHEMA}}}
 
 def run(problem, client):
     llm = Anthropic(base_url=client.base_url[:-3], api_key=client.api_key)
@@ -209,13 +201,7 @@ print(json.dumps({"solver": len(said.choices[0].message.content) / 13}))
 
 @pytest.mark.parametrize(
     ("text", "turns"),
-    [
-        (COMPLETIONS, [1]),
-        (GENERATE, [1]),
-        (PARALLEL, [0, 0, 1, 1]),
-        (ASYNC, [0, 0, 1, 1]),
-        (COMMAND, [0]),
-    ],
+    [(COMPLETIONS, [1]), (GENERATE, [1]), (PARALLEL, [0, 0, 1, 1]), (ASYNC, [0, 0, 1, 1]), (COMMAND, [0])],
     ids=["completions", "generate", "threads", "async", "command"],
 )
 def test_prompts_go_on_and_equal_calls_side_by_side_are_samples_of_their_own(

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import pytest
-from megatron_models import learner, weights
+from megatron_models import learner, own_groups, weights  # noqa: F401
 from programs import AGENTS, playing, program, rollout_config, team_of, turns_of
 
 from marsrl.rollout.agents.orchestration import Orchestration
@@ -73,12 +72,6 @@ class Trained:
     credited: Credited
     norms: tuple[float | None, ...]
     checksum: str
-
-
-@pytest.fixture(autouse=True)
-def _own_groups() -> Iterator[None]:
-    yield
-    parallel.stop()
 
 
 def trained(model: Path, batch: StepBatch) -> Trained:

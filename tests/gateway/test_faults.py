@@ -198,12 +198,8 @@ def test_limits_and_refusals_are_said_by_name_and_the_run_goes_on(model: Path, t
         batch = played.batch()
     (group,) = batch.groups
     assert batch.metrics["rollout/failed_episodes"] == 0
-    assert {sample.uid: sample.reward.value for sample in group.samples} == {
-        "000001.0/solver:0": 3.0,
-        "000001.0/solver#1:0": 5.0,
-        "000001.1/solver:0": 3.0,
-        "000001.1/solver#1:0": 5.0,
-    }
+    rewards = {f"000001.{i}/{name}:0": value for i in (0, 1) for name, value in (("solver", 3.0), ("solver#1", 5.0))}
+    assert {sample.uid: sample.reward.value for sample in group.samples} == rewards
 
 
 class SolverLast(ScriptedEngine):
@@ -357,10 +353,7 @@ def test_a_session_that_is_over_before_it_says_how_it_ends_is_ended_then() -> No
 
     def gateway(handler: Handler, body: dict[str, Any], before: int) -> None:
         session = {"session": "1", "api_key": "k", "problem": {}, "agents": []}
-        news: dict[str, list[Any]] = {
-            "sessions": [session] if before == 0 else [],
-            "over": ["k"] if before == 1 else [],
-        }
+        news = {"sessions": [session] if before == 0 else [], "over": ["k"] if before == 1 else []}
         assert before != 1 or begun.wait(60)
         if before == 2:
             is_over.set()

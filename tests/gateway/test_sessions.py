@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,21 +28,14 @@ def run(problem, client):
 
 @pytest.mark.parametrize(
     ("returned", "solver_rewards"),
-    [
-        ("None", {0.0}),
-        ("'no'", {0.0}),
-        ("problem.answer", {1.0}),
-        ("{'solver': float('nan')}", {None}),
-        ("{}", {None}),
-    ],
+    [("None", {0.0}), ("'no'", {0.0}), ("problem.answer", {1.0}), ("{'solver': float('nan')}", {None}), ("{}", {None})],
 )
 def test_a_reward_is_the_program_s_or_the_task_s_of_its_answer(
     model: Path, tmp_path: Path, returned: str, solver_rewards: set[float | None]
 ) -> None:
     """Random weights never say `Answer:`, so that their own answers are wrong."""
-    with playing(
-        model, rollout_config(prompts_per_step=4), program(tmp_path, ONE.replace("RETURNED", returned))
-    ) as played:
+    config, text = rollout_config(prompts_per_step=4), ONE.replace("RETURNED", returned)
+    with playing(model, config, program(tmp_path, text)) as played:
         samples = played.samples()
     values = [sample.reward.value for sample in samples.values()]
     assert len(samples) == 8 and {None if value != value else value for value in values} == solver_rewards
@@ -74,62 +67,48 @@ def test_sessions_span_stages_and_versions(model: Path, tmp_path: Path, options:
     assert set(trained.values()) == {1}
 
 
-LONG = 4_000
-PATIENCE_S = 120.0
-
-PROGRAM = """
+LONG = """
 import pathlib, time
 from concurrent.futures import ThreadPoolExecutor
 
-FOLDER = pathlib.Path({folder!r})
-
 def run(problem, client):
-    if client.session.endswith(".0"):
-        with ThreadPoolExecutor() as threads:
-            long = threads.submit(client.chat, "solver", ["a 1 " * {words}])
-            wait_for_long()
-            client.chat("solver", ["own"])
-        assert "max_input_tokens is 1500" in str(long.exception())
-    else:
-        wait_for_long()
-        client.chat("solver", ["hello"])
-        (FOLDER / "answered").touch()
+    is_long = client.session.endswith(".0")
+    with ThreadPoolExecutor() as threads:
+        if is_long:
+            threads.submit(client.chat, "solver", ["long " * 4000])
+        while not pathlib.Path(__file__ + ".long").exists():
+            time.sleep(0.01)
+        client.chat("solver", ["own" if is_long else "hello"])
     return 1.0
-
-def wait_for_long():
-    while not (FOLDER / "long").exists():
-        time.sleep(0.01)
 """
 
 
 class Noting(ChatRenderer):
-    """Notes what it begins and ends; a long prompt waits for the other session's answer."""
+    """Notes what it begins and ends; a long prompt waits for the other session's."""
 
-    def __init__(self, model: Path, folder: Path) -> None:
+    def __init__(self, model: Path, mark: Path) -> None:
         super().__init__(model)
-        self.folder, self.notes = folder, list[str]()
+        self.mark, self.notes, self.has_other = mark, list[str](), threading.Event()
 
     def render_chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = (), **options: bool | str
     ) -> tuple[IntArray, str]:
-        content = messages[0]["content"]
-        name = "long" if len(content) >= LONG else content
+        name, *_ = messages[0]["content"].split()
         self.notes.append(f"begin {name}")
         if name == "long":
-            (self.folder / "long").touch()
-            end = time.monotonic() + PATIENCE_S
-            while not (self.folder / "answered").exists() and time.monotonic() < end:
-                time.sleep(0.01)
+            self.mark.touch()
+            self.has_other.wait(120.0)
         rendered = super().render_chat(messages, tools, **options)
         self.notes.append(f"end {name}")
+        if name == "hello":
+            self.has_other.set()
         return rendered
 
 
 def test_a_short_call_is_answered_while_a_long_prompt_is_tokenised(model: Path, tmp_path: Path) -> None:
-    text = PROGRAM.format(folder=str(tmp_path), words=LONG // 4)
-    renderer = Noting(model, tmp_path)
+    renderer = Noting(model, tmp_path / "program.py.long")
     config = rollout_config(prompts_per_step=1, max_response_tokens=60)
-    with playing(model, config, program(tmp_path, text), renderer=renderer) as played:
+    with playing(model, config, program(tmp_path, LONG), renderer=renderer) as played:
         batch = played.batch()
     assert batch.metrics["rollout/failed_episodes"] == 0
     assert renderer.notes == ["begin long", "begin hello", "end hello", "end long", "begin own", "end own"]
@@ -181,24 +160,22 @@ class run:
         return problem.question
 
     def step(self, text):
-        return ["grade", {"role": "user", "content": self.question}] if self.question.startswith("a") else None
+        return ["grade", {"role": "user", "content": self.question}] if GOES_ON else None
 
     def close(self):
         open(__file__ + ".closed", "a").write(".")
 """
 
 
-def test_an_environment_without_rewards_leaves_them_to_the_task(model: Path, tmp_path: Path) -> None:
-    named = program(tmp_path, ALONE.replace('startswith("a")', 'startswith("?")'))
-    for sample in samples_in(model, named, ("solver",)).values():
-        assert sample.reward.parts == {"outcome": 0.0} and len(turns_of(sample)) == 1  # it has no answer
-
-
-def test_an_environment_is_closed_also_where_its_session_fails(model: Path, tmp_path: Path) -> None:
-    named = program(tmp_path, ALONE)  # goes on until its chat is longer than a sample may be
-    samples = samples_in(model, named, ("solver",))
-    assert samples and all(sample.reward.is_missing for sample in samples.values())
-    assert all("max_response_tokens" in sample.reward.note for sample in samples.values())
+@pytest.mark.parametrize("goes_on", [True, False])  # until its chat is longer than a sample may be
+def test_an_environment_without_rewards_leaves_them_to_the_task_and_is_closed_also_where_its_session_fails(
+    model: Path, tmp_path: Path, goes_on: bool
+) -> None:
+    for sample in samples_in(model, program(tmp_path, ALONE.replace("GOES_ON", str(goes_on))), ("solver",)).values():
+        if goes_on:
+            assert sample.reward.is_missing and "max_response_tokens" in sample.reward.note
+        else:
+            assert sample.reward.parts == {"outcome": 0.0} and len(turns_of(sample)) == 1  # it has no answer
     assert (tmp_path / "program.py.closed").read_text() == ".."
 
 

@@ -130,9 +130,8 @@ def test_the_tree_has_each_call_in_its_sample_and_the_program_s_rewards(tried: T
     assert lines[verifier].startswith("verifier:0  1 call  reward none (the program gave it no reward; call 2 of 4)")
     assert lines[verifier + 1].startswith("call 2 reads ") and lines[verifier + 1].endswith("'no'")
     other = next(i for i, line in enumerate(lines) if line.startswith("solver#1:0  1 call  reward 0.5"))
-    assert (
-        lines[other + 1].startswith("call 4 reads ") and at < other < verifier
-    )  # below solver:0, with whose tokens it begins
+    assert lines[other + 1].startswith("call 4 reads ")
+    assert at < other < verifier  # below solver:0, with whose tokens it begins
 
 
 def test_answers_are_made_up_and_the_task_judges_the_last_one(tried: Tried, tmp_path: Path) -> None:

@@ -24,17 +24,7 @@ from marsrl.rollout.pool.replicas import LocalReplicas
 from marsrl.rollout.rewards.judge import Judge, known
 from marsrl.rollout.tasks.data import DataCursor
 from marsrl.rollout.team import Team, WatchedJudge
-from marsrl.rollout.types import (
-    Finish,
-    Group,
-    Message,
-    Problem,
-    Reward,
-    Sample,
-    Segment,
-    ToolCall,
-    ToolOutput,
-)
+from marsrl.rollout.types import Finish, Group, Message, Problem, Reward, Sample, Segment, ToolCall, ToolOutput
 
 AGENTS = ("solver", "verifier1", "corrector1", "verifier2", "corrector2")
 END = 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 from typing import Any
@@ -171,12 +172,8 @@ def test_other_numbers_in_a_restarted_engine_end_the_run(what: str) -> None:
 
 def of_adapters(requests: list[DecodeRequest], versions: dict[str, int]) -> list[DecodeRequest]:
     """The requests dealt out to these adapters, at these versions, and to none."""
-    names = ["", *versions]
-    tags = [names[i % len(names)] for i in range(len(requests))]
-    return [
-        replace(each, adapter=name, adapter_version=versions.get(name, 0))
-        for each, name in zip(requests, tags, strict=True)
-    ]
+    names = itertools.cycle(["", *versions])
+    return [replace(each, adapter=name, adapter_version=versions.get(name, 0)) for each, name in zip(requests, names)]
 
 
 @pytest.mark.parametrize("weights", [None, 3])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,11 +17,10 @@ from marsrl.rollout.config import AgentConfig
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult, Sampling
 from marsrl.rollout.episode import Episode
 from marsrl.rollout.kept_tokens import KeptTokens
-from marsrl.rollout.player.completion import Completion, Instance, OpenAsk, State
+from marsrl.rollout.player.completion import Completion, OpenAsk, State
 from marsrl.rollout.player.evaluation import EvaluationPlay, Played
-from marsrl.rollout.player.stages import Stages, StagesState, StepBatch
+from marsrl.rollout.player.stages import Stages
 from marsrl.rollout.pool.recovery import Faults
-from marsrl.rollout.state import encode
 from marsrl.rollout.tasks.protocol import NumberedProblems
 from marsrl.rollout.types import Finish, Group, Message, Problem, Reward, Sample
 
@@ -44,9 +43,6 @@ class Hand:
     def submit(self, requests: Sequence[DecodeRequest], *, version: int, at_once: bool) -> None:
         assert version == VERSION["main"] and not at_once
         self.sent.update((request.uid, request) for request in requests)
-
-    def collect(self, timeout_s: float, *, is_urgent: bool) -> list[DecodeResult]:
-        return []
 
     def drain(self, adapter: str | None = None) -> list[DecodeResult]:
         cut = [DecodeResult.without_tokens(uid, Finish.UNFINISHED, 3) for uid in self.sent]
@@ -108,32 +104,27 @@ def counts(stages: Stages) -> Counter[str]:
     return total
 
 
-def test_a_prompt_that_is_too_long_is_counted_and_the_others_are_asked() -> None:
-    stages = stages_of(["x", "x" * 10, "x" * 9, "x" * 11], prompts_per_step=4)
-    set_team(stages, replace(stages.team, agents={**stages.team.agents, "solver": AgentConfig(max_input_tokens=10)}))
-    numbers = {each.ask.episode_id: len(each.prompt_ids) for each in begun(stages)}
-    assert sorted(numbers.values()) == [2, 10]
-    assert list(stages.state.instances) == list(numbers)  # of others nothing goes on
-    found = counts(stages)
-    names = ("prompts_too_long", "failed_episodes", "prompts_cut")
-    assert [found[f"rollout/{name}"] for name in names] == [2, 0, 0]
-
-
-@pytest.mark.parametrize(("cut", "read"), [("cut_middle", "abcdefnopqr"), ("cut_left", "hijklmnopqr")])
-def test_a_prompt_that_is_too_long_is_cut_if_that_is_wanted_and_counted(
-    renderer: ChatRenderer, cut: str, read: str
+@pytest.mark.parametrize(
+    ("settings", "read"),
+    [({}, []), ({"long_prompts": "cut_middle"}, ["abcdefnopqr"]), ({"long_prompts": "cut_left"}, ["hijklmnopqr"])],
+    ids=str,
+)
+def test_a_prompt_that_is_too_long_is_counted_and_cut_if_that_is_wanted(
+    renderer: ChatRenderer, settings: dict[str, str], read: list[str]
 ) -> None:
     most = len(renderer.render([Message("user", "")])[0]) + 11
-    for limit, opened, num_cut in ((most, [read, "abcdefghijk", "a"], 1), (most - 11, [], 0)):
+    for limit, opened, num_cut in ((most, [*read, "abcdefghijk", "a"], len(read)), (most - 11, [], 0)):
         stages = stages_of(["abcdefghijklmnopqr", "abcdefghijk", "a"], prompts_per_step=3)
-        settings = AgentConfig.model_validate({"max_input_tokens": limit, "long_prompts": cut})
-        agents = {**stages.team.agents, "solver": settings}
+        solver = AgentConfig.model_validate({"max_input_tokens": limit, **settings})
+        agents = {**stages.team.agents, "solver": solver}
         set_team(stages, replace(stages.team, agents=agents, renderers={"main": renderer}))
-        prompts = [each.prompt_text for each in begun(stages)]
+        asks = begun(stages)
+        prompts = [each.prompt_text for each in asks]
         assert sorted(prompts) == sorted(renderer.render([Message("user", text)])[1] for text in opened)
-        found = counts(stages)
-        assert found["rollout/prompts_cut"] == num_cut
-        assert found["rollout/prompts_too_long"] == (0 if opened else 3 * (1 + bool(stages.state.num_batches)))
+        assert list(stages.state.instances) == [each.ask.episode_id for each in asks]  # of others nothing goes on
+        found, drawn = counts(stages), 3 if opened else 3 * (1 + bool(stages.state.num_batches))
+        names = ("prompts_cut", "prompts_too_long", "failed_episodes")
+        assert [found[f"rollout/{name}"] for name in names] == [num_cut, drawn - len(opened), 0]
 
 
 def test_a_sample_has_the_engine_s_text_and_is_decoded_here_where_the_engine_gave_none() -> None:
@@ -213,29 +204,6 @@ def test_groups_that_are_carried_over_take_places_of_new_problems_to_the_nearest
     assert found == drawn
 
 
-def test_a_copy_of_the_state_is_equal_in_everything_and_stays_so() -> None:
-    stages = stages_of()
-    first, second = begun(stages)
-    says(stages, second.completions[0], "\\boxed{7}")
-    says(stages, first.completions[0], 2, Finish.UNFINISHED)
-    state = stages.state
-    state.pending, state.closed = [first.ask], [Group("g", "r", "solver", ())]
-    state.ready, state.num_stages, state.num_batches, state.num_taken = [StepBatch((), {"x": 1.0})], 4, 3, 2
-    assert all(getattr(state, f.name) for f in fields(StagesState))  # nothing is at its default
-    copied = state.copy()
-    taken = encode(copied)
-    assert taken == encode(state.copy())
-    first.completions[0].go_on_with(np.zeros(2, np.int32))
-    says(stages, second.completions[1], "\\boxed{7}")
-    state.instances["000001"].episodes["000001"].asks.clear()
-    state.instances["000002"].episodes["000002"].answers["g"] = ()
-    state.instances["000002"].held += second.samples
-    state.instances["a"] = Instance()
-    for each in (state.pending, state.closed, state.ready, state.open):
-        each.clear()
-    assert encode(copied) == taken
-
-
 PER_STEP = 3
 
 
@@ -265,17 +233,12 @@ def play(numbers: Sequence[int], most_open: int | None = None) -> tuple[list[Pla
     return ended, told, num_steps
 
 
-def steps_of(each: Played) -> list[int]:
-    """Steps in which the engine decodes each completion."""
-    return [math.ceil(len(sample.token_ids) / PER_STEP) for sample in each.samples]
-
-
 @pytest.mark.parametrize("most_open", [None, 3, 1])
 def test_a_slot_that_is_free_is_used_and_an_episode_takes_from_its_own_first_request_to_its_end(
     most_open: int | None,
 ) -> None:
     ended, told, num_steps = play(range(10), most_open)
-    steps = [steps_of(each) for each in ended]
+    steps = [[math.ceil(len(sample.token_ids) / PER_STEP) for sample in each.samples] for each in ended]
     rounds = [max(each[k] for each in steps if k < len(each)) for k in range(max(map(len, steps)))]
     assert most_open or (len(rounds) > 3 and num_steps == max(map(sum, steps)) < sum(rounds))
     assert told[-1] == (10, 10, sum(len(sample.token_ids) for each in ended for sample in each.samples))

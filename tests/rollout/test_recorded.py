@@ -6,7 +6,7 @@ Trained agents with top_p or top_k have the rollout's log-probs there; router re
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,9 @@ import pytest
 import torch
 from engine_cases import assert_drawn_from, decoded, pool_of, prompt, spec_of
 from letters import AGENTS, letter_problems, make_team
-from megatron_models import learner, micro_batches
+from megatron_models import learner, micro_batches, own_groups  # noqa: F401
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from marsrl.kernels import PolicyObjective
 from marsrl.rollout.config import AgentConfig, LocalOptions, RolloutConfig
@@ -65,20 +66,8 @@ def other(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(autouse=True)
-def _own_groups() -> Iterator[None]:
-    yield
-    parallel.stop()
-
-
 def engine_of(model: Path, max_num_seqs: int = 256) -> LocalEngine:
     return LocalEngine(spec_of(model, 1024, local=LocalOptions(max_num_seqs=max_num_seqs)))
-
-
-def transformers_model(directory: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
 
 
 def request(uid: str, tokens: IntArray, num_new: int, experts_from: int | None = 0, **sampling: Any) -> DecodeRequest:
@@ -144,7 +133,8 @@ def test_the_engine_says_what_it_drew_from_and_which_experts_a_prefill_would_cho
                 top_p=(1.0, 0.9, 0.6)[i % 3], records_kept=i != 4)
         for i in range(9)
     ]  # fmt: skip
-    results, right, prefills = decoded(engine, asks), transformers_model(model), engine_of(model)
+    results, prefills = decoded(engine, asks), engine_of(model)
+    right = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     for ask, result in zip(asks, results, strict=True):
         assert_drawn_from(right, ask, result)
         assert (result.routed_experts is None) == (ask.experts_from is None)
@@ -211,19 +201,14 @@ def test_a_segment_that_is_carried_over_keeps_what_the_weights_that_decoded_it_r
     assert differ > 20  # the two versions choose differently, so the record could have been of either
     for weights, own in ((model, slice(0, 12)), (other, slice(12, 24))):
         sequences = train_sequences(samples)
-        scored = learner_logprobs(learner_of(weights, router_replay="none"), sequences)
-        for sequence, logprobs in zip(sequences, scored, strict=True):
+        (batch,) = micro_batches(sequences, 1)
+        (scored,) = learner_of(weights, router_replay="none").score([batch])
+        ends = np.cumsum([len(sequence.token_ids) for sequence in sequences])
+        for sequence, logprobs in zip(sequences, np.split(scored[batch.mask].numpy(), ends[:-1]), strict=True):
             np.testing.assert_allclose(logprobs[own], sequence.rollout_logprobs[own], atol=1e-4)
         parallel.stop()
     stats = step(other, train_sequences(samples))
     assert stats.replay is not None and stats.replay.tokens_differ > 0 and stats.prob_diff_max > 0.01
-
-
-def learner_logprobs(learner: Learner, sequences: list[TrainSequence]) -> list[np.ndarray]:
-    """[N] of each sequence's completion."""
-    (batch,) = micro_batches(sequences, 1)
-    (logprobs,) = learner.score([batch])
-    return np.split(logprobs[batch.mask].numpy(), np.cumsum([len(s.token_ids) for s in sequences])[:-1])
 
 
 def test_mastered_tokens_are_found_by_what_was_kept_or_by_the_model_s_own_distribution(model: Path) -> None:

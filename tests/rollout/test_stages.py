@@ -6,7 +6,6 @@ import threading
 import traceback
 from collections import Counter
 from concurrent.futures import Future
-from typing import Any
 
 import pytest
 from letters import (
@@ -23,19 +22,11 @@ from letters import (
 )
 
 from marsrl.rollout.engines.protocol import DecodeRequest
-from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.player.completion import State
 from marsrl.rollout.player.rollout import Rollout
 from marsrl.rollout.player.stages import RolloutState
 from marsrl.rollout.state import decode, encode
 from marsrl.rollout.types import Finish, Problem, Reward
-
-
-def played(*, team: dict[str, Any] | None = None, **options: Any) -> tuple[Rollout, ScriptedEngine]:
-    """A rollout and its engine. team: options of letter_team."""
-    config = letter_config(**{"overlap": 0, **options})
-    made, engines = letter_team(config, **(team or {}))
-    return Rollout(config, made, letter_problems(40), seed=0), engines[0]
 
 
 def endless(request: DecodeRequest) -> list[int]:
@@ -89,7 +80,8 @@ def test_an_error_in_the_thread_is_raised_in_the_trainer_with_its_traceback() ->
             raise ZeroDivisionError("the engine burns")
         return script(request)
 
-    rollout, _ = played(overlap=1, team={"script": broken})
+    config = letter_config()
+    rollout = Rollout(config, letter_team(config, script=broken)[0], letter_problems(40), seed=0)
     with pytest.raises(RuntimeError, match="the engine burns") as caught:
         for _ in range(3):
             rollout.next_batch({"main": 0})

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -84,20 +84,19 @@ def call(name: str, /, **arguments: object) -> str:
 ECHO = call("echo", text="ab")
 
 
+@dataclass
 class Tool:
     """A tool with these functions. called: the arguments of its calls."""
 
+    name: str
+    functions: Sequence[ToolFunction]
+    says: Callable[[Mapping[str, object]], str]
+    called: list[Mapping[str, object]] = field(default_factory=list)
     is_deterministic = False
-
-    def __init__(
-        self, name: str, functions: Sequence[ToolFunction], run: Callable[[Mapping[str, object]], str]
-    ) -> None:
-        self.name, self.functions, self._run = name, functions, run
-        self.called: list[Mapping[str, object]] = []
 
     def run(self, arguments: Mapping[str, object]) -> str:
         self.called.append(arguments)
-        return self._run(arguments)
+        return self.says(arguments)
 
     def close(self) -> None:
         """Nothing to release."""
@@ -109,19 +108,13 @@ def echoes(arguments: Mapping[str, object]) -> str:
     return HOSTILE if arguments.get("text") == "hostile" else str(arguments["text"]) * 2
 
 
-def tools_of() -> tuple[ToolPool, Tool]:
-    """echo says its text twice; files is a server with two functions."""
-    echo = Tool("echo", (ToolFunction("echo", "Says it twice.", TEXT),), echoes)
-    functions = tuple(ToolFunction(name, "", TEXT, "files") for name in ("read", "list"))
-    files = Tool("files", functions, lambda arguments: f"{arguments['name']} of files")
-    return ToolPool({"echo": echo, "files": files}), echo
-
-
 def played(
     renderer: ChatRenderer, turns: Sequence[str], config: RolloutConfig | None = None, **settings: object
 ) -> tuple[Sample, Tool, dict[str, float]]:
-    """The sample of an episode with its text, the tool echo, and what the pool counts."""
-    tools, echo = tools_of()
+    """The sample of an episode with its text, the tool echo, and what the pool counts; files is a server with two functions."""
+    echo = Tool("echo", (ToolFunction("echo", "Says it twice.", TEXT),), echoes)
+    functions = tuple(ToolFunction(name, "", TEXT, "files") for name in ("read", "list"))
+    tools = ToolPool({"echo": echo, "files": Tool("files", functions, lambda given: f"{given['name']} of files")})
     agents = {"solver": AgentConfig.model_validate({"tools": ["echo", "files"], **settings})}
     engines = pool_of(ScriptedEngine(Says(renderer, turns), decode=renderer.decode, tokens_per_step=29))
     most = (config or RolloutConfig()).max_turns

@@ -7,14 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from marsrl.rollout.tasks.arithmetic import (
-    ARITHMETIC_TOKENIZER,
-    ArithmeticTask,
-    Chain,
-    apply,
-    draw_chain,
-    is_held_out,
-)
+from marsrl.rollout.tasks.arithmetic import ARITHMETIC_TOKENIZER, ArithmeticTask, Chain, apply, draw_chain, is_held_out
 from marsrl.rollout.tasks.arithmetic_tutor import TutorRates, solver_trace, team_traces
 from marsrl.rollout.tasks.config import ArithmeticOptions
 from marsrl.trainer.models.init_model import init_model

@@ -97,14 +97,12 @@ def test_every_word_that_a_team_reads_or_writes_is_one_token(
 ) -> None:
     rng, renderer, unknown = random.Random(0), renderer_of(tokenizer, tmp_path), len(tokenizer.vocabulary) - 1
     if tokenizer is FACTS_TOKENIZER:
-        traces = [trace for _, traces in taught(search_traces, world, slips(SearchSlips, 0.3)) for trace in traces]
-        traces += [reading_drill(rng, world, number) for number in (1, 2) for _ in range(8)]
+        played = taught(search_traces, world, slips(SearchSlips, 0.3))
+        drills = [reading_drill(rng, world, number) for number in (1, 2) for _ in range(8)]
     else:
-        traces = [
-            trace for _, traces in taught(call_traces, calculating, slips(DualSystemSlips, 0.2)) for trace in traces
-        ]
-        traces += [distilling_drill(rng, calculating) for _ in range(8)]
-    for trace in traces:
+        played = taught(call_traces, calculating, slips(DualSystemSlips, 0.2))
+        drills = [distilling_drill(rng, calculating) for _ in range(8)]
+    for trace in [*(trace for _, traces in played for trace in traces), *drills]:
         prompt, written = words_of(trace, renderer)
         assert unknown not in prompt and unknown not in written and len(prompt) <= longest
         assert len(written) + trace.ends == len(trace.weights(6.0))
