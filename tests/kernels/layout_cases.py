@@ -195,12 +195,12 @@ MORE = {
     for which, objective in OBJECTIVES.items()
 } | {
     "linear_logprob with padding, bfloat16": Taken(
-        _of(linear_logprob, temperature=1.5, real_vocab_size=39),
+        lambda tensors: list(vars(linear_logprob(*tensors.values(), temperature=1.5, real_vocab_size=39)).values()),
         lambda: dict(list(HEADS["linear_logprob, bfloat16"].tensors().items())[:3]),
         ("hidden", "weight"),
     ),
     "attention_varlen of keys, both ways": Taken(
-        _of(attention_varlen, max_seqlen=TOKENS, scale=-0.7, causal=False),
+        lambda tensors: [attention_varlen(**tensors, max_seqlen=TOKENS, scale=-0.7, causal=False)],
         lambda: {**OTHERS["attention_varlen"].tensors(), "cu_seqlens_k": BOUNDS},
         ("q", "k", "v"),
     ),
@@ -287,11 +287,7 @@ OTHERS = {
     ),
     "rms_norm of heads that are rotated": Taken(
         _of(rms_norm, eps=1e-6),
-        lambda: {
-            "x": torch.randn(TOKENS, 3, SIZE),
-            "weight": torch.randn(SIZE),
-            "rotation": torch.randn(TOKENS, SIZE),
-        },
+        lambda: {"x": torch.randn(TOKENS, 3, SIZE), "weight": torch.randn(SIZE), "rotation": torch.randn(TOKENS, SIZE)},
         ("x", "weight"),
     ),
     "swiglu": Taken(
