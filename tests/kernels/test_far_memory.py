@@ -6,10 +6,9 @@ from functools import partial
 import pytest
 import torch
 from every_op import TIERS, force
-from fused_head import forced, head_case, run_policy_loss
 from layout_cases import OPS, check_every_layout, far_apart
 
-from marsrl.kernels import PolicyObjective
+from marsrl.kernels import LossInputs, PolicyObjective, linear_policy_loss
 from marsrl.kernels.testing import assert_accurate
 
 
@@ -24,24 +23,31 @@ def test_every_tensor_is_read_however_far_apart_its_elements_lie(name, tier, mon
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_behind_2_to_the_31_logits_has_the_values_of_its_own(dtype):
     """All rows have statistics; those at both ends, and around logit 2^31, also gradients, into which no others enter."""
-    num_tokens, vocab = 14_208, 151_936
+    num_tokens, size, vocab = 14_208, 8, 151_936
     crossing = 2**31 // vocab
     rows = torch.tensor([0, 1, crossing - 1, crossing, crossing + 1, num_tokens - 2, num_tokens - 1])
-    hidden, weight, targets = head_case(num_tokens, 8, vocab)
-    hidden, weight = hidden.to(dtype), weight.to(dtype)
+    hidden, weight = torch.randn(num_tokens, size).to(dtype), torch.randn(vocab, size).to(dtype)
+    targets = torch.randint(0, vocab, (num_tokens,))
     targets[-1] = vocab - 1
     advantages = torch.zeros(num_tokens).index_fill_(0, rows, -2.0)
+    bounds = torch.tensor([0, num_tokens])
+    inputs = LossInputs(PolicyObjective(mpt_probability=None), bounds, 7.0, token_advantages=advantages)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    found = linear_policy_loss(hidden, weight, targets, inputs)
+    found.loss.backward()
+    assert hidden.grad is not None and weight.grad is not None
+    assert torch.equal(hidden.grad.any(1).nonzero()[:, 0], rows) and found.entropy.isfinite().all()
 
-    def results(kept: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
-        arguments = {"objective": PolicyObjective(mpt_probability=None), "normaliser": 7.0}
-        arguments |= {"token_advantages": advantages[kept], "cu_seqlens": torch.tensor([0, len(kept)])}
-        found, gradients = run_policy_loss((hidden[kept], weight, targets[kept]), arguments, dtype)
-        return [found.logprobs, found.entropy, *gradients]
+    def plain(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        own, head = (each.detach().to(dtype).requires_grad_() for each in (hidden[rows], weight))
+        logp = torch.log_softmax(own @ head.t(), dim=-1)
+        taken, entropy = logp.gather(1, targets[rows, None])[:, 0], -(logp.exp() * logp).sum(-1)
+        (2 * taken / 7).sum().backward()
+        assert own.grad is not None and head.grad is not None
+        return taken.detach(), entropy.detach(), own.grad, head.grad
 
-    whole = results(torch.arange(num_tokens), dtype)
-    assert torch.equal(whole[2].any(1).nonzero()[:, 0], rows) and whole[1].isfinite().all()
-    with forced("reference"):
-        exact, plain = results(rows, torch.float64), results(rows, dtype)
-    names, found = ("logprobs", "entropy", "hidden.grad", "weight.grad"), [each[rows] for each in whole[:3]]
-    for name, *values in zip(names, [*found, whole[3]], exact, plain, strict=True):
+    results = found.logprobs[rows], found.entropy[rows], hidden.grad[rows], weight.grad
+    names = ("logprobs", "entropy", "hidden.grad", "weight.grad")
+    for name, *values in zip(names, results, plain(torch.float64), plain(dtype), strict=True):
         assert_accurate(name, *values)

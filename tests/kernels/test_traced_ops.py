@@ -94,9 +94,7 @@ def test_values_are_checked_when_compiled_code_runs():
 
     with pytest.raises(ValueError, match=r"linear_logprob: targets\[1\] is 40, expected 0..39"):
         logprobs(torch.tensor([0, 40, 1, 1]), torch.ones(4))
-    with pytest.raises(
-        ValueError, match=r"linear_logprob: temperature\[2\] is -1.0, expected a positive, finite number"
-    ):
+    with pytest.raises(ValueError, match=r"linear_logprob: temperature\[2\] is -1.0, expected a positive"):
         logprobs(torch.zeros(4, dtype=torch.int64), torch.tensor([1.0, 1.0, -1.0, 1.0]))
 
 
@@ -132,7 +130,7 @@ def test_what_no_graph_can_hold_breaks_it_with_the_same_results_and_says_why(rea
     for each in (caller, torch.compile(caller, backend="eager")):
         main_grad = torch.zeros(40, 8)
         out = each(*leaves, main_grad)
-        of_x, of_weight = torch.autograd.grad(out.sum(), leaves)
+        of_x, of_weight = torch.autograd.grad(out.sum(), leaves, allow_unused=True)  # with main_grad
         found.append([out, of_x, main_grad if main_grad.any() else of_weight])
     assert all(map(torch.equal, *found)) and all(each.any() for each in found[0])
     torch._dynamo.reset()
