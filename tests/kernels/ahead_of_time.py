@@ -134,7 +134,8 @@ def compile_well(target: int, kernels: list[str], *, is_wide: bool = False) -> I
     beyond 2^31 elements; is_wide: with loads and stores of 128 bits."""
     with compiled_launches(target) as reports:
         yield reports
-    assert [report.kernel for report in reports] == kernels
+    names = [report.kernel for report in reports]
+    assert names == kernels, names
     for report in reports:
         assert report.spill_bytes <= ALLOWED_SPILLS.get(report.kernel, 0), f"spills: {report}"
         small = SMALL_TABLES.get(report.kernel, set())

@@ -103,7 +103,6 @@ def test_the_terms_of_a_chunk(target, name):
         normaliser=4096.0,
         weights=floats(TOKENS) if name == "sequence ratio" else None,
     )
-    summed = ["_sequence_sums"] if name == "sequence ratio" else []
-    with compile_well(target, [*summed, "policy_terms"]):
+    with compile_well(target, ["policy_terms"]):
         terms = policy_terms(TritonRowKernels(), tokens, floats(TOKENS), floats(TOKENS))
         terms.evaluate(Rows(ids(ROWS), 0, ROWS))
