@@ -51,7 +51,7 @@ def resized(tensors: Tensors, num_tokens: int) -> Tensors:
         if which.startswith("cu_seqlens"):
             found[which] = values.clamp(max=num_tokens)
             found[which][-1] = num_tokens
-        elif which == "counts":
+        elif which == "tokens_per_expert":
             first = min(int(values[0]), num_tokens)
             found[which] = torch.tensor([first, num_tokens - first])
         elif values.shape[:1] == (TOKENS,):

@@ -161,10 +161,7 @@ def assert_policy_losses_close(
 
 
 def compare_policy_loss(
-    case: Head,
-    arguments: Arguments,
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
+    case: Head, arguments: Arguments, dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> PolicyLoss:
     """linear_policy_loss with poison in all that is masked, against the definition without."""
     hidden, weight, targets = (tensor.to(device) for tensor in case)

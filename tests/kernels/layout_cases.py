@@ -2,16 +2,17 @@
 
 import mmap
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
 import torch
+from fused_head import linear_policy_loss, policy_loss
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from marsrl.kernels import (
-    LossInputs,
-    PolicyLoss,
     PolicyObjective,
     RowOrder,
     Support,
@@ -21,12 +22,10 @@ from marsrl.kernels import (
     grouped_linear,
     kept_rows,
     linear_logprob,
-    linear_policy_loss,
     moe_permute,
     moe_unpermute,
     mpt_gate,
     pack,
-    policy_loss,
     rms_norm,
     swiglu,
 )
@@ -77,12 +76,7 @@ def far_apart(values: Tensor, dim: int = 0) -> Tensor:
     return torch.frombuffer(memory, dtype=values.dtype).as_strided(values.shape, strides).copy_(values)
 
 
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "transposed": transposed,
-    "strided": strided,
-    "expanded": expanded,
-    "offset": offset,
-}
+LAYOUTS = {each.__name__: each for each in (transposed, strided, expanded, offset)}
 
 
 @dataclass(frozen=True)
@@ -109,7 +103,6 @@ OBJECTIVES = {
     ", sequences": PolicyObjective(ratio="sequence", correction="icepop", kl="k1", kl_coef=0.1),
     ", no bonus": PolicyObjective(kl="k2", kl_coef=0.1),
 }
-_OF_LOSS = {field.name for field in fields(LossInputs)}
 
 
 def _loss_tensors() -> Tensors:
@@ -128,13 +121,19 @@ def _loss_tensors() -> Tensors:
     }
 
 
-def _inputs(tensors: Tensors, objective: PolicyObjective) -> LossInputs:
-    given: dict[str, Any] = {name: values for name, values in tensors.items() if name in _OF_LOSS}
-    return LossInputs(objective, num_agents=2, **given)
+def _of(function: Callable[..., Any], **words: Any) -> Callable[[Tensors], list[Tensor]]:
+    """The op on its tensors by name; support has three of them. words: no numbers for an op that is compiled, which a compiler
+    would not take for constants."""
 
+    def run(tensors: Tensors) -> list[Tensor]:
+        given: dict[str, Any] = {name: values for name, values in tensors.items() if not name.startswith("support.")}
+        if len(given) < len(tensors):
+            given["support"] = Support(*(tensors[f"support.{name}"] for name in ("ids", "starts", "counts")), 4)
+        found = function(**given, **words)
+        leaves = tree_leaves(found if isinstance(found, (Tensor, tuple)) else vars(found))
+        return [each for each in leaves if each is not None]
 
-def _results(found: PolicyLoss) -> list[Tensor]:
-    return [found.loss, found.logprobs, found.entropy, found.coefficient, *found.agent_sums.values()]
+    return run
 
 
 def _head(
@@ -161,31 +160,8 @@ def _head(
             found["main_grad"] = torch.ones(VOCAB, SIZE)
         return found | _loss_tensors() if objective else found
 
-    def run(tensors: Tensors) -> list[Tensor]:
-        head = [tensors[name] for name in ("hidden", "weight", "targets")]
-        support = [values for name, values in tensors.items() if name.startswith("support.")]
-        words: dict[str, Any] = {"temperature": tensors["temperature"]}
-        words["support"] = Support(*support, 4) if has_support else None
-        if objective is None:
-            return list(vars(linear_logprob(*head, **words)).values())
-        main_grad = tensors.get("main_grad")
-        return _results(linear_policy_loss(*head, _inputs(tensors, objective), main_grad=main_grad, **words))
-
+    run = _of(linear_policy_loss, objective=objective, num_agents=2) if objective else _of(linear_logprob)
     return Taken(run, made, ("hidden", "weight"))
-
-
-def _loss_of_logprobs(tensors: Tensors) -> list[Tensor]:
-    return _results(policy_loss(tensors["logprobs"], tensors["entropy"], _inputs(tensors, OBJECTIVES[""])))
-
-
-def _of(function: Callable[..., Any], **words: Any) -> Callable[[Tensors], list[Tensor]]:
-    """The op on its tensors in order."""
-
-    def run(tensors: Tensors) -> list[Tensor]:
-        found = function(*tensors.values(), **words)
-        return [found] if isinstance(found, Tensor) else list(found)
-
-    return run
 
 
 def _permute(tensors: Tensors) -> list[Tensor]:
@@ -198,16 +174,9 @@ def _unpermute(tensors: Tensors) -> list[Tensor]:
     return [moe_unpermute(rows, RowOrder.of_map(tensors["routing_map"], rows.shape[0]))]
 
 
-def _norm(tensors: Tensors) -> list[Tensor]:
-    return [rms_norm(tensors["x"], tensors["weight"], eps=1e-6, rotation=tensors.get("rotation"))]
-
-
-def _pack(tensors: Tensors) -> list[Tensor]:
-    names = ("token_ids", "is_sampled", "cu_seqlens")
-    words = {name: values for name, values in tensors.items() if name not in names}
-    return [
-        each for each in vars(pack(*(tensors[name] for name in names), TOKENS, **words)).values() if each is not None
-    ]
+def _experts(dtype: torch.dtype) -> Tensors:
+    x, weights = torch.randn(TOKENS, 16, dtype=dtype), torch.randn(2, 16, 16, dtype=dtype)
+    return {"x": x, "weights": weights, "tokens_per_expert": _ints(4, 5)}
 
 
 HEADS = {
@@ -232,20 +201,12 @@ MORE = {
         ("hidden", "weight"),
     ),
     "attention_varlen of keys, both ways": Taken(
-        lambda tensors: [
-            attention_varlen(
-                *list(tensors.values())[:4],
-                cu_seqlens_k=tensors["cu_seqlens_k"],
-                max_seqlen=TOKENS,
-                scale=-0.7,
-                causal=False,
-            )
-        ],
+        lambda tensors: [attention_varlen(**tensors, max_seqlen=TOKENS, scale=-0.7, causal=False)],
         lambda: {**OTHERS["attention_varlen"].tensors(), "cu_seqlens_k": BOUNDS},
         ("q", "k", "v"),
     ),
     "rms_norm, bfloat16": Taken(
-        lambda tensors: [rms_norm(tensors["x"], tensors["weight"], eps=1e-6, is_zero_centred=True)],
+        lambda tensors: [rms_norm(**tensors, eps=1e-6, is_zero_centred=True)],
         lambda: {"x": torch.randn(TOKENS, SIZE, dtype=BF16), "weight": torch.randn(SIZE)},
         ("x", "weight"),
     ),
@@ -253,18 +214,13 @@ MORE = {
 }
 OTHERS = {
     "policy_loss": Taken(
-        _loss_of_logprobs,
+        _of(policy_loss, objective=OBJECTIVES[""], num_agents=2),
         lambda: {"logprobs": -torch.randn(TOKENS).abs(), "entropy": torch.rand(TOKENS), **_loss_tensors()},
         ("logprobs", "entropy"),
     ),
     "mpt_gate": Taken(
         _of(mpt_gate),
-        lambda: {
-            "entropy": torch.rand(TOKENS) / 3,
-            "mask": MASK,
-            "cu_seqlens": BOUNDS,
-            "positive": _bools(1, 0, 1),
-        },
+        lambda: {"entropy": torch.rand(TOKENS) / 3, "mask": MASK, "cu_seqlens": BOUNDS, "positive": _bools(1, 0, 1)},
     ),
     "sequence_sums": Taken(
         _of(sequence_sums), lambda: {"values": torch.randn(TOKENS), "mask": MASK, "cu_seqlens": BOUNDS}
@@ -279,7 +235,7 @@ OTHERS = {
         },
     ),
     "pack": Taken(
-        _pack,
+        _of(pack, num_tokens=TOKENS),
         lambda: {
             "token_ids": _ints(*range(TOKENS)),
             "is_sampled": MASK,
@@ -292,9 +248,7 @@ OTHERS = {
     "attention_varlen": Taken(
         _of(attention_varlen),
         lambda: {
-            "q": torch.randn(TOKENS, 4, 16),
-            "k": torch.randn(TOKENS, 2, 16),
-            "v": torch.randn(TOKENS, 2, 16),
+            **{name: torch.randn(TOKENS, heads, 16) for name, heads in (("q", 4), ("k", 2), ("v", 2))},
             "cu_seqlens": BOUNDS,
         },
         ("q", "k", "v"),
@@ -308,22 +262,9 @@ OTHERS = {
             "lengths": _ints(3, 8),
         },
     ),
-    "grouped_linear": Taken(
-        _of(grouped_linear),
-        lambda: {"x": torch.randn(TOKENS, 16), "weights": torch.randn(2, 16, 16), "counts": _ints(4, 5)},
-        ("x", "weights"),
-    ),
+    "grouped_linear": Taken(_of(grouped_linear), partial(_experts, torch.float32), ("x", "weights")),
     "grouped_linear with main_grad, bfloat16": Taken(
-        lambda tensors: [
-            grouped_linear(tensors["x"], tensors["weights"], tensors["counts"], main_grad=tensors["main_grad"])
-        ],
-        lambda: {
-            "x": torch.randn(TOKENS, 16, dtype=BF16),
-            "weights": torch.randn(2, 16, 16, dtype=BF16),
-            "counts": _ints(4, 5),
-            "main_grad": torch.ones(2, 16, 16),
-        },
-        ("x", "weights"),
+        _of(grouped_linear), lambda: {**_experts(BF16), "main_grad": torch.ones(2, 16, 16)}, ("x", "weights")
     ),
     "moe_permute": Taken(
         _permute,
@@ -342,14 +283,14 @@ OTHERS = {
         },
         ("rows",),
     ),
-    "rms_norm": Taken(_norm, lambda: {"x": torch.randn(TOKENS, SIZE), "weight": torch.randn(SIZE)}, ("x", "weight")),
+    "rms_norm": Taken(
+        lambda tensors: [rms_norm(**tensors, eps=1e-6)],
+        lambda: {"x": torch.randn(TOKENS, SIZE), "weight": torch.randn(SIZE)},
+        ("x", "weight"),
+    ),
     "rms_norm of heads that are rotated": Taken(
-        _norm,
-        lambda: {
-            "x": torch.randn(TOKENS, 3, SIZE),
-            "weight": torch.randn(SIZE),
-            "rotation": torch.randn(TOKENS, SIZE),
-        },
+        lambda tensors: [rms_norm(**tensors, eps=1e-6)],
+        lambda: {"x": torch.randn(TOKENS, 3, SIZE), "weight": torch.randn(SIZE), "rotation": torch.randn(TOKENS, SIZE)},
         ("x", "weight"),
     ),
     "swiglu": Taken(

@@ -73,9 +73,19 @@ def test_causal_self_attention(lengths, dtype, implementation):
     compare(lengths, dtype=dtype, head_size=16)
 
 
-@pytest.mark.parametrize("heads", [(4, 4), (4, 1)])
-def test_head_groupings_and_scale(heads, implementation):
-    compare([6, 3], heads=heads, head_size=16, scale=0.7)
+# groups of heads; every key is seen; queries at the end of longer keys see the prefix
+@pytest.mark.parametrize(
+    "lengths, lengths_k, words",
+    [
+        ([6, 3], None, {"heads": (4, 4), "scale": 0.7}),
+        ([6, 3], None, {"heads": (4, 1), "scale": 0.7}),
+        ([6, 0, 3], None, {"causal": False}),
+        ([3, 0, 9], [5, 1, 10], {"causal": False, "heads": (2, 1)}),
+        ([3, 1, 0, 4], [5, 13, 2, 4], {}),
+    ],
+)
+def test_heads_keys_and_masks(lengths, lengths_k, words, implementation):
+    compare(lengths, lengths_k, head_size=16, **words)
 
 
 @pytest.mark.parametrize("scale", SCALES)
@@ -85,15 +95,6 @@ def test_any_finite_scale_is_served(scale, implementation):
         compare([6, 0, 3], scale=scale, dtype=dtype, head_size=16)
     compare([6, 0, 3], scale=scale, causal=False, head_size=16)
     compare([3, 1], [5, 6], scale=scale, head_size=16)
-
-
-def test_every_key_is_seen_without_causal(implementation):
-    compare([6, 0, 3], causal=False, head_size=16)
-    compare([3, 0, 9], [5, 1, 10], causal=False, heads=(2, 1), head_size=16)
-
-
-def test_queries_at_the_end_of_longer_keys_see_the_prefix(implementation):
-    compare([3, 1, 0, 4], [5, 13, 2, 4], head_size=16)
 
 
 def test_a_nan_stays_in_its_sequence_and_its_gradients(implementation):

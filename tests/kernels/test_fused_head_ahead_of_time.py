@@ -3,7 +3,7 @@
 import pytest
 import quack_in_torch
 import torch
-from ahead_of_time import TARGETS, assert_compiled_well, compiled_launches
+from ahead_of_time import TARGETS, compile_well
 from policy_cases import OBJECTIVES
 
 from marsrl.kernels.head.objective import PolicyTokens
@@ -54,17 +54,13 @@ def test_statistics_and_gradients_of_a_chunk(target, width, stride, columns, is_
     rows = Rows(ids(ROWS), 0, ROWS) if is_listed else Rows(None, 768, ROWS)
     statistics = Statistics(*(floats(TOKENS) for _ in range(4)))
     logits, dz = floats(ROWS, stride)[:, :width], floats(ROWS, stride, dtype=dtype)[:, :width]
-    with compiled_launches(target) as reports:
+    names = ["row_partials", "finish_rows", "row_partials", "join_pieces", "list_active", "row_gradients"]
+    with compile_well(target, names) as reports:
         kernels.statistics(logits, rows, head, statistics)
         kernels.partials(logits, rows, head)
         kernels.gradients(logits, rows, head, Slopes(statistics, floats(TOKENS), floats(TOKENS)), dz, ids(ROWS))
-    names = [report.kernel for report in reports]
-    assert names == ["row_partials", "finish_rows", "row_partials", "join_pieces", "list_active", "row_gradients"]
-    for report in reports:
-        # ptxas lays one double of exact_exp on the stack, with 40 registers in use: not for lack of them.
-        assert_compiled_well(report, dots=False, spill_allowance_bytes=8 if report.kernel == "row_gradients" else 0)
-        # Two programs of 8 warps on a multiprocessor at least, or reads would wait for each other.
-        assert report.registers <= 128, report
+    # Two programs of 8 warps on a multiprocessor at least, or reads would wait for each other.
+    assert max(report.registers for report in reports) <= 128, reports
     if stride % 16 == 0:
         of = {report.kernel: report for report in reports}
         assert of["row_partials"].num_wide_loads and of["row_gradients"].num_wide_loads, of
@@ -82,14 +78,10 @@ def test_rows_around_the_product_of_quack(is_packed, monkeypatch):
     exponentials = floats(4224, 151936, dtype=torch.bfloat16)
     of_rows = floats(2048, 151936, dtype=torch.bfloat16) if is_packed else exponentials
     places, v = floats(4224, dtype=torch.int32), floats(of_rows.shape[0])
-    with compiled_launches(90) as reports:
+    with compile_well(90, ["row_offsets", "finish_rows", "prepare_rows"]):
         known = gradients.exponentials_of(head, floats(TOKENS, 2048, dtype=torch.bfloat16), rows, exponentials)
         gradients.finish(head, rows, slopes.statistics, *known, floats(1, dtype=torch.int32))
         gradients.prepare(head, rows, slopes, exponentials, places, of_rows, v)
-    assert [report.kernel for report in reports] == ["row_offsets", "finish_rows", "prepare_rows"]
-    for report in reports:
-        # as row_gradients: a double of exact_exp
-        assert_compiled_well(report, dots=False, spill_allowance_bytes=8 if report.kernel == "prepare_rows" else 0)
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -111,9 +103,6 @@ def test_the_terms_of_a_chunk(target, name):
         normaliser=4096.0,
         weights=floats(TOKENS) if name == "sequence ratio" else None,
     )
-    with compiled_launches(target) as reports:
+    with compile_well(target, ["policy_terms"]):
         terms = policy_terms(TritonRowKernels(), tokens, floats(TOKENS), floats(TOKENS))
         terms.evaluate(Rows(ids(ROWS), 0, ROWS))
-    assert [report.kernel for report in reports][-1] == "policy_terms"
-    for report in reports:
-        assert_compiled_well(report, dots=False)

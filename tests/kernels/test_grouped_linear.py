@@ -91,11 +91,8 @@ def test_dw_is_added_to_main_grad(counts, dtype, implementation):
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
 def test_main_grad_gets_dw_once_under_activation_checkpointing(use_reentrant):
-    x, weights, main_grad = (
-        torch.randn(5, 4).requires_grad_(),
-        torch.randn(2, 3, 4).requires_grad_(),
-        torch.zeros(2, 3, 4),
-    )
+    x, weights = (torch.randn(size).requires_grad_() for size in ((5, 4), (2, 3, 4)))
+    main_grad = torch.zeros(weights.shape)
     weights.grad_added_to_main_grad = False
 
     def step(x):

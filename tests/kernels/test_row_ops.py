@@ -86,15 +86,6 @@ def test_they_are_as_exact_as_plain_pytorch(shape, width, implementation, dtype)
     compare(shape, width, dtype)
 
 
-def test_a_rotation_keeps_lengths_and_angles_between_positions():
-    x, weight = torch.randn(1, 2, 8).expand(6, 2, 8), torch.ones(8)
-    angles = torch.arange(6)[:, None] * torch.tensor([1.0, 0.3, 0.1, 0.01])
-    out = rms_norm(x, weight, eps=EPS, rotation=torch.cat((angles.cos(), angles.sin()), -1))
-    torch.testing.assert_close(out[0], rms_norm(x[0], weight, eps=EPS))  # position 0 is not rotated
-    products = (out[:, 0] * out[:, 1].roll(-1, 0)).sum(-1)[:-1]  # of neighbours, wherever they are
-    torch.testing.assert_close(products, products[:1].expand(5), atol=1e-5, rtol=1e-5)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
 @pytest.mark.parametrize("shape, width", [((4099,), 768), ((300, 1, 7), 128), ((7,), 33), ((1300,), 5120)])

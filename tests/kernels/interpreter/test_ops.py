@@ -3,7 +3,6 @@
 import pytest
 import torch
 from test_attention_decode import (  # noqa: F401
-    test_any_finite_scale_of_decoding_is_served,
     test_each_row_sees_its_own_keys,
     test_what_stands_behind_a_length_does_not_count,
 )
@@ -12,10 +11,8 @@ from test_attention_varlen import (  # noqa: F401
     test_a_nan_stays_in_its_sequence_and_its_gradients,
     test_any_finite_scale_is_served,
     test_causal_self_attention,
-    test_every_key_is_seen_without_causal,
-    test_head_groupings_and_scale,
+    test_heads_keys_and_masks,
     test_no_tokens,
-    test_queries_at_the_end_of_longer_keys_see_the_prefix,
 )
 from test_grouped_linear import (  # noqa: F401
     by_grouped_mm,
