@@ -7,48 +7,16 @@ import sys
 import tarfile
 import zipfile
 from pathlib import Path
-from types import ModuleType
 
 import pytest
-from scripts import BENCHMARKS, ROOT, script
-
-
-@pytest.fixture
-def wheel(tmp_path: Path) -> Path:
-    folder = tmp_path / "wheels"
-    folder.mkdir()
-    with zipfile.ZipFile(folder / "made_up_peer-1.0-py3-none-any.whl", "w") as archive:
-        archive.writestr("made_up_peer/__init__.py", "NAME = 'made up'\n")
-        archive.writestr("made_up_peer-1.0.dist-info/METADATA", "Name: made-up-peer\nVersion: 1.0\n")
-    return folder
-
-
-@pytest.fixture
-def suite(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return script("gpu_suite")
-
+import torch
+from scripts import BENCHMARKS, ROOT
 
 BARE = (
     "torch", "torchgen", "functorch", "triton", "numpy", "numpy.libs", "typing_extensions.py", "sympy", "mpmath", "networkx",
     "jinja2", "markupsafe", "fsspec", "filelock", "setuptools",
 )  # fmt: skip
 """torch, triton and numpy, and what torch requires."""
-
-
-@pytest.fixture
-def bare_python(tmp_path: Path) -> str:
-    """Python of an environment that has nothing else."""
-    import torch
-
-    installed = Path(torch.__file__).parents[1]
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "bare")], check=True)
-    (site_packages,) = (tmp_path / "bare").glob("lib/python3*/site-packages")
-    for name in BARE:
-        for path in [installed / name, *installed.glob(f"{name}-*.dist-info")]:
-            if path.exists():
-                (site_packages / path.name).symlink_to(path)
-    return str(tmp_path / "bare" / "bin" / "python")
 
 
 ONLY = ("surroundings", "first steps", "group advantage")
@@ -62,12 +30,26 @@ assert all(load(name).shapes("cpu", True) for name in ORDER)
 
 @pytest.mark.slow
 def test_the_suite_ends_where_there_is_only_torch_triton_and_numpy(
-    suite: ModuleType, bare_python: str, wheel: Path, tmp_path: Path
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some of its parts, on the CPU; those that are skipped name every module that they miss. Every case can be imported."""
-    out = tmp_path / "out"
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import gpu_suite as suite
+
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "bare")], check=True)
+    (site_packages,) = (tmp_path / "bare").glob("lib/python3*/site-packages")
+    installed = Path(torch.__file__).parents[1]
+    for name in BARE:
+        for path in [installed / name, *installed.glob(f"{name}-*.dist-info")]:
+            if path.exists():
+                (site_packages / path.name).symlink_to(path)
+    wheels, out, bare_python = tmp_path / "wheels", tmp_path / "out", str(tmp_path / "bare" / "bin" / "python")
+    wheels.mkdir()
+    with zipfile.ZipFile(wheels / "made_up_peer-1.0-py3-none-any.whl", "w") as archive:
+        archive.writestr("made_up_peer/__init__.py", "NAME = 'made up'\n")
+        archive.writestr("made_up_peer-1.0.dist-info/METADATA", "Name: made-up-peer\nVersion: 1.0\n")
     words = [bare_python, str(BENCHMARKS / "gpu_suite.py"), "--device", "cpu", "--quick", "--out", str(out)]
-    words += ["--wheels", str(wheel), "--commit", "abc123", "--only", *ONLY]
+    words += ["--wheels", str(wheels), "--commit", "abc123", "--only", *ONLY]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     done = subprocess.run(words, capture_output=True, text=True, env=environment, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr

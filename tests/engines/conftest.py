@@ -42,25 +42,20 @@ _CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
-def _save(kind: str, directory: Path) -> None:
-    changes = {"seed": 7, **_SIZES, **_CHANGES.get(kind, {})}
-    save_model(kind.removesuffix("_tied").removesuffix("_wide"), directory, **changes)
-    WORDS.write(directory)
-    if kind == "mistral":  # its directories have several files, and the model in another form, which is not read
-        (directory / "params.json").write_text("{}")
-        (directory / "consolidated.safetensors").write_bytes(b"no safetensors")
-
-
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """checkpoint("qwen3_moe") -> HF directory, made once."""
-    made: dict[str, Path] = {}
 
+    @functools.cache
     def make(kind: str) -> Path:
-        if kind not in made:
-            made[kind] = tmp_path_factory.mktemp(kind)
-            _save(kind, made[kind])
-        return made[kind]
+        directory = tmp_path_factory.mktemp(kind)
+        changes = {"seed": 7, **_SIZES, **_CHANGES.get(kind, {})}
+        save_model(kind.removesuffix("_tied").removesuffix("_wide"), directory, **changes)
+        WORDS.write(directory)
+        if kind == "mistral":  # its directories have several files, and the model in another form, which is not read
+            (directory / "params.json").write_text("{}")
+            (directory / "consolidated.safetensors").write_bytes(b"no safetensors")
+        return directory
 
     return make
 

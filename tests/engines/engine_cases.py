@@ -140,23 +140,10 @@ def assert_drawn_from(model: Any, ask: DecodeRequest, result: DecodeResult) -> N
 
 
 def request(
-    uid: str,
-    token_ids: np.ndarray,
-    max_new_tokens: int,
-    *,
-    seed: int = 0,
-    experts_from: int | None = None,
-    **sampling: Any,
+    uid: str, token_ids: np.ndarray, num_new: int, *, seed: int = 0, experts_from: int | None = None, **sampling: Any
 ) -> DecodeRequest:
-    return DecodeRequest(
-        uid,
-        token_ids.astype(np.int32),
-        max_new_tokens,
-        Sampling(**sampling),
-        seed,
-        uid.split(".")[0],
-        experts_from=experts_from,
-    )
+    ids, group = token_ids.astype(np.int32), uid.split(".")[0]
+    return DecodeRequest(uid, ids, num_new, Sampling(**sampling), seed, group, experts_from=experts_from)
 
 
 def pool_of(*engines: Engine, **options: Any) -> EnginePool:

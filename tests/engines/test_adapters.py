@@ -28,13 +28,7 @@ from megatron_models import random_adapter, save_adapter
 from marsrl.rollout.adapter import AdapterConfig, held_by_shard, read_tensors
 from marsrl.rollout.config import RolloutConfig
 from marsrl.rollout.engines.local.engine import LocalEngine
-from marsrl.rollout.engines.protocol import (
-    AdapterUpdate,
-    DecodeRequest,
-    DecodeResult,
-    WeightUpdate,
-    WrongVersion,
-)
+from marsrl.rollout.engines.protocol import AdapterUpdate, DecodeRequest, DecodeResult, WeightUpdate, WrongVersion
 from marsrl.rollout.model_shape import read_shape
 from marsrl.rollout.pool.build import make_pool
 from marsrl.rollout.pool.pool import EnginePool
@@ -120,7 +114,6 @@ def assert_replaced_beside_others(
 
 
 pytest.importorskip("peft")
-OF_ATTENTION = CONFIG.model_copy(update={"targets": ("attention",)})
 OURS = ["local qwen2", "local qwen3", "local llama", "local qwen3_moe"]
 VLLMS = ["vllm qwen3", "vllm qwen3 engine", "vllm qwen3_moe"]  # engine: its own sampler
 every = pytest.mark.parametrize("served", [*OURS, *VLLMS], indirect=True)
@@ -141,7 +134,7 @@ class Served:
 
     def __init__(self, model: Path, folder: Path, way: str, sampler: str = "marsrl") -> None:
         self.model, self.shape = model, read_shape(model)
-        of_moe = OF_EXPERTS if way == "local" else OF_ATTENTION
+        of_moe = OF_EXPERTS if way == "local" else CONFIG.model_copy(update={"targets": ("attention",)})
         self.config = of_moe if self.shape.num_experts else CONFIG
         self._folder, self._number = folder, 0
         self.folders: dict[str, Path] = {}
@@ -220,9 +213,7 @@ def test_a_version_under_the_path_of_the_one_before_is_refused(served: Served) -
     probe = [prompt(70, seed=9)]
     served.engine.score(probe, "a")
     served.load("a")
-    with pytest.raises(
-        RuntimeError, match="tokens of a sequence from its prefix cache, which still holds prefixes of older weights"
-    ):
+    with pytest.raises(RuntimeError, match="its prefix cache, which still holds prefixes of older weights"):
         served.engine.score(probe, "a")
     served.update("a")
 
@@ -317,10 +308,8 @@ def test_a_publish_proves_checksums_and_log_probs_and_removes_the_version_before
     sync = AdapterSync(engines, torch.float32, base=str(served.model), adapter=served.config, directory=tmp_path)
     for version in (201, 202):
         tensors = random_adapter(served.shape, served.config, version)
-        served.folders["a"] = save_adapter(
-            served.model, served.folders["b"].parent / f"{version}", served.config, version
-        )
-        served.versions["a"] = version
+        folder = served.folders["b"].parent / f"{version}"
+        served.folders["a"], served.versions["a"] = save_adapter(served.model, folder, served.config, version), version
         report = sync.publish(given(served, tensors, served.folders["a"]), version)
         assert report is not None and report.comparison is not None
         assert [each.name.partition(".")[0] for each in next(tmp_path.iterdir()).iterdir()] == [f"version_{version}"]
@@ -337,9 +326,7 @@ def test_a_publish_proves_checksums_and_log_probs_and_removes_the_version_before
         manager.modules["model.layers.1.self_attn.o_proj"].lora_b_stacked[0][:] *= 2
 
     monkeypatch.setattr(llm, "add_lora", spoiled)
-    with pytest.raises(
-        RuntimeError, match=r"1 of \d+ tensors differ, first model\.layers\.1\.self_attn\.o_proj\.lora_B"
-    ):
+    with pytest.raises(RuntimeError, match=r"1 of \d+ tensors differ, first .*layers\.1\.self_attn\.o_proj\.lora_B"):
         sync.publish(given(served, other, served.folders["a"]), 204)
     sync.close()
     assert not list(tmp_path.iterdir())

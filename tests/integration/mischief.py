@@ -29,13 +29,31 @@ def run(problem: SimpleNamespace, client: Any) -> dict[str, float]:
     told = book.with_suffix(".mischief")
     mischief = told.read_text() if told.exists() and client.session.endswith(".0") else ""
     if mischief == "disconnect":  # in the middle of the last call, which is never read
-        _disconnect(client, turns)
+        line = http.client.HTTPConnection(urlsplit(client.base_url).netloc)
+        body = json.dumps({"model": "solver", "messages": turns, "max_tokens": 16, "stream": True})
+        line.request("POST", "/v1/chat/completions", body, {"authorization": f"Bearer {client.api_key}"})
+        line.getresponse()  # its headers
+        line.close()
     else:
         client.chat("solver", turns, max_tokens=16)
     if mischief == "call-a-thousand-times":
-        _call(client, turns)
+        for _ in range(1000):
+            try:
+                client.chat("solver", turns)
+            except RuntimeError as error:
+                assert f"external.max_calls = {MOST_CALLS}" in str(error)
+            else:
+                raise AssertionError("a call beyond external.max_calls was answered")
     if mischief == "send-100-mib":
-        _send(client)
+        url, headers = f"{client.base_url}/chat/completions", {"authorization": f"Bearer {client.api_key}"}
+        try:
+            urllib.request.urlopen(urllib.request.Request(url, bytes(100 << 20), headers))
+        except urllib.error.HTTPError as error:
+            assert error.code == 413
+        except OSError:
+            pass  # it was cut off before all was sent
+        else:
+            raise AssertionError("a request beyond external.max_body_mib was answered")
     _note(book, f"{client.session} ends {mischief}")
     return {"solver": zlib.crc32(first.text.encode()) % 2, "verifier": zlib.crc32(report.text.encode()) % 2}
 
@@ -43,35 +61,3 @@ def run(problem: SimpleNamespace, client: Any) -> dict[str, float]:
 def _note(book: Path, line: str) -> None:
     with open(book, "ab", buffering=0) as file:  # whole, whoever else writes and whatever is killed
         file.write(f"{line}\n".encode())
-
-
-def _disconnect(client: Any, turns: list[dict[str, Any]]) -> None:
-
-    line = http.client.HTTPConnection(urlsplit(client.base_url).netloc)
-    body = json.dumps({"model": "solver", "messages": turns, "max_tokens": 16, "stream": True})
-    line.request("POST", "/v1/chat/completions", body, {"authorization": f"Bearer {client.api_key}"})
-    line.getresponse()  # its headers
-    line.close()
-
-
-def _call(client: Any, turns: list[dict[str, Any]]) -> None:
-    for _ in range(1000):
-        try:
-            client.chat("solver", turns)
-        except RuntimeError as error:
-            assert f"external.max_calls = {MOST_CALLS}" in str(error)
-        else:
-            raise AssertionError("a call beyond external.max_calls was answered")
-
-
-def _send(client: Any) -> None:
-    headers = {"authorization": f"Bearer {client.api_key}"}
-    request = urllib.request.Request(f"{client.base_url}/chat/completions", bytes(100 << 20), headers)
-    try:
-        urllib.request.urlopen(request)
-    except urllib.error.HTTPError as error:
-        assert error.code == 413
-    except OSError:
-        pass  # it was cut off before all was sent
-    else:
-        raise AssertionError("a request beyond external.max_body_mib was answered")

@@ -82,10 +82,7 @@ def saying(
 ) -> Callable[[], Engine]:
     """Engines that say what the script says, with the tokens of this model."""
     renderer = ChatRenderer(model)
-
-    def encode(text: str) -> list[int]:
-        return [int(token) for token in renderer.encode_trusted(text)]
-
+    encode = lambda text: renderer.encode_trusted(text).tolist()  # noqa: E731
     return functools.partial(kind, model, script, encode=encode, **options)
 
 

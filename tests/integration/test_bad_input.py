@@ -68,8 +68,6 @@ FILES = {
     "p.jsonl": '{"question": "1+1", "answer": "2"}\n',
     "cut.jsonl": '{"question": "1+1", "answer": "2"}\n{"question": \n',
     "empty.jsonl": "",
-    "torn.jsonl": '{"question": "1+1", ',
-    "python.jsonl": '{"question": 1+1}',
     "mine.py": "from marsrl.rollout.tasks.own_task import OwnTask\n\n\nclass Mine(OwnTask): ...\n",
 }
 
@@ -84,10 +82,8 @@ def train(files: str, task: str = "math") -> list[str]:
         (["policies.main.layout.tensor=2"], "= 2 x 1 x 1 = 2 does not divide the 1 rank(s)"),
         (["policies.main.model=%s/nothing"], "nothing is not a directory"),
         (["task=math", "data.train=%s/p.jsonl"], "policies.main.model is not set"),
-        (train("%s/cut.jsonl"), "/cut.jsonl:2:"),
+        (train("%s/cut.jsonl"), "/cut.jsonl:2: not JSON: it is cut off at column 13, in the middle of an object"),
         (train("%s/empty.jsonl"), "holds no problem: it is empty"),
-        (train("%s/torn.jsonl"), "torn.jsonl:1: not JSON: it is cut off at column 20, in the middle of an object"),
-        (train("%s/python.jsonl"), "python.jsonl:1: not JSON: Expecting ',' delimiter at column 15"),
         (train("[{path: %s/p.jsonl, weight: 1}]", "%s/mine.py:Mine"), "data.train has weights, and task="),
         (train("[]"), "data.train is []; expected a path"),
         (train("[{path: %s/p.jsonl}]"), "data.train[0]: give every file a count, or every"),

@@ -98,10 +98,7 @@ def warm_started(cache: Path, config_file: Path | None, *words: str) -> Path:
 
 
 def test_commands_on_a_run_are_as_they_are_written(
-    first_run: Path,
-    runner: Runner,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    first_run: Path, runner: Runner, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     desk = Desk(tmp_path)
     os.chdir(tmp_path)

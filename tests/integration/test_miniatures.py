@@ -71,18 +71,6 @@ def test_a_solver_and_a_verifier_of_their_own_sizes_train(command: str, runner: 
         assert ("verdicts/verifier/recall_wrong" in row) == is_verified
 
 
-def check_team(command: str, runner: Runner, name: str, agents: list[str]) -> None:
-    """Taught by its school, evaluated, and trained by one policy."""
-    directory = runner.run(name, *shlex.split(command)[2:], *SMALLER)
-    steps = steps_of(directory)
-    assert {sample.agent for _, samples in steps for sample in samples} <= set(agents)
-    check_updates(steps, "", agents)
-    assert all(row["actor/updates"] == 1 for row, _ in steps)
-    summary = load_summary(directory / "summary.json")
-    assert summary.warm_start is not None and summary.before is not None and summary.after is not None
-    assert summary.warm_start.measured == {"system": summary.before.system.mean}
-
-
 @pytest.mark.parametrize("command", run_by("test_the_five_adapters_in_miniature_train"))
 def test_the_five_adapters_in_miniature_train(command: str, runner: Runner) -> None:
     directory = runner.run("adapters", *shlex.split(command)[2:], *SMALLER, "agents.verifier1.pick=random")
@@ -96,11 +84,16 @@ def test_the_five_adapters_in_miniature_train(command: str, runner: Runner) -> N
     assert kept == set(agents)  # the base, which nobody trains, is not kept
 
 
-@pytest.mark.parametrize("command", run_by("test_the_search_team_in_miniature_trains"))
-def test_the_search_team_in_miniature_trains(command: str, runner: Runner) -> None:
-    check_team(command, runner, "search-team", ["verifier", "search", "answer"])
-
-
-@pytest.mark.parametrize("command", run_by("test_the_dual_system_in_miniature_trains"))
-def test_the_dual_system_in_miniature_trains(command: str, runner: Runner) -> None:
-    check_team(command, runner, "dual-system", ["system2", "system1"])
+@pytest.mark.parametrize("command", run_by("test_a_team_in_miniature_trains"))
+def test_a_team_in_miniature_trains(command: str, runner: Runner) -> None:
+    """Taught by its school, evaluated, and trained by one policy."""
+    is_search = command.endswith("cpu_search_team")
+    agents = ["verifier", "search", "answer"] if is_search else ["system2", "system1"]
+    directory = runner.run("search-team" if is_search else "dual-system", *shlex.split(command)[2:], *SMALLER)
+    steps = steps_of(directory)
+    assert {sample.agent for _, samples in steps for sample in samples} <= set(agents)
+    check_updates(steps, "", agents)
+    assert all(row["actor/updates"] == 1 for row, _ in steps)
+    summary = load_summary(directory / "summary.json")
+    assert summary.warm_start is not None and summary.before is not None and summary.after is not None
+    assert summary.warm_start.measured == {"system": summary.before.system.mean}

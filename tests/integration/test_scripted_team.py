@@ -173,15 +173,10 @@ def test_a_task_of_one_s_own_is_trained_resumed_and_evaluated(
     play: Play, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "my_task.py").write_text(OWN_TASK)
-    task = f"task={tmp_path}/my_task.py:Sevens"
     words = [
-        task,
-        "task_options={workers: 1}",
-        "data.train=null",
-        "orchestration=solver_verifier",
-        "run.evaluate=false",
-    ]
-    words += ["rollout.prompts_per_step=4", "rollout.group_size=2", "rollout.pipeline=trajectory"]
+        f"task={tmp_path}/my_task.py:Sevens", "task_options={workers: 1}", "data.train=null", "orchestration=solver_verifier",
+        "run.evaluate=false", "rollout.prompts_per_step=4", "rollout.group_size=2", "rollout.pipeline=trajectory",
+    ]  # fmt: skip
     run = play(*words, "run.steps=2")
     play(*words, "run.steps=3", "run.resume=auto", "run.name=scripted")
     samples = samples_of(run)
@@ -286,9 +281,7 @@ def test_agents_call_a_function_and_a_server_by_their_template_and_are_trained(p
 def test_a_team_that_mostly_fails_stops_the_run_and_says_why(play: Play, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(OWN.replace('.endswith("3th time?")', ""))
     words = [f"orchestration={tmp_path}/mine.py:Asked", "rollout.max_error_share=0.25", "run.evaluate=false"]
-    with pytest.raises(
-        RuntimeError, match=r"step 1: 0 of 16 samples and 8 episodes ended in an error, more than .*=.0\.25"
-    ):
+    with pytest.raises(RuntimeError, match="step 1: 0 of 16 samples and 8 episodes ended in an error, more than"):
         play(*words, "run.steps=3")
 
 
@@ -307,10 +300,8 @@ def test_five_agents_are_trained_with_overlap_versions_differ_and_a_resumed_run_
     assert len(rows) == 7 and run.steps_on_disk() == [1, 2, 3, 4, 5, 6, 7]
     summary = load_summary(run.summary)
     assert summary.engine.kind == "scripted" and summary.verified_syncs == 5  # of this start, its first weights too
-    rewarded = {
-        name.split("/")[1] for row in rows for name in row if name.startswith("reward/") and name.endswith("/mean")
-    }
-    assert rewarded == AGENTS | {"all"} and any(row.get("actor/grad_norm") for row in rows)
+    assert {f"reward/{agent}/mean" for agent in AGENTS} <= set().union(*rows)
+    assert any(row.get("actor/grad_norm") for row in rows)
     assert max(row["rollout/staleness_max"] for row in rows) in range(1, 2 + 3 + 1)
     assert max(row["rollout/staleness_mean"] for row in rows) > 0
     samples = samples_of(run)
@@ -361,10 +352,7 @@ def test_a_run_in_which_nothing_trains_stops_and_says_why(play: Play, tmp_path: 
     rows = [{"question": f"{i} is 7? " * (2000 if i else 1), "answer": "7"} for i in range(40)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "eval.jsonl").write_text(json.dumps({"question": "What is 8?", "answer": "8"}) + "\n")
-    unasked = (
-        "step 1: no completion came and none is under way: 1 prompts were longer than agents.<name>.max_input_tokens"
-    )
-    with pytest.raises(RuntimeError, match=unasked):
+    with pytest.raises(RuntimeError, match="step 1: no completion came .*: 1 prompts were longer than agents.<name>"):
         play(*small, f"data.eval={tmp_path}/eval.jsonl")
 
 

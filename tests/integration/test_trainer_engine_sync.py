@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,25 +82,6 @@ CASES = {
 }
 
 
-@contextmanager
-def parts_of(case: str, folder: Path) -> Iterator[Parts]:
-    kind = case.split()[0]
-    model_dir = save_model(kind, folder, vocab_size=VOCAB_SIZE, **SIZES)
-    mpt = MptConfig(scope="off")
-    policy = PolicyConfig(dtype="float32")
-    learner = Learner(policy, model_dir, objectives=[PolicyObjective()], mpt=mpt, total_steps=1, seed=0)
-    # in an actor: a process of its own, as vLLM cannot load a MoE model after a dense one
-    vllm = VllmOptions(max_num_seqs=8, kv_cache_mib=32, **CASES[case])  # type: ignore[arg-type]
-    config = RolloutConfig(threads=1, object_store_mib=80, max_engine_restarts=0, vllm=vllm)
-    versions = folder / "versions"
-    versions.mkdir()
-    with make_pool("main", spec_of(model_dir, kind="vllm"), config) as pool:
-        sync = FileSync(CheckedEngines(pool, vocab_size=VOCAB_SIZE), torch.float32, directory=versions)
-        yield Parts(kind, model_dir, vllm, learner, sync, versions, pool)
-        sync.close()
-    parallel.stop()
-
-
 def median_difference(learner: Learner, pool: EnginePool) -> float:
     engine = pool.score(comparison_sequences(learner.vocab_size))[0]
     trainer = trainer_scores(learner, Precision(torch.float32)).logprobs
@@ -110,25 +90,35 @@ def median_difference(learner: Learner, pool: EnginePool) -> float:
 
 @pytest.mark.parametrize("case", CASES)
 def test_log_probs_agree_before_and_after_every_sync(case: str, cluster: RayCluster, tmp_path: Path) -> None:
-    is_in_halves = bool(CASES[case])
-    with parts_of(case, tmp_path) as parts:
-        learner, pool = parts.learner, parts.pool
+    kind, versions, is_in_halves = case.split()[0], tmp_path / "versions", bool(CASES[case])
+    versions.mkdir()
+    model_dir = save_model(kind, tmp_path, vocab_size=VOCAB_SIZE, **SIZES)
+    mpt, policy = MptConfig(scope="off"), PolicyConfig(dtype="float32")
+    learner = Learner(policy, model_dir, objectives=[PolicyObjective()], mpt=mpt, total_steps=1, seed=0)
+    # in an actor: a process of its own, as vLLM cannot load a MoE model after a dense one
+    vllm = VllmOptions(max_num_seqs=8, kv_cache_mib=32, **CASES[case])  # type: ignore[arg-type]
+    config = RolloutConfig(threads=1, object_store_mib=80, max_engine_restarts=0, vllm=vllm)
+    with make_pool("main", spec_of(model_dir, kind="vllm"), config) as pool:
+        sync = FileSync(CheckedEngines(pool, vocab_size=VOCAB_SIZE), torch.float32, directory=versions)
         assert median_difference(learner, pool) < TOLERANCE
         # In halves all kinds at once: one that did not arrive is seen there too, as each alone is seen in a whole engine.
-        rounds = [GROUPS[parts.kind]] if is_in_halves else [(group,) for group in GROUPS[parts.kind]]
+        rounds = [GROUPS[kind]] if is_in_halves else [(group,) for group in GROUPS[kind]]
         for version, groups in enumerate(rounds, start=1):
             torch.manual_seed(version)
             for group in groups:
                 _change(learner, group)
             assert median_difference(learner, pool) > 1e-3, f"{groups}: the probe does not see it"
-            report = parts.sync.publish(learner, version)
+            report = sync.publish(learner, version)
             assert report is not None and report.comparison is not None
             assert report.comparison.median < TOLERANCE, groups
             assert report.comparison.num_tokens == 640
         if is_in_halves:
+            parts = Parts(kind, model_dir, vllm, learner, sync, versions, pool)
             _draws_as_one_process_does(parts, version)
             _names_a_bit_of_the_second_half(parts, version)
-            _leaves_no_worker(parts, version, kills_worker=parts.kind == "qwen2")
+            _leaves_no_worker(parts, version, kills_worker=kind == "qwen2")
+        sync.close()
+    parallel.stop()
 
 
 def _change(learner: Learner, group: str) -> None:
@@ -168,7 +158,10 @@ def _names_a_bit_of_the_second_half(parts: Parts, version: int) -> None:
     for name, named in ((last, fused), ("lm_head.weight", "lm_head.weight")):
 
         def spoiled(folder: Path, tensors: Any, name: str = name) -> int:
-            return write_shards(folder, (_with_another_last_bit(*each, name) for each in tensors))
+            changed = dict(tensors)
+            changed[name] = changed[name].clone()
+            changed[name].view(-1)[-1:].view(torch.uint8)[0] ^= 1
+            return write_shards(folder, changed.items())
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("marsrl.rollout.weights.files.write_shards", spoiled)
@@ -176,13 +169,6 @@ def _names_a_bit_of_the_second_half(parts: Parts, version: int) -> None:
             with pytest.raises(RuntimeError, match=said):
                 parts.sync.publish(parts.learner, version)
     parts.sync.publish(parts.learner, version)
-
-
-def _with_another_last_bit(name: str, tensor: torch.Tensor, spoiled: str) -> tuple[str, torch.Tensor]:
-    if name == spoiled:
-        tensor = tensor.clone()
-        tensor.view(-1)[-1:].view(torch.uint8)[0] ^= 1
-    return name, tensor
 
 
 def _leaves_no_worker(parts: Parts, version: int, *, kills_worker: bool) -> None:
