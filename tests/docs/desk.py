@@ -50,15 +50,14 @@ class Desk:
         for name, count in (("held_out", 1), ("beyondaime", 2)):
             sevens(folder, count, name=f"{name}.jsonl", answer="8")
         (folder / "mine.yaml").write_text((ROOT / "rollout/agents/prompt_sets/math.yaml").read_text())
-        for name, page in (("team", "own_team"), ("task", "own_task"), ("seeker", "waiting"), ("program", "external")):
-            page = f"docs/{page}.md:"
-            (own,) = (block for block in python_blocks() if block.where.startswith(page))
-            (folder / f"my_{name}.py").write_text(own.text)
-            (folder / f"own_{name}.yaml").write_text(next(b.text for b in config_blocks() if b.where.startswith(page)))
-        (function,) = (block for block in python_blocks() if block.where.startswith("docs/tools.md:"))
-        (folder / "units.py").write_text(function.text)
-        (team,) = (block for block in python_blocks() if block.where.startswith("README.md:"))
-        (folder / "team.py").write_text(team.text)
+        own = {"team": "own_team", "task": "own_task", "seeker": "waiting", "program": "external"}
+        files = {f"my_{name}.py": f"docs/{page}.md:" for name, page in own.items()}
+        for name, page in {**files, "units.py": "docs/tools.md:", "team.py": "README.md:"}.items():
+            (text,) = (block.text for block in python_blocks() if block.where.startswith(page))
+            (folder / name).write_text(text)
+        for name, page in own.items():
+            text = next(block.text for block in config_blocks() if block.where.startswith(f"docs/{page}.md:"))
+            (folder / f"own_{name}.yaml").write_text(text)
         write_rows(folder / "raw.jsonl", ({"question": asked, "answer": "7", "level": level} for asked, level in RAW))
         curate = next(block.text for block in config_blocks() if "\ncurate:" in block.text)
         (folder / "curation.yaml").write_text(curate)
@@ -71,16 +70,15 @@ class Desk:
         (folder / "wiki-18.jsonl").write_text(json.dumps({"id": "0", "contents": '"Seven"\nIt is 7.'}))
 
     def words(self, command: str, model: Callable[[str], Path], rest: str = "") -> list[str]:
-        """The command's words with paths filled in: model(name) for a model's directory, `rest` for three dots."""
+        """The command's words with paths filled in, here and in its config file: model(name) for a model's directory, `rest` for
+        three dots."""
         command = command.replace(" ...", f" {rest}".rstrip())
         command = command.replace("/tmp/", f"{self.folder}/tmp/").replace("HOST:", "127.0.0.1:")
-        return shlex.split(MODEL.sub(lambda match: str(model(match[2])), command))
-
-    def fill_in(self, words: list[str], model: Callable[[str], Path]) -> None:
-        """Paths of models in the config file of a command."""
+        words = shlex.split(MODEL.sub(lambda match: str(model(match[2])), command))
         for path in [self.folder / word for word in words if word in ("own_task.yaml", "own_seeker.yaml", "mars.yaml")]:
             path.write_text(MODEL.sub(lambda match: str(model(match[2])), path.read_text()))
             self.write_problems(path.read_text())
+        return words
 
     def write_problems(self, config: str) -> None:
         """The files that a config lists under data.train and data.eval and that are not there: `count` problems, or four."""

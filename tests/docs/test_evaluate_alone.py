@@ -18,6 +18,14 @@ from small_run import sevens
 from marsrl.trainer.commands import cli
 
 pytestmark = pytest.mark.slow
+HERE = "rollout={engine: local, placement: local, max_response_tokens: 40}"
+
+
+def evaluated(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], str]:
+    """(the result that `marsrl evaluate` prints, what it says beside)."""
+    status, said = cli.main(["evaluate", *words]), capsys.readouterr()
+    assert status == 0, said.err
+    return json.loads(said.out), said.err
 
 
 def test_a_served_solver_with_critics_of_a_checkpoint_is_evaluated_and_goes_on(tmp_path: Path, capsys: Any) -> None:
@@ -30,15 +38,13 @@ def test_a_served_solver_with_critics_of_a_checkpoint_is_evaluated_and_goes_on(t
 
     with completions_server(reply) as server:
         words = [
-            "evaluate", "task=math", "agents.solver.policy=served", *(f"agents.{a}.policy=critics" for a in AGENTS[1:]),
+            "task=math", "agents.solver.policy=served", *(f"agents.{a}.policy=critics" for a in AGENTS[1:]),
             f"policies.served={{frozen: true, engine: openai, model: {model}}}",
             f"policies.served.openai={{base_url: '{server.base_url}', model: m}}",
             f"policies.critics={{frozen: true, model: {model}, dtype: float32}}", "data.eval=p.jsonl",
-            "evaluate={accept_after: 1, max_iterations: 1, fixed_inputs: 2, repeat: 2}",
-            "rollout={engine: local, placement: local, max_response_tokens: 40}", "--out", "kept",
+            "evaluate={accept_after: 1, max_iterations: 1, fixed_inputs: 2, repeat: 2}", HERE, "--out", "kept",
         ]  # fmt: skip
-        assert cli.main(words) == 0, capsys.readouterr().err
-        first = json.loads(capsys.readouterr().out)
+        first, _ = evaluated(words, capsys)
         num_asked = len(server.bodies)
         assert first["alone"]["n"] == first["system"]["n"] == first["latency"]["n"] == 8
         # critics without a verdict change nothing in one round
@@ -47,12 +53,10 @@ def test_a_served_solver_with_critics_of_a_checkpoint_is_evaluated_and_goes_on(t
         assert policies == {"solver": "served", "verifier1": "critics"}
         lines = Path("kept/draws.jsonl").read_bytes().splitlines(keepends=True)
         Path("kept/draws.jsonl").write_bytes(b"".join(lines[:5]) + lines[5][:30])  # as kill -9 leaves it
-        assert cli.main(words) == 0
-        shown = capsys.readouterr()
-        again = json.loads(shown.out)
+        again, told = evaluated(words, capsys)
         assert {**again, "usage": 0, "latency": 0} == {**first, "usage": 0, "latency": 0}  # these have seconds
         assert again == json.loads(Path("kept/evaluation.json").read_text())
-        assert "5 of 8 draws are kept" in shown.err and len(server.bodies) == num_asked + 3
+        assert "5 of 8 draws are kept" in told and len(server.bodies) == num_asked + 3
 
 
 GAME = """
@@ -70,25 +74,22 @@ def test_an_environment_is_evaluated_and_draws_of_another_are_not_taken_for_its(
     model = boxing_model(tmp_path / "model")
     sevens(tmp_path, 4, name="p.jsonl")
     words = [
-        "evaluate", "task=math", "orchestration=external", "external.environment=game.py:Game", "agents={solver: {}}",
+        "task=math", "orchestration=external", "external.environment=game.py:Game", "agents={solver: {}}",
         f"policies={{main: {{frozen: true, model: {model}, dtype: float32}}}}", "data.eval=p.jsonl", "evaluate.repeat=2",
-        "rollout={engine: local, placement: local, max_response_tokens: 40}", "--out", "kept",
+        HERE, "--out", "kept",
     ]  # fmt: skip
     Path("game.py").write_text(GAME)
-    assert cli.main(words) == 0, capsys.readouterr().err
-    found = json.loads(capsys.readouterr().out)
+    found, _ = evaluated(words, capsys)
     assert found["system"]["n"] == found["latency"]["n"] == 8 and found["system"]["mean"] == 0.25
     assert found["usage"].keys() == {"solver"}
     Path("game.py").write_text(GAME.replace("0.25", "0.75"))
-    assert cli.main(words) == 0, capsys.readouterr().err
-    assert json.loads(capsys.readouterr().out)["system"]["mean"] == 0.75
+    assert evaluated(words, capsys)[0]["system"]["mean"] == 0.75
 
 
 def test_evaluations_are_kept_and_compared(tmp_path: Path, capsys: Any) -> None:
     os.chdir(tmp_path)
     desk, models = Desk(tmp_path), {}
-    own = ["evaluate={accept_after: 1, max_iterations: 1, fixed_inputs: 2}", "policies.main.dtype=float32"]
-    own += ["rollout={engine: local, placement: local, max_response_tokens: 40}"]
+    own = ["evaluate={accept_after: 1, max_iterations: 1, fixed_inputs: 2}", "policies.main.dtype=float32", HERE]
 
     def model(name: str) -> Path:
         models[name] = models.get(name) or boxing_model(tmp_path / "models" / name)
@@ -96,11 +97,9 @@ def test_evaluations_are_kept_and_compared(tmp_path: Path, capsys: Any) -> None:
 
     commands = [desk.words(each, model)[1:] for each in run_by("test_evaluations_are_kept_and_compared")]
     for words in (words for words in commands if words[0] == "evaluate"):
-        assert cli.main([*words, *own]) == 0, capsys.readouterr().err
-        said = capsys.readouterr()
-        result = json.loads(said.out)
-        assert said.err.rstrip().endswith(f"kept in {words[words.index('--out') + 1]}/evaluation.json"), said.err
-        assert result == json.loads(Path(words[words.index("--out") + 1], "evaluation.json").read_text())
+        result, said = evaluated([*words[1:], *own], capsys)
+        kept = f"{words[words.index('--out') + 1]}/evaluation.json"
+        assert said.rstrip().endswith(f"kept in {kept}") and result == json.loads(Path(kept).read_text()), said
         if "evaluate.repeat=2" in words:
             num_episodes = {name: each["num_episodes"] for name, each in result["sets"].items()}
             assert num_episodes == {"aime25": 8, "beyondaime": 8}

@@ -38,10 +38,6 @@ def look_at(run: RunDirectory) -> Catalog:
     return catalog
 
 
-def is_wrong(sample: SampleRecord) -> bool:
-    return sample.verdict is not None and sample.parts.get("verdict") == 0
-
-
 FILTERS: list[tuple[Filter, Callable[[int, SampleRecord], bool]]] = [
     (Filter(), lambda step, s: True),
     (Filter(agent="verifier1"), lambda step, s: s.agent == "verifier1"),
@@ -51,7 +47,7 @@ FILTERS: list[tuple[Filter, Callable[[int, SampleRecord], bool]]] = [
     (Filter(low=0.34, high=0.36), lambda step, s: s.reward == 0.35),
     (Filter(high=0.0, agent="solver"), lambda step, s: s.reward is not None and s.reward <= 0 and s.agent == "solver"),
     (Filter(flag=("missing reward",)), lambda step, s: s.reward is None),
-    (Filter(flag=("truncated", "wrong verdict")), lambda step, s: s.finish is Finish.LENGTH and is_wrong(s)),
+    (Filter(flag=("truncated", "wrong verdict")), lambda step, s: s.uid == "w"),
     (Filter(flag=("verdict",), last=4), lambda step, s: s.verdict is not None and step <= 4),
     (Filter(problem="p1.2"), lambda step, s: s.problem_id == "p1.2"),
     (Filter(words="ANSWER 9"), lambda step, s: "Answer: 9" in s.text),
@@ -64,9 +60,8 @@ FILTERS: list[tuple[Filter, Callable[[int, SampleRecord], bool]]] = [
 
 def test_a_filter_finds_the_samples_that_pass_it_newest_first_and_looking_writes_nothing(tmp_path: Path) -> None:
     run = make_run(tmp_path / "runs[1]*" / "step=9", num_steps=6)  # what DuckDB could take for a pattern or a column
-    odd = [
-        make_sample(f"o{i}", text=f"needle {i}", prompt_text="asked", reward=Reward(i / 20, i / 20)) for i in range(20)
-    ]
+    rewards = [Reward(i / 20, i / 20) for i in range(20)]
+    odd = [make_sample(f"o{i}", text=f"needle {i}", prompt_text="asked", reward=r) for i, r in enumerate(rewards)]
     changes = {"verdict": False, "finish": Finish.LENGTH, "reward": Reward(0.0, 0.0, {"verdict": 0.0})}
     write_samples(run, 9, [make_group(*odd), make_group(make_sample("w", "judge", prompt_text="asked", **changes))])
     before = {path: path.stat().st_mtime_ns for path in run.path.rglob("*")}

@@ -86,9 +86,8 @@ def test_what_cannot_be_answered_says_why(stranger: TestClient) -> None:
 
 
 def test_the_libraries_are_those_that_were_published(stranger: TestClient) -> None:
-    listed = re.findall(
-        r"^\| (\S+) \|.*LICENSE\.(\w+) \| (\w{64}) \|$", (PAGES / "vendor" / "VERSIONS.md").read_text(), re.M
-    )
+    row = r"^\| (\S+) \|.*LICENSE\.(\w+) \| (\w{64}) \|$"
+    listed = re.findall(row, (PAGES / "vendor" / "VERSIONS.md").read_text(), re.M)
     assert {name for name, _, _ in listed} == {path.name for path in (PAGES / "vendor").glob("*.*s")}
     for name, licence, digest in listed:
         assert hashlib.sha256((PAGES / "vendor" / name).read_bytes()).hexdigest() == digest

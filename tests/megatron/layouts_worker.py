@@ -12,21 +12,11 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import megatron_models as tiny
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from megatron_models import (
-    averaged,
-    learner,
-    num_trained,
-    on_one_base,
-    save,
-    sequences,
-    step,
-    weights,
-    with_random_experts,
-)
 
 from marsrl.kernels import PolicyObjective
 from marsrl.rollout.kept_tokens import KeptTokens
@@ -47,7 +37,7 @@ SAMPLES = 8
 
 
 def new_learner(model: str, layout: dict[str, int]) -> Learner:
-    return learner(
+    return tiny.learner(
         model,
         mpt=MptConfig(scope="sample", entropy=3.98, probability=0.02),
         layout=layout,
@@ -58,7 +48,7 @@ def new_learner(model: str, layout: dict[str, int]) -> Learner:
 
 def batches_of_this_rank(layout: dict[str, int]) -> list[PackedBatch]:
     """Always the same two, so that the router loss agrees: both on one data-parallel rank, or one on each of two."""
-    samples = sequences(SAMPLES, multiple=4)
+    samples = tiny.sequences(SAMPLES, multiple=4)
     batches = [pack(samples[::2], align=2), pack(samples[1::2], align=2)]
     sharers = layout.get("tensor", 1) * layout.get("pipeline", 1) * layout.get("context", 1)
     ranks_of_data = dist.get_world_size() // sharers
@@ -74,7 +64,7 @@ def third_step(policy: Learner, layout: dict[str, int], checkpoint: Path | None 
         policy.load(checkpoint)
     found = []
     for _ in range(2):
-        stats = step(policy, batches_of_this_rank(layout), normaliser=num_trained(sequences(SAMPLES, multiple=4)))
+        stats = tiny.step(policy, batches_of_this_rank(layout), tiny.num_trained(tiny.sequences(SAMPLES, multiple=4)))
         found += [stats.loss, stats.grad_norm]
     return found
 
@@ -90,11 +80,11 @@ def run(model: str, layout: dict[str, int], checkpoint: Path) -> dict[str, Any]:
     with mock.patch.object(HfReader, "_read", counted):
         policy = new_learner(model, layout)
     loaded = [sum(read), sum(p.numel() for p in policy.model.parameters())]
-    samples, mine = sequences(SAMPLES, multiple=4), batches_of_this_rank(layout)
-    untouched = weights(policy)
+    samples, mine = tiny.sequences(SAMPLES, multiple=4), batches_of_this_rank(layout)
+    untouched = tiny.weights(policy)
     stats = []
     for _ in range(2):
-        s = step(policy, mine, normaliser=num_trained(samples), by_agent=True)
+        s = tiny.step(policy, mine, normaliser=tiny.num_trained(samples), by_agent=True)
         norms = [norm or 0.0 for norm in s.agent_grad_norms]
         stats.append([s.loss, s.grad_norm, s.gated_samples, *itertools.chain(*s.agent_sums.values()), s.k3, *norms])
     found = zip(policy.score(mine), policy.score(mine, rounded_as=Precision(torch.bfloat16)), strict=True)
@@ -103,11 +93,11 @@ def run(model: str, layout: dict[str, int], checkpoint: Path) -> dict[str, Any]:
     is_split = len(mine) < 2  # over the data-parallel ranks
     total /= 1 if is_split else dist.get_world_size()
     dist.all_reduce(total)
-    save(policy, checkpoint)
+    tiny.save(policy, checkpoint)
     return {
         "stats": stats,
         "scores": total.tolist(),
-        "weights": weights(policy),
+        "weights": tiny.weights(policy),
         "third": third_step(policy, layout),
         "untouched": untouched,
         "loaded": loaded,
@@ -121,7 +111,7 @@ def forced(samples: list[TrainSequence]) -> list[TrainSequence]:
         ids = [np.unique(np.array([token, 5, 40], np.int32))[: 3 * (token % 2)] for token in s.token_ids]
         return KeptTokens.of(ids)
 
-    return [replace(s, kept_tokens=kept(s)) for s in with_random_experts(samples)]
+    return [replace(s, kept_tokens=kept(s)) for s in tiny.with_random_experts(samples)]
 
 
 Tokens = dict[str, tuple[int, list[float], list[float], list[int]]]
@@ -135,7 +125,7 @@ def updates(
     And what each rank says of a batch that cannot be packed. Two ranks of one replica, or one of each: the last update is of one
     sample, and one data rank's share of it empty.
     """
-    policy = learner(
+    policy = tiny.learner(
         model,
         objective=PolicyObjective(kl="k3", kl_coef=0.2, clip_low=0.02, clip_high=0.02),
         reference_dir=reference,
@@ -144,8 +134,8 @@ def updates(
         optimizer=OptimizerConfig(lr=1e-3, grad_clip=0.5),
         recompute="full",
     )
-    samples = forced(sequences(8, multiple=4))
-    batches = tuple(averaged(part, Average("sequence", "agent")) for part in (samples[:7], samples[7:]))
+    samples = forced(tiny.sequences(8, multiple=4))
+    batches = tuple(tiny.averaged(part, Average("sequence", "agent")) for part in (samples[:7], samples[7:]))
     with mock.patch.object(collective, "SCATTER_BYTES", 1000):  # sent in pieces
         with pytest.raises((RuntimeError, ValueError)) as refusal:
             scatter(batches if dist.get_rank() == 0 else None, policy.shard(8))
@@ -176,7 +166,7 @@ ADAPTERS: dict[str, dict[str, dict[str, Any]]] = {
 
 def adapted(model: str, kind: str, layout: dict[str, int], recompute: str) -> dict[str, Learner]:
     optimizers = {name: {"lr": 1e-2, "grad_clip": 0.5, "weight_decay": 0.1} for name in POLICIES}
-    return on_one_base(model, ADAPTERS[kind], optimizers, layout=layout, recompute=recompute)
+    return tiny.on_one_base(model, ADAPTERS[kind], optimizers, layout=layout, recompute=recompute)
 
 
 def train_together(learners: dict[str, Learner], steps: range) -> list[float]:
@@ -184,9 +174,9 @@ def train_together(learners: dict[str, Learner], steps: range) -> list[float]:
     (group,) = groups(learners, POLICIES)
     found = []
     for number in steps:
-        samples = sequences(8, seed=number, multiple=4)
+        samples = tiny.sequences(8, seed=number, multiple=4)
         own = [tuple(s for s in samples if POLICIES[s.agent] == name) for name in learners]
-        parts = joined([(MiniBatch(each, num_trained(list(each))),) for each in own])
+        parts = joined([(MiniBatch(each, tiny.num_trained(list(each))),) for each in own])
         stats = group.train_step(scatter(parts if dist.get_rank() == 0 else None, group.shard(64)))
         found += [value for each in stats.values() for value in (each.loss, each.grad_norm)]
     return found
@@ -198,8 +188,8 @@ def run_adapters(model: str, kind: str, layout: dict[str, int], recompute: str, 
     base = [parameter.clone() for parameter in learners["a"].model.parameters()]
     found: dict[str, Any] = {"numbers": train_together(learners, range(2))}
     for name, policy in learners.items():
-        found[name] = dict(policy.held().export())
-        save(policy, folder / name)
+        found[name] = tiny.weights(policy)
+        tiny.save(policy, folder / name)
     found["base stays"] = all(map(torch.equal, base, learners["a"].model.parameters()))
     found["third"] = train_together(learners, range(2, 3))
     return found

@@ -29,8 +29,6 @@ from marsrl.trainer.learner.step_stats import StepStats
 VOCAB = 61  # odd: tensor parallelism pads it
 OPTIMIZER = OptimizerConfig(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, grad_clip=0.5)
 OF_LEARNER = ("old_policy", "router_replay", "reference_dir", "base")
-
-
 LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "original_max_position_embeddings": 64, "factor": 8.0}
 KINDS: dict[str, dict[str, Any]] = {
     "qwen2": {},
@@ -269,9 +267,7 @@ def plain_step(
         mean = {
             "token": lambda each: torch.cat(each).mean(),
             "sequence": lambda each: torch.stack([tokens.mean() for tokens in each]).mean(),
-            "sequence_sum_constant": lambda each: (
-                torch.stack([tokens.sum() for tokens in each]).mean() / average.max_tokens
-            ),
+            "sequence_sum_constant": lambda each: torch.stack([t.sum() for t in each]).mean() / average.max_tokens,
         }[average.aggregation]
         loss = torch.stack([mean(each) for each in terms.values()]).sum()
         adam.zero_grad()

@@ -6,12 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
-import transformers
 from megatron_models import KINDS, learner, save_model, weights
 from safetensors.torch import load_file, save_file
 
-from marsrl.rollout.engines.local.model import rotary_frequencies
 from marsrl.rollout.model_shape import read_shape
 
 SCALING = KINDS["llama"]["rope_parameters"]
@@ -29,7 +26,7 @@ def edited(folder: Path, **changes: object) -> Path:
         (
             "qwen3",
             {"architectures": ["GemmaForCausalLM"]},
-            "GemmaForCausalLM is not supported; supported: Qwen2ForCausalLM, Qwen3ForCausalLM, .*, MistralForCausalLM",
+            "GemmaForCausalLM is not supported; supported: Qwen2ForC.*, Mistral",
         ),
         ("qwen3", {"attention_bias": True}, "attention_bias is True; supported: False"),
         ("qwen3", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type is 'yarn'"),
@@ -73,13 +70,6 @@ def test_older_files_of_llama_have_the_rope_beside_its_scaling(tmp_path: Path) -
     rope = json.loads((folder / "config.json").read_text())["rope_parameters"]
     edited(folder, rope_parameters=None, rope_theta=rope.pop("rope_theta"), rope_scaling=rope)
     assert read_shape(folder) == expected and expected.rope_scaling is not None
-
-
-@pytest.mark.parametrize("kind", ["mistral", "llama"])
-def test_rotary_frequencies_are_those_of_transformers_to_the_bit(kind: str, tmp_path: Path) -> None:
-    folder = save_model(kind, tmp_path / "m")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).model.rotary_emb.inv_freq
-    assert torch.equal(rotary_frequencies(read_shape(folder), torch.device("cpu")), theirs)
 
 
 def test_several_files_are_read_as_one_and_a_directory_without_any_is_refused(tmp_path: Path) -> None:

@@ -52,15 +52,13 @@ def found(request: pytest.FixtureRequest, done: tuple[Path, dict[str, Any]]) -> 
 
 
 @pytest.mark.parametrize("kind", ["nccl", "ipc"])
-def test_a_direct_sync_brings_what_files_bring_bit_for_bit(found: dict[str, Any], kind: str) -> None:
+def test_a_direct_sync_brings_what_files_bring_bit_for_bit_and_a_changed_bit_is_named(
+    found: dict[str, Any], kind: str
+) -> None:
     assert found[kind]["held"] == found["shm"]["held"]
     assert found[kind]["held"][0] == found[kind]["held"][1]
     assert found[kind]["bytes"] == found["shm"]["bytes"] > 9 * BUCKET
     assert found[kind]["probe"] == found["shm"]["probe"]
-
-
-@pytest.mark.parametrize("kind", ["nccl", "ipc"])
-def test_one_bit_that_changes_on_the_way_is_seen_and_named(found: dict[str, Any], kind: str) -> None:
     name, error = found[kind]["spoiled"]
     assert "version 9: engine 1 does not hold what was sent: 1 of" in error and f"first {name} (checksum" in error
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from marsrl.rollout.adapter import read_tensors
 from marsrl.rollout.model_shape import ModelShape
 from marsrl.trainer.config import LayoutConfig
-from marsrl.trainer.learner.megatron.layout import Layout, check, fitting, resolve, why_not
+from marsrl.trainer.learner.megatron.layout import check, resolve
 from marsrl.trainer.models.export import export
 
 TWO = {
@@ -30,8 +30,6 @@ TWO = {
     "qwen3": {"dp2": {}, "tp2": {"tensor": 2}, "pp2": {"pipeline": 2}, "cp2": {"context": 2}},
     "llama": {"tp2": {"tensor": 2}, "pp2": {"pipeline": 2}},
 }
-
-
 RESUMED = {
     "qwen3_moe": [
         ("dp2", "dp2"), ("tp2_ep2", "tp2_ep2"), ("tp2_etp2", "dp2"), ("ep2", "dp2"), ("pp2", "tp2_etp2"), ("dp2", "ep2"),
@@ -147,13 +145,8 @@ def test_two_ranks_do_the_updates_of_one(reports: dict[str, Any], name: str, rou
         for column, values in zip(kept[uid][1:3], expected[:2], strict=True):
             assert column == pytest.approx(values, abs=1e-3 if number == 2 else 1e-5), uid
         assert number == 2 or kept[uid][3] == expected[2] == [0] * len(expected[2])  # ratios of 1
-
-
-def test_an_update_clips_and_changes_choices(reports: dict[str, Any]) -> None:
-    """So that the test before compares something."""
-    (of_rollout, _, _), (of_recompute, tokens, _) = (reports[f"one, {each}"] for each in ("rollout", "recompute"))
-    assert any(1 in marks for _, _, _, marks in tokens.values())
-    assert 0 < of_recompute[1][5] < of_rollout[0][5]
+    # there is something to compare: choices that differ, clipped tokens
+    assert expected_steps[1][5] > 0 and any(1 in marks for *_, marks in expected_kept.values())
 
 
 @pytest.mark.parametrize("case", [f"{kind}/{name}" for kind, own in ADAPTED.items() for name in own])
@@ -200,18 +193,3 @@ def test_a_layout_that_does_not_fit_is_refused_with_the_nearest_that_does(
 ) -> None:
     with pytest.raises(ValueError, match=says):
         check(resolve(LayoutConfig(**layout)), SHAPE, world)
-
-
-def test_expert_tensor_follows_tensor_only_without_expert_parallelism() -> None:
-    assert resolve(LayoutConfig(tensor=2)).expert_tensor == 2
-    assert resolve(LayoutConfig(tensor=2, expert=2)).expert_tensor == 1
-
-
-def test_every_layout_offered_fits_and_none_is_the_silently_wrong_one() -> None:
-    layouts = list(fitting(SHAPE, 48))
-    assert len(layouts) == len(set(layouts)) > 20
-    for layout in layouts:
-        assert why_not(layout, SHAPE, 48) is None
-        assert layout.expert > 1 or layout.expert_tensor == layout.tensor
-        assert layout.data(48) * layout.tensor * layout.pipeline * layout.context == 48
-    assert Layout(2, 8, 1, 3, 1) in layouts

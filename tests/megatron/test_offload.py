@@ -6,22 +6,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import megatron_models as tiny
 import pytest
 import torch
-from megatron_models import (
-    gradients,
-    largest_difference,
-    learner,
-    micro_batches,
-    save,
-    save_model,
-    sequences,
-    step,
-    weights,
-)
 from torch.overrides import TorchFunctionMode
 
+from marsrl.trainer.checks.preflight import check_layouts
 from marsrl.trainer.config import OptimizerConfig
+from marsrl.trainer.config.read import read_config
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.megatron import shim
 
@@ -44,7 +36,7 @@ class TwoMemories(TorchFunctionMode):
 
 
 def stepped(learner: Learner, num_steps: int) -> list[float]:
-    return [step(learner, micro_batches(sequences(6), 2)).grad_norm for _ in range(num_steps)]
+    return [tiny.step(learner, tiny.micro_batches(tiny.sequences(6), 2)).grad_norm for _ in range(num_steps)]
 
 
 def moments(learner: Learner) -> float:
@@ -61,40 +53,43 @@ def test_an_offloaded_optimizer_steps_and_resumes_as_one_on_the_gpu(
 
     from marsrl.trainer.learner.megatron import optimizer
 
-    folder = save_model("qwen3_moe", tmp_path / "m", num_hidden_layers=1)
-    here = learner(folder, **SETTINGS)
+    folder = tiny.save_model("qwen3_moe", tmp_path / "m", num_hidden_layers=1)
+    here = tiny.learner(folder, **SETTINGS)
     norms = stepped(here, 3)
     assert min(norms) > 3 * 0.01  # so that every step is clipped
 
     ours, offloaded = optimizer.optimizer_options, {"offload": True}
     monkeypatch.setattr(optimizer, "optimizer_options", lambda c, dtype: ours(c.model_copy(update=offloaded), dtype))
     with TwoMemories():
-        away = learner(folder, **SETTINGS)
+        away = tiny.learner(folder, **SETTINGS)
         hybrids = [part.optimizer for part in away.optimizer.parts()]
         assert hybrids and all(isinstance(each, HybridDeviceOptimizer) for each in hybrids)
         of_cpu = [group for each in hybrids for group in each.cpu_param_groups]
         assert not any(each.gpu_optimizer for each in hybrids)  # nothing of the state is left on the GPU
         assert all(p.dtype == torch.float32 and p.in_host_memory for group in of_cpu for p in group["params"])
-        save(away, tmp_path / "before")
+        tiny.save(away, tmp_path / "before")
         assert stepped(away, 2) == pytest.approx(norms[:2], rel=1e-3)
-        save(away, tmp_path / "after")
+        tiny.save(away, tmp_path / "after")
         stepped(away, 1)
         assert moments(away) == pytest.approx(moments(here), rel=1e-2)
-        torch.testing.assert_close(weights(away), weights(here), atol=1e-3, rtol=1e-2)
+        torch.testing.assert_close(tiny.weights(away), tiny.weights(here), atol=1e-3, rtol=1e-2)
 
-        back = learner(folder, **SETTINGS)
+        back = tiny.learner(folder, **SETTINGS)
         back.load(tmp_path / "after")
         stepped(back, 1)
-        assert largest_difference(weights(back), weights(away)) == 0.0
+        assert tiny.largest_difference(tiny.weights(back), tiny.weights(away)) == 0.0
         back.load(tmp_path / "before")
-        assert largest_difference(weights(back), weights(learner(folder, **SETTINGS))) == 0.0
+        assert tiny.largest_difference(tiny.weights(back), tiny.weights(tiny.learner(folder, **SETTINGS))) == 0.0
 
 
-def test_what_megatron_would_refuse_of_offloading_is_refused_by_name(tmp_path: Path) -> None:
+def test_what_megatron_would_refuse_of_offloading_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="optimizer.offload needs optimizer.distributed: set distributed=true"):
         OptimizerConfig(offload=True, distributed=False)
-    with pytest.raises(ValueError, match="full_offload.*: set full$"):
-        learner(save_model("qwen3", tmp_path / "m"), recompute="full_offload")
+    config, _ = read_config(None, ["policies.main.recompute=full_offload"])
+    with pytest.raises(
+        ValueError, match="recompute=full_offload, and PyTorch sees no CUDA device .* set false and full"
+    ):
+        check_layouts(config)
 
 
 def test_layers_that_start_again_from_inputs_on_the_host_have_the_same_gradients(
@@ -103,13 +98,13 @@ def test_layers_that_start_again_from_inputs_on_the_host_have_the_same_gradients
     shim.install()
     from marsrl.trainer.learner.megatron import model
 
-    folder = save_model("qwen3_moe", tmp_path / "m", num_hidden_layers=3)
-    batches, kept = micro_batches(sequences(6), 2), list[torch.Tensor]()
+    folder = tiny.save_model("qwen3_moe", tmp_path / "m", num_hidden_layers=3)
+    batches, kept = tiny.micro_batches(tiny.sequences(6), 2), list[torch.Tensor]()
 
     def stepped() -> dict[str, torch.Tensor]:
-        own = learner(folder, recompute="full")
-        step(own, batches)
-        return gradients(own)
+        own = tiny.learner(folder, recompute="full")
+        tiny.step(own, batches)
+        return tiny.gradients(own)
 
     here, build, to_host = stepped(), model.build_model, model.to_host
     offloading = {"recompute": "full_offload"}

@@ -67,12 +67,9 @@ def make_summary(**changes: Any) -> Summary:
     fields: dict[str, Any] = {"name": "made-up", "task": "arithmetic", "model": "made-up Qwen3-MoE, 0.57 M parameters"}
     fields |= {"device": "made-up CPU, 2 cores", "steps": 6, "seeds": {"run": 0}}
     fields |= {"before": make_evaluation(0.55), "after": make_evaluation(0.88), "verified_syncs": 6}
-    fields |= {
-        "engine": engine | {"kind": "vllm", "device": "cpu", "dtype": "float32"},
-        "tokens_per_engine": (412_345,),
-    }
+    fields["engine"] = engine | {"kind": "vllm", "device": "cpu", "dtype": "float32"}
     fields |= {"warm_start": warm_start, "timings": {"warm_start": 140.0, "rl": 101.5}, "commit": "0123abc"}
-    fields |= {"versions": {"torch": "0.0-test", "ray": "0.0-test"}}
+    fields |= {"versions": {"torch": "0.0-test", "ray": "0.0-test"}, "tokens_per_engine": (412_345,)}
     return Summary(**{**fields, **changes})
 
 
@@ -116,8 +113,7 @@ def make_run(root: Path, *, text: str = "", num_steps: int = 6, finished: bool =
             groups, advantages = make_step(step, rng, text)
             write_samples(run, step, groups, advantages)
             values = summarise(groups, version=step, advantages=advantages)
-            parts = {"rollout": 2.0 + rng.random(), "credit": 0.05, "pack": 0.1, "step": 1.0 + rng.random()}
-            parts["publish"] = 0.2
+            parts = {"rollout": 2 + rng.random(), "credit": 0.05, "pack": 0.1, "step": 1 + rng.random(), "publish": 0.2}
             values |= {f"timing_s/{name}": seconds for name, seconds in parts.items()}
             values["actor/entropy"] = 0.3 - 0.02 * step
             values["actor/grad_norm"] = math.nan if step == 2 else 0.5 + rng.random()

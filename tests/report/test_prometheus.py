@@ -17,15 +17,29 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from marsrl.trainer.checks.preflight import preflight
 from marsrl.trainer.config.read import ConfigError, read_config
-from marsrl.trainer.report.prometheus import COUNTED, MetricsPort, sample_of, served
+from marsrl.trainer.report.prometheus import COUNTED, MetricsPort, served
 
 AGENTS, POLICIES = ("solver", "verifier1"), ("small", "large")
-ROW = {
-    "reward/all/mean": 0.5, "reward/solver/mean": 0.25, "reward/solver/missing": 2.0, "response_length/solver/clip_ratio": 0.1,
-    "small/actor/entropy": 0.3, "small/actor/solver/entropy": 0.4, "large/actor/entropy": float("nan"),
-    "large/train_rollout/prob_diff_mean": 1e-3, "rollout/engines/large": 2.0, "tools/python 3/errors": 1.0,
-    "judge/missing_share": 0.01, "team/a b/c": 7.0, "timing_s/total": 3.5, "eval/solver/low": 0.2, "eval/system": 0.6,
-}  # fmt: skip
+NAMED: dict[str, tuple[str, dict[str, str]]] = {  # metric: name and labels
+    "reward/all/mean": ("reward_mean", {}),
+    "reward/solver/mean": ("reward_mean", {"agent": "solver"}),
+    "reward/solver/missing": ("reward_missing", {"agent": "solver"}),
+    "response_length/solver/clip_ratio": ("response_length_clip_ratio", {"agent": "solver"}),
+    "actor/entropy": ("actor_entropy", {}),
+    "small/actor/entropy": ("actor_entropy", {"policy": "small"}),
+    "small/actor/solver/grad_norm": ("actor_grad_norm", {"policy": "small", "agent": "solver"}),
+    "large/train_rollout/prob_diff_mean": ("train_rollout_prob_diff_mean", {"policy": "large"}),
+    "rollout/engines/large": ("rollout_engines", {"policy": "large"}),
+    "rollout/engines/a/b": ("rollout_engines", {"policy": "a/b"}),
+    "policy_cost/large/seconds": ("policy_cost_seconds", {"policy": "large"}),
+    "tools/python 3/errors": ("tools_errors", {"tool": "python 3"}),
+    "judge/missing_share": ("judge_missing_share", {}),
+    "eval/solver/low": ("eval_low", {"agent": "solver"}),
+    "eval/aime-25/solver": ("eval_aime_25", {"agent": "solver"}),
+    "timing_s/total": ("timing_s", {"part": "total"}),
+    "team/é\n{}/x": ("team______x", {}),
+}
+ROW = {metric: float(number) for number, metric in enumerate(NAMED)}
 EACH = {f"small/{name}" if name.startswith("actor/") else name: 2.0 for name in COUNTED}
 
 
@@ -42,40 +56,19 @@ def scrape(port: int) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
     return found
 
 
-@pytest.fixture
-def shown() -> MetricsPort:
+def test_a_scrape_has_the_last_row_the_counts_since_the_start_and_all_that_alerts_ask_for() -> None:
     of_now = {"engines": lambda: {"large": 3}, "silences_s": lambda: {1: 2.5}}
-    return MetricsPort('a "run"', agents=AGENTS, policies=POLICIES, num_steps=9, **of_now)
-
-
-def test_the_names_of_metrics_become_names_and_labels() -> None:
-    for metric, name, labels in (
-        ("reward/solver/mean", "marsrl_reward_mean", {"agent": "solver"}),
-        ("reward/all/mean", "marsrl_reward_mean", {}),
-        ("actor/entropy", "marsrl_actor_entropy", {}),
-        ("small/actor/solver/grad_norm", "marsrl_actor_grad_norm", {"policy": "small", "agent": "solver"}),
-        ("rollout/engines/a/b", "marsrl_rollout_engines", {"policy": "a/b"}),
-        ("policy_cost/large/seconds", "marsrl_policy_cost_seconds", {"policy": "large"}),
-        ("tools/python 3/calls", "marsrl_tools_calls", {"tool": "python 3"}),
-        ("eval/solver/low", "marsrl_eval_low", {"agent": "solver"}),
-        ("eval/aime-25/solver", "marsrl_eval_aime_25", {"agent": "solver"}),
-        ("timing_s/step", "marsrl_timing_s", {"part": "step"}),
-        ("team/é\n{}/x", "marsrl_team______x", {}),
-    ):
-        assert sample_of(metric, AGENTS, POLICIES) == (name, tuple(sorted(labels.items()))), metric
-
-
-def test_a_scrape_has_the_last_row_the_counts_since_the_start_and_all_that_alerts_ask_for(shown: MetricsPort) -> None:
+    shown = MetricsPort('a "run"', agents=AGENTS, policies=POLICIES, num_steps=9, **of_now)
     with held_port() as port:
         with served(port, shown):
             before = scrape(port)
             assert "marsrl_step" not in before and before["marsrl_run"] == {(("run", 'a "run"'),): 1}
             shown.show(1, {**ROW, **EACH, "gone/next": 1.0})
-            shown.show(2, {**ROW, **EACH})
+            shown.show(2, {**ROW, **EACH, "large/actor/entropy": math.nan})
             now = scrape(port)
             assert now["marsrl_step"][()] == 2 and now["marsrl_steps"][()] == 9 and "marsrl_gone_next" not in now
-            assert now["marsrl_reward_mean"] == {(): 0.5, (("agent", "solver"),): 0.25}
-            assert now["marsrl_actor_entropy"][(("policy", "small"),)] == 0.3
+            for metric, (name, labels) in NAMED.items():
+                assert now[f"marsrl_{name}"][tuple(sorted(labels.items()))] == ROW[metric], metric
             assert math.isnan(now["marsrl_actor_entropy"][(("policy", "large"),)])
             assert now["marsrl_engines"] == {(("policy", "large"),): 3}
             assert now["marsrl_rank_silence_seconds"] == {(("rank", "1"),): 2.5}

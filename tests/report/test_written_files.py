@@ -16,13 +16,7 @@ from marsrl.rollout.types import MISSING, Group, Reward
 from marsrl.trainer.learner.trained_tokens import CLIPPED, GATED, MASKED, TrainedTokens
 from marsrl.trainer.report.samples_log import read_samples, sample_files, write_samples
 from marsrl.trainer.report.summary import Evaluation, load_summary, save_summary
-from marsrl.trainer.report.token_log import (
-    choose_samples,
-    read_tokens,
-    token_files,
-    token_record,
-    write_tokens,
-)
+from marsrl.trainer.report.token_log import choose_samples, read_tokens, token_files, token_record, write_tokens
 from marsrl.trainer.report.trace import TraceLog, read_trace
 from marsrl.trainer.runs.directory import RunDirectory
 

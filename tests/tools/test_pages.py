@@ -72,13 +72,8 @@ def visit(pool: ToolPool, *urls: str) -> ToolOutput:
     return pool.submit(ToolCall("1", "visit", json.dumps({"urls": urls}))).result(3 * SOON_S)
 
 
-def told(reply: Reply, path: str = "/", **limits: object) -> str:
-    """What an agent reads of a page that is answered so."""
-    with site({"/": reply}, **limits) as (pool, _, url):
-        return visit(pool, url + path).text
-
-
-def test_a_page_is_its_main_text_and_is_asked_for_once() -> None:
+def test_a_page_is_its_main_text_and_is_asked_for_once_and_by_no_proxy_of_the_environment() -> None:
+    os.environ |= dict.fromkeys(("http_proxy", "HTTP_PROXY", "ALL_PROXY"), "http://127.0.0.1:1")
     with site({"/a": sends(ARTICLE), "/b": sends("x", "image/png"), "/c": redirects("/a")}) as (pool, server, url):
         both = visit(pool, f"{url}/a", f"{url}/b", f"{url}/c")
         first, second, third = both.parts
@@ -228,11 +223,6 @@ def test_https_is_of_the_host_that_was_asked_for(monkeypatch: pytest.MonkeyPatch
         assert "not public" in visit(pool, f"https://x.one.test:{port}/").text
 
 
-def test_proxies_of_the_environment_are_not_used() -> None:
-    os.environ |= dict.fromkeys(("http_proxy", "HTTP_PROXY", "ALL_PROXY"), "http://127.0.0.1:1")
-    assert SENTENCE in told(sends(ARTICLE))
-
-
 def longer_than_it_says(handler: Handler) -> None:
     handler.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: 9000000000\r\n\r\n" + b"x" * 99)
 
@@ -249,11 +239,9 @@ def drips(head: bytes, drop: bytes, pause_s: float = 0.02) -> Reply:
     return reply
 
 
-BOMB = gzip.compress(bytes(128 * MIB))  # 128 KiB
 HTML = b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n"
 HOSTILE: list[tuple[Reply, str]] = [
     (drips(HTML + b"\r\n", b"<p>and so on</p>" * 1000, 0.0), "it is larger than tools.pages.max_kib = 1024 KiB"),
-    (sends(BOMB, Content_Encoding="gzip"), "it is larger than tools.pages.max_kib = 1024 KiB"),
     (sends(gzip.compress(gzip.compress(bytes(64 * MIB))), Content_Encoding="gzip"), "it is called a text and is none"),
     (sends(b"\x1f\x8bnonsense", Content_Encoding="gzip"), "its gzip is broken"),
     (sends(b"x", Content_Encoding="br"), "it is compressed by 'br', which was not asked for"),
@@ -277,13 +265,14 @@ def test_a_hostile_page_is_an_error_that_says_why() -> None:
 
 
 def test_a_bomb_is_not_expanded_before_it_is_refused() -> None:
-    reply = sends(BOMB, Content_Encoding="gzip")
-    tracemalloc.start()
-    try:
-        assert "larger than tools.pages.max_kib" in told(reply, max_kib=1024)
-        assert tracemalloc.get_traced_memory()[1] < 16 * MIB  # the 64 KiB that arrive at once hold 64 MiB
-    finally:
-        tracemalloc.stop()
+    bomb = sends(gzip.compress(bytes(128 * MIB)), Content_Encoding="gzip")  # 128 KiB
+    with site({"/": bomb}, max_kib=1024) as (pool, _, url):
+        tracemalloc.start()
+        try:
+            assert "it is larger than tools.pages.max_kib = 1024 KiB" in visit(pool, f"{url}/").text
+            assert tracemalloc.get_traced_memory()[1] < 16 * MIB  # the 64 KiB that arrive at once hold 64 MiB
+        finally:
+            tracemalloc.stop()
 
 
 def test_a_page_that_drips_ends_with_its_time() -> None:

@@ -122,10 +122,7 @@ def raises(error: BaseException) -> Callable[[Mapping[str, object]], str]:
         (raises(SystemExit(3)), "error: echo failed: SystemExit: 3"),
         (raises(MemoryError()), "error: echo failed: MemoryError: "),
         (lambda arguments: b"bytes", "error: echo failed: TypeError: its output is bytes, expected text"),
-        (
-            lambda arguments: ["page", 7],
-            "error: echo failed: TypeError: its output is list, expected text or a list of texts",
-        ),
+        (lambda arguments: ["page", 7], "error: echo failed: TypeError: its output is list, expected text or a list"),
         (raises(ValueError("a" * 50_000_000)), "error: echo failed: ValueError: aaa"),
         pytest.param(raises(ValueError("\ud800")), "error: echo failed: ValueError: ?", id="a lone surrogate"),
     ],
@@ -159,10 +156,14 @@ def test_of_parts_beyond_the_cap_the_longest_are_cut_and_none_is_lost() -> None:
     assert all(part == "x" * size for part, size in zip(output.parts[:2], sizes, strict=False))
 
 
+def hangs_if_told(gate: threading.Event) -> Scripted:
+    """What is told to hang does until the gate opens."""
+    return Scripted(lambda arguments: str(gate.wait(SOON_S)) if arguments["text"] == "hang" else "well", False)
+
+
 def test_a_call_that_hangs_is_an_error_and_others_take_its_thread() -> None:
     gate = threading.Event()
-    tool = Scripted(lambda arguments: str(gate.wait(SOON_S)) if arguments["text"] == "hang" else "well")
-    with pool_of(tool, concurrency=1, timeout_s=0.05) as pool:
+    with pool_of(hangs_if_told(gate), concurrency=1, timeout_s=0.05) as pool:
         outputs, counts = answers(pool, [call("slow", "hang"), call("next", "a")]), pool.take_counts()
         gate.set()
     assert outputs["slow"] == ToolOutput("error: echo did not answer within 0.05 s", is_error=True)
@@ -180,11 +181,6 @@ def test_a_tool_that_gives_up_at_its_limit_is_late_whichever_of_both_notices_fir
         outputs, counts = answers(pool, [call(str(i), i) for i in range(50)]), pool.take_counts()
     assert set(outputs.values()) == {ToolOutput("error: echo did not answer within 0.05 s", is_error=True)}
     assert counts["tools/echo/timeouts"] == counts["tools/echo/errors"] == 50
-
-
-def hangs_if_told(gate: threading.Event) -> Scripted:
-    """What is told to hang does until the gate opens."""
-    return Scripted(lambda arguments: str(gate.wait(SOON_S)) if arguments["text"] == "hang" else "well", False)
 
 
 def until(pool: ToolPool, text: str, holds: Callable[[ToolOutput], bool]) -> None:
@@ -226,12 +222,10 @@ def test_a_call_that_was_answered_is_not_run_again_however_its_arguments_are_spe
     run = raises(ToolError("busy")) if kind == "errors" else text_of
     tool = Scripted(run, is_deterministic=kind != "not deterministic")
     with pool_of(tool, cache_mib=0 if kind == "no cache" else 1) as pool:
-        said = [
-            answers(pool, [ToolCall(id, "echo", arguments)])[id]
-            for id, arguments in [("1", '{"a": 1, "text": "é"}'), ("2", '{"text":"\\u00e9","a":1}')]
-        ]
+        spelled = ('{"a": 1, "text": "é"}', '{"text":"\\u00e9","a":1}')
+        first, second = (pool.submit(ToolCall("1", "echo", each)).result(SOON_S) for each in spelled)
         counts = pool.take_counts()
-    assert said[0] == said[1] and len(tool.seen) == runs
+    assert first == second and len(tool.seen) == runs
     assert counts["tools/echo/calls"] == 2 and counts["tools/echo/cached"] == 2 - runs
 
 

@@ -79,22 +79,23 @@ def sends(value: object) -> Any:
 
 # A retrieval server, and Google by SerpApi.
 
-
-def test_it_asks_as_search_r1_and_dr_mas_do() -> None:
-    _, server = ask(sends(FOUND), arguments={"query": 'who said "no" \ud800?'})
-    [body], [headers] = server.bodies, server.headers
-    query = 'who said "no" ??'
-    assert body == {"queries": [query], "query": query, "topk": 3, "return_scores": True}
-    assert headers["path"] == "/retrieve" and headers["Content-Type"] == "application/json"
+ASKED = 'who said "no" ??'
+OF_GOOGLE = {"q": ASKED, "num": "10", "api_key": KEY}
 
 
-@pytest.mark.parametrize(("tool", "engine"), [("search", "google"), ("scholar", "google_scholar")])
-def test_it_asks_google_for_a_page_of_results(tool: str, engine: str) -> None:
-    _, server = ask(sends({"organic_results": []}), tool)
+@pytest.mark.parametrize(
+    ("tool", "path", "body"),
+    [
+        ("http", "/retrieve", {"queries": [ASKED], "query": ASKED, "topk": 3, "return_scores": True}),
+        ("search", "/search.json?engine=google&", {"engine": "google", **OF_GOOGLE}),
+        ("scholar", "/search.json?engine=google_scholar&", {"engine": "google_scholar", **OF_GOOGLE}),
+    ],
+)
+def test_it_asks_as_search_r1_and_dr_mas_do_or_google_for_a_page_of_results(tool: str, path: str, body: object) -> None:
+    _, server = ask(sends(FOUND if tool == "http" else of_google()), tool, {"query": 'who said "no" \ud800?'})
     [asked], [headers] = server.bodies, server.headers
-    assert asked == {"engine": engine, "q": "capital of peru?", "num": "10", "api_key": KEY}
-    path = f"/search.json?engine={engine}&q=capital+of+peru%3F&num=10&api_key=s3cr3t%2Bkey"
-    assert headers["path"].startswith(path)
+    assert asked == body and headers["path"].startswith(path)
+    assert tool != "http" or headers["Content-Type"] == "application/json"
 
 
 def of_google(*found: object) -> object:
@@ -102,10 +103,8 @@ def of_google(*found: object) -> object:
 
 
 NOTHING, DONE = "Google hasn't returned any results for this query.", {"status": "Success"}
-MARKUP = (
-    "The <b>capital</b>&nbsp;of <em class='x'>Peru</em>:<br/>Lima &amp; port. vector<int> a; x < y, z > 1: &lt;b&gt;"
-)
-PLAIN = "The capital\xa0of Peru:Lima & port. vector<int> a; x < y, z > 1: <b>"
+MARKUP = "<b>Capital</b>&nbsp;of <em class='x'>Peru</em>:<br/>Lima &amp; port. vector<int> a; x < y, z > 1: &lt;b&gt;"
+PLAIN = "Capital\xa0of Peru:Lima & port. vector<int> a; x < y, z > 1: <b>"
 UNTOLD = [{"title": title} for title in "BCD"]
 PUBLISHED = "Published: A Author - Journal, 1997. Citations: 12. Abstract: We draw maps."
 
@@ -305,7 +304,5 @@ def test_what_cannot_be_served_is_said(
 ) -> None:
     (tmp_path / "bad.jsonl").write_text("{")
     (tmp_path / "good.jsonl").write_text('{"text": "x"}')
-    assert (
-        main(["serve-retrieval", "--corpus", f"{tmp_path}/{words[0]}.jsonl", *words[1:]]) == 2
-        and said in capsys.readouterr().err
-    )
+    assert main(["serve-retrieval", "--corpus", f"{tmp_path}/{words[0]}.jsonl", *words[1:]]) == 2
+    assert said in capsys.readouterr().err

@@ -111,9 +111,8 @@ def test_agents_call_tools_where_their_template_shows_them_and_their_team_leaves
 def test_a_scholar_searches_its_file_or_the_task_s_papers(tmp_path: Path) -> None:
     (tmp_path / "papers.jsonl").write_text('{"title": "Maps", "year": 1997}')
     for corpus, title in ((None, "Lima"), (str(tmp_path / "papers.jsonl"), "Maps")):
-        config = ToolsConfig.model_validate(
-            {"search": {"kind": "index"}, "scholar": {"kind": "index", "corpus": corpus}}
-        )
+        scholar = {"kind": "index", "corpus": corpus}
+        config = ToolsConfig.model_validate({"search": {"kind": "index"}, "scholar": scholar})
         check_tools(config, ["search", "scholar"], [Document("a", "Maps", "")], [LIMA])
         with closing(build_tools(config, ["search", "scholar"], [Document("a", "Maps", "")], [LIMA])) as pool:
             for tool, found in (("scholar", f"Paper 1(Title: {title}) "), ("search", "Doc 1(Title: Maps)")):
@@ -138,31 +137,25 @@ def corpus(tmp_path: Path) -> str:
 def test_a_text_or_an_object_and_nothing_that_a_terminal_obeys(capsys: pytest.CaptureFixture[str], corpus: str) -> None:
     status, shown, _ = tool(capsys, "search", "lima=x", corpus)
     assert status == 0 and shown.startswith("Doc 1(Title: Lima) The capital\ufffd[2J of Peru.\nA city.\n# ")
-    status, shown, _ = tool(
-        capsys, "search", '{"queries": ["oslo", "lima"]}', corpus, "tools.search.max_output_chars=99"
-    )
+    asked = '{"queries": ["oslo", "lima"]}'
+    status, shown, _ = tool(capsys, "search", asked, corpus, "tools.search.max_output_chars=99")
     assert status == 0 and "of 5,019 characters]\nDoc 2(Title: Lima)" in shown and shown.endswith(" 2 parts, cut\n")
     status, shown, _ = tool(capsys, "search", "[1]", corpus)  # JSON, and no object: a text
     assert status == 0 and shown.startswith("No documents match.\n# ") and shown.endswith(" s, whole\n")
 
 
-@pytest.mark.parametrize("argument", ["!!", '{"q": "lima"}', '{"queries": []}'])
-def test_an_error_is_exit_status_1(capsys: pytest.CaptureFixture[str], corpus: str, argument: str) -> None:
-    status, shown, _ = tool(capsys, "search", argument, corpus)
-    assert status == 1 and shown.startswith("error: ")
-
-
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("status", "words", "said"),
     [
-        (["bing", "x"], "there is no tool 'bing'; there are: search, scholar, visit, python"),
-        (["search", "x", "task=math"], "tools.search is not set"),
-        (["search", "x", "data.train=questions.jsonl"], "tools.search.corpus is null, and the task has no documents"),
-        (["search", "x", "--config", "none.yaml"], "--config none.yaml: no such file"),
+        *((1, ["search", argument], "error: ") for argument in ("!!", '{"q": "lima"}', '{"queries": []}')),
+        (2, ["bing", "x"], "there is no tool 'bing'; there are: search, scholar, visit, python"),
+        (2, ["search", "x", "task=math"], "tools.search is not set"),
+        (2, ["search", "x", "data.train=q.jsonl"], "tools.search.corpus is null, and the task has no documents"),
+        (2, ["search", "x", "--config", "none.yaml"], "--config none.yaml: no such file"),
     ],
 )
-def test_settings_that_cannot_be_used_are_exit_status_2(
-    capsys: pytest.CaptureFixture[str], words: list[str], said: str
+def test_an_error_is_exit_status_1_and_settings_that_cannot_be_used_2(
+    capsys: pytest.CaptureFixture[str], corpus: str, status: int, words: list[str], said: str
 ) -> None:
-    status, shown, error = tool(capsys, *words)
-    assert status == 2 and not shown and said in error
+    found, shown, error = tool(capsys, *words, *([corpus] if status == 1 else []))
+    assert found == status and said in (shown if status == 1 else error) and bool(shown) == (status == 1)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import mcp_server
 import pytest
@@ -69,7 +70,6 @@ def misbehave(how: str) -> str:
     if how == "value":
         return object()
     return f"{how} in {os.getpid()} {PLACE}"
-
 '''
 
 
@@ -109,45 +109,34 @@ def test_the_schema_is_the_signature_s_and_the_words_the_docstring_s(file: Path)
             "own", "Converts a length.\n\nTo kilometres.", schema | {"additionalProperties": False}
         )
         assert ask(pool, value=1500) == ToolOutput("1.5 km") == ask(pool, value="1500", unit="m")
-
-
-def test_an_async_function_and_values_that_are_no_text(file: Path) -> None:
+    # an async function, and values that are no text
     with pool_of(**of_file(file, "later")) as pool:
         assert ask(pool, words=["a", "b"], point={"x": 1, "y": 2}).text == '{"words":["a","b"],"x":3.0}'
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("function", "arguments", "said"),
     [
-        ("{}", "error: wrong arguments: value: Missing required argument"),
-        ('{"value": "far"}', "error: wrong arguments: value: Input should be a valid number"),
-        ('{"value": 1, "unit": "mile"}', "error: wrong arguments: unit: Input should be 'cm' or 'm'"),
-        ('{"value": 1, "to": "cm"}', "error: wrong arguments: to: Unexpected keyword argument"),
-        ('{"value": "\\ud800"}', "error: wrong arguments: "),
+        ("convert", {}, "wrong arguments: value: Missing required argument"),
+        ("convert", {"value": "far"}, "wrong arguments: value: Input should be a valid number"),
+        ("convert", {"value": 1, "unit": "mile"}, "wrong arguments: unit: Input should be 'cm' or 'm'"),
+        ("convert", {"value": 1, "to": "cm"}, "wrong arguments: to: Unexpected keyword argument"),
+        ("convert", {"value": "\ud800"}, "wrong arguments: "),
+        ("misbehave", {"how": "crash"}, "own crashed (status 7)"),
+        ("misbehave", {"how": "exit"}, "own crashed (status "),
+        ("misbehave", {"how": "memory"}, "MemoryError"),
+        ("misbehave", {"how": "raise"}, "KeyError: 'metre'"),
+        ("misbehave", {"how": "value"}, "PydanticSerializationError: Unable to serialize"),
     ],
 )
-def test_wrong_arguments_are_an_answer_in_one_line(file: Path, arguments: str, said: str) -> None:
-    with pool_of(**of_file(file, "convert")) as pool:
-        output = pool.submit(ToolCall("1", "own", arguments)).result(SOON_S)
-        assert output.is_error and output.text.startswith(said) and "\n" not in output.text and len(output.text) < 500
-        assert ask(pool, value=1000).text == "1 km"
-
-
-@pytest.mark.parametrize(
-    ("how", "said"),
-    [
-        ("crash", "error: own crashed (status 7)"),
-        ("exit", "error: own crashed (status "),
-        ("memory", "error: MemoryError"),
-        ("raise", "error: KeyError: 'metre'"),
-        ("value", "error: PydanticSerializationError: Unable to serialize"),
-    ],
-)
-def test_a_function_that_fails_costs_its_call(file: Path, how: str, said: str) -> None:
-    with pool_of(**of_file(file, "misbehave"), concurrency=1) as pool:
-        output = ask(pool, how=how)
-        assert output.is_error and output.text.startswith(said)
-        assert ask(pool, how="well").text.startswith("well in ")
+def test_wrong_arguments_and_a_function_that_fails_cost_their_call_and_are_told_in_one_line(
+    file: Path, function: str, arguments: dict[str, object], said: str
+) -> None:
+    with pool_of(**of_file(file, function), concurrency=1) as pool:
+        output = ask(pool, **arguments)
+        assert output.is_error and output.text.startswith(f"error: {said}")
+        assert "\n" not in output.text and len(output.text) < 500
+        assert not ask(pool, **{"convert": {"value": 1000}, "misbehave": {"how": "well"}}[function]).is_error
         assert pool.take_counts()["tools/own/errors"] == 1
 
 
@@ -233,8 +222,11 @@ def test_a_server_s_tools_are_called_by_their_names(way: str) -> None:
             assert counts["tools/own/errors"] == 5 and counts["tools/own/restarts"] == 0
 
 
-def test_a_server_that_ended_is_started_again_by_the_next_call() -> None:
-    with pool_of(kind="mcp", command=STDIO) as pool:
+def test_too_long_an_answer_of_a_command_is_dropped_and_one_that_ended_is_started_again_by_the_next_call() -> None:
+    with pool_of(kind="mcp", command=STDIO, timeout_s=15) as pool:
+        assert call(pool, "flood", mib=5).text == "error: own did not answer within 15 s"
+        assert call(pool, "greet") == ToolOutput("hello world")
+        assert pool.take_counts()["tools/own/restarts"] == 0
         assert "onnection closed" in call(pool, "die").text  # not made again
         assert call(pool, "greet") == ToolOutput("hello world")
         assert call(pool, "die").is_error and call(pool, "add", a=1, b=1).text == "2"
@@ -261,28 +253,17 @@ def test_a_server_that_sends_too_much_or_hangs_costs_the_call_and_serves_on() ->
         assert call(pool, "greet") == ToolOutput("hello world")
 
 
-def test_of_too_long_an_answer_by_a_command_the_end_is_dropped_and_it_serves_on() -> None:
-    with pool_of(kind="mcp", command=STDIO, timeout_s=15) as pool:
-        assert call(pool, "flood", mib=5).text == "error: own did not answer within 15 s"
-        assert call(pool, "greet") == ToolOutput("hello world")
-        assert pool.take_counts()["tools/own/restarts"] == 0
-
-
-def test_a_command_gets_the_variables_that_are_named_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_gets_the_variables_and_offers_the_tools_that_are_named_alone(monkeypatch: Any) -> None:
     monkeypatch.setenv("FILES_TOKEN", "secret")
     monkeypatch.setenv("OTHER_TOKEN", "other")
-    with pool_of(kind="mcp", command=STDIO, environment=["FILES_TOKEN"]) as pool:
+    with pool_of(kind="mcp", command=STDIO, environment=["FILES_TOKEN"], tools=["variable"]) as pool:
         assert call(pool, "variable", name="FILES_TOKEN").text == "secret"
         assert call(pool, "variable", name="OTHER_TOKEN").text == "nothing"
+        assert [function.name for function in pool.functions("own")] == ["variable"]
+        assert call(pool, "die").text == "error: there is no tool 'die'; there are: variable"
 
 
-def test_the_settings_choose_among_the_server_s_tools() -> None:
-    with pool_of(kind="mcp", command=STDIO, tools=["greet"]) as pool:
-        assert [function.name for function in pool.functions("own")] == ["greet"]
-        assert call(pool, "die").text == "error: there is no tool 'die'; there are: greet"
-
-
-def test_a_server_that_cannot_serve_is_refused_before_a_run(tmp_path: Path) -> None:
+def test_a_server_that_cannot_serve_and_two_tools_of_one_name_are_refused_before_a_run(tmp_path: Path) -> None:
     (tmp_path / "ends.py").write_text("raise SystemExit(3)")
     for settings, said in (
         ({"command": [str(tmp_path / "none")]}, "tools.own: the server does not start: .*No such file"),
@@ -294,9 +275,6 @@ def test_a_server_that_cannot_serve_is_refused_before_a_run(tmp_path: Path) -> N
     ):
         with pytest.raises(ValueError, match=said):
             check_tools(config_of(kind="mcp", **settings), ["own"], ())
-
-
-def test_two_tools_of_one_name_are_refused() -> None:
     both = {"kind": "mcp", "command": STDIO, "tools": ["greet"]}
     with pytest.raises(ValueError, match="tools.files and tools.disk both have a function greet"):
         check_tools(ToolsConfig.model_validate({"files": both, "disk": both}), ["files", "disk"], ())
@@ -308,10 +286,7 @@ def test_settings_that_name_no_server_or_two_are_refused(tmp_path: Path) -> None
         (["tools.files={kind: mcp, command: [x], url: 'http://h/mcp'}"], "either a command or a url"),
         (["tools.files={kind: mcp, command: [x], api_key_env: KEY}"], "api_key_env with a url"),
         (["tools.files={kind: mcp, url: 'http://u:p@h/mcp'}"], "holds a user, password or query"),
-        (
-            ["tools.files={kind: mcp, comand: [x]}"],
-            r"tools.files.comand: unknown key; did you mean tools.files.command\?",
-        ),
+        (["tools.files={kind: mcp, comand: [x]}"], r"tools.files.comand: unknown key; did you mean .*.command\?"),
     ):
         with pytest.raises(ConfigError, match=said):
             read_config(None, words)
