@@ -20,12 +20,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.util import placement_group, remove_placement_group
+from ray.util import placement_group, placement_group_table, remove_placement_group
 
 from marsrl.rollout.config import HEAD_PORT, is_started_here
 from marsrl.rollout.engines.refusals import RankHost
 from marsrl.rollout.pool.addresses import address_towards, own_address, split_address
-from marsrl.rollout.pool.ray_faults import forget_processes
+from marsrl.rollout.pool.ray_faults import check_head, forget_processes
 from marsrl.rollout.pool.ray_start import listens_at, own_sigterm, start_head
 from marsrl.rollout.pool.ray_token import show_token
 
@@ -142,9 +142,15 @@ class RayCluster:
         """True if there is room for `num` engines within within_s; each: resources of one host that an engine takes."""
         if not each:
             return True
+        end = time.monotonic() + max(within_s, _PLACED_S)
         group = placement_group([dict(each)] * num)  # Ray decides what fits on which host
         try:
-            return bool(group.wait(max(within_s, _PLACED_S)))
+            while placement_group_table(group)["state"] != "CREATED":
+                check_head()  # PlacementGroup.wait counts in whole seconds
+                if time.monotonic() >= end:
+                    return False
+                time.sleep(_PLACED_S / 6)
+            return True
         finally:
             remove_placement_group(group)
 

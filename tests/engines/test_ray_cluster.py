@@ -32,7 +32,7 @@ from marsrl.rollout.pool.ray_connection import RayCluster
 try:
     cluster = RayCluster(address=sys.argv[1], timeout_s=float(sys.argv[2]), object_store_mib=80)
 except RuntimeError as error:
-    print(error)
+    print(error, flush=True)
     os._exit(0)  # ray.init still tries, in its thread
 here, there = socket.gethostname(), "elsewhere"
 def tell(method, *words, **named):
