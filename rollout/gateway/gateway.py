@@ -70,7 +70,7 @@ class Gateway:
             self._has_news = False
 
     def take(self, sessions: Collection[str]) -> tuple[list[str], list[Call]]:
-        """Of the given sessions, since the last call: (lost ones, which restart; calls in order of arrival).
+        """(lost sessions, which restart; calls in order of arrival) of the given sessions since the last call.
 
         Raises:
             RuntimeError: all workers are gone.

@@ -356,7 +356,7 @@ class LocalEngine(Engine):
 
 
 def _receipt(version: int, held: Mapping[str, Tensor], start: float) -> WeightReceipt:
-    """Of tensors loaded since `start`, on the clock of time.perf_counter()."""
+    """The receipt of the tensors in `held`, whose loading began at `start` (time.perf_counter())."""
     loaded = time.perf_counter()
     checksums = {name: checksum(tensor) for name, tensor in held.items()}
     end = time.perf_counter()

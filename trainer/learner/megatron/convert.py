@@ -94,8 +94,8 @@ class Converter:
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Yields (Hugging Face name, whole CPU tensor) on rank 0, in the model's dtype; nothing on the others.
 
-        Every rank must exhaust the iterator: each tensor is gathered from its owners on demand, so that no
-        rank holds the whole model. The tensors are copies, unaffected by later steps.
+        Every rank must exhaust the iterator: each tensor, or stack of a layer's experts, is gathered from its owners
+        on demand, so that no rank holds the whole model. The tensors are copies, unaffected by later steps.
         """
         rank, names = dist.get_rank(), defaultdict[str, list[str]](list)
         for name in (name for unit in self._units for name in unit.hf):
