@@ -53,9 +53,9 @@ def sevens(folder: Path, number: int = 40, *, name: str = "train.jsonl", answer:
 
 def started_with(variable: str, value: str) -> list[psutil.Process]:
     """All but this one whose environment has it, as children inherit it, with their name and cmdline in `info`."""
-    every = psutil.process_iter(["name", "cmdline", "environ", "status"])
-    theirs = [each for each in every if (each.info["environ"] or {}).get(variable) == value]
-    return [each for each in theirs if each.info["status"] != psutil.STATUS_ZOMBIE and each.pid != os.getpid()]
+    every = psutil.process_iter(["name", "cmdline", "environ"])
+    alive = [each for each in every if each.info["cmdline"] is not None]  # None: it ended before, or while, it was read
+    return [each for each in alive if (each.info["environ"] or {}).get(variable) == value and each.pid != os.getpid()]
 
 
 LIMIT_S = 1200  # only a run that hangs takes so long
