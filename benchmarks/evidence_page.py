@@ -42,7 +42,7 @@ Results = Mapping[tuple[str, str, int], Result]
 class Claim:
     """A section's table. groups: arms to compare, the first of a group with each other.
 
-    columns: {number of a result: heading}; the first has its range over seeds, and is compared.
+    columns: {number of a result: heading}; the first has its interval over seeds, and is compared.
     """
 
     study: str
@@ -60,19 +60,19 @@ def values(claim: Claim, arm: str, column: str, results: Results) -> dict[int, f
 
 
 def difference(ours: Mapping[int, float], theirs: Mapping[int, float]) -> str:
-    """Mean difference with its 95% interval over common seeds, and "yes" if they are told apart."""
+    """Mean difference with its 95% interval over common seeds, bold if they are told apart."""
     paired = [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
     if len(paired) < 2:
         return "–"
     mean, half = interval(paired)
-    told = "**yes**" if abs(mean) > half else "no"
-    return f"{'-' if mean < 0 else '+'}{_short(abs(mean))} ± {_short(half)}, {told}"
+    shown = f"{'-' if mean < 0 else '+'}{_short(abs(mean))} ± {_short(half)}"
+    return f"**{shown}**" if abs(mean) > half else shown
 
 
 def table(claim: Claim, results: Results) -> str:
-    """Markdown: the range of the first column over seeds, means of all, the difference to the group's first arm."""
-    first, heading = next(iter(claim.columns.items()))
-    headings = ["", "seeds", f"{heading}, range", *claim.columns.values(), "to the first; told apart?"]
+    """Markdown: means of all columns over seeds, the first's difference to that of the group's first arm."""
+    first = next(iter(claim.columns))
+    headings = ["", "seeds", *claim.columns.values(), "difference"]
     lines = [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
     for group in claim.groups:
         for arm in group:
@@ -82,14 +82,13 @@ def table(claim: Claim, results: Results) -> str:
                 continue
             stopped = sum(each.stopped is not None for key, each in results.items() if key[:2] == (claim.study, arm))
             seeds = f"{len(by_seed)}" + (f" ({stopped} stopped)" if stopped else "")
-            span = f"{_short(min(by_seed.values()))}-{_short(max(by_seed.values()))}"
             mean, half = interval(list(by_seed.values()))
             shown = [
                 _short(mean) + (f" ± {_short(half)}" if len(by_seed) > 1 else ""),
                 *(_mean(claim, arm, name, results) for name in [*claim.columns][1:]),
             ]
             against = "–" if arm == group[0] else difference(by_seed, values(claim, group[0], first, results))
-            lines.append(f"| {' | '.join([arm, seeds, span, *shown, against])} |")
+            lines.append(f"| {' | '.join([arm, seeds, *shown, against])} |")
     return "\n".join(lines)
 
 
@@ -154,7 +153,7 @@ CLAIMS = {
     "Another Solver's answers": Claim(
         "foreign",
         (("untrained", "trained", "own team"), ("untrained, another kind", "trained, another kind")),
-        {"added": "team less Solver", "alone": "Solver", "system": "team"},
+        {"added": "team less Solver", "alone": "Solver"},
     ),
     "Which answers are judged and repaired": Claim(
         "marsrl", (("whole", *(f"{pick} picks" for pick in PICKS)),), _WHOLE
@@ -193,7 +192,6 @@ CLAIMS = {
         {
             **_TEAM,
             "corrector1": "Corrector",
-            "system_before": "team before",
             "sync/bytes": "bytes a publish",
             "cpu_seconds": "CPU seconds",
             "peak_bytes": "bytes of memory",

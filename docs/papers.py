@@ -8,7 +8,7 @@ tests/docs/test_papers.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,9 @@ PAGE = Path(__file__).with_name("papers.md")
 DATA = Path(__file__).with_name("papers.yaml")
 HEADING = "## Numbers\n"
 BEGINNING = """\
-For each paper, the numbers that its preset shares, by where they are stated; those that differ, and why; and those that we chose
-because neither text nor code states them, as far as we know. `python docs/papers.py` writes this from `docs/papers.yaml` and the
-presets. *Script*: the code published with the paper. An empty cell: as above. Results: [evidence.md](evidence.md)."""
+For each paper, the numbers that its preset shares; those that differ, and why; those that neither text nor code states, as far as
+we know; and what other presets have instead. `python docs/papers.py` writes this from `docs/papers.yaml` and the presets.
+*Script*: the code published with the paper. Results: [evidence.md](evidence.md)."""
 
 
 @dataclass(frozen=True)
@@ -97,13 +97,19 @@ def shown(value: Any) -> str:
     return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Markdown; in the first column, a cell that repeats the one above it stays empty."""
-    lines, above = [headings, ["---"] * len(headings)], ""
-    for first, *rest in rows:
-        lines.append(["" if first == above else first, *rest])
-        above = first
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+def by_reason(found: Iterable[tuple[str, str]]) -> str:
+    """Texts with their reasons, those of one reason together."""
+    texts: dict[str, list[str]] = {}
+    for text, why in found:
+        texts.setdefault(why, []).append(text)
+    return "; ".join(f"{', '.join(each)} ({why})" for why, each in texts.items())
+
+
+def differing(key: str, config: RunConfig, others: Iterable[RunConfig]) -> str:
+    """The key with the values that others have in place of config's, each once."""
+    values = dict.fromkeys(shown(value_of(other, key)) for other in others)
+    values.pop(shown(value_of(config, key)), None)
+    return f"`{key}` {' or '.join(values)}"
 
 
 def numbers() -> str:
@@ -111,33 +117,24 @@ def numbers() -> str:
     parts = [HEADING + "\n" + BEGINNING]
     for paper in papers():
         config = paper.config(paper.preset)
+        ours = {row.key: f"`{row.key}` {shown(value_of(config, row.key))}" for row in paper.rows}
         parts.append(f"### {paper.title}: {paper.preset}")
         same: dict[str, list[str]] = {}
         for row in paper.rows:
             if not row.why:
-                same.setdefault(row.where, []).append(f"`{row.key}` {shown(row.value)}")
-        parts.append(table(("where", "the same"), ((where, "; ".join(found)) for where, found in same.items())))
-        differing = sorted((row for row in paper.rows if row.why and row.value is not None), key=lambda row: row.where)
-        cells = (
-            (row.where, row.quantity, shown(row.value), f"`{row.key}`", shown(value_of(config, row.key)), row.why)
-            for row in differing
-        )
-        parts.append(table(("where", "what", "paper", "key", "ours", "why"), cells))
-        chosen: dict[str, list[str]] = {}
-        for row in paper.rows:
-            if row.why and row.value is None:
-                chosen.setdefault(row.why, []).append(f"`{row.key}` {shown(value_of(config, row.key))}")
-        if chosen:
-            parts.append(
-                "Not stated: " + "; ".join(f"{', '.join(found)} ({why})" for why, found in chosen.items()) + "."
-            )
+                same.setdefault(row.where, []).append(ours[row.key])
+        parts.append("\n".join(f"- {where}: {', '.join(found)}" for where, found in same.items()))
+        changed = [row for row in paper.rows if row.why and row.value is not None]
+        lines = ["| where | paper | ours | why |", "|---|---|---|---|"]
+        for row in sorted(changed, key=lambda row: row.where):
+            lines.append(f"| {row.where}: {row.quantity} | {shown(row.value)} | {ours[row.key]} | {row.why} |")
+        parts.append("\n".join(lines))
+        if chosen := [(ours[row.key], row.why) for row in paper.rows if row.why and row.value is None]:
+            parts.append(f"Not stated: {by_reason(chosen)}.")
         if paper.others:
-            configs = [config, *(paper.config(other) for other in paper.others)]
-            rows = (
-                (f"`{key}`", *(shown(value_of(each, key)) for each in configs), why) for key, why in paper.whys.items()
-            )
-            parts.append(f"The same in {', '.join(paper.others)}, but for:")
-            parts.append(table(("key", paper.preset, *paper.others, "why"), rows))
+            configs = [paper.config(other) for other in paper.others]
+            found = by_reason((differing(key, config, configs), why) for key, why in paper.whys.items())
+            parts.append(f"{', '.join(paper.others)}: the same, but for {found}.")
     return "\n\n".join(parts) + "\n"
 
 
