@@ -84,7 +84,7 @@ class Players:
 def test_rows_that_are_right_too_often_or_too_rarely_are_dropped(orchestration: str, tmp_path: Path) -> None:
     team = Players(lambda row: row % 5, orchestration=orchestration)
     (_, record), _ = run(tmp_path, [read(), team.stage(tmp_path)], rows(10))
-    assert record.tally.kept == {"right now and then": 4} and record.tally.dropped == {"too hard": 2, "too easy": 4}
+    assert record.kept == {"right now and then": 4} and record.dropped == {"too hard": 2, "too easy": 4}
     kept = [json.loads(line) for line in (tmp_path / "stages/best_of_n/kept.jsonl").open()]
     assert [(line["row"], line["detail"]) for line in kept] == [
         (1, "1 of 4 right"), (2, "2 of 4 right"), (6, "1 of 4 right"), (7, "2 of 4 right"),
@@ -105,9 +105,9 @@ def test_draws_do_not_depend_on_what_is_played_beside_them() -> None:
 def test_another_range_asks_nobody_and_another_team_is_asked_anew(tmp_path: Path) -> None:
     given, team = rows(4), Players(lambda row: 3)
     (_, record), _ = run(tmp_path, [read(), team.stage(tmp_path)], given)
-    assert record.tally.num_kept == 0
+    assert record.num_kept == 0
     (_, record), said = run(tmp_path, [read(), team.stage(tmp_path, keep=(1, 3))], given)
-    assert record.tally.num_kept == 4 and len(team.played) == 4 * N
+    assert record.num_kept == 4 and len(team.played) == 4 * N
     assert "curate.best_of_n: keep is [1, 3], was [1, 2]" in said
     run(tmp_path, [read(), team.stage(tmp_path, {"model": "b"})], given)
     assert len(team.played) == 2 * 4 * N
@@ -122,7 +122,7 @@ def test_unknown_answers_leave_a_row_undecided_only_where_they_matter(
 ) -> None:
     team = Players(lambda row: right, fail=lambda draw: draw >= N - num_failed)
     (_, record), _ = run(tmp_path, [read(), team.stage(tmp_path, max_missing_share=1.0)], rows(1))
-    assert {**record.tally.kept, **record.tally.dropped} == {kind: 1}
+    assert {**record.kept, **record.dropped} == {kind: 1}
 
 
 def test_no_answer_at_all_is_wrong_and_a_failed_judge_is_not_known() -> None:

@@ -40,8 +40,8 @@ def test_only_a_tag_of_one_word_outside_thoughts_is_a_verdict_and_unreadable_one
     kinds = [kind for _, kind in SAID]
     kept = {"clear", *([UNREAD] if missing == "keep" else [])}
     assert kept_of(tmp_path) == [str(i) for i, kind in enumerate(kinds) if kind in kept]
-    assert {**record.tally.kept, **record.tally.dropped} == Counter(kinds) and record.tally.kept.keys() == kept
-    assert {each.detail for each in record.tally.dropped_examples["unclear"]} == {NO, f"Hm. {NO}"}
+    assert {**record.kept, **record.dropped} == Counter(kinds) and record.kept.keys() == kept
+    assert {each.detail for each in record.kinds["unclear"].examples} == {NO, f"Hm. {NO}"}
     assert script.asked == [str(i) for i in range(len(SAID))] and script.num_opened == 1
 
 
@@ -77,7 +77,7 @@ def test_too_many_unreadable_answers_stop_it_early_and_every_time(tmp_path: Path
             run(tmp_path, [read(), script.stage(tmp_path)], rows)
     assert not (tmp_path / "curated.jsonl").exists()
     (_, record), _ = run(tmp_path, [read(), script.stage(tmp_path, max_missing_share=1.0)], rows)
-    assert record.tally.dropped == {"no readable verdict": 60}
+    assert record.dropped == {"no readable verdict": 60}
     assert len(set(script.asked)) == len(script.asked) == 60
 
 
@@ -88,7 +88,7 @@ def test_a_failed_request_is_asked_again_the_next_time_and_nothing_else_is(tmp_p
     second = ScriptedJudge(lambda question: NO)
     (_, record), _ = run(tmp_path, [read(), second.stage(tmp_path)], rows_of("abc"))
     assert second.asked == ["b"]
-    assert kept_of(tmp_path) == ["a", "c"] and record.tally.dropped == {"unclear": 1}
+    assert kept_of(tmp_path) == ["a", "c"] and record.dropped == {"unclear": 1}
 
 
 def test_equal_questions_are_asked_once_and_other_stages_do_not_matter(tmp_path: Path) -> None:
@@ -121,5 +121,5 @@ def test_a_question_that_does_not_fit_is_not_asked(tmp_path: Path) -> None:
     stage = script.stage(tmp_path, max_input_tokens=1200, missing="keep", max_missing_share=0.5)
     (_, record), _ = run(tmp_path, [read(), stage], rows_of(["abc", "x" * 1200]))
     assert script.asked == ["abc"]
-    (example,) = record.tally.kept_examples["no readable verdict"]
+    (example,) = record.kinds["no readable verdict"].examples
     assert "at most curate.clarity.max_input_tokens = 1,200" in example.detail

@@ -98,12 +98,11 @@ def _write_report(out: Path, records: Sequence[StageRecord], config: str) -> Pat
     )
     environment.filters["shorten"] = lambda text: shorten(text, _MOST_CHARS)
     environment.filters["pretty"] = lambda value: json.dumps(value, indent=1, ensure_ascii=False)
-    first = records[0].tally
     page = environment.get_template("curate.html.j2").render(
         name=out.resolve().name,
         style=Markup((PAGES / "style.css").read_text("utf-8")),
         records=records,
-        num_rows=first.num_kept + first.num_dropped,
+        num_rows=records[0].num_rows,
         config=config,
     )
     path = out / "report.html"

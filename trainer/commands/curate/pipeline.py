@@ -11,30 +11,28 @@ A stopped stage is repeated from its first row; saved answers of models are not 
 
 from __future__ import annotations
 
-import os
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import pydantic
-from pydantic import Field
 
 from marsrl.rollout.config import Settings
 from marsrl.rollout.jsonl import BadLine
 from marsrl.trainer.commands.curate.rows import Decision, Row, Stage, encoded, from_line, to_line
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.runs.answers import key_of
-from marsrl.trainer.runs.directory import names_file, opened_atomically, write_json
+from marsrl.trainer.runs.directory import opened_atomically, write_json
 from marsrl.trainer.runs.existing_run import flat
 
 NUM_EXAMPLES = 6  # of each kind
 MAX_EXAMPLE_CHARS = 1500
 
 
-class Example(Settings):
+@dataclass
+class Example:
     """A row of the report."""
 
     id: str
@@ -42,56 +40,43 @@ class Example(Settings):
     detail: str
 
 
-class Tally(Settings):
-    """Counts of the rows that a stage kept and dropped, by kind, with examples."""
+@dataclass
+class Kind:
+    """Rows that a stage kept, or dropped, for one reason; examples: the first of them."""
 
-    kept: dict[str, int] = Field(default_factory=dict)
-    dropped: dict[str, int] = Field(default_factory=dict)
-    kept_examples: dict[str, list[Example]] = Field(default_factory=dict)
-    dropped_examples: dict[str, list[Example]] = Field(default_factory=dict)
+    is_kept: bool
+    count: int = 0
+    examples: list[Example] = field(default_factory=list)
+
+
+class StageRecord(Settings):
+    """stage.json. key: of the settings of this stage and of all before it. kinds: of the stage's decisions."""
+
+    name: str
+    settings: dict[str, Any]
+    key: str
+    kinds: dict[str, Kind]
+
+    @property
+    def kept(self) -> dict[str, int]:
+        """Number of rows by kind."""
+        return {name: kind.count for name, kind in self.kinds.items() if kind.is_kept}
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        return {name: kind.count for name, kind in self.kinds.items() if not kind.is_kept}
 
     @property
     def num_kept(self) -> int:
         return sum(self.kept.values())
 
     @property
-    def num_dropped(self) -> int:
-        return sum(self.dropped.values())
+    def num_rows(self) -> int:
+        return sum(kind.count for kind in self.kinds.values())
 
-
-class StageRecord(Settings):
-    """stage.json. key: of the settings of this stage and of all before it."""
-
-    name: str
-    settings: dict[str, Any]
-    key: str
-    tally: Tally
-
-
-class _Decided:
-    """The kept, or the dropped, rows of a stage: their file, counts by kind, and examples of each kind."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        with names_file(path):
-            self._file: BinaryIO = open(path, "wb")  # noqa: SIM115 - close() does
-        self.counts: Counter[str] = Counter()
-        self.examples: dict[str, list[Example]] = {}  # the first of each kind
-
-    def add(self, row: Row, decision: Decision, line: bytes) -> None:
-        with names_file(self._path):
-            self._file.write(line)
-        self.counts[decision.kind] += 1
-        own = self.examples.setdefault(decision.kind, [])
-        if len(own) < NUM_EXAMPLES:
-            question, detail = row.problem.question[:MAX_EXAMPLE_CHARS], decision.detail[:MAX_EXAMPLE_CHARS]
-            own.append(Example(id=row.problem.id, question=question, detail=detail))
-
-    def close(self) -> None:
-        """Flush to disk and close."""
-        with names_file(self._path), self._file:
-            self._file.flush()
-            os.fsync(self._file.fileno())
+    def __str__(self) -> str:
+        why = ", ".join(f"{count:,} {kind}" for kind, count in sorted(self.dropped.items(), key=lambda e: -e[1]))
+        return f"{self.num_kept:,} kept, {self.num_rows - self.num_kept:,} dropped{f' ({why})' if why else ''}"
 
 
 @dataclass(frozen=True)
@@ -115,27 +100,27 @@ class Pipeline:
             key = key_of(before=key, name=stage.name, settings=stage.settings)
             found = self._record(stage.name)
             if found is not None and found.key == key:
-                self.console.message(f"{stage.name}: done before, {_counts(found.tally)}")
+                self.console.message(f"{stage.name}: done before, {found}")
                 records.append(found)
                 continue
             if not is_told:
                 self._tell_what_is_redone(self.stages[number:], found)
                 is_told = True
             self._file(stage.name, "stage.json").unlink(missing_ok=True)  # before the rows that it counts
-            tally = self._run(stage, records[-1] if records else None)
-            records.append(StageRecord(name=stage.name, settings=dict(stage.settings), key=key, tally=tally))
+            kinds = self._run(stage, records[-1] if records else None)
+            records.append(StageRecord(name=stage.name, settings=dict(stage.settings), key=key, kinds=kinds))
             write_json(self._file(stage.name, "stage.json"), records[-1].model_dump(mode="json"))
-            self.console.message(f"{stage.name}: {_counts(tally)}")
+            self.console.message(f"{stage.name}: {records[-1]}")
         with opened_atomically(self.out / "curated.jsonl") as file:
             file.writelines(encoded(row.fields) for row in self._kept(records[-1].name))
         return records
 
-    def _run(self, stage: Stage, before: StageRecord | None) -> Tally:
-        self._file(stage.name, "").mkdir(parents=True, exist_ok=True)
-        rows, total = (self.open_rows(), None) if before is None else (self._kept(before.name), before.tally.num_kept)
+    def _run(self, stage: Stage, before: StageRecord | None) -> dict[str, Kind]:
+        rows, total = (self.open_rows(), None) if before is None else (self._kept(before.name), before.num_kept)
+        kinds: dict[str, Kind] = {}
         with (
-            closing(_Decided(self._file(stage.name, "kept.jsonl"))) as kept,
-            closing(_Decided(self._file(stage.name, "dropped.jsonl"))) as dropped,
+            opened_atomically(self._file(stage.name, "kept.jsonl")) as kept,
+            opened_atomically(self._file(stage.name, "dropped.jsonl")) as dropped,
             closing(stage.decide(rows)) as decisions,
             self.console.progress(f"curate: {stage.name}", total, "rows") as bar,
         ):
@@ -145,11 +130,14 @@ class Pipeline:
                 except BadLine as reason:  # not representable in JSON: dropped, whatever the decision
                     row, decision = replace(row, fields={}), Decision(False, "unreadable row", str(reason))
                     line = to_line(row, decision)
-                (kept if decision.is_kept else dropped).add(row, decision, line)
+                (kept if decision.is_kept else dropped).write(line)
+                kind = kinds.setdefault(decision.kind, Kind(decision.is_kept))
+                kind.count += 1
+                if len(kind.examples) < NUM_EXAMPLES:
+                    texts = (text[:MAX_EXAMPLE_CHARS] for text in (row.problem.question, decision.detail))
+                    kind.examples.append(Example(row.problem.id, *texts))
                 bar.advance()
-        return Tally(
-            kept=kept.counts, dropped=dropped.counts, kept_examples=kept.examples, dropped_examples=dropped.examples
-        )
+        return kinds
 
     def _kept(self, name: str) -> Iterator[Row]:
         with self._file(name, "kept.jsonl").open("rb") as lines:
@@ -177,8 +165,3 @@ class Pipeline:
 
     def _file(self, stage: str, name: str) -> Path:
         return self.out / "stages" / stage / name
-
-
-def _counts(tally: Tally) -> str:
-    why = ", ".join(f"{count:,} {kind}" for kind, count in sorted(tally.dropped.items(), key=lambda e: -e[1]))
-    return f"{tally.num_kept:,} kept, {tally.num_dropped:,} dropped{f' ({why})' if why else ''}"
