@@ -36,7 +36,7 @@ class Work:
         return min(self.tokens / self.sequences * hw.LENGTH_SPREAD.value, self.longest)
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepTime:
     """Seconds of the parts of a step's updates.
 
@@ -45,22 +45,22 @@ class StepTime:
     offloading: of layers' inputs, both ways.
     """
 
-    linear: float
-    experts: float
-    attention: float
-    head: float
-    elementwise: float
-    permutation: float
-    launching: float
-    gradients: float
-    tensor_parallel: float
-    expert_parallel: float
-    context_parallel: float
-    bubble: float
-    data_parallel: float
-    optimizer: float
-    scoring: float
-    offloading: float
+    linear: float = 0.0
+    experts: float = 0.0
+    attention: float = 0.0
+    head: float = 0.0
+    elementwise: float = 0.0
+    permutation: float = 0.0
+    launching: float = 0.0
+    gradients: float = 0.0
+    tensor_parallel: float = 0.0
+    expert_parallel: float = 0.0
+    context_parallel: float = 0.0
+    bubble: float = 0.0
+    data_parallel: float = 0.0
+    optimizer: float = 0.0
+    scoring: float = 0.0
+    offloading: float = 0.0
 
     @property
     def total(self) -> float:
@@ -91,7 +91,7 @@ def step_time(
     optimizer   bytes a number of this rank's share through memory; offloaded: PCIe and CPU memory; DP and this once an update
     offloading  2 L T/t H e over PCIe, in turn with the rest
     """
-    shape, layout, e = setup.shape, setup.layout, setup.size
+    time, shape, layout, e = StepTime(), setup.shape, setup.layout, setup.size
     counts = elements(shape)
     ranks_of_replica = layout.tensor * layout.pipeline * layout.context
     replicas = setup.world_size / ranks_of_replica
@@ -105,72 +105,54 @@ def step_time(
     remade = dense * again + (mlp if setup.recompute == "selective" else 0)
     passes = 2 if setup.adapters else 3  # a frozen weight has no gradient
     dense_work = (passes * dense + remade) * shape.num_layers + (3 + again) * _largest_adapter(setup).dense
-    linear = 2 * tokens * dense_work / ranks_of_replica / (flops * hw.GEMM_SHARE.value)
-    experts = 0.0
+    time.linear = 2 * tokens * dense_work / ranks_of_replica / (flops * hw.GEMM_SHARE.value)
     if shape.num_experts:
         active = counts.layer_experts * shape.experts_per_token / shape.num_experts * setup.expert_imbalance
         of_adapter = _largest_adapter(setup).expert * shape.experts_per_token / shape.num_experts
-        experts = 2 * tokens * (active * shape.num_layers * (passes + again) + of_adapter * (3 + again))
-        experts /= ranks_of_replica
-        experts /= flops * hw.EXPERT_SHARE.value
+        time.experts = 2 * tokens * (active * shape.num_layers * (passes + again) + of_adapter * (3 + again))
+        time.experts /= ranks_of_replica
+        time.experts /= flops * hw.EXPERT_SHARE.value
         width = shape.ffn_size / layout.expert_tensor
         read = rank_elements(shape, layout, 0).expert + setup.rows * num_layers * (2 * shape.hidden_size + 3 * width)
-        experts += micro_batches * (passes + again) * e * read / memory
+        time.experts += micro_batches * (passes + again) * e * read / memory
     attended = 2 * tokens * shape.num_heads * shape.head_size * work.mean_length * shape.num_layers
-    attention = attended * (3.5 + again) / ranks_of_replica / (flops * gpu.attention)
+    time.attention = attended * (3.5 + again) / ranks_of_replica / (flops * gpu.attention)
     swept = hw.POSITIVE_SHARE.value if sweeps_entropy else 0.0
-    head = head_flops(work.trained * (1 + swept), work.trained, shape.hidden_size, shape.vocab_size) / replicas
-    head -= 2 * work.trained * shape.hidden_size * shape.vocab_size / replicas if setup.adapters else 0.0
-    head /= layout.tensor * layout.context * flops * hw.HEAD_SHARE.value
-    gradients = trained.dense * hw.GRADIENT_BYTES.value + trained.expert * hw.EXPERT_GRADIENT_BYTES.value
-    gradients *= micro_batches / memory
+    time.head = head_flops(work.trained * (1 + swept), work.trained, shape.hidden_size, shape.vocab_size) / replicas
+    time.head -= 2 * work.trained * shape.hidden_size * shape.vocab_size / replicas if setup.adapters else 0.0
+    time.head /= layout.tensor * layout.context * flops * hw.HEAD_SHARE.value
+    time.gradients = trained.dense * hw.GRADIENT_BYTES.value + trained.expert * hw.EXPERT_GRADIENT_BYTES.value
+    time.gradients *= micro_batches / memory
 
     kept = layer_bytes(setup, "none") * num_layers * tokens / setup.tokens
-    elementwise = (3 + again) * kept / memory
+    time.elementwise = (3 + again) * kept / memory
 
     of_layers = tokens / layout.context * shape.hidden_size * e * num_layers
     collectives = 5 + 2 * again if shape.num_experts else 10 + 4 * again
     tensor_link = _link(gpu, layout.tensor)
-    tensor_parallel = collectives * of_layers * (layout.tensor - 1) / layout.tensor / tensor_link
-    expert_parallel = permutation = launching = 0.0
+    time.tensor_parallel = collectives * of_layers * (layout.tensor - 1) / layout.tensor / tensor_link
     if shape.num_experts:
         rows = of_layers / layout.tensor * shape.experts_per_token
         across = layout.expert * layout.expert_tensor
         copies = 5 + (4 if across > 1 else 0)
         moved = rows * layout.expert_tensor * setup.expert_imbalance
-        permutation = copies * (2 + again) * moved / memory
+        time.permutation = copies * (2 + again) * moved / memory
         launch = hw.LAUNCH_S if across > 1 else hw.LAUNCH_ALONE_S
-        launching = num_layers * micro_batches * (1 + again / 3) * launch.value
+        time.launching = num_layers * micro_batches * (1 + again / 3) * launch.value
         exchanges = 4 + 2 * again
-        expert_parallel = exchanges * rows * (layout.expert - 1) / layout.expert / _link(gpu, across)
+        time.expert_parallel = exchanges * rows * (layout.expert - 1) / layout.expert / _link(gpu, across)
         gathered = rows * (layout.expert_tensor - 1)
-        expert_parallel += exchanges * gathered / _link(gpu, layout.expert_tensor)
+        time.expert_parallel += exchanges * gathered / _link(gpu, layout.expert_tensor)
     keys = 2 * tokens * shape.num_kv_heads * shape.head_size / layout.tensor * e * num_layers
-    context_parallel = (2 + again) * keys * (layout.context - 1) / layout.context
-    context_parallel /= _link(gpu, layout.tensor * layout.context)  # such a group spans the tensor groups
-    links = tensor_parallel + expert_parallel + context_parallel
-    busy = linear + experts + attention + head + elementwise + permutation + launching + gradients + links
-    bubble = busy * (layout.pipeline - 1) / max(1.0, micro_batches / work.updates)
-    return StepTime(
-        linear=linear,
-        experts=experts,
-        attention=attention,
-        head=head,
-        elementwise=elementwise,
-        permutation=permutation,
-        launching=launching,
-        gradients=gradients,
-        tensor_parallel=tensor_parallel,
-        expert_parallel=expert_parallel,
-        context_parallel=context_parallel,
-        bubble=bubble,
-        data_parallel=_data_parallel(setup, gpu) * work.updates,
-        optimizer=_optimizer(setup, gpu) * work.updates,
-        scoring=sum(scoring_time(replace(setup, shape=each), work, gpu) for each in scored),
-        offloading=2 * of_layers / layout.tensor / (gpu.pcie * hw.LINK_SHARE.value)
-        if setup.recompute == "full_offload"
-        else 0.0,
-    )
+    time.context_parallel = (2 + again) * keys * (layout.context - 1) / layout.context
+    time.context_parallel /= _link(gpu, layout.tensor * layout.context)  # such a group spans the tensor groups
+    time.bubble = time.total * (layout.pipeline - 1) / max(1.0, micro_batches / work.updates)
+    time.data_parallel = _data_parallel(setup, gpu) * work.updates
+    time.optimizer = _optimizer(setup, gpu) * work.updates
+    time.scoring = sum(scoring_time(replace(setup, shape=each), work, gpu) for each in scored)
+    if setup.recompute == "full_offload":
+        time.offloading = 2 * of_layers / layout.tensor / (gpu.pcie * hw.LINK_SHARE.value)
+    return time
 
 
 def head_flops(trained_rows: float, active_rows: float, hidden: int, columns: int) -> float:
