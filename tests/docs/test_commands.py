@@ -70,7 +70,7 @@ def test_a_command_does_what_it_says(command: str, desk: Desk, capsys: pytest.Ca
     shown = capsys.readouterr().out
     left = {path.name for path in desk.folder.iterdir()} - before
     match words[:2]:
-        case ["marsrl", "config"] | ["marsrl", "completion"]:  # tests/trainer/test_config_command.py
+        case ["marsrl", "config"]:  # tests/trainer/test_config_command.py
             assert len(shown.splitlines()) > 3 and not left
         case ["marsrl", ("prompts" | "doctor" | "try" | "make-facts") as name]:
             assert SHOWN[name] in shown and not left - {"__pycache__", "tmp"}

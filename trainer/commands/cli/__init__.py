@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Sequence
 
 from marsrl.trainer.commands.cli.command import app
@@ -14,10 +13,6 @@ for _group in ("run", "look", "data", "machine"):  # their commands, in the orde
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit codes: 0 done, 1 it failed, 2 the command line or its files cannot be used, 130 interrupted."""
-    if "_MARSRL_COMPLETE" in os.environ:  # a shell asks, by the script of `marsrl completion`
-        from typer.completion import completion_init
-
-        completion_init()
     try:
         app(args=arguments, prog_name="marsrl")
     except SystemExit as end:

@@ -49,7 +49,6 @@ app = typer.Typer(
     cls=_Commands,
     help="Multi-agent reinforcement learning for LLM teams. Training itself: torchrun trainer/main.py --help.",
     context_settings={"help_option_names": ["-h", "--help"]},
-    add_completion=False,  # `marsrl completion`
     pretty_exceptions_enable=False,
 )
 

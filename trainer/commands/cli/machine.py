@@ -138,11 +138,3 @@ def join(
         say("interrupted; this host has left")
         return 130
     return 0
-
-
-@command("this machine", "marsrl completion bash")
-def completion(shell: Literal["bash", "zsh", "fish"]) -> None:
-    """Print the completion script of a shell for `marsrl`."""
-    from typer.completion import get_completion_script
-
-    print(get_completion_script(prog_name="marsrl", complete_var="_MARSRL_COMPLETE", shell=shell))
