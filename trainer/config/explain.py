@@ -112,7 +112,7 @@ def as_markdown() -> str:
     for key in all_keys().values():
         if key.kind != "section":
             sections.setdefault(key.name.rpartition(".")[0], []).append(key)
-    lines, first = [HEAD], dict[tuple[type, ...], str]()
+    lines, first = [HEAD], dict[tuple[str, ...], str]()
     for name, own in sections.items():
         lines += [f"## {f'`{name}`' if name else 'At the top'}\n"]
         section = all_keys().get(name.removesuffix(".<name>"))

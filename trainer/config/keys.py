@@ -4,29 +4,18 @@ from __future__ import annotations
 
 import difflib
 import functools
-import inspect
-import types
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
-import annotated_types
-from pydantic import BaseModel
-from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
-
-from marsrl.rollout.config import Settings
 from marsrl.trainer.config import RunConfig
 
-_BOUNDS = (
-    (annotated_types.Gt, "gt", ">"),
-    (annotated_types.Ge, "ge", ">="),
-    (annotated_types.Lt, "lt", "<"),
-    (annotated_types.Le, "le", "<="),
-)
+_BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
 _FAR = 65_536  # larger upper bounds only catch typing errors
-_OR_NULL = " or null"
-_PLAIN = {int: "integer", float: "number", str: "text", bool: "true or false", type(None): "null"}
+_PLAIN = {"integer": "integer", "number": "number", "string": "text", "boolean": "true or false", "null": "null"}
+
+Schema = Mapping[str, Any]
+"""JSON schema of a model, or of one of its fields."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,44 +23,57 @@ class Key:
     """A setting or a section of them.
 
     name: dotted, with `<name>` for the user's names; kind: its type as text; default: as text, "" if required or a section;
-    below: the models of a section, several if it has kinds; free: True if its keys are names chosen by the user.
+    below: the names of a section's models, several if it has kinds; free: True if its keys are names chosen by the user.
     """
 
     name: str
     kind: str
     default: str
     meaning: str
-    below: tuple[type[BaseModel], ...] = ()
+    below: tuple[str, ...] = ()
     free: bool = False
+
+
+@functools.cache
+def _whole() -> Schema:
+    return RunConfig.model_json_schema()
 
 
 @functools.cache
 def all_keys() -> dict[str, Key]:
     """Every setting and section by name, in the order of the models, a section before its keys."""
-    return {key.name: key for key in _keys_of(RunConfig, "")}
+    return {key.name: key for key in _keys_of(_whole(), "")}
 
 
-def _keys_of(model: type[BaseModel], prefix: str) -> Iterator[Key]:
-    for name, field in _fields(model):
-        below = tuple(_held(field.annotation))
-        is_free = bool(below) and get_origin(field.annotation) is dict
-        meaning = (field.description or (_first_line(below[0]) if below else "")).replace("\n", " ")
-        yield Key(prefix + name, _type(field), "" if below else _default(field), meaning, below, is_free)
+def _keys_of(model: Schema, prefix: str) -> Iterator[Key]:
+    others = {"<name>": model["additionalProperties"]} if model["additionalProperties"] else {}
+    for name, field in {**model["properties"], **others}.items():
+        below = tuple(_models(field))
+        is_free = bool(below) and field.get("type") == "object"
+        about = "".join(_model(model).get("description", "").split("\n\n")[0] for model in below[:1])
+        meaning = field.get("description", about)
+        default = "" if below or name in model.get("required", ()) else _default(field)
+        yield Key(prefix + name, _words(field), default, meaning.replace("\n", " "), below, is_free)
         inside = f"{prefix}{name}.{'<name>.' if is_free else ''}"
-        yield from _of_kinds({_kind(each): list(_keys_of(each, inside)) for each in below})
+        yield from _of_kinds({_kind(each): list(_keys_of(_model(each), inside)) for each in below})
 
 
-def _fields(model: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
-    """The fields of a model by name and, if it allows other keys, their type as <name>."""
-    yield from model.model_fields.items()
-    if model.model_config.get("extra") == "allow":
-        others = get_type_hints(model, include_extras=True)["__pydantic_extra__"]
-        yield "<name>", FieldInfo.from_annotation(get_args(others)[1])
+def _model(name: str) -> Schema:
+    found: Schema = _whole()["$defs"][name]
+    return found
 
 
-def _kind(model: type[BaseModel]) -> str:
+def _models(field: Schema) -> list[str]:
+    """The models of a field: itself, an optional one, a mapping's values, or the kinds of a section."""
+    if "$ref" in field:
+        return [field["$ref"].rpartition("/")[2]]
+    parts = [*field.get("anyOf", ()), *field.get("oneOf", ()), field.get("items"), field.get("additionalProperties")]
+    return [model for part in parts if isinstance(part, Mapping) for model in _models(part)]
+
+
+def _kind(model: str) -> str:
     """Value of `kind` that selects the model; "" for a model without kinds."""
-    return str(get_args(model.model_fields["kind"].annotation)[0]) if "kind" in model.model_fields else ""
+    return str(_model(model)["properties"].get("kind", {}).get("const", ""))
 
 
 def _of_kinds(keys_of: Mapping[str, Sequence[Key]]) -> Iterator[Key]:
@@ -99,10 +101,11 @@ def as_key(where: Sequence[str]) -> str:
     return name
 
 
-def kinds_of(name: str) -> dict[str, type[BaseModel]]:
-    """The models of a section with several kinds, by kind; {} for any other."""
+def kinds_of(name: str) -> dict[str, Collection[str]]:
+    """The keys of each kind of a section with several kinds; {} for any other."""
     models = all_keys()[name].below if name in all_keys() else ()
-    return {_kind(model): model for model in models} if len(models) > 1 and all(map(_kind, models)) else {}
+    kinds = {_kind(model): _model(model)["properties"].keys() for model in models}
+    return kinds if len(models) > 1 and all(kinds) else {}
 
 
 def nearest(where: Sequence[str]) -> str:
@@ -112,7 +115,7 @@ def nearest(where: Sequence[str]) -> str:
     siblings = [name.rpartition(".")[2] for name in all_keys() if name.rpartition(".")[0] == section]
     if parent and not siblings:
         return nearest(parent)
-    if having := [kind for kind, model in kinds_of(section).items() if last in model.model_fields]:
+    if having := [kind for kind, keys in kinds_of(section).items() if last in keys]:
         return f"{'.'.join(parent)} has it where its kind is {' or '.join(having)}"
     everywhere = {name.rpartition(".")[2]: name for name in all_keys()}
     if last in everywhere:
@@ -138,53 +141,24 @@ def as_written(place: Sequence[str | int]) -> list[str]:
     return where
 
 
-def _held(annotation: Any) -> list[type[BaseModel]]:
-    """The models in an annotation: itself, an optional one, a mapping's values, or the kinds of a section."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [model for part in get_args(annotation) for model in _held(part)]
-
-
-def _first_line(model: type[BaseModel]) -> str:
-    own = model.__doc__ if model.__doc__ and model.__doc__ != Settings.__doc__ else ""
-    return inspect.cleandoc(own).split("\n\n")[0] if own else ""
-
-
-def _type(field: FieldInfo) -> str:
-    words = _words(field.annotation)
-    return words.removesuffix(_OR_NULL) + _bounds(field.metadata) + (_OR_NULL if words.endswith(_OR_NULL) else "")
-
-
-def _words(annotation: Any) -> str:
+def _words(field: Any) -> str:
     """A type in terms of YAML."""
-    origin, parts = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        return f"{_words(parts[0])}{_bounds(FieldInfo.from_annotation(annotation).metadata)}"
-    if origin is Literal:
-        return " or ".join(str(part) for part in parts)
-    if origin in (Union, types.UnionType):
-        return " or ".join(dict.fromkeys(_words(part) for part in parts))
-    if origin is dict:
-        return f"mapping of name to {_words(parts[1])}"
-    if origin in (list, tuple):
-        return f"list of {_words(parts[0])}" if origin is list or Ellipsis in parts else f"{len(parts)} numbers"
-    return _PLAIN.get(annotation, "section")
+    if field is True or "$ref" in field:
+        return "section"
+    if options := field.get("anyOf") or field.get("oneOf"):
+        return " or ".join(dict.fromkeys(map(_words, options)))
+    if "enum" in field or "const" in field:
+        return " or ".join(map(str, field.get("enum") or [field["const"]]))
+    if field["type"] == "object":
+        return f"mapping of name to {_words(field['additionalProperties'])}"
+    if field["type"] == "array":
+        return f"{len(field['prefixItems'])} numbers" if "prefixItems" in field else f"list of {_words(field['items'])}"
+    bounds = [f"{sign} {field[name]:g}" for name, sign in _BOUNDS.items() if field.get(name, _FAR) < _FAR]
+    return f"{_PLAIN[field['type']]} {' and '.join(bounds)}".rstrip()
 
 
-def _bounds(metadata: Sequence[Any]) -> str:
-    bounds = [
-        (sign, getattr(each, name)) for kind, name, sign in _BOUNDS for each in metadata if isinstance(each, kind)
-    ]
-    found = [f"{sign} {bound:g}" for sign, bound in bounds if bound < _FAR]
-    return f" {' and '.join(found)}" if found else ""
-
-
-def _default(field: FieldInfo) -> str:
-    value = field.get_default(call_default_factory=True, validated_data={})
-    if value is PydanticUndefined:
-        return ""
+def _default(field: Schema) -> str:
+    value = field.get("default", [] if field.get("type") == "array" else {})  # one that is made by a factory is empty
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
-    if isinstance(value, tuple):
-        return str(list(value))
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -177,8 +177,7 @@ def _of_other_choices(merged: dict[str, Any]) -> Iterator[tuple[str, str, set[st
     for name in all_keys():
         kinds = kinds_of(name)
         if (kind := kinds.get(str(_section(merged, name).get("kind")))) is not None:
-            of_all = {key for each in kinds.values() for key in each.model_fields}
-            yield f"{name}.kind", name, of_all - kind.model_fields.keys()
+            yield f"{name}.kind", name, {key for each in kinds.values() for key in each}.difference(kind)
     engine = str(_section(merged, "rollout").get("engine"))
     if engine in (names := {"vllm": "rollout.local", "local": "rollout.vllm"}):
         yield "rollout.engine", names[engine], set(_section(merged, names[engine]))
