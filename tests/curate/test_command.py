@@ -112,7 +112,6 @@ def test_the_page_says_what_was_dropped_for_what_and_hostile_text_stays_text(cap
 
 
 NO_MODEL = "policies.main.model is not set"
-FEW_BANDS = " ".join(f"curate.near_duplicates.{setting}" for setting in ("threshold=0.5", "bands=35", "rows=5"))
 REFUSED: list[tuple[str, str]] = [
     ("curate.max_question_chars=5", "no input is given"),
     ("gone.jsonl", "gone.jsonl does not exist"),
@@ -121,7 +120,6 @@ REFUSED: list[tuple[str, str]] = [
     ("raw.jsonl curate.best_of_n.n=4 curate.best_of_n.keep=[1,3]", NO_MODEL),
     ("raw.jsonl curate.best_of_n.keep=[1,17]", "curate.best_of_n.keep is [1, 17]; expected"),
     ("raw.jsonl curate.near_duplicates.treshold=1", "did you mean curate.near_duplicates.threshold?"),
-    (f"raw.jsonl {FEW_BANDS}", "find 67% of the pairs whose similarity is threshold=0.5"),
 ]
 
 

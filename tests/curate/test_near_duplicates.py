@@ -9,7 +9,13 @@ from curation import rows_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from marsrl.trainer.commands.curate.near_duplicates import as_compared, jaccard, near_duplicates, shingled
+from marsrl.trainer.commands.curate.near_duplicates import (
+    as_compared,
+    bands_and_rows,
+    jaccard,
+    near_duplicates,
+    shingled,
+)
 from marsrl.trainer.commands.curate.rows import Decision, Row
 from marsrl.trainer.config.curate import NearDuplicatesConfig
 
@@ -46,5 +52,13 @@ def test_the_threshold_is_of_the_similarity() -> None:
     one, other = "a question about matrices of rank two", "a question about matrices of rank ten"
     between = similarity(one, other)
     rows = rows_of([one, other])
-    assert [v.is_kept for v in decisions(rows, threshold=between, bands=64, rows=3)] == [True, False]
-    assert [v.is_kept for v in decisions(rows, threshold=between + 0.01, bands=64, rows=3)] == [True, True]
+    assert [v.is_kept for v in decisions(rows, threshold=between)] == [True, False]
+    assert [v.is_kept for v in decisions(rows, threshold=between + 0.01)] == [True, True]
+
+
+@pytest.mark.parametrize("threshold", [0.1, 0.3, 0.5, 0.8, 0.85, 0.95, 1.0])
+def test_whatever_the_threshold_most_pairs_of_that_similarity_are_found(threshold: float) -> None:
+    bands, rows = bands_and_rows(threshold)
+    assert bands * rows <= 126 and 1 - (1 - threshold**rows) ** bands >= 0.95
+    if threshold == 0.8:
+        assert (bands, rows) == (18, 7)

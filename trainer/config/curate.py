@@ -9,7 +9,6 @@ from pydantic import Field, model_validator
 from marsrl.rollout.config import Count, CountOr0, Settings, Share, Tokens
 
 Fate = Literal["drop", "keep"]
-_LEAST_FOUND = 0.9
 
 
 class LevelConfig(Settings):
@@ -27,25 +26,6 @@ class NearDuplicatesConfig(Settings):
     threshold: float = Field(0.8, gt=0, le=1)
     """Jaccard similarity of two questions' shingles from which the later one is dropped"""
     shingle: int = Field(5, gt=0, le=100, description="characters of a shingle, of the question as it is compared")
-    bands: int = Field(18, gt=0, le=1024, description="of the index: more find more pairs")
-    rows: int = Field(7, gt=0, le=1024, description="hashes of a band: more compare fewer pairs that are unlike")
-    seed: int = Field(0, ge=0, le=2**31 - 1, description="of the hashes")
-
-    @property
-    def share_found(self) -> float:
-        """Share of the pairs just as similar as the threshold that are found (Leskovec et al., Mining of Massive
-        Datasets, 3.4.2)."""
-        return float(1 - (1 - self.threshold**self.rows) ** self.bands)
-
-    @model_validator(mode="after")
-    def _pairs_are_found(self) -> NearDuplicatesConfig:
-        if self.share_found < _LEAST_FOUND:
-            raise ValueError(
-                f"curate.near_duplicates: bands={self.bands} and rows={self.rows} find {self.share_found:.0%} of the pairs "
-                f"whose similarity is threshold={self.threshold:g}, expected at least {_LEAST_FOUND:.0%}: lower rows, or "
-                "raise bands"
-            )
-        return self
 
 
 class CriterionConfig(Settings):

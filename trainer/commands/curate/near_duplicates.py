@@ -17,6 +17,9 @@ from marsrl.trainer.commands.curate.rows import Decision, Decisions, Row, Stage
 from marsrl.trainer.config.curate import NearDuplicatesConfig
 
 _BATCH = 1024  # rows hashed in one call
+_SEED = 0
+_HASHES = 126  # of a question
+_FOUND = 0.95  # least share of the pairs just as similar as the threshold that the index finds
 _COMPARED = 64  # candidates whose shingles are compared: questions from one template can have thousands
 
 
@@ -33,9 +36,10 @@ class _Questions:
         import rensa
 
         self._config = config
-        self._num_hashes = config.bands * config.rows
+        bands, rows = bands_and_rows(config.threshold)
+        self._num_hashes = bands * rows
         self._sketches = rensa.RMinHash.from_token_sets
-        self._index = rensa.RMinHashLSH(config.threshold, self._num_hashes, config.bands)
+        self._index = rensa.RMinHashLSH(config.threshold, self._num_hashes, bands)
         self._kept: list[tuple[str, str, str | None]] = []  # normalised question, id, answer
         self._hashes = np.empty((_BATCH, self._num_hashes), np.uint16)  # low halves of the kept rows' hashes, then room
 
@@ -43,7 +47,7 @@ class _Questions:
         while batch := list(itertools.islice(rows, _BATCH)):
             texts = [as_compared(row.problem.question) for row in batch]
             shingles = [shingled(text, self._config.shingle) for text in texts]
-            sketches = self._sketches(shingles, self._num_hashes, self._config.seed)
+            sketches = self._sketches(shingles, self._num_hashes, _SEED)
             for row, text, sketch in zip(batch, texts, sketches, strict=True):
                 decision = self._decision(row, text, sketch)
                 if decision.is_kept:
@@ -79,6 +83,16 @@ class _Questions:
         places = np.sort(np.asarray(candidates))
         shared = (self._hashes[places] == _low_halves(sketch)).sum(axis=1)
         return places[np.argsort(-shared, kind="stable")[:_COMPARED]].tolist()
+
+
+def bands_and_rows(threshold: float) -> tuple[int, int]:
+    """The bands of the index, and hashes of a band: the most that find enough pairs, as more compare fewer that are unlike.
+
+    A pair of similarity s is found with probability 1 - (1 - s^rows)^bands (Leskovec et al., Mining of Massive Datasets, 3.4.2).
+    """
+    enough = (rows for rows in range(1, 13) if 1 - (1 - threshold**rows) ** (_HASHES // rows) >= _FOUND)
+    rows = max(enough, default=1)
+    return _HASHES // rows, rows
 
 
 def _low_halves(sketch: Any) -> np.ndarray:
