@@ -36,7 +36,7 @@ def draws(right: float, problems: range, seed: int, of: str = "") -> list[Draw]:
 def keep(folder: Path, found: list[Draw]) -> Path:
     with Kept(folder) as kept:
         for i, draw in enumerate(found):
-            kept.draws.add(str(i), draw, is_whole=True)
+            kept.draws.add(str(i), draw.model_dump(mode="json"))
     write_json(folder / EVALUATION, Scorer([AgentSpec("solver")], {}, {}).evaluation(found, {}).model_dump(mode="json"))
     return folder
 

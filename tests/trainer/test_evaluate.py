@@ -84,9 +84,7 @@ def test_perfect_critics_make_a_perfect_system_of_a_mediocre_solver(evaluator: A
     judged = evaluator(perfect_critics)
     fixed = judged.collect_inputs(VERSIONS)
     result = judged.evaluate(VERSIONS)
-    verifier, corrector = fixed.inputs["verifier1"], fixed.inputs["corrector1"]
-    assert len(verifier.right) == len(verifier.wrong) == 10
-    assert corrector.wrong and not corrector.right
+    assert len(fixed.inputs["verifier1"]) == 20
     assert encode(decode(FixedInputs, encode(fixed))) == encode(fixed)
     # nothing is flagged twice
     assert list(result.rows) == ["solver", "verifier1", "corrector1", "verifier2", "alone", "system"]
@@ -95,7 +93,10 @@ def test_perfect_critics_make_a_perfect_system_of_a_mediocre_solver(evaluator: A
     assert result.agents["verifier1"].mean == 1.0
     confusion = result.agents["verifier1"].confusion
     assert confusion is not None and confusion.right_correct == confusion.wrong_wrong == 10
-    assert result.agents["corrector1"].mean == 1.0
+    corrector = result.agents["corrector1"]
+    assert (
+        corrector.mean == 1.0 and corrector.breaks is not None and corrector.breaks.n == 0
+    )  # it is shown no right ones
     assert result.agents["verifier2"].confusion is None and result.agents["verifier2"].loop_confusion is not None
     assert result.system.mean == 1.0
 

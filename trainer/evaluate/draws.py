@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import math
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -80,35 +80,18 @@ class FixedAnswer(Schema):
     call: Call
 
 
-class Store(dict[str, Held]):
-    """Records by key, those of a file included."""
-
-    def __init__(self, file: Answers[Held] | None, plain: Callable[[Held], dict[str, Any]]) -> None:
-        super().__init__(file or {})
-        self._file, self._plain = file, plain
-
-    def add(self, key: str, held: Held, *, is_whole: bool) -> None:
-        """is_whole: nothing failed in it. Records with engine failures are not written, so a resumed evaluation repeats them."""
-        self[key] = held
-        if self._file is not None and is_whole:
-            self._file.add(key, self._plain(held))
-
-
 class Kept(ExitStack):
     """Saved draws, answers to fixed inputs and the inputs' episodes. folder: None keeps them only in memory."""
 
     def __init__(self, folder: Path | None = None) -> None:
         super().__init__()
 
-        def store(name: str, read: Callable[[Any], Held], plain: Callable[[Held], dict[str, Any]]) -> Store[Held]:
-            file = None if folder is None else Answers(folder / name, read)
-            if file is not None:
-                self.callback(file.close)
-            return Store(file, plain)
+        def answers(name: str, read: Callable[[Any], Held]) -> Answers[Held]:
+            return self.enter_context(closing(Answers(folder and folder / name, read)))
 
-        self.draws = store(DRAWS, Draw.model_validate, _dumped)
-        self.fixed = store("fixed_answers.jsonl", FixedAnswer.model_validate, _dumped)
-        self.episodes = store("input_episodes.jsonl", _unpacked, _packed)
+        self.draws = answers(DRAWS, Draw.model_validate)
+        self.fixed = answers("fixed_answers.jsonl", FixedAnswer.model_validate)
+        self.episodes = answers("input_episodes.jsonl", _unpacked)
 
 
 def read_draws(folder: Path) -> list[Draw]:
@@ -195,11 +178,8 @@ def _known(correct: float) -> float | None:
     return None if math.isnan(correct) else correct
 
 
-def _dumped(held: Schema) -> dict[str, Any]:
-    return held.model_dump(mode="json")
-
-
-def _packed(episode: Episode) -> dict[str, str]:
+def packed(episode: Episode) -> dict[str, str]:
+    """The episode as JSON."""
     return {"episode": base64.b64encode(encode(episode)).decode("ascii")}
 
 

@@ -27,25 +27,17 @@ from marsrl.rollout.tasks.protocol import EVALUATION_SET, INPUTS_SET, Task
 from marsrl.rollout.team import Team
 from marsrl.rollout.types import Ask, Finish, Problem
 from marsrl.trainer.config import PolicyConfig
-from marsrl.trainer.evaluate.draws import FixedAnswer, Kept, call_of, digest, draw_of, episode_key, fixed_key
+from marsrl.trainer.evaluate.draws import FixedAnswer, Kept, call_of, digest, draw_of, episode_key, fixed_key, packed
 from marsrl.trainer.evaluate.score import Scorer
 from marsrl.trainer.report.summary import Evaluation
 from marsrl.trainer.runs.answers import key_of
 
 
 @dataclass(frozen=True, slots=True)
-class AgentInputs:
-    """Fixed inputs of one agent: (episode id, ask), split by correctness of the first input."""
-
-    right: tuple[tuple[str, Ask], ...] = ()
-    wrong: tuple[tuple[str, Ask], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class FixedInputs:
-    """The fixed inputs by agent, and the episodes with the samples that they show."""
+    """The fixed inputs by agent, (episode id, ask), and the episodes with the samples that they show."""
 
-    inputs: dict[str, AgentInputs] = field(default_factory=dict)
+    inputs: dict[str, tuple[tuple[str, Ask], ...]] = field(default_factory=dict)
     episodes: dict[str, Episode] = field(default_factory=dict)
 
 
@@ -84,12 +76,12 @@ class Evaluator:
         keys = {episode.id: episode_key(self._identity(versions), episode) for episode in episodes}
 
         def ended(played: Played) -> None:
-            store.add(keys[played.episode.id], played.episode, is_whole=_is_whole(played))
+            store.add(keys[played.episode.id], packed(played.episode), is_whole=_is_whole(played))
 
         self._play([each for each in episodes if keys[each.id] not in store], "probe", versions, progress, ended)
         episodes = [store[keys[each.id]] for each in episodes]
         inputs = {agent: self._fixed_inputs(agent, episodes) for agent in self.team.orchestration.tried_apart}
-        used = {name for each in inputs.values() for name, _ in (*each.right, *each.wrong)}
+        used = {name for each in inputs.values() for name, _ in each}
         self._stop_if_unjudged("collect")
         self.fixed = FixedInputs(inputs, {episode.id: episode for episode in episodes if episode.id in used})
         return self.fixed
@@ -99,7 +91,7 @@ class Evaluator:
         if model is not None and (reason := model.too_many_missing(purpose)):
             raise RuntimeError(f"evaluation: {reason}")
 
-    def _fixed_inputs(self, agent: str, episodes: Sequence[Episode]) -> AgentInputs:
+    def _fixed_inputs(self, agent: str, episodes: Sequence[Episode]) -> tuple[tuple[str, Ask], ...]:
         asks = [(episode, ask) for episode in episodes for ask in episode.asks.values() if ask.agent == agent]
         size = self.config.fixed_inputs
         if self.team.orchestration.spec(agent).gives_verdicts:
@@ -109,7 +101,7 @@ class Evaluator:
             solution = episode.sample(ask.inputs[0])
             if not math.isnan(solution.reward.correct):  # otherwise its judge failed, and it is neither
                 by_truth[is_right(solution)].append((episode.id, ask))
-        return AgentInputs(tuple(by_truth[True][:size]), tuple(by_truth[False][:size]))
+        return (*by_truth[True][:size], *by_truth[False][:size])
 
     def evaluate(
         self, versions: Mapping[str, int], progress: OnProgress | None = None, kept: Kept | None = None
@@ -124,7 +116,7 @@ class Evaluator:
         sets = {episode.id: (each.name, episode) for each in self.held_out() for episode in self._episodes(each)}
         keys = {name: episode_key(identity, episode) for name, (_, episode) in sets.items()}
         asks = {
-            agent: [(self.fixed.episodes[name], ask) for name, ask in (*inputs.right, *inputs.wrong)]
+            agent: [(self.fixed.episodes[name], ask) for name, ask in inputs]
             for agent, inputs in self.fixed.inputs.items()
         }
 
@@ -132,13 +124,14 @@ class Evaluator:
             name = played.episode.id
             judged = model.take_counts("evaluate") if model is not None else {}
             draw = draw_of(self.team, sets[name][0], played, judged)
-            kept.draws.add(keys[name], draw, is_whole=_is_whole(played))
+            kept.draws.add(keys[name], draw.model_dump(mode="json"), is_whole=_is_whole(played))
 
         def said(each: Completion) -> None:
             episode, ask, sample = each.episode, each.of.ask, each.sample
             assert sample is not None, f"{each.uid} is not over"
             answer = FixedAnswer(problem=digest(episode.problem), call=call_of(episode, ask, sample, each.seconds))
-            kept.fixed.add(fixed_key(identity, episode, ask), answer, is_whole=sample.finish is not Finish.ERROR)
+            is_whole = sample.finish is not Finish.ERROR
+            kept.fixed.add(fixed_key(identity, episode, ask), answer.model_dump(mode="json"), is_whole=is_whole)
 
         play = self._begin(versions, progress, ended, said)
         with self._apart():

@@ -24,11 +24,14 @@ def key_of(**parts: Any) -> str:
 
 
 class Answers(dict[str, Answer]):
-    """Answers by key, in one file. read: parses an answer of the file; None or an error if it is not valid."""
+    """Answers by key, in one file; path None: only in memory. read: parses an answer; None or an error if it is not valid."""
 
-    def __init__(self, path: Path, read: Callable[[Any], Answer | None]) -> None:
+    def __init__(self, path: Path | None, read: Callable[[Any], Answer | None]) -> None:
         super().__init__()
-        self._path, self._read = path, read
+        self._read = read
+        self._file: BinaryIO | None = None
+        if path is None:
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
         self._file = open(path, "r+b")  # noqa: SIM115 - close() does
@@ -37,18 +40,22 @@ class Answers(dict[str, Answer]):
             self._file.truncate(end)
             self._file.seek(end)
 
-    def add(self, key: str, answer: Mapping[str, Any]) -> None:
-        """Add an answer, which survives everything but a crash of the machine once this returns."""
+    def add(self, key: str, answer: Mapping[str, Any], *, is_whole: bool = True) -> None:
+        """Add an answer, which survives everything but a crash of the machine once this returns.
+
+        is_whole: nothing failed in it. Others are not written, so that they are requested again the next time.
+        """
         line = json.dumps({"key": key, "answer": answer}, allow_nan=False).encode("ascii") + b"\n"
-        with names_file(self._path):
-            self._file.write(line)
-            self._file.flush()
+        if self._file is not None and is_whole:
+            with names_file(Path(self._file.name)):
+                self._file.write(line)
+                self._file.flush()
         self._hold(line)
 
     def close(self) -> None:
         """Flush to disk and close; may be called twice."""
-        if not self._file.closed:
-            with names_file(self._path):
+        if self._file is not None and not self._file.closed:
+            with names_file(Path(self._file.name)):
                 os.fsync(self._file.fileno())
             self._file.close()
 
