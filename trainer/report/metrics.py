@@ -131,23 +131,16 @@ def _start_wandb(project: str, run: RunDirectory, resume_step: int | None) -> An
     return wandb.init(project=project, name=run.path.name, id=run.path.name, dir=str(run.path), resume=resume)
 
 
-@dataclass(frozen=True, slots=True)
-class Warned:
-    """One line."""
-
-    step: int
-    text: str
-
-
 def append_warning(path: Path, step: int, text: str) -> None:
     """Append a warning, which readers see completely or not at all."""
     with names_file(path), open(path, "ab") as file:
         file.write(json.dumps({"step": step, "text": text}).encode("ascii") + b"\n")
 
 
-def read_warnings(path: Path) -> list[Warned]:
-    """Every complete line. A torn last line (being written) is skipped. Raises ValueError: a line is no warning."""
+def read_warnings(path: Path) -> list[tuple[int, str]]:
+    """(step, text) of every complete line. A torn last one is skipped. Raises ValueError: a line is no warning."""
     try:
-        return [Warned(**json.loads(line)) for line in path.read_bytes().split(b"\n")[:-1]]
-    except (ValueError, TypeError) as error:
+        held = map(json.loads, path.read_bytes().split(b"\n")[:-1])
+        return [(each["step"], each["text"]) for each in held]
+    except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path.name} has a line that is no warning: {error}") from error

@@ -126,7 +126,8 @@ def readable(max_question_chars: int, origin: Mapping[str, Any]) -> Stage:
             return Decision(False, "long question", f"{num_chars:,} characters, at most {max_question_chars:,}")
         return Decision(True, "read")
 
-    return _row_by_row("read", {"max_question_chars": max_question_chars, **origin}, decide)
+    settings = {"max_question_chars": max_question_chars, **origin}
+    return Stage("read", settings, lambda rows: ((row, decide(row)) for row in rows))
 
 
 def level(config: LevelConfig) -> Stage:
@@ -142,11 +143,7 @@ def level(config: LevelConfig) -> Stage:
         is_kept = any(_comparable(value) in wanted for value in values)
         return Decision(is_kept, "wanted level" if is_kept else "other level", f"{config.field}: {said}")
 
-    return _row_by_row("level", config.model_dump(mode="json"), decide)
-
-
-def _row_by_row(name: str, settings: Mapping[str, Any], decide: Callable[[Row], Decision]) -> Stage:
-    return Stage(name, settings, lambda rows: ((row, decide(row)) for row in rows))
+    return Stage("level", config.model_dump(mode="json"), lambda rows: ((row, decide(row)) for row in rows))
 
 
 def _comparable(value: object) -> str:

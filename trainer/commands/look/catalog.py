@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import duckdb
 from pydantic import BaseModel, ConfigDict
 
-from marsrl.trainer.report.metrics import Warned, read_metrics, read_warnings
+from marsrl.trainer.report.metrics import read_metrics, read_warnings
 from marsrl.trainer.report.samples_log import SampleRecord, read_samples, sample_files
 from marsrl.trainer.report.trace import Span, read_trace
 from marsrl.trainer.runs.directory import RunDirectory
@@ -173,9 +173,9 @@ class Catalog:
     @property
     def warnings(self) -> list[tuple[int | None, str, str]]:
         """(step, kind, text): the run's warnings, and its unreadable files."""
-        said: list[Warned] = self._whole(self.run.warnings, read_warnings, [])
+        said: list[tuple[int, str]] = self._whole(self.run.warnings, read_warnings, [])
         return [
-            *((each.step, "said", each.text) for each in said),
+            *((step, "said", text) for step, text in said),
             *((None, name, text) for name, text in self.refused.items()),
             *((step, "samples", text) for step, text in self._damages.items()),
         ]
