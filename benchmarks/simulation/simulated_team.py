@@ -55,7 +55,7 @@ class StandInRenderer:
     constants: Constants
     stop_ids: tuple[int, ...] = (1, 2, 3, 4)
 
-    def render(self, messages: Sequence[Message]) -> tuple[IntArray, str]:
+    def render(self, messages: Sequence[Message], tools: object = ()) -> tuple[IntArray, str]:
         # Solver: 1 turn; Verifier: instructions, solution; Corrector: problem, solution, report
         num_shown = len(messages) - 1
         tokens = self.constants.solver_prompt + num_shown * self.constants.shown_tokens

@@ -34,7 +34,7 @@ PROMPT_ENDS = 255
 class LetterRenderer:
     stop_ids = (END,)
 
-    def render(self, messages: Sequence[Message]) -> tuple[np.ndarray, str]:
+    def render(self, messages: Sequence[Message], tools: object = ()) -> tuple[np.ndarray, str]:
         text = "\n".join(message.content for message in messages)
         return np.asarray([*(2 + ord(c) % 250 for c in text), PROMPT_ENDS], np.int32), text
 

@@ -111,7 +111,7 @@ def script(request: DecodeRequest) -> list[int]:
 class Renderer(LetterRenderer):
     """Letters as they are, so that what is there of a completion can be read."""
 
-    def render(self, messages: Sequence[Message], **options: bool | str) -> tuple[np.ndarray, str]:
+    def render(self, messages: Sequence[Message], tools: object = (), **options: bool | str) -> tuple[np.ndarray, str]:
         text = "".join(message.content for message in messages)
         return np.asarray([*map(ord, text), 255], np.int32), text
 
