@@ -433,9 +433,7 @@ def _check_first_prompts(
     if orchestration.plays_sessions:  # a program's prompts are unknown
         return []
     source = task.problems(config.run.seed)
-    (ask, *_) = _first_asks(
-        orchestration, Episode("preflight", "preflight", task.problems(config.run.seed).next_problem())
-    )
+    (ask, *_) = _first_asks(orchestration, Episode("preflight", "preflight", source(0)))
     first, settings = ask.agent, config.agents[ask.agent]
     policy, room, is_skipped = settings.policy, settings.max_input_tokens, settings.long_prompts == "skip"
     renderer = _renderer(config, policy)
@@ -443,7 +441,7 @@ def _check_first_prompts(
     lengths: list[int] = []
     most, key = num_problems or _LOOKED_AT, f"agents.{first}.max_input_tokens"
     while len(lengths) < most and (len(lengths) < _LOOKED_AT or (is_skipped and min(lengths) > room)):
-        episode = Episode("preflight", "preflight", source.next_problem())
+        episode = Episode("preflight", "preflight", source(len(lengths)))
         (ask, *_) = _first_asks(orchestration, episode)
         messages = orchestration.messages(episode, ask)
         lengths.append(len(renderer.render(messages, tools, **options)[0]))
