@@ -37,7 +37,7 @@ REQUIREMENTS = [
     "pyarrow",  # samples
     "duckdb",  # marsrl view, report.html
     "tensorboard",
-    "msgpack",
+    "msgspec",
     "psutil",
     "einops",
     "math-verify",

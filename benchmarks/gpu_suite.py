@@ -38,7 +38,7 @@ LOG_BYTES = 200_000  # of each log's end: packed together, all stay far below a 
 LOG_LINES = 150  # of each log, its end, in the report
 TESTING_MODULES = ("pytest", "xdist")
 TRAINING_MODULES = (
-    "pydantic", "omegaconf", "yaml", "rich", "safetensors", "tokenizers", "transformers", "megatron", "msgpack", "psutil",
+    "pydantic", "omegaconf", "yaml", "rich", "safetensors", "tokenizers", "transformers", "megatron", "msgspec", "psutil",
     "zstandard", "tensorboard", "jinja2", "einops",
 )  # fmt: skip
 HEADLINE = "T=16,384, H=2,048, V=151,936"  # all rows active, and half of them masked

@@ -39,7 +39,8 @@ from marsrl.rollout.player.evaluation import EvaluationPlay, Played
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import LocalReplicas
 from marsrl.rollout.tasks.config import QaOptions
-from marsrl.rollout.tasks.qa import QaTask
+from marsrl.rollout.tasks.protocol import Task
+from marsrl.rollout.tasks.qa import qa_task
 from marsrl.rollout.team import Team, WatchedJudge
 from marsrl.rollout.tools.build import build_tools
 from marsrl.rollout.tools.config import ToolsConfig
@@ -143,7 +144,7 @@ def system_2(text: str) -> str:
     return f"<answer>{entity}</answer>"
 
 
-def play(task: QaTask, address: str, num_problems: int, *, read_pages: bool) -> dict[str, Any]:
+def play(task: Task, address: str, num_problems: int, *, read_pages: bool) -> dict[str, Any]:
     """Play the questions in one of the two ways; means over episodes, most_at_once and pages_read of all of them."""
     environ[KEY] = "none"
     limits = {"timeout_s": 300.0, "max_output_chars": 1_000_000}
@@ -207,7 +208,7 @@ def main() -> None:
     parser.add_argument("--json", help="write every number to this file")
     parser.add_argument("--problems", type=int, default=100)
     words = parser.parse_args()
-    task = QaTask([], [], QaOptions(people=40, places=24, min_hops=1, max_hops=3))
+    task = qa_task([], [], QaOptions(people=40, places=24, min_hops=1, max_hops=3))
     arms: dict[str, dict[str, Any]] = {}
     with closing(build_index(task.documents)) as index, site(task.documents, index) as address:
         for name, read_pages in (("snippets only", False), ("read_pages", True)):

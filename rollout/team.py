@@ -15,7 +15,7 @@ import numpy as np
 from marsrl.rollout.agents import returned
 from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.agents.parsers import THINK_CLOSE, THINK_OPEN, visible
-from marsrl.rollout.agents.render import ChatRenderer, TemplateOption
+from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.agents.tool_calls import read_calls, tool_messages
 from marsrl.rollout.config import AgentConfig
 from marsrl.rollout.engines.protocol import Sampling
@@ -198,10 +198,8 @@ class Team:
         renderer, settings = self.renderer(ask.agent), self.agents[ask.agent]
         try:
             messages = returned.messages(self.orchestration.messages(episode, ask))
-            options: dict[str, TemplateOption] = dict(settings.template_options)
-            if settings.tools:
-                options["tools"] = list(self._functions(ask.agent).values())
-            prompt_ids, text = renderer.render(messages, **options)
+            tools = list(self._functions(ask.agent).values())
+            prompt_ids, text = renderer.render(messages, tools, **settings.template_options)
         except Exception as error:
             self._fail(episode, "messages", error)
             return None
@@ -210,7 +208,7 @@ class Team:
         if settings.long_prompts == "skip":
             return None
         side: Literal["middle", "left"] = "middle" if settings.long_prompts == "cut_middle" else "left"
-        cut = renderer.render_cut(messages, settings.max_input_tokens, side, **options)
+        cut = renderer.render_cut(messages, settings.max_input_tokens, side, tools, **settings.template_options)
         return None if cut is None else Prompt(*cut, is_cut=True)
 
     def outcome(self, episode: Episode) -> Sample | None:

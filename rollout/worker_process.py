@@ -28,7 +28,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
-import msgpack
+import msgspec
 
 START_TIMEOUT_S = 120.0  # loading sympy or lxml on a busy machine
 
@@ -88,8 +88,8 @@ class _WorkerProcess:
     def ask(self, request: Mapping[str, object], timeout_s: float) -> dict[str, Any]:
         """The worker's reply. Raises Late or Crashed, after which the worker has ended."""
         with contextlib.suppress(OSError):  # the worker has died; the end of its replies is noticed below
-            self._line.send_bytes(_packed((timeout_s, request)))
-        return dict(_unpacked(self._reply(timeout_s)))
+            self._line.send_bytes(msgspec.msgpack.encode((timeout_s, request)))
+        return dict(msgspec.msgpack.decode(self._reply(timeout_s)))
 
     def _reply(self, timeout_s: float) -> bytes:
         try:
@@ -196,22 +196,19 @@ def main(line: str, memory_bytes: str, load: str, arguments: str) -> None:
     threading.Thread(target=read, daemon=True).start()
     connection.send_bytes(b"ready")
     while True:
-        timeout_s, request = _unpacked(requests.get())
+        timeout_s, request = msgspec.msgpack.decode(requests.get())
         signal.setitimer(signal.ITIMER_REAL, timeout_s)  # ends the process even if C code holds the GIL
         try:
-            reply = dict(answer(request))
+            reply = {name: _without_surrogates(value) for name, value in answer(request).items()}
         except Exception as error:  # the parent counts failures of any kind
-            reply = {"error": f"{type(error).__name__}: {error}"[:300]}
+            reply = {"error": _without_surrogates(f"{type(error).__name__}: {error}"[:300])}
         signal.setitimer(signal.ITIMER_REAL, 0)
-        connection.send_bytes(_packed(reply))
+        connection.send_bytes(msgspec.msgpack.encode(reply))
 
 
-def _packed(value: object) -> bytes:
-    return msgpack.packb(value, unicode_errors="surrogatepass")  # a page can contain lone surrogates
-
-
-def _unpacked(data: bytes) -> Any:
-    return msgpack.unpackb(data, unicode_errors="surrogatepass")
+def _without_surrogates(value: object) -> object:
+    """A text without lone surrogates, which a page can contain; any other value as it is."""
+    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
 
 
 if __name__ == "__main__":

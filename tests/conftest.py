@@ -22,8 +22,9 @@ from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import LocalReplicas
-from marsrl.rollout.tasks.arithmetic import ARITHMETIC_TOKENIZER, ArithmeticTask
+from marsrl.rollout.tasks.arithmetic import ARITHMETIC_TOKENIZER, arithmetic_task
 from marsrl.rollout.tasks.config import ArithmeticOptions
+from marsrl.rollout.tasks.protocol import Task
 from marsrl.rollout.team import Team
 from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
 
@@ -97,7 +98,7 @@ def scripted_team(
     script: Callable[[DecodeRequest, ChatRenderer, random.Random], str],
     evaluate: EvaluateConfig,
     fail: Callable[[DecodeRequest], str | None] = lambda request: None,
-) -> tuple[Team, ScriptedEngine, ArithmeticTask]:
+) -> tuple[Team, ScriptedEngine, Task]:
     """Five agents on one scripted engine; a completion depends on its request's seed alone."""
     folder.mkdir(exist_ok=True)
     ARITHMETIC_TOKENIZER.write(folder)
@@ -108,7 +109,7 @@ def scripted_team(
         fail=fail,
     )
     agents = {name: AgentConfig(max_input_tokens=512) for name in AGENTS}
-    task = ArithmeticTask(ArithmeticOptions())
+    task = arithmetic_task(ArithmeticOptions())
     orchestration = build_orchestration("verifier_corrector", agents, task.prompts, evaluate=evaluate)
     pool = EnginePool(LocalReplicas([engine]))
     return make_team(agents, orchestration, pool, renderer, judge=task.judge), engine, task

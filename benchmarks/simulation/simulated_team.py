@@ -15,7 +15,7 @@ from marsrl.rollout.orchestrations.solver import Solver
 from marsrl.rollout.orchestrations.verifier_corrector import VerifierCorrector
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.rewards.judge import known
-from marsrl.rollout.tasks.protocol import NumberedProblems
+from marsrl.rollout.tasks.protocol import ProblemSource
 from marsrl.rollout.team import Team, WatchedJudge
 from marsrl.rollout.types import IntArray, Message, Problem, Reward
 from simulation.cost_model import Constants
@@ -55,7 +55,7 @@ class StandInRenderer:
     constants: Constants
     stop_ids: tuple[int, ...] = (1, 2, 3, 4)
 
-    def render(self, messages: Sequence[Message]) -> tuple[IntArray, str]:
+    def render(self, messages: Sequence[Message], tools: object = ()) -> tuple[IntArray, str]:
         # Solver: 1 turn; Verifier: instructions, solution; Corrector: problem, solution, report
         num_shown = len(messages) - 1
         tokens = self.constants.solver_prompt + num_shown * self.constants.shown_tokens
@@ -65,9 +65,9 @@ class StandInRenderer:
         return _TEXTS[ids[-1]] if len(ids) else ""
 
 
-def problem_stream(text: Callable[[int], str] = lambda n: "?", answer: str = "7") -> NumberedProblems:
+def problem_stream(text: Callable[[int], str] = lambda n: "?", answer: str = "7") -> ProblemSource:
     """An endless stream of problems that differ in their ids. text: of the n-th, from 1."""
-    return NumberedProblems(lambda n: Problem(f"p{n + 1}", text(n + 1), answer, "math"))
+    return lambda n: Problem(f"p{n + 1}", text(n + 1), answer, "math")
 
 
 def judge(problem: Problem, answer: str) -> Future[Reward]:

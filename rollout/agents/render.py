@@ -23,8 +23,9 @@ from jinja2 import TemplateError
 from marsrl.rollout.fitting import even_shares
 from marsrl.rollout.types import IntArray, Message, ToolFunction
 
-TemplateOption = bool | str | Sequence[ToolFunction]
-"""An option of a chat template: one of its own, or `tools`."""
+Turn = Message | Mapping[str, Any]
+"""A message of ours, whose content the chat template never sees, or one in OpenAI's format, which it sees unchanged except for
+control words."""
 
 _PLACEHOLDER = "MARSRLCONTENT{index}ENDCONTENT"
 _PLACEHOLDER_PATTERN = re.compile(r"MARSRLCONTENT(\d+)ENDCONTENT")
@@ -70,26 +71,31 @@ class ChatRenderer:
         self.stop_ids: tuple[int, ...] = tuple(sorted({self.eos_id, *_generation_stops(Path(directory))}))
         self.vocab_size: int = len(self._tokenizer)
 
-    def render(self, messages: Sequence[Message], **template_options: TemplateOption) -> tuple[IntArray, str]:
+    def render(
+        self, messages: Sequence[Turn], tools: Sequence[Any] = (), /, **template_options: bool | str
+    ) -> tuple[IntArray, str]:
         """(prompt ids [N] int32, prompt text for people), ending where the model continues.
 
-        template_options: of the chat template (Qwen3: enable_thinking); `tools` are the functions that it shows.
+        tools: the functions that the chat template shows, ours or in OpenAI's format. template_options: its own (Qwen3:
+        enable_thinking).
         """
-        return self._filled(self._parts(messages, template_options)[0])
+        return self._filled(self._parts(messages, tools, template_options)[0])
 
     def render_cut(
         self,
         messages: Sequence[Message],
         max_tokens: int,
         cut: Literal["middle", "left"],
-        **template_options: TemplateOption,
+        tools: Sequence[ToolFunction] = (),
+        /,
+        **template_options: bool | str,
     ) -> tuple[IntArray, str] | None:
         """As `render`, cut to max_tokens by removing tokens from the middle or the left of the messages' contents.
 
         The longest contents are cut first, to a common length. The template's own text stays, and nothing marks a cut; contents
         are tokenised separately and cut between two tokens. None if the template leaves no room for contents.
         """
-        parts, used = self._parts(messages, template_options)
+        parts, used = self._parts(messages, tools, template_options)
         template = [self.encode_trusted(text).tolist() for text in parts[::2]]
         contents = [self.completion_ids(text).tolist() for text in parts[1::2]]
         sizes = [len(content) if index < len(messages) else 0 for content, index in zip(contents, used, strict=True)]
@@ -109,32 +115,16 @@ class ChatRenderer:
             shown += [text, parts[2 * position + 2]]
         return np.asarray(ids, np.int32), "".join(shown)
 
-    def next_turn(self, messages: Sequence[Message], **template_options: TemplateOption) -> IntArray:
-        """[N] int32: the tokens between a completion that ended its turn and the next one, for these messages.
-
-        The completion's own end token is not repeated, nor is white space that a template writes before it.
-        """
-        turns = [Message("user", ""), Message("assistant", ""), *messages]
-        parts, used = self._parts(turns, template_options, may_move=False)
-        after, *rest = parts[2 * used.index(1) + 2 :]
-        return self._filled([self._without_end(after), *rest])[0]
-
-    def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = (), **template_options: bool | str
-    ) -> tuple[IntArray, str]:
-        """As `render`, for messages and tools in OpenAI's format: the chat template sees contents unchanged, except that control
-        words in them become ordinary text."""
-        return self._filled(self._chat_parts(messages, tools, template_options))
-
-    def next_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, has_ended: bool, **template_options: bool | str
+    def next_turn(
+        self, messages: Sequence[Turn], has_ended: bool = True, /, **template_options: bool | str
     ) -> IntArray:
-        """As `next_turn`, for messages in OpenAI's format.
+        """[N] int32: the tokens between a completion and the next one, for these messages.
 
-        has_ended: the completion has its end token; otherwise it was cut off, and the token is added.
+        has_ended: the completion has its end token, which is not repeated, nor is white space that a template writes before it;
+        otherwise it was cut off, and the token is added.
         """
-        turns = [{"role": "user", "content": ""}, {"role": "assistant", "content": _ANSWER}, *messages]
-        parts = self._chat_parts(turns, (), template_options)
+        turns = [Message("user", ""), {"role": "assistant", "content": _ANSWER}, *messages]
+        parts, _ = self._parts(turns, (), template_options, may_move=False)
         place = next(i for i, text in enumerate(parts) if _ANSWER in text)
         after = parts[place].partition(_ANSWER)[2]
         return self._filled([self._without_end(after) if has_ended else after, *parts[place + 1 :]])[0]
@@ -142,20 +132,13 @@ class ChatRenderer:
     def turn_text(self, message: Mapping[str, Any], tools: Sequence[Any] = (), **template_options: bool | str) -> str:
         """The text that the chat template adds after an assistant's content, without the end of the turn."""
         around = {"role": "user", "content": ""}
-        parts = self._chat_parts([around, {**message, "content": _ANSWER}, around], tools, template_options)
+        parts, _ = self._parts([around, {**message, "content": _ANSWER}, around], tools, template_options)
         after = "".join(parts).partition(_ANSWER)[2]
         ends = [after.index(word) for word, index in self._control.items() if index in self.stop_ids and word in after]
         return after[: min(ends, default=None)]
 
-    def _chat_parts(
-        self, messages: Sequence[Any], tools: Sequence[Any], template_options: Mapping[str, bool | str]
-    ) -> list[str]:
-        """The rendered chat: template text and control words found in contents, in turn; begins and ends with template text."""
-        words: list[str] = []
-        return self._templated(self._hidden(messages, words), self._hidden(tools, words), template_options, words)[0]
-
     def _hidden(self, value: Any, words: list[str]) -> Any:
-        """The JSON value with placeholders for the control words in it, which are put behind `words`."""
+        """The value as JSON with placeholders for the control words in it, which are put behind `words`."""
 
         def hide(match: re.Match[str]) -> str:
             words.append(match[0])
@@ -163,21 +146,12 @@ class ChatRenderer:
 
         if isinstance(value, str):
             return self._hidden_pattern.sub(hide, value)
+        if isinstance(value, ToolFunction):
+            about = {"name": value.name, "description": value.description, "parameters": value.parameters}
+            value = {"type": "function", "function": about}
         if isinstance(value, Mapping):
             return {self._hidden(key, words): self._hidden(each, words) for key, each in value.items()}
         return [self._hidden(each, words) for each in value] if isinstance(value, list | tuple) else value
-
-    def _templated(
-        self, turns: Sequence[Any], tools: Sequence[Any], options: Mapping[str, Any], words: Sequence[str]
-    ) -> tuple[list[str], list[int]]:
-        """(what the template writes, a word, what it writes, ..., what it writes; the places of the words in `words`)."""
-        template: str = self._tokenizer.apply_chat_template(
-            turns, tools=tools or None, tokenize=False, add_generation_prompt=True, **options
-        )
-        parts = _PLACEHOLDER_PATTERN.split(template)
-        used = [int(index) for index in parts[1::2]]
-        parts[1::2] = [words[index] for index in used]
-        return parts, used
 
     def _without_end(self, text: str) -> str:
         """A template's text after an answer, without the end token and white space before it."""
@@ -196,9 +170,9 @@ class ChatRenderer:
         <tool_call>{"name": ..., "arguments": {...}}</tool_call> (Hermes, Qwen)."""
         probe = ToolFunction("marsrl_probe", "", {"type": "object", "properties": {}})
         try:
-            shown = "".join(self._parts([Message("user", "")], {"tools": [probe]})[0])
+            _, shown = self.render([Message("user", "")], [probe])
             self.next_turn([Message("tool", "")])
-        except (ValueError, TemplateError) as error:
+        except ValueError as error:
             raise ValueError(f"the chat template has no turns of tools: {error}") from error
         if probe.name not in shown or not _HERMES.search(shown):
             raise ValueError(
@@ -207,32 +181,44 @@ class ChatRenderer:
             )
 
     def _parts(
-        self, messages: Sequence[Message], template_options: Mapping[str, TemplateOption], *, may_move: bool = True
+        self,
+        messages: Sequence[Turn],
+        tools: Sequence[Any],
+        template_options: Mapping[str, bool | str],
+        *,
+        may_move: bool = True,
     ) -> tuple[list[str], list[int]]:
-        """(the rendered chat: what the template writes, a content or a control word in a tool, what it writes, ..., what it
-        writes; the index of the message of each content, higher numbers of words).
+        """(the rendered chat: what the template writes, a hidden word, what it writes, ..., what it writes; the number of each
+        word: of the contents of our own messages their index, higher ones of control words elsewhere).
 
         may_move: the template may reorder contents: Mistral's put the system message into the last turn.
         """
-        words = [message.content for message in messages]
+        words = [message.content for message in messages if isinstance(message, Message)]
+        num_contents, indices = len(words), itertools.count()
         turns = [
-            {"role": message.role, "content": _PLACEHOLDER.format(index=index)}
-            for index, message in enumerate(messages)
+            {"role": message.role, "content": _PLACEHOLDER.format(index=next(indices))}
+            if isinstance(message, Message)
+            else self._hidden(message, words)
+            for message in messages
         ]
-        options: dict[str, Any] = dict(template_options)
-        tools = self._hidden([_as_tool(function) for function in options.pop("tools", ())], words)
+        shown_tools = self._hidden(tools, words) or None
         try:
-            parts, used = self._templated(turns, tools, options, words)
+            template: str = self._tokenizer.apply_chat_template(
+                turns, tools=shown_tools, tokenize=False, add_generation_prompt=True, **template_options
+            )
         except TemplateError as error:
-            roles = ", ".join(message.role for message in messages)
+            roles = ", ".join(turn["role"] for turn in turns)
             raise ValueError(
                 f"{self._directory}: the chat template refuses these turns ({roles}): {error}; use another template"
             ) from error
-        shown = [index for index in used if index < len(messages)]
-        if (sorted(shown) if may_move else shown) != list(range(len(messages))):
+        parts = _PLACEHOLDER_PATTERN.split(template)
+        used = [int(index) for index in parts[1::2]]
+        parts[1::2] = [words[index] for index in used]
+        shown = [index for index in used if index < num_contents]
+        if (sorted(shown) if may_move else shown) != list(range(num_contents)):
             raise ValueError(
                 f"{self._directory}: the chat template does not show every message once{'' if may_move else ' and in order'} "
-                f"(it shows {shown} of {len(messages)}); this renderer needs that: use a template that keeps system, user and "
+                f"(it shows {shown} of {num_contents}); this renderer needs that: use a template that keeps system, user and "
                 "assistant turns"
             )
         return parts, used
@@ -356,11 +342,6 @@ class ChatRenderer:
         # A word-level vocabulary maps the two halves of a control word to its unknown token, which is legitimate.
         # A tokenizer whose normaliser rewrites text into a control token would still get here: such ids are dropped.
         return [i for i in ids if i == self._unknown_id or i not in self._control_ids]
-
-
-def _as_tool(function: ToolFunction) -> dict[str, object]:
-    about = {"name": function.name, "description": function.description, "parameters": function.parameters}
-    return {"type": "function", "function": about}
 
 
 def _settled(text: str) -> str:

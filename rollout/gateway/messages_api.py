@@ -6,16 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from marsrl.rollout.gateway.chat_api import (
-    agent_of,
-    chat_message,
-    check_fields,
-    event,
-    read_tools,
-    stops_of,
-    text_of,
-    whole_number,
-)
+from marsrl.rollout.gateway.chat_api import check_fields, event, read_chat, text_of
 from marsrl.rollout.gateway.chats import Agent, Answer, Ask, Refused
 from marsrl.rollout.gateway.history import ChatMessage
 
@@ -25,13 +16,13 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 
 
 def read_messages(body: Mapping[str, Any], agents: Mapping[str, Agent]) -> Ask:
-    """Read a request. Raises Refused: it asks for what is not done here, or is malformed."""
+    """Parse a request, as the chat request that it equals. Raises Refused: it asks for what is not done here, or is malformed."""
     check_fields(body, _SERVED)
     if (body.get("thinking") or {}).get("type", "disabled") != "disabled":
         raise Refused(400, "thinking is not served here: agents think as agents.<name>.template_options say")
-    agent, given = agent_of(body, agents), body.get("messages")
-    if not isinstance(given, list) or not given or not all(isinstance(each, Mapping) for each in given):
-        raise Refused(400, "messages: expected a list of at least one message")
+    given = body.get("messages")
+    if not isinstance(given, list) or not all(isinstance(each, Mapping) for each in given):
+        raise Refused(400, "messages: expected a list of messages")
     turns: list[ChatMessage] = []
     if body.get("system"):
         turns.append({"role": "system", "content": text_of(body["system"])})
@@ -49,15 +40,9 @@ def read_messages(body: Mapping[str, Any], agents: Mapping[str, Agent]) -> Ask:
     ]
     choice = body.get("tool_choice") or {"type": "auto"}
     choice = choice["type"] if choice in ({"type": "auto"}, {"type": "none"}) else choice
-    tools, calls_tools = read_tools(functions, choice, agent)
-    return Ask(
-        agent.name,
-        [chat_message(turn) for turn in turns],
-        tools,
-        max_tokens=whole_number(body, "max_tokens"),
-        stop=stops_of(body.get("stop_sequences")),
-        calls_tools=calls_tools,
-    )
+    same = {name: body.get(name) for name in ("model", "max_tokens", "temperature", "top_p")}
+    chat = {"messages": turns, "tools": functions, "tool_choice": choice, "stop": body.get("stop_sequences")}
+    return read_chat({**same, **chat}, agents)
 
 
 def _turns(message: Mapping[str, Any]) -> Sequence[ChatMessage]:

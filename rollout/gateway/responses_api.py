@@ -6,18 +6,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from marsrl.rollout.gateway.chat_api import (
-    agent_of,
-    chat_message,
-    check_fields,
-    event,
-    read_tools,
-    text_of,
-    usage_of,
-    whole_number,
-)
+from marsrl.rollout.gateway.chat_api import check_fields, event, read_chat, text_of, usage_of
 from marsrl.rollout.gateway.chats import Agent, Answer, Ask, Refused
-from marsrl.rollout.gateway.history import ChatMessage
 
 _SERVED = {
     "model",
@@ -33,11 +23,11 @@ _SERVED = {
 
 
 def read_responses(body: Mapping[str, Any], agents: Mapping[str, Agent]) -> Ask:
-    """Read a request. Raises Refused: it asks for what is not done here, or is malformed."""
+    """Parse a request, as the chat request that it equals. Raises Refused: it asks for what is not done here, or is malformed."""
     check_fields(body, _SERVED)
-    agent, given = agent_of(body, agents), body.get("input")
+    given = body.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
-    if not isinstance(items, list) or not items or not all(isinstance(item, Mapping) for item in items):
+    if not isinstance(items, list) or not all(isinstance(item, Mapping) for item in items):
         raise Refused(400, "input: expected a text or a list of items")
     if body.get("instructions"):
         items = [{"role": "system", "content": body["instructions"]}, *items]
@@ -45,12 +35,12 @@ def read_responses(body: Mapping[str, Any], agents: Mapping[str, Agent]) -> Ask:
         {"type": tool.get("type"), "function": {k: v for k, v in tool.items() if k != "type"}}
         for tool in body.get("tools") or ()
     ]
-    tools, calls_tools = read_tools(functions, body.get("tool_choice"), agent)
-    max_tokens = whole_number(body, "max_output_tokens")
-    return Ask(agent.name, _messages(items), tools, max_tokens=max_tokens, calls_tools=calls_tools)
+    same = {name: body.get(name) for name in ("model", "tool_choice", "temperature", "top_p")}
+    chat = {"messages": _messages(items), "tools": functions, "max_tokens": body.get("max_output_tokens")}
+    return read_chat({**same, **chat}, agents)
 
 
-def _messages(items: Sequence[Mapping[str, Any]]) -> list[ChatMessage]:
+def _messages(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Items as messages: consecutive ones of the assistant are one turn."""
     turns: list[dict[str, Any]] = []
     for item in items:
@@ -74,7 +64,7 @@ def _messages(items: Sequence[Mapping[str, Any]]) -> list[ChatMessage]:
             turn.setdefault("tool_calls", []).append({"id": item.get("call_id"), "function": function})
         else:
             raise Refused(400, f"input: items of type {kind!r} are not served here")
-    return [chat_message(turn) for turn in turns]
+    return turns
 
 
 def responses_reply(answer: Answer, body: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
-from jinja2 import TemplateError
 
 from marsrl.rollout.gateway.calls import Call, Reply, SessionEnd
 from marsrl.rollout.gateway.chats import Agent, Answer, Ask, Refused, Said
@@ -166,10 +165,10 @@ class Session:
         found = self._history.find(agent.name, ask.tools, ask.messages)
         renderer, options = agent.renderer, agent.settings.template_options
         if found is None:
-            token_ids, text = await _rendered(agent, renderer.render_chat, ask.messages, ask.tools, **options)
+            token_ids, text = await _rendered(agent, renderer.render, ask.messages, ask.tools, **options)
             return self._new(agent, ask, token_ids, text)
         has_ended = int(found.token_ids[-1]) in renderer.stop_ids
-        new = await _rendered(agent, renderer.next_chat, found.new, has_ended=has_ended, **options)
+        new = await _rendered(agent, renderer.next_turn, found.new, has_ended, **options)
         if found.strand is not None:
             return self._go_on(agent, ask, found.strand, new)
         token_ids = np.concatenate([found.token_ids, new])
@@ -286,8 +285,9 @@ async def _rendered(
     """
     try:
         return await asyncio.to_thread(render, *given, **named)
-    except (TemplateError, TypeError, KeyError) as error:
-        raise Refused(400, f"the chat template of agent {agent.name} does not take these messages: {error}") from error
+    except (ValueError, TypeError, KeyError) as error:
+        why = error.__cause__ or error  # in the template's own words
+        raise Refused(400, f"the chat template of agent {agent.name} does not take these messages: {why}") from error
 
 
 def _is_lost(task: asyncio.Task[Answer]) -> bool:

@@ -32,8 +32,18 @@ class State(StrEnum):
     OVER = "over"
 
 
+class _OfCompletion:
+    """What a checkpoint leaves out: links to other parts, and what is not known after a restart."""
+
+    of: OpenAsk
+    index: int  # within the ask
+    text: str | None = None
+    call: Call | None = None
+    call_start: int = 0
+
+
 @dataclass(slots=True, eq=False)
-class Completion:
+class Completion(_OfCompletion):
     """One completion of an ask. The next segment continues its token ids, never its text; each token keeps its policy version.
 
     turn: number of waits after which it continued behind foreign tokens (is_sampled off).
@@ -41,7 +51,7 @@ class Completion:
     kept_tokens: of the completion's N tokens; None until a segment records them.
     num_decoded: tokens of the current segment decoded before an abort. seconds: of an engine.
     finish, error: finish reason, and the cause of a failure. sample: while being judged (without a reward) and at the end.
-    text: of all tokens, by the engine that drew the last ones; None: not known. Not in checkpoints.
+    text: of all tokens, by the engine that drew the last ones; None: not known.
     call, call_start: the program's call answered by the current turn, and the turn's first token in the completion.
     """
 
@@ -58,11 +68,6 @@ class Completion:
     finish: Finish = Finish.UNFINISHED
     error: str = ""
     sample: Sample | None = None
-    text: str | None = field(default=None, init=False, repr=False)
-    call: Call | None = field(default=None, init=False, repr=False)
-    call_start: int = field(default=0, init=False)
-    of: OpenAsk = field(init=False, repr=False)
-    index: int = field(init=False)  # within the ask
 
     @property
     def uid(self) -> str:
@@ -135,12 +140,19 @@ class Completion:
         return replace(self, sample=None)
 
 
+class _OfAsk:
+    """What a checkpoint leaves out. episode: set by the game."""
+
+    behind: str = ""
+    episode: Episode
+
+
 @dataclass(slots=True, eq=False)
-class OpenAsk:
+class OpenAsk(_OfAsk):
     """An open ask: its agent's prompt, and its completions by index.
 
     opened_version: the policy version at its first submission, from which its age counts. behind: uid of the sample
-    with whose tokens a program's prompt begins; "": none.
+    with whose tokens a program's prompt begins, for display; "": none.
     """
 
     ask: Ask
@@ -148,8 +160,6 @@ class OpenAsk:
     prompt_text: str
     opened_version: int
     completions: list[Completion]
-    behind: str = field(default="", init=False)  # for display: not in checkpoints
-    episode: Episode = field(init=False, repr=False)  # set by the game
 
     def __post_init__(self) -> None:
         for index, each in enumerate(self.completions):

@@ -31,17 +31,19 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 
 from marsrl.rollout.config import RolloutConfig
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
 from marsrl.rollout.episode import Episode
 from marsrl.rollout.player.completion import Completion, Instance, OpenAsk, State
-from marsrl.rollout.player.known_lengths import KnownLengths
 from marsrl.rollout.player.player import Player
 from marsrl.rollout.seed import derive_seed
-from marsrl.rollout.tasks.protocol import CursorState, ProblemSource
+from marsrl.rollout.tasks.protocol import ProblemSource
 from marsrl.rollout.team import Team
 from marsrl.rollout.types import Ask, Finish, Group, Sample
+
+_MOST_LENGTHS = 512  # finished completions, from which the rest of another is guessed
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,20 +58,20 @@ class StepBatch:
 
 
 @dataclass(slots=True)
-class StagesState:
-    """The stages' state in a checkpoint (the problem source has its own)."""
+class RolloutState:
+    """The rollout's part of a checkpoint."""
 
+    open: dict[str, OpenAsk]  # by ask id
     pending: list[Ask] = field(default_factory=list)  # asked in the next stage
-    open: dict[str, OpenAsk] = field(default_factory=dict)  # by ask id
     instances: dict[str, Instance] = field(default_factory=dict)  # by rollout_id
-    num_instances: int = 0  # problems drawn so far; gives the next rollout_id
+    num_instances: int = 0  # problems drawn so far; gives the next problem and its rollout_id
     closed: list[Group] = field(default_factory=list)  # since the last batch
     ready: list[StepBatch] = field(default_factory=list)  # not handed to the trainer yet
     num_stages: int = 0  # stages of new problems begun so far
     num_batches: int = 0  # stages ended so far
     num_taken: int = 0  # of these, handed to the trainer
 
-    def copy(self) -> StagesState:
+    def copy(self) -> RolloutState:
         """An independent copy. Samples, groups and arrays are immutable, so shared."""
         return replace(
             self,
@@ -82,14 +84,6 @@ class StagesState:
             closed=list(self.closed),
             ready=list(self.ready),
         )
-
-
-@dataclass(frozen=True, slots=True)
-class RolloutState:
-    """The rollout's part of a checkpoint: the stages and the problem source's position."""
-
-    stages: StagesState
-    source: CursorState
 
 
 class StageRule:
@@ -161,9 +155,10 @@ class Stages:
         self._plays_sessions = team.orchestration.plays_sessions
         self.rule = StageRule(config, of_sessions=self._plays_sessions)
         self.player = Player(team, self, in_step=self.rule.in_step)
-        self.state = StagesState(open=self.player.open)
+        self.state = RolloutState(self.player.open)
         self._num_wanted = self._num_played = 0  # batches; stages of the next batch
-        self._lengths: dict[str, KnownLengths] = defaultdict(KnownLengths)  # by agent
+        # tokens of each agent's latest finished completions
+        self._lengths: dict[str, deque[int]] = defaultdict(lambda: deque(maxlen=_MOST_LENGTHS))
         self.on_stage: Callable[[], None] | None = None  # called when a stage begins
         # called with an episode's id when it begins, and (True) when it ends
         self.on_episode: Callable[[str, bool], None] | None = None
@@ -207,14 +202,13 @@ class Stages:
 
     def snapshot(self) -> RolloutState:
         """State for a checkpoint. A running segment is not part of it and is decoded again."""
-        return RolloutState(self.state.copy(), self.source.state())
+        return self.state.copy()
 
     def restore(self, state: RolloutState) -> None:
         """Continue from a checkpoint; before the first `resume`."""
-        self.state = state.stages
+        self.state = state
         # running stages continue as one: unfinished completions belong to the oldest
         self.state.num_stages = min(self.state.num_stages, self.state.num_batches + 1)
-        self.source.load(state.source)
         self._num_wanted = self.state.num_taken
         episodes = [each for instance in self.state.instances.values() for each in instance.episodes.values()]
         self.player.restore(self.state.open, episodes)
@@ -249,8 +243,8 @@ class Stages:
             recorded = completion.routed_experts
             more["experts_from"] = 0 if recorded is None else len(recorded)
         if not self.rule.in_step:
-            rest = self._lengths[agent].expected_rest(known)  # by which the longest are sent first
-            more["expected_new_tokens"] = None if rest is None else min(rest, max_new_tokens)
+            longer = [length for length in self._lengths[agent] if length > known]  # the longest are sent first
+            more["expected_new_tokens"] = min(fmean(longer) - known, max_new_tokens) if longer else None
         seed = derive_seed(self.seed, "decode", completion.uid, known)
         return completion.request(max_new_tokens, self.team.sampling(agent), seed, **more)
 
@@ -265,7 +259,7 @@ class Stages:
     def judged(self, completion: Completion) -> None:
         self.rule.finished(completion)
         if not self.rule.in_step:
-            self._lengths[completion.agent].add(len(completion.token_ids))
+            self._lengths[completion.agent].append(len(completion.token_ids))
 
     def closed(self, ask: OpenAsk, samples: tuple[Sample, ...]) -> None:
         dropped = ask.unfinished
@@ -362,8 +356,9 @@ class Stages:
         """Begin the episodes of new problems."""
         team = self.team.orchestration
         for _ in range(num_problems):
+            problem = self.source(self.state.num_instances)
             self.state.num_instances += 1
-            rollout_id, problem = f"{self.state.num_instances:06d}", self.source.next_problem()
+            rollout_id = f"{self.state.num_instances:06d}"
             names = [rollout_id] if team.is_one_episode else [f"{rollout_id}.{i}" for i in range(team.num_episodes)]
             episodes = {name: Episode(name, rollout_id, problem, self.seed) for name in names}
             self.state.instances[rollout_id] = Instance(episodes)

@@ -12,7 +12,6 @@ import logging
 import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from dataclasses import asdict
 from numbers import Real
 
 import numpy as np
@@ -82,7 +81,8 @@ class RewardPool:
     def _judged(self, problem: Problem, answer: str) -> Reward:
         """The reward of an answer; runs in one of the pool's threads."""
         try:
-            request = {"problem": asdict(problem), "answer": answer}
+            # a program's answer can have lone surrogates
+            request = {"problem": problem, "answer": answer.encode("utf-8", "replace").decode()}
             reply = self._processes.ask(request, timeout_s=self._options.timeout_s)
         except (NotStarted, Failed) as error:
             if self._processes.is_closed:

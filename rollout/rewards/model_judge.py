@@ -11,12 +11,13 @@ them.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from marsrl.rollout.agents.parsers import THINK_OPEN, visible
 from marsrl.rollout.agents.render import ChatRenderer
@@ -38,23 +39,15 @@ _COUNTED = (
     *("input_tokens", "cached_tokens", "output_tokens", "seconds", "engine_restarts"),
 )
 
-_Key = tuple[str, str | None, str]  # question, reference, answer
+_Key = tuple[str, str, str]  # question, reference, answer
 
 
-@dataclass(eq=False, slots=True)
-class _Pending:
-    """A pending judgement, shared by all callers with the same answer to the same question.
+class _Draw(NamedTuple):
+    """A draw under way. result: cancelled if its judgement is given up."""
 
-    purpose: of the first caller. said: Unreadable if there is no judgement. began: monotonic seconds.
-    """
-
-    key: _Key
+    request: DecodeRequest
     purpose: Purpose
-    said: Future[Judgement] = field(default_factory=Future)
-    began: float = field(default_factory=time.monotonic)
-    prompt: IntArray | None = None
-    starts_in_thought: bool = False
-    num_drawn: int = 0
+    result: asyncio.Future[DecodeResult]
 
 
 class ModelJudge:
@@ -81,18 +74,22 @@ class ModelJudge:
     ) -> None:
         self.pool, self.config = pool, config
         self._renderer, self._own, self._seed, self._right_answers = renderer, own, seed, right_answers
-        self._changed = threading.Condition()  # guards all below
-        self._queue: list[_Pending] = []  # to be drawn
-        self._open: dict[_Key, _Pending] = {}  # that further calls with the same answer can join
+        self._changed = threading.Condition()  # guards what both threads use:
+        self._open: dict[_Key, Future[Judgement]] = {}  # that further calls with the same answer can join
         self._kept: OrderedDict[_Key, Future[Judgement]] = OrderedDict()  # the least recently used first
         self._counts: dict[Purpose, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         # of each answer since the last too_many_missing: why it has no judgement, "" where it has one
         self._reasons: dict[Purpose, list[str]] = defaultdict(list)
-        self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._is_closed = False
-        self._drawing: dict[str, _Pending] = {}  # by uid; the thread's own
+        # The event loop's own.
+        self._loop, self._closing = asyncio.new_event_loop(), asyncio.Event()
+        self._due: list[DecodeRequest] = []
+        self._drawing: dict[str, _Draw] = {}  # by uid
+        self._decoder: asyncio.Task[None] | None = None
         self._num_requests = 0
+        self._thread = threading.Thread(target=self._run, name="marsrl-judge", daemon=True)
+        self._thread.start()
 
     def serves(self, purpose: Purpose) -> bool:
         """True if the model judges answers of episodes with this purpose (judge.when)."""
@@ -152,18 +149,17 @@ class ModelJudge:
     def sleep(self) -> None:
         """As EnginePool.sleep, after all draws have ended: abandoned ones occupy their engine too."""
         with self._changed:
-            self._changed.wait_for(lambda: self._error is not None or not (self._queue or self._drawing))
+            self._changed.wait_for(lambda: self._error is not None or not (self._open or self._drawing))
         self.pool.sleep(keeps_weights=True)
 
     def close(self) -> None:
         """End the thread and drop pending judgements; may be called twice. The pool stays open."""
         with self._changed:
+            if self._is_closed:
+                return
             self._is_closed = True
-            self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join()
-        for pending in self._take_open():
-            pending.said.cancel()
+        self._loop.call_soon_threadsafe(self._closing.set)
+        self._thread.join()
 
     def _judgement(self, key: _Key, purpose: Purpose) -> Future[Judgement]:
         """The cached or pending judgement of the same answer, else a new one. Requires the lock."""
@@ -172,23 +168,11 @@ class ModelJudge:
         if key in self._kept or key in self._open:
             counts["cached"] += 1
             if key in self._open:
-                return self._open[key].said
+                return self._open[key]
             self._kept.move_to_end(key)
             return self._kept[key]
-        self._open[key] = pending = _Pending(key, purpose)
-        self._queue.append(pending)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="marsrl-judge", daemon=True)
-            self._thread.start()
-        self._changed.notify_all()
-        return pending.said
-
-    def _take_open(self) -> list[_Pending]:
-        with self._changed:
-            left = list(self._open.values())
-            self._open.clear()
-            self._queue.clear()
-        return left
+        self._open[key] = said = asyncio.run_coroutine_threadsafe(self._judge(key, purpose), self._loop)
+        return said
 
     def _tell(self, reward: Future[Reward], said: Future[Judgement], own: Future[Reward], purpose: Purpose) -> None:
         """Set the reward, once the task's own judgement is there too."""
@@ -224,119 +208,116 @@ class ModelJudge:
 
         own.add_done_callback(settle)
 
-    # In the judge's thread.
+    # In the judge's event loop.
 
     def _run(self) -> None:
-        """Runs rounds until the judge is closed. If its engines fail for good, all pending judgements fail."""
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._closing.wait())
+
+    async def _judge(self, key: _Key, purpose: Purpose) -> Judgement:
+        """A new judgement. Raises Unreadable: there is none, or none in time; the engine's later answer is dropped."""
+        said, began = None, time.monotonic()
         try:
-            while self._round():
-                pass
+            async with asyncio.timeout(self.config.timeout_s):
+                said = await self._drawn(key, purpose)
+            return said
+        except TimeoutError:
+            raise Unreadable(f"no judgement within judge.timeout_s = {self.config.timeout_s:g} s") from None
+        finally:
+            with self._changed:
+                future = self._open.pop(key)
+                self._counts[purpose]["seconds"] += time.monotonic() - began
+                if said is not None and self.config.cache_entries:
+                    self._kept[key] = future
+                    if len(self._kept) > self.config.cache_entries:
+                        self._kept.popitem(last=False)
+                self._changed.notify_all()
+
+    async def _drawn(self, key: _Key, purpose: Purpose) -> Judgement:
+        """The first judgement that can be read, of 1 + judge.retries draws."""
+        question, reference, answer = key
+        most = self.config.max_input_tokens
+        prompt, text = self._prompt(question, answer, reference)
+        if len(prompt) > most:
+            found = f"what it would read has {len(prompt)} tokens, more than judge.max_input_tokens = {most}"
+            # an answer too long by itself is wrong; a long question or reference is a missing judgement
+            if len(self._prompt(question, "", reference)[0]) <= most:
+                return Judgement(False, found)
+            raise Unreadable(found)
+        starts_in_thought = text.rstrip().endswith(THINK_OPEN)
+        for number in range(1, self.config.retries + 2):
+            result = await self._decoded(prompt, key, purpose, number)
+            if result.finish is Finish.ERROR:  # the engine has tried again by itself
+                raise Unreadable(f"no answer: {_shown(result.error)}")
+            said = self._renderer.decode(result.token_ids) if result.text is None else result.text
+            try:
+                if result.finish is not Finish.STOP:
+                    raise Unreadable(f"it is cut off after {len(result.token_ids)} tokens (judge.max_response_tokens)")
+                spoken = visible(said, starts_in_thought)
+                if spoken is None:
+                    raise Unreadable("it is a thought without an end")
+                return read_judgement(spoken)
+            except Unreadable as error:
+                unread = Unreadable(f"{error}: {_shown(said)}")
+        raise unread
+
+    async def _decoded(self, prompt: IntArray, key: _Key, purpose: Purpose, number: int) -> DecodeResult:
+        """A judgement's draw of this number, from 1."""
+        self._num_requests += 1
+        uid, temperature = f"judge/{self._num_requests}", self.config.temperature
+        if number > 1:
+            temperature = max(temperature, _RETRY_TEMPERATURE)
+            with self._changed:
+                self._counts[purpose]["retries"] += 1
+        request = DecodeRequest(
+            uid=uid,
+            token_ids=prompt,
+            max_new_tokens=self.config.max_response_tokens,
+            sampling=Sampling(temperature, stop_token_ids=self._renderer.stop_ids),
+            seed=derive_seed(self._seed, "judge", *key, number),
+            affinity=uid,
+            text_from=len(prompt),
+        )
+        self._due.append(request)
+        self._drawing[uid] = draw = _Draw(request, purpose, self._loop.create_future())
+        if self._decoder is None or self._decoder.done():
+            self._decoder = asyncio.create_task(self._decode())
+        return await draw.result
+
+    async def _decode(self) -> None:
+        """Drive the engines until nothing is drawn. If they fail for good, all pending judgements fail."""
+        try:
+            while self._drawing:
+                due, self._due = self._due, []
+                if due:
+                    self.pool.submit(due, version=_VERSION)
+                for result in await asyncio.to_thread(self.pool.collect, _COLLECT_S):
+                    self._take(result)
+                with self._changed:
+                    self._changed.notify_all()  # sleep() waits for the last of them
         except Exception as error:
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
-            for pending in self._take_open():
-                pending.said.set_exception(error)
+            for draw in self._drawing.values():
+                if not draw.result.done():
+                    draw.result.set_exception(error)
 
-    def _round(self) -> bool:
+    def _take(self, result: DecodeResult) -> None:
+        draw = self._drawing.pop(result.uid)
+        faults = self.pool.take_faults()
         with self._changed:
-            self._changed.wait_for(lambda: self._queue or self._drawing or self._is_closed)
-            if self._is_closed:
-                return False
-            new, self._queue = self._queue, []
-        requests = [request for pending in new if (request := self._request(pending)) is not None]
-        if requests:
-            self.pool.submit(requests, version=_VERSION)
-        for result in self.pool.collect(_COLLECT_S):
-            self._take(result)
-        self._give_up_late_ones()
-        with self._changed:
-            self._changed.notify_all()  # sleep() waits for the last of them
-        return True
-
-    def _request(self, pending: _Pending) -> DecodeRequest | None:
-        """The next draw of a judgement; None if its prompt is too long, which settles it."""
-        question, reference, answer = pending.key
-        if pending.prompt is None:
-            most = self.config.max_input_tokens
-            ids, text = self._prompt(question, answer, reference or "")
-            if len(ids) > most:
-                found = f"what it would read has {len(ids)} tokens, more than judge.max_input_tokens = {most}"
-                # an answer too long by itself is wrong; a long question or reference is a missing judgement
-                is_answer = len(self._prompt(question, "", reference or "")[0]) <= most
-                self._end(pending, Judgement(False, found) if is_answer else Unreadable(found))
-                return None
-            pending.prompt, pending.starts_in_thought = ids, text.rstrip().endswith(THINK_OPEN)
-        self._num_requests += 1
-        uid = f"judge/{self._num_requests}"
-        self._drawing[uid] = pending
-        is_first, pending.num_drawn = pending.num_drawn == 0, pending.num_drawn + 1
-        temperature = self.config.temperature if is_first else max(self.config.temperature, _RETRY_TEMPERATURE)
-        return DecodeRequest(
-            uid=uid,
-            token_ids=pending.prompt,
-            max_new_tokens=self.config.max_response_tokens,
-            sampling=Sampling(temperature, stop_token_ids=self._renderer.stop_ids),
-            seed=derive_seed(self._seed, "judge", *map(str, pending.key), pending.num_drawn),
-            affinity=uid,
-            text_from=len(pending.prompt),
-        )
+            counts = self._counts[draw.purpose]
+            counts["input_tokens"] += len(draw.request.token_ids)
+            counts["cached_tokens"] += result.num_cached_tokens
+            counts["output_tokens"] += len(result.token_ids)
+            counts["engine_restarts"] += faults.engine_restarts
+        if not draw.result.done():  # else given up in the meantime
+            draw.result.set_result(result)
 
     def _prompt(self, question: str, answer: str, reference: str) -> tuple[IntArray, str]:
         messages = judge_messages(question, answer, self._right_answers(reference), self._seed)
         return self._renderer.render(messages, **self.config.template_options)
-
-    def _take(self, result: DecodeResult) -> None:
-        pending = self._drawing.pop(result.uid)
-        faults = self.pool.take_faults()
-        with self._changed:
-            counts = self._counts[pending.purpose]
-            counts["input_tokens"] += 0 if pending.prompt is None else len(pending.prompt)
-            counts["cached_tokens"] += result.num_cached_tokens
-            counts["output_tokens"] += len(result.token_ids)
-            counts["engine_restarts"] += faults.engine_restarts
-            if self._open.get(pending.key) is not pending:
-                return  # given up in the meantime
-        if result.finish is Finish.ERROR:  # the engine has tried again by itself
-            self._end(pending, Unreadable(f"no answer: {_shown(result.error)}"))
-            return
-        said = self._renderer.decode(result.token_ids) if result.text is None else result.text
-        try:
-            if result.finish is not Finish.STOP:
-                raise Unreadable(f"it is cut off after {len(result.token_ids)} tokens (judge.max_response_tokens)")
-            spoken = visible(said, pending.starts_in_thought)
-            if spoken is None:
-                raise Unreadable("it is a thought without an end")
-            self._end(pending, read_judgement(spoken))
-        except Unreadable as error:
-            if pending.num_drawn > self.config.retries:
-                self._end(pending, Unreadable(f"{error}: {_shown(said)}"))
-                return
-            with self._changed:
-                self._counts[pending.purpose]["retries"] += 1
-                self._queue.append(pending)
-
-    def _give_up_late_ones(self) -> None:
-        """Settle judgements past their deadline as missing; the engine's later answer is dropped."""
-        most = self.config.timeout_s
-        with self._changed:
-            late = {pending for pending in self._open.values() if time.monotonic() > pending.began + most}
-            self._queue = [pending for pending in self._queue if pending not in late]
-        for pending in late:
-            self._end(pending, Unreadable(f"no judgement within judge.timeout_s = {most:g} s"))
-
-    def _end(self, pending: _Pending, said: Judgement | Unreadable) -> None:
-        with self._changed:
-            del self._open[pending.key]
-            self._counts[pending.purpose]["seconds"] += time.monotonic() - pending.began
-            if isinstance(said, Judgement) and self.config.cache_entries:
-                self._kept[pending.key] = pending.said
-                if len(self._kept) > self.config.cache_entries:
-                    self._kept.popitem(last=False)
-        if isinstance(said, Judgement):
-            pending.said.set_result(said)
-        else:
-            pending.said.set_exception(said)
 
 
 def _shown(text: str) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from marsrl.rollout.rewards.judge import known
 from marsrl.rollout.tasks.config import ArithmeticOptions
-from marsrl.rollout.tasks.protocol import HELD_OUT, NumberedProblems, Task
+from marsrl.rollout.tasks.protocol import HELD_OUT, ProblemSource, Task
 from marsrl.rollout.tasks.word_tokenizer import WordTokenizer
 from marsrl.rollout.types import Problem, Reward
 
@@ -82,26 +82,20 @@ def draw_chain(rng: random.Random, options: ArithmeticOptions, held_out: bool) -
             return chain
 
 
-class ArithmeticTask(Task):
+def arithmetic_task(options: ArithmeticOptions) -> Task:
     """Chains with exact judgement: an answer is the right digit or wrong."""
 
-    name = "arithmetic"
-    prompts = "chain"
+    def problems(seed: int) -> ProblemSource:
+        return lambda n: draw_chain(random.Random(f"arithmetic/{seed}/{n}"), options, held_out=False).problem()
 
-    def __init__(self, options: ArithmeticOptions) -> None:
-        self.options = options
-
-    def problems(self, seed: int) -> NumberedProblems:
-        def draw(number: int) -> Problem:
-            return draw_chain(random.Random(f"arithmetic/{seed}/{number}"), self.options, held_out=False).problem()
-
-        return NumberedProblems(draw)
-
-    def held_out(self, num_problems: int | None, seed: int) -> list[Problem]:
+    def held_out(num_problems: int | None, seed: int) -> list[Problem]:
         rng = random.Random(f"arithmetic/held-out/{seed}")
         number = HELD_OUT if num_problems is None else num_problems
-        return [draw_chain(rng, self.options, held_out=True).problem() for _ in range(number)]
+        return [draw_chain(rng, options, held_out=True).problem() for _ in range(number)]
 
-    def judge(self, problem: Problem, answer: str) -> Future[Reward]:
-        right = float(answer == problem.answer)
-        return known(Reward(right, right, {"answer": right}))
+    return Task("arithmetic", "chain", problems, held_out, _judge)
+
+
+def _judge(problem: Problem, answer: str) -> Future[Reward]:
+    right = float(answer == problem.answer)
+    return known(Reward(right, right, {"answer": right}))

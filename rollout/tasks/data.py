@@ -15,12 +15,13 @@ import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
 from marsrl.rollout.agents.parsers import boxed_answer
 from marsrl.rollout.jsonl import BadLine, read_rows, well_formed
-from marsrl.rollout.tasks.protocol import OTHER_DATA, CursorState
+from marsrl.rollout.tasks.protocol import ProblemSource
 from marsrl.rollout.types import Problem
 
 QUESTION_KEYS = ("question", "query", "problem", "prompt")
@@ -149,39 +150,16 @@ def repeats(problems: Sequence[Problem], key: str) -> list[str]:
     return said
 
 
-class DataCursor:
+def in_epochs(problems: Sequence[Problem], seed: int) -> ProblemSource:
     """Endless draws from a fixed list: each epoch yields every problem once, in its own seeded order."""
 
-    def __init__(self, problems: Sequence[Problem], seed: int) -> None:
-        if not problems:
-            raise ValueError("DataCursor: there are no problems to draw")
-        self._problems = tuple(problems)
-        self._seed = seed
-        self._epoch = 0
-        self._position = 0
-        self._order = self._shuffled()
-
-    def next_problem(self) -> Problem:
-        if self._position == len(self._problems):
-            self._epoch += 1
-            self._position = 0
-            self._order = self._shuffled()
-        self._position += 1
-        return self._problems[self._order[self._position - 1]]
-
-    def state(self) -> CursorState:
-        return CursorState(self._epoch, self._position)
-
-    def load(self, state: CursorState) -> None:
-        if state.files or state.position > len(self._problems):
-            raise ValueError(OTHER_DATA)
-        self._epoch, self._position = state.epoch, state.position
-        self._order = self._shuffled()
-
-    def _shuffled(self) -> list[int]:
-        order = list(range(len(self._problems)))
-        random.Random(f"data/{self._seed}/{self._epoch}").shuffle(order)
+    @lru_cache(maxsize=1)
+    def order(epoch: int) -> list[int]:
+        order = list(range(len(problems)))
+        random.Random(f"data/{seed}/{epoch}").shuffle(order)
         return order
+
+    return lambda number: problems[order(number // len(problems))[number % len(problems)]]
 
 
 def draw_held_out(problems: Sequence[Problem], num_problems: int | None, task: str, seed: int) -> list[Problem]:

@@ -34,7 +34,7 @@ from pathlib import Path
 
 from marsrl.rollout.tasks.arithmetic import is_held_out
 from marsrl.rollout.tasks.config import FactsOptions
-from marsrl.rollout.tasks.protocol import NumberedProblems
+from marsrl.rollout.tasks.protocol import ProblemSource
 from marsrl.rollout.tools.documents import Document, Paper
 from marsrl.rollout.types import Problem
 
@@ -200,8 +200,8 @@ class World:
             f"{'held out' if held_out else 'for training'}; raise {key} or max_hops"
         )
 
-    def questions(self, seed: int) -> NumberedProblems:
-        return NumberedProblems(lambda n: self.draw(random.Random(f"linked facts/{seed}/{n}"), held_out=False))
+    def questions(self, seed: int) -> ProblemSource:
+        return lambda n: self.draw(random.Random(f"linked facts/{seed}/{n}"), held_out=False)
 
     def held_out(self, num_problems: int, seed: int) -> list[Problem]:
         """Questions that are never trained on; with repeats, as their number is limited."""
@@ -251,8 +251,8 @@ def write_linked_facts(folder: str | Path, options: FactsOptions, num_train: int
         FileExistsError: one of the files exists.
     """
     world, folder = World(options), Path(folder)
-    source = world.questions(seed)
-    train = [source.next_problem() for _ in range(num_train)]
+    draw = world.questions(seed)
+    train = [draw(number) for number in range(num_train)]
     folder.mkdir(parents=True, exist_ok=True)
     rows: dict[str, list[dict[str, object]]] = {
         "corpus": [{"id": each.id, "title": each.title, "text": each.text} for each in world.documents],

@@ -10,10 +10,11 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from marsrl.rollout.rewards.judge import Judge
 from marsrl.rollout.seed import derive_seed
 from marsrl.rollout.tasks.config import EvalFile, TrainFile
-from marsrl.rollout.tasks.data import DataCursor, ReadResult, draw_held_out
-from marsrl.rollout.tasks.protocol import OTHER_DATA, CursorState, ProblemSource
+from marsrl.rollout.tasks.data import ReadResult, draw_held_out, in_epochs
+from marsrl.rollout.tasks.protocol import ProblemSource, Task
 from marsrl.rollout.types import Problem
 
 _File = TypeVar("_File", TrainFile, EvalFile)
@@ -115,29 +116,41 @@ def _each(key: str, files: Sequence[_File], read: Read) -> Iterator[tuple[_File,
         yield file, found
 
 
-class MixtureCursor:
-    """Endless draws from several files: each draw picks a file by weight, and then its next problem."""
-
-    def __init__(self, mixture: Mixture, seed: int) -> None:
-        self._weights, self._seed, self._position = mixture.weights, seed, 0
-        self._cursors = [DataCursor(file, derive_seed(seed, "file", i)) for i, file in enumerate(mixture.files)]
-
-    def next_problem(self) -> Problem:
-        rng = random.Random(f"data/{self._seed}/mixture/{self._position}")
-        self._position += 1
-        return rng.choices(self._cursors, self._weights)[0].next_problem()
-
-    def state(self) -> CursorState:
-        return CursorState(0, self._position, tuple(cursor.state() for cursor in self._cursors))
-
-    def load(self, state: CursorState) -> None:
-        if len(state.files) != len(self._cursors):
-            raise ValueError(OTHER_DATA)
-        self._position = state.position
-        for cursor, each in zip(self._cursors, state.files, strict=True):
-            cursor.load(each)
-
-
 def draw_endlessly(problems: Sequence[Problem], seed: int) -> ProblemSource:
-    """Endless draws determined by the seed: by weight from a mixture, else each problem once an epoch."""
-    return MixtureCursor(problems, seed) if isinstance(problems, Mixture) else DataCursor(problems, seed)
+    """Endless draws determined by the seed: each problem once an epoch; of a mixture, each draw picks a file by weight, and then
+    its next problem."""
+    if not isinstance(problems, Mixture):
+        return in_epochs(problems, seed)
+    sources = [in_epochs(file, derive_seed(seed, "file", i)) for i, file in enumerate(problems.files)]
+    picked: list[tuple[int, int]] = []  # of each draw so far: its file, and the number of earlier draws of that file
+    num_drawn = [0] * len(sources)
+
+    def draw(number: int) -> Problem:
+        for each in range(len(picked), number + 1):
+            rng = random.Random(f"data/{seed}/mixture/{each}")
+            [file] = rng.choices(range(len(sources)), problems.weights)
+            picked.append((file, num_drawn[file]))
+            num_drawn[file] += 1
+        file, place = picked[number]
+        return sources[file](place)
+
+    return draw
+
+
+def listed_task(
+    name: str,
+    prompts: str,
+    train: Sequence[Problem],
+    held_out: Sequence[Problem],
+    judge: Judge,
+    close: Callable[[], None] = lambda: None,
+) -> Task:
+    """A task of given problems; those held out are drawn without replacement."""
+    return Task(
+        name,
+        prompts,
+        lambda seed: draw_endlessly(train, seed),
+        lambda num_problems, seed: draw_held_out(held_out, num_problems, name, seed),
+        judge,
+        close=close,
+    )

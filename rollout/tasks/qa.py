@@ -12,8 +12,8 @@ from marsrl.rollout.rewards.judge import known
 from marsrl.rollout.tasks.config import QaOptions
 from marsrl.rollout.tasks.data import draw_held_out, right_answers
 from marsrl.rollout.tasks.linked_facts import World
-from marsrl.rollout.tasks.problem_files import draw_endlessly
-from marsrl.rollout.tasks.protocol import HELD_OUT, ProblemSource, Task
+from marsrl.rollout.tasks.problem_files import listed_task
+from marsrl.rollout.tasks.protocol import HELD_OUT, Task
 from marsrl.rollout.types import MISSING, Problem, Reward
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -41,37 +41,31 @@ def f1(answer: str, right: str) -> float:
     return 2 * (said & wanted).total() / (said.total() + wanted.total())
 
 
-class QaTask(Task):
+def qa_task(train: Sequence[Problem], held_out: Sequence[Problem], options: QaOptions) -> Task:
     """Problems read by `data.read_problems` or, without any, about the world of facts of options.world_seed."""
 
-    name = "qa"
-    prompts = "qa"
+    def judge(problem: Problem, answer: str) -> Future[Reward]:
+        return known(_judgement(problem, answer, options))
 
-    def __init__(self, train: Sequence[Problem], held_out: Sequence[Problem], options: QaOptions) -> None:
-        self._train, self._held_out, self._options = train, tuple(held_out), options
-        self._world = None if train else World(options)
-        if self._world is not None:
-            self.documents = self._world.documents
-            self.papers = tuple(paper.document for paper in self._world.papers)
+    if train:
+        return listed_task("qa", "qa", train, held_out, judge)
+    world = World(options)
 
-    def problems(self, seed: int) -> ProblemSource:
-        return draw_endlessly(self._train, seed) if self._world is None else self._world.questions(seed)
+    def questions(num_problems: int | None, seed: int) -> list[Problem]:
+        if held_out:
+            return draw_held_out(held_out, num_problems, "qa", seed)
+        return world.held_out(HELD_OUT if num_problems is None else num_problems, seed)
 
-    def held_out(self, num_problems: int | None, seed: int) -> list[Problem]:
-        """A seeded draw; from a file without replacement, and all of it for None or a larger number."""
-        if self._world is not None and not self._held_out:
-            return self._world.held_out(HELD_OUT if num_problems is None else num_problems, seed)
-        return draw_held_out(self._held_out, num_problems, self.name, seed)
+    papers = tuple(paper.document for paper in world.papers)
+    return Task("qa", "qa", world.questions, questions, judge, world.documents, papers)
 
-    def judge(self, problem: Problem, answer: str) -> Future[Reward]:
-        return known(self._judgement(problem, answer))
 
-    def _judgement(self, problem: Problem, answer: str) -> Reward:
-        if problem.answer is None:
-            return Reward(MISSING, MISSING, note="the question has no reference answer")
-        if len(answer) > self._options.max_answer_chars:
-            note = f"the answer has {len(answer):,} characters (task_options.max_answer_chars)"
-            return Reward(0.0, 0.0, {"answer": 0.0}, note)
-        measure = exact_match if self._options.reward == "exact" else f1
-        value = max(measure(answer, right) for right in right_answers(problem.answer))
-        return Reward(value, value, {"answer": value})
+def _judgement(problem: Problem, answer: str, options: QaOptions) -> Reward:
+    if problem.answer is None:
+        return Reward(MISSING, MISSING, note="the question has no reference answer")
+    if len(answer) > options.max_answer_chars:
+        note = f"the answer has {len(answer):,} characters (task_options.max_answer_chars)"
+        return Reward(0.0, 0.0, {"answer": 0.0}, note)
+    measure = exact_match if options.reward == "exact" else f1
+    value = max(measure(answer, right) for right in right_answers(problem.answer))
+    return Reward(value, value, {"answer": value})

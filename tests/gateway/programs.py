@@ -24,7 +24,7 @@ from marsrl.rollout.gateway.server import open_gateway
 from marsrl.rollout.gateway.vllm_reader import agents_of
 from marsrl.rollout.orchestrations.external import External
 from marsrl.rollout.player.stages import Stages, StepBatch
-from marsrl.rollout.tasks.arithmetic import ArithmeticTask
+from marsrl.rollout.tasks.arithmetic import arithmetic_task
 from marsrl.rollout.tasks.config import ArithmeticOptions
 from marsrl.rollout.team import Team
 from marsrl.rollout.types import Sample
@@ -84,7 +84,7 @@ def team_of(
     engine = engine or LocalEngine(spec_of(model, 4096))
     pool = pool_of(engine, slots=64, deadline_s=config.deadline_s)
     team = make_team(agents, orchestration(agents, "chain", None, config), pool, ChatRenderer(model), gateway=gateway)
-    source = ArithmeticTask(ArithmeticOptions()).problems(3)
+    source = arithmetic_task(ArithmeticOptions()).problems(3)
     return Played(Stages(config, team, source, seed=3, trains_whole=True), team)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,15 +90,13 @@ class Noting(ChatRenderer):
         super().__init__(model)
         self.mark, self.notes, self.has_other = mark, list[str](), threading.Event()
 
-    def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = (), **options: bool | str
-    ) -> tuple[IntArray, str]:
+    def render(self, messages: Sequence[Any], tools: Sequence[Any] = (), **options: bool | str) -> tuple[IntArray, str]:
         name, *_ = messages[0]["content"].split()
         self.notes.append(f"begin {name}")
         if name == "long":
             self.mark.touch()
             self.has_other.wait(120.0)
-        rendered = super().render_chat(messages, tools, **options)
+        rendered = super().render(messages, tools, **options)
         self.notes.append(f"end {name}")
         if name == "hello":
             self.has_other.set()

@@ -7,7 +7,7 @@ from collections.abc import Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from marsrl.rollout.player.stages import RolloutState, StagesState
+from marsrl.rollout.player.stages import RolloutState
 from marsrl.rollout.state import decode
 from marsrl.trainer.report.metrics import read_metrics
 from marsrl.trainer.report.samples_log import read_samples, sample_files
@@ -51,8 +51,8 @@ def check_books(run: RunDirectory, group_size: int, damaged: Set[str] = frozense
     _check_tokens(run)
 
 
-def read_books(checkpoint: Path) -> StagesState:
-    return decode(RolloutState, (checkpoint / "rollout.msgpack").read_bytes()).stages
+def read_books(checkpoint: Path) -> RolloutState:
+    return decode(RolloutState, (checkpoint / "rollout.msgpack").read_bytes())
 
 
 @dataclass

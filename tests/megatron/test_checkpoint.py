@@ -19,8 +19,7 @@ import torch
 from megatron_models import learner, micro_batches, save_model, sequences, step, weights
 from safetensors.torch import load_file
 
-from marsrl.rollout.player.stages import RolloutState, StagesState
-from marsrl.rollout.tasks.protocol import CursorState
+from marsrl.rollout.player.stages import RolloutState
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.models.export import export
 from marsrl.trainer.runs.checkpoint import CheckpointWriter, Restored, load_checkpoint
@@ -33,7 +32,7 @@ def stepped(policy: Learner) -> float:
 
 
 def state_after(step: int) -> RolloutState:
-    return RolloutState(StagesState(num_instances=step), CursorState(0, step))
+    return RolloutState({}, num_instances=step)
 
 
 def writer(run: RunDirectory, *, keep_last: int = 9, is_async: bool = False) -> CheckpointWriter:

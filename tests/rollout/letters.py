@@ -22,7 +22,8 @@ from marsrl.rollout.player.stages import RolloutState, Stages, StepBatch
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import LocalReplicas
 from marsrl.rollout.rewards.judge import Judge, known
-from marsrl.rollout.tasks.data import DataCursor
+from marsrl.rollout.tasks.data import in_epochs
+from marsrl.rollout.tasks.protocol import ProblemSource
 from marsrl.rollout.team import Team, WatchedJudge
 from marsrl.rollout.types import Finish, Group, Message, Problem, Reward, Sample, Segment, ToolCall, ToolOutput
 
@@ -34,7 +35,7 @@ PROMPT_ENDS = 255
 class LetterRenderer:
     stop_ids = (END,)
 
-    def render(self, messages: Sequence[Message]) -> tuple[np.ndarray, str]:
+    def render(self, messages: Sequence[Message], tools: object = ()) -> tuple[np.ndarray, str]:
         text = "\n".join(message.content for message in messages)
         return np.asarray([*(2 + ord(c) % 250 for c in text), PROMPT_ENDS], np.int32), text
 
@@ -116,8 +117,8 @@ def letter_team(
     return make_team(agents, team, pool, judge=judge), engines
 
 
-def letter_problems(count: int, seed: int = 0) -> DataCursor:
-    return DataCursor([Problem(f"p{i}", f"question {i}", "7", "math") for i in range(count)], seed)
+def letter_problems(count: int, seed: int = 0) -> ProblemSource:
+    return in_epochs([Problem(f"p{i}", f"question {i}", "7", "math") for i in range(count)], seed)
 
 
 def letter_config(**options: object) -> RolloutConfig:

@@ -21,7 +21,6 @@ from marsrl.rollout.player.completion import Completion, OpenAsk, State
 from marsrl.rollout.player.evaluation import EvaluationPlay, Played
 from marsrl.rollout.player.stages import Stages
 from marsrl.rollout.pool.recovery import Faults
-from marsrl.rollout.tasks.protocol import NumberedProblems
 from marsrl.rollout.types import Finish, Group, Message, Problem, Reward, Sample
 
 VERSION = {"main": 3}
@@ -57,11 +56,12 @@ class Hand:
 def stages_of(questions: Sequence[str] = (), **options: Any) -> Stages:
     """Stages that overlap, in which nothing has begun. questions: of the problems; an answer is 7."""
     config = letter_config(**options)
-    source: Any = letter_problems(9)
-    if questions:
-        source = NumberedProblems(lambda number: Problem(f"p{number}", questions[number % len(questions)], "7", "math"))
+
+    def question(number: int) -> Problem:
+        return Problem(f"p{number}", questions[number % len(questions)], "7", "math")
+
     team = replace(letter_team(config)[0], pools={"main": Hand()})  # type: ignore[dict-item]
-    return Stages(config, team, source, seed=5)
+    return Stages(config, team, question if questions else letter_problems(9), seed=5)
 
 
 def sent(stages: Stages) -> dict[str, DecodeRequest]:

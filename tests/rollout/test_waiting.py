@@ -33,7 +33,7 @@ from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.episode import Episode
 from marsrl.rollout.player.completion import Completion
 from marsrl.rollout.player.evaluation import EvaluationPlay, Played
-from marsrl.rollout.player.stages import RolloutState, Stages, StagesState
+from marsrl.rollout.player.stages import RolloutState, Stages
 from marsrl.rollout.state import decode, encode
 from marsrl.rollout.team import Team, present_turn
 from marsrl.rollout.types import Ask, Finish, Message, Problem, Sample, ToolCall, ToolOutput
@@ -111,7 +111,7 @@ def script(request: DecodeRequest) -> list[int]:
 class Renderer(LetterRenderer):
     """Letters as they are, so that what is there of a completion can be read."""
 
-    def render(self, messages: Sequence[Message], **options: bool | str) -> tuple[np.ndarray, str]:
+    def render(self, messages: Sequence[Message], tools: object = (), **options: bool | str) -> tuple[np.ndarray, str]:
         text = "".join(message.content for message in messages)
         return np.asarray([*map(ord, text), 255], np.int32), text
 
@@ -173,13 +173,13 @@ def is_right(sample: Sample) -> bool:
 def test_a_sample_goes_on_behind_what_a_tool_an_agent_and_the_next_turn_say_and_repeats_no_call_wherever_it_is_cut(
     options: dict[str, object],
 ) -> None:
-    config, source, lives = config_of(prompts_per_step=1, **options), letter_problems(8), random.Random(0)
-    known = RolloutState(StagesState(), source.state())
+    config, lives = config_of(prompts_per_step=1, **options), random.Random(0)
+    known = RolloutState({})
     trained: Counter[str] = Counter()
     num_kept = num_open = 0
     for _ in range(60):
-        tools, source = looker(), letter_problems(8)
-        stages = Stages(config, team_of(config, tools), source, seed=3)
+        tools = looker()
+        stages = Stages(config, team_of(config, tools), letter_problems(8), seed=3)
         stages.restore(decode(RolloutState, encode(known)))
         episodes = [e for each in stages.state.instances.values() for e in each.episodes.values()]
         is_open = {call.id for episode in episodes for call in episode.open_calls}

@@ -6,7 +6,6 @@ import functools
 import json
 import re
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from marsrl.rollout.tasks.config import TrainFile, read_eval_files, read_train_files
-from marsrl.rollout.tasks.data import DataCursor, read_problems, reference
+from marsrl.rollout.tasks.data import in_epochs, read_problems, reference
 from marsrl.rollout.tasks.own_task import own_problems
 from marsrl.rollout.tasks.problem_files import Mixture, draw_endlessly, read_eval, read_train
-from marsrl.rollout.tasks.protocol import CursorState
 from marsrl.rollout.tasks.registry import build_task
 from marsrl.rollout.types import Problem
 
@@ -159,29 +157,18 @@ def some(count: int) -> list[Problem]:
 
 @settings(max_examples=40)
 @given(st.integers(1, 9), st.integers(0, 5), st.integers(0, 30))
-def test_every_problem_comes_once_an_epoch_and_a_resumed_cursor_goes_on(count: int, seed: int, taken: int) -> None:
-    cursor = DataCursor(some(count), seed)
-    drawn = [cursor.next_problem().id for _ in range(taken)]
-    state = CursorState(**json.loads(json.dumps(asdict(cursor.state()))))
-    drawn += [cursor.next_problem().id for _ in range(3 * count)]
-    resumed = DataCursor(some(count), seed)
-    resumed.load(state)
-    assert [resumed.next_problem().id for _ in range(3 * count)] == drawn[taken:]
+def test_every_problem_comes_once_an_epoch_and_a_resumed_run_goes_on(count: int, seed: int, taken: int) -> None:
+    for problems in (some(count), Mixture([some(count)], [1]), Mixture([some(3), some(2)], [1, 2])):
+        drawn = list(map(draw_endlessly(problems, seed), range(taken + 3 * count)))
+        assert list(map(draw_endlessly(problems, seed), range(taken, taken + 3 * count))) == drawn[taken:]
+    drawn = list(map(in_epochs(some(count), seed), range(taken + 3 * count)))
     for start in range(0, len(drawn) - count + 1, count):
-        assert len(set(drawn[start : start + count])) == count
+        assert len({problem.id for problem in drawn[start : start + count]}) == count
 
 
-def test_epochs_and_seeds_have_orders_of_their_own_and_a_state_of_other_data_is_refused() -> None:
-    def draw(seed: int) -> list[str]:
-        cursor = DataCursor(some(20), seed)
-        return [cursor.next_problem().id for _ in range(40)]
-
-    assert draw(0)[:20] != draw(0)[20:] and draw(0) != draw(1)
-    one, two = Mixture([some(3)], [1]), Mixture([some(3), some(2)], [1, 1])
-    states = (CursorState(0, 4), draw_endlessly(one, 0).state(), draw_endlessly(two, 0).state(), CursorState(0, 1))
-    for problems, state in zip((some(3), two, some(3), one), states, strict=True):
-        with pytest.raises(ValueError, match="resume with the files, counts and weights that the run was started with"):
-            draw_endlessly(problems, 0).load(state)
+def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+    first, other = (list(map(in_epochs(some(20), seed), range(40))) for seed in (0, 1))
+    assert first[:20] != first[20:] and first != other
 
 
 # Several files.
@@ -232,8 +219,7 @@ def test_a_file_is_listed_once_however_its_path_is_written(files: list[Path]) ->
 
 def test_files_are_drawn_by_weight_and_each_problem_of_a_file_once_before_any_twice(files: list[Path]) -> None:
     mixture = read_train(listed(files, weight=(1.0, 3.0)), read, 0).problems
-    source = draw_endlessly(mixture, 5)
-    drawn = [source.next_problem().id for _ in range(2000)]
+    drawn = [problem.id for problem in map(draw_endlessly(mixture, 5), range(2000))]
     assert 1400 < sum(id.startswith("1/") for id in drawn) < 1600  # 1500, standard deviation 19
     for place, size in (("0/", 30), ("1/", 10)):
         own = [id for id in drawn if id.startswith(place)]

@@ -31,7 +31,7 @@ from marsrl.rollout.tasks.facts_tutor import (
     search_traces,
 )
 from marsrl.rollout.tasks.linked_facts import Calculation, World, write_linked_facts
-from marsrl.rollout.tasks.qa import QaTask, exact_match, f1
+from marsrl.rollout.tasks.qa import exact_match, f1
 from marsrl.rollout.tasks.registry import build_task
 from marsrl.rollout.tasks.word_tokenizer import Trace, WordTokenizer
 from marsrl.rollout.tools.documents import read_corpus, read_papers
@@ -267,9 +267,9 @@ def test_answers_follow_from_the_documents_and_nothing_held_out_is_trained_on(
     options: dict[str, Any], relations: set[str]
 ) -> None:
     task, world = build_task("qa", options), World(FactsOptions(**options))
-    assert isinstance(task, QaTask) and task.documents == world.documents and len(task.papers) == len(world.papers)
-    source, seen = task.problems(0), set[str]()
-    train, held_out = [source.next_problem() for _ in range(300)], task.held_out(60, 0)
+    assert task.documents == world.documents and len(task.papers) == len(world.papers)
+    seen = set[str]()
+    train, held_out = list(map(task.problems(0), range(300))), task.held_out(60, 0)
     for problem in (*train, *held_out):
         steps = world.steps(problem)
         assert follow(world, problem.question) == problem.answer == steps[-1][2]
@@ -281,13 +281,8 @@ def test_answers_follow_from_the_documents_and_nothing_held_out_is_trained_on(
 def test_the_world_is_its_seed_s_and_questions_those_of_run_seed_and_position() -> None:
     world, again, other = (World(FactsOptions(max_hops=3, world_seed=seed)) for seed in (0, 0, 1))
     assert again.documents == world.documents != other.documents
-    source = world.questions(5)
-    first = [source.next_problem() for _ in range(5)]
-    state = source.state()
-    rest = [source.next_problem() for _ in range(5)]
-    resumed = again.questions(5)
-    resumed.load(state)
-    assert [resumed.next_problem() for _ in range(5)] == rest != first
+    drawn = list(map(world.questions(5), range(10)))
+    assert list(map(again.questions(5), range(5, 10))) == drawn[5:] != drawn[:5]
 
 
 def test_files_of_facts_are_read_as_they_were_made(tmp_path: Path) -> None:

@@ -18,8 +18,7 @@ from typing import Any
 
 import pytest
 
-from marsrl.rollout.player.stages import RolloutState, StagesState
-from marsrl.rollout.tasks.protocol import CursorState
+from marsrl.rollout.player.stages import RolloutState
 from marsrl.rollout.weights.files import parent_of
 from marsrl.trainer.runs import checkpoint
 from marsrl.trainer.runs.checkpoint import CheckpointWriter, Restored, load_checkpoint
@@ -54,7 +53,7 @@ class WordLearner:
 
 
 def state_after(step: int) -> RolloutState:
-    return RolloutState(StagesState(num_instances=step), CursorState(0, step))
+    return RolloutState({}, num_instances=step)
 
 
 @pytest.fixture

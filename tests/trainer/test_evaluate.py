@@ -290,8 +290,7 @@ def test_problems_are_held_out_or_files_played_whole(tmp_path: Path) -> None:
 
     alone = checked()
     held_out = {p.question for p in alone.task.held_out(100, 0)}
-    source = alone.task.problems(0)
-    trained = {source.next_problem().question for _ in range(200)}
+    trained = {problem.question for problem in map(alone.task.problems(0), range(200))}
     # a tenth of 20 questions, each of which stands there twice
     assert len(held_out) == 2 and alone.problems.num_taken == 4
     assert not held_out & trained and len(held_out | trained) == 20

@@ -13,7 +13,7 @@ import yaml
 
 from marsrl.rollout.adapter import PEFT_PREFIX, TENSORS, why_not_start
 from marsrl.rollout.agents.orchestration import Orchestration
-from marsrl.rollout.agents.render import ChatRenderer, TemplateOption
+from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.config import Settings
 from marsrl.rollout.engines.refusals import TrainerHost, this_host, why_not_cut
 from marsrl.rollout.engines.vllm.arguments import who_draws
@@ -433,27 +433,23 @@ def _check_first_prompts(
     if orchestration.plays_sessions:  # a program's prompts are unknown
         return []
     source = task.problems(config.run.seed)
-    (ask, *_) = _first_asks(
-        orchestration, Episode("preflight", "preflight", task.problems(config.run.seed).next_problem())
-    )
+    (ask, *_) = _first_asks(orchestration, Episode("preflight", "preflight", source(0)))
     first, settings = ask.agent, config.agents[ask.agent]
     policy, room, is_skipped = settings.policy, settings.max_input_tokens, settings.long_prompts == "skip"
     renderer = _renderer(config, policy)
-    options: dict[str, TemplateOption] = dict(settings.template_options)
-    if settings.tools:
-        options["tools"] = [function for name in settings.tools for function in functions[name]]
+    tools, options = [function for name in settings.tools for function in functions[name]], settings.template_options
     lengths: list[int] = []
     most, key = num_problems or _LOOKED_AT, f"agents.{first}.max_input_tokens"
     while len(lengths) < most and (len(lengths) < _LOOKED_AT or (is_skipped and min(lengths) > room)):
-        episode = Episode("preflight", "preflight", source.next_problem())
+        episode = Episode("preflight", "preflight", source(len(lengths)))
         (ask, *_) = _first_asks(orchestration, episode)
         messages = orchestration.messages(episode, ask)
-        lengths.append(len(renderer.render(messages, **options)[0]))
+        lengths.append(len(renderer.render(messages, tools, **options)[0]))
         if lengths[-1] == 0:
             raise ConfigError(
                 f"policies.{policy}.model: its tokenizer makes not one token of a prompt; see to its files"
             )
-        if not is_skipped and renderer.render_cut(messages, room, "left", **options) is None:
+        if not is_skipped and renderer.render_cut(messages, room, "left", tools, **options) is None:
             raise ConfigError(f"{key} is {room}, and the chat template leaves no room in it for a message: raise it")
     num_long = sum(length > room for length in lengths)
     if num_long == len(lengths) and is_skipped:

@@ -40,7 +40,6 @@ from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import LocalReplicas
 from marsrl.rollout.seed import derive_seed
 from marsrl.rollout.tasks.data import right_answers
-from marsrl.rollout.tasks.protocol import NumberedProblems
 from marsrl.rollout.tasks.registry import build_task
 from marsrl.rollout.team import Team, WatchedJudge
 from marsrl.rollout.tools.build import build_tools, check_tools
@@ -193,7 +192,7 @@ def _scripted(
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         write_byte_tokenizer(Path(folder))
         renderer = ChatRenderer(folder)
-        problem = given if question else task.problems(config.run.seed).next_problem()
+        problem = given if question else task.problems(config.run.seed)(0)
         words = {
             spec.name: _MadeUp(
                 prompt_set(agent.prompt or task.prompts),
@@ -239,8 +238,8 @@ def _scripted(
             tools=tools,
             gateway=gateway,
         )
-        again = NumberedProblems(lambda number: problem)
-        yield Rollout(rollout, team, again, seed=config.run.seed, trains_whole=config.trains_whole), problem
+        played = Rollout(rollout, team, lambda number: problem, seed=config.run.seed, trains_whole=config.trains_whole)
+        yield played, problem
 
 
 def _gateway(

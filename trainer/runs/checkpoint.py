@@ -1,7 +1,7 @@
 """A checkpoint: every policy's learner and the rollout's state with their metadata, written completely or not at all.
 
 checkpoints/step_12/policies/main/...   Megatron distributed checkpoint (all ranks write their part)
-checkpoints/step_12/rollout.msgpack     scheduler and problem source (rank 0); none of supervised training
+checkpoints/step_12/rollout.msgpack     open episodes, stages and counts (rank 0); none of supervised training
 checkpoints/step_12/meta.json           step, policy versions (rank 0)
 checkpoints/step_12/manifest.json       size and checksum of every file (manifest.py)
 checkpoints/latest                      updated last, when everything above is on disk

@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
-
 from marsrl.rollout.agents.prompts import PromptSet, prompt_set, require_words
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.agents.roles import PLACEHOLDERS
@@ -148,9 +146,9 @@ class _Reader:
             )
         options = self._options(writer)
         try:
-            prompt, _ = renderer.render_chat(asked, tools, **options)
+            prompt, _ = renderer.render(asked, tools, **options)
             calls = renderer.turn_text(last, tools, **options) if last.get("tool_calls") else ""
-        except (TemplateError, ValueError, TypeError) as error:
+        except (ValueError, TypeError) as error:
             raise BadLine(f"messages: the chat template refuses them: {error}") from error
         return prompt, (last.get("content") or "") + calls
 
