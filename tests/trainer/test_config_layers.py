@@ -271,4 +271,4 @@ def test_an_error_names_the_line_of_each_setting_that_it_is_about(
 def test_what_preflight_refuses_names_the_line_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = written(tmp_path, "policies:\n  main:\n    layout:\n      tensor: 2\n")
     assert main(["--dry-run", "--config", str(path)]) == 2
-    assert capsys.readouterr().err.endswith(f"torchrun started (policies.main.layout: {path}:3)\n")
+    assert capsys.readouterr().err.endswith(f"data parallel only (policies.main.layout.tensor: {path}:4)\n")

@@ -21,11 +21,11 @@ runs/<name>/
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -196,10 +196,10 @@ class RunDirectory:
         path = root if name is None else root / name
         with _told_where(root):
             there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-            if not there.is_dir() and there != path:
+            if not there.is_dir() and (there != path or name is None):
                 raise ValueError(f"run.dir={root}: {there} is a file; name a folder")
-            if not os.access(there, os.W_OK | os.X_OK if there.is_dir() else os.W_OK, effective_ids=True):
-                raise PermissionError(errno.EACCES, "cannot be written to", str(there))
+            if there.is_dir():  # permissions alone tell nothing of /proc and of root
+                tempfile.TemporaryDirectory(dir=there, prefix="marsrl-").cleanup()
         if name is None:
             return None
         if there != path:
