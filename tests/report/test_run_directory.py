@@ -14,7 +14,7 @@ import pytest
 
 from marsrl.trainer.report.samples_log import sample_files, write_samples
 from marsrl.trainer.report.token_log import token_files, write_tokens
-from marsrl.trainer.runs.directory import RunDirectory
+from marsrl.trainer.runs.directory import RunDirectory, write_json
 from marsrl.trainer.runs.lock import RunLock
 
 
@@ -28,7 +28,7 @@ BEGUN: dict[str, Callable[[RunDirectory], object]] = {
     "a step": lambda run: run.metrics.write_text('{"step": 1}\n'),
     "a checkpoint": lambda run: run.checkpoints.mkdir(),
     "samples": lambda run: run.samples.mkdir(),
-    "an evaluation": lambda run: run.evaluation_before.write_text("{}"),
+    "an evaluation": lambda run: write_json(run.evaluation_before, {}),
 }
 
 

@@ -12,7 +12,6 @@ runs/<name>/
     trace.json                timeline                     (trace.py)
     warnings.jsonl            warnings of the run          (metrics.py)
     checkpoints/step_N/       and checkpoints/latest, a text file that names the last complete one
-    evaluation_before.json    of the weights before the first step
     data.json                 fingerprints of the problems at the start
     bad_batches/              batches of skipped steps (data/bad_steps.py)
     hf/                       an exported model
@@ -141,7 +140,7 @@ class RunDirectory:
     config = _At("config.yaml")
     data = _At("data.json")
     metrics = _At("metrics.jsonl")
-    evaluation_before = _At("evaluation_before.json")
+    evaluation_before = _At("evaluations/step_0/evaluation.json")  # of the weights before the first step
     evaluations = _At("evaluations")
     tensorboard = _At("tensorboard")
     samples = _At("samples")
