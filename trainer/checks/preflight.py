@@ -180,16 +180,14 @@ def _checked_policy(config: RunConfig, name: str, world_size: int, *, trains: bo
             read_key(policy.openai.api_key_env, f"policies.{name}.openai.api_key_env")
         return config, warnings
     is_trained = trains and name in config.trained_policies
-    if policy.model is not None:
-        shape = read_shape(policy.model)
-        check_files(policy.model, shape, is_trained=is_trained or (trains and name in config.bases))
-    elif taught := taught_shape(config, policy):
-        shape = taught
-    else:
+    shape = taught_shape(config, policy) if policy.model is None else read_shape(policy.model)
+    if shape is None:
         raise ConfigError(
             f"policies.{name}.model is not set, and nobody teaches this team from random weights; give a Hugging Face model "
             f"directory (`marsrl init` makes a random one to try things with), or {who_is_taught()}"
         )
+    if policy.model is not None:
+        check_files(policy.model, shape, is_trained=is_trained or (trains and name in config.bases))
     if found := why_not_cut(shape, config.rollout_of(name).vllm):
         raise ConfigError(f"policies.{name}.model: {found}")
     _check_adapter(name, policy, shape)

@@ -128,8 +128,6 @@ def _other_problems(run: RunDirectory, given: Fingerprints) -> Iterator[str]:
         began = json.loads(run.data.read_bytes())
     except FileNotFoundError:
         return  # a run of an earlier version
-    except ValueError as error:
-        raise ValueError(f"{run.data} is damaged ({error}): restore or remove it") from error
     for key in {**began, **given}:
         before, now = (each.get(key, {"problems": 0, "sum": ""}) for each in (began, given))
         if before["problems"] != now["problems"]:
