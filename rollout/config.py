@@ -39,7 +39,9 @@ SizeOr0 = Annotated[int, Field(ge=0, le=MOST_MIB)]
 Seconds = Annotated[float, Field(gt=0, le=LONGEST_S)]
 SecondsOr0 = Annotated[float, Field(ge=0, le=LONGEST_S)]
 Share = Annotated[float, Field(ge=0, le=1)]
+ShareBelow1 = Annotated[float, Field(ge=0, lt=1)]
 PositiveShare = Annotated[float, Field(gt=0, le=1)]
+FolderName = Annotated[str, Field(pattern=r"^\w[\w.-]*$")]
 OptionValues = Mapping[str, int | float | str | bool | None]
 """Options of a task or a team, before they are checked."""
 
@@ -143,7 +145,7 @@ class AgentConfig(Settings):
     """factor on this agent's advantages, a teacher's part aside; 0: the teacher's part alone"""
     teacher: TeacherConfig | None = None
     """distils a frozen policy into this agent on the agent's own samples (docs/teachers.md)"""
-    clip_low: float | None = Field(None, ge=0, description="of this agent's tokens; default: loss.clip_low")
+    clip_low: Share | None = Field(None, description="of this agent's tokens; default: loss.clip_low")
     clip_high: float | None = Field(None, ge=0, description="of this agent's tokens; default: loss.clip_high")
     format_penalty: float = Field(0.0, ge=0, le=MOST)
     """taken off the reward of a completion without a readable answer or verdict (Dr. MAS)"""

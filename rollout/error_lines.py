@@ -12,5 +12,10 @@ def last_line(error: BaseException) -> str:
     return _lines(error)[-1][:300]
 
 
+def in_one_line(error: BaseException) -> str:
+    """The whole text, also beyond 300 characters."""
+    return " ".join(str(error).split())
+
+
 def _lines(error: BaseException) -> list[str]:
     return str(error).strip().splitlines() or [type(error).__name__]

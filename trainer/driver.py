@@ -62,25 +62,25 @@ class Driver:
     def evaluate_before(
         self, versions: Mapping[str, int], step: int, bounds: Mapping[str, tuple[float, float]]
     ) -> None:
-        """Collect the fixed inputs and make the first evaluation, once: a resumed run reads them.
+        """Collect the fixed inputs and make the first evaluation, once: a resumed run reads them, or has no first evaluation.
 
         bounds: expected ranges of the evaluation's rows, if the team comes from a warm start.
         """
         inputs_file, before_file = self.directory.path / "fixed_inputs.msgpack", self.directory.evaluation_before
-        if before_file.exists():
+        if inputs_file.exists():
             self.evaluator.fixed = decode(FixedInputs, inputs_file.read_bytes())
-            self.before = Evaluation.model_validate_json(before_file.read_bytes())
+            if before_file.exists():
+                self.before = Evaluation.model_validate_json(before_file.read_bytes())
             return
         with Kept(self.directory.evaluation(0)) as kept, self.console.progress("fixed inputs", unit="episodes") as bar:
             inputs = self.evaluator.collect_inputs(versions, bar.played, kept)
-        self.before = self.evaluate(versions, step, "evaluation before")
-        if missed := self.before.outside(bounds):
-            found = "; ".join(missed)
-            self.console.warning(
-                f"the warm start left the team better or worse than wanted: {found}; RL goes on from there"
-            )
+        if step == 0:
+            self.before = self.evaluate(versions, step, "evaluation before")
+            if missed := "; ".join(self.before.outside(bounds)):
+                self.console.warning(
+                    f"the warm start left the team better or worse than wanted: {missed}; RL goes on from there"
+                )
         write_atomically(inputs_file, encode(inputs))
-        write_json(before_file, self.before.model_dump(mode="json"))
 
     def evaluate(self, versions: Mapping[str, int], step: int, name: str) -> Evaluation:
         """Evaluate the team with the weights after `step`; draws already in its folder are not repeated."""

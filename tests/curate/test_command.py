@@ -45,6 +45,14 @@ def dropped(stage: str, out: str = "out") -> list[tuple[str, str]]:
     return [(held["id"], f"{held['kind']}: {held['detail']}") for held in map(json.loads, lines)]
 
 
+def test_the_directory_of_a_run_is_not_written_to(capsys: pytest.CaptureFixture[str]) -> None:
+    write("raw.jsonl", row(WORDS[0]))
+    Path("run", "samples").mkdir(parents=True)
+    assert cli.main(["curate", "raw.jsonl", "--out", "run"]) == 2
+    assert "--out run is the directory of a training run; name another folder" in capsys.readouterr().err
+    assert [path.name for path in Path("run").iterdir()] == ["samples"]
+
+
 DEEP = row(WORDS[2], deep=json.loads("[" * 200 + "]" * 200))
 
 

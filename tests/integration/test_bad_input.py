@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 from small_run import MAIN
-from torch import Tensor
+from torch import Tensor, cuda
 
 from marsrl.trainer.config.read import read_config
 from marsrl.trainer.main import main
@@ -79,7 +79,7 @@ def train(files: str, task: str = "math") -> list[str]:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["policies.main.layout.tensor=2"], "= 2 x 1 x 1 = 2 does not divide the 1 rank(s)"),
+        (["policies.main.layout.tensor=2"], "is 2, which does not divide the 1 ranks; on 1 rank(s) this would fit: data"),
         (["policies.main.model=%s/nothing"], "nothing is not a directory"),
         (["task=math", "data.train=%s/p.jsonl"], "policies.main.model is not set"),
         (train("%s/cut.jsonl"), "/cut.jsonl:2: not JSON: it is cut off at column 13, in the middle of an object"),
@@ -102,6 +102,7 @@ def test_data_and_models_that_cannot_be_used_are_named(
     assert says in message and ("data.train[" not in says or "command line" in message)
 
 
+SERVED = "policies.judge={frozen: true, engine: openai, model: /nowhere, openai: {base_url: 'http://h/v1', model: m}}"
 Spoil = Callable[[Path], object]
 EMBEDDINGS, OUT = ("model.embed_tokens.weight", "lm_head.weight"), "model.layers.1.self_attn.o_proj.weight"
 
@@ -175,6 +176,13 @@ def test_a_model_that_could_not_be_loaded_is_refused_before_anything_starts(
         (["agents.solver.max_input_tokens=3"], "agents.solver.max_input_tokens is 3, and of 64 prompts the shortest has "),
         *([] if HAS_WANDB else [(["run.wandb=mine"], "run.wandb=mine needs wandb, not installed here")]),
         (["run.name=x", "run.dir=/dev/null/runs"], "run.dir=/dev/null/runs: /dev/null is a file; name a folder"),
+        (["run.dir=/dev/null"], "run.dir=/dev/null: /dev/null is a file; name a folder"),
+        (["run.dir=/proc/runs"], "; give a folder in run.dir that can be made and written to"),
+        (["policies.main.layout.expert=3"], "layout.expert is 3, which does not divide the 8 experts"),
+        (["rollout.vllm.tensor_parallel=3"], "over which the model's 4 attention heads cannot be cut"),
+        (["loss.kl=k3", "policies.main.reference=/nowhere"], "policies.main.reference: /nowhere is not a directory"),
+        ([SERVED, "judge={policy: judge}"], "tokenizer directory /nowhere does not exist"),
+        *([] if cuda.is_available() else [(["policies.main.layers=transformer_engine"], "sees no CUDA device")]),
     ],
 )  # fmt: skip
 def test_what_could_only_fail_later_is_refused_before_anything_starts(
@@ -182,6 +190,12 @@ def test_what_could_only_fail_later_is_refused_before_anything_starts(
 ) -> None:
     for dry_run in ([], ["--dry-run"]):
         assert says in refusal(*dry_run, *words)
+
+
+def test_a_server_s_key_that_is_not_set_is_refused_before_anything_starts(tmp_path: Path, refusal: Refusal) -> None:
+    served = SERVED.replace("/nowhere", str(init_model("tiny", "bytes", tmp_path / "model")))
+    said = refusal("--dry-run", served, "judge={policy: judge}", "policies.judge.openai.api_key_env=NO_SUCH_KEY")
+    assert "policies.judge.openai.api_key_env names NO_SUCH_KEY, which is not set or empty" in said
 
 
 def test_what_is_wrong_with_the_data_is_counted_and_placed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -221,6 +221,9 @@ def test_evaluations_on_the_way_leave_the_steps_as_they_are_without(
     run = play(*words, "run.evaluate=false", says=searches)
     without = untimed(run)
     assert "forget prefixes" not in CALLS and without[1]["tools/search/calls"] > 0
+    late = load_summary(play(*words, "run.resume=auto", "run.steps=3", says=searches).summary)
+    assert late.before is None and late.after is not None  # the weights are no longer those before the first step
+    CALLS.clear()
     shutil.rmtree(run.path)
     evaluated = untimed(play(*words, "run.eval_every=1", says=searches))
     own = [{name: value for name, value in row.items() if not name.startswith("eval/")} for row in evaluated]

@@ -162,5 +162,8 @@ def test_a_problems_life_lies_between_the_publish_of_its_oldest_version_and_the_
         ("judge", 0, 2.0, 9.0, 1),
     ]
     assert [each["color"] for each in lives] == ["c1", "c0"]  # of the place in the team
+    assert catalog.ages == [("judge", 1, 1), ("solver", 0, 1)]
+    run.metrics.write_text('{"step": 1, "actor/updates": 0}\n{"step": 2, "actor/updates": 1}\n')
+    assert catalog.ages == [("judge", 0, 1), ("solver", 0, 1)]  # step 1 trained nothing and made no version
     seen = measured.spans(catalog, 4.0, 8.0)["spans"]
     assert sorted(span[1:4] for span in seen) == [("publish", 5.0, 6.0), ("step 2", 7.0, 7.0)]

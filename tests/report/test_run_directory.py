@@ -14,7 +14,7 @@ import pytest
 
 from marsrl.trainer.report.samples_log import sample_files, write_samples
 from marsrl.trainer.report.token_log import token_files, write_tokens
-from marsrl.trainer.runs.directory import RunDirectory
+from marsrl.trainer.runs.directory import RunDirectory, write_json
 from marsrl.trainer.runs.lock import RunLock
 
 
@@ -28,7 +28,7 @@ BEGUN: dict[str, Callable[[RunDirectory], object]] = {
     "a step": lambda run: run.metrics.write_text('{"step": 1}\n'),
     "a checkpoint": lambda run: run.checkpoints.mkdir(),
     "samples": lambda run: run.samples.mkdir(),
-    "an evaluation": lambda run: run.evaluation_before.write_text("{}"),
+    "an evaluation": lambda run: write_json(run.evaluation_before, {}),
 }
 
 
@@ -94,7 +94,10 @@ def test_a_folder_that_cannot_be_made_or_written_to_is_named_before_and_at_the_s
             make(run_dir, "a", "off" if make == RunDirectory.find else "p")  # type: ignore[operator]
         with pytest.raises(ValueError, match=r"run.dir=/b+: .*[Ff]ile name too long; give a folder in run.dir"):
             make("/" + "b" * 300, "a", "off" if make == RunDirectory.find else "p")  # type: ignore[operator]
-    with nobody() as folder, pytest.raises(ValueError, match=f"run.dir={folder}/runs: {folder}: cannot be written to"):
+    with (
+        nobody() as folder,
+        pytest.raises(ValueError, match=f"run.dir={folder}/runs: {folder}/marsrl-.*: Permission denied"),
+    ):
         RunDirectory.find(folder / "runs", "a")
 
 

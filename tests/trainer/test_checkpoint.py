@@ -14,9 +14,11 @@ import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from traceback import StackSummary
 from typing import Any
 
 import pytest
+from torch.distributed.checkpoint import CheckpointException
 
 from marsrl.rollout.player.stages import RolloutState
 from marsrl.rollout.weights.files import parent_of
@@ -50,6 +52,11 @@ class WordLearner:
 
     def load(self, folder: Path) -> None:
         self.word = (folder / "word").read_text()
+
+
+class UnfitLearner(WordLearner):
+    def load(self, folder: Path) -> None:
+        raise CheckpointException("plan", {0: (KeyError(f"optimizer of {folder}"), StackSummary())})  # no Exception
 
 
 def state_after(step: int) -> RolloutState:
@@ -106,6 +113,10 @@ def test_a_checkpoint_holds_every_policy_the_rollout_and_the_step(run: RunDirect
         load_checkpoint(run, {"third": WordLearner()}, "auto", pytest.fail)  # type: ignore[dict-item]
     assert str(caught.value).startswith(f"policy third of {folder}, whose files are whole, could not be loaded (File")
     assert "of another model, dtype or optimizer than these settings" in str(caught.value)
+    with pytest.raises(
+        CheckpointError, match="could not be loaded .CheckpointException: .* or optimizer than these settings"
+    ):
+        load_checkpoint(run, {"main": UnfitLearner()}, "auto", pytest.fail)  # type: ignore[dict-item]
     fresh: Any = {"main": WordLearner(), "other": WordLearner()}
     restored = load_checkpoint(run, fresh, "auto", pytest.fail)
     assert restored == Restored(12, {"main": 12, "other": 3}, state_after(12))

@@ -203,7 +203,7 @@ def test_a_path_in_a_file_is_relative_to_it_and_one_in_a_word_to_the_working_dir
         data: {train: [{path: a.jsonl, count: 1}, {path: ../b.jsonl, count: 2}], eval: ~/held_out.jsonl}
         policies:
           main: {model: models/one, reference: start}
-          hub: {model: Qwen/Qwen3-0.6B, reference: models/two}
+          hub: {model: Qwen/Qwen3-0.6B, reference: models/two, adapter: {start: peft}}
         agents: {corrector2: {policy: hub}, solver: {prompt: words.yaml}}
         tools: {search: {kind: index, corpus: /all/corpus.jsonl, index: index.sqlite}}
         """
@@ -218,6 +218,7 @@ def test_a_path_in_a_file_is_relative_to_it_and_one_in_a_word_to_the_working_dir
     assert (main.model, main.reference) == (f"{there}/models/one", "start")
     # nothing is there, and so it may be a hub's
     assert (hub.model, hub.reference) == ("Qwen/Qwen3-0.6B", f"{there}/models/two")
+    assert hub.adapter is not None and hub.adapter.start == f"{there}/peft"
     words = ["data.train=c.jsonl", "data.eval=[d.jsonl, {path: e.jsonl}]"]
     words += ["policies.main.model=~/mine", "policies.hub.model=Qwen/Qwen3-0.6B"]
     (here / "Qwen/Qwen3-0.6B").mkdir(parents=True)
@@ -246,6 +247,10 @@ def test_settings_of_the_engine_that_does_not_decode_are_warned_of_by_name(tmp_p
     ("text", "words", "said"),
     [  # {}: the file
         ("- 1\n- 2\n", [], "{}"),  # which is no mapping
+        ("run: {seed: 1}\n\tsteps: 3\n", [], 'that cannot start any token in "{}", line 2'),
+        ("run: {seed: 1}\nrun: {seed: 2}\n", [], 'found duplicate key run in "{}", line 2'),
+        ("run: {steps: 1}\n", ["run.steps=["], "command line: while parsing a flow node did not find"),
+        ("run: {steps: '${nosuch}'}\n", [], "Interpolation key 'nosuch' not found full_key: run.steps"),
         ("run:\n  steps: many\n", [], "(found 'many') ({}:2)"),
         ("agents:\n  solver: {top_p: two}\n", [], " ({}:2)"),
         ("run: {steps: many}", ["run.steps=few"], " (command line)"),
@@ -271,4 +276,4 @@ def test_an_error_names_the_line_of_each_setting_that_it_is_about(
 def test_what_preflight_refuses_names_the_line_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = written(tmp_path, "policies:\n  main:\n    layout:\n      tensor: 2\n")
     assert main(["--dry-run", "--config", str(path)]) == 2
-    assert capsys.readouterr().err.endswith(f"torchrun started (policies.main.layout: {path}:3)\n")
+    assert capsys.readouterr().err.endswith(f"data parallel only (policies.main.layout.tensor: {path}:4)\n")

@@ -60,6 +60,7 @@ TWO = [OTHER, "credit.train_agents=[solver]"]
         ([], [OTHER], "policies (it has main, given is main, other)"),
         ([], ["task=math", "policies.main.model=/models/a"], "task (it has arithmetic, given is math); "),
         (TWO, [*TWO, "agents.verifier1.policy=other"], "agents.verifier1.policy (it has main, given is other)"),
+        ([], ["policies.main.optimizer.distributed=false"], "policies.main.optimizer.distributed (it has True"),
         ([], ["policies.main.adapter={}"], "policies.main.adapter (it has None, given is rank=32"),
         (ADAPTER, ["policies.main.adapter={rank: 8}"], "policies.main.adapter (it has rank=32"),
         (TWO, [*TWO, "policies.other.frozen=false"], "policies.other.frozen (it has True, given is False)"),
@@ -115,12 +116,20 @@ def test_a_run_does_not_go_on_with_other_problems(tmp_path: Path) -> None:
     assert resume_lines(run, settings("run.resume=auto"), data)
     shorter = {**data, "data.train": fingerprint(began[:1])}
     other = {**data, "data.eval": fingerprint([Problem("a", "1+1", "3", "math")])}
-    for given, said in (
-        (shorter, r"cannot go on with other data.train \(it has 2 problems, given are 1\); set it back"),
-        (other, r"other data.eval \(other questions or answers than it began with"),
+    for given, word, said in (
+        (
+            shorter,
+            "evaluate.num_problems=3",
+            r"other data.train \(it has 2 problems, given are 1\); .* 300 -> 3; set it back",
+        ),
+        (
+            other,
+            "run.resume=auto",
+            r"other data.eval \(other questions or answers than .*; settings that differ: none; ",
+        ),
     ):
         with pytest.raises(ValueError, match=said):
-            resume_lines(run, settings("run.resume=auto"), given)
+            resume_lines(run, settings("run.resume=auto", word), given)
     run.keep_data(shorter)  # a run that has begun keeps its own
     assert resume_lines(run, settings("run.resume=auto"), data)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from operator import attrgetter
+from pathlib import Path
 
 import pytest
 import torch
@@ -80,6 +81,13 @@ SERVER = (
         (["credit.balance=uniform"], "set rollout.pipeline=trajectory, or credit.normalise=agent"),
         (["loss.kl=k3", "loss.kl_coef=0.1"], "loss.kl=k3 needs a reference, and policies.main.reference is none"),
         (["loss.kl_coef=0.1"], "loss.kl_coef is 0.1 but loss.kl is none"),
+        (["loss.clip_low=1.5"], "loss.clip_low: Input should be less than or equal to 1"),
+        (["agents.solver.clip_low=1.5"], "agents.solver.clip_low: Input should be less than or equal to 1"),
+        (["loss.dual_clip=1.2"], "loss.dual_clip is 1.2, and the largest clip_high 0.2: set it above 1.2, or null"),
+        (["loss.dual_clip=3", "agents.solver.clip_high=2"], "and the largest clip_high 2: set it above 3"),
+        (["loss.correction=icepop", "loss.correction_low=6"], "correction_low is 6, above loss.correction_high = 5"),
+        (["policies.main.optimizer.betas=[0.9, 1]"], "policies.main.optimizer.betas.1: Input should be less than 1"),
+        (["policies={a/b: {model: x}}"], "policies.a/b.[key]: String should match pattern"),
         (["credit.normalise=trajectory"],
          "and orchestration=verifier_corrector plays a problem in one: set credit.normalise=group or global"),
         (["mpt.scope=batch", "agents.corrector1.clip_high=0.3"],
@@ -162,6 +170,7 @@ RENORMALISED = ("agents.solver.top_p=0.9", "agents.corrector2.top_k=50", "loss.t
         ([*RENORMALISED], "max_kept", {"solver": 1024, "corrector2": 1024}),
         ([*RENORMALISED, "credit.train_agents=solver"], "max_kept", {"solver": 1024}),
         (["loss.truncation=renormalise"], "max_kept", {}),
+        (["run.dir=~/runs"], "run.dir", str(Path.home() / "runs")),
         # credit over an instance trains whole ones
         ([], "has_whole_instances", False),
         (["rollout.pipeline=trajectory"], "has_whole_instances", True),
@@ -225,6 +234,11 @@ def test_all_policies_that_are_trained_are_cut_alike() -> None:
     preflight(read_config(None, [*words, "policies.second.layout.expert_tensor=1"])[0], world_size=1)  # the default
     with pytest.raises(ConfigError, match=r"policies.second.layout is not policies.main.layout: every trainer rank"):
         preflight(read_config(None, [*words, "policies.second.layout.tensor=2"])[0], world_size=2)
+
+
+def test_a_team_is_evaluated_whatever_its_trainer_s_layout_is() -> None:
+    config, _ = read_config(None, ["policies.main.layout.tensor=2"], trains=False)
+    assert preflight(config, world_size=1, trains=False).plan[-1].startswith("1 rank(s), 1 data-parallel; ")
 
 
 def test_a_prompt_length_that_is_asked_for_and_does_not_fit_is_warned_of() -> None:

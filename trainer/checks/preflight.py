@@ -21,6 +21,7 @@ from marsrl.rollout.episode import Episode
 from marsrl.rollout.gateway.config import ExternalConfig
 from marsrl.rollout.gateway.vllm_reader import agents_of
 from marsrl.rollout.gateway.workers import check_program, workers_key
+from marsrl.rollout.http_line import read_key
 from marsrl.rollout.imports import check_installed
 from marsrl.rollout.model_shape import ModelShape, read_shape
 from marsrl.rollout.orchestrations.registry import build_orchestration
@@ -35,6 +36,7 @@ from marsrl.trainer.checks.problems import RunProblems, problems_of, sources
 from marsrl.trainer.config import PolicyConfig, RunConfig
 from marsrl.trainer.config.policy import why_not_adapter
 from marsrl.trainer.config.read import ConfigError
+from marsrl.trainer.learner.megatron.layer_choice import choose_layers
 from marsrl.trainer.learner.megatron.layout import check, resolve, why_not_context
 from marsrl.trainer.plan.batch_plan import batch_plan, longest_sequence, shorten_prompts
 from marsrl.trainer.plan.models import taught_shape
@@ -172,29 +174,29 @@ def _checked_policy(config: RunConfig, name: str, world_size: int, *, trains: bo
     """Check a policy's directory: (the config with prompts shortened to leave room in its model, warnings)."""
     policy, asked, warnings = config.policies[name], config, list[str]()
     longest_sequence(config, name)  # otherwise no agent has the policy
-    if policy.engine == "openai":  # the directory is for the tokenizer only; the maximum length is the server's
+    if policy.openai is not None:  # the directory is for the tokenizer only; the maximum length is the server's
+        ChatRenderer(str(policy.model))
+        if policy.openai.api_key_env is not None:
+            read_key(policy.openai.api_key_env, f"policies.{name}.openai.api_key_env")
         return config, warnings
-    if policy.model is not None:
-        shape = read_shape(policy.model)
-        is_trained = name in config.trained_policies
-        check_files(policy.model, shape, is_trained=trains and (is_trained or name in config.bases))
-        if found := why_not_cut(shape, config.rollout_of(name).vllm):
-            raise ConfigError(f"policies.{name}.model: {found}")
-        _check_adapter(name, policy, shape)
-        if trains and is_trained:
-            check_trainable(config, name, shape, world_size)
-        config = shorten_prompts(config, name, shape.max_positions, trains=trains)
-        is_planned = name in config.pools_of_adapters.values() or (is_trained and policy.adapter is None)
-        if trains and is_planned and config.rollout.engine == "vllm":
-            warnings += shortages_here(config, name, shape, world_size)
-    elif taught := taught_shape(config, policy):
-        _check_adapter(name, policy, taught)
-        config = shorten_prompts(config, name, taught.max_positions, trains=trains)
-    else:
+    is_trained = trains and name in config.trained_policies
+    shape = taught_shape(config, policy) if policy.model is None else read_shape(policy.model)
+    if shape is None:
         raise ConfigError(
             f"policies.{name}.model is not set, and nobody teaches this team from random weights; give a Hugging Face model "
             f"directory (`marsrl init` makes a random one to try things with), or {who_is_taught()}"
         )
+    if policy.model is not None:
+        check_files(policy.model, shape, is_trained=is_trained or (trains and name in config.bases))
+    if found := why_not_cut(shape, config.rollout_of(name).vllm):
+        raise ConfigError(f"policies.{name}.model: {found}")
+    _check_adapter(name, policy, shape)
+    if is_trained:
+        check_trainable(config, name, shape, world_size)
+    config = shorten_prompts(config, name, shape.max_positions, trains=trains)
+    is_planned = name in config.pools_of_adapters.values() or (is_trained and policy.adapter is None)
+    if trains and is_planned and config.rollout.engine == "vllm":
+        warnings += shortages_here(config, name, shape, world_size)
     if policy.reference != "none" and config.loss.kl == "none":
         warnings.append(f"policies.{name}.reference is {policy.reference}, but loss.kl is none: it is not loaded")
     return config, warnings + _shorter_than_asked(asked, config)
@@ -215,6 +217,7 @@ def check_trainable(config: RunConfig, name: str, shape: ModelShape, world_size:
     """The model and its reference can be cut as the layout says, and the loss can be computed on them."""
     layout = resolve(config.policies[name].layout)
     check(layout, shape, world_size)
+    choose_layers(config.policies[name].layers)
     if reason := why_not_context(layout, config.loss.ratio, config.loss.correction):
         raise ConfigError(f"policies.{name}.{reason}")
     if config.trainer.router_replay != "none" and not shape.num_experts:
@@ -224,7 +227,10 @@ def check_trainable(config: RunConfig, name: str, shape: ModelShape, world_size:
         )
     reference = config.policies[name].reference
     if config.loss.kl != "none" and reference not in ("none", "start"):
-        other = read_shape(reference)
+        try:
+            other = read_shape(reference)
+        except ValueError as error:
+            raise ConfigError(f"policies.{name}.reference: {str(error).removeprefix('model: ')}") from error
         check(layout, other, world_size)
         if other.vocab_size != shape.vocab_size:
             raise ConfigError(

@@ -151,6 +151,15 @@ def _check_credit(config: RunConfig) -> None:
     credit, loss = config.credit, config.loss
     if loss.kl == "none" and loss.kl_coef:
         raise ValueError(f"loss.kl_coef is {loss.kl_coef:g} but loss.kl is none: set loss.kl to k1, k2 or k3")
+    highest = max(loss.clip_high if each.clip_high is None else each.clip_high for each in config.agents.values())
+    if loss.dual_clip is not None and loss.dual_clip <= 1 + highest:
+        raise ValueError(
+            f"loss.dual_clip is {loss.dual_clip:g}, and the largest clip_high {highest:g}: set it above {1 + highest:g}, or null"
+        )
+    if loss.correction_low > loss.upper_bound:
+        raise ValueError(
+            f"loss.correction_low is {loss.correction_low:g}, above loss.correction_high = {loss.upper_bound:g}: lower it"
+        )
     clips = {name: (each.clip_low, each.clip_high) for name, each in config.agents.items() if credit.trains(name)}
     if config.mpt.scope == "batch" and len(set(clips.values())) > 1:
         name = next(name for name, clip in clips.items() if clip != (None, None))

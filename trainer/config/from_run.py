@@ -22,11 +22,9 @@ def write_settings_of(run: Path, out: Path) -> Path:
     It names the task, the preset recorded in config.yaml, and the differences from these; if today's presets cannot reproduce
     the run, it inherits nothing (`preset: none`) and lists the differences from the keys' defaults.
 
-    Raises ConfigError: no run directory, settings of another version, or `out` exists.
+    Raises ConfigError: settings of another version, or `out` exists.
     """
     source = run / "config.yaml"
-    if not source.is_file():
-        raise ConfigError(f"{run} is not a run directory: it has no config.yaml")
     if out.exists():
         raise ConfigError(f"{out} exists; name a file that does not")
     wanted = _settings(read_config(source)[0])

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from marsrl.rollout.config import Settings, Tokens
+from marsrl.rollout.config import Settings, Share, Tokens
 from marsrl.trainer.config.sections import OFF
 
 ONE_NAME = BeforeValidator(lambda value: (value,) if isinstance(value, str) and value != "all" else value)
@@ -52,7 +52,7 @@ class LossConfig(Settings):
     """what the ratio's old log-probs are: pois: those of the weights at the step's start, without a pass of its own for its
     first update (ratio 1; UloRL); sais: those recorded at decoding, each segment's own; recompute: those of a forward pass at
     the step's start"""
-    clip_low: float = Field(0.2, ge=0, description="a ratio below 1 - clip_low has no gradient where A < 0; at most 1")
+    clip_low: Share = Field(0.2, description="a ratio below 1 - clip_low has no gradient where A < 0")
     clip_high: float = Field(0.2, ge=0)
     """a ratio above 1 + clip_high has no gradient where A > 0; above clip_low (DAPO: 0.28) it keeps the entropy up"""
     dual_clip: float | None = Field(None, gt=1)

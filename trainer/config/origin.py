@@ -12,6 +12,8 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from marsrl.rollout.error_lines import in_one_line
+
 _KEY = re.compile(r"[A-Za-z_]\w*(?:\.\w[\w-]*)+")  # rollout.segments; the places tell if it is a setting
 _FIRST_WORD = re.compile(r"([A-Za-z_]\w*)(?=[:=]| is )")  # task: ..., layout: ...
 
@@ -40,7 +42,7 @@ def layer_of_file(path: Path, label: str) -> Layer:
         settings = OmegaConf.load(path)
         node = yaml.compose(path.read_text("utf-8"))
     except (OmegaConfBaseException, yaml.YAMLError, OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{label}: {error}") from error
+        raise ConfigError(f"{label}: {in_one_line(error)}") from error
     if not isinstance(settings, DictConfig):
         raise ConfigError(f"{label}: expected a mapping of settings at the top")
     return Layer(label, path.resolve(), settings, {key: f"{label}:{line}" for key, line in _keys(node, "")})
@@ -55,7 +57,7 @@ def layer_of_words(words: Sequence[str], label: str = "command line") -> Layer:
     try:
         settings = OmegaConf.from_dotlist(list(words))
     except (OmegaConfBaseException, yaml.YAMLError) as error:
-        raise ConfigError(f"{label}: {error}") from error
+        raise ConfigError(f"{label}: {in_one_line(error)}") from error
     return Layer(label, None, settings, {key: label for key, _ in _keys(yaml.compose(OmegaConf.to_yaml(settings)), "")})
 
 

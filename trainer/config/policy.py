@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from marsrl.rollout.adapter import AdapterConfig
-from marsrl.rollout.config import MOST_RANKS, CountOr0, OpenAIOptions, Ranks, Settings, Share, VllmOptions
+from marsrl.rollout.config import MOST_RANKS, CountOr0, OpenAIOptions, Ranks, Settings, Share, ShareBelow1, VllmOptions
 from marsrl.rollout.model_shape import ModelShape
 
 
@@ -39,7 +39,7 @@ class OptimizerConfig(Settings):
     decay: Literal["constant", "linear", "cosine"] = "constant"
     """how the learning rate falls after the warm-up, to final_lr_ratio at run.steps"""
     final_lr_ratio: Share = Field(0.0, description="learning rate of the last step over `lr`, for a decay")
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[ShareBelow1, ShareBelow1] = (0.9, 0.95)
     """how much the averages of the gradient and of its square keep of themselves a step"""
     eps: float = Field(1e-8, gt=0)
     """added to the root of the averaged square that divides the step, against a division by 0"""

@@ -13,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from marsrl.rollout.agents.prompts import is_prompt_file
+from marsrl.rollout.error_lines import in_one_line
 from marsrl.rollout.orchestrations.registry import ORCHESTRATIONS, agent_names
 from marsrl.rollout.own_classes import is_own
 from marsrl.trainer.config import RunConfig
@@ -22,7 +23,7 @@ from marsrl.trainer.config.origin import ConfigError, ConfigOrigin, Layer, layer
 CONFIGS = Path(__file__).resolve().parent.parent.parent / "configs"  # in a checkout, and in an installed package
 DEFAULT_FOR_TASK = {"arithmetic": "cpu_default", "math": "math_default", "qa": "qa_default"}
 _PATHS = re.compile(
-    r"task|orchestration|data\.(train|eval|demonstrations)|policies\.[^.]+\.(model|reference)|tools\.[^.]+\.(corpus|index|function|command)"
+    r"task|orchestration|data\.(train|eval|demonstrations)|policies\.[^.]+\.(model|reference|adapter\.start)|tools\.[^.]+\.(corpus|index|function|command)"
     r"|agents\.[^.]+\.prompt|external\.(function|environment|command|python)"
 )
 
@@ -52,7 +53,7 @@ def read_config(
             OmegaConf.merge(*(layer.settings for layer in origin.layers)), resolve=True
         )
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{origin}: {error}") from error
+        raise ConfigError(f"{origin}: {in_one_line(error)}") from error
     _make_paths_absolute(merged, origin.layers)
     _leave_out_other_choices(merged, origin)
     _leave_out_unused_policies(merged, given)

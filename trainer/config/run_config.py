@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from marsrl.rollout.adapter import AdapterConfig
-from marsrl.rollout.config import AgentConfig, EvaluateConfig, RolloutConfig, Settings
+from marsrl.rollout.config import AgentConfig, EvaluateConfig, FolderName, RolloutConfig, Settings
 from marsrl.rollout.engines.protocol import Records
 from marsrl.rollout.gateway.config import ExternalConfig
 from marsrl.rollout.orchestrations.registry import find_orchestration, read_options
@@ -29,7 +29,7 @@ class RunConfig(Settings):
     task_options: dict[str, int | float | str | bool | None] = Field(default_factory=dict)
     """math and your own: workers (2), timeout_s (10), max_answer_chars (2000); docs/own_task.md"""
     data: DataConfig = DataConfig()
-    policies: dict[str, PolicyConfig] = Field(default_factory=lambda: {"main": PolicyConfig()})
+    policies: dict[FolderName, PolicyConfig] = Field(default_factory=lambda: {"main": PolicyConfig()})
     """weights with an optimizer and engines of their own, by a name that `agents.<name>.policy` refers to; one, `main`, where
     none is given"""
     orchestration: str = "verifier_corrector"

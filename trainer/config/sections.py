@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from marsrl.rollout.config import LONGEST_S, MOST_MIB, MOST_RANKS, SILENCE_S, Count, CountOr0, Settings, Share, Tokens
 from marsrl.rollout.tasks.config import (
@@ -27,7 +28,7 @@ class RunSection(Settings):
     """Name and length of the run, and the files that it keeps (docs/quickstart.md)."""
 
     name: str | None = Field(None, description="directory under `dir`; default: preset and UTC time, never a collision")
-    dir: str = Field("runs", description="where run directories go")
+    dir: Annotated[str, AfterValidator(os.path.expanduser)] = Field("runs", description="where run directories go")
     steps: Count = Field(32, description="policy updates")
     seed: int = Field(0, ge=0, le=MOST_SEED, description="every generator of the run derives from it")
     device: Literal["auto", "cuda", "cpu"] = "auto"

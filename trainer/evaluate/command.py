@@ -10,7 +10,6 @@ from pathlib import Path
 
 from marsrl.trainer.build import make_evaluator, open_team
 from marsrl.trainer.checks.preflight import preflight
-from marsrl.trainer.config import RunConfig
 from marsrl.trainer.config.read import models_given, read_config
 from marsrl.trainer.evaluate.draws import EVALUATION, Kept
 from marsrl.trainer.models.export import exported
@@ -52,7 +51,10 @@ def evaluate_alone(config_file: str | None, settings: Sequence[str], out: Path |
     for warning in checked.warnings:
         console.warning(warning)
     with ExitStack() as stack:
-        kept = stack.enter_context(Kept()) if out is None else _kept(stack, out, config, str(origin))
+        if out is not None:
+            stack.callback(RunLock.of_out(out).release)
+            keep_settings(RunDirectory(out), config, str(origin))
+        kept = stack.enter_context(Kept(out))
         evaluator = make_evaluator(checked, stack.enter_context(open_team(checked, models)))
         versions = dict.fromkeys(config.policies, 0)
         num_kept, num_draws = evaluator.num_kept(versions, kept)
@@ -71,15 +73,3 @@ def evaluate_alone(config_file: str | None, settings: Sequence[str], out: Path |
     console.team(config_file or "evaluation", found, seconds)
     if out is not None:
         console.message(f"kept in {out / EVALUATION}")
-
-
-def _kept(stack: ExitStack, folder: Path, config: RunConfig, made_of: str) -> Kept:
-    """Open the folder's saved draws, locked for this process until the stack closes."""
-    directory = RunDirectory(folder)
-    if directory.has_begun:
-        raise ValueError(f"--out {folder} is the directory of a training run; name another folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    lock = RunLock(directory)
-    stack.callback(lock.release)
-    keep_settings(directory, config, made_of)
-    return stack.enter_context(Kept(folder))

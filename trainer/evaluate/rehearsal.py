@@ -30,6 +30,7 @@ from marsrl.rollout.config import MOST_TOKENS, AgentConfig
 from marsrl.rollout.engines.protocol import DecodeRequest
 from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.episode import Episode
+from marsrl.rollout.error_lines import in_one_line
 from marsrl.rollout.gateway.chats import Ask, Said
 from marsrl.rollout.gateway.config import ExternalConfig
 from marsrl.rollout.gateway.gateway import Gateway
@@ -61,7 +62,7 @@ def read_answers(path: Path, agents: Sequence[str]) -> Answers:
     try:
         table = yaml.safe_load(path.read_text("utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: {error}") from error
+        raise ValueError(f"{path}: {in_one_line(error)}") from error
     is_table = isinstance(table, dict) and all(
         isinstance(said, list) and said and all(isinstance(text, str) for text in said) for said in table.values()
     )

@@ -24,17 +24,10 @@ def samples_of_a_step(config: RunConfig) -> tuple[dict[str, int], bool]:
 def batch_plan(config: RunConfig, world_size: int) -> tuple[str, ...]:
     """The arithmetic in lines for people: upper bounds of one step in the steady state of the pipeline (picks can be fewer,
     completions shorter, prompts are not counted).
-
-    Raises ValueError: the layout does not divide the number of ranks.
     """
     rollout, trainer = config.rollout, config.trainer
     layout = next(iter((config.trained_policies or config.policies).values())).layout
     cut = layout.tensor * layout.pipeline * layout.context
-    if world_size % cut:
-        raise ValueError(
-            f"layout: tensor x pipeline x context = {layout.tensor} x {layout.pipeline} x {layout.context} = {cut} does not "
-            f"divide the {world_size} rank(s) that torchrun started"
-        )
     samples, is_bound = samples_of_a_step(config)
     problems, most, (first, *later) = rollout.prompts_per_step, sum(samples.values()), samples
     condition = "" if is_bound else ", if each agent is asked once in an episode"
@@ -44,7 +37,7 @@ def batch_plan(config: RunConfig, world_size: int) -> tuple[str, ...]:
         if later
         else f"one agent: {most} samples a step{condition}"
     )
-    tokens, data_parallel = most * rollout.max_response_tokens, world_size // cut
+    tokens, data_parallel = most * rollout.max_response_tokens, -(-world_size // cut)
     of_rank = -(-tokens // data_parallel)
     micro_batches = -(-of_rank // trainer.max_tokens_per_micro_batch)
     updates = f"{trainer.updates_per_step} optimizer updates a step, each on its part of the groups"

@@ -27,6 +27,8 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Literal
 
+from torch.distributed.checkpoint import CheckpointException
+
 from marsrl.rollout.error_lines import first_line
 from marsrl.rollout.player.stages import RolloutState
 from marsrl.rollout.state import decode, encode
@@ -215,7 +217,7 @@ def load_checkpoint(
     for name, learner in learners.items():
         try:
             learner.load(folder / "policies" / name)
-        except Exception as error:  # Megatron's own, of many kinds
+        except (Exception, CheckpointException) as error:  # Megatron's own, of many kinds; torch's is no Exception
             raise CheckpointError(
                 f"policy {name} of {folder}, whose files are whole, could not be loaded ({type(error).__name__}: "
                 f"{first_line(error)}): the checkpoint is of another model, dtype or optimizer than these settings; set "

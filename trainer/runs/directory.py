@@ -12,7 +12,6 @@ runs/<name>/
     trace.json                timeline                     (trace.py)
     warnings.jsonl            warnings of the run          (metrics.py)
     checkpoints/step_N/       and checkpoints/latest, a text file that names the last complete one
-    evaluation_before.json    of the weights before the first step
     data.json                 fingerprints of the problems at the start
     bad_batches/              batches of skipped steps (data/bad_steps.py)
     hf/                       an exported model
@@ -21,11 +20,11 @@ runs/<name>/
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -141,7 +140,7 @@ class RunDirectory:
     config = _At("config.yaml")
     data = _At("data.json")
     metrics = _At("metrics.jsonl")
-    evaluation_before = _At("evaluation_before.json")
+    evaluation_before = _At("evaluations/step_0/evaluation.json")  # of the weights before the first step
     evaluations = _At("evaluations")
     tensorboard = _At("tensorboard")
     samples = _At("samples")
@@ -196,10 +195,10 @@ class RunDirectory:
         path = root if name is None else root / name
         with _told_where(root):
             there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-            if not there.is_dir() and there != path:
+            if not there.is_dir() and (there != path or name is None):
                 raise ValueError(f"run.dir={root}: {there} is a file; name a folder")
-            if not os.access(there, os.W_OK | os.X_OK if there.is_dir() else os.W_OK, effective_ids=True):
-                raise PermissionError(errno.EACCES, "cannot be written to", str(there))
+            if there.is_dir():  # permissions alone tell nothing of /proc and of root
+                tempfile.TemporaryDirectory(dir=there, prefix="marsrl-").cleanup()
         if name is None:
             return None
         if there != path:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ Fingerprints = Mapping[str, Mapping[str, int | str]]
 """Fingerprints of training and evaluation problems, by setting (tasks/data.fingerprint)."""
 
 OF_THE_START = ("run.resume", "run.name", "run.dir", "preset")  # select the run to resume, without changing it
+_OF_CHECKPOINTS = ("frozen", "dtype", "base", "adapter", "optimizer.distributed")  # of a policy
 
 
 def outlook(config: RunConfig, preset: str, data: Fingerprints) -> list[str]:
@@ -52,17 +54,18 @@ def resume_lines(run: RunDirectory, config: RunConfig, data: Fingerprints) -> li
     if saved is None:
         return [*lines, f"{run.config} is not of this version: what differs from it cannot be told"]
     config = with_kept_prompts(config)
-    if refused := [*_refusals(saved, config), *_changed_prompts(run, saved, config), *_other_problems(run, data)]:
+    before, now = flat(saved.model_dump(mode="json")), flat(config.model_dump(mode="json"))
+    keys = [key for key in {**before, **now} if before.get(key) != now.get(key) and key not in OF_THE_START]
+    differs = ", ".join(f"{key} {before.get(key, 'not set')} -> {now.get(key, 'not set')}" for key in keys)
+    refused = [*_refusals(saved, config), *_changed_prompts(run, saved, config)]
+    if other_problems := [*_other_problems(run, data)]:
+        refused += [*other_problems, f"settings that differ: {differs or 'none'}"]
+    if refused:
         raise ValueError(
             f"run.resume={config.run.resume}: {run.path} cannot go on with other {'; '.join(refused)}; set it back, or start "
             "a run of another name"
         )
-    before, now = flat(saved.model_dump(mode="json")), flat(config.model_dump(mode="json"))
-    keys = [key for key in {**before, **now} if before.get(key) != now.get(key) and key not in OF_THE_START]
-    if keys:
-        told = ", ".join(f"{key} {before.get(key, 'not set')} -> {now.get(key, 'not set')}" for key in keys)
-        lines.append(f"differs from {run.config}: {told}")
-    return lines
+    return [*lines, f"differs from {run.config}: {differs}"] if keys else lines
 
 
 def saved_config(run: RunDirectory) -> RunConfig | None:
@@ -106,8 +109,8 @@ def _refusals(saved: RunConfig, now: RunConfig) -> Iterator[str]:
         return
     for name, policy in now.policies.items():
         before = saved.policies[name]
-        for key in ("frozen", "dtype", "base", "adapter") if not (before.frozen and policy.frozen) else ():
-            had, given = getattr(before, key), getattr(policy, key)
+        for key in _OF_CHECKPOINTS if not (before.frozen and policy.frozen) else ():
+            had, given = map(attrgetter(key), (before, policy))
             if key == "adapter":
                 had, given = (each and each.model_copy(update={"start": None}) for each in (had, given))
             if had != given:

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import socket
+from pathlib import Path
 
 from marsrl.trainer.runs.directory import RunDirectory
 
@@ -46,6 +47,14 @@ class RunLock:
         self._file.truncate(0)
         self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         self._file.flush()
+
+    @classmethod
+    def of_out(cls, out: Path) -> RunLock:
+        """The lock of a command's folder --out, which is made; ValueError if a run has it."""
+        if RunDirectory(out).has_begun:
+            raise ValueError(f"--out {out} is the directory of a training run; name another folder")
+        out.mkdir(parents=True, exist_ok=True)
+        return cls(RunDirectory(out))
 
     def release(self) -> None:
         """Release the lock before the process ends; may be called twice."""

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from typer import Argument, Option
 
-from marsrl.trainer.commands.cli.command import Settings, command
+from marsrl.trainer.commands.cli.command import Settings, command, run_directory
 
 
 @command("models", "marsrl init --shape tiny --tokenizer bytes /tmp/tiny")
@@ -18,7 +18,7 @@ def init(
         Path, Argument(help="directory to write, which must not exist yet or be empty; with --from-run a new file")
     ],
     from_run: Annotated[
-        Path | None, Option(metavar="RUN", help="run directory whose settings are written, in place of a model")
+        str | None, Option(metavar="RUN", help="run directory whose settings are written, in place of a model")
     ] = None,
     shape: Annotated[str, Option(help="size of the model: tiny, cpu_default, bench")] = "tiny",
     tokenizer: Annotated[
@@ -35,7 +35,7 @@ def init(
     if from_run:
         from marsrl.trainer.config.from_run import write_settings_of
 
-        print(write_settings_of(from_run, out))
+        print(write_settings_of(run_directory(from_run), out))
         return
     from marsrl.trainer.models.init_model import init_model
 

@@ -34,7 +34,7 @@ from marsrl.trainer.config.read import ConfigError, models_given, read_config
 from marsrl.trainer.evaluate.evaluator import Evaluator
 from marsrl.trainer.evaluate.identity import policy_identity, team_identity
 from marsrl.trainer.report.console import RunConsole
-from marsrl.trainer.runs.directory import RunDirectory, write_atomically
+from marsrl.trainer.runs.directory import write_atomically
 from marsrl.trainer.runs.lock import RunLock
 
 _MOST_CHARS = 6000  # characters of a text on the page
@@ -61,8 +61,7 @@ def curate(words: Sequence[str], out: Path, config_file: str | None) -> Path:
     config, origin = read_config(config_file, settings, trains=False)
     with origin.places_in_errors():
         check(config)
-        out.mkdir(parents=True, exist_ok=True)
-        lock = RunLock(RunDirectory(out))
+        lock = RunLock.of_out(out)
         if lock.warning is not None:
             console.warning(lock.warning)
         try:

@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 import threading
 import time
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,10 +45,10 @@ it gave a readable verdict."""
 _FILE = "read_parquet(?, hive_partitioning = false)"  # else a folder called step=9 in the path became a column
 _TABLE = """CREATE TABLE samples(step INTEGER, line INTEGER, agent VARCHAR, problem VARCHAR, rollout VARCHAR, uid VARCHAR,
     parent VARCHAR, answer VARCHAR, verdict BOOLEAN, reward DOUBLE, correct DOUBLE, advantage DOUBLE, num_tokens INTEGER,
-    age INTEGER, flags VARCHAR[])"""
+    oldest INTEGER, flags VARCHAR[])"""
 _INSERT = f"""INSERT INTO samples SELECT step, line, agent, problem_id, rollout_id, uid, parent_uid, left(answer, 200), verdict,
     reward, correct, advantage, num_tokens,
-    CASE WHEN len(segments) > 0 THEN greatest(0, step - 1 - list_min(list_transform(segments, lambda s: s.version))) END,
+    list_min(list_transform(segments, lambda s: s.version)),
     list_filter([{", ".join(f"CASE WHEN {condition} THEN '{name}' END" for name, condition in FLAGS.items())}],
     lambda flag: flag IS NOT NULL) FROM {_FILE}"""
 _TEXTS = f"""SELECT line, concat_ws(chr(10), text,
@@ -71,7 +73,7 @@ class Filter(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A sample in a list; its texts are in the samples file of `step`, at `line`. age: versions from its oldest token on."""
+    """A sample in a list; its texts are in the samples file of `step`, at `line`. oldest: version of its oldest token."""
 
     step: int
     line: int
@@ -86,7 +88,7 @@ class Row:
     correct: float | None
     advantage: float | None
     num_tokens: int
-    age: int | None
+    oldest: int | None
     flags: list[str]
 
 
@@ -198,10 +200,15 @@ class Catalog:
 
     @property
     def ages(self) -> list[tuple[str, int, int]]:
-        """(agent, versions between a sample's oldest token and its training, samples)."""
-        return self._all(
-            "SELECT agent, age, count(*) FROM samples WHERE age IS NOT NULL GROUP BY agent, age ORDER BY agent, age"
-        )
+        """(agent, versions between a sample's oldest token and its training, samples). A step without an update makes none."""
+        curves = [curve for name, curve in self.curves.items() if name.endswith("actor/updates")]
+        updates = [[step for step, value in curve if value] for curve in curves]  # of each policy
+        counts: Counter[tuple[str, int]] = Counter()
+        sql = "SELECT agent, step, oldest, count(*) FROM samples WHERE oldest IS NOT NULL GROUP BY agent, step, oldest"
+        for agent, step, oldest, num in self._all(sql):
+            version = max((bisect_left(steps, step) for steps in updates), default=step - 1)
+            counts[agent, max(0, version - oldest)] += num
+        return [(agent, age, num) for (agent, age), num in sorted(counts.items())]
 
     def tree(self, rollout: str) -> list[Row]:
         """Samples of a rollout instance, oldest first; uids and parents give the tree."""

@@ -151,7 +151,7 @@ def life(catalog: Catalog, rollout: str) -> dict[str, Any]:
     published = {s.arguments["version"]: s.end_s for s in publishes}  # the first of several
     begins = {s.name: s.start_s for s in trace if s.name.startswith("step ")}
     last = trace[0].end_s if trace else None
-    lives = Counter((row.agent, row.step, None if row.age is None else row.step - 1 - row.age) for row in rows)
+    lives = Counter((row.agent, row.step, row.oldest) for row in rows)
     colors = series_colors(dict.fromkeys(row.agent for row in rows), agents_of(catalog.run.config))
     return {
         "rollout": rollout,
