@@ -24,7 +24,7 @@ BUILD_MODES = ("auto", "require", "off")
 LIBRARY = "marsrl_cpu"  # CMake target
 
 REQUIREMENTS = [
-    "torch>=2.11",  # no upper pin: the native code does not link against it
+    "torch>=2.13",  # no upper pin: the native code does not link against it
     "numpy",
     "pydantic>=2",
     "omegaconf",

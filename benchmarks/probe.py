@@ -37,7 +37,8 @@ from marsrl.kernels import PolicyObjective
 from marsrl.rollout.engines.protocol import WeightUpdate
 from marsrl.rollout.model_shape import read_shape
 from marsrl.rollout.pool.pool import EnginePool
-from marsrl.rollout.weights.checksum import fused_checksums
+from marsrl.rollout.weights.checksum import checksum
+from marsrl.rollout.weights.layout import fuse
 from marsrl.trainer.config import MptConfig, PolicyConfig
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.megatron import parallel
@@ -195,10 +196,11 @@ def mutated(pair: Pair) -> Iterator[Row]:
         for layer in (0, last):
             for size in _UPDATES:
                 wrong[f"layer {layer} older by {size:g}"] = moved(weights, size, f"layers.{layer}.")
-        expected = fused_checksums(weights, getattr(torch, pair.dtype))
+        dtype = getattr(torch, pair.dtype)
+        expected = {name: checksum(tensor) for name, tensor in fuse(weights, dtype)}
         for what, held in wrong.items():
             pair.send(held)
-            is_seen = fused_checksums(held, getattr(torch, pair.dtype)) != expected
+            is_seen = {name: checksum(tensor) for name, tensor in fuse(held, dtype)} != expected
             yield row(what, "checksums" if is_seen else "")
         for size in _UPDATES:
             pair.send(moved(weights, size))

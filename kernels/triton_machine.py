@@ -6,7 +6,6 @@ No Triton is imported here: an op imports its kernels when it first runs them.
 import os
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -20,18 +19,15 @@ def is_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-@cache  # it looks through the whole path: longer than a small kernel takes
-def _is_installed() -> bool:
-    return find_spec("triton") is not None
+def machine_lacks_cuda() -> str | None:
+    """None if PyTorch sees a GPU, else the reason; for Implementation.machine_lacks."""
+    return None if torch.cuda.is_available() else "PyTorch sees no CUDA device"
 
 
 def machine_lacks_triton() -> str | None:
-    """None if this machine can run Triton kernels, else the reason; for Implementation.machine_lacks."""
-    if not _is_installed():
-        return "triton is not installed"
-    if not is_interpreted() and not torch.cuda.is_available():
-        return "PyTorch sees no CUDA device (TRITON_INTERPRET=1 runs Triton kernels on the CPU, for tests)"
-    return None
+    """None if this machine can run Triton kernels, else the reason."""
+    reason = None if is_interpreted() else machine_lacks_cuda()
+    return reason and f"{reason} (TRITON_INTERPRET=1 runs Triton kernels on the CPU, for tests)"
 
 
 def why_not_triton(name: str, tensor: Tensor) -> str | None:

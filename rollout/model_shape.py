@@ -130,7 +130,10 @@ def weight_files(folder: Path) -> list[Path]:
     """
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        try:
+            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError) as error:
+            raise ValueError(f"model: {index} is no index of weight files ({error!r}); download it again") from error
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
             raise ValueError(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from marsrl.kernels import attention_varlen
 from marsrl.kernels.attention_varlen import flash
+from marsrl.kernels.triton_machine import machine_lacks_cuda
 
 
 def _shapes(device: str, quick: bool) -> list[Shape]:
@@ -85,7 +86,7 @@ def _others(q: Tensor) -> Iterator[tuple[str, str | None, Callable[..., Tensor]]
     for version in (flash.FLASH_4, flash.FLASH_3, flash.FLASH_2):
         reason = flash.machine_lacks(version) or flash.why_not(version, q)
         yield f"flash-attn {version.name[-1]}", reason, partial(flash.attention_varlen_flash, version)
-    reason = flash.machine_lacks_varlen_attn() or flash.why_not_varlen_attn(q, False)
+    reason = machine_lacks_cuda() or flash.why_not_varlen_attn(q, False)
     yield "torch varlen_attn", reason, flash.attention_varlen_torch
 
 

@@ -14,7 +14,7 @@ from marsrl.kernels.checks import FLOATS, check, check_cu_seqlens
 from marsrl.kernels.differentiable import Gradient
 from marsrl.kernels.dispatch import Implementation, Op, of_first, why_not_host
 from marsrl.kernels.traced_op import register
-from marsrl.kernels.triton_machine import why_not_triton_float32
+from marsrl.kernels.triton_machine import machine_lacks_cuda, why_not_triton_float32
 
 
 def attention_varlen(
@@ -125,9 +125,7 @@ _OP = Op(
             )
             for version in (flash.FLASH_4, flash.FLASH_3, flash.FLASH_2)
         ),
-        Implementation(
-            "torch", flash.attention_varlen_torch, flash.why_not_varlen_attn, flash.machine_lacks_varlen_attn
-        ),
+        Implementation("torch", flash.attention_varlen_torch, flash.why_not_varlen_attn, machine_lacks_cuda),
         _GRADIENT.triton("attention_varlen.triton_impl", "TritonAttention", why_not_triton_heads),
         Implementation("cpu", attention_varlen_cpu, of_first(why_not_host, "q")),
         _GRADIENT.reference(attention_varlen_reference),

@@ -1,7 +1,6 @@
 """Packed attention by flash-attn where it is installed, version 4, 3 or 2, or by PyTorch's varlen_attn, which carries the
 kernels of version 2. Not run on a GPU here."""
 
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -12,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from marsrl.kernels.triton_machine import machine_lacks_cuda
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,8 @@ MOST_HEAD_SIZE = 256
 
 def machine_lacks(version: Version) -> str | None:
     """None if this version can be imported and a GPU is there, else the reason."""
-    if not torch.cuda.is_available():
-        return "PyTorch sees no CUDA device"
+    if reason := machine_lacks_cuda():
+        return reason
     if not _is_installed(version.module):
         return f"{version.module} is not installed"
     function = _function(version.module)
@@ -124,17 +125,6 @@ def _function(module: str) -> Callable[..., Any] | str:
     return function
 
 
-_NEEDED = {"window_size", "enable_gqa", "scale"}  # its first releases lack some of these arguments
-
-
-def machine_lacks_varlen_attn() -> str | None:
-    """None if this PyTorch has it and a GPU is there, else the reason."""
-    if not torch.cuda.is_available():
-        return "PyTorch sees no CUDA device"
-    missing = _NEEDED - _torch_words()
-    return f"varlen_attn of PyTorch {torch.__version__} lacks {', '.join(sorted(missing))}" if missing else None
-
-
 def why_not_varlen_attn(q: Tensor, *others: Any) -> str | None:
     """None if it can serve these arguments, of which `deterministic` is the last, else the reason."""
     if others[-1] and not torch.are_deterministic_algorithms_enabled():
@@ -170,12 +160,3 @@ def attention_varlen_torch(
     )
     assert isinstance(output, Tensor)  # a pair only if the log-sum-exp is requested
     return output
-
-
-@cache
-def _torch_words() -> frozenset[str]:
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return frozenset()
-    return frozenset(inspect.signature(varlen_attn).parameters)

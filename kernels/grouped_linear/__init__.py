@@ -10,10 +10,10 @@ from marsrl.kernels.differentiable import Gradient
 from marsrl.kernels.dispatch import Op, of_first, why_not_host
 from marsrl.kernels.grouped_linear.cpu import CpuGroupedLinear
 from marsrl.kernels.grouped_linear.reference import grouped_linear_reference
-from marsrl.kernels.grouped_linear.torch_impl import TorchGroupedLinear, machine_lacks_grouped_mm, why_not_grouped_mm
+from marsrl.kernels.grouped_linear.torch_impl import TorchGroupedLinear, why_not_grouped_mm
 from marsrl.kernels.main_grad import MainGrad, check_main_grad
 from marsrl.kernels.traced_op import register
-from marsrl.kernels.triton_machine import why_not_triton_float32
+from marsrl.kernels.triton_machine import machine_lacks_cuda, why_not_triton_float32
 
 
 def grouped_linear(
@@ -90,7 +90,7 @@ _GRADIENT = Gradient("grouped_linear", num_tensors=3)
 _OP = Op(
     "grouped_linear",
     (
-        _GRADIENT.implementation("torch", TorchGroupedLinear, why_not_grouped_mm, machine_lacks_grouped_mm),
+        _GRADIENT.implementation("torch", TorchGroupedLinear, why_not_grouped_mm, machine_lacks_cuda),
         _GRADIENT.triton("grouped_linear.triton_impl", "TritonGroupedLinear", of_first(why_not_triton_float32, "x")),
         _GRADIENT.implementation("cpu", CpuGroupedLinear, of_first(why_not_host, "x")),
         _GRADIENT.reference(_reference, _why_not_reference),

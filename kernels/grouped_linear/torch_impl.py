@@ -13,11 +13,6 @@ from marsrl.kernels.triton_machine import machine_lacks_triton
 ALIGNMENT = 8  # bfloat16 numbers: the kernel reads 16 bytes at a time
 
 
-def machine_lacks_grouped_mm() -> str | None:
-    """None if a GPU is there, else the reason."""
-    return None if torch.cuda.is_available() else "PyTorch sees no CUDA device"
-
-
 def why_not_grouped_mm(x: Tensor, weights: Tensor, tokens_per_expert: Tensor, main_grad: MainGrad | None) -> str | None:
     """None if torch._grouped_mm can serve these tensors, forward and backward, else the reason."""
     if x.device.type != "cuda":

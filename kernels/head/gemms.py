@@ -1,8 +1,7 @@
 """The three GEMMs of a head: logits, gradient of the hidden states, gradient of the weight; float32 results always."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache, cached_property
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ DEVICE_TILE_ROWS = 4096
 def cpu_multiplies_bfloat16() -> bool:
     """True if the CPU has instructions for bfloat16 products (AVX512-BF16, AMX): a GEMM then takes a half to a fifth of the
     time of float32. Otherwise oneDNN emulates them."""
-    found: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # an older torch does not tell
+    found = torch.cpu.get_capabilities()
     return bool(found.get("avx512_bf16") or found.get("amx_bf16"))
 
 

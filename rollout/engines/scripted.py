@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -43,7 +42,7 @@ class ScriptedEngine(Engine):
     The script gives the whole completion (text is encoded), once per uid: if a request returns with a part of it
     after its prompt, the engine continues from there, as a model would. A completion that fits gets the first stop token
     at its end unless it has one; `fail(request)` may give a reason to end a request in ERROR. Log-probs are a
-    fixed function of token and position. `score` gives the probe's (default: the same function).
+    fixed function of token and position.
 
     decode: for texts and strings of Sampling.stop; without it there are none.
     tokens_per_step: of each running request per `collect`; None: all the rest.
@@ -57,14 +56,13 @@ class ScriptedEngine(Engine):
         encode: Callable[[str], Sequence[int]] | None = None,
         decode: Callable[[IntArray], str] | None = None,
         fail: Callable[[DecodeRequest], str | None] = lambda request: None,
-        score: Callable[[IntArray], FloatArray] | None = None,
         tokens_per_step: int | None = None,
         adapters: Sequence[str] = (),
     ) -> None:
         super().__init__(adapters)
         self._tokens_per_step = tokens_per_step
         self._under_way: list[_UnderWay] = []
-        self._script, self._encode, self._fail, self._score = script, encode, fail, score
+        self._script, self._encode, self._fail = script, encode, fail
         self._texts = Texts(decode) if decode is not None else None
         self._answers: dict[str, tuple[int, list[int]]] = {}  # uid: (length of the prompt, whole completion)
         self._asleep: set[MemoryPart] = set()  # it uses no memory, but callers should not depend on that
@@ -140,22 +138,16 @@ class ScriptedEngine(Engine):
         self._need("weights", "kv_cache")
         if self._versions[""] == TORN:
             raise RuntimeError("ScriptedEngine.score: the weights were dropped, and no others have come")
-        return [self._score(s) if self._score else scripted_logprobs(s[1:], 1) for s in sequences]
+        return [scripted_logprobs(s[1:], 1) for s in sequences]
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
-        import torch  # scripts without weights do not pay for it
-
-        from marsrl.rollout.weights.checksum import fused_checksums
-        from marsrl.rollout.weights.files import WeightFiles
-
+        """Note the version: there is no model."""
         self._need("weights")
-        start = time.perf_counter()
-        checksums = fused_checksums(WeightFiles(update.path), torch.float32)
         self._versions[""] = update.version
-        return WeightReceipt(update.version, (checksums,), time.perf_counter() - start)
+        return WeightReceipt(update.version, ({},), 0.0)
 
     def update_adapter(self, update: AdapterUpdate) -> WeightReceipt:
-        """Note the version: there is no model to adapt."""
+        """Note the version."""
         self._need("weights")
         self._refuse_under_way("update_adapter", update.name)
         self._versions[update.name] = update.version

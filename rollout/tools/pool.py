@@ -55,8 +55,6 @@ class _Books:
         return self._outputs.get(key)
 
     def put(self, key: str, output: ToolOutput) -> None:
-        if key in self._outputs:
-            return
         self._outputs[key] = output
         self._num_bytes += _size(key, output)
         while self._num_bytes > self._most_bytes:

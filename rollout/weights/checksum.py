@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from marsrl.kernels import library
-from marsrl.rollout.weights.layout import Box, ShardLayout, fuse, whole_box
+from marsrl.rollout.weights.layout import Box, ShardLayout, whole_box
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1, _MIX_2 = 0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53
@@ -37,11 +37,6 @@ def checksum(tensor: Tensor) -> int:
     flat = tensor.reshape(1, tensor.numel())
     total = block_sum(flat[None], whole_box(flat.shape), flat.shape)
     return checksum_of_sum(total, tensor.dtype, tensor.shape)
-
-
-def fused_checksums(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, int]:
-    """{name of the fused tensor: checksum} of a whole model's HF tensors, as an engine that computes in dtype holds them."""
-    return {name: checksum(tensor) for name, tensor in fuse(tensors, dtype)}
 
 
 class ShardSums:

@@ -31,10 +31,3 @@ def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
     scales = blocks.abs().amax((1, 3), keepdim=True).clamp(1e-4) / _LARGEST
     numbers = (blocks * (1 / scales)).to(torch.float8_e4m3fn)
     return numbers.flatten(2).flatten(0, 1)[:rows, :cols].contiguous(), scales[:, 0, :, 0]
-
-
-def dequantised(numbers: Tensor, scales: Tensor) -> Tensor:
-    """The weight [..., N, K] float32 that a kernel computes with."""
-    rows, cols = numbers.shape[-2:]
-    spread = scales.repeat_interleave(BLOCK, -2).repeat_interleave(BLOCK, -1)
-    return numbers.float() * spread[..., :rows, :cols]

@@ -28,8 +28,8 @@ from marsrl.rollout.engines.texts import Texts
 from marsrl.rollout.model_shape import read_shape
 from marsrl.rollout.tasks.arithmetic import ARITHMETIC_TOKENIZER
 from marsrl.rollout.types import Finish
-from marsrl.rollout.weights.checksum import fused_checksums
-from marsrl.rollout.weights.fp8 import dequantised, quantised
+from marsrl.rollout.weights.checksum import checksum
+from marsrl.rollout.weights.fp8 import quantised
 from marsrl.rollout.weights.layout import box_of, fuse, shard_layout
 from marsrl.trainer.learner.other_roundings import Precision
 from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
@@ -312,6 +312,12 @@ MATRICES = (
 )
 
 
+def dequantised(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """The weight [..., N, K] float32 that a kernel computes with."""
+    rows, cols = numbers.shape[-2:]
+    return numbers.float() * scales.repeat_interleave(128, -2).repeat_interleave(128, -1)[..., :rows, :cols]
+
+
 def test_a_matrix_is_rounded_in_blocks_that_begin_at_its_corner() -> None:
     weight = torch.randn(2, 200, 300, generator=torch.Generator().manual_seed(0), dtype=torch.float64).bfloat16()
     weight[0, 130, 5], weight[1, :128, :128] = 1000, 0  # alone with its block; a block without a scale
@@ -359,7 +365,7 @@ def test_every_version_is_rounded_anew_and_computed_with(engine, directory, sync
 @OF_FP8
 def test_a_flipped_bit_of_a_number_or_a_scale_shows_in_its_tensor_s_checksum(engine, directory):
     path = str(directory)
-    sent = fused_checksums(tensors_of(directory), torch.bfloat16)
+    sent = {name: checksum(tensor) for name, tensor in fuse(tensors_of(directory), torch.bfloat16)}
     assert dict(engine.update_weights(WeightUpdate(path, 0)).checksums[0]) == sent
     (model,) = engine._llm.apply_model(lambda model: model)
     held = dict(model.named_parameters())

@@ -25,12 +25,12 @@ from marsrl.rollout.engines.local.engine import LocalEngine
 from marsrl.rollout.engines.protocol import TORN, WeightReceipt, WeightUpdate, WrongVersion
 from marsrl.rollout.model_shape import read_shape
 from marsrl.rollout.state import encode
-from marsrl.rollout.weights.checksum import checksum, fused_checksums
+from marsrl.rollout.weights.checksum import checksum
 from marsrl.rollout.weights.connections import GroupConnection, Rendezvous, SharedBuffer, TransferBroken, TransferStore
 from marsrl.rollout.weights.delta import decode_delta, differs, encode_delta
 from marsrl.rollout.weights.direct import ReceivePlan
 from marsrl.rollout.weights.files import WeightFiles, write_shards
-from marsrl.rollout.weights.layout import EngineShard
+from marsrl.rollout.weights.layout import EngineShard, fuse
 from marsrl.trainer.weights.comparison import CheckedEngines
 from marsrl.trainer.weights.sync import DirectSync, FileSync, SyncReport
 
@@ -223,7 +223,9 @@ class Desk:
         self.version += 1
         learner: Any = GivenLearner(self.tensors, lambda: pytest.fail("no version is compared here"))
         report = self.sync.publish(learner, self.version)
-        assert report is not None and self.engine.held() == fused_checksums(self.tensors, self.dtype)
+        assert report is not None and self.engine.held() == {
+            name: checksum(tensor) for name, tensor in fuse(self.tensors, self.dtype)
+        }
         return report
 
     @property

@@ -130,6 +130,9 @@ SPOILED: dict[str, tuple[list[Spoil], str]] = {
         [lambda folder: (folder / "model.safetensors").rename(folder / "model.safetensors.index.json"),
          file("model.safetensors.index.json", lambda _: json.dumps(SHARDS).encode())],
         "missing: model-1.safetensors, model-2.safetensors"),
+    "an index cut short": (
+        [lambda folder: (folder / "model.safetensors.index.json").write_text(json.dumps(SHARDS)[:-9])],
+        "model.safetensors.index.json is no index of weight files"),
     "cut short": ([file("model.safetensors", lambda all: all[:-1000])], "model.safetensors is no whole safetensors file"),
     "without a tensor": (
         [weights(lambda held: held.pop("model.norm.weight"))],

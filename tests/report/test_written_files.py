@@ -17,7 +17,7 @@ from marsrl.trainer.learner.trained_tokens import CLIPPED, GATED, MASKED, Traine
 from marsrl.trainer.report.samples_log import read_samples, sample_files, write_samples
 from marsrl.trainer.report.summary import Evaluation, load_summary, save_summary
 from marsrl.trainer.report.token_log import choose_samples, read_tokens, token_files, token_record, write_tokens
-from marsrl.trainer.report.trace import TraceLog, read_trace
+from marsrl.trainer.report.trace import TraceLog, WallSpan, read_trace
 from marsrl.trainer.runs.directory import RunDirectory
 
 
@@ -145,6 +145,14 @@ def test_other_ranks_and_marks_are_in_a_written_trace_and_a_run_goes_on_behind_i
     stages = [span for span in read_trace(tmp_path / "trace.json") if span.lane == "mark/stage"]
     assert [span.name for span in stages] == ["stage 1", "stage 2", "stage 3"]
     assert stages[2].start_s >= max(span.end_s for span in spans.values()) - 1e-6
+
+
+def test_an_engine_whose_clock_is_set_back_during_a_call_stops_no_run(tmp_path: Path) -> None:
+    trace = TraceLog(tmp_path / "trace.json")
+    trace.add_wall("engine/0", WallSpan("decode", start=1000.0, end=998.5))
+    trace.save()
+    [span] = read_trace(tmp_path / "trace.json")
+    assert span.start_s == span.end_s
 
 
 def test_a_summary_comes_back_and_its_engine_says_class(tmp_path: Path) -> None:

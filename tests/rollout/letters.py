@@ -47,7 +47,7 @@ class WeighedEngine(ScriptedEngine):
     """Its weights are the name of the file that it was sent; their checksum is a sum over the name."""
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
-        self._versions[""] = update.version
+        super().update_weights(update)
         return WeightReceipt(update.version, ({"name": sum(update.path.encode())},), 0.0)
 
     def update_adapter(self, update: AdapterUpdate) -> WeightReceipt:

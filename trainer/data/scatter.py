@@ -81,12 +81,12 @@ def scatter(mini_batches: tuple[MiniBatch, ...] | None, shard: BatchShard) -> li
     Every rank gets the same number of micro-batches an update, as the collectives inside a forward pass need.
 
     Raises:
-        RuntimeError: on all ranks, if the batch cannot be planned, or a rank failed to send, read or pack its part.
+        RuntimeError: on all ranks, if the batch cannot be planned.
     """
     if world_size() == 1:
         assert mini_batches is not None, "scatter: one rank alone needs the batch"
         return [Update(tuple(micro_batches(each.sequences, shard)), each.normaliser) for each in mini_batches]
-    error: Exception | None = None
+    error: ValueError | None = None
     plans: list[list[list[list[TrainSequence]]]] = []
     try:
         plans = [_plan(each.sequences, shard) for each in mini_batches or ()]
@@ -103,20 +103,10 @@ def scatter(mini_batches: tuple[MiniBatch, ...] | None, shard: BatchShard) -> li
     for number, (num_micro_batches, normaliser) in enumerate(outlines):
         packed = []
         for i in range(num_micro_batches):
-            parts: list[bytes] | None = None
-            if outline is not None:
-                try:
-                    parts = [encode(share[i]) for share in plans[number]]
-                except Exception as raised:  # raised below: other ranks are still in this loop's collectives
-                    error, parts = error or raised, [b""] * shard.data_size
+            parts = [encode(share[i]) for share in plans[number]] if outline is not None else None
             data = scatter_bytes(parts, data_ranks, shard.routes)
-            try:
-                if data and error is None:
-                    packed.append(pack(decode(list[TrainSequence], data), align=shard.align))
-            except Exception as raised:  # raised below
-                error = raised
+            packed.append(pack(decode(list[TrainSequence], data), align=shard.align))
         updates.append(Update(tuple(packed), normaliser))
-    stop_together(error, "scatter: a rank has no part of the step's batch")
     return updates
 
 

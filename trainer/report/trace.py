@@ -70,16 +70,14 @@ class TraceLog:
         self, lane: str, name: str, start: float, end: float, arguments: Mapping[str, Argument] | None = None
     ) -> None:
         """Record work done between two readings of time.monotonic()."""
-        if end < start:
-            raise ValueError(f"trace: span {name!r} of lane {lane!r} ends {start - end:.6f} s before it starts")
         span = Span(lane, name, start - self.zero, end - self.zero, dict(arguments or {}))
         with self._lock:
             self._spans.append(span)
 
     def add_wall(self, lane: str, span: WallSpan) -> None:
-        """Record work done between two readings of time.time()."""
+        """Record work done between two readings of time.time(), which may have been set back meanwhile: it has no length then."""
         ahead = _wall_clock_ahead()
-        self.add(lane, span.name, span.start - ahead, span.end - ahead, span.arguments)
+        self.add(lane, span.name, span.start - ahead, max(span.start, span.end) - ahead, span.arguments)
 
     def mark(self, kind: str, number: int | None = None) -> None:
         """Mark the beginning of a step or stage with this number; None: the next number in this trace."""

@@ -12,7 +12,7 @@ from marsrl.kernels.head.gradients import Wanted
 from marsrl.kernels.head.objective import PolicyTokens
 from marsrl.kernels.head.vocabulary import Head
 from marsrl.kernels.policy_loss.terms import needs_whole_sequences
-from marsrl.kernels.triton_machine import why_not_triton
+from marsrl.kernels.triton_machine import machine_lacks_cuda, why_not_triton
 
 ROWS = 128  # of a tile of the products, and of the vocabulary
 
@@ -24,8 +24,8 @@ class UnlikelyTarget(ArithmeticError):
 @cache
 def machine_lacks_quack() -> str | None:
     """None if a GPU is there and QuACK can be imported, else the reason."""
-    if not torch.cuda.is_available():
-        return "PyTorch sees no CUDA device"
+    if reason := machine_lacks_cuda():
+        return reason
     if find_spec("quack") is None:
         return "quack is not installed"
     try:

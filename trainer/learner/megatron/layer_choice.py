@@ -65,14 +65,10 @@ class Fusions(NamedTuple):
 
 def choose_fusions(layers: LayerChoice) -> Fusions:
     """Fusions usable here with these layers."""
-    te = "transformer_engine.pytorch"
     ours = None if layers.layers == "transformer_engine" else "TransformerEngine's, and the layers are ours"
     # Megatron's output layer asks for apex's kernel as it is built, whoever makes the other layers.
     accumulation = why_not_on_gpu(APEX, "wgrad_gemm_accum_fp32")
-    rope = ours or (
-        why_not_on_gpu(f"{te}.attention.rope", "apply_rotary_pos_emb")
-        and why_not_on_gpu(f"{te}.attention", "apply_rotary_pos_emb")
-    )
+    rope = ours or why_not_on_gpu("transformer_engine.pytorch.attention.rope", "apply_rotary_pos_emb")
     return Fusions(accumulation, rope)
 
 
