@@ -49,6 +49,7 @@ from marsrl.trainer.checks.problems import read_data
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.data.credit import Credited, credit
 from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
+from marsrl.trainer.report.console import literal
 
 _CALL = '<tool_call>{"tool": "search", "arguments": {"query": "QUESTION"}, "purpose": "QUESTION"}</tool_call>'
 _NOT_IN_A_STRING = re.compile(r'["\\\x00-\x1f]')  # unescaped in a JSON string
@@ -278,7 +279,7 @@ def drawn(rehearsal: Rehearsal, *, with_prompts: bool = False) -> Tree:
     """The tree of samples: a branch for each episode, below each sample its successors, and failures."""
     problem, credited, errors, turns = rehearsal
     reference = "" if problem.answer is None else f"   (answer: {problem.answer})"
-    tree = Tree(Text(f"{problem.question}{reference}"))
+    tree = Tree(literal(f"{problem.question}{reference}"))
     samples = {s.uid: s for group in credited.groups for s in group.samples}
     nodes: dict[str, Tree] = {}
     begun = {uid: of_sample[0].number for uid, of_sample in turns.items()}
@@ -292,7 +293,7 @@ def drawn(rehearsal: Rehearsal, *, with_prompts: bool = False) -> Tree:
         says = f"{num_calls} call{'s' * (num_calls != 1)}" if uid in turns else _short(sample.text)
         nodes[uid] = above.add(_line(sample, credited.advantages.get(uid), says, errors.get(episode)))
         if with_prompts:
-            nodes[uid].add(Text(f"it read: {sample.prompt_text}", style="dim"))
+            nodes[uid].add(literal(f"it read: {sample.prompt_text}", "dim"))
         for turn in turns.get(uid, ()):
             does = "reads" if turn.number == begun[uid] else "goes on with"
             nodes[uid].add(Text(f"call {turn.number} {does} {turn.num_new} bytes: {_short(turn.text)}"))
@@ -300,7 +301,7 @@ def drawn(rehearsal: Rehearsal, *, with_prompts: bool = False) -> Tree:
         tree.add(Text("no agent was asked"))
     for episode, error in sorted(errors.items()):
         (nodes.get(episode) or tree.add(Text(f"episode {episode}"))).add(
-            Text(f"the episode ends: {error.rstrip()}", style="red")
+            literal(f"the episode ends: {error.rstrip()}", "red")
         )
     return tree
 
@@ -315,7 +316,7 @@ def _line(sample: Sample, advantage: float | None, says: str, error: str | None)
     trained = "" if advantage is None else f", advantage {advantage:+.2f}"
     note = f" ({sample.reward.note})" if sample.reward.note not in ("", error) else ""
     name = sample.uid.rpartition("/")[2]
-    return Text.assemble((name, "bold"), f"  {says}  reward {reward}{note}{trained}")
+    return Text.assemble((name, "bold"), literal(f"  {says}  reward {reward}{note}{trained}"))
 
 
 @dataclass(frozen=True, slots=True)
