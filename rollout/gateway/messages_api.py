@@ -102,8 +102,8 @@ def messages_reply(answer: Answer, body: Mapping[str, Any]) -> dict[str, Any]:
         "role": "assistant",
         "model": answer.agent,
         "content": content,
-        "stop_reason": _STOP_REASONS[answer.finish],
-        "stop_sequence": None,
+        "stop_reason": "stop_sequence" if answer.stop and not said.calls else _STOP_REASONS[answer.finish],
+        "stop_sequence": answer.stop or None,
         "usage": {"input_tokens": answer.num_prompt, "output_tokens": len(answer.token_ids)},
     }
 
@@ -115,14 +115,14 @@ def messages_events(answer: Answer, body: Mapping[str, Any]) -> Iterator[bytes]:
     def named(kind: str, **fields: Any) -> bytes:
         return event({"type": kind, **fields}, kind)
 
-    yield named("message_start", message={**whole, "content": [], "stop_reason": None})
+    yield named("message_start", message={**whole, "content": [], "stop_reason": None, "stop_sequence": None})
     for index, block in enumerate(whole["content"]):
         start, deltas = _deltas(block)
         yield named("content_block_start", index=index, content_block=start)
         for delta in deltas:
             yield named("content_block_delta", index=index, delta=delta)
         yield named("content_block_stop", index=index)
-    ended = {"stop_reason": whole["stop_reason"], "stop_sequence": None}
+    ended = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
     yield named("message_delta", delta=ended, usage={"output_tokens": whole["usage"]["output_tokens"]})
     yield named("message_stop")
 

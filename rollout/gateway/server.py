@@ -132,7 +132,11 @@ async def _call(request: web.Request) -> web.StreamResponse:
     api, streams = APIS[request.path], bool(body.get("stream"))
     is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
     digest = hashlib.blake2b(request.path.encode() + data, digest_size=16).digest()
-    ask = api.read(body, request.app[_GATEWAY].agents)
+    try:
+        json.dumps(body, ensure_ascii=False).encode()  # lone surrogates cannot be tokenised
+        ask = api.read(body, request.app[_GATEWAY].agents)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise Refused(400, f"the request is malformed: {error}") from error
     task = await session.ask(ask, digest, is_retry=is_retry)
     media_type = {"Content-Type": "text/event-stream" if streams else "application/json"}
     late = web.StreamResponse(headers=media_type)

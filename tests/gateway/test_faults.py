@@ -174,6 +174,8 @@ def test_limits_and_refusals_are_said_by_name_and_the_run_goes_on(model: Path, t
             ({**chat, "messages": []}, 400, "messages: expected"),
             ({**chat, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "expected texts"),
             ({**chat, "messages": [{"role": "user", "content": "a 1 " * 900}]}, 400, "max_input_tokens is 1500"),
+            ({**chat, "messages": [{"role": "user", "content": "cut \\ud83d"}]}, 400, "surrogates not allowed"),
+            ({**chat, "tools": 5}, 400, "malformed"),
             ({**chat, "max_tokens": 0}, 400, "max_tokens"),
             (b"{", 400, "not JSON"),
             (b" " * ((1 << 20) + 1), 413, "external.max_body_mib = 1"),
