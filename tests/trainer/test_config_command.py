@@ -43,6 +43,7 @@ def test_the_settings_are_printed_as_a_file_that_gives_them_again(tmp_path: Path
         ("run.steps", ["run.steps: integer > 0, default 32", "policy updates", "here: 3 (command line)"]),
         ("loss.kl", ["none or k1 or k2 or k3", "here: none (default)", "more: docs/credit.md"]),
         ("policies.main.layout.tensor", ["integer > 0", "here: 1 (default)", "docs/parallelism.md"]),
+        ("orchestration", ["here: verifier_corrector", "more: docs/own_team.md"]),
         ("policies.main", ["section", "dtype: float32", "layout: {...}"]),
         ("agents", ["mapping of name to section", "solver:"]),
         ("task_options.min_ops", ["here: 2 (command line)"]),
