@@ -58,9 +58,8 @@ class Reader(Protocol):
 class Answer:
     """A finished turn.
 
-    id: with which a program may reward it; uid: of its sample. finish: stop, length or tool_calls. stop: the stop string that
-    ended it, which is not said, or "". num_prompt: tokens before it.
-    logprobs in nats; pieces: gives the text of each token.
+    id: with which a program may reward it; uid: of its sample. finish: stop, length or tool_calls; stop: the stop string
+    behind it, or "". num_prompt: tokens before it; logprobs in nats; pieces: gives the text of each token.
     """
 
     id: str

@@ -91,7 +91,8 @@ class Session:
         self._note_begin()
         try:
             async with self._order:
-                same = [task for task in self._by_body.get(body, ()) if not _is_lost(task)]
+                known = self._by_body.get(body, ())
+                same = [task for task in known if not task.done() or not (task.cancelled() or task.exception())]
                 if is_retry and same:
                     return next((task for task in same if task not in self._told), same[-1])
                 if self.num_calls >= self.max_calls:
@@ -290,10 +291,6 @@ async def _rendered(
         return await asyncio.to_thread(render, *given, **named)
     except (TemplateError, TypeError, KeyError) as error:
         raise Refused(400, f"the chat template of agent {agent.name} does not take these messages: {error}") from error
-
-
-def _is_lost(task: asyncio.Task[Answer]) -> bool:
-    return task.done() and (task.cancelled() or task.exception() is not None)
 
 
 def _split_at_stop(text: str, stops: tuple[str, ...]) -> tuple[str, str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import random
-import re
 import secrets
 import tempfile
 from collections import Counter
@@ -44,15 +43,12 @@ from marsrl.rollout.tasks.protocol import NumberedProblems
 from marsrl.rollout.tasks.registry import build_task
 from marsrl.rollout.team import Team, WatchedJudge
 from marsrl.rollout.tools.build import build_tools, check_tools
-from marsrl.rollout.types import Group, IntArray, Problem, Sample, ToolFunction
+from marsrl.rollout.types import Group, IntArray, Problem, ToolFunction
 from marsrl.trainer.checks.problems import read_data
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.data.credit import Credited, credit
 from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
 from marsrl.trainer.report.console import literal
-
-_CALL = '<tool_call>{"tool": "search", "arguments": {"query": "QUESTION"}, "purpose": "QUESTION"}</tool_call>'
-_NOT_IN_A_STRING = re.compile(r'["\\\x00-\x1f]')  # unescaped in a JSON string
 
 Answers = Mapping[str, Sequence[str]]
 """Answers of each agent, in the order of its calls; starts over after the last."""
@@ -291,7 +287,11 @@ def drawn(rehearsal: Rehearsal, *, with_prompts: bool = False) -> Tree:
             above = nodes[episode] = tree.add(Text(f"episode {episode}"))
         num_calls = len(turns.get(uid, ()))
         says = f"{num_calls} call{'s' * (num_calls != 1)}" if uid in turns else _short(sample.text)
-        nodes[uid] = above.add(_line(sample, credited.advantages.get(uid), says, errors.get(episode)))
+        reward = "none" if sample.reward.is_missing else f"{sample.reward.value:g}"
+        note = f" ({sample.reward.note})" if sample.reward.note not in ("", errors.get(episode)) else ""
+        trained = f", advantage {credited.advantages[uid]:+.2f}" if uid in credited.advantages else ""
+        earns = literal(f"  {says}  reward {reward}{note}{trained}")
+        nodes[uid] = above.add(Text.assemble((uid.rpartition("/")[2], "bold"), earns))
         if with_prompts:
             nodes[uid].add(literal(f"it read: {sample.prompt_text}", "dim"))
         for turn in turns.get(uid, ()):
@@ -300,23 +300,13 @@ def drawn(rehearsal: Rehearsal, *, with_prompts: bool = False) -> Tree:
     if not samples and not errors:
         tree.add(Text("no agent was asked"))
     for episode, error in sorted(errors.items()):
-        (nodes.get(episode) or tree.add(Text(f"episode {episode}"))).add(
-            literal(f"the episode ends: {error.rstrip()}", "red")
-        )
+        branch = nodes.get(episode) or tree.add(Text(f"episode {episode}"))
+        branch.add(literal(f"the episode ends: {error.rstrip()}", "red"))
     return tree
 
 
 def _short(text: str) -> str:
     return repr(" ".join(text.split())[:200])
-
-
-def _line(sample: Sample, advantage: float | None, says: str, error: str | None) -> Text:
-    """One line about a sample. error: of its episode, printed below."""
-    reward = "none" if sample.reward.is_missing else f"{sample.reward.value:g}"
-    trained = "" if advantage is None else f", advantage {advantage:+.2f}"
-    note = f" ({sample.reward.note})" if sample.reward.note not in ("", error) else ""
-    name = sample.uid.rpartition("/")[2]
-    return Text.assemble((name, "bold"), literal(f"  {says}  reward {reward}{note}{trained}"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,17 +340,20 @@ class _MadeUp:
         right = right_answers(problem.answer or "1")[0]
         answer = right if coin.random() < 0.5 else ("0" if right != "0" else "1")
         verdict = coin.choice((0, 1))
-        question = _NOT_IN_A_STRING.sub(" ", problem.question)
         if self.role is Role.DISTILLER:
             return f"It says: {answer}."
         if self.role is Role.REASONER and turn == 0:
-            return _CALL.replace("QUESTION", question)
+            call = {"tool": "search", "arguments": {"query": problem.question}, "purpose": problem.question}
+            return f"<tool_call>{json.dumps(call)}</tool_call>"
         parser = self.prompts.parsers[READS[self.role]]
         if len(parser.examples) == 2:  # a yes and a no
             said = parser.examples[verdict]
         else:
-            said = parser.examples[0].replace("ANSWER", question if self.role is Role.SEARCHER else answer)
-        return _after_stops(said, self.stops, turn)
+            said = parser.examples[0].replace("ANSWER", problem.question if self.role is Role.SEARCHER else answer)
+        for _ in range(turn):  # after each stop a continuation
+            ends = [said.index(stop) + len(stop) for stop in self.stops if stop in said]
+            said = said[min(ends) :] if ends else said
+        return said
 
 
 def _example(schema: Mapping[str, Any], text: str) -> object:
@@ -398,11 +391,3 @@ def _script(
         return words[agent].words(problem, 0 if is_whole else turn, coin)
 
     return says
-
-
-def _after_stops(text: str, stops: Sequence[str], number: int) -> str:
-    """Text after its `number`-th stop."""
-    for _ in range(number):
-        ends = [text.index(stop) + len(stop) for stop in stops if stop in text]
-        text = text[min(ends) :] if ends else text
-    return text
