@@ -220,6 +220,15 @@ def test_a_team_imports_what_lies_beside_it_even_late(tmp_path: Path) -> None:
 CHAIN = ["--question", "a 3 b *7", "--reference", "1", "rollout.group_size=2"]
 
 
+@pytest.mark.parametrize("team", ["dual_system", "search_team"])
+def test_a_question_of_one_s_own_is_looked_up_in_the_built_in_world(
+    team: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    question = 'Who "said" it?'
+    lines = shown(capsys, "task=qa", f"orchestration={team}", "rollout.group_size=1", "--question", question)
+    assert lines[0] == question and len(lines) > 3 and not any("error" in line for line in lines), lines
+
+
 def shown(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
     assert main(["try", *words]) == 0, capsys.readouterr().err
     return [line.rstrip() for line in capsys.readouterr().out.splitlines() if not line.startswith("#")]

@@ -177,7 +177,7 @@ def _scripted(
 ) -> Iterator[tuple[Rollout, Problem]]:
     """The run's rollout with one problem and a script as its engine. asked: collects uids, request by request."""
     given = Problem("given", question, reference or None, config.task)
-    train = [given] if question else read_data(config).train
+    train = [given] if question and config.task != "qa" else read_data(config).train  # qa: without any, its own world
     task = build_task(config.task, config.task_options, train, train)
     kind = find_orchestration(config.orchestration)
     called = {name for agent in config.agents.values() for name in agent.tools}
