@@ -15,6 +15,7 @@ import hashlib
 import json
 import logging
 import secrets
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -207,7 +208,7 @@ def open_gateway(
         url = f"http://{config.host}:{listening.getsockname()[1]}"
         workers = Workers(config, url, key)
         if not config.workers:
-            _log.warning("%s", join_line(config))
+            print(join_line(config), file=sys.stderr, flush=True)
         loop, stopping = asyncio.new_event_loop(), asyncio.Event()
 
         async def answer() -> None:

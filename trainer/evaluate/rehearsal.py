@@ -108,8 +108,7 @@ def rehearse(config: RunConfig, answers: Answers, *, question: str = "", referen
         groups = rollout.next_batch({"main": 0}).groups
         turns = _turns(groups, asked, rollout.stages.team.renderers["main"]) if config.external is not None else {}
     errors = {name: episode.error for name, episode in episodes.items() if episode.error}
-    size, seed = config.rollout.group_size, config.run.seed
-    credited = credit(groups, config.credit, config.agents, group_size=size, seed=seed)
+    credited = credit(groups, config.credit, config.agents, group_size=config.rollout.group_size, seed=config.run.seed)
     return Rehearsal(problem, credited, errors, turns)
 
 
