@@ -12,6 +12,7 @@ from pathlib import Path
 import yaml
 
 from marsrl.rollout.adapter import PEFT_PREFIX, TENSORS, why_not_start
+from marsrl.rollout.agents import returned
 from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.agents.render import ChatRenderer, TemplateOption
 from marsrl.rollout.config import Settings
@@ -433,9 +434,8 @@ def _check_first_prompts(
     if orchestration.plays_sessions:  # a program's prompts are unknown
         return []
     source = task.problems(config.run.seed)
-    (ask, *_) = _first_asks(
-        orchestration, Episode("preflight", "preflight", task.problems(config.run.seed).next_problem())
-    )
+    problem = task.problems(config.run.seed).next_problem()
+    (ask, *_) = _first_asks(orchestration, Episode("preflight", "preflight", problem))
     first, settings = ask.agent, config.agents[ask.agent]
     policy, room, is_skipped = settings.policy, settings.max_input_tokens, settings.long_prompts == "skip"
     renderer = _renderer(config, policy)
@@ -447,7 +447,7 @@ def _check_first_prompts(
     while len(lengths) < most and (len(lengths) < _LOOKED_AT or (is_skipped and min(lengths) > room)):
         episode = Episode("preflight", "preflight", source.next_problem())
         (ask, *_) = _first_asks(orchestration, episode)
-        messages = orchestration.messages(episode, ask)
+        messages = returned.messages(orchestration.messages(episode, ask))
         lengths.append(len(renderer.render(messages, **options)[0]))
         if lengths[-1] == 0:
             raise ConfigError(
