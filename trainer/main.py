@@ -29,6 +29,7 @@ from types import FrameType  # noqa: E402
 
 from marsrl.trainer.config.read import read_config  # noqa: E402
 from marsrl.trainer.runs.failure import RANK_0_PRINTS_S, say_last  # noqa: E402
+from marsrl.trainer.visible import log_visibly, visible  # noqa: E402
 
 EXAMPLES = """examples:
   torchrun trainer/main.py
@@ -58,6 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
     words = parser.parse_intermixed_args(arguments)
     signal.signal(signal.SIGINT, _stop)
     signal.signal(signal.SIGTERM, _stop)
+    log_visibly()
     is_first = int(os.environ.get("RANK", "0")) == 0
     try:
         if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -146,7 +148,7 @@ def _run(words: argparse.Namespace, is_first: bool) -> int:
             _let_first_rank_end(launcher)
         return 130
     except Exception as error:
-        traceback.print_exc()
+        print(visible(traceback.format_exc()), file=sys.stderr)
         if directory is not None:
             say_last(failure_message(error, directory, parent_of(checked.config.sync.directory)))
         return 1
@@ -175,8 +177,7 @@ def _end_with_launcher() -> None:
         return
     set_death_signal = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
     launcher = os.getppid()
-    if ctypes.CDLL(None, use_errno=True).prctl(set_death_signal, signal.SIGTERM) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    ctypes.CDLL(None).prctl(set_death_signal, signal.SIGTERM)
     if os.getppid() != launcher:
         raise KeyboardInterrupt  # it died before it was watched
 

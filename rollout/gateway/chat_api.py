@@ -31,6 +31,7 @@ NEUTRAL: Mapping[str, Any] = {
     "n": 1, "best_of": 1, "frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1, "logit_bias": {},
     "top_logprobs": 0, "parallel_tool_calls": True, "response_format": {"type": "text"}, "text": {"format": {"type": "text"}},
     "include": [], "echo": False, "suffix": "", "truncation": "disabled", "background": False, "top_k": -1, "min_p": 0,
+    "thinking": {"type": "disabled"},
 }  # fmt: skip
 """Fields that are served at this value alone."""
 
@@ -143,9 +144,7 @@ def text_of(content: Any) -> str:
 
 def _call(given: Any) -> Mapping[str, Any]:
     """A call with its arguments as an object, as chat templates expect."""
-    function = given.get("function") if isinstance(given, Mapping) else None
-    if not isinstance(function, Mapping):
-        raise Refused(400, f"tool_calls: expected functions, found {json.dumps(given)[:200]}")
+    function = given["function"]
     arguments = function.get("arguments") or "{}"
     if isinstance(arguments, str):
         with suppress(ValueError):  # not JSON: keep the model's text

@@ -58,8 +58,8 @@ class Reader(Protocol):
 class Answer:
     """A finished turn.
 
-    id: with which a program may reward it; uid: of its sample. finish: stop, length or tool_calls. num_prompt: tokens before it.
-    logprobs in nats; pieces: gives the text of each token.
+    id: with which a program may reward it; uid: of its sample. finish: stop, length or tool_calls; stop: the stop string
+    behind it, or "". num_prompt: tokens before it; logprobs in nats; pieces: gives the text of each token.
     """
 
     id: str
@@ -67,6 +67,7 @@ class Answer:
     agent: str
     said: Said
     finish: str
+    stop: str
     num_prompt: int
     token_ids: IntArray
     logprobs: FloatArray

@@ -58,8 +58,6 @@ def read_generate(body: Mapping[str, Any], agents: Mapping[str, Agent]) -> Ask:
     """As read_completion, for token ids."""
     sampling = body.get("sampling_params") or {}
     check_fields(body, _GENERATE)
-    if not isinstance(sampling, Mapping):
-        raise Refused(400, "sampling_params: expected an object")
     check_fields(sampling, _SAMPLING)
     if (sampling.get("logprobs") or 0) > 1 or body.get("stream"):
         raise Refused(400, "sampling_params.logprobs above 1 and stream are not served here")

@@ -33,7 +33,7 @@ ChatMessage = Mapping[str, Any]
 class Strand:
     """The tokens of a sample, the first num_prompt of which are its prompt. is_busy: a call is extending it.
 
-    text: of a sample called by text, everything its client knows of it.
+    text: of a sample called by text, everything its client knows of it; stop: the stop string behind that, which it does not.
     """
 
     token_ids: IntArray
@@ -41,6 +41,7 @@ class Strand:
     uid: str = ""
     is_busy: bool = True
     text: str | None = None
+    stop: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,18 +11,16 @@ from marsrl.rollout.gateway.chats import Agent, Answer, Ask, Refused
 from marsrl.rollout.gateway.history import ChatMessage
 
 _SERVED = {"model", "messages", "system", "max_tokens", "tools", "tool_choice", "stop_sequences", "stream"}
-_SERVED |= {"temperature", "top_p", "thinking"}
+_SERVED |= {"temperature", "top_p"}
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
 def read_messages(body: Mapping[str, Any], agents: Mapping[str, Agent]) -> Ask:
     """Parse a request, as the chat request that it equals. Raises Refused: it asks for what is not done here, or is malformed."""
     check_fields(body, _SERVED)
-    if (body.get("thinking") or {}).get("type", "disabled") != "disabled":
-        raise Refused(400, "thinking is not served here: agents think as agents.<name>.template_options say")
     given = body.get("messages")
-    if not isinstance(given, list) or not all(isinstance(each, Mapping) for each in given):
-        raise Refused(400, "messages: expected a list of messages")
+    if not isinstance(given, list) or not given or not all(isinstance(each, Mapping) for each in given):
+        raise Refused(400, "messages: expected a list of at least one message")
     turns: list[ChatMessage] = []
     if body.get("system"):
         turns.append({"role": "system", "content": text_of(body["system"])})
@@ -87,8 +85,8 @@ def messages_reply(answer: Answer, body: Mapping[str, Any]) -> dict[str, Any]:
         "role": "assistant",
         "model": answer.agent,
         "content": content,
-        "stop_reason": _STOP_REASONS[answer.finish],
-        "stop_sequence": None,
+        "stop_reason": "stop_sequence" if answer.stop and not said.calls else _STOP_REASONS[answer.finish],
+        "stop_sequence": answer.stop or None,
         "usage": {"input_tokens": answer.num_prompt, "output_tokens": len(answer.token_ids)},
     }
 
@@ -100,23 +98,20 @@ def messages_events(answer: Answer, body: Mapping[str, Any]) -> Iterator[bytes]:
     def named(kind: str, **fields: Any) -> bytes:
         return event({"type": kind, **fields}, kind)
 
-    yield named("message_start", message={**whole, "content": [], "stop_reason": None})
+    yield named("message_start", message={**whole, "content": [], "stop_reason": None, "stop_sequence": None})
     for index, block in enumerate(whole["content"]):
-        start, deltas = _deltas(block)
+        start, delta = _start_and_delta(block)
         yield named("content_block_start", index=index, content_block=start)
-        for delta in deltas:
-            yield named("content_block_delta", index=index, delta=delta)
+        yield named("content_block_delta", index=index, delta=delta)
         yield named("content_block_stop", index=index)
-    ended = {"stop_reason": whole["stop_reason"], "stop_sequence": None}
+    ended = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
     yield named("message_delta", delta=ended, usage={"output_tokens": whole["usage"]["output_tokens"]})
     yield named("message_stop")
 
 
-def _deltas(block: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """(the initial block, its delta)."""
+def _start_and_delta(block: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     if block["type"] == "tool_use":
-        return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": json.dumps(block["input"])}]
+        return {**block, "input": {}}, {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
     if block["type"] == "thinking":
-        delta = {"type": "thinking_delta", "thinking": block["thinking"]}
-        return {**block, "thinking": ""}, [delta]
-    return {**block, "text": ""}, [{"type": "text_delta", "text": block["text"]}]
+        return {**block, "thinking": ""}, {"type": "thinking_delta", "thinking": block["thinking"]}
+    return {**block, "text": ""}, {"type": "text_delta", "text": block["text"]}

@@ -15,6 +15,7 @@ import hashlib
 import json
 import logging
 import secrets
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -129,11 +130,14 @@ async def _models(request: web.Request) -> web.Response:
 async def _call(request: web.Request) -> web.StreamResponse:
     """The answer, after keep-alive blanks if it is late; once sent, it is noted as read. Cut off if there is none."""
     session, body, data = await _session_of(request)
-    api, streams = APIS[request.path], bool(body.get("stream"))
-    is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
+    api = APIS[request.path]
     digest = hashlib.blake2b(request.path.encode() + data, digest_size=16).digest()
-    ask = api.read(body, request.app[_GATEWAY].agents)
-    task = await session.ask(ask, digest, is_retry=is_retry)
+    try:
+        json.dumps(body, ensure_ascii=False).encode()  # lone surrogates cannot be tokenised
+        ask, streams = api.read(body, request.app[_GATEWAY].agents), bool(body.get("stream"))
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
+        raise Refused(400, f"the request is malformed: {error}") from error
+    task = await session.ask(ask, digest, is_retry=request.headers.get("x-stainless-retry-count", "0") != "0")
     media_type = {"Content-Type": "text/event-stream" if streams else "application/json"}
     late = web.StreamResponse(headers=media_type)
     while not (await asyncio.wait([task], timeout=_QUIET_S))[0]:
@@ -172,8 +176,6 @@ async def _session_of(request: web.Request) -> tuple[Session, dict[str, Any], by
         raise Refused(413, f"the request is larger than external.max_body_mib = {most}") from None
     except ValueError as error:
         raise Refused(400, f"the request is not JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise Refused(400, "the request is no JSON object")
     return _known(request), body, data  # it may have ended meanwhile
 
 
@@ -206,7 +208,7 @@ def open_gateway(
         url = f"http://{config.host}:{listening.getsockname()[1]}"
         workers = Workers(config, url, key)
         if not config.workers:
-            _log.warning("%s", join_line(config))
+            print(join_line(config), file=sys.stderr, flush=True)
         loop, stopping = asyncio.new_event_loop(), asyncio.Event()
 
         async def answer() -> None:

@@ -90,7 +90,8 @@ class Session:
         self._note_begin()
         try:
             async with self._order:
-                same = [task for task in self._by_body.get(body, ()) if not _is_lost(task)]
+                known = self._by_body.get(body, ())
+                same = [task for task in known if not task.done() or not (task.cancelled() or task.exception())]
                 if is_retry and same:
                     return next((task for task in same if task not in self._told), same[-1])
                 if self.num_calls >= self.max_calls:
@@ -179,6 +180,7 @@ class Session:
         start = 0 if strand is None else len(strand.token_ids if strand.text is None else strand.text)
         new = prompt[start:]
         if isinstance(new, str):
+            new = new if strand is None else new.removeprefix(strand.stop)  # its tokens are there
             new = await _rendered(agent, agent.renderer.encode_trusted, new)
         text = prompt if isinstance(prompt, str) else None
         if strand is None:
@@ -235,10 +237,10 @@ class Session:
         num_prompt = len(strand.token_ids)
         strand.token_ids = np.concatenate([strand.token_ids, got.token_ids])
         strand.is_busy = False
-        text = _without_stop(agent.renderer.decode(got.token_ids), (*agent.settings.stop, *ask.stop))
+        text, stop = _split_at_stop(agent.renderer.decode(got.token_ids), (*agent.settings.stop, *ask.stop))
         said = Said(text) if agent.reader is None else agent.reader(text, got.token_ids, ask)
         if strand.text is not None:
-            strand.text += said.content
+            strand.text, strand.stop = strand.text + said.content, stop
         if ask.prompt is None:
             message = {"role": "assistant", "content": said.content, "tool_calls": said.calls}
             if said.reasoning is not None:
@@ -250,6 +252,7 @@ class Session:
             agent.name,
             said,
             "tool_calls" if said.calls else _FINISH[got.finish],
+            stop,
             num_prompt,
             got.token_ids,
             got.logprobs,
@@ -290,14 +293,10 @@ async def _rendered(
         raise Refused(400, f"the chat template of agent {agent.name} does not take these messages: {why}") from error
 
 
-def _is_lost(task: asyncio.Task[Answer]) -> bool:
-    return task.done() and (task.cancelled() or task.exception() is not None)
-
-
-def _without_stop(text: str, stops: tuple[str, ...]) -> str:
-    """The text without its final stop string, which clients do not get."""
-    places = [text.rfind(stop) for stop in stops if stop in text]
-    return text[: max(places)] if places else text
+def _split_at_stop(text: str, stops: tuple[str, ...]) -> tuple[str, str]:
+    """(the text as clients get it, the stop string behind it or "")."""
+    end = max((text.rfind(stop) for stop in stops if stop in text), default=len(text))
+    return text[:end], text[end:]
 
 
 def _number(value: Any) -> float:

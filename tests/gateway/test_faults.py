@@ -174,6 +174,8 @@ def test_limits_and_refusals_are_said_by_name_and_the_run_goes_on(model: Path, t
             ({**chat, "messages": []}, 400, "messages: expected"),
             ({**chat, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "expected texts"),
             ({**chat, "messages": [{"role": "user", "content": "a 1 " * 900}]}, 400, "max_input_tokens is 1500"),
+            ({**chat, "messages": [{"role": "user", "content": "cut \\ud83d"}]}, 400, "surrogates not allowed"),
+            ({**chat, "tools": 5}, 400, "malformed"),
             ({**chat, "max_tokens": 0}, 400, "max_tokens"),
             (b"{", 400, "not JSON"),
             (b" " * ((1 << 20) + 1), 413, "external.max_body_mib = 1"),
@@ -311,7 +313,7 @@ def test_a_client_is_kept_waiting_by_blanks_until_the_engine_answers(model: Path
 
 
 def test_a_worker_from_elsewhere_joins_with_its_key(
-    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     function = program(tmp_path, "def run(problem, client):\n    client.chat('solver', ['hello'])\n    return 1.0\n")
     with held_port() as port:
@@ -319,7 +321,7 @@ def test_a_worker_from_elsewhere_joins_with_its_key(
         command = [sys.executable, str(WORKER), "--url", f"http://127.0.0.1:{port}", "--function", function]
         with playing(model, rollout_config(**LONG), external, key="secret") as played:
             line = f"MARSRL_WORKER_KEY=(the key in KEY) python {WORKER} --url http://127.0.0.1:{port} --function"
-            assert line in caplog.text
+            assert line in capsys.readouterr().err
             other = {**os.environ, "MARSRL_WORKER_KEY": "other"}
             wrong = subprocess.run(command, env=other, capture_output=True, text=True)
             assert wrong.returncode == 1 and "not the workers' key" in wrong.stderr

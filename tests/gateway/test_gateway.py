@@ -22,6 +22,7 @@ from marsrl.rollout.gateway.chats import Answer, Ask, Refused
 from marsrl.rollout.gateway.config import ExternalConfig
 from marsrl.rollout.gateway.gateway import Gateway
 from marsrl.rollout.gateway.history import History, Strand
+from marsrl.rollout.gateway.messages_api import messages_reply
 from marsrl.rollout.gateway.session import CallLost, Session
 from marsrl.rollout.gateway.vllm_reader import agents_of
 from marsrl.rollout.gateway.workers import WORKER
@@ -188,6 +189,25 @@ def test_a_chat_goes_on_with_its_own_tokens_and_ends_a_turn_that_was_cut_off(mod
     first, ended, beside, _, cut, _ = ([call.uid, call.behind, *call.token_ids.tolist()] for call in direct.sent)
     assert first[:2] == ["", ""] and ended[:2] == ["3", ""] and cut == ["2", "", end, *ended[2:]]
     assert beside == ["", "3", *first[2:], *said, end, *ended[2:-2], *direct.renderer.encode_trusted("9"), ended[-1]]
+
+
+def test_a_stop_string_is_named_and_a_text_that_goes_on_with_it_has_it_once(model: Path) -> None:
+    direct = Direct(model)
+
+    async def play() -> list[tuple[str, str | None]]:
+        replies = []
+        for prompt, said in (("3", "4 5"), ("34 5 6", "7 5"), ("34 5 67 8", "9")):
+            ask = Ask("solver", prompt=prompt, stop=("5",))
+            answer = await direct.answer(ask, "s", direct.renderer.encode_trusted(said).tolist())
+            replies.append(messages_reply(answer, {}))
+        return [(each["stop_reason"], each["stop_sequence"]) for each in replies]
+
+    assert asyncio.run(play()) == [("stop_sequence", "5"), ("stop_sequence", "5"), ("end_turn", None)]
+    assert [(call.uid, direct.renderer.decode(call.token_ids)) for call in direct.sent] == [
+        ("", "3"),
+        ("s", "6"),
+        ("s", "8"),
+    ]
 
 
 def test_rewards_of_a_sample_are_the_mean_over_its_answers_and_invalid_ones_fail_the_session(model: Path) -> None:

@@ -160,6 +160,17 @@ def test_an_error_of_the_program_is_shown_in_full_below_the_calls_before_it(trie
     assert 'return found["answer"]' in error and error[-1] == "KeyError: 'answer'"
 
 
+def test_a_terminal_obeys_nothing_in_the_tree(tried: Tried, tmp_path: Path) -> None:
+    text = """
+    def run(problem, client):
+        raise ValueError(client.chat("solver", [problem.question]).text)
+    """
+    words = ("--question", "a\x1b[2J", "--reference", "\x1b[5m", "--prompts")
+    lines = tried({"function": program(tmp_path, text)}, *words, answers={"solver": ["\x1b[31m"]})
+    assert lines[0] == "a␛[2J   (answer: ␛[5m)" and lines[-1] == "ValueError: ␛[31m"
+    assert not any("\x1b" in line for line in lines)
+
+
 def test_a_command_is_tried_as_well_and_may_ask_nobody(tried: Tried) -> None:
     lines = tried({"command": [sys.executable, "-c", "print(0.5)"]})
     assert lines[1:] == ["no agent was asked"]

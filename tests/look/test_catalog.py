@@ -107,8 +107,9 @@ def test_a_run_that_goes_on_is_followed_and_a_step_played_again_replaces_its_sam
 
 def test_what_a_run_warned_of_is_listed_beside_what_its_metrics_say(tmp_path: Path) -> None:
     run = make_run(tmp_path, num_steps=4)
+    printed = io.StringIO()
     for number in (0, 1):
-        console = RunConsole(rank=number, stream=io.StringIO())
+        console = RunConsole(rank=number, stream=printed)
         console.keep_warnings(run.warnings)
         console.step = 3
         console.warning(f"rank {number} is \ud800 slow\n\x1b[2J")
@@ -119,6 +120,7 @@ def test_what_a_run_warned_of_is_listed_beside_what_its_metrics_say(tmp_path: Pa
     listed = [(each.get("first_step"), each["step"], each["kind"]) for each in found]
     said = [each["text"] for each in found if each["kind"] == "said"]
     assert said == ["rank 0 is \ud800 slow\n\x1b[2J"]  # once: rank 0 speaks for all
+    assert printed.getvalue() == "warning: rank 0 is ⟨U+D800⟩ slow\n␛[2J\n"
     of_metrics = [(0, 3, "reward/solver/missing"), (2, 2, "metrics/non_finite")]
     assert sorted(listed, key=str) == [*of_metrics, (None, 1, "samples"), (None, 3, "said")]
 

@@ -136,7 +136,7 @@ def corpus(tmp_path: Path) -> str:
 
 def test_a_text_or_an_object_and_nothing_that_a_terminal_obeys(capsys: pytest.CaptureFixture[str], corpus: str) -> None:
     status, shown, _ = tool(capsys, "search", "lima=x", corpus)
-    assert status == 0 and shown.startswith("Doc 1(Title: Lima) The capital\ufffd[2J of Peru.\nA city.\n# ")
+    assert status == 0 and shown.startswith("Doc 1(Title: Lima) The capital␛[2J of Peru.\nA city.\n# ")
     asked = '{"queries": ["oslo", "lima"]}'
     status, shown, _ = tool(capsys, "search", asked, corpus, "tools.search.max_output_chars=99")
     assert status == 0 and "of 5,019 characters]\nDoc 2(Title: Lima)" in shown and shown.endswith(" 2 parts, cut\n")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import socket
 import subprocess
@@ -42,6 +43,7 @@ def test_the_settings_are_printed_as_a_file_that_gives_them_again(tmp_path: Path
         ("run.steps", ["run.steps: integer > 0, default 32", "policy updates", "here: 3 (command line)"]),
         ("loss.kl", ["none or k1 or k2 or k3", "here: none (default)", "more: docs/credit.md"]),
         ("policies.main.layout.tensor", ["integer > 0", "here: 1 (default)", "docs/parallelism.md"]),
+        ("orchestration", ["here: verifier_corrector", "more: docs/own_team.md"]),
         ("policies.main", ["section", "dtype: float32", "layout: {...}"]),
         ("agents", ["mapping of name to section", "solver:"]),
         ("task_options.min_ops", ["here: 2 (command line)"]),
@@ -117,6 +119,13 @@ def test_help_lists_every_command_and_each_has_help_with_an_example(capsys) -> N
 def test_words_that_cannot_be_used_are_exit_status_2(capsys) -> None:
     for words, said in ((["plan"], "--gpus"), (["nope"], "nope"), (["init", "--dtype", "x", "y"], "--dtype"), ([], "")):
         assert main(words) == 2 and said in capsys.readouterr().err
+
+
+def test_a_terminal_obeys_neither_errors_nor_what_is_logged(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", "\x1b[2J"]) == 2 and logging.lastResort is not None
+    logging.lastResort.handle(logging.makeLogRecord({"msg": "a program said \x1b[5m"}))
+    said = "marsrl report: ␛[2J is not a run directory: it has no config.yaml\na program said ␛[5m\n"
+    assert capsys.readouterr().err == said
 
 
 def test_a_port_that_is_taken_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

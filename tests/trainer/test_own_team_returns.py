@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from marsrl.rollout.types import Finish, Sample
+from marsrl.trainer.checks.preflight import preflight
 from marsrl.trainer.commands.cli import main
 from marsrl.trainer.config.read import read_config
 from marsrl.trainer.evaluate.rehearsal import first_update_line, rehearse
@@ -217,7 +218,31 @@ def test_a_team_imports_what_lies_beside_it_even_late(tmp_path: Path) -> None:
     assert len(samples) == 4 and all("Guess!Late!" in sample.prompt_text for sample in samples.values())
 
 
+def test_a_run_begins_with_messages_as_openai_has_them(tmp_path: Path) -> None:
+    (tmp_path / "dicts.py").write_text(
+        "from marsrl.rollout.agents.orchestration import Orchestration\n"
+        "from marsrl.rollout.agents.roles import AgentSpec\n"
+        "class Dicts(Orchestration):\n"
+        "    agents = (AgentSpec('one'),)\n"
+        "    def follow(self, episode):\n"
+        "        return [episode.ask('one')]\n"
+        "    def messages(self, episode, ask):\n"
+        "        return [{'role': 'user', 'content': episode.problem.question}]\n"
+    )
+    words = [f"orchestration={tmp_path}/dicts.py:Dicts", "rollout.engine=local", "rollout.placement=local"]
+    preflight(read_config(None, words)[0], world_size=1)
+
+
 CHAIN = ["--question", "a 3 b *7", "--reference", "1", "rollout.group_size=2"]
+
+
+@pytest.mark.parametrize("team", ["dual_system", "search_team"])
+def test_a_question_of_one_s_own_is_looked_up_in_the_built_in_world(
+    team: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    question = 'Who "said" it?'
+    lines = shown(capsys, "task=qa", f"orchestration={team}", "rollout.group_size=1", "--question", question)
+    assert lines[0] == question and len(lines) > 3 and not any("error" in line for line in lines), lines
 
 
 def shown(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:

@@ -12,6 +12,7 @@ from pathlib import Path
 import yaml
 
 from marsrl.rollout.adapter import PEFT_PREFIX, TENSORS, why_not_start
+from marsrl.rollout.agents import returned
 from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.config import Settings
@@ -449,7 +450,7 @@ def _check_first_prompts(
     while len(lengths) < most and (len(lengths) < _LOOKED_AT or (is_skipped and min(lengths) > room)):
         episode = Episode("preflight", "preflight", source(len(lengths)))
         (ask, *_) = _first_asks(orchestration, episode)
-        messages = orchestration.messages(episode, ask)
+        messages = returned.messages(orchestration.messages(episode, ask))
         lengths.append(len(renderer.render(messages, tools, **options)[0]))
         if lengths[-1] == 0:
             raise ConfigError(

@@ -115,11 +115,11 @@ class PolicyConfig(Settings):
     """openai: a server answers (frozen policies only), `model` gives the tokenizer; default: rollout.engine"""
     openai: OpenAIOptions | None = Field(None, description="the server of engine: openai")
     tool_parser: str | None = None
-    """orchestration=external: vLLM's name of what reads the model's calls of tools (Qwen2.5, Qwen3: hermes); default:
-    programs cannot give tools"""
+    """orchestration=external (docs/external.md): vLLM's name of what reads the model's calls of tools (Qwen2.5, Qwen3: hermes);
+    default: programs cannot give tools"""
     reasoning_parser: str | None = None
-    """orchestration=external: vLLM's name of what parts thoughts from the rest (Qwen3: qwen3); default: they are part of the
-    text"""
+    """orchestration=external (docs/external.md): vLLM's name of what parts thoughts from the rest (Qwen3: qwen3); default: they
+    are part of the text"""
 
 
 OF_BASE = ("model", "shape", "dtype", "layout", "recompute", "layers", "deterministic")  # of the one frozen copy

@@ -33,13 +33,13 @@ class RunConfig(Settings):
     """weights with an optimizer and engines of their own, by a name that `agents.<name>.policy` refers to; one, `main`, where
     none is given"""
     orchestration: str = "verifier_corrector"
-    """verifier_corrector: Solver, Verifier, Corrector, Verifier, Corrector (MarsRL); solver: a Solver alone, plain RL;
-    solver_verifier: in turn (Dr. MAS); search_team: Verifier, Search and Answer agent over a search tool (Dr. MAS;
-    docs/search.md); debate; external: any program (docs/external.md); or your own, FILE.py:CLASS (docs/own_team.md)"""
+    """your own, FILE.py:CLASS (docs/own_team.md); verifier_corrector: Solver, Verifier, Corrector, Verifier, Corrector (MarsRL);
+    solver: a Solver alone, plain RL; solver_verifier: in turn (Dr. MAS); search_team: Verifier, Search and Answer agent over a
+    search tool (Dr. MAS; docs/search.md); debate; or external: any program (docs/external.md)"""
     orchestration_options: dict[str, int | float | str | bool | None] = Field(
         default_factory=dict, validate_default=True
     )
-    """solver_verifier: max_loops (2); search_team: max_turns (4); debate: debaters (3), rounds (2)"""
+    """solver_verifier: max_loops (2); search_team: max_turns (4); debate: debaters (3), rounds (2); yours (docs/own_team.md)"""
     agents: dict[str, AgentConfig] = Field(default_factory=dict, validate_default=True)
     """the orchestration's agents; defaults for those not given (docs/own_team.md)"""
     external: ExternalConfig | None = None

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import random
-import re
 import secrets
 import tempfile
 from collections import Counter
@@ -44,14 +43,12 @@ from marsrl.rollout.tasks.data import right_answers
 from marsrl.rollout.tasks.registry import build_task
 from marsrl.rollout.team import Team, WatchedJudge
 from marsrl.rollout.tools.build import build_tools, check_tools
-from marsrl.rollout.types import Group, IntArray, Problem, Sample, ToolFunction
+from marsrl.rollout.types import Group, IntArray, Problem, ToolFunction
 from marsrl.trainer.checks.problems import read_data
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.data.credit import Credited, credit
 from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
-
-_CALL = '<tool_call>{"tool": "search", "arguments": {"query": "QUESTION"}, "purpose": "QUESTION"}</tool_call>'
-_NOT_IN_A_STRING = re.compile(r'["\\\x00-\x1f]')  # unescaped in a JSON string
+from marsrl.trainer.report.console import literal
 
 Answers = Mapping[str, Sequence[str]]
 """Answers of each agent, in the order of its calls; starts over after the last."""
@@ -111,8 +108,7 @@ def rehearse(config: RunConfig, answers: Answers, *, question: str = "", referen
         groups = rollout.next_batch({"main": 0}).groups
         turns = _turns(groups, asked, rollout.stages.team.renderers["main"]) if config.external is not None else {}
     errors = {name: episode.error for name, episode in episodes.items() if episode.error}
-    size, seed = config.rollout.group_size, config.run.seed
-    credited = credit(groups, config.credit, config.agents, group_size=size, seed=seed)
+    credited = credit(groups, config.credit, config.agents, group_size=config.rollout.group_size, seed=config.run.seed)
     return Rehearsal(problem, credited, errors, turns)
 
 
@@ -180,7 +176,7 @@ def _scripted(
 ) -> Iterator[tuple[Rollout, Problem]]:
     """The run's rollout with one problem and a script as its engine. asked: collects uids, request by request."""
     given = Problem("given", question, reference or None, config.task)
-    train = [given] if question else read_data(config).train
+    train = [given] if question and config.task != "qa" else read_data(config).train  # qa: without any, its own world
     task = build_task(config.task, config.task_options, train, train)
     kind = find_orchestration(config.orchestration)
     called = {name for agent in config.agents.values() for name in agent.tools}
@@ -278,7 +274,7 @@ def drawn(rehearsal: Rehearsal, *, with_prompts: bool = False) -> Tree:
     """The tree of samples: a branch for each episode, below each sample its successors, and failures."""
     problem, credited, errors, turns = rehearsal
     reference = "" if problem.answer is None else f"   (answer: {problem.answer})"
-    tree = Tree(Text(f"{problem.question}{reference}"))
+    tree = Tree(literal(f"{problem.question}{reference}"))
     samples = {s.uid: s for group in credited.groups for s in group.samples}
     nodes: dict[str, Tree] = {}
     begun = {uid: of_sample[0].number for uid, of_sample in turns.items()}
@@ -290,32 +286,26 @@ def drawn(rehearsal: Rehearsal, *, with_prompts: bool = False) -> Tree:
             above = nodes[episode] = tree.add(Text(f"episode {episode}"))
         num_calls = len(turns.get(uid, ()))
         says = f"{num_calls} call{'s' * (num_calls != 1)}" if uid in turns else _short(sample.text)
-        nodes[uid] = above.add(_line(sample, credited.advantages.get(uid), says, errors.get(episode)))
+        reward = "none" if sample.reward.is_missing else f"{sample.reward.value:g}"
+        note = f" ({sample.reward.note})" if sample.reward.note not in ("", errors.get(episode)) else ""
+        trained = f", advantage {credited.advantages[uid]:+.2f}" if uid in credited.advantages else ""
+        earns = literal(f"  {says}  reward {reward}{note}{trained}")
+        nodes[uid] = above.add(Text.assemble((uid.rpartition("/")[2], "bold"), earns))
         if with_prompts:
-            nodes[uid].add(Text(f"it read: {sample.prompt_text}", style="dim"))
+            nodes[uid].add(literal(f"it read: {sample.prompt_text}", "dim"))
         for turn in turns.get(uid, ()):
             does = "reads" if turn.number == begun[uid] else "goes on with"
             nodes[uid].add(Text(f"call {turn.number} {does} {turn.num_new} bytes: {_short(turn.text)}"))
     if not samples and not errors:
         tree.add(Text("no agent was asked"))
     for episode, error in sorted(errors.items()):
-        (nodes.get(episode) or tree.add(Text(f"episode {episode}"))).add(
-            Text(f"the episode ends: {error.rstrip()}", style="red")
-        )
+        branch = nodes.get(episode) or tree.add(Text(f"episode {episode}"))
+        branch.add(literal(f"the episode ends: {error.rstrip()}", "red"))
     return tree
 
 
 def _short(text: str) -> str:
     return repr(" ".join(text.split())[:200])
-
-
-def _line(sample: Sample, advantage: float | None, says: str, error: str | None) -> Text:
-    """One line about a sample. error: of its episode, printed below."""
-    reward = "none" if sample.reward.is_missing else f"{sample.reward.value:g}"
-    trained = "" if advantage is None else f", advantage {advantage:+.2f}"
-    note = f" ({sample.reward.note})" if sample.reward.note not in ("", error) else ""
-    name = sample.uid.rpartition("/")[2]
-    return Text.assemble((name, "bold"), f"  {says}  reward {reward}{note}{trained}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,17 +339,20 @@ class _MadeUp:
         right = right_answers(problem.answer or "1")[0]
         answer = right if coin.random() < 0.5 else ("0" if right != "0" else "1")
         verdict = coin.choice((0, 1))
-        question = _NOT_IN_A_STRING.sub(" ", problem.question)
         if self.role is Role.DISTILLER:
             return f"It says: {answer}."
         if self.role is Role.REASONER and turn == 0:
-            return _CALL.replace("QUESTION", question)
+            call = {"tool": "search", "arguments": {"query": problem.question}, "purpose": problem.question}
+            return f"<tool_call>{json.dumps(call)}</tool_call>"
         parser = self.prompts.parsers[READS[self.role]]
         if len(parser.examples) == 2:  # a yes and a no
             said = parser.examples[verdict]
         else:
-            said = parser.examples[0].replace("ANSWER", question if self.role is Role.SEARCHER else answer)
-        return _after_stops(said, self.stops, turn)
+            said = parser.examples[0].replace("ANSWER", problem.question if self.role is Role.SEARCHER else answer)
+        for _ in range(turn):  # after each stop a continuation
+            ends = [said.index(stop) + len(stop) for stop in self.stops if stop in said]
+            said = said[min(ends) :] if ends else said
+        return said
 
 
 def _example(schema: Mapping[str, Any], text: str) -> object:
@@ -397,11 +390,3 @@ def _script(
         return words[agent].words(problem, 0 if is_whole else turn, coin)
 
     return says
-
-
-def _after_stops(text: str, stops: Sequence[str], number: int) -> str:
-    """Text after its `number`-th stop."""
-    for _ in range(number):
-        ends = [text.index(stop) + len(stop) for stop in stops if stop in text]
-        text = text[min(ends) :] if ends else text
-    return text

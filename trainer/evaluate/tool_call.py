@@ -13,6 +13,7 @@ from marsrl.rollout.tools.config import TOOL_NAMES, how_to_set
 from marsrl.rollout.tools.documents import Document
 from marsrl.rollout.types import ToolCall, ToolFunction
 from marsrl.trainer.config import RunConfig
+from marsrl.trainer.visible import visible
 
 
 def call_tool(config: RunConfig, name: str, argument: str) -> tuple[str, bool]:
@@ -40,10 +41,9 @@ def call_tool(config: RunConfig, name: str, argument: str) -> tuple[str, bool]:
         stack.callback(pool.close)
         output = pool.submit(ToolCall(f"{name}#0", name, _arguments(argument, pool.functions(name)[0]))).result()
         counts = pool.take_counts()
-    said = "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in output.text)
     parts = f", {len(output.parts)} part{'s' * (len(output.parts) > 1)}" if output.parts else ""
     cut = "cut" if counts[f"tools/{name}/truncated"] else "whole"
-    return f"{said}\n# {counts[f'tools/{name}/seconds']:.3f} s{parts}, {cut}", output.is_error
+    return f"{visible(output.text)}\n# {counts[f'tools/{name}/seconds']:.3f} s{parts}, {cut}", output.is_error
 
 
 def _arguments(given: str, function: ToolFunction) -> str:

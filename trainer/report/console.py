@@ -25,6 +25,7 @@ from rich.text import Text
 from marsrl.trainer.report.cost import COLUMNS, MEANING, episode_costs
 from marsrl.trainer.report.metrics import append_warning
 from marsrl.trainer.report.summary import AtK, Estimate, Evaluation, Summary, compared, of_other_inputs
+from marsrl.trainer.visible import visible
 
 Say = Callable[[str], None]
 PLAIN_INTERVAL_S = 15.0  # seconds between lines of a bar in a file: keeps a 10-minute run under a hundred lines
@@ -85,7 +86,7 @@ class RunConsole:
             bar.advance(note="loss 0.31")
         console.results(summary)
 
-    Text is printed literally: `[red]` in a model's text or a path is no markup.
+    Text is printed by `literal`: neither `[red]` nor an escape sequence in a model's text or a path is obeyed.
     """
 
     def __init__(self, rank: int = 0, stream: TextIO | None = None) -> None:
@@ -95,7 +96,7 @@ class RunConsole:
         self.step = 0  # the run's step, for its warnings
 
     def message(self, text: str) -> None:
-        self._console.print(Text(text), soft_wrap=True)
+        self._console.print(literal(text), soft_wrap=True)
 
     def keep_warnings(self, path: Path) -> None:
         """Append warnings to this file too, with the step of each."""
@@ -104,7 +105,7 @@ class RunConsole:
     def warning(self, text: str) -> None:
         if self._kept is not None and not self.is_quiet:
             append_warning(self._kept, self.step, text)
-        self._console.print(Text(f"warning: {text}", style="yellow"), soft_wrap=True)
+        self._console.print(literal(f"warning: {text}", "yellow"), soft_wrap=True)
 
     @contextmanager
     def progress(self, description: str, total: int | None = None, unit: str = "") -> Iterator[Bar]:
@@ -142,6 +143,11 @@ class RunConsole:
         if not self._console.is_terminal:
             self._console.width = max(self._console.width, 160)
         self._console.print(table)
+
+
+def literal(text: str, style: str = "") -> Text:
+    """The text for a terminal: without markup, its control characters as symbols."""
+    return Text(visible(text), style=style)
 
 
 def table_of(title: str, *headings: str) -> Table:

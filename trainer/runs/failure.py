@@ -14,6 +14,7 @@ from pathlib import Path
 
 from marsrl.trainer.runs.directory import CheckpointError, RunDirectory
 from marsrl.trainer.runs.manifest import missing_or_cut
+from marsrl.trainer.visible import visible
 
 RANK_0_PRINTS_S = 30.0
 """What every rank finds rank 0 says alone. Another one stays for so long: torchrun ends everybody when the first rank fails."""
@@ -23,7 +24,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 def say_last(text: str) -> None:
     """Print the final line of this process, and pass it to torchrun, whose closing summary then ends with it."""
-    print(text, file=sys.stderr, flush=True)
+    print(visible(text), file=sys.stderr, flush=True)
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         told = {"message": {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}}
         with contextlib.suppress(OSError):  # a full disk: the line has been printed

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from marsrl.trainer.visible import log_visibly, visible
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -27,6 +29,7 @@ class _Commands(TyperGroup):
     """Exits with the command's exit code, and shows user errors as one line."""
 
     def invoke(self, ctx: Any) -> Any:
+        log_visibly()
         try:
             code = super().invoke(ctx)
             sys.stdout.flush()
@@ -40,7 +43,7 @@ class _Commands(TyperGroup):
             if os.environ.get("RANK", "0") != "0":
                 time.sleep(RANK_0_PRINTS_S)
                 raise typer.Exit(2) from error
-            print(f"marsrl {ctx.invoked_subcommand}: {error}{help_line(str(error))}", file=sys.stderr)
+            print(visible(f"marsrl {ctx.invoked_subcommand}: {error}{help_line(str(error))}"), file=sys.stderr)
             code = 2
         raise typer.Exit(code or 0)
 

@@ -26,7 +26,6 @@ from marsrl.trainer.commands.curate.near_duplicates import near_duplicates
 from marsrl.trainer.commands.curate.pipeline import Pipeline, StageRecord
 from marsrl.trainer.commands.curate.rows import Stage, level, read_inputs, readable
 from marsrl.trainer.commands.look.export import PAGES
-from marsrl.trainer.commands.look.visible import shorten, visible
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.config.agreement import named_policy
 from marsrl.trainer.config.curate import CriterionConfig
@@ -36,6 +35,7 @@ from marsrl.trainer.evaluate.identity import policy_identity, team_identity
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.runs.directory import write_atomically
 from marsrl.trainer.runs.lock import RunLock
+from marsrl.trainer.visible import shorten, visible
 
 _MOST_CHARS = 6000  # characters of a text on the page
 _SETTING = re.compile(r"[A-Za-z_][\w.<>-]*=")

@@ -22,13 +22,13 @@ from marsrl.trainer.commands.look.catalog import FLAGS, Catalog, Filter, Row
 from marsrl.trainer.commands.look.comparison import names_of, numbers_of, read_compared, side_by_side
 from marsrl.trainer.commands.look.measured import charts, curves, life, spans, speed, warnings
 from marsrl.trainer.commands.look.palette import section_of
-from marsrl.trainer.commands.look.visible import Key, shown
 from marsrl.trainer.report.samples_log import sample_files
 from marsrl.trainer.report.summary import Estimate, compared, load_summary, of_other_inputs
 from marsrl.trainer.report.token_log import TokenRecord, read_tokens, token_files
 from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.runs.existing_run import flat
 from marsrl.trainer.runs.lock import why_held
+from marsrl.trainer.visible import Key, shown
 
 LISTS = ("flag", "name")
 """Parameters that a question may repeat."""

@@ -11,9 +11,9 @@ from rich.text import Text
 
 from marsrl.trainer.commands.look.comparison import Compared, names_of, numbers_of, read_compared, side_by_side
 from marsrl.trainer.commands.look.export import write_page
-from marsrl.trainer.commands.look.visible import shown
 from marsrl.trainer.report.console import table_of
 from marsrl.trainer.runs.directory import refuse_file_of_a_run
+from marsrl.trainer.visible import shown
 
 
 def compare(paths: Sequence[str], html: str | None, console: Console) -> None:

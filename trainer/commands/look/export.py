@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from marsrl.trainer.commands.look.api import Api
-from marsrl.trainer.commands.look.visible import shorten
 from marsrl.trainer.runs.directory import RunDirectory, write_atomically
+from marsrl.trainer.visible import shorten
 
 PAGES = Path(__file__).parent / "pages"
 REPORT = ("overview", "samples", "curves", "pipeline", "warnings")

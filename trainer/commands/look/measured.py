@@ -14,8 +14,8 @@ from typing import Any
 
 from marsrl.trainer.commands.look.catalog import Catalog
 from marsrl.trainer.commands.look.palette import COLORS, activity_color, agents_of, series_colors
-from marsrl.trainer.commands.look.visible import Key
 from marsrl.trainer.runs.directory import RunDirectory
+from marsrl.trainer.visible import Key
 
 _MOST_POINTS = 1000  # points of a curve; a screen is not wider
 _MOST_SPANS = 3000  # rectangles that a browser draws smoothly

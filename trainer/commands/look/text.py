@@ -1,6 +1,6 @@
 """A run on the terminal: progress, latest metrics, warnings, and the deepest problems of its last step.
 
-Every text passes `visible` first: a model's escape sequences are shown as characters, and cannot move the cursor, set
+Every text passes `literal` first: a model's escape sequences are shown as characters, and cannot move the cursor, set
 colours or change the title.
 """
 
@@ -16,9 +16,10 @@ from rich.tree import Tree
 
 from marsrl.trainer.commands.look.catalog import Catalog, Row
 from marsrl.trainer.commands.look.measured import PLANS
-from marsrl.trainer.commands.look.visible import shorten, visible
+from marsrl.trainer.report.console import literal
 from marsrl.trainer.report.samples_log import SampleRecord
 from marsrl.trainer.runs.lock import why_held
+from marsrl.trainer.visible import shorten
 
 _MOST_WARNINGS, _MOST_CHARS, _MOST_PROBLEMS = 20, 600, 3
 
@@ -30,21 +31,17 @@ def print_run(path: Path, console: Console) -> None:
     run, steps = catalog.run, catalog.steps
     standing = "going on" if why_held(run) else "over" if run.summary.exists() else "not finished"
     last = f"last step logged: {steps[1]}" if steps is not None else "no step has been logged yet"
-    console.print(_shown(f"{run.path.name}: {standing}, {last}", "bold"), soft_wrap=True)
+    console.print(literal(f"{run.path.name}: {standing}, {last}", "bold"), soft_wrap=True)
     if steps is not None:
         console.print(_table(catalog, *steps))
     for step, _, text in catalog.warnings[-_MOST_WARNINGS:]:
         place = "" if step is None else f"step {step}: "
-        console.print(_shown(f"warning: {place}{text}", "yellow"), soft_wrap=True)
+        console.print(literal(f"warning: {place}{text}", "yellow"), soft_wrap=True)
     for rollout in catalog.deepest(last=True, num=_MOST_PROBLEMS):
         family = catalog.tree(rollout)
-        tree = Tree(_shown(f"{family[0].problem} ({rollout})", "bold"))
+        tree = Tree(literal(f"{family[0].problem} ({rollout})", "bold"))
         _add(tree, family, catalog.records(family))
         console.print(tree)
-
-
-def _shown(text: str, style: str = "") -> Text:
-    return Text(visible(text), style=style)
 
 
 def _table(catalog: Catalog, first: int, last: int) -> Table:
@@ -56,7 +53,7 @@ def _table(catalog: Catalog, first: int, last: int) -> Table:
         for name, curve in catalog.curves.items():
             if plan.label(name) is not None and curve[-1][0] == last:
                 began = curve[0][1] if curve[0][0] == first else None
-                table.add_row(_shown(name), _number(began), _number(curve[-1][1]))
+                table.add_row(literal(name), _number(began), _number(curve[-1][1]))
     return table
 
 
@@ -69,7 +66,7 @@ def _line(sample: SampleRecord, step: int) -> Text:
     advantage = "–" if sample.advantage is None else f"{sample.advantage:+.2f}"
     verdict = "" if sample.verdict is None else f", says {'correct' if sample.verdict else 'wrong'}"
     facts = f"reward {reward}, A {advantage}{verdict}, {sample.num_tokens} tokens, {sample.finish.value}, step {step}"
-    return _shown(f"{facts}\n{shorten(sample.text, _MOST_CHARS)}")
+    return literal(f"{facts}\n{shorten(sample.text, _MOST_CHARS)}")
 
 
 def _add(tree: Tree, rows: Sequence[Row], texts: Mapping[str, SampleRecord]) -> None:
@@ -84,7 +81,7 @@ def _add(tree: Tree, rows: Sequence[Row], texts: Mapping[str, SampleRecord]) -> 
         for group in below.pop(parent, {}).values():
             first = texts[group[0].uid]
             members = branch.add(
-                _shown(f"{first.agent}, {len(group)} samples, reads: {shorten(first.prompt, _MOST_CHARS)}")
+                literal(f"{first.agent}, {len(group)} samples, reads: {shorten(first.prompt, _MOST_CHARS)}")
             )
             for row in group:
                 add(members.add(_line(texts[row.uid], row.step)), row.uid)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 _RANGES = ((0x7F, 0x9F), (0x61C, 0x61C), (0x200E, 0x200F), (0x2028, 0x202E), (0x2066, 0x2069), (0xD800, 0xDFFF))
@@ -17,6 +18,17 @@ class Key(str):
 def visible(text: str) -> str:
     """The text without hidden characters: control characters become symbols, other such characters are named."""
     return text.translate(_VISIBLE)
+
+
+class _Visible(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return visible(super().format(record))
+
+
+def log_visibly() -> None:
+    """Make what is logged visible: errors of programs, tools and teams quote models."""
+    assert logging.lastResort is not None
+    logging.lastResort.setFormatter(_Visible())
 
 
 def shown(value: Any) -> Any:
