@@ -67,8 +67,13 @@ def _models(field: Schema) -> list[str]:
     """The models of a field: itself, an optional one, a mapping's values, or the kinds of a section."""
     if "$ref" in field:
         return [field["$ref"].rpartition("/")[2]]
-    parts = [*field.get("anyOf", ()), *field.get("oneOf", ()), field.get("items"), field.get("additionalProperties")]
+    parts = [*field.get("anyOf", ()), *field.get("oneOf", ()), field.get("items"), _values(field)]
     return [model for part in parts if isinstance(part, Mapping) for model in _models(part)]
+
+
+def _values(field: Schema) -> Any:
+    """The values of a mapping, of any names or of those that a pattern allows; None: no mapping."""
+    return next(iter(field.get("patternProperties", {}).values()), field.get("additionalProperties"))
 
 
 def _kind(model: str) -> str:
@@ -150,7 +155,7 @@ def _words(field: Any) -> str:
     if "enum" in field or "const" in field:
         return " or ".join(map(str, field.get("enum") or [field["const"]]))
     if field["type"] == "object":
-        return f"mapping of name to {_words(field['additionalProperties'])}"
+        return f"mapping of name to {_words(_values(field))}"
     if field["type"] == "array":
         return f"{len(field['prefixItems'])} numbers" if "prefixItems" in field else f"list of {_words(field['items'])}"
     bounds = [f"{sign} {field[name]:g}" for name, sign in _BOUNDS.items() if field.get(name, _FAR) < _FAR]
