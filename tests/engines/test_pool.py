@@ -293,12 +293,13 @@ def lengths_of(collected):
 
 
 def test_a_result_waits_for_others_for_a_tenth_of_the_time_that_it_took():
-    engine = Steps(30)
+    engine = Steps(30, 60)
     thread = thread_of(engine)
-    thread.submit(asks(20, 21, 22, 40), version=0)
-    assert lengths_of(thread.collect(SOON_S, is_urgent=True)) == [20, 21, 22]  # of step 20, due at 22
-    engine.go[30].set()
-    assert lengths_of(thread.collect(SOON_S, is_urgent=True)) == [40]  # the last: nothing else is under way
+    for lengths, together, halt in (((20, 21, 22, 40), [20, 21, 22], 30), ((10, 11, 40), [10, 11], 60)):
+        thread.submit(asks(*lengths), version=0)
+        assert lengths_of(thread.collect(SOON_S, is_urgent=True)) == together  # of step 20, due at 22; 50, due at 51
+        engine.go[halt].set()
+        assert lengths_of(thread.collect(SOON_S, is_urgent=True)) == [40]  # the last: nothing else is under way
 
 
 def test_results_that_nothing_follows_from_come_all_together():
