@@ -201,6 +201,11 @@ def test_a_sample_goes_back_to_where_its_prefix_is_unless_that_costs_more_than_a
     dispatch.end("a.0")
     dispatch.add([ask("a.0", length=300)])  # worth 30
     assert uids(dispatch.take()) == {1 - home: ["a.0"]}
+    for uid in ("a.0", "c.0"):
+        dispatch.end(uid)
+    dispatch.forget_homes()  # with new weights no prefix is anywhere
+    dispatch.add([ask("a.0", length=2000)])
+    assert uids(dispatch.take()) == {home: ["a.0"]}
 
 
 def test_the_longest_is_sent_first():

@@ -160,6 +160,14 @@ def test_the_decoder_is_at_most_overlap_stages_ahead(overlap: int) -> None:
         assert books.num_instances == 2 * (step + overlap)
 
 
+@pytest.mark.parametrize(("pipeline", "drawn"), [("agentic", 4), ("trajectory", 2)])
+def test_a_stage_begins_before_the_last_one_is_over_where_engines_have_room(pipeline: str, drawn: int) -> None:
+    play = Play(letter_config(pipeline=pipeline))
+    play.stages.want()
+    play.stages.advance(0.0)
+    assert (play.stages.state.num_instances, play.stages.state.num_batches) == (drawn, 0)
+
+
 def test_judgements_go_on_over_a_rest_and_are_taken_after_it() -> None:
     asked: list[tuple[Problem, str, Future[Reward]]] = []
 
