@@ -87,7 +87,7 @@ class Replicas(ABC):
 
     def has_place(self, within_s: float) -> bool:
         """True if there is room for one more engine within within_s."""
-        return False
+        raise NotImplementedError
 
     @abstractmethod
     def submit(self, replica: int, requests: Sequence[DecodeRequest], version: int) -> None:

@@ -50,6 +50,17 @@ def test_the_checksum_is_this_number(implementation):
     assert checksum(torch.arange(10, dtype=torch.bfloat16).view(2, 5)) == 0x222E2134B4438719
 
 
+@pytest.mark.parametrize(
+    ("shape", "start", "end"),
+    [((4, 6), (0, 1, 1), (1, 2, 5)), ((4, 6), (0, 1, 0), (1, 2, 3)), ((4, 5), (0, 0, 0), (1, 2, 2))],
+    ids=["begins in a word", "ends in a word", "its second row begins in a word"],
+)
+def test_a_block_that_cuts_a_word_has_no_checksum_of_its_own(shape, start, end):
+    block = torch.zeros([b - a for a, b in zip(start, end, strict=True)])
+    with pytest.raises(ValueError, match="begins or ends within a word of 8 bytes"):
+        block_sum(block, Box(start, end), shape)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_a_gpu_has_the_checksum_of_the_cpu():
@@ -135,6 +146,12 @@ def test_every_shard_gets_every_number_once_whatever_the_layout(layout, shards, 
         taken = taken_by(number, one, buckets, tensors)
         right = dict(fuse(files, shard=shards[number]))
         assert taken.keys() == right.keys() and all(torch.equal(taken[name], right[name]) for name in right)
+
+
+@pytest.mark.parametrize("wrong", [{0: (4, 8), 2: (4, 8)}, {0: (4, 8), 1: (8, 4)}])
+def test_experts_that_are_not_all_there_or_not_alike_are_refused(wrong):
+    with pytest.raises(ValueError, match=r"experts\S+ experts are to be 0 to 1, all of one shape"):
+        stacked({f"model.layers.3.mlp.experts.{expert}.up_proj.weight": shape for expert, shape in wrong.items()})
 
 
 def taken_by(shard, layout, buckets, tensors):  # type: ignore[no-untyped-def]

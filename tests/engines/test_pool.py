@@ -201,6 +201,11 @@ def test_a_sample_goes_back_to_where_its_prefix_is_unless_that_costs_more_than_a
     dispatch.end("a.0")
     dispatch.add([ask("a.0", length=300)])  # worth 30
     assert uids(dispatch.take()) == {1 - home: ["a.0"]}
+    for uid in ("a.0", "c.0"):
+        dispatch.end(uid)
+    dispatch.forget_homes()  # with new weights no prefix is anywhere
+    dispatch.add([ask("a.0", length=2000)])
+    assert uids(dispatch.take()) == {home: ["a.0"]}
 
 
 def test_the_longest_is_sent_first():
@@ -293,12 +298,13 @@ def lengths_of(collected):
 
 
 def test_a_result_waits_for_others_for_a_tenth_of_the_time_that_it_took():
-    engine = Steps(30)
+    engine = Steps(30, 60)
     thread = thread_of(engine)
-    thread.submit(asks(20, 21, 22, 40), version=0)
-    assert lengths_of(thread.collect(SOON_S, is_urgent=True)) == [20, 21, 22]  # of step 20, due at 22
-    engine.go[30].set()
-    assert lengths_of(thread.collect(SOON_S, is_urgent=True)) == [40]  # the last: nothing else is under way
+    for lengths, together, halt in (((20, 21, 22, 40), [20, 21, 22], 30), ((10, 11, 40), [10, 11], 60)):
+        thread.submit(asks(*lengths), version=0)
+        assert lengths_of(thread.collect(SOON_S, is_urgent=True)) == together  # of step 20, due at 22; 50, due at 51
+        engine.go[halt].set()
+        assert lengths_of(thread.collect(SOON_S, is_urgent=True)) == [40]  # the last: nothing else is under way
 
 
 def test_results_that_nothing_follows_from_come_all_together():

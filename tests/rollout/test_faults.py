@@ -49,6 +49,19 @@ def test_a_request_that_no_engine_survives_is_an_error_and_no_other_is(how: str,
     assert sum(len(had) > before for had, before in zip(replicas.had, served_before, strict=True)) == count
 
 
+def test_nothing_is_sent_beside_a_request_that_is_retried_alone() -> None:
+    replicas = MortalReplicas(2, deadly=lambda request: request.uid == "0/solver:0")
+    pool = replicas.pool(attempts=1)
+    culprit, victim, *others = asks(6)
+    pool.submit([culprit, victim], version=0)
+    while not replicas.restarts:
+        assert pool.collect(0.0) == []
+    pool.submit(others, version=0)
+    assert [*itertools.chain(*replicas.had)] == [culprit.uid, victim.uid, culprit.uid]
+    results = {result.uid: result for _ in range(60) for result in pool.collect(0.0)}
+    assert [is_whole(results[each.uid]) for each in (culprit, victim, *others)] == [False] + [True] * 5
+
+
 def test_losses_are_forgotten_once_a_request_came_back() -> None:
     replicas = MortalReplicas(1)
     pool = replicas.pool(attempts=2)
@@ -67,7 +80,8 @@ def test_a_pool_has_room_until_its_slots_are_taken_and_fills_those_that_are_free
         pool.submit([request], version=0)
     while not (ended := pool.collect(0.0)):
         assert [len(had) for had in replicas.had] == [3, 3]
-    assert sum(map(len, replicas.had)) == 6 + len(ended)
+    num_sent = 6 + len(ended)
+    assert len(ended) + len(pool.drain()) == 12 and sum(map(len, replicas.had)) == num_sent  # a drain begins nothing
     unlimited = MortalReplicas(2).pool()
     assert unlimited.num_slots is None and not unlimited.has_room
 

@@ -41,7 +41,7 @@ def test_what_is_picked_in_a_stage_is_asked_in_the_next_one() -> None:
         play.train(1, rounds_while_training=0)
         asked = {uid.rpartition(":")[0] for uid in sent[version][0]}
         assert pending == {name for name in asked if not name.endswith("/solver")}
-    assert pending
+    assert pending and play.metrics["rollout/stages"] == 5
 
 
 def test_samples_are_judged_while_others_decode() -> None:
@@ -59,9 +59,11 @@ def test_samples_are_judged_while_others_decode() -> None:
 
 def test_a_completion_without_end_is_cut_off_at_its_length() -> None:
     config = letter_config(overlap=0, segments=3, max_response_tokens=300, pipeline="trajectory")
-    *_, groups = Play(config, script=endless).train(3, rounds_while_training=0)
+    play = Play(config, script=endless)
+    *_, groups = play.train(3, rounds_while_training=0)
     samples = [sample for group in groups for sample in group.samples]
     assert [(sample.finish, len(sample.token_ids)) for sample in samples] == [(Finish.LENGTH, 300)] * 6
+    assert play.metrics["rollout/stages"] == 3 * 3
 
 
 @pytest.mark.parametrize(("most", "drawn"), [(5, 2), (6, 4)])
@@ -92,6 +94,21 @@ def test_an_error_in_the_thread_is_raised_in_the_trainer_with_its_traceback() ->
             call()
     rollout.close()
     assert {thread for thread in threading.enumerate() if thread.name.startswith("marsrl-")} <= before
+
+
+def test_a_batch_tells_its_tokens_as_they_come_and_a_rollout_that_is_closed_has_no_thread() -> None:
+    before = set(threading.enumerate())  # of other tests
+    for overlap in (0, 1):
+        config = letter_config(overlap=overlap)
+        team, (engine,) = letter_team(config)
+        rollout = Rollout(config, team, letter_problems(40), seed=0)
+        for _ in range(2):
+            known, told = engine.num_decoded(), list[int]()
+            rollout.next_batch({"main": 0}, told.append)
+            assert told == sorted(told) and (overlap or told[-1] == engine.num_decoded() - known > 0)
+        assert [thread.name for thread in threading.enumerate() if thread not in before] == ["marsrl-rollout"] * overlap
+        rollout.close()
+        assert set(threading.enumerate()) <= before
 
 
 CONFIGS = {
@@ -141,6 +158,14 @@ def test_the_decoder_is_at_most_overlap_stages_ahead(overlap: int) -> None:
         books = play.stages.state
         assert books.num_taken == step and len(books.ready) == overlap
         assert books.num_instances == 2 * (step + overlap)
+
+
+@pytest.mark.parametrize(("pipeline", "drawn"), [("agentic", 4), ("trajectory", 2)])
+def test_a_stage_begins_before_the_last_one_is_over_where_engines_have_room(pipeline: str, drawn: int) -> None:
+    play = Play(letter_config(pipeline=pipeline))
+    play.stages.want()
+    play.stages.advance(0.0)
+    assert (play.stages.state.num_instances, play.stages.state.num_batches) == (drawn, 0)
 
 
 def test_judgements_go_on_over_a_rest_and_are_taken_after_it() -> None:

@@ -300,3 +300,31 @@ def test_what_follows_from_an_output_is_waited_for_and_without_overlap_all_go_on
         assert said == [ENDED[0].replace("abab", "xy")] * 4
         assert batch.metrics["rollout/foreign_tokens"] == 4 * len("[xy]|go on\n")
         assert overlap or [len(uids) for uids, _ in sent] == [4, 4, 4]
+
+
+class Together(Twice):
+    """The samples of a problem are of one episode."""
+
+    is_one_episode = True
+
+    def follow(self, episode: Episode) -> Sequence[Ask | ToolCall]:
+        return [episode.ask("solver", num_samples=2), *super().follow(episode)[1:]]
+
+
+def test_a_sample_goes_on_while_another_of_its_episode_waits() -> None:
+    first, second = "000002/solver:0", "000002/solver:1"  # the script of an even number looks things up
+
+    def asked() -> list[str]:
+        return [uid for uids, _ in sent for uid in uids if uid in (first, second)]
+
+    def found(call: ToolCall) -> ToolOutput:
+        end = time.monotonic() + 60
+        while call.id.startswith(first) and asked().count(second) < 2 and time.monotonic() < end:
+            time.sleep(0.01)
+        return ToolOutput("xy")
+
+    config = config_of(overlap=1)
+    team = team_of(config, Looker(found), Together)
+    sent = submissions(team.pools["main"])
+    next_batch(Stages(config, team, letter_problems(8), seed=3), VERSIONS)
+    assert asked()[:3] == [first, second, second]
