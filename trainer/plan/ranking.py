@@ -139,11 +139,12 @@ def splits(
 ) -> list[Split]:
     """The fastest split for each way to decode, for a single policy; the shortest step first.
 
-    Ways: GPUs an engine, KV cache in the policy's dtype or FP8. Trainers: whole nodes if there are several.
+    Ways: GPUs an engine, KV cache in the policy's dtype or FP8. Trainers: whole nodes if there are several, and of more than 128
+    GPUs sixteenths.
     """
     backend = now.carried_by(backend)
     of_node = int(hw.GPUS_PER_NODE.value)
-    unit = of_node if num_gpus > of_node else 1
+    unit = of_node * max(1, num_gpus // 128) if num_gpus > of_node else 1  # a layout's search takes seconds
     updates = {
         count: _fastest(
             replace(job, shared_bytes=transfer_bytes(backend, num_gpus - count, num_gpus, receives=False)), count, gpu
