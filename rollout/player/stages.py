@@ -31,7 +31,6 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import fmean
 
 from marsrl.rollout.config import RolloutConfig
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
@@ -244,7 +243,7 @@ class Stages:
             more["experts_from"] = 0 if recorded is None else len(recorded)
         if not self.rule.in_step:
             longer = [length for length in self._lengths[agent] if length > known]  # the longest are sent first
-            more["expected_new_tokens"] = min(fmean(longer) - known, max_new_tokens) if longer else None
+            more["expected_new_tokens"] = min(sum(longer) / len(longer) - known, max_new_tokens) if longer else None
         seed = derive_seed(self.seed, "decode", completion.uid, known)
         return completion.request(max_new_tokens, self.team.sampling(agent), seed, **more)
 
