@@ -113,7 +113,7 @@ def test_a_config_block_passes_its_checks(
     Path("block.yaml").write_text(text)
     desk.write_problems(text)
     written = yaml.safe_load(text)
-    os.environ["SERPAPI_API_KEY"] = "key"  # MARS searches the web
+    os.environ |= {"SERPAPI_API_KEY": "key", "JUDGE_KEY": "key"}
     if read_config(written.pop("preset", None))[0].run.device == "cuda":
         os.environ["WORLD_SIZE"] = "4"
         os.environ["LOCAL_WORLD_SIZE"] = "4"
