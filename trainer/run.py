@@ -189,7 +189,6 @@ class Run:
         before = self._rollout_state()
 
         def look() -> None:
-            self.standby.give_weights()
             if self.stop.is_asked:
                 raise Stopped
 

@@ -90,8 +90,7 @@ class Player:
         self._due: dict[Completion, None] = {}  # in order
         self._decoding: dict[str, tuple[Completion, DecodeRequest]] = {}  # by uid
         self._judging: dict[Completion, Future[Reward] | None] = {}
-        self._calling: dict[Future[ToolOutput], tuple[int, Episode, ToolCall]] = {}  # with the number of the call
-        self._num_calls = 0
+        self._calling: dict[Future[ToolOutput], tuple[Episode, ToolCall]] = {}
         self._answered: deque[Future[ToolOutput]] = deque()  # finished tool calls; any thread appends
         self._complete: list[OpenAsk] = []  # asks ready to be closed
         self._ended: list[Episode] = []
@@ -350,9 +349,9 @@ class Player:
                 self._complete.append(each.of)
 
     def _take_outputs(self) -> None:
-        answered = [self._answered.popleft() for _ in range(len(self._answered))]
-        for future in sorted(answered, key=lambda future: self._calling[future][0]):
-            _, episode, call = self._calling.pop(future)
+        while self._answered:
+            future = self._answered.popleft()
+            episode, call = self._calling.pop(future)
             episode.outputs[call.id] = output = future.result()
             if self._sessions is not None:
                 episode.error = output.text if output.is_error else ""
@@ -390,8 +389,7 @@ class Player:
             tools = self.team.gateway or self.team.tools
             assert tools is not None  # else Team.follow lets no call through
             future = tools.submit(call)
-            self._calling[future] = self._num_calls, episode, call
-            self._num_calls += 1
+            self._calling[future] = episode, call
             future.add_done_callback(self._answered.append)
 
     def _mark(self, episode: Episode) -> None:

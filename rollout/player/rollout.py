@@ -123,10 +123,10 @@ class Rollout:
 
     def _take(self) -> StepBatch | None:
         """A batch, or None after a while without one."""
+        for pool in self._pools.values():  # to engines that were replaced; no other thread may send
+            pool.give_weights()
         if not self._is_beside:
             if (batch := self.stages.take()) is None:
-                for pool in self._pools.values():
-                    pool.give_weights()
                 self.stages.advance(_PROGRESS_S)
             return batch
         with self._changed:

@@ -290,6 +290,7 @@ def test_what_is_no_gpu_or_address_is_named(capsys: pytest.CaptureFixture[str]) 
     for words, said in (
         (["127.0.0.1:1", "--gpus", "0,1"], "--gpus is 0,1, and this host has 0 GPU(s)"),
         ([":1"], "':1' is no address"),
+        (["here:65536"], "'here:65536' is no address"),
     ):
         assert main(["join", *words]) == 2
         assert said in capsys.readouterr().err

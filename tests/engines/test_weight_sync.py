@@ -30,7 +30,7 @@ from marsrl.rollout.weights.checksum import checksum
 from marsrl.rollout.weights.connections import GroupConnection, Rendezvous, SharedBuffer, TransferBroken, TransferStore
 from marsrl.rollout.weights.delta import decode_delta, differs, encode_delta
 from marsrl.rollout.weights.direct import ReceivePlan
-from marsrl.rollout.weights.files import WeightFiles, write_shards
+from marsrl.rollout.weights.files import FileSender, WeightFiles, write_shards
 from marsrl.rollout.weights.layout import EngineShard, fuse
 from marsrl.trainer.weights.comparison import CheckedEngines
 from marsrl.trainer.weights.sync import DirectSync, FileSync, SyncReport
@@ -99,12 +99,14 @@ def test_a_publish_is_counted_and_timed_and_the_probe_comes_every_second_version
     assert reports[0].num_bytes == sum(t.nbytes for t in tensors.values())
     assert set(reports[0].seconds_of) == {"export", "checksum", "write", "load", "engine_checksum", "probe"}
     assert 0 < sum(reports[0].seconds_of.values()) <= reports[0].seconds
+    assert reports[0].metrics["sync/direct"] == 0
 
 
 def test_a_transfer_that_breaks_is_repeated_over_new_connections_once(direct, engine, tensors, given):
     engine.num_broken = 1
     report = direct.publish(given(tensors), 1)
     assert report.version == 1 and set(report.seconds_of) == {"load", "engine_checksum"} and engine.num_broken < 0
+    assert report.metrics["sync/direct"] == 1
     engine.num_broken = 2
     with pytest.raises(RuntimeError, match=r"version 2 does not arrive, .*: the network is down; .* sync\.timeout_s"):
         direct.publish(given(tensors), 2)
@@ -163,6 +165,8 @@ def test_a_file_system_that_takes_no_more_is_told_and_leaves_no_half_version(syn
             sync.publish(given(perturbed(tensors, "norm")), 1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with pytest.raises(RuntimeError, match=r"version 1 .* MiB are to be written and .* MiB are free; make room"):
+        FileSender(tmp_path, torch.float32).write({"all": (1 << 50,)}, [], 1, [])
     assert versions_in(tmp_path) == ["version_0"]
     shutil.rmtree(tmp_path)  # by somebody else: no error at the end
 

@@ -417,11 +417,6 @@ class Standby:
         broadcast_bytes(b"")
         return done
 
-    def give_weights(self) -> None:
-        """Rank 0, in its work: weights for engines that another thread has found lost."""
-        for pool in (self._pools or {}).values():
-            pool.give_weights()
-
     def _feed(self, policy: str, engine: int) -> Timed | Lost | None:
         """None where the others do not stand by: in the middle of a step, or where it is not rank 0's thread that asks."""
         if self._thread != threading.get_ident():
