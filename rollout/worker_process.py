@@ -199,14 +199,14 @@ def main(line: str, memory_bytes: str, load: str, arguments: str) -> None:
         timeout_s, request = msgspec.msgpack.decode(requests.get())
         signal.setitimer(signal.ITIMER_REAL, timeout_s)  # ends the process even if C code holds the GIL
         try:
-            reply = {name: _without_surrogates(value) for name, value in answer(request).items()}
+            reply = {name: without_surrogates(value) for name, value in answer(request).items()}
         except Exception as error:  # the parent counts failures of any kind
-            reply = {"error": _without_surrogates(f"{type(error).__name__}: {error}"[:300])}
+            reply = {"error": without_surrogates(f"{type(error).__name__}: {error}"[:300])}
         signal.setitimer(signal.ITIMER_REAL, 0)
         connection.send_bytes(msgspec.msgpack.encode(reply))
 
 
-def _without_surrogates(value: object) -> object:
+def without_surrogates(value: Any) -> Any:
     """A text without lone surrogates, which a page can contain; any other value as it is."""
     return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
 

@@ -41,6 +41,7 @@ _POLL_S, _POLLS = 0.05, 100  # a GET /next of a worker waits 5 s for a session
 _TICK_S = 0.5
 _SHUTDOWN_S = 0.1  # what pending requests have at the end of the run
 _KEEP_S = 600  # keep-alive of idle connections: clients reuse theirs, and a closed one costs a retry
+_SURROGATES = (b"\\ud", b"\\uD", b"\xed")  # with which one is written in JSON, or in UTF-8
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +134,8 @@ async def _call(request: web.Request) -> web.StreamResponse:
     api = APIS[request.path]
     digest = hashlib.blake2b(request.path.encode() + data, digest_size=16).digest()
     try:
-        json.dumps(body, ensure_ascii=False).encode()  # lone surrogates cannot be tokenised
+        if any(mark in data for mark in _SURROGATES):  # lone ones cannot be tokenised
+            json.dumps(body, ensure_ascii=False).encode()
         ask, streams = api.read(body, request.app[_GATEWAY].agents), bool(body.get("stream"))
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         raise Refused(400, f"the request is malformed: {error}") from error

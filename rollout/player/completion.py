@@ -33,7 +33,7 @@ class State(StrEnum):
 
 
 class _OfCompletion:
-    """What a checkpoint leaves out: links to other parts, and what is not known after a restart."""
+    """Fields that no checkpoint has: links to other parts, and what is not known after a restart."""
 
     of: OpenAsk
     index: int  # within the ask
@@ -141,7 +141,7 @@ class Completion(_OfCompletion):
 
 
 class _OfAsk:
-    """What a checkpoint leaves out. episode: set by the game."""
+    """Fields that no checkpoint has. episode: set by the game."""
 
     behind: str = ""
     episode: Episode

@@ -19,7 +19,7 @@ import numpy as np
 from marsrl.rollout.agents.same_answer import same_answer
 from marsrl.rollout.rewards.config import JudgeOptions
 from marsrl.rollout.types import MISSING, Problem, Reward
-from marsrl.rollout.worker_process import Answer, Crashed, Failed, NotStarted, WorkerPool
+from marsrl.rollout.worker_process import Answer, Crashed, Failed, NotStarted, WorkerPool, without_surrogates
 
 _log = logging.getLogger(__name__)
 
@@ -81,8 +81,7 @@ class RewardPool:
     def _judged(self, problem: Problem, answer: str) -> Reward:
         """The reward of an answer; runs in one of the pool's threads."""
         try:
-            # a program's answer can have lone surrogates
-            request = {"problem": problem, "answer": answer.encode("utf-8", "replace").decode()}
+            request = {"problem": problem, "answer": without_surrogates(answer)}  # a program's can have some
             reply = self._processes.ask(request, timeout_s=self._options.timeout_s)
         except (NotStarted, Failed) as error:
             if self._processes.is_closed:
