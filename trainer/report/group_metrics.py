@@ -44,7 +44,7 @@ def summarise(
         verdicts/{agent}/recall_wrong                   of readable verdicts about wrong solutions, the share that says "wrong"
                                                         (detection recall, arXiv:2511.11373, Figure 5)
         verdicts/{agent}/precision_wrong                of the verdicts "wrong" about known solutions, the share that is true
-        rollout/groups, samples, tokens, unfinished, staleness_mean, staleness_max, finish_{stop, length, ...}
+        rollout/groups, samples, unfinished, staleness_mean, staleness_max, finish_{stop, length, ...}
     """
     groups = list(groups)
     samples = [sample for group in groups for sample in group.samples]
@@ -53,7 +53,6 @@ def summarise(
     metrics: dict[str, float] = {
         "rollout/groups": len(groups),
         "rollout/samples": len(samples),
-        "rollout/tokens": sum(len(sample.token_ids) for sample in samples),
         "rollout/unfinished": num_unfinished,
         **{f"rollout/finish_{each.value}": sum(sample.finish is each for sample in samples) for each in Finish},
         **_means({"rollout/staleness_mean": staleness, "reward/all/mean": _rewards(samples)}),

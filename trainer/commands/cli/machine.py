@@ -118,6 +118,8 @@ def join(
     from marsrl.trainer.checks.device import why_not_device
 
     host, port = split_address(head, HEAD_PORT)
+    if not wait >= 0:
+        raise ValueError(f"--wait is {wait:g}, expected seconds")
     devices = [int(each) for each in gpus.split(",")] if gpus else None  # ValueError names the value that is no number
     if engines is None and (reason := why_not_device("cuda" if devices else "auto")) is not None:
         raise ValueError(f"{reason}, or give --engines")
