@@ -61,7 +61,7 @@ ROOMS = {
         "models": "learner runs",
         "plan": "learner models schools",
         "report": "data learner runs",
-        "runs": "learner",
+        "runs": "",
         "schools": "data learner models report runs supervised",
         "supervised": "data learner runs",
         "weights": "data learner runs",
@@ -79,6 +79,7 @@ def test_a_room_imports_the_rooms_that_it_may(layer: str) -> None:
         of_layer = {name.split(".")[2] for name in names if name.startswith(f"marsrl.{layer}.")}
         found[room] = (of_layer & rooms) - {room, "config"}
     assert found == {room: set(others.split()) for room, others in ROOMS[layer].items()}
+    TopologicalSorter(found).prepare()  # a CycleError names the rooms
 
 
 # A model and what its sections demand of each other: one names the other's type, which costs no import at run time.

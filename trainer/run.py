@@ -13,6 +13,7 @@ import torch
 from marsrl.rollout.player.stages import RolloutState, StepBatch
 from marsrl.rollout.state import decode, encode
 from marsrl.rollout.types import FloatArray
+from marsrl.trainer.checkpoint import CheckpointWriter, is_due, load_checkpoint
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.data.bad_steps import (
     KEPT_BAD_BATCHES,
@@ -35,7 +36,6 @@ from marsrl.trainer.report.step_metrics import step_metrics
 from marsrl.trainer.report.summary import save_summary
 from marsrl.trainer.report.trace import TraceLog
 from marsrl.trainer.report.trace_sources import gather_rank_spans, watch_engines, watch_judge
-from marsrl.trainer.runs.checkpoint import CheckpointWriter, is_due, load_checkpoint
 from marsrl.trainer.runs.collective import barrier, broadcast_bytes, gather_bytes, rank
 from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.runs.stop import Stopped, StopSignals

@@ -22,8 +22,8 @@ from torch.distributed.checkpoint import CheckpointException
 
 from marsrl.rollout.player.stages import RolloutState
 from marsrl.rollout.weights.files import parent_of
-from marsrl.trainer.runs import checkpoint
-from marsrl.trainer.runs.checkpoint import CheckpointWriter, Restored, load_checkpoint
+from marsrl.trainer import checkpoint
+from marsrl.trainer.checkpoint import CheckpointWriter, Restored, load_checkpoint
 from marsrl.trainer.runs.directory import CheckpointError, RunDirectory
 from marsrl.trainer.runs.failure import failure_message, where_to_go_on
 from marsrl.trainer.runs.manifest import FileSum, damage, file_sum, missing_or_cut, read_manifest, write_manifest

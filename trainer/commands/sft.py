@@ -22,6 +22,7 @@ from marsrl.rollout.adapter import write_adapter
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.model_shape import read_shape
 from marsrl.trainer.build import join_ranks
+from marsrl.trainer.checkpoint import CheckpointWriter, is_due, load_checkpoint
 from marsrl.trainer.checks.device import why_not_device
 from marsrl.trainer.checks.preflight import check_files, check_layouts, check_trainable
 from marsrl.trainer.config import RunConfig
@@ -33,7 +34,6 @@ from marsrl.trainer.learner.megatron.hf_files import made_whole
 from marsrl.trainer.machine import quiet_libraries
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.report.metrics import MetricsLog
-from marsrl.trainer.runs.checkpoint import CheckpointWriter, is_due, load_checkpoint
 from marsrl.trainer.runs.collective import barrier, rank
 from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.runs.existing_run import saved_config
