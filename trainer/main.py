@@ -151,6 +151,8 @@ def _run(words: argparse.Namespace, is_first: bool) -> int:
         print(visible(traceback.format_exc()), file=sys.stderr)
         if directory is not None:
             say_last(failure_message(error, directory, parent_of(checked.config.sync.directory)))
+        else:  # its error is rank 0's too, or rank 0 hears of it by its heartbeat
+            _let_first_rank_end(launcher)
         return 1
     return 0
 

@@ -64,6 +64,32 @@ def test_a_refused_run_exits_with_2_and_under_torchrun_one_rank_says_why_once() 
     assert "rank      : 0 (local_rank: 0)" in root_cause and f"traceback : {said}\n" in root_cause
 
 
+BOTH_FAIL = """
+import contextlib, os, time
+import marsrl.trainer.build as build, marsrl.trainer.main as main
+
+@contextlib.contextmanager
+def open_run(checked, directory):
+    try:
+        raise ValueError("of both ranks")
+        yield
+    finally:
+        time.sleep(3 * (os.environ["RANK"] == "0"))  # Ray shuts down
+
+build.open_run = open_run
+raise SystemExit(main.main())
+"""
+
+
+def test_what_all_ranks_fail_with_is_rank_0_s_last_line_however_long_it_closes(tmp_path: Path) -> None:
+    (tmp_path / "both.py").write_text(BOTH_FAIL)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(tmp_path / "both.py")]
+    words = [f"run.dir={tmp_path}", "run.name=both", "rollout.engine=local"]
+    done = subprocess.run([*launcher, *words], capture_output=True, text=True, timeout=600)
+    said = "marsrl: the run failed: ValueError: of both ranks; there is no checkpoint of it yet"
+    assert done.returncode == 1 and sum(line.startswith(said) for line in done.stderr.splitlines()) == 1, done.stderr
+
+
 FILES = {
     "p.jsonl": '{"question": "1+1", "answer": "2"}\n',
     "cut.jsonl": '{"question": "1+1", "answer": "2"}\n{"question": \n',
