@@ -5,6 +5,7 @@ A colour is a CSS class, c0 to c7, which the page styles for light and dark mode
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Iterable, Sequence
 from itertools import cycle
@@ -30,10 +31,15 @@ _ACTIVITIES = {
 }
 
 
+@functools.lru_cache(maxsize=8)
+def _read(config: Path, changed_ns: int) -> Any:
+    return yaml.safe_load(config.read_bytes())
+
+
 def section_of(config: Path, name: str) -> Any:
     """A section of a run's config.yaml; None if it is null, or the file is unreadable."""
     try:
-        return yaml.safe_load(config.read_bytes())[name]
+        return _read(config, config.stat().st_mtime_ns)[name]
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
         return None
 
