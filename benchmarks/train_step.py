@@ -146,7 +146,11 @@ def main() -> int:
     )
     parser.add_argument("--no-dmmpt", action="store_true", help="leave out the second table, with DMMPT on")
     parser.add_argument(
-        "--adapter", dest="adapters", action="store_true", help="adapters of four agents in place of all weights"
+        "--adapter",
+        dest="targets",
+        nargs="*",
+        metavar="TARGET",
+        help="adapters of four agents in place of all weights: of attention and experts, or both tables without a word",
     )
     parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
     words = parser.parse_args()
@@ -176,7 +180,7 @@ def main() -> int:
         }
         results = {}
         for label, extra in tables(model_dir, words).items():
-            chosen: tuple[str, ...] = ADAPTER_VARIANTS if words.adapters else VARIANTS
+            chosen: tuple[str, ...] = VARIANTS if words.targets is None else ADAPTER_VARIANTS
             if "mpt" in extra:
                 chosen = tuple(variant for variant in VARIANTS if variant != MEGATRON)
             results[label] = table(label, chosen, {**job, **extra}, TOLERANCE[problem.dtype])
@@ -197,14 +201,14 @@ def main() -> int:
 
 def tables(model_dir: str, words: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """{title of a table: what its job has besides}; of adapters the directories are written."""
-    if not words.adapters:
+    if words.targets is None:
         # 20 nats: above ln V, so every positive sample is gated
         return {"DMMPT off": {}} | ({} if words.no_dmmpt else {"DMMPT on": {"mpt": 20.0}})
     from parity_adapters import random_adapter
     from step_problem import NUM_AGENTS
 
     found = {}
-    for targets in (["attention"], ["attention", "experts"]):
+    for targets in [words.targets] if words.targets else (["attention"], ["attention", "experts"]):
         label = f"adapters of {' and '.join(targets)}"
         folders = [Path(f"{model_dir}_{label.replace(' ', '_')}") / str(agent) for agent in range(NUM_AGENTS)]
         for agent, folder in enumerate(folders):
