@@ -12,9 +12,11 @@ GPUs decode and 24 train. Seconds a step are those of 64 GPUs after 24 steps: mo
                 becomes of the samples that the 7th trains, for each of these; a sample's times the samples of a step. There,
                 completions have 1/64 of their tokens, for memory's sake; a token's seconds are those of 64 GPUs with 1/4
                 beside 1/64
-    pipeline    time a sample: whole trajectories on all 64 GPUs, in turn with the trainer, over the above
-    overlap     time a sample, one agent, 32k: rollout.overlap=0 on all 64 GPUs over rollout.overlap=1, with three divisions of
-                the GPUs, 1 and 4 segments
+    pipeline    tokens a second: the above over whole trajectories on all 64 GPUs, in turn with the trainer
+    overlap     tokens a second, one agent, 32k: rollout.overlap=1, with three divisions of the GPUs, 1 and 4 segments, over
+                rollout.overlap=0 on all 64 GPUs
+
+Tokens, because the samples that a few steps train vary (8,435 and 11,092 a step, in runs of other draws with equal tokens).
 """
 
 from __future__ import annotations
@@ -273,11 +275,10 @@ def overlap_gains() -> dict[str, Outcome]:
     return found
 
 
-def show_ranks(ranks: Sequence[RankZero], per_token_s: float, steady: Outcome) -> None:
-    sample_tokens = steady.tokens_per_s * steady.s_per_sample
+def show_ranks(ranks: Sequence[RankZero], per_token_s: float, steady: Outcome, sample_tokens: float) -> None:
     rows = []
     for found in ranks:
-        samples = steady.samples_per_step * found.gpus / BASE
+        samples = steady.tokens_per_s * steady.step_s / sample_tokens * found.gpus / BASE
         sample_s = found.sample_s + per_token_s * (sample_tokens - found.sample_tokens)
         share = samples * sample_s / steady.step_s
         rows.append(
@@ -303,12 +304,12 @@ def show_ranks(ranks: Sequence[RankZero], per_token_s: float, steady: Outcome) -
 
 
 def show_gains(trajectory: Outcome, steady: Outcome, overlap: Mapping[str, Outcome]) -> None:
-    print(f"Pipeline over trajectories: {trajectory.s_per_sample / steady.s_per_sample:.2f}")
+    print(f"Pipeline over trajectories: {steady.tokens_per_s / trajectory.tokens_per_s:.2f}")
     alone = overlap["overlap 0"]
     rows = [
         (
             name, f"{found.step_s:.0f}", f"{found.rollout_s:.0f}", f"{found.train_s:.0f}", f"{100 * found.idle_share:.0f}%",
-            f"{found.staleness_mean:.1f}", f"{alone.s_per_sample / found.s_per_sample:.2f}",
+            f"{found.staleness_mean:.1f}", f"{found.tokens_per_s / alone.tokens_per_s:.2f}",
         )
         for name, found in overlap.items()
     ]  # fmt: skip
@@ -331,7 +332,7 @@ def main() -> int:
     show_gains(trajectory, steady, overlap)
     coarse, fine = (in_its_own_process(BASE, grain) for grain in (COARSE, FINE))
     ranks = [coarse if gpus == BASE else in_its_own_process(gpus, COARSE) for gpus in words.gpus]
-    show_ranks(ranks, token_s(coarse, fine), steady)
+    show_ranks(ranks, token_s(coarse, fine), steady, sample_tokens=trajectory.tokens_per_s * trajectory.s_per_sample)
     if words.json:
         record = {
             "steady": asdict(steady),

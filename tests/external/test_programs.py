@@ -36,7 +36,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     """made("/tmp/agents"): the virtual environment that a command of the documents makes there, in a folder of the tests."""
     folder = tmp_path_factory.mktemp("environments")
     commands = {shlex.split(each)[3]: each for each in run_by("test_an_environment_has_what_its_programs_import")}
-    paths = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    # what is not imported is not compiled either
+    paths = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PIP_NO_COMPILE": "1"}
 
     @functools.cache
     def make(name: str) -> Path:

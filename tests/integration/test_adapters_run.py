@@ -35,7 +35,7 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
           for name, each in ADAPTERS.items()),
         "agents={solver: {policy: solver}, verifier1: {policy: verifier}, verifier2: {policy: verifier}}",
         "credit.train_agents=[solver, verifier1, verifier2]",
-        "rollout.placement=local", "rollout.pipeline=trajectory", "run.steps=3", "run.checkpoint_every=1",
+        "rollout.placement=local", "rollout.pipeline=trajectory", "run.steps=2", "run.checkpoint_every=1",
     ]  # fmt: skip
     with engines_are(saying(model, half_right, adapters=ADAPTERS)):
         yield words
@@ -49,7 +49,7 @@ def test_policies_of_one_base_share_a_pool_and_go_on_where_one_of_two_was_publis
         pools = run.driver.team.pools
         assert list(pools) == ["main"] and pools["main"].infos()[0].adapters == ("solver", "verifier")
         train(run)
-        assert run.versions == {"main": 0, "solver": 3, "verifier": 3}
+        assert run.versions == {"main": 0, "solver": 2, "verifier": 2}
         probe = [np.arange(2, 40, dtype=np.int32)]
         bare, *of_adapters = (pools["main"].score(probe, name)[0][0] for name in ("", "solver", "verifier"))
         for one, other in ((bare, of_adapters[0]), (bare, of_adapters[1]), (of_adapters[0], of_adapters[1])):
@@ -57,7 +57,7 @@ def test_policies_of_one_base_share_a_pool_and_go_on_where_one_of_two_was_publis
     rows, samples = rows_of(run.directory), samples_of(run.directory)
     assert max(row["sync/probe_diff_max"] for row in rows) < 1e-3  # nats
     versions = {(each.agent[0], segment.version) for each in samples for segment in each.segments}
-    assert versions == {("c", 0), *((agent, version) for agent in "sv" for version in range(3))}
+    assert versions == {("c", 0), *((agent, version) for agent in "sv" for version in range(2))}
 
     # killed between two publishes: one had the new version already, in engines that are gone; both come from the checkpoint
     with pytest.raises(Killed), opened(tmp_path / "killed", words) as run:
@@ -65,7 +65,7 @@ def test_policies_of_one_base_share_a_pool_and_go_on_where_one_of_two_was_publis
 
         def publish_one(policy: str, *, is_new: bool) -> None:
             publish(policy, is_new=is_new)
-            if run.step == 2:
+            if run.step == 1:
                 raise Killed
 
         run.publish = publish_one  # type: ignore[method-assign]
@@ -88,5 +88,5 @@ def test_a_publish_of_one_adapter_ends_its_own_requests_alone(words: list[str], 
 
         pool.drain = noted  # type: ignore[method-assign]
         train(run)
-        assert run.versions == {"main": 0, "solver": 3, "verifier": 3} and drained == ["solver", "verifier"] * 3
+        assert run.versions == {"main": 0, "solver": 2, "verifier": 2} and drained == ["solver", "verifier"] * 2
     assert max(row["sync/probe_diff_max"] for row in rows_of(run.directory)) < 1e-3  # nats

@@ -24,10 +24,10 @@ from marsrl.trainer.runs.directory import RunDirectory
 pytestmark = pytest.mark.slow
 
 SMALLER = (
-    "warm_start.max_solver_steps=60",
-    "warm_start.short_steps=20",
-    "warm_start.max_team_steps=40",
-    "warm_start.decay_steps=20",
+    "warm_start.max_solver_steps=20",
+    "warm_start.short_steps=10",
+    "warm_start.max_team_steps=12",
+    "warm_start.decay_steps=6",
     "warm_start.table_drills=64",  # what one digit in ten needs is how to say it, not what is right
     "warm_start.equality_drills=16",
     "trainer.agent_grad_norm_every=2",
