@@ -31,6 +31,7 @@ SMALLER = (
     "warm_start.table_drills=64",  # what one digit in ten needs is how to say it, not what is right
     "warm_start.equality_drills=16",
     "trainer.agent_grad_norm_every=2",
+    "evaluate.num_problems=4",
     "run.steps=3",
 )
 
