@@ -24,6 +24,13 @@ PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 python -m pytest -q
 # The Triton that the CUDA set's PyTorch brings. Our kernels are tested with it too, beside the Triton of the CPU set.
 TRITON ?= $(shell sed -n 's/^triton==\([0-9.]*\).*/\1/p' constraints/cuda.txt)
 OTHER_TRITON := build/triton-$(TRITON)
+# Tests that start much, which `make check` leaves to `make test`.
+STARTS := $(addprefix --ignore tests/,benchmarks cluster docs/test_commands.py docs/test_examples.py engines/test_adapters.py \
+  engines/test_engines.py engines/test_ray_cluster.py engines/test_vllm_v2_runner.py external gateway/test_clients.py install \
+  integration kernels/test_every_tier.py kernels/test_fused_head_ahead_of_time.py kernels/test_ops_ahead_of_time.py \
+  look/test_browser.py look/test_exported_pages.py megatron/test_adapters.py megatron/test_layouts.py plan/test_memory.py \
+  plan/test_presets.py simulation tools/test_pages.py tools/test_users_tools.py)
+
 # Folder or page with the wheels of PyTorch for CPUs, which PyPI does not have.
 TORCH_LINKS ?= https://download.pytorch.org/whl/cpu/torch/
 
@@ -31,7 +38,7 @@ TORCH_LINKS ?= https://download.pytorch.org/whl/cpu/torch/
 MODULE ?= trainer/data/packing.py
 TESTS ?= tests/trainer/test_packing.py
 
-.PHONY: help install lock train test interpreted compiled test-triton cluster parity mutations check bench clean
+.PHONY: help install lock train test interpreted compiled test-triton cluster parity mutations check static quick bench clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -88,11 +95,15 @@ mutations: install  ## mistakes put into MODULE, one at a time: which ones its T
 	cosmic-ray exec build/mutations.toml build/mutations.sqlite
 	cr-report --surviving-only --show-diff build/mutations.sqlite
 
-check: install  ## ruff, types, and the fast tests
+check: install  ## ruff, types, and the tests that start no runs, engines, compilers or other programs
+	$(MAKE) --output-sync -j 2 static quick
+
+static:
 	ruff check .
 	mypy
-	$(MAKE) --output-sync -j 2 interpreted compiled
-	python -m pytest -m "not slow and not gpu and not multi_gpu" $(OTHERS) -q
+
+quick:
+	$(PYTEST) -n 2 --dist loadscope --no-loadscope-reorder -m "not slow and not gpu and not multi_gpu" $(OTHERS) $(STARTS)
 
 bench: install  ## benchmarks on this machine, and the default run on three seeds
 	python benchmarks/train_step.py

@@ -157,6 +157,6 @@ def test_what_is_wanted_at_once_imports_no_heavy_library(statement: str, without
 
 
 def test_what_tests_import_beside_them_has_a_name_of_its_own() -> None:
-    """`make check` collects all rooms of tests in one process, where the first module of a name is everybody's."""
+    """A process of pytest collects all rooms of tests, where the first module of a name is everybody's."""
     names = [path.stem for path in (ROOT / "tests").rglob("*.py") if not path.stem.startswith(("test_", "conftest"))]
     assert [name for name in sorted(set(names)) if names.count(name) > 1] == []
