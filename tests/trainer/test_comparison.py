@@ -87,7 +87,7 @@ def test_log_probs_that_are_no_numbers_are_named_as_such(value: float) -> None:
     bad = OURS.copy()
     bad[2, 4:], bad[2, 5:] = value, np.inf
     said = refusal([engine(1)], trainer=TrainerScores(list(bad), TRAINER.rounded))
-    assert f"the trainer's log-probs of the probe are not finite: 36 of 40 in sequence 2, first {value} at token 5" in said
+    assert f"log-probs of the probe are not finite: 36 of 40 in sequence 2, first {value} at token 5" in said
     said = refusal([engine(1), bad])
     assert re.search(r"engine 1's log-probs of the probe are not finite: .* at token 5", said) and "cache" not in said
 
