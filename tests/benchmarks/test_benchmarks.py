@@ -2,54 +2,52 @@
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 from scripts import BENCHMARKS, call
 
-
-def test_no_number_is_printed_for_a_wrong_kernel(tmp_path: Path) -> None:
-    code = """
-import sys
-sys.path.insert(0, sys.argv[1])
-import run, torch
+sys.path.insert(0, str(BENCHMARKS))
+import run
 from case import Bench, Case, Judgement, Shape, Variant
-right = torch.ones(3)
-def build(shape):
-    judge = lambda: Judgement({"out": right.double()}, {"out": right})
-    return Bench([Variant("ours", lambda: {"out": right + 1e-3})], judge, 1, 1, 0)
-case = Case("made up", lambda device, quick: [], build)
-table = run.measure(case, Shape("cpu"), 1, 1.0, False, None, [])
-assert table.rows == () and "error 1.000e-03" in table.failure, table
-print(run.text(table))
-"""
-    done = call(str(BENCHMARKS), code=code)
-    assert "WRONG, so nothing is measured" in done.stdout, done.stderr
+
+
+def test_no_number_is_printed_for_a_wrong_kernel() -> None:
+    right = torch.ones(3)
+
+    def build(shape: Shape) -> Bench:
+        ours = Variant("ours", lambda: {"out": right + 1e-3})
+        return Bench([ours], lambda: Judgement({"out": right.double()}, {"out": right}), 1, 1, 0)
+
+    case = Case("made up", lambda device, quick: [], build)
+    table = run.measure(case, Shape("cpu"), 1, 1.0, False, None, [])
+    assert table.rows == () and table.failure is not None and "error 1.000e-03" in table.failure
+    assert "WRONG, so nothing is measured" in run.text(table)
 
 
 @pytest.mark.slow
 def test_a_quick_run_compares_judges_and_measures_memory(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
-    words = ["linear_policy_loss", "mpt_gate", "--device", "cpu", "--quick", "--rounds", "1", "--json", str(file)]
+    words = ["linear_policy_loss", "--device", "cpu", "--quick", "--rounds", "1", "--json", str(file)]
     twice = ("torch F.linear_cross_entropy", "torch F.linear_cross_entropy, unmasked rows only")
     twice += ("torch.compile, unmasked rows only",)  # each of these compiles, in both processes
     one_each = ["--shape", "mask share 0.5", *(word for name in twice for word in ("--skip", name))]
     done = call(str(BENCHMARKS / "run.py"), *words, *one_each)
     assert done.returncode == 0, done.stderr
-    tables = json.loads(file.read_text())["tables"]
-    assert [table["case"] for table in tables] == ["linear_policy_loss", "mpt_gate"]
-    for table in tables:
-        rows = {row["name"]: row for row in table["rows"]}
-        assert {"ours", "torch eager"} <= rows.keys()
-        assert rows["ours"]["is_right"] and rows["ours"]["extra_bytes"] is not None
-    assert {"torch.compile", "Liger fused linear GRPO"} <= {row["name"] for row in tables[0]["rows"]}
-    assert "QuACK chunked CE, mean" in tables[0]["skipped"]
+    (table,) = json.loads(file.read_text())["tables"]
+    rows = {row["name"]: row for row in table["rows"]}
+    assert {"ours", "torch eager", "torch.compile", "Liger fused linear GRPO"} <= rows.keys()
+    assert rows["ours"]["is_right"] and rows["ours"]["extra_bytes"] is not None
+    assert "QuACK chunked CE, mean" in table["skipped"]
 
 
 @pytest.mark.slow
 def test_a_step_on_two_ranks_is_that_of_megatron_and_of_the_reference(tmp_path: Path) -> None:
     """The gradient norms are compared before anything is printed."""
     words = ["--model", "slice_tiny", "--no-dmmpt", "--repeats", "1", "--layout", "tensor=2", "expert=2"]
+    words += ["--skip", "reference, sorted and dropped"]
     done = call(str(BENCHMARKS / "train_step.py"), *words, "--json", str(tmp_path / "train_step.json"))
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "train_step.json").read_text())["results"]["DMMPT off"]["rows"]
@@ -57,23 +55,30 @@ def test_a_step_on_two_ranks_is_that_of_megatron_and_of_the_reference(tmp_path: 
         "ours": 2,
         "plain Megatron, packed and dropped": 2,
         "reference": 1,
-        "reference, sorted and dropped": 1,
     }
-    assert rows["ours"]["flops"] == rows["reference, sorted and dropped"]["flops"] < rows["reference"]["flops"]
     assert all(0 < row["mfu"] < 1 for row in rows.values())
     assert done.stdout.splitlines()[-1].startswith("ratio: ")
 
 
 @pytest.mark.slow
 def test_a_step_of_adapters_is_that_of_peft(tmp_path: Path) -> None:
-    """The gradient norms, of four adapters together, are compared before anything is printed; all weights are another update."""
-    words = ["--adapter", "attention", "experts", "--model", "slice_tiny", "--repeats", "1"]
+    """The gradient norms, of four adapters together, are compared before anything is printed."""
+    words = [
+        "--adapter",
+        "attention",
+        "experts",
+        "--model",
+        "slice_tiny",
+        "--repeats",
+        "1",
+        "--skip",
+        "ours, all weights",
+    ]
     done = call(str(BENCHMARKS / "train_step.py"), *words, "--json", str(tmp_path / "train_step.json"))
     assert done.returncode == 0, done.stderr
-    ((title, table),) = json.loads((tmp_path / "train_step.json").read_text())["results"].items()
-    assert title == "adapters of attention and experts"
-    rows = table["rows"]
-    assert list(rows) == ["ours", "ours, all weights", "reference", "reference, sorted and dropped"]
+    results = json.loads((tmp_path / "train_step.json").read_text())["results"]
+    rows = results["adapters of attention and experts"]["rows"]
+    assert list(rows) == ["ours", "reference", "reference, sorted and dropped"]
     assert rows["ours"]["flops"] == rows["reference, sorted and dropped"]["flops"] < rows["reference"]["flops"]
 
 
@@ -90,7 +95,7 @@ def test_the_probe_lets_honest_syncs_pass() -> None:
     [
         ("curate.py", "--rows 2000"),
         ("view.py", "--samples 2000 --folder {}"),
-        ("weight_sync.py", "--mib 8 --repeats 1 --bucket-mib 1"),
+        ("weight_sync.py", "--mib 8 --repeats 1 --bucket-mib 1 --changed 0.2"),
         ("gateway.py", "--sessions 8 --rounds 1"),
     ],
 )
@@ -108,5 +113,5 @@ def test_a_benchmark_measures(script: str, words: str, tmp_path: Path) -> None:
         assert row["sessions"] == 8 and len(row["rounds"]) == 1 and 0 < row["session_bytes"] < 2**21
         assert all(number > 0 for each in row["rounds"] for number in each.values())
     else:
-        assert [row["backend"] for row in found["rows"]] == ["shm", "ipc", "nccl", *["delta"] * 3]
+        assert [row["backend"] for row in found["rows"]] == ["shm", "ipc", "nccl", "delta"]
         assert len({row["num_bytes"] for row in found["rows"]}) == 1 and "not measured: 61 GB" in done.stdout

@@ -232,7 +232,7 @@ def test_of_a_slot_that_a_smaller_adapter_has_the_rest_is_0(served: Served) -> N
 def test_others_decode_on_while_an_adapter_is_replaced_and_proven(served: Served) -> None:
     """Its probe runs beside them, and before those that wait for a seat of rollout.vllm.max_num_seqs."""
     folders = dict(served.folders)
-    asks = [replace(ask, max_new_tokens=100) for ask in served.asks(*"aba", "", *"bab", *"b" * 13)]
+    asks = [replace(ask, max_new_tokens=60) for ask in served.asks(*"aba", "", *"bab", *"b" * 13)]
     own, others = [ask for ask in asks if ask.adapter == "a"], [ask for ask in asks if ask.adapter != "a"]
     served.next("a")
     update = AdapterUpdate("a", str(served.folders["a"]), served.versions["a"])

@@ -179,9 +179,9 @@ def test_logprobs_follow_an_update_of_each_parameter_group(kind, engine, directo
         assert np.abs(before - after).max() > 1e-2, part  # the change shows, so a missed one would
         report = publish(engine, new, judge, directory, version)
         np.testing.assert_allclose(engine.score(probe)[0], after, atol=1e-4, rtol=0, err_msg=part)
-        asks = [request(f"a.{i}", prompt(20 + 7 * i, seed=i), 24, seed=i, **cut) for i, cut in enumerate(CUTS)]
+        asks = [request(f"a.{i}", prompt(20 + 7 * i, seed=i), 12, seed=i, **cut) for i, cut in enumerate(CUTS)]
         for ask, result in zip(asks, decoded(engine, asks, version=version), strict=True):
-            assert len(result.token_ids) == 24 and result.finish is Finish.LENGTH
+            assert len(result.token_ids) == 12 and result.finish is Finish.LENGTH
             assert_drawn_from(judge.model(directory, new), ask, result)
         assert report.comparison is not None and report.comparison.median < 1e-5, part
     publish(engine, old, judge, directory, 0)

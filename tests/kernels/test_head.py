@@ -115,8 +115,8 @@ def test_temperature_and_padded_vocabulary(temperature, tier):
     assert (found[3][100:] == 0).all()
 
 
-# one column; less than a block of csrc/cpu; several, and an odd rest
-@pytest.mark.parametrize("columns", [1, 131, 1283])
+# one column; less than a block of csrc/cpu; several, and an odd rest (interpreted, a block has 64)
+@pytest.mark.parametrize("columns", [1, 131, 331 if IS_INTERPRETED else 1283])
 def test_rows_that_are_hard_for_a_softmax(columns, tier):
     z, targets = hard_rows(columns)
     case = torch.eye(len(z)), z.t(), targets
