@@ -173,6 +173,13 @@ def test_what_cannot_be_sent_is_named(work, said):
         work()
 
 
+def test_a_tensor_of_one_part_is_that_part_unless_it_is_to_have_its_own_memory():
+    part = torch.ones(4)
+    for device in (None, part.device):
+        ((_, fused),) = fuse({"a": part}, device=device)
+        assert (fused.data_ptr() == part.data_ptr()) == (device is None)
+
+
 def test_experts_that_do_not_divide_evenly_are_each_whole_in_one_part():
     parts = [EngineShard(part, 3, spreads_experts=True).experts(8) for part in range(3)]
     assert parts == [range(3), range(3, 6), range(6, 8)]

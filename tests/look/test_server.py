@@ -78,10 +78,7 @@ def test_what_cannot_be_answered_says_why(stranger: TestClient) -> None:
     for path, reason in (
         ("samples?run=7", "run is 7; there are 2"),
         ("samples?run=0&low=nan", "finite number"),
-        *(
-            (f"samples?run=0&before={place}", "expected step.line")
-            for place in ("1", "1.", "x.1", "1.x", f"1.{10**18}")
-        ),
+        *((f"samples?run=0&before={place}", "expected step.line") for place in ("1", "1.", "x.1", "1.x")),
         ("samples?run=0&flag=bad", "nothing to filter by"),
         ("samples?run=0&words=%2B-", "no letter or digit"),
         ("samples?run=0&nothing=1", "cannot be read"),
@@ -144,10 +141,8 @@ def test_a_repair_is_compared_with_the_solution_and_nothing_else_is(ask: Callabl
 
 
 def test_a_page_of_samples_begins_where_it_is_asked_to(ask: Callable[..., Any]) -> None:
-    for place, step_and_line in (("before", (1, 2)), ("through", (1, 3))):
-        row = ask("samples", run=1, **{place: "1.3"})["rows"][0]
-        assert (row["step"], row["line"]) == step_and_line
-    assert ask("samples", run=1, through="1.999") == ask("samples", run=1)  # there is no such one
+    lines = [ask("samples", run=1, **{place: "1.3"})["rows"][0]["line"] for place in ("before", "through")]
+    assert lines == [2, 3] and ask("samples", run=1, through="1.999") == ask("samples", run=1)  # there is no 1.999
 
 
 def test_a_hostile_run_steers_no_terminal(runs: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
@@ -156,6 +151,10 @@ def test_a_hostile_run_steers_no_terminal(runs: list[Path], capsys: pytest.Captu
     assert not re.findall(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]", shown)
     assert "␛" in shown and "⟨U+202E⟩" in shown.replace("\n", "")
     assert "last step logged: 5" in shown and "not finished, last step logged: 2" in shown
+    assert re.search(r"reward/solver/mean +│ +0.2727 │ +0.4545│", shown) and re.search(
+        r"corrector1/mean +│ +– │ +0.75│", shown
+    )
+    assert "│   └── verifier1, 4 samples" in shown  # below the solution that it reads
     assert "says wrong" in shown and "is no file of samples" in shown and "reward/solver/mean" in shown
 
 
