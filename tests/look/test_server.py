@@ -154,6 +154,7 @@ def test_a_hostile_run_steers_no_terminal(runs: list[Path], capsys: pytest.Captu
     assert re.search(r"reward/solver/mean +│ +0.2727 │ +0.4545│", shown) and re.search(
         r"corrector1/mean +│ +– │ +0.75│", shown
     )
+    assert shown.count("mpt/fraction_masked") == 2  # once for each run
     assert "│   └── verifier1, 4 samples" in shown  # below the solution that it reads
     assert "says wrong" in shown and "is no file of samples" in shown and "reward/solver/mean" in shown
 
