@@ -132,7 +132,7 @@ class EnginePool(AbstractContextManager["EnginePool"]):
     @property
     def has_room(self) -> bool:
         """True if one more request would be sent at once; False if slots are unlimited (unknown)."""
-        return self.num_under_way < (self.num_slots or 0)
+        return self.num_slots is not None and self.num_under_way < self.num_slots
 
     @property
     def is_whole(self) -> bool:

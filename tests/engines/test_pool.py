@@ -147,6 +147,7 @@ def test_two_actors_on_ray_serve_as_one_engine_in_process(checkpoint):
         assert {r.uid for r in parts} == {r.uid for r in long} and pool.num_under_way == 0
         assert all(len(r.token_ids) == len(r.logprobs) for r in parts)
         assert [info.kind for info in pool.infos()] == ["local", "local"]
+        assert pool.num_slots == 2 * 96 and pool.takes == {}  # half as many again wait at each; no GPU is taken
         assert all(0 < result.seconds < 100 for result in results)
         with pytest.raises(WrongVersion):
             generate(pool, [request("early.0", prompt(5), 3)], version=1)
@@ -333,6 +334,22 @@ def test_an_engine_is_called_in_one_thread_and_what_it_raises_is_raised_to_who_c
     thread.submit(asks(3), version=0)
     with pytest.raises(EngineLost, match="gone"):
         thread.collect(SOON_S, is_urgent=True)
+    engine.is_lost = False
+    thread.submit(asks(4), version=0)
+    assert lengths_of(thread.collect(SOON_S, is_urgent=False)) == [3, 4]
+
+
+def test_the_time_of_a_batch_begins_with_its_first_request_and_then_where_the_last_one_ended():
+    engine = Steps(1)
+    thread = thread_of(engine)
+    thread.submit(asks(3), version=0)
+    between = time.time()
+    thread.submit(asks(4, 9), version=0)  # before the first step
+    engine.go[1].set()
+    found = thread.collect(SOON_S, is_urgent=False)
+    assert lengths_of(found) == [3, 4, 9] and found.start <= between <= found.end
+    thread.submit(asks(5), version=0)
+    assert found.end <= thread.collect(SOON_S, is_urgent=False).start
 
 
 def in_groups(count: int) -> list:

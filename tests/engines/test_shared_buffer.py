@@ -45,7 +45,7 @@ def test_an_engine_of_another_process_reads_each_bucket_where_the_trainer_wrote_
             store = TransferStore(meeting(server.port))
             relay = SharedBuffer(store, 0, device, is_relay=True)
             assert store.get("site0") == site_of(device)  # one host, and where there is one the same GPU
-            generator = torch.Generator().manual_seed(0)
+            generator, num_keys = torch.Generator().manual_seed(0), server.num_keys()
             for number, size in enumerate(SIZES):
                 values = torch.randn(size, generator=generator).to(device, torch.bfloat16)
                 slot = relay.slot(size)
@@ -53,7 +53,7 @@ def test_an_engine_of_another_process_reads_each_bucket_where_the_trainer_wrote_
                 relay.hand_over()
                 assert store.get(f"checksum{number}") == f"{device.type} {checksum(values)}"
                 assert slot[-1].item() == MARK and torch.equal(slot[:-1], values[:-1])  # theirs is this memory, no copy
-            assert engine.wait(60) == 0
+            assert engine.wait(60) == 0 and server.num_keys() == num_keys + len(SIZES)  # of a bucket nothing is left
             relay.close()
         finally:
             engine.kill()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from made_up_run import make_group, make_run, make_sample
 from marsrl.rollout.types import Finish, Reward
 from marsrl.trainer.commands.look import measured
 from marsrl.trainer.commands.look.catalog import Catalog, Filter, Row
+from marsrl.trainer.commands.look.palette import series_colors
 from marsrl.trainer.config.read import read_config
 from marsrl.trainer.plan.command import as_json
 from marsrl.trainer.plan.plan import make_plan
@@ -22,12 +24,12 @@ from marsrl.trainer.report.trace import TraceLog
 from marsrl.trainer.runs.directory import RunDirectory
 
 
-def all_found(catalog: Catalog, wanted: Filter) -> tuple[list[Row], int | None]:
+def all_found(catalog: Catalog, wanted: Filter, within_s: float = 60.0) -> tuple[list[Row], int | None]:
     """Every page of a filter, and the count that the first one gave."""
-    page = catalog.find(wanted)
+    page = catalog.find(wanted, within_s=within_s)
     num, rows = page.num, list(page.rows)
     while page.next is not None:
-        page = catalog.find(wanted, page.next)
+        page = catalog.find(wanted, page.next, within_s=within_s)
         rows += page.rows
     return rows, num
 
@@ -76,6 +78,8 @@ def test_a_filter_finds_the_samples_that_pass_it_newest_first_and_looking_writes
         rows, num = all_found(catalog, wanted)
         assert [(row.step, row.line) for row in rows] == expected, wanted
         assert num == (None if wanted.words else len(expected)), wanted
+        assert rows == all_found(catalog, wanted, within_s=0.0)[0], wanted  # a step a page
+    assert [len(catalog.find(Filter(words="answer", last=1), within_s=each).rows) for each in (0.0, 60.0)] == [24, 36]
     assert {path: path.stat().st_mtime_ns for path in run.path.rglob("*")} == before
 
 
@@ -103,6 +107,39 @@ def test_a_run_that_goes_on_is_followed_and_a_step_played_again_replaces_its_sam
     run.forget_after(1)
     catalog.refresh()
     assert catalog.counts["files"] == 1 and not all_found(catalog, Filter(words="quagga"))[0]
+
+
+def test_samples_that_there_was_no_time_for_are_read_next_time(tmp_path: Path) -> None:
+    catalog = Catalog(make_run(tmp_path, num_steps=3).path)
+    for num_files in (1, 2, 3, 3):
+        catalog.refresh(budget_s=0.0)
+        assert catalog.counts["files"] == num_files
+    assert catalog.deepest(last=True, num=2) == ["p0.0#0", "p0.1#0"]  # by three agents
+    assert catalog.deepest(last=False, num=1) == ["p0.0#0"]
+
+
+def test_a_long_curve_is_shown_as_a_thousand_points(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "a", "p")
+    zero = dict.fromkeys([*(f"reward/solver/mean{end}" for end in ("", "/low", "/high")), "reward/all/mean"], 0)
+    rows = [{"step": i, "own": i, "timing_s/step": i, **zero} for i in range(3000)]
+    run.metrics.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    catalog = look_at(run)
+    curve, none = measured.curves(catalog, ["own", "unknown"])
+    assert curve["steps"] == curve["values"] == [*range(1, 3000, 3)] and curve["every"] == 3
+    assert none == {"steps": [], "values": [], "every": 1}
+    assert measured.speed(catalog)["measured"]["step"] == 2974.5  # of the last 50
+    charts = {each["title"]: each for each in measured.charts(catalog)}
+    assert [*charts] == ["Reward", "Time per step", "own", "reward/solver/mean/low", "reward/solver/mean/high"]
+    assert [each["is_main"] for each in charts.values()] == [True, True, False, False, False]
+    assert charts["Reward"]["is_zero"] and not charts["Time per step"]["is_zero"]
+    assert [each["has_band"] for each in charts["Reward"]["series"]] == [True, False]
+
+
+def test_an_agent_has_the_colour_of_its_place_and_other_series_take_those_that_are_left() -> None:
+    found = series_colors(["solver", "main/solver", "judge", "x", "all", "y"], ["judge", "solver"])
+    assert found == {"solver": "c1", "main/solver": "c1", "judge": "c0", "x": "c2", "all": "c7", "y": "c3"}
+    assert series_colors(["8th"], [f"{i}th" for i in range(1, 9)]) == {"8th": "c0"}
+    assert series_colors(map(str, range(8)))["7"] == "c0"
 
 
 def test_what_a_run_warned_of_is_listed_beside_what_its_metrics_say(tmp_path: Path) -> None:
@@ -153,19 +190,22 @@ def test_a_problems_life_lies_between_the_publish_of_its_oldest_version_and_the_
         ("mark/step", "step 1", 3.0, 3.0, {}),
         ("mark/step", "step 2", 7.0, 7.0, {}),
         ("mark/step", "step 3", 9.0, 9.0, {}),
+        ("sync/main", "publish", 10.0, 11.0, {"version": 1}),  # once more, as a run that goes on does
     ):
         trace.add(lane, name, trace.zero + start, trace.zero + end, arguments)
     trace.save()
+    write_samples(run, 3, [make_group(make_sample("u", version=2))])
     run.write_config({"agents": {"judge": {}, "solver": {}}})
     catalog = look_at(run)
     lives = measured.life(catalog, "p0#0")["lives"]
     assert [(each["agent"], each["version"], each["start"], each["end"], each["samples"]) for each in lives] == [
         ("solver", 1, 6.0, 9.0, 1),
         ("judge", 0, 2.0, 9.0, 1),
+        ("solver", 2, 9.0, 11.0, 1),  # of a version without a publish: from its step to the end
     ]
-    assert [each["color"] for each in lives] == ["c1", "c0"]  # of the place in the team
-    assert catalog.ages == [("judge", 1, 1), ("solver", 0, 1)]
+    assert [each["color"] for each in lives] == ["c1", "c0", "c1"]  # of the place in the team
+    assert catalog.ages == [("judge", 1, 1), ("solver", 0, 2)]
     run.metrics.write_text('{"step": 1, "actor/updates": 0}\n{"step": 2, "actor/updates": 1}\n')
-    assert catalog.ages == [("judge", 0, 1), ("solver", 0, 1)]  # step 1 trained nothing and made no version
+    assert catalog.ages == [("judge", 0, 1), ("solver", 0, 2)]  # step 1 trained nothing and made no version
     seen = measured.spans(catalog, 4.0, 8.0)["spans"]
     assert sorted(span[1:4] for span in seen) == [("publish", 5.0, 6.0), ("step 2", 7.0, 7.0)]

@@ -66,6 +66,8 @@ def test_a_paired_difference_is_over_the_problems_that_both_have(tmp_path: Path)
     others = read_compared(keep(tmp_path / "c", draws(0.5, range(900, 920), 3)))
     assert difference(read_compared(worse), others, "system") is None
     assert difference(read_compared(worse), read_compared(better), "verifier1") is None  # not of every problem
+    assert "(one problem, no interval)" in str(gap(worse, keep(tmp_path / "f", draws(0.5, range(7, 8), 1))))
+    assert Difference(0.5, 0.1, 0.9, 2).is_clear
     # pairs know a problem's ease, which two intervals beside each other do not: independent ones are sqrt(2) as wide
     one, other = (keep(tmp_path / name, draws(0.5, range(200), seed)) for name, seed in (("d", 1), ("e", 2)))
     system, pair = read_compared(one).last.system, gap(one, other)
@@ -98,7 +100,7 @@ def test_runs_are_compared_in_a_terminal_and_on_a_page(tmp_path: Path, capsys: p
     for k, name in enumerate(("one", "two")):
         path = make_run(tmp_path / name).path.rename(tmp_path / f"run {name}")
         for step in (0, 3, 5):
-            keep(RunDirectory(path).evaluation(step), draws(0.2 + 0.1 * step * (1 + k), range(60), step + k))
+            keep(RunDirectory(path).evaluation(step), draws(0.2 + 0.1 * step * (1 + k), range(55 + step), step + k))
         paths.append(str(path))
     assert cli.main(["compare", *paths, "--html", str(tmp_path / "compare.html")]) == 0
     shown = capsys.readouterr().out
@@ -113,7 +115,8 @@ def test_runs_are_compared_in_a_terminal_and_on_a_page(tmp_path: Path, capsys: p
         for curve in chart["curves"]:
             assert len({len(curve[name]) for name in ("step", "tokens", "hours", "mean", "low", "high")}) == 1
             assert None not in curve["mean"] and (None in curve["low"]) == chart["title"].startswith("reward")
-    assert found["rows"][-1]["cells"][1]["num_problems"] == 60
+    cell = found["rows"][-1]["cells"][1]
+    assert (cell["num_problems"], cell["is_clear"], cell["is_better"]) == (60, True, True)  # of the last
     run = read_compared(Path(paths[0]))
     assert [place.step for place, _ in run.evaluations] == [0, 3, 5]
     (_, middle, last) = (place for place, _ in run.evaluations)

@@ -9,14 +9,16 @@ import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commands import run_by
 from fastapi.testclient import TestClient
 
 from marsrl.trainer.commands.cli import main
-from marsrl.trainer.commands.look.api import MOST_CHARS, differences
+from marsrl.trainer.commands.look.api import MOST_CHARS, Api, differences
 from marsrl.trainer.commands.look.export import PAGES
 from marsrl.trainer.commands.look.server import make_app
 
@@ -76,6 +78,7 @@ def test_what_cannot_be_answered_says_why(stranger: TestClient) -> None:
     for path, reason in (
         ("samples?run=7", "run is 7; there are 2"),
         ("samples?run=0&low=nan", "finite number"),
+        *((f"samples?run=0&before={place}", "expected step.line") for place in ("1", "1.", "x.1", "1.x")),
         ("samples?run=0&flag=bad", "nothing to filter by"),
         ("samples?run=0&words=%2B-", "no letter or digit"),
         ("samples?run=0&nothing=1", "cannot be read"),
@@ -100,12 +103,59 @@ def test_a_diff_marks_words_and_leaves_what_both_have() -> None:
     assert differences("a" * (MOST_CHARS + 1), "a") is None
 
 
+@pytest.fixture
+def ask(runs: list[Path]) -> Callable[..., Any]:
+    """ask(question, **parameters) of the viewer."""
+    api = Api(runs)
+    for catalog in api.catalogs:
+        catalog.refresh(None)
+    return lambda question, **asked: api.questions[question](**asked)
+
+
+def test_tokens_are_those_that_were_kept_or_the_nearest_that_are_readable(ask: Callable[..., Any]) -> None:
+    found = ask("tokens", run=0, step=6, line=3)
+    kept, near = found["kept"], found["near"]["samples"]
+    assert kept["segments"] == [[0, 40, 4], [40, 80, 5], [80, 120, 6]] and kept["given"] == [*range(110, 120)]
+    marks = [kept[name] for name in ("clipped", "gated", "masked")]
+    assert marks == [[*range(1, 110, 4)], [*range(2, 110, 4)], [i for i in range(110) if i % 4 > 1]]
+    assert (kept["trainer"][7], kept["entropy"][7], kept["trainer"][110]) == (-0.7, 0.35, None)
+    assert "".join(kept["text"]) == ask("sample", run=0, step=6, line=3)["record"]["text"] and len(kept["text"]) == 120
+    assert [each["line"] for each in near] == [3, 1]  # those of its agent first
+    # step 0 is nearer, and its file is damaged
+    assert ask("tokens", run=0, step=1, line=1) == {"kept": None, "near": {"step": 6, "samples": near[::-1]}}
+    with pytest.raises(ValueError, match="step_0.parquet is no token log"):
+        ask("tokens", run=0, step=0, line=1)
+    assert ask("tokens", run=1, step=1, line=1) == {"kept": None, "near": None}
+
+
+def test_a_repair_is_compared_with_the_solution_and_nothing_else_is(ask: Callable[..., Any]) -> None:
+    diffs = [ask("sample", run=0, step=6, line=line)["diff"] for line in (1, 2, 3, 4)]
+    # an answer, a verdict, a text that is too long, its own parent
+    assert [each and (each["of"]["line"], each["parts"]) for each in diffs] == [None, None, (1, None), None]
+    row = next(row for row in ask("samples", run=1)["rows"] if row["agent"] == "corrector1")
+    found = ask("sample", run=1, step=row["step"], line=row["line"])
+    solution = found["diff"]["of"]
+    assert (solution["agent"], solution["rollout"]) == ("solver", row["rollout"])
+    text = ask("sample", run=1, step=solution["step"], line=solution["line"])["record"]["text"]
+    assert "".join(each for kind, each in found["diff"]["parts"] if kind != "+") == text
+
+
+def test_a_page_of_samples_begins_where_it_is_asked_to(ask: Callable[..., Any]) -> None:
+    lines = [ask("samples", run=1, **{place: "1.3"})["rows"][0]["line"] for place in ("before", "through")]
+    assert lines == [2, 3] and ask("samples", run=1, through="1.999") == ask("samples", run=1)  # there is no 1.999
+
+
 def test_a_hostile_run_steers_no_terminal(runs: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["view", *map(str, runs), "--text"]) == 0
     shown = capsys.readouterr().out
     assert not re.findall(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]", shown)
     assert "␛" in shown and "⟨U+202E⟩" in shown.replace("\n", "")
     assert "last step logged: 5" in shown and "not finished, last step logged: 2" in shown
+    assert re.search(r"reward/solver/mean +│ +0.2727 │ +0.4545│", shown) and re.search(
+        r"corrector1/mean +│ +– │ +0.75│", shown
+    )
+    assert shown.count("mpt/fraction_masked") == 2  # once for each run
+    assert "│   └── verifier1, 4 samples" in shown  # below the solution that it reads
     assert "says wrong" in shown and "is no file of samples" in shown and "reward/solver/mean" in shown
 
 

@@ -115,7 +115,7 @@ def make_run(root: Path, *, text: str = "", num_steps: int = 6, finished: bool =
             values = summarise(groups, version=step, advantages=advantages)
             parts = {"rollout": 2 + rng.random(), "credit": 0.05, "pack": 0.1, "step": 1 + rng.random(), "publish": 0.2}
             values |= {f"timing_s/{name}": seconds for name, seconds in parts.items()}
-            values["actor/entropy"] = 0.3 - 0.02 * step
+            values |= {"actor/entropy": 0.3 - 0.02 * step, "rollout/tokens": 3000}
             values["actor/grad_norm"] = math.nan if step == 2 else 0.5 + rng.random()
             values |= {"mpt/fraction_masked": 0.04 * step, "perf/tokens_per_s": 4000 + 100 * step}
             metrics.log(step, values)

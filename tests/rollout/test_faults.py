@@ -184,6 +184,17 @@ def test_other_numbers_in_a_restarted_engine_end_the_run(what: str) -> None:
         served(pool, asks(4), "slots", version=int(what == "weights"))
 
 
+def test_weights_that_nobody_can_send_again_end_the_run() -> None:
+    replicas = MortalReplicas(2)
+    pool = replicas.pool()
+    pool.note_weights(1, [{}])
+    replicas.dead.add(1)
+    with pytest.raises(
+        RuntimeError, match=r"engine 1 is lost, no file has the weights of version 1 .* no trainer is here"
+    ):
+        pool.infos()
+
+
 def of_adapters(requests: list[DecodeRequest], versions: dict[str, int]) -> list[DecodeRequest]:
     """The requests dealt out to these adapters, at these versions, and to none."""
     names = itertools.cycle(["", *versions])

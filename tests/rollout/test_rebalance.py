@@ -20,12 +20,18 @@ def test_an_engine_moves_where_loads_are_off_by_more_than_two_and_decoding_gets_
     move = wanted(off)
     assert move is not None and (move.giver, move.taker, move.num) == ("small", "big", 1)
     assert "big was busy for 30.0 s" in move.why
-    assert wanted(policies(big=(2, 30.0, GPU), small=(2, 30.0, GPU))) is None
-    assert wanted(policies(big=(1, 19.0, GPU), small=(2, 20.0, GPU))) is None  # 1.9 times
-    assert wanted(policies(big=(1, 30.0, GPU), small=(1, 1.0, GPU))) is None  # its last
-    assert wanted(policies(big=(1, 0.3, GPU), small=(2, 0.0, GPU))) is None  # nothing was done
-    # 42 and 20 s: 28 and 40 after it are no gain
-    assert wanted(policies(big=(2, 84.0, GPU), small=(2, 40.0, GPU))) is None
+    for big, small, moves in (
+        ((2, 30.0), (2, 30.0), False),
+        ((1, 20.0), (2, 20.0), False),  # twice, no more
+        ((1, 20.1), (3, 30.0), True),
+        ((1, 30.0), (1, 1.0), False),  # its last
+        ((1, 1.0), (2, 0.0), False),  # next to nothing was done
+        ((1, 1.1), (2, 0.0), True),
+        ((2, 84.0), (2, 40.0), False),  # 42 and 20 s: 28 and 40 after it are no gain
+        ((9, 90.0), (2, 2.0), False),  # 10 s: 9 after it are a tenth less, no more
+        ((8, 80.0), (2, 2.0), True),
+    ):
+        assert (wanted(policies(big=(*big, GPU), small=(*small, GPU))) is not None) == moves, (big, small)
 
 
 def test_engines_of_another_size_move_only_where_they_fit() -> None:
@@ -66,7 +72,10 @@ def test_an_engine_moves_once_it_is_a_habit_and_comes_back_where_it_cannot_be_ma
     stages = Stages()
     stages.play(solver=9.0, verifier=3.0)
     assert not stages.rebalancer.is_due  # once is no habit
-    assert [round(pool.busy_s, 6) for pool in stages.pools.values()] == [9.0, 9.0]
+    stages.play(solver=3.0, verifier=3.0)
+    stages.play(solver=9.0, verifier=3.0)
+    assert not stages.rebalancer.is_due  # nor is now and then
+    assert [round(pool.busy_s, 6) for pool in stages.pools.values()] == [21.0, 27.0]
     stages.play(solver=9.0, verifier=3.0)
     assert stages.rebalancer.is_due
     for broken in (["solver"], ["solver", "verifier"]):  # its giver gets it back, at once or when it can

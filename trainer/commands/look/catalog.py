@@ -27,7 +27,7 @@ T = TypeVar("T")
 Curves = dict[str, list[tuple[int, float | None]]]
 PAGE = 50
 _READ_S = 1.0  # seconds for new samples files in one refresh; the rest follows in the next
-_SEARCH_S = 0.15  # seconds after which a search for words returns what it has found
+_SEARCH_S = 0.15  # seconds for a search for words
 _LARGEST_TREE = 5000
 _WINDOW = 6  # steps: in the agentic pipeline a trajectory of five agents spans five
 _WORD = re.compile(r"[^\W_]+")
@@ -120,7 +120,7 @@ class Catalog:
         self.refused: dict[str, str] = {}
 
     def refresh(self, budget_s: float | None = _READ_S) -> None:
-        """Read new samples, the newest first. budget_s: seconds for them (None: read all)."""
+        """Read new samples, the newest first. budget_s: seconds after which the rest is left for the next call."""
         began = time.monotonic()
         with self._lock:
             files = sample_files(self.run)
@@ -130,14 +130,14 @@ class Catalog:
                 state = _state(files[step])
                 if state is None or state == self._files.get(step):
                     continue
-                if budget_s is not None and time.monotonic() - began > budget_s:
-                    return
                 self._forget(step)
                 self._files[step] = state
                 try:
                     self._db.execute(_INSERT, [str(files[step])])
                 except duckdb.Error as error:
                     self._damages[step] = f"{files[step]} is no file of samples ({error}); the file is damaged"
+                if budget_s is not None and time.monotonic() - began >= budget_s:
+                    return
 
     def _forget(self, step: int) -> None:
         if self._files.pop(step, None) is not None:
@@ -241,8 +241,8 @@ class Catalog:
             ORDER BY count(DISTINCT agent) DESC, min((step, line)) LIMIT ?"""
         return [name for (name,) in self._all(sql, [window[0], window[-1], anchor, num])]
 
-    def find(self, wanted: Filter, before: tuple[int, int] | None = None) -> Page:
-        """The newest samples that pass, below `before` (step, line).
+    def find(self, wanted: Filter, before: tuple[int, int] | None = None, *, within_s: float = _SEARCH_S) -> Page:
+        """The newest samples that pass, below `before` (step, line). within_s: a search for words returns what it has found.
 
         Raises ValueError: an unknown flag, or words without a letter or digit.
         """
@@ -253,10 +253,10 @@ class Catalog:
         if before is not None:
             conditions, values = f"{conditions} AND (step, line) < (?, ?)", [*values, *before]
         if wanted.words:
-            return self._search(wanted.words, conditions, values)
+            return self._search(wanted.words, conditions, values, within_s)
         return _page(self._rows(conditions, values, f"ORDER BY step DESC, line DESC LIMIT {PAGE + 1}"), num)
 
-    def _search(self, words: str, conditions: str, values: list[Any]) -> Page:
+    def _search(self, words: str, conditions: str, values: list[Any], within_s: float) -> Page:
         cut = _WORD.findall(words)
         if not cut:
             raise ValueError(f"{words[:40]!r} has no letter or digit: only words can be searched")
@@ -266,7 +266,7 @@ class Catalog:
         began, files, rows = time.monotonic(), sample_files(self.run), list[Row]()
         sql = f"SELECT step FROM samples WHERE {conditions} GROUP BY step ORDER BY step DESC"
         for place, step in enumerate(step for (step,) in self._all(sql, values) if step in files):
-            if place and time.monotonic() - began > _SEARCH_S:
+            if place and time.monotonic() - began >= within_s:
                 return Page(rows, None, (step + 1, 0))
             try:
                 rows += self._rows(passes, [*values, step, str(files[step]), *patterns], "ORDER BY line DESC")

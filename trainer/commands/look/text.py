@@ -16,7 +16,7 @@ from rich.tree import Tree
 
 from marsrl.trainer.commands.look.catalog import Catalog, Row
 from marsrl.trainer.commands.look.measured import PLANS
-from marsrl.trainer.report.console import literal
+from marsrl.trainer.report.console import literal, table_of
 from marsrl.trainer.report.samples_log import SampleRecord
 from marsrl.trainer.runs.lock import why_held
 from marsrl.trainer.visible import shorten
@@ -46,9 +46,7 @@ def print_run(path: Path, console: Console) -> None:
 
 def _table(catalog: Catalog, first: int, last: int) -> Table:
     """The metrics of the report's charts, at the first step and now."""
-    table = Table(pad_edge=False)
-    for heading in ("", f"step {first}", f"step {last}"):
-        table.add_column(heading, justify="right" if heading else "left")
+    table = table_of("", "", f"step {first}", f"step {last}")
     for plan in PLANS:
         for name, curve in catalog.curves.items():
             if plan.label(name) is not None and curve[-1][0] == last:
