@@ -22,7 +22,7 @@ def test_an_engine_moves_where_loads_are_off_by_more_than_two_and_decoding_gets_
     assert "big was busy for 30.0 s" in move.why
     for big, small, moves in (
         ((2, 30.0), (2, 30.0), False),
-        ((1, 20.0), (2, 20.0), False),  # twice, no more
+        ((1, 20.0), (3, 30.0), False),  # twice, no more
         ((1, 20.1), (3, 30.0), True),
         ((1, 30.0), (1, 1.0), False),  # its last
         ((1, 1.0), (2, 0.0), False),  # next to nothing was done
