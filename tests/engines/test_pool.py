@@ -197,7 +197,7 @@ def test_a_sample_goes_back_to_where_its_prefix_is_unless_that_costs_more_than_a
     dispatch.end("a.0")
     dispatch.add([ask("c.0", new=140)])  # goes where nothing runs
     assert uids(dispatch.take()) == {home: ["c.0"]}
-    dispatch.add([ask("a.0", length=500)])  # 141 tokens of work against 101 and a prefill worth 50
+    dispatch.add([ask("a.0", length=400)])  # 141 tokens of work against 101 and a prefill worth 40
     assert uids(dispatch.take()) == {home: ["a.0"]}
     dispatch.end("a.0")
     dispatch.add([ask("a.0", length=300)])  # worth 30
@@ -207,6 +207,13 @@ def test_a_sample_goes_back_to_where_its_prefix_is_unless_that_costs_more_than_a
     dispatch.forget_homes()  # with new weights no prefix is anywhere
     dispatch.add([ask("a.0", length=2000)])
     assert uids(dispatch.take()) == {home: ["a.0"]}
+
+
+def test_the_queue_of_a_replica_that_is_gone_moves_on_in_its_order():
+    dispatch = Dispatcher(2, None)
+    dispatch.add([ask(f"a.{i}") for i in range(3)])
+    dispatch.close(0)
+    assert uids(dispatch.take()) == {1: ["a.0", "a.1", "a.2"]}
 
 
 def test_the_longest_is_sent_first():
