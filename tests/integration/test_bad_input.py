@@ -65,16 +65,12 @@ def test_a_refused_run_exits_with_2_and_under_torchrun_one_rank_says_why_once() 
 
 
 BOTH_FAIL = """
-import contextlib, os, time
-import marsrl.trainer.build as build, marsrl.trainer.main as main
+import os, time
+from marsrl.trainer import build, main
 
-@contextlib.contextmanager
 def open_run(checked, directory):
-    try:
-        raise ValueError("of both ranks")
-        yield
-    finally:
-        time.sleep(3 * (os.environ["RANK"] == "0"))  # Ray shuts down
+    time.sleep(3 * (os.environ["RANK"] == "0"))  # as Ray shuts down
+    raise ValueError("of both ranks")
 
 build.open_run = open_run
 raise SystemExit(main.main())

@@ -1,23 +1,14 @@
-"""Stages on the virtual clock: nothing is lost, nothing is trained twice, more is never faster."""
+"""Stages on the virtual clock."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
-from simulation import study, tables
-from simulation.cost_model import MEASURED_ITL, Constants, CostModel
+from simulation.cost_model import Constants, CostModel
 from simulation.lengths import Lengths
 from simulation.play import MAX_TOKENS, Setting, play
 from simulation.simulated_pool import TOKEN_GRAIN
 
 CONSTANTS, LENGTHS = Constants(), Lengths(sigma=1.2)
-
-
-@pytest.mark.parametrize(("num_seqs", "itl_s"), MEASURED_ITL)
-def test_the_cost_model_gives_back_the_measured_decode_steps(num_seqs: int, itl_s: float) -> None:
-    context = round(num_seqs * CONSTANTS.itl_context)
-    assert CostModel(CONSTANTS).decode_s(num_seqs, context, 1) == pytest.approx(itl_s, rel=1e-6)
 
 
 def test_one_problem_by_hand() -> None:
@@ -45,21 +36,3 @@ def test_one_problem_by_hand() -> None:
     assert outcome.idle_share == pytest.approx(1 - seconds / outcome.step_s)
     assert outcome.staleness == {0: 1.0}
     assert outcome.samples_per_step == 8
-
-
-def test_the_whole_study_is_told() -> None:
-    grid = study.Grid(
-        engines=2, problems=2, segments=(1, 4), overlap_at=(1, 1), engine_axis=(1, 2), problem_axis=(1, 2),
-    )  # fmt: skip
-    fitted = study.Fit(1.2, *3 * [{1: 1240.0, 2: 700.0, 4: 700.0}])
-    found = study.Study(CONSTANTS, fitted)
-    for setting in study.settings(grid):
-        found.rows[setting] = play(
-            replace(setting, warmup=min(setting.warmup_steps, 8), steps=1), CONSTANTS, Lengths(0.3)
-        )
-    parts = (tables.pipelines_text, tables.axes_text, tables.adds_text)
-    text = "\n".join([tables.fit_text(fitted), *(part(found, grid) for part in parts)])
-    assert tables.overlap_text(found, (1, 1)).count("%") > 2
-    assert "+16% MISS" in text and "-10% within 15%" in text
-    assert text.count(f"{found.ratio(2, 2):.2f}") >= 2
-    assert tables.record(found)["fit"]["sigma"] == 1.2
