@@ -16,6 +16,7 @@ from marsrl.rollout.weights.connections import relay_ranks
 from marsrl.rollout.weights.layout import (
     Box,
     EngineShard,
+    Piece,
     box_of,
     fuse,
     plan_buckets,
@@ -152,6 +153,36 @@ def test_every_shard_gets_every_number_once_whatever_the_layout(layout, shards, 
 def test_experts_that_are_not_all_there_or_not_alike_are_refused(wrong):
     with pytest.raises(ValueError, match=r"experts\S+ experts are to be 0 to 1, all of one shape"):
         stacked({f"model.layers.3.mlp.experts.{expert}.up_proj.weight": shape for expert, shape in wrong.items()})
+
+
+UP, GATE, DOWN = (f"m.mlp.{name}_proj.weight" for name in ("up", "gate", "down"))
+
+
+@pytest.mark.parametrize(
+    ("work", "said"),
+    [
+        (lambda: shard_layout({UP: (4, 8)}), r"m\.mlp\.gate_up_proj\.weight lacks gate_proj beside"),
+        (lambda: shard_layout({UP: (4, 6), GATE: (4, 8)}), r"\[4, 6\], as a part of .*gate_up_proj.* beside \[4, 8\]"),
+        (lambda: shard_layout({DOWN: (8, 6)}, EngineShard(1, 4)), "has 6 to cut, which 4 shards do not divide"),
+        (lambda: plan_pieces([{"a": whole_box((2, 8))}], [{"a": whole_box((3, 8))}]), "needs 24 numbers .* hold 16 of"),
+        (lambda: plan_buckets([Piece("a", whole_box((2, 8)), 0, 0)], 1, 7), r"7 numbers has no room .* a \(8\); raise"),
+    ],
+)
+def test_what_cannot_be_sent_is_named(work, said):
+    with pytest.raises(ValueError, match=said):
+        work()
+
+
+def test_a_tensor_of_one_part_is_that_part_unless_it_is_to_have_its_own_memory():
+    part = torch.ones(4)
+    for device in (None, part.device):
+        ((_, fused),) = fuse({"a": part}, device=device)
+        assert (fused.data_ptr() == part.data_ptr()) == (device is None)
+
+
+def test_experts_that_do_not_divide_evenly_are_each_whole_in_one_part():
+    parts = [EngineShard(part, 3, spreads_experts=True).experts(8) for part in range(3)]
+    assert parts == [range(3), range(3, 6), range(6, 8)]
 
 
 def test_ranks_that_send_at_the_same_time_send_to_different_shards():

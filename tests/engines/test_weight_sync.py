@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 import resource
 import shutil
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing
 from dataclasses import replace
@@ -29,7 +30,7 @@ from marsrl.rollout.state import encode
 from marsrl.rollout.weights.checksum import checksum
 from marsrl.rollout.weights.connections import GroupConnection, Rendezvous, SharedBuffer, TransferBroken, TransferStore
 from marsrl.rollout.weights.delta import decode_delta, differs, encode_delta
-from marsrl.rollout.weights.direct import ReceivePlan
+from marsrl.rollout.weights.direct import ReceivePlan, WeightReceiver
 from marsrl.rollout.weights.files import FileSender, WeightFiles, write_shards
 from marsrl.rollout.weights.layout import EngineShard, fuse
 from marsrl.trainer.weights.comparison import CheckedEngines
@@ -369,6 +370,13 @@ def test_who_does_not_answer_in_time_is_given_up(rendezvous: Rendezvous) -> None
     with pytest.raises(TransferBroken, match="waiting for member1"):  # and the others know
         TransferStore(rendezvous).check()
     TransferStore(replace(rendezvous, session="another")).check()
+
+
+@pytest.mark.parametrize("held", [None, (7, 8), (9, 7), (9, 9), (8,)])
+def test_a_tensor_without_a_place_for_what_comes_is_named(rendezvous: Rendezvous, held: Sequence[int] | None) -> None:
+    plan = ReceivePlan(rendezvous, 0, EngineShard(), {"norm": (8, 8)}, ())
+    with pytest.raises(ValueError, match=re.escape(f"norm is to be (8, 8), and the engine holds {held}")):
+        WeightReceiver(CPU).receive(plan, lambda name: None if held is None else torch.zeros(held))
 
 
 def test_an_engine_whose_weights_did_not_arrive_says_why_and_decodes_nothing(

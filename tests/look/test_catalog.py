@@ -13,6 +13,7 @@ from made_up_run import make_group, make_run, make_sample
 from marsrl.rollout.types import Finish, Reward
 from marsrl.trainer.commands.look import measured
 from marsrl.trainer.commands.look.catalog import Catalog, Filter, Row
+from marsrl.trainer.commands.look.palette import series_colors
 from marsrl.trainer.config.read import read_config
 from marsrl.trainer.plan.command import as_json
 from marsrl.trainer.plan.plan import make_plan
@@ -132,6 +133,13 @@ def test_a_long_curve_is_shown_as_a_thousand_points(tmp_path: Path) -> None:
     assert [each["is_main"] for each in charts.values()] == [True, True, False, False, False]
     assert charts["Reward"]["is_zero"] and not charts["Time per step"]["is_zero"]
     assert [each["has_band"] for each in charts["Reward"]["series"]] == [True, False]
+
+
+def test_an_agent_has_the_colour_of_its_place_and_other_series_take_those_that_are_left() -> None:
+    found = series_colors(["solver", "main/solver", "judge", "x", "all", "y"], ["judge", "solver"])
+    assert found == {"solver": "c1", "main/solver": "c1", "judge": "c0", "x": "c2", "all": "c7", "y": "c3"}
+    assert series_colors(["8th"], [f"{i}th" for i in range(1, 9)]) == {"8th": "c0"}
+    assert series_colors(map(str, range(8)))["7"] == "c0"
 
 
 def test_what_a_run_warned_of_is_listed_beside_what_its_metrics_say(tmp_path: Path) -> None:

@@ -9,7 +9,9 @@ import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commands import run_by
@@ -101,11 +103,16 @@ def test_a_diff_marks_words_and_leaves_what_both_have() -> None:
     assert differences("a" * (MOST_CHARS + 1), "a") is None
 
 
-def test_tokens_are_those_that_were_kept_or_the_nearest_that_are_readable(runs: list[Path]) -> None:
+@pytest.fixture
+def ask(runs: list[Path]) -> Callable[..., Any]:
+    """ask(question, **parameters) of the viewer."""
     api = Api(runs)
     for catalog in api.catalogs:
         catalog.refresh(None)
-    ask = lambda question, **asked: api.questions[question](**asked)  # noqa: E731
+    return lambda question, **asked: api.questions[question](**asked)
+
+
+def test_tokens_are_those_that_were_kept_or_the_nearest_that_are_readable(ask: Callable[..., Any]) -> None:
     found = ask("tokens", run=0, step=6, line=3)
     kept, near = found["kept"], found["near"]["samples"]
     assert kept["segments"] == [[0, 40, 4], [40, 80, 5], [80, 120, 6]] and kept["given"] == [*range(110, 120)]
@@ -119,6 +126,23 @@ def test_tokens_are_those_that_were_kept_or_the_nearest_that_are_readable(runs: 
     with pytest.raises(ValueError, match="step_0.parquet is no token log"):
         ask("tokens", run=0, step=0, line=1)
     assert ask("tokens", run=1, step=1, line=1) == {"kept": None, "near": None}
+
+
+def test_a_repair_is_compared_with_the_solution_and_nothing_else_is(ask: Callable[..., Any]) -> None:
+    diffs = [ask("sample", run=0, step=6, line=line)["diff"] for line in (1, 2, 3, 4)]
+    # an answer, a verdict, a text that is too long, its own parent
+    assert [each and (each["of"]["line"], each["parts"]) for each in diffs] == [None, None, (1, None), None]
+    row = next(row for row in ask("samples", run=1)["rows"] if row["agent"] == "corrector1")
+    found = ask("sample", run=1, step=row["step"], line=row["line"])
+    solution = found["diff"]["of"]
+    assert (solution["agent"], solution["rollout"]) == ("solver", row["rollout"])
+    text = ask("sample", run=1, step=solution["step"], line=solution["line"])["record"]["text"]
+    assert "".join(each for kind, each in found["diff"]["parts"] if kind != "+") == text
+
+
+def test_a_page_of_samples_begins_where_it_is_asked_to(ask: Callable[..., Any]) -> None:
+    lines = [ask("samples", run=1, **{place: "1.3"})["rows"][0]["line"] for place in ("before", "through")]
+    assert lines == [2, 3] and ask("samples", run=1, through="1.999") == ask("samples", run=1)  # there is no 1.999
 
 
 def test_a_hostile_run_steers_no_terminal(runs: list[Path], capsys: pytest.CaptureFixture[str]) -> None:

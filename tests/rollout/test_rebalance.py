@@ -72,7 +72,10 @@ def test_an_engine_moves_once_it_is_a_habit_and_comes_back_where_it_cannot_be_ma
     stages = Stages()
     stages.play(solver=9.0, verifier=3.0)
     assert not stages.rebalancer.is_due  # once is no habit
-    assert [round(pool.busy_s, 6) for pool in stages.pools.values()] == [9.0, 9.0]
+    stages.play(solver=3.0, verifier=3.0)
+    stages.play(solver=9.0, verifier=3.0)
+    assert not stages.rebalancer.is_due  # nor is now and then
+    assert [round(pool.busy_s, 6) for pool in stages.pools.values()] == [21.0, 27.0]
     stages.play(solver=9.0, verifier=3.0)
     assert stages.rebalancer.is_due
     for broken in (["solver"], ["solver", "verifier"]):  # its giver gets it back, at once or when it can
