@@ -46,9 +46,6 @@ def showing(*inputs: Sample, agent: str = "verifier1") -> tuple[Episode, Ask]:
     return episode, Ask("r/x", agent, tuple(uids))
 
 
-# ------------------------------------------------------------------ rewards
-
-
 ONE, ZERO, GONE = Reward(1.0, 1.0), Reward(0.0, 0.0), Reward(MISSING, MISSING)
 AGREES, ERRS = Reward(1.0, 1.0, {"verdict": 1.0}), Reward(0.0, 0.0, {"verdict": 0.0})
 OVERLONG = {"finish": Finish.LENGTH, "verdict": True, "answer": "1"}
@@ -127,8 +124,6 @@ def test_an_agent_is_read_in_the_grammar_of_its_prompt_and_cut_off_or_thinking_i
     assert agents is COMPAT or team.is_readable(found) == (found.answer is not None or found.verdict is not None)
 
 
-# ------------------------------------------------------------------ picks
-
 CANDIDATES = st.lists(st.sampled_from([0.0, 1.0]), max_size=12).map(
     lambda rewards: [sample(f"u{index:02d}", correct=reward) for index, reward in enumerate(rewards)]
 )
@@ -157,9 +152,6 @@ def test_picks_keep_their_rule_whatever_the_order_of_the_candidates(
         assert got_preferred == min(count, num_preferred)
     if rule == "balanced" and min(num_preferred, num_other) >= (count + 1) // 2:
         assert (got_preferred, got_other) == ((count + 1) // 2, count // 2)
-
-
-# ------------------------------------------------------------------ training
 
 
 def answered(team: Orchestration, *rounds: list[Sample]) -> tuple[Episode, list[Ask]]:
@@ -246,8 +238,6 @@ def test_an_agent_that_the_team_has_not_is_named() -> None:
     with pytest.raises(ValueError, match="has no agent 'solvr'; it has solver, verifier1"):
         TEAM.parse(sample("s", "solvr"))
 
-
-# ------------------------------------------------------------------ inference loop
 
 SAYS = {  # of a transcript: the text and why it ended
     "C": ("Verdict: correct", Finish.STOP),

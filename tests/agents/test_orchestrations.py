@@ -68,9 +68,6 @@ def words(team: Orchestration, episode: Episode, ask: Ask) -> str:
     return " | ".join(message.content for message in team.messages(episode, ask))
 
 
-# ------------------------------------------------------------------ Solver and Verifier in turn
-
-
 def solver_verifier(loops: int = 3, **verifier: Any) -> Orchestration:
     agents = {"verifier": AgentConfig(**verifier)}
     return build_orchestration("solver_verifier", agents, "chain", {"max_loops": loops})
@@ -141,9 +138,6 @@ def test_dr_mas_s_prompts_ask_for_tags_and_compat_approves_without_one() -> None
         assert len(episode.asks) == num_asks and report.reward.value == 0
 
 
-# ------------------------------------------------------------------ debate
-
-
 def test_debaters_read_each_other_and_the_majority_counts() -> None:
     team = build_orchestration("debate", {}, "chain", {"debaters": 3, "rounds": 2})
     answers = {"1": "1", "2": "2", "3": "1"}  # by debater; the second gives in
@@ -174,8 +168,6 @@ def test_votes_are_answers_of_the_last_round_that_has_any() -> None:
     assert counts("hm", "hm", "Answer: 2") == "2"  # who gives no answer has no vote
     assert counts("hm", "hm", "hm") == "4"
 
-
-# ------------------------------------------------------------------ search
 
 QUESTION = Problem("p", "where does mira holt live ?", "tarn", "qa")
 YES, NO, VAGUE = "<verify>yes</verify>", "Not enough. <verify>no</verify>", "I am not sure."
@@ -269,8 +261,6 @@ def test_rewards_are_the_task_s_for_the_answer_and_readability_for_the_others() 
     assert [episode.samples(ask)[0].reward.note for ask in asked(episode, "answer")] == ["overlong"]
     assert team.outcome(episode) is None
 
-
-# ------------------------------------------------------------------ refused
 
 OWN = """
 from marsrl.rollout.agents.orchestration import Orchestration

@@ -144,9 +144,6 @@ def test_the_file_of_the_page_is_one() -> None:
     assert [read(text) for text in ("Grade: right", "grade:wrong.", "right")] == [True, False, None]
 
 
-# ------------------------------------------------------------------ regular expressions
-
-
 @given(
     st.sampled_from([r"a(b*)", r"(a|ab)(?:c|bcd)?", r"b(a?)|c", r"(?i)A(.)", r"(\w+)c", r"(a+?)b*", r"^a(b)|c(c)?"]),
     st.text("abcAB \n", max_size=12),
@@ -161,9 +158,6 @@ def test_a_verdict_is_that_of_the_last_match_of_either_expression() -> None:
     read = regex_verdict("(c)orrect", "in(corr)ect")
     # a lone surrogate, which UTF-8 does not have
     assert [read(text) for text in ("incorrect", "incorrect, no: correct", "\ud800 correct")] == [False, True, True]
-
-
-# ------------------------------------------------------------------ parsers
 
 
 answer_tag = partial(tagged, "answer")

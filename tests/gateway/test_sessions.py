@@ -112,9 +112,6 @@ def test_a_short_call_is_answered_while_a_long_prompt_is_tokenised(model: Path, 
     assert renderer.notes == ["begin long", "begin hello", "end hello", "end long", "begin own", "end own"]
 
 
-# Environments with state: the worker plays them, and what agents say in them becomes samples.
-
-
 def samples_in(model: Path, environment: str, agents: tuple[str, ...]) -> dict[str, Sample]:
     config = rollout_config(prompts_per_step=1, max_response_tokens=160)
     settings = {name: AgentConfig(max_input_tokens=100) for name in agents}

@@ -145,8 +145,6 @@ class Trial:
             )  # fmt: skip
         return Life(process, log)
 
-    # What there is.
-
     def processes(self, name: str = "") -> list[psutil.Process]:
         """The processes of this folder's runs, whoever their parents are; name: how their command begins or what it is called."""
         every = [
@@ -184,8 +182,6 @@ class Trial:
         path = self.directory.metrics
         rows = read_metrics(path) if path.exists() else []
         return rows[-1].step if rows else 0
-
-    # What is waited for.
 
     def train_on(self, steps: int, limit_s: float) -> None:
         """Until `steps` more are checkpointed, of this life."""
@@ -232,8 +228,6 @@ class Trial:
         self.kill()
         if self.disk is not None:
             subprocess.run(["umount", "-l", str(self.disk)], check=True)
-
-    # What is proven.
 
     def _nothing_left(self) -> None:
         end = time.monotonic() + GONE_S

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from marsrl.kernels import PolicyLoss, PolicyObjective, linear_logprob
 
-# A row of logits.
-
 ROW, TARGET, OTHER, VOCAB, LARGE = 1, 3, 70, 131, 1e20
 KINDS = {
     "nan": {OTHER: torch.nan},
@@ -83,9 +81,6 @@ def check_loss(kind: str) -> None:
         assert bool(result.loss.isfinite()) == (how != "trained" or kind == "-inf"), (kind, how)
         if how != "trained":
             assert weight.grad.isfinite().all() and not hidden.grad[ROW].any()
-
-
-# The inputs of the objective.
 
 
 # name -> (objective, has old log-probs): the options that decide which inputs are read

@@ -26,9 +26,6 @@ def served(pool: EnginePool, requests: list[DecodeRequest], how: str, version: i
     return generate(pool, requests, version, at_once=how == "at once")
 
 
-# Pools.
-
-
 @pytest.mark.parametrize("how", ["at once", "slots"])
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("attempts", [1, 3])
@@ -292,9 +289,6 @@ def test_too_many_restarts_end_the_run_with_the_reason(is_beyond_repair: bool, r
     with pytest.raises(RuntimeError, match=rf"{reason}\), and they have been restarted 5 times .*max_engine_"):
         served(pool, asks(64), "slots")
     assert len(replicas.restarts) == 5
-
-
-# Stages.
 
 
 def played(config: RolloutConfig, replicas: MortalReplicas) -> Play:

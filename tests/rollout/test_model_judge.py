@@ -173,9 +173,6 @@ def test_engines_that_are_lost_for_good_end_the_run_and_nothing_waits(desk: Make
     judged.judge.sleep()
 
 
-# In stages.
-
-
 def team_with(judged: Desk, **config: Any) -> tuple[Team, Any, Any]:
     settings = letter_config(**config)
     team, engines = letter_team(settings)

@@ -171,9 +171,6 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
     assert first[:20] != first[20:] and first != other
 
 
-# Several files.
-
-
 @pytest.fixture
 def files(tmp_path: Path) -> list[Path]:
     """Two of the same name, of 30 and of 10 problems."""

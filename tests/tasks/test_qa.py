@@ -232,9 +232,6 @@ def test_a_reference_gives_its_answers_back(answers: list[str]) -> None:
         assert right_answers(written) == [written]
 
 
-# Linked facts.
-
-
 def follow(world: World, question: str) -> str:
     """The answer, looked up in documents and papers alone, hop by hop."""
     said = {each.title: each.text for each in (*world.documents, *(paper.document for paper in world.papers))}

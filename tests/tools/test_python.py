@@ -115,9 +115,6 @@ def test_packages_can_be_imported_and_are_loaded_ahead() -> None:
             assert run(tool, "import own_package\nown_package.value") == "'mine'"
 
 
-# its processes
-
-
 def children() -> set[psutil.Process]:
     return set(psutil.Process().children(recursive=True))
 
@@ -198,8 +195,6 @@ def test_a_sandbox_that_cannot_be_started_is_an_error_of_the_call_and_one_warnin
         run(tool, "1")
 
 
-# what the machine must have
-
 BOUNDED = PythonTool(strict=False, warm=1, memory_mib=128, tmp_mib=16, processes=4, wall_s=30.0, timeout_s=60.0)
 
 
@@ -264,9 +259,6 @@ def test_a_kernel_that_keeps_users_from_namespaces_is_named_with_its_cure(
     with pytest.raises(ValueError, match="no whole sandbox") as error:
         choose_launcher(PythonTool())
     assert "sysctl" not in str(error.value)  # not what is in the way
-
-
-# the filter
 
 
 @pytest.mark.parametrize(

@@ -117,9 +117,6 @@ def test_threads_search_side_by_side(index: SearchIndex) -> None:
     assert all([document for document, _ in each] == DOCUMENTS[:2] for each in hits)
 
 
-# Corpora in files.
-
-
 def write(path: Path, *lines: object) -> Path:
     path.write_bytes(b"\n".join(x if isinstance(x, bytes) else json.dumps(x).encode() for x in lines))
     return path
@@ -139,9 +136,6 @@ def test_a_corpus_is_read_in_both_forms(tmp_path: Path) -> None:
         Document("4", "", "Without a title."),
     ]
     assert list(read_corpus(path))[1].contents == '"Peru"\nA country.\nOf many.'
-
-
-# Papers.
 
 
 def test_papers_are_shown_with_what_is_known_of_them(tmp_path: Path) -> None:

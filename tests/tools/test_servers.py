@@ -77,8 +77,6 @@ def sends(value: object) -> Any:
     return lambda handler, asked, before: handler.send(200, json.dumps(value).encode())
 
 
-# A retrieval server, and Google by SerpApi.
-
 ASKED = 'who said "no" ??'
 OF_GOOGLE = {"q": ASKED, "num": "10", "api_key": KEY}
 
@@ -202,9 +200,6 @@ def test_a_key_that_is_not_there_is_named_before_anything_starts(key: str | None
     for check in (check_tools, build_tools):
         with pytest.raises(ValueError, match=r"tools.scholar.api_key_env names SERPAPI_API_KEY, which is not"):
             check(serpapi(), ["scholar"], ())
-
-
-# Both.
 
 
 @pytest.mark.parametrize(
