@@ -21,7 +21,6 @@ from marsrl.rollout.types import FloatArray
 from marsrl.trainer.commands.look.catalog import FLAGS, Catalog, Filter, Row
 from marsrl.trainer.commands.look.comparison import names_of, numbers_of, read_compared, side_by_side
 from marsrl.trainer.commands.look.measured import charts, curves, life, spans, speed, warnings
-from marsrl.trainer.commands.look.palette import section_of
 from marsrl.trainer.report.samples_log import sample_files
 from marsrl.trainer.report.summary import Estimate, compared, load_summary, of_other_inputs
 from marsrl.trainer.report.token_log import TokenRecord, read_tokens, token_files
@@ -182,7 +181,7 @@ def sample(catalog: Catalog, step: int, line: int) -> dict[str, Any]:
         "row": _row(found),
         "record": dataclasses.asdict(records[found.uid]),
         "tree": [_row(each) for each in family],
-        "sessions": section_of(catalog.run.config, "external") is not None,
+        "sessions": catalog.section("external") is not None,
         "diff": diff,
     }
 

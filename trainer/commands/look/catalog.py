@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import duckdb
+import yaml
 from pydantic import BaseModel, ConfigDict
 
 from marsrl.trainer.report.metrics import read_metrics, read_warnings
@@ -120,7 +121,7 @@ class Catalog:
         self.refused: dict[str, str] = {}
 
     def refresh(self, budget_s: float | None = _READ_S) -> None:
-        """Read new samples, the newest first. budget_s: seconds after which the rest is left for the next call."""
+        """Read new samples, the newest first. budget_s: seconds after which the rest is left for the next call; None: none is."""
         began = time.monotonic()
         with self._lock:
             files = sample_files(self.run)
@@ -209,6 +210,16 @@ class Catalog:
             version = max((bisect_left(steps, step) for steps in updates), default=step - 1)
             counts[agent, max(0, version - oldest)] += num
         return [(agent, age, num) for (agent, age), num in sorted(counts.items())]
+
+    @property
+    def team(self) -> tuple[str, ...]:
+        """The agents of the run's config.yaml, in the order of play; none if it is unreadable."""
+        return tuple(map(str, self.section("agents") or ()))
+
+    def section(self, name: str) -> Any:
+        """A section of the run's config.yaml; None if it is null, or the file is unreadable."""
+        config: dict[str, Any] = self._whole(self.run.config, _config, {})
+        return config.get(name)
 
     def tree(self, rollout: str) -> list[Row]:
         """Samples of a rollout instance, oldest first; uids and parents give the tree."""
@@ -301,6 +312,14 @@ def _conditions(wanted: Filter) -> tuple[str, list[Any]]:
 def _page(rows: Sequence[Row], num: int | None) -> Page:
     shown = list(rows[:PAGE])
     return Page(shown, num, (shown[-1].step, shown[-1].line) if len(rows) > PAGE else None)
+
+
+def _config(path: Path) -> dict[str, Any]:
+    try:
+        found = yaml.safe_load(path.read_bytes())
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _curves(path: Path) -> Curves:

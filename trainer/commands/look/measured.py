@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from marsrl.trainer.commands.look.catalog import Catalog
-from marsrl.trainer.commands.look.palette import COLORS, activity_color, agents_of, series_colors
+from marsrl.trainer.commands.look.palette import COLORS, activity_color, series_colors
 from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.visible import Key
 
@@ -75,7 +75,7 @@ def charts(catalog: Catalog) -> list[dict[str, Any]]:
 
     is_zero: all series are 0 in every step. has_band: the series has the interval <key>/low to <key>/high.
     """
-    curves, agents, left = catalog.curves, agents_of(catalog.run.config), dict.fromkeys(catalog.curves)
+    curves, agents, left = catalog.curves, catalog.team, dict.fromkeys(catalog.curves)
     found: list[dict[str, Any]] = []
     for plan in PLANS:
         labels = {name: label for name in curves if (label := plan.label(name)) is not None}
@@ -152,7 +152,7 @@ def life(catalog: Catalog, rollout: str) -> dict[str, Any]:
     begins = {s.name: s.start_s for s in trace if s.name.startswith("step ")}
     last = trace[0].end_s if trace else None
     lives = Counter((row.agent, row.step, row.oldest) for row in rows)
-    colors = series_colors(dict.fromkeys(row.agent for row in rows), agents_of(catalog.run.config))
+    colors = series_colors(dict.fromkeys(row.agent for row in rows), catalog.team)
     return {
         "rollout": rollout,
         "lives": [

@@ -5,14 +5,9 @@ A colour is a CSS class, c0 to c7, which the page styles for light and dark mode
 
 from __future__ import annotations
 
-import functools
 import zlib
 from collections.abc import Iterable, Sequence
 from itertools import cycle
-from pathlib import Path
-from typing import Any
-
-import yaml
 
 COLORS = tuple(f"c{k}" for k in range(8))
 _GREY = COLORS[-1]
@@ -29,24 +24,6 @@ _ACTIVITIES = {
     "pack": "c5",
     "evaluate": "c6",
 }
-
-
-@functools.lru_cache(maxsize=8)
-def _read(config: Path, changed_ns: int) -> Any:
-    return yaml.safe_load(config.read_bytes())
-
-
-def section_of(config: Path, name: str) -> Any:
-    """A section of a run's config.yaml; None if it is null, or the file is unreadable."""
-    try:
-        return _read(config, config.stat().st_mtime_ns)[name]
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
-        return None
-
-
-def agents_of(config: Path) -> tuple[str, ...]:
-    """The agents of a run's config.yaml, in the order of play; none if it is unreadable."""
-    return tuple(map(str, section_of(config, "agents") or ()))
 
 
 def series_colors(labels: Iterable[str], agents: Sequence[str] = ()) -> dict[str, str]:
