@@ -7,10 +7,12 @@ more.
 
 Each table is one case at one shape. Ours is judged against float64 first: where it is wrong, no number is printed and
 the exit code is 1. Then all variants take turns (median and spread of the rounds). On the CPU: one thread, process time,
-peak memory from a process each. On a GPU: CUDA events, L2 flushed before every call, torch's allocator.
+peak memory from a process each. On a GPU: CUDA events, L2 flushed before every call, torch's allocator; the call waits on the
+GPU until it is launched whole.
 
     x ours      time of the variant / ours
     roofline    max(FLOPs / GEMM rate, bytes / copy rate) of the job, both rates measured in this run / time
+    host ms     until Python has launched a call on a GPU; a step is slower than its kernels where this is more than their time
     extra MiB   peak memory beyond the inputs and beyond dX and dW
     error       largest error / largest exact value; `!` = more than assert_accurate allows our own kernels
 """
@@ -39,7 +41,7 @@ from case import Bench, Case, Judgement, Missing, Results, Shape, Variant
 from cases import ORDER, load
 from namespace import ROOT
 from record import surroundings
-from timing import Clock, interleave, top_kernels
+from timing import Clock, host_seconds, interleave, top_kernels
 
 HEADLINE = ("linear_policy_loss", "float32", 151_936, 0.5)  # case, dtype, V, mask share of the `ratio:` line
 OURS = "ours"
@@ -50,7 +52,7 @@ HEADLINE_PEER = "torch eager, unmasked rows only"
 class Row:
     """One line of a table. errors: per result, relative to the largest exact value; is_right: all within tolerance.
 
-    floor_share: roofline time / median. extra_bytes: None if unknown.
+    floor_share: roofline time / median. extra_bytes: None if unknown. host_s: until a call on a GPU is launched.
     """
 
     name: str
@@ -61,6 +63,7 @@ class Row:
     over_ours: float
     floor_share: float
     extra_bytes: int | None
+    host_s: float | None
     errors: dict[str, float]
     is_right: bool
 
@@ -144,6 +147,7 @@ def measure(
                 over_ours=median / medians[OURS],
                 floor_share=roof.floor_s(bench.flops, bench.bytes) / median,
                 extra_bytes=extras.get(name),
+                host_s=host_seconds(variant) if shape.device == "cuda" else None,
                 errors=errors[name],
                 is_right=name not in wrong,
             )
@@ -197,17 +201,18 @@ def text(table: Table) -> str:
     names = list(dict.fromkeys(name for row in table.rows for name in row.errors))
     width = max(len(row.name) for row in table.rows) + 2
     lines.append(
-        f"  {'':{width}}{'ms':>11}{'spread':>8}{'x ours':>8}{'roofline':>10}{'extra MiB':>11}"
+        f"  {'':{width}}{'ms':>11}{'spread':>8}{'x ours':>8}{'roofline':>10}{'extra MiB':>11}{'host ms':>9}"
         + "".join(f"{'error ' + name:>17}" for name in names)
     )
     for row in table.rows:
         extra = "-" if row.extra_bytes is None else f"{row.extra_bytes / 2**20:,.0f}"
+        host = "-" if row.host_s is None else f"{row.host_s * 1e3:,.2f}"
         cells = [f"{row.errors[name]:.1e}" if name in row.errors else "-" for name in names]
         mark = "" if row.is_right else " !"
         does = f"  {row.does}" if row.does else ""
         lines.append(
             f"  {row.name:{width}}{row.median_s * 1e3:>11,.3f}{row.spread:>8.0%}{row.over_ours:>8.2f}"
-            f"{row.floor_share:>10.0%}{extra:>11}" + "".join(f"{cell:>17}" for cell in cells) + mark + does
+            f"{row.floor_share:>10.0%}{extra:>11}{host:>9}" + "".join(f"{cell:>17}" for cell in cells) + mark + does
         )
     lines += [f"  {name}: skipped: {reason}" for name, reason in table.skipped.items()]
     lines += [f"  {ms:10.3f} ms {launches:7.1f}x  {name[:100]}" for ms, launches, name in table.kernels]

@@ -1,7 +1,9 @@
-"""Time of a call: process time of one thread on the CPU, CUDA events with a flushed L2 on a GPU."""
+"""Time of a call: process time of one thread on the CPU; on a GPU CUDA events with a flushed L2, behind a kernel that keeps the
+GPU busy while the host launches the call, as in a training step."""
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 
@@ -11,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 SHORT_S = 0.01  # on the CPU a call is repeated for at least this time: a single one of 50 us is mostly noise
 FLUSH_BYTES = 256 * 2**20  # more than any L2 cache of today's GPUs (50 MB on H100, 126 MB on B200)
+AHEAD_CYCLES = 10_000_000  # of a GPU, 5 ms: longer than Python takes to launch a call
 
 
 class Clock:
@@ -33,6 +36,7 @@ class Clock:
         variant.prepare()
         self._flush.zero_()
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(AHEAD_CYCLES)
         begin.record()
         variant.run()
         end.record()
@@ -69,10 +73,23 @@ def interleave(
     return {name: tuple(values) for name, values in seconds.items() if values}, failed
 
 
+def host_seconds(variant: Variant, calls: int = 5) -> float:
+    """Median time until the host has launched a call on an idle GPU, and has waited for it where the call waits."""
+    seconds = []
+    for _ in range(calls):
+        variant.prepare()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        variant.run()
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
 def top_kernels(
     run: Callable[[], object], *, is_cuda: bool, calls: int = 3, most: int = 15
 ) -> tuple[tuple[float, float, str], ...]:
-    """(milliseconds and launches a call, name) of the most expensive kernels, or of PyTorch's operators on a CPU."""
+    """(milliseconds and launches a call, name) of all kernels together and of the most expensive ones; PyTorch's operators on a
+    CPU."""
     run()  # compiles
     with profile(activities=[ProfilerActivity.CUDA if is_cuda else ProfilerActivity.CPU]) as seen:
         for _ in range(calls):
@@ -83,4 +100,7 @@ def top_kernels(
     times = [
         (each.self_device_time_total if is_cuda else each.self_cpu_time_total, each.count, each.key) for each in found
     ]
-    return tuple((us / 1e3 / calls, count / calls, name) for us, count, name in sorted(times, reverse=True)[:most])
+    times = [each for each in times if each[0] > 0]  # on a GPU without the host's calls
+    together = sum(us for us, *_ in times), sum(count for _, count, _ in times), "all together"
+    ordered = [together, *sorted(times, reverse=True)[:most]]
+    return tuple((us / 1e3 / calls, count / calls, name) for us, count, name in ordered)

@@ -95,13 +95,14 @@ def _rows(values: Tensor, kept: Tensor | None) -> Tensor:
 
 
 def _of_blocks(values: Tensor) -> Tensor:
-    """[I, J] the root of the sum of squares of each block of [N, M]: 32 by 32 entries, more where there were over 64."""
+    """[I, J] the root of the sum of squares of each block of [N, M]: 32 by 32 entries, more where there were over 64; the last
+    takes the rest with it, as a single entry can be much more exact than others, or much smaller."""
     squares = values.square()
     for dim in (1, 0):
         length = values.shape[dim]
         block = max(32, -(-length // 64))
-        place = torch.arange(length, device=values.device) // block
         shape = list(squares.shape)
-        shape[dim] = -(-length // block)
+        shape[dim] = max(1, length // block)
+        place = (torch.arange(length, device=values.device) // block).clamp_(max=shape[dim] - 1)
         squares = squares.new_zeros(shape).index_add_(dim, place, squares)
     return squares.sqrt()

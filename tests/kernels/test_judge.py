@@ -17,6 +17,7 @@ def two_rows_swapped(values):
 SPOILERS = {
     "a block of zeros": lambda values: values[TILE : 2 * TILE, :TILE].zero_(),
     "the last tile dropped": lambda values: values[-TILE:].zero_(),
+    "the last row dropped": lambda values: values[-1:].zero_(),
     "two rows swapped": two_rows_swapped,
     "scaled by a hundredth": lambda values: values.mul_(1.01),
 }
@@ -32,3 +33,8 @@ def test_a_spoiled_result_is_refused(columns, dtype, spoiler):
     SPOILERS[spoiler](wrong := found.clone())
     with pytest.raises(AssertionError, match="product"):
         assert_accurate("product", wrong, exact, found, moved=moved, terms=32)
+
+
+def test_a_last_row_of_next_to_nothing_is_judged_with_those_before_it():
+    exact = torch.cat([torch.ones(32), torch.tensor([1e-9])]).double()
+    assert_accurate("entropy", (exact + 3e-9).float(), exact, exact.float())
