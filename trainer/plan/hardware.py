@@ -45,8 +45,8 @@ _GPU_SOURCES = {
         "share of the peak, attention",
         "",
         "H100: FlashAttention-3, whose tiles version 4 has; causal, heads of 128, 8,192 tokens, forward 685 and backward 539 "
-        "TFLOP/s (meta-pytorch/tritonbench 1267); A100: FlashAttention-2, arXiv 2307.08691. Without flash-attn our Triton "
-        "kernel: 0.14 of 16 sequences of 1k, 0.23 of 4k, measured on one H200",
+        "TFLOP/s (meta-pytorch/tritonbench 1267); version 4 measured on one H200, 4,096 tokens: 0.58. A100: FlashAttention-2, "
+        "arXiv 2307.08691. Without flash-attn our Triton kernel: 0.14 of 16 sequences of 1k, 0.23 of 4k, measured on one H200",
     ),
     "host_memory": ("memory of a node", "bytes", "DGX data sheet"),
 }
@@ -82,7 +82,7 @@ HEAD_SHARE = Constant(
     "share of the peak, output head",
     0.55,
     "",
-    "measured on one H200, 16,384 rows, 151,936 columns: 55.4 ms by cuBLAS and Triton, 67 % of a bare GEMM; assumed of others",
+    "measured on H200s, 16,384 rows, 151,936 columns: 55.4 to 57.3 ms by cuBLAS and Triton, 67 % of a bare GEMM; by QuACK 50.9",
 )
 GRADIENT_BYTES = Constant(
     "to add a written gradient to its float32 buffer",
@@ -90,11 +90,17 @@ GRADIENT_BYTES = Constant(
     "bytes a number and micro-batch",
     f"{_STEP}: 44.8 ms; 10 by count",
 )
-EXPERT_GRADIENT_BYTES = _assumed(
-    "the same of experts",
-    6,
+EXPERT_GRADIENT_BYTES = Constant(
+    "the same of experts, whose GEMM adds",
+    6.4,
     "bytes a number and micro-batch",
-    ": by count; their GEMM adds, and its own 2 are counted with it",
+    f"{_STEP}: 25.7 ms less 11.5 of such a GEMM alone; 6 by count, its own 2 being counted with it",
+)
+PERMUTATION_COPIES = Constant(
+    "copies of tokens' rows, to one rank's experts and back",
+    3.2,
+    "forward",
+    "measured on one H200: forward and backward of 16,384 tokens 0.80 ms (of 4,096 0.32, as if 5); Megatron unfused: 4.07",
 )
 OPTIMIZER_BYTES = Constant(
     "an update",
@@ -129,7 +135,7 @@ LAUNCH_ALONE_S = Constant(
     "launching a layer whose experts are on one rank, forward and backward",
     1.3e-3,
     "s",
-    f"{_STEP}: 20 of 220 ms are left",
+    f"{_STEP}: 20 of 220 ms are left, and of another run 25 of 197 in which the GPU waits",
 )
 LAUNCH_S = Constant(
     "launching a layer whose experts are on several ranks",

@@ -79,8 +79,7 @@ def step_time(
     attention   2 tokens N D length L (1 + 2.5 + r) / (...)      causal
     head        V H (6 trained + 2 swept) / (...)                frozen: 4 trained
     elementwise 3 x what layers keep / memory bandwidth          written, read, and once more on the way
-    permutation 5 (+ 4 where ranks send rows) (2 + r) R H e a layer / memory bandwidth    gathered, added up, put in order twice,
-                as in the trainers of published.yaml: kernels.moe_permute moves less, which no GPU has measured
+    permutation 3.2 (+ 4 where ranks send rows) (2 + r) R H e a layer / memory bandwidth
     launching   L / PP x micro-batches x 1 (+ r / 3)             in turn with the rest: the host waits for the router in each
     gradients   bytes a number and micro-batch / memory bandwidth, of experts apart
     TP          5 or 10 (+ 2, 4) collectives a layer of T/CP H e (t-1)/t
@@ -134,7 +133,7 @@ def step_time(
     if shape.num_experts:
         rows = of_layers / layout.tensor * shape.experts_per_token
         across = layout.expert * layout.expert_tensor
-        copies = 5 + (4 if across > 1 else 0)
+        copies = hw.PERMUTATION_COPIES.value + (4 if across > 1 else 0)
         moved = rows * layout.expert_tensor * setup.expert_imbalance
         time.permutation = copies * (2 + again) * moved / memory
         launch = hw.LAUNCH_S if across > 1 else hw.LAUNCH_ALONE_S
