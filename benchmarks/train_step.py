@@ -166,6 +166,8 @@ def main() -> int:
     from marsrl.trainer.machine import commit, device_name
     from marsrl.trainer.models.init_model import init_model
 
+    if "ours" in words.skip:
+        parser.error("--skip ours: the others are compared with it")
     if words.model not in PROBLEMS:
         parser.error(f"--model {words.model} is none of {', '.join(PROBLEMS)}")
     problem = PROBLEMS[words.model]

@@ -236,6 +236,13 @@ def test_all_policies_that_are_trained_are_cut_alike() -> None:
         preflight(read_config(None, [*words, "policies.second.layout.tensor=2"])[0], world_size=2)
 
 
+def test_a_gate_by_the_whole_batch_needs_room_for_it() -> None:
+    words = ["mpt.scope=batch", "trainer.max_tokens_per_micro_batch=8064", "trainer.updates_per_step=2"]
+    preflight(read_config(None, words)[0], world_size=2)  # 576 samples of 56 tokens
+    with pytest.raises(ConfigError, match=r"mpt.scope=batch needs .* 16,128 tokens: raise .*, 8,064 now"):
+        preflight(read_config(None, words)[0], world_size=1)
+
+
 def test_a_team_is_evaluated_whatever_its_trainer_s_layout_is() -> None:
     config, _ = read_config(None, ["policies.main.layout.tensor=2"], trains=False)
     assert preflight(config, world_size=1, trains=False).plan[-1].startswith("1 rank(s), 1 data-parallel; ")

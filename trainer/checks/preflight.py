@@ -39,7 +39,12 @@ from marsrl.trainer.config.policy import why_not_adapter
 from marsrl.trainer.config.read import ConfigError
 from marsrl.trainer.learner.megatron.layer_choice import choose_layers
 from marsrl.trainer.learner.megatron.layout import check, resolve, why_not_context
-from marsrl.trainer.plan.batch_plan import batch_plan, longest_sequence, shorten_prompts
+from marsrl.trainer.plan.batch_plan import (
+    batch_plan,
+    longest_sequence,
+    shorten_prompts,
+    why_not_one_micro_batch,
+)
 from marsrl.trainer.plan.models import taught_shape
 from marsrl.trainer.plan.needs import shortages_here
 from marsrl.trainer.plan.placement import placement_lines, with_backend
@@ -145,7 +150,8 @@ def preflight(
     if any(map(any, config.parsers.values())):
         _check_parsers(config)
     warnings += _check_judge(config, problems, trains=trains)
-    if (reason := why_not_backend(config, has_cuda=has_cuda)) is not None:
+    gated = why_not_one_micro_batch(config, world_size) if trains else None
+    if (reason := why_not_backend(config, has_cuda=has_cuda) or gated) is not None:
         raise ConfigError(reason)
     warnings += slow_records(config, host)
     warnings += _of_the_other_engine(config)

@@ -26,8 +26,6 @@ def batch_plan(config: RunConfig, world_size: int) -> tuple[str, ...]:
     completions shorter, prompts are not counted).
     """
     rollout, trainer = config.rollout, config.trainer
-    layout = next(iter((config.trained_policies or config.policies).values())).layout
-    cut = layout.tensor * layout.pipeline * layout.context
     samples, is_bound = samples_of_a_step(config)
     problems, most, (first, *later) = rollout.prompts_per_step, sum(samples.values()), samples
     condition = "" if is_bound else ", if each agent is asked once in an episode"
@@ -37,9 +35,8 @@ def batch_plan(config: RunConfig, world_size: int) -> tuple[str, ...]:
         if later
         else f"one agent: {most} samples a step{condition}"
     )
-    tokens, data_parallel = most * rollout.max_response_tokens, -(-world_size // cut)
-    of_rank = -(-tokens // data_parallel)
-    micro_batches = -(-of_rank // trainer.max_tokens_per_micro_batch)
+    tokens, data_parallel = most * rollout.max_response_tokens, _data_parallel(config, world_size)
+    micro_batches = -(-tokens // data_parallel // trainer.max_tokens_per_micro_batch)
     updates = f"{trainer.updates_per_step} optimizer updates a step, each on its part of the groups"
     return (
         f"{problems} problems a step x {samples[first] // problems} samples = {samples[first]} samples of {first}",
@@ -48,6 +45,24 @@ def batch_plan(config: RunConfig, world_size: int) -> tuple[str, ...]:
         f"{world_size} rank(s), {data_parallel} data-parallel; micro-batches of at most "
         f"{trainer.max_tokens_per_micro_batch:,} tokens -> at most {micro_batches} a rank, prompts not counted",
         *([updates] if trainer.updates_per_step > 1 else []),
+    )
+
+
+def _data_parallel(config: RunConfig, world_size: int) -> int:
+    layout = next(iter((config.trained_policies or config.policies).values())).layout
+    return -(-world_size // (layout.tensor * layout.pipeline * layout.context))
+
+
+def why_not_one_micro_batch(config: RunConfig, world_size: int) -> str | None:
+    """The reason why mpt.scope=batch, which needs an update's tokens in one micro-batch a rank, could not have them there."""
+    samples, room = sum(samples_of_a_step(config)[0].values()), config.trainer.max_tokens_per_micro_batch
+    tokens = samples * config.rollout.max_response_tokens
+    of_update = -(-tokens // _data_parallel(config, world_size) // config.trainer.updates_per_step)
+    if config.mpt.scope != "batch" or of_update <= room:
+        return None
+    return (
+        f"mpt.scope=batch needs one micro-batch a rank and update, whose completions can have {of_update:,} tokens: raise "
+        f"trainer.max_tokens_per_micro_batch, {room:,} now, or set mpt.scope=sample"
     )
 
 

@@ -15,7 +15,7 @@ from marsrl.rollout.engines.refusals import (
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.config.read import ConfigError
 from marsrl.trainer.plan import hardware as hw
-from marsrl.trainer.plan.batch_plan import shorten_prompts
+from marsrl.trainer.plan.batch_plan import shorten_prompts, why_not_one_micro_batch
 from marsrl.trainer.plan.engines import RolloutTime, SyncTime, rollout_time, sync_time
 from marsrl.trainer.plan.models import find_shape, taught_shape
 from marsrl.trainer.plan.needs import GIB, Needs, needs_of, shortages
@@ -135,7 +135,7 @@ def make_plan(config: RunConfig, num_gpus: int, gpu_name: str, mean_response: fl
         policies.append(planned)
         notes += [*shortages(planned), *_notes_on_layouts(planned)]
         refused += [wider_than_a_host(vllm.tensor_parallel, of_node), why_not_cut(planned.engines.shape, vllm)]
-    refused.append(why_not_backend(config, has_cuda=True))
+    refused += [why_not_backend(config, has_cuda=True), why_not_one_micro_batch(config, trainers)]
     if config.rollout.placement != "local":
         notes += _notes_on_the_split({each.name: each for each in policies})
     if frozen := [name for name, policy in config.policies.items() if policy.frozen]:
