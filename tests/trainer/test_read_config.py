@@ -77,6 +77,7 @@ SERVER = (
         (["sync.backend=ipc"], "is between processes on one GPU: set sync.backend=nccl"),
         (["sync.backend=nccl", "sync.directory=/x"], "writes no files"),
         (["rollout.ray_address=here:0"], "expected here or here:port, 1 to 65535"),
+        (["run.name=001"], """(found 1; as text it needs quotes, in a shell twice: run.name='"..."')"""),
         (["credit.train_agents=solvr"], "credit.train_agents names 'solvr'; the agents are solver, "),
         (["credit.balance=uniform"], "set rollout.pipeline=trajectory, or credit.normalise=agent"),
         (["loss.kl=k3", "loss.kl_coef=0.1"], "loss.kl=k3 needs a reference, and policies.main.reference is none"),
