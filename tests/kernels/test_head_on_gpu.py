@@ -38,6 +38,7 @@ SHAPES = (
 def _by_name():
     with forced("triton"):
         yield
+    torch.cuda.empty_cache()  # a shape takes 60 GiB, and other processes test on the same GPU
 
 
 @pytest.fixture(params=[FP32, BF16], ids=str)
