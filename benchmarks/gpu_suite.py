@@ -3,7 +3,7 @@
     python benchmarks/gpu_suite.py [--out DIR] [--wheels DIR] [--quick] [--device cuda|cpu] [--commit NAME]
 
 First the GPU tests of the kernels, the fused loss, two steps of training, a buffer shared by CUDA IPC, attention and grouped
-GEMM, however long each takes. Then the other benchmarks, each only if its whole time limit is left. Needs torch >= 2.11, triton
+GEMM, however long each takes. Then the other benchmarks, each only if its whole time limit is left. Needs torch >= 2.13, triton
 >= 3.6, numpy and the C compiler that Triton calls, no network and no installation; --wheels adds packages (suite_wheels.txt lists
 them). Parts that cannot run are listed with the missing module. Each part is a separate process with a time limit (on a GPU);
 failures are recorded, and the rest continues. After each part --out has report.md and results.tar.gz with everything. --device
