@@ -244,6 +244,8 @@ def _played(environment: Any, problem: SimpleNamespace, client: Client) -> Any:
                 raise ValueError(f"the environment has a player {name!r}; the agents are {', '.join(chats)}")
             chats[name] += [messages] if isinstance(messages, str) else messages
         agent = next(iter(heard))
+        if heard[agent] == []:
+            raise ValueError(f"the environment has no message for {agent}, who acts next: end with a number or None")
         reply = client.chat(agent, chats[agent], max_tokens=most)
         chats[agent].append(reply.message)
         heard = environment.step(reply.text)

@@ -176,10 +176,14 @@ def test_an_environment_without_rewards_leaves_them_to_the_task_and_is_closed_al
 
 @pytest.mark.parametrize(
     ("heard", "reason"),
-    [('{"umpire": "1"}', "'umpire'; the agents are solver, verifier"), ('"1"', "reset: expected {agent: messages}")],
-    ids=["unknown player", "nobody on turn"],
+    [
+        ('{"umpire": "1"}', "'umpire'; the agents are solver, verifier"),
+        ('"1"', "reset: expected {agent: messages}"),
+        ('{"solver": [], "verifier": ["1"]}', "no message for solver, who acts next"),
+    ],
+    ids=["unknown player", "nobody on turn", "nothing to answer"],
 )
-def test_an_environment_that_names_no_agent_fails_by_name(
+def test_an_environment_that_asks_nobody_fails_by_name(
     model: Path, tmp_path: Path, heard: str, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     named = program(tmp_path, f"class run:\n    def reset(self, problem):\n        return {heard}\n")
