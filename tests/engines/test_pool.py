@@ -41,6 +41,7 @@ from marsrl.rollout.pool.engine_thread import EngineThread
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.ray_faults import lost_or_raise
 from marsrl.rollout.pool.replicas import LocalReplicas, ignore_loss
+from marsrl.rollout.types import Finish
 from marsrl.trainer import build
 from marsrl.trainer.config.read import read_config
 from marsrl.trainer.learner.megatron import parallel
@@ -87,6 +88,14 @@ def test_engines_that_share_the_trainers_gpus_have_the_memory_that_a_call_needs(
     pool = EnginePool(Noted([WeighedEngine(lambda r: [5])]))
     pool.sleep(keeps_weights=True)  # with GPUs of its own it stays awake
     assert calls[-1] == "forget_prefixes"
+
+
+def test_an_engine_of_this_process_has_all_the_time_if_it_is_alone_and_else_a_slice():
+    given, engine = [], ScriptedEngine(lambda r: [5])
+    engine.collect = lambda timeout_s: given.append(timeout_s) or [None]
+    replicas = LocalReplicas([engine] * 2)
+    _ = [replicas.collect(*each) for each in (([0], 0.0), ([0], 60.0), ([0, 1], 60.0))]
+    assert given[0] == 0.0 and 1.0 < given[1] <= 60.0 and given[2:] == [0.05, 0.05]
 
 
 def local_config(**options):
@@ -188,6 +197,11 @@ def test_a_group_stays_together_and_groups_are_spread():
     shares = uids(dispatch.take())
     assert {replica: len(share) for replica, share in shares.items()} == {0: 6, 1: 6}
     assert all(len({r for r, share in shares.items() for uid in share if uid[0] == g}) == 1 for g in "abcd")
+    dispatch.add([ask("e.0", new=10), ask("f.0", new=10), ask("g.0", new=900)])
+    assert uids(dispatch.take()) == {0: ["g.0"], 1: ["e.0", "f.0"]}  # the costliest first
+    for twice, said in (([ask("h.0")] * 2, "only 1 different uids"), ([ask("e.0")], "is submitted while")):
+        with pytest.raises(ValueError, match=said):
+            dispatch.add(twice)
 
 
 def test_a_sample_goes_back_to_where_its_prefix_is_unless_that_costs_more_than_a_prefill():
@@ -197,6 +211,7 @@ def test_a_sample_goes_back_to_where_its_prefix_is_unless_that_costs_more_than_a
     dispatch.end("a.0")
     dispatch.add([ask("c.0", new=140)])  # goes where nothing runs
     assert uids(dispatch.take()) == {home: ["c.0"]}
+    dispatch.forget_homes(1 - home)
     dispatch.add([ask("a.0", length=400)])  # 141 tokens of work against 101 and a prefill worth 40
     assert uids(dispatch.take()) == {home: ["a.0"]}
     dispatch.end("a.0")
@@ -229,7 +244,7 @@ def test_no_replica_idles_while_requests_wait():
     rng = random.Random(0)
     dispatch = Dispatcher(4, 3)
     running, done, total = {}, set(), 60
-    asks = [ask(f"{i % 9}.{i}", length=rng.randrange(5, 400), new=rng.randrange(1, 300)) for i in range(total)]
+    asks = [ask(f"{i % 9}.{i}", length=10 << rng.randrange(6), new=rng.randrange(1, 300)) for i in range(total)]
     dispatch.add(asks[:40])
     while len(done) < total:
         for replica, share in dispatch.take().items():
@@ -244,6 +259,11 @@ def test_no_replica_idles_while_requests_wait():
         if len(done) == 20:
             dispatch.add(asks[40:])
     assert dispatch.busy == []
+    fresh = Dispatcher(4, 3)
+    dispatch.forget_homes()
+    for each in (dispatch, fresh):
+        each.add(asks[:40])
+    assert uids(dispatch.take()) == uids(fresh.take())  # what was done weighs nothing
 
 
 def test_a_step_is_shared_by_those_in_it_and_one_that_waits_for_a_slot_pays_nothing() -> None:
@@ -270,7 +290,7 @@ class Steps(ScriptedEngine):
     """A token a step; stops before each of the steps `halts` until it is let go. threads: that have called it."""
 
     def __init__(self, *halts):
-        super().__init__(lambda r: [5] * 100, tokens_per_step=1)
+        super().__init__(lambda r: [5] * 100, tokens_per_step=1, adapters=["a"])
         self.now, self.go = 0, {step: threading.Event() for step in halts}
         self.threads, self.is_lost = set(), False
         self.on_clock = lambda: None  # called when somebody has read the clock
@@ -326,6 +346,18 @@ def test_results_that_nothing_follows_from_come_all_together():
     assert thread.collect(0.0, is_urgent=True).value == []
     engine.go[130].set()
     assert lengths_of(thread.collect(SOON_S, is_urgent=False)) == [90]
+
+
+def test_what_is_aborted_comes_at_once_and_the_rest_decodes_on():
+    engine = Steps(1, 2)
+    thread = thread_of(engine)
+    thread.submit([replace(*asks(40), adapter="a"), *asks(60)], version=0)
+    thread.abort("a")
+    engine.go[1].set()
+    (part,) = thread.collect(SOON_S, is_urgent=True).value  # before the second step
+    assert part.finish is Finish.UNFINISHED
+    engine.go[2].set()
+    assert lengths_of(thread.collect(SOON_S, is_urgent=True)) == [60]
 
 
 def test_an_engine_is_called_in_one_thread_and_what_it_raises_is_raised_to_who_collects():

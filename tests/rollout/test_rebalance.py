@@ -95,3 +95,6 @@ def test_an_engine_moves_once_it_is_a_habit_and_comes_back_where_it_cannot_be_ma
     assert stages.said[-1].endswith("an engine of verifier has moved to solver; engines now: solver 2, verifier 2")
     stages.play(solver=3.0, verifier=3.0)  # each at the version of its new policy
     assert all(stages.replicas["solver"].had) and not stages.rebalancer.is_due
+    stages.play(solver=9.0, verifier=1.0)
+    stages.play(solver=1.0, verifier=9.0)
+    assert not stages.rebalancer.is_due  # the way back is another move
