@@ -40,7 +40,7 @@ from marsrl.rollout.pool.dispatch import Dispatcher
 from marsrl.rollout.pool.engine_thread import EngineThread
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.ray_faults import lost_or_raise
-from marsrl.rollout.pool.replicas import LocalReplicas, ignore_loss
+from marsrl.rollout.pool.replicas import LocalReplicas, Timed, ignore_loss
 from marsrl.rollout.types import Finish
 from marsrl.trainer import build
 from marsrl.trainer.config.read import read_config
@@ -96,6 +96,17 @@ def test_an_engine_of_this_process_has_all_the_time_if_it_is_alone_and_else_a_sl
     replicas = LocalReplicas([engine] * 2)
     _ = [replicas.collect(*each) for each in (([0], 0.0), ([0], 60.0), ([0, 1], 60.0))]
     assert given[0] == 0.0 and 1.0 < given[1] <= 60.0 and given[2:] == [0.05, 0.05]
+
+
+def test_collecting_is_told_in_spans_of_a_second_at_most_which_a_gap_ends():
+    told, times = [], [(-0.5, 0.0), (0.05, 0.5), (0.5, 0.75), (1.0, 1.25), (1.25, 1.5)]
+    replicas = LocalReplicas([ScriptedEngine(lambda r: [5] * 5, tokens_per_step=1)])
+    collect = replicas.collect
+    replicas.collect = lambda busy, *_, **how: [(0, Timed(collect(busy, 0.0)[0][1].value, *times.pop(0)))]
+    pool = EnginePool(replicas)
+    pool.on_call = lambda *call: told.append(call)
+    generate(pool, [request("0.0", prompt(5), 5)])
+    assert told == [(0, "collect", *span) for span in ((-0.5, 0.5), (0.5, 0.75), (1.0, 1.5))]
 
 
 def local_config(**options):
@@ -311,10 +322,11 @@ class Steps(ScriptedEngine):
         return super().collect(timeout_s)
 
 
-def thread_of(engine):
+def started(*halts):
+    engine = Steps(*halts)
     thread = EngineThread(clock=engine.clock)
     thread.start(lambda: engine)
-    return thread
+    return engine, thread
 
 
 def asks(*lengths):
@@ -326,8 +338,7 @@ def lengths_of(collected):
 
 
 def test_a_result_waits_for_others_for_a_tenth_of_the_time_that_it_took():
-    engine = Steps(30, 60)
-    thread = thread_of(engine)
+    engine, thread = started(30, 60)
     for lengths, together, halt in (((20, 21, 22, 40), [20, 21, 22], 30), ((10, 11, 40), [10, 11], 60)):
         thread.submit(asks(*lengths), version=0)
         assert lengths_of(thread.collect(SOON_S, is_urgent=True)) == together  # of step 20, due at 22; 50, due at 51
@@ -336,8 +347,7 @@ def test_a_result_waits_for_others_for_a_tenth_of_the_time_that_it_took():
 
 
 def test_results_that_nothing_follows_from_come_all_together():
-    engine = Steps(41, 130)
-    thread = thread_of(engine)
+    engine, thread = started(41, 130)
     thread.submit(asks(3, 9, 20, 40), version=0)
     assert lengths_of(thread.collect(SOON_S, is_urgent=False)) == [3, 9, 20, 40]
     thread.submit(asks(5, 90), version=0)
@@ -349,8 +359,7 @@ def test_results_that_nothing_follows_from_come_all_together():
 
 
 def test_what_is_aborted_comes_at_once_and_the_rest_decodes_on():
-    engine = Steps(1, 2)
-    thread = thread_of(engine)
+    engine, thread = started(1, 2)
     thread.submit([replace(*asks(40), adapter="a"), *asks(60)], version=0)
     thread.abort("a")
     engine.go[1].set()
@@ -361,8 +370,7 @@ def test_what_is_aborted_comes_at_once_and_the_rest_decodes_on():
 
 
 def test_an_engine_is_called_in_one_thread_and_what_it_raises_is_raised_to_who_collects():
-    engine = Steps()
-    thread = thread_of(engine)
+    engine, thread = started()
     with pytest.raises(WrongVersion):
         thread.submit(asks(3), version=7)
     for _ in range(3):
@@ -379,8 +387,7 @@ def test_an_engine_is_called_in_one_thread_and_what_it_raises_is_raised_to_who_c
 
 
 def test_the_time_of_a_batch_begins_with_its_first_request_and_then_where_the_last_one_ended():
-    engine = Steps(1)
-    thread = thread_of(engine)
+    engine, thread = started(1)
     thread.submit(asks(3), version=0)
     between = time.time()
     thread.submit(asks(4, 9), version=0)  # before the first step
