@@ -95,7 +95,9 @@ def test_an_engine_of_this_process_has_all_the_time_if_it_is_alone_and_else_a_sl
     engine.collect = lambda timeout_s: given.append(timeout_s) or [None]
     replicas = LocalReplicas([engine] * 2)
     _ = [replicas.collect(*each) for each in (([0], 0.0), ([0], 60.0), ([0, 1], 60.0))]
-    assert given[0] == 0.0 and 1.0 < given[1] <= 60.0 and given[2:] == [0.05, 0.05]
+    engine.close = lambda: given.append("closed")
+    replicas.close()
+    assert given[0] == 0.0 and 1.0 < given[1] <= 60.0 and given[2:] == [0.05, 0.05, "closed", "closed"]
 
 
 def test_collecting_is_told_in_spans_of_a_second_at_most_which_a_gap_ends():
@@ -107,6 +109,7 @@ def test_collecting_is_told_in_spans_of_a_second_at_most_which_a_gap_ends():
     pool.on_call = lambda *call: told.append(call)
     generate(pool, [request("0.0", prompt(5), 5)])
     assert told == [(0, "collect", *span) for span in ((-0.5, 0.5), (0.5, 0.75), (1.0, 1.5))]
+    assert pool.takes is None  # nobody can stop these, or add one
 
 
 def local_config(**options):

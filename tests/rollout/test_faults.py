@@ -78,7 +78,8 @@ def test_a_pool_has_room_until_its_slots_are_taken_and_fills_those_that_are_free
     while not (ended := pool.collect(0.0)):
         assert [len(had) for had in replicas.had] == [3, 3]
     num_sent = 6 + len(ended)
-    assert len(ended) + len(pool.drain()) == 12 and sum(map(len, replicas.had)) == num_sent  # a drain begins nothing
+    assert [each.finish for each in pool.drain()] == [Finish.UNFINISHED] * (12 - len(ended))  # a drain ends nothing
+    assert sum(map(len, replicas.had)) == num_sent  # nor begins it
     unlimited = MortalReplicas(2).pool()
     assert unlimited.num_slots is None and not unlimited.has_room
 
