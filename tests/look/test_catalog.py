@@ -42,10 +42,7 @@ def look_at(run: RunDirectory) -> Catalog:
 
 FILTERS: list[tuple[Filter, Callable[[int, SampleRecord], bool]]] = [
     (Filter(), lambda step, s: True),
-    (Filter(agent="verifier1"), lambda step, s: s.agent == "verifier1"),
-    (Filter(agent="nobody"), lambda step, s: False),
     (Filter(first=2, last=3), lambda step, s: 2 <= step <= 3),
-    (Filter(low=0.5), lambda step, s: s.reward is not None and s.reward >= 0.5),
     (Filter(low=0.34, high=0.36), lambda step, s: s.reward == 0.35),
     (Filter(high=0.0, agent="solver"), lambda step, s: s.reward is not None and s.reward <= 0 and s.agent == "solver"),
     (Filter(flag=("missing reward",)), lambda step, s: s.reward is None),
