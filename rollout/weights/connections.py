@@ -227,8 +227,7 @@ class GroupConnection:
     def receive(self, rank: int, num_bytes: int) -> Tensor:
         """The next message of a trainer rank, [num_bytes] uint8."""
         if self._buffer is None:
-            size = max(self._rendezvous.num_bytes, 8)
-            self._buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
+            self._buffer = torch.empty(self._rendezvous.num_bytes, dtype=torch.uint8, device=self._device)
             _finish(self._device)  # the engine's stream may still use this memory; _move's stream does not wait for it
         flat = self._buffer[:num_bytes]
         self._move(self._group.recv, flat, rank, f"waiting for a bucket of rank {rank}")
@@ -256,14 +255,14 @@ class GroupConnection:
         self._store.unless_given_up(work, what, self._abort)
 
     def _abort(self) -> None:
-        """Abort NCCL's kernels and waits; a no-op without a group, or with gloo."""
-        if self._group is None or self._device.type != "cuda":
+        """Abort NCCL's kernels and waits; gloo's abort does nothing."""
+        if self._group is None:
             return
         thread = threading.Thread(target=self._group.abort, name="marsrl-abort", daemon=True)
         thread.start()
         thread.join(_ABORT_S)
         if thread.is_alive():
-            _log.warning("weight sync: NCCL's abort of a transfer to a lost engine takes more than %g s", _ABORT_S)
+            _log.warning("weight sync: the abort of a transfer to a lost engine takes more than %g s", _ABORT_S)
         self._group = None
 
 

@@ -250,7 +250,7 @@ class DirectSender(ABC):
         """host: rank 0's address for engines; used on rank 0. timeout_s: a longer wait ends the transfer."""
         self.sends_deltas = sends_deltas
         self._ranks, self._dtype = ranks, dtype
-        self._max_elements = max(1, bucket_bytes // dtype.itemsize)  # of a bucket
+        self._max_elements = bucket_bytes // dtype.itemsize  # of a bucket
         self._timeout_s, self._host = timeout_s, host
         self.plans: list[bytes] = []
         self.traffic = Traffic()
@@ -378,7 +378,8 @@ class DirectSender(ABC):
             self.traffic.add(sent.traffic)
         if not all(each.has_all for each in told):
             return []
-        for others in (*told[: self._ranks.rank], *told[self._ranks.rank + 1 :]):
+        del told[self._ranks.rank]  # its own
+        for others in told:
             for each, totals in zip(sums.values(), others.totals, strict=True):
                 each.merge(totals)
         checksums = {shard: each.checksums() for shard, each in sums.items()}

@@ -40,7 +40,7 @@ from marsrl.rollout.pool.dispatch import Dispatcher
 from marsrl.rollout.pool.engine_thread import EngineThread
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.ray_faults import lost_or_raise
-from marsrl.rollout.pool.replicas import LocalReplicas, ignore_loss
+from marsrl.rollout.pool.replicas import LocalReplicas, Timed, ignore_loss
 from marsrl.trainer import build
 from marsrl.trainer.config.read import read_config
 from marsrl.trainer.learner.megatron import parallel
@@ -87,6 +87,27 @@ def test_engines_that_share_the_trainers_gpus_have_the_memory_that_a_call_needs(
     pool = EnginePool(Noted([WeighedEngine(lambda r: [5])]))
     pool.sleep(keeps_weights=True)  # with GPUs of its own it stays awake
     assert calls[-1] == "forget_prefixes"
+
+
+def test_an_engine_of_this_process_has_all_the_time_if_it_is_alone_and_else_a_slice():
+    given, engine = [], ScriptedEngine(lambda r: [5])
+    engine.collect = lambda timeout_s: given.append(timeout_s) or [None]
+    replicas = LocalReplicas([engine] * 2)
+    _ = [replicas.collect(*each) for each in (([0], 0.0), ([0], 60.0), ([0, 1], 60.0))]
+    engine.close = lambda: given.append("closed")
+    replicas.close()
+    assert given[0] == 0.0 and 1.0 < given[1] <= 60.0 and given[2:] == [0.05, 0.05, "closed", "closed"]
+
+
+def test_collecting_is_told_in_spans_of_a_second_at_most_which_a_gap_ends():
+    told, times = [], [(-0.5, 0.0), (0.05, 0.5), (0.5, 0.75), (1.0, 1.25), (1.25, 1.5)]
+    replicas = LocalReplicas([ScriptedEngine(lambda r: [5] * 5, tokens_per_step=1)])
+    collect = replicas.collect
+    replicas.collect = lambda busy, *_, **how: [(0, Timed(collect(busy, 0.0)[0][1].value, *times.pop(0)))]
+    pool = EnginePool(replicas)
+    pool.on_call = lambda *call: told.append(call)
+    generate(pool, [request("0.0", prompt(5), 5)])
+    assert told == [(0, "collect", *span) for span in ((-0.5, 0.5), (0.5, 0.75), (1.0, 1.5))]
 
 
 def local_config(**options):
@@ -188,6 +209,11 @@ def test_a_group_stays_together_and_groups_are_spread():
     shares = uids(dispatch.take())
     assert {replica: len(share) for replica, share in shares.items()} == {0: 6, 1: 6}
     assert all(len({r for r, share in shares.items() for uid in share if uid[0] == g}) == 1 for g in "abcd")
+    dispatch.add([ask("e.0", new=10), ask("f.0", new=10), ask("g.0", new=900)])
+    assert uids(dispatch.take()) == {0: ["g.0"], 1: ["e.0", "f.0"]}  # the costliest first
+    for twice, said in (([ask("h.0")] * 2, "only 1 different uids"), ([ask("e.0")], "is submitted while")):
+        with pytest.raises(ValueError, match=said):
+            dispatch.add(twice)
 
 
 def test_a_sample_goes_back_to_where_its_prefix_is_unless_that_costs_more_than_a_prefill():
@@ -197,6 +223,7 @@ def test_a_sample_goes_back_to_where_its_prefix_is_unless_that_costs_more_than_a
     dispatch.end("a.0")
     dispatch.add([ask("c.0", new=140)])  # goes where nothing runs
     assert uids(dispatch.take()) == {home: ["c.0"]}
+    dispatch.forget_homes(1 - home)
     dispatch.add([ask("a.0", length=400)])  # 141 tokens of work against 101 and a prefill worth 40
     assert uids(dispatch.take()) == {home: ["a.0"]}
     dispatch.end("a.0")
@@ -229,7 +256,7 @@ def test_no_replica_idles_while_requests_wait():
     rng = random.Random(0)
     dispatch = Dispatcher(4, 3)
     running, done, total = {}, set(), 60
-    asks = [ask(f"{i % 9}.{i}", length=rng.randrange(5, 400), new=rng.randrange(1, 300)) for i in range(total)]
+    asks = [ask(f"{i % 9}.{i}", length=10 << rng.randrange(6), new=rng.randrange(1, 300)) for i in range(total)]
     dispatch.add(asks[:40])
     while len(done) < total:
         for replica, share in dispatch.take().items():
@@ -244,6 +271,11 @@ def test_no_replica_idles_while_requests_wait():
         if len(done) == 20:
             dispatch.add(asks[40:])
     assert dispatch.busy == []
+    fresh = Dispatcher(4, 3)
+    dispatch.forget_homes()
+    for each in (dispatch, fresh):
+        each.add(asks[:40])
+    assert uids(dispatch.take()) == uids(fresh.take())  # what was done weighs nothing
 
 
 def test_a_step_is_shared_by_those_in_it_and_one_that_waits_for_a_slot_pays_nothing() -> None:
@@ -291,10 +323,11 @@ class Steps(ScriptedEngine):
         return super().collect(timeout_s)
 
 
-def thread_of(engine):
+def started(*halts):
+    engine = Steps(*halts)
     thread = EngineThread(clock=engine.clock)
     thread.start(lambda: engine)
-    return thread
+    return engine, thread
 
 
 def asks(*lengths):
@@ -306,8 +339,7 @@ def lengths_of(collected):
 
 
 def test_a_result_waits_for_others_for_a_tenth_of_the_time_that_it_took():
-    engine = Steps(30, 60)
-    thread = thread_of(engine)
+    engine, thread = started(30, 60)
     for lengths, together, halt in (((20, 21, 22, 40), [20, 21, 22], 30), ((10, 11, 40), [10, 11], 60)):
         thread.submit(asks(*lengths), version=0)
         assert lengths_of(thread.collect(SOON_S, is_urgent=True)) == together  # of step 20, due at 22; 50, due at 51
@@ -316,8 +348,7 @@ def test_a_result_waits_for_others_for_a_tenth_of_the_time_that_it_took():
 
 
 def test_results_that_nothing_follows_from_come_all_together():
-    engine = Steps(41, 130)
-    thread = thread_of(engine)
+    engine, thread = started(41, 130)
     thread.submit(asks(3, 9, 20, 40), version=0)
     assert lengths_of(thread.collect(SOON_S, is_urgent=False)) == [3, 9, 20, 40]
     thread.submit(asks(5, 90), version=0)
@@ -329,8 +360,7 @@ def test_results_that_nothing_follows_from_come_all_together():
 
 
 def test_an_engine_is_called_in_one_thread_and_what_it_raises_is_raised_to_who_collects():
-    engine = Steps()
-    thread = thread_of(engine)
+    engine, thread = started()
     with pytest.raises(WrongVersion):
         thread.submit(asks(3), version=7)
     for _ in range(3):
@@ -347,8 +377,7 @@ def test_an_engine_is_called_in_one_thread_and_what_it_raises_is_raised_to_who_c
 
 
 def test_the_time_of_a_batch_begins_with_its_first_request_and_then_where_the_last_one_ended():
-    engine = Steps(1)
-    thread = thread_of(engine)
+    engine, thread = started(1)
     thread.submit(asks(3), version=0)
     between = time.time()
     thread.submit(asks(4, 9), version=0)  # before the first step

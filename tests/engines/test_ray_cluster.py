@@ -272,6 +272,7 @@ def test_what_is_no_gpu_or_address_is_named(capsys: pytest.CaptureFixture[str]) 
         (["127.0.0.1:1", "--gpus", "0,1"], "--gpus is 0,1, and this host has 0 GPU(s)"),
         ([":1"], "':1' is no address"),
         (["here:65536"], "'here:65536' is no address"),
+        (["here:0"], "'here:0' is no address"),
     ):
         assert main(["join", *words]) == 2
         assert said in capsys.readouterr().err
@@ -280,10 +281,11 @@ def test_what_is_no_gpu_or_address_is_named(capsys: pytest.CaptureFixture[str]) 
 def test_this_host_is_found_by_its_address() -> None:
     assert split_address("node0", 6379) == ("node0", 6379) and split_address("10.0.0.1:7", 6379) == ("10.0.0.1", 7)
     assert split_address("[fd00::2]:7", 6379) == ("fd00::2", 7) and split_address("fd00::2", 6379) == ("fd00::2", 6379)
-    assert split_address("here", 6379) == ("here", 6379)
+    assert split_address("here", 6379) == ("here", 6379) == split_address("ray://here:6379", 1)
     assert address_towards("127.0.0.1") == "127.0.0.1" and address_towards("no-such-host.invalid") is None
     assert own_address("localhost") == "127.0.0.1"
     with pytest.raises(RuntimeError, match=r"sync.host is 192\.0\.2\.77, which is no address of this host"):
         own_address("192.0.2.77")
-    os.environ["MASTER_ADDR"] = "127.0.0.3"  # of torchrun on one machine: no other host reaches that
-    assert not own_address().startswith("127.0.0.3")
+    for other in ("127.0.0.3", "192.0.2.77"):  # of torchrun on one machine: no other host reaches that; of another host
+        os.environ["MASTER_ADDR"] = other
+        assert own_address() != other and address_towards("192.0.2.1") in (None, own_address())

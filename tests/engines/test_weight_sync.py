@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_cases import GivenLearner, perturbed, pool_of, spec_of, tensors_of
+from engine_cases import GivenLearner, WholeModel, perturbed, pool_of, spec_of, tensors_of
 from safetensors.torch import load_file
 from torch.distributed import TCPStore
 
@@ -213,6 +213,8 @@ class Desk:
         checked = CheckedEngines(pool_of(self.engine), vocab_size=160)
         self.sync = DirectSync(checked, self.dtype, "nccl", verify_every=1000, bucket_bytes=1 << 14, sends_deltas=True)
         self.tensors = tensors_of(model)
+        self.num_numbers = sum(tensor.numel() for tensor in self.tensors.values())
+        self.learner: Any = GivenLearner(self.tensors, lambda: pytest.fail("no version is compared here"))
         self.version = 0
 
     def change(self, share: float) -> int:
@@ -229,16 +231,14 @@ class Desk:
     def publish(self) -> SyncReport:
         """The engine holds the tensors of now then."""
         self.version += 1
-        learner: Any = GivenLearner(self.tensors, lambda: pytest.fail("no version is compared here"))
-        report = self.sync.publish(learner, self.version)
+        now = WholeModel(self.tensors, ())
+        for name in now.shapes:  # in place, as an optimizer changes them
+            self.learner.held().stack(name).copy_(now.stack(name))
+        report = self.sync.publish(self.learner, self.version)
         assert report is not None and self.engine.held() == {
             name: checksum(tensor) for name, tensor in fuse(self.tensors, self.dtype)
         }
         return report
-
-    @property
-    def num_numbers(self) -> int:
-        return sum(tensor.numel() for tensor in self.tensors.values())
 
 
 @pytest.fixture(params=["bfloat16", "float32"])
@@ -377,6 +377,9 @@ def test_a_tensor_without_a_place_for_what_comes_is_named(rendezvous: Rendezvous
     plan = ReceivePlan(rendezvous, 0, EngineShard(), {"norm": (8, 8)}, ())
     with pytest.raises(ValueError, match=re.escape(f"norm is to be (8, 8), and the engine holds {held}")):
         WeightReceiver(CPU).receive(plan, lambda name: None if held is None else torch.zeros(held))
+    TransferStore(rendezvous).give_up("it had a place")
+    with pytest.raises(TransferBroken, match="it had a place"):
+        WeightReceiver(CPU).receive(plan, lambda name: torch.zeros(9, 8))  # rows of padding
 
 
 def test_an_engine_whose_weights_did_not_arrive_says_why_and_decodes_nothing(

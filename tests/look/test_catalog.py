@@ -13,7 +13,7 @@ from made_up_run import make_group, make_run, make_sample
 from marsrl.rollout.types import Finish, Reward
 from marsrl.trainer.commands.look import measured
 from marsrl.trainer.commands.look.catalog import Catalog, Filter, Row
-from marsrl.trainer.commands.look.palette import series_colors
+from marsrl.trainer.commands.look.palette import COLORS, activity_color, series_colors
 from marsrl.trainer.config.read import read_config
 from marsrl.trainer.plan.command import as_json
 from marsrl.trainer.plan.plan import make_plan
@@ -42,10 +42,7 @@ def look_at(run: RunDirectory) -> Catalog:
 
 FILTERS: list[tuple[Filter, Callable[[int, SampleRecord], bool]]] = [
     (Filter(), lambda step, s: True),
-    (Filter(agent="verifier1"), lambda step, s: s.agent == "verifier1"),
-    (Filter(agent="nobody"), lambda step, s: False),
     (Filter(first=2, last=3), lambda step, s: 2 <= step <= 3),
-    (Filter(low=0.5), lambda step, s: s.reward is not None and s.reward >= 0.5),
     (Filter(low=0.34, high=0.36), lambda step, s: s.reward == 0.35),
     (Filter(high=0.0, agent="solver"), lambda step, s: s.reward is not None and s.reward <= 0 and s.agent == "solver"),
     (Filter(flag=("missing reward",)), lambda step, s: s.reward is None),
@@ -101,6 +98,8 @@ def test_a_run_that_goes_on_is_followed_and_a_step_played_again_replaces_its_sam
     sample_files(run)[0].unlink()
     catalog.refresh()
     assert {row.uid for row in all_found(catalog, Filter())[0] if row.step == 2} == {"again"}
+    with pytest.raises(ValueError, match="new is not in its file any more"):
+        catalog.records(rows[:1])
     assert not [row for row in all_found(catalog, Filter())[0] if row.step == 0]
     assert not all_found(catalog, Filter(words="zebra"))[0] and all_found(catalog, Filter(words="quagga"))[0]
     assert [step for step, _ in catalog.curves["actor/entropy"]] == [0]
@@ -121,7 +120,7 @@ def test_samples_that_there_was_no_time_for_are_read_next_time(tmp_path: Path) -
 def test_a_long_curve_is_shown_as_a_thousand_points(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path, "a", "p")
     zero = dict.fromkeys([*(f"reward/solver/mean{end}" for end in ("", "/low", "/high")), "reward/all/mean"], 0)
-    rows = [{"step": i, "own": i, "timing_s/step": i, **zero} for i in range(3000)]
+    rows = [{"step": i, "own": i, "timing_s/step": i, **zero, "actor/grad_norm": 1} for i in range(3000)]
     run.metrics.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     catalog = look_at(run)
     curve, none = measured.curves(catalog, ["own", "unknown"])
@@ -129,8 +128,10 @@ def test_a_long_curve_is_shown_as_a_thousand_points(tmp_path: Path) -> None:
     assert none == {"steps": [], "values": [], "every": 1}
     assert measured.speed(catalog)["measured"]["step"] == 2974.5  # of the last 50
     charts = {each["title"]: each for each in measured.charts(catalog)}
-    assert [*charts] == ["Reward", "Time per step", "own", "reward/solver/mean/low", "reward/solver/mean/high"]
-    assert [each["is_main"] for each in charts.values()] == [True, True, False, False, False]
+    assert [*charts][:4] == ["Reward", "Gradient norm", "Time per step", "own"]
+    assert [each["is_main"] for each in charts.values()] == [True] * 3 + [False] * 3
+    labels = [each["label"] for name in ("Reward", "Gradient norm") for each in charts[name]["series"]]
+    assert labels == ["solver", "all", "grad_norm"]
     assert charts["Reward"]["is_zero"] and not charts["Time per step"]["is_zero"]
     assert [each["has_band"] for each in charts["Reward"]["series"]] == [True, False]
 
@@ -140,6 +141,7 @@ def test_an_agent_has_the_colour_of_its_place_and_other_series_take_those_that_a
     assert found == {"solver": "c1", "main/solver": "c1", "judge": "c0", "x": "c2", "all": "c7", "y": "c3"}
     assert series_colors(["8th"], [f"{i}th" for i in range(1, 9)]) == {"8th": "c0"}
     assert series_colors(map(str, range(8)))["7"] == "c0"
+    assert activity_color("step") == "c1" and {activity_color(str(i)) for i in range(99)} == {*COLORS}
 
 
 def test_what_a_run_warned_of_is_listed_beside_what_its_metrics_say(tmp_path: Path) -> None:
@@ -153,13 +155,20 @@ def test_what_a_run_warned_of_is_listed_beside_what_its_metrics_say(tmp_path: Pa
     with run.warnings.open("ab") as file:
         file.write(b'{"step": 6, "text": "being writt')
     sample_files(run)[1].write_bytes(b"garbage")
-    found = measured.warnings(look_at(run))
+    run.trace.write_bytes(b"garbage")
+    unusual = {"actor/grad_spikes": 2, "main/actor/solver/grad_spikes": 1, "response_length/solver/clip_ratio": 0.51}
+    with run.metrics.open("ab") as file:
+        file.write(json.dumps({"step": 4, "response_length/judge/clip_ratio": 0.5, **unusual}).encode() + b"\n")
+    catalog = look_at(run)
+    assert catalog.trace == []
+    found = measured.warnings(catalog)
     listed = [(each.get("first_step"), each["step"], each["kind"]) for each in found]
     said = [each["text"] for each in found if each["kind"] == "said"]
     assert said == ["rank 0 is \ud800 slow\n\x1b[2J"]  # once: rank 0 speaks for all
     assert printed.getvalue() == "warning: rank 0 is ⟨U+D800⟩ slow\n␛[2J\n"
-    of_metrics = [(0, 3, "reward/solver/missing"), (2, 2, "metrics/non_finite")]
-    assert sorted(listed, key=str) == [*of_metrics, (None, 1, "samples"), (None, 3, "said")]
+    of_metrics = [(0, 3, "reward/solver/missing"), (2, 2, "metrics/non_finite"), *((4, 4, name) for name in unusual)]
+    assert sorted(listed, key=str) == [*of_metrics, (None, 1, "samples"), (None, 3, "said"), (None, None, "trace.json")]
+    assert [step for _, step, _ in listed] == [4, 4, 4, 3, 3, 2, 1, None] and "grad_spikes up to 2)" in str(found)
 
 
 def test_the_speed_of_a_step_stands_beside_what_the_plan_in_the_folder_says(tmp_path: Path) -> None:
@@ -207,5 +216,7 @@ def test_a_problems_life_lies_between_the_publish_of_its_oldest_version_and_the_
     assert catalog.ages == [("judge", 1, 1), ("solver", 0, 2)]
     run.metrics.write_text('{"step": 1, "actor/updates": 0}\n{"step": 2, "actor/updates": 1}\n')
     assert catalog.ages == [("judge", 0, 1), ("solver", 0, 2)]  # step 1 trained nothing and made no version
-    seen = measured.spans(catalog, 4.0, 8.0)["spans"]
-    assert sorted(span[1:4] for span in seen) == [("publish", 5.0, 6.0), ("step 2", 7.0, 7.0)]
+    seen = measured.spans(catalog, 6.0, 7.0)
+    assert sorted(span[1:4] for span in seen["spans"]) == [("publish", 5.0, 6.0), ("step 2", 7.0, 7.0)]
+    whole = measured.spans(catalog)
+    assert (whole["low"], whole["high"], whole["end"], seen["num_left_out"]) == (1.0, 11.0, 11.0, 0)

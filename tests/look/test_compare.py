@@ -15,7 +15,7 @@ from test_exported_pages import ATTACK, answers_in
 from marsrl.rollout.agents.roles import AgentSpec
 from marsrl.trainer.commands import cli
 from marsrl.trainer.commands.look.compare import compare
-from marsrl.trainer.commands.look.comparison import Difference, difference, read_compared, settings_that_differ
+from marsrl.trainer.commands.look.comparison import Difference, difference, names_of, read_compared, side_by_side
 from marsrl.trainer.evaluate.draws import EVALUATION, Draw, Kept, Said
 from marsrl.trainer.evaluate.score import Scorer
 from marsrl.trainer.runs.directory import RunDirectory, write_json
@@ -59,7 +59,7 @@ def test_a_paired_difference_is_over_the_problems_that_both_have(tmp_path: Path)
     found = gap(worse, better)
     assert found.num_problems == 150 and found.is_clear and 0.1 < found.low < found.mean < found.high < 0.4
     back = gap(better, worse)
-    assert (back.mean, back.low, back.high) == pytest.approx((-found.mean, -found.high, -found.low))
+    assert (back.mean, back.low, back.high) == pytest.approx((-found.mean, -found.high, -found.low)) and back.is_clear
     assert not gap(worse, better, "alone").is_clear  # the same Solver
     same = gap(worse, worse)
     assert (same.mean, same.low, same.high) == (0, 0, 0) and not same.is_clear
@@ -72,6 +72,11 @@ def test_a_paired_difference_is_over_the_problems_that_both_have(tmp_path: Path)
     one, other = (keep(tmp_path / name, draws(0.5, range(200), seed)) for name, seed in (("d", 1), ("e", 2)))
     system, pair = read_compared(one).last.system, gap(one, other)
     assert pair.high - pair.low < 1.3 * (system.high - system.low)
+    # one of several sets, and answers that are known
+    math, qa, others = (draws(0.5, range(k, k + 4), 1, of) for k, of in ((0, "math"), (4, "qa"), (8, "qa")))
+    unknown = [draw.model_copy(update={"system": Said(correct=None), "alone": None}) for draw in others]
+    sets, rows = keep(tmp_path / "g", [*math, *qa[2:], *unknown]), ("system", "alone", "math/system", "qa/alone")
+    assert [gap(sets, sets, row).num_problems for row in rows] == [7, 7, 4, 3]
 
 
 def test_the_settings_that_differ_are_told_and_no_other(tmp_path: Path) -> None:
@@ -79,11 +84,9 @@ def test_the_settings_that_differ_are_told_and_no_other(tmp_path: Path) -> None:
     for run, rate in zip(runs, (1e-5, 2e-5), strict=True):
         settings = {"run": {"seed": 3, "name": run.name}, "policies": {"main": {"optimizer": {"lr": rate}}}}
         RunDirectory(run).write_config(settings | ({"data": {"train": "<b>x"}} if run.name == "b" else {}))
-    told = shown(*runs, page=tmp_path / "page.html").partition("settings that differ")[2]
+    told = shown(*runs).partition("settings that differ")[2]
     rows = [re.split(r"\s*│\s*", line)[1:-1] for line in told.splitlines() if line.startswith("│")]
     assert rows == [["policies.main.optimizer.lr", "1e-05", "2e-05"], ["data.train", "not set", "<b>x"]]
-    found = answers_in(tmp_path / "page.html")["compare"]["settings"]
-    assert found == {"policies.main.optimizer.lr": ["1e-05", "2e-05"], "data.train": ["not set", "<b>x"]}
     # one that was another when the run went on, in more than nine files
     runs = [keep(tmp_path / name, draws(0.5, range(4), 0)) for name in ("c", "d")]
     for run in runs:
@@ -91,7 +94,8 @@ def test_the_settings_that_differ_are_told_and_no_other(tmp_path: Path) -> None:
     RunDirectory(runs[1]).checkpoint(9).mkdir(parents=True)
     for steps in (22, *range(30, 40)):
         RunDirectory(runs[1]).write_config({"run": {"steps": steps}})
-    values = settings_that_differ([read_compared(run) for run in runs])
+    assert "then 39" in shown(*runs)
+    values = side_by_side([read_compared(run) for run in runs], ["c", "d"])["settings"]
     assert values == {"run.steps": ["200", "200, then 22, then " + ", then ".join(map(str, range(30, 40)))]}
 
 
@@ -119,8 +123,12 @@ def test_runs_are_compared_in_a_terminal_and_on_a_page(tmp_path: Path, capsys: p
     assert (cell["num_problems"], cell["is_clear"], cell["is_better"]) == (60, True, True)  # of the last
     run = read_compared(Path(paths[0]))
     assert [place.step for place, _ in run.evaluations] == [0, 3, 5]
-    (_, middle, last) = (place for place, _ in run.evaluations)
-    assert 0 < middle.tokens < last.tokens and 3.9 * 3 < middle.hours * 3600 < last.hours * 3600
+    (first, middle, last) = (place for place, _ in run.evaluations)
+    assert (first.tokens, middle.tokens, last.tokens) == (3000, 12_000, 18_000)
+    assert 3.9 * 3 < middle.hours * 3600 < last.hours * 3600
+    back = side_by_side([read_compared(Path(path)) for path in reversed(paths)], found["names"])["rows"][-1]["cells"]
+    assert [(cell["is_clear"], cell["is_better"]) for cell in back] == [(False, False), (True, False)]
+    assert names_of([Path("/r/a/x"), Path("/r/b/x"), Path("/r/y"), Path("/r/y")]) == ["a/x", "b/x", "/r/y", "/r/y"]
 
 
 def test_hostile_names_and_answers_stay_text(tmp_path: Path) -> None:

@@ -81,6 +81,9 @@ def test_a_run_that_has_not_finished_has_a_page_that_says_so(tmp_path: Path) -> 
     run = RunDirectory.create(tmp_path, "blind", "p")
     save_summary(run.summary, make_summary(before=None, after=None))
     assert told(run)["overview?run=0"]["rows"] == [] and told(run)["overview?run=0"]["summary"]
+    save_summary(run.summary, make_summary(before=None))
+    seen = told(run)["overview?run=0"]
+    assert [row["before"] for row in seen["rows"]] == [None] * 5 and len(seen["confusions"]) == 2
     run.summary.write_text("{}")
     assert "is not a run summary" in told(run)["overview?run=0"]["why_not"]
 

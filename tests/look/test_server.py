@@ -21,6 +21,7 @@ from marsrl.trainer.commands.cli import main
 from marsrl.trainer.commands.look.api import MOST_CHARS, Api, differences
 from marsrl.trainer.commands.look.export import PAGES
 from marsrl.trainer.commands.look.server import make_app
+from marsrl.trainer.runs.directory import RunDirectory
 
 
 @pytest.fixture
@@ -31,11 +32,11 @@ def stranger(runs: list[Path]) -> TestClient:
 def test_only_who_knows_the_token_is_answered(stranger: TestClient) -> None:
     for path in ("/", "/api/runs", "/?token=guess", "/?token=", "/nowhere"):
         assert stranger.get(path).status_code == 403
-    shown = stranger.get("/?page=curves&token=secret&run=1", follow_redirects=False)
-    assert (shown.status_code, shown.headers["location"]) == (303, "/?page=curves&run=1")
+    shown = stranger.get("/?page=curves&token=secret&words=1", follow_redirects=False)
+    assert (shown.status_code, shown.headers["location"]) == (303, "/?page=curves&words=1")
     assert {"HttpOnly", "SameSite=strict"} <= set(shown.headers["set-cookie"].split("; "))
     assert stranger.get("/api/runs").status_code == stranger.get("/").status_code == 200
-    assert stranger.post("/api/runs").status_code == 405
+    assert stranger.post("/api/runs").status_code == 405 and stranger.get("/api/nothing").status_code == 404
 
 
 def test_a_foreign_name_that_leads_here_is_refused_even_with_the_token(stranger: TestClient) -> None:
@@ -78,7 +79,7 @@ def test_what_cannot_be_answered_says_why(stranger: TestClient) -> None:
     for path, reason in (
         ("samples?run=7", "run is 7; there are 2"),
         ("samples?run=0&low=nan", "finite number"),
-        *((f"samples?run=0&before={place}", "expected step.line") for place in ("1", "1.", "x.1", "1.x")),
+        *((f"samples?run=0&before={at}", "expected step.line") for at in ("1", "1.", "x.1", "1.x", f"1.{10**18}")),
         ("samples?run=0&flag=bad", "nothing to filter by"),
         ("samples?run=0&words=%2B-", "no letter or digit"),
         ("samples?run=0&nothing=1", "cannot be read"),
@@ -101,6 +102,7 @@ def test_a_diff_marks_words_and_leaves_what_both_have() -> None:
     changed = [("=", "same\nx is "), ("-", "3"), ("+", "4"), ("=", ".\n")]
     assert differences("same\nx is 3.\n", "same\nx is 4.\n") == changed
     assert differences("a" * (MOST_CHARS + 1), "a") is None
+    assert differences("a" * MOST_CHARS, "a" * MOST_CHARS) == [("=", "a" * MOST_CHARS)]
 
 
 @pytest.fixture
@@ -159,6 +161,11 @@ def test_a_hostile_run_steers_no_terminal(runs: list[Path], capsys: pytest.Captu
     assert "says wrong" in shown and "is no file of samples" in shown and "reward/solver/mean" in shown
 
 
-def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["view", str(tmp_path), "--text"]) == 2
+def test_a_terminal_shows_the_last_twenty_warnings_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = RunDirectory.create(tmp_path, "a", "p")
+    run.warnings.write_text("".join(f'{{"step": {i}, "text": "slow"}}\n' for i in range(30)))
+    assert main(["view", str(run.path), "--text"]) == 2
     assert "is not a run directory" in capsys.readouterr().err
+    run.write_config({})
+    assert main(["view", str(run.path), "--text"]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == [f"warning: step {i}: slow" for i in range(10, 30)]

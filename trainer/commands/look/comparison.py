@@ -122,7 +122,7 @@ def side_by_side(runs: Sequence[Compared], names: Sequence[str]) -> dict[str, An
         "columns": COLUMNS,
         "meaning": MEANING,
         "costs": [{"name": name, **_costs(run.last)} for name, run in zip(names, runs, strict=True)],
-        "settings": settings_that_differ(runs),
+        "settings": _settings_that_differ(runs),
         "axes": AXES,
         "charts": charts,
     }
@@ -176,7 +176,7 @@ def names_of(paths: Sequence[Path]) -> list[str]:
     return list(map(name, runs))
 
 
-def settings_that_differ(runs: Sequence[Compared]) -> dict[str, list[str]]:
+def _settings_that_differ(runs: Sequence[Compared]) -> dict[str, list[str]]:
     """Settings that differ between runs, with each run's value."""
     keys = dict.fromkeys(key for run in runs for key in run.settings if key not in OF_THE_START)
     told = {key: [run.settings.get(key, "not set") for run in runs] for key in keys}

@@ -22,7 +22,7 @@ _MOST_SPANS = 3000  # rectangles that a browser draws smoothly
 _LAST_STEPS = 50  # steps whose median is the measured speed
 
 _WATCHED = (  # (prefix, suffix, limit, meaning) of unusual metrics
-    ("actor/", "grad_spikes", 0.0, "the gradient norm was above 5 running medians, or not finite"),
+    ("", "grad_spikes", 0.0, "the gradient norm was above 5 running medians, or not finite"),
     ("response_length/", "/clip_ratio", 0.5, "over half of an agent's samples reached the maximum length"),
     ("reward/", "/missing", 0.0, "samples without a reward"),
     ("metrics/non_finite", "", 0.0, "metrics that were not finite"),
