@@ -428,7 +428,8 @@ class EnginePool(AbstractContextManager["EnginePool"]):
             return
         self._look_at = self._clock() + _LOOK_S
         while self._absent and self._replicas.has_place(0.0):
-            self._restart(self._absent.pop(0), "no host had a place for it until now")
+            if not self._restart(self._absent.pop(0), "no host had a place for it until now"):
+                return
 
     def _replace(self, replica: int, reason: str) -> bool:
         """Restart a lost replica, as `_restart` does, and requeue its requests; what is not requeued is over."""

@@ -110,7 +110,7 @@ def _word_sum(data: Tensor, first_word: int, stride: int) -> int:
     if len(words) > 1:
         return _strided_sum(words, first_word, stride)
     words = words[0]
-    step = min(_WORDS_CUDA if data.is_cuda else _WORDS, len(words))
+    step = min(_WORDS_CUDA if data.is_cuda else _WORDS, max(1, len(words)))
     whole = len(words) // step * step
     total = _strided_sum(words[:whole].view(-1, step), first_word, step)
     return total + _strided_sum(words[whole:].view(1, -1), first_word + whole, step)
