@@ -282,8 +282,8 @@ KINDS: dict[str, Callable[[Trial], str]] = {
     **{name: mischief(name) for name in ("call-a-thousand-times", "disconnect", "send-100-mib")},
 }
 OF_SESSIONS = list(KINDS)[list(KINDS).index("kill-worker") :]
-BESIDE_SESSIONS = ["kill-trainer", "kill-torchrun", "sigterm-torchrun", "sigterm-rank", "ctrl-c", "second-start"]
 AT_ANY_TIME = ("kill-trainer", "kill-torchrun", "sigterm-torchrun", "ctrl-c")  # also while a run starts
+BESIDE_SESSIONS = [*AT_ANY_TIME, "stop-rank", "sigterm-rank", "second-start"]
 
 
 def possible(run: Trial, kinds: list[str]) -> list[str]:

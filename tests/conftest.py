@@ -42,7 +42,7 @@ if settings.get_current_profile_name() == "default":
 TOGETHER = {
     # first: a process that trains with our shim of Megatron compiles nothing
     "compiled": ("tests/kernels/test_traced_ops.py",),
-    "ranks": ("tests/megatron", "tests/plan"),
+    "ranks": ("tests/megatron", "tests/plan", "tests/supervised"),
     "engines": ("tests/engines",),
     "runs": ("tests/integration",),
     "default run": ("tests/integration/test_default_run.py", "tests/integration/test_chaos.py"),

@@ -10,7 +10,7 @@ TESTS = (
     ("make .*", "test_make_runs_commands_that_are_tested"),
     ("python benchmarks/.*", "test_a_benchmark_takes_its_words"),
     ("python docs/papers.py", "test_the_command_writes_the_page"),
-    ("python tests/chaos.py .*", "test_three_faults_cost_nothing"),
+    ("python tests/chaos.py .*", "test_four_faults_cost_nothing"),
     (".* -m marsrl.trainer.main", "test_a_program_is_found_by_its_module"),
     ("marsrl (plan|tool) .*|.* --dry-run .*", "test_a_command_does_what_it_says"),
     (

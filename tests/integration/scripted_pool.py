@@ -38,6 +38,8 @@ from marsrl.trainer.report.samples_log import SampleRecord, read_samples, sample
 from marsrl.trainer.run import Run
 from marsrl.trainer.runs.directory import RunDirectory
 
+BRIEFLY = ("agents.verifier1.prompt=chain", "agents.verifier2.prompt=chain")  # those of math have 2,000 bytes
+
 
 @contextmanager
 def engines_are(engine: Callable[[], Engine]) -> Iterator[None]:

@@ -21,7 +21,7 @@ MAIN = Path(__file__).resolve().parents[2] / "trainer" / "main.py"
 # A task of one or two operations is learned in seconds, from tutors that slip often; the run stays MarsRL in every part.
 ARITHMETIC = (
     "task_options={min_operations: 1, max_operations: 2}",
-    "warm_start={max_solver_steps: 60, short_steps: 30, solver_loss: 0.5, max_team_steps: 16, decay_steps: 24, "
+    "warm_start={max_solver_steps: 30, short_steps: 15, solver_loss: 0.5, max_team_steps: 8, decay_steps: 12, "
     "table_drills: 128, slip_solver: 0.4, slip_verifier: 0.3, slip_corrector: 0.4}",
 )
 SMALL = (
@@ -74,8 +74,7 @@ class Runner:
     def start(self, name: str, *words: str, ranks: int = 0) -> subprocess.Popen[str]:
         """ranks: of torchrun; 0: a process by itself, without it."""
         launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks else []
-        default = [] if any(word.startswith("preset=") for word in words) else [*ARITHMETIC, TEAM]
-        settings = [f"run.dir={self.folder}", f"run.name={name}", *default, *SMALL, *words]
+        settings = [f"run.dir={self.folder}", f"run.name={name}", *ARITHMETIC, TEAM, *SMALL, *words]
         return subprocess.Popen(
             [sys.executable, *launcher, str(MAIN), *settings],
             stdout=subprocess.PIPE,

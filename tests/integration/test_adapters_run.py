@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scripted_pool import engines_are, half_right, on_sevens, opened, rows_of, samples_of, saying, train_here
+from scripted_pool import BRIEFLY, engines_are, half_right, on_sevens, opened, rows_of, samples_of, saying, train_here
 
 from marsrl.rollout.adapter import AdapterConfig
 from marsrl.rollout.engines.protocol import DecodeResult
@@ -33,7 +33,7 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
         *on_sevens(folder, model, "policies.main.frozen=true", "run.evaluate=false"),
         *(f"policies.{name}={{base: main, adapter: {{rank: {each.rank}, targets: [attention]}}, optimizer: {{lr: 0.01}}}}"
           for name, each in ADAPTERS.items()),
-        "agents={solver: {policy: solver}, verifier1: {policy: verifier}, verifier2: {policy: verifier}}",
+        "agents={solver: {policy: solver}, verifier1: {policy: verifier}, verifier2: {policy: verifier}}", *BRIEFLY,
         "credit.train_agents=[solver, verifier1, verifier2]",
         "rollout.placement=local", "rollout.pipeline=trajectory", "run.steps=2", "run.checkpoint_every=1",
     ]  # fmt: skip

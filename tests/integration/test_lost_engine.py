@@ -162,7 +162,7 @@ def test_an_engine_that_has_moved_decodes_with_the_weights_of_its_new_policy(
     own = f"model: {init_model('tiny', 'bytes', tmp_path / 'model')}, dtype: float32, optimizer: {{lr: 0.005}}"
     settings = [
         "task=math", "orchestration=solver_verifier", f"policies={{solver: {{{own}}}, verifier: {{{own}, engines: 2}}}}",
-        "agents={solver: {policy: solver}, verifier: {policy: verifier}}", f"data.train={sevens(tmp_path)}",
+        "agents={solver: {policy: solver}, verifier: {policy: verifier, prompt: chain}}", f"data.train={sevens(tmp_path)}",
         "rollout.engine=local", "rollout.threads=1", "rollout.object_store_mib=80", "rollout.rebalance=true",
         "rollout.prompts_per_step=2", "rollout.group_size=4", "rollout.max_response_tokens=60",
         "rollout.pipeline=trajectory", "run.steps=4", "run.evaluate=false", "trainer.threads=1", "loss.entropy_coef=0.01",

@@ -1,5 +1,5 @@
 """Adapters, Dr. MAS and MARS in miniature: the commands of configs/cpu_adapters.yaml, cpu_solver_verifier.yaml,
-cpu_search_team.yaml and cpu_dual_system.yaml, a few steps of each. Does the reward rise? `python benchmarks/learning.py
+cpu_search_team.yaml and cpu_dual_system.yaml, two steps of each. Does the reward rise? `python benchmarks/learning.py
 preset=cpu_solver_verifier`, and the others, ask that. How tools are counted and outcomes credited: test_scripted_team.py, whose
 agents say what it wants.
 
@@ -9,12 +9,13 @@ What so short a warm start leaves depends on the last bits of a processor. So no
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from pathlib import Path
 
 import pytest
 from commands import run_by
-from small_run import Runner
+from small_run import SMALL, run_here
 
 from marsrl.trainer.report.metrics import read_metrics
 from marsrl.trainer.report.samples_log import SampleRecord, read_samples, sample_files
@@ -32,11 +33,18 @@ SMALLER = (
     "warm_start.equality_drills=16",
     "trainer.agent_grad_norm_every=2",
     "evaluate.num_problems=4",
-    "run.steps=3",
+    "run.steps=2",
 )
 
 Row = dict[str, float | None]
 Steps = list[tuple[Row, list[SampleRecord]]]
+
+
+def run_of(command: str, folder: Path, *words: str) -> Path:
+    """The run of a command of the documents, its policies less taught; its directory."""
+    os.environ["MARSRL_CACHE"] = str(folder / "cache")
+    run_here([*shlex.split(command)[2:], f"run.dir={folder}", "run.name=run", *SMALL, *SMALLER, *words])
+    return folder / "run"
 
 
 def steps_of(directory: Path) -> Steps:
@@ -47,7 +55,7 @@ def steps_of(directory: Path) -> Steps:
 
 def check_updates(steps: Steps, prefix: str, agents: list[str]) -> None:
     """One update a step where the policy's agents were asked: SMALL gives each token an entropy bonus."""
-    assert len(steps) == 3
+    assert len(steps) == 2
     for row, samples in steps:
         is_asked = any(sample.agent in agents for sample in samples)
         assert row[f"{prefix}actor/updates"] == 1 - (row[f"{prefix}actor/empty_steps"] or 0) == is_asked
@@ -55,8 +63,8 @@ def check_updates(steps: Steps, prefix: str, agents: list[str]) -> None:
 
 
 @pytest.mark.parametrize("command", run_by("test_a_solver_and_a_verifier_of_their_own_sizes_train"))
-def test_a_solver_and_a_verifier_of_their_own_sizes_train(command: str, runner: Runner) -> None:
-    directory = runner.run("two-policies", *shlex.split(command)[2:], *SMALLER)
+def test_a_solver_and_a_verifier_of_their_own_sizes_train(command: str, tmp_path: Path) -> None:
+    directory = run_of(command, tmp_path)
     steps = steps_of(directory)
     for policy, hidden in {"solver": 96, "verifier": 64}.items():
         check_updates(steps, f"{policy}/", [policy])
@@ -65,7 +73,7 @@ def test_a_solver_and_a_verifier_of_their_own_sizes_train(command: str, runner: 
             assert ({f"drmas/{policy}/mu", f"drmas/{policy}/sigma"} <= row.keys()) == is_asked
             has_norm = f"{policy}/actor/{policy}/grad_norm" in row
             assert has_norm == (is_asked and number == 2)  # every second step
-        file = directory / "checkpoints" / "step_3" / "policies" / policy / "hf" / "config.json"
+        file = directory / "checkpoints" / "step_2" / "policies" / policy / "hf" / "config.json"
         assert json.loads(file.read_text())["hidden_size"] == hidden
     for row, samples in steps:
         is_verified = any(sample.agent == "verifier" for sample in samples)
@@ -73,24 +81,24 @@ def test_a_solver_and_a_verifier_of_their_own_sizes_train(command: str, runner: 
 
 
 @pytest.mark.parametrize("command", run_by("test_the_five_adapters_in_miniature_train"))
-def test_the_five_adapters_in_miniature_train(command: str, runner: Runner) -> None:
-    directory = runner.run("adapters", *shlex.split(command)[2:], *SMALLER, "agents.verifier1.pick=random")
+def test_the_five_adapters_in_miniature_train(command: str, tmp_path: Path) -> None:
+    directory = run_of(command, tmp_path, "agents.verifier1.pick=random")
     steps = steps_of(directory)
     agents = ["solver", "verifier1", "corrector1", "verifier2", "corrector2"]
     for agent in agents:
         check_updates(steps, f"{agent}/", [agent])
     trained = {agent for row, _ in steps for agent in agents if row[f"{agent}/actor/updates"]}
     assert {"solver", "verifier1"} <= trained
-    kept = {folder.name for folder in (directory / "checkpoints" / "step_3" / "policies").iterdir()}
+    kept = {folder.name for folder in (directory / "checkpoints" / "step_2" / "policies").iterdir()}
     assert kept == set(agents)  # the base, which nobody trains, is not kept
 
 
 @pytest.mark.parametrize("command", run_by("test_a_team_in_miniature_trains"))
-def test_a_team_in_miniature_trains(command: str, runner: Runner) -> None:
+def test_a_team_in_miniature_trains(command: str, tmp_path: Path) -> None:
     """Taught by its school, evaluated, and trained by one policy."""
     is_search = command.endswith("cpu_search_team")
     agents = ["verifier", "search", "answer"] if is_search else ["system2", "system1"]
-    directory = runner.run("search-team" if is_search else "dual-system", *shlex.split(command)[2:], *SMALLER)
+    directory = run_of(command, tmp_path, "rollout.max_response_tokens=12")
     steps = steps_of(directory)
     assert {sample.agent for _, samples in steps for sample in samples} <= set(agents)
     check_updates(steps, "", agents)

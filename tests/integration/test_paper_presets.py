@@ -29,7 +29,7 @@ MACHINE = (
     "run.device=cpu", "run.steps=2", "run.evaluate=false", "policies.main.dtype=float32", "policies.main.recompute=none",
     "policies.main.layout={tensor: 1, expert: 1, pipeline: 1, context: 1}",
     "rollout.engine=local", "rollout.placement=local", "rollout.engines=1",
-    "rollout.ray_address=null", "rollout.vllm.tensor_parallel=1", "rollout.prompts_per_step=2",
+    "rollout.ray_address=null", "rollout.vllm.tensor_parallel=1",
 )  # fmt: skip
 TOKENS = 4096  # of any prompt, of any completion
 TRAINED = {
@@ -95,6 +95,7 @@ def test_a_preset_reaches_version_2(preset: str, tmp_path: Path) -> None:
         words += [f"agents.{name}.max_input_tokens={TOKENS}" for name in paper.agents]
         words += [f"agents.{name}.max_response_tokens=64" for name, a in paper.agents.items() if a.max_response_tokens]
         words += ["rollout.max_response_tokens=1024", "trainer.max_tokens_per_micro_batch=16384"]
+        words += [f"rollout.prompts_per_step={min(2, paper.trainer.updates_per_step)}"]  # five updates take two
         address = server.base_url.removesuffix("/v1")
         if isinstance(paper.tools.search, HttpSearch):
             words.append(f"tools.search.url={address}/retrieve")

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from held_port import held_port
 from scripted_pool import (
+    BRIEFLY,
     ScriptedWithWeights,
     engines_are,
     half_right,
@@ -39,6 +40,7 @@ from marsrl.trainer.report.token_log import read_tokens, token_files
 from marsrl.trainer.report.trace import read_trace
 from marsrl.trainer.runs.directory import RunDirectory
 
+BRIEF = "agents.verifier.prompt=chain"  # a tenth of the words of math
 AGENTS = {"solver", "verifier1", "corrector1", "verifier2", "corrector2"}
 
 
@@ -119,9 +121,9 @@ class Asked(Orchestration):
 @pytest.mark.parametrize(
     ("team", "agents", "settings"),
     [
-        ("solver_verifier", ["solver", "verifier"], ["orchestration_options.max_loops=3", "rollout.segments=2"]),
+        ("solver_verifier", ["solver", "verifier"], ["orchestration_options.max_loops=3", "rollout.segments=2", BRIEF]),
         ("debate", ["debater"], ["credit.reward_scheme=outcome", "rollout.overlap=1"]),
-        ("own", ["first", "second", "judge"], ["credit.reward_scheme=outcome", "rollout.overlap=0"]),
+        ("own", ["first", "second", "judge"], ["credit.reward_scheme=outcome", "agents.judge.prompt=chain"]),
     ],
 )
 def test_teams_whose_episodes_go_on_alone_are_trained_whole_and_resumed(
@@ -175,7 +177,7 @@ def test_a_task_of_one_s_own_is_trained_resumed_and_evaluated(
     (tmp_path / "my_task.py").write_text(OWN_TASK)
     words = [
         f"task={tmp_path}/my_task.py:Sevens", "task_options={workers: 1}", "data.train=null", "orchestration=solver_verifier",
-        "run.evaluate=false", "rollout.prompts_per_step=4", "rollout.group_size=2", "rollout.pipeline=trajectory",
+        "run.evaluate=false", "rollout.prompts_per_step=4", "rollout.group_size=2", "rollout.pipeline=trajectory", BRIEF,
     ]  # fmt: skip
     run = play(*words, "run.steps=2")
     play(*words, "run.steps=3", "run.resume=auto", "run.name=scripted")
@@ -218,6 +220,7 @@ def test_evaluations_on_the_way_leave_the_steps_as_they_are_without(
 ) -> None:
     """A team with a tool, whose counts are of the steps alone; engines drop the prefixes that evaluations have cached."""
     words = ["task=qa", "data.train=null", "task_options.people=20", "run.steps=2"]
+    words += [f"agents.{name}.prompt=facts" for name in ("verifier", "search", "answer")]
     run = play(*words, "run.evaluate=false", says=searches)
     without = untimed(run)
     assert "forget prefixes" not in CALLS and without[1]["tools/search/calls"] > 0
@@ -263,7 +266,7 @@ def test_agents_call_a_function_and_a_server_by_their_template_and_are_trained(p
 
     words = [
         "orchestration=solver_verifier", "orchestration_options.max_loops=2", "run.steps=2", "rollout.max_response_tokens=400",
-        "rollout.prompts_per_step=4", "rollout.pipeline=trajectory",
+        "rollout.pipeline=trajectory", BRIEF,
         f"tools.twice={{kind: function, function: '{tmp_path}/units.py:twice'}}", "agents.solver.tools=[twice]",
         f"tools.hello={{kind: mcp, command: [{sys.executable}, {mcp_server.__file__}]}}", "agents.verifier.tools=[hello]",
     ]  # fmt: skip
@@ -291,7 +294,7 @@ def test_a_team_that_mostly_fails_stops_the_run_and_says_why(play: Play, tmp_pat
 def test_five_agents_are_trained_with_overlap_versions_differ_and_a_resumed_run_trains_every_problem_once(
     play: Play, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    settings = ("rollout.overlap=2", "rollout.segments=3", "rollout.group_size=2", "run.evaluate=false")
+    settings = ("rollout.overlap=2", "rollout.segments=3", "rollout.group_size=2", "run.evaluate=false", *BRIEFLY)
     settings += ("run.token_log_every=1", "run.token_log_groups=999")
     settings += ("run.checkpoint_minutes=1e-9", "run.keep_checkpoints=9")  # so long after the last one another is due
     before = set(threading.enumerate())
@@ -321,7 +324,7 @@ def test_colocated_engines_sleep_while_the_trainer_trains_and_keep_weights_that_
     play: Play, tmp_path: Path
 ) -> None:
     """With two policies the first one's engine has its new weights already when the second is trained."""
-    colocated = ("run.steps=2", "run.evaluate=false", "rollout.placement=colocated")
+    colocated = ("run.steps=2", "run.evaluate=false", "rollout.placement=colocated", *BRIEFLY)
     together = play(*colocated)
     sync = ["wake weights", "update_weights", "wake kv_cache", "score"]
     assert CALLS[:3] == ["score", "update_weights", "score"]  # the sync's first probe; the weights of the start: awake

@@ -58,7 +58,7 @@ class Trial:
     cache: Path
     engine: str
     rng: random.Random
-    is_external: bool = False  # a program plays, in workers, with a random model in the trainer's process
+    is_external: bool = False  # a program plays, in workers, with a random model and our own engine
     overlap: int = 0
     segments: int = 1
     ranks: int = 1
@@ -75,7 +75,6 @@ class Trial:
         draw = self.rng.randint
         self.overlap, self.segments, self.ranks, self.engines = draw(0, 1), draw(1, 2), draw(1, 2), draw(1, 2)
         if self.is_external:
-            self.ranks = self.engines = 1
             self.sessions = SessionsBook(self.folder / f"{self.name}.played")
         for name in ("tmp", "ray", "logs", "runs"):
             (self.folder / name).mkdir(exist_ok=True)
@@ -107,12 +106,10 @@ class Trial:
         settings = [
             f"run.dir={self.directory.path.parent}", f"run.name={self.name}", "run.evaluate=false",
             "run.checkpoint_every=1", "run.keep_checkpoints=3", f"run.silence_s={SILENCE_S:g}",
-            f"rollout.overlap={self.overlap}", f"rollout.segments={self.segments}", "rollout.deadline_s=60",
+            f"rollout.overlap={self.overlap}", f"rollout.segments={self.segments}", f"rollout.engines={self.engines}",
+            "rollout.deadline_s=60", "rollout.object_store_mib=80",
         ]  # fmt: skip
-        ours = [
-            *ARITHMETIC, TEAM, *SMALL, f"rollout.engine={self.engine}", f"rollout.engines={self.engines}",
-            "rollout.object_store_mib=80",
-        ]  # fmt: skip
+        ours = [*ARITHMETIC, TEAM, *SMALL, f"rollout.engine={self.engine}"]
         played = self._external() if self.is_external else ours
         return [*launcher, "--nproc-per-node", str(self.ranks), str(MAIN), *played, *settings, *words]
 
@@ -127,8 +124,7 @@ class Trial:
             f"external={{function: {MISCHIEF}:run, workers: {NUM_WORKERS}, attempts: 1000, max_calls: {MOST_CALLS}}}",
             "external.max_body_mib=1", "external.concurrency=6", "credit.normalise=agent",
             f"policies={{main: {{model: {model}, dtype: float32}}}}",
-            "rollout={engine: local, placement: local, prompts_per_step: 3, max_response_tokens: 200}",
-            f"rollout.group_size={GROUP_SIZE}",
+            "rollout={engine: local, prompts_per_step: 3, max_response_tokens: 200}", f"rollout.group_size={GROUP_SIZE}",
         ]  # fmt: skip
 
     def start(self, *more: str) -> Life:

@@ -22,10 +22,8 @@ SCRIPT = "import sys, pytest, triton; assert triton.__version__ == sys.argv[1]; 
 @pytest.mark.parametrize(
     "tests, chosen",
     [
-        (
-            "interpreter/test_every_op.py",
-            "not lies and not faults",
-        ),  # without layouts and torch's rules, half of the time
+        # without layouts, and what is torch's affair: a third of the time
+        ("interpreter/test_every_op.py", "not lies and not fault and not autocast"),
         ("test_fused_head_ahead_of_time.py", "not 80"),
     ],
 )

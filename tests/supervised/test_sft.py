@@ -6,8 +6,6 @@ import json
 import os
 import shlex
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -16,6 +14,7 @@ import pytest
 import torch
 from commands import run_by
 from desk import MODEL
+from rank_pair import RankPair
 from safetensors.torch import load_file
 
 from marsrl.rollout.agents.prompts import prompt_set
@@ -127,16 +126,17 @@ def test_a_command_of_the_documents_teaches(command: str, words: list[str], tmp_
 
 
 @pytest.mark.slow
-def test_two_ranks_that_share_each_matrix_or_the_demonstrations_learn_what_one_does(words: list[str]) -> None:
+def test_two_ranks_that_share_each_matrix_or_the_demonstrations_learn_what_one_does(
+    words: list[str], tmp_path: Path, two_ranks: RankPair
+) -> None:
     words = [*words, "sft.lr=1e-3"]
     assert cli.main(["sft", *words, "run.name=one"]) == 0
     expected = losses(Path("runs/one"))
     for name, layout in (("tensor", ["policies.main.layout.tensor=2"]), ("data", [])):
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-        command = [*launcher, "-m", "marsrl.trainer.commands.cli", "sft", *words, *layout, f"run.name={name}"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-        assert done.returncode == 0, done.stderr[-4000:]
-        assert done.stdout.count("policies.main.model=") == 1
+        arguments = {"folder": str(tmp_path), "words": [*words, *layout, f"run.name={name}"]}
+        assert two_ranks.run(Path(__file__).with_name("sft_worker.py"), arguments) == 0
+        said = [Path(f"said_{rank}").read_text() for rank in range(2)]
+        assert said[0].count("policies.main.model=") == 1 and said[1] == ""
         for step, row in losses(Path("runs") / name).items():
             found, wanted = ({k: v for k, v in each.items() if k.startswith("sft/")} for each in (row, expected[step]))
             assert found == pytest.approx(wanted, rel=1e-3), (name, step)
