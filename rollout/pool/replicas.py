@@ -19,7 +19,7 @@ from typing import Any
 from marsrl.rollout.engines.protocol import DecodeRequest, Engine
 
 PICKLE_PROTOCOL = 5
-"""Of messages between rank 0 and engines, lists with an array or two per request: Ray's default keeps each array as a buffer."""
+"""Of messages to engines, in which a group's prompt is one array: Ray's default keeps each array as a buffer."""
 
 _SLICE_S = 0.05  # time slice of each engine of this process
 
