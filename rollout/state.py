@@ -1,4 +1,4 @@
-"""Dataclasses with arrays to and from bytes (msgpack; no pickle), exactly: of checkpoints, batches and results."""
+"""Dataclasses with arrays to and from bytes, exactly (msgpack; no pickle): checkpoints, batches, requests, results."""
 
 from __future__ import annotations
 

@@ -7,7 +7,6 @@ tokens. Only the engines are replaced, nothing of the player, the pool or the te
 from __future__ import annotations
 
 import math
-import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ import numpy as np
 
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
 from marsrl.rollout.engines.texts import Texts
-from marsrl.rollout.pool.replicas import PICKLE_PROTOCOL, OnLost, Replicas, Timed, ignore_loss
+from marsrl.rollout.pool.replicas import OnLost, Replicas, Timed, ignore_loss
 from marsrl.rollout.state import decode, encode
 from marsrl.rollout.types import Finish, IntArray
 from simulation.cost_model import CostModel
@@ -99,12 +98,12 @@ class SimulatedReplicas(Replicas):
         raise ValueError(f"simulated engines only decode: they hold no weights, and have no {method}")
 
     def submit(self, replica: int, requests: Sequence[DecodeRequest], version: int) -> None:
-        message = pickle.dumps(requests, PICKLE_PROTOCOL)
+        message = encode(requests)
         begin = time.process_time()
         self.received += len(message)
         engine, now_s = self.engines[replica], self.clock.now_s
         assert not engine.run(now_s), "what has ended is collected before more is submitted"
-        for request in pickle.loads(message):
+        for request in decode(list[DecodeRequest], message):
             left = self._left.pop(request.uid, None)
             prefix = request.affinity if left is None else request.uid
             whole = -(-self._lengths.tokens(request.uid) // self.grain)

@@ -28,7 +28,7 @@ from marsrl.rollout.types import Finish, FloatArray, IntArray
 from marsrl.rollout.weights.layout import EngineShard
 
 
-@dataclass(frozen=True)  # without slots, for whose sake pickle would call functions in Python
+@dataclass(frozen=True, slots=True)
 class Sampling:
     """Sampling settings of a request. top_p 1 and top_k -1 do not truncate the distribution.
 
@@ -49,7 +49,7 @@ class Sampling:
         return self.top_p < 1 or self.top_k > 0
 
 
-@dataclass(frozen=True)  # as Sampling
+@dataclass(frozen=True, slots=True)
 class DecodeRequest:
     """Continue the given tokens by at most max_new_tokens.
 

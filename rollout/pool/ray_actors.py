@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import pickle
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,7 +18,7 @@ from marsrl.rollout.imports import imports_for_good
 from marsrl.rollout.pool.engine_thread import EngineThread
 from marsrl.rollout.pool.ray_connection import GPU, RayCluster
 from marsrl.rollout.pool.ray_faults import check_head, lost_or_raise
-from marsrl.rollout.pool.replicas import PICKLE_PROTOCOL, Lost, OnLost, Replicas, Timed, call_one, ignore_loss, timed
+from marsrl.rollout.pool.replicas import Lost, OnLost, Replicas, Timed, call_one, ignore_loss, timed
 from marsrl.rollout.state import decode, encode
 
 _PROGRESS_S = 0.2
@@ -60,7 +59,7 @@ class EngineActor:
     def submit(self, requests: bytes, version: int) -> None:
         """Its error is raised by `collect`."""
         try:
-            self._thread.submit(pickle.loads(requests), version)
+            self._thread.submit(decode(list[DecodeRequest], requests), version)
         except Exception as error:
             self._thread.fail(error)
 
@@ -142,7 +141,7 @@ class RayReplicas(Replicas):
         return answer if isinstance(answer, Lost) else None
 
     def submit(self, replica: int, requests: Sequence[DecodeRequest], version: int) -> None:
-        self._actors[replica].submit.remote(pickle.dumps(requests, PICKLE_PROTOCOL), version)
+        self._actors[replica].submit.remote(encode(requests), version)
 
     def collect(
         self, busy: Sequence[int], timeout_s: float, *, is_urgent: bool = True
