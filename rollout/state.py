@@ -1,4 +1,4 @@
-"""Rollout state to and from bytes (msgpack; no pickle): what a checkpoint needs to resume exactly."""
+"""Dataclasses with arrays to and from bytes, exactly (msgpack; no pickle): checkpoints, batches, requests, results."""
 
 from __future__ import annotations
 

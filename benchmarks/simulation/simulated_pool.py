@@ -7,7 +7,6 @@ tokens. Only the engines are replaced, nothing of the player, the pool or the te
 from __future__ import annotations
 
 import math
-import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,8 @@ import numpy as np
 
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
 from marsrl.rollout.engines.texts import Texts
-from marsrl.rollout.pool.replicas import PICKLE_PROTOCOL, OnLost, Replicas, Timed, ignore_loss
+from marsrl.rollout.pool.replicas import OnLost, Replicas, Timed, ignore_loss
+from marsrl.rollout.state import decode, encode
 from marsrl.rollout.types import Finish, IntArray
 from simulation.cost_model import CostModel
 from simulation.engine_timeline import EngineTimeline, Job
@@ -98,12 +98,12 @@ class SimulatedReplicas(Replicas):
         raise ValueError(f"simulated engines only decode: they hold no weights, and have no {method}")
 
     def submit(self, replica: int, requests: Sequence[DecodeRequest], version: int) -> None:
-        message = pickle.dumps(requests, PICKLE_PROTOCOL)
+        message = encode(requests)
         begin = time.process_time()
         self.received += len(message)
         engine, now_s = self.engines[replica], self.clock.now_s
         assert not engine.run(now_s), "what has ended is collected before more is submitted"
-        for request in pickle.loads(message):
+        for request in decode(list[DecodeRequest], message):
             left = self._left.pop(request.uid, None)
             prefix = request.affinity if left is None else request.uid
             whole = -(-self._lengths.tokens(request.uid) // self.grain)
@@ -127,7 +127,10 @@ class SimulatedReplicas(Replicas):
             self._run(busy, start + timeout_s, answers)
         self.own_cpu_s += time.process_time() - begin
         self.returned += sum(map(len, answers.values()))
-        return [(replica, Timed(pickle.loads(each), start, self.clock.now_s)) for replica, each in answers.items()]
+        return [
+            (replica, Timed(decode(list[DecodeResult], each), start, self.clock.now_s))
+            for replica, each in answers.items()
+        ]
 
     def _run(self, busy: Sequence[int], limit: float, answers: dict[int, bytes]) -> None:
         """Let the engines work until something ends, which is added to the answers, or until the limit."""
@@ -140,7 +143,7 @@ class SimulatedReplicas(Replicas):
                 ended += self.engines[replica].run(self.clock.now_s)
                 self._next_s[replica] = self.engines[replica].next_event_s()
             if ended:
-                answers[replica] = pickle.dumps(self._results(replica, ended), PICKLE_PROTOCOL)
+                answers[replica] = encode(self._results(replica, ended))
         if answers and min(self._next_s) == math.inf:
             self.clock.now_s = last_s  # nothing else can end earlier
 
@@ -155,7 +158,7 @@ class SimulatedReplicas(Replicas):
             results = []
             for uid, decoded in self.engines[replica].abort():
                 results.append(self._result(replica, uid, decoded // self.grain, is_cut=True))
-            self._aborted[replica] = pickle.dumps(results, PICKLE_PROTOCOL)
+            self._aborted[replica] = encode(results)
         self.own_cpu_s += time.process_time() - begin
 
     def num_decoded(self, within_s: float) -> list[int]:

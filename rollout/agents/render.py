@@ -14,6 +14,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,6 +32,7 @@ _PLACEHOLDER = "MARSRLCONTENT{index}ENDCONTENT"
 _PLACEHOLDER_PATTERN = re.compile(r"MARSRLCONTENT(\d+)ENDCONTENT")
 _HERMES = re.compile(r"<tool_call>\s*\{")
 _ANSWER = "MARSRLANSWER"  # placeholder for a completion in a chat rendered only for the text after it
+_LATEST_TEXTS = 64  # whose ids are kept
 _WINDOW = 12  # tokens; more than the bytes of a character, so that one that is cut is told from one that is over
 _NO_CLASS = re.compile(r'"tokenizer_class":\s*"TokenizersBackend"')  # transformers' own word for it
 
@@ -38,7 +40,7 @@ _NO_CLASS = re.compile(r'"tokenizer_class":\s*"TokenizersBackend"')  # transform
 class ChatRenderer:
     """Tokeniser and chat template of one model directory.
 
-    Deterministic; holds no state between calls.
+    Deterministic; between calls it keeps only the ids of the latest texts.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -70,6 +72,8 @@ class ChatRenderer:
         self.eos_id: int = self._tokenizer.eos_token_id
         self.stop_ids: tuple[int, ...] = tuple(sorted({self.eos_id, *_generation_stops(Path(directory))}))
         self.vocab_size: int = len(self._tokenizer)
+        # A team's prompts repeat instructions, problems and the template's words.
+        self._encode_text = lru_cache(_LATEST_TEXTS)(self._encoded)
 
     def render(
         self, messages: Sequence[Turn], tools: Sequence[Any] = (), /, **template_options: bool | str
@@ -163,7 +167,7 @@ class ChatRenderer:
         pieces: list[int | str | None] = []
         for position, text in enumerate(parts):
             pieces.extend(self._break_controls(text) if position % 2 else self._split_controls(text))
-        return np.asarray(self._encode_pieces(pieces), np.int32), "".join(parts)
+        return self._encode_pieces(pieces), "".join(parts)
 
     def check_shows_tools(self) -> None:
         """Raise ValueError if the chat template does not show functions, or uses another call format than
@@ -225,7 +229,7 @@ class ChatRenderer:
 
     def encode_trusted(self, text: str) -> IntArray:
         """[N] int32: ids of our own text, with control words as control tokens. Never use it for model or problem text."""
-        return np.asarray(self._encode_pieces(list(self._split_controls(text))), np.int32)
+        return self._encode_pieces(list(self._split_controls(text)))
 
     def decode(self, ids: IntArray) -> str:
         """A completion's text, control words included, without the stop token at its end."""
@@ -294,7 +298,7 @@ class ChatRenderer:
 
     def completion_ids(self, text: str) -> IntArray:
         """[N] int32: ids of a completion given as text, ordinary tokens only, without an end token."""
-        return np.asarray(self._encode_pieces(list(self._break_controls(text))), np.int32)
+        return self._encode_pieces(list(self._break_controls(text)))
 
     def _split_controls(self, text: str) -> Iterator[int | str]:
         start = 0
@@ -317,31 +321,31 @@ class ChatRenderer:
                 start = cut
         yield text[start:]
 
-    def _encode_pieces(self, pieces: Sequence[int | str | None]) -> list[int]:
+    def _encode_pieces(self, pieces: Sequence[int | str | None]) -> IntArray:
         """Text between two control tokens or cuts is encoded as one, as the whole string would be."""
-        ids: list[int] = []
+        runs = [np.zeros(0, np.int32)]
         pending = ""
         for piece in [*pieces, None]:
             if isinstance(piece, str):
                 pending += piece
                 continue
             if pending:
-                ids.extend(self._encode_text(pending))
+                runs.append(self._encode_text(pending))
                 pending = ""
             if isinstance(piece, int):
-                ids.append(piece)
-        return ids
+                runs.append(np.array([piece], np.int32))
+        return np.concatenate(runs)
 
-    def _encode_text(self, text: str) -> list[int]:
+    def _encoded(self, text: str) -> IntArray:
         if self._fast is None:
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
         else:  # the wrapper takes twice as long; encode() of one text holds the GIL
             ids = self._fast.encode_batch_fast([text], add_special_tokens=False)[0].ids
         if self._control_ids.isdisjoint(ids):
-            return ids
+            return np.array(ids, np.int32)
         # A word-level vocabulary maps the two halves of a control word to its unknown token, which is legitimate.
         # A tokenizer whose normaliser rewrites text into a control token would still get here: such ids are dropped.
-        return [i for i in ids if i == self._unknown_id or i not in self._control_ids]
+        return np.array([i for i in ids if i == self._unknown_id or i not in self._control_ids], np.int32)
 
 
 def _settled(text: str) -> str:

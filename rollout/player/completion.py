@@ -86,7 +86,7 @@ class Completion(_OfCompletion):
         if self.call is not None:
             sampling = replace(sampling, stop=(*sampling.stop, *self.call.stop))
             max_new_tokens = min(max_new_tokens, self.tokens_left_of_call)
-        tokens = prompt = self.of.prompt_ids  # one array in a group's first requests, so once in their message
+        tokens = prompt = self.of.prompt_ids
         if len(self.token_ids):
             tokens = np.concatenate([prompt, self.token_ids]).astype(np.int32, copy=False)
         return DecodeRequest(

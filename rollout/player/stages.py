@@ -32,6 +32,8 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from marsrl.rollout.config import RolloutConfig
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
 from marsrl.rollout.episode import Episode
@@ -40,7 +42,7 @@ from marsrl.rollout.player.player import Player
 from marsrl.rollout.seed import derive_seed
 from marsrl.rollout.tasks.protocol import ProblemSource
 from marsrl.rollout.team import Team
-from marsrl.rollout.types import Ask, Finish, Group, Sample
+from marsrl.rollout.types import Ask, Finish, Group, IntArray, Sample
 
 _MOST_LENGTHS = 512  # finished completions, from which the rest of another is guessed
 
@@ -156,8 +158,8 @@ class Stages:
         self.player = Player(team, self, in_step=self.rule.in_step)
         self.state = RolloutState(self.player.open)
         self._num_wanted = self._num_played = 0  # batches; stages of the next batch
-        # tokens of each agent's latest finished completions
-        self._lengths: dict[str, deque[int]] = defaultdict(lambda: deque(maxlen=_MOST_LENGTHS))
+        # tokens of each agent's latest finished completions, the last one at the end; 0: not that many yet
+        self._lengths: dict[str, IntArray] = defaultdict(lambda: np.zeros(_MOST_LENGTHS, np.int32))
         self.on_stage: Callable[[], None] | None = None  # called when a stage begins
         # called with an episode's id when it begins, and (True) when it ends
         self.on_episode: Callable[[str, bool], None] | None = None
@@ -242,8 +244,10 @@ class Stages:
             recorded = completion.routed_experts
             more["experts_from"] = 0 if recorded is None else len(recorded)
         if not self.rule.in_step:
-            longer = [length for length in self._lengths[agent] if length > known]  # the longest are sent first
-            more["expected_new_tokens"] = min(sum(longer) / len(longer) - known, max_new_tokens) if longer else None
+            lengths = self._lengths[agent]
+            longer = lengths[lengths > known]  # the longest are sent first
+            expected = int(longer.sum()) / len(longer) - known if len(longer) else None
+            more["expected_new_tokens"] = None if expected is None else min(expected, max_new_tokens)
         seed = derive_seed(self.seed, "decode", completion.uid, known)
         return completion.request(max_new_tokens, self.team.sampling(agent), seed, **more)
 
@@ -258,7 +262,9 @@ class Stages:
     def judged(self, completion: Completion) -> None:
         self.rule.finished(completion)
         if not self.rule.in_step:
-            self._lengths[completion.agent].append(len(completion.token_ids))
+            lengths = self._lengths[completion.agent]
+            lengths[:-1] = lengths[1:]
+            lengths[-1] = len(completion.token_ids)
 
     def closed(self, ask: OpenAsk, samples: tuple[Sample, ...]) -> None:
         dropped = ask.unfinished

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import pickle
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,12 +13,13 @@ from ray.exceptions import RayError
 
 from marsrl.rollout.config import RolloutConfig
 from marsrl.rollout.engines.build import build_engine, environment_of, import_library
-from marsrl.rollout.engines.protocol import DecodeRequest, Engine, EngineSpec
+from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult, Engine, EngineSpec
 from marsrl.rollout.imports import imports_for_good
 from marsrl.rollout.pool.engine_thread import EngineThread
 from marsrl.rollout.pool.ray_connection import GPU, RayCluster
 from marsrl.rollout.pool.ray_faults import check_head, lost_or_raise
-from marsrl.rollout.pool.replicas import PICKLE_PROTOCOL, Lost, OnLost, Replicas, Timed, call_one, ignore_loss, timed
+from marsrl.rollout.pool.replicas import Lost, OnLost, Replicas, Timed, call_one, ignore_loss, timed
+from marsrl.rollout.state import decode, encode
 
 _PROGRESS_S = 0.2
 _COLLECT_S = 1.0  # batching time of results that trigger nothing: at most this much is lost with an engine
@@ -59,7 +59,7 @@ class EngineActor:
     def submit(self, requests: bytes, version: int) -> None:
         """Its error is raised by `collect`."""
         try:
-            self._thread.submit(pickle.loads(requests), version)
+            self._thread.submit(decode(list[DecodeRequest], requests), version)
         except Exception as error:
             self._thread.fail(error)
 
@@ -68,7 +68,7 @@ class EngineActor:
         gathered = self._thread.collect(timeout_s, is_urgent=is_urgent)
         while not gathered.value:
             gathered = replace(self._thread.collect(timeout_s, is_urgent=is_urgent), start=gathered.start)
-        return replace(gathered, value=pickle.dumps(gathered.value, PICKLE_PROTOCOL))
+        return replace(gathered, value=encode(gathered.value))
 
     @ray.method(concurrency_group=_REQUESTS)
     def abort(self, adapter: str | None) -> None:
@@ -141,7 +141,7 @@ class RayReplicas(Replicas):
         return answer if isinstance(answer, Lost) else None
 
     def submit(self, replica: int, requests: Sequence[DecodeRequest], version: int) -> None:
-        self._actors[replica].submit.remote(pickle.dumps(requests, PICKLE_PROTOCOL), version)
+        self._actors[replica].submit.remote(encode(requests), version)
 
     def collect(
         self, busy: Sequence[int], timeout_s: float, *, is_urgent: bool = True
@@ -223,9 +223,9 @@ class RayReplicas(Replicas):
 
 
 def _answer(call: Any, method: str) -> Any:
-    """The unpickled result of a finished call, or Lost; raises as `lost_or_raise` does."""
+    """The result of a finished call, decoded, or Lost; raises as `lost_or_raise` does."""
     try:
         answer = ray.get(call)
     except RayError as error:
         return lost_or_raise(error, method)
-    return replace(answer, value=pickle.loads(answer.value)) if method == "collect" else answer
+    return replace(answer, value=decode(list[DecodeResult], answer.value)) if method == "collect" else answer

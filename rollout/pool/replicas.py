@@ -18,9 +18,6 @@ from typing import Any
 
 from marsrl.rollout.engines.protocol import DecodeRequest, Engine
 
-PICKLE_PROTOCOL = 5
-"""Of messages between rank 0 and engines, lists with an array or two per request: Ray's default keeps each array as a buffer."""
-
 _SLICE_S = 0.05  # time slice of each engine of this process
 
 OnLost = Callable[[int, str], None]

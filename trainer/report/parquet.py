@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, fields
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
 import numpy as np
 
 from marsrl.rollout.types import Finish, Segment
@@ -62,7 +63,7 @@ def write_rows(path: Path, kind: type[Row], rows: Iterable[Row]) -> Path:
 
 
 def _columns(row: Any) -> dict[str, Any]:
-    values = asdict(row)
+    values = msgspec.to_builtins(row, builtin_types=(np.ndarray,))  # asdict copies every value, in Python
     return {name: _utf8(value) if type(value) is str else value for name, value in values.items()}
 
 
