@@ -74,7 +74,8 @@ class Runner:
     def start(self, name: str, *words: str, ranks: int = 0) -> subprocess.Popen[str]:
         """ranks: of torchrun; 0: a process by itself, without it."""
         launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks else []
-        settings = [f"run.dir={self.folder}", f"run.name={name}", *ARITHMETIC, TEAM, *SMALL, *words]
+        default = [] if any(word.startswith("preset=") for word in words) else [*ARITHMETIC, TEAM]
+        settings = [f"run.dir={self.folder}", f"run.name={name}", *default, *SMALL, *words]
         return subprocess.Popen(
             [sys.executable, *launcher, str(MAIN), *settings],
             stdout=subprocess.PIPE,

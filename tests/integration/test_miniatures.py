@@ -9,13 +9,12 @@ What so short a warm start leaves depends on the last bits of a processor. So no
 from __future__ import annotations
 
 import json
-import os
 import shlex
 from pathlib import Path
 
 import pytest
 from commands import run_by
-from small_run import SMALL, run_here
+from small_run import Runner
 
 from marsrl.trainer.report.metrics import read_metrics
 from marsrl.trainer.report.samples_log import SampleRecord, read_samples, sample_files
@@ -40,13 +39,6 @@ Row = dict[str, float | None]
 Steps = list[tuple[Row, list[SampleRecord]]]
 
 
-def run_of(command: str, folder: Path, *words: str) -> Path:
-    """The run of a command of the documents, its policies less taught; its directory."""
-    os.environ["MARSRL_CACHE"] = str(folder / "cache")
-    run_here([*shlex.split(command)[2:], f"run.dir={folder}", "run.name=run", *SMALL, *SMALLER, *words])
-    return folder / "run"
-
-
 def steps_of(directory: Path) -> Steps:
     """(metrics, samples) of each step."""
     files = sample_files(RunDirectory(directory))
@@ -63,8 +55,8 @@ def check_updates(steps: Steps, prefix: str, agents: list[str]) -> None:
 
 
 @pytest.mark.parametrize("command", run_by("test_a_solver_and_a_verifier_of_their_own_sizes_train"))
-def test_a_solver_and_a_verifier_of_their_own_sizes_train(command: str, tmp_path: Path) -> None:
-    directory = run_of(command, tmp_path)
+def test_a_solver_and_a_verifier_of_their_own_sizes_train(command: str, runner: Runner) -> None:
+    directory = runner.run("two-policies", *shlex.split(command)[2:], *SMALLER)
     steps = steps_of(directory)
     for policy, hidden in {"solver": 96, "verifier": 64}.items():
         check_updates(steps, f"{policy}/", [policy])
@@ -81,8 +73,8 @@ def test_a_solver_and_a_verifier_of_their_own_sizes_train(command: str, tmp_path
 
 
 @pytest.mark.parametrize("command", run_by("test_the_five_adapters_in_miniature_train"))
-def test_the_five_adapters_in_miniature_train(command: str, tmp_path: Path) -> None:
-    directory = run_of(command, tmp_path, "agents.verifier1.pick=random")
+def test_the_five_adapters_in_miniature_train(command: str, runner: Runner) -> None:
+    directory = runner.run("adapters", *shlex.split(command)[2:], *SMALLER, "agents.verifier1.pick=random")
     steps = steps_of(directory)
     agents = ["solver", "verifier1", "corrector1", "verifier2", "corrector2"]
     for agent in agents:
@@ -94,11 +86,11 @@ def test_the_five_adapters_in_miniature_train(command: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("command", run_by("test_a_team_in_miniature_trains"))
-def test_a_team_in_miniature_trains(command: str, tmp_path: Path) -> None:
+def test_a_team_in_miniature_trains(command: str, runner: Runner) -> None:
     """Taught by its school, evaluated, and trained by one policy."""
     is_search = command.endswith("cpu_search_team")
     agents = ["verifier", "search", "answer"] if is_search else ["system2", "system1"]
-    directory = run_of(command, tmp_path, "rollout.max_response_tokens=12")
+    directory = runner.run("search-team" if is_search else "dual-system", *shlex.split(command)[2:], *SMALLER)
     steps = steps_of(directory)
     assert {sample.agent for _, samples in steps for sample in samples} <= set(agents)
     check_updates(steps, "", agents)

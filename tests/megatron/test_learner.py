@@ -183,6 +183,12 @@ def test_token_advantages_train_as_supervised_learning(tmp_path: Path) -> None:
     assert sum(stats[-1].agent_sums["weighted_nll"]) < 0.8 * sum(stats[0].agent_sums["weighted_nll"])
 
 
+def test_a_second_policy_with_more_layers_trains_in_the_same_process(tmp_path: Path) -> None:
+    for layers in (1, 3):
+        folder = tiny.save_model("qwen3_moe", tmp_path / str(layers), num_hidden_layers=layers)
+        assert tiny.step(tiny.learner(folder, router_aux_loss=0.05), [pack(tiny.sequences(6))]).grad_norm > 0
+
+
 def test_batch_scope_wants_one_micro_batch(tmp_path: Path) -> None:
     mpt, samples = MptConfig(scope="batch", entropy=4.0, probability=0.02), tiny.sequences(6)
     policy = tiny.learner(tiny.save_model("qwen3", tmp_path / "m"), mpt=mpt)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 from torch import Tensor
 
 from marsrl.kernels import LossInputs, PolicyObjective
@@ -276,6 +277,7 @@ class Passes:
         if self.aux_loss > 0 and config.num_moe_experts:
             sharers = self.layout.tensor * self.layout.context
             config.moe_aux_loss_coeff = self.aux_loss * sharers / num_tokens if is_on else 0.0
+            get_moe_layer_wise_logging_tracker().clear()  # the process's: with room for the layers of its first policy
 
     def _replay(self, experts: Sequence[Choices | None]) -> Any:
         return nullcontext() if self.router_replay == "none" else replay_experts(self.model, experts)
