@@ -72,7 +72,7 @@ class Row:
 class Table:
     """A case at one shape; skipped: {variant: reason}. failure: reason why nothing was measured.
 
-    kernels: under --profile (milliseconds and launches a call of ours, name), the longest first.
+    kernels: under --profile (milliseconds and launches a call of ours, name), of all together and then the longest first.
     """
 
     case: str

@@ -100,7 +100,6 @@ def top_kernels(
     times = [
         (each.self_device_time_total if is_cuda else each.self_cpu_time_total, each.count, each.key) for each in found
     ]
-    times = [each for each in times if each[0] > 0]  # on a GPU without the host's calls
+    times = sorted((each for each in times if each[0] > 0), reverse=True)  # on a GPU without the host's calls
     together = sum(us for us, *_ in times), sum(count for _, count, _ in times), "all together"
-    ordered = [together, *sorted(times, reverse=True)[:most]]
-    return tuple((us / 1e3 / calls, count / calls, name) for us, count, name in ordered)
+    return tuple((us / 1e3 / calls, count / calls, name) for us, count, name in (together, *times[:most]))

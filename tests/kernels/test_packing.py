@@ -2,11 +2,12 @@
 
 import math
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from marsrl.kernels import kept_rows, pack
+from marsrl.kernels import kept_rows, mpt_gate, pack
 
 # (of each sequence whether its tokens are sampled, positions of padding); a sequence may be empty, padding needs one
 FLAGS = st.lists(st.lists(st.booleans(), max_size=5), min_size=1, max_size=6)
@@ -50,3 +51,31 @@ def test_rows_of_a_mask_are_listed_in_order():
         mask = torch.rand(size) < 0.3
         assert torch.equal(kept_rows(mask), mask.nonzero()[:, 0])
         assert torch.equal(kept_rows(mask, num_kept=int(mask.sum())), mask.nonzero()[:, 0])
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_large_batch_is_packed_and_gated_without_a_wait(monkeypatch):
+    monkeypatch.setenv("MARSRL_KERNELS", "triton")
+    lengths = torch.randint(1, 3000, (64,), device="cuda")
+    num_tokens = int(lengths.sum())
+    bounds = torch.cat((lengths.new_zeros(1), lengths.cumsum(0)))
+    token_ids, is_sampled = torch.arange(num_tokens, device="cuda"), torch.rand(num_tokens, device="cuda") < 0.5
+    num_kept = int(is_sampled.sum() - is_sampled[bounds[:-1]].sum())  # nobody predicts the first of a sequence
+    entropy, positive = torch.rand(num_tokens, device="cuda"), torch.rand(64, device="cuda") < 0.5
+
+    def all_of_it():
+        packed = pack(token_ids, is_sampled, bounds, num_tokens, logprobs=entropy)
+        mpt_gate(entropy, packed.mask, bounds, positive)
+        return packed, kept_rows(packed.mask, num_kept=num_kept)
+
+    all_of_it()  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        packed, rows = all_of_it()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(packed.token_ids, token_ids) and torch.equal(rows, packed.mask.nonzero()[:, 0])
+    assert torch.equal(packed.logprobs[rows], entropy[rows + 1])
+    # a wrong count stays in bounds
+    mask = torch.tensor([True, False, True, True], device="cuda")
+    assert kept_rows(mask, num_kept=2).tolist() == [0, 2] and kept_rows(mask, num_kept=5).tolist() == [0, 2, 3, -1, -1]

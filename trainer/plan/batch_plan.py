@@ -55,10 +55,11 @@ def _data_parallel(config: RunConfig, world_size: int) -> int:
 
 def why_not_one_micro_batch(config: RunConfig, world_size: int) -> str | None:
     """The reason why mpt.scope=batch, which needs an update's tokens in one micro-batch a rank, could not have them there."""
-    samples, room = sum(samples_of_a_step(config)[0].values()), config.trainer.max_tokens_per_micro_batch
-    tokens = samples * config.rollout.max_response_tokens
+    if config.mpt.scope != "batch":
+        return None
+    tokens = sum(samples_of_a_step(config)[0].values()) * config.rollout.max_response_tokens
     of_update = -(-tokens // _data_parallel(config, world_size) // config.trainer.updates_per_step)
-    if config.mpt.scope != "batch" or of_update <= room:
+    if of_update <= (room := config.trainer.max_tokens_per_micro_batch):
         return None
     return (
         f"mpt.scope=batch needs one micro-batch a rank and update, whose completions can have {of_update:,} tokens: raise "
