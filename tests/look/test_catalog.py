@@ -42,7 +42,10 @@ def look_at(run: RunDirectory) -> Catalog:
 
 FILTERS: list[tuple[Filter, Callable[[int, SampleRecord], bool]]] = [
     (Filter(), lambda step, s: True),
+    (Filter(agent="verifier1"), lambda step, s: s.agent == "verifier1"),
+    (Filter(agent="nobody"), lambda step, s: False),
     (Filter(first=2, last=3), lambda step, s: 2 <= step <= 3),
+    (Filter(low=0.5), lambda step, s: s.reward is not None and s.reward >= 0.5),
     (Filter(low=0.34, high=0.36), lambda step, s: s.reward == 0.35),
     (Filter(high=0.0, agent="solver"), lambda step, s: s.reward is not None and s.reward <= 0 and s.agent == "solver"),
     (Filter(flag=("missing reward",)), lambda step, s: s.reward is None),
@@ -128,7 +131,8 @@ def test_a_long_curve_is_shown_as_a_thousand_points(tmp_path: Path) -> None:
     assert none == {"steps": [], "values": [], "every": 1}
     assert measured.speed(catalog)["measured"]["step"] == 2974.5  # of the last 50
     charts = {each["title"]: each for each in measured.charts(catalog)}
-    assert [*charts][:4] == ["Reward", "Gradient norm", "Time per step", "own"]
+    alone = ["own", "reward/solver/mean/low", "reward/solver/mean/high"]
+    assert [*charts] == ["Reward", "Gradient norm", "Time per step", *alone]
     assert [each["is_main"] for each in charts.values()] == [True] * 3 + [False] * 3
     labels = [each["label"] for name in ("Reward", "Gradient norm") for each in charts[name]["series"]]
     assert labels == ["solver", "all", "grad_norm"]
@@ -216,7 +220,8 @@ def test_a_problems_life_lies_between_the_publish_of_its_oldest_version_and_the_
     assert catalog.ages == [("judge", 1, 1), ("solver", 0, 2)]
     run.metrics.write_text('{"step": 1, "actor/updates": 0}\n{"step": 2, "actor/updates": 1}\n')
     assert catalog.ages == [("judge", 0, 1), ("solver", 0, 2)]  # step 1 trained nothing and made no version
-    seen = measured.spans(catalog, 6.0, 7.0)
-    assert sorted(span[1:4] for span in seen["spans"]) == [("publish", 5.0, 6.0), ("step 2", 7.0, 7.0)]
+    for low, high in ((4.0, 8.0), (6.0, 7.0)):
+        seen = measured.spans(catalog, low, high)
+        assert sorted(span[1:4] for span in seen["spans"]) == [("publish", 5.0, 6.0), ("step 2", 7.0, 7.0)]
     whole = measured.spans(catalog)
     assert (whole["low"], whole["high"], whole["end"], seen["num_left_out"]) == (1.0, 11.0, 11.0, 0)

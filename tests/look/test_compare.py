@@ -84,9 +84,11 @@ def test_the_settings_that_differ_are_told_and_no_other(tmp_path: Path) -> None:
     for run, rate in zip(runs, (1e-5, 2e-5), strict=True):
         settings = {"run": {"seed": 3, "name": run.name}, "policies": {"main": {"optimizer": {"lr": rate}}}}
         RunDirectory(run).write_config(settings | ({"data": {"train": "<b>x"}} if run.name == "b" else {}))
-    told = shown(*runs).partition("settings that differ")[2]
+    told = shown(*runs, page=tmp_path / "page.html").partition("settings that differ")[2]
     rows = [re.split(r"\s*│\s*", line)[1:-1] for line in told.splitlines() if line.startswith("│")]
     assert rows == [["policies.main.optimizer.lr", "1e-05", "2e-05"], ["data.train", "not set", "<b>x"]]
+    found = answers_in(tmp_path / "page.html")["compare"]["settings"]
+    assert found == {"policies.main.optimizer.lr": ["1e-05", "2e-05"], "data.train": ["not set", "<b>x"]}
     # one that was another when the run went on, in more than nine files
     runs = [keep(tmp_path / name, draws(0.5, range(4), 0)) for name in ("c", "d")]
     for run in runs:

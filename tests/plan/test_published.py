@@ -84,11 +84,14 @@ def test_a_step_of_ours_is_planned_as_an_h200_has_measured_it() -> None:
 
 def test_the_head_is_planned_as_an_h200_has_measured_it() -> None:
     tables = [table for file in ("headline.json", "headline_with_peers.json") for table in measured(file)["tables"]]
+    ratios = []
     for table in tables:
-        ours = max(
-            (row for row in table["rows"] if row["name"] in ("ours", "ours, triton")), key=lambda row: row["name"]
-        )
+        names = {row["name"]: row for row in table["rows"]}
+        ours = names.get("ours, triton", names["ours"])  # by cuBLAS, where QuACK was there too
         planned = table["flops"] / (hw.GPUS["h200-141g"].flops * hw.HEAD_SHARE.value)
-        rel = 0.1 if table["shape"]["mask_share"] == 1 else 0.2  # a quarter active: 20.1 and 23.2 ms
-        assert planned == pytest.approx(ours["median_s"], rel=rel)
-    assert len(tables) == 4
+        ratios.append(planned / ours["median_s"])
+    *within, outside = (
+        ratios  # a quarter active on the second machine: bare products took 14.9 ms there, and 12.8 on the first
+    )
+    assert len(within) == 3 and within == pytest.approx([1.0] * 3, rel=0.1)
+    assert outside == pytest.approx(0.81, abs=0.01)
