@@ -18,7 +18,7 @@ from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.config import MOST_TOKENS, RolloutConfig
 from marsrl.rollout.engines.texts import Texts as EngineTexts
 from marsrl.rollout.player.stages import Stages, StepBatch
-from marsrl.rollout.types import Group
+from marsrl.rollout.types import Group, IntArray
 from simulation.cost_model import Constants, CostModel
 from simulation.lengths import Lengths
 from simulation.simulated_pool import TOKEN_GRAIN, SimulatedReplicas, VirtualClock, Written
@@ -102,10 +102,12 @@ class Step:
 
 @dataclass(frozen=True)
 class Texts:
-    """Real texts in place of single tokens. written: an engine's tokens, of which each stands for `grain` of its completion."""
+    """Real texts in place of single tokens. written: an engine's tokens, of which each stands for `grain` of its completion.
+    told: an engine's text of a completion's tokens."""
 
     renderer: ChatRenderer
     written: Written
+    told: Callable[[IntArray], str]
     grain: int
     question: Callable[[int], str]
 
@@ -122,7 +124,7 @@ class Simulation:
             written, grain, prompt_grain = one_token_texts(outcomes_of(constants, lengths)), TOKEN_GRAIN, TOKEN_GRAIN
         else:
             written, grain, prompt_grain = texts.written, texts.grain, 1
-        of_engines = None if texts is None else EngineTexts(texts.renderer.decode)
+        of_engines = None if texts is None else EngineTexts(texts.told)
         self.replicas = SimulatedReplicas(
             setting.engines, self.cost, lengths, written, self.clock, grain, prompt_grain, of_engines
         )

@@ -108,9 +108,7 @@ class Completion(_OfCompletion):
             self._keep(result.kept_tokens, len(result.token_ids))
             start = len(self.token_ids)
             self.segments = (*self.segments, Segment(start, start + len(result.token_ids), result.version))
-            self.token_ids = np.concatenate([self.token_ids, result.token_ids]).astype(np.int32, copy=False)
-            self.logprobs = np.concatenate([self.logprobs, result.logprobs]).astype(np.float32, copy=False)
-            self.is_sampled = np.concatenate([self.is_sampled, np.ones(len(result.token_ids), np.bool_)])
+            self._append(result.token_ids, result.logprobs, np.ones(len(result.token_ids), np.bool_))
             if result.routed_experts is not None:
                 known = [] if self.routed_experts is None else [self.routed_experts]
                 self.routed_experts = np.concatenate([*known, result.routed_experts])
@@ -121,10 +119,17 @@ class Completion(_OfCompletion):
         self._keep(None, num_tokens)
         if self.segments:
             self.segments = (*self.segments[:-1], replace(self.segments[-1], end=self.segments[-1].end + num_tokens))
-        self.token_ids = np.concatenate([self.token_ids, token_ids]).astype(np.int32, copy=False)
-        self.logprobs = np.concatenate([self.logprobs, np.zeros(num_tokens, np.float32)])
-        self.is_sampled = np.concatenate([self.is_sampled, np.zeros(num_tokens, np.bool_)])
+        self._append(token_ids, np.zeros(num_tokens, np.float32), np.zeros(num_tokens, np.bool_))
         self.turn += 1
+
+    def _append(self, token_ids: IntArray, logprobs: FloatArray, is_sampled: BoolArray) -> None:
+        if len(self.token_ids):  # else the first segment's arrays are kept as they came
+            token_ids = np.concatenate([self.token_ids, token_ids])
+            logprobs = np.concatenate([self.logprobs, logprobs])
+            is_sampled = np.concatenate([self.is_sampled, is_sampled])
+        self.token_ids = token_ids.astype(np.int32, copy=False)
+        self.logprobs = logprobs.astype(np.float32, copy=False)
+        self.is_sampled = is_sampled
 
     def _keep(self, kept_tokens: KeptTokens | None, num_tokens: int) -> None:
         """Kept tokens of the next positions, not yet in token_ids; None: nothing was truncated there."""
