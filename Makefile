@@ -13,6 +13,8 @@ export TOKENIZERS_PARALLELISM ?= false
 # Ray reports usage and vLLM statistics over the network unless told not to.
 export RAY_USAGE_STATS_ENABLED ?= 0
 export VLLM_NO_USAGE_STATS ?= 1
+# Else each of the hundreds of processes that the tests start would compile every module again.
+unexport PYTHONDONTWRITEBYTECODE
 # Triton kernels on the CPU: Triton reads the variable at its import, so they have a process of their own.
 INTERPRETED := TRITON_INTERPRET=1 python -m pytest tests/kernels/interpreter -q
 # Tests of torch.compile, which our shim of Megatron turns off in every process that imports the learner's tests.
