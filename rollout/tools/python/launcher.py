@@ -101,8 +101,7 @@ class Launcher:
     def start(self, config: PythonTool, cgroups: Path | None = None) -> Interpreter:
         """Start an interpreter, in its own cgroup below `cgroups`, if there is such a place; it may not be ready yet.
 
-        Raises:
-            OSError: there is no such command, or no process or cgroup can be created.
+        OSError: there is no such command, or no process or cgroup can be created.
         """
         limits = {
             "RLIMIT_AS": config.memory_mib << 20,
@@ -134,8 +133,7 @@ class Launcher:
 def choose_launcher(config: PythonTool) -> tuple[Launcher, list[str]]:
     """The best way that this machine allows, and descriptions of the parts of WANTED that it lacks.
 
-    Raises:
-        ValueError: a part is missing under tools.python.strict, or nothing can be started at all.
+    ValueError: a part is missing under tools.python.strict, or nothing can be started at all.
     """
     if not hasattr(os, "pidfd_open"):
         raise ValueError("tools.python runs on Linux only; leave it out here")
@@ -193,11 +191,7 @@ def _users() -> tuple[bool, ...]:
 
 
 def look(launcher: Launcher, config: PythonTool) -> list[str]:
-    """Descriptions of the parts of WANTED that a way lacks, found by running a snippet in it.
-
-    Raises:
-        StartError, OSError: it cannot be started.
-    """
+    """Descriptions of the parts of WANTED that a way lacks, found by running a snippet in it (StartError, OSError: in vain)."""
     interpreter = launcher.start(config)
     try:
         interpreter.wait_until_ready(_LOOK_S)
