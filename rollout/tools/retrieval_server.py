@@ -34,9 +34,8 @@ class Query(BaseModel):
 
 def make_app(index: SearchIndex, top_k: int) -> FastAPI:
     """The application; threads answer requests. top_k: for requests without one."""
-    app = FastAPI(
-        title="marsrl retrieval", docs_url=None, redoc_url=None
-    )  # FastAPI's pages load scripts from other sites
+    # without FastAPI's pages, which load scripts from other sites
+    app = FastAPI(title="marsrl retrieval", docs_url=None, redoc_url=None)
 
     @app.post("/retrieve")
     async def retrieve(request: Request) -> dict[str, Any]:

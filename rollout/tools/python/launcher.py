@@ -123,9 +123,8 @@ class Launcher:
             "preload": config.preload,
         }
         guest = Path(__file__).with_name("guest.py").read_text(encoding="utf-8")
-        python = os.path.realpath(
-            getattr(sys, "_base_executable", sys.executable)
-        )  # outside of any virtual environment
+        # outside of any virtual environment
+        python = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
         command = [*self.prefix, python, "-I", "-S", "-B", "-X", "utf8", "-c", guest, json.dumps(settings)]
         return Interpreter(command, _ENVIRONMENT, make_cgroup(cgroups, config) if cgroups is not None else None)
 
