@@ -79,7 +79,7 @@ def cost(before: resource.struct_rusage, after: resource.struct_rusage, num_call
 def refill(tool: PythonInterpreter, num_warm: int) -> float:
     """Wait until all are ready; returns the seconds."""
     begin = time.perf_counter()
-    while tool.num_ready < num_warm:
+    while len(tool.ready) < num_warm:
         time.sleep(0.01)
     return time.perf_counter() - begin
 
@@ -125,7 +125,8 @@ def main() -> int:
         for name, each in found.items()
     ]
     print(
-        f"{os.cpu_count()} cores, load {load:.1f}; {words.calls} calls at once, {words.rounds} rounds; sandbox: {tool.sandbox}"
+        f"{os.cpu_count()} cores, load {load:.1f}; {words.calls} calls at once, {words.rounds} rounds; "
+        f"sandbox: {tool.launcher.name}"
     )
     for row in rows:
         print("{calls}: median {median_ms:.1f} ms, p95 {p95_ms:.1f} ms".format(**row))
@@ -138,7 +139,7 @@ def main() -> int:
             "load": load,
             "calls": words.calls,
             "rounds": words.rounds,
-            "sandbox": tool.sandbox,
+            "sandbox": tool.launcher.name,
         }
         record |= {"rows": rows, "refill_ms": statistics.median(refilled)}
         record |= {"own_cpu_ms": cpu_ms, "own_switches": switches}

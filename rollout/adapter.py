@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 Target = Literal["attention", "mlp", "experts"]
 PEFT_PREFIX = "base_model.model."
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
-_MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 class AdapterConfig(Settings):
@@ -60,10 +58,10 @@ class AdapterConfig(Settings):
 def adapted(shape: ModelShape, adapter: AdapterConfig) -> dict[str, tuple[int, int, int]]:
     """{adapted matrix, "model.layers.0.self_attn.q_proj": (out, in, rank of its pair)}, in the order of the layers."""
     hidden, heads, kv = shape.hidden_size, shape.num_heads * shape.head_size, shape.num_kv_heads * shape.head_size
-    of_attention = dict(zip(_ATTENTION, ((heads, hidden), (kv, hidden), (kv, hidden), (hidden, heads)), strict=True))
-    of_mlp = dict(
-        zip(_MLP, ((shape.ffn_size, hidden), (shape.ffn_size, hidden), (hidden, shape.ffn_size)), strict=True)
-    )
+    query, key, out = (heads, hidden), (kv, hidden), (hidden, heads)
+    of_attention = {"q_proj": query, "k_proj": key, "v_proj": key, "o_proj": out}
+    up, down = (shape.ffn_size, hidden), (hidden, shape.ffn_size)
+    of_mlp = {"gate_proj": up, "up_proj": up, "down_proj": down}
     found: dict[str, tuple[int, int, int]] = {}
     for layer in range(shape.num_layers):
         prefix = f"model.layers.{layer}."
@@ -164,9 +162,6 @@ def held_by_shard(
 
     It cuts B's rows and A's columns as it cuts the adapted matrix. B is scaled in dtype, as vLLM does: with alpha / rank a power
     of two no number is rounded.
-
-    Raises:
-        ValueError: the tensors are not those of this adapter of this model.
     """
     check_tensors(shape, adapter, tensors)
     matrices = adapted(shape, adapter)

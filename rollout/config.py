@@ -65,7 +65,6 @@ def is_started_here(ray_address: str) -> bool:
 
 def problems_of(error: ValidationError, prefix: str = "", keys: Collection[str] = ()) -> str:
     """All errors of the options in one line, key by key. keys: the valid ones; the nearest is suggested for an unknown key."""
-
     problems = []
     for each in error.errors():
         name, message = ".".join(map(str, each["loc"])), each["msg"]

@@ -82,8 +82,7 @@ class HttpLine:
     def post(self, body: bytes, read: Callable[[bytes], Answer]) -> Answer:
         """POST, and the answer as `read` parses its bytes. Thread-safe.
 
-        Raises:
-            Refused: the answer is unusable (`read` raises it too), all attempts failed, or `cut` was called.
+        Refused: the answer is unusable (`read` raises it too), all attempts failed, or `cut` was called.
         """
         headers = {"Content-Type": "application/json"}
         return self._tried(read, method="POST", url=self._url, content=body, headers=headers)

@@ -12,16 +12,17 @@ from starlette.types import ASGIApp
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket; port 0: any that is free.
-
-    Raises:
-        OSError: the address, which the message names, is not available.
-    """
+    """A listening socket; port 0: any that is free. OSError names an address that is not available."""
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
         why = os.strerror(error.errno or 0)
         raise OSError(f"{host}:{port}: {why}; give another --port, or 0 for any that is free") from error
+
+
+def url_of(host: str, port: int) -> str:
+    """http://host:port; an IPv6 address is put in brackets."""
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def serve(app: ASGIApp, listening: socket.socket, is_up: Callable[[], None]) -> None:

@@ -123,11 +123,7 @@ def read_shape(model_dir: str | Path, *, needs_weights: bool = True) -> ModelSha
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model directory, all of which exist.
-
-    Raises:
-        ValueError: there are none, or files in the index are missing.
-    """
+    """The safetensors files of a model directory; ValueError: there are none, or files in the index are missing."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:

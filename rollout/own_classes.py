@@ -36,8 +36,7 @@ def is_own(name: str) -> bool:
 def own_class(key: str, name: str, base: type[Own]) -> type[Own]:
     """The class that `key: FILE.py:CLASS` names; the same object at every call.
 
-    Raises:
-        ValueError: no such file or class, not a subclass of `base`, or the import fails; the message begins with the key.
+    ValueError, which begins with the key: no such file or class, not a subclass of `base`, or the import fails.
     """
     place, class_name, kind = _named(key, name)
     if not (isinstance(kind, type) and issubclass(kind, base)):

@@ -16,11 +16,7 @@ def encode(value: object) -> bytes:
 
 
 def decode(kind: type[State], data: bytes | memoryview) -> State:
-    """The value of type `kind` that was encoded.
-
-    Raises:
-        ValueError: the bytes are not a state of this type (another version of the program, or damage).
-    """
+    """The value of type `kind` that was encoded; ValueError: the bytes are of another version of the program, or damaged."""
     try:
         return msgspec.msgpack.decode(data, type=kind, dec_hook=_array)
     except msgspec.DecodeError as error:

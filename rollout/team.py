@@ -14,9 +14,9 @@ import numpy as np
 
 from marsrl.rollout.agents import returned
 from marsrl.rollout.agents.orchestration import Orchestration
-from marsrl.rollout.agents.parsers import THINK_CLOSE, THINK_OPEN, visible
+from marsrl.rollout.agents.parsers import THINK_CLOSE, THINK_OPEN, read_calls, visible
+from marsrl.rollout.agents.prompts import without_tags
 from marsrl.rollout.agents.render import ChatRenderer
-from marsrl.rollout.agents.tool_calls import read_calls, tool_messages
 from marsrl.rollout.config import AgentConfig
 from marsrl.rollout.engines.protocol import Sampling
 from marsrl.rollout.episode import Episode
@@ -191,7 +191,9 @@ class Team:
             if output is None:
                 return None
             outputs.append(output.text)
-        return tool_messages(outputs, self.renderer(sample.agent), self.agents[sample.agent].max_tool_tokens)
+        texts = self.renderer(sample.agent).cut_longest(outputs, self.agents[sample.agent].max_tool_tokens)
+        # the template puts tags around an output: the same tags inside it lose their brackets
+        return [Message("tool", without_tags("tool_response", without_tags("tool_call", text))) for text in texts]
 
     def prompt(self, episode: Episode, ask: Ask) -> Prompt | None:
         """The agent's prompt; None if it exceeds max_input_tokens and is not cut (long_prompts), or the team's code fails."""

@@ -137,11 +137,9 @@ class WorkerPool:
         self.is_closed = False
 
     def ask(self, request: Mapping[str, object], *, timeout_s: float, wait_s: float | None = None) -> dict[str, Any]:
-        """A worker's reply.
+        """A worker's reply. NotStarted: it does not start, or the pool is closed.
 
-        Raises:
-            Failed: all were busy for wait_s seconds (None waits forever), or the one asked crashed or took over timeout_s.
-            NotStarted: the worker does not start, or the pool is closed.
+        Failed: all were busy for wait_s seconds (None waits forever), or the one asked crashed or took over timeout_s.
         """
         try:
             worker = self._idle.get(timeout=wait_s)

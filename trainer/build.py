@@ -241,7 +241,7 @@ def open_team(checked: Checked, models: dict[str, str]) -> Iterator[Team]:
             config.orchestration_options,
             config.rollout,
             config.evaluate,
-            config.tools.names,
+            config.tools.given,
             {name: renderers[agent.policy] for name, agent in config.agents.items()},
         )
         records = frozenset(name for name in config.policies if config.records_of(name).experts)

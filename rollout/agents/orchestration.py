@@ -81,8 +81,8 @@ class Orchestration:
         optional = [name for name in self.optional_tools if name in tools]
         self.tools = tuple(dict.fromkeys((*self.tools, *optional, *of_agents)))
         self._prompts: dict[str, PromptSet] = {name: self._prompts_of(name, default_prompts) for name in self.settings}
-        is_compat = {name: agent.parser == "compat" for name, agent in self.settings.items()}
-        self._compats = {name: self._compat_of(name) for name in self.verifiers if is_compat[name]}
+        compats = [name for name in self.verifiers if self.settings[name].parser == "compat"]
+        self._compats = {name: self._compat_of(name) for name in compats}
 
     @classmethod
     def whole_team(cls, agents: Mapping[str, AgentConfig]) -> dict[str, AgentConfig]:
@@ -266,11 +266,6 @@ class Orchestration:
     def verifiers(self) -> tuple[str, ...]:
         """The agents that give verdicts, in the order of play."""
         return tuple(spec.name for spec in self.agents if spec.gives_verdicts)
-
-    @property
-    def num_episodes(self) -> int:
-        """Number of episodes of a rollout instance."""
-        return 1 if self.is_one_episode else self.group_size
 
     def to_judge(self, episode: Episode, sample: Sample) -> str | None:
         """The text that the task judges for this parsed sample's `reward`; None if it needs no judgement."""

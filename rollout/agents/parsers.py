@@ -1,4 +1,4 @@
-"""Parsers of completions: the visible text, the verdict, the final answer. Completions are hostile input.
+"""Parsers of completions: the visible text, the verdict, the final answer, calls of tools. Completions are hostile input.
 
 Every function takes time linear in the text's length and returns None if it finds nothing. Users' regular expressions run in
 RE2, which does not backtrack: `re` can take exponential time, and a time limit would make results depend on the machine's load.
@@ -7,14 +7,20 @@ RE2, which does not backtrack: `re` can take exponential time, and a time limit 
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from marsrl.rollout.types import Sample, ToolCall, ToolFunction
+
 THINK_OPEN = "<think>"
 THINK_CLOSE = "</think>"
+MOST_CALLS = 8
+"""Calls of one turn that are executed; further ones are refused."""
 
+_MOST_SHOWN = 100  # characters of a model's text quoted in a message
 _MAX_REGEX = 1000  # characters; RE2's time grows with the expression too
 _MAX_VERDICT_LINE = 200  # characters; verdict lines are short, so longer lines are skipped
 _VERDICT_LINE = re.compile(r"[ \t*_`]*Verdict[ \t*_`]*:[ \t*_`]*(correct|wrong)[ \t*_`.]*", re.IGNORECASE)
@@ -262,3 +268,33 @@ def regex_verdict(yes: str, no: str) -> Callable[[str], bool | None]:
         return is_yes
 
     return read
+
+
+def read_calls(sample: Sample, functions: Mapping[str, ToolFunction]) -> list[ToolCall | str]:
+    """The calls in the sample's current turn, in the form of chat templates (Hermes, Qwen); an error text for an invalid one.
+
+        <tool_call>
+        {"name": "convert", "arguments": {"value": 3, "unit": "km"}}
+        </tool_call>
+
+    functions: those that it can call, by name.
+    """
+    turn = f"{sample.uid}/{sample.turn}"
+    return [_call(turn, index, text, functions) for index, text in enumerate(all_tagged("tool_call", sample.shown))]
+
+
+def _call(turn: str, index: int, text: str, functions: Mapping[str, ToolFunction]) -> ToolCall | str:
+    if index >= MOST_CALLS:
+        return f"at most {MOST_CALLS} calls in a turn are made"
+    try:
+        said = json.loads(text)
+        has_keys = isinstance(said, dict) and said.keys() == {"name", "arguments"}
+        if not has_keys or not isinstance(said["arguments"], dict):
+            return 'a call has to be {"name": ..., "arguments": {...}}'
+        function = functions.get(str(said["name"]))
+        if function is None:
+            return f"there is no tool {str(said['name'])[:_MOST_SHOWN]!r}; there are: {', '.join(functions)}"
+        tool, given = (function.server, said) if function.server else (function.name, said["arguments"])
+        return ToolCall(f"{turn}/{tool}#{index}", tool, json.dumps(given, sort_keys=True))
+    except (ValueError, RecursionError) as error:
+        return f"the call is not JSON ({str(error)[:_MOST_SHOWN]})"

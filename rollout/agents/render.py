@@ -266,15 +266,12 @@ class ChatRenderer:
         A control word that a content spells in ordinary tokens is broken by a zero-width space: a server that tokenises the text
         would otherwise see the control token that `render` prevented.
         """
-        parts = []
+        shown = ""
         for is_control, run in itertools.groupby((int(i) for i in ids), self._control_ids.__contains__):
-            text = str(self._tokenizer.decode(list(run), skip_special_tokens=False, clean_up_tokenization_spaces=False))
-            parts.append(text if is_control else self._spelled(text))
-        return "".join(parts)
-
-    def _spelled(self, text: str) -> str:
-        """The text with a zero-width space in each control word that it spells."""
-        return "\u200b".join(part for part in self._break_controls(text) if part is not None)
+            text = self._text(list(run))
+            parts = [text] if is_control else [part for part in self._break_controls(text) if part is not None]
+            shown += "\u200b".join(parts)
+        return shown
 
     def why_other_tokens(self, other: ChatRenderer) -> str:
         """A token that has another id in the other's vocabulary, in words; "" where all are the same."""

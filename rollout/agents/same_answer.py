@@ -94,10 +94,9 @@ def answer_key(answer: str) -> str:
 
 
 def same_answer(reference: str, answer: str) -> bool:
-    """True if an answer equals the reference. sympy may hang on hostile input or exhaust memory: the caller bounds both.
+    """True if an answer equals the reference; ValueError: math-verify cannot read the reference's mathematics.
 
-    Raises:
-        ValueError: the reference is mathematics that math-verify cannot read.
+    sympy may hang on hostile input or exhaust memory: the caller bounds both.
     """
     reference, answer = _one_form(reference), _one_form(answer)
     if answer_key(reference) == answer_key(answer):

@@ -14,17 +14,8 @@ from marsrl.rollout.gateway.history import ChatMessage
 
 _log = logging.getLogger(__name__)
 
-SERVED = {
-    "model",
-    "messages",
-    "tools",
-    "tool_choice",
-    "stream",
-    "stream_options",
-    "max_tokens",
-    "max_completion_tokens",
-}
-SERVED |= {"stop", "logprobs", "temperature", "top_p"}
+SERVED = {"model", "messages", "tools", "tool_choice", "stream", "stream_options", "max_tokens"}
+SERVED |= {"max_completion_tokens", "stop", "logprobs", "temperature", "top_p"}
 NO_MATTER = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
 """Fields that do not change what is answered."""
 NEUTRAL: Mapping[str, Any] = {

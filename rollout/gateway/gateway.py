@@ -72,8 +72,7 @@ class Gateway:
     def take(self, sessions: Collection[str]) -> tuple[list[str], list[Call]]:
         """(lost sessions, which restart; calls in order of arrival) of the given sessions since the last call.
 
-        Raises:
-            RuntimeError: all workers are gone.
+        RuntimeError: no session can be played any more (`fail`).
         """
         with self._news:
             if self._error is not None:
@@ -95,8 +94,7 @@ class Gateway:
     def hand_out(self, worker: str, most: int) -> tuple[list[Session], list[str]]:
         """(new sessions for this worker, keys of those that it may abandon).
 
-        Args:
-            most: sessions at once; as many of an evaluation beside those of training, which pause meanwhile.
+        most: sessions at once; as many of an evaluation beside those of training, which pause meanwhile.
         """
         self._workers[worker] = self._clock()
         sessions: list[Session] = []

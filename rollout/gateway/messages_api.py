@@ -47,22 +47,20 @@ def _turns(message: Mapping[str, Any]) -> Sequence[ChatMessage]:
     """A message in OpenAI's chat format: tool outputs become messages of their own, before accompanying text."""
     content = message.get("content")
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content or []
-    texts = [block for block in blocks if block.get("type") == "text"]
+    found: dict[str, list[Any]] = {kind: [] for kind in ("text", "tool_use", "tool_result", "thinking")}
+    for block in blocks:
+        if block.get("type") not in found:
+            raise Refused(400, f"messages: blocks other than {', '.join(found)}: {json.dumps(blocks)[:200]}")
+        found[block["type"]].append(block)
+    texts, uses, results, thinking = found.values()
     outputs = [
-        {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text_of(block.get("content"))}
-        for block in blocks
-        if block.get("type") == "tool_result"
+        {"role": "tool", "tool_call_id": each.get("tool_use_id"), "content": text_of(each.get("content"))}
+        for each in results
     ]
     calls = [
-        {"id": block.get("id"), "function": {"name": block.get("name"), "arguments": block.get("input")}}
-        for block in blocks
-        if block.get("type") == "tool_use"
+        {"id": each.get("id"), "function": {"name": each.get("name"), "arguments": each.get("input")}} for each in uses
     ]
-    thoughts = [str(block.get("thinking", "")) for block in blocks if block.get("type") == "thinking"]
-    if len(texts) + len(outputs) + len(calls) + len(thoughts) < len(blocks):
-        raise Refused(
-            400, f"messages: blocks other than text, tool_use, tool_result and thinking: {json.dumps(blocks)[:200]}"
-        )
+    thoughts = [str(each.get("thinking", "")) for each in thinking]
     turn: dict[str, Any] = {"role": message.get("role"), "content": text_of(texts)}
     turn |= {"tool_calls": calls} if calls else {}
     turn |= {"reasoning": "".join(thoughts)} if thoughts else {}

@@ -9,17 +9,8 @@ from typing import Any
 from marsrl.rollout.gateway.chat_api import check_fields, event, read_chat, text_of, usage_of
 from marsrl.rollout.gateway.chats import Agent, Answer, Ask, Refused
 
-_SERVED = {
-    "model",
-    "instructions",
-    "input",
-    "tools",
-    "tool_choice",
-    "stream",
-    "max_output_tokens",
-    "temperature",
-    "top_p",
-}
+_SERVED = {"model", "instructions", "input", "tools", "tool_choice", "stream", "max_output_tokens"}
+_SERVED |= {"temperature", "top_p"}
 
 
 def read_responses(body: Mapping[str, Any], agents: Mapping[str, Agent]) -> Ask:

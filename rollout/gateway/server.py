@@ -32,7 +32,7 @@ from marsrl.rollout.gateway.config import ExternalConfig
 from marsrl.rollout.gateway.gateway import Gateway
 from marsrl.rollout.gateway.session import CallLost, Session
 from marsrl.rollout.gateway.workers import Workers, join_line
-from marsrl.rollout.http_server import listen
+from marsrl.rollout.http_server import listen, url_of
 
 _log = logging.getLogger(__name__)
 
@@ -197,18 +197,14 @@ def open_gateway(
     key: str | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Gateway]:
-    """Run a gateway in a thread of its own, with locally started workers.
+    """Run a gateway in a thread of its own, with locally started workers; OSError: the address cannot be bound.
 
     key: of workers; None: a random one. clock: see Gateway.
-
-    Raises:
-        OSError: the address cannot be bound.
     """
     key = key or secrets.token_urlsafe(24)
     gateway = Gateway(config, agents, clock)
     with listen(config.host, config.port) as listening:
-        url = f"http://{config.host}:{listening.getsockname()[1]}"
-        workers = Workers(config, url, key)
+        workers = Workers(config, url_of(config.host, listening.getsockname()[1]), key)
         if not config.workers:
             print(join_line(config), file=sys.stderr, flush=True)
         loop, stopping = asyncio.new_event_loop(), asyncio.Event()

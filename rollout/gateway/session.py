@@ -79,13 +79,9 @@ class Session:
         return self.own_s + (0.0 if self._num_open else self.clock() - self._idle_since)
 
     async def ask(self, ask: Ask, body: bytes, *, is_retry: bool) -> asyncio.Task[Answer]:
-        """Begin a call; a retry (same body) gets the first call's answer, unless that was lost.
+        """Begin a call; a retry (same body, of which this is a digest) gets the first call's answer, unless that was lost.
 
-        Args:
-            body: a digest of the request.
-
-        Raises:
-            Refused: unknown agent, prompt too long, or the session has used up its calls or has ended.
+        Refused: the prompt is too long, or the session has used up its calls or has ended.
         """
         self._note_begin()
         try:
@@ -201,17 +197,7 @@ class Session:
             )
         number = self._numbers[agent.name]
         self._numbers[agent.name] += 1
-        call = Call(
-            self.id,
-            agent.name,
-            number,
-            self.attempt,
-            token_ids,
-            behind=behind,
-            text=text,
-            max_tokens=ask.max_tokens,
-            stop=ask.stop,
-        )
+        call = self._call(agent, ask, number, token_ids, behind=behind, text=text)
         return Strand(token_ids, len(token_ids)), call
 
     def _go_on(self, agent: Agent, ask: Ask, strand: Strand, new: IntArray) -> tuple[Strand, Call]:
@@ -225,9 +211,12 @@ class Session:
             )
         strand.is_busy = True
         strand.token_ids = np.concatenate([strand.token_ids, new])
-        return strand, Call(
-            self.id, agent.name, 0, self.attempt, new, strand.uid, max_tokens=ask.max_tokens, stop=ask.stop
-        )
+        return strand, self._call(agent, ask, 0, new, uid=strand.uid)
+
+    def _call(
+        self, agent: Agent, ask: Ask, number: int, token_ids: IntArray, uid: str = "", behind: str = "", text: str = ""
+    ) -> Call:
+        return Call(self.id, agent.name, number, self.attempt, token_ids, uid, behind, text, ask.max_tokens, ask.stop)
 
     async def _answer(self, agent: Agent, ask: Ask, strand: Strand, reply: Future[Reply], number: int) -> Answer:
         got = await asyncio.wrap_future(reply)
@@ -283,8 +272,7 @@ async def _rendered(
 ) -> Rendered:
     """Render a program's messages in a thread: this session's next calls wait for it, those of others do not.
 
-    Raises:
-        Refused: the chat template rejects their roles or order.
+    Refused: the chat template rejects their roles or order.
     """
     try:
         return await asyncio.to_thread(render, *given, **named)

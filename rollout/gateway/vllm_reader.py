@@ -48,10 +48,7 @@ def agents_of(
 
 
 class VllmReader:
-    """Parses turns of a policy's model.
-
-    Args:
-        tool_parser, reasoning_parser: names as for `vllm serve`; None: not parsed.
+    """Parses turns of a policy's model. tool_parser, reasoning_parser: names as for `vllm serve`; None: not parsed.
 
     Raises:
         ValueError: unknown parser, or it does not find a call written by the model's chat template: with the wrong

@@ -16,6 +16,7 @@ from marsrl.rollout.gateway.config import ExternalConfig
 from marsrl.rollout.gateway.gateway import Gateway
 from marsrl.rollout.gateway.worker import UNUSABLE
 from marsrl.rollout.http_line import read_key
+from marsrl.rollout.http_server import url_of
 
 WORKER = Path(__file__).with_name("worker.py")
 _MOST_IN_VAIN = 10  # consecutive deaths of workers without a finished session in between
@@ -105,7 +106,7 @@ def join_line(config: ExternalConfig) -> str:
     host = socket.gethostname() if config.host in ("0.0.0.0", "::") else config.host
     return (
         f"sessions wait for workers: MARSRL_WORKER_KEY=(the key in {config.key_env}) python {WORKER} "
-        f"--url http://{host}:{config.port} --function my_agent.py:run, where this file alone is enough"
+        f"--url {url_of(host, config.port)} --function my_agent.py:run, where this file alone is enough"
     )
 
 

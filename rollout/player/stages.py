@@ -364,7 +364,7 @@ class Stages:
             problem = self.source(self.state.num_instances)
             self.state.num_instances += 1
             rollout_id = f"{self.state.num_instances:06d}"
-            names = [rollout_id] if team.is_one_episode else [f"{rollout_id}.{i}" for i in range(team.num_episodes)]
+            names = [rollout_id] if team.is_one_episode else [f"{rollout_id}.{i}" for i in range(team.group_size)]
             episodes = {name: Episode(name, rollout_id, problem, self.seed) for name in names}
             self.state.instances[rollout_id] = Instance(episodes)
             for episode in list(episodes.values()):

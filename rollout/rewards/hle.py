@@ -46,7 +46,6 @@ END REFERENCE {mark}
 Judge the answer as instructed: the four lines, and nothing else."""
 
 _SEVERAL = "Any one of these is right:\n"
-_SLOT = re.compile(r"\{(\w+)\}")
 
 _MARKS = r"[\s*_`#>-]*"  # around a field's name: Markdown's list, quotation, heading, emphasis and code
 _FIELD = re.compile(rf"{_MARKS}(extracted_final_answer|reasoning|correct|confidence){_MARKS}:(.*)", re.IGNORECASE)
@@ -71,13 +70,8 @@ def judge_messages(question: str, answer: str, references: Sequence[str], secret
     reference = references[0] if len(references) == 1 else _SEVERAL + "\n".join(references)
     texts = {"question": question, "answer": answer, "reference": reference}
     told = "\0".join([str(secret), *texts.values()]).encode("utf-8", "replace")
-    values = {**texts, "mark": hashlib.blake2b(told, digest_size=8).hexdigest()}
-
-    def filled(template: str) -> str:
-        """Fill the template in one pass: a "{reference}" inside the answer stays."""
-        return _SLOT.sub(lambda slot: values[slot[1]], template)
-
-    return Message("system", filled(_INSTRUCTIONS)), Message("user", filled(_MATERIAL))
+    mark = hashlib.blake2b(told, digest_size=8).hexdigest()
+    return Message("system", _INSTRUCTIONS.format(mark=mark)), Message("user", _MATERIAL.format(mark=mark, **texts))
 
 
 def read_judgement(text: str) -> Judgement:
@@ -85,10 +79,7 @@ def read_judgement(text: str) -> Judgement:
 
     Strict: exactly one line is the field `correct`, its value yes or no alone (any case, Markdown around it, a full stop);
     the other fields occur at most once, and extracted_final_answer and reasoning before it. So a judge that copies fields from
-    its input is not believed.
-
-    Raises:
-        Unreadable: the completion breaks these rules.
+    its input is not believed. Unreadable: the completion breaks these rules.
     """
     found: dict[str, str] = {}
     for line in unicodedata.normalize("NFKC", text).split("\n"):  # full-width colons; only \n ends a line

@@ -27,8 +27,7 @@ Judge = Callable[[Problem, str], Future[Reward]]
 """Begins to judge an answer to a problem. An answer that cannot be judged gets a missing reward. An exception in the future is
 not the answer's fault and ends the run."""
 
-_MODULE = "marsrl.rollout.rewards.judge"
-MATH_JUDGE = f"{_MODULE}:math_judge"
+MATH_JUDGE = f"{__name__}:math_judge"
 _MEMORY_BYTES = 4 << 30
 
 
@@ -58,7 +57,7 @@ class RewardPool:
     ) -> None:
         self._options, self._judge = options or JudgeOptions(), judge
         given = {"path": judge, "arguments": dict(arguments or {})}
-        self._processes = WorkerPool(self._options.workers, f"{_MODULE}:load_judge", given, _MEMORY_BYTES)
+        self._processes = WorkerPool(self._options.workers, f"{__name__}:load_judge", given, _MEMORY_BYTES)
         self._threads = ThreadPoolExecutor(self._options.workers, "marsrl-rewards")
         self._told: set[str] = set()  # kinds of failures
 

@@ -98,8 +98,7 @@ class ModelJudge:
     def submit(self, problem: Problem, answer: str, purpose: Purpose) -> Future[Reward]:
         """Begin a judgement. The future is cancelled if the judge closes first.
 
-        Raises:
-            RuntimeError: the judge is closed, or its engines are lost for good.
+        RuntimeError: the judge is closed, or its engines are lost for good.
         """
         if problem.answer is None:
             return known(Reward(MISSING, MISSING, note=f"problem {problem.id} has no reference answer"))

@@ -6,33 +6,13 @@ The tutors slip on purpose, for RL to remove the slips. Recipe and constants: do
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 
 from marsrl.rollout.agents.prompts import prompt_set
 from marsrl.rollout.agents.roles import Role
 from marsrl.rollout.tasks.arithmetic import LETTERS, OPERATIONS, Chain, apply
-from marsrl.rollout.tasks.config import ArithmeticOptions
+from marsrl.rollout.tasks.config import ArithmeticOptions, ArithmeticSlips
 from marsrl.rollout.tasks.word_tokenizer import Trace
 from marsrl.rollout.types import Message
-
-
-@dataclass(frozen=True, slots=True)
-class TutorRates:
-    """Error rates of the tutors, as probabilities.
-
-    anchor: the Verifier adopts the claim as its own result. restate: the Corrector rebuts every report.
-    hard_claims: the solution shown to the Verifier is full of slips (slip_hard a line), so that copying its lines cannot replace
-    calculating; without such solutions some seeds learn to copy, and stay at chance.
-    """
-
-    slip_solver: float = 0.10
-    slip_verifier: float = 0.10
-    slip_corrector: float = 0.12
-    anchor: float = 0.2
-    restate: float = 0.4
-    hard_claims: float = 0.5
-    slip_hard: float = 0.4
-
 
 _MOST_TRIES = 1000  # of a solution that the Verifier flags
 
@@ -41,29 +21,29 @@ def solver_trace(rng: random.Random, chain: Chain, slip: float, options: Arithme
     return Trace(Role.SOLVER, _prompt(Role.SOLVER, chain), _solution(rng, chain, slip, options))
 
 
-def team_traces(rng: random.Random, chain: Chain, rates: TutorRates, options: ArithmeticOptions) -> list[Trace]:
+def team_traces(rng: random.Random, chain: Chain, slips: ArithmeticSlips, options: ArithmeticOptions) -> list[Trace]:
     """Solver, Verifier and Corrector on one chain; the Corrector's input is always a flagged solution.
 
     There is no Corrector if the tutors slip so rarely that none is flagged in _MOST_TRIES, as in a chain of * with slip_multiply
     0.
     """
-    solution = _solution(rng, chain, rates.slip_solver, options)
-    is_hard = rng.random() < rates.hard_claims
-    judged = _solution(rng, chain, rates.slip_hard, options) if is_hard else solution
-    report = _report(rng, chain, judged, rates, options)
+    solution = _solution(rng, chain, slips.slip_solver, options)
+    is_hard = rng.random() < slips.hard_claims
+    judged = _solution(rng, chain, slips.slip_hard, options) if is_hard else solution
+    report = _report(rng, chain, judged, slips, options)
     traces = [
         Trace(Role.SOLVER, _prompt(Role.SOLVER, chain), solution),
         Trace(Role.VERIFIER, _prompt(Role.VERIFIER, chain, judged), report),
     ]
-    report = _report(rng, chain, solution, rates, options)
+    report = _report(rng, chain, solution, slips, options)
     for _ in range(_MOST_TRIES):
         if report.endswith("wrong"):
             break
-        solution = _solution(rng, chain, rates.slip_solver, options)
-        report = _report(rng, chain, solution, rates, options)
+        solution = _solution(rng, chain, slips.slip_solver, options)
+        report = _report(rng, chain, solution, slips, options)
     if not report.endswith("wrong"):
         return traces
-    correction = _correction(rng, chain, solution, rates, options)
+    correction = _correction(rng, chain, solution, slips, options)
     return [*traces, Trace(Role.CORRECTOR, _prompt(Role.CORRECTOR, chain, solution, report), correction)]
 
 
@@ -104,14 +84,16 @@ def _solution(rng: random.Random, chain: Chain, slip: float, options: Arithmetic
     return f"{work} Answer: {value}"
 
 
-def _report(rng: random.Random, chain: Chain, solution: str, rates: TutorRates, options: ArithmeticOptions) -> str:
+def _report(rng: random.Random, chain: Chain, solution: str, slips: ArithmeticSlips, options: ArithmeticOptions) -> str:
     claim = solution[-1]
-    work, value = _work(rng, chain, rates.slip_verifier, options)
-    got = claim if rng.random() < rates.anchor else str(value)
+    work, value = _work(rng, chain, slips.slip_verifier, options)
+    got = claim if rng.random() < slips.anchor else str(value)
     return f"claim {claim} {work} got {got} said {claim} Verdict: {'correct' if got == claim else 'wrong'}"
 
 
-def _correction(rng: random.Random, chain: Chain, solution: str, rates: TutorRates, options: ArithmeticOptions) -> str:
-    if rng.random() < rates.restate:
+def _correction(
+    rng: random.Random, chain: Chain, solution: str, slips: ArithmeticSlips, options: ArithmeticOptions
+) -> str:
+    if rng.random() < slips.restate:
         return f"rebut Answer: {solution[-1]}"
-    return f"agree {_solution(rng, chain, rates.slip_corrector, options)}"
+    return f"agree {_solution(rng, chain, slips.slip_corrector, options)}"

@@ -10,7 +10,6 @@ from typing import Any, Literal, TypeVar
 from pydantic import Field, model_validator
 
 from marsrl.rollout.config import MOST, Count, Settings, Share, Tokens, read_settings
-from marsrl.rollout.rewards.config import JudgeOptions
 
 
 class TrainFile(Settings):
@@ -113,6 +112,21 @@ class ArithmeticOptions(Settings):
         return self
 
 
+class ArithmeticSlips(Settings):
+    """Error rates of the tutors on the last-digit chain."""
+
+    slip_solver: Share = 0.10
+    """wrong lines of the Solver's tutor in phase 2, as a share: fewer leave RL less to improve (docs/cpu_default.md)"""
+    slip_verifier: Share = 0.10
+    """wrong lines where the Verifier's tutor works the chain out itself, as a share"""
+    slip_corrector: Share = Field(0.12, description="wrong lines of the Corrector's tutor, as a share")
+    anchor: Share = Field(0.2, description="share of reports that take the claim as their own result")
+    restate: Share = Field(0.4, description="share of corrections that rebut whatever the report says")
+    hard_claims: Share = 0.5
+    """share of the Verifier's inputs that are full of slips; without them some seeds learn to copy, and stay at chance"""
+    slip_hard: Share = Field(0.4, description="slips a line in those")
+
+
 class FactsOptions(Settings):
     """The built-in corpus of linked facts, and the questions about it."""
 
@@ -131,13 +145,9 @@ class FactsOptions(Settings):
     policies: names of one word (40 people at most), `mira home tarn .`, `mira home river ?`"""
 
     @model_validator(mode="after")
-    def _hops_agree(self) -> FactsOptions:
+    def _settings_agree(self) -> FactsOptions:
         if self.min_hops > self.max_hops:
             raise ValueError(f"task_options.min_hops is {self.min_hops}, above task_options.max_hops = {self.max_hops}")
-        return self
-
-    @model_validator(mode="after")
-    def _names_are_enough(self) -> FactsOptions:
         if self.wording == "terse" and self.people > 40:
             raise ValueError(
                 f"task_options.people is {self.people}, and with task_options.wording=terse there are 40 names; set 40 or fewer"
@@ -169,7 +179,3 @@ class QaOptions(FactsOptions):
     """of the right answer that fits best: exact: equal but for case, articles, punctuation and space (SQuAD); f1: of its
     words"""
     max_answer_chars: Tokens = Field(2000, description="a longer answer is wrong")
-
-
-class MathOptions(JudgeOptions):
-    """The judgement of math answers."""

@@ -245,11 +245,7 @@ def _papers(options: FactsOptions, people: Sequence[str], facts: dict[tuple[str,
 
 
 def write_linked_facts(folder: str | Path, options: FactsOptions, num_train: int, num_held_out: int, seed: int) -> None:
-    """Write corpus.jsonl, papers.jsonl, train.jsonl and held_out.jsonl into a folder, which is created if needed.
-
-    Raises:
-        FileExistsError: one of the files exists.
-    """
+    """Write corpus.jsonl, papers.jsonl, train.jsonl and held_out.jsonl, which must not exist, into a folder, which may."""
     world, folder = World(options), Path(folder)
     draw = world.questions(seed)
     train = [draw(number) for number in range(num_train)]

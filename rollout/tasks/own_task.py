@@ -96,8 +96,7 @@ def own_problems(
 ) -> tuple[list[Problem], list[Problem]]:
     """(problems to train on, problems to evaluate on) of the user's task, given those of data.train and data.eval.
 
-    Raises:
-        ValueError: its code fails, or does not return a list of problems.
+    ValueError: its code fails, or does not return a list of problems.
     """
     task = make_own_task(name, options, train, held_out)
     return _listed(name, task, "problems"), _listed(name, task, "held_out")

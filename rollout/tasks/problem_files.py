@@ -58,10 +58,7 @@ class Mixture(tuple[Problem, ...]):
 def read_train(train: str | Sequence[TrainFile], read: Read, seed: int) -> ReadResult:
     """The problems of data.train: those of a path; of files with counts, that many of each; of files with weights, a Mixture.
 
-    Ids of a list's problems begin with the index of their file, `0/train.jsonl:7`.
-
-    Raises:
-        ValueError: as read_problems; for a list the text names the index.
+    Ids of a list's problems begin with the index of their file, `0/train.jsonl:7`, as does a ValueError of read_problems.
     """
     if isinstance(train, str):
         return read(train)
@@ -84,13 +81,8 @@ def read_eval(
 ) -> tuple[tuple[HeldOut, ...], int]:
     """(a set a file, number of lines that were skipped). Ids begin with the set's name, `aime25/aime25.jsonl:7`.
 
-    Args:
-        seed: of the draw of a file's problems, which does not depend on the other files.
-        num_problems, repeat: for files without their own count or repeat; a file may have fewer than num_problems; None: all
-            of it.
-
-    Raises:
-        ValueError: as read_problems; the text names the index.
+    A file's draw does not depend on the other files. num_problems, repeat: for files without their own count or repeat; a file
+    may have fewer than num_problems; None: all of it. A ValueError of read_problems names the file's index.
     """
     sets, num_bad = [], 0
     for file, found in _each("data.eval", files, read):

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from marsrl.rollout.config import OptionValues, read_settings
 from marsrl.rollout.own_classes import is_own
+from marsrl.rollout.rewards.config import JudgeOptions
 from marsrl.rollout.rewards.judge import RewardPool
 from marsrl.rollout.tasks.arithmetic import ARITHMETIC_TOKENIZER, arithmetic_task
-from marsrl.rollout.tasks.config import ArithmeticOptions, MathOptions, QaOptions
+from marsrl.rollout.tasks.config import ArithmeticOptions, QaOptions
 from marsrl.rollout.tasks.facts_tutor import CALLS_TOKENIZER, FACTS_TOKENIZER
 from marsrl.rollout.tasks.own_task import make_own_task
 from marsrl.rollout.tasks.problem_files import listed_task
@@ -16,9 +17,9 @@ from marsrl.rollout.tasks.protocol import Task
 from marsrl.rollout.tasks.qa import qa_task
 from marsrl.rollout.types import Problem
 
-TASKS: Mapping[str, type[ArithmeticOptions | MathOptions | QaOptions]] = {
+TASKS: Mapping[str, type[ArithmeticOptions | JudgeOptions | QaOptions]] = {
     "arithmetic": ArithmeticOptions,
-    "math": MathOptions,
+    "math": JudgeOptions,
     "qa": QaOptions,
 }
 """The tasks that ship, with the classes of their task_options."""
@@ -54,7 +55,7 @@ def build_task(
         return arithmetic_task(checked)
     if isinstance(checked, QaOptions):
         return qa_task(train, held_out, checked)
-    assert isinstance(checked, MathOptions)
+    assert isinstance(checked, JudgeOptions)
     if not train:
         raise ValueError("task=math needs problems: set data.train to a jsonl or parquet file or a dataset directory")
     pool = RewardPool(checked)

@@ -41,8 +41,7 @@ def build_tools(
     documents, papers: the task's own, for a search and a scholar without a corpus.
 
     Raises:
-        ValueError: a corpus is invalid; this machine has no sandbox for tools.python.
-        OSError: a corpus cannot be read.
+        ValueError, OSError: a corpus is invalid or cannot be read; this machine has no sandbox for tools.python.
     """
     given = {name: config.given[name] for name in names if name in config.given}
     if any(map(_reads_pages, given.values())):
@@ -100,10 +99,9 @@ def _build_tool(name: str, settings: ToolLimits, documents: Sequence[Document], 
 def check_tools(
     config: ToolsConfig, names: Sequence[str], documents: Sequence[Document], papers: Sequence[Document] = ()
 ) -> dict[str, Sequence[ToolFunction]]:
-    """Check what build_tools would refuse; reads only a corpus's first lines, and starts a user's own tools briefly.
+    """The functions of each tool, as chat templates show them, after a check of what build_tools would refuse.
 
-    Returns:
-        The functions of each tool, as chat templates show them.
+    Only a corpus's first lines are read, and a user's own tools start briefly.
 
     Raises:
         ValueError, OSError: as build_tools, or two tools have a function of one name; the text names the key.

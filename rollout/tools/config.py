@@ -246,7 +246,3 @@ class ToolsConfig(Settings):
         """Settings of the tools that are set, by name."""
         shipped = {name: getattr(self, name) for name in TOOL_NAMES}
         return {name: each for name, each in shipped.items() if each is not None} | (self.__pydantic_extra__ or {})
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(self.given)

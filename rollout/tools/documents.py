@@ -73,19 +73,13 @@ def from_contents(id: str, contents: str) -> Document:
 def read_corpus(path: str | Path) -> Iterator[Document]:
     """The documents of a jsonl file, one at a time: {id, title, text}, or {id, contents} as Search-R1 has them.
 
-    Raises:
-        ValueError: a line is no document (file:line: reason), or the file has none.
-        OSError: the file cannot be read.
+    ValueError: a line is no document (file:line: reason), or the file has none.
     """
     return _read(path, _document, "{id, title, text} or {id, contents}")
 
 
 def read_papers(path: str | Path) -> Iterator[Document]:
-    """The papers of a jsonl file, one at a time: {title, abstract}, and optionally id, year and citations.
-
-    Raises:
-        ValueError, OSError: as read_corpus.
-    """
+    """The papers of a jsonl file, one at a time: {title, abstract}, and optionally id, year and citations; as read_corpus."""
     return _read(path, lambda row: Paper.model_validate(row).document, "{title, abstract, year, citations}")
 
 

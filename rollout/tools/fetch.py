@@ -76,9 +76,7 @@ class Fetcher:
     def fetch(self, url: str, deadline: float) -> Fetched:
         """The page at this address. deadline: monotonic seconds, for all redirects together.
 
-        Raises:
-            Refused: its address, type or size is not allowed.
-            ToolError: the page could not be fetched.
+        Refused: its address, type or size is not allowed. ToolError: it could not be fetched.
         """
         backend = _PublicNetwork(self._limits.allow_hosts, deadline)
         address = _checked(url)

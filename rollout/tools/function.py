@@ -76,9 +76,8 @@ class _WithoutTitles(GenerateJsonSchema):
         return False
 
 
-def _reader(key: str, name: str, function: Callable[..., Any]) -> TypeAdapter[dict[str, Any]]:
-    """A parser from JSON text to keyword arguments; ValueError says why no model can call the function."""
-    signature = f"{key} is {name!r}: {function.__name__}{inspect.signature(function)}"
+def _reader(signature: str, function: Callable[..., Any]) -> tuple[TypeAdapter[dict[str, Any]], dict[str, Any]]:
+    """(a parser from JSON text to keyword arguments, their schema); ValueError says why no model can call the function."""
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind not in _PASSED_BY_NAME:
             raise ValueError(f"{signature} takes {parameter}, expected parameters that have a name each")
@@ -93,7 +92,8 @@ def _reader(key: str, name: str, function: Callable[..., Any]) -> TypeAdapter[di
 
     arguments.__annotations__ = {**function.__annotations__, "return": dict[str, Any]}
     try:
-        return TypeAdapter(arguments)  # type: ignore[arg-type]  # it takes functions, too
+        reader: TypeAdapter[dict[str, Any]] = TypeAdapter(arguments)  # type: ignore[arg-type]  # it takes functions, too
+        return reader, reader.json_schema(schema_generator=_WithoutTitles)
     except (PydanticUserError, NameError, TypeError) as error:
         raise ValueError(f"{signature} has no JSON schema: {str(error).splitlines()[0]}") from error
 
@@ -101,11 +101,8 @@ def _reader(key: str, name: str, function: Callable[..., Any]) -> TypeAdapter[di
 def _answer(key: str, name: str) -> Answer:
     """The worker's answering function; ValueError says why the user's function is no tool."""
     function = own_function(key, name)
-    reader = _reader(key, name, function)
-    try:
-        parameters = reader.json_schema(schema_generator=_WithoutTitles)
-    except PydanticUserError as error:
-        raise ValueError(f"{key} is {name!r}: it has no JSON schema: {str(error).splitlines()[0]}") from error
+    signature = f"{key} is {name!r}: {function.__name__}{inspect.signature(function)}"
+    reader, parameters = _reader(signature, function)
 
     def answer(asked: dict[str, Any]) -> dict[str, object]:
         if "arguments" not in asked:

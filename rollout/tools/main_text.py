@@ -15,12 +15,9 @@ from marsrl.rollout.worker_process import Answer
 
 
 def main_text(body: bytes, media_type: str, charset: str, most_chars: int) -> str:
-    """The main text of a page, "" if it has none. PDFs are recognised by their first bytes, whatever the media type.
+    """The main text of a page, "" if it has none; ValueError: the body is no text.
 
-    most_chars: approximate limit, after which no further page of a PDF is read.
-
-    Raises:
-        ValueError: the body is no text.
+    PDFs are recognised by their first bytes, whatever the media type; after most_chars no further page of one is read.
     """
     if body.startswith(b"%PDF-"):
         return _of_pdf(body, most_chars)

@@ -113,11 +113,7 @@ class ToolPool:
         self._is_closed = False
 
     def submit(self, call: ToolCall) -> Future[ToolOutput]:
-        """Begin a call. Errors become its output; the future is cancelled if the pool closes first.
-
-        Raises:
-            RuntimeError: the pool is closed.
-        """
+        """Begin a call. Errors become its output; the future is cancelled if the pool closes first."""
         future: Future[ToolOutput] = Future()
         with self._lock:
             if self._is_closed:

@@ -34,12 +34,9 @@ class Tool(Protocol):
     is_deterministic: bool
 
     def run(self, arguments: Mapping[str, object]) -> str | Sequence[str]:
-        """The answer: a text, or its parts (pages, papers), each a self-contained text.
+        """The answer: a text, or its parts (pages, papers), each a self-contained text; or a ToolError, whose text is shown.
 
         arguments: any JSON object, as the model wrote it.
-
-        Raises:
-            ToolError: its text is shown instead of an answer.
         """
 
     def close(self) -> None:

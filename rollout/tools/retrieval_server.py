@@ -1,10 +1,7 @@
-"""The index as an HTTP server for Search-R1's and Dr. MAS's code: `marsrl serve-retrieval`.
+"""The index as an HTTP server for Search-R1's and Dr. MAS's code (servers.py has the protocol): `marsrl serve-retrieval`.
 
-    POST /retrieve  {"queries": [text, ...], "topk": 3, "return_scores": true}
-    200             {"result": [[{"document": {"id": ..., "contents": "\"Title\"\ntext"}, "score": 12.3}, ...], ...]}
-
-`query` in place of `queries` is one query, as Dr. MAS sends it; without return_scores the lists have bare documents. There is no
-authentication: anybody who reaches the address can search.
+It answers several `queries`, or one `query`; without return_scores by lists of bare documents. There is no authentication:
+anybody who reaches the address can search.
 """
 
 from __future__ import annotations
@@ -37,9 +34,8 @@ class Query(BaseModel):
 
 def make_app(index: SearchIndex, top_k: int) -> FastAPI:
     """The application; threads answer requests. top_k: for requests without one."""
-    app = FastAPI(
-        title="marsrl retrieval", docs_url=None, redoc_url=None
-    )  # FastAPI's pages load scripts from other sites
+    # without FastAPI's pages, which load scripts from other sites
+    app = FastAPI(title="marsrl retrieval", docs_url=None, redoc_url=None)
 
     @app.post("/retrieve")
     async def retrieve(request: Request) -> dict[str, Any]:
@@ -68,12 +64,7 @@ def make_app(index: SearchIndex, top_k: int) -> FastAPI:
 
 
 def serve(index: SearchIndex, host: str, port: int, top_k: int, on_address: Callable[[str], None]) -> None:
-    """Serve until Ctrl-C. on_address: called with the URL once it is reachable.
-
-    Raises:
-        OSError: the address is not available.
-    """
+    """Serve until Ctrl-C. on_address: called with the URL once it is reachable. OSError: the address is not available."""
     with http_server.listen(host, port) as listening:
-        shown = f"[{host}]" if ":" in host else host
-        address = f"http://{shown}:{listening.getsockname()[1]}/retrieve"
-        http_server.serve(make_app(index, top_k), listening, lambda: on_address(address))
+        address = http_server.url_of(host, listening.getsockname()[1])
+        http_server.serve(make_app(index, top_k), listening, lambda: on_address(f"{address}/retrieve"))

@@ -83,15 +83,9 @@ def open_index(
     file: str | Path | None = None,
     read: Callable[[str | Path], Iterator[Document]] = read_corpus,
 ) -> SearchIndex:
-    """The index of a corpus file.
+    """The index of a corpus file; ValueError: a line of it, which `read` parses, is no document, or `file` is not an index.
 
-    Args:
-        read: parses the corpus.
-        file: of the index. Built if it is missing or of another corpus (path, size, modification time); None: temporary.
-
-    Raises:
-        ValueError: a line of the corpus is no document, or `file` is not an index.
-        OSError: a file cannot be read or written.
+    file: of the index. Built if it is missing or of another corpus (path, size, modification time); None: temporary.
     """
     if file is None:
         return build_index(read(corpus))
@@ -99,6 +93,7 @@ def open_index(
     if not file.exists() or _stamp_of(file) != stamp:
         file.parent.mkdir(parents=True, exist_ok=True)
         unfinished = file.with_name(f"{file.name}.{os.getpid()}.part")
+        unfinished.unlink(missing_ok=True)  # of a killed process with this number: in a container they repeat
         try:
             _write(unfinished, read(corpus), stamp)
             os.replace(unfinished, file)  # atomically, even if several processes build it

@@ -12,7 +12,7 @@ from commands import TESTS, run_by, runner
 from documents import PAGES, ROOT, Found, commands, is_on_the_page, links, other_blocks, pieces, rows, spans
 
 from marsrl.rollout.orchestrations.registry import ORCHESTRATIONS
-from marsrl.rollout.tasks.config import ArithmeticOptions, MathOptions, QaOptions
+from marsrl.rollout.tasks.registry import TASKS
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.config.keys import all_keys
 
@@ -83,8 +83,7 @@ def test_every_setting_that_is_named_is_one() -> None:
     named = list(settings_named())
     assert len({found.text for found in named}) > 25
     keys |= {f"orchestration_options.{name}" for kind in ORCHESTRATIONS.values() for name in kind.Options.model_fields}
-    tasks = (ArithmeticOptions, MathOptions, QaOptions)
-    keys |= {f"task_options.{name}" for options in tasks for name in options.model_fields}
+    keys |= {f"task_options.{name}" for options in TASKS.values() for name in options.model_fields}
     free = re.compile(r"^(policies|agents)\.[\w]+(?=\.|$)")
     wrong = [found for found in named if free.sub(r"\1.<name>", found.text) not in keys | sections]
     assert not wrong

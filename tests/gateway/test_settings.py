@@ -11,7 +11,7 @@ import yaml
 from programs import program
 
 from marsrl.rollout.gateway.config import ExternalConfig
-from marsrl.rollout.gateway.workers import WORKER, check_program
+from marsrl.rollout.gateway.workers import WORKER, check_program, join_line
 from marsrl.trainer.checks.preflight import preflight
 from marsrl.trainer.commands.cli import main
 from marsrl.trainer.config.read import ConfigError, read_config
@@ -61,6 +61,7 @@ def test_a_program_that_workers_could_not_start_is_refused(tmp_path: Path, exter
 
 
 def test_a_command_s_files_are_relative_to_the_settings_file(tmp_path: Path) -> None:
+    assert " --url http://[::1]:7 " in join_line(ExternalConfig(workers=0, host="::1", port=7, key_env="K"))
     (tmp_path / "agent.py").touch()
     (tmp_path / "own.yaml").write_text("{orchestration: external, external: {command: [python, agent.py, x]}}")
     config, _ = read_config(tmp_path / "own.yaml", ["agents.solver.policy=main"])

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file
 
 from marsrl.rollout.tasks.arithmetic import ARITHMETIC_TOKENIZER, Chain, apply, arithmetic_task, draw_chain, is_held_out
-from marsrl.rollout.tasks.arithmetic_tutor import TutorRates, solver_trace, team_traces
-from marsrl.rollout.tasks.config import ArithmeticOptions
+from marsrl.rollout.tasks.arithmetic_tutor import solver_trace, team_traces
+from marsrl.rollout.tasks.config import ArithmeticOptions, ArithmeticSlips
 from marsrl.trainer.models.init_model import init_model
 
 OPTIONS = ArithmeticOptions()
@@ -48,13 +48,13 @@ def test_tutors_without_slips_are_right_and_corrector_inputs_are_always_flagged(
     for _ in range(20):
         chain = draw_chain(rng, OPTIONS, held_out=False)
         assert solver_trace(rng, chain, 0.0, OPTIONS).completion.endswith(f"Answer: {chain.answer}")
-    traces = team_traces(rng, chain, TutorRates(), OPTIONS)
+    traces = team_traces(rng, chain, ArithmeticSlips(), OPTIONS)
     assert len(traces) == 3 and traces[2].prompt[-1].content.endswith("Verdict: wrong fix")  # type: ignore[union-attr]
     # Without slips a Verifier that computes itself agrees with the Solver.
-    solution_only = TutorRates(slip_solver=0.5, slip_verifier=0, slip_corrector=0, anchor=0, restate=0, hard_claims=0)
+    alone = ArithmeticSlips(slip_solver=0.5, slip_verifier=0, slip_corrector=0, anchor=0, restate=0, hard_claims=0)
     for _ in range(20):
         chain = draw_chain(rng, OPTIONS, held_out=False)
-        solver, verifier, corrector = team_traces(rng, chain, solution_only, OPTIONS)
+        solver, verifier, corrector = team_traces(rng, chain, alone, OPTIONS)
         is_right = solver.completion.endswith(chain.answer)
         assert verifier.completion.endswith("correct" if is_right else "wrong")
         assert corrector.completion.endswith(f"Answer: {chain.answer}")

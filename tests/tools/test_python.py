@@ -162,7 +162,7 @@ def test_a_killed_trainer_leaves_no_process() -> None:
         tool = PythonInterpreter(PythonTool(strict=False, warm=2, wall_s=50.0))
         code = "import os, time\\nos.fork()\\nos.fork()\\ntime.sleep(1000)"
         threading.Thread(target=tool.run, args=({"code": code},)).start()
-        while tool.num_ready < 2: pass
+        while len(tool.ready) < 2: pass
         print("ready", flush=True)
     """
     words = [sys.executable, "-c", textwrap.dedent(script)]
@@ -176,7 +176,7 @@ def test_a_killed_trainer_leaves_no_process() -> None:
 
 def wait_until_ready(tool: PythonInterpreter) -> None:
     end = time.monotonic() + SOON_S
-    while tool.num_ready < CONFIG.warm:
+    while len(tool.ready) < CONFIG.warm:
         assert time.monotonic() < end
         time.sleep(0.01)
 

@@ -187,7 +187,7 @@ def test_a_function_that_cannot_be_a_tool_is_refused_before_a_run(code: str | No
 def test_a_function_is_found_from_the_file_that_names_it(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("tools: {own: {kind: function, function: my_tools.py:convert, timeout_s: 3}}")
     read, _ = read_config(tmp_path / "run.yaml", ["tools.own.cache_mib=1"])
-    assert read.tools.names == ("own",)
+    assert list(read.tools.given) == ["own"]
     own = read.tools.given["own"].model_dump()
     assert (own["function"], own["timeout_s"], own["cache_mib"]) == (f"{tmp_path}/my_tools.py:convert", 3, 1)
     again = type(read).model_validate(read.model_dump(mode="json"))

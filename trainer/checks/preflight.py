@@ -137,7 +137,7 @@ def preflight(
         task.prompts,
         config.orchestration_options,
         config.rollout,
-        tools=config.tools.names,
+        tools=config.tools.given,
     )
     functions = check_tools(config.tools, orchestration.tools, task.documents, task.papers)
     if config.external is not None:

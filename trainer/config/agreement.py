@@ -128,7 +128,7 @@ def _check_tools(config: RunConfig) -> None:
             )
         callers |= dict.fromkeys(settings.tools, f"agents.{agent}")
     for name, caller in callers.items():
-        if name not in config.tools.names:
+        if name not in config.tools.given:
             raise ValueError(
                 f"{caller} calls the tool {name}, which is not set: set {how_to_set(name)} (docs/tools.md)"
             )

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from marsrl.rollout.config import LONGEST_S, MOST_MIB, MOST_RANKS, SILENCE_S, Count, CountOr0, Settings, Share, Tokens
 from marsrl.rollout.tasks.config import (
+    ArithmeticSlips,
     DualSystemSlips,
     EvalFile,
     SearchSlips,
@@ -158,7 +159,7 @@ class DualSystemLessons(DualSystemSlips):
     accuracy: tuple[float, float] = Field((0.35, 0.65), description=_ACCURACY.format("the whole team"))
 
 
-class WarmStartConfig(Settings):
+class WarmStartConfig(ArithmeticSlips):
     """Supervised traces that turn random weights into a mediocre team (docs/cpu_default.md).
 
     The keys of phase 1 are called after the Solver, and those of phase 2 after the Verifier, whichever roles a team's are.
@@ -183,15 +184,6 @@ class WarmStartConfig(Settings):
     table_drills: CountOr0 = Field(256, description="single operations a step in phase 1")
     short_steps: CountOr0 = Field(120, description="first steps of phase 1, on short problems")
     slip_solver_phase1: Share = Field(0.03, description="wrong lines of the Solver's tutor in phase 1, as a share")
-    slip_solver: Share = 0.10
-    """the same in phase 2: fewer slips leave RL less to improve (docs/cpu_default.md)"""
-    slip_verifier: Share = 0.10
-    """wrong lines where the Verifier's tutor works the chain out itself, as a share"""
-    slip_corrector: Share = Field(0.12, description="wrong lines of the Corrector's tutor, as a share")
-    anchor: Share = Field(0.2, description="share of reports that take the claim as their own result")
-    restate: Share = Field(0.4, description="share of corrections that rebut whatever the report says")
-    hard_claims: Share = Field(0.5, description="share of the Verifier's inputs that are full of slips")
-    slip_hard: Share = Field(0.4, description="slips a line in those")
     accuracy_solver: tuple[float, float] = Field((0.40, 0.65), description=_ACCURACY.format("the Solver"))
     accuracy_verifier: tuple[float, float] = Field((0.57, 0.70), description=_ACCURACY.format("the Verifier"))
     search_team: SearchTeamLessons = SearchTeamLessons()

@@ -150,7 +150,7 @@ def first_update_line(config: RunConfig) -> list[str]:
 
     Not for teams with tools, which may be paid services, nor for programs. With overlap a step waits for finished groups.
     """
-    if config.tools.names or config.rollout.overlap or config.external is not None:
+    if config.tools.given or config.rollout.overlap or config.external is not None:
         return []
     num_steps = config.run.steps
     with _scripted(config, {}, "", "", pipeline=config.rollout.pipeline) as (rollout, _):
@@ -180,7 +180,7 @@ def _scripted(
     task = build_task(config.task, config.task_options, train, train)
     kind = find_orchestration(config.orchestration)
     called = {name for agent in config.agents.values() for name in agent.tools}
-    names = [name for name in config.tools.names if name in (*kind.tools, *kind.optional_tools, *called)]
+    names = [name for name in config.tools.given if name in (*kind.tools, *kind.optional_tools, *called)]
     functions = check_tools(config.tools, names, task.documents, task.papers)
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.closing(task))
@@ -225,7 +225,7 @@ def _scripted(
                 task.prompts,
                 config.orchestration_options,
                 rollout,
-                tools=config.tools.names,
+                tools=config.tools.given,
                 renderers=dict.fromkeys(config.agents, renderer),
             ),
             {"main": renderer},

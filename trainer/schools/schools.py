@@ -18,12 +18,11 @@ from __future__ import annotations
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import fields
 from typing import ClassVar
 
 from marsrl.rollout.agents.roles import Role
 from marsrl.rollout.tasks.arithmetic import draw_chain
-from marsrl.rollout.tasks.arithmetic_tutor import TutorRates, equality_drill, solver_trace, table_drill, team_traces
+from marsrl.rollout.tasks.arithmetic_tutor import equality_drill, solver_trace, table_drill, team_traces
 from marsrl.rollout.tasks.config import ArithmeticOptions, QaOptions
 from marsrl.rollout.tasks.facts_tutor import another_world, call_traces, distilling_drill, reading_drill, search_traces
 from marsrl.rollout.tasks.word_tokenizer import Trace
@@ -81,8 +80,6 @@ class ArithmeticSchool(School):
     def __init__(self, config: RunConfig, rng: random.Random) -> None:
         super().__init__(config, rng)
         self._options = ArithmeticOptions.model_validate(config.task_options)
-        rates = {field.name for field in fields(TutorRates)}
-        self._rates = TutorRates(**config.warm_start.model_dump(include=rates))
 
     @classmethod
     def teaches(cls, config: RunConfig) -> bool:
@@ -106,7 +103,7 @@ class ArithmeticSchool(School):
 
     def team_lesson(self) -> list[Trace]:
         chains = [draw_chain(self.rng, self._options, held_out=False) for _ in range(self.settings.team_batch)]
-        traces = [trace for chain in chains for trace in team_traces(self.rng, chain, self._rates, self._options)]
+        traces = [trace for chain in chains for trace in team_traces(self.rng, chain, self.settings, self._options)]
         return traces + [equality_drill(self.rng) for _ in range(self.settings.equality_drills)]
 
 

@@ -101,8 +101,7 @@ class Launcher:
     def start(self, config: PythonTool, cgroups: Path | None = None) -> Interpreter:
         """Start an interpreter, in its own cgroup below `cgroups`, if there is such a place; it may not be ready yet.
 
-        Raises:
-            OSError: there is no such command, or no process or cgroup can be created.
+        OSError: there is no such command, or no process or cgroup can be created.
         """
         limits = {
             "RLIMIT_AS": config.memory_mib << 20,
@@ -124,9 +123,8 @@ class Launcher:
             "preload": config.preload,
         }
         guest = Path(__file__).with_name("guest.py").read_text(encoding="utf-8")
-        python = os.path.realpath(
-            getattr(sys, "_base_executable", sys.executable)
-        )  # outside of any virtual environment
+        # outside of any virtual environment
+        python = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
         command = [*self.prefix, python, "-I", "-S", "-B", "-X", "utf8", "-c", guest, json.dumps(settings)]
         return Interpreter(command, _ENVIRONMENT, make_cgroup(cgroups, config) if cgroups is not None else None)
 
@@ -134,8 +132,7 @@ class Launcher:
 def choose_launcher(config: PythonTool) -> tuple[Launcher, list[str]]:
     """The best way that this machine allows, and descriptions of the parts of WANTED that it lacks.
 
-    Raises:
-        ValueError: a part is missing under tools.python.strict, or nothing can be started at all.
+    ValueError: a part is missing under tools.python.strict, or nothing can be started at all.
     """
     if not hasattr(os, "pidfd_open"):
         raise ValueError("tools.python runs on Linux only; leave it out here")
@@ -193,11 +190,7 @@ def _users() -> tuple[bool, ...]:
 
 
 def look(launcher: Launcher, config: PythonTool) -> list[str]:
-    """Descriptions of the parts of WANTED that a way lacks, found by running a snippet in it.
-
-    Raises:
-        StartError, OSError: it cannot be started.
-    """
+    """Descriptions of the parts of WANTED that a way lacks, found by running a snippet in it (StartError, OSError: in vain)."""
     interpreter = launcher.start(config)
     try:
         interpreter.wait_until_ready(_LOOK_S)

@@ -115,9 +115,9 @@ def denied_calls(machine: str) -> dict[str, int]:
     return calls | dict(_ONLY_X86) if machine == "x86_64" else calls
 
 
-def seccomp_filter(machine: str | None = None) -> bytes | None:
-    """The filter, 8 bytes an instruction; None for an architecture not in the table. machine: by default this one's."""
-    machine = machine or platform.machine()
+def seccomp_filter() -> bytes | None:
+    """The filter, 8 bytes an instruction; None for an architecture not in the table."""
+    machine = platform.machine()
     if machine not in _MACHINES:
         return None
     arch, _, clone, socketpair, prctl = _MACHINES[machine]

@@ -42,18 +42,21 @@ _NOT_PLAIN = re.compile(r"[^\n\t -~]")
 
 
 class PythonInterpreter:
-    """Runs `{"code": "..."}` -> its output, the value of its last expression, or the traceback of its error. Close it."""
+    """Runs `{"code": "..."}` -> its output, the value of its last expression, or the traceback of its error. Close it.
+
+    launcher: starts its interpreters; ready: those that wait for a call.
+    """
 
     is_deterministic = False
 
     def __init__(self, config: PythonTool) -> None:
         """Raises ValueError if this machine has no sandbox or, under strict, no complete one."""
         self._config = config
-        self._launcher, missing = choose_launcher(config)
+        self.launcher, missing = choose_launcher(config)
         if missing:
             _log.warning(
                 "tools.python.strict=false: code of a model runs by %s, without %s; %s",
-                self._launcher.name,
+                self.launcher.name,
                 ", ".join(missing),
                 how_to_have_one(),
             )
@@ -67,7 +70,7 @@ class PythonInterpreter:
                 config.memory_mib,
             )
         self._changed = threading.Condition()  # of all below
-        self._ready: deque[Interpreter] = deque()
+        self.ready: deque[Interpreter] = deque()
         self._running: set[Interpreter] = set()
         self._num_starting = 0
         self._failure: str | None = None  # reason of the last failed start
@@ -80,22 +83,8 @@ class PythonInterpreter:
         for keeper in self._keepers:
             keeper.start()
 
-    @property
-    def sandbox(self) -> str:
-        """The way of starting its interpreters (launcher.py)."""
-        return self._launcher.name
-
-    @property
-    def num_ready(self) -> int:
-        """Number of interpreters that wait for a call."""
-        return len(self._ready)
-
     def run(self, arguments: Mapping[str, object]) -> str:
-        """The output of a snippet, whatever it did.
-
-        Raises:
-            ToolError: the arguments are no snippet, or no interpreter is available.
-        """
+        """The output of a snippet, whatever it did; ToolError: the arguments are none, or no interpreter is available."""
         code = text_argument(arguments, "code")
         interpreter = self._take()
         try:
@@ -118,18 +107,18 @@ class PythonInterpreter:
         for keeper in self._keepers:
             keeper.join()
         self._reaper.shutdown()
-        while self._ready:
-            self._ready.pop().kill()
+        while self.ready:
+            self.ready.pop().kill()
 
     def _take(self) -> Interpreter:
         with self._changed:
             while True:
-                self._changed.wait_for(lambda: self._ready or self._failure is not None or self._is_closed)
+                self._changed.wait_for(lambda: self.ready or self._failure is not None or self._is_closed)
                 if self._is_closed:
                     raise ToolError("python is not available: it was closed")
-                if not self._ready:
+                if not self.ready:
                     raise ToolError(f"python is not available: {self._failure}")
-                interpreter = self._ready.popleft()
+                interpreter = self.ready.popleft()
                 self._changed.notify_all()  # wakes the keepers: there is room for another
                 if interpreter.is_alive:  # else the machine ran out of memory, and the kernel killed it first
                     self._running.add(interpreter)
@@ -142,9 +131,9 @@ class PythonInterpreter:
         while True:
             with self._changed:
                 self._changed.wait_for(
-                    lambda: self._is_closed or len(self._ready) + self._num_starting < self._config.warm
+                    lambda: self._is_closed or len(self.ready) + self._num_starting < self._config.warm
                 )
-                self._changed.wait_for(lambda: self._is_closed or not (self._running and self._ready), _GIVES_WAY_S)
+                self._changed.wait_for(lambda: self._is_closed or not (self._running and self.ready), _GIVES_WAY_S)
                 if self._is_closed:
                     return
                 self._num_starting += 1
@@ -161,7 +150,7 @@ class PythonInterpreter:
     def _start(self) -> str | None:
         """Add a ready interpreter, or return why it did not start."""
         try:
-            interpreter = self._launcher.start(self._config, self._cgroups)
+            interpreter = self.launcher.start(self._config, self._cgroups)
         except OSError as error:
             return str(error)
         try:
@@ -169,7 +158,7 @@ class PythonInterpreter:
         except (StartError, OSError) as error:
             interpreter.kill()
             return str(error)
-        self._ready.append(interpreter)
+        self.ready.append(interpreter)
         return None
 
 
@@ -178,7 +167,7 @@ def shown(ending: Ending, config: PythonTool) -> str:
 
     A long output loses its middle, not its end with the error.
     """
-    output = plain(ending.output.decode("utf-8", "replace").replace("\r\n", "\n")).rstrip()
+    output = _NOT_PLAIN.sub(_spelled, ending.output.decode("utf-8", "replace").replace("\r\n", "\n")).rstrip()
     text = "\n".join(part for part in (output, _remark(ending, config)) if part) or "[no output]"
     most = config.max_output_chars
     if len(text) <= most:
@@ -188,16 +177,12 @@ def shown(ending: Ending, config: PythonTool) -> str:
     return f"{text[: most - len(mark) - end]}{mark}{text[len(text) - end :]}"[:most]
 
 
-def plain(text: str) -> str:
-    """The text with all characters spelled out that move a cursor, or colour, hide or reverse other text."""
-    return _NOT_PLAIN.sub(lambda match: _spelled(match[0]), text)
-
-
-def _spelled(char: str) -> str:
-    # Cc: control characters, ANSI's escape too; Cf: bidi and zero-width ones; Zl, Zp: other line ends; Cs: halves of a pair
-    if unicodedata.category(char) in ("Cc", "Cf", "Cs", "Zl", "Zp"):
-        return char.encode("unicode_escape").decode("ascii")
-    return char
+def _spelled(match: re.Match[str]) -> str:
+    """The character, spelled out if it moves a cursor, or colours, hides or reverses other text."""
+    # Cc: control characters, ANSI's escape too; Cf: bidi and zero-width ones; Zl, Zp: other line ends
+    if unicodedata.category(match[0]) in ("Cc", "Cf", "Zl", "Zp"):
+        return match[0].encode("unicode_escape").decode("ascii")
+    return match[0]
 
 
 def _remark(ending: Ending, config: PythonTool) -> str:
