@@ -79,7 +79,7 @@ class Session:
         return self.own_s + (0.0 if self._num_open else self.clock() - self._idle_since)
 
     async def ask(self, ask: Ask, body: bytes, *, is_retry: bool) -> asyncio.Task[Answer]:
-        """Begin a call; a retry (same body, of which this is a digest) gets the first call's answer, unless that was lost.
+        """Begin a call; a retry (the same body, a digest of the request) gets the first call's answer, unless that was lost.
 
         Refused: the prompt is too long, or the session has used up its calls or has ended.
         """

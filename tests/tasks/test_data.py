@@ -96,8 +96,11 @@ def test_keys_can_be_given_and_unknown_rows_say_which_were_found(tmp_path: Path)
 def test_a_file_without_any_problem_is_an_error_even_when_skipping(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="1 bad lines; first: .*d.jsonl:1"):
         read_problems(write(tmp_path / "d.jsonl", "nope"), "math", on_bad_line="skip")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=r"holds no arrow"):
+    (tmp_path / "empty" / "main").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"empty holds no arrow, parquet or jsonl files$"):
+        read_problems(tmp_path / "empty", "math")
+    (tmp_path / "empty" / "main" / "train-00000-of-00001.parquet").touch()  # as the hub has many
+    with pytest.raises(ValueError, match=r"jsonl files; give one of the folders that do: .*empty/main$"):
         read_problems(tmp_path / "empty", "math")
     (tmp_path / "d.parquet").write_bytes(b"PAR1 nothing")
     with pytest.raises(ValueError, match=r"d\.parquet cannot be read"):
