@@ -35,9 +35,9 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         with MetricsLog(run, resume_step=checkpoint.step) as metrics:
             metrics.log(13, {"actor/loss": 0.1, ...})
 
-    resume_step: the last step in the checkpoint; later lines belong to lost work and are cut off (0 keeps only a line of step 0).
-    Required if the run already has a metrics.jsonl; None refuses to touch it. TensorBoard purges the same steps: its event files
-    keep them, its pages do not show them.
+    resume_step: the last step in the checkpoint; later lines belong to lost work and are cut off (0 keeps a line of step 0, -1
+    none). Required if the run already has a metrics.jsonl; None refuses to touch it. TensorBoard purges the same steps: its event
+    files keep them, its pages do not show them.
     """
 
     def __init__(
@@ -127,7 +127,8 @@ def _start_wandb(project: str, run: RunDirectory, resume_step: int | None) -> An
     """Start a wandb run. It uses the network, so only if run.wandb names a project."""
     import wandb  # optional; preflight refuses run.wandb without it
 
-    resume = "must" if resume_step else "allow" if run.existed else "never"  # 0: an earlier start may have failed
+    # not above 0: an earlier start may have failed
+    resume = "must" if resume_step and resume_step > 0 else "allow" if run.existed else "never"
     return wandb.init(project=project, name=run.path.name, id=run.path.name, dir=str(run.path), resume=resume)
 
 
