@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,17 +35,14 @@ def cost_metrics(
     `spent` is in the currency of policies.<name>.price; a policy without a price has none.
     """
     metrics: dict[str, float] = {}
-    for name, policy in policies.items():
-        sums: dict[str, float] = {}
-        for agent, settings in agents.items():
-            if settings.policy != name or f"cost/{agent}/output_tokens" not in counted:
-                continue
-            used = [counted[f"cost/{agent}/{what}"] for what in _COUNTED]
-            own = dict(zip(_COUNTED, used, strict=True)) | {"seconds": counted[f"cost/{agent}/seconds"]}
-            if policy.price is not None:
-                own["spent"] = metrics[f"cost/{agent}/spent"] = policy.price.of(*used)
-            sums = {what: sums.get(what, 0) + value for what, value in own.items()}
-        metrics |= {f"policy_cost/{name}/{what}": value for what, value in sums.items()}
+    for agent, name in ((agent, settings.policy) for agent, settings in agents.items()):
+        if f"cost/{agent}/output_tokens" not in counted:
+            continue
+        own = {what: counted[f"cost/{agent}/{what}"] for what in (*_COUNTED, "seconds")}
+        if (price := policies[name].price) is not None:
+            own["spent"] = metrics[f"cost/{agent}/spent"] = price.of(*(own[what] for what in _COUNTED))
+        for what, value in own.items():
+            metrics[f"policy_cost/{name}/{what}"] = metrics.get(f"policy_cost/{name}/{what}", 0) + value
     return metrics
 
 
@@ -144,16 +141,15 @@ class EpisodeClock:
     Episodes that began before this process (in a resumed run) are not counted.
     """
 
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self._now = now
+    def __init__(self) -> None:
         self._began: dict[str, float] = {}
         self._seconds: list[float] = []
 
     def __call__(self, episode: str, has_ended: bool) -> None:
         if not has_ended:
-            self._began[episode] = self._now()
+            self._began[episode] = time.monotonic()
         elif (began := self._began.pop(episode, None)) is not None:
-            self._seconds.append(self._now() - began)
+            self._seconds.append(time.monotonic() - began)
 
     def metrics(self) -> dict[str, float]:
         """latency_s/episode_p50 and _p95 of the episodes that ended since the last call; empty without any."""
