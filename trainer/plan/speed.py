@@ -117,7 +117,7 @@ def step_time(
     attended = 2 * tokens * shape.num_heads * shape.head_size * work.mean_length * shape.num_layers
     time.attention = attended * (3.5 + again) / ranks_of_replica / (flops * gpu.attention)
     swept = hw.POSITIVE_SHARE.value if sweeps_entropy else 0.0
-    time.head = head_flops(work.trained * (1 + swept), work.trained, shape.hidden_size, shape.vocab_size) / replicas
+    time.head = (2 * work.trained * (1 + swept) + 4 * work.trained) * shape.hidden_size * shape.vocab_size / replicas
     time.head -= 2 * work.trained * shape.hidden_size * shape.vocab_size / replicas if setup.adapters else 0.0
     time.head /= layout.tensor * layout.context * flops * hw.HEAD_SHARE.value
     time.gradients = trained.dense * hw.GRADIENT_BYTES.value + trained.expert * hw.EXPERT_GRADIENT_BYTES.value
@@ -152,11 +152,6 @@ def step_time(
     if setup.recompute == "full_offload":
         time.offloading = 2 * of_layers / layout.tensor / (gpu.pcie * hw.LINK_SHARE.value)
     return time
-
-
-def head_flops(trained_rows: float, active_rows: float, hidden: int, columns: int) -> float:
-    """(2 m + 4 a) T H V: logits of the trained rows, dX and dW of the active ones."""
-    return (2 * trained_rows + 4 * active_rows) * hidden * columns
 
 
 def _largest_adapter(setup: Training) -> RankElements:
