@@ -27,12 +27,9 @@ _COUNTED = ("input_tokens", "cached_tokens", "output_tokens")
 def cost_metrics(
     counted: Mapping[str, float], agents: Mapping[str, AgentConfig], policies: Mapping[str, PolicyConfig]
 ) -> dict[str, float]:
-    """cost/{agent}/spent and policy_cost/{policy}/{input_tokens, cached_tokens, output_tokens, seconds, spent} of one step.
+    """cost/{agent}/spent and policy_cost/{policy}/... of one step (docs/metrics.md); without a price nothing is `spent`.
 
-    counted: the batch's metrics, with cost/{agent}/{input_tokens, cached_tokens, output_tokens, seconds}
-        (rollout/player/player.py).
-
-    `spent` is in the currency of policies.<name>.price; a policy without a price has none.
+    counted: the batch's metrics, with cost/{agent}/... of rollout/player/player.py.
     """
     metrics: dict[str, float] = {}
     for agent, name in ((agent, settings.policy) for agent, settings in agents.items()):
@@ -49,9 +46,7 @@ def cost_metrics(
 def tool_shares(counted: Mapping[str, float]) -> dict[str, float]:
     """tools/<name>/share of one step, of all tools' calls; empty without calls (MARS, its figures of tool use).
 
-    Pages are read by tools, and do not count as agents' calls.
-
-    counted: the batch's metrics, with tools/<name>/calls (rollout/tools/pool.py).
+    Pages are read by tools, and do not count as agents' calls. counted: the batch's metrics (rollout/tools/pool.py).
     """
     calls = {key: num for key, num in counted.items() if key.startswith("tools/") and key.endswith("/calls")}
     calls.pop("tools/pages/calls", None)
@@ -62,8 +57,8 @@ def tool_shares(counted: Mapping[str, float]) -> dict[str, float]:
 def failing_tools(counted: Mapping[str, float], last_errors: Mapping[str, str]) -> list[str]:
     """Warnings about tools whose calls were mostly errors in a step, such as a lost server or an exhausted key.
 
-    counted: the batch's metrics, with tools/<name>/calls and errors (rollout/tools/pool.py).
-    last_errors: text of each tool's last failed run. A tool without one did not fail: its calls were invalid.
+    counted: the batch's metrics. last_errors: text of each tool's last failed run. A tool without one did not fail: its calls
+    were invalid.
     """
     found = []
     for name, error in last_errors.items():
