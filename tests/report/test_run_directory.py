@@ -58,8 +58,9 @@ def test_where_the_file_system_has_no_locks_the_run_goes_on_and_says_so(
         raise OSError(errno.EOPNOTSUPP, "Operation not supported")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    warning = RunLock(RunDirectory.create(tmp_path, "a", "p")).warning
-    assert warning is not None and "no file locks (Operation not supported)" in warning
+    told: list[str] = []
+    warning = RunLock.of_out(tmp_path / "out", told.append).warning
+    assert warning is not None and "no file locks (Operation not supported)" in warning and told == [warning]
 
 
 NO_NAMES = ("../a", "a/b", "", ".", ".hidden", "a\n")

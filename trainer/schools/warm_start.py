@@ -1,11 +1,7 @@
 """Supervised traces turn random weights into a mediocre team, because a fresh machine has no pretrained weights.
 
-    phase 1   one role alone, until its loss is low: the foundation
-    phase 2   all roles from tutors that slip, until the loss of the slowest one is low too; then the
-              learning rate falls. Verdict tokens weigh more
-
-The school decides what is taught and whose losses count (trainer/schools).
-Tutors write the demonstrations; `marsrl sft`'s trainer learns them (trainer/supervised).
+The school decides what is taught and whose losses end its two phases (schools.py); then the learning rate falls. Verdict tokens
+weigh more. Tutors write the demonstrations; `marsrl sft`'s trainer learns them (trainer/supervised).
 The result is cached by the hash of its recipe, and RL always starts from the cached file, so that runs from a fresh
 and from a cached warm start are the same.
 """
