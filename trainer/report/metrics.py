@@ -42,26 +42,17 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
     files keep them, its pages do not show them.
     """
 
-    def __init__(
-        self,
-        run: RunDirectory,
-        *,
-        tensorboard: bool = True,
-        wandb_project: str | None = None,
-        resume_step: int | None = None,
-    ) -> None:
+    def __init__(self, run: RunDirectory, *, wandb_project: str | None = None, resume_step: int | None = None) -> None:
         self._last_step: int | None = None
         if run.metrics.exists():
             if resume_step is None:
                 raise ValueError(f"{run.metrics} exists and is not overwritten; say from which step the run goes on")
             self._last_step = _truncate(run.metrics, resume_step)
         self._wandb = _start_wandb(wandb_project, run, resume_step) if wandb_project is not None else None
-        self._tensorboard: Any = None
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter  # imported here: optional
+        from torch.utils.tensorboard import SummaryWriter  # imported here: readers need no torch
 
-            purge_step = None if resume_step is None else resume_step + 1
-            self._tensorboard = SummaryWriter(str(run.tensorboard), purge_step=purge_step)
+        purge_step = None if resume_step is None else resume_step + 1
+        self._tensorboard = SummaryWriter(str(run.tensorboard), purge_step=purge_step)
         self._file = open(run.metrics, "ab")  # noqa: SIM115 - open for the life of the log
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -78,16 +69,14 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
             self._file.flush()
             os.fsync(self._file.fileno())
         self._last_step = step
-        if self._tensorboard is not None:
-            for name, value in finite.items():
-                self._tensorboard.add_scalar(name, value, step)
+        for name, value in finite.items():
+            self._tensorboard.add_scalar(name, value, step)
         if self._wandb is not None:
             self._wandb.log(finite, step=step)
 
     def close(self) -> None:
         self._file.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+        self._tensorboard.close()
         if self._wandb is not None:
             self._wandb.finish()
 
