@@ -192,7 +192,7 @@ class Runner:
 
         start, run = time.monotonic(), self.runs / Job("marsrl", "whole", job.seed).name
         with tempfile.TemporaryDirectory() as folder:
-            critics, out = Path(folder, "critics"), Path(folder, "evaluation.json")
+            critics = Path(folder, "critics")
             if job.arm.startswith("untrained"):
                 critics = self._make([*Job("marsrl", "whole", job.seed).settings, *self.more])
             else:
@@ -207,8 +207,8 @@ class Runner:
                 solver = self._make([*job.settings, *self.more])
                 words += [f"policies.foreign.model={solver}", "policies.foreign.frozen=true"]
                 words += ["policies.foreign.dtype=float32", "agents.solver.policy=foreign"]
-            self._call(["-m", "marsrl.trainer.commands.cli", "evaluate", *words, "--json", str(out)])
-            evaluation = Evaluation.model_validate_json(out.read_bytes())
+            said, _ = self._call(["-m", "marsrl.trainer.commands.cli", "evaluate", *words])
+        evaluation = Evaluation.model_validate_json(said)
         assert evaluation.alone is not None and evaluation.alone.mean is not None and evaluation.system.mean is not None
         found = {name: row.mean for name, row in evaluation.rows.items() if row.mean is not None}
         alone, system = evaluation.alone.mean, evaluation.system.mean

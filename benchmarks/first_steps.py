@@ -12,15 +12,19 @@ import argparse
 import json
 import runpy
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
 from namespace import ROOT
 
-from marsrl.trainer.models.init_model import SHAPES, init_model, moe_shape
+from marsrl.trainer.models.init_model import SHAPES, SMALL, init_model
 
 # 0.3 B parameters, of which a head over bytes is next to nothing
-MODEL = moe_shape(1024, 8, 16, 8, 128, 16, 4, 512, max_positions=32768)
+MODEL = replace(
+    SMALL, num_layers=8, hidden_size=1024, num_heads=16, num_kv_heads=8, head_size=128, ffn_size=512, max_positions=32768,
+    num_experts=16, experts_per_token=4,
+)  # fmt: skip
 STEPS = 2
 
 

@@ -41,7 +41,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -409,7 +409,7 @@ def main() -> int:
     logging.disable(logging.WARNING)
     from marsrl.rollout.state import encode
     from marsrl.trainer.data.scatter import MiniBatch
-    from marsrl.trainer.models.init_model import init_model, moe_shape
+    from marsrl.trainer.models.init_model import SMALL, init_model
 
     with tempfile.TemporaryDirectory() as name, socket.socket() as free:
         folder = Path(name)
@@ -423,7 +423,7 @@ def main() -> int:
         ranks = [fork.Process(target=worker, args=(i, *place, is_given), daemon=True) for i in range(WORLD)]
         for each in ranks:
             each.start()
-        model = init_model(moe_shape(64, 2, 4, 2, 32, 8, 2, 48, vocab_size=VOCABULARY), "bytes", folder / "model")
+        model = init_model(replace(SMALL, vocab_size=VOCABULARY), "bytes", folder / "model")
         titles = "".join(f"{title:>10s}" for title in COLUMNS)
         print(f"{'':38s}{titles}\n{'at most':38s}" + "".join(f"{limit:10.1e}" for limit in LIMITS.values()))
         one, given, first = against_transformers("one rank against transformers", model)

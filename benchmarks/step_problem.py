@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -13,10 +13,13 @@ import numpy.typing as npt
 from marsrl.rollout.adapter import AdapterConfig, adapted
 from marsrl.rollout.model_shape import ModelShape
 from marsrl.trainer.data.packing import TrainSequence
-from marsrl.trainer.models.init_model import moe_shape
+from marsrl.trainer.models.init_model import SMALL
 from marsrl.trainer.plan.parameters import elements
 
-_SLICE = moe_shape(2048, 4, 32, 4, 128, 128, 8, 768, max_positions=4096, rope_theta=1e6, vocab_size=151936)
+_SLICE = replace(
+    SMALL, num_layers=4, hidden_size=2048, num_heads=32, num_kv_heads=4, head_size=128, ffn_size=768, vocab_size=151936,
+    max_positions=4096, rope_theta=1e6, num_experts=128, experts_per_token=8,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -42,9 +45,7 @@ PROBLEMS = {
     # Qwen3-30B-A3B at its full width with 4 of its 48 layers: 3.1 G parameters, which train on one GPU of 80 GB.
     "qwen3_30b_a3b_slice": StepProblem(_SLICE, 151936, "bfloat16", 8, (64, 257), 400, 1536, 4096, 4),
     # The same way on a CPU.
-    "slice_tiny": StepProblem(
-        moe_shape(64, 2, 4, 2, 32, 8, 2, 48, vocab_size=512), 512, "float32", 2, (4, 9), 12, 40, 160, 4
-    ),
+    "slice_tiny": StepProblem(replace(SMALL, vocab_size=512), 512, "float32", 2, (4, 9), 12, 40, 160, 4),
 }
 
 

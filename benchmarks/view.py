@@ -92,7 +92,7 @@ def make_run(folder: Path, num_samples: int) -> RunDirectory:
     rng = random.Random(0)
     ranks = random.Random(1).choices(range(20_000), weights=[1 / (k + 1) for k in range(20_000)], k=500_000)
     words = [f"w{rank}" for rank in ranks]
-    with MetricsLog(run, tensorboard=False) as metrics:
+    with MetricsLog(run) as metrics:
         for step in range(1, num_samples // PER_STEP + 1):
             write_rows(run.samples / f"step_{step}.parquet", SampleRecord, _samples(step, rng, words))
             metrics.log(step, {f"reward/{k % 5}/{k}": rng.random() for k in range(60)})

@@ -26,7 +26,7 @@ import json
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -76,14 +76,17 @@ class Row:
 
 def write_model(folder: Path, mib: int) -> int:
     """Write a random Qwen3-MoE of about so many MiB in bfloat16; returns the size of its vocabulary."""
-    from marsrl.trainer.models.init_model import init_model, moe_shape
+    from marsrl.trainer.models.init_model import SMALL, init_model
 
     vocab_size, hidden, experts, width = 4096, 512, 32, 256
     of_layer = hidden * (hidden * 3 + 3 * width * experts)
     layers = max(1, round(((mib << 20) / 2 - 2 * vocab_size * hidden) / of_layer))
     if mib == 0:  # the layers and experts of Qwen3-30B-A3B
         vocab_size, hidden, layers, experts, width = 512, 16, 48, 128, 4
-    shape = moe_shape(hidden, layers, 8, 4, 64, experts, 4, width, vocab_size=vocab_size)
+    shape = replace(
+        SMALL, num_layers=layers, hidden_size=hidden, num_heads=8, num_kv_heads=4, head_size=64, ffn_size=width,
+        vocab_size=vocab_size, num_experts=experts, experts_per_token=4,
+    )  # fmt: skip
     init_model(shape, "bytes", folder, seed=0, dtype="bfloat16")
     return vocab_size
 

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 from scripts import BENCHMARKS
+from typer.main import get_command
 
+from marsrl.trainer.commands.cli import app
 from marsrl.trainer.config.read import read_config
+from marsrl.trainer.report.summary import Estimate, Evaluation
 
 sys.path.insert(0, str(BENCHMARKS))
 import evidence
 import evidence_page
 import studies
-from evidence import Job
+from evidence import Job, Runner
 from evidence_page import Claim, Result
 
 
@@ -64,6 +70,19 @@ def test_a_number_of_a_clean_commit_is_kept_until_its_settings_are_others() -> N
     assert not evidence.is_current(job, replace(found, commit="0" * 40))
     assert not evidence.is_current(job, replace(found, commit=head, settings=["preset=cpu_default"]))
     assert not evidence.is_current(job, None)
+
+
+def test_a_foreign_solver_is_evaluated_by_words_that_the_command_takes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[list[str]] = []
+    half = Estimate(mean=0.5, low=0, high=1, n=2)
+    said = Evaluation(system=half, alone=half).model_dump_json(indent=1)
+    monkeypatch.setattr(Runner, "_call", lambda self, words: asked.append(words) or (said, {}))
+    Runner("c", tmp_path, tmp_path, 1).evaluate(Job("foreign", "own team", 0))
+    command: Any = get_command(app)
+    assert command.commands["evaluate"].make_context("evaluate", asked[-1][3:]).params["config"]
+    assert json.loads((tmp_path / "foreign-own_team-seed0.json").read_text())["found"]["added"] == 0
 
 
 def test_the_page_is_made_of_the_results_that_are_there() -> None:

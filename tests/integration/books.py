@@ -10,9 +10,9 @@ from pathlib import Path
 from marsrl.rollout.player.stages import RolloutState
 from marsrl.rollout.state import decode
 from marsrl.trainer.report.metrics import read_metrics
-from marsrl.trainer.report.samples_log import read_samples, sample_files
-from marsrl.trainer.report.token_log import read_tokens, token_files
-from marsrl.trainer.runs.directory import RunDirectory
+from marsrl.trainer.report.samples_log import read_samples
+from marsrl.trainer.report.token_log import read_tokens
+from marsrl.trainer.runs.directory import RunDirectory, step_files
 from marsrl.trainer.runs.manifest import damage
 
 
@@ -80,7 +80,7 @@ class SessionsBook:
             raise Loss(f"sessions that were over and were played again: {again[:5]} ({len(again)})")
         if latest is None:
             return
-        files = sample_files(run)
+        files = step_files(run.samples)
         trained = Counter(_play_of(s.uid) for step in range(1, latest.step + 1) for s in read_samples(files[step]))
         books = read_books(latest.path)
         kept = [sample for i in books.instances.values() for sample in i.held]
@@ -104,7 +104,7 @@ def _play_of(uid: str) -> tuple[str, str]:
 
 def _check_samples(run: RunDirectory, checkpoint: Path, last: int, group_size: int) -> None:
     """Up to the last step each sample is there once, each first group of a problem trained or in the checkpoint's books."""
-    files = sample_files(run)
+    files = step_files(run.samples)
     uids: Counter[str] = Counter()
     groups: Counter[str] = Counter()
     for step in range(1, last + 1):
@@ -137,8 +137,8 @@ def _check_samples(run: RunDirectory, checkpoint: Path, last: int, group_size: i
 
 def _check_tokens(run: RunDirectory) -> None:
     """Logged tokens are whole, and those of the step's samples."""
-    files = sample_files(run)
-    for step, file in token_files(run).items():
+    files = step_files(run.samples)
+    for step, file in step_files(run.tokens).items():
         samples, log = list(read_samples(files[step])), read_tokens(file)
         if {record.step for record in log} - {step} or len({record.uid for record in log}) != len(log):
             raise Loss(f"{file.name}: of another step, or with a sample twice")

@@ -34,9 +34,9 @@ from marsrl.trainer.checks.preflight import preflight
 from marsrl.trainer.config.read import read_config
 from marsrl.trainer.loop import train
 from marsrl.trainer.report.metrics import read_metrics
-from marsrl.trainer.report.samples_log import SampleRecord, read_samples, sample_files
+from marsrl.trainer.report.samples_log import SampleRecord, read_samples
 from marsrl.trainer.run import Run
-from marsrl.trainer.runs.directory import RunDirectory
+from marsrl.trainer.runs.directory import RunDirectory, step_files
 
 BRIEFLY = ("agents.verifier1.prompt=chain", "agents.verifier2.prompt=chain")  # those of math have 2,000 bytes
 
@@ -124,7 +124,7 @@ def train_here(folder: Path, words: Sequence[str]) -> RunDirectory:
 
 def samples_of(run: RunDirectory) -> list[SampleRecord]:
     """Samples of all steps, in order."""
-    return [record for path in sample_files(run).values() for record in read_samples(path)]
+    return [record for path in step_files(run.samples).values() for record in read_samples(path)]
 
 
 def rows_of(run: RunDirectory) -> list[dict[str, Any]]:

@@ -24,10 +24,10 @@ from marsrl.trainer.commands import cli
 from marsrl.trainer.config.read import read_config
 from marsrl.trainer.plan.placement import with_backend
 from marsrl.trainer.report.metrics import read_metrics
-from marsrl.trainer.report.samples_log import read_samples, sample_files
+from marsrl.trainer.report.samples_log import read_samples
 from marsrl.trainer.report.summary import Evaluation, load_summary
 from marsrl.trainer.report.trace import read_trace
-from marsrl.trainer.runs.directory import RunDirectory
+from marsrl.trainer.runs.directory import RunDirectory, step_files
 from marsrl.trainer.schools.warm_start import name_of, recipe_of
 
 pytestmark = pytest.mark.slow
@@ -137,7 +137,7 @@ def test_the_default_run_starts_as_it_is_written(first_run: Path, runner: Runner
     assert (step.values.get("sync/seconds") or 0) > 0 or step.values["actor/empty_steps"] == 1
     found = read_config(run / "config.yaml")[0]
     assert found.model_dump() == with_backend(read_config(None, SEED)[0], on_gpus=False).model_dump()
-    of_step_1 = read_samples(sample_files(RunDirectory(run))[1])  # a second one may have ended before Ctrl-C came
+    of_step_1 = read_samples(step_files(RunDirectory(run).samples)[1])  # a second one may have ended before Ctrl-C came
     assert step.values["actor/empty_steps"] == (not any(sample.advantage for sample in of_step_1))
 
 

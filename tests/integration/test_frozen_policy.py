@@ -13,7 +13,8 @@ from marsrl.trainer.commands.look.api import Api
 from marsrl.trainer.models.init_model import init_model
 from marsrl.trainer.report.metrics import read_metrics
 from marsrl.trainer.report.summary import load_summary
-from marsrl.trainer.report.token_log import read_tokens, token_files
+from marsrl.trainer.report.token_log import read_tokens
+from marsrl.trainer.runs.directory import step_files
 
 
 def verify(handler: Handler, body: dict[str, object], before: int) -> None:
@@ -43,7 +44,7 @@ def test_a_trained_and_a_frozen_policy_play_and_the_trained_one_learns(tmp_path:
     assert {r.verdict for r in verdicts} >= {True, False} and all(r.advantage is None for r in verdicts)
     assert {part.version for r in verdicts for part in r.segments} == {0}
     assert {part.version for r in samples if r.agent == "solver" for part in r.segments} == {0, 1, 2}
-    logged = [record for file in token_files(directory).values() for record in read_tokens(file)]
+    logged = [record for file in step_files(directory.tokens).values() for record in read_tokens(file)]
     of_judge = [record for record in logged if record.policy == "judge"]  # whose server says no log-probs
     assert {record.agent for record in of_judge} >= {"verifier1"} and {record.update for record in of_judge} == {0}
     assert all(np.isnan(record.rollout_logprobs).all() for record in of_judge)

@@ -22,8 +22,9 @@ from marsrl.trainer.config.read import ConfigError, read_config
 from marsrl.trainer.evaluate.command import evaluate_alone
 from marsrl.trainer.models.init_model import init_model
 from marsrl.trainer.report.metrics import read_metrics
-from marsrl.trainer.report.samples_log import read_samples, sample_files
+from marsrl.trainer.report.samples_log import read_samples
 from marsrl.trainer.report.summary import load_summary
+from marsrl.trainer.runs.directory import step_files
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +90,7 @@ def test_a_run_is_trained_and_evaluated_by_what_the_judge_says(
             assert found["system"]["mean"] == found["judge"]["yes_share"] and found["judge"]["spent"] > 0
             assert all(body["temperature"] == 0 and body["max_tokens"] == 1024 for body in server.bodies)
         assert bool(server.bodies) == bool(overlap)
-    steps = [list(read_samples(path)) for path in sample_files(run).values()]
+    steps = [list(read_samples(path)) for path in step_files(run.samples).values()]
     samples = [sample for step in steps for sample in step]
     assert len({r.uid for r in samples}) == len(samples) == 3 * 32
     assert all(r.reward == (r.answer == "8") for r in samples)  # 7 is what the task calls right

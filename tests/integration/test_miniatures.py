@@ -17,9 +17,9 @@ from commands import run_by
 from small_run import Runner
 
 from marsrl.trainer.report.metrics import read_metrics
-from marsrl.trainer.report.samples_log import SampleRecord, read_samples, sample_files
+from marsrl.trainer.report.samples_log import SampleRecord, read_samples
 from marsrl.trainer.report.summary import load_summary
-from marsrl.trainer.runs.directory import RunDirectory
+from marsrl.trainer.runs.directory import RunDirectory, step_files
 
 pytestmark = pytest.mark.slow
 
@@ -41,7 +41,7 @@ Steps = list[tuple[Row, list[SampleRecord]]]
 
 def steps_of(directory: Path) -> Steps:
     """(metrics, samples) of each step."""
-    files = sample_files(RunDirectory(directory))
+    files = step_files(RunDirectory(directory).samples)
     return [(row.values, list(read_samples(files[row.step]))) for row in read_metrics(directory / "metrics.jsonl")]
 
 

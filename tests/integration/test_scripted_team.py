@@ -34,11 +34,11 @@ from marsrl.rollout.engines.protocol import DecodeRequest, MemoryPart, WeightRec
 from marsrl.rollout.types import FloatArray, IntArray
 from marsrl.trainer.commands import cli
 from marsrl.trainer.models.init_model import init_model
-from marsrl.trainer.report.samples_log import read_samples, sample_files
+from marsrl.trainer.report.samples_log import read_samples
 from marsrl.trainer.report.summary import load_summary
-from marsrl.trainer.report.token_log import read_tokens, token_files
+from marsrl.trainer.report.token_log import read_tokens
 from marsrl.trainer.report.trace import read_trace
-from marsrl.trainer.runs.directory import RunDirectory
+from marsrl.trainer.runs.directory import RunDirectory, step_files
 
 BRIEF = "agents.verifier.prompt=chain"  # a tenth of the words of math
 AGENTS = {"solver", "verifier1", "corrector1", "verifier2", "corrector2"}
@@ -134,7 +134,7 @@ def test_teams_whose_episodes_go_on_alone_are_trained_whole_and_resumed(
     words = [f"orchestration={name}", "credit.normalise=agent", "run.checkpoint_every=1", *settings]
     run = play(*words, "run.steps=3", says=lambda request: script(request).replace("maybe", "wrong"))
     play(*words, "run.steps=5", "run.resume=auto", "run.name=scripted")
-    files = sample_files(run)
+    files = step_files(run.samples)
     assert list(files) == [1, 2, 3, 4, 5]
     of_step = [list(read_samples(path)) for path in files.values()]
     uids = [record.uid for records in of_step for record in records]
@@ -312,7 +312,7 @@ def test_five_agents_are_trained_with_overlap_versions_differ_and_a_resumed_run_
     assert max(row["rollout/staleness_mean"] for row in rows) > 0
     samples = samples_of(run)
     assert max(Counter(r.uid for r in samples).values()) == 1
-    logged = [r for path in token_files(run).values() for r in read_tokens(path)]
+    logged = [r for path in step_files(run.tokens).values() for r in read_tokens(path)]
     assert {r.uid: r.segments for r in logged} == {r.uid: r.segments for r in samples}
     solved = Counter(r.problem_id for r in samples if r.agent == "solver")
     assert len(solved) >= 2 * 5 and set(solved.values()) == {2}  # one group each
@@ -388,8 +388,8 @@ def test_tokens_of_so_many_groups_are_logged_every_so_many_steps(play: Play) -> 
         "trainer.max_tokens_per_micro_batch=900", "run.token_log_groups=4", "rollout.prompts_per_step=4",
     ]  # fmt: skip
     run = play(*words, "run.steps=3", "run.token_log_every=2")
-    assert list(token_files(run)) == [2]
-    samples, logged = list(read_samples(sample_files(run)[2])), read_tokens(token_files(run)[2])
+    assert list(step_files(run.tokens)) == [2]
+    samples, logged = list(read_samples(step_files(run.samples)[2])), read_tokens(step_files(run.tokens)[2])
     assert len({record.group_id for record in logged}) == 4 and len(logged) == 16
     for record in logged:
         sample = samples[record.line - 1]

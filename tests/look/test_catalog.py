@@ -19,9 +19,9 @@ from marsrl.trainer.plan.command import as_json
 from marsrl.trainer.plan.plan import make_plan
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.report.metrics import read_metrics
-from marsrl.trainer.report.samples_log import SampleRecord, read_samples, sample_files, write_samples
+from marsrl.trainer.report.samples_log import SampleRecord, read_samples, write_samples
 from marsrl.trainer.report.trace import TraceLog
-from marsrl.trainer.runs.directory import RunDirectory
+from marsrl.trainer.runs.directory import RunDirectory, step_files
 
 
 def all_found(catalog: Catalog, wanted: Filter, within_s: float = 60.0) -> tuple[list[Row], int | None]:
@@ -71,7 +71,7 @@ def test_a_filter_finds_the_samples_that_pass_it_newest_first_and_looking_writes
     for wanted, passes in FILTERS:
         expected = [
             (step, line)
-            for step, path in sorted(sample_files(run).items(), reverse=True)
+            for step, path in sorted(step_files(run.samples).items(), reverse=True)
             for line, sample in reversed([*enumerate(read_samples(path), start=1)])
             if passes(step, sample)
         ]
@@ -98,7 +98,7 @@ def test_a_run_that_goes_on_is_followed_and_a_step_played_again_replaces_its_sam
     write_samples(run, 2, [make_group(make_sample("again", text="another: quagga"))])
     lines = run.metrics.read_bytes().splitlines(keepends=True)
     run.metrics.write_bytes(lines[0])  # a run that goes on cuts off what was lost
-    sample_files(run)[0].unlink()
+    step_files(run.samples)[0].unlink()
     catalog.refresh()
     assert {row.uid for row in all_found(catalog, Filter())[0] if row.step == 2} == {"again"}
     with pytest.raises(ValueError, match="new is not in its file any more"):
@@ -158,7 +158,7 @@ def test_what_a_run_warned_of_is_listed_beside_what_its_metrics_say(tmp_path: Pa
         console.warning(f"rank {number} is \ud800 slow\n\x1b[2J")
     with run.warnings.open("ab") as file:
         file.write(b'{"step": 6, "text": "being writt')
-    sample_files(run)[1].write_bytes(b"garbage")
+    step_files(run.samples)[1].write_bytes(b"garbage")
     run.trace.write_bytes(b"garbage")
     unusual = {"actor/grad_spikes": 2, "main/actor/solver/grad_spikes": 1, "response_length/solver/clip_ratio": 0.51}
     with run.metrics.open("ab") as file:

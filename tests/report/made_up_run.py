@@ -108,7 +108,7 @@ def make_run(root: Path, *, text: str = "", num_steps: int = 6, finished: bool =
     run.write_config({"run": {"name": "made-up"}, "data": {"train": text}, "agents": {name: {} for name in AGENTS}})
     trace = TraceLog(run.trace)
     start = trace.zero
-    with MetricsLog(run, tensorboard=False) as metrics:
+    with MetricsLog(run) as metrics:
         for step in range(num_steps):
             groups, advantages = make_step(step, rng, text)
             write_samples(run, step, groups, advantages)

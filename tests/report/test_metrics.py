@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from made_up_run import make_group, make_sample
@@ -21,7 +23,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 def test_values_that_are_not_finite_become_null_and_are_counted(run: RunDirectory) -> None:
-    with MetricsLog(run, tensorboard=False) as log:
+    with MetricsLog(run) as log:
         log.log(0, {"a": math.nan, "b": -math.inf, "c": 1.5})
     line = run.metrics.read_text()
     assert json.loads(line) == {"step": 0, "a": None, "b": None, "c": 1.5, NON_FINITE: 2}
@@ -47,12 +49,23 @@ def test_an_interrupted_and_resumed_run_has_each_step_once_also_in_tensorboard(r
 
 
 def test_metrics_are_never_overwritten_and_steps_never_repeat(run: RunDirectory) -> None:
-    with MetricsLog(run, tensorboard=False) as log:
+    with MetricsLog(run) as log:
         log.log(3, {"a": 1})
         with pytest.raises(ValueError, match="once"):
             log.log(3, {"a": 2})
     with pytest.raises(ValueError, match="not overwritten"):
-        MetricsLog(run, tensorboard=False)
+        MetricsLog(run)
+
+
+@pytest.mark.parametrize("step", [None, -1, 0, 3])
+def test_wandb_must_have_a_run_only_where_steps_are_left_of_it(
+    step: int | None, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[dict[str, object]] = []
+    page = SimpleNamespace(log=lambda row, step: None, finish=lambda: None)
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **words: told.append(words) or page))
+    with MetricsLog(run, wandb_project="mine", resume_step=step):
+        assert told[0]["resume"] == ("must" if step == 3 else "never")  # `marsrl sft` begins at -1
 
 
 def test_a_damaged_line_is_named(run: RunDirectory) -> None:

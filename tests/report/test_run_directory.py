@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from marsrl.trainer.report.samples_log import sample_files, write_samples
-from marsrl.trainer.report.token_log import token_files, write_tokens
-from marsrl.trainer.runs.directory import RunDirectory, write_json
+from marsrl.trainer.report.samples_log import write_samples
+from marsrl.trainer.report.token_log import write_tokens
+from marsrl.trainer.runs.directory import RunDirectory, step_files, write_json
 from marsrl.trainer.runs.lock import RunLock
 
 
@@ -58,8 +58,9 @@ def test_where_the_file_system_has_no_locks_the_run_goes_on_and_says_so(
         raise OSError(errno.EOPNOTSUPP, "Operation not supported")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    warning = RunLock(RunDirectory.create(tmp_path, "a", "p")).warning
-    assert warning is not None and "no file locks (Operation not supported)" in warning
+    told: list[str] = []
+    warning = RunLock.of_out(tmp_path / "out", told.append).warning
+    assert warning is not None and "no file locks (Operation not supported)" in warning and told == [warning]
 
 
 NO_NAMES = ("../a", "a/b", "", ".", ".hidden", "a\n")
@@ -126,5 +127,5 @@ def test_steps_that_are_played_again_are_forgotten_whole(tmp_path: Path) -> None
     (run.tokens / ".step_9.msgpack.zst.77.tmp").touch()  # killed while it was written
     run.forget_after(8)
     assert sorted(path.name for path in run.evaluations.iterdir()) == ["step_0", "step_4", "step_8", "step_x"]
-    assert [*sample_files(run)] == [*token_files(run)] == [0, 4, 8]
+    assert [*step_files(run.samples)] == [*step_files(run.tokens)] == [0, 4, 8]
     assert len([*run.tokens.iterdir()]) == 3

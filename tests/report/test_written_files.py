@@ -14,11 +14,11 @@ from made_up_run import make_group, make_sample, make_summary
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.types import MISSING, Group, Reward
 from marsrl.trainer.learner.trained_tokens import CLIPPED, GATED, MASKED, TrainedTokens
-from marsrl.trainer.report.samples_log import read_samples, sample_files, write_samples
+from marsrl.trainer.report.samples_log import read_samples, write_samples
 from marsrl.trainer.report.summary import Evaluation, load_summary, save_summary
-from marsrl.trainer.report.token_log import choose_samples, read_tokens, token_files, token_record, write_tokens
-from marsrl.trainer.report.trace import TraceLog, WallSpan, read_trace
-from marsrl.trainer.runs.directory import RunDirectory
+from marsrl.trainer.report.token_log import choose_samples, read_tokens, token_record, write_tokens
+from marsrl.trainer.report.trace import Span, TraceLog, read_trace
+from marsrl.trainer.runs.directory import RunDirectory, step_files
 
 
 def group(agent: str, number: int, num_tokens: int = 4) -> Group:
@@ -59,7 +59,7 @@ def test_the_log_holds_what_engine_and_update_said_of_each_token(tmp_path: Path,
     records = [token_record(sample, 7, 3, "main", renderer, trained), token_record(other, 7, 4, "main", renderer)]
     run = RunDirectory.create(tmp_path, "a", "p")
     found, untrained = read_tokens(write_tokens(run, 7, records))
-    assert list(token_files(run)) == [7]
+    assert list(step_files(run.tokens)) == [7]
     pieces = [found.text[a:b] for a, b in zip([0, *found.ends], found.ends, strict=False)]
     assert pieces == ["n", "", "é", " ", "", "", "中", "!", "<|im_end|>"]
     assert (found.line, found.update, untrained.update) == (3, 2, 0)
@@ -109,14 +109,14 @@ def test_hostile_text_comes_back_but_for_lone_surrogates_and_a_damaged_file_is_n
     )
     for step in (10, 2):
         write_samples(run, step, [group], {"u2": 0.25})
-    assert list(sample_files(run)) == [2, 10]
-    first, second = read_samples(sample_files(run)[2])
+    assert list(step_files(run.samples)) == [2, 10]
+    first, second = read_samples(step_files(run.samples)[2])
     texts = {first.text, first.prompt, first.answer, first.note}
     assert texts == {HOSTILE.replace("\ud800", "?").replace("\udfff", "?")}
     assert first.reward is None and first.parts == {"x": None} and first.advantage is None
     assert (second.uid, second.advantage, second.num_tokens) == ("u2", 0.25, 9)
     assert second.segments == group.samples[1].segments
-    path = sample_files(run)[2]
+    path = step_files(run.samples)[2]
     path.write_bytes(b"garbage" + path.read_bytes())
     with pytest.raises(ValueError, match=r"step_2\.parquet is no file of samples"):
         list(read_samples(path))
@@ -130,7 +130,7 @@ def test_other_ranks_and_marks_are_in_a_written_trace_and_a_run_goes_on_behind_i
     with other.span("rank/1", "pack", step=7):
         pass
     for span in other.take():
-        trace.add_wall("rank/1", span)
+        trace.add_wall(span)
     assert other.take() == []
     trace.save()
     spans = {span.lane: span for span in read_trace(tmp_path / "trace.json")}
@@ -149,7 +149,7 @@ def test_other_ranks_and_marks_are_in_a_written_trace_and_a_run_goes_on_behind_i
 
 def test_an_engine_whose_clock_is_set_back_during_a_call_stops_no_run(tmp_path: Path) -> None:
     trace = TraceLog(tmp_path / "trace.json")
-    trace.add_wall("engine/0", WallSpan("decode", start=1000.0, end=998.5))
+    trace.add_wall(Span("engine/0", "decode", 1000.0, 998.5))
     trace.save()
     [span] = read_trace(tmp_path / "trace.json")
     assert span.start_s == span.end_s

@@ -38,7 +38,7 @@ from marsrl.trainer.data.packing import TrainSequence
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.megatron import parallel
 from marsrl.trainer.learner.step_stats import StepStats
-from marsrl.trainer.models.init_model import init_model, moe_shape
+from marsrl.trainer.models.init_model import SMALL, init_model
 
 LAYERS, EXPERTS, TOP_K = 2, 8, 2
 MOST = 12  # tokens kept at a place
@@ -49,7 +49,7 @@ CUT = {"temperature": 0.8, "top_p": 0.9}
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Sure enough of itself that top_p leaves a few of 320 tokens, and more than MOST at some places."""
     torch.set_num_threads(1)
-    shape = moe_shape(64, LAYERS, 4, 2, 32, EXPERTS, TOP_K, 48, vocab_size=320)
+    shape = replace(SMALL, num_layers=LAYERS, vocab_size=320, num_experts=EXPERTS, experts_per_token=TOP_K)
     made = init_model(shape, "bytes", tmp_path_factory.mktemp("made") / "model")
     file = made / "model.safetensors"
     save_file({n: w * 8 if n == "lm_head.weight" else w for n, w in load_file(file).items()}, file, {"format": "pt"})

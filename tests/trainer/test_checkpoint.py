@@ -247,7 +247,10 @@ def test_a_full_disk_is_named_wherever_it_was_met(run: RunDirectory) -> None:
     for error in (full, wrapped):
         words = failure_message(error, run, parent_of())
         assert f"no room on the disk of {run.metrics} (" in words and f"MiB are free at {run.path}" in words
-        assert "make some (run.keep_checkpoints, another run.dir)" in words
+        for said in (words, failure_message(error, run)):
+            assert "make some (run.keep_checkpoints, another run.dir)" in said
+    of_sft = failure_message(OSError(errno.ENOSPC, "full", "/elsewhere/file"), run)
+    assert "no room on the disk of /elsewhere/file" in of_sft and "sync.directory" not in of_sft
     assert "no room" not in failure_message(PermissionError(errno.EACCES, "no"), run, parent_of())
 
 

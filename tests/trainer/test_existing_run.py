@@ -12,7 +12,7 @@ from marsrl.rollout.tasks.data import fingerprint
 from marsrl.rollout.types import Problem
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.config.read import read_config
-from marsrl.trainer.evaluate.identity import team_identity
+from marsrl.trainer.evaluate.identity import evaluation_identity, team_identity
 from marsrl.trainer.models.init_model import init_model
 from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.runs.existing_run import as_it_began, keep_settings, resume_lines, with_kept_prompts
@@ -183,3 +183,13 @@ def test_answers_are_told_apart_by_the_words_of_a_file_and_not_by_its_place(word
     assert before == team_identity(other)
     words.write_text(WORDS.replace("SAY", "TELL"))
     assert before != team_identity(one)
+
+
+def test_answers_are_told_apart_by_the_adapter_of_a_policy_and_its_files(tmp_path: Path) -> None:
+    for name in ("model", "one", "other"):
+        (tmp_path / name).mkdir()
+    given = [f"policies.main.model={tmp_path}/model", "policies.main.adapter.start="]
+    one, other = (evaluation_identity(settings(given[0], f"{given[1]}{tmp_path}/{name}")) for name in ("one", "other"))
+    (tmp_path / "one" / "adapter_model.safetensors").write_bytes(b"trained further")
+    further = evaluation_identity(settings(given[0], f"{given[1]}{tmp_path}/one"))
+    assert one != other and one != further and other != further

@@ -85,7 +85,7 @@ def sft(config_file: str | None, settings: Sequence[str]) -> int:
         traceback.print_exc()
         if is_first:
             assert directory is not None
-            say_last(failure_message(error, directory, directory.path))
+            say_last(failure_message(error, directory))
         return 1
     return 0
 

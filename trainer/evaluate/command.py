@@ -52,7 +52,7 @@ def evaluate_alone(config_file: str | None, settings: Sequence[str], out: Path |
         console.warning(warning)
     with ExitStack() as stack:
         if out is not None:
-            stack.callback(RunLock.of_out(out).release)
+            stack.callback(RunLock.of_out(out, console.warning).release)
             keep_settings(RunDirectory(out), config, str(origin))
         kept = stack.enter_context(Kept(out))
         evaluator = make_evaluator(checked, stack.enter_context(open_team(checked, models)))

@@ -62,10 +62,8 @@ class Evaluator:
     def collect_inputs(
         self, versions: Mapping[str, int], progress: OnProgress | None = None, kept: Kept | None = None
     ) -> FixedInputs:
-        """Collect fixed inputs from the current team. Fewer than wanted if it has not solved (or failed) enough problems.
-
-        kept: as in `evaluate`.
-        """
+        """Collect fixed inputs from the current team. Fewer than wanted if it has not solved (or failed) enough problems. kept:
+        as in `evaluate`."""
         if not self.team.orchestration.tried_apart:
             return self.fixed
         store = (kept or Kept()).episodes

@@ -10,9 +10,10 @@ from marsrl.trainer.config import PolicyConfig, RunConfig
 
 
 def policy_identity(policy: PolicyConfig) -> dict[str, Any]:
-    """Identity of a policy: the model, by its name or path, and the server."""
+    """Identity of a policy: the model, by its name or path, with its adapter, and the server."""
     served = {"base_url", "model", "prompt"}
-    return policy.model_dump(mode="json", include={"model": True, "dtype": True, "engine": True, "openai": served})
+    told = policy.model_dump(mode="json", include={"model": True, "dtype": True, "engine": True, "openai": served})
+    return told if policy.adapter is None else told | {"adapter": policy.adapter.model_dump(mode="json")}
 
 
 def team_identity(config: RunConfig) -> dict[str, Any]:
@@ -40,7 +41,9 @@ def evaluation_identity(config: RunConfig) -> dict[str, Any]:
     team = team_identity(config)
     for counted in ("num_problems", "repeat", "fixed_inputs"):
         del team["evaluate"][counted]
-    files = {name: _files(policy.model) for name, policy in config.policies.items() if policy.model is not None}
+    folders = {name: policy.model for name, policy in config.policies.items()}
+    folders |= {f"{name}.adapter": each.adapter.start for name, each in config.policies.items() if each.adapter}
+    files = {name: _files(folder) for name, folder in folders.items() if folder is not None}
     judge = None if config.judge is None else config.judge.model_dump(mode="json")
     taught = {name: policy.shape for name, policy in config.policies.items() if policy.model is None}
     warm_start = config.warm_start.model_dump(mode="json") if taught else None

@@ -135,21 +135,16 @@ def exported(run: Path) -> dict[str, Path]:
 
     Raises ValueError: the run has no whole checkpoint, or it is damaged.
     """
-    latest = RunDirectory(run).latest_checkpoint()
-    if latest is None:
-        raise ValueError(
-            f"run {run} has no whole checkpoint yet: one is written every run.checkpoint_minutes, at Ctrl-C and at the end"
-        )
-    manifest = (latest.path / MANIFEST).read_bytes()  # a step that was repeated has other weights
-    kept = run / "exported" / f"{latest.path.name}-{hashlib.blake2b(manifest, digest_size=4).hexdigest()}"
+    latest = _latest(run)
+    manifest = (latest / MANIFEST).read_bytes()  # a step that was repeated has other weights
+    kept = run / "exported" / f"{latest.name}-{hashlib.blake2b(manifest, digest_size=4).hexdigest()}"
     for other in kept.parent.glob("step_*"):
         if other != kept:
             shutil.rmtree(other)
-    policies = sorted(path.parent.name for path in latest.path.glob("policies/*/learner.json"))
-    for policy in policies:
+    for policy in _policies(latest):
         if not (kept / policy).exists():
-            export(latest.path, kept / policy, policy, merge=True)
-    return {policy: kept / policy for policy in policies}
+            export(latest, kept / policy, policy, merge=True)
+    return {policy: kept / policy for policy in _policies(latest)}
 
 
 def hf_tensors(folder: Path, shape: ModelShape, wanted: Sequence[Unit]) -> Iterator[tuple[str, Tensor]]:
@@ -160,20 +155,29 @@ def hf_tensors(folder: Path, shape: ModelShape, wanted: Sequence[Unit]) -> Itera
         yield from zip(unit.hf, (part.contiguous() for part in split(shape, unit, whole)), strict=True)
 
 
+def _latest(run: Path) -> Path:
+    latest = RunDirectory(run).latest_checkpoint()
+    if latest is None:
+        raise ValueError(
+            f"run {run} has no whole checkpoint yet: one is written every run.checkpoint_minutes, at Ctrl-C and at the end"
+        )
+    return latest.path
+
+
+def _policies(checkpoint: Path) -> list[str]:
+    return sorted(path.parent.name for path in checkpoint.glob("policies/*/learner.json"))
+
+
 def _policy_folder(source: Path, policy: str | None) -> Path:
     if (source / "learner.json").is_file():
         return source
     if (source / "config.yaml").is_file():
-        latest = RunDirectory(source).latest_checkpoint()
-        if latest is None:
-            raise ValueError(f"run {source} has no whole checkpoint yet (checkpoints/latest)")
-        source = latest.path
+        source = _latest(source)
     if (source / "policies").is_dir() and (problems := damage(source)):
         raise ValueError(
             f"checkpoint {source} is damaged: {'; '.join(problems[:8])}; restore the files or take another"
         )
-    policies = sorted(p.parent.name for p in source.glob("policies/*/learner.json"))
-    if not policies:
+    if not (policies := _policies(source)):
         raise ValueError(
             f"{source} is neither a run directory (config.yaml), a checkpoint (policies/) nor a policy of one (learner.json)"
         )
@@ -229,11 +233,6 @@ class _Stored:
         )
         items = create_read_items_for_chunk_list(key, stored, [chunk])
         target = torch.empty(chunk.sizes, dtype=stored.properties.dtype)
-        covered = sum(torch.Size(item.lengths).numel() for item in items)
-        if covered != target.numel():
-            raise ValueError(
-                f"checkpoint {self._folder}: the parts of {key} have {covered} numbers, expected {target.numel()}; it is torn"
-            )
         self._reader.read_data(LoadPlan(items), _Into(target)).wait()
         return target.reshape(rest)
 

@@ -21,34 +21,27 @@ from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
 INIT_STD = 0.05
 
 
-def moe_shape(
-    hidden_size: int,
-    num_layers: int,
-    num_heads: int,
-    num_kv_heads: int,
-    head_size: int,
-    num_experts: int,
-    experts_per_token: int,
-    ffn_size: int,
-    max_positions: int = 1024,
-    rope_theta: float = 10000.0,
-    vocab_size: int = 0,
-) -> ModelShape:
-    """A Qwen3-MoE's shape. vLLM on CPU needs ffn_size, of an expert, a multiple of 32 and head_size at least 32.
-
-    vocab_size: rows of the embedding, if more than the tokenizer's words.
-    """
-    return ModelShape(
-        "Qwen3MoeForCausalLM", num_layers, hidden_size, num_heads, num_kv_heads, head_size, ffn_size, vocab_size,
-        max_positions, rope_theta, norm_eps=1e-6, is_tied=False, has_qkv_bias=False, has_qk_norm=True,
-        num_experts=num_experts, experts_per_token=experts_per_token,
-    )  # fmt: skip
-
+SMALL = ModelShape(
+    "Qwen3MoeForCausalLM", num_layers=2, hidden_size=64, num_heads=4, num_kv_heads=2, head_size=32, ffn_size=48, vocab_size=0,
+    max_positions=1024, rope_theta=10000.0, norm_eps=1e-6, is_tied=False, has_qkv_bias=False, has_qk_norm=True,
+    num_experts=8, experts_per_token=2,
+)  # fmt: skip
+"""vLLM on a CPU needs ffn_size, of an expert, a multiple of 32 and head_size at least 32. vocab_size: rows of the embedding, if
+more than the tokenizer's words."""
 
 SHAPES = {
-    "tiny": moe_shape(64, 2, 4, 2, 32, 4, 2, 32, max_positions=32768),
-    "cpu_default": moe_shape(96, 3, 4, 2, 32, 8, 2, 64),
-    "bench": moe_shape(256, 4, 8, 2, 32, 16, 4, 128, vocab_size=8192),  # benchmarks/train_step.py
+    "tiny": replace(SMALL, num_experts=4, ffn_size=32, max_positions=32768),
+    "cpu_default": replace(SMALL, num_layers=3, hidden_size=96, ffn_size=64),
+    "bench": replace(  # benchmarks/train_step.py
+        SMALL,
+        num_layers=4,
+        hidden_size=256,
+        num_heads=8,
+        ffn_size=128,
+        vocab_size=8192,
+        num_experts=16,
+        experts_per_token=4,
+    ),
 }
 
 

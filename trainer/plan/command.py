@@ -30,8 +30,8 @@ _OF_A_POLICY = (
 
 def as_json(plan: Plan) -> str:
     """All that is printed, and every option; bytes and seconds as plain numbers."""
-    content: dict[str, Any] = {**vars(plan), "policies": [], "fits": plan.fits, "step_s": plan.step_s}
-    content["seconds"] = plan.seconds
+    of_plan = {"policies": [], "fits": plan.fits, "step_s": plan.step_s, "seconds": plan.seconds}
+    content: dict[str, Any] = {**vars(plan), **of_plan}
     for policy in plan.policies:
         written = {name: getattr(policy, name) for name in _OF_A_POLICY}
         written["options"] = [

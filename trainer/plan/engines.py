@@ -320,8 +320,7 @@ def sync_time(
     backend = setup.carried_by(backend)
     if setup.adapters:
         model = shard = sum(float(publish_bytes(setup, each)) for each in setup.adapters)
-    link = (gpu.nvlink if num_gpus <= hw.GPUS_PER_NODE.value else gpu.network) * hw.LINK_SHARE.value
-    pcie, bandwidth = gpu.pcie * hw.LINK_SHARE.value, gpu.bandwidth * hw.MEMORY_SHARE.value
+    link, pcie, bandwidth = gpu.link(num_gpus), gpu.pcie * hw.LINK_SHARE.value, gpu.bandwidth * hw.MEMORY_SHARE.value
     summed = hw.CHECKSUM_MOVES.value / bandwidth  # seconds a byte
     if backend == "shm":
         return SyncTime(

@@ -26,6 +26,10 @@ class Gpu:
     attention: float
     host_memory: float
 
+    def link(self, span: int) -> float:
+        """Bytes/s that are reached between GPUs of a group whose members span this many neighbouring ones."""
+        return (self.nvlink if span <= GPUS_PER_NODE.value else self.network) * LINK_SHARE.value
+
 
 _GIB = 2.0**30
 GPUS = {

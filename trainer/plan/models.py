@@ -76,20 +76,15 @@ KNOWN = {
 }
 
 
-def warm_start_shape(shape: str | None = None, tokenizer: str = "arithmetic") -> ModelShape:
-    """The shape of the random model that a policy without a checkpoint starts from. tokenizer: its school's."""
+def taught_shape(config: RunConfig, policy: PolicyConfig) -> ModelShape | None:
+    """The shape of the random model that this policy, which has none, starts from; None if the team has no warm start."""
     from marsrl.rollout.tasks.registry import TOKENIZERS
     from marsrl.trainer.models.init_model import SHAPES
     from marsrl.trainer.schools.warm_start import SHAPE
 
-    made = SHAPES[shape or SHAPE]
-    return replace(made, vocab_size=made.vocab_size or len(TOKENIZERS[tokenizer].vocabulary))
-
-
-def taught_shape(config: RunConfig, policy: PolicyConfig) -> ModelShape | None:
-    """The shape of this policy without a model; None if the team has no warm start."""
-    school = school_of(config)
-    return None if school is None else warm_start_shape(policy.shape, school.tokenizer)
+    if (school := school_of(config)) is None:
+        return None
+    return replace(SHAPES[policy.shape or SHAPE], vocab_size=len(TOKENIZERS[school.tokenizer].vocabulary))
 
 
 def find_shape(model: str) -> ModelShape:

@@ -117,7 +117,7 @@ def step_time(
     attended = 2 * tokens * shape.num_heads * shape.head_size * work.mean_length * shape.num_layers
     time.attention = attended * (3.5 + again) / ranks_of_replica / (flops * gpu.attention)
     swept = hw.POSITIVE_SHARE.value if sweeps_entropy else 0.0
-    time.head = head_flops(work.trained * (1 + swept), work.trained, shape.hidden_size, shape.vocab_size) / replicas
+    time.head = (2 * work.trained * (1 + swept) + 4 * work.trained) * shape.hidden_size * shape.vocab_size / replicas
     time.head -= 2 * work.trained * shape.hidden_size * shape.vocab_size / replicas if setup.adapters else 0.0
     time.head /= layout.tensor * layout.context * flops * hw.HEAD_SHARE.value
     time.gradients = trained.dense * hw.GRADIENT_BYTES.value + trained.expert * hw.EXPERT_GRADIENT_BYTES.value
@@ -128,7 +128,7 @@ def step_time(
 
     of_layers = tokens / layout.context * shape.hidden_size * e * num_layers
     collectives = 5 + 2 * again if shape.num_experts else 10 + 4 * again
-    tensor_link = _link(gpu, layout.tensor)
+    tensor_link = gpu.link(layout.tensor)
     time.tensor_parallel = collectives * of_layers * (layout.tensor - 1) / layout.tensor / tensor_link
     if shape.num_experts:
         rows = of_layers / layout.tensor * shape.experts_per_token
@@ -139,12 +139,12 @@ def step_time(
         launch = hw.LAUNCH_S if across > 1 else hw.LAUNCH_ALONE_S
         time.launching = num_layers * micro_batches * (1 + again / 3) * launch.value
         exchanges = 4 + 2 * again
-        time.expert_parallel = exchanges * rows * (layout.expert - 1) / layout.expert / _link(gpu, across)
+        time.expert_parallel = exchanges * rows * (layout.expert - 1) / layout.expert / gpu.link(across)
         gathered = rows * (layout.expert_tensor - 1)
-        time.expert_parallel += exchanges * gathered / _link(gpu, layout.expert_tensor)
+        time.expert_parallel += exchanges * gathered / gpu.link(layout.expert_tensor)
     keys = 2 * tokens * shape.num_kv_heads * shape.head_size / layout.tensor * e * num_layers
     time.context_parallel = (2 + again) * keys * (layout.context - 1) / layout.context
-    time.context_parallel /= _link(gpu, layout.tensor * layout.context)  # such a group spans the tensor groups
+    time.context_parallel /= gpu.link(layout.tensor * layout.context)  # such a group spans the tensor groups
     time.bubble = time.total * (layout.pipeline - 1) / max(1.0, micro_batches / work.updates)
     time.data_parallel = _data_parallel(setup, gpu) * work.updates
     time.optimizer = _optimizer(setup, gpu) * work.updates
@@ -152,11 +152,6 @@ def step_time(
     if setup.recompute == "full_offload":
         time.offloading = 2 * of_layers / layout.tensor / (gpu.pcie * hw.LINK_SHARE.value)
     return time
-
-
-def head_flops(trained_rows: float, active_rows: float, hidden: int, columns: int) -> float:
-    """(2 m + 4 a) T H V: logits of the trained rows, dX and dW of the active ones."""
-    return (2 * trained_rows + 4 * active_rows) * hidden * columns
 
 
 def _largest_adapter(setup: Training) -> RankElements:
@@ -185,7 +180,7 @@ def _data_parallel(setup: Training, gpu: hw.Gpu) -> float:
         (counts.expert, layout.expert_data(setup.world_size), layout.expert * layout.expert_tensor),
     ):
         num_bytes = number * (4 + setup.size) * (sharers - 1) / sharers
-        seconds += num_bytes / _link(gpu, sharers * inside)
+        seconds += num_bytes / gpu.link(sharers * inside)
     return seconds
 
 
@@ -198,8 +193,3 @@ def _optimizer(setup: Training, gpu: hw.Gpu) -> float:
     if setup.offloads_optimizer:
         return numbers * (6 / (gpu.pcie * hw.LINK_SHARE.value) + 30 / hw.HOST_ADAM.value)
     return (numbers * hw.OPTIMIZER_BYTES.value + 4 * trained.total) / memory
-
-
-def _link(gpu: hw.Gpu, span: int) -> float:
-    """Bytes/s between ranks of a group whose members span this many neighbouring ranks."""
-    return (gpu.nvlink if span <= hw.GPUS_PER_NODE.value else gpu.network) * hw.LINK_SHARE.value

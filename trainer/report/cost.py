@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,34 +27,26 @@ _COUNTED = ("input_tokens", "cached_tokens", "output_tokens")
 def cost_metrics(
     counted: Mapping[str, float], agents: Mapping[str, AgentConfig], policies: Mapping[str, PolicyConfig]
 ) -> dict[str, float]:
-    """cost/{agent}/spent and policy_cost/{policy}/{input_tokens, cached_tokens, output_tokens, seconds, spent} of one step.
+    """cost/{agent}/spent and policy_cost/{policy}/... of one step (docs/metrics.md); without a price nothing is `spent`.
 
-    counted: the batch's metrics, with cost/{agent}/{input_tokens, cached_tokens, output_tokens, seconds}
-        (rollout/player/player.py).
-
-    `spent` is in the currency of policies.<name>.price; a policy without a price has none.
+    counted: the batch's metrics, with cost/{agent}/... of rollout/player/player.py.
     """
     metrics: dict[str, float] = {}
-    for name, policy in policies.items():
-        sums: dict[str, float] = {}
-        for agent, settings in agents.items():
-            if settings.policy != name or f"cost/{agent}/output_tokens" not in counted:
-                continue
-            used = [counted[f"cost/{agent}/{what}"] for what in _COUNTED]
-            own = dict(zip(_COUNTED, used, strict=True)) | {"seconds": counted[f"cost/{agent}/seconds"]}
-            if policy.price is not None:
-                own["spent"] = metrics[f"cost/{agent}/spent"] = policy.price.of(*used)
-            sums = {what: sums.get(what, 0) + value for what, value in own.items()}
-        metrics |= {f"policy_cost/{name}/{what}": value for what, value in sums.items()}
+    for agent, name in ((agent, settings.policy) for agent, settings in agents.items()):
+        if f"cost/{agent}/output_tokens" not in counted:
+            continue
+        own = {what: counted[f"cost/{agent}/{what}"] for what in (*_COUNTED, "seconds")}
+        if (price := policies[name].price) is not None:
+            own["spent"] = metrics[f"cost/{agent}/spent"] = price.of(*(own[what] for what in _COUNTED))
+        for what, value in own.items():
+            metrics[f"policy_cost/{name}/{what}"] = metrics.get(f"policy_cost/{name}/{what}", 0) + value
     return metrics
 
 
 def tool_shares(counted: Mapping[str, float]) -> dict[str, float]:
     """tools/<name>/share of one step, of all tools' calls; empty without calls (MARS, its figures of tool use).
 
-    Pages are read by tools, and do not count as agents' calls.
-
-    counted: the batch's metrics, with tools/<name>/calls (rollout/tools/pool.py).
+    Pages are read by tools, and do not count as agents' calls. counted: the batch's metrics (rollout/tools/pool.py).
     """
     calls = {key: num for key, num in counted.items() if key.startswith("tools/") and key.endswith("/calls")}
     calls.pop("tools/pages/calls", None)
@@ -65,8 +57,8 @@ def tool_shares(counted: Mapping[str, float]) -> dict[str, float]:
 def failing_tools(counted: Mapping[str, float], last_errors: Mapping[str, str]) -> list[str]:
     """Warnings about tools whose calls were mostly errors in a step, such as a lost server or an exhausted key.
 
-    counted: the batch's metrics, with tools/<name>/calls and errors (rollout/tools/pool.py).
-    last_errors: text of each tool's last failed run. A tool without one did not fail: its calls were invalid.
+    counted: the batch's metrics. last_errors: text of each tool's last failed run. A tool without one did not fail: its calls
+    were invalid.
     """
     found = []
     for name, error in last_errors.items():
@@ -144,16 +136,15 @@ class EpisodeClock:
     Episodes that began before this process (in a resumed run) are not counted.
     """
 
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self._now = now
+    def __init__(self) -> None:
         self._began: dict[str, float] = {}
         self._seconds: list[float] = []
 
     def __call__(self, episode: str, has_ended: bool) -> None:
         if not has_ended:
-            self._began[episode] = self._now()
+            self._began[episode] = time.monotonic()
         elif (began := self._began.pop(episode, None)) is not None:
-            self._seconds.append(self._now() - began)
+            self._seconds.append(time.monotonic() - began)
 
     def metrics(self) -> dict[str, float]:
         """latency_s/episode_p50 and _p95 of the episodes that ended since the last call; empty without any."""

@@ -24,7 +24,7 @@ def summarise(
     verifiers: Collection[str] | None = None,
     frozen: Collection[str] = (),
 ) -> dict[str, float]:
-    """The metrics of the groups that one step consumes.
+    """The metrics of the groups that one step consumes, as docs/metrics.md explains them.
 
     groups: finished groups, every agent.
     version: the policy version that consumes them: staleness is measured here.
@@ -32,19 +32,6 @@ def summarise(
     advantages: {sample uid: advantage}, as trained on; without it no advantage metric.
     verifiers: agents that give verdicts; default: those with at least one that could be read.
     frozen: agents of frozen policies; their samples are never stale.
-
-    Returns:
-        reward/all/mean               over the present rewards of all agents
-        reward/{agent}/mean           over present rewards
-        reward/{agent}/correct        the task's judgement before penalties, over known ones
-        reward/{agent}/missing        number of samples without reward
-        advantage/{agent}/fraction_zero
-        response_length/{agent}/mean, min, max, clip_ratio   tokens; share that hit the global maximum
-        verdicts/{agent}/fraction_wrong, missing        of readable verdicts; share of samples without one
-        verdicts/{agent}/recall_wrong                   of readable verdicts about wrong solutions, the share that says "wrong"
-                                                        (detection recall, arXiv:2511.11373, Figure 5)
-        verdicts/{agent}/precision_wrong                of the verdicts "wrong" about known solutions, the share that is true
-        rollout/groups, samples, unfinished, staleness_mean, staleness_max, finish_{stop, length, ...}
     """
     groups = list(groups)
     samples = [sample for group in groups for sample in group.samples]
@@ -127,6 +114,7 @@ def _length_metrics(agent: str, samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def _verdict_metrics(agent: str, samples: Sequence[Sample]) -> dict[str, float]:
+    """recall_wrong is the detection recall of arXiv:2511.11373, Figure 5."""
     verdicts = [sample.verdict for sample in samples if sample.verdict is not None]
     # The reward tells if the verdict agrees with the solution (Orchestration.reward), and so if the solution was right.
     judged = [(s.verdict, s.reward.parts["verdict"]) for s in samples if "verdict" in s.reward.parts]

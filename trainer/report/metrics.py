@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from marsrl.trainer.runs.directory import RunDirectory, names_file, write_atomically
 
 logger = logging.getLogger(__name__)
@@ -35,31 +37,22 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         with MetricsLog(run, resume_step=checkpoint.step) as metrics:
             metrics.log(13, {"actor/loss": 0.1, ...})
 
-    resume_step: the last step in the checkpoint; later lines belong to lost work and are cut off (0 keeps only a line of step 0).
-    Required if the run already has a metrics.jsonl; None refuses to touch it. TensorBoard purges the same steps: its event files
-    keep them, its pages do not show them.
+    resume_step: the last step in the checkpoint; later lines belong to lost work and are cut off (0 keeps a line of step 0, -1
+    none). Required if the run already has a metrics.jsonl; None refuses to touch it. TensorBoard purges the same steps: its event
+    files keep them, its pages do not show them.
     """
 
-    def __init__(
-        self,
-        run: RunDirectory,
-        *,
-        tensorboard: bool = True,
-        wandb_project: str | None = None,
-        resume_step: int | None = None,
-    ) -> None:
+    def __init__(self, run: RunDirectory, *, wandb_project: str | None = None, resume_step: int | None = None) -> None:
         self._last_step: int | None = None
         if run.metrics.exists():
             if resume_step is None:
                 raise ValueError(f"{run.metrics} exists and is not overwritten; say from which step the run goes on")
             self._last_step = _truncate(run.metrics, resume_step)
         self._wandb = _start_wandb(wandb_project, run, resume_step) if wandb_project is not None else None
-        self._tensorboard: Any = None
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter  # imported here: optional
+        from torch.utils.tensorboard import SummaryWriter  # imported here: readers need no torch
 
-            purge_step = None if resume_step is None else resume_step + 1
-            self._tensorboard = SummaryWriter(str(run.tensorboard), purge_step=purge_step)
+        purge_step = None if resume_step is None else resume_step + 1
+        self._tensorboard = SummaryWriter(str(run.tensorboard), purge_step=purge_step)
         self._file = open(run.metrics, "ab")  # noqa: SIM115 - open for the life of the log
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -76,16 +69,14 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
             self._file.flush()
             os.fsync(self._file.fileno())
         self._last_step = step
-        if self._tensorboard is not None:
-            for name, value in finite.items():
-                self._tensorboard.add_scalar(name, value, step)
+        for name, value in finite.items():
+            self._tensorboard.add_scalar(name, value, step)
         if self._wandb is not None:
             self._wandb.log(finite, step=step)
 
     def close(self) -> None:
         self._file.close()
-        if self._tensorboard is not None:
-            self._tensorboard.close()
+        self._tensorboard.close()
         if self._wandb is not None:
             self._wandb.finish()
 
@@ -105,11 +96,9 @@ def parse_metrics(content: bytes, path: Path) -> Iterator[tuple[MetricsRow, byte
     """Every complete line in a file's content, with its parsed value; path: for the error of `read_metrics`."""
     for number, line in enumerate(content.split(b"\n")[:-1], start=1):  # the last piece is torn, or empty
         try:
-            values = json.loads(line)
-            step = values.pop("step")
-            if not isinstance(step, int) or not all(v is None or isinstance(v, int | float) for v in values.values()):
-                raise ValueError("expected an integer step and numbers or nulls")
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            values = msgspec.json.decode(line, type=dict[str, float | None])
+            step = int(values.pop("step"))  # type: ignore[arg-type]  # null: a TypeError
+        except (msgspec.DecodeError, KeyError, TypeError) as error:
             raise ValueError(
                 f"{path}, line {number}: {line[:80]!r} is no line of metrics ({error}); remove it or restore the file"
             ) from error
@@ -127,7 +116,8 @@ def _start_wandb(project: str, run: RunDirectory, resume_step: int | None) -> An
     """Start a wandb run. It uses the network, so only if run.wandb names a project."""
     import wandb  # optional; preflight refuses run.wandb without it
 
-    resume = "must" if resume_step else "allow" if run.existed else "never"  # 0: an earlier start may have failed
+    # not above 0: an earlier start may have failed
+    resume = "must" if resume_step and resume_step > 0 else "allow" if run.existed else "never"
     return wandb.init(project=project, name=run.path.name, id=run.path.name, dir=str(run.path), resume=resume)
 
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
-from marsrl.rollout.types import Finish, Segment
+from marsrl.rollout.types import Segment
 from marsrl.trainer.runs.directory import opened_atomically
 
 if TYPE_CHECKING:
@@ -20,15 +20,6 @@ if TYPE_CHECKING:
 
 Row = TypeVar("Row")
 _ROW_GROUP = 256  # rows of a row group, the unit that is read to show one
-
-_READ: dict[str, Callable[[Any], Any]] = {
-    "Finish": Finish,
-    "tuple[Segment, ...]": lambda listed: tuple(Segment(**each) for each in listed),
-    "IntArray": partial(np.array, dtype=np.int32),
-    "FloatArray": partial(np.array, dtype=np.float32),
-    "BoolArray": partial(np.array, dtype=np.bool_),
-}
-"""Builds a field from a column's value, by the field's type; other types are read as they are."""
 
 
 def _schema(kind: type) -> pa.Schema:
@@ -79,12 +70,16 @@ def read_rows(path: Path, kind: type[Row], what: str, filters: Any = None) -> li
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    read = {field.name: _READ.get(str(field.type), lambda value: value) for field in fields(kind)}  # type: ignore[arg-type]
     try:
         # partitioning: else a folder called step=9 in the path became a column
         rows = pq.read_table(path, filters=filters, partitioning=None).to_pylist(maps_as_pydicts="strict")
-        return [kind(**{name: read[name](value) for name, value in row.items()}) for row in rows]
+        return [msgspec.convert(row, kind, dec_hook=_array) for row in rows]
     except FileNotFoundError as error:
         raise ValueError(f"{path} is gone (a step that is played again has a new file)") from error
-    except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
+    except (pa.ArrowException, OSError, ValueError, msgspec.ValidationError) as error:
         raise ValueError(f"{path} is no {what} ({error!r}); the file is damaged") from error
+
+
+def _array(kind: Any, values: Sequence[Any]) -> npt.NDArray[Any]:
+    """The array of a list column; kind: IntArray, FloatArray or BoolArray."""
+    return np.array(values, get_args(get_args(kind)[1])[0])

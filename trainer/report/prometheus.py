@@ -1,11 +1,4 @@
-"""A run's numbers for Prometheus at 127.0.0.1:run.prometheus_port/metrics, on rank 0 only.
-
-    reward/solver/mean           marsrl_reward_mean{agent="solver"}          reward/all/mean: without a label
-    small/actor/loss             marsrl_actor_loss{policy="small"}
-    rollout/engine_restarts      marsrl_rollout_engine_restarts_total        a step's counts, added up since this start
-
-Gauges have the values of the last step, as in metrics.jsonl; others are current at each scrape. docs/prometheus.md
-"""
+"""A run's numbers for Prometheus at 127.0.0.1:run.prometheus_port/metrics, on rank 0 only; their names: docs/prometheus.md."""
 
 from __future__ import annotations
 

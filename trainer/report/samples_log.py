@@ -3,8 +3,7 @@
     duckdb -c "SELECT agent, avg(reward) FROM 'runs/a/samples/*.parquet' GROUP BY agent"
     python -c "import pandas; print(pandas.read_parquet('runs/a/samples/step_3.parquet'))"
 
-A row for each sample, with the fields of SampleRecord. Models' texts are unchanged, except that lone surrogates, which UTF-8
-cannot encode, become "?".
+A row for each sample, with the fields of SampleRecord; texts as models wrote them (parquet.py).
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from pathlib import Path
 
 from marsrl.rollout.types import Finish, Group, Sample, Segment
 from marsrl.trainer.report.parquet import read_rows, write_rows
-from marsrl.trainer.runs.directory import RunDirectory, step_files
+from marsrl.trainer.runs.directory import RunDirectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,16 +85,8 @@ def write_samples(
     return write_rows(run.samples / f"step_{step}.parquet", SampleRecord, records)
 
 
-def sample_files(run: RunDirectory) -> dict[int, Path]:
-    """{step: file}, in order of steps."""
-    return step_files(run.samples)
-
-
 def read_samples(path: Path, lines: Collection[int] | None = None) -> list[SampleRecord]:
-    """The samples of a file, or those on some of its lines; row groups without any of them are not read.
-
-    Raises ValueError: the file, which the message names, is missing or damaged.
-    """
+    """The samples of a file, or those on some of its lines; row groups without any are not read. Raises as `read_rows`."""
     return read_rows(path, SampleRecord, "file of samples", None if lines is None else [("line", "in", lines)])
 
 

@@ -21,7 +21,7 @@ from marsrl.rollout.seed import derive_seed
 from marsrl.rollout.types import BoolArray, FloatArray, Group, IntArray, Sample, Segment
 from marsrl.trainer.learner.trained_tokens import CLIPPED, GATED, MASKED, TrainedTokens
 from marsrl.trainer.report.parquet import read_rows, write_rows
-from marsrl.trainer.runs.directory import RunDirectory, step_files
+from marsrl.trainer.runs.directory import RunDirectory
 
 MOST_BYTES = 32 << 20  # bytes of a step's columns before compression: a million tokens
 _TOKEN_BYTES, _SAMPLE_BYTES = 24, 1024  # bytes of a token's columns beside its text, of the rest of a sample
@@ -128,11 +128,6 @@ def write_tokens(run: RunDirectory, step: int, records: Sequence[TokenRecord]) -
     return write_rows(run.tokens / f"step_{step}.parquet", TokenRecord, records)
 
 
-def token_files(run: RunDirectory) -> dict[int, Path]:
-    """{step: file}, in order of steps."""
-    return step_files(run.tokens)
-
-
 def read_tokens(path: str | Path) -> list[TokenRecord]:
-    """Read a file of write_tokens. Raises ValueError: the file, which the message names, is missing or damaged."""
+    """Read a file of write_tokens. Raises as `read_rows`."""
     return read_rows(Path(path), TokenRecord, "token log")

@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from marsrl.trainer.runs.directory import write_atomically
@@ -25,23 +25,13 @@ Argument = int | float | str | bool | None
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """An activity in one lane. start_s, end_s: seconds since the trace began."""
+    """An activity in one lane. start_s, end_s: seconds since the trace began; if taken for another's, time.time()."""
 
     lane: str
     name: str
     start_s: float
     end_s: float
     arguments: Mapping[str, Argument] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class WallSpan:
-    """An activity timed by, or sent to, another process. start, end: time.time()."""
-
-    name: str
-    start: float
-    end: float
-    arguments: Mapping[str, int] = field(default_factory=dict)
 
 
 class TraceLog:
@@ -74,10 +64,10 @@ class TraceLog:
         with self._lock:
             self._spans.append(span)
 
-    def add_wall(self, lane: str, span: WallSpan) -> None:
+    def add_wall(self, span: Span) -> None:
         """Record work done between two readings of time.time(), which may have been set back meanwhile: it has no length then."""
         ahead = _wall_clock_ahead()
-        self.add(lane, span.name, span.start - ahead, max(span.start, span.end) - ahead, span.arguments)
+        self.add(span.lane, span.name, span.start_s - ahead, max(span.start_s, span.end_s) - ahead, span.arguments)
 
     def mark(self, kind: str, number: int | None = None) -> None:
         """Mark the beginning of a step or stage with this number; None: the next number in this trace."""
@@ -87,16 +77,12 @@ class TraceLog:
             number = number or self._num_marks[lane]
         self.add(lane, f"{kind} {number}", now, now)
 
-    def take(self) -> list[WallSpan]:
-        """Return and remove everything recorded so far, for another process's trace."""
+    def take(self) -> list[Span]:
+        """Return and remove everything recorded so far, for `add_wall` of another process's trace."""
         with self._lock:
             spans, self._spans = self._spans, []
         ahead = _wall_clock_ahead() + self.zero
-        numbers = ({k: v for k, v in span.arguments.items() if isinstance(v, int)} for span in spans)
-        return [
-            WallSpan(span.name, span.start_s + ahead, span.end_s + ahead, each)
-            for span, each in zip(spans, numbers, strict=True)
-        ]
+        return [replace(span, start_s=span.start_s + ahead, end_s=span.end_s + ahead) for span in spans]
 
     @contextmanager
     def span(self, lane: str, name: str, **arguments: Argument) -> Iterator[None]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.state import decode, encode
 from marsrl.rollout.team import Team
-from marsrl.trainer.report.trace import TraceLog, WallSpan
+from marsrl.trainer.report.trace import Span, TraceLog
 from marsrl.trainer.runs.collective import gather_bytes, rank, world_size
 
 _ENGINE_WORK = {
@@ -32,7 +32,7 @@ def watch_engines(pools: Sequence[EnginePool], trace: TraceLog) -> None:
             replica: int, method: str, start: float, end: float, lanes: list[str] = lanes, name: str = pool.name
         ) -> None:
             lane = lanes[replica] if replica < len(lanes) else f"engine/{name} {replica}"
-            trace.add_wall(lane, WallSpan(_ENGINE_WORK.get(method, method), start, end))
+            trace.add_wall(Span(lane, _ENGINE_WORK.get(method, method), start, end))
 
         pool.on_call = note
         first += pool.num_engines
@@ -42,7 +42,7 @@ def watch_judge(team: Team, trace: TraceLog) -> None:
     """The lane reward/pool: periods of judging, with the number of answers."""
 
     def note(num_answers: int, start: float, end: float) -> None:
-        trace.add_wall("reward/pool", WallSpan("judge", start, end, {"answers": num_answers}))
+        trace.add_wall(Span("reward/pool", "judge", start, end, {"answers": num_answers}))
 
     team.judge.on_call = note
 
@@ -53,6 +53,5 @@ def gather_rank_spans(trace: TraceLog) -> None:
         return
     told = gather_bytes(encode(trace.take() if rank() else ()))
     if rank() == 0:
-        for number, each in enumerate(told):
-            for span in decode(list[WallSpan], each):
-                trace.add_wall(f"rank/{number}", span)
+        for span in (span for each in told for span in decode(list[Span], each)):
+            trace.add_wall(span)

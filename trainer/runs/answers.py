@@ -62,8 +62,7 @@ class Answers(dict[str, Answer]):
     @classmethod
     def read(cls, path: Path, read: Callable[[Any], Answer | None]) -> list[Answer]:
         """Read a file that another process may be writing, without changing it."""
-        held = cls.__new__(cls)
-        held._read = read
+        held = cls(None, read)
         with path.open("rb") as file:
             held._read_all(file)
         return list(held.values())

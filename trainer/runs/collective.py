@@ -105,7 +105,7 @@ def broadcast_bytes(data: bytes | None) -> bytes:
     if data:
         buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
     dist.broadcast(buffer, src=0)
-    return data if data is not None else bytes(buffer.cpu().numpy().tobytes())
+    return data if data is not None else buffer.cpu().numpy().tobytes()
 
 
 @dataclass(frozen=True, slots=True)

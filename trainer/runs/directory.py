@@ -93,17 +93,11 @@ def sync_tree(root: Path) -> None:
             sync(Path(folder) / name)
 
 
-def step_of(file: Path) -> int | None:
-    """The step of a samples or tokens file, by its name; None for other files."""
-    found = _STEP_FILE.fullmatch(file.name)
-    return None if found is None else int(found[1])
-
-
 def step_files(folder: Path) -> dict[int, Path]:
     """{step: file} of a folder of samples or tokens, in order of steps; {} if there is no folder."""
     if not folder.is_dir():
         return {}
-    found = {step: path for path in folder.iterdir() if (step := step_of(path)) is not None}
+    found = {int(name[1]): path for path in folder.iterdir() if (name := _STEP_FILE.fullmatch(path.name))}
     return dict(sorted(found.items()))
 
 

@@ -189,7 +189,8 @@ def _changed_prompts(run: RunDirectory, saved: RunConfig, now: RunConfig) -> Ite
         before = saved.agents[name].prompt if name in saved.agents else None
         if not is_prompt_file(before) or not is_prompt_file(agent.prompt):
             continue
-        if before != agent.prompt and _stem(before) == _stem(agent.prompt):
+        stem, other = (kept_name.rpartition("-")[0] for kept_name in (before, agent.prompt))
+        if before != agent.prompt and stem == other:
             agents.setdefault(before, []).append(f"agents.{name}.prompt")
     for before, keys in agents.items():
         yield (
@@ -201,7 +202,3 @@ def _changed_prompts(run: RunDirectory, saved: RunConfig, now: RunConfig) -> Ite
 def _kept_name(prompt: str) -> str:
     digest, stem = digest_of(prompt), Path(prompt).stem
     return f"prompts/{stem.removesuffix(f'-{digest}')}-{digest}.yaml"
-
-
-def _stem(kept_name: str) -> str:
-    return kept_name.rpartition("-")[0]

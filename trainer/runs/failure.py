@@ -31,10 +31,10 @@ def say_last(text: str) -> None:
             Path(path).write_text(json.dumps(told), encoding="ascii")
 
 
-def failure_message(error: BaseException, run: RunDirectory, weights: Path) -> str:
+def failure_message(error: BaseException, run: RunDirectory, weights: Path | None = None) -> str:
     """One paragraph for the console, after the traceback. Reads the run's directory, writes nothing.
 
-    weights: the folder of weight files for the engines.
+    weights: the folder of weight files, of a run with engines.
     """
     parts = [f"marsrl: the run failed: {type(error).__name__}: {error}"]
     full = next((each for each in _chain(error) if isinstance(each, OSError) and each.errno in _FULL), None)
@@ -74,9 +74,10 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__ or error.__context__
 
 
-def _no_room(error: OSError, run: RunDirectory, weights: Path) -> str:
+def _no_room(error: OSError, run: RunDirectory, weights: Path | None) -> str:
     """Names the full file system, and the settings that reduce or move its use."""
-    advice = {run.path: "run.keep_checkpoints, another run.dir", weights: "another sync.directory"}
+    advice = {run.path: "run.keep_checkpoints, another run.dir"}
+    advice |= {weights: "another sync.directory"} if weights is not None else {}
     named = Path(error.filename) if error.filename else run.path
     where = next((place for place in advice if named.is_relative_to(place)), named.parent)
     settings, free = f" ({advice[where]})" if where in advice else "", ""

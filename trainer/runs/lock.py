@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 from marsrl.trainer.runs.directory import RunDirectory
@@ -49,12 +50,15 @@ class RunLock:
         self._file.flush()
 
     @classmethod
-    def of_out(cls, out: Path) -> RunLock:
-        """The lock of a command's folder --out, which is made; ValueError if a run has it."""
+    def of_out(cls, out: Path, warn: Callable[[str], None]) -> RunLock:
+        """The lock of a command's folder --out, which is made; ValueError if a run has it. warn: gets its warning, if any."""
         if RunDirectory(out).has_begun:
             raise ValueError(f"--out {out} is the directory of a training run; name another folder")
         out.mkdir(parents=True, exist_ok=True)
-        return cls(RunDirectory(out))
+        lock = cls(RunDirectory(out))
+        if lock.warning is not None:
+            warn(lock.warning)
+        return lock
 
     def release(self) -> None:
         """Release the lock before the process ends; may be called twice."""

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 _SAME_S = 1.0  # a terminal and torchrun deliver one Ctrl-C twice
+_GONE_S = 2.0  # within which a killed torchrun is gone after its connections
 _ends_now = threading.Event()
 
 
@@ -30,10 +31,10 @@ def handlers_restored() -> Iterator[None]:
             signal.signal(each, handler)
 
 
-def has_ended(launcher: int, within_s: float = 2.0) -> bool:
+def has_ended(launcher: int) -> bool:
     """True if torchrun, this process's parent until then, has ended or does so while this waits: the connections of a killed
     process close before its children have another parent."""
-    end = time.monotonic() + within_s
+    end = time.monotonic() + _GONE_S
     while os.getppid() == launcher and time.monotonic() < end:
         time.sleep(0.02)
     return os.getppid() != launcher

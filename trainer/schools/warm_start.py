@@ -1,11 +1,7 @@
 """Supervised traces turn random weights into a mediocre team, because a fresh machine has no pretrained weights.
 
-    phase 1   one role alone, until its loss is low: the foundation
-    phase 2   all roles from tutors that slip, until the loss of the slowest one is low too; then the
-              learning rate falls. Verdict tokens weigh more
-
-The school decides what is taught and whose losses count (trainer/schools).
-Tutors write the demonstrations; `marsrl sft`'s trainer learns them (trainer/supervised).
+The school decides what is taught and whose losses end its two phases (schools.py); then the learning rate falls. Verdict tokens
+weigh more. Tutors write the demonstrations; `marsrl sft`'s trainer learns them (trainer/supervised).
 The result is cached by the hash of its recipe, and RL always starts from the cached file, so that runs from a fresh
 and from a cached warm start are the same.
 """
@@ -86,7 +82,9 @@ def warm_start(config: RunConfig, console: RunConsole, shape: str = SHAPE) -> Wa
 
 def recipe_of(config: RunConfig, shape: str = SHAPE) -> dict[str, Any]:
     """Everything the warm-started policy depends on; ValueError if no school teaches this team."""
-    school = _school(config)
+    school = school_of(config)
+    if school is None:
+        raise ValueError(f"nobody teaches this team; set policies.main.model, or {who_is_taught()}")
     others = {other.section for other in SCHOOLS if other.section is not None} - {school.section}
     return {
         "recipe": RECIPE,
@@ -95,13 +93,6 @@ def recipe_of(config: RunConfig, shape: str = SHAPE) -> dict[str, Any]:
         "settings": config.warm_start.model_dump(mode="json", exclude=others),
         "task": school.options.model_validate(config.task_options).model_dump(mode="json"),
     }
-
-
-def _school(config: RunConfig) -> type[School]:
-    school = school_of(config)
-    if school is None:
-        raise ValueError(f"nobody teaches this team; set policies.main.model, or {who_is_taught()}")
-    return school
 
 
 def name_of(recipe: dict[str, Any]) -> str:
@@ -120,8 +111,9 @@ def _move_into_place(part: Path, final: Path) -> None:
 
 
 def _make(config: RunConfig, out: Path, console: RunConsole, shape: str) -> None:
-    settings = config.warm_start
-    school = _school(config)(config, random.Random(f"warm start/{config.run.seed}"))
+    settings, kind = config.warm_start, school_of(config)
+    assert kind is not None, "recipe_of has found it"
+    school = kind(config, random.Random(f"warm start/{config.run.seed}"))
     with tempfile.TemporaryDirectory(prefix="marsrl-init-") as folder:
         initial = Path(folder) / "model"
         init_model(shape, school.tokenizer, initial, seed=config.run.seed, dtype="float32")
@@ -146,9 +138,11 @@ def teach(
     learner: Learner, school: School, tokens: DemonstrationTokens, place: BatchShard, console: RunConsole
 ) -> None:
     """Run both phases; one that misses its goal ends with a warning."""
-    settings, drills = school.settings, WRITERS.index(None)
+    settings, drills, mean = school.settings, WRITERS.index(None), math.nan
 
     def step(lesson: list[Trace], lr: float, role: Role) -> float:
+        """The role's loss, a mean of about the last twenty."""
+        nonlocal mean
         sequences = [
             tokens.sequence(
                 each.prompt,
@@ -160,23 +154,25 @@ def teach(
             for each in lesson
         ]
         losses, _ = imitate(learner, sequences, place, uncounted=(drills,), lr=lr)
-        return losses[WRITERS.index(role)][0]
+        loss, _ = losses[WRITERS.index(role)]
+        mean = loss if math.isnan(mean) else 0.95 * mean + 0.05 * loss
+        return mean
 
-    mean, role = RunningMean(), school.alone
+    role = school.alone
     with console.progress(f"warm start 1/2: {role.capitalize()}", settings.max_solver_steps, "steps") as bar:
         for number in range(settings.max_solver_steps):
             lr = settings.lr * min(1.0, (number + 1) / max(1, settings.warmup_steps))
-            loss = mean.add(step(school.first_lesson(number), lr, role))
+            loss = step(school.first_lesson(number), lr, role)
             bar.advance(note=f"loss {loss:.3f}, next phase below {settings.solver_loss}")
             if loss < settings.solver_loss and number >= settings.short_steps:
                 break
         else:
             console.warning(_not_learned(role, mean, settings.max_solver_steps))
-    mean, role = RunningMean(), school.judged
+    mean, role = math.nan, school.judged
     whose = f"{role.capitalize()}'s loss"
     with console.progress("warm start 2/2: team", settings.max_team_steps + settings.decay_steps, "steps") as bar:
         for _ in range(settings.max_team_steps):
-            loss = mean.add(step(school.team_lesson(), settings.lr, role))
+            loss = step(school.team_lesson(), settings.lr, role)
             bar.advance(note=f"{whose} {loss:.3f}, the learning rate falls below {settings.verifier_loss}")
             if loss < settings.verifier_loss:
                 break
@@ -184,20 +180,9 @@ def teach(
             console.warning(_not_learned(role, mean, settings.max_team_steps))
         for number in range(settings.decay_steps):
             lr = settings.lr * (1.0 - 0.9 * (number + 1) / settings.decay_steps)  # to a tenth
-            loss = mean.add(step(school.team_lesson(), lr, role))
+            loss = step(school.team_lesson(), lr, role)
             bar.advance(note=f"{whose} {loss:.3f}, learning rate {lr:.1e}")
 
 
-def _not_learned(role: Role, mean: RunningMean, num_steps: int) -> str:
-    return f"warm start: the {role.capitalize()}'s loss is {mean.value:.3f} after {num_steps} steps, going on"
-
-
-class RunningMean:
-    """Exponentially weighted mean of about the last twenty values, NaN before the first."""
-
-    def __init__(self) -> None:
-        self.value = math.nan
-
-    def add(self, value: float) -> float:
-        self.value = value if math.isnan(self.value) else 0.95 * self.value + 0.05 * value
-        return self.value
+def _not_learned(role: Role, loss: float, num_steps: int) -> str:
+    return f"warm start: the {role.capitalize()}'s loss is {loss:.3f} after {num_steps} steps, going on"

@@ -1,8 +1,4 @@
-"""data.demonstrations: lines of a user's file as sequences to imitate.
-
-    {"agent": "verifier1", "prompt": {"problem": "2 + 2", "solution": "5"}, "completion": "Verdict: wrong"}
-    {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
-    {"prompt": "2 + 2 =", "completion": " 4"}
+"""data.demonstrations: lines of a user's file as sequences to imitate (docs/teachers.md).
 
 `agent` says whose policy learns it, and its chat template's options; a prompt of fields is the agent's own (docs/prompts.md). Of
 `messages`, with `tools` where they call some, the last is the completion. A prompt that is a text is tokenised as it stands.

@@ -79,12 +79,8 @@ def serve_retrieval(
     from marsrl.rollout.tools.search import open_index
 
     with closing(open_index(corpus, index)) as opened:
-        num = opened.num_documents
-
-        def say(address: str) -> None:
-            print(f"{num:,} documents of {corpus} at {address}", flush=True)
-
-        serve(opened, host, port, top_k, say)
+        found = f"{opened.num_documents:,} documents of {corpus} at"
+        serve(opened, host, port, top_k, lambda address: print(found, address, flush=True))
 
 
 @command("data", 'marsrl tool search "the home of lotte holt"')

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import sys
 from pathlib import Path
@@ -127,9 +128,7 @@ def join(
         raise ValueError("the package ray is not installed here: install the version of the trainer's host")
     from marsrl.rollout.pool import ray_node
 
-    def say(line: str) -> None:
-        print(f"marsrl join: {line}", flush=True)
-
+    say = functools.partial(print, "marsrl join:", flush=True)
     offer = ray_node.offer_of_this_host(devices, engines)
     try:
         ray_node.join(host, port, offer, wait_s=wait, say=say)

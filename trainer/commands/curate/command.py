@@ -61,9 +61,7 @@ def curate(words: Sequence[str], out: Path, config_file: str | None) -> Path:
     config, origin = read_config(config_file, settings, trains=False)
     with origin.places_in_errors():
         check(config)
-        lock = RunLock.of_out(out)
-        if lock.warning is not None:
-            console.warning(lock.warning)
+        lock = RunLock.of_out(out, console.warning)
         try:
             console.message(f"# settings: {origin}")
             resolved = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)

@@ -21,10 +21,9 @@ from marsrl.rollout.types import FloatArray
 from marsrl.trainer.commands.look.catalog import FLAGS, Catalog, Filter, Row
 from marsrl.trainer.commands.look.comparison import names_of, numbers_of, read_compared, side_by_side
 from marsrl.trainer.commands.look.measured import charts, curves, life, spans, speed, warnings
-from marsrl.trainer.report.samples_log import sample_files
 from marsrl.trainer.report.summary import Estimate, compared, load_summary, of_other_inputs
-from marsrl.trainer.report.token_log import TokenRecord, read_tokens, token_files
-from marsrl.trainer.runs.directory import RunDirectory
+from marsrl.trainer.report.token_log import TokenRecord, read_tokens
+from marsrl.trainer.runs.directory import RunDirectory, step_files
 from marsrl.trainer.runs.existing_run import flat
 from marsrl.trainer.runs.lock import why_held
 from marsrl.trainer.visible import Key, shown
@@ -72,7 +71,7 @@ class Api:
                 "name": name,
                 "is_going_on": _is_going_on(catalog.run),
                 "is_over": catalog.run.summary.exists(),
-                "num_files": len(sample_files(catalog.run)),
+                "num_files": len(step_files(catalog.run.samples)),
                 "flags": list(FLAGS),
                 "agents": [{"key": Key(agent), "shown": agent} for agent in catalog.agents],
                 **catalog.counts,
@@ -191,7 +190,7 @@ def tokens(catalog: Catalog, step: int, line: int) -> dict[str, Any]:
 
     Raises ValueError: the step's file, which the message names, is damaged.
     """
-    found, logged = _found(catalog, step, line), _kept_tokens(token_files(catalog.run), step)
+    found, logged = _found(catalog, step, line), _kept_tokens(step_files(catalog.run.tokens), step)
     kept = next((each for each in logged if (each.step, each.uid) == (step, found.uid)), None)
     near = sorted(logged, key=lambda each: (each.agent != found.agent, each.line))[:_MOST_LISTED]
     samples = [{"line": each.line, "agent": each.agent} for each in near]

@@ -17,12 +17,12 @@ from typing import Any, TypeVar
 
 import duckdb
 import yaml
-from pydantic import BaseModel, ConfigDict
 
+from marsrl.rollout.config import Settings
 from marsrl.trainer.report.metrics import read_metrics, read_warnings
-from marsrl.trainer.report.samples_log import SampleRecord, read_samples, sample_files
+from marsrl.trainer.report.samples_log import SampleRecord, read_samples
 from marsrl.trainer.report.trace import Span, read_trace
-from marsrl.trainer.runs.directory import RunDirectory
+from marsrl.trainer.runs.directory import RunDirectory, step_files
 
 T = TypeVar("T")
 Curves = dict[str, list[tuple[int, float | None]]]
@@ -56,11 +56,9 @@ _TEXTS = f"""SELECT line, concat_ws(chr(10), text,
     CASE WHEN row_number() OVER (PARTITION BY group_id ORDER BY line) = 1 THEN prompt END) AS words FROM {_FILE}"""
 
 
-class Filter(BaseModel):
+class Filter(Settings):
     """Filter of samples; None, "" and () do not restrict. first, last: steps; low, high: of the reward; words: all must occur, as
     whole words, in the completion or, for the first sample of a group, in the prompt."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     agent: str | None = None
     first: int | None = None
@@ -124,7 +122,7 @@ class Catalog:
         """Read new samples, the newest first. budget_s: seconds after which the rest is left for the next call; None: none is."""
         began = time.monotonic()
         with self._lock:
-            files = sample_files(self.run)
+            files = step_files(self.run.samples)
             for step in self._files.keys() - files.keys():
                 self._forget(step)
             for step in sorted(files, reverse=True):
@@ -274,7 +272,7 @@ class Catalog:
         patterns = [rf"(^|[^\pL\pN]){word}($|[^\pL\pN])" for word in cut]
         has_all = " AND ".join(["regexp_matches(words, ?, 'i')"] * len(cut))
         passes = f"{conditions} AND step = ? AND line IN (SELECT line FROM ({_TEXTS}) WHERE {has_all})"
-        began, files, rows = time.monotonic(), sample_files(self.run), list[Row]()
+        began, files, rows = time.monotonic(), step_files(self.run.samples), list[Row]()
         sql = f"SELECT step FROM samples WHERE {conditions} GROUP BY step ORDER BY step DESC"
         for place, step in enumerate(step for (step,) in self._all(sql, values) if step in files):
             if place and time.monotonic() - began >= within_s:

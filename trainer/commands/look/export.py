@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from string import Template
 from typing import Any
 
 from marsrl.trainer.commands.look.api import Api
@@ -97,19 +98,8 @@ def page(exported: Mapping[str, Any] | None = None) -> tuple[str, str]:
             f"connect-src {'self' if exported is None else 'none'!r}; base-uri 'none'; form-action 'none'",
         ]
     )
-    file = "\n".join(
-        [
-            '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
-            f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            '<meta name="color-scheme" content="light dark">\n<link rel="icon" href="data:,">\n<title>marsrl</title>',
-            f"<style>{style}</style>\n</head>",
-            '<body><p id="wait">This page needs JavaScript: its charts and samples are drawn by the scripts in it.</p>',
-            *(f"<script>{each}</script>" for each in scripts),
-            "</body>\n</html>\n",
-        ]
-    )
-    return file, policy
+    frame, tags = Template((PAGES / "page.html").read_text("utf-8")), (f"<script>{each}</script>" for each in scripts)
+    return frame.substitute(policy=policy, style=style, scripts="\n".join(tags)), policy
 
 
 def _hash(text: str) -> str:
