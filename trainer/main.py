@@ -25,10 +25,10 @@ import ctypes  # noqa: E402
 import os  # noqa: E402
 import time  # noqa: E402
 import traceback  # noqa: E402
-from types import FrameType  # noqa: E402
 
 from marsrl.trainer.config.read import read_config  # noqa: E402
 from marsrl.trainer.runs.failure import RANK_0_PRINTS_S, say_last  # noqa: E402
+from marsrl.trainer.runs.stop import has_ended, interrupt, let_first_rank_end  # noqa: E402
 from marsrl.trainer.visible import log_visibly, visible  # noqa: E402
 
 EXAMPLES = """examples:
@@ -57,8 +57,8 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("settings", nargs="*", metavar="key.sub=value", help="settings that override the file")
     words = parser.parse_intermixed_args(arguments)
-    signal.signal(signal.SIGINT, _stop)
-    signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGINT, interrupt)
+    signal.signal(signal.SIGTERM, interrupt)
     log_visibly()
     is_first = int(os.environ.get("RANK", "0")) == 0
     try:
@@ -129,7 +129,6 @@ def _run(words: argparse.Namespace, is_first: bool) -> int:
         from marsrl.trainer.loop import train
     from marsrl.rollout.weights.files import parent_of
     from marsrl.trainer.runs.failure import failure_message, where_to_go_on
-    from marsrl.trainer.runs.stop import has_ended
 
     try:
         try:
@@ -145,32 +144,16 @@ def _run(words: argparse.Namespace, is_first: bool) -> int:
             assert directory is not None
             say_last(f"marsrl: interrupted; {where_to_go_on(directory)}")
         else:
-            _let_first_rank_end(launcher)
+            let_first_rank_end(launcher)
         return 130
     except Exception as error:
         print(visible(traceback.format_exc()), file=sys.stderr)
         if directory is not None:
             say_last(failure_message(error, directory, parent_of(checked.config.sync.directory)))
         else:  # its error is rank 0's too, or rank 0 hears of it by its heartbeat
-            _let_first_rank_end(launcher)
+            let_first_rank_end(launcher)
         return 1
     return 0
-
-
-def _stop(signum: int, frame: FrameType | None) -> None:
-    """Handle Ctrl-C and torchrun's SIGTERM alike. A terminal sends both: the second must not disturb the exit."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    raise KeyboardInterrupt
-
-
-def _let_first_rank_end(launcher: int) -> None:
-    """Wait for torchrun, if it is alive, to end this rank. It ends all ranks once one has ended, and rank 0 has more to close:
-    while Ray shuts down there, SIGTERM kills it before it has printed its last line."""
-    signal.signal(signal.SIGTERM, _stop)
-    with contextlib.suppress(KeyboardInterrupt):
-        if os.getppid() == launcher:
-            time.sleep(RANK_0_PRINTS_S)
 
 
 def _end_with_launcher() -> None:

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import random
+import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -39,14 +40,15 @@ from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.runs.existing_run import saved_config
 from marsrl.trainer.runs.failure import failure_message, say_last, where_to_go_on
 from marsrl.trainer.runs.lock import RunLock
-from marsrl.trainer.runs.stop import Stopped, StopSignals
+from marsrl.trainer.runs.stop import Stopped, StopSignals, let_first_rank_end
 from marsrl.trainer.supervised.demonstrations import Demonstration, Demonstrations, held_out, read_demonstrations
 from marsrl.trainer.supervised.imitation import imitate, measured_loss, supervised_learner
+from marsrl.trainer.visible import visible
 
 
 def sft(config_file: str | None, settings: Sequence[str]) -> int:
     """Exit codes: 0 done, 1 it failed, 130 interrupted. Raises ValueError for settings and files that cannot be used."""
-    is_first, directory = int(os.environ.get("RANK", "0")) == 0, None
+    is_first, directory, launcher = int(os.environ.get("RANK", "0")) == 0, None, os.getppid()
     config, origin = read_config(config_file, settings)
     with origin.places_in_errors():
         found = _checked(config)
@@ -80,12 +82,16 @@ def sft(config_file: str | None, settings: Sequence[str]) -> int:
         if is_first:
             assert directory is not None
             say_last(f"marsrl sft: interrupted; {where_to_go_on(directory)}")
+        else:
+            let_first_rank_end(launcher)
         return 130
     except Exception as error:
-        traceback.print_exc()
+        print(visible(traceback.format_exc()), file=sys.stderr)
         if is_first:
             assert directory is not None
             say_last(failure_message(error, directory))
+        else:
+            let_first_rank_end(launcher)
         return 1
     return 0
 

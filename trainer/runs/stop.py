@@ -8,8 +8,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
+
+from marsrl.trainer.runs.failure import RANK_0_PRINTS_S
 
 _SAME_S = 1.0  # a terminal and torchrun deliver one Ctrl-C twice
 _GONE_S = 2.0  # within which a killed torchrun is gone after its connections
@@ -29,6 +31,22 @@ def handlers_restored() -> Iterator[None]:
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
+
+
+def interrupt(signum: int, frame: FrameType | None) -> None:
+    """Handle Ctrl-C and torchrun's SIGTERM alike. A terminal sends both: the second must not disturb the exit."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    raise KeyboardInterrupt
+
+
+def let_first_rank_end(launcher: int) -> None:
+    """Wait for torchrun, if it is alive, to end this rank. It ends all ranks once one has ended, and rank 0 has more to close:
+    while Ray shuts down there, SIGTERM kills it before it has printed its last line."""
+    signal.signal(signal.SIGTERM, interrupt)
+    with suppress(KeyboardInterrupt):
+        if os.getppid() == launcher:
+            time.sleep(RANK_0_PRINTS_S)
 
 
 def has_ended(launcher: int) -> bool:
