@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -12,6 +11,7 @@ from marsrl.rollout.config import SILENCE_S, OpenAIOptions, RolloutConfig, is_st
 from marsrl.rollout.engines.build import build_engine, environment_of
 from marsrl.rollout.engines.protocol import EngineSpec
 from marsrl.rollout.engines.refusals import TrainerHost, this_host
+from marsrl.rollout.imports import check_installed
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.ray_token import show_token
 from marsrl.rollout.pool.replicas import LocalReplicas
@@ -44,12 +44,15 @@ def make_pool(
         own_host: the address at which the engines' hosts reach this process (sync.host); None: detected.
 
     Raises:
-        RuntimeError: vllm or ray is configured but not installed, or the Ray cluster is unreachable.
+        ValueError: vllm or ray is configured but not installed.
+        RuntimeError: the Ray cluster is unreachable.
     """
     if config.engine == "vllm":
-        _require("vllm", "rollout.engine=vllm", "install vllm (CPU: constraints/cpu.txt), or set rollout.engine=local")
+        check_installed(
+            "rollout.engine=vllm", "vllm", otherwise="on a CPU as constraints/cpu.txt says, or set rollout.engine=local"
+        )
     if config.placement != "local":
-        _require("ray", f"rollout.placement={config.placement}", "install ray, or set rollout.placement=local")
+        check_installed(f"rollout.placement={config.placement}", "ray", otherwise="set rollout.placement=local")
     spec = with_settings(spec, config)
     if config.placement == "local":
         os.environ.update(environment_of(spec))
@@ -123,16 +126,9 @@ def make_openai_pool(
 
     Raises:
         ValueError: the variable named by options.api_key_env is unset, or the directory has no tokenizer.
-        RuntimeError: httpx is not installed.
     """
-    _require("httpx", f"policies.{policy}.engine=openai", "pip install httpx (marsrl[openai])")
     from marsrl.rollout.agents.render import ChatRenderer
     from marsrl.rollout.engines.openai_engine import OpenAIEngine
 
     engine = OpenAIEngine(options, ChatRenderer(tokenizer_dir), max_model_len=max_model_len)
     return EnginePool(LocalReplicas([engine]), policy, slots=options.concurrency, deadline_s=deadline_s)
-
-
-def _require(module: str, setting: str, remedy: str) -> None:
-    if importlib.util.find_spec(module) is None:
-        raise RuntimeError(f"{setting} needs the package {module}, which is not installed here: {remedy}")

@@ -23,7 +23,7 @@ from marsrl.rollout.pool.replicas import Lost, Replicas, Timed, call_one
 
 _log = logging.getLogger(__name__)
 
-SETTLE_S = 10.0  # until freed or added resources become available
+SETTLE_S = 10.0  # until resources freed by an actor or added by a node are counted everywhere
 
 
 @dataclass(slots=True)

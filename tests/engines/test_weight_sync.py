@@ -31,7 +31,7 @@ from marsrl.rollout.weights.checksum import checksum
 from marsrl.rollout.weights.connections import GroupConnection, Rendezvous, SharedBuffer, TransferBroken, TransferStore
 from marsrl.rollout.weights.delta import decode_delta, differs, encode_delta
 from marsrl.rollout.weights.direct import ReceivePlan, WeightReceiver
-from marsrl.rollout.weights.files import FileSender, WeightFiles, write_shards
+from marsrl.rollout.weights.files import WeightFiles, write_shards, write_version
 from marsrl.rollout.weights.layout import EngineShard, fuse
 from marsrl.trainer.weights.comparison import CheckedEngines
 from marsrl.trainer.weights.sync import DirectSync, FileSync, SyncReport
@@ -133,7 +133,7 @@ def test_shards_hold_what_one_file_would(checkpoint, tmp_path, dtype):
     files = WeightFiles(tmp_path / "new")
     assert num_bytes == sum(t.nbytes for t in tensors.values()) and set(files) == set(tensors)
     assert all(torch.equal(files[name], tensor) for name, tensor in tensors.items())
-    shards = list((tmp_path / "new").glob("shard_*.safetensors"))
+    shards = list((tmp_path / "new").glob("model-*.safetensors"))
     assert sum(len(load_file(path)) for path in shards) == len(tensors) and len(shards) > 1
     assert all(path.stat().st_size < max(largest, 20_000) + 8192 for path in shards)  # 8192: more than a header
 
@@ -168,7 +168,7 @@ def test_a_file_system_that_takes_no_more_is_told_and_leaves_no_half_version(syn
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     free = shutil.disk_usage(tmp_path).free
     with pytest.raises(RuntimeError, match=r"version 1 .* MiB are to be written and .* MiB are free; make room"):
-        FileSender(tmp_path, torch.float32).write({"all": (free // 3,)}, [], 1, [])
+        write_version(tmp_path, torch.float32, {"all": (free // 3,)}, [], 1, [], {})
     assert versions_in(tmp_path) == ["version_0"]
     shutil.rmtree(tmp_path)  # by somebody else: no error at the end
 

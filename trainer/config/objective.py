@@ -90,6 +90,11 @@ class LossConfig(Settings):
         return self
 
     @property
+    def keeps_zero(self) -> bool:
+        """True if samples with advantage 0 have a gradient too, of a term that needs none."""
+        return self.entropy_coef != 0 or self.kl_coef != 0
+
+    @property
     def upper_bound(self) -> float:
         """correction_high, or its default."""
         return self.correction_high or (5.0 if self.correction == "icepop" else 2.0)

@@ -7,46 +7,31 @@ has its own folder: engines key cached prefixes by its path. The previous one st
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 
 from marsrl.rollout.adapter import AdapterConfig, held_by_shard, write_adapter
-from marsrl.rollout.engines.protocol import AdapterUpdate
+from marsrl.rollout.engines.protocol import AdapterUpdate, WeightReceipt
 from marsrl.rollout.model_shape import read_shape
 from marsrl.rollout.weights.checksum import checksum
-from marsrl.rollout.weights.files import FileSender, PrivateFolder, check_room, not_written
+from marsrl.rollout.weights.files import WrittenWeights, check_room, not_written
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.weights.comparison import CheckedEngines, ComparisonReport, TrainerScores
-from marsrl.trainer.weights.sync import Delivered, WeightSync, timed_part
+from marsrl.trainer.weights.sync import FileSync, timed_part
 
 
-class AdapterSync(WeightSync):
+class AdapterSync(FileSync):
     """Publishes one adapter: its policy's shared engines keep their weights and the other adapters."""
 
-    is_direct = False
-
     def __init__(
-        self,
-        engines: CheckedEngines | None,
-        dtype: torch.dtype,
-        *,
-        base: str,
-        adapter: AdapterConfig,
-        directory: str | Path | None = None,
-        **common: Any,
+        self, engines: CheckedEngines | None, dtype: torch.dtype, *, base: str, adapter: AdapterConfig, **common: Any
     ) -> None:
-        """base: path of the adapted model. directory: of rank 0's PrivateFolder; common: of WeightSync."""
+        """base: path of the adapted model. common: of FileSync."""
         super().__init__(engines, dtype, **common)
         self._base, self._shape, self._adapter = base, read_shape(base), adapter
-        self._files = PrivateFolder(directory) if engines is not None else None
         self._numbers = itertools.count()
-        self._folder = Path()
-        self._expected: list[Mapping[str, int]] = []
-        self._num_bytes = 0
         self._is_bare = False  # B is 0: the trainer's scores are also those of the bare model
 
     def _prepare(self, learner: Learner, version: int, seconds_of: dict[str, float]) -> None:
@@ -61,35 +46,23 @@ class AdapterSync(WeightSync):
                 held_by_shard(self._shape, self._adapter, exported, self._dtype, shard)
                 for shard in self._engines.shards_of_each
             ]
-            self._expected = [{name: checksum(tensor) for name, tensor in each} for each in of_shards]
+            expected = [{name: checksum(tensor) for name, tensor in each} for each in of_shards]
         self._is_bare = not any(tensor.any() for name, tensor in exported.items() if ".lora_B." in name)
-        self._num_bytes = sum(tensor.nbytes for tensor in exported.values())
-        self._folder = self._files.path / f"version_{version}.{next(self._numbers)}"
+        num_bytes = sum(tensor.nbytes for tensor in exported.values())
+        folder = self._files.path / f"version_{version}.{next(self._numbers)}"
         with timed_part(seconds_of, "write"):
             try:
-                check_room(self._files.path, self._num_bytes)
-                self._folder.mkdir()
-                write_adapter(self._folder, self._shape, self._adapter, exported, self._base)
+                check_room(self._files.path, num_bytes)
+                folder.mkdir()
+                write_adapter(folder, self._shape, self._adapter, exported, self._base)
             except (OSError, SafetensorError) as error:
-                raise not_written(version, self._folder, error) from error
+                raise not_written(version, folder, error) from error
+        self._written = WrittenWeights(folder, expected, num_bytes)
 
-    def _deliver(self, learner: Learner, version: int) -> Delivered | None:
-        if self._engines is None:
-            return None
-        pool, update = self._engines.pool, AdapterUpdate(self._engines.adapter, str(self._folder), version)
-        receipts = pool.update_adapter(update)
-        return Delivered(self._expected, dict(zip(pool.engines, receipts, strict=True)), self._num_bytes)
+    def _load(self, engines: CheckedEngines, folder: str, version: int) -> list[WeightReceipt]:
+        return engines.pool.update_adapter(AdapterUpdate(engines.adapter, folder, version))
 
     def _compare(self, engines: CheckedEngines, scores: TrainerScores, version: int) -> ComparisonReport:
         if self._is_bare:
             engines.compare(scores, version, bare=True)
         return super()._compare(engines, scores, version)
-
-    def _settle(self) -> None:
-        """Remove the previous version, kept until this one was proven."""
-        if self._files is not None:
-            FileSender.forget_others(self._folder)
-
-    def close(self) -> None:
-        if self._files is not None:
-            self._files.close()

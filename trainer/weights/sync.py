@@ -9,7 +9,7 @@
 
 The path of one tensor, in rollout/weights but for both ends:
 
-    sync.backend=shm    Converter.export, whole on rank 0 -> FileSender: its checksum, a file -> EnginePool.update_weights
+    sync.backend=shm    Converter.export, whole on rank 0 -> write_version: its checksum, a file -> EnginePool.update_weights
                         -> the engine: WeightFiles -> its place in a fused tensor -> checksum                  (files.py)
     adapters, always    Converter.export, whole on rank 0 -> a PEFT directory -> EnginePool.update_adapter
                         -> the engine: its part of A and of B alpha / rank -> checksum                  (adapter_sync.py)
@@ -41,7 +41,7 @@ from marsrl.rollout.engines.protocol import WeightReceipt, WeightUpdate
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import Lost, Timed
 from marsrl.rollout.weights.direct import DirectSender, GroupSender, HeldWeights, Ranks, SharedSender
-from marsrl.rollout.weights.files import FileSender, WrittenWeights
+from marsrl.rollout.weights.files import PrivateFolder, WrittenWeights, write_version
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.other_roundings import Precision
 from marsrl.trainer.runs.collective import barrier, broadcast_bytes, gather_bytes, rank, world_size
@@ -215,38 +215,42 @@ class FileSync(WeightSync):
     def __init__(
         self, engines: CheckedEngines | None, dtype: torch.dtype, *, directory: str | Path | None = None, **common: Any
     ) -> None:
-        """directory: of rank 0's FileSender; common: of WeightSync."""
+        """directory: of rank 0's PrivateFolder; common: of WeightSync."""
         super().__init__(engines, dtype, **common)
-        self._sender = FileSender(directory, dtype) if engines is not None else None
+        self._files = PrivateFolder(directory) if engines is not None else None
         self._written: WrittenWeights | None = None
 
     def _prepare(self, learner: Learner, version: int, seconds_of: dict[str, float]) -> None:
         """Rank 0 writes the tensors, which all ranks gather."""
         with timed_part(seconds_of, "export"):
             held = learner.held()
-        if self._sender is None or self._engines is None:
+        if self._files is None or self._engines is None:
             for _ in held.export():
                 raise AssertionError("only rank 0 exports")
             return
-        self._written = self._sender.write(held.shapes, held.export(), version, self._engines.shards_of_each)
-        for part, seconds in self._written.seconds_of.items():
-            seconds_of[part] = seconds_of.get(part, 0.0) + seconds
+        shards = self._engines.shards_of_each
+        self._written = write_version(
+            self._files.path, self._dtype, held.shapes, held.export(), version, shards, seconds_of
+        )
 
     def _deliver(self, learner: Learner, version: int) -> Delivered | None:
         if self._engines is None or self._written is None:
             return None
-        receipts = self._engines.pool.update_weights(WeightUpdate(str(self._written.folder), version))
+        receipts = self._load(self._engines, str(self._written.folder), version)
         by_engine = dict(zip(self._engines.pool.engines, receipts, strict=True))
         return Delivered(self._written.expected, by_engine, self._written.num_bytes)
 
+    def _load(self, engines: CheckedEngines, folder: str, version: int) -> list[WeightReceipt]:
+        return engines.pool.update_weights(WeightUpdate(folder, version))
+
     def _settle(self) -> None:
         """The version before stayed until this one was proven."""
-        if self._written is not None:
-            FileSender.forget_others(self._written.folder)
+        if self._files is not None and self._written is not None:
+            self._files.keep_only(self._written.folder)
 
     def close(self) -> None:
-        if self._sender is not None:
-            self._sender.close()
+        if self._files is not None:
+            self._files.close()
 
 
 class DirectSync(WeightSync):

@@ -43,8 +43,8 @@ class WorkerExtension:
     def marsrl_started(self) -> str:
         """Patch bugs of vLLM's CPU build; returns the workers' rendezvous file, or ""."""
         model = self.model_runner.get_model()
-        _heed_expert_maps(model)
         if next(model.parameters()).device.type == "cpu":
+            _heed_expert_maps(model)
             wait_asleep()
             _reduce_asleep()
             if self.vllm_config.lora_config is not None:
@@ -66,8 +66,9 @@ class WorkerExtension:
         model = self.model_runner.get_model()
         with set_current_vllm_config(self.vllm_config):
             self.model_runner.reload_weights(weights_iterator=iter(WeightFiles(path).items()))
-        _pack_experts(model, path, self.marsrl_shard(), self.vllm_config.model_config.dtype)
-        _pack_heads(model)
+        if next(model.parameters()).device.type == "cpu":
+            _pack_experts(model, path, self.marsrl_shard(), self.vllm_config.model_config.dtype)
+            _pack_heads(model)
 
     def marsrl_checksums(self, path: str) -> dict[str, int]:
         """{fused name: checksum of the held weight}; equals the received tensor's checksum iff the kernels hold it."""
@@ -260,12 +261,9 @@ def _heed_expert_maps(model: nn.Module) -> None:
     vLLM 0.32's CPU kernel indexes a worker's experts by their number in the whole model and reads out of bounds. The patch routes
     tokens of other workers' experts to local expert 0 with weight 0; the owning worker adds their output.
     """
-    from vllm.platforms import current_platform
-
     layers = [module for module in model.modules() if getattr(module, "expert_map", None) is not None]
     for kind in {type(_experts_of(module)) for module in layers if hasattr(module, "w13_weight")}:
-        if current_platform.is_cpu():
-            kind.apply = _with_own_experts(kind.apply)
+        kind.apply = _with_own_experts(kind.apply)
 
 
 def _with_own_experts(apply: Callable[..., None]) -> Callable[..., None]:
@@ -298,10 +296,6 @@ def _pack_experts(model: nn.Module, path: str, shard: EngineShard, dtype: torch.
     packed ones (garbage, no error). Experts still found unpacked are packed here; a fixed vLLM makes this a no-op. The checksum
     verifies the result either way.
     """
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        return
     with torch.no_grad():
         received = WeightFiles(path)
         for name, weight in fuse({n: received[n] for n in received if ".mlp.experts." in n}, dtype, shard=shard):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +71,7 @@ class Converter:
 
         Raises ValueError: a tensor is missing or has another shape; with its name, file and both shapes.
         """
-        with HfReader(model_dir) as reader:
-            self.fill(lambda unit, part, parts: reader.shard(self._shape, unit, part, parts))
+        self.fill(partial(HfReader(model_dir).shard, self._shape))
 
     @torch.no_grad()
     def fill(self, shard_of: Callable[[Unit, int, int], Tensor]) -> None:
