@@ -80,9 +80,8 @@ def _draw_torch(scaled: Tensor, sampling: RowSampling, noise: Tensor) -> tuple[T
     logprobs = scaled.log_softmax(-1)
     cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
     whole = cumulative[:, -1:]
-    point = torch.minimum(
-        noise[:, None] * whole, whole.nextafter(torch.zeros_like(whole))
-    )  # the product may round up to the total
+    # the product may round up to the total
+    point = torch.minimum(noise[:, None] * whole, whole.nextafter(torch.zeros_like(whole)))
     # the first token whose cumulative probability passes the point; never one of probability 0
     tokens = torch.searchsorted(cumulative, point, right=True)[:, 0].clamp(max=scaled.shape[1] - 1)
     if sampling.is_greedy:

@@ -64,8 +64,7 @@ class Rollout:
         Args:
             versions: the version held by every policy's engines.
 
-        Raises:
-            RuntimeError: the thread has failed; its error is the cause.
+        Raises RuntimeError: the thread has failed; its error is the cause.
         """
         if not self._is_beside:
             self.stages.resume(versions)

@@ -124,8 +124,7 @@ def make_openai_pool(
 ) -> EnginePool:
     """One engine in this process that calls the server of a frozen policy, regardless of other engines' placement.
 
-    Raises:
-        ValueError: the variable named by options.api_key_env is unset, or the directory has no tokenizer.
+    Raises ValueError: the variable named by options.api_key_env is unset, or the directory has no tokenizer.
     """
     from marsrl.rollout.agents.render import ChatRenderer
     from marsrl.rollout.engines.openai_engine import OpenAIEngine

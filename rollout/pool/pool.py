@@ -212,8 +212,7 @@ class EnginePool(AbstractContextManager["EnginePool"]):
     def start(self) -> None:
         """Build the engines of replicas in other processes; one that dies or falls silent is restarted.
 
-        Raises:
-            Exception: an engine's error while it was built.
+        Raises Exception: an engine's error while it was built.
         """
         self._call("start")
 
@@ -246,8 +245,7 @@ class EnginePool(AbstractContextManager["EnginePool"]):
 
         is_urgent: something may follow from a result before all are back.
 
-        Raises:
-            TimeoutError: a replica that cannot be restarted has held a request for longer than deadline_s.
+        Raises TimeoutError: a replica that cannot be restarted has held a request for longer than deadline_s.
         """
         self._look_for_places()
         busy = self._dispatch.busy

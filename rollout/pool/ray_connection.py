@@ -62,8 +62,7 @@ class RayCluster:
         """address: rollout.ray_address. gpus: of this host, in the order of torch.cuda: what actors of a cluster started here
         may be given. own_host: sync.host.
 
-        Raises:
-            RuntimeError: the cluster cannot be reached within timeout_s, or its port is taken.
+        Raises RuntimeError: the cluster cannot be reached within timeout_s, or its port is taken.
         """
         with RayCluster._lock:
             if not ray.is_initialized():
@@ -121,8 +120,7 @@ class RayCluster:
             who: the engines, for messages.
             each: resources of one host that an engine takes: {"GPU": 2.0}, {"engine_slot": 1.0}, or nothing.
 
-        Raises:
-            RuntimeError: no room within wait_s; lists each host's resources.
+        Raises RuntimeError: no room within wait_s; lists each host's resources.
         """
         for resource, amount in each.items():
             end, within_s = time.monotonic() + wait_s, SETTLE_S
@@ -171,8 +169,7 @@ class RayCluster:
 def cluster_view(address: str, timeout_s: float) -> str:
     """Resources of the cluster at an address: each host's GPUs and slots, total and free.
 
-    Raises:
-        RuntimeError: joining fails within timeout_s.
+    Raises RuntimeError: joining fails within timeout_s.
     """
     with contextlib.closing(RayCluster(address=address, timeout_s=timeout_s, object_store_mib=0)):
         return f"{len(_alive())} node(s) at {address}; {_held(GPU)}; {_held(ENGINE_SLOT)}"

@@ -54,8 +54,7 @@ class Offer:
 def offer_of_this_host(gpus: Sequence[int] | None, engines: int | None) -> Offer:
     """All GPUs (None), or the given ones; without GPUs, slots for engines on CPUs, 1 by default.
 
-    Raises:
-        ValueError: an unknown GPU, or slots besides GPUs.
+    Raises ValueError: an unknown GPU, or slots besides GPUs.
     """
     import torch
 

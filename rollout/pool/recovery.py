@@ -63,9 +63,8 @@ class Recovery:
     def restart(self, replica: int, reason: str, *, has_others: bool) -> bool:
         """Replace a lost engine, with the current weights; False if no host has room and others serve (has_others).
 
-        Raises:
-            RuntimeError: too many restarts in this run, no room for the only engine, or the new engine's weights differ
-                from the others'.
+        Raises RuntimeError: too many restarts in this run, no room for the only engine, or the new engine's weights differ from
+        the others'.
         """
         start = time.time()
         lost: Lost | None = Lost(reason)

@@ -259,8 +259,7 @@ class DirectSender(ABC):
     def agree(self, held: HeldWeights, shards: Sequence[EngineShard] = ()) -> None:
         """Make the same plan on all ranks. Collective. shards: of all engines, on rank 0; none: as before.
 
-        Raises:
-            ValueError: the ranks' parts do not cover an engine's needs, or a bucket is smaller than a row.
+        Raises ValueError: the ranks' parts do not cover an engine's needs, or a bucket is smaller than a row.
         """
         told, server = None, None
         if self._ranks.rank == 0:

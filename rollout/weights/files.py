@@ -60,8 +60,7 @@ def write_version(
 
     shards: of an engine, whose checksums are computed meanwhile. seconds_of: gets export, checksum and write.
 
-    Raises:
-        RuntimeError: they cannot be written; with advice.
+    Raises RuntimeError: they cannot be written; with advice.
     """
     folder = parent / f"version_{version}"
     sums_of = {shard: ShardSums(shard_layout(shapes, shard), dtype) for shard in shards}
@@ -174,8 +173,7 @@ def _locked(folder: Path) -> int:
 def write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int = SHARD_BYTES) -> int:
     """Write contiguous CPU tensors to `folder`, replacing one of that name, as write_files does; returns their bytes.
 
-    Raises:
-        OSError, SafetensorError: no room is left, or the folder cannot be written; nothing is left behind.
+    Raises OSError, SafetensorError: no room is left, or the folder cannot be written; nothing is left behind.
     """
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
@@ -240,8 +238,7 @@ class WeightFiles(Mapping[str, Tensor]):
 
     prefix: of the names in them, left out here.
 
-    Raises:
-        ValueError: a file is missing or incomplete.
+    Raises ValueError: a file is missing or incomplete.
     """
 
     def __init__(self, path: str | Path, prefix: str = "") -> None:

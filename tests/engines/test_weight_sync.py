@@ -48,7 +48,7 @@ class ListeningEngine(LocalEngine):
         self.listener()
         receipt = self.alters(super().update_weights(update))
         self.num_broken -= 1
-        return receipt if self.num_broken < 0 else WeightReceipt(TORN, (), 0.0, broken="the network is down")
+        return receipt if self.num_broken < 0 else WeightReceipt(TORN, (), broken="the network is down")
 
     def held(self):
         return {name: checksum(tensor) for name, tensor in self._model.weights.items()}
@@ -194,11 +194,11 @@ HALVES = [{"a": 1, "b": 2}, {"a": 3}]
     ],
 )
 def test_an_engine_holds_what_was_sent_no_less_no_more_no_other(checked, sent, held, said):
-    checked.check(sent, {1: WeightReceipt(5, sent, 0.0)}, version=5)
+    checked.check(sent, {1: WeightReceipt(5, sent)}, version=5)
     with pytest.raises(RuntimeError, match=f"version 5: engine 1 does not hold what was sent: {said}"):
-        checked.check(sent, {1: WeightReceipt(5, held, 0.0)}, version=5)
+        checked.check(sent, {1: WeightReceipt(5, held)}, version=5)
     with pytest.raises(RuntimeError, match="engine 1 reports version 4 after version 5 was sent"):
-        checked.check(sent, {0: WeightReceipt(5, sent, 0.0), 1: WeightReceipt(4, sent, 0.0)}, version=5)
+        checked.check(sent, {0: WeightReceipt(5, sent), 1: WeightReceipt(4, sent)}, version=5)
 
 
 BLOCK = 65536
@@ -273,7 +273,7 @@ def test_an_engine_that_keeps_wrong_numbers_ends_the_run_with_the_tensor_s_name(
     desk.publish()
     wrong = [desk.engine.held() | {"model.norm.weight": 7}]
     versions = list[int]()
-    desk.engine.alters = lambda receipt: versions.append(receipt.version) or WeightReceipt(2, wrong, 0.0)
+    desk.engine.alters = lambda receipt: versions.append(receipt.version) or WeightReceipt(2, wrong)
     with pytest.raises(RuntimeError, match=r"engine 0 does not hold .* first model\.norm\.weight \(checksum 0x7"):
         desk.publish()
     assert versions == [2, 2]

@@ -48,11 +48,11 @@ class WeighedEngine(ScriptedEngine):
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         super().update_weights(update)
-        return WeightReceipt(update.version, ({"name": sum(update.path.encode())},), 0.0)
+        return WeightReceipt(update.version, ({"name": sum(update.path.encode())},))
 
     def update_adapter(self, update: AdapterUpdate) -> WeightReceipt:
         super().update_adapter(update)
-        return WeightReceipt(update.version, ({"name": sum(update.path.encode())},), 0.0)
+        return WeightReceipt(update.version, ({"name": sum(update.path.encode())},))
 
 
 def completion(uid: str) -> list[int]:

@@ -80,8 +80,7 @@ def scatter(mini_batches: tuple[MiniBatch, ...] | None, shard: BatchShard) -> li
 
     Every rank gets the same number of micro-batches an update, as the collectives inside a forward pass need.
 
-    Raises:
-        RuntimeError: on all ranks, if the batch cannot be planned.
+    Raises RuntimeError: on all ranks, if the batch cannot be planned.
     """
     if world_size() == 1:
         assert mini_batches is not None, "scatter: one rank alone needs the batch"

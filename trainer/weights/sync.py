@@ -401,8 +401,7 @@ class Standby:
     def during(self, work: Callable[[], _T]) -> _T | None:
         """The result of rank 0's work; None elsewhere. Collective; the learners hold what the engines are to hold.
 
-        Raises:
-            Stopped: rank 0's work did, on all ranks.
+        Raises Stopped: rank 0's work did, on all ranks.
         """
         if self._pools is None:
             while policy := broadcast_bytes(None).decode():

@@ -95,8 +95,7 @@ def vllm_environment(
 def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
     """Arguments of vLLM's LLM (and its EngineArgs).
 
-    Raises:
-        ValueError: spec.vllm.extra has a name that vLLM does not know or that marsrl sets.
+    Raises ValueError: spec.vllm.extra has a name that vLLM does not know or that marsrl sets.
     """
     options, is_cpu = spec.vllm, spec.device == "cpu"
     arguments = {
@@ -155,8 +154,7 @@ def _sampler_arguments(sampler: Sampler, device: str, records: Records) -> dict[
 def checked_extra(extra: Mapping[str, Any]) -> dict[str, Any]:
     """rollout.vllm.extra, validated against the installed vLLM's EngineArgs.
 
-    Raises:
-        ValueError: unknown field, invalid value, or a field that marsrl sets.
+    Raises ValueError: unknown field, invalid value, or a field that marsrl sets.
     """
     if not extra:
         return {}

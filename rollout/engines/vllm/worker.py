@@ -88,8 +88,7 @@ class WorkerExtension:
         Returns the reason if the transfer broke, else "". Not raised: after an error, vLLM would return the other workers'
         answers to the next call.
 
-        Raises:
-            RuntimeError: on a CPU, where the kernels compute with packed copies of the parameters.
+        Raises RuntimeError: on a CPU, where the kernels compute with packed copies of the parameters.
         """
         told = decode(ReceivePlan, plans[self.rank])
         model = self.model_runner.get_model()
