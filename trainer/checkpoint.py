@@ -230,15 +230,15 @@ def load_checkpoint(
 
 def _latest(run: RunDirectory) -> tuple[int | None, str | None]:
     """(step that `latest` names, error in `latest`), read by rank 0, on all ranks. Collective."""
-    seen: list[int | str | None] = [None, None]
+    step, problem = None, None
     if rank() == 0:
         try:
             latest = run.latest_checkpoint()
-            seen = [latest.step if latest is not None else None, None]
+            step = latest.step if latest is not None else None
         except (RuntimeError, OSError) as error:
-            seen = [None, str(error)]
-    step, problem = json.loads(broadcast_bytes(json.dumps(seen).encode() if rank() == 0 else None))
-    return step, problem
+            problem = str(error)
+    told = broadcast_bytes(encode((step, problem)) if rank() == 0 else None)
+    return decode(tuple[int | None, str | None], told)
 
 
 def _go_back(run: RunDirectory, latest: int | None, problem: str, resume: str, warn: Callable[[str], None]) -> int:

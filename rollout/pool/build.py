@@ -33,15 +33,14 @@ def make_pool(
 ) -> EnginePool:
     """The engines of one policy, as configured.
 
-    Args:
-        policy: name under `policies`, for messages.
-        spec: of its engines, apart from what the config says (`with_settings`).
-        config: with this policy's own engines and vllm settings.
-        served: the same of all policies that have engines here, default: of this one; with rollout.placement=colocated they
-            share every GPU.
-        host: name of this host; None: detected.
-        silence_s: an engine whose process answers nothing for so long is lost (run.silence_s).
-        own_host: the address at which the engines' hosts reach this process (sync.host); None: detected.
+    policy: name under `policies`, for messages.
+    spec: of its engines, apart from what the config says (`with_settings`).
+    config: with this policy's own engines and vllm settings.
+    served: the same of all policies that have engines here, default: of this one; with rollout.placement=colocated they
+        share every GPU.
+    host: name of this host; None: detected.
+    silence_s: an engine whose process answers nothing for so long is lost (run.silence_s).
+    own_host: the address at which the engines' hosts reach this process (sync.host); None: detected.
 
     Raises:
         ValueError: vllm or ray is configured but not installed.

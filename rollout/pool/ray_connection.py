@@ -116,9 +116,8 @@ class RayCluster:
     def await_place(self, who: str, each: Mapping[str, float], num: int, wait_s: float) -> None:
         """Return once there is room for `num` engines: hosts may still have to join.
 
-        Args:
-            who: the engines, for messages.
-            each: resources of one host that an engine takes: {"GPU": 2.0}, {"engine_slot": 1.0}, or nothing.
+        who: the engines, for messages.
+        each: resources of one host that an engine takes: {"GPU": 2.0}, {"engine_slot": 1.0}, or nothing.
 
         Raises RuntimeError: no room within wait_s; lists each host's resources.
         """

@@ -76,9 +76,8 @@ class JoinError(RuntimeError):
 def join(host: str, port: int, offer: Offer, *, wait_s: float, say: Callable[[str], None]) -> None:
     """Serve the cluster whose head is at host:port until it ends or this process is stopped.
 
-    Args:
-        wait_s: for the head to answer, at first and whenever it is silent.
-        say: called with each line of progress.
+    wait_s: for the head to answer, at first and whenever it is silent.
+    say: called with each line of progress.
 
     Raises:
         JoinError: no answer within wait_s, another version of Ray or Python, or a wrong token.

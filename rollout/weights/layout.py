@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 VOCAB_MULTIPLE = 64  # vLLM's padding of the vocabulary
-FP8_BLOCK = 128  # rows and columns with a scale of their own (fp8.py)
+FP8_BLOCK = 128  # rows and columns with a scale of their own (engines/vllm/worker.py)
 _EXPERT = re.compile(r"^(.*\.mlp\.experts)\.(\d+)(\.(?:gate|up|down)_proj(?:\.lora_[AB])?\.weight)$")
 _STACK = re.compile(r"^(.*\.mlp\.experts)\.(gate|up|down)_proj\.weight$")
 _PART = re.compile(r"^(.*)\.(q|k|v|gate|up)_proj\.(weight|bias)$")
@@ -304,8 +304,7 @@ class WeightBucket:
 def plan_pieces(holders: Sequence[Mapping[str, Box]], needs: Sequence[Mapping[str, Box]]) -> list[Piece]:
     """Cover every need once. If several ranks hold the same box, the one with the least to send takes it.
 
-    Args:
-        holders: of each trainer rank {name: its box of that tensor}. needs: the same of each engine shard.
+    holders: of each trainer rank {name: its box of that tensor}. needs: the same of each engine shard.
 
     Raises ValueError: a part of a need is held by no rank, or the boxes of two ranks overlap without being equal.
     """

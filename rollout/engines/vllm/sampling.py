@@ -172,9 +172,8 @@ class DrawTokens(LogitsProcessor):
     @staticmethod
     def _record(batch: _Batch, scaled: Tensor) -> None:
         """Record the ids that can be drawn from scaled [R, V] at the current positions."""
-        rows = [row for row, _ in batch.recorded]
-        of_wanted = scaled if len(rows) == len(scaled) else scaled[torch.tensor(rows, device=scaled.device)]
-        for (row, kept), ids in zip(batch.recorded, kept_ids(of_wanted), strict=True):
+        of_rows = kept_ids(scaled, [row for row, _ in batch.recorded])
+        for (row, kept), ids in zip(batch.recorded, of_rows, strict=True):
             place = len(batch.outputs[row])
             del kept[place:]  # of draws that vLLM discarded: chunked prefill, preemption
             assert len(kept) == place, f"{len(kept)} positions are recorded, and position {place} is drawn"

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from marsrl.rollout.engines.vllm.worker_adapters import held_checksums, repair_mixed_batches
 from marsrl.rollout.kept_tokens import KeptTokens
@@ -25,8 +26,7 @@ from marsrl.rollout.weights.checksum import checksum
 from marsrl.rollout.weights.connections import TransferBroken
 from marsrl.rollout.weights.direct import ReceivePlan, WeightReceiver
 from marsrl.rollout.weights.files import WeightFiles
-from marsrl.rollout.weights.fp8 import quantised
-from marsrl.rollout.weights.layout import EngineShard, fuse
+from marsrl.rollout.weights.layout import FP8_BLOCK, EngineShard, fuse
 
 if TYPE_CHECKING:
     from marsrl.rollout.engines.vllm.sampling import DrawTokens
@@ -221,6 +221,28 @@ def _held_checksum(model: nn.Module, name: str, received: Tensor) -> int:
     if held.dtype != received.dtype and torch.equal(held, received.to(held.dtype)):
         return checksum(received)  # a kernel keeps the bias in float32
     return checksum(held)
+
+
+def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """(numbers [..., N, K] float8_e4m3fn, scales [..., N / 128, K / 128] float32, rounded up) of a [..., N, K] weight: the
+    definition of what vLLM makes of new weights.
+
+        scale = max(|block|, 1e-4) / 448            float32; 448 is the largest number of float8_e4m3fn
+        held  = float8_e4m3fn(block * (1 / scale))  to nearest, ties to even
+
+    The scheme of DeepSeek-V3 (arXiv:2412.19437, section 3.3.2) and of vLLM's "fp8_per_block". Blocks of 128 x 128 begin at the
+    first row and column of a fused tensor of an engine's shard; the last ones may be smaller. Biases, norms, routers, the
+    embedding and the head stay as they are.
+    """
+    if weight.dim() > 2:  # experts, one after the other: the float32 copies of one are small
+        numbers, scales = zip(*map(quantised, weight), strict=True)
+        return torch.stack(numbers), torch.stack(scales)
+    rows, cols = weight.shape
+    padded = pad(weight, (0, -cols % FP8_BLOCK, 0, -rows % FP8_BLOCK)).float()
+    blocks = padded.unflatten(1, (-1, FP8_BLOCK)).unflatten(0, (-1, FP8_BLOCK))
+    scales = blocks.abs().amax((1, 3), keepdim=True).clamp(1e-4) / torch.finfo(torch.float8_e4m3fn).max
+    numbers = (blocks * (1 / scales)).to(torch.float8_e4m3fn)
+    return numbers.flatten(2).flatten(0, 1)[:rows, :cols].contiguous(), scales[:, 0, :, 0]
 
 
 def _padded(experts: Tensor, shape: torch.Size, parts: int) -> Tensor:
