@@ -119,7 +119,6 @@ class Stages:
 
     @property
     def num_unfinished(self) -> int:
-        """Number of requested, unfinished samples."""
         return len(self._unfinished())
 
     @property

@@ -38,7 +38,7 @@ def make_pool(
     config: with this policy's own engines and vllm settings.
     served: the same of all policies that have engines here, default: of this one; with rollout.placement=colocated they
         share every GPU.
-    host: name of this host; None: detected.
+    host: this one; None: detected.
     silence_s: an engine whose process answers nothing for so long is lost (run.silence_s).
     own_host: the address at which the engines' hosts reach this process (sync.host); None: detected.
 

@@ -78,7 +78,6 @@ class Checked:
     curators: Mapping[str, PolicyConfig] = field(default_factory=dict)
 
     def fingerprints(self) -> dict[str, dict[str, int | str]]:
-        """Fingerprints of the problems, by setting."""
         found = zip(sources(self.config.task), (self.problems.train, self.problems.held_out), strict=True)
         return {key: fingerprint(problems) for key, problems in found if problems}
 

@@ -38,7 +38,6 @@ class CreditConfig(Settings):
     up"""
 
     def trains(self, agent: str) -> bool:
-        """True if the agent's samples are trained."""
         return self.train_agents == "all" or agent in self.train_agents
 
 

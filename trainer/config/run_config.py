@@ -162,7 +162,6 @@ class RunConfig(Settings):
         return {name: (policy.tool_parser, policy.reasoning_parser) for name, policy in self.policies.items()}
 
     def engine_dtype(self, policy: str) -> Literal["float32", "bfloat16", "float16"]:
-        """Dtype that the policy's engines compute in."""
         asked = self.rollout_of(policy).vllm.dtype if self.rollout.engine == "vllm" else None
         return asked or self.policies[policy].dtype
 

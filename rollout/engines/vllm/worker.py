@@ -136,7 +136,7 @@ class WorkerExtension:
 
     def marsrl_forget_draws(self, keys: list[str]) -> None:
         """Drop what aborted requests left in DrawTokens."""
-        self._drawer().forget(keys)
+        self._drawer().alive.forget(keys)
 
     def _drawer(self) -> DrawTokens:
         from marsrl.rollout.engines.vllm.sampling import DrawTokens
