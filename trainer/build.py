@@ -55,9 +55,8 @@ from marsrl.trainer.runs.failure import where_to_go_on
 from marsrl.trainer.runs.heartbeat import Heartbeat, heartbeat
 from marsrl.trainer.runs.stop import handlers_restored
 from marsrl.trainer.schools.warm_start import WarmStart, warm_starts
-from marsrl.trainer.weights.adapter_sync import AdapterSync
 from marsrl.trainer.weights.comparison import CheckedEngines
-from marsrl.trainer.weights.sync import DirectSync, FileSync, WeightSync
+from marsrl.trainer.weights.sync import AdapterSync, DirectSync, FileSync, WeightSync
 
 if TYPE_CHECKING:  # it imports megatron
     from marsrl.trainer.learner.megatron.adapter import FrozenBase

@@ -34,7 +34,7 @@ from marsrl.rollout.player.stages import RolloutState
 from marsrl.rollout.state import decode, encode
 from marsrl.trainer.config.sections import RunSection
 from marsrl.trainer.learner.learner import Learner
-from marsrl.trainer.runs.collective import all_true, broadcast_bytes, gather_bytes, rank, stop_together, world_size
+from marsrl.trainer.runs.collective import all_true, broadcast_bytes, gather_bytes, rank, stopping_together, world_size
 from marsrl.trainer.runs.directory import (
     CheckpointError,
     RunDirectory,
@@ -86,18 +86,14 @@ class CheckpointWriter:
         Raises RuntimeError: on all ranks, if one could not write (disk full, no permission); earlier checkpoints stay.
         """
         self.finish()
-        part, error = self._part(step), None
-        if rank() == 0:
-            try:
+        part = self._part(step)
+        with self._cleared(step), stopping_together(self._failure(step), OSError):
+            if rank() == 0:
                 for left in self._run.checkpoints.glob("step_*.part"):  # left by a run that died while saving
                     shutil.rmtree(left)
                 if rollout is not None:
                     write_atomically(part / "rollout.msgpack", encode(rollout))
                 write_json(part / "meta.json", {"step": step, "versions": dict(versions)})
-            except OSError as raised:
-                error = raised
-        with self._cleared(step):
-            stop_together(error, self._failure(step))
         copy = self._is_async
         policies = {name: each.begin_save(part / "policies" / name, copy=copy) for name, each in learners.items()}
         # A daemon: an interrupted run does not wait for it, and its partial files are no checkpoint.
@@ -124,18 +120,14 @@ class CheckpointWriter:
             return
         if pending.writer.is_alive():
             pending.writer.join()
-        known: dict[str, FileSum] = {}
-        error, failure = None, self._failure(pending.step)
+        known, failure = dict[str, FileSum](), self._failure(pending.step)
         with self._cleared(pending.step):
             for name, each in pending.policies.items():
                 sums = each.finish(failure)
                 known.update({f"policies/{name}/{file}": found for file, found in sums.items()})
-            if rank() == 0:
-                try:
+            with stopping_together(failure, OSError):
+                if rank() == 0:
                     self._put_in_place(pending.step, known)
-                except OSError as raised:
-                    error = raised
-            stop_together(error, failure)
 
     def _put_in_place(self, step: int, known: Mapping[str, FileSum]) -> None:
         part, final = self._part(step), self._run.checkpoint(step)
@@ -230,15 +222,15 @@ def load_checkpoint(
 
 def _latest(run: RunDirectory) -> tuple[int | None, str | None]:
     """(step that `latest` names, error in `latest`), read by rank 0, on all ranks. Collective."""
-    seen: list[int | str | None] = [None, None]
+    step, problem = None, None
     if rank() == 0:
         try:
             latest = run.latest_checkpoint()
-            seen = [latest.step if latest is not None else None, None]
+            step = latest.step if latest is not None else None
         except (RuntimeError, OSError) as error:
-            seen = [None, str(error)]
-    step, problem = json.loads(broadcast_bytes(json.dumps(seen).encode() if rank() == 0 else None))
-    return step, problem
+            problem = str(error)
+    told = broadcast_bytes(encode((step, problem)) if rank() == 0 else None)
+    return decode(tuple[int | None, str | None], told)
 
 
 def _go_back(run: RunDirectory, latest: int | None, problem: str, resume: str, warn: Callable[[str], None]) -> int:

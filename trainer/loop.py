@@ -28,7 +28,7 @@ def train(run: Run) -> None:
                     config.credit,
                     run.agents,
                     success=config.mpt.success,
-                    keep_zero=run.keeps_zero,
+                    keep_zero=config.loss.keeps_zero,
                     group_size=config.rollout.group_size,
                     seed=config.run.seed,
                     teacher_logprobs=teacher_logprobs,

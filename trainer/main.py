@@ -158,11 +158,8 @@ def _run(words: argparse.Namespace, is_first: bool) -> int:
 
 def _end_with_launcher() -> None:
     """Get SIGTERM when torchrun dies, even by kill -9: the trainer would otherwise go on alone."""
-    if sys.platform != "linux":
-        return
-    set_death_signal = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
     launcher = os.getppid()
-    ctypes.CDLL(None).prctl(set_death_signal, signal.SIGTERM)
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG of <linux/prctl.h>
     if os.getppid() != launcher:
         raise KeyboardInterrupt  # it died before it was watched
 

@@ -107,12 +107,6 @@ class Run:
         return self.driver
 
     @property
-    def keeps_zero(self) -> bool:
-        """Samples with advantage 0 still have a gradient."""
-        loss = self.config.loss
-        return loss.entropy_coef != 0 or (loss.kl != "none" and loss.kl_coef != 0)
-
-    @property
     def keeps_tokens(self) -> bool:
         """True if tokens of this step are logged."""
         every = self.config.run.token_log_every

@@ -41,11 +41,9 @@ class OpenAIEngine(Engine):
     def __init__(self, options: OpenAIOptions, renderer: ChatRenderer, *, max_model_len: int | None = None) -> None:
         """Sends nothing yet.
 
-        Args:
-            max_model_len: prompt plus completion, in the renderer's tokens; None: the server's limit.
+        max_model_len: prompt plus completion, in the renderer's tokens; None: the server's limit.
 
-        Raises:
-            ValueError: the variable named by options.api_key_env is unset or not a valid header.
+        Raises ValueError: the variable named by options.api_key_env is unset or not a valid header.
         """
         super().__init__()
         self._options, self._renderer, self._texts = options, renderer, Texts(renderer.decode)

@@ -190,10 +190,7 @@ class EngineInfo:
 class WeightUpdate:
     """New weights of one policy: safetensors with HF names, in a folder readable by every engine of this host; or, with
     `receive_plans` (then path is empty), an encoded ReceivePlan for each shard of this engine, which receives directly from the
-    trainer's ranks.
-
-    WeightUpdate("/dev/shm/marsrl/main/v5", version=5)
-    """
+    trainer's ranks."""
 
     path: str
     version: int
@@ -203,8 +200,6 @@ class WeightUpdate:
 @dataclass(frozen=True, slots=True)
 class AdapterUpdate:
     """New weights of one adapter: its PEFT directory (rollout/adapter.py), readable by every engine of this host.
-
-    AdapterUpdate("verifier", "/dev/shm/marsrl/verifier/version_5", version=5)
 
     path: unique to the version; exists until every engine holds a later one.
     """
@@ -219,16 +214,13 @@ class WeightReceipt:
     """An engine's weights after an update. checksums: of each shard {tensor name in its fused layout: checksum}; of an
     adapter, {tensor: checksum} as in rollout.adapter.held_by_shard.
 
-        WeightReceipt(version=5, checksums=[{"model.norm.weight": 0x5EED, ...}], seconds=0.8)
-
-    seconds: of the whole update; checksum_seconds: part of it for checksums.
+    checksum_seconds: part of the update for checksums.
     broken: why weights from the trainer's ranks did not arrive completely (then the version is TORN, with no checksums);
         empty: they did.
     """
 
     version: int
     checksums: Sequence[Mapping[str, int]]
-    seconds: float
     checksum_seconds: float = 0.0
     broken: str = ""
 

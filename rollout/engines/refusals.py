@@ -97,9 +97,8 @@ def num_engine_gpus(rollouts: Sequence[RolloutConfig]) -> int:
 def refusals(rollouts: Sequence[RolloutConfig], host: TrainerHost, *, weight_files: str | None) -> tuple[str, ...]:
     """Sentences about settings that the start of the run would reject; empty: none.
 
-    Args:
-        rollouts: of each policy with engines here; they differ at most in engines.
-        weight_files: folder of the weight files for engines; None: the trainer's ranks send them.
+    rollouts: of each policy with engines here; they differ at most in engines.
+    weight_files: folder of the weight files for engines; None: the trainer's ranks send them.
     """
     if not rollouts:  # servers answer
         return ()

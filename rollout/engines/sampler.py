@@ -54,9 +54,8 @@ def truncated(logits: Tensor, sampling: RowSampling) -> Tensor:
 def draw_from(scaled: Tensor, sampling: RowSampling, noise: Tensor) -> tuple[Tensor, Tensor]:
     """(tokens [B] int64, their log-probs [B] float32, nats, under the truncated distribution).
 
-    Args:
-        scaled: [B, V] float32, from `truncated`.
-        noise: [B] float64 in [0, 1), from `uniform`, on the same device.
+    scaled: [B, V] float32, from `truncated`.
+    noise: [B] float64 in [0, 1), from `uniform`, on the same device.
     """
     if scaled.device.type == "cpu" and scaled.dtype == torch.float32 and library.why_no_cpu_library() is None:
         return _draw_cpu(scaled, sampling, noise)
@@ -80,9 +79,8 @@ def _draw_torch(scaled: Tensor, sampling: RowSampling, noise: Tensor) -> tuple[T
     logprobs = scaled.log_softmax(-1)
     cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
     whole = cumulative[:, -1:]
-    point = torch.minimum(
-        noise[:, None] * whole, whole.nextafter(torch.zeros_like(whole))
-    )  # the product may round up to the total
+    # the product may round up to the total
+    point = torch.minimum(noise[:, None] * whole, whole.nextafter(torch.zeros_like(whole)))
     # the first token whose cumulative probability passes the point; never one of probability 0
     tokens = torch.searchsorted(cumulative, point, right=True)[:, 0].clamp(max=scaled.shape[1] - 1)
     if sampling.is_greedy:
@@ -90,9 +88,9 @@ def _draw_torch(scaled: Tensor, sampling: RowSampling, noise: Tensor) -> tuple[T
     return tokens, logprobs.gather(-1, tokens[:, None])[:, 0]
 
 
-def kept_ids(scaled: Tensor) -> list[npt.NDArray[np.int32]]:
-    """The tokens that could be drawn in each row of `scaled` [B, V] (from `truncated`), ascending, on the host."""
-    is_kept = scaled > -torch.inf
+def kept_ids(scaled: Tensor, rows: Sequence[int]) -> list[npt.NDArray[np.int32]]:
+    """The tokens that could be drawn in each of these rows of `scaled` [B, V] (from `truncated`), ascending, on the host."""
+    is_kept = (scaled if len(rows) == len(scaled) else scaled[torch.tensor(rows, device=scaled.device)]) > -torch.inf
     counts = is_kept.sum(-1).cpu().numpy()
     ids = is_kept.nonzero()[:, 1].cpu().numpy().astype(np.int32)
     return np.split(ids, counts.cumsum()[:-1])
@@ -107,8 +105,7 @@ def uniform(seeds: Seeds, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.fl
     """[B] in [0, 1): 53 bits of SplitMix64 over (seed, position). On the host, where both are known: on a GPU a dozen
     operations on so few numbers cost only launches.
 
-    Args:
-        positions: [B], index of the drawn token in its sequence.
+    positions: [B], index of the drawn token in its sequence.
     """
     x = _splitmix(_splitmix(seeds) + positions.astype(np.uint64))
     return (x >> np.uint64(11)).astype(np.float64) * 2.0**-53

@@ -144,14 +144,14 @@ class ScriptedEngine(Engine):
         """Note the version: there is no model."""
         self._need("weights")
         self._versions[""] = update.version
-        return WeightReceipt(update.version, ({},), 0.0)
+        return WeightReceipt(update.version, ({},))
 
     def update_adapter(self, update: AdapterUpdate) -> WeightReceipt:
         """Note the version."""
         self._need("weights")
         self._refuse_under_way("update_adapter", update.name)
         self._versions[update.name] = update.version
-        return WeightReceipt(update.version, ({},), 0.0)
+        return WeightReceipt(update.version, ({},))
 
     def sleep(self, keeps_weights: bool) -> None:
         self._refuse_under_way("sleep")

@@ -100,7 +100,6 @@ class Player:
 
     @property
     def is_decoding(self) -> bool:
-        """True if engines have requests of ours."""
         return bool(self._decoding)
 
     @property

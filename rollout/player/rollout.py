@@ -61,18 +61,15 @@ class Rollout:
     def next_batch(self, versions: Mapping[str, int], progress: Progress | None = None) -> StepBatch:
         """The oldest batch not trained yet; plays or waits for one if there is none.
 
-        Args:
-            versions: the version held by every policy's engines.
+        versions: the version held by every policy's engines.
 
-        Raises:
-            RuntimeError: the thread has failed; its error is the cause.
+        Raises RuntimeError: the thread has failed; its error is the cause.
         """
-        if not self._is_beside:
+        if self._thread is None:  # later `resting` resumes
             self.stages.resume(versions)
-        elif self._thread is None:
-            self.stages.resume(versions)
-            self._thread = threading.Thread(target=self._run, name="marsrl-rollout", daemon=True)
-            self._thread.start()
+            if self._is_beside:
+                self._thread = threading.Thread(target=self._run, name="marsrl-rollout", daemon=True)
+                self._thread.start()
         before = self._num_decoded() if progress is not None else 0
         with self._changed:
             self.stages.want()

@@ -29,7 +29,7 @@ rollout.segments versions old (its group waits for its last sample; picks made l
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -49,10 +49,7 @@ _MOST_LENGTHS = 512  # finished completions, from which the rest of another is g
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """Training input of one step, with the metrics of its stage(s).
-
-    StepBatch((group, another), {"rollout/stages": 1.0, "rollout/unfinished": 12.0, ...})
-    """
+    """Training input of one step, with the metrics of its stage(s)."""
 
     groups: tuple[Group, ...]
     metrics: Mapping[str, float]
@@ -87,52 +84,6 @@ class RolloutState:
         )
 
 
-class StageRule:
-    """Decides when a stage is over and when the next one may begin.
-
-    in_step: rollout.overlap = 0; a stage ends with everything it began, and the engines rest.
-    of_sessions: programs play episodes; a stage ends with the episodes it began.
-    """
-
-    def __init__(self, config: RolloutConfig, *, of_sessions: bool = False) -> None:
-        self._config = config
-        self.in_step = config.overlap == 0 and not of_sessions
-        # completions, or ids of episodes, that each running stage waits for, the oldest first
-        self._stages: deque[set[Completion | str]] = deque()
-
-    def begin(self, unfinished: Iterable[Completion | str]) -> None:
-        """Begin a stage with the given unfinished ones."""
-        self._stages.append(set(unfinished))
-
-    def segment_ended(self, completion: Completion) -> None:
-        """Note the end of a completion's segment: each stage waits for one of its own completions."""
-        for awaited in self._stages:
-            if completion in awaited:
-                awaited.remove(completion)
-                return
-
-    def finished(self, *ended: Completion | str) -> None:
-        """Note the ends of completions or episodes."""
-        for awaited in self._stages:
-            awaited.difference_update(ended)
-
-    def is_over(self, player: Player) -> bool:
-        """True if the oldest stage is over."""
-        if self.in_step:
-            return not player.is_busy
-        if self._config.pipeline == "trajectory":
-            return not (player.open or player.is_calling)
-        return not self._stages[0]
-
-    def end(self) -> None:
-        """End the oldest stage."""
-        self._stages.popleft()
-
-    def may_begin_early(self, player: Player) -> bool:
-        """True if a stage may begin before the previous one has ended."""
-        return not self.in_step and self._config.pipeline == "agentic" and player.has_room
-
-
 class Stages:
     """See the module. One thread at a time calls its methods; collect() alone may run beside want, take and snapshot.
 
@@ -141,10 +92,9 @@ class Stages:
             stages.advance(timeout_s=0.2)
         stages.rest(); ... new weights ...; stages.resume({"main": 1})
 
-    Args:
-        source: of problems; each draw of one is a rollout instance.
-        seed: of the run; seeds of requests and picks derive from it.
-        trains_whole: samples of a rollout instance are trained together, with its outcomes, once all of it has ended.
+    source: of problems; each draw of one is a rollout instance.
+    seed: of the run; seeds of requests and picks derive from it.
+    trains_whole: samples of a rollout instance are trained together, with its outcomes, once all of it has ended.
     """
 
     has_segments, answers_too_long = True, False
@@ -153,9 +103,12 @@ class Stages:
         self, config: RolloutConfig, team: Team, source: ProblemSource, *, seed: int, trains_whole: bool = False
     ) -> None:
         self.config, self.team, self.source, self.seed, self.trains_whole = config, team, source, seed, trains_whole
-        self._plays_sessions = team.orchestration.plays_sessions
-        self.rule = StageRule(config, of_sessions=self._plays_sessions)
-        self.player = Player(team, self, in_step=self.rule.in_step)
+        self._plays_sessions = team.orchestration.plays_sessions  # of programs: a stage ends with the episodes it began
+        # a stage ends with everything it began, and the engines rest
+        self.in_step = config.overlap == 0 and not self._plays_sessions
+        # completions, or ids of episodes, that each running stage waits for, the oldest first
+        self._awaited: deque[set[Completion | str]] = deque()
+        self.player = Player(team, self, in_step=self.in_step)
         self.state = RolloutState(self.player.open)
         self._num_wanted = self._num_played = 0  # batches; stages of the next batch
         # tokens of each agent's latest finished completions, the last one at the end; 0: not that many yet
@@ -166,7 +119,6 @@ class Stages:
 
     @property
     def num_unfinished(self) -> int:
-        """Number of requested, unfinished samples."""
         return len(self._unfinished())
 
     @property
@@ -215,7 +167,7 @@ class Stages:
         self.player.restore(self.state.open, episodes)
         self._go_on()
         if self.state.num_stages == self.state.num_batches:
-            self.rule.end()
+            self._awaited.popleft()
 
     # The decoder's side.
 
@@ -243,7 +195,7 @@ class Stages:
         if self.team.agents[agent].policy in self.team.records_experts:
             recorded = completion.routed_experts
             more["experts_from"] = 0 if recorded is None else len(recorded)
-        if not self.rule.in_step:
+        if not self.in_step:
             lengths = self._lengths[agent]
             longer = lengths[lengths > known]  # the longest are sent first
             expected = int(longer.sum()) / len(longer) - known if len(longer) else None
@@ -252,23 +204,24 @@ class Stages:
         return completion.request(max_new_tokens, self.team.sampling(agent), seed, **more)
 
     def goes_on(self, completion: Completion, result: DecodeResult) -> bool:
-        if result.finish is Finish.UNFINISHED and not self.rule.in_step:  # the rest of the segment
+        if result.finish is Finish.UNFINISHED and not self.in_step:  # the rest of the segment
             completion.num_decoded += len(result.token_ids)
             return True
         completion.num_decoded = 0
-        self.rule.segment_ended(completion)
-        return not self.rule.in_step
+        if of_stage := next((each for each in self._awaited if completion in each), None):
+            of_stage.remove(completion)  # each stage waits for one of its own completions
+        return not self.in_step
 
     def judged(self, completion: Completion) -> None:
-        self.rule.finished(completion)
-        if not self.rule.in_step:
+        self._finished(completion)
+        if not self.in_step:
             lengths = self._lengths[completion.agent]
             lengths[:-1] = lengths[1:]
             lengths[-1] = len(completion.token_ids)
 
     def closed(self, ask: OpenAsk, samples: tuple[Sample, ...]) -> None:
         dropped = ask.unfinished
-        self.rule.finished(*dropped)
+        self._finished(*dropped)
         self.player.counts["rollout/dropped_stragglers"] += len(dropped)
         self.player.counts["rollout/errors"] += sum(sample.finish is Finish.ERROR for sample in samples)
         name, rollout_id = ask.ask.group, ask.episode.rollout_id
@@ -281,7 +234,7 @@ class Stages:
         return True
 
     def followed(self, episode: Episode, asks: Sequence[Ask]) -> None:
-        if self.rule.in_step:
+        if self.in_step:
             self.state.pending += asks
         else:
             self.player.ask(episode, asks)
@@ -290,7 +243,7 @@ class Stages:
         """Release an instance's held samples for training with its last episode."""
         if self.on_episode is not None:
             self.on_episode(episode.id, True)
-        self.rule.finished(episode.id)
+        self._finished(episode.id)
         counts = self.player.counts
         counts["rollout/episodes"] += 1
         counts.update({f"team/{name}": value for name, value in self.team.metrics(episode).items()})
@@ -319,9 +272,10 @@ class Stages:
         state = self.state
         if self.player.is_resting or state.num_stages >= self._num_wanted + self.config.overlap:
             return
-        is_early = state.num_stages > state.num_batches
-        if is_early and not (self.rule.may_begin_early(self.player) and self._num_new()):
-            return
+        if state.num_stages > state.num_batches:  # before the previous one has ended
+            may = not self.in_step and self.config.pipeline == "agentic" and self.player.has_room
+            if not (may and self._num_new()):
+                return
         state.num_stages += 1
         self._begin(draws=True)
         self._end_if_over()
@@ -344,14 +298,14 @@ class Stages:
         unfinished = self._unfinished()
         self.player.due(each for each in unfinished if each.state is State.DUE)
         if self._plays_sessions:
-            self.rule.begin(name for instance in self.state.instances.values() for name in instance.episodes)
+            self._awaited.append({name for instance in self.state.instances.values() for name in instance.episodes})
         else:
-            self.rule.begin(unfinished)
+            self._awaited.append(set(unfinished))
 
     def _num_new(self) -> int:
         """Number of new problems of a stage; with rollout.stage_size=total, continued samples take their places."""
         config, unfinished = self.config, self._unfinished()
-        num_carried = len(unfinished) if self.rule.in_step else sum(bool(each.segments) for each in unfinished)
+        num_carried = len(unfinished) if self.in_step else sum(bool(each.segments) for each in unfinished)
         if num_carried > config.max_unfinished:
             return 0
         taken = round(num_carried / config.group_size) if config.stage_size == "total" else 0
@@ -376,25 +330,22 @@ class Stages:
         state = self.state
         if state.num_stages == state.num_batches:
             return
-        if self.rule.in_step:
+        if self.in_step:
             self._ask_for_waiting()
-        if not self.rule.is_over(self.player):
+        if not self._is_over():
             return
-        if self.config.overlap == 0 and not self.rule.in_step:
+        if self.config.overlap == 0 and not self.in_step:
             self.player.rest()
-        groups: Sequence[Group] = state.closed
-        if self.rule.in_step:
-            if self.config.pipeline == "trajectory" and (state.pending or state.open):
-                self.rule.end()
-                self._begin(draws=False)
-                return
-        else:
-            groups = sorted(groups, key=lambda group: group.group_id)
+        if self.in_step and self.config.pipeline == "trajectory" and (state.pending or state.open):
+            self._awaited.popleft()
+            self._begin(draws=False)
+            return
+        groups = state.closed if self.in_step else sorted(state.closed, key=lambda group: group.group_id)
         self._note_faults()
         num_over = 1
-        self.rule.end()
-        while state.num_stages > state.num_batches + num_over and self.rule.is_over(self.player):
-            self.rule.end()
+        self._awaited.popleft()
+        while state.num_stages > state.num_batches + num_over and self._is_over():
+            self._awaited.popleft()
             num_over += 1
         for i in range(num_over):  # stages that end together share the groups
             share = groups[len(groups) * i // num_over : len(groups) * (i + 1) // num_over]
@@ -406,6 +357,19 @@ class Stages:
         state.num_batches += num_over
         state.closed = []
         self._begin_if_due()
+
+    def _is_over(self) -> bool:
+        """True if the oldest stage is over."""
+        if self.in_step:
+            return not self.player.is_busy
+        if self.config.pipeline == "trajectory":
+            return not (self.player.open or self.player.is_calling)
+        return not self._awaited[0]
+
+    def _finished(self, *ended: Completion | str) -> None:
+        """Note the ends of completions or episodes."""
+        for awaited in self._awaited:
+            awaited.difference_update(ended)
 
     def _ask_for_waiting(self) -> None:
         """Open, of the next stage's asks, those of episodes with waiting completions."""

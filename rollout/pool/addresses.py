@@ -16,8 +16,7 @@ _NOWHERE = "192.0.2.1"  # of no network (RFC 5737): the system says which interf
 def split_address(address: str, port: int) -> tuple[str, int]:
     """(host, port) of host[:port], [IPv6]:port or ray://host:port; the default port is `port`.
 
-    Raises:
-        ValueError: the host is missing, or the port is not between 1 and 65535.
+    Raises ValueError: the host is missing, or the port is not between 1 and 65535.
     """
     text = address.removeprefix("ray://")
     try:
@@ -34,8 +33,7 @@ def own_address(given: str | None = None) -> str:
 
     Detected: torchrun's MASTER_ADDR if it is this host, else the interface of the default route, or of the only network.
 
-    Raises:
-        RuntimeError: `given` does not resolve, or is another host; or several addresses are possible.
+    Raises RuntimeError: `given` does not resolve, or is another host; or several addresses are possible.
     """
     others = [each.address for of in psutil.net_if_addrs().values() for each in of if each.family == socket.AF_INET]
     others = [address for address in others if not _is_loopback(address)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -12,6 +11,7 @@ from marsrl.rollout.config import SILENCE_S, OpenAIOptions, RolloutConfig, is_st
 from marsrl.rollout.engines.build import build_engine, environment_of
 from marsrl.rollout.engines.protocol import EngineSpec
 from marsrl.rollout.engines.refusals import TrainerHost, this_host
+from marsrl.rollout.imports import check_installed
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.ray_token import show_token
 from marsrl.rollout.pool.replicas import LocalReplicas
@@ -33,23 +33,25 @@ def make_pool(
 ) -> EnginePool:
     """The engines of one policy, as configured.
 
-    Args:
-        policy: name under `policies`, for messages.
-        spec: of its engines, apart from what the config says (`with_settings`).
-        config: with this policy's own engines and vllm settings.
-        served: the same of all policies that have engines here, default: of this one; with rollout.placement=colocated they
-            share every GPU.
-        host: name of this host; None: detected.
-        silence_s: an engine whose process answers nothing for so long is lost (run.silence_s).
-        own_host: the address at which the engines' hosts reach this process (sync.host); None: detected.
+    policy: name under `policies`, for messages.
+    spec: of its engines, apart from what the config says (`with_settings`).
+    config: with this policy's own engines and vllm settings.
+    served: the same of all policies that have engines here, default: of this one; with rollout.placement=colocated they
+        share every GPU.
+    host: this one; None: detected.
+    silence_s: an engine whose process answers nothing for so long is lost (run.silence_s).
+    own_host: the address at which the engines' hosts reach this process (sync.host); None: detected.
 
     Raises:
-        RuntimeError: vllm or ray is configured but not installed, or the Ray cluster is unreachable.
+        ValueError: vllm or ray is configured but not installed.
+        RuntimeError: the Ray cluster is unreachable.
     """
     if config.engine == "vllm":
-        _require("vllm", "rollout.engine=vllm", "install vllm (CPU: constraints/cpu.txt), or set rollout.engine=local")
+        check_installed(
+            "rollout.engine=vllm", "vllm", otherwise="on a CPU as constraints/cpu.txt says, or set rollout.engine=local"
+        )
     if config.placement != "local":
-        _require("ray", f"rollout.placement={config.placement}", "install ray, or set rollout.placement=local")
+        check_installed(f"rollout.placement={config.placement}", "ray", otherwise="set rollout.placement=local")
     spec = with_settings(spec, config)
     if config.placement == "local":
         os.environ.update(environment_of(spec))
@@ -121,18 +123,10 @@ def make_openai_pool(
 ) -> EnginePool:
     """One engine in this process that calls the server of a frozen policy, regardless of other engines' placement.
 
-    Raises:
-        ValueError: the variable named by options.api_key_env is unset, or the directory has no tokenizer.
-        RuntimeError: httpx is not installed.
+    Raises ValueError: the variable named by options.api_key_env is unset, or the directory has no tokenizer.
     """
-    _require("httpx", f"policies.{policy}.engine=openai", "pip install httpx (marsrl[openai])")
     from marsrl.rollout.agents.render import ChatRenderer
     from marsrl.rollout.engines.openai_engine import OpenAIEngine
 
     engine = OpenAIEngine(options, ChatRenderer(tokenizer_dir), max_model_len=max_model_len)
     return EnginePool(LocalReplicas([engine]), policy, slots=options.concurrency, deadline_s=deadline_s)
-
-
-def _require(module: str, setting: str, remedy: str) -> None:
-    if importlib.util.find_spec(module) is None:
-        raise RuntimeError(f"{setting} needs the package {module}, which is not installed here: {remedy}")

@@ -66,8 +66,7 @@ class EngineThread:
 
         is_urgent: a result may trigger further requests. Else batch for timeout_s, or until nothing is under way.
 
-        Raises:
-            Exception: what the engine raised while decoding, or was passed to `fail`.
+        Raises Exception: what the engine raised while decoding, or was passed to `fail`.
         """
         end = self._clock() + timeout_s
         with self._changed:

@@ -1,10 +1,5 @@
 """All replicas of one policy behind the interface of one engine.
 
-    pool = make_pool(...)                                  # build.py
-    pool.submit(requests, version=3)
-    results = pool.collect(timeout_s=0.2)
-    pool.update_weights(WeightUpdate(path, 4)); pool.close()
-
 Requests of one affinity (one prompt, one group) stay on one replica, where their prefix is computed once; the costliest
 affinities are assigned first, each to the replica with the least work.
 """
@@ -58,6 +53,7 @@ class EnginePool(AbstractContextManager["EnginePool"]):
     """n replicas of one policy, which may also serve adapters of it. One thread at a time may call it; close() may
     be called twice.
 
+        pool = make_pool(...)                     # build.py
         pool.submit(requests, version=3)          # at any time; dispatch.py decides which replica gets what, and when
         results = pool.collect(timeout_s=0.2)     # what has finished
         results = pool.drain()                    # the rest, as far as decoded; the replicas are idle afterwards
@@ -212,8 +208,7 @@ class EnginePool(AbstractContextManager["EnginePool"]):
     def start(self) -> None:
         """Build the engines of replicas in other processes; one that dies or falls silent is restarted.
 
-        Raises:
-            Exception: an engine's error while it was built.
+        Raises Exception: an engine's error while it was built.
         """
         self._call("start")
 
@@ -246,8 +241,7 @@ class EnginePool(AbstractContextManager["EnginePool"]):
 
         is_urgent: something may follow from a result before all are back.
 
-        Raises:
-            TimeoutError: a replica that cannot be restarted has held a request for longer than deadline_s.
+        Raises TimeoutError: a replica that cannot be restarted has held a request for longer than deadline_s.
         """
         self._look_for_places()
         busy = self._dispatch.busy

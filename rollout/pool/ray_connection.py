@@ -10,6 +10,7 @@ only those that no trainer rank holds, and a joined one must do the same on ever
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -28,13 +29,13 @@ from marsrl.rollout.pool.addresses import address_towards, own_address, split_ad
 from marsrl.rollout.pool.ray_faults import check_head, forget_processes
 from marsrl.rollout.pool.ray_start import listens_at, own_sigterm, start_head
 from marsrl.rollout.pool.ray_token import show_token
+from marsrl.rollout.pool.recovery import SETTLE_S
 
 _LOG = logging.getLogger(__name__)
 # ray.init warns that its own default is on: only holders of this machine's token may join the cluster.
 _AUTHENTICATION_LOG = logging.getLogger("ray._private.authentication.authentication_token_setup")
 GPU, ENGINE_SLOT = "GPU", "engine_slot"  # Ray's resources; a slot is room for an engine on a host without GPUs
 _NAMES = {GPU: "GPU(s)", ENGINE_SLOT: "engine slot(s)"}
-_SETTLE_S = 10.0  # until resources freed by an actor or added by a node are counted everywhere
 _SAY_S = 15.0  # between two messages while waiting
 _PLACED_S = 0.3  # that Ray takes to reserve free resources
 
@@ -61,8 +62,7 @@ class RayCluster:
         """address: rollout.ray_address. gpus: of this host, in the order of torch.cuda: what actors of a cluster started here
         may be given. own_host: sync.host.
 
-        Raises:
-            RuntimeError: the cluster cannot be reached within timeout_s, or its port is taken.
+        Raises RuntimeError: the cluster cannot be reached within timeout_s, or its port is taken.
         """
         with RayCluster._lock:
             if not ray.is_initialized():
@@ -116,15 +116,13 @@ class RayCluster:
     def await_place(self, who: str, each: Mapping[str, float], num: int, wait_s: float) -> None:
         """Return once there is room for `num` engines: hosts may still have to join.
 
-        Args:
-            who: the engines, for messages.
-            each: resources of one host that an engine takes: {"GPU": 2.0}, {"engine_slot": 1.0}, or nothing.
+        who: the engines, for messages.
+        each: resources of one host that an engine takes: {"GPU": 2.0}, {"engine_slot": 1.0}, or nothing.
 
-        Raises:
-            RuntimeError: no room within wait_s; lists each host's resources.
+        Raises RuntimeError: no room within wait_s; lists each host's resources.
         """
         for resource, amount in each.items():
-            end, within_s = time.monotonic() + wait_s, _SETTLE_S
+            end, within_s = time.monotonic() + wait_s, SETTLE_S
             while not self.has_place({resource: amount}, min(within_s, end - time.monotonic()), num):
                 left, within_s = end - time.monotonic(), _SAY_S
                 on_one = f", {amount:g} of one host for each" if amount > 1 else ""
@@ -170,14 +168,10 @@ class RayCluster:
 def cluster_view(address: str, timeout_s: float) -> str:
     """Resources of the cluster at an address: each host's GPUs and slots, total and free.
 
-    Raises:
-        RuntimeError: joining fails within timeout_s.
+    Raises RuntimeError: joining fails within timeout_s.
     """
-    cluster = RayCluster(address=address, timeout_s=timeout_s, object_store_mib=0)
-    try:
+    with contextlib.closing(RayCluster(address=address, timeout_s=timeout_s, object_store_mib=0)):
         return f"{len(_alive())} node(s) at {address}; {_held(GPU)}; {_held(ENGINE_SLOT)}"
-    finally:
-        cluster.close()
 
 
 def _alive() -> list[Mapping[str, Any]]:

@@ -54,8 +54,7 @@ class Offer:
 def offer_of_this_host(gpus: Sequence[int] | None, engines: int | None) -> Offer:
     """All GPUs (None), or the given ones; without GPUs, slots for engines on CPUs, 1 by default.
 
-    Raises:
-        ValueError: an unknown GPU, or slots besides GPUs.
+    Raises ValueError: an unknown GPU, or slots besides GPUs.
     """
     import torch
 
@@ -77,9 +76,8 @@ class JoinError(RuntimeError):
 def join(host: str, port: int, offer: Offer, *, wait_s: float, say: Callable[[str], None]) -> None:
     """Serve the cluster whose head is at host:port until it ends or this process is stopped.
 
-    Args:
-        wait_s: for the head to answer, at first and whenever it is silent.
-        say: called with each line of progress.
+    wait_s: for the head to answer, at first and whenever it is silent.
+    say: called with each line of progress.
 
     Raises:
         JoinError: no answer within wait_s, another version of Ray or Python, or a wrong token.

@@ -23,7 +23,7 @@ from marsrl.rollout.pool.replicas import Lost, Replicas, Timed, call_one
 
 _log = logging.getLogger(__name__)
 
-SETTLE_S = 10.0  # until freed or added resources become available
+SETTLE_S = 10.0  # until resources freed by an actor or added by a node are counted everywhere
 
 
 @dataclass(slots=True)
@@ -63,9 +63,8 @@ class Recovery:
     def restart(self, replica: int, reason: str, *, has_others: bool) -> bool:
         """Replace a lost engine, with the current weights; False if no host has room and others serve (has_others).
 
-        Raises:
-            RuntimeError: too many restarts in this run, no room for the only engine, or the new engine's weights differ
-                from the others'.
+        Raises RuntimeError: too many restarts in this run, no room for the only engine, or the new engine's weights differ from
+        the others'.
         """
         start = time.time()
         lost: Lost | None = Lost(reason)

@@ -113,7 +113,6 @@ class Replicas(ABC):
 
 
 def call_one(replicas: Replicas, replica: int, method: str, arguments: tuple[Any, ...]) -> Timed | Lost:
-    """Call method(*arguments) on one replica."""
     return replicas.call(method, {replica: arguments})[replica]
 
 

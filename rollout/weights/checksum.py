@@ -75,8 +75,7 @@ def checksum_of_sum(total: int, dtype: torch.dtype, shape: Sequence[int]) -> int
 def block_sum(block: Tensor, at: Box, shape: Sequence[int]) -> int:
     """A block's share of the checksum of a tensor of this shape. block: its values at `at`, [matrices, rows, columns].
 
-    Raises:
-        ValueError: the block begins or ends within an 8-byte word, which would be missing from the sum.
+    Raises ValueError: the block begins or ends within an 8-byte word, which would be missing from the sum.
     """
     whole, size = whole_box(shape), block.itemsize
     _, num_rows, num_cols = whole.shape

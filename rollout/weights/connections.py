@@ -102,8 +102,7 @@ def site_of(device: torch.device) -> str:
 def relay_ranks(ranks: Sequence[str], shards: Sequence[str]) -> list[int]:
     """For each engine shard the trainer rank that shares memory with it: on a GPU, one on the same; on a CPU, round robin.
 
-    Raises:
-        RuntimeError: a shard has no trainer rank on its GPU or host.
+    Raises RuntimeError: a shard has no trainer rank on its GPU or host.
     """
     relays = []
     for number, shard in enumerate(shards):
@@ -155,8 +154,7 @@ class TransferStore:
         what: the work, for messages. on_give_up: called if the transfer is given up before the work has ended, which nobody
             awaits any more.
 
-        Raises:
-            TransferBroken: the work failed, or the transfer was given up.
+        Raises TransferBroken: the work failed, or the transfer was given up.
         """
         end = time.monotonic() + self.rendezvous.timeout_s
         done: Future[_T] = Future()
@@ -208,8 +206,7 @@ class GroupConnection:
     def __init__(self, store: TransferStore, member: int, device: torch.device) -> None:
         """Returns once all members have joined. member: a rank, or num_ranks + the number of an engine shard.
 
-        Raises:
-            TransferBroken: one of them has not, or the transfer was given up. Also raised by methods that move data.
+        Raises TransferBroken: one of them has not, or the transfer was given up. Also raised by methods that move data.
         """
         self._rendezvous, self._device, self._store = store.rendezvous, device, store
         self._group: Any = None
@@ -277,9 +274,7 @@ def _process_group(rendezvous: Rendezvous, member: int, device: torch.device) ->
 
     options = ProcessGroupNCCL.Options()
     options._timeout = timeout
-    with environment(
-        **_NCCL_ENVIRONMENT
-    ):  # read when a group is created; the trainer's own groups keep torch's defaults
+    with environment(**_NCCL_ENVIRONMENT):  # read here; the trainer's own groups keep torch's defaults
         return ProcessGroupNCCL(store, member, size, options)
 
 
@@ -318,8 +313,7 @@ class SharedBuffer:
     def receive(self, rank: int, num_bytes: int) -> Tensor:
         """The shard: the next bucket [num_bytes] uint8, in the relay's memory, from any rank.
 
-        Raises:
-            TransferBroken: none comes.
+        Raises TransferBroken: none comes.
         """
         self._store.wait(self._key(f"full{self._count}"))
         return self._buffer[:num_bytes]

@@ -195,14 +195,6 @@ class Ranks:
     gather: Callable[[bytes], list[bytes]]
 
 
-@dataclass(frozen=True, slots=True)
-class _Agreement:
-    """Rank 0's message to the others. shards: of all engines, one engine after the other."""
-
-    rendezvous: Rendezvous
-    shards: tuple[EngineShard, ...]
-
-
 @dataclass(slots=True)
 class Traffic:
     """Statistics of a transfer. num_bytes: sent, without lengths; whole_bytes: of everything; num_changed, num_compared: values
@@ -255,7 +247,7 @@ class DirectSender(ABC):
         self.plans: list[bytes] = []
         self.traffic = Traffic()
         """Of the last transfer, all ranks together."""
-        self._shards: tuple[EngineShard, ...] = ()
+        self._shards: tuple[EngineShard, ...] = ()  # of all engines, one engine after the other
         self._layouts: dict[EngineShard, ShardLayout] = {}
         self._store: TransferStore | None = None
         self._connections: dict[int, Any] = {}
@@ -267,8 +259,7 @@ class DirectSender(ABC):
     def agree(self, held: HeldWeights, shards: Sequence[EngineShard] = ()) -> None:
         """Make the same plan on all ranks. Collective. shards: of all engines, on rank 0; none: as before.
 
-        Raises:
-            ValueError: the ranks' parts do not cover an engine's needs, or a bucket is smaller than a row.
+        Raises ValueError: the ranks' parts do not cover an engine's needs, or a bucket is smaller than a row.
         """
         told, server = None, None
         if self._ranks.rank == 0:
@@ -281,13 +272,12 @@ class DirectSender(ABC):
                     str(self._dtype).removeprefix("torch."), self._max_elements, self._timeout_s,
                     self.sends_deltas,
                 )  # fmt: skip
-                told = encode(_Agreement(rendezvous, tuple(shards)))
+                told = encode((rendezvous, tuple(shards)))
         told = self._ranks.broadcast(told)
         if not told:
             return
         self.close(is_broken=True)
-        agreement = decode(_Agreement, told)
-        rendezvous, self._shards = agreement.rendezvous, agreement.shards
+        rendezvous, self._shards = decode(tuple[Rendezvous, tuple[EngineShard, ...]], told)
         self._store, self._is_broken = TransferStore(rendezvous, server), False
         self._layouts = {shard: shard_layout(held.shapes, shard) for shard in dict.fromkeys(self._shards)}
         self._pieces = plan_pieces(held.boxes_of_ranks, [self._layouts[shard].needs for shard in self._shards])

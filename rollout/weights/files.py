@@ -1,8 +1,8 @@
 """sync.backend=shm: a version's weights as safetensors files in a folder shared by trainer rank 0 and the engines.
 
-    rank 0   FileSender.write: a tensor -> its part of the checksums -> shards      engine   WeightFiles: tensors by name
+    rank 0   write_version: a tensor -> its part of the checksums -> shards         engine   WeightFiles: tensors by name
 
-    version_7.partial/shard_00000.safetensors, shard_00001..., index  --rename-->  version_7/
+    version_7.partial/model-00001-of-00003.safetensors, ..., index  --rename-->  version_7/
 
 Tensors are streamed: at most one shard is in memory, and a version is either complete or absent.
 """
@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -39,71 +40,57 @@ _PREFIX = "marsrl-weights-"
 
 @dataclass(frozen=True, slots=True)
 class WrittenWeights:
-    """A version on disk. expected: of each shard of an engine {fused tensor: checksum}; seconds_of: export, checksum, write."""
+    """A version on disk. expected: of each shard of an engine {fused tensor: checksum}."""
 
     folder: Path
     expected: Sequence[Mapping[str, int]]
     num_bytes: int
-    seconds_of: dict[str, float]
 
 
-class FileSender:
-    """Writes versions to a private folder (PrivateFolder). Old ones stay until `forget_others`."""
+def write_version(
+    parent: Path,
+    dtype: torch.dtype,
+    shapes: Mapping[str, tuple[int, ...]],
+    tensors: Iterable[tuple[str, Tensor]],
+    version: int,
+    shards: Sequence[EngineShard],
+    seconds_of: dict[str, float],
+) -> WrittenWeights:
+    """Write a model's HF-named tensors as dtype to `parent`/version_N.
 
-    def __init__(self, directory: str | Path | None, dtype: torch.dtype) -> None:
-        self._folder, self._dtype = PrivateFolder(directory), dtype
+    shards: of an engine, whose checksums are computed meanwhile. seconds_of: gets export, checksum and write.
 
-    def write(
-        self,
-        shapes: Mapping[str, tuple[int, ...]],
-        tensors: Iterable[tuple[str, Tensor]],
-        version: int,
-        shards: Sequence[EngineShard],
-    ) -> WrittenWeights:
-        """Write a model's HF-named tensors. shards: of an engine, whose checksums are computed meanwhile.
+    Raises RuntimeError: they cannot be written; with advice.
+    """
+    folder = parent / f"version_{version}"
+    sums_of = {shard: ShardSums(shard_layout(shapes, shard), dtype) for shard in shards}
+    seconds_of |= {"export": seconds_of.get("export", 0.0), "checksum": 0.0}
+    start = time.perf_counter() - sum(seconds_of.values())
 
-        Raises:
-            RuntimeError: they cannot be written; with advice.
-        """
-        folder = self._folder.path / f"version_{version}"
-        sums_of = {shard: ShardSums(shard_layout(shapes, shard), self._dtype) for shard in shards}
-        seconds_of = {"export": 0.0, "checksum": 0.0}
-        start = time.perf_counter()
-
-        def checked() -> Iterator[tuple[str, Tensor]]:
-            """The same tensors, as the engines get them."""
+    def checked() -> Iterator[tuple[str, Tensor]]:
+        """The same tensors, as the engines get them."""
+        asked = time.perf_counter()
+        for name, exported in tensors:
+            tensor = exported.detach().to("cpu", dtype).contiguous()
+            came = time.perf_counter()
+            stack, box = box_of(name, tensor.shape)
+            for sums in sums_of.values():
+                held = box.overlap(sums.layout.needs[stack])
+                if held.num_elements:
+                    sums.add(stack, held, held.within(box).of(tensor))
+            seconds_of["export"] += came - asked
+            seconds_of["checksum"] += time.perf_counter() - came
+            yield name, tensor
             asked = time.perf_counter()
-            for name, exported in tensors:
-                tensor = exported.detach().to("cpu", self._dtype).contiguous()
-                came = time.perf_counter()
-                stack, box = box_of(name, tensor.shape)
-                for sums in sums_of.values():
-                    held = box.overlap(sums.layout.needs[stack])
-                    if held.num_elements:
-                        sums.add(stack, held, held.within(box).of(tensor))
-                seconds_of["export"] += came - asked
-                seconds_of["checksum"] += time.perf_counter() - came
-                yield name, tensor
-                asked = time.perf_counter()
 
-        try:
-            num_elements = sum(torch.Size(shape).numel() for shape in shapes.values())
-            check_room(self._folder.path, num_elements * self._dtype.itemsize)
-            num_bytes = write_shards(folder, checked())
-        except (OSError, SafetensorError) as error:
-            raise not_written(version, folder, error) from error
-        seconds_of["write"] = time.perf_counter() - start - sum(seconds_of.values())
-        return WrittenWeights(folder, [sums_of[shard].checksums() for shard in shards], num_bytes, seconds_of)
-
-    @staticmethod
-    def forget_others(folder: Path) -> None:
-        """Remove every version but this one."""
-        for other in folder.parent.iterdir():
-            if other != folder:
-                shutil.rmtree(other)
-
-    def close(self) -> None:
-        self._folder.close()
+    try:
+        num_elements = sum(torch.Size(shape).numel() for shape in shapes.values())
+        check_room(parent, num_elements * dtype.itemsize)
+        num_bytes = write_shards(folder, checked())
+    except (OSError, SafetensorError) as error:
+        raise not_written(version, folder, error) from error
+    seconds_of["write"] = time.perf_counter() - start - sum(seconds_of.values())
+    return WrittenWeights(folder, [sums_of[shard].checksums() for shard in shards], num_bytes)
 
 
 def not_written(version: int, folder: Path, error: OSError | SafetensorError) -> RuntimeError:
@@ -134,6 +121,12 @@ class PrivateFolder:
                 self._lock = _locked(self.path)
                 break
 
+    def keep_only(self, version: Path) -> None:
+        """Remove every version but this one."""
+        for other in self.path.iterdir():
+            if other != version:
+                shutil.rmtree(other)
+
     def close(self) -> None:
         """Remove it; may be called twice."""
         if self._lock >= 0:
@@ -155,15 +148,13 @@ def left_behind(parent: Path) -> Iterator[Path]:
     Locks instead of process ids: hosts and containers share folders.
     """
     for folder in sorted(parent.glob(f"{_PREFIX}*")):
-        try:
+        with suppress(OSError):  # held; removed meanwhile, or somebody else's; a file system without locks
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        except OSError:  # removed meanwhile, or somebody else's
-            continue
-        try:
-            if _take(lock):
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 yield folder
-        finally:
-            os.close(lock)
+            finally:
+                os.close(lock)
 
 
 def _locked(folder: Path) -> int:
@@ -179,36 +170,16 @@ def _locked(folder: Path) -> int:
     return lock
 
 
-def _take(lock: int) -> bool:
-    """False if somebody else holds it, as far as the file system can tell."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # held, or a file system without locks
-        return False
-    return True
-
-
 def write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int = SHARD_BYTES) -> int:
-    """Write contiguous CPU tensors to `folder`, replacing one of that name; returns their bytes.
+    """Write contiguous CPU tensors to `folder`, replacing one of that name, as write_files does; returns their bytes.
 
-    A shard has at most shard_bytes, or a single larger tensor.
-
-    Raises:
-        OSError, SafetensorError: no room is left, or the folder cannot be written; nothing is left behind.
+    Raises OSError, SafetensorError: no room is left, or the folder cannot be written; nothing is left behind.
     """
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    place: dict[str, str] = {}
-    num_bytes = 0
     try:
         partial.mkdir()
-        for number, shard in enumerate(in_shards(tensors, shard_bytes)):
-            name = f"shard_{number:05d}.safetensors"
-            save_file(shard, partial / name, metadata={"format": "pt"})
-            place.update(dict.fromkeys(shard, name))
-            num_bytes += sum(tensor.nbytes for tensor in shard.values())
-        index = {"metadata": {"total_size": num_bytes}, "weight_map": place}
-        (partial / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+        num_bytes = write_files(partial, tensors, shard_bytes)
         shutil.rmtree(folder, ignore_errors=True)
         os.rename(partial, folder)
     except BaseException:
@@ -217,7 +188,27 @@ def write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_byte
     return num_bytes
 
 
-def in_shards(tensors: Iterable[tuple[str, Tensor]], most_bytes: int) -> Iterator[dict[str, Tensor]]:
+def write_files(folder: Path, tensors: Iterable[tuple[str, Tensor]], most_bytes: int) -> int:
+    """Write contiguous CPU tensors to files in `folder`, called as Hugging Face calls them; returns their bytes.
+
+    A file, and what is in memory, has at most most_bytes, or a single larger tensor.
+    """
+    files, num_bytes, place = list[list[str]](), 0, dict[str, str]()
+    for shard in _in_shards(tensors, most_bytes):
+        files.append(list(shard))
+        save_file(shard, folder / f"{len(files)}.safetensors", metadata={"format": "pt"})
+        num_bytes += sum(tensor.nbytes for tensor in shard.values())
+    for number, names in enumerate(files, 1):
+        final = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        (folder / f"{number}.safetensors").rename(folder / final)
+        place.update(dict.fromkeys(names, final))
+    if len(files) > 1:
+        index = {"metadata": {"total_size": num_bytes}, "weight_map": place}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
+    return num_bytes
+
+
+def _in_shards(tensors: Iterable[tuple[str, Tensor]], most_bytes: int) -> Iterator[dict[str, Tensor]]:
     """The named tensors in order, in shards of at most most_bytes or a single larger tensor; one empty shard if there are none.
 
     A shard is emptied when the next is requested, so that only one is in memory.
@@ -243,19 +234,34 @@ def check_room(folder: Path, num_bytes: int) -> None:
 
 
 class WeightFiles(Mapping[str, Tensor]):
-    """The tensors of a safetensors file, or of an HF directory with one or more of them, read on demand."""
+    """The tensors of a safetensors file, or of an HF directory with one or more of them, read on demand.
 
-    def __init__(self, path: str | Path) -> None:
+    prefix: of the names in them, left out here.
+
+    Raises ValueError: a file is missing or incomplete.
+    """
+
+    def __init__(self, path: str | Path, prefix: str = "") -> None:
         path = Path(path)
-        files = [path] if path.is_file() else weight_files(path)
-        self._open = [safe_open(str(file), framework="pt") for file in files]
-        self._file_of = {name: handle for handle in self._open for name in handle.keys()}  # noqa: SIM118 - no mapping
+        self._stored: dict[str, tuple[Any, str]] = {}  # by name: the open file, the name there
+        for file in [path] if path.is_file() else weight_files(path):
+            try:
+                opened = safe_open(str(file), framework="pt")
+            except SafetensorError as error:
+                raise ValueError(f"model: {file} is no whole safetensors file ({error}); download it again") from error
+            self._stored.update({name.removeprefix(prefix): (opened, name) for name in opened.keys()})  # noqa: SIM118 - no mapping
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._file_of[name].get_tensor(name)
+        file, stored = self._stored[name]
+        return file.get_tensor(stored)
+
+    def slice(self, name: str) -> Any:
+        """The tensor's header; safetensors reads the parts that it is indexed with."""
+        file, stored = self._stored[name]
+        return file.get_slice(stored)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._file_of)
+        return iter(self._stored)
 
     def __len__(self) -> int:
-        return len(self._file_of)
+        return len(self._stored)

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 VOCAB_MULTIPLE = 64  # vLLM's padding of the vocabulary
-FP8_BLOCK = 128  # rows and columns with a scale of their own (fp8.py)
+FP8_BLOCK = 128  # rows and columns with a scale of their own (engines/vllm/worker.py)
 _EXPERT = re.compile(r"^(.*\.mlp\.experts)\.(\d+)(\.(?:gate|up|down)_proj(?:\.lora_[AB])?\.weight)$")
 _STACK = re.compile(r"^(.*\.mlp\.experts)\.(gate|up|down)_proj\.weight$")
 _PART = re.compile(r"^(.*)\.(q|k|v|gate|up)_proj\.(weight|bias)$")
@@ -174,9 +174,8 @@ class ShardLayout:
 def shard_layout(shapes: Mapping[str, tuple[int, ...]], shard: EngineShard = EngineShard()) -> ShardLayout:
     """The layout of a shard of a model, or of a part of one, with HF tensors, or stacks of them, of these shapes.
 
-    Raises:
-        ValueError: a part of a fused tensor is missing (q without k) or has another shape than the others, experts are not
-            numbered 0..n-1, or a dimension cannot be split into so many parts.
+    Raises ValueError: a part of a fused tensor is missing (q without k) or has another shape than the others, experts are not
+    numbered 0..n-1, or a dimension cannot be split into so many parts.
     """
     shapes = stacked(shapes)
     parts = _fused_parts(shapes)
@@ -233,8 +232,7 @@ def fuse(
     device: of the fused tensors, in their own memory; None: that of the parts, and a tensor fused from
     a single part may be the part itself. Each value is copied at most once.
 
-    Raises:
-        ValueError: see shard_layout.
+    Raises ValueError: see shard_layout.
     """
     layout = shard_layout({name: tuple(tensors[name].shape) for name in tensors}, shard)
     names = {stack_of(name): name for name in tensors}
@@ -306,11 +304,9 @@ class WeightBucket:
 def plan_pieces(holders: Sequence[Mapping[str, Box]], needs: Sequence[Mapping[str, Box]]) -> list[Piece]:
     """Cover every need once. If several ranks hold the same box, the one with the least to send takes it.
 
-    Args:
-        holders: of each trainer rank {name: its box of that tensor}. needs: the same of each engine shard.
+    holders: of each trainer rank {name: its box of that tensor}. needs: the same of each engine shard.
 
-    Raises:
-        ValueError: a part of a need is held by no rank, or the boxes of two ranks overlap without being equal.
+    Raises ValueError: a part of a need is held by no rank, or the boxes of two ranks overlap without being equal.
     """
     ranks_of: dict[str, dict[Box, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, boxes in enumerate(holders):
@@ -341,8 +337,7 @@ def plan_pieces(holders: Sequence[Mapping[str, Box]], needs: Sequence[Mapping[st
 def plan_buckets(pieces: Sequence[Piece], num_ranks: int, max_elements: int) -> list[WeightBucket]:
     """The pieces in buckets of at most max_elements values, in the order that all sides follow.
 
-    Raises:
-        ValueError: a bucket has no room for one row of a piece.
+    Raises ValueError: a bucket has no room for one row of a piece.
     """
     by_pair: dict[tuple[int, int], list[Piece]] = defaultdict(list)
     for piece in pieces:

@@ -35,8 +35,8 @@ from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.types import Finish
 from marsrl.rollout.weights.checksum import checksum
 from marsrl.rollout.weights.layout import EngineShard
-from marsrl.trainer.weights.adapter_sync import AdapterSync
 from marsrl.trainer.weights.comparison import CheckedEngines, TrainerScores, comparison_sequences
+from marsrl.trainer.weights.sync import AdapterSync
 
 # alpha / rank rounds what it multiplies
 CONFIG = AdapterConfig.model_validate({"rank": 8, "alpha": 13.0})

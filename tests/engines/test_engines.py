@@ -25,11 +25,11 @@ from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.engines.local.engine import LocalEngine
 from marsrl.rollout.engines.protocol import DecodeResult, Sampling, WeightUpdate, WrongVersion
 from marsrl.rollout.engines.texts import Texts
+from marsrl.rollout.engines.vllm.worker import quantised
 from marsrl.rollout.model_shape import read_shape
 from marsrl.rollout.tasks.arithmetic import ARITHMETIC_TOKENIZER
 from marsrl.rollout.types import Finish
 from marsrl.rollout.weights.checksum import checksum
-from marsrl.rollout.weights.fp8 import quantised
 from marsrl.rollout.weights.layout import box_of, fuse, shard_layout
 from marsrl.trainer.learner.other_roundings import Precision
 from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer

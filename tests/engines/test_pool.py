@@ -191,7 +191,7 @@ def test_an_engine_or_a_pool_that_cannot_be_made_says_why_at_once(checkpoint, tm
 def test_a_missing_library_is_an_error_that_says_what_to_install(checkpoint, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for config, word in ((RolloutConfig(), "install vllm"), (local_config(), "install ray")):
-        with pytest.raises(RuntimeError, match=word):
+        with pytest.raises(ValueError, match=word):
             make_pool("main", spec_of(checkpoint("qwen3"), 64), config)
 
 

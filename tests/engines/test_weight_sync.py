@@ -31,7 +31,7 @@ from marsrl.rollout.weights.checksum import checksum
 from marsrl.rollout.weights.connections import GroupConnection, Rendezvous, SharedBuffer, TransferBroken, TransferStore
 from marsrl.rollout.weights.delta import decode_delta, differs, encode_delta
 from marsrl.rollout.weights.direct import ReceivePlan, WeightReceiver
-from marsrl.rollout.weights.files import FileSender, WeightFiles, write_shards
+from marsrl.rollout.weights.files import WeightFiles, write_shards, write_version
 from marsrl.rollout.weights.layout import EngineShard, fuse
 from marsrl.trainer.weights.comparison import CheckedEngines
 from marsrl.trainer.weights.sync import DirectSync, FileSync, SyncReport
@@ -48,7 +48,7 @@ class ListeningEngine(LocalEngine):
         self.listener()
         receipt = self.alters(super().update_weights(update))
         self.num_broken -= 1
-        return receipt if self.num_broken < 0 else WeightReceipt(TORN, (), 0.0, broken="the network is down")
+        return receipt if self.num_broken < 0 else WeightReceipt(TORN, (), broken="the network is down")
 
     def held(self):
         return {name: checksum(tensor) for name, tensor in self._model.weights.items()}
@@ -133,7 +133,7 @@ def test_shards_hold_what_one_file_would(checkpoint, tmp_path, dtype):
     files = WeightFiles(tmp_path / "new")
     assert num_bytes == sum(t.nbytes for t in tensors.values()) and set(files) == set(tensors)
     assert all(torch.equal(files[name], tensor) for name, tensor in tensors.items())
-    shards = list((tmp_path / "new").glob("shard_*.safetensors"))
+    shards = list((tmp_path / "new").glob("model-*.safetensors"))
     assert sum(len(load_file(path)) for path in shards) == len(tensors) and len(shards) > 1
     assert all(path.stat().st_size < max(largest, 20_000) + 8192 for path in shards)  # 8192: more than a header
 
@@ -168,7 +168,7 @@ def test_a_file_system_that_takes_no_more_is_told_and_leaves_no_half_version(syn
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     free = shutil.disk_usage(tmp_path).free
     with pytest.raises(RuntimeError, match=r"version 1 .* MiB are to be written and .* MiB are free; make room"):
-        FileSender(tmp_path, torch.float32).write({"all": (free // 3,)}, [], 1, [])
+        write_version(tmp_path, torch.float32, {"all": (free // 3,)}, [], 1, [], {})
     assert versions_in(tmp_path) == ["version_0"]
     shutil.rmtree(tmp_path)  # by somebody else: no error at the end
 
@@ -194,11 +194,11 @@ HALVES = [{"a": 1, "b": 2}, {"a": 3}]
     ],
 )
 def test_an_engine_holds_what_was_sent_no_less_no_more_no_other(checked, sent, held, said):
-    checked.check(sent, {1: WeightReceipt(5, sent, 0.0)}, version=5)
+    checked.check(sent, {1: WeightReceipt(5, sent)}, version=5)
     with pytest.raises(RuntimeError, match=f"version 5: engine 1 does not hold what was sent: {said}"):
-        checked.check(sent, {1: WeightReceipt(5, held, 0.0)}, version=5)
+        checked.check(sent, {1: WeightReceipt(5, held)}, version=5)
     with pytest.raises(RuntimeError, match="engine 1 reports version 4 after version 5 was sent"):
-        checked.check(sent, {0: WeightReceipt(5, sent, 0.0), 1: WeightReceipt(4, sent, 0.0)}, version=5)
+        checked.check(sent, {0: WeightReceipt(5, sent), 1: WeightReceipt(4, sent)}, version=5)
 
 
 BLOCK = 65536
@@ -273,7 +273,7 @@ def test_an_engine_that_keeps_wrong_numbers_ends_the_run_with_the_tensor_s_name(
     desk.publish()
     wrong = [desk.engine.held() | {"model.norm.weight": 7}]
     versions = list[int]()
-    desk.engine.alters = lambda receipt: versions.append(receipt.version) or WeightReceipt(2, wrong, 0.0)
+    desk.engine.alters = lambda receipt: versions.append(receipt.version) or WeightReceipt(2, wrong)
     with pytest.raises(RuntimeError, match=r"engine 0 does not hold .* first model\.norm\.weight \(checksum 0x7"):
         desk.publish()
     assert versions == [2, 2]

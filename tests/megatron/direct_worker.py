@@ -71,7 +71,7 @@ class Halves:
         with ThreadPoolExecutor(len(plans)) as threads:
             list(threads.map(WeightReceiver.receive, self._receivers, plans, [held.get for held in self.weights]))
         spoil(self.weights[1], self.spoils)
-        return WeightReceipt(update.version, [checksums(held) for held in self.weights], 0.0)
+        return WeightReceipt(update.version, [checksums(held) for held in self.weights])
 
 
 class SpoilingEngine(LocalEngine):

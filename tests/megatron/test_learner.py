@@ -148,10 +148,10 @@ def test_old_policies(tmp_path: Path) -> None:
     batch, stats = pack(samples), {}
     for old_policy in ("pois", "recompute", "sais"):
         policy = tiny.learner(folder, old_policy=old_policy)
-        stats[old_policy] = tiny.step(policy, [batch])
+        stats[old_policy] = tiny.step(policy, [batch], keep=batch.uids)
     assert stats["recompute"].grad_norm == pytest.approx(stats["pois"].grad_norm, rel=1e-4)
     assert sum(stats["pois"].agent_sums["clipped_tokens"]) == 0 < sum(stats["sais"].agent_sums["clipped_tokens"])
-    trainer = stats["pois"].logprobs[0][batch.mask].double()
+    trainer = torch.from_numpy(np.concatenate([each.logprobs for each in stats["pois"].tokens])).double()
     rollout = batch.rollout_logprobs[batch.mask].double()  # type: ignore[index]
     difference = (trainer.exp() - rollout.exp()).abs()
     assert stats["pois"].prob_diff_mean == pytest.approx(float(difference.mean()), rel=1e-9)

@@ -79,7 +79,7 @@ def test_a_step_equals_plain_pytorch(
     assert not has_kl or sums["kl"] == pytest.approx(plain.kl, rel=1e-5)
     assert (plain.clipped > 20) == (not is_one) and abs(sums["clipped_tokens"] - plain.clipped) <= 2
     num_micro_batches = sum(len(each.micro_batches) for each in updates)
-    assert stats.num_updates == num_updates and len(stats.logprobs) == num_micro_batches > num_updates
+    assert stats.num_updates == num_updates < num_micro_batches
     assert policy.num_steps == 1 and stats.lr == tiny.OPTIMIZER.lr  # the schedule counts steps, not updates
     close(tiny.weights(policy), plain.weights, num_updates)
 

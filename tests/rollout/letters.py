@@ -48,11 +48,11 @@ class WeighedEngine(ScriptedEngine):
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         super().update_weights(update)
-        return WeightReceipt(update.version, ({"name": sum(update.path.encode())},), 0.0)
+        return WeightReceipt(update.version, ({"name": sum(update.path.encode())},))
 
     def update_adapter(self, update: AdapterUpdate) -> WeightReceipt:
         super().update_adapter(update)
-        return WeightReceipt(update.version, ({"name": sum(update.path.encode())},), 0.0)
+        return WeightReceipt(update.version, ({"name": sum(update.path.encode())},))
 
 
 def completion(uid: str) -> list[int]:
@@ -211,7 +211,7 @@ def submissions(pool: EnginePool) -> list[tuple[list[str], bool]]:
 
 def groups_of_a_while(stages: Stages, versions: Mapping[str, int], rng: random.Random) -> Sequence[Group]:
     """Groups that are trained next: after a stage, or after some steps of the engine, three tokens each; often nothing then."""
-    if stages.rule.in_step:
+    if stages.in_step:
         return next_batch(stages, versions).groups
     stages.resume(versions)
     stages.want()

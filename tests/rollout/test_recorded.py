@@ -214,6 +214,6 @@ def test_a_segment_that_is_carried_over_keeps_what_the_weights_that_decoded_it_r
 def test_mastered_tokens_are_found_by_what_was_kept_or_by_the_model_s_own_distribution(model: Path) -> None:
     sequences = train_sequences(played(engine_of(model), top_k=1))
     stats = step(model, sequences, mpt=MptConfig())  # one token kept: p = 1, entropy 0
-    assert stats.gated_samples == 3 and not any(logprobs.any() for logprobs in stats.logprobs)
+    assert stats.gated_samples == 3 and not any(stats.agent_sums["nll"])
     assert stats.grad_norm == 0
     assert step(model, sequences, mpt=MptConfig(temperature=1)).gated_samples == 0

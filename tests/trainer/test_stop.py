@@ -246,8 +246,8 @@ def test_a_killed_launcher_interrupts_and_is_no_lost_rank() -> None:
     assert end == "interrupted"
 
 
-FINE = StepStats(1.0, 1.0, 0.1, True, False, False, {}, 0, 0.0, 0.0, 0.0, ())
-BAD = dataclasses.replace(FINE, loss=math.nan, is_updated=False, is_skipped=True)
+FINE = StepStats(1.0, 1.0, 0.1, False, False, {}, 0, 0.0, 0.0, 0.0, num_updates=1)
+BAD = dataclasses.replace(FINE, loss=math.nan, num_updates=0, is_skipped=True)
 
 
 def sample(uid: str, advantage: float) -> TrainSequence:

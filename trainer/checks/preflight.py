@@ -78,7 +78,6 @@ class Checked:
     curators: Mapping[str, PolicyConfig] = field(default_factory=dict)
 
     def fingerprints(self) -> dict[str, dict[str, int | str]]:
-        """Fingerprints of the problems, by setting."""
         found = zip(sources(self.config.task), (self.problems.train, self.problems.held_out), strict=True)
         return {key: fingerprint(problems) for key, problems in found if problems}
 
@@ -261,8 +260,8 @@ def _check_adapter(name: str, policy: PolicyConfig, shape: ModelShape) -> None:
     folder = Path(adapter.start)
     if (reason := why_not_start(folder, adapter)) is not None:
         raise ConfigError(f"policies.{name}.{reason}")
-    with HfReader(folder, [folder / TENSORS], PEFT_PREFIX) as reader:
-        reader.check(shape, is_trained=True, of=adapter_units(shape, adapter, 1))
+    reader = HfReader(folder / TENSORS, PEFT_PREFIX)
+    reader.check(shape, is_trained=True, of=adapter_units(shape, adapter, 1))
 
 
 def _check_something_trains(config: RunConfig) -> None:
@@ -274,7 +273,7 @@ def _check_something_trains(config: RunConfig) -> None:
     if all(config.agents[name].loss_weight == 0 for name in trained):
         keys = ", ".join(f"agents.{name}.loss_weight" for name in trained)
         raise ConfigError(f"{keys}: 0 for every agent that is trained, and nothing is left to train; raise one")
-    if loss.entropy_coef != 0 or (loss.kl != "none" and loss.kl_coef != 0):
+    if loss.keeps_zero:
         return
     compared_with = {"group": "a sample is compared with those of its group", "trajectory": "episodes are compared"}
     if config.rollout.group_size == 1 and credit.normalise in compared_with and credit.singleton == "zero":
@@ -368,8 +367,7 @@ def check_files(model: str, shape: ModelShape, *, is_trained: bool) -> None:
     """The weights are those that config.json describes, by their files' headers; the tokenizer renders chats."""
     from marsrl.trainer.learner.megatron.hf_files import HfReader
 
-    with HfReader(model) as reader:
-        reader.check(shape, is_trained=is_trained)
+    HfReader(model).check(shape, is_trained=is_trained)
     vocab_size = ChatRenderer(model).vocab_size
     if vocab_size > shape.vocab_size:
         raise ConfigError(

@@ -270,7 +270,6 @@ def _check_policy(config: RunConfig, name: str, policy: PolicyConfig) -> None:
 
 
 def named_policy(config: RunConfig, key: str, name: str) -> PolicyConfig:
-    """The policy that a setting names."""
     if name not in config.policies:
         raise ValueError(f"{key} is {name!r}, which is not under `policies` ({', '.join(config.policies)})")
     return config.policies[name]

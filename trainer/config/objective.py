@@ -38,7 +38,6 @@ class CreditConfig(Settings):
     up"""
 
     def trains(self, agent: str) -> bool:
-        """True if the agent's samples are trained."""
         return self.train_agents == "all" or agent in self.train_agents
 
 
@@ -88,6 +87,11 @@ class LossConfig(Settings):
                 "set none, or loss.old_policy=pois or recompute"
             )
         return self
+
+    @property
+    def keeps_zero(self) -> bool:
+        """True if samples with advantage 0 have a gradient too, of a term that needs none."""
+        return self.entropy_coef != 0 or self.kl_coef != 0
 
     @property
     def upper_bound(self) -> float:

@@ -48,8 +48,9 @@ def layer_of_file(path: Path, label: str) -> Layer:
     return Layer(label, path.resolve(), settings, {key: f"{label}:{line}" for key, line in _keys(node, "")})
 
 
-def layer_of_words(words: Sequence[str], label: str = "command line") -> Layer:
-    """The settings in words `key.sub=value`; ConfigError for a malformed word."""
+def layer_of_words(words: Sequence[str]) -> Layer:
+    """The settings in the command line's words `key.sub=value`; ConfigError for a malformed word."""
+    label = "command line"
     for word in words:
         key, equals, _ = word.partition("=")
         if not equals or not key or key.startswith("-"):

@@ -125,18 +125,15 @@ class PolicyConfig(Settings):
 OF_BASE = ("model", "shape", "dtype", "layout", "recompute", "layers", "deterministic")  # of the one frozen copy
 
 
-def on_bases(policies: Mapping[str, PolicyConfig]) -> dict[str, PolicyConfig]:
-    """The policies with what a base says of its model said of those that are built on it.
+def on_base(policies: Mapping[str, PolicyConfig], name: str) -> PolicyConfig:
+    """The policy with what its base, if it has one, says of its model.
 
-    Raises ValueError: a base is missing or is none, or a policy contradicts its base.
+    Raises ValueError: the base is missing or is none, or the policy contradicts it.
     """
-    return {
-        name: policy if policy.base is None else _on_base(policies, name, policy) for name, policy in policies.items()
-    }
-
-
-def _on_base(policies: Mapping[str, PolicyConfig], name: str, policy: PolicyConfig) -> PolicyConfig:
-    base = policies.get(policy.base or "")
+    policy = policies[name]
+    if policy.base is None:
+        return policy
+    base = policies.get(policy.base)
     key = f"policies.{name}.base is {policy.base}"
     if base is None or base is policy:
         others = ", ".join(other for other in policies if other != name) or "no other"

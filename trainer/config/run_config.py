@@ -16,7 +16,7 @@ from marsrl.rollout.tools.config import ToolsConfig
 from marsrl.trainer.config.agreement import check_agreement
 from marsrl.trainer.config.curate import CurateConfig
 from marsrl.trainer.config.objective import CreditConfig, LossConfig, MptConfig
-from marsrl.trainer.config.policy import PolicyConfig, on_bases
+from marsrl.trainer.config.policy import PolicyConfig, on_base
 from marsrl.trainer.config.sections import DataConfig, RunSection, SftConfig, SyncConfig, TrainerConfig, WarmStartConfig
 
 
@@ -162,7 +162,6 @@ class RunConfig(Settings):
         return {name: (policy.tool_parser, policy.reasoning_parser) for name, policy in self.policies.items()}
 
     def engine_dtype(self, policy: str) -> Literal["float32", "bfloat16", "float16"]:
-        """Dtype that the policy's engines compute in."""
         asked = self.rollout_of(policy).vllm.dtype if self.rollout.engine == "vllm" else None
         return asked or self.policies[policy].dtype
 
@@ -189,7 +188,7 @@ class RunConfig(Settings):
     @field_validator("policies")
     @classmethod
     def _have_their_base_s_model(cls, policies: dict[str, PolicyConfig]) -> dict[str, PolicyConfig]:
-        return on_bases(policies)
+        return {name: on_base(policies, name) for name in policies}
 
     @field_validator("agents")
     @classmethod

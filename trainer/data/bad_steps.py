@@ -61,7 +61,6 @@ def save_bad_batch(run: RunDirectory, batch: BadBatch, *, keep: int) -> Path:
 
 
 def read_bad_batch(path: str | Path) -> BadBatch:
-    """Read a file of save_bad_batch."""
     return decode(BadBatch, Path(path).read_bytes())
 
 

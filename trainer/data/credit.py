@@ -77,15 +77,14 @@ def credit(
 ) -> Credited:
     """Advantages of all samples, and the sequences that enter packing.
 
-    Args:
-        groups: finished groups of all agents, of any policy, trained or not: all enter credit.normalise's statistics and the
-            outcomes.
-        agents: every agent of the team in order; a sequence's agent index is the position here.
-        success: smallest credited reward, before penalties, of a positive sample (mpt.success); its advantage must also be
-            above 0.
-        keep_zero: keep samples with advantage 0 (a KL term or an entropy bonus still gives them a gradient).
-        group_size: to which credit.balance brings an agent's samples of a rollout instance, drawn by `seed`.
-        teacher_logprobs: [N] nats, by uid, of the tokens of samples whose agents have teachers.
+    groups: finished groups of all agents, of any policy, trained or not: all enter credit.normalise's statistics and the
+        outcomes.
+    agents: every agent of the team in order; a sequence's agent index is the position here.
+    success: smallest credited reward, before penalties, of a positive sample (mpt.success); its advantage must also be
+        above 0.
+    keep_zero: keep samples with advantage 0 (a KL term or an entropy bonus still gives them a gradient).
+    group_size: to which credit.balance brings an agent's samples of a rollout instance, drawn by `seed`.
+    teacher_logprobs: [N] nats, by uid, of the tokens of samples whose agents have teachers.
 
     A teacher adds its part (_teachers_parts) to the advantage of each token. Rewards, the statistics of groups, and whether a
     sample is positive (the gate's) know nothing of it.
@@ -139,23 +138,17 @@ def _advantages(samples: Sequence[Sample], config: CreditConfig) -> npt.NDArray[
     for sample in samples:
         compared.setdefault(sample.episode_id if whole else sample.uid, []).append(sample)
     first = [calls[0] for calls in compared.values()]
-    rewards = np.array([_mean_reward(calls) for calls in compared.values()], dtype=np.float32)
     advantages = group_advantage(
-        *(
-            torch.from_numpy(each)
-            for each in (
-                rewards,
-                _indices(s.rollout_id if whole else s.group_id for s in first),
-                _indices(s.agent for s in first),
-                _indices(s.rollout_id for s in first),
-            )
-        ),
+        torch.tensor([_mean_reward(calls) for calls in compared.values()], dtype=torch.float32),
+        _indices(s.rollout_id if whole else s.group_id for s in first),
+        _indices(s.agent for s in first),
+        _indices(s.rollout_id for s in first),
         normalise="group" if whole else config.normalise,
         std=config.std,
         singleton=config.singleton,
     )
     of_sample = _indices(sample.episode_id if whole else sample.uid for sample in samples)  # `compared` in its order
-    return advantages.double().numpy()[of_sample]
+    return advantages.double()[of_sample].numpy()
 
 
 def _mean_reward(samples: Sequence[Sample]) -> float:
@@ -257,10 +250,10 @@ def outcome_rewards(groups: Sequence[Group]) -> list[Group]:
     return [replace(group, samples=tuple(outcome(sample) for sample in group.samples)) for group in groups]
 
 
-def _indices(names: Iterable[str]) -> npt.NDArray[np.int64]:
-    """Each name as the index of its first appearance."""
+def _indices(names: Iterable[str]) -> torch.Tensor:
+    """Each name as the index of its first appearance, int64."""
     seen: dict[str, int] = {}
-    return np.array([seen.setdefault(name, len(seen)) for name in names], dtype=np.int64)
+    return torch.tensor([seen.setdefault(name, len(seen)) for name in names])
 
 
 def drmas_metrics(groups: Iterable[Group]) -> dict[str, float]:

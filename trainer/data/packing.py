@@ -132,8 +132,7 @@ def plan_micro_batches(
     lightest rank. A micro-batch may be empty only where there are fewer sequences than ranks. It holds sequences of one kind
     (kinds: of each; None: all are of one).
 
-    Raises:
-        ValueError: a sequence is longer than max_tokens.
+    Raises ValueError: a sequence is longer than max_tokens.
     """
     longest = max(lengths, default=0)
     if longest > max_tokens:
@@ -182,8 +181,7 @@ def pack(sequences: Sequence[TrainSequence], *, align: int = 1) -> PackedBatch:
     The host concatenates their arrays, from which kernels.pack computes each position's input and target. An empty list packs to
     one masked token, so that a rank without work still takes part in every collective.
 
-    Raises:
-        ValueError: a token is not among those that its sampler recorded as kept.
+    Raises ValueError: a token is not among those that its sampler recorded as kept.
     """
     sequences = sequences or [padding()]
     starts = np.cumsum([0, *(s.num_tokens for s in sequences)])

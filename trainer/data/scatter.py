@@ -19,7 +19,7 @@ from marsrl.trainer.runs.collective import (
     broadcast_bytes,
     gather_bytes,
     scatter_bytes,
-    stop_together,
+    stopping_together,
     world_size,
 )
 
@@ -80,19 +80,13 @@ def scatter(mini_batches: tuple[MiniBatch, ...] | None, shard: BatchShard) -> li
 
     Every rank gets the same number of micro-batches an update, as the collectives inside a forward pass need.
 
-    Raises:
-        RuntimeError: on all ranks, if the batch cannot be planned.
+    Raises RuntimeError: on all ranks, if the batch cannot be planned.
     """
     if world_size() == 1:
         assert mini_batches is not None, "scatter: one rank alone needs the batch"
         return [Update(tuple(micro_batches(each.sequences, shard)), each.normaliser) for each in mini_batches]
-    error: ValueError | None = None
-    plans: list[list[list[list[TrainSequence]]]] = []
-    try:
+    with stopping_together("scatter: the step's batch cannot be cut into micro-batches", ValueError):
         plans = [_plan(each.sequences, shard) for each in mini_batches or ()]
-    except ValueError as raised:
-        error = raised
-    stop_together(error, "scatter: the step's batch cannot be cut into micro-batches")
     outline = None  # (micro-batches, normaliser) of each update
     if mini_batches is not None:
         outline = [(len(plan[0]), each.normaliser) for plan, each in zip(plans, mini_batches, strict=True)]

@@ -237,7 +237,6 @@ class Learner:
 
     @property
     def has_experts(self) -> bool:
-        """True if the policy's adapter includes experts."""
         return self.adapter is not None and "experts" in self.adapter.settings.targets
 
     def begin_save(self, folder: Path, *, copy: bool) -> PendingSave:

@@ -32,13 +32,12 @@ class StepStats:
     """Statistics of one optimizer update, or of a step, over all ranks and micro-batches; the same on every rank.
 
     loss: the minimised value (divided by the normaliser). grad_norm: before clipping.
-    is_updated: the weights changed. is_skipped: loss or gradient was not finite on some rank, no rank updated.
+    is_skipped: loss or gradient was not finite on some rank, no rank updated.
     is_empty: no trained token on any rank; nothing was computed.
     agent_sums: {metric: one number an agent}: loss, clipped_tokens, masked_tokens (DMMPT, correction), clamped_tokens,
         entropy and kl (sums in nats), tokens, nll (-sum log p), weighted_nll (the same times token weights; supervised training).
     prob_diff_mean, prob_diff_max: |p_trainer - p_rollout| over trained tokens; k3: mean of r - 1 - log r with
         r = p_trainer / p_rollout (an estimate of KL(rollout || trainer), nats). NaN where rollout log-probs are unknown.
-    logprobs: [T] float32 CPU per micro-batch of this rank, nats, 0 outside the mask; empty before the last stage.
     num_updates: optimizer updates that changed the weights.
     replay: forced experts compared with the router's own choice; None if none were forced.
     agent_grad_norms: of each agent's share of the gradient, before clipping; None for an agent without a trained token; ()
@@ -49,7 +48,6 @@ class StepStats:
     loss: float
     grad_norm: float
     lr: float
-    is_updated: bool
     is_skipped: bool
     is_empty: bool
     agent_sums: dict[str, tuple[float, ...]]
@@ -57,17 +55,21 @@ class StepStats:
     prob_diff_mean: float
     prob_diff_max: float
     k3: float
-    logprobs: tuple[Tensor, ...]
     num_updates: int = 0
     replay: ReplayCounts | None = None
     agent_grad_norms: tuple[float | None, ...] = ()
     tokens: tuple[TrainedTokens, ...] = ()
 
+    @property
+    def is_updated(self) -> bool:
+        """The weights changed."""
+        return self.num_updates > 0
+
 
 def empty_update(num_agents: int, lr: float) -> StepStats:
     """Statistics of an update without a trained token on any rank."""
     nothing = dict.fromkeys(_SUMS, (0.0,) * num_agents)
-    return StepStats(0.0, 0.0, lr, False, False, True, nothing, 0, math.nan, math.nan, math.nan, ())
+    return StepStats(0.0, 0.0, lr, False, True, nothing, 0, math.nan, math.nan, math.nan)
 
 
 def update_stats(
@@ -110,25 +112,18 @@ def update_stats(
             return empty_update(width, lr)
     raise_bad_values()  # already on the host
     is_finite = math.isfinite(grad_norm) and math.isfinite(loss)
-    logprobs = tuple(each.cut.whole(result.policy.logprobs) for each, result in pairs)
-    tokens: list[TrainedTokens] = []
-    for (each, result), whole in zip(pairs, logprobs):
-        if not keep.isdisjoint(each.cut.given.uids):
-            found = _tokens(each.cut, result, whole, keep)
-            tokens += found if counts_samples else []
     if agents is not None:
-        own = {
-            u
-            for each in work.micro_batches
-            for u, agent in zip(each.cut.given.uids, each.cut.given.agents)
-            if agent in agents
-        }
-        tokens = [each for each in tokens if each.uid in own]
+        given = (each.cut.given for each in work.micro_batches)
+        keep &= {uid for of in given for uid, agent in zip(of.uids, of.agents) if agent in agents}
+    tokens: list[TrainedTokens] = []
+    for each, result in pairs:
+        if not keep.isdisjoint(each.cut.given.uids):
+            found = _tokens(each.cut, result, keep)
+            tokens += found if counts_samples else []
     return StepStats(
         loss=loss,
         grad_norm=grad_norm,
         lr=lr,
-        is_updated=is_finite,
         is_skipped=not is_finite,
         is_empty=False,
         agent_sums={name: tuple(sums[i * width : (i + 1) * width]) for i, name in enumerate(_SUMS)},
@@ -136,7 +131,6 @@ def update_stats(
         prob_diff_mean=difference / compared if compared else math.nan,
         prob_diff_max=float(largest) if compared else math.nan,
         k3=k3 / compared if compared else math.nan,
-        logprobs=logprobs,
         num_updates=int(is_finite),
         replay=replay,
         agent_grad_norms=agent_grad_norms,
@@ -178,12 +172,12 @@ def _nll(batch: PackedBatch, logprobs: Tensor, num_agents: int) -> list[Tensor]:
     return [empty.index_add(0, agent_of, values.double()) for values in (-logprobs, weighted)]
 
 
-def _tokens(cut: ContextCut, result: HeadResult, logprobs: Tensor, uids: frozenset[str]) -> list[TrainedTokens]:
-    """Tokens of the samples with the given uids. Collective over the context group. logprobs: [T] CPU, of the whole batch."""
+def _tokens(cut: ContextCut, result: HeadResult, uids: frozenset[str]) -> list[TrainedTokens]:
+    """Tokens of the samples with the given uids. Collective over the context group."""
     found = token_marks(result.policy.logprobs, result.policy.entropy, result.inputs)
     bits = ((CLIPPED, found.clipped), (GATED, found.gated), (MASKED, found.masked))
     own = torch.stack([is_set.to(torch.uint8) * bit for bit, is_set in bits]).sum(0, dtype=torch.uint8)
-    entropy, marks = cut.whole(result.policy.entropy), cut.whole(own)
+    logprobs, entropy, marks = map(cut.whole, (result.policy.logprobs, result.policy.entropy, own))
     bounds, mask = cut.given.cu_seqlens.tolist(), cut.given.mask.cpu()
     tokens = []
     for uid, start, end in zip(cut.given.uids, bounds[:-1], bounds[1:], strict=True):
@@ -197,9 +191,8 @@ def summed(stats: Sequence[StepStats]) -> StepStats:
     """Summary of a step's updates.
 
     loss, grad_norm, agent_grad_norms: means over the non-empty updates; the share of an agent without a token in an update
-    counts as 0. Counts and sums: added. is_updated, is_skipped: any update changed the weights, was not
-    finite. tokens: each with its update's number. The comparison with the rollout uses the first update only: the
-    weights have changed since in later ones.
+    counts as 0. Counts and sums: added. is_skipped: any update was not finite. tokens: each with its update's number. The
+    comparison with the rollout uses the first update only: the weights have changed since in later ones.
     """
     computed = [each for each in stats if not each.is_empty]
     if not computed:
@@ -210,14 +203,12 @@ def summed(stats: Sequence[StepStats]) -> StepStats:
         first,
         loss=math.fsum(each.loss for each in computed) / len(computed),
         grad_norm=math.fsum(each.grad_norm for each in computed) / len(computed),
-        is_updated=any(each.is_updated for each in computed),
         is_skipped=any(each.is_skipped for each in computed),
         agent_sums={
             name: tuple(map(math.fsum, zip(*(each.agent_sums[name] for each in computed), strict=True)))
             for name in first.agent_sums
         },
         gated_samples=sum(each.gated_samples for each in computed),
-        logprobs=tuple(logprobs for each in computed for logprobs in each.logprobs),
         num_updates=sum(each.num_updates for each in computed),
         replay=type(replays[0])(*map(sum, zip(*replays, strict=True))) if replays else None,
         agent_grad_norms=tuple(

@@ -120,14 +120,14 @@ def _merged(
     base: Path, shape: ModelShape, adapter: AdapterConfig, tensors: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, tensor) of the base with the adapter in it, in the adapter's dtype; added in float32."""
-    with HfReader(base) as reader:
-        for unit in units(shape, 1):
-            for name, weight in zip(unit.hf, split(shape, unit, reader.shard(shape, unit)), strict=True):
-                matrix, whole = name.removesuffix(".weight"), weight.float()
-                if f"{matrix}.lora_A.weight" in tensors:
-                    a, b = (tensors[f"{matrix}.lora_{letter}.weight"].float() for letter in "AB")
-                    whole = whole + adapter.scale * b @ a
-                yield name, whole.to(next(iter(tensors.values())).dtype).contiguous()
+    reader = HfReader(base)
+    for unit in units(shape, 1):
+        for name, weight in zip(unit.hf, split(shape, unit, reader.shard(shape, unit)), strict=True):
+            matrix, whole = name.removesuffix(".weight"), weight.float()
+            if f"{matrix}.lora_A.weight" in tensors:
+                a, b = (tensors[f"{matrix}.lora_{letter}.weight"].float() for letter in "AB")
+                whole = whole + adapter.scale * b @ a
+            yield name, whole.to(next(iter(tensors.values())).dtype).contiguous()
 
 
 def exported(run: Path) -> dict[str, Path]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from marsrl.rollout.adapter import AdapterConfig
-from marsrl.rollout.engines.vllm.adapters import slot_rank
+from marsrl.rollout.engines.vllm.arguments import slot_rank
 from marsrl.rollout.model_shape import ModelShape
 from marsrl.rollout.weights.layout import FP8_BLOCK
 from marsrl.trainer.config import SyncBackend

@@ -10,7 +10,8 @@ from __future__ import annotations
 import datetime
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -189,6 +190,17 @@ def stop_together(error: BaseException | None, what: str) -> None:
     failed = [f"rank {r}: {text.decode()}" for r, text in enumerate(told) if text]
     if failed:
         raise RuntimeError("; ".join([what, *failed])) from error
+
+
+@contextmanager
+def stopping_together(what: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Raise an error of these kinds in the body, which may be one rank's alone, on all ranks, as stop_together. Collective."""
+    error: Exception | None = None
+    try:
+        yield
+    except kinds as raised:
+        error = raised
+    stop_together(error, what)
 
 
 def _device() -> str:

@@ -117,9 +117,8 @@ class EngineComparison:
     ) -> ComparisonReport:
         """The report of the engine that differs most.
 
-        Raises:
-            RuntimeError: there is nothing to compare, a log-prob is not finite, or an engine's differences exceed
-                rounding; with the statistic, its value and bound, the engine, and the token that differs most.
+        Raises RuntimeError: there is nothing to compare, a log-prob is not finite, or an engine's differences exceed rounding;
+        with the statistic, its value and bound, the engine, and the token that differs most.
         """
         where = f"weight sync: version {version}"
         ours = _finite(trainer.logprobs, f"{where}: the trainer's log-probs of the probe")
@@ -242,8 +241,7 @@ class CheckedEngines:
         The engines score the comparison's sequences once now, so that the prefixes are cached when the first
         update comes: a cache that is not dropped then is detected.
 
-        Raises:
-            ValueError: an engine computes with other settings (a router's top-k, a norm's eps, ...).
+        Raises ValueError: an engine computes with other settings (a router's top-k, a norm's eps, ...).
         """
         infos = pool.infos()
         for engine, info in enumerate(infos if settings else ()):

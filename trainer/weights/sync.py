@@ -9,10 +9,10 @@
 
 The path of one tensor, in rollout/weights but for both ends:
 
-    sync.backend=shm    Converter.export, whole on rank 0 -> FileSender: its checksum, a file -> EnginePool.update_weights
+    sync.backend=shm    Converter.export, whole on rank 0 -> write_version: its checksum, a file -> EnginePool.update_weights
                         -> the engine: WeightFiles -> its place in a fused tensor -> checksum                  (files.py)
     adapters, always    Converter.export, whole on rank 0 -> a PEFT directory -> EnginePool.update_adapter
-                        -> the engine: its part of A and of B alpha / rank -> checksum                  (adapter_sync.py)
+                        -> the engine: its part of A and of B alpha / rank -> checksum                   (AdapterSync)
     nccl, ipc           Converter.stack, a part on each rank -> DirectSender: its part of a checksum, a bucket
                         -> GroupConnection or SharedBuffer                                               (connections.py)
                         -> the engine: WeightReceiver -> its place in a fused tensor -> checksum              (direct.py)
@@ -24,6 +24,7 @@ failure that costs people weeks, so nothing here is sampled or optional but the 
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import threading
 import time
@@ -36,12 +37,16 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
+from safetensors import SafetensorError
 
-from marsrl.rollout.engines.protocol import WeightReceipt, WeightUpdate
+from marsrl.rollout.adapter import AdapterConfig, held_by_shard, write_adapter
+from marsrl.rollout.engines.protocol import AdapterUpdate, WeightReceipt, WeightUpdate
+from marsrl.rollout.model_shape import read_shape
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import Lost, Timed
+from marsrl.rollout.weights.checksum import checksum
 from marsrl.rollout.weights.direct import DirectSender, GroupSender, HeldWeights, Ranks, SharedSender
-from marsrl.rollout.weights.files import FileSender, WrittenWeights
+from marsrl.rollout.weights.files import PrivateFolder, WrittenWeights, check_room, not_written, write_version
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.other_roundings import Precision
 from marsrl.trainer.runs.collective import barrier, broadcast_bytes, gather_bytes, rank, world_size
@@ -215,38 +220,92 @@ class FileSync(WeightSync):
     def __init__(
         self, engines: CheckedEngines | None, dtype: torch.dtype, *, directory: str | Path | None = None, **common: Any
     ) -> None:
-        """directory: of rank 0's FileSender; common: of WeightSync."""
+        """directory: of rank 0's PrivateFolder; common: of WeightSync."""
         super().__init__(engines, dtype, **common)
-        self._sender = FileSender(directory, dtype) if engines is not None else None
+        self._files = PrivateFolder(directory) if engines is not None else None
         self._written: WrittenWeights | None = None
 
     def _prepare(self, learner: Learner, version: int, seconds_of: dict[str, float]) -> None:
         """Rank 0 writes the tensors, which all ranks gather."""
         with timed_part(seconds_of, "export"):
             held = learner.held()
-        if self._sender is None or self._engines is None:
+        if self._files is None or self._engines is None:
             for _ in held.export():
                 raise AssertionError("only rank 0 exports")
             return
-        self._written = self._sender.write(held.shapes, held.export(), version, self._engines.shards_of_each)
-        for part, seconds in self._written.seconds_of.items():
-            seconds_of[part] = seconds_of.get(part, 0.0) + seconds
+        shards = self._engines.shards_of_each
+        self._written = write_version(
+            self._files.path, self._dtype, held.shapes, held.export(), version, shards, seconds_of
+        )
 
     def _deliver(self, learner: Learner, version: int) -> Delivered | None:
         if self._engines is None or self._written is None:
             return None
-        receipts = self._engines.pool.update_weights(WeightUpdate(str(self._written.folder), version))
+        receipts = self._load(self._engines, str(self._written.folder), version)
         by_engine = dict(zip(self._engines.pool.engines, receipts, strict=True))
         return Delivered(self._written.expected, by_engine, self._written.num_bytes)
 
+    def _load(self, engines: CheckedEngines, folder: str, version: int) -> list[WeightReceipt]:
+        return engines.pool.update_weights(WeightUpdate(folder, version))
+
     def _settle(self) -> None:
         """The version before stayed until this one was proven."""
-        if self._written is not None:
-            FileSender.forget_others(self._written.folder)
+        if self._files is not None and self._written is not None:
+            self._files.keep_only(self._written.folder)
 
     def close(self) -> None:
-        if self._sender is not None:
-            self._sender.close()
+        if self._files is not None:
+            self._files.close()
+
+
+class AdapterSync(FileSync):
+    """Publishes one adapter: its policy's shared engines keep their weights and the other adapters.
+
+    Adapters are small (53 MB for attention of Qwen3-30B-A3B at rank 32), so they always travel as files: one PEFT directory
+    per publish, by whose path engines key cached prefixes.
+    """
+
+    def __init__(
+        self, engines: CheckedEngines | None, dtype: torch.dtype, *, base: str, adapter: AdapterConfig, **common: Any
+    ) -> None:
+        """base: path of the adapted model. common: of FileSync."""
+        super().__init__(engines, dtype, **common)
+        self._base, self._shape, self._adapter = base, read_shape(base), adapter
+        self._numbers = itertools.count()
+        self._is_bare = False  # B is 0: the trainer's scores are also those of the bare model
+
+    def _prepare(self, learner: Learner, version: int, seconds_of: dict[str, float]) -> None:
+        """Gather the tensors from all ranks; rank 0 writes them."""
+        with timed_part(seconds_of, "export"):
+            exported = {n: each.detach().to("cpu", self._dtype).contiguous() for n, each in learner.held().export()}
+        if self._files is None or self._engines is None:
+            assert not exported, "only rank 0 exports"
+            return
+        with timed_part(seconds_of, "checksum"):
+            of_shards = [
+                held_by_shard(self._shape, self._adapter, exported, self._dtype, shard)
+                for shard in self._engines.shards_of_each
+            ]
+            expected = [{name: checksum(tensor) for name, tensor in each} for each in of_shards]
+        self._is_bare = not any(tensor.any() for name, tensor in exported.items() if ".lora_B." in name)
+        num_bytes = sum(tensor.nbytes for tensor in exported.values())
+        folder = self._files.path / f"version_{version}.{next(self._numbers)}"
+        with timed_part(seconds_of, "write"):
+            try:
+                check_room(self._files.path, num_bytes)
+                folder.mkdir()
+                write_adapter(folder, self._shape, self._adapter, exported, self._base)
+            except (OSError, SafetensorError) as error:
+                raise not_written(version, folder, error) from error
+        self._written = WrittenWeights(folder, expected, num_bytes)
+
+    def _load(self, engines: CheckedEngines, folder: str, version: int) -> list[WeightReceipt]:
+        return engines.pool.update_adapter(AdapterUpdate(engines.adapter, folder, version))
+
+    def _compare(self, engines: CheckedEngines, scores: TrainerScores, version: int) -> ComparisonReport:
+        if self._is_bare:
+            engines.compare(scores, version, bare=True)
+        return super()._compare(engines, scores, version)
 
 
 class DirectSync(WeightSync):
@@ -397,8 +456,7 @@ class Standby:
     def during(self, work: Callable[[], _T]) -> _T | None:
         """The result of rank 0's work; None elsewhere. Collective; the learners hold what the engines are to hold.
 
-        Raises:
-            Stopped: rank 0's work did, on all ranks.
+        Raises Stopped: rank 0's work did, on all ranks.
         """
         if self._pools is None:
             while policy := broadcast_bytes(None).decode():

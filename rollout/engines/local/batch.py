@@ -91,8 +91,7 @@ class DecodeBatch:
         """Record, for rows that request it, which tokens can be drawn from scaled [B, V]."""
         wanted = [i for i, row in enumerate(self.rows) if row.finish is None and row.request.sampling.records_kept]
         if wanted:
-            of_wanted = scaled if len(wanted) == len(self.rows) else scaled[torch.tensor(wanted, device=scaled.device)]
-            for i, ids in zip(wanted, kept_ids(of_wanted), strict=True):
+            for i, ids in zip(wanted, kept_ids(scaled, wanted), strict=True):
                 self.rows[i].kept.append(ids)
 
     def keep_going(self) -> None:

@@ -118,24 +118,22 @@ class LocalEngine(Engine):
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         self._refuse_under_way("update_weights")
-        start = time.perf_counter()
         if update.receive_plans:
             self._versions[""] = TORN  # nothing is decoded with partly received weights
             try:
                 self._receiver.receive(decode(ReceivePlan, update.receive_plans[0]), self._model.weights.get)
             except TransferBroken as error:
-                return WeightReceipt(TORN, (), time.perf_counter() - start, broken=str(error))
+                return WeightReceipt(TORN, (), broken=str(error))
         else:
             self._model = LocalModel(self._shape, WeightFiles(update.path), self._dtype, self._device)
         self._versions[""] = update.version  # caches live as long as their requests: there is no prefix cache
-        return _receipt(update.version, self._model.weights, start)
+        return _receipt(update.version, self._model.weights)
 
     def update_adapter(self, update: AdapterUpdate) -> WeightReceipt:
         self._refuse_under_way("update_adapter", update.name)
-        start = time.perf_counter()
         held = self._load_adapter(update.name, update.path)
         self._versions[update.name] = update.version
-        return _receipt(update.version, held, start)
+        return _receipt(update.version, held)
 
     def _load_adapter(self, name: str, path: str) -> dict[str, Tensor]:
         tensors = read_tensors(Path(path))
@@ -355,9 +353,7 @@ class LocalEngine(Engine):
         ]
 
 
-def _receipt(version: int, held: Mapping[str, Tensor], start: float) -> WeightReceipt:
-    """The receipt of the tensors in `held`, whose loading began at `start` (time.perf_counter())."""
+def _receipt(version: int, held: Mapping[str, Tensor]) -> WeightReceipt:
     loaded = time.perf_counter()
     checksums = {name: checksum(tensor) for name, tensor in held.items()}
-    end = time.perf_counter()
-    return WeightReceipt(version, (checksums,), end - start, end - loaded)
+    return WeightReceipt(version, (checksums,), time.perf_counter() - loaded)

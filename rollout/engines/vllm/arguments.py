@@ -7,19 +7,27 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic.errors import PydanticSchemaGenerationError
 
+from marsrl.rollout.adapter import AdapterConfig, Target, adapted
 from marsrl.rollout.config import Sampler, VllmOptions, problems_of
 from marsrl.rollout.engines.protocol import EngineSpec, Records
-from marsrl.rollout.engines.vllm.adapters import lora_arguments
 from marsrl.rollout.engines.vllm.requests import SEATS
+from marsrl.rollout.model_shape import ModelShape, read_shape
 
 _BLOCK_CPU = 32  # tokens of a KV block; CPU kernels require a multiple of 32, larger blocks would miss short prefixes
 _KV_CACHE_CPU_MIB = 256
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of adapters' slots, for which vLLM 0.32 has kernels
+_MODULES: dict[Target, tuple[str, ...]] = {
+    "attention": ("qkv_proj", "o_proj"),
+    "mlp": ("gate_up_proj", "down_proj"),
+    "experts": ("experts",),
+}
 
 OWN_ARGUMENTS = {
     "model": "policies.<name>.model",
@@ -86,7 +94,7 @@ def vllm_environment(
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "1" if sampler == "engine" else "0"
         if quantises:
             environment["VLLM_USE_DEEP_GEMM"] = "0"  # it would round scales to powers of two, and weights again
-            environment["TORCHINDUCTOR_EMULATE_DIVISION_ROUNDING"] = "1"  # scales to the last bit (weights/fp8.py)
+            environment["TORCHINDUCTOR_EMULATE_DIVISION_ROUNDING"] = "1"  # scales to the last bit (worker.quantised)
     if threads is not None:
         environment["OMP_NUM_THREADS"] = str(threads)
     return environment
@@ -95,8 +103,7 @@ def vllm_environment(
 def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
     """Arguments of vLLM's LLM (and its EngineArgs).
 
-    Raises:
-        ValueError: spec.vllm.extra has a name that vLLM does not know or that marsrl sets.
+    Raises ValueError: spec.vllm.extra has a name that vLLM does not know or that marsrl sets.
     """
     options, is_cpu = spec.vllm, spec.device == "cpu"
     arguments = {
@@ -152,11 +159,36 @@ def _sampler_arguments(sampler: Sampler, device: str, records: Records) -> dict[
     return arguments
 
 
+def lora_arguments(model_dir: str | Path, adapters: Mapping[str, AdapterConfig]) -> dict[str, Any]:
+    """Arguments of vLLM's LLM for these adapters of a model; empty without adapters.
+
+    Each has one of max_loras slots, whose rank is the largest of all adapters'; a smaller one's is padded with zeros.
+    lora_target_modules is always set: by default vLLM creates slots for all modules, including experts.
+    """
+    if not adapters:
+        return {}
+    shape = read_shape(model_dir)
+    targets = {target for each in adapters.values() for target in each.targets}
+    targets -= {"mlp"} if shape.num_experts else {"experts"}
+    return {
+        "enable_lora": True,
+        "max_loras": len(adapters),
+        "max_lora_rank": slot_rank(shape, adapters.values()),
+        "lora_target_modules": [module for target, own in _MODULES.items() if target in targets for module in own],
+    }
+
+
+def slot_rank(shape: ModelShape, adapters: Iterable[AdapterConfig]) -> int:
+    """Slot rank of an engine that serves these adapters: their largest rank, rounded up to one of _RANKS."""
+    shape = dataclasses.replace(shape, num_layers=1)
+    largest = max(rank for each in adapters for _, _, rank in adapted(shape, each).values())
+    return next(rank for rank in _RANKS if rank >= largest)
+
+
 def checked_extra(extra: Mapping[str, Any]) -> dict[str, Any]:
     """rollout.vllm.extra, validated against the installed vLLM's EngineArgs.
 
-    Raises:
-        ValueError: unknown field, invalid value, or a field that marsrl sets.
+    Raises ValueError: unknown field, invalid value, or a field that marsrl sets.
     """
     if not extra:
         return {}

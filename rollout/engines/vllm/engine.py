@@ -74,9 +74,8 @@ class VllmEngine(Engine):
         """Start vLLM with the weights of spec.model_dir as version 0."""
         super().__init__(spec.adapters)
         self._spec, self._draws = spec, spec.vllm.sampler_on(spec.device)
-        self._adapters: dict[
-            str, LoRARequest
-        ] = {}  # as last loaded; absent: not yet, its requests use the base weights
+        # as last loaded; absent: not yet, its requests use the base weights
+        self._adapters: dict[str, LoRARequest] = {}
         self._texts = Texts.of_model(spec.model_dir)
         self._under_way: dict[str, _Running] = {}  # by vLLM's request id
         self._watched: set[str] = set()  # keys of requests with Sampling.stop
@@ -143,8 +142,7 @@ class VllmEngine(Engine):
         A probe scores all but the last token by a fresh prefill, and the last one through the prefix cache, like a decoded token:
         this exposes blocks of older weights that survived an update.
 
-        Raises:
-            RuntimeError: right after an update, vLLM's cache still has a prefix, computed with older weights.
+        Raises RuntimeError: right after an update, vLLM's cache still has a prefix, computed with older weights.
         """
         if not is_probe:
             return self._scored(sequences, adapter, by_prefill=True).logprobs()
@@ -171,12 +169,11 @@ class VllmEngine(Engine):
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         """Load the file, or receive the buckets; drop cached prefixes; return checksums of the weights that the kernels hold."""
         self._settle()
-        start = time.perf_counter()
         if update.receive_plans:
             self._versions[""] = TORN  # nothing is decoded with a partial transfer
             reasons = self._ask_workers("marsrl_receive", list(update.receive_plans))
             if broken := next(filter(None, reasons), ""):
-                return WeightReceipt(TORN, (), time.perf_counter() - start, broken=broken)
+                return WeightReceipt(TORN, (), broken=broken)
         else:
             self._ask_workers("marsrl_load", update.path)  # drops adapters; vLLM reloads each with its next request
         self._reset_prefix_cache()
@@ -185,20 +182,17 @@ class VllmEngine(Engine):
         checksums = self._ask_workers(*ask)
         self._versions[""] = update.version
         self._untried.update(self._versions)
-        end = time.perf_counter()
-        return WeightReceipt(update.version, checksums, end - start, end - loaded)
+        return WeightReceipt(update.version, checksums, time.perf_counter() - loaded)
 
     def update_adapter(self, update: AdapterUpdate) -> WeightReceipt:
         """Load an adapter between two steps, while others decode. Its new path makes its cached prefixes unreachable."""
         self._refuse_under_way("update_adapter", update.name)
-        start = time.perf_counter()
         number = self._load_adapter(update.name, update.path)
         loaded = time.perf_counter()
         checksums = self._ask_workers("marsrl_adapter_checksums", number, update.path)
         self._versions[update.name] = update.version
         self._untried.add(update.name)
-        end = time.perf_counter()
-        return WeightReceipt(update.version, checksums, end - start, end - loaded)
+        return WeightReceipt(update.version, checksums, time.perf_counter() - loaded)
 
     def _load_adapter(self, name: str, path: str) -> int:
         """Load a version of an adapter in place of the previous one; returns the adapter's number in the workers.
@@ -319,12 +313,9 @@ class VllmEngine(Engine):
                 running.told.append(output)
             if output.finish_reason is not None:
                 ended[running.key] = Finish.STOP if str(output.finish_reason) == "stop" else Finish.LENGTH
-                if (
-                    running.key in self._watched
-                    and self._is_cut(running)
-                    and len(running.token_ids) < running.num_watched
-                ):
-                    ended[running.key] = Finish.STOP  # a stop string ended before the step's last token
+                is_cut = running.key in self._watched and self._is_cut(running)
+                if is_cut and len(running.token_ids) < running.num_watched:  # by a stop string within the step's tokens
+                    ended[running.key] = Finish.STOP
         return self._results(ended)
 
     def _results(self, ended: Mapping[str, Finish]) -> list[DecodeResult]:

@@ -118,7 +118,7 @@ class DrawTokens(LogitsProcessor):
         places = vllm_config.scheduler_config.max_num_seqs
         self._rows = np.array([_EMPTY] * places, _ROW)
         self._outputs: list[list[int]] = [[]] * places  # by place
-        self._alive = _Alive(vllm_config.model_config.max_model_len, device)
+        self.alive = _Alive(vllm_config.model_config.max_model_len, device)
         self._batch: _Batch | None = None
 
     def is_argmax_invariant(self) -> bool:
@@ -151,30 +151,25 @@ class DrawTokens(LogitsProcessor):
         tokens, logprobs = draw_from(scaled, batch.sampling, noise)
         if batch.recorded:
             self._record(batch, scaled)
-        self._alive.logprobs[batch.slots, torch.from_numpy(done).to(self._device)] = logprobs
+        self.alive.logprobs[batch.slots, torch.from_numpy(done).to(self._device)] = logprobs
         logits[batch.index, tokens] = _CHOSEN
         return logits
 
     def take(self, keys: list[str], lengths: list[int]) -> list[tuple[FloatArray, KeptTokens | None]]:
         """(log-probs [n] float32, nats, kept tokens if recorded) of the first n tokens of finished requests, which are
         removed."""
-        freed = [self._alive.free(key) for key in keys]
-        drawn = self._alive.logprobs[[slot for slot, _ in freed], : max(lengths, default=0)].cpu().numpy()
+        freed = [self.alive.free(key) for key in keys]
+        drawn = self.alive.logprobs[[slot for slot, _ in freed], : max(lengths, default=0)].cpu().numpy()
         return [
             (row[:length].copy(), None if kept is None else KeptTokens.of(kept[:length]))
             for row, (_, kept), length in zip(drawn, freed, lengths, strict=True)
         ]
 
-    def forget(self, keys: Iterable[str]) -> None:
-        """Drop what aborted requests left."""
-        self._alive.forget(keys)
-
     @staticmethod
     def _record(batch: _Batch, scaled: Tensor) -> None:
         """Record the ids that can be drawn from scaled [R, V] at the current positions."""
-        rows = [row for row, _ in batch.recorded]
-        of_wanted = scaled if len(rows) == len(scaled) else scaled[torch.tensor(rows, device=scaled.device)]
-        for (row, kept), ids in zip(batch.recorded, kept_ids(of_wanted), strict=True):
+        of_rows = kept_ids(scaled, [row for row, _ in batch.recorded])
+        for (row, kept), ids in zip(batch.recorded, of_rows, strict=True):
             place = len(batch.outputs[row])
             del kept[place:]  # of draws that vLLM discarded: chunked prefill, preemption
             assert len(kept) == place, f"{len(kept)} positions are recorded, and position {place} is drawn"
@@ -186,9 +181,9 @@ class DrawTokens(LogitsProcessor):
         if asked is None:
             return _EMPTY
         key, temperature, top_p, top_k, seed, records_kept = json.loads(asked)
-        slot = self._alive.slot(key)
+        slot = self.alive.slot(key)
         if records_kept:
-            self._alive.kept.setdefault(slot, [])
+            self.alive.kept.setdefault(slot, [])
         return slot, prompt_length, seed % (1 << 64), top_k, top_p, temperature
 
     def _gather(self) -> _Batch:
@@ -198,7 +193,7 @@ class DrawTokens(LogitsProcessor):
             torch.from_numpy(column).to(self._device)
             for column in (rows["temperature"], rows["top_p"], rows["top_k"], rows["slot"], places)
         )
-        kept, truncates = self._alive.kept, bool(((rows["top_p"] < 1) | (rows["top_k"] > 0)).any())
+        kept, truncates = self.alive.kept, bool(((rows["top_p"] < 1) | (rows["top_k"] > 0)).any())
         self._batch = _Batch(
             rows,
             [self._outputs[place] for place in places.tolist()],

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from marsrl.rollout.engines.vllm.worker_adapters import held_checksums, repair_mixed_batches
 from marsrl.rollout.kept_tokens import KeptTokens
@@ -25,8 +26,7 @@ from marsrl.rollout.weights.checksum import checksum
 from marsrl.rollout.weights.connections import TransferBroken
 from marsrl.rollout.weights.direct import ReceivePlan, WeightReceiver
 from marsrl.rollout.weights.files import WeightFiles
-from marsrl.rollout.weights.fp8 import quantised
-from marsrl.rollout.weights.layout import EngineShard, fuse
+from marsrl.rollout.weights.layout import FP8_BLOCK, EngineShard, fuse
 
 if TYPE_CHECKING:
     from marsrl.rollout.engines.vllm.sampling import DrawTokens
@@ -43,8 +43,8 @@ class WorkerExtension:
     def marsrl_started(self) -> str:
         """Patch bugs of vLLM's CPU build; returns the workers' rendezvous file, or ""."""
         model = self.model_runner.get_model()
-        _heed_expert_maps(model)
         if next(model.parameters()).device.type == "cpu":
+            _heed_expert_maps(model)
             wait_asleep()
             _reduce_asleep()
             if self.vllm_config.lora_config is not None:
@@ -66,8 +66,9 @@ class WorkerExtension:
         model = self.model_runner.get_model()
         with set_current_vllm_config(self.vllm_config):
             self.model_runner.reload_weights(weights_iterator=iter(WeightFiles(path).items()))
-        _pack_experts(model, path, self.marsrl_shard(), self.vllm_config.model_config.dtype)
-        _pack_heads(model)
+        if next(model.parameters()).device.type == "cpu":
+            _pack_experts(model, path, self.marsrl_shard(), self.vllm_config.model_config.dtype)
+            _pack_heads(model)
 
     def marsrl_checksums(self, path: str) -> dict[str, int]:
         """{fused name: checksum of the held weight}; equals the received tensor's checksum iff the kernels hold it."""
@@ -87,8 +88,7 @@ class WorkerExtension:
         Returns the reason if the transfer broke, else "". Not raised: after an error, vLLM would return the other workers'
         answers to the next call.
 
-        Raises:
-            RuntimeError: on a CPU, where the kernels compute with packed copies of the parameters.
+        Raises RuntimeError: on a CPU, where the kernels compute with packed copies of the parameters.
         """
         told = decode(ReceivePlan, plans[self.rank])
         model = self.model_runner.get_model()
@@ -136,7 +136,7 @@ class WorkerExtension:
 
     def marsrl_forget_draws(self, keys: list[str]) -> None:
         """Drop what aborted requests left in DrawTokens."""
-        self._drawer().forget(keys)
+        self._drawer().alive.forget(keys)
 
     def _drawer(self) -> DrawTokens:
         from marsrl.rollout.engines.vllm.sampling import DrawTokens
@@ -223,6 +223,28 @@ def _held_checksum(model: nn.Module, name: str, received: Tensor) -> int:
     return checksum(held)
 
 
+def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """(numbers [..., N, K] float8_e4m3fn, scales [..., N / 128, K / 128] float32, rounded up) of a [..., N, K] weight: the
+    definition of what vLLM makes of new weights.
+
+        scale = max(|block|, 1e-4) / 448            float32; 448 is the largest number of float8_e4m3fn
+        held  = float8_e4m3fn(block * (1 / scale))  to nearest, ties to even
+
+    The scheme of DeepSeek-V3 (arXiv:2412.19437, section 3.3.2) and of vLLM's "fp8_per_block". Blocks of 128 x 128 begin at the
+    first row and column of a fused tensor of an engine's shard; the last ones may be smaller. Biases, norms, routers, the
+    embedding and the head stay as they are.
+    """
+    if weight.dim() > 2:  # experts, one after the other: the float32 copies of one are small
+        numbers, scales = zip(*map(quantised, weight), strict=True)
+        return torch.stack(numbers), torch.stack(scales)
+    rows, cols = weight.shape
+    padded = pad(weight, (0, -cols % FP8_BLOCK, 0, -rows % FP8_BLOCK)).float()
+    blocks = padded.unflatten(1, (-1, FP8_BLOCK)).unflatten(0, (-1, FP8_BLOCK))
+    scales = blocks.abs().amax((1, 3), keepdim=True).clamp(1e-4) / torch.finfo(torch.float8_e4m3fn).max
+    numbers = (blocks * (1 / scales)).to(torch.float8_e4m3fn)
+    return numbers.flatten(2).flatten(0, 1)[:rows, :cols].contiguous(), scales[:, 0, :, 0]
+
+
 def _padded(experts: Tensor, shape: torch.Size, parts: int) -> Tensor:
     """Experts' matrices as vLLM rounds them: with zeros up to whole blocks, behind gate and up (parts: 2) apart."""
     num_experts, rows, cols = shape
@@ -260,12 +282,9 @@ def _heed_expert_maps(model: nn.Module) -> None:
     vLLM 0.32's CPU kernel indexes a worker's experts by their number in the whole model and reads out of bounds. The patch routes
     tokens of other workers' experts to local expert 0 with weight 0; the owning worker adds their output.
     """
-    from vllm.platforms import current_platform
-
     layers = [module for module in model.modules() if getattr(module, "expert_map", None) is not None]
     for kind in {type(_experts_of(module)) for module in layers if hasattr(module, "w13_weight")}:
-        if current_platform.is_cpu():
-            kind.apply = _with_own_experts(kind.apply)
+        kind.apply = _with_own_experts(kind.apply)
 
 
 def _with_own_experts(apply: Callable[..., None]) -> Callable[..., None]:
@@ -298,10 +317,6 @@ def _pack_experts(model: nn.Module, path: str, shard: EngineShard, dtype: torch.
     packed ones (garbage, no error). Experts still found unpacked are packed here; a fixed vLLM makes this a no-op. The checksum
     verifies the result either way.
     """
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        return
     with torch.no_grad():
         received = WeightFiles(path)
         for name, weight in fuse({n: received[n] for n in received if ".mlp.experts." in n}, dtype, shard=shard):

@@ -17,9 +17,8 @@ from marsrl.rollout.weights.layout import EngineShard
 def held_checksums(manager: Any, number: int, path: str, shard: EngineShard) -> dict[str, int]:
     """{tensor: checksum of the held weight} of an adapter, named as in rollout.adapter.held_by_shard.
 
-    Args:
-        manager: a worker's LoRAModelManager.
-        path: the adapter's file, from which the ranks are read.
+    manager: a worker's LoRAModelManager.
+    path: the adapter's file, from which the ranks are read.
     """
     ranks = {name: tensor.shape[0] for name, tensor in read_tensors(Path(path)).items() if ".lora_A." in name}
     slot, found = manager.lora_index_to_id.index(number), dict[str, int]()

@@ -188,9 +188,8 @@ class Adapter(MegatronModule):
         """Take the numbers of a PEFT directory. Raises ValueError: it is of another kind or size, or lacks a tensor."""
         if (reason := why_not_start(Path(folder), self.settings)) is not None:
             raise ValueError(reason)
-        shape = self._base.shape
-        with HfReader(folder, [Path(folder) / TENSORS], PEFT_PREFIX) as reader:
-            self.converter.fill(lambda unit, part, parts: reader.shard(shape, unit, part, parts))
+        reader = HfReader(Path(folder) / TENSORS, PEFT_PREFIX)
+        self.converter.fill(partial(reader.shard, self._base.shape))
 
     def _pair(self, name: str, out: int, into: int, rank: int, scale: float) -> Pair:
         options = {"dtype": self.config.params_dtype, "device": torch.cuda.current_device()}

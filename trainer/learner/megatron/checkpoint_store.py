@@ -43,7 +43,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from marsrl.rollout.state import decode, encode
 from marsrl.trainer.learner.megatron.checkpoint_index import INDEX, IndexReader, StoredChunk, render_index
 from marsrl.trainer.learner.megatron.optimizer import Optimizer
-from marsrl.trainer.runs.collective import gather_bytes, rank, stop_together
+from marsrl.trainer.runs.collective import gather_bytes, rank, stop_together, stopping_together
 from marsrl.trainer.runs.directory import write_atomically, write_json
 from marsrl.trainer.runs.manifest import FileSum
 
@@ -87,15 +87,11 @@ class PendingSave:
         """
         stop_together(self._error, failure)
         parts = [decode(_Written, data) for data in gather_bytes(encode(self._written))]
-        error = None
-        if rank() == 0:
-            assert self._metadata is not None
-            try:
+        with stopping_together(failure, OSError, RuntimeError):
+            if rank() == 0:
+                assert self._metadata is not None
                 index = render_index(self._metadata, [chunk for part in parts for chunk in part.chunks])
                 write_atomically(self._folder / INDEX, index)
-            except (OSError, RuntimeError) as raised:
-                error = raised
-        stop_together(error, failure)
         return {part.file: FileSum(part.num_bytes, part.crc32) for part in parts if part.file}
 
 

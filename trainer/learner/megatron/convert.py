@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -71,23 +71,19 @@ class Converter:
 
         Raises ValueError: a tensor is missing or has another shape; with its name, file and both shapes.
         """
-        with HfReader(model_dir) as reader:
-            self.fill(lambda unit, part, parts: reader.shard(self._shape, unit, part, parts))
+        self.fill(partial(HfReader(model_dir).shard, self._shape))
 
     @torch.no_grad()
     def fill(self, shard_of: Callable[[Unit, int, int], Tensor]) -> None:
         """Fill the parameters with shard_of(unit, part, parts), in the sharded view, for each unit on this rank."""
+        # the last of several stages has a copy of a tied embedding
+        has_copy = self._shape.is_tied and "output_layer.weight" in self._parameters
         for unit in self._units:
-            copies_embedding = (
-                unit.name.startswith("embedding.")
-                and self._place.stage > 0
-                and "output_layer.weight" in self._parameters
-                and self._shape.is_tied
-            )
-            if not self._owns(unit) and not copies_embedding:
+            is_copied = has_copy and unit.name.startswith("embedding.")
+            if not self._owns(unit) and not is_copied:
                 continue
             group = self._group(unit)
-            target = self._parameters["output_layer.weight"] if copies_embedding else self._local(unit)
+            target = self._parameters["output_layer.weight"] if is_copied else self._local(unit)
             target.copy_(shard_of(unit, group.rank(), group.size()).reshape(target.shape))
 
     @torch.no_grad()

@@ -104,9 +104,6 @@ class GroupedExperts(MegatronModule):
             for name, weight in (("gate_up", self.gate_up), ("down", self.down))
         }
 
-    def backward_dw(self) -> None:
-        """megatron's hook for delayed weight gradients; ours are formed in the backward."""
-
 
 def _blocks(matrices: Sequence[Tensor]) -> Tensor:
     """[E, n out, n r] with n matrices [E, out, r] on its diagonal."""

@@ -7,16 +7,13 @@ import json
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from marsrl.rollout.model_shape import ModelShape, weight_files
-from marsrl.rollout.weights.files import in_shards
+from marsrl.rollout.weights.files import WeightFiles, write_files
 from marsrl.trainer.learner.megatron.mapping import Unit, hf_shapes, hf_span, join, units
 from marsrl.trainer.runs.directory import sync, sync_tree
 
@@ -26,32 +23,14 @@ _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", "safetensors.index.json")
 
 
 class HfReader:
-    """The tensors of a Hugging Face directory. Only the parts that are asked for are read.
+    """The tensors of a Hugging Face directory, or of a file. Only the parts that are asked for are read.
 
-    with HfReader("models/qwen3") as reader:
-        shard = reader.shard(shape, unit, part=1, parts=4)
+    shard = HfReader("models/qwen3").shard(shape, unit, part=1, parts=4)
     """
 
-    def __init__(self, model_dir: str | Path, files: Sequence[Path] | None = None, prefix: str = "") -> None:
-        """files: default: the weights of a model; prefix: of the names in them, left out here."""
-        self._folder, self._prefix = Path(model_dir), prefix
-        self._files = files
-        self._stack = ExitStack()
-        self._where: dict[str, Any] = {}
-
-    def __enter__(self) -> HfReader:
-        for path in weight_files(self._folder) if self._files is None else self._files:
-            try:
-                file = self._stack.enter_context(safe_open(path, "pt"))
-            except SafetensorError as error:
-                self._stack.close()
-                raise ValueError(f"model: {path} is no whole safetensors file ({error}); download it again") from error
-            names = file.keys()
-            self._where.update({name.removeprefix(self._prefix): (file, name) for name in names})
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stack.close()
+    def __init__(self, path: str | Path, prefix: str = "") -> None:
+        """prefix: of the names in the files, left out here."""
+        self._path, self._files = path, WeightFiles(path, prefix)
 
     def check(self, shape: ModelShape, *, is_trained: bool, of: Sequence[Unit] | None = None) -> None:
         """Every tensor that config.json asks for is there, in its shape, and is_trained: not quantised. Reads headers alone.
@@ -76,29 +55,25 @@ class HfReader:
         return join(shape, unit, tensors, parts)
 
     def _check(self, shape: ModelShape, unit: Unit, is_trained: bool) -> None:
-        missing = [name for name in unit.hf if name not in self._where]
+        missing = [name for name in unit.hf if name not in self._files]
         kind, asks = ("model", "config.json") if unit.size is None else ("adapter", "this policy's adapter")
         if missing:
-            raise ValueError(f"{kind}: {self._folder} has no tensor {', '.join(missing)}, which {asks} asks for")
+            raise ValueError(f"{kind}: {self._path} has no tensor {', '.join(missing)}, which {asks} asks for")
         for name, wanted in zip(unit.hf, hf_shapes(shape, unit), strict=True):
-            header = self._slice(name)
+            header = self._files.slice(name)
             found, dtype = tuple(header.get_shape()), header.get_dtype()
             if found != wanted:
-                raise ValueError(f"{kind}: {self._folder}: {name} has shape {list(found)}, {asks} gives {list(wanted)}")
+                raise ValueError(f"{kind}: {self._path}: {name} has shape {list(found)}, {asks} gives {list(wanted)}")
             if is_trained and dtype not in _TRAINED:
                 raise ValueError(
-                    f"{kind}: {self._folder}: {name} is {dtype}; quantised weights are not trained: give them as "
+                    f"{kind}: {self._path}: {name} is {dtype}; quantised weights are not trained: give them as "
                     f"{' or '.join(_TRAINED)}"
                 )
 
     def _read(self, name: str, index: tuple[slice, ...]) -> Tensor:
         """The one place that reads from the files."""
-        tensor: Tensor = self._slice(name)[index]
+        tensor: Tensor = self._files.slice(name)[index]
         return tensor
-
-    def _slice(self, name: str) -> Any:
-        file, stored = self._where[name]
-        return file.get_slice(stored)
 
 
 def weights_sum(model_dir: str | Path) -> str:
@@ -128,7 +103,10 @@ def write_hf(folder: Path, tensors: Iterable[tuple[str, Tensor]], frame: Path, s
     tensors: (Hugging Face name, CPU tensor). frame: directory with config.json and the tokenizer.
     """
     with made_whole(folder) as part:
-        return _write(part, tensors, frame, shard_bytes)
+        num_bytes = write_files(part, tensors, shard_bytes)
+        copy_frame(frame, part)
+        _name_dtype(part)
+    return num_bytes
 
 
 @contextmanager
@@ -150,29 +128,10 @@ def made_whole(folder: Path) -> Iterator[Path]:
         shutil.rmtree(part, ignore_errors=True)
 
 
-def _write(part: Path, tensors: Iterable[tuple[str, Tensor]], frame: Path, shard_bytes: int) -> int:
-    files: list[list[str]] = []
-    total, dtype = 0, ""
-    for shard in in_shards(tensors, shard_bytes):
-        files.append(list(shard))
-        save_file(shard, part / f"{len(files)}.safetensors", metadata={"format": "pt"})
-        total += sum(tensor.nbytes for tensor in shard.values())
-        dtype = next((str(tensor.dtype).removeprefix("torch.") for tensor in reversed(shard.values())), dtype)
-    weight_map = {}
-    for i, names in enumerate(files, 1):
-        final = "model.safetensors" if len(files) == 1 else f"model-{i:05d}-of-{len(files):05d}.safetensors"
-        (part / f"{i}.safetensors").rename(part / final)
-        weight_map.update(dict.fromkeys(names, final))
-    if len(files) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (part / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), encoding="utf-8")
-    copy_frame(frame, part)
-    _name_dtype(part / "config.json", dtype)
-    return total
-
-
-def _name_dtype(path: Path, dtype: str) -> None:
+def _name_dtype(folder: Path) -> None:
     """transformers and vLLM load in the dtype that config.json names: it must be that of the tensors."""
+    path, files = folder / "config.json", WeightFiles(folder)
+    dtype = str(files.slice(next(iter(files)))[:1].dtype).removeprefix("torch.")
     config = json.loads(path.read_text(encoding="utf-8"))
     for key in ("dtype", "torch_dtype"):
         if config.get(key, dtype) != dtype:

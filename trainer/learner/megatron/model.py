@@ -186,13 +186,9 @@ def transformer_config(shape: ModelShape, layout: Layout, policy: PolicyConfig) 
         qk_layernorm=shape.has_qk_norm,
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
         gradient_accumulation_fusion=fusions.gradient_accumulation is None,
         apply_rope_fusion=fusions.rope is None,
         deterministic_mode=policy.deterministic,
-        persist_layer_norm=False,
         # Every parameter is read from the HF directory, but without this megatron does not mark which are cut over TP
         # ranks, and the gradient norm silently counts one rank's part of them.
         perform_initialization=True,

@@ -195,11 +195,9 @@ class Passes:
             problem = 1
         elif trains and self.router_replay == "rollout" and lacks_experts:
             problem = 2
-        counts = len(batches)
-        trained = sum(batch.trained_rows.numel() for batch in batches)
-        packed = sum(batch.num_tokens for batch in batches)
-        share = torch.tensor([trained, packed], dtype=torch.int64, device=training_device())
-        extremes = torch.tensor([problem, counts, -counts], dtype=torch.int64, device=training_device())
+        counts, trained = len(batches), sum(batch.trained_rows.numel() for batch in batches)
+        share = torch.tensor([trained, sum(batch.num_tokens for batch in batches)], device=training_device())
+        extremes = torch.tensor([problem, counts, -counts], device=training_device())
         dist.all_reduce(share)
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
         problem, most, fewest = int(extremes[0]), int(extremes[1]), -int(extremes[2])

@@ -187,24 +187,12 @@ class _HostStream:
 
     def wait_stream(self, stream: Any) -> None: ...
 
-    def wait_event(self, event: Any) -> None: ...
-
     def record_event(self, event: Any = None) -> Any:
         return event or self
-
-    def record(self, stream: Any = None) -> None: ...
 
     def wait(self, stream: Any = None) -> None: ...
 
     def synchronize(self) -> None: ...
-
-    def query(self) -> bool:
-        return True
-
-    def __enter__(self) -> _HostStream:
-        return self
-
-    def __exit__(self, *error: Any) -> None: ...
 
 
 _STREAM = _HostStream()
