@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import os
+import resource
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +204,17 @@ def after(condition: Callable[[], bool], action: Callable[[], None]) -> threadin
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     return thread
+
+
+@contextmanager
+def files_up_to(num_bytes: int) -> Iterator[None]:
+    """The kernel refuses to let a file of this process grow further, as a full disk does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def descendants(process: psutil.Process | None = None) -> list[psutil.Process]:

@@ -64,12 +64,9 @@ def save_model(name: str, folder: Path) -> Path:
     """A directory of the published model; a tokenizer that is not its own, of bytes."""
     from published_model import save_published
 
-    from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
     from marsrl.trainer.plan.models import find_shape, warm_start_shape
 
-    save_published(warm_start_shape() if name == "warm start" else find_shape(name), folder / name)
-    write_byte_tokenizer(folder / name)
-    return folder / name
+    return save_published(warm_start_shape() if name == "warm start" else find_shape(name), folder / name)
 
 
 def train_command(preset: Path) -> list[str]:

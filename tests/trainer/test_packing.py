@@ -38,19 +38,6 @@ def sequence(
     return TrainSequence(**{**defaults, **kwargs})  # type: ignore[arg-type]
 
 
-def test_the_shift_is_made_once_and_tool_text_is_not_trained() -> None:
-    batch = pack([sequence([1, 2], [3, 4, 5], sampled=[True, False, True]), sequence([6], [7])])
-    assert batch.token_ids.tolist() == [1, 2, 3, 4, 5, 6, 7]
-    assert batch.position_ids.tolist() == [0, 1, 2, 3, 4, 0, 1]
-    assert batch.cu_seqlens.tolist() == [0, 5, 7]
-    # position 1 (token 2) predicts 3; position 2 predicts the tool's 4; position 3 predicts 5; position 5 predicts 7
-    assert batch.mask.tolist() == [False, True, False, True, False, True, False]
-    assert batch.targets.tolist() == [2, 3, 4, 5, 0, 7, 0]
-    assert batch.rollout_logprobs is not None  # 0 where nothing was sampled: at the tool's token too
-    assert batch.rollout_logprobs.tolist() == [0.0, -1.0, 0.0, -3.0, 0.0, -1.0, 0.0]
-    assert batch.token_advantages is None and batch.routed_experts is None
-
-
 def test_what_holds_for_a_sequence_stands_at_its_place() -> None:
     first = sequence([1, 2], [3, 4], uid="a", advantage=-0.5, agent=2, is_positive=True, sampled=[True, False])
     second = sequence([5], [6, 7, 8], uid="b", advantage=2.0, agent=1)
