@@ -56,13 +56,6 @@ def test_what_holds_for_a_sequence_stands_at_its_place() -> None:
     assert pack([third, second]).max_seqlen == 4
 
 
-def test_experts_stand_at_the_tokens_that_were_fed_and_nowhere_else() -> None:
-    recorded = np.arange(6, dtype=np.uint8).reshape(3, 1, 2)  # of the last token there is none
-    batch = pack([sequence([1], [2]), sequence([3, 4], [5, 6], routed_experts=recorded)], align=8)
-    assert batch.routed_experts is not None and batch.routed_experts.dtype == torch.uint8
-    assert batch.routed_experts[:, 0].tolist() == [[255, 255]] * 2 + [[0, 1], [2, 3], [4, 5]] + [[255, 255]] * 3
-
-
 def kept(*places: list[int]) -> KeptTokens:
     return KeptTokens.of([np.array(ids, np.int32) for ids in places])
 

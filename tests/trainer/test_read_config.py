@@ -42,9 +42,6 @@ MAIN = "policies.main={model: /m, layout: {tensor: 2}, recompute: full}"
 CHECKER = "policies.checker={base: main, adapter: {}}"
 BASED = (*TEAM, MAIN, "policies.main.adapter={}", CHECKER)
 BARE = (*TEAM, MAIN, CHECKER, "credit.train_agents=[verifier]")
-SERVER = (
-    "policies.judge={frozen: true, model: x, engine: openai, engines: 2, openai: {base_url: 'http://h/v1', model: m}}"
-)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +68,8 @@ SERVER = (
         ([JUDGE, "policies.judge.vllm.max_num_seqs=0"], "policies.judge.vllm.max_num_seqs: Input should be greater than 0"),
         (["rollout.vllm.expert_parallel=true"], "vllm.tensor_parallel is 1: raise it, or set expert_parallel=false"),
         ([JUDGE, "policies.judge.vllm.kv_cache=1"], "policies.judge.vllm.kv_cache: unknown key; did you mean "),
-        ([JUDGE, SERVER], "policies.judge.engines is of engines here, and policies.judge.engine=openai has none"),
+        ([*FROZEN, "policies.judge.engines=2"],
+         "policies.judge.engines is of engines here, and policies.judge.engine=openai has none"),
         (["sync.backend=nccl", "rollout.placement=local"], "rollout.placement=local has one"),
         (["sync.backend=nccl", "rollout.placement=colocated"], "NCCL refuses two processes on one GPU"),
         (["sync.backend=ipc"], "is between processes on one GPU: set sync.backend=nccl"),
