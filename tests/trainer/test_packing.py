@@ -85,26 +85,6 @@ def test_a_token_that_its_sampler_did_not_keep_is_an_error(places: list[list[int
         pack([sequence([1], [4, 5, 7], kept_tokens=kept(*places))])
 
 
-def test_a_rank_without_work_packs_one_masked_token() -> None:
-    batch = pack([], align=4)
-    assert batch.num_tokens == 4
-    assert not batch.mask.any()
-    assert batch.advantages.tolist() == [0.0] and batch.uids == ("padding",)
-    assert batch.token_ids.tolist() == [0] * 4 and batch.position_ids.tolist() == [0, 1, 2, 3]
-    assert batch.agent_of.tolist() == [0] and batch.temperature == 1.0 and not batch.is_positive.any()
-    assert batch.rollout_logprobs is not None and batch.rollout_logprobs.tolist() == [0.0] * 4
-    assert pack([]).num_tokens == 1
-
-
-def test_a_sequences_weight_goes_with_it_and_none_is_given_where_all_are_one() -> None:
-    plain, other = sequence([1], [2]), sequence([3], [4], weight=0.1)
-    assert pack([plain, plain]).weights is None and pack([]).weights is None
-    for sequences, weights in (([other, other], [0.1, 0.1]), ([plain, other], [1.0, 0.1])):
-        found = pack(sequences).weights
-        assert found is not None and found.dtype == torch.float32
-        assert found.tolist() == pytest.approx(weights)
-
-
 def test_agents_with_different_temperatures_get_a_temperature_a_token() -> None:
     batch = pack([sequence([1], [2], temperature=0.5), sequence([3], [4], temperature=1.0)])
     assert isinstance(batch.temperature, torch.Tensor)
@@ -173,8 +153,6 @@ def test_ranks_share_the_work_of_attention_evenly(lengths: list[int], ranks: int
 
 
 AGENTS = {"solver": AgentConfig()}
-
-
 GROUPS = [group(f"{i}/solver", [1, 0, 0, 1], tokens=3 + i) for i in range(6)] + [group("9/solver", [1, 1, 1, 1])]
 
 
