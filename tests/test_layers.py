@@ -145,10 +145,11 @@ with tempfile.TemporaryDirectory() as folder:
         # a config and the rules of layouts; the viewer, which torch would take four times as long as all that it needs
         ("import marsrl.trainer.config.read, marsrl.rollout.config, marsrl.trainer.learner.megatron.layout", HEAVY),
         ("from marsrl.trainer.commands.look import server, text, compare", HEAVY),
+        ("import marsrl.kernels", {"torch._dynamo", "triton"}),  # compilers
         # the loop before its shim, export, and a new model, without the modelling code of transformers
         (TRAINER, {"vllm", "ray", "megatron", "transformers.models.qwen3_moe", "transformers.masking_utils"}),
     ],
-    ids=["config", "viewer", "trainer"],
+    ids=["config", "viewer", "kernels", "trainer"],
 )
 def test_what_is_wanted_at_once_imports_no_heavy_library(statement: str, without: set[str]) -> None:
     script = f"{statement}\nimport sys\nprint(' '.join(sorted(sys.modules)))"

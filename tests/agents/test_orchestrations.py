@@ -188,12 +188,10 @@ def found(call: ToolCall) -> ToolOutput:
     return ToolOutput(f"Doc 1(Title: x) about {json.loads(call.arguments)['query']}")
 
 
-def play_search(
-    team: Orchestration, texts: list[str | None], tool: Callable[[ToolCall], ToolOutput] = found
-) -> tuple[Episode, list[Ask | ToolCall]]:
+def play_search(team: Orchestration, texts: list[str | None]) -> tuple[Episode, list[Ask | ToolCall]]:
     """One episode to its end, and what was asked and called in order."""
     order, left = list[Ask | ToolCall](), iter(texts)
-    episode = play(team, lambda ask: next(left), QUESTION, tool, order)
+    episode = play(team, lambda ask: next(left), QUESTION, found, order)
     assert next(left, "all said") == "all said"
     return episode, order
 

@@ -21,7 +21,6 @@ from safetensors.torch import load_file, save_file
 from small_run import SEED, sevens
 
 from marsrl.rollout.agents.render import ChatRenderer
-from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
 from marsrl.trainer.models.init_model import init_model
 
 MODEL = re.compile(r"(/path/to|/models)/([\w.-]+)")
@@ -148,6 +147,4 @@ def published_model(folder: Path, name: str) -> Path:
 
     from marsrl.trainer.plan.models import KNOWN
 
-    save_published(KNOWN.get(name, KNOWN["Qwen3-8B"]), folder)  # of a server's model only the tokenizer is read
-    write_byte_tokenizer(folder)
-    return folder
+    return save_published(KNOWN.get(name, KNOWN["Qwen3-8B"]), folder)  # of a server's model only the tokenizer is read

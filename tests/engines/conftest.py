@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from engine_cases import GivenLearner, logprobs_of, spec_of, vllm_of
-from megatron_models import save_model
+from megatron_models import save_model, scoring_model
 from safetensors.torch import save_file
 
 from marsrl.kernels import library
@@ -69,17 +69,11 @@ def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
         pytest.skip(reason)
 
 
-def _loaded(directory: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-
-
 class Judge:
     """Log-probs as transformers computes them, float32."""
 
     def __init__(self) -> None:
-        self._unchanged = functools.cache(_loaded)
+        self._unchanged = functools.cache(scoring_model)
         self._changed: tuple[dict[str, torch.Tensor] | None, Any] = None, None  # the last tensors, and a model of them
 
     def __call__(
@@ -109,7 +103,7 @@ class Judge:
             changed.mkdir(exist_ok=True)
             (changed / "config.json").write_bytes((directory / "config.json").read_bytes())
             save_file(tensors, changed / "model.safetensors", metadata={"format": "pt"})
-            self._changed = tensors, _loaded(changed)
+            self._changed = tensors, scoring_model(changed)
         return self._changed[1]
 
 

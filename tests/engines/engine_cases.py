@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import os
+import resource
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -60,13 +61,11 @@ def logprobs_of(model: Any, sequence: np.ndarray) -> np.ndarray:
     return logprobs.gather(-1, ids[0, 1:, None])[:, 0].numpy()
 
 
-def perturbed(
-    tensors: dict[str, torch.Tensor], part: str, seed: int = 0, scale: float = 0.1
-) -> dict[str, torch.Tensor]:
+def perturbed(tensors: dict[str, torch.Tensor], part: str) -> dict[str, torch.Tensor]:
     """The tensors with noise on all whose name contains `part` (at least one)."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     assert any(part in name for name in tensors), (part, sorted(tensors))
-    return {n: t + scale * torch.randn(t.shape, generator=generator) if part in n else t for n, t in tensors.items()}
+    return {n: t + 0.1 * torch.randn(t.shape, generator=generator) if part in n else t for n, t in tensors.items()}
 
 
 class WholeModel:
@@ -179,13 +178,15 @@ def generate(
 
 
 def assert_same(results: Iterable[DecodeResult], expected: Sequence[DecodeResult]) -> None:
-    """The same tokens under the same names, in whichever order."""
+    """The same tokens, out of the same ones that were kept, under the same names, in whichever order."""
     found = {result.uid: result for result in results}
     for right in expected:
         result = found[right.uid]
         np.testing.assert_array_equal(result.token_ids, right.token_ids)
         np.testing.assert_allclose(result.logprobs, right.logprobs, atol=ROUNDING)
         assert (result.finish, result.version) == (right.finish, right.version)
+        kept = [each and (each.counts.tolist(), each.ids.tolist()) for each in (result.kept_tokens, right.kept_tokens)]
+        assert kept[0] == kept[1]
 
 
 def prompt(length: int, seed: int = 0, vocab_size: int = 160) -> np.ndarray:
@@ -203,6 +204,17 @@ def after(condition: Callable[[], bool], action: Callable[[], None]) -> threadin
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     return thread
+
+
+@contextmanager
+def files_up_to(num_bytes: int) -> Iterator[None]:
+    """The kernel refuses to let a file of this process grow further, as a full disk does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def descendants(process: psutil.Process | None = None) -> list[psutil.Process]:

@@ -23,7 +23,7 @@ from engine_cases import (
     spec_of,
     vllm_of,
 )
-from megatron_models import random_adapter, save_adapter
+from megatron_models import random_adapter, save_adapter, scoring_model
 
 from marsrl.rollout.adapter import AdapterConfig, held_by_shard, read_tensors
 from marsrl.rollout.config import RolloutConfig
@@ -45,12 +45,7 @@ OF_EXPERTS = AdapterConfig.model_validate({"rank": 8, "alpha": 13.0, "targets": 
 
 def peft_logprobs(model: Path, adapter: Path | None, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
     """[N-1] of each sequence, nats."""
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
-    judge: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    if adapter is not None:
-        judge = PeftModel.from_pretrained(judge, str(adapter)).eval()
+    judge = scoring_model(model, adapter)
     return [logprobs_of(judge, sequence) for sequence in sequences]
 
 

@@ -140,15 +140,12 @@ def test_length_is_counted_in_our_tokens(ask, renderer):
     assert result.finish is Finish.LENGTH and renderer.decode(result.token_ids) == "123"
 
 
-def test_the_key_comes_from_the_environment_and_goes_nowhere_else(ask, renderer):
+def test_the_key_comes_from_the_environment_and_goes_nowhere_else(ask):
     os.environ["JUDGE_KEY"] = "sk-very-secret"
     reply = lambda handler, body, before: handler.send(401, b"bad key sk-very-secret")  # noqa: E731
     [result], server = ask(reply, api_key_env="JUDGE_KEY")
     assert server.headers[0]["Authorization"] == "Bearer sk-very-secret"
     assert "HTTP 401: 'bad key [key]'" in result.error
-    del os.environ["JUDGE_KEY"]
-    with pytest.raises(ValueError, match="api_key_env names JUDGE_KEY, which is not set or empty"):
-        OpenAIEngine(OpenAIOptions(base_url="http://x/v1", model="m", api_key_env="JUDGE_KEY"), renderer)
 
 
 def test_an_aborted_request_comes_back_unfinished(renderer):

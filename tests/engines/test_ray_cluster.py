@@ -95,9 +95,10 @@ class Program:
 
     def __init__(self, words: Sequence[str], out: Path, **variables: str) -> None:
         with open(out, "wb") as console:
+            # Ctrl-C is heard also where the tests run in a shell's background, whose children are born deaf to it
             self.process = subprocess.Popen(
-                [sys.executable, *words], env={**os.environ, **variables}, text=True,
-                stdin=subprocess.PIPE, stdout=console, stderr=subprocess.STDOUT, preexec_fn=_hear_ctrl_c,
+                [sys.executable, *words], env={**os.environ, **variables}, text=True, stdin=subprocess.PIPE,
+                stdout=console, stderr=subprocess.STDOUT, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )  # fmt: skip
         self.out = out
 
@@ -126,11 +127,6 @@ class Program:
             _, left = psutil.wait_procs([*processes, psutil.Process(self.process.pid)], timeout=60)
             for process in left:
                 process.kill()
-
-
-def _hear_ctrl_c() -> None:
-    """Also where the tests run in a shell's background, whose children are born deaf to it."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 import re
-import resource
 import shutil
 import time
 import weakref
@@ -19,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine_cases import GivenLearner, WholeModel, perturbed, pool_of, spec_of, tensors_of
+from engine_cases import GivenLearner, WholeModel, files_up_to, perturbed, pool_of, spec_of, tensors_of
 from safetensors.torch import load_file
 from torch.distributed import TCPStore
 
@@ -159,13 +158,9 @@ def test_no_more_than_a_tensor_and_a_shard_of_exported_tensors_is_alive(sync, gi
 
 def test_a_file_system_that_takes_no_more_is_told_and_leaves_no_half_version(sync, given, tensors, tmp_path):
     sync.publish(given(tensors), 0)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
-    try:
-        with pytest.raises(RuntimeError, match=r"version 1 could not be written to .*File too large.*; make room"):
-            sync.publish(given(perturbed(tensors, "norm")), 1)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    said = r"version 1 could not be written to .*File too large.*; make room"
+    with files_up_to(10_000), pytest.raises(RuntimeError, match=said):
+        sync.publish(given(perturbed(tensors, "norm")), 1)
     free = shutil.disk_usage(tmp_path).free
     with pytest.raises(RuntimeError, match=r"version 1 .* MiB are to be written and .* MiB are free; make room"):
         write_version(tmp_path, torch.float32, {"all": (free // 3,)}, [], 1, [], {})

@@ -207,7 +207,8 @@ def test_a_model_that_could_not_be_loaded_is_refused_before_anything_starts(
         (["rollout.vllm.tensor_parallel=3"], "over which the model's 4 attention heads cannot be cut"),
         (["loss.kl=k3", "policies.main.reference=/nowhere"], "policies.main.reference: /nowhere is not a directory"),
         ([SERVED, "judge={policy: judge}"], "tokenizer directory /nowhere does not exist"),
-        *([] if cuda.is_available() else [(["policies.main.layers=transformer_engine"], "sees no CUDA device")]),
+        *([] if cuda.is_available() else [(["policies.main.layers=transformer_engine"], "no CUDA device; set auto or ours")]),
+        *([] if cuda.is_available() else [(["policies.main.recompute=full_offload"], "PyTorch sees no CUDA device")]),
     ],
 )  # fmt: skip
 def test_what_could_only_fail_later_is_refused_before_anything_starts(

@@ -61,6 +61,15 @@ ALLOWED_SPILLS = {"row_gradients": 8, "prepare_rows": 8, **dict.fromkeys(ATTENTI
 PRODUCTS = {"rows_times_matrices", "matrix_gradients", "decode_split", *ATTENTION}
 
 
+def floats(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """On no device: of any size, without memory."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def ints(*shape: int) -> torch.Tensor:
+    return floats(*shape, dtype=torch.int64)
+
+
 @contextmanager
 def compiled_launches(target: int) -> Iterator[list[Report]]:
     """In here a launch compiles for the target instead of running; the list has a report for each launch so far."""

@@ -66,16 +66,3 @@ def call(name: str) -> list[Tensor]:
 def same(found: list[Tensor], expected: list[Tensor]) -> None:
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
-
-
-def check_the_defaults_are_not_used(name: str) -> None:
-    """A tensor that an op makes without naming its device would be on the default one, here without memory; without naming
-    its dtype it would be of the default one, and kernels would write 4 bytes a number whatever room there is."""
-    expected, tensors = call(name), tensors_of(CALLS[name])
-    torch.set_default_dtype(torch.float64)
-    try:
-        with torch.device("meta"):
-            found = results(CALLS[name], tensors)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    same(found, expected)

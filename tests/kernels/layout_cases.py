@@ -346,16 +346,12 @@ def check_every_layout(name: str, layouts: dict[str, Callable[[Tensor], Tensor]]
             if layout is transposed and which != UPSTREAM and tensors[which].dim() < 2:
                 continue  # it lies as it did
             has_other_values = which == UPSTREAM or layout is expanded
-            copied = lambda values, layout=layout: _contiguous(layout(values))  # noqa: E731
+            copied = lambda values, layout=layout: layout(values).clone(memory_format=torch.contiguous_format)  # noqa: E731
             expected = _outcome(op, which, copied) if has_other_values else plain
             complaint = _difference(_outcome(op, which, layout), expected, which)
             if complaint is not None:
                 wrong.append(f"{which} {how}: {complaint}")
     assert not wrong, "\n".join(wrong)
-
-
-def _contiguous(values: Tensor) -> Tensor:
-    return values.clone(memory_format=torch.contiguous_format)
 
 
 def _difference(found: list[Tensor] | Exception, expected: list[Tensor] | Exception, name: str) -> str | None:

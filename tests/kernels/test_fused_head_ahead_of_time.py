@@ -3,7 +3,7 @@
 import pytest
 import quack_in_torch
 import torch
-from ahead_of_time import TARGETS, compile_well
+from ahead_of_time import TARGETS, compile_well, floats, ints
 from policy_cases import OBJECTIVES
 
 from marsrl.kernels.head.objective import PolicyTokens
@@ -16,19 +16,11 @@ from marsrl.kernels.policy_loss.terms import policy_terms
 ROWS, TOKENS = 768, 65537
 
 
-def ids(count):
-    return floats(count, dtype=torch.int64)
-
-
-def floats(*shape, dtype=torch.float32):
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
 def head_of(width, columns, has_temperature):
     return Head(
         op="op",
         weight=floats(width, 2048, dtype=torch.bfloat16),
-        targets=ids(TOKENS),
+        targets=ints(TOKENS),
         inverse_temperature=floats(TOKENS) if has_temperature else None,
         inverse_temperature_of_all=1.0,
         first_column=0,
@@ -50,14 +42,14 @@ def head_of(width, columns, has_temperature):
 )
 def test_statistics_and_gradients_of_a_chunk(target, width, stride, columns, is_listed, dtype):
     head, kernels = head_of(width, columns, is_listed), TritonRowKernels()
-    rows = Rows(ids(ROWS), 0, ROWS) if is_listed else Rows(None, 768, ROWS)
+    rows = Rows(ints(ROWS), 0, ROWS) if is_listed else Rows(None, 768, ROWS)
     statistics = Statistics(*(floats(TOKENS) for _ in range(4)))
     logits, dz = floats(ROWS, stride)[:, :width], floats(ROWS, stride, dtype=dtype)[:, :width]
     names = ["row_partials", "finish_rows", "row_partials", "join_pieces", "list_active", "row_gradients"]
     with compile_well(target, names) as reports:
         kernels.statistics(logits, rows, head, statistics)
         kernels.partials(logits, rows, head)
-        kernels.gradients(logits, rows, head, Slopes(statistics, floats(TOKENS), floats(TOKENS)), dz, ids(ROWS))
+        kernels.gradients(logits, rows, head, Slopes(statistics, floats(TOKENS), floats(TOKENS)), dz, ints(ROWS))
     # Two programs of 8 warps on a multiprocessor at least, or reads would wait for each other.
     assert max(report.registers for report in reports) <= 128, reports
     if stride % 16 == 0:
@@ -72,7 +64,7 @@ def test_rows_around_the_product_of_quack(is_packed, monkeypatch):
     from marsrl.kernels.linear_policy_loss.quack_head import gradients
 
     monkeypatch.setattr(gradients.gemms, "exponentials", lambda *tensors: None)
-    head, rows = head_of(151936, 151936, is_packed), Rows(ids(4224), 0, 4224) if is_packed else Rows(None, 4224, 4224)
+    head, rows = head_of(151936, 151936, is_packed), Rows(ints(4224), 0, 4224) if is_packed else Rows(None, 4224, 4224)
     slopes = Slopes(Statistics(*(floats(TOKENS) for _ in range(4))), floats(TOKENS), floats(TOKENS))
     exponentials = floats(4224, 151936, dtype=torch.bfloat16)
     of_rows = floats(2048, 151936, dtype=torch.bfloat16) if is_packed else exponentials
@@ -91,9 +83,9 @@ def test_the_terms_of_a_chunk(target, name):
         objective=objective,
         advantages=floats(TOKENS),
         mask=floats(TOKENS, dtype=torch.bool),
-        cu_seqlens=ids(41),
-        sequence_of=ids(TOKENS),
-        agent_of=ids(TOKENS),
+        cu_seqlens=ints(41),
+        sequence_of=ints(TOKENS),
+        agent_of=ints(TOKENS),
         num_agents=5,
         gate=floats(TOKENS, dtype=torch.bool),
         old_logprobs=floats(TOKENS) if is_off_policy else None,
@@ -104,4 +96,4 @@ def test_the_terms_of_a_chunk(target, name):
     )
     with compile_well(target, ["policy_terms"]):
         terms = policy_terms(TritonRowKernels(), tokens, floats(TOKENS), floats(TOKENS))
-        terms.evaluate(Rows(ids(ROWS), 0, ROWS))
+        terms.evaluate(Rows(ints(ROWS), 0, ROWS))

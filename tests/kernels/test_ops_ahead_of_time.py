@@ -1,8 +1,10 @@
 """The kernels of the ops beside the head compile for A100 and H100: on tensor cores, without spills, 128 bits at once."""
 
+from functools import partial
+
 import pytest
 import torch
-from ahead_of_time import ATTENTION, TARGETS, compile_well
+from ahead_of_time import ATTENTION, TARGETS, compile_well, floats, ints
 
 from marsrl.kernels.attention_decode.triton_impl import attention_decode_triton
 from marsrl.kernels.attention_varlen.triton_impl import TritonAttention
@@ -15,14 +17,7 @@ from marsrl.kernels.swiglu.triton_impl import TritonSwiglu
 
 T, S, BF16, FP32 = 70_000, 33, torch.bfloat16, torch.float32
 pytestmark = pytest.mark.parametrize("target", TARGETS)
-
-
-def of(*shape, dtype=BF16):
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
-def ints(*shape):
-    return of(*shape, dtype=torch.int64)
+of = partial(floats, dtype=BF16)
 
 
 def both_ways(kernels, args, needs):

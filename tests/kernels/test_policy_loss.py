@@ -1,6 +1,7 @@
 """policy_loss: the C++ objective against its definition in float64, and facts worked out by hand."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -31,9 +32,12 @@ BY_HAND = {
     "cispo keeps its gradient": (PolicyObjective(kind="cispo"), 2.0, {"old": -101}, (2.4, -2.4, 1)),
     "cispo, no advantage": (PolicyObjective(kind="cispo"), 0.0, {"old": -101}, (0, 0, 1)),
     "of the sequence": (PolicyObjective(ratio="sequence"), -2.0, {"old": -51}, (2 * E20, 0, 1)),
+    "tis at 1.1": (PolicyObjective(correction="tis"), 1.0, {"rollout": -1 - math.log(1.1)}, (-1.1, -1.1, 0)),
     "tis": (PolicyObjective(correction="tis"), 1.0, {"rollout": -101}, (-2, -2, 1)),
     "tis with a wide cap": (PolicyObjective(correction="tis", **WIDE), 1.0, {"rollout": -101}, (-E20, -E20, 1)),
     "tis below": (PolicyObjective(correction="tis"), 1.0, {"rollout": 99}, (-1 / E20, -1 / E20, 1)),
+    "icepop at 3": (PolicyObjective(correction="icepop", correction_high=5.0), 1.0, {"rollout": -1 - math.log(3)}, (-1, -1, 0)),
+    "icepop at 0.25": (PolicyObjective(correction="icepop"), 1.0, {"rollout": -1 - math.log(0.25)}, (0, 0, 0)),
     "icepop counts it as masked": (PolicyObjective(correction="icepop"), 1.0, {"rollout": -101}, (0, 0, 0)),
     "icepop with a wide band": (PolicyObjective(correction="icepop", **WIDE), 1.0, {"rollout": -101}, (-1, -1, 1)),
     "sequence_mask": (PolicyObjective(correction="sequence_mask", **WIDE), 1.0, {"rollout": -101}, (-1, -1, 1)),
@@ -101,6 +105,25 @@ def test_a_weight_is_on_every_term_and_a_dropped_token_loses_every_term():
     assert first[:2] == same[:2]  # to the last digit
 
 
+@pytest.mark.parametrize(
+    ("low", "high", "kept"), [(0.5, 2, [1] * 6), (0.75, 2, [1] * 4 + [0] * 2), (0.5, 1.4, [0] * 4 + [1] * 2)]
+)
+def test_a_sample_is_masked_by_the_geometric_mean_of_its_ratios(low, high, kept, implementation):
+    """(0.25 x 1.1 x 3 x 6)^(1/4) = 1.49 and (0.6 x 0.9)^(1/2) = 0.73"""
+    drift = torch.tensor([0.25, 1.1, 3.0, 6.0, 0.6, 0.9])
+    found = policy_loss(
+        torch.full((6,), -1.0),
+        torch.zeros(6),
+        objective=PolicyObjective(correction="sequence_mask", correction_low=low, correction_high=high),
+        advantages=-torch.ones(2),
+        cu_seqlens=torch.tensor([0, 4, 6]),
+        rollout_logprobs=-1 - drift.log(),
+        normaliser=1.0,
+    )
+    assert found.coefficient.tolist() == kept and float(found.agent_sums["masked_tokens"]) == kept.count(0)
+    assert float(found.agent_sums["tokens"]) == 6  # masked ones stay in the count
+
+
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_the_marks_of_tokens_add_up_to_what_the_loss_counts(name):
     arguments, logprobs = policy_case(name=name)
@@ -114,16 +137,6 @@ def test_the_marks_of_tokens_add_up_to_what_the_loss_counts(name):
     assert not (marks.gated & ~marks.masked).any() and not (marks.masked & ~inputs.mask).any()
     if objective.correction in ("none", "tis"):
         assert bool((marks.gated == marks.masked).all())
-
-
-def test_a_token_that_a_correction_leaves_out_is_masked_and_not_gated():
-    inputs = LossInputs(
-        objective=PolicyObjective(correction="icepop"),
-        cu_seqlens=torch.tensor([0, 3]),
-        normaliser=1.0,
-        advantages=torch.tensor([2.0]),
-        gate=torch.tensor([True]),
-        rollout_logprobs=torch.tensor([-5.0, -0.001, -0.5]),  # the first 150 times less sure than the trainer
-    )
-    marks = token_marks(torch.tensor([-0.02, -0.001, -0.5]), torch.zeros(3), inputs)
-    assert marks.gated.tolist() == [False, True, False] and marks.masked.tolist() == [True, True, False]
+    # a token that a correction leaves out is masked, and not gated
+    plain = token_marks(logprobs, logprobs, replace(inputs, objective=replace(objective, correction="none")))
+    assert torch.equal(marks.gated, plain.gated)

@@ -20,12 +20,6 @@ def flags(*shape):
     return torch.ones(shape, dtype=torch.bool)
 
 
-def of_loss():
-    """Arguments of policy_loss that are right, for 60 tokens and 6 sequences."""
-    arguments, logprobs = policy_case()
-    return {"logprobs": logprobs, "entropy": zeros(60), "objective": PolicyObjective(), **arguments}
-
-
 NO_TEMPERATURES = [
     ({"temperature": given}, rf"temperature{place} is {value}, expected a positive, finite number")
     for value in (0.0, -1.5, NAN, INF)
@@ -37,6 +31,7 @@ NO_TEMPERATURES = [
 ]
 HEAD = {"hidden": zeros(4, 8), "weight": zeros(40, 8), "targets": ints(4)}
 LOSS = {"objective": PolicyObjective(), "cu_seqlens": tensor([0, 4]), "normaliser": 1.0, "advantages": ones(1)}
+OF_LOSS, LOGPROBS = policy_case()  # of 60 tokens and 6 sequences
 ORDER = kernels.RowOrder.of_map(tensor([[True, False], [True, True]]), 3)
 IDS = zeros(1, dtype=torch.int32)
 FUNCTIONS = {**vars(kernels), "policy_loss": policy_loss, "linear_policy_loss": linear_policy_loss}
@@ -56,7 +51,7 @@ RIGHT = {
     "moe_unpermute": {"rows": zeros(3, 8), "order": ORDER},
     "mpt_gate": {"entropy": zeros(8), "mask": flags(8), "cu_seqlens": tensor([0, 3, 3, 5, 8]), "positive": flags(4)},
     "pack": {"token_ids": ints(4), "is_sampled": flags(4), "num_tokens": 4, "cu_seqlens": tensor([0, 4])},
-    "policy_loss": of_loss(),
+    "policy_loss": {"logprobs": LOGPROBS, "entropy": zeros(60), "objective": PolicyObjective(), **OF_LOSS},
     "rms_norm": {"x": ones(3, 4), "weight": ones(4), "eps": 1e-6},
     "swiglu": {"products": ones(3, 4)},
 }

@@ -198,6 +198,18 @@ def largest_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     return max(float((a[name].float() - b[name].float()).abs().max()) for name in a)
 
 
+def scoring_model(folder: Path, adapter: Path | None = None) -> Any:
+    """transformers' float32 model of the directory, with PEFT's adapter of another where that is given: who judges log-probs."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    if adapter is None:
+        return model
+    from peft import PeftModel
+
+    return PeftModel.from_pretrained(model, str(adapter)).eval()
+
+
 def hf_logprobs(model: Any, sample: TrainSequence) -> tuple[Tensor, Tensor]:
     """(log-probs [N], entropy [N]) of the sampled tokens, by transformers on the one sequence."""
     ids = torch.tensor([*sample.prompt_ids.tolist(), *sample.token_ids.tolist()])
@@ -229,12 +241,7 @@ def plain_step(
     reference: Path | None = None,
 ) -> Plain:
     """The step of transformers' model by the definitions, one sequence at a time. objectives: of each agent."""
-    import transformers
-
-    def model_of(place: Path) -> Any:
-        return transformers.AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32).eval()
-
-    model, frozen, found = model_of(folder), model_of(reference or folder), Plain()
+    model, frozen, found = scoring_model(folder), scoring_model(reference or folder), Plain()
     mpt, average = mpt or MptConfig(scope="off"), average or Average()
     with torch.no_grad():
         old = {s.uid: hf_logprobs(model, s)[0] for part in updates for s in part}

@@ -47,11 +47,7 @@ def trained(policy: Learner, num_steps: int = 2, seed: int = 0) -> list[float]:
 
 def logprobs_of(model: Path, samples: list[TrainSequence], adapter: Path | None = None) -> Tensor:
     """Of the sampled tokens, by transformers, and PEFT where there is an adapter."""
-    import transformers
-
-    judge: Any = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    if adapter:
-        judge = importlib.import_module("peft").PeftModel.from_pretrained(judge, adapter)
+    judge = tiny.scoring_model(model, adapter)
     with torch.no_grad():
         return torch.cat([tiny.hf_logprobs(judge, sample)[0] for sample in samples])
 
@@ -167,7 +163,6 @@ def test_an_adapter_that_does_not_fit_is_refused(
 def test_an_adapter_with_one_pair_for_all_experts_is_started_from_once_it_is_split(tmp_path: Path) -> None:
     """PEFT with transformers 5 writes such ones."""
     import peft
-    import transformers
 
     model, kind = tiny.save_model("qwen3_moe", tmp_path / "model"), "qwen3_moe"
     settings = peft.LoraConfig(
@@ -178,7 +173,7 @@ def test_an_adapter_with_one_pair_for_all_experts_is_started_from_once_it_is_spl
         rank_pattern={"gate_up_proj": 2, "down_proj": 2},
         alpha_pattern={"gate_up_proj": 4, "down_proj": 4},
     )
-    judge = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), settings)
+    judge = peft.get_peft_model(tiny.scoring_model(model), settings)
     torch.manual_seed(1)
     with torch.no_grad():
         for name, weight in judge.named_parameters():

@@ -6,16 +6,14 @@ Which one is resumed, kept or removed: tests/trainer/test_checkpoint.py.
 from __future__ import annotations
 
 import pickle
-import resource
 import shutil
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from engine_cases import files_up_to
 from megatron_models import learner, micro_batches, save_model, sequences, step, weights
 from safetensors.torch import load_file
 
@@ -146,17 +144,6 @@ def test_an_asynchronous_save_holds_the_weights_of_its_step(
     assert [stepped(policy), stepped(policy)] == expected
     saves.finish()
     assert run.steps_on_disk() == [1, 3] and damage(run.checkpoint(3)) == []
-
-
-@contextmanager
-def files_up_to(num_bytes: int) -> Iterator[None]:
-    """The kernel refuses to let a file of this process grow further, as a full disk does."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize("is_async", [False, True])

@@ -11,9 +11,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from marsrl.trainer.checks.preflight import check_layouts
 from marsrl.trainer.config import OptimizerConfig
-from marsrl.trainer.config.read import read_config
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.megatron import shim
 
@@ -80,16 +78,6 @@ def test_an_offloaded_optimizer_steps_and_resumes_as_one_on_the_gpu(
         assert tiny.largest_difference(tiny.weights(back), tiny.weights(away)) == 0.0
         back.load(tmp_path / "before")
         assert tiny.largest_difference(tiny.weights(back), tiny.weights(tiny.learner(folder, **SETTINGS))) == 0.0
-
-
-def test_what_megatron_would_refuse_of_offloading_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="optimizer.offload needs optimizer.distributed: set distributed=true"):
-        OptimizerConfig(offload=True, distributed=False)
-    config, _ = read_config(None, ["policies.main.recompute=full_offload"])
-    with pytest.raises(
-        ValueError, match="recompute=full_offload, and PyTorch sees no CUDA device .* set false and full"
-    ):
-        check_layouts(config)
 
 
 def test_layers_that_start_again_from_inputs_on_the_host_have_the_same_gradients(

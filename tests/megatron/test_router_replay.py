@@ -11,7 +11,6 @@ import megatron_models as tiny
 import numpy as np
 import pytest
 import torch
-import transformers
 from torch import Tensor
 
 from marsrl.rollout.model_shape import read_shape
@@ -28,7 +27,7 @@ class Judge:
     """A transformers model; `experts` [tokens, layers, top_k] forces those of the first tokens."""
 
     def __init__(self, folder: Path) -> None:
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.model = tiny.scoring_model(folder)
         self.experts: np.ndarray | None = None
         self.seen: list[Tensor] = []  # own choice of every layer, in order
         for index, layer in enumerate(self.model.model.layers):

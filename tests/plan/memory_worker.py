@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "megatron"))
 
 from live_bytes import CudaBytes, LiveBytes
 from megatron_models import learner, save_model
+from megatron_models import sequences as random_sequences
 
 from marsrl.kernels import PolicyObjective
 from marsrl.kernels.head import chunked_head, gemms, tiles
@@ -61,9 +62,7 @@ def inputs_on_host() -> Iterator[None]:
         return torch.tensor(kept[0], device=device).view(kept[1])
 
     build = model.build_model
-    with ExitStack() as changes:
-        for name, ours in (("build_model", offloading), ("to_host", to_host), ("to_device", to_device)):
-            changes.enter_context(patch.object(model, name, ours))
+    with patch.multiple(model, build_model=offloading, to_host=to_host, to_device=to_device):
         yield
 
 
@@ -102,21 +101,14 @@ def model(kind: str, folder: Path, **changes: object) -> Path:
 
 def sequences(num: int) -> list[TrainSequence]:
     """Equal lengths: attention on a CPU pads, on a GPU it does not."""
-    rng = np.random.default_rng(0)
-    length = LENGTH - 4
-    return [
-        TrainSequence(
-            uid=f"s{i}",
-            prompt_ids=rng.integers(0, VOCAB, 4).astype(np.int32),
-            token_ids=rng.integers(0, VOCAB, length).astype(np.int32),
-            is_sampled=np.ones(length, bool),
-            rollout_logprobs=np.zeros(length, np.float32),
-            advantage=1.0,
-            agent=0,
-            temperature=1.0,
-        )
-        for i in range(num)
-    ]
+    rng, num_sampled = np.random.default_rng(0), LENGTH - 4
+    alike: dict[str, Any] = {
+        "is_sampled": np.ones(num_sampled, bool),
+        "rollout_logprobs": np.zeros(num_sampled, np.float32),
+    }
+    ids = [rng.integers(0, VOCAB, LENGTH).astype(np.int32) for _ in range(num)]
+    samples = zip(random_sequences(num, num_agents=1), ids, strict=True)
+    return [replace(sample, prompt_ids=each[:4], token_ids=each[4:], **alike) for sample, each in samples]
 
 
 def compare(

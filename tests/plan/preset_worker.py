@@ -65,14 +65,11 @@ def save_model(name: str, folder: Path) -> Path:
     from published_model import save_published
 
     from marsrl.trainer.config import PolicyConfig, RunConfig
-    from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
     from marsrl.trainer.plan.models import find_shape, taught_shape
 
     shape = taught_shape(RunConfig(), PolicyConfig()) if name == "warm start" else find_shape(name)
     assert shape is not None
-    save_published(shape, folder / name)
-    write_byte_tokenizer(folder / name)
-    return folder / name
+    return save_published(shape, folder / name)
 
 
 def train_command(preset: Path) -> list[str]:

@@ -9,12 +9,13 @@ from typing import Any
 
 from marsrl.rollout.model_shape import ModelShape, read_shape
 from marsrl.trainer.learner.megatron.mapping import hf_shapes, units
+from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
 
 SHARD_BYTES = 2 << 30
 
 
 def save_published(shape: ModelShape, folder: Path) -> Path:
-    """Write the directory. The tensors are a hole in the file: they take no room on the disk."""
+    """Write the directory, with a tokenizer of bytes. The tensors are a hole in the file: they take no room on the disk."""
     is_moe = shape.num_experts > 0
     config: dict[str, Any] = {
         "architectures": [shape.architecture],
@@ -41,6 +42,7 @@ def save_published(shape: ModelShape, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     _write_headers(read_shape(folder, needs_weights=False), folder)
+    write_byte_tokenizer(folder)
     return folder
 
 

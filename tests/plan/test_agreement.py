@@ -16,7 +16,6 @@ from marsrl.trainer.config import RunConfig
 from marsrl.trainer.config.read import CONFIGS, ConfigError, read_config
 from marsrl.trainer.learner.megatron import shim
 from marsrl.trainer.learner.megatron.layout import resolve
-from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
 from marsrl.trainer.plan import hardware as hw
 from marsrl.trainer.plan.models import find_shape
 from marsrl.trainer.plan.plan import make_plan
@@ -59,7 +58,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     for name in MODELS.values():
         save_published(find_shape(name), folder / name)
-        write_byte_tokenizer(folder / name)
     (folder / "problems.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n' * 4, encoding="utf-8")
     return folder
 

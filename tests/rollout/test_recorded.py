@@ -20,7 +20,6 @@ from engine_cases import assert_drawn_from, decoded, pool_of, prompt, spec_of
 from letters import AGENTS, letter_problems, make_team
 from megatron_models import learner, micro_batches, own_groups  # noqa: F401
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from marsrl.kernels import PolicyObjective
 from marsrl.rollout.config import AgentConfig, LocalOptions, RolloutConfig
@@ -134,7 +133,7 @@ def test_the_engine_says_what_it_drew_from_and_which_experts_a_prefill_would_cho
         for i in range(9)
     ]  # fmt: skip
     results, prefills = decoded(engine, asks), engine_of(model)
-    right = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    right = megatron_models.scoring_model(model)
     for ask, result in zip(asks, results, strict=True):
         assert_drawn_from(right, ask, result)
         assert (result.routed_experts is None) == (ask.experts_from is None)

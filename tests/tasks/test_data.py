@@ -331,8 +331,6 @@ def test_what_is_wrong_with_a_class_is_said_in_one_line(kind: str, body: str, sa
 
 
 REFUSED: list[tuple[str, dict[str, object], str]] = [
-    ("sudoku", {}, "arithmetic, math"),
-    ("math", {}, "data.train"),
     ("arithmetic", {"min_operation": 3}, "task_options.min_operation:"),
     ("qa", {"reward": "rouge"}, "task_options.reward: Input should be 'exact' or 'f1'"),
     ("qa", {"min_hops": 3}, "task_options.min_hops is 3, above task_options.max_hops = 2"),

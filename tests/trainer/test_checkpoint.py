@@ -26,7 +26,7 @@ from marsrl.trainer import checkpoint
 from marsrl.trainer.checkpoint import CheckpointWriter, Restored, load_checkpoint
 from marsrl.trainer.runs.directory import CheckpointError, RunDirectory
 from marsrl.trainer.runs.failure import failure_message, where_to_go_on
-from marsrl.trainer.runs.manifest import FileSum, damage, file_sum, missing_or_cut, read_manifest, write_manifest
+from marsrl.trainer.runs.manifest import FileSum, damage, file_sum, missing_or_cut, write_manifest
 
 
 class WordSave:
@@ -254,29 +254,19 @@ def test_a_full_disk_is_named_wherever_it_was_met(run: RunDirectory) -> None:
     assert "no room" not in failure_message(PermissionError(errno.EACCES, "no"), run, parent_of())
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Three files and their manifest."""
-    for name, content in {"a": b"abc", "policies/main/b": b"", "c": b"xyz"}.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_bytes(content)
-    write_manifest(tmp_path, {})
-    return tmp_path
-
-
-def test_a_manifest_lists_size_and_checksum_of_every_file(folder: Path) -> None:
-    sums = {"a": FileSum(3, 0x352441C2), "c": FileSum(3, zlib.crc32(b"xyz")), "policies/main/b": FileSum(0, 0)}
-    assert read_manifest(folder) == sums and damage(folder) == []
-    write_manifest(folder, {})  # it does not list itself
-    assert read_manifest(folder) == sums
-    content = b"a" * (1 << 22) + b"b" * (1 << 22) + b"c"  # more than one block
-    (folder / "c").write_bytes(content)
-    assert file_sum(folder / "c") == FileSum(len(content), zlib.crc32(content))
-
-
-def test_a_damaged_file_is_named_and_a_quick_look_finds_the_first_that_is_missing_or_cut(folder: Path) -> None:
-    assert missing_or_cut(folder) is None
-    (folder / "a").write_bytes(b"abd")  # as long as it was
+def test_a_damaged_file_is_named_and_a_quick_look_finds_the_first_that_is_missing_or_cut(tmp_path: Path) -> None:
+    folder, whole, flipped = (
+        tmp_path,
+        b"abc" * (1 << 22),
+        b"abd" * (1 << 22),
+    )  # more than a block of what is read at once
+    for name, content in {"a": whole, "policies/main/b": b"", "c": b"xyz"}.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    for _ in range(2):
+        write_manifest(folder, {})  # it does not list itself
+    assert missing_or_cut(folder) is None and damage(folder) == []
+    (folder / "a").write_bytes(flipped)
     for i in range(9):
         (folder / f"mine{i}").touch()
     (folder / "d").mkdir()  # a folder is no file
@@ -285,7 +275,7 @@ def test_a_damaged_file_is_named_and_a_quick_look_finds_the_first_that_is_missin
     assert missing_or_cut(folder) == f"{folder / 'policies/main/b'} is missing; expected 0 bytes"
     (folder / "c").write_bytes(b"xy")
     found = [
-        f"{folder / 'a'} has checksum {zlib.crc32(b'abd'):08x}, expected 352441c2",
+        f"{folder / 'a'} has checksum {zlib.crc32(flipped):08x}, expected {zlib.crc32(whole):08x}",
         f"{folder / 'c'} has 2 bytes, expected 3",
         f"{folder / 'policies/main/b'} is missing; expected 0 bytes",
         *(f"{folder / f'mine{i}'} is not in manifest.json; remove it if it is yours" for i in range(9)),
@@ -295,7 +285,7 @@ def test_a_damaged_file_is_named_and_a_quick_look_finds_the_first_that_is_missin
     assert damage(folder, 0, 2) == [found[0], *found[2:]] and damage(folder, 1, 2) == [found[1]]
     (folder / "a").unlink()
     (folder / "a").mkdir()
-    assert damage(folder, 0, 3)[0] == f"{folder / 'a'} is missing; expected 3 bytes"
+    assert damage(folder, 0, 3)[0] == f"{folder / 'a'} is missing; expected {len(whole)} bytes"
     (folder / "manifest.json").unlink()
     said = f"{folder / 'manifest.json'} is missing: the checkpoint was not written to its end"
     assert missing_or_cut(folder) == said and damage(folder) == [said]

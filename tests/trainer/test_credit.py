@@ -12,7 +12,6 @@ from letters import group_of as group
 from letters import sampled as sample
 
 from marsrl.rollout.config import AgentConfig, TeacherConfig
-from marsrl.rollout.kept_tokens import KeptTokens
 from marsrl.rollout.types import Finish, Group, Reward, Sample
 from marsrl.trainer.config import CreditConfig
 from marsrl.trainer.data.credit import balanced, credit, drmas_metrics, outcome_rewards, teacher_metrics
@@ -166,20 +165,6 @@ def test_zero_advantages_enter_where_something_else_gives_a_gradient() -> None:
     assert credited.counted == {f"{i}/solver:{j}": 3 for i in (0, 1) for j in (0, 1)} and credited.num_tokens == 12
     plain = credit(groups, CreditConfig(count_zero_groups=False), AGENTS)
     assert set(plain.counted) == {"1/solver:0", "1/solver:1"} and set(plain.advantages) == set(credited.counted)
-
-
-def test_a_sequence_is_its_sample() -> None:
-    recorded = np.zeros((4, 1, 2), np.uint8)
-    made = sample("0/solver:0", 0.5, rollout_logprobs=np.array([-1, -2, -3], np.float32), routed_experts=recorded)
-    made = replace(made, kept_tokens=KeptTokens.nothing_left_out(3))
-    agents = {"solver": AgentConfig(temperature=0.7)}
-    whole = Group("0/solver", "0", "solver", (made, sample("0/solver:1", 0)))
-    first, _ = credit([whole], CreditConfig(), agents).sequences
-    assert first.prompt_ids is made.prompt_ids and first.token_ids is made.token_ids
-    assert first.is_sampled is made.is_sampled and first.rollout_logprobs is made.rollout_logprobs
-    assert first.routed_experts is recorded and first.token_advantages is None
-    assert first.kept_tokens is made.kept_tokens
-    assert (first.uid, first.temperature, first.agent, first.is_positive) == ("0/solver:0", 0.7, 0, False)
 
 
 def variance_inflation(groups: list[Group]) -> dict[str, float]:

@@ -56,6 +56,9 @@ def line_of(tmp_path: Path, words: str) -> int:
 def test_messages_may_be_those_of_openai_s_api(found: str, tmp_path: Path) -> None:
     samples = play(tmp_path, f"def messages(self, episode, ask):\n    return {found}")
     assert len(samples) == 4 and all("Solve it." in sample.prompt_text for sample in samples.values())
+    # which a run looks at before it begins
+    words = [f"orchestration={tmp_path}/my_team.py:Pair", "rollout.engine=local", "rollout.placement=local"]
+    preflight(read_config(None, words)[0], world_size=1)
 
 
 @pytest.mark.parametrize(("value", "correct"), [("0.5", 0.5), ("1", 1.0), ("True", 1.0), ("-2.5", 0.0), ("3", 1.0)])
@@ -216,21 +219,6 @@ def test_a_team_imports_what_lies_beside_it_even_late(tmp_path: Path) -> None:
     """
     samples = play(tmp_path, method)
     assert len(samples) == 4 and all("Guess!Late!" in sample.prompt_text for sample in samples.values())
-
-
-def test_a_run_begins_with_messages_as_openai_has_them(tmp_path: Path) -> None:
-    (tmp_path / "dicts.py").write_text(
-        "from marsrl.rollout.agents.orchestration import Orchestration\n"
-        "from marsrl.rollout.agents.roles import AgentSpec\n"
-        "class Dicts(Orchestration):\n"
-        "    agents = (AgentSpec('one'),)\n"
-        "    def follow(self, episode):\n"
-        "        return [episode.ask('one')]\n"
-        "    def messages(self, episode, ask):\n"
-        "        return [{'role': 'user', 'content': episode.problem.question}]\n"
-    )
-    words = [f"orchestration={tmp_path}/dicts.py:Dicts", "rollout.engine=local", "rollout.placement=local"]
-    preflight(read_config(None, words)[0], world_size=1)
 
 
 CHAIN = ["--question", "a 3 b *7", "--reference", "1", "rollout.group_size=2"]

@@ -38,19 +38,6 @@ def sequence(
     return TrainSequence(**{**defaults, **kwargs})  # type: ignore[arg-type]
 
 
-def test_the_shift_is_made_once_and_tool_text_is_not_trained() -> None:
-    batch = pack([sequence([1, 2], [3, 4, 5], sampled=[True, False, True]), sequence([6], [7])])
-    assert batch.token_ids.tolist() == [1, 2, 3, 4, 5, 6, 7]
-    assert batch.position_ids.tolist() == [0, 1, 2, 3, 4, 0, 1]
-    assert batch.cu_seqlens.tolist() == [0, 5, 7]
-    # position 1 (token 2) predicts 3; position 2 predicts the tool's 4; position 3 predicts 5; position 5 predicts 7
-    assert batch.mask.tolist() == [False, True, False, True, False, True, False]
-    assert batch.targets.tolist() == [2, 3, 4, 5, 0, 7, 0]
-    assert batch.rollout_logprobs is not None  # 0 where nothing was sampled: at the tool's token too
-    assert batch.rollout_logprobs.tolist() == [0.0, -1.0, 0.0, -3.0, 0.0, -1.0, 0.0]
-    assert batch.token_advantages is None and batch.routed_experts is None
-
-
 def test_what_holds_for_a_sequence_stands_at_its_place() -> None:
     first = sequence([1, 2], [3, 4], uid="a", advantage=-0.5, agent=2, is_positive=True, sampled=[True, False])
     second = sequence([5], [6, 7, 8], uid="b", advantage=2.0, agent=1)
@@ -67,13 +54,6 @@ def test_what_holds_for_a_sequence_stands_at_its_place() -> None:
     assert (first.num_tokens, first.num_sampled, second.num_sampled) == (4, 1, 3)
     assert pack([first, second], align=8).cu_seqlens.tolist() == [0, 4, 8]  # nothing to pad
     assert pack([third, second]).max_seqlen == 4
-
-
-def test_experts_stand_at_the_tokens_that_were_fed_and_nowhere_else() -> None:
-    recorded = np.arange(6, dtype=np.uint8).reshape(3, 1, 2)  # of the last token there is none
-    batch = pack([sequence([1], [2]), sequence([3, 4], [5, 6], routed_experts=recorded)], align=8)
-    assert batch.routed_experts is not None and batch.routed_experts.dtype == torch.uint8
-    assert batch.routed_experts[:, 0].tolist() == [[255, 255]] * 2 + [[0, 1], [2, 3], [4, 5]] + [[255, 255]] * 3
 
 
 def kept(*places: list[int]) -> KeptTokens:
@@ -103,26 +83,6 @@ def test_what_the_sampler_kept_stands_where_the_token_is_predicted() -> None:
 def test_a_token_that_its_sampler_did_not_keep_is_an_error(places: list[list[int]], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         pack([sequence([1], [4, 5, 7], kept_tokens=kept(*places))])
-
-
-def test_a_rank_without_work_packs_one_masked_token() -> None:
-    batch = pack([], align=4)
-    assert batch.num_tokens == 4
-    assert not batch.mask.any()
-    assert batch.advantages.tolist() == [0.0] and batch.uids == ("padding",)
-    assert batch.token_ids.tolist() == [0] * 4 and batch.position_ids.tolist() == [0, 1, 2, 3]
-    assert batch.agent_of.tolist() == [0] and batch.temperature == 1.0 and not batch.is_positive.any()
-    assert batch.rollout_logprobs is not None and batch.rollout_logprobs.tolist() == [0.0] * 4
-    assert pack([]).num_tokens == 1
-
-
-def test_a_sequences_weight_goes_with_it_and_none_is_given_where_all_are_one() -> None:
-    plain, other = sequence([1], [2]), sequence([3], [4], weight=0.1)
-    assert pack([plain, plain]).weights is None and pack([]).weights is None
-    for sequences, weights in (([other, other], [0.1, 0.1]), ([plain, other], [1.0, 0.1])):
-        found = pack(sequences).weights
-        assert found is not None and found.dtype == torch.float32
-        assert found.tolist() == pytest.approx(weights)
 
 
 def test_agents_with_different_temperatures_get_a_temperature_a_token() -> None:
@@ -193,8 +153,6 @@ def test_ranks_share_the_work_of_attention_evenly(lengths: list[int], ranks: int
 
 
 AGENTS = {"solver": AgentConfig()}
-
-
 GROUPS = [group(f"{i}/solver", [1, 0, 0, 1], tokens=3 + i) for i in range(6)] + [group("9/solver", [1, 1, 1, 1])]
 
 

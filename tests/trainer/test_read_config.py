@@ -42,9 +42,6 @@ MAIN = "policies.main={model: /m, layout: {tensor: 2}, recompute: full}"
 CHECKER = "policies.checker={base: main, adapter: {}}"
 BASED = (*TEAM, MAIN, "policies.main.adapter={}", CHECKER)
 BARE = (*TEAM, MAIN, CHECKER, "credit.train_agents=[verifier]")
-SERVER = (
-    "policies.judge={frozen: true, model: x, engine: openai, engines: 2, openai: {base_url: 'http://h/v1', model: m}}"
-)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +68,8 @@ SERVER = (
         ([JUDGE, "policies.judge.vllm.max_num_seqs=0"], "policies.judge.vllm.max_num_seqs: Input should be greater than 0"),
         (["rollout.vllm.expert_parallel=true"], "vllm.tensor_parallel is 1: raise it, or set expert_parallel=false"),
         ([JUDGE, "policies.judge.vllm.kv_cache=1"], "policies.judge.vllm.kv_cache: unknown key; did you mean "),
-        ([JUDGE, SERVER], "policies.judge.engines is of engines here, and policies.judge.engine=openai has none"),
+        ([*FROZEN, "policies.judge.engines=2"],
+         "policies.judge.engines is of engines here, and policies.judge.engine=openai has none"),
         (["sync.backend=nccl", "rollout.placement=local"], "rollout.placement=local has one"),
         (["sync.backend=nccl", "rollout.placement=colocated"], "NCCL refuses two processes on one GPU"),
         (["sync.backend=ipc"], "is between processes on one GPU: set sync.backend=nccl"),
@@ -87,6 +85,8 @@ SERVER = (
         (["loss.dual_clip=1.2"], "loss.dual_clip is 1.2, and the largest clip_high 0.2: set it above 1.2, or null"),
         (["loss.dual_clip=3", "agents.solver.clip_high=2"], "and the largest clip_high 2: set it above 3"),
         (["loss.correction=icepop", "loss.correction_low=6"], "correction_low is 6, above loss.correction_high = 5"),
+        (["policies.main.optimizer={offload: true, distributed: false}"],
+         "optimizer.offload needs optimizer.distributed: set distributed=true"),
         (["policies.main.optimizer.betas=[0.9, 1]"], "policies.main.optimizer.betas.1: Input should be less than 1"),
         (["policies={a/b: {model: x}}"], "policies.a/b.[key]: String should match pattern"),
         (["credit.normalise=trajectory"],
@@ -172,6 +172,10 @@ RENORMALISED = ("agents.solver.top_p=0.9", "agents.corrector2.top_k=50", "loss.t
         ([*RENORMALISED, "credit.train_agents=solver"], "max_kept", {"solver": 1024}),
         (["loss.truncation=renormalise"], "max_kept", {}),
         (["run.dir=~/runs"], "run.dir", str(Path.home() / "runs")),
+        (["loss.correction=tis"], "loss.upper_bound", 2),
+        (["loss.correction=sequence_mask"], "loss.upper_bound", 2),
+        (["loss.correction=icepop"], "loss.upper_bound", 5),
+        (["loss.correction=icepop", "loss.correction_high=3"], "loss.upper_bound", 3),
         # credit over an instance trains whole ones
         ([], "has_whole_instances", False),
         (["rollout.pipeline=trajectory"], "has_whole_instances", True),

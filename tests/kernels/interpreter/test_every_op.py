@@ -5,7 +5,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
-from every_op import TIERS, check_the_defaults_are_not_used
+from every_op import TIERS
 from test_every_tier import (  # noqa: F401
     served,
     test_a_frozen_input_changes_no_other_gradient,
@@ -15,6 +15,7 @@ from test_every_tier import (  # noqa: F401
     test_every_tensor_is_read_as_it_lies,
     test_what_a_trained_token_reads_makes_the_loss_not_finite_and_nothing_else_does,
 )
+from test_every_tier import test_the_defaults_are_not_used as defaults_are_not_used
 from test_traced_ops import test_torch_finds_no_fault  # noqa: F401
 from triton.runtime.interpreter import GridExecutor
 
@@ -51,5 +52,5 @@ def launched(monkeypatch):
 
 @pytest.mark.parametrize("name, tier", TIERS)
 def test_kernels_run_on_the_device_of_their_tensors_whatever_the_default_device_and_dtype(served, launched):  # noqa: F811
-    check_the_defaults_are_not_used(served)
+    defaults_are_not_used(served)
     assert launched
