@@ -411,12 +411,14 @@ def main() -> int:
     from marsrl.trainer.data.scatter import MiniBatch
     from marsrl.trainer.models.init_model import SMALL, init_model
 
-    with tempfile.TemporaryDirectory() as name, socket.socket() as free:
+    with tempfile.TemporaryDirectory() as name, socket.socket() as held:
         folder = Path(name)
         import_learner()
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-        free.close()
+        held.setsockopt(
+            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+        )  # so that rank 0 may listen, and nobody else is given the port
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
         # Before this process computes anything: its threads would be missing.
         fork = multiprocessing.get_context("fork")
         is_given, place = fork.Event(), (port, folder, arguments.only)
