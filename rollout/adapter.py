@@ -161,7 +161,7 @@ def held_by_shard(
     """(name, tensor) as a shard of an engine holds them: its part of A and of B alpha / rank, each in dtype.
 
     It cuts B's rows and A's columns as it cuts the adapted matrix. B is scaled in dtype, as vLLM does: with alpha / rank a power
-    of two no number is rounded.
+    of two no number is rounded. Raises ValueError: the tensors are not those of this adapter of this model.
     """
     check_tensors(shape, adapter, tensors)
     matrices = adapted(shape, adapter)
