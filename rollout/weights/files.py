@@ -255,6 +255,9 @@ class WeightFiles(Mapping[str, Tensor]):
         file, stored = self._stored[name]
         return file.get_tensor(stored)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._stored  # a Mapping's own reads the tensor
+
     def slice(self, name: str) -> Any:
         """The tensor's header; safetensors reads the parts that it is indexed with."""
         file, stored = self._stored[name]

@@ -10,6 +10,8 @@ from megatron_models import KINDS, learner, save_model, weights
 from safetensors.torch import load_file, save_file
 
 from marsrl.rollout.model_shape import read_shape
+from marsrl.rollout.weights.files import WeightFiles
+from marsrl.trainer.learner.megatron.hf_files import HfReader
 
 SCALING = KINDS["llama"]["rope_parameters"]
 
@@ -91,3 +93,10 @@ def test_several_files_are_read_as_one_and_a_directory_without_any_is_refused(tm
         read_shape("Qwen/Qwen3-0.6B")
     with pytest.raises(ValueError, match=r"expected a Hugging Face checkpoint directory$"):
         read_shape("/models/here/not")
+
+
+def test_a_check_before_the_run_reads_no_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the files of a 30B model were read whole, on every host, before anything starts."""
+    folder = save_model("qwen3_moe", tmp_path / "m")
+    monkeypatch.setattr(WeightFiles, "__getitem__", lambda files, name: pytest.fail(f"{name} is read"))
+    HfReader(folder).check(read_shape(folder), is_trained=True)
