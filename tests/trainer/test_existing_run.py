@@ -185,6 +185,14 @@ def test_answers_are_told_apart_by_the_words_of_a_file_and_not_by_its_place(word
     assert before != team_identity(one)
 
 
+def test_answers_are_told_apart_by_the_numbers_that_vllm_computes_in() -> None:
+    plain, rounded, more = (
+        team_identity(settings("loss.correction=tis", "rollout.vllm.dtype=bfloat16", f"rollout.vllm.{setting}"))
+        for setting in ("max_num_seqs=4", "quantization=fp8", "max_num_seqs=8")
+    )
+    assert plain == more != rounded
+
+
 def test_answers_are_told_apart_by_the_adapter_of_a_policy_and_its_files(tmp_path: Path) -> None:
     for name in ("model", "one", "other"):
         (tmp_path / name).mkdir()

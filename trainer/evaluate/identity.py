@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from marsrl.rollout.agents.prompts import digest_of, is_prompt_file
+from marsrl.rollout.config import VllmOptions
 from marsrl.trainer.config import PolicyConfig, RunConfig
 
 
@@ -30,10 +31,16 @@ def team_identity(config: RunConfig) -> dict[str, Any]:
     return {
         **team,
         "policies": {name: policy_identity(policy) for name, policy in config.policies.items()},
+        "vllm": {name: _numbers(config.rollout_of(name).vllm) for name in config.policies},
         "max_response_tokens": config.rollout.max_response_tokens,
         "max_turns": config.rollout.max_turns,
         "seed": config.run.seed,
     }
+
+
+def _numbers(vllm: VllmOptions) -> dict[str, Any]:
+    """Those of vLLM's settings that change the log-probs it draws from."""
+    return vllm.model_dump(mode="json", include={"dtype", "kv_cache_dtype", "quantization", "extra"})
 
 
 def evaluation_identity(config: RunConfig) -> dict[str, Any]:
