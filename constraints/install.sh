@@ -52,14 +52,16 @@ say "the $DEVICE set: $torch, vLLM, Ray, Megatron-core, ..."
 if [ "$DEVICE" = cpu ]; then
   index=${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}
   # pip's configured sources first: a mirror or a local file serves; then PyTorch's own index of CPU builds.
-  { [ -z "${TORCH_INDEX:-}" ] && pip install -q --no-deps "$torch" 2>/dev/null; } \
-    || pip install -q --no-deps "$torch" --extra-index-url "$index" \
+  { [ -z "${TORCH_INDEX:-}" ] && pip install -q --no-compile --no-deps "$torch" 2>/dev/null; } \
+    || pip install -q --no-compile --no-deps "$torch" --extra-index-url "$index" \
     || die "$torch is neither in pip's sources nor at $index; set TORCH_INDEX to an index that has it"
 else
-  pip install -q --no-deps "$torch,!=${torch#torch==}+cpu"
+  pip install -q --no-compile --no-deps "$torch,!=${torch#torch==}+cpu"
 fi
 # --no-deps: the lock has all that is needed, and a resolver would fetch what it leaves out, a second PyTorch with it.
-pip install -q --no-deps -r "$lock"
+pip install -q --no-compile --no-deps -r "$lock"
+# on all cores, where pip has one; templates among the files are no Python, which it reports by its status
+.venv/bin/python -m compileall -qq -j 0 .venv/lib || true
 say "marsrl (MARSRL_BUILD=${MARSRL_BUILD:-auto})"
 PATH="$PWD/.venv/bin:$PATH" pip install -q --no-deps --no-build-isolation -e .
 .venv/bin/python -c 'import marsrl.kernels'
