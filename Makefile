@@ -16,7 +16,7 @@ export VLLM_NO_USAGE_STATS ?= 1
 # Else each of the hundreds of processes that the tests start would compile every module again.
 unexport PYTHONDONTWRITEBYTECODE
 # Triton kernels on the CPU: Triton reads the variable at its import, so they have a process of their own.
-INTERPRETED := TRITON_INTERPRET=1 python -m pytest tests/kernels/interpreter -q
+INTERPRETED := TRITON_INTERPRET=1 python -m pytest tests/kernels/interpreter -q -n 2 --dist loadscope
 # Tests of torch.compile, which our shim of Megatron turns off in every process that imports the learner's tests.
 COMPILED := python -m pytest tests/kernels/test_traced_ops.py -q
 OTHERS := --ignore tests/kernels/interpreter --ignore tests/kernels/test_traced_ops.py

@@ -36,7 +36,8 @@ BENCHMARKS = ROOT / "benchmarks"
 
 
 @pytest.fixture
-def desk(tmp_path: Path) -> Desk:
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Desk:
+    monkeypatch.setattr("shellingham.detect_shell", lambda: ("bash", "/bin/bash"))  # whatever started pytest
     os.chdir(tmp_path)
     return Desk(tmp_path)
 

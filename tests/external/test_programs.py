@@ -40,7 +40,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     commands = {shlex.split(each)[3]: each for each in run_by("test_an_environment_has_what_its_programs_import")}
 
     # what is not imported is not compiled either
-    paths = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PIP_NO_COMPILE": "1"}
+    paths = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PIP_COMPILE": "0"}
 
     @functools.cache
     def make(name: str) -> Path:
