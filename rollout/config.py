@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal, TypeVar
@@ -56,6 +57,17 @@ class Settings(BaseModel):
 
 
 Read = TypeVar("Read", bound=Settings)
+
+
+def read_key(variable: str, setting: str) -> str:
+    """The secret in an environment variable; ValueError names the setting, never the secret."""
+    key = os.environ.get(variable, "").strip()
+    if not key or not key.isascii() or not key.isprintable():
+        raise ValueError(
+            f"{setting} names {variable}, which is {'not a key that a header can carry' if key else 'not set or empty'}; export "
+            "it before the run starts"
+        )
+    return key
 
 
 def is_started_here(ray_address: str) -> bool:

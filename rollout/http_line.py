@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
 import socket
 import threading
@@ -153,17 +152,6 @@ class HttpLine:
         if status in (408, 409, 429) or status >= 500:
             raise _Again(what, _seconds(retry_after))
         raise Refused(what)
-
-
-def read_key(variable: str, setting: str) -> str:
-    """The secret in an environment variable; ValueError names the setting, never the secret."""
-    key = os.environ.get(variable, "").strip()
-    if not key or not key.isascii() or not key.isprintable():
-        raise ValueError(
-            f"{setting} names {variable}, which is {'not a key that a header can carry' if key else 'not set or empty'}; export "
-            "it before the run starts"
-        )
-    return key
 
 
 def read_json(answer: bytes) -> object:

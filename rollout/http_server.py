@@ -6,9 +6,10 @@ import os
 import socket
 from collections.abc import Callable
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
-import uvicorn
-from starlette.types import ASGIApp
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -27,18 +28,15 @@ def url_of(host: str, port: int) -> str:
 
 def serve(app: ASGIApp, listening: socket.socket, is_up: Callable[[], None]) -> None:
     """Serve on a listening socket until Ctrl-C. is_up: called once the server answers."""
+    import uvicorn  # here: every run imports this module, and few have the extras that bring uvicorn
+
+    class Server(uvicorn.Server):
+        """Reports that it is up only once it handles Ctrl-C: an earlier Ctrl-C could leave it hanging half started."""
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            is_up()
+
     config = uvicorn.Config(app, log_level="warning", access_log=False, server_header=False)
     with suppress(KeyboardInterrupt):  # uvicorn raises it again once it has shut down
-        _Server(config, is_up).run(sockets=[listening])
-
-
-class _Server(uvicorn.Server):
-    """Reports that it is up only once it handles Ctrl-C: an earlier Ctrl-C could leave it hanging half started."""
-
-    def __init__(self, config: uvicorn.Config, is_up: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._is_up = is_up
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self._is_up()
+        Server(config).run(sockets=[listening])

@@ -130,8 +130,10 @@ def test_the_type_checker_finds_every_folder_under_its_import_name() -> None:
 
 
 HEAVY = {"torch", "vllm", "ray", "megatron", "transformers"}
+EXTRAS = {"httpx", "uvicorn", "starlette", "fastapi", "mcp", "trafilatura", "pypdf", "wandb"}  # of setup.py's extras
 TRAINER = """
 import marsrl.trainer.loop, marsrl.rollout.player.rollout, marsrl.trainer.build, marsrl.trainer.models.export
+import marsrl.trainer.checks.preflight
 import tempfile
 from marsrl.trainer.models.init_model import init_model
 with tempfile.TemporaryDirectory() as folder:
@@ -147,7 +149,7 @@ with tempfile.TemporaryDirectory() as folder:
         ("from marsrl.trainer.commands.look import server, text, compare", HEAVY),
         ("import marsrl.kernels", {"torch._dynamo", "triton"}),  # compilers
         # the loop before its shim, export, and a new model, without the modelling code of transformers
-        (TRAINER, {"vllm", "ray", "megatron", "transformers.models.qwen3_moe", "transformers.masking_utils"}),
+        (TRAINER, {"vllm", "ray", "megatron", "transformers.models.qwen3_moe", "transformers.masking_utils", *EXTRAS}),
     ],
     ids=["config", "viewer", "kernels", "trainer"],
 )

@@ -228,7 +228,7 @@ def _latest(run: RunDirectory) -> tuple[int | None, str | None]:
             latest = run.latest_checkpoint()
             step = latest.step if latest is not None else None
         except (RuntimeError, OSError) as error:
-            problem = str(error)
+            problem = str(error).encode("utf-8", "backslashreplace").decode()  # a path may be no UTF-8
     told = broadcast_bytes(encode((step, problem)) if rank() == 0 else None)
     return decode(tuple[int | None, str | None], told)
 

@@ -22,10 +22,10 @@ import numpy as np
 from pydantic import BaseModel, Field, ValidationError
 
 from marsrl.rollout.agents.render import ChatRenderer
-from marsrl.rollout.config import OpenAIOptions, problems_of
+from marsrl.rollout.config import OpenAIOptions, problems_of, read_key
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult, Engine, EngineInfo, why_not_decodable
 from marsrl.rollout.engines.texts import Texts
-from marsrl.rollout.http_line import HttpLine, Refused, excerpt, read_key
+from marsrl.rollout.http_line import HttpLine, Refused, excerpt
 from marsrl.rollout.types import Finish
 
 _VERSION = 0  # the weights never change

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from marsrl.rollout.config import read_key
 from marsrl.rollout.gateway.config import ExternalConfig
 from marsrl.rollout.gateway.gateway import Gateway
 from marsrl.rollout.gateway.worker import UNUSABLE
-from marsrl.rollout.http_line import read_key
 from marsrl.rollout.http_server import url_of
 
 WORKER = Path(__file__).with_name("worker.py")

@@ -189,9 +189,12 @@ def data_files(path: Path) -> list[Path]:
             split_of = {file: name for file in found if (name := _SHARD.sub("", file.stem)) in _SPLITS}
             split = _split(path, sorted({*split_of.values()})) if split_of else None
             return [file for file in found if split_of.get(file, split) == split]
-    folders = sorted({file.parent for ending in ("arrow", "parquet", "jsonl") for file in path.rglob(f"*.{ending}")})
-    below = f"; give one of the folders that do: {', '.join(map(str, folders[:8]))}" if folders else ""
-    raise ValueError(f"data: {path} holds no arrow, parquet or jsonl files{below}")
+    below = (f"{folder}/*.{ending}" for folder in ("*", "*/*") for ending in ("arrow", "parquet", "jsonl"))
+    folders = sorted(
+        {file.parent for pattern in below for file in path.glob(pattern)}
+    )  # a whole disk would take minutes
+    known = f"; give one of the folders that do: {', '.join(map(str, folders[:8]))}" if folders else ""
+    raise ValueError(f"data: {path} holds no arrow, parquet or jsonl files{known}")
 
 
 def _split(path: Path, splits: Sequence[str]) -> str:

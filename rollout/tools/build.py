@@ -120,7 +120,7 @@ def check_tools(
         elif isinstance(settings, HttpSearch | SerpApiSearch):
             check_installed(f"{key}.kind={settings.kind}", "httpx", extra="openai")
             if isinstance(settings, SerpApiSearch):
-                from marsrl.rollout.http_line import read_key
+                from marsrl.rollout.config import read_key
 
                 read_key(settings.api_key_env, f"{key}.api_key_env")
         elif isinstance(settings, IndexSearch) and settings.corpus is not None:

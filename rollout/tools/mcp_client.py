@@ -26,7 +26,7 @@ from mcp.client.streamable_http import streamable_http_client
 from mcp_types import CONNECTION_CLOSED, INVALID_REQUEST, CallToolResult, TextContent
 from pydantic_core import to_json
 
-from marsrl.rollout.http_line import read_key
+from marsrl.rollout.config import read_key
 from marsrl.rollout.tools.config import McpServer
 from marsrl.rollout.tools.protocol import ToolError
 from marsrl.rollout.types import ToolFunction

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import secrets
 import sqlite3
 import tempfile
 import unicodedata
@@ -92,8 +93,7 @@ def open_index(
     file, stamp = Path(file), _stamp(Path(corpus), read.__name__)
     if not file.exists() or _stamp_of(file) != stamp:
         file.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = file.with_name(f"{file.name}.{os.getpid()}.part")
-        unfinished.unlink(missing_ok=True)  # of a killed process with this number: in a container they repeat
+        unfinished = file.with_name(f"{file.name}.{secrets.token_hex(4)}.part")  # process ids repeat in containers
         try:
             _write(unfinished, read(corpus), stamp)
             os.replace(unfinished, file)  # atomically, even if several processes build it

@@ -23,7 +23,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from marsrl.rollout.http_line import HttpLine, Refused, excerpt, read_json, read_key
+from marsrl.rollout.config import read_key
+from marsrl.rollout.http_line import HttpLine, Refused, excerpt, read_json
 from marsrl.rollout.tools.config import HttpSearch, SerpApiScholar, SerpApiSearch, ServerLimits
 from marsrl.rollout.tools.documents import Document, from_contents, said_of, shown
 from marsrl.rollout.tools.protocol import WAITED, ReadPages, ToolError, query_arguments

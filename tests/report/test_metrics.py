@@ -68,8 +68,9 @@ def test_wandb_must_have_a_run_only_where_steps_are_left_of_it(
         assert told[0]["resume"] == ("must" if step == 3 else "never")  # `marsrl sft` begins at -1
 
 
-def test_a_damaged_line_is_named(run: RunDirectory) -> None:
-    run.metrics.write_text('{"step": 0}\nnonsense\n{"step": 2}\n')
+@pytest.mark.parametrize("line", [b"nonsense", b'{"step": 1, "act\xffr/loss": 2.0}', b'{"step": null}'])
+def test_a_damaged_line_is_named(line: bytes, run: RunDirectory) -> None:
+    run.metrics.write_bytes(b'{"step": 0}\n' + line + b'\n{"step": 2}\n')
     with pytest.raises(ValueError, match="line 2"):
         read_metrics(run.metrics)
 

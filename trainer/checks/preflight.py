@@ -15,14 +15,13 @@ from marsrl.rollout.adapter import PEFT_PREFIX, TENSORS, why_not_start
 from marsrl.rollout.agents import returned
 from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.agents.render import ChatRenderer
-from marsrl.rollout.config import Settings
+from marsrl.rollout.config import Settings, read_key
 from marsrl.rollout.engines.refusals import TrainerHost, this_host, why_not_cut
 from marsrl.rollout.engines.vllm.arguments import who_draws
 from marsrl.rollout.episode import Episode
 from marsrl.rollout.gateway.config import ExternalConfig
 from marsrl.rollout.gateway.vllm_reader import agents_of
 from marsrl.rollout.gateway.workers import check_program, workers_key
-from marsrl.rollout.http_line import read_key
 from marsrl.rollout.imports import check_installed
 from marsrl.rollout.model_shape import ModelShape, read_shape
 from marsrl.rollout.orchestrations.registry import build_orchestration
@@ -181,6 +180,7 @@ def _checked_policy(config: RunConfig, name: str, world_size: int, *, trains: bo
     policy, asked, warnings = config.policies[name], config, list[str]()
     longest_sequence(config, name)  # otherwise no agent has the policy
     if policy.openai is not None:  # the directory is for the tokenizer only; the maximum length is the server's
+        check_installed(f"policies.{name}.openai", "httpx", extra="openai")
         ChatRenderer(str(policy.model))
         if policy.openai.api_key_env is not None:
             read_key(policy.openai.api_key_env, f"policies.{name}.openai.api_key_env")

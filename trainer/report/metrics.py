@@ -98,7 +98,7 @@ def parse_metrics(content: bytes, path: Path) -> Iterator[tuple[MetricsRow, byte
         try:
             values = msgspec.json.decode(line, type=dict[str, float | None])
             step = int(values.pop("step"))  # type: ignore[arg-type]  # null: a TypeError
-        except (msgspec.DecodeError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError) as error:  # a ValueError: msgspec's, and of a key that is no UTF-8
             raise ValueError(
                 f"{path}, line {number}: {line[:80]!r} is no line of metrics ({error}); remove it or restore the file"
             ) from error

@@ -76,7 +76,7 @@ def read_rows(path: Path, kind: type[Row], what: str, filters: Any = None) -> li
         return [msgspec.convert(row, kind, dec_hook=_array) for row in rows]
     except FileNotFoundError as error:
         raise ValueError(f"{path} is gone (a step that is played again has a new file)") from error
-    except (pa.ArrowException, OSError, ValueError, msgspec.ValidationError) as error:
+    except (pa.ArrowException, OSError, ValueError, KeyError) as error:  # KeyError: a map has a key twice
         raise ValueError(f"{path} is no {what} ({error!r}); the file is damaged") from error
 
 
