@@ -189,10 +189,9 @@ def data_files(path: Path) -> list[Path]:
             split_of = {file: name for file in found if (name := _SHARD.sub("", file.stem)) in _SPLITS}
             split = _split(path, sorted({*split_of.values()})) if split_of else None
             return [file for file in found if split_of.get(file, split) == split]
+    # two levels: all below a home or a disk would take minutes
     below = (f"{folder}/*.{ending}" for folder in ("*", "*/*") for ending in ("arrow", "parquet", "jsonl"))
-    folders = sorted(
-        {file.parent for pattern in below for file in path.glob(pattern)}
-    )  # a whole disk would take minutes
+    folders = sorted({file.parent for pattern in below for file in path.glob(pattern)})
     known = f"; give one of the folders that do: {', '.join(map(str, folders[:8]))}" if folders else ""
     raise ValueError(f"data: {path} holds no arrow, parquet or jsonl files{known}")
 
