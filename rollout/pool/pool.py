@@ -280,7 +280,9 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         results: list[DecodeResult] = []
         self._is_draining = True  # nothing is sent: also what was lost with a replica meanwhile waits
         try:
-            self._replicas.abort(self._dispatch.busy, adapter)
+            # an engine without any would keep the abort, and end later ones
+            holders = {sent.replica for sent in self._sent.values() if sent.request.uses(adapter)}
+            self._replicas.abort(sorted(holders), adapter)
             while any(sent.request.uses(adapter) for sent in self._sent.values()):
                 results += self.collect(_DRAIN_S)
         finally:

@@ -24,6 +24,7 @@ from marsrl.rollout.state import decode, encode
 _PROGRESS_S = 0.2
 _COLLECT_S = 1.0  # batching time of results that trigger nothing: at most this much is lost with an engine
 _GRACE_S = 30.0  # for an engine to report itself that it has passed the deadline
+_LONGEST_START = 10  # times the deadline, while its process answers: it loads and compiles
 _PINGS = 10  # at most, in the time of run.silence_s
 _CALLS_AT_ONCE = 4  # collect, one in the engine's thread, num_decoded, is_there
 _REQUESTS = "requests"  # submit and abort, one after the other in the order in which they were called
@@ -79,8 +80,8 @@ class RayReplicas(Replicas):
     """Engines as actors of a cluster (see Replicas). Calls of one that dies or falls silent return Lost.
 
     takes: by ray_connection.GPU, ENGINE_SLOT.
-    config.deadline_s: of every call except collect, whose requests the pool watches; the start of an engine counts as one. The
-        engines exist only after the call "start" of each.
+    config.deadline_s: of every call except collect, whose requests the pool watches; the start of an engine counts as one,
+        and may take ten times as long while its process answers. The engines exist only after the call "start" of each.
     silence_s: an engine whose process does not answer for so long is lost, whatever the call but `start`: it is stopped, or on
         a machine that is gone. A busy one answers pings.
     config.join_s: for the only engine, lost with its host, to find room on another.
@@ -197,10 +198,12 @@ class RayReplicas(Replicas):
             done, pending = ray.wait(pending, num_returns=len(pending), timeout=_PROGRESS_S)
             came = {calls[call]: _answer(call, method) for call in done}
             check_head()
-            is_late = time.monotonic() - began >= within_s
+            elapsed_s = time.monotonic() - began
             for call in list(pending):
-                lost = None if method == "start" else self._silent(calls[call])
-                if is_late:
+                lost, most_s = self._silent(calls[call]), within_s
+                if method == "start":  # before it its process may not be there yet
+                    lost, most_s = None, within_s * (1 if lost else _LONGEST_START)
+                if elapsed_s >= most_s:
                     lost = Lost(f"no answer to {method} within rollout.deadline_s = {self._deadline_s:g} s")
                 if lost is not None:
                     came[calls[call]] = lost

@@ -34,6 +34,7 @@ from marsrl.rollout.pool.ray_token import show_token
 _LOOK_S = 1.0
 _ANSWER_S = 3.0  # for the head's machine to answer
 _SAY_S = 30.0  # between two messages while waiting
+_SHORT_LIFE_S, _SHORT_LIVES = 30.0, 3  # so many nodes in a row that lived no longer: this host has none
 _REFUSALS = 3  # refused connections in a row: the head is gone
 _LEAVE_S = 10.0  # for engines to end by themselves
 _LOGS = "/tmp/ray/session_latest/logs"
@@ -80,14 +81,14 @@ def join(host: str, port: int, offer: Offer, *, wait_s: float, say: Callable[[st
     say: called with each line of progress.
 
     Raises:
-        JoinError: no answer within wait_s, another version of Ray or Python, or a wrong token.
+        JoinError: no answer within wait_s, another version of Ray or Python, a wrong token, or a node that keeps ending.
         KeyboardInterrupt: Ctrl-C or SIGTERM; the node is gone by then.
     """
     _, token = show_token()
-    head = _Head(host, port, wait_s, say)
+    head, short_lives = _Head(host, port, wait_s, say), 0
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # KeyboardInterrupt
     while head.is_awaited():
-        own = address_towards(host) or "127.0.0.1"
+        own, began = address_towards(host) or "127.0.0.1", time.monotonic()
         joined = f"{socket.gethostname()} ({own}) is part of the cluster at {head.name} with {offer}; Ctrl-C leaves it"
         with _started(head.name, own, offer) as (process, output):
             while not head.has_ended and (not head.is_there() or process.poll() is None):
@@ -103,6 +104,11 @@ def join(host: str, port: int, offer: Offer, *, wait_s: float, say: Callable[[st
             raise JoinError(
                 f"this host (Ray {ray.__version__}, Python {platform.python_version()}) could not join the cluster at "
                 f"{head.name} ({said or 'Ray said nothing'}); its token: {token}"
+            )
+        short_lives = short_lives + 1 if not is_up or time.monotonic() - began < _SHORT_LIFE_S else 0
+        if short_lives == _SHORT_LIVES:
+            raise JoinError(
+                f"Ray's node of this host ended {short_lives} times in a row ({said}); its logs are in {_LOGS}"
             )
         say(f"Ray's node of this host has ended with status {status} (its logs are in {_LOGS}); this host joins again")
     say(f"the cluster at {head.name} has ended; {socket.gethostname()} leaves it")

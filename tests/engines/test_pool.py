@@ -99,6 +99,22 @@ def test_an_engine_of_this_process_has_all_the_time_if_it_is_alone_and_else_a_sl
     assert given[0] == 0.0 and 1.0 < given[1] <= 60.0 and given[2:] == [0.05, 0.05, "closed", "closed"]
 
 
+def test_a_drain_of_an_adapter_ends_none_of_its_later_requests():
+    """An engine that decodes for others alone would keep the abort until one of this adapter's comes."""
+    asked = []
+
+    class Noted(LocalReplicas):
+        def abort(self, busy, adapter=None):
+            asked.append(([*busy], adapter))
+            super().abort(busy, adapter)
+
+    engine = ScriptedEngine(lambda r: [5] * 5, tokens_per_step=1, adapters=("solver", "verifier"))
+    with EnginePool(Noted([engine])) as pool:
+        pool.submit([replace(request("0.0", prompt(5), 5), adapter="solver")], version=0)
+        assert pool.drain("verifier") == [] and asked == [([], "verifier")]
+        assert [result.uid for result in pool.drain("solver")] == ["0.0"] and asked[1:] == [([0], "solver")]
+
+
 def test_collecting_is_told_in_spans_of_a_second_at_most_which_a_gap_ends():
     told, times = [], [(-0.5, 0.0), (0.05, 0.5), (0.5, 0.75), (1.0, 1.25), (1.25, 1.5)]
     replicas = LocalReplicas([ScriptedEngine(lambda r: [5] * 5, tokens_per_step=1)])
