@@ -15,18 +15,19 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import httpx
 import numpy as np
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.config import OpenAIOptions, problems_of, read_key
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult, Engine, EngineInfo, why_not_decodable
 from marsrl.rollout.engines.texts import Texts
-from marsrl.rollout.http_line import HttpLine, Refused, excerpt
+from marsrl.rollout.http_line import HttpLine, Refused, excerpt, read_json
 from marsrl.rollout.types import Finish
+from marsrl.rollout.worker_process import without_surrogates
 
 _VERSION = 0  # the weights never change
 _MOST_STOPS = 4  # the protocol's limit
@@ -153,7 +154,7 @@ class OpenAIEngine(Engine):
 
 
 class _Choice(BaseModel):
-    text: str
+    text: Annotated[str, BeforeValidator(without_surrogates)]  # JSON can contain half of a surrogate pair
     finish_reason: Literal["stop", "length"]
 
 
@@ -164,6 +165,6 @@ class _Answer(BaseModel):
 def _parse(answer: bytes) -> _Choice:
     """The only choice of a completions answer; Refused if it is invalid."""
     try:
-        return _Answer.model_validate_json(answer).choices[0]
+        return _Answer.model_validate(read_json(answer)).choices[0]
     except ValidationError as error:
         raise Refused(f"the answer is no completion ({problems_of(error)[:300]}): {excerpt(answer)}") from None

@@ -69,6 +69,11 @@ def test_a_control_word_is_text_in_a_content_and_in_an_answer(ask, renderer):
     assert sent.count(end) == without and sent.replace("\u200b", "").count(end) == without + 1
 
 
+def test_half_of_an_emoji_is_a_question_mark_and_nothing_else_of_an_answer_is_lost(ask, renderer):
+    [result], _ = ask(lambda handler, body, before: handler.complete("4\ud83d"))
+    assert result.finish is Finish.STOP and renderer.decode(result.token_ids) == "4?"
+
+
 def test_tokens_are_sent_where_the_server_has_the_tokenizer(ask, renderer):
     _, server = ask(lambda handler, body, before: handler.complete("4"), prompt="tokens")
     assert server.bodies[0]["prompt"] == requests(renderer)[0].token_ids.tolist()

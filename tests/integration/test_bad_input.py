@@ -218,10 +218,15 @@ def test_what_could_only_fail_later_is_refused_before_anything_starts(
         assert says in refusal(*dry_run, *words)
 
 
-def test_a_server_s_key_that_is_not_set_is_refused_before_anything_starts(tmp_path: Path, refusal: Refusal) -> None:
+def test_a_server_s_key_that_is_not_set_is_refused_before_anything_starts_by_the_rank_that_asks(
+    tmp_path: Path, refusal: Refusal, monkeypatch: pytest.MonkeyPatch
+) -> None:
     served = SERVED.replace("/nowhere", str(init_model("tiny", "bytes", tmp_path / "model")))
-    said = refusal("--dry-run", served, "judge={policy: judge}", "policies.judge.openai.api_key_env=NO_SUCH_KEY")
+    words = ["--dry-run", served, "judge={policy: judge}", "policies.judge.openai.api_key_env=NO_SUCH_KEY"]
+    said = refusal(*words)
     assert "policies.judge.openai.api_key_env names NO_SUCH_KEY, which is not set or empty" in said
+    monkeypatch.setenv("RANK", "1")  # of another host, which need not have the key
+    assert main(words) == 0
 
 
 def test_what_is_wrong_with_the_data_is_counted_and_placed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -180,10 +180,11 @@ def _checked_policy(config: RunConfig, name: str, world_size: int, *, trains: bo
     policy, asked, warnings = config.policies[name], config, list[str]()
     longest_sequence(config, name)  # otherwise no agent has the policy
     if policy.openai is not None:  # the directory is for the tokenizer only; the maximum length is the server's
-        check_installed(f"policies.{name}.openai", "httpx", extra="openai")
         ChatRenderer(str(policy.model))
-        if policy.openai.api_key_env is not None:
-            read_key(policy.openai.api_key_env, f"policies.{name}.openai.api_key_env")
+        if int(os.environ.get("RANK", "0")) == 0:  # it alone asks the server
+            check_installed(f"policies.{name}.openai", "httpx", extra="openai")
+            if policy.openai.api_key_env is not None:
+                read_key(policy.openai.api_key_env, f"policies.{name}.openai.api_key_env")
         return config, warnings
     is_trained = trains and name in config.trained_policies
     shape = taught_shape(config, policy) if policy.model is None else read_shape(policy.model)
