@@ -38,6 +38,7 @@ from marsrl.rollout.types import (
     ToolFunction,
     ToolOutput,
 )
+from marsrl.rollout.worker_process import without_surrogates
 
 _log = logging.getLogger(__name__)
 
@@ -73,7 +74,8 @@ class WatchedJudge:
                 self._start, self._num_asked = time.time(), 0
             self._num_open += len(answers)
             self._num_asked += len(answers)
-        rewards = [self._begin(episode, answer) for episode, answer in answers]
+        # a program's can have some
+        rewards = [self._begin(episode, without_surrogates(answer)) for episode, answer in answers]
         for reward in rewards:
             reward.add_done_callback(self._note_end)
         return rewards
@@ -405,8 +407,13 @@ def present_turn(renderer: ChatRenderer, prompt_text: str, completion: Completio
     if not completion.turn:
         return 0, begins
     ids, own = completion.token_ids, completion.is_sampled
-    last, has_ended = "", False
-    for run in np.split(np.arange(len(ids)), np.flatnonzero(np.diff(own)) + 1):  # all own, or none of it
+    runs = np.split(np.arange(len(ids)), np.flatnonzero(np.diff(own)) + 1)  # each all own, or none of it
+    ended = [own[run[0]] and int(ids[run[-1]]) in renderer.stop_ids for run in runs[:-1]]
+    first = max(
+        (place for place, has in enumerate(ended, 1) if has), default=0
+    )  # what stands before it does not matter
+    last, has_ended = "", first > 0
+    for run in runs[first:]:
         words = renderer.decode(ids[run])
         if own[run[0]]:
             last, begins = words, in_thought

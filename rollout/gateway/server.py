@@ -41,6 +41,9 @@ _POLL_S, _POLLS = 0.05, 100  # a GET /next of a worker waits 5 s for a session
 _TICK_S = 0.5
 _SHUTDOWN_S = 0.1  # what pending requests have at the end of the run
 _KEEP_S = 600  # keep-alive of idle connections: clients reuse theirs, and a closed one costs a retry
+_BACKLOG = (
+    2048  # connections that wait to be accepted: sessions begin together, and one too many comes again after a second
+)
 _SURROGATES = (b"\\ud", b"\\uD", b"\xed")  # with which one is written in JSON, or in UTF-8
 
 
@@ -214,7 +217,7 @@ def open_gateway(
                 make_app(gateway, key), access_log=None, keepalive_timeout=_KEEP_S, shutdown_timeout=_SHUTDOWN_S
             )
             await runner.setup()
-            await web.SockSite(runner, listening).start()
+            await web.SockSite(runner, listening, backlog=_BACKLOG).start()
             try:
                 while not stopping.is_set():
                     with suppress(TimeoutError):

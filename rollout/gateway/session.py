@@ -21,6 +21,7 @@ from marsrl.rollout.gateway.calls import Call, Reply, SessionEnd
 from marsrl.rollout.gateway.chats import Agent, Answer, Ask, Refused, Said
 from marsrl.rollout.gateway.history import History, Strand
 from marsrl.rollout.types import Finish, IntArray, ToolOutput
+from marsrl.rollout.worker_process import without_surrogates
 
 Given = ParamSpec("Given")
 Rendered = TypeVar("Rendered")
@@ -124,7 +125,7 @@ class Session:
                 tuple(self._asked.get(number, "") for number in range(self.num_calls)),
             )
         except (ValueError, TypeError, AttributeError) as error:
-            return ToolOutput(f"the program failed: {error}", is_error=True, seconds=seconds)
+            return ToolOutput(without_surrogates(f"the program failed: {error}"), is_error=True, seconds=seconds)
         return ToolOutput(end.encode(), seconds=seconds)
 
     def cancel(self) -> None:

@@ -361,7 +361,7 @@ def main() -> int:
             play = environment_of(words.environment) if words.environment else function_of(words.function or "")
     except BaseException as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
-        name = words.environment or words.function or words.command[0]
+        name = words.environment or words.function or (words.command or ["no --function"])[0]
         print(f"{name}: {type(error).__name__}: {error} ({place.filename}:{place.lineno})", file=sys.stderr)
         return UNUSABLE
     if words.check:

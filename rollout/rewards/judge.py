@@ -19,7 +19,7 @@ import numpy as np
 from marsrl.rollout.agents.same_answer import same_answer
 from marsrl.rollout.rewards.config import JudgeOptions
 from marsrl.rollout.types import MISSING, Problem, Reward
-from marsrl.rollout.worker_process import Answer, Crashed, Failed, NotStarted, WorkerPool, without_surrogates
+from marsrl.rollout.worker_process import Answer, Crashed, Failed, NotStarted, WorkerPool
 
 _log = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class RewardPool:
     def _judged(self, problem: Problem, answer: str) -> Reward:
         """The reward of an answer; runs in one of the pool's threads."""
         try:
-            request = {"problem": problem, "answer": without_surrogates(answer)}  # a program's can have some
+            request = {"problem": problem, "answer": answer}
             reply = self._processes.ask(request, timeout_s=self._options.timeout_s)
         except (NotStarted, Failed) as error:
             if self._processes.is_closed:

@@ -6,6 +6,7 @@ import ast
 import asyncio
 import json
 import math
+import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -25,6 +26,7 @@ from marsrl.rollout.gateway.history import History, Strand
 from marsrl.rollout.gateway.messages_api import messages_reply
 from marsrl.rollout.gateway.session import CallLost, Session
 from marsrl.rollout.gateway.vllm_reader import agents_of
+from marsrl.rollout.gateway.worker import UNUSABLE
 from marsrl.rollout.gateway.workers import WORKER
 from marsrl.rollout.types import Finish, ToolCall, ToolOutput
 
@@ -247,6 +249,11 @@ def test_a_worker_is_one_file_of_python_3_9_and_its_standard_library() -> None:
     names = [alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names]
     names += [node.module or "" for node in tree.body if isinstance(node, ast.ImportFrom)]
     assert {name.partition(".")[0] for name in names} <= sys.stdlib_module_names
+
+
+def test_a_worker_without_a_program_says_so_and_is_not_started_again() -> None:
+    done = subprocess.run([sys.executable, str(WORKER), "--url", "http://127.0.0.1:1"], capture_output=True, text=True)
+    assert done.returncode == UNUSABLE and done.stderr.startswith("no --function: ") and "Traceback" not in done.stderr
 
 
 SYSTEM = {"role": "system", "content": "You solve."}
