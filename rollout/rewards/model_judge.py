@@ -217,10 +217,12 @@ class ModelJudge:
         """A new judgement. Raises Unreadable: there is none, or none in time; the engine's later answer is dropped."""
         said, began = None, time.monotonic()
         try:
-            async with asyncio.timeout(self.config.timeout_s):
+            async with asyncio.timeout(self.config.timeout_s) as limit:
                 said = await self._drawn(key, purpose)
             return said
         except TimeoutError:
+            if not limit.expired():  # the engines' own
+                raise
             raise Unreadable(f"no judgement within judge.timeout_s = {self.config.timeout_s:g} s") from None
         finally:
             with self._changed:

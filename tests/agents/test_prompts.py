@@ -31,7 +31,7 @@ from marsrl.rollout.agents.parsers import (
     tagged_verdict,
     visible,
 )
-from marsrl.rollout.agents.prompts import parse_prompts, prompt_set, set_names
+from marsrl.rollout.agents.prompts import parse_prompts, prompt_set, set_names, without_tags
 from marsrl.rollout.agents.roles import PLACEHOLDERS, READS, Role
 from marsrl.rollout.config import AgentConfig
 from marsrl.rollout.orchestrations.registry import build_orchestration
@@ -152,6 +152,12 @@ def test_the_last_match_is_the_last_that_finditer_finds(expression: str, text: s
     found = list(re.finditer(expression, text))
     expected = None if not found else (found[-1][0], *found[-1].groups())
     assert LastMatch(expression).groups(text) == expected
+
+
+def test_tags_in_untrusted_text_lose_their_brackets_and_blanks_without_end_cost_no_time() -> None:
+    assert without_tags("a", "< / A ><a>< b>") == "[ / A ][a]< b>"
+    blanks = "<" + " " * 400_000  # a quarter of an hour, were the time quadratic
+    assert without_tags("a", blanks) == blanks
 
 
 def test_a_verdict_is_that_of_the_last_match_of_either_expression() -> None:
