@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import datetime
 import math
+import json
 import os
 import signal
 import subprocess
@@ -33,6 +34,7 @@ from marsrl.trainer.run import Run
 from marsrl.trainer.runs import collective
 from marsrl.trainer.runs.collective import all_true, barrier, broadcast_bytes, gather_bytes, rank, stop_together
 from marsrl.trainer.runs.directory import RunDirectory
+from marsrl.trainer.runs.failure import say_last
 from marsrl.trainer.runs.heartbeat import Heartbeat, RankLost
 from marsrl.trainer.runs.stop import Stopped, StopSignals, handlers_restored
 from marsrl.trainer.weights.sync import Standby
@@ -277,3 +279,12 @@ def test_the_run_stops_after_too_many_in_a_row_and_names_their_batches(tmp_path:
         assert str(path) in str(error.value)
         batch = read_bad_batch(path)
         assert batch.suspects == ["y"] and [s.uid for s in batch.sequences] == ["x", "y"] and math.isnan(batch.loss)
+
+
+def test_a_terminal_obeys_nothing_that_an_error_quotes_neither_here_nor_in_torchrun_s_summary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    say_last("the tool said \x1b]0;owned\x07")
+    told = json.loads((tmp_path / "error.json").read_text())["message"]["message"]
+    assert told.isprintable() and capsys.readouterr().err == f"{told}\n"

@@ -24,7 +24,8 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 def say_last(text: str) -> None:
     """Print the final line of this process, and pass it to torchrun, whose closing summary then ends with it."""
-    print(visible(text), file=sys.stderr, flush=True)
+    text = visible(text)  # torchrun prints it as it is
+    print(text, file=sys.stderr, flush=True)
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         told = {"message": {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}}
         with contextlib.suppress(OSError):  # a full disk: the line has been printed

@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from marsrl.rollout.error_lines import first_line
 from marsrl.trainer.runs.stop import end_now, has_ended
+from marsrl.trainer.visible import visible
 
 BEAT_S = 5.0  # upper bound; shorter with a short run.silence_s
 GRACE_S = 10.0  # for the main thread to return from a collective; then the process is ended
@@ -169,7 +170,8 @@ class Heartbeat:
             self._stop(reason, silent)
 
     def _stop_process(self, reason: str, silent: Sequence[str]) -> None:
-        print(f"marsrl: rank {self._rank} stops: {reason}; {self._go_on()}", file=sys.stderr, flush=True)
+        text = f"marsrl: rank {self._rank} stops: {reason}; {self._go_on()}"
+        print(visible(text), file=sys.stderr, flush=True)
         end_now()  # if the main thread is notified
         for beat in silent:
             _kill_sibling(beat)  # collectives with it now end with an error
