@@ -106,6 +106,14 @@ def test_a_run_that_goes_on_is_followed_and_a_step_played_again_replaces_its_sam
     assert not [row for row in all_found(catalog, Filter())[0] if row.step == 0]
     assert not all_found(catalog, Filter(words="zebra"))[0] and all_found(catalog, Filter(words="quagga"))[0]
     assert [step for step, _ in catalog.curves["actor/entropy"]] == [0]
+    for lines, last in (
+        (b'{"step": 1, "actor/entropy": 0.25}\ndamaged\n', 1),
+        (b'{"step": 2, "actor/entropy": 0}\n', 2),
+    ):
+        with run.metrics.open("ab") as file:
+            file.write(lines)
+        assert [step for step, _ in catalog.curves["actor/entropy"]] == list(range(last + 1))
+    assert "damaged" in catalog.refused["metrics.jsonl"]
     run.forget_after(1)
     catalog.refresh()
     assert catalog.counts["files"] == 1 and not all_found(catalog, Filter(words="quagga"))[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -113,7 +114,8 @@ class RunConsole:
         is_drawn = self._console.is_terminal and not self.is_quiet
         name = TextColumn("{task.description}", markup=False)
         columns = (name, BarColumn(), MofNCompleteColumn(), _Pace(), TimeElapsedColumn())
-        with Progress(*columns, console=self._console, disable=not is_drawn) as progress:
+        progress = Progress(*columns, console=self._console, disable=not is_drawn, speed_estimate_period=math.inf)
+        with progress:  # by default the rate is of the last 30 s, in which a long step leaves none
             yield (bar := Bar(progress, description, total, unit, None if is_drawn else self.message))
             bar.say()
 

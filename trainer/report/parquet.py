@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import pyarrow as pa  # imported where it is used: it starts threads
 
 Row = TypeVar("Row")
-_ROW_GROUP = 256  # rows of a row group, the unit that is read to show one
+_ROW_GROUP = 32  # rows of a row group, the unit that is read to show one: some 10 MB of long completions
 
 
 def _schema(kind: type) -> pa.Schema:

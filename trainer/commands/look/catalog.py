@@ -19,7 +19,7 @@ import duckdb
 import yaml
 
 from marsrl.rollout.config import Settings
-from marsrl.trainer.report.metrics import read_metrics, read_warnings
+from marsrl.trainer.report.metrics import parse_metrics, read_warnings
 from marsrl.trainer.report.samples_log import SampleRecord, read_samples
 from marsrl.trainer.report.trace import Span, read_trace
 from marsrl.trainer.runs.directory import RunDirectory, step_files
@@ -116,6 +116,7 @@ class Catalog:
         self._files: dict[int, tuple[int, int]] = {}
         self._damages: dict[int, str] = {}
         self._kept: dict[str, tuple[object, Any]] = {}  # of files that are read whole
+        self._curves: tuple[int, int, Curves] = (0, 0, {})  # inode and bytes read of the metrics, and what they hold
         self.refused: dict[str, str] = {}
 
     def refresh(self, budget_s: float | None = _READ_S) -> None:
@@ -145,21 +146,46 @@ class Catalog:
 
     def _whole(self, path: Path, read: Callable[[Path], T], empty: T) -> T:
         """Contents of a file, read again if it has changed; `empty` without one that is readable."""
-        state = _state(path)
-        known, found = self._kept.get(path.name, (None, empty))
-        if state != known:
-            try:
-                found = empty if state is None else read(path)
-                self.refused.pop(path.name, None)
-            except ValueError as error:
-                found, self.refused[path.name] = empty, str(error)
-            self._kept[path.name] = state, found
-        return found
+        with self._lock:
+            state = _state(path)
+            known, found = self._kept.get(path.name, (None, empty))
+            if state != known:
+                try:
+                    found = empty if state is None else read(path)
+                    self.refused.pop(path.name, None)
+                except ValueError as error:
+                    found, self.refused[path.name] = empty, str(error)
+                self._kept[path.name] = state, found
+            return found
 
     @property
     def curves(self) -> Curves:
-        """(step, value) by metric; None: it was not finite."""
-        return self._whole(self.run.metrics, _curves, {})
+        """(step, value) by metric; None: it was not finite. Only new lines are read; those before a damaged one stay."""
+        path = self.run.metrics
+        with self._lock:
+            try:
+                found = path.stat()
+            except FileNotFoundError:
+                return {}
+            inode, num_read, curves = self._curves
+            if inode != found.st_ino or found.st_size < num_read:  # of a resumed run, which cuts off lost steps
+                num_read, curves = 0, {}
+                self.refused.pop(path.name, None)
+            if found.st_size > num_read:
+                with path.open("rb") as file:
+                    file.seek(num_read)
+                    content = file.read()
+                lines = content[: content.rfind(b"\n") + 1]
+                curves = {name: list(curve) for name, curve in curves.items()}  # others may be reading the old ones
+                try:
+                    for row, _ in parse_metrics(lines, path):
+                        for name, value in row.values.items():
+                            curves.setdefault(name, []).append((row.step, value))
+                except ValueError as error:
+                    self.refused[path.name] = str(error)
+                num_read += len(lines)
+            self._curves = found.st_ino, num_read, curves
+            return curves
 
     @property
     def steps(self) -> tuple[int, int] | None:
@@ -318,14 +344,6 @@ def _config(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, yaml.YAMLError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _curves(path: Path) -> Curves:
-    curves: Curves = {}
-    for row in read_metrics(path):
-        for name, value in row.values.items():
-            curves.setdefault(name, []).append((row.step, value))
-    return curves
 
 
 def _state(path: Path) -> tuple[int, int] | None:
