@@ -23,6 +23,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -139,8 +140,10 @@ class WorkerPool:
     def ask(self, request: Mapping[str, object], *, timeout_s: float, wait_s: float | None = None) -> dict[str, Any]:
         """A worker's reply. NotStarted: it does not start, or the pool is closed.
 
-        Failed: all were busy for wait_s seconds (None waits forever), or the one asked crashed or took over timeout_s.
+        Failed: all were busy for wait_s seconds (None waits forever), or the one asked crashed or took over timeout_s, of which
+        a limited wait is a part.
         """
+        began = time.monotonic()
         try:
             worker = self._idle.get(timeout=wait_s)
         except queue.Empty:
@@ -149,7 +152,8 @@ class WorkerPool:
             if worker is None:
                 worker = self._start()
                 worker.wait_until_ready()
-            return worker.ask(request, timeout_s)
+            waited_s = 0.0 if wait_s is None else time.monotonic() - began
+            return worker.ask(request, max(0.001, timeout_s - waited_s))
         except BaseException:
             if worker is not None:
                 worker.kill()

@@ -70,7 +70,7 @@ class Pages:
             left_s = max(0.001, deadline - time.monotonic())
             reply = self._workers.ask(asked, timeout_s=left_s, wait_s=left_s)
         except Failed as error:
-            raise ToolError(f"parsing the page {error}") from None
+            raise ToolError(f"parsing the page {error} (tools.pages: workers, timeout_s)") from None
         except NotStarted as error:
             raise RuntimeError(
                 f"the process that parses pages {error}: raise tools.pages.memory_mib, or see its words on stderr"
