@@ -224,7 +224,14 @@ def _table_rows(file: Path) -> Iterator[Mapping[str, object]]:
                     yield from batch.to_pylist()
             return
         with pa.memory_map(str(file)) as source:
-            for batch in pa.ipc.open_stream(source):  # what `datasets` writes
+            is_file = source.read(6) == b"ARROW1"  # as polars writes it; `datasets` writes streams
+            source.seek(0)
+            if is_file:
+                reader = pa.ipc.open_file(source)
+                batches = map(reader.get_batch, range(reader.num_record_batches))
+            else:
+                batches = pa.ipc.open_stream(source)
+            for batch in batches:
                 yield from batch.to_pylist()
     except (pa.ArrowInvalid, OSError) as error:
         raise ValueError(f"data: {file} cannot be read: {error}") from error

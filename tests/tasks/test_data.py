@@ -119,16 +119,17 @@ def test_parquet_with_nested_columns_is_read(tmp_path: Path) -> None:
     assert list(read_problems(tmp_path / "d.parquet", "math").problems) == expected
 
 
-@pytest.mark.parametrize("layout", ["saved", "dict", "bare"])
+@pytest.mark.parametrize("layout", ["saved", "dict", "bare", "files"])
 def test_dataset_directories_are_read_in_the_order_of_their_shards(tmp_path: Path, layout: str) -> None:
     folder = tmp_path / "train" if layout == "dict" else tmp_path
     folder.mkdir(exist_ok=True)
     shards = [f"data-{i:05d}-of-00002.arrow" for i in range(2)]
     for shard, rows in zip(shards, (VERL[:2], VERL[2:]), strict=True):
         table = pa.Table.from_pylist(rows)
-        with pa.OSFile(str(folder / shard), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+        new = pa.ipc.new_file if layout == "files" else pa.ipc.new_stream  # as polars and as datasets write them
+        with pa.OSFile(str(folder / shard), "wb") as sink, new(sink, table.schema) as writer:
             writer.write_table(table)
-    if layout != "bare":
+    if layout in ("saved", "dict"):
         (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": s} for s in shards]}))
     if layout == "dict":
         (tmp_path / "dataset_dict.json").write_text('{"splits": ["test", "train"]}')

@@ -13,6 +13,7 @@ import json
 import math
 import os
 import random
+import secrets
 import shutil
 import tempfile
 import time
@@ -71,7 +72,7 @@ def warm_start(config: RunConfig, console: RunConsole, shape: str = SHAPE) -> Wa
         console.message(f"warm start: cached, {final}" + (f" ({shape})" if shape != SHAPE else ""))
         return WarmStart(final, True, 0.0)
     start = time.monotonic()
-    part = final.with_name(f"{final.name}.{os.getpid()}.part")
+    part = final.with_name(f"{final.name}.{secrets.token_hex(4)}.part")  # process ids repeat in containers
     _make(config, part, console, shape)
     if rank() == 0:
         (part / "recipe.json").write_text(json.dumps(recipe, indent=1))

@@ -43,15 +43,11 @@ def make_facts(
     seed: Annotated[int, Option(help="of the draw of questions")] = 0,
 ) -> None:
     """Write the built-in world of linked facts as files: corpus.jsonl, papers.jsonl, train.jsonl and held_out.jsonl."""
-    from omegaconf import OmegaConf
-
     from marsrl.rollout.config import read_settings
     from marsrl.rollout.tasks.config import FactsOptions
     from marsrl.rollout.tasks.linked_facts import write_linked_facts
 
-    facts = read_settings(
-        FactsOptions, {str(key): value for key, value in OmegaConf.from_dotlist(options or []).items()}
-    )
+    facts = read_settings(FactsOptions, dict(word.partition("=")[::2] for word in options or []))
     write_linked_facts(out, facts, train, held_out, seed)
     print(
         f"{out}: {facts.people + facts.places:,} documents, {facts.papers:,} papers, {train:,} + {held_out:,} questions"

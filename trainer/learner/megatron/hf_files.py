@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -117,7 +118,7 @@ def made_whole(folder: Path) -> Iterator[Path]:
     """
     if folder.exists():
         raise ValueError(f"export: {folder} exists; name a new directory")
-    part = folder.with_name(f".{folder.name}.{os.getpid()}.part")
+    part = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.part")  # process ids repeat in containers
     part.mkdir(parents=True)
     try:
         yield part
