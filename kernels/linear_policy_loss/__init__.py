@@ -223,7 +223,8 @@ def _by_quack(call: _Call) -> PolicyLoss:
     try:
         return _run(load, _gradients_by_quack, call)
     except UnlikelyTarget:
-        return _run(load, policy_gradients, call)
+        pass  # it holds the buffers of this attempt until the block ends
+    return _run(load, policy_gradients, call)
 
 
 def _why_not_quack(call: _Call) -> str | None:
