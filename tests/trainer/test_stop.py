@@ -6,8 +6,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import math
 import json
+import math
 import os
 import signal
 import subprocess
