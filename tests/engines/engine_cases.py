@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import psutil
-import pytest
 import torch
 
 from marsrl.rollout.config import VllmOptions
@@ -45,7 +44,6 @@ def spec_of(model: Path | str, max_model_len: int = 256, kind: str = "local", **
 
 def vllm_of(model: Path, options: dict[str, Any], **more: Any) -> VllmEngine:
     """The real vLLM, in float32 unless the options say otherwise."""
-    pytest.importorskip("vllm")
     os.environ.update(vllm_environment(threads=1))
     with imports_for_good():
         import vllm.entrypoints.llm  # noqa: F401

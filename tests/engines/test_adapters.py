@@ -108,7 +108,6 @@ def assert_replaced_beside_others(
     return num_beside
 
 
-pytest.importorskip("peft")
 OURS = ["local qwen2", "local qwen3", "local llama", "local qwen3_moe"]
 VLLMS = ["vllm qwen3", "vllm qwen3 engine", "vllm qwen3_moe"]  # engine: its own sampler
 every = pytest.mark.parametrize("served", [*OURS, *VLLMS], indirect=True)

@@ -135,8 +135,6 @@ def joined(ask: Any, result: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def told(checkpoint: Any, judge: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    pytest.importorskip("vllm")
-    pytest.importorskip("triton")
     directory, out = checkpoint("qwen3_moe"), tmp_path_factory.mktemp("v2") / "told"
     judge.model(directory, perturbed(tensors_of(directory), "self_attn"))  # which saves them beside it
     changed = directory.parent / (directory.name + "_changed")

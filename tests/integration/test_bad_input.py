@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -22,8 +22,6 @@ from marsrl.trainer.models.init_model import init_model
 from marsrl.trainer.plan.placement import with_backend
 from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.runs.lock import RunLock
-
-HAS_WANDB = importlib.util.find_spec("wandb") is not None
 
 
 def start(*launcher: str) -> subprocess.CompletedProcess[str]:
@@ -199,7 +197,7 @@ def test_a_model_that_could_not_be_loaded_is_refused_before_anything_starts(
         ),
         (["credit.train_agents=[solver]", "agents.solver.loss_weight=0"], "agents.solver.loss_weight: 0 for every agent"),
         (["agents.solver.max_input_tokens=3"], "agents.solver.max_input_tokens is 3, and of 64 prompts the shortest has "),
-        *([] if HAS_WANDB else [(["run.wandb=mine"], "run.wandb=mine needs wandb, not installed here")]),
+        *([] if find_spec("wandb") else [(["run.wandb=mine"], "run.wandb=mine needs wandb, not installed here")]),
         (["run.name=x", "run.dir=/dev/null/runs"], "run.dir=/dev/null/runs: /dev/null is a file; name a folder"),
         (["run.dir=/dev/null"], "run.dir=/dev/null: /dev/null is a file; name a folder"),
         (["run.dir=/proc/runs"], "; give a folder in run.dir that can be made and written to"),
@@ -218,14 +216,11 @@ def test_what_could_only_fail_later_is_refused_before_anything_starts(
         assert says in refusal(*dry_run, *words)
 
 
-def test_a_server_s_key_that_is_not_set_is_refused_before_anything_starts_by_the_rank_that_asks(
-    tmp_path: Path, refusal: Refusal, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_s_key_that_is_not_set_is_refused_by_the_rank_that_asks(tmp_path: Path, refusal: Refusal) -> None:
     served = SERVED.replace("/nowhere", str(init_model("tiny", "bytes", tmp_path / "model")))
     words = ["--dry-run", served, "judge={policy: judge}", "policies.judge.openai.api_key_env=NO_SUCH_KEY"]
-    said = refusal(*words)
-    assert "policies.judge.openai.api_key_env names NO_SUCH_KEY, which is not set or empty" in said
-    monkeypatch.setenv("RANK", "1")  # of another host, which need not have the key
+    assert "policies.judge.openai.api_key_env names NO_SUCH_KEY, which is not set or empty" in refusal(*words)
+    os.environ["RANK"] = "1"  # of another host, which need not have the key
     assert main(words) == 0
 
 

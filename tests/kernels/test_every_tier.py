@@ -7,16 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from every_op import (
-    CALLS,
-    IS_INTERPRETED,
-    TIERS,
-    WITH_GRADIENTS,
-    call,
-    force,
-    resized,
-    same,
-)
+from every_op import CALLS, IS_INTERPRETED, TIERS, WITH_GRADIENTS, call, force, resized, same
 from layout_cases import HEADS, OPS, check_every_layout, results, tensors_of
 from nonfinite_cases import FEW, KINDS, SETTINGS, check_given_logprobs, check_logprobs, check_loss
 

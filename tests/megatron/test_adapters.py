@@ -3,7 +3,6 @@ adapters of one base in shared micro-batches, of which each steps as in micro-ba
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +21,6 @@ from marsrl.trainer.data.scatter import MiniBatch, joined, scatter
 from marsrl.trainer.learner.learner import Learner, groups
 from marsrl.trainer.models.export import export
 
-NEEDS_PEFT = pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="needs peft")
 ADAPTERS: dict[str, dict[str, Any]] = {
     "qwen3": {"rank": 8, "alpha": 16},
     "qwen3_moe": {"rank": 8, "expert_rank": 2, "alpha": 16, "targets": ["attention", "experts"]},
@@ -85,7 +83,7 @@ def test_an_adapter_moves_alone_is_exported_as_it_is_held_and_trains_on_bit_for_
     assert tiny.largest_difference(tiny.weights(again), tiny.weights(policy)) == 0
 
 
-@pytest.mark.parametrize("merge", [True, pytest.param(False, marks=NEEDS_PEFT)])
+@pytest.mark.parametrize("merge", [True, False])
 @pytest.mark.parametrize("kind", ADAPTERS)
 def test_others_score_an_export_as_the_learner_that_trained_it(kind: str, merge: bool, tmp_path: Path) -> None:
     """PEFT the adapter, transformers the model that it is merged into."""
@@ -159,7 +157,6 @@ def test_an_adapter_that_does_not_fit_is_refused(
         tiny.learner(model, adapter={**ADAPTERS[kind], "start": start, **settings})
 
 
-@NEEDS_PEFT
 def test_an_adapter_with_one_pair_for_all_experts_is_started_from_once_it_is_split(tmp_path: Path) -> None:
     """PEFT with transformers 5 writes such ones."""
     import peft

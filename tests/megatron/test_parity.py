@@ -14,7 +14,6 @@ PARITY = Path(__file__).parents[2] / "benchmarks" / "parity.py"
 
 @pytest.mark.slow
 def test_four_ranks_train_as_one_and_as_transformers(tmp_path: Path) -> None:
-    pytest.importorskip("peft")
     report = tmp_path / "lines.json"
     layouts = ["dp4, overlapped", "cp2 pp2", "tp2 cp2 ep2"]  # in the order of the table
     command = [sys.executable, str(PARITY), "--json", str(report), "--only", *layouts]

@@ -226,7 +226,6 @@ def test_what_vllm_cannot_do_here_is_refused_with_what_it_can(
 
 
 def test_other_arguments_of_vllm_are_checked_against_its_own() -> None:
-    pytest.importorskip("vllm")
     given = {"max_num_batched_tokens": 12345, "compilation_config": {"mode": 0}}
     assert checked_extra(given).keys() == given.keys()
     for extra, says in (

@@ -209,7 +209,6 @@ def test_a_host_that_is_allowed_by_name_may_be_private(monkeypatch: pytest.Monke
 
 
 def test_https_is_of_the_host_that_was_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    pytest.importorskip("cryptography")
     certificate, key = make_ssl_devcert(f"{tmp_path}/one", host="one.test")  # and *.one.test
     serving = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     serving.load_cert_chain(certificate, key)

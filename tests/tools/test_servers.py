@@ -239,7 +239,6 @@ def test_settings_that_hold_a_key_or_are_of_another_kind_are_refused(changes: di
         serpapi(top_k=21)
 
 
-pytest.importorskip("fastapi")
 CORPUS = [Document("lima", "Lima", "The capital of Peru."), Document("peru", "Peru", "A country.\nIn the Andes.")]
 
 

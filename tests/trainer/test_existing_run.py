@@ -186,11 +186,9 @@ def test_answers_are_told_apart_by_the_words_of_a_file_and_not_by_its_place(word
 
 
 def test_answers_are_told_apart_by_the_numbers_that_vllm_computes_in() -> None:
-    plain, rounded, more = (
-        team_identity(settings("loss.correction=tis", "rollout.vllm.dtype=bfloat16", f"rollout.vllm.{setting}"))
-        for setting in ("max_num_seqs=4", "quantization=fp8", "max_num_seqs=8")
-    )
-    assert plain == more != rounded
+    given = ("loss.correction=tis", "rollout.vllm.dtype=bfloat16")
+    plain, more = (team_identity(settings(*given, f"rollout.vllm.max_num_seqs={most}")) for most in (4, 8))
+    assert plain == more != team_identity(settings(*given, "rollout.vllm.quantization=fp8"))
 
 
 def test_answers_are_told_apart_by_the_adapter_of_a_policy_and_its_files(tmp_path: Path) -> None:
