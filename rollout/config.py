@@ -280,7 +280,7 @@ class RolloutConfig(Settings):
     max_group_age: CountOr0 = Field(4, description="versions after which drop_stragglers closes a group")
     max_unfinished: Tokens = Field(4096, description="no new problems while more samples than this are carried over")
     deadline_s: Seconds = 1800.0
-    """an engine that has a stage (with overlap: a request) for longer counts as lost"""
+    """an engine that has a stage (with overlap: a request) for longer counts as lost; its start may take ten times as long"""
     max_engine_restarts: CountOr0 = 16
     """engines of a policy that are lost (died, silent for deadline_s) and replaced in a run; then it stops"""
     max_turns: Count = 256
