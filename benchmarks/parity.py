@@ -414,9 +414,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name, socket.socket() as held:
         folder = Path(name)
         import_learner()
-        held.setsockopt(
-            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-        )  # so that rank 0 may listen, and nobody else is given the port
+        # so that rank 0 may listen, and nobody else is given the port
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("127.0.0.1", 0))
         port = held.getsockname()[1]
         # Before this process computes anything: its threads would be missing.

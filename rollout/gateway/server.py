@@ -41,9 +41,7 @@ _POLL_S, _POLLS = 0.05, 100  # a GET /next of a worker waits 5 s for a session
 _TICK_S = 0.5
 _SHUTDOWN_S = 0.1  # what pending requests have at the end of the run
 _KEEP_S = 600  # keep-alive of idle connections: clients reuse theirs, and a closed one costs a retry
-_BACKLOG = (
-    2048  # connections that wait to be accepted: sessions begin together, and one too many comes again after a second
-)
+_BACKLOG = 2048  # connections that wait to be accepted: sessions begin together, and one more would wait for a second
 _SURROGATES = (b"\\ud", b"\\uD", b"\xed")  # with which one is written in JSON, or in UTF-8
 
 

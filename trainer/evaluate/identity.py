@@ -39,7 +39,7 @@ def team_identity(config: RunConfig) -> dict[str, Any]:
 
 
 def _numbers(vllm: VllmOptions) -> dict[str, Any]:
-    """Those of vLLM's settings that change the log-probs it draws from."""
+    """The settings of vLLM that change the log-probs it draws from."""
     return vllm.model_dump(mode="json", include={"dtype", "kv_cache_dtype", "quantization", "extra"})
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from marsrl.rollout.types import Segment
+from marsrl.rollout.worker_process import without_surrogates
 from marsrl.trainer.runs.directory import opened_atomically
 
 if TYPE_CHECKING:
@@ -55,11 +56,7 @@ def write_rows(path: Path, kind: type[Row], rows: Iterable[Row]) -> Path:
 
 def _columns(row: Any) -> dict[str, Any]:
     values = msgspec.to_builtins(row, builtin_types=(np.ndarray,))  # asdict copies every value, in Python
-    return {name: _utf8(value) if type(value) is str else value for name, value in values.items()}
-
-
-def _utf8(text: str) -> str:
-    return text if text.isascii() else text.encode("utf-8", "replace").decode()
+    return {name: without_surrogates(value) for name, value in values.items()}
 
 
 def read_rows(path: Path, kind: type[Row], what: str, filters: Any = None) -> list[Row]:
