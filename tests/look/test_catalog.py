@@ -113,7 +113,7 @@ def test_a_run_that_goes_on_is_followed_and_a_step_played_again_replaces_its_sam
         with run.metrics.open("ab") as file:
             file.write(lines)
         assert [step for step, _ in catalog.curves["actor/entropy"]] == list(range(last + 1))
-    assert "damaged" in catalog.refused["metrics.jsonl"]
+    assert "line 3: b'damaged'" in catalog.refused["metrics.jsonl"]
     run.forget_after(1)
     catalog.refresh()
     assert catalog.counts["files"] == 1 and not all_found(catalog, Filter(words="quagga"))[0]

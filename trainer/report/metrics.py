@@ -92,9 +92,10 @@ def read_metrics(path: Path) -> list[MetricsRow]:
     return [row for row, _ in parse_metrics(path.read_bytes(), path)]
 
 
-def parse_metrics(content: bytes, path: Path) -> Iterator[tuple[MetricsRow, bytes]]:
-    """Every complete line in a file's content, with its parsed value; path: for the error of `read_metrics`."""
-    for number, line in enumerate(content.split(b"\n")[:-1], start=1):  # the last piece is torn, or empty
+def parse_metrics(content: bytes, path: Path, first: int = 1) -> Iterator[tuple[MetricsRow, bytes]]:
+    """Every complete line in a file's content, with its parsed value; path, first (the number of its first
+    line): for the error of `read_metrics`."""
+    for number, line in enumerate(content.split(b"\n")[:-1], first):  # the last piece is torn, or empty
         try:
             values = msgspec.json.decode(line, type=dict[str, float | None])
             step = int(values.pop("step"))  # type: ignore[arg-type]  # null: a TypeError

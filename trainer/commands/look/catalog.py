@@ -116,7 +116,12 @@ class Catalog:
         self._files: dict[int, tuple[int, int]] = {}
         self._damages: dict[int, str] = {}
         self._kept: dict[str, tuple[object, Any]] = {}  # of files that are read whole
-        self._curves: tuple[int, int, Curves] = (0, 0, {})  # inode and bytes read of the metrics, and what they hold
+        self._curves: tuple[int, int, int, Curves] = (
+            0,
+            0,
+            0,
+            {},
+        )  # inode, bytes and lines read of the metrics; what they hold
         self.refused: dict[str, str] = {}
 
     def refresh(self, budget_s: float | None = _READ_S) -> None:
@@ -167,9 +172,9 @@ class Catalog:
                 found = path.stat()
             except FileNotFoundError:
                 return {}
-            inode, num_read, curves = self._curves
+            inode, num_read, num_lines, curves = self._curves
             if inode != found.st_ino or found.st_size < num_read:  # of a resumed run, which cuts off lost steps
-                num_read, curves = 0, {}
+                num_read, num_lines, curves = 0, 0, {}
                 self.refused.pop(path.name, None)
             if found.st_size > num_read:
                 with path.open("rb") as file:
@@ -178,13 +183,13 @@ class Catalog:
                 lines = content[: content.rfind(b"\n") + 1]
                 curves = {name: list(curve) for name, curve in curves.items()}  # others may be reading the old ones
                 try:
-                    for row, _ in parse_metrics(lines, path):
+                    for row, _ in parse_metrics(lines, path, num_lines + 1):
                         for name, value in row.values.items():
                             curves.setdefault(name, []).append((row.step, value))
                 except ValueError as error:
                     self.refused[path.name] = str(error)
-                num_read += len(lines)
-            self._curves = found.st_ino, num_read, curves
+                num_read, num_lines = num_read + len(lines), num_lines + lines.count(b"\n")
+            self._curves = found.st_ino, num_read, num_lines, curves
             return curves
 
     @property
