@@ -93,8 +93,8 @@ def read_metrics(path: Path) -> list[MetricsRow]:
 
 
 def parse_metrics(content: bytes, path: Path, first: int = 1) -> Iterator[tuple[MetricsRow, bytes]]:
-    """Every complete line in a file's content, with its parsed value; path, first (the number of its first
-    line): for the error of `read_metrics`."""
+    """Every complete line in a file's content, with its parsed value; path, and first, the number of the
+    first line: for the error of `read_metrics`."""
     for number, line in enumerate(content.split(b"\n")[:-1], first):  # the last piece is torn, or empty
         try:
             values = msgspec.json.decode(line, type=dict[str, float | None])

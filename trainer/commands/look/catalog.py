@@ -116,12 +116,8 @@ class Catalog:
         self._files: dict[int, tuple[int, int]] = {}
         self._damages: dict[int, str] = {}
         self._kept: dict[str, tuple[object, Any]] = {}  # of files that are read whole
-        self._curves: tuple[int, int, int, Curves] = (
-            0,
-            0,
-            0,
-            {},
-        )  # inode, bytes and lines read of the metrics; what they hold
+        # of the metrics: inode, bytes and lines read, and what they hold
+        self._curves: tuple[int, int, int, Curves] = (0, 0, 0, {})
         self.refused: dict[str, str] = {}
 
     def refresh(self, budget_s: float | None = _READ_S) -> None:
