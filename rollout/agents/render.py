@@ -10,11 +10,11 @@ occurrence of a control string is cut in two before it is tokenised: same text, 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,13 +34,17 @@ _HERMES = re.compile(r"<tool_call>\s*\{")
 _ANSWER = "MARSRLANSWER"  # placeholder for a completion in a chat rendered only for the text after it
 _LATEST_TEXTS = 64  # whose ids are kept
 _WINDOW = 12  # tokens; more than the bytes of a character, so that one that is cut is told from one that is over
-_NO_CLASS = re.compile(r'"tokenizer_class":\s*"TokenizersBackend"')  # transformers' own word for it
+_ASKED = "MARSRLASKED"  # a user's turn in chats rendered to find the end of an assistant's
+_PROBE = "def f(x):\n\treturn  2024 * x  # a  b\n\n\nf(7)"  # in ASCII, which every vocabulary has
 
 
 class ChatRenderer:
     """Tokeniser and chat template of one model directory.
 
     Deterministic; between calls it keeps only the ids of the latest texts.
+
+    eos_id: ends an assistant's turn: the control token that the chat template writes there, or else eos_token. stop_ids: eos_id
+    first, then other ends of a completion: eos_token and those of generation_config.json.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -48,10 +52,6 @@ class ChatRenderer:
             raise ValueError(f"tokenizer directory {directory} does not exist; give a Hugging Face model directory")
         self._directory = directory
         self._tokenizer = self.tokenizer = load_tokenizer(Path(directory))
-        # What transformers makes where there are no files.
-        if not self._tokenizer.encode("7", add_special_tokens=False, split_special_tokens=True):
-            found = ", ".join(sorted(path.name for path in Path(directory).iterdir())[:12])
-            raise ValueError(f"{directory}: the tokenizer knows no text: tokenizer.json is missing; found {found}")
         if not self._tokenizer.chat_template:
             raise ValueError(f"{directory}: the tokenizer has no chat template (chat_template.jinja); add one")
         self._fast: Any = getattr(self._tokenizer, "backend_tokenizer", None)  # None: a tokenizer written in Python
@@ -67,13 +67,20 @@ class ChatRenderer:
         self._control_pattern = re.compile("|".join(map(re.escape, words))) if words else None
         self._hidden_pattern = re.compile("|".join([_PLACEHOLDER_PATTERN.pattern, *map(re.escape, words)]))
         self._control_ids = frozenset(self._control.values())
-        if self._tokenizer.eos_token_id is None:
-            raise ValueError(f"{directory}: the tokenizer names no eos_token; set it in tokenizer_config.json")
-        self.eos_id: int = self._tokenizer.eos_token_id
-        self.stop_ids: tuple[int, ...] = tuple(sorted({self.eos_id, *_generation_stops(Path(directory))}))
-        self.vocab_size: int = len(self._tokenizer)
+        written, named = self._end_of_turn(), self._tokenizer.eos_token_id
+        if written is None and named is None:
+            raise ValueError(
+                f"{directory}: the tokenizer names no eos_token, and the chat template writes no control token after an "
+                "assistant's turn; set eos_token in tokenizer_config.json"
+            )
+        # A base model's eos_token often differs from the end that its chat template writes: a completion stops at both.
+        self.eos_id: int = named if written is None else self._control[written]
+        others = {*_generation_stops(Path(directory)), *([] if named is None else [named])} - {self.eos_id}
+        self.stop_ids: tuple[int, ...] = (self.eos_id, *sorted(others))
+        self._has_written_end = written is not None
+        self.vocab_size: int = 1 + max(self._tokenizer.get_vocab().values())  # ids may have gaps
         # A team's prompts repeat instructions, problems and the template's words.
-        self._encode_text = lru_cache(_LATEST_TEXTS)(self._encoded)
+        self._encode_text = functools.lru_cache(_LATEST_TEXTS)(self._encoded)
 
     def render(
         self, messages: Sequence[Turn], tools: Sequence[Any] = (), /, **template_options: bool | str
@@ -140,6 +147,42 @@ class ChatRenderer:
         after = "".join(parts).partition(_ANSWER)[2]
         ends = [after.index(word) for word, index in self._control.items() if index in self.stop_ids and word in after]
         return after[: min(ends, default=None)]
+
+    @property
+    def ends(self) -> str:
+        """The tokens that end a completion, in words: first that of a turn."""
+        end, *others = (f"{self._text([i])} ({i})" for i in self.stop_ids)
+        source = "as the chat template writes" if self._has_written_end else "eos_token: the chat template writes none"
+        also = f"; {', '.join(others)} {'also stops' if len(others) == 1 else 'also stop'} it" if others else ""
+        return f"{end}, {source}{also}"
+
+    def _end_of_turn(self) -> str | None:
+        """The control token that the chat template writes after an assistant's turn; None: it writes none there.
+
+        A template may close a turn only when another one follows. There, a token that opens turns is no end.
+        """
+        asked, answer = {"role": "user", "content": _ASKED}, {"role": "assistant", "content": _ANSWER}
+        end = self._first_control(self._probed(asked, answer).partition(_ANSWER)[2])
+        if end is not None:
+            return end
+        before, _, rest = self._probed(asked, answer, asked).partition(_ASKED)
+        between, _, after = rest.partition(_ANSWER)
+        opening = self._probed(asked, prompts=True).removeprefix(self._probed(asked))
+        end = self._first_control(after)
+        is_opener = end is not None and (end in opening or (end in before and end != self._first_control(between)))
+        return None if is_opener else end
+
+    def _probed(self, *turns: Mapping[str, str], prompts: bool = False) -> str:
+        """The text of a chat that is no prompt; "" if the template refuses it."""
+        try:
+            return str(self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=prompts))
+        except TemplateError:
+            return ""
+
+    def _first_control(self, text: str) -> str | None:
+        """The control token with which a text begins, white space aside."""
+        match = self._control_pattern.match(text.lstrip()) if self._control_pattern else None
+        return None if match is None else match[0]
 
     def _hidden(self, value: Any, words: list[str]) -> Any:
         """The value as JSON with placeholders for the control words in it, which are put behind `words`."""
@@ -266,12 +309,38 @@ class ChatRenderer:
         A control word that a content spells in ordinary tokens is broken by a zero-width space: a server that tokenises the text
         would otherwise see the control token that `render` prevented.
         """
-        shown = ""
-        for is_control, run in itertools.groupby((int(i) for i in ids), self._control_ids.__contains__):
-            text = self._text(list(run))
+        shown, last = "", list[int]()
+        for is_control, group in itertools.groupby((int(i) for i in ids), self._control_ids.__contains__):
+            run = list(group)
+            text, within = self._text(run), self._text([*last, *run])[len(self._text(last)) :]
+            # SentencePiece's decoders drop the first space, which may be the template's, or one that encoding has put there.
+            if text != within and self.completion_ids(within).tolist() == run:
+                text = within
             parts = [text] if is_control else [part for part in self._break_controls(text) if part is not None]
             shown += "\u200b".join(parts)
+            last = run[-1:]
         return shown
+
+    def without_first(self, ids: IntArray) -> IntArray:
+        """A prompt without the tokens (BOS) at its start that the tokenizer puts before every text unless told not to."""
+        first, _ = self._put_around
+        return ids[len(first) :] if ids[: len(first)].tolist() == first else ids
+
+    def added_to_text(self) -> str:
+        """The tokens that the tokenizer adds to a prompt given as text `without_first`, and the chat template does not write."""
+        first, last = self._put_around
+        prompt = self._probed({"role": "user", "content": _ASKED}, prompts=True)
+        return self._text(last if prompt.startswith(self._text(first)) else first + last)
+
+    @functools.cached_property
+    def _put_around(self) -> tuple[list[int], list[int]]:
+        """(ids before, ids behind) every text that the tokenizer encodes by itself."""
+        bare, whole = (
+            list(self._tokenizer("7", add_special_tokens=adds, split_special_tokens=True)["input_ids"])
+            for adds in (False, True)
+        )
+        start = next(i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
+        return whole[:start], whole[start + len(bare) :]
 
     def why_other_tokens(self, other: ChatRenderer) -> str:
         """A token that has another id in the other's vocabulary, in words; "" where all are the same."""
@@ -351,16 +420,29 @@ def _settled(text: str) -> str:
 
 
 def load_tokenizer(directory: Path) -> Any:
-    """AutoTokenizer's tokenizer of the directory; without its import, 5 s, where no class of a model's own is named."""
-    config = directory / "tokenizer_config.json"
-    if config.is_file() and _NO_CLASS.search(config.read_text("utf-8")):
+    """The tokenizer of a directory: tokenizer.json as it stands, whatever class tokenizer_config.json names.
+
+    transformers rebuilds a Llama class from the vocabulary alone, which loses the white space of byte-level ones. Without
+    tokenizer.json, AutoTokenizer's. Raises ValueError: that one changes a text.
+    """
+    if (directory / "tokenizer.json").is_file():
         from transformers import PreTrainedTokenizerFast
 
-        return PreTrainedTokenizerFast.from_pretrained(str(directory))
+        found = PreTrainedTokenizerFast.from_pretrained(str(directory))
+        found.backend_tokenizer.no_truncation()  # a file may ask for either
+        found.backend_tokenizer.no_padding()
+        return found
     from transformers import AutoTokenizer
 
     # not that of mistral_common, which reads tekken.json and has no chat template that could be rendered here
-    return AutoTokenizer.from_pretrained(str(directory), mistral_format=False)
+    found = AutoTokenizer.from_pretrained(str(directory), mistral_format=False)
+    again = found.decode(found.encode(_PROBE, add_special_tokens=False), clean_up_tokenization_spaces=False)
+    if again != _PROBE:
+        raise ValueError(
+            f"{directory}: {type(found).__name__}, made without tokenizer.json, reads {_PROBE!r} as {again!r}; expected the same "
+            "text: add the model's tokenizer.json"
+        )
+    return found
 
 
 def _generation_stops(directory: Path) -> list[int]:

@@ -31,6 +31,42 @@ CONTENTS = [
 ]
 
 
+ENDS = {
+    "ChatML": ("{o}user\n{c}{e}\n", "{o}assistant\n{c}{e}\n", "{o}assistant\n", "{e}"),
+    "ChatML, default system": ("{s}{o}user\n{c}{e}\n", "{o}assistant\n{c}{e}\n", "{o}assistant\n", "{e}"),
+    "spaces before it": ("<|reserved_0|>{c}<|reserved_1|>", " {c} \n{e}", "", "{e}"),
+    "eos_token": ("[INST]{c}[/INST]", "{c}{x}", "", "{x}"),
+    "another for users": ("{o}{c}<|reserved_0|>", "{o}{c}{e}", "{o}", "{e}"),
+    "only before a turn": ("{o}user\n{c}{b}\n", "{o}assistant\n{c}{b}\n", "{o}assistant\n", "{e}"),
+    "only before a turn, default system": ("{s}{o}user\n{c}{b}", "{o}assistant\n{c}{b}", "{o}assistant\n", "{e}"),
+    "only the assistant's, before a turn": ("<|reserved_0|>{c}", "<|reserved_1|>{c}{b}", "<|reserved_1|>", "{e}"),
+    "none, but openers": ("<|reserved_0|>{c}", "<|reserved_1|>{c}", "<|reserved_1|>", None),
+    "none, but one opener": ("{o}user\n{c}\n", "{o}assistant\n{c}\n", "{o}assistant\n", None),
+    "none, but words": ("User: {c}\n", "Assistant: {c}\n", "Assistant:", None),
+    "none": ("{c}", "{c}", "", None),
+}
+"""Templates of a user's and an assistant's turn, the prompt for one, and the end of it. {o} <|im_start|>, {e} <|im_end|>,
+{x} eos_token, {c} the content, {s} a system turn before the first, {b} {e} unless the turn is the last."""
+
+
+def base_model(folder: Path, kind: str = "ChatML") -> Path:
+    """A directory whose eos_token, config and generation_config say <|endoftext|>, whatever ends its template's turns."""
+    write_byte_tokenizer(folder)
+    config = folder / "tokenizer_config.json"
+    config.write_text(config.read_text().replace('"eos_token": "<|im_end|>"', '"eos_token": "<|endoftext|>"'))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": 256}))
+    words = {"{o}": "<|im_start|>", "{e}": "<|im_end|>", "{x}": "{{ eos_token }}", "{c}": "{{ m['content'] }}"}
+    words["{b}"] = "{% if not loop.last %}<|im_end|>{% endif %}"
+    words["{s}"] = "{% if loop.first %}<|im_start|>system\nbe brief<|im_end|>\n{% endif %}"
+    user, assistant, prompt, _ = ENDS[kind]
+    turns = f"{{% if m['role'] == 'assistant' %}}{assistant}{{% else %}}{user}{{% endif %}}"
+    whole = f"{{% for m in messages %}}{turns}{{% endfor %}}{{% if add_generation_prompt %}}{prompt}{{% endif %}}"
+    for word, text in words.items():
+        whole = whole.replace(word, text)
+    (folder / "chat_template.jinja").write_text(whole)
+    return folder
+
+
 @pytest.fixture(scope="module")
 def chain(tmp_path_factory: pytest.TempPathFactory) -> ChatRenderer:
     directory = tmp_path_factory.mktemp("chain")
@@ -272,3 +308,120 @@ def test_the_pieces_of_mistrals_tokens_are_together_the_text(mistral: Path, text
     ids = renderer.completion_ids(text)
     pieces = renderer.pieces(ids)
     assert "".join(pieces) == renderer.decode(ids) == text and len(pieces) == len(ids)
+
+
+@pytest.mark.parametrize("kind", ENDS)
+def test_the_end_that_a_template_writes_ends_a_turn(kind: str, tmp_path: Path) -> None:
+    renderer = ChatRenderer(base_model(tmp_path, kind))
+    eos, end = 256, 258
+    written = ENDS[kind][3]
+    assert renderer.eos_id == (end if written == "{e}" else eos)
+    assert set(renderer.stop_ids) == {eos, renderer.eos_id} and renderer.stop_ids[0] == renderer.eos_id
+    first = "<|im_end|> (258), as the chat template writes; <|endoftext|> (256) also stops it"
+    alone = "as the chat template writes" if written else "eos_token: the chat template writes none"
+    assert renderer.ends == (first if written == "{e}" else f"<|endoftext|> (256), {alone}")
+
+
+@pytest.mark.parametrize("end", ["<|im_end|>", "<|endoftext|>"])
+def test_a_base_model_s_turn_is_followed_as_its_template_does(end: str, tmp_path: Path) -> None:
+    renderer = ChatRenderer(base_model(tmp_path))
+    said = np.append(renderer.completion_ids("7"), renderer.encode_trusted(end))
+    assert renderer.decode(said) == "7"
+    assert (
+        renderer.prompt_text(renderer.next_turn([MORE]))
+        == "\n<|im_start|>user\nand 5?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert renderer.turn_text({"role": "assistant"}) == ""
+
+
+def test_a_base_model_needs_no_eos_token(tmp_path: Path) -> None:
+    config = base_model(tmp_path) / "tokenizer_config.json"
+    named = json.loads(config.read_text())
+    config.write_text(json.dumps({key: value for key, value in named.items() if key != "eos_token"}))
+    assert ChatRenderer(tmp_path).stop_ids == (258, 256)
+    base_model(tmp_path, "none")
+    config.write_text(json.dumps({key: value for key, value in named.items() if key != "eos_token"}))
+    with pytest.raises(ValueError, match="names no eos_token, and the chat template writes no control token after"):
+        ChatRenderer(tmp_path)
+
+
+SPACED = "def f(x):\n\treturn  x ** 2  # 2024 ☃ ünï\n\n\n    f(7)\r\n  "
+
+
+@pytest.mark.parametrize(
+    ("named", "model_type"),
+    [
+        ("LlamaTokenizer", "llama"),
+        ("LlamaTokenizerFast", "qwen3"),
+        ("LlamaTokenizerFast", None),
+        ("Qwen2Tokenizer", "qwen2"),
+        ("GPT2TokenizerFast", "llama"),
+    ],
+)
+def test_tokenizer_json_is_read_whatever_class_is_named(named: str, model_type: str | None, tmp_path: Path) -> None:
+    folder = published("llama", tmp_path)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config |= {"tokenizer_class": named, "add_prefix_space": True}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    if model_type:
+        (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    renderer, library = ChatRenderer(folder), Tokenizer.from_file(str(folder / "tokenizer.json"))
+    ids = renderer.completion_ids(SPACED)
+    assert ids.tolist() == library.encode(SPACED, add_special_tokens=False).ids
+    assert renderer.decode(ids) == SPACED
+    prompt, text = renderer.render([Message("user", f"a{SPACED}b")])
+    assert prompt.tolist() == library.encode(text, add_special_tokens=False).ids
+
+
+def test_a_cut_or_padding_in_tokenizer_json_is_not_applied(tmp_path: Path) -> None:
+    write_byte_tokenizer(tmp_path)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    tokenizer.enable_truncation(8)
+    tokenizer.enable_padding(length=16, pad_id=256, pad_token="<|endoftext|>")
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    for text in ("7", SPACED):
+        assert ChatRenderer(tmp_path).completion_ids(text).tolist() == list(text.encode())
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+def test_a_tokenizer_that_loses_text_is_refused(model_type: str, tmp_path: Path) -> None:
+    folder = published("llama", tmp_path)
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    whole = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "vocab.json").write_text(json.dumps(whole["model"]["vocab"]))
+    (folder / "tokenizer.json").unlink()
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"tokenizer_class": "LlamaTokenizer"}))
+    with pytest.raises(ValueError, match=r"LlamaTokenizer, made without tokenizer.json, reads 'def .* add the model's"):
+        ChatRenderer(folder)
+
+
+def test_ids_above_a_gap_count_as_vocabulary(tmp_path: Path) -> None:
+    write_byte_tokenizer(tmp_path)
+    whole = json.loads((tmp_path / "tokenizer.json").read_text())
+    whole["model"]["vocab"]["beyond"] = 400
+    (tmp_path / "tokenizer.json").write_text(json.dumps(whole))
+    assert ChatRenderer(tmp_path).vocab_size == 401
+
+
+@pytest.mark.parametrize("kind", ["llama", *SPACES])
+def test_a_server_makes_the_prompt_s_tokens_of_its_text(kind: str, tmp_path: Path) -> None:
+    """Servers add BOS to a text, as tokenizers do by default."""
+    folder = published(kind, tmp_path)
+    renderer, server = ChatRenderer(folder), PreTrainedTokenizerFast.from_pretrained(str(folder))
+    for chat in ([ASK], [SYSTEM, ASK, SAID, MORE], [Message("user", "  a\n  b")]):
+        ids, text = renderer.render(chat)
+        assert server.encode(text) != ids.tolist()  # two BOS
+        assert server.encode(renderer.prompt_text(renderer.without_first(ids))) == ids.tolist()
+    assert renderer.added_to_text() == ""
+
+
+def test_what_a_server_adds_beyond_the_template_is_named(tmp_path: Path) -> None:
+    folder = published(SPACES[0], tmp_path)
+    template = folder / "chat_template.jinja"
+    template.write_text(template.read_text().replace("{{- bos_token }}", ""))
+    renderer = ChatRenderer(folder)
+    ids, _ = renderer.render([ASK])
+    assert renderer.added_to_text() == "<s>" and renderer.without_first(ids).tolist() == ids.tolist()
+    write_byte_tokenizer(tmp_path / "bytes")
+    assert ChatRenderer(tmp_path / "bytes").added_to_text() == ""

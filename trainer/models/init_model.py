@@ -79,7 +79,7 @@ def init_model(
 
 
 def _write_tokenizer(tokenizer: str | Path, out: Path) -> tuple[int, int, int]:
-    """(vocabulary size, end token id, padding token id)."""
+    """(ids that the vocabulary needs, gaps included; end token id; padding token id)."""
     if tokenizer == "bytes":
         write_byte_tokenizer(out)
     elif tokenizer in TOKENIZERS:
@@ -94,7 +94,7 @@ def _write_tokenizer(tokenizer: str | Path, out: Path) -> tuple[int, int, int]:
     if loaded.eos_token_id is None:
         raise ValueError(f"init: the tokenizer of {tokenizer} names no eos_token; set it in tokenizer_config.json")
     pad_id = loaded.pad_token_id if loaded.pad_token_id is not None else loaded.eos_token_id
-    return len(loaded), int(loaded.eos_token_id), int(pad_id)
+    return 1 + max(loaded.get_vocab().values()), int(loaded.eos_token_id), int(pad_id)
 
 
 def _weights(shape: ModelShape, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
