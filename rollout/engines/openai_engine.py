@@ -124,10 +124,9 @@ class OpenAIEngine(Engine):
 
     def _body(self, request: DecodeRequest) -> bytes:
         sampling = request.sampling
-        ids, sends_tokens = request.token_ids, self._options.prompt == "tokens"
         body: dict[str, Any] = {
             "model": self._options.model,
-            "prompt": ids.tolist() if sends_tokens else self._renderer.prompt_text(ids),
+            "prompt": request.token_ids.tolist(),
             "max_tokens": request.max_new_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
@@ -138,6 +137,12 @@ class OpenAIEngine(Engine):
         }
         if sampling.top_k > 0:
             body["top_k"] = sampling.top_k  # not OpenAI's, but open servers know it
+        if self._options.prompt == "tokens":
+            # Open servers leave special tokens out of the text in which they look for `stop`.
+            body["stop_token_ids"] = list(sampling.stop_token_ids)
+        else:
+            # The server's tokenizer adds the first tokens (BOS) to a text: sent too, they would be doubled.
+            body["prompt"] = self._renderer.prompt_text(self._renderer.without_first(request.token_ids))
         return json.dumps(body).encode()
 
     def _completion(self, request: DecodeRequest, answer: bytes) -> DecodeResult:

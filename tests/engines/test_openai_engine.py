@@ -8,11 +8,15 @@ import numpy as np
 import pytest
 from completions_server import completions_server
 from engine_cases import generate, pool_of
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 
+from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.config import OpenAIOptions
 from marsrl.rollout.engines.openai_engine import OpenAIEngine
 from marsrl.rollout.engines.protocol import DecodeRequest, Sampling
 from marsrl.rollout.types import Finish, Message
+from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
 
 
 @pytest.fixture
@@ -77,6 +81,29 @@ def test_half_of_an_emoji_is_a_question_mark_and_nothing_else_of_an_answer_is_lo
 def test_tokens_are_sent_where_the_server_has_the_tokenizer(ask, renderer):
     _, server = ask(lambda handler, body, before: handler.complete("4"), prompt="tokens")
     assert server.bodies[0]["prompt"] == requests(renderer)[0].token_ids.tolist()
+    assert server.bodies[0]["stop_token_ids"] == list(renderer.stop_ids)
+
+
+def test_the_bos_that_a_server_adds_is_not_sent(tmp_path):
+    write_byte_tokenizer(tmp_path)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    begin = "<|reserved_0|>"
+    tokenizer.post_processor = TemplateProcessing(single=f"{begin} $A", special_tokens=[(begin, 261)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    template = tmp_path / "chat_template.jinja"
+    template.write_text(begin + template.read_text())
+    renderer = ChatRenderer(tmp_path)
+    (request,) = requests(renderer)
+    assert request.token_ids[0] == 261
+    for prompt in ("text", "tokens"):
+        with completions_server(lambda handler, body, before: handler.complete("4")) as server:
+            options = OpenAIOptions(base_url=server.base_url, model="judge", prompt=prompt)
+            engine = OpenAIEngine(options, renderer)
+            generate(pool_of(engine), [request], version=0)
+            engine.close()
+        sent = server.bodies[0]["prompt"]
+        read = tokenizer.encode(sent).ids if prompt == "text" else sent
+        assert read == request.token_ids.tolist() and ("stop_token_ids" in server.bodies[0]) == (prompt == "tokens")
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])

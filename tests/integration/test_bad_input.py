@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 from small_run import MAIN
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
 from torch import Tensor, cuda
 
 from marsrl.trainer.config.read import read_config
@@ -224,6 +226,19 @@ def test_a_server_s_key_that_is_not_set_is_refused_by_the_rank_that_asks(tmp_pat
     assert main(words) == 0
 
 
+def test_a_bos_that_only_the_server_would_add_is_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = init_model("tiny", "bytes", tmp_path / "model")
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    begin = "<|reserved_0|>"
+    tokenizer.post_processor = TemplateProcessing(single=f"{begin} $A", special_tokens=[(begin, 261)])
+    tokenizer.save(str(model / "tokenizer.json"))
+    words = ["--dry-run", SERVED.replace("/nowhere", str(model)), "judge={policy: judge}"]
+    said = f"policies.judge.openai.prompt is text, to which a server's tokenizer adds {begin}, which the chat template"
+    for more, is_warned in ([], True), (["policies.judge.openai.prompt=tokens"], False):
+        assert main([*words, *more]) == 0
+        assert (f"warning: {said}" in capsys.readouterr().out) == is_warned
+
+
 def test_what_is_wrong_with_the_data_is_counted_and_placed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = init_model("tiny", "bytes", tmp_path / "model")
     rows = [("2+2", "4"), ("1+1", "2"), ("1+1", "3"), ("1+1", "2"), ("long " * 500, "1")]
@@ -259,7 +274,9 @@ def test_a_dry_run_says_what_becomes_of_the_run(
         assert main([*words, *more]) == 0
         return capsys.readouterr().out
 
-    assert f"run: a new one, {tmp_path}/cpu_default-<UTC time>\n" in told()
+    out = told()
+    assert f"run: a new one, {tmp_path}/cpu_default-<UTC time>\n" in out
+    assert "a turn of policies.main ends with <|end|> (4), as the chat template writes\n" in out
     assert f"run: a new one, {tmp_path}/mine\n" in told("run.name=mine")
     run = RunDirectory.create(tmp_path, "mine", "p")
     run.write_config(with_backend(read_config(None, [])[0], on_gpus=False).model_dump(mode="json"))

@@ -23,9 +23,11 @@ from marsrl.rollout.agents.roles import Role
 from marsrl.rollout.types import Message
 from marsrl.trainer.commands import cli
 from marsrl.trainer.config.read import read_config
+from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
 from marsrl.trainer.models.init_model import init_model
 from marsrl.trainer.report.metrics import read_metrics
 from marsrl.trainer.supervised.demonstrations import Demonstrations, read_demonstrations
+from marsrl.trainer.supervised.imitation import DemonstrationTokens
 
 SENTENCES = ("seven is odd", "eight is even", "nine is odd", "ten is even")
 WORDS = (
@@ -77,7 +79,9 @@ def test_the_loss_falls_and_a_run_that_goes_on_equals_an_unbroken_one(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["sft", *words, "run.name=whole"]) == 0
-    assert capsys.readouterr().out.splitlines().count("policies.main.model=runs/whole/hf") == 1
+    out = capsys.readouterr().out.splitlines()
+    assert out.count("policies.main.model=runs/whole/hf") == 1
+    assert out[1] == "a turn of policies.main ends with <|im_end|> (258), as the chat template writes"
     rows = losses(Path("runs/whole"))
     assert list(rows) == list(range(10))  # 12 of 16, 4 a step, 3 epochs
     held_out = {step: row["sft/held_out/loss"] for step, row in rows.items() if "sft/held_out/loss" in row}
@@ -202,6 +206,18 @@ def test_the_prompt_is_what_the_agent_would_be_asked_and_the_rest_is_imitated(
         assert np.array_equal(sequence.prompt_ids, prompt) and sequence.is_sampled.all()
         assert renderer.decode(sequence.token_ids) == completion and sequence.token_ids[-1] == renderer.eos_id
         assert sequence.advantage == 1 and sequence.token_advantages is None
+
+
+def test_the_end_of_the_template_is_imitated_not_eos_token(tmp_path: Path) -> None:
+    write_byte_tokenizer(tmp_path)
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(config.read_text().replace('"eos_token": "<|im_end|>"', '"eos_token": "<|endoftext|>"'))
+    renderer = ChatRenderer(tmp_path)
+    assert renderer.tokenizer.eos_token_id == 256
+    sequence = DemonstrationTokens(renderer).sequence([Message("user", "2 + 2?")], "4", 0)
+    chat = [Message("user", "2 + 2?"), Message("assistant", "4"), Message("user", "")]
+    tokens = [*sequence.prompt_ids, *sequence.token_ids]
+    assert tokens == renderer.render(chat)[0][: len(tokens)].tolist() and tokens[-1] == 258
 
 
 def test_the_options_of_the_agents_template_hold(read: Read) -> None:

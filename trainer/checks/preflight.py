@@ -63,8 +63,9 @@ _LOOKED_AT = 64  # prompts of a team's first agent that are checked, if all fit
 class Checked:
     """Settings that are consistent with each other and with the files on disk. `task` has already read its problems.
 
-    plan: the arithmetic of a step, as text. placement: the rank or engine of each GPU, as text. warnings: likely mistakes that
-    are no errors. curators: policies used only by `marsrl curate`, not by runs.
+    plan: the arithmetic of a step, as text. placement: the rank or engine of each GPU, as text. ends: by policy, the tokens that
+    end its completions, as text. warnings: likely mistakes that are no errors. curators: policies used only by `marsrl curate`,
+    not by runs.
     """
 
     config: RunConfig
@@ -73,6 +74,7 @@ class Checked:
     problems: RunProblems
     host: TrainerHost
     placement: tuple[str, ...]
+    ends: Mapping[str, str]
     warnings: tuple[str, ...] = ()
     curators: Mapping[str, PolicyConfig] = field(default_factory=dict)
 
@@ -95,6 +97,7 @@ class Checked:
         lines += [f"policies.{name}: asked by marsrl curate alone" for name in self.curators]
         device = engines_device(self.host)
         lines += [f"policies.{name}: {who_draws(vllm, device)}" for name, vllm in vllm_of(self.config).items()]
+        lines += [f"a turn of policies.{name} ends with {ends}" for name, ends in self.ends.items()]
         return config + "\n".join([*lines, *(f"warning: {warning}" for warning in self.warnings)])
 
 
@@ -157,7 +160,8 @@ def preflight(
     _check_templates(config)
     warnings += _check_first_prompts(config, task, orchestration, functions, len(problems.train) if trains else 0)
     placement = tuple(placement_lines(config, host, world_size))
-    return Checked(config, plan, task, problems, host, placement, tuple(warnings), curators)
+    ends = {name: _renderer(config, name).ends for name in config.policies if name not in config.teachers}
+    return Checked(config, plan, task, problems, host, placement, ends, tuple(warnings), curators)
 
 
 def _of_the_other_engine(config: RunConfig) -> list[str]:
@@ -180,7 +184,12 @@ def _checked_policy(config: RunConfig, name: str, world_size: int, *, trains: bo
     policy, asked, warnings = config.policies[name], config, list[str]()
     longest_sequence(config, name)  # otherwise no agent has the policy
     if policy.openai is not None:  # the directory is for the tokenizer only; the maximum length is the server's
-        ChatRenderer(str(policy.model))
+        added = ChatRenderer(str(policy.model)).added_to_text()
+        if policy.openai.prompt == "text" and added:
+            warnings.append(
+                f"policies.{name}.openai.prompt is text, to which a server's tokenizer adds {added}, which the chat template of "
+                f"policies.{name}.model does not write; set prompt=tokens if the server takes token ids"
+            )
         if int(os.environ.get("RANK", "0")) == 0:  # it alone asks the server
             check_installed(f"policies.{name}.openai", "httpx", extra="openai")
             if policy.openai.api_key_env is not None:

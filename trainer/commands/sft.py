@@ -51,7 +51,7 @@ def sft(config_file: str | None, settings: Sequence[str]) -> int:
     is_first, directory, launcher = int(os.environ.get("RANK", "0")) == 0, None, os.getppid()
     config, origin = read_config(config_file, settings)
     with origin.places_in_errors():
-        found = _checked(config)
+        found, ends = _checked(config)
         if is_first:
             directory = RunDirectory.create(config.run.dir, config.run.name, f"sft-{origin.name}", config.run.resume)
             lock = RunLock(directory)  # held until this function returns
@@ -60,9 +60,8 @@ def sft(config_file: str | None, settings: Sequence[str]) -> int:
                 _refuse_other(directory, config, fingerprint)
             directory.write_config(config.model_dump(mode="json"), made_of=str(origin))
             directory.keep_data(fingerprint)
-            print(
-                f"# settings: {origin}", *([f"warning: {lock.warning}"] if lock.warning else []), sep="\n", flush=True
-            )
+            warnings = [f"warning: {lock.warning}"] if lock.warning else []
+            print(f"# settings: {origin}", *ends, *warnings, sep="\n", flush=True)
     quiet_libraries()
     try:
         with ExitStack() as stack:
@@ -96,8 +95,8 @@ def sft(config_file: str | None, settings: Sequence[str]) -> int:
     return 0
 
 
-def _checked(config: RunConfig) -> Demonstrations:
-    """The demonstrations, of models and layouts that can be trained."""
+def _checked(config: RunConfig) -> tuple[Demonstrations, list[str]]:
+    """(the demonstrations, of models and layouts that can be trained; the end of a turn of each policy, as text)."""
     if (reason := why_not_device(config.run.device)) is not None:
         raise ConfigError(f"run.device is {config.run.device}: {reason}")
     file = config.data.demonstrations
@@ -113,7 +112,8 @@ def _checked(config: RunConfig) -> Demonstrations:
         check_trainable(config, name, shape, int(os.environ.get("WORLD_SIZE", "1")))
         renderers[name] = ChatRenderer(policy.model)
         longest[name] = min(shape.max_positions, config.trainer.max_tokens_per_micro_batch)
-    return read_demonstrations(Path(file), config, renderers, longest)
+    ends = [f"a turn of policies.{name} ends with {renderer.ends}" for name, renderer in renderers.items()]
+    return read_demonstrations(Path(file), config, renderers, longest), ends
 
 
 def _refuse_other(directory: RunDirectory, config: RunConfig, fingerprint: Mapping[str, object]) -> None:
