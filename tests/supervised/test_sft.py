@@ -105,6 +105,19 @@ def test_the_loss_falls_and_a_run_that_goes_on_equals_an_unbroken_one(
     assert "policies.main.model=runs/killed/hf" in capsys.readouterr().out
 
 
+def test_a_base_model_s_files_name_the_end_that_was_trained(words: list[str]) -> None:
+    config = Path("model/tokenizer_config.json")
+    config.write_text(config.read_text().replace('"eos_token": "<|im_end|>"', '"eos_token": "<|endoftext|>"'))
+    ends = Path("model/generation_config.json")
+    before = {**json.loads(ends.read_text()), "eos_token_id": 256}
+    ends.write_text(json.dumps(before))
+    assert cli.main(["sft", *words, "sft.epochs=1", "run.name=base"]) == 0
+    after = json.loads(Path("runs/base/hf/generation_config.json").read_text())
+    assert after == {**before, "eos_token_id": [258, 256]}
+    assert cli.main(["export", "runs/base", "exported"]) == 0
+    assert json.loads(Path("exported/generation_config.json").read_text()) == after
+
+
 def test_an_adapter_becomes_a_peft_directory_that_training_goes_on_from(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

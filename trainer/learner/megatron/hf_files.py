@@ -13,6 +13,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.model_shape import ModelShape, weight_files
 from marsrl.rollout.weights.files import WeightFiles, write_files
 from marsrl.trainer.learner.megatron.mapping import Unit, hf_shapes, hf_span, join, units
@@ -99,7 +100,8 @@ def copy_frame(source: Path, folder: Path) -> None:
 def write_hf(folder: Path, tensors: Iterable[tuple[str, Tensor]], frame: Path, shard_bytes: int = SHARD_BYTES) -> int:
     """Write a Hugging Face directory and return the bytes of its tensors; it appears under its name when complete.
 
-    At most shard_bytes of tensors (or one tensor) are held at a time. config.json names the dtype that was written.
+    At most shard_bytes of tensors (or one tensor) are held at a time. config.json names the dtype that was written, and
+    generation_config.json the token that the chat template ends turns with.
 
     tensors: (Hugging Face name, CPU tensor). frame: directory with config.json and the tokenizer.
     """
@@ -107,6 +109,8 @@ def write_hf(folder: Path, tensors: Iterable[tuple[str, Tensor]], frame: Path, s
         num_bytes = write_files(part, tensors, shard_bytes)
         copy_frame(frame, part)
         _name_dtype(part)
+        if (part / "tokenizer.json").is_file():
+            _name_ends(part)
     return num_bytes
 
 
@@ -127,6 +131,16 @@ def made_whole(folder: Path) -> Iterator[Path]:
         sync(folder.parent)
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+def _name_ends(folder: Path) -> None:
+    """A base model's files name eos_token alone: transformers and vLLM would run past the end that was trained."""
+    renderer, path = ChatRenderer(folder), folder / "generation_config.json"
+    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    named = config.get("eos_token_id")
+    if renderer.eos_id not in (renderer.tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])):
+        config["eos_token_id"] = list(renderer.stop_ids)
+        path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _name_dtype(folder: Path) -> None:
