@@ -143,7 +143,8 @@ class AgentConfig(Settings):
     max_response_tokens: Tokens | None = None
     """of this agent's completions; default and at most: rollout.max_response_tokens"""
     stop: list[Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]] = Field(default_factory=list, max_length=4)
-    """texts that end a completion, as part of it, beside the end token (`</search>`); engines of ours"""
+    """texts that end a completion, as part of it (`</search>`), beside the chat template's end of a turn, eos_token and those of
+    generation_config.json; engines of ours"""
     tools: list[str] = Field(default_factory=list)
     """names under `tools` that the agent calls by its chat template (docs/tools.md)"""
     max_tool_turns: Count = 8
@@ -234,7 +235,8 @@ class OpenAIOptions(Settings):
     api_key_env: VariableName | None = None
     """environment variable that holds the key; never the key itself"""
     prompt: Literal["text", "tokens"] = "text"
-    """tokens: send ids, for a server that has the tokenizer of policies.<name>.model"""
+    """text: for any server, without the first token (BOS) that its tokenizer adds; tokens: ids, and the ends of a turn as
+    stop_token_ids, for a server that has the tokenizer of policies.<name>.model (docs/frozen_policies.md)"""
     concurrency: Ranks = Field(32, description="requests under way at once")
     timeout_s: Seconds = Field(600.0, description="one attempt at one request, from connection to last byte")
     retries: CountOr0 = Field(5, description="further attempts after 429, 5xx, or a failed connection")

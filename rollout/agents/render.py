@@ -44,7 +44,8 @@ class ChatRenderer:
     Deterministic; between calls it keeps only the ids of the latest texts.
 
     eos_id: ends an assistant's turn: the control token that the chat template writes there, or else eos_token. stop_ids: eos_id
-    first, then other ends of a completion: eos_token and those of generation_config.json.
+    first, then other ends of a completion: eos_token and those of generation_config.json. names_end: these have eos_id, so other
+    programs stop there too.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -75,8 +76,9 @@ class ChatRenderer:
             )
         # A base model's eos_token often differs from the end that its chat template writes: a completion stops at both.
         self.eos_id: int = named if written is None else self._control[written]
-        others = {*_generation_stops(Path(directory)), *([] if named is None else [named])} - {self.eos_id}
-        self.stop_ids: tuple[int, ...] = (self.eos_id, *sorted(others))
+        told = {*_generation_stops(Path(directory)), *([] if named is None else [named])}
+        self.stop_ids: tuple[int, ...] = (self.eos_id, *sorted(told - {self.eos_id}))
+        self.names_end = self.eos_id in told
         self._has_written_end = written is not None
         self.vocab_size: int = 1 + max(self._tokenizer.get_vocab().values())  # ids may have gaps
         # A team's prompts repeat instructions, problems and the template's words.
@@ -326,11 +328,18 @@ class ChatRenderer:
         first, _ = self._put_around
         return ids[len(first) :] if ids[: len(first)].tolist() == first else ids
 
-    def added_to_text(self) -> str:
-        """The tokens that the tokenizer adds to a prompt given as text `without_first`, and the chat template does not write."""
+    def why_not_text(self) -> list[str]:
+        """Reasons why a server that is sent prompts as text `without_first` reads or ends them as an engine of ours would not."""
         first, last = self._put_around
         prompt = self._probed({"role": "user", "content": _ASKED}, prompts=True)
-        return self._text(last if prompt.startswith(self._text(first)) else first + last)
+        added = self._text(last if prompt.startswith(self._text(first)) else first + last)
+        reasons = [f"a server's tokenizer adds {added} to it, which the chat template does not write"] if added else []
+        if not self.names_end:
+            reasons.append(
+                f"a server may not stop at {self._text([self.eos_id])}, with which the chat template ends turns: neither "
+                "eos_token nor generation_config.json names it"
+            )
+        return reasons
 
     @functools.cached_property
     def _put_around(self) -> tuple[list[int], list[int]]:

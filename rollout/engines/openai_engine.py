@@ -50,7 +50,7 @@ class OpenAIEngine(Engine):
         self._options, self._renderer, self._texts = options, renderer, Texts(renderer.decode)
         self._max_model_len = max_model_len
         self._key = None if options.api_key_env is None else read_key(options.api_key_env, "openai.api_key_env")
-        self._stops = [renderer.prompt_text(np.asarray([i], np.int32)) for i in renderer.stop_ids][:_MOST_STOPS]
+        self._ends = [renderer.prompt_text(np.asarray([i], np.int32)) for i in renderer.stop_ids]
         self._threads = ThreadPoolExecutor(options.concurrency, thread_name_prefix="marsrl-openai")
         self._line = self._connect()
         self._lock = threading.Lock()
@@ -131,7 +131,7 @@ class OpenAIEngine(Engine):
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "seed": request.seed % (1 << 31),
-            "stop": self._stops,
+            "stop": [*sampling.stop, *self._ends][:_MOST_STOPS],
             "n": 1,
             "stream": False,
         }

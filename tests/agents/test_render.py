@@ -413,7 +413,7 @@ def test_a_server_makes_the_prompt_s_tokens_of_its_text(kind: str, tmp_path: Pat
         ids, text = renderer.render(chat)
         assert server.encode(text) != ids.tolist()  # two BOS
         assert server.encode(renderer.prompt_text(renderer.without_first(ids))) == ids.tolist()
-    assert renderer.added_to_text() == ""
+    assert renderer.why_not_text() == []
 
 
 def test_what_a_server_adds_beyond_the_template_is_named(tmp_path: Path) -> None:
@@ -422,6 +422,8 @@ def test_what_a_server_adds_beyond_the_template_is_named(tmp_path: Path) -> None
     template.write_text(template.read_text().replace("{{- bos_token }}", ""))
     renderer = ChatRenderer(folder)
     ids, _ = renderer.render([ASK])
-    assert renderer.added_to_text() == "<s>" and renderer.without_first(ids).tolist() == ids.tolist()
-    write_byte_tokenizer(tmp_path / "bytes")
-    assert ChatRenderer(tmp_path / "bytes").added_to_text() == ""
+    (reason,) = renderer.why_not_text()
+    assert reason == "a server's tokenizer adds <s> to it, which the chat template does not write"
+    assert renderer.without_first(ids).tolist() == ids.tolist()
+    (reason,) = ChatRenderer(base_model(tmp_path / "base")).why_not_text()
+    assert reason.startswith("a server may not stop at <|im_end|>, with which the chat template ends turns: neither")

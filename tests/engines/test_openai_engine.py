@@ -3,6 +3,7 @@
 import os
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -82,6 +83,16 @@ def test_tokens_are_sent_where_the_server_has_the_tokenizer(ask, renderer):
     _, server = ask(lambda handler, body, before: handler.complete("4"), prompt="tokens")
     assert server.bodies[0]["prompt"] == requests(renderer)[0].token_ids.tolist()
     assert server.bodies[0]["stop_token_ids"] == list(renderer.stop_ids)
+
+
+def test_a_program_s_stop_texts_are_sent_before_the_ends(renderer):
+    (request,) = requests(renderer)
+    request = replace(request, sampling=replace(request.sampling, stop=("</a>", "</b>", "</c>")))
+    with completions_server(lambda handler, body, before: handler.complete("4")) as server:
+        engine = OpenAIEngine(OpenAIOptions(base_url=server.base_url, model="judge"), renderer)
+        generate(pool_of(engine), [request], version=0)
+        engine.close()
+    assert server.bodies[0]["stop"] == ["</a>", "</b>", "</c>", "<|im_end|>"]
 
 
 def test_the_bos_that_a_server_adds_is_not_sent(tmp_path):

@@ -184,12 +184,10 @@ def _checked_policy(config: RunConfig, name: str, world_size: int, *, trains: bo
     policy, asked, warnings = config.policies[name], config, list[str]()
     longest_sequence(config, name)  # otherwise no agent has the policy
     if policy.openai is not None:  # the directory is for the tokenizer only; the maximum length is the server's
-        added = ChatRenderer(str(policy.model)).added_to_text()
-        if policy.openai.prompt == "text" and added:
-            warnings.append(
-                f"policies.{name}.openai.prompt is text, to which a server's tokenizer adds {added}, which the chat template of "
-                f"policies.{name}.model does not write; set prompt=tokens if the server takes token ids"
-            )
+        reasons = ChatRenderer(str(policy.model)).why_not_text()
+        if policy.openai.prompt == "text":
+            key = f"policies.{name}.openai.prompt"
+            warnings += [f"{key} is text, and {why}; set it to tokens if the server takes token ids" for why in reasons]
         if int(os.environ.get("RANK", "0")) == 0:  # it alone asks the server
             check_installed(f"policies.{name}.openai", "httpx", extra="openai")
             if policy.openai.api_key_env is not None:

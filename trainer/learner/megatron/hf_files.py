@@ -136,9 +136,8 @@ def made_whole(folder: Path) -> Iterator[Path]:
 def _name_ends(folder: Path) -> None:
     """A base model's files name eos_token alone: transformers and vLLM would run past the end that was trained."""
     renderer, path = ChatRenderer(folder), folder / "generation_config.json"
-    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    named = config.get("eos_token_id")
-    if renderer.eos_id not in (renderer.tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])):
+    if not renderer.names_end:
+        config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         config["eos_token_id"] = list(renderer.stop_ids)
         path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
