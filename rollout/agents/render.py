@@ -10,11 +10,11 @@ occurrence of a control string is cut in two before it is tokenised: same text, 
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -79,10 +79,11 @@ class ChatRenderer:
         told = {*_generation_stops(Path(directory)), *([] if named is None else [named])}
         self.stop_ids: tuple[int, ...] = (self.eos_id, *sorted(told - {self.eos_id}))
         self.names_end = self.eos_id in told
+        self._put_around = self._added_around("7")
         self._has_written_end = written is not None
         self.vocab_size: int = 1 + max(self._tokenizer.get_vocab().values())  # ids may have gaps
         # A team's prompts repeat instructions, problems and the template's words.
-        self._encode_text = functools.lru_cache(_LATEST_TEXTS)(self._encoded)
+        self._encode_text = lru_cache(_LATEST_TEXTS)(self._encoded)
 
     def render(
         self, messages: Sequence[Turn], tools: Sequence[Any] = (), /, **template_options: bool | str
@@ -149,42 +150,6 @@ class ChatRenderer:
         after = "".join(parts).partition(_ANSWER)[2]
         ends = [after.index(word) for word, index in self._control.items() if index in self.stop_ids and word in after]
         return after[: min(ends, default=None)]
-
-    @property
-    def ends(self) -> str:
-        """The tokens that end a completion, in words: first that of a turn."""
-        end, *others = (f"{self._text([i])} ({i})" for i in self.stop_ids)
-        source = "as the chat template writes" if self._has_written_end else "eos_token: the chat template writes none"
-        also = f"; {', '.join(others)} {'also stops' if len(others) == 1 else 'also stop'} it" if others else ""
-        return f"{end}, {source}{also}"
-
-    def _end_of_turn(self) -> str | None:
-        """The control token that the chat template writes after an assistant's turn; None: it writes none there.
-
-        A template may close a turn only when another one follows. There, a token that opens turns is no end.
-        """
-        asked, answer = {"role": "user", "content": _ASKED}, {"role": "assistant", "content": _ANSWER}
-        end = self._first_control(self._probed(asked, answer).partition(_ANSWER)[2])
-        if end is not None:
-            return end
-        before, _, rest = self._probed(asked, answer, asked).partition(_ASKED)
-        between, _, after = rest.partition(_ANSWER)
-        opening = self._probed(asked, prompts=True).removeprefix(self._probed(asked))
-        end = self._first_control(after)
-        is_opener = end is not None and (end in opening or (end in before and end != self._first_control(between)))
-        return None if is_opener else end
-
-    def _probed(self, *turns: Mapping[str, str], prompts: bool = False) -> str:
-        """The text of a chat that is no prompt; "" if the template refuses it."""
-        try:
-            return str(self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=prompts))
-        except TemplateError:
-            return ""
-
-    def _first_control(self, text: str) -> str | None:
-        """The control token with which a text begins, white space aside."""
-        match = self._control_pattern.match(text.lstrip()) if self._control_pattern else None
-        return None if match is None else match[0]
 
     def _hidden(self, value: Any, words: list[str]) -> Any:
         """The value as JSON with placeholders for the control words in it, which are put behind `words`."""
@@ -323,6 +288,14 @@ class ChatRenderer:
             last = run[-1:]
         return shown
 
+    @property
+    def ends(self) -> str:
+        """The tokens that end a completion, in words: first that of a turn."""
+        end, *others = (f"{self._text([i])} ({i})" for i in self.stop_ids)
+        source = "as the chat template writes" if self._has_written_end else "eos_token: the chat template writes none"
+        also = f"; {', '.join(others)} {'also stops' if len(others) == 1 else 'also stop'} it" if others else ""
+        return f"{end}, {source}{also}"
+
     def without_first(self, ids: IntArray) -> IntArray:
         """A prompt without the tokens (BOS) at its start that the tokenizer puts before every text unless told not to."""
         first, _ = self._put_around
@@ -340,16 +313,6 @@ class ChatRenderer:
                 "eos_token nor generation_config.json names it"
             )
         return reasons
-
-    @functools.cached_property
-    def _put_around(self) -> tuple[list[int], list[int]]:
-        """(ids before, ids behind) every text that the tokenizer encodes by itself."""
-        bare, whole = (
-            list(self._tokenizer("7", add_special_tokens=adds, split_special_tokens=True)["input_ids"])
-            for adds in (False, True)
-        )
-        start = next(i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
-        return whole[:start], whole[start + len(bare) :]
 
     def why_other_tokens(self, other: ChatRenderer) -> str:
         """A token that has another id in the other's vocabulary, in words; "" where all are the same."""
@@ -421,6 +384,43 @@ class ChatRenderer:
         # A word-level vocabulary maps the two halves of a control word to its unknown token, which is legitimate.
         # A tokenizer whose normaliser rewrites text into a control token would still get here: such ids are dropped.
         return np.array([i for i in ids if i == self._unknown_id or i not in self._control_ids], np.int32)
+
+    def _end_of_turn(self) -> str | None:
+        """The control token that the chat template writes after an assistant's turn; None: it writes none there.
+
+        A template may close a turn only when another one follows. There, a token that opens turns is no end.
+        """
+        asked, answer = {"role": "user", "content": _ASKED}, {"role": "assistant", "content": _ANSWER}
+        end = self._first_control(self._probed(asked, answer).partition(_ANSWER)[2])
+        if end is not None:
+            return end
+        before, _, rest = self._probed(asked, answer, asked).partition(_ASKED)
+        between, _, after = rest.partition(_ANSWER)
+        opening = self._probed(asked, prompts=True).removeprefix(self._probed(asked))
+        end = self._first_control(after)
+        is_opener = end is not None and (end in opening or (end in before and end != self._first_control(between)))
+        return None if is_opener else end
+
+    def _probed(self, *turns: Mapping[str, str], prompts: bool = False) -> str:
+        """The chat as the template renders it; "" if it refuses these turns. prompts: with the start of a next turn."""
+        try:
+            return str(self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=prompts))
+        except TemplateError:
+            return ""
+
+    def _first_control(self, text: str) -> str | None:
+        """The control token with which a text begins, white space aside."""
+        match = self._control_pattern.match(text.lstrip()) if self._control_pattern else None
+        return None if match is None else match[0]
+
+    def _added_around(self, text: str) -> tuple[list[int], list[int]]:
+        """(ids before, ids behind) those of a text that the tokenizer encodes by itself."""
+        bare, whole = (
+            list(self._tokenizer(text, add_special_tokens=adds, split_special_tokens=True)["input_ids"])
+            for adds in (False, True)
+        )
+        start = next(i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
+        return whole[:start], whole[start + len(bare) :]
 
 
 def _settled(text: str) -> str:

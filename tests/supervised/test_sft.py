@@ -105,6 +105,18 @@ def test_the_loss_falls_and_a_run_that_goes_on_equals_an_unbroken_one(
     assert "policies.main.model=runs/killed/hf" in capsys.readouterr().out
 
 
+def test_the_end_of_the_template_is_imitated_not_eos_token(tmp_path: Path) -> None:
+    write_byte_tokenizer(tmp_path)
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(config.read_text().replace('"eos_token": "<|im_end|>"', '"eos_token": "<|endoftext|>"'))
+    renderer = ChatRenderer(tmp_path)
+    assert renderer.tokenizer.eos_token_id == 256
+    sequence = DemonstrationTokens(renderer).sequence([Message("user", "2 + 2?")], "4", 0)
+    chat = [Message("user", "2 + 2?"), Message("assistant", "4"), Message("user", "")]
+    tokens = [*sequence.prompt_ids, *sequence.token_ids]
+    assert tokens == renderer.render(chat)[0][: len(tokens)].tolist() and tokens[-1] == 258
+
+
 def test_a_base_model_s_files_name_the_end_that_was_trained(words: list[str]) -> None:
     config = Path("model/tokenizer_config.json")
     config.write_text(config.read_text().replace('"eos_token": "<|im_end|>"', '"eos_token": "<|endoftext|>"'))
@@ -219,18 +231,6 @@ def test_the_prompt_is_what_the_agent_would_be_asked_and_the_rest_is_imitated(
         assert np.array_equal(sequence.prompt_ids, prompt) and sequence.is_sampled.all()
         assert renderer.decode(sequence.token_ids) == completion and sequence.token_ids[-1] == renderer.eos_id
         assert sequence.advantage == 1 and sequence.token_advantages is None
-
-
-def test_the_end_of_the_template_is_imitated_not_eos_token(tmp_path: Path) -> None:
-    write_byte_tokenizer(tmp_path)
-    config = tmp_path / "tokenizer_config.json"
-    config.write_text(config.read_text().replace('"eos_token": "<|im_end|>"', '"eos_token": "<|endoftext|>"'))
-    renderer = ChatRenderer(tmp_path)
-    assert renderer.tokenizer.eos_token_id == 256
-    sequence = DemonstrationTokens(renderer).sequence([Message("user", "2 + 2?")], "4", 0)
-    chat = [Message("user", "2 + 2?"), Message("assistant", "4"), Message("user", "")]
-    tokens = [*sequence.prompt_ids, *sequence.token_ids]
-    assert tokens == renderer.render(chat)[0][: len(tokens)].tolist() and tokens[-1] == 258
 
 
 def test_the_options_of_the_agents_template_hold(read: Read) -> None:
