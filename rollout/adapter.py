@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from pydantic import Field
 
@@ -29,6 +30,25 @@ if TYPE_CHECKING:
 Target = Literal["attention", "mlp", "experts"]
 PEFT_PREFIX = "base_model.model."
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+_DTYPES = ("BF16", "F16", "F32")  # in safetensors' words
+
+# Keys of adapter_config.json (PEFT 0.21) that may have a value, by what was found with PEFT's own models: under any other value
+# the model is not W + (alpha / rank) B A. The first value is the usual one. Other keys must be null, false or empty.
+_PLAIN: Mapping[str, Sequence[object]] = {
+    "peft_type": ("LORA",),
+    "task_type": ("CAUSAL_LM", None),
+    "bias": ("none",),
+    # These draw A and B and leave W alone. PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA take them out of W.
+    "init_lora_weights": (True, False, "gaussian", "orthogonal", "mica", "eva"),
+}
+_BESIDE_TENSORS = frozenset({
+    "r", "lora_alpha", "rank_pattern", "alpha_pattern", "target_parameters",  # checked against the tensors
+    "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern",  # the tensors say where pairs are
+    "lora_dropout", "inference_mode", "ensure_weight_tying",  # not of the adapter's values
+    "base_model_name_or_path", "revision", "auto_mapping", "peft_version", "runtime_config", "megatron_core",
+    # read only where init_lora_weights or use_qalora asks for them
+    "eva_config", "corda_config", "lora_ga_config", "loftq_config", "qalora_group_size",
+})  # fmt: skip
 
 
 class AdapterConfig(Settings):
@@ -84,31 +104,137 @@ def tensor_shapes(shape: ModelShape, adapter: AdapterConfig) -> dict[str, tuple[
     return found
 
 
-def why_not_start(folder: Path, adapter: AdapterConfig, *, is_split: bool = True) -> str | None:
-    """None where training can start from the numbers of this PEFT directory, else the reason; its tensors are not looked at.
+def peft_settings(folder: Path, *, is_split: bool = True) -> dict[str, Any]:
+    """adapter_config.json of a PEFT directory whose pairs A, B are all of the adapter.
 
     is_split: a pair for each expert is needed.
+
+    Raises ValueError: a file is missing, or a key has a value under which the pairs alone are another adapter.
     """
     key = f"adapter.start is {folder}"
+    if not (folder / TENSORS).is_file() and (folder / "adapter_model.bin").is_file():
+        raise ValueError(
+            f"{key}, which has adapter_model.bin and no {TENSORS}, and pickle files are not read: convert it with PEFT "
+            "(PeftModel.from_pretrained, then save_pretrained)"
+        )
     if not (folder / CONFIG).is_file() or not (folder / TENSORS).is_file():
-        return f"{key}, which has no {CONFIG} or no {TENSORS}; expected a PEFT directory"
-    told = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-    if told.get("peft_type") != "LORA" or any(told.get(name) for name in ("use_dora", "use_rslora", "modules_to_save")):
-        return f"{key}, which is no plain LoRA: DoRA, rsLoRA and whole modules (modules_to_save) are not trained"
+        raise ValueError(f"{key}, which has no {CONFIG} or no {TENSORS}; expected a PEFT directory")
+    try:
+        told: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        lacks = {"r", "lora_alpha", "target_modules"} - told.keys()
+        numbers = [
+            *({} if lacks else (told["r"], told["lora_alpha"])),
+            *(told.get("rank_pattern") or {}).values(),
+            *(told.get("alpha_pattern") or {}).values(),
+        ]
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{key}, whose {CONFIG} cannot be read: {error}") from error
+    if lacks or not all(isinstance(number, int | float) and number > 0 for number in numbers):
+        raise ValueError(
+            f"{key}, whose {CONFIG} is not one of a LoRA adapter: expected target_modules, and r, lora_alpha and the values of "
+            "rank_pattern and alpha_pattern above 0"
+        )
     if is_split and told.get("target_parameters"):
-        return (
+        raise ValueError(
             f"{key}, which has one pair for all experts of a layer (PEFT's target_parameters); "
             f"`marsrl export {folder} NEW` writes a pair for each: start from that"
         )
-    ranks, alphas = told.get("rank_pattern") or {}, told.get("alpha_pattern") or {}
-    for pattern in (None, *{**ranks, **alphas}):
-        scale = alphas.get(pattern, told["lora_alpha"]) / ranks.get(pattern, told["r"])
-        if not math.isclose(scale, adapter.scale):
-            of = f"of {pattern} " if pattern else ""
-            return (
-                f"{key}, {of}made with alpha / rank = {scale:g}; here adapter.alpha / adapter.rank is {adapter.scale:g}"
+    for name, value in told.items():
+        if value in _PLAIN[name] if name in _PLAIN else name in _BESIDE_TENSORS or not value:
+            continue
+        advice = f"merge it into its model with PEFT (merge_and_unload) and set `model` to the result, or train it with {name}"
+        advice += f" {json.dumps(_PLAIN.get(name, (None,))[0])}"
+        if name == "use_rslora" and not told.get("rank_pattern"):
+            alpha = told["lora_alpha"] * math.sqrt(told["r"])
+            advice = f"the same adapter has {name} false and lora_alpha {alpha:g}: write that there"
+        elif name == "init_lora_weights":
+            advice = f"convert it (PEFT's path_initial_model_for_weight_conversion), {advice}"
+        raise ValueError(
+            f"{key}, whose {CONFIG} has {name} {json.dumps(value)}: its A and B alone would be another adapter; {advice}"
+        )
+    return told
+
+
+def peft_pair(told: Mapping[str, Any], matrix: str) -> tuple[int, float]:
+    """(rank, alpha / rank) of a matrix by adapter_config.json: the first pattern that the end of its name fits counts."""
+
+    def of(patterns: str, default: str) -> Any:
+        fits = (value for key, value in (told.get(patterns) or {}).items() if re.match(rf"(.*\.)?({key})$", matrix))
+        return next(fits, told[default])
+
+    rank = of("rank_pattern", "r")
+    return rank, of("alpha_pattern", "lora_alpha") / rank
+
+
+def check_start(folder: Path, shape: ModelShape, adapter: AdapterConfig) -> None:
+    """Raise ValueError unless training can start from all of this PEFT directory: whatever would be left out is named.
+
+    Every tensor of its file must be used, every matrix of adapter.targets be there, and ranks, sizes and alpha / rank agree.
+    Reads the tensors, one at a time.
+    """
+    from marsrl.rollout.weights.files import WeightFiles  # here: configs are read without torch
+
+    told, files = peft_settings(folder), WeightFiles(folder / TENSORS)
+    key, targets = f"adapter.start is {folder}", f"adapter.targets=[{', '.join(adapter.targets)}]"
+    expected = {PEFT_PREFIX + name: size for name, size in tensor_shapes(shape, adapter).items()}
+    unused, missing = [name for name in files if name not in expected], [name for name in expected if name not in files]
+    if unused or missing:
+        reason = f"{targets} does not use {_kinds(unused)}" if unused else f"{targets} needs {_kinds(missing)} as well"
+        present = targets_of(shape, adapter, (name.removeprefix(PEFT_PREFIX) for name in files))
+        whole = tensor_shapes(shape, adapter.model_copy(update={"targets": present}))
+        if {PEFT_PREFIX + name for name in whole} == set(files):
+            advice = f"set adapter.targets=[{', '.join(present)}]"
+        elif unused:
+            advice = (
+                "all of an adapter is used, or none: merge it into its model with PEFT (merge_and_unload) and set `model` to the "
+                "result, or train it without these"
             )
-    return None
+        else:
+            advice = "a start has A and B of every matrix of its targets: train it with all of them, or leave `start` out"
+        raise ValueError(f"{key}, of whose tensors {reason}; {advice}")
+    for name, size in expected.items():
+        found, dtype = tuple(files.slice(name).get_shape()), files.slice(name).get_dtype()
+        if found != size:
+            in_experts, is_a = ".experts." in name, ".lora_A." in name
+            rank = found[0 if is_a else 1] if len(found) == 2 else None
+            advice = "it is an adapter of another model"
+            if rank and found == ((rank, size[1]) if is_a else (size[0], rank)):
+                advice = f"set adapter.{'expert_rank' if in_experts else 'rank'}={rank}"
+            raise ValueError(f"{key}, where {name} has shape {list(found)}; this policy needs {list(size)}: {advice}")
+        if dtype not in _DTYPES:
+            raise ValueError(f"{key}, where {name} is {dtype}; expected {', '.join(_DTYPES)}")
+        if not files[name].isfinite().all():
+            raise ValueError(f"{key}, where {name} has values that are infinite or not numbers; take another checkpoint of it")
+    scales = dict[float, str]()
+    for matrix, (_, _, rank) in adapted(shape, adapter).items():
+        told_rank, scale = peft_pair(told, matrix)
+        if told_rank != rank:
+            raise ValueError(f"{key}, whose {CONFIG} gives {matrix} rank {told_rank}; its tensors have {rank}")
+        scales.setdefault(scale, matrix)
+    other = next((scale for scale in scales if not math.isclose(scale, adapter.scale)), None)
+    if other is not None:
+        advice = f"set adapter.alpha={other * adapter.rank:g}"
+        if len(scales) > 1:
+            advice = f"one factor is of all matrices, and this adapter has {', '.join(f'{scale:g}' for scale in scales)}"
+        raise ValueError(
+            f"{key}, where alpha / rank of {scales[other]} is {other:g}; here adapter.alpha / adapter.rank is "
+            f"{adapter.scale:g}: {advice}"
+        )
+
+
+def targets_of(shape: ModelShape, adapter: AdapterConfig, names: Iterable[str]) -> tuple[Target, ...]:
+    """Targets of which at least one of these tensors is."""
+    found, parts = set(names), get_args(Target)
+    own = {part: tensor_shapes(shape, adapter.model_copy(update={"targets": (part,)})) for part in parts}
+    return tuple(part for part in parts if not found.isdisjoint(own[part]))
+
+
+def _kinds(names: Iterable[str]) -> str:
+    """All of the names; those that differ in layer or expert alone as one, with their number."""
+    kinds: dict[str, list[str]] = {}
+    for name in names:
+        kinds.setdefault(re.sub(r"\.\d+\.", ".*.", name), []).append(name)
+    return ", ".join(f"{kind} ({len(own)})" if len(own) > 1 else own[0] for kind, own in kinds.items())
 
 
 def write_adapter(

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import yaml
 
-from marsrl.rollout.adapter import PEFT_PREFIX, TENSORS, why_not_start
+from marsrl.rollout.adapter import check_start
 from marsrl.rollout.agents import returned
 from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.agents.render import ChatRenderer
@@ -204,7 +204,7 @@ def _checked_policy(config: RunConfig, name: str, world_size: int, *, trains: bo
         check_files(policy.model, shape, is_trained=is_trained or (trains and name in config.bases))
     if found := why_not_cut(shape, config.rollout_of(name).vllm):
         raise ConfigError(f"policies.{name}.model: {found}")
-    _check_adapter(name, policy, shape)
+    check_adapter(name, policy, shape)
     if is_trained:
         check_trainable(config, name, shape, world_size)
     config = shorten_prompts(config, name, shape.max_positions, trains=trains)
@@ -229,6 +229,8 @@ def _shorter_than_asked(asked: RunConfig, config: RunConfig) -> list[str]:
 
 def check_trainable(config: RunConfig, name: str, shape: ModelShape, world_size: int) -> None:
     """The model and its reference can be cut as the layout says, and the loss can be computed on them."""
+    from marsrl.trainer.learner.megatron.hf_files import HfReader
+
     layout = resolve(config.policies[name].layout)
     check(layout, shape, world_size)
     choose_layers(config.policies[name].layers)
@@ -243,6 +245,7 @@ def check_trainable(config: RunConfig, name: str, shape: ModelShape, world_size:
     if config.loss.kl != "none" and reference not in ("none", "start"):
         try:
             other = read_shape(reference)
+            HfReader(reference).check(other, is_trained=True)
         except ValueError as error:
             raise ConfigError(f"policies.{name}.reference: {str(error).removeprefix('model: ')}") from error
         check(layout, other, world_size)
@@ -253,23 +256,18 @@ def check_trainable(config: RunConfig, name: str, shape: ModelShape, world_size:
             )
 
 
-def _check_adapter(name: str, policy: PolicyConfig, shape: ModelShape) -> None:
-    """The model has what the adapter is for; the PEFT directory that it starts from has its tensors, by their headers."""
-    from marsrl.trainer.learner.megatron.hf_files import HfReader
-    from marsrl.trainer.learner.megatron.mapping import adapter_units
-
+def check_adapter(name: str, policy: PolicyConfig, shape: ModelShape) -> None:
+    """The model has what the adapter is for, and all of the PEFT directory that it starts from is used."""
     adapter = policy.adapter
     if adapter is None:
         return
     if (reason := why_not_adapter(adapter, shape, policy.layout)) is not None:
         raise ConfigError(f"policies.{name}.{reason}")
-    if adapter.start is None:
-        return
-    folder = Path(adapter.start)
-    if (reason := why_not_start(folder, adapter)) is not None:
-        raise ConfigError(f"policies.{name}.{reason}")
-    reader = HfReader(folder / TENSORS, PEFT_PREFIX)
-    reader.check(shape, is_trained=True, of=adapter_units(shape, adapter, 1))
+    if adapter.start is not None:
+        try:
+            check_start(Path(adapter.start), shape, adapter)
+        except ValueError as error:
+            raise ConfigError(f"policies.{name}.{error}") from error
 
 
 def _check_something_trains(config: RunConfig) -> None:

@@ -25,7 +25,7 @@ from marsrl.rollout.model_shape import read_shape
 from marsrl.trainer.build import join_ranks
 from marsrl.trainer.checkpoint import CheckpointWriter, is_due, load_checkpoint
 from marsrl.trainer.checks.device import why_not_device
-from marsrl.trainer.checks.preflight import check_files, check_layouts, check_trainable
+from marsrl.trainer.checks.preflight import check_adapter, check_files, check_layouts, check_trainable
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.config.read import ConfigError, read_config
 from marsrl.trainer.data.packing import TrainSequence
@@ -109,6 +109,7 @@ def _checked(config: RunConfig) -> tuple[Demonstrations, list[str]]:
             raise ConfigError(f"policies.{name}.model is not set: give the Hugging Face directory to start from")
         shape = read_shape(policy.model)
         check_files(policy.model, shape, is_trained=True)
+        check_adapter(name, policy, shape)
         check_trainable(config, name, shape, int(os.environ.get("WORLD_SIZE", "1")))
         renderers[name] = ChatRenderer(policy.model)
         longest[name] = min(shape.max_positions, config.trainer.max_tokens_per_micro_batch)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,10 +23,11 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from marsrl.rollout.adapter import (
     CONFIG,
     AdapterConfig,
-    Target,
     check_tensors,
+    peft_pair,
+    peft_settings,
     read_tensors,
-    why_not_start,
+    targets_of,
     write_adapter,
 )
 from marsrl.rollout.model_shape import ModelShape, read_shape
@@ -83,15 +85,19 @@ def _split_by_expert(source: Path, out: Path) -> tuple[Path, int]:
 
     A has the rows e r + i and B the columns i E + e of expert e. Gate and up are one matrix there: they share A.
     """
-    told = json.loads((source / CONFIG).read_text(encoding="utf-8"))
-    base = told["base_model_name_or_path"]
-    shape, tensors = read_shape(base, needs_weights=False), dict[str, Tensor]()
+    told = peft_settings(source, is_split=False)
+    base, rank = str(told["base_model_name_or_path"]), told["r"]
+    shape, tensors, scales = read_shape(base, needs_weights=False), dict[str, Tensor](), dict[str, float]()
     for name, tensor in read_tensors(source).items():
         fused = re.fullmatch(r"(.+\.experts)\.(base_layer\.)?lora_([AB])\.weight", name)
         if fused is None:
             tensors[name] = tensor
+            matrix = name.rpartition(".lora_")[0]
+            scales[matrix] = peft_pair(told, matrix)[1]
             continue
         experts, is_gate_up, letter = fused.groups()
+        matrix = f"{experts}.{'gate_up_proj' if is_gate_up else 'down_proj'}"
+        scales[matrix] = peft_pair(told, matrix)[1]
         num = shape.num_experts
         each = tensor.unflatten(0, (num, -1)) if letter == "A" else tensor.unflatten(1, (-1, num)).permute(2, 0, 1)
         parts = {"down_proj": each}
@@ -101,15 +107,14 @@ def _split_by_expert(source: Path, out: Path) -> tuple[Path, int]:
             )
         for matrix, of in parts.items():
             tensors |= {f"{experts}.{e}.{matrix}.lora_{letter}.weight": of[e].clone() for e in range(num)}
-    targets: list[Target] = ["attention"] if any(".self_attn." in name for name in tensors) else []
     in_experts = next((len(t) for name, t in tensors.items() if ".experts." in name and ".lora_A." in name), None)
-    if in_experts is not None:
-        targets.append("experts")
-    adapter = AdapterConfig(
-        rank=told["r"], expert_rank=in_experts, alpha=told["lora_alpha"], targets=tuple(targets), start=str(source)
-    )
-    if (reason := why_not_start(source, adapter, is_split=False)) is not None:
-        raise ValueError(reason)
+    adapter = AdapterConfig(rank=rank, expert_rank=in_experts, alpha=told["lora_alpha"])
+    adapter = adapter.model_copy(update={"targets": targets_of(shape, adapter, tensors)})
+    if other := next((matrix for matrix, scale in scales.items() if not math.isclose(scale, adapter.scale)), None):
+        raise ValueError(
+            f"{source}: alpha / rank of {other} is {scales[other]:g}, and that of r and lora_alpha {adapter.scale:g}; one factor "
+            "is of all matrices"
+        )
     check_tensors(shape, adapter, tensors)
     with made_whole(out) as part:
         write_adapter(part, shape, adapter, tensors, base)

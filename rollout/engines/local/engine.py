@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from marsrl.kernels import attention_decode, attention_varlen
-from marsrl.rollout.adapter import held_by_shard, read_tensors
+from marsrl.rollout.adapter import check_start, held_by_shard, read_tensors
 from marsrl.rollout.engines.local.batch import Cache, DecodeBatch, Row
 from marsrl.rollout.engines.local.model import Adapted, LocalModel
 from marsrl.rollout.engines.protocol import (
@@ -74,6 +74,7 @@ class LocalEngine(Engine):
         self._adapters: dict[str, dict[str, Tensor]] = {}  # Pairs; an adapter equal to the bare weights is absent
         for name, adapter in spec.adapters.items():
             if adapter.start is not None:
+                check_start(Path(adapter.start), self._shape, adapter)
                 self._load_adapter(name, adapter.start)
         self._batch: DecodeBatch | None = None
         self._shares = TimeShares()

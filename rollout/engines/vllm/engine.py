@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from marsrl.rollout.adapter import check_start
 from marsrl.rollout.engines.protocol import (
     TORN,
     AdapterUpdate,
@@ -42,6 +43,7 @@ from marsrl.rollout.engines.time_shares import TimeShares
 from marsrl.rollout.engines.vllm.arguments import engine_arguments, who_draws
 from marsrl.rollout.engines.vllm.requests import RequestMaker, Scored, experts_told, kept_tokens_told, logprobs_told
 from marsrl.rollout.kept_tokens import KeptTokens
+from marsrl.rollout.model_shape import read_shape
 from marsrl.rollout.routed_experts import ExpertArray
 from marsrl.rollout.types import Finish, FloatArray, IntArray
 
@@ -86,6 +88,9 @@ class VllmEngine(Engine):
         self._ended: list[DecodeResult] = []  # while something was scored
         self._untried = set[str]()  # names in _versions whose new weights nothing was computed with yet
         self._shares = TimeShares(spec.vllm.max_num_seqs)
+        for adapter in spec.adapters.values():
+            if adapter.start is not None:  # vLLM leaves out what it does not know
+                check_start(Path(adapter.start), read_shape(spec.model_dir), adapter)
         self._llm: Any = _started(spec)
         self._core: Any = self._llm.llm_engine.engine_core
         rendezvous = self._llm.collective_rpc("marsrl_started")[0]

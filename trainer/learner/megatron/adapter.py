@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
 from marsrl.kernels import grouped_linear
-from marsrl.rollout.adapter import PEFT_PREFIX, TENSORS, AdapterConfig, adapted, why_not_start
+from marsrl.rollout.adapter import PEFT_PREFIX, TENSORS, AdapterConfig, adapted, check_start
 from marsrl.rollout.model_shape import read_shape
 from marsrl.trainer.config import OptimizerConfig, PolicyConfig
 from marsrl.trainer.learner.megatron.convert import Converter
@@ -185,9 +185,8 @@ class Adapter(MegatronModule):
             self.read(settings.start)
 
     def read(self, folder: str | Path) -> None:
-        """Take the numbers of a PEFT directory. Raises ValueError: it is of another kind or size, or lacks a tensor."""
-        if (reason := why_not_start(Path(folder), self.settings)) is not None:
-            raise ValueError(reason)
+        """Take the numbers of a PEFT directory. Raises ValueError: some of it would not be used, or is missing."""
+        check_start(Path(folder), self._base.shape, self.settings)
         reader = HfReader(Path(folder) / TENSORS, PEFT_PREFIX)
         self.converter.fill(partial(reader.shard, self._base.shape))
 

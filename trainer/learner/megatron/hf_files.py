@@ -7,7 +7,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,10 +16,12 @@ from torch import Tensor
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.model_shape import ModelShape, weight_files
 from marsrl.rollout.weights.files import WeightFiles, write_files
+from marsrl.rollout.weights.layout import EMBEDDING, HEAD
 from marsrl.trainer.learner.megatron.mapping import Unit, hf_shapes, hf_span, join, units
 from marsrl.trainer.runs.directory import sync, sync_tree
 
 SHARD_BYTES = 4 * 10**9  # of one safetensors file, as Hugging Face cuts them; what a writer holds at most
+_ROWS = 16384  # of a vocabulary, compared at once
 _TRAINED = ("BF16", "F16", "F32")  # dtypes in safetensors' words
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", "safetensors.index.json")
 
@@ -34,13 +36,28 @@ class HfReader:
         """prefix: of the names in the files, left out here."""
         self._path, self._files = path, WeightFiles(path, prefix)
 
-    def check(self, shape: ModelShape, *, is_trained: bool, of: Sequence[Unit] | None = None) -> None:
-        """Every tensor that config.json asks for is there, in its shape, and is_trained: not quantised. Reads headers alone.
+    def check(self, shape: ModelShape, *, is_trained: bool) -> None:
+        """Every tensor that config.json asks for is there, in its shape, and is_trained: not quantised. Reads headers alone,
+        and the head of a model that has one beside tie_word_embeddings.
 
-        of: units to look at; default: the model's. Raises as `shard` does.
+        Raises as `shard` does, and where that head is not the embedding.
         """
-        for unit in units(shape, 1) if of is None else of:
+        for unit in units(shape, 1):
             self._check(shape, unit, is_trained)
+        if shape.is_tied and HEAD in self._files and not self._is_embedding(HEAD):
+            # transformers and our engines decode with the head, the trainer with the embedding
+            raise ValueError(
+                f"model: {self._path}: config.json has tie_word_embeddings true, and {HEAD} of its weights is not "
+                f"{EMBEDDING}; set tie_word_embeddings to false there, or delete {HEAD} if the embedding is its head"
+            )
+
+    def _is_embedding(self, name: str) -> bool:
+        """True if a tensor has the values of the embedding, read by parts."""
+        ours, embedding = self._files.slice(name), self._files.slice(EMBEDDING)
+        num_rows = embedding.get_shape()[0]
+        return ours.get_shape() == embedding.get_shape() and all(
+            bool((ours[row : row + _ROWS] == embedding[row : row + _ROWS]).all()) for row in range(0, num_rows, _ROWS)
+        )
 
     def shard(self, shape: ModelShape, unit: Unit, part: int = 0, parts: int = 1) -> Tensor:
         """Part `part` of `parts` of a Megatron tensor, in the view that is cut.
