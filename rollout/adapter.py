@@ -121,7 +121,7 @@ def peft_settings(folder: Path, *, is_split: bool = True) -> dict[str, Any]:
         raise ValueError(f"{key}, which has no {CONFIG} or no {TENSORS}; expected a PEFT directory")
     try:
         told: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        lacks = {"r", "lora_alpha", "target_modules"} - told.keys()
+        lacks = {"peft_type", "r", "lora_alpha", "target_modules"} - told.keys()
         numbers = [
             *({} if lacks else (told["r"], told["lora_alpha"])),
             *(told.get("rank_pattern") or {}).values(),
@@ -131,26 +131,31 @@ def peft_settings(folder: Path, *, is_split: bool = True) -> dict[str, Any]:
         raise ValueError(f"{key}, whose {CONFIG} cannot be read: {error}") from error
     if lacks or not all(isinstance(number, int | float) and number > 0 for number in numbers):
         raise ValueError(
-            f"{key}, whose {CONFIG} is not one of a LoRA adapter: expected target_modules, and r, lora_alpha and the values of "
-            "rank_pattern and alpha_pattern above 0"
+            f"{key}, whose {CONFIG} is not one of a LoRA adapter: expected peft_type, target_modules, and r, lora_alpha and the "
+            "values of rank_pattern and alpha_pattern above 0"
         )
     if is_split and told.get("target_parameters"):
         raise ValueError(
             f"{key}, which has one pair for all experts of a layer (PEFT's target_parameters); "
             f"`marsrl export {folder} NEW` writes a pair for each: start from that"
         )
-    for name, value in told.items():
-        if value in _PLAIN[name] if name in _PLAIN else name in _BESIDE_TENSORS or not value:
-            continue
-        advice = f"merge it into its model with PEFT (merge_and_unload) and set `model` to the result, or train it with {name}"
-        advice += f" {json.dumps(_PLAIN.get(name, (None,))[0])}"
-        if name == "use_rslora" and not told.get("rank_pattern"):
-            alpha = told["lora_alpha"] * math.sqrt(told["r"])
-            advice = f"the same adapter has {name} false and lora_alpha {alpha:g}: write that there"
-        elif name == "init_lora_weights":
+    wrong = {
+        name: value
+        for name, value in told.items()
+        if (value not in _PLAIN[name] if name in _PLAIN else name not in _BESIDE_TENSORS and value)
+    }
+    if wrong:
+        advice = (
+            "merge it into its model with PEFT (merge_and_unload) and set `model` to the result, or train a plain LoRA adapter"
+        )
+        if "init_lora_weights" in wrong:
             advice = f"convert it (PEFT's path_initial_model_for_weight_conversion), {advice}"
+        elif wrong.keys() == {"use_rslora"} and not told.get("rank_pattern"):
+            alpha = told["lora_alpha"] * math.sqrt(told["r"])
+            advice = f"the same adapter has use_rslora false and lora_alpha {alpha:g}: write that there"
         raise ValueError(
-            f"{key}, whose {CONFIG} has {name} {json.dumps(value)}: its A and B alone would be another adapter; {advice}"
+            f"{key}, whose {CONFIG} has {', '.join(f'{name} {json.dumps(value)}' for name, value in wrong.items())}: its A and B "
+            f"alone would be another adapter; {advice}"
         )
     return told
 
@@ -272,8 +277,8 @@ def check_tensors(shape: ModelShape, adapter: AdapterConfig, tensors: Mapping[st
     if wrong := [name for name in {**expected, **found} if found.get(name) != expected.get(name)]:
         name = wrong[0]
         raise ValueError(
-            f"adapter: {len(wrong)} of {len(expected)} tensors are not those of this model and these settings, first {name}: "
-            f"found {found.get(name, 'none')}, expected {expected.get(name, 'none')}"
+            f"adapter: {len(wrong)} of {len(expected)} tensors are not those of this model and these settings ({_kinds(wrong)}), "
+            f"first {name}: found {found.get(name, 'none')}, expected {expected.get(name, 'none')}"
         )
 
 
