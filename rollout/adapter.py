@@ -31,22 +31,23 @@ Target = Literal["attention", "mlp", "experts"]
 PEFT_PREFIX = "base_model.model."
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _DTYPES = ("BF16", "F16", "F32")  # in safetensors' words
+_MERGE = "merge it into its model with PEFT (merge_and_unload) and set `model` to the result"
 
-# Keys of adapter_config.json (PEFT 0.21) that may have a value, by what was found with PEFT's own models: under any other value
-# the model is not W + (alpha / rank) B A. The first value is the usual one. Other keys must be null, false or empty.
+# Keys of adapter_config.json (PEFT 0.21) and their values under which PEFT computes W x + (alpha / rank) B (A x), as measured on
+# its models. A key in neither table must be null, false or empty.
 _PLAIN: Mapping[str, Sequence[object]] = {
     "peft_type": ("LORA",),
     "task_type": ("CAUSAL_LM", None),
     "bias": ("none",),
-    # These draw A and B and leave W alone. PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA take them out of W.
+    # These draw A and B and keep W. PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA subtract B A from W.
     "init_lora_weights": (True, False, "gaussian", "orthogonal", "mica", "eva"),
 }
 _BESIDE_TENSORS = frozenset({
     "r", "lora_alpha", "rank_pattern", "alpha_pattern", "target_parameters",  # checked against the tensors
-    "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern",  # the tensors say where pairs are
-    "lora_dropout", "inference_mode", "ensure_weight_tying",  # not of the adapter's values
+    "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern",  # the names of the tensors count
+    "lora_dropout", "inference_mode", "ensure_weight_tying",  # these change no tensor
     "base_model_name_or_path", "revision", "auto_mapping", "peft_version", "runtime_config", "megatron_core",
-    # read only where init_lora_weights or use_qalora asks for them
+    # PEFT reads these only if init_lora_weights or use_qalora asks for them.
     "eva_config", "corda_config", "lora_ga_config", "loftq_config", "qalora_group_size",
 })  # fmt: skip
 
@@ -105,16 +106,16 @@ def tensor_shapes(shape: ModelShape, adapter: AdapterConfig) -> dict[str, tuple[
 
 
 def peft_settings(folder: Path, *, is_split: bool = True) -> dict[str, Any]:
-    """adapter_config.json of a PEFT directory whose pairs A, B are all of the adapter.
+    """Settings in adapter_config.json of a PEFT directory with plain pairs A, B.
 
-    is_split: a pair for each expert is needed.
+    is_split: require a pair for each expert.
 
-    Raises ValueError: a file is missing, or a key has a value under which the pairs alone are another adapter.
+    Raises ValueError: a file is missing, or a setting would make the adapter more than its pairs.
     """
     key = f"adapter.start is {folder}"
     if not (folder / TENSORS).is_file() and (folder / "adapter_model.bin").is_file():
         raise ValueError(
-            f"{key}, which has adapter_model.bin and no {TENSORS}, and pickle files are not read: convert it with PEFT "
+            f"{key}, which has adapter_model.bin but no {TENSORS}; pickle files are not read: convert it with PEFT "
             "(PeftModel.from_pretrained, then save_pretrained)"
         )
     if not (folder / CONFIG).is_file() or not (folder / TENSORS).is_file():
@@ -128,11 +129,11 @@ def peft_settings(folder: Path, *, is_split: bool = True) -> dict[str, Any]:
             *(told.get("alpha_pattern") or {}).values(),
         ]
     except (ValueError, AttributeError) as error:
-        raise ValueError(f"{key}, whose {CONFIG} cannot be read: {error}") from error
+        raise ValueError(f"{key}: {CONFIG} cannot be read ({error})") from error
     if lacks or not all(isinstance(number, int | float) and number > 0 for number in numbers):
         raise ValueError(
-            f"{key}, whose {CONFIG} is not one of a LoRA adapter: expected peft_type, target_modules, and r, lora_alpha and the "
-            "values of rank_pattern and alpha_pattern above 0"
+            f"{key}: {CONFIG} does not describe a LoRA adapter; expected peft_type, target_modules, and positive r, lora_alpha "
+            "and values of rank_pattern and alpha_pattern"
         )
     if is_split and told.get("target_parameters"):
         raise ValueError(
@@ -145,23 +146,20 @@ def peft_settings(folder: Path, *, is_split: bool = True) -> dict[str, Any]:
         if (value not in _PLAIN[name] if name in _PLAIN else name not in _BESIDE_TENSORS and value)
     }
     if wrong:
-        advice = (
-            "merge it into its model with PEFT (merge_and_unload) and set `model` to the result, or train a plain LoRA adapter"
-        )
+        advice = f"{_MERGE}, or train plain LoRA"
         if "init_lora_weights" in wrong:
             advice = f"convert it (PEFT's path_initial_model_for_weight_conversion), {advice}"
         elif wrong.keys() == {"use_rslora"} and not told.get("rank_pattern"):
             alpha = told["lora_alpha"] * math.sqrt(told["r"])
-            advice = f"the same adapter has use_rslora false and lora_alpha {alpha:g}: write that there"
-        raise ValueError(
-            f"{key}, whose {CONFIG} has {', '.join(f'{name} {json.dumps(value)}' for name, value in wrong.items())}: its A and B "
-            f"alone would be another adapter; {advice}"
-        )
+            advice = f"write use_rslora false and lora_alpha {alpha:g} there, which is the same adapter"
+        values = ", ".join(f"{name} {json.dumps(value)}" for name, value in wrong.items())
+        raise ValueError(f"{key}: {CONFIG} has {values}; expected plain pairs A, B: {advice}")
     return told
 
 
 def peft_pair(told: Mapping[str, Any], matrix: str) -> tuple[int, float]:
-    """(rank, alpha / rank) of a matrix by adapter_config.json: the first pattern that the end of its name fits counts."""
+    """(rank, alpha / rank) that adapter_config.json gives a matrix. As in PEFT, the first pattern that matches the end of the
+    matrix's name counts."""
 
     def of(patterns: str, default: str) -> Any:
         fits = (value for key, value in (told.get(patterns) or {}).items() if re.match(rf"(.*\.)?({key})$", matrix))
@@ -172,10 +170,10 @@ def peft_pair(told: Mapping[str, Any], matrix: str) -> tuple[int, float]:
 
 
 def check_start(folder: Path, shape: ModelShape, adapter: AdapterConfig) -> None:
-    """Raise ValueError unless training can start from all of this PEFT directory: whatever would be left out is named.
+    """Raise ValueError, with the name of what does not fit, unless all of this PEFT directory can be used.
 
-    Every tensor of its file must be used, every matrix of adapter.targets be there, and ranks, sizes and alpha / rank agree.
-    Reads the tensors, one at a time.
+    The file must hold exactly the tensors of adapter.targets, with finite values and the policy's sizes, ranks and alpha / rank.
+    Reads the tensors one at a time.
     """
     from marsrl.rollout.weights.files import WeightFiles  # here: configs are read without torch
 
@@ -184,58 +182,56 @@ def check_start(folder: Path, shape: ModelShape, adapter: AdapterConfig) -> None
     expected = {PEFT_PREFIX + name: size for name, size in tensor_shapes(shape, adapter).items()}
     unused, missing = [name for name in files if name not in expected], [name for name in expected if name not in files]
     if unused or missing:
-        reason = f"{targets} does not use {_kinds(unused)}" if unused else f"{targets} needs {_kinds(missing)} as well"
+        reason = f"{targets} leaves out its {_kinds(unused)}" if unused else f"it lacks {_kinds(missing)} of {targets}"
         present = targets_of(shape, adapter, (name.removeprefix(PEFT_PREFIX) for name in files))
         whole = tensor_shapes(shape, adapter.model_copy(update={"targets": present}))
         if {PEFT_PREFIX + name for name in whole} == set(files):
             advice = f"set adapter.targets=[{', '.join(present)}]"
         elif unused:
-            advice = (
-                "all of an adapter is used, or none: merge it into its model with PEFT (merge_and_unload) and set `model` to the "
-                "result, or train it without these"
-            )
+            advice = f"an adapter is used whole or not at all: {_MERGE}, or train it without these"
         else:
-            advice = "a start has A and B of every matrix of its targets: train it with all of them, or leave `start` out"
-        raise ValueError(f"{key}, of whose tensors {reason}; {advice}")
+            advice = "every matrix of the targets needs A and B: train it with all of them, or leave `start` out"
+        raise ValueError(f"{key}: {reason}; {advice}")
     for name, size in expected.items():
-        found, dtype = tuple(files.slice(name).get_shape()), files.slice(name).get_dtype()
-        if found != size:
+        size_there, dtype = tuple(files.slice(name).get_shape()), files.slice(name).get_dtype()
+        if size_there != size:
             in_experts, is_a = ".experts." in name, ".lora_A." in name
-            rank = found[0 if is_a else 1] if len(found) == 2 else None
+            rank = size_there[0 if is_a else 1] if len(size_there) == 2 else None
             advice = "it is an adapter of another model"
-            if rank and found == ((rank, size[1]) if is_a else (size[0], rank)):
+            if rank and size_there == ((rank, size[1]) if is_a else (size[0], rank)):
                 advice = f"set adapter.{'expert_rank' if in_experts else 'rank'}={rank}"
-            raise ValueError(f"{key}, where {name} has shape {list(found)}; this policy needs {list(size)}: {advice}")
+            raise ValueError(f"{key}: {name} has shape {list(size_there)}; this policy needs {list(size)}: {advice}")
         if dtype not in _DTYPES:
-            raise ValueError(f"{key}, where {name} is {dtype}; expected {', '.join(_DTYPES)}")
+            raise ValueError(f"{key}: {name} is {dtype}; expected {', '.join(_DTYPES)}")
         if not files[name].isfinite().all():
-            raise ValueError(f"{key}, where {name} has values that are infinite or not numbers; take another checkpoint of it")
+            raise ValueError(f"{key}: {name} has values that are NaN or infinite; take an earlier checkpoint of it")
     scales = dict[float, str]()
     for matrix, (_, _, rank) in adapted(shape, adapter).items():
         told_rank, scale = peft_pair(told, matrix)
         if told_rank != rank:
-            raise ValueError(f"{key}, whose {CONFIG} gives {matrix} rank {told_rank}; its tensors have {rank}")
+            raise ValueError(f"{key}: {CONFIG} gives {matrix} rank {told_rank}, and its tensors have {rank}")
         scales.setdefault(scale, matrix)
     other = next((scale for scale in scales if not math.isclose(scale, adapter.scale)), None)
     if other is not None:
         advice = f"set adapter.alpha={other * adapter.rank:g}"
         if len(scales) > 1:
-            advice = f"one factor is of all matrices, and this adapter has {', '.join(f'{scale:g}' for scale in scales)}"
+            found = ", ".join(f"{scale:g}" for scale in scales)
+            advice = f"all matrices must have one factor, and this adapter has {found}: {_MERGE}"
         raise ValueError(
-            f"{key}, where alpha / rank of {scales[other]} is {other:g}; here adapter.alpha / adapter.rank is "
+            f"{key}: alpha / rank of {scales[other]} is {other:g}; here adapter.alpha / adapter.rank is "
             f"{adapter.scale:g}: {advice}"
         )
 
 
 def targets_of(shape: ModelShape, adapter: AdapterConfig, names: Iterable[str]) -> tuple[Target, ...]:
-    """Targets of which at least one of these tensors is."""
+    """Targets that at least one of these tensors belongs to."""
     found, parts = set(names), get_args(Target)
     own = {part: tensor_shapes(shape, adapter.model_copy(update={"targets": (part,)})) for part in parts}
     return tuple(part for part in parts if not found.isdisjoint(own[part]))
 
 
 def _kinds(names: Iterable[str]) -> str:
-    """All of the names; those that differ in layer or expert alone as one, with their number."""
+    """All names as text; names that differ only in numbers of layers and experts are joined, with their count."""
     kinds: dict[str, list[str]] = {}
     for name in names:
         kinds.setdefault(re.sub(r"\.\d+\.", ".*.", name), []).append(name)

@@ -27,7 +27,6 @@ from marsrl.rollout.model_shape import read_shape
 from marsrl.trainer.checks.preflight import preflight
 from marsrl.trainer.commands import cli
 from marsrl.trainer.config.read import ConfigError, read_config
-from marsrl.trainer.learner.megatron.hf_files import HfReader
 from marsrl.trainer.models.export import export
 from marsrl.trainer.models.init_model import init_model
 
@@ -91,14 +90,14 @@ def test_initialisations_that_keep_the_base_are_started(init: bool | str, model:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "init olora": ({"init_lora_weights": "olora"}, 'init_lora_weights "olora": .*path_initial_model_for_weight_conv'),
-    "init pissa": ({"init_lora_weights": "pissa"}, 'init_lora_weights "pissa": its A and B alone'),
+    "init olora": ({"init_lora_weights": "olora"}, 'init_lora_weights "olora"; .*path_initial_model_for_weight_conv'),
+    "init pissa": ({"init_lora_weights": "pissa"}, 'init_lora_weights "pissa"; expected plain pairs A, B'),
     "init pissa, fast": ({"init_lora_weights": "pissa_niter_4"}, 'init_lora_weights "pissa_niter_4"'),
     "init lora_ga": ({"init_lora_weights": "lora_ga"}, 'init_lora_weights "lora_ga"'),
-    "rsLoRA": ({"use_rslora": True}, "use_rslora true: .* has use_rslora false and lora_alpha 16: write that there"),
-    "DoRA": ({"use_dora": True}, "use_dora true: .*merge it into its model .* or train a plain LoRA adapter"),
+    "rsLoRA": ({"use_rslora": True}, "use_rslora true; .*: write use_rslora false and lora_alpha 16 there"),
+    "DoRA": ({"use_dora": True}, "use_dora true; .*merge it into its model .* or train plain LoRA"),
     "bias of B": ({"lora_bias": True}, "lora_bias true"),
-    "biases": ({"bias": "all"}, 'bias "all": '),
+    "biases": ({"bias": "all"}, 'bias "all";'),
     "biases beside": ({"bias": "lora_only"}, 'bias "lora_only"'),
     "a head": ({"modules_to_save": ["lm_head"]}, r'modules_to_save \["lm_head"\]'),
     "norms": ({"modules_to_save": ["norm"]}, r'modules_to_save \["norm"\]'),
@@ -112,25 +111,25 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a classifier": ({"task_type": "SEQ_CLS"}, r'modules_to_save \["classifier", "score"\], .*task_type "SEQ_CLS"'),
     "embeddings": (
         {"target_modules": [*LINEAR, "embed_tokens"]},
-        r"\[attention, mlp\] does not use base_model.model.model.embed_tokens.base_layer.weight, .*lora_embedding_A, ",
+        r"\[attention, mlp\] leaves out its base_model.model.model.embed_tokens.base_layer.weight, .*lora_embedding_A, ",
     ),
-    "a pair of the head": ({"target_modules": [*LINEAR, "lm_head"]}, "does not use .*, base_model.model.lm_head.lora_A.weight"),
+    "a pair of the head": ({"target_modules": [*LINEAR, "lm_head"]}, "leaves out its .*, base_model.model.lm_head.lora_A.weight"),
     "attention alone": (
         {"target_modules": ATTENTION},
-        r"\[attention, mlp\] needs .*layers\.\*\.mlp.gate_proj.lora_A.weight \(2\).*; set adapter.targets=\[attention\]",
+        r"lacks .*layers\.\*\.mlp.gate_proj.lora_A.weight \(2\).*; set adapter.targets=\[attention\]$",
     ),
     "some of attention": (
         {"target_modules": ["q_proj", "v_proj", *LINEAR[4:]]},
-        r"needs base_model.model.model.layers\.\*\.self_attn.k_proj.lora_A.weight \(2\), .* every matrix of its targets",
+        r"lacks base_model.model.model.layers\.\*\.self_attn.k_proj.lora_A.weight \(2\), .* every matrix of the targets",
     ),
-    "excluded": ({"exclude_modules": ["k_proj"]}, r"needs .*k_proj.lora_A.weight \(2\), .*k_proj.lora_B.weight \(2\) as well;"),
-    "a layer": ({"layers_to_transform": [1]}, "needs base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight, "),
+    "excluded": ({"exclude_modules": ["k_proj"]}, r"lacks .*k_proj.lora_A.weight \(2\), .*k_proj.lora_B.weight \(2\) of"),
+    "a layer": ({"layers_to_transform": [1]}, "lacks base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight, "),
     "a rank": ({"r": 8, "lora_alpha": 16}, r"q_proj.lora_A.weight has shape \[8, 32\]; .* \[4, 32\]: set adapter.rank=8"),
     "ranks": ({"rank_pattern": {"v_proj": 2}}, r"v_proj.lora_A.weight has shape \[2, 32\]"),
     "a factor": ({"lora_alpha": 4}, "alpha / rank of .*q_proj is 1; here .* is 2: set adapter.alpha=4"),
     "factors": (
         {"alpha_pattern": {"layers.1.*v_proj": 4}},
-        "of model.layers.1.self_attn.v_proj is 1; here .*: one factor is of all matrices, and this adapter has 2, 1$",
+        "of model.layers.1.self_attn.v_proj is 1; here .*: all matrices must have one factor, and this adapter has 2, 1:",
     ),
 }  # fmt: skip
 
@@ -180,18 +179,18 @@ def also(name: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], dict[str, T
 
 
 FILES: dict[str, tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], str]] = {
-    "A without B": (lambda found: {n: t for n, t in found.items() if n != f"{K}B.weight"}, f"needs {K}B.weight as well"),
-    "a second name": (also(f"{K}A.weight".removeprefix("base_model.model."), torch.ones(4, 32)), "does not use model.layers.0"),
-    "no prefix": (moved("base_model.model.", ""), r"does not use model.layers\.\*\.mlp.down_proj.lora_A.weight \(2\)"),
-    "a part of the model": (moved("model.model.model.", "model.model."), r"does not use base_model.model.layers\.\*\.mlp"),
-    "PEFT's own names": (moved("lora_A.", "lora_A.default."), r"does not use .*down_proj.lora_A.default.weight \(2\)"),
-    "a third layer": (also(f"{K}A.weight".replace("0", "2"), torch.ones(4, 32)), "does not use .*layers.2.self_attn.k_proj"),
-    "other heads": (also(f"{K}B.weight", torch.ones(32, 4)), r"k_proj.lora_B.weight has shape \[32, 4\]; .* \[16, 4\]: .* another"),
+    "A without B": (lambda found: {n: t for n, t in found.items() if n != f"{K}B.weight"}, f"lacks {K}B.weight of"),
+    "a second name": (also(f"{K}A.weight".removeprefix("base_model.model."), torch.ones(4, 32)), "leaves out its model.layers.0"),
+    "no prefix": (moved("base_model.model.", ""), r"leaves out its model.layers\.\*\.mlp.down_proj.lora_A.weight \(2\)"),
+    "a part of the model": (moved("model.model.model.", "model.model."), r"leaves out its base_model.model.layers\.\*\.mlp"),
+    "PEFT's own names": (moved("lora_A.", "lora_A.default."), r"leaves out its .*down_proj.lora_A.default.weight \(2\)"),
+    "a third layer": (also(f"{K}A.weight".replace("0", "2"), torch.ones(4, 32)), "leaves out its .*layers.2.self_attn.k_proj"),
+    "other heads": (also(f"{K}B.weight", torch.ones(32, 4)), r"k_proj.lora_B.weight has shape \[32, 4\]; .* \[16, 4\]: "),
     "another width": (also(f"{K}A.weight", torch.ones(4, 64)), r"k_proj.lora_A.weight has shape \[4, 64\]; .* of another model"),
     "a vector": (also(f"{K}A.weight", torch.ones(0)), r"k_proj.lora_A.weight has shape \[0\]; .* of another model"),
-    "no number": (also(f"{K}A.weight", torch.full((4, 32), float("nan"))), "k_proj.lora_A.weight has values that are infinite"),
-    "infinite": (also(f"{K}B.weight", torch.full((16, 4), float("inf"))), "k_proj.lora_B.weight has values that are infinite"),
-    "integers": (also(f"{K}B.weight", torch.ones(16, 4, dtype=torch.int8)), "k_proj.lora_B.weight is I8; expected BF16, F16, F32"),
+    "no number": (also(f"{K}A.weight", torch.full((4, 32), float("nan"))), "k_proj.lora_A.weight has values that are NaN"),
+    "infinite": (also(f"{K}B.weight", torch.full((16, 4), float("inf"))), "k_proj.lora_B.weight has values that are NaN"),
+    "integers": (also(f"{K}B.weight", torch.ones(16, 4, dtype=torch.int8)), "k_proj.lora_B.weight is I8; expected BF16, "),
 }  # fmt: skip
 
 
@@ -208,10 +207,10 @@ def test_a_tensor_that_does_not_fit_is_refused_by_name(kind: str, model: Path, t
 def test_a_directory_that_is_no_whole_lora_adapter_is_refused(model: Path, tmp_path: Path) -> None:
     shape, folder = read_shape(model), tiny.save_adapter(model, tmp_path / "a", START)
     for settings, reason in (
-        ({"peft_type": "LOHA"}, 'peft_type "LOHA": its A and B alone'),
-        ({"r": None}, "is not one of a LoRA adapter: expected peft_type, target_modules, and r"),
-        ({"rank_pattern": {"q_proj": 0}}, "the values of rank_pattern and alpha_pattern above 0"),
-        ({"rank_pattern": {"q_proj": 2}}, "gives model.layers.0.self_attn.q_proj rank 2; its tensors have 4"),
+        ({"peft_type": "LOHA"}, 'peft_type "LOHA"; expected plain pairs A, B'),
+        ({"r": None}, "does not describe a LoRA adapter; expected peft_type"),
+        ({"rank_pattern": {"q_proj": 0}}, "values of rank_pattern and alpha_pattern"),
+        ({"rank_pattern": {"q_proj": 2}}, "gives model.layers.0.self_attn.q_proj rank 2, and its tensors have 4"),
         ({"layer_replication": [[0, 2], [1, 2]]}, r"layer_replication \[\[0, 2\], \[1, 2\]\]"),
         ({"use_bdlora": {"nblocks": 2}}, "use_bdlora {"),
         ({"arrow_config": {"top_k": 2}}, "arrow_config {"),
@@ -225,28 +224,34 @@ def test_a_directory_that_is_no_whole_lora_adapter_is_refused(model: Path, tmp_p
             check_start(changed(tmp_path / "b", **settings), shape, START)
         shutil.rmtree(tmp_path / "b")
     (folder / "adapter_config.json").write_text("[]")
-    with pytest.raises(ValueError, match="whose adapter_config.json cannot be read"):
+    with pytest.raises(ValueError, match="adapter_config.json cannot be read"):
         check_start(folder, shape, START)
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
-    with pytest.raises(ValueError, match="has adapter_model.bin and no .*convert it with PEFT"):
+    with pytest.raises(ValueError, match="has adapter_model.bin but no .*convert it with PEFT"):
         check_start(folder, shape, START)
+
+
+def words_of(folder: Path) -> list[str]:
+    """Settings of a run on a new random model, folder/model."""
+    model = init_model("tiny", "bytes", folder / "model")
+    (folder / "d.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n' * 20)
+    (folder / "demos.jsonl").write_text('{"agent": "solver", "prompt": "1", "completion": "2"}\n')
+    words = [f"policies.main.model={model}", f"run.dir={folder}", "task=math", f"data.train={folder}/d.jsonl"]
+    return [*words, f"data.demonstrations={folder}/demos.jsonl"]
 
 
 def test_no_door_takes_part_of_an_adapter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The dry run, evaluation, sft, the learner and both engines."""
-    model = init_model("tiny", "bytes", tmp_path / "model")
+    words, model = words_of(tmp_path), tmp_path / "model"
     made_by_peft(model, tmp_path / "a", target_modules=[*ATTENTION, "lm_head"])
-    (tmp_path / "d.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n' * 20)
-    (tmp_path / "demos.jsonl").write_text('{"agent": "solver", "prompt": "1", "completion": "2"}\n')
     start = {"rank": 4, "alpha": 8.0, "targets": ["attention"], "start": str(tmp_path / "a")}
-    words = [f"policies.main.model={model}", f"policies.main.adapter={json.dumps(start)}", f"run.dir={tmp_path}"]
-    words += ["task=math", f"data.train={tmp_path}/d.jsonl", f"data.demonstrations={tmp_path}/demos.jsonl"]
-    named = r"adapter.targets=\[attention\] does not use .*lm_head.lora_A.weight"
+    words.append(f"policies.main.adapter={json.dumps(start)}")
+    named = r"adapter.targets=\[attention\] leaves out its .*lm_head.lora_A.weight"
     for trains in (True, False):
         with pytest.raises(ConfigError, match=rf"policies.main.adapter.start is .*{named}"):
             preflight(read_config(None, words)[0], world_size=1, trains=trains)
     assert cli.main(["sft", *words]) == 2
-    assert "does not use base_model.model.lm_head.base_layer.weight" in capsys.readouterr().err
+    assert "leaves out its base_model.model.lm_head.base_layer.weight" in capsys.readouterr().err
     with pytest.raises(ValueError, match=named):
         tiny.learner(model, adapter=start)
     settings = {"model_dir": str(model), "dtype": "float32", "max_model_len": 64, "device": "cpu"}
@@ -263,7 +268,9 @@ def test_an_export_of_fused_experts_leaves_nothing_out(tmp_path: Path) -> None:
         export(tmp_path / "all", tmp_path / "out")
     experts = {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"], "target_modules": ATTENTION}
     made_by_peft(model, tmp_path / "factors", **experts, alpha_pattern={"down_proj": 4})
-    with pytest.raises(ValueError, match="alpha / rank of model.layers.0.mlp.experts.down_proj is 1, and that of r and .* 2"):
+    with pytest.raises(
+        ValueError, match="alpha / rank of model.layers.0.mlp.experts.down_proj is 1, and lora_alpha / r is 2"
+    ):
         export(tmp_path / "factors", tmp_path / "out")
     made_by_peft(model, tmp_path / "pissa", **experts)
     with pytest.raises(ValueError, match='init_lora_weights "pissa"'):
@@ -271,7 +278,9 @@ def test_an_export_of_fused_experts_leaves_nothing_out(tmp_path: Path) -> None:
     made_by_peft(model, tmp_path / "right", **experts)
     export(tmp_path / "right", tmp_path / "out")
     check_start(
-        tmp_path / "out", read_shape(model), AdapterConfig(rank=4, expert_rank=4, alpha=8, targets=("attention", "experts"))
+        tmp_path / "out",
+        read_shape(model),
+        AdapterConfig(rank=4, expert_rank=4, alpha=8, targets=("attention", "experts")),
     )
 
 
@@ -294,16 +303,46 @@ def test_a_model_directory_with_an_adapter_in_it_is_refused(tmp_path: Path) -> N
 
 
 def test_a_head_beside_tied_embeddings_must_be_the_embedding(tmp_path: Path) -> None:
-    """transformers decodes with the head of the file; the trainer would train the embedding."""
-    model = tiny.save_model("qwen3", tmp_path / "model")
-    reader, shape, file = lambda: HfReader(model), read_shape(model), model / "model.safetensors"
+    """transformers decodes with the head of the file; the trainer would train the embedding. A reference is looked at too."""
+    words = words_of(tmp_path)
+    tied, file = tmp_path / "tied", tmp_path / "tied/model.safetensors"
+    shutil.copytree(tmp_path / "model", tied)
+    of_model = json.loads((tied / "config.json").read_text())
+    (tied / "config.json").write_text(json.dumps({**of_model, "tie_word_embeddings": True}))
     tensors = load_file(file)
     embedding = tensors["model.embed_tokens.weight"]
-    save_file({**tensors, "lm_head.weight": embedding.clone()}, file, metadata={"format": "pt"})
-    reader().check(shape, is_trained=True)
+    doors = [f"policies.main.model={tied}"], ["loss.kl=k2", f"policies.main.reference={tied}"]
+    configs = [read_config(None, [*words, *door])[0] for door in doors]
+    save_file({**tensors, "lm_head.weight": embedding.clone()}, file)
+    for config in configs:
+        preflight(config, world_size=1)
     other = embedding.clone()
     other[-1, -1] += 1
     for head in (other, embedding[:-1].clone()):
-        save_file({**tensors, "lm_head.weight": head}, file, metadata={"format": "pt"})
-        with pytest.raises(ValueError, match=r"tie_word_embeddings true, and lm_head.weight of its weights is not model.embed"):
-            reader().check(shape, is_trained=True)
+        save_file({**tensors, "lm_head.weight": head}, file)
+        for config in configs:
+            with pytest.raises(
+                ValueError, match="tie_word_embeddings true, and lm_head.weight of its weights is not model"
+            ):
+                preflight(config, world_size=1)
+
+
+def test_a_start_of_another_base_is_warned_of(tmp_path: Path) -> None:
+    words = words_of(tmp_path)
+    model, copy = tmp_path / "model", tmp_path / "copy"
+    shutil.copytree(model, copy)
+    other = init_model("tiny", "bytes", tmp_path / "other", seed=1)
+    adapter = AdapterConfig(rank=4, targets=("attention",))
+    folder = tiny.save_adapter(model, tmp_path / "a", adapter)
+    start = f"policies.main.adapter={{rank: 4, targets: [attention], start: {folder}}}"
+
+    def warnings(*more: str) -> list[str]:
+        return [
+            each for each in preflight(read_config(None, [*words, start, *more])[0], 1).warnings if "weights?" in each
+        ]
+
+    assert not warnings() and not warnings(f"policies.main.model={copy}")
+    (warning,) = warnings(f"policies.main.model={other}")
+    assert warning.startswith(f"policies.main.adapter.start was trained on {model}, and policies.main.model is {other}")
+    changed(folder, base_model_name_or_path="Hub/Model")
+    assert not warnings() and len(warnings(f"policies.main.model={other}")) == 1

@@ -6,12 +6,13 @@ import os
 import socket
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
 
-from marsrl.rollout.adapter import check_start
+from marsrl.rollout.adapter import check_start, peft_settings
 from marsrl.rollout.agents import returned
 from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.agents.render import ChatRenderer
@@ -205,6 +206,7 @@ def _checked_policy(config: RunConfig, name: str, world_size: int, *, trains: bo
     if found := why_not_cut(shape, config.rollout_of(name).vllm):
         raise ConfigError(f"policies.{name}.model: {found}")
     check_adapter(name, policy, shape)
+    warnings += _of_another_base(name, policy)
     if is_trained:
         check_trainable(config, name, shape, world_size)
     config = shorten_prompts(config, name, shape.max_positions, trains=trains)
@@ -268,6 +270,27 @@ def check_adapter(name: str, policy: PolicyConfig, shape: ModelShape) -> None:
             check_start(Path(adapter.start), shape, adapter)
         except ValueError as error:
             raise ConfigError(f"policies.{name}.{error}") from error
+
+
+def _of_another_base(name: str, policy: PolicyConfig) -> list[str]:
+    """A warning about a start that was trained on other weights than the policy's, as far as can be seen here."""
+    from marsrl.trainer.learner.megatron.hf_files import weights_sum
+
+    if policy.adapter is None or policy.adapter.start is None or policy.model is None:
+        return []
+    base, model = (
+        str(peft_settings(Path(policy.adapter.start)).get("base_model_name_or_path") or policy.model),
+        policy.model,
+    )
+    # a name of the Hub is also that of a cache's folder
+    is_same = Path(base).name.lower() == Path(model).name.lower() or base.replace("/", "--") in model
+    with suppress(ValueError):  # no weights in it
+        if Path(base).is_dir():
+            is_same = weights_sum(base) == weights_sum(model)
+    if is_same:
+        return []
+    key = f"policies.{name}"
+    return [f"{key}.adapter.start was trained on {base}, and {key}.model is {model}: are these the same weights?"]
 
 
 def _check_something_trains(config: RunConfig) -> None:

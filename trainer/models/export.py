@@ -112,8 +112,8 @@ def _split_by_expert(source: Path, out: Path) -> tuple[Path, int]:
     adapter = adapter.model_copy(update={"targets": targets_of(shape, adapter, tensors)})
     if other := next((matrix for matrix, scale in scales.items() if not math.isclose(scale, adapter.scale)), None):
         raise ValueError(
-            f"{source}: alpha / rank of {other} is {scales[other]:g}, and that of r and lora_alpha {adapter.scale:g}; one factor "
-            "is of all matrices"
+            f"{source}: alpha / rank of {other} is {scales[other]:g}, and lora_alpha / r is {adapter.scale:g}; all matrices must "
+            "have one factor"
         )
     check_tensors(shape, adapter, tensors)
     with made_whole(out) as part:
