@@ -64,7 +64,7 @@ class AdapterConfig(Settings):
     targets: tuple[Target, ...] = Field(("attention", "mlp"), min_length=1)
     """matrices that get a pair: attention, mlp (MoE models have none), experts (of MoE models)"""
     start: str | None = None
-    """PEFT directory whose numbers training starts from; default: A random, B zero, as the base"""
+    """PEFT directory that training starts from, used whole or refused by name (docs/adapters.md); default: A random, B zero"""
 
     @property
     def scale(self) -> float:
