@@ -109,7 +109,7 @@ def read_shape(model_dir: str | Path, *, needs_weights: bool = True) -> ModelSha
         if re.fullmatch(r"[\w.-]+/[\w.-]+", str(model_dir)):
             hub = f" (nothing is downloaded; to get it: hf download {model_dir} --local-dir {folder.name})"
         raise ValueError(f"model: {folder} is not a directory; expected a Hugging Face checkpoint directory{hub}")
-    if (folder / "adapter_config.json").is_file():  # with which transformers loads a base and an adapter instead
+    if (folder / "adapter_config.json").is_file():  # transformers then loads the adapter, and its base
         raise ValueError(
             f"model: {folder} has an adapter (adapter_config.json), which is not read with a model: give its base as `model` and "
             "the adapter as adapter.start, or move adapter_config.json out if the weights here are whole"

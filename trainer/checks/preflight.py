@@ -273,18 +273,16 @@ def check_adapter(name: str, policy: PolicyConfig, shape: ModelShape) -> None:
 
 
 def _of_another_base(name: str, policy: PolicyConfig) -> list[str]:
-    """A warning about a start that was trained on other weights than the policy's, as far as can be seen here."""
+    """A warning where adapter.start names a base with another name than the policy's model or, if it is here, other weights."""
     from marsrl.trainer.learner.megatron.hf_files import weights_sum
 
-    if policy.adapter is None or policy.adapter.start is None or policy.model is None:
+    model = policy.model
+    if policy.adapter is None or policy.adapter.start is None or model is None:
         return []
-    base, model = (
-        str(peft_settings(Path(policy.adapter.start)).get("base_model_name_or_path") or policy.model),
-        policy.model,
-    )
-    # a name of the Hub is also that of a cache's folder
+    base = str(peft_settings(Path(policy.adapter.start)).get("base_model_name_or_path") or model)
+    # The Hub's cache has folders such as models--Qwen--Qwen3-8B.
     is_same = Path(base).name.lower() == Path(model).name.lower() or base.replace("/", "--") in model
-    with suppress(ValueError):  # no weights in it
+    with suppress(ValueError):  # a folder without weights
         if Path(base).is_dir():
             is_same = weights_sum(base) == weights_sum(model)
     if is_same:

@@ -37,22 +37,21 @@ class HfReader:
         self._path, self._files = path, WeightFiles(path, prefix)
 
     def check(self, shape: ModelShape, *, is_trained: bool) -> None:
-        """Every tensor that config.json asks for is there, in its shape, and is_trained: not quantised. Reads headers alone,
-        and the head of a model that has one beside tie_word_embeddings.
+        """Every tensor that config.json asks for is there, in its shape, and is_trained: not quantised. Reads headers alone.
 
-        Raises as `shard` does, and where that head is not the embedding.
+        With tie_word_embeddings a head in the files must be the embedding; both are read then. Raises as `shard` does.
         """
         for unit in units(shape, 1):
             self._check(shape, unit, is_trained)
         if shape.is_tied and HEAD in self._files and not self._is_embedding(HEAD):
-            # transformers and our engines decode with the head, the trainer with the embedding
+            # transformers, vLLM and our engine decode with the head; the trainer would use the embedding.
             raise ValueError(
                 f"model: {self._path}: config.json has tie_word_embeddings true, and {HEAD} of its weights is not "
                 f"{EMBEDDING}; set tie_word_embeddings to false there, or delete {HEAD} if the embedding is its head"
             )
 
     def _is_embedding(self, name: str) -> bool:
-        """True if a tensor has the values of the embedding, read by parts."""
+        """True if a tensor equals the embedding; reads both by parts."""
         ours, embedding = self._files.slice(name), self._files.slice(EMBEDDING)
         num_rows = embedding.get_shape()[0]
         return ours.get_shape() == embedding.get_shape() and all(
