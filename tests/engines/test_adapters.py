@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from marsrl.rollout.adapter import AdapterConfig, held_by_shard, read_tensors
 from marsrl.rollout.config import RolloutConfig
 from marsrl.rollout.engines.local.engine import LocalEngine
 from marsrl.rollout.engines.protocol import AdapterUpdate, DecodeRequest, DecodeResult, WeightUpdate, WrongVersion
+from marsrl.rollout.engines.vllm.arguments import slot_rank
 from marsrl.rollout.model_shape import read_shape
 from marsrl.rollout.pool.build import make_pool
 from marsrl.rollout.pool.pool import EnginePool
@@ -349,6 +351,18 @@ def test_an_adapter_of_other_settings_than_were_said_is_refused(checkpoint: Chec
     folder = save_adapter(model, tmp_path / "a", CONFIG.model_copy(update={"rank": 4}), 0)
     with pytest.raises(ValueError, match=r"q_proj\.lora_A\.weight: found \(4, 64\), expected \(8, 64\)"):
         LocalEngine(spec_of(model, adapters={"a": CONFIG})).update_adapter(AdapterUpdate("a", str(folder), 1))
+
+
+@pytest.mark.parametrize(("rank", "slots"), [(2, 8), (4, 8), (8, 16)])
+def test_vllm_has_slots_for_the_file_of_any_expert_rank(
+    rank: int, slots: int, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    from vllm.lora.peft_helper import PEFTHelper
+
+    model, config = checkpoint("qwen3_moe"), OF_EXPERTS.model_copy(update={"expert_rank": rank})
+    folder = save_adapter(model, tmp_path / "a", config)
+    assert slot_rank(read_shape(model), [config]) == slots
+    PEFTHelper.from_local_dir(str(folder), None).validate_legal(SimpleNamespace(max_lora_rank=slots))
 
 
 def test_an_engine_that_starts_from_an_adapter_has_it_at_once_and_one_without_is_the_bare_model(

@@ -179,10 +179,15 @@ def lora_arguments(model_dir: str | Path, adapters: Mapping[str, AdapterConfig])
 
 
 def slot_rank(shape: ModelShape, adapters: Iterable[AdapterConfig]) -> int:
-    """Slot rank of an engine that serves these adapters: their largest rank, rounded up to one of _RANKS."""
+    """Slot rank of an engine that serves these adapters: the largest rank in their files, rounded up to one of _RANKS.
+
+    Files of experts also name gate and up as one matrix of twice the rank (adapter.write_adapter), which vLLM counts.
+    """
     shape = dataclasses.replace(shape, num_layers=1)
-    largest = max(rank for each in adapters for _, _, rank in adapted(shape, each).values())
-    return next(rank for rank in _RANKS if rank >= largest)
+    ranks = {
+        2 * rank if ".experts." in name else rank for a in adapters for name, (_, _, rank) in adapted(shape, a).items()
+    }
+    return next((rank for rank in _RANKS if rank >= max(ranks)), _RANKS[-1])
 
 
 def checked_extra(extra: Mapping[str, Any]) -> dict[str, Any]:
