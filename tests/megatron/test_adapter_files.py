@@ -71,10 +71,10 @@ def test_initialisations_that_keep_the_base_are_started(init: bool | str, model:
             tiny.scoring_model(model),
             peft.LoraConfig(r=2, lora_alpha=4, target_modules=LINEAR, task_type="CAUSAL_LM", init_lora_weights="pissa"),
         ).eval()
-        changed_init = judge.peft_config["default"]
-        changed_init.init_lora_weights = True
+        settings = judge.peft_config["default"]
+        settings.init_lora_weights = True  # as PEFT's guide saves the initial adapter for the conversion
         judge.save_pretrained(tmp_path / "first")
-        changed_init.init_lora_weights = "pissa"
+        settings.init_lora_weights = "pissa"
         with torch.no_grad():
             for weight in judge.parameters():
                 weight.add_(0.1 * torch.randn(weight.shape) * weight.requires_grad)
@@ -293,7 +293,7 @@ def test_a_plain_adapter_is_exported_as_it_is(model: Path, tmp_path: Path) -> No
 
 
 def test_a_model_directory_with_an_adapter_in_it_is_refused(tmp_path: Path) -> None:
-    """Of such a one transformers loads the adapter's base, and the adapter."""
+    """transformers loads the adapter, and its base, from such a directory."""
     model = tiny.save_model("qwen2", tmp_path / "model")
     made_by_peft(model, tmp_path / "a")
     for folder in (tmp_path / "a", model):
