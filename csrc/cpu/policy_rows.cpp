@@ -14,7 +14,7 @@ struct Block {
   static constexpr int kTokens = 256;
   int64_t ids[kTokens];
   float logprob[kTokens], entropy[kTokens], advantage[kTokens];
-  float log_ratio[kTokens], log_drift[kTokens], log_reference[kTokens];
+  float log_ratio[kTokens], log_drift[kTokens], log_reference[kTokens], log_importance[kTokens];
   float gated[kTokens], dropped[kTokens], weight[kTokens];
   double loss[kTokens];
   float coefficient[kTokens], entropy_coefficient[kTokens], kl[kTokens];
@@ -24,6 +24,7 @@ struct Block {
     ids[i] = id;
     logprob[i] = of.logprob, entropy[i] = of.entropy, advantage[i] = of.advantage;
     log_ratio[i] = of.log_ratio, log_drift[i] = of.log_drift, log_reference[i] = of.log_reference;
+    log_importance[i] = of.log_importance;
     gated[i] = of.gated, dropped[i] = of.dropped, weight[i] = of.weight;
   }
 };
@@ -34,7 +35,8 @@ MARSRL_CLONES void evaluate(const Objective& given, Block& block, int count) {
   for (int i = 0; i < count; i++) {
     const Term term = policy_term(
         objective, {block.logprob[i], block.entropy[i], block.advantage[i], block.log_ratio[i], block.log_drift[i],
-                    block.log_reference[i], block.gated[i], block.dropped[i], block.weight[i]});
+                    block.log_reference[i], block.log_importance[i], block.gated[i], block.dropped[i],
+                    block.weight[i]});
     block.loss[i] = term.loss;
     block.coefficient[i] = term.coefficient;
     block.entropy_coefficient[i] = term.entropy_coefficient;

@@ -26,7 +26,7 @@ struct Tokens {
   const float* log_ratio;  // of the token's sequence; null: of the token, by `old_logprobs`, and 0 where that is null too
   const float* log_drift;  // of the token's sequence; null: of the token, by `rollout_logprobs`
   const float* old_logprobs;
-  const float* rollout_logprobs;
+  const float* rollout_logprobs;  // null with a KL term: `old_logprobs` decoded, or the policy itself
   const float* reference_logprobs;
   const uint8_t* gate;     // of the token's sample
   const uint8_t* dropped;  // the token loses every term
@@ -44,16 +44,17 @@ constexpr int kNumSums = 7;
 // What the objective reads of one token; 0 where it is not given.
 struct TokenInputs {
   float logprob, entropy, advantage;
-  float log_ratio;      // of the policy to that before the update, or of their sequences
-  float log_drift;      // of the policy before the update to the one that decoded; 0 without a correction
-  float log_reference;  // of the policy to the reference; 0 without a KL term
+  float log_ratio;       // of the policy to that before the update, or of their sequences
+  float log_drift;       // of the policy before the update to the one that decoded; 0 without a correction
+  float log_reference;   // of the policy to the reference; 0 without a KL term
+  float log_importance;  // of the policy to the one that decoded; 0 without a KL term
   float gated, dropped;  // 0 or 1
   float weight;          // 1 where it is not given
 };
 
 MARSRL_INLINE TokenInputs token_inputs(const Objective& objective, const Tokens& tokens, int64_t t) {
   const float logprob = tokens.logprobs[t];
-  TokenInputs inputs = {logprob, tokens.entropy[t], tokens.advantage[t], 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 1.0f};
+  TokenInputs inputs = {logprob, tokens.entropy[t], tokens.advantage[t], 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 1.0f};
   if (tokens.log_ratio)
     inputs.log_ratio = tokens.log_ratio[t];
   else if (tokens.old_logprobs)
@@ -62,7 +63,11 @@ MARSRL_INLINE TokenInputs token_inputs(const Objective& objective, const Tokens&
     inputs.log_drift = tokens.log_drift[t];
   else if (objective.correction != kNoCorrection)
     inputs.log_drift = (tokens.old_logprobs ? tokens.old_logprobs[t] : logprob) - tokens.rollout_logprobs[t];
-  if (objective.kl != kNoKl) inputs.log_reference = logprob - tokens.reference_logprobs[t];
+  if (objective.kl != kNoKl) {
+    inputs.log_reference = logprob - tokens.reference_logprobs[t];
+    const float* decoder = tokens.rollout_logprobs ? tokens.rollout_logprobs : tokens.old_logprobs;
+    if (decoder) inputs.log_importance = logprob - decoder[t];
+  }
   inputs.gated = tokens.gate && tokens.gate[t] ? 1.0f : 0.0f;
   inputs.dropped = tokens.dropped && tokens.dropped[t] ? 1.0f : 0.0f;
   if (tokens.weight) inputs.weight = tokens.weight[t];
@@ -97,7 +102,9 @@ MARSRL_INLINE float pick(bool option, float yes, float no) {
 MARSRL_INLINE Term policy_term(const Objective& objective, const TokenInputs& token) {
   const bool is_clip = objective.kind == kClip, has_k1 = objective.kl == kK1, has_k2 = objective.kl == kK2;
   const bool has_k3 = objective.kl == kK3, has_bonus = objective.entropy_coef != 0.0f;
+  const bool is_tis = objective.correction == kTis;
   const float ratio_size = std::fabs(token.log_ratio), drift_size = std::fabs(token.log_drift);
+  const float importance_size = std::fabs(token.log_importance);
   const float x = token.log_reference, k3_size = pick(has_k3, std::fabs(x), 0.0f);
 
   // A drift or log-prob that is not finite masks nothing: whoever reads it makes the loss NaN, below.
@@ -113,12 +120,14 @@ MARSRL_INLINE Term policy_term(const Objective& objective, const TokenInputs& to
   const float logprob = kept(token.logprob), advantage = kept(token.advantage);
   const float entropy = pick(has_bonus, kept(token.entropy), 0.0f);
   const float truncated = drift > objective.correction_high ? objective.correction_high : drift;
-  const float weight = kept(pick(objective.correction == kTis, truncated, 1.0f));
+  const float weight = kept(pick(is_tis, truncated, 1.0f));
 
-  // k3 = e^-x + x - 1 through expm1: no cancellation near 0
-  const float of_k3 = clamped_log_ratio(x), m = vector_expm1(-of_k3), k3_slope = k3_size > kLogRatioBound ? 0.0f : -m;
-  const float kl = pick(has_k1, x, pick(has_k2, 0.5f * x * x, pick(has_k3, m + of_k3, 0.0f)));
-  const float kl_slope = pick(has_k1, 1.0f, pick(has_k2, x, pick(has_k3, k3_slope, 0.0f)));
+  // k3 = e^-x + x - 1 through expm1: no cancellation near 0. The slope of all three, importance times x, is that of the
+  // divergence by the score function.
+  const float of_k3 = clamped_log_ratio(x), m = vector_expm1(-of_k3);
+  const float raw = vector_exp(clamped_log_ratio(token.log_importance));
+  const float importance = pick(is_tis, raw > objective.correction_high ? objective.correction_high : raw, raw);
+  const float kl = importance * pick(has_k1, x, pick(has_k2, 0.5f * x * x, pick(has_k3, m + of_k3, 0.0f)));
 
   // Where the ratio ends to count. CISPO bounds it on both sides, the clipped surrogate on the one that is gained from.
   const float ratio = vector_exp(clamped_log_ratio(kept(token.log_ratio)));
@@ -134,17 +143,18 @@ MARSRL_INLINE Term policy_term(const Objective& objective, const TokenInputs& to
   const double surrogate =
       static_cast<double>(pick(is_clip, used, of_cispo)) * pick(is_clip, advantage, logprob);
 
-  const float read =
-      token.logprob + token.log_ratio + token.log_drift + x + token.advantage + token.weight + entropy;
+  const float read = token.logprob + token.log_ratio + token.log_drift + x + token.log_importance + token.advantage +
+                     token.weight + entropy;
   const float scale = kept(std::fabs(read) < INFINITY ? objective.inverse_normaliser * token.weight : NAN);
-  const float largest = ratio_size > drift_size ? ratio_size : drift_size;
+  const float of_policy = ratio_size > drift_size ? ratio_size : drift_size;
+  const float of_kl = importance_size > k3_size ? importance_size : k3_size;
   Term term;
   term.loss = (-weight * surrogate + objective.kl_coef * kept(kl) - objective.entropy_coef * entropy) * scale;
-  term.coefficient = (-weight * slope + objective.kl_coef * kept(kl_slope)) * scale;
+  term.coefficient = (-weight * slope + objective.kl_coef * kept(importance * x)) * scale;
   term.entropy_coefficient = pick(has_bonus, -objective.entropy_coef * scale, 0.0f);
   term.kl = kl;
   term.clipped = clipped;
   term.masked = masked;
-  term.clamped = kept((largest > k3_size ? largest : k3_size) > kLogRatioBound ? 1.0f : 0.0f);
+  term.clamped = kept((of_policy > of_kl ? of_policy : of_kl) > kLogRatioBound ? 1.0f : 0.0f);
   return term;
 }

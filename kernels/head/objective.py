@@ -33,17 +33,20 @@ class PolicyObjective:
             "icepop": tokens with d outside [correction_low, correction_high] are masked. "sequence_mask": samples
             whose geometric mean of d is outside are masked.
         kl: estimate of KL(policy || reference) by x = log p - reference_logprobs: k1 = x, k2 = x^2 / 2,
-            k3 = exp(-x) + x - 1; differentiated as it stands.
+            k3 = exp(-x) + x - 1, times the token's importance i = p / p_rollout (without rollout_logprobs
+            p / p_old; without these 1). Its gradient is i x for all three, that of KL(policy || reference) by
+            the score function: of i k3 with i differentiated (arXiv:2512.02556), and of i k2 with i held.
+            With "tis", i is at most correction_high.
         mpt_probability: in samples whose gate is set, tokens with p >= this are masked (arXiv:2507.19766); None: off.
 
     A masked token loses every term and stays in the normaliser.
 
-    Clamping: the log of r and of d, and the x of k3, are clamped to +-LOG_RATIO_BOUND. Beyond it, as through torch.clamp, no
-    gradient passes through r or k3; that of "cispo", where r is a constant, is unchanged.
+    Clamping: the log of r, of d and of i, and the x of k3's value, are clamped to +-LOG_RATIO_BOUND. Beyond it, as through
+    torch.clamp, no gradient passes through r; that of "cispo", where r is a constant, and of the KL term are unchanged.
 
     Numbers that are not finite: NaN or infinity in anything that a trained token reads makes the loss not finite, and that
     token's coefficient too. A token reads its log-prob, advantage, weight and, if given, old log-prob, its rollout_logprobs with
-    a correction, its reference_logprobs with a KL term, its entropy with a bonus. Values of tokens that are outside the mask,
+    a correction or a KL term, its reference_logprobs with a KL term, its entropy with a bonus. Values of tokens that are outside the mask,
     dropped, or masked by the gate or a correction are not read: they add 0 to loss and gradient. Only finite numbers mask a
     token: a d that is not finite is never out of bounds, a log-prob that is not finite is not above mpt_probability. The means
     over a sequence (ratio "sequence", "sequence_mask") read all of its tokens in the mask.
@@ -105,7 +108,8 @@ class LossInputs:
         gate: [S] bool from mpt_gate; None = no token is masked for being well mastered.
         old_logprobs: [T] float, nats, of the policy before the update; None = pseudo on-policy: ratio 1, gradient of
             A log p.
-        rollout_logprobs, reference_logprobs: [T] float; needed by correction and by kl.
+        rollout_logprobs: [T] float, nats, of the policy that drew the token; needed by correction, and the weight of kl.
+        reference_logprobs: [T] float; needed by kl.
         weights: [S] float, factor on every term of a sequence's tokens, KL and entropy bonus included; None = 1.
         dropped: [T] bool, tokens that are masked whatever the gate and the correction say; None = none.
     """
@@ -164,8 +168,9 @@ class PolicyLoss:
     logprobs, entropy: [T] float32, nats; 0 where the mask is off.
     coefficient: [T] float32, dloss/dlogprobs; 0 where the mask is off.
     agent_sums: {metric: [A] float32} per agent. "loss" adds up to the loss; "clipped_tokens", "masked_tokens" (by the
-        gate, a correction, or dropped; they lost every term), "clamped_tokens" (not masked, with a log of r, of d, or an x of k3
-        beyond LOG_RATIO_BOUND) and "tokens" are counts; "entropy" and "kl" are sums in nats over all tokens of the mask.
+        gate, a correction, or dropped; they lost every term), "clamped_tokens" (not masked, with a log of r, of d or of i, or an
+        x of k3 beyond LOG_RATIO_BOUND) and "tokens" are counts; "entropy" and "kl" (times i) are sums in nats over all tokens
+        of the mask.
     """
 
     loss: Tensor

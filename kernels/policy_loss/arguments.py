@@ -72,7 +72,7 @@ def policy_tokens(op: str, num_tokens: int, device: torch.device, inputs: LossIn
         gate=joined_or_none(inputs.gate, objective.mpt_probability is not None),
         old_logprobs=inputs.old_logprobs,
         # Inputs that the objective does not use are dropped here, so that no implementation reads them.
-        rollout_logprobs=inputs.rollout_logprobs if objective.correction != "none" else None,
+        rollout_logprobs=inputs.rollout_logprobs if (objective.correction, objective.kl) != ("none", "none") else None,
         reference_logprobs=inputs.reference_logprobs if objective.kl != "none" else None,
         normaliser=normaliser,
         weights=joined_or_none(inputs.weights),

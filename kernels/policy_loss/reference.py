@@ -10,7 +10,7 @@ from marsrl.kernels.head.objective import LOG_RATIO_BOUND, METRICS, PolicyLoss, 
 
 @dataclass(frozen=True)
 class Terms:
-    """Per trained token: its loss (differentiable), its KL, and whether it is clipped, masked, clamped."""
+    """Per trained token: its loss (differentiable), its weighted KL, and whether it is clipped, masked, clamped."""
 
     loss: Tensor
     kl: Tensor
@@ -44,7 +44,7 @@ def policy_terms(logp: Tensor, entropy: Tensor, tokens: PolicyTokens, kept: Tens
     zeros = torch.zeros_like(logp)
     current = logp.detach()
     old = current if tokens.old_logprobs is None else of_kept(tokens.old_logprobs)
-    log_ratio, log_drift, log_reference = current - old, zeros, zeros
+    log_ratio, log_drift, log_reference, log_importance = current - old, zeros, zeros, zeros
     if tokens.old_logprobs is None:
         log_ratio = zeros
     elif objective.ratio == "sequence":
@@ -55,8 +55,11 @@ def policy_terms(logp: Tensor, entropy: Tensor, tokens: PolicyTokens, kept: Tens
             log_drift = mean(log_drift)
     if objective.kl != "none":
         log_reference = current - of_kept(tokens.reference_logprobs)
+        log_importance = current - (old if tokens.rollout_logprobs is None else of_kept(tokens.rollout_logprobs))
 
-    drift = _clamped(log_drift).exp()
+    drift, importance = _clamped(log_drift).exp(), _clamped(log_importance).exp()
+    if objective.correction == "tis":
+        importance = importance.clamp(max=objective.correction_high)
     is_masked = torch.zeros_like(logp, dtype=torch.bool)
     if tokens.gate is not None and objective.mpt_probability is not None:
         is_masked = tokens.gate[kept] & (current.exp() >= objective.mpt_probability) & current.isfinite()
@@ -70,13 +73,15 @@ def policy_terms(logp: Tensor, entropy: Tensor, tokens: PolicyTokens, kept: Tens
         return torch.where(is_masked, zeros, values)
 
     # From here on any NaN or infinity was read by a trained token.
-    kl = _divergence(log_reference, objective.kl)  # of all tokens, for the metric
+    kl = importance * _divergence(log_reference, objective.kl)  # of all tokens, for the metric
     moved = read(logp) - read(current)  # 0, with the gradient of logp
     logp, advantages = read(logp), read(of_kept(tokens.advantages))
-    log_ratio, drift, log_reference = read(log_ratio), read(drift), read(log_reference)
+    log_ratio, drift = read(log_ratio), read(drift)
+    log_reference, log_importance, importance = read(log_reference), read(log_importance), read(importance)
     bonus = torch.where(is_masked | (objective.entropy_coef == 0), zeros, entropy)
     scale = read(torch.ones_like(logp) if tokens.weights is None else of_kept(tokens.weights)) / tokens.normaliser
-    total = logp.detach() + advantages + log_ratio + read(log_drift) + log_reference + bonus.detach() + scale
+    logs = log_ratio + read(log_drift) + log_reference + log_importance
+    total = logp.detach() + advantages + logs + bonus.detach() + scale
     scale = torch.where(total.isfinite(), scale, torch.nan)
 
     ratio, low, high = _clamped(log_ratio + moved).exp(), 1 - objective.clip_low, 1 + objective.clip_high
@@ -93,12 +98,12 @@ def policy_terms(logp: Tensor, entropy: Tensor, tokens: PolicyTokens, kept: Tens
             is_clipped = is_clipped | ((advantages < 0) & (ratio > objective.dual_clip))
     if objective.correction == "tis":
         surrogate = drift.clamp(max=objective.correction_high) * surrogate
-    penalty = objective.kl_coef * _divergence(log_reference + moved, objective.kl)
+    penalty = objective.kl_coef * (read(kl) + importance * log_reference * moved)  # by the score function
 
     loss = (-surrogate + penalty - objective.entropy_coef * bonus) * scale
     loss = loss + moved * (scale - scale)  # NaN in scale reaches the gradient of a clipped token too
-    logs = [log_ratio, read(log_drift)] + [log_reference] * (objective.kl == "k3")
-    is_clamped = torch.stack([log.abs() > LOG_RATIO_BOUND for log in logs]).any(0)
+    clamped = [log_ratio, read(log_drift), log_importance] + [log_reference] * (objective.kl == "k3")
+    is_clamped = torch.stack([log.abs() > LOG_RATIO_BOUND for log in clamped]).any(0)
     return Terms(loss, kl, is_clipped, is_masked, is_clamped)
 
 

@@ -110,15 +110,15 @@ VALUES = (torch.nan, torch.inf, -torch.inf)
 
 def reads(objective: PolicyObjective, has_old: bool) -> dict[str, tuple[bool, ...]]:
     """Of each input whether it is read at each of PLACES: then loss and coefficient are not finite."""
-    corrects = objective.correction != "none"
+    corrects, has_kl = objective.correction != "none", objective.kl != "none"
     return {
         "logprobs": (True, False, False, True, not has_old),
         "entropy": (objective.entropy_coef > 0, False, False, False, False),
         "token_advantages": (True, False, False, False, False),
         "weights": (True, False, False, False, False),
         "old_logprobs": (has_old, False, False, False, has_old),
-        "rollout_logprobs": (corrects, False, False, False, corrects),
-        "reference_logprobs": (objective.kl != "none", False, False, False, False),
+        "rollout_logprobs": (corrects or has_kl, False, False, False, corrects),
+        "reference_logprobs": (has_kl, False, False, False, False),
     }
 
 

@@ -29,6 +29,8 @@ OBJECTIVES: dict[str, tuple[PolicyObjective, bool]] = {
     "sequence ratio on-policy": (PolicyObjective(ratio="sequence"), False),
     "sequence ratio, cispo": (PolicyObjective(ratio="sequence", kind="cispo", clip_low=0.05, clip_high=0.05), True),
     "k1": (PolicyObjective(kl="k1", kl_coef=0.1), True),
+    "k1, icepop": (PolicyObjective(kl="k1", kl_coef=0.1, correction="icepop", correction_high=1.3), False),
+    "k2, sequence ratio, cispo": (PolicyObjective(kl="k2", kl_coef=0.1, ratio="sequence", kind="cispo"), True),
     "k2": (PolicyObjective(kl="k2", kl_coef=0.1), True),
     "k3": (PolicyObjective(kl="k3", kl_coef=0.1), True),
     "k3, entropy bonus, tis": (

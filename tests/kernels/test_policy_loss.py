@@ -14,6 +14,7 @@ from marsrl.kernels import LossInputs, PolicyObjective, token_marks
 E20 = math.exp(20)
 WIDE = {"correction_low": 0.0, "correction_high": 1e12}
 DUAL = PolicyObjective(dual_clip=3.0)
+K1 = PolicyObjective(kl="k1", kl_coef=0.5)
 # Clips, and log-ratios beyond LOG_RATIO_BOUND; log-prob -1 throughout. name -> objective, advantage, what is given, (loss,
 # slope, clamped tokens)
 BY_HAND = {
@@ -41,11 +42,16 @@ BY_HAND = {
     "icepop counts it as masked": (PolicyObjective(correction="icepop"), 1.0, {"rollout": -101}, (0, 0, 0)),
     "icepop with a wide band": (PolicyObjective(correction="icepop", **WIDE), 1.0, {"rollout": -101}, (-1, -1, 1)),
     "sequence_mask": (PolicyObjective(correction="sequence_mask", **WIDE), 1.0, {"rollout": -101}, (-1, -1, 1)),
-    "k3 above": (PolicyObjective(kl="k3", kl_coef=0.5), 0.0, {"reference": -31}, (9.5 + 0.5 / E20, 0, 1)),
-    "k3 below": (PolicyObjective(kl="k3", kl_coef=0.5), 0.0, {"reference": 99}, (0.5 * (E20 - 21), 0, 1)),
-    "k3 inside": (PolicyObjective(kl="k3", kl_coef=0.5), 0.0, {"reference": -2}, (0.5 / math.e, 0.5 - 0.5 / math.e, 0)),
-    "k1 is not clamped": (PolicyObjective(kl="k1", kl_coef=0.5), 0.0, {"reference": -31}, (15, 0.5, 0)),
+    "k3 above": (PolicyObjective(kl="k3", kl_coef=0.5), 0.0, {"reference": -31}, (9.5 + 0.5 / E20, 15, 1)),
+    "k3 below": (PolicyObjective(kl="k3", kl_coef=0.5), 0.0, {"reference": 99}, (0.5 * (E20 - 21), -50, 1)),
+    "k3 inside": (PolicyObjective(kl="k3", kl_coef=0.5), 0.0, {"reference": -2}, (0.5 / math.e, 0.5, 0)),
+    "k1 is not clamped": (PolicyObjective(kl="k1", kl_coef=0.5), 0.0, {"reference": -31}, (15, 15, 0)),
     "k2 is not clamped": (PolicyObjective(kl="k2", kl_coef=0.5), 0.0, {"reference": -31}, (225, 15, 0)),
+    "k1, likelier than drawn": (K1, 0.0, {"reference": -3, "rollout": -1 - math.log(4)}, (4, 4, 0)),
+    "k1, by the old policy": (K1, 0.0, {"reference": -3, "old": -1 - math.log(4)}, (4, 4, 0)),
+    "k1, at most": (replace(K1, correction="tis"), 0.0, {"reference": -3, "rollout": -1 - math.log(4)}, (2, 2, 0)),
+    "k1, far above": (K1, 0.0, {"reference": -3, "rollout": -101}, (E20, E20, 1)),
+    "k1, far below": (K1, 0.0, {"reference": -3, "rollout": 99}, (1 / E20, 1 / E20, 1)),
 }  # fmt: skip
 
 

@@ -264,8 +264,16 @@ def plain_step(
             objective, ratio = objectives[sample.agent], (logp - old[sample.uid]).exp()
             clamped = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
             surrogate = torch.minimum(ratio * sample.advantage, clamped * sample.advantage)
+            assert sample.rollout_logprobs is not None
             x = logp - of_reference[sample.uid]
-            kl = {"none": 0 * x, "k1": x, "k2": x**2 / 2, "k3": (-x).exp() + x - 1}[objective.kl]
+            i = (logp - torch.from_numpy(sample.rollout_logprobs[sample.is_sampled])).exp()
+            held, slope = i.detach(), x - x.detach()
+            kl = {
+                "none": 0 * x,
+                "k1": held * x.detach() * (1 + slope),  # the score function's gradient
+                "k2": held * x**2 / 2,
+                "k3": i * ((-x).exp() + x - 1),
+            }[objective.kl]
             found.masked += int((keep == 0).sum())
             found.clipped += int((surrogate < ratio * sample.advantage).sum())
             found.kl += float(kl.detach().sum())

@@ -210,15 +210,14 @@ def clamped(log_ratio):
 
 @triton.jit
 def divergence(x, KL: tl.constexpr):
-    """(estimate of the KL divergence, its slope) from x = log p - log of the reference's p; k1, k2 or k3."""
+    """Estimate of the KL divergence from x = log p - log of the reference's p; k1, k2 or k3."""
     if KL == "k1":
-        return x, tl.full(x.shape, 1.0, tl.float32)
+        return x
     elif KL == "k2":
-        return 0.5 * x * x, x
+        return 0.5 * x * x
     else:
         bounded = clamped(x)
-        m = exact_expm1(-bounded)  # e^-x + x - 1 without cancellation near 0
-        return m + bounded, tl.where(tl.abs(x) > LOG_RATIO_BOUND, 0.0, -m)
+        return exact_expm1(-bounded) + bounded  # e^-x + x - 1 without cancellation near 0
 
 
 @triton.jit
@@ -311,11 +310,20 @@ def policy_terms(
     elif CORRECTION != "none":
         of_drift = old - tl.load(rollout_logprobs + tokens, mask=is_kept, other=0.0)
     of_reference = tl.zeros_like(logp)
+    of_importance = tl.zeros_like(logp)  # of the policy to the one that decoded
     kl = tl.zeros_like(logp)
     kl_slope = tl.zeros_like(logp)
     if KL != "none":
         of_reference = logp - tl.load(reference_logprobs + tokens, mask=is_kept, other=0.0)
-        kl, kl_slope = divergence(of_reference, KL)
+        if rollout_logprobs is not None:
+            of_importance = logp - tl.load(rollout_logprobs + tokens, mask=is_kept, other=0.0)
+        elif old_logprobs is not None:
+            of_importance = logp - old
+        importance = exact_exp(clamped(of_importance))
+        if CORRECTION == "tis":
+            importance = tl.where(importance > correction_high, correction_high, importance)
+        kl = importance * divergence(of_reference, KL)
+        kl_slope = importance * of_reference  # by the score function, whichever estimate is the value
 
     # A drift or log-prob that is not finite masks nothing, and makes the loss NaN below.
     is_masked = tl.zeros(logp.shape, tl.int1)
@@ -334,7 +342,7 @@ def policy_terms(
     surrogate, slope, is_clipped = clipped_surrogate(
         of_ratio, advantage, logp, clip_low, clip_high, dual_clip, KIND, HAS_DUAL_CLIP
     )
-    read = logp + of_ratio + of_drift + of_reference + advantage + scale
+    read = logp + of_ratio + of_drift + of_reference + of_importance + advantage + scale
     bonus = tl.zeros_like(logp)
     if HAS_ENTROPY:
         bonus = entropy_coef * ent
@@ -349,6 +357,7 @@ def policy_terms(
         tl.store(entropy_coefficient + tokens, e, mask=is_kept)
 
     is_clamped = (tl.abs(of_ratio) > LOG_RATIO_BOUND) | (tl.abs(of_drift) > LOG_RATIO_BOUND)
+    is_clamped = is_clamped | (tl.abs(of_importance) > LOG_RATIO_BOUND)
     if KL == "k3":
         is_clamped = is_clamped | (tl.abs(of_reference) > LOG_RATIO_BOUND)
     agent = tl.zeros_like(tokens)
