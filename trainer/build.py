@@ -166,7 +166,8 @@ def _learner(config: RunConfig, name: str, model_dir: str, base: FrozenBase | No
     start = model_dir if policy.adapter is None else None  # an adapter's is in memory
     reference_dir = {"none": None, "start": start}.get(policy.reference, policy.reference)
     own = {each.name for each in dataclasses.fields(PolicyObjective)}
-    common = loss.model_dump(include=own) | {"correction_high": loss.upper_bound}
+    of_loss, of_reward = (loss.kl_coef, 0.0) if loss.kl_in == "loss" else (0.0, loss.kl_coef)
+    common = loss.model_dump(include=own) | {"correction_high": loss.upper_bound, "kl_coef": of_loss}
     clips = [each.model_dump(include={"clip_low", "clip_high"}, exclude_none=True) for each in config.agents.values()]
     return Learner(
         policy,
@@ -178,6 +179,7 @@ def _learner(config: RunConfig, name: str, model_dir: str, base: FrozenBase | No
         old_policy=loss.old_policy,
         router_replay=config.trainer.router_replay,
         reference_dir=reference_dir,
+        reward_kl_coef=of_reward,
         base=base,
     )
 

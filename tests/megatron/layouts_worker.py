@@ -129,6 +129,7 @@ def updates(
         model,
         objective=PolicyObjective(kl="k3", kl_coef=0.2, clip_low=0.02, clip_high=0.02),
         reference_dir=reference,
+        reward_kl_coef=0.01,
         router_replay=router_replay,
         layout=layout,
         optimizer=OptimizerConfig(lr=1e-3, grad_clip=0.5),

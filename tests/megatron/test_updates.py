@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import megatron_models as tiny
+import numpy as np
 import pytest
+import torch
 from torch import Tensor
 
 from marsrl.kernels import PolicyObjective
@@ -82,6 +84,44 @@ def test_a_step_equals_plain_pytorch(
     assert stats.num_updates == num_updates < num_micro_batches
     assert policy.num_steps == 1 and stats.lr == tiny.OPTIMIZER.lr  # the schedule counts steps, not updates
     close(tiny.weights(policy), plain.weights, num_updates)
+
+
+@pytest.mark.parametrize("kl", ["k1", "k2", "k3"])
+def test_the_reference_decides_where_a_step_goes(kl: str, tmp_path: Path) -> None:
+    folder, samples = tiny.save_model("qwen3", tmp_path / "m"), tiny.sequences(3)
+    found = []
+    for seed in (1, 2):
+        reference = tiny.save_model("qwen3", tmp_path / f"r{seed}", seed=seed)
+        policy = tiny.learner(folder, objective=replace(KL, kl=kl), reference_dir=reference)  # type: ignore[arg-type]
+        policy.train_step([update(policy, samples)])
+        found.append(tiny.weights(policy))
+    assert tiny.largest_difference(*found) > tiny.OPTIMIZER.lr
+
+
+def test_a_kl_penalty_in_the_reward_is_taken_off_advantages(tmp_path: Path) -> None:
+    """Of a token: its own log-ratio, of the weights that drew it to the reference, and those of the later ones."""
+    folder, reference = tiny.save_model("qwen3", tmp_path / "m"), tiny.save_model("qwen3", tmp_path / "r", seed=1)
+    samples, penalised = tiny.sequences(5), []
+    assert any(not s.is_sampled.all() for s in samples)
+    with torch.no_grad():
+        for s in samples:
+            log_ratio = np.zeros(len(s.token_ids), np.float32)
+            assert s.rollout_logprobs is not None
+            of_reference = tiny.hf_logprobs(tiny.scoring_model(reference), s)[0].numpy()
+            log_ratio[s.is_sampled] = s.rollout_logprobs[s.is_sampled] - of_reference
+            to_go = [log_ratio[place:].sum() for place in range(len(log_ratio))]
+            advantages = s.advantage - 0.3 * np.array(to_go, np.float32)
+            penalised.append(replace(s, token_advantages=np.where(s.is_sampled, advantages, 0).astype(np.float32)))
+    in_reward = {"objective": PolicyObjective(kl="k3"), "reference_dir": reference, "reward_kl_coef": 0.3}
+    stats = []
+    for part, options in ((samples, in_reward), (penalised, {}), (samples, {})):
+        policy = tiny.learner(folder, **options)  # type: ignore[arg-type]
+        stats.append(policy.train_step([update(policy, part)]))
+    found, by_hand, without = stats
+    assert found.loss == pytest.approx(by_hand.loss, rel=1e-5)
+    assert found.grad_norm == pytest.approx(by_hand.grad_norm, rel=1e-5)
+    assert without.grad_norm != pytest.approx(by_hand.grad_norm, rel=0.1)
+    assert sum(found.agent_sums["kl"]) > 0 == sum(by_hand.agent_sums["kl"])  # logged all the same
 
 
 def test_an_update_that_is_not_finite_is_skipped_and_counts(tmp_path: Path) -> None:

@@ -62,15 +62,21 @@ class LossConfig(Settings):
     kind: Literal["clip", "cispo"] = "clip"
     """clip: PPO's clipped surrogate; cispo: the clipped ratio, held constant, times A log p: no token loses its gradient"""
     correction: Literal["none", "tis", "icepop", "sequence_mask"] = "none"
-    """what d = p_trainer / p_rollout does: tis: weighs a token by d, at most correction_high; icepop: masks tokens with d out
-    of bounds; sequence_mask: masks samples whose geometric mean of d is. For engines that round otherwise, or old samples
-    (docs/numerics.md)"""
+    """what d = p_old / p_rollout does (p_old: see old_policy; at ratio 1 the policy's own p): tis: weighs a token's surrogate by
+    d, at most correction_high; icepop: masks tokens with d out of bounds; sequence_mask: masks samples whose geometric mean of d
+    is. For engines that round otherwise, or old samples (docs/numerics.md)"""
     correction_low: float = Field(0.5, ge=0, description="lower bound of d for icepop and sequence_mask")
     correction_high: float | None = Field(None, gt=0)
-    """upper bound of d; default: 2 (tis, sequence_mask), 5 (icepop)"""
+    """upper bound of d, with tis of the KL term's p / p_rollout too; default: 2 (tis, sequence_mask), 5 (icepop)"""
     kl: Literal["none", "k1", "k2", "k3"] = "none"
-    """estimate of KL(policy || policies.<name>.reference)"""
-    kl_coef: float = Field(0.0, ge=0, description="weight of the KL term; 0 with an estimate: it is logged only")
+    """estimate of KL(policy || policies.<name>.reference) from x = log p - log p_reference, which is logged and is the value of
+    the KL term: k1: x, k2: x^2 / 2 (biased), k3: e^-x + x - 1; times p / p_rollout, as older weights may have drawn the token.
+    All three have the same gradient, p / p_rollout times x, which in expectation is that of KL(policy || reference)
+    (docs/numerics.md)"""
+    kl_coef: float = Field(0.0, ge=0, description="weight of the KL term or penalty; 0 with an estimate: it is logged only")
+    kl_in: Literal["loss", "reward"] = "loss"
+    """loss: each token has its own KL term; reward: kl_coef times log p_rollout - log p_reference, summed over a token and the later
+    ones of its sample, is taken off the token's advantage, after normalisation and without a gradient; loss.kl is logged only"""
     entropy_coef: float = 0.0
     """weight of the entropy bonus, nats a token; other than 0, samples with an advantage of 0 are trained too"""
     truncation: Literal["refuse", "renormalise"] = "refuse"

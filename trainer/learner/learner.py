@@ -78,6 +78,7 @@ class Learner:
         old_policy: Literal["pois", "sais", "recompute"] = "pois",
         router_replay: Literal["none", "recompute", "rollout"] = "none",
         reference_dir: str | Path | None = None,
+        reward_kl_coef: float = 0.0,
         base: FrozenBase | None = None,
     ) -> None:
         """Build the model on this layout's process groups (created if there are none) and read its weights.
@@ -88,6 +89,7 @@ class Learner:
             their mpt_probability; mpt.scope "off" turns the masking off.
         reference_dir: frozen weights of the objectives' KL reference; loaded only if there is such a term. None
             with an adapter: its starting point, which is loaded anyway.
+        reward_kl_coef: weight of the KL penalty in the reward, in place of the objectives' kl_coef (kl_reward.py).
         base: another learner's frozen base to share, instead of loading model_dir again.
 
         Raises ValueError: the directory or the layout cannot be used; nothing has been started.
@@ -127,6 +129,7 @@ class Learner:
             mpt,
             old_policy,
             router_replay,
+            reward_kl_coef,
         )
         self.num_steps = 0  # steps, including skipped and empty ones, as the schedule counts
 

@@ -48,6 +48,13 @@ class ContextCut:
         out[self.rows.flatten()] = torch.cat(parts)
         return out[:-1].cpu()
 
+    def own(self, whole: Tensor) -> Tensor:
+        """This rank's [T'] of [T] CPU values of the whole batch, on the batch's device; 0 for padding."""
+        values = whole.to(self.batch.token_ids.device)
+        if not len(self.rows):
+            return values
+        return torch.nn.functional.pad(values, (0, 1))[self.rows[parallel_state.get_context_parallel_rank()]]
+
 
 def cut(batch: PackedBatch, rank: int, size: int, align: int) -> ContextCut:
     """Rank `rank`'s part of a batch that all context-parallel ranks hold.

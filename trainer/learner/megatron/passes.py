@@ -23,6 +23,7 @@ from marsrl.kernels import LossInputs, PolicyObjective
 from marsrl.trainer.config import MptConfig
 from marsrl.trainer.data.packing import PackedBatch
 from marsrl.trainer.data.scatter import Update
+from marsrl.trainer.learner.kl_reward import kl_to_go
 from marsrl.trainer.learner.megatron.adapter import ActiveAdapters, Adapter, finalize
 from marsrl.trainer.learner.megatron.context import ContextCut, cut
 from marsrl.trainer.learner.megatron.head import HeadResult, PolicyModel
@@ -99,7 +100,7 @@ class Passes:
     """Every method is collective over all ranks.
 
     model: the bare one; trained: the same as it is trained; reference: frozen, None without a KL term. aux_loss: coefficient of
-    the router's balancing loss.
+    the router's balancing loss. reward_kl_coef: of the KL penalty in the reward (kl_reward.py); 0: none.
     """
 
     model: PolicyModel
@@ -111,6 +112,7 @@ class Passes:
     mpt: MptConfig
     old_policy: Literal["pois", "sais", "recompute"]
     router_replay: Literal["none", "recompute", "rollout"]
+    reward_kl_coef: float = 0.0
 
     def can_join(self, other: Passes) -> bool:
         """The policies' adapters are of one base, and their references are it, or adapters of it."""
@@ -159,7 +161,7 @@ class Passes:
         if self.reference is not None:
             reference = self._forward(batches, self.reference)
         micro_batches = (
-            MicroBatch(each, self._loss(each.batch, update.normaliser, logprobs, of_reference), choices)
+            MicroBatch(each, self._loss(each, update.normaliser, logprobs, of_reference), choices)
             for each, logprobs, of_reference, choices in zip(cuts, old, reference, experts, strict=True)
         )
         return Work(tuple(micro_batches), num_tokens, len(self.objectives))
@@ -247,15 +249,25 @@ class Passes:
         return old, experts
 
     def _loss(
-        self, batch: PackedBatch, normaliser: float, old_logprobs: Tensor | None, reference_logprobs: Tensor | None
+        self, cut: ContextCut, normaliser: float, old_logprobs: Tensor | None, reference_logprobs: Tensor | None
     ) -> LossInputs:
+        batch, token_advantages = cut.batch, cut.batch.token_advantages
+        if reference_logprobs is not None:
+            if batch.rollout_logprobs is None:
+                raise ValueError("loss.kl needs rollout log-probs, which these samples do not have")
+            if self.reward_kl_coef:
+                if token_advantages is None:
+                    token_advantages = batch.of_tokens(batch.advantages)
+                log_ratio = torch.where(batch.mask, batch.rollout_logprobs - reference_logprobs, 0.0)
+                to_go = cut.own(kl_to_go(cut.whole(log_ratio), cut.given.cu_seqlens.cpu()))
+                token_advantages = token_advantages - self.reward_kl_coef * to_go
         (objective,) = {self.objectives[agent] for agent in batch.agents}  # scatter.py: a micro-batch has one
         return LossInputs(
             objective=objective,
             cu_seqlens=batch.cu_seqlens,
             normaliser=normaliser,
-            advantages=batch.advantages if batch.token_advantages is None else None,
-            token_advantages=batch.token_advantages,
+            advantages=batch.advantages if token_advantages is None else None,
+            token_advantages=token_advantages,
             mask=batch.mask,
             agent_of=batch.agent_of,
             num_agents=len(self.objectives),

@@ -1,0 +1,109 @@
+"""The KL term's gradient and value against exact expectations: a softmax over 8 actions, each action a token of its own.
+
+A token's weight is the probability with which its policy draws the action, so that sums over tokens are expectations.
+"""
+
+import re
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+from fused_head import policy_loss
+from torch import Tensor
+
+from marsrl.kernels import PolicyObjective
+
+POLICY = torch.tensor([3.0, 1, 4, 1, 5, 9, 2, 6], dtype=torch.float64) / 4  # logits
+REFERENCE = torch.tensor([2.0, 7, 1, 8, 2, 8, 1, 8], dtype=torch.float64) / 4
+OLDER = POLICY + torch.tensor([0.75, -0.75, 0.75, -0.75, -0.75, 0.75, 0.75, -0.75], dtype=torch.float64)
+DRAWN = {"this policy": POLICY, "older weights": OLDER}
+ESTIMATES = ("k1", "k2", "k3")
+PLAIN = {"k1": lambda x: x, "k2": lambda x: x * x / 2, "k3": lambda x: torch.expm1(-x) + x}
+
+
+def exact() -> tuple[float, Tensor]:
+    """KL(policy || reference) and its gradient to the logits [8]."""
+    logits = POLICY.clone().requires_grad_()
+    logp = logits.log_softmax(-1)
+    divergence = (logp.exp() * (logp - REFERENCE.log_softmax(-1))).sum()
+    divergence.backward()
+    assert logits.grad is not None
+    return divergence.item(), logits.grad
+
+
+def as_it_stands(kl: str, drawn_by: Tensor) -> Tensor:
+    """The expected gradient of the bare estimate, which the table of docs/numerics.md compares with."""
+    logits = POLICY.clone().requires_grad_()
+    x = logits.log_softmax(-1) - REFERENCE.log_softmax(-1)
+    (drawn_by.softmax(-1) * PLAIN[kl](x)).sum().backward()
+    assert logits.grad is not None
+    return logits.grad
+
+
+def expected(objective: PolicyObjective, drawn_by: Tensor, old: Tensor | None = None) -> tuple[float, Tensor]:
+    """What policy_loss makes of all actions: the expected value and gradient of its KL term."""
+    logits = POLICY.clone().requires_grad_()
+    rollout = drawn_by.log_softmax(-1)
+    found = policy_loss(
+        logits.log_softmax(-1).float(),
+        torch.zeros(8),
+        objective=objective,
+        advantages=torch.zeros(8),
+        cu_seqlens=torch.arange(9),
+        weights=rollout.exp().float(),
+        old_logprobs=None if old is None else old.log_softmax(-1).float(),
+        rollout_logprobs=rollout.float(),
+        reference_logprobs=REFERENCE.log_softmax(-1).float(),
+        normaliser=1.0,
+    )
+    found.loss.backward()
+    assert logits.grad is not None
+    return found.loss.item(), logits.grad
+
+
+def off(gradient: Tensor) -> float:
+    """Its distance from the exact gradient, of the exact one's norm."""
+    right = exact()[1]
+    return float((gradient - right).norm() / right.norm())
+
+
+def test_the_cases_are_of_every_estimate() -> None:
+    assert get_args(PolicyObjective.__annotations__["kl"]) == ("none", *ESTIMATES)
+
+
+@pytest.mark.parametrize("kind", ["clip", "cispo"])
+@pytest.mark.parametrize("drawn_by", DRAWN)
+@pytest.mark.parametrize("kl", ESTIMATES)
+def test_the_kl_gradient_is_exact_whoever_drew(kl: str, drawn_by: str, kind: str, implementation: str) -> None:
+    """Whatever the ratio's old policy is: none (pois, first update), another (later updates, recompute), or the drawer (sais)."""
+    for old in (None, REFERENCE, DRAWN[drawn_by]):
+        objective = PolicyObjective(kl=kl, kl_coef=1.0, kind=kind)  # type: ignore[arg-type]
+        value, gradient = expected(objective, DRAWN[drawn_by], old)
+        assert off(gradient) < 1e-6
+        assert kl == "k2" or value == pytest.approx(exact()[0], rel=1e-6)
+
+
+def test_an_importance_that_tis_truncates_is_biased(implementation: str) -> None:
+    for high, is_exact in ((2.0, False), (3.2, True)):  # the largest is 3.1
+        objective = PolicyObjective(kl="k3", kl_coef=1.0, correction="tis", correction_high=high)
+        assert (off(expected(objective, OLDER)[1]) < 1e-6) == is_exact
+
+
+def test_the_table_of_the_kl_estimates_is_right() -> None:
+    """docs/numerics.md: in percent, how far the expected gradient, and the expected value, are from the exact ones."""
+
+    def percent(number: float) -> str:
+        return f"{100 * number:.0f} %" if number > 1e-6 else "0"
+
+    found = []
+    for kl in ESTIMATES:
+        plain = [off(as_it_stands(kl, logits)) for logits in DRAWN.values()]
+        objective = PolicyObjective(kl=kl, kl_coef=1.0)  # type: ignore[arg-type]
+        weighted = [expected(objective, logits) for logits in DRAWN.values()]
+        truncated = expected(PolicyObjective(kl=kl, kl_coef=1.0, correction="tis"), OLDER)  # type: ignore[arg-type]
+        numbers = [*plain, *(off(gradient) for _, gradient in weighted), off(truncated[1])]
+        numbers.append(abs(weighted[1][0] / exact()[0] - 1))
+        found.append(f"| `{kl}` | {' | '.join(map(percent, numbers))} |")
+    page = (Path(__file__).parents[2] / "docs/numerics.md").read_text("utf-8")
+    assert re.findall(r"^\| `k\d` .*", page, re.MULTILINE) == found
