@@ -156,7 +156,7 @@ class AgentConfig(Settings):
     loss_weight: float = Field(1.0, ge=0)
     """factor on this agent's advantages, a teacher's part aside; 0: the teacher's part alone"""
     teacher: TeacherConfig | None = None
-    """distils a frozen policy into this agent on the agent's own samples (docs/teachers.md)"""
+    """distils a frozen policy into this agent on the agent's own samples, at the agent's temperature (docs/teachers.md)"""
     clip_low: Share | None = Field(None, description="of this agent's tokens; default: loss.clip_low")
     clip_high: float | None = Field(None, ge=0, description="of this agent's tokens; default: loss.clip_high")
     format_penalty: float = Field(0.0, ge=0, le=MOST)

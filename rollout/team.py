@@ -353,14 +353,19 @@ class Team:
 
     def teacher_logprobs(self, samples: Sequence[Sample]) -> dict[str, FloatArray]:
         """{uid: [N] float32, nats} of the samples whose agents have teachers: log-probs of the completion's tokens under the
-        teacher, at temperature 1 and over the whole vocabulary.
+        teacher, at the agent's temperature and over the whole vocabulary.
 
-        Teachers are asked one after the other, each for all of its samples.
+        Teachers are asked one after the other, each for all samples of a temperature.
         """
+        asked: dict[tuple[str, float], list[Sample]] = {}
+        for sample in samples:
+            agent = self.agents[sample.agent]
+            if agent.teacher is not None:
+                asked.setdefault((agent.teacher.policy, agent.temperature), []).append(sample)
         found: dict[str, FloatArray] = {}
-        for policy, pool in self.teachers.items():
-            own = [s for s in samples if (teacher := self.agents[s.agent].teacher) and teacher.policy == policy]
-            scores = pool.score_shared([np.concatenate([s.prompt_ids, s.token_ids]) for s in own])
+        for (policy, temperature), own in asked.items():
+            sequences = [np.concatenate([s.prompt_ids, s.token_ids]) for s in own]
+            scores = self.teachers[policy].score_shared(sequences, temperature)
             found |= {s.uid: score[len(s.prompt_ids) - 1 :] for s, score in zip(own, scores, strict=True)}
         return found
 

@@ -289,10 +289,13 @@ class Engine(ABC):
         """Tokens decoded since the engine started (for progress bars)."""
         return self._num_decoded
 
-    def score(self, sequences: Sequence[IntArray], adapter: str = "", is_probe: bool = True) -> list[FloatArray]:
-        """Log-probs [N-1] of tokens 1..N-1 of each sequence, nats, at temperature 1, over the whole vocabulary.
+    def score(
+        self, sequences: Sequence[IntArray], adapter: str = "", temperature: float | None = None
+    ) -> list[FloatArray]:
+        """Log-probs [N-1] of tokens 1..N-1 of each sequence, nats, over the whole vocabulary.
 
-        is_probe: checks a weight sync and the caches; else a teacher scores samples. Requests that are running decode on.
+        temperature: at which a teacher scores samples; nothing may be decoding then. None: a probe, which checks a weight sync
+            and the caches, at temperature 1; requests that are running decode on.
         """
         raise NotImplementedError
 

@@ -134,7 +134,9 @@ class ScriptedEngine(Engine):
             self._texts is not None and self._texts.is_ended(none, drawn, sampling.stop)
         )
 
-    def score(self, sequences: Sequence[IntArray], adapter: str = "", is_probe: bool = True) -> list[FloatArray]:
+    def score(
+        self, sequences: Sequence[IntArray], adapter: str = "", temperature: float | None = None
+    ) -> list[FloatArray]:
         self._need("weights", "kv_cache")
         if self._versions[""] == TORN:
             raise RuntimeError("ScriptedEngine.score: the weights were dropped, and no others have come")

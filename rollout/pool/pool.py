@@ -303,15 +303,15 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         self.give_weights()
         return self._call("score", (list(sequences), adapter))
 
-    def score_shared(self, sequences: Sequence[IntArray]) -> list[FloatArray]:
-        """Log-probs [N-1] of each sequence, nats, split over the replicas. Nothing may be decoding."""
+    def score_shared(self, sequences: Sequence[IntArray], temperature: float) -> list[FloatArray]:
+        """Log-probs [N-1] of each sequence at the temperature, nats, split over the replicas. Nothing may be decoding."""
         self._wake()
         self.give_weights()
         scores: dict[int, FloatArray] = {}
         while left := [i for i in range(len(sequences)) if i not in scores]:
             left.sort(key=lambda i: -len(sequences[i]))
             asked = {replica: left[place :: len(self.engines)] for place, replica in enumerate(self.engines)}
-            arguments = {replica: ([sequences[i] for i in own], "", False) for replica, own in asked.items() if own}
+            arguments = {replica: ([sequences[i] for i in own], "", temperature) for replica, own in asked.items() if own}
             for replica, answer in self._ask("score", arguments).items():
                 if isinstance(answer, Lost):
                     self._restart(replica, answer.reason)  # and its share is split again

@@ -192,8 +192,22 @@ def test_a_teacher_scores_samples_of_several_lengths_and_equal_ones(engine, dire
     engine.update_weights(WeightUpdate(str(directory), 0))
     samples = [prompt(97, seed=5), prompt(30, seed=6), prompt(97, seed=5), prompt(2, seed=7)]
     for _ in range(2):  # also where their prefixes are cached
-        for found, right in zip(engine.score(samples, is_probe=False), judge(directory, None, samples), strict=True):
+        for found, right in zip(engine.score(samples, temperature=1.0), judge(directory, None, samples), strict=True):
             np.testing.assert_allclose(found, right, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("kind", ["local qwen3", "qwen3", OWN])
+def test_a_teacher_scores_its_own_draws_at_their_temperature(engine, directory, judge):
+    """To be taught by oneself teaches nothing. The probe stays at temperature 1."""
+    engine.update_weights(WeightUpdate(str(directory), 0))
+    for temperature in (0.6, 1.4):
+        asks = [request(f"{i}", prompt(20 + 9 * i, seed=i), 12, seed=i, temperature=temperature) for i in range(3)]
+        drawn = decoded(engine, asks)
+        samples = [np.concatenate([ask.token_ids, each.token_ids]) for ask, each in zip(asks, drawn, strict=True)]
+        for score, each in zip(engine.score(samples, temperature=temperature), drawn, strict=True):
+            np.testing.assert_allclose(score[-12:], each.logprobs, atol=1e-4, rtol=0)
+        for score, right in zip(engine.score(samples), judge(directory, None, samples), strict=True):
+            np.testing.assert_allclose(score, right, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "llama", "mistral"])

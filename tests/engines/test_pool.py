@@ -53,13 +53,13 @@ def test_replicas_share_out_what_a_teacher_scores():
     asked = []
 
     class Teacher(ScriptedEngine):
-        def score(self, sequences, adapter="", is_probe=True):
-            asked.append(([len(each) for each in sequences], is_probe))
+        def score(self, sequences, adapter="", temperature=None):
+            asked.append(([len(each) for each in sequences], temperature))
             return [each[1:].astype(np.float32) for each in sequences]
 
     sequences = [np.arange(length, dtype=np.int32) for length in (2, 4, 5, 9)]
-    found = pool_of(*(Teacher(lambda r: [5]) for _ in range(2))).score_shared(sequences)
-    assert asked == [([9, 4], False), ([5, 2], False)]
+    found = pool_of(*(Teacher(lambda r: [5]) for _ in range(2))).score_shared(sequences, 0.6)
+    assert asked == [([9, 4], 0.6), ([5, 2], 0.6)]
     assert all(np.array_equal(scores, sequence[1:]) for scores, sequence in zip(found, sequences, strict=True))
 
 

@@ -108,6 +108,7 @@ def main(model: Path, changed: Path, cycle: Path, out: Path) -> None:
     told["again"] = cut, decoded(served, cut)  # behind cached prefixes
     whole = [request(f"w.{i}", prompt(40), 3, seed=i, temperature=1.3) for i in range(4)]
     told["whole"] = whole, decoded(served, whole)
+    told["whole_scores"] = served.score([joined(*pair) for pair in zip(*told["whole"], strict=True)], temperature=1.3)
     on = [
         request(f"{ask.uid}.on", joined(ask, result), 4, seed=100, experts_from=len(joined(ask, result)) - 1, **CUT)
         for ask, result in zip(*told["cut"], strict=True)
@@ -170,6 +171,11 @@ def test_logprobs_and_kept_tokens_are_of_the_distribution_drawn_from(
     model = judge.model(checkpoint("qwen3_moe"), None)
     for ask, result in zip(*told[name], strict=True):
         assert_drawn_from(model, ask, result)
+
+
+def test_a_teacher_scores_at_the_temperature_of_the_draws(told: dict[str, Any]) -> None:
+    for score, result in zip(told["whole_scores"], told["whole"][1], strict=True):
+        np.testing.assert_allclose(score[-len(result.logprobs) :], result.logprobs, atol=ROUNDING, rtol=0)
 
 
 def test_a_seed_draws_the_same_again_and_another_one_something_else(told: dict[str, Any]) -> None:

@@ -63,9 +63,11 @@ class ScriptedWithWeights(ScriptedEngine):
         super().__init__(*args, adapters=list(adapters), **options)
         self._local = LocalEngine(spec_of(model, adapters=adapters))
 
-    def score(self, sequences: Sequence[IntArray], adapter: str = "", is_probe: bool = True) -> list[FloatArray]:
+    def score(
+        self, sequences: Sequence[IntArray], adapter: str = "", temperature: float | None = None
+    ) -> list[FloatArray]:
         self._need("weights", "kv_cache")
-        return self._local.score(sequences, adapter)
+        return self._local.score(sequences, adapter, temperature)
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         super().update_weights(update)

@@ -63,9 +63,11 @@ class Recorded(ScriptedWithWeights):
         CALLS.append("submit")
         super().submit(requests, version=version)
 
-    def score(self, sequences: Sequence[IntArray], adapter: str = "", is_probe: bool = True) -> list[FloatArray]:
+    def score(
+        self, sequences: Sequence[IntArray], adapter: str = "", temperature: float | None = None
+    ) -> list[FloatArray]:
         CALLS.append("score")
-        return super().score(sequences, adapter, is_probe)
+        return super().score(sequences, adapter, temperature)
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         CALLS.append("update_weights")

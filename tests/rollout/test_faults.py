@@ -122,7 +122,7 @@ def test_a_restarted_engine_holds_the_weights_of_now() -> None:
     sequences = [np.arange(length, dtype=np.int32) for length in (5, 9, 3)]
     scores, other = pool.score(sequences)  # the probe of a sync, too
     replicas.dead.add(0)
-    for one, *same in zip(pool.score_shared(sequences), scores, other, strict=True):  # and a teacher's
+    for one, *same in zip(pool.score_shared(sequences, 1.0), scores, other, strict=True):  # and a teacher's
         assert all(np.array_equal(one, each) for each in same)
     assert [r.version for r in served(pool, asks(4), "slots", version=2)] == [2] * 4
 

@@ -108,12 +108,14 @@ class LocalEngine(Engine):
                 return self._billed(results)
 
     @torch.inference_mode()
-    def score(self, sequences: Sequence[IntArray], adapter: str = "", is_probe: bool = True) -> list[FloatArray]:
+    def score(
+        self, sequences: Sequence[IntArray], adapter: str = "", temperature: float | None = None
+    ) -> list[FloatArray]:
         scores = []
         for sequence in sequences:
             hidden = self._prefill([sequence], [adapter], None)
             ids = torch.from_numpy(sequence.astype(np.int64)).to(self._device)
-            logprobs = self._model.logits(hidden[:-1]).log_softmax(-1)
+            logprobs = self._model.logits(hidden[:-1]).div(temperature or 1.0).log_softmax(-1)
             scores.append(logprobs.gather(-1, ids[1:, None])[:, 0].cpu().numpy())
         return scores
 

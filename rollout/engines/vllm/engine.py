@@ -141,16 +141,24 @@ class VllmEngine(Engine):
             if results or time.monotonic() >= end:
                 return results
 
-    def score(self, sequences: Sequence[IntArray], adapter: str = "", is_probe: bool = True) -> list[FloatArray]:
+    def score(
+        self, sequences: Sequence[IntArray], adapter: str = "", temperature: float | None = None
+    ) -> list[FloatArray]:
         """Log-probs [N-1] of tokens 1..N-1 of each sequence, nats.
 
         A probe scores all but the last token by a fresh prefill, and the last one through the prefix cache, like a decoded token:
         this exposes blocks of older weights that survived an update.
 
-        Raises RuntimeError: right after an update, vLLM's cache still has a prefix, computed with older weights.
+        Raises RuntimeError: right after an update, vLLM's cache still has a prefix, computed with older weights; or requests are
+        under way that a teacher's temperature would reach too.
         """
-        if not is_probe:
-            return self._scored(sequences, adapter, by_prefill=True).logprobs()
+        if temperature is not None:
+            self._refuse_under_way("score")
+            self._ask_workers("marsrl_divide_logits", temperature)
+            try:
+                return self._scored(sequences, adapter, by_prefill=True).logprobs()
+            finally:
+                self._ask_workers("marsrl_divide_logits", 1.0)
         last = self._scored(sequences, adapter, by_prefill=False)
         none_has_anothers_prefix = len({tuple(s[:8]) for s in sequences}) == len(sequences)
         if adapter in self._untried and none_has_anothers_prefix:

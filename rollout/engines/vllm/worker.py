@@ -130,6 +130,19 @@ class WorkerExtension:
                     found.setdefault(name, set()).add(float(value))
         return {name: tuple(sorted(values)) for name, values in found.items()}
 
+    def marsrl_divide_logits(self, temperature: float) -> None:
+        """Divide the model's logits by the temperature from now on, because vLLM's prompt_logprobs are at 1 whatever is asked."""
+        model = self.model_runner.get_model()
+        vars(model).pop("compute_logits", None)
+        compute = model.compute_logits
+
+        def divided(*args: Any, **options: Any) -> Tensor | None:
+            logits = compute(*args, **options)
+            return None if logits is None else logits.float() / temperature  # None: another rank has them
+
+        if temperature != 1:
+            model.compute_logits = divided
+
     def marsrl_take_draws(self, keys: list[str], lengths: list[int]) -> list[tuple[FloatArray, KeptTokens | None]]:
         """(log-probs [n], nats, kept tokens) of the first n tokens of finished requests sampled by DrawTokens."""
         return self._drawer().take(keys, lengths)
