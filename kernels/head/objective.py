@@ -46,10 +46,10 @@ class PolicyObjective:
 
     Numbers that are not finite: NaN or infinity in anything that a trained token reads makes the loss not finite, and that
     token's coefficient too. A token reads its log-prob, advantage, weight and, if given, old log-prob, its rollout_logprobs with
-    a correction or a KL term, its reference_logprobs with a KL term, its entropy with a bonus. Values of tokens that are outside the mask,
-    dropped, or masked by the gate or a correction are not read: they add 0 to loss and gradient. Only finite numbers mask a
-    token: a d that is not finite is never out of bounds, a log-prob that is not finite is not above mpt_probability. The means
-    over a sequence (ratio "sequence", "sequence_mask") read all of its tokens in the mask.
+    a correction or a KL term, its reference_logprobs with a KL term, its entropy with a bonus. Values of tokens that are outside
+    the mask, dropped, or masked by the gate or a correction are not read: they add 0 to loss and gradient. Only finite numbers
+    mask a token: a d that is not finite is never out of bounds, a log-prob that is not finite is not above mpt_probability. The
+    means over a sequence (ratio "sequence", "sequence_mask") read all of its tokens in the mask.
     """
 
     clip_low: float = 0.2

@@ -311,7 +311,9 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         while left := [i for i in range(len(sequences)) if i not in scores]:
             left.sort(key=lambda i: -len(sequences[i]))
             asked = {replica: left[place :: len(self.engines)] for place, replica in enumerate(self.engines)}
-            arguments = {replica: ([sequences[i] for i in own], "", temperature) for replica, own in asked.items() if own}
+            arguments = {
+                replica: ([sequences[i] for i in own], "", temperature) for replica, own in asked.items() if own
+            }
             for replica, answer in self._ask("score", arguments).items():
                 if isinstance(answer, Lost):
                     self._restart(replica, answer.reason)  # and its share is split again

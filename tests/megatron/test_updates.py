@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from marsrl.kernels import PolicyObjective
+from marsrl.trainer import build
 from marsrl.trainer.config import MptConfig, OptimizerConfig
+from marsrl.trainer.config.read import read_config
 from marsrl.trainer.data.mini_batches import Average
 from marsrl.trainer.data.packing import TrainSequence
 from marsrl.trainer.data.scatter import Update
@@ -122,6 +124,16 @@ def test_a_kl_penalty_in_the_reward_is_taken_off_advantages(tmp_path: Path) -> N
     assert found.grad_norm == pytest.approx(by_hand.grad_norm, rel=1e-5)
     assert without.grad_norm != pytest.approx(by_hand.grad_norm, rel=0.1)
     assert sum(found.agent_sums["kl"]) > 0 == sum(by_hand.agent_sums["kl"])  # logged all the same
+
+
+@pytest.mark.parametrize(("kl_in", "coefs"), [("loss", (0.2, 0.0)), ("reward", (0.0, 0.2))])
+def test_a_runs_kl_is_where_its_settings_say(kl_in: str, coefs: tuple[float, float], tmp_path: Path) -> None:
+    model = tiny.save_model("qwen3", tmp_path / "m")
+    words = ["task=math", "data.train=x.jsonl", "loss.kl=k2", "loss.kl_coef=0.2", f"loss.kl_in={kl_in}"]
+    words += [f"policies.main.{each}" for each in (f"model={model}", "reference=start", "dtype=float32")]
+    passes = build._learner(read_config(None, words)[0], "main", str(model), None).passes
+    assert {(each.kl, each.kl_coef, passes.reward_kl_coef) for each in passes.objectives} == {("k2", *coefs)}
+    assert passes.reference is not None
 
 
 def test_an_update_that_is_not_finite_is_skipped_and_counts(tmp_path: Path) -> None:

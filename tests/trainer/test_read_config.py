@@ -80,6 +80,7 @@ BARE = (*TEAM, MAIN, CHECKER, "credit.train_agents=[verifier]")
         (["credit.balance=uniform"], "set rollout.pipeline=trajectory, or credit.normalise=agent"),
         (["loss.kl=k3", "loss.kl_coef=0.1"], "loss.kl=k3 needs a reference, and policies.main.reference is none"),
         (["loss.kl_coef=0.1"], "loss.kl_coef is 0.1 but loss.kl is none"),
+        (["loss.kl_in=reward"], "loss.kl_in is reward but loss.kl_coef is 0"),
         (["loss.clip_low=1.5"], "loss.clip_low: Input should be less than or equal to 1"),
         (["agents.solver.clip_low=1.5"], "agents.solver.clip_low: Input should be less than or equal to 1"),
         (["loss.dual_clip=1.2"], "loss.dual_clip is 1.2, and the largest clip_high 0.2: set it above 1.2, or null"),

@@ -152,7 +152,7 @@ def _check_credit(config: RunConfig) -> None:
     if loss.kl == "none" and loss.kl_coef:
         raise ValueError(f"loss.kl_coef is {loss.kl_coef:g} but loss.kl is none: set loss.kl to k1, k2 or k3")
     if loss.kl_in == "reward" and not loss.kl_coef:
-        raise ValueError("loss.kl_in is reward but loss.kl_coef is 0, so nothing is taken off: set loss.kl_coef, or kl_in=loss")
+        raise ValueError("loss.kl_in is reward but loss.kl_coef is 0: set loss.kl_coef above 0, or loss.kl_in=loss")
     highest = max(loss.clip_high if each.clip_high is None else each.clip_high for each in config.agents.values())
     if loss.dual_clip is not None and loss.dual_clip <= 1 + highest:
         raise ValueError(

@@ -21,7 +21,8 @@ class CreditConfig(Settings):
     mean and std of one each; trajectory: the mean reward of its episode with those of the problem's other episodes (the GRPO
     baseline of Dr. MAS). Over all policies, agents that are not trained included"""
     std: Literal["biased", "unbiased"] = "biased"
-    """standard deviation that divides an advantage: of n rewards by n (biased), or by n - 1"""
+    """standard deviation that divides every advantage: of n rewards by n (biased), or by n - 1; to leave the division out, as Dr.
+    GRPO and RLOO do, is not possible"""
     singleton: Literal["zero", "raw"] = "zero"
     """advantage of a sample with nobody to be compared with: zero, so it trains nothing; raw: its reward"""
     reward_scheme: Literal["agentic", "outcome"] = "agentic"
@@ -46,7 +47,8 @@ class LossConfig(Settings):
 
     aggregation: Literal["token", "sequence", "sequence_sum_constant"] = "token"
     """token: mean over all tokens (DAPO); sequence: each sample's mean first (GRPO, MarsRL's equation 2);
-    sequence_sum_constant: each sample's sum over rollout.max_response_tokens (Dr. GRPO)"""
+    sequence_sum_constant: each sample's sum over rollout.max_response_tokens (Dr. GRPO's constant
+    length; its advantages, which no std divides, are not here)"""
     old_policy: Literal["pois", "sais", "recompute"] = "pois"
     """what the ratio's old log-probs are: pois: those of the weights at the step's start, without a pass of its own for its
     first update (ratio 1; UloRL); sais: those recorded at decoding, each segment's own; recompute: those of a forward pass at
@@ -62,9 +64,9 @@ class LossConfig(Settings):
     kind: Literal["clip", "cispo"] = "clip"
     """clip: PPO's clipped surrogate; cispo: the clipped ratio, held constant, times A log p: no token loses its gradient"""
     correction: Literal["none", "tis", "icepop", "sequence_mask"] = "none"
-    """what d = p_old / p_rollout does (p_old: see old_policy; at ratio 1 the policy's own p): tis: weighs a token's surrogate by
-    d, at most correction_high; icepop: masks tokens with d out of bounds; sequence_mask: masks samples whose geometric mean of d
-    is. For engines that round otherwise, or old samples (docs/numerics.md)"""
+    """what d = p_old / p_rollout does, p_old being old_policy's: tis: weighs a token's surrogate by d, at most correction_high;
+    icepop: masks tokens with d out of bounds; sequence_mask: masks samples whose geometric mean of d is. For engines that round
+    otherwise, or old samples (docs/numerics.md)"""
     correction_low: float = Field(0.5, ge=0, description="lower bound of d for icepop and sequence_mask")
     correction_high: float | None = Field(None, gt=0)
     """upper bound of d, with tis of the KL term's p / p_rollout too; default: 2 (tis, sequence_mask), 5 (icepop)"""
@@ -72,11 +74,11 @@ class LossConfig(Settings):
     """estimate of KL(policy || policies.<name>.reference) from x = log p - log p_reference, which is logged and is the value of
     the KL term: k1: x, k2: x^2 / 2 (biased), k3: e^-x + x - 1; times p / p_rollout, as older weights may have drawn the token.
     All three have the same gradient, p / p_rollout times x, which in expectation is that of KL(policy || reference)
-    (docs/numerics.md)"""
-    kl_coef: float = Field(0.0, ge=0, description="weight of the KL term or penalty; 0 with an estimate: it is logged only")
+    (docs/credit.md)"""
+    kl_coef: float = Field(0.0, ge=0, description="weight of the KL term or penalty; 0: loss.kl is logged only")
     kl_in: Literal["loss", "reward"] = "loss"
-    """loss: each token has its own KL term; reward: kl_coef times log p_rollout - log p_reference, summed over a token and the later
-    ones of its sample, is taken off the token's advantage, after normalisation and without a gradient; loss.kl is logged only"""
+    """loss: each token has its own KL term; reward: a token's advantage loses kl_coef times log p_rollout - log p_reference, summed
+    over the token and the later ones of its sample, after normalisation and without a gradient; loss.kl is logged only"""
     entropy_coef: float = 0.0
     """weight of the entropy bonus, nats a token; other than 0, samples with an advantage of 0 are trained too"""
     truncation: Literal["refuse", "renormalise"] = "refuse"
