@@ -154,7 +154,7 @@ class AgentConfig(Settings):
     template_options: dict[str, bool | str] = Field(default_factory=dict)
     """of the chat template for this agent (Qwen3: enable_thinking)"""
     loss_weight: float = Field(1.0, ge=0)
-    """factor on this agent's advantages, a teacher's part and loss.kl_in's aside; 0: these alone"""
+    """factor on this agent's advantages, but not on a teacher's part or a KL penalty (loss.kl_in); 0: without the reward"""
     teacher: TeacherConfig | None = None
     """distils a frozen policy into this agent on the agent's own samples, at the agent's temperature (docs/teachers.md)"""
     clip_low: Share | None = Field(None, description="of this agent's tokens; default: loss.clip_low")
