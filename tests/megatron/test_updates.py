@@ -101,9 +101,10 @@ def test_the_reference_decides_where_a_step_goes(kl: str, tmp_path: Path) -> Non
 
 
 def test_a_kl_penalty_in_the_reward_is_taken_off_advantages(tmp_path: Path) -> None:
-    """Of a token: its own log-ratio, of the weights that drew it to the reference, and those of the later ones."""
+    """Of a token: its own log-ratio, of the weights that drew it to the reference, and those of the later ones, less the mean
+    over the agent's other samples."""
     folder, reference = tiny.save_model("qwen3", tmp_path / "m"), tiny.save_model("qwen3", tmp_path / "r", seed=1)
-    samples, penalised = tiny.sequences(5), []
+    samples, of_samples = tiny.sequences(5), []
     assert any(not s.is_sampled.all() for s in samples)
     with torch.no_grad():
         for s in samples:
@@ -111,9 +112,14 @@ def test_a_kl_penalty_in_the_reward_is_taken_off_advantages(tmp_path: Path) -> N
             assert s.rollout_logprobs is not None
             of_reference = tiny.hf_logprobs(tiny.scoring_model(reference), s)[0].numpy()
             log_ratio[s.is_sampled] = s.rollout_logprobs[s.is_sampled] - of_reference
-            to_go = [log_ratio[place:].sum() for place in range(len(log_ratio))]
-            advantages = s.advantage - 0.3 * np.array(to_go, np.float32)
-            penalised.append(replace(s, token_advantages=np.where(s.is_sampled, advantages, 0).astype(np.float32)))
+            of_samples.append(np.array([log_ratio[place:].sum() for place in range(len(log_ratio))], np.float64))
+    penalised = []
+    for s, own in zip(samples, of_samples, strict=True):
+        others = [
+            v[o.is_sampled] for o, v in zip(samples, of_samples, strict=True) if o.agent == s.agent and o is not s
+        ]
+        advantages = s.advantage - 0.3 * (own - np.concatenate(others).mean())
+        penalised.append(replace(s, token_advantages=np.where(s.is_sampled, advantages, 0).astype(np.float32)))
     in_reward = {"objective": PolicyObjective(kl="k3"), "reference_dir": reference, "reward_kl_coef": 0.3}
     stats = []
     for part, options in ((samples, in_reward), (penalised, {}), (samples, {})):

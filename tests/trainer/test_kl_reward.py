@@ -4,7 +4,7 @@ import itertools
 
 import torch
 
-from marsrl.trainer.learner.kl_reward import kl_to_go
+from marsrl.trainer.learner.kl_reward import KlToGo
 
 
 def test_the_penalty_has_the_gradient_of_the_samples_kl() -> None:
@@ -22,11 +22,18 @@ def test_the_penalty_has_the_gradient_of_the_samples_kl() -> None:
     logp, of_reference = logprobs(*leaves), logprobs(frozen_first, frozen_second)
     drawn = logp.sum(1).exp()
     exact = torch.autograd.grad((drawn * (logp - of_reference).sum(1)).sum(), leaves, retain_graph=True)
-    to_go = kl_to_go((logp - of_reference).detach().flatten(), torch.arange(10) * 2).double().view(9, 2)
+    log_ratio, trained = (logp - of_reference).detach().flatten(), torch.ones(18, dtype=torch.bool)
+    to_go = KlToGo.of(log_ratio, trained, torch.arange(10) * 2, torch.arange(9)).values.view(9, 2)
     found = torch.autograd.grad((drawn.detach() * (to_go * logp).sum(1)).sum(), leaves)
     torch.testing.assert_close(found, exact, atol=1e-6, rtol=1e-6)
 
 
-def test_the_penalty_stays_within_its_sequence() -> None:
-    found = kl_to_go(torch.tensor([1.0, 2.0, 0.0, 4.0, 5.0]), torch.tensor([0, 2, 2, 5], dtype=torch.int32))
-    assert found.tolist() == [3.0, 2.0, 9.0, 9.0, 5.0]
+def test_a_penalty_is_compared_with_the_agents_other_samples() -> None:
+    """Over two batches. The token that is not trained is in no mean; the second agent's sample is alone."""
+    log_ratio, trained = torch.tensor([1.0, 2.0, 0.0, 4.0, 5.0]), torch.tensor([True, True, False, True, True])
+    first = KlToGo.of(log_ratio, trained, torch.tensor([0, 2, 5]), torch.tensor([0, 1]))
+    second = KlToGo.of(torch.tensor([7.0]), torch.tensor([True]), torch.tensor([0, 1, 1]), torch.tensor([0, 0]))
+    assert first.values.tolist() == [3.0, 2.0, 9.0, 9.0, 5.0]
+    totals = first.totals(2) + second.totals(2)
+    assert first.centred(totals).tolist() == [-4.0, -5.0, 9.0, 9.0, 5.0]
+    assert second.centred(totals).tolist() == [4.5]

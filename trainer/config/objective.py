@@ -78,7 +78,8 @@ class LossConfig(Settings):
     kl_coef: float = Field(0.0, ge=0, description="weight of the KL term or penalty; 0: loss.kl is logged only")
     kl_in: Literal["loss", "reward"] = "loss"
     """loss: each token has its own KL term; reward: a token's advantage loses kl_coef times log p_rollout - log p_reference,
-    summed over it and the later tokens of its sample, after normalisation and without a gradient; loss.kl is logged only"""
+    summed over it and the later tokens of its sample, less a mean, after normalisation and without a gradient; loss.kl is logged
+    only. Tokens of older weights bias reward, and not loss (docs/numerics.md)"""
     entropy_coef: float = 0.0
     """weight of the entropy bonus, nats a token; other than 0, samples with an advantage of 0 are trained too"""
     truncation: Literal["refuse", "renormalise"] = "refuse"

@@ -1,19 +1,50 @@
 """loss.kl_in=reward: the KL penalty as part of each token's advantage."""
 
+from __future__ import annotations
+
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 
-def kl_to_go(log_ratio: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """[T] float32: of each token the sum of log_ratio [T] over it and the later tokens of its sequence.
-
-    log_ratio: log p_rollout - log p_reference, nats, 0 outside the mask. cu_seqlens: [S+1], bounds of the sequences.
+@dataclass(frozen=True)
+class KlToGo:
+    """Of each token of a packed batch, the log-ratio to the reference summed over it and the later tokens of its sample.
 
     With advantages of minus this sum, the policy gradient of samples of the current policy is minus the gradient of the whole
-    sequence's KL(policy || reference): a token's earlier terms do not depend on it. No baseline is subtracted, and the sum is not
-    divided by a group's standard deviation.
+    sample's KL(policy || reference): a token's earlier terms do not depend on it. The mean over the agent's other samples, which
+    is a baseline, leaves the expected gradient as it is; without one almost all advantages would be negative.
+
+    values: [T] float64, nats. sample_of: [T] int64. sums: [S, 2] float64, of each sample the values at trained tokens, and their
+    number. agent_of: [S] int64. All on the CPU.
     """
-    total = torch.nn.functional.pad(log_ratio.double().cumsum(0), (1, 0))  # [T+1] of the tokens before
-    bounds = cu_seqlens.long()
-    ends = total[bounds[1:]].repeat_interleave(bounds.diff())
-    return (ends - total[:-1]).float()
+
+    values: Tensor
+    sample_of: Tensor
+    sums: Tensor
+    agent_of: Tensor
+
+    @classmethod
+    def of(cls, log_ratio: Tensor, mask: Tensor, cu_seqlens: Tensor, agent_of: Tensor) -> KlToGo:
+        """log_ratio: [T] log p_rollout - log p_reference, 0 outside the mask [T] of trained tokens."""
+        bounds = cu_seqlens.long()
+        before = torch.nn.functional.pad(log_ratio.double().cumsum(0), (1, 0))  # [T+1]
+        sample_of = torch.arange(len(agent_of)).repeat_interleave(bounds.diff())
+        values = before[bounds[1:]][sample_of] - before[:-1]
+        trained = torch.stack([values, torch.ones_like(values)], 1) * mask[:, None]
+        sums = values.new_zeros(len(agent_of), 2).index_add(0, sample_of, trained)
+        return cls(values, sample_of, sums, agent_of)
+
+    def totals(self, num_agents: int) -> Tensor:
+        """[A, 2] float64: the sums over each agent's samples."""
+        return self.sums.new_zeros(num_agents, 2).index_add(0, self.agent_of, self.sums)
+
+    def centred(self, totals: Tensor) -> Tensor:
+        """[T] float32: values less the mean over the trained tokens of the agent's other samples; 0 for an only one.
+
+        totals: [A, 2], of all batches.
+        """
+        total, number = (totals[self.agent_of] - self.sums).unbind(1)
+        baseline = torch.where(number > 0.5, total / number.clamp(min=1), 0.0)
+        return (self.values - baseline[self.sample_of]).float()

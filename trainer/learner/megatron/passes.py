@@ -23,7 +23,7 @@ from marsrl.kernels import LossInputs, PolicyObjective
 from marsrl.trainer.config import MptConfig
 from marsrl.trainer.data.packing import PackedBatch
 from marsrl.trainer.data.scatter import Update
-from marsrl.trainer.learner.kl_reward import kl_to_go
+from marsrl.trainer.learner.kl_reward import KlToGo
 from marsrl.trainer.learner.megatron.adapter import ActiveAdapters, Adapter, finalize
 from marsrl.trainer.learner.megatron.context import ContextCut, cut
 from marsrl.trainer.learner.megatron.head import HeadResult, PolicyModel
@@ -158,11 +158,18 @@ class Passes:
         batches = [each.batch for each in cuts]
         old, experts = self._old(batches, is_first)
         reference: Sequence[Tensor | None] = [None] * len(batches)
+        penalties: Sequence[Tensor | None] = reference
         if self.reference is not None:
-            reference = self._forward(batches, self.reference)
+            if any(batch.rollout_logprobs is None for batch in batches):
+                raise ValueError("loss.kl needs rollout log-probs, which these samples do not have")
+            reference = found = self._forward(batches, self.reference)
+            if self.reward_kl_coef:
+                penalties = self._penalties(cuts, found)
         micro_batches = (
-            MicroBatch(each, self._loss(each, update.normaliser, logprobs, of_reference), choices)
-            for each, logprobs, of_reference, choices in zip(cuts, old, reference, experts, strict=True)
+            MicroBatch(each, self._loss(each.batch, update.normaliser, logprobs, of_reference, penalty), choices)
+            for each, logprobs, of_reference, penalty, choices in zip(
+                cuts, old, reference, penalties, experts, strict=True
+            )
         )
         return Work(tuple(micro_batches), num_tokens, len(self.objectives))
 
@@ -248,19 +255,31 @@ class Passes:
             old = [batch.rollout_logprobs for batch in batches]
         return old, experts
 
+    def _penalties(self, cuts: Sequence[ContextCut], reference: Sequence[Tensor]) -> list[Tensor]:
+        """[T'] of each micro-batch: what the KL penalty in the reward takes off each token's advantage (kl_reward.py)."""
+        to_go = []
+        for each, logprobs in zip(cuts, reference, strict=True):
+            assert each.batch.rollout_logprobs is not None  # checked by prepare
+            log_ratio = torch.where(each.batch.mask, each.batch.rollout_logprobs - logprobs, 0.0)
+            bounds, mask = each.given.cu_seqlens.cpu(), each.given.mask.cpu()
+            to_go.append(KlToGo.of(each.whole(log_ratio), mask, bounds, torch.tensor(each.given.agents)))
+        totals = torch.stack([each.totals(len(self.objectives)) for each in to_go]).sum(0).to(training_device())
+        dist.all_reduce(totals)
+        totals = totals.cpu() / (self.layout.tensor * self.layout.pipeline * self.layout.context)  # ranks with the same
+        return [self.reward_kl_coef * each.own(of.centred(totals)) for each, of in zip(cuts, to_go, strict=True)]
+
     def _loss(
-        self, cut: ContextCut, normaliser: float, old_logprobs: Tensor | None, reference_logprobs: Tensor | None
+        self,
+        batch: PackedBatch,
+        normaliser: float,
+        old_logprobs: Tensor | None,
+        reference_logprobs: Tensor | None,
+        penalty: Tensor | None,
     ) -> LossInputs:
-        batch, token_advantages = cut.batch, cut.batch.token_advantages
-        if reference_logprobs is not None:
-            if batch.rollout_logprobs is None:
-                raise ValueError("loss.kl needs rollout log-probs, which these samples do not have")
-            if self.reward_kl_coef:
-                if token_advantages is None:
-                    token_advantages = batch.of_tokens(batch.advantages)
-                log_ratio = torch.where(batch.mask, batch.rollout_logprobs - reference_logprobs, 0.0)
-                to_go = cut.own(kl_to_go(cut.whole(log_ratio), cut.given.cu_seqlens.cpu()))
-                token_advantages = token_advantages - self.reward_kl_coef * to_go
+        token_advantages = batch.token_advantages
+        if penalty is not None:
+            of_reward = batch.of_tokens(batch.advantages) if token_advantages is None else token_advantages
+            token_advantages = of_reward - penalty
         (objective,) = {self.objectives[agent] for agent in batch.agents}  # scatter.py: a micro-batch has one
         return LossInputs(
             objective=objective,
