@@ -125,6 +125,14 @@ class TeacherConfig(Settings):
     """of log p_teacher - log p_rollout, less a mean of it, which is added to each token's advantage"""
 
 
+class OverlongConfig(Settings):
+    """agents.<name>.overlong: a penalty on completions near their maximum length (DAPO's soft overlong punishment)."""
+
+    buffer: Tokens = Field(description="tokens below the agent's max_response_tokens at which the penalty begins")
+    penalty: float = Field(1.0, gt=0, le=MOST)
+    """taken off the reward of a completion of the maximum length; it rises linearly over the buffer (arXiv:2503.14476, eq. 13)"""
+
+
 class AgentConfig(Settings):
     """One agent of the team: which policy answers, how it is prompted and sampled, how it is picked and weighed."""
 
@@ -161,6 +169,8 @@ class AgentConfig(Settings):
     clip_high: float | None = Field(None, ge=0, description="of this agent's tokens; default: loss.clip_high")
     format_penalty: float = Field(0.0, ge=0, le=MOST)
     """taken off the reward of a completion without a readable answer or verdict (Dr. MAS)"""
+    overlong: OverlongConfig | None = None
+    """taken off the reward of a completion that is nearly or fully as long as it may be (docs/credit.md); null: nothing"""
     pick: Literal["adaptive", "balanced", "paired", "random"] = "adaptive"
     """which of the predecessor's outputs this agent is asked about"""
     pick_unparsable: bool = False

@@ -389,11 +389,22 @@ class Team:
             self.judge.model.sleep()
 
     def _penalised(self, sample: Sample, reward: Reward) -> Reward:
-        """Subtract agents.<name>.format_penalty from a sample with neither answer nor verdict; `correct` stays."""
-        penalty = self.agents[sample.agent].format_penalty
-        if not penalty or reward.is_missing or self.orchestration.is_readable(sample):
+        """Subtract agents.<name>.format_penalty from a sample with neither answer nor verdict, and the penalty of
+        agents.<name>.overlong from a long one; `correct` stays.
+        """
+        settings = self.agents[sample.agent]
+        if reward.is_missing:
             return reward
-        return replace(reward, value=reward.value - penalty, parts={**reward.parts, "format": -penalty})
+        penalties: dict[str, float] = {}
+        if settings.format_penalty and not self.orchestration.is_readable(sample):
+            penalties["format"] = -settings.format_penalty
+        if (overlong := settings.overlong) is not None:
+            longest = settings.max_response_tokens or self.orchestration.max_response_tokens
+            num_over = len(sample.token_ids) - (longest - overlong.buffer)
+            penalties["overlong"] = -overlong.penalty * min(max(num_over / overlong.buffer, 0.0), 1.0)
+        if not penalties:
+            return reward
+        return replace(reward, value=reward.value + sum(penalties.values()), parts={**reward.parts, **penalties})
 
     def _failed(self, sample: Sample, method: str, error: Exception) -> Sample:
         """An error sample, because the orchestration's code failed; counted like an engine's error (rollout.max_error_share)."""

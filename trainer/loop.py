@@ -29,6 +29,7 @@ def train(run: Run) -> None:
                     run.agents,
                     success=config.mpt.success,
                     keep_zero=config.loss.keeps_zero,
+                    masks_truncated=config.loss.truncated == "mask",
                     group_size=config.rollout.group_size,
                     seed=config.run.seed,
                     teacher_logprobs=teacher_logprobs,

@@ -73,6 +73,7 @@ class Orchestration:
         self.options = self.Options() if options is None else options
         rollout = rollout or RolloutConfig()
         self.group_size, self.num_picks = rollout.group_size, rollout.picks
+        self.max_response_tokens = rollout.max_response_tokens
         self.evaluate = evaluate or EvaluateConfig()
         self.renderers = dict(renderers or {})
         self.specs = {spec.name: spec for spec in self.agents}

@@ -14,7 +14,7 @@ from programs import playing, program, rollout_config, turns_of
 
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.config import AgentConfig
-from marsrl.rollout.types import IntArray, Problem, Sample
+from marsrl.rollout.types import Finish, IntArray, Problem, Sample
 
 ONE = """
 def run(problem, client):
@@ -40,6 +40,8 @@ def test_a_reward_is_the_program_s_or_the_task_s_of_its_answer(
     values = [sample.reward.value for sample in samples.values()]
     assert len(samples) == 8 and {None if value != value else value for value in values} == solver_rewards
     assert max(max(turns_of(sample)[::2]) for sample in samples.values()) <= 40
+    # a sample is cut where its last call was, by that call's limit; the one before it was too
+    assert {sample.finish for sample in samples.values() if turns_of(sample)[-1] == 40} == {Finish.LENGTH}
 
 
 @pytest.mark.parametrize("options", [{"overlap": 1}, {"overlap": 2}, {}], ids=str)

@@ -92,6 +92,15 @@ def test_a_missing_reward_is_counted_and_not_averaged() -> None:
     assert summarise([], version=0)["rollout/samples"] == 0
 
 
+def test_what_length_costs_is_a_mean_where_it_is_set() -> None:
+    samples = [
+        make_sample(str(i), reward=Reward(1 + cost, 1.0, {"overlong": cost})) for i, cost in enumerate([0.0, -0.5])
+    ]
+    missing = make_sample("2", reward=Reward(MISSING, MISSING))
+    assert summarise([make_group(*samples, missing)], version=0)["reward/solver/overlong"] == -0.25
+    assert "reward/solver/overlong" not in summarise([make_group(make_sample("3"))], version=0)
+
+
 @pytest.mark.parametrize(("num_correct", "warned"), [(0, True), (4, True), (5, False), (50, False), (96, True)])
 def test_a_verifier_that_always_says_the_same_is_warned_about(num_correct: int, warned: bool) -> None:
     verdicts = [True] * num_correct + [False] * (100 - num_correct)

@@ -149,6 +149,44 @@ def test_what_cannot_be_read_is_penalised_where_that_is_asked_for() -> None:
     assert sample is not None and sample.reward.value == 0.0
 
 
+def test_a_long_completion_is_penalised_over_the_last_tokens() -> None:
+    # 48 tokens at most, the penalty from 38 on: by the length alone, whatever the answer and however it ended
+    def reward(own: dict[str, Any], said: str, finish: Finish = Finish.STOP, **options: Any) -> Reward:
+        stages = stages_of(**options)
+        solver = AgentConfig.model_validate(own)
+        set_team(stages, replace(stages.team, agents={**stages.team.agents, "solver": solver}))
+        sample = says(stages, begun(stages)[0].completions[0], said, finish)
+        assert sample is not None
+        return sample.reward
+
+    def said(tokens: int) -> str:
+        return "." * (tokens - 10) + r"\boxed{7}" + "\x01"
+
+    own = {"overlong": {"buffer": 10}}
+    assert reward(own, said(38)) == Reward(1.0, 1.0, {"overlong": 0.0})
+    assert reward(own, said(43)) == Reward(0.5, 1.0, {"overlong": -0.5})
+    assert reward(own, "." * 48, Finish.LENGTH) == Reward(-1.0, 0.0, {"overlong": -1.0}, note="overlong")
+    assert reward({"overlong": {"buffer": 10, "penalty": 0.2}}, said(43)).value == pytest.approx(0.9)
+    # the agent's own limit, and a penalty for its form besides
+    cut = reward({**own, "max_response_tokens": 30, "format_penalty": 0.5}, "." * 30, Finish.LENGTH)
+    assert cut == Reward(-1.5, 0.0, {"format": -0.5, "overlong": -1.0}, note="overlong")
+    carried_over = reward(
+        {**own, "max_response_tokens": 30}, "." * 40, Finish.LENGTH
+    )  # from before the limit was lowered
+    assert carried_over.value == -1
+    assert reward({}, "." * 48, Finish.LENGTH) == Reward(0.0, 0.0, note="overlong")
+
+
+def test_the_end_of_a_segment_is_not_the_end_of_a_sample() -> None:
+    stages = stages_of(prompts_per_step=1, segments=2, segment_length=24)
+    overlong = AgentConfig.model_validate({"overlong": {"buffer": 10}})
+    set_team(stages, replace(stages.team, agents={**stages.team.agents, "solver": overlong}))
+    first = begun(stages)[0].completions[0]
+    assert says(stages, first, "." * 24, Finish.LENGTH) is None and first.finish is Finish.UNFINISHED
+    sample = says(stages, first, ".." + r"\boxed{7}", Finish.STOP)
+    assert sample is not None and sample.finish is Finish.STOP and sample.reward.value == 1
+
+
 def test_what_is_trained_of_a_truncated_distribution_is_bounded_and_recorded() -> None:
     for top_k, most in ((-1, 30), (0, 30), (7, 7)):
         stages = stages_of()

@@ -14,7 +14,14 @@ from letters import sampled as sample
 from marsrl.rollout.config import AgentConfig, TeacherConfig
 from marsrl.rollout.types import Finish, Group, Reward, Sample
 from marsrl.trainer.config import CreditConfig
-from marsrl.trainer.data.credit import balanced, credit, drmas_metrics, outcome_rewards, teacher_metrics
+from marsrl.trainer.data.credit import (
+    balanced,
+    credit,
+    drmas_metrics,
+    masked_metrics,
+    outcome_rewards,
+    teacher_metrics,
+)
 
 AGENTS = {"solver": AgentConfig(), "verifier1": AgentConfig(loss_weight=0.5)}
 
@@ -289,3 +296,41 @@ def test_a_teachers_baseline_is_of_the_agents_other_samples() -> None:
     for advantages, own, baseline in zip(found, differences, baselines, strict=True):
         assert advantages is not None
         assert advantages.tolist() == pytest.approx([d - baseline for d in own], abs=1e-5, nan_ok=True)
+
+
+def test_masked_cut_samples_stay_in_their_groups_statistics() -> None:
+    cut = replace(sample("0/solver:2", 0), finish=Finish.LENGTH)
+    groups = [Group("0/solver", "0", "solver", (sample("0/solver:0", 1), sample("0/solver:1", 0), cut))]
+    plain = credit(groups, CreditConfig(), AGENTS)
+    known = {"0/solver:2": np.full(3, -0.5, np.float32)}  # a teacher's, nor a KL term's, gradient comes back
+    agents = {"solver": AgentConfig(teacher=TeacherConfig(policy="big"))}
+    masked = credit(groups, CreditConfig(), agents, masks_truncated=True, keep_zero=True, teacher_logprobs=known)
+    assert {s.uid for s in plain.sequences} == {f"0/solver:{i}" for i in range(3)} and plain.num_tokens == 9
+    expected = {uid: plain.advantages[uid] for uid in ("0/solver:0", "0/solver:1")}
+    assert {s.uid: s.advantage for s in masked.sequences} == expected
+    assert masked.counted == {"0/solver:0": 3, "0/solver:1": 3} and set(masked.advantages) == set(masked.counted)
+    assert masked_metrics(masked) == {"response_length/solver/masked": pytest.approx(1 / 3)}
+    assert masked.of(["solver"]).masked == {"0/solver:2"} and not masked.of(["verifier1"]).masked
+    assert masked_metrics(plain) == {"response_length/solver/masked": 0}
+
+
+def test_samples_that_are_balanced_are_those_left_by_masking() -> None:
+    cut = replace(sample("0/solver:2", 0), finish=Finish.LENGTH)
+    groups = [Group("0/solver", "0", "solver", (sample("0/solver:0", 1), sample("0/solver:1", 0), cut))]
+    rules = CreditConfig(balance="uniform")
+    credited = credit(groups, rules, AGENTS, group_size=4, masks_truncated=True)
+    assert credited.copies == {"0/solver:0": 2, "0/solver:1": 2} and credited.num_tokens == 12
+
+
+def test_a_step_of_masked_samples_trains_nothing() -> None:
+    samples = tuple(replace(sample(f"0/solver:{i}", i), finish=Finish.LENGTH) for i in range(2))
+    credited = credit([Group("0/solver", "0", "solver", samples)], CreditConfig(), AGENTS, masks_truncated=True)
+    assert not credited.sequences and not credited.counted and credited.num_tokens == 0
+
+
+def test_an_outcome_keeps_the_penalty_for_length() -> None:
+    long = replace(sample("0/solver:0", 0), reward=Reward(0.25, 1.0, {"task": 1.0, "format": -0.5, "overlong": -0.25}))
+    short = replace(sample("0/solver:1", 0), reward=Reward(1.0, 1.0, {"task": 1.0, "overlong": 0.0}))
+    (group,) = outcome_rewards(ended([Group("0/solver", "0", "solver", (long, short))], 1, 0.5))
+    assert group.samples[0].reward == Reward(0.25, 1.0, {"outcome": 1, "format": -0.5, "overlong": -0.25})
+    assert group.samples[1].reward == Reward(0.5, 0.5, {"outcome": 0.5, "overlong": 0.0})

@@ -85,6 +85,11 @@ BARE = (*TEAM, MAIN, CHECKER, "credit.train_agents=[verifier]")
         (["agents.solver.clip_low=1.5"], "agents.solver.clip_low: Input should be less than or equal to 1"),
         (["loss.dual_clip=1.2"], "loss.dual_clip is 1.2, and the largest clip_high 0.2: set it above 1.2, or null"),
         (["loss.dual_clip=3", "agents.solver.clip_high=2"], "and the largest clip_high 2: set it above 3"),
+        (
+            ["agents.solver.max_response_tokens=32", "agents.solver.overlong.buffer=33"],
+            "agents.solver.overlong.buffer is 33, above the agent's max_response_tokens = 32: lower it",
+        ),
+        (["agents.solver.overlong.penalty=1"], "agents.solver.overlong.buffer"),
         (["loss.correction=icepop", "loss.correction_low=6"], "correction_low is 6, above loss.correction_high = 5"),
         (["policies.main.optimizer={offload: true, distributed: false}"],
          "optimizer.offload needs optimizer.distributed: set distributed=true"),

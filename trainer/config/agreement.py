@@ -46,6 +46,12 @@ def _check_agent(config: RunConfig, name: str, agent: AgentConfig, *, is_trained
             f"agents.{name}.max_response_tokens is {agent.max_response_tokens}, above rollout.max_response_tokens = "
             f"{config.rollout.max_response_tokens}: raise that"
         )
+    longest = agent.max_response_tokens or config.rollout.max_response_tokens
+    if agent.overlong is not None and agent.overlong.buffer > longest:
+        raise ValueError(
+            f"agents.{name}.overlong.buffer is {agent.overlong.buffer}, above the agent's max_response_tokens = {longest}: "
+            "lower it"
+        )
     policy = named_policy(config, f"agents.{name}.policy", agent.policy)
     if agent.stop and policy.openai:
         raise ValueError(

@@ -82,6 +82,9 @@ class LossConfig(Settings):
     only. Tokens of older weights bias reward, and not loss (docs/numerics.md)"""
     entropy_coef: float = 0.0
     """weight of the entropy bonus, nats a token; other than 0, samples with an advantage of 0 are trained too"""
+    truncated: Literal["train", "mask"] = "train"
+    """samples that were cut at their maximum length. train: as all others, with their reward of 0; mask: no gradient, and out of
+    the denominator, but their rewards stay in the statistics of their group (DAPO's overlong filtering)"""
     truncation: Literal["refuse", "renormalise"] = "refuse"
     """trained agents with top_p below 1 or a top_k; renormalise: every log-prob is of the softmax over the tokens that the
     sampler kept at that place, which the engine records"""

@@ -97,10 +97,13 @@ def why_nothing_trains(batch: StepBatch, config: RunConfig, num_steps: int) -> s
         return f"no completion came and none is under way: {why}"
     trained = [sample for sample in samples if config.credit.trains(sample.agent)]
     missing = [sample for sample in trained if sample.reward.is_missing]
+    masks = config.loss.truncated == "mask"
+    cut = [sample for sample in trained if masks and sample.finish is Finish.LENGTH and not sample.reward.is_missing]
     parts = {
         "are of agents that are not trained (credit.train_agents)": len(samples) - len(trained),
         "have no reward": len(missing),
-        "have the rewards of all others that they are compared with": len(trained) - len(missing),
+        "were cut at their maximum length (loss.truncated=mask)": len(cut),
+        "have the rewards of all others that they are compared with": len(trained) - len(missing) - len(cut),
     }
     told = ", ".join(f"{number} {what}" for what, number in parts.items() if number)
     first = next((f" (the first: {sample.reward.note[:200]})" for sample in missing if sample.reward.note), "")

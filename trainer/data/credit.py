@@ -38,6 +38,7 @@ class Credited:
     loss's denominator (those with a reward; of zero-spread groups if credit.count_zero_groups).
     copies: weight of a sample in gradient and denominator, by uid, if not 1 (credit.balance).
     advantages: of every trained sample with a reward, by uid, for the samples log.
+    masked: uids of samples that would be trained if they had not been cut (loss.truncated=mask).
     """
 
     groups: tuple[Group, ...] = ()
@@ -45,6 +46,7 @@ class Credited:
     counted: Mapping[str, int] = field(default_factory=dict)
     copies: Mapping[str, int] = field(default_factory=dict)
     advantages: Mapping[str, float] = field(default_factory=dict)
+    masked: frozenset[str] = frozenset()
 
     @property
     def num_tokens(self) -> int:
@@ -61,6 +63,7 @@ class Credited:
             {uid: count for uid, count in self.counted.items() if uid in uids},
             {uid: number for uid, number in self.copies.items() if uid in uids},
             {uid: value for uid, value in self.advantages.items() if uid in uids},
+            self.masked & uids,
         )
 
 
@@ -71,6 +74,7 @@ def credit(
     *,
     success: float = 1.0,
     keep_zero: bool = False,
+    masks_truncated: bool = False,
     group_size: int = 1,
     seed: int = 0,
     teacher_logprobs: Mapping[str, FloatArray] | None = None,
@@ -83,6 +87,8 @@ def credit(
     success: smallest credited reward, before penalties, of a positive sample (mpt.success); its advantage must also be
         above 0.
     keep_zero: keep samples with advantage 0 (a KL term or an entropy bonus still gives them a gradient).
+    masks_truncated: leave samples that were cut (Finish.LENGTH) out of sequences, denominator and credit.balance, not out of the
+        statistics of rewards (loss.truncated; arXiv:2503.14476, section 3.4).
     group_size: to which credit.balance brings an agent's samples of a rollout instance, drawn by `seed`.
     teacher_logprobs: [N] nats, by uid, of the tokens of samples whose agents have teachers.
 
@@ -100,6 +106,8 @@ def credit(
         return Credited(tuple(groups))
     advantage = _advantages(samples, config)
     trained = [(s, float(a)) for s, a in zip(samples, advantage) if not s.reward.is_missing and config.trains(s.agent)]
+    masked = frozenset(s.uid for s, _ in trained if masks_truncated and s.finish is Finish.LENGTH)
+    trained = [(sample, value) for sample, value in trained if sample.uid not in masked]
     copies = balanced([sample for sample, _ in trained], group_size, seed) if config.balance == "uniform" else {}
     of_teachers = _teachers_parts([sample for sample, _ in trained], teacher_logprobs or {}, agents)
     sequences = []
@@ -124,7 +132,7 @@ def credit(
                 sequence = replace(sequence, token_advantages=of_tokens)
             sequences.append(sequence)
     several = {uid: number for uid, number in copies.items() if number > 1}
-    return Credited(tuple(groups), tuple(sequences), counted, several, advantages)
+    return Credited(tuple(groups), tuple(sequences), counted, several, advantages, masked)
 
 
 def _advantages(samples: Sequence[Sample], config: CreditConfig) -> npt.NDArray[np.float64]:
@@ -236,16 +244,16 @@ def balanced(samples: Iterable[Sample], number: int, seed: int) -> dict[str, int
 def outcome_rewards(groups: Sequence[Group]) -> list[Group]:
     """The same groups with every reward replaced by the outcome of its episode (Orchestration.outcomes).
 
-    agents.<name>.format_penalty is subtracted here too; `correct` of the new reward is the outcome itself. A sample that ended as
-    an error has none.
+    agents.<name>.format_penalty and agents.<name>.overlong are subtracted here too; `correct` of the new reward is the outcome
+    itself. A sample that ended as an error has none.
     """
 
     def outcome(sample: Sample) -> Sample:
         if sample.finish is Finish.ERROR:
             return sample
-        penalty = sample.reward.parts.get("format", 0.0)
-        parts = {"outcome": sample.outcome, **({"format": penalty} if penalty else {})}
-        return replace(sample, reward=Reward(sample.outcome + penalty, sample.outcome, parts))
+        penalties = {name: part for name, part in sample.reward.parts.items() if name in ("format", "overlong")}
+        value = sample.outcome + sum(penalties.values())
+        return replace(sample, reward=Reward(value, sample.outcome, {"outcome": sample.outcome, **penalties}))
 
     return [replace(group, samples=tuple(outcome(sample) for sample in group.samples)) for group in groups]
 
@@ -254,6 +262,14 @@ def _indices(names: Iterable[str]) -> torch.Tensor:
     """Each name as the index of its first appearance, int64."""
     seen: dict[str, int] = {}
     return torch.tensor([seen.setdefault(name, len(seen)) for name in names])
+
+
+def masked_metrics(credited: Credited) -> dict[str, float]:
+    """response_length/{agent}/masked: share of an agent's samples without a loss because they were cut (loss.truncated=mask)."""
+    uids: dict[str, set[str]] = {}
+    for group in credited.groups:
+        uids.setdefault(group.agent, set()).update(sample.uid for sample in group.samples)
+    return {f"response_length/{agent}/masked": len(credited.masked & own) / len(own) for agent, own in uids.items()}
 
 
 def drmas_metrics(groups: Iterable[Group]) -> dict[str, float]:

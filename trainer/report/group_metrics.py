@@ -99,7 +99,10 @@ def one_sided_verdicts(groups: Iterable[Group]) -> list[str]:
 def _reward_metrics(agent: str, samples: Sequence[Sample]) -> dict[str, float]:
     values = _rewards(samples)
     correct = [sample.reward.correct for sample in samples if not math.isnan(sample.reward.correct)]
-    means = _means({f"reward/{agent}/mean": values, f"reward/{agent}/correct": correct})
+    overlong = [sample.reward.parts["overlong"] for sample in samples if "overlong" in sample.reward.parts]
+    means = _means(
+        {f"reward/{agent}/mean": values, f"reward/{agent}/correct": correct, f"reward/{agent}/overlong": overlong}
+    )
     return {f"reward/{agent}/missing": len(samples) - len(values)} | means
 
 
