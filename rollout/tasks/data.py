@@ -13,6 +13,7 @@ import json
 import math
 import random
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,6 +22,7 @@ from typing import Literal
 
 from marsrl.rollout.agents.parsers import boxed_answer
 from marsrl.rollout.jsonl import BadLine, read_rows, well_formed
+from marsrl.rollout.tasks.placeholders import is_placeholder, shared
 from marsrl.rollout.tasks.protocol import ProblemSource
 from marsrl.rollout.types import Problem
 
@@ -31,15 +33,17 @@ ANSWER_KEYS = (
 )
 _SHARD = re.compile(r"-\d+-of-\d+")  # train-00000-of-00002.parquet
 _SPLITS = ("train", "test", "validation", "valid", "val", "dev")
+_MOST_SHOWN = 5  # answers in a warning
 _THOUSANDS = re.compile(r"\s*[-+$]*\d{1,3}(,\d{3})+(\.\d+)?\s*")
 
 
 @dataclass(frozen=True, slots=True)
 class ReadResult:
-    """problems in file order; num_bad rows were skipped."""
+    """problems in file order; num_bad rows were skipped. warnings: about problems left out because of their answers."""
 
     problems: tuple[Problem, ...]
     num_bad: int
+    warnings: tuple[str, ...] = ()
 
 
 def read_problems(
@@ -48,25 +52,44 @@ def read_problems(
     question_key: str | None = None,
     answer_key: str | None = None,
     on_bad_line: Literal["error", "skip"] = "error",
+    on_placeholder: Literal["skip", "keep"] = "skip",
 ) -> ReadResult:
     """Every problem of a file or dataset directory. Keys not given are inferred from the first readable row.
 
-    Ids are file name and line, so they are stable while the file is unchanged.
+    Ids are file name and line, so they are stable while the file is unchanged. Problems whose answer is a placeholder are left
+    out and counted, unless on_placeholder keeps them.
     """
     problems: list[Problem] = []
+    placeholders: Counter[str] = Counter()
     num_bad, first = 0, "it is empty"
     for row in read_problem_rows(path, task, question_key, answer_key):
         if isinstance(row.problem, Problem):
-            problems.append(row.problem)
+            if on_placeholder == "skip" and has_placeholder(row.problem):
+                placeholders[str(row.problem.answer)] += 1
+            else:
+                problems.append(row.problem)
             continue
         message = f"{row.file}:{row.line}: {row.problem}"
         if on_bad_line == "error":
             raise ValueError(f"{message} (data.on_bad_line=skip leaves such lines out)") from row.problem
         num_bad += 1
         first = message if num_bad == 1 else first
+    warnings: tuple[str, ...] = ()
+    if num_left_out := placeholders.total():
+        most = ", ".join(f"{answer!r} {count:,}" for answer, count in placeholders.most_common(_MOST_SHOWN))
+        warnings = (
+            f"{path}: {num_left_out:,} of {num_left_out + len(problems):,} problems are left out, because their answer is a "
+            f"placeholder that any completion can repeat ({most}); data.on_placeholder=keep keeps them",
+        )
     if not problems:
-        raise ValueError(f"{path} holds no problem: {f'{num_bad} bad lines; first: ' if num_bad else ''}{first}")
-    return ReadResult(tuple(problems), num_bad)
+        why = f"{f'{num_bad} bad lines; first: ' if num_bad else ''}{first}" if num_bad or not warnings else warnings[0]
+        raise ValueError(f"{path} holds no problem: {why}")
+    return ReadResult(tuple(problems), num_bad, warnings)
+
+
+def has_placeholder(problem: Problem) -> bool:
+    """True if the problem has a reference answer, and all of them are placeholders (proof, not found)."""
+    return problem.answer is not None and all(map(is_placeholder, _right_answers_of(problem)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +171,25 @@ def repeats(problems: Sequence[Problem], key: str) -> list[str]:
     if num_same:
         said.append(f"{key}: {num_same} problem(s) repeat an earlier one, question and answer")
     return said
+
+
+def shared_answers(problems: Sequence[Problem], key: str) -> list[str]:
+    """A warning for each file in which suspiciously many problems have one answer (placeholders.shared); [] without any.
+
+    key: the setting that names the file.
+    """
+    by_file: dict[str, list[Problem]] = {}
+    for problem in problems:
+        by_file.setdefault(problem.id.rpartition(":")[0], []).append(problem)
+    warnings = []
+    for file, own in by_file.items():
+        if found := shared(_right_answers_of(problem) for problem in own if problem.answer is not None):
+            most = ", ".join(f"{answer[:40]!r} of {count:,}" for answer, count in found[:_MOST_SHOWN])
+            warnings.append(
+                f"{key}: one answer is right for many of the {len(own):,} problems{f' of {file}' if file else ''}: {most}. A "
+                "policy can learn to repeat it; where it is no answer, remove these problems"
+            )
+    return warnings
 
 
 def in_epochs(problems: Sequence[Problem], seed: int) -> ProblemSource:
@@ -318,6 +360,11 @@ def right_answers(reference: str) -> list[str]:
         if isinstance(answers, list) and answers and all(isinstance(each, str) for each in answers):
             return answers
     return [reference]
+
+
+def _right_answers_of(problem: Problem) -> list[str]:
+    answer = problem.answer or ""
+    return right_answers(answer) if problem.task == "qa" else [answer]
 
 
 def _kind(value: object) -> str:

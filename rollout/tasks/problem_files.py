@@ -63,7 +63,7 @@ def read_train(train: str | Sequence[TrainFile], read: Read, seed: int) -> ReadR
     if isinstance(train, str):
         return read(train)
     files: list[list[Problem]] = []
-    num_bad = 0
+    num_bad, warnings = 0, list[str]()
     for place, (file, found) in enumerate(_each("data.train", train, read)):
         problems: Sequence[Problem] = found.problems
         if file.count is not None:
@@ -71,26 +71,28 @@ def read_train(train: str | Sequence[TrainFile], read: Read, seed: int) -> ReadR
             problems = [problems[i] for i in sorted(drawn)]
         files.append([replace(problem, id=f"{place}/{problem.id}") for problem in problems])
         num_bad += found.num_bad
+        warnings += found.warnings
     weights = [file.weight for file in train if file.weight is not None]
     listed = Mixture(files, weights) if weights else tuple(problem for file in files for problem in file)
-    return ReadResult(listed, num_bad)
+    return ReadResult(listed, num_bad, tuple(warnings))
 
 
 def read_eval(
     files: Sequence[EvalFile], read: Read, task: str, seed: int, num_problems: int | None, repeat: int
-) -> tuple[tuple[HeldOut, ...], int]:
-    """(a set a file, number of lines that were skipped). Ids begin with the set's name, `aime25/aime25.jsonl:7`.
+) -> tuple[tuple[HeldOut, ...], int, tuple[str, ...]]:
+    """(a set a file, number of lines that were skipped, warnings). Ids begin with the set's name, `aime25/aime25.jsonl:7`.
 
     A file's draw does not depend on the other files. num_problems, repeat: for files without their own count or repeat; a file
     may have fewer than num_problems; None: all of it. A ValueError of read_problems names the file's index.
     """
-    sets, num_bad = [], 0
+    sets, num_bad, warnings = [], 0, list[str]()
     for file, found in _each("data.eval", files, read):
         drawn = draw_held_out(found.problems, file.count or num_problems, task, seed)
         problems = [replace(problem, id=f"{file.set_name}/{problem.id}") for problem in drawn]
         sets.append(HeldOut(file.set_name, problems, file.repeat or repeat))
         num_bad += found.num_bad
-    return tuple(sets), num_bad
+        warnings += found.warnings
+    return tuple(sets), num_bad, tuple(warnings)
 
 
 def _each(key: str, files: Sequence[_File], read: Read) -> Iterator[tuple[_File, ReadResult]]:

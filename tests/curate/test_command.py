@@ -79,6 +79,20 @@ def test_hostile_rows_are_dropped_with_their_reasons_and_the_others_stay_whole(c
     assert dropped("near_duplicates") == [("raw.jsonl:6", "near duplicate: similarity 1.00 to raw.jsonl:1")]
 
 
+def test_placeholders_are_dropped_and_shared_answers_named(capsys: Any) -> None:
+    rows = [row(f"{i}?", answer) for i, answer in enumerate(["7", r"\text{Proof}", "N/A", *["to be shown"] * 20])]
+    write("raw.jsonl", *rows)
+    words = ["curate", "raw.jsonl", "curate.near_duplicates=null", "--out"]
+    assert cli.main([*words, "out"]) == 0
+    assert dropped("read") == [
+        ("raw.jsonl:2", r"placeholder: the answer is '\\text{Proof}' (data.on_placeholder)"),
+        ("raw.jsonl:3", "placeholder: the answer is 'N/A' (data.on_placeholder)"),
+    ]
+    shown = " ".join(capsys.readouterr().err.split())
+    assert "curated.jsonl: one answer is right for many of the 21 problems of raw.jsonl: 'to be shown' of 20." in shown
+    assert cli.main([*words, "all", "data.on_placeholder=keep"]) == 0 and curated("all") == rows
+
+
 def test_tables_and_several_inputs_keep_every_field(capsys: Any) -> None:
     day = datetime.date(2026, 1, 2)
     table = {"problem": [WORDS[0], WORDS[1]], "answer": [3, 4], "day": [day, None], "blob": [None, b"x"]}

@@ -241,7 +241,7 @@ def test_a_bos_that_only_the_server_would_add_is_warned_of(tmp_path: Path, capsy
 
 def test_what_is_wrong_with_the_data_is_counted_and_placed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = init_model("tiny", "bytes", tmp_path / "model")
-    rows = [("2+2", "4"), ("1+1", "2"), ("1+1", "3"), ("1+1", "2"), ("long " * 500, "1")]
+    rows = [("2+2", "4"), ("1+1", "2"), ("1+1", "3"), ("1+1", "2"), ("long " * 500, "1"), ("show it", "proof")]
     lines = [json.dumps({"question": question, "answer": answer}) for question, answer in rows]
     data, other = tmp_path / "p.jsonl", tmp_path / "q.jsonl"
     data.write_text("\n".join(lines))
@@ -255,6 +255,8 @@ def test_what_is_wrong_with_the_data_is_counted_and_placed(tmp_path: Path, capsy
         "data.train: 1 question(s) stand there with different answers, first p.jsonl:2 (answer '2') and p.jsonl:3 ('3')",
         "data.eval: 1 problem(s) repeat an earlier one, question and answer",
         f"{long}not be asked",
+        f"{data}: 1 of 6 problems are left out, because their answer is a placeholder that any completion can repeat ('proof' 1)",
+        f"{other}: 1 of 7 problems are left out",
     ):
         assert f"warning: {said}" in out
     assert main([*words, "agents.solver.max_input_tokens=1000", "agents.solver.long_prompts=cut_middle"]) == 0

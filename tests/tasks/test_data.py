@@ -243,14 +243,14 @@ def test_sets_to_evaluate_on_have_names_counts_and_repeats_and_the_same_problems
         write(tmp_path / f"{name}.jsonl", *rows)
     other = {"path": str(tmp_path / "more.jsonl"), "name": "other", "count": 4, "repeat": 7}
     files = read_eval_files([str(tmp_path / "aime 25.jsonl"), other])
-    sets, num_bad = read_eval(files, read, "math", 0, 300, 2)
+    sets, num_bad, _ = read_eval(files, read, "math", 0, 300, 2)
     assert [(each.name, len(each.problems), each.repeat) for each in sets] == [("aime_25", 5, 2), ("other", 4, 7)]
     assert sets[0].problems[0].id == "aime_25/aime 25.jsonl:1" and num_bad == 0
-    (alone,), _ = read_eval(files[1:], read, "math", 0, 300, 2)
+    (alone,), *_ = read_eval(files[1:], read, "math", 0, 300, 2)
     assert alone == sets[1]
-    (few,), _ = read_eval(files[:1], read, "math", 0, 3, 2)
+    (few,), *_ = read_eval(files[:1], read, "math", 0, 3, 2)
     assert len(few.problems) == 3
-    whole, _ = read_eval(files, read, "math", 0, None, 2)
+    whole, *_ = read_eval(files, read, "math", 0, None, 2)
     assert [len(each.problems) for each in whole] == [5, 4]
     with pytest.raises(ValueError, match=r"data.eval\[0\]: .*more.jsonl has 9 problems, fewer than count = 10"):
         read_eval(read_eval_files([{"path": str(tmp_path / "more.jsonl"), "count": 10}]), read, "math", 0, 300, 1)

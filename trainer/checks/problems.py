@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from marsrl.rollout.own_classes import is_own
-from marsrl.rollout.tasks.data import ReadResult, one_spaced, read_problems, repeats
+from marsrl.rollout.tasks.data import ReadResult, one_spaced, read_problems, repeats, shared_answers
 from marsrl.rollout.tasks.own_task import own_problems
 from marsrl.rollout.tasks.problem_files import HeldOut, Mixture, read_eval, read_train
 from marsrl.rollout.tasks.protocol import EVALUATION_SET, HELD_OUT
@@ -21,7 +21,7 @@ class RunProblems:
     """train: () for a task that generates its own. held_out: to evaluate on; sets: the sets of data.eval, if that is a list.
 
     num_skipped: lines of data.train and data.eval left out (data.on_bad_line=skip). num_taken: training problems held out because
-    none are given for evaluation. warnings: about repeated questions.
+    none are given for evaluation. warnings: about repeated questions, and answers that are none.
     """
 
     train: Sequence[Problem]
@@ -45,7 +45,8 @@ def problems_of(config: RunConfig, *, trains: bool, given: Sequence[Problem] | N
     found = read_data(config) if given is None else RunProblems((), given)
     of_train, of_eval = sources(config.task)
     train, held_out, num_taken = found.train, found.held_out, 0
-    warnings = [*repeats(train, of_train), *repeats(held_out, of_eval)]
+    warnings = [*found.warnings, *repeats(train, of_train), *repeats(held_out, of_eval)]
+    warnings += [*shared_answers(train, of_train), *shared_answers(held_out, of_eval)]
     if trains and held_out:
         warnings += _trained_too(train, held_out, of_train, of_eval)
     if not trains and not train:
@@ -76,24 +77,31 @@ def read_data(config: RunConfig) -> RunProblems:
     data = config.data
 
     def read(path: str) -> ReadResult:
-        return read_problems(path, config.task, data.question_key, data.answer_key, data.on_bad_line)
+        return read_problems(
+            path, config.task, data.question_key, data.answer_key, data.on_bad_line, data.on_placeholder
+        )
 
     train: Sequence[Problem] = ()
     held_out: tuple[Problem, ...] = ()
     sets: tuple[HeldOut, ...] = ()
-    num_skipped = 0
+    num_skipped, warnings = 0, list[str]()
     if data.train:
         found = read_train(data.train, read, config.run.seed)
         train, num_skipped = found.problems, found.num_bad
+        warnings += found.warnings
     if isinstance(data.eval, str):
         found = read(data.eval)
         held_out, num_skipped = found.problems, num_skipped + found.num_bad
+        warnings += found.warnings
     elif data.eval:
         if config.task == "arithmetic":
             raise ConfigError("data.eval is a list, and task=arithmetic makes its own problems; leave it out")
         sizes = config.evaluate
-        sets, num_bad = read_eval(data.eval, read, config.task, EVALUATION_SET, sizes.num_problems, sizes.repeat)
+        sets, num_bad, of_sets = read_eval(
+            data.eval, read, config.task, EVALUATION_SET, sizes.num_problems, sizes.repeat
+        )
         held_out, num_skipped = tuple(problem for each in sets for problem in each.problems), num_skipped + num_bad
+        warnings += of_sets
     if is_own(config.task):
         if isinstance(train, Mixture):
             raise ConfigError(
@@ -106,8 +114,8 @@ def read_data(config: RunConfig) -> RunProblems:
                 f"data.eval is a list, and task={config.task} has other problems to evaluate on (held_out): give one path, or "
                 "have held_out return self.eval_data"
             )
-        return RunProblems(own_train, own_held_out, sets, num_skipped)
-    return RunProblems(train, held_out, sets, num_skipped)
+        return RunProblems(own_train, own_held_out, sets, num_skipped, warnings=tuple(warnings))
+    return RunProblems(train, held_out, sets, num_skipped, warnings=tuple(warnings))
 
 
 def hold_out(problems: Sequence[Problem], wanted: int) -> tuple[Sequence[Problem], list[Problem]]:

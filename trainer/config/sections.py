@@ -76,6 +76,9 @@ class DataConfig(Settings):
     """marsrl sft: jsonl of what agents should have written (docs/teachers.md)"""
     on_bad_line: Literal["error", "skip"] = "error"
     """a line of a data file without a problem or demonstration: stop and name it, or leave it out and count it"""
+    on_placeholder: Literal["skip", "keep"] = "skip"
+    """a problem whose answer is a placeholder (proof, notfound, N/A), which a policy could repeat: leave it out and count it, or
+    keep it (docs/data.md)"""
 
 
 class SftConfig(Settings):

@@ -18,7 +18,7 @@ from markupsafe import Markup
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.model_shape import read_shape
 from marsrl.rollout.pool.pool import EnginePool
-from marsrl.rollout.tasks.data import data_files
+from marsrl.rollout.tasks.data import data_files, shared_answers
 from marsrl.rollout.types import Problem
 from marsrl.trainer.commands.curate.best_of_n import NAME, best_of_n
 from marsrl.trainer.commands.curate.judged import judged
@@ -75,7 +75,10 @@ def curate(words: Sequence[str], out: Path, config_file: str | None) -> Path:
                 config.task,
                 console,
             )
-            return _write_report(out, pipeline.run(), resolved)
+            records = pipeline.run()
+            for warning in shared_answers([row.problem for row in pipeline.kept(records[-1].name)], "curated.jsonl"):
+                console.warning(warning)
+            return _write_report(out, records, resolved)
         finally:
             lock.release()
 
@@ -136,7 +139,7 @@ def stages_of(config: RunConfig, inputs: Sequence[Path], out: Path) -> list[Stag
         "answer_key": data.answer_key,
         "task": config.task,
     }
-    stages = [readable(section.max_question_chars, origin)]
+    stages = [readable(section.max_question_chars, origin, data.on_placeholder)]
     if section.level is not None:
         stages.append(level(section.level))
 

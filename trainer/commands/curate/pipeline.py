@@ -112,11 +112,11 @@ class Pipeline:
             write_json(self._file(stage.name, "stage.json"), records[-1].model_dump(mode="json"))
             self.console.message(f"{stage.name}: {records[-1]}")
         with opened_atomically(self.out / "curated.jsonl") as file:
-            file.writelines(encoded(row.fields) for row in self._kept(records[-1].name))
+            file.writelines(encoded(row.fields) for row in self.kept(records[-1].name))
         return records
 
     def _run(self, stage: Stage, before: StageRecord | None) -> dict[str, Kind]:
-        rows, total = (self.open_rows(), None) if before is None else (self._kept(before.name), before.num_kept)
+        rows, total = (self.open_rows(), None) if before is None else (self.kept(before.name), before.num_kept)
         kinds: dict[str, Kind] = {}
         with (
             opened_atomically(self._file(stage.name, "kept.jsonl")) as kept,
@@ -139,7 +139,8 @@ class Pipeline:
                 bar.advance()
         return kinds
 
-    def _kept(self, name: str) -> Iterator[Row]:
+    def kept(self, name: str) -> Iterator[Row]:
+        """The rows that a finished stage kept."""
         with self._file(name, "kept.jsonl").open("rb") as lines:
             for line in lines:
                 yield from_line(line, self.task)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from marsrl.rollout.jsonl import BadLine
-from marsrl.rollout.tasks.data import lookup, problem_of, read_problem_rows
+from marsrl.rollout.tasks.data import has_placeholder, lookup, problem_of, read_problem_rows
 from marsrl.rollout.types import Problem
 from marsrl.trainer.config.curate import LevelConfig
 
@@ -115,8 +115,11 @@ def _nearest(value: Any) -> str:
     raise TypeError(f"it is {type(value).__name__}")
 
 
-def readable(max_question_chars: int, origin: Mapping[str, Any]) -> Stage:
-    """Rows with a question, not too long, and an answer. origin: the inputs and how they are read, as JSON."""
+def readable(max_question_chars: int, origin: Mapping[str, Any], on_placeholder: str = "skip") -> Stage:
+    """Rows with a question, not too long, and an answer. origin: the inputs and how they are read, as JSON.
+
+    on_placeholder: keep, or skip answers that are placeholders.
+    """
 
     def decide(row: Row) -> Decision:
         num_chars = len(row.problem.question)
@@ -124,9 +127,11 @@ def readable(max_question_chars: int, origin: Mapping[str, Any]) -> Stage:
             return Decision(False, "unreadable row", row.fault)
         if num_chars > max_question_chars:
             return Decision(False, "long question", f"{num_chars:,} characters, at most {max_question_chars:,}")
+        if on_placeholder == "skip" and has_placeholder(row.problem):
+            return Decision(False, "placeholder", f"the answer is {row.problem.answer!r} (data.on_placeholder)")
         return Decision(True, "read")
 
-    settings = {"max_question_chars": max_question_chars, **origin}
+    settings = {"max_question_chars": max_question_chars, "on_placeholder": on_placeholder, **origin}
     return Stage("read", settings, lambda rows: ((row, decide(row)) for row in rows))
 
 

@@ -1,0 +1,61 @@
+"""Reference answers that are none: placeholders of data sets, and answers that suspiciously many problems share.
+
+A policy that boxes such a text is right without solving anything. In NuminaMath 16% of the answers are `proof` or `notfound`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable
+
+from marsrl.rollout.agents.same_answer import answer_key
+
+SHARE, FEWEST = 0.05, 20
+"""A free answer is suspicious if so large a share of the problems, and so many of them, have it. Free answers spread: even the
+most frequent number of a set of problems has a few percent. Of fewer than 20 problems a share says little."""
+
+_PLACEHOLDERS = frozenset(  # without spaces
+    [
+        *("proof", "seeproof", "notfound", "answernotfound", "noanswer", "noanswerfound", "unknown"),
+        *("notavailable", "notprovided", "n/a", "n.a", "null", "tbd", "todo", "error"),
+        *("answer", "finalanswer", "youranswer"),
+        *("seesolution", "seethesolution", "seeabove", "seebelow", "seeexplanation"),
+    ]
+)
+_OF_PROGRAMS = ("None", "NaN", "nan", "<NA>")  # a missing value as text; `none` in another form may be an answer
+_TYPE_SETTING = re.compile(r"\\(?:boxed|fbox|text\w*|math\w+|mbox|hbox|operatorname)(?=\{)|[\s${}`'\"*]+")
+_NOTHING = re.compile(r"[-–—_?.…]*")
+_MARKS = re.compile(r"[()\[\]_-]")  # (not found), [N/A], not-found
+_NUMBER_OR_CHOICE = re.compile(r"-?\d+(/\d+)?|[a-z]")  # in the form of answer_key
+_LABELS = frozenset(["yes", "no", "true", "false"])
+
+
+def is_placeholder(answer: str) -> bool:
+    r"""True for a text in place of an answer: proof, \text{Not found}, N/A, None, see solution, -, or type-setting alone."""
+    text = _TYPE_SETTING.sub("", answer)
+    if _NOTHING.fullmatch(text) or answer.strip() in _OF_PROGRAMS:
+        return True
+    return _MARKS.sub("", text).casefold().rstrip(".") in _PLACEHOLDERS
+
+
+def shared(answers: Iterable[Collection[str]]) -> list[tuple[str, int]]:
+    """(answer, number of problems) of free answers that suspiciously many problems have, the most frequent first.
+
+    answers: the right ones of each problem. Numbers, choices, and yes, no, true and false are shared by many for good reasons.
+    """
+    rows = list(answers)
+    counts: Counter[str] = Counter()
+    shown: dict[str, str] = {}
+    for text, count in Counter(text for row in rows for text in set(row)).items():
+        if count > 1:
+            key = answer_key(text)
+            counts[key] += count
+            shown.setdefault(key, text)
+    most = max(SHARE * len(rows), FEWEST)
+    found = [(shown[key], count) for key, count in counts.most_common() if count >= most]
+    return [(text, count) for text, count in found if not _is_label(answer_key(text))]
+
+
+def _is_label(key: str) -> bool:
+    return _NUMBER_OR_CHOICE.fullmatch(key) is not None or key in _LABELS
