@@ -49,6 +49,7 @@ TESTS = (
     ("marsrl view .*", "test_the_documents_commands_view_a_run"),
     ("marsrl (evaluate .* --out|compare) .*", "test_evaluations_are_kept_and_compared"),
     ("marsrl evaluate .*", "test_a_team_is_evaluated"),
+    ("marsrl check-answers .*", "test_the_judge_of_a_file_is_tried"),
     ("marsrl curate .* curation.yaml .*", "test_problems_are_curated"),
     ("marsrl init --from-run .*", "test_a_run_s_settings_become_a_file"),
     ("marsrl .*", "test_a_command_does_what_it_says"),

@@ -21,7 +21,9 @@ from marsrl.trainer.config import RunConfig
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES += [ROOT / folder / "README.md" for folder in ("benchmarks", "examples")]
-MENTIONS = re.compile(r"marsrl( \w+)?|.*\[.*")  # of running text: the name of a program, and how its words are written
+MENTIONS = re.compile(
+    r"marsrl( [\w-]+)?|.*\[.*"
+)  # of running text: the name of a program, and how its words are written
 STARTERS = ("torchrun ", "python ", "marsrl ", "make ", "pip ", "apt-get ")
 _COMMENT = re.compile(r"(^|\s)#\s.*$")
 

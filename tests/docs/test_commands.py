@@ -106,6 +106,14 @@ def test_a_command_does_what_it_says(command: str, desk: Desk, capsys: pytest.Ca
             assert "samples a step" in shown and not left - {"__pycache__"}
 
 
+@pytest.mark.parametrize("command", run_by("test_the_judge_of_a_file_is_tried"))
+def test_the_judge_of_a_file_is_tried(command: str, desk: Desk, capsys: pytest.CaptureFixture[str]) -> None:
+    code = call(desk.words(command, Path))
+    shown = capsys.readouterr().out
+    assert shown.startswith("12 of 12 problems, ") and "\n  the reference itself " in shown
+    assert code == ("have misjudged answers" in shown)
+
+
 @pytest.mark.parametrize("block", config_blocks(), ids=lambda block: block.where)
 def test_a_config_block_passes_its_checks(
     block: Any, desk: Desk, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

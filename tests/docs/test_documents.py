@@ -22,6 +22,7 @@ PICTURES = {
     "docs/prompts.md": "answer: boxed\nverdict:",
     "docs/tools.md": '<tool_call>\n{"name": "convert"',
     "docs/dual_system.md": "<think>Who is the teacher",
+    "docs/data.md": "right answers  ",
     "docs/external.md": "class Guess:",  # tests/gateway/test_environments.py plays it
 }
 

@@ -31,6 +31,42 @@ def curate(
     return 0
 
 
+@command("data", "marsrl check-answers problems.jsonl", name="check-answers")
+def check_answers(
+    words: Annotated[
+        list[str] | None,
+        Argument(
+            metavar="[FILE]", help="jsonl, parquet or HF dataset directory; or key.sub=value (task=math, data.train)"
+        ),
+    ] = None,
+    config: Config = None,
+    problems: Annotated[int, Option(min=1, help="problems tried at most, a seeded draw")] = 200,
+    seed: Annotated[int, Option(help="of the draw of problems, and of what is altered in their references")] = 0,
+    out: Annotated[
+        Path | None, Option(metavar="FILE", help="also write the misjudged answers, a JSON object a line")
+    ] = None,
+) -> int:
+    """Try the judge of a file's problems: their references in other notations must be paid, and other answers must not.
+
+    Each reference is judged as it stands and in other notations, and so are answers made from it that certainly differ: a digit
+    changed, an element dropped, a tiny constant, `proof`. Exits with 1 if an answer is misjudged.
+    """
+    from marsrl.trainer.commands.check_answers import command
+    from marsrl.trainer.commands.cli.command import console
+    from marsrl.trainer.runs.directory import refuse_file_of_a_run
+
+    if out is not None:
+        refuse_file_of_a_run(out)
+    checked = command.check_answers(words or (), config, problems, seed)
+    if out is not None:
+        command.write(checked, out)
+    skipped = f"; lines without a problem: {checked.num_skipped:,}" if checked.num_skipped else ""
+    print(f"{checked.num_tried:,} of {checked.num_known:,} problems, {len(checked.trials):,} answers{skipped}")
+    console(100).print(command.counts(checked))
+    print(*filter(None, [command.rows(checked), *(f"warning: {each}" for each in checked.warnings)]), sep="\n")
+    return int(bool(checked.misjudged))
+
+
 @command("data", "marsrl make-facts /tmp/facts")
 def make_facts(
     out: Annotated[str, Argument(help="directory; the files must not be there yet")],

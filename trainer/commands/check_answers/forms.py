@@ -1,0 +1,182 @@
+r"""Forms of reference answers, read without the judge that is checked: numbers, quantities, lists, intervals, choices, words."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+_DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d{1,60})"
+_NUMBER = re.compile(rf"([-+]?)(?=[\d.])({_DIGITS})?(\.\d{{1,60}})?")
+_THIN = re.compile(r"\\!\s*")
+_FRACTION = re.compile(r"([-+]?)(?:\\[dt]?frac\{(\d{1,60})\}\{(\d{1,60})\}|(\d{1,60})/(\d{1,60}))")
+_PERCENT = re.compile(r"(.*\d)\s*(?:\\?%|percent)")
+_POWER = re.compile(r"(\d{1,6})\^(?:\{(-?\d{1,6})\}|(\d))")
+SCIENTIFIC = re.compile(r"(-?\d+(?:\.\d+)?)\s*\\(?:times|cdot)\s*10\^\{?(-?\d{1,3})\}?")
+_CHOICE = re.compile(r"(?:\\text(?:bf)?\{)?\(?([A-H])\)?\}?")
+_WORDS = re.compile(r"(?:\\text\{)?([A-Za-z][A-Za-z' ]{1,60})\}?")
+OPPOSITES = {"yes": "no", "no": "yes", "true": "false", "false": "true"}
+_UNIT = re.compile(
+    r"(.*?\d\}?)(?:(?:\s|\\[,;: ]|~)*\\(?:text|mathrm|mbox)\{\s*([A-Za-z]+)\s*\}|(?:\s|\\[,;: ]|~)+([A-Za-z]+))"
+)
+_SI = re.compile(r"([kMmcnGd]?)(m|g|s|J|N|W|V|A|K|Pa|Hz|L|l|mol|eV)")
+_DEGREES = re.compile(r"(.*\d\s*\^\{?\\circ\}?\s*(?:\\(?:text|mathrm)\{)?)([CF])(\}?)")
+_BRACKETS = {"(": ")", "[": "]", "{": "}"}
+_AND = re.compile(r"\s*\\text\{\s*,?\s*(?:and|or)\s*\}\s*|\s+(?:and|or)\s+")
+RELATION = re.compile(r"[=<>]|\\(?:leq?|geq?|neq?|in|notin|equiv|approx|sim|subset|to|mapsto|lt|gt)(?![a-zA-Z])")
+# Where a number or a sign may change without the value: zero factors, periods, rounding, several values at once.
+UNSAFE = re.compile(
+    r"(?<![\d.])0(?![\d.])|(?<![\d.])1\s*\^|\(\s*-|\\(?:sin|cos|tan|cot|sec|csc|arc|log|ln|lg|lfloor|lceil|gcd|lcm|max|min|lim|sum|int|"
+    r"prod|pm|mp|infty|cup|cap|binom|tbinom|dbinom|choose|emptyset|varnothing|mathbb|setminus|arg|det|Re|Im|operatorname|forall|exists|bmod|pmod|mod)|C\b"
+)
+
+
+def plain(text: str) -> str:
+    """The text without outer dollar signs, a currency's sign, and marks between thousands."""
+    return _THIN.sub("", text).replace("{,}", ",").strip().strip("$").removeprefix(r"\$").strip()
+
+
+def number(text: str) -> Fraction | None:
+    """The value of an integer, a decimal, or a fraction of integers."""
+    if found := _NUMBER.fullmatch(text):
+        return Fraction(f"{found[1]}{(found[2] or '0').replace(',', '')}{found[3] or ''}")
+    if found := _FRACTION.fullmatch(text):
+        over, under = int(found[2] or found[4]), int(found[3] or found[5])
+        return None if under == 0 else Fraction(over, under) * (-1 if found[1] == "-" else 1)
+    return None
+
+
+def percentage(text: str) -> str | None:
+    """The number of a percentage, as text."""
+    found = _PERCENT.fullmatch(text)
+    return found[1].strip() if found and number(found[1].strip()) is not None else None
+
+
+def power(text: str) -> tuple[int, int] | None:
+    """(base, exponent) of a power of integers, the base at least 2."""
+    found = _POWER.fullmatch(text)
+    return (int(found[1]), int(found[2] or found[3])) if found and int(found[1]) > 1 else None
+
+
+def choice(text: str) -> str | None:
+    found = _CHOICE.fullmatch(text)
+    return found and found[1]
+
+
+def words(text: str) -> str | None:
+    """A text of words, and no product of variables: Lima, no solution, yes."""
+    found = _WORDS.fullmatch(text)
+    if found is None or (found[1].lower() not in OPPOSITES and len(re.findall("[aeiouy]", found[1].lower())) < 2):
+        return None
+    return found[1].strip()
+
+
+def quantity(text: str) -> tuple[str, str] | None:
+    """(number as text, unit) of a number with a unit: `3 kJ`, `12 cats`, a number and \\text{ km}."""
+    found = _unit_of(text)
+    return None if found is None else (found[1].strip(), found[2] or found[3])
+
+
+def other_unit(text: str) -> str | None:
+    """The quantity in another unit."""
+    if degrees := _DEGREES.fullmatch(text):
+        return f"{degrees[1]}{'F' if degrees[2] == 'C' else 'C'}{degrees[3]}"
+    if (found := _unit_of(text)) is None:
+        return None
+    start, end = found.span(2 if found[2] else 3)
+    si = _SI.fullmatch(text[start:end])
+    other = "zebras" if si is None else si[2] if si[1] else f"k{si[2]}"
+    return f"{text[:start]}{other}{text[end:]}"
+
+
+def _unit_of(text: str) -> re.Match[str] | None:
+    found = _UNIT.fullmatch(text)
+    if found is None or number(found[1].strip()) is None or "percent" in (found[2], found[3]):
+        return None
+    return found if found[2] or len(found[3]) > 3 or _SI.fullmatch(found[3]) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """Several items: (1, 2], a set, or without brackets. opening: "(", "[", "{" or ""; separator: between the items."""
+
+    opening: str
+    parts: tuple[str, ...]
+    closing: str
+    separator: str = ", "
+
+    def with_parts(self, *parts: str) -> str:
+        return replace(self, parts=parts).in_brackets(self.opening, self.closing)
+
+    def in_brackets(self, opening: str, closing: str) -> str:
+        escaped = {"{": r"\{", "}": r"\}"}
+        return f"{escaped.get(opening, opening)}{self.separator.join(self.parts)}{escaped.get(closing, closing)}"
+
+    @property
+    def is_interval(self) -> bool:
+        """True if it can only be an interval: an end is infinite, or one end is open and one closed."""
+        is_mixed = (self.opening, self.closing) in (("(", "]"), ("[", ")"))
+        return len(self.parts) == 2 and (is_mixed or any(r"\infty" in part for part in self.parts))
+
+
+def items(text: str) -> Items | None:
+    """The items of a list, a set, a tuple or an interval; None for fewer than two, or for anything else."""
+    if number(text) is not None or (RELATION.search(text) and not _AND.search(text)):
+        return None
+    plain = text.replace(r"\left", "").replace(r"\right", "").strip()
+    opening = next((mark for mark, shown in (("{", r"\{"), ("(", "("), ("[", "[")) if plain.startswith(shown)), "")
+    inner, closing = plain, ""
+    if opening and plain[-1] in ")]}":
+        head, tail = (2 if opening == "{" else 1), (2 if plain.endswith(r"\}") else 1)
+        body = plain[head:-tail]
+        if depths(body) is not None and (plain[-1] == "}") == (opening == "{"):
+            inner, closing = body, plain[-1]
+    if not closing:
+        opening = ""
+    parts = _split(_AND.sub(", ", inner).replace(", ,", ","))
+    if parts is None or len(parts) < 2 or len(set(parts)) < len(parts) or not all(parts):
+        return None
+    said = _AND.search(inner)
+    return Items(opening, tuple(parts), closing, said[0] if said and len(parts) == 2 else ", ")
+
+
+def intervals(text: str) -> list[Items] | None:
+    """The intervals of a union, each with at least one infinite end."""
+    found = [items(part.strip()) for part in text.split(r"\cup")]
+    known = [each for each in found if each is not None and each.is_interval]
+    return (
+        known if len(known) == len(found) and all(any(r"\infty" in p for p in each.parts) for each in known) else None
+    )
+
+
+def is_expression(text: str) -> bool:
+    """True for mathematics of one value: no number alone, list, relation, quantity or text."""
+    others = (number, percentage, choice, words, quantity, items, other_unit)
+    if RELATION.search(text) or any(read(text) is not None for read in others):
+        return False
+    return (
+        r"\begin" not in text and r"\text" not in text and bool(re.search(r"[\d\w]", text)) and depths(text) is not None
+    )
+
+
+def depths(text: str) -> list[int] | None:
+    """Depth of brackets before each character; None if they do not balance. The ends of an interval may differ."""
+    found, depth = [], 0
+    for mark in text:
+        found.append(depth)
+        depth += (mark in "([{") - (mark in ")]}")
+        if depth < 0:
+            return None
+    return found if depth == 0 else None
+
+
+def _split(text: str) -> list[str] | None:
+    """The text at its commas outside of brackets."""
+    if (levels := depths(text)) is None:
+        return None
+    parts, start = [], 0
+    for place, (mark, level) in enumerate(zip(text, levels, strict=True)):
+        if mark == "," and level == 0 and not text[:place].endswith("\\"):
+            parts.append(text[start:place].strip())
+            start = place + 1
+    return [*parts, text[start:].strip()]
