@@ -373,7 +373,7 @@ class EvaluateConfig(Settings):
     top_k: int = Field(-1, ge=-1, le=MOST_TOKENS)
     """tokens that are drawn from at most, the likeliest; -1: no bound"""
     fixed_inputs: Count = 160
-    """fixed Verifier inputs, half of them right (and as many for the Corrector)"""
+    """fixed inputs of a Verifier at most, half of them right; of a Corrector at most so many wrong and so many right ones"""
 
     @property
     def most_verdicts(self) -> int:

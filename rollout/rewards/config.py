@@ -33,7 +33,7 @@ class JudgeConfig(Settings):
     timeout_s: Seconds = 600.0
     """an answer that is not judged by then, retries included, has no reward"""
     max_missing_share: Share = 0.2
-    """of the answers that the judge left unjudged; with more the run stops"""
+    """share of answers without a judgement; with more of them the run stops"""
     cache_entries: CountOr0 = 100_000
     """judgements kept, those used last: the same answer is judged once; 0: none"""
     template_options: dict[str, bool | str] = Field(default_factory=dict)

@@ -126,6 +126,16 @@ def test_an_ordered_pair_has_one_order() -> None:
     assert not [answer for rule, answer in notations.of("(1,2)") if rule == "another order"]
 
 
+@pytest.mark.parametrize(
+    "text", ["(" * 499, "1," * 249, "9" * 499, r"\frac{" * 83, "x+" * 249, "1 a" * 166, "\\" * 499, "'" * 499]
+)
+def test_hostile_references_are_read(text: str) -> None:
+    assert next(notations.of(text)) == (notations.ITSELF, text) and list(alterations.of(text, Random(0)))
+    longer = text * 2
+    assert list(notations.of(longer)) == [(notations.ITSELF, longer)]
+    assert {rule for rule, _ in alterations.of(longer, Random(0))} == {alterations.PLACEHOLDER}
+
+
 @given(st.fractions(max_denominator=500), st.integers(0, 99))
 @settings(max_examples=60, deadline=None)
 def test_numbers_keep_their_value_or_lose_it(value: Fraction, seed: int) -> None:

@@ -41,7 +41,7 @@ class CriterionConfig(Settings):
     top_p: float = Field(0.95, gt=0, le=1)
     """likeliest tokens of this probability together are drawn from; 1: all"""
     max_input_tokens: Tokens = Field(8192, description="of a prompt; a longer one is not asked")
-    max_response_tokens: Tokens = Field(2048, description="of an answer")
+    max_response_tokens: Tokens = Field(2048, description="of an answer; one that is cut off has no verdict")
     template_options: dict[str, bool | str] = Field(default_factory=dict)
     """of the chat template (Qwen3: enable_thinking)"""
 

@@ -248,6 +248,6 @@ def of(reference: str, rng: Random, *, is_text: bool = False) -> Iterator[tuple[
     is_text: answers are compared as texts, so only words and digits change.
     """
     text = reference if is_text else forms.plain(reference)
-    for name, rule in RULES.items():
-        if not is_text or name in _OF_WORDS:
-            yield from ((name, answer) for answer in rule(text, rng) if answer != text or name == PLACEHOLDER)
+    names = [PLACEHOLDER] if len(text) > forms.LONGEST else _OF_WORDS if is_text else RULES
+    for name in names:
+        yield from ((name, answer) for answer in RULES[name](text, rng) if answer != text or name == PLACEHOLDER)

@@ -6,6 +6,9 @@ import re
 from dataclasses import dataclass, replace
 from fractions import Fraction
 
+LONGEST = 500
+"""Characters of the longest reference of which other answers are made: longer texts could take long to read."""
+
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d{1,60})"
 _NUMBER = re.compile(rf"([-+]?)(?=[\d.])({_DIGITS})?(\.\d{{1,60}})?")
 _THIN = re.compile(r"\\!\s*")

@@ -192,6 +192,8 @@ _OF_WORDS = (ITSELF, "words in another case")
 def of(reference: str, *, is_text: bool = False) -> Iterator[tuple[str, str]]:
     """(rule, answer) of answers that are the reference, itself first. is_text: answers are compared as texts."""
     yield ITSELF, reference
+    if len(reference) > forms.LONGEST:
+        return
     text = reference if is_text else forms.plain(reference)
     for name, rule in RULES.items():
         if not is_text or name in _OF_WORDS:

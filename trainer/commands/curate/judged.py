@@ -196,7 +196,12 @@ class _Judge:
         renderer, pool = self.engines
         for result in pool.collect(_WAIT_S):
             thinks = self.prompt_ends.pop(result.uid).rstrip().endswith(THINK_OPEN)
-            if result.finish in (Finish.STOP, Finish.LENGTH):
+            if result.finish is Finish.LENGTH:  # a tag in it is one that the judge wrote on its way to a verdict
+                key = f"curate.{self.name}.max_response_tokens"
+                self.answers.add(
+                    result.uid, {"too_long": f"it was cut off after {len(result.token_ids):,} tokens ({key})"}
+                )
+            elif result.finish is Finish.STOP:
                 self.answers.add(result.uid, {"text": visible(renderer.decode(result.token_ids), thinks) or ""})
             else:
                 why = f"not answered: {result.error or result.finish.value}"
