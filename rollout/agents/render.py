@@ -1,19 +1,22 @@
 """Chat messages to prompt token ids, so that no message can forge a control token.
 
-A chat template mixes control tokens (<|im_start|>) with untrusted contents. Tokenising the rendered string would turn the
-same characters inside a content into the control token. Here the template is rendered
-with placeholders, control tokens are recognised only in what the template itself wrote, and inside contents every
-occurrence of a control string is cut in two before it is tokenised: same text, ordinary tokens.
+A chat template mixes control tokens (<|im_start|>) with untrusted contents, which it may trim, or split at </think>. So it is
+rendered with the contents themselves: the prompt's text is that of `apply_chat_template`. Tokenising it as one string would turn
+control words inside a content into control tokens. A content that has any is disguised: each of their characters becomes a twin
+that no text has, as long and never white space, in the content and where the template looks for them. In the result control
+words in plain characters are the template's; the others are cut in two before they are tokenised: same text, ordinary tokens.
 
-    template with placeholders -> [control id | text] ... -> ids
+    contents with control words -> twins -> template -> [control id | text] ... -> ids
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -21,17 +24,29 @@ from typing import Any, Literal
 import numpy as np
 from jinja2 import TemplateError
 
+from marsrl.rollout.agents.parsers import THINK_CLOSE
 from marsrl.rollout.fitting import even_shares
 from marsrl.rollout.types import IntArray, Message, ToolFunction
 
-Turn = Message | Mapping[str, Any]
-"""A message of ours, whose content the chat template never sees, or one in OpenAI's format, which it sees unchanged except for
-control words."""
+_log = logging.getLogger(__name__)
 
-_PLACEHOLDER = "MARSRLCONTENT{index}ENDCONTENT"
-_PLACEHOLDER_PATTERN = re.compile(r"MARSRLCONTENT(\d+)ENDCONTENT")
+Turn = Message | Mapping[str, Any]
+"""A message of ours, or one in OpenAI's format."""
+
+# Twins and placeholders are lone surrogates, which no text can hold.
+_FIRST_TWIN = 0xD800
+_PLACEHOLDER = "\udfff{index}\udfff"
+_PLACEHOLDER_PATTERN = re.compile("\udfff(\\d+)\udfff")
+_ANSWER = "\udffe"  # placeholder for a completion in a chat rendered only for the text after it
 _HERMES = re.compile(r"<tool_call>\s*\{")
-_ANSWER = "MARSRLANSWER"  # placeholder for a completion in a chat rendered only for the text after it
+_LITERAL = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
+_TAG = re.compile(rf"\{{[{{%](?:[^'\"]|{_LITERAL})*?[%}}]\}}", re.DOTALL)
+_TESTS = "split|rsplit|partition|rpartition|startswith|endswith|find|rfind|index|rindex|count|replace|removeprefix|removesuffix"
+_TESTED = re.compile(
+    rf"(?P<before>[.|]\s*(?:{_TESTS})\s*\(\s*|[!=]=\s*)?(?P<text>{_LITERAL})(?P<after>\s+(?:not\s+)?in\b|\s*[!=]=)?",
+    re.DOTALL,
+)
+"""Literals in a tag; with a `before` or an `after`, those that the template looks for in a text."""
 _LATEST_TEXTS = 64  # whose ids are kept
 _WINDOW = 12  # tokens; more than the bytes of a character, so that one that is cut is told from one that is over
 _ASKED = "MARSRLASKED"  # a user's turn in chats rendered to find the end of an assistant's
@@ -60,13 +75,31 @@ class ChatRenderer:
             self._fast.encode_special_tokens = True  # as split_special_tokens: control words in a text are split
         self._unknown_id: int | None = self._tokenizer.unk_token_id
         # All added tokens, not only those marked special: <think> and <tool_call> steer parsing too.
-        self._control = {token.content: index for index, token in self._tokenizer.added_tokens_decoder.items()}
+        # Runs of spaces that are added tokens steer nothing: contents have them as the tokenizer finds them.
+        added = self._tokenizer.added_tokens_decoder
+        self._control = {
+            token.content: index for index, token in added.items() if token.special or token.content.strip()
+        }
         for token in self._tokenizer.all_special_tokens:
             index: Any = self._tokenizer.convert_tokens_to_ids(token)
             self._control.setdefault(token, int(index))
         words = sorted(self._control, key=len, reverse=True)  # longest first, as the tokenizer matches
         self._control_pattern = re.compile("|".join(map(re.escape, words))) if words else None
-        self._hidden_pattern = re.compile("|".join([_PLACEHOLDER_PATTERN.pattern, *map(re.escape, words)]))
+        # Some swallow the white space beside them (Phi-3's).
+        flags = {token.content: token for token in added.values()}
+        left = {word: r"\s*" if word in flags and flags[word].lstrip else "" for word in words}
+        right = {word: r"\s*" if word in flags and flags[word].rstrip else "" for word in words}
+        written = "|".join(f"{left[word]}{re.escape(word)}{right[word]}" for word in words)
+        self._written_pattern = re.compile(written) if words else None
+        self._longest = max(map(len, words), default=0)
+        self._heads = frozenset(word[:end] for word in words for end in range(1, len(word)))
+        self._tails = frozenset(word[start:] for word in words for start in range(1, len(word)))
+        characters = sorted({character for word in words for character in word if not character.isspace()})
+        self._twins = {ord(character): _FIRST_TWIN + place for place, character in enumerate(characters)}
+        self._plain = {twin: character for character, twin in self._twins.items()}
+        self._looking_for_twins = lru_cache(maxsize=4)(self._with_twins)  # a template for chats, another for tools
+        self._require_all_shown = lru_cache(_LATEST_TEXTS)(self._check_all_shown)
+        self._has_warned = False
         self._control_ids = frozenset(self._control.values())
         written, named = self._end_of_turn(), self._tokenizer.eos_token_id
         if written is None and named is None:
@@ -92,8 +125,13 @@ class ChatRenderer:
 
         tools: the functions that the chat template shows, ours or in OpenAI's format. template_options: its own (Qwen3:
         enable_thinking).
+
+        The text is that of the tokenizer's `apply_chat_template`. ValueError: the template refuses the turns, or leaves one out.
         """
-        return self._filled(self._parts(messages, tools, template_options)[0])
+        if messages and all(isinstance(message, Message) for message in messages):
+            self._require_all_shown(_roles(messages), True, tuple(template_options.items()))
+        text = self._templated(messages, tools, template_options)
+        return self.encode_trusted(text), text.translate(self._plain)
 
     def render_cut(
         self,
@@ -106,28 +144,45 @@ class ChatRenderer:
     ) -> tuple[IntArray, str] | None:
         """As `render`, cut to max_tokens by removing tokens from the middle or the left of the messages' contents.
 
-        The longest contents are cut first, to a common length. The template's own text stays, and nothing marks a cut; contents
-        are tokenised separately and cut between two tokens. None if the template leaves no room for contents.
+        Contents are cut as the template keeps them (without thoughts that it leaves out). The longest are cut first, to a common
+        length. The template's own text stays, and nothing marks a cut; contents are tokenised separately and cut between two
+        tokens. None if the template leaves no room for contents.
         """
-        parts, used = self._parts(messages, tools, template_options)
+        kept = [self._kept(messages, index, tools, template_options) for index in range(len(messages))]
+        turns = [replace(message, content=_PLACEHOLDER.format(index=i)) for i, message in enumerate(messages)]
+        parts = _PLACEHOLDER_PATTERN.split(self._templated(turns, tools, template_options))
         template = [self.encode_trusted(text).tolist() for text in parts[::2]]
-        contents = [self.completion_ids(text).tolist() for text in parts[1::2]]
-        sizes = [len(content) if index < len(messages) else 0 for content, index in zip(contents, used, strict=True)]
-        room = max_tokens - sum(map(len, template)) - sum(map(len, contents)) + sum(sizes)
+        texts = [kept[int(index)] for index in parts[1::2]]
+        contents = [self.completion_ids(text).tolist() for text in texts]
+        sizes = [len(content) for content in contents]
+        room = max_tokens - sum(map(len, template))
         if room < 1:
             return None
-        ids, shown = list(template[0]), [parts[0]]
+        ids, shown = list(template[0]), [parts[0].translate(self._plain)]
         for position, num_kept in enumerate(even_shares(sizes, room)):
-            content, text = contents[position], parts[2 * position + 1]
-            if used[position] >= len(messages):
-                num_kept = len(content)
+            content, text = contents[position], texts[position]
             if num_kept < len(content):
                 num_first = (num_kept + 1) // 2 if cut == "middle" else 0
                 first, last = content[:num_first], content[len(content) - (num_kept - num_first) :]
                 content, text = first + last, self._text(first) + self._text(last)
             ids += content + template[position + 1]
-            shown += [text, parts[2 * position + 2]]
+            shown += [text, parts[2 * position + 2].translate(self._plain)]
         return np.asarray(ids, np.int32), "".join(shown)
+
+    def _kept(
+        self,
+        messages: Sequence[Message],
+        index: int,
+        tools: Sequence[ToolFunction],
+        template_options: Mapping[str, bool | str],
+    ) -> str:
+        """What the template shows of a content; all of it where that is not one piece."""
+        content, mark = messages[index].content, _PLACEHOLDER.format(index=index)
+        marked = [*messages[:index], replace(messages[index], content=mark), *messages[index + 1 :]]
+        before, _, after = self._templated(marked, tools, template_options).translate(self._plain).partition(mark)
+        whole = self._templated(messages, tools, template_options).translate(self._plain)
+        kept = whole.removeprefix(before).removesuffix(after)
+        return kept if whole == before + kept + after and kept in content else content
 
     def next_turn(
         self, messages: Sequence[Turn], has_ended: bool = True, /, **template_options: bool | str
@@ -137,47 +192,130 @@ class ChatRenderer:
         has_ended: the completion has its end token, which is not repeated, nor is white space that a template writes before it;
         otherwise it was cut off, and the token is added.
         """
-        turns = [Message("user", ""), {"role": "assistant", "content": _ANSWER}, *messages]
-        parts, _ = self._parts(turns, (), template_options, may_move=False)
-        place = next(i for i, text in enumerate(parts) if _ANSWER in text)
-        after = parts[place].partition(_ANSWER)[2]
-        return self._filled([self._without_end(after) if has_ended else after, *parts[place + 1 :]])[0]
+        before = Message("user", ""), Message("assistant", _ANSWER)
+        if all(isinstance(message, Message) for message in messages):
+            self._require_all_shown(_roles([*before, *messages]), False, tuple(template_options.items()))
+        after = self._templated([*before, *messages], (), template_options).partition(_ANSWER)[2]
+        return self.encode_trusted(self._without_end(after) if has_ended else after)
 
     def turn_text(self, message: Mapping[str, Any], tools: Sequence[Any] = (), **template_options: bool | str) -> str:
         """The text that the chat template adds after an assistant's content, without the end of the turn."""
         around = {"role": "user", "content": ""}
-        parts, _ = self._parts([around, {**message, "content": _ANSWER}, around], tools, template_options)
-        after = "".join(parts).partition(_ANSWER)[2]
+        text = self._templated([around, {**message, "content": _ANSWER}, around], tools, template_options)
+        after = text.partition(_ANSWER)[2]
         ends = [after.index(word) for word, index in self._control.items() if index in self.stop_ids and word in after]
-        return after[: min(ends, default=None)]
+        return after[: min(ends, default=None)].translate(self._plain)
 
-    def _hidden(self, value: Any, words: list[str]) -> Any:
-        """The value as JSON with placeholders for the control words in it, which are put behind `words`."""
+    def keeps_thoughts(
+        self,
+        answered: Sequence[Mapping[str, Any]],
+        new: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any] = (),
+        /,
+        **template_options: bool | str,
+    ) -> bool:
+        """True if the prompt after `new` shows the thoughts that an answered chat holds: those of its prompt, and the answer's.
 
-        def hide(match: re.Match[str]) -> str:
-            words.append(match[0])
-            return _PLACEHOLDER.format(index=len(words) - 1)
+        False where the chat template now leaves some out, as Qwen3's does once a user writes again. Thoughts are those of
+        assistants' turns: their reasoning_content, or the part of their content before </think>.
+        """
+        in_fields = "reasoning_content" in self._tokenizer.get_chat_template(tools=list(tools) or None)
+        turns, marks = [dict(message) for message in (*answered, *new)], dict[int, str]()
+        for index, turn in enumerate(turns):
+            thought = turn.pop("reasoning_content", None)
+            if turn["role"] != "assistant" or not (thought or THINK_CLOSE in turn["content"]):
+                continue
+            marks[index] = mark = _PLACEHOLDER.format(index=index)
+            said = turn["content"].rpartition(THINK_CLOSE)[2]
+            turn |= (
+                {"content": said, "reasoning_content": mark} if in_fields else {"content": mark + THINK_CLOSE + said}
+            )
+        if not marks:
+            return True
+        is_answer = answered[-1]["role"] == "assistant"  # an empty one may be left out
+        num_asked = len(answered) - is_answer
+        held, shown = (self._applied(each, tools, template_options) for each in (turns[:num_asked], turns))
+        return all(
+            (mark in shown) == (mark in held or index == num_asked)
+            for index, mark in marks.items()
+            if index < len(answered)
+        )
 
-        if isinstance(value, str):
-            return self._hidden_pattern.sub(hide, value)
-        if isinstance(value, ToolFunction):
-            about = {"name": value.name, "description": value.description, "parameters": value.parameters}
-            value = {"type": "function", "function": about}
-        if isinstance(value, Mapping):
-            return {self._hidden(key, words): self._hidden(each, words) for key, each in value.items()}
-        return [self._hidden(each, words) for each in value] if isinstance(value, list | tuple) else value
+    def _templated(
+        self, messages: Sequence[Turn], tools: Sequence[Any], template_options: Mapping[str, bool | str]
+    ) -> str:
+        """The chat as the template renders it, where control words that it did not write itself are spelled in twins."""
+        turns = _strings_changed(messages, str), _strings_changed(tools, str)
+        disguised = _strings_changed(turns, self._disguised)
+        text = self._applied(*turns, template_options)
+        if disguised == list(turns):
+            return text
+        template = self._looking_for_twins(self._tokenizer.get_chat_template(tools=turns[1] or None))
+        found = self._applied(*disguised, template_options, template)
+        if found.translate(self._plain) == text:
+            return found
+        if not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "%s: the chat template looks for control words in contents in a way that is not understood; contents that have "
+                "such words stay whole in prompts, where the template alone would change them",
+                self._directory,
+            )
+        return self._applied(*disguised, template_options)
+
+    def _applied(
+        self,
+        turns: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any],
+        template_options: Mapping[str, bool | str],
+        template: str | None = None,
+    ) -> str:
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                list(turns),
+                tools=list(tools) or None,
+                chat_template=template,
+                tokenize=False,
+                add_generation_prompt=True,
+                **template_options,
+            )
+        except TemplateError as error:
+            roles = ", ".join(turn["role"] for turn in turns)
+            raise ValueError(
+                f"{self._directory}: the chat template refuses these turns ({roles}): {error}; use another template"
+            ) from error
+        return text
+
+    def _disguised(self, text: str) -> str:
+        """The text with twins for the characters of control words, and of parts of them where the template's own text or
+        what it removes could complete them: at the ends."""
+        words = list(self._control_pattern.finditer(text)) if self._control_pattern else []
+        places = [0, *itertools.chain.from_iterable(word.span() for word in words), len(text)]
+        parts = [text[start:end] for start, end in itertools.pairwise(places)]
+        return "".join(
+            part.translate(self._twins) if position % 2 or self._is_open(part.strip()) else part
+            for position, part in enumerate(parts)
+        )
+
+    def _is_open(self, text: str) -> bool:
+        """True if a control word could begin at the end of the text, or end at its start."""
+        return any(text[-num:] in self._heads or text[:num] in self._tails for num in range(1, self._longest))
+
+    def _with_twins(self, template: str) -> str:
+        """The template, looking for the twins of control words where it looks for these words."""
+
+        def disguise(literal: re.Match[str]) -> str:
+            is_tested = literal["before"] is not None or literal["after"] is not None
+            text = self._control_pattern.sub(lambda word: word[0].translate(self._twins), literal["text"])
+            return f"{literal['before'] or ''}{text}{literal['after'] or ''}" if is_tested else literal[0]
+
+        return _TAG.sub(lambda tag: _TESTED.sub(disguise, tag[0]), template)
 
     def _without_end(self, text: str) -> str:
         """A template's text after an answer, without the end token and white space before it."""
         ends = sorted((word for word, index in self._control.items() if index in self.stop_ids), key=len, reverse=True)
         end = next(filter(text.lstrip().startswith, ends), None)
         return text if end is None else text.lstrip().removeprefix(end)
-
-    def _filled(self, parts: Sequence[str]) -> tuple[IntArray, str]:
-        pieces: list[int | str | None] = []
-        for position, text in enumerate(parts):
-            pieces.extend(self._break_controls(text) if position % 2 else self._split_controls(text))
-        return self._encode_pieces(pieces), "".join(parts)
 
     def check_shows_tools(self) -> None:
         """Raise ValueError if the chat template does not show functions, or uses another call format than
@@ -194,52 +332,29 @@ class ChatRenderer:
                 '<tool_call>{"name": ..., "arguments": {...}}</tool_call>'
             )
 
-    def _parts(
-        self,
-        messages: Sequence[Turn],
-        tools: Sequence[Any],
-        template_options: Mapping[str, bool | str],
-        *,
-        may_move: bool = True,
-    ) -> tuple[list[str], list[int]]:
-        """(the rendered chat: what the template writes, a hidden word, what it writes, ..., what it writes; the number of each
-        word: of the contents of our own messages their index, higher ones of control words elsewhere).
+    def _check_all_shown(
+        self, roles: tuple[str, ...], may_move: bool, template_options: tuple[tuple[str, bool | str], ...]
+    ) -> None:
+        """Raise ValueError if the template leaves a turn out.
 
-        may_move: the template may reorder contents: Mistral's put the system message into the last turn.
+        may_move: it may reorder contents: Mistral's put the system message into the last turn.
         """
-        words = [message.content for message in messages if isinstance(message, Message)]
-        num_contents, indices = len(words), itertools.count()
-        turns = [
-            {"role": message.role, "content": _PLACEHOLDER.format(index=next(indices))}
-            if isinstance(message, Message)
-            else self._hidden(message, words)
-            for message in messages
-        ]
-        shown_tools = self._hidden(tools, words) or None
-        try:
-            template: str = self._tokenizer.apply_chat_template(
-                turns, tools=shown_tools, tokenize=False, add_generation_prompt=True, **template_options
-            )
-        except TemplateError as error:
-            roles = ", ".join(turn["role"] for turn in turns)
-            raise ValueError(
-                f"{self._directory}: the chat template refuses these turns ({roles}): {error}; use another template"
-            ) from error
-        parts = _PLACEHOLDER_PATTERN.split(template)
-        used = [int(index) for index in parts[1::2]]
-        parts[1::2] = [words[index] for index in used]
-        shown = [index for index in used if index < num_contents]
-        if (sorted(shown) if may_move else shown) != list(range(num_contents)):
+        turns = [{"role": role, "content": _PLACEHOLDER.format(index=index)} for index, role in enumerate(roles)]
+        text = self._applied(turns, (), dict(template_options))
+        shown = [int(index) for index in _PLACEHOLDER_PATTERN.findall(text)]
+        if (sorted(shown) if may_move else shown) != list(range(len(roles))):
             raise ValueError(
                 f"{self._directory}: the chat template does not show every message once{'' if may_move else ' and in order'} "
-                f"(it shows {shown} of {num_contents}); this renderer needs that: use a template that keeps system, user and "
+                f"(it shows {shown} of {len(roles)}); this renderer needs that: use a template that keeps system, user and "
                 "assistant turns"
             )
-        return parts, used
 
     def encode_trusted(self, text: str) -> IntArray:
         """[N] int32: ids of our own text, with control words as control tokens. Never use it for model or problem text."""
-        return self._encode_pieces(list(self._split_controls(text)))
+        pieces: list[int | str | None] = []
+        for piece in self._split_controls(text):
+            pieces.extend([piece] if isinstance(piece, int) else self._break_controls(piece.translate(self._plain)))
+        return self._encode_pieces(pieces)
 
     def decode(self, ids: IntArray) -> str:
         """A completion's text, control words included, without the stop token at its end."""
@@ -340,9 +455,9 @@ class ChatRenderer:
 
     def _split_controls(self, text: str) -> Iterator[int | str]:
         start = 0
-        for match in self._control_pattern.finditer(text) if self._control_pattern else ():
+        for match in self._written_pattern.finditer(text) if self._written_pattern else ():
             yield text[start : match.start()]
-            yield self._control[match[0]]
+            yield self._control[match[0] if match[0] in self._control else match[0].strip()]
             start = match.end()
         yield text[start:]
 
@@ -421,6 +536,24 @@ class ChatRenderer:
         )
         start = next(i for i in range(len(whole)) if whole[i : i + len(bare)] == bare)
         return whole[:start], whole[start + len(bare) :]
+
+
+def _roles(messages: Sequence[Turn]) -> tuple[str, ...]:
+    return tuple(message.role if isinstance(message, Message) else message["role"] for message in messages)
+
+
+def _strings_changed(value: Any, change: Callable[[str], str]) -> Any:
+    """The value as a chat template takes it, in lists and dicts, with every string changed so."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Message):
+        value = {"role": value.role, "content": value.content}
+    if isinstance(value, ToolFunction):
+        about = {"name": value.name, "description": value.description, "parameters": value.parameters}
+        value = {"type": "function", "function": about}
+    if isinstance(value, Mapping):
+        return {_strings_changed(key, change): _strings_changed(each, change) for key, each in value.items()}
+    return [_strings_changed(each, change) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _settled(text: str) -> str:
