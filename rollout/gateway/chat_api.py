@@ -114,7 +114,7 @@ def chat_message(given: Any) -> ChatMessage:
     for name in ("name", "tool_call_id"):
         if given.get(name) is not None:
             message[name] = given[name]
-    thought = given.get("reasoning", given.get("reasoning_content"))
+    thought = given.get("reasoning_content") if given.get("reasoning") is None else given["reasoning"]
     if thought is not None:
         message["reasoning"] = message["reasoning_content"] = str(thought)
     if given.get("tool_calls"):

@@ -10,7 +10,8 @@ preserve:
     the agent, and the tools             templates write them into the prompt
 
 So a call whose chat begins with an answered one continues that sample or, if that has been continued otherwise, begins a
-new sample whose prompt starts with the same tokens. Sampled text is never tokenised again.
+new sample whose prompt starts with the same tokens: sampled text is not tokenised again. The session renders the chat anew
+only where the chat template leaves out thoughts that these tokens hold.
 """
 
 from __future__ import annotations
@@ -60,10 +61,14 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The answered chat that a call begins with. token_ids [N]: its tokens; new: the messages after it. uid: of its sample.
-    strand: that sample, if it can be extended; None: a new one begins with the same tokens."""
+    """The answered chat that a call begins with.
+
+    token_ids [N]: its tokens; answered: its messages, with their thoughts also if these were not sent back; new: the messages
+    after it. uid: of its sample. strand: that sample, if it can be extended; None: a new one begins with the same tokens.
+    """
 
     token_ids: IntArray
+    answered: Sequence[ChatMessage]
     new: Sequence[ChatMessage]
     uid: str
     strand: Strand | None
@@ -88,7 +93,8 @@ class History:
             if places:
                 place = next((each for each in places if each.is_tip), places[-1])
                 strand = place.strand if place.is_tip else None
-                return Found(place.strand.token_ids[: place.num_tokens], new, place.strand.uid, strand)
+                answered = _with_thoughts(messages[:length], place.thoughts)
+                return Found(place.strand.token_ids[: place.num_tokens], answered, new, place.strand.uid, strand)
         return None
 
     def answered(self, agent: str, tools: Any, messages: Sequence[ChatMessage], strand: Strand) -> None:
@@ -120,6 +126,15 @@ def _is_empty(message: ChatMessage) -> bool:
 
 def _thoughts(messages: Sequence[ChatMessage]) -> tuple[str | None, ...]:
     return tuple(each.get("reasoning") for each in messages if each["role"] == "assistant" and not _is_empty(each))
+
+
+def _with_thoughts(messages: Sequence[ChatMessage], thoughts: Sequence[str | None]) -> list[ChatMessage]:
+    known = iter(thoughts)
+    turns = list[ChatMessage]()
+    for message in messages:
+        thought = None if message["role"] != "assistant" or _is_empty(message) else next(known)
+        turns.append(message if thought is None else {**message, "reasoning": thought, "reasoning_content": thought})
+    return turns
 
 
 def _agree(given: Sequence[str | None], known: Sequence[str | None]) -> bool:

@@ -12,7 +12,7 @@ import secrets
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -150,7 +150,7 @@ class Session:
     async def _begin(self, agent: Agent, ask: Ask) -> Coroutine[Any, Any, Answer]:
         """Send the call; returns its answer."""
         if ask.prompt is None:
-            strand, call = await self._by_chat(agent, ask)
+            ask, strand, call = await self._by_chat(agent, ask)
         else:
             strand, call = await self._by_prompt(agent, ask, ask.prompt)
         if self._is_over:
@@ -159,18 +159,23 @@ class Session:
         self.send(call)
         return self._answer(agent, ask, strand, call.reply, self.num_calls)
 
-    async def _by_chat(self, agent: Agent, ask: Ask) -> tuple[Strand, Call]:
+    async def _by_chat(self, agent: Agent, ask: Ask) -> tuple[Ask, Strand, Call]:
+        """The first: the call with all thoughts that are known of its chat."""
         found = self._history.find(agent.name, ask.tools, ask.messages)
         renderer, options = agent.renderer, agent.settings.template_options
-        if found is None:
+        if found is not None:
+            ask = replace(ask, messages=[*found.answered, *found.new])
+        if found is None or not await _rendered(
+            agent, renderer.keeps_thoughts, found.answered, found.new, ask.tools, **options
+        ):
             token_ids, text = await _rendered(agent, renderer.render, ask.messages, ask.tools, **options)
-            return self._new(agent, ask, token_ids, text)
+            return ask, *self._new(agent, ask, token_ids, text)
         has_ended = int(found.token_ids[-1]) in renderer.stop_ids
         new = await _rendered(agent, renderer.next_turn, found.new, has_ended, **options)
         if found.strand is not None:
-            return self._go_on(agent, ask, found.strand, new)
+            return ask, *self._go_on(agent, ask, found.strand, new)
         token_ids = np.concatenate([found.token_ids, new])
-        return self._new(agent, ask, token_ids, renderer.decode(token_ids), found.uid)
+        return ask, *self._new(agent, ask, token_ids, renderer.decode(token_ids), found.uid)
 
     async def _by_prompt(self, agent: Agent, ask: Ask, prompt: IntArray | str) -> tuple[Strand, Call]:
         strand = self._history.find_prompt(agent.name, prompt)

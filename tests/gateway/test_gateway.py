@@ -10,16 +10,18 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from thinking_templates import TEMPLATES, renderer_of
 
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.config import AgentConfig
 from marsrl.rollout.gateway.calls import SESSION, Call, Reply, SessionEnd
-from marsrl.rollout.gateway.chats import Answer, Ask, Refused
+from marsrl.rollout.gateway.chats import Answer, Ask, Refused, Said
 from marsrl.rollout.gateway.config import ExternalConfig
 from marsrl.rollout.gateway.gateway import Gateway
 from marsrl.rollout.gateway.history import History, Strand
@@ -28,7 +30,7 @@ from marsrl.rollout.gateway.session import CallLost, Session
 from marsrl.rollout.gateway.vllm_reader import agents_of
 from marsrl.rollout.gateway.worker import UNUSABLE
 from marsrl.rollout.gateway.workers import WORKER
-from marsrl.rollout.types import Finish, ToolCall, ToolOutput
+from marsrl.rollout.types import Finish, IntArray, ToolCall, ToolOutput
 
 
 def submit(gateway: Gateway, name: str, purpose: str = "train") -> Future[ToolOutput]:
@@ -71,8 +73,9 @@ def test_a_lost_worker_s_sessions_begin_anew_and_its_keys_open_nothing() -> None
 class Direct:
     """A session without a port, whose calls a test answers. now: seconds on its clock."""
 
-    def __init__(self, model: Path, **settings: Any) -> None:
-        self.now, self.sent, self.renderer = 7.0, list[Call](), ChatRenderer(model)
+    def __init__(self, model: Path | ChatRenderer, **settings: Any) -> None:
+        self.now, self.sent = 7.0, list[Call]()
+        self.renderer = ChatRenderer(model) if isinstance(model, Path) else model
         agents = agents_of({"solver": AgentConfig(**settings)}, {"main": self.renderer}, 1500)
         self.session = Session("1", {"purpose": "train"}, Future(), agents, self.sent.append, 9, 2, lambda: self.now)
         self.session.start("worker")
@@ -191,6 +194,66 @@ def test_a_chat_goes_on_with_its_own_tokens_and_ends_a_turn_that_was_cut_off(mod
     first, ended, beside, _, cut, _ = ([call.uid, call.behind, *call.token_ids.tolist()] for call in direct.sent)
     assert first[:2] == ["", ""] and ended[:2] == ["3", ""] and cut == ["2", "", end, *ended[2:]]
     assert beside == ["", "3", *first[2:], *said, end, *ended[2:-2], *direct.renderer.encode_trusted("9"), ended[-1]]
+
+
+class ThoughtReader:
+    """Splits a thought off, as vLLM's parsers do."""
+
+    reads_calls = False
+
+    def __call__(self, text: str, token_ids: IntArray, ask: Ask) -> Said:
+        thought, _, said = text.partition("</think>\n\n")
+        return Said(said, thought.removeprefix("<think>"))
+
+
+@pytest.mark.parametrize(("kind", "goes_on"), [("qwen3", False), ("r1", False), ("plain", True)])
+def test_a_chat_whose_thoughts_a_template_leaves_out_begins_anew(kind: str, goes_on: bool, tmp_path: Path) -> None:
+    """As the template alone renders it, whether thoughts are parsed or not, and sent back or not."""
+    user, more = {"role": "user", "content": "3?"}, {"role": "user", "content": "and 5?"}
+    renderer = renderer_of(TEMPLATES[kind], tmp_path)
+    said = [*renderer.encode_trusted("<think>\nI add.\n</think>\n\n7").tolist(), renderer.eos_id]
+
+    for reader, sends_back in ((None, True), (ThoughtReader(), True), (ThoughtReader(), False)):
+        direct = Direct(renderer)
+        agent = direct.session.agents["solver"]
+        direct.session.agents = {"solver": replace(agent, reader=reader)}
+
+        async def play(direct: Direct = direct, sends_back: bool = sends_back) -> None:
+            chat = [user]
+            for _ in range(3):
+                answer = (await direct.answer(Ask("solver", chat), "s", said)).said
+                thought = {} if answer.reasoning is None or not sends_back else {"reasoning": answer.reasoning}
+                chat = [*chat, {"role": "assistant", "content": answer.content, **thought}, more]
+
+        asyncio.run(play())
+        assert [call.uid for call in direct.sent] == (["", "s", "s"] if goes_on else ["", "", ""])
+        if not goes_on:
+            chat = [user, {"role": "assistant", "content": "\n\n7" if kind == "r1" and reader is None else "7"}, more]
+            assert direct.sent[1].token_ids.tolist() == renderer.render(chat)[0].tolist()
+            assert direct.sent[1].behind == "" and "I add" not in renderer.decode(direct.sent[2].token_ids)
+
+
+def test_a_thought_that_a_template_keeps_goes_on_with_its_tokens(tmp_path: Path) -> None:
+    """Qwen3's until a user writes: the outputs of tools continue the sample, the next question does not."""
+    renderer = renderer_of(TEMPLATES["qwen3"], tmp_path)
+    direct, user, more = Direct(renderer), {"role": "user", "content": "3?"}, {"role": "user", "content": "and 5?"}
+    said = "<think>\nI add.\n</think>\n\nlook"
+    ids = [*renderer.encode_trusted(said).tolist(), renderer.eos_id]
+
+    async def play() -> None:
+        chat = [user]
+        for uid, new in (
+            ("s", {"role": "tool", "content": "7"}),
+            ("s", more),
+            ("t", {"role": "tool", "content": "8"}),
+            ("t", more),
+        ):
+            await direct.answer(Ask("solver", chat), uid, ids)
+            chat = [*chat, {"role": "assistant", "content": said}, new]
+
+    asyncio.run(play())
+    assert [call.uid for call in direct.sent] == ["", "s", "", "t"]
+    assert direct.sent[1].token_ids.tolist() == renderer.next_turn([{"role": "tool", "content": "7"}]).tolist()
 
 
 def test_a_stop_string_is_named_and_a_text_that_goes_on_with_it_has_it_once(model: Path) -> None:
