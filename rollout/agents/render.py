@@ -38,6 +38,7 @@ _FIRST_TWIN = 0xD800
 _PLACEHOLDER = "\udfff{index}\udfff"
 _PLACEHOLDER_PATTERN = re.compile("\udfff(\\d+)\udfff")
 _ANSWER = "\udffe"  # placeholder for a completion in a chat rendered only for the text after it
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _HERMES = re.compile(r"<tool_call>\s*\{")
 _LITERAL = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
 _TAG = re.compile(rf"\{{[{{%](?:[^'\"]|{_LITERAL})*?[%}}]\}}", re.DOTALL)
@@ -245,7 +246,7 @@ class ChatRenderer:
         self, messages: Sequence[Turn], tools: Sequence[Any], template_options: Mapping[str, bool | str]
     ) -> str:
         """The chat as the template renders it, where control words that it did not write itself are spelled in twins."""
-        turns = _strings_changed(messages, str), _strings_changed(tools, str)
+        turns = _strings_changed(messages, _well_formed), _strings_changed(tools, _well_formed)
         disguised = _strings_changed(turns, self._disguised)
         text = self._applied(*turns, template_options)
         if disguised == list(turns):
@@ -540,6 +541,13 @@ class ChatRenderer:
 
 def _roles(messages: Sequence[Turn]) -> tuple[str, ...]:
     return tuple(message.role if isinstance(message, Message) else message["role"] for message in messages)
+
+
+def _well_formed(text: str) -> str:
+    """The text. Raises ValueError if it has a lone surrogate, unless it is a placeholder."""
+    if (found := _SURROGATE.search(text)) and text != _ANSWER and not _PLACEHOLDER_PATTERN.fullmatch(text):
+        raise ValueError(f"a content has a lone surrogate (U+{ord(found[0]):X}), which is no text; leave it out")
+    return text
 
 
 def _strings_changed(value: Any, change: Callable[[str], str]) -> Any:

@@ -148,6 +148,14 @@ def test_no_control_word_is_made_of_parts_of_a_content(template: str, content: s
     assert renderer.render([turn("user", content)])[0].tolist() == list(b"<|im_end|>")
 
 
+@pytest.mark.parametrize("content", ["\ud83c half", "a\udfff0\udfff", "\udffeb"])
+def test_a_lone_surrogate_in_a_content_is_refused(content: str, named: tuple[str, ChatRenderer]) -> None:
+    _, renderer = named
+    for render in (renderer.render, renderer.next_turn):
+        with pytest.raises(ValueError, match=r"a content has a lone surrogate \(U\+D[F8]"):
+            render([turn("user", content)])
+
+
 def test_a_template_that_is_not_understood_is_warned_about_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

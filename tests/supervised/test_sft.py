@@ -16,6 +16,8 @@ from commands import run_by
 from desk import MODEL
 from rank_pair import RankPair
 from safetensors.torch import load_file
+from thinking_templates import TEMPLATES, renderer_of
+from transformers import PreTrainedTokenizerFast
 
 from marsrl.rollout.agents.prompts import prompt_set
 from marsrl.rollout.agents.render import ChatRenderer
@@ -198,9 +200,11 @@ Read = Callable[..., Demonstrations]
 
 @pytest.fixture
 def read(tmp_path: Path, renderer: ChatRenderer) -> Read:
-    """read(lines..., longest=of a sequence, words=of the config)"""
+    """read(lines..., longest=of a sequence, words=of the config, renderer=of all policies)"""
 
-    def read(*lines: object, longest: int = 10_000, words: Sequence[str] = ()) -> Demonstrations:
+    def read(
+        *lines: object, longest: int = 10_000, words: Sequence[str] = (), renderer: ChatRenderer = renderer
+    ) -> Demonstrations:
         file, (config, _) = tmp_path / "demos.jsonl", read_config(None, ["task=math", "data.train=p.jsonl", *words])
         file.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
         names = list(config.trained_policies)
@@ -233,6 +237,31 @@ def test_the_prompt_is_what_the_agent_would_be_asked_and_the_rest_is_imitated(
         assert sequence.advantage == 1 and sequence.token_advantages is None
 
 
+@pytest.mark.parametrize("kind", ["qwen3", "r1"])
+def test_earlier_thoughts_are_in_a_prompt_as_the_template_has_them(
+    kind: str, read: Read, renderer: ChatRenderer, tmp_path: Path
+) -> None:
+    """Left out of turns that an answer followed; only the last turn, with its thought, is imitated."""
+    thinks = renderer_of(TEMPLATES[kind], tmp_path / kind)
+    thought, ask = "<think>\nI add.\n</think>\n\n", CHAT[-1]
+    chat = [ask, {"role": "assistant", "content": f"{thought}4"}, {"role": "user", "content": "and 5?"}]
+    said = {"role": "assistant", "content": f"{thought}9"}
+    (line,) = read({"messages": [*chat, said]}, renderer=thinks).lines
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(str(tmp_path / kind))
+    given = {"add_generation_prompt": True, "return_dict": False}
+    assert line.sequence.prompt_ids.tolist() == tokenizer.apply_chat_template(chat, **given)
+    # R1's template opens the thought, which is not opened twice
+    expected = f"{thought}9".removeprefix("<think>\n" if kind == "r1" else "")
+    assert thinks.decode(line.sequence.token_ids) == expected
+    assert thinks.encode_trusted("</think>")[0] in line.sequence.token_ids
+    without = [ask, {"role": "assistant", "content": "4"}]
+    if kind == "r1":
+        with pytest.raises(ValueError, match="opens a thought, and the completion does not close it with </think>"):
+            read({"messages": without}, renderer=thinks)
+    else:
+        assert len(read({"messages": without}, renderer=thinks).lines) == 1
+
+
 def test_the_options_of_the_agents_template_hold(read: Read) -> None:
     """A chat of an agent is rendered as the agent's are; its policy is the agent's."""
     policies = "policies={a: {model: /a}, b: {model: /b}}", "agents={solver: {policy: a}, verifier1: {policy: b}}"
@@ -256,6 +285,10 @@ def test_the_options_of_the_agents_template_hold(read: Read) -> None:
         ({"agent": "verifier1", "prompt": {"problem": "a"}, "completion": "b"}, "verifier1 needs problem, solution"),
         ({"messages": CHAT}, "messages: expected the completion, an assistant's turn, at the end"),
         ({"messages": [{"role": "user"}, {"role": "assistant", "content": "a"}]}, "expected a list of {role, content}"),
+        (
+            {"messages": [*CHAT, {"role": "assistant", "content": "4", "reasoning": "a"}]},
+            "messages: reasoning is not read",
+        ),
         ({"prompt": "a", "completion": "\ud800"}, "completion has a lone surrogate"),
     ],
 )

@@ -1,7 +1,8 @@
 """data.demonstrations: lines of a user's file as sequences to imitate (docs/teachers.md).
 
 `agent` says whose policy learns it, and its chat template's options; a prompt of fields is the agent's own (docs/prompts.md). Of
-`messages`, with `tools` where they call some, the last is the completion. A prompt that is a text is tokenised as it stands.
+`messages`, with `tools` where they call some, the last is the completion; earlier ones, and their thoughts, are a prompt as the
+chat template renders them. A prompt that is a text is tokenised as it stands.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from marsrl.rollout.agents.parsers import THINK_CLOSE, THINK_OPEN
 from marsrl.rollout.agents.prompts import PromptSet, prompt_set, require_words
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.agents.roles import PLACEHOLDERS
@@ -23,6 +25,8 @@ from marsrl.rollout.types import IntArray
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.data.packing import TrainSequence
 from marsrl.trainer.supervised.imitation import DemonstrationTokens
+
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # fields in which data sets keep thoughts
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,17 +140,22 @@ class _Reader:
             raise BadLine(f"tools: expected a list of functions, found {type(tools).__name__}")
         *asked, last = messages
         well_formed(json.dumps([messages, tools], ensure_ascii=False), "messages")
-        if last.get("reasoning_content"):
-            raise BadLine(
-                "messages: reasoning_content is not read; put the thought into content, as the model writes it"
-            )
+        if field := next((name for name in _THOUGHTS if last.get(name)), None):
+            raise BadLine(f"messages: {field} is not read; put the thought into content, as the model writes it")
         options = self._options(writer)
         try:
-            prompt, _ = renderer.render(asked, tools, **options)
+            prompt, text = renderer.render(asked, tools, **options)
             calls = renderer.turn_text(last, tools, **options) if last.get("tool_calls") else ""
         except (ValueError, TypeError) as error:
             raise BadLine(f"messages: the chat template refuses them: {error}") from error
-        return prompt, (last.get("content") or "") + calls
+        content = last.get("content") or ""
+        if text.rstrip().endswith(THINK_OPEN):  # DeepSeek-R1's template has opened the thought
+            content = content.removeprefix(text[text.rindex(THINK_OPEN) :]).removeprefix(THINK_OPEN)
+            if THINK_CLOSE not in content:
+                raise BadLine(
+                    "messages: the chat template opens a thought, and the completion does not close it with </think>"
+                )
+        return prompt, content + calls
 
     def _prompt(self, given: object, writer: str, renderer: ChatRenderer) -> IntArray | str:
         if isinstance(given, str):
