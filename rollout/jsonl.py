@@ -1,7 +1,8 @@
-"""Rows of an untrusted jsonl file."""
+"""Rows of an untrusted file of JSON objects: one a line, or all in one array."""
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,11 +13,46 @@ class BadLine(ValueError):
 
 
 def read_rows(file: Path) -> Iterator[tuple[int, Mapping[str, object] | BadLine]]:
-    """(line number from 1, row or the reason why it is invalid); blank lines are skipped."""
+    """(number from 1, row or the reason why it is invalid); blank lines are skipped.
+
+    number: of the line; in a file that is one array, or one object over several lines, of the object. ValueError: the array is
+    not JSON, so that no row of it is known.
+    """
+    if (rows := _of_document(file)) is not None:
+        for number, row in enumerate(rows, start=1):
+            yield number, _object(row)
+        return
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 yield number, _row(line)
+
+
+def _of_document(file: Path) -> list[object] | None:
+    """The rows of a file that is one JSON document; None if its lines are."""
+    with file.open("rb") as opened:
+        is_array = opened.read(4096).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+    if not is_array and file.suffix != ".json":
+        return None
+    try:
+        document = json.loads(file.read_bytes().decode("utf-8-sig"))
+    except UnicodeDecodeError:
+        return None
+    except json.JSONDecodeError as error:
+        is_line = error.msg == "Extra data" and file.suffix != ".json"  # a bad one, an array
+        if not is_array or is_line:
+            return None
+        is_cut = error.pos >= len(error.doc.rstrip())
+        what = "it is cut off" if is_cut else error.msg
+        raise ValueError(
+            f"{file}: the array is not JSON: {what} at line {error.lineno}, column {error.colno}; expected [{{...}}, ...], or "
+            "one object a line without brackets"
+        ) from None
+    except (ValueError, RecursionError) as error:
+        if not is_array:
+            return None
+        raise ValueError(f"{file}: the array is not readable as JSON: {error}") from None
+    return document if isinstance(document, list) else [document]
 
 
 def _row(line: bytes) -> Mapping[str, object] | BadLine:
@@ -27,11 +63,16 @@ def _row(line: bytes) -> Mapping[str, object] | BadLine:
     except json.JSONDecodeError as error:
         if error.msg.startswith("Unterminated string") or error.pos >= len(error.doc.rstrip()):
             return BadLine(
-                f"not JSON: it is cut off at column {len(error.doc.rstrip()) + 1}, in the middle of an object"
+                f"not JSON: it is cut off at column {len(error.doc.rstrip()) + 1}, in the middle of an object; expected a whole "
+                "object on each line"
             )
         return BadLine(f"not JSON: {error.msg} at column {error.colno}")
     except (ValueError, RecursionError) as error:  # numbers of thousands of digits, thousands of brackets
         return BadLine(f"not readable as JSON: {error}")
+    return _object(row)
+
+
+def _object(row: object) -> Mapping[str, object] | BadLine:
     return row if isinstance(row, dict) else BadLine(f"expected a JSON object, found {type(row).__name__}")
 
 

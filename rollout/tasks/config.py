@@ -15,7 +15,7 @@ from marsrl.rollout.config import MOST, Count, Settings, Share, Tokens, read_set
 class TrainFile(Settings):
     """One of several files of problems: with a count, or with a weight."""
 
-    path: str = Field(description="jsonl, parquet or HF dataset directory")
+    path: str = Field(description="jsonl, json, parquet or HF dataset directory")
     count: Count | None = Field(None, description="so many of its problems, by a seeded draw")
     weight: float | None = Field(None, gt=0, le=MOST)
     """chance that a draw is of this file, beside the other weights"""
@@ -24,7 +24,7 @@ class TrainFile(Settings):
 class EvalFile(Settings):
     """One of several files of problems to evaluate on."""
 
-    path: str = Field(description="jsonl, parquet or HF dataset directory")
+    path: str = Field(description="jsonl, json, parquet or HF dataset directory")
     name: str | None = Field(None, description="of its metrics: letters, digits, _ and -; default: the file's name")
     count: Count | None = None
     """so many of its problems, by a seeded draw; default: all, or evaluate.num_problems"""

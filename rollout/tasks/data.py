@@ -1,9 +1,9 @@
-"""Problems from jsonl, parquet and Hugging Face dataset directories, and the order of their draws.
+"""Problems from jsonl, json, parquet and Hugging Face dataset directories, and the order of their draws.
 
 Known rows: GSM8K (question, answer with `####`), question/answer, query/ans_box, prompt/label, problem/answer or
 problem/solution with \\boxed, OlympiadBench (question, final_answer = list of one), and verl's (prompt = list of
-messages, reward_model.ground_truth). For task=qa also lists of right answers: golden_answers and reward_model.ground_truth.target
-(Search-R1, Dr. MAS).
+one user's message, reward_model.ground_truth). For task=qa also lists of right answers: golden_answers and
+reward_model.ground_truth.target (Search-R1, Dr. MAS).
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def read_problem_rows(
 
 def problem_of(uid: str, row: Mapping[str, object], task: str, keys: tuple[str, str]) -> Problem:
     """The problem of a row; keys: of its question and its answer. Raises BadLine if it has none."""
-    question = _question(lookup(row, keys[0]))
+    question = _question(lookup(row, keys[0]), keys[0])
     found = lookup(row, keys[1])
     return Problem(uid, question, _answers(found, keys[1]) if task == "qa" else _answer(found, keys[1]), task)
 
@@ -252,7 +252,7 @@ def _rows(file: Path) -> Iterator[tuple[int, Mapping[str, object] | BadLine]]:
     elif file.suffix in (".jsonl", ".json", ".ndjson"):
         yield from read_rows(file)
     else:
-        raise ValueError(f"data: {file} is neither .jsonl, .parquet nor .arrow")
+        raise ValueError(f"data: {file} is neither .jsonl, .json, .parquet nor .arrow, not compressed")
 
 
 def _table_rows(file: Path) -> Iterator[Mapping[str, object]]:
@@ -293,15 +293,26 @@ def _find_key(row: Mapping[str, object], candidates: Sequence[str], option: str)
     for key in candidates:
         if lookup(row, key) is not None:
             return key
-    raise BadLine(f"none of {', '.join(candidates)} is there (found {', '.join(map(str, row))}); set {option}")
+    found = ", ".join(map(str, row))
+    for name, value in row.items():  # {"data": [...]}, as load_dataset(field="data") reads it
+        inner = value[0] if isinstance(value, list) and value else None
+        if isinstance(inner, Mapping) and any(lookup(inner, key) is not None for key in candidates):
+            raise BadLine(
+                f"{name} is a list of problems (found {found}); expected that list alone in the file: [{{...}}, {{...}}]"
+            )
+    raise BadLine(f"none of {', '.join(candidates)} is there (found {found}); set {option}")
 
 
-def _question(value: object) -> str:
-    if isinstance(value, list):  # a chat: the problem is the last user message
-        turns = [turn for turn in value if isinstance(turn, Mapping) and turn.get("role") == "user"]
-        if not turns:
-            raise BadLine("the prompt is a list without a user message")
-        value = turns[-1].get("content")
+def _question(value: object, key: str) -> str:
+    if isinstance(value, list):
+        roles = [str(turn.get("role")) if isinstance(turn, Mapping) else type(turn).__name__ for turn in value]
+        if roles != ["user"]:
+            raise BadLine(
+                f"{key} is a chat of {', '.join(roles)[:200] or 'no turns'}; expected the question's text, or a list of one "
+                "user's message, which agents are asked within prompts of their own: what a system message says belongs there "
+                "(agents.<name>.prompt); to ask a longer chat, join its turns into one text"
+            )
+        value = value[0].get("content")
     if not isinstance(value, str) or not value.strip():
         raise BadLine(f"the question is {_kind(value)}, expected text")
     return well_formed(value, "the question")

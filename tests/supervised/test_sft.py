@@ -283,6 +283,7 @@ def test_the_options_of_the_agents_template_hold(read: Read) -> None:
         ({"agent": "solver7", "prompt": "a", "completion": "b"}, "agent is 'solver7'; the team has solver, verifier1"),
         ({"prompt": {"problem": "a"}, "completion": "b"}, "prompt has fields, and no agent is named"),
         ({"agent": "verifier1", "prompt": {"problem": "a"}, "completion": "b"}, "verifier1 needs problem, solution"),
+        ({"prompt": CHAT, "completion": "a"}, "prompt is a chat; give it as messages"),
         ({"messages": CHAT}, "messages: expected the completion, an assistant's turn, at the end"),
         ({"messages": [{"role": "user"}, {"role": "assistant", "content": "a"}]}, "expected a list of {role, content}"),
         (

@@ -31,14 +31,15 @@ def write(path: Path, *rows: object) -> Path:
     return path
 
 
-ASKED = {"role": "user", "content": "q"}
+ASKED, SYSTEM = {"role": "user", "content": "q"}, {"role": "system", "content": "s"}
+SAID = {"role": "assistant", "content": "a"}
 ROWS: list[tuple[str, dict[str, object], str]] = [
     ("math", {"question": "q", "answer": "work\n#### 1,234"}, "1234"),
     ("math", {"question": "q", "answer": "work\n#### (1,2)"}, "(1,2)"),
     ("math", {"query": "q", "ans_box": "7"}, "7"),
     ("math", {"prompt": "q", "label": 5}, "5"),
     ("math", {"problem": "q", "solution": r"so \boxed{\frac12}"}, r"\frac12"),
-    ("math", {"prompt": [{"role": "system", "content": "s"}, ASKED], "reward_model": {"ground_truth": "9"}}, "9"),
+    ("math", {"prompt": [ASKED], "reward_model": {"ground_truth": "9"}}, "9"),
     ("math", {"question": "q", "answer": 70.0}, "70"),
     ("math", {"question": "q", "answer": ["4"]}, "4"),
     ("math", {"question": "q", "solution": ["so 2 m, not 3"], "final_answer": ["2"]}, "2"),
@@ -62,12 +63,35 @@ GOOD = {"question": "q", "answer": "1"}
 BAD: list[tuple[str, object, str]] = [
     ("math", "{not json", "not JSON"),
     ("math", "[" * 100_000, "not readable as JSON"),
+    ("math", [{"question": "q", "answer": "1"}], "expected a JSON object, found list"),
     ("math", b'{"question": "\xff"}', "not UTF-8 at byte 14"),
     ("math", {"question": "q"}, "answer.*is missing"),
     ("math", {"question": " ", "answer": "1"}, "question is empty"),
     ("math", {"question": "q", "answer": True}, "is bool"),
     ("math", {"question": "q", "answer": ["1", "2"]}, r"answer \(answer\) is a list of 2, expected one answer"),
-    ("math", {"question": [{"role": "system", "content": "s"}], "answer": "1"}, "without a user message"),
+    (
+        "math",
+        {"question": [{"role": "system", "content": "s"}], "answer": "1"},
+        "question is a chat of system; expected",
+    ),
+    (
+        "math",
+        {"question": [SYSTEM, ASKED], "answer": "1"},
+        "question is a chat of system, user; expected the question's text",
+    ),
+    (
+        "math",
+        {"question": [SYSTEM, ASKED, SAID, ASKED], "answer": "1"},
+        "a chat of system, user, assistant, user; expected",
+    ),
+    (
+        "qa",
+        {"question": [ASKED, SAID, ASKED], "answer": "1"},
+        r"a chat of user, assistant, user.*agents\.<name>\.prompt",
+    ),
+    ("math", {"question": [ASKED, "q"], "answer": "1"}, "a chat of user, str"),
+    ("math", {"question": [], "answer": "1"}, "a chat of no turns"),
+    ("math", {"question": [{"role": "user", "content": None}], "answer": "1"}, "the question is missing"),
     ("qa", {"question": "q", "answer": []}, "is an empty list"),
     ("qa", {"question": "q", "answer": ["a", ""]}, "is empty"),
     ("qa", {"question": "q", "answer": [["a"]]}, "is list"),
@@ -84,6 +108,68 @@ def test_a_bad_line_is_named_or_skipped_and_counted(tmp_path: Path, task: str, l
     result = read_problems(path, task, on_bad_line="skip")
     assert [p.id for p in result.problems] == ["d.jsonl:1", "d.jsonl:3"]
     assert result.num_bad == 1
+
+
+@pytest.mark.parametrize("name", ["d.json", "d.jsonl"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[{"question": "q1", "answer": "1"}, {"question": "q2", "answer": "2"}]',
+        '\ufeff \n[{"question": "q1", "answer": "1"},\n{"question": "q2", "answer": "2"}]\n',
+        json.dumps([{"question": f"q{i}", "answer": str(i)} for i in (1, 2)], indent=2),
+    ],
+    ids=["a line", "lines", "indented"],
+)
+def test_an_array_of_objects_is_read_whatever_its_lines(text: str, name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text, "utf-8")
+    assert read(tmp_path / name).problems == tuple(Problem(f"{name}:{i}", f"q{i}", str(i), "math") for i in (1, 2))
+
+
+def test_json_with_an_object_a_line_or_one_object_is_read(tmp_path: Path) -> None:
+    path = write(tmp_path / "d.json", GOOD, "", GOOD)
+    assert [problem.id for problem in read(path).problems] == ["d.json:1", "d.json:3"]
+    path.write_text(json.dumps(GOOD, indent=2))
+    assert [problem.id for problem in read(path).problems] == ["d.json:1"]
+
+
+def test_a_bad_object_of_an_array_is_named_by_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "d.json"
+    path.write_text(json.dumps([GOOD, 7, {"question": "q"}, [GOOD], GOOD], indent=1))
+    with pytest.raises(ValueError, match=r"d\.json:2: expected a JSON object, found int"):
+        read(path)
+    found = read(path, on_bad_line="skip")
+    assert ([problem.id for problem in found.problems], found.num_bad) == (["d.json:1", "d.json:5"], 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('[{"question": "q", "answer": "1"},\n {"question": "q"', "it is cut off at line 2, column 18"),
+        ('[{"question": "q", "answer": "1"}\n {"question": "q"}]', "Expecting ',' delimiter at line 2, column 2"),
+        ("[" * 100_000, "the array is not readable as JSON"),
+        ('[\n{"question": "q", "answer": "1"}\n]\nx', "Extra data at line 4, column 1"),
+        ("[]", "holds no problem: it is empty"),
+        (json.dumps({"version": 1, "data": [GOOD]}), r"d\.json:1: data is a list of problems \(found version, data\)"),
+        (json.dumps({"version": 1, "data": [GOOD]}, indent=1), r"d\.json:1: data is a list of problems"),
+        (json.dumps({"x": [{"y": 1}]}), r"d\.json:1: none of question, .*found x\); set data.question_key"),
+        (
+            '{\n"question": "q",\n',
+            "d.json:1: not JSON: it is cut off at column 2, .* expected a whole object on each line",
+        ),
+    ],
+)
+def test_an_array_that_cannot_be_read_says_where(text: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "d.json").write_text(text)
+    with pytest.raises(ValueError, match=reason):
+        read(tmp_path / "d.json")
+
+
+def test_a_compressed_file_is_refused_by_its_name(tmp_path: Path) -> None:
+    (tmp_path / "d.jsonl.gz").touch()
+    with pytest.raises(
+        ValueError, match=r"d\.jsonl\.gz is neither \.jsonl, \.json, \.parquet nor \.arrow, not compressed"
+    ):
+        read(tmp_path / "d.jsonl.gz")
 
 
 def test_keys_can_be_given_and_unknown_rows_say_which_were_found(tmp_path: Path) -> None:

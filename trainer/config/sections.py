@@ -63,17 +63,17 @@ class DataConfig(Settings):
     """The problems, where the task reads them from files (docs/data.md)."""
 
     train: Annotated[str | tuple[TrainFile, ...] | None, BeforeValidator(read_train_files)] = None
-    """jsonl, parquet or HF dataset directory, or a list of {path, count}, or of {path, weight} (docs/data.md); null: the task
-    generates problems"""
+    """jsonl, json, parquet or HF dataset directory, or a list of {path, count}, or of {path, weight} (docs/data.md); null: the
+    task generates problems"""
     eval: Annotated[str | tuple[EvalFile, ...] | None, BeforeValidator(read_eval_files)] = None
     """problems to evaluate on: a path, or a list of paths and of {path, name, count, repeat}, whose metrics have their names
     (docs/evaluate.md); null: some of data.train's are held out"""
     question_key: str | None = None
-    """default: found from the first line (question, query, problem, prompt)"""
+    """default: found from the first line (question, query, problem, prompt); a text, or a list of one user's message"""
     answer_key: str | None = None
     """default: found from the first line (answer, final_answer, ans_box, label, ...)"""
     demonstrations: str | None = None
-    """marsrl sft: jsonl of what agents should have written (docs/teachers.md)"""
+    """marsrl sft: jsonl or json of what agents should have written (docs/teachers.md)"""
     on_bad_line: Literal["error", "skip"] = "error"
     """a line of a data file without a problem or demonstration: stop and name it, or leave it out and count it"""
     on_placeholder: Literal["skip", "keep"] = "skip"

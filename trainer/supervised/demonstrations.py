@@ -160,6 +160,8 @@ class _Reader:
     def _prompt(self, given: object, writer: str, renderer: ChatRenderer) -> IntArray | str:
         if isinstance(given, str):
             return well_formed(given, "prompt")
+        if isinstance(given, list):
+            raise BadLine("prompt is a chat; give it as messages, and the completion as the last of them")
         if not isinstance(given, dict):
             raise BadLine("expected messages, or prompt and completion")
         if writer == "any":
