@@ -246,13 +246,13 @@ class ChatRenderer:
         self, messages: Sequence[Turn], tools: Sequence[Any], template_options: Mapping[str, bool | str]
     ) -> str:
         """The chat as the template renders it, where control words that it did not write itself are spelled in twins."""
-        turns = _strings_changed(messages, _well_formed), _strings_changed(tools, _well_formed)
-        disguised = _strings_changed(turns, self._disguised)
-        text = self._applied(*turns, template_options)
-        if disguised == list(turns):
+        plain = [_strings_changed(messages, _well_formed), _strings_changed(tools, _well_formed)]
+        turns, shown_tools = _strings_changed(plain, self._disguised)
+        text = self._applied(plain[0], plain[1], template_options)
+        if [turns, shown_tools] == plain:
             return text
-        template = self._looking_for_twins(self._tokenizer.get_chat_template(tools=turns[1] or None))
-        found = self._applied(*disguised, template_options, template)
+        template = self._looking_for_twins(self._tokenizer.get_chat_template(tools=shown_tools or None))
+        found = self._applied(turns, shown_tools, template_options, template)
         if found.translate(self._plain) == text:
             return found
         if not self._has_warned:
@@ -262,7 +262,7 @@ class ChatRenderer:
                 "such words stay whole in prompts, where the template alone would change them",
                 self._directory,
             )
-        return self._applied(*disguised, template_options)
+        return self._applied(turns, shown_tools, template_options)
 
     def _applied(
         self,
@@ -304,10 +304,12 @@ class ChatRenderer:
 
     def _with_twins(self, template: str) -> str:
         """The template, looking for the twins of control words where it looks for these words."""
+        assert self._control_pattern is not None  # else no content has twins
+        pattern = self._control_pattern
 
         def disguise(literal: re.Match[str]) -> str:
             is_tested = literal["before"] is not None or literal["after"] is not None
-            text = self._control_pattern.sub(lambda word: word[0].translate(self._twins), literal["text"])
+            text = pattern.sub(lambda word: word[0].translate(self._twins), literal["text"])
             return f"{literal['before'] or ''}{text}{literal['after'] or ''}" if is_tested else literal[0]
 
         return _TAG.sub(lambda tag: _TESTED.sub(disguise, tag[0]), template)

@@ -9,9 +9,10 @@ it may have crashed the server, or have had its effect.
 from __future__ import annotations
 
 import codecs
+import json
 import sys
 import threading
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import AsyncExitStack, ExitStack
 from encodings import utf_8
@@ -23,7 +24,16 @@ from anyio.abc import TaskStatus
 from anyio.from_thread import start_blocking_portal
 from mcp import Client, MCPError, StdioServerParameters, stdio_client
 from mcp.client.streamable_http import streamable_http_client
-from mcp_types import CONNECTION_CLOSED, INVALID_REQUEST, CallToolResult, TextContent
+from mcp_types import (
+    CONNECTION_CLOSED,
+    INVALID_REQUEST,
+    CallToolResult,
+    ContentBlock,
+    EmbeddedResource,
+    ResourceLink,
+    TextContent,
+    TextResourceContents,
+)
 from pydantic_core import to_json
 
 from marsrl.rollout.config import read_key
@@ -206,11 +216,44 @@ async def _bound(response: httpx2.Response) -> None:
 
 
 def _text(result: CallToolResult) -> str:
-    """A result as text for a model: texts unchanged, other contents only mentioned."""
-    shown = [each.text if isinstance(each, TextContent) else f"[{each.type}, not shown]" for each in result.content]
-    if not shown and result.structured_content is not None:
-        return to_json(result.structured_content).decode()
+    """A result as text for a model: texts unchanged, other contents by their names; and the structured content, if no text
+    says it."""
+    shown = list(map(_shown, result.content))
+    texts = [each.text for each in result.content if isinstance(each, TextContent)]
+    if result.structured_content is not None and not _say(texts, result.structured_content):
+        shown.append(to_json(result.structured_content).decode())
     return "\n".join(shown)
+
+
+def _shown(content: ContentBlock) -> str:
+    if isinstance(content, TextContent):
+        return content.text
+    if isinstance(content, ResourceLink):
+        return f"[resource_link, not read: {content.name}, {content.uri}]"
+    if isinstance(content, EmbeddedResource):
+        held = content.resource
+        return held.text if isinstance(held, TextResourceContents) else f"[resource, not shown: {held.uri}]"
+    return f"[{content.type}, not shown]"
+
+
+def _say(texts: Sequence[str], structured: object) -> bool:
+    """True if a text is the JSON of the structured content, as servers should send it beside; or if the texts are, as text or
+    JSON, a value that Python's SDK has wrapped as {"result": value}, or the items of such a list."""
+    values = list(map(_value, texts))
+    if any(value == structured for value in values):
+        return True
+    if not isinstance(structured, dict) or list(structured) != ["result"]:
+        return False
+    wrapped = structured["result"]
+    return wrapped in (*texts, *values) or (bool(texts) and wrapped in (list(texts), values))
+
+
+def _value(text: str) -> object:
+    """The value of a JSON text; of another, the text."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
 
 
 def _words(error: BaseException) -> str:

@@ -32,7 +32,8 @@ UNKNOWN = "unknown"
 """The name in metrics of all unknown tools and unreadable calls: models invent any number of names."""
 
 _MOST_ARGUMENT_CHARS = 1 << 20
-_MOST_SHOWN = 200  # characters of an error or a name in a text for the model
+_MOST_SHOWN = 200  # characters of a name, or of a parser's words, in a text for the model
+_MOST_ERROR = 400  # characters of an error
 _ENTRY_BYTES = 500  # approximate bytes of a cache entry beside its text
 _COUNTS = ("calls", "errors", "timeouts", "cached", "seconds", "truncated", "parts")
 
@@ -310,7 +311,7 @@ def _cut(text: str, longest: int) -> str:
 
 
 def _error(text: str) -> ToolOutput:
-    return ToolOutput(f"error: {text[: 2 * _MOST_SHOWN]}".encode("utf-8", "replace").decode("utf-8"), is_error=True)
+    return ToolOutput(f"error: {_cut(text, _MOST_ERROR)}", is_error=True)
 
 
 def _arguments(text: str) -> tuple[dict[str, object], str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -12,6 +13,15 @@ from contextlib import contextmanager
 
 from mcp.server.mcpserver import Image, MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
+from mcp_types import (
+    AudioContent,
+    BlobResourceContents,
+    CallToolResult,
+    EmbeddedResource,
+    ResourceLink,
+    TextContent,
+    TextResourceContents,
+)
 
 server = MCPServer("tests")
 
@@ -63,6 +73,42 @@ def variable(name: str) -> str:
 def picture() -> list[object]:
     """A text and a picture."""
     return ["a dot", Image(data=b"\x89PNG", format="png")]
+
+
+ROWS = {"rows": [{"name": "Lima", "people": 10}], "total": 1}
+
+
+@server.tool()
+def give(kind: str) -> CallToolResult:
+    """A result of a kind."""
+    link = ResourceLink(type="resource_link", name="notes", uri="file:///notes.txt")
+    text = TextResourceContents(uri="file:///a.txt", text="what it says")
+    blob = BlobResourceContents(uri="file:///b.bin", blob="AAAA")
+    resources = [link, *(EmbeddedResource(type="resource", resource=each) for each in (text, blob))]
+    sound = AudioContent(type="audio", data="AAAA", mime_type="audio/wav")
+    texts = {
+        "beside": ["1 row"],
+        "same": ["1 row", json.dumps(dict(reversed(ROWS.items())), indent=2)],
+        "other": [json.dumps(ROWS | {"total": 2})],
+        "failed": ["bad query"],
+        "alone": [],
+    }
+    if kind == "resources":
+        return CallToolResult(content=[*resources, sound])
+    contents = [TextContent(type="text", text=text) for text in texts[kind]]
+    return CallToolResult(content=contents, structured_content=ROWS, is_error=kind == "failed")
+
+
+@server.tool()
+def cities(names: list[str]) -> list[str]:
+    """The names, which the SDK sends as a text each and as a list in an object."""
+    return names
+
+
+@server.tool()
+def half(number: int) -> float:
+    """A number, which the SDK sends as JSON and in an object."""
+    return number / 2
 
 
 @contextmanager

@@ -136,6 +136,7 @@ def test_a_tool_that_fails_is_an_error_and_the_next_call_is_answered(
         outputs, counts = answers(pool, [call("1", "a"), call("2", "b")]), pool.take_counts()
     assert outputs["1"].is_error and outputs["1"].text.startswith(said) and len(outputs["1"].text) < 1000
     assert outputs["2"] == ToolOutput("well")
+    assert ("\n[cut: the first 400 of 50,000,025 characters]" in outputs["1"].text) == ("aaa" in said)
     assert counts["tools/echo/calls"] == 2 and counts["tools/echo/errors"] == 1
 
 

@@ -227,6 +227,29 @@ def test_a_server_s_tools_are_called_by_their_names(way: str) -> None:
             assert counts["tools/own/errors"] == 5 and counts["tools/own/restarts"] == 0
 
 
+def test_structured_content_is_shown_unless_a_text_says_it() -> None:
+    rows, same = json.dumps(mcp_server.ROWS, separators=(",", ":")), dict(reversed(mcp_server.ROWS.items()))
+    expected = {
+        "beside": f"1 row\n{rows}",
+        "same": f"1 row\n{json.dumps(same, indent=2)}",
+        "other": f"{json.dumps(mcp_server.ROWS | {'total': 2})}\n{rows}",
+        "failed": f"error: bad query\n{rows}",
+        "alone": rows,
+        "resources": "[resource_link, not read: notes, file:///notes.txt]\nwhat it says\n[resource, not shown: file:///b.bin]\n"
+        "[audio, not shown]",
+    }
+    with pool_of(kind="mcp", command=STDIO) as pool:
+        for kind, text in expected.items():
+            assert call(pool, "give", kind=kind) == ToolOutput(text, is_error=kind == "failed")
+        # Values that are no objects come wrapped, and are not shown twice.
+        assert call(pool, "cities", names=["Lima", "3", "a b"]) == ToolOutput("Lima\n3\na b")
+        assert call(pool, "cities", names=["Lima"]) == ToolOutput("Lima")
+        assert call(pool, "cities", names=[]) == ToolOutput('{"result":[]}')
+        assert call(pool, "half", number=3) == ToolOutput("1.5")
+    with pool_of(kind="mcp", command=STDIO, max_output_chars=20) as pool:
+        assert call(pool, "give", kind="beside").text.startswith(f"1 row\n{rows[:14]}\n[cut: the first 20 of ")
+
+
 def test_too_long_an_answer_of_a_command_is_dropped_and_one_that_ended_is_started_again_by_the_next_call() -> None:
     with pool_of(kind="mcp", command=STDIO, timeout_s=15) as pool:
         assert call(pool, "flood", mib=5).text == "error: own did not answer within 15 s"
