@@ -90,6 +90,10 @@ FILES = {
     "p.jsonl": '{"question": "1+1", "answer": "2"}\n',
     "cut.jsonl": '{"question": "1+1", "answer": "2"}\n{"question": \n',
     "empty.jsonl": "",
+    "cut.json": '[{"prompt": "a"',
+    "chat.jsonl": json.dumps(
+        {"prompt": [{"role": role, "content": "q"} for role in ("system", "user", "assistant", "user")], "answer": "1"}
+    ),
     "mine.py": "from marsrl.rollout.tasks.own_task import OwnTask\n\n\nclass Mine(OwnTask): ...\n",
 }
 
@@ -104,6 +108,10 @@ def train(files: str, task: str = "math") -> list[str]:
         (["policies.main.layout.tensor=2"], "is 2, which does not divide the 1 ranks; on 1 rank(s) this would fit: data"),
         (["policies.main.model=%s/nothing"], "nothing is not a directory"),
         (["task=math", "data.train=%s/p.jsonl"], "policies.main.model is not set"),
+        (train("%s/p.jsonl", "arithmetic"), "data.train is set, and task=arithmetic makes its own problems; set task=math"),
+        (["data.eval=%s/p.jsonl"], "data.eval is set, and task=arithmetic makes its own problems"),
+        (train("%s/chat.jsonl"), "/chat.jsonl:1: prompt is a chat of system, user, assistant, user; expected the question's"),
+        (train("%s/cut.json"), "/cut.json: the array is not JSON: it is cut off at line 1, column 16"),
         (train("%s/cut.jsonl"), "/cut.jsonl:2: not JSON: it is cut off at column 13, in the middle of an object"),
         (train("%s/empty.jsonl"), "holds no problem: it is empty"),
         (train("[{path: %s/p.jsonl, weight: 1}]", "%s/mine.py:Mine"), "data.train has weights, and task="),

@@ -75,6 +75,11 @@ def _trained_too(train: Sequence[Problem], held_out: Sequence[Problem], of_train
 def read_data(config: RunConfig) -> RunProblems:
     """Problems read from the files, or through a user's own task; none without a file."""
     data = config.data
+    for key, value in (("data.train", data.train), ("data.eval", data.eval)):
+        if value and config.task == "arithmetic":
+            raise ConfigError(
+                f"{key} is set, and task=arithmetic makes its own problems; set task=math or qa, or leave it out"
+            )
 
     def read(path: str) -> ReadResult:
         return read_problems(
@@ -94,8 +99,6 @@ def read_data(config: RunConfig) -> RunProblems:
         held_out, num_skipped = found.problems, num_skipped + found.num_bad
         warnings += found.warnings
     elif data.eval:
-        if config.task == "arithmetic":
-            raise ConfigError("data.eval is a list, and task=arithmetic makes its own problems; leave it out")
         sizes = config.evaluate
         sets, num_bad, of_sets = read_eval(
             data.eval, read, config.task, EVALUATION_SET, sizes.num_problems, sizes.repeat
