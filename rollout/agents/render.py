@@ -38,6 +38,8 @@ _FIRST_TWIN = 0xD800
 _PLACEHOLDER = "\udfff{index}\udfff"
 _PLACEHOLDER_PATTERN = re.compile("\udfff(\\d+)\udfff")
 _ANSWER = "\udffe"  # placeholder for a completion in a chat rendered only for the text after it
+_MARK = re.compile(r"[^\w\s]|_")  # in words that are no plain ones
+_SPACE = re.compile(r"\s+")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _HERMES = re.compile(r"<tool_call>\s*\{")
 _LITERAL = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
@@ -76,22 +78,19 @@ class ChatRenderer:
             self._fast.encode_special_tokens = True  # as split_special_tokens: control words in a text are split
         self._unknown_id: int | None = self._tokenizer.unk_token_id
         # All added tokens, not only those marked special: <think> and <tool_call> steer parsing too.
-        # Runs of spaces that are added tokens steer nothing: contents have them as the tokenizer finds them.
+        # Runs of spaces and plain words steer nothing: contents have them as the tokenizer finds them.
         added = self._tokenizer.added_tokens_decoder
         self._control = {
-            token.content: index for index, token in added.items() if token.special or token.content.strip()
+            token.content: index for index, token in added.items() if token.special or _MARK.search(token.content)
         }
         for token in self._tokenizer.all_special_tokens:
             index: Any = self._tokenizer.convert_tokens_to_ids(token)
             self._control.setdefault(token, int(index))
         words = sorted(self._control, key=len, reverse=True)  # longest first, as the tokenizer matches
         self._control_pattern = re.compile("|".join(map(re.escape, words))) if words else None
-        # Some swallow the white space beside them (Phi-3's).
-        flags = {token.content: token for token in added.values()}
-        left = {word: r"\s*" if word in flags and flags[word].lstrip else "" for word in words}
-        right = {word: r"\s*" if word in flags and flags[word].rstrip else "" for word in words}
-        written = "|".join(f"{left[word]}{re.escape(word)}{right[word]}" for word in words)
-        self._written_pattern = re.compile(written) if words else None
+        # Some take the white space beside them (Phi-3's).
+        self._take_left = {token.content for token in added.values() if token.lstrip}
+        self._take_right = {token.content for token in added.values() if token.rstrip}
         self._longest = max(map(len, words), default=0)
         self._heads = frozenset(word[:end] for word in words for end in range(1, len(word)))
         self._tails = frozenset(word[start:] for word in words for start in range(1, len(word)))
@@ -132,7 +131,7 @@ class ChatRenderer:
         if messages and all(isinstance(message, Message) for message in messages):
             self._require_all_shown(_roles(messages), True, tuple(template_options.items()))
         text = self._templated(messages, tools, template_options)
-        return self.encode_trusted(text), text.translate(self._plain)
+        return self._ids(text), text.translate(self._plain)
 
     def render_cut(
         self,
@@ -149,10 +148,11 @@ class ChatRenderer:
         length. The template's own text stays, and nothing marks a cut; contents are tokenised separately and cut between two
         tokens. None if the template leaves no room for contents.
         """
-        kept = [self._kept(messages, index, tools, template_options) for index in range(len(messages))]
+        whole = self._templated(messages, tools, template_options).translate(self._plain)
+        kept = [self._kept(whole, messages, index, tools, template_options) for index in range(len(messages))]
         turns = [replace(message, content=_PLACEHOLDER.format(index=i)) for i, message in enumerate(messages)]
         parts = _PLACEHOLDER_PATTERN.split(self._templated(turns, tools, template_options))
-        template = [self.encode_trusted(text).tolist() for text in parts[::2]]
+        template = [self._ids(text).tolist() for text in parts[::2]]
         texts = [kept[int(index)] for index in parts[1::2]]
         contents = [self.completion_ids(text).tolist() for text in texts]
         sizes = [len(content) for content in contents]
@@ -172,16 +172,16 @@ class ChatRenderer:
 
     def _kept(
         self,
+        whole: str,
         messages: Sequence[Message],
         index: int,
         tools: Sequence[ToolFunction],
         template_options: Mapping[str, bool | str],
     ) -> str:
-        """What the template shows of a content; all of it where that is not one piece."""
+        """What the template shows of a content in the whole prompt; all of it where that is not one piece."""
         content, mark = messages[index].content, _PLACEHOLDER.format(index=index)
         marked = [*messages[:index], replace(messages[index], content=mark), *messages[index + 1 :]]
         before, _, after = self._templated(marked, tools, template_options).translate(self._plain).partition(mark)
-        whole = self._templated(messages, tools, template_options).translate(self._plain)
         kept = whole.removeprefix(before).removesuffix(after)
         return kept if whole == before + kept + after and kept in content else content
 
@@ -197,7 +197,7 @@ class ChatRenderer:
         if all(isinstance(message, Message) for message in messages):
             self._require_all_shown(_roles([*before, *messages]), False, tuple(template_options.items()))
         after = self._templated([*before, *messages], (), template_options).partition(_ANSWER)[2]
-        return self.encode_trusted(self._without_end(after) if has_ended else after)
+        return self._ids(self._without_end(after) if has_ended else after)
 
     def turn_text(self, message: Mapping[str, Any], tools: Sequence[Any] = (), **template_options: bool | str) -> str:
         """The text that the chat template adds after an assistant's content, without the end of the turn."""
@@ -288,8 +288,10 @@ class ChatRenderer:
         return text
 
     def _disguised(self, text: str) -> str:
-        """The text with twins for the characters of control words, and of parts of them where the template's own text or
-        what it removes could complete them: at the ends."""
+        """The text with twins for the characters of its control words.
+
+        Also for a part of one at an end, which the template's text, or what it removes between two parts, could complete.
+        """
         words = list(self._control_pattern.finditer(text)) if self._control_pattern else []
         places = [0, *itertools.chain.from_iterable(word.span() for word in words), len(text)]
         parts = [text[start:end] for start, end in itertools.pairwise(places)]
@@ -354,6 +356,10 @@ class ChatRenderer:
 
     def encode_trusted(self, text: str) -> IntArray:
         """[N] int32: ids of our own text, with control words as control tokens. Never use it for model or problem text."""
+        return self._ids(_well_formed(text))
+
+    def _ids(self, text: str) -> IntArray:
+        """The ids of a text in which control words in twins are text."""
         pieces: list[int | str | None] = []
         for piece in self._split_controls(text):
             pieces.extend([piece] if isinstance(piece, int) else self._break_controls(piece.translate(self._plain)))
@@ -458,10 +464,13 @@ class ChatRenderer:
 
     def _split_controls(self, text: str) -> Iterator[int | str]:
         start = 0
-        for match in self._written_pattern.finditer(text) if self._written_pattern else ():
-            yield text[start : match.start()]
-            yield self._control[match[0] if match[0] in self._control else match[0].strip()]
+        for match in self._control_pattern.finditer(text) if self._control_pattern else ():
+            before = text[start : match.start()]
+            yield before.rstrip() if match[0] in self._take_left else before
+            yield self._control[match[0]]
             start = match.end()
+            if match[0] in self._take_right and (space := _SPACE.match(text, start)):
+                start = space.end()
         yield text[start:]
 
     def _break_controls(self, text: str) -> Iterator[str | None]:
@@ -548,7 +557,7 @@ def _roles(messages: Sequence[Turn]) -> tuple[str, ...]:
 def _well_formed(text: str) -> str:
     """The text. Raises ValueError if it has a lone surrogate, unless it is a placeholder."""
     if (found := _SURROGATE.search(text)) and text != _ANSWER and not _PLACEHOLDER_PATTERN.fullmatch(text):
-        raise ValueError(f"a content has a lone surrogate (U+{ord(found[0]):X}), which is no text; leave it out")
+        raise ValueError(f"a text has a lone surrogate (U+{ord(found[0]):X}), which is no text; leave it out")
     return text
 
 

@@ -216,8 +216,10 @@ async def _bound(response: httpx2.Response) -> None:
 
 
 def _text(result: CallToolResult) -> str:
-    """A result as text for a model: texts unchanged, other contents by their names; and the structured content, if no text
-    says it."""
+    """A result as text for a model.
+
+    Texts are unchanged, other contents named. The structured content follows as JSON, unless the texts say it.
+    """
     shown = list(map(_shown, result.content))
     texts = [each.text for each in result.content if isinstance(each, TextContent)]
     if result.structured_content is not None and not _say(texts, result.structured_content):
@@ -237,8 +239,10 @@ def _shown(content: ContentBlock) -> str:
 
 
 def _say(texts: Sequence[str], structured: object) -> bool:
-    """True if a text is the JSON of the structured content, as servers should send it beside; or if the texts are, as text or
-    JSON, a value that Python's SDK has wrapped as {"result": value}, or the items of such a list."""
+    """True if a text is the JSON of the structured content, as the protocol asks of servers.
+
+    Also if the texts are the value, or the items, that Python's SDK has wrapped as {"result": value}.
+    """
     values = list(map(_value, texts))
     if any(value == structured for value in values):
         return True

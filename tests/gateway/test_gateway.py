@@ -21,6 +21,7 @@ from thinking_templates import TEMPLATES, renderer_of
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.config import AgentConfig
 from marsrl.rollout.gateway.calls import SESSION, Call, Reply, SessionEnd
+from marsrl.rollout.gateway.chat_api import chat_message
 from marsrl.rollout.gateway.chats import Answer, Ask, Refused, Said
 from marsrl.rollout.gateway.config import ExternalConfig
 from marsrl.rollout.gateway.gateway import Gateway
@@ -231,6 +232,15 @@ def test_a_chat_whose_thoughts_a_template_leaves_out_begins_anew(kind: str, goes
             chat = [user, {"role": "assistant", "content": "\n\n7" if kind == "r1" and reader is None else "7"}, more]
             assert direct.sent[1].token_ids.tolist() == renderer.render(chat)[0].tolist()
             assert direct.sent[1].behind == "" and "I add" not in renderer.decode(direct.sent[2].token_ids)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"reasoning": "a"}, {"reasoning": None, "reasoning_content": "a"}, {"reasoning": "a", "reasoning_content": "b"}],
+)
+def test_a_thought_is_read_by_each_of_its_names(fields: dict[str, Any]) -> None:
+    message = chat_message({"role": "assistant", "content": "7", **fields})
+    assert message["reasoning"] == message["reasoning_content"] == "a"
 
 
 def test_a_thought_that_a_template_keeps_goes_on_with_its_tokens(tmp_path: Path) -> None:

@@ -238,7 +238,7 @@ def test_the_prompt_is_what_the_agent_would_be_asked_and_the_rest_is_imitated(
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "r1"])
-def test_earlier_thoughts_are_in_a_prompt_as_the_template_has_them(
+def test_earlier_thoughts_are_prompted_as_the_template_has_them(
     kind: str, read: Read, renderer: ChatRenderer, tmp_path: Path
 ) -> None:
     """Left out of turns that an answer followed; only the last turn, with its thought, is imitated."""
