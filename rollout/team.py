@@ -288,10 +288,11 @@ class Team:
     def sample(self, each: Completion) -> Sample:
         """An ended or paused completion as parsed Sample, not yet judged; an error sample if the orchestration's parser
         raises."""
-        episode, ask, prompt_text, finish = each.episode, each.of.ask, each.of.prompt_text, each.finish
-        renderer = self.renderer(ask.agent)
+        episode, ask, prompt_text, read = each.episode, each.of.ask, each.of.prompt_text, each.until_read()
+        renderer, finish = self.renderer(ask.agent), read.finish
         text = renderer.decode(each.token_ids) if each.text is None else each.text  # None after a restart or an error
-        turn_start, in_thought = present_turn(renderer, prompt_text, each, text)
+        read_text = text if read is each else renderer.decode(read.token_ids)
+        turn_start, in_thought = present_turn(renderer, prompt_text, read, read_text)
         sample = Sample(
             uid=each.uid,
             rollout_id=episode.rollout_id,
@@ -301,7 +302,7 @@ class Team:
             parent_uid=ask.parent_uid or each.of.behind or None,
             prompt_ids=each.of.prompt_ids,
             token_ids=each.token_ids,
-            is_sampled=each.is_sampled,
+            is_sampled=each.is_trained,
             rollout_logprobs=each.logprobs,
             segments=each.segments,
             finish=finish,
@@ -313,6 +314,8 @@ class Team:
             turn=each.turn,
             turn_start=turn_start,
             in_thought=in_thought,
+            turns=each.turns,
+            turn_end=None if read is each else len(read_text),
         )
         settings = self.agents[ask.agent]
         if settings.tools and finish is Finish.STOP and each.turn < min(settings.max_tool_turns, self.max_turns):

@@ -69,6 +69,28 @@ class Segment:
     version: int
 
 
+class Fate(StrEnum):
+    """Use that a program made of an answer to one of its calls."""
+
+    READ = "read"  # it got the answer, or a later call continues it: trained
+    UNREAD = "unread"  # the answer never reached it: its connection was cut, or the session ended before
+    SUPERSEDED = "superseded"  # no call continues it, and the program asked the same again: thrown away
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Tokens [start, end) of a completion: the answer to one call of a program.
+
+    call: its number in the session, from 1. finish: of this answer. Only answers that were READ are trained.
+    """
+
+    call: int
+    start: int
+    end: int
+    finish: Finish
+    fate: Fate = Fate.READ
+
+
 @dataclass(frozen=True, slots=True)
 class Reward:
     """A judged completion.
@@ -198,9 +220,11 @@ class Sample:
 
     token_ids [N] int32 and rollout_logprobs [N] float32 (nats, at the sampling temperature, of the weights that
     sampled, renormalised over what the sampler kept) cover the completion only, end token included. is_sampled [N] is
-    False for tokens that the policy did not choose, written by a tool or another agent while the sample waited. turn: number of
+    False for tokens that the policy did not choose, written by a tool or another agent while the sample waited, and for answers
+    that a program never read or threw away: none of these is trained. turn: number of
     such continuations so far; turn_start: index in `text` after the last of them; in_thought: True if that position is within
-    a thought (<think>).
+    a thought (<think>). turns: the answers to a program's calls, in order; () if no program played. turn_end: index in `text`
+    of the end of the last answer that was read, where others follow; None: the end.
     segments partition [0, N) by the policy version that decoded them. full_text: `text`, None if not kept. shown: the part
     that other agents see, "" if empty. verdict: True = "correct"; answer: the final answer; None = unparsable, or not asked
     of this agent.
@@ -233,10 +257,24 @@ class Sample:
     turn: int = 0
     turn_start: int = 0
     in_thought: bool = False
+    turns: tuple[Turn, ...] = ()
+    turn_end: int | None = None
 
     @property
     def episode_id(self) -> str:
         return self.uid.partition("/")[0]
+
+    @property
+    def session_id(self) -> str:
+        """The session that the sample is a part of, if a program played it: an agent's samples of a session count as one in
+        statistics. Else its own uid."""
+        return self.episode_id if self.turns else self.uid
+
+    @property
+    def length(self) -> int:
+        """Tokens up to the end of the last answer that a program read; of a team's sample, all."""
+        read = [turn.end for turn in self.turns if turn.fate is Fate.READ]
+        return len(self.token_ids) if not self.turns else max(read, default=0)
 
     @property
     def text(self) -> str:
@@ -249,8 +287,9 @@ class Sample:
 
     @property
     def turn_text(self) -> str:
-        """The policy's own text of the current turn, without text by tools or other agents."""
-        return self.text[self.turn_start :]
+        """The policy's own text of the current turn, without text by tools or other agents; of a program's calls, the last answer
+        that was read."""
+        return self.text[self.turn_start : self.turn_end]
 
     @property
     def oldest_version(self) -> int:

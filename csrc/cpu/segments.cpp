@@ -67,11 +67,11 @@ void add_masked(const Float* values, const uint8_t* mask, const void* cu_seqlens
 }
 
 template <class Float>
-void advantages(const Float* rewards, const int64_t* mean_set_of, const int64_t* std_set_of, int64_t num_samples,
-                bool is_unbiased, bool keeps_single, double eps, Float* advantage) {
-  const std::vector<Set> mean_sets = sets_of(rewards, mean_set_of, num_samples);
+void advantages(const Float* rewards, const Float* compared, const int64_t* mean_set_of, const int64_t* std_set_of,
+                int64_t num_samples, bool is_unbiased, bool keeps_single, double eps, Float* advantage) {
+  const std::vector<Set> mean_sets = sets_of(compared, mean_set_of, num_samples);
   const std::vector<Set> other_sets =
-      std_set_of == mean_set_of ? std::vector<Set>() : sets_of(rewards, std_set_of, num_samples);
+      std_set_of == mean_set_of ? std::vector<Set>() : sets_of(compared, std_set_of, num_samples);
   const std::vector<Set>& std_sets = std_set_of == mean_set_of ? mean_sets : other_sets;
   for (int64_t i = 0; i < num_samples; i++) {
     const Set &of_mean = mean_sets[mean_set_of[i]], &of_std = std_sets[std_set_of[i]];
@@ -93,18 +93,18 @@ void number_tokens(const Integer* cu_seqlens, int64_t num_sequences, int64_t* se
 
 }  // namespace
 
-// advantage [S] = (reward - mean of its mean set) / (std of its std set + eps); set ids lie in [0, S). A NaN reward is
-// missing and gets 0; so does a flat set, and a set with one reward unless keeps_single (mean 0, std 1). Both arrays are
-// float32, or float64 where is_float64.
-MARSRL_API void marsrl_group_advantage(const void* rewards, int is_float64, const int64_t* mean_set_of,
-                                       const int64_t* std_set_of, int64_t num_samples, int is_unbiased,
-                                       int keeps_single, double eps, void* advantage) {
+// advantage [S] = (reward - mean of its mean set) / (std of its std set + eps); set ids lie in [0, S). Mean and std are of
+// `compared` [S], without its NaNs. A NaN reward is missing and gets 0; so does a flat set, and a set with one value
+// unless keeps_single (mean 0, std 1). All arrays are float32, or float64 where is_float64.
+MARSRL_API void marsrl_group_advantage(const void* rewards, const void* compared, int is_float64,
+                                       const int64_t* mean_set_of, const int64_t* std_set_of, int64_t num_samples,
+                                       int is_unbiased, int keeps_single, double eps, void* advantage) {
   if (is_float64)
-    advantages(static_cast<const double*>(rewards), mean_set_of, std_set_of, num_samples, is_unbiased, keeps_single, eps,
-               static_cast<double*>(advantage));
+    advantages(static_cast<const double*>(rewards), static_cast<const double*>(compared), mean_set_of, std_set_of,
+               num_samples, is_unbiased, keeps_single, eps, static_cast<double*>(advantage));
   else
-    advantages(static_cast<const float*>(rewards), mean_set_of, std_set_of, num_samples, is_unbiased, keeps_single, eps,
-               static_cast<float*>(advantage));
+    advantages(static_cast<const float*>(rewards), static_cast<const float*>(compared), mean_set_of, std_set_of,
+               num_samples, is_unbiased, keeps_single, eps, static_cast<float*>(advantage));
 }
 
 // sequence_of [T]: the sequence of each token, where cu_seqlens rises from 0 to T.

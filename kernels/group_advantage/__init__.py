@@ -25,6 +25,7 @@ def group_advantage(
     agent_of: Tensor,
     instance_of: Tensor,
     *,
+    session_of: Tensor | None = None,
     normalise: str = "group",
     std: str = "biased",
     singleton: str = "zero",
@@ -37,14 +38,16 @@ def group_advantage(
         group_of: [S] int in [0, S): samples decoded from the same input.
         agent_of: [S] int in [0, S).
         instance_of: [S] int in [0, S): the draw of a problem that the sample belongs to.
+        session_of: [S] int in [0, S): samples of one session, all in the same sets, count in mean, std and number as one, with
+            the mean of their rewards. None: every sample counts by itself.
         normalise: "group": mean and std over the group. "agent" (Dr. MAS): over all samples of an agent in an instance.
             "global": over the instance. "agent_mean", "agent_std": only the mean, or only the std, over the agent's
             samples, the other over the instance.
         std: "biased" (1/n) or "unbiased" (1/(n-1)).
-        singleton: a set with one reward: "zero" = advantage 0; "raw" = its mean is 0 and its std 1.
+        singleton: a set with one reward (of a sample or a session): "zero" = advantage 0; "raw" = its mean is 0 and its std 1.
 
     Returns:
-        [S] in the dtype of rewards. A set whose rewards are all equal gets exactly 0.
+        [S] in the dtype of rewards. A set whose rewards (or sessions' means) are all equal gets exactly 0.
 
     Raises:
         ValueError: names the argument, what was found and what was expected.
@@ -58,14 +61,32 @@ def group_advantage(
             raise ValueError(f"group_advantage: {name} is {found!r}, expected {' or '.join(allowed)}")
     check("group_advantage", "rewards", rewards, (None,), (torch.float32, torch.float64))
     num_samples = rewards.shape[0]
-    for name, ids in (("group_of", group_of), ("agent_of", agent_of), ("instance_of", instance_of)):
+    sessions = () if session_of is None else (("session_of", session_of),)
+    for name, ids in (("group_of", group_of), ("agent_of", agent_of), ("instance_of", instance_of), *sessions):
         check("group_advantage", name, ids, (num_samples,), INTEGERS, rewards.device)
         check_range("group_advantage", name, ids, num_samples - 1)
     sets = {"group": group_of.long, "agent": lambda: _pair(instance_of, agent_of), "instance": instance_of.long}
     mean_set, std_set = _SETS[normalise]
     mean_set_of = sets[mean_set]()
     std_set_of = mean_set_of if std_set == mean_set else sets[std_set]()
-    return _OP(rewards, mean_set_of, std_set_of, std == "unbiased", singleton == "raw", eps)
+    compared = rewards if session_of is None else _session_means(rewards, session_of.long())
+    return _OP(rewards, compared, mean_set_of, std_set_of, std == "unbiased", singleton == "raw", eps)
+
+
+def _session_means(rewards: Tensor, session_of: Tensor) -> Tensor:
+    """[S] like rewards: a session's mean reward in the place of its first one; NaN elsewhere."""
+    places = (~rewards.isnan()).nonzero().squeeze(1)
+    sessions, wide = session_of[places], rewards.double()
+    num_samples = rewards.numel()
+    first = places.new_full((num_samples,), num_samples).scatter_reduce_(0, sessions, places, "amin")
+    # Less the first one, so that the mean of equal rewards is equal to them to the bit.
+    beyond = wide[places] - wide[first[sessions]]
+    total, count = (wide.new_zeros(num_samples).index_add_(0, sessions, x) for x in (beyond, torch.ones_like(beyond)))
+    means = rewards.new_full((num_samples,), torch.nan)
+    means[places] = torch.where(first[sessions] == places, wide[places] + (total / count)[sessions], torch.nan).to(
+        means.dtype
+    )
+    return means
 
 
 def _pair(first: Tensor, second: Tensor) -> Tensor:

@@ -7,7 +7,13 @@ from marsrl.kernels.library import cpu_library
 
 
 def group_advantage_cpu(
-    rewards: Tensor, mean_set_of: Tensor, std_set_of: Tensor, is_unbiased: bool, keeps_single: bool, eps: float
+    rewards: Tensor,
+    compared: Tensor,
+    mean_set_of: Tensor,
+    std_set_of: Tensor,
+    is_unbiased: bool,
+    keeps_single: bool,
+    eps: float,
 ) -> Tensor:
     """A = (R - mean of the mean set) / (std of the std set + eps), [S] in the dtype of rewards."""
     given = rewards.detach().contiguous()
@@ -15,7 +21,7 @@ def group_advantage_cpu(
     std_sets = mean_sets if std_set_of is mean_set_of else std_set_of.contiguous()
     advantage = torch.empty_like(given)
     cpu_library().marsrl_group_advantage(
-        *(given, given.dtype == torch.float64, mean_sets, std_sets, given.numel()),
+        *(given, compared.contiguous(), given.dtype == torch.float64, mean_sets, std_sets, given.numel()),
         *(is_unbiased, keeps_single, eps, advantage),
     )
     return advantage

@@ -8,12 +8,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SetStatistics:
-    """Statistics of the set that each sample belongs to, all [S], one element a sample; missing rewards are left out."""
+    """Statistics of the set that each sample belongs to, all [S], one element a sample; missing values are left out."""
 
     mean: Tensor
     std: Tensor
-    is_single: Tensor  # fewer than two rewards: no sibling to compare with
-    is_flat: Tensor  # two or more rewards, all equal
+    is_single: Tensor  # fewer than two values: no sibling to compare with
+    is_flat: Tensor  # two or more values, all equal
 
 
 def set_statistics(rewards: Tensor, is_present: Tensor, set_of: Tensor, is_unbiased: bool) -> SetStatistics:
@@ -38,16 +38,25 @@ def set_statistics(rewards: Tensor, is_present: Tensor, set_of: Tensor, is_unbia
 
 
 def group_advantage_reference(
-    rewards: Tensor, mean_set_of: Tensor, std_set_of: Tensor, is_unbiased: bool, keeps_single: bool, eps: float
+    rewards: Tensor,
+    compared: Tensor,
+    mean_set_of: Tensor,
+    std_set_of: Tensor,
+    is_unbiased: bool,
+    keeps_single: bool,
+    eps: float,
 ) -> Tensor:
-    """A = (R - mean of the mean set) / (std of the std set + eps), [S] in the dtype of rewards."""
-    is_present = ~rewards.isnan()
-    wide = rewards.double()
-    of_mean = set_statistics(wide, is_present, mean_set_of, is_unbiased)
-    of_std = of_mean if std_set_of is mean_set_of else set_statistics(wide, is_present, std_set_of, is_unbiased)
+    """A = (R - mean of the mean set) / (std of the std set + eps), [S] in the dtype of rewards.
+
+    compared: [S] like rewards, the values that mean and std are of; NaN: none.
+    """
+    is_compared = ~compared.isnan()
+    values = compared.double()
+    of_mean = set_statistics(values, is_compared, mean_set_of, is_unbiased)
+    of_std = of_mean if std_set_of is mean_set_of else set_statistics(values, is_compared, std_set_of, is_unbiased)
     mean = torch.where(of_mean.is_single, 0.0, of_mean.mean)
     std = torch.where(of_std.is_single, 1.0, of_std.std)
-    is_zero = of_mean.is_flat | of_std.is_flat | ~is_present
+    is_zero = of_mean.is_flat | of_std.is_flat | rewards.isnan()
     if not keeps_single:
         is_zero = is_zero | of_mean.is_single | of_std.is_single
-    return torch.where(is_zero, 0.0, (wide - mean) / (std + eps)).to(rewards.dtype)
+    return torch.where(is_zero, 0.0, (rewards.double() - mean) / (std + eps)).to(rewards.dtype)

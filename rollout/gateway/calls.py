@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 
-from marsrl.rollout.types import Finish, FloatArray, IntArray
+from marsrl.rollout.types import Fate, Finish, FloatArray, IntArray, Turn
 
 SESSION = "session"
 """The tool that a session is to the player: it takes long, and asks agents meanwhile."""
@@ -30,8 +30,8 @@ class Call:
 
     uid: of the continued sample; "": a new one begins, the agent's `number`-th in this session. behind: uid of the sample with
     whose tokens the new one begins; "": none. attempt: number of restarts of the session. token_ids [N]: the new sample's
-    prompt, or the tokens to append to the sample. text: the prompt for display. max_tokens, stop: of this turn, besides the
-    agent's own.
+    prompt, or the tokens to append to the sample. place: among the session's calls, from 0. text: the prompt for display.
+    max_tokens, stop: of this turn, besides the agent's own.
     """
 
     session: str
@@ -39,6 +39,7 @@ class Call:
     number: int
     attempt: int
     token_ids: IntArray
+    place: int = 0
     uid: str = ""
     behind: str = ""
     text: str = ""
@@ -52,16 +53,15 @@ class SessionEnd:
     """The end of a session, as stored in its ToolOutput.
 
     reward: of every sample; rewards: by agent or uid, {} for nobody. With both None the task judges: `answer`, or
-    else the session's last answer. read: uids of the samples whose last turn the program has read, in the order of these
-    turns. num_calls: turns of all samples. asked: the uid of each call's sample, in order of arrival; "": no answer.
+    else the session's last answer. fates: of each call's answer, in order of arrival. read: uids of the samples with an answer
+    that was read, in the order in which the program read the last of them.
     """
 
     reward: float | None = None
     rewards: Mapping[str, float] | None = None
     answer: str | None = None
     read: Sequence[str] = ()
-    num_calls: int = 0
-    asked: Sequence[str] = ()
+    fates: Sequence[str] = ()
 
     @property
     def is_judged(self) -> bool:
@@ -72,10 +72,10 @@ class SessionEnd:
         """The sample's reward; None: not given."""
         return self.reward if self.rewards is None else self.rewards.get(uid, self.rewards.get(agent))
 
-    def calls_of(self, uid: str) -> str:
-        """The session's calls answered by the sample, for display."""
-        numbers = [str(number) for number, each in enumerate(self.asked, 1) if each == uid]
-        return f"call{'s' * (len(numbers) > 1)} {', '.join(numbers)} of {len(self.asked)}" if numbers else ""
+    def calls_of(self, turns: Sequence[Turn]) -> str:
+        """The session's calls answered by a sample, for display: `calls 1, 3, 4 (unread) of 5`."""
+        numbers = [f"{each.call}{'' if each.fate is Fate.READ else f' ({each.fate})'}" for each in turns]
+        return f"call{'s' * (len(numbers) > 1)} {', '.join(numbers)} of {len(self.fates)}" if numbers else ""
 
     def encode(self) -> str:
         return json.dumps(asdict(self))

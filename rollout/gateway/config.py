@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field, model_validator
 
 from marsrl.rollout.config import Count, CountOr0, Seconds, Settings, Size, VariableName
@@ -25,6 +27,10 @@ class ExternalConfig(Settings):
     """a session fails that takes longer, without the time in which a call of it was being answered"""
     max_calls: Count = 256
     """calls of a session (in place of rollout.max_turns); further ones are refused"""
+    superseded: Literal["mask", "train"] = "mask"
+    """what becomes of an answer that no later call continues, and whose request the program sent again once it had it: mask: it
+    was thrown away, and has no gradient; train: it is trained like all others. Equal requests that are open at once are branches;
+    an answer that the program rewards by its id is trained"""
     attempts: Count = Field(3, description="workers that may be lost with a session before it fails")
     host: str = Field("127.0.0.1", description="address on which workers and programs are answered")
     port: int = Field(0, ge=0, le=65535, description="0: any that is free")

@@ -148,8 +148,8 @@ class Gateway:
             self._stop(session)
 
     def _wait_for_worker(self, name: str, problem: Mapping[str, Any], output: Future[ToolOutput], attempt: int) -> None:
-        most = self.config.max_calls
-        session = Session(name, problem, output, self.agents, self._send, most, attempt, self._clock)
+        most, masks = self.config.max_calls, self.config.superseded == "mask"
+        session = Session(name, problem, output, self.agents, self._send, most, attempt, self._clock, masks)
         self._waiting[session.trains].append(session)
 
     def _send(self, call: Call) -> None:

@@ -32,7 +32,8 @@ ChatMessage = Mapping[str, Any]
 
 @dataclass(slots=True, eq=False)
 class Strand:
-    """The tokens of a sample, the first num_prompt of which are its prompt. is_busy: a call is extending it.
+    """The tokens of a sample, the first num_prompt of which are its prompt. is_busy: a call is extending it. call: number of the
+    last one that it answers.
 
     text: of a sample called by text, everything its client knows of it; stop: the stop string behind that, which it does not.
     """
@@ -41,16 +42,18 @@ class Strand:
     num_prompt: int
     uid: str = ""
     is_busy: bool = True
+    call: int = 0
     text: str | None = None
     stop: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """The end of an answer in a strand. thoughts: of all assistant turns of the chat so far."""
+    """The end of an answer in a strand. call: that it answers; thoughts: of all assistant turns of the chat so far."""
 
     strand: Strand
     num_tokens: int
+    call: int
     thoughts: tuple[str | None, ...]
 
     @property
@@ -64,13 +67,15 @@ class Found:
     """The answered chat that a call begins with.
 
     token_ids [N]: its tokens; answered: its messages, with their thoughts also if these were not sent back; new: the messages
-    after it. uid: of its sample. strand: that sample, if it can be extended; None: a new one begins with the same tokens.
+    after it. uid: of its sample; call: that it answers. strand: that sample, if it can be extended; None: a new one begins with
+    the same tokens.
     """
 
     token_ids: IntArray
     answered: Sequence[ChatMessage]
     new: Sequence[ChatMessage]
     uid: str
+    call: int
     strand: Strand | None
 
 
@@ -82,7 +87,8 @@ class History:
     _strands: dict[str, list[Strand]] = field(default_factory=dict)  # by agent, of samples called by prompts
 
     def find(self, agent: str, tools: Any, messages: Sequence[ChatMessage]) -> Found | None:
-        """The longest answered chat that is a proper prefix of these messages."""
+        """The longest answered chat that is a proper prefix of these messages. Of several alike the last that can be extended: a
+        program asks again for what it has lost or thrown away."""
         digests = _digests(agent, tools, messages)
         for length in range(len(messages) - 1, 0, -1):
             thoughts = _thoughts(messages[:length])
@@ -91,21 +97,22 @@ class History:
                 continue
             places = [each for each in self._places.get(digests[length], ()) if _agree(thoughts, each.thoughts)]
             if places:
-                place = next((each for each in places if each.is_tip), places[-1])
+                place = max(places, key=lambda each: (each.is_tip, each.call))
                 strand = place.strand if place.is_tip else None
                 answered = _with_thoughts(messages[:length], place.thoughts)
-                return Found(place.strand.token_ids[: place.num_tokens], answered, new, place.strand.uid, strand)
+                token_ids, uid = place.strand.token_ids[: place.num_tokens], place.strand.uid
+                return Found(token_ids, answered, new, uid, place.call, strand)
         return None
 
     def answered(self, agent: str, tools: Any, messages: Sequence[ChatMessage], strand: Strand) -> None:
         """Record a chat whose last message is the answer at the end of the strand's tokens."""
-        place = _Place(strand, len(strand.token_ids), _thoughts(messages))
+        place = _Place(strand, len(strand.token_ids), strand.call, _thoughts(messages))
         self._places.setdefault(_digests(agent, tools, messages)[-1], []).append(place)
 
     def find_prompt(self, agent: str, prompt: IntArray | str) -> Strand | None:
         """The sample that this prompt continues; for clients that send tokens or texts."""
         strands = [each for each in self._strands.get(agent, ()) if not each.is_busy and _goes_on(each, prompt)]
-        return max(strands, key=lambda each: len(each.token_ids), default=None)
+        return max(strands, key=lambda each: (len(each.token_ids), each.call), default=None)
 
     def add(self, agent: str, strand: Strand) -> None:
         """Record a sample called by tokens or text."""

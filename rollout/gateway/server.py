@@ -140,7 +140,8 @@ async def _call(request: web.Request) -> web.StreamResponse:
         ask, streams = api.read(body, request.app[_GATEWAY].agents), bool(body.get("stream"))
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         raise Refused(400, f"the request is malformed: {error}") from error
-    task = await session.ask(ask, digest, is_retry=request.headers.get("x-stainless-retry-count", "0") != "0")
+    is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
+    task = await session.ask(ask, digest, is_retry=is_retry, listens=lambda: not _is_disconnected(request))
     media_type = {"Content-Type": "text/event-stream" if streams else "application/json"}
     late = web.StreamResponse(headers=media_type)
     while not (await asyncio.wait([task], timeout=_QUIET_S))[0]:

@@ -20,7 +20,7 @@ import numpy as np
 from marsrl.rollout.gateway.calls import Call, Reply, SessionEnd
 from marsrl.rollout.gateway.chats import Agent, Answer, Ask, Refused, Said
 from marsrl.rollout.gateway.history import History, Strand
-from marsrl.rollout.types import Finish, IntArray, ToolOutput
+from marsrl.rollout.types import Fate, Finish, IntArray, ToolOutput
 from marsrl.rollout.worker_process import without_surrogates
 
 Given = ParamSpec("Given")
@@ -34,10 +34,35 @@ class CallLost(Exception):
 
 
 @dataclass(slots=True, eq=False)
+class _Asked:
+    """A call of the program. listens: True while a client waits for its answer.
+
+    is_read: the program has the answer. is_used: a later call continues it, or the program rewards it by its id. is_asked_again:
+    the same body came once more when the program had it.
+    """
+
+    task: asyncio.Task[Answer]
+    listens: Callable[[], bool]
+    uid: str = ""
+    is_read: bool = False
+    is_used: bool = False
+    is_asked_again: bool = False
+
+    @property
+    def is_lost(self) -> bool:
+        return self.task.done() and (self.task.cancelled() or self.task.exception() is not None)
+
+    @property
+    def is_awaited(self) -> bool:
+        return not (self.is_read or self.is_lost) and self.listens()
+
+
+@dataclass(slots=True, eq=False)
 class Session:
     """See the module. id: of the episode; key: authenticates its requests; problem: as sent to the worker.
 
     worker: that plays it; "": none yet. output: resolved at its end. send: passes a call to the player. clock: seconds.
+    masks_superseded: answers that were thrown away are not trained (external.superseded).
     """
 
     id: str
@@ -48,23 +73,22 @@ class Session:
     max_calls: int
     attempt: int
     clock: Callable[[], float]
+    masks_superseded: bool = True
     key: str = field(default_factory=lambda: secrets.token_urlsafe(24))
     worker: str = ""
     began_s: float = 0.0  # set by `start`
-    num_calls: int = 0
     own_s: float = 0.0  # excluding the time with open calls
     _idle_since: float = 0.0
     _history: History = field(default_factory=History)
     _numbers: Counter[str] = field(default_factory=Counter)  # number of samples begun, by agent
-    _read: dict[str, None] = field(default_factory=dict)  # uids whose last turn was read, in order
-    _uids: dict[str, str] = field(default_factory=dict)  # sample of each answer, by its id
-    _asked: dict[int, str] = field(default_factory=dict)  # uids by the number of the call
+    _calls: list[_Asked] = field(default_factory=list)
+    _read: dict[int, None] = field(default_factory=dict)  # numbers of calls whose answers were read, in order
+    _answered: dict[str, int] = field(default_factory=dict)  # numbers of calls, by the ids of their answers
     _is_over: bool = False
     _order: asyncio.Lock = field(default_factory=asyncio.Lock)  # of calls, in order of arrival
     _num_open: int = 0  # calls being parsed or answered
     _open: set[asyncio.Task[Answer]] = field(default_factory=set)
-    _by_body: dict[bytes, list[asyncio.Task[Answer]]] = field(default_factory=dict)
-    _told: set[asyncio.Task[Answer]] = field(default_factory=set)  # whose answers were read
+    _by_body: dict[bytes, list[_Asked]] = field(default_factory=dict)
 
     def start(self, worker: str) -> None:
         self.worker, self.began_s = worker, self.clock()
@@ -75,29 +99,43 @@ class Session:
         """False in an evaluation."""
         return bool(self.problem["purpose"] == "train")
 
+    @property
+    def num_calls(self) -> int:
+        return len(self._calls)
+
     def seconds_alone(self) -> float:
         """Seconds without an open call."""
         return self.own_s + (0.0 if self._num_open else self.clock() - self._idle_since)
 
-    async def ask(self, ask: Ask, body: bytes, *, is_retry: bool) -> asyncio.Task[Answer]:
+    async def ask(
+        self, ask: Ask, body: bytes, *, is_retry: bool, listens: Callable[[], bool] = lambda: True
+    ) -> asyncio.Task[Answer]:
         """Begin a call; a retry (the same body, a digest of the request) gets the first call's answer, unless that was lost.
+
+        The same body without such a mark is a branch while an earlier one is waited for, else the program asks again.
+        listens: True while the client waits.
 
         Refused: the prompt is too long, or the session has used up its calls or has ended.
         """
         self._note_begin()
         try:
             async with self._order:
-                known = self._by_body.get(body, ())
-                same = [task for task in known if not task.done() or not (task.cancelled() or task.exception())]
+                known = self._by_body.setdefault(body, [])
+                same = [each for each in known if not each.is_lost]
                 if is_retry and same:
-                    return next((task for task in same if task not in self._told), same[-1])
+                    found = next((each for each in same if not each.is_read), same[-1])
+                    found.listens = listens
+                    return found.task
                 if self.num_calls >= self.max_calls:
                     raise Refused(429, f"the session has made external.max_calls = {self.max_calls} calls")
                 task = asyncio.ensure_future(await self._begin(self.agents[ask.agent], ask))
-                self.num_calls += 1
+                if not any(each.is_awaited for each in known):
+                    for each in known:
+                        each.is_asked_again = each.is_read
+                known.append(_Asked(task, listens))
+                self._calls.append(known[-1])
                 self._note_begin()
                 self._open.add(task)
-                self._by_body.setdefault(body, []).append(task)
                 task.add_done_callback(self._is_answered)
                 return task
         finally:
@@ -105,10 +143,7 @@ class Session:
 
     def note_read(self, task: asyncio.Task[Answer]) -> None:
         """Note that the program has read the answer."""
-        self._told.add(task)
-        uid = task.result().uid
-        self._read.pop(uid, None)
-        self._read[uid] = None
+        self._note_read(self._answered[task.result().id])
 
     def end(self, said: Mapping[str, Any]) -> ToolOutput:
         """End it with its worker's report, {reward | rewards | answer | error}; an error if that is invalid."""
@@ -116,14 +151,10 @@ class Session:
         try:
             if said.get("error") is not None:
                 raise ValueError(str(said["error"]))
-            end = SessionEnd(
-                None if said.get("reward") is None else _number(said["reward"]),
-                None if said.get("rewards") is None else self._rewards(said["rewards"]),
-                None if said.get("answer") is None else str(said["answer"]),
-                tuple(self._read),
-                self.num_calls,
-                tuple(self._asked.get(number, "") for number in range(self.num_calls)),
-            )
+            reward = None if said.get("reward") is None else _number(said["reward"])
+            rewards = None if said.get("rewards") is None else self._rewards(said["rewards"])
+            answer = None if said.get("answer") is None else str(said["answer"])
+            end = SessionEnd(reward, rewards, answer, self._uids_read(), [self._fate(each) for each in self._calls])
         except (ValueError, TypeError, AttributeError) as error:
             return ToolOutput(without_surrogates(f"the program failed: {error}"), is_error=True, seconds=seconds)
         return ToolOutput(end.encode(), seconds=seconds)
@@ -141,11 +172,35 @@ class Session:
         for name, value in given.items():
             if name in self.agents:
                 rewards[name] = _number(value)
-            elif (uid := self._uids.get(re.split("[-_]", name)[-1])) is not None:  # chatcmpl-ID, msg_ID, ...
-                by_uid.setdefault(uid, []).append(_number(value))
+            elif (number := self._answered.get(re.split("[-_]", name)[-1])) is not None:  # chatcmpl-ID, msg_ID, ...
+                self._note_used(number)
+                by_uid.setdefault(self._calls[number].uid, []).append(_number(value))
             else:
                 raise ValueError(f"it rewards {name!r}, which is neither an agent nor the id of an answer")
         return rewards | {uid: sum(values) / len(values) for uid, values in by_uid.items()}
+
+    def _note_read(self, number: int) -> None:
+        self._calls[number].is_read = True
+        self._read.pop(number, None)
+        self._read[number] = None
+
+    def _note_used(self, number: int) -> None:
+        """Note that this call's answer is continued or rewarded: the program has it, whatever became of the connection."""
+        self._calls[number].is_used = True
+        if not self._calls[number].is_read:
+            self._note_read(number)
+
+    def _fate(self, asked: _Asked) -> Fate:
+        if not asked.is_read:
+            return Fate.UNREAD
+        is_thrown_away = asked.is_asked_again and not asked.is_used
+        return Fate.SUPERSEDED if is_thrown_away and self.masks_superseded else Fate.READ
+
+    def _uids_read(self) -> list[str]:
+        """Uids of samples with an answer that was read, in the order in which the last of them were."""
+        read = [self._calls[number] for number in self._read]
+        uids = [each.uid for each in read if self._fate(each) is Fate.READ]
+        return list(dict.fromkeys(reversed(uids)))[::-1]
 
     async def _begin(self, agent: Agent, ask: Ask) -> Coroutine[Any, Any, Answer]:
         """Send the call; returns its answer."""
@@ -155,7 +210,6 @@ class Session:
             strand, call = await self._by_prompt(agent, ask, ask.prompt)
         if self._is_over:
             raise Refused(401, "the session is over")
-        self._read.pop(strand.uid, None)
         self.send(call)
         return self._answer(agent, ask, strand, call.reply, self.num_calls)
 
@@ -164,6 +218,7 @@ class Session:
         found = self._history.find(agent.name, ask.tools, ask.messages)
         renderer, options = agent.renderer, agent.settings.template_options
         if found is not None:
+            self._note_used(found.call)
             ask = replace(ask, messages=[*found.answered, *found.new])
         if found is None or not await _rendered(
             agent, renderer.keeps_thoughts, found.answered, found.new, ask.tools, **options
@@ -179,6 +234,8 @@ class Session:
 
     async def _by_prompt(self, agent: Agent, ask: Ask, prompt: IntArray | str) -> tuple[Strand, Call]:
         strand = self._history.find_prompt(agent.name, prompt)
+        if strand is not None:
+            self._note_used(strand.call)
         start = 0 if strand is None else len(strand.token_ids if strand.text is None else strand.text)
         new = prompt[start:]
         if isinstance(new, str):
@@ -222,16 +279,19 @@ class Session:
     def _call(
         self, agent: Agent, ask: Ask, number: int, token_ids: IntArray, uid: str = "", behind: str = "", text: str = ""
     ) -> Call:
-        return Call(self.id, agent.name, number, self.attempt, token_ids, uid, behind, text, ask.max_tokens, ask.stop)
+        place = self.num_calls
+        return Call(
+            self.id, agent.name, number, self.attempt, token_ids, place, uid, behind, text, ask.max_tokens, ask.stop
+        )
 
     async def _answer(self, agent: Agent, ask: Ask, strand: Strand, reply: Future[Reply], number: int) -> Answer:
         got = await asyncio.wrap_future(reply)
-        strand.uid = self._asked[number] = got.uid
+        strand.uid = self._calls[number].uid = got.uid
         if got.finish is Finish.ERROR:
             raise CallLost(got.error)  # the strand stays busy: it cannot be extended
         num_prompt = len(strand.token_ids)
         strand.token_ids = np.concatenate([strand.token_ids, got.token_ids])
-        strand.is_busy = False
+        strand.is_busy, strand.call = False, number
         text, stop = _split_at_stop(agent.renderer.decode(got.token_ids), (*agent.settings.stop, *ask.stop))
         said = Said(text) if agent.reader is None else agent.reader(text, got.token_ids, ask)
         if strand.text is not None:
@@ -253,7 +313,7 @@ class Session:
             got.logprobs,
             lambda: agent.renderer.pieces(got.token_ids),
         )
-        self._uids[answer.id] = got.uid
+        self._answered[answer.id] = number
         return answer
 
     def _note_begin(self) -> None:

@@ -13,14 +13,15 @@ from marsrl.rollout.agents.roles import AgentSpec, Role
 from marsrl.rollout.config import AgentConfig
 from marsrl.rollout.episode import Episode
 from marsrl.rollout.gateway.calls import SESSION, SessionEnd
-from marsrl.rollout.types import MISSING, Ask, Finish, Reward, Sample, ToolCall
+from marsrl.rollout.types import MISSING, Ask, Fate, Finish, Reward, Sample, ToolCall
 
 
 class External(Orchestration):
     """The agents are those of the section `agents`; a session with the program is one tool call, during which it calls them.
 
     A sample ends with its session. Its reward is the program's; without one, all samples get the task's judgement of the
-    program's answer, or of the last answer by an agent.
+    program's answer, or of the last answer by an agent. It is of the answers that the program read and did not throw away; a
+    sample without any has none.
     """
 
     name = "external"
@@ -47,7 +48,7 @@ class External(Orchestration):
         return [ToolCall(f"{episode.id}/{SESSION}", SESSION, json.dumps(given)), *episode.asks.values()]
 
     def parse(self, sample: Sample) -> Sample:
-        """The answer of the last turn, as the task's prompt set reads it."""
+        """The answer of the last turn that was read, as the task's prompt set reads it."""
         shown = visible(sample.turn_text, sample.in_thought)
         read = replace(sample, shown=shown or "", answer=None, verdict=None)
         parser = self._prompts[sample.agent].parsers.get("answer")
@@ -70,11 +71,13 @@ class External(Orchestration):
         if end is None:
             return Reward(MISSING, MISSING, note=episode.error)
         reward = self._reward(end, sample, judged)
-        return replace(reward, note="; ".join(filter(None, [reward.note, end.calls_of(sample.uid)])))
+        return replace(reward, note="; ".join(filter(None, [reward.note, end.calls_of(sample.turns)])))
 
     def _reward(self, end: SessionEnd, sample: Sample, judged: Reward | None) -> Reward:
         if sample.uid not in end.read:
-            return Reward(MISSING, MISSING, note="the program has not read its last turn")
+            is_superseded = any(turn.fate is Fate.SUPERSEDED for turn in sample.turns)
+            why = "has thrown away its answer and asked again" if is_superseded else "has not read its answer"
+            return Reward(MISSING, MISSING, note=f"the program {why}")
         if not end.is_judged:
             correct = MISSING if judged is None else judged.correct
             return Reward(MISSING, correct, note="" if judged is None else judged.note)
@@ -106,7 +109,7 @@ class External(Orchestration):
     def metrics(self, episode: Episode) -> Mapping[str, float]:
         """Number of samples and of calls of a session."""
         end = self.end(episode)
-        return {"samples": len(episode.asks), "calls": 0 if end is None else end.num_calls}
+        return {"samples": len(episode.asks), "calls": 0 if end is None else len(end.fates)}
 
     def end(self, episode: Episode) -> SessionEnd | None:
         """The end of its session; None while it runs, and if it failed."""

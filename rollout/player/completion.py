@@ -14,7 +14,7 @@ from marsrl.rollout.episode import Episode
 from marsrl.rollout.gateway.calls import Call
 from marsrl.rollout.kept_tokens import KeptTokens
 from marsrl.rollout.routed_experts import ExpertArray
-from marsrl.rollout.types import Ask, BoolArray, Finish, FloatArray, IntArray, Sample, Segment
+from marsrl.rollout.types import Ask, BoolArray, Fate, Finish, FloatArray, IntArray, Sample, Segment, Turn
 
 
 class State(StrEnum):
@@ -46,7 +46,7 @@ class _OfCompletion:
 class Completion(_OfCompletion):
     """One completion of an ask. The next segment continues its token ids, never its text; each token keeps its policy version.
 
-    turn: number of waits after which it continued behind foreign tokens (is_sampled off).
+    turn: number of waits after which it continued behind foreign tokens (is_sampled off). turns: answered calls of a program.
     routed_experts: of prompt and completion without the last token, each chosen by the version that decoded it.
     kept_tokens: of the completion's N tokens; None until a segment records them.
     num_decoded: tokens of the current segment decoded before an abort. seconds: of an engine.
@@ -61,6 +61,7 @@ class Completion(_OfCompletion):
     is_sampled: BoolArray = field(default_factory=lambda: np.zeros(0, np.bool_))  # [N]
     segments: tuple[Segment, ...] = ()
     turn: int = 0
+    turns: tuple[Turn, ...] = ()
     routed_experts: ExpertArray | None = None
     kept_tokens: KeptTokens | None = None
     num_decoded: int = 0
@@ -99,6 +100,25 @@ class Completion(_OfCompletion):
         if self.call is None or self.call.max_tokens is None:
             return MOST_TOKENS
         return self.call_start + self.call.max_tokens - len(self.token_ids)
+
+    @property
+    def is_trained(self) -> BoolArray:
+        """[N] is_sampled without the answers that a program did not read, or threw away."""
+        if not self.turns:
+            return self.is_sampled
+        is_read = np.zeros(len(self.token_ids), np.bool_)
+        for turn in self.turns:
+            is_read[turn.start : turn.end] = turn.fate is Fate.READ
+        return self.is_sampled & is_read
+
+    def until_read(self) -> Completion:
+        """The tokens up to the end of the last answer that a program read, with its finish; all where there is none, and of a
+        team's completion."""
+        last = next((turn for turn in reversed(self.turns) if turn.fate is Fate.READ), None)
+        if last is None or last.end == len(self.token_ids):
+            return self
+        tokens, own = self.token_ids[: last.end], self.is_sampled[: last.end]
+        return replace(self, token_ids=tokens, is_sampled=own, finish=last.finish)
 
     def extend(self, result: DecodeResult) -> None:
         """Append one segment and its records. A segment without tokens (an engine gave up at once)

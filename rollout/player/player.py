@@ -354,7 +354,7 @@ class Player:
             episode.outputs[call.id] = output = future.result()
             if self._sessions is not None:
                 episode.error = output.text if output.is_error else ""
-                self._end(self._sessions.end(episode))
+                self._end(self._sessions.end(episode, output))
             self._game.followed(episode, self._follow(episode))
 
     def _take_calls(self) -> None:

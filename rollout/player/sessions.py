@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from marsrl.rollout.episode import Episode
-from marsrl.rollout.gateway.calls import Call, Reply
+from marsrl.rollout.gateway.calls import Call, Reply, SessionEnd
 from marsrl.rollout.gateway.gateway import Gateway
 from marsrl.rollout.player.completion import Completion, OpenAsk, State
-from marsrl.rollout.types import Ask
+from marsrl.rollout.types import Ask, Fate, ToolOutput, Turn
 
 
 class OpenSessions:
@@ -41,10 +42,15 @@ class OpenSessions:
         """Register a running session."""
         self._episodes[episode.id] = episode
 
-    def end(self, episode: Episode) -> list[Completion]:
-        """End a session: returns its completions waiting for a call. Others end with their current turn."""
+    def end(self, episode: Episode, output: ToolOutput) -> list[Completion]:
+        """End a session: returns its completions waiting for a call. Others end with their current turn, which is not read."""
         del self._episodes[episode.id]
-        return [each for each in self._completions(episode) if each.state is State.WAITING]
+        completions = list(self._completions(episode))
+        if not output.is_error:
+            fates = SessionEnd.decode(output.text).fates
+            for each in completions:
+                each.turns = tuple(replace(turn, fate=Fate(fates[turn.call - 1])) for turn in each.turns)
+        return [each for each in completions if each.state is State.WAITING]
 
     def wait(self, timeout_s: float) -> None:
         """Wait until programs have news, at most so long."""
@@ -59,12 +65,16 @@ class OpenSessions:
 
     def hold(self, each: Completion) -> bool:
         """Reply at the end of a turn; True if the session continues and the completion waits."""
+        is_over = each.episode.id not in self._episodes
         if each.call is not None:
+            fate = Fate.UNREAD if is_over else Fate.READ  # so far: `end` knows
+            turn = Turn(each.call.place + 1, each.call_start, len(each.token_ids), each.finish, fate)
+            each.turns = (*each.turns, turn)
             tokens, logprobs = each.token_ids[each.call_start :], each.logprobs[each.call_start :]
             if each.call.reply.set_running_or_notify_cancel():
                 each.call.reply.set_result(Reply(each.uid, tokens, logprobs, each.finish, each.error))
             each.call = None
-        if each.episode.id not in self._episodes:
+        if is_over:
             return False
         each.state = State.WAITING
         return True

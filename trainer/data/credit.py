@@ -82,7 +82,7 @@ def credit(
     """Advantages of all samples, and the sequences that enter packing.
 
     groups: finished groups of all agents, of any policy, trained or not: all enter credit.normalise's statistics and the
-        outcomes.
+        outcomes. Where programs play, an agent's samples of one session count there as one (Sample.session_id).
     agents: every agent of the team in order; a sequence's agent index is the position here.
     success: smallest credited reward, before penalties, of a positive sample (mpt.success); its advantage must also be
         above 0.
@@ -138,31 +138,38 @@ def credit(
 def _advantages(samples: Sequence[Sample], config: CreditConfig) -> npt.NDArray[np.float64]:
     """[samples] the advantage of each; meaningless if the sample has no reward.
 
+    Mean and std are over sessions where a program played: a number for each session and agent, the mean reward of its samples
+    there, however many these are. Each sample's own reward is compared with them.
+
     credit.normalise=trajectory: a trajectory's reward, the mean over its calls, is compared with the problem's other
     trajectories, and all its calls get its advantage (the GRPO baseline published with Dr. MAS, arXiv:2602.08847).
     """
     whole = config.normalise == "trajectory"
-    compared: dict[str, list[Sample]] = {}
-    for sample in samples:
-        compared.setdefault(sample.episode_id if whole else sample.uid, []).append(sample)
-    first = [calls[0] for calls in compared.values()]
+    rewards = [sample.reward.value for sample in samples]
+    sessions = [sample.episode_id if whole else f"{sample.session_id}/{sample.agent}" for sample in samples]
+    if whole:
+        means = _means_by(sessions, rewards)
+        rewards = [means.get(name, math.nan) for name in sessions]
     advantages = group_advantage(
-        torch.tensor([_mean_reward(calls) for calls in compared.values()], dtype=torch.float32),
-        _indices(s.rollout_id if whole else s.group_id for s in first),
-        _indices(s.agent for s in first),
-        _indices(s.rollout_id for s in first),
+        torch.tensor(rewards, dtype=torch.float32),
+        _indices(s.rollout_id if whole else s.group_id for s in samples),
+        _indices(s.agent for s in samples),
+        _indices(s.rollout_id for s in samples),
+        session_of=_indices(sessions),
         normalise="group" if whole else config.normalise,
         std=config.std,
         singleton=config.singleton,
     )
-    of_sample = _indices(sample.episode_id if whole else sample.uid for sample in samples)  # `compared` in its order
-    return advantages.double()[of_sample].numpy()
+    return advantages.double().numpy()
 
 
-def _mean_reward(samples: Sequence[Sample]) -> float:
-    """Mean over samples with a reward; NaN if none has one."""
-    known = [sample.reward.value for sample in samples if not sample.reward.is_missing]
-    return statistics.fmean(known) if known else math.nan
+def _means_by(names: Iterable[str], rewards: Iterable[float]) -> dict[str, float]:
+    """The mean of the known rewards of each name that has any."""
+    known: dict[str, list[float]] = {}
+    for name, reward in zip(names, rewards, strict=True):
+        if not math.isnan(reward):
+            known.setdefault(name, []).append(reward)
+    return {name: statistics.fmean(each) for name, each in known.items()}
 
 
 def _sequence(sample: Sample, advantage: float, agent: AgentConfig, place: int, is_positive: bool) -> TrainSequence:
@@ -276,15 +283,16 @@ def drmas_metrics(groups: Iterable[Group]) -> dict[str, float]:
     """drmas/{agent}/mu, sigma and variance_inflation: the spread between agents' rewards (Dr. MAS, arXiv:2602.08847).
 
     mu_k and sigma_k are over the calls of agent k for one prompt (rollout instance), mu and sigma over those of all agents
-    for it. variance_inflation: (sigma_k^2 + (mu_k - mu)^2) / sigma^2 (lemma 4.2), what the second moment of agent k's
-    gradient would gain under one baseline for all agents; 1 = nothing. All three are averaged over the instances, each
-    weighing as many as the agent's calls there. An instance whose rewards are all equal has no gradient under either
-    baseline and is left out of variance_inflation. Each instance must be whole: of one agent's calls alone the factor is 1
-    whatever the others would have got.
+    for it; an agent's samples of a program's session are one call. variance_inflation: (sigma_k^2 + (mu_k - mu)^2) / sigma^2
+    (lemma 4.2), what the second moment of agent k's gradient would gain under one baseline for all agents; 1 = nothing. All
+    three are averaged over the instances, each weighing as many as the agent's calls there. An instance whose rewards are all
+    equal has no gradient under either baseline and is left out of variance_inflation. Each instance must be whole: of one
+    agent's calls alone the factor is 1 whatever the others would have got.
     """
     instances: dict[str, dict[str, list[float]]] = {}
     for group in groups:
-        rewards = [sample.reward.value for sample in group.samples if not sample.reward.is_missing]
+        sessions = [sample.session_id for sample in group.samples]
+        rewards = _means_by(sessions, [sample.reward.value for sample in group.samples]).values()
         instances.setdefault(group.rollout_id, {}).setdefault(group.agent, []).extend(rewards)
     found: dict[str, list[tuple[int, float]]] = {}  # (calls, value) of each instance
     for calls in instances.values():

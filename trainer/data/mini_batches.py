@@ -25,20 +25,23 @@ class Average:
     A token of sample i of agent k adds its term l times
 
         token                   1 / sum_j |o_j|
-        sequence                1 / (S |o_i|)
+        sequence                1 / (S' n_i |o_i|)
         sequence_sum_constant   1 / (S max_tokens)
 
     |o|: sampled tokens; j runs over the S samples of the update ("all") or over those of agent k ("agent": every agent
-    has a mean of its own, and the means are added up). Samples whose gradient is 0 count (credit.count_zero_groups).
+    has a mean of its own, and the means are added up). n_i: samples of agent k in the sample's session, which count as one in
+    S'; 1 if no program played. Samples whose gradient is 0 count (credit.count_zero_groups).
     """
 
     aggregation: Literal["token", "sequence", "sequence_sum_constant"] = "token"
     denominator: Literal["all", "agent"] = "all"
     max_tokens: int = 1
 
-    def size(self, num_tokens: int) -> int:
-        """Contribution to the denominator of a sample with so many tokens."""
-        return {"token": num_tokens, "sequence": 1, "sequence_sum_constant": self.max_tokens}[self.aggregation]
+    def size(self, num_tokens: int, num_of_session: int) -> float:
+        """Contribution to the denominator of a sample with so many tokens, one of so many of its session."""
+        return {"token": num_tokens, "sequence": 1 / num_of_session, "sequence_sum_constant": self.max_tokens}[
+            self.aggregation
+        ]
 
 
 def mini_batches(credited: Credited, number: int, average: Average, *, seed: int, step: int) -> tuple[MiniBatch, ...]:
@@ -50,26 +53,30 @@ def mini_batches(credited: Credited, number: int, average: Average, *, seed: int
     """
     order = sorted(credited.groups, key=lambda group: group.group_id)
     random.Random(derive_seed(seed, "mini-batches", str(step))).shuffle(order)
-    members: list[dict[str, str]] = [{} for _ in range(number)]  # {uid: agent}
+    members: list[dict[str, tuple[str, str]]] = [{} for _ in range(number)]  # {uid: (agent, session)}
     for group in order:
-        agent_of = {sample.uid: group.agent for sample in group.samples if sample.uid in credited.counted}
-        min(members, key=len).update(agent_of)
-    cut = [_averaged(credited, agent_of, average) for agent_of in members]
+        own = {s.uid: (group.agent, s.session_id) for s in group.samples if s.uid in credited.counted}
+        min(members, key=len).update(own)
+    cut = [_averaged(credited, own, average) for own in members]
     return tuple(part for part in cut if part.sequences) or (MiniBatch((), 0.0),)
 
 
-def _averaged(credited: Credited, agent_of: Mapping[str, str], average: Average) -> MiniBatch:
-    """The samples of these uids with their denominators: one number for all, or a weight of each sample."""
-    totals: Counter[str] = Counter()  # by agent
-    for uid, agent in agent_of.items():
-        totals[agent] += credited.copies.get(uid, 1) * average.size(credited.counted[uid])
+def _averaged(credited: Credited, members: Mapping[str, tuple[str, str]], average: Average) -> MiniBatch:
+    """The samples of these uids with their denominators: one number for all, or a weight of each sample. members: agent and
+    session of each."""
+    num_of = Counter(members.values())
+    totals: dict[str, float] = {}  # by agent
+    for uid, (agent, session) in members.items():
+        size = average.size(credited.counted[uid], num_of[agent, session])
+        totals[agent] = totals.get(agent, 0) + credited.copies.get(uid, 1) * size
 
     def weight(sequence: TrainSequence) -> float:
-        of_sample = max(1, credited.counted[sequence.uid]) if average.aggregation == "sequence" else 1
-        of_agent = max(1, totals[agent_of[sequence.uid]]) if average.denominator == "agent" else 1
+        agent, _ = own = members[sequence.uid]
+        of_sample = max(1, credited.counted[sequence.uid]) * num_of[own] if average.aggregation == "sequence" else 1
+        of_agent = max(1, totals[agent]) if average.denominator == "agent" else 1
         return credited.copies.get(sequence.uid, 1) / (of_sample * of_agent)
 
     sequences = tuple(
-        replace(sequence, weight=weight(sequence)) for sequence in credited.sequences if sequence.uid in agent_of
+        replace(sequence, weight=weight(sequence)) for sequence in credited.sequences if sequence.uid in members
     )
     return MiniBatch(sequences, 1.0 if average.denominator == "agent" else float(sum(totals.values())))

@@ -149,7 +149,7 @@ def _tools(episode: Episode) -> dict[str, ToolUsage]:
 
 def call_of(episode: Episode, ask: Ask, sample: Sample, seconds: float, *, is_redrawn: bool = False) -> Call:
     """Record of a completion. sample: with its tokens; seconds: of engine time."""
-    written = int(sample.is_sampled.sum())
+    written = sum(turn.end - turn.start for turn in sample.turns) if sample.turns else int(sample.is_sampled.sum())
     judged = episode.sample(ask.inputs[0]) if ask.inputs else None
     is_known = judged is not None and not math.isnan(judged.reward.correct)
     return Call(

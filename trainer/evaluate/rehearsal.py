@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
 import yaml
 from rich.text import Text
 from rich.tree import Tree
@@ -97,8 +96,7 @@ def rehearse(config: RunConfig, answers: Answers, *, question: str = "", referen
 
     Raises ValueError: the task has no problems.
     """
-    asked: list[str] = []
-    with _scripted(config, answers, question, reference, pipeline="trajectory", asked=asked) as (rollout, problem):
+    with _scripted(config, answers, question, reference, pipeline="trajectory") as (rollout, problem):
         episodes: dict[str, Episode] = {}
 
         def note(name: str, has_ended: bool) -> None:
@@ -106,28 +104,20 @@ def rehearse(config: RunConfig, answers: Answers, *, question: str = "", referen
 
         rollout.stages.on_episode = note
         groups = rollout.next_batch({"main": 0}).groups
-        turns = _turns(groups, asked, rollout.stages.team.renderers["main"]) if config.external is not None else {}
+        turns = _turns(groups, rollout.stages.team.renderers["main"]) if config.external is not None else {}
     errors = {name: episode.error for name, episode in episodes.items() if episode.error}
     credited = credit(groups, config.credit, config.agents, group_size=config.rollout.group_size, seed=config.run.seed)
     return Rehearsal(problem, credited, errors, turns)
 
 
-def _turns(groups: Sequence[Group], asked: Sequence[str], renderer: ChatRenderer) -> dict[str, list[Turn]]:
-    """The turns of each sample. asked: uids, call by call."""
-    calls: Counter[str] = Counter()  # by episode
-    numbers: dict[str, list[int]] = {}
-    for uid in asked:
-        episode = uid.partition("/")[0]
-        calls[episode] += 1
-        numbers.setdefault(uid, []).append(calls[episode])
+def _turns(groups: Sequence[Group], renderer: ChatRenderer) -> dict[str, list[Turn]]:
+    """The turns of each sample."""
     turns: dict[str, list[Turn]] = {}
     for sample in (sample for group in groups for sample in group.samples):
-        places = (np.flatnonzero(np.diff(sample.is_sampled)) + 1).tolist()
-        runs = np.split(sample.token_ids, places)  # its own and others' in turn
-        read = [sample.prompt_ids, *runs[1::2]]
+        begins = [-len(sample.prompt_ids), *(each.end for each in sample.turns)]  # the prompt is read first
         turns[sample.uid] = [
-            Turn(number, len(new), renderer.decode(own))
-            for number, new, own in zip(numbers[sample.uid], read, runs[::2], strict=False)
+            Turn(each.call, each.start - begin, renderer.decode(sample.token_ids[each.start : each.end]))
+            for each, begin in zip(sample.turns, begins, strict=False)
         ]
     return turns
 
@@ -172,9 +162,8 @@ def _scripted(
     reference: str,
     *,
     pipeline: Literal["agentic", "trajectory"],
-    asked: list[str] | None = None,
 ) -> Iterator[tuple[Rollout, Problem]]:
-    """The run's rollout with one problem and a script as its engine. asked: collects uids, request by request."""
+    """The run's rollout with one problem and a script as its engine."""
     given = Problem("given", question, reference or None, config.task)
     train = [given] if question and config.task != "qa" else read_data(config).train  # qa: without any, its own world
     task = build_task(config.task, config.task_options, train, train)
@@ -200,14 +189,7 @@ def _scripted(
             for spec, agent in ((spec, config.agents[spec.name]) for spec in _specs(config) if spec.name not in answers)
         }
         engine = ScriptedEngine(
-            _script(
-                problem,
-                answers,
-                words,
-                config.run.seed,
-                [] if asked is None else asked,
-                is_whole=config.external is not None,
-            ),
+            _script(problem, answers, words, config.run.seed, is_whole=config.external is not None),
             encode=lambda text: renderer.completion_ids(text).tolist(),
             decode=renderer.decode,
         )
@@ -372,15 +354,14 @@ def _example(schema: Mapping[str, Any], text: str) -> object:
 
 
 def _script(
-    problem: Problem, answers: Answers, words: Mapping[str, _MadeUp], seed: int, asked: list[str], *, is_whole: bool
+    problem: Problem, answers: Answers, words: Mapping[str, _MadeUp], seed: int, *, is_whole: bool
 ) -> Callable[[DecodeRequest], str]:
-    """asked: collects uids, request by request. is_whole: every turn of a sample is a complete answer."""
+    """is_whole: every turn of a sample is a complete answer."""
     calls: Counter[str] = Counter()
     turns: Counter[str] = Counter()  # by uid
 
     def says(request: DecodeRequest) -> str:
         agent = request.uid.rpartition("/")[2].partition(":")[0].partition("#")[0]
-        asked.append(request.uid)
         calls[agent] += 1
         if agent in answers:
             return answers[agent][(calls[agent] - 1) % len(answers[agent])]

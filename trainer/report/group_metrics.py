@@ -9,7 +9,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from statistics import fmean
 
-from marsrl.rollout.types import Finish, Group, Sample
+from marsrl.rollout.types import Fate, Finish, Group, Sample
 
 ONE_SIDED = 0.95
 MIN_VERDICTS = 20  # 1 / (1 - ONE_SIDED): among fewer, a single dissenting verdict already exceeds the share
@@ -46,6 +46,10 @@ def summarise(
     }
     if staleness:
         metrics["rollout/staleness_max"] = max(staleness)
+    turns = [turn for sample in samples for turn in sample.turns]
+    if turns:  # a program played
+        for fate in (Fate.UNREAD, Fate.SUPERSEDED):
+            metrics[f"session/{fate}_tokens"] = sum(turn.end - turn.start for turn in turns if turn.fate is fate)
     by_agent: dict[str, list[Sample]] = {}
     for sample in samples:
         by_agent.setdefault(sample.agent, []).append(sample)
@@ -107,12 +111,16 @@ def _reward_metrics(agent: str, samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def _length_metrics(agent: str, samples: Sequence[Sample]) -> dict[str, float]:
-    lengths = [len(sample.token_ids) for sample in samples]
+    """Of completions up to the last answer that a program read; none of those without any."""
+    read = [sample for sample in samples if sample.length or not sample.turns]
+    if not read:
+        return {}
+    lengths = [sample.length for sample in read]
     return {
         f"response_length/{agent}/mean": fmean(lengths),
         f"response_length/{agent}/min": min(lengths),
         f"response_length/{agent}/max": max(lengths),
-        f"response_length/{agent}/clip_ratio": fmean([sample.finish is Finish.LENGTH for sample in samples]),
+        f"response_length/{agent}/clip_ratio": fmean([sample.finish is Finish.LENGTH for sample in read]),
     }
 
 
