@@ -9,10 +9,12 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from completions_server import Handler, completions_server
 from held_port import held_port
@@ -26,6 +28,7 @@ from marsrl.rollout.gateway.worker import Worker
 from marsrl.rollout.gateway.workers import WORKER, Workers
 from marsrl.rollout.player.stages import RolloutState
 from marsrl.rollout.state import decode, encode
+from marsrl.rollout.types import Fate
 
 LONG = {"max_response_tokens": 60}
 
@@ -205,46 +208,66 @@ def test_limits_and_refusals_are_said_by_name_and_the_run_goes_on(model: Path, t
 
 
 class SolverLast(ScriptedEngine):
-    """The Solver's answer comes when its session asks the Verifier a second time."""
+    """The Solver's last answer comes when its session asks the Verifier a second time. num_turns: of the Solver."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_turns: int) -> None:
         super().__init__(lambda request: [5, 6])
-        self.asked = set[str]()
+        self.num_turns = num_turns
+        self.asked = Counter[str]()
         self.kept: list[DecodeResult] = []
 
     def submit(self, requests: Sequence[DecodeRequest], *, version: int) -> None:
-        self.asked |= {request.uid for request in requests}
+        self.asked.update(request.uid for request in requests)
         super().submit(requests, version=version)
 
     def collect(self, timeout_s: float) -> list[DecodeResult]:
         found, self.kept = [*self.kept, *super().collect(timeout_s)], []
         for each in found:
-            if "/solver:" in each.uid and each.uid.replace("solver", "verifier#1") not in self.asked:
+            is_last = "/solver:" in each.uid and self.asked[each.uid] == self.num_turns
+            if is_last and not self.asked[each.uid.replace("solver", "verifier#1")]:
                 self.kept.append(each)
         return [each for each in found if each.uid not in {kept.uid for kept in self.kept}]
 
 
-def test_what_a_program_never_read_is_not_trained(model: Path, tmp_path: Path) -> None:
-    text = """
+@pytest.mark.parametrize("num_turns", [1, 3])
+def test_what_a_program_never_read_is_not_trained(model: Path, tmp_path: Path, num_turns: int) -> None:
+    """The answers before it, in the same sample, are."""
+    text = f"""
     import http.client, json, urllib.parse
 
     def run(problem, client):
         host = urllib.parse.urlsplit(client.base_url).netloc
         line = http.client.HTTPConnection(host)
-        messages = [{"role": "user", "content": problem.question}]
-        body = json.dumps({"model": "solver", "messages": messages, "stream": True})
-        line.request("POST", "/v1/chat/completions", body, {"authorization": "Bearer " + client.api_key})
+        messages = [{{"role": "user", "content": problem.question}}]
+        for _ in range({num_turns} - 1):
+            messages += [client.chat("solver", messages).message, {{"role": "user", "content": "fix"}}]
+        body = json.dumps({{"model": "solver", "messages": messages, "stream": True}})
+        line.request("POST", "/v1/chat/completions", body, {{"authorization": "Bearer " + client.api_key}})
         line.sock.close()
         line.close()
         client.chat("verifier", [problem.question])  # when this is answered, the gateway knows that nobody listens
-        client.chat("verifier", [problem.question])
+        client.chat("verifier", [problem.question, "again"])
         return 1.0
     """
-    with playing(model, rollout_config(prompts_per_step=1), program(tmp_path, text), engine=SolverLast()) as played:
+    config, engine = rollout_config(prompts_per_step=1), SolverLast(num_turns)
+    with playing(model, config, program(tmp_path, text), engine=engine) as played:
         samples = played.samples()
-    unread = {uid for uid, sample in samples.items() if sample.reward.value != 1.0}
-    assert unread == {"000001.0/solver:0", "000001.1/solver:0"} and len(samples) == 6
-    assert all("not read its last turn" in samples[uid].reward.note for uid in unread)
+    assert len(samples) == 6
+    for uid, sample in samples.items():
+        fates, last = [turn.fate for turn in sample.turns], sample.turns[-1].call  # of two connections, in either order
+        if "verifier" in uid:
+            assert sample.reward.value == 1.0 and fates == [Fate.READ] and sample.is_sampled.all()
+            continue
+        assert fates == [Fate.READ] * (num_turns - 1) + [Fate.UNREAD]
+        if num_turns == 1:
+            assert sample.reward.is_missing and not sample.is_sampled.any()
+            assert sample.reward.note == f"the program has not read its answer; call {last} (unread) of 3"
+            continue
+        *read, unread = ([turn.start, turn.end] for turn in sample.turns)
+        assert sample.reward.value == 1.0 and sample.reward.note == f"calls 1, 2, {last} (unread) of 5"
+        sampled = np.flatnonzero(sample.is_sampled).tolist()
+        assert sampled == [i for start, end in read for i in range(start, end)] and len(sampled) == 6
+        assert sample.length == read[-1][1] < unread[0] and unread[1] == len(sample.token_ids)
 
 
 TWO_CALLS = """

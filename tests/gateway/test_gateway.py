@@ -31,7 +31,9 @@ from marsrl.rollout.gateway.session import CallLost, Session
 from marsrl.rollout.gateway.vllm_reader import agents_of
 from marsrl.rollout.gateway.worker import UNUSABLE
 from marsrl.rollout.gateway.workers import WORKER
-from marsrl.rollout.types import Finish, IntArray, ToolCall, ToolOutput
+from marsrl.rollout.types import Fate, Finish, IntArray, ToolCall, ToolOutput
+
+NONE = np.zeros(0, np.float32)
 
 
 def submit(gateway: Gateway, name: str, purpose: str = "train") -> Future[ToolOutput]:
@@ -150,8 +152,92 @@ def test_a_retry_gets_the_first_answer_that_nobody_has_read_and_counts_as_no_cal
     asyncio.run(play())
     assert [(call.number, call.attempt) for call in direct.sent] == [(i, 2) for i in range(5)]
     end = SessionEnd.decode(direct.session.end({}).text)
-    assert end.num_calls == 5 and list(end.read) == ["s#1:0", "s#2:0", "s#3:0"]
-    assert list(end.asked) == ["s#0:0", "s#1:0", "s#2:0", "s#3:0", ""]
+    assert end.read == ["s#1:0", "s#2:0", "s#3:0"]
+    assert end.fates == [Fate.UNREAD, Fate.READ, Fate.READ, Fate.READ, Fate.UNREAD]
+
+
+FATES = {  # name: (what happens, the fates of the answers)
+    "read": ("ask a, answer 0, read 0", "read"),
+    "never answered": ("ask a, answer 0, read 0, ask a+0", "read unread"),
+    "cut, sent again": ("ask a, gone 0, ask a, answer 0, answer 1, read 1", "unread read"),
+    "cut, sent again, which came first": ("ask a, gone 0, ask a, answer 1, read 1, answer 0", "unread read"),
+    "cut, and continued": ("ask a, answer 0, ask a+0, answer 1, read 1", "read read"),
+    "lost by its engine": ("ask a, lose 0, ask a, answer 1, read 1", "unread read"),
+    "thrown away": ("ask a, answer 0, read 0, ask a, answer 1, read 1", "superseded read"),
+    "thrown away, and nothing came": ("ask a, answer 0, read 0, ask a", "superseded unread"),
+    "thrown away twice": (
+        "ask a, answer 0, read 0, ask a, answer 1, read 1, ask a, answer 2, read 2",
+        "superseded superseded read",
+    ),
+    "thrown away in its second turn": (
+        "ask a, answer 0, read 0, ask a+0, answer 1, read 1, ask a+0, answer 2, read 2, ask a+0+2, answer 3, read 3",
+        "read superseded read read",
+    ),
+    "thrown away beside one that was cut": (
+        "ask a, gone 0, ask a, answer 1, read 1, ask a, answer 2, read 2, answer 0",
+        "unread superseded read",
+    ),
+    "taken up later": (
+        "ask a, answer 0, read 0, ask a, answer 1, read 1, ask a+0, answer 2, read 2",
+        "read read read",
+    ),
+    "at once": ("ask a, ask a, answer 0, read 0, answer 1, read 1", "read read"),
+    "four, two at once": (
+        "ask a, ask a, answer 0, read 0, ask a, answer 1, read 1, ask a, answer 2, read 2, answer 3, read 3",
+        "read read read read",
+    ),
+    "another body": ("ask a, answer 0, read 0, ask b, answer 1, read 1", "read read"),
+}
+
+
+async def happen(direct: Direct, events: str) -> list[Answer | None]:
+    """The answers. a+0 is a prompt that goes on with the first one."""
+    tasks: list[asyncio.Task[Answer]] = []
+    gone, answers = set[int](), dict[int, Answer]()
+    for word, _, what in (event.partition(" ") for event in events.split(", ")):
+        if word == "ask":
+            first, *rest = what.split("+")
+            prompt = [ord(first), *(token for i in rest for token in (100 + int(i), 7))]
+            body, number = what.encode(), len(tasks)
+            listens = lambda number=number: number not in gone  # noqa: E731
+            tasks.append(await direct.session.ask(of_tokens(*prompt), body, is_retry=False, listens=listens))
+            continue
+        number = int(what)
+        if word == "answer":
+            call = direct.sent[number]
+            reply = Reply(call.uid or f"s#{call.number}:0", np.array([100 + number], np.int32), NONE, Finish.STOP)
+            call.reply.set_result(reply)
+            answers[number] = await tasks[number]
+        elif word == "lose":
+            direct.sent[number].reply.set_result(Reply("s#0:0", np.zeros(0, np.int32), NONE, Finish.ERROR))
+            await asyncio.wait([tasks[number]])
+        elif word == "gone":
+            gone.add(number)
+        else:
+            direct.session.note_read(tasks[number])
+    direct.session.cancel()
+    return [answers.get(number) for number in range(len(tasks))]
+
+
+@pytest.mark.parametrize(("events", "fates"), FATES.values(), ids=FATES)
+def test_what_a_program_did_with_an_answer_decides_its_fate(model: Path, events: str, fates: str) -> None:
+    direct = Direct(model)
+    asyncio.run(happen(direct, events))
+    assert SessionEnd.decode(direct.session.end({"reward": 1.0}).text).fates == fates.split()
+
+
+def test_thrown_away_answers_count_where_asked_or_rewarded(model: Path) -> None:
+    events, _ = FATES["thrown away twice"]
+    for masks in (True, False):
+        direct = Direct(model)
+        direct.session.masks_superseded = masks
+        answers = asyncio.run(happen(direct, events))
+        of_agent = SessionEnd.decode(direct.session.end({"rewards": {"solver": 1.0}}).text)
+        assert of_agent.fates == (["superseded"] * 2 if masks else ["read"] * 2) + ["read"]
+        assert of_agent.read == (["s#2:0"] if masks else ["s#0:0", "s#1:0", "s#2:0"])
+        assert answers[1] is not None
+        end = SessionEnd.decode(direct.session.end({"rewards": {answers[1].id: 0.5}}).text)
+        assert end.fates == ["superseded" if masks else "read", "read", "read"] and end.rewards == {"s#1:0": 0.5}
 
 
 def test_prompts_and_samples_are_refused_beyond_their_limits_and_a_busy_sample_is_not_extended(model: Path) -> None:
@@ -374,6 +460,18 @@ def test_a_chat_that_comes_back_as_clients_write_it_goes_on(
     found = history.find("solver", TOOLS, [SYSTEM, USER, *echo, *new])
     assert found is not None and found.strand is strand and list(found.new) == new
     assert found.token_ids.tolist() == [1, 2, 3]
+
+
+def test_of_two_equal_answers_the_last_goes_on() -> None:
+    """It is the one that the program asked again for."""
+    history, first = known(TEXT)
+    again = Strand(np.asarray([1, 2, 3], np.int32), 2, "s#1:0", is_busy=False, call=1)
+    history.answered("solver", TOOLS, [SYSTEM, USER, TEXT], again)
+    for busy, expected in ((None, again), (again, first), (first, None)):
+        if busy is not None:
+            busy.is_busy = True
+        found = history.find("solver", TOOLS, [SYSTEM, USER, TEXT, NEXT])
+        assert found is not None and found.strand is expected and found.call == (0 if expected is first else 1)
 
 
 @pytest.mark.parametrize(

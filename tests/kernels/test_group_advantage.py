@@ -18,10 +18,12 @@ EXAMPLES = settings(
 )
 
 
-def advantage(rewards, group_of, agent_of=None, instance_of=None, **options):
+def advantage(rewards, group_of, agent_of=None, instance_of=None, session_of=None, **options):
     zeros = [0] * len(rewards)
     ids = (torch.tensor(i, dtype=torch.int64) for i in (group_of, agent_of or zeros, instance_of or zeros))
-    return group_advantage(torch.tensor(rewards, dtype=torch.float64), *ids, eps=0.0, **options).tolist()
+    sessions = None if session_of is None else torch.tensor(session_of)
+    wide = torch.tensor(rewards, dtype=torch.float64)
+    return group_advantage(wide, *ids, session_of=sessions, eps=0.0, **options).tolist()
 
 
 def test_a_group_by_hand():
@@ -55,6 +57,16 @@ def test_the_normalisations_of_dr_mas_by_hand(normalise, means, stds):
     assert advantage(rewards, [0, 1, 2, 3, 4], agents, [3] * 5, normalise=normalise) == pytest.approx(expected)
 
 
+def test_a_session_counts_as_one_reward_the_mean_of_its_own():
+    # means 1, 0 and 1/2, in any order of their samples; a missing reward is in none, a session without one is none
+    rewards, sessions = [1, 0, NAN, 1, 1, 1, 0, NAN], [2, 0, 2, 2, 2, 1, 1, 3]
+    expected = [0.5, -0.5, 0, 0.5, 0.5, 0.5, -0.5, 0]
+    found = advantage(rewards, [0] * 8, session_of=sessions)
+    assert found == pytest.approx([a / (1 / 6) ** 0.5 for a in expected])
+    assert advantage([0.1] * 3 + [0.1], [0] * 4, session_of=[0, 0, 0, 1]) == [0] * 4  # equal to the last bit
+    assert advantage([1, 0], [0, 0], session_of=[0, 0], singleton="raw") == [1, 0]
+
+
 batches = st.integers(1, 24).flatmap(
     lambda n: st.tuples(
         st.lists(st.sampled_from([0.0, 0.1, 1.0, -2.5, NAN]), min_size=n, max_size=n),
@@ -84,6 +96,10 @@ def test_the_order_of_samples_and_a_shift_of_all_rewards_change_nothing(batch, n
 )
 def test_every_implementation_equals_the_definition(batch, normalise, std, singleton):
     options = {"normalise": normalise, "std": std, "singleton": singleton}
+    found = advantage(*batch, **options)
+    assert advantage(*batch, **options, session_of=list(range(len(found)))) == found  # to the bit
+    # the samples of a session are in the same sets
+    options["session_of"] = [3 * group % len(found) if group % 2 else i for i, group in enumerate(batch[1])]
     found = advantage(*batch, **options)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MARSRL_KERNELS", "reference")

@@ -79,6 +79,7 @@ WRONG = {
     "group_advantage": [
         ({"normalise": "batch"}, "normalise is 'batch', expected group or agent"),
         ({"group_of": tensor([0, 2])}, r"group_of holds 0..2, expected 0..1"),
+        ({"session_of": tensor([0, 2])}, r"session_of holds 0..2, expected 0..1"),
         ({"rewards": ints(2)}, "rewards has dtype int64, expected float32 or float64"),
     ],
     "grouped_linear": [

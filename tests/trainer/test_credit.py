@@ -12,7 +12,7 @@ from letters import group_of as group
 from letters import sampled as sample
 
 from marsrl.rollout.config import AgentConfig, TeacherConfig
-from marsrl.rollout.types import Finish, Group, Reward, Sample
+from marsrl.rollout.types import Finish, Group, Reward, Sample, Turn
 from marsrl.trainer.config import CreditConfig
 from marsrl.trainer.data.credit import (
     balanced,
@@ -89,6 +89,68 @@ def test_calls_of_a_trajectory_share_the_advantage_of_its_mean_reward() -> None:
         assert advantage == pytest.approx(expected[uid.partition("/")[0]], abs=1e-5), uid
     assert len(credited.advantages) == 3 * 2 - 1 + 2 * 2
     assert {s.uid for s in credited.sequences} == {"0.0/solver#0:0", "0.0/verifier1#1:0", "0.2/solver#0:0"}
+
+
+def of_sessions(*rewards: list[float], agent: str = "solver", program: bool = True) -> Group:
+    """An agent's samples in one problem's sessions, with these rewards; program: False: of a team of ours."""
+    turns = (Turn(1, 0, 3, Finish.STOP),) if program else ()
+    samples = (
+        sample(f"0.{i}/{agent}#{j}:0", r, agent=agent, rollout_id="0", group_id=f"0/{agent}", turns=turns)
+        for i, own in enumerate(rewards)
+        for j, r in enumerate(own)
+    )
+    return Group(f"0/{agent}", "0", agent, tuple(samples))
+
+
+NORMALISE = ("group", "agent", "agent_mean", "agent_std", "global")
+
+
+@pytest.mark.parametrize("normalise", NORMALISE)
+def test_a_session_counts_once_however_many_samples_it_has(normalise: Any) -> None:
+    """As with a summary in place of the history after each of three turns."""
+    rules, groups = CreditConfig(normalise=normalise), [of_sessions([1, 1, 1, 1], [0])]
+    groups.append(of_sessions([0], [1, 1, 1], agent="verifier1"))
+    credited = credit(groups, rules, SHARED)
+    for uid, advantage in credited.advantages.items():
+        is_better = ("solver" in uid) == uid.startswith("0.0")
+        assert advantage == pytest.approx(1 if is_better else -1, rel=1e-5), uid
+    assert len(credited.advantages) == 9
+
+
+def test_a_sample_is_compared_with_the_means_of_sessions() -> None:
+    # means 1/2, 0 and 1; a session without a reward is none, and neither is a sample without
+    group = of_sessions([1, 0, math.nan], [0, 0], [1], [math.nan])
+    credited = credit([group], CreditConfig(), SHARED)
+    std = math.sqrt(1 / 6)
+    expected = {"0#0": 1, "0#1": -1, "1#0": -1, "1#1": -1, "2#0": 1}
+    found = {f"{uid[2]}{uid[10:12]}": advantage * 2 * std for uid, advantage in credited.advantages.items()}
+    assert found == pytest.approx(expected, rel=1e-4)
+    metrics = drmas_metrics([group])
+    assert metrics["drmas/solver/mu"] == pytest.approx(0.5) and metrics["drmas/solver/sigma"] == pytest.approx(std)
+
+
+def test_one_session_alone_has_no_siblings() -> None:
+    alone = [of_sessions([1, 0], [math.nan])]
+    assert set(credit(alone, CreditConfig(), SHARED).advantages.values()) == {0.0}
+    raw = credit(alone, CreditConfig(singleton="raw"), SHARED).advantages
+    assert list(raw.values()) == pytest.approx([1, 0], rel=1e-5)
+
+
+def test_sessions_with_equal_means_train_nothing() -> None:
+    assert set(credit([of_sessions([1, 0], [0.5])], CreditConfig(), SHARED).advantages.values()) == {0.0}
+
+
+@pytest.mark.parametrize("normalise", [*NORMALISE, "trajectory"])
+@pytest.mark.parametrize("std", ["biased", "unbiased"])
+def test_with_one_sample_a_session_nothing_changes(normalise: Any, std: Any) -> None:
+    rng, rules = np.random.default_rng(0), CreditConfig(normalise=normalise, std=std)
+    drawn = rng.choice([0.1, 0.3, 1, math.nan, -2.7], (2, 16))
+    found = []
+    for is_program in (True, False):
+        groups = [of_sessions(*([r] for r in own), agent=a, program=is_program) for a, own in zip(SHARED, drawn)]
+        found.append(credit(groups, rules, SHARED))
+    assert found[0].advantages == found[1].advantages and len(set(found[0].advantages.values())) > 3
+    assert [s.advantage for s in found[0].sequences] == [s.advantage for s in found[1].sequences]
 
 
 def test_who_answers_and_who_is_trained_do_not_change_who_is_compared() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from letters import group_of as group
 
 from marsrl.rollout.config import AgentConfig
 from marsrl.rollout.kept_tokens import KeptTokens
-from marsrl.rollout.types import Group
+from marsrl.rollout.types import Finish, Group, Turn
 from marsrl.trainer.config import CreditConfig
 from marsrl.trainer.data.credit import credit
 from marsrl.trainer.data.mini_batches import Average, mini_batches
@@ -220,6 +221,23 @@ def test_denominators_are_those_of_the_formula(aggregation: str, denominator: st
         assert sequence.weight / update.normaliser == pytest.approx(expected[aggregation], rel=1e-12)
     if (aggregation, denominator) in (("token", "all"), ("sequence_sum_constant", "all")):
         assert all(sequence.weight == 1 for sequence in update.sequences)  # nothing is multiplied
+
+
+@pytest.mark.parametrize("denominator", ["all", "agent"])
+def test_the_samples_of_a_session_share_its_weight(denominator: Any) -> None:
+    """loss.aggregation=sequence: two sessions, of three samples and of one, weigh alike, and as one sample each would."""
+    turns = (Turn(1, 0, 3, Finish.STOP),)
+    several = replace(group("0", [1, 1, 1, 0]), agent="verifier1")
+    sessions = ("0.0", "0.0", "0.0", "0.1")
+    samples = (
+        replace(s, uid=f"{name}/{s.uid}", turns=turns) for s, name in zip(several.samples, sessions, strict=True)
+    )
+    groups = [replace(several, samples=tuple(samples)), group("1", [1, 0], tokens=4)]
+    credited = credit(groups, CreditConfig(), {**AGENTS, "verifier1": AgentConfig()})
+    (update,) = mini_batches(credited, 1, Average("sequence", denominator), seed=0, step=1)
+    num_all = 2 if denominator == "agent" else 4
+    expected = [1 / (num_all * 3 * 3)] * 3 + [1 / (num_all * 3)] + [1 / (num_all * 4)] * 2
+    assert [s.weight / update.normaliser for s in update.sequences] == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("denominator", ["all", "agent"])

@@ -48,8 +48,9 @@ def summarise(
         metrics["rollout/staleness_max"] = max(staleness)
     turns = [turn for sample in samples for turn in sample.turns]
     if turns:  # a program played
-        for fate in (Fate.UNREAD, Fate.SUPERSEDED):
-            metrics[f"session/{fate}_tokens"] = sum(turn.end - turn.start for turn in turns if turn.fate is fate)
+        tokens = {fate: sum(turn.end - turn.start for turn in turns if turn.fate is fate) for fate in Fate}
+        metrics["session/unread_tokens"] = tokens[Fate.UNREAD]
+        metrics["session/superseded_tokens"] = tokens[Fate.SUPERSEDED]
     by_agent: dict[str, list[Sample]] = {}
     for sample in samples:
         by_agent.setdefault(sample.agent, []).append(sample)

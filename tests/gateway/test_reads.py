@@ -1,0 +1,111 @@
+"""Which answers of a session are trained, and what they earn: played without a model, by the machinery of `marsrl try`."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+from programs import program
+
+from marsrl.rollout.types import Sample
+from marsrl.trainer.config.read import read_config
+from marsrl.trainer.data.credit import Credited
+from marsrl.trainer.evaluate.rehearsal import rehearse
+from marsrl.trainer.report.group_metrics import summarise
+
+CONFIG = """
+task: math
+orchestration: external
+agents: {solver: {policy: main}, verifier: {policy: main}}
+policies: {main: {model: none, dtype: float32}}
+rollout: {engine: local, placement: local, prompts_per_step: 1, group_size: 2}
+"""
+WORDS = {"solver": [r"\boxed{5}", r"\boxed{6}"], "verifier": ["Verdict: correct"]}
+
+
+def credit_of(tmp_path: Path, text: str, *settings: str) -> tuple[Credited, dict[str, list[Sample]]]:
+    """The credit of a program's two sessions, and the samples of each session in order; the right answer is 5."""
+    (tmp_path / "run.yaml").write_text(CONFIG)
+    words = [f"external.function={program(tmp_path, text)}", *settings]
+    config, _ = read_config(tmp_path / "run.yaml", words)
+    credited = rehearse(config, WORDS, question="What is 2 + 3?", reference="5").credited
+    sessions: dict[str, list[Sample]] = defaultdict(list)
+    for sample in sorted((s for g in credited.groups for s in g.samples), key=lambda sample: sample.turns[0].call):
+        sessions[sample.episode_id].append(sample)
+    return credited, sessions
+
+
+def num_trained(sample: Sample) -> int:
+    return int(sample.is_sampled.sum())
+
+
+AGAIN = """
+def run(problem, client):
+    chat = [{"role": "user", "content": problem.question}]
+    chat += [client.chat("solver", chat).message, {"role": "user", "content": "Sure?"}]
+    client.chat("solver", chat)
+    chat.append(client.chat("solver", chat).message)
+    return RETURNED
+"""
+
+
+@pytest.mark.parametrize("superseded", ["mask", "train"])
+def test_an_answer_thrown_away_does_not_earn_the_outcome(tmp_path: Path, superseded: str) -> None:
+    """The session's second answer, 6, is thrown away; a token is a byte here, and ends a turn by one more."""
+    text = AGAIN.replace("RETURNED", "float(client.session.endswith('0'))")
+    credited, sessions = credit_of(tmp_path, text, f"external.superseded={superseded}")
+    length, masks = len(r"\boxed{5}") + 1, superseded == "mask"
+    for first, again in sessions.values():
+        assert [num_trained(first), num_trained(again)] == [length * (1 if masks else 2), length]
+        assert first.reward.note == f"calls 1, 2{' (superseded)' * masks} of 3" and again.reward.note == "call 3 of 3"
+        assert first.text.count("boxed") == 2 and first.length == (length if masks else len(first.token_ids))
+    assert credited.num_tokens == length * (4 if masks else 6)
+    metrics = summarise(credited.groups, version=0)
+    assert metrics["session/superseded_tokens"] == 2 * length * masks and metrics["session/unread_tokens"] == 0
+    assert metrics["response_length/solver/min"] == length
+    advantages = [credited.advantages[sample.uid] for samples in sessions.values() for sample in samples]
+    assert advantages == pytest.approx([1, 1, -1, -1], rel=1e-5)
+
+
+def test_the_task_judges_the_last_answer_that_was_read(tmp_path: Path) -> None:
+    """Call by call 5, 6, 5; 6, 5, 6: the second is thrown away."""
+    _, sessions = credit_of(tmp_path, AGAIN.replace("RETURNED", "None"))
+    found = [[(s.answer, s.reward.correct) for s in samples] for samples in sessions.values()]
+    assert found == [[("5", 1.0), ("5", 1.0)], [("6", 0.0), ("6", 0.0)]]
+    assert [s.turn_text[:9] for samples in sessions.values() for s in samples] == [rf"\boxed{{{i}}}" for i in "5566"]
+
+
+def test_a_sample_of_a_thrown_away_answer_alone_has_no_reward(tmp_path: Path) -> None:
+    text = """
+    def run(problem, client):
+        client.chat("solver", [problem.question])
+        client.chat("solver", [problem.question])
+        return float(client.session.endswith("0"))
+    """
+    credited, sessions = credit_of(tmp_path, text)
+    for thrown, kept in sessions.values():
+        assert thrown.reward.is_missing and num_trained(thrown) == 0 and thrown.uid not in credited.advantages
+        assert thrown.reward.note == "the program has thrown away its answer and asked again; call 1 (superseded) of 2"
+        assert abs(credited.advantages[kept.uid]) == pytest.approx(1, rel=1e-5)
+    assert summarise(credited.groups, version=0)["reward/solver/missing"] == 2
+
+
+SUMMARIES = """
+def run(problem, client):
+    is_long = client.session.endswith("0")
+    for number in range(4 if is_long else 1):
+        client.chat("solver", [f"{problem.question} Part {number}."])
+        client.chat("verifier", [f"Part {number}."])
+    return {"solver": float(is_long), "verifier": float(not is_long)}
+"""
+
+
+def test_a_session_of_four_samples_counts_as_much_as_one(tmp_path: Path) -> None:
+    """By samples the advantages would be 1/2, four times, and -2."""
+    credited, sessions = credit_of(tmp_path, SUMMARIES)
+    long, short = sessions.values()
+    assert (len(long), len(short)) == (8, 2)
+    for sample in (*long, *short):
+        is_better = (sample.agent == "solver") == (sample in long)
+        assert credited.advantages[sample.uid] == pytest.approx(1 if is_better else -1, rel=1e-5)
