@@ -19,7 +19,8 @@ class CreditConfig(Settings):
     normalise: Literal["group", "agent", "trajectory", "global", "agent_mean", "agent_std"] = "group"
     """what a reward is compared with: its group, its agent's calls for the problem (Dr. MAS), all agents' calls (global), or
     mean and std of one each; trajectory: the mean reward of its episode with those of the problem's other episodes (the GRPO
-    baseline of Dr. MAS). Over all policies, agents that are not trained included"""
+    baseline of Dr. MAS). Over all policies, agents that are not trained included; an agent's samples of one session of a program
+    (orchestration=external) count as one"""
     std: Literal["biased", "unbiased"] = "biased"
     """standard deviation that divides every advantage: of n rewards by n (biased), or by n - 1; to leave the division out, as Dr.
     GRPO and RLOO do, is not possible"""
@@ -46,9 +47,9 @@ class LossConfig(Settings):
     """Clipped surrogate of a token, and how tokens are averaged (docs/credit.md)."""
 
     aggregation: Literal["token", "sequence", "sequence_sum_constant"] = "token"
-    """token: mean over all tokens (DAPO); sequence: each sample's mean first (GRPO, MarsRL's equation 2);
-    sequence_sum_constant: each sample's sum over rollout.max_response_tokens (Dr. GRPO's constant
-    length; its advantages, which no std divides, are not here)"""
+    """token: mean over all tokens (DAPO); sequence: each sample's mean first (GRPO, MarsRL's equation 2), where an agent's n
+    samples of one session of a program weigh 1/n each; sequence_sum_constant: each sample's sum over
+    rollout.max_response_tokens (Dr. GRPO's constant length; its advantages, which no std divides, are not here)"""
     old_policy: Literal["pois", "sais", "recompute"] = "pois"
     """what the ratio's old log-probs are: pois: those of the weights at the step's start, without a pass of its own for its
     first update (ratio 1; UloRL); sais: those recorded at decoding, each segment's own; recompute: those of a forward pass at

@@ -292,8 +292,8 @@ def drmas_metrics(groups: Iterable[Group]) -> dict[str, float]:
     instances: dict[str, dict[str, list[float]]] = {}
     for group in groups:
         sessions = [sample.session_id for sample in group.samples]
-        rewards = _means_by(sessions, [sample.reward.value for sample in group.samples]).values()
-        instances.setdefault(group.rollout_id, {}).setdefault(group.agent, []).extend(rewards)
+        means = _means_by(sessions, [sample.reward.value for sample in group.samples])
+        instances.setdefault(group.rollout_id, {}).setdefault(group.agent, []).extend(means.values())
     found: dict[str, list[tuple[int, float]]] = {}  # (calls, value) of each instance
     for calls in instances.values():
         everything = torch.tensor([r for rewards in calls.values() for r in rewards], dtype=torch.float64)

@@ -35,8 +35,8 @@ class TokenRecord:
     that trained it; 0: none, and logprobs and entropy are NaN. ends: int32, the end of each token's text in `text` (of all
     tokens, the end token included). token_ids: int32. rollout_logprobs, logprobs, entropy: float32, nats, at the sampling
     temperature, over the tokens that the sampler kept; the first of the weights that sampled, the others of those at the
-    update's start. NaN: the policy did not choose the token, or a server did, which returns no log-probs. is_clipped: the
-    ratio's clip is active.
+    update's start. NaN: the policy did not choose the token, its program did not use the answer (Sample.is_sampled), or a server
+    chose it, which returns no log-probs. is_clipped: the ratio's clip is active.
     is_gated: DMMPT masks the token. is_masked: the gate or loss.correction does.
     """
 

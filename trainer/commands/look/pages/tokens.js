@@ -109,7 +109,7 @@ function Legend({ coloring, kept }) {
       : labels ? labels.map((text, i) => swatch(`l${i}`, text))
       : coloring === "clipped" ? swatch("marked", `the ratio's clip is active: ${number(kept.clipped.length)} of ${number(kept.text.length)} tokens`)
       : [swatch("marked", `masked by the gate: ${number(kept.gated.length)} of ${number(kept.text.length)} tokens`), swatch("corrected", `by loss.correction: ${number(kept.masked.length - kept.gated.length)}`)]}
-    ${kept.given.length > 0 && swatch("given", "not the policy's own")}
+    ${kept.given.length > 0 && swatch("given", "not the policy's own, or not used by its program")}
     ${lacks && html`<span>This sample trained nothing in its step: the trainer said nothing of its tokens.</span>`}
     ${!kept.update && coloring === "logprob" && html`<span>of the engine: this sample trained nothing in its step</span>`}
     ${kept.update > 1 && html`<span>trained by update ${kept.update} of its step: earlier ones had moved the weights</span>`}</p>`;
@@ -121,7 +121,7 @@ function Numbers({ kept, at }) {
   const segment = kept.segments.find(([start, end]) => start <= at && at < end);
   const marks = ["clipped", "gated"].filter((name) => kept[name].includes(at));
   if (kept.masked.includes(at) && !kept.gated.includes(at)) marks.push("left out by loss.correction");
-  if (kept.given.includes(at)) marks.push("not the policy's own");
+  if (kept.given.includes(at)) marks.push("not the policy's own, or not used by its program");
   const difference = sum(kept.trainer[at], kept.rollout[at]);
   return html`<p class="numbers small facts" aria-live="polite"><span>token ${number(at)}: <code>${seen(kept.text[at]).slice(0, 60)}</code> id ${kept.ids[at]}</span>
     <span>rollout ${nats(kept.rollout[at])}</span><span>trainer ${nats(kept.trainer[at])}</span>
