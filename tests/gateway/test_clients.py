@@ -209,7 +209,8 @@ def test_prompts_go_on_and_equal_calls_side_by_side_are_samples_of_their_own(
 ) -> None:
     """turns: before the last one, of each sample of a session. Equal answers: each call that goes on goes on with one of them."""
     function = program(tmp_path, text)
-    external = {"command": ["python", function.removesuffix(":run")]} if text is COMMAND else {"function": function}
+    played_by = {"command": ["python", function.removesuffix(":run")]} if text is COMMAND else {"function": function}
+    external = {**played_by, "superseded": "train"}  # such an engine may answer one call before the next one comes
     with playing(qwen, rollout_config(prompts_per_step=1), external, engine=scripted(qwen)) as played:
         samples = played.samples()
     for session in ("000001.0/", "000001.1/"):

@@ -161,6 +161,10 @@ FATES = {  # name: (what happens, the fates of the answers)
     "never answered": ("ask a, answer 0, read 0, ask a+0", "read unread"),
     "cut, sent again": ("ask a, gone 0, ask a, answer 0, answer 1, read 1", "unread read"),
     "cut, sent again, which came first": ("ask a, gone 0, ask a, answer 1, read 1, answer 0", "unread read"),
+    "cut, sent again, and read after all": (
+        "ask a, gone 0, ask a, answer 0, read 0, answer 1, read 1",
+        "read read",
+    ),
     "cut, and continued": ("ask a, answer 0, ask a+0, answer 1, read 1", "read read"),
     "lost by its engine": ("ask a, lose 0, ask a, answer 1, read 1", "unread read"),
     "thrown away": ("ask a, answer 0, read 0, ask a, answer 1, read 1", "superseded read"),
