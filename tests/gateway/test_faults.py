@@ -270,6 +270,28 @@ def test_what_a_program_never_read_is_not_trained(model: Path, tmp_path: Path, n
         assert sample.length == read[-1][1] < unread[0] and unread[1] == len(sample.token_ids)
 
 
+def test_a_call_lost_by_its_engine_leaves_earlier_answers(model: Path, tmp_path: Path) -> None:
+    text = """
+    def run(problem, client):
+        said = client.chat("solver", [problem.question])
+        try:
+            client.chat("solver", [problem.question, said.message, "fix"])
+        except ConnectionError:
+            return 1.0
+    """
+    asked = Counter[str]()
+
+    def fails(request: DecodeRequest) -> str | None:
+        asked[request.uid] += 1
+        return "out of memory" if asked[request.uid] == 2 else None
+
+    engine = ScriptedEngine(lambda request: [5, 6], fail=fails)
+    with playing(model, rollout_config(prompts_per_step=1), program(tmp_path, text), engine=engine) as played:
+        samples = list(played.samples().values())
+    assert [sample.reward.note for sample in samples] == ["calls 1, 2 (unread) of 2"] * 2
+    assert [(sample.reward.value, int(sample.is_sampled.sum())) for sample in samples] == [(1.0, 3)] * 2
+
+
 TWO_CALLS = """
 import pathlib, time
 
