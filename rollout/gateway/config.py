@@ -31,7 +31,9 @@ class ExternalConfig(Settings):
     """what becomes of an answer that no later call continues, and whose request the program sent again once it had it: mask: it
     was thrown away, and has no gradient; train: it is trained like all others. Equal requests that are open at once are branches;
     an answer that the program rewards by its id is trained"""
-    attempts: Count = Field(3, description="times that a session is begun in all, if its workers are lost; then it fails")
+    attempts: Count = Field(
+        3, description="times that a session is begun in all, if its workers are lost; then it fails"
+    )
     host: str = Field("127.0.0.1", description="address on which workers and programs are answered")
     port: int = Field(0, ge=0, le=65535, description="0: any that is free")
     key_env: VariableName | None = None

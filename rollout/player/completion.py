@@ -115,7 +115,7 @@ class Completion(_OfCompletion):
         """The tokens up to the end of the last answer that a program read, with its finish; all where there is none, and of a
         team's completion."""
         last = next((turn for turn in reversed(self.turns) if turn.fate is Fate.READ), None)
-        if last is None or last.end == len(self.token_ids):
+        if last is None or (last is self.turns[-1] and last.end == len(self.token_ids)):
             return self
         tokens, own = self.token_ids[: last.end], self.is_sampled[: last.end]
         return replace(self, token_ids=tokens, is_sampled=own, finish=last.finish)
