@@ -12,7 +12,7 @@ from torch import Tensor
 from marsrl.kernels.dispatch import why_not_host
 from marsrl.kernels.head.objective import NUM_OPTIONS
 
-ABI_VERSION = 18  # csrc/include/abi.h
+ABI_VERSION = 19  # csrc/include/abi.h
 FOLDER = Path(__file__).parent / "_lib"
 
 

@@ -1,3 +1,3 @@
 // Version of the C interface between csrc/ and kernels/library.py. Raise it with every change of a signature or struct.
 #pragma once
-#define MARSRL_ABI_VERSION 18
+#define MARSRL_ABI_VERSION 19
