@@ -47,12 +47,13 @@ def new_learner(model: str, layout: dict[str, int]) -> Learner:
 
 
 def batches_of_this_rank(layout: dict[str, int]) -> list[PackedBatch]:
-    """Always the same two, so that the router loss agrees: both on one data-parallel rank, or one on each of two."""
-    samples = tiny.sequences(SAMPLES, multiple=4)
-    batches = [pack(samples[::2], align=2), pack(samples[1::2], align=2)]
+    """Four on one data-parallel rank, or one of twice the size on each of two; no length is a multiple of what ranks need."""
+    samples = tiny.sequences(SAMPLES, seed=1)
     sharers = layout.get("tensor", 1) * layout.get("pipeline", 1) * layout.get("context", 1)
     ranks_of_data = dist.get_world_size() // sharers
-    return batches if ranks_of_data == 1 else batches[dist.get_rank() :: ranks_of_data]
+    if ranks_of_data == 1:
+        return [pack(samples[i::4], align=2) for i in range(4)]
+    return [pack(samples[dist.get_rank() :: ranks_of_data], align=2)]
 
 
 def third_step(policy: Learner, layout: dict[str, int], checkpoint: Path | None = None) -> list[float]:
@@ -64,7 +65,7 @@ def third_step(policy: Learner, layout: dict[str, int], checkpoint: Path | None 
         policy.load(checkpoint)
     found = []
     for _ in range(2):
-        stats = tiny.step(policy, batches_of_this_rank(layout), tiny.num_trained(tiny.sequences(SAMPLES, multiple=4)))
+        stats = tiny.step(policy, batches_of_this_rank(layout), tiny.num_trained(tiny.sequences(SAMPLES, seed=1)))
         found += [stats.loss, stats.grad_norm]
     return found
 
@@ -80,13 +81,23 @@ def run(model: str, layout: dict[str, int], checkpoint: Path) -> dict[str, Any]:
     with mock.patch.object(HfReader, "_read", counted):
         policy = new_learner(model, layout)
     loaded = [sum(read), sum(p.numel() for p in policy.model.parameters())]
-    samples, mine = tiny.sequences(SAMPLES, multiple=4), batches_of_this_rank(layout)
+    samples, mine = tiny.sequences(SAMPLES, seed=1), batches_of_this_rank(layout)
     untouched = tiny.weights(policy)
     stats = []
     for _ in range(2):
         s = tiny.step(policy, mine, normaliser=tiny.num_trained(samples), by_agent=True)
         norms = [norm or 0.0 for norm in s.agent_grad_norms]
-        stats.append([s.loss, s.grad_norm, s.gated_samples, *itertools.chain(*s.agent_sums.values()), s.k3, *norms])
+        stats.append(
+            [
+                s.loss,
+                s.grad_norm,
+                s.gated_samples,
+                *itertools.chain(*s.agent_sums.values()),
+                s.k3,
+                *norms,
+                *(s.load or ()),
+            ]
+        )
     found = zip(policy.score(mine), policy.score(mine, rounded_as=Precision(torch.bfloat16)), strict=True)
     sums = [(logprobs.sum(), (rounded - logprobs).abs().sum()) for logprobs, rounded in found]
     total = torch.stack([torch.stack(each) for each in sums]).sum(0)

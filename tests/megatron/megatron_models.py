@@ -92,7 +92,7 @@ def save_adapter(model: Path, folder: Path, adapter: AdapterConfig, seed: int = 
 def sequences(num: int, *, seed: int = 0, num_agents: int = 2, multiple: int = 1) -> list[TrainSequence]:
     """Random samples with an advantage, some tool tokens in them, log-probs of a rollout, every third positive.
 
-    multiple: of which every length is one, so that context parallelism pads nothing (padding enters the router's loss).
+    multiple: of which every length is one, so that no rank pads (replayed experts of padding are counted).
     """
     rng = np.random.default_rng(seed)
     out = []

@@ -243,6 +243,11 @@ def check_trainable(config: RunConfig, name: str, shape: ModelShape, world_size:
             f"trainer.router_replay={config.trainer.router_replay}, but policies.{name}.model is a "
             f"{shape.architecture} without experts; set it to none"
         )
+    if config.policies[name].router_aux_loss and not shape.num_experts:
+        raise ConfigError(
+            f"policies.{name}.router_aux_loss is {config.policies[name].router_aux_loss:g}, but policies.{name}.model is a "
+            f"{shape.architecture} without experts; set it to 0"
+        )
     reference = config.policies[name].reference
     if config.loss.kl != "none" and reference not in ("none", "start"):
         try:

@@ -101,7 +101,10 @@ class PolicyConfig(Settings):
     deterministic: bool = False
     """on a GPU, attention and embedding add their gradients in a fixed order, which flash-attn does with more memory
     (docs/plan.md); a CPU always does"""
-    router_aux_loss: float = Field(0.0, ge=0, description="coefficient of the MoE load-balancing loss")
+    router_aux_loss: float = Field(0.0, ge=0)
+    """coefficient of the MoE load-balancing loss over all tokens of an update, on all ranks, padding left out; above 0, an update
+    of several micro-batches takes a forward pass more to count their experts first, unless the old log-probs' pass has
+    (docs/numerics.md)"""
     reference: str = "none"
     """frozen weights of loss.kl on the same ranks: none | start (those that training starts from) | HF directory"""
     engines: int | None = Field(None, gt=0, le=MOST_RANKS)

@@ -89,6 +89,7 @@ class PackedBatch:
     temperature: Tensor | float  # [T] float32, or one number for the batch
     cu_seqlens: Tensor  # [S+1] int32
     max_seqlen: int
+    is_padding: Tensor  # [T] bool
     agent_of: Tensor  # [S] int64
     agents: tuple[int, ...]  # [S] the same on the host, without synchronisation
     is_positive: Tensor  # [S] bool
@@ -186,6 +187,7 @@ def pack(sequences: Sequence[TrainSequence], *, align: int = 1) -> PackedBatch:
     sequences = sequences or [padding()]
     starts = np.cumsum([0, *(s.num_tokens for s in sequences)])
     total = int(-(-starts[-1] // align) * align)
+    num_real = int(starts[-1]) if any(len(s.token_ids) for s in sequences) else 0  # padding() has no completion
     bounds = np.array([*starts[:-1], total], np.int32)
     cu_seqlens = _on_device(bounds)
     logprobs = [s.rollout_logprobs for s in sequences if s.rollout_logprobs is not None]
@@ -223,6 +225,7 @@ def pack(sequences: Sequence[TrainSequence], *, align: int = 1) -> PackedBatch:
         else _on_device(temperatures, np.float32).repeat_interleave(cu_seqlens.diff(), output_size=total),
         cu_seqlens=cu_seqlens,
         max_seqlen=int(np.diff(bounds).max()),
+        is_padding=_on_device(np.arange(total) >= num_real),
         agent_of=_on_device([s.agent for s in sequences], np.int64),
         agents=tuple(s.agent for s in sequences),
         is_positive=is_positive,

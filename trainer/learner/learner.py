@@ -13,6 +13,7 @@ The parts of a step and their files:
                         forward and backward of each micro-batch                     megatron/passes.py
                             the model, its head, gate and loss                       megatron/head.py
                             the adapters' part of its layers                         megatron/adapter.py
+                            the router's balancing loss                              megatron/balance.py
                         its statistics over all ranks                                step_stats.py
                         the optimizer step                                           megatron/optimizer.py
 
@@ -124,7 +125,7 @@ class Learner:
             trained,
             reference,
             layout,
-            policy.router_aux_loss,
+            policy.router_aux_loss if shape.num_experts else 0.0,
             self._objectives,
             mpt,
             old_policy,
@@ -338,7 +339,7 @@ class Together:
             norms = self._agent_grad_norms(work) if by_agent else [()] * len(learners)
             for learner in learners:
                 learner.optimizer.zero_grad()
-            results, replay = self.passes.forward_backward(work)
+            results, replay, load = self.passes.forward_backward(work)
             for found, learner, agents, rate, of_agents in zip(stats, learners, self.agents, rates, norms, strict=True):
                 grad_norm = learner.optimizer.grad_norm()
                 update = update_stats(
@@ -347,6 +348,7 @@ class Together:
                     grad_norm=grad_norm,
                     lr=rate,
                     replay=replay,
+                    load=load,
                     agent_grad_norms=of_agents,
                     keep=frozenset(keep),
                     agents=agents,

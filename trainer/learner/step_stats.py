@@ -19,6 +19,7 @@ from marsrl.trainer.learner.trained_tokens import CLIPPED, GATED, MASKED, Traine
 from marsrl.trainer.machine import training_device
 
 if TYPE_CHECKING:  # megatron is imported when a Learner is built: after the CPU shim is installed
+    from marsrl.trainer.learner.megatron.balance import ExpertLoad
     from marsrl.trainer.learner.megatron.context import ContextCut
     from marsrl.trainer.learner.megatron.head import HeadResult
     from marsrl.trainer.learner.megatron.passes import Work
@@ -40,6 +41,7 @@ class StepStats:
         r = p_trainer / p_rollout (an estimate of KL(rollout || trainer), nats). NaN where rollout log-probs are unknown.
     num_updates: optimizer updates that changed the weights.
     replay: forced experts compared with the router's own choice; None if none were forced.
+    load: of experts, by the router's own choice; None without experts.
     agent_grad_norms: of each agent's share of the gradient, before clipping; None for an agent without a trained token; ()
         if not measured.
     tokens: of the requested samples, each on exactly one rank.
@@ -57,6 +59,7 @@ class StepStats:
     k3: float
     num_updates: int = 0
     replay: ReplayCounts | None = None
+    load: ExpertLoad | None = None
     agent_grad_norms: tuple[float | None, ...] = ()
     tokens: tuple[TrainedTokens, ...] = ()
 
@@ -79,6 +82,7 @@ def update_stats(
     grad_norm: float,
     lr: float,
     replay: ReplayCounts | None,
+    load: ExpertLoad | None,
     agent_grad_norms: tuple[float | None, ...],
     keep: frozenset[str],
     agents: frozenset[int] | None = None,
@@ -133,6 +137,7 @@ def update_stats(
         k3=k3 / compared if compared else math.nan,
         num_updates=int(is_finite),
         replay=replay,
+        load=load,
         agent_grad_norms=agent_grad_norms,
         tokens=tuple(tokens),
     )
@@ -190,15 +195,17 @@ def _tokens(cut: ContextCut, result: HeadResult, uids: frozenset[str]) -> list[T
 def summed(stats: Sequence[StepStats]) -> StepStats:
     """Summary of a step's updates.
 
-    loss, grad_norm, agent_grad_norms: means over the non-empty updates; the share of an agent without a token in an update
-    counts as 0. Counts and sums: added. is_skipped: any update was not finite. tokens: each with its update's number. The
-    comparison with the rollout uses the first update only: the weights have changed since in later ones.
+    loss, grad_norm, agent_grad_norms, load.aux_loss: means over the non-empty updates; the share of an agent without a token in
+    an update counts as 0. The other loads: the largest and the smallest. Counts and sums: added. is_skipped: any update was not
+    finite. tokens: each with its update's number. The comparison with the rollout uses the first update only: the weights have
+    changed since in later ones.
     """
     computed = [each for each in stats if not each.is_empty]
     if not computed:
         return stats[0]
     first = computed[0]
     replays = [each.replay for each in computed if each.replay is not None]
+    loads = [each.load for each in computed if each.load is not None]
     return dataclasses.replace(
         first,
         loss=math.fsum(each.loss for each in computed) / len(computed),
@@ -211,6 +218,13 @@ def summed(stats: Sequence[StepStats]) -> StepStats:
         gated_samples=sum(each.gated_samples for each in computed),
         num_updates=sum(each.num_updates for each in computed),
         replay=type(replays[0])(*map(sum, zip(*replays, strict=True))) if replays else None,
+        load=type(loads[0])(
+            math.fsum(each.aux_loss for each in loads) / len(loads),
+            max(each.largest for each in loads),
+            min(each.smallest for each in loads),
+        )
+        if loads
+        else None,
         agent_grad_norms=tuple(
             None if set(norms) == {None} else math.fsum(norm or 0.0 for norm in norms) / len(norms)
             for norms in zip(*(each.agent_grad_norms for each in computed), strict=True)

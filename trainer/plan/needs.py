@@ -219,9 +219,10 @@ def _job(config: RunConfig, name: str, shape: ModelShape, trainers: int, work: W
     if loss.kl != "none":
         scored_reference = shape if first.reference == "start" else find_shape(first.reference)
         reference = None if adapters and first.reference == "start" else scored_reference  # the base, adapters off
-    # Old log-probs, or the experts to replay (R2): the policy runs forward once before its updates.
+    # Old log-probs, the experts to replay (R2) or to count: the policy runs forward once before its updates.
     is_scored = loss.old_policy == "recompute" or replay == "recompute"
     is_scored |= loss.old_policy == "pois" and config.trainer.updates_per_step > 1
+    is_scored |= bool(policy.router_aux_loss and shape.num_experts)
     training = Training(
         shape=shape,
         layout=resolve(policy.layout),

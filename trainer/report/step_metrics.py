@@ -23,7 +23,7 @@ _MEANS = {  # over trained tokens: the metric, and its sum in StepStats
 
 
 def step_metrics(stats: StepStats, agents: Sequence[str]) -> dict[str, float]:
-    """actor/*, mpt/* and train_rollout/* of one update of one policy.
+    """actor/*, mpt/*, router/* and train_rollout/* of one update of one policy.
 
     Means are over trained tokens; an agent without any has no entry, and a mean over nothing is left out.
     actor/{agent}/grad_norm exists in steps that measured it (trainer.agent_grad_norm_every).
@@ -51,6 +51,10 @@ def step_metrics(stats: StepStats, agents: Sequence[str]) -> dict[str, float]:
     if stats.replay is not None and stats.replay.tokens:
         metrics["router/replayed_differ"] = stats.replay.tokens_differ / stats.replay.tokens
         metrics["router/replayed_choices_differ"] = stats.replay.choices_differ / stats.replay.choices
+    if stats.load is not None:
+        metrics["router/aux_loss"] = stats.load.aux_loss
+        metrics["router/load_max"] = stats.load.largest
+        metrics["router/load_min"] = stats.load.smallest
     for agent in agents:
         count = sums["tokens"][agent]
         if count:

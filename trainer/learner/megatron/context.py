@@ -20,7 +20,7 @@ from torch import Tensor
 from marsrl.trainer.data.packing import PackedBatch, rows_of
 
 _PER_TOKEN = (
-    "token_ids", "targets", "mask", "token_advantages", "rollout_logprobs", "temperature", "routed_experts",
+    "token_ids", "targets", "mask", "token_advantages", "rollout_logprobs", "temperature", "routed_experts", "is_padding",
 )  # fmt: skip
 
 
@@ -108,10 +108,10 @@ def cut(batch: PackedBatch, rank: int, size: int, align: int) -> ContextCut:
 
 
 def _padding(name: str, dtype: torch.dtype) -> int:
-    """The padding value: 1 for a temperature (a divisor), no expert, else 0."""
+    """The padding value: 1 for a temperature (a divisor) and where padding is marked, no expert, else 0."""
     if name == "routed_experts":
         return int(torch.iinfo(dtype).max)
-    return 1 if name == "temperature" else 0
+    return int(name in ("temperature", "is_padding"))
 
 
 @dataclass(frozen=True)

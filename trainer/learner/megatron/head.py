@@ -81,6 +81,7 @@ class PolicyModel(GPTModel):
             attention_mask=None,
             rotary_pos_emb=angles,
             packed_seq_params=Segments.of(batch.cu_seqlens, batch.num_tokens, batch.max_seqlen, self.pg_collection.cp),
+            padding_mask=self._padding(batch) if self.config.num_moe_experts else None,
         )
         if active is not None and hidden.requires_grad:
             # layers that are made again are this micro-batch's
@@ -95,6 +96,13 @@ class PolicyModel(GPTModel):
             return self._loss(batch, loss, mpt, rows, shard)
 
         return self.output_layer(hidden, weight, compute)
+
+    def _padding(self, batch: PackedBatch) -> Tensor:
+        """[1, T / TP] bool, True where a token of this rank is padding: megatron-core 0.16.1's docstrings say the opposite."""
+        mine = batch.is_padding[None]
+        if self.config.sequence_parallel:
+            mine = mine.chunk(self.pg_collection.tp.size(), dim=1)[self.pg_collection.tp.rank()]
+        return mine
 
     def _logprobs(self, batch: PackedBatch, hidden: Tensor, weight: Tensor) -> Tensor:
         """[T] float32 nats; 0 where the mask is off, whose rows cost nothing."""

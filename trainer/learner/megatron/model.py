@@ -45,6 +45,7 @@ from marsrl.rollout.engines.local.model import rotary_frequencies
 from marsrl.rollout.model_shape import ModelShape, read_shape
 from marsrl.trainer.config import PolicyConfig
 from marsrl.trainer.learner.megatron.attention import HeadNorm, NormedAttention, PackedAttention, RMSNorm
+from marsrl.trainer.learner.megatron.balance import BalancedRouter
 from marsrl.trainer.learner.megatron.convert import Converter
 from marsrl.trainer.learner.megatron.experts import GroupedExperts, TokenDispatcher
 from marsrl.trainer.learner.megatron.head import PolicyModel
@@ -113,7 +114,7 @@ def layer_spec(config: TransformerConfig, *, has_mlp_bias: bool) -> TransformerB
     layer.sharded_state_dict_keys_map = {}  # it renames norms as TransformerEngine fuses them
     layer.self_attention.submodules.core_attention = PackedAttention
     if config.num_moe_experts:
-        layer.mlp = ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=GroupedExperts))
+        layer.mlp = ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=GroupedExperts, router=BalancedRouter))
     else:
         layer.mlp.submodules.activation_func = Swiglu
     norm = _take_transformer_engine(layer) if config.transformer_impl == "transformer_engine" else RMSNorm
@@ -157,14 +158,12 @@ def transformer_config(shape: ModelShape, layout: Layout, policy: PolicyConfig) 
     fusions = choose_fusions(layers)
     moe: dict[str, Any] = {}
     if shape.num_experts:
-        has_aux = policy.router_aux_loss > 0
         moe = {
             "num_moe_experts": shape.num_experts,
             "moe_ffn_hidden_size": shape.ffn_size,
             "moe_router_topk": shape.experts_per_token,
             "moe_router_pre_softmax": not shape.normalises_top_k,
-            "moe_router_load_balancing_type": "aux_loss" if has_aux else "none",
-            "moe_aux_loss_coeff": policy.router_aux_loss,
+            "moe_router_load_balancing_type": "none",  # BalancedRouter has its own loss
             "moe_router_dtype": "fp32",
             "expert_model_parallel_size": layout.expert,
             "expert_tensor_parallel_size": layout.expert_tensor,
@@ -267,6 +266,6 @@ def frozen_model(model_dir: str | Path, layout: Layout, policy: PolicyConfig) ->
     It takes the bytes of this rank's weights, nothing more; its ranks are the policy's.
     """
     shape = read_shape(model_dir)
-    model = bare_model(shape, layout, policy.model_copy(update={"recompute": "none", "router_aux_loss": 0.0}))
+    model = bare_model(shape, layout, policy.model_copy(update={"recompute": "none"}))
     Converter(model, shape).load(model_dir)
     return as_run(model).requires_grad_(False).eval()

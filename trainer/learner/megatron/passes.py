@@ -1,7 +1,7 @@
 """A policy's model run over micro-batches by megatron's schedule: forward for log-probs, and backward for gradients.
 
-work = passes.prepare(update, is_first=True)        # before the first update of a step
-results, replay = passes.forward_backward(work)     # in it
+work = passes.prepare(update, is_first=True)              # before the first update of a step
+results, replay, load = passes.forward_backward(work)     # in it
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 from torch import Tensor
 
 from marsrl.kernels import LossInputs, PolicyObjective
@@ -25,6 +24,7 @@ from marsrl.trainer.data.packing import PackedBatch
 from marsrl.trainer.data.scatter import Update
 from marsrl.trainer.learner.kl_reward import KlToGo
 from marsrl.trainer.learner.megatron.adapter import ActiveAdapters, Adapter, finalize
+from marsrl.trainer.learner.megatron.balance import Counts, ExpertLoad, balance_experts, count_experts
 from marsrl.trainer.learner.megatron.context import ContextCut, cut
 from marsrl.trainer.learner.megatron.head import HeadResult, PolicyModel
 from marsrl.trainer.learner.megatron.layout import Layout
@@ -56,12 +56,14 @@ class MicroBatch:
 class Work:
     """One optimizer update on this rank; without a micro-batch where no rank has a trained token.
 
-    num_tokens: packed tokens over all ranks. num_agents: of the run.
+    num_tokens: packed tokens over all ranks, without padding. num_agents: of the run. counts: the router's choices, where a pass
+        with the update's weights has shown them.
     """
 
     micro_batches: tuple[MicroBatch, ...]
     num_tokens: int
     num_agents: int
+    counts: Counts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +158,8 @@ class Passes:
             )
         cuts = self._cut(update.micro_batches)
         batches = [each.batch for each in cuts]
-        old, experts = self._old(batches, is_first)
+        with count_experts(self.model) as counts:
+            old, experts = self._old(batches, is_first)
         reference: Sequence[Tensor | None] = [None] * len(batches)
         penalties: Sequence[Tensor | None] = reference
         if self.reference is not None:
@@ -171,16 +174,20 @@ class Passes:
                 cuts, old, reference, penalties, experts, strict=True
             )
         )
-        return Work(tuple(micro_batches), num_tokens, len(self.objectives))
+        present = counts() if is_first and self.aux_loss else None  # later updates have other weights
+        return Work(tuple(micro_batches), num_tokens, len(self.objectives), present)
 
-    def forward_backward(self, work: Work, agent: int | None = None) -> tuple[list[HeadResult], ReplayCounts | None]:
+    def forward_backward(
+        self, work: Work, agent: int | None = None
+    ) -> tuple[list[HeadResult], ReplayCounts | None, ExpertLoad | None]:
         """Add the gradient of the update's loss to DDP's buffers.
 
         agent: add that of this agent's terms alone. Masks, gates and denominators are the update's, so the agents' shares
             add up to its gradient; the router's balancing loss is no agent's.
 
         Returns:
-            The results of this rank's micro-batches, empty before the last stage; what replaying experts changed.
+            The results of this rank's micro-batches, empty before the last stage; what replaying experts changed; the load of
+            experts.
         """
 
         def forward_step(data: Iterator[tuple[PackedBatch, LossInputs]], model: Any) -> tuple[Any, Any]:
@@ -189,15 +196,19 @@ class Passes:
 
         if self.trained.trained:
             self.model.config.finalize_model_grads_func = lambda *chunks, **options: finalize(self.trained.trained)
-        self._set_aux_scale(work.num_tokens, is_on=agent is None)
         losses = [each.loss if agent is None else _only_of(agent, each.loss) for each in work.micro_batches]
         data = [(each.cut.batch, loss) for each, loss in zip(work.micro_batches, losses, strict=True)]
-        with self._replay([each.experts for each in work.micro_batches]) as counts:
+        aux_loss = self.aux_loss if agent is None else 0.0
+        counts = self._count(work) if aux_loss and work.counts is None and len(data) > 1 else work.counts
+        with (
+            self._replay([each.experts for each in work.micro_batches]) as replayed,
+            balance_experts(self.model, aux_loss, work.num_tokens, counts) as load,
+        ):
             results = self._schedule(forward_step, data, data[0][0].num_tokens, has_backward=True)
-        return results, counts() if counts is not None else None
+        return results, replayed() if replayed is not None else None, load()
 
     def _agree(self, batches: Sequence[PackedBatch], *, trains: bool = True) -> tuple[int, int]:
-        """(trained tokens, packed tokens) over all ranks; raises on all ranks when the batches of one do not fit."""
+        """(trained tokens, packed ones without padding) over all ranks; raises on all ranks if the batches of one do not fit."""
         problem = 0
         lacks_experts = any(batch.routed_experts is None and batch.trained_rows.numel() for batch in batches)
         if self.mpt.scope == "batch" and len(batches) > 1:
@@ -205,7 +216,8 @@ class Passes:
         elif trains and self.router_replay == "rollout" and lacks_experts:
             problem = 2
         counts, trained = len(batches), sum(batch.trained_rows.numel() for batch in batches)
-        share = torch.tensor([trained, sum(batch.num_tokens for batch in batches)], device=training_device())
+        num_tokens = sum(batch.num_tokens - batch.is_padding.sum() for batch in batches)
+        share = torch.stack([torch.tensor(trained, device=training_device()), torch.as_tensor(num_tokens)])
         extremes = torch.tensor([problem, counts, -counts], device=training_device())
         dist.all_reduce(share)
         dist.all_reduce(extremes, op=dist.ReduceOp.MAX)
@@ -296,17 +308,14 @@ class Passes:
             weights=batch.weights,
         )
 
-    def _set_aux_scale(self, num_tokens: int, *, is_on: bool) -> None:
-        """The router's balancing loss as the token-weighted mean over all micro-batches.
-
-        Without megatron's division by tokens it would be a sum over packed tokens; a tensor- or context-parallel rank
-        counts its share of them only.
-        """
-        config = self.model.config
-        if self.aux_loss > 0 and config.num_moe_experts:
-            sharers = self.layout.tensor * self.layout.context
-            config.moe_aux_loss_coeff = self.aux_loss * sharers / num_tokens if is_on else 0.0
-            get_moe_layer_wise_logging_tracker().clear()  # the process's: with room for the layers of its first policy
+    @torch.no_grad()
+    def _count(self, work: Work) -> Counts | None:
+        """The router's choices under the present weights, by a forward pass of the layers: no row goes through the head."""
+        batches = [each.cut.batch for each in work.micro_batches]
+        headless = [replace(each, trained_rows=each.trained_rows[:0]) for each in batches]
+        with self._replay([each.experts for each in work.micro_batches]), count_experts(self.model) as counts:
+            self._forward(headless)
+        return counts()
 
     def _replay(self, experts: Sequence[Choices | None]) -> Any:
         return nullcontext() if self.router_replay == "none" else replay_experts(self.model, experts)

@@ -1,0 +1,170 @@
+"""The router's balancing loss over a whole update, and how evenly its tokens were spread over the experts.
+
+    with count_experts(model) as counts:               # unless an update has one micro-batch
+        ...forward passes without gradients...
+    with balance_experts(model, 0.01, num_tokens, counts()) as load:
+        ...forward and backward of the same micro-batches...
+    found = load()
+
+The loss of a layer is coefficient * E * sum_e f_e P_e (arXiv:2101.03961, eq. 4 to 6): f_e is the share of expert e in the choices
+of all tokens of the update, on all ranks, a constant; P_e is its mean probability over them. Padding is no token. P_e is a sum
+over micro-batches and f_e is not: it has to be known before the first backward. megatron's own loss takes f_e from the
+micro-batch ("aux_loss"), or from those that came before it ("global_aux_loss"), so its gradient depends on the cut
+(NVIDIA/Megatron-LM#1498).
+
+Choices are the router's own, also where others are forced (router_replay.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.moe.moe_utils import (
+    MoEAuxLossAutoScaler,
+    compute_routing_scores_for_aux_loss,
+    switch_load_balancing_loss_func,
+)
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+from torch.nn import Module
+
+Counts = dict[int, Tensor]
+"""{MoE layer, from 0 in the whole model: [E] int64 choices of each expert over all ranks}, of this rank's layers."""
+
+
+class ExpertLoad(NamedTuple):
+    """How evenly an update's tokens were spread over the experts; the same on all ranks.
+
+    aux_loss: E * sum_e f_e P_e, mean over layers; 1 if even. largest, smallest: load of an expert in any layer, as a multiple of
+    an equal share.
+    """
+
+    aux_loss: float
+    largest: float
+    smallest: float
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What a router is to do in an update's passes, and what it found.
+
+    coefficient: of the loss; 0: none. num_tokens: of the update, over all ranks. counts: of the update, [E]; None: its only
+    micro-batch has them. sums: [2, E] choices and probabilities of this rank's tokens.
+    """
+
+    has_gradients: bool
+    coefficient: float = 0.0
+    num_tokens: int = 0
+    counts: Tensor | None = None
+    sums: list[Tensor] = field(default_factory=list)
+
+
+class BalancedRouter(TopKRouter):
+    """megatron's router with the balancing loss of a whole update."""
+
+    tally: _Tally | None = None
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """logits [T, 1, E], padding_mask [T, 1] bool, True where a token is padding; megatron's results."""
+        probs, routing_map = super().routing(logits, padding_mask=padding_mask)
+        tally = self.tally
+        # A layer that is made again in the backward runs its first forward without gradients.
+        if tally is None or tally.has_gradients != torch.is_grad_enabled():
+            return probs, routing_map
+        own, scores = compute_routing_scores_for_aux_loss(
+            (logits if tally.coefficient else logits.detach()).flatten(0, -2),
+            self.topk,
+            self.score_function,
+            padding_mask=None if padding_mask is None else padding_mask.flatten(),
+        )
+        counts = own.sum(0)
+        tally.sums.append(torch.stack([counts.double(), scores.detach().sum(0, dtype=torch.float64)]))
+        if not tally.coefficient:
+            return probs, routing_map
+        if tally.counts is None:
+            dist.all_reduce(counts, group=self.tp_dp_cp_group)
+            tally.counts = counts
+        loss = switch_load_balancing_loss_func(
+            probs=scores,
+            tokens_per_expert=tally.counts,
+            total_num_tokens=tally.num_tokens,
+            topk=self.topk,
+            num_experts=self.config.num_moe_experts,
+            moe_aux_loss_coeff=tally.coefficient / tally.num_tokens,
+        )
+        return MoEAuxLossAutoScaler.apply(probs, loss * tally.num_tokens), routing_map
+
+
+@contextmanager
+def count_experts(model: Module) -> Iterator[Callable[[], Counts | None]]:
+    """Count the router's choices in the body's forward passes without gradients, of which each token has one.
+
+    Yields what gives the counts over all ranks, once the body is left; None if no pass was made. Collective.
+    """
+    with _installed(model, lambda layer: _Tally(has_gradients=False)) as tallies:
+        yield partial(_counts, model, tallies)
+
+
+@contextmanager
+def balance_experts(
+    model: Module, coefficient: float, num_tokens: int, counts: Counts | None
+) -> Iterator[Callable[[], ExpertLoad | None]]:
+    """Add the gradient of the balancing loss in the body's backward passes, of which each micro-batch of the update has one.
+
+    counts: of the whole update; None only where it has one micro-batch, or no coefficient. num_tokens: of the update, over all
+    ranks, without padding.
+
+    Yields what gives the load, once the body is left; None for a model without experts. Collective over all ranks.
+    """
+
+    def tally(layer: int) -> _Tally:
+        return _Tally(True, coefficient, num_tokens, counts[layer] if counts is not None else None)
+
+    with _installed(model, tally) as tallies:
+        yield partial(_load, model, tallies, num_tokens)
+
+
+def _counts(model: Module, tallies: dict[int, _Tally]) -> Counts | None:
+    if not any(each.sums for each in tallies.values()):
+        return None
+    sums = _sums(model, tallies)
+    return {layer: sums[layer, 0].long() for layer in tallies}
+
+
+def _load(model: Module, tallies: dict[int, _Tally], num_tokens: int) -> ExpertLoad | None:
+    if not tallies:
+        return None
+    choices, probabilities = _sums(model, tallies).unbind(1)
+    loads = choices.shape[1] * choices / choices.sum(1, keepdim=True)
+    loss = (loads * probabilities / num_tokens).sum(1).mean()
+    return ExpertLoad(*torch.stack([loss, loads.max(), loads.min()]).tolist())
+
+
+def _sums(model: Module, tallies: dict[int, _Tally]) -> Tensor:
+    """[layers of the whole model, 2, E] float64 over all ranks: those of other pipeline stages have other layers."""
+    config = model.config
+    device = next(iter(tallies.values())).sums[0].device
+    sums = torch.zeros(config.num_layers, 2, config.num_moe_experts, dtype=torch.float64, device=device)
+    for layer, tally in tallies.items():
+        sums[layer] = torch.stack(tally.sums).sum(0)
+    dist.all_reduce(sums)
+    return sums
+
+
+@contextmanager
+def _installed(model: Module, tally: Callable[[int], _Tally]) -> Iterator[dict[int, _Tally]]:
+    routers = {each.layer_number - 1: each for each in model.modules() if isinstance(each, BalancedRouter)}
+    tallies = {layer: tally(layer) for layer in routers}
+    try:
+        for layer, router in routers.items():
+            router.tally = tallies[layer]
+        yield tallies
+    finally:
+        for router in routers.values():
+            router.tally = None
