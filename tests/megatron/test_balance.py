@@ -140,5 +140,7 @@ def test_a_dense_model_has_no_load_of_experts(tmp_path: Path) -> None:
 
 def test_a_dense_model_refuses_a_balancing_loss(tmp_path: Path) -> None:
     config, _ = read_config(None, ["policies.main.router_aux_loss=0.1"])
-    with pytest.raises(ValueError, match="router_aux_loss is 0.1, but policies.main.model is a Qwen3ForCausalLM without"):
+    with pytest.raises(
+        ValueError, match="router_aux_loss is 0.1, but policies.main.model is a Qwen3ForCausalLM without"
+    ):
         check_trainable(config, "main", read_shape(tiny.save_model("qwen3", tmp_path / "m")), 1)
