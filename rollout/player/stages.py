@@ -22,8 +22,9 @@ rollout.overlap > 0: whatever a sample's end makes possible, its next segment in
 A stage does not wait for the longest samples of the previous one: it begins when every pool has a spare slot.
 Stage s is over, and all groups closed since the previous one become batch s, when every sample unfinished at its
 beginning has finished or reached the end of a segment (not of a wait); with `pipeline: trajectory`, when nothing is open. So the
-decoder is at most rollout.overlap stages ahead of the trainer, and a sample, when it is trained, at most rollout.overlap +
-rollout.segments versions old (its group waits for its last sample; picks made late in a stage belong to the next).
+decoder is at most rollout.overlap stages ahead of the trainer, and a sample, when it is trained, about rollout.overlap +
+rollout.segments versions old at most (its group waits for its last sample; picks made late in a stage belong to the next, and
+are one older). With trains_whole it waits for the team's last call, too.
 """
 
 from __future__ import annotations

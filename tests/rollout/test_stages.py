@@ -73,6 +73,17 @@ def test_problems_are_drawn_up_to_a_number_of_samples_under_way(most: int, drawn
     assert play.stages.state.num_instances == drawn
 
 
+@pytest.mark.parametrize(("segments", "trains_whole", "oldest"), [(1, False, 0), (4, False, 3), (1, True, 4)])
+def test_a_sample_is_as_old_as_its_segments_or_its_team(segments: int, trains_whole: bool, oldest: int) -> None:
+    """In versions, without overlap: of five agents' calls each is a step after the one before it."""
+    play, found = Play(letter_config(overlap=0, segments=segments)), list[int]()
+    play.stages.trains_whole = trains_whole
+    for version in range(12):
+        (groups,) = play.train(1, rounds_while_training=0)
+        found += [version - sample.oldest_version for group in groups for sample in group.samples]
+    assert max(found) == oldest
+
+
 def test_an_error_in_the_thread_is_raised_in_the_trainer_with_its_traceback() -> None:
     asked, before = [], set(threading.enumerate())  # of other tests
 

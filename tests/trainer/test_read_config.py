@@ -12,6 +12,7 @@ import yaml
 from marsrl.trainer.checks.preflight import preflight
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.config.read import ConfigError, read_config
+from marsrl.trainer.plan.refusals import stale_samples
 
 
 def refusal(*words: str) -> str:
@@ -266,6 +267,33 @@ def test_a_prompt_length_that_is_asked_for_and_does_not_fit_is_warned_of() -> No
     given = checked.config.agents["verifier"].max_input_tokens
     assert given + checked.config.rollout.max_response_tokens == 1024  # the policy's positions
     assert said.startswith(f"agents.verifier.max_input_tokens is 5000, and {given} in this run:")
+
+
+@pytest.mark.parametrize(
+    ("words", "causes", "versions"),
+    [
+        (["rollout.overlap=1", "rollout.segments=4"], "rollout.overlap=1 and rollout.segments=4: ", "5 versions"),
+        (["rollout.segments=2"], "rollout.segments=2: ", "1 version"),
+        (["rollout.overlap=1", "loss.old_policy=recompute"], "rollout.overlap=1: ", "2 versions"),
+        (
+            ["credit.normalise=agent"],
+            "rollout.pipeline=agentic with credit over all of a problem's samples: ",
+            "4 versions",
+        ),
+    ],
+)
+def test_old_samples_that_nothing_corrects_are_warned_of(words: list[str], causes: str, versions: str) -> None:
+    (said,) = (each for each in preflight(read_config(None, words)[0], 1).warnings if "loss.correction" in each)
+    assert said.startswith(f"{causes}a token can be about {versions} old when it is trained")
+    for better in ("loss.correction=tis", "loss.old_policy=sais"):
+        assert not stale_samples(read_config(None, [*words, better])[0])
+
+
+def test_samples_of_this_version_are_not_warned_of() -> None:
+    for words in ([], ["rollout.pipeline=trajectory", "rollout.segments=4", "credit.normalise=agent"]):
+        assert not stale_samples(read_config(None, words)[0])
+    for preset in (Path(__file__).parents[2] / "configs").glob("*.yaml"):
+        assert not stale_samples(read_config(str(preset), [])[0]), preset
 
 
 def test_a_policy_on_a_base_has_its_model_and_how_ranks_hold_it() -> None:

@@ -52,6 +52,7 @@ from marsrl.trainer.plan.refusals import (
     check_machine,
     engines_device,
     slow_records,
+    stale_samples,
     vllm_of,
     why_not_backend,
 )
@@ -156,6 +157,7 @@ def preflight(
     if (reason := why_not_backend(config, has_cuda=has_cuda) or gated) is not None:
         raise ConfigError(reason)
     warnings += slow_records(config, host)
+    warnings += stale_samples(config) if trains else []
     warnings += _of_the_other_engine(config)
     plan = batch_plan(config, world_size)
     _check_templates(config)

@@ -96,6 +96,19 @@ class RunConfig(Settings):
         """True if a step trains whole rollout instances."""
         return self.trains_whole or self.rollout.pipeline == "trajectory"
 
+    @property
+    def versions_old(self) -> int:
+        """About how many versions a sample's first token can be behind the one that trains on it.
+
+        Where samples are trained together and each call of the team is made a step later, the first ones wait for the last call.
+        """
+        rollout = self.rollout
+        ends_in_step = rollout.pipeline == "trajectory" or find_orchestration(self.orchestration).plays_sessions
+        if ends_in_step and not rollout.overlap:
+            return 0
+        calls = len(self.agents) if self.trains_whole and not ends_in_step else 1
+        return calls * rollout.segments - 1 + (rollout.overlap + 1 if rollout.overlap else 0)
+
     def rollout_of(self, policy: str) -> RolloutConfig:
         """`rollout` with the engines and vllm of the policy, or of its base, in whose engines it decodes."""
         own = self.policies[self.policies[policy].base or policy]

@@ -22,7 +22,7 @@ from marsrl.trainer.plan.needs import GIB, Needs, needs_of, shortages
 from marsrl.trainer.plan.parameters import active_elements, elements
 from marsrl.trainer.plan.placement import rebalance_outlook, with_backend
 from marsrl.trainer.plan.ranking import Option, Split, options, splits, step_seconds
-from marsrl.trainer.plan.refusals import refusals_of, why_not_backend
+from marsrl.trainer.plan.refusals import refusals_of, stale_samples, why_not_backend
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,15 +235,12 @@ def _notes_on_layouts(planned: PolicyPlan) -> list[str]:
 
 def _notes_on_staleness(config: RunConfig) -> list[str]:
     overlap, correction = config.rollout.overlap, config.loss.correction
-    most = overlap + config.rollout.segments
     if overlap and correction != "none":
         return [
-            f"rollout.overlap={overlap}: a sample is trained at most {most} versions after its first token was drawn, and "
-            f"loss.correction={correction} corrects for it"
+            f"rollout.overlap={overlap}: a sample is trained at most about {config.versions_old} versions after its first token was "
+            f"drawn, and loss.correction={correction} corrects for it"
         ]
-    if overlap and config.loss.old_policy != "sais":
-        return [f"rollout.overlap={overlap} trains samples that are up to {most} versions old: set loss.correction=tis"]
-    return []
+    return stale_samples(config)
 
 
 def _notes_on_engines(config: RunConfig, num_gpus: int) -> list[str]:

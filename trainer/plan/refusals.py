@@ -51,6 +51,23 @@ def slow_records(config: RunConfig, host: TrainerHost) -> list[str]:
     ]
 
 
+def stale_samples(config: RunConfig) -> list[str]:
+    """A warning about samples of older versions that the loss takes for the present one's (docs/numerics.md)."""
+    rollout, loss, most = config.rollout, config.loss, config.versions_old
+    if not most or loss.correction != "none" or loss.old_policy == "sais":
+        return []
+    causes = [f"rollout.overlap={rollout.overlap}"] if rollout.overlap else []
+    causes += [f"rollout.segments={rollout.segments}"] if rollout.segments > 1 else []
+    if config.trains_whole and rollout.pipeline == "agentic":
+        causes.append("rollout.pipeline=agentic with credit over all of a problem's samples")
+    old = "the weights at the step's start" if loss.old_policy == "recompute" else "the present weights"
+    return [
+        f"{' and '.join(causes)}: a token can be about {most} version{'s' * (most > 1)} old when it is trained, and "
+        f"loss.old_policy={loss.old_policy} with loss.correction=none takes it for one of {old}: set loss.correction=tis (or "
+        "icepop, sequence_mask), or loss.old_policy=sais; rollout/staleness_max and train_rollout/k3 show how far it goes"
+    ]
+
+
 def check_machine(config: RunConfig, host: TrainerHost) -> None:
     """Check that engines and weight files can be where the config puts them, and vLLM's options if it is installed here."""
     import torch
