@@ -237,8 +237,8 @@ def _notes_on_staleness(config: RunConfig) -> list[str]:
     overlap, correction = config.rollout.overlap, config.loss.correction
     if overlap and correction != "none":
         return [
-            f"rollout.overlap={overlap}: a sample is trained at most about {config.versions_old} versions after its first token was "
-            f"drawn, and loss.correction={correction} corrects for it"
+            f"rollout.overlap={overlap}: a sample is trained at most about {config.versions_old} versions after its first token "
+            f"was drawn, and loss.correction={correction} corrects for it"
         ]
     return stale_samples(config)
 
