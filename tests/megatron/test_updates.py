@@ -22,7 +22,6 @@ from marsrl.trainer.data.packing import TrainSequence
 from marsrl.trainer.data.scatter import Update
 from marsrl.trainer.data.scatter import micro_batches as split
 from marsrl.trainer.learner.learner import Learner
-from marsrl.trainer.learner.megatron import shim
 
 ALIKE = PolicyObjective(clip_low=0.05, clip_high=0.05)
 
@@ -162,8 +161,5 @@ def test_an_update_that_is_not_finite_is_skipped_and_counts(tmp_path: Path) -> N
     ],
 )
 def test_warm_up_then_decay_to_the_final_ratio(decay: str, expected: list[float]) -> None:
-    shim.install()
-    from marsrl.trainer.learner.megatron.optimizer import lr_at
-
     config = OptimizerConfig(lr=1.0, warmup_steps=2, decay=decay, final_lr_ratio=0.1)  # type: ignore[arg-type]
-    assert [lr_at(step, 6, config) for step in range(7)] == pytest.approx(expected)
+    assert [config.lr_at(step, 6) for step in range(7)] == pytest.approx(expected)

@@ -103,8 +103,11 @@ def test_the_loss_falls_and_a_run_that_goes_on_equals_an_unbroken_one(
     whole, killed = (load_file(f"runs/{name}/hf/model.safetensors") for name in ("whole", "killed"))
     assert all(torch.equal(whole[name], killed[name]) for name in whole)
     assert losses(Path("runs/killed")) == rows
-    assert cli.main(["sft", *words, *again]) == 0  # it is done, and says where the model is
-    assert "policies.main.model=runs/killed/hf" in capsys.readouterr().out
+    assert "differs from" not in capsys.readouterr().out
+    assert cli.main(["sft", *words, *again, "policies.main.optimizer.grad_clip=0.5"]) == 0  # it is done
+    out = capsys.readouterr().out
+    assert "policies.main.model=runs/killed/hf" in out  # and says where the model is
+    assert "differs from runs/killed/config.yaml: policies.main.optimizer.grad_clip 1.0 -> 0.5\n" in out
 
 
 def test_the_end_of_the_template_is_imitated_not_eos_token(tmp_path: Path) -> None:

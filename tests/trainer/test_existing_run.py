@@ -46,6 +46,42 @@ def test_where_a_run_without_its_latest_checkpoint_goes_on_is_told(tmp_path: Pat
     )
 
 
+COSINE = ["policies.main.optimizer={lr: 1.0e-5, warmup_steps: 0, decay: cosine, final_lr_ratio: 0.1}", "run.steps=5"]
+
+
+@pytest.mark.parametrize(
+    ("words", "rates", "causes"),
+    [
+        (["run.steps=50"], "9.85e-06, and by config.yaml at 1e-06, 9.85 times as much", "run.steps 5 -> 50"),
+        (["run.steps=6", "policies.main.optimizer.decay=constant"], "1e-05, and", "optimizer.decay cosine -> constant"),
+        (
+            ["policies.main.optimizer.lr=2.0e-5"],
+            "2e-06, and by config.yaml at 1e-06, 2 times",
+            "optimizer.lr 1e-05 -> 2e-05",
+        ),
+        (["policies.main.optimizer.warmup_steps=100"], "5e-07, and", "optimizer.warmup_steps 0 -> 100"),
+    ],
+)
+def test_a_resume_tells_both_learning_rates(words: list[str], rates: str, causes: str, tmp_path: Path) -> None:
+    """Those of the next step, once: another start with the same settings has nothing to tell."""
+    run, again = begun(tmp_path, *COSINE), settings("run.resume=auto", *COSINE, *words)
+    *_, said = resume_lines(run, again, {})
+    assert said.startswith(f"warning: step 5 trains policies.main at a learning rate of {rates}") and causes in said
+    keep_settings(run, again, "")
+    assert not any(line.startswith("warning") for line in resume_lines(run, again, {}))
+
+
+def test_a_resume_at_the_same_rate_tells_none(tmp_path: Path) -> None:
+    constant = "policies.main.optimizer={lr: 1.0e-5, warmup_steps: 0, decay: constant}"
+    run = begun(tmp_path, constant, "run.steps=5")
+    longer = settings("run.resume=auto", constant, "run.steps=50", "policies.main.optimizer.final_lr_ratio=0.5")
+    assert [line.partition(" ")[0] for line in resume_lines(run, longer, {})] == ["run:", "differs"]
+    done = begun(tmp_path / "done", *COSINE)
+    done.checkpoint(5).mkdir()
+    done.mark_latest(5)
+    assert len(resume_lines(done, settings("run.resume=auto", *COSINE), {})) == 1
+
+
 OTHER = "policies.other={model: /models/other, frozen: true}"
 ADAPTER = ["policies.main.adapter={}"]
 TWO = [OTHER, "credit.train_agents=[solver]"]

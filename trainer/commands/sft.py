@@ -37,7 +37,7 @@ from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.report.metrics import MetricsLog
 from marsrl.trainer.runs.collective import barrier, rank
 from marsrl.trainer.runs.directory import RunDirectory
-from marsrl.trainer.runs.existing_run import saved_config
+from marsrl.trainer.runs.existing_run import differences, saved_config
 from marsrl.trainer.runs.failure import failure_message, say_last, where_to_go_on
 from marsrl.trainer.runs.lock import RunLock
 from marsrl.trainer.runs.stop import Stopped, StopSignals, let_first_rank_end
@@ -56,12 +56,12 @@ def sft(config_file: str | None, settings: Sequence[str]) -> int:
             directory = RunDirectory.create(config.run.dir, config.run.name, f"sft-{origin.name}", config.run.resume)
             lock = RunLock(directory)  # held until this function returns
             fingerprint = {"data.demonstrations": {"demonstrations": len(found.lines), "sum": found.sum}}
+            lines = [f"warning: {lock.warning}"] if lock.warning else []
             if directory.existed and config.run.resume != "off":
-                _refuse_other(directory, config, fingerprint)
+                lines += _differing(directory, config, fingerprint)
             directory.write_config(config.model_dump(mode="json"), made_of=str(origin))
             directory.keep_data(fingerprint)
-            warnings = [f"warning: {lock.warning}"] if lock.warning else []
-            print(f"# settings: {origin}", *ends, *warnings, sep="\n", flush=True)
+            print(f"# settings: {origin}", *ends, *lines, sep="\n", flush=True)
     quiet_libraries()
     try:
         with ExitStack() as stack:
@@ -117,14 +117,19 @@ def _checked(config: RunConfig) -> tuple[Demonstrations, list[str]]:
     return read_demonstrations(Path(file), config, renderers, longest), ends
 
 
-def _refuse_other(directory: RunDirectory, config: RunConfig, fingerprint: Mapping[str, object]) -> None:
-    """A run goes on with the demonstrations, settings of sft and seed that it began with: they decide what a step trains."""
+def _differing(directory: RunDirectory, config: RunConfig, fingerprint: Mapping[str, object]) -> list[str]:
+    """The settings that differ from those of the run, in a sentence.
+
+    Raises ConfigError: demonstrations, the section sft or the seed differ, which decide what a step trains.
+    """
     key = f"run.resume={config.run.resume}: {directory.path} cannot go on with"
     if directory.data.is_file() and json.loads(directory.data.read_bytes()) != fingerprint:
         raise ConfigError(f"{key} other demonstrations than it began with; set data.demonstrations back")
     saved = saved_config(directory)
     if saved is not None and (saved.sft, saved.run.seed) != (config.sft, config.run.seed):
         raise ConfigError(f"{key} another section sft or run.seed than config.yaml there has; set them back")
+    differs = differences(saved, config) if saved is not None else ""
+    return [f"differs from {directory.config}: {differs}"] if differs else []
 
 
 @functools.lru_cache(maxsize=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Literal
 
@@ -51,6 +52,20 @@ class OptimizerConfig(Settings):
     distributed: bool = Field(True, description="state cut over data-parallel ranks; false: a whole copy on each")
     overlap_grad_reduce: bool = Field(False, description="gradients are reduced while the backward still runs")
     overlap_param_gather: bool = Field(False, description="updated weights are gathered as the next forward needs them")
+
+    def lr_at(self, step: int, total_steps: int) -> float:
+        """The learning rate of step `step` (from 0) of `total_steps`: linear warm-up, then decay.
+
+        Warm-up: lr (step + 1) / warmup_steps. The decay reaches lr * final_lr_ratio at the last step and stays there.
+        """
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / self.warmup_steps
+        if self.decay == "constant":
+            return self.lr
+        span = max(1, total_steps - 1 - self.warmup_steps)
+        progress = min(1.0, (step - self.warmup_steps) / span)
+        share = 1.0 - progress if self.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+        return self.lr * (self.final_lr_ratio + (1.0 - self.final_lr_ratio) * share)
 
     @model_validator(mode="after")
     def _parts_agree(self) -> OptimizerConfig:

@@ -203,10 +203,8 @@ class Learner:
 
     def next_lr(self) -> float:
         """Count one more step; returns its learning rate by the schedule."""
-        from marsrl.trainer.learner.megatron.optimizer import lr_at
-
         self.num_steps += 1
-        return lr_at(self.num_steps - 1, self._total_steps, self._optimizer_config)
+        return self._optimizer_config.lr_at(self.num_steps - 1, self._total_steps)
 
     @torch.no_grad()
     def score(

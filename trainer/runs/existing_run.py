@@ -6,6 +6,7 @@ A run keeps a copy of each prompt file, so that it is resumed and evaluated with
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from operator import attrgetter
@@ -24,6 +25,7 @@ Fingerprints = Mapping[str, Mapping[str, int | str]]
 """Fingerprints of training and evaluation problems, by setting (tasks/data.fingerprint)."""
 
 OF_THE_START = ("run.resume", "run.name", "run.dir", "preset")  # select the run to resume, without changing it
+_OF_RATES = ("lr", "warmup_steps", "decay", "final_lr_ratio")  # of an optimizer
 _OF_CHECKPOINTS = ("frozen", "dtype", "base", "adapter", "optimizer.distributed")  # of a policy
 
 
@@ -49,14 +51,12 @@ def resume_lines(run: RunDirectory, config: RunConfig, data: Fingerprints) -> li
     """
     if not run.has_begun:
         return [f"run: {run.path}, which a start has made and nothing has begun in: it begins at step 1"]
-    lines = [_where(run, config)]
-    saved = saved_config(run)
+    where, step = _where(run, config)
+    lines, saved = [where], saved_config(run)
     if saved is None:
         return [*lines, f"{run.config} is not of this version: what differs from it cannot be told"]
     config = with_kept_prompts(config)
-    before, now = flat(saved.model_dump(mode="json")), flat(config.model_dump(mode="json"))
-    keys = [key for key in {**before, **now} if before.get(key) != now.get(key) and key not in OF_THE_START]
-    differs = ", ".join(f"{key} {before.get(key, 'not set')} -> {now.get(key, 'not set')}" for key in keys)
+    differs = differences(saved, config)
     refused = [*_refusals(saved, config), *_changed_prompts(run, saved, config)]
     if other_problems := [*_other_problems(run, data)]:
         refused += [*other_problems, f"settings that differ: {differs or 'none'}"]
@@ -65,13 +65,25 @@ def resume_lines(run: RunDirectory, config: RunConfig, data: Fingerprints) -> li
             f"run.resume={config.run.resume}: {run.path} cannot go on with other {'; '.join(refused)}; set it back, or start "
             "a run of another name"
         )
-    return [*lines, f"differs from {run.config}: {differs}"] if keys else lines
+    lines += [f"differs from {run.config}: {differs}"] if differs else []
+    return [*lines, *(f"warning: {each}" for each in _other_rates(run, step, config))]
+
+
+def differences(saved: RunConfig, given: RunConfig) -> str:
+    """The settings that differ, each with both values; empty if none does."""
+    before, now = flat(saved.model_dump(mode="json")), flat(given.model_dump(mode="json"))
+    keys = [key for key in {**before, **now} if before.get(key) != now.get(key) and key not in OF_THE_START]
+    return ", ".join(f"{key} {before.get(key, 'not set')} -> {now.get(key, 'not set')}" for key in keys)
 
 
 def saved_config(run: RunDirectory) -> RunConfig | None:
     """The settings that the run began with; None if config.yaml is missing or of another version."""
+    return _settings_in(run.config)
+
+
+def _settings_in(file: Path) -> RunConfig | None:
     try:
-        return RunConfig.model_validate(yaml.safe_load(run.config.read_bytes()))
+        return RunConfig.model_validate(yaml.safe_load(file.read_bytes()))
     except (OSError, ValueError, yaml.YAMLError):  # pydantic's ValidationError is a ValueError
         return None
 
@@ -85,18 +97,44 @@ def as_it_began(run: RunDirectory, config: RunConfig) -> RunConfig:
     return config.model_copy(update={"run": seed, "warm_start": saved.warm_start, "task_options": saved.task_options})
 
 
-def _where(run: RunDirectory, config: RunConfig) -> str:
+def _other_rates(run: RunDirectory, step: int, now: RunConfig) -> Iterator[str]:
+    """Learning rates of the next step that differ from those by the settings of the last start.
+
+    A decay is stretched to run.steps: more of them raise the rate of a run that has nearly ended.
+    """
+    file = run.configs[-1]
+    last = _settings_in(file)
+    if last is None or not 0 < step < now.run.steps:
+        return
+    for name, policy in now.trained_policies.items():
+        had, has = last.policies[name].optimizer, policy.optimizer
+        before, after = had.lr_at(step, last.run.steps), has.lr_at(step, now.run.steps)
+        if math.isclose(before, after, rel_tol=1e-9):
+            continue
+        changes = [("run.steps", last.run.steps, now.run.steps)]
+        changes += [(f"policies.{name}.optimizer.{key}", getattr(had, key), getattr(has, key)) for key in _OF_RATES]
+        causes = ", ".join(f"{key} {old} -> {new}" for key, old, new in changes if old != new)
+        times = f", {after / before:.3g} times as much" if before else ""
+        yield (
+            f"step {step + 1} trains policies.{name} at a learning rate of {after:.3g}, and by {file.name} at {before:.3g}"
+            f"{times} ({causes}); if it is not meant, set policies.{name}.optimizer.lr, or run.steps back"
+        )
+
+
+def _where(run: RunDirectory, config: RunConfig) -> tuple[str, int]:
+    """Where the run goes on, in a sentence, and the step after which it does."""
     try:
         latest = run.latest_checkpoint()
     except RuntimeError as error:
         if config.run.resume == "auto":
             raise ValueError(f"{error}; run.resume=previous takes the newest whole one") from error
-        return f"run: {run.path} goes back to its newest whole checkpoint ({error})"
+        newest = max(run.steps_on_disk(), default=0)  # whether it is whole is known once its files are read
+        return f"run: {run.path} goes back to its newest whole checkpoint ({error})", newest
     if latest is None:
-        return f"run: {run.path} has no checkpoint yet: it begins again at step 1"
+        return f"run: {run.path} has no checkpoint yet: it begins again at step 1", 0
     left = config.run.steps - latest.step
     rest = f"{left} of {config.run.steps} steps are left" if left > 0 else "nothing is left to train"
-    return f"run: {run.path} goes on after step {latest.step}; run.steps is {config.run.steps}: {rest}"
+    return f"run: {run.path} goes on after step {latest.step}; run.steps is {config.run.steps}: {rest}", latest.step
 
 
 def _refusals(saved: RunConfig, now: RunConfig) -> Iterator[str]:

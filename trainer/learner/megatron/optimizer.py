@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,21 +16,6 @@ from megatron.core.optimizer.distrib_optimizer import HAVE_APEX_OR_TE, Distribut
 from megatron.core.optimizer.optimizer_config import ParamPredicate
 
 from marsrl.trainer.config import OptimizerConfig
-
-
-def lr_at(step: int, total_steps: int, config: OptimizerConfig) -> float:
-    """The learning rate of update `step` (from 0) of `total_steps`: linear warm-up, then decay.
-
-    Warm-up: lr (step + 1) / warmup_steps. The decay reaches lr * final_lr_ratio at the last step and stays there.
-    """
-    if step < config.warmup_steps:
-        return config.lr * (step + 1) / config.warmup_steps
-    if config.decay == "constant":
-        return config.lr
-    span = max(1, total_steps - 1 - config.warmup_steps)
-    progress = min(1.0, (step - config.warmup_steps) / span)
-    share = 1.0 - progress if config.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
-    return config.lr * (config.final_lr_ratio + (1.0 - config.final_lr_ratio) * share)
 
 
 def optimizer_options(config: OptimizerConfig, dtype: torch.dtype) -> MegatronOptimizerConfig:
