@@ -5,6 +5,7 @@ checkpoints/step_12/rollout.msgpack     open episodes, stages and counts (rank 0
 checkpoints/step_12/meta.json           step, policy versions (rank 0)
 checkpoints/step_12/manifest.json       size and checksum of every file (manifest.py)
 checkpoints/latest                      updated last, when everything above is on disk
+checkpoints/best                        that of the best evaluation (run.keep_best)
 
 A save goes into step_12.part, which is renamed when complete:
 
@@ -70,10 +71,12 @@ class CheckpointWriter:
     """Saves the run, one checkpoint at a time. Every method is collective.
 
     keep_last: number of recent checkpoints to keep; keep_every: also keep those of steps divisible by it (0: none).
+    keep_best: also keep that of the best evaluation.
     """
 
-    def __init__(self, run: RunDirectory, *, keep_last: int, keep_every: int, is_async: bool) -> None:
+    def __init__(self, run: RunDirectory, *, keep_last: int, keep_every: int, keep_best: bool, is_async: bool) -> None:
         self._run, self._keep_last, self._keep_every, self._is_async = run, keep_last, keep_every, is_async
+        self._keep_best = keep_best
         self._pending: _Pending | None = None
 
     def save(
@@ -142,8 +145,9 @@ class CheckpointWriter:
     def _remove_old(self, step: int) -> None:
         """Remove old checkpoints. Those later than `step` are of a run that went back, and stay until their step is repeated."""
         past = [each for each in self._run.steps_on_disk() if each <= step]
+        best = self._run.mark_best() if self._keep_best else None
         for each in past[: -self._keep_last]:
-            if not (self._keep_every and each % self._keep_every == 0):
+            if each != best and not (self._keep_every and each % self._keep_every == 0):
                 # by another name first: a run killed meanwhile leaves no half of a checkpoint
                 shutil.rmtree(self._run.checkpoint(each).rename(self._part(each)))
 
@@ -165,17 +169,20 @@ class CheckpointWriter:
         return f"the checkpoint of step {step} was not written ({self._part(step)}): make room, or mend what the error names"
 
 
-def is_due(run: RunSection, step: int, *, last: int, saved_s: float, is_asked: bool) -> tuple[bool, bool]:
+def is_due(
+    run: RunSection, step: int, *, last: int, saved_s: float, is_asked: bool, is_best: bool = False
+) -> tuple[bool, bool]:
     """(is a checkpoint due after `step`, was a rank asked to stop), the same on all ranks. Collective.
 
-    saved_s: when the last one was begun, by time.monotonic(). is_asked: this rank was.
+    saved_s: when the last one was begun, by time.monotonic(). is_asked: this rank was. is_best: the step's evaluation is the best
+    so far; rank 0's counts.
     """
     is_late = bool(run.checkpoint_minutes) and time.monotonic() - saved_s >= 60 * run.checkpoint_minutes
-    told = [decode(tuple[bool, bool], each) for each in gather_bytes(encode((is_asked, is_late)))]
+    told = [decode(tuple[bool, bool], each) for each in gather_bytes(encode((is_asked, is_late or is_best)))]
     is_stopping = any(asked for asked, _ in told)
-    _, is_late = told[0]  # rank 0's clock counts
+    _, is_wanted = told[0]  # rank 0's clock and evaluation count
     every = run.checkpoint_every
-    return is_stopping or is_late or step == last or bool(every and step % every == 0), is_stopping
+    return is_stopping or is_wanted or step == last or bool(every and step % every == 0), is_stopping
 
 
 def load_checkpoint(

@@ -92,6 +92,7 @@ class Run:
             directory,
             keep_last=config.run.keep_checkpoints,
             keep_every=config.run.keep_every,
+            keep_best=config.run.keep_best,
             is_async=config.run.async_checkpoint,
         )
 
@@ -377,14 +378,19 @@ class Run:
         return why
 
     def checkpoint_if_due(self, step: int) -> None:
-        """Save a checkpoint if run.checkpoint_every or run.checkpoint_minutes says so, after the last step, and if a rank was
-        asked to stop. Collective.
+        """Save a checkpoint if run.checkpoint_every or run.checkpoint_minutes says so, after the last step, at the best
+        evaluation so far (run.keep_best), and if a rank was asked to stop. Collective.
 
         Raises Stopped: a rank was asked to stop, on all ranks; the step is saved.
         """
         self.checkpoints.finish_if_written()
         is_asked, last = self.stop.is_asked, self.config.run.steps
-        due, is_stopping = is_due(self.config.run, step, last=last, saved_s=self.saved_s, is_asked=is_asked)
+        is_best = False
+        if self.driver is not None and self.config.run.keep_best:
+            is_best = step == self.directory.best_evaluated([*self.directory.steps_on_disk(), step])
+        due, is_stopping = is_due(
+            self.config.run, step, last=last, saved_s=self.saved_s, is_asked=is_asked, is_best=is_best
+        )
         if due:
             self._save(step, self._rollout_state())
         if is_stopping:
@@ -406,6 +412,8 @@ class Run:
             with self.timed("evaluate"):
                 after = self.standby.during(lambda: self._rank_0.evaluate(self.versions, self.step, "evaluation after"))
         if driver is not None:
+            if self.config.run.keep_best:
+                self.directory.mark_best()  # it may be the evaluation after
             driver.after = after
             seconds = {**self.total_seconds, "run": time.monotonic() - self.began}
             summary = driver.summary(self.config, self.started, self.step, seconds)

@@ -237,6 +237,9 @@ def test_evaluations_on_the_way_leave_the_steps_as_they_are_without(
     assert "evaluation after: 3 of 3 draws are kept" in capsys.readouterr().err  # those of step 2
     folders = sorted((run.path / "evaluations").iterdir())
     assert [folder.name for folder in folders] == ["step_0", "step_1", "step_2"]
+    assert run.steps_on_disk() == [1, 2]  # the first evaluation is the best so far; the last step
+    best = 1 + (evaluated[1]["eval/system"] > evaluated[0]["eval/system"])
+    assert (run.checkpoints / "best").read_text() == f"step_{best}\n"
 
 
 def searches(request: DecodeRequest) -> str:

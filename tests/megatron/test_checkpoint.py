@@ -34,7 +34,7 @@ def state_after(step: int) -> RolloutState:
 
 
 def writer(run: RunDirectory, *, keep_last: int = 9, is_async: bool = False) -> CheckpointWriter:
-    return CheckpointWriter(run, keep_last=keep_last, keep_every=0, is_async=is_async)
+    return CheckpointWriter(run, keep_last=keep_last, keep_every=0, keep_best=False, is_async=is_async)
 
 
 def save(saves: CheckpointWriter, number: int, policy: Learner) -> None:

@@ -18,7 +18,7 @@ from marsrl.trainer.evaluate import command
 from marsrl.trainer.learner.megatron.hf_files import write_hf
 from marsrl.trainer.learner.megatron.mapping import units
 from marsrl.trainer.models.export import export, hf_tensors
-from marsrl.trainer.runs.directory import RunDirectory
+from marsrl.trainer.runs.directory import RunDirectory, write_json
 from marsrl.trainer.runs.manifest import write_manifest
 
 
@@ -137,6 +137,11 @@ def test_a_run_is_evaluated_with_the_weights_of_its_latest_checkpoint_exported_o
     write_manifest(run.checkpoint(3), {})
     again = evaluated()
     assert again != first and again.is_dir() and not first.exists()
+    write_json(run.evaluation(3) / "evaluation.json", {"system": {"mean": 0.5}})
+    assert run.mark_best() == 3
+    assert cli.main(["evaluate", str(run.checkpoints / "best")]) == 0
+    assert called[-1][:2] == (str(run.config), [f"policies.main.model={again}"])
+    assert export(run.checkpoints / "best", tmp_path / "best")[0] == run.checkpoint(3) / "policies/main"
     young = RunDirectory.create(tmp_path, "young", "p").path
     for words, says in [
         ([tmp_path], "is neither a setting (key.sub=value) nor a run directory"),

@@ -23,8 +23,9 @@ from torch.distributed.checkpoint import CheckpointException
 from marsrl.rollout.player.stages import RolloutState
 from marsrl.rollout.weights.files import parent_of
 from marsrl.trainer import checkpoint
-from marsrl.trainer.checkpoint import CheckpointWriter, Restored, load_checkpoint
-from marsrl.trainer.runs.directory import CheckpointError, RunDirectory
+from marsrl.trainer.checkpoint import CheckpointWriter, Restored, is_due, load_checkpoint
+from marsrl.trainer.config.sections import RunSection
+from marsrl.trainer.runs.directory import CheckpointError, RunDirectory, write_json
 from marsrl.trainer.runs.failure import failure_message, where_to_go_on
 from marsrl.trainer.runs.manifest import FileSum, damage, file_sum, missing_or_cut, write_manifest
 
@@ -68,8 +69,8 @@ def run(tmp_path: Path) -> RunDirectory:
     return RunDirectory.create(tmp_path, "run", "preset")
 
 
-def writer(run: RunDirectory, *, keep_last: int = 99, keep_every: int = 0) -> CheckpointWriter:
-    return CheckpointWriter(run, keep_last=keep_last, keep_every=keep_every, is_async=False)
+def writer(run: RunDirectory, *, keep_last: int = 99, keep_every: int = 0, keep_best: bool = False) -> CheckpointWriter:
+    return CheckpointWriter(run, keep_last=keep_last, keep_every=keep_every, keep_best=keep_best, is_async=False)
 
 
 def save(saves: CheckpointWriter, *steps: int, word: str = "") -> None:
@@ -176,6 +177,46 @@ def test_later_ones_than_a_run_that_went_back_and_strange_folders_are_left_alone
     for other in ("step_x", "step_3.part", "xxxxx99"):
         (run.checkpoints / other).mkdir()
     assert run.steps_on_disk() == [4, 8, 10, 12, 20]
+
+
+def evaluate(run: RunDirectory, **accuracies: float | None) -> None:
+    """Evaluations by step."""
+    for step, mean in accuracies.items():
+        write_json(run.evaluation(int(step[1:])) / "evaluation.json", {"system": {"mean": mean}})
+
+
+def test_the_best_evaluated_checkpoint_stays(run: RunDirectory) -> None:
+    """The first of equals; a resumed run knows it from the files; one without an evaluation, or of no answer, is none."""
+    pointer = run.checkpoints / "best"
+    save(writer(run, keep_last=2, keep_best=True), 1)
+    assert not pointer.exists()
+    evaluate(run, _2=0.25, _3=None, _4=0.5, _5=0.9, _6=0.5)
+    save(writer(run, keep_last=2, keep_best=True), 2, 3, 4)
+    assert run.steps_on_disk() == [3, 4] and pointer.read_text() == "step_4\n"
+    save(writer(run, keep_last=2, keep_best=True), 6, 7, 8)  # of step 5 there is no checkpoint
+    assert run.steps_on_disk() == [4, 7, 8] and pointer.read_text() == "step_4\n"
+    evaluate(run, _9=0.75)
+    save(writer(run, keep_last=2, keep_best=True), 9, 10, 11)
+    assert run.steps_on_disk() == [9, 10, 11] and pointer.read_text() == "step_9\n"
+    save(writer(run, keep_last=2), 12)
+    assert run.steps_on_disk() == [11, 12]
+
+
+def test_a_run_that_went_back_forgets_the_best_of_later_steps(run: RunDirectory) -> None:
+    evaluate(run, _2=0.5, _4=0.75)
+    save(writer(run, keep_best=True), 2, 3, 4)
+    run.forget_after(3)
+    save(writer(run, keep_last=1, keep_best=True), 4)
+    assert (run.checkpoints / "best").read_text() == "step_2\n" and run.steps_on_disk() == [2, 4]
+    run.forget_after(1)
+    save(writer(run, keep_best=True), 5)
+    assert not (run.checkpoints / "best").exists()
+
+
+def test_a_checkpoint_is_due_at_the_best_evaluation() -> None:
+    never = RunSection(checkpoint_minutes=0)
+    due = [is_due(never, 3, last=9, saved_s=0.0, is_asked=False, is_best=is_best) for is_best in (False, True)]
+    assert due == [(False, False), (True, False)]
 
 
 def test_where_nobody_knows_how_many_steps_are_lost_none_are_named(run: RunDirectory) -> None:

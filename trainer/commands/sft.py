@@ -170,7 +170,11 @@ class _Training:
             restored = load_checkpoint(self._directory, self._learners, run.resume, self._console.warning)
         begun = restored.step if restored is not None else 0
         writer = CheckpointWriter(
-            self._directory, keep_last=run.keep_checkpoints, keep_every=run.keep_every, is_async=run.async_checkpoint
+            self._directory,
+            keep_last=run.keep_checkpoints,
+            keep_every=run.keep_every,
+            keep_best=False,
+            is_async=run.async_checkpoint,
         )
         stop, num_steps, num_bad = StopSignals(), self._num_steps, 0
         with ExitStack() as stack:

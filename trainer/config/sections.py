@@ -46,6 +46,9 @@ class RunSection(Settings):
     """minutes between checkpoints, each at the end of a step: a crash loses no more and that step; 0: none"""
     keep_checkpoints: Count = Field(2, description="how many of the last checkpoints stay")
     keep_every: CountOr0 = Field(0, description="checkpoints of steps divisible by it stay too; 0 = none")
+    keep_best: bool = True
+    """with eval_every: save a checkpoint at each evaluation that is the best so far (eval/system; of equals the first), and keep
+    it: checkpoints/best names it (docs/evaluate.md)"""
     async_checkpoint: bool = False
     """write checkpoints beside training, from copies in CPU memory (weights and optimizer state)"""
     silence_s: float = Field(SILENCE_S, gt=0, le=LONGEST_S)

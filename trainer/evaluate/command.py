@@ -22,12 +22,18 @@ from marsrl.trainer.runs.lock import RunLock
 def settings_of_run(run: Path) -> tuple[str, list[str]]:
     """(config file, words) to evaluate the run's team with the weights of its latest checkpoint.
 
+    run: a run directory, or one of its checkpoints: checkpoints/best, checkpoints/step_N.
+
     Raises ValueError: no run, or a run without a complete checkpoint.
     """
+    source, run = run, run.absolute().parents[1] if run.absolute().parent.name == "checkpoints" else run
     config = RunDirectory(run).config
-    if not config.is_file():
-        raise ValueError(f"{run} is neither a setting (key.sub=value) nor a run directory: it has no config.yaml")
-    models = exported(run)
+    if not config.is_file() or not source.exists():
+        raise ValueError(
+            f"{source} is neither a setting (key.sub=value) nor a run directory: it has no config.yaml, and is no checkpoint in "
+            "one (checkpoints/best, checkpoints/step_N)"
+        )
+    models = exported(source.absolute())
     words = [f"policies.{name}.model={path.resolve()}" for name, path in models.items()]
     for name, policy in read_config(str(config), (), trains=False)[0].policies.items():
         if policy.adapter is not None:  # it is in the exported model

@@ -46,8 +46,8 @@ def export(source: str | Path, out: str | Path, policy: str | None = None, *, me
 
     Returns the folder that the weights come from, and their bytes.
 
-    source: a run directory (its latest checkpoint), a checkpoint (checkpoints/step_N) or one policy's part of it; or a
-        PEFT directory, of which only how experts' pairs are stored changes.
+    source: a run directory (its latest checkpoint), a checkpoint (checkpoints/step_N, or checkpoints/best, which names one) or
+        one policy's part of it; or a PEFT directory, of which only how experts' pairs are stored changes.
     policy: which of several policies.
     merge: an adapter with its base, as a whole model.
 
@@ -135,21 +135,23 @@ def _merged(
             yield name, whole.to(next(iter(tensors.values())).dtype).contiguous()
 
 
-def exported(run: Path) -> dict[str, Path]:
-    """A Hugging Face directory for each trained policy, from the run's latest checkpoint, cached in its folder exported/.
+def exported(source: Path) -> dict[str, Path]:
+    """A Hugging Face directory for each trained policy, from a run's latest checkpoint or a given one, cached in the run's folder
+    exported/.
 
     Raises ValueError: the run has no whole checkpoint, or it is damaged.
     """
-    latest = _latest(run)
-    manifest = (latest / MANIFEST).read_bytes()  # a step that was repeated has other weights
-    kept = run / "exported" / f"{latest.name}-{hashlib.blake2b(manifest, digest_size=4).hexdigest()}"
+    chosen = _checkpoint(source)
+    run = chosen.parents[1]
+    manifest = (chosen / MANIFEST).read_bytes()  # a step that was repeated has other weights
+    kept = run / "exported" / f"{chosen.name}-{hashlib.blake2b(manifest, digest_size=4).hexdigest()}"
     for other in kept.parent.glob("step_*"):
         if other != kept:
             shutil.rmtree(other)
-    for policy in _policies(latest):
+    for policy in _policies(chosen):
         if not (kept / policy).exists():
-            export(latest, kept / policy, policy, merge=True)
-    return {policy: kept / policy for policy in _policies(latest)}
+            export(chosen, kept / policy, policy, merge=True)
+    return {policy: kept / policy for policy in _policies(chosen)}
 
 
 def hf_tensors(folder: Path, shape: ModelShape, wanted: Sequence[Unit]) -> Iterator[tuple[str, Tensor]]:
@@ -160,11 +162,16 @@ def hf_tensors(folder: Path, shape: ModelShape, wanted: Sequence[Unit]) -> Itera
         yield from zip(unit.hf, (part.contiguous() for part in split(shape, unit, whole)), strict=True)
 
 
-def _latest(run: Path) -> Path:
-    latest = RunDirectory(run).latest_checkpoint()
+def _checkpoint(source: Path) -> Path:
+    """The folder of a run's latest checkpoint, or of that which checkpoints/best or checkpoints/latest names; or `source`."""
+    if source.is_file() and source.name in ("best", "latest"):
+        return source.parent / source.read_text(encoding="ascii").strip()
+    if not (source / "config.yaml").is_file():
+        return source
+    latest = RunDirectory(source).latest_checkpoint()
     if latest is None:
         raise ValueError(
-            f"run {run} has no whole checkpoint yet: one is written every run.checkpoint_minutes, at Ctrl-C and at the end"
+            f"run {source} has no whole checkpoint yet: one is written every run.checkpoint_minutes, at Ctrl-C and at the end"
         )
     return latest.path
 
@@ -176,8 +183,7 @@ def _policies(checkpoint: Path) -> list[str]:
 def _policy_folder(source: Path, policy: str | None) -> Path:
     if (source / "learner.json").is_file():
         return source
-    if (source / "config.yaml").is_file():
-        source = _latest(source)
+    source = _checkpoint(source)
     if (source / "policies").is_dir() and (problems := damage(source)):
         raise ValueError(
             f"checkpoint {source} is damaged: {'; '.join(problems[:8])}; restore the files or take another"

@@ -11,7 +11,8 @@ runs/<name>/
     tokens/step_N.parquet     numbers of single tokens, every run.token_log_every steps (token_log.py)
     trace.json                timeline                     (trace.py)
     warnings.jsonl            warnings of the run          (metrics.py)
-    checkpoints/step_N/       and checkpoints/latest, a text file that names the last complete one
+    checkpoints/step_N/       and checkpoints/latest and checkpoints/best, text files that name the last complete one and that of
+                              the best evaluation (run.keep_best)
     data.json                 fingerprints of the problems at the start
     bad_batches/              batches of skipped steps (data/bad_steps.py)
     hf/                       an exported model
@@ -25,7 +26,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -273,6 +274,24 @@ class RunDirectory:
     def mark_latest(self, step: int) -> None:
         """Declare checkpoints/step_N complete. Call it only after every rank has written its part."""
         write_atomically(self.checkpoints / "latest", f"step_{step}\n".encode("ascii"))
+
+    def best_evaluated(self, steps: Iterable[int]) -> int | None:
+        """Which of these steps has the evaluation with the most accurate team, the first of equals; None: none is evaluated."""
+        means: dict[int, float] = {}
+        for step in sorted(steps):
+            file = self.evaluation(step) / "evaluation.json"
+            if file.is_file() and (mean := json.loads(file.read_bytes())["system"]["mean"]) is not None:
+                means[step] = mean
+        return max(means, key=means.__getitem__, default=None)
+
+    def mark_best(self) -> int | None:
+        """Write into checkpoints/best which checkpoint has the best evaluation; returns its step. None: no file, none has one."""
+        best, pointer = self.best_evaluated(self.steps_on_disk()), self.checkpoints / "best"
+        if best is None:  # those that it knew are of steps that a run went back from
+            pointer.unlink(missing_ok=True)
+        else:
+            write_atomically(pointer, f"step_{best}\n".encode("ascii"))
+        return best
 
     def steps_on_disk(self) -> list[int]:
         """The steps with a checkpoint folder, complete or not, in order."""

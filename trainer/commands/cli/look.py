@@ -56,7 +56,8 @@ def evaluate(
 ) -> None:
     """Evaluate a team without training it: each agent and the whole team, with 95% intervals.
 
-    With a run's directory among the settings: its team and settings, with the weights of its latest checkpoint.
+    With a run's directory among the settings: its team and settings, with the weights of its latest checkpoint; with
+    RUN/checkpoints/best: of its best evaluation on the way.
     """
     from marsrl.trainer.evaluate.command import evaluate_alone, settings_of_run
 

@@ -50,7 +50,7 @@ def export(
         str,
         Argument(
             metavar="RUN_OR_CHECKPOINT",
-            help="a run directory (its latest checkpoint), checkpoints/step_N or a PEFT directory",
+            help="a run directory (its latest checkpoint), checkpoints/step_N, checkpoints/best or a PEFT directory",
         ),
     ],
     out: Annotated[str, Argument(help="directory to write; must not exist yet")],
