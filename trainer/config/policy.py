@@ -38,20 +38,24 @@ class OptimizerConfig(Settings):
     warmup_steps: CountOr0 = 0
     """steps in which the learning rate rises from lr / warmup_steps to lr"""
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    """how the learning rate falls after the warm-up, to final_lr_ratio at run.steps"""
+    """how the learning rate falls after the warm-up, to final_lr_ratio at run.steps; a resume with more steps stretches it, and
+    tells both rates"""
     final_lr_ratio: Share = Field(0.0, description="learning rate of the last step over `lr`, for a decay")
     betas: tuple[ShareBelow1, ShareBelow1] = (0.9, 0.95)
     """how much the averages of the gradient and of its square keep of themselves a step"""
     eps: float = Field(1e-8, gt=0)
     """added to the root of the averaged square that divides the step, against a division by 0"""
     weight_decay: float = Field(0.0, ge=0)
-    """share of each weight, times the learning rate, that a step takes off it; 0: RL moves weights little"""
+    """share of each weight, times the learning rate, that a step takes off it, but for norms and biases; 0: RL moves weights
+    little"""
     grad_clip: float = Field(1.0, gt=0)
     """gradients of a larger norm, over all of the policy's weights, are scaled down to it"""
     offload: bool = Field(False, description="optimizer state in CPU memory (GPU only)")
     distributed: bool = Field(True, description="state cut over data-parallel ranks; false: a whole copy on each")
-    overlap_grad_reduce: bool = Field(False, description="gradients are reduced while the backward still runs")
-    overlap_param_gather: bool = Field(False, description="updated weights are gathered as the next forward needs them")
+    overlap_grad_reduce: bool = False
+    """gradients are reduced while the backward still runs; an adapter's, which are few, are not"""
+    overlap_param_gather: bool = False
+    """updated weights are gathered as the next forward needs them; an adapter's at once"""
 
     def lr_at(self, step: int, total_steps: int) -> float:
         """The learning rate of step `step` (from 0) of `total_steps`: linear warm-up, then decay.

@@ -30,7 +30,9 @@ class RunSection(Settings):
 
     name: str | None = Field(None, description="directory under `dir`; default: preset and UTC time, never a collision")
     dir: Annotated[str, AfterValidator(os.path.expanduser)] = Field("runs", description="where run directories go")
-    steps: Count = Field(32, description="policy updates")
+    steps: Count = Field(
+        32, description="steps: each trains a batch by trainer.updates_per_step updates and publishes the weights"
+    )
     seed: int = Field(0, ge=0, le=MOST_SEED, description="every generator of the run derives from it")
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """cuda: refused where PyTorch sees no GPU; auto: only where there is one that it does not see; cpu: never
@@ -50,7 +52,8 @@ class RunSection(Settings):
     """with eval_every: save a checkpoint at each evaluation that is the best so far (eval/system; of equals the first), and keep
     it: checkpoints/best names it (docs/evaluate.md)"""
     async_checkpoint: bool = False
-    """write checkpoints beside training, from copies in CPU memory (weights and optimizer state)"""
+    """write checkpoints beside training, from copies in CPU memory (weights and optimizer state); a crash meanwhile loses the one
+    that is being written"""
     silence_s: float = Field(SILENCE_S, gt=0, le=LONGEST_S)
     """a rank or an engine whose process says nothing for so long is lost: the run ends, an engine is replaced"""
     token_log_every: CountOr0 = 10
@@ -102,8 +105,8 @@ class TrainerConfig(Settings):
     """Computation of a step's batch, and when the run gives up (docs/troubleshooting.md)."""
 
     max_tokens_per_micro_batch: Tokens = 16384
-    """tokens that a rank computes at once, prompts included: at least the longest prompt with its completion; more is faster
-    and takes more memory, and changes no gradient"""
+    """tokens that a rank computes at once, or the ranks of layout.context together, prompts included: at least the longest prompt
+    with its completion; more is faster and takes more memory, and changes no gradient"""
     updates_per_step: Count = Field(1, description="optimizer steps a step, each on its part of the step's groups")
     router_replay: Literal["none", "recompute", "rollout"] = "none"
     """experts forced in training: those of a forward pass under the step's starting weights (recompute, R2), or those of
@@ -126,8 +129,8 @@ class SyncConfig(Settings):
 
     backend: SyncBackend = "auto"
     """shm: files that every engine reads; nccl: each rank's shards straight to the engines' GPUs; ipc: the same between
-    processes on one GPU; auto: ipc for rollout.placement=colocated, nccl for engines on GPUs of their own, shm without GPUs
-    or where sync.directory is set"""
+    processes on one GPU; auto: ipc for rollout.placement=colocated, nccl for engines on GPUs of their own, shm without GPUs,
+    in one process (placement=local), for rollout.vllm.quantization, and where sync.directory is set"""
     cpu_twin: bool = False
     """without CUDA: nccl over gloo, ipc over a file in /dev/shm (to try the path, not to be fast)"""
     bucket_mib: int = Field(256, gt=0, le=MOST_MIB)
