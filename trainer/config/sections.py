@@ -30,9 +30,7 @@ class RunSection(Settings):
 
     name: str | None = Field(None, description="directory under `dir`; default: preset and UTC time, never a collision")
     dir: Annotated[str, AfterValidator(os.path.expanduser)] = Field("runs", description="where run directories go")
-    steps: Count = Field(
-        32, description="steps: each trains a batch by trainer.updates_per_step updates and publishes the weights"
-    )
+    steps: Count = Field(32, description="policy updates, each of trainer.updates_per_step optimizer steps")
     seed: int = Field(0, ge=0, le=MOST_SEED, description="every generator of the run derives from it")
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """cuda: refused where PyTorch sees no GPU; auto: only where there is one that it does not see; cpu: never

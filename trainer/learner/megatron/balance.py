@@ -32,7 +32,8 @@ from megatron.core.transformer.moe.moe_utils import (
 )
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor
-from torch.nn import Module
+
+from marsrl.trainer.learner.megatron.head import PolicyModel
 
 Counts = dict[int, Tensor]
 """{MoE layer, from 0 in the whole model: [E] int64 choices of each expert over all ranks}, of this rank's layers."""
@@ -102,7 +103,7 @@ class BalancedRouter(TopKRouter):
 
 
 @contextmanager
-def count_experts(model: Module) -> Iterator[Callable[[], Counts | None]]:
+def count_experts(model: PolicyModel) -> Iterator[Callable[[], Counts | None]]:
     """Count the router's choices in the body's forward passes without gradients, of which each token has one.
 
     Yields what gives the counts over all ranks, once the body is left; None if no pass was made. Collective.
@@ -113,7 +114,7 @@ def count_experts(model: Module) -> Iterator[Callable[[], Counts | None]]:
 
 @contextmanager
 def balance_experts(
-    model: Module, coefficient: float, num_tokens: int, counts: Counts | None
+    model: PolicyModel, coefficient: float, num_tokens: int, counts: Counts | None
 ) -> Iterator[Callable[[], ExpertLoad | None]]:
     """Add the gradient of the balancing loss in the body's backward passes, of which each micro-batch of the update has one.
 
@@ -130,14 +131,14 @@ def balance_experts(
         yield partial(_load, model, tallies, num_tokens)
 
 
-def _counts(model: Module, tallies: dict[int, _Tally]) -> Counts | None:
+def _counts(model: PolicyModel, tallies: dict[int, _Tally]) -> Counts | None:
     if not any(each.sums for each in tallies.values()):
         return None
     sums = _sums(model, tallies)
     return {layer: sums[layer, 0].long() for layer in tallies}
 
 
-def _load(model: Module, tallies: dict[int, _Tally], num_tokens: int) -> ExpertLoad | None:
+def _load(model: PolicyModel, tallies: dict[int, _Tally], num_tokens: int) -> ExpertLoad | None:
     if not tallies:
         return None
     choices, probabilities = _sums(model, tallies).unbind(1)
@@ -146,7 +147,7 @@ def _load(model: Module, tallies: dict[int, _Tally], num_tokens: int) -> ExpertL
     return ExpertLoad(*torch.stack([loss, loads.max(), loads.min()]).tolist())
 
 
-def _sums(model: Module, tallies: dict[int, _Tally]) -> Tensor:
+def _sums(model: PolicyModel, tallies: dict[int, _Tally]) -> Tensor:
     """[layers of the whole model, 2, E] float64 over all ranks: those of other pipeline stages have other layers."""
     config = model.config
     device = next(iter(tallies.values())).sums[0].device
@@ -158,7 +159,7 @@ def _sums(model: Module, tallies: dict[int, _Tally]) -> Tensor:
 
 
 @contextmanager
-def _installed(model: Module, tally: Callable[[int], _Tally]) -> Iterator[dict[int, _Tally]]:
+def _installed(model: PolicyModel, tally: Callable[[int], _Tally]) -> Iterator[dict[int, _Tally]]:
     routers = {each.layer_number - 1: each for each in model.modules() if isinstance(each, BalancedRouter)}
     tallies = {layer: tally(layer) for layer in routers}
     try:
