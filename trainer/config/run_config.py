@@ -97,17 +97,23 @@ class RunConfig(Settings):
         return self.trains_whole or self.rollout.pipeline == "trajectory"
 
     @property
-    def versions_old(self) -> int:
-        """About how many versions a sample's first token can be behind the one that trains on it.
+    def ends_in_step(self) -> bool:
+        """True if, without overlap, a problem ends in the step in which it begins."""
+        return self.rollout.pipeline == "trajectory" or find_orchestration(self.orchestration).plays_sessions
 
-        Where samples are trained together and each call of the team is made a step later, the first ones wait for the last call.
-        """
-        rollout = self.rollout
-        ends_in_step = rollout.pipeline == "trajectory" or find_orchestration(self.orchestration).plays_sessions
-        if ends_in_step and not rollout.overlap:
+    @property
+    def waits_for_team(self) -> bool:
+        """True if a problem's first samples are trained with its last ones, although each call of the team takes a step."""
+        return self.trains_whole and not self.ends_in_step and len(self.agents) > 1
+
+    @property
+    def versions_old(self) -> int:
+        """About how many versions a sample's first token can be behind the one that trains on it."""
+        overlap = self.rollout.overlap
+        if self.ends_in_step and not overlap:
             return 0
-        calls = len(self.agents) if self.trains_whole and not ends_in_step else 1
-        return calls * rollout.segments - 1 + (rollout.overlap + 1 if rollout.overlap else 0)
+        calls = len(self.agents) if self.waits_for_team else 1
+        return calls * self.rollout.segments - 1 + (overlap + 1 if overlap else 0)
 
     def rollout_of(self, policy: str) -> RolloutConfig:
         """`rollout` with the engines and vllm of the policy, or of its base, in whose engines it decodes."""

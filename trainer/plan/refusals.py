@@ -58,7 +58,7 @@ def stale_samples(config: RunConfig) -> list[str]:
         return []
     causes = [f"rollout.overlap={rollout.overlap}"] if rollout.overlap else []
     causes += [f"rollout.segments={rollout.segments}"] if rollout.segments > 1 else []
-    if config.trains_whole and rollout.pipeline == "agentic":
+    if config.waits_for_team:
         causes.append("rollout.pipeline=agentic with credit over all of a problem's samples")
     old = "the weights at the step's start" if loss.old_policy == "recompute" else "the present weights"
     return [
