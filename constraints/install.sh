@@ -26,13 +26,23 @@ fi
   || die "$PYTHON is $("$PYTHON" --version 2>&1); marsrl needs Python 3.11 or 3.12"
 "$PYTHON" -c 'import venv, ensurepip' 2>/dev/null \
   || die "$PYTHON has no venv module; on Debian or Ubuntu: apt-get install python3-venv"
-command -v g++ >/dev/null || die "g++ is missing (it builds the CPU kernels); on Debian or Ubuntu: apt-get install g++"
+[ "${MARSRL_BUILD:-auto}" = off ] || command -v g++ >/dev/null \
+  || die "g++ is missing (it builds the CPU kernels); on Debian or Ubuntu: apt-get install g++; or leave the kernels out: MARSRL_BUILD=off"
 
 [ -x .venv/bin/python ] || { say "making .venv with $("$PYTHON" --version)"; "$PYTHON" -m venv .venv; }
 pip() { .venv/bin/python -m pip --disable-pip-version-check "$@"; }
 
+# The packages that pip names, as a count every 25: its own output is a page for each.
+progress() {
+  awk '/^(Collecting|Requirement already satisfied)/ { if (++n % 25 == 0) print "install: " n " packages found" }
+       /^Installing collected packages/ { print "install: unpacking " n " packages" } { fflush() }'
+}
+
 has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; }
 DEVICE=${MARSRL_DEVICE:-$(has_gpu && echo cuda || echo cpu)}
+header=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h
+[ "$DEVICE" = cpu ] || [ -f "$header" ] \
+  || say "warning: $header is missing, and Triton needs it on GPUs; on Debian or Ubuntu: apt-get install python3-dev"
 other=$([ "$DEVICE" = cuda ] && echo cpu || echo cuda)
 lock=constraints/$DEVICE.txt
 rm -f .venv/.installed  # until all is in place
@@ -48,7 +58,7 @@ if [ -n "$foreign" ] || { [ -n "$has" ] && [ "$DEVICE" != "$([[ $has = *+cpu ]] 
 fi
 
 torch=$(grep -o '^torch==[^ ]*' "$lock")
-say "the $DEVICE set: $torch, vLLM, Ray, Megatron-core, ..."
+say "the $DEVICE set: $torch, vLLM, Ray, Megatron-core, ...: $(grep -c '==' "$lock") packages, several GB, in some minutes"
 if [ "$DEVICE" = cpu ]; then
   index=${TORCH_INDEX:-https://download.pytorch.org/whl/cpu}
   # pip's configured sources first: a mirror or a local file serves; then PyTorch's own index of CPU builds.
@@ -59,7 +69,8 @@ else
   pip install -q --no-compile --no-deps "$torch,!=${torch#torch==}+cpu"
 fi
 # --no-deps: the lock has all that is needed, and a resolver would fetch what it leaves out, a second PyTorch with it.
-pip install -q --no-compile --no-deps -r "$lock"
+pip install --progress-bar off --no-compile --no-deps -r "$lock" | progress
+say "compiling modules"
 # on all cores, where pip has one; templates among the files are no Python, which it reports by its status
 .venv/bin/python -m compileall -qq -j 0 .venv/lib || true
 say "marsrl (MARSRL_BUILD=${MARSRL_BUILD:-auto})"

@@ -7,7 +7,9 @@ import os
 import platform
 import shutil
 import sys
+import sysconfig
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -55,6 +57,7 @@ def examine(config: RunConfig | None = None, num_nodes: int = 1, ranks_per_node:
         *_engines(installed),
         *_megatron(installed),
         Finding("build", "nvcc", nvcc is not None, nvcc or "not found: no CUDA kernels are built"),
+        python_header(),
         *sandbox_findings(settings),
         *ray_findings(settings),
     ]
@@ -133,6 +136,13 @@ def gpu_findings() -> Iterator[Finding]:
     if cut_off:
         peers = f"no direct way between {', '.join(cut_off)}: NCCL goes through host memory there (nvidia-smi topo -m)"
     yield Finding("gpu", "peer access", not cut_off, peers)
+
+
+def python_header() -> Finding:
+    """Python's C header, with which Triton compiles the launcher of a kernel at its first use."""
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    missing = f"{header} is missing: Triton compiles no kernel on GPUs; apt-get install python3-dev"
+    return Finding("build", "Python.h", header.is_file(), str(header) if header.is_file() else missing)
 
 
 def _kernels() -> Iterator[Finding]:
