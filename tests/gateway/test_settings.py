@@ -16,7 +16,7 @@ from marsrl.trainer.checks.preflight import preflight
 from marsrl.trainer.commands.cli import main
 from marsrl.trainer.config.read import ConfigError, read_config
 
-TEAM = ("orchestration=external", "agents={solver: {policy: main}, verifier: {policy: main}}")
+TEAM = ("task=arithmetic", "orchestration=external", "agents={solver: {policy: main}, verifier: {policy: main}}")
 LOCAL = ("rollout.engine=local", "rollout.placement=local")
 
 
@@ -25,13 +25,13 @@ LOCAL = ("rollout.engine=local", "rollout.placement=local")
     [
         (TEAM, "the section external is not set"),
         (["external={command: ['true']}"], "orchestration is verifier_corrector, and the section external is set"),
-        (["orchestration=external", "external={command: ['true']}"], "found none; expected at least one"),
+        (["task=arithmetic", "orchestration=external", "external={command: ['true']}"], "found none; expected at least one"),
         ([*TEAM, "external.function=my_agent.py"], "expected FILE.py:NAME"),
         ([*TEAM, "external={function: 'a.py:run', command: ['true']}"], "give one of the first three"),
         ([*TEAM, "external={function: 'a.py:run', workers: 0}"], "none of them with workers=0"),
         ([*TEAM, "external={workers: 0, port: 8000}"], "set external.port and external.key_env"),
         ([*TEAM, "external.command=['true']", "rollout.group_completion=drop_stragglers"], "external.timeout_s ends"),
-        (["orchestration=external", "agents={'a/b': {}}", "external.command=['true']"], "names of letters"),
+        (["task=arithmetic", "orchestration=external", "agents={'a/b': {}}", "external.command=['true']"], "names of letters"),
     ],
 )
 def test_sections_that_do_not_go_together_are_refused(words: list[str], reason: str) -> None:
@@ -63,7 +63,7 @@ def test_a_program_that_workers_could_not_start_is_refused(tmp_path: Path, exter
 def test_a_command_s_files_are_relative_to_the_settings_file(tmp_path: Path) -> None:
     assert " --url http://[::1]:7 " in join_line(ExternalConfig(workers=0, host="::1", port=7, key_env="K"))
     (tmp_path / "agent.py").touch()
-    (tmp_path / "own.yaml").write_text("{orchestration: external, external: {command: [python, agent.py, x]}}")
+    (tmp_path / "own.yaml").write_text("{task: arithmetic, orchestration: external, external: {command: [python, agent.py, x]}}")
     config, _ = read_config(tmp_path / "own.yaml", ["agents.solver.policy=main"])
     assert config.external is not None and config.external.command == ["python", f"{tmp_path}/agent.py", "x"]
 
@@ -94,13 +94,16 @@ Tried = Callable[..., list[str]]
 def tried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Tried:
     """What `marsrl try` prints of one problem that these external settings play, without the guides of its tree."""
 
-    def run(external: dict[str, object], *words: str, answers: dict[str, list[str]] | None = None) -> list[str]:
+    def run(
+        external: dict[str, object], *words: str, answers: dict[str, list[str]] | None = None, code: int = 0
+    ) -> list[str]:
         agents = {"solver": {"policy": "main"}, "verifier": {"policy": "main"}}
         config, table = tmp_path / "try.yaml", tmp_path / "answers.yaml"
-        config.write_text(yaml.dump({"orchestration": "external", "external": external, "agents": agents}))
+        settings = {"task": "arithmetic", "orchestration": "external", "external": external, "agents": agents}
+        config.write_text(yaml.dump(settings))
         table.write_text(yaml.dump(answers or {}))
         given = ["--question", "a 3 b *7", "--reference", "1", "rollout.group_size=1", *words]
-        assert main(["try", "--config", str(config), "--answers", str(table), *given]) == 0, capsys.readouterr().err
+        assert main(["try", "--config", str(config), "--answers", str(table), *given]) == code, capsys.readouterr().err
         shown = capsys.readouterr()
         assert "failed" not in shown.err  # it is in the tree
         return [line.lstrip("│├└─ ").rstrip() for line in shown.out.splitlines() if not line.startswith("#")]
@@ -155,8 +158,10 @@ def test_an_error_of_the_program_is_shown_in_full_below_the_calls_before_it(trie
     def deeper(found):
         return found["answer"]
     """
-    lines = tried({"function": program(tmp_path, text)})
+    lines = tried({"function": program(tmp_path, text)}, "rollout.group_size=2", code=1)
     assert any(line == "solver:0  1 call  reward none" for line in lines)
+    assert lines[-1].startswith("the episode ends: as episode ") and lines[-1].endswith(".0 does")  # shown whole once
+    lines = tried({"function": program(tmp_path, text)}, code=1)
     error = lines[lines.index("the episode ends: the program failed: Traceback (most recent call last):") :]
     assert 'return found["answer"]' in error and error[-1] == "KeyError: 'answer'"
 
@@ -167,7 +172,7 @@ def test_a_terminal_obeys_nothing_in_the_tree(tried: Tried, tmp_path: Path) -> N
         raise ValueError(client.chat("solver", [problem.question]).text)
     """
     words = ("--question", "a\x1b[2J", "--reference", "\x1b[5m", "--prompts")
-    lines = tried({"function": program(tmp_path, text)}, *words, answers={"solver": ["\x1b[31m"]})
+    lines = tried({"function": program(tmp_path, text)}, *words, answers={"solver": ["\x1b[31m"]}, code=1)
     assert lines[0] == "a␛[2J   (answer: ␛[5m)" and lines[-1] == "ValueError: ␛[31m"
     assert not any("\x1b" in line for line in lines)
 

@@ -82,13 +82,15 @@ class Turn(NamedTuple):
 class Rehearsal(NamedTuple):
     """A problem as it was played.
 
-    errors: by episode, if the team's own code or the program failed. turns: by sample, if a program plays.
+    errors: by episode, if the team's own code or the program failed; num_episodes: of the instance. turns: by sample, if a
+    program plays.
     """
 
     problem: Problem
     credited: Credited
     errors: dict[str, str]
     turns: Mapping[str, Sequence[Turn]]
+    num_episodes: int
 
 
 def rehearse(config: RunConfig, answers: Answers, *, question: str = "", reference: str = "") -> Rehearsal:
@@ -107,7 +109,7 @@ def rehearse(config: RunConfig, answers: Answers, *, question: str = "", referen
         turns = _turns(groups, rollout.stages.team.renderers["main"]) if config.external is not None else {}
     errors = {name: episode.error for name, episode in episodes.items() if episode.error}
     credited = credit(groups, config.credit, config.agents, group_size=config.rollout.group_size, seed=config.run.seed)
-    return Rehearsal(problem, credited, errors, turns)
+    return Rehearsal(problem, credited, errors, turns, len(episodes))
 
 
 def _turns(groups: Sequence[Group], renderer: ChatRenderer) -> dict[str, list[Turn]]:
@@ -254,7 +256,7 @@ class _CallReader:
 
 def drawn(rehearsal: Rehearsal, *, with_prompts: bool = False) -> Tree:
     """The tree of samples: a branch for each episode, below each sample its successors, and failures."""
-    problem, credited, errors, turns = rehearsal
+    problem, credited, errors, turns, _ = rehearsal
     reference = "" if problem.answer is None else f"   (answer: {problem.answer})"
     tree = Tree(literal(f"{problem.question}{reference}"))
     samples = {s.uid: s for group in credited.groups for s in group.samples}
@@ -280,9 +282,12 @@ def drawn(rehearsal: Rehearsal, *, with_prompts: bool = False) -> Tree:
             nodes[uid].add(Text(f"call {turn.number} {does} {turn.num_new} bytes: {_short(turn.text)}"))
     if not samples and not errors:
         tree.add(Text("no agent was asked"))
+    first: dict[str, str] = {}  # the first episode with each error
     for episode, error in sorted(errors.items()):
         branch = nodes.get(episode) or tree.add(Text(f"episode {episode}"))
-        branch.add(literal(f"the episode ends: {error.rstrip()}", "red"))
+        seen = first.setdefault(error, episode)
+        said = error.rstrip() if seen == episode else f"as episode {seen} does"
+        branch.add(literal(f"the episode ends: {said}", "red"))
     return tree
 
 

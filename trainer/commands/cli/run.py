@@ -20,8 +20,11 @@ def try_team(
     question: Annotated[str, Option(help="default: a problem of the task")] = "",
     reference: Annotated[str, Option(help="the right answer to --question")] = "",
     prompts: Annotated[bool, Option("--prompts", help="also show what each agent read")] = False,
-) -> None:
-    """Play one problem by a team with made-up answers and show whom it asks, and what that is worth; no model is needed."""
+) -> int:
+    """Play one problem by a team with made-up answers and show whom it asks, and what that is worth; no model is needed.
+
+    Exit code 1: every episode failed.
+    """
     import logging
 
     from marsrl.trainer.config.read import read_config
@@ -37,6 +40,7 @@ def try_team(
         logging.disable(logging.NOTSET)
     print(f"# settings: {origin}", *(f"# {line}" for line in reward_rules(read)), sep="\n")
     console(160).print(drawn(rehearsal, with_prompts=prompts))
+    return int(0 < rehearsal.num_episodes == len(rehearsal.errors))
 
 
 @command("run", "marsrl sft policies.main.model=/models/Qwen3-0.6B data.demonstrations=demos.jsonl")
