@@ -113,7 +113,15 @@ def _variable_name(value: str, info: ValidationInfo) -> str:
     return value
 
 
+def _above_0(value: float, info: ValidationInfo) -> float:
+    """A sampling temperature."""
+    if value <= 0:
+        raise ValueError(f"{info.field_name} is {value:g}; expected above 0 (top_k=1 decodes greedily, in evaluations)")
+    return value
+
+
 HttpUrl = Annotated[str, AfterValidator(_http_url)]
+Temperature = Annotated[float, AfterValidator(_above_0)]
 VariableName = Annotated[str, AfterValidator(_variable_name)]
 
 
@@ -140,7 +148,7 @@ class AgentConfig(Settings):
     prompt: str | None = None
     """prompt set that ships (`marsrl prompts`), or FILE.yaml (docs/prompts.md): how the agent is asked and read; default: the
     task's set"""
-    temperature: float = Field(1.0, gt=0, description="sampling temperature in training")
+    temperature: Temperature = Field(1.0, description="sampling temperature in training, above 0")
     top_p: PositiveShare = Field(1.0, description="trained agents need 1, or loss.truncation=renormalise")
     top_k: int = Field(-1, ge=-1, le=MOST_TOKENS)
     """trained agents need -1 (off), or loss.truncation=renormalise"""
@@ -366,8 +374,8 @@ class EvaluateConfig(Settings):
     compat: Literal["marsrl"] | None = None
     """marsrl: as the script published with arXiv:2511.11373 plays and counts (docs/evaluate.md), to compare with its
     figures"""
-    temperature: float = Field(0.6, gt=0)
-    """sampling temperature in evaluations, of all agents; agents.<name>.temperature is training's"""
+    temperature: Temperature = 0.6
+    """sampling temperature in evaluations, above 0, of all agents; agents.<name>.temperature is training's; greedy: top_k=1"""
     top_p: PositiveShare = 0.95
     """likeliest tokens of this probability together are drawn from; 1: all"""
     top_k: int = Field(-1, ge=-1, le=MOST_TOKENS)

@@ -53,10 +53,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="print the resolved config, the batch arithmetic and what becomes of run.name, then exit",
+        help="check everything, print the batch arithmetic, the placement and what becomes of run.name, then exit",
     )
+    parser.add_argument("--full", action="store_true", help="with --dry-run: also print every resolved setting, last")
     parser.add_argument("settings", nargs="*", metavar="key.sub=value", help="settings that override the file")
-    words = parser.parse_intermixed_args(arguments)
+    words, unknown = parser.parse_known_intermixed_args(arguments)
+    words.settings[:0] = unknown  # read_config says what is wrong with them
+    if words.full and not words.dry_run:
+        parser.error("--full prints the settings of a dry run: add --dry-run")
     signal.signal(signal.SIGINT, interrupt)
     signal.signal(signal.SIGTERM, interrupt)
     log_visibly()
@@ -74,15 +78,16 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(words: argparse.Namespace, is_first: bool) -> int:
-    from marsrl.trainer.checks.preflight import preflight
-    from marsrl.trainer.evaluate.rehearsal import first_update_line
-    from marsrl.trainer.runs.directory import RunDirectory
-    from marsrl.trainer.runs.existing_run import keep_settings, outlook, resume_lines
-    from marsrl.trainer.runs.lock import RunLock
-
     launcher = os.getppid()
     try:
-        config, origin = read_config(words.config, words.settings)
+        config, origin = read_config(words.config, words.settings)  # before the imports below, which take seconds
+
+        from marsrl.trainer.checks.preflight import preflight
+        from marsrl.trainer.evaluate.rehearsal import first_update_line
+        from marsrl.trainer.runs.directory import RunDirectory
+        from marsrl.trainer.runs.existing_run import keep_settings, outlook, resume_lines
+        from marsrl.trainer.runs.lock import RunLock
+
         directory, lines = None, list[str]()
         with origin.places_in_errors():
             checked = preflight(config, world_size=int(os.environ.get("WORLD_SIZE", "1")))
@@ -114,7 +119,8 @@ def _run(words: argparse.Namespace, is_first: bool) -> int:
             time.sleep(RANK_0_PRINTS_S)
         return 2
     if is_first:
-        print(f"# settings: {origin}", checked.text(with_config=words.dry_run), *lines, sep="\n", flush=True)
+        lines += ["settings:", checked.settings().rstrip()] if words.full else []
+        print(f"# settings: {origin}", checked.text(), *lines, sep="\n", flush=True)
     if words.dry_run:
         return 0
     from marsrl.rollout.imports import imports_for_good

@@ -188,9 +188,9 @@ def test_a_run_on_gpus_passes_its_checks(
 
 def dry_run(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], str]:
     """(the resolved config, all that is printed)."""
-    assert call([*words, "--dry-run"]) == 0, capsys.readouterr().err
+    assert call([*words, "--dry-run", "--full"]) == 0, capsys.readouterr().err
     shown = capsys.readouterr().out
-    return yaml.safe_load(shown[: shown.index("batch arithmetic:")]), shown
+    return yaml.safe_load(shown.partition("\nsettings:\n")[2]), shown
 
 
 TEAMS = {  # agents, and what is said of the batch

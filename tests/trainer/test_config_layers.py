@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -247,7 +249,17 @@ def test_settings_of_the_engine_that_does_not_decode_are_warned_of_by_name(tmp_p
     ("text", "words", "said"),
     [  # {}: the file
         ("- 1\n- 2\n", [], "{}"),  # which is no mapping
-        ("run: {seed: 1}\n\tsteps: 3\n", [], 'that cannot start any token in "{}", line 2'),
+        ("run: {seed: 1}\n\tsteps: 3\n", [], "{}:2: a tab indents the line; YAML wants spaces"),
+        ("run:\n  seed: 1\n \tsteps: 3\n", [], "{}:3: a tab indents the line; YAML wants spaces"),
+        ("", ["rollout.group_size", "=", "4"], "spaces around the = of 'rollout.group_size'; write key.sub=value"),
+        ("", ["rollout.group_size=", "4"], "spaces around the = of 'rollout.group_size'; write key.sub=value"),
+        ("", ["run.seed=1", "rollout.group_size", "=4"], "spaces around the = of 'rollout.group_size'"),
+        ("", ["--rollout.group_size=4"], "write rollout.group_size=4, without dashes"),
+        ("", ["agents.solver.temperature=0"], "agents.solver.temperature is 0; expected above 0 (top_k=1 decodes greedily"),
+        ("", ["evaluate.temperature=-1"], "evaluate.temperature is -1; expected above 0"),
+        ("data: {eval: p.jsonl}", [], "data.eval is set, and task=arithmetic (the default) makes its own problems: did you"),
+        ("data: {train: [{path: p.jsonl, count: 1}]}", [], "problems: did you mean task=math?"),
+        ("orchestration: external\nexternal: {function: p.py:run}\nagents: {a: {}}\n", [], "no task is set, which would"),
         ("run: {seed: 1}\nrun: {seed: 2}\n", [], 'found duplicate key run in "{}", line 2'),
         ("run: {steps: 1}\n", ["run.steps=["], "command line: while parsing a flow node did not find"),
         ("run: {steps: '${nosuch}'}\n", [], "Interpolation key 'nosuch' not found full_key: run.steps"),
@@ -261,7 +273,7 @@ def test_settings_of_the_engine_that_does_not_decode_are_warned_of_by_name(tmp_p
         ("policies:\n  main:\n    optimizer:\n      overlap_param_gather: true\n", [],
          "(policies.main.optimizer.overlap_param_gather: {}:4)"),
         ("policies:\n  judge:\n    openai:\n      model: m\n      base_url: http://me:secret@host/v1\n", [],
-         "and the config is saved: leave it out ({}:5)"),
+         "and the config is saved: leave it out (policies.judge.openai.base_url: {}:5)"),
         ("agents:\n  solver: &all\n    top_k: 5\n    top_p: 0.5\n  corrector1:\n    top_p: 0.7\n    <<: *all\n",
          ["credit.train_agents=[corrector1]"], "agents.corrector1.top_p: {}:6; agents.corrector1.top_k: {}:3"),
     ],
@@ -271,6 +283,29 @@ def test_an_error_names_the_line_of_each_setting_that_it_is_about(
 ) -> None:
     path = written(tmp_path, text)
     assert said.replace("{}", str(path)) in refusal(path, *words)
+
+
+def test_a_setting_may_be_empty_at_the_end_or_before_another() -> None:
+    assert read_config(None, ["run.name=", "run.seed=3"])[0].run.name is None
+    assert read_config(None, ["run.name="])[0].run.name is None
+
+
+def test_a_dry_run_prints_settings_last_and_only_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--dry-run"]) == 0
+    summary = capsys.readouterr().out
+    assert summary.splitlines()[1] == "batch arithmetic:" and "max_response_tokens:" not in summary
+    assert main(["--dry-run", "--full"]) == 0
+    whole = capsys.readouterr().out
+    assert whole.startswith(f"{summary}settings:\n") and "  max_response_tokens: " in whole
+
+
+def test_a_wrong_key_is_refused_before_anything_heavy_is_imported() -> None:
+    script = (
+        "import sys; from marsrl.trainer.main import main; code = main(['rolout.group_size=4'])\n"
+        "print(code, sorted({'torch', 'transformers', 'ray', 'vllm'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout == "2 []\n" and "did you mean rollout?" in done.stderr
 
 
 def test_what_preflight_refuses_names_the_line_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

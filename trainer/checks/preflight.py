@@ -84,10 +84,13 @@ class Checked:
         found = zip(sources(self.config.task), (self.problems.train, self.problems.held_out), strict=True)
         return {key: fingerprint(problems) for key, problems in found if problems}
 
-    def text(self, *, with_config: bool) -> str:
-        """The batch arithmetic, preceded by the resolved config if with_config."""
+    def settings(self) -> str:
+        """Every resolved setting, as YAML."""
         whole = self.config.model_copy(update={"policies": {**self.config.policies, **self.curators}})
-        config = yaml.safe_dump(whole.model_dump(mode="json"), sort_keys=False) if with_config else ""
+        return yaml.safe_dump(whole.model_dump(mode="json"), sort_keys=False)
+
+    def text(self) -> str:
+        """Summary of the run: batch arithmetic, placement, data, warnings."""
         lines = ["batch arithmetic:", *(f"  {line}" for line in self.plan)]
         lines += ["placement:", *(f"  {line}" for line in self.placement)]
         if self.problems.num_skipped:
@@ -100,7 +103,7 @@ class Checked:
         device = engines_device(self.host)
         lines += [f"policies.{name}: {who_draws(vllm, device)}" for name, vllm in vllm_of(self.config).items()]
         lines += [f"a turn of policies.{name} ends with {ends}" for name, ends in self.ends.items()]
-        return config + "\n".join([*lines, *(f"warning: {warning}" for warning in self.warnings)])
+        return "\n".join([*lines, *(f"warning: {warning}" for warning in self.warnings)])
 
 
 def preflight(

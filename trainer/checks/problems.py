@@ -75,11 +75,6 @@ def _trained_too(train: Sequence[Problem], held_out: Sequence[Problem], of_train
 def read_data(config: RunConfig) -> RunProblems:
     """Problems read from the files, or through a user's own task; none without a file."""
     data = config.data
-    for key, value in (("data.train", data.train), ("data.eval", data.eval)):
-        if value and config.task == "arithmetic":
-            raise ConfigError(
-                f"{key} is set, and task=arithmetic makes its own problems; set task=math or qa, or leave it out"
-            )
 
     def read(path: str) -> ReadResult:
         return read_problems(

@@ -21,6 +21,7 @@ def check_agreement(config: RunConfig, *, trains: bool) -> None:
 
     trains: False if nothing is trained, so that all policies may be frozen.
     """
+    _check_data(config)
     for name, policy in config.policies.items():
         _check_policy(config, name, policy)
     if not config.trained_policies and trains:
@@ -38,6 +39,16 @@ def check_agreement(config: RunConfig, *, trains: bool) -> None:
         if config.rollout_of(name).vllm.quantization is not None:
             _check_quantised(config, name, is_trained=trains and name in config.trained_policies)
     _check_credit(config)
+
+
+def _check_data(config: RunConfig) -> None:
+    """Refuse problem files beside the built-in task, which would play its own problems instead."""
+    given = [key for key in ("train", "eval") if getattr(config.data, key)]
+    if given and config.task == "arithmetic":
+        raise ValueError(
+            f"data.{given[0]} is set, and task=arithmetic (the default) makes its own problems: did you mean task=math? For "
+            f"problems of other kinds, task=qa or your own task (docs/own_task.md); for arithmetic leave data.{given[0]} out"
+        )
 
 
 def _check_agent(config: RunConfig, name: str, agent: AgentConfig, *, is_trained: bool) -> None:

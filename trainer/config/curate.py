@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from marsrl.rollout.config import Count, CountOr0, Settings, Share, Tokens
+from marsrl.rollout.config import Count, CountOr0, Settings, Share, Temperature, Tokens
 
 Fate = Literal["drop", "keep"]
 
@@ -37,7 +37,7 @@ class CriterionConfig(Settings):
     missing: Fate = Field("drop", description="questions without a readable verdict")
     max_missing_share: Share = 0.1
     """of questions without a readable verdict; with more the command stops"""
-    temperature: float = Field(0.6, gt=0, description="sampling temperature")
+    temperature: Temperature = Field(0.6, description="sampling temperature, above 0")
     top_p: float = Field(0.95, gt=0, le=1)
     """likeliest tokens of this probability together are drawn from; 1: all"""
     max_input_tokens: Tokens = Field(8192, description="of a prompt; a longer one is not asked")

@@ -42,6 +42,10 @@ def layer_of_file(path: Path, label: str) -> Layer:
         settings = OmegaConf.load(path)
         node = yaml.compose(path.read_text("utf-8"))
     except (OmegaConfBaseException, yaml.YAMLError, OSError, UnicodeDecodeError) as error:
+        mark = getattr(error, "problem_mark", None)  # set by errors of YAML's syntax
+        lines = [] if mark is None else [*path.read_text("utf-8").splitlines(), ""]
+        if mark is not None and lines[mark.line].lstrip(" ").startswith("\t"):
+            raise ConfigError(f"{label}:{mark.line + 1}: a tab indents the line; YAML wants spaces") from error
         raise ConfigError(f"{label}: {in_one_line(error)}") from error
     if not isinstance(settings, DictConfig):
         raise ConfigError(f"{label}: expected a mapping of settings at the top")
@@ -51,10 +55,14 @@ def layer_of_file(path: Path, label: str) -> Layer:
 def layer_of_words(words: Sequence[str]) -> Layer:
     """The settings in the command line's words `key.sub=value`; ConfigError for a malformed word."""
     label = "command line"
-    for word in words:
-        key, equals, _ = word.partition("=")
+    for place, word in enumerate(words):
+        key, equals, value = word.partition("=")
+        after = [*words[place + 1 :], ""][0]
+        if after[:1] == "=" or (equals and not value and after and "=" not in after):
+            raise ConfigError(f"{label}: spaces around the = of {key.strip()!r}; write key.sub=value without spaces")
         if not equals or not key or key.startswith("-"):
-            raise ConfigError(f"{label}: {word!r} is not a setting; write key.sub=value (--help lists the options)")
+            advice = word.lstrip("-") + ", without dashes" if equals and key else "key.sub=value"
+            raise ConfigError(f"{label}: {word!r} is not a setting; write {advice} (--help lists the options)")
     try:
         settings = OmegaConf.from_dotlist(list(words))
     except (OmegaConfBaseException, yaml.YAMLError) as error:

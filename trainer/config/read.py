@@ -100,7 +100,14 @@ def _inherited(given: Sequence[Layer]) -> list[Layer]:
             message = f"preset: {named!r} is none of the shipped presets; they are {', '.join(preset_names())}, or none"
             raise ConfigError(ConfigOrigin(given).with_places(message))
         layers.insert(0, _read_preset(named))
-    task = _last(layers, "task") or "arithmetic"
+    task = _last(layers, "task")
+    if task is None and _last(layers, "orchestration") == "external":
+        message = (
+            "orchestration is external and no task is set, which would give your program the built-in toy's problems: set "
+            "task=math with data.train=FILE, your own task (docs/own_task.md), or task=arithmetic for the toy"
+        )
+        raise ConfigError(ConfigOrigin(given).with_places(message))
+    task = task or "arithmetic"
     task = "math" if is_own(task) else task
     if task not in DEFAULT_FOR_TASK:
         message = f"task: {task!r} is not known; tasks: {', '.join(DEFAULT_FOR_TASK)}, and your own as FILE.py:CLASS"
@@ -230,6 +237,8 @@ def explain(error: ValidationError, origin: ConfigOrigin) -> str:
             lines.append(f"{key}: unknown key; {nearest(where)}{given}")
         elif problem["type"] == "value_error":
             reason = str(problem["ctx"]["error"]) if "ctx" in problem else problem["msg"]
+            if where and reason.startswith(f"{where[-1]} "):  # a field's own validator knows its last name alone
+                reason = key + reason.removeprefix(where[-1])
             placed = origin.with_places(reason)
             lines.append(placed if placed != reason else f"{reason}{given}")
         else:
