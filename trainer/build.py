@@ -102,8 +102,12 @@ def open_run(checked: Checked, directory: RunDirectory | None) -> Iterator[Run]:
         for name, policy in trained.items():
             pool = policy.base or name
             shared = (learner.base for other, learner in learners.items() if pool in (other, trained[other].base))
-            learners[name] = _learner(config, name, models[name], next(shared, None))
-        team = stack.enter_context(open_team(checked, models)) if rank() == 0 else None
+            with console.part(f"loading {models[name]} to train {name}"):
+                learners[name] = _learner(config, name, models[name], next(shared, None))
+        team = None
+        if rank() == 0:
+            with console.part("starting engines"):
+                team = stack.enter_context(open_team(checked, models))
         syncs: dict[str, WeightSync] = {}
         for name in trained:
             syncs[name] = _sync(config, name, models[name], team.pool_of(name) if team is not None else None)

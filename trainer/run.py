@@ -85,6 +85,7 @@ class Run:
         self.untrained: Counter[str] = Counter()  # reasons why steps since this start trained nothing; rank 0
         self.resumed_step = 0
         self.has_trained = False  # this step
+        self.has_shown_sample = False  # on the console, since this start
         self.bad_steps: dict[str, list[int]] = {}  # consecutive steps that a policy skipped, this one included
         self.stop = StopSignals()
         self.saved_step, self.saved_s = 0, time.monotonic()
@@ -153,7 +154,7 @@ class Run:
             if restored is not None and restored.rollout is not None:
                 self.driver.rollout.restore(restored.rollout)
         for policy in self.learners:
-            with self.timed("publish"):
+            with self.console.part(f"sending the weights of {policy} to its engines"), self.timed("publish"):
                 self._sync(policy)
         if self.config.run.evaluate:
             bounds = accuracy_before_rl(self.config) if self.started else {}
@@ -188,7 +189,11 @@ class Run:
                 raise Stopped
 
         try:
-            return self.standby.during(lambda: self._rank_0.play(self.versions, title, look))
+            batch = self.standby.during(lambda: self._rank_0.play(self.versions, title, look))
+            if batch is not None and batch.groups and not self.has_shown_sample:
+                self.console.sample(batch.groups[0].samples[0])
+                self.has_shown_sample = True
+            return batch
         except Stopped:
             if self.step - 1 > self.saved_step:
                 self._save(self.step - 1, before)

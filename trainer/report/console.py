@@ -23,12 +23,14 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from marsrl.rollout.types import Sample
 from marsrl.trainer.report.cost import COLUMNS, MEANING, episode_costs
 from marsrl.trainer.report.metrics import append_warning
 from marsrl.trainer.report.summary import AtK, Estimate, Evaluation, Summary, compared, of_other_inputs
 from marsrl.trainer.visible import visible
 
 Say = Callable[[str], None]
+MOST_SHOWN = 4000  # characters of a text of the first sample
 PLAIN_INTERVAL_S = 15.0  # seconds between lines of a bar in a file: keeps a 10-minute run under a hundred lines
 
 
@@ -99,6 +101,30 @@ class RunConsole:
     def message(self, text: str) -> None:
         self._console.print(literal(text), soft_wrap=True)
 
+    @contextmanager
+    def part(self, text: str) -> Iterator[None]:
+        """Say that a part of the start has begun, and how many seconds it took."""
+        self.message(f"{text} ...")
+        began = time.monotonic()
+        yield
+        self.message(f"{text}: {time.monotonic() - began:.1f} s")
+
+    def sample(self, sample: Sample) -> None:
+        """Print a sample whole: what its agent read and wrote, what was found in that, and its reward."""
+        found = "neither an answer nor a verdict"
+        if sample.answer is not None:
+            found = f"the answer {sample.answer!r}"
+        elif sample.verdict is not None:
+            found = f"the verdict {'correct' if sample.verdict else 'wrong'}"
+        reward = "no reward" if sample.reward.is_missing else f"reward {sample.reward.value:g}"
+        note = f" ({sample.reward.note})" if sample.reward.note else ""
+        self.message(
+            f"first sample, {sample.uid}\n"
+            f"--- {sample.agent} read {len(sample.prompt_ids):,} tokens:\n{_cut(sample.prompt_text)}\n"
+            f"--- it wrote {len(sample.token_ids):,} tokens ({sample.finish}):\n{_cut(sample.text)}\n"
+            f"--- found in them: {found}; {reward}{note}"
+        )
+
     def keep_warnings(self, path: Path) -> None:
         """Append warnings to this file too, with the step of each."""
         self._kept = path
@@ -145,6 +171,12 @@ class RunConsole:
         if not self._console.is_terminal:
             self._console.width = max(self._console.width, 160)
         self._console.print(table)
+
+
+def _cut(text: str) -> str:
+    """The text, without its middle if it is long."""
+    left_out = len(text) - MOST_SHOWN
+    return text if left_out <= 0 else f"{text[: MOST_SHOWN // 2]} [{left_out:,} characters] {text[-MOST_SHOWN // 2 :]}"
 
 
 def literal(text: str, style: str = "") -> Text:

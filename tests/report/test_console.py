@@ -1,0 +1,35 @@
+"""The console of a run, where it is no terminal."""
+
+from __future__ import annotations
+
+import io
+import re
+from dataclasses import replace
+
+from made_up_run import make_sample
+
+from marsrl.rollout.types import MISSING, Reward
+from marsrl.trainer.report.console import MOST_SHOWN, RunConsole
+
+
+def test_a_part_of_the_start_is_named_before_and_after_with_its_seconds() -> None:
+    printed = io.StringIO()
+    with RunConsole(stream=printed).part("starting engines"):
+        assert printed.getvalue() == "starting engines ...\n"
+    assert re.fullmatch(r"starting engines: \d+\.\d s", printed.getvalue().splitlines()[-1])
+
+
+def test_the_first_sample_shows_what_was_read_written_found_and_paid() -> None:
+    printed, sample = io.StringIO(), make_sample("000001/solver:0")
+    asked = replace(sample, prompt_text="2 + 2\x1b[2J", full_text="a" * (MOST_SHOWN + 7) + "\nIt is [bold]4[/bold].")
+    RunConsole(stream=printed).sample(replace(asked, answer="4"))
+    RunConsole(rank=1, stream=printed).sample(asked)  # another rank's
+    text = printed.getvalue()
+    assert text.startswith(f"first sample, 000001/solver:0\n--- solver read {len(sample.prompt_ids):,} tokens:\n2 + 2␛[2J\n")
+    assert "[29 characters]" in text and text.count("first sample") == 1
+    assert text.endswith("It is [bold]4[/bold].\n--- found in them: the answer '4'; reward 1\n")
+    unread = replace(asked, answer=None, verdict=None, reward=Reward(MISSING, MISSING, note="no judgement"))
+    RunConsole(stream=printed).sample(unread)
+    assert printed.getvalue().endswith("found in them: neither an answer nor a verdict; no reward (no judgement)\n")
+    RunConsole(stream=printed).sample(replace(unread, verdict=False))
+    assert "the verdict wrong; no reward" in printed.getvalue()
