@@ -1,0 +1,214 @@
+r"""One spelling of an answer's LaTeX for each meaning; commands that only set type are dropped.
+
+    x^10, \dfrac12, \left( a,\ b \right), 2 \times 3, sqrt(2), \mathbf{v}
+    x^{10}, \frac{1}{2}, (a,b), 2\cdot3, \sqrt{2}, v
+
+Answers are hostile input: each function takes time linear in the text's length, times the nesting of wrappers.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Sequence
+
+Tokens = Sequence[str]
+
+# Words stay together, marked by \text: \text{cm} is no product of c and m. The other wrappers only change the font.
+_WRAPPER = re.compile(
+    r"\\(?:(text(?:bf|it|rm|sf|tt|normal)?|mbox|hbox|mathrm|mathsf|mathtt|operatorname\*?)|"
+    r"boxed|fbox|mathbf|mathit|boldsymbol|bm|emph)\s*\{([^{}]*)\}"
+)
+_MOST_NESTED = 4  # wrappers within wrappers
+_TEXT = re.compile(r"\\text\{([^{}]*)\}")
+_WORD = re.compile(r"[^\W\d_]{2,}")
+_UNIT_VECTOR = re.compile(r"\\(?:hat|widehat|vec)\s*\{?\s*\\?([ijk])(?:math)?\s*(?:\}|(?![a-zA-Z}]))")
+_DEGREE = re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-zA-Z]))|(?:\^\s*)?\\degree(?![a-zA-Z])")
+_MODULUS = re.compile(r"\(\s*\\?b?mod(?![a-zA-Z])\s*\{?(\w+)\}?\s*\)")  # (mod 5)
+_THOUSANDS = re.compile(r"(?<=\d)(?:\\,|\{,\}|,\\!\s*)(?=\d{3}(?!\d))|(?<=\d) (?=\d{3}(?: \d{3})*$)")  # 10\,000, 10{,}000
+
+# NFKC alone would make 102 of 10², 31/2 of 3½ and R of ℝ.
+_SUPERSCRIPT = re.compile("[⁰¹²³⁴-⁹⁺⁻]+")
+_VULGAR_FRACTION = re.compile("[¼-¾⅐-⅞]")
+_BLACKBOARD = re.compile("[ℂℕℚℝℤ]")
+_DOLLARS = re.compile(r"^([+-]?)\$(?=\s*[\d.])(?=[^$]*$)")  # $5: no delimiter of mathematics
+_LOOKALIKES = str.maketrans("−⁄‘’′“”", "-/'''\"\"")
+
+_TOKEN = re.compile(
+    r"\\(?:begin|end)\s*\{[a-zA-Z]+\*?\}|\\text\{[^{}]*\}|\\[a-zA-Z]+|\\.|\d+(?:\.\d+)?|\.\d+|[a-zA-Z]+|\s+|"
+    r"\*\*|<=|>=|!=|==|.",
+    re.DOTALL,
+)
+_GROUPED = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")  # 1,234
+
+_GREEK = dict(zip("αβγδεθλμσφωπΔΩ", "alpha beta gamma delta epsilon theta lambda mu sigma phi omega pi Delta Omega".split()))
+_NAMES = {name: f"\\{name}" for name in [*_GREEK.values(), "sqrt", "infty"]} | {
+    "infinity": r"\infty", "inf": r"\infty", "oo": r"\infty", "and": r"\text{and}", "or": r"\text{or}",
+}  # fmt: skip
+_NAMES |= {
+    name: f"\\{name}"
+    for name in "sin cos tan cot sec csc sinh cosh tanh arcsin arccos arctan log ln lg exp gcd lcm max min".split()
+}
+_SPACES = frozenset(["\\,", "\\;", "\\:", "\\!", "\\ ", "~", "\\quad", "\\qquad", "\\thinspace"])
+_TYPESETTING = frozenset(["\\left", "\\right", "\\middle", "\\displaystyle", "\\textstyle", "\\limits", "\\bf", "\\rm", "$"])
+_TYPESETTING |= {f"\\{size}{side}" for size in ("big", "Big", "bigg", "Bigg") for side in ("", "l", "r", "m")}
+_ALIASES = {
+    r"\frac": r"\dfrac \tfrac \cfrac", r"\binom": r"\dbinom \tbinom", "^": "**",
+    r"\leq": r"\le \leqslant <= ≤", r"\geq": r"\ge \geqslant >= ≥", "<": r"\lt", ">": r"\gt",
+    r"\neq": r"\ne != ≠", "=": "==", r"\approx": "≈", r"\equiv": "≡",
+    r"\cdot": r"\times \ast * × · ⋅", "/": r"\div ÷", r"\pm": "±", r"\mp": "∓", r"\sqrt": "√", r"\infty": "∞",
+    r"\cup": "∪", r"\cap": "∩", r"\in": "∈", r"\emptyset": r"\varnothing ∅",
+    r"\setminus": r"\backslash \smallsetminus ∖", r"\{": r"\lbrace", r"\}": r"\rbrace", "[": r"\lbrack", "]": r"\rbrack",
+    "|": r"\lvert \rvert \vert \mid", ":": r"\colon", "%": r"\%", "'": r"\prime",
+    r"\text{and}": r"\land \wedge", r"\text{or}": r"\lor \vee", r"\ldots": r"\dots \cdots \dotsc …",
+    r"\vec": r"\overrightarrow", r"\bar": r"\overline", r"\hat": r"\widehat", r"\tilde": r"\widetilde",
+    r"\phi": r"\varphi", r"\epsilon": r"\varepsilon", r"\langle": "⟨", r"\rangle": "⟩",
+}  # fmt: skip
+_SPELLING = {alias: name for name, aliases in _ALIASES.items() for alias in aliases.split()}
+_SPELLING |= {letter: f"\\{name}" for letter, name in _GREEK.items()}
+
+OPENING = frozenset(["(", "[", "{", "\\{", "\\langle", "\\lfloor", "\\lceil"])
+CLOSING = frozenset([")", "]", "}", "\\}", "\\rangle", "\\rfloor", "\\rceil"])
+ACCENTS = frozenset(["\\vec", "\\bar", "\\hat", "\\tilde", "\\dot", "\\mathcal", "\\mathbb", "\\mathfrak", "\\mathscr"])
+_ARGUMENTS = {"\\frac": 2, "\\binom": 2, "\\sqrt": 1, "^": 1, "_": 1, "\\pmod": 1} | dict.fromkeys(ACCENTS, 1)
+
+
+def one_form(text: str) -> str:
+    """The text with one character for each meaning, and \\text{} around the words that a command sets."""
+    text = _SUPERSCRIPT.sub(lambda found: f"^{{{found[0]}}}", text)
+    text = _VULGAR_FRACTION.sub(lambda found: f" {found[0]}", text)
+    text = _BLACKBOARD.sub(lambda found: f"\\mathbb{{{unicodedata.normalize('NFKC', found[0])}}}", text)
+    text = unicodedata.normalize("NFKC", text).translate(_LOOKALIKES)
+    for _ in range(_MOST_NESTED):
+        text = _WRAPPER.sub(_unwrapped, text)
+    text = _DEGREE.sub("°", _UNIT_VECTOR.sub(r" \1", text))
+    text = _DOLLARS.sub(r"\1\\$", text.strip())
+    return _THOUSANDS.sub("", _MODULUS.sub(r"\\pmod{\1}", text))
+
+
+def without_marks(text: str) -> str:
+    """`one_form` text with the words of \\text{} bare."""
+    return _TEXT.sub(r"\1", text)
+
+
+def _unwrapped(found: re.Match[str]) -> str:
+    words, inner = found.groups()
+    if words is None:
+        return inner if found[0].startswith((r"\boxed", r"\fbox", r"\emph")) else f" {inner} "
+    if (name := inner.strip()) in _NAMES and name not in ("and", "or"):
+        return f" {_NAMES[name]} "
+    return f"\\text{{{inner}}}" if _WORD.search(inner) and "\\" not in inner else inner
+
+
+def tokens(text: str) -> list[str]:
+    """Commands, numbers, words, brackets and other characters of a `one_form` text; each run of white space is " "."""
+    if not any(bracket in text for bracket in "([") and "\\{" not in text:  # (1,234) is a pair
+        text = _GROUPED.sub(lambda found: found[0].replace(",", ""), text)
+    result: list[str] = []
+    size = False
+    for token in _TOKEN.findall(text):
+        if size and token == ".":  # \left.
+            size = False
+            continue
+        size = token in _TYPESETTING and token != "$"
+        token = _NAMES.get(token) or _SPELLING.get(token, token)
+        if token.isspace() or token in _SPACES:
+            token = " "
+        elif token.startswith("\\text{"):
+            token = f"\\text{{{' '.join(token[6:-1].split())}}}"
+        if token not in _TYPESETTING and (token, *result[-1:]) != (" ", " "):
+            result.append(token)
+    return stripped(result)
+
+
+def stripped(part: Tokens) -> list[str]:
+    """Tokens without white space at the ends."""
+    part = list(part)
+    start = 1 if part[:1] == [" "] else 0
+    return part[start : len(part) - (part[-1:] == [" "] and len(part) > start)]
+
+
+def normal(part: Tokens) -> list[str]:
+    """Tokens without white space, one for each letter of a product, and with braces around each argument."""
+    queue = [letter for token in part if token != " " for letter in (token if token.isalpha() else [token])]
+    out: list[str] = []
+    # Open commands as [arguments that they lack, are they an argument that needs braces]; open brackets as [0, closing token].
+    stack: list[list[int | str | bool]] = []
+
+    def argument_ends() -> None:
+        while stack and stack[-1][0]:
+            stack[-1][0] = int(stack[-1][0]) - 1
+            if stack[-1][0]:
+                return
+            if not stack.pop()[1]:
+                return
+            out.append("}")
+
+    i = 0
+    while i < len(queue):
+        token, waiting = queue[i], bool(stack and stack[-1][0])
+        command = out[-1] if waiting and out else ""
+        i += 1
+        if token in OPENING:
+            is_argument = waiting and (token == "{" or (token == "(" and command in ("\\sqrt", "^", "_")))
+            stack.append([0, "}" if is_argument else "", is_argument])
+            out.append("{" if is_argument else token)
+        elif token in CLOSING:
+            while stack and stack[-1][0]:
+                stack.pop()  # arguments are missing
+            _, closing, is_argument = stack.pop() if stack else [0, "", False]
+            out.append(str(closing) or token)
+            if is_argument:
+                argument_ends()
+        elif token in _ARGUMENTS:
+            if waiting:
+                out.append("{")
+            out.append(token)
+            stack.append([_ARGUMENTS[token], waiting])
+        elif waiting:
+            if token in "+-" and i < len(queue) and command in ("^", "_"):  # e^-x
+                token, i = token + queue[i], i + 1
+            elif token.isdigit() and len(token) > 1 and command not in ("^", "_"):  # \frac12
+                queue[i - 1 : i] = list(token)
+                token = queue[i - 1]
+            out += ["{", *([token[0], token[1:]] if token[0] in "+-" and len(token) > 1 else [token]), "}"]
+            argument_ends()
+        else:
+            out.append(token)
+    return out
+
+
+def joined(part: Tokens, fold: bool = False) -> str:
+    """The text of `normal` tokens. fold: the case of variables and words does not matter."""
+    letters = {token for token in part if len(token) == 1}
+    if fold and all(letter.swapcase() not in letters for letter in letters if letter.isalpha()):
+        part = [token.lower() if len(token) == 1 or token.startswith("\\text{") else token for token in part]
+    text = "".join(f"{token} " if token[-1].isalnum() else token for token in part)
+    return text.rstrip()
+
+
+def split(part: Tokens, separators: Sequence[str]) -> tuple[list[list[str]], list[str]]:
+    """The parts between separators outside brackets and environments, and the separators."""
+    parts: list[list[str]] = [[]]
+    found: list[str] = []
+    depth = 0
+    for token in part:
+        if token in separators and depth == 0:
+            parts.append([])
+            found.append(token)
+            continue
+        depth += (token in OPENING or token.startswith("\\begin")) - (token in CLOSING or token.startswith("\\end"))
+        parts[-1].append(token)
+    return [stripped(each) for each in parts], found
+
+
+def bracketed(part: Tokens) -> bool:
+    """True if the first token's bracket is closed by the last token."""
+    if len(part) < 2 or part[0] not in OPENING or part[-1] not in CLOSING:
+        return False
+    depth = 0
+    for token in part[:-1]:
+        depth += (token in OPENING) - (token in CLOSING)
+        if depth == 0:
+            return False
+    return depth == 1

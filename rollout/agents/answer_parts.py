@@ -1,0 +1,293 @@
+r"""Equality of two mathematical answers part by part: lists, pairs, sets, intervals, inequalities, equations and matrices.
+
+    1, 2       a list, as 2 and 1, x=1 \text{ or } x=2, \frac32 \pm \frac12: in any order; also the pair and the set
+    (1, 2)     a pair: in this order; the interval, beside an interval or an inequality; not the set \{1, 2\}
+    [2, \infty), x \geq 2, \{x : 2 \leq x\}, \mathbb{R} \setminus (-\infty, 2)
+               sets of real numbers, by sympy
+    y = 2x+1   an equation: 4x-2y+2=0; also the bare 2x+1
+Single parts are compared by answer_quantities.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+from marsrl.rollout.agents.answer_latex import CLOSING, OPENING, Tokens, bracketed, joined, normal, split, stripped
+from marsrl.rollout.agents.answer_quantities import same_quantity
+from marsrl.rollout.agents.answer_values import constant, proportional
+
+if TYPE_CHECKING:
+    from sympy import Expr, Set
+
+_AND, _OR = r"\text{and}", r"\text{or}"
+_RELATIONS = ("=", "<", ">", r"\leq", r"\geq", r"\neq", r"\in", r"\approx", r"\equiv")
+_MIRRORED = {">": "<", r"\geq": r"\leq"}
+_MATRICES = ("matrix", "pmatrix", "bmatrix", "smallmatrix", "array")
+_SIGNS = {r"\pm": ("+", "-"), r"\mp": ("-", "+")}
+
+
+_NAME = re.compile(
+    r"(?:\\text\{[^{}]*\}|\\(?:vec|bar|hat|tilde|mathcal) \{[^{}]*\}|\\[a-zA-Z]+|[a-zA-Z](?: [a-zA-Z]){2,}|[a-zA-Z])"
+    r"(?: ?_\{[^{}]*\}| ?'| ?\^\{-1 \})*(?: ?\((?:[^()]|\([^()]*\))*\))?"
+)
+_NO_NAMES = frozenset(["e", "i", r"\infty", r"\pi", r"\emptyset"])
+_REGION_MARKS = frozenset(["(", "[", r"\{", "<", ">", r"\leq", r"\geq", r"\neq", r"\in", r"\mathbb", r"\emptyset"])
+
+
+@dataclass(frozen=True)
+class Several:
+    """Parts of an answer. brackets: "" for a list, "{" for a set, "(" for a tuple. name: x, if each part is a value of x."""
+
+    brackets: str
+    parts: list[list[str]]
+    name: str = ""
+
+
+def same_parts(wanted: Tokens, said: Tokens) -> bool:
+    """True if two mathematical answers are the same. The reference comes first: what it leaves out, the answer may leave out."""
+    wanted, said = _bare(wanted), _bare(said)
+    if joined(normal(wanted), fold=True) == joined(normal(said), fold=True):
+        return True
+    if not wanted or not said:
+        return False
+    here, there = _region(wanted), _region(said)
+    if here and there:
+        return here[1] == there[1] and (here[0] == there[0] or not here[0] or not there[0])
+    matrix, other_matrix = _matrix(wanted), _matrix(said)
+    if matrix and other_matrix:
+        return list(map(len, matrix)) == list(map(len, other_matrix)) and all(
+            same_parts(a, b) for a, b in zip(itertools.chain(*matrix), itertools.chain(*other_matrix), strict=True)
+        )
+    several, others = _several(wanted), _several(said)
+    if several or others:
+        return _same_several(several or Several("", [wanted]), others or Several("", [said]))
+    relation, other_relation = split(wanted, _RELATIONS), split(said, _RELATIONS)
+    if relation[1] and other_relation[1]:
+        return _same_relation(*relation, *other_relation)
+    if relation[1]:
+        return (value := _assigned(*relation)[1]) is not None and same_parts(value, said)
+    if other_relation[1]:
+        value = _assigned(*other_relation)[1]
+        if value is None and other_relation[1] == ["="] and constant(other_relation[0][1]):  # a+b=5 for 5; not for 0
+            value = other_relation[0][1]
+        return value is not None and same_parts(wanted, value)
+    return same_quantity(wanted, said)
+
+
+def _bare(part: Tokens) -> list[str]:
+    """Tokens without a final full stop and without braces or parentheses that hold a single part."""
+    part = stripped(part)
+    while bracketed(part) and part[0] in ("{", "(") and part[-1] in ("}", ")") and not any(split(part[1:-1], (",", ";"))[1]):
+        part = stripped(part[1:-1])
+    return part
+
+
+def _is_name(part: Tokens) -> bool:
+    """True for what an equation may define: x, x_1, Area, f(x), f^{-1}(x), y', (x, y)."""
+    if bracketed(part) and part[0] == "(":
+        return all(_is_name(each) for each in split(part[1:-1], (",",))[0])
+    text = joined(normal(part))
+    return _NAME.fullmatch(text) is not None and text not in _NO_NAMES
+
+
+def _assigned(sides: list[list[str]], operators: list[str]) -> tuple[str, list[str] | None]:
+    """The name that an equation defines and its value, of the last side; ("", None) for another relation."""
+    if set(operators) <= {"=", r"\approx", r"\in", r"\equiv"} and _is_name(sides[0]) and sides[-1]:
+        return joined(normal(sides[0]), fold=True), sides[-1]
+    return "", None
+
+
+def _region(part: list[str]) -> tuple[str, Set] | None:
+    """A set of real numbers, and the variable of the inequalities that describe it; None for anything else."""
+    if _REGION_MARKS.isdisjoint(part):
+        return None
+    from sympy import Intersection, Union
+
+    for word, combined in ((_OR, Union), (_AND, Intersection)):
+        parts, words = split(part, (word,))
+        if words:
+            regions = [_region(each) for each in parts]
+            known = [each for each in regions if each]
+            names = {name for name, _ in known}
+            # 1 or 2 is a list
+            if len(known) < len(regions) or len(names) > 1 or names == {""}:
+                return None
+            return names.pop(), combined(*(each for _, each in known))
+    sides, operators = split(part, _RELATIONS)
+    if operators == [r"\in"] and (inner := _region(sides[1])) and _is_name(sides[0]):
+        return joined(normal(sides[0]), fold=True), inner[1]
+    if operators:
+        return _inequality(sides, operators)
+    found = _set(part)
+    return None if found is None else ("", found)
+
+
+def _inequality(sides: list[list[str]], operators: list[str]) -> tuple[str, Set] | None:
+    """2 < x \\leq 3, and the same with several bounds; x on one side of each sign."""
+    from sympy import FiniteSet, Intersection, Interval, S, oo
+
+    if not set(operators) <= {"<", ">", r"\leq", r"\geq", r"\neq"}:
+        return None
+    names, region = set(), S.Reals
+    for left, operator, right in zip(sides, operators, sides[1:], strict=False):
+        low, high = _endpoint(left), _endpoint(right)
+        if (low is None) == (high is None):
+            return None
+        names.add(joined(normal(left if low is None else right), fold=True))
+        if not _is_name(left if low is None else right):
+            return None
+        bound = high if low is None else low
+        is_upper = (low is None) == (operator in ("<", r"\leq"))
+        is_open = operator in ("<", ">")
+        if operator == r"\neq":
+            region = region - FiniteSet(bound)
+        else:
+            region = Intersection(region, Interval(-oo, bound, True, is_open) if is_upper else Interval(bound, oo, is_open, True))
+    return (names.pop(), region) if len(names) == 1 else None
+
+
+def _set(part: list[str]) -> Set | None:
+    """An interval, a set of constants, \\mathbb{R}, and unions, intersections and differences of such."""
+    from sympy import FiniteSet, Intersection, Interval, S, Union
+
+    minus = ("-",) if r"\mathbb" in part else ()
+    for separators, combined in (((r"\setminus", *minus), None), ((r"\cup",), Union), ((r"\cap",), Intersection)):
+        parts, found = split(part, separators)
+        if found:
+            sets = [_set(each) for each in parts]
+            known = [each for each in sets if each is not None]
+            if len(known) < len(sets):
+                return None
+            return known[0] - Union(*known[1:]) if combined is None else combined(*known)
+    text = joined(normal(part))
+    literal = {r"\mathbb {R }": S.Reals, r"\mathbb {Z }": S.Integers, r"\mathbb {Q }": S.Rationals, r"\emptyset": S.EmptySet}
+    if found := literal.get(text):
+        return found
+    if not bracketed(part):
+        return None
+    inner = stripped(part[1:-1])
+    if part[0] == r"\{":
+        condition = split(inner, ("|", ":"))
+        if len(condition[1]) == 1 and (region := _region(condition[0][1])):  # \{x : x > 2\}
+            return region[1]
+        if not inner:
+            return S.EmptySet
+        values = [_endpoint(each) for each in _expanded(split(inner, (",",))[0])]
+        return FiniteSet(*values) if None not in values else None
+    if part[0] == "(" and part[-1] == ")" and any(token in inner for token in (r"\cup", r"\cap", r"\setminus")):
+        return _set(inner)
+    ends = split(inner, (",",))[0]
+    if len(ends) != 2 or part[0] not in ("(", "[") or part[-1] not in (")", "]"):
+        return None
+    low, high = map(_endpoint, ends)
+    if low is None or high is None or not low < high:
+        return None
+    return Interval(low, high, part[0] == "(", part[-1] == ")")
+
+
+def _endpoint(part: list[str]) -> Expr | None:
+    """A real constant as a sympy number; None for anything else."""
+    from sympy import Rational, oo
+
+    value = constant(part)
+    if value is None:
+        return None
+    return Rational(value.numerator, value.denominator) if isinstance(value, Fraction) else oo * int(math.copysign(1, value))
+
+
+def _matrix(part: list[str]) -> list[list[list[str]]] | None:
+    """Rows of elements, each multiplied by what stands before the matrix; brackets around it do not matter."""
+    if bracketed(part) and part[0] in ("(", "["):
+        part = stripped(part[1:-1])
+    start = next((i for i, token in enumerate(part) if token.startswith(r"\begin")), None)
+    if start is None or part[start][7:-1] not in _MATRICES or not part[-1].startswith(r"\end"):
+        return None
+    factor, body = stripped(part[:start]), part[start + 1 : -1]
+    if part[start] == r"\begin{array}" and body[:1] == ["{"]:
+        body = body[body.index("}") + 1 :] if "}" in body else body
+    factor = [*factor, "1"] if factor == ["-"] else factor[: len(factor) - (factor[-1:] == [r"\cdot"])]
+    rows = [split(row, ("&",))[0] for row in split(body, ("\\\\",))[0] if row]
+    return [[["(", *factor, ")", r"\cdot", "(", *each, ")"] if factor else each for each in row] for row in rows]
+
+
+def _expanded(parts: list[list[str]]) -> list[list[str]]:
+    """Each part with \\pm as one part for each sign: 1 \\pm 2 as 1+2 and 1-2; \\mp has the other sign."""
+    result = []
+    for part in parts:
+        signs = [token for token in part if token in _SIGNS][:4]
+        together = r"\mp" in signs or len(signs) > 3
+        for choice in itertools.product((0, 1), repeat=min(1 if together else 4, len(signs))):
+            chosen = itertools.cycle(choice)
+            result.append([_SIGNS[token][next(chosen)] if token in _SIGNS else token for token in part])
+    return result
+
+
+def _several(part: list[str]) -> Several | None:
+    """The parts of a list, a set or a tuple; None for a single part."""
+    parts, found = split(part, (",", ";", _AND, _OR))
+    if not found:
+        ratio = split(part, (":",))[0]
+        if len(ratio) > 2:
+            return Several(":", ratio)
+        if bracketed(part) and part[0] in ("(", "[", r"\{", r"\langle"):
+            inner, found = split(stripped(part[1:-1]), (",", ";"))
+            if part[0] == r"\{":
+                return Several("{", _expanded(inner))
+            if found and _SIGNS.keys().isdisjoint(part):
+                is_tuple = part[0] + part[-1] in ("()", r"\langle\rangle") or (part[0] + part[-1] == "[]" and len(inner) > 2)
+                return Several("(" if is_tuple else part[0] + part[-1], inner)
+    parts = _expanded([each for each in parts if each])  # 1, 2, and 3
+    if len(parts) < 2:
+        return None
+    named = [_assigned(*split(each, _RELATIONS)) for each in parts]
+    names = {name for name, _ in named}
+    if len(names) == 1 and "" not in names:
+        return Several("", [value or [] for _, value in named], names.pop())
+    if named[0][0] and not any(split(each, _RELATIONS)[1] for each in parts[1:]):  # n = 2, 3, 4
+        return Several("", [named[0][1] or [], *parts[1:]], named[0][0])
+    return Several("", parts)
+
+
+def _same_several(wanted: Several, said: Several) -> bool:
+    if len(wanted.parts) != len(said.parts) or (wanted.name and said.name and wanted.name != said.name):
+        return False
+    kinds = {wanted.brackets, said.brackets}
+    if kinds <= {"", "{"}:
+        rest = list(said.parts)
+        for part in wanted.parts:
+            same = next((i for i, other in enumerate(rest) if same_parts(part, other)), None)
+            if same is None:
+                return False
+            del rest[same]
+        return True
+    return (len(kinds) == 1 or kinds == {"", "("}) and all(map(same_parts, wanted.parts, said.parts))
+
+
+def _same_relation(sides: list[list[str]], operators: list[str], others: list[list[str]], their: list[str]) -> bool:
+    """Equal sides; or one equation or inequality that is a multiple of the other."""
+    sides, operators = _mirrored(sides, operators)
+    others, their = _mirrored(others, their)
+    (name, value), (other_name, other_value) = _assigned(sides, operators), _assigned(others, their)
+    if value and other_value and name == other_name:
+        return same_parts(value, other_value)
+    if operators != their:
+        return False
+    if all(map(same_parts, sides, others)) or (operators == ["="] and all(map(same_parts, sides, others[::-1]))):
+        return True
+    if len(operators) > 1 or operators[0] not in ("=", "<", r"\leq", r"\neq"):
+        return False
+    a, b = ([*left, "-", "(", *right, ")"] for left, right in (sides, others))
+    return proportional(a, b, positive=operators[0] in ("<", r"\leq"))
+
+
+def _mirrored(sides: list[list[str]], operators: list[str]) -> tuple[list[list[str]], list[str]]:
+    """The same relation without > and \\geq."""
+    if _MIRRORED.keys().isdisjoint(operators):
+        return sides, operators
+    back = {small: large for large, small in _MIRRORED.items()}
+    return sides[::-1], [_MIRRORED.get(operator, back.get(operator, operator)) for operator in operators[::-1]]

@@ -1,0 +1,230 @@
+r"""Equality of two numbers or quantities: 1,234 and 1234.0; 5 km, 5000 m and 5; 28\%, 0.28 and 28; \$5 and 5 dollars; 101_2."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from typing import NamedTuple
+
+from marsrl.rollout.agents.answer_latex import Tokens, stripped
+from marsrl.rollout.agents.answer_values import constant, same_value
+
+_FRACTION = re.compile(r"([+-]?)\\frac\s*\{?(\d{1,1000})\}?\s*\{?(\d{1,1000})\}?")
+_NUMBER = re.compile(
+    r"([+-]?)\s*(\d{1,3}(?:,\d{3})+|\d{1,1000}|(?=\.\d))(\.\d{0,1000})?"
+    r"(?:e([+-]?\d{1,3})|\s*(?:\\times|\\cdot|\*|×|·)\s*10\s*\^\s*\{?\s*([+-]?\d{1,3})\s*\}?)?(?:\s*/\s*(\d{1,1000}))?",
+    re.IGNORECASE,
+)
+_MIXED = re.compile(r"([+-]?)(\d{1,1000}) (\d{1,1000}\s*/\s*\d{1,1000})")  # 1 1/2
+_POWER_OF_TEN = re.compile(r"([+-]?)10\s*\^\s*\{?\s*([+-]?\d{1,3})\s*\}?")
+_REPEATING = re.compile(  # 0.1\overline{6}, 0.1(6), 0.1666...
+    r"([+-]?)(\d{0,1000})\.(\d{0,1000}?)(?:\\(?:overline|bar)\s*\{(\d{1,1000})\}|\((\d{1,1000})\)|(\d)\6\6+\s*(?:\.\.\.|\\[lc]?dots))"
+)
+_ROUNDED_DIGITS = 6  # a decimal of so many significant digits also stands for what rounds to it
+
+
+def number(text: str) -> Fraction | None:
+    """The value of an integer, a decimal, a fraction of integers or a mixed number; None for anything else."""
+    if found := _FRACTION.fullmatch(text):
+        sign, over, under = found.groups()
+        exponent = "0"
+    elif found := _NUMBER.fullmatch(text):
+        sign, under, exponent = found[1], found[6] or "1", found[4] or found[5] or "0"
+        over = found[2].replace(",", "") + (found[3] or "")
+    elif found := _POWER_OF_TEN.fullmatch(text):
+        sign, over, under, exponent = found[1], "1", "1", found[2]
+    elif found := _MIXED.fullmatch(text):
+        part = number(found[3])
+        return None if part is None else Fraction(f"{found[1]}1") * (int(found[2]) + part)
+    elif found := _REPEATING.fullmatch(text):
+        sign, whole, before, *repeated = found.groups()
+        period = next(digits for digits in repeated if digits)
+        value = Fraction(f"0{whole}.{before}0") + Fraction(int(period), (10 ** len(period) - 1) * 10 ** len(before))
+        return Fraction(f"{sign}1") * value
+    else:
+        return None
+    return None if int(under) == 0 else Fraction(f"{sign}{over}") * Fraction(10) ** int(exponent) / int(under)
+
+
+_PREFIXES = {"n": -9, "u": -6, "m": -3, "c": -2, "d": -1, "k": 3, "M": 6, "G": 9}
+_LONG_PREFIXES = {"nano": -9, "micro": -6, "milli": -3, "centi": -2, "deci": -1, "kilo": 3, "mega": 6, "giga": 9}
+_METRIC = {
+    "m": "meter metre", "g": "gram gramme", "s": "second sec", "J": "joule", "W": "watt", "V": "volt", "A": "ampere amp",
+    "N": "newton", "Pa": "pascal", "Hz": "hertz", "L": "liter litre", "mol": "mole", "eV": "electronvolt", "K": "kelvin",
+    "C": "coulomb", "T": "tesla", "F": "farad", "Ω": "ohm",
+}  # fmt: skip
+_OTHERS = {
+    "in": "inch inche", "ft": "foot feet", "yd": "yard", "mi": "mile", "oz": "ounce", "lb": "pound", "min": "minute",
+    "h": "hour hr", "day": "", "week": "", "month": "", "year": "yr", "am": "a.m", "pm": "p.m", "dollar": "usd $",
+    "euro": "eur €", "pound sterling": "£ gbp", "yen": "¥", "rupee": "₹", "°": "degree deg", "°C": "celsius", "°F": "fahrenheit",
+    "rad": "radian", "%": "percent pct percentage",
+}  # fmt: skip
+_SPEEDS = {"mph": "mi/h", "kph": "km/h", "kmh": "km/h"}
+_SCALES = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
+_POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
+_CURRENCIES = {"\\$": "dollar", "€": "euro", "£": "pound sterling", "¥": "yen", "₹": "rupee"}
+_SIGNS = frozenset(["°", "%", "¢", "/", "\\cdot", "\\mu", "\\Omega", ".", " ", *_CURRENCIES])
+_TEMPERATURE = re.compile(r"(?:°|\bdeg(?:ree)?s?\b)\s*(?:(c(?:elsius)?)|f(?:ahrenheit)?)\b", re.IGNORECASE)
+_PIECE = re.compile(r"(/|\bper\b)|\^\s*\{?\s*(-?\d)\s*\}?|([^\W\d_](?:\.?[^\W\d_])*|[^\w\s.])\.?|[\s.]+")
+_BASE = re.compile(r"(\d[0-9a-fA-F]*|[a-fA-F]\d[0-9a-fA-F]*)\s*_\s*\{?(\d+)\}?")
+
+
+def _table() -> dict[str, tuple[str, Fraction]]:
+    """Symbol or word: (base unit, how many of it)."""
+    one = Fraction(1)
+    table = {"cent": ("dollar", one / 100), "¢": ("dollar", one / 100), "l": ("L", one), "ml": ("L", one / 1000)}
+    for base, words in (_METRIC | _OTHERS).items():
+        table |= dict.fromkeys([base, *words.split()], (base, one))
+    for base, words in _METRIC.items():
+        table |= {prefix + base: (base, Fraction(10) ** power) for prefix, power in _PREFIXES.items() if prefix + base not in table}
+        for word in words.split():
+            table |= {prefix + word: (base, Fraction(10) ** power) for prefix, power in _LONG_PREFIXES.items()}
+    return table
+
+
+_UNITS = _table()
+
+
+class Quantity(NamedTuple):
+    number: list[str]
+    unit: tuple[tuple[str, int], ...]
+    """base units and their powers, sorted"""
+    scale: Fraction
+    """how many base units one of the unit is; 1000 for km"""
+
+
+def quantity(part: Tokens) -> Quantity | None:
+    """A number with a unit, 12 red cats among them; None: no unit, or letters that may be variables."""
+    sign = list(part[:1]) if part[:1] in (["-"], ["+"]) else []
+    if part[len(sign) : len(sign) + 1] and (currency := _CURRENCIES.get(part[len(sign)])):
+        rest = stripped(part[len(sign) + 1 :])
+        inner = quantity(rest)  # \$5 million
+        if inner and inner.unit:
+            return None
+        return Quantity(sign + (inner.number if inner else rest), ((currency, 1),), Fraction(1))
+    start = end = len(part)
+    while start:
+        token = part[start - 1]
+        if token in _SIGNS or token.isalpha() or token.startswith("\\text{"):
+            start -= 1
+        elif token.isdigit() and part[start - 2 : start - 1] == ["^"]:
+            start -= 2
+        elif token == "}" and "^" in part[start - 5 : start] and part[start - 2].isdigit():
+            start -= 2 + list(part[start - 5 : start][::-1]).index("^") - 1
+        else:
+            break
+    words = next((i for i in range(start, end) if part[i].startswith("\\text{")), end)
+    has_variables = any(token.isalpha() for token in part[:start])
+    found = None if has_variables else _with_unit(part[:start], part[start:], words < end)
+    return found or (_with_unit(part[:words], part[words:], True) if words < end else None)
+
+
+def _with_unit(number: Tokens, tail: Tokens, is_text: bool) -> Quantity | None:
+    tail = list(tail)
+    has_space = tail[:1] == [" "]
+    number, tail = stripped(number), stripped(tail)
+    if not number or number[-1] in ("+", "-", "^", "_") or not tail or tail[0] in ("/", "\\cdot", "."):
+        return None
+    text = "".join(f" {token[6:-1]} " if token.startswith("\\text{") else token for token in tail)
+    text = _TEMPERATURE.sub(lambda found: " celsius" if found[1] else " fahrenheit", text)
+    text = text.replace("\\mu", "u").replace("\\Omega", "Ω").replace("\\cdot", " ").replace("\\$", "$")
+    if not is_text and not has_space and len(text) == 1 and text.isalpha():
+        return None  # 5m may be a product
+    powers: dict[str, int] = {}
+    scale, count, sign, power, last, at = Fraction(1), 1, 1, 1, "", 0
+    while at < len(text):
+        if (found := _PIECE.match(text, at)) is None:
+            return None
+        at = found.end()
+        if found[1]:
+            sign = -1
+        elif found[2] and last:
+            powers[last] *= int(found[2])
+            scale *= last_scale ** (int(found[2]) - 1)
+        elif name := found[3]:
+            if name.lower() in _POWERS:
+                power = _POWERS[name.lower()]
+                continue
+            if name.lower() in _SCALES and not powers:
+                count *= _SCALES[name.lower()]
+                continue
+            if name.lower() in _SPEEDS:
+                text, at = text[:at] + " " + _SPEEDS[name.lower()] + text[at:], at
+                continue
+            base, one = _unit(name)
+            if one == 0:
+                if not (is_text or (len(name) > 2 and (has_space or powers))):
+                    return None
+                one = Fraction(1)
+            last, last_scale = base, one ** (sign * power)
+            powers[base] = powers.get(base, 0) + sign * power
+            scale *= last_scale
+            sign = power = 1
+    if count > 1:
+        number = ["(", *number, ")", "\\cdot", str(count)]
+    if not powers and count == 1:
+        return None
+    return Quantity(list(number), tuple(sorted(powers.items())), scale)
+
+
+def _unit(name: str) -> tuple[str, Fraction]:
+    """(base unit, how many); (the word in the singular, 0) of an unknown one."""
+    lower = name.lower()
+    for spelling in (name, lower, lower.removesuffix("s"), lower.removesuffix("es")):
+        if spelling in _UNITS:
+            return _UNITS[spelling]
+    return (lower.removesuffix("s") if len(name) > 2 else name), Fraction(0)
+
+
+def same_quantity(wanted: Tokens, said: Tokens) -> bool:
+    """True if the numbers are equal and so are the units, if both have one. Metric prefixes are converted, nothing else is."""
+    base, other_base = (_BASE.fullmatch("".join(part)) for part in (wanted, said))
+    if base and other_base:
+        return base[1].lower() == other_base[1].lower() and base[2] == other_base[2]
+    if base or other_base:  # the base may be left out
+        digits, bare = (base, said) if base else (other_base, wanted)
+        return digits is not None and digits[1].lower() == "".join(bare).lower()
+    a, b = quantity(wanted), quantity(said)
+    if a and b and a.unit and b.unit:
+        if a.scale == b.scale:
+            return a.unit == b.unit and _same_number(a.number, b.number)
+        return a.unit == b.unit and _same_number(_scaled(a), _scaled(b))
+    if a and a.unit == _PERCENT:
+        return _same_number(a.number, said) or _same_number(_hundredth(a.number), said)
+    if b and b.unit == _PERCENT:
+        value = constant(wanted)
+        is_proportion = value is None or abs(value) <= 1  # the bare 28 is 28 %, the bare 1 is no 1 %
+        return _same_number(wanted, _hundredth(b.number)) or (not is_proportion and _same_number(wanted, b.number))
+    return _same_number(a.number if a else wanted, b.number if b else said)
+
+
+_PERCENT = (("%", 1),)
+
+
+def _hundredth(part: Tokens) -> list[str]:
+    return ["(", *part, ")", "/", "100"]
+
+
+def _scaled(found: Quantity) -> list[str]:
+    return ["(", *found.number, ")", "\\cdot", "(", str(found.scale.numerator), "/", str(found.scale.denominator), ")"]
+
+
+def _same_number(wanted: Tokens, said: Tokens) -> bool:
+    a, b = number("".join(wanted)), number("".join(said))
+    if a is not None and b is not None and a == b:
+        return True
+    if (a is None or b is None) and same_value(wanted, said):
+        return True
+    return _rounds_to(wanted, a, said) or _rounds_to(said, b, wanted)
+
+
+def _rounds_to(part: Tokens, value: Fraction | None, exact: Tokens) -> bool:
+    """Is this a decimal of several digits, and does the other number, written exactly, round to it?"""
+    text = "".join(part).lstrip("+-")
+    digits, point, decimals = text.partition(".")
+    if value is None or not point or not decimals.isdigit() or "." in "".join(exact):
+        return False
+    if len((digits + decimals).lstrip("0")) < _ROUNDED_DIGITS:
+        return False
+    other = constant(exact)
+    return isinstance(other, Fraction) and abs(other - value) <= Fraction(1, 2 * 10 ** len(decimals))
