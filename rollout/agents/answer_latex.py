@@ -31,6 +31,8 @@ _THOUSANDS = re.compile(r"(?<=\d)(?:\\,|\{,\}|,\\!\s*)(?=\d{3}(?!\d))|(?<=\d) (?
 _SUPERSCRIPT = re.compile("[⁰¹²³⁴-⁹⁺⁻]+")
 _VULGAR_FRACTION = re.compile("[¼-¾⅐-⅞]")
 _BLACKBOARD = re.compile("[ℂℕℚℝℤ]")
+_BOXED = re.compile(r"\s*\\(?:boxed|fbox)\s*\{(.*)\}\s*", re.DOTALL)
+_CROSS_PRODUCT = re.compile(r"(\\(?:vec|hat|overrightarrow|mathbf|boldsymbol|bm)\s*\{[^{}]*\}\s*)\\times(?![a-zA-Z])")
 _DOLLARS = re.compile(r"^([+-]?)\$(?=\s*[\d.])(?=[^$]*$)")  # $5: no delimiter of mathematics
 _LOOKALIKES = str.maketrans("−⁄‘’′“”", "-/'''\"\"")
 
@@ -60,7 +62,7 @@ _ALIASES = {
     r"\cup": "∪", r"\cap": "∩", r"\in": "∈", r"\emptyset": r"\varnothing ∅",
     r"\setminus": r"\backslash \smallsetminus ∖", r"\{": r"\lbrace", r"\}": r"\rbrace", "[": r"\lbrack", "]": r"\rbrack",
     "|": r"\lvert \rvert \vert \mid", ":": r"\colon", "%": r"\%", "'": r"\prime",
-    r"\text{and}": r"\land \wedge", r"\text{or}": r"\lor \vee", r"\ldots": r"\dots \cdots \dotsc …",
+    r"\land": r"\wedge", r"\lor": r"\vee", r"\ldots": r"\dots \cdots \dotsc …",
     r"\vec": r"\overrightarrow", r"\bar": r"\overline", r"\hat": r"\widehat", r"\tilde": r"\widetilde",
     r"\phi": r"\varphi", r"\epsilon": r"\varepsilon", r"\langle": "⟨", r"\rangle": "⟩",
 }  # fmt: skip
@@ -79,6 +81,9 @@ def one_form(text: str) -> str:
     text = _VULGAR_FRACTION.sub(lambda found: f" {found[0]}", text)
     text = _BLACKBOARD.sub(lambda found: f"\\mathbb{{{unicodedata.normalize('NFKC', found[0])}}}", text)
     text = unicodedata.normalize("NFKC", text).translate(_LOOKALIKES)
+    if boxed := _BOXED.fullmatch(text):
+        text = boxed[1]
+    text = _CROSS_PRODUCT.sub(r"\1\\crossproduct", text)
     for _ in range(_MOST_NESTED):
         text = _WRAPPER.sub(_unwrapped, text)
     text = _DEGREE.sub("°", _UNIT_VECTOR.sub(r" \1", text))
@@ -97,7 +102,9 @@ def _unwrapped(found: re.Match[str]) -> str:
         return inner if found[0].startswith((r"\boxed", r"\fbox", r"\emph")) else f" {inner} "
     if (name := inner.strip()) in _NAMES and name not in ("and", "or"):
         return f" {_NAMES[name]} "
-    return f"\\text{{{inner}}}" if _WORD.search(inner) and "\\" not in inner else inner
+    if _WORD.search(inner) and "\\" not in inner:
+        return f"\\text{{{inner}}}"
+    return f" {inner}" if found.string[found.start() - 1 : found.start()].isalpha() else inner  # \circ\mathrm{C}
 
 
 def tokens(text: str) -> list[str]:

@@ -24,7 +24,8 @@ from marsrl.rollout.agents.answer_values import constant, proportional
 if TYPE_CHECKING:
     from sympy import Expr, Set
 
-_AND, _OR = r"\text{and}", r"\text{or}"
+_AND, _OR = (r"\text{and}", r"\land"), (r"\text{or}", r"\lor")
+_SEPARATORS = (",", ";", r"\text{and}", *_OR)
 _RELATIONS = ("=", "<", ">", r"\leq", r"\geq", r"\neq", r"\in", r"\approx", r"\equiv")
 _MIRRORED = {">": "<", r"\geq": r"\leq"}
 _MATRICES = ("matrix", "pmatrix", "bmatrix", "smallmatrix", "array")
@@ -51,7 +52,7 @@ class Several:
 def same_parts(wanted: Tokens, said: Tokens) -> bool:
     """True if two mathematical answers are the same. The reference comes first: what it leaves out, the answer may leave out."""
     wanted, said = _bare(wanted), _bare(said)
-    if joined(normal(wanted), fold=True) == joined(normal(said), fold=True):
+    if normal(wanted) == normal(said):
         return True
     if not wanted or not said:
         return False
@@ -64,19 +65,19 @@ def same_parts(wanted: Tokens, said: Tokens) -> bool:
             same_parts(a, b) for a, b in zip(itertools.chain(*matrix), itertools.chain(*other_matrix), strict=True)
         )
     several, others = _several(wanted), _several(said)
+    relation, relation_said = (([part], []) if found else split(part, _RELATIONS) for found, part in ((several, wanted), (others, said)))
+    if relation[1] and relation_said[1]:
+        return _same_relation(*relation, *relation_said)
+    if relation[1] and (value := _assigned(*relation)[1]):
+        return same_parts(value, said)
+    if relation_said[1]:
+        value = _assigned(*relation_said)[1]
+        if value is None and relation_said[1] == ["="] and constant(relation_said[0][1]):  # a+b=5 for 5; not for 0
+            value = relation_said[0][1]
+        return value is not None and same_parts(wanted, value)
     if several or others:
         return _same_several(several or Several("", [wanted]), others or Several("", [said]))
-    relation, other_relation = split(wanted, _RELATIONS), split(said, _RELATIONS)
-    if relation[1] and other_relation[1]:
-        return _same_relation(*relation, *other_relation)
-    if relation[1]:
-        return (value := _assigned(*relation)[1]) is not None and same_parts(value, said)
-    if other_relation[1]:
-        value = _assigned(*other_relation)[1]
-        if value is None and other_relation[1] == ["="] and constant(other_relation[0][1]):  # a+b=5 for 5; not for 0
-            value = other_relation[0][1]
-        return value is not None and same_parts(wanted, value)
-    return same_quantity(wanted, said)
+    return not relation[1] and same_quantity(wanted, said)
 
 
 def _bare(part: Tokens) -> list[str]:
@@ -108,8 +109,8 @@ def _region(part: list[str]) -> tuple[str, Set] | None:
         return None
     from sympy import Intersection, Union
 
-    for word, combined in ((_OR, Union), (_AND, Intersection)):
-        parts, words = split(part, (word,))
+    for alike, combined in ((_OR, Union), (_AND, Intersection)):
+        parts, words = split(part, alike)
         if words:
             regions = [_region(each) for each in parts]
             known = [each for each in regions if each]
@@ -166,8 +167,8 @@ def _set(part: list[str]) -> Set | None:
             return known[0] - Union(*known[1:]) if combined is None else combined(*known)
     text = joined(normal(part))
     literal = {r"\mathbb {R }": S.Reals, r"\mathbb {Z }": S.Integers, r"\mathbb {Q }": S.Rationals, r"\emptyset": S.EmptySet}
-    if found := literal.get(text):
-        return found
+    if text in literal:
+        return literal[text]
     if not bracketed(part):
         return None
     inner = stripped(part[1:-1])
@@ -229,7 +230,7 @@ def _expanded(parts: list[list[str]]) -> list[list[str]]:
 
 def _several(part: list[str]) -> Several | None:
     """The parts of a list, a set or a tuple; None for a single part."""
-    parts, found = split(part, (",", ";", _AND, _OR))
+    parts, found = split(part, _SEPARATORS)
     if not found:
         ratio = split(part, (":",))[0]
         if len(ratio) > 2:

@@ -18,7 +18,7 @@ _NUMBER = re.compile(
 _MIXED = re.compile(r"([+-]?)(\d{1,1000}) (\d{1,1000}\s*/\s*\d{1,1000})")  # 1 1/2
 _POWER_OF_TEN = re.compile(r"([+-]?)10\s*\^\s*\{?\s*([+-]?\d{1,3})\s*\}?")
 _REPEATING = re.compile(  # 0.1\overline{6}, 0.1(6), 0.1666...
-    r"([+-]?)(\d{0,1000})\.(\d{0,1000}?)(?:\\(?:overline|bar)\s*\{(\d{1,1000})\}|\((\d{1,1000})\)|(\d)\6\6+\s*(?:\.\.\.|\\[lc]?dots))"
+    r"([+-]?)(\d{0,1000})\.(\d{0,1000}?)(?:\\(?:overline|bar)\s*\{(\d{1,1000})\}|\((\d{1,1000})\)|(\d)\6\6+\s*(?:\.{2,3}|\\[lc]?dots))"
 )
 _ROUNDED_DIGITS = 6  # a decimal of so many significant digits also stands for what rounds to it
 
@@ -65,6 +65,7 @@ _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 _CURRENCIES = {"\\$": "dollar", "€": "euro", "£": "pound sterling", "¥": "yen", "₹": "rupee"}
 _SIGNS = frozenset(["°", "%", "¢", "/", "\\cdot", "\\mu", "\\Omega", ".", " ", *_CURRENCIES])
 _TEMPERATURE = re.compile(r"(?:°|\bdeg(?:ree)?s?\b)\s*(?:(c(?:elsius)?)|f(?:ahrenheit)?)\b", re.IGNORECASE)
+_MICRO = re.compile(r"\\mu\s*")
 _PIECE = re.compile(r"(/|\bper\b)|\^\s*\{?\s*(-?\d)\s*\}?|([^\W\d_](?:\.?[^\W\d_])*|[^\w\s.])\.?|[\s.]+")
 _BASE = re.compile(r"(\d[0-9a-fA-F]*|[a-fA-F]\d[0-9a-fA-F]*)\s*_\s*\{?(\d+)\}?")
 
@@ -127,7 +128,7 @@ def _with_unit(number: Tokens, tail: Tokens, is_text: bool) -> Quantity | None:
         return None
     text = "".join(f" {token[6:-1]} " if token.startswith("\\text{") else token for token in tail)
     text = _TEMPERATURE.sub(lambda found: " celsius" if found[1] else " fahrenheit", text)
-    text = text.replace("\\mu", "u").replace("\\Omega", "Ω").replace("\\cdot", " ").replace("\\$", "$")
+    text = _MICRO.sub("u", text).replace("\\Omega", "Ω").replace("\\cdot", " ").replace("\\$", "$")
     if not is_text and not has_space and len(text) == 1 and text.isalpha():
         return None  # 5m may be a product
     powers: dict[str, int] = {}

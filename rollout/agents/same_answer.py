@@ -35,11 +35,12 @@ _LATEX_COMMAND = re.compile(r"\\[a-zA-Z]+")
 _WORD = re.compile(r"[^\W\d_]{2,}")
 _LETTER_THEN_DIGIT = re.compile(r"[^\W\d_]\d")  # H2O: a variable's index has an underscore, its power a ^
 _STARTS_WITH_NUMBER = re.compile(r"[+-]?\s*\\?\$?\s*(?:\d|\.\d|\\[dt]?frac|\\sqrt|\\pi)")
-_OPERATORS = re.compile(r"[=^_+*<>|]|\d\s*[^\W\d_]")
+_OPERATORS = re.compile(r"[=^_+*<>|]|\\[a-zA-Z]|\d\s*[^\W\d_]")
 _MATHEMATICAL = re.compile(
     "(arc)?(sin|cos|tan|cot|sec|csc)h?|log|ln|lg|exp|sqrt|frac|pi|inf|infinity|oo|max|min|gcd|lcm|mod|det|dim|and|or|deg|"
     "alpha|beta|gamma|delta|theta|lambda|phi|omega|sigma|cup|cap|[pbv]?matrix|array|cases"
 )
+_DEFINES = re.compile(r"[^\W\d_]+(?: [^\W\d_]+)*\s*=(?=.)", re.DOTALL)  # Area = 5
 _VOWELS = frozenset("aeiou")
 _SPELLED = {
     "all real numbers": r"\mathbb{R}", "all reals": r"\mathbb{R}", "the empty set": r"\emptyset", "empty set": r"\emptyset",
@@ -99,6 +100,8 @@ def _is_text(reference: str) -> bool:
     """True for words, dates and times; False for mathematics, a number with a unit among it."""
     if _DATE_OR_TIME.fullmatch(reference) or _LETTER_THEN_DIGIT.search(_LATEX_COMMAND.sub(" ", reference)):
         return True
+    if (defines := _DEFINES.match(reference)) and not _is_text(reference[defines.end() :].strip()):
+        return False
     words = [
         word for word in _WORD.findall(_LATEX_COMMAND.sub(" ", reference)) if not _MATHEMATICAL.fullmatch(word.lower())
     ]
