@@ -8,6 +8,7 @@ Answers are hostile input: each function takes time linear in the text's length,
 
 from __future__ import annotations
 
+import itertools
 import re
 import unicodedata
 from collections.abc import Sequence
@@ -33,11 +34,13 @@ _VULGAR_FRACTION = re.compile("[¼-¾⅐-⅞]")
 _BLACKBOARD = re.compile("[ℂℕℚℝℤ]")
 _BOXED = re.compile(r"\s*\\(?:boxed|fbox)\s*\{(.*)\}\s*", re.DOTALL)
 _CROSS_PRODUCT = re.compile(r"(\\(?:vec|hat|overrightarrow|mathbf|boldsymbol|bm)\s*\{[^{}]*\}\s*)\\times(?![a-zA-Z])")
+_TIMES_TEN = re.compile(r"(?<=\d)\s*[xX]\s*(?=10\s*\^)")  # 3 x 10^8
 _DOLLARS = re.compile(r"^([+-]?)\$(?=\s*[\d.])(?=[^$]*$)")  # $5: no delimiter of mathematics
 _LOOKALIKES = str.maketrans("−⁄‘’′“”", "-/'''\"\"")
 
 _TOKEN = re.compile(
-    r"\\(?:begin|end)\s*\{[a-zA-Z]+\*?\}|\\text\{[^{}]*\}|\\[a-zA-Z]+|\\.|\d+(?:\.\d+)?|\.\d+|[a-zA-Z]+|\s+|"
+    r"\\(?:begin|end)\s*\{[a-zA-Z]+\*?\}|\\text\{[^{}]*\}|\\[a-zA-Z]+|\\.|\d+\.\d+[eE][+-]?\d{1,3}(?!\d)|\d+[eE]\d{1,3}(?!\d)|"
+    r"\d+(?:\.\d+)?|\.\d+|[a-zA-Z]+|\s+|"
     r"\*\*|<=|>=|!=|==|.",
     re.DOTALL,
 )
@@ -81,14 +84,20 @@ def one_form(text: str) -> str:
     text = _VULGAR_FRACTION.sub(lambda found: f" {found[0]}", text)
     text = _BLACKBOARD.sub(lambda found: f"\\mathbb{{{unicodedata.normalize('NFKC', found[0])}}}", text)
     text = unicodedata.normalize("NFKC", text).translate(_LOOKALIKES)
-    if boxed := _BOXED.fullmatch(text):
+    if (boxed := _BOXED.fullmatch(text)) and _is_balanced(boxed[1]):
         text = boxed[1]
+    text = _TIMES_TEN.sub(r"\\times ", text)
     text = _CROSS_PRODUCT.sub(r"\1\\crossproduct", text)
     for _ in range(_MOST_NESTED):
         text = _WRAPPER.sub(_unwrapped, text)
     text = _DEGREE.sub("°", _UNIT_VECTOR.sub(r" \1", text))
     text = _DOLLARS.sub(r"\1\\$", text.strip())
     return _THOUSANDS.sub("", _MODULUS.sub(r"\\pmod{\1}", text))
+
+
+def _is_balanced(text: str) -> bool:
+    depths = list(itertools.accumulate((character == "{") - (character == "}") for character in text))
+    return not depths or (min(depths) >= 0 and depths[-1] == 0)
 
 
 def without_marks(text: str) -> str:
@@ -207,6 +216,11 @@ def split(part: Tokens, separators: Sequence[str]) -> tuple[list[list[str]], lis
         depth += (token in OPENING or token.startswith("\\begin")) - (token in CLOSING or token.startswith("\\end"))
         parts[-1].append(token)
     return [stripped(each) for each in parts], found
+
+
+def nesting(part: Tokens) -> int:
+    """Depth of the innermost bracket."""
+    return max(itertools.accumulate((token in OPENING) - (token in CLOSING) for token in part), default=0)
 
 
 def bracketed(part: Tokens) -> bool:

@@ -109,7 +109,7 @@ def _region(part: list[str]) -> tuple[str, Set] | None:
         return None
     from sympy import Intersection, Union
 
-    for alike, combined in ((_OR, Union), (_AND, Intersection)):
+    for alike, combined in ((_OR, Union), (_AND, Intersection), ((",",), Intersection)):
         parts, words = split(part, alike)
         if words:
             regions = [_region(each) for each in parts]
@@ -118,7 +118,9 @@ def _region(part: list[str]) -> tuple[str, Set] | None:
             # 1 or 2 is a list
             if len(known) < len(regions) or len(names) > 1 or names == {""}:
                 return None
-            return names.pop(), combined(*(each for _, each in known))
+            sets = [each for _, each in known]
+            region = combined(*sets)
+            return names.pop(), Union(*sets) if alike == (",",) and region.is_empty else region  # x < 1, x > 2: both parts
     sides, operators = split(part, _RELATIONS)
     if operators == [r"\in"] and (inner := _region(sides[1])) and _is_name(sides[0]):
         return joined(normal(sides[0]), fold=True), inner[1]
@@ -174,8 +176,11 @@ def _set(part: list[str]) -> Set | None:
     inner = stripped(part[1:-1])
     if part[0] == r"\{":
         condition = split(inner, ("|", ":"))
-        if len(condition[1]) == 1 and (region := _region(condition[0][1])):  # \{x : x > 2\}
-            return region[1]
+        if len(condition[1]) == 1:  # \{x : x > 2\}
+            domain, region = (_region(each) for each in condition[0])
+            if region is None or not (domain or _is_name(condition[0][0])):
+                return None
+            return region[1] & domain[1] if domain else region[1]
         if not inner:
             return S.EmptySet
         values = [_endpoint(each) for each in _expanded(split(inner, (",",))[0])]

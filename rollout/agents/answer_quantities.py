@@ -18,7 +18,7 @@ _NUMBER = re.compile(
 _MIXED = re.compile(r"([+-]?)(\d{1,1000}) (\d{1,1000}\s*/\s*\d{1,1000})")  # 1 1/2
 _POWER_OF_TEN = re.compile(r"([+-]?)10\s*\^\s*\{?\s*([+-]?\d{1,3})\s*\}?")
 _REPEATING = re.compile(  # 0.1\overline{6}, 0.1(6), 0.1666...
-    r"([+-]?)(\d{0,1000})\.(\d{0,1000}?)(?:\\(?:overline|bar)\s*\{(\d{1,1000})\}|\((\d{1,1000})\)|(\d)\6\6+\s*(?:\.{2,3}|\\[lc]?dots))"
+    r"([+-]?)(\d{0,100})\.(\d{0,100}?)(?:\\(?:overline|bar)\s*\{(\d{1,100})\}|\((\d{1,100})\)|(\d)\6\6+\s*(?:\.{2,3}|\\[lc]?dots))"
 )
 _ROUNDED_DIGITS = 6  # a decimal of so many significant digits also stands for what rounds to it
 
@@ -84,6 +84,7 @@ def _table() -> dict[str, tuple[str, Fraction]]:
 
 
 _UNITS = _table()
+_FOLDED = {name.lower(): name for name in sorted(_UNITS, key=str.islower)}  # KJ; mw is no MW
 
 
 class Quantity(NamedTuple):
@@ -128,7 +129,7 @@ def _with_unit(number: Tokens, tail: Tokens, is_text: bool) -> Quantity | None:
         return None
     text = "".join(f" {token[6:-1]} " if token.startswith("\\text{") else token for token in tail)
     text = _TEMPERATURE.sub(lambda found: " celsius" if found[1] else " fahrenheit", text)
-    text = _MICRO.sub("u", text).replace("\\Omega", "Ω").replace("\\cdot", " ").replace("\\$", "$")
+    text = _MICRO.sub("u", text.replace("per cent", "percent")).replace("\\Omega", "Ω").replace("\\cdot", " ").replace("\\$", "$")
     if not is_text and not has_space and len(text) == 1 and text.isalpha():
         return None  # 5m may be a product
     powers: dict[str, int] = {}
@@ -140,6 +141,8 @@ def _with_unit(number: Tokens, tail: Tokens, is_text: bool) -> Quantity | None:
         if found[1]:
             sign = -1
         elif found[2] and last:
+            if abs(powers[last]) > 1:
+                return None
             powers[last] *= int(found[2])
             scale *= last_scale ** (int(found[2]) - 1)
         elif name := found[3]:
@@ -171,7 +174,7 @@ def _with_unit(number: Tokens, tail: Tokens, is_text: bool) -> Quantity | None:
 def _unit(name: str) -> tuple[str, Fraction]:
     """(base unit, how many); (the word in the singular, 0) of an unknown one."""
     lower = name.lower()
-    for spelling in (name, lower, lower.removesuffix("s"), lower.removesuffix("es")):
+    for spelling in (name, lower, lower.removesuffix("s"), lower.removesuffix("es"), _FOLDED.get(lower, "")):
         if spelling in _UNITS:
             return _UNITS[spelling]
     return (lower.removesuffix("s") if len(name) > 2 else name), Fraction(0)

@@ -261,6 +261,8 @@ class _Reader:
         while self._next in ("!", "°", "^"):
             operator = self._take()
             if operator == "!":
+                if self._next == "!":
+                    raise Unreadable("a double factorial")
                 value = _factorial(value)
             elif operator == "°":
                 value = _arithmetic(value, "*", mp.pi / 180)
@@ -355,11 +357,11 @@ class _Reader:
         return value if power == 1 else self._power(value, power)
 
     def _of_several(self, name: str) -> Any:
-        self._take("(")
+        closing = {"(": ")", "\\{": "\\}"}.get(self._take(), "")
         values = [self._sum()]
         while self._took(","):
             values.append(self._sum())
-        self._take(")")
+        self._take(closing)
         if name in ("\\gcd", "\\lcm"):
             if not all(isinstance(value, Fraction) and value.denominator == 1 for value in values):
                 raise Undefined("no integers")

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 
-from marsrl.rollout.agents.answer_latex import joined, normal, one_form, tokens, without_marks
+from marsrl.rollout.agents.answer_latex import joined, nesting, normal, one_form, tokens, without_marks
 from marsrl.rollout.agents.answer_parts import same_parts
 from marsrl.rollout.agents.answer_quantities import number, quantity
 
@@ -41,6 +41,7 @@ _MATHEMATICAL = re.compile(
     "alpha|beta|gamma|delta|theta|lambda|phi|omega|sigma|cup|cap|[pbv]?matrix|array|cases"
 )
 _DEFINES = re.compile(r"[^\W\d_]+(?: [^\W\d_]+)*\s*=(?=.)", re.DOTALL)  # Area = 5
+_MOST_NESTED = 50  # brackets within brackets; beyond it only the same text is the same answer
 _VOWELS = frozenset("aeiou")
 _SPELLED = {
     "all real numbers": r"\mathbb{R}", "all reals": r"\mathbb{R}", "the empty set": r"\emptyset", "empty set": r"\emptyset",
@@ -80,7 +81,8 @@ def same_answer(reference: str, answer: str) -> bool:
         return chosen is not None and (chosen[1] or chosen[2]).upper() == (choice[1] or choice[2])
     if _is_text(wanted):
         return _SET.fullmatch(wanted) is not None and _elements(wanted) == _elements(said)
-    return same_parts(_tokens(reference), _tokens(answer))
+    parts = _tokens(reference), _tokens(answer)
+    return max(map(nesting, parts)) <= _MOST_NESTED and same_parts(*parts)
 
 
 def _tokens(text: str) -> list[str]:
@@ -100,7 +102,7 @@ def _is_text(reference: str) -> bool:
     """True for words, dates and times; False for mathematics, a number with a unit among it."""
     if _DATE_OR_TIME.fullmatch(reference) or _LETTER_THEN_DIGIT.search(_LATEX_COMMAND.sub(" ", reference)):
         return True
-    if (defines := _DEFINES.match(reference)) and not _is_text(reference[defines.end() :].strip()):
+    if _DEFINES.match(reference) and not _is_text(reference.rpartition("=")[2].strip()):
         return False
     words = [
         word for word in _WORD.findall(_LATEX_COMMAND.sub(" ", reference)) if not _MATHEMATICAL.fullmatch(word.lower())
