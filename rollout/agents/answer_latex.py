@@ -26,7 +26,9 @@ _WORD = re.compile(r"[^\W\d_]{2,}")
 _UNIT_VECTOR = re.compile(r"\\(?:hat|widehat|vec)\s*\{?\s*\\?([ijk])(?:math)?\s*(?:\}|(?![a-zA-Z}]))")
 _DEGREE = re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-zA-Z]))|(?:\^\s*)?\\degree(?![a-zA-Z])")
 _MODULUS = re.compile(r"\(\s*\\?b?mod(?![a-zA-Z])\s*\{?(\w+)\}?\s*\)")  # (mod 5)
-_THOUSANDS = re.compile(r"(?<=\d)(?:\\,|\{,\}|,\\!\s*)(?=\d{3}(?!\d))|(?<=\d) (?=\d{3}(?: \d{3})*$)")  # 10\,000, 10{,}000
+_THOUSANDS = re.compile(
+    r"(?<=\d)(?:\\,|\{,\}|,\\!\s*)(?=\d{3}(?!\d))|(?<=\d) (?=\d{3}(?: \d{3})*$)"
+)  # 10\,000, 10{,}000
 
 # NFKC alone would make 102 of 10², 31/2 of 3½ and R of ℝ.
 _SUPERSCRIPT = re.compile("[⁰¹²³⁴-⁹⁺⁻]+")
@@ -46,16 +48,20 @@ _TOKEN = re.compile(
 )
 _GROUPED = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")  # 1,234
 
-_GREEK = dict(zip("αβγδεθλμσφωπΔΩ", "alpha beta gamma delta epsilon theta lambda mu sigma phi omega pi Delta Omega".split()))
-_NAMES = {name: f"\\{name}" for name in [*_GREEK.values(), "sqrt", "infty"]} | {
-    "infinity": r"\infty", "inf": r"\infty", "oo": r"\infty", "and": r"\text{and}", "or": r"\text{or}",
+_GREEK = {
+    "α": "alpha", "β": "beta", "γ": "gamma", "δ": "delta", "ε": "epsilon", "θ": "theta", "λ": "lambda", "μ": "mu",
+    "σ": "sigma", "φ": "phi", "ω": "omega", "π": "pi", "Δ": "Delta", "Ω": "Omega",
 }  # fmt: skip
-_NAMES |= {
-    name: f"\\{name}"
-    for name in "sin cos tan cot sec csc sinh cosh tanh arcsin arccos arctan log ln lg exp gcd lcm max min".split()
-}
+_FUNCTIONS = [
+    "sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "arcsin", "arccos", "arctan", "log", "ln", "lg", "exp",
+    "gcd", "lcm", "max", "min", "sqrt",
+]  # fmt: skip
+_NAMES = {name: f"\\{name}" for name in [*_GREEK.values(), *_FUNCTIONS, "infty"]}
+_NAMES |= dict.fromkeys(["infinity", "inf", "oo"], r"\infty") | {"and": r"\text{and}", "or": r"\text{or}"}
 _SPACES = frozenset(["\\,", "\\;", "\\:", "\\!", "\\ ", "~", "\\quad", "\\qquad", "\\thinspace"])
-_TYPESETTING = frozenset(["\\left", "\\right", "\\middle", "\\displaystyle", "\\textstyle", "\\limits", "\\bf", "\\rm", "$"])
+_TYPESETTING = frozenset(
+    ["\\left", "\\right", "\\middle", "\\displaystyle", "\\textstyle", "\\limits", "\\bf", "\\rm", "$"]
+)
 _TYPESETTING |= {f"\\{size}{side}" for size in ("big", "Big", "bigg", "Bigg") for side in ("", "l", "r", "m")}
 _ALIASES = {
     r"\frac": r"\dfrac \tfrac \cfrac", r"\binom": r"\dbinom \tbinom", "^": "**",

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING
 
-from marsrl.rollout.agents.answer_latex import CLOSING, OPENING, Tokens, bracketed, joined, normal, split, stripped
+from marsrl.rollout.agents.answer_latex import Tokens, bracketed, joined, normal, split, stripped
 from marsrl.rollout.agents.answer_quantities import same_quantity
 from marsrl.rollout.agents.answer_values import constant, proportional
 
@@ -65,7 +65,9 @@ def same_parts(wanted: Tokens, said: Tokens) -> bool:
             same_parts(a, b) for a, b in zip(itertools.chain(*matrix), itertools.chain(*other_matrix), strict=True)
         )
     several, others = _several(wanted), _several(said)
-    relation, relation_said = (([part], []) if found else split(part, _RELATIONS) for found, part in ((several, wanted), (others, said)))
+    relation, relation_said = (
+        ([part], []) if found else split(part, _RELATIONS) for found, part in ((several, wanted), (others, said))
+    )
     if relation[1] and relation_said[1]:
         return _same_relation(*relation, *relation_said)
     if relation[1] and (value := _assigned(*relation)[1]):
@@ -83,7 +85,12 @@ def same_parts(wanted: Tokens, said: Tokens) -> bool:
 def _bare(part: Tokens) -> list[str]:
     """Tokens without a final full stop and without braces or parentheses that hold a single part."""
     part = stripped(part)
-    while bracketed(part) and part[0] in ("{", "(") and part[-1] in ("}", ")") and not any(split(part[1:-1], (",", ";"))[1]):
+    while (
+        bracketed(part)
+        and part[0] in ("{", "(")
+        and part[-1] in ("}", ")")
+        and not any(split(part[1:-1], (",", ";"))[1])
+    ):
         part = stripped(part[1:-1])
     return part
 
@@ -120,7 +127,9 @@ def _region(part: list[str]) -> tuple[str, Set] | None:
                 return None
             sets = [each for _, each in known]
             region = combined(*sets)
-            return names.pop(), Union(*sets) if alike == (",",) and region.is_empty else region  # x < 1, x > 2: both parts
+            return names.pop(), Union(*sets) if alike == (
+                ",",
+            ) and region.is_empty else region  # x < 1, x > 2: both parts
     sides, operators = split(part, _RELATIONS)
     if operators == [r"\in"] and (inner := _region(sides[1])) and _is_name(sides[0]):
         return joined(normal(sides[0]), fold=True), inner[1]
@@ -150,7 +159,9 @@ def _inequality(sides: list[list[str]], operators: list[str]) -> tuple[str, Set]
         if operator == r"\neq":
             region = region - FiniteSet(bound)
         else:
-            region = Intersection(region, Interval(-oo, bound, True, is_open) if is_upper else Interval(bound, oo, is_open, True))
+            region = Intersection(
+                region, Interval(-oo, bound, True, is_open) if is_upper else Interval(bound, oo, is_open, True)
+            )
     return (names.pop(), region) if len(names) == 1 else None
 
 
@@ -168,7 +179,12 @@ def _set(part: list[str]) -> Set | None:
                 return None
             return known[0] - Union(*known[1:]) if combined is None else combined(*known)
     text = joined(normal(part))
-    literal = {r"\mathbb {R }": S.Reals, r"\mathbb {Z }": S.Integers, r"\mathbb {Q }": S.Rationals, r"\emptyset": S.EmptySet}
+    literal = {
+        r"\mathbb {R }": S.Reals,
+        r"\mathbb {Z }": S.Integers,
+        r"\mathbb {Q }": S.Rationals,
+        r"\emptyset": S.EmptySet,
+    }
     if text in literal:
         return literal[text]
     if not bracketed(part):
@@ -203,7 +219,11 @@ def _endpoint(part: list[str]) -> Expr | None:
     value = constant(part)
     if value is None:
         return None
-    return Rational(value.numerator, value.denominator) if isinstance(value, Fraction) else oo * int(math.copysign(1, value))
+    return (
+        Rational(value.numerator, value.denominator)
+        if isinstance(value, Fraction)
+        else oo * int(math.copysign(1, value))
+    )
 
 
 def _matrix(part: list[str]) -> list[list[list[str]]] | None:
@@ -214,6 +234,8 @@ def _matrix(part: list[str]) -> list[list[list[str]]] | None:
     if start is None or part[start][7:-1] not in _MATRICES or not part[-1].startswith(r"\end"):
         return None
     factor, body = stripped(part[:start]), part[start + 1 : -1]
+    if not set(factor).isdisjoint(_RELATIONS):
+        return None
     if part[start] == r"\begin{array}" and body[:1] == ["{"]:
         body = body[body.index("}") + 1 :] if "}" in body else body
     factor = [*factor, "1"] if factor == ["-"] else factor[: len(factor) - (factor[-1:] == [r"\cdot"])]
@@ -245,7 +267,9 @@ def _several(part: list[str]) -> Several | None:
             if part[0] == r"\{":
                 return Several("{", _expanded(inner))
             if found and _SIGNS.keys().isdisjoint(part):
-                is_tuple = part[0] + part[-1] in ("()", r"\langle\rangle") or (part[0] + part[-1] == "[]" and len(inner) > 2)
+                is_tuple = part[0] + part[-1] in ("()", r"\langle\rangle") or (
+                    part[0] + part[-1] == "[]" and len(inner) > 2
+                )
                 return Several("(" if is_tuple else part[0] + part[-1], inner)
     parts = _expanded([each for each in parts if each])  # 1, 2, and 3
     if len(parts) < 2:

@@ -2,7 +2,9 @@ r"""Equality of two numbers or quantities: 1,234 and 1234.0; 5 km, 5000 m and 5;
 
 from __future__ import annotations
 
+import math
 import re
+from collections import Counter
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -59,13 +61,22 @@ _OTHERS = {
     "euro": "eur €", "pound sterling": "£ gbp", "yen": "¥", "rupee": "₹", "°": "degree deg", "°C": "celsius", "°F": "fahrenheit",
     "rad": "radian", "%": "percent pct percentage",
 }  # fmt: skip
-_SPEEDS = {"mph": "mi/h", "kph": "km/h", "kmh": "km/h"}
 _SCALES = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 _CURRENCIES = {"\\$": "dollar", "€": "euro", "£": "pound sterling", "¥": "yen", "₹": "rupee"}
 _SIGNS = frozenset(["°", "%", "¢", "/", "\\cdot", "\\mu", "\\Omega", ".", " ", *_CURRENCIES])
-_TEMPERATURE = re.compile(r"(?:°|\bdeg(?:ree)?s?\b)\s*(?:(c(?:elsius)?)|f(?:ahrenheit)?)\b", re.IGNORECASE)
-_MICRO = re.compile(r"\\mu\s*")
+_DEGREES = r"(?:°|\bdeg(?:ree)?s?\b)\s*"
+_SPELLINGS = [
+    (re.compile(_DEGREES + r"c(?:elsius)?\b", re.IGNORECASE), " celsius"),
+    (re.compile(_DEGREES + r"f(?:ahrenheit)?\b", re.IGNORECASE), " fahrenheit"),
+    (re.compile(r"\bper cent\b"), "percent"),
+    (re.compile(r"\bmph\b"), "mi/h"),
+    (re.compile(r"\b(?:kph|kmh)\b"), "km/h"),
+    (re.compile(r"\\mu\s*"), "u"),
+    (re.compile(r"\\Omega"), "Ω"),
+    (re.compile(r"\\cdot"), " "),
+    (re.compile(r"\\\$"), "$"),
+]
 _PIECE = re.compile(r"(/|\bper\b)|\^\s*\{?\s*(-?\d)\s*\}?|([^\W\d_](?:\.?[^\W\d_])*|[^\w\s.])\.?|[\s.]+")
 _BASE = re.compile(r"(\d[0-9a-fA-F]*|[a-fA-F]\d[0-9a-fA-F]*)\s*_\s*\{?(\d+)\}?")
 
@@ -77,7 +88,11 @@ def _table() -> dict[str, tuple[str, Fraction]]:
     for base, words in (_METRIC | _OTHERS).items():
         table |= dict.fromkeys([base, *words.split()], (base, one))
     for base, words in _METRIC.items():
-        table |= {prefix + base: (base, Fraction(10) ** power) for prefix, power in _PREFIXES.items() if prefix + base not in table}
+        table |= {
+            prefix + base: (base, Fraction(10) ** power)
+            for prefix, power in _PREFIXES.items()
+            if prefix + base not in table
+        }
         for word in words.split():
             table |= {prefix + word: (base, Fraction(10) ** power) for prefix, power in _LONG_PREFIXES.items()}
     return table
@@ -122,53 +137,50 @@ def quantity(part: Tokens) -> Quantity | None:
 
 
 def _with_unit(number: Tokens, tail: Tokens, is_text: bool) -> Quantity | None:
-    tail = list(tail)
+    """The quantity if the tail is a unit. is_text: it is set as text, so unknown symbols are units too."""
     has_space = tail[:1] == [" "]
     number, tail = stripped(number), stripped(tail)
     if not number or number[-1] in ("+", "-", "^", "_") or not tail or tail[0] in ("/", "\\cdot", "."):
         return None
     text = "".join(f" {token[6:-1]} " if token.startswith("\\text{") else token for token in tail)
-    text = _TEMPERATURE.sub(lambda found: " celsius" if found[1] else " fahrenheit", text)
-    text = _MICRO.sub("u", text.replace("per cent", "percent")).replace("\\Omega", "Ω").replace("\\cdot", " ").replace("\\$", "$")
     if not is_text and not has_space and len(text) == 1 and text.isalpha():
         return None  # 5m may be a product
-    powers: dict[str, int] = {}
-    scale, count, sign, power, last, at = Fraction(1), 1, 1, 1, "", 0
+    for pattern, name in _SPELLINGS:
+        text = pattern.sub(name, text)
+    units: list[tuple[str, Fraction, int]] = []  # name, base units in one, power
+    count = sign = power = 1
+    at = 0
     while at < len(text):
         if (found := _PIECE.match(text, at)) is None:
             return None
         at = found.end()
-        if found[1]:
+        per, exponent, name = found.groups()
+        word = (name or "").lower()
+        if per:
             sign = -1
-        elif found[2] and last:
-            if abs(powers[last]) > 1:
-                return None
-            powers[last] *= int(found[2])
-            scale *= last_scale ** (int(found[2]) - 1)
-        elif name := found[3]:
-            if name.lower() in _POWERS:
-                power = _POWERS[name.lower()]
-                continue
-            if name.lower() in _SCALES and not powers:
-                count *= _SCALES[name.lower()]
-                continue
-            if name.lower() in _SPEEDS:
-                text, at = text[:at] + " " + _SPEEDS[name.lower()] + text[at:], at
-                continue
+        elif exponent and units:
+            base, one, before = units.pop()
+            units.append((base, one, before * int(exponent)))
+        elif word in _POWERS:
+            power = _POWERS[word]
+        elif word in _SCALES and not units:
+            count *= _SCALES[word]
+        elif name:
             base, one = _unit(name)
-            if one == 0:
-                if not (is_text or (len(name) > 2 and (has_space or powers))):
-                    return None
-                one = Fraction(1)
-            last, last_scale = base, one ** (sign * power)
-            powers[base] = powers.get(base, 0) + sign * power
-            scale *= last_scale
+            if one == 0 and not is_text and (len(name) < 3 or not (has_space or units)):
+                return None
+            units.append((base, one or Fraction(1), sign * power))
             sign = power = 1
+    if any(abs(each[2]) > 9 for each in units) or (not units and count == 1):
+        return None
+    powers: Counter[str] = Counter()
+    for base, _, power in units:
+        powers[base] += power
     if count > 1:
         number = ["(", *number, ")", "\\cdot", str(count)]
-    if not powers and count == 1:
-        return None
-    return Quantity(list(number), tuple(sorted(powers.items())), scale)
+    return Quantity(
+        number, tuple(sorted(powers.items())), math.prod((one**power for _, one, power in units), start=Fraction(1))
+    )
 
 
 def _unit(name: str) -> tuple[str, Fraction]:

@@ -26,7 +26,8 @@ _EXACT_BITS = 1 << 17  # larger rationals are rounded
 _LARGEST = 10**30  # arguments of functions that grow or oscillate; beyond it too few digits are left
 _MOST_EXACT = 5000  # n of an exact n!
 
-# The points: variables are odd multiples of 1/64 between these (so no odd root of a negative number is drawn), or integers for (-1)^n.
+# Points: variables are odd multiples of 1/64 in these ranges, so that no odd root of a negative number is drawn; in the first
+# ones they are integers, for (-1)^n.
 _RANGES = [(2, 9), (3, 40), (2, 9), (0, 1), (0, 1), (1, 3), (-3, 3), (-1, 1), (-9, -1)]
 _INTEGER_POINTS = 2
 
@@ -38,10 +39,13 @@ _PLAIN_FUNCTIONS: dict[str, Callable[[Any], Any]] = {
 _INVERSES = {"\\sin": mp.asin, "\\cos": mp.acos, "\\tan": mp.atan}
 _OF_SEVERAL: dict[str, Callable[..., Any]] = {"\\gcd": math.gcd, "\\lcm": math.lcm, "\\max": max, "\\min": min}
 _LETTERS = frozenset(
-    f"\\{name}"
-    for name in "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau upsilon phi chi psi "
-    "omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega ell hbar".split()
-)
+    rf"\{name}"
+    for name in [
+        "alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa", "lambda", "mu", "nu", "xi", "rho",
+        "sigma", "tau", "upsilon", "phi", "chi", "psi", "omega", "Gamma", "Delta", "Theta", "Lambda", "Xi", "Pi", "Sigma",
+        "Upsilon", "Phi", "Psi", "Omega", "ell", "hbar",
+    ]
+)  # fmt: skip
 _ENDS = frozenset([")", "]", "}", "|", ",", "\\}", "\\rfloor", "\\rceil", "+", "-", "\\cdot", "/", ":", ""])
 
 
@@ -87,7 +91,11 @@ def proportional(wanted: Tokens, said: Tokens, positive: bool) -> bool:
             return False
         except Undefined:
             continue
-        if found == 0 or (positive and not (_is_real(found) and found > 0)) or (ratio is not None and not _near(found, ratio)):
+        if (
+            found == 0
+            or (positive and not (_is_real(found) and found > 0))
+            or (ratio is not None and not _near(found, ratio))
+        ):
             return False
         ratio, equal = found, equal + 1
     return equal > 1 and bool(_variables(a))
@@ -105,18 +113,20 @@ def constant(part: Tokens) -> Fraction | float | None:
     if isinstance(value, Fraction) or mp.isinf(value):
         return value if isinstance(value, Fraction) else float(value)
     with mp.workdps(_MANY_DIGITS):
-        return Fraction(0) if abs(value) < mpmath.mpf(10) ** -100 else Fraction(mp.nstr(value, 100))
+        return Fraction(0) if abs(value) * 10**100 < 1 else Fraction(mp.nstr(value, 100))
 
 
 def _one_case(*expressions: Tokens) -> list[tuple[str, ...]]:
     """The expressions with variables in lower case, unless one has a letter in both cases; E and I are no e and i."""
-    if any({token.swapcase() for token in each if len(token) == 1 and token.isalpha()} & set(each) for each in expressions):
+    if any(
+        {token.swapcase() for token in each if len(token) == 1 and token.isalpha()} & set(each) for each in expressions
+    ):
         return [tuple(each) for each in expressions]
     return [tuple(t.lower() if len(t) == 1 and t not in "EI" else t for t in each) for each in expressions]
 
 
 def _close(a: tuple[str, ...], b: tuple[str, ...], point: int) -> bool:
-    """Are two values equal? A difference that is only rounding falls with the precision."""
+    """Are two values equal? A difference that is only rounding shrinks with the precision."""
     differences = []
     for digits in (_FEW_DIGITS, _MANY_DIGITS):
         x, y = (_value(each, point, digits, _is_complex(a, b)) for each in (a, b))
@@ -126,18 +136,17 @@ def _close(a: tuple[str, ...], b: tuple[str, ...], point: int) -> bool:
             x, y = _rounded(x), _rounded(y)
             if mp.isinf(x) or mp.isinf(y):
                 return bool(x == y)
-            differences.append(abs(x - y))
             largest = max(abs(x), abs(y))
-            if differences[-1] > mpmath.mpf(10) ** -30 * max(1, largest):
+            differences.append(abs(x - y))
+            if differences[-1] > max(1, largest) / 10**30:
                 return False
-            if digits == _MANY_DIGITS:
-                return bool(differences[1] <= mpmath.mpf(10) ** -300 * largest or differences[1] < differences[0] * mpmath.mpf(10) ** -250)
-    return False
+    few, many = differences
+    return bool(many <= largest / 10**300 or many < few / 10**250)
 
 
 def _near(x: Any, y: Any) -> bool:
     with mp.workdps(_MANY_DIGITS):
-        return bool(abs(_rounded(x) - _rounded(y)) <= mpmath.mpf(10) ** -300 * abs(_rounded(x)))
+        return bool(abs(_rounded(x) - _rounded(y)) <= abs(_rounded(x)) / 10**300)
 
 
 def _is_complex(*expressions: tuple[str, ...]) -> bool:
@@ -145,7 +154,11 @@ def _is_complex(*expressions: tuple[str, ...]) -> bool:
 
 
 def _variables(expression: tuple[str, ...]) -> frozenset[str]:
-    return frozenset(t for t in expression if (len(t) == 1 and t.isalpha() and t not in "ei") or t in _LETTERS or t.startswith("\\text{"))
+    return frozenset(token for token in expression if _is_letter(token) and token not in ("e", "i"))
+
+
+def _is_letter(token: str) -> bool:
+    return (len(token) == 1 and token.isascii() and token.isalpha()) or token in _LETTERS or token.startswith("\\text{")
 
 
 @lru_cache(maxsize=512)
@@ -163,10 +176,10 @@ def _value(expression: tuple[str, ...], point: int, digits: int, is_complex: boo
 class _Reader:
     """Reads an expression from left to right and computes its value at one point.
 
-        sum      product (("+" | "-") product)*
-        product  factors (("\\cdot" | "/" | ":") factors)*
-        factors  factor factor...               2x(x+1); 2\frac{1}{3} is a mixed number, 1/2x is (1/2)x, a/2x is a/(2x)
-        factor   operand ("!" | "°" | "^{...}")*
+    sum      product (("+" | "-") product)*
+    product  factors (("\\cdot" | "/" | ":") factors)*
+    factors  factor factor...               2x(x+1); 2\frac{1}{3} is a mixed number, 1/2x is (1/2)x, a/2x is a/(2x)
+    factor   operand ("!" | "°" | "^{...}")*
     """
 
     def __init__(self, expression: tuple[str, ...], point: int, is_complex: bool) -> None:
@@ -198,7 +211,11 @@ class _Reader:
     def _checked(self, value: Any) -> Any:
         """The value if it is a number that may appear here; rationals that have grown too long are rounded."""
         if isinstance(value, Fraction):
-            return value if max(value.numerator.bit_length(), value.denominator.bit_length()) < _EXACT_BITS else _rounded(value)
+            return (
+                value
+                if max(value.numerator.bit_length(), value.denominator.bit_length()) < _EXACT_BITS
+                else _rounded(value)
+            )
         if isinstance(value, mpmath.mpc) and not self._is_complex:
             if value.imag != 0:
                 raise Undefined("not real")
@@ -318,7 +335,13 @@ class _Reader:
                 raise ZeroDivisionError
             if max(base.numerator.bit_length(), base.denominator.bit_length()) * abs(exponent) < _EXACT_BITS:
                 return base ** int(exponent)
-        elif exponent.denominator % 2 and _is_real(base) and base < 0 and not self._is_complex and exponent.denominator > 1:
+        elif (
+            exponent.denominator % 2
+            and _is_real(base)
+            and base < 0
+            and not self._is_complex
+            and exponent.denominator > 1
+        ):
             value = _rounded(-base) ** _rounded(exponent)  # the real cube root of -8
             return -value if exponent.numerator % 2 else value
         base = _rounded(base)
@@ -376,7 +399,11 @@ class _Reader:
             self._take("{")
             name += "".join(self._take() for _ in range(self._index("}")))
             self._take("}")
-        elif not (token.isascii() and len(token) == 1 and token.isalpha() or token in _LETTERS or token.startswith("\\text{")):
+        elif not (
+            (token.isascii() and len(token) == 1 and token.isalpha())
+            or token in _LETTERS
+            or token.startswith("\\text{")
+        ):
             raise Unreadable(token)
         while self._next in ("_", "'"):
             if self._take() == "'":
@@ -458,5 +485,7 @@ def _binomial(n: Any, k: Any) -> Any:
     if _is_count(n) and _is_count(k):
         return Fraction(math.comb(int(n), int(k)))
     if _is_count(k) and k < 100:
-        return _divided(math.prod((_arithmetic(n, "+", Fraction(-i)) for i in range(int(k))), start=Fraction(1)), _factorial(k))
+        return _divided(
+            math.prod((_arithmetic(n, "+", Fraction(-i)) for i in range(int(k))), start=Fraction(1)), _factorial(k)
+        )
     return mp.binomial(_rounded(n), _rounded(k))

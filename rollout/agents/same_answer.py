@@ -44,9 +44,12 @@ _DEFINES = re.compile(r"[^\W\d_]+(?: [^\W\d_]+)*\s*=(?=.)", re.DOTALL)  # Area =
 _MOST_NESTED = 50  # brackets within brackets; beyond it only the same text is the same answer
 _VOWELS = frozenset("aeiou")
 _SPELLED = {
-    "all real numbers": r"\mathbb{R}", "all reals": r"\mathbb{R}", "the empty set": r"\emptyset", "empty set": r"\emptyset",
-    "no solution": r"\emptyset", "no solutions": r"\emptyset", "no real solution": r"\emptyset", "no real solutions": r"\emptyset",
-}  # fmt: skip
+    "all real numbers": r"\mathbb{R}",
+    "all reals": r"\mathbb{R}",
+    "empty set": r"\emptyset",
+    "the empty set": r"\emptyset",
+}
+_SPELLED |= dict.fromkeys(["no solution", "no solutions", "no real solution", "no real solutions"], r"\emptyset")
 
 
 def answer_key(answer: str) -> str:
