@@ -40,7 +40,7 @@ REQUIREMENTS = [
     "msgspec",
     "psutil",
     "einops",
-    "math-verify",
+    "sympy",  # answers of task: math; brings mpmath
     "jinja2",
     "typer>=0.20",  # marsrl
     "aiohttp",  # orchestration external

@@ -26,7 +26,7 @@ LIBRARIES = {
     "flash-attn-4": "GPU attention, Hopper and Blackwell",
     "flash-attn": "GPU attention (optional)",
     "quack-kernels": "GPU output head, Hopper",
-    "math-verify": "math rewards",
+    "sympy": "math rewards",
     "safetensors": "weights",
     "tensorboard": "metrics",
 }

@@ -24,6 +24,7 @@ _MOST_NESTED = 4  # wrappers within wrappers
 _TEXT = re.compile(r"\\text\{([^{}]*)\}")
 _WORD = re.compile(r"[^\W\d_]{2,}")
 _UNIT_VECTOR = re.compile(r"\\(?:hat|widehat|vec)\s*\{?\s*\\?([ijk])(?:math)?\s*(?:\}|(?![a-zA-Z}]))")
+_UNIT_FRACTION = re.compile(r"\\[dt]?frac\s*\{\s*(\\text\{[^{}]*\})\s*\}\s*\{\s*(\\text\{[^{}]*\}|[a-zA-Z])\s*\}")
 _DEGREE = re.compile(r"\^\s*(?:\{\s*\\circ\s*\}|\\circ(?![a-zA-Z]))|(?:\^\s*)?\\degree(?![a-zA-Z])")
 _MODULUS = re.compile(r"\(\s*\\?b?mod(?![a-zA-Z])\s*\{?(\w+)\}?\s*\)")  # (mod 5)
 _THOUSANDS = re.compile(
@@ -34,6 +35,7 @@ _THOUSANDS = re.compile(
 _SUPERSCRIPT = re.compile("[⁰¹²³⁴-⁹⁺⁻]+")
 _VULGAR_FRACTION = re.compile("[¼-¾⅐-⅞]")
 _BLACKBOARD = re.compile("[ℂℕℚℝℤ]")
+_DELIMITED = re.compile(r"\s*(?:\$+([^$]+)\$+|\\\((.*)\\\)|\\\[(.*)\\\])\s*", re.DOTALL)
 _BOXED = re.compile(r"\s*\\(?:boxed|fbox)\s*\{(.*)\}\s*", re.DOTALL)
 _CROSS_PRODUCT = re.compile(r"(\\(?:vec|hat|overrightarrow|mathbf|boldsymbol|bm)\s*\{[^{}]*\}\s*)\\times(?![a-zA-Z])")
 _TIMES_TEN = re.compile(r"(?<=\d)\s*[xX]\s*(?=10\s*\^)")  # 3 x 10^8
@@ -90,12 +92,15 @@ def one_form(text: str) -> str:
     text = _VULGAR_FRACTION.sub(lambda found: f" {found[0]}", text)
     text = _BLACKBOARD.sub(lambda found: f"\\mathbb{{{unicodedata.normalize('NFKC', found[0])}}}", text)
     text = unicodedata.normalize("NFKC", text).translate(_LOOKALIKES)
+    if delimited := _DELIMITED.fullmatch(text):
+        text = next(filter(None, delimited.groups()), "")
     if (boxed := _BOXED.fullmatch(text)) and _is_balanced(boxed[1]):
         text = boxed[1]
     text = _TIMES_TEN.sub(r"\\times ", text)
     text = _CROSS_PRODUCT.sub(r"\1\\crossproduct", text)
     for _ in range(_MOST_NESTED):
         text = _WRAPPER.sub(_unwrapped, text)
+    text = _UNIT_FRACTION.sub(r"\1/\2", text)
     text = _DEGREE.sub("°", _UNIT_VECTOR.sub(r" \1", text))
     text = _DOLLARS.sub(r"\1\\$", text.strip())
     return _THOUSANDS.sub("", _MODULUS.sub(r"\\pmod{\1}", text))
@@ -122,9 +127,12 @@ def _unwrapped(found: re.Match[str]) -> str:
     return f" {inner}" if found.string[found.start() - 1 : found.start()].isalpha() else inner  # \circ\mathrm{C}
 
 
-def tokens(text: str) -> list[str]:
-    """Commands, numbers, words, brackets and other characters of a `one_form` text; each run of white space is " "."""
-    if not any(bracket in text for bracket in "([") and "\\{" not in text:  # (1,234) is a pair
+def tokens(text: str, thousands: bool = True) -> list[str]:
+    """Commands, numbers, words, brackets and other characters of a `one_form` text; each run of white space is " ".
+
+    thousands: 100,200 outside brackets is a number, no list.
+    """
+    if thousands and not any(bracket in text for bracket in "([") and "\\{" not in text:  # (1,234) is a pair
         text = _GROUPED.sub(lambda found: found[0].replace(",", ""), text)
     result: list[str] = []
     size = False

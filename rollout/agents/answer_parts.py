@@ -83,8 +83,13 @@ def same_parts(wanted: Tokens, said: Tokens) -> bool:
 
 
 def _bare(part: Tokens) -> list[str]:
-    """Tokens without a final full stop and without braces or parentheses that hold a single part."""
+    """Tokens without a final comma, a final approximation, and braces or parentheses that hold a single part."""
     part = stripped(part)
+    if part[-1:] in ([","], [";"]):
+        part = stripped(part[:-1])
+    exact, approximations = split(part, (r"\approx",))
+    if approximations and not _is_name(exact[0]):  # \sqrt{2} \approx 1.414
+        part = exact[0]
     while (
         bracketed(part)
         and part[0] in ("{", "(")
@@ -105,7 +110,7 @@ def _is_name(part: Tokens) -> bool:
 
 def _assigned(sides: list[list[str]], operators: list[str]) -> tuple[str, list[str] | None]:
     """The name that an equation defines and its value, of the last side; ("", None) for another relation."""
-    if set(operators) <= {"=", r"\approx", r"\in", r"\equiv"} and _is_name(sides[0]) and sides[-1]:
+    if operators and set(operators) <= {"=", r"\approx", r"\in", r"\equiv"} and _is_name(sides[0]) and sides[-1]:
         return joined(normal(sides[0]), fold=True), sides[-1]
     return "", None
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from marsrl.rollout.agents.answer_latex import Tokens, stripped
 from marsrl.rollout.agents.answer_values import constant, same_value
 
-_FRACTION = re.compile(r"([+-]?)\\frac\s*\{?(\d{1,1000})\}?\s*\{?(\d{1,1000})\}?")
+_FRACTION = re.compile(r"([+-]?)\\[dtc]?frac\s*\{?(\d{1,1000})\}?\s*\{?(\d{1,1000})\}?")
 _NUMBER = re.compile(
     r"([+-]?)\s*(\d{1,3}(?:,\d{3})+|\d{1,1000}|(?=\.\d))(\.\d{0,1000})?"
     r"(?:e([+-]?\d{1,3})|\s*(?:\\times|\\cdot|\*|×|·)\s*10\s*\^\s*\{?\s*([+-]?\d{1,3})\s*\}?)?(?:\s*/\s*(\d{1,1000}))?",
@@ -66,6 +66,7 @@ _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3}
 _CURRENCIES = {"\\$": "dollar", "€": "euro", "£": "pound sterling", "¥": "yen", "₹": "rupee"}
 _SIGNS = frozenset(["°", "%", "¢", "/", "\\cdot", "\\mu", "\\Omega", ".", " ", *_CURRENCIES])
 _DEGREES = r"(?:°|\bdeg(?:ree)?s?\b)\s*"
+_ANGLES = frozenset(["\\sin", "\\cos", "\\tan", "\\cot", "\\sec", "\\csc"])
 _SPELLINGS = [
     (re.compile(_DEGREES + r"c(?:elsius)?\b", re.IGNORECASE), " celsius"),
     (re.compile(_DEGREES + r"f(?:ahrenheit)?\b", re.IGNORECASE), " fahrenheit"),
@@ -121,19 +122,22 @@ def quantity(part: Tokens) -> Quantity | None:
         return Quantity(sign + (inner.number if inner else rest), ((currency, 1),), Fraction(1))
     start = end = len(part)
     while start:
-        token = part[start - 1]
-        if token in _SIGNS or token.isalpha() or token.startswith("\\text{"):
-            start -= 1
-        elif token.isdigit() and part[start - 2 : start - 1] == ["^"]:
-            start -= 2
-        elif token == "}" and "^" in part[start - 5 : start] and part[start - 2].isdigit():
-            start -= 2 + list(part[start - 5 : start][::-1]).index("^") - 1
-        else:
+        power = start  # of a unit: ^2, ^{-1}
+        if part[start - 1].isdigit() or part[start - 1] == "}":
+            power = max((i for i in range(max(start - 5, 1), start) if part[i] == "^"), default=start)
+        if not _is_unit_part(part[power - 1]):
             break
+        start = power - 1
     words = next((i for i in range(start, end) if part[i].startswith("\\text{")), end)
     has_variables = any(token.isalpha() for token in part[:start])
+    if part[start : start + 1] == ["°"] and not _ANGLES.isdisjoint(part[:start]):
+        return None  # \\sin 30°
     found = None if has_variables else _with_unit(part[:start], part[start:], words < end)
     return found or (_with_unit(part[:words], part[words:], True) if words < end else None)
+
+
+def _is_unit_part(token: str) -> bool:
+    return token in _SIGNS or token.isalpha() or token.startswith("\\text{")
 
 
 def _with_unit(number: Tokens, tail: Tokens, is_text: bool) -> Quantity | None:

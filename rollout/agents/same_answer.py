@@ -21,9 +21,9 @@ _SPACE = re.compile(r"\\[,;:! ]|\\q?quad\b|~|\s+")
 _EDGES = ' $"`*'
 _QUOTED = re.compile(r"'(.*)'", re.DOTALL)
 
-_BRACKETED_CHOICE = re.compile(r"\(([A-Z])\)", re.IGNORECASE)
-_CHOICE = re.compile(r"\(([A-Z])\)(?:\s.*)?|([A-Z])", re.DOTALL)
-_CHOSEN = re.compile(r"\(([A-Z])\)(?:\s.*)?|([A-Z])(?:[).:](?:\s.*)?)?", re.DOTALL | re.IGNORECASE)
+_BRACKETED_CHOICE = re.compile(r"\(\s*([A-Z])\s*\)", re.IGNORECASE)
+_CHOICE = re.compile(r"\(\s*([A-Z])\s*\)(?:\s.*)?|([A-Z])", re.DOTALL)
+_CHOSEN = re.compile(r"\(\s*([A-Z])\s*\)(?:\s.*)?|([A-Z])(?:[).:](?:\s.*)?)?", re.DOTALL | re.IGNORECASE)
 _DATE_OR_TIME = re.compile(
     r"\d{4}-\d{1,2}-\d{1,2}.*|\d{1,2}[/.]\d{1,2}[/.]\d{2,4}|\d{1,2}:\d{2}(:\d{2}|\s*[ap]\.?m\.?)|"
     r"\d{1,2}(st|nd|rd|th)?( of)? (jan(uary)?|feb(ruary)?|mar(ch)?|apr(il)?|may|june?|july?|aug(ust)?|sep(t|tember)?|"
@@ -33,7 +33,7 @@ _DATE_OR_TIME = re.compile(
 _SET = re.compile(r"\\\{(.*)\\\}", re.DOTALL)
 _LATEX_COMMAND = re.compile(r"\\[a-zA-Z]+")
 _WORD = re.compile(r"[^\W\d_]{2,}")
-_LETTER_THEN_DIGIT = re.compile(r"[^\W\d_]\d")  # H2O: a variable's index has an underscore, its power a ^
+_LETTER_THEN_DIGIT = re.compile(r"(?<!\d)[^\W\d_]\d")  # H2O: a variable's index has an underscore, its power a ^
 _STARTS_WITH_NUMBER = re.compile(r"[+-]?\s*\\?\$?\s*(?:\d|\.\d|\\[dt]?frac|\\sqrt|\\pi)")
 _OPERATORS = re.compile(r"[=^_+*<>|]|\\[a-zA-Z]|\d\s*[^\W\d_]")
 _MATHEMATICAL = re.compile(
@@ -84,13 +84,16 @@ def same_answer(reference: str, answer: str) -> bool:
         return chosen is not None and (chosen[1] or chosen[2]).upper() == (choice[1] or choice[2])
     if _is_text(wanted):
         return _SET.fullmatch(wanted) is not None and _elements(wanted) == _elements(said)
-    parts = _tokens(reference), _tokens(answer)
-    return max(map(nesting, parts)) <= _MOST_NESTED and same_parts(*parts)
+    return any(
+        max(nesting(a), nesting(b)) <= _MOST_NESTED and same_parts(a, b)
+        for thousands in ((True, False) if "," in wanted and "," in said else (True,))  # 100,200 may be a list
+        for a, b in [(_tokens(reference, thousands), _tokens(answer, thousands))]
+    )
 
 
-def _tokens(text: str) -> list[str]:
+def _tokens(text: str, thousands: bool = True) -> list[str]:
     plain = _plain(text)
-    return tokens(plain if plain in _SPELLED.values() else one_form(text).strip(_EDGES).removesuffix("."))
+    return tokens(plain if plain in _SPELLED.values() else one_form(text).strip(_EDGES).removesuffix("."), thousands)
 
 
 def _plain(text: str) -> str:

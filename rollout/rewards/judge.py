@@ -123,7 +123,6 @@ def _checked(value: object) -> float:
 
 def load_judge(path: str, arguments: Mapping[str, object]) -> Answer:
     """The worker's answering function. path, arguments: as in RewardPool."""
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its timeouts are off, as we want them
     module, _, function = path.partition(":")
     judge = getattr(importlib.import_module(module), function)(**arguments)
     return lambda asked: {"reward": _checked(judge(Problem(**asked["problem"]), asked["answer"]))}
