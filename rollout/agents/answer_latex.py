@@ -12,6 +12,7 @@ import itertools
 import re
 import unicodedata
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 Tokens = Sequence[str]
 
@@ -158,45 +159,52 @@ def stripped(part: Tokens) -> list[str]:
     return part[start : len(part) - (part[-1:] == [" "] and len(part) > start)]
 
 
+@dataclass
+class _Open:
+    """A command that still lacks arguments, or a bracket (which lacks none) with the token that closes it."""
+
+    lacking: int
+    is_argument: bool  # of another command; it gets braces
+    closing: str = ""
+
+
 def normal(part: Tokens) -> list[str]:
     """Tokens without white space, one for each letter of a product, and with braces around each argument."""
     queue = [letter for token in part if token != " " for letter in (token if token.isalpha() else [token])]
     out: list[str] = []
-    # Open commands as [arguments that they lack, are they an argument that needs braces]; open brackets as [0, closing token].
-    stack: list[list[int | str | bool]] = []
+    stack: list[_Open] = []
 
     def argument_ends() -> None:
-        while stack and stack[-1][0]:
-            stack[-1][0] = int(stack[-1][0]) - 1
-            if stack[-1][0]:
-                return
-            if not stack.pop()[1]:
+        while stack and stack[-1].lacking:
+            stack[-1].lacking -= 1
+            if stack[-1].lacking or not stack.pop().is_argument:
                 return
             out.append("}")
 
     i = 0
     while i < len(queue):
-        token, waiting = queue[i], bool(stack and stack[-1][0])
+        token, waiting = queue[i], bool(stack and stack[-1].lacking)
         command = out[-1] if waiting and out else ""
         i += 1
         if token in OPENING:
             is_argument = waiting and (token == "{" or (token == "(" and command in ("\\sqrt", "^", "_")))
-            stack.append([0, "}" if is_argument else "", is_argument])
+            stack.append(_Open(0, is_argument, "}" if is_argument else ""))
             out.append("{" if is_argument else token)
         elif token in CLOSING:
-            while stack and stack[-1][0]:
+            while stack and stack[-1].lacking:
                 stack.pop()  # arguments are missing
-            _, closing, is_argument = stack.pop() if stack else [0, "", False]
-            out.append(str(closing) or token)
-            if is_argument:
+            closed = stack.pop() if stack else _Open(0, is_argument=False)
+            out.append(closed.closing or token)
+            if closed.is_argument:
                 argument_ends()
         elif token in _ARGUMENTS:
             if waiting:
                 out.append("{")
             out.append(token)
-            stack.append([_ARGUMENTS[token], waiting])
+            stack.append(_Open(_ARGUMENTS[token], waiting))
         elif waiting:
-            if token in "+-" and i < len(queue) and command in ("^", "_"):  # e^-x
+            sign = token in "+-" and command in ("^", "_")
+            if sign and i < len(queue) and queue[i] not in OPENING and queue[i] not in _ARGUMENTS:  # e^-x
                 token, i = token + queue[i], i + 1
             elif token.isdigit() and len(token) > 1 and command not in ("^", "_"):  # \frac12
                 queue[i - 1 : i] = list(token)

@@ -103,6 +103,9 @@ _UNITS = _table()
 _FOLDED = {name.lower(): name for name in sorted(_UNITS, key=str.islower)}  # KJ; mw is no MW
 
 
+_PERCENT = (("%", 1),)
+
+
 class Quantity(NamedTuple):
     number: list[str]
     unit: tuple[tuple[str, int], ...]
@@ -213,12 +216,9 @@ def same_quantity(wanted: Tokens, said: Tokens) -> bool:
         return _same_number(a.number, said) or _same_number(_hundredth(a.number), said)
     if b and b.unit == _PERCENT:
         value = constant(wanted)
-        is_proportion = value is None or abs(value) <= 1  # the bare 28 is 28 %, the bare 1 is no 1 %
+        is_proportion = value is None or -1 <= value <= 1  # the bare 28 is 28 %, the bare 1 is no 1 %
         return _same_number(wanted, _hundredth(b.number)) or (not is_proportion and _same_number(wanted, b.number))
     return _same_number(a.number if a else wanted, b.number if b else said)
-
-
-_PERCENT = (("%", 1),)
 
 
 def _hundredth(part: Tokens) -> list[str]:

@@ -86,16 +86,15 @@ def proportional(wanted: Tokens, said: Tokens, positive: bool) -> bool:
     for point in range(len(_RANGES)):
         try:
             over, under = (_value(each, point, _MANY_DIGITS, _is_complex(a, b)) for each in (a, b))
-            found = _divided(over, under)
+            with mp.workdps(_MANY_DIGITS):
+                found = _divided(over, under)
         except Unreadable:
             return False
-        except Undefined:
+        except (Undefined, ZeroDivisionError):
             continue
-        if (
-            found == 0
-            or (positive and not (_is_real(found) and found > 0))
-            or (ratio is not None and not _near(found, ratio))
-        ):
+        if found == 0 or (ratio is not None and not _near(found, ratio)):
+            return False
+        if positive and not (_is_real(found) and found > 0):
             return False
         ratio, equal = found, equal + 1
     return equal > 1 and bool(_variables(a))
@@ -113,7 +112,7 @@ def constant(part: Tokens) -> Fraction | float | None:
     if isinstance(value, Fraction) or mp.isinf(value):
         return value if isinstance(value, Fraction) else float(value)
     with mp.workdps(_MANY_DIGITS):
-        return Fraction(0) if abs(value) * 10**100 < 1 else Fraction(mp.nstr(value, 100))
+        return Fraction(0) if abs(value) * 10**300 < 1 else Fraction(mp.nstr(value, 100))
 
 
 def _one_case(*expressions: Tokens) -> list[tuple[str, ...]]:
