@@ -24,6 +24,7 @@ from marsrl.rollout.agents.answer_latex import ACCENTS, Tokens, normal
 _FEW_DIGITS, _MANY_DIGITS = 60, 360
 _EXACT_BITS = 1 << 17  # larger rationals are rounded
 _LARGEST = 10**30  # arguments of functions that grow or oscillate; beyond it too few digits are left
+_LONGEST = 1 << 13  # bits before the point, or noughts after it, of an irrational number that becomes a fraction
 _MOST_EXACT = 5000  # n of an exact n!
 
 # Points: variables are odd multiples of 1/64 in these ranges, so that no odd root of a negative number is drawn; in the first
@@ -101,7 +102,9 @@ def proportional(wanted: Tokens, said: Tokens, positive: bool) -> bool:
 
 
 def constant(part: Tokens) -> Fraction | float | None:
-    """The value of a real constant, to 100 digits if it is irrational; inf and -inf; None for anything else."""
+    """The value of a real constant, to 100 digits if it is irrational; inf and -inf; None for anything else,
+    and for one with thousands of digits before the point or noughts after it.
+    """
     expression = tuple(normal(part))
     if _variables(expression):
         return None
@@ -111,6 +114,8 @@ def constant(part: Tokens) -> Fraction | float | None:
         return None
     if isinstance(value, Fraction) or mp.isinf(value):
         return value if isinstance(value, Fraction) else float(value)
+    if value and abs(mp.mag(value)) > _LONGEST:
+        return None
     with mp.workdps(_MANY_DIGITS):
         return Fraction(0) if abs(value) * 10**300 < 1 else Fraction(mp.nstr(value, 100))
 

@@ -92,7 +92,9 @@ HOSTILE = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("reference", ["7", r"\frac{7}{10^{30}}", "x^2+1", "(1,2)", "x>2", "1, 2, 3", "Lima", "7 km"])
+@pytest.mark.parametrize(
+    "reference", ["7", r"\frac{7}{10^{30}}", "x^2+1", "(1,2)", "x>2", "1, 2, 3", "Lima", "7 km", "3.14159", "7\\%"]
+)
 def test_hostile_answers_are_wrong_and_cheap(reference: str) -> None:
     assert [answer[:40] for answer in HOSTILE if same_answer(reference, answer)] == []
     assert all(same_answer(answer, answer) for answer in HOSTILE)
