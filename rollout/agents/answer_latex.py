@@ -93,7 +93,7 @@ def one_form(text: str) -> str:
     text = _VULGAR_FRACTION.sub(lambda found: f" {found[0]}", text)
     text = _BLACKBOARD.sub(lambda found: f"\\mathbb{{{unicodedata.normalize('NFKC', found[0])}}}", text)
     text = unicodedata.normalize("NFKC", text).translate(_LOOKALIKES)
-    if delimited := _DELIMITED.fullmatch(text):
+    while delimited := _DELIMITED.fullmatch(text):
         text = next(filter(None, delimited.groups()), "")
     if (boxed := _BOXED.fullmatch(text)) and _is_balanced(boxed[1]):
         text = boxed[1]

@@ -100,9 +100,8 @@ def _table() -> dict[str, tuple[str, Fraction]]:
 
 
 _UNITS = _table()
-_FOLDED = {name.lower(): name for name in sorted(_UNITS, key=str.islower)}  # KJ; mw is no MW
-
-
+_CASES = Counter(name.lower() for name in _UNITS)
+_FOLDED = {name.lower(): name for name in _UNITS if _CASES[name.lower()] == 1}  # KJ; mw may be mW or MW
 _PERCENT = (("%", 1),)
 
 
