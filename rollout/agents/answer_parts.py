@@ -42,11 +42,16 @@ _REGION_MARKS = frozenset(["(", "[", r"\{", "<", ">", r"\leq", r"\geq", r"\neq",
 
 @dataclass(frozen=True)
 class Several:
-    """Parts of an answer. brackets: "" for a list, "{" for a set, "(" for a tuple. name: x, if each part is a value of x."""
+    """Parts of an answer.
+
+    brackets: "" for a list, "{" for a set, "(" for a tuple. name: x, if each part is a value of x. ordered: each part is the
+    value of another variable, so bare values stand in the order of the names; x_1 and x_2 are one variable.
+    """
 
     brackets: str
     parts: list[list[str]]
     name: str = ""
+    ordered: bool = False
 
 
 def same_parts(wanted: Tokens, said: Tokens) -> bool:
@@ -70,12 +75,10 @@ def same_parts(wanted: Tokens, said: Tokens) -> bool:
     )
     if relation[1] and relation_said[1]:
         return _same_relation(*relation, *relation_said)
-    if relation[1] and (value := _assigned(*relation)[1]):
+    if relation[1] and (value := _found(*relation, asked=True)):
         return same_parts(value, said)
     if relation_said[1]:
-        value = _assigned(*relation_said)[1]
-        if value is None and relation_said[1] == ["="] and constant(relation_said[0][1]):  # a+b=5 for 5; not for 0
-            value = relation_said[0][1]
+        value = _found(*relation_said, asked=False)
         return value is not None and same_parts(wanted, value)
     if several or others:
         return _same_several(several or Several("", [wanted]), others or Several("", [said]))
@@ -83,7 +86,7 @@ def same_parts(wanted: Tokens, said: Tokens) -> bool:
 
 
 def _bare(part: Tokens) -> list[str]:
-    """Tokens without a final comma, a final approximation, and braces or parentheses that hold a single part."""
+    """Tokens without a final comma, a final approximation, braces, and parentheses that hold a single part."""
     part = stripped(part)
     if part[-1:] in ([","], [";"]):
         part = stripped(part[:-1])
@@ -94,7 +97,7 @@ def _bare(part: Tokens) -> list[str]:
         bracketed(part)
         and part[0] in ("{", "(")
         and part[-1] in ("}", ")")
-        and not any(split(part[1:-1], (",", ";"))[1])
+        and (part[0] == "{" or not any(split(part[1:-1], (",", ";"))[1]))
     ):
         part = stripped(part[1:-1])
     return part
@@ -113,6 +116,18 @@ def _assigned(sides: list[list[str]], operators: list[str]) -> tuple[str, list[s
     if operators and set(operators) <= {"=", r"\approx", r"\in", r"\equiv"} and _is_name(sides[0]) and sides[-1]:
         return joined(normal(sides[0]), fold=True), sides[-1]
     return "", None
+
+
+def _found(sides: list[list[str]], operators: list[str], *, asked: bool) -> list[str] | None:
+    """The value that an equation states: of a name, or of an expression (a+b=5), but not that it is 0.
+
+    asked: the equation is the reference, where x+y=5 may be a line, whose value is not 5; AB=5 and S_1:S_2=5 are found values.
+    """
+    value = _assigned(sides, operators)[1]
+    if value is not None or operators != ["="] or not constant(sides[1]):
+        return value
+    is_quantity = all(token.isupper() for token in normal(sides[0]) if token.isalpha()) and constant(sides[0]) is None
+    return sides[1] if is_quantity or not asked else None
 
 
 def _region(part: list[str]) -> tuple[str, Set] | None:
@@ -263,9 +278,11 @@ def _expanded(parts: list[list[str]]) -> list[list[str]]:
 def _several(part: list[str]) -> Several | None:
     """The parts of a list, a set or a tuple; None for a single part."""
     parts, found = split(part, _SEPARATORS)
+    if {",", ";"} <= set(found):  # x=1, y=2; x=3, y=4
+        parts = [["(", *each, ")"] for each in split(part, (";",))[0]]
     if not found:
         ratio = split(part, (":",))[0]
-        if len(ratio) > 2:
+        if len(ratio) > 2 and not split(part, _RELATIONS)[1]:
             return Several(":", ratio)
         if bracketed(part) and part[0] in ("(", "[", r"\{", r"\langle"):
             inner, found = split(stripped(part[1:-1]), (",", ";"))
@@ -285,14 +302,16 @@ def _several(part: list[str]) -> Several | None:
         return Several("", [value or [] for _, value in named], names.pop())
     if named[0][0] and not any(split(each, _RELATIONS)[1] for each in parts[1:]):  # n = 2, 3, 4
         return Several("", [named[0][1] or [], *parts[1:]], named[0][0])
-    return Several("", parts)
+    sides = [split(each, ("=",))[0] for each in parts]
+    defined = {joined(normal(each[0])).partition("_")[0] for each in sides if len(each) == 2}
+    return Several("", parts, ordered=len(defined) == len(parts))
 
 
 def _same_several(wanted: Several, said: Several) -> bool:
     if len(wanted.parts) != len(said.parts) or (wanted.name and said.name and wanted.name != said.name):
         return False
     kinds = {wanted.brackets, said.brackets}
-    if kinds <= {"", "{"}:
+    if kinds <= {"", "{"} and wanted.ordered == said.ordered:
         rest = list(said.parts)
         for part in wanted.parts:
             same = next((i for i, other in enumerate(rest) if same_parts(part, other)), None)

@@ -111,6 +111,8 @@ def _is_text(reference: str) -> bool:
     ]
     if not words or _STARTS_WITH_NUMBER.match(reference):
         return False
+    if _OPERATORS.search(reference):
+        words = [word for word in words if not word.isupper()]  # ABCD: points
     # up to three letters beside an operator, or two without a vowel, are a product of variables: ab + c, xy
     limit = 3 if _OPERATORS.search(reference) else 2
     return any(len(word) > limit or (limit == 2 and not _VOWELS.isdisjoint(word.lower())) for word in words)

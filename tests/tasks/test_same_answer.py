@@ -37,8 +37,10 @@ ONE_WAY = [  # the reference comes first: what it leaves out may be said, and wh
     ("0.5", "0.5\\%"),
     ("1", "1%"),
     ("1\\%", "1"),
-    ("30^\\circ", "\\angle ABC = 30^\\circ"),
+    ("25", "x^2+y^2=25"),
+    ("3x+4y=14", "14"),  # a line, whose value is not 14
     ("5", "a+b=5"),
+    ("x^2+y^2=25", "25"),
 ]
 
 
