@@ -73,7 +73,7 @@ def test_a_wheel_has_the_presets_and_trains(installed: Path, tmp_path: Path) -> 
     shown = done.stdout
     assert "linear_policy_loss" in shown  # doctor
     assert "# settings: preset math_default.yaml < preset qwen3_8b.yaml\n8 x h100-80g" in shown
-    assert "# settings: preset cpu_default.yaml\npreset: none" in shown and "batch arithmetic" in shown
+    assert "# settings: preset cpu_default.yaml\nbatch arithmetic:" in shown
     run = tmp_path / "runs" / "wheel"
     rows = read_metrics(run / "metrics.jsonl")
     assert [row.values["actor/empty_steps"] for row in rows] == [0, 0]

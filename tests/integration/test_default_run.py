@@ -122,7 +122,7 @@ def test_commands_on_a_run_are_as_they_are_written(
             after = load_file(Path(out[0]) / "model.safetensors")
             assert after.keys() == before.keys() and not torch.equal(after["lm_head.weight"], before["lm_head.weight"])
             written += 1
-    assert written == 3
+    assert written == 4
 
 
 def test_the_default_run_starts_as_it_is_written(first_run: Path, runner: Runner, tmp_path: Path) -> None:

@@ -254,7 +254,7 @@ def test_settings_of_the_engine_that_does_not_decode_are_warned_of_by_name(tmp_p
         ("", ["rollout.group_size", "=", "4"], "spaces around the = of 'rollout.group_size'; write key.sub=value"),
         ("", ["rollout.group_size=", "4"], "spaces around the = of 'rollout.group_size'; write key.sub=value"),
         ("", ["run.seed=1", "rollout.group_size", "=4"], "spaces around the = of 'rollout.group_size'"),
-        ("", ["--rollout.group_size=4"], "write rollout.group_size=4, without dashes"),
+        ("", ["--rollout.group_size=4"], "begins with dashes; a setting has none: rollout.group_size=4"),
         ("", ["agents.solver.temperature=0"], "agents.solver.temperature is 0; expected above 0 (top_k=1 decodes greedily"),
         ("", ["evaluate.temperature=-1"], "evaluate.temperature is -1; expected above 0"),
         ("data: {eval: p.jsonl}", [], "data.eval is set, and task=arithmetic (the default) makes its own problems: did you"),

@@ -61,8 +61,9 @@ def layer_of_words(words: Sequence[str]) -> Layer:
         if after[:1] == "=" or (equals and not value and after and "=" not in after):
             raise ConfigError(f"{label}: spaces around the = of {key.strip()!r}; write key.sub=value without spaces")
         if not equals or not key or key.startswith("-"):
-            advice = word.lstrip("-") + ", without dashes" if equals and key else "key.sub=value"
-            raise ConfigError(f"{label}: {word!r} is not a setting; write {advice} (--help lists the options)")
+            if equals and key.strip("-"):
+                raise ConfigError(f"{label}: {word!r} begins with dashes; a setting has none: {word.lstrip('-')}")
+            raise ConfigError(f"{label}: {word!r} is not a setting; write key.sub=value (--help lists the options)")
     try:
         settings = OmegaConf.from_dotlist(list(words))
     except (OmegaConfBaseException, yaml.YAMLError) as error:
