@@ -178,7 +178,7 @@ class ChatRenderer:
         tools: Sequence[ToolFunction],
         template_options: Mapping[str, bool | str],
     ) -> str:
-        """What the template shows of a content in the whole prompt; all of it where that is not one piece."""
+        """Part of a content that the template shows in the whole prompt; all of it where that is not one piece."""
         content, mark = messages[index].content, _PLACEHOLDER.format(index=index)
         marked = [*messages[:index], replace(messages[index], content=mark), *messages[index + 1 :]]
         before, _, after = self._templated(marked, tools, template_options).translate(self._plain).partition(mark)

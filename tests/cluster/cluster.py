@@ -54,7 +54,16 @@ def run(problem, client):
 """
 # Metrics that two runs of the same numbers do not share: clocks, how weights travelled and to how many engines, the size of
 # rounding itself, and experts' loads, as rounding may turn a choice between two experts that are nearly alike.
-_OWN = ("timing_s/", "latency_s/", "perf/", "sync/", "train_rollout/", "rollout/tokens_per_s", "rollout/engines/", "router/")
+_OWN = (
+    "timing_s/",
+    "latency_s/",
+    "perf/",
+    "sync/",
+    "train_rollout/",
+    "rollout/tokens_per_s",
+    "rollout/engines/",
+    "router/",
+)
 _SUMS = ("actor/", "mpt/")  # of float32 numbers, added up in another order: 2.3e-5 apart at most where it was measured
 _SUMS_DIFFER = 2e-4
 

@@ -25,13 +25,19 @@ LOCAL = ("rollout.engine=local", "rollout.placement=local")
     [
         (TEAM, "the section external is not set"),
         (["external={command: ['true']}"], "orchestration is verifier_corrector, and the section external is set"),
-        (["task=arithmetic", "orchestration=external", "external={command: ['true']}"], "found none; expected at least one"),
+        (
+            ["task=arithmetic", "orchestration=external", "external={command: ['true']}"],
+            "found none; expected at least one",
+        ),
         ([*TEAM, "external.function=my_agent.py"], "expected FILE.py:NAME"),
         ([*TEAM, "external={function: 'a.py:run', command: ['true']}"], "give one of the first three"),
         ([*TEAM, "external={function: 'a.py:run', workers: 0}"], "none of them with workers=0"),
         ([*TEAM, "external={workers: 0, port: 8000}"], "set external.port and external.key_env"),
         ([*TEAM, "external.command=['true']", "rollout.group_completion=drop_stragglers"], "external.timeout_s ends"),
-        (["task=arithmetic", "orchestration=external", "agents={'a/b': {}}", "external.command=['true']"], "names of letters"),
+        (
+            ["task=arithmetic", "orchestration=external", "agents={'a/b': {}}", "external.command=['true']"],
+            "names of letters",
+        ),
     ],
 )
 def test_sections_that_do_not_go_together_are_refused(words: list[str], reason: str) -> None:
@@ -63,7 +69,9 @@ def test_a_program_that_workers_could_not_start_is_refused(tmp_path: Path, exter
 def test_a_command_s_files_are_relative_to_the_settings_file(tmp_path: Path) -> None:
     assert " --url http://[::1]:7 " in join_line(ExternalConfig(workers=0, host="::1", port=7, key_env="K"))
     (tmp_path / "agent.py").touch()
-    (tmp_path / "own.yaml").write_text("{task: arithmetic, orchestration: external, external: {command: [python, agent.py, x]}}")
+    (tmp_path / "own.yaml").write_text(
+        "{task: arithmetic, orchestration: external, external: {command: [python, agent.py, x]}}"
+    )
     config, _ = read_config(tmp_path / "own.yaml", ["agents.solver.policy=main"])
     assert config.external is not None and config.external.command == ["python", f"{tmp_path}/agent.py", "x"]
 

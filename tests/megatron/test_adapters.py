@@ -144,7 +144,11 @@ def test_policies_with_weights_of_their_own_train_as_alone_to_the_bit(tmp_path: 
         ("qwen3", {"targets": ["experts"]}, "adapter.targets names experts, and .* has none: name mlp"),
         ("qwen3_moe", {"targets": ["mlp"]}, "adapter.targets names mlp alone, and .* has experts in its place"),
         ("qwen3", {"rank": 8, "alpha": 8}, "alpha / rank of .* is 2; here .* is 1: set adapter.alpha=16"),
-        ("qwen3", {"rank": 4, "alpha": 8}, r"lora_A.weight has shape \[8, 32\]; this policy needs \[4, 32\]: set adapter.rank=8"),
+        (
+            "qwen3",
+            {"rank": 4, "alpha": 8},
+            r"lora_A.weight has shape \[8, 32\]; this policy needs \[4, 32\]: set adapter.rank=8",
+        ),
         ("qwen3", {"targets": ["attention"], "start": "elsewhere"}, "elsewhere, which has no adapter_config.json"),
     ],
 )

@@ -25,7 +25,9 @@ def test_the_first_sample_shows_what_was_read_written_found_and_paid() -> None:
     RunConsole(stream=printed).sample(replace(asked, answer="4"))
     RunConsole(rank=1, stream=printed).sample(asked)  # another rank's
     text = printed.getvalue()
-    assert text.startswith(f"first sample, 000001/solver:0\n--- solver read {len(sample.prompt_ids):,} tokens:\n2 + 2␛[2J\n")
+    assert text.startswith(
+        f"first sample, 000001/solver:0\n--- solver read {len(sample.prompt_ids):,} tokens:\n2 + 2␛[2J\n"
+    )
     assert "[29 characters]" in text and text.count("first sample") == 1
     assert text.endswith("It is [bold]4[/bold].\n--- found in them: the answer '4'; reward 1\n")
     unread = replace(asked, answer=None, verdict=None, reward=Reward(MISSING, MISSING, note="no judgement"))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class KlToGo:
-    """Of each token of a packed batch, the log-ratio to the reference summed over it and the later tokens of its sample.
+    """Log-ratio to the reference of each token of a packed batch, summed over it and the later tokens of its sample.
 
     With advantages of minus this sum, the policy gradient of samples of the current policy is minus the gradient of the whole
     sample's KL(policy || reference): a token's earlier terms do not depend on it. The mean over the agent's other samples, which

@@ -112,7 +112,7 @@ def _reward_metrics(agent: str, samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def _length_metrics(agent: str, samples: Sequence[Sample]) -> dict[str, float]:
-    """Of completions up to the last answer that a program read; none of those without any."""
+    """Lengths of completions, up to the last answer that a program read; completions without such an answer do not count."""
     read = [sample for sample in samples if sample.length or not sample.turns]
     if not read:
         return {}

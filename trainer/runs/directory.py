@@ -276,7 +276,7 @@ class RunDirectory:
         write_atomically(self.checkpoints / "latest", f"step_{step}\n".encode("ascii"))
 
     def best_evaluated(self, steps: Iterable[int]) -> int | None:
-        """Which of these steps has the evaluation with the most accurate team, the first of equals; None: none is evaluated."""
+        """Step of these with the most accurate team in its evaluation, the first of equals; None: none is evaluated."""
         means: dict[int, float] = {}
         for step in sorted(steps):
             file = self.evaluation(step) / "evaluation.json"

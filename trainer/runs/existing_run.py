@@ -122,7 +122,7 @@ def _other_rates(run: RunDirectory, step: int, now: RunConfig) -> Iterator[str]:
 
 
 def _where(run: RunDirectory, config: RunConfig) -> tuple[str, int]:
-    """Where the run goes on, in a sentence, and the step after which it does."""
+    """Return a sentence that says where the run goes on, and the step after which it does."""
     try:
         latest = run.latest_checkpoint()
     except RuntimeError as error:

@@ -310,7 +310,7 @@ def policy_terms(
     elif CORRECTION != "none":
         of_drift = old - tl.load(rollout_logprobs + tokens, mask=is_kept, other=0.0)
     of_reference = tl.zeros_like(logp)
-    of_importance = tl.zeros_like(logp)  # of the policy to the one that decoded
+    of_importance = tl.zeros_like(logp)  # log-ratio of the policy to the one that decoded
     kl = tl.zeros_like(logp)
     kl_slope = tl.zeros_like(logp)
     if KL != "none":

@@ -56,7 +56,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What was tried, in the order of the file.
+    """Results of a check, in the order of the file.
 
     num_tried, num_known: problems that were tried, and those with a reference; num_skipped: lines without a problem.
     warnings: about answers that many problems share.
@@ -119,7 +119,7 @@ def _judged(config: RunConfig, problems: Sequence[Problem], seed: int) -> list[T
 
 
 def _reader(parser: Parser | None) -> Read:
-    """What the task's parser finds in a completion that gives the answer as the prompt asks for it."""
+    """Return a function that finds the answer in a completion which gives it as the prompt asks for it."""
     form = None if parser is None else next((each for each in parser.examples if "ANSWER" in each), None)
 
     def read(answer: str) -> str | None:

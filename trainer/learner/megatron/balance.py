@@ -40,7 +40,7 @@ Counts = dict[int, Tensor]
 
 
 class ExpertLoad(NamedTuple):
-    """How evenly an update's tokens were spread over the experts; the same on all ranks.
+    """Spread of an update's tokens over the experts; the same on all ranks.
 
     aux_loss: E * sum_e f_e P_e, mean over layers; 1 if even. largest, smallest: load of an expert in any layer, as a multiple of
     an equal share.
@@ -53,7 +53,7 @@ class ExpertLoad(NamedTuple):
 
 @dataclass(slots=True)
 class _Tally:
-    """What a router is to do in an update's passes, and what it found.
+    """Settings and results of one router in the passes of an update.
 
     coefficient: of the loss; 0: none. num_tokens: of the update, over all ranks. counts: of the update, [E]; None: its only
     micro-batch has them. sums: [2, E] choices and probabilities of this rank's tokens.
