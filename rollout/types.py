@@ -72,7 +72,7 @@ class Segment:
 class Fate(StrEnum):
     """Use that a program made of an answer to one of its calls."""
 
-    READ = "read"  # it got the answer, or a later call continues it: trained
+    READ = "read"  # trained: the program got the answer, or a later call continues it
     UNREAD = "unread"  # the answer never reached it: its connection was cut, or the session ended before
     SUPERSEDED = "superseded"  # no call continues it, and the program asked the same again: thrown away
 

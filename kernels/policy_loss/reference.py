@@ -73,7 +73,7 @@ def policy_terms(logp: Tensor, entropy: Tensor, tokens: PolicyTokens, kept: Tens
         return torch.where(is_masked, zeros, values)
 
     # From here on any NaN or infinity was read by a trained token.
-    kl = importance * _divergence(log_reference, objective.kl)  # of all tokens, for the metric
+    kl = importance * _divergence(log_reference, objective.kl)  # the metric counts masked tokens too
     moved = read(logp) - read(current)  # 0, with the gradient of logp
     logp, advantages = read(logp), read(of_kept(tokens.advantages))
     log_ratio, drift = read(log_ratio), read(drift)

@@ -164,7 +164,7 @@ class _Open:
     """A command that still lacks arguments, or a bracket (which lacks none) with the token that closes it."""
 
     lacking: int
-    is_argument: bool  # of another command; it gets braces
+    is_argument: bool  # True for an argument of another command, which gets braces
     closing: str = ""
 
 

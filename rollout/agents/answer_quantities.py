@@ -124,7 +124,7 @@ def quantity(part: Tokens) -> Quantity | None:
         return Quantity(sign + (inner.number if inner else rest), ((currency, 1),), Fraction(1))
     start = end = len(part)
     while start:
-        power = start  # of a unit: ^2, ^{-1}
+        power = start  # start of a unit's power: ^2, ^{-1}
         if part[start - 1].isdigit() or part[start - 1] == "}":
             power = max((i for i in range(max(start - 5, 1), start) if part[i] == "^"), default=start)
         if not _is_unit_part(part[power - 1]):
