@@ -1,8 +1,8 @@
-"""Chooses the implementation of an op for a call, with the reasons against the others.
+"""Choice of an op's implementation for a call, with the reasons against the others.
 
-Each op registers its implementations in order of preference. `MARSRL_KERNELS=<name>` (say `cpu` or `reference`) forces one
-for every op: it is used, or the call is refused with the reason; another is never substituted. An op without it refuses too.
-`MARSRL_KERNELS=<op>=<name>[,<op>=<name>...]` does so for these ops and leaves the choice to the others.
+Each op registers its implementations in order of preference. `MARSRL_KERNELS=<name>` (such as `cpu` or `reference`) forces
+one for every op: a call that it cannot serve is refused with the reason, and so is an op that has no such implementation.
+`MARSRL_KERNELS=<op>=<name>[,<op>=<name>...]` forces implementations for these ops alone.
 """
 
 import os
@@ -20,11 +20,13 @@ _OPS: dict[str, "Op"] = {}
 
 @dataclass(frozen=True)
 class Implementation:
-    """One way to compute an op.
+    """Implementation of an op, and the conditions under which it can be used.
 
-    run takes the op's arguments; why_not takes the same and returns None if run supports them, else the reason. machine_lacks
-    does the same for this machine, before any tensor is known. load: the Kernels of
-    differentiable.py that run takes; None: PyTorch differentiates run, or the op has no gradient.
+    run: computes the op from its arguments.
+    why_not: takes the same arguments and returns None if run supports them, else the reason.
+    machine_lacks: returns None if this machine can run it whatever the tensors, else the reason.
+    load: returns the Kernels (differentiable.py) that run uses; None if PyTorch differentiates run, or if the op has no
+        gradient.
     """
 
     name: str
@@ -35,7 +37,7 @@ class Implementation:
 
 
 def without_autocast(function: Callable[..., Any], *args: Any) -> Any:
-    """function(...) with autocast off: an op chooses its own arithmetic, whatever the caller's autocast region."""
+    """Call the function with autocast off: an op chooses its arithmetic regardless of the caller's autocast."""
     if not torch._C._is_any_autocast_enabled():
         return function(*args)
     with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
@@ -43,30 +45,32 @@ def without_autocast(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def why_not_host(name: str, tensor: torch.Tensor) -> str | None:
-    """None if a CPU implementation can read the tensor, else the reason; name: of the argument."""
-    return None if tensor.device.type == "cpu" else f"{name} is on {tensor.device}, this one reads host memory"
+    """Return None if a CPU implementation can read the tensor, else the reason; name: the argument's."""
+    return (
+        None if tensor.device.type == "cpu" else f"{name} is on {tensor.device}, this implementation reads host memory"
+    )
 
 
 def of_first(why_not: Callable[[str, torch.Tensor], str | None], name: str) -> Callable[..., str | None]:
-    """Implementation.why_not that depends only on the first argument, of this name."""
+    """Return an Implementation.why_not that checks only the first argument, called by this name in the reason."""
     return lambda first, *_: why_not(name, first)
 
 
 def late_function(module: str, name: str) -> Callable[..., Any]:
-    """The function of marsrl.kernels.<module>, imported at its first call, Triton included."""
+    """Return a function of marsrl.kernels.<module> that is imported at its first call, so that Triton is loaded late."""
     find = cache(lambda: getattr(import_module(f"marsrl.kernels.{module}"), name))
     return lambda *args: find()(*args)
 
 
 def late_object(module: str, name: str) -> Callable[[], Any]:
-    """A callable that creates the object of that class of marsrl.kernels.<module> at its first call, and then returns the same
-    one."""
+    """Return a callable that creates one instance of a class of marsrl.kernels.<module> at its first call and returns it ever
+    after."""
     return cache(lambda: getattr(import_module(f"marsrl.kernels.{module}"), name)())
 
 
 @dataclass(frozen=True)
 class Op:
-    """A kernel of the public API with its implementations, the preferred one first."""
+    """Public operation with its implementations, the preferred one first."""
 
     name: str
     implementations: tuple[Implementation, ...]
@@ -77,24 +81,24 @@ class Op:
         _OPS[self.name] = self
 
     def __call__(self, *args: Any) -> Any:
-        if torch.compiler.is_compiling():  # the caller is being traced; others do not pay for the way around the tracer
+        if torch.compiler.is_compiling():  # only traced callers pay for the way around the tracer
             return self._run_untraced(*args)
         return self._run(*args)
 
     def _run(self, *args: Any) -> Any:
         return without_autocast(self.choose(*args).run, *args)
 
-    # Dynamo would trace into ctypes calls and launches, which it cannot. torch.compiler.disable does the same
-    # and imports torch._dynamo at once.
+    # Dynamo cannot trace ctypes calls and kernel launches. torch.compiler.disable would do the same, but imports
+    # torch._dynamo at once.
     _run_untraced = torch._disable_dynamo(_run)
 
     def choose(self, *args: Any) -> Implementation:
-        """The implementation that serves these arguments.
+        """Return the implementation that serves these arguments.
 
         Raises:
             ValueError: MARSRL_KERNELS names an unknown implementation or op.
-            RuntimeError: the forced implementation is not one of this op's or cannot serve the call, or none can; with the
-                reasons.
+            RuntimeError: the forced implementation does not exist for this op or cannot serve the call, or no implementation
+                can; the message has the reasons.
         """
         forced = forced_name(self.name)
         if forced is not None:
@@ -117,7 +121,10 @@ class Op:
         raise RuntimeError(f"no implementation of {self.name} can serve this call; " + "; ".join(reasons))
 
     def explain(self, why_not: Callable[[Implementation], str | None]) -> "Explanation":
-        """The implementation that would be used, and the reasons against the others; why_not: the known reason against one."""
+        """Return the implementation that would be chosen, and the reasons against the others.
+
+        why_not: returns the known reason against an implementation, or None.
+        """
         forced = forced_name(self.name)
         chosen: str | None = None
         reasons: dict[str, str] = {}
@@ -135,7 +142,7 @@ class Op:
 
 
 def forced_name(op: str) -> str | None:
-    """The implementation that MARSRL_KERNELS forces for this op, or None. ValueError if unknown."""
+    """Return the implementation that MARSRL_KERNELS forces for this op, or None; ValueError if it names an unknown one."""
     if ENVIRONMENT not in os.environ:  # twice as fast as `get`, which raises and catches internally
         return None
     text = os.environ[ENVIRONMENT]
@@ -162,13 +169,13 @@ def _check_known(text: str, word: str, known: set[str]) -> None:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The choice for one op, or for one kind of its calls, as `marsrl doctor` prints it."""
+    """Chosen implementation of an op, or of one kind of its calls, as `marsrl doctor` prints it."""
 
     op: str
-    chosen: str | None  # None: the op cannot run here
+    chosen: str | None  # None if the op cannot run here
     reasons: dict[str, str]  # implementation -> why it is not chosen
 
 
 def explain() -> list[Explanation]:
-    """For each op the implementation that this machine would use, and the reasons against the others; tensors may add reasons."""
+    """Return, for each op, the implementation chosen on this machine and the reasons against the others; tensors may add some."""
     return [op.explain(lambda each: each.machine_lacks()) for _, op in sorted(_OPS.items())]

@@ -113,13 +113,13 @@ def cpu_library() -> ctypes.CDLL:
 
 
 def why_no_cpu_library() -> str | None:
-    """None if the CPU library works, else the reason."""
+    """Return None if the CPU library works, else the reason."""
     library = _cpu()
     return library if isinstance(library, str) else None
 
 
 def why_not_float_or_bfloat16(name: str, tensor: Tensor) -> str | None:
-    """None if a function of the CPU library that knows these two dtypes can read the tensor, else the reason."""
+    """Return None if a function of the CPU library that knows these two dtypes can read the tensor, else the reason."""
     if (reason := why_not_host(name, tensor)) is not None or tensor.dtype in (torch.float32, torch.bfloat16):
         return reason
     return f"{name} is {str(tensor.dtype).removeprefix('torch.')}, csrc/cpu reads float32 and bfloat16"

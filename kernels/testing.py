@@ -1,4 +1,4 @@
-"""For tests and benchmarks: judging a kernel's result."""
+"""Accuracy checks of a kernel's result, for tests and benchmarks."""
 
 import torch
 from torch import Tensor
@@ -74,8 +74,8 @@ def assert_accurate(
             )
 
 
-# Of a block, relative to its size. 16 bits: an operand of a product and its result are rounded once each, by half an
-# eps at most. float32: p = e^(log p) is off by as much as log p, which is up to 16 nats in size and rounded to float32.
+# Allowed rounding error of a block, relative to its size. 16 bits: a product's operand and its result are each rounded once,
+# by at most half an eps. float32: p = e^(log p) inherits the rounding of log p, which is up to 16 nats in size.
 _ROUNDING = {dtype: torch.finfo(dtype).eps for dtype in (torch.bfloat16, torch.float16)}
 _ROUNDING |= {torch.float32: 16 * torch.finfo(torch.float32).eps, torch.float64: 4 * torch.finfo(torch.float64).eps}
 

@@ -20,25 +20,25 @@ def is_interpreted() -> bool:
 
 
 def machine_lacks_cuda() -> str | None:
-    """None if PyTorch sees a GPU, else the reason; for Implementation.machine_lacks."""
+    """Return None if PyTorch sees a GPU, else the reason; for Implementation.machine_lacks."""
     return None if torch.cuda.is_available() else "PyTorch sees no CUDA device"
 
 
 def machine_lacks_triton() -> str | None:
-    """None if this machine can run Triton kernels, else the reason."""
+    """Return None if this machine can run Triton kernels, else the reason."""
     reason = None if is_interpreted() else machine_lacks_cuda()
     return reason and f"{reason} (TRITON_INTERPRET=1 runs Triton kernels on the CPU, for tests)"
 
 
 def why_not_triton(name: str, tensor: Tensor) -> str | None:
-    """None if Triton kernels can read this tensor, else the reason."""
+    """Return None if Triton kernels can read this tensor, else the reason."""
     if tensor.device.type == "cuda" or (tensor.device.type == "cpu" and is_interpreted()):
         return None
     return f"{name} is on {tensor.device}, Triton kernels read CUDA memory"
 
 
 def why_not_triton_float32(name: str, tensor: Tensor) -> str | None:
-    """The same for kernels that compute in float32."""
+    """Return None if Triton kernels that compute in float32 can read this tensor, else the reason."""
     return why_not_double(name, tensor) or why_not_triton(name, tensor)
 
 
@@ -47,7 +47,7 @@ def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
     return torch.cuda.device(tensor.device) if tensor.device.type == "cuda" else nullcontext()
 
 
-MULTIPROCESSORS = 132  # of an H100 or H200
+MULTIPROCESSORS = 132  # an H100 or H200 has this many
 
 
 def num_multiprocessors(tensor: Tensor) -> int:

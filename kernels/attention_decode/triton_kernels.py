@@ -74,7 +74,7 @@ def decode_split(
         output = tl.fma(output, shrink[:, None], block)  # a sum of sums: one chain of SPLIT additions rounds more
         maximum = risen
 
-    at = (sequence * num_key_heads * GROUP + heads) * num_splits + split  # of [S, N, splits]
+    at = (sequence * num_key_heads * GROUP + heads) * num_splits + split  # index into [S, N, splits]
     tl.store(partial + at[:, None] * HEAD_SIZE + dims[None, :], output, mask=is_head[:, None])
     tl.store(maxima + at, maximum, mask=is_head)
     tl.store(totals + at, total, mask=is_head)
@@ -92,8 +92,8 @@ def decode_sum(
     HEAD_SIZE: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """One head of one sequence: the splits that hold keys, weighted by their share of the softmax."""
-    row = tl.program_id(0).to(tl.int64)  # of [S, N]
+    """Sum one head's splits of one sequence, each weighted by its share of the softmax; splits without keys are skipped."""
+    row = tl.program_id(0).to(tl.int64)  # row of [S, N]
     length = tl.load(lengths + row // num_heads).to(tl.int32)
     dims = tl.arange(0, HEAD_SIZE)
     output = tl.zeros([HEAD_SIZE], tl.float32)

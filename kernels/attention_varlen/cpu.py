@@ -90,7 +90,7 @@ def _per_segment(
             continue
         num_queries, num_keys = end - begin, end_k - begin_k
         mask = None
-        if causal and num_queries > 1:  # one query, as in decoding, sees every key
+        if causal and num_queries > 1:  # a single query, as in decoding, sees every key
             mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device="cpu").tril(num_keys - num_queries)
         query, key, value = (x.transpose(0, 1)[None] for x in (q[begin:end], k[begin_k:end_k], v[begin_k:end_k]))
         output = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=True)

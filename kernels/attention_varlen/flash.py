@@ -1,5 +1,6 @@
-"""Packed attention by flash-attn where it is installed, version 4, 3 or 2, or by PyTorch's varlen_attn, which carries the
-kernels of version 2. Not run on a GPU here."""
+"""Packed attention by flash-attn 4, 3 or 2, or by PyTorch's varlen_attn, which contains the kernels of flash-attn 2.
+
+flash-attn 4 has run on an H200 (benchmarks/results/nvidia_h200); the others have not run here."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,9 +18,9 @@ from marsrl.kernels.triton_machine import machine_lacks_cuda
 
 @dataclass(frozen=True)
 class Version:
-    """One version of flash-attn. All have flash_attn_varlen_func, with the same names for the arguments used here.
+    """Version of flash-attn. Each has flash_attn_varlen_func, with the same names for the arguments used here.
 
-    generations: major compute capabilities on which its backward can add in a fixed order.
+    generations: major compute capabilities on which its backward has a deterministic mode.
     """
 
     name: str
@@ -34,7 +35,7 @@ MOST_HEAD_SIZE = 256
 
 
 def machine_lacks(version: Version) -> str | None:
-    """None if this version can be imported and a GPU is there, else the reason."""
+    """Return None if this version can be imported and a GPU is there, else the reason."""
     if reason := machine_lacks_cuda():
         return reason
     if not _is_installed(version.module):
@@ -44,7 +45,7 @@ def machine_lacks(version: Version) -> str | None:
 
 
 def why_not(version: Version, q: Tensor, *_: Any) -> str | None:
-    """None if this version can serve these arguments, else the reason; after machine_lacks."""
+    """Return None if this version can serve these arguments, else the reason; after machine_lacks."""
     reason = why_not_flash_kernels(q)
     if reason is not None:
         return reason
@@ -88,7 +89,7 @@ def attention_varlen_flash(
 
 
 def why_not_flash_kernels(q: Tensor) -> str | None:
-    """None if flash-attn's kernels, or PyTorch's copy of them, can serve q, else the reason."""
+    """Return None if flash-attn's kernels, or PyTorch's copy of them, can serve q, else the reason."""
     if q.device.type != "cuda":
         return f"q is on {q.device}, flash-attn reads CUDA memory"
     if q.shape[0] == 0:
@@ -126,7 +127,7 @@ def _function(module: str) -> Callable[..., Any] | str:
 
 
 def why_not_varlen_attn(q: Tensor, *others: Any) -> str | None:
-    """None if it can serve these arguments, of which `deterministic` is the last, else the reason."""
+    """Return None if it can serve these arguments, of which `deterministic` is the last, else the reason."""
     if others[-1] and not torch.are_deterministic_algorithms_enabled():
         return "its backward is deterministic under torch.use_deterministic_algorithms(True) only"
     return why_not_flash_kernels(q)

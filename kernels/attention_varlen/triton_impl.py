@@ -32,8 +32,8 @@ class Tiles:
 @dataclass(frozen=True)
 class TilePlan:
     forward: Tiles
-    of_q: Tiles
-    of_k: Tiles
+    query_gradient: Tiles
+    key_gradients: Tiles
 
 
 def plan_tiles(head_size: int, dtype: torch.dtype) -> TilePlan:
@@ -61,7 +61,7 @@ class TritonAttention:
         scale: float,
         causal: bool,
         max_seqlen: int | None,  # the grid does not need it
-        deterministic: bool,  # it always is
+        deterministic: bool,  # unused: the kernels are always deterministic
     ) -> tuple[Tensor, Tensor]:
         q, k, v, cu_seqlens, cu_seqlens_k = _as_read(q, k, v, cu_seqlens, cu_seqlens_k)
         num_tokens, num_heads, head_size = q.shape
@@ -88,26 +88,26 @@ class TritonAttention:
         num_tokens, num_heads, head_size = q.shape
         num_key_heads = k.shape[1]
         delta = torch.empty_like(lse)
-        of_q = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        of_k, of_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
+        grad_q = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        grad_k, grad_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
         sizes = (cu_seqlens.numel() - 1, num_tokens)
         scales = (scale, scale * LOG2_E)
         strides = (*_strides(q), *_strides(k), *_strides(v), *_strides(grad_out))
         plan = plan_tiles(head_size, q.dtype)
         with on_device_of(q):
             if num_tokens:
-                attention_query_gradient[(_num_tiles(q, cu_seqlens, plan.of_q.m) * num_heads,)](
-                    q, k, v, out, grad_out, lse, delta, of_q, cu_seqlens, cu_seqlens_k,
+                attention_query_gradient[(_num_tiles(q, cu_seqlens, plan.query_gradient.m) * num_heads,)](
+                    q, k, v, out, grad_out, lse, delta, grad_q, cu_seqlens, cu_seqlens_k,
                     *sizes, num_heads, *scales, *strides,
-                    **_constants(q, k, causal, plan.of_q),
+                    **_constants(q, k, causal, plan.query_gradient),
                 )  # fmt: skip
             if k.shape[0]:
-                attention_key_gradients[(_num_tiles(k, cu_seqlens_k, plan.of_k.n) * num_key_heads,)](
-                    q, k, v, grad_out, lse, delta, of_k, of_v, cu_seqlens, cu_seqlens_k,
+                attention_key_gradients[(_num_tiles(k, cu_seqlens_k, plan.key_gradients.n) * num_key_heads,)](
+                    q, k, v, grad_out, lse, delta, grad_k, grad_v, cu_seqlens, cu_seqlens_k,
                     *sizes, num_key_heads, *scales, *strides,
-                    **_constants(q, k, causal, plan.of_k),
+                    **_constants(q, k, causal, plan.key_gradients),
                 )  # fmt: skip
-        return of_q, of_k, of_v, None, None
+        return grad_q, grad_k, grad_v, None, None
 
 
 def _as_read(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_seqlens_k: Tensor) -> tuple[Tensor, ...]:

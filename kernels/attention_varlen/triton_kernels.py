@@ -5,11 +5,11 @@
               dq = scale ds k in one kernel; dk = scale ds^T q, dv = p^T do in another: no atomics, the same bits each time
 
 The grid follows from shapes alone. A sequence of n tokens that starts at token b owns the tile numbers from b // BLOCK + s
-on, s being its own number: at least ceil(n / BLOCK) of them, and (b + n) // BLOCK + s + 1 is its neighbour's first. So a
-program finds its sequence by bisection in cu_seqlens, and at most one tile a sequence has nothing to do.
+on, where s is its index: these are at least ceil(n / BLOCK) tiles, and (b + n) // BLOCK + s + 1 is the next sequence's first
+one. A program finds its sequence by bisection in cu_seqlens, and at most one tile per sequence is empty.
 
-Exponents are taken to base 2 (scale2 = scale * log2 e), which is what the hardware has. Everything that a 16-bit tile
-enters but a dot is float32.
+Exponents are to base 2 (scale2 = scale * log2 e), as in hardware. Dots read tiles in their own dtype; all other arithmetic is
+float32.
 """
 # mypy: disallow-untyped-defs=False
 
@@ -19,7 +19,7 @@ import triton.language as tl
 
 @triton.jit
 def sequence_of_tile(cu_seqlens, tile, num_sequences, BLOCK: tl.constexpr):
-    """The last sequence whose first tile is not behind this one."""
+    """Return the sequence that owns this tile: the last one whose first tile is not after it."""
     low = tl.zeros((), tl.int32)
     high = low + num_sequences - 1
     while low < high:
@@ -32,7 +32,7 @@ def sequence_of_tile(cu_seqlens, tile, num_sequences, BLOCK: tl.constexpr):
 
 @triton.jit
 def bounds_of(cu_seqlens, sequence):
-    """(first token int64, number of tokens int32)."""
+    """Return (first token int64, number of tokens int32) of a sequence."""
     begin = tl.load(cu_seqlens + sequence).to(tl.int64)
     return begin, (tl.load(cu_seqlens + sequence + 1).to(tl.int64) - begin).to(tl.int32)
 
@@ -57,7 +57,7 @@ def forward_over_keys(
     BLOCK_N: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ):
-    """Keys first .. end of the sequence into the running sums; last_visible [M]: the last key each query sees."""
+    """Add keys first .. end of the sequence to the running sums; last_visible [M]: the last key each query sees."""
     columns = tl.arange(0, BLOCK_N)
     dims = tl.arange(0, HEAD_SIZE)
     for start in range(first, end, BLOCK_N):
@@ -108,7 +108,7 @@ def attention_forward(
     BLOCK_N: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
 ):
-    """One tile of queries of one head: out [T, N, D], lse [N, T] float32 to base 2."""
+    """Compute one tile of queries of one head: out [T, N, D], lse [N, T] float32 to base 2."""
     head = (tl.program_id(0) % num_heads).to(tl.int64)  # neighbours share keys and values
     tile = tl.program_id(0) // num_heads
     sequence = sequence_of_tile(cu_seqlens_q, tile, num_sequences, BLOCK_M)
@@ -187,7 +187,7 @@ def attention_query_gradient(
     BLOCK_N: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
 ):
-    """One tile of queries of one head: grad_q [T, N, D], and delta [N, T] float32 for the kernel that follows."""
+    """Compute grad_q [T, N, D] for one tile of queries of one head, and delta [N, T] float32 for the next kernel."""
     head = (tl.program_id(0) % num_heads).to(tl.int64)
     tile = tl.program_id(0) // num_heads
     sequence = sequence_of_tile(cu_seqlens_q, tile, num_sequences, BLOCK_M)
@@ -203,8 +203,8 @@ def attention_query_gradient(
     at = begin_q + first_query
     q_at = q + head * stride_q_head + at * stride_q + rows[:, None] * stride_q + dims[None, :]
     grad_at = grad_out + head * stride_grad_head + at * stride_grad + rows[:, None] * stride_grad + dims[None, :]
-    packed = ((at + rows[:, None]) * num_heads + head) * HEAD_SIZE + dims[None, :]  # of contiguous [T, N, D]
-    statistic = head * num_tokens + at + rows  # of [N, T]
+    packed = ((at + rows[:, None]) * num_heads + head) * HEAD_SIZE + dims[None, :]  # index into contiguous [T, N, D]
+    statistic = head * num_tokens + at + rows  # index into [N, T]
     q_tile = tl.load(q_at, mask=is_query[:, None], other=0.0)
     grad_tile = tl.load(grad_at, mask=is_query[:, None], other=0.0)
     out_tile = tl.load(out + packed, mask=is_query[:, None], other=0.0)
@@ -271,7 +271,7 @@ def attention_key_gradients(
     BLOCK_N: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
 ):
-    """One tile of keys of one key head, summed over its query heads: grad_k, grad_v [T_k, N_kv, D]."""
+    """Compute grad_k, grad_v [T_k, N_kv, D] for one tile of keys of one key head, summed over its query heads."""
     key_head = (tl.program_id(0) % num_key_heads).to(tl.int64)
     tile = tl.program_id(0) // num_key_heads
     sequence = sequence_of_tile(cu_seqlens_k, tile, num_sequences, BLOCK_N)
@@ -303,7 +303,7 @@ def attention_key_gradients(
         head = key_head * GROUP + member
         for start in range(first_query, num_queries, BLOCK_M):
             queries = start + rows
-            # A query behind the end loads as 0 with lse = delta = 0: it adds 0 to both sums.
+            # Queries past the end load as 0 with lse = delta = 0, so they add 0 to both sums.
             is_query = queries < num_queries
             at_q = begin_q + start
             q_at = q + head * stride_q_head + at_q * stride_q + rows[:, None] * stride_q + dims[None, :]

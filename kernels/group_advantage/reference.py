@@ -32,7 +32,7 @@ def set_statistics(rewards: Tensor, is_present: Tensor, set_of: Tensor, is_unbia
     squares = total(((values - mean) * present).square())
     std = (squares / (count - 1 if is_unbiased else count).clamp(min=1)).sqrt()[set_of]
     is_single = (count < 2)[set_of]
-    # By the ends, not by std == 0: the mean of eight times 0.1 is not 0.1 to the last bit.
+    # Compare the extremes rather than std with 0: the mean of eight times 0.1 is not exactly 0.1.
     is_flat = (extreme(-torch.inf, "amax") == extreme(torch.inf, "amin"))[set_of] & ~is_single
     return SetStatistics(mean, std, is_single, is_flat)
 

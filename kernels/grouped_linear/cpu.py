@@ -27,23 +27,23 @@ class CpuGroupedLinear:
         self, args: Sequence[Any], saved: Sequence[Tensor], grads: Sequence[Tensor], needs: Sequence[bool]
     ) -> tuple[Tensor | None, Tensor | None, None]:
         x, weights, tokens_per_expert, main_grad = args
-        of_x = of_weights = None
+        grad_x = grad_weights = None
         spans = list(_spans(tokens_per_expert))
         if needs[0]:
-            of_x = torch.empty_like(x, memory_format=torch.contiguous_format)
+            grad_x = torch.empty_like(x, memory_format=torch.contiguous_format)
             for expert, rows in spans:
-                torch.mm(grads[0][rows], weights[expert], out=of_x[rows])
+                torch.mm(grads[0][rows], weights[expert], out=grad_x[rows])
         if needs[1] and main_grad is not None:
             for expert, rows in spans:
                 main_grad.total[expert].add_(torch.mm(grads[0][rows].t(), x[rows]))
-            of_weights = main_grad.placeholder()
+            grad_weights = main_grad.placeholder()
         elif needs[1]:
-            of_weights = torch.empty_like(weights, memory_format=torch.contiguous_format)
+            grad_weights = torch.empty_like(weights, memory_format=torch.contiguous_format)
             if len(spans) < weights.shape[0]:
-                of_weights.zero_()
+                grad_weights.zero_()
             for expert, rows in spans:
-                torch.mm(grads[0][rows].t(), x[rows], out=of_weights[expert])
-        return of_x, of_weights, None
+                torch.mm(grads[0][rows].t(), x[rows], out=grad_weights[expert])
+        return grad_x, grad_weights, None
 
 
 def _spans(tokens_per_expert: Tensor) -> Iterator[tuple[int, slice]]:

@@ -14,7 +14,7 @@ ALIGNMENT = 8  # bfloat16 numbers: the kernel reads 16 bytes at a time
 
 
 def why_not_grouped_mm(x: Tensor, weights: Tensor, tokens_per_expert: Tensor, main_grad: MainGrad | None) -> str | None:
-    """None if torch._grouped_mm can serve these tensors, forward and backward, else the reason."""
+    """Return None if torch._grouped_mm can serve these tensors, forward and backward, else the reason."""
     if x.device.type != "cuda":
         return f"x is on {x.device}, this one is for CUDA"
     if x.dtype != torch.bfloat16:
@@ -49,15 +49,15 @@ class TorchGroupedLinear:
     ) -> tuple[Tensor | None, Tensor | None, None]:
         x, weights, tokens_per_expert, main_grad = args
         x, grad_out, ends = x.contiguous(), grads[0].contiguous(), ends_on(tokens_per_expert, x.device)
-        of_x = of_weights = None
+        grad_x = grad_weights = None
         if needs[0]:
-            of_x = torch._grouped_mm(grad_out, weights.contiguous(), offs=ends)
+            grad_x = torch._grouped_mm(grad_out, weights.contiguous(), offs=ends)
         if needs[1] and main_grad is not None:
             _write_matrix_gradients(main_grad.total, x, grad_out, ends, True)
-            of_weights = main_grad.placeholder()
+            grad_weights = main_grad.placeholder()
         elif needs[1]:
-            of_weights = torch._grouped_mm(grad_out.t(), x, offs=ends)
-        return of_x, of_weights, None
+            grad_weights = torch._grouped_mm(grad_out.t(), x, offs=ends)
+        return grad_x, grad_weights, None
 
 
 def ends_on(tokens_per_expert: Tensor, device: torch.device) -> Tensor:

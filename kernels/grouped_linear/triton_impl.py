@@ -58,13 +58,13 @@ class TritonGroupedLinear:
     ) -> tuple[Tensor | None, Tensor | None, None]:
         x, weights, tokens_per_expert, main_grad = args
         ends, grad_out, tiles = ends_on(tokens_per_expert, x.device), rows_dense(grads[0]), plan_tiles(x.dtype)
-        of_x = of_weights = None
+        grad_x = grad_weights = None
         if needs[0]:
-            of_x = _rows_times_matrices(grad_out, weights.transpose(1, 2), ends, tiles)
+            grad_x = _rows_times_matrices(grad_out, weights.transpose(1, 2), ends, tiles)
         if needs[1] and main_grad is not None:
             write_matrix_gradients(main_grad.total, rows_dense(x), grad_out, ends, True)
-            of_weights = main_grad.placeholder()
+            grad_weights = main_grad.placeholder()
         elif needs[1]:
-            of_weights = torch.empty_like(weights, memory_format=torch.contiguous_format)
-            write_matrix_gradients(of_weights, rows_dense(x), grad_out, ends, False)
-        return of_x, of_weights, None
+            grad_weights = torch.empty_like(weights, memory_format=torch.contiguous_format)
+            write_matrix_gradients(grad_weights, rows_dense(x), grad_out, ends, False)
+        return grad_x, grad_weights, None

@@ -41,7 +41,7 @@ DEVICE_GRADIENT_BYTES = 1225 * 2**20
 # Chunks of a device: multiples of GEMM tiles if large, and never a grid axis above 65535.
 DEVICE_ROW_MULTIPLE = 128
 DEVICE_MAX_ROWS = 16384
-TILE_COLUMNS = 256  # of dX: cuBLAS's tile on Hopper for large products is 128 by 256
+TILE_COLUMNS = 256  # columns of a dX tile: cuBLAS's tile for large products on Hopper is 128 by 256
 # A row of logits or of dz takes a multiple of this many elements: 128-bit loads and aligned GEMM operands where V is odd.
 COLUMN_MULTIPLE = 16
 
@@ -84,7 +84,7 @@ class WaitingGradients:
 
 
 class Chunks:
-    """One pass over rows of hidden [T, H], chunk after chunk; see above."""
+    """Pass over the rows of hidden [T, H], chunk by chunk, as the module describes."""
 
     waiting: WaitingGradients
 

@@ -21,7 +21,7 @@ def cpu_multiplies_bfloat16() -> bool:
 
 
 def why_no_full_float32(is_cuda: bool) -> str | None:
-    """None if torch.mm multiplies float32 as float32 on this device, else the reason.
+    """Return None if torch.mm multiplies float32 as float32 on this device, else the reason.
 
     The 10 and 8 bits of TF32 and bfloat16 change logits of 30 by 0.03 and 0.1, and so every ratio. The setting is global to the
     process: torch has no precision per call, and switching it for a call would affect every other thread.
@@ -136,41 +136,41 @@ class HeadGemms:
         self,
         dz_of: Callable[[slice], Tensor],
         hidden: Tensor,
-        of_hidden: Tensor | None,
-        of_weight: Tensor | None,
+        grad_hidden: Tensor | None,
+        grad_weight: Tensor | None,
         adds: bool,
         room: Tensor | None = None,
     ) -> None:
-        """of_hidden [n, H] = dz [n, V] @ weight and of_weight [V, H] = dz.T @ hidden [n, H]; None: not wanted.
+        """grad_hidden [n, H] = dz [n, V] @ weight and grad_weight [V, H] = dz.T @ hidden [n, H]; None: not wanted.
 
         In pieces of the vocabulary, each converted to float32 once; dz_of returns a piece's columns in float32, valid until its
-        next call. adds: accumulate into of_weight, which is then float32; otherwise it may have any dtype and is rounded once,
+        next call. adds: accumulate into grad_weight, which is then float32; otherwise it may have any dtype and is rounded once,
         from float32.
 
-        of_hidden is float32, but bfloat16 if room [n, V] bfloat16 is given: the pieces are collected there, and of_hidden and a
-        bfloat16 of_weight are products of the whole.
+        grad_hidden is float32. If room [n, V] bfloat16 is given, it is bfloat16: the pieces are collected in room, and
+        grad_hidden and a bfloat16 grad_weight are products of the whole.
         """
         whole, hidden = hidden, hidden.float()
-        in_one = room is not None and of_weight is not None and of_weight.dtype == room.dtype
+        in_one = room is not None and grad_weight is not None and grad_weight.dtype == room.dtype
         for tile in self.tiles():
             piece = dz_of(tile)
             if room is not None:
                 room[:, tile].copy_(piece)
-            elif of_hidden is not None and tile.start == 0:
-                torch.mm(piece, self._weight(tile), out=of_hidden)
-            elif of_hidden is not None:
-                of_hidden.addmm_(piece, self._weight(tile))
-            if of_weight is None or in_one:
+            elif grad_hidden is not None and tile.start == 0:
+                torch.mm(piece, self._weight(tile), out=grad_hidden)
+            elif grad_hidden is not None:
+                grad_hidden.addmm_(piece, self._weight(tile))
+            if grad_weight is None or in_one:
                 continue
-            of_tile = of_weight[tile]
+            of_tile = grad_weight[tile]
             if adds:
                 of_tile.addmm_(piece.t(), hidden)
-            elif of_weight.dtype == torch.float32:
+            elif grad_weight.dtype == torch.float32:
                 torch.mm(piece.t(), hidden, out=of_tile)
             else:  # reuses the memory of the converted piece of the weight
                 self._converted = None
                 of_tile.copy_(torch.mm(piece.t(), hidden, out=self._tile[: of_tile.shape[0]]))
-        if room is not None and of_hidden is not None:
-            torch.mm(room, self.weight, out=of_hidden)
+        if room is not None and grad_hidden is not None:
+            torch.mm(room, self.weight, out=grad_hidden)
         if room is not None and in_one:
-            torch.mm(room.t(), whole, out=of_weight)
+            torch.mm(room.t(), whole, out=grad_weight)

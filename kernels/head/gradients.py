@@ -30,7 +30,7 @@ NOTHING = Wanted()
 class HeadGradients:
     """Accumulates dX [T, H] and dW [V, H] of a head over chunks; None if not wanted.
 
-    of_weight is also None if no row had a coefficient. It is float32, or wanted.weight_dtype if a single product on the CPU
+    grad_weight is also None if no row had a coefficient. It is float32, or wanted.weight_dtype if a single product on the CPU
     computes it, which needs no separate float32 sum.
     """
 
@@ -40,15 +40,15 @@ class HeadGradients:
         self.wanted = wanted
         self._in_pieces = in_pieces and self.gemms.is_converted
         self.hidden = hidden
-        self._of_hidden: Tensor | None = None
-        self.of_weight: Tensor | None = None
+        self._grad_hidden: Tensor | None = None
+        self.grad_weight: Tensor | None = None
 
     @property
-    def of_hidden(self) -> Tensor | None:
+    def grad_hidden(self) -> Tensor | None:
         """[T, H] in the dtype of hidden; rows in no chunk have gradient 0."""
-        if self._of_hidden is None and self.wanted.hidden:
-            self._of_hidden = torch.zeros(self.hidden.shape, dtype=self.hidden.dtype, device=self.hidden.device)
-        return self._of_hidden
+        if self._grad_hidden is None and self.wanted.hidden:
+            self._grad_hidden = torch.zeros(self.hidden.shape, dtype=self.hidden.dtype, device=self.hidden.device)
+        return self._grad_hidden
 
     def add(self, dz: Tensor, tokens: Tensor, is_last: bool) -> None:
         """Add the rows dz [n, V] of the tokens [n] int64, ascending. is_last: no more will come."""
@@ -61,36 +61,36 @@ class HeadGradients:
         if self.wanted.hidden:
             self.put(rows, self.gemms.hidden_gradient(dz))
         if self.wanted.weight:
-            self.of_weight = self.gemms.add_weight_gradient(self.of_weight, dz, rows.take(self.hidden))
+            self.grad_weight = self.gemms.add_weight_gradient(self.grad_weight, dz, rows.take(self.hidden))
 
     def add_pieces(
         self, dz_of: Callable[[slice], Tensor], tokens: Tensor, is_last: bool, room: Tensor | None = None
     ) -> None:
-        """As `add`, for gradients that dz_of returns by pieces of gemms.tiles(), for all these tokens.
+        """Add, as `add` does, gradients that dz_of returns in the pieces of gemms.tiles(), for all these tokens.
 
         room [>= n, V] bfloat16, if gemms.collects_dz: its contents are overwritten piece by piece as dz_of is called.
         """
         rows = _contiguous_or_listed(tokens)
-        of_hidden, adds = None, self.of_weight is not None
+        grad_hidden, adds = None, self.grad_weight is not None
         if self.wanted.hidden:
             shape = rows.count, self.hidden.shape[1]
             dtype = torch.float32 if room is None else room.dtype
-            of_hidden = torch.empty(shape, dtype=dtype, device=self.hidden.device)
-        if self.wanted.weight and self.of_weight is None:
+            grad_hidden = torch.empty(shape, dtype=dtype, device=self.hidden.device)
+        if self.wanted.weight and self.grad_weight is None:
             dtype = self.wanted.weight_dtype if is_last else torch.float32
-            self.of_weight = torch.empty(self.gemms.weight.shape, dtype=dtype, device=self.hidden.device)
+            self.grad_weight = torch.empty(self.gemms.weight.shape, dtype=dtype, device=self.hidden.device)
         dz = None if room is None else room[: rows.count]
-        self.gemms.hidden_and_weight_gradient(dz_of, rows.take(self.hidden), of_hidden, self.of_weight, adds, dz)
-        if of_hidden is not None:
-            self.put(rows, of_hidden)
+        self.gemms.hidden_and_weight_gradient(dz_of, rows.take(self.hidden), grad_hidden, self.grad_weight, adds, dz)
+        if grad_hidden is not None:
+            self.put(rows, grad_hidden)
 
     def put(self, rows: Rows, gradient: Tensor) -> None:
-        """Set the rows of of_hidden to the gradient [R, H], in any dtype."""
+        """Set the rows of grad_hidden to the gradient [R, H], in any dtype."""
         if rows.count == self.hidden.shape[0]:  # all rows at once, as with a small vocabulary
-            self._of_hidden = gradient.to(self.hidden.dtype)
+            self._grad_hidden = gradient.to(self.hidden.dtype)
             return
-        assert self.of_hidden is not None
-        rows.put(self.of_hidden, gradient.to(self.hidden.dtype))
+        assert self.grad_hidden is not None
+        rows.put(self.grad_hidden, gradient.to(self.hidden.dtype))
 
 
 def _contiguous_or_listed(tokens: Tensor) -> Rows:

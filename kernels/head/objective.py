@@ -10,7 +10,7 @@ METRICS = ("loss", "clipped_tokens", "masked_tokens", "clamped_tokens", "entropy
 # Nats. Log-ratios are clamped to +-20 before they are exponentiated, so that an infinite ratio times an advantage of 0 makes no
 # NaN; as verl does for the ratio, k3 and the rollout correction (compute_policy_loss, kl_penalty, SAFETY_BOUND). e^20 = 4.9e8.
 LOG_RATIO_BOUND = 20.0
-NUM_OPTIONS = 8  # of PolicyObjective.options
+NUM_OPTIONS = 8  # length of PolicyObjective.options
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ def combined(parts: Tensor, inverse_temperature: Tensor) -> Tensor:
     shift = ((maxima - origin) * inverse_temperature).clamp_(min=-1e4)
     scale = shift.exp()
     total, of_weighted = (sums * scale).sum(0), ((weighted + shift * sums) * scale).sum(0)
-    # one part owns the target, the others gave 0
+    # One shard owns the target; the others contribute 0.
     return torch.stack((maximum, total, of_weighted, target_logits.sum(0)))
 
 

@@ -9,12 +9,12 @@
             dz [n, columns] float32 from the exponentials              CpuRowKernels
             dX += dz @ tile,  dW of the tile = dz.T @ hidden           gemms.py
 
-On a CPU that multiplies bfloat16 the tiles of dz take the place of their exponentials, and once they are all there
-dX = dz @ weight, and dW = dz.T @ hidden where that is all of it.
+On a CPU with bfloat16 instructions, tiles of dz overwrite their exponentials. Once all are there, dX = dz @ weight, and
+dW = dz.T @ hidden if these rows are all there are.
 
-A tile of logits, of weight and of dW stays in the cache from one step to the next. Whole rows of logits would not: 256 of
-them are 31 MiB at V = 32000, half of that as exponentials in bfloat16, which is all that is held of the vocabulary. The
-statistics come from the float32 logits; the rounding of an exponential is that of a gradient that is stored in bfloat16.
+Tiles of logits, weight and dW stay in the cache from one step to the next. Whole rows of logits would not: 256 of them take
+31 MiB at V = 32000. Only their exponentials are kept, in bfloat16, at half that size. Statistics come from the float32
+logits; rounding an exponential to bfloat16 costs as much as storing a gradient in bfloat16.
 """
 
 from typing import TYPE_CHECKING, cast
@@ -32,10 +32,10 @@ from marsrl.kernels.head.vocabulary import Head
 if TYPE_CHECKING:
     from marsrl.kernels.head.rows.cpu import CpuRowKernels
 
-# Of the exponentials: 256 rows at once up to V = 151936, 74 MiB there, which with a tile are below a quarter of what plain
-# PyTorch holds. dW is then formed by one product.
+# Memory for exponentials: 256 rows at once up to V = 151936, which takes 74 MiB and, with a tile, less than a quarter of what
+# plain PyTorch holds. One product then forms dW.
 EXPONENTIALS = HostBudget(num_bytes=16 * 2**20, num_rows=256, max_bytes=76 * 2**20)
-# Rows whose gradients are formed without exponentials, from logits that are computed again: of a tile at a time.
+# Rows per tile where gradients are formed without exponentials, from recomputed logits.
 ROWS_AGAIN = 512
 
 

@@ -109,5 +109,5 @@ def make_head(
 
 
 def why_not_reference_head(head: Head) -> str | None:
-    """None if the reference can serve, which needs the whole vocabulary on one rank; else the reason."""
+    """Return None if the reference can serve, which needs the whole vocabulary on one rank; else the reason."""
     return "tp_group has several ranks, the reference holds the whole vocabulary" if head.is_sharded else None

@@ -117,10 +117,10 @@ class _Kernels:
         slopes = Slopes(Statistics(*saved), of_logprobs, of_entropy)
         wanted = Wanted(wants_hidden, wants_weight, weight.dtype)
         gradients = head_gradients(self._rows, head, hidden.detach(), slopes, wanted)
-        of_weight = gradients.of_weight
+        grad_weight = gradients.grad_weight
         if wants_weight:
-            of_weight = torch.zeros_like(weight) if of_weight is None else of_weight.to(weight.dtype)
-        return gradients.of_hidden, of_weight
+            grad_weight = torch.zeros_like(weight) if grad_weight is None else grad_weight.to(weight.dtype)
+        return gradients.grad_hidden, grad_weight
 
 
 _GRADIENT = Gradient("linear_logprob", num_tensors=2, num_outputs=2, saves_outputs=True)

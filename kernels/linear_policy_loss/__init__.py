@@ -142,21 +142,21 @@ class _FusedLoss(torch.autograd.Function):
                 "linear_policy_loss: second backward through one forward; its gradient was formed once and handed out"
             )
         ctx.gradients = None
-        of_hidden, of_weight = gradients.of_hidden, gradients.of_weight
+        grad_hidden, grad_weight = gradients.grad_hidden, gradients.grad_weight
         # On a device the scale stays there: reading it would make the host wait.
         scale: float | Tensor = grad_output if grad_output.is_cuda else float(grad_output)
-        if of_hidden is not None:
-            of_hidden = _scaled_(of_hidden, scale)
+        if grad_hidden is not None:
+            grad_hidden = _scaled_(grad_hidden, scale)
         if not ctx.needs_input_grad[1]:
-            return of_hidden, None, None, None, None
+            return grad_hidden, None, None, None, None
         if ctx.main_grad is not None:
-            if of_weight is not None:
-                _add_scaled_(ctx.main_grad.total, of_weight, scale)
-            del gradients, of_weight  # before the placeholder takes memory
-            return of_hidden, ctx.main_grad.placeholder(), None, None, None
-        if of_weight is None:
-            return of_hidden, torch.zeros_like(ctx.weight), None, None, None
-        return of_hidden, _scaled_to(of_weight, scale, ctx.weight.dtype), None, None, None
+            if grad_weight is not None:
+                _add_scaled_(ctx.main_grad.total, grad_weight, scale)
+            del gradients, grad_weight  # before the placeholder takes memory
+            return grad_hidden, ctx.main_grad.placeholder(), None, None, None
+        if grad_weight is None:
+            return grad_hidden, torch.zeros_like(ctx.weight), None, None, None
+        return grad_hidden, _scaled_to(grad_weight, scale, ctx.weight.dtype), None, None, None
 
 
 def _scaled_(values: Tensor, scale: float | Tensor) -> Tensor:
@@ -223,7 +223,7 @@ def _by_quack(call: _Call) -> PolicyLoss:
     try:
         return _run(load, _gradients_by_quack, call)
     except UnlikelyTarget:
-        pass  # it holds the buffers of this attempt until the block ends
+        pass  # retry outside the block: the exception holds this attempt's buffers until the block ends
     return _run(load, policy_gradients, call)
 
 

@@ -9,7 +9,7 @@ from marsrl.kernels.head.support import Support
 from marsrl.kernels.linear_logprob.reference import linear_logprob_reference
 from marsrl.kernels.policy_loss.reference import policy_loss_reference, policy_terms
 
-# One node: its products are outside of the caller's autocast in the backward too.
+# One autograd node, so that the backward's products also run outside the caller's autocast.
 _logprobs = Gradient("linear_policy_loss", num_tensors=2, num_outputs=2).reference(linear_logprob_reference).run
 
 
@@ -33,7 +33,7 @@ def linear_policy_loss_reference(
     kept = torch.arange(hidden.shape[0], device=hidden.device)
     if tokens.mask is not None:
         kept = tokens.mask.nonzero()[:, 0]
-    # What is masked whatever its log-prob has no place in the graph: the gradient of a row of NaN times 0 would be NaN.
+    # Tokens that are masked whatever their log-prob stay out of the graph: a row of NaN times a gradient of 0 would be NaN.
     dtype = torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
     unknown = torch.full(kept.shape, torch.nan, dtype=dtype, device=hidden.device)
     is_masked = policy_terms(unknown, unknown, tokens, kept).is_masked

@@ -31,12 +31,12 @@ class Permute:
         self, args: Sequence[Any], saved: Sequence[Tensor], grads: Sequence[Tensor], needs: Sequence[bool]
     ) -> Sequence[Tensor | None]:
         _, weights, _, row_of, bounds, weight_of = args
-        of_hidden = of_weights = None
+        grad_hidden = grad_weights = None
         if needs[0]:
-            of_hidden = self.moves.sums(grads[0], row_of, bounds)
+            grad_hidden = self.moves.sums(grads[0], row_of, bounds)
         if needs[1]:
-            of_weights = weights.new_zeros(weights.numel()).index_copy_(0, weight_of, grads[1]).view(weights.shape)
-        return of_hidden, of_weights, None, None, None, None
+            grad_weights = weights.new_zeros(weights.numel()).index_copy_(0, weight_of, grads[1]).view(weights.shape)
+        return grad_hidden, grad_weights, None, None, None, None
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ def _on_rows(provider: RowProvider) -> Implementation:
         else:  # an unneeded graph node would cost a tenth of the op on few tokens
             loss = total_loss(sums)
         if tokens.mask is not None:
-            zero = logp.new_zeros(())  # one for both: each 0.0 would become a separate tensor
+            zero = logp.new_zeros(())  # shared by both: each literal 0.0 would become a tensor
             logp, ent = torch.where(tokens.mask, logp, zero), torch.where(tokens.mask, ent, zero)
         return PolicyLoss(loss, logp, ent, terms.coefficient, agent_sums(sums))
 

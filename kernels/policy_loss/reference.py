@@ -98,7 +98,7 @@ def policy_terms(logp: Tensor, entropy: Tensor, tokens: PolicyTokens, kept: Tens
             is_clipped = is_clipped | ((advantages < 0) & (ratio > objective.dual_clip))
     if objective.correction == "tis":
         surrogate = drift.clamp(max=objective.correction_high) * surrogate
-    penalty = objective.kl_coef * (read(kl) + importance * log_reference * moved)  # by the score function
+    penalty = objective.kl_coef * (read(kl) + importance * log_reference * moved)  # score-function gradient
 
     loss = (-surrogate + penalty - objective.entropy_coef * bonus) * scale
     loss = loss + moved * (scale - scale)  # NaN in scale reaches the gradient of a clipped token too

@@ -36,17 +36,19 @@ class CpuRmsNorm:
         grad = grads[0].contiguous()
         if rotation is not None:
             unrotated = (rotated(grad.float(), rotation, is_back=True),)
-            of_rows, of_weight, _ = self.backward((rows.float(), weight, None, eps, offset), saved, unrotated, needs)
-            return of_rows.to(rows.dtype), of_weight, None
+            grad_rows, grad_weight, _ = self.backward(
+                (rows.float(), weight, None, eps, offset), saved, unrotated, needs
+            )
+            return grad_rows.to(rows.dtype), grad_weight, None
         num_rows, width = rows.shape
-        of_rows = torch.empty(num_rows, width, dtype=rows.dtype, device="cpu")
-        of_weight = torch.empty(width, dtype=torch.float32, device="cpu")
+        grad_rows = torch.empty(num_rows, width, dtype=rows.dtype, device="cpu")
+        grad_weight = torch.empty(width, dtype=torch.float32, device="cpu")
         factors = _as_read(weight, offset)
         cpu_library().marsrl_rms_norm_gradients(
             *(rows, rows.dtype == torch.bfloat16, rows.stride(0), factors, saved[0], grad, num_rows, width),
-            *(of_rows, of_weight, torch.get_num_threads()),
+            *(grad_rows, grad_weight, torch.get_num_threads()),
         )
-        return of_rows, of_weight.to(weight.dtype), None
+        return grad_rows, grad_weight.to(weight.dtype), None
 
 
 def _as_read(weight: Tensor, offset: float) -> Tensor:

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from marsrl.kernels.triton_machine import on_device_of
 
-ELEMENTS = 2048  # of a program at once, where a row has no more: 16 a thread
-PROGRAMS = 512  # of the backward, each with a sum of the weight's gradient: 8 warps a multiprocessor and more
+ELEMENTS = 2048  # elements per program for rows of at most this length: 16 per thread
+PROGRAMS = 512  # programs of the backward, each with a partial weight gradient: at least 8 warps per multiprocessor
 
 
 @triton.jit
@@ -34,24 +34,24 @@ def forward_rows(
     column = tl.arange(0, BLOCK)
     is_row = row < num_rows
     is_in = is_row[:, None] & (column < width)[None, :]
-    own = row[:, None].to(tl.int64)
-    values = tl.load(x + own * stride + column[None, :], mask=is_in, other=0.0).to(tl.float32)
+    row64 = row[:, None].to(tl.int64)
+    values = tl.load(x + row64 * stride + column[None, :], mask=is_in, other=0.0).to(tl.float32)
     factor = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32) + offset
     scale = 1.0 / tl.sqrt(tl.sum(values * values, axis=1) / width + eps)
     tl.store(scales + row, scale, mask=is_row)
     found = values * scale[:, None] * factor[None, :]
     if rotation is not None:
         pair = (column + half) % width
-        others = tl.load(x + own * stride + pair[None, :], mask=is_in, other=0.0).to(tl.float32) * scale[:, None]
+        others = tl.load(x + row64 * stride + pair[None, :], mask=is_in, other=0.0).to(tl.float32) * scale[:, None]
         others *= (tl.load(weight + pair, mask=column < width, other=0.0).to(tl.float32) + offset)[None, :]
-        cos, sin = _cos_and_sin(rotation, own // rows_of_token, column, is_in, half)
+        cos, sin = _cos_and_sin(rotation, row64 // rows_of_token, column, is_in, half)
         found = found * cos + others * sin
-    tl.store(out + own * width + column[None, :], found.to(out.dtype.element_ty), mask=is_in)
+    tl.store(out + row64 * width + column[None, :], found.to(out.dtype.element_ty), mask=is_in)
 
 
 @triton.jit(do_not_specialize=["num_rows", "rows_of_program"])
 def gradient_rows(
-    x, stride, weight, rotation, rows_of_token, scales, grad, of_rows, sums, num_rows, rows_of_program, width, half, offset,
+    x, stride, weight, rotation, rows_of_token, scales, grad, grad_rows, sums, num_rows, rows_of_program, width, half, offset,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid (programs), each of which takes rows_of_program rows that follow each other. sums [programs, width] float32."""
@@ -64,20 +64,20 @@ def gradient_rows(
         row = begin + first + tl.arange(0, ROWS)
         is_row = row < num_rows
         is_in = is_row[:, None] & is_column[None, :]
-        own = row[:, None].to(tl.int64)
+        row64 = row[:, None].to(tl.int64)
         scale = tl.load(scales + row, mask=is_row, other=0.0)[:, None]
-        normed = tl.load(x + own * stride + column[None, :], mask=is_in, other=0.0).to(tl.float32) * scale
-        d = tl.load(grad + own * width + column[None, :], mask=is_in, other=0.0).to(tl.float32)
+        normed = tl.load(x + row64 * stride + column[None, :], mask=is_in, other=0.0).to(tl.float32) * scale
+        d = tl.load(grad + row64 * width + column[None, :], mask=is_in, other=0.0).to(tl.float32)
         if rotation is not None:
             pair = (column + half) % width
-            others = tl.load(grad + own * width + pair[None, :], mask=is_in, other=0.0).to(tl.float32)
-            cos, sin = _cos_and_sin(rotation, own // rows_of_token, column, is_in, half)
+            others = tl.load(grad + row64 * width + pair[None, :], mask=is_in, other=0.0).to(tl.float32)
+            cos, sin = _cos_and_sin(rotation, row64 // rows_of_token, column, is_in, half)
             d = d * cos - others * sin
         total += d * normed
         d *= factor[None, :]
         mean = tl.sum(d * normed, axis=1) / width
         found = scale * (d - normed * mean[:, None])
-        tl.store(of_rows + own * width + column[None, :], found.to(of_rows.dtype.element_ty), mask=is_in)
+        tl.store(grad_rows + row64 * width + column[None, :], found.to(grad_rows.dtype.element_ty), mask=is_in)
     at = sums + tl.program_id(0).to(tl.int64) * width + column
     tl.store(at, tl.sum(total, axis=0), mask=is_column)
 
@@ -119,16 +119,16 @@ class TritonRmsNorm:
         rows, weight, rotation, _, offset = args
         grad = grads[0].contiguous()
         num_rows, width = rows.shape
-        of_rows = torch.empty(num_rows, width, dtype=rows.dtype, device=rows.device)
-        if not of_rows.numel():
-            return of_rows, torch.zeros_like(weight, memory_format=torch.contiguous_format), None
+        grad_rows = torch.empty(num_rows, width, dtype=rows.dtype, device=rows.device)
+        if not grad_rows.numel():
+            return grad_rows, torch.zeros_like(weight, memory_format=torch.contiguous_format), None
         tile, block, warps = _tile(width)
         rows_of_program = triton.cdiv(triton.cdiv(num_rows, tile), PROGRAMS) * tile
         programs = triton.cdiv(num_rows, rows_of_program)
         sums = torch.empty(programs, width, dtype=torch.float32, device=rows.device)
         with on_device_of(rows):
             gradient_rows[(programs,)](
-                rows, rows.stride(0), weight.contiguous(), *_of_tokens(rows, rotation), saved[0], grad, of_rows, sums,
+                rows, rows.stride(0), weight.contiguous(), *_of_tokens(rows, rotation), saved[0], grad, grad_rows, sums,
                 num_rows, rows_of_program, width, width // 2, offset, ROWS=tile, BLOCK=block, num_warps=warps,
             )  # fmt: skip
-        return of_rows, sums.sum(0).to(weight.dtype), None
+        return grad_rows, sums.sum(0).to(weight.dtype), None

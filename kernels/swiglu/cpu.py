@@ -32,10 +32,10 @@ class CpuSwiglu:
         products, given = args
         weights, grad = weights_as_read(given), grads[0].contiguous()
         num_rows, width = grad.shape
-        of_products = torch.empty_like(products)
-        of_weights = None if weights is None else torch.empty_like(weights)
+        grad_products = torch.empty_like(products)
+        grad_weights = None if weights is None else torch.empty_like(weights)
         cpu_library().marsrl_swiglu_gradients(
             *(products, products.dtype == torch.bfloat16, weights, grad, num_rows, width),
-            *(of_products, of_weights, torch.get_num_threads()),
+            *(grad_products, grad_weights, torch.get_num_threads()),
         )
-        return of_products, None if of_weights is None else of_weights.to(given.dtype)
+        return grad_products, None if grad_weights is None else grad_weights.to(given.dtype)

@@ -12,7 +12,7 @@ from torch import Tensor
 from marsrl.kernels.swiglu.cpu import weights_as_read
 from marsrl.kernels.triton_machine import on_device_of
 
-ELEMENTS = 2048  # of a program at once: 16 a thread
+ELEMENTS = 2048  # elements per program: 16 per thread
 WIDEST = 1024
 
 
@@ -40,7 +40,7 @@ def forward_rows(products, weights, out, num_rows, width, ROWS: tl.constexpr, BL
 
 @triton.jit(do_not_specialize=["num_rows"])
 def gradient_rows(
-    products, weights, grad, of_products, of_weights, num_rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    products, weights, grad, grad_products, grad_weights, num_rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Grid (blocks of rows): a row's columns one block after the other, for the sum that is the gradient of its weight."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -53,17 +53,17 @@ def gradient_rows(
         column = begin + tl.arange(0, BLOCK)
         is_in = is_row[:, None] & (column < width)[None, :]
         gate, up = _gate_and_up(products, row, column, is_in, width)
-        own = row[:, None].to(tl.int64)
-        d = tl.load(grad + own * width + column[None, :], mask=is_in, other=0.0).to(tl.float32)
+        row64 = row[:, None].to(tl.int64)
+        d = tl.load(grad + row64 * width + column[None, :], mask=is_in, other=0.0).to(tl.float32)
         s = tl.sigmoid(gate)
         silu = gate * s
         sums += d * silu * up
         d *= weight[:, None]
-        at = of_products + own * 2 * width + column[None, :]
-        tl.store(at, (d * up * (s + silu * (1.0 - s))).to(of_products.dtype.element_ty), mask=is_in)
-        tl.store(at + width, (d * silu).to(of_products.dtype.element_ty), mask=is_in)
-    if of_weights is not None:
-        tl.store(of_weights + row, tl.sum(sums, axis=1), mask=is_row)
+        at = grad_products + row64 * 2 * width + column[None, :]
+        tl.store(at, (d * up * (s + silu * (1.0 - s))).to(grad_products.dtype.element_ty), mask=is_in)
+        tl.store(at + width, (d * silu).to(grad_products.dtype.element_ty), mask=is_in)
+    if grad_weights is not None:
+        tl.store(grad_weights + row, tl.sum(sums, axis=1), mask=is_row)
 
 
 def _tile(width: int) -> tuple[int, int]:
@@ -92,13 +92,13 @@ class TritonSwiglu:
         products, given = args
         weights, grad = weights_as_read(given), grads[0].contiguous()
         num_rows, width = grad.shape
-        of_products = torch.empty_like(products)
-        of_weights = None if weights is None else torch.zeros_like(weights)
+        grad_products = torch.empty_like(products)
+        grad_weights = None if weights is None else torch.zeros_like(weights)
         if grad.numel():
             rows, block = _tile(width)
             with on_device_of(products):
                 grid = (triton.cdiv(num_rows, rows),)
                 gradient_rows[grid](
-                    products, weights, grad, of_products, of_weights, num_rows, width, ROWS=rows, BLOCK=block
+                    products, weights, grad, grad_products, grad_weights, num_rows, width, ROWS=rows, BLOCK=block
                 )
-        return of_products, None if of_weights is None else of_weights.to(given.dtype)
+        return grad_products, None if grad_weights is None else grad_weights.to(given.dtype)

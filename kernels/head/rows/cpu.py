@@ -121,7 +121,10 @@ class CpuPolicyTerms:
     def in_one_walk(
         self, logits: Tensor, rows: Rows, head: Head, statistics: Statistics, out: Tensor, active: Tensor
     ) -> LateCount:
-        """For a vocabulary on one rank; statistics.logprobs and .entropy are the arrays of RowKernels.policy_terms."""
+        """Compute statistics, terms and gradients in one pass over a vocabulary held by one rank.
+
+        statistics.logprobs and .entropy are the arrays that RowKernels.policy_terms reads.
+        """
         assert statistics.logprobs.data_ptr() == self._held[1].data_ptr(), "terms of other log-probs"
         _check_place(logits, out)
         kept = library.cpu_library().marsrl_policy_rows(

@@ -85,7 +85,7 @@ class PolicyTerms(Protocol):
 
 
 class RowKernels:
-    """One implementation.
+    """Operations on rows of logits, by one implementation.
 
     is_host: results are complete when a call returns, and `gradients` overwrites the logits; otherwise calls queue work on
     the current stream without waiting, and `gradients` writes to a second buffer.

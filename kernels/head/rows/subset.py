@@ -60,7 +60,7 @@ class Rows:
         return Rows(None, 0, num_tokens) if ids.numel() == num_tokens else Rows(ids, 0, ids.numel())
 
     def settled(self) -> "Rows":
-        """The same rows with their true count; waits for the device where that was late."""
+        """Return the same rows with their true count; waits for the device if the count is still pending."""
         if self.late is None:
             return self
         count = min(self.count, self.late.wait())

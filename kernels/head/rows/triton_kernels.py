@@ -79,7 +79,7 @@ def row_partials(
         x = tl.load(x_row + column, mask=column < stop, other=float("-inf"))
         x = tl.where(column < end, x, float("-inf"))
         larger = tl.maximum(maximum, tl.max(x, axis=0))
-        # what was summed relative to the old maximum: d grows by shift, e^d by a factor
+        # Sums were relative to the old maximum: d grows by shift, e^d by a factor.
         shift = tl.maximum((maximum - larger) * inverse, NOTHING)
         factor = tl.exp(shift)
         d = (x - larger) * inverse  # centred first: exactly 0 at the maximum
@@ -160,7 +160,7 @@ def finish_rows(
     log_sum = tl.log(total)
     target = tl.load(targets + tokens, mask=is_row, other=0)
     logp = (logit.to(tl.float64) - maximum) * inverse - log_sum
-    logp = tl.where(logp > 0, 0.0, logp)  # by rounding; NaN stays
+    logp = tl.where(logp > 0, 0.0, logp)  # rounding can make it positive; NaN stays
     logp = tl.where((target >= 0) & (target < columns), logp, float("nan"))
     logprobs, entropy, maximum_of, log_sum_of = statistics
     tl.store(logprobs + tokens, logp.to(tl.float32), mask=is_row)
@@ -298,32 +298,32 @@ def policy_terms(
     old = logp
     if old_logprobs is not None:
         old = tl.load(old_logprobs + tokens, mask=is_kept, other=0.0)
-    # Of the policy to that before the update, of that to the one that decoded, of the policy to the reference.
-    of_ratio = tl.zeros_like(logp)
+    # Log-ratios: policy to old policy, old policy to rollout policy, policy to reference policy.
+    token_log_ratio = tl.zeros_like(logp)
     if log_ratio is not None:
-        of_ratio = tl.load(log_ratio + tokens, mask=is_kept, other=0.0)
+        token_log_ratio = tl.load(log_ratio + tokens, mask=is_kept, other=0.0)
     elif old_logprobs is not None:
-        of_ratio = logp - old
-    of_drift = tl.zeros_like(logp)
+        token_log_ratio = logp - old
+    token_log_drift = tl.zeros_like(logp)
     if log_drift is not None:
-        of_drift = tl.load(log_drift + tokens, mask=is_kept, other=0.0)
+        token_log_drift = tl.load(log_drift + tokens, mask=is_kept, other=0.0)
     elif CORRECTION != "none":
-        of_drift = old - tl.load(rollout_logprobs + tokens, mask=is_kept, other=0.0)
-    of_reference = tl.zeros_like(logp)
-    of_importance = tl.zeros_like(logp)  # log-ratio of the policy to the one that decoded
+        token_log_drift = old - tl.load(rollout_logprobs + tokens, mask=is_kept, other=0.0)
+    token_log_reference = tl.zeros_like(logp)
+    token_log_importance = tl.zeros_like(logp)  # log-ratio of the policy to the one that decoded
     kl = tl.zeros_like(logp)
     kl_slope = tl.zeros_like(logp)
     if KL != "none":
-        of_reference = logp - tl.load(reference_logprobs + tokens, mask=is_kept, other=0.0)
+        token_log_reference = logp - tl.load(reference_logprobs + tokens, mask=is_kept, other=0.0)
         if rollout_logprobs is not None:
-            of_importance = logp - tl.load(rollout_logprobs + tokens, mask=is_kept, other=0.0)
+            token_log_importance = logp - tl.load(rollout_logprobs + tokens, mask=is_kept, other=0.0)
         elif old_logprobs is not None:
-            of_importance = logp - old
-        importance = exact_exp(clamped(of_importance))
+            token_log_importance = logp - old
+        importance = exact_exp(clamped(token_log_importance))
         if CORRECTION == "tis":
             importance = tl.where(importance > correction_high, correction_high, importance)
-        kl = importance * divergence(of_reference, KL)
-        kl_slope = importance * of_reference  # by the score function, whichever estimate is the value
+        kl = importance * divergence(token_log_reference, KL)
+        kl_slope = importance * token_log_reference  # score-function gradient, whichever estimate is the value
 
     # A drift or log-prob that is not finite masks nothing, and makes the loss NaN below.
     is_masked = tl.zeros(logp.shape, tl.int1)
@@ -332,17 +332,17 @@ def policy_terms(
     if gate is not None:
         is_gated = tl.load(gate + tokens, mask=is_kept, other=0) != 0
         is_masked = is_masked | (is_gated & (exact_exp(logp) >= mpt_probability) & is_finite(logp))
-    drift = exact_exp(clamped(of_drift))
+    drift = exact_exp(clamped(token_log_drift))
     if (CORRECTION == "icepop") | (CORRECTION == "sequence_mask"):
-        is_masked = is_masked | (((drift < correction_low) | (drift > correction_high)) & is_finite(of_drift))
+        is_masked = is_masked | (((drift < correction_low) | (drift > correction_high)) & is_finite(token_log_drift))
     weight = tl.full(logp.shape, 1.0, tl.float32)
     if CORRECTION == "tis":
         weight = tl.where(drift > correction_high, correction_high, drift)
 
     surrogate, slope, is_clipped = clipped_surrogate(
-        of_ratio, advantage, logp, clip_low, clip_high, dual_clip, KIND, HAS_DUAL_CLIP
+        token_log_ratio, advantage, logp, clip_low, clip_high, dual_clip, KIND, HAS_DUAL_CLIP
     )
-    read = logp + of_ratio + of_drift + of_reference + of_importance + advantage + scale
+    read = logp + token_log_ratio + token_log_drift + token_log_reference + token_log_importance + advantage + scale
     bonus = tl.zeros_like(logp)
     if HAS_ENTROPY:
         bonus = entropy_coef * ent
@@ -356,10 +356,10 @@ def policy_terms(
         e = tl.where(is_masked, 0.0, tl.zeros_like(logp) - entropy_coef * scale)
         tl.store(entropy_coefficient + tokens, e, mask=is_kept)
 
-    is_clamped = (tl.abs(of_ratio) > LOG_RATIO_BOUND) | (tl.abs(of_drift) > LOG_RATIO_BOUND)
-    is_clamped = is_clamped | (tl.abs(of_importance) > LOG_RATIO_BOUND)
+    is_clamped = (tl.abs(token_log_ratio) > LOG_RATIO_BOUND) | (tl.abs(token_log_drift) > LOG_RATIO_BOUND)
+    is_clamped = is_clamped | (tl.abs(token_log_importance) > LOG_RATIO_BOUND)
     if KL == "k3":
-        is_clamped = is_clamped | (tl.abs(of_reference) > LOG_RATIO_BOUND)
+        is_clamped = is_clamped | (tl.abs(token_log_reference) > LOG_RATIO_BOUND)
     agent = tl.zeros_like(tokens)
     if agent_of is not None:
         agent = tl.load(agent_of + tokens, mask=is_kept, other=0)

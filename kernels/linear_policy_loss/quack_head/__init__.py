@@ -14,7 +14,7 @@ from marsrl.kernels.head.vocabulary import Head
 from marsrl.kernels.policy_loss.terms import needs_whole_sequences
 from marsrl.kernels.triton_machine import machine_lacks_cuda, why_not_triton
 
-ROWS = 128  # of a tile of the products, and of the vocabulary
+ROWS = 128  # rows of a product's tile, and of a tile of the vocabulary
 
 
 class UnlikelyTarget(ArithmeticError):
@@ -23,7 +23,7 @@ class UnlikelyTarget(ArithmeticError):
 
 @cache
 def machine_lacks_quack() -> str | None:
-    """None if a GPU is there and QuACK can be imported, else the reason."""
+    """Return None if a GPU is there and QuACK can be imported, else the reason."""
     if reason := machine_lacks_cuda():
         return reason
     if find_spec("quack") is None:
@@ -36,7 +36,7 @@ def machine_lacks_quack() -> str | None:
 
 
 def why_not_quack(head: Head, hidden: Tensor, tokens: PolicyTokens, wanted: Wanted) -> str | None:
-    """None if this head can serve this call, else the reason; after machine_lacks_quack."""
+    """Return None if this head can serve this call, else the reason; after machine_lacks_quack."""
     weight = head.weight
     if reason := why_not_triton("hidden", hidden):
         return reason

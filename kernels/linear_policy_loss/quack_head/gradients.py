@@ -131,7 +131,7 @@ def _add_gradients(
         hidden = rows.take(gradients.hidden)
         scaled = torch.mul(hidden, v, out=torch.empty_like(hidden))
         scaled.masked_fill_(v == 0, 0)  # a NaN of a row without a coefficient, too
-        gradients.of_weight = gradients.gemms.add_weight_gradient(gradients.of_weight, of_rows, scaled)
+        gradients.grad_weight = gradients.gemms.add_weight_gradient(gradients.grad_weight, of_rows, scaled)
 
 
 def prepare(

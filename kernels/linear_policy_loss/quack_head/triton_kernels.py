@@ -10,7 +10,7 @@ import triton.language as tl
 
 from marsrl.kernels.head.rows.triton_kernels import VARYING, exact_exp, exact_expm1, token_of
 
-MOST = tl.constexpr(2.0**100)  # of a sum: that of a target with log p = -69; beyond 2^127 float32 ends
+MOST = tl.constexpr(2.0**100)  # largest sum: a target with log p = -69 reaches it; float32 ends at 2^127
 
 
 @triton.jit
@@ -80,7 +80,7 @@ def finish_rows(
     m = tl.load(of_rows + stride + row)
     log_sum = tl.log(total)
     logp = tl.load(of_rows + 2 * stride + row).to(tl.float64) - m - log_sum
-    logp = tl.where(logp > 0, 0.0, logp)  # by rounding; NaN stays
+    logp = tl.where(logp > 0, 0.0, logp)  # rounding can make it positive; NaN stays
     target = tl.load(targets + token)
     logp = tl.where((target >= 0) & (target < columns), logp, float("nan"))
     logprobs, entropy, maxima, log_sums = statistics
