@@ -64,7 +64,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Variant:
-    """One implementation. run: a whole forward and backward, from clean gradients; returns the results to judge.
+    """Implementation to compare. run: a whole forward and backward, from clean gradients; returns the results to judge.
 
     does: a description, if it does less than ours. prepare: called before each run, not timed.
     Calling the variant does both.

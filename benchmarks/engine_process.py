@@ -11,7 +11,7 @@ from typing import Any, Literal
 Make = Callable[[str, str], Any]
 """(model_dir, dtype) -> an engine; called in its process."""
 
-_engines: list[Any] = []  # of this process: one, in the child
+_engines: list[Any] = []  # one, in the child process
 
 
 def local_engine(model_dir: str, dtype: str) -> Any:
@@ -32,7 +32,7 @@ def _call(method: str, arguments: tuple[Any, ...]) -> Any:
 
 
 class EngineProcess:
-    """One engine with the pool's interface of replicas; only the methods that a weight sync calls."""
+    """Single engine with the interface of a pool's replicas, limited to the methods that a weight sync calls."""
 
     def __init__(
         self, model_dir: str, dtype: str, make: Make = local_engine, start: Literal["fork", "spawn"] = "fork"
@@ -47,7 +47,7 @@ class EngineProcess:
     def call(
         self, method: str, arguments: Sequence[tuple[Any, ...]] | Mapping[int, tuple[Any, ...]], on_lost: object = None
     ) -> dict[int, Any]:
-        """As pool.Replicas; on_lost is unused: the end of the process raises."""
+        """Call the engine as pool.Replicas does; on_lost is unused: an exit of the process raises."""
         return {0: self._process.submit(_call, method, arguments[0]).result()}
 
     def close(self) -> None:

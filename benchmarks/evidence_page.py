@@ -32,7 +32,7 @@ class Result:
     found: dict[str, float]
     seconds: float
     surroundings: dict[str, Any]
-    curves: dict[str, list[float | None]] = field(default_factory=dict)  # of older results
+    curves: dict[str, list[float | None]] = field(default_factory=dict)  # from older results
 
 
 Results = Mapping[tuple[str, str, int], Result]

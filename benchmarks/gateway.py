@@ -34,9 +34,9 @@ HERE = Path(__file__).resolve()
 GROUP = 8  # sessions of a problem
 PAIRS = 4  # of calls in a session
 ANSWER = "this follows from the line before, and so on; " * 7  # bytes, of which each is a token
-POLL_S = 0.1  # as player/rollout.py does
+POLL_S = 0.1  # the interval of player/rollout.py
 TOKENS = 1 << 16  # decoded in a turn at least
-SESSIONS = 256  # of a stage, where tokens are counted
+SESSIONS = 256  # sessions per stage, where tokens are counted
 OVERLAP = 2  # a stage is over with its longest session: with 1, engines idle before that
 
 
@@ -89,7 +89,7 @@ def calls(sessions: int, rounds: int) -> dict[str, Any]:
     renderers, answer = {"main": renderer}, renderer.encode_trusted(ANSWER).tolist()
 
     class CountedEngine(ScriptedEngine):
-        cpu_s = 0.0  # of all engines, in this process
+        cpu_s = 0.0  # CPU seconds of all engines, in this process
 
         def collect(self, timeout_s: float) -> list[DecodeResult]:
             begin = time.thread_time()
@@ -132,7 +132,7 @@ def play(model_dir: str, orchestration: str) -> Side:
     """Asked, answers with {"tokens", "seconds"} of the next TOKENS, or some more."""
     from marsrl.rollout.imports import imports_for_good
 
-    with imports_for_good():  # as a run does
+    with imports_for_good():  # runs import this way too
         from marsrl.rollout.player.rollout import Rollout
         from marsrl.trainer.build import open_team
         from marsrl.trainer.checks.preflight import preflight

@@ -14,10 +14,10 @@ from torch import Tensor
 from marsrl.kernels.head.gemms import cpu_multiplies_bfloat16
 
 PLAIN_ROWS = 4096  # plain PyTorch judges larger batches in parts: its full logits would not fit
-EXACT_BYTES = 2**28  # of one float64 chunk of logits
+EXACT_BYTES = 2**28  # size of one float64 chunk of logits
 
 Rows = slice | Tensor
-# What these rows contribute to the scalar that is differentiated: (log-probs [R], entropy [R] or None, rows).
+# Maps (log-probs [R], entropy [R] or None, rows) to the rows' part of the scalar that is differentiated.
 Objective = Callable[[Tensor, Tensor | None, Rows], Tensor]
 LogprobFunction = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
 """(hidden [T, H], weight [V, H], targets [T]) -> log-probs [T] and entropy [T] or None, differentiable."""
@@ -32,7 +32,7 @@ def eager_logprob(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tens
 
 
 def eager_logprob_detached(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """As eager_logprob, with the entropy only as a metric: nothing is saved for its gradient."""
+    """Compute eager_logprob with the entropy as a metric only, so that nothing is saved for its gradient."""
     logp = torch.log_softmax(F.linear(hidden, weight).float(), -1)
     chosen = logp.gather(1, targets[:, None]).squeeze(1)
     with torch.no_grad():
@@ -79,7 +79,7 @@ class HeadInputs:
 
 
 def make_inputs(shape: Shape) -> HeadInputs:
-    """The same numbers for every variant and in every process."""
+    """Return inputs that are equal for every variant and in every process."""
     generator = torch.Generator(shape.device).manual_seed(0)
 
     def randn(*size: int) -> Tensor:
@@ -90,7 +90,7 @@ def make_inputs(shape: Shape) -> HeadInputs:
     weight = (randn(shape.vocab, shape.hidden) * (2 * shape.hidden**-0.5)).to(dtype).requires_grad_()
     targets = torch.randint(shape.vocab, (shape.tokens,), generator=generator, device=shape.device)
     advantages = randn(shape.sequences)
-    advantages = torch.where(advantages < 0, advantages - 0.1, advantages + 0.1)  # none is 0 by chance
+    advantages = torch.where(advantages < 0, advantages - 0.1, advantages + 0.1)  # keeps all of them away from 0
     mask = None
     if shape.mask_share < 1:
         mask = torch.arange(shape.tokens, device=shape.device) % length >= length * (1 - shape.mask_share)
@@ -140,7 +140,7 @@ def judge(inputs: HeadInputs, objective: Objective) -> Judgement:
 
 
 def _in_parts(inputs: HeadInputs, objective: Objective, dtype: torch.dtype, num_rows: int) -> Results:
-    """By autograd at this dtype, so many rows at a time."""
+    """Compute the results by autograd at this dtype, num_rows rows at a time."""
     num_tokens = inputs.targets.numel()
     hidden, weight = inputs.hidden.detach().to(dtype), inputs.weight.detach().to(dtype).requires_grad_()
     of_weight = torch.zeros_like(weight, dtype=torch.promote_types(dtype, torch.float32), requires_grad=False)

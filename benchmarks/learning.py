@@ -37,7 +37,7 @@ REWARDS = {
 
 
 def run(seed: int, folder: str, settings: list[str]) -> tuple[Summary, dict[str, float]]:
-    """One run; its summary and by how many standard errors each of REWARDS rose that the team has."""
+    """Run once; return the summary, and by how many standard errors each of the team's REWARDS rose."""
     name = f"seed{seed}"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", str(MAIN), f"run.seed={seed}"]
     subprocess.run(
@@ -98,7 +98,7 @@ def main() -> int:
             for name in before.rows:
                 a, b = before.rows[name], after.rows[name]
                 if a.mean is None or b.mean is None:
-                    continue  # nobody judges it
+                    continue  # this agent is not judged
                 print(
                     f"  {name:10} {a.mean:.3f} ({a.low:.3f}-{a.high:.3f}) -> {b.mean:.3f} ({b.low:.3f}-{b.high:.3f}), n {b.n}"
                 )

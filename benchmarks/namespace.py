@@ -1,4 +1,4 @@
-"""For child processes: makes `import marsrl` use a checkout that is not the installed one."""
+"""Makes `import marsrl` in child processes use a checkout that is not the installed one."""
 
 from __future__ import annotations
 

@@ -51,13 +51,13 @@ def flash_attn(name: str) -> Callable[..., Tensor] | str:
         return "ModuleNotFoundError: No module named 'flash_attn'"
     try:
         function: Callable[..., Tensor] = getattr(importlib.import_module("flash_attn"), name)
-    except Exception as error:  # it is a compiled extension: it may not fit this torch
+    except Exception as error:  # a compiled extension may not fit this torch
         return why_not_imported(error)
     return function
 
 
 def why_not_imported(error: Exception) -> str:
-    """One line for the table."""
+    """Return the error as one line for the table."""
     text = str(error).strip()
     first = text.splitlines()[0][:160] if text else ""
     return f"{type(error).__name__}: {first}"
@@ -125,7 +125,7 @@ def _liger_grpo_loss() -> Peer:
 
         def call() -> Tensor:
             hidden = inputs.hidden.view(*mask.shape, -1)
-            # it takes [B, L + 1, V] and ignores the last position, as a model's output has it
+            # The loss takes [B, L + 1, V], as a model returns it, and ignores the last position.
             logits = F.linear(F.pad(hidden, (0, 0, 0, 1)), inputs.weight)
             loss, _ = triton_grpo_loss(
                 logits, old, None, targets, inputs.advantages, completion_mask=mask, temperature=1.0, beta=0.0,

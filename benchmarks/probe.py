@@ -52,7 +52,13 @@ from marsrl.trainer.weights.comparison import (
 )
 
 _STDS = (0.02, 0.06, 0.2)
-_UPDATES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2)  # of each number, by a coin up or down: Adam's first step at such a rate
+_UPDATES = (
+    1e-6,
+    1e-5,
+    1e-4,
+    1e-3,
+    1e-2,
+)  # how far each number moves, up or down at random: Adam's first step
 _VOCABULARY = 160
 Weights = dict[str, Tensor]
 
@@ -132,7 +138,7 @@ def _tensors(folder: Path) -> Weights:
 
 
 def moved(weights: Weights, size: float, part: str = "") -> Weights:
-    """Each number of the tensors whose name has `part`, up or down by `size`."""
+    """Return the weights with each number of the tensors whose name has `part` moved up or down by `size`."""
     generator = torch.Generator().manual_seed(5)
     coins = {name: torch.randint(2, x.shape, generator=generator) * 2 - 1 for name, x in weights.items()}
     return {name: x + size * coins[name] if part in name else x for name, x in weights.items()}

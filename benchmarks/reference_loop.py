@@ -56,7 +56,7 @@ def _load(model_dir: str, options: ReferenceOptions) -> Any:
 
 
 class ReferenceLoop:
-    """One policy and its optimizer, or an adapter and its optimizer an agent. `step` is one step on the whole batch."""
+    """Policy with its optimizer, or an adapter and an optimizer per agent; `step` trains on the whole batch once."""
 
     def __init__(self, model_dir: str, options: ReferenceOptions, lr: float = 1e-5) -> None:
         self.options = options

@@ -50,7 +50,7 @@ HEADLINE_PEER = "torch eager, unmasked rows only"
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a table. errors: per result, relative to the largest exact value; is_right: all within tolerance.
+    """Line of a table. errors: per result, relative to the largest exact value; is_right: all within tolerance.
 
     floor_share: roofline time / median. extra_bytes: None if unknown. host_s: until a call on a GPU is launched.
     """

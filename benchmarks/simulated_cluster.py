@@ -64,9 +64,9 @@ CONFIG = "configs/qwen3_30b_a3b.yaml"
 BASE = 64  # GPUs that the numbers below are of; more have as much for each
 PROBLEMS, TRAINING, GROUP = 128, 24, 8
 YOUNG = 4  # steps before the measured ones, until all five agents play
-PLAYED = 3  # measured ones: they vary in size
-STEADY = 24  # the same, until the samples of a step grow no more
-COARSE, FINE = 64, 4  # real tokens that one of a completion stands for
+PLAYED = 3  # measured steps: they vary in size
+STEADY = 24  # steps until the samples of a step grow no more
+COARSE, FINE = 64, 4  # real tokens that one simulated token stands for
 TIMES = 3  # processes that measure 64 GPUs: CPU seconds vary by a third
 END = 512  # tokens of a completion whose text is its own: an end has some 250
 LONG = 32_768  # tokens of the comparison with overlap
@@ -279,7 +279,7 @@ def token_s(coarse: RankZero, fine: RankZero) -> float:
 
 
 def overlap_gains() -> dict[str, Outcome]:
-    """One agent, 32k: in turn with the trainer first, then beside it, by division of the GPUs and segments."""
+    """Simulate one agent at 32k tokens: first in turn with the trainer, then beside it, by GPU split and segments."""
     own = Constants.gpus_per_engine
     whole = Setting(round(BASE / own), ULORL.problems, is_solver_only=True, group_size=GROUP, max_tokens=LONG)
     found = {"overlap 0": play(replace(whole, steps=6, warmup=0), Constants(), LENGTHS)}

@@ -44,7 +44,7 @@ PROBLEMS = {
     "bench": StepProblem("bench", 8192, "float32", 8, (20, 61), 120, 512, 2048, 8),
     # Qwen3-30B-A3B at its full width with 4 of its 48 layers: 3.1 G parameters, which train on one GPU of 80 GB.
     "qwen3_30b_a3b_slice": StepProblem(_SLICE, 151936, "bfloat16", 8, (64, 257), 400, 1536, 4096, 4),
-    # The same way on a CPU.
+    # The same slice at a size for CPUs.
     "slice_tiny": StepProblem(replace(SMALL, vocab_size=512), 512, "float32", 2, (4, 9), 12, 40, 160, 4),
 }
 

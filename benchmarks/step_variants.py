@@ -48,7 +48,7 @@ def build(
     mpt: float | None,
     adapters: Sequence[AdapterConfig] = (),
 ) -> Variant:
-    """One of VARIANTS or ADAPTER_VARIANTS.
+    """Build one of VARIANTS or ADAPTER_VARIANTS.
 
     layout: of the learner's; mpt: DMMPT's entropy, nats; adapters: of each agent.
     """

@@ -42,7 +42,7 @@ QWEN3_30B_A3B_BYTES = 61.06e9  # 30.53e9 parameters, bfloat16
 
 @dataclass(frozen=True)
 class Row:
-    """One publish. num_bytes: of the model; gb_per_s: these over all seconds; seconds_of: by part (SyncReport).
+    """Measured publish. num_bytes: size of the model; gb_per_s: num_bytes over all seconds; seconds_of: by part (SyncReport).
 
     num_tensors: of the checkpoint. cpu_s: of both processes, all their threads.
     changed: share of the numbers that had changed, where changes alone were sent.

@@ -43,7 +43,7 @@ def _eager(rewards: Tensor, group_of: Tensor) -> Tensor:
 
 
 def _loop(rewards: Tensor, group_of: Tensor) -> Tensor:
-    """As other trainers do it: a dictionary of lists, then a loop over groups."""
+    """Compute it as other trainers do: a dictionary of lists, then a loop over groups."""
     members: dict[int, list[int]] = {}
     for index, group in enumerate(group_of.tolist()):
         members.setdefault(group, []).append(index)

@@ -54,7 +54,7 @@ def _build(shape: Shape) -> Bench:
         return loss, sums[0]
 
     def judge() -> Judgement:
-        size = float(advantages.abs().mean())  # of the terms; their sum nearly cancels
+        size = float(advantages.abs().mean())  # size of the terms, as their sum nearly cancels
         return replace(compared.judge(partial(plain, _eager)), scales={"loss": size, "agent loss": size})
 
     variants = [

@@ -19,8 +19,8 @@ from marsrl.kernels.head.vocabulary import make_head
 from marsrl.kernels.policy_loss.arguments import policy_tokens
 from marsrl.kernels.policy_loss.terms import policy_terms
 
-GPU_CHUNK_BYTES = 448 * 2**20  # as the fused loss holds it there
-CHUNK_BYTES = 4 * 2**20  # of logits: larger than an L2 cache, well inside a last-level cache
+GPU_CHUNK_BYTES = 448 * 2**20  # the fused loss's chunk on a GPU
+CHUNK_BYTES = 4 * 2**20  # a chunk of logits: larger than an L2 cache, well inside a last-level cache
 
 
 def _shapes(device: str, quick: bool) -> list[Shape]:

@@ -40,7 +40,7 @@ def _eager(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _eager_rotated(x: Tensor, weight: Tensor, rotation: Tensor) -> Tensor:
-    """As transformers has it: cos and sin of the dtype of x, of every pair twice."""
+    """Rotate as transformers does: cos and sin in the dtype of x, repeated for both halves of each pair."""
     cos, sin = (torch.cat((each, each), -1).to(x.dtype) for each in rotation.chunk(2, -1))
     normed = _eager(x, weight)
     first, second = normed.chunk(2, -1)

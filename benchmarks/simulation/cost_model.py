@@ -118,11 +118,11 @@ class CostModel:
         return linear + c.attention_flops * (end * end - start * start) / 2 / c.attention_flops_per_s
 
     def prefill_s(self, start: int, end: int) -> float:
-        """One engine: compute the keys and values of tokens [start, end); the ones before are cached."""
+        """Seconds of one engine to prefill tokens [start, end), with all tokens before them cached."""
         return self.forward_s(start, end) / self.constants.gpus_per_engine
 
     def train_s(self, lengths: Sequence[int], num_gpus: int) -> float:
-        """One update on sequences of these lengths (prompt and completion): a forward and a backward of twice its cost."""
+        """Seconds of an update on sequences of these lengths: a forward, and a backward at twice its cost."""
         return 3 * math.fsum(self.forward_s(0, length) for length in lengths) / num_gpus
 
     @property

@@ -1,4 +1,4 @@
-"""One engine's work over time: admission, prefill, batched decoding, preemption. Events are admissions and ends of sequences, not
+"""Timeline of an engine: admission, prefill, batched decoding, preemption. Events are admissions and ends of sequences, not
 single tokens.
 
     waiting --admitted while there is a slot and KV cache--> running --its last token--> ended
@@ -19,7 +19,7 @@ _WATERMARK = 0.01  # share of the KV cache that stays free at an admission, as i
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One sequence with `context` tokens, of which the first `cached` need no prefill, and num_new to decode."""
+    """Sequence with `context` tokens, of which the first `cached` need no prefill, and num_new tokens to decode."""
 
     uid: str
     context: int
@@ -52,7 +52,7 @@ class EngineTimeline:
         self._cost = cost
         self._room = int(cost.kv_capacity * (1 - _WATERMARK))
         self._waiting: deque[tuple[Job, int, int]] = deque()  # (job, context, cached)
-        self._running: dict[int, _Running] = {}  # by order of admission
+        self._running: dict[int, _Running] = {}  # keyed by order of admission
         self._ends: list[tuple[int, int]] = []  # heap of (step of the last token, order of admission)
         self._step = self._held = self._num_admitted = 0
 

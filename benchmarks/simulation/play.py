@@ -24,7 +24,7 @@ from simulation.lengths import Lengths
 from simulation.simulated_pool import TOKEN_GRAIN, SimulatedReplicas, VirtualClock, Written
 from simulation.simulated_team import one_token_texts, outcomes_of, problem_stream, simulated_team
 
-MAX_TOKENS = 65_536  # of a completion: 64k (MarsRL, UloRL)
+MAX_TOKENS = 65_536  # longest completion (MarsRL, UloRL)
 
 
 Pipeline = Literal["agentic", "trajectory"]
@@ -33,7 +33,7 @@ StageSize = Literal["new", "total"]
 
 @dataclass(frozen=True)
 class Setting:
-    """One simulated run.
+    """Settings of a simulated run.
 
     trainer_gpus: None: as many as the engines have; the same ones with overlap 0, GPUs of its own with more.
     max_tokens: of a completion.
@@ -47,8 +47,8 @@ class Setting:
     is_solver_only: bool = False
     group_size: int = 8
     stage_size: StageSize = "new"
-    steps: int = 3  # that are measured
-    warmup: int | None = None  # steps before them; default: until every agent of the first problems has played
+    steps: int = 3  # measured steps
+    warmup: int | None = None  # steps before them; None: until every agent of the first problems has played
     trainer_gpus: int | None = None
     max_tokens: int = MAX_TOKENS
 
@@ -185,7 +185,7 @@ class Simulation:
         while self.clock.now_s < end_s:
             self.stages.player.submit()
             if not self.stages.player.is_decoding:
-                break  # as far ahead as rollout.overlap allows
+                break  # decoding is as far ahead as rollout.overlap allows
             self.stages.absorb(self.stages.player.collect(end_s - self.clock.now_s))
 
 

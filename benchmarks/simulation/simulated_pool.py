@@ -178,7 +178,7 @@ class SimulatedReplicas(Replicas):
     def _result(self, replica: int, uid: str, num_new: int, *, is_cut: bool) -> DecodeResult:
         under_way = self._under_way[replica].pop(uid)
         first_s = self.engines[replica].first_token_s.pop(uid, None)
-        if first_s is not None:  # it was admitted
+        if first_s is not None:  # None if it was never admitted
             self.first_token_s.setdefault(uid, first_s)
         is_whole = num_new == under_way.left and not is_cut
         token_ids = self._written(uid, num_new, under_way.left - num_new)

@@ -22,7 +22,13 @@ from simulation.cost_model import Constants
 from simulation.lengths import Lengths, Outcomes
 from simulation.simulated_pool import TOKEN_GRAIN, SimulatedReplicas, Written
 
-_TEXTS = ("", "\\boxed{7}", "\\boxed{8}", "Verdict: correct", "Verdict: wrong")  # by last token; 7 is always right
+_TEXTS = (
+    "",
+    "\\boxed{7}",
+    "\\boxed{8}",
+    "Verdict: correct",
+    "Verdict: wrong",
+)  # indexed by the last token; 7 is always right
 
 
 def last_token(outcomes: Outcomes, uid: str) -> int:

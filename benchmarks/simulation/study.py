@@ -37,7 +37,7 @@ class Grid:
 
 SENSITIVITIES = Grid(
     segments=(1, 2, 4, 8),
-    overlap_at=(8, 64),  # as much work for an engine as in the centre
+    overlap_at=(8, 64),  # each engine has as much work as in the centre
     engine_axis=(8, 64, 512),
     problem_axis=(128, 512),
 )

@@ -64,7 +64,7 @@ def overlap_text(study: Study, place: tuple[int, int]) -> str:
 
 
 def axes_text(study: Study, grid: Grid) -> str:
-    """One axis at a time, the reference against ours."""
+    """Return a table per axis that compares the reference with ours."""
     rows = []
     places = [(e, grid.problems) for e in grid.engine_axis] + [(grid.engines, p) for p in grid.problem_axis]
     for place in dict.fromkeys(places):
