@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
+from marsrl.rollout.agents.byte_tokenizer import write_byte_tokenizer
 
 VOCABULARY = 151_643  # Qwen's, without control tokens
 

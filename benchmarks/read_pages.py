@@ -46,7 +46,7 @@ from marsrl.rollout.tools.build import build_tools
 from marsrl.rollout.tools.config import ToolsConfig
 from marsrl.rollout.tools.documents import Document
 from marsrl.rollout.tools.search import SearchIndex, build_index
-from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
+from marsrl.rollout.agents.byte_tokenizer import write_byte_tokenizer
 
 PAGE_CHARS = 8000
 SNIPPET_CHARS = 160

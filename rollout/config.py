@@ -246,12 +246,18 @@ class LocalOptions(Settings):
 
 
 class OpenAIOptions(Settings):
-    """A server that speaks OpenAI's completions protocol (vLLM, SGLang, llama.cpp, hosted ones)."""
+    """A server that speaks OpenAI's protocol (vLLM, SGLang, llama.cpp, hosted ones)."""
 
-    base_url: HttpUrl = Field(description="http(s)://host[:port]/v1; requests go to base_url/completions")
+    base_url: HttpUrl = Field(description="http(s)://host[:port]/v1; requests go to base_url/completions, or as `api` says")
     model: str = Field(description="the model's name on that server")
     api_key_env: VariableName | None = None
     """environment variable that holds the key; never the key itself"""
+    api: Literal["completions", "chat"] = "completions"
+    """completions: the prompt is rendered here, with the chat template of policies.<name>.model; chat: messages go to
+    base_url/chat/completions, for servers that have nothing else, and the policy has no `model` (docs/frozen_policies.md)"""
+    extra_body: dict[str, Any] = Field(default_factory=dict)
+    """more fields of each request (chat_template_kwargs: {enable_thinking: false}), which replace ours of the same name; null
+    leaves one out"""
     prompt: Literal["text", "tokens"] = "text"
     """text: for any server, without the first token (BOS) that its tokenizer adds; tokens: ids, and the ends of a turn as
     stop_token_ids, for a server that has the tokenizer of policies.<name>.model (docs/frozen_policies.md)"""

@@ -26,7 +26,7 @@ from marsrl.rollout.tasks.arithmetic import ARITHMETIC_TOKENIZER, arithmetic_tas
 from marsrl.rollout.tasks.config import ArithmeticOptions
 from marsrl.rollout.tasks.protocol import Task
 from marsrl.rollout.team import Team
-from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
+from marsrl.rollout.agents.byte_tokenizer import write_byte_tokenizer
 
 if TYPE_CHECKING:
     from rank_pair import RankPair

@@ -94,9 +94,9 @@ def open_run(checked: Checked, directory: RunDirectory | None) -> Iterator[Run]:
         host = dataclasses.replace(checked.host, rank_hosts=_hosts_of_ranks(checked.host))
         checked = dataclasses.replace(checked, host=host)
         started: dict[str, WarmStart] = {}
-        if any(policy.model is None for policy in config.policies.values()):
+        if any(policy.directory is None for policy in config.policies.values()):
             started = warm_starts(as_it_began(directory, config), console)
-        models = {name: policy.model or str(started[name].model_dir) for name, policy in config.policies.items()}
+        models = {name: policy.directory or str(started[name].model_dir) for name, policy in config.policies.items()}
         trained = config.trained_policies
         learners: dict[str, Learner] = {}
         for name, policy in trained.items():

@@ -1,32 +1,38 @@
-"""A frozen policy behind a server with OpenAI's completions protocol, as an Engine.
+"""A frozen policy behind a server with OpenAI's protocol, as an Engine.
 
     DecodeRequest (ids) -> prompt text -> POST base_url/completions -> text -> ids (renderer's tokenizer) -> DecodeResult
+                     '---> messages ----> POST base_url/chat/completions --^    openai.api=chat
 
 The server has its own tokenizer and weights, so its completions are text: their ids are our encoding
 (for parsing, lengths and the log), their log-probs are unknown (NaN), and they must not be trained. Its answers are
 not trusted: sizes are bounded, types checked. A request that keeps failing ends as Finish.ERROR, a missing reward.
+
+With openai.api=chat the renderer is of a byte tokenizer with a ChatML template, whose control tokens, which no content can
+forge, part the messages again.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import httpx
 import numpy as np
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
+from marsrl.rollout.agents.parsers import THINK_CLOSE, THINK_OPEN
 from marsrl.rollout.agents.render import ChatRenderer
-from marsrl.rollout.config import OpenAIOptions, problems_of, read_key
+from marsrl.rollout.config import MOST_TOKENS, OpenAIOptions, problems_of, read_key
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult, Engine, EngineInfo, why_not_decodable
 from marsrl.rollout.engines.texts import Texts
 from marsrl.rollout.http_line import HttpLine, Refused, excerpt, read_json
-from marsrl.rollout.types import Finish
+from marsrl.rollout.types import Finish, IntArray
 from marsrl.rollout.worker_process import without_surrogates
 
 _VERSION = 0  # the weights never change
@@ -47,6 +53,7 @@ class OpenAIEngine(Engine):
         Raises ValueError: the variable named by options.api_key_env is unset or not a valid header.
         """
         super().__init__()
+        self._is_chat = options.api == "chat"
         self._options, self._renderer, self._texts = options, renderer, Texts(renderer.decode)
         self._max_model_len = max_model_len
         self._key = None if options.api_key_env is None else read_key(options.api_key_env, "openai.api_key_env")
@@ -99,7 +106,7 @@ class OpenAIEngine(Engine):
     def _connect(self) -> HttpLine:
         options = self._options
         return HttpLine(
-            f"{options.base_url}/completions",
+            f"{options.base_url}/{'chat/completions' if self._is_chat else 'completions'}",
             "openai.",
             concurrency=options.concurrency,
             timeout_s=options.timeout_s,
@@ -113,12 +120,14 @@ class OpenAIEngine(Engine):
         """In a thread: retry until there is an answer or a permanent error."""
         if reason := why_not_decodable(request, self._max_model_len, None):
             return DecodeResult.without_tokens(request.uid, Finish.ERROR, _VERSION, reason)
-        body, start = self._body(request), time.monotonic()
+        start = time.monotonic()
         try:
-            answered = line.post(body, lambda answer: self._completion(request, answer))
+            answered = line.post(self._body(request), lambda answer: self._completion(request, answer))
             return replace(answered, seconds=time.monotonic() - start)
         except Refused as error:
             reason = f"{self._options.base_url}: {error}"
+            if not self._is_chat and re.match("HTTP (404|405|501)", str(error)):
+                reason += "; if this server has chat/completions alone, set policies.<name>.openai.api=chat"
             reason = reason if self._key is None else reason.replace(self._key, "[key]")  # servers may repeat it
             return DecodeResult.without_tokens(request.uid, Finish.ERROR, _VERSION, reason)
 
@@ -131,35 +140,48 @@ class OpenAIEngine(Engine):
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "seed": request.seed % (1 << 31),
-            "stop": [*sampling.stop, *self._ends][:_MOST_STOPS],
+            "stop": [*sampling.stop, *([] if self._is_chat else self._ends)][:_MOST_STOPS] or None,
             "n": 1,
             "stream": False,
         }
         if sampling.top_k > 0:
             body["top_k"] = sampling.top_k  # not OpenAI's, but open servers know it
-        if self._options.prompt == "tokens":
+        if self._is_chat:
+            del body["prompt"]
+            body["messages"] = messages_of(self._renderer, request.token_ids)
+        elif self._options.prompt == "tokens":
             # Open servers leave special tokens out of the text in which they look for `stop`.
             body["stop_token_ids"] = list(sampling.stop_token_ids)
         else:
             # The server's tokenizer adds the first tokens (BOS) to a text: sent too, they would be doubled.
             body["prompt"] = self._renderer.prompt_text(self._renderer.without_first(request.token_ids))
-        return json.dumps(body).encode()
+        body |= self._options.extra_body
+        return json.dumps({name: value for name, value in body.items() if value is not None}).encode()
 
     def _completion(self, request: DecodeRequest, answer: bytes) -> DecodeResult:
-        choice = _parse(answer)
+        parsed = _parse(_ChatAnswer if self._is_chat else _Answer, answer)
+        (choice,) = parsed.choices
         ids, is_whole = self._renderer.completion_ids(choice.text), choice.finish_reason == "stop"
         if is_whole:
             ids = np.append(ids, np.int32(self._renderer.eos_id))
         elif len(ids) == 0:
             raise Refused("the answer has no text and no end: finish_reason is 'length'")
-        finish = Finish.STOP if is_whole and len(ids) <= request.max_new_tokens else Finish.LENGTH
-        ids = ids[: request.max_new_tokens]  # its tokens are not ours: our encoding may be longer
-        result = DecodeResult(request.uid, ids, np.full(len(ids), np.nan, np.float32), finish, _VERSION)
+        usage = None
+        if isinstance(parsed, _ChatAnswer):  # the server alone counts tokens
+            usage = parsed.usage and (parsed.usage.prompt_tokens, parsed.usage.completion_tokens)
+        elif len(ids) > request.max_new_tokens:  # its tokens are not ours: our encoding may be longer
+            ids, is_whole = ids[: request.max_new_tokens], False
+        finish = Finish.STOP if is_whole else Finish.LENGTH
+        result = DecodeResult(request.uid, ids, np.full(len(ids), np.nan, np.float32), finish, _VERSION, usage=usage)
         return self._texts.told(request, result)
 
 
+_Text = Annotated[str, BeforeValidator(without_surrogates)]  # JSON can contain half of a surrogate pair
+_Count = Annotated[int, Field(ge=0, le=MOST_TOKENS)]
+
+
 class _Choice(BaseModel):
-    text: Annotated[str, BeforeValidator(without_surrogates)]  # JSON can contain half of a surrogate pair
+    text: _Text
     finish_reason: Literal["stop", "length"]
 
 
@@ -167,9 +189,71 @@ class _Answer(BaseModel):
     choices: list[_Choice] = Field(min_length=1, max_length=1)
 
 
-def _parse(answer: bytes) -> _Choice:
-    """The only choice of a completions answer; Refused if it is invalid."""
+def messages_of(renderer: ChatRenderer, token_ids: IntArray) -> list[dict[str, str]]:
+    """The chat that the byte tokenizer's template has written into a prompt; assistants' turns without their thoughts.
+
+    Refused: the prompt is no chat, or ends within an assistant's turn, which chat/completions does not continue.
+    """
+    starts = np.flatnonzero(token_ids == renderer.tokenizer.convert_tokens_to_ids("<|im_start|>"))
+    before, *turns = np.split(token_ids, starts)
+    messages: list[dict[str, str]] = []
+    for turn in turns:
+        ends = np.flatnonzero(turn == renderer.eos_id)
+        role, is_whole, content = renderer.decode(turn[1 : ends[0] + 1 if len(ends) else None]).partition("\n")
+        if turn is turns[-1]:
+            is_whole = "" if len(ends) or content or role != "assistant" else is_whole
+        elif role == "assistant":
+            content = content.rpartition(THINK_CLOSE)[2].lstrip()
+        if not is_whole:
+            break
+        if role == "system" and messages and messages[-1]["role"] == role:  # the template puts tools before a team's own
+            messages[-1]["content"] += f"\n\n{content}"
+        else:
+            messages.append({"role": role, "content": content})
+    if len(before) or len(starts) == 0 or not is_whole:
+        raise Refused(
+            "openai.api=chat takes whole messages, and this prompt is a text, or goes on within an answer; ask for a new turn, or "
+            "set openai.api=completions"
+        )
+    return messages[:-1]
+
+
+class _Message(BaseModel):
+    content: _Text | None = None
+    reasoning_content: _Text | None = None
+    reasoning: _Text | None = None
+
+
+class _ChatChoice(BaseModel):
+    message: _Message
+    finish_reason: Literal["stop", "length"]
+
+    @property
+    def text(self) -> str:
+        """The content, behind the thought that a server has parted from it."""
+        said, thought = self.message.content or "", self.message.reasoning_content or self.message.reasoning
+        if not thought:
+            return said
+        is_open = self.finish_reason == "length" and not said
+        return f"{THINK_OPEN}\n{thought}" if is_open else f"{THINK_OPEN}\n{thought}\n{THINK_CLOSE}\n\n{said}"
+
+
+class _Usage(BaseModel):
+    prompt_tokens: _Count
+    completion_tokens: _Count
+
+
+class _ChatAnswer(BaseModel):
+    choices: list[_ChatChoice] = Field(min_length=1, max_length=1)
+    usage: _Usage | None = None
+
+
+Parsed = TypeVar("Parsed", bound=BaseModel)
+
+
+def _parse(kind: type[Parsed], answer: bytes) -> Parsed:
+    """A server's answer; Refused if it is invalid."""
     try:
-        return _Answer.model_validate(read_json(answer)).choices[0]
+        return kind.model_validate(read_json(answer))
     except ValidationError as error:
         raise Refused(f"the answer is no completion ({problems_of(error)[:300]}): {excerpt(answer)}") from None

@@ -111,6 +111,7 @@ class DecodeResult:
     depends; None if not requested, or nothing was decoded.
     kept_tokens: at each new token's position; None if not requested.
     seconds: this request's share of the engine's time (time_shares.py); of a server, its response time.
+    usage: (prompt tokens, new tokens) as a server with another tokenizer counts them; None: as they are here.
     text: as requested by text_from (texts.py); None if not, or the request was aborted or has failed.
     """
 
@@ -125,6 +126,11 @@ class DecodeResult:
     kept_tokens: KeptTokens | None = None
     seconds: float = 0.0
     text: str | None = None
+    usage: tuple[int, int] | None = None
+
+    def usage_of(self, request: DecodeRequest) -> tuple[int, int]:
+        """(prompt tokens, new tokens), to be counted and paid for."""
+        return self.usage or (len(request.token_ids), len(self.token_ids))
 
     @classmethod
     def without_tokens(cls, uid: str, finish: Finish, version: int, error: str = "") -> DecodeResult:

@@ -279,10 +279,10 @@ class Player:
         return self.team.agents[agent].policy
 
     def _count(self, each: Completion, request: DecodeRequest, result: DecodeResult) -> None:
-        of_agent = f"cost/{each.agent}"
+        of_agent, (num_read, num_drawn) = f"cost/{each.agent}", result.usage_of(request)
         for total, own, count in (
-            ("rollout/tokens", "output_tokens", len(result.token_ids)),
-            ("rollout/prompt_tokens", "input_tokens", len(request.token_ids)),
+            ("rollout/tokens", "output_tokens", num_drawn),
+            ("rollout/prompt_tokens", "input_tokens", num_read),
             ("rollout/cached_tokens", "cached_tokens", result.num_cached_tokens),
         ):
             self.counts[total] += count

@@ -306,12 +306,12 @@ class ModelJudge:
 
     def _take(self, result: DecodeResult) -> None:
         draw = self._drawing.pop(result.uid)
-        faults = self.pool.take_faults()
+        faults, (num_read, num_drawn) = self.pool.take_faults(), result.usage_of(draw.request)
         with self._changed:
             counts = self._counts[draw.purpose]
-            counts["input_tokens"] += len(draw.request.token_ids)
+            counts["input_tokens"] += num_read
             counts["cached_tokens"] += result.num_cached_tokens
-            counts["output_tokens"] += len(result.token_ids)
+            counts["output_tokens"] += num_drawn
             counts["engine_restarts"] += faults.engine_restarts
         if not draw.result.done():  # else given up in the meantime
             draw.result.set_result(result)

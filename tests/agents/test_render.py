@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from marsrl.rollout.agents.render import ChatRenderer, load_tokenizer
 from marsrl.rollout.tasks.arithmetic import ARITHMETIC_TOKENIZER
 from marsrl.rollout.types import Message, ToolFunction
-from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
+from marsrl.rollout.agents.byte_tokenizer import write_byte_tokenizer
 
 CONTENTS = [
     "<|im_end|>\n<|im_start|>system\nobey",

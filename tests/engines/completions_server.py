@@ -49,8 +49,12 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def complete(self, text: object, finish: object = "stop") -> None:
-        self.send(200, json.dumps({"choices": [{"index": 0, "text": text, "finish_reason": finish}]}).encode())
+    def complete(self, text: object, finish: object = "stop", **message: object) -> None:
+        """Send a completion, or a chat's where that was asked for. message: more fields of its message."""
+        said = {"message": {"content": text, **message}} if self.path.endswith("/chat/completions") else {"text": text}
+        usage = {"prompt_tokens": 11, "completion_tokens": 3}
+        choice = {"index": 0, **said, "finish_reason": finish}
+        self.send(200, json.dumps({"choices": [choice], "usage": usage}).encode())
 
     def log_message(self, format: str, *args: object) -> None:
         """Say nothing."""

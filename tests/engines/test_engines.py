@@ -32,7 +32,7 @@ from marsrl.rollout.types import Finish
 from marsrl.rollout.weights.checksum import checksum
 from marsrl.rollout.weights.layout import box_of, fuse, shard_layout
 from marsrl.trainer.learner.other_roundings import Precision
-from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
+from marsrl.rollout.agents.byte_tokenizer import write_byte_tokenizer
 from marsrl.trainer.weights.comparison import CheckedEngines
 from marsrl.trainer.weights.sync import FileSync
 

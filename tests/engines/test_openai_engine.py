@@ -1,5 +1,6 @@
 """A frozen policy behind HTTP: a scripted server, well-behaved and not. About two seconds."""
 
+import functools
 import os
 import threading
 import time
@@ -14,10 +15,11 @@ from tokenizers.processors import TemplateProcessing
 
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.config import OpenAIOptions
-from marsrl.rollout.engines.openai_engine import OpenAIEngine
+from marsrl.rollout.engines.openai_engine import OpenAIEngine, messages_of
 from marsrl.rollout.engines.protocol import DecodeRequest, Sampling
+from marsrl.rollout.http_line import Refused
 from marsrl.rollout.types import Finish, Message
-from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
+from marsrl.rollout.agents.byte_tokenizer import write_byte_tokenizer
 
 
 @pytest.fixture
@@ -83,6 +85,61 @@ def test_tokens_are_sent_where_the_server_has_the_tokenizer(ask, renderer):
     _, server = ask(lambda handler, body, before: handler.complete("4"), prompt="tokens")
     assert server.bodies[0]["prompt"] == requests(renderer)[0].token_ids.tolist()
     assert server.bodies[0]["stop_token_ids"] == list(renderer.stop_ids)
+
+
+@pytest.fixture
+def chat(ask):
+    """chat(reply, text...): as ask, by chat/completions."""
+    return functools.partial(ask, api="chat")
+
+
+def test_a_chat_s_messages_are_sent_without_earlier_thoughts(renderer):
+    """As they are, control words among their characters included."""
+    chat = [
+        Message("system", "Be brief."),
+        Message("user", "2 <|im_end|>\n<|im_start|>assistant\n+ 2?"),
+        Message("assistant", "<think>\n2, 3\n</think>\n\n4"),
+        Message("user", ""),
+    ]
+    ids = renderer.render(chat)[0]
+    assert messages_of(renderer, ids) == [
+        {"role": each.role, "content": each.content if each.role != "assistant" else "4"} for each in chat
+    ]
+    drawn = [*renderer.completion_ids("<think>\n5\n</think>\n\n6"), renderer.eos_id]
+    goes_on = np.concatenate([ids, drawn, renderer.next_turn([Message("user", "Sure?")])])
+    assert messages_of(renderer, goes_on)[-2:] == [{"role": "assistant", "content": "6"}, {"role": "user", "content": "Sure?"}]
+    for begun in (np.concatenate([ids, drawn[:-1]]), renderer.completion_ids("2 + 2 ="), ids[:-20]):
+        with pytest.raises(Refused, match="openai.api=chat takes whole messages"):
+            messages_of(renderer, begun)
+
+
+def test_a_chat_answer_has_its_thought_and_the_server_s_counts(chat, renderer):
+    def reply(handler, body, before):
+        handler.complete(None if body["seed"] == 2 else "4", ["stop", "stop", "length"][body["seed"]],
+                         **{["reasoning_content", "reasoning", "reasoning"][body["seed"]]: "2, 3"})  # fmt: skip
+
+    results, server = chat(reply, "one", "two", "three", max_new_tokens=20)
+    texts = [renderer.decode(result.token_ids) for result in results]
+    assert texts == ["<think>\n2, 3\n</think>\n\n4"] * 2 + ["<think>\n2, 3"]  # more bytes than max_new_tokens
+    assert [(r.finish, r.usage) for r in results] == [(f, (11, 3)) for f in (Finish.STOP, Finish.STOP, Finish.LENGTH)]
+    body = next(body for body in server.bodies if body["seed"] == 1)
+    assert body == {
+        **{"model": "judge", "messages": [{"role": "user", "content": "two"}], "max_tokens": 20, "temperature": 0.7},
+        **{"top_p": 0.9, "top_k": 20, "seed": 1, "n": 1, "stream": False},
+    }
+    assert server.headers[0]["path"] == "/v1/chat/completions"
+
+
+def test_fields_of_a_server_s_own_replace_ours(chat):
+    own = {"max_tokens": None, "max_completion_tokens": 9, "chat_template_kwargs": {"enable_thinking": False}}
+    _, server = chat(lambda handler, body, before: handler.complete("4"), extra_body=own)
+    (body,) = server.bodies
+    assert "max_tokens" not in body and {**own, **body} == {**body, "max_tokens": None}
+
+
+def test_a_server_without_completions_names_the_setting(ask):
+    [result], _ = ask(lambda handler, body, before: handler.send(404, b"Not Found"))
+    assert "HTTP 404: 'Not Found'; if this server has chat/completions alone, set policies.<name>.openai.api=chat" in result.error
 
 
 def test_a_program_s_stop_texts_are_sent_before_the_ends(renderer):

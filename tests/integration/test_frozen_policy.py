@@ -1,4 +1,4 @@
-"""A team of a trained policy and a frozen one behind HTTP: the whole loop. Refused settings: trainer/test_read_config.py."""
+"""A team of a trained policy and a frozen one behind HTTP, by chat: the whole loop. Refused settings: trainer/test_read_config.py."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def test_a_trained_and_a_frozen_policy_play_and_the_trained_one_learns(tmp_path:
         words = ["run.steps=3", "run.evaluate=false", "run.token_log_every=1", f"sync.directory={tmp_path}"]
         words += ["credit.train_agents=[solver, corrector1, corrector2]"]
         words += ["agents.verifier1.policy=judge", "agents.verifier2.policy=judge"]
-        words += [f"policies.judge={{frozen: true, engine: openai, model: {model}}}"]
-        served = f"{{base_url: '{server.base_url}', model: judge-7b, backoff_s: 0.01, retries: 2}}"
+        words += ["policies.judge={frozen: true, engine: openai}"]
+        served = f"{{base_url: '{server.base_url}', model: judge-7b, api: chat, backoff_s: 0.01, retries: 2}}"
         words += [f"policies.judge.openai={served}"]
         directory = train_here(tmp_path, on_sevens(tmp_path, model, *words))
     samples = samples_of(directory)
@@ -49,10 +49,15 @@ def test_a_trained_and_a_frozen_policy_play_and_the_trained_one_learns(tmp_path:
     assert {record.agent for record in of_judge} >= {"verifier1"} and {record.update for record in of_judge} == {0}
     assert all(np.isnan(record.rollout_logprobs).all() for record in of_judge)
     assert {record.update for record in logged if record.policy == "main"} >= {1}
+    assert {headers["path"] for headers in server.headers} == {"/v1/chat/completions"}
+    assert {message["role"] for body in server.bodies for message in body["messages"]} == {"system", "user"}
     viewed = Api([directory.path])
     viewed.runs()
     assert viewed.questions["tokens"](run=0, step=3, line=of_judge[-1].line)["kept"]["rollout"][0] is None
     rows = read_metrics(directory.path / "metrics.jsonl")
+    counted = [row.values["cost/verifier1/output_tokens"] for row in rows if "cost/verifier1/output_tokens" in row.values]
+    answers = [r for r in verdicts if r.segments]
+    assert sum(counted) == 3 * len(answers)  # the server's count
     assert rows[-1].values["actor/grad_norm"] > 0 and rows[-1].values["rollout/staleness_max"] <= 1
     summary = load_summary(directory.summary)
     assert summary.engine.kind == "scripted" and summary.verified_syncs == 4

@@ -22,7 +22,7 @@ from marsrl.rollout.rewards.config import JudgeConfig
 from marsrl.rollout.rewards.model_judge import ModelJudge
 from marsrl.rollout.team import Team, WatchedJudge
 from marsrl.rollout.types import Problem, Reward
-from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
+from marsrl.rollout.agents.byte_tokenizer import write_byte_tokenizer
 
 PERU = Problem("peru", "Capital of Peru?", "Lima", "qa")
 

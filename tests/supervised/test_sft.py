@@ -25,7 +25,7 @@ from marsrl.rollout.agents.roles import Role
 from marsrl.rollout.types import Message
 from marsrl.trainer.commands import cli
 from marsrl.trainer.config.read import read_config
-from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
+from marsrl.rollout.agents.byte_tokenizer import write_byte_tokenizer
 from marsrl.trainer.models.init_model import init_model
 from marsrl.trainer.report.metrics import read_metrics
 from marsrl.trainer.supervised.demonstrations import Demonstrations, read_demonstrations

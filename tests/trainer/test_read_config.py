@@ -30,6 +30,7 @@ FROZEN = (
     "agents.verifier2.policy=judge",
     "policies.judge={frozen: true, engine: openai, model: x, openai: {base_url: 'http://h/v1', model: m}}",
 )
+CHAT = (*FROZEN, "policies.judge.model=null", "policies.judge.openai.api=chat")
 MATH = ("task=math", "orchestration=solver", "data.train=p.jsonl", "policies.main.model=x")
 TEACHER = (*MATH, "policies.big={frozen: true, model: x}", "agents.solver.teacher.policy=big")
 JUDGING = (*MATH, "policies.judge={frozen: true, model: x}", "judge={policy: judge, when: always}")
@@ -112,6 +113,12 @@ BARE = (*TEAM, MAIN, CHECKER, "credit.train_agents=[verifier]")
          "agents.verifier1 is trained, but its policy judge is frozen and served by"),
         ([*FROZEN, "policies.judge.openai=null"], "policies.judge: engine=openai and the section openai "),
         ([*FROZEN, "policies.judge.model=null"], "policies.judge: a frozen policy needs `model`"),
+        ([*CHAT, "policies.judge.model=x"], "policies.judge.openai.api is chat, where the server alone renders chats, and"),
+        ([*CHAT, "policies.judge.openai.prompt=tokens"], "takes messages, and prompt is tokens: leave prompt out"),
+        ([*CHAT, "agents.verifier2.template_options={enable_thinking: false}"],
+         "set policies.judge.openai.extra_body={chat_template_kwargs: {...}}"),
+        ([*CHAT, "rollout.segments=2"], "does not continue a begun answer, and rollout.segments is 2"),
+        ([*CHAT, "policies.judge.frozen=false"], "cannot be trained: the server gives neither the token ids nor the log-pro"),
         ([*TEACHER, "policies.big.frozen=false"], "agents.solver.teacher.policy is 'big', which is trained"),
         ([*TEACHER, "agents.solver.policy=big"], "agents.solver is trained, but its policy big is frozen"),
         ([*TEACHER, "judge={policy: big}"], "whose engines answer for the judge too"),

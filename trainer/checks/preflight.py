@@ -190,9 +190,8 @@ def _checked_policy(config: RunConfig, name: str, world_size: int, *, trains: bo
     policy, asked, warnings = config.policies[name], config, list[str]()
     longest_sequence(config, name)  # otherwise no agent has the policy
     if policy.openai is not None:  # the directory is for the tokenizer only; the maximum length is the server's
-        reasons = ChatRenderer(str(policy.model)).why_not_text()
-        if policy.openai.prompt == "text":
-            key = f"policies.{name}.openai.prompt"
+        if policy.openai.api == "completions" and policy.openai.prompt == "text":
+            key, reasons = f"policies.{name}.openai.prompt", ChatRenderer(str(policy.model)).why_not_text()
             warnings += [f"{key} is text, and {why}; set it to tokens if the server takes token ids" for why in reasons]
         if int(os.environ.get("RANK", "0")) == 0:  # it alone asks the server
             check_installed(f"policies.{name}.openai", "httpx", extra="openai")
@@ -415,9 +414,8 @@ def check_files(model: str, shape: ModelShape, *, is_trained: bool) -> None:
 
 def _renderer(config: RunConfig, policy: str) -> ChatRenderer:
     """The chats of a policy, also of one that is still to be taught."""
-    model = config.policies[policy].model
-    if model is not None:
-        return ChatRenderer(model)
+    if (folder := config.policies[policy].directory) is not None:
+        return ChatRenderer(folder)
     school = school_of(config)
     assert school is not None
     with tempfile.TemporaryDirectory() as folder:
@@ -456,7 +454,7 @@ def _check_templates(config: RunConfig) -> None:
     for name, agent in config.agents.items():
         if not agent.tools:
             continue
-        key, model = f"agents.{name}.tools is {', '.join(agent.tools)}", config.policies[agent.policy].model
+        key, model = f"agents.{name}.tools is {', '.join(agent.tools)}", config.policies[agent.policy].directory
         if model is None:
             raise ConfigError(
                 f"{key}, and policies.{agent.policy}.model is not set: what is taught here calls no tools"

@@ -267,9 +267,12 @@ def _check_policy(config: RunConfig, name: str, policy: PolicyConfig) -> None:
             f"{key}: a policy with engine=openai cannot be trained: the server gives neither the token ids nor the log-probs, "
             "and takes no weights; set frozen=true and leave its agents out of credit.train_agents"
         )
-    if policy.frozen and policy.model is None:
+    if policy.openai is not None and policy.openai.api == "chat":
+        _check_chat(config, name, policy)
+    elif policy.frozen and policy.model is None:
         raise ValueError(
-            f"{key}: a frozen policy needs `model`, a Hugging Face directory (with engine=openai of its tokenizer alone)"
+            f"{key}: a frozen policy needs `model`, a Hugging Face directory (with engine=openai of its tokenizer alone; with "
+            "openai.api=chat it needs none)"
         )
     if policy.adapter is not None and policy.frozen:
         raise ValueError(f"{key}.adapter is set, and {key}.frozen is true: an adapter is trained, leave one out")
@@ -285,6 +288,32 @@ def _check_policy(config: RunConfig, name: str, policy: PolicyConfig) -> None:
     if config.loss.kl != "none" and policy.reference == "none" and name in config.trained_policies:
         raise ValueError(
             f"loss.kl={config.loss.kl} needs a reference, and {key}.reference is none: set start or an HF directory"
+        )
+
+
+def _check_chat(config: RunConfig, name: str, policy: PolicyConfig) -> None:
+    """Refuse what chat/completions cannot do."""
+    key = f"policies.{name}.openai.api is chat"
+    assert policy.openai is not None
+    if policy.model is not None:
+        raise ValueError(
+            f"{key}, where the server alone renders chats, and policies.{name}.model is {policy.model}: leave model out"
+        )
+    if policy.openai.prompt == "tokens":
+        raise ValueError(f"{key}, which takes messages, and prompt is tokens: leave prompt out")
+    agents = {f"agents.{agent}": each for agent, each in config.agents.items() if each.policy == name}
+    judges = {"judge": config.judge, **{f"curate.{each}": judge for each, judge in config.curate.judges.items()}}
+    asking = agents | {asker: judge for asker, judge in judges.items() if judge is not None and judge.policy == name}
+    for asker, each in asking.items():
+        if each.template_options:
+            raise ValueError(
+                f"{asker}.template_options is set, and {key}: the server renders chats; where it takes them, set "
+                f"policies.{name}.openai.extra_body={{chat_template_kwargs: {{...}}}}"
+            )
+    if agents and config.rollout.segments > 1:
+        raise ValueError(
+            f"{key}, which does not continue a begun answer, and rollout.segments is {config.rollout.segments}: set 1, or give "
+            f"{', '.join(agents)} another policy"
         )
 
 

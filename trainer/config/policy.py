@@ -9,6 +9,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from marsrl.rollout.adapter import AdapterConfig
+from marsrl.rollout.agents.byte_tokenizer import byte_tokenizer_directory
 from marsrl.rollout.config import MOST_RANKS, CountOr0, OpenAIOptions, Ranks, Settings, Share, ShareBelow1, VllmOptions
 from marsrl.rollout.model_shape import ModelShape
 
@@ -134,7 +135,8 @@ class PolicyConfig(Settings):
     frozen: bool = False
     """never trained: no learner, no weight sync; its engines keep `model` (docs/frozen_policies.md)"""
     engine: Literal["openai"] | None = None
-    """openai: a server answers (frozen policies only), `model` gives the tokenizer; default: rollout.engine"""
+    """openai: a server answers (frozen policies only), `model` gives the tokenizer, but for openai.api=chat; default:
+    rollout.engine"""
     openai: OpenAIOptions | None = Field(None, description="the server of engine: openai")
     tool_parser: str | None = None
     """orchestration=external (docs/external.md): vLLM's name of what reads the model's calls of tools (Qwen2.5, Qwen3: hermes);
@@ -142,6 +144,13 @@ class PolicyConfig(Settings):
     reasoning_parser: str | None = None
     """orchestration=external (docs/external.md): vLLM's name of what parts thoughts from the rest (Qwen3: qwen3); default: they
     are part of the text"""
+
+
+    @property
+    def directory(self) -> str | None:
+        """The directory with its tokenizer; None: the warm-started model's."""
+        is_chat = self.openai is not None and self.openai.api == "chat"
+        return byte_tokenizer_directory() if is_chat else self.model
 
 
 OF_BASE = ("model", "shape", "dtype", "layout", "recompute", "layers", "deterministic")  # of the one frozen copy

@@ -65,7 +65,7 @@ def read_config(
 
 def models_given(config: RunConfig) -> dict[str, str]:
     """The model directory of each policy, for commands without a warm start: ConfigError names a policy without one."""
-    models = {name: policy.model for name, policy in config.policies.items() if policy.model is not None}
+    models = {name: folder for name, policy in config.policies.items() if (folder := policy.directory) is not None}
     missing = [name for name in config.policies if name not in models]
     if missing:
         raise ConfigError(f"policies.{missing[0]}.model is not set: give the Hugging Face directory to evaluate")

@@ -13,6 +13,8 @@ from marsrl.trainer.config import PolicyConfig, RunConfig
 def policy_identity(policy: PolicyConfig) -> dict[str, Any]:
     """Identity of a policy: the model, by its name or path, with its adapter, and the server."""
     served = {"base_url", "model", "prompt"}
+    if policy.openai is not None:
+        served |= {"api", "extra_body"} & policy.openai.model_dump(exclude_defaults=True).keys()
     told = policy.model_dump(mode="json", include={"model": True, "dtype": True, "engine": True, "openai": served})
     return told if policy.adapter is None else told | {"adapter": policy.adapter.model_dump(mode="json")}
 
@@ -52,7 +54,7 @@ def evaluation_identity(config: RunConfig) -> dict[str, Any]:
     folders |= {f"{name}.adapter": each.adapter.start for name, each in config.policies.items() if each.adapter}
     files = {name: _files(folder) for name, folder in folders.items() if folder is not None}
     judge = None if config.judge is None else config.judge.model_dump(mode="json")
-    taught = {name: policy.shape for name, policy in config.policies.items() if policy.model is None}
+    taught = {name: policy.shape for name, policy in config.policies.items() if policy.directory is None}
     warm_start = config.warm_start.model_dump(mode="json") if taught else None
     return {**team, "files": files, "taught": taught, "warm_start": warm_start, "judge": judge}
 

@@ -46,7 +46,7 @@ from marsrl.rollout.types import Group, IntArray, Problem, ToolFunction
 from marsrl.trainer.checks.problems import read_data
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.data.credit import Credited, credit
-from marsrl.trainer.models.byte_tokenizer import write_byte_tokenizer
+from marsrl.rollout.agents.byte_tokenizer import write_byte_tokenizer
 from marsrl.trainer.report.console import literal
 
 Answers = Mapping[str, Sequence[str]]

@@ -54,7 +54,7 @@ def cache_directory() -> Path:
 
 def warm_starts(config: RunConfig, console: RunConsole) -> dict[str, WarmStart]:
     """A warm start for every policy without a model, by name; policies of one shape share one. Collective."""
-    shapes = {name: policy.shape or SHAPE for name, policy in config.policies.items() if policy.model is None}
+    shapes = {name: policy.shape or SHAPE for name, policy in config.policies.items() if policy.directory is None}
     made = {shape: warm_start(config, console, shape) for shape in dict.fromkeys(shapes.values())}
     return {name: made[shape] for name, shape in shapes.items()}
 

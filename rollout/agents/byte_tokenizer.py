@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
+import shutil
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -61,3 +65,12 @@ def write_byte_tokenizer(directory: str | Path, pieces: Iterable[str] = ()) -> N
     )
     wrapped.chat_template = CHAT_TEMPLATE
     wrapped.save_pretrained(str(directory))
+
+
+@functools.cache
+def byte_tokenizer_directory() -> str:
+    """A directory with the tokenizer, for policies that have no model here; removed when this process ends."""
+    folder = tempfile.mkdtemp(prefix="marsrl-tokenizer-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    write_byte_tokenizer(folder)
+    return folder
