@@ -266,7 +266,8 @@ def open_team(checked: Checked, models: dict[str, str]) -> Iterator[Team]:
         if config.external is not None:
             from marsrl.rollout.gateway.server import open_gateway  # imported here: most runs need no HTTP server
 
-            agents = agents_of(config.agents, renderers, config.rollout.max_response_tokens, config.parsers)
+            servers = {name: each.openai.api for name, each in config.policies.items() if each.openai is not None}
+            agents = agents_of(config.agents, renderers, config.rollout.max_response_tokens, config.parsers, servers)
             gateway = stack.enter_context(open_gateway(config.external, agents, workers_key(config.external)))
         elif orchestration.tools:
             tools = build_tools(config.tools, orchestration.tools, checked.task.documents, checked.task.papers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -14,17 +15,28 @@ from marsrl.rollout.gateway.history import ChatMessage
 
 _log = logging.getLogger(__name__)
 
-SERVED = {"model", "messages", "tools", "tool_choice", "stream", "stream_options", "max_tokens"}
-SERVED |= {"max_completion_tokens", "stop", "logprobs", "temperature", "top_p"}
-NO_MATTER = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
+SERVED = {"model", "messages", "tools", "tool_choice", "parallel_tool_calls", "stream", "stream_options", "max_tokens"}
+SERVED |= {"max_completion_tokens", "stop", "logprobs", "chat_template_kwargs", "return_token_ids"}
+DRAWN = {"temperature", "top_p", "top_k", "seed"}
+"""Fields of how tokens are drawn, which the agent's settings and run.seed decide; the log says so once."""
+NO_MATTER = {
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "prompt_cache_options", "cache_control", "cache_salt", "request_id", "priority", "session_id", "stream_interval",
+}  # fmt: skip
 """Fields that do not change what is answered."""
 NEUTRAL: Mapping[str, Any] = {
     "n": 1, "best_of": 1, "frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1, "logit_bias": {},
-    "top_logprobs": 0, "parallel_tool_calls": True, "response_format": {"type": "text"}, "text": {"format": {"type": "text"}},
-    "include": [], "echo": False, "suffix": "", "truncation": "disabled", "background": False, "top_k": -1, "min_p": 0,
-    "thinking": {"type": "disabled"},
+    "top_logprobs": 0, "response_format": {"type": "text"}, "text": {"format": {"type": "text"}}, "modalities": ["text"],
+    "verbosity": "medium", "include": [], "echo": False, "suffix": "", "truncation": "disabled", "background": False,
+    "min_p": 0, "thinking": {"type": "disabled"}, "length_penalty": 1, "use_beam_search": False, "min_tokens": 0,
+    "ignore_eos": False, "stop_token_ids": [], "bad_words": [], "include_stop_str_in_output": False,
+    "skip_special_tokens": True, "spaces_between_special_tokens": True, "add_generation_prompt": True,
+    "continue_final_message": False, "add_special_tokens": False, "include_reasoning": True,
+    "return_tokens_as_token_ids": False, "return_token_offsets": False, "return_prompt_text": False,
 }  # fmt: skip
 """Fields that are served at this value alone."""
+_FLAGS = {"stream", "parallel_tool_calls", "return_token_ids"}
+_OF_RENDERER = {"messages", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message"}
 
 _told: set[tuple[str, str]] = set()
 
@@ -32,23 +44,28 @@ _told: set[tuple[str, str]] = set()
 def check_fields(body: Mapping[str, Any], served: set[str]) -> None:
     """Refuse, by name, a field that requests something unsupported."""
     for name, value in body.items():
-        if name in served or name in NO_MATTER or value is None or (name in NEUTRAL and value == NEUTRAL[name]):
+        if value is not None and name in _FLAGS & served and not isinstance(value, bool):
+            raise Refused(400, f"{name} is {json.dumps(value)[:200]}; expected true or false")
+        if name in served | DRAWN | NO_MATTER or value is None or (name in NEUTRAL and value == NEUTRAL[name]):
             continue
         allowed = f"; {json.dumps(NEUTRAL[name])} is" if name in NEUTRAL else ""
         raise Refused(400, f"{name}={json.dumps(value)[:200]} is not served here{allowed}", "unsupported_parameter")
 
 
 def agent_of(body: Mapping[str, Any], agents: Mapping[str, Agent]) -> Agent:
-    """The agent named by `model`; warns once about a temperature or top_p that differs from its own."""
+    """The agent named by `model`; warns once about a field of DRAWN that differs from its own."""
     agent = agents.get(str(body.get("model")))
     if agent is None:
         raise Refused(404, f"model {body.get('model')!r} is no agent; there are {', '.join(agents)}", "model_not_found")
-    for name, own in (("temperature", agent.settings.temperature), ("top_p", agent.settings.top_p)):
-        asked = body.get(name)
-        if asked is not None and asked != own and (agent.name, name) not in _told:
+    for name in sorted(DRAWN):
+        asked, own = body.get(name), getattr(agent.settings, name, None)
+        off = (0, -1) if name == "top_k" else ()
+        if asked is not None and asked != own and not (asked in off and own in off) and (agent.name, name) not in _told:
             _told.add((agent.name, name))
-            said = "a program asks agent %s with %s=%s; it is sampled with %g, that of its settings"
-            _log.warning(said, agent.name, name, asked, own)
+            uses = f"agents.{agent.name}.{name} = {own:g}" if own is not None else "run.seed: sessions of a group differ"
+            _log.warning("a program asks agent %s with %s=%s; sampling uses %s", agent.name, name, asked, uses)
+    if agent.server and (body.get("return_token_ids") or body.get("logprobs") not in (None, False)):
+        raise Refused(400, f"agent {agent.name} is behind a server, which returns neither token ids nor log-probs")
     return agent
 
 
@@ -58,7 +75,7 @@ def whole_number(body: Mapping[str, Any], *names: str) -> int | None:
     if name is None:
         return None
     given = body[name]
-    if not isinstance(given, int) or given < 1:
+    if not isinstance(given, int) or isinstance(given, bool) or given < 1:
         raise Refused(400, f"{name} is {given!r}; expected a whole number from 1 on")
     return given
 
@@ -73,36 +90,70 @@ def stops_of(value: Any) -> tuple[str, ...]:
 def read_chat(body: Mapping[str, Any], agents: Mapping[str, Agent]) -> Ask:
     """Parse a request. Raises Refused: it requests something unsupported, or is malformed."""
     check_fields(body, SERVED)
-    agent = agent_of(body, agents)
-    messages = body.get("messages")
+    agent, messages = agent_of(body, agents), body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise Refused(400, "messages: expected a list of at least one message")
-    tools, calls_tools = read_tools(body.get("tools"), body.get("tool_choice"), agent)
+    tools, choice = read_tools(body.get("tools"), body.get("tool_choice"), agent)
+    one_call = bool(tools) and choice != "none" and body.get("parallel_tool_calls") is False
+    if one_call and (agent.server or agent.reader is None or not agent.reader.closing):
+        why = "its server ends no turn there" if agent.server else "the chat template ends calls with no word of theirs"
+        raise Refused(400, f"parallel_tool_calls=false is not served to agent {agent.name}: {why}; true is")
+    if not isinstance(body.get("logprobs") or False, bool) or not isinstance(body.get("stream_options") or {}, Mapping):
+        raise Refused(400, "logprobs, stream_options: expected true or false, and an object")
     return Ask(
         agent.name,
         [chat_message(each) for each in messages],
         tools,
         max_tokens=whole_number(body, "max_completion_tokens", "max_tokens"),
         stop=stops_of(body.get("stop")),
-        calls_tools=calls_tools,
+        calls_tools=choice != "none",
+        options=_template_options(body.get("chat_template_kwargs"), agent),
+        must_call=choice.partition(":")[2] if choice.startswith("function") else None,
+        one_call=one_call,
     )
 
 
-def read_tools(given: Any, choice: Any, agent: Agent) -> tuple[Sequence[Mapping[str, Any]], bool]:
-    """(tools for the chat template, whether the agent's calls are parsed)."""
+def _template_options(given: Any, agent: Agent) -> Mapping[str, Any]:
+    """Options of the chat template that differ from the agent's own."""
+    if given is not None and not isinstance(given, Mapping):
+        raise Refused(400, f"chat_template_kwargs is {json.dumps(given)[:200]}; expected an object")
+    template = str(agent.renderer.tokenizer.get_chat_template())
+    for name, value in (given or {}).items():
+        if name in _OF_RENDERER or not re.search(rf"\b{re.escape(name)}\b", template):
+            raise Refused(400, f"chat_template_kwargs.{name}: no option of the chat template of agent {agent.name}")
+        if not isinstance(value, bool | int | float | str):
+            raise Refused(400, f"chat_template_kwargs.{name} is {json.dumps(value)[:200]}; expected a flag, number or text")
+    own = agent.settings.template_options
+    return {name: value for name, value in (given or {}).items() if name not in own or own[name] != value}
+
+
+def read_tools(given: Any, choice: Any, agent: Agent) -> tuple[Sequence[Mapping[str, Any]], str]:
+    """(tools for the chat template, the choice: auto, none, "function:" with a name, or with none for any)."""
+    if choice == "required":
+        choice = "function:"
+    elif isinstance(choice, Mapping) and choice.get("type") == "function":
+        choice = f"function:{choice['function']['name']}"
+    elif choice not in (None, "auto", "none"):
+        said = "auto, none, required and the name of a function are"
+        raise Refused(400, f"tool_choice={json.dumps(choice)[:200]} is not served here; {said}", "unsupported_parameter")
+    choice = choice or "auto"
     if not given:
-        return (), False
-    if choice not in (None, "auto", "none"):
-        raise Refused(400, f"tool_choice={json.dumps(choice)[:200]} is not served here; auto and none are")
+        if choice.startswith("function"):
+            raise Refused(400, "tool_choice asks for a call, and tools is empty")
+        return (), "none"
     tools = []
     for each in given:
         function = each.get("function") if isinstance(each, Mapping) and each.get("type") == "function" else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        kinds = {"name": str, "description": str | None, "parameters": Mapping | None}
+        if not isinstance(function, Mapping) or not all(isinstance(function.get(k), kind) for k, kind in kinds.items()):
             raise Refused(400, f"tools: expected functions, found {json.dumps(each)[:200]}")
         tools.append({"type": "function", "function": {k: v for k, v in function.items() if k != "strict"}})
     if choice != "none" and (agent.reader is None or not agent.reader.reads_calls):
         raise Refused(400, f"tools: the policy of agent {agent.name} has no tool_parser (policies.<name>.tool_parser)")
-    return tools, choice != "none"
+    names = [tool["function"]["name"] for tool in tools]
+    if choice.startswith("function:") and choice not in ("function:", *(f"function:{name}" for name in names)):
+        raise Refused(400, f"tool_choice names {choice[9:]!r}, which is none of tools: {', '.join(names)}")
+    return tools, choice
 
 
 def chat_message(given: Any) -> ChatMessage:
@@ -153,7 +204,10 @@ def chat_reply(answer: Answer, body: Mapping[str, Any]) -> dict[str, Any]:
         message["tool_calls"] = list(answer.said.calls)
     choice = {"index": 0, "message": message, "finish_reason": answer.finish}
     choice["logprobs"] = {"content": logprobs_of(answer)} if body.get("logprobs") else None
-    return {**_head(answer, "chat.completion"), "choices": [choice], "usage": usage_of(answer)}
+    whole = {**_head(answer, "chat.completion"), "choices": [choice], "usage": usage_of(answer)}
+    if body.get("return_token_ids"):
+        whole["prompt_token_ids"], choice["token_ids"] = answer.prompt_ids.tolist(), answer.token_ids.tolist()
+    return whole
 
 
 def chat_events(answer: Answer, body: Mapping[str, Any]) -> Iterator[bytes]:
@@ -164,9 +218,12 @@ def chat_events(answer: Answer, body: Mapping[str, Any]) -> Iterator[bytes]:
     deltas += [{"content": said.content}] if said.content else []
     deltas += [{"tool_calls": [{"index": i, **call}]} for i, call in enumerate(said.calls)]
     logprobs = {"content": logprobs_of(answer)} if body.get("logprobs") else None
-    for delta in deltas:
-        yield event({**head, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
     last = {"index": 0, "delta": {}, "logprobs": logprobs, "finish_reason": answer.finish}
+    ids = {"prompt_token_ids": answer.prompt_ids.tolist()} if body.get("return_token_ids") else {}
+    last |= {"token_ids": answer.token_ids.tolist()} if ids else {}
+    for place, delta in enumerate(deltas):
+        of_first = ids if place == 0 else {}
+        yield event({**head, **of_first, "choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
     yield event({**head, "choices": [last]})
     if (body.get("stream_options") or {}).get("include_usage"):
         yield event({**head, "choices": [], "usage": usage_of(answer)})
@@ -187,7 +244,7 @@ def logprobs_of(answer: Answer) -> list[dict[str, Any]]:
 
 def usage_of(answer: Answer) -> dict[str, int]:
     """Tokens of the prompt, those of earlier turns among them, and of the turn."""
-    told, said = answer.num_prompt, len(answer.token_ids)
+    told, said = len(answer.prompt_ids), len(answer.token_ids)
     return {"prompt_tokens": told, "completion_tokens": said, "total_tokens": told + said}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from marsrl.rollout.agents.render import ChatRenderer
@@ -25,7 +25,9 @@ class Ask:
     """A request. messages and tools as in OpenAI's chat API; or a raw prompt: its tokens [N], or its text, in which
     control words are control tokens.
 
-    calls_tools: False if calls in the answer stay text.
+    options: of the chat template, where they differ from the agent's. calls_tools: False if calls in the answer stay text.
+    must_call: the turn begins with a call: of the function of this name, or "" of any; None: as the agent likes.
+    one_call: the turn ends behind its first call.
     """
 
     agent: str
@@ -35,6 +37,14 @@ class Ask:
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     calls_tools: bool = True
+    options: Mapping[str, Any] = field(default_factory=dict)
+    must_call: str | None = None
+    one_call: bool = False
+
+    @property
+    def shown(self) -> Any:
+        """What the chat template is given besides messages, and the agent's own options."""
+        return (self.tools, self.options) if self.options else self.tools
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +57,16 @@ class Said:
 
 
 class Reader(Protocol):
-    """Parses thoughts and tool calls from the text of a turn."""
+    """Parses thoughts and tool calls from the text of a turn.
+
+    reads_calls: False if calls stay text. closing: ends each call; "": not known.
+    """
 
     reads_calls: bool
+    closing: str
+
+    def opening(self, name: str) -> str:
+        """The beginning of a turn that calls this function, or any ("")."""
 
     def __call__(self, text: str, token_ids: IntArray, ask: Ask) -> Said: ...
 
@@ -59,7 +76,7 @@ class Answer:
     """A finished turn.
 
     id: with which a program may reward it; uid: of its sample. finish: stop, length or tool_calls; stop: the stop string
-    behind it, or "". num_prompt: tokens before it; logprobs in nats; pieces: gives the text of each token.
+    behind it, or "". prompt_ids: the tokens before it; logprobs in nats; pieces: gives the text of each token.
     """
 
     id: str
@@ -68,7 +85,7 @@ class Answer:
     said: Said
     finish: str
     stop: str
-    num_prompt: int
+    prompt_ids: IntArray
     token_ids: IntArray
     logprobs: FloatArray
     pieces: Callable[[], list[str]]
@@ -78,7 +95,8 @@ class Answer:
 class Agent:
     """An agent as programs see it. settings: they hold whatever a program requests; max_response_tokens: theirs, or the run's.
 
-    reader: of its turns; None: all is content.
+    reader: of its turns; None: all is content. server: openai.api of the policy, whose tokens and log-probs are unknown; "":
+    engines of ours.
     """
 
     name: str
@@ -86,3 +104,4 @@ class Agent:
     renderer: ChatRenderer
     max_response_tokens: int
     reader: Reader | None
+    server: str = ""

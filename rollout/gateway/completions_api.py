@@ -13,16 +13,15 @@ from marsrl.rollout.gateway.chat_api import agent_of, check_fields, event, stops
 from marsrl.rollout.gateway.chats import Agent, Answer, Ask, Refused
 from marsrl.rollout.types import IntArray
 
-_COMPLETIONS = {"model", "prompt", "max_tokens", "stop", "stream", "stream_options", "logprobs", "temperature", "top_p"}
+_COMPLETIONS = {"model", "prompt", "max_tokens", "stop", "stream", "stream_options", "logprobs", "return_token_ids"}
 _GENERATE = {"model", "token_ids", "sampling_params", "stream", "request_id"}
-_SAMPLING = {"max_tokens", "stop", "temperature", "top_p", "logprobs"}
-_SAMPLING |= {"skip_special_tokens", "spaces_between_special_tokens"}
+_SAMPLING = {"max_tokens", "stop", "logprobs", "skip_special_tokens", "spaces_between_special_tokens"}
 
 
 def read_completion(body: Mapping[str, Any], agents: Mapping[str, Agent]) -> Ask:
     """Read a request. Raises Refused: it asks for what is not done here, or is malformed."""
     check_fields(body, _COMPLETIONS)
-    agent, prompt = agent_of(body, agents), body.get("prompt")
+    agent, prompt = _agent_of(body, agents), body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
         (prompt,) = prompt
     if not isinstance(prompt, str):
@@ -33,6 +32,13 @@ def read_completion(body: Mapping[str, Any], agents: Mapping[str, Agent]) -> Ask
     return Ask(agent.name, prompt=prompt, max_tokens=max_tokens, stop=stops_of(body.get("stop")), calls_tools=False)
 
 
+def _agent_of(body: Mapping[str, Any], agents: Mapping[str, Agent]) -> Agent:
+    agent = agent_of(body, agents)
+    if agent.server == "chat":
+        raise Refused(400, f"agent {agent.name} is behind a server that takes chats alone; ask for chat completions")
+    return agent
+
+
 def completion_reply(answer: Answer, body: Mapping[str, Any]) -> dict[str, Any]:
     """The answer as a text_completion."""
     logprobs = None
@@ -40,6 +46,8 @@ def completion_reply(answer: Answer, body: Mapping[str, Any]) -> dict[str, Any]:
         values = [float(value) for value in answer.logprobs]
         logprobs = {"tokens": answer.pieces(), "token_logprobs": values, "top_logprobs": None, "text_offset": []}
     choice = {"index": 0, "text": answer.said.content, "finish_reason": answer.finish, "logprobs": logprobs}
+    if body.get("return_token_ids"):
+        choice |= {"prompt_token_ids": answer.prompt_ids.tolist(), "token_ids": answer.token_ids.tolist()}
     head = {"id": f"cmpl-{answer.id}", "object": "text_completion", "created": int(time.time()), "model": answer.agent}
     return {**head, "choices": [choice], "usage": usage_of(answer)}
 
@@ -61,7 +69,9 @@ def read_generate(body: Mapping[str, Any], agents: Mapping[str, Agent]) -> Ask:
     check_fields(sampling, _SAMPLING)
     if (sampling.get("logprobs") or 0) > 1 or body.get("stream"):
         raise Refused(400, "sampling_params.logprobs above 1 and stream are not served here")
-    agent = agent_of({**sampling, "model": body.get("model")}, agents)
+    agent = _agent_of({**sampling, "model": body.get("model")}, agents)
+    if agent.server:
+        raise Refused(400, f"agent {agent.name} is behind a server, which returns no token ids; ask for chat completions")
     return Ask(
         agent.name,
         prompt=_token_ids("token_ids", body.get("token_ids"), agent),

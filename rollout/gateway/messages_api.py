@@ -6,12 +6,12 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from marsrl.rollout.gateway.chat_api import check_fields, event, read_chat, text_of
+from marsrl.rollout.gateway.chat_api import DRAWN, check_fields, event, read_chat, text_of
 from marsrl.rollout.gateway.chats import Agent, Answer, Ask, Refused
 from marsrl.rollout.gateway.history import ChatMessage
 
 _SERVED = {"model", "messages", "system", "max_tokens", "tools", "tool_choice", "stop_sequences", "stream"}
-_SERVED |= {"temperature", "top_p"}
+_SERVED |= {"chat_template_kwargs"}
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -36,10 +36,15 @@ def read_messages(body: Mapping[str, Any], agents: Mapping[str, Agent]) -> Ask:
         }
         for tool in body.get("tools") or ()
     ]
-    choice = body.get("tool_choice") or {"type": "auto"}
-    choice = choice["type"] if choice in ({"type": "auto"}, {"type": "none"}) else choice
-    same = {name: body.get(name) for name in ("model", "max_tokens", "temperature", "top_p")}
+    choice = dict(body.get("tool_choice") or {"type": "auto"})
+    in_parallel = choice.pop("disable_parallel_tool_use", None) is not True
+    if choice.get("type") == "tool":
+        choice = {"type": "function", "function": {"name": choice.get("name")}}
+    else:
+        choice = {"any": "required"}.get(choice["type"], choice["type"])
+    same = {name: body.get(name) for name in ("model", "max_tokens", "chat_template_kwargs", *DRAWN)}
     chat = {"messages": turns, "tools": functions, "tool_choice": choice, "stop": body.get("stop_sequences")}
+    chat["parallel_tool_calls"] = in_parallel
     return read_chat({**same, **chat}, agents)
 
 
@@ -85,7 +90,7 @@ def messages_reply(answer: Answer, body: Mapping[str, Any]) -> dict[str, Any]:
         "content": content,
         "stop_reason": "stop_sequence" if answer.stop and not said.calls else _STOP_REASONS[answer.finish],
         "stop_sequence": answer.stop or None,
-        "usage": {"input_tokens": answer.num_prompt, "output_tokens": len(answer.token_ids)},
+        "usage": {"input_tokens": len(answer.prompt_ids), "output_tokens": len(answer.token_ids)},
     }
 
 

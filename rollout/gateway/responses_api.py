@@ -6,11 +6,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from marsrl.rollout.gateway.chat_api import check_fields, event, read_chat, text_of, usage_of
+from marsrl.rollout.gateway.chat_api import DRAWN, check_fields, event, read_chat, text_of, usage_of
 from marsrl.rollout.gateway.chats import Agent, Answer, Ask, Refused
 
 _SERVED = {"model", "instructions", "input", "tools", "tool_choice", "stream", "max_output_tokens"}
-_SERVED |= {"temperature", "top_p"}
+_SERVED |= {"stream_options", "parallel_tool_calls", "chat_template_kwargs"}
 
 
 def read_responses(body: Mapping[str, Any], agents: Mapping[str, Agent]) -> Ask:
@@ -26,7 +26,11 @@ def read_responses(body: Mapping[str, Any], agents: Mapping[str, Agent]) -> Ask:
         {"type": tool.get("type"), "function": {k: v for k, v in tool.items() if k != "type"}}
         for tool in body.get("tools") or ()
     ]
-    same = {name: body.get(name) for name in ("model", "tool_choice", "temperature", "top_p")}
+    choice = body.get("tool_choice")
+    if isinstance(choice, Mapping) and choice.get("type") == "function":
+        choice = {"type": "function", "function": {"name": choice.get("name")}}
+    same = {name: body.get(name) for name in ("model", "parallel_tool_calls", "chat_template_kwargs", *DRAWN)}
+    same["tool_choice"] = choice
     chat = {"messages": _messages(items), "tools": functions, "max_tokens": body.get("max_output_tokens")}
     return read_chat({**same, **chat}, agents)
 
@@ -81,7 +85,7 @@ def responses_reply(answer: Answer, body: Mapping[str, Any]) -> dict[str, Any]:
         "output": output,
         "tools": body.get("tools") or [],
         "tool_choice": body.get("tool_choice") or "auto",
-        "parallel_tool_calls": True,
+        "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
         "usage": {
             "input_tokens": usage["prompt_tokens"],
             "input_tokens_details": {"cached_tokens": 0},

@@ -42,6 +42,7 @@ _TICK_S = 0.5
 _SHUTDOWN_S = 0.1  # what pending requests have at the end of the run
 _KEEP_S = 600  # keep-alive of idle connections: clients reuse theirs, and a closed one costs a retry
 _BACKLOG = 2048  # connections that wait to be accepted: sessions begin together, and one more would wait for a second
+_ANTHROPIC = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
 _SURROGATES = (b"\\ud", b"\\uD", b"\xed")  # with which one is written in JSON, or in UTF-8
 
 
@@ -86,15 +87,27 @@ async def _refusing(request: web.Request, handler: Handler) -> web.StreamRespons
     try:
         return await handler(request)
     except Refused as error:
-        said = {"message": str(error), "type": "invalid_request_error", "param": None, "code": error.code}
-        headers = {"x-should-retry": "false"} if error.status == 429 else None
-        return web.json_response({"error": said}, status=error.status, headers=headers)
+        return _error(request, error.status, str(error), error.code)
+    except (web.HTTPNotFound, web.HTTPMethodNotAllowed) as error:
+        served = ", ".join(f"POST {path}" for path in APIS)
+        return _error(request, error.status, f"{request.method} {request.path} is not served here; {served} are")
     except (web.HTTPException, ConnectionError):
         raise
     except Exception as error:
         if not isinstance(error, CallLost):
             _log.warning("%s fails: %r", request.path, error, exc_info=error)
-        return web.json_response({"error": {"message": "the gateway has failed", "type": "server_error"}}, status=500)
+        return _error(request, 500, "the gateway has failed")
+
+
+def _error(request: web.Request, status: int, message: str, code: str | None = None) -> web.Response:
+    """An error in the form of the request's protocol; its session goes on."""
+    headers = {"x-should-retry": "false"} if status == 429 else None
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    error: dict[str, Any] = {"error": {"message": message, "type": kind, "param": None, "code": code}}
+    if request.path.startswith("/v1/messages"):
+        kind = _ANTHROPIC.get(status, "invalid_request_error" if status < 500 else "api_error")
+        error = {"type": "error", "error": {"type": kind, "message": message}}
+    return web.json_response(error, status=status, headers=headers)
 
 
 async def _hand_out(request: web.Request) -> web.Response:
@@ -178,8 +191,10 @@ async def _session_of(request: web.Request) -> tuple[Session, dict[str, Any], by
     except web.HTTPRequestEntityTooLarge:
         most = request.app[_GATEWAY].config.max_body_mib
         raise Refused(413, f"the request is larger than external.max_body_mib = {most}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Refused(400, f"the request is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise Refused(400, f"the request is {data[:100].decode('utf-8', 'replace')}; expected a JSON object")
     return _known(request), body, data  # it may have ended meanwhile
 
 

@@ -215,8 +215,9 @@ class Session:
 
     async def _by_chat(self, agent: Agent, ask: Ask) -> tuple[Ask, Strand, Call]:
         """The first: the call with all thoughts that are known of its chat."""
-        found = self._history.find(agent.name, ask.tools, ask.messages)
-        renderer, options = agent.renderer, agent.settings.template_options
+        found = self._history.find(agent.name, ask.shown, ask.messages)
+        renderer, options = agent.renderer, {**agent.settings.template_options, **ask.options}
+        begun = renderer.encode_trusted(_opening(agent, ask))
         if found is not None:
             self._note_used(found.call)
             ask = replace(ask, messages=[*found.answered, *found.new])
@@ -224,9 +225,10 @@ class Session:
             agent, renderer.keeps_thoughts, found.answered, found.new, ask.tools, **options
         ):
             token_ids, text = await _rendered(agent, renderer.render, ask.messages, ask.tools, **options)
+            token_ids, text = np.concatenate([token_ids, begun]), text + _opening(agent, ask)
             return ask, *self._new(agent, ask, token_ids, text)
         has_ended = int(found.token_ids[-1]) in renderer.stop_ids
-        new = await _rendered(agent, renderer.next_turn, found.new, has_ended, **options)
+        new = np.concatenate([await _rendered(agent, renderer.next_turn, found.new, has_ended, **options), begun])
         if found.strand is not None:
             return ask, *self._go_on(agent, ask, found.strand, new)
         token_ids = np.concatenate([found.token_ids, new])
@@ -279,28 +281,32 @@ class Session:
     def _call(
         self, agent: Agent, ask: Ask, number: int, token_ids: IntArray, uid: str = "", behind: str = "", text: str = ""
     ) -> Call:
-        place = self.num_calls
-        return Call(
-            self.id, agent.name, number, self.attempt, token_ids, place, uid, behind, text, ask.max_tokens, ask.stop
-        )
+        place, stop = self.num_calls, ask.stop
+        if ask.one_call and agent.reader is not None:
+            stop = (*stop, agent.reader.closing)
+        return Call(self.id, agent.name, number, self.attempt, token_ids, place, uid, behind, text, ask.max_tokens, stop)
 
     async def _answer(self, agent: Agent, ask: Ask, strand: Strand, reply: Future[Reply], number: int) -> Answer:
         got = await asyncio.wrap_future(reply)
         strand.uid = self._calls[number].uid = got.uid
         if got.finish is Finish.ERROR:
             raise CallLost(got.error)  # the strand stays busy: it cannot be extended
-        num_prompt = len(strand.token_ids)
-        strand.token_ids = np.concatenate([strand.token_ids, got.token_ids])
+        prompt_ids = strand.token_ids
+        strand.token_ids = np.concatenate([prompt_ids, got.token_ids])
         strand.is_busy, strand.call = False, number
         text, stop = _split_at_stop(agent.renderer.decode(got.token_ids), (*agent.settings.stop, *ask.stop))
-        said = Said(text) if agent.reader is None else agent.reader(text, got.token_ids, ask)
+        if begun := _opening(agent, ask):
+            text, turn_ids = begun + text, np.concatenate([agent.renderer.encode_trusted(begun), got.token_ids])
+        else:
+            turn_ids = got.token_ids
+        said = Said(text) if agent.reader is None else agent.reader(text, turn_ids, ask)
         if strand.text is not None:
             strand.text, strand.stop = strand.text + said.content, stop
         if ask.prompt is None:
             message = {"role": "assistant", "content": said.content, "tool_calls": said.calls}
             if said.reasoning is not None:
                 message["reasoning"] = said.reasoning
-            self._history.answered(agent.name, ask.tools, [*ask.messages, message], strand)
+            self._history.answered(agent.name, ask.shown, [*ask.messages, message], strand)
         answer = Answer(
             secrets.token_hex(12),
             got.uid,
@@ -308,7 +314,7 @@ class Session:
             said,
             "tool_calls" if said.calls else _FINISH[got.finish],
             stop,
-            num_prompt,
+            prompt_ids,
             got.token_ids,
             got.logprobs,
             lambda: agent.renderer.pieces(got.token_ids),
@@ -345,6 +351,11 @@ async def _rendered(
     except (ValueError, TypeError, KeyError) as error:
         why = error.__cause__ or error  # in the template's own words
         raise Refused(400, f"the chat template of agent {agent.name} does not take these messages: {why}") from error
+
+
+def _opening(agent: Agent, ask: Ask) -> str:
+    """The text with which the agent's turn begins, because the program asks for a call; it is not trained."""
+    return "" if ask.must_call is None or agent.reader is None else agent.reader.opening(ask.must_call)
 
 
 def _split_at_stop(text: str, stops: tuple[str, ...]) -> tuple[str, str]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import secrets
 from collections.abc import Mapping
+from contextlib import suppress
 from copy import deepcopy
 from typing import Any
 
@@ -23,6 +25,8 @@ _TOOL = {
         "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]},
     },
 }
+_LAST_WORD = re.compile(r"[^\s\w{}\[\]\"',;][^\s{}\[\]\"',;]*$")  # </tool_call>; none behind JSON alone
+_BEHIND_NAME = re.compile(r"[^\w\s]*")
 
 
 def agents_of(
@@ -30,10 +34,11 @@ def agents_of(
     renderers: Mapping[str, ChatRenderer],
     max_response_tokens: int,
     parsers: Mapping[str, tuple[str | None, str | None]] | None = None,
+    servers: Mapping[str, str] | None = None,
 ) -> dict[str, Agent]:
     """The configured agents; ValueError: a parser does not match its model.
 
-    renderers: by policy. parsers: by policy, vLLM's names of the tool and reasoning parsers.
+    renderers: by policy. parsers: by policy, vLLM's names of the tool and reasoning parsers. servers: openai.api of policies behind one.
     """
     readers: dict[Any, VllmReader] = {}  # one for equal agents
     found = {}
@@ -43,7 +48,8 @@ def agents_of(
         if (tools or thoughts) and key not in readers:
             readers[key] = VllmReader(renderers[each.policy], tools, thoughts, each.template_options)
         most = each.max_response_tokens or max_response_tokens
-        found[name] = Agent(name, each, renderers[each.policy], most, readers.get(key))
+        server = (servers or {}).get(each.policy, "")
+        found[name] = Agent(name, each, renderers[each.policy], most, readers.get(key), server)
     return found
 
 
@@ -79,25 +85,43 @@ class VllmReader:
         except (TypeError, KeyError) as error:
             raise ValueError(f"{named}: {error}") from error
         assert kind is not None, named
-        self._kind = kind
-        if self.reads_calls:
-            text = renderer.turn_text({"role": "assistant", "tool_calls": [_PROBE]}, [_TOOL], **template_options)
-            found = self(text, renderer.encode_trusted(text), Ask("", tools=[_TOOL]))
-            calls = [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in found.calls]
-            if calls != [("look_up", {"place": "Lima"})]:
-                raise ValueError(f"{named}: it does not find the call that the model's chat template writes: {text!r}")
+        self._kind, self._called, self.closing = kind, "", ""
+        if not self.reads_calls:
+            return
+
+        def written(*calls: Any) -> str:
+            return renderer.turn_text({"role": "assistant", "tool_calls": calls}, [_TOOL], **template_options)
+
+        def calls_in(text: str) -> list[tuple[str, Any]]:
+            calls = self(text, renderer.encode_trusted(text), Ask("", tools=[_TOOL])).calls
+            return [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls]
+
+        expected, text = ("look_up", {"place": "Lima"}), written(_PROBE)
+        if calls_in(text) != [expected]:
+            raise ValueError(f"{named}: it does not find the call that the model's chat template writes: {text!r}")
+        self._called, closing = text.strip(), _LAST_WORD.search(text.strip())
+        with suppress(ValueError):  # a template of single calls
+            twice = written(_PROBE, _PROBE)
+            if closing and twice.count(closing[0]) == 2:
+                first, _, _ = twice.partition(closing[0])
+                self.closing = closing[0] if calls_in(first + closing[0]) == [expected] else ""
+
+    def opening(self, name: str) -> str:
+        before, _, after = self._called.partition("look_up")
+        behind = _BEHIND_NAME.match(after)
+        return f"{before}{name}{behind[0] if name and behind else ''}"
 
     def __call__(self, text: str, token_ids: IntArray, ask: Ask) -> Said:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
-        tools = [dict(tool) for tool in ask.tools]
+        tools, options = [dict(tool) for tool in ask.tools], {**self._options, **ask.options}
         request = ChatCompletionRequest(
             messages=[{"role": "user", "content": ""}],
             tools=tools or None,
             tool_choice="auto" if tools and ask.calls_tools else "none",
-            chat_template_kwargs=self._options,
+            chat_template_kwargs=options,
         )
-        parser = self._kind(self._tokenizer, list(request.tools or ()), chat_template_kwargs=self._options)
+        parser = self._kind(self._tokenizer, list(request.tools or ()), chat_template_kwargs=options)
         reasoning, content, calls = parser.parse(
             text,
             request,

@@ -87,7 +87,7 @@ def run(problem, client):
 """
 
 MESSAGES = f"""
-from anthropic import Anthropic
+from anthropic import Anthropic, NotFoundError, BadRequestError
 
 TOOL = {{"name": "add", "input_schema": {SCHEMA}}}
 
@@ -95,6 +95,16 @@ def run(problem, client):
     llm = Anthropic(base_url=client.base_url[:-3], api_key=client.api_key)
     turns = [{{"role": "user", "content": "3 + 1000?"}}]
     given = dict(model="solver", system="You solve.", tools=[TOOL], max_tokens=500)
+    for fields, kind, name in (
+        ({{"output_config": {{"effort": "low"}}}}, BadRequestError, "invalid_request_error"),
+        ({{"model": "nobody"}}, NotFoundError, "not_found_error"),
+    ):
+        try:
+            llm.messages.create(messages=turns, **{{**given, **fields}})
+        except kind as error:
+            assert error.body["error"]["type"] == name, error.body
+        else:
+            raise AssertionError(fields)
     said = llm.messages.create(messages=turns, **given)
     thought, call = said.content
     assert (thought.type, call.type, said.stop_reason) == ("thinking", "tool_use", "tool_use"), said
@@ -108,6 +118,73 @@ def run(problem, client):
     llm.messages.create(model="verifier", messages=[{{"role": "user", "content": text}}], max_tokens=500)
     return {{"solver": sum(call.input.values()), "verifier": 1.0}}
 """
+
+
+CHOICES = f"""
+import openai
+
+ADD = {ADD}
+OTHER = {{"type": "function", "function": {{"name": "subtract"}}}}
+OPTIONS = {{"tools": [ADD, OTHER], "model": "solver"}}
+
+def run(problem, client):
+    llm = openai.OpenAI(base_url=client.base_url, api_key=client.api_key)
+    turns = [{{"role": "user", "content": "3 + 1000?"}}]
+
+    def refused(**fields):
+        try:
+            llm.chat.completions.create(messages=turns, **{{**OPTIONS, **fields}})
+        except openai.BadRequestError as error:
+            assert error.type == "invalid_request_error" and error.code == "unsupported_parameter", error
+            return error.body["message"]
+
+    assert refused(n=2) == "n=2 is not served here; 1 is"
+    assert refused(response_format={{"type": "json_object"}}).startswith("response_format=")
+    assert refused(tool_choice={{"type": "allowed_tools"}}).startswith("tool_choice=")
+
+    def ask(choice, **fields):
+        said = llm.chat.completions.create(messages=turns, tool_choice=choice, seed=3, **OPTIONS, **fields).choices[0]
+        turns.append(said.message)
+        for call in said.message.tool_calls or ():
+            turns.append({{"role": "tool", "tool_call_id": call.id, "content": "1003"}})
+        return [(call.function.name, call.function.arguments) for call in said.message.tool_calls or ()], said
+
+    text = {{"response_format": {{"type": "text"}}}}
+    calls, said = ask("required", parallel_tool_calls=False, extra_body={{"return_token_ids": True}}, **text)
+    assert calls == [("add", '{{"a": 1}}')] and said.finish_reason == "tool_calls", calls
+    assert bytes(said.token_ids) == b'add", "arguments": {{"a": 1}}}}\\n</tool_call>', said
+    calls, _ = ask({{"type": "function", "function": {{"name": "subtract"}}}})
+    assert calls == [("subtract", '{{"b": 2}}'), ("add", '{{"b": 2}}')], calls
+    calls, said = ask("none")
+    assert calls == [] and said.message.content == {SAYS!r}, said
+    return 1.0
+"""
+
+
+def test_a_program_chooses_calls_and_goes_on_after_refusals(qwen: Path, tmp_path: Path) -> None:
+    """What begins a call that is asked for is not trained; of one call at a time, nothing behind it is drawn."""
+    renderer = ChatRenderer(qwen)
+    first = 'add", "arguments": {"a": 1}}\n</tool_call>'
+    again = '\n<tool_call>\n{"name": "add", "arguments": {"b": 2}}\n</tool_call>'
+    named = f' "arguments": {{"b": 2}}}}\n</tool_call>{again}'
+
+    def script(request: DecodeRequest) -> list[int]:
+        text = renderer.decode(request.token_ids)
+        said = named if text.endswith('{"name": "subtract",') else SAYS
+        return renderer.encode_trusted(first + again if text.endswith('{"name": "') else said).tolist()
+
+    engine = ScriptedEngine(script, decode=renderer.decode)
+    config, text = rollout_config(prompts_per_step=1), program(tmp_path, CHOICES)
+    with playing(qwen, config, text, engine=engine, parsers=("hermes", None)) as played:
+        batch = played.batch()
+    assert batch.metrics["rollout/failed_episodes"] == 0
+    samples = {sample.uid: sample for group in batch.groups for sample in group.samples}
+    assert sorted(samples) == ["000001.0/solver:0", "000001.1/solver:0"]
+    for sample in samples.values():
+        assert renderer.decode(sample.prompt_ids).endswith('<|im_start|>assistant\n<tool_call>\n{"name": "')
+        own, runs = sample.token_ids[sample.is_sampled], turns_of(sample)
+        assert renderer.decode(own) == f"{first}{named}<|im_end|>{SAYS}" and len(runs) == 5
+        assert sample.reward.value == 1.0
 
 
 @pytest.mark.parametrize("text", [CHAT, RESPONSES, MESSAGES], ids=["chat", "responses", "messages"])

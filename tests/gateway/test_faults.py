@@ -171,8 +171,12 @@ def test_limits_and_refusals_are_said_by_name_and_the_run_goes_on(model: Path, t
             ({**chat, "model": "nobody"}, 404, "there are solver, verifier"),
             ({**chat, "n": 2}, 400, "n=2 is not served here; 1 is"),
             ({**chat, "response_format": {"type": "json_object"}}, 400, "response_format="),
-            ({**chat, "seed": 1}, 400, "seed=1"),
-            ({**chat, "tool_choice": "required", "tools": [{}]}, 400, "tool_choice="),
+            ({**chat, "stream": "no"}, 400, 'stream is "no"; expected true or false'),
+            ({**chat, "stream_options": True}, 400, "stream_options: expected"),
+            ({**chat, "tool_choice": "required"}, 400, "tool_choice asks for a call, and tools is empty"),
+            ({**chat, "tools": [{"type": "function", "function": {"name": "f", "parameters": 5}}]}, 400, "functions"),
+            ({**chat, "chat_template_kwargs": {"enable_thinking": False}}, 400, "no option of the chat template"),
+            ({**chat, "chat_template_kwargs": {"tools": []}}, 400, "no option of the chat template"),
             ({**chat, "tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tool_parser"),
             ({**chat, "messages": []}, 400, "messages: expected"),
             ({**chat, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "expected texts"),
@@ -181,13 +185,18 @@ def test_limits_and_refusals_are_said_by_name_and_the_run_goes_on(model: Path, t
             ({**chat, "tools": 5}, 400, "malformed"),
             ({**chat, "max_tokens": 0}, 400, "max_tokens"),
             (b"{", 400, "not JSON"),
+            (b"[" * 100_000, 400, "not JSON"),
+            (b"[1]", 400, "the request is [1]; expected a JSON object"),
             (b" " * ((1 << 20) + 1), 413, "external.max_body_mib = 1"),
         ):
             got = post(client, path, body)
             assert got[0] == status and said in got[1], (body, got)
         assert post(client, path, chat, key="wrong")[0] == 401
+        status, said = post(client, "/embeddings", {})
+        assert status == 404 and said.startswith("POST /v1/embeddings is not served here; POST /v1/chat/completions, "), said
         assert post(client, "/responses", {"model": "solver", "input": "x", "previous_response_id": "r"})[0] == 400
         more = {"n": 1, "top_logprobs": None, "user": "me", "response_format": {"type": "text"}, "temperature": 0.3}
+        more |= {"seed": 1, "top_k": 5, "parallel_tool_calls": False, "min_tokens": 0, "tool_choice": "auto"}
         status, first = post(client, path, {**chat, **more})
         assert status == 200
         status, again = post(client, path, {**chat, **more}, **{"x-stainless-retry-count": "1"})

@@ -8,7 +8,7 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +21,9 @@ from thinking_templates import TEMPLATES, renderer_of
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.config import AgentConfig
 from marsrl.rollout.gateway.calls import SESSION, Call, Reply, SessionEnd
-from marsrl.rollout.gateway.chat_api import chat_message
+from marsrl.rollout.gateway.chat_api import chat_message, read_chat
 from marsrl.rollout.gateway.chats import Answer, Ask, Refused, Said
+from marsrl.rollout.gateway.completions_api import read_completion, read_generate
 from marsrl.rollout.gateway.config import ExternalConfig
 from marsrl.rollout.gateway.gateway import Gateway
 from marsrl.rollout.gateway.history import History, Strand
@@ -258,7 +259,7 @@ def test_prompts_and_samples_are_refused_beyond_their_limits_and_a_busy_sample_i
             with pytest.raises(Refused, match=said) as refused:
                 await direct.ask(of_tokens(*prompt))
             assert (refused.value.status, refused.value.code) == (400, "context_length_exceeded")
-        assert (await direct.answer(of_tokens(5, 6, 9, 5, 6, 7), "[5, 6]", [8])).num_prompt == 6
+        assert (await direct.answer(of_tokens(5, 6, 9, 5, 6, 7), "[5, 6]", [8])).prompt_ids.tolist() == [5, 6, 9, 5, 6, 7]
         await direct.answer(of_tokens(5), "s", [9])
         for prompt in ([5, 9, 6], [5, 9, 6, 7]):
             await direct.ask(of_tokens(*prompt))
@@ -354,6 +355,43 @@ def test_a_thought_that_a_template_keeps_goes_on_with_its_tokens(tmp_path: Path)
     asyncio.run(play())
     assert [call.uid for call in direct.sent] == ["", "s", "", "t"]
     assert direct.sent[1].token_ids.tolist() == renderer.next_turn([{"role": "tool", "content": "7"}]).tolist()
+
+
+def test_template_options_of_a_call_are_rendered_and_part_of_its_chat(tmp_path: Path) -> None:
+    """Those that the agent has anyway change nothing."""
+    renderer = renderer_of(TEMPLATES["qwen3"], tmp_path)
+    direct = Direct(renderer, template_options={"enable_thinking": True})
+    chat = [{"role": "user", "content": "3?"}]
+
+    async def play() -> None:
+        for uid, more in (("s", {}), ("s", {"enable_thinking": True}), ("t", {"enable_thinking": False}), ("t", None)):
+            body = {"model": "solver", "messages": chat, "chat_template_kwargs": more}
+            ask = read_chat(body, direct.session.agents)
+            await direct.answer(ask, uid, [*renderer.encode_trusted("7").tolist(), renderer.eos_id])
+            chat.extend([{"role": "assistant", "content": "7"}, {"role": "user", "content": "and?"}])
+
+    asyncio.run(play())
+    assert [call.uid for call in direct.sent] == ["", "s", "", "s"]
+    thoughtless = renderer.render(chat[:5], enable_thinking=False)[0]
+    assert direct.sent[2].token_ids.tolist() == thoughtless.tolist() and "</think>" in renderer.decode(thoughtless)
+
+
+@pytest.mark.parametrize(
+    ("server", "read", "body", "says"),
+    [
+        ("completions", read_chat, {"messages": [{}], "logprobs": True}, "returns neither token ids nor log-probs"),
+        ("chat", read_chat, {"messages": [{}], "return_token_ids": True}, "returns neither token ids nor log-probs"),
+        ("chat", read_completion, {"prompt": "3?"}, "takes chats alone; ask for chat completions"),
+        ("completions", read_generate, {"token_ids": [5]}, "returns no token ids; ask for chat completions"),
+    ],
+)
+def test_an_agent_behind_a_server_gives_no_tokens(
+    model: Path, server: str, read: Callable[..., Ask], body: dict[str, Any], says: str
+) -> None:
+    agents = agents_of({"solver": AgentConfig()}, {"main": ChatRenderer(model)}, 9, servers={"main": server})
+    with pytest.raises(Refused, match=says) as refused:
+        read({"model": "solver", **body}, agents)
+    assert refused.value.status == 400
 
 
 def test_a_stop_string_is_named_and_a_text_that_goes_on_with_it_has_it_once(model: Path) -> None:

@@ -241,6 +241,10 @@ class _CallReader:
     """Finds tool calls in the form of most chat templates; malformed ones stay text."""
 
     reads_calls = True
+    closing = "</tool_call>"
+
+    def opening(self, name: str) -> str:
+        return ""  # made-up answers are whole turns
 
     def __call__(self, text: str, token_ids: IntArray, ask: Ask) -> Said:
         calls = []
