@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
+from marsrl.rollout.agents.byte_tokenizer import write_byte_tokenizer
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.config import AgentConfig, RolloutConfig
 from marsrl.rollout.engines.protocol import DecodeRequest, Sampling
@@ -46,7 +47,6 @@ from marsrl.rollout.tools.build import build_tools
 from marsrl.rollout.tools.config import ToolsConfig
 from marsrl.rollout.tools.documents import Document
 from marsrl.rollout.tools.search import SearchIndex, build_index
-from marsrl.rollout.agents.byte_tokenizer import write_byte_tokenizer
 
 PAGE_CHARS = 8000
 SNIPPET_CHARS = 160

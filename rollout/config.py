@@ -248,7 +248,7 @@ class LocalOptions(Settings):
 class OpenAIOptions(Settings):
     """A server that speaks OpenAI's protocol (vLLM, SGLang, llama.cpp, hosted ones)."""
 
-    base_url: HttpUrl = Field(description="http(s)://host[:port]/v1; requests go to base_url/completions, or as `api` says")
+    base_url: HttpUrl = Field(description="http(s)://host[:port]/v1; requests go to base_url/completions; see `api`")
     model: str = Field(description="the model's name on that server")
     api_key_env: VariableName | None = None
     """environment variable that holds the key; never the key itself"""

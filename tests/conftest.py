@@ -15,6 +15,7 @@ from hypothesis import settings
 from letters import AGENTS, make_team
 from xdist.scheduler import LoadScopeScheduling
 
+from marsrl.rollout.agents.byte_tokenizer import write_byte_tokenizer
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.config import AgentConfig, EvaluateConfig
 from marsrl.rollout.engines.protocol import DecodeRequest
@@ -26,7 +27,6 @@ from marsrl.rollout.tasks.arithmetic import ARITHMETIC_TOKENIZER, arithmetic_tas
 from marsrl.rollout.tasks.config import ArithmeticOptions
 from marsrl.rollout.tasks.protocol import Task
 from marsrl.rollout.team import Team
-from marsrl.rollout.agents.byte_tokenizer import write_byte_tokenizer
 
 if TYPE_CHECKING:
     from rank_pair import RankPair

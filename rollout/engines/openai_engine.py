@@ -159,8 +159,8 @@ class OpenAIEngine(Engine):
         return json.dumps({name: value for name, value in body.items() if value is not None}).encode()
 
     def _completion(self, request: DecodeRequest, answer: bytes) -> DecodeResult:
-        parsed = _parse(_ChatAnswer if self._is_chat else _Answer, answer)
-        (choice,) = parsed.choices
+        parsed = _parse(_ChatAnswer, answer) if self._is_chat else _parse(_Answer, answer)
+        choice: _Choice | _ChatChoice = parsed.choices[0]
         ids, is_whole = self._renderer.completion_ids(choice.text), choice.finish_reason == "stop"
         if is_whole:
             ids = np.append(ids, np.int32(self._renderer.eos_id))
@@ -168,7 +168,7 @@ class OpenAIEngine(Engine):
             raise Refused("the answer has no text and no end: finish_reason is 'length'")
         usage = None
         if isinstance(parsed, _ChatAnswer):  # the server alone counts tokens
-            usage = parsed.usage and (parsed.usage.prompt_tokens, parsed.usage.completion_tokens)
+            usage = None if parsed.usage is None else (parsed.usage.prompt_tokens, parsed.usage.completion_tokens)
         elif len(ids) > request.max_new_tokens:  # its tokens are not ours: our encoding may be longer
             ids, is_whole = ids[: request.max_new_tokens], False
         finish = Finish.STOP if is_whole else Finish.LENGTH
@@ -206,14 +206,15 @@ def messages_of(renderer: ChatRenderer, token_ids: IntArray) -> list[dict[str, s
             content = content.rpartition(THINK_CLOSE)[2].lstrip()
         if not is_whole:
             break
-        if role == "system" and messages and messages[-1]["role"] == role:  # the template puts tools before a team's own
+        if role == "system" and messages and messages[-1]["role"] == role:
+            # The template writes tools as a system message before the team's.
             messages[-1]["content"] += f"\n\n{content}"
         else:
             messages.append({"role": role, "content": content})
     if len(before) or len(starts) == 0 or not is_whole:
         raise Refused(
-            "openai.api=chat takes whole messages, and this prompt is a text, or goes on within an answer; ask for a new turn, or "
-            "set openai.api=completions"
+            "openai.api=chat takes whole messages, and this prompt is a text, or continues a begun answer; ask for a new "
+            "turn, or set openai.api=completions"
         )
     return messages[:-1]
 
@@ -248,7 +249,7 @@ class _ChatAnswer(BaseModel):
     usage: _Usage | None = None
 
 
-Parsed = TypeVar("Parsed", bound=BaseModel)
+Parsed = TypeVar("Parsed", _Answer, _ChatAnswer)
 
 
 def _parse(kind: type[Parsed], answer: bytes) -> Parsed:

@@ -35,7 +35,10 @@ NEUTRAL: Mapping[str, Any] = {
     "return_tokens_as_token_ids": False, "return_token_offsets": False, "return_prompt_text": False,
 }  # fmt: skip
 """Fields that are served at this value alone."""
-_FLAGS = {"stream", "parallel_tool_calls", "return_token_ids"}
+_FLAG, _OBJECT = (bool, "true or false"), (dict, "an object")
+_KINDS: dict[str, tuple[type, str]] = {"stream": _FLAG, "parallel_tool_calls": _FLAG, "return_token_ids": _FLAG}
+_KINDS |= {"stream_options": _OBJECT, "chat_template_kwargs": _OBJECT, "sampling_params": _OBJECT}
+_KINDS |= {"tools": (list, "a list")}
 _OF_RENDERER = {"messages", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message"}
 
 _told: set[tuple[str, str]] = set()
@@ -44,8 +47,9 @@ _told: set[tuple[str, str]] = set()
 def check_fields(body: Mapping[str, Any], served: set[str]) -> None:
     """Refuse, by name, a field that requests something unsupported."""
     for name, value in body.items():
-        if value is not None and name in _FLAGS & served and not isinstance(value, bool):
-            raise Refused(400, f"{name} is {json.dumps(value)[:200]}; expected true or false")
+        kind, expected = _KINDS.get(name, (object, "")) if name in served else (object, "")
+        if value is not None and not isinstance(value, kind):
+            raise Refused(400, f"{name} is {json.dumps(value)[:200]}; expected {expected}")
         if name in served | DRAWN | NO_MATTER or value is None or (name in NEUTRAL and value == NEUTRAL[name]):
             continue
         allowed = f"; {json.dumps(NEUTRAL[name])} is" if name in NEUTRAL else ""
@@ -62,7 +66,7 @@ def agent_of(body: Mapping[str, Any], agents: Mapping[str, Agent]) -> Agent:
         off = (0, -1) if name == "top_k" else ()
         if asked is not None and asked != own and not (asked in off and own in off) and (agent.name, name) not in _told:
             _told.add((agent.name, name))
-            uses = f"agents.{agent.name}.{name} = {own:g}" if own is not None else "run.seed: sessions of a group differ"
+            uses = "run.seed: sessions of a group differ" if own is None else f"agents.{agent.name}.{name} = {own:g}"
             _log.warning("a program asks agent %s with %s=%s; sampling uses %s", agent.name, name, asked, uses)
     if agent.server and (body.get("return_token_ids") or body.get("logprobs") not in (None, False)):
         raise Refused(400, f"agent {agent.name} is behind a server, which returns neither token ids nor log-probs")
@@ -93,67 +97,61 @@ def read_chat(body: Mapping[str, Any], agents: Mapping[str, Agent]) -> Ask:
     agent, messages = agent_of(body, agents), body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise Refused(400, "messages: expected a list of at least one message")
-    tools, choice = read_tools(body.get("tools"), body.get("tool_choice"), agent)
-    one_call = bool(tools) and choice != "none" and body.get("parallel_tool_calls") is False
+    tools, calls_tools, must_call = read_tools(body.get("tools"), body.get("tool_choice"), agent)
+    one_call = calls_tools and body.get("parallel_tool_calls") is False
     if one_call and (agent.server or agent.reader is None or not agent.reader.closing):
         why = "its server ends no turn there" if agent.server else "the chat template ends calls with no word of theirs"
         raise Refused(400, f"parallel_tool_calls=false is not served to agent {agent.name}: {why}; true is")
-    if not isinstance(body.get("logprobs") or False, bool) or not isinstance(body.get("stream_options") or {}, Mapping):
-        raise Refused(400, "logprobs, stream_options: expected true or false, and an object")
+    if not isinstance(body.get("logprobs") or False, bool):
+        raise Refused(400, f"logprobs is {json.dumps(body['logprobs'])[:200]}; expected true or false")
     return Ask(
         agent.name,
         [chat_message(each) for each in messages],
         tools,
         max_tokens=whole_number(body, "max_completion_tokens", "max_tokens"),
         stop=stops_of(body.get("stop")),
-        calls_tools=choice != "none",
+        calls_tools=calls_tools,
         options=_template_options(body.get("chat_template_kwargs"), agent),
-        must_call=choice.partition(":")[2] if choice.startswith("function") else None,
+        must_call=must_call,
         one_call=one_call,
     )
 
 
 def _template_options(given: Any, agent: Agent) -> Mapping[str, Any]:
     """Options of the chat template that differ from the agent's own."""
-    if given is not None and not isinstance(given, Mapping):
-        raise Refused(400, f"chat_template_kwargs is {json.dumps(given)[:200]}; expected an object")
     template = str(agent.renderer.tokenizer.get_chat_template())
     for name, value in (given or {}).items():
         if name in _OF_RENDERER or not re.search(rf"\b{re.escape(name)}\b", template):
             raise Refused(400, f"chat_template_kwargs.{name}: no option of the chat template of agent {agent.name}")
         if not isinstance(value, bool | int | float | str):
-            raise Refused(400, f"chat_template_kwargs.{name} is {json.dumps(value)[:200]}; expected a flag, number or text")
+            found = json.dumps(value)[:200]
+            raise Refused(400, f"chat_template_kwargs.{name} is {found}; expected a flag, number or text")
     own = agent.settings.template_options
     return {name: value for name, value in (given or {}).items() if name not in own or own[name] != value}
 
 
-def read_tools(given: Any, choice: Any, agent: Agent) -> tuple[Sequence[Mapping[str, Any]], str]:
-    """(tools for the chat template, the choice: auto, none, "function:" with a name, or with none for any)."""
-    if choice == "required":
-        choice = "function:"
-    elif isinstance(choice, Mapping) and choice.get("type") == "function":
-        choice = f"function:{choice['function']['name']}"
-    elif choice not in (None, "auto", "none"):
-        said = "auto, none, required and the name of a function are"
-        raise Refused(400, f"tool_choice={json.dumps(choice)[:200]} is not served here; {said}", "unsupported_parameter")
-    choice = choice or "auto"
-    if not given:
-        if choice.startswith("function"):
-            raise Refused(400, "tool_choice asks for a call, and tools is empty")
-        return (), "none"
-    tools = []
-    for each in given:
+def read_tools(given: Any, choice: Any, agent: Agent) -> tuple[Sequence[Mapping[str, Any]], bool, str | None]:
+    """(tools for the chat template, whether the agent's calls are parsed, Ask.must_call)."""
+    if not given and choice in (None, "auto", "none"):
+        return (), False, None
+    tools: list[dict[str, Any]] = []
+    kinds: dict[str, Any] = {"name": str, "description": str | None, "parameters": Mapping | None}
+    for each in given or ():
         function = each.get("function") if isinstance(each, Mapping) and each.get("type") == "function" else None
-        kinds = {"name": str, "description": str | None, "parameters": Mapping | None}
         if not isinstance(function, Mapping) or not all(isinstance(function.get(k), kind) for k, kind in kinds.items()):
             raise Refused(400, f"tools: expected functions, found {json.dumps(each)[:200]}")
         tools.append({"type": "function", "function": {k: v for k, v in function.items() if k != "strict"}})
-    if choice != "none" and (agent.reader is None or not agent.reader.reads_calls):
+    if tools and choice != "none" and (agent.reader is None or not agent.reader.reads_calls):
         raise Refused(400, f"tools: the policy of agent {agent.name} has no tool_parser (policies.<name>.tool_parser)")
+    if choice in (None, "auto", "none"):
+        return tools, choice != "none", None
     names = [tool["function"]["name"] for tool in tools]
-    if choice.startswith("function:") and choice not in ("function:", *(f"function:{name}" for name in names)):
-        raise Refused(400, f"tool_choice names {choice[9:]!r}, which is none of tools: {', '.join(names)}")
-    return tools, choice
+    for must_call in ("", *names):
+        named = {"type": "function", "function": {"name": must_call}}
+        if tools and choice == (named if must_call else "required"):
+            return tools, True, must_call
+    said = f"auto and none are, and with tools, required and the name of one of them ({', '.join(names) or 'none is given'})"
+    raise Refused(400, f"tool_choice={json.dumps(choice)[:200]} is not served here; {said}", "unsupported_parameter")
 
 
 def chat_message(given: Any) -> ChatMessage:

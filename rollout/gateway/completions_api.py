@@ -26,8 +26,9 @@ def read_completion(body: Mapping[str, Any], agents: Mapping[str, Agent]) -> Ask
         (prompt,) = prompt
     if not isinstance(prompt, str):
         prompt = _token_ids("prompt", prompt, agent)
-    if (body.get("logprobs") or 0) > 1:
-        raise Refused(400, f"logprobs={body['logprobs']} is not served here; 0 and 1 are, those of the tokens sampled")
+    if body.get("logprobs") not in (None, 0, 1):
+        asked = json.dumps(body["logprobs"])[:200]
+        raise Refused(400, f"logprobs={asked} is not served here; 0 and 1 are, those of the tokens sampled")
     max_tokens = whole_number(body, "max_tokens")
     return Ask(agent.name, prompt=prompt, max_tokens=max_tokens, stop=stops_of(body.get("stop")), calls_tools=False)
 
@@ -71,7 +72,8 @@ def read_generate(body: Mapping[str, Any], agents: Mapping[str, Agent]) -> Ask:
         raise Refused(400, "sampling_params.logprobs above 1 and stream are not served here")
     agent = _agent_of({**sampling, "model": body.get("model")}, agents)
     if agent.server:
-        raise Refused(400, f"agent {agent.name} is behind a server, which returns no token ids; ask for chat completions")
+        why = "is behind a server, which returns no token ids; ask for chat completions"
+        raise Refused(400, f"agent {agent.name} {why}")
     return Ask(
         agent.name,
         prompt=_token_ids("token_ids", body.get("token_ids"), agent),

@@ -36,12 +36,15 @@ def read_messages(body: Mapping[str, Any], agents: Mapping[str, Agent]) -> Ask:
         }
         for tool in body.get("tools") or ()
     ]
-    choice = dict(body.get("tool_choice") or {"type": "auto"})
+    asked = body.get("tool_choice") or {"type": "auto"}
+    if not isinstance(asked, Mapping):
+        raise Refused(400, f"tool_choice is {json.dumps(asked)[:200]}; expected an object")
+    choice: Any = dict(asked)
     in_parallel = choice.pop("disable_parallel_tool_use", None) is not True
     if choice.get("type") == "tool":
         choice = {"type": "function", "function": {"name": choice.get("name")}}
     else:
-        choice = {"any": "required"}.get(choice["type"], choice["type"])
+        choice = {"any": "required"}.get(choice.get("type"), choice.get("type") or choice)
     same = {name: body.get(name) for name in ("model", "max_tokens", "chat_template_kwargs", *DRAWN)}
     chat = {"messages": turns, "tools": functions, "tool_choice": choice, "stop": body.get("stop_sequences")}
     chat["parallel_tool_calls"] = in_parallel

@@ -284,7 +284,9 @@ class Session:
         place, stop = self.num_calls, ask.stop
         if ask.one_call and agent.reader is not None:
             stop = (*stop, agent.reader.closing)
-        return Call(self.id, agent.name, number, self.attempt, token_ids, place, uid, behind, text, ask.max_tokens, stop)
+        return Call(
+            self.id, agent.name, number, self.attempt, token_ids, place, uid, behind, text, ask.max_tokens, stop
+        )
 
     async def _answer(self, agent: Agent, ask: Ask, strand: Strand, reply: Future[Reply], number: int) -> Answer:
         got = await asyncio.wrap_future(reply)

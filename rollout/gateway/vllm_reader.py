@@ -38,7 +38,8 @@ def agents_of(
 ) -> dict[str, Agent]:
     """The configured agents; ValueError: a parser does not match its model.
 
-    renderers: by policy. parsers: by policy, vLLM's names of the tool and reasoning parsers. servers: openai.api of policies behind one.
+    renderers: by policy. parsers: by policy, vLLM's names of the tool and reasoning parsers. servers: openai.api of the policies
+    behind one.
     """
     readers: dict[Any, VllmReader] = {}  # one for equal agents
     found = {}

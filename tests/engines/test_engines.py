@@ -21,6 +21,7 @@ from engine_cases import (
     tensors_of,
 )
 
+from marsrl.rollout.agents.byte_tokenizer import write_byte_tokenizer
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.engines.local.engine import LocalEngine
 from marsrl.rollout.engines.protocol import DecodeResult, Sampling, WeightUpdate, WrongVersion
@@ -32,7 +33,6 @@ from marsrl.rollout.types import Finish
 from marsrl.rollout.weights.checksum import checksum
 from marsrl.rollout.weights.layout import box_of, fuse, shard_layout
 from marsrl.trainer.learner.other_roundings import Precision
-from marsrl.rollout.agents.byte_tokenizer import write_byte_tokenizer
 from marsrl.trainer.weights.comparison import CheckedEngines
 from marsrl.trainer.weights.sync import FileSync
 

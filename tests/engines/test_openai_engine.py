@@ -13,13 +13,13 @@ from engine_cases import generate, pool_of
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
+from marsrl.rollout.agents.byte_tokenizer import write_byte_tokenizer
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.config import OpenAIOptions
 from marsrl.rollout.engines.openai_engine import OpenAIEngine, messages_of
 from marsrl.rollout.engines.protocol import DecodeRequest, Sampling
 from marsrl.rollout.http_line import Refused
 from marsrl.rollout.types import Finish, Message
-from marsrl.rollout.agents.byte_tokenizer import write_byte_tokenizer
 
 
 @pytest.fixture
@@ -107,7 +107,10 @@ def test_a_chat_s_messages_are_sent_without_earlier_thoughts(renderer):
     ]
     drawn = [*renderer.completion_ids("<think>\n5\n</think>\n\n6"), renderer.eos_id]
     goes_on = np.concatenate([ids, drawn, renderer.next_turn([Message("user", "Sure?")])])
-    assert messages_of(renderer, goes_on)[-2:] == [{"role": "assistant", "content": "6"}, {"role": "user", "content": "Sure?"}]
+    assert messages_of(renderer, goes_on)[-2:] == [
+        {"role": "assistant", "content": "6"},
+        {"role": "user", "content": "Sure?"},
+    ]
     for begun in (np.concatenate([ids, drawn[:-1]]), renderer.completion_ids("2 + 2 ="), ids[:-20]):
         with pytest.raises(Refused, match="openai.api=chat takes whole messages"):
             messages_of(renderer, begun)
@@ -139,7 +142,10 @@ def test_fields_of_a_server_s_own_replace_ours(chat):
 
 def test_a_server_without_completions_names_the_setting(ask):
     [result], _ = ask(lambda handler, body, before: handler.send(404, b"Not Found"))
-    assert "HTTP 404: 'Not Found'; if this server has chat/completions alone, set policies.<name>.openai.api=chat" in result.error
+    assert (
+        "HTTP 404: 'Not Found'; if this server has chat/completions alone, set policies.<name>.openai.api=chat"
+        in result.error
+    )
 
 
 def test_a_program_s_stop_texts_are_sent_before_the_ends(renderer):

@@ -259,7 +259,8 @@ def test_prompts_and_samples_are_refused_beyond_their_limits_and_a_busy_sample_i
             with pytest.raises(Refused, match=said) as refused:
                 await direct.ask(of_tokens(*prompt))
             assert (refused.value.status, refused.value.code) == (400, "context_length_exceeded")
-        assert (await direct.answer(of_tokens(5, 6, 9, 5, 6, 7), "[5, 6]", [8])).prompt_ids.tolist() == [5, 6, 9, 5, 6, 7]
+        whole = [5, 6, 9, 5, 6, 7]
+        assert (await direct.answer(of_tokens(*whole), "[5, 6]", [8])).prompt_ids.tolist() == whole
         await direct.answer(of_tokens(5), "s", [9])
         for prompt in ([5, 9, 6], [5, 9, 6, 7]):
             await direct.ask(of_tokens(*prompt))

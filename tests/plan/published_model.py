@@ -7,9 +7,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from marsrl.rollout.agents.byte_tokenizer import write_byte_tokenizer
 from marsrl.rollout.model_shape import ModelShape, read_shape
 from marsrl.trainer.learner.megatron.mapping import hf_shapes, units
-from marsrl.rollout.agents.byte_tokenizer import write_byte_tokenizer
 
 SHARD_BYTES = 2 << 30
 

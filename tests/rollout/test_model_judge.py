@@ -14,6 +14,7 @@ import pytest
 from engine_cases import pool_of
 from letters import NO, YES, answer_in, judge, letter_config, letter_problems, letter_team, next_batch
 
+from marsrl.rollout.agents.byte_tokenizer import write_byte_tokenizer
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
 from marsrl.rollout.engines.scripted import ScriptedEngine
@@ -22,7 +23,6 @@ from marsrl.rollout.rewards.config import JudgeConfig
 from marsrl.rollout.rewards.model_judge import ModelJudge
 from marsrl.rollout.team import Team, WatchedJudge
 from marsrl.rollout.types import Problem, Reward
-from marsrl.rollout.agents.byte_tokenizer import write_byte_tokenizer
 
 PERU = Problem("peru", "Capital of Peru?", "Lima", "qa")
 

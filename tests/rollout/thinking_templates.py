@@ -7,8 +7,8 @@ from pathlib import Path
 
 from transformers import AddedToken, PreTrainedTokenizerFast
 
-from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.agents.byte_tokenizer import CHAT_TEMPLATE, write_byte_tokenizer
+from marsrl.rollout.agents.render import ChatRenderer
 
 CALLS = """{% for call in turn.tool_calls %}{{ '\\n<tool_call>\\n' + (call.function | tojson) + '\\n</tool_call>' }}
 {%- endfor %}"""

@@ -19,13 +19,13 @@ from safetensors.torch import load_file
 from thinking_templates import TEMPLATES, renderer_of
 from transformers import PreTrainedTokenizerFast
 
+from marsrl.rollout.agents.byte_tokenizer import write_byte_tokenizer
 from marsrl.rollout.agents.prompts import prompt_set
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.agents.roles import Role
 from marsrl.rollout.types import Message
 from marsrl.trainer.commands import cli
 from marsrl.trainer.config.read import read_config
-from marsrl.rollout.agents.byte_tokenizer import write_byte_tokenizer
 from marsrl.trainer.models.init_model import init_model
 from marsrl.trainer.report.metrics import read_metrics
 from marsrl.trainer.supervised.demonstrations import Demonstrations, read_demonstrations

@@ -145,7 +145,6 @@ class PolicyConfig(Settings):
     """orchestration=external (docs/external.md): vLLM's name of what parts thoughts from the rest (Qwen3: qwen3); default: they
     are part of the text"""
 
-
     @property
     def directory(self) -> str | None:
         """The directory with its tokenizer; None: the warm-started model's."""

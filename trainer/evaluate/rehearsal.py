@@ -20,6 +20,7 @@ import yaml
 from rich.text import Text
 from rich.tree import Tree
 
+from marsrl.rollout.agents.byte_tokenizer import write_byte_tokenizer
 from marsrl.rollout.agents.parsers import all_tagged
 from marsrl.rollout.agents.prompts import PromptSet, prompt_set
 from marsrl.rollout.agents.render import ChatRenderer
@@ -46,7 +47,6 @@ from marsrl.rollout.types import Group, IntArray, Problem, ToolFunction
 from marsrl.trainer.checks.problems import read_data
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.data.credit import Credited, credit
-from marsrl.rollout.agents.byte_tokenizer import write_byte_tokenizer
 from marsrl.trainer.report.console import literal
 
 Answers = Mapping[str, Sequence[str]]

@@ -12,11 +12,11 @@ from typing import Literal
 import torch
 from safetensors.torch import save_file
 
+from marsrl.rollout.agents.byte_tokenizer import write_byte_tokenizer
 from marsrl.rollout.agents.render import load_tokenizer
 from marsrl.rollout.model_shape import ModelShape
 from marsrl.rollout.tasks.registry import TOKENIZERS
 from marsrl.trainer.learner.megatron.mapping import hf_shapes, units
-from marsrl.rollout.agents.byte_tokenizer import write_byte_tokenizer
 
 INIT_STD = 0.05
 
