@@ -219,7 +219,7 @@ def make_evaluator(checked: Checked, team: Team) -> Evaluator:
 @contextmanager
 def open_team(checked: Checked, models: dict[str, str]) -> Iterator[Team]:
     """The agents with engines behind them and a judge; used by training and by `marsrl evaluate`."""
-    config = checked.config
+    config = checked.config.in_bytes()
     with ExitStack() as stack:
         stack.callback(checked.task.close)
         renderers = {name: ChatRenderer(models[name]) for name in config.policies}

@@ -162,6 +162,14 @@ def test_what_cannot_be_is_refused_with_the_reason_and_where_it_was_given(words:
     assert says in said and "command line" in said
 
 
+def test_prompts_of_a_chat_server_have_four_bytes_a_token() -> None:
+    config, _ = read_config(None, [*CHAT, "judge={policy: judge}", "agents.solver.max_input_tokens=100"])
+    assert config.policies["judge"].directory is not None and config.policies["main"].directory is None
+    counted = config.in_bytes()
+    assert counted.judge is not None and counted.judge.max_input_tokens == 4 * 8192
+    assert [counted.agents[name].max_input_tokens for name in ("solver", "verifier1")] == [100, 4 * 256]
+
+
 RENORMALISED = ("agents.solver.top_p=0.9", "agents.corrector2.top_k=50", "loss.truncation=renormalise")
 
 

@@ -480,7 +480,7 @@ def _check_first_prompts(
         return []
     source = task.problems(config.run.seed)
     (ask, *_) = _first_asks(orchestration, Episode("preflight", "preflight", source(0)))
-    first, settings = ask.agent, config.agents[ask.agent]
+    first, settings = ask.agent, config.in_bytes().agents[ask.agent]
     policy, room, is_skipped = settings.policy, settings.max_input_tokens, settings.long_prompts == "skip"
     renderer = _renderer(config, policy)
     tools, options = [function for name in settings.tools for function in functions[name]], settings.template_options

@@ -267,7 +267,7 @@ def _check_policy(config: RunConfig, name: str, policy: PolicyConfig) -> None:
             f"{key}: a policy with engine=openai cannot be trained: the server gives neither the token ids nor the log-probs, "
             "and takes no weights; set frozen=true and leave its agents out of credit.train_agents"
         )
-    if policy.openai is not None and policy.openai.api == "chat":
+    if policy.is_chat:
         _check_chat(config, name, policy)
     elif policy.frozen and policy.model is None:
         raise ValueError(

@@ -148,8 +148,12 @@ class PolicyConfig(Settings):
     @property
     def directory(self) -> str | None:
         """The directory with its tokenizer; None: the warm-started model's."""
-        is_chat = self.openai is not None and self.openai.api == "chat"
-        return byte_tokenizer_directory() if is_chat else self.model
+        return byte_tokenizer_directory() if self.is_chat else self.model
+
+    @property
+    def is_chat(self) -> bool:
+        """True if a server renders its chats and counts their tokens."""
+        return self.openai is not None and self.openai.api == "chat"
 
 
 OF_BASE = ("model", "shape", "dtype", "layout", "recompute", "layers", "deterministic")  # of the one frozen copy

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from marsrl.rollout.adapter import AdapterConfig
-from marsrl.rollout.config import AgentConfig, EvaluateConfig, FolderName, RolloutConfig, Settings
+from marsrl.rollout.config import MOST_TOKENS, AgentConfig, EvaluateConfig, FolderName, RolloutConfig, Settings
 from marsrl.rollout.engines.protocol import Records
 from marsrl.rollout.gateway.config import ExternalConfig
 from marsrl.rollout.orchestrations.registry import find_orchestration, read_options
@@ -18,6 +18,8 @@ from marsrl.trainer.config.curate import CurateConfig
 from marsrl.trainer.config.objective import CreditConfig, LossConfig, MptConfig
 from marsrl.trainer.config.policy import PolicyConfig, on_base
 from marsrl.trainer.config.sections import DataConfig, RunSection, SftConfig, SyncConfig, TrainerConfig, WarmStartConfig
+
+Asker = TypeVar("Asker", AgentConfig, JudgeConfig)
 
 
 class RunConfig(Settings):
@@ -130,6 +132,17 @@ class RunConfig(Settings):
             for name, agent in self.agents.items()
             if self.credit.trains(name) and (agent.top_p < 1 or agent.top_k > 0)
         }
+
+    def in_bytes(self) -> RunConfig:
+        """These settings with max_input_tokens of what asks a chat server in its bytes, at four a token, as in English."""
+
+        def counted(asker: Asker) -> Asker:
+            is_chat = self.policies[asker.policy].is_chat
+            most = min(MOST_TOKENS, asker.max_input_tokens * (4 if is_chat else 1))
+            return asker.model_copy(update={"max_input_tokens": most})
+
+        agents = {name: counted(agent) for name, agent in self.agents.items()}
+        return self.model_copy(update={"agents": agents, "judge": self.judge and counted(self.judge)})
 
     def records_of(self, policy: str) -> Records:
         """Records that the policy's engines make of each token beside its log-prob."""
