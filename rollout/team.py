@@ -241,6 +241,10 @@ class Team:
             return sample  # by the team's own rule, or overlong
         return replace(sample, reward=self._penalised(sample, Reward(outcome, outcome, {"outcome": outcome})))
 
+    def is_read(self, sample: Sample) -> bool:
+        """True if an ended sample has what its agent's parser looks for."""
+        return sample.finish is Finish.STOP and self.orchestration.is_readable(sample)
+
     def metrics(self, episode: Episode) -> Mapping[str, float]:
         """The team's own metrics of a finished episode; empty for one that failed."""
         return self._of_ended(episode, self.orchestration.metrics, returned.metrics, {})

@@ -96,6 +96,8 @@ class Driver:
         if self.rebalancer is not None:
             self.rebalancer.forget()
         write_json(folder / EVALUATION, found.model_dump(mode="json"))
+        for note in found.notes:
+            self.console.warning(f"{name}: {note}")
         return found
 
     def summary(

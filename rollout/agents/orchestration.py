@@ -283,6 +283,17 @@ class Orchestration:
             return bool(sample.shown.strip())
         return sample.answer is not None or sample.verdict is not None
 
+    def form(self, agent: str) -> str:
+        """What the agent's parser looks for, such as "answer in the form \\boxed{...}"; "" for a role without a parser."""
+        kind = READS.get(self.spec(agent).role)
+        if kind is None:
+            return ""
+        parser, compat = self._prompts[agent].parsers.get(kind), self._compats.get(agent)
+        examples = (compat.marker,) if compat else parser.examples if parser else ()
+        if not examples or type(self).parse is not Orchestration.parse:
+            return f"{kind} that its parser finds"
+        return f"{kind} in the form {' or '.join(each.replace('ANSWER', '...') for each in examples)}"
+
     def _agreement(self, episode: Episode, ask: Ask, sample: Sample) -> Reward:
         if not ask.inputs:
             raise ValueError(f"reward: the ask of Verifier sample {sample.uid} holds no solution")

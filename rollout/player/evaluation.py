@@ -22,15 +22,16 @@ from marsrl.rollout.types import Ask, Sample
 
 _COLLECT_S = 0.2  # timeout of one collect
 
-OnProgress = Callable[[int, int, int], None]
-"""Told again and again (episodes and asks that are over, of how many, tokens decoded so far)."""
+OnProgress = Callable[[int, int, int, str], None]
+"""Called again and again with (episodes that are over, of how many, tokens decoded so far, calls that most of the work is in)."""
+FIXED = "fixed inputs"
 
 
 @dataclass(frozen=True, slots=True)
 class Played:
     """An episode played to its end.
 
-    samples: in order of their ends, with tokens, which episodes do not keep, and without texts.
+    samples: in order of their ends, with tokens, prompts and texts, which episodes do not keep.
     seconds: of an engine (DecodeResult.seconds), by uid. latency_s: wall time from the first engine request or tool call to
     the last judged answer: includes waits in the engines' queues, so concurrent episodes
     lengthen it. None if nothing was asked (every prompt was too long).
@@ -47,15 +48,11 @@ OnEnd = Callable[[Played], None]
 
 @dataclass(slots=True, eq=False)
 class _Play:
-    """A running episode. seed: of its draws. is_followed: play it to its end; else only the given asks.
-
-    num_open: unfinished completions, if it is not followed.
-    """
+    """A running episode. seed: of its draws. is_followed: play it to its end; else only the given asks."""
 
     episode: Episode
     seed: int
     is_followed: bool
-    num_open: int = 0
     began_s: float | None = None
     has_asked: bool = False  # an engine
     samples: list[Sample] = field(default_factory=list)
@@ -97,15 +94,15 @@ class EvaluationPlay:
         self._player.resume(versions)
         self._plays: dict[int, _Play] = {}  # by id of the episode, which may have copies
         self._later: deque[_Play] = deque()
-        self._num_open = self._num_over = 0
-
-    @property
-    def num_decoded(self) -> int:
-        """Tokens so far."""
-        return self._player.counts["rollout/tokens"]
+        self._num_open = self._num_over = self._num_episodes = 0
+        self._calls: dict[str, list[int]] = {}  # [open, asked] by agent and round
+        self._call_of: dict[
+            tuple[int, str], str
+        ] = {}  # by id of the episode, which may have copies, and of the open ask
 
     def add(self, episodes: Sequence[Episode], seed: int) -> None:
         """Play the episodes to their ends, with one sample per ask."""
+        self._num_episodes += len(episodes)
         for episode in episodes:
             self._plays[id(episode)] = play = _Play(episode, seed, is_followed=True)
             self._later.append(play)
@@ -118,19 +115,31 @@ class EvaluationPlay:
         """
         asked = []
         for episode, ask in asks:
-            play = self._plays.setdefault(id(episode), _Play(episode, seed, is_followed=False))
-            play.num_open += 1
+            self._plays.setdefault(id(episode), _Play(episode, seed, is_followed=False))
             asked += self._ask(episode, [ask])
         return asked
 
     def finish(self) -> None:
         """Return once everything begun has ended."""
+        before = self._num_decoded() if self._progress is not None else 0
         while self._player.is_busy or self._later:
             self._begin()
             self._player.submit()
             self._player.take(self._player.collect(_COLLECT_S))
             if self._progress is not None:
-                self._progress(self._num_over, len(self._plays), self.num_decoded)
+                self._progress(self._num_over, self._num_episodes, self._num_decoded() - before, self._most_calls())
+
+    def _num_decoded(self) -> int:
+        """Tokens of all engines, those of unfinished completions too."""
+        return sum(sum(pool.num_decoded()) for pool in self._team.pools.values())
+
+    def _most_calls(self) -> str:
+        """The agent and round with the most open calls: "verifier1, round 3: 12 of 40 calls"; "" if none is open.
+
+        An agent's n-th call in its episode belongs to its round n. "Of": calls begun so far.
+        """
+        name, (num_open, num_asked) = max(self._calls.items(), key=lambda each: each[1][0], default=("", (0, 0)))
+        return f"{name}: {num_asked - num_open} of {num_asked} calls" if num_open else ""
 
     def _begin(self) -> None:
         while self._later and (self._most_open is None or self._num_open < self._most_open):
@@ -141,6 +150,14 @@ class EvaluationPlay:
             self._player.settle()
 
     def _ask(self, episode: Episode, asks: Sequence[Ask]) -> list[Completion]:
+        is_followed = self._plays[id(episode)].is_followed
+        for ask in asks:
+            of_agent = [each.id for each in episode.asks.values() if each.agent == ask.agent]
+            name = f"{ask.agent}, {f'round {of_agent.index(ask.id) + 1}' if is_followed else FIXED}"
+            calls = self._calls.setdefault(name, [0, 0])
+            calls[0] += 1
+            calls[1] += 1
+            self._call_of[id(episode), ask.id] = name
         opened = self._player.ask(episode, [replace(ask, num_samples=1) for ask in asks])
         return [each for ask in opened for each in ask.completions]
 
@@ -166,12 +183,12 @@ class EvaluationPlay:
     def judged(self, completion: Completion) -> None:
         play, sample = self._plays[id(completion.episode)], completion.sample
         assert sample is not None, f"{completion.uid} is not over"
+        if name := self._call_of.pop((id(completion.episode), completion.of.ask.id), ""):  # "": a program's
+            self._calls[name][0] -= 1
         if play.is_followed:
-            play.samples.append(replace(sample, full_text=None, prompt_text=""))
+            play.samples.append(sample)
             play.seconds[sample.uid] = completion.seconds
             return
-        play.num_open -= 1
-        self._num_over += not play.num_open
         if self._on_said is not None:
             self._on_said(completion)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -12,11 +14,20 @@ from marsrl.trainer.build import make_evaluator, open_team
 from marsrl.trainer.checks.preflight import preflight
 from marsrl.trainer.config.read import models_given, read_config
 from marsrl.trainer.evaluate.draws import EVALUATION, Kept
+from marsrl.trainer.evaluate.evaluator import Evaluator
 from marsrl.trainer.models.export import exported
 from marsrl.trainer.report.console import RunConsole
-from marsrl.trainer.runs.directory import RunDirectory, write_json
+from marsrl.trainer.runs.directory import RunDirectory, claim, write_json
 from marsrl.trainer.runs.existing_run import keep_settings
 from marsrl.trainer.runs.lock import RunLock
+
+EVALUATIONS = Path("evaluations")  # default folder of the evaluations' folders
+INTERRUPTED = 130  # exit code
+
+
+def run_of(place: Path) -> Path:
+    """The run directory of itself, or of one of its checkpoints."""
+    return place.absolute().parents[1] if place.absolute().parent.name == "checkpoints" else place
 
 
 def settings_of_run(run: Path) -> tuple[str, list[str]]:
@@ -26,7 +37,7 @@ def settings_of_run(run: Path) -> tuple[str, list[str]]:
 
     Raises ValueError: no run, or a run without a complete checkpoint.
     """
-    source, run = run, run.absolute().parents[1] if run.absolute().parent.name == "checkpoints" else run
+    source, run = run, run_of(run)
     config = RunDirectory(run).config
     if not config.is_file() or not source.exists():
         raise ValueError(
@@ -41,11 +52,21 @@ def settings_of_run(run: Path) -> tuple[str, list[str]]:
     return str(config), words
 
 
-def evaluate_alone(config_file: str | None, settings: Sequence[str], out: Path | None = None) -> None:
-    """Print the evaluation as JSON; then to stderr a table of accuracy, tokens, seconds and cost.
+def evaluate_alone(
+    config_file: str | None,
+    settings: Sequence[str],
+    out: Path | None = None,
+    *,
+    name: str = "",
+    given: Sequence[str] = (),
+) -> int:
+    """Print a table of accuracy, tokens, seconds and cost to stderr, and the evaluation as JSON to stdout, unless that is a
+    terminal. Returns the exit code.
 
     The fixed inputs are collected from the team itself. out: a folder for the evaluation and every finished draw; an earlier
-    evaluation in it is resumed.
+    evaluation in it is resumed. Default: a new one, evaluations/<name>-<UTC time>; name: by default that of the settings' file.
+    given: the words of the command line without --out, for the command that resumes. Ctrl-C ends it with a table of the finished
+    draws.
     """
     console = RunConsole()
     config, origin = read_config(config_file, settings, trains=False)
@@ -56,26 +77,43 @@ def evaluate_alone(config_file: str | None, settings: Sequence[str], out: Path |
     console.message(f"# settings: {origin}")
     for warning in checked.warnings:
         console.warning(warning)
+    name, start = name or origin.name, time.monotonic()
     with ExitStack() as stack:
-        if out is not None:
-            stack.callback(RunLock.of_out(out, console.warning).release)
-            keep_settings(RunDirectory(out), config, str(origin))
+        out = out or _new_folder(name)
+        stack.callback(RunLock.of_out(out, console.warning).release)
+        keep_settings(RunDirectory(out), config, str(origin))
         kept = stack.enter_context(Kept(out))
-        evaluator = make_evaluator(checked, stack.enter_context(open_team(checked, models)))
+        resume = shlex.join(["marsrl", "evaluate", *given, "--out", str(out)])
+        console.message(f"every draw is kept in {out} when it ends; if interrupted, resume with: {resume}")
         versions = dict.fromkeys(config.policies, 0)
-        num_kept, num_draws = evaluator.num_kept(versions, kept)
-        if num_kept:
-            console.message(f"{out}: {num_kept} of {num_draws} draws are kept")
-        with console.progress("fixed inputs", unit="episodes") as bar:
-            evaluator.collect_inputs(versions, bar.played, kept)
-        with console.progress("evaluation", unit="episodes") as bar:
-            start = time.monotonic()
-            found = evaluator.evaluate(versions, bar.played, kept)
+        evaluator: Evaluator | None = None
+        try:
+            evaluator = make_evaluator(checked, stack.enter_context(open_team(checked, models)))
+            if ended := evaluator.ended(versions, kept):
+                console.message(f"{out}: {ended} are kept")
+            with console.progress("fixed inputs", unit="episodes") as bar:
+                evaluator.collect_inputs(versions, bar.played, kept)
+            with console.progress("evaluation", unit="episodes") as bar:
+                start = time.monotonic()
+                found = evaluator.evaluate(versions, bar.played, kept)
+        except KeyboardInterrupt:
+            ended = "" if evaluator is None else evaluator.ended(versions, kept)
+            if evaluator is not None and evaluator.num_kept(versions, kept)[0]:
+                console.team(f"{name}, interrupted", evaluator.scored(versions, kept), time.monotonic() - start)
+            console.message(f"interrupted: {ended or 'no draw'} ended, kept in {out}; resume with: {resume}")
+            return INTERRUPTED
         seconds = time.monotonic() - start
     result = found.model_dump(mode="json")
-    print(json.dumps(result, indent=1), flush=True)  # before the table, which should be last in a terminal
-    if out is not None:
-        write_json(out / EVALUATION, result)
-    console.team(config_file or "evaluation", found, seconds)
-    if out is not None:
-        console.message(f"kept in {out / EVALUATION}")
+    if not sys.stdout.isatty():  # people read the table
+        print(json.dumps(result, indent=1), flush=True)
+    write_json(out / EVALUATION, result)
+    console.team(name, found, seconds)
+    console.message(f"kept in {out / EVALUATION}")
+    return 0
+
+
+def _new_folder(name: str) -> Path:
+    try:
+        return claim(EVALUATIONS, name)
+    except OSError as error:
+        raise ValueError(f"{EVALUATIONS}: {error.strerror}; give a folder that can be written to by --out") from error

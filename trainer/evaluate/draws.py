@@ -2,6 +2,7 @@
 
 draws.jsonl in an evaluation's folder has a line for each finished draw, fixed_answers.jsonl one for each answered fixed input;
 their keys encode all that they depend on (trainer/runs/answers.py), so that a line of another problem or team is never reused.
+Both hold every prompt and completion; of these, only the end of each completion is kept in memory.
 """
 
 from __future__ import annotations
@@ -27,11 +28,15 @@ from marsrl.trainer.runs.answers import Answers, key_of
 DRAWS, EVALUATION = "draws.jsonl", "evaluation.json"
 Held = TypeVar("Held")
 MAX_ANSWER_CHARS = 200  # characters of a saved answer; longer ones with this beginning count as equal
+MAX_HELD_CHARS = 200  # characters of a completion's end in memory: completions of a long evaluation would fill it
 
 
 class Call(Schema):
     """A completion. correct: null if its judge failed; verdict: null without one; is_of_right: correctness of the solution that a
-    verdict judges, null if unknown or without a verdict. is_redrawn: replaced by a later draw. seconds: of engine time."""
+    verdict judges, null if unknown or without a verdict. is_read: its answer, verdict, query or route was found, null if an
+    engine failed. is_redrawn: replaced by a later draw. seconds: of engine time. prompt: index in `prompts` of what the agent
+    read, with the chat template's marks; text: the whole completion. is_read, prompt and text are null in files of earlier
+    versions."""
 
     agent: str
     correct: float | None
@@ -41,8 +46,15 @@ class Call(Schema):
     output_tokens: int
     tokens: int
     is_cut: bool
+    is_read: bool | None = None
     is_redrawn: bool = False
     seconds: float = 0.0
+    prompt: int | None = None
+    text: str | None = None
+
+    def shortened(self) -> Call:
+        """The call as held in memory."""
+        return self if self.text is None else self.model_copy(update={"text": self.text[-MAX_HELD_CHARS:]})
 
 
 class Said(Schema):
@@ -58,6 +70,7 @@ class Draw(Schema):
 
     of: the set of data.eval. alone: null if the first agent does not solve. judge: a model judge's counts since the last draw.
     latency_s: from its first request to its end, in the process that played it (Played); null without requests.
+    prompts: what agents read, once each; calls name them by index.
     """
 
     of: str
@@ -71,13 +84,27 @@ class Draw(Schema):
     judge: dict[str, float] = Field(default_factory=dict)
     latency_s: float | None = None
     error: str = ""
+    prompts: list[str] = Field(default_factory=list)
+
+    @classmethod
+    def shortened(cls, value: Any) -> Draw:
+        """A saved draw as held in memory."""
+        draw = cls.model_validate(value)
+        return draw.model_copy(update={"prompts": [], "calls": [call.shortened() for call in draw.calls]})
 
 
 class FixedAnswer(Schema):
-    """A completion for one of the fixed inputs."""
+    """A completion for one of the fixed inputs. problem: a digest; prompts: as in Draw."""
 
     problem: str
     call: Call
+    prompts: list[str] = Field(default_factory=list)
+
+    @classmethod
+    def shortened(cls, value: Any) -> FixedAnswer:
+        """A saved answer as held in memory."""
+        answer = cls.model_validate(value)
+        return answer.model_copy(update={"prompts": [], "call": answer.call.shortened()})
 
 
 class Kept(ExitStack):
@@ -89,14 +116,14 @@ class Kept(ExitStack):
         def answers(name: str, read: Callable[[Any], Held]) -> Answers[Held]:
             return self.enter_context(closing(Answers(folder and folder / name, read)))
 
-        self.draws = answers(DRAWS, Draw.model_validate)
-        self.fixed = answers("fixed_answers.jsonl", FixedAnswer.model_validate)
+        self.draws = answers(DRAWS, Draw.shortened)
+        self.fixed = answers("fixed_answers.jsonl", FixedAnswer.shortened)
         self.episodes = answers("input_episodes.jsonl", _unpacked)
 
 
 def read_draws(folder: Path) -> list[Draw]:
-    """Draws in an evaluation's folder; [] without any."""
-    return Answers.read(folder / DRAWS, Draw.model_validate) if (folder / DRAWS).is_file() else []
+    """Draws in an evaluation's folder, without prompts and with the ends of texts; [] without any."""
+    return Answers.read(folder / DRAWS, Draw.shortened) if (folder / DRAWS).is_file() else []
 
 
 def digest(problem: Problem) -> str:
@@ -122,6 +149,7 @@ def draw_of(team: Team, of: str, played: Played, judge: Mapping[str, float]) -> 
     redrawn = team.redrawn(episode)
     asks = {f"{ask.id}:{i}": ask for ask in episode.asks.values() for i in range(ask.num_samples)}
     first = team.orchestration.agents[0]
+    prompts = {text: i for i, text in enumerate(dict.fromkeys(sample.prompt_text for sample in played.samples))}
     return Draw(
         of=of,
         problem=episode.problem.id,
@@ -129,13 +157,23 @@ def draw_of(team: Team, of: str, played: Played, judge: Mapping[str, float]) -> 
         system=_said(team.outcome(episode), tokens),
         alone=_said(team.alone(episode), tokens) if first.solves else None,
         calls=[
-            call_of(episode, asks[s.uid], s, played.seconds[s.uid], is_redrawn=s.uid in redrawn) for s in played.samples
+            call_of(
+                team,
+                episode,
+                asks[s.uid],
+                s,
+                played.seconds[s.uid],
+                prompt=prompts[s.prompt_text],
+                is_redrawn=s.uid in redrawn,
+            )
+            for s in played.samples
         ],
         team=dict(team.metrics(episode)),
         tools=_tools(episode),
         judge=dict(judge),
         latency_s=played.latency_s,
         error=episode.error,
+        prompts=list(prompts),
     )
 
 
@@ -147,8 +185,10 @@ def _tools(episode: Episode) -> dict[str, ToolUsage]:
     return found
 
 
-def call_of(episode: Episode, ask: Ask, sample: Sample, seconds: float, *, is_redrawn: bool = False) -> Call:
-    """Record of a completion. sample: with its tokens; seconds: of engine time."""
+def call_of(
+    team: Team, episode: Episode, ask: Ask, sample: Sample, seconds: float, *, prompt: int = 0, is_redrawn: bool = False
+) -> Call:
+    """Record of a completion. sample: with its tokens and text; seconds: of engine time; prompt: index of its prompt."""
     written = sum(turn.end - turn.start for turn in sample.turns) if sample.turns else int(sample.is_sampled.sum())
     judged = episode.sample(ask.inputs[0]) if ask.inputs else None
     is_known = judged is not None and not math.isnan(judged.reward.correct)
@@ -161,8 +201,11 @@ def call_of(episode: Episode, ask: Ask, sample: Sample, seconds: float, *, is_re
         output_tokens=written,
         tokens=len(sample.token_ids),
         is_cut=sample.finish is Finish.LENGTH,
+        is_read=None if sample.finish is Finish.ERROR else team.is_read(sample),
         is_redrawn=is_redrawn,
         seconds=seconds,
+        prompt=prompt,
+        text=sample.text,
     )
 
 

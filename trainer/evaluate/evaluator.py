@@ -66,23 +66,30 @@ class Evaluator:
         as in `evaluate`."""
         if not self.team.orchestration.tried_apart:
             return self.fixed
-        store = (kept or Kept()).episodes
-        problems = self.task.held_out(3 * self.config.fixed_inputs, INPUTS_SET)
-        # These names determine the draws, as do those of the seeds below: changing them changes all draws.
-        names = [f"probe{i:05d}" for i in range(len(problems))]
-        episodes = [Episode(n, n, p, self.seed, "collect") for n, p in zip(names, problems, strict=True)]
-        keys = {episode.id: episode_key(self._identity(versions), episode) for episode in episodes}
+        store, keyed = (kept or Kept()).episodes, self._input_episodes(versions)
+        keys = {episode.id: key for key, episode in keyed.items()}
 
         def ended(played: Played) -> None:
             store.add(keys[played.episode.id], packed(played.episode), is_whole=_is_whole(played))
 
-        self._play([each for each in episodes if keys[each.id] not in store], "probe", versions, progress, ended)
-        episodes = [store[keys[each.id]] for each in episodes]
+        left = [episode for key, episode in keyed.items() if key not in store]
+        self._play(left, "probe", versions, _counted(progress, len(keyed) - len(left)), ended)
+        episodes = [store[key] for key in keyed]
         inputs = {agent: self._fixed_inputs(agent, episodes) for agent in self.team.orchestration.tried_apart}
         used = {name for each in inputs.values() for name, _ in each}
         self._stop_if_unjudged("collect")
         self.fixed = FixedInputs(inputs, {episode.id: episode for episode in episodes if episode.id in used})
         return self.fixed
+
+    def _input_episodes(self, versions: Mapping[str, int]) -> dict[str, Episode]:
+        """Episodes from which fixed inputs are collected, by key; {} if no agent is tried on any."""
+        if not self.team.orchestration.tried_apart:
+            return {}
+        problems = self.task.held_out(3 * self.config.fixed_inputs, INPUTS_SET)
+        # These names determine the draws, as do those of the seeds below: changing them changes all draws.
+        names = [f"probe{i:05d}" for i in range(len(problems))]
+        episodes = [Episode(n, n, p, self.seed, "collect") for n, p in zip(names, problems, strict=True)]
+        return {episode_key(self._identity(versions), episode): episode for episode in episodes}
 
     def _stop_if_unjudged(self, purpose: Purpose) -> None:
         model = self.team.judge.model
@@ -127,25 +134,39 @@ class Evaluator:
         def said(each: Completion) -> None:
             episode, ask, sample = each.episode, each.of.ask, each.sample
             assert sample is not None, f"{each.uid} is not over"
-            answer = FixedAnswer(problem=digest(episode.problem), call=call_of(episode, ask, sample, each.seconds))
+            call = call_of(self.team, episode, ask, sample, each.seconds)
+            answer = FixedAnswer(problem=digest(episode.problem), call=call, prompts=[sample.prompt_text])
             is_whole = sample.finish is not Finish.ERROR
             kept.fixed.add(fixed_key(identity, episode, ask), answer.model_dump(mode="json"), is_whole=is_whole)
 
-        play = self._begin(versions, progress, ended, said)
+        episodes = [episode for name, (_, episode) in sets.items() if keys[name] not in kept.draws]
+        play = self._begin(versions, _counted(progress, len(sets) - len(episodes)), ended, said)
         with self._apart():
-            play.add(
-                [episode for name, (_, episode) in sets.items() if keys[name] not in kept.draws], self._seed("call")
-            )
+            play.add(episodes, self._seed("call"))
             for agent, given in asks.items():
                 left = [(episode, ask) for episode, ask in given if fixed_key(identity, episode, ask) not in kept.fixed]
                 play.ask([(episode.before(ask), ask) for episode, ask in left], self._seed(f"{agent} probe"))
             play.finish()
         for purpose in ("evaluate", "collect"):
             self._stop_if_unjudged(purpose)
-        answers = {agent: [kept.fixed[fixed_key(identity, *each)] for each in given] for agent, given in asks.items()}
-        judge = model.config.policy if model is not None else None
-        scorer = Scorer(self.team.orchestration.agents, self.team.agents, self.policies, judge)
-        return scorer.evaluation([kept.draws[key] for key in keys.values()], answers)
+        return self.scored(versions, kept)
+
+    def scored(self, versions: Mapping[str, int], kept: Kept) -> Evaluation:
+        """The numbers of the draws and fixed answers that have ended so far."""
+        identity, model, orchestration = self._identity(versions), self.team.judge.model, self.team.orchestration
+        asked = {
+            agent: [fixed_key(identity, self.fixed.episodes[name], ask) for name, ask in inputs]
+            for agent, inputs in self.fixed.inputs.items()
+        }
+        answers = {agent: [kept.fixed[key] for key in keys if key in kept.fixed] for agent, keys in asked.items()}
+        scorer = Scorer(
+            orchestration.agents,
+            self.team.agents,
+            self.policies,
+            judge=model.config.policy if model is not None else None,
+            forms={spec.name: orchestration.form(spec.name) for spec in orchestration.agents},
+        )
+        return scorer.evaluation([kept.draws[key] for key in self._keys(versions) if key in kept.draws], answers)
 
     def held_out(self) -> Sequence[HeldOut]:
         """Sets of problems to evaluate on."""
@@ -154,9 +175,19 @@ class Evaluator:
 
     def num_kept(self, versions: Mapping[str, int], kept: Kept) -> tuple[int, int]:
         """(number of saved draws, number of all draws)."""
-        identity = self._identity(versions)
-        keys = [episode_key(identity, episode) for each in self.held_out() for episode in self._episodes(each)]
+        keys = self._keys(versions)
         return sum(key in kept.draws for key in keys), len(keys)
+
+    def ended(self, versions: Mapping[str, int], kept: Kept) -> str:
+        """How much has ended, for people: "120 of 120 episodes for fixed inputs, 12 of 64 draws"; "" for nothing."""
+        inputs, (num_kept, num_draws) = self._input_episodes(versions), self.num_kept(versions, kept)
+        num_inputs = sum(key in kept.episodes for key in inputs)
+        of_inputs = [f"{num_inputs} of {len(inputs)} episodes for fixed inputs"] if inputs else []
+        return ", ".join([*of_inputs, f"{num_kept} of {num_draws} draws"]) if num_inputs or num_kept else ""
+
+    def _keys(self, versions: Mapping[str, int]) -> list[str]:
+        identity = self._identity(versions)
+        return [episode_key(identity, episode) for each in self.held_out() for episode in self._episodes(each)]
 
     def _identity(self, versions: Mapping[str, int]) -> str:
         return key_of(identity=self.identity, versions=versions)
@@ -228,6 +259,13 @@ class Evaluator:
     def _seed(self, name: str) -> int:
         """The seed of a name: the same request under another name gets new draws."""
         return derive_seed(self.seed, "evaluate", name)
+
+
+def _counted(progress: OnProgress | None, num_kept: int) -> OnProgress | None:
+    """Progress that counts the episodes played in an earlier process too."""
+    if progress is None:
+        return None
+    return lambda num_over, total, *more: progress(num_kept + num_over, num_kept + total, *more)
 
 
 def _is_whole(played: Played) -> bool:

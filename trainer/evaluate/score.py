@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ from marsrl.trainer.evaluate.draws import Call, Draw, FixedAnswer, Said
 from marsrl.trainer.evaluate.intervals import Statistic, estimate_of, mean_of, ratio
 from marsrl.trainer.report.cost import judge_usage, latency, usage
 from marsrl.trainer.report.summary import AgentEstimate, AtK, Confusion, Estimate, Evaluation, Length, ToolUsage
+from marsrl.trainer.report.unread import Ended, unread
 
 ORDERS = 64  # random orders of a problem's draws, the first k of which are a sample of k
 _RIGHT = "\x00right"  # all right answers count as one, however they are written
@@ -25,17 +26,22 @@ _RIGHT = "\x00right"  # all right answers count as one, however they are written
 
 @dataclass(frozen=True, slots=True)
 class Scorer:
-    """specs: the team's agents, in the order of play. judge: the policy that judges answers, if one does."""
+    """specs: the team's agents, in the order of play. judge: the policy that judges answers, if one does. forms: what each
+    agent's parser looks for (Orchestration.form)."""
 
     specs: Sequence[AgentSpec]
     agents: Mapping[str, AgentConfig]
     policies: Mapping[str, PolicyConfig]
     judge: str | None = None
+    forms: Mapping[str, str] = field(default_factory=dict)
 
     def evaluation(self, draws: Sequence[Draw], fixed: Mapping[str, Sequence[FixedAnswer]]) -> Evaluation:
         """The numbers of all draws together, and of each named set."""
         names = dict.fromkeys(draw.of for draw in draws)
-        whole = self._of(draws, fixed)
+        calls = [call for draw in draws for call in draw.calls]
+        calls += [answer.call for answers in fixed.values() for answer in answers]
+        told = [unread(spec.name, self.forms.get(spec.name, ""), _ended(spec.name, calls)) for spec in self.specs]
+        whole = self._of(draws, fixed).model_copy(update={"notes": tuple(filter(None, told))})
         if set(names) <= {""}:
             return whole
         sets = {name: self._of([draw for draw in draws if draw.of == name], {}) for name in names}
@@ -52,7 +58,9 @@ class Scorer:
                 agents[spec.name] = AgentEstimate(**_accuracy(counted).model_dump())
             if spec.name in agents:
                 more = {"length": _length(calls)} | (_detection(calls) if spec.gives_verdicts else {})
-                agents[spec.name] = agents[spec.name].model_copy(update=more)
+                ended = _ended(spec.name, [call for _, call in calls]) if self.forms.get(spec.name) else []
+                missing = {"missing": sum(not each.is_read for each in ended) / len(ended)} if ended else {}
+                agents[spec.name] = agents[spec.name].model_copy(update=more | missing)
         system, alone = _by_problem(draws, lambda d: d.system), _by_problem(draws, lambda d: d.alone)
         used: dict[str, list[tuple[int, int, float]]] = defaultdict(list)
         tools: dict[str, ToolUsage] = {}
@@ -158,6 +166,15 @@ def _length(calls: Sequence[tuple[str, Call]]) -> Length | None:
     return Length(mean=math.fsum(tokens) / len(tokens), longest=max(tokens), cut=cut)
 
 
+def _ended(agent: str, calls: Iterable[Call]) -> list[Ended]:
+    """Its calls, without those that an earlier version saved."""
+    return [
+        Ended(bool(call.is_read), call.is_cut, call.tokens, call.text or "")
+        for call in calls
+        if call.agent == agent and call.is_read is not None
+    ]
+
+
 def _means(draws: Sequence[Draw]) -> dict[str, float]:
     total: Counter[str] = Counter()
     for draw in draws:
@@ -167,8 +184,8 @@ def _means(draws: Sequence[Draw]) -> dict[str, float]:
 
 def eval_metrics(found: Evaluation) -> dict[str, float]:
     """eval/... of a step's line: mean, low and high of each row; detection_recall and detection_precision of each Verifier;
-    response_length of each agent; pass_at, majority_at and short_majority_at of system and alone at the largest k; tokens and
-    spent an episode. A set's metrics begin with its name."""
+    response_length and missing of each agent; pass_at, majority_at and short_majority_at of system and alone at the largest k;
+    tokens and spent an episode. A set's metrics begin with its name."""
     metrics: dict[str, float] = {}
 
     def note(name: str, value: Estimate | None) -> None:
@@ -183,6 +200,8 @@ def eval_metrics(found: Evaluation) -> dict[str, float]:
             note(f"{prefix}/{name}/detection_precision", agent.detection_precision)
             if agent.length is not None:
                 metrics[f"{prefix}/{name}/response_length"] = agent.length.mean
+            if agent.missing is not None:
+                metrics[f"{prefix}/{name}/missing"] = agent.missing
         for name, of_k in (("alone", each.alone_at), ("system", each.system_at)):
             for kind in AtK.model_fields:
                 values: dict[int, Estimate] = getattr(of_k, kind)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -32,6 +31,7 @@ from marsrl.trainer.visible import visible
 Say = Callable[[str], None]
 MOST_SHOWN = 4000  # characters of a text of the first sample
 PLAIN_INTERVAL_S = 15.0  # seconds between lines of a bar in a file: keeps a 10-minute run under a hundred lines
+PLAIN_SHARE = 0.05  # of a bar's age between its lines: keeps a night's evaluation under two hundred
 
 
 class _Pace(ProgressColumn):
@@ -42,9 +42,14 @@ class _Pace(ProgressColumn):
 
 
 def _pace(task: Task) -> str:
-    unit, left_s = task.fields["unit"], task.time_remaining
-    rate = f"{task.speed:,.1f} {unit}/s" if task.speed and unit else ""
-    left = f"{left_s / 60:.0f} min left" if left_s and left_s >= 100 else f"{left_s:.0f} s left" if left_s else ""
+    unit, speed = task.fields["unit"], task.fields["speed"]
+    rate = left = ""
+    if speed:
+        per, seconds = ("s", 1) if speed >= 0.1 else ("min", 60) if speed >= 0.1 / 60 else ("h", 3600)
+        rate = f"{speed * seconds:,.1f} {unit}/{per}" if unit else ""
+        left_s = ((task.total or 0) - task.completed) / speed
+        scale, word = (1, "s") if left_s < 100 else (60, "min") if left_s < 6000 else (3600, "h")
+        left = f"{left_s / scale:.0f} {word} left" if left_s > 0 else ""
     return "  ".join(filter(None, [rate, left, task.fields["note"]]))
 
 
@@ -52,11 +57,13 @@ class Bar:
     """A progress bar: a count with its rate, the time left and a note (a loss). One that never advances shows nothing.
 
     say: where nothing is drawn, prints a line of it now and then, and at its end.
+    The rate is a mean since the first update, whose count, perhaps of an earlier process, is not in it.
     """
 
     def __init__(self, progress: Progress, description: str, total: int | None, unit: str, say: Say | None) -> None:
-        self._progress, self._say, self._said_s = progress, say, time.monotonic()
-        self._id = progress.add_task(description, total=total, visible=False, unit=unit, note="")
+        self._progress, self._say, self._began_s = progress, say, time.monotonic()
+        self._said_s, self._first = self._began_s, (self._began_s, -1)  # -1: no update yet
+        self._id = progress.add_task(description, total=total, visible=False, unit=unit, note="", speed=0.0)
 
     def advance(self, count: int = 1, note: str | None = None) -> None:
         self.update(int(self._progress.tasks[0].completed) + count, note)
@@ -64,13 +71,19 @@ class Bar:
     def update(self, completed: int, note: str | None = None, total: int | None = None) -> None:
         """Set the progress, in units; note None keeps the last one."""
         fields: dict[str, Any] = {} if note is None else {"note": note}
-        self._progress.update(self._id, completed=completed, total=total, visible=True, **fields)
-        if time.monotonic() - self._said_s >= PLAIN_INTERVAL_S:
+        now = time.monotonic()
+        if self._first[1] < 0:
+            self._first = now, completed
+        elapsed_s = now - self._first[0]
+        speed = (completed - self._first[1]) / elapsed_s if elapsed_s else 0.0
+        self._progress.update(self._id, completed=completed, total=total, visible=True, speed=speed, **fields)
+        if now - self._said_s >= max(PLAIN_INTERVAL_S, PLAIN_SHARE * (now - self._began_s)):
             self.say()
 
-    def played(self, num_over: int, total: int, num_tokens: int) -> None:
+    def played(self, num_over: int, total: int, num_tokens: int, calls: str) -> None:
         """Progress of an evaluation (EvaluationPlay)."""
-        self.update(num_over, f"{num_tokens:,} tokens", total)
+        tokens = f"{num_tokens:,} tokens"
+        self.update(num_over, f"{calls}; {tokens}" if calls else tokens, total)
 
     def say(self) -> None:
         (task,) = self._progress.tasks
@@ -140,8 +153,7 @@ class RunConsole:
         is_drawn = self._console.is_terminal and not self.is_quiet
         name = TextColumn("{task.description}", markup=False)
         columns = (name, BarColumn(), MofNCompleteColumn(), _Pace(), TimeElapsedColumn())
-        progress = Progress(*columns, console=self._console, disable=not is_drawn, speed_estimate_period=math.inf)
-        with progress:  # by default the rate is of the last 30 s, in which a long step leaves none
+        with Progress(*columns, console=self._console, disable=not is_drawn) as progress:
             yield (bar := Bar(progress, description, total, unit, None if is_drawn else self.message))
             bar.say()
 
@@ -160,7 +172,7 @@ class RunConsole:
         self._console.print(table)
 
     def team(self, name: str, evaluation: Evaluation, seconds: float) -> None:
-        """Print a team's accuracy, and the cost of an episode by agent. seconds: of the whole evaluation."""
+        """Print a team's accuracy, the cost of an episode by agent, and what explains zeros. seconds: of the whole evaluation."""
         table = table_of(f"{MEANING}; seconds: of the whole evaluation", "", "correct", *COLUMNS, "seconds")
         whole, parts = episode_costs(evaluation)
         table.add_row(Text(name), _cell(whole.correct), *whole.cells, f"{seconds:.1f}")
@@ -171,6 +183,8 @@ class RunConsole:
         if not self._console.is_terminal:
             self._console.width = max(self._console.width, 160)
         self._console.print(table)
+        for note in evaluation.notes:
+            self.warning(note)
 
 
 def _cut(text: str) -> str:

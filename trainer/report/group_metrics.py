@@ -6,10 +6,11 @@ Pure functions. An undefined value (the mean of no reward) is left out, never Na
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from statistics import fmean
 
 from marsrl.rollout.types import Fate, Finish, Group, Sample
+from marsrl.trainer.report.unread import Ended
 
 ONE_SIDED = 0.95
 MIN_VERDICTS = 20  # 1 / (1 - ONE_SIDED): among fewer, a single dissenting verdict already exceeds the share
@@ -99,6 +100,15 @@ def one_sided_verdicts(groups: Iterable[Group]) -> list[str]:
                 f"agents.{agent}.pick=paired or balanced shows it both"
             )
     return warnings
+
+
+def endings(groups: Iterable[Group], is_read: Callable[[Sample], bool]) -> dict[str, list[Ended]]:
+    """How each agent's samples ended, without those that an engine gave up. is_read: Team.is_read."""
+    found: dict[str, list[Ended]] = {}
+    for sample in (sample for group in groups for sample in group.samples if sample.finish is not Finish.ERROR):
+        ended = Ended(is_read(sample), sample.finish is Finish.LENGTH, len(sample.token_ids), sample.text)
+        found.setdefault(sample.agent, []).append(ended)
+    return found
 
 
 def _reward_metrics(agent: str, samples: Sequence[Sample]) -> dict[str, float]:

@@ -8,6 +8,7 @@ log.write_tokens(step, batch); log.forget() # tokens/; the next step begins with
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from statistics import fmean
 
 from marsrl.rollout.player.stages import StepBatch
 from marsrl.rollout.team import Team
@@ -16,12 +17,13 @@ from marsrl.trainer.data.credit import Credited, drmas_metrics, masked_metrics
 from marsrl.trainer.learner.trained_tokens import TrainedTokens
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.report.cost import EpisodeClock, cost_metrics, failing_tools, judge_metrics, tool_shares
-from marsrl.trainer.report.group_metrics import one_sided_verdicts, summarise, team_metrics
+from marsrl.trainer.report.group_metrics import endings, one_sided_verdicts, summarise, team_metrics
 from marsrl.trainer.report.metrics import MetricsLog, read_metrics
 from marsrl.trainer.report.prometheus import MetricsPort
 from marsrl.trainer.report.samples_log import write_samples
 from marsrl.trainer.report.step_metrics import GradSpikes
 from marsrl.trainer.report.token_log import choose_samples, token_record, write_tokens
+from marsrl.trainer.report.unread import unread
 from marsrl.trainer.runs.directory import RunDirectory
 
 
@@ -100,6 +102,10 @@ class StepLog:
             verifiers=team.orchestration.verifiers,
             frozen=[name for name, agent in config.agents.items() if agent.policy not in config.trained_policies],
         )
+        ended = endings(batch.groups, team.is_read)
+        forms = {agent: team.orchestration.form(agent) for agent in ended}
+        answering = [agent for agent in ended if forms[agent] and agent not in team.orchestration.verifiers]
+        self.note({f"answers/{name}/missing": fmean([not each.is_read for each in ended[name]]) for name in answering})
         self.note(self._spikes.found(self._row))
         self.note({f"rollout/engines/{name}": pool.num_engines for name, pool in team.pools.items()})
         row = {**batch.metrics, **summary, **self._costs(batch), **self._row, **self._times(batch, seconds)}
@@ -109,7 +115,8 @@ class StepLog:
             self.port.show(step, row)
         write_samples(self._directory, step, batch.groups, self._advantages)
         failing = failing_tools(batch.metrics, team.tools.last_errors()) if team.tools is not None else []
-        for warning in [*one_sided_verdicts(batch.groups), *failing]:
+        zeros = [unread(agent, forms[agent], own) for agent, own in ended.items()]
+        for warning in [*one_sided_verdicts(batch.groups), *failing, *filter(None, zeros)]:
             self._console.warning(warning)
         means = {agent: summary.get(f"reward/{agent}/mean") for agent in config.agents}
         rewards = " ".join(f"{agent} {mean:.2f}" for agent, mean in means.items() if mean is not None)

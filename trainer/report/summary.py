@@ -78,7 +78,7 @@ class AgentEstimate(Estimate):
     confusion counts its verdicts there, loop_confusion those in the episodes; of the latter, detection_recall is the share of
     wrong solutions that it calls wrong, and detection_precision the share of solutions called wrong that are. For any other agent
     the fixed inputs are wrong solutions, and breaks is the share of right ones that it turns wrong. length: of its completions in
-    the episodes.
+    the episodes; missing: share of them without an answer, verdict, query or route that could be read, null if it gives none.
     """
 
     confusion: Confusion | None = None
@@ -87,6 +87,7 @@ class AgentEstimate(Estimate):
     detection_precision: Estimate | None = None
     breaks: Estimate | None = None
     length: Length | None = None
+    missing: float | None = Field(None, ge=0, le=1)
 
 
 class AtK(Schema):
@@ -148,7 +149,8 @@ class Evaluation(Schema):
     problem; alone: the same for the first agent's own answers in the same episodes (Orchestration.alone), null if it does not
     solve. system_at, alone_at: for several draws. sets: each of data.eval's, if that is a list; the other fields are for all
     sets together. usage, by agent, tools, by name, latency, and team, the means of the orchestration's own metrics, are of the
-    episodes behind `system`; judge: of their answers. judge is null without a model judge, latency if not measured.
+    episodes behind `system`; judge: of their answers. judge is null without a model judge, latency if not measured. notes: a
+    sentence for each agent whose completions were cut, or could not be read, in more than a fifth (trainer/report/unread.py).
     """
 
     agents: dict[str, AgentEstimate] = Field(default_factory=dict)
@@ -164,6 +166,7 @@ class Evaluation(Schema):
     judge: JudgeUsage | None = None
     latency: Latency | None = None
     team: dict[str, float] = Field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     @property
     def rows(self) -> dict[str, Estimate]:

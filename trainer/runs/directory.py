@@ -168,8 +168,7 @@ class RunDirectory:
         found, root = cls.find(directory, name, resume), Path(directory)
         with _told_where(root):
             if found is None:
-                root.mkdir(parents=True, exist_ok=True)
-                return cls(_claim(root, f"{preset}-{(now or datetime.now(UTC)).astimezone(UTC):%Y%m%d-%H%M%S}"))
+                return cls(claim(root, preset, now))
             if not found.existed:
                 found.path.mkdir(parents=True)
         return found
@@ -344,9 +343,10 @@ def _told_where(root: Path) -> Iterator[None]:
         ) from error
 
 
-def _claim(root: Path, name: str) -> Path:
-    """Create the first free folder of name, name-2, name-3, ..."""
-    attempt = 1
+def claim(root: Path, name: str, now: datetime | None = None) -> Path:
+    """Create the first free folder of name-YYYYMMDD-HHMMSS (UTC), then -2, -3, ... appended. now: default the present."""
+    root.mkdir(parents=True, exist_ok=True)
+    name, attempt = f"{name}-{(now or datetime.now(UTC)).astimezone(UTC):%Y%m%d-%H%M%S}", 1
     while True:
         path = root / (name if attempt == 1 else f"{name}-{attempt}")
         try:

@@ -50,25 +50,30 @@ def evaluate(
     out: Annotated[
         Path | None,
         Option(
-            metavar="DIR", help="keep every draw that has ended, and the numbers, here; where it has begun, it goes on"
+            metavar="DIR",
+            help="keep every draw that has ended, and the numbers, here; an evaluation in it is resumed"
+            " (default: a new folder, evaluations/NAME-TIME)",
         ),
     ] = None,
-) -> None:
+) -> int:
     """Evaluate a team without training it: each agent and the whole team, with 95% intervals.
 
     With a run's directory among the settings: its team and settings, with the weights of its latest checkpoint; with
-    RUN/checkpoints/best: of its best evaluation on the way.
+    RUN/checkpoints/best: of its best evaluation on the way. Ctrl-C keeps the draws that have ended and names the command that
+    resumes.
     """
-    from marsrl.trainer.evaluate.command import evaluate_alone, settings_of_run
+    from marsrl.trainer.evaluate.command import evaluate_alone, run_of, settings_of_run
 
+    given, name = [*(settings or ()), *(["--config", config] if config else [])], ""
     words = [word for word in settings or () if "=" in word]
     if runs := [word for word in settings or () if "=" not in word]:
         if len(runs) > 1 or config is not None:
             raise ValueError(f"expected one run, and no --config beside it, found {', '.join(runs)}")
         config, weights = settings_of_run(Path(runs[0]))
+        name = run_of(Path(runs[0])).absolute().name
         print("# weights:", *weights, file=sys.stderr)
         words = [*weights, *words]
-    evaluate_alone(config, words, out)
+    return evaluate_alone(config, words, out, name=name, given=given)
 
 
 @command("look", "marsrl compare runs/one runs/two --html compare.html")

@@ -1,0 +1,53 @@
+"""The sentence that explains rewards of 0: completions without a readable answer or verdict, and completions that were cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from marsrl.trainer.visible import visible
+
+MOST_UNREAD = 0.2  # a larger share is explained
+_SHOWN_CHARS = 80  # of the example's end
+_LINE_BREAKS = {9: "␉", 10: "␊"}  # as `visible` shows other control characters
+
+
+class Ended(NamedTuple):
+    """A completion. is_read: its parser found what it looks for; is_cut: at the token limit, or its prompt was too long, so that
+    it has no tokens; text: at least its end."""
+
+    is_read: bool
+    is_cut: bool
+    num_tokens: int
+    text: str
+
+
+def unread(agent: str, form: str, completions: Sequence[Ended]) -> str:
+    r"""A sentence if more than a fifth of an agent's completions have no readable answer, or were cut; else "".
+
+        97 % of solver's completions (97 of 100) have no answer in the form \boxed{...}; 41 % were cut at 128 tokens; one ends
+        "She makes $18 every day."
+
+    form: what its parser looks for (Orchestration.form); "" if it looks for nothing.
+    """
+    without = [each for each in completions if form and not each.is_read]
+    cut = [each for each in completions if each.is_cut and each.num_tokens]
+    unasked = [each for each in completions if each.is_cut and not each.num_tokens]
+    if max(map(len, (without, cut, unasked))) <= MOST_UNREAD * len(completions):
+        return ""
+    facts = [
+        (without, f"have no {form}"),
+        (cut, f"were cut at {max((each.num_tokens for each in cut), default=0)} tokens"),
+        (unasked, f"had a prompt longer than agents.{agent}.max_input_tokens"),
+    ]
+    clauses, subject = [], f" of {agent}'s completions"
+    for some, what in facts:
+        if some:
+            count = f" ({len(some)} of {len(completions)})" if subject else ""
+            clauses.append(f"{100 * len(some) / len(completions):.0f} %{subject}{count} {what}")
+            subject = ""
+    # a completion that ended by itself says most about the form
+    example = min([*without, *cut], key=lambda each: (each.is_cut, not each.text), default=None)
+    if example is not None and example.text:
+        clauses.append(f'one ends "{visible(example.text.rstrip()[-_SHOWN_CHARS:]).translate(_LINE_BREAKS)}"')
+    return "; ".join(clauses)
