@@ -6,9 +6,11 @@ import io
 import re
 from dataclasses import replace
 
+import pytest
 from made_up_run import make_sample
 
 from marsrl.rollout.types import MISSING, Reward
+from marsrl.trainer.report import console
 from marsrl.trainer.report.console import MOST_SHOWN, RunConsole
 
 
@@ -35,3 +37,18 @@ def test_the_first_sample_shows_what_was_read_written_found_and_paid() -> None:
     assert printed.getvalue().endswith("found in them: neither an answer nor a verdict; no reward (no judgement)\n")
     RunConsole(stream=printed).sample(replace(unread, verdict=False))
     assert "the verdict wrong; no reward" in printed.getvalue()
+
+
+def test_rate_and_time_left_are_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    printed, clock = io.StringIO(), [100.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: clock[0])
+    with RunConsole(stream=printed).progress("evaluation", unit="episodes") as bar:
+        bar.played(16, 64, 0, "verifier1, round 3: 12 of 40 calls")  # 16 are kept from an earlier process
+        for clock[0], num_over in ((400.0, 16), (700.0, 22), (710.0, 23), (1000.0, 64)):
+            bar.played(num_over, 64, 1234, "verifier1, round 3: 12 of 40 calls" if num_over < 64 else "")
+    assert printed.getvalue().splitlines() == [
+        "evaluation: 16/64 episodes  verifier1, round 3: 12 of 40 calls; 1,234 tokens",
+        "evaluation: 22/64 episodes  0.6 episodes/min  70 min left  verifier1, round 3: 12 of 40 calls; 1,234 tokens",
+        "evaluation: 64/64 episodes  3.2 episodes/min  1,234 tokens",
+        "evaluation: 64/64 episodes  3.2 episodes/min  1,234 tokens",
+    ]

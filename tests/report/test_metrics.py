@@ -14,6 +14,7 @@ from marsrl.trainer.report.group_metrics import one_sided_verdicts, summarise
 from marsrl.trainer.report.metrics import NON_FINITE, MetricsLog, read_metrics
 from marsrl.trainer.report.step_metrics import WINDOW, GradSpikes
 from marsrl.trainer.report.summary import wilson_interval
+from marsrl.trainer.report.unread import Ended, unread
 from marsrl.trainer.runs.directory import RunDirectory
 
 
@@ -55,6 +56,21 @@ def test_metrics_are_never_overwritten_and_steps_never_repeat(run: RunDirectory)
             log.log(3, {"a": 2})
     with pytest.raises(ValueError, match="not overwritten"):
         MetricsLog(run)
+
+
+def test_zeros_are_told_with_a_number_and_an_example() -> None:
+    form = "answer in the form \\boxed{...}"
+    cut, plain = Ended(False, True, 128, "so we\x1b[2J\tadd\n\n"), Ended(False, False, 9, "<b>It</b> is\n18\u202e")
+    read, unasked = Ended(True, False, 20, "\\boxed{18}"), Ended(False, True, 0, "")
+    assert unread("solver", form, [plain] * 56 + [cut] * 41 + [read] * 3) == (
+        "97 % of solver's completions (97 of 100) have no answer in the form \\boxed{...}; 41 % were cut at 128 tokens; one ends "
+        '"<b>It</b> is␊18⟨U+202E⟩"'
+    )
+    assert unread("critic", "", [plain, plain, cut]) == (
+        '33 % of critic\'s completions (1 of 3) were cut at 128 tokens; one ends "so we␛[2J␉add"'
+    )
+    assert unread("solver", form, [plain] + [read] * 4) == unread("solver", form, []) == ""  # a fifth is not more
+    assert unread("solver", form, [unasked]).endswith("; 100 % had a prompt longer than agents.solver.max_input_tokens")
 
 
 @pytest.mark.parametrize("step", [None, -1, 0, 3])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations
@@ -144,6 +145,14 @@ def test_no_verdict_is_an_error_of_the_verifier_not_an_acceptance(evaluator: Any
     assert verifier.n == 0 and verifier.mean is None  # never wrong: the inputs are of one class only
     assert verifier.confusion is not None and verifier.confusion.none == 10
     assert verifier.loop_confusion is not None and verifier.loop_confusion.none > 0
+    form = "have no verdict in the form Verdict: correct or Verdict: wrong"
+    assert result.notes == (
+        f'100 % of verifier1\'s completions (50 of 50) {form}; one ends "= ="',  # 10 on the fixed inputs
+        f'100 % of verifier2\'s completions (120 of 120) {form}; one ends "= ="',
+    )
+    assert verifier.missing == 1 and result.agents["solver"].missing == 0
+    metrics = eval_metrics(result)
+    assert metrics["eval/verifier1/missing"] == 1 and metrics["eval/solver/missing"] == 0
 
 
 def test_a_prompt_that_does_not_fit_counts_as_wrong_and_one_that_is_cut_is_asked(evaluator: Any) -> None:
@@ -220,6 +229,55 @@ def test_draws_are_kept_and_those_of_another_version_or_team_are_not_taken(evalu
         assert replace(judged, identity={"team": "another"}).num_kept(VERSIONS, kept) == (0, 16)
         more = replace(judged, config=SMALL.model_copy(update={"repeat": 3}))
         assert more.num_kept(VERSIONS, kept) == (16, 24)
+
+
+def test_draws_hold_texts_and_files_without_them_are_read(evaluator: Any, tmp_path: Path) -> None:
+    judged = evaluator(perfect_critics, SMALL)
+    with Kept(tmp_path) as kept:
+        judged.collect_inputs(VERSIONS, kept=kept)
+        found = judged.evaluate(VERSIONS, kept=kept)
+        assert not any(draw.prompts for draw in kept.draws.values())  # on disk only
+    file = tmp_path / "draws.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    for draw in (line["answer"] for line in lines):
+        read = [draw["prompts"][call["prompt"]] for call in draw["calls"]]
+        assert len(set(draw["prompts"])) == len(draw["prompts"]) == len(set(read))
+        assert draw["calls"][0]["text"].startswith("Answer: ") and "<|user|>" in read[0], read
+        assert draw["calls"][0]["text"].split()[1] in read[1].split()  # its verifier's prompt
+    for line in (tmp_path / "fixed_answers.jsonl").read_text().splitlines():
+        fixed = json.loads(line)["answer"]
+        assert fixed["call"]["text"] and len(fixed["prompts"]) == 1 and fixed["call"]["prompt"] == 0
+    for line in lines:
+        del line["answer"]["prompts"]
+        line["answer"]["calls"] = [
+            {name: value for name, value in call.items() if name not in ("is_read", "prompt", "text")}
+            for call in line["answer"]["calls"]
+        ]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))  # as before there were texts
+    with Kept(tmp_path) as kept:
+        old = judged.evaluate(VERSIONS, kept=kept)
+    assert old.system == found.system and old.agents["solver"].missing is None and old.notes == ()
+
+
+def test_progress_names_agent_and_round_and_counts_kept_draws(evaluator: Any) -> None:
+    judged, told = evaluator(critics(err=True), SMALL), list[tuple[int, int, int, str]]()
+    kept = Kept()
+    judged.collect_inputs(VERSIONS, lambda *each: told.append(each), kept)
+    assert {total for _, total, _, _ in told} == {12} and told[-1][0] == 12
+    assert judged.ended(VERSIONS, kept) == "12 of 12 episodes for fixed inputs, 0 of 16 draws"
+    told.clear()
+    first = replace(judged, config=SMALL.model_copy(update={"repeat": 1}))
+    first.evaluate(VERSIONS, lambda *each: told.append(each), kept)
+    numbered = [re.fullmatch(r"(\w+), (round \d+|fixed inputs): (\d+) of (\d+) calls|", calls) for *_, calls in told]
+    assert all(numbered) and {("verifier1", "round 1"), ("verifier2", "round 3")} < {
+        each.group(1, 2) for each in numbered if each
+    }
+    assert all(int(each[3]) < int(each[4]) for each in numbered if each and each[1])
+    assert told[-1][:2] == (8, 8) and told[-1][3] == ""
+    assert [tokens for _, _, tokens, _ in told] == sorted(tokens for _, _, tokens, _ in told) and told[-1][2] > 100
+    told.clear()
+    judged.evaluate(VERSIONS, lambda *each: told.append(each), kept)
+    assert told[-1][:2] == (16, 16) and min(over for over, *_ in told) >= 8 and {total for _, total, *_ in told} == {16}
 
 
 def test_a_draw_that_an_engine_gave_up_is_not_kept(evaluator: Any, tmp_path: Path) -> None:

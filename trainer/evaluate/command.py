@@ -100,7 +100,12 @@ def evaluate_alone(
             ended = "" if evaluator is None else evaluator.ended(versions, kept)
             if evaluator is not None and evaluator.num_kept(versions, kept)[0]:
                 console.team(f"{name}, interrupted", evaluator.scored(versions, kept), time.monotonic() - start)
-            console.message(f"interrupted: {ended or 'no draw'} ended, kept in {out}; resume with: {resume}")
+            done = (
+                f"interrupted: {ended} have ended and are kept in {out}"
+                if ended
+                else "interrupted before a draw had ended"
+            )
+            console.message(f"{done}; resume with: {resume}")
             return INTERRUPTED
         seconds = time.monotonic() - start
     result = found.model_dump(mode="json")

@@ -152,7 +152,7 @@ class RunConsole:
         """A bar for the body. total None: unknown, so only count and rate are shown."""
         is_drawn = self._console.is_terminal and not self.is_quiet
         name = TextColumn("{task.description}", markup=False)
-        columns = (name, BarColumn(), MofNCompleteColumn(), _Pace(), TimeElapsedColumn())
+        columns = (name, BarColumn(20), MofNCompleteColumn(), _Pace(), TimeElapsedColumn())
         with Progress(*columns, console=self._console, disable=not is_drawn) as progress:
             yield (bar := Bar(progress, description, total, unit, None if is_drawn else self.message))
             bar.say()
