@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import shlex
 import shutil
+import signal
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +62,47 @@ def test_a_served_solver_with_critics_of_a_checkpoint_is_evaluated_and_goes_on(t
         assert {**again, "usage": 0, "latency": 0} == {**first, "usage": 0, "latency": 0}  # these have seconds
         assert again == json.loads(Path("kept/evaluation.json").read_text())
         assert "5 of 8 draws are kept" in told and len(server.bodies) == num_asked + 3
+
+
+def test_ctrl_c_keeps_what_ended_and_names_what_resumes(tmp_path: Path, capsys: Any) -> None:
+    os.chdir(tmp_path)
+    model = boxing_model(tmp_path / "model")
+    sevens(tmp_path, 8, name="p.jsonl")
+    number, goes_on = itertools.count(), threading.Event()
+
+    def reply(handler: Handler, body: dict[str, Any], before: int) -> None:
+        if (place := next(number)) == 7:  # the last of the eight
+            (file,) = Path("evaluations").glob("*/draws.jsonl")
+            while file.read_bytes().count(b"\n") < 5:
+                time.sleep(0.01)
+            time.sleep(0.2)  # the fifth is counted once it is written
+            os.kill(os.getpid(), signal.SIGINT)
+        if place >= 5:
+            goes_on.wait()
+        handler.complete("It is 7.")
+
+    with completions_server(reply) as server:
+        words = [
+            "task=math", "orchestration=solver", f"policies.main={{frozen: true, engine: openai, model: {model}}}",
+            f"policies.main.openai={{base_url: '{server.base_url}', model: m}}", "data.eval=p.jsonl", HERE,
+        ]  # fmt: skip
+        assert cli.main(["evaluate", *words]) == 130
+        goes_on.set()
+        told = capsys.readouterr()
+        *_, last = told.err.splitlines()
+        (folder,) = Path("evaluations").iterdir()
+        done, _, again = last.partition("; resume with: marsrl ")
+        first = (folder / "draws.jsonl").read_bytes()
+        assert done == f"interrupted: 5 of 8 draws have ended and are kept in {folder}" and first.count(b"\n") == 5
+        assert "math_default, interrupted" in told.err and "n 5)" in told.err and told.out == ""
+        num_asked = len(server.bodies)
+        result, said = evaluated(shlex.split(again)[1:], capsys)
+        assert len(server.bodies) == num_asked + 3 and result["num_episodes"] == 8
+        assert (folder / "draws.jsonl").read_bytes().startswith(first) and f"{folder}: 5 of 8 draws are kept" in said
+        zeros = '100 % of solver\'s completions (8 of 8) have no answer in the form \\boxed{...}; one ends "It is 7."'
+        assert result["notes"] == [zeros] and f"warning: {zeros}" in said.splitlines()
+        evaluated(words, capsys)
+        assert len(list(Path("evaluations").iterdir())) == 2  # the same words alone begin again, beside it
 
 
 GAME = """

@@ -34,6 +34,7 @@ from marsrl.rollout.engines.protocol import DecodeRequest, MemoryPart, WeightRec
 from marsrl.rollout.types import FloatArray, IntArray
 from marsrl.trainer.commands import cli
 from marsrl.trainer.models.init_model import init_model
+from marsrl.trainer.report.metrics import read_warnings
 from marsrl.trainer.report.samples_log import read_samples
 from marsrl.trainer.report.summary import load_summary
 from marsrl.trainer.report.token_log import read_tokens
@@ -358,7 +359,10 @@ def test_a_run_in_which_nothing_trains_stops_and_says_why(play: Play, tmp_path: 
     with pytest.raises(RuntimeError, match=dull):
         play(*small, "trainer.max_empty_steps=2", says=lambda request: "I do not know.")
     run = RunDirectory(tmp_path / "runs" / "scripted")
-    assert len(rows_of(run)) == 2  # and the steps are on disk
+    assert [row["answers/solver/missing"] for row in rows_of(run)] == [1, 1]  # and the steps are on disk
+    zeros = 'solver\'s completions (2 of 2) have no answer in the form \\boxed{...}; one ends "I do not know."'
+    told = [(step, text) for step, text in read_warnings(run.warnings) if "completions" in text]
+    assert [step for step, _ in told] == [1, 2] and {text for _, text in told} == {f"100 % of {zeros}"}
     shutil.rmtree(run.path)
     rows = [{"question": f"{i} is 7? " * (2000 if i else 1), "answer": "7"} for i in range(40)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

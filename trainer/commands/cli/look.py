@@ -43,7 +43,10 @@ def report(run: Annotated[str, Argument(help="a run's directory")]) -> None:
     print(write_report(run_directory(run)))
 
 
-@command("look", "marsrl evaluate task=math policies.main.model=/models/Qwen3-0.6B data.eval=aime25.jsonl")
+@command(
+    "look",
+    "marsrl evaluate task=math policies.main.model=/models/Qwen3-0.6B orchestration=solver data.eval=aime25.jsonl",
+)
 def evaluate(
     settings: Settings = None,
     config: Config = None,
