@@ -245,10 +245,12 @@ def test_groups_that_are_carried_over_take_places_of_new_problems_to_the_nearest
 PER_STEP = 3
 
 
-def play(numbers: Sequence[int], most_open: int | None = None) -> tuple[list[Played], list[tuple[int, int, int]], int]:
+def play(
+    numbers: Sequence[int], most_open: int | None = None
+) -> tuple[list[Played], list[tuple[int, int, int, str]], int]:
     """These episodes as they end, what progress is told, and the steps that the engine took, each a second of the clock."""
     team, (engine,) = letter_team(letter_config(), tokens_per_step=PER_STEP)
-    collect, ended, told, num_steps = engine.collect, list[Played](), list[tuple[int, int, int]](), 0
+    collect, ended, told, num_steps = engine.collect, list[Played](), list[tuple[int, int, int, str]](), 0
 
     def counted(timeout_s: float) -> list[DecodeResult]:
         nonlocal num_steps
@@ -279,7 +281,7 @@ def test_a_slot_that_is_free_is_used_and_an_episode_takes_from_its_own_first_req
     steps = [[math.ceil(len(sample.token_ids) / PER_STEP) for sample in each.samples] for each in ended]
     rounds = [max(each[k] for each in steps if k < len(each)) for k in range(max(map(len, steps)))]
     assert most_open or (len(rounds) > 3 and num_steps == max(map(sum, steps)) < sum(rounds))
-    assert told[-1] == (10, 10, sum(len(sample.token_ids) for each in ended for sample in each.samples))
+    assert told[-1] == (10, 10, sum(len(sample.token_ids) for each in ended for sample in each.samples), "")
     assert [each.latency_s for each in ended] == list(map(sum, steps))
     if most_open == 1:
         assert num_steps == sum(map(sum, steps))
@@ -287,7 +289,7 @@ def test_a_slot_that_is_free_is_used_and_an_episode_takes_from_its_own_first_req
 
 def test_asks_end_where_the_engine_ends_them_and_their_episodes_are_played_no_further() -> None:
     team, (engine,) = letter_team(letter_config())
-    collect, told, said = engine.collect, list[tuple[int, int, int]](), list[Completion]()
+    collect, told, said = engine.collect, list[tuple[int, int, int, str]](), list[Completion]()
 
     def cut(timeout_s: float) -> list[DecodeResult]:
         two = [(each, each.token_ids[:2], each.logprobs[:2]) for each in collect(timeout_s)]
@@ -306,7 +308,7 @@ def test_asks_end_where_the_engine_ends_them_and_their_episodes_are_played_no_fu
     play.finish()
     assert sorted(each.uid for each in said) == sorted(each.uid for each in asked)
     ends = [(len(each.token_ids), each.sample and each.sample.finish) for each in asked]
-    assert ends == [(2, Finish.LENGTH)] * 3 + [(0, Finish.LENGTH)] and told[-1] == (2, 2, 6)
+    assert ends == [(2, Finish.LENGTH)] * 3 + [(0, Finish.LENGTH)] and told[-1][3] == ""
     ended, too_long = list[Played](), dict.fromkeys(team.agents, AgentConfig(max_input_tokens=1))
     play = EvaluationPlay(replace(team, agents=too_long), {"main": 0}, 48, Sampling(), on_end=ended.append)
     play.add([other], seed=0)

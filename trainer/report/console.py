@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -173,15 +174,19 @@ class RunConsole:
 
     def team(self, name: str, evaluation: Evaluation, seconds: float) -> None:
         """Print a team's accuracy, the cost of an episode by agent, and what explains zeros. seconds: of the whole evaluation."""
-        table = table_of(f"{MEANING}; seconds: of the whole evaluation", "", "correct", *COLUMNS, "seconds")
+        if not self._console.is_terminal:
+            self._console.width = max(self._console.width, 160)
+        columns = COLUMNS if self._console.width >= 100 else COLUMNS[:3]  # what is left out is in evaluation.json
+        title = f"{MEANING}; the whole evaluation took {seconds:.1f} s"
+        table = table_of(title, "", "correct", *(column.replace(" ", "\n") for column in columns))
+        table.box, table.show_edge, table.collapse_padding = SIMPLE_HEAD, False, True
         whole, parts = episode_costs(evaluation)
-        table.add_row(Text(name), _cell(whole.correct), *whole.cells, f"{seconds:.1f}")
+        table.add_row(Text(name), _cell(whole.correct), *whole.cells[: len(columns)])
         for row, found in _rows_at(evaluation):
             table.add_row(Text(f"  {row}"), _cell(found))
         for part in parts:
-            table.add_row(Text(f"  {part.name}"), "" if part.correct is None else _cell(part.correct), *part.cells)
-        if not self._console.is_terminal:
-            self._console.width = max(self._console.width, 160)
+            correct = "" if part.correct is None else _cell(part.correct)
+            table.add_row(Text(f"  {part.name}"), correct, *part.cells[: len(columns)])
         self._console.print(table)
         for note in evaluation.notes:
             self.warning(note)
