@@ -130,6 +130,21 @@ CANDIDATES = st.lists(st.sampled_from([0.0, 1.0]), max_size=12).map(
 RULES = st.sampled_from(["adaptive", "balanced", "paired", "random"])
 
 
+def test_form_names_what_parsers_look_for(tmp_path: Path) -> None:
+    file = tmp_path / "own.yaml"
+    file.write_text("turns: {solver: [{user: '{problem}'}]}\nanswer: {regex: 'ANS=(.)'}\n")
+    search = build_orchestration("search_team", {}, "qa")
+    assert {spec.name: search.form(spec.name) for spec in search.agents} == {
+        "verifier": "route in the form <verify>yes</verify> or <verify>no</verify>",
+        "search": "query in the form <search>...</search>",
+        "answer": "answer in the form <answer>...</answer>",
+    }
+    assert build_orchestration("dual_system", {}, "qa").form("system1") == ""
+    own = build_orchestration("solver", {"solver": AgentConfig(prompt=str(file))}, "math")
+    assert own.form("solver") == "answer that its parser finds"
+    assert build_orchestration("external", {"a": AgentConfig()}, "math").form("a") == ""
+
+
 @given(CANDIDATES, st.integers(1, 5), RULES, st.booleans(), st.integers(0, 99), st.randoms(use_true_random=False))
 def test_picks_keep_their_rule_whatever_the_order_of_the_candidates(
     candidates: list[Sample], count: int, rule: str, prefers_right: bool, seed: int, shuffler: random.Random

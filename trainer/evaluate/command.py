@@ -88,7 +88,9 @@ def evaluate_alone(
         versions = dict.fromkeys(config.policies, 0)
         evaluator: Evaluator | None = None
         try:
-            evaluator = make_evaluator(checked, stack.enter_context(open_team(checked, models)))
+            with console.part("starting engines"):
+                team = stack.enter_context(open_team(checked, models))
+            evaluator = make_evaluator(checked, team)
             if ended := evaluator.ended(versions, kept):
                 console.message(f"{out}: {ended} are kept")
             with console.progress("fixed inputs", unit="episodes") as bar:
