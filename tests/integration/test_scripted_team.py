@@ -357,12 +357,13 @@ def test_a_run_in_which_nothing_trains_stops_and_says_why(play: Play, tmp_path: 
     small = ("run.steps=5", "run.evaluate=false", "rollout.prompts_per_step=1", "rollout.group_size=2")
     dull = r"step 2: no sample had a gradient in 2 steps in a row .* of the last step's 2 samples 2 have the rewards of all"
     with pytest.raises(RuntimeError, match=dull):
-        play(*small, "trainer.max_empty_steps=2", says=lambda request: "I do not know.")
+        play(*small, "run.evaluate=true", "trainer.max_empty_steps=2", says=lambda request: "I do not know.")
     run = RunDirectory(tmp_path / "runs" / "scripted")
     assert [row["answers/solver/missing"] for row in rows_of(run)] == [1, 1]  # and the steps are on disk
     zeros = 'solver\'s completions (2 of 2) have no answer in the form \\boxed{...}; one ends "I do not know."'
     told = [(step, text) for step, text in read_warnings(run.warnings) if "completions" in text]
-    assert [step for step, _ in told] == [1, 2] and {text for _, text in told} == {f"100 % of {zeros}"}
+    assert told[0] == (0, f"evaluation before: 100 % of {zeros.replace('2 of 2', '3 of 3')}")
+    assert told[5:] == [(step, f"100 % of {zeros}") for step in (1, 2)]  # the evaluation tells of five agents
     shutil.rmtree(run.path)
     rows = [{"question": f"{i} is 7? " * (2000 if i else 1), "answer": "7"} for i in range(40)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
