@@ -96,9 +96,8 @@ class EvaluationPlay:
         self._later: deque[_Play] = deque()
         self._num_open = self._num_over = self._num_episodes = 0
         self._calls: dict[str, list[int]] = {}  # [open, asked] by agent and round
-        self._call_of: dict[
-            tuple[int, str], str
-        ] = {}  # by id of the episode, which may have copies, and of the open ask
+        # the same names by open ask: id() of its episode, which may have copies, and the ask's id
+        self._call_of: dict[tuple[int, str], str] = {}
 
     def add(self, episodes: Sequence[Episode], seed: int) -> None:
         """Play the episodes to their ends, with one sample per ask."""

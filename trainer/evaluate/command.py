@@ -102,12 +102,8 @@ def evaluate_alone(
             ended = "" if evaluator is None else evaluator.ended(versions, kept)
             if evaluator is not None and evaluator.num_kept(versions, kept)[0]:
                 console.team(f"{name}, interrupted", evaluator.scored(versions, kept), time.monotonic() - start)
-            done = (
-                f"interrupted: {ended} have ended and are kept in {out}"
-                if ended
-                else "interrupted before a draw had ended"
-            )
-            console.message(f"{done}; resume with: {resume}")
+            done = f": {ended} have ended and are kept in {out}" if ended else " before a draw had ended"
+            console.message(f"interrupted{done}; resume with: {resume}")
             return INTERRUPTED
         seconds = time.monotonic() - start
     result = found.model_dump(mode="json")
