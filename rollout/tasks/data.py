@@ -1,10 +1,4 @@
-"""Problems from jsonl, json, parquet and Hugging Face dataset directories, and the order of their draws.
-
-Known rows: GSM8K (question, answer with `####`), question/answer, query/ans_box, prompt/label, problem/answer or
-problem/solution with \\boxed, OlympiadBench (question, final_answer = list of one), and verl's (prompt = list of
-one user's message, reward_model.ground_truth). For task=qa also lists of right answers: golden_answers and
-reward_model.ground_truth.target (Search-R1, Dr. MAS).
-"""
+"""Problems from jsonl, json, parquet and Hugging Face dataset directories (docs/data.md), and the order of their draws."""
 
 from __future__ import annotations
 
@@ -26,6 +20,7 @@ from marsrl.rollout.tasks.placeholders import is_placeholder, shared
 from marsrl.rollout.tasks.protocol import ProblemSource
 from marsrl.rollout.types import Problem
 
+# docs/data.md lists these keys.
 QUESTION_KEYS = ("question", "query", "problem", "prompt")
 ANSWER_KEYS = (
     *("golden_answers", "answer", "final_answer", "ans_box", "label", "reward_model.ground_truth.target"),

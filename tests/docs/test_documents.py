@@ -19,10 +19,10 @@ from marsrl.trainer.config.keys import all_keys
 PICTURES = {
     "docs/own_task.md": "Peru, Lima\n",
     "README.md": "kernels/     fused tensor",
-    "docs/prompts.md": "answer: boxed\nverdict:",
+    "docs/prompts.md": ("answer: boxed\nverdict:", "answer: boxed\nturns:"),
     "docs/tools.md": '<tool_call>\n{"name": "convert"',
     "docs/dual_system.md": "<think>Who is the teacher",
-    "docs/data.md": "right answers  ",
+    "docs/data.md": ('{"question": "What is 2', "right answers  "),
     "docs/external.md": "class Guess:",  # tests/gateway/test_environments.py plays it
 }
 
@@ -37,9 +37,11 @@ def test_every_command_of_the_documents_is_run_by_a_test() -> None:
 
 
 def test_a_block_that_nobody_types_is_a_known_picture() -> None:
-    found = {block.where.partition(":")[0]: block.text for block in other_blocks()}
+    found: dict[str, list[str]] = {}
+    for block in other_blocks():
+        found.setdefault(block.where.partition(":")[0], []).append(block.text)
     assert found.keys() == PICTURES.keys()
-    assert all(found[page].startswith(beginning) for page, beginning in PICTURES.items())
+    assert not [page for page, texts in found.items() if not all(text.startswith(PICTURES[page]) for text in texts)]
 
 
 def files_named() -> Iterator[Found]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from marsrl.rollout.tasks.config import TrainFile, read_eval_files, read_train_files
-from marsrl.rollout.tasks.data import in_epochs, read_problems, reference
+from marsrl.rollout.tasks.data import ANSWER_KEYS, QUESTION_KEYS, in_epochs, read_problems, reference
 from marsrl.rollout.tasks.own_task import own_problems
 from marsrl.rollout.tasks.problem_files import Mixture, draw_endlessly, read_eval, read_train
 from marsrl.rollout.tasks.registry import build_task
@@ -57,6 +58,14 @@ ROWS: list[tuple[str, dict[str, object], str]] = [
 def test_known_rows_are_read(tmp_path: Path, task: str, row: object, answer: str) -> None:
     (problem,) = read_problems(write(tmp_path / "d.jsonl", row), task).problems
     assert problem == Problem("d.jsonl:1", "q", answer, task)
+
+
+def test_the_page_begins_with_rows_that_are_read_and_lists_all_keys(tmp_path: Path) -> None:
+    rows, _, rest = (Path(__file__).parents[2] / "docs/data.md").read_text("utf-8").partition("\n\nA problem is a row")
+    (tmp_path / "d.jsonl").write_text(textwrap.dedent(rows.removeprefix("# A file of problems\n\n")))
+    assert [problem.answer for problem in read(tmp_path / "d.jsonl").problems] == ["4", "36", "11"]
+    listed = [re.findall("`([^`]+)`", line.split("|")[1]) for line in rest.splitlines() if line.startswith("| `")][:2]
+    assert listed == [[*QUESTION_KEYS, "data.question_key"], [*ANSWER_KEYS, "data.answer_key"]]
 
 
 GOOD = {"question": "q", "answer": "1"}

@@ -75,7 +75,7 @@ class DataConfig(Settings):
     question_key: str | None = None
     """default: found from the first line (question, query, problem, prompt); a text, or a list of one user's message"""
     answer_key: str | None = None
-    """default: found from the first line (answer, final_answer, ans_box, label, ...)"""
+    """default: found from the first line (answer, solution, reward_model.ground_truth, ...: docs/data.md)"""
     demonstrations: str | None = None
     """marsrl sft: jsonl or json of what agents should have written (docs/teachers.md)"""
     on_bad_line: Literal["error", "skip"] = "error"
