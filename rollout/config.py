@@ -120,7 +120,18 @@ def _above_0(value: float, info: ValidationInfo) -> float:
     return value
 
 
+def _typed_text(value: str, info: ValidationInfo) -> str:
+    r"""A text for an agent. In double quotes YAML makes control characters of LaTeX's commands, such as \boxed and \text."""
+    if found := next((char for char in value if ord(char) < 32 and char != "\n"), None):
+        raise ValueError(
+            f"{info.field_name} has the control character {found!r}, which YAML makes of a backslash in double quotes; quote it "
+            "with single ones, or double the backslash"
+        )
+    return value
+
+
 HttpUrl = Annotated[str, AfterValidator(_http_url)]
+Text = Annotated[str, Field(min_length=1), AfterValidator(_typed_text)]
 Temperature = Annotated[float, AfterValidator(_above_0)]
 VariableName = Annotated[str, AfterValidator(_variable_name)]
 
@@ -148,6 +159,11 @@ class AgentConfig(Settings):
     prompt: str | None = None
     """prompt set that ships (`marsrl prompts`), or FILE.yaml (docs/prompts.md): how the agent is asked and read; default: the
     task's set"""
+    system: Text | None = None
+    """the system turn that the agent reads, in place of the prompt set's; placeholders as there (docs/prompts.md)"""
+    suffix: Text | None = None
+    r"""what the user's last turn ends with, below the prompt set's text: 'Put your answer in \boxed{}.'; placeholders as there
+    (docs/prompts.md)"""
     temperature: Temperature = Field(1.0, description="sampling temperature in training, above 0")
     top_p: PositiveShare = Field(1.0, description="trained agents need 1, or loss.truncation=renormalise")
     top_k: int = Field(-1, ge=-1, le=MOST_TOKENS)

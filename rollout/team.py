@@ -202,6 +202,7 @@ class Team:
         renderer, settings = self.renderer(ask.agent), self.agents[ask.agent]
         try:
             messages = returned.messages(self.orchestration.messages(episode, ask))
+            self.orchestration.check_words(ask.agent, messages)
             tools = list(self._functions(ask.agent).values())
             prompt_ids, text = renderer.render(messages, tools, **settings.template_options)
         except Exception as error:

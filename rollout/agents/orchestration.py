@@ -99,15 +99,19 @@ class Orchestration:
 
         A default set need not have a chat for the agent: a user's team may write its own.
         """
-        spec, named = self.specs[name], self.settings[name].prompt
+        spec, settings = self.specs[name], self.settings[name]
+        roles = (spec.role, *spec.also)
         try:
-            prompts = prompt_set(named or default)
-            for role in (spec.role, *spec.also):
-                if named is not None or (role in READS and READS[role] not in prompts.parsers):
+            prompts = prompt_set(settings.prompt or default)
+            for role in roles:
+                if settings.prompt is not None or (role in READS and READS[role] not in prompts.parsers):
                     require_words(prompts, role)
         except ValueError as error:
             raise ValueError(f"agents.{name}.prompt: {error}") from error
-        return prompts
+        try:
+            return prompts.with_words(roles, settings.system, settings.suffix)
+        except ValueError as error:
+            raise ValueError(f"agents.{name}.{error}") from error
 
     def _compat_of(self, name: str) -> Compat:
         """The published code's parser for this Verifier; ValueError if the prompt does not ask for the marker that it looks
@@ -251,6 +255,16 @@ class Orchestration:
         require_words(self._prompts[agent], role)
         values |= {"problem": episode.problem.question, "solution": solution, "report": report}
         return self._prompts[agent].fill(role, **values)
+
+    def check_words(self, agent: str, messages: Sequence[Message]) -> None:
+        """Raise ValueError if a chat lacks agents.<name>.system or suffix, which `prompt` puts into it, up to its first brace."""
+        for key, role in (("system", "system"), ("suffix", "user")):
+            text = (getattr(self.settings[agent], key) or "").partition("{")[0]
+            if text and not any(text in message.content for message in messages if message.role == role):
+                raise ValueError(
+                    f"agents.{agent}.{key} is set, and {type(self).__name__}.messages does not show it: write the chat with "
+                    f"self.prompt(...), or read self.settings[{agent!r}].{key} there"
+                )
 
     def accepts(self, report: Sample) -> bool:
         """True if the verdict is "correct", or is missing and agents.<name>.missing_verdict is "correct"."""

@@ -20,7 +20,7 @@ import difflib
 import hashlib
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import NoReturn, TypeGuard, TypeVar
@@ -65,6 +65,28 @@ class PromptSet:
             return f"{{{match[1]}}}" if match[1] else values.get(match[2], "")
 
         return tuple(Message(turn.role, _FIELD.sub(value, turn.content)) for turn in self.turns[role])
+
+    def with_words(self, roles: Collection[Role], system: str | None, suffix: str | None) -> PromptSet:
+        """The set with this system turn, and this text below the user's last turn, in its chats of these roles.
+
+        Raises ValueError that begins with the name of the text: it has a placeholder that a role lacks, or `system` replaces a
+        turn with one that the role needs.
+        """
+        turns = dict(self.turns)
+        for role in [role for role in roles if role in turns]:
+            for name, text in (("system", system), ("suffix", suffix)):
+                if message := _wrong_placeholder(role, text or "")[1]:
+                    raise ValueError(f"{name}: {message}")
+            chat = [turn for turn in turns[role] if system is None or turn.role != "system"]
+            if system is not None:
+                chat.insert(0, Message("system", system))
+            if suffix is not None:
+                chat[-1] = Message("user", f"{chat[-1].content}\n\n{suffix}")
+            turns[role] = tuple(chat)
+            shown = {match[2] for turn in chat for match in _FIELD.finditer(turn.content)}
+            if missing := [name for name in PLACEHOLDERS[role][0] if name not in shown]:
+                raise ValueError(f"system replaces the turn of {role} that shows {{{missing[0]}}}: write that in it, too")
+        return replace(self, turns=turns)
 
     def compat(self) -> Compat | None:
         """The published code's parser whose marker the Verifier's prompt asks for; None without one."""
@@ -133,15 +155,10 @@ class _File:
         return tuple(turns)
 
     def _placeholders(self, role: Role, node: yaml.Node, text: str) -> set[str]:
-        needed, allowed = PLACEHOLDERS[role]
-        known = (*needed, *allowed)
-        found = [(match.start(), match[2]) for match in _FIELD.finditer(text) if match[2]]
-        for start, name in (*found, *((match.start(), match[1]) for match in _UNKNOWN.finditer(text))):
-            if name not in known:
-                have = ", ".join(f"{{{each}}}" for each in known)
-                message = f"{role} has no {{{name}}}; it has {have}; for the word in braces write {{{{{name}}}}}"
-                self._fail(node, message, text.count("\n", 0, start) + 1 if node.style == "|" else 0)
-        return {name for _, name in found}
+        start, message = _wrong_placeholder(role, text)
+        if message:
+            self._fail(node, message, text.count("\n", 0, start) + 1 if node.style == "|" else 0)
+        return {match[2] for match in _FIELD.finditer(text) if match[2]}
 
     def _parser(self, what: str, node: yaml.Node) -> Parser:
         named = PARSERS[what]
@@ -205,6 +222,18 @@ class _File:
 
     def _fail(self, node: yaml.Node, message: str, lines_below: int = 0) -> NoReturn:
         raise ValueError(f"{self._name}:{node.start_mark.line + 1 + lines_below}: {message}")
+
+
+def _wrong_placeholder(role: Role, text: str) -> tuple[int, str]:
+    """(position, message) of the first placeholder that the role does not have; the message is "" without any."""
+    needed, allowed = PLACEHOLDERS[role]
+    known = (*needed, *allowed)
+    found = [(match.start(), match[2]) for match in _FIELD.finditer(text) if match[2]]
+    for start, name in (*found, *((match.start(), match[1]) for match in _UNKNOWN.finditer(text))):
+        if name not in known:
+            have = ", ".join(f"{{{each}}}" for each in known)
+            return start, f"{role} has no {{{name}}}; it has {have}; for the word in braces write {{{{{name}}}}}"
+    return 0, ""
 
 
 def _shown(node: yaml.Node) -> str:

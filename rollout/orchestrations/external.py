@@ -39,6 +39,12 @@ class External(Orchestration):
                 f"agents: orchestration=external has the agents that are named there, found {', '.join(agents) or 'none'}; "
                 "expected at least one, names of letters, digits, _ and -, which programs give as the model"
             )
+        for name, agent in agents.items():
+            if given := [key for key in ("system", "suffix") if getattr(agent, key) is not None]:
+                raise ValueError(
+                    f"agents.{name}.{given[0]} is set, and with orchestration=external the program writes what its agents "
+                    "read: put the text into the program's messages"
+                )
         return dict(agents)
 
     def follow(self, episode: Episode) -> Sequence[Ask | ToolCall]:

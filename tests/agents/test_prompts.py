@@ -34,7 +34,10 @@ from marsrl.rollout.agents.parsers import (
 from marsrl.rollout.agents.prompts import parse_prompts, prompt_set, set_names, without_tags
 from marsrl.rollout.agents.roles import PLACEHOLDERS, READS, Role
 from marsrl.rollout.config import AgentConfig
+from marsrl.rollout.episode import Episode
 from marsrl.rollout.orchestrations.registry import build_orchestration
+from marsrl.rollout.orchestrations.solver import Solver
+from marsrl.rollout.types import Ask, Message, Problem
 from marsrl.trainer.commands.cli import main
 
 SOLVER = 'answer: boxed\nturns:\n  solver:\n    - user: "{problem}"\n'
@@ -142,6 +145,64 @@ def test_the_file_of_the_page_is_one() -> None:
     assert [turn.content for turn in file.fill(Role.VERIFIER, problem="P", solution="S")][1] == "P\n\nS"
     read = file.parsers["verdict"].read
     assert [read(text) for text in ("Grade: right", "grade:wrong.", "right")] == [True, False, None]
+
+
+def test_the_examples_of_the_page_come_before_the_problem() -> None:
+    page = (Path(__file__).parents[2] / "docs/prompts.md").read_text("utf-8").partition("`few_shot.yaml`:\n\n")[2]
+    file = parse_prompts(textwrap.dedent(page.partition("\n## ")[0]), "page")
+    turns = file.fill(Role.SOLVER, problem="P")
+    assert [turn.role for turn in turns] == ["system", *2 * ["user", "assistant"], "user"] and turns[-1].content == "P"
+    assert [file.parsers["answer"].read(turn.content) for turn in turns[2::2]] == ["42", "5"]
+
+
+@pytest.mark.parametrize("name", set_names())
+def test_system_and_suffix_are_read_in_every_role(name: str) -> None:
+    plain = prompt_set(name)
+    values = {key: f"<{key}>" for role in Role for names in PLACEHOLDERS[role] for key in names}
+    for role, before in ((role, plain.fill(role, **values)) for role in plain.turns):
+        filled = plain.with_words([role], "Is {problem} \\boxed{}?", "{{answer}} x^{ab}").fill(role, **values)
+        rest = [turn for turn in before if turn.role != "system"]
+        last = Message("user", f"{rest[-1].content}\n\n{{answer}} x^{{ab}}")
+        assert filled == (Message("system", "Is <problem> \\boxed{}?"), *rest[:-1], last)
+        assert plain.with_words([role], None, None) == plain
+
+
+def test_an_agent_of_several_roles_has_its_words_in_each() -> None:
+    words = {"solver": AgentConfig(system="Be brief.", suffix="Use \\boxed{}.")}
+    team = build_orchestration("solver_verifier", words, "math")
+    for role in (Role.SOLVER, Role.CORRECTOR):
+        chat = team.prompt("solver", role, Episode("e", "e", Problem("p", "Q", "1", "math")))
+        assert chat[0] == Message("system", "Be brief.") and chat[-1].content.endswith("\n\nUse \\boxed{}.")
+
+
+@pytest.mark.parametrize(
+    ("team", "agent", "words", "said"),
+    [
+        ("solver", "solver", {"suffix": "See {report}."}, "agents.solver.suffix: solver has no {report}; it has {problem};"),
+        ("solver", "solver", {"system": "A {probelm}."}, "agents.solver.system: solver has no {probelm}"),
+        ("external", "clerk", {"suffix": "Hi"}, "agents.clerk.suffix is set, and with orchestration=external the program"),
+    ],
+)  # fmt: skip
+def test_words_that_no_agent_could_read_are_refused(team: str, agent: str, words: dict[str, str], said: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}"):
+        build_orchestration(team, {agent: AgentConfig(**words)}, "math")  # type: ignore[arg-type]
+
+
+def test_a_system_turn_is_not_lost_with_what_it_must_show(tmp_path: Path) -> None:
+    text = SOLVER.replace("    - user", '    - system: "Solve {problem}"\n    - user').replace('user: "{problem}"', "user: Now.")
+    (tmp_path / "mine.yaml").write_text(text)
+    with pytest.raises(ValueError, match=r"^agents.solver.system replaces the turn of solver that shows \{problem\}"):
+        build_orchestration("solver", {"solver": AgentConfig(prompt=str(tmp_path / "mine.yaml"), system="Hi")}, "math")
+
+
+def test_a_team_that_writes_its_chats_itself_shows_the_words() -> None:
+    class Own(Solver):
+        def messages(self, episode: Episode, ask: Ask) -> tuple[Message, ...]:
+            return (Message("user", f"Q {self.settings['solver'].system}"),)
+
+    Own({"solver": AgentConfig(suffix="Q {problem}")}, "math").check_words("solver", [Message("user", "a Q 1")])
+    with pytest.raises(ValueError, match="agents.solver.system is set, and Own.messages does not show it"):
+        Own({"solver": AgentConfig(system="Hi")}, "math").check_words("solver", [Message("user", "Q Hi")])
 
 
 @given(

@@ -238,6 +238,10 @@ def test_the_prompt_is_what_the_agent_would_be_asked_and_the_rest_is_imitated(
         assert np.array_equal(sequence.prompt_ids, prompt) and sequence.is_sampled.all()
         assert renderer.decode(sequence.token_ids) == completion and sequence.token_ids[-1] == renderer.eos_id
         assert sequence.advantage == 1 and sequence.token_advantages is None
+    row = {"agent": "verifier1", "prompt": fields, "completion": "wrong"}
+    (line,) = read(row, words=["agents.verifier1.suffix=Be strict."]).lines
+    asked = prompt_set("math").with_words([Role.VERIFIER], None, "Be strict.").fill(Role.VERIFIER, **fields)
+    assert np.array_equal(line.sequence.prompt_ids, renderer.render(asked)[0])
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "r1"])

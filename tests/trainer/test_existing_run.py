@@ -221,6 +221,14 @@ def test_answers_are_told_apart_by_the_words_of_a_file_and_not_by_its_place(word
     assert before != team_identity(one)
 
 
+@pytest.mark.parametrize("key", ["system", "suffix"])
+def test_another_system_turn_or_suffix_is_another_prompt(key: str, tmp_path: Path) -> None:
+    plain, other = settings("run.resume=auto"), settings("run.resume=auto", f"agents.solver.{key}=Hi")
+    assert team_identity(plain) != team_identity(other)
+    _, differs = resume_lines(begun(tmp_path), other, {})
+    assert differs.endswith(f": agents.solver.{key} None -> Hi")
+
+
 def test_answers_are_told_apart_by_the_numbers_that_vllm_computes_in() -> None:
     given = ("loss.correction=tis", "rollout.vllm.dtype=bfloat16")
     plain, more = (team_identity(settings(*given, f"rollout.vllm.max_num_seqs={most}")) for most in (4, 8))

@@ -450,8 +450,14 @@ def _check_teachers(config: RunConfig) -> None:
 
 
 def _check_templates(config: RunConfig) -> None:
-    """Check that chat templates show tools, for agents that call tools through them."""
+    """Check that chat templates show tools, for agents that call them, and that a policy taught here reads what it was taught."""
     for name, agent in config.agents.items():
+        given = [key for key in ("system", "suffix") if getattr(agent, key) is not None]
+        if given and config.policies[agent.policy].model is None:
+            raise ConfigError(
+                f"agents.{name}.{given[0]} is set, and policies.{agent.policy}.model is not: a policy that is taught here knows "
+                "no prompts but the task's; set a model, or leave the text out"
+            )
         if not agent.tools:
             continue
         key, model = f"agents.{name}.tools is {', '.join(agent.tools)}", config.policies[agent.policy].directory
@@ -490,6 +496,7 @@ def _check_first_prompts(
         episode = Episode("preflight", "preflight", source(len(lengths)))
         (ask, *_) = _first_asks(orchestration, episode)
         messages = returned.messages(orchestration.messages(episode, ask))
+        orchestration.check_words(first, messages)
         lengths.append(len(renderer.render(messages, tools, **options)[0]))
         if lengths[-1] == 0:
             raise ConfigError(

@@ -242,7 +242,7 @@ def explain(error: ValidationError, origin: ConfigOrigin) -> str:
             placed = origin.with_places(reason)
             lines.append(placed if placed != reason else f"{reason}{given}")
         else:
-            quoted = problem["type"] == "string_type" and isinstance(problem["input"], bool | int | float)
-            hint = f"""; as text it needs quotes, in a shell twice: {key}='"..."'""" if quoted else ""
+            quoted = problem["type"] == "string_type" and problem["input"] is not None
+            hint = f"""; as text it needs quotes, in a shell twice: {key}="'...'\"""" if quoted else ""
             lines.append(f"{key}: {problem['msg']} (found {problem['input']!r}{hint}){given}")
     return "\n".join(dict.fromkeys(lines))  # a wrong team is found twice

@@ -178,10 +178,10 @@ class _Reader:
 
     def _prompts_of(self, agent: str) -> PromptSet:
         if agent not in self._prompts:
-            config = self._config
-            prompts = prompt_set(config.agents[agent].prompt or prompts_of(config.task, config.task_options))
-            require_words(prompts, self._roles[agent])
-            self._prompts[agent] = prompts
+            config, role = self._config.agents[agent], self._roles[agent]
+            prompts = prompt_set(config.prompt or prompts_of(self._config.task, self._config.task_options))
+            require_words(prompts, role)
+            self._prompts[agent] = prompts.with_words((role,), config.system, config.suffix)
         return self._prompts[agent]
 
 
