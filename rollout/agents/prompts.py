@@ -85,7 +85,9 @@ class PromptSet:
             turns[role] = tuple(chat)
             shown = {match[2] for turn in chat for match in _FIELD.finditer(turn.content)}
             if missing := [name for name in PLACEHOLDERS[role][0] if name not in shown]:
-                raise ValueError(f"system replaces the turn of {role} that shows {{{missing[0]}}}: write that in it, too")
+                raise ValueError(
+                    f"system replaces the turn of {role} that shows {{{missing[0]}}}: write that in it, too"
+                )
         return replace(self, turns=turns)
 
     def compat(self) -> Compat | None:

@@ -189,7 +189,9 @@ def test_words_that_no_agent_could_read_are_refused(team: str, agent: str, words
 
 
 def test_a_system_turn_is_not_lost_with_what_it_must_show(tmp_path: Path) -> None:
-    text = SOLVER.replace("    - user", '    - system: "Solve {problem}"\n    - user').replace('user: "{problem}"', "user: Now.")
+    text = SOLVER.replace("    - user", '    - system: "Solve {problem}"\n    - user').replace(
+        'user: "{problem}"', "user: Now."
+    )
     (tmp_path / "mine.yaml").write_text(text)
     with pytest.raises(ValueError, match=r"^agents.solver.system replaces the turn of solver that shows \{problem\}"):
         build_orchestration("solver", {"solver": AgentConfig(prompt=str(tmp_path / "mine.yaml"), system="Hi")}, "math")
