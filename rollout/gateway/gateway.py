@@ -52,6 +52,7 @@ class Gateway:
         # Used only by the server's thread.
         self._playing: dict[str, Session] = {}  # by key
         self._workers: dict[str, float] = {}  # time of each one's last request, or by when it asks first
+        self._last_error = ""  # of a session
         self._over: dict[str, list[str]] = {}  # by worker, keys of sessions that it may abandon
 
     # The player's side.
@@ -161,7 +162,8 @@ class Gateway:
         self._stop(session)
         self.num_over += 1
         if output.is_error:
-            _log.warning("session %s failed: %s", session.id, output.text[-_MOST_SHOWN:])
+            is_told, self._last_error = output.text == self._last_error, output.text
+            _log.warning("session %s failed: %s", session.id, "as above" if is_told else output.text[-_MOST_SHOWN:])
         session.output.set_result(output)
         with self._news:
             self._tell()

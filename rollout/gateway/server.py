@@ -143,8 +143,18 @@ async def _models(request: web.Request) -> web.Response:
 
 
 async def _call(request: web.Request) -> web.StreamResponse:
-    """The answer, after keep-alive blanks if it is late; once sent, it is noted as read. Cut off if there is none."""
     session, body, data = await _session_of(request)
+    try:
+        return await _answered(request, session, body, data)
+    except Refused as error:
+        session.refusals[str(error)] = None
+        raise
+
+
+async def _answered(
+    request: web.Request, session: Session, body: dict[str, Any], data: bytes
+) -> web.StreamResponse:
+    """The answer, after keep-alive blanks if it is late; once sent, it is noted as read. Cut off if there is none."""
     api = APIS[request.path]
     digest = hashlib.blake2b(request.path.encode() + data, digest_size=16).digest()
     try:

@@ -84,6 +84,7 @@ class Session:
     _calls: list[_Asked] = field(default_factory=list)
     _read: dict[int, None] = field(default_factory=dict)  # numbers of calls whose answers were read, in order
     _answered: dict[str, int] = field(default_factory=dict)  # numbers of calls, by the ids of their answers
+    refusals: dict[str, None] = field(default_factory=dict)  # texts of its refused calls
     _is_over: bool = False
     _order: asyncio.Lock = field(default_factory=asyncio.Lock)  # of calls, in order of arrival
     _num_open: int = 0  # calls being parsed or answered
@@ -150,7 +151,8 @@ class Session:
         seconds = self.clock() - self.began_s
         try:
             if said.get("error") is not None:
-                raise ValueError(str(said["error"]))
+                error = str(said["error"])
+                raise ValueError(next((refusal for refusal in self.refusals if refusal in error), error))
             reward = None if said.get("reward") is None else _number(said["reward"])
             rewards = None if said.get("rewards") is None else self._rewards(said["rewards"])
             answer = None if said.get("answer") is None else str(said["answer"])

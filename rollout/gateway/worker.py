@@ -174,8 +174,7 @@ class Worker:
                 found = task.result()
             said = _as_end(found)
         except BaseException as error:
-            text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-            said = {"error": text[-_MOST_SHOWN:]}
+            said = {"error": _told(error)[-_MOST_SHOWN:]}
         if self._open.pop(key, None) is None:
             return  # it has already ended
         for _ in range(60):
@@ -186,6 +185,14 @@ class Worker:
                 return
             except (OSError, http.client.HTTPException):
                 time.sleep(_RETRY_S)
+
+
+def _told(error: BaseException) -> str:
+    """The error with the program's lines that led to it, without this file's."""
+    whole = traceback.TracebackException.from_exception(error)
+    own = [frame for frame in whole.stack if frame.filename != _told.__code__.co_filename]
+    whole.stack = traceback.StackSummary.from_list(own)
+    return "".join(whole.format() if own else whole.format_exception_only())
 
 
 def _as_end(found: Any) -> dict[str, Any]:

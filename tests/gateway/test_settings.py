@@ -172,6 +172,28 @@ def test_an_error_of_the_program_is_shown_in_full_below_the_calls_before_it(trie
     lines = tried({"function": program(tmp_path, text)}, code=1)
     error = lines[lines.index("the episode ends: the program failed: Traceback (most recent call last):") :]
     assert 'return found["answer"]' in error and error[-1] == "KeyError: 'answer'"
+    assert not any("worker.py" in line for line in error)  # no frames but the program's
+
+
+ASKS = """
+import json, os, sys, urllib.request
+def run(problem, client):
+    client.chat("solvr", [problem.question])
+if __name__ == "__main__":
+    body = json.dumps({"model": "solvr", "messages": [{"role": "user", "content": "hi"}]}).encode()
+    key = {"authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    try:
+        urllib.request.urlopen(urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, key))
+    except urllib.error.HTTPError as error:
+        sys.exit(f"Error code: {error.code} - {json.loads(error.read())}")
+"""
+
+
+def test_an_unknown_agent_is_told_in_one_line_with_the_known_ones(tried: Tried, tmp_path: Path) -> None:
+    function = program(tmp_path, ASKS)
+    for external in ({"function": function}, {"command": [sys.executable, function.removesuffix(":run")]}):
+        *_, last = tried(external, code=1)
+        assert last == "the episode ends: the program failed: model 'solvr' is no agent; there are solver, verifier"
 
 
 def test_a_terminal_obeys_nothing_in_the_tree(tried: Tried, tmp_path: Path) -> None:

@@ -95,10 +95,15 @@ class Checked:
         lines += ["placement:", *(f"  {line}" for line in self.placement)]
         if self.problems.num_skipped:
             lines.append(f"{self.problems.num_skipped} lines of the data could not be read and were skipped")
+        of_train, of_eval = sources(self.config.task)
+        num, most = len(self.problems.held_out), self.config.evaluate.num_problems
         if self.problems.num_taken:
-            of, _ = sources(self.config.task)
             none = "held_out is empty" if is_own(self.config.task) else "no data.eval is given"
-            lines.append(f"held out of {of} for evaluation: {self.problems.num_taken} ({none})")
+            whole = num + len(self.problems.train)
+            lines.append(f"held out of {of_train} for evaluation: {num} of {whole:,} problems ({none})")
+        elif num:
+            least = f", fewer than evaluate.num_problems = {most:,}" if most and num < most and not self.problems.sets else ""
+            lines.append(f"problems to evaluate on: {num if self.problems.sets or not most else min(num, most):,} of {of_eval}{least}")
         lines += [f"policies.{name}: asked by marsrl curate alone" for name in self.curators]
         device = engines_device(self.host)
         lines += [f"policies.{name}: {who_draws(vllm, device)}" for name, vllm in vllm_of(self.config).items()]

@@ -54,6 +54,12 @@ def problems_of(config: RunConfig, *, trains: bool, given: Sequence[Problem] | N
     if train and not held_out:
         train, held_out = hold_out(train, config.evaluate.num_problems or HELD_OUT)
         num_taken = len(held_out)
+        if not held_out:
+            said = f"{of_train} has one question, and none is left to evaluate on: give other problems in {of_eval}"
+            if not trains:
+                raise ConfigError(said)
+            if config.run.evaluate or config.run.eval_every:
+                warnings.append(f"{said}, or set run.evaluate=false; nothing is evaluated")
     return RunProblems(train, held_out, found.sets, found.num_skipped, num_taken, tuple(warnings))
 
 
