@@ -356,3 +356,24 @@ def test_problems_are_held_out_or_files_played_whole(tmp_path: Path) -> None:
     found = checked(one)
     assert len(found.task.held_out(found.config.evaluate.num_problems, 0)) == 100
     assert [len(each.problems) for each in checked(f"data.eval={both}").problems.sets] == [30, 100]
+    assert "\nheld out of data.train for evaluation: 4 of 40 problems (no data.eval is given)\n" in alone.text()
+    assert "\nproblems to evaluate on: 100 of data.eval\n" in checked(one).text()
+    fewer = checked(one, "evaluate.num_problems=200").text()
+    assert "\nproblems to evaluate on: 100 of data.eval, fewer than evaluate.num_problems = 200\n" in fewer
+
+
+def test_a_single_question_is_trained_and_a_warning_says_that_none_is_evaluated(tmp_path: Path) -> None:
+    row = json.dumps({"question": "What is 2 + 2?", "answer": "4"})
+    (tmp_path / "one.jsonl").write_text(f"{row}\n{row}\n")
+    words = [f"policies.main.model={init_model('tiny', 'bytes', tmp_path / 'model')}", "task=math"]
+    words += [f"data.train={tmp_path}/one.jsonl", "evaluate.num_problems=3"]
+    said = "data.train has one question, and none is left to evaluate on: give other problems in data.eval"
+
+    def checked(*more: str, trains: bool = True) -> Checked:
+        return preflight(read_config(None, [*words, *more], trains=trains)[0], world_size=1, trains=trains)
+
+    assert f"\nwarning: {said}, or set run.evaluate=false; nothing is evaluated" in checked().text()
+    assert "none is left" not in checked("run.evaluate=false").text()
+    assert "none is left" in checked("run.evaluate=false", "run.eval_every=1").text()
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
+        checked(trains=False)
