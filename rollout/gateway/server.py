@@ -151,9 +151,7 @@ async def _call(request: web.Request) -> web.StreamResponse:
         raise
 
 
-async def _answered(
-    request: web.Request, session: Session, body: dict[str, Any], data: bytes
-) -> web.StreamResponse:
+async def _answered(request: web.Request, session: Session, body: dict[str, Any], data: bytes) -> web.StreamResponse:
     """The answer, after keep-alive blanks if it is late; once sent, it is noted as read. Cut off if there is none."""
     api = APIS[request.path]
     digest = hashlib.blake2b(request.path.encode() + data, digest_size=16).digest()

@@ -140,3 +140,32 @@ def test_who_reads_enough_of_the_output_gets_no_error() -> None:
     command = f"{sys.executable} -m marsrl.trainer.commands.cli config --markdown | head -n 1"
     done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "# Settings\n", "")
+
+
+COMMANDS = (
+    *(["try"], ["sft"], ["plan", "--gpus", "8"], ["config"], ["evaluate"], ["curate", "raw.jsonl", "--out", "x"]),
+    *(["check-answers", "p.jsonl"], ["tool", "search", "x"], ["doctor"]),
+)
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=lambda words: words[0])
+def test_a_setting_written_as_an_option_is_told_without_dashes(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for given in (["--rollout.group_size=4"], ["--rollout.group_size", "4"], ["-rollout.group_size=4"], ["--task=qa"]):
+        assert main([*words, *given]) == 2
+        setting = "=".join(given).lstrip("-") if len(given) > 1 else given[0].lstrip("-")
+        assert capsys.readouterr().err == (
+            f"marsrl {words[0]}: command line: {given[0]!r} begins with dashes; a setting has none: {setting}\n"
+        )
+    assert main([*words, "rollout.group_size", "=", "4"]) == 2
+    assert "spaces around the = of 'rollout.group_size'" in capsys.readouterr().err
+
+
+def test_a_mistyped_key_is_told_before_torch_is_imported() -> None:
+    lines = [
+        f"assert main({[*words, 'rollout.group_sze=4']}) == 2 and 'torch' not in sys.modules" for words in COMMANDS
+    ]
+    program = "\n".join(["import sys", "from marsrl.trainer.commands.cli import main", *lines])
+    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert told.returncode == 0 and told.stderr.count("did you mean rollout.group_size?") == len(COMMANDS), told.stderr

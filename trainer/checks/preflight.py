@@ -102,8 +102,14 @@ class Checked:
             whole = num + len(self.problems.train)
             lines.append(f"held out of {of_train} for evaluation: {num} of {whole:,} problems ({none})")
         elif num:
-            least = f", fewer than evaluate.num_problems = {most:,}" if most and num < most and not self.problems.sets else ""
-            lines.append(f"problems to evaluate on: {num if self.problems.sets or not most else min(num, most):,} of {of_eval}{least}")
+            least = (
+                f", fewer than evaluate.num_problems = {most:,}"
+                if most and num < most and not self.problems.sets
+                else ""
+            )
+            lines.append(
+                f"problems to evaluate on: {num if self.problems.sets or not most else min(num, most):,} of {of_eval}{least}"
+            )
         lines += [f"policies.{name}: asked by marsrl curate alone" for name in self.curators]
         device = engines_device(self.host)
         lines += [f"policies.{name}: {who_draws(vllm, device)}" for name, vllm in vllm_of(self.config).items()]

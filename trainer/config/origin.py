@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from marsrl.rollout.error_lines import in_one_line
 
 _KEY = re.compile(r"[A-Za-z_]\w*(?:\.\w[\w-]*)+")  # rollout.segments; the places tell if it is a setting
+_DASHED = re.compile("([-\u2010-\u2015\u2212]+)([A-Za-z][\\w.-]*)")  # and long dashes, as word processors write them
 _FIRST_WORD = re.compile(r"([A-Za-z_]\w*)(?=[:=]| is )")  # task: ..., layout: ...
 
 
@@ -55,20 +56,44 @@ def layer_of_file(path: Path, label: str) -> Layer:
 def layer_of_words(words: Sequence[str]) -> Layer:
     """The settings in the command line's words `key.sub=value`; ConfigError for a malformed word."""
     label = "command line"
-    for place, word in enumerate(words):
-        key, equals, value = word.partition("=")
-        after = [*words[place + 1 :], ""][0]
-        if after[:1] == "=" or (equals and not value and after and "=" not in after):
-            raise ConfigError(f"{label}: spaces around the = of {key.strip()!r}; write key.sub=value without spaces")
-        if not equals or not key or key.startswith("-"):
-            if equals and key.strip("-"):
-                raise ConfigError(f"{label}: {word!r} begins with dashes; a setting has none: {word.lstrip('-')}")
+    check_words(words)
+    for word in words:
+        if "=" not in word[1:]:
             raise ConfigError(f"{label}: {word!r} is not a setting; write key.sub=value (--help lists the options)")
     try:
         settings = OmegaConf.from_dotlist(list(words))
     except (OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(f"{label}: {in_one_line(error)}") from error
     return Layer(label, None, settings, {key: label for key, _ in _keys(yaml.compose(OmegaConf.to_yaml(settings)), "")})
+
+
+def check_words(words: Sequence[str], options: Collection[str] | None = None) -> None:
+    """Raise ConfigError for a setting with dashes, a colon or spaces around its =, and for a long dash.
+
+    options: of the command, if they are still among the words, which are then checked for dashes alone.
+    """
+    from marsrl.trainer.config import RunConfig
+
+    for place, word in enumerate(words):
+        (key, equals, value), after = word.partition("="), [*words[place + 1 :], ""][0]
+        given = value if equals else after if after and "=" not in after else "VALUE"
+        if (dashed := _DASHED.fullmatch(key)) is not None and key not in (options or ()):
+            name = dashed[2]
+            if "." in name or name in RunConfig.model_fields or (equals and options is None):
+                raise ConfigError(f"command line: {word!r} begins with dashes; a setting has none: {name}={given}")
+            if not dashed[1].isascii():
+                raise ConfigError(
+                    f"command line: {word!r} begins with a long dash; an option has two short ones: --{name}"
+                )
+        if options is not None:
+            continue
+        if key.endswith(":") and not equals:
+            raise ConfigError(f"command line: {word!r} ends with a colon; write {key[:-1]}={given}")
+        has_space = key != key.rstrip() or (not value and after and "=" not in after)
+        if after[:1] == "=" or (equals and has_space):
+            raise ConfigError(
+                f"command line: spaces around the = of {key.strip()!r}; write key.sub=value without spaces"
+            )
 
 
 def _keys(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int]]:

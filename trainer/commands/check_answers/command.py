@@ -24,6 +24,7 @@ from marsrl.rollout.types import Problem, Reward
 from marsrl.trainer.checks.problems import read_data
 from marsrl.trainer.commands.check_answers import alterations, notations
 from marsrl.trainer.config import RunConfig
+from marsrl.trainer.config.origin import check_words
 from marsrl.trainer.config.read import ConfigError, read_config
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.runs.directory import opened_atomically
@@ -80,6 +81,7 @@ def check_answers(words: Sequence[str], config_file: str | None, num_problems: i
 
     Raises ValueError: the settings or the problems are invalid.
     """
+    check_words(words)
     files = [word for word in words if "=" not in word or Path(word).exists()]
     if len(files) > 1:
         raise ConfigError(f"expected one file, found {', '.join(files)}; several go into data.train")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from marsrl.trainer.visible import log_visibly, visible
 
@@ -48,6 +48,18 @@ class _Commands(TyperGroup):
         raise typer.Exit(code or 0)
 
 
+class _Command(TyperCommand):
+    """Refuses settings that are written as options, in the words of every other wrong setting."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        options = [name for param in self.get_params(ctx) for name in (*param.opts, *param.secondary_opts)]
+        if any(not word[:1].isalnum() and word.partition("=")[0] not in options for word in args):
+            from marsrl.trainer.config.origin import check_words  # imported here: --help is fast
+
+            check_words(args, options)
+        return super().parse_args(ctx, args)
+
+
 app = typer.Typer(
     cls=_Commands,
     help="Multi-agent reinforcement learning for LLM teams. Training itself: torchrun trainer/main.py --help.",
@@ -65,9 +77,8 @@ def command(group: str, example: str, *, name: str | None = None) -> Callable[[C
         paragraphs = [" ".join(each.split()) for each in str(body.__doc__).split("\n\n")]
         short = re.split(r"(?<=\?)\s|[.:;](?:\s|$)", paragraphs[0], maxsplit=1)[0]
         text = "\n\n".join(paragraphs)
-        return app.command(name, rich_help_panel=group, help=text, short_help=short, epilog=f"example:\n\n{example}")(
-            body
-        )
+        epilog = f"example:\n\n{example}"
+        return app.command(name, cls=_Command, rich_help_panel=group, help=text, short_help=short, epilog=epilog)(body)
 
     return add
 

@@ -65,13 +65,21 @@ def evaluate(
     RUN/checkpoints/best: of its best evaluation on the way. Ctrl-C keeps the draws that have ended and names the command that
     resumes.
     """
-    from marsrl.trainer.evaluate.command import evaluate_alone, run_of, settings_of_run
+    from marsrl.trainer.config.origin import check_words
+    from marsrl.trainer.config.read import read_config
 
+    check_words(settings or ())
     given, name = [*(settings or ()), *(["--config", config] if config else [])], ""
     words = [word for word in settings or () if "=" in word]
-    if runs := [word for word in settings or () if "=" not in word]:
-        if len(runs) > 1 or config is not None:
-            raise ValueError(f"expected one run, and no --config beside it, found {', '.join(runs)}")
+    runs = [word for word in settings or () if "=" not in word]
+    if len(runs) > 1 or (runs and config is not None):
+        raise ValueError(f"expected one run, and no --config beside it, found {', '.join(runs)}")
+    if not runs:
+        read_config(config, words, trains=False)  # before the imports below, which take seconds
+
+    from marsrl.trainer.evaluate.command import evaluate_alone, run_of, settings_of_run
+
+    if runs:
         config, weights = settings_of_run(Path(runs[0]))
         name = run_of(Path(runs[0])).absolute().name
         print("# weights:", *weights, file=sys.stderr)

@@ -79,13 +79,14 @@ def doctor(
     ] = None,
 ) -> int:
     """Say what is installed and what will serve on this machine, and why not the rest; of a config, whether it runs here."""
-    from marsrl.trainer.checks.doctor import examine, report
-    from marsrl.trainer.config.read import read_config
-
-    read, origin = None, None
+    read = None
     if config or settings:
-        read, origin = read_config(config, settings or ())
+        from marsrl.trainer.config.read import read_config
+
+        read, origin = read_config(config, settings or ())  # before the imports below, which take seconds
         print(f"# settings: {origin}")
+    from marsrl.trainer.checks.doctor import examine, report
+
     findings = examine(read, nnodes, nproc_per_node)
     print(report(findings))
     return int(any(finding.detail.startswith("refused") for finding in findings))

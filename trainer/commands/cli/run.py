@@ -28,9 +28,11 @@ def try_team(
     import logging
 
     from marsrl.trainer.config.read import read_config
+
+    read, origin = read_config(config, settings or ())  # before the imports below, which take seconds
+
     from marsrl.trainer.evaluate.rehearsal import drawn, read_answers, rehearse, reward_rules
 
-    read, origin = read_config(config, settings or ())
     said = read_answers(answers, list(read.agents)) if answers else {}
     logging.disable(logging.ERROR)  # what fails is in the tree
     try:
@@ -51,6 +53,10 @@ def sft(settings: Settings = None, config: Config = None) -> int:
     one agent, {"agent": ..., "prompt": {"problem": ..., ...}, "completion": ...}. The settings are those of `sft`, and the
     team's own for training. The models are written to hf in the run's directory. Several ranks: torchrun --no-python marsrl sft.
     """
+    from marsrl.trainer.config.read import read_config
+
+    read_config(config, settings or ())  # before the imports below, which take seconds
+
     from marsrl.trainer.commands.sft import sft
 
     return sft(config, settings or ())
@@ -72,14 +78,16 @@ def plan(
 ) -> None:
     """Will a run fit on so many GPUs, in which layout, and how long is a step? By formula; no GPU is needed."""
     from marsrl.trainer.config.read import read_config
+
+    words = [] if response is None else [f"rollout.max_response_tokens={response}"]
+    read, origin = read_config(config, [*(settings or ()), *words])  # before the imports below, which take seconds
+
     from marsrl.trainer.plan.command import as_json, show
     from marsrl.trainer.plan.plan import make_plan
     from marsrl.trainer.runs.directory import refuse_file_of_a_run
 
     if json:
         refuse_file_of_a_run(Path(json))
-    words = [] if response is None else [f"rollout.max_response_tokens={response}"]
-    read, origin = read_config(config, [*(settings or ()), *words])
     with origin.places_in_errors():
         planned = make_plan(read, gpus, gpu, mean_response)
     if json == "-":

@@ -29,6 +29,7 @@ from marsrl.trainer.commands.look.export import PAGES
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.config.agreement import named_policy
 from marsrl.trainer.config.curate import CriterionConfig
+from marsrl.trainer.config.origin import check_words
 from marsrl.trainer.config.read import ConfigError, models_given, read_config
 from marsrl.trainer.evaluate.evaluator import Evaluator
 from marsrl.trainer.evaluate.identity import policy_identity, team_identity
@@ -43,6 +44,7 @@ _SETTING = re.compile(r"[A-Za-z_][\w.<>-]*=")
 
 def split_words(words: Sequence[str]) -> tuple[list[Path], list[str]]:
     """(inputs, settings) on the command line: words that begin like `key.sub=` and are no files are settings."""
+    check_words(words)
     settings = [word for word in words if _SETTING.match(word) and not Path(word).exists()]
     return [Path(word) for word in words if word not in settings], settings
 
