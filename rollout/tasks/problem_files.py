@@ -61,7 +61,7 @@ def read_train(train: str | Sequence[TrainFile], read: Read, seed: int) -> ReadR
     Ids of a list's problems begin with the index of their file, `0/train.jsonl:7`, as does a ValueError of read_problems.
     """
     if isinstance(train, str):
-        return read(train)
+        return read_named("data.train", train, read)
     files: list[list[Problem]] = []
     num_bad, warnings = 0, list[str]()
     for place, (file, found) in enumerate(_each("data.train", train, read)):
@@ -95,13 +95,18 @@ def read_eval(
     return tuple(sets), num_bad, tuple(warnings)
 
 
+def read_named(key: str, path: str, read: Read) -> ReadResult:
+    """The problems of a path; ValueError begins with the setting that names it."""
+    try:
+        return read(path)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{key}: {str(error).removeprefix('data: ')}") from error
+
+
 def _each(key: str, files: Sequence[_File], read: Read) -> Iterator[tuple[_File, ReadResult]]:
     """Each file with its problems; ValueError names a file that is unreadable or has fewer than its count."""
     for place, file in enumerate(files):
-        try:
-            found = read(file.path)
-        except (ValueError, OSError) as error:
-            raise ValueError(f"{key}[{place}]: {str(error).removeprefix('data: ')}") from error
+        found = read_named(f"{key}[{place}]", file.path, read)
         if file.count is not None and len(found.problems) < file.count:
             raise ValueError(
                 f"{key}[{place}]: {file.path} has {len(found.problems):,} problems, fewer than count = {file.count:,}; "

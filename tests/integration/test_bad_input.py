@@ -113,7 +113,8 @@ def train(files: str, task: str = "math") -> list[str]:
         (train("%s/chat.jsonl"), "/chat.jsonl:1: prompt is a chat of system, user, assistant, user; expected the question's"),
         (train("%s/cut.json"), "/cut.json: the array is not JSON: it is cut off at line 1, column 16"),
         (train("%s/cut.jsonl"), "/cut.jsonl:2: not JSON: it is cut off at column 13, in the middle of an object"),
-        (train("%s/empty.jsonl"), "holds no problem: it is empty"),
+        (train("%s/empty.jsonl"), "marsrl: data.train: %s/empty.jsonl holds no problem: it is empty"),
+        ([*train("%s/p.jsonl"), "data.eval=%s/gone"], "marsrl: data.eval: %s/gone does not exist; give a jsonl or"),
         (train("[{path: %s/p.jsonl, weight: 1}]", "%s/mine.py:Mine"), "data.train has weights, and task="),
         (train("[]"), "data.train is []; expected a path"),
         (train("[{path: %s/p.jsonl}]"), "data.train[0]: give every file a count, or every"),
@@ -129,7 +130,7 @@ def test_data_and_models_that_cannot_be_used_are_named(
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
     message = refusal(*(word.replace("%s", str(tmp_path)) for word in words))
-    assert says in message and ("data.train[" not in says or "command line" in message)
+    assert says.replace("%s", str(tmp_path)) in message and ("data.train[" not in says or "command line" in message)
 
 
 SERVED = "policies.judge={frozen: true, engine: openai, model: /nowhere, openai: {base_url: 'http://h/v1', model: m}}"

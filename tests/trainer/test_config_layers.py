@@ -258,6 +258,8 @@ def test_settings_of_the_engine_that_does_not_decode_are_warned_of_by_name(tmp_p
         ("", ["rollout.group_size:", "4"], "'rollout.group_size:' ends with a colon; write rollout.group_size=4"),
         ("", ["--rollout.group_size=4"], "begins with dashes; a setting has none: rollout.group_size=4"),
         ("", ["\u2014rollout.group_size", "4"], "begins with dashes; a setting has none: rollout.group_size=4"),
+        ("", ["config=a.yaml"], "'config=a.yaml' is no setting, but an option: --config a.yaml"),
+        ("run:\nsteps: 3\n", [], "run: expected settings below it, run.NAME=value, found None ({}:1)"),
         ("", ["\u2013config", "a.yaml"], "begins with a long dash; an option has two short ones: --config"),
         ("", ["agents.solver.temperature=0"], "agents.solver.temperature is 0; expected above 0 (top_k=1 decodes greedily"),
         ("", ["evaluate.temperature=-1"], "evaluate.temperature is -1; expected above 0"),

@@ -237,6 +237,8 @@ def test_all_problems_are_reported_at_once_and_some_are_of_no_single_setting() -
 
 
 def test_a_missing_file_lists_the_presets() -> None:
+    with pytest.raises(ConfigError, match="--config .: it is a folder; name a YAML file in it"):
+        read_config(".")
     with pytest.raises(ConfigError, match="no such file; presets, to be given by name: .*cpu_default, .*qwen3_8b"):
         read_config("nowhere.yaml")
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from marsrl.rollout.own_classes import is_own
 from marsrl.rollout.tasks.data import ReadResult, one_spaced, read_problems, repeats, shared_answers
 from marsrl.rollout.tasks.own_task import own_problems
-from marsrl.rollout.tasks.problem_files import HeldOut, Mixture, read_eval, read_train
+from marsrl.rollout.tasks.problem_files import HeldOut, Mixture, read_eval, read_named, read_train
 from marsrl.rollout.tasks.protocol import EVALUATION_SET, HELD_OUT
 from marsrl.rollout.types import Problem
 from marsrl.trainer.config import RunConfig
@@ -96,7 +96,7 @@ def read_data(config: RunConfig) -> RunProblems:
         train, num_skipped = found.problems, found.num_bad
         warnings += found.warnings
     if isinstance(data.eval, str):
-        found = read(data.eval)
+        found = read_named("data.eval", data.eval, read)
         held_out, num_skipped = found.problems, num_skipped + found.num_bad
         warnings += found.warnings
     elif data.eval:

@@ -83,6 +83,8 @@ def _find(name: str) -> Layer:
         return layer_of_file(Path(name), name)
     if Path(name).name == name and name.removesuffix(".yaml") in preset_names():
         return _read_preset(name.removesuffix(".yaml"))
+    if Path(name).is_dir():
+        raise ConfigError(f"--config {name}: it is a folder; name a YAML file in it, such as a run's config.yaml")
     raise ConfigError(f"--config {name}: no such file; presets, to be given by name: {', '.join(preset_names())}")
 
 
@@ -242,6 +244,9 @@ def explain(error: ValidationError, origin: ConfigOrigin) -> str:
             placed = origin.with_places(reason)
             lines.append(placed if placed != reason else f"{reason}{given}")
         else:
+            if problem["type"] in ("model_type", "dict_type"):
+                lines.append(f"{key}: expected settings below it, {key}.NAME=value, found {problem['input']!r}{given}")
+                continue
             quoted = problem["type"] == "string_type" and problem["input"] is not None
             hint = f"""; as text it needs quotes, in a shell twice: {key}="'...'\"""" if quoted else ""
             lines.append(f"{key}: {problem['msg']} (found {problem['input']!r}{hint}){given}")
