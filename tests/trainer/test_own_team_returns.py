@@ -295,6 +295,8 @@ def test_a_table_that_is_none_is_refused(
     (tmp_path / "answers.yaml").write_text(text)
     assert main(["try", "orchestration=solver", "--answers", str(tmp_path / "answers.yaml")]) == 2
     assert said in capsys.readouterr().err
+    assert main(["try", "--answers", str(tmp_path / "none.yaml")]) == 2
+    assert capsys.readouterr().err == f"marsrl try: {tmp_path}/none.yaml: No such file or directory\n"
 
 
 @pytest.mark.parametrize(

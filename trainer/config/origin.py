@@ -87,7 +87,7 @@ def check_words(words: Sequence[str], options: Collection[str] | None = None) ->
                 )
         if options is not None:
             continue
-        if key == "config":
+        if key == "config" and equals:
             raise ConfigError(f"command line: {word!r} is no setting, but an option: --config {given}")
         if key.endswith(":") and not equals:
             raise ConfigError(f"command line: {word!r} ends with a colon; write {key[:-1]}={given}")

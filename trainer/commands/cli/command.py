@@ -43,7 +43,10 @@ class _Commands(TyperGroup):
             if os.environ.get("RANK", "0") != "0":
                 time.sleep(RANK_0_PRINTS_S)
                 raise typer.Exit(2) from error
-            print(visible(f"marsrl {ctx.invoked_subcommand}: {error}{help_line(str(error))}"), file=sys.stderr)
+            said = f"{error}{help_line(str(error))}"
+            if isinstance(error, OSError) and error.filename and error.strerror:
+                said = f"{error.filename}: {error.strerror}"
+            print(visible(f"marsrl {ctx.invoked_subcommand}: {said}"), file=sys.stderr)
             code = 2
         raise typer.Exit(code or 0)
 
@@ -53,7 +56,7 @@ class _Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         options = [name for param in self.get_params(ctx) for name in (*param.opts, *param.secondary_opts)]
-        if any(not word[:1].isalnum() and word.partition("=")[0] not in options for word in args):
+        if any(re.match("[-\u2010-\u2015\u2212]", word) and word.partition("=")[0] not in options for word in args):
             from marsrl.trainer.config.origin import check_words  # imported here: --help is fast
 
             check_words(args, options)
