@@ -43,7 +43,8 @@ Share = Annotated[float, Field(ge=0, le=1)]
 ShareBelow1 = Annotated[float, Field(ge=0, lt=1)]
 PositiveShare = Annotated[float, Field(gt=0, le=1)]
 FolderName = Annotated[str, Field(pattern=r"^\w[\w.-]*$")]
-OptionValues = Mapping[str, int | float | str | bool | None]
+OptionValue = int | float | str | bool | list[int | float | str | dict[str, Any]] | None
+OptionValues = Mapping[str, OptionValue]
 """Options of a task or a team, before they are checked."""
 
 

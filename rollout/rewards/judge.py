@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
@@ -38,6 +39,11 @@ def known(reward: Reward) -> Future[Reward]:
     return future
 
 
+def judge_processes(number: int, load: str, arguments: Mapping[str, object]) -> WorkerPool:
+    """Worker processes with the judges' limits, in which sets and hashes have the same order each time."""
+    return WorkerPool(number, load, arguments, _MEMORY_BYTES, {**os.environ, "PYTHONHASHSEED": "0"})
+
+
 class RewardPool:
     """Judge processes, each with a thread that feeds it; started with the first answers.
 
@@ -57,7 +63,7 @@ class RewardPool:
     ) -> None:
         self._options, self._judge = options or JudgeOptions(), judge
         given = {"path": judge, "arguments": dict(arguments or {})}
-        self._processes = WorkerPool(self._options.workers, f"{__name__}:load_judge", given, _MEMORY_BYTES)
+        self._processes = judge_processes(self._options.workers, f"{__name__}:load_judge", given)
         self._threads = ThreadPoolExecutor(self._options.workers, "marsrl-rewards")
         self._told: set[str] = set()  # kinds of failures
 

@@ -15,10 +15,13 @@ from typing import ClassVar
 
 from marsrl.rollout.agents.prompts import set_names
 from marsrl.rollout.config import OptionValues, read_settings
+from marsrl.rollout.imports import check_installed
 from marsrl.rollout.jsonl import well_formed
-from marsrl.rollout.own_classes import own_class
+from marsrl.rollout.own_classes import is_own, own_class
 from marsrl.rollout.rewards.config import JudgeOptions
 from marsrl.rollout.types import Problem
+
+REASONING_GYM = "reasoning_gym"
 
 Listed = Sequence[Problem | tuple[str, str | None]]
 
@@ -64,8 +67,18 @@ class OwnTask:
         raise NotImplementedError(f"{type(self).__name__}.reward: say what an answer is worth")
 
 
+def lists_problems(task: str) -> bool:
+    """True for a task that is an OwnTask: a user's, and reasoning_gym."""
+    return is_own(task) or task == REASONING_GYM
+
+
 def find_own_task(name: str) -> type[OwnTask]:
-    """The class FILE.py:CLASS; ValueError says what is wrong with it."""
+    """The class FILE.py:CLASS, or that of reasoning_gym; ValueError says what is wrong with it."""
+    if name == REASONING_GYM:
+        from marsrl.rollout.tasks.gym_problems import ReasoningGym  # which extends OwnTask
+
+        check_installed("task=reasoning_gym", "reasoning_gym", extra="reasoning_gym")
+        return ReasoningGym
     kind = own_class("task", name, OwnTask)
     if not issubclass(kind.Options, OwnTask.Options):
         raise ValueError(f"task is {name!r}: {kind.__name__}.Options does not extend OwnTask.Options")

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from marsrl.rollout.config import OptionValues, read_settings
-from marsrl.rollout.own_classes import is_own
 from marsrl.rollout.rewards.config import JudgeOptions
 from marsrl.rollout.rewards.judge import RewardPool
 from marsrl.rollout.tasks.arithmetic import ARITHMETIC_TOKENIZER, arithmetic_task
 from marsrl.rollout.tasks.config import ArithmeticOptions, QaOptions
 from marsrl.rollout.tasks.facts_tutor import CALLS_TOKENIZER, FACTS_TOKENIZER
-from marsrl.rollout.tasks.own_task import make_own_task
+from marsrl.rollout.tasks.own_task import REASONING_GYM, lists_problems, make_own_task
 from marsrl.rollout.tasks.problem_files import listed_task
 from marsrl.rollout.tasks.protocol import Task
 from marsrl.rollout.tasks.qa import qa_task
@@ -30,7 +29,7 @@ TOKENIZERS = {"arithmetic": ARITHMETIC_TOKENIZER, "facts": FACTS_TOKENIZER, "cal
 
 def prompts_of(name: str, options: OptionValues) -> str:
     """Name of the prompt set that fits the task of this name."""
-    if is_own(name):
+    if lists_problems(name):
         return make_own_task(name, options).prompts
     return {"arithmetic": "chain", "math": "math", "qa": "qa"}[name]
 
@@ -43,13 +42,13 @@ def build_task(
     train and held_out: problems read from files, or a user's own (arithmetic generates its own, as does qa without any). Close
     it: it may own processes.
     """
-    if is_own(name):
+    if lists_problems(name):
         own = make_own_task(name, options)
         given = {"task": name, "options": dict(options)}
         pool = RewardPool(own.options, "marsrl.rollout.tasks.own_task:own_judge", given)
         return listed_task(own.name, own.prompts, train, held_out, pool.submit, pool.close)
     if name not in TASKS:
-        raise ValueError(f"task is {name!r}; there are {', '.join(TASKS)}, and your own as FILE.py:CLASS")
+        raise ValueError(f"task is {name!r}; there are {', '.join(TASKS)}, {REASONING_GYM}, and your own as FILE.py:CLASS")
     checked = read_settings(TASKS[name], options, "task_options.", f"task {name}: ")
     if isinstance(checked, ArithmeticOptions):
         return arithmetic_task(checked)

@@ -26,8 +26,8 @@ from marsrl.rollout.gateway.workers import check_program, workers_key
 from marsrl.rollout.imports import check_installed
 from marsrl.rollout.model_shape import ModelShape, read_shape
 from marsrl.rollout.orchestrations.registry import build_orchestration
-from marsrl.rollout.own_classes import is_own
 from marsrl.rollout.tasks.data import fingerprint
+from marsrl.rollout.tasks.own_task import lists_problems
 from marsrl.rollout.tasks.protocol import Task
 from marsrl.rollout.tasks.registry import TOKENIZERS, build_task
 from marsrl.rollout.tools.build import check_tools
@@ -98,7 +98,7 @@ class Checked:
         of_train, of_eval = sources(self.config.task)
         num, most = len(self.problems.held_out), self.config.evaluate.num_problems
         if self.problems.num_taken:
-            none = "held_out is empty" if is_own(self.config.task) else "no data.eval is given"
+            none = "held_out is empty" if lists_problems(self.config.task) else "no data.eval is given"
             whole = num + len(self.problems.train)
             lines.append(f"held out of {of_train} for evaluation: {num} of {whole:,} problems ({none})")
         elif num:

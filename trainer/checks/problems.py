@@ -6,9 +6,8 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from marsrl.rollout.own_classes import is_own
 from marsrl.rollout.tasks.data import ReadResult, one_spaced, read_problems, repeats, shared_answers
-from marsrl.rollout.tasks.own_task import own_problems
+from marsrl.rollout.tasks.own_task import lists_problems, own_problems
 from marsrl.rollout.tasks.problem_files import HeldOut, Mixture, read_eval, read_named, read_train
 from marsrl.rollout.tasks.protocol import EVALUATION_SET, HELD_OUT
 from marsrl.rollout.types import Problem
@@ -34,7 +33,7 @@ class RunProblems:
 
 def sources(task: str) -> tuple[str, str]:
     """Sources of training and evaluation problems, as the user named them."""
-    return ("problems", "held_out") if is_own(task) else ("data.train", "data.eval")
+    return ("problems", "held_out") if lists_problems(task) else ("data.train", "data.eval")
 
 
 def problems_of(config: RunConfig, *, trains: bool, given: Sequence[Problem] | None) -> RunProblems:
@@ -106,7 +105,7 @@ def read_data(config: RunConfig) -> RunProblems:
         )
         held_out, num_skipped = tuple(problem for each in sets for problem in each.problems), num_skipped + num_bad
         warnings += of_sets
-    if is_own(config.task):
+    if lists_problems(config.task):
         if isinstance(train, Mixture):
             raise ConfigError(
                 f"data.train has weights, and task={config.task} lists its problems itself, each drawn once an epoch; give "

@@ -42,12 +42,13 @@ def check_agreement(config: RunConfig, *, trains: bool) -> None:
 
 
 def _check_data(config: RunConfig) -> None:
-    """Refuse problem files beside the built-in task, which would play its own problems instead."""
+    """Refuse problem files beside a task that makes its own problems."""
     given = [key for key in ("train", "eval") if getattr(config.data, key)]
-    if given and config.task == "arithmetic":
+    if given and config.task in ("arithmetic", "reasoning_gym"):
+        task = "arithmetic (the default)" if config.task == "arithmetic" else config.task
         raise ValueError(
-            f"data.{given[0]} is set, and task=arithmetic (the default) makes its own problems: did you mean task=math? For "
-            f"problems of other kinds, task=qa or your own task (docs/own_task.md); for arithmetic leave data.{given[0]} out"
+            f"data.{given[0]} is set, and task={task} makes its own problems: did you mean task=math? For "
+            f"problems of other kinds, task=qa or your own task (docs/own_task.md); for {config.task} leave data.{given[0]} out"
         )
 
 

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from marsrl.rollout.adapter import AdapterConfig
-from marsrl.rollout.config import MOST_TOKENS, AgentConfig, EvaluateConfig, FolderName, RolloutConfig, Settings
+from marsrl.rollout.config import MOST_TOKENS, AgentConfig, EvaluateConfig, FolderName, OptionValue, RolloutConfig, Settings
 from marsrl.rollout.engines.protocol import Records
 from marsrl.rollout.gateway.config import ExternalConfig
 from marsrl.rollout.orchestrations.registry import find_orchestration, read_options
@@ -27,9 +27,10 @@ class RunConfig(Settings):
     """in a file or word: the shipped preset that it inherits beside the task's, or none; here, where all is resolved: none"""
     run: RunSection = RunSection()
     task: str = "arithmetic"
-    """arithmetic; math: problems of data.train; qa: questions; or your own, FILE.py:CLASS (docs/own_task.md)"""
-    task_options: dict[str, int | float | str | bool | None] = Field(default_factory=dict)
-    """math and your own: workers (2), timeout_s (10), max_answer_chars (2000); docs/own_task.md"""
+    """arithmetic; math: problems of data.train; qa: questions; reasoning_gym: its generators and scorers; or your own,
+    FILE.py:CLASS (docs/own_task.md)"""
+    task_options: dict[str, OptionValue] = Field(default_factory=dict)
+    """math, reasoning_gym and your own: workers (2), timeout_s (10), max_answer_chars (2000); docs/own_task.md"""
     data: DataConfig = DataConfig()
     policies: dict[FolderName, PolicyConfig] = Field(default_factory=lambda: {"main": PolicyConfig()})
     """weights with an optimizer and engines of their own, by a name that `agents.<name>.policy` refers to; one, `main`, where

@@ -1,0 +1,119 @@
+"""`task: reasoning_gym`: problems that reasoning-gym draws, and its scorers (PyPI: reasoning-gym; the extra reasoning_gym).
+
+    task_options: {dataset: chain_sum, min_terms: 2, size: 1000, seed: 0}
+
+Some of its data sets depend on the hash seed of Python (word_ladder, ransom_note, ...), so problems are drawn in a process with a
+fixed one, as judges are. A judge draws a problem again by its id: scorers need more than its question and answer.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from typing import Any
+
+from pydantic import ConfigDict, Field, model_validator
+
+from marsrl.rollout.config import Count
+from marsrl.rollout.rewards.config import JudgeOptions
+from marsrl.rollout.rewards.judge import judge_processes
+from marsrl.rollout.tasks.own_task import OwnTask
+from marsrl.rollout.types import Problem
+from marsrl.rollout.worker_process import Answer, Failed, NotStarted
+
+_DRAW_S = 600.0  # seconds for all problems; most data sets draw a thousand in one
+
+
+class ReasoningGym(OwnTask):
+    """Problems of one data set, or of several by weight: dataset=composite."""
+
+    name = "reasoning_gym"
+    prompts = "qa"  # asks for an answer between <answer> tags, which may have several lines
+
+    class Options(JudgeOptions):
+        """task_options of reasoning_gym. All others are settings of the data set."""
+
+        model_config = ConfigDict(extra="allow")
+
+        dataset: str = Field(description="chain_sum, for example; composite: several, by `datasets`")
+        size: Count = Field(1000, description="problems drawn to train on; repeated and held-out ones are left out")
+        seed: int = Field(0, ge=0, lt=2**31, description="of the problems to train on")
+        eval_size: Count = Field(200, description="problems drawn to evaluate on; repeated ones are left out")
+        eval_seed: int = Field(2**30, ge=0, lt=2**31, description="of the problems to evaluate on")
+
+        @model_validator(mode="after")
+        def _draws_are_apart(self) -> ReasoningGym.Options:
+            first, second = sorted([(self.seed, self.size), (self.eval_seed, self.eval_size)])
+            if second[0] < sum(first):  # reasoning-gym draws problem i of a data set by seed + i
+                raise ValueError(
+                    f"task_options.seed={self.seed} with size={self.size} and eval_seed={self.eval_seed} with "
+                    f"eval_size={self.eval_size} draw the same problems; expected seeds that differ by size or more"
+                )
+            return self
+
+    options: Options
+
+    def problems(self) -> list[Problem]:
+        held_out = {problem.question for problem in self.held_out()}
+        return [problem for problem in self._drawn[0] if problem.question not in held_out]
+
+    def held_out(self) -> list[Problem]:
+        return self._drawn[1]
+
+    def reward(self, problem: Problem, answer: str) -> float:
+        seed, index = map(int, problem.id.split("/"))
+        data = self._data_of(seed)
+        entry = data[index]
+        if entry["question"] != problem.question:
+            raise ValueError(f"{self.options.dataset} now draws another problem as {problem.id}")
+        return float(data.score_answer(answer, entry))
+
+    @functools.cached_property
+    def _drawn(self) -> tuple[list[Problem], list[Problem]]:
+        """Problems to train on and to evaluate on, each question once."""
+        given = {"options": self.options.model_dump()}
+        pool = judge_processes(1, f"{__name__}:load_drawer", given)
+        try:
+            reply = pool.ask({}, timeout_s=_DRAW_S)
+        except (NotStarted, Failed) as error:
+            raise ValueError(
+                f"the process that draws problems of task_options.dataset={self.options.dataset} {error}; lower "
+                "task_options.size, or see its output above"
+            ) from error
+        finally:
+            pool.close()
+        if "error" in reply:
+            raise ValueError(f"task_options: {reply['error']}")
+        train, held_out = (
+            [Problem(*drawn, self.name) for drawn in {drawn[1]: drawn for drawn in reply[key]}.values()]
+            for key in ("train", "held_out")
+        )
+        return train, held_out
+
+    @functools.cache  # noqa: B019  # two seeds, and the object lives as long as its process
+    def _data_of(self, seed: int) -> Any:
+        """The data set with this seed."""
+        from reasoning_gym.composite import DatasetSpec
+        from reasoning_gym.factory import DATASETS, create_dataset
+
+        options, name = dict(self.options.model_extra or {}), self.options.dataset
+        if name not in DATASETS:
+            near = ", ".join(difflib.get_close_matches(name, DATASETS, n=5, cutoff=0))
+            raise ValueError(f"dataset is {name!r}; reasoning_gym has {len(DATASETS)} data sets, the nearest: {near}")
+        if name == "composite":
+            given = options.pop("datasets", ())
+            options["datasets"] = [DatasetSpec(**{"weight": 1.0, "config": {}, **each}) for each in given]
+        size = self.options.size if seed == self.options.seed else self.options.eval_size
+        return create_dataset(name, seed=seed, size=size, **options)
+
+
+def load_drawer(options: dict[str, Any]) -> Answer:
+    """The function that draws all problems, for a worker process."""
+    task = ReasoningGym(ReasoningGym.Options(**options))
+
+    def draw(seed: int, size: int) -> list[tuple[str, str, str | None]]:
+        data = task._data_of(seed)
+        return [(f"{seed}/{i}", entry["question"], entry["answer"]) for i in range(size) for entry in [data[i]]]
+
+    given = task.options
+    return lambda _: {"train": draw(given.seed, given.size), "held_out": draw(given.eval_seed, given.eval_size)}
