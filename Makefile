@@ -26,6 +26,10 @@ PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 python -m pytest -q
 # The Triton that the CUDA set's PyTorch brings. Our kernels are tested with it too, beside the Triton of the CPU set.
 TRITON ?= $(shell sed -n 's/^triton==\([0-9.]*\).*/\1/p' constraints/cuda.txt)
 OTHER_TRITON := build/triton-$(TRITON)
+# What the extras reasoning_gym and textarena add to the locked set, for their tests alone: some have no wheel, which a lock wants.
+GAMES := build/games
+PYTEST := PYTHONPATH=$(CURDIR)/$(GAMES) $(PYTEST)
+
 # Tests that start much, which `make check` leaves to `make test`.
 STARTS := $(addprefix --ignore tests/,benchmarks cluster docs/test_commands.py docs/test_examples.py engines/test_adapters.py \
   engines/test_engines.py engines/test_ray_cluster.py engines/test_vllm_v2_runner.py external gateway/test_clients.py install \
@@ -62,7 +66,7 @@ lock: install  ## constraints/cpu.txt and cuda.txt from what cpu.in and cuda.in 
 train: install  ## MarsRL end to end on this machine: warm start, RL, report
 	torchrun --nproc-per-node 1 trainer/main.py
 
-test: install $(OTHER_TRITON)  ## all tests that need no GPU (as root on Debian or Ubuntu with apt's chromium, bubblewrap and iproute2, for some of them)
+test: install $(OTHER_TRITON) $(GAMES)  ## all tests that need no GPU (as root on Debian or Ubuntu with apt's chromium, bubblewrap and iproute2, for some of them)
 	tests/apt.sh chromium chromium "so no page is opened in a browser"
 	tests/apt.sh bwrap bubblewrap "so no sandboxes are tested"
 	tests/apt.sh ip iproute2 "so no cluster in a box"
@@ -77,6 +81,10 @@ compiled:
 
 $(OTHER_TRITON):
 	python -m pip install -q --no-deps --target $@ triton==$(TRITON)
+
+$(GAMES): constraints/games.txt
+	rm -rf $@
+	python -m pip install -q --no-deps --target $@ -r $<
 
 test-triton: install $(OTHER_TRITON)  ## the Triton kernels, interpreted and compiled for GPUs, with another Triton (TRITON=3.7.1)
 	PYTHONPATH=$(OTHER_TRITON) $(INTERPRETED)

@@ -58,6 +58,8 @@ EXTRAS = {
     "data": ["datasets"],
     "curate": ["rensa>=0.5"],  # marsrl curate: near-duplicates; its index of 0.4 is another
     "wandb": ["wandb"],
+    "reasoning_gym": ["reasoning-gym>=0.1.25"],  # task=reasoning_gym
+    "textarena": ["textarena>=0.7.4"],  # its games as environments
     "dev": ["pytest", "pytest-xdist", "hypothesis", "peft", "playwright", "ruff", "mypy", "mkdocs"],
 }
 

@@ -215,7 +215,8 @@ def function_of(name: str) -> Callable[..., Any]:
 def environment_of(name: str) -> Callable[..., Any]:
     """Player of sessions in an environment, FILE.py:CLASS, one object per session.
 
-        reset(problem) -> messages     to the only agent; or {agent: messages}: the first one acts, all receive theirs
+        reset(problem) -> messages     to the only agent; or {agent: messages}: the first one acts, all receive theirs;
+                                       problem.agents: the agents' names
         step(text) -> messages         to the agent that wrote the text; or {agent: messages}, as above
                    -> 0.5              the end, with every agent's reward; or {agent: 1.0}; or None: the task judges
         close()                        optional: the session has ended or failed
@@ -237,6 +238,7 @@ def environment_of(name: str) -> Callable[..., Any]:
 
 def _played(environment: Any, problem: SimpleNamespace, client: Client) -> Any:
     """Play to the end; returns the environment's rewards. Each agent has its own chat."""
+    problem.agents = client.agents
     chats: dict[str, list[Any]] = {agent: [] for agent in client.agents}
     agent = client.agents[0] if len(client.agents) == 1 else None
     most = getattr(environment, "max_tokens", None)
