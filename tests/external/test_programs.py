@@ -64,7 +64,7 @@ def settings_of(command: str, made: Made, model: Made) -> list[str]:
     _, _, option, path = shlex.split(command)
     written = yaml.safe_load((ROOT / path).read_text())
     words = [option, str(ROOT / path), *SMALL]
-    directory = model("bytes" if "openai_agents" in path else "words")
+    directory = model("bytes" if "openai_agents" in path or "textarena" in path else "words")
     for policy in {agent["policy"] for agent in written["agents"].values()}:
         words += [f"policies.{policy}.model={directory}", f"policies.{policy}.shape=null"]
     if python := written["external"].get("python"):
@@ -97,6 +97,8 @@ def hands_off_once(request: DecodeRequest) -> str:
 
 @pytest.mark.parametrize("command", run_by("test_a_program_is_trained_and_evaluated"))
 def test_a_program_is_trained_and_evaluated(command: str, made: Made, tmp_path: Path, model: Made) -> None:
+    if "textarena" in command:
+        pytest.importorskip("textarena")
     words = [*settings_of(command, made, model), f"run.dir={tmp_path}", "run.name=played", TRAINS]
     engines = engines_are(saying(model("bytes"), hands_off_once)) if "openai_agents" in command else nullcontext()
     with engines:
@@ -119,6 +121,8 @@ def test_a_program_is_trained_and_evaluated(command: str, made: Made, tmp_path: 
             assert row["clerk/actor/tokens"] > 0 and row["expert/actor/tokens"] > 0
         case "verifiers_env":
             assert calls == 4 == len(samples) and all(" c -" in sample.prompt for sample in samples)
+        case "textarena_games":  # a model with random weights makes invalid moves, which lose the game
+            assert {sample.agent for sample in samples} == {"nought"} and {sample.reward for sample in samples} == {-1.0}
         case "run":
             assert "x" in {sample.agent for sample in samples} and {sample.reward for sample in samples} & {-1.0, 0.0}
 

@@ -1,0 +1,8 @@
+"""Tic-tac-toe of textarena, which two agents play against each other. `pip install 'marsrl[textarena]'`"""
+
+from marsrl.rollout.gateway.textarena_games import Game
+
+
+class TicTacToe(Game):
+    game = "TicTacToe-v0"
+    max_tokens = 48  # of a turn
