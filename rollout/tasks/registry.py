@@ -48,7 +48,9 @@ def build_task(
         pool = RewardPool(own.options, "marsrl.rollout.tasks.own_task:own_judge", given)
         return listed_task(own.name, own.prompts, train, held_out, pool.submit, pool.close)
     if name not in TASKS:
-        raise ValueError(f"task is {name!r}; there are {', '.join(TASKS)}, {REASONING_GYM}, and your own as FILE.py:CLASS")
+        raise ValueError(
+            f"task is {name!r}; there are {', '.join(TASKS)}, {REASONING_GYM}, and your own as FILE.py:CLASS"
+        )
     checked = read_settings(TASKS[name], options, "task_options.", f"task {name}: ")
     if isinstance(checked, ArithmeticOptions):
         return arithmetic_task(checked)

@@ -122,7 +122,9 @@ def test_a_program_is_trained_and_evaluated(command: str, made: Made, tmp_path: 
         case "verifiers_env":
             assert calls == 4 == len(samples) and all(" c -" in sample.prompt for sample in samples)
         case "textarena_games":  # a model with random weights makes invalid moves, which lose the game
-            assert {sample.agent for sample in samples} == {"nought"} and {sample.reward for sample in samples} == {-1.0}
+            assert {sample.agent for sample in samples} == {"nought"} and {sample.reward for sample in samples} == {
+                -1.0
+            }
         case "run":
             assert "x" in {sample.agent for sample in samples} and {sample.reward for sample in samples} & {-1.0, 0.0}
 

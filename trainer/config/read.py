@@ -21,7 +21,12 @@ from marsrl.trainer.config.keys import all_keys, as_written, kinds_of, nearest
 from marsrl.trainer.config.origin import ConfigError, ConfigOrigin, Layer, layer_of_file, layer_of_words
 
 CONFIGS = Path(__file__).resolve().parent.parent.parent / "configs"  # in a checkout, and in an installed package
-DEFAULT_FOR_TASK = {"arithmetic": "cpu_default", "math": "math_default", "qa": "qa_default", "reasoning_gym": "math_default"}
+DEFAULT_FOR_TASK = {
+    "arithmetic": "cpu_default",
+    "math": "math_default",
+    "qa": "qa_default",
+    "reasoning_gym": "math_default",
+}
 _PATHS = re.compile(
     r"task|orchestration|data\.(train|eval|demonstrations)|policies\.[^.]+\.(model|reference|adapter\.start)|tools\.[^.]+\.(corpus|index|function|command)"
     r"|agents\.[^.]+\.prompt|external\.(function|environment|command|python)"
