@@ -18,6 +18,7 @@ TESTS = (
         "test_two_hosts_train_what_one_trains_and_name_the_host_that_is_gone",
     ),
     ("marsrl join .*", "test_a_host_waits_for_its_trainer_and_says_so"),
+    ("(python|marsrl) .*examples/(guess_number|real_team)/.*", "test_an_example_for_a_small_model_passes_its_checks"),
     ("marsrl try --config examples/.*", "test_an_example_is_tried"),
     ("marsrl try .*/critic.py.*", "test_a_critic_is_paid_for_what_comes_of_its_critique"),
     ("marsrl try .*/workers.py.*", "test_workers_have_prompts_and_groups_of_their_own"),

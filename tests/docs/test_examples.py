@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 import os
+import random
+import runpy
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from commands import run_by
 from desk import Desk, boxing_model
+from documents import ROOT
 from small_run import SEED
 
+from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.types import Sample
 from marsrl.trainer.commands import cli
 from marsrl.trainer.config.read import read_config
 from marsrl.trainer.evaluate.rehearsal import Rehearsal, rehearse
 from marsrl.trainer.main import main
+from marsrl.trainer.models.init_model import init_model
 from marsrl.trainer.report.metrics import read_metrics
 from marsrl.trainer.report.samples_log import read_samples
+from marsrl.trainer.supervised.demonstrations import read_demonstrations
+
+DATA = {
+    "train": "train",
+    "eval": "held_out",
+    "demonstrations": "demonstrations",
+}  # keys and files of examples/real_team/
 
 
 @pytest.fixture
@@ -44,6 +59,44 @@ def test_an_example_is_tried(command: str, desk: Desk, capsys: pytest.CaptureFix
     assert cli.main(desk.words(command, Path)[1:]) == 0, capsys.readouterr().err
     shown = capsys.readouterr().out
     assert "advantage" in shown and ("checker" in shown) == ("own_team" in command)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["guess_number", "real_team"])
+def test_an_example_for_a_small_model_passes_its_checks(
+    name: str, desk: Desk, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = run_by("test_an_example_for_a_small_model_passes_its_checks")
+    written, taught, trained, *tried = (desk.words(each, Path) for each in found if f"examples/{name}/" in each)
+    (files := desk.folder / "tmp").mkdir()
+    subprocess.run([sys.executable, *written[1:]], check=True)
+    model = init_model("tiny", "bytes", desk.folder / "model")
+    own = [f"policies.main.model={model}", f"data.demonstrations={files}/guess_number.jsonl"]
+    if name == "real_team":
+        own = [own[0], *(f"data.{key}={files}/real_team/{file}.jsonl" for key, file in DATA.items())]
+        train, held_out, _ = (Path(word.partition("=")[2]).read_text().splitlines() for word in own[1:])
+        assert (len(train), len(held_out)) == (400, 200) and not set(train) & set(held_out)
+    config, _ = read_config(taught[3], [*taught[4:], *own])
+    assert config.data.demonstrations is not None
+    read = read_demonstrations(Path(config.data.demonstrations), config, {"main": ChatRenderer(model)}, {"main": 4096})
+    assert len(read.lines) >= 240 and read.notes == ()
+    assert main([*trained[2:], *own, "--dry-run"]) == 0 and "samples a step" in capsys.readouterr().out
+    for words in tried:
+        assert cli.main([*words[1:], *own]) == 0 and "call 1 reads" in capsys.readouterr().out
+
+
+def test_fewer_guesses_are_worth_more() -> None:
+    """The environment of examples/guess_number/, whose tutor without slips needs five guesses at most."""
+    played = runpy.run_path(str(ROOT / "examples/guess_number/guess_number.py"))
+    game = played["GuessNumber"]()
+    assert "from 1 to 31" in game.reset(SimpleNamespace(answer="20"))
+    assert [game.step(text) for text in ("1-31: 16", "17-31: 24", "none", "17-23: 20")] == [
+        "Higher", "Lower", "That is no number.", pytest.approx(0.7),
+    ]  # fmt: skip
+    game.reset(SimpleNamespace(answer="20"))
+    assert [game.step("9") for _ in range(8)] == ["Higher"] * 7 + [0.0]
+    rng = random.Random(0)
+    assert max(len(played["tutored"](rng, 0.0)) for _ in range(200)) == 10
 
 
 def tried(command: str, desk: Desk, answers: dict[str, list[str]] | None = None) -> Rehearsal:

@@ -1,0 +1,92 @@
+"""Guess the number: an environment with state, in which fewer guesses are worth more, and a tutor that plays it with slips.
+
+    python examples/guess_number/guess_number.py /tmp/guess_number.jsonl
+
+writes one turn of each of 240 games by the tutor, for `marsrl sft`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+from marsrl.rollout.tasks.own_task import OwnTask
+
+LARGEST, MOST = 31, 8
+RULES = (
+    f"I think of a whole number from 1 to {LARGEST}. Write the range that is left and your guess, such as `1-{LARGEST}: 9`. "
+    "I say Higher or Lower."
+)
+
+
+class Games(OwnTask):
+    """Each number in ten games to train on and three that are held out; the reward is the environment's."""
+
+    def problems(self):
+        return [(f"game {i}", str(i % LARGEST + 1)) for i in range(10 * LARGEST)]
+
+    def held_out(self):
+        return [(f"held-out game {i}", str(i % LARGEST + 1)) for i in range(3 * LARGEST)]
+
+
+class GuessNumber:
+    """One game. A guess is the last number of an answer; the first is worth 1, each later one a tenth less."""
+
+    max_tokens = 16  # of a turn
+
+    def reset(self, problem: SimpleNamespace) -> str:
+        self.number, self.turns = int(problem.answer), 0
+        return RULES
+
+    def step(self, text: str) -> str | float:
+        self.turns += 1
+        guesses = re.findall(r"\d+", text)
+        if guesses and int(guesses[-1][:9]) == self.number:
+            return 1 - (self.turns - 1) / 10
+        if self.turns == MOST:
+            return 0.0
+        if not guesses:
+            return "That is no number."
+        return "Higher" if int(guesses[-1][:9]) < self.number else "Lower"
+
+
+def tutored(rng: random.Random, slip: float) -> list[str]:
+    """The chat of a game in turns, by bisection; a slip is a guess anywhere, or a range that is not cut."""
+    game, low, high = GuessNumber(), 1, LARGEST
+    chat = [game.reset(SimpleNamespace(answer=rng.randint(1, LARGEST)))]
+    while True:
+        guess = rng.randint(1, LARGEST) if rng.random() < slip else (low + high) // 2
+        chat.append(f"{low}-{high}: {guess}")
+        heard = game.step(chat[-1])
+        if not isinstance(heard, str):
+            return chat
+        chat.append(heard)
+        if rng.random() < slip:
+            continue
+        low, high = (max(low, guess + 1), high) if heard == "Higher" else (low, min(high, guess - 1))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path, help="demonstrations to write")
+    parser.add_argument("--games", type=int, default=240)
+    parser.add_argument("--slip", type=float, default=0.25, help="chance of each kind of slip in a turn")
+    parser.add_argument("--seed", type=int, default=0)
+    words = parser.parse_args()
+    rng = random.Random(words.seed)
+    with words.file.open("w") as out:
+        for _ in range(words.games):
+            chat = tutored(rng, words.slip)
+            end = 2 * rng.randint(1, len(chat) // 2)
+            roles = ("user", "assistant") * (end // 2)
+            turns = [{"role": role, "content": text} for role, text in zip(roles, chat[:end], strict=True)]
+            out.write(json.dumps({"agent": "player", "messages": turns}) + "\n")
+    print(f"{words.file}: {words.games} lines")
+
+
+if __name__ == "__main__":
+    main()
