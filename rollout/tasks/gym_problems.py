@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+from collections.abc import Callable
 from typing import Any
 
 from pydantic import ConfigDict, Field, model_validator
@@ -105,6 +106,13 @@ class ReasoningGym(OwnTask):
             options["datasets"] = [DatasetSpec(**{"weight": 1.0, "config": {}, **each}) for each in given]
         size = self.options.size if seed == self.options.seed else self.options.eval_size
         return create_dataset(name, seed=seed, size=size, **options)
+
+
+def gym_judge(task: str, options: dict[str, Any]) -> Callable[[Problem, str], float]:
+    """`reward`, for a judge process. reasoning_gym is imported before a judgement is timed."""
+    own = ReasoningGym(ReasoningGym.Options(**options))
+    own._data_of(own.options.seed)
+    return own.reward
 
 
 def load_drawer(options: dict[str, Any]) -> Answer:

@@ -45,7 +45,8 @@ def build_task(
     if lists_problems(name):
         own = make_own_task(name, options)
         given = {"task": name, "options": dict(options)}
-        pool = RewardPool(own.options, "marsrl.rollout.tasks.own_task:own_judge", given)
+        judge = "gym_problems:gym_judge" if name == REASONING_GYM else "own_task:own_judge"
+        pool = RewardPool(own.options, f"marsrl.rollout.tasks.{judge}", given)
         return listed_task(own.name, own.prompts, train, held_out, pool.submit, pool.close)
     if name not in TASKS:
         raise ValueError(

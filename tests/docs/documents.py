@@ -20,7 +20,9 @@ from marsrl.trainer.config import RunConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-PAGES += [ROOT / folder / "README.md" for folder in ("benchmarks", "examples", "examples/guess_number", "examples/real_team")]
+PAGES += [
+    ROOT / folder / "README.md" for folder in ("benchmarks", "examples", "examples/guess_number", "examples/real_team")
+]
 MENTIONS = re.compile(
     r"marsrl( [\w-]+)?|.*\[.*"
 )  # of running text: the name of a program, and how its words are written

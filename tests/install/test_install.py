@@ -51,7 +51,7 @@ class Clone:
         shutil.copy(ROOT / "constraints/install.sh", self.folder / "constraints")
         for device, lock in LOCKS.items():
             (self.folder / f"constraints/{device}.txt").write_text(lock)
-        for name in ("setup.py", "CMakeLists.txt"):
+        for name in ("setup.py", "CMakeLists.txt", "constraints/games.txt"):
             (self.folder / name).touch()
         (self.folder / "backend.py").write_text(BACKEND)
         (self.folder / "pyproject.toml").write_text(
