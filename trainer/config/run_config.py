@@ -7,7 +7,15 @@ from typing import Any, Literal, TypeVar
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from marsrl.rollout.adapter import AdapterConfig
-from marsrl.rollout.config import MOST_TOKENS, AgentConfig, EvaluateConfig, FolderName, OptionValue, RolloutConfig, Settings
+from marsrl.rollout.config import (
+    MOST_TOKENS,
+    AgentConfig,
+    EvaluateConfig,
+    FolderName,
+    OptionValue,
+    RolloutConfig,
+    Settings,
+)
 from marsrl.rollout.engines.protocol import Records
 from marsrl.rollout.gateway.config import ExternalConfig
 from marsrl.rollout.orchestrations.registry import find_orchestration, read_options
