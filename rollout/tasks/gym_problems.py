@@ -86,7 +86,10 @@ class ReasoningGym(OwnTask):
         if "error" in reply:
             raise ValueError(f"task_options: {reply['error']}")
         train, held_out = (
-            [Problem(*drawn, self.name) for drawn in {drawn[1]: drawn for drawn in reply[key]}.values()]
+            [
+                Problem(uid, question, answer, self.name)
+                for uid, question, answer in {drawn[1]: drawn for drawn in reply[key]}.values()
+            ]
             for key in ("train", "held_out")
         )
         return train, held_out
