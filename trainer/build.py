@@ -50,7 +50,7 @@ from marsrl.trainer.report.step_log import StepLog
 from marsrl.trainer.run import Run
 from marsrl.trainer.runs.collective import broadcast_bytes, gather_bytes, rank, world_size
 from marsrl.trainer.runs.directory import RunDirectory
-from marsrl.trainer.runs.existing_run import as_it_began
+from marsrl.trainer.runs.existing_run import as_it_began, with_first_rank_dtypes
 from marsrl.trainer.runs.failure import where_to_go_on
 from marsrl.trainer.runs.heartbeat import Heartbeat, heartbeat
 from marsrl.trainer.runs.stop import handlers_restored
@@ -91,8 +91,9 @@ def open_run(checked: Checked, directory: RunDirectory | None) -> Iterator[Run]:
         torch.set_num_threads(config.trainer.threads)
     with ExitStack() as stack:
         directory, console, beat = join_ranks(stack, config, directory)
+        config = with_first_rank_dtypes(config)
         host = dataclasses.replace(checked.host, rank_hosts=_hosts_of_ranks(checked.host))
-        checked = dataclasses.replace(checked, host=host)
+        checked = dataclasses.replace(checked, config=config, host=host)
         started: dict[str, WarmStart] = {}
         if any(policy.directory is None for policy in config.policies.values()):
             started = warm_starts(as_it_began(directory, config), console)

@@ -11,8 +11,12 @@ import warnings
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Literal
 
 import torch
+
+CPUS = Path("/proc/cpuinfo")
+Dtype = Literal["float32", "bfloat16"]
 
 LIBRARIES = {
     "torch": "tensors",
@@ -49,12 +53,25 @@ def device_name() -> str:
     """A readable name of the trainer's hardware."""
     if torch.cuda.is_available():
         return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
-    models = [
-        line.partition(":")[2].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    ]
+    models = _of_cpus("model name")
     return f"{len(models)} CPU cores, {models[0]}" if models else platform.processor()
+
+
+def native_dtype() -> tuple[Dtype, str]:
+    """The dtype that this machine computes with in hardware, and the reason."""
+    if torch.cuda.is_available():
+        return "bfloat16", "PyTorch sees a GPU"
+    flags = {flag for line in _of_cpus("flags") for flag in line.split()}
+    for flag, name in (("amx_bf16", "AMX-BF16"), ("avx512_bf16", "AVX512-BF16")):
+        if flag in flags:
+            return "bfloat16", f"this CPU has {name}"
+    return "float32", "this CPU has neither AVX512-BF16 nor AMX-BF16"
+
+
+def _of_cpus(field: str) -> list[str]:
+    """The values of a field of CPUS, one a core."""
+    lines = (line.partition(":") for line in CPUS.read_text().splitlines())
+    return [value.strip() for name, _, value in lines if name.strip() == field]
 
 
 def commit() -> str | None:

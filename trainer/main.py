@@ -85,12 +85,13 @@ def _run(words: argparse.Namespace, is_first: bool) -> int:
         from marsrl.trainer.checks.preflight import preflight
         from marsrl.trainer.evaluate.rehearsal import first_update_line
         from marsrl.trainer.runs.directory import RunDirectory
-        from marsrl.trainer.runs.existing_run import keep_settings, outlook, resume_lines
+        from marsrl.trainer.runs.existing_run import keep_settings, outlook, resume_lines, settings_to_resume
         from marsrl.trainer.runs.lock import RunLock
 
         directory, lines = None, list[str]()
         with origin.places_in_errors():
-            checked = preflight(config, world_size=int(os.environ.get("WORLD_SIZE", "1")))
+            began = settings_to_resume(config) if is_first else None  # rank 0 tells the others the dtypes
+            checked = preflight(config, world_size=int(os.environ.get("WORLD_SIZE", "1")), began=began)
             run = checked.config.run
             if is_first and words.dry_run:
                 lines = [

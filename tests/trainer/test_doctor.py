@@ -21,6 +21,7 @@ from marsrl.trainer.checks.device import Device, why_not_device
 from marsrl.trainer.checks.doctor import gpu_findings, ray_findings, room_for_weights, sandbox_findings
 from marsrl.trainer.commands.cli import main
 from marsrl.trainer.config import RunConfig
+from marsrl.trainer.machine import device_name, native_dtype
 from marsrl.trainer.plan.placement import placement_lines, with_backend
 
 
@@ -77,10 +78,33 @@ def test_a_config_that_runs_here_is_placed(capsys: pytest.CaptureFixture[str]) -
     assert main(["doctor", "rollout.engine=local", "rollout.engines=2"]) == 0
     shown = capsys.readouterr().out
     assert "+ torchrun --nnodes 1 --nproc-per-node 1: passes every check of a dry run" in shown
+    dtype, why = native_dtype()
+    assert f"+ dtype: policies.<name>.dtype=auto: {dtype} ({why})" in shown
     assert "ranks: 1, on CPUs" in shown and "weights: sync.backend=shm" in shown
     assert main(["doctor", "rollout.engine=local", "sync.backend=nccl"]) == 1
     assert "refused: sync.backend=nccl needs CUDA" in capsys.readouterr().out
     assert main(["doctor", "--nnodes", "0"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("has_gpu", "flags", "dtype"),
+    [
+        (False, "avx2 avx512f avx512_bf16", "bfloat16"),
+        (False, "amx_tile amx_bf16", "bfloat16"),
+        (False, "avx2 avx512f avx512_vnni", "float32"),
+        (True, "avx2", "bfloat16"),
+    ],
+)
+def test_auto_is_the_dtype_that_hardware_computes_with(
+    has_gpu: bool, flags: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpus = tmp_path / "cpuinfo"
+    cpus.write_text(f"processor\t: 0\nmodel name\t: A CPU\nflags\t\t: fpu {flags} x2apic\n\n" * 2)
+    monkeypatch.setattr("marsrl.trainer.machine.CPUS", cpus)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    assert native_dtype()[0] == dtype
+    if not has_gpu:
+        assert device_name() == "2 CPU cores, A CPU"
 
 
 NODE = TrainerHost(num_gpus=8, num_ranks=4, has_others=False)

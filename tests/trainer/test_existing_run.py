@@ -10,12 +10,22 @@ import yaml
 
 from marsrl.rollout.tasks.data import fingerprint
 from marsrl.rollout.types import Problem
+from marsrl.trainer.checks.preflight import preflight
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.config.read import read_config
 from marsrl.trainer.evaluate.identity import evaluation_identity, team_identity
+from marsrl.trainer.machine import native_dtype
 from marsrl.trainer.models.init_model import init_model
+from marsrl.trainer.runs import existing_run
 from marsrl.trainer.runs.directory import RunDirectory
-from marsrl.trainer.runs.existing_run import as_it_began, keep_settings, resume_lines, with_kept_prompts
+from marsrl.trainer.runs.existing_run import (
+    as_it_began,
+    decide_dtypes,
+    keep_settings,
+    resume_lines,
+    settings_to_resume,
+    with_kept_prompts,
+)
 from marsrl.trainer.schools.warm_start import name_of, recipe_of
 
 
@@ -30,6 +40,29 @@ def begun(folder: Path, *words: str) -> RunDirectory:
     run.checkpoint(4).mkdir(parents=True)
     run.mark_latest(4)
     return run
+
+
+@pytest.mark.parametrize("began", ["float32", "bfloat16"])
+def test_a_run_keeps_its_dtype_on_another_machine(began: str, tmp_path: Path) -> None:
+    """One of the two is not what this machine computes with."""
+    run = begun(tmp_path, f"policies.main.dtype={began}")
+    again = settings("policies.main.dtype=auto", f"run.dir={tmp_path}", "run.resume=auto")
+    decided, said = decide_dtypes(again, settings_to_resume(again))
+    assert decided.policies["main"].dtype == began and said == [f"policies.main.dtype=auto: {began} (it began so)"]
+    resume_lines(run, decided, {})  # refuses another dtype than the checkpoint's
+    native, why = native_dtype()
+    new = again.model_copy(update={"run": settings().run})
+    decided, said = decide_dtypes(new, settings_to_resume(new))
+    assert decided.policies["main"].dtype == native and said == [f"policies.main.dtype=auto: {native} ({why})"]
+
+
+def test_a_dtype_that_is_decided_is_checked_beside_the_others() -> None:
+    """Preflight decides it: float32 on this machine, with weights that vLLM rounds from 16 bits."""
+    frozen = "policies={main: {model: /m, frozen: true, dtype: auto}}"
+    fp8 = read_config(None, [frozen, "rollout.vllm.quantization=fp8"], trains=False)[0]
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError, match="set rollout.vllm.dtype=bfloat16"):
+        patch.setattr(existing_run, "native_dtype", lambda: ("float32", "the test says so"))
+        preflight(fp8, world_size=1, trains=False)
 
 
 def test_where_a_run_without_its_latest_checkpoint_goes_on_is_told(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ from marsrl.trainer.run import Run
 from marsrl.trainer.runs import collective
 from marsrl.trainer.runs.collective import all_true, barrier, broadcast_bytes, gather_bytes, rank, stop_together
 from marsrl.trainer.runs.directory import RunDirectory
+from marsrl.trainer.runs.existing_run import with_first_rank_dtypes
 from marsrl.trainer.runs.failure import say_last
 from marsrl.trainer.runs.heartbeat import Heartbeat, RankLost
 from marsrl.trainer.runs.stop import Stopped, StopSignals, handlers_restored
@@ -108,8 +109,9 @@ def stand_by() -> list[str]:
     def stopped() -> None:
         raise Stopped
 
+    mine = RunConfig().with_dtypes({"main": "bfloat16" if rank() == 0 else "float32"})
     standby = Standby({}, {}, {}, {} if rank() == 0 else None)
-    said = [str(standby.during(lambda: "done"))]
+    said = [with_first_rank_dtypes(mine).policies["main"].dtype, str(standby.during(lambda: "done"))]
     try:
         standby.during(stopped)
     except Stopped:
@@ -117,8 +119,11 @@ def stand_by() -> list[str]:
     return [*said, str(standby.during(lambda: "again"))]
 
 
-def test_all_ranks_stop_where_rank_0_does_and_nobody_waits(two_ranks: RankPair) -> None:
-    assert two_ranks.run(Path(__file__), {}) == [["done", "stopped", "again"], ["None", "stopped", "None"]]
+def test_all_ranks_compute_and_stop_as_rank_0_does(two_ranks: RankPair) -> None:
+    assert two_ranks.run(Path(__file__), {}) == [
+        ["bfloat16", "done", "stopped", "again"],
+        ["bfloat16", "None", "stopped", "None"],
+    ]
 
 
 def test_a_stage_may_be_longer_than_a_collective_waits_and_who_waits_sleeps(two_ranks: RankPair) -> None:

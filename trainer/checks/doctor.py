@@ -25,10 +25,11 @@ from marsrl.trainer.checks.device import KERNEL_MODULE, driver_version, why_not_
 from marsrl.trainer.checks.preflight import preflight
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.learner.megatron.layer_choice import choose_fusions, choose_layers
-from marsrl.trainer.machine import LIBRARIES, library_versions
+from marsrl.trainer.machine import LIBRARIES, library_versions, native_dtype
 from marsrl.trainer.plan.models import find_shape
 from marsrl.trainer.plan.parameters import elements
 from marsrl.trainer.plan.placement import with_backend
+from marsrl.trainer.runs.existing_run import decide_dtypes
 
 
 class Finding(NamedTuple):
@@ -46,7 +47,7 @@ def examine(config: RunConfig | None = None, num_nodes: int = 1, ranks_per_node:
     config: also report its outcome on this host; None: check what default settings need.
     num_nodes, ranks_per_node: torchrun's options; None: a rank for each GPU not used by engines.
     """
-    installed, settings = library_versions(LIBRARIES), config or RunConfig()
+    installed, (settings, _) = library_versions(LIBRARIES), decide_dtypes(config or RunConfig())
     libraries = {name: f"{installed.get(name, 'not installed')}: {purpose}" for name, purpose in LIBRARIES.items()}
     nvcc = shutil.which("nvcc")
     found = [
@@ -87,6 +88,8 @@ def machine_findings(settings: RunConfig) -> Iterator[Finding]:
     elif torch.cuda.is_available():
         gpu = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
     yield Finding("machine", "gpu", torch.cuda.is_available(), gpu)
+    dtype, why = native_dtype()
+    yield Finding("machine", "dtype", True, f"policies.<name>.dtype=auto: {dtype} ({why})")
     yield room_for_weights(settings)
     parent = parent_of(settings.sync.directory)
     if left := [folder.name for folder in left_behind(parent)]:

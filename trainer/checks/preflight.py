@@ -35,6 +35,7 @@ from marsrl.rollout.types import Ask, Problem, ToolFunction
 from marsrl.trainer.checks.device import why_not_device
 from marsrl.trainer.checks.problems import RunProblems, problems_of, sources
 from marsrl.trainer.config import PolicyConfig, RunConfig
+from marsrl.trainer.config.agreement import check_agreement
 from marsrl.trainer.config.policy import why_not_adapter
 from marsrl.trainer.config.read import ConfigError
 from marsrl.trainer.learner.megatron.layer_choice import choose_layers
@@ -56,6 +57,7 @@ from marsrl.trainer.plan.refusals import (
     vllm_of,
     why_not_backend,
 )
+from marsrl.trainer.runs.existing_run import decide_dtypes
 from marsrl.trainer.schools.schools import school_of, who_is_taught
 
 _LOOKED_AT = 64  # prompts of a team's first agent that are checked, if all fit
@@ -67,7 +69,7 @@ class Checked:
 
     plan: the arithmetic of a step, as text. placement: the rank or engine of each GPU, as text. ends: by policy, the tokens that
     end its completions, as text. warnings: likely mistakes that are no errors. curators: policies used only by `marsrl curate`,
-    not by runs.
+    not by runs. dtypes: what auto means here, and why, as text.
     """
 
     config: RunConfig
@@ -79,6 +81,7 @@ class Checked:
     ends: Mapping[str, str]
     warnings: tuple[str, ...] = ()
     curators: Mapping[str, PolicyConfig] = field(default_factory=dict)
+    dtypes: Sequence[str] = ()
 
     def fingerprints(self) -> dict[str, dict[str, int | str]]:
         found = zip(sources(self.config.task), (self.problems.train, self.problems.held_out), strict=True)
@@ -111,6 +114,7 @@ class Checked:
                 f"problems to evaluate on: {num if self.problems.sets or not most else min(num, most):,} of {of_eval}{least}"
             )
         lines += [f"policies.{name}: asked by marsrl curate alone" for name in self.curators]
+        lines += self.dtypes
         device = engines_device(self.host)
         lines += [f"policies.{name}: {who_draws(vllm, device)}" for name, vllm in vllm_of(self.config).items()]
         lines += [f"a turn of policies.{name} ends with {ends}" for name, ends in self.ends.items()]
@@ -118,13 +122,19 @@ class Checked:
 
 
 def preflight(
-    config: RunConfig, world_size: int, *, trains: bool = True, given: Sequence[Problem] | None = None
+    config: RunConfig,
+    world_size: int,
+    *,
+    trains: bool = True,
+    given: Sequence[Problem] | None = None,
+    began: RunConfig | None = None,
 ) -> Checked:
     """Resolve and check the settings. Reads the data files, inspects the model directories, and briefly starts a user's own
     tools, but nothing else.
 
     trains: False if the team is only evaluated: no trainer uses the GPUs, and problems of data.eval suffice.
     given: problems to evaluate on, in place of those of the data files.
+    began: the settings of a run or evaluation to go on with, which keeps its dtypes.
 
     Raises:
         ValueError: settings, data or a model directory are invalid; the text says which, with what was found and expected.
@@ -135,6 +145,9 @@ def preflight(
     if (reason := why_not_device(config.run.device)) is not None:
         raise ConfigError(f"run.device is {config.run.device}: {reason}")
     has_cuda = torch.cuda.is_available()
+    config, dtypes = decide_dtypes(config, began)
+    if dtypes:
+        check_agreement(config, trains=trains)
     curators, config = config.curators, with_backend(config.without_curators(), on_gpus=has_cuda)
     host = this_host(config.rollout.ray_address, trains=trains)
     if not trains:
@@ -178,7 +191,7 @@ def preflight(
     warnings += _check_first_prompts(config, task, orchestration, functions, len(problems.train) if trains else 0)
     placement = tuple(placement_lines(config, host, world_size))
     ends = {name: _renderer(config, name).ends for name in config.policies if name not in config.teachers}
-    return Checked(config, plan, task, problems, host, placement, ends, tuple(warnings), curators)
+    return Checked(config, plan, task, problems, host, placement, ends, tuple(warnings), curators, dtypes)
 
 
 def _of_the_other_engine(config: RunConfig) -> list[str]:

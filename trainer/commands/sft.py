@@ -37,7 +37,13 @@ from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.report.metrics import MetricsLog
 from marsrl.trainer.runs.collective import barrier, rank
 from marsrl.trainer.runs.directory import RunDirectory
-from marsrl.trainer.runs.existing_run import differences, saved_config
+from marsrl.trainer.runs.existing_run import (
+    decide_dtypes,
+    differences,
+    saved_config,
+    settings_to_resume,
+    with_first_rank_dtypes,
+)
 from marsrl.trainer.runs.failure import failure_message, say_last, where_to_go_on
 from marsrl.trainer.runs.lock import RunLock
 from marsrl.trainer.runs.stop import Stopped, StopSignals, let_first_rank_end
@@ -51,6 +57,8 @@ def sft(config_file: str | None, settings: Sequence[str]) -> int:
     is_first, directory, launcher = int(os.environ.get("RANK", "0")) == 0, None, os.getppid()
     config, origin = read_config(config_file, settings)
     with origin.places_in_errors():
+        began = settings_to_resume(config) if is_first else None  # rank 0 tells the others the dtypes
+        config, dtypes = decide_dtypes(config, began)
         found, ends = _checked(config)
         if is_first:
             directory = RunDirectory.create(config.run.dir, config.run.name, f"sft-{origin.name}", config.run.resume)
@@ -61,14 +69,14 @@ def sft(config_file: str | None, settings: Sequence[str]) -> int:
                 lines += _differing(directory, config, fingerprint)
             directory.write_config(config.model_dump(mode="json"), made_of=str(origin))
             directory.keep_data(fingerprint)
-            print(f"# settings: {origin}", *ends, *lines, sep="\n", flush=True)
+            print(f"# settings: {origin}", *dtypes, *ends, *lines, sep="\n", flush=True)
     quiet_libraries()
     try:
         with ExitStack() as stack:
             directory, console, _ = join_ranks(stack, config, directory)
             for note in found.notes:
                 console.warning(note)
-            training = _Training(config, directory, found, console)
+            training = _Training(with_first_rank_dtypes(config), directory, found, console)
             if training.is_over:
                 console.message(f"{directory.path}: all steps are done, and its models are written")
             else:

@@ -226,7 +226,7 @@ def _check_sync(sync: SyncConfig, rollout: RolloutConfig) -> None:
 
 def _check_quantised(config: RunConfig, name: str, *, is_trained: bool) -> None:
     key, loss = f"rollout.vllm.quantization of policies.{name} is fp8, and", config.loss
-    if config.engine_dtype(name) == "float32":
+    if name not in config.undecided and config.engine_dtype(name) == "float32":
         raise ValueError(f"{key} beside it vLLM computes in 16 bits alone: set rollout.vllm.dtype=bfloat16")
     if not is_trained:
         return

@@ -109,8 +109,9 @@ class PolicyConfig(Settings):
     """train a low-rank adapter (LoRA) of the model, whose own weights stay (docs/adapters.md); null: train all"""
     shape: Literal["tiny", "cpu_default"] | None = None
     """size of the warm-started one, as `marsrl init` names it; default: cpu_default"""
-    dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """of weights and activations in training, and of the engines by default; float32 for CPUs and to compare bit for bit"""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """of weights and activations in training, and of the engines by default; auto: bfloat16 on GPUs and on CPUs that compute with
+    it (AVX512-BF16, AMX-BF16), else float32. A run keeps the one that it began with, also on another machine (config.yaml)"""
     layout: LayoutConfig = LayoutConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     recompute: Literal["none", "selective", "full", "full_offload"] = "none"
@@ -154,6 +155,12 @@ class PolicyConfig(Settings):
     def is_chat(self) -> bool:
         """True if a server renders its chats and counts their tokens."""
         return self.openai is not None and self.openai.api == "chat"
+
+    @property
+    def decided_dtype(self) -> Literal["float32", "bfloat16"]:
+        """The dtype, which preflight has decided if it was auto."""
+        assert self.dtype != "auto", "decided by preflight"
+        return self.dtype
 
 
 OF_BASE = ("model", "shape", "dtype", "layout", "recompute", "layers", "deterministic")  # of the one frozen copy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
@@ -203,8 +204,22 @@ class RunConfig(Settings):
         return {name: (policy.tool_parser, policy.reasoning_parser) for name, policy in self.policies.items()}
 
     def engine_dtype(self, policy: str) -> Literal["float32", "bfloat16", "float16"]:
+        """The dtype that the policy's engines compute with, once it is decided."""
         asked = self.rollout_of(policy).vllm.dtype if self.rollout.engine == "vllm" else None
-        return asked or self.policies[policy].dtype
+        return asked or self.policies[policy].decided_dtype
+
+    @property
+    def undecided(self) -> list[str]:
+        """The policies with weights here whose dtype is auto."""
+        return [name for name, policy in self.policies.items() if policy.dtype == "auto" and policy.openai is None]
+
+    def with_dtypes(self, dtypes: Mapping[str, str]) -> RunConfig:
+        """The config with these dtypes of the policies named."""
+        policies = {
+            name: policy.model_copy(update={"dtype": dtypes.get(name, policy.dtype)})
+            for name, policy in self.policies.items()
+        }
+        return self.model_copy(update={"policies": policies})
 
     @property
     def has_quantised(self) -> bool:

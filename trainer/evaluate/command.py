@@ -18,7 +18,7 @@ from marsrl.trainer.evaluate.evaluator import Evaluator
 from marsrl.trainer.models.export import exported
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.runs.directory import RunDirectory, claim, write_json
-from marsrl.trainer.runs.existing_run import keep_settings
+from marsrl.trainer.runs.existing_run import keep_settings, saved_config
 from marsrl.trainer.runs.lock import RunLock
 
 EVALUATIONS = Path("evaluations")  # default folder of the evaluations' folders
@@ -71,10 +71,13 @@ def evaluate_alone(
     console = RunConsole()
     config, origin = read_config(config_file, settings, trains=False)
     with origin.places_in_errors():
-        checked = preflight(config, world_size=1, trains=False)
+        began = None if out is None else saved_config(RunDirectory(out))
+        checked = preflight(config, world_size=1, trains=False, began=began)
         config = checked.config
         models = models_given(config)
     console.message(f"# settings: {origin}")
+    for line in checked.dtypes:
+        console.message(line)
     for warning in checked.warnings:
         console.warning(warning)
     name, start = name or origin.name, time.monotonic()

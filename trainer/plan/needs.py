@@ -115,7 +115,7 @@ def needs_of(
     replays = config.trainer.router_replay == "rollout" and shape.num_experts > 0
     published = sum(publish_bytes(setup, each) for each in setup.adapters)
     if not setup.adapters:
-        published = elements(shape).total * SIZE[policy.dtype]
+        published = elements(shape).total * SIZE[policy.decided_dtype]
     of_token = shape.num_layers * shape.experts_per_token * expert_dtype(shape.num_experts).itemsize if replays else 0
     overlaps = rollout.overlap > 0
     demand = Demand(
@@ -227,7 +227,7 @@ def _job(config: RunConfig, name: str, shape: ModelShape, trainers: int, work: W
         shape=shape,
         layout=resolve(policy.layout),
         world_size=trainers,
-        dtype=policy.dtype,
+        dtype=policy.decided_dtype,
         recompute=policy.recompute,
         tokens=config.trainer.max_tokens_per_micro_batch,
         num_micro_batches=1,

@@ -112,7 +112,7 @@ def make_plan(config: RunConfig, num_gpus: int, gpu_name: str, mean_response: fl
         raise ConfigError(
             f"--mean-response is {mean_response:g}, expected more than 0 and at most rollout.max_response_tokens, {longest}"
         )
-    config = with_backend(config, on_gpus=True)
+    config = with_backend(config, on_gpus=True).with_dtypes(dict.fromkeys(config.undecided, "bfloat16"))
     served = tuple(config.served_rollouts.values())
     engine_gpus = num_engine_gpus(served)
     if engine_gpus >= num_gpus:

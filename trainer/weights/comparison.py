@@ -76,10 +76,16 @@ def comparison_sequences(vocab_size: int) -> list[IntArray]:
 def trainer_scores(learner: Learner, engines: Precision) -> TrainerScores:
     """The learner's scores of the probe; the noise is that of the coarser precision of learner and engines. Collective."""
     sequences = comparison_sequences(learner.vocab_size)
+    return TrainerScores(sequence_scores(learner, sequences), sequence_scores(learner, sequences, engines))
+
+
+def sequence_scores(
+    learner: Learner, sequences: Sequence[IntArray], rounded_as: Precision | None = None
+) -> list[FloatArray]:
+    """The learner's log-probs [N-1] of tokens 1..N-1 of each sequence, which are one micro-batch. Collective."""
     batch = _packed(sequences, learner.align)
     ends = np.cumsum([len(sequence) - 1 for sequence in sequences])[:-1]
-    found = [learner.score([batch])[0], learner.score([batch], rounded_as=engines)[0]]
-    return TrainerScores(*(np.split(each[batch.trained_rows.cpu()].numpy(), ends) for each in found))
+    return np.split(learner.score([batch], rounded_as=rounded_as)[0][batch.trained_rows.cpu()].numpy(), ends)
 
 
 def _packed(sequences: Sequence[IntArray], align: int) -> PackedBatch:

@@ -66,6 +66,12 @@ def curate(words: Sequence[str], out: Path, config_file: str | None) -> Path:
         lock = RunLock.of_out(out, console.warning)
         try:
             console.message(f"# settings: {origin}")
+            if any(config.policies[name].model for name in config.undecided):
+                from marsrl.trainer.runs.existing_run import decide_dtypes, settings_in  # imports torch
+
+                config, dtypes = decide_dtypes(config, settings_in(out / "curate.yaml"))
+                for line in dtypes:
+                    console.message(line)
             resolved = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
             write_atomically(out / "curate.yaml", f"# settings: {origin}\n{resolved}".encode())
             data = config.data

@@ -153,7 +153,7 @@ def _take_transformer_engine(layer: Any) -> type:
 
 
 def transformer_config(shape: ModelShape, layout: Layout, policy: PolicyConfig) -> TransformerConfig:
-    dtype = torch.bfloat16 if policy.dtype == "bfloat16" else torch.float32
+    dtype = torch.bfloat16 if policy.decided_dtype == "bfloat16" else torch.float32
     layers = choose_layers(policy.layers)
     fusions = choose_fusions(layers)
     moe: dict[str, Any] = {}
