@@ -126,6 +126,25 @@ def test_a_restored_learner_goes_on_bit_for_bit(dtype: str, distributed: bool, t
         restored.load(tmp_path)
 
 
+def test_one_rank_sends_itself_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And trains as with megatron's collectives, to the bit."""
+    from megatron.core.distributed import param_and_grad_buffer as buffers
+
+    folder, batches = tiny.save_model("qwen3_moe", tmp_path / "m"), tiny.micro_batches(tiny.sequences(4), 2)
+    policy, sending = tiny.learner(folder), tiny.learner(folder)
+    wrapped = sending.optimizer._model
+    for group in wrapped.bucket_groups + wrapped.expert_parallel_bucket_groups:
+        del group.start_grad_sync, group.start_param_sync
+    sent = []
+    for name in ("dist_reduce_scatter_func", "dist_all_gather_func"):
+        call = getattr(buffers, name)
+        monkeypatch.setattr(buffers, name, lambda *tensors, c=call, **o: sent.append(tensors) or c(*tensors, **o))
+    found = [tiny.step(policy, batches).grad_norm for _ in range(2)]
+    assert not sent
+    assert [tiny.step(sending, batches).grad_norm for _ in range(2)] == found and sent
+    assert tiny.largest_difference(tiny.weights(sending), tiny.weights(policy)) == 0.0
+
+
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_recomputed_activations_and_overlap_give_the_same_gradient(recompute: str, tmp_path: Path) -> None:
     """Kernels add the gradients of experts and head to DDP's buffer, DDP those of the other weights; its hooks, which overlap the

@@ -237,6 +237,10 @@ def as_run(model: PolicyModel) -> torch.nn.Module:
     return Float16Module(model.config, model) if model.config.bf16 else model
 
 
+def _nothing_to_sync(**_: object) -> None:
+    """Megatron's collectives within a group of one."""
+
+
 def build_model(shape: ModelShape, layout: Layout, policy: PolicyConfig) -> tuple[PolicyModel, DistributedDataParallel]:
     """The bare model, and the same wrapped for training."""
     model = bare_model(shape, layout, policy)
@@ -253,6 +257,11 @@ def build_model(shape: ModelShape, layout: Layout, policy: PolicyConfig) -> tupl
     )
     if policy.optimizer.overlap_grad_reduce:
         config.no_sync_func = ddp.no_sync  # all micro-batches but the last only add
+    elif policy.optimizer.distributed:
+        for group in (*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups):
+            # A rank without data-parallel peers would copy all gradients, and then all weights, onto themselves.
+            if group.intra_distributed_optimizer_instance_size == 1:
+                group.start_grad_sync = group.start_param_sync = _nothing_to_sync
     # The total of tokens that megatron would divide the gradient by is dropped: the loss is divided already.
     config.finalize_model_grads_func = lambda chunks, num_tokens=None, **options: finalize_model_grads(
         chunks, None, **options
