@@ -130,8 +130,8 @@ def _greedy(model: Any, prompt: IntArray, stops: Sequence[int]) -> tuple[IntArra
 @torch.no_grad()
 def _scored(model: Any, sequence: IntArray) -> FloatArray:
     ids = torch.from_numpy(sequence.astype(np.int64))[None]
-    logprobs = model(ids).logits[0, :-1].float().log_softmax(-1)
-    return logprobs.gather(-1, ids[0, 1:, None])[:, 0].numpy()
+    logprobs = model(ids).logits[0, :-1].double().log_softmax(-1)  # float32's is off by 1e-5 for 50,000 tokens
+    return logprobs.gather(-1, ids[0, 1:, None])[:, 0].float().numpy()
 
 
 def _trainer_scores(model: Path, dtype: str, sequences: Sequence[IntArray]) -> list[FloatArray]:
