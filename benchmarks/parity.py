@@ -416,9 +416,7 @@ def main() -> int:
         import_learner()
         lines = []
         print(f"{'':38s}" + "".join(f"{title:>10s}" for title in parity_model.COLUMNS))
-        for line in parity_model.model_lines(
-            arguments.model, arguments.dtypes, arguments.engines, arguments.prompts
-        ):
+        for line in parity_model.model_lines(arguments.model, arguments.dtypes, arguments.engines, arguments.prompts):
             lines.append(line)
             print(row(line, parity_model.COLUMNS), flush=True)
         return ended(lines, 0, begin, arguments.json)

@@ -1,14 +1,14 @@
-"""A model's directory in the trainer, in both engines and in transformers: log-probs of the same tokens, and greedy completions.
+"""A model's directory in the trainer, both engines and transformers: log-probs of the same tokens, and greedy completions.
 
-Run by `python benchmarks/parity.py --model DIR [--dtypes float32 bfloat16] [--engines local vllm] [--prompts 50]`. transformers answers
-the prompts, rendered by the model's chat template, one after the other, by their most likely tokens, and scores prompts and answers;
-in bfloat16 too its float32 log-probs are the reference. A line for each program and dtype:
+Run by `python benchmarks/parity.py --model DIR [--dtypes float32 bfloat16] [--engines local vllm] [--prompts 50]`. transformers
+answers the prompts, rendered by the model's chat template, one after the other, by their most likely tokens. All programs score
+prompts and answers. transformers' float32 log-probs are the reference, for bfloat16 too. A line for each program and dtype:
 
-    median, largest   |difference| of log-probs from transformers' in float32, nats
-    greedy            answers that are transformers' of the same dtype to the last token; in float32 all must be, up to ties: places
+    median, largest   |difference| of log-probs from the reference, nats
+    greedy            answers that equal transformers' of the same dtype to the last token; in float32 all must, except at ties,
                       where transformers' two most likely tokens are closer than TIE
 
-The line of transformers in bfloat16 shows what rounding alone does; other bfloat16 lines may be twice as far off.
+The line of transformers in bfloat16 shows the effect of rounding alone; other bfloat16 lines may be twice as far off.
 """
 
 from __future__ import annotations
@@ -41,20 +41,31 @@ BFLOAT16_MEDIAN = 2.0  # times that of transformers in bfloat16
 def chats() -> list[list[dict[str, str]]]:
     """Fifty short chats: sums, words, code, other alphabets, white space, with a system prompt and without, of several turns."""
     asked = [f"What is {a} + {b}?" for a, b in ((3, 4), (27, 58), (1024, 2048), (7, 193), (36, 64))]
-    asked += [f"Tom has {n} apples and buys {n + 5} more.\n\nHow many has he? Think step by step." for n in range(8, 13)]
+    asked += [
+        f"Tom has {n} apples and buys {n + 5} more.\n\nHow many has he? Think step by step." for n in range(8, 13)
+    ]
     asked += [f"Spell the word {word} backwards." for word in ("river", "planet", "Über", "naïve", "κόσμος")]
-    asked += [f"List {n} things in a {place}." for n, place in enumerate(("kitchen", "forest", "school", "harbour", "cave"), 3)]
+    asked += [
+        f"List {n} things in a {place}."
+        for n, place in enumerate(("kitchen", "forest", "school", "harbour", "cave"), 3)
+    ]
     asked += [f"def f(x):\n\treturn  x * {n}  # twice\n\n\nf({n})\nWhat does this print?" for n in (2, 20, 202, 7, 77)]
-    asked += [f"Translate to French: {text}" for text in ("good morning", "I am here.", "two dogs", "the sea", "Why not?")]
+    asked += [
+        f"Translate to French: {text}" for text in ("good morning", "I am here.", "two dogs", "the sea", "Why not?")
+    ]
     asked += [f"Solve for $x$: \\[{a}x + {b} = {a * 3 + b}\\]" for a, b in ((2, 1), (5, 10), (7, 0), (11, 4), (3, 33))]
     alone = [[{"role": "user", "content": text}] for text in asked]
-    guided = [[{"role": "system", "content": f"Answer in at most {n} words."}, *chat] for n, chat in enumerate(alone[:10], 1)]
+    guided = [
+        [{"role": "system", "content": f"Answer in at most {n} words."}, *chat] for n, chat in enumerate(alone[:10], 1)
+    ]
     said = {"role": "assistant", "content": "Certainly. Which one?"}
     longer = [[*chat, said, {"role": "user", "content": "  The first one,\tplease…  "}] for chat in alone[10:15]]
     return [*alone, *guided, *longer]
 
 
-def model_lines(model: Path, dtypes: Sequence[str], engines: Sequence[str], num_prompts: int) -> Iterator[dict[str, Any]]:
+def model_lines(
+    model: Path, dtypes: Sequence[str], engines: Sequence[str], num_prompts: int
+) -> Iterator[dict[str, Any]]:
     """The lines of the table, as they are measured."""
     renderer = ChatRenderer(model)
     prompts = [renderer.render(chat)[0] for chat in chats()[:num_prompts]]
@@ -76,7 +87,12 @@ def model_lines(model: Path, dtypes: Sequence[str], engines: Sequence[str], num_
         bound = "largest" if dtype == "float32" else "median"
         begin = time.perf_counter()
         off = _off(_trainer_scores(model, dtype, sequences), expected)
-        yield {"layout": f"trainer, {dtype}", "seconds": time.perf_counter() - begin, **off, "is_ok": off[bound] <= allowed}
+        yield {
+            "layout": f"trainer, {dtype}",
+            "seconds": time.perf_counter() - begin,
+            **off,
+            "is_ok": off[bound] <= allowed,
+        }
         for engine in engines:
             begin = time.perf_counter()
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
@@ -149,7 +165,12 @@ def _trainer_scores(model: Path, dtype: str, sequences: Sequence[IntArray]) -> l
 
 
 def _engine(
-    kind: str, model: Path, dtype: str, prompts: Sequence[IntArray], sequences: Sequence[IntArray], stops: tuple[int, ...]
+    kind: str,
+    model: Path,
+    dtype: str,
+    prompts: Sequence[IntArray],
+    sequences: Sequence[IntArray],
+    stops: tuple[int, ...],
 ) -> tuple[list[FloatArray], list[IntArray]]:
     """(scores of the sequences, greedy answers to the prompts) of an engine, which has this process to itself."""
     from marsrl.rollout.config import VllmOptions

