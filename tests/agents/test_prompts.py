@@ -185,7 +185,7 @@ def test_an_agent_of_several_roles_has_its_words_in_each() -> None:
 )  # fmt: skip
 def test_words_that_no_agent_could_read_are_refused(team: str, agent: str, words: dict[str, str], said: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(said)}"):
-        build_orchestration(team, {agent: AgentConfig(**words)}, "math")  # type: ignore[arg-type]
+        build_orchestration(team, {agent: AgentConfig(**words)}, "math")
 
 
 def test_a_system_turn_is_not_lost_with_what_it_must_show(tmp_path: Path) -> None:
