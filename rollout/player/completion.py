@@ -40,6 +40,7 @@ class _OfCompletion:
     text: str | None = None
     call: Call | None = None
     call_start: int = 0
+    usage: tuple[int, int] | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -53,6 +54,7 @@ class Completion(_OfCompletion):
     finish, error: finish reason, and the cause of a failure. sample: while being judged (without a reward) and at the end.
     text: of all tokens, by the engine that drew the last ones; None: not known.
     call, call_start: the program's call answered by the current turn, and the turn's first token in the completion.
+    usage: (prompt tokens, new tokens) of all turns as a server counts them; None: as they are here.
     """
 
     state: State = State.DUE
@@ -124,6 +126,9 @@ class Completion(_OfCompletion):
         """Append one segment and its records. A segment without tokens (an engine gave up at once)
         leaves no trace."""
         self.seconds += result.seconds
+        if result.usage is not None:
+            read, drawn = self.usage or (0, 0)
+            self.usage = read + result.usage[0], drawn + result.usage[1]
         if len(result.token_ids):
             self._keep(result.kept_tokens, len(result.token_ids))
             start = len(self.token_ids)

@@ -32,14 +32,15 @@ class Played:
     """An episode played to its end.
 
     samples: in order of their ends, with tokens, prompts and texts, which episodes do not keep.
-    seconds: of an engine (DecodeResult.seconds), by uid. latency_s: wall time from the first engine request or tool call to
-    the last judged answer: includes waits in the engines' queues, so concurrent episodes
-    lengthen it. None if nothing was asked (every prompt was too long).
+    seconds: of an engine (DecodeResult.seconds), by uid. usage: Completion.usage, by uid.
+    latency_s: wall time from the first engine request or tool call to the last judged answer: includes waits in the engines'
+    queues, so concurrent episodes lengthen it. None if nothing was asked (every prompt was too long).
     """
 
     episode: Episode
     samples: tuple[Sample, ...]
     seconds: Mapping[str, float]
+    usage: Mapping[str, tuple[int, int] | None]
     latency_s: float | None
 
 
@@ -57,6 +58,7 @@ class _Play:
     has_asked: bool = False  # an engine
     samples: list[Sample] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
+    usage: dict[str, tuple[int, int] | None] = field(default_factory=dict)
 
 
 class EvaluationPlay:
@@ -186,7 +188,7 @@ class EvaluationPlay:
             self._calls[name][0] -= 1
         if play.is_followed:
             play.samples.append(sample)
-            play.seconds[sample.uid] = completion.seconds
+            play.seconds[sample.uid], play.usage[sample.uid] = completion.seconds, completion.usage
             return
         if self._on_said is not None:
             self._on_said(completion)
@@ -209,5 +211,5 @@ class EvaluationPlay:
         if self._on_end is not None:
             assert play.began_s is not None
             latency_s = self._now() - play.began_s if play.has_asked or episode.calls else None
-            self._on_end(Played(episode, tuple(play.samples), play.seconds, latency_s))
-        play.samples, play.seconds = [], {}
+            self._on_end(Played(episode, tuple(play.samples), play.seconds, play.usage, latency_s))
+        play.samples, play.seconds, play.usage = [], {}, {}

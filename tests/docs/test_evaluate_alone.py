@@ -44,8 +44,8 @@ def test_a_served_solver_with_critics_of_a_checkpoint_is_evaluated_and_goes_on(t
     with completions_server(reply) as server:
         words = [
             "task=math", "agents.solver.policy=served", *(f"agents.{a}.policy=critics" for a in AGENTS[1:]),
-            f"policies.served={{frozen: true, engine: openai, model: {model}}}",
-            f"policies.served.openai={{base_url: '{server.base_url}', model: m}}",
+            "policies.served={frozen: true, engine: openai}",
+            f"policies.served.openai={{base_url: '{server.base_url}', model: m, api: chat}}",
             f"policies.critics={{frozen: true, model: {model}, dtype: float32}}", "data.eval=p.jsonl",
             "evaluate={accept_after: 1, max_iterations: 1, fixed_inputs: 2, repeat: 2}", HERE, "--out", "kept",
         ]  # fmt: skip
@@ -56,6 +56,8 @@ def test_a_served_solver_with_critics_of_a_checkpoint_is_evaluated_and_goes_on(t
         assert first["alone"]["mean"] == first["system"]["mean"]
         policies = {agent: used["policy"] for agent, used in first["usage"].items()}
         assert policies == {"solver": "served", "verifier1": "critics"}
+        used = first["usage"]["solver"]
+        assert (used["input_tokens"], used["output_tokens"]) == (11 * used["calls"], 3 * used["calls"])  # as it counts
         lines = Path("kept/draws.jsonl").read_bytes().splitlines(keepends=True)
         Path("kept/draws.jsonl").write_bytes(b"".join(lines[:5]) + lines[5][:30])  # as kill -9 leaves it
         again, told = evaluated(words, capsys)

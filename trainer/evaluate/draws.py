@@ -163,6 +163,7 @@ def draw_of(team: Team, of: str, played: Played, judge: Mapping[str, float]) -> 
                 asks[s.uid],
                 s,
                 played.seconds[s.uid],
+                played.usage[s.uid],
                 prompt=prompts[s.prompt_text],
                 is_redrawn=s.uid in redrawn,
             )
@@ -186,9 +187,18 @@ def _tools(episode: Episode) -> dict[str, ToolUsage]:
 
 
 def call_of(
-    team: Team, episode: Episode, ask: Ask, sample: Sample, seconds: float, *, prompt: int = 0, is_redrawn: bool = False
+    team: Team,
+    episode: Episode,
+    ask: Ask,
+    sample: Sample,
+    seconds: float,
+    usage: tuple[int, int] | None,
+    *,
+    prompt: int = 0,
+    is_redrawn: bool = False,
 ) -> Call:
-    """Record of a completion. sample: with its tokens and text; seconds: of engine time; prompt: index of its prompt."""
+    """Record of a completion. sample: with its tokens and text; seconds: of engine time; usage: see Completion; prompt: index
+    of its prompt."""
     written = sum(turn.end - turn.start for turn in sample.turns) if sample.turns else int(sample.is_sampled.sum())
     judged = episode.sample(ask.inputs[0]) if ask.inputs else None
     is_known = judged is not None and not math.isnan(judged.reward.correct)
@@ -197,8 +207,8 @@ def call_of(
         correct=_known(sample.reward.correct),
         verdict=sample.verdict,
         is_of_right=is_right(judged) if judged is not None and is_known else None,
-        input_tokens=len(sample.prompt_ids) + len(sample.token_ids) - written,
-        output_tokens=written,
+        input_tokens=len(sample.prompt_ids) + len(sample.token_ids) - written if usage is None else usage[0],
+        output_tokens=written if usage is None else usage[1],
         tokens=len(sample.token_ids),
         is_cut=sample.finish is Finish.LENGTH,
         is_read=None if sample.finish is Finish.ERROR else team.is_read(sample),

@@ -134,7 +134,7 @@ class Evaluator:
         def said(each: Completion) -> None:
             episode, ask, sample = each.episode, each.of.ask, each.sample
             assert sample is not None, f"{each.uid} is not over"
-            call = call_of(self.team, episode, ask, sample, each.seconds)
+            call = call_of(self.team, episode, ask, sample, each.seconds, each.usage)
             answer = FixedAnswer(problem=digest(episode.problem), call=call, prompts=[sample.prompt_text])
             is_whole = sample.finish is not Finish.ERROR
             kept.fixed.add(fixed_key(identity, episode, ask), answer.model_dump(mode="json"), is_whole=is_whole)
