@@ -21,8 +21,39 @@ ATTACK = (
     "<img src=http://example.invalid/x onerror=\"document.title='PWNED'\"><svg onload=document.title='PWNED'>"
     "<style>*{display:none}</style><a href=\"javascript:document.title='PWNED'\">x</a>"
     "' onmouseover='x \" onload=\"y ${7*191} {{7*191}} "
+    "[x](javascript:document.title='PWNED') ![x](http://example.invalid/x) $\\href{javascript:document.title='PWNED'}{x}$ "
     "\x00\x07\x1b[2J\x1b]0;PWNED\x07\x9b31m\r\u2028\u202e\u2067\ud800 \udfff -->"
 )
+
+CHAT = """<|im_start|>system
+{system}<|im_end|>
+<|im_start|>user
+Two & lines
+of a *problem*: 3*4*5, $12 an hour and $5 more.<|im_end|>
+<|im_start|>assistant
+"""
+WRITTEN = r"""**First**, let $x = \frac{1}{2}$, not $\frac{1$.
+
+\begin{align}
+x &= 2 \label{words} \\
+  &= 3
+\end{align}
+
+| a | b |
+|---|---|
+| 1 | \(\sqrt{2}\) |
+
+```python
+x = "$y$"  # *no* Markdown
+z = 1
+```
+[a link](http://example.invalid/a "its title") ![an image](http://example.invalid/b) <b>no HTML</b> &#x202e; $\char"202E$
+[gone]: http://example.invalid/c
+
+It is \boxed{\frac{7}{2}}
+
+#### 72
+"""
 
 
 class Pieces:
@@ -50,7 +81,7 @@ def write_made_up_tokens(run: RunDirectory, step: int, samples: dict[int, Sample
 
 def make_hostile_run(root: Path) -> Path:
     """Six steps of made-up samples with ATTACK in all that a model, data or a config may hold; a seventh of long texts, a
-    tool's among them, by three policy versions; an eighth whose file is damaged.
+    tool's among them, by three policy versions, and of a chat; an eighth whose file is damaged.
     Tokens are kept of two samples of the seventh, and the file of the first's is damaged."""
     run = make_run(root, text=ATTACK)
     unclosed = "<tool_call>" * 50_000
@@ -65,7 +96,9 @@ def make_hostile_run(root: Path) -> Path:
     endless = make_sample(
         "L/corrector1:1", "corrector1", **shared, group_id="c", parent_uid="L/corrector1:1", text=unclosed
     )
-    groups = [make_group(solver), make_group(wrong), make_group(repaired, endless)]
+    prompt = CHAT.format(system="Be strict.\n" * 100)
+    chat = make_sample("chat", "judge", problem_id="chat", prompt_text=prompt, text=WRITTEN, reward=Reward(0.0, 0.0))
+    groups = [make_group(solver), make_group(wrong), make_group(repaired, endless), make_group(chat)]
     write_samples(run, 6, groups, {"L/solver:0": -0.5})
     write_made_up_tokens(run, 6, {1: solver, 3: repaired}, {"L/corrector1:0"})
     (run.tokens / "step_0.parquet").write_bytes(ATTACK.encode("utf-8", "replace"))

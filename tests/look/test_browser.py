@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import pytest
-from playwright.sync_api import Browser
+from playwright.sync_api import Browser, Route
 from watched import Watched
 
 PAGES = (
@@ -20,7 +21,11 @@ PAGES = (
     "page=samples&sample=6.1&color=logprob",  # trained nothing; tokens of 35,000 characters
     "page=samples&sample=6.2&color=gated",  # none kept
     "page=samples&sample=6.3&color=__proto__",
+    "page=samples&sample=6.5",  # a chat
+    "page=samples&sample=6.5&raw=1",
+    "page=problems",
     "page=curves&smooth=0.6&with=1",
+    "page=curves&x=hours&log=1&with=1",
     "page=pipeline",
     "page=warnings",
     "page=nowhere&run=99&sample=x.y&agent=%3Cscript%3E",
@@ -31,6 +36,8 @@ PAGES = (
 def watched(browser: Browser, viewer: str) -> Iterator[Watched]:
     seen = Watched(browser, viewer.partition("?")[0])
     seen.page.goto(viewer)
+    seen.page.wait_for_selector("a.here >> text=overview")  # it opens there
+    seen.open("?page=samples")
     indexed = "document.querySelector('.state')?.innerText.match(/samples$/) && document.querySelector('.item')"
     seen.wait_until(indexed)
     yield seen
@@ -46,13 +53,15 @@ def test_every_page_stays_calm_and_whole_over_a_hostile_run(watched: Watched) ->
             too_wide = watched.page.evaluate("document.documentElement.scrollWidth - innerWidth")
             assert too_wide <= 0, f"{query} is {too_wide} pixels wider than {width}"
             assert "PWNED" not in watched.page.title()
+            words = watched.page.locator("main").inner_text()
+            assert not re.search(r"\b(?:None|null|NaN|undefined)\b|Loading", words), query
     assert not watched.complaints
     assert not [address for address in watched.asked if not address.startswith(watched.origin)]
     assert watched.is_refused_what_is_elsewhere()  # the check itself: this is seen
 
 
 def test_texts_are_shown_whole_with_what_would_hide_in_them_named(watched: Watched) -> None:
-    watched.open("?sample=6.3")
+    watched.open("?page=samples&sample=6.3")
     watched.page.wait_for_selector("details.tool")
     assert watched.page.locator("details.tool").count() == 2
     text = watched.page.locator(".side").inner_text()
@@ -60,13 +69,17 @@ def test_texts_are_shown_whole_with_what_would_hide_in_them_named(watched: Watch
     text = watched.page.locator(".side").text_content() or ""
     assert "⟨U+202E⟩" in text and "{{7*191}}" in text
     assert watched.page.locator(".segments rect").count() == 3
+    watched.open("?page=samples&sample=6.1")
+    watched.page.wait_for_selector("text=policy version 0")
+    assert watched.page.locator(".segments").count() == 0  # of a single version
+    watched.open("?page=samples&sample=6.3")
     watched.page.get_by_text("what it changed").click()
     watched.page.wait_for_selector("text=too long to be compared")
 
 
 def test_tokens_are_coloured_by_what_was_kept_of_them(watched: Watched) -> None:
     page = watched.page
-    watched.open("?sample=6.3")
+    watched.open("?page=samples&sample=6.3")
     page.keyboard.press("c")
     page.wait_for_selector(".tokens.by-logprob")
     assert "color=logprob" in page.url  # a link shows what its sender saw
@@ -93,19 +106,19 @@ def test_tokens_are_coloured_by_what_was_kept_of_them(watched: Watched) -> None:
 
 def test_a_sample_without_kept_tokens_names_the_setting_and_leads_to_others(watched: Watched) -> None:
     page = watched.page
-    watched.open("?sample=1.1&color=entropy")  # step 0 is nearer, and its file is damaged
+    watched.open("?page=samples&sample=1.1&color=entropy")  # step 0 is nearer, and its file is damaged
     page.wait_for_selector("text=run.token_log_every")
     page.get_by_role("button", name="corrector1 3").click()
     page.wait_for_selector(".tokens.by-entropy")
     assert "sample=6.3" in page.url
-    watched.open("?run=1&sample=1.1&color=entropy")
+    watched.open("?page=samples&run=1&sample=1.1&color=entropy")
     page.wait_for_selector("text=run.token_log_every")
     assert page.locator(".note button").count() == 0 and not watched.complaints
 
 
 def test_keys_filters_and_links_lead_to_the_samples(watched: Watched) -> None:
     page = watched.page
-    watched.open("?run=1")
+    watched.open("?page=samples&run=1")
     page.wait_for_selector(".item.here")  # it opens on the newest sample
     first = page.url
     page.keyboard.press("j")
@@ -134,4 +147,101 @@ def test_keys_filters_and_links_lead_to_the_samples(watched: Watched) -> None:
     above = page.locator(".detail h2").inner_text()
     page.keyboard.press("u")
     watched.wait_until(f"document.querySelector('.detail h2').innerText !== {above!r}")
+    assert not watched.complaints
+
+
+def test_each_page_says_that_it_loads(watched: Watched) -> None:
+    page = watched.page
+    for name, question in {
+        "overview": "overview",
+        "samples": "samples",
+        "problems": "problems",
+        "curves": "charts",
+        "pipeline": "spans",
+        "warnings": "warnings",
+        "compare": "compare",
+    }.items():
+        waiting = list[Route]()
+        page.route(f"**/api/{question}?*", waiting.append)
+        page.goto(f"{watched.origin}?page={name}")
+        page.wait_for_selector("main [role=status] >> text=Loading")
+        page.unroute(f"**/api/{question}?*")
+        for route in waiting:
+            route.continue_()
+        page.wait_for_selector("main [role=status]", state="detached")
+    assert not watched.complaints
+
+
+def test_a_chat_is_shown_as_messages_with_markdown_and_latex(watched: Watched) -> None:
+    page = watched.page
+    watched.open("?page=samples&sample=6.5")
+    page.wait_for_selector(".message")
+    assert page.locator(".message summary b").all_inner_texts() == ["system", "user"]
+    closed = page.locator(".message:not([open])")
+    assert closed.count() == 1 and "1,099 characters" in closed.inner_text()
+    problem = page.locator(".message.user .markdown")
+    assert problem.inner_text().strip() == "Two & lines\nof a problem: 3*4*5, $12 an hour and $5 more."
+    assert problem.locator("em").inner_text() == "problem" and problem.locator("math").count() == 0
+    wrote = page.locator(".side > div:last-child > .markdown")
+    assert wrote.locator("strong").inner_text() == "First" and wrote.locator("td math msqrt").count() == 1
+    assert wrote.locator("math").count() == 4 and wrote.locator(".display math mtr").count() == 2
+    assert wrote.locator("pre.code").inner_text() == 'python\nx = "$y$"  # *no* Markdown\nz = 1\n'
+    assert wrote.locator("mrow").last.evaluate("e => getComputedStyle(e.closest('[style*=border]')).borderStyle") == "solid"
+    text = wrote.inner_text()
+    for shown in ("$\\frac{1$", "http://example.invalid/a its title", "an image http://example.invalid/b", "<b>no HTML</b>"):
+        assert shown in text, shown
+    for shown in ("&#x202e;", '$\\char"202E$', "[gone]: http://example.invalid/c", "#### 72"):
+        assert shown in text, shown
+    assert page.locator(".side").locator("a, img, [id], [href], [src]").count() == 0 and "\u202e" not in text
+    page.keyboard.press("r")
+    page.wait_for_selector(".side pre >> text=<|im_start|>system")
+    assert "raw=1" in page.url and page.locator(".markdown").count() == 0
+    page.get_by_label("raw text").uncheck()
+    page.wait_for_selector(".markdown")
+    assert "raw" not in page.url and not watched.complaints
+
+
+def test_samples_stand_below_their_problem_and_step(watched: Watched) -> None:
+    page = watched.page
+    watched.open("?page=samples&run=1&last=1")
+    page.wait_for_selector(".group")
+    heads = [" ".join(text.split()) for text in page.locator(".group").all_inner_texts()]
+    assert heads[0] == "p0.2 step 1 verifier1 4 × 0.5" and len(heads) == 9
+    page.locator(".group a").first.click()
+    watched.wait_until("document.querySelectorAll('.group').length === 2")
+    watched.open("?page=samples")
+    page.get_by_role("button", name="no answer found").click()
+    watched.wait_until("document.querySelector('.count').innerText === '3 samples'")
+    assert "flag=no+answer+found" in page.url and not watched.complaints
+
+
+def test_a_problems_cell_leads_to_its_samples(watched: Watched) -> None:
+    page = watched.page
+    watched.open("?page=problems&run=1")
+    page.wait_for_selector("table.heat")
+    assert page.locator("table.heat tr").first.inner_text().split() == ["problem", "samples", "all", "steps", "0", "1", "2"]
+    assert page.locator("table.heat tr").count() == 10 and page.locator("table.heat .cell").count() == 9
+    page.select_option("select[aria-label=order]", "hardest")
+    means = [float(row.split("\t")[2]) for row in page.locator("table.heat tr").all_inner_texts()[1:]]
+    assert means == sorted(means) and means[0] < means[-1]
+    page.select_option("select[aria-label=measure]", "right")
+    page.select_option("select[aria-label=agent]", "verifier1")
+    watched.wait_until("document.querySelectorAll('table.heat tr').length === 7")
+    page.locator("table.heat .cell a").first.click()
+    page.wait_for_selector(".item.here")
+    assert page.locator(".group").count() == 1 and page.locator(".item").count() == 4
+    assert page.locator(".item b").all_inner_texts() == ["verifier1"] * 4 and not watched.complaints
+
+
+def test_curves_stand_over_steps_tokens_or_hours_on_two_scales(watched: Watched) -> None:
+    page = watched.page
+    watched.open("?page=curves&run=1")
+    page.wait_for_selector("[aria-label='Response length, tokens, over step'] canvas")
+    page.select_option("select[aria-label='x axis']", "tokens")
+    page.wait_for_selector("[aria-label='Response length, tokens, over tokens trained on'] canvas")
+    page.get_by_label("log scale").check()
+    page.wait_for_selector("text=values that are not above 0 are left out")  # rewards of 0
+    assert "x=tokens" in page.url and "log=1" in page.url
+    page.select_option("select[aria-label='x axis']", "hours")
+    page.wait_for_selector("[aria-label='Entropy, nats, over hours, without evaluations'] canvas")
     assert not watched.complaints

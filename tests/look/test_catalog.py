@@ -50,6 +50,7 @@ FILTERS: list[tuple[Filter, Callable[[int, SampleRecord], bool]]] = [
     (Filter(high=0.0, agent="solver"), lambda step, s: s.reward is not None and s.reward <= 0 and s.agent == "solver"),
     (Filter(flag=("missing reward",)), lambda step, s: s.reward is None),
     (Filter(flag=("truncated", "wrong verdict")), lambda step, s: s.uid == "w"),
+    (Filter(flag=("no answer found",)), lambda step, s: s.answer is None and s.verdict is None),
     (Filter(flag=("verdict",), last=4), lambda step, s: s.verdict is not None and step <= 4),
     (Filter(problem="p1.2"), lambda step, s: s.problem_id == "p1.2"),
     (Filter(words="ANSWER 9"), lambda step, s: "Answer: 9" in s.text),

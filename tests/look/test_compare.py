@@ -144,7 +144,7 @@ def test_hostile_names_and_answers_stay_text(tmp_path: Path) -> None:
         RunDirectory(path).write_config({"data": {"train_key": value}})
     assert not set(shown(*paths, page=tmp_path / "page.html")) & set("\x1b\u202e")
     text = (tmp_path / "page.html").read_text("utf-8")
-    assert text.count("<script>") == 5 and "<img" not in text and "\\u27e8U+202E\\u27e9" in text
+    assert text.count("<script>") == 7 and "<img src=http" not in text and "\\u27e8U+202E\\u27e9" in text
     assert not set(text) & set("\x1b\u202e") and "1337" not in text
 
 

@@ -42,12 +42,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_what_models_wrote_is_data_of_a_script_that_loads_nothing(tmp_path: Path) -> None:
     text = write_report(make_run(tmp_path, text=ATTACK).path).read_text("utf-8")
-    assert text.count("<script>") == text.count("</script>") == 5  # four libraries, and the pages with their data
-    assert "<img" not in text and "1337" not in text
+    assert text.count("<script>") == text.count("</script>") == 7  # six libraries, and the pages with their data
+    assert "<img src=http" not in text and "1337" not in text
     assert not set(text) & set("\x00\x1b\u2028\u202e") and "\\u27e8U+202E\\u27e9" in text
     policy = re.search(r'Content-Security-Policy" content="([^"]*)"', text)
     assert policy and policy[1].startswith("default-src 'none'; script-src 'sha256-") and "unsafe" not in policy[1]
-    assert policy[1].count("'sha256-") == 6 and "connect-src 'none'" in policy[1] and "http" not in policy[1]
+    assert policy[1].count("'sha256-") == 8 and "connect-src 'none'" in policy[1] and "http" not in policy[1]
 
 
 def test_a_report_has_every_part_of_the_run(whole: dict[str, Any]) -> None:
@@ -67,6 +67,8 @@ def test_a_report_has_every_part_of_the_run(whole: dict[str, Any]) -> None:
     for chart in charts:  # the very questions that the page asks
         names = "&".join(f"name={each['key']}" for each in chart["series"])
         assert len(whole[f"curves?run=0&{names}"]) == len(chart["series"])
+    assert len(whole["problems?run=0&agent=solver"]["rows"]) == 18
+    assert whole["axes?run=0"]["tokens"][:3] == [3000, 6000, 9000]
     for row in whole["samples?run=0"]["rows"]:
         assert whole[f"sample?run=0&step={row['step']}&line={row['line']}"]["row"] == row
     own = [row for row in whole["samples?run=0"]["rows"] if row["rollout"] == "p1.0#0"]  # whole, over several steps
@@ -88,15 +90,19 @@ def test_a_run_that_has_not_finished_has_a_page_that_says_so(tmp_path: Path) -> 
     assert "is not a run summary" in told(run)["overview?run=0"]["why_not"]
 
 
-def test_a_run_that_another_process_holds_is_going_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that writes its own report is over."""
+def test_a_run_is_running_finished_or_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that writes its own report has finished, one that was killed has stopped."""
     run = make_run(tmp_path, num_steps=1)
     lock = RunLock(run)
-    assert not told(run)["runs"][0]["is_going_on"]
+    assert told(run)["runs"][0]["standing"] == "finished"
     monkeypatch.setattr(os, "getpid", lambda: 1)
-    assert told(run)["runs"][0]["is_going_on"]
+    assert told(run)["runs"][0]["standing"] == "running"
     lock.release()
-    assert not told(run)["runs"][0]["is_going_on"]
+    assert told(run)["runs"][0]["standing"] == "finished"
+    run.summary.unlink()
+    assert told(run)["runs"][0]["standing"] == "stopped"
+    run.lock.unlink()
+    assert told(run)["runs"][0]["standing"] == "not finished"
 
 
 def test_a_parent_that_is_not_there_hides_no_sample(tmp_path: Path) -> None:

@@ -77,6 +77,15 @@ def why_held(run: RunDirectory) -> str:
     return ""
 
 
+def standing(run: RunDirectory) -> str:
+    """running: another process writes the run (one that writes its own report has ended); finished; stopped, or killed; not
+    finished: no process is known to have written it."""
+    held = why_held(run)
+    if held and f" process {os.getpid()} on " not in held:
+        return "running"
+    return "finished" if run.summary.exists() else "stopped" if run.lock.exists() else "not finished"
+
+
 def _held(run: RunDirectory) -> str:
     holder = run.lock.read_text("utf-8").strip() or "another process"
     return (

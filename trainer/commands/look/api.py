@@ -6,7 +6,6 @@ Every text in an answer has passed `visible`: it cannot hide, or reverse the dir
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
@@ -18,14 +17,14 @@ import numpy as np
 from pydantic import ConfigDict, validate_call
 
 from marsrl.rollout.types import FloatArray
-from marsrl.trainer.commands.look.catalog import FLAGS, Catalog, Filter, Row
+from marsrl.trainer.commands.look.catalog import FLAGS, Catalog, Filter, Page, Row
 from marsrl.trainer.commands.look.comparison import names_of, numbers_of, read_compared, side_by_side
-from marsrl.trainer.commands.look.measured import charts, curves, life, spans, speed, warnings
+from marsrl.trainer.commands.look.measured import axes, charts, curves, life, problems, spans, speed, warnings
 from marsrl.trainer.report.summary import Estimate, compared, load_summary, of_other_inputs
 from marsrl.trainer.report.token_log import TokenRecord, read_tokens
-from marsrl.trainer.runs.directory import RunDirectory, step_files
+from marsrl.trainer.runs.directory import step_files
 from marsrl.trainer.runs.existing_run import flat
-from marsrl.trainer.runs.lock import why_held
+from marsrl.trainer.runs.lock import standing
 from marsrl.trainer.visible import Key, shown
 
 LISTS = ("flag", "name")
@@ -50,7 +49,7 @@ class Api:
     def __init__(self, paths: Sequence[Path]) -> None:
         self.catalogs = [Catalog(path) for path in paths]
         self.names = names_of(paths)
-        of_a_run = (overview, samples, sample, tokens, charts, curves, spans, life, speed, warnings)
+        of_a_run = (overview, samples, sample, tokens, problems, charts, curves, axes, spans, life, speed, warnings)
         self.questions: dict[str, Callable[..., Any]] = {
             "runs": _question(self.runs),
             "compare": _question(self.compare),
@@ -69,8 +68,7 @@ class Api:
         return [
             {
                 "name": name,
-                "is_going_on": _is_going_on(catalog.run),
-                "is_over": catalog.run.summary.exists(),
+                "standing": standing(catalog.run),
                 "num_files": len(step_files(catalog.run.samples)),
                 "flags": list(FLAGS),
                 "agents": [{"key": Key(agent), "shown": agent} for agent in catalog.agents],
@@ -153,18 +151,23 @@ def _counts(of: Estimate | None, field: str) -> dict[str, int] | None:
 def _fact(value: Any) -> str:
     if isinstance(value, list):
         return " · ".join(map(_fact, value))
+    if value is None:
+        return "–"
     return f"{value:,.6g}" if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
 
 
 def samples(catalog: Catalog, before: str = "", through: str = "", **wanted: Any) -> dict[str, Any]:
     """A page of the newest samples that pass a filter; below `before`, or from `through` on (each step.line)."""
     top = _place(before) if before else None
-    if through and not before:
-        step, line = _place(through)
-        top = (step, line + 1) if catalog.at(step, line) else None
-    page = catalog.find(Filter(**wanted), top)
+    if has_top := bool(through and not before):
+        top = place if catalog.at(*(place := _place(through))) else None
+    return listing(catalog.find(Filter(**wanted), top, has_top=has_top))
+
+
+def listing(page: Page) -> dict[str, Any]:
+    """A page of samples as JSON; next: step.line."""
     following = None if page.next is None else f"{page.next[0]}.{page.next[1]}"
-    return {"rows": [_row(row) for row in page.rows], "num": page.num, "next": following}
+    return dataclasses.asdict(page) | {"rows": [_row(row) for row in page.rows], "next": following}
 
 
 def sample(catalog: Catalog, step: int, line: int) -> dict[str, Any]:
@@ -198,12 +201,6 @@ def tokens(catalog: Catalog, step: int, line: int) -> dict[str, Any]:
         "kept": None if kept is None else _columns(kept),
         "near": {"step": near[0].step, "samples": samples} if near else None,
     }
-
-
-def _is_going_on(run: RunDirectory) -> bool:
-    """True while another process writes the run; a run that writes its own report has ended."""
-    held = why_held(run)
-    return bool(held) and f" process {os.getpid()} on " not in held
 
 
 def _place(text: str) -> tuple[int, int]:

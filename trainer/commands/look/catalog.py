@@ -5,13 +5,14 @@ Texts stay in their files; a search for words reads them, newest step first. Not
 
 from __future__ import annotations
 
+import itertools
 import re
 import threading
 import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,20 +39,22 @@ FLAGS = {
     "wrong verdict": "verdict IS NOT NULL AND element_at(parts, 'verdict')[1] = 0",
     "missing reward": "reward IS NULL",
     "error": "finish = 'error'",
+    "no answer found": """answer IS NULL AND verdict IS NULL AND finish IN ('stop', 'length')
+        AND coalesce(element_at(parts, 'readable')[1], 0) = 0 AND NOT ?""",
     "verdict": "verdict IS NOT NULL",
 }
-"""Properties to filter by: the sample reached the maximum length; its verdict is wrong; it has no reward; the engine gave up;
-it gave a readable verdict."""
+"""Properties to filter by: the sample reached the maximum length; its verdict is wrong; it has no reward; the engine gave up; it
+ended without an answer or verdict that could be read (?: a program played, which reads answers itself); it gave a readable verdict."""
 
 _FILE = "read_parquet(?, hive_partitioning = false)"  # else a folder called step=9 in the path became a column
 _TABLE = """CREATE TABLE samples(step INTEGER, line INTEGER, agent VARCHAR, problem VARCHAR, rollout VARCHAR, uid VARCHAR,
     parent VARCHAR, answer VARCHAR, verdict BOOLEAN, reward DOUBLE, correct DOUBLE, advantage DOUBLE, num_tokens INTEGER,
-    oldest INTEGER, flags VARCHAR[])"""
+    oldest INTEGER, flags VARCHAR[], block INTEGER)"""
 _INSERT = f"""INSERT INTO samples SELECT step, line, agent, problem_id, rollout_id, uid, parent_uid, left(answer, 200), verdict,
     reward, correct, advantage, num_tokens,
     list_min(list_transform(segments, lambda s: s.version)),
     list_filter([{", ".join(f"CASE WHEN {condition} THEN '{name}' END" for name, condition in FLAGS.items())}],
-    lambda flag: flag IS NOT NULL) FROM {_FILE}"""
+    lambda flag: flag IS NOT NULL), max(line) OVER (PARTITION BY problem_id) FROM {_FILE}"""
 _TEXTS = f"""SELECT line, concat_ws(chr(10), text,
     CASE WHEN row_number() OVER (PARTITION BY group_id ORDER BY line) = 1 THEN prompt END) AS words FROM {_FILE}"""
 
@@ -72,7 +75,10 @@ class Filter(Settings):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A sample in a list; its texts are in the samples file of `step`, at `line`. oldest: version of its oldest token."""
+    """A sample in a list; its texts are in the samples file of `step`, at `line`. oldest: version of its oldest token.
+
+    block: the last line of its problem in the step: lists keep a problem's samples together.
+    """
 
     step: int
     line: int
@@ -89,15 +95,31 @@ class Row:
     num_tokens: int
     oldest: int | None
     flags: list[str]
+    block: int
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """An agent's samples of a problem in a step that pass a filter. reward: their mean, None without any."""
+
+    step: int
+    block: int
+    agent: str
+    num: int
+    reward: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """At most PAGE samples. num: number that pass; None: not counted. next: the next page begins below it (step, line)."""
+    """At most PAGE samples. num: number that pass; None: not counted. next: the next page begins below it (step, line).
+
+    played: of their problems, in the order of play; empty where nothing is counted.
+    """
 
     rows: list[Row]
     num: int | None
     next: tuple[int, int] | None
+    played: list[Played]
 
 
 class Catalog:
@@ -124,7 +146,7 @@ class Catalog:
         """Read new samples, the newest first. budget_s: seconds after which the rest is left for the next call; None: none is."""
         began = time.monotonic()
         with self._lock:
-            files = step_files(self.run.samples)
+            files, is_program = step_files(self.run.samples), self.section("external") is not None
             for step in self._files.keys() - files.keys():
                 self._forget(step)
             for step in sorted(files, reverse=True):
@@ -134,7 +156,7 @@ class Catalog:
                 self._forget(step)
                 self._files[step] = state
                 try:
-                    self._db.execute(_INSERT, [str(files[step])])
+                    self._db.execute(_INSERT, [is_program, str(files[step])])
                 except duckdb.Error as error:
                     self._damages[step] = f"{files[step]} is no file of samples ({error}); the file is damaged"
                 if budget_s is not None and time.monotonic() - began >= budget_s:
@@ -215,6 +237,12 @@ class Catalog:
         return {"samples": num, "files": len(self._files), "last_metrics": None if steps is None else steps[1]}
 
     @property
+    def sampled(self) -> tuple[int, int] | None:
+        """First and last step with samples, None without any."""
+        first, last = self._all("SELECT min(step), max(step) FROM samples")[0]
+        return None if first is None else (first, last)
+
+    @property
     def agents(self) -> list[str]:
         """Agents with samples, in order of their first."""
         return [name for (name,) in self._all("SELECT agent FROM samples GROUP BY agent ORDER BY min((step, line))")]
@@ -277,8 +305,12 @@ class Catalog:
             ORDER BY count(DISTINCT agent) DESC, min((step, line)) LIMIT ?"""
         return [name for (name,) in self._all(sql, [window[0], window[-1], anchor, num])]
 
-    def find(self, wanted: Filter, before: tuple[int, int] | None = None, *, within_s: float = _SEARCH_S) -> Page:
-        """The newest samples that pass, below `before` (step, line). within_s: a search for words returns what it has found.
+    def find(
+        self, wanted: Filter, top: tuple[int, int] | None = None, *, has_top: bool = False, within_s: float = _SEARCH_S
+    ) -> Page:
+        """The samples that pass, newest step first and by problem, below `top` (step, line), or, with has_top, from it on.
+
+        within_s: a search for words returns what it has found.
 
         Raises ValueError: an unknown flag, or words without a letter or digit.
         """
@@ -286,11 +318,33 @@ class Catalog:
             raise ValueError(f"{sorted(unknown)} is nothing to filter by; expected some of {', '.join(FLAGS)}")
         conditions, values = _conditions(wanted)
         num = None if wanted.words else self._all(f"SELECT count(*) FROM samples WHERE {conditions}", values)[0][0]
-        if before is not None:
-            conditions, values = f"{conditions} AND (step, line) < (?, ?)", [*values, *before]
+        below, place = conditions, values
+        if top is not None:
+            block = "coalesce((SELECT block FROM samples WHERE (step, line) = (?, ?)), 0)"
+            below += f" AND (step, block, line) {'<=' if has_top else '<'} (?, {block}, ?)"
+            place = [*values, top[0], *top, top[1]]
         if wanted.words:
-            return self._search(wanted.words, conditions, values, within_s)
-        return _page(self._rows(conditions, values, f"ORDER BY step DESC, line DESC LIMIT {PAGE + 1}"), num)
+            return self._search(wanted.words, below, place, within_s)
+        page = _page(self._rows(below, place, f"ORDER BY step DESC, block DESC, line DESC LIMIT {PAGE + 1}"), num)
+        return replace(page, played=self.played(page.rows, conditions, values))
+
+    def played(self, rows: Sequence[Row], conditions: str = "true", values: Sequence[Any] = ()) -> list[Played]:
+        """What was played of the rows' problems in their steps."""
+        if not (blocks := {(row.step, row.block) for row in rows}):
+            return []
+        sql = f"""SELECT step, block, agent, count(*), avg(reward) FROM samples WHERE {conditions}
+            AND (step, block) IN ({", ".join(["(?, ?)"] * len(blocks))}) GROUP BY step, block, agent ORDER BY min(line)"""
+        return [Played(*each) for each in self._all(sql, [*values, *itertools.chain(*blocks)])]
+
+    def problems(self, agent: str, num: int, first: int, width: int) -> list[tuple[str, int, int, float | None, float | None]]:
+        """(problem, column, samples, mean reward, share right) of the problems that the agent played in the most steps, those of the
+        last steps first among equals. agent "": every agent. Column k: `width` steps from `first` + k * width on."""
+        sql = """WITH own AS (SELECT *, (step - ?) // ? AS k FROM samples WHERE ? IN ('', agent)),
+            most AS (SELECT problem, row_number() OVER (ORDER BY count(DISTINCT step) DESC, max(step) DESC, min((step, line)))
+                AS place FROM own GROUP BY problem QUALIFY place <= ?)
+            SELECT problem, k, count(*), avg(reward), avg(correct) FROM own JOIN most USING (problem)
+            GROUP BY place, problem, k ORDER BY place, k"""
+        return self._all(sql, [first, width, agent, num])
 
     def _search(self, words: str, conditions: str, values: list[Any], within_s: float) -> Page:
         cut = _WORD.findall(words)
@@ -303,9 +357,9 @@ class Catalog:
         sql = f"SELECT step FROM samples WHERE {conditions} GROUP BY step ORDER BY step DESC"
         for place, step in enumerate(step for (step,) in self._all(sql, values) if step in files):
             if place and time.monotonic() - began >= within_s:
-                return Page(rows, None, (step + 1, 0))
+                return Page(rows, None, (step + 1, 0), [])
             try:
-                rows += self._rows(passes, [*values, step, str(files[step]), *patterns], "ORDER BY line DESC")
+                rows += self._rows(passes, [*values, step, str(files[step]), *patterns], "ORDER BY block DESC, line DESC")
             except duckdb.Error:  # the file is gone, or damaged
                 continue
             if len(rows) > PAGE:
@@ -336,7 +390,7 @@ def _conditions(wanted: Filter) -> tuple[str, list[Any]]:
 
 def _page(rows: Sequence[Row], num: int | None) -> Page:
     shown = list(rows[:PAGE])
-    return Page(shown, num, (shown[-1].step, shown[-1].line) if len(rows) > PAGE else None)
+    return Page(shown, num, (shown[-1].step, shown[-1].line) if len(rows) > PAGE else None, [])
 
 
 def _config(path: Path) -> dict[str, Any]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -80,20 +80,28 @@ def read_compared(path: Path) -> Compared:
     if not run.config.is_file():
         raise ValueError(f"{path} is neither a run (it has no config.yaml) nor an evaluation (no {EVALUATION})")
     places, rewards = {0: Place()}, []
-    tokens = hours = 0.0
-    for row in read_metrics(run.metrics) if run.metrics.exists() else []:
-        tokens += row.values.get("rollout/tokens") or 0.0
-        seconds = {name: value or 0.0 for name, value in row.values.items() if name.startswith("timing_s/")}
-        hours += sum(value for name, value in seconds.items() if name not in _NO_PARTS) / 3600
-        places[row.step] = Place(row.step, tokens, hours)
-        if (reward := row.values.get("reward/all/mean")) is not None:
-            rewards.append((places[row.step], reward))
+    logged = {row.step: row.values for row in read_metrics(run.metrics)} if run.metrics.exists() else {}
+    for place in progress(logged.items()):
+        places[place.step] = place
+        if (reward := logged[place.step].get("reward/all/mean")) is not None:
+            rewards.append((place, reward))
+    end = places[max(places)]
     names = (each.parent.name.removeprefix("step_") for each in run.evaluations.glob(f"step_*/{EVALUATION}"))
     steps = sorted(int(name) for name in names if name.isdecimal())
     if not steps:
         raise ValueError(f"{path}: nothing was evaluated there yet (run.evaluate, run.eval_every)")
-    found = tuple((places.get(step, Place(step, tokens, hours)), _evaluation(run.evaluation(step))) for step in steps)
+    found = tuple((places.get(step, replace(end, step=step)), _evaluation(run.evaluation(step))) for step in steps)
     return Compared(found, tuple(rewards), tuple(read_draws(run.evaluation(steps[-1]))), _settings(run))
+
+
+def progress(rows: Iterable[tuple[int, Mapping[str, float | None]]]) -> Iterator[Place]:
+    """The place of each step. rows: steps in order, with their metrics."""
+    tokens = hours = 0.0
+    for step, values in rows:
+        tokens += values.get("rollout/tokens") or 0.0
+        seconds = {name: value or 0.0 for name, value in values.items() if name.startswith("timing_s/")}
+        hours += sum(value for name, value in seconds.items() if name not in _NO_PARTS) / 3600
+        yield Place(step, tokens, hours)
 
 
 def side_by_side(runs: Sequence[Compared], names: Sequence[str]) -> dict[str, Any]:

@@ -16,14 +16,17 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from marsrl.trainer.commands.look.api import Api
+from marsrl.trainer.commands.look.api import Api, listing
+from marsrl.trainer.commands.look.catalog import Page, Row
 from marsrl.trainer.runs.directory import RunDirectory, write_atomically
-from marsrl.trainer.visible import shorten
+from marsrl.trainer.visible import shorten, shown
 
 PAGES = Path(__file__).parent / "pages"
-REPORT = ("overview", "samples", "curves", "pipeline", "warnings")
-_SCRIPTS = ("vendor/preact.min.umd.js", "vendor/hooks.umd.js", "vendor/htm.umd.js", "vendor/uPlot.iife.min.js")
-_MODULES = ("lib", "tokens", "sample", "samples", "curves", "pipeline", "warnings", "overview", "compare", "app")
+REPORT = ("overview", "samples", "problems", "curves", "pipeline", "warnings")
+_LIBRARIES = ("preact.min.umd", "hooks.umd", "htm.umd", "uPlot.iife.min", "markdown-it.umd.min", "temml.min")
+_SCRIPTS = tuple(f"vendor/{name}.js" for name in _LIBRARIES)
+_MODULES = ("lib", "markdown", "tokens", "sample", "samples", "problems", "curves", "pipeline", "warnings", "overview")
+_MODULES += ("compare", "app")
 _STYLES = ("vendor/uPlot.min.css", "style.css")
 _PROBLEMS = 3  # problems of the first step, and of the last, with samples in the file
 _MOST_CHARS = 6000  # characters of a text, so that 2 x 3 problems x 72 samples stay near 3 MB
@@ -41,20 +44,20 @@ def write_report(directory: str | Path) -> Path:
         return found
 
     keep("runs")
-    for question in ("overview", "spans", "speed", "warnings"):
+    for question in ("overview", "axes", "spans", "speed", "warnings"):
         keep(question, run=0)
     kept[_key("charts", {"run": 0})] = charts = [each for each in api.questions["charts"](run=0) if each["is_main"]]
     for chart in charts:
         keep("curves", run=0, name=_curves_of(chart))
-    rows = []
+    keep("problems", run=0, agent=catalog.agents[0] if catalog.agents else "")
+    rows = list[Row]()
     for rollout in dict.fromkeys(name for last in (True, False) for name in catalog.deepest(last=last, num=_PROBLEMS)):
         keep("life", run=0, rollout=rollout)
         for row in catalog.tree(rollout):
-            found = keep("sample", run=0, step=row.step, line=row.line)
-            rows.append(found["row"])
-            _cut(found)
-    rows.sort(key=lambda row: (row["step"], row["line"]), reverse=True)
-    kept[_key("samples", {"run": 0})] = {"rows": rows, "num": len(rows), "next": None}
+            _cut(keep("sample", run=0, step=row.step, line=row.line))
+            rows.append(row)
+    rows.sort(key=lambda row: (row.step, row.block, row.line), reverse=True)
+    kept[_key("samples", {"run": 0})] = shown(listing(Page(rows, len(rows), None, catalog.played(rows))))
     write_page(run.report, REPORT, kept)
     return run.report
 

@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from marsrl.trainer.commands.look.catalog import Catalog
+from marsrl.trainer.commands.look.comparison import AXES, progress
 from marsrl.trainer.commands.look.palette import COLORS, activity_color, series_colors
 from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.visible import Key
 
 _MOST_POINTS = 1000  # points of a curve; a screen is not wider
 _MOST_SPANS = 3000  # rectangles that a browser draws smoothly
+_MOST_PROBLEMS, _MOST_COLUMNS = 100, 24  # of the table of problems
 _LAST_STEPS = 50  # steps whose median is the measured speed
 
 _WATCHED = (  # (prefix, suffix, limit, meaning) of unusual metrics
@@ -32,7 +34,7 @@ _WATCHED = (  # (prefix, suffix, limit, meaning) of unusual metrics
 
 @dataclass(frozen=True, slots=True)
 class ChartPlan:
-    """A chart: its title, its unit, and a pattern of the metrics on it, whose groups are their labels.
+    """A chart: its title, its unit, a pattern of the metrics on it, whose groups are their labels, and what they mean.
 
     A metric with <name>/low and <name>/high is drawn with that interval.
     """
@@ -40,6 +42,7 @@ class ChartPlan:
     title: str
     unit: str
     pattern: str
+    about: str = ""
     is_activities: bool = False  # coloured as in the timeline
 
     def label(self, name: str) -> str | None:
@@ -50,22 +53,29 @@ class ChartPlan:
 
 _OF_POLICY = "(?:([^/]+)/)?"  # prefix in runs with several policies
 PLANS = (
-    ChartPlan("Reward", "mean per agent", "reward/(.+)/mean"),
-    ChartPlan("Groups without advantage", "share of samples with advantage 0", "advantage/(.+)/fraction_zero"),
-    ChartPlan("Verdicts", "share of 'wrong' among readable verdicts", "verdicts/(.+)/fraction_wrong"),
-    ChartPlan("Response length", "mean, tokens", "response_length/(.+)/mean"),
+    ChartPlan("Reward", "reward", "reward/(.+)/mean", "mean per agent"),
+    ChartPlan("Groups without advantage", "share", "advantage/(.+)/fraction_zero", "of samples with advantage 0"),
+    ChartPlan("Verdicts", "share", "verdicts/(.+)/fraction_wrong", "of 'wrong' among readable verdicts"),
+    ChartPlan("Response length", "tokens", "response_length/(.+)/mean", "mean"),
     ChartPlan("Entropy", "nats", f"{_OF_POLICY}actor/entropy"),
-    ChartPlan("Gradient norm", "before clipping; of an agent: of its share", f"{_OF_POLICY}actor/(?:(.+)/)?grad_norm"),
-    ChartPlan("Gradient spikes", "1: above 5 running medians", f"{_OF_POLICY}actor/(?:(.+)/)?grad_spikes"),
+    ChartPlan(
+        "Gradient norm", "norm", f"{_OF_POLICY}actor/(?:(.+)/)?grad_norm", "before clipping; of an agent: of its share"
+    ),
+    ChartPlan(
+        "Gradient spikes", "spikes", f"{_OF_POLICY}actor/(?:(.+)/)?grad_spikes", "1: above 5 running medians"
+    ),
     ChartPlan("Masked well-mastered tokens", "share", f"{_OF_POLICY}mpt/fraction_masked"),
     ChartPlan(
-        "Trainer and rollout probabilities", "|p_train - p_rollout|", f"{_OF_POLICY}train_rollout/prob_diff_(.+)"
+        "Trainer and rollout probabilities",
+        "difference",
+        f"{_OF_POLICY}train_rollout/prob_diff_(.+)",
+        "|p_train - p_rollout|",
     ),
-    ChartPlan("Tokens", "per second", "perf/tokens_per_s"),
+    ChartPlan("Tokens", "tokens per second", "perf/tokens_per_s"),
     ChartPlan("Engines' time per step, by agent", "seconds", "cost/(.+)/seconds"),
     ChartPlan("Staleness", "policy versions", "rollout/staleness_(.+)"),
-    ChartPlan("Evaluation", "share of held-out problems", "eval/(?!tokens$|spent$)([^/]+)"),
-    ChartPlan("Cost per step", "in the currency of policies.*.price", "cost/(.+)/spent"),
+    ChartPlan("Evaluation", "share", "eval/(?!tokens$|spent$)([^/]+)", "of held-out problems"),
+    ChartPlan("Cost per step", "cost", "cost/(.+)/spent", "in the currency of policies.*.price"),
     ChartPlan("Time per step", "seconds", "timing_s/(?!total$)(.+)", is_activities=True),
 )
 
@@ -95,17 +105,47 @@ def charts(catalog: Catalog) -> list[dict[str, Any]]:
         if series:
             is_zero = all(value == 0 for name in labels for _, value in curves[name])
             found.append(
-                {"title": plan.title, "unit": plan.unit, "series": series, "is_main": True, "is_zero": is_zero}
+                {"title": plan.title, "unit": plan.unit, "about": plan.about, "series": series}
+                | {"is_main": True, "is_zero": is_zero}
             )
     for name in left:
         series = [{"key": Key(name), "label": name, "color": COLORS[0], "has_band": False}]
-        found.append({"title": name, "unit": "", "series": series, "is_main": False, "is_zero": False})
+        found.append({"title": name, "unit": "", "about": "", "series": series, "is_main": False, "is_zero": False})
     return found
 
 
 def curves(catalog: Catalog, name: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Curves of at most 1,000 points each. every: number of steps that a point averages (those with a value)."""
     return [_thinned(catalog.curves.get(each, [])) for each in name]
+
+
+def axes(catalog: Catalog) -> dict[str, list[float]]:
+    """What charts may stand over, at the same at most 1,000 places: step, tokens trained on, hours without evaluations."""
+    rows: dict[int, dict[str, float | None]] = {}
+    for name, curve in catalog.curves.items():
+        for step, value in curve:
+            rows.setdefault(step, {})[name] = value
+    found = list(progress(sorted(rows.items())))
+    kept = found[:: -(-len(found) // _MOST_POINTS) or 1]
+    return {axis: [getattr(place, axis) for place in [*kept, *found[-1:]]] for axis in AXES}
+
+
+def problems(catalog: Catalog, agent: str = "") -> dict[str, Any]:
+    """The 100 problems that an agent ("": any) played in the most steps, over at most 24 equal ranges of steps.
+
+    columns: (first, last step). rows: cells: for each column (samples, mean reward, share right), or None.
+    """
+    if (span := catalog.sampled) is None:
+        return {"columns": [], "rows": []}
+    width = -(-(span[1] - span[0] + 1) // _MOST_COLUMNS)
+    starts = range(span[0], span[1] + 1, width)
+    rows: dict[str, list[Any]] = {}
+    for name, column, *cell in catalog.problems(agent, _MOST_PROBLEMS, span[0], width):
+        rows.setdefault(name, [None] * len(starts))[column] = cell
+    return {
+        "columns": [(start, min(start + width - 1, span[1])) for start in starts],
+        "rows": [{"problem": name, "key": Key(name), "cells": cells} for name, cells in rows.items()],
+    }
 
 
 def _thinned(points: Sequence[tuple[int, float | None]]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from marsrl.trainer.commands.look.catalog import Catalog, Row
 from marsrl.trainer.commands.look.measured import PLANS
 from marsrl.trainer.report.console import literal, table_of
 from marsrl.trainer.report.samples_log import SampleRecord
-from marsrl.trainer.runs.lock import why_held
+from marsrl.trainer.runs.lock import standing
 from marsrl.trainer.visible import shorten
 
 _MOST_WARNINGS, _MOST_CHARS, _MOST_PROBLEMS = 20, 600, 3
@@ -29,9 +29,8 @@ def print_run(path: Path, console: Console) -> None:
     catalog = Catalog(path)
     catalog.refresh(budget_s=None)
     run, steps = catalog.run, catalog.steps
-    standing = "going on" if why_held(run) else "over" if run.summary.exists() else "not finished"
     last = f"last step logged: {steps[1]}" if steps is not None else "no step has been logged yet"
-    console.print(literal(f"{run.path.name}: {standing}, {last}", "bold"), soft_wrap=True)
+    console.print(literal(f"{run.path.name}: {standing(run)}, {last}", "bold"), soft_wrap=True)
     if steps is not None:
         console.print(_table(catalog, *steps))
     for step, _, text in catalog.warnings[-_MOST_WARNINGS:]:

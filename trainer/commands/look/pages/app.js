@@ -2,14 +2,15 @@
 
 import { Compare } from "./compare.js";
 import { Curves } from "./curves.js";
-import { html, render, useAnswer, useEffect, useState, useUrl, go, note, number, state, EXPORTED } from "./lib.js";
+import { html, render, useAnswer, useEffect, useState, useUrl, go, loading, note, number, state, EXPORTED } from "./lib.js";
 import { Overview } from "./overview.js";
 import { Pipeline } from "./pipeline.js";
+import { Problems } from "./problems.js";
 import { Samples } from "./samples.js";
 import { Warnings } from "./warnings.js";
 
-const PAGES = { overview: Overview, samples: Samples, curves: Curves, pipeline: Pipeline, warnings: Warnings, compare: Compare };
-const FIRST = EXPORTED ? EXPORTED.pages[0] : "samples";
+const PAGES = { overview: Overview, samples: Samples, problems: Problems, curves: Curves, pipeline: Pipeline, warnings: Warnings, compare: Compare };
+const FIRST = EXPORTED ? EXPORTED.pages[0] : "overview";
 const KEYS = [
   ["j, k", "next, previous sample"],
   ["u", "the sample that this one was asked about"],
@@ -17,7 +18,8 @@ const KEYS = [
   ["← →", "from one coloured token to the next"],
   ["/", "search words"],
   ["Esc", "leave the field; back to the list"],
-  ["1 – 6", "overview, samples, curves, pipeline, warnings, compare"],
+  ["r", "the sample's text as it is, or as Markdown with formulas"],
+  ["1 – 7", "overview, samples, problems, curves, pipeline, warnings, compare"],
   ["t", "light, dark, as the system"],
   ["?", "this help"],
 ];
@@ -81,7 +83,7 @@ function App() {
       <button class="quiet" title="light or dark (t)" aria-label="light or dark" onClick=${nextTheme}>◐</button>
       <button class="quiet" title="keys (?)" aria-label="keys" onClick=${() => setHelps(!helps)}>?</button>
     </header>
-    ${error && note(error)}
+    ${error ? note(error) : !runs && html`<main>${loading("the run")}</main>`}
     ${helps && html`<dialog open class="keys"><table>${KEYS.map(([key, what]) => html`<tr><th><kbd>${key}</kbd></th><td>${what}</td></tr>`)}</table>
       <button onClick=${() => setHelps(false)}>close</button></dialog>`}
     ${run && html`<${Page} key=${`${page} ${chosen}`} run=${chosen} about=${run} runs=${runs} url=${url} />`}`;
@@ -94,7 +96,7 @@ function nextTheme() {
 
 function standing(run) {
   const left = run.num_files - run.files;
-  const parts = [run.is_going_on ? "going on" : run.is_over ? "over" : "not finished"];
+  const parts = [run.standing];
   if (run.last_metrics !== null && run.last_metrics !== undefined) parts.push(`step ${number(run.last_metrics)}`);
   parts.push(`${number(run.samples)} samples`);
   if (left > 0) parts.push(`reading ${number(left)} more steps`);

@@ -1,14 +1,12 @@
 // Runs and evaluations side by side: last numbers with paired differences, what an episode takes, settings that differ, curves.
 
-import { html, useAnswer, useMemo, note, number } from "./lib.js";
-import { Plot } from "./curves.js";
-
-const AXES = { step: "steps", tokens: "tokens trained on", hours: "hours without evaluations" };
+import { html, useAnswer, useMemo, loading, note, number } from "./lib.js";
+import { AXES, Plot } from "./curves.js";
 
 export function Compare() {
   const { data, error } = useAnswer("compare", {});
   if (error) return html`<main>${note(error)}</main>`;
-  if (!data) return html`<main><p class="muted">…</p></main>`;
+  if (!data) return html`<main>${loading("the runs")}</main>`;
   if (data.why_not) return html`<main>${note(data.why_not)}</main>`;
   const heads = data.names.map((name) => html`<th>${name}</th>`);
   return html`<main>
@@ -22,7 +20,7 @@ export function Compare() {
           ${run.parts.map((part) => html`<tr><td>${part.name}</td>${part.cells.map((cell) => html`<td>${cell}</td>`)}</tr>`)}`)}</table>
       <p class="muted small">Of the last evaluations; ${data.meaning}.</p></section>
     <section class="card"><h3>Settings that differ</h3>
-      ${Object.keys(data.settings).length === 0 ? html`<p class="muted">None.</p>`
+      ${Object.keys(data.settings).length === 0 ? html`<p class="muted">No setting differs.</p>`
         : html`<table><tr><th></th>${heads}</tr>${Object.entries(data.settings).map(([key, values]) => html`<tr><th>${key}</th>${values.map((value) => html`<td>${value}</td>`)}</tr>`)}</table>`}</section>
     ${data.charts.map((chart) => html`<h3>${chart.title}</h3><div class="grid">${data.axes.map((axis) => html`<${Chart} key=${axis} chart=${chart} axis=${axis} colors=${data.colors} />`)}</div>`)}
   </main>`;
@@ -51,5 +49,5 @@ function Chart({ chart, axis, colors }) {
     }));
     return { steps, series, isSmooth: false };
   }, [chart, axis]);
-  return html`<section class="card"><h3>${AXES[axis]}</h3><${Plot} lines=${lines} title=${`${chart.title} over ${AXES[axis]}`} onCursor=${() => {}} spansGaps=${true} /></section>`;
+  return html`<section class="card"><h3>${AXES[axis]}</h3><${Plot} lines=${lines} title=${chart.title} onCursor=${() => {}} x=${AXES[axis]} y="" isLog=${false} spansGaps=${true} /></section>`;
 }

@@ -84,13 +84,14 @@ export function useAnswer(question, params, tick = 0) {
 }
 
 export function number(value, digits = 3) {
-  if (value === null || value === undefined) return "–";
+  if (value === null || value === undefined || Number.isNaN(value)) return "–";
   return Number.isInteger(value) ? value.toLocaleString("en") : Number(value.toPrecision(digits)).toLocaleString("en", { maximumSignificantDigits: digits });
 }
 
 // A number beside an axis, whole and short.
 export function tickText(value) {
   const size = Math.abs(value);
+  if (size >= 1e6 && size < 1e15) return value.toLocaleString("en", { notation: "compact", maximumSignificantDigits: 4 });
   return value === 0 || (size >= 1e-4 && size < 1e6) ? value.toLocaleString("en", { maximumSignificantDigits: 6 }) : value.toExponential(2).replace(/\.?0+e/, "e");
 }
 
@@ -108,10 +109,12 @@ export const signed = (value) => (value === null ? "–" : `${value >= 0 ? "+" :
 
 export const pillOf = (reward) => (reward === null ? "missing" : reward >= 1 ? "good" : reward <= 0 ? "bad" : "half");
 
+export const loading = (what) => html`<span class="loading muted" role="status">Loading ${what} …</span>`;
+
 export const note = (text) => html`<p class="note">${text}</p>`;
 
 // A text that may be very long: its beginning and its end, all of it on demand.
-const MOST = 30000;
+export const MOST = 30000;
 export function Long({ text, class: name = "" }) {
   const [isWhole, setWhole] = useState(false);
   if (isWhole || text.length <= MOST) return html`<pre class=${name} dir="auto">${text}</pre>`;

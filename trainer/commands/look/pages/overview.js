@@ -1,6 +1,6 @@
 // What the run reached, before and after, and on what it ran.
 
-import { html, useAnswer, note } from "./lib.js";
+import { html, useAnswer, loading, note } from "./lib.js";
 
 const LEFT = 96;
 const WIDTH = 520;
@@ -9,9 +9,9 @@ const ROW = 62;
 export function Overview({ run, about }) {
   const { data, error } = useAnswer("overview", { run }, about.last_metrics ?? -1);
   if (error) return html`<main>${note(error)}</main>`;
-  if (!data) return html`<main><p class="muted">…</p></main>`;
+  if (!data) return html`<main>${loading("the overview")}</main>`;
   return html`<main>
-    <p class="muted">${data.summary ?? `unfinished${data.last_step === null ? "" : `, last step logged: ${data.last_step}`}`}</p>
+    <p class="muted">${about.standing}${data.summary ? `: ${data.summary}` : data.last_step === null ? "" : `, last step logged: ${data.last_step}`}</p>
     <section class="card"><h3>Before and after</h3>
       ${data.rows.length > 0 ? html`<${Reached} data=${data} />`
         : note(data.why_not ?? (data.summary ? "This run was not evaluated (run.evaluate=false)." : "No summary.json: the run has not finished, or was stopped. What it has left so far is on the other pages."))}

@@ -1,6 +1,6 @@
 // Who was busy when, the life of one problem in it, how stale samples were, and the speed beside the plan's.
 
-import { html, useAnswer, useEffect, useRef, useState, go, note, number, roundTicks, tickText, EXPORTED } from "./lib.js";
+import { html, useAnswer, useEffect, useRef, useState, go, loading, note, number, roundTicks, tickText, EXPORTED } from "./lib.js";
 
 const ROW = 22;
 
@@ -16,9 +16,9 @@ export function Pipeline({ run, about, url }) {
   return html`<main>
     <section class="card"><h3>Timeline</h3>
       ${error && note(error)}
-      ${spans && spans.spans.length > 0 ? html`<${Timeline} found=${spans} life=${rollout ? life : null} />` : html`<p class="muted">No trace.json yet.</p>`}
+      ${spans && spans.spans.length > 0 ? html`<${Timeline} found=${spans} life=${rollout ? life : null} />` : spans ? html`<p class="muted">No trace.json yet.</p>` : !error && loading("the timeline")}
     </section>
-    <section class="card"><h3>Throughput against the plan</h3>${speed && html`<${Speed} speed=${speed} />`}</section>
+    <section class="card"><h3>Throughput against the plan</h3>${speed ? html`<${Speed} speed=${speed} />` : loading("the speed")}</section>
     <section class="card"><h3>Staleness <span class="muted small">versions between a sample's oldest token and its training, if no step was skipped</span></h3>
       ${speed && html`<${Ages} ages=${speed.ages} />`}</section>
   </main>`;
@@ -65,14 +65,14 @@ function Timeline({ found, life }) {
       <button onClick=${() => zoom(null, null)}>all</button>
       ${life && html`<span>the life of ${life.rollout.slice(0, 60)} <button onClick=${() => lives.length && zoom(Math.min(...lives.map((l) => l.start)), Math.max(...lives.map((l) => l.end)))}>zoom to it</button>
         <button class="more" onClick=${() => go({ life: null })}>leave</button></span>`}
-      <span class="muted">${number(low, 5)} to ${number(high, 5)} s${found.num_left_out ? `, ${number(found.num_left_out)} shorter spans left out: zoom in` : ""}</span></div>
+      <span class="muted">${number(Number(low.toFixed(3)), 6)} to ${number(Number(high.toFixed(3)), 6)} s${found.num_left_out ? `, ${number(found.num_left_out)} shorter spans left out: zoom in` : ""}</span></div>
     <div ref=${place} class="wheel"
       onPointerDown=${(e) => setDrag([second(e), second(e)])} onPointerMove=${(e) => drag && setDrag([drag[0], second(e)])}
       onPointerLeave=${() => setDrag(null)}
       onPointerUp=${() => { if (drag && Math.abs(x(drag[0]) - x(drag[1])) > 6) zoom(Math.min(...drag), Math.max(...drag)); setDrag(null); }}>
     <svg class="timeline" width=${width} height=${height} role="img" aria-label="timeline">
       ${lives.map((each, i) => { const [a, b] = clipped(each.start, each.end); return b >= a && html`<text x="0" y=${ROW * i + 15}>${fits(each.agent)}</text>
-        <rect class=${`hot ${each.color}`} x=${a} y=${ROW * i + 3} width=${Math.max(2, b - a)} height=${ROW - 6}><title>${each.samples} samples of ${each.agent}: from version ${each.version} on, trained in step ${each.step}</title></rect>`; })}
+        <rect class=${`hot ${each.color}`} x=${a} y=${ROW * i + 3} width=${Math.max(2, b - a)} height=${ROW - 6}><title>${each.samples} samples of ${each.agent}: ${each.version === null ? "" : `from version ${number(each.version)} on, `}trained in step ${number(each.step)}</title></rect>`; })}
       ${lanes.map((lane, i) => html`<text x="0" y=${ROW * (i + lives.length) + 15}>${fits(lane)}</text>
         <line class="rule" x1="0" x2=${width} y1=${ROW * (i + lives.length)} y2=${ROW * (i + lives.length)} />`)}
       ${work.map((span) => { if (span[3] < low || span[2] > high) return null; const [a, b] = clipped(span[2], span[3]); return html`<rect class=${found.colors[span[1]]} x=${a} y=${ROW * (lanes.indexOf(span[0]) + lives.length) + 3}
@@ -82,18 +82,20 @@ function Timeline({ found, life }) {
       ${drag && html`<rect class="drag" x=${Math.min(x(drag[0]), x(drag[1]))} width=${Math.abs(x(drag[0]) - x(drag[1]))} y="0" height=${height} opacity="0.2" />`}
     </svg></div>
     <p class="legend">${names.slice(0, 24).map((name) => html`<span><i class=${found.colors[name]}></i>${name.slice(0, 80)}</span>`)}</p>
-    <p class="small muted">${about ? `${about[1].slice(0, 80)} on ${about[0].slice(0, 40)}: ${number(about[2], 6)} to ${number(about[3], 6)} s (${number(about[3] - about[2], 3)} s) ${Object.entries(about[4]).map(([key, value]) => `${key} ${value}`).join(", ").slice(0, 300)}`
+    <p class="small muted">${about ? `${about[1].slice(0, 80)} on ${about[0].slice(0, 40)}: ${number(about[2], 6)} to ${number(about[3], 6)} s (${number(about[3] - about[2], 3)} s) ${Object.entries(about[4]).filter(([, value]) => value !== null).map(([key, value]) => `${key} ${value}`).join(", ").slice(0, 300)}`
       : "A full line: a step begins; a dashed one: a stage. Drag over the lanes to zoom in; point at a span to read it."}</p>`;
 }
 
 const PARTS = { rollout: "rollout", step: "updates", publish: "publishing", total: "a whole step" };
 
+const seconds = (value) => (value === null || value === undefined ? "–" : `${number(value)} s`);
+
 function Speed({ speed }) {
   const { parts } = speed.planned;
   return html`${!parts && note(speed.planned.why_not)}
     <table><tr><th></th><th>measured</th>${parts && html`<th>planned, ${speed.planned.gpus}</th><th>measured / planned</th>`}</tr>
-    ${Object.entries(PARTS).map(([key, name]) => html`<tr><th>${name}</th><td>${number(speed.measured[key])} s</td>
-      ${parts && html`<td>${number(parts[key])} s</td><td>${parts[key] && speed.measured[key] !== null ? number(speed.measured[key] / parts[key]) : "–"}</td>`}</tr>`)}
+    ${Object.entries(PARTS).map(([key, name]) => html`<tr><th>${name}</th><td>${seconds(speed.measured[key])}</td>
+      ${parts && html`<td>${seconds(parts[key])}</td><td>${parts[key] && speed.measured[key] !== null ? number(speed.measured[key] / parts[key]) : "–"}</td>`}</tr>`)}
     <tr><th>tokens per second</th><td>${number(speed.tokens_per_s)}</td>${parts && html`<td></td><td></td>`}</tr></table>
     <p class="small muted">Measured: medians of the last 50 steps.</p>`;
 }

@@ -1,6 +1,7 @@
 // One sample: the tree that it stands in, what it read and wrote, what it was worth.
 
-import { html, useAnswer, useEffect, useRef, useState, COLORS, Long, go, note, number, pillOf, signed, state, EXPORTED } from "./lib.js";
+import { html, useAnswer, useEffect, useRef, COLORS, Long, MOST, go, loading, note, number, pillOf, signed, state, EXPORTED } from "./lib.js";
+import { Markdown, messages } from "./markdown.js";
 import { COLORINGS, Coloring, Tokens } from "./tokens.js";
 
 export function Sample({ run, step, line, url }) {
@@ -10,6 +11,7 @@ export function Sample({ run, step, line, url }) {
   useEffect(() => {
     const pressed = (event) => {
       if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches?.("input, select, textarea")) return;
+      if (event.key === "r") go({ raw: state().get("raw") ? null : 1 }, true);
       if (event.key === "u" && above) go({ sample: `${above.step}.${above.line}` });
       if (event.key === "c") {
         const order = ["", ...Object.keys(COLORINGS)];
@@ -20,10 +22,11 @@ export function Sample({ run, step, line, url }) {
     return () => removeEventListener("keydown", pressed);
   }, [above?.uid]);
   if (error) return html`<section class="detail"><${Back} />${note(error)}</section>`;
-  if (!data) return html`<section class="detail"><${Back} /><p class="muted">…</p></section>`;
+  if (!data) return html`<section class="detail"><${Back} />${loading("the sample")}</section>`;
   const { row, record } = data;
   const views = { text: true, diff: data.diff !== null };
   const view = views[url.get("view")] ? url.get("view") : "text";
+  const isRaw = url.get("raw") !== null;
   const coloring = Object.hasOwn(COLORINGS, url.get("color") ?? "") ? url.get("color") : null;
   return html`<section class="detail" aria-label="sample">
     <${Back} />
@@ -37,18 +40,20 @@ export function Sample({ run, step, line, url }) {
       ${row.verdict !== null && html`<span class="pill">says ${row.verdict ? "correct" : "wrong"}</span>`}
       ${record.answer !== null && html`<span>answers <code dir="auto">${record.answer.slice(0, 200)}</code></span>`}
       <span class="muted">${number(record.num_prompt_tokens)} + ${number(row.num_tokens)} tokens, ${record.finish}, step ${row.step}</span>
+      ${record.segments.length === 1 && html`<span class="muted">policy version ${record.segments[0].version}</span>`}
       ${row.flags.filter((flag) => flag !== "verdict").map((flag) => html`<span class="flag">${flag}</span>`)}
     </p>
     <p class="facts small muted">
-      ${Object.entries(record.parts).map(([name, value]) => html`<span>${name} ${value === null ? "–" : number(value)}</span>`)}
+      ${Object.entries(record.parts).map(([name, value]) => html`<span>${name} ${number(value)}</span>`)}
       ${record.correct !== null && html`<span>judged ${number(record.correct)}</span>`}
       ${record.note && html`<span>${record.note.slice(0, 500)}</span>`}<span class="uid">${row.uid}</span></p>
     <${Segments} segments=${record.segments} />
     <div class="tabs" role="tablist">${Object.entries(views).map(([name, is]) => is && html`<button role="tab" aria-selected=${name === view}
       class=${name === view ? "here" : ""} onClick=${() => go({ view: name }, true)}>${name === "diff" ? `what it changed in ${data.diff.of.agent}'s` : name}</button>`)}</div>
     ${view === "diff" ? html`<${Diff} diff=${data.diff} />`
-      : html`<div class="side"><div><h3>read</h3><${Long} text=${record.prompt} /></div><div><div class="wrote"><h3>wrote</h3>${!EXPORTED && html`<${Coloring} coloring=${coloring} />`}</div>
-        ${coloring ? html`<${Tokens} key=${place} run=${run} step=${step} line=${line} coloring=${coloring} fold=${folds} />` : html`<${Written} key=${place} text=${record.text} />`}</div></div>`}
+      : html`<div class="side"><div><div class="wrote"><h3>read</h3><label class="coloring"><input type="checkbox" checked=${isRaw} onChange=${() => go({ raw: isRaw ? null : 1 }, true)} /> raw text</label></div>
+        <${Said} key=${place} text=${record.prompt} isRaw=${isRaw} /></div><div><div class="wrote"><h3>wrote</h3>${!EXPORTED && html`<${Coloring} coloring=${coloring} />`}</div>
+        ${coloring ? html`<${Tokens} key=${place} run=${run} step=${step} line=${line} coloring=${coloring} fold=${folds} />` : html`<${Written} key=${place} text=${record.text} isRaw=${isRaw} />`}</div></div>`}
   </section>`;
 }
 
@@ -67,8 +72,8 @@ function Tree({ rows, place, sessions }) {
     groups.get(name).push(row);
   }
   const chip = (row) => html`<button class=${`chip ${pillOf(row.reward)} ${`${row.step}.${row.line}` === place ? "here" : ""}`}
-    aria-label=${`${row.agent}, reward ${row.reward}`} title=${`${row.uid}: reward ${row.reward === null ? "missing" : number(row.reward)}, step ${row.step}`}
-    onClick=${() => go({ sample: `${row.step}.${row.line}` })}>${sessions && `${row.agent} `}${row.verdict === null ? (row.reward === null ? "?" : number(row.reward, 2)) : row.verdict ? "✓" : "✗"}</button>`;
+    aria-label=${`${row.agent}, reward ${number(row.reward)}`} title=${`${row.uid}: reward ${number(row.reward)}, step ${row.step}`}
+    onClick=${() => go({ sample: `${row.step}.${row.line}` })}>${sessions && `${row.agent} `}${row.verdict === null ? number(row.reward, 2) : row.verdict ? "✓" : "✗"}</button>`;
   const self = useRef(null);
   useEffect(() => self.current?.querySelector(".chip.here")?.scrollIntoView({ block: "nearest" }), [place]);
   const lines = [];
@@ -86,7 +91,7 @@ function Tree({ rows, place, sessions }) {
 }
 
 function Segments({ segments }) {
-  if (!segments.length) return null;
+  if (segments.length < 2) return null;
   const total = Math.max(1, segments[segments.length - 1].end);
   const first = Math.min(...segments.map((segment) => segment.version));
   return html`<svg class="segments" viewBox="0 0 1000 16" preserveAspectRatio="none" role="img" aria-label="segments">
@@ -138,9 +143,19 @@ function folds(text) {
   return pieces.length > MOST_PIECES ? [{ tag: null, text, end: text.length }] : pieces;
 }
 
-function Written({ text }) {
+function Written({ text, isRaw }) {
   const pieces = folds(text);
-  if (pieces.length <= 1) return html`<${Long} text=${text} />`;
-  return pieces.map((piece, i) => piece.tag === null ? html`<${Long} key=${i} text=${piece.text} />`
+  if (pieces.length <= 1) return html`<${Said} text=${text} isRaw=${isRaw} />`;
+  return pieces.map((piece, i) => piece.tag === null ? html`<${Said} key=${i} text=${piece.text} isRaw=${isRaw} />`
     : html`<details key=${i} class="tool"><summary>${piece.tag.replace("_", " ")} <code>${piece.text.trim().slice(0, 80)}</code></summary><${Long} text=${piece.text} /></details>`);
+}
+
+const LONG_SYSTEM = 600; // characters above which a system prompt is folded
+
+// The turns of a chat with Markdown and LaTeX, or the text as it is. A long text is too slow to render.
+function Said({ text, isRaw }) {
+  if (isRaw || text.length > MOST) return html`<${Long} text=${text} />`;
+  return messages(text).map(({ role, text: said }, i) => role === "" ? html`<${Markdown} key=${i} text=${said} />`
+    : html`<details key=${i} class=${`message ${role}`} open=${role !== "system" || said.length <= LONG_SYSTEM}>
+      <summary><b>${role}</b> <span class="muted">${number(said.length)} characters</span></summary><${Markdown} text=${said} /></details>`);
 }

@@ -1,9 +1,11 @@
 // The sample browser: a filter, the list that passes it, and the sample that is looked at.
 
-import { html, useAnswer, useEffect, useMemo, useRef, useState, ask, go, note, number, pillOf, signed, EXPORTED } from "./lib.js";
+import { html, useAnswer, useEffect, useMemo, useRef, useState, ask, go, loading, note, number, pillOf, signed, EXPORTED } from "./lib.js";
 import { Sample } from "./sample.js";
 
 const FIELDS = ["agent", "first", "last", "low", "high", "flag", "problem", "words"];
+
+const NO_MORE = { rows: [], played: [], next: undefined };
 
 export function Samples({ run, about, url }) {
   const wanted = { run };
@@ -13,14 +15,15 @@ export function Samples({ run, about, url }) {
   const [through, setThrough] = useState({ key, place: linked }); // the list begins with the sample of the link that was opened
   const begin = through.key === key && !EXPORTED ? through.place : null;
   const { data, error } = useAnswer("samples", { ...wanted, through: begin }, about.samples > 0 ? 1 : 0);
-  const [more, setMore] = useState({ key, rows: [], next: undefined });
+  const [more, setMore] = useState({ key, ...NO_MORE });
   const [fresh, setFresh] = useState(about.samples);
-  const own = more.key === key ? more : { rows: [], next: undefined };
+  const own = more.key === key ? more : NO_MORE;
   const rows = [...(data?.rows ?? []), ...own.rows];
+  const played = [...(data?.played ?? []), ...own.played];
   const next = own.next === undefined ? data?.next : own.next;
   const load = async () => {
     const page = await ask("samples", { ...wanted, before: next });
-    setMore({ key, rows: [...own.rows, ...page.rows], next: page.next });
+    setMore({ key, rows: [...own.rows, ...page.rows], played: [...own.played, ...page.played], next: page.next });
   };
   useEffect(() => {
     if (data && rows.length === 0 && next) load(); // what hardly anything passes comes page by page
@@ -49,11 +52,11 @@ export function Samples({ run, about, url }) {
   return html`<main class=${`samples ${place ? "reads" : ""}`}>
     <section class="list" aria-label="samples">
       ${EXPORTED ? html`<p class="muted">The deepest problems of the first step and of the last: <code>marsrl view</code> shows every sample.</p>` : bar}
-      <p class="muted count">${data ? counted(data, rows, next) : "…"}
+      <p class="muted count">${data ? counted(data, rows, next) : !error && loading("the samples")}
         ${about.samples > fresh && html` <button class="more" onClick=${() => go({}, true) || location.reload()}>new samples</button>`}</p>
       ${error && note(error)}
       ${begin && html`<button class="more" onClick=${() => setThrough({ key, place: null })}>newer ones</button>`}
-      ${rows.map((row) => html`<${Item} key=${`${row.step}.${row.line}`} row=${row} isHere=${`${row.step}.${row.line}` === place} />`)}
+      ${rows.map((row, i) => html`${isOther(row, rows[i - 1]) && html`<${Problem} key=${`${row.step}.${row.block}`} row=${row} played=${played} />`}<${Item} key=${`${row.step}.${row.line}`} row=${row} isHere=${`${row.step}.${row.line}` === place} />`)}
       ${data && rows.length === 0 && !next && html`<p class="muted">${about.samples ? "No sample passes this filter." : "No sample has been logged yet."}</p>`}
       ${next && html`<button class="more" onClick=${load}>older ones</button>`}
     </section>
@@ -68,19 +71,29 @@ function counted(data, rows, next) {
   return `${number(rows.length)}${next ? " or more" : ""} samples`;
 }
 
+const isOther = (row, last) => row.step !== last?.step || row.block !== last.block;
+
+// The head of a problem's samples in a step: how many each agent has, and their mean reward.
+function Problem({ row, played }) {
+  const own = new Map(played.filter((each) => each.step === row.step && each.block === row.block).map((each) => [each.agent, each])); // a page may end within them
+  return html`<div class="group"><a href="?" class="plain clip" title="every sample of this problem" onClick=${(e) => { e.preventDefault(); go({ problem: row.problem_key, sample: null }); }}>${row.problem}</a>
+    <span class="muted small">step ${row.step}</span>
+    <span class="agents small">${[...own.values()].map((each) => html`<span>${each.agent} ${number(each.num)} × <span class=${`pill ${pillOf(each.reward)}`}>${number(each.reward, 2)}</span></span>`)}</span></div>`;
+}
+
 function Item({ row, isHere }) {
   const self = useRef(null);
   useEffect(() => {
     if (isHere) self.current.scrollIntoView({ block: "nearest" });
   }, [isHere]);
   const place = `${row.step}.${row.line}`;
-  return html`<a ref=${self} href=${`?sample=${place}`} class=${`item ${isHere ? "here" : ""}`}
+  return html`<a ref=${self} href=${`?page=samples&sample=${place}`} class=${`item ${isHere ? "here" : ""}`}
     onClick=${(e) => { if (!e.ctrlKey && !e.metaKey) { e.preventDefault(); go({ sample: place }); } }}>
-    <span class=${`pill ${pillOf(row.reward)}`}>${row.reward === null ? "none" : number(row.reward)}</span>
-    <span class="who"><b>${row.agent}</b> <span class="clip">${row.problem}</span></span>
-    <span class="muted small">${row.verdict === null ? "" : row.verdict ? "says correct · " : "says wrong · "}A ${signed(row.advantage)} · step ${row.step} · ${number(row.num_tokens)} tokens${
+    <span class=${`pill ${pillOf(row.reward)}`}>${number(row.reward)}</span>
+    <span class="who"><b>${row.agent}</b></span>
+    <span class="muted small">${row.verdict === null ? "" : row.verdict ? "says correct · " : "says wrong · "}${row.advantage === null ? "" : `A ${signed(row.advantage)} · `}${number(row.num_tokens)} tokens${
       row.answer === null ? "" : html` · answers <bdi>${row.answer}</bdi>`}</span>
-    ${row.flags.filter((flag) => flag !== "verdict").map((flag) => html`<span class="flag">${flag}</span>`)}
+    <span class="flags">${row.flags.filter((flag) => flag !== "verdict").map((flag) => html`<span class="flag">${flag}</span>`)}</span>
   </a>`;
 }
 

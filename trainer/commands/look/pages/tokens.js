@@ -1,6 +1,6 @@
 // The tokens of a sample, coloured by what engine and trainer said of each; the numbers of the one that is pointed at or focused.
 
-import { html, useAnswer, useMemo, useRef, useState, go, note, number } from "./lib.js";
+import { html, useAnswer, useMemo, useRef, useState, go, loading, note, number } from "./lib.js";
 
 // What can be coloured: where a number becomes a darker level, and what the levels are called. Marks have no number.
 export const COLORINGS = {
@@ -49,7 +49,7 @@ export function Tokens({ run, step, line, coloring, fold }) {
   const colored = useMemo(() => kept && classes(kept, coloring), [kept, coloring]);
   const shown = useMemo(() => kept && pieces(kept, colored, start, fold), [kept, colored, start]);
   if (error) return note(error);
-  if (!data) return html`<p class="muted">…</p>`;
+  if (!data) return loading("the tokens");
   if (!kept) return html`<${None} near=${data.near} step=${step} />`;
   const num = kept.text.length;
   const point = (event) => {
