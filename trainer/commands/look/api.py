@@ -49,7 +49,7 @@ class Api:
     def __init__(self, paths: Sequence[Path]) -> None:
         self.catalogs = [Catalog(path) for path in paths]
         self.names = names_of(paths)
-        of_a_run = (overview, samples, sample, tokens, problems, charts, curves, axes, spans, life, speed, warnings)
+        of_a_run = (overview, samples, sample, tree, tokens, problems, charts, curves, axes, spans, life, speed, warnings)
         self.questions: dict[str, Callable[..., Any]] = {
             "runs": _question(self.runs),
             "compare": _question(self.compare),
@@ -171,7 +171,7 @@ def listing(page: Page) -> dict[str, Any]:
 
 
 def sample(catalog: Catalog, step: int, line: int) -> dict[str, Any]:
-    """A sample with its texts, its tree, and its changes to the solution that it repairs."""
+    """A sample with its texts, and its changes to the solution that it repairs."""
     found = _found(catalog, step, line)
     family = catalog.tree(found.rollout)
     repaired, diff = _repaired(found, family, catalog.judges), None
@@ -182,10 +182,14 @@ def sample(catalog: Catalog, step: int, line: int) -> dict[str, Any]:
     return {
         "row": _row(found),
         "record": dataclasses.asdict(records[found.uid]),
-        "tree": [_row(each) for each in family],
         "sessions": catalog.section("external") is not None,
         "diff": diff,
     }
+
+
+def tree(catalog: Catalog, rollout: str) -> list[dict[str, Any]]:
+    """The samples of a rollout instance."""
+    return [_row(each) for each in catalog.tree(rollout)]
 
 
 def tokens(catalog: Catalog, step: int, line: int) -> dict[str, Any]:

@@ -49,10 +49,11 @@ def write_report(directory: str | Path) -> Path:
     kept[_key("charts", {"run": 0})] = charts = [each for each in api.questions["charts"](run=0) if each["is_main"]]
     for chart in charts:
         keep("curves", run=0, name=_curves_of(chart))
-    keep("problems", run=0, agent=catalog.agents[0] if catalog.agents else "")
+    keep("problems", run=0, agent=next(iter(catalog.agents), ""))
     rows = list[Row]()
     for rollout in dict.fromkeys(name for last in (True, False) for name in catalog.deepest(last=last, num=_PROBLEMS)):
         keep("life", run=0, rollout=rollout)
+        keep("tree", run=0, rollout=rollout)
         for row in catalog.tree(rollout):
             _cut(keep("sample", run=0, step=row.step, line=row.line))
             rows.append(row)
@@ -83,10 +84,8 @@ def _cut(sample: dict[str, Any]) -> None:
 
 def _key(question: str, asked: Mapping[str, Any]) -> str:
     """Key of a question, the same as `key` of lib.js."""
-    pairs = [
-        f"{name}={each}" for name, value in asked.items() for each in (value if isinstance(value, list) else [value])
-    ]
-    return "\n".join([question, *pairs])
+    pairs = [(name, each) for name, value in asked.items() for each in (value if isinstance(value, list) else [value])]
+    return "\n".join([question, *(f"{name}={each}" for name, each in pairs if each != "")])
 
 
 def page(exported: Mapping[str, Any] | None = None) -> tuple[str, str]:

@@ -7,7 +7,8 @@ import { COLORINGS, Coloring, Tokens } from "./tokens.js";
 export function Sample({ run, step, line, url }) {
   const { data, error } = useAnswer("sample", { run, step, line });
   const place = data && `${data.row.step}.${data.row.line}`;
-  const above = data?.tree.find((row) => row.uid === data.row.parent);
+  const { data: tree } = useAnswer(data && "tree", { run, rollout: data?.row.rollout_key });
+  const above = data && tree?.find((row) => row.uid === data.row.parent);
   useEffect(() => {
     const pressed = (event) => {
       if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches?.("input, select, textarea")) return;
@@ -33,7 +34,7 @@ export function Sample({ run, step, line, url }) {
     <h2>${row.agent} <span class="muted">on</span> <a href="?" class="plain" title="every sample of this problem"
       onClick=${(e) => { e.preventDefault(); go({ problem: row.problem_key }); }}>${row.problem}</a>
       <button class="more small" onClick=${() => go({ page: "pipeline", life: row.rollout_key })}>its life in the pipeline</button></h2>
-    <${Tree} rows=${data.tree} place=${place} sessions=${data.sessions} />
+    <${Tree} rows=${tree ?? []} place=${place} sessions=${data.sessions} />
     <p class="facts">
       <span class=${`pill ${pillOf(row.reward)}`}>reward ${row.reward === null ? "missing" : number(row.reward)}</span>
       <span class="pill">A ${signed(row.advantage)}</span>
@@ -75,7 +76,7 @@ function Tree({ rows, place, sessions }) {
     aria-label=${`${row.agent}, reward ${number(row.reward)}`} title=${`${row.uid}: reward ${number(row.reward)}, step ${row.step}`}
     onClick=${() => go({ sample: `${row.step}.${row.line}` })}>${sessions && `${row.agent} `}${row.verdict === null ? number(row.reward, 2) : row.verdict ? "✓" : "✗"}</button>`;
   const self = useRef(null);
-  useEffect(() => self.current?.querySelector(".chip.here")?.scrollIntoView({ block: "nearest" }), [place]);
+  useEffect(() => self.current?.querySelector(".chip.here")?.scrollIntoView({ block: "nearest" }), [place, rows.length > 0]);
   const lines = [];
   const walk = (parent, depth) => {
     const groups = below.get(parent);
