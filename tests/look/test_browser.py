@@ -189,9 +189,17 @@ def test_a_chat_is_shown_as_messages_with_markdown_and_latex(watched: Watched) -
     assert wrote.locator("strong").inner_text() == "First" and wrote.locator("td math msqrt").count() == 1
     assert wrote.locator("math").count() == 4 and wrote.locator(".display math mtr").count() == 2
     assert wrote.locator("pre.code").inner_text() == 'python\nx = "$y$"  # *no* Markdown\nz = 1\n'
-    assert wrote.locator("mrow").last.evaluate("e => getComputedStyle(e.closest('[style*=border]')).borderStyle") == "solid"
+    assert (
+        wrote.locator("mrow").last.evaluate("e => getComputedStyle(e.closest('[style*=border]')).borderStyle")
+        == "solid"
+    )
     text = wrote.inner_text()
-    for shown in ("$\\frac{1$", "http://example.invalid/a its title", "an image http://example.invalid/b", "<b>no HTML</b>"):
+    for shown in (
+        "$\\frac{1$",
+        "http://example.invalid/a its title",
+        "an image http://example.invalid/b",
+        "<b>no HTML</b>",
+    ):
         assert shown in text, shown
     for shown in ("&#x202e;", '$\\char"202E$', "[gone]: http://example.invalid/c", "#### 72"):
         assert shown in text, shown
@@ -222,7 +230,15 @@ def test_a_problems_cell_leads_to_its_samples(watched: Watched) -> None:
     page = watched.page
     watched.open("?page=problems&run=1")
     page.wait_for_selector("table.heat")
-    assert page.locator("table.heat tr").first.inner_text().split() == ["problem", "samples", "all", "steps", "0", "1", "2"]
+    assert page.locator("table.heat tr").first.inner_text().split() == [
+        "problem",
+        "samples",
+        "all",
+        "steps",
+        "0",
+        "1",
+        "2",
+    ]
     assert page.locator("table.heat tr").count() == 10 and page.locator("table.heat .cell").count() == 9
     page.select_option("select[aria-label=order]", "hardest")
     means = [float(row.split("\t")[2]) for row in page.locator("table.heat tr").all_inner_texts()[1:]]

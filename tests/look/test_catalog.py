@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -82,6 +83,67 @@ def test_a_filter_finds_the_samples_that_pass_it_newest_first_and_looking_writes
         assert rows == all_found(catalog, wanted, within_s=0.0)[0], wanted  # a step a page
     assert [len(catalog.find(Filter(words="answer", last=1), within_s=each).rows) for each in (0.0, 60.0)] == [24, 36]
     assert {path: path.stat().st_mtime_ns for path in run.path.rglob("*")} == before
+
+
+def test_a_problems_samples_stand_together_with_their_means(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "a", "p")
+    names = {"a": ("p", 1.0), "b": ("q", 0.0), "c": ("p", 0.5), "d": ("p", math.nan)}
+    rows = {uid: {"problem_id": name, "reward": Reward(value, value)} for uid, (name, value) in names.items()}
+    write_samples(
+        run, 0, [make_group(make_sample(uid, "judge" if uid == "d" else "solver", **row)) for uid, row in rows.items()]
+    )
+    catalog = look_at(run)
+    page = catalog.find(Filter())
+    assert [row.uid for row in page.rows] == ["d", "c", "a", "b"]
+    played = [(each.block, each.agent, each.num, each.reward) for each in page.played]
+    assert played == [(4, "solver", 2, 0.75), (2, "solver", 1, 0.0), (4, "judge", 1, None)]
+    assert [row.uid for row in catalog.find(Filter(), (0, 3)).rows] == ["a", "b"]
+    assert [row.uid for row in catalog.find(Filter(agent="solver"), (0, 3), has_top=True).rows] == ["c", "a", "b"]
+    assert [(each.block, each.num) for each in catalog.find(Filter(low=0.7)).played] == [(4, 1)]
+
+
+def test_only_answers_that_a_team_reads_can_be_missing(tmp_path: Path) -> None:
+    for number, (config, changes, flags) in enumerate(
+        (
+            ({}, {}, ["no answer found"]),
+            ({}, {"answer": "7"}, []),
+            ({}, {"reward": Reward(1.0, math.nan, {"readable": 1.0})}, []),  # a query that could be read
+            ({}, {"finish": Finish.ERROR}, ["error"]),
+            ({"external": {"function": "program.py:run"}}, {}, []),
+        )
+    ):
+        run = RunDirectory.create(tmp_path, str(number), "p")
+        run.write_config(config)
+        write_samples(run, 0, [make_group(make_sample("s", **changes))])
+        assert look_at(run).find(Filter()).rows[0].flags == flags, number
+
+
+def test_problems_are_listed_over_ranges_of_steps(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "a", "p")
+    catalog = look_at(run)
+    assert measured.problems(catalog) == {"columns": [], "rows": []}
+    for step in range(10, 40):
+        often = make_sample("s", problem_id="often", reward=Reward(0.5, float(step >= 20)))
+        rare = make_sample("t", "judge" if step % 2 else "solver", problem_id=f"{step // 10}", reward=Reward(0.0, 0.0))
+        write_samples(run, step, [make_group(often), make_group(rare)])
+    catalog.refresh(None)
+    found = measured.problems(catalog, "solver")
+    assert found["columns"] == [(step, step + 1) for step in range(10, 40, 2)]
+    rows = {row["problem"]: row["cells"] for row in found["rows"]}
+    assert [*rows] == ["often", "3", "2", "1"]  # the newest first among equals
+    assert rows["often"][:6] == [[2, 0.5, 0.0]] * 5 + [[2, 0.5, 1.0]]
+    assert rows["1"] == [[1, 0.0, 0.0]] * 5 + [None] * 10
+    assert [row["cells"][0][0] for row in measured.problems(catalog)["rows"] if row["problem"] == "1"] == [2]
+
+
+def test_steps_have_places_in_tokens_and_hours(tmp_path: Path) -> None:
+    run = RunDirectory.create(tmp_path, "a", "p")
+    values = {"rollout/tokens": 100, "timing_s/step": 1800, "timing_s/total": 9999, "timing_s/evaluate": 60}
+    rows = [{"step": i, **values} for i in range(1, 1201)] + [{"step": 1201, "reward/all/mean": None}]
+    run.metrics.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    axes = measured.axes(look_at(run))
+    assert axes["step"] == [*range(1, 1202, 2), 1201]  # no more than the curves have
+    assert axes["tokens"][:2] == [100, 300] and axes["hours"][-2:] == [600.0, 600.0]
 
 
 def test_a_run_that_goes_on_is_followed_and_a_step_played_again_replaces_its_samples(tmp_path: Path) -> None:

@@ -67,6 +67,7 @@ def test_a_report_has_every_part_of_the_run(whole: dict[str, Any]) -> None:
     for chart in charts:  # the very questions that the page asks
         names = "&".join(f"name={each['key']}" for each in chart["series"])
         assert len(whole[f"curves?run=0&{names}"]) == len(chart["series"])
+    assert len(whole["tree?run=0&rollout=p1.0#0"]) == 20  # once, not with each of its samples
     assert len(whole["problems?run=0&agent=solver"]["rows"]) == 18
     assert whole["axes?run=0"]["tokens"][:3] == [3000, 6000, 9000]
     for row in whole["samples?run=0"]["rows"]:

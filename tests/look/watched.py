@@ -16,7 +16,7 @@ class Watched:
         self.complaints: list[str] = []
         self.asked: list[str] = []
         self.page: Page = browser.new_page(viewport={"width": 1280, "height": 900})
-        self.page.set_default_timeout(20_000)  # ms; a page takes its time on a busy machine
+        self.page.set_default_timeout(300_000)  # ms; a page takes its time on a busy machine
         self.page.on("console", lambda message: self.complaints.append(message.text))
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("request", lambda request: self.asked.append(request.url))
@@ -38,7 +38,7 @@ class Watched:
         self._wait(lambda: self.page.evaluate(is_so), is_so)
 
     def _wait(self, is_so: Callable[[], bool], words: str) -> None:
-        end = time.monotonic() + 20.0
+        end = time.monotonic() + 300.0
         while not is_so():
             assert time.monotonic() < end, f"never so: {words}"
             self.page.wait_for_timeout(30)

@@ -49,7 +49,21 @@ class Api:
     def __init__(self, paths: Sequence[Path]) -> None:
         self.catalogs = [Catalog(path) for path in paths]
         self.names = names_of(paths)
-        of_a_run = (overview, samples, sample, tree, tokens, problems, charts, curves, axes, spans, life, speed, warnings)
+        of_a_run = (
+            overview,
+            samples,
+            sample,
+            tree,
+            tokens,
+            problems,
+            charts,
+            curves,
+            axes,
+            spans,
+            life,
+            speed,
+            warnings,
+        )
         self.questions: dict[str, Callable[..., Any]] = {
             "runs": _question(self.runs),
             "compare": _question(self.compare),

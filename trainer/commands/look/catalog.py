@@ -44,7 +44,7 @@ FLAGS = {
     "verdict": "verdict IS NOT NULL",
 }
 """Properties to filter by: the sample reached the maximum length; its verdict is wrong; it has no reward; the engine gave up; it
-ended without an answer or verdict that could be read (?: a program played, which reads answers itself); it gave a readable verdict."""
+ended without a readable answer or verdict (?: a program played, and reads answers itself); it gave a readable verdict."""
 
 _FILE = "read_parquet(?, hive_partitioning = false)"  # else a folder called step=9 in the path became a column
 _TABLE = """CREATE TABLE samples(step INTEGER, line INTEGER, agent VARCHAR, problem VARCHAR, rollout VARCHAR, uid VARCHAR,
@@ -336,9 +336,12 @@ class Catalog:
             AND (step, block) IN ({", ".join(["(?, ?)"] * len(blocks))}) GROUP BY step, block, agent ORDER BY min(line)"""
         return [Played(*each) for each in self._all(sql, [*values, *itertools.chain(*blocks)])]
 
-    def problems(self, agent: str, num: int, first: int, width: int) -> list[tuple[str, int, int, float | None, float | None]]:
-        """(problem, column, samples, mean reward, share right) of the problems that the agent played in the most steps, those of the
-        last steps first among equals. agent "": every agent. Column k: `width` steps from `first` + k * width on."""
+    def problems(
+        self, agent: str, num: int, first: int, width: int
+    ) -> list[tuple[str, int, int, float | None, float | None]]:
+        """(problem, column, samples, mean reward, share right) of the problems that the agent played in the most steps, the
+        newest first among equals. agent "": every agent. Column k: `width` steps from `first` + k * width on.
+        """
         sql = """WITH own AS (SELECT *, (step - ?) // ? AS k FROM samples WHERE ? IN ('', agent)),
             most AS (SELECT problem, row_number() OVER (ORDER BY count(DISTINCT step) DESC, max(step) DESC, min((step, line)))
                 AS place FROM own GROUP BY problem QUALIFY place <= ?)
@@ -359,7 +362,9 @@ class Catalog:
             if place and time.monotonic() - began >= within_s:
                 return Page(rows, None, (step + 1, 0), [])
             try:
-                rows += self._rows(passes, [*values, step, str(files[step]), *patterns], "ORDER BY block DESC, line DESC")
+                rows += self._rows(
+                    passes, [*values, step, str(files[step]), *patterns], "ORDER BY block DESC, line DESC"
+                )
             except duckdb.Error:  # the file is gone, or damaged
                 continue
             if len(rows) > PAGE:

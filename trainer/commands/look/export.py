@@ -25,8 +25,10 @@ PAGES = Path(__file__).parent / "pages"
 REPORT = ("overview", "samples", "problems", "curves", "pipeline", "warnings")
 _LIBRARIES = ("preact.min.umd", "hooks.umd", "htm.umd", "uPlot.iife.min", "markdown-it.umd.min", "temml.min")
 _SCRIPTS = tuple(f"vendor/{name}.js" for name in _LIBRARIES)
-_MODULES = ("lib", "markdown", "tokens", "sample", "samples", "problems", "curves", "pipeline", "warnings", "overview")
-_MODULES += ("compare", "app")
+_MODULES = (  # each after those that it imports
+    *("lib", "markdown", "tokens", "sample", "samples", "problems", "curves", "pipeline", "warnings", "overview"),
+    *("compare", "app"),
+)
 _STYLES = ("vendor/uPlot.min.css", "style.css")
 _PROBLEMS = 3  # problems of the first step, and of the last, with samples in the file
 _MOST_CHARS = 6000  # characters of a text, so that 2 x 3 problems x 72 samples stay near 3 MB

@@ -61,9 +61,7 @@ PLANS = (
     ChartPlan(
         "Gradient norm", "norm", f"{_OF_POLICY}actor/(?:(.+)/)?grad_norm", "before clipping; of an agent: of its share"
     ),
-    ChartPlan(
-        "Gradient spikes", "spikes", f"{_OF_POLICY}actor/(?:(.+)/)?grad_spikes", "1: above 5 running medians"
-    ),
+    ChartPlan("Gradient spikes", "spikes", f"{_OF_POLICY}actor/(?:(.+)/)?grad_spikes", "1: above 5 running medians"),
     ChartPlan("Masked well-mastered tokens", "share", f"{_OF_POLICY}mpt/fraction_masked"),
     ChartPlan(
         "Trainer and rollout probabilities",

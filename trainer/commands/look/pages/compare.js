@@ -49,5 +49,5 @@ function Chart({ chart, axis, colors }) {
     }));
     return { steps, series, isSmooth: false };
   }, [chart, axis]);
-  return html`<section class="card"><h3>${AXES[axis]}</h3><${Plot} lines=${lines} title=${chart.title} onCursor=${() => {}} x=${AXES[axis]} y="" isLog=${false} spansGaps=${true} /></section>`;
+  return html`<section class="card"><h3>${AXES[axis]}</h3><${Plot} lines=${lines} title=${chart.title} onCursor=${() => {}} x=${AXES[axis]} y=${chart.title.split(": ").at(-1)} isLog=${false} spansGaps=${true} /></section>`;
 }
