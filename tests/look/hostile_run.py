@@ -48,6 +48,7 @@ x = "$y$"  # *no* Markdown
 z = 1
 ```
 [a link](http://example.invalid/a "its title") ![an image](http://example.invalid/b) <b>no HTML</b> &#x202e; $\char"202E$
+
 [gone]: http://example.invalid/c
 
 It is \boxed{\frac{7}{2}}
