@@ -18,7 +18,6 @@ import yaml
 from marsrl.rollout.agents.prompts import digest_of, is_prompt_file
 from marsrl.rollout.model_shape import read_shape
 from marsrl.trainer.config import PolicyConfig, RunConfig
-from marsrl.trainer.machine import native_dtype
 from marsrl.trainer.runs.collective import broadcast_bytes, rank
 from marsrl.trainer.runs.directory import RunDirectory, write_atomically
 from marsrl.trainer.runs.lock import why_held
@@ -104,6 +103,8 @@ def decide_dtypes(config: RunConfig, began: RunConfig | None = None) -> tuple[Ru
 
     began: the settings of the run or evaluation to go on with, whose dtypes hold on this machine too; None: a new one.
     """
+    from marsrl.trainer.machine import native_dtype  # imports torch
+
     native, why = native_dtype()
     dtypes, reasons = dict[str, str](), dict[tuple[str, str], list[str]]()
     for name in config.undecided:
