@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import socket
 from collections import Counter
 from collections.abc import Iterator
@@ -50,7 +51,7 @@ from marsrl.trainer.report.step_log import StepLog
 from marsrl.trainer.run import Run
 from marsrl.trainer.runs.collective import broadcast_bytes, gather_bytes, rank, world_size
 from marsrl.trainer.runs.directory import RunDirectory
-from marsrl.trainer.runs.existing_run import as_it_began, with_first_rank_dtypes
+from marsrl.trainer.runs.existing_run import as_it_began
 from marsrl.trainer.runs.failure import where_to_go_on
 from marsrl.trainer.runs.heartbeat import Heartbeat, heartbeat
 from marsrl.trainer.runs.stop import handlers_restored
@@ -62,6 +63,12 @@ if TYPE_CHECKING:  # it imports megatron
     from marsrl.trainer.learner.megatron.adapter import FrozenBase
 
 _FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+
+
+def with_first_rank_dtypes(config: RunConfig) -> RunConfig:
+    """The config with the dtypes that rank 0 has decided on: hosts may have other processors. Collective."""
+    dtypes = {name: policy.dtype for name, policy in config.policies.items()}
+    return config.with_dtypes(json.loads(broadcast_bytes(json.dumps(dtypes).encode() if rank() == 0 else None)))
 
 
 def join_ranks(

@@ -10,7 +10,7 @@ from marsrl.rollout.rewards.judge import RewardPool
 from marsrl.rollout.tasks.arithmetic import ARITHMETIC_TOKENIZER, arithmetic_task
 from marsrl.rollout.tasks.config import ArithmeticOptions, QaOptions
 from marsrl.rollout.tasks.facts_tutor import CALLS_TOKENIZER, FACTS_TOKENIZER
-from marsrl.rollout.tasks.own_task import REASONING_GYM, lists_problems, make_own_task
+from marsrl.rollout.tasks.find_task import REASONING_GYM, lists_problems, make_own_task
 from marsrl.rollout.tasks.problem_files import listed_task
 from marsrl.rollout.tasks.protocol import Task
 from marsrl.rollout.tasks.qa import qa_task
@@ -45,7 +45,7 @@ def build_task(
     if lists_problems(name):
         own = make_own_task(name, options)
         given = {"task": name, "options": dict(options)}
-        judge = "gym_problems:gym_judge" if name == REASONING_GYM else "own_task:own_judge"
+        judge = "gym_problems:gym_judge" if name == REASONING_GYM else "find_task:own_judge"
         pool = RewardPool(own.options, f"marsrl.rollout.tasks.{judge}", given)
         return listed_task(own.name, own.prompts, train, held_out, pool.submit, pool.close)
     if name not in TASKS:

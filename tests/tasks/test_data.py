@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from marsrl.rollout.tasks.config import TrainFile, read_eval_files, read_train_files
 from marsrl.rollout.tasks.data import ANSWER_KEYS, QUESTION_KEYS, in_epochs, read_problems, reference
-from marsrl.rollout.tasks.own_task import own_problems
+from marsrl.rollout.tasks.find_task import own_problems
 from marsrl.rollout.tasks.problem_files import Mixture, draw_endlessly, read_eval, read_train
 from marsrl.rollout.tasks.registry import build_task
 from marsrl.rollout.types import Problem

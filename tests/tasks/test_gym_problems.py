@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from marsrl.rollout.tasks.own_task import own_problems
+from marsrl.rollout.tasks.find_task import own_problems
 from marsrl.rollout.tasks.registry import build_task, prompts_of
 from marsrl.trainer.config.read import ConfigError, read_config
 

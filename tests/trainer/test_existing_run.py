@@ -10,17 +10,17 @@ import yaml
 
 from marsrl.rollout.tasks.data import fingerprint
 from marsrl.rollout.types import Problem
+from marsrl.trainer.checks import dtypes
+from marsrl.trainer.checks.dtypes import decide_dtypes
 from marsrl.trainer.checks.preflight import preflight
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.config.read import read_config
 from marsrl.trainer.evaluate.identity import evaluation_identity, team_identity
 from marsrl.trainer.machine import native_dtype
 from marsrl.trainer.models.init_model import init_model
-from marsrl.trainer.runs import existing_run
 from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.runs.existing_run import (
     as_it_began,
-    decide_dtypes,
     keep_settings,
     resume_lines,
     settings_to_resume,
@@ -61,7 +61,7 @@ def test_a_dtype_that_is_decided_is_checked_beside_the_others() -> None:
     frozen = "policies={main: {model: /m, frozen: true, dtype: auto}}"
     fp8 = read_config(None, [frozen, "rollout.vllm.quantization=fp8"], trains=False)[0]
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError, match="set rollout.vllm.dtype=bfloat16"):
-        patch.setattr(existing_run, "native_dtype", lambda: ("float32", "the test says so"))
+        patch.setattr(dtypes, "native_dtype", lambda: ("float32", "the test says so"))
         preflight(fp8, world_size=1, trains=False)
 
 

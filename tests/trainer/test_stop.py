@@ -24,6 +24,7 @@ import torch.distributed as dist
 from rank_pair import RankPair
 
 from marsrl.rollout.orchestrations.verifier_corrector import VerifierCorrector
+from marsrl.trainer.build import with_first_rank_dtypes
 from marsrl.trainer.config import PolicyConfig, RunConfig
 from marsrl.trainer.data.bad_steps import bad_batch_file, read_bad_batch
 from marsrl.trainer.data.packing import TrainSequence
@@ -34,7 +35,6 @@ from marsrl.trainer.run import Run
 from marsrl.trainer.runs import collective
 from marsrl.trainer.runs.collective import all_true, barrier, broadcast_bytes, gather_bytes, rank, stop_together
 from marsrl.trainer.runs.directory import RunDirectory
-from marsrl.trainer.runs.existing_run import with_first_rank_dtypes
 from marsrl.trainer.runs.failure import say_last
 from marsrl.trainer.runs.heartbeat import Heartbeat, RankLost
 from marsrl.trainer.runs.stop import Stopped, StopSignals, handlers_restored

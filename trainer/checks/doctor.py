@@ -22,6 +22,7 @@ from marsrl.rollout.engines.vllm.arguments import engine_arguments, who_draws
 from marsrl.rollout.environment import environment
 from marsrl.rollout.weights.files import left_behind, parent_of
 from marsrl.trainer.checks.device import KERNEL_MODULE, driver_version, why_not_device
+from marsrl.trainer.checks.dtypes import decide_dtypes
 from marsrl.trainer.checks.preflight import preflight
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.learner.megatron.layer_choice import choose_fusions, choose_layers
@@ -29,7 +30,6 @@ from marsrl.trainer.machine import LIBRARIES, library_versions, native_dtype
 from marsrl.trainer.plan.models import find_shape
 from marsrl.trainer.plan.parameters import elements
 from marsrl.trainer.plan.placement import with_backend
-from marsrl.trainer.runs.existing_run import decide_dtypes
 
 
 class Finding(NamedTuple):

@@ -27,12 +27,13 @@ from marsrl.rollout.imports import check_installed
 from marsrl.rollout.model_shape import ModelShape, read_shape
 from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.rollout.tasks.data import fingerprint
-from marsrl.rollout.tasks.own_task import lists_problems
+from marsrl.rollout.tasks.find_task import lists_problems
 from marsrl.rollout.tasks.protocol import Task
 from marsrl.rollout.tasks.registry import TOKENIZERS, build_task
 from marsrl.rollout.tools.build import check_tools
 from marsrl.rollout.types import Ask, Problem, ToolFunction
 from marsrl.trainer.checks.device import why_not_device
+from marsrl.trainer.checks.dtypes import decide_dtypes
 from marsrl.trainer.checks.problems import RunProblems, problems_of, sources
 from marsrl.trainer.config import PolicyConfig, RunConfig
 from marsrl.trainer.config.agreement import check_agreement
@@ -57,7 +58,6 @@ from marsrl.trainer.plan.refusals import (
     vllm_of,
     why_not_backend,
 )
-from marsrl.trainer.runs.existing_run import decide_dtypes
 from marsrl.trainer.schools.schools import school_of, who_is_taught
 
 _LOOKED_AT = 64  # prompts of a team's first agent that are checked, if all fit

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from marsrl.rollout.tasks.data import ReadResult, one_spaced, read_problems, repeats, shared_answers
-from marsrl.rollout.tasks.own_task import lists_problems, own_problems
+from marsrl.rollout.tasks.find_task import lists_problems, own_problems
 from marsrl.rollout.tasks.problem_files import HeldOut, Mixture, read_eval, read_named, read_train
 from marsrl.rollout.tasks.protocol import EVALUATION_SET, HELD_OUT
 from marsrl.rollout.types import Problem

@@ -22,9 +22,10 @@ from pathlib import Path
 from marsrl.rollout.adapter import write_adapter
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.model_shape import read_shape
-from marsrl.trainer.build import join_ranks
+from marsrl.trainer.build import join_ranks, with_first_rank_dtypes
 from marsrl.trainer.checkpoint import CheckpointWriter, is_due, load_checkpoint
 from marsrl.trainer.checks.device import why_not_device
+from marsrl.trainer.checks.dtypes import decide_dtypes
 from marsrl.trainer.checks.preflight import check_adapter, check_files, check_layouts, check_trainable
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.config.read import ConfigError, read_config
@@ -38,11 +39,9 @@ from marsrl.trainer.report.metrics import MetricsLog
 from marsrl.trainer.runs.collective import barrier, rank
 from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.runs.existing_run import (
-    decide_dtypes,
     differences,
     saved_config,
     settings_to_resume,
-    with_first_rank_dtypes,
 )
 from marsrl.trainer.runs.failure import failure_message, say_last, where_to_go_on
 from marsrl.trainer.runs.lock import RunLock

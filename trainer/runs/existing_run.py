@@ -18,7 +18,6 @@ import yaml
 from marsrl.rollout.agents.prompts import digest_of, is_prompt_file
 from marsrl.rollout.model_shape import read_shape
 from marsrl.trainer.config import PolicyConfig, RunConfig
-from marsrl.trainer.runs.collective import broadcast_bytes, rank
 from marsrl.trainer.runs.directory import RunDirectory, write_atomically
 from marsrl.trainer.runs.lock import why_held
 
@@ -96,29 +95,6 @@ def settings_in(file: Path) -> RunConfig | None:
         return RunConfig.model_validate(yaml.safe_load(file.read_bytes()), context={"trains": False})
     except (OSError, ValueError, yaml.YAMLError):  # pydantic's ValidationError is a ValueError
         return None
-
-
-def decide_dtypes(config: RunConfig, began: RunConfig | None = None) -> tuple[RunConfig, list[str]]:
-    """Replace dtypes of auto: (the config, sentences that say which dtype and why).
-
-    began: the settings of the run or evaluation to go on with, whose dtypes hold on this machine too; None: a new one.
-    """
-    from marsrl.trainer.machine import native_dtype  # imports torch
-
-    native, why = native_dtype()
-    dtypes, reasons = dict[str, str](), dict[tuple[str, str], list[str]]()
-    for name in config.undecided:
-        before = began.policies[name].dtype if began is not None and name in began.policies else "auto"
-        dtypes[name], reason = (native, why) if before == "auto" else (before, "it began so")
-        reasons.setdefault((dtypes[name], reason), []).append(f"policies.{name}.dtype")
-    lines = [f"{', '.join(names)}=auto: {dtype} ({reason})" for (dtype, reason), names in reasons.items()]
-    return config.with_dtypes(dtypes), lines
-
-
-def with_first_rank_dtypes(config: RunConfig) -> RunConfig:
-    """The config with the dtypes that rank 0 has decided on: hosts may have other processors. Collective."""
-    dtypes = {name: policy.dtype for name, policy in config.policies.items()}
-    return config.with_dtypes(json.loads(broadcast_bytes(json.dumps(dtypes).encode() if rank() == 0 else None)))
 
 
 def as_it_began(run: RunDirectory, config: RunConfig) -> RunConfig:

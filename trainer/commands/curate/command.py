@@ -35,7 +35,7 @@ from marsrl.trainer.evaluate.evaluator import Evaluator
 from marsrl.trainer.evaluate.identity import policy_identity, team_identity
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.runs.directory import write_atomically
-from marsrl.trainer.runs.existing_run import decide_dtypes, settings_in
+from marsrl.trainer.runs.existing_run import settings_in
 from marsrl.trainer.runs.lock import RunLock
 from marsrl.trainer.visible import shorten, visible
 
@@ -68,6 +68,8 @@ def curate(words: Sequence[str], out: Path, config_file: str | None) -> Path:
         try:
             console.message(f"# settings: {origin}")
             if any(config.policies[name].model for name in config.undecided):
+                from marsrl.trainer.checks.dtypes import decide_dtypes  # imports torch
+
                 config, dtypes = decide_dtypes(config, settings_in(out / "curate.yaml"))
                 for line in dtypes:
                     console.message(line)

@@ -1,0 +1,21 @@
+"""The dtype of policies whose setting is auto: kept by resumes."""
+
+from __future__ import annotations
+
+from marsrl.trainer.config import RunConfig
+from marsrl.trainer.machine import native_dtype
+
+
+def decide_dtypes(config: RunConfig, began: RunConfig | None = None) -> tuple[RunConfig, list[str]]:
+    """Replace dtypes of auto: (the config, sentences that say which dtype and why).
+
+    began: the settings of the run or evaluation to go on with, whose dtypes hold on this machine too; None: a new one.
+    """
+    native, why = native_dtype()
+    dtypes, reasons = dict[str, str](), dict[tuple[str, str], list[str]]()
+    for name in config.undecided:
+        before = began.policies[name].dtype if began is not None and name in began.policies else "auto"
+        dtypes[name], reason = (native, why) if before == "auto" else (before, "it began so")
+        reasons.setdefault((dtypes[name], reason), []).append(f"policies.{name}.dtype")
+    lines = [f"{', '.join(names)}=auto: {dtype} ({reason})" for (dtype, reason), names in reasons.items()]
+    return config.with_dtypes(dtypes), lines
