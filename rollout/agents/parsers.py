@@ -27,6 +27,16 @@ _VERDICT_LINE = re.compile(r"[ \t*_`]*Verdict[ \t*_`]*:[ \t*_`]*(correct|wrong)[
 _VERIFY_OPEN, _VERIFY_CLOSE = "<verify>", "</verify>"
 _VERIFY_TAG = re.compile(r"<verify>\s*(approve|reject)\s*</verify>", re.IGNORECASE)
 _CHINESE = re.compile("[\u4e00-\u9fff]")
+_BOX = re.compile(r"\\(?:boxed|fbox)\b")
+_MAX_STATED, _MAX_WORDS = 200, 3  # characters and words of an answer outside a box; a longer text is an argument
+_WORD = re.compile(r"(?<![\\\w])[^\W\d_]{2,}")  # not a command of LaTeX
+_STATED = re.compile(
+    r"\banswer[ \t*]*(?:\bis\b|[:：=])[\s*:]*+(?!(?:not|correct|incorrect|right|wrong)\b)|^[ \t]*####(?!#)",
+    re.IGNORECASE | re.MULTILINE,
+)
+_SENTENCE_END = re.compile(r"\.[*_]*(?=\s)")  # not an exclamation mark, which may be a factorial
+_NUMBER = re.compile(r"[-+]?(?:\\?[$€£])?[-+]?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)(?:/\d+)?(?:\\?%)?")
+_DELIMITERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
 
 
 def visible(text: str, starts_in_thought: bool = False) -> str | None:
@@ -123,7 +133,8 @@ def route(text: str) -> bool | None:
 
 def boxed_answer(solution: str) -> str | None:
     r"""The contents of the last \boxed{...} (or \fbox{...}) whose braces balance; None without one, or if blank."""
-    for match in reversed(list(re.finditer(r"\\f?boxed\s*\{", solution))[-20:]):  # 20: bounds the work on hostile text
+    boxes = list(re.finditer(r"\\(?:boxed|fbox)\s*\{", solution))[-20:]  # 20: bounds the work on hostile text
+    for match in reversed(boxes):
         depth = 0
         position = match.end() - 1
         while position < len(solution):
@@ -136,6 +147,41 @@ def boxed_answer(solution: str) -> str | None:
                 return solution[match.end() : position].strip() or None
             position += 1
     return None
+
+
+def final_answer(solution: str) -> str | None:
+    r"""The last \boxed{...}; without any box the answer that the text states last, as models write it by themselves.
+
+    Stated is a last line that is a number, what follows `answer is`, `answer:` or `answer =` up to the end of its sentence, and
+    `####` with a number, or anything if that is the last line. Nothing is picked out of other sentences and equations, and
+    nothing is read beside a box that is empty or broken.
+    """
+    if _BOX.search(solution):
+        return boxed_answer(solution)
+    delimiters = " \t`$[]\\"  # lines of these alone are around display mathematics
+    text = "\n".join(line for line in solution.splitlines() if line.strip(delimiters))
+    last = _undressed(text.rpartition("\n")[2])
+    if _NUMBER.fullmatch(last):
+        return last
+    *_, match = (None, *_STATED.finditer(text))
+    if match is None:
+        return None
+    line, _, below = text[match.end() : match.end() + _MAX_STATED + 1].partition("\n")
+    found = _undressed(_SENTENCE_END.split(line, maxsplit=1)[0])
+    is_number = _NUMBER.fullmatch(found) is not None
+    is_heading = below != "" and ("\n" in match[0] or (match[0].endswith("#") and not is_number))
+    is_short = any(map(str.isalnum, found)) and len(found) <= _MAX_STATED and len(_WORD.findall(found)) <= _MAX_WORDS
+    return found if is_short and not is_heading else None
+
+
+def _undressed(text: str) -> str:
+    """The text without full stop, Markdown emphasis and LaTeX delimiters around it."""
+    text = text.strip(" \t*_`").removesuffix(".").strip(" \t*_`")
+    for opened, closed in _DELIMITERS:
+        inner = text.removeprefix(opened).removesuffix(closed)
+        if len(text) - len(inner) == len(opened) + len(closed) and opened not in inner:
+            return inner.strip()
+    return text
 
 
 def _word_after_last(key: str, text: str) -> str | None:
@@ -158,11 +204,32 @@ def chain_verdict(report: str) -> bool | None:
 class Parser:
     """Finds a text, or a yes or no, in a completion.
 
-    examples: of what it parses: a text with ANSWER as placeholder, or a text parsed as yes and one parsed as no; () unknown.
+    examples: of what it parses: texts with ANSWER as placeholder, first the one to ask for, or a text parsed as yes and one
+    parsed as no; () unknown.
     """
 
     read: Callable[[str], str | bool | None]
     examples: tuple[str, ...] = ()
+
+    @property
+    def form(self) -> str:
+        r"""What it looks for, for messages: `\boxed{...}`; `Verdict: correct or Verdict: wrong`; "" if unknown."""
+        return " or ".join(example.replace("ANSWER", "...") for example in self.examples)
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        r"""Texts of which a prompt that asks for the form has at least one: `\boxed{`; `Verdict:`; () if unknown."""
+        if len(self.examples) == 2:  # of a yes and a no
+            same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*self.examples, strict=False))
+            shared = "".join(character for character, _ in same).rstrip()
+            if shared and not shared[-1].isalnum():
+                return (shared,)
+        parts = (example.partition("ANSWER") for example in self.examples)
+        return tuple(marker for before, _, after in parts if (marker := before.strip() or after.strip()))
+
+    def is_shown(self, *texts: str) -> bool:
+        """True if one of the texts shows the form."""
+        return any(marker in text for marker in self.markers for text in texts)
 
 
 PARSERS: Mapping[str, Mapping[str, Parser]] = {
@@ -170,6 +237,7 @@ PARSERS: Mapping[str, Mapping[str, Parser]] = {
         "boxed": Parser(boxed_answer, ("\\boxed{ANSWER}",)),
         "answer_tag": Parser(lambda text: tagged("answer", text), ("<answer>ANSWER</answer>",)),
         "answer_word": Parser(chain_answer, ("Answer: ANSWER",)),
+        "final_answer": Parser(final_answer, ("\\boxed{ANSWER}", "#### ANSWER", "Answer: ANSWER")),
     },
     "verdict": {
         "verdict_line": Parser(strict_verdict, ("Verdict: correct", "Verdict: wrong")),
