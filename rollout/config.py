@@ -201,9 +201,9 @@ class AgentConfig(Settings):
     pick_unparsable: bool = False
     """picks among outputs without a readable answer too; a Corrector's among reports without a verdict, where the Verifier's
     missing_verdict is wrong"""
-    parser: Literal["strict", "compat"] = "strict"
-    """of verdicts. strict: as the prompt set says; compat: as the code published with a paper reads them, where the prompt
-    asks for what that looks for (docs/evaluate.md)"""
+    parser: Literal["strict", "compat", "boxed", "final_answer"] = "strict"
+    """strict: as the prompt set says. Of answers: boxed, final_answer (docs/prompts.md); of verdicts: compat, as the code
+    published with a paper reads them, where the prompt asks for what that looks for (docs/evaluate.md)"""
     missing_verdict: Literal["wrong", "correct"] = "wrong"
     """how the loop goes on without a verdict; the reward is 0 either way"""
 

@@ -19,13 +19,13 @@ from dataclasses import replace
 from typing import ClassVar
 
 from marsrl.rollout.agents import returned
-from marsrl.rollout.agents.parsers import COMPATS, Compat, visible
-from marsrl.rollout.agents.prompts import PromptSet, prompt_set, require_words
+from marsrl.rollout.agents.parsers import COMPATS, PARSERS, Compat, visible
+from marsrl.rollout.agents.prompts import TAUGHT, PromptSet, prompt_set, require_words
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.agents.roles import READS, AgentSpec, Role
 from marsrl.rollout.config import AgentConfig, EvaluateConfig, RolloutConfig, Settings
 from marsrl.rollout.episode import Episode
-from marsrl.rollout.types import MISSING, Ask, Finish, Message, Reward, Sample, ToolCall
+from marsrl.rollout.types import MISSING, Ask, Finish, Message, Problem, Reward, Sample, ToolCall
 
 
 class Orchestration:
@@ -109,9 +109,16 @@ class Orchestration:
         except ValueError as error:
             raise ValueError(f"agents.{name}.prompt: {error}") from error
         try:
-            return prompts.with_words(roles, settings.system, settings.suffix)
+            prompts = prompts.with_words(roles, settings.system, settings.suffix)
         except ValueError as error:
             raise ValueError(f"agents.{name}.{error}") from error
+        if (parser := PARSERS["answer"].get(settings.parser)) is None:
+            return prompts
+        if not self.plays_sessions and "answer" not in [READS.get(role) for role in roles]:
+            raise ValueError(
+                f"agents.{name}.parser is {settings.parser}, which reads answers, and {name} gives none: leave it out"
+            )
+        return replace(prompts, parsers={**prompts.parsers, "answer": parser})
 
     def _compat_of(self, name: str) -> Compat:
         """The published code's parser for this Verifier; ValueError if the prompt does not ask for the marker that it looks
@@ -271,6 +278,32 @@ class Orchestration:
         return self.settings[report.agent].missing_verdict == "correct" if report.verdict is None else report.verdict
 
     # Used by players.
+
+    def unasked(self, problems: Sequence[Problem], read: Mapping[str, Sequence[str]]) -> list[str]:
+        """Warnings about agents whose chats, in most of these problems, show no form that their parsers look for.
+
+        read: by agent, the chats that it read, where the team writes `messages` itself. Parsers without an example are not
+        checked, nor prompt sets for policies that are taught here.
+        """
+        warnings = []
+        is_own = not type(self).messages.__module__.startswith("marsrl.")
+        for name, spec in self.specs.items():
+            prompts = self._prompts[name]
+            for role in [role for role in (spec.role, *spec.also) if role in READS and prompts.name not in TAUGHT]:
+                if is_own or role not in prompts.turns:
+                    chats = read.get(name, ())
+                else:
+                    filled = (prompts.fill(role, problem=problem.question) for problem in problems)
+                    chats = ["\n".join(message.content for message in chat) for chat in filled]
+                parser = prompts.parsers[READS[role]]
+                num_without = sum(not parser.is_shown(chat) for chat in chats) if parser.markers else 0
+                if 2 * num_without > len(chats) and name not in self._compats:
+                    warnings.append(
+                        f"agents.{name} reads, as {role}, nothing that shows the form of its {READS[role]}, {parser.form}, in "
+                        f"{num_without} of {len(chats)} problem(s) looked at; in another form it is not read. Ask for it in the "
+                        f"agent's prompt ({prompts.name}), or by agents.{name}.suffix"
+                    )
+        return warnings
 
     def spec(self, agent: str) -> AgentSpec:
         if agent not in self.specs:

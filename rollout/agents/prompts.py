@@ -31,12 +31,15 @@ from marsrl.rollout.agents.parsers import COMPATS, PARSERS, Compat, Parser, rege
 from marsrl.rollout.agents.roles import PLACEHOLDERS, READS, Role
 from marsrl.rollout.types import Message
 
+TAUGHT = ("chain", "facts")
+"""Sets that ship for policies that are taught here, so that they need not ask for the form of an answer."""
+
 _SHIPPED = Path(__file__).parent / "prompt_sets"
 _NAMES = tuple(dict.fromkeys(name for needed, allowed in PLACEHOLDERS.values() for name in (*needed, *allowed)))
 # a placeholder, or doubled braces, an escaped literal {word}
 _FIELD = re.compile(rf"\{{\{{([a-z_]{{2,}})\}}\}}|\{{({'|'.join(_NAMES)})\}}")
 _KINDS = {"verdict": ("correct", "wrong"), "route": ("enough", "missing")}  # yes and no, where expressions read them
-_KEYS = ("turns", *PARSERS, "purpose")
+_KEYS = ("turns", *PARSERS, "form", "purpose")
 _SPEAKERS = ("system", "user", "assistant")
 # {word}, but not in LaTeX, where braces follow a command, an argument, or a sub- or superscript
 _UNKNOWN = re.compile(r"(?<![\w\\}^{])\{([a-z_]{2,})\}(?!\})")
@@ -48,13 +51,15 @@ class PromptSet:
     """The roles' chats, and the parsers of their completions.
 
     name: of the set that ships, or the file's path; turns: with placeholders; parsers: by kind (parsers.PARSERS); purpose: the
-    text for {purpose} if a tool call states one.
+    text for {purpose} if a tool call states one; form: asks for the form of answers, below the last turn of a chat that shows
+    it neither in its turns nor in its problem.
     """
 
     name: str
     turns: Mapping[Role, tuple[Message, ...]]
     parsers: Mapping[str, Parser]
     purpose: str = "{purpose}"
+    form: str = ""
 
     def fill(self, role: Role, **values: str) -> tuple[Message, ...]:
         """The chat with its placeholders filled, "" for those without a value. One pass: a "{report}" inside a value stays."""
@@ -64,7 +69,12 @@ class PromptSet:
         def value(match: re.Match[str]) -> str:
             return f"{{{match[1]}}}" if match[1] else values.get(match[2], "")
 
-        return tuple(Message(turn.role, _FIELD.sub(value, turn.content)) for turn in self.turns[role])
+        turns = self.turns[role]
+        filled = [Message(turn.role, _FIELD.sub(value, turn.content)) for turn in turns]
+        told = (values.get("problem", ""), *(turn.content for turn in turns))  # not what other agents wrote
+        if self.form and READS.get(role) == "answer" and not self.parsers["answer"].is_shown(*told):
+            filled[-1] = Message("user", f"{filled[-1].content}\n\n{self.form}")
+        return tuple(filled)
 
     def with_words(self, roles: Collection[Role], system: str | None, suffix: str | None) -> PromptSet:
         """The set with this system turn, and this text below the user's last turn, in its chats of these roles.
@@ -129,12 +139,10 @@ class _File:
         for role, what in READS.items():
             if role in turns and what not in parsers:
                 self._fail(of_roles[role], f"there is no key {what}, how the {what} of {role} is read")
-        if "purpose" not in found:
-            return PromptSet(self._name, turns, parsers)
-        purpose = self._text(found["purpose"])
-        if "{purpose}" not in purpose:
+        form, purpose = (self._text(found[key]) if key in found else "" for key in ("form", "purpose"))
+        if purpose and "{purpose}" not in purpose:
             self._fail(found["purpose"], "purpose lacks {purpose}")
-        return PromptSet(self._name, turns, parsers, purpose)
+        return PromptSet(self._name, turns, parsers, purpose or "{purpose}", form)
 
     def _turns(self, role: Role, node: yaml.Node) -> tuple[Message, ...]:
         if not isinstance(node, yaml.SequenceNode) or not node.value:

@@ -35,7 +35,7 @@ class OwnTask:
 
     name: ClassVar[str] = ""
     prompts: ClassVar[str] = "math"
-    """The prompt set: each role's prompt, and the parser of its answer (math: the last \\boxed{})."""
+    """The prompt set: each role's prompt, and the parser of its answer (math: the last \\boxed{}, or the answer stated last)."""
 
     def __init__(
         self, options: JudgeOptions | None = None, train: Sequence[Problem] = (), held_out: Sequence[Problem] = ()

@@ -83,7 +83,9 @@ def test_an_agent_reads_the_visible_text_of_what_it_is_asked_about() -> None:
     solution = sample("s", text=r"<think>secret</think> \boxed{4}", correct=0.0)
     report = sample("v", "verifier1", text="<think>hm</think>step 2\nVerdict: wrong", verdict=False, correct=1.0)
     episode, first = showing(agent="solver")
-    assert [m.content for m in TEAM.messages(episode, first)] == [PROBLEM.question]
+    assert [m.content for m in TEAM.messages(episode, first)] == [
+        f"{PROBLEM.question}\n\nPut the final answer in \\boxed{{}}."
+    ]
     (_, question) = TEAM.messages(*showing(solution))
     assert PROBLEM.question in question.content and r"\boxed{4}" in question.content
     assert "secret" not in question.content
@@ -342,3 +344,16 @@ def test_missing_verdict_correct_counts_as_acceptance_but_is_not_paid() -> None:
     transcript("sWs", accepts, accept_after=1)
     reward = five(accepts).reward(*showing(sample("s", correct=1.0)), sample("v", "verifier1"))
     assert reward.value == 0 and not math.isnan(reward.value)
+
+
+def test_answers_are_read_by_the_parser_that_is_set() -> None:
+    said, boxed = (sample("s:0", text=text) for text in ("So the answer is 7.", "\\boxed{7}"))
+    for parser, without_box in (("strict", "7"), ("final_answer", "7"), ("boxed", None)):
+        team = five({"solver": AgentConfig(parser=parser)})  # type: ignore[arg-type]  # a literal
+        assert (team.parse(said).answer, team.parse(boxed).answer) == (without_box, "7")
+    asked = build_orchestration("solver", {"solver": AgentConfig(parser="final_answer")}, "qa")
+    assert asked.parse(said).answer == "7"
+    with pytest.raises(
+        ValueError, match=r"^agents.verifier1.parser is boxed, which reads answers, and verifier1 gives none"
+    ):
+        five({"verifier1": AgentConfig(parser="boxed")})

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from marsrl.rollout.agents.parsers import (
+    PARSERS,
     LastMatch,
     boxed_answer,
     chain_answer,
@@ -23,6 +24,7 @@ from marsrl.rollout.agents.parsers import (
     drmas_is_valid,
     drmas_report,
     drmas_verdict,
+    final_answer,
     regex_text,
     regex_verdict,
     route,
@@ -31,11 +33,11 @@ from marsrl.rollout.agents.parsers import (
     tagged_verdict,
     visible,
 )
-from marsrl.rollout.agents.prompts import parse_prompts, prompt_set, set_names, without_tags
+from marsrl.rollout.agents.prompts import TAUGHT, parse_prompts, prompt_set, set_names, without_tags
 from marsrl.rollout.agents.roles import PLACEHOLDERS, READS, Role
 from marsrl.rollout.config import AgentConfig
 from marsrl.rollout.episode import Episode
-from marsrl.rollout.orchestrations.registry import build_orchestration
+from marsrl.rollout.orchestrations.registry import build_orchestration, find_orchestration
 from marsrl.rollout.orchestrations.solver import Solver
 from marsrl.rollout.types import Ask, Message, Problem
 from marsrl.trainer.commands.cli import main
@@ -61,9 +63,33 @@ def test_a_set_that_ships_is_printed_as_a_file_that_asks_and_reads_as_it_does(
         assert all(f"<{key}>" in shown for key in PLACEHOLDERS[role][0])
         what = READS.get(role)
         assert what is None or file.parsers[what] == shipped.parsers[what]
-    for parser in shipped.parsers.values():  # each reads its own examples
+    for parser in (each for kind in PARSERS.values() for each in kind.values()):  # each reads its own examples
         read = [parser.read(f"so\n{said.replace('ANSWER', '7')}") for said in parser.examples]
-        assert read == ([True, False] if len(read) == 2 else ["7"])
+        assert read == ([True, False] if len(read) == 2 else ["7"] * len(read)) != []
+        assert all(parser.is_shown(f"End with {said}.") for said in parser.examples) and not parser.is_shown(
+            "Answer it."
+        )
+
+
+@pytest.mark.parametrize("name", sorted({*set_names()} - {*TAUGHT}))
+def test_a_set_that_ships_asks_for_the_forms_it_reads(name: str) -> None:
+    shipped = prompt_set(name)
+    for role in [role for role in shipped.turns if role in READS]:
+        chat = shipped.fill(role, problem="What is 2 + 2?")
+        assert shipped.parsers[READS[role]].is_shown(*(turn.content for turn in chat))
+
+
+def test_the_form_is_asked_for_once() -> None:
+    solver = partial(prompt_set("math").fill, Role.SOLVER)
+    assert [turn.content for turn in solver(problem="2 + 2?")] == ["2 + 2?\n\nPut the final answer in \\boxed{}."]
+    for asks in ("2 + 2? Box it: \\boxed{}", "In \\boxed{number} write 2 + 2."):
+        assert [turn.content for turn in solver(problem=asks)] == [asks]
+    corrector = prompt_set("math").fill(Role.CORRECTOR, problem="2 + 2?", solution="4", report="no")
+    assert sum(turn.content.count("\\boxed{") for turn in corrector) == 1
+    file = parse_prompts(
+        SOLVER.replace("boxed", "{regex: 'A(.)'}\nform: Write A and a digit."), "f"
+    )  # without an example
+    assert file.fill(Role.SOLVER, problem="P")[0].content == "P\n\nWrite A and a digit."
 
 
 def test_the_sets_are_listed_with_their_roles(capsys: pytest.CaptureFixture[str]) -> None:
@@ -207,6 +233,55 @@ def test_a_team_that_writes_its_chats_itself_shows_the_words() -> None:
         Own({"solver": AgentConfig(system="Hi")}, "math").check_words("solver", [Message("user", "Q Hi")])
 
 
+BARE = r"""
+answer: boxed
+verdict: verify_tag
+route: verify_tag
+query: search_tag
+turns:
+  solver: [user: "{problem}"]
+  debater: [user: "{problem} {solution} {others}: \\\\boxed{}?"]
+  verifier: [system: "Say <verify>yes or no.", user: "{problem} {solution}"]
+  router: [user: "{problem} {found}"]
+  searcher: [user: "{problem} {found}"]
+  answerer: [user: "Box it: \\\\boxed{}.", assistant: "Yes.", user: "{problem} {found}"]
+"""
+NUMBER = "answer: {regex: '(7)'}"
+OWN_ROUTE = "route: {enough: {regex: YES, example: YES}, missing: {regex: NO, example: NO}}"
+
+
+@pytest.mark.parametrize(
+    ("team", "change", "question", "found"),
+    [
+        ("solver", ("", ""), "2 + 2?", [r"agents.solver reads, as solver, nothing that shows the form of its answer, \boxed{"]),
+        ("solver", ("", ""), r"2 + 2? In \boxed{}.", []),  # most problems ask for it
+        ("solver", ("turns:", r"form: Write \boxed{}." "\nturns:"), "2 + 2?", []),
+        ("solver", ("answer: boxed", NUMBER), "2 + 2?", []),  # without an example the form is unknown
+        ("solver", ("answer: boxed", NUMBER.replace("}", ", example: So ANSWER}")), "So what?", []),
+        ("debate", ("", ""), "2 + 2?", ["agents.debater reads, as solver, "]),  # as debater it is asked
+        ("search_team", ("", ""), "2 + 2?", [
+            "agents.verifier reads, as router, nothing that shows the form of its route, <verify>yes</verify> or <verify>no</ver",
+            "agents.search reads, as searcher, nothing that shows the form of its query, <search>...</search>",
+        ]),
+        ("search_team", ("route: verify_tag", OWN_ROUTE), "YES?", ["agents.search reads"]),
+    ],
+)  # fmt: skip
+def test_agents_that_nothing_asks_for_a_form_are_named(
+    team: str, change: tuple[str, str], question: str, found: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "bare.yaml").write_text(BARE.replace(*change) if change[0] else BARE)
+    bare = AgentConfig(prompt=str(tmp_path / "bare.yaml"))
+    built = build_orchestration(team, {spec.name: bare for spec in find_orchestration(team).agents}, "math")
+    problems = [Problem(f"{n}", "1 + 1?" if n == 0 else question, "2", "math") for n in range(3)]
+    warnings = built.unasked(problems, {})
+    assert [warning[: len(said)] for warning, said in zip(warnings, found, strict=True)] == found
+
+
+@pytest.mark.parametrize(("task", "team"), [("math", "verifier_corrector"), ("qa", "search_team"), ("chain", "debate")])
+def test_agents_of_sets_that_ship_need_no_warning(task: str, team: str) -> None:
+    assert build_orchestration(team, {}, task).unasked([Problem("p", "2 + 2?", "4", task)], {}) == []
+
+
 @given(
     st.sampled_from([r"a(b*)", r"(a|ab)(?:c|bcd)?", r"b(a?)|c", r"(?i)A(.)", r"(\w+)c", r"(a+?)b*", r"^a(b)|c(c)?"]),
     st.text("abcAB \n", max_size=12),
@@ -255,6 +330,33 @@ READ: list[tuple[Callable[[str], object], str, object]] = [
     (boxed_answer, r"\boxed{7} and \boxed{unclosed", "7"),
     (boxed_answer, r"\boxed{\{1,2\}}", r"\{1,2\}"),
     (boxed_answer, r"\boxed{}", None),
+    (boxed_answer, r"\fbox{7}", "7"),
+    # the box, or what is stated last
+    (final_answer, "The answer is 20.\nSo \\boxed{18}.\n#### 20", "18"),
+    (final_answer, "16 - 7 = <<16-7=9>>9\n#### 1,080", "1,080"),
+    (final_answer, "#### $18\n\nNote: a week has 7 days.", "$18"),
+    (final_answer, "#### 18 dollars", "18 dollars"),
+    (final_answer, "The answer is 20. No, the answer is 18. I hope this helps.", "18"),
+    (final_answer, "The answer is **$3.50**. As 7 / 2 = 3.5, the answer is right.", "$3.50"),
+    (final_answer, "**Final Answer:** The final answer is: $\\frac{1}{2}$.", "\\frac{1}{2}"),
+    (final_answer, "**Answer**: 18 eggs per day", "18 eggs per day"),
+    (final_answer, "So the correct answer is (C).\n", "(C)"),
+    (final_answer, "The answer is 5! = 120.", "5! = 120"),
+    (final_answer, "Final answer:\n18 eggs", "18 eggs"),
+    (final_answer, "9 eggs at 2 each\n\n**18**", "18"),
+    (final_answer, "So:\n\\[\n18\n\\]\n", "18"),
+    (final_answer, "### Answer\n\\(-1/2\\).", "-1/2"),
+    # no number is picked out of a text, nor a part of a statement
+    (final_answer, "So she makes $18 every day.", None),
+    (final_answer, "9 * 2 = 18", None),
+    (final_answer, "Answer: Janet makes $18 every single day.", None),
+    (final_answer, "Answer:\nShe sells 9 eggs.\nSo she makes $18.", None),
+    (final_answer, "#### 2 Add them\nSo she makes $18.", None),
+    (final_answer, "The answer is 18.\n#### Why\nAs 9 * 2 = 18 it is.", None),
+    (final_answer, "The answer is 18, in \\boxed{}.", None),
+    (final_answer, "The answer is \\boxed{18", None),
+    (final_answer, "The answers are 1 and 2. Two answers: yes.", None),
+    (final_answer, "The answer is " + 201 * "9", None),
     # the word after the last key
     (chain_answer, "Answer: 3 agree Answer: 5", "5"),
     (chain_answer, "Answer: claim", None),
@@ -304,6 +406,7 @@ def test_a_verdict_in_a_tag_is_read_by_us_and_as_the_published_code_does(
 HARD = (regex_text("(?:a+)+(x)$"), regex_text("(.*)[^A-Z]|[A-Z]"), regex_verdict("(?:a|a?)+b", "(?:.*a){12}c"))
 UNITS = ["a", "A", "*", "{", "\n", "Answer: ", "Verdict:", "Verdict: correct*", "**Correctness**: "]
 UNITS += ["\\boxed{", "<think>", "<verify> ", "<answer>", "<answer>x</answer>"]
+UNITS += [" ", "\n\t", "answer is ", "#### ", "#### 7\n", "answer: \n", "answer*", "$"]
 
 
 @pytest.mark.parametrize("unit", UNITS)

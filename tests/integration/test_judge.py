@@ -150,7 +150,7 @@ def test_a_judge_has_room_for_its_words_and_work(word: str, said: str, tmp_path:
         preflight(read_config(None, math_words(tmp_path, model, word))[0], world_size=1)
 
 
-def test_problems_without_a_reference_are_refused_or_warned_of(tmp_path: Path, model: Path) -> None:
+def test_unjudged_problems_and_unasked_forms_are_warned_of(tmp_path: Path, model: Path) -> None:
     task = tmp_path / "open_task.py"
     task.write_text(OPEN)
     words = [word for word in math_words(tmp_path, model) if not word.startswith(("task=", "data."))]
@@ -161,3 +161,9 @@ def test_problems_without_a_reference_are_refused_or_warned_of(tmp_path: Path, m
     assert [told[0][:28], told[1][:28]] == ["35 of 40 problems of problem", "1 of 2 problems of held_out "]
     in_evaluation = preflight(read_config(None, [*words, f"task={task}:Half", "judge.when=evaluate"])[0], world_size=1)
     assert sum("reference" in warning for warning in in_evaluation.warnings) == 1
+    (tmp_path / "bare.yaml").write_text('answer: boxed\nturns: {solver: [user: "{problem}"]}\n')
+    words += [f"task={task}:Half", f"agents.solver.prompt={tmp_path}/bare.yaml"]
+    assert any(
+        "its answer, \\boxed{...}, in 40 of 40" in each for each in preflight(read_config(None, words)[0], 1).warnings
+    )
+    assert not any("the form" in warning for warning in checked.warnings)

@@ -17,6 +17,7 @@ from marsrl.rollout.config import AgentConfig
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult, Sampling
 from marsrl.rollout.episode import Episode
 from marsrl.rollout.kept_tokens import KeptTokens
+from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.rollout.player.completion import Completion, OpenAsk, State
 from marsrl.rollout.player.evaluation import EvaluationPlay, Played
 from marsrl.rollout.player.stages import Stages
@@ -115,9 +116,12 @@ def test_a_prompt_that_is_too_long_is_counted_and_cut_if_that_is_wanted(
     most = len(renderer.render([Message("user", "")])[0]) + 11
     for limit, opened, num_cut in ((most, [*read, "abcdefghijk", "a"], len(read)), (most - 11, [], 0)):
         stages = stages_of(["abcdefghijklmnopqr", "abcdefghijk", "a"], prompts_per_step=3)
-        solver = AgentConfig.model_validate({"max_input_tokens": limit, **settings})
+        solver = AgentConfig.model_validate(
+            {"max_input_tokens": limit, "prompt": "chain", **settings}
+        )  # the bare problem
         agents = {**stages.team.agents, "solver": solver}
-        set_team(stages, replace(stages.team, agents=agents, renderers={"main": renderer}))
+        team = build_orchestration(stages.team.orchestration.name, agents, "math", rollout=stages.config)
+        set_team(stages, replace(stages.team, agents=agents, renderers={"main": renderer}, orchestration=team))
         asks = begun(stages)
         prompts = [each.prompt_text for each in asks]
         assert sorted(prompts) == sorted(renderer.render([Message("user", text)])[1] for text in opened)

@@ -280,6 +280,23 @@ def test_math_is_judged_by_its_own_judge_and_needs_a_question(capsys: pytest.Cap
     assert "task=math needs problems: set data.train" in capsys.readouterr().err
 
 
+def test_a_team_that_asks_for_no_form_is_warned_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    says = """
+    def messages(self, episode, ask):
+        return [Message("user", "Solve it." if ask.agent == "solver" else "Say: Verdict: correct, or wrong.")]
+    """
+    path = tmp_path / "my_team.py"
+    path.write_text(TEAM + textwrap.indent(textwrap.dedent(says), "    "))
+    words = ["--question", "2 + 2?", "--reference", "4", f"orchestration={path}:Pair", "rollout.group_size=2"]
+    lines = shown(capsys, "task=math", *words)
+    assert [line.partition(" the form")[0] for line in lines if "warning" in line] == [
+        "warning: agents.solver reads, as solver, nothing that shows"
+    ]
+    assert not any(
+        "warning" in line for line in shown(capsys, *words)
+    )  # the built-in task's policy is taught its forms
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

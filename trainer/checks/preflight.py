@@ -502,7 +502,8 @@ def _check_first_prompts(
     functions: Mapping[str, Sequence[ToolFunction]],
     num_problems: int,
 ) -> list[str]:
-    """Warnings about first prompts longer than the agent's max_input_tokens; an error if all are, and none is cut.
+    """Warnings about first prompts longer than the agent's max_input_tokens, and about prompts that do not ask for the form
+    of answers; an error if all are too long, and none is cut.
 
     num_problems: of the data; 0: the task generates them.
     """
@@ -514,13 +515,16 @@ def _check_first_prompts(
     policy, room, is_skipped = settings.policy, settings.max_input_tokens, settings.long_prompts == "skip"
     renderer = _renderer(config, policy)
     tools, options = [function for name in settings.tools for function in functions[name]], settings.template_options
-    lengths: list[int] = []
+    lengths, chats, problems = list[int](), list[str](), list[Problem]()
     most, key = num_problems or _LOOKED_AT, f"agents.{first}.max_input_tokens"
     while len(lengths) < most and (len(lengths) < _LOOKED_AT or (is_skipped and min(lengths) > room)):
         episode = Episode("preflight", "preflight", source(len(lengths)))
         (ask, *_) = _first_asks(orchestration, episode)
         messages = returned.messages(orchestration.messages(episode, ask))
         orchestration.check_words(first, messages)
+        if len(lengths) < _LOOKED_AT:
+            problems.append(episode.problem)
+            chats.append("\n".join(message.content for message in messages))
         lengths.append(len(renderer.render(messages, tools, **options)[0]))
         if lengths[-1] == 0:
             raise ConfigError(
@@ -534,10 +538,11 @@ def _check_first_prompts(
             f"{key} is {room}, and of {num_long} prompts the shortest has {min(lengths)} tokens: none can be asked; raise it, or "
             f"set agents.{first}.long_prompts"
         )
+    warnings = orchestration.unasked(problems, {first: chats})
     if num_long:
         fate = "not be asked" if is_skipped else f"be cut (agents.{first}.long_prompts)"
-        return [f"{num_long} of {len(lengths)} prompts are longer than {key} ({room} tokens) and will {fate}"]
-    return []
+        warnings.append(f"{num_long} of {len(lengths)} prompts are longer than {key} ({room} tokens) and will {fate}")
+    return warnings
 
 
 def _first_asks(orchestration: Orchestration, episode: Episode) -> Sequence[Ask]:

@@ -83,7 +83,7 @@ class Rehearsal(NamedTuple):
     """A problem as it was played.
 
     errors: by episode, if the team's own code or the program failed; num_episodes: of the instance. turns: by sample, if a
-    program plays.
+    program plays. warnings: about prompts that do not ask for the form of answers.
     """
 
     problem: Problem
@@ -91,6 +91,7 @@ class Rehearsal(NamedTuple):
     errors: dict[str, str]
     turns: Mapping[str, Sequence[Turn]]
     num_episodes: int
+    warnings: Sequence[str] = ()
 
 
 def rehearse(config: RunConfig, answers: Answers, *, question: str = "", reference: str = "") -> Rehearsal:
@@ -107,9 +108,13 @@ def rehearse(config: RunConfig, answers: Answers, *, question: str = "", referen
         rollout.stages.on_episode = note
         groups = rollout.next_batch({"main": 0}).groups
         turns = _turns(groups, rollout.stages.team.renderers["main"]) if config.external is not None else {}
+    read: dict[str, list[str]] = {}
+    for sample in (sample for group in groups for sample in group.samples):
+        read.setdefault(sample.agent, []).append(sample.prompt_text)
+    warnings = rollout.stages.team.orchestration.unasked([problem], read)
     errors = {name: episode.error for name, episode in episodes.items() if episode.error}
     credited = credit(groups, config.credit, config.agents, group_size=config.rollout.group_size, seed=config.run.seed)
-    return Rehearsal(problem, credited, errors, turns, len(episodes))
+    return Rehearsal(problem, credited, errors, turns, len(episodes), warnings)
 
 
 def _turns(groups: Sequence[Group], renderer: ChatRenderer) -> dict[str, list[Turn]]:
@@ -260,7 +265,7 @@ class _CallReader:
 
 def drawn(rehearsal: Rehearsal, *, with_prompts: bool = False) -> Tree:
     """The tree of samples: a branch for each episode, below each sample its successors, and failures."""
-    problem, credited, errors, turns, _ = rehearsal
+    problem, credited, errors, turns, *_ = rehearsal
     reference = "" if problem.answer is None else f"   (answer: {problem.answer})"
     tree = Tree(literal(f"{problem.question}{reference}"))
     samples = {s.uid: s for group in credited.groups for s in group.samples}

@@ -42,6 +42,8 @@ def try_team(
         logging.disable(logging.NOTSET)
     print(f"# settings: {origin}", *(f"# {line}" for line in reward_rules(read)), sep="\n")
     console(160).print(drawn(rehearsal, with_prompts=prompts))
+    for warning in rehearsal.warnings:
+        print(f"warning: {warning}")
     return int(0 < rehearsal.num_episodes == len(rehearsal.errors))
 
 
