@@ -336,10 +336,10 @@ class Orchestration:
         if kind is None:
             return ""
         parser, compat = self._prompts[agent].parsers.get(kind), self._compats.get(agent)
-        examples = (compat.marker,) if compat else parser.examples if parser else ()
-        if not examples or not type(self).parse.__module__.startswith("marsrl."):  # a user's team may read otherwise
+        form = compat.marker if compat else parser.form if parser else ""
+        if not form or not type(self).parse.__module__.startswith("marsrl."):  # a user's team may read otherwise
             return f"{kind} that its parser finds"
-        return f"{kind} in the form {' or '.join(each.replace('ANSWER', '...') for each in examples)}"
+        return f"{kind} in the form {form}"
 
     def _agreement(self, episode: Episode, ask: Ask, sample: Sample) -> Reward:
         if not ask.inputs:

@@ -52,7 +52,7 @@ class PromptSet:
 
     name: of the set that ships, or the file's path; turns: with placeholders; parsers: by kind (parsers.PARSERS); purpose: the
     text for {purpose} if a tool call states one; form: asks for the form of answers, below the last turn of a chat that shows
-    it neither in its turns nor in its problem.
+    it neither in its turns nor in its problem; suffix: ends every chat, with placeholders.
     """
 
     name: str
@@ -60,6 +60,7 @@ class PromptSet:
     parsers: Mapping[str, Parser]
     purpose: str = "{purpose}"
     form: str = ""
+    suffix: str = ""
 
     def fill(self, role: Role, **values: str) -> tuple[Message, ...]:
         """The chat with its placeholders filled, "" for those without a value. One pass: a "{report}" inside a value stays."""
@@ -71,9 +72,18 @@ class PromptSet:
 
         turns = self.turns[role]
         filled = [Message(turn.role, _FIELD.sub(value, turn.content)) for turn in turns]
-        told = (values.get("problem", ""), *(turn.content for turn in turns))  # not what other agents wrote
+        told = (
+            values.get("problem", ""),
+            *(turn.content for turn in turns),
+            self.suffix,
+        )  # not what other agents wrote
+        below = []
         if self.form and READS.get(role) == "answer" and not self.parsers["answer"].is_shown(*told):
-            filled[-1] = Message("user", f"{filled[-1].content}\n\n{self.form}")
+            below.append(self.form)
+        if self.suffix:
+            below.append(_FIELD.sub(value, self.suffix))
+        if below:
+            filled[-1] = Message("user", "\n\n".join((filled[-1].content, *below)))
         return tuple(filled)
 
     def with_words(self, roles: Collection[Role], system: str | None, suffix: str | None) -> PromptSet:
@@ -90,15 +100,14 @@ class PromptSet:
             chat = [turn for turn in turns[role] if system is None or turn.role != "system"]
             if system is not None:
                 chat.insert(0, Message("system", system))
-            if suffix is not None:
-                chat[-1] = Message("user", f"{chat[-1].content}\n\n{suffix}")
             turns[role] = tuple(chat)
-            shown = {match[2] for turn in chat for match in _FIELD.finditer(turn.content)}
+            texts = (suffix or "", *(turn.content for turn in chat))
+            shown = {match[2] for text in texts for match in _FIELD.finditer(text)}
             if missing := [name for name in PLACEHOLDERS[role][0] if name not in shown]:
                 raise ValueError(
                     f"system replaces the turn of {role} that shows {{{missing[0]}}}: write that in it, too"
                 )
-        return replace(self, turns=turns)
+        return replace(self, turns=turns, suffix=suffix or "")
 
     def compat(self) -> Compat | None:
         """The published code's parser whose marker the Verifier's prompt asks for; None without one."""

@@ -186,10 +186,10 @@ def test_system_and_suffix_are_read_in_every_role(name: str) -> None:
     plain = prompt_set(name)
     values = {key: f"<{key}>" for role in Role for names in PLACEHOLDERS[role] for key in names}
     for role, before in ((role, plain.fill(role, **values)) for role in plain.turns):
-        filled = plain.with_words([role], "Is {problem} \\boxed{}?", "{{answer}} x^{ab}").fill(role, **values)
+        filled = plain.with_words([role], "Is {problem} \\sqrt{}?", "{{answer}} x^{ab}").fill(role, **values)
         rest = [turn for turn in before if turn.role != "system"]
         last = Message("user", f"{rest[-1].content}\n\n{{answer}} x^{{ab}}")
-        assert filled == (Message("system", "Is <problem> \\boxed{}?"), *rest[:-1], last)
+        assert filled == (Message("system", "Is <problem> \\sqrt{}?"), *rest[:-1], last)
         assert plain.with_words([role], None, None) == plain
 
 
