@@ -24,7 +24,7 @@ RULES = (
 
 
 class Games(OwnTask):
-    """Each number in ten games to train on and three that are held out; the reward is the environment's."""
+    """Ten games for each number to train on, and three to evaluate on; the environment gives the reward."""
 
     def problems(self):
         return [(f"game {i}", str(i % LARGEST + 1)) for i in range(10 * LARGEST)]
@@ -34,9 +34,9 @@ class Games(OwnTask):
 
 
 class GuessNumber:
-    """One game. A guess is the last number of an answer; the first is worth 1, each later one a tenth less."""
+    """Game of guessing a number. A guess is the last number of an answer; the first is worth 1, each later one a tenth less."""
 
-    max_tokens = 16  # of a turn
+    max_tokens = 16  # per turn
 
     def reset(self, problem: SimpleNamespace) -> str:
         self.number, self.turns = int(problem.answer), 0

@@ -331,7 +331,7 @@ class Orchestration:
         return sample.answer is not None or sample.verdict is not None
 
     def form(self, agent: str) -> str:
-        """What the agent's parser looks for, such as "answer in the form \\boxed{...}"; "" for a role without a parser."""
+        """Return what the agent's parser looks for, such as "answer in the form \\boxed{...}"; "" for a role without a parser."""
         kind = READS.get(self.spec(agent).role)
         if kind is None:
             return ""

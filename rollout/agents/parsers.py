@@ -213,13 +213,13 @@ class Parser:
 
     @property
     def form(self) -> str:
-        r"""What it looks for, for messages: `\boxed{...}`; `Verdict: correct or Verdict: wrong`; "" if unknown."""
+        r"""Form that the parser looks for, for messages: `\boxed{...}`; `Verdict: correct or Verdict: wrong`; "" if unknown."""
         return " or ".join(example.replace("ANSWER", "...") for example in self.examples)
 
     @property
     def markers(self) -> tuple[str, ...]:
         r"""Texts of which a prompt that asks for the form has at least one: `\boxed{`; `Verdict:`; () if unknown."""
-        if len(self.examples) == 2:  # of a yes and a no
+        if len(self.examples) == 2:  # the examples of a yes and a no
             same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*self.examples, strict=False))
             shared = "".join(character for character, _ in same).rstrip()
             if shared and not shared[-1].isalnum():

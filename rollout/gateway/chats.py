@@ -43,7 +43,7 @@ class Ask:
 
     @property
     def shown(self) -> Any:
-        """What the chat template is given besides messages, and the agent's own options."""
+        """Options of the chat template in this call, beside those of the agent."""
         return (self.tools, self.options) if self.options else self.tools
 
 

@@ -52,7 +52,7 @@ class Gateway:
         # Used only by the server's thread.
         self._playing: dict[str, Session] = {}  # by key
         self._workers: dict[str, float] = {}  # time of each one's last request, or by when it asks first
-        self._last_error = ""  # of a session
+        self._last_error = ""  # a session's last error
         self._over: dict[str, list[str]] = {}  # by worker, keys of sessions that it may abandon
 
     # The player's side.

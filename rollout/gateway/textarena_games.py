@@ -53,7 +53,7 @@ class Game:
         return {self._agents[player]: float(reward) for player, reward in rewards.items()}
 
     def _heard(self) -> dict[str, str]:
-        """What the player on turn has not read yet, without its own moves."""
+        """Return what the player on turn has not read yet, without its own moves."""
         player, seen = self._rules.get_observation()
         texts = [text if sender < 0 else f"[Player {sender}] {text}" for sender, text, _ in seen if sender != player]
         return {self._agents[player]: "\n".join(texts).strip() or "It is your turn."}

@@ -128,6 +128,6 @@ def make_openai_pool(
     from marsrl.rollout.agents.render import ChatRenderer
     from marsrl.rollout.engines.openai_engine import OpenAIEngine
 
-    most = None if options.api == "chat" else max_model_len  # whose tokens the server alone counts
+    most = None if options.api == "chat" else max_model_len  # only a chat server counts its tokens
     engine = OpenAIEngine(options, ChatRenderer(tokenizer_dir), max_model_len=most)
     return EnginePool(LocalReplicas([engine]), policy, slots=options.concurrency, deadline_s=deadline_s)

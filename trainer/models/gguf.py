@@ -21,7 +21,7 @@ _BLOCKS = {
     3: np.dtype([("scale", "<f2"), ("least", "<f2"), ("pairs", "u1", 16)]),  # Q4_1
     8: np.dtype([("scale", "<f2"), ("steps", "i1", 32)]),  # Q8_0
 }
-"""By a tensor's type, the layout of 32 numbers."""
+"""Layout of 32 numbers, by a tensor's type."""
 
 
 def read_gguf(content: bytes) -> tuple[dict[str, Any], dict[str, npt.NDArray[np.float32]]]:

@@ -32,7 +32,7 @@ from marsrl.trainer.visible import visible
 Say = Callable[[str], None]
 MOST_SHOWN = 4000  # characters of a text of the first sample
 PLAIN_INTERVAL_S = 15.0  # seconds between lines of a bar in a file: keeps a 10-minute run under a hundred lines
-PLAIN_SHARE = 0.05  # of a bar's age between its lines: keeps a night's evaluation under two hundred
+PLAIN_SHARE = 0.05  # a bar's lines are this share of its age apart: under two hundred for a night's evaluation
 
 
 class _Pace(ProgressColumn):
@@ -176,7 +176,7 @@ class RunConsole:
         """Print a team's accuracy, the cost of an episode by agent, and what explains zeros. seconds: of the whole evaluation."""
         if not self._console.is_terminal:
             self._console.width = max(self._console.width, 160)
-        columns = COLUMNS if self._console.width >= 100 else COLUMNS[:3]  # what is left out is in evaluation.json
+        columns = COLUMNS if self._console.width >= 100 else COLUMNS[:3]  # evaluation.json has all columns
         title = f"{MEANING}; the whole evaluation took {seconds:.1f} s"
         table = table_of(title, "", "correct", *(column.replace(" ", "\n") for column in columns))
         table.box, table.show_edge, table.collapse_padding = SIMPLE_HEAD, False, True

@@ -8,8 +8,8 @@ from typing import NamedTuple
 from marsrl.trainer.visible import visible
 
 MOST_UNREAD = 0.2  # a larger share is explained
-_SHOWN_CHARS = 80  # of the example's end
-_LINE_BREAKS = {9: "␉", 10: "␊"}  # as `visible` shows other control characters
+_SHOWN_CHARS = 80  # length of the example
+_LINE_BREAKS = {9: "␉", 10: "␊"}  # shown as `visible` shows other control characters
 
 
 class Ended(NamedTuple):

@@ -329,7 +329,7 @@ class Catalog:
         return replace(page, played=self.played(page.rows, conditions, values))
 
     def played(self, rows: Sequence[Row], conditions: str = "true", values: Sequence[Any] = ()) -> list[Played]:
-        """What was played of the rows' problems in their steps."""
+        """Return the number of samples and their mean reward, by agent, of each problem and step of the rows."""
         if not (blocks := {(row.step, row.block) for row in rows}):
             return []
         sql = f"""SELECT step, block, agent, count(*), avg(reward) FROM samples WHERE {conditions}

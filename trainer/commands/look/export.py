@@ -25,7 +25,7 @@ PAGES = Path(__file__).parent / "pages"
 REPORT = ("overview", "samples", "problems", "curves", "pipeline", "warnings")
 _LIBRARIES = ("preact.min.umd", "hooks.umd", "htm.umd", "uPlot.iife.min", "markdown-it.umd.min", "temml.min")
 _SCRIPTS = tuple(f"vendor/{name}.js" for name in _LIBRARIES)
-_MODULES = (  # each after those that it imports
+_MODULES = (  # imports come before the modules that need them
     *("lib", "markdown", "tokens", "sample", "samples", "problems", "curves", "pipeline", "warnings", "overview"),
     *("compare", "app"),
 )

@@ -20,7 +20,7 @@ from marsrl.trainer.visible import Key
 
 _MOST_POINTS = 1000  # points of a curve; a screen is not wider
 _MOST_SPANS = 3000  # rectangles that a browser draws smoothly
-_MOST_PROBLEMS, _MOST_COLUMNS = 100, 24  # of the table of problems
+_MOST_PROBLEMS, _MOST_COLUMNS = 100, 24  # size of the table of problems
 _LAST_STEPS = 50  # steps whose median is the measured speed
 
 _WATCHED = (  # (prefix, suffix, limit, meaning) of unusual metrics
@@ -118,7 +118,7 @@ def curves(catalog: Catalog, name: Sequence[str] = ()) -> list[dict[str, Any]]:
 
 
 def axes(catalog: Catalog) -> dict[str, list[float]]:
-    """What charts may stand over, at the same at most 1,000 places: step, tokens trained on, hours without evaluations."""
+    """Return the x axes of charts at up to 1,000 common places: step, tokens trained on, hours without evaluations."""
     rows: dict[int, dict[str, float | None]] = {}
     for name, curve in catalog.curves.items():
         for step, value in curve:
