@@ -113,22 +113,36 @@ def kinds_of(name: str) -> dict[str, Collection[str]]:
     return kinds if len(models) > 1 and all(kinds) else {}
 
 
+_OTHER_NAMES = {
+    **dict.fromkeys(("max_tokens", "max_new_tokens", "max_completion_length"), "max_response_tokens"),
+    "max_prompt_length": "max_input_tokens",
+    "learning_rate": "lr",
+    "num_generations": "group_size",
+}
+"""Settings of other trainers and engines, and what they are called here."""
+
+
 def nearest(where: Sequence[str]) -> str:
     """`did you mean x?` from the keys of the same section, else from the same key name anywhere in the tree."""
     *parent, last = where
+    last = _OTHER_NAMES.get(last, last)
     section = as_key(parent)
     siblings = [name.rpartition(".")[2] for name in all_keys() if name.rpartition(".")[0] == section]
     if parent and not siblings:
         return nearest(parent)
     if having := [kind for kind, keys in kinds_of(section).items() if last in keys]:
         return f"{'.'.join(parent)} has it where its kind is {' or '.join(having)}"
-    everywhere = {name.rpartition(".")[2]: name for name in all_keys()}
-    if last in everywhere:
-        return f"did you mean {everywhere[last]}?"
-    if near := difflib.get_close_matches(last, siblings, n=1, cutoff=0.6):
-        return f"did you mean {'.'.join([*parent, near[0]])}?"
-    if near := difflib.get_close_matches(last, everywhere, n=1, cutoff=0.75):
-        return f"did you mean {everywhere[near[0]]}?"
+    named: dict[str, list[str]] = {}
+    for name in sorted(all_keys(), key=lambda name: name.count(".")):
+        named.setdefault(name.rpartition(".")[2], []).append(name)
+    if last not in named:
+        last = next(iter(difflib.get_close_matches(last, siblings, n=1, cutoff=0.6)), last)
+    if last in siblings:
+        return f"did you mean {'.'.join([*parent, last])}?"
+    if near := difflib.get_close_matches(last, named, n=1, cutoff=0.75):
+        inside = [name for name in named[near[0]] if parent and name.startswith(f"{section}.")]
+        below = [".".join([*parent, name[len(section) + 1 :]]) for name in inside]
+        return f"did you mean {' or '.join((below or named[near[0]])[:3])}?"
     return f"keys of {'.'.join(parent) or 'the config'}: {', '.join(siblings)}"
 
 

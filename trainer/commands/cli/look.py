@@ -73,7 +73,9 @@ def evaluate(
     words = [word for word in settings or () if "=" in word]
     runs = [word for word in settings or () if "=" not in word]
     if len(runs) > 1 or (runs and config is not None):
-        raise ValueError(f"expected one run, and no --config beside it, found {', '.join(runs)}")
+        raise ValueError(
+            f"found {', '.join(runs)}; expected settings as KEY=VALUE, or one run's directory without --config beside it"
+        )
     if not runs:
         read_config(config, words, trains=False)  # before the imports below, which take seconds
 
