@@ -101,7 +101,8 @@ def test_ctrl_c_keeps_what_ended_and_names_what_resumes(tmp_path: Path, capsys: 
         result, said = evaluated(shlex.split(again)[1:], capsys)
         assert len(server.bodies) == num_asked + 3 and result["num_episodes"] == 8
         assert (folder / "draws.jsonl").read_bytes().startswith(first) and f"{folder}: 5 of 8 draws are kept" in said
-        zeros = '100 % of solver\'s completions (8 of 8) have no answer in the form \\boxed{...}; one ends "It is 7."'
+        form = "the form \\boxed{...} or #### ... or Answer: ..."
+        zeros = f'100 % of solver\'s completions (8 of 8) have no answer in {form}; one ends "It is 7."'
         assert result["notes"] == [zeros] and f"warning: {zeros}" in said.splitlines()
         evaluated(words, capsys)
         assert len(list(Path("evaluations").iterdir())) == 2  # the same words alone begin again, beside it

@@ -13,6 +13,7 @@ from commands import run_by
 from completions_server import Handler, completions_server
 from desk import MODEL, Desk, boxing_model
 
+from marsrl.trainer.machine import native_dtype
 from marsrl.trainer.report.metrics import read_metrics
 
 pytestmark = pytest.mark.slow
@@ -29,13 +30,13 @@ def model(desk: Desk) -> Path:
 
 
 def test_a_model_of_ones_own_is_trained(desk: Desk, model: Path) -> None:
-    """Evaluation, a step, a publish that is checked: in bfloat16, which is the default."""
+    """Evaluation, a step, a publish that is checked: in the dtype that this machine computes natively."""
     (words,) = {tuple(desk.words(each, lambda _: model)) for each in run_by("test_a_model_of_ones_own_is_trained")}
     run = desk.until_version_1(list(words))
     ours, interrupted, _ = desk.console().partition("marsrl: interrupted")  # what follows is torchrun's traceback
     assert interrupted and "Traceback" not in ours, desk.console()[-4000:]
     config = yaml.safe_load((run / "config.yaml").read_text())
-    assert config["policies"]["main"]["dtype"] == "bfloat16" and config["run"]["steps"] == 100
+    assert config["policies"]["main"]["dtype"] == native_dtype()[0] and config["run"]["steps"] == 100
     assert config["rollout"]["engine"] == "vllm"
     step = read_metrics(run / "metrics.jsonl")[0]
     # 7 or 8, by a fair coin: the 64 say the same, or those of every group of 8 do, once in 10^16 runs

@@ -360,7 +360,8 @@ def test_a_run_in_which_nothing_trains_stops_and_says_why(play: Play, tmp_path: 
         play(*small, "run.evaluate=true", "trainer.max_empty_steps=2", says=lambda request: "I do not know.")
     run = RunDirectory(tmp_path / "runs" / "scripted")
     assert [row["answers/solver/missing"] for row in rows_of(run)] == [1, 1]  # and the steps are on disk
-    zeros = 'solver\'s completions (2 of 2) have no answer in the form \\boxed{...}; one ends "I do not know."'
+    form = "the form \\boxed{...} or #### ... or Answer: ..."
+    zeros = f'solver\'s completions (2 of 2) have no answer in {form}; one ends "I do not know."'
     told = [(step, text) for step, text in read_warnings(run.warnings) if "completions" in text]
     assert told[0] == (0, f"evaluation before: 100 % of {zeros.replace('2 of 2', '3 of 3')}")
     assert told[5:] == [(step, f"100 % of {zeros}") for step in (1, 2)]  # the evaluation tells of five agents

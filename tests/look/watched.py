@@ -26,6 +26,7 @@ class Watched:
         self.page.goto(f"{self.origin}{query}")
         self.page.wait_for_selector("main")
         self.page.wait_for_load_state("networkidle")
+        self.wait_until("!document.querySelector('main').innerText.includes('Loading')")
 
     def is_refused_what_is_elsewhere(self) -> bool:
         """Asks for an address of another host: the page's policy forbids it, and `complaints` show that they are complete."""

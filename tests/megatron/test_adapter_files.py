@@ -234,7 +234,7 @@ def test_a_directory_that_is_no_whole_lora_adapter_is_refused(model: Path, tmp_p
 def words_of(folder: Path) -> list[str]:
     """Settings of a run on a new random model, folder/model."""
     model = init_model("tiny", "bytes", folder / "model")
-    (folder / "d.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n' * 20)
+    (folder / "d.jsonl").write_text("".join(f'{{"question": "1+{n}?", "answer": "{1 + n}"}}\n' for n in range(20)))
     (folder / "demos.jsonl").write_text('{"agent": "solver", "prompt": "1", "completion": "2"}\n')
     words = [f"policies.main.model={model}", f"run.dir={folder}", "task=math", f"data.train={folder}/d.jsonl"]
     return [*words, f"data.demonstrations={folder}/demos.jsonl"]

@@ -118,7 +118,7 @@ def test_a_run_is_evaluated_with_the_weights_of_its_latest_checkpoint_exported_o
     save(learner(source), tmp_path / "main")
     run = whole_run(tmp_path, tmp_path / "main")
     called: list[tuple[object, ...]] = []
-    monkeypatch.setattr(command, "evaluate_alone", lambda *words: called.append(words))
+    monkeypatch.setattr(command, "evaluate_alone", lambda *words, **_: called.append(words) or 0)
 
     def evaluated() -> Path:
         assert cli.main(["evaluate", str(run.path), "evaluate.repeat=2"]) == 0
