@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -44,16 +45,16 @@ def test_a_model_of_ones_own_is_trained(desk: Desk, model: Path) -> None:
     assert step.values["actor/empty_steps"] == step.values["actor/skipped_steps"] == 0
     assert step.values["sync/seconds"] > 0  # version 1 was published, and proven
     assert step.values["sync/probe_tokens"] == 640
-    assert 0 < step.values["sync/probe_diff_median"] < 2 * step.values["sync/probe_noise"]
+    assert 0 <= step.values["sync/probe_diff_median"] <= 2 * step.values["sync/probe_noise"]  # all 0 in float32
 
 
 def test_a_team_is_evaluated(desk: Desk, model: Path) -> None:
     commands = [desk.words(each, lambda _: model) for each in run_by("test_a_team_is_evaluated")]
     assert "orchestration=solver" in commands[0]  # first what takes minutes on a CPU
     team = next(words for words in commands if "orchestration=solver" not in words)
-    # but for the problems' name, the others are the team's or the Solver's
-    others = {tuple(word for word in words[:-1] if word != "orchestration=solver") for words in commands}
-    assert others == {tuple(team[:-1])}
+    # Other commands evaluate the Solver alone, other problems, or few and short ones without vLLM and Ray.
+    own = r"orchestration=solver|data\.eval=.*|evaluate\.num_problems=.*|agents\.solver\..*|rollout\.(engine|placement)=local"
+    assert {tuple(word for word in words if not re.fullmatch(own, word)) for words in commands} == {tuple(team[:-1])}
     assert desk.start(team).wait(600) == 0, desk.console()[-6000:]
     lines = desk.console().splitlines()
     result = json.loads("\n".join(lines[lines.index("{") : lines.index("}") + 1]))

@@ -145,7 +145,7 @@ def test_a_run_is_evaluated_with_the_weights_of_its_latest_checkpoint_exported_o
     young = RunDirectory.create(tmp_path, "young", "p").path
     for words, says in [
         ([tmp_path], "is neither a setting (key.sub=value) nor a run directory"),
-        ([run.path, run.path], "expected one run"),
+        ([run.path, run.path], "or one run's directory"),
         ([young], "it has no config.yaml"),
     ]:
         assert cli.main(["evaluate", *map(str, words)]) == 2
