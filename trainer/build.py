@@ -66,7 +66,7 @@ _FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2":
 
 
 def with_first_rank_dtypes(config: RunConfig) -> RunConfig:
-    """The config with the dtypes that rank 0 has decided on: hosts may have other processors. Collective."""
+    """Return the config with rank 0's dtypes, as hosts may have different processors. Collective."""
     dtypes = {name: policy.dtype for name, policy in config.policies.items()}
     return config.with_dtypes(json.loads(broadcast_bytes(json.dumps(dtypes).encode() if rank() == 0 else None)))
 

@@ -98,7 +98,7 @@ def solution(story: Story, rng: random.Random, slip: float) -> tuple[str, int]:
 
 
 def demonstrations(story: Story, rng: random.Random) -> list[dict[str, object]]:
-    """The tutors' Solver and Verifier on a problem, and the Corrector where a draw of theirs ends in `wrong`."""
+    """Demonstrations of the Solver and the Verifier on a problem, and of the Corrector if the verdict is `wrong`."""
 
     def report(said: int) -> str:
         work, found = story.work(rng, SLIPS["verifier"])

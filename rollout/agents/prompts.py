@@ -72,11 +72,7 @@ class PromptSet:
 
         turns = self.turns[role]
         filled = [Message(turn.role, _FIELD.sub(value, turn.content)) for turn in turns]
-        told = (
-            values.get("problem", ""),
-            *(turn.content for turn in turns),
-            self.suffix,
-        )  # not what other agents wrote
+        told = (values.get("problem", ""), self.suffix, *(turn.content for turn in turns))  # no text of other agents
         below = []
         if self.form and READS.get(role) == "answer" and not self.parsers["answer"].is_shown(*told):
             below.append(self.form)

@@ -100,8 +100,10 @@ def read_chat(body: Mapping[str, Any], agents: Mapping[str, Agent]) -> Ask:
     tools, calls_tools, must_call = read_tools(body.get("tools"), body.get("tool_choice"), agent)
     one_call = calls_tools and body.get("parallel_tool_calls") is False
     if one_call and (agent.server or agent.reader is None or not agent.reader.closing):
-        why = "its server ends no turn there" if agent.server else "the chat template ends calls with no word of theirs"
-        raise Refused(400, f"parallel_tool_calls=false is not served to agent {agent.name}: {why}; true is")
+        why = (
+            "its server cannot stop after a call" if agent.server else "the chat template has no text that ends a call"
+        )
+        raise Refused(400, f"parallel_tool_calls=false is not served to agent {agent.name}: {why}; leave it out")
     if not isinstance(body.get("logprobs") or False, bool):
         raise Refused(400, f"logprobs is {json.dumps(body['logprobs'])[:200]}; expected true or false")
     return Ask(

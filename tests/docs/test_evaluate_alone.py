@@ -57,7 +57,10 @@ def test_a_served_solver_with_critics_of_a_checkpoint_is_evaluated_and_goes_on(t
         policies = {agent: used["policy"] for agent, used in first["usage"].items()}
         assert policies == {"solver": "served", "verifier1": "critics"}
         used = first["usage"]["solver"]
-        assert (used["input_tokens"], used["output_tokens"]) == (11 * used["calls"], 3 * used["calls"])  # as it counts
+        assert (used["input_tokens"], used["output_tokens"]) == (
+            11 * used["calls"],
+            3 * used["calls"],
+        )  # the server's own counts
         lines = Path("kept/draws.jsonl").read_bytes().splitlines(keepends=True)
         Path("kept/draws.jsonl").write_bytes(b"".join(lines[:5]) + lines[5][:30])  # as kill -9 leaves it
         again, told = evaluated(words, capsys)

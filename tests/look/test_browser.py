@@ -36,7 +36,7 @@ PAGES = (
 def watched(browser: Browser, viewer: str) -> Iterator[Watched]:
     seen = Watched(browser, viewer.partition("?")[0])
     seen.page.goto(viewer)
-    seen.page.wait_for_selector("a.here >> text=overview")  # it opens there
+    seen.page.wait_for_selector("a.here >> text=overview")  # the first page
     seen.open("?page=samples")
     indexed = "document.querySelector('.state')?.innerText.match(/samples$/) && document.querySelector('.item')"
     seen.wait_until(indexed)

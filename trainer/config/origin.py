@@ -15,9 +15,8 @@ from omegaconf.errors import OmegaConfBaseException
 from marsrl.rollout.error_lines import in_one_line
 
 _KEY = re.compile(r"[A-Za-z_]\w*(?:\.\w[\w-]*)+")  # rollout.segments; the places tell if it is a setting
-_DASHED = re.compile(
-    "([-\u2010-\u2015\u2212]+)([A-Za-z][\\w.-]*)"
-)  # hyphens, and the long dashes that word processors write
+# Word processors write long dashes for hyphens.
+_DASHED = re.compile("([-\u2010-\u2015\u2212]+)([A-Za-z][\\w.-]*)")
 _FIRST_WORD = re.compile(r"([A-Za-z_]\w*)(?=[:=]| is )")  # task: ..., layout: ...
 
 

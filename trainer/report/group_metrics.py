@@ -103,7 +103,7 @@ def one_sided_verdicts(groups: Iterable[Group]) -> list[str]:
 
 
 def endings(groups: Iterable[Group], is_read: Callable[[Sample], bool]) -> dict[str, list[Ended]]:
-    """How each agent's samples ended, without those that an engine gave up. is_read: Team.is_read."""
+    """Return the ends of samples by agent, without those that an engine gave up. is_read: Team.is_read."""
     found: dict[str, list[Ended]] = {}
     for sample in (sample for group in groups for sample in group.samples if sample.finish is not Finish.ERROR):
         ended = Ended(is_read(sample), sample.finish is Finish.LENGTH, len(sample.token_ids), sample.text)
