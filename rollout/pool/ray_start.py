@@ -87,8 +87,13 @@ def start_head(object_store_mib: int, gpus: Sequence[int], where: tuple[str, int
                 )
             break
         except Exception as error:  # node.py waits a constant 30 s for the raylet: too short on a busy machine
-            if is_last or "timed out during startup" not in str(error):
+            if "timed out during startup" not in str(error):
                 raise
+            if is_last:
+                raise RuntimeError(
+                    "Ray did not start within 30 s, three times: the machine is busy or short of memory; its logs are in "
+                    f"/tmp/ray/session_latest/logs. Free it, or do without Ray: rollout.placement=local"
+                ) from error
             for process in set(psutil.Process().children(recursive=True)) - before:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()

@@ -16,6 +16,7 @@ from mortal import MortalReplicas, Places, asks, is_whole
 from marsrl.rollout.config import RolloutConfig
 from marsrl.rollout.engines.protocol import AdapterUpdate, DecodeRequest, DecodeResult, WeightUpdate
 from marsrl.rollout.pool.pool import EnginePool
+from marsrl.rollout.pool.ray_start import start_head
 from marsrl.rollout.pool.replicas import Lost, Timed, call_one
 from marsrl.rollout.state import encode
 from marsrl.rollout.types import Finish
@@ -356,3 +357,13 @@ def test_a_sample_that_no_engine_survives_has_no_reward_and_the_run_goes_on(name
     assert not any(sample.parent_uid == culprit for sample in samples.values())  # never picked
     assert run.metrics["rollout/failed_requests"] == 1 == run.metrics["rollout/errors"]
     assert all(len(group.samples) == 3 for group in groups)
+
+
+def test_a_ray_that_never_starts_is_one_readable_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_raylet(**_: object) -> None:
+        raise RuntimeError("The current node timed out during startup.")
+
+    monkeypatch.setattr("ray.init", no_raylet)
+    monkeypatch.setattr("marsrl.rollout.pool.ray_start.note_processes", lambda: None)
+    with pytest.raises(RuntimeError, match="did not start within 30 s, three times.*rollout.placement=local"):
+        start_head(100, (), ("127.0.0.1", 0))
