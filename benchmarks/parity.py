@@ -35,7 +35,6 @@ import json
 import logging
 import multiprocessing.connection
 import os
-import socket
 import sys
 import tempfile
 import time
@@ -331,7 +330,7 @@ def import_learner() -> None:
     importlib.import_module("marsrl.trainer.learner.learner")
 
 
-def worker(rank: int, port: int, folder: Path, names: list[str], is_given: Event) -> None:
+def worker(rank: int, folder: Path, names: list[str], is_given: Event) -> None:
     """Run one of the ranks; model, samples and the single rank's results are in the folder.
 
     Rank 0 prints a line for each layout and writes the report.
@@ -341,11 +340,12 @@ def worker(rank: int, port: int, folder: Path, names: list[str], is_given: Event
     from marsrl.rollout.state import decode
     from marsrl.trainer.data.scatter import MiniBatch
 
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": WORLD, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ |= {name: str(value) for name, value in place.items()}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD)}
     noise = os.open(folder / "stderr", os.O_WRONLY | os.O_CREAT | os.O_APPEND)  # warnings of four ranks
     os.dup2(noise, 2)
     is_given.wait()
+    # A file needs no port, which another program could be given before rank 0 listens.
+    dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), WORLD), rank=rank, world_size=WORLD)
     sequences = list(decode(MiniBatch, (folder / "samples").read_bytes()).sequences)
     one = torch.load(folder / "one.pt", weights_only=True)
     adapters = torch.load(folder / "adapters.pt", weights_only=False)  # written by this very program
@@ -370,9 +370,8 @@ def worker(rank: int, port: int, folder: Path, names: list[str], is_given: Event
             print(row(report[-1], columns), flush=True)
     if rank == 0:
         (folder / "report.json").write_text(json.dumps(report), encoding="utf-8")
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def wait(ranks: list[Any]) -> list[int]:
@@ -424,17 +423,15 @@ def main() -> int:
     from marsrl.trainer.data.scatter import MiniBatch
     from marsrl.trainer.models.init_model import SMALL, init_model
 
-    with tempfile.TemporaryDirectory() as name, socket.socket() as held:
+    with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         import_learner()
-        # so that rank 0 may listen, and nobody else is given the port
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("127.0.0.1", 0))
-        port = held.getsockname()[1]
         # Before this process computes anything: its threads would be missing.
         fork = multiprocessing.get_context("fork")
-        is_given, place = fork.Event(), (port, folder, arguments.only)
-        ranks = [fork.Process(target=worker, args=(i, *place, is_given), daemon=True) for i in range(WORLD)]
+        is_given = fork.Event()
+        ranks = [
+            fork.Process(target=worker, args=(i, folder, arguments.only, is_given), daemon=True) for i in range(WORLD)
+        ]
         for each in ranks:
             each.start()
         model = init_model(replace(SMALL, vocab_size=VOCABULARY), "bytes", folder / "model")
