@@ -52,6 +52,7 @@ def child(job: dict[str, Any]) -> None:
 
     from marsrl.rollout.adapter import AdapterConfig
     from marsrl.rollout.model_shape import read_shape
+    from marsrl.trainer.torchrun import is_rank_0, world_size
 
     torch.set_num_threads(1)
     problem, name = PROBLEMS[job["model"]], job["variant"]
@@ -62,7 +63,7 @@ def child(job: dict[str, Any]) -> None:
     variant = build(
         name, job["model_dir"], problem, sequences, layout=job["layout"], mpt=job.get("mpt"), adapters=adapters
     )
-    ranks, is_cuda = int(os.environ.get("WORLD_SIZE", "1")), torch.cuda.is_available()
+    ranks, is_cuda = world_size(), torch.cuda.is_available()
     clock = time.perf_counter if ranks > 1 or is_cuda else time.process_time
     memory = PeakMemory(is_cuda=is_cuda)
     norms, seconds = [], []
@@ -74,7 +75,7 @@ def child(job: dict[str, Any]) -> None:
     if ranks > 1:
         found = [None] * ranks
         dist.all_gather_object(found, (seconds[1:], memory.extra_bytes()))
-    if int(os.environ.get("RANK", "0")) == 0:
+    if is_rank_0():
         trained = adapters[0] if adapters and name != WHOLE else None
         row: dict[str, Any] = {
             "seconds": [max(each) for each in zip(*(times for times, _ in found), strict=True)],

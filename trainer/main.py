@@ -29,6 +29,7 @@ import traceback  # noqa: E402
 from marsrl.trainer.config.read import read_config  # noqa: E402
 from marsrl.trainer.runs.failure import RANK_0_PRINTS_S, say_last  # noqa: E402
 from marsrl.trainer.runs.stop import has_ended, interrupt, let_first_rank_end  # noqa: E402
+from marsrl.trainer.torchrun import is_rank_0, world_size  # noqa: E402
 from marsrl.trainer.visible import log_visibly, visible  # noqa: E402
 
 EXAMPLES = """examples:
@@ -64,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
     signal.signal(signal.SIGINT, interrupt)
     signal.signal(signal.SIGTERM, interrupt)
     log_visibly()
-    is_first = int(os.environ.get("RANK", "0")) == 0
+    is_first = is_rank_0()
     try:
         if "TORCHELASTIC_RUN_ID" in os.environ:
             _end_with_launcher()
@@ -91,7 +92,7 @@ def _run(words: argparse.Namespace, is_first: bool) -> int:
         directory, lines = None, list[str]()
         with origin.places_in_errors():
             began = settings_to_resume(config) if is_first else None  # rank 0 tells the others the dtypes
-            checked = preflight(config, world_size=int(os.environ.get("WORLD_SIZE", "1")), began=began)
+            checked = preflight(config, world_size=world_size(), began=began)
             run = checked.config.run
             if is_first and words.dry_run:
                 lines = [

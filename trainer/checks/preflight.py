@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -59,6 +58,7 @@ from marsrl.trainer.plan.refusals import (
     why_not_backend,
 )
 from marsrl.trainer.schools.schools import school_of, who_is_taught
+from marsrl.trainer.torchrun import is_rank_0
 
 _LOOKED_AT = 64  # prompts of a team's first agent that are checked, if all fit
 
@@ -217,7 +217,7 @@ def _checked_policy(config: RunConfig, name: str, world_size: int, *, trains: bo
         if policy.openai.api == "completions" and policy.openai.prompt == "text":
             key, reasons = f"policies.{name}.openai.prompt", ChatRenderer(str(policy.model)).why_not_text()
             warnings += [f"{key} is text, and {why}; set it to tokens if the server takes token ids" for why in reasons]
-        if int(os.environ.get("RANK", "0")) == 0:  # it alone asks the server
+        if is_rank_0():  # it alone asks the server
             check_installed(f"policies.{name}.openai", "httpx", extra="openai")
             if policy.openai.api_key_env is not None:
                 read_key(policy.openai.api_key_env, f"policies.{name}.openai.api_key_env")
@@ -347,7 +347,7 @@ def check_external(external: ExternalConfig) -> str | None:
     """The workers' key, None for a random one; checks on the responsible rank that the program can start and the port is free."""
     from marsrl.rollout.http_server import listen
 
-    if int(os.environ.get("RANK", "0")) != 0:
+    if not is_rank_0():
         return None
     key = workers_key(external)
     try:
@@ -392,7 +392,7 @@ def check_layouts(config: RunConfig) -> None:
 
 def _check_prometheus(port: int) -> None:
     """Check on the rank that will open the port that it is free."""
-    if not port or int(os.environ.get("RANK", "0")) != 0:
+    if not port or not is_rank_0():
         return
     check_installed(f"run.prometheus_port={port}", "prometheus_client", otherwise="unset it")
     try:

@@ -48,12 +48,13 @@ from marsrl.trainer.runs.lock import RunLock
 from marsrl.trainer.runs.stop import Stopped, StopSignals, let_first_rank_end
 from marsrl.trainer.supervised.demonstrations import Demonstration, Demonstrations, held_out, read_demonstrations
 from marsrl.trainer.supervised.imitation import imitate, measured_loss, supervised_learner
+from marsrl.trainer.torchrun import is_rank_0, world_size
 from marsrl.trainer.visible import visible
 
 
 def sft(config_file: str | None, settings: Sequence[str]) -> int:
     """Exit codes: 0 done, 1 it failed, 130 interrupted. Raises ValueError for settings and files that cannot be used."""
-    is_first, directory, launcher = int(os.environ.get("RANK", "0")) == 0, None, os.getppid()
+    is_first, directory, launcher = is_rank_0(), None, os.getppid()
     config, origin = read_config(config_file, settings)
     with origin.places_in_errors():
         began = settings_to_resume(config) if is_first else None  # rank 0 tells the others the dtypes
@@ -117,7 +118,7 @@ def _checked(config: RunConfig) -> tuple[Demonstrations, list[str]]:
         shape = read_shape(policy.model)
         check_files(policy.model, shape, is_trained=True)
         check_adapter(name, policy, shape)
-        check_trainable(config, name, shape, int(os.environ.get("WORLD_SIZE", "1")))
+        check_trainable(config, name, shape, world_size())
         renderers[name] = ChatRenderer(policy.model)
         longest[name] = min(shape.max_positions, config.trainer.max_tokens_per_micro_batch)
     ends = [f"a turn of policies.{name} ends with {renderer.ends}" for name, renderer in renderers.items()]

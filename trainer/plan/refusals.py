@@ -11,6 +11,7 @@ from marsrl.rollout.engines.vllm.arguments import checked_extra
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.config.read import ConfigError
 from marsrl.trainer.plan.models import find_shape, taught_shape
+from marsrl.trainer.torchrun import is_rank_0
 
 
 def why_not_backend(config: RunConfig, *, has_cuda: bool) -> str | None:
@@ -78,7 +79,7 @@ def check_machine(config: RunConfig, host: TrainerHost) -> None:
             "rollout.placement=colocated: vLLM has no sleep mode on a CPU (there is no device memory to free); set "
             "rollout.placement=disaggregated, or rollout.engine=local, whose sleep moves nothing on a CPU"
         )
-    if int(os.environ.get("RANK", "0")) == 0:  # other ranks may be on other hosts, with other GPUs and folders
+    if is_rank_0():  # other ranks may be on other hosts, with other GPUs and folders
         if sync.directory is not None and not os.access(sync.directory, os.W_OK | os.X_OK):
             raise ConfigError(f"sync.directory is {sync.directory}, which is no folder that can be written to: make it")
         if found := refusals_of(config, host):

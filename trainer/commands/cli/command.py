@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from marsrl.trainer.torchrun import is_rank_0
 from marsrl.trainer.visible import log_visibly, visible
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class _Commands(TyperGroup):
             from marsrl.trainer.config.explain import help_line
             from marsrl.trainer.runs.failure import RANK_0_PRINTS_S
 
-            if os.environ.get("RANK", "0") != "0":
+            if not is_rank_0():
                 time.sleep(RANK_0_PRINTS_S)
                 raise typer.Exit(2) from error
             said = f"{error}{help_line(str(error))}"

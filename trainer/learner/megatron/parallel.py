@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from marsrl.trainer import torchrun
 from marsrl.trainer.learner.megatron import shim
 from marsrl.trainer.learner.megatron.layout import Layout
 from marsrl.trainer.runs.collective import COLLECTIVE_S, Routes
@@ -23,7 +24,7 @@ _own_world: list[bool] = []  # not empty: start() made the default process group
 
 def world_size() -> int:
     """Number of ranks of this run, before or after the process group exists."""
-    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    return dist.get_world_size() if dist.is_initialized() else torchrun.world_size()
 
 
 def start(layout: Layout, seed: int) -> None:

@@ -1,0 +1,15 @@
+"""What torchrun tells each process that it starts, for code that runs before torch.distributed does."""
+
+from __future__ import annotations
+
+import os
+
+
+def is_rank_0() -> bool:
+    """Return True on the rank that prints, writes files and starts engines, and in a process without torchrun."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def world_size() -> int:
+    """Number of ranks on all hosts; 1 without torchrun."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
