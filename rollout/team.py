@@ -25,6 +25,7 @@ from marsrl.rollout.player.completion import Completion
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.rewards.judge import Judge
 from marsrl.rollout.rewards.model_judge import ModelJudge
+from marsrl.rollout.text import without_surrogates
 from marsrl.rollout.tools.pool import ToolPool
 from marsrl.rollout.types import (
     Ask,
@@ -38,7 +39,6 @@ from marsrl.rollout.types import (
     ToolFunction,
     ToolOutput,
 )
-from marsrl.rollout.worker_process import without_surrogates
 
 _log = logging.getLogger(__name__)
 

@@ -1,20 +1,31 @@
-"""One line of an error for use in a message: at most 300 characters; the error's class if it has no text."""
+"""Text of errors and of foreign programs, as messages and files need it. Imports nothing: worker processes start with it."""
 
 from __future__ import annotations
 
+from typing import Any
+
 
 def first_line(error: BaseException) -> str:
+    """The first line of an error, at most 300 characters; the name of its class if the error has no text."""
     return _lines(error)[0][:300]
 
 
 def last_line(error: BaseException) -> str:
-    """The last line of an error: Ray puts the cause there."""
+    """The last line of an error, where Ray puts the cause; otherwise like first_line."""
     return _lines(error)[-1][:300]
 
 
 def in_one_line(error: BaseException) -> str:
-    """The whole text, also beyond 300 characters."""
+    """The whole text of an error on one line, also beyond 300 characters."""
     return " ".join(str(error).split())
+
+
+def without_surrogates(value: Any) -> Any:
+    """Replace each lone surrogate of a str by "?"; values of other types are returned as they are.
+
+    Web pages, programs and JSON can contain half of a surrogate pair, which UTF-8 cannot encode.
+    """
+    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
 
 
 def _lines(error: BaseException) -> list[str]:

@@ -31,6 +31,8 @@ from typing import Any
 
 import msgspec
 
+from marsrl.rollout.text import without_surrogates
+
 START_TIMEOUT_S = 120.0  # loading sympy or lxml on a busy machine
 
 Answer = Callable[[dict[str, Any]], Mapping[str, object]]
@@ -206,11 +208,6 @@ def main(line: str, memory_bytes: str, load: str, arguments: str) -> None:
             reply = {"error": without_surrogates(f"{type(error).__name__}: {error}"[:300])}
         signal.setitimer(signal.ITIMER_REAL, 0)
         connection.send_bytes(msgspec.msgpack.encode(reply))
-
-
-def without_surrogates(value: Any) -> Any:
-    """A text without lone surrogates, which a page can contain; any other value as it is."""
-    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
 
 
 if __name__ == "__main__":

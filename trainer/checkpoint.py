@@ -30,9 +30,9 @@ from typing import TYPE_CHECKING, Literal
 
 from torch.distributed.checkpoint import CheckpointException
 
-from marsrl.rollout.error_lines import first_line
 from marsrl.rollout.player.stages import RolloutState
 from marsrl.rollout.state import decode, encode
+from marsrl.rollout.text import first_line
 from marsrl.trainer.config.sections import RunSection
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.runs.collective import all_true, broadcast_bytes, gather_bytes, rank, stopping_together, world_size

@@ -32,8 +32,8 @@ from marsrl.rollout.config import MOST_TOKENS, OpenAIOptions, problems_of, read_
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult, Engine, EngineInfo, why_not_decodable
 from marsrl.rollout.engines.texts import Texts
 from marsrl.rollout.http_line import HttpLine, Refused, excerpt, read_json
+from marsrl.rollout.text import without_surrogates
 from marsrl.rollout.types import Finish, IntArray
-from marsrl.rollout.worker_process import without_surrogates
 
 _VERSION = 0  # the weights never change
 _MOST_STOPS = 4  # the protocol's limit

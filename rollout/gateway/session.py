@@ -20,8 +20,8 @@ import numpy as np
 from marsrl.rollout.gateway.calls import Call, Reply, SessionEnd
 from marsrl.rollout.gateway.chats import Agent, Answer, Ask, Refused, Said
 from marsrl.rollout.gateway.history import History, Strand
+from marsrl.rollout.text import without_surrogates
 from marsrl.rollout.types import Fate, Finish, IntArray, ToolOutput
-from marsrl.rollout.worker_process import without_surrogates
 
 Given = ParamSpec("Given")
 Rendered = TypeVar("Rendered")

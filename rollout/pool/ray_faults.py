@@ -18,8 +18,8 @@ from ray.exceptions import (
 )
 
 from marsrl.rollout.engines.protocol import EngineLost, WrongVersion
-from marsrl.rollout.error_lines import first_line, last_line
 from marsrl.rollout.pool.replicas import Lost
+from marsrl.rollout.text import first_line, last_line
 
 _ENGINE_IS_LOST = (RayActorError, WorkerCrashedError, OutOfMemoryError, ObjectLostError)
 _DECODING = ("submit", "collect", "abort")

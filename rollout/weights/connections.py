@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
 from marsrl.rollout.environment import environment
-from marsrl.rollout.error_lines import first_line
+from marsrl.rollout.text import first_line
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")

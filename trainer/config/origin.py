@@ -12,7 +12,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from marsrl.rollout.error_lines import in_one_line
+from marsrl.rollout.text import in_one_line
 
 _KEY = re.compile(r"[A-Za-z_]\w*(?:\.\w[\w-]*)+")  # rollout.segments; the places tell if it is a setting
 # Word processors write long dashes for hyphens.

@@ -13,9 +13,9 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from marsrl.rollout.agents.prompts import is_prompt_file
-from marsrl.rollout.error_lines import in_one_line
 from marsrl.rollout.orchestrations.registry import ORCHESTRATIONS, agent_names
 from marsrl.rollout.own_classes import is_own
+from marsrl.rollout.text import in_one_line
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.config.keys import all_keys, as_written, kinds_of, nearest
 from marsrl.trainer.config.origin import ConfigError, ConfigOrigin, Layer, layer_of_file, layer_of_words

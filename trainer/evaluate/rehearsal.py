@@ -29,7 +29,6 @@ from marsrl.rollout.config import MOST_TOKENS, AgentConfig
 from marsrl.rollout.engines.protocol import DecodeRequest
 from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.episode import Episode
-from marsrl.rollout.error_lines import in_one_line
 from marsrl.rollout.gateway.chats import Ask, Said
 from marsrl.rollout.gateway.config import ExternalConfig
 from marsrl.rollout.gateway.gateway import Gateway
@@ -42,6 +41,7 @@ from marsrl.rollout.seed import derive_seed
 from marsrl.rollout.tasks.data import right_answers
 from marsrl.rollout.tasks.registry import build_task
 from marsrl.rollout.team import Team, WatchedJudge
+from marsrl.rollout.text import in_one_line
 from marsrl.rollout.tools.build import build_tools, check_tools
 from marsrl.rollout.types import Group, IntArray, Problem, ToolFunction
 from marsrl.trainer.checks.problems import read_data

@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from marsrl.rollout.text import without_surrogates
 from marsrl.rollout.types import Segment
-from marsrl.rollout.worker_process import without_surrogates
 from marsrl.trainer.runs.directory import opened_atomically
 
 if TYPE_CHECKING:

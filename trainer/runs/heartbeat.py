@@ -26,7 +26,7 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from marsrl.rollout.error_lines import first_line
+from marsrl.rollout.text import first_line
 from marsrl.trainer.runs.stop import end_now, has_ended
 from marsrl.trainer.visible import visible
 
