@@ -124,23 +124,14 @@ def main() -> int:
         {"calls": name, "median_ms": statistics.median(each), "p95_ms": sorted(each)[int(0.95 * len(each))]}
         for name, each in found.items()
     ]
-    print(
-        f"{os.cpu_count()} cores, load {load:.1f}; {words.calls} calls at once, {words.rounds} rounds; "
-        f"sandbox: {tool.launcher.name}"
-    )
+    print(f"{os.cpu_count()} cores, load {load:.1f}; {words.calls} calls at once, {words.rounds} rounds")
     for row in rows:
         print("{calls}: median {median_ms:.1f} ms, p95 {p95_ms:.1f} ms".format(**row))
     cpu_ms, switches = (statistics.median(each) for each in zip(*costs, strict=True))
     print(f"this process: {cpu_ms:.2f} ms of CPU and {switches:.1f} context switches a call of those at once")
     print(f"refill: {statistics.median(refilled):.0f} ms an interpreter")
     if words.json:
-        record = {
-            "cores": os.cpu_count(),
-            "load": load,
-            "calls": words.calls,
-            "rounds": words.rounds,
-            "sandbox": tool.launcher.name,
-        }
+        record = {"cores": os.cpu_count(), "load": load, "calls": words.calls, "rounds": words.rounds}
         record |= {"rows": rows, "refill_ms": statistics.median(refilled)}
         record |= {"own_cpu_ms": cpu_ms, "own_switches": switches}
         Path(words.json).write_text(json.dumps(record, indent=1) + "\n")

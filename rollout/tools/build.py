@@ -114,9 +114,9 @@ def check_tools(
         if isinstance(settings, McpServer):
             check_installed(f"{key}.kind=mcp", "mcp", extra="mcp")
         if isinstance(settings, PythonTool):
-            from marsrl.rollout.tools.python.launcher import choose_launcher
+            from marsrl.rollout.tools.python.launcher import check_sandbox
 
-            choose_launcher(settings)
+            check_sandbox(settings)
         elif isinstance(settings, HttpSearch | SerpApiSearch):
             check_installed(f"{key}.kind={settings.kind}", "httpx", extra="openai")
             if isinstance(settings, SerpApiSearch):

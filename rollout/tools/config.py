@@ -99,12 +99,9 @@ ScholarConfig = Annotated[IndexScholar | SerpApiScholar, Field(discriminator="ki
 class PythonTool(ToolLimits):
     """An interpreter for code that a model wrote, a fresh sandbox for each call (docs/python.md)."""
 
-    strict: bool = True
-    """refuse a machine where a part of the sandbox is missing; false: warn, and name what is missing"""
     wall_s: Seconds = Field(20.0, description="a snippet that runs longer is stopped; below timeout_s")
     cpu_s: Count = Field(10, description="CPU time of a process, s")
-    memory_mib: int = Field(512, ge=64, le=MOST_MIB)
-    """address space of a process, MiB; where the trainer can make cgroups, memory of all of a call's, too"""
+    memory_mib: int = Field(512, ge=64, le=MOST_MIB, description="address space of a process, MiB")
     processes: Count = Field(4, description="processes and threads at once, the interpreter one of them")
     tmp_mib: Size = Field(16, description="all files together that a snippet may write, in /tmp, MiB")
     warm: Ranks = Field(8, description="interpreters started ahead, each for one call, about 10 MiB each")

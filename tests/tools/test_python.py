@@ -18,7 +18,6 @@ from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -30,14 +29,13 @@ from marsrl.rollout.tools.pool import ToolPool
 from marsrl.rollout.tools.protocol import ToolError
 from marsrl.rollout.tools.python import launcher as launcher_module
 from marsrl.rollout.tools.python import tool as tool_module
-from marsrl.rollout.tools.python.cgroup import find_cgroups
-from marsrl.rollout.tools.python.launcher import WANTED, Launcher, choose_launcher, launchers
+from marsrl.rollout.tools.python.launcher import check_sandbox, start_interpreter
 from marsrl.rollout.tools.python.seccomp import denied_calls
 from marsrl.rollout.tools.python.tool import PythonInterpreter
 from marsrl.rollout.types import ToolCall, ToolOutput
 
 SOON_S = 120.0  # far more than anything here takes
-CONFIG = PythonTool(strict=False, warm=2, max_output_chars=2000, wall_s=30.0, timeout_s=60.0)
+CONFIG = PythonTool(warm=2, max_output_chars=2000, wall_s=30.0, timeout_s=60.0)
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +68,6 @@ def run(tool: PythonInterpreter, code: str) -> str:
 def test_a_snippet_answers_with_what_it_prints_and_its_last_value(
     python: PythonInterpreter, code: str, output: str
 ) -> None:
-    if "subprocess" in code and WANTED["user"] in choose_launcher(CONFIG)[1]:
-        pytest.skip("the sandbox of this machine counts all processes of this user, so that code in it can start none")
     assert run(python, code) == output
 
 
@@ -100,8 +96,6 @@ def test_nothing_of_a_call_is_there_in_the_next(python: PythonInterpreter) -> No
     )
     look = "import os; ('leak' in dir(), hasattr(__builtins__, 'leak'), os.listdir('/tmp'), 'LEAK' in os.environ)"
     seen = run(python, look)
-    if "a mount namespace with a root of its own" in choose_launcher(CONFIG)[1]:
-        pytest.skip("the sandbox of this machine has no /tmp of its own")
     assert seen == "(False, False, [], False)"
 
 
@@ -124,10 +118,9 @@ def all_gone(processes: set[psutil.Process]) -> bool:
 
 
 def test_a_snippet_that_is_through_leaves_nothing_behind(python: PythonInterpreter) -> None:
-    launcher, _ = choose_launcher(CONFIG)
     wait_until_ready(python)  # it starts none of its own any more
     others = children()
-    interpreter = launcher.start(CONFIG)
+    interpreter = start_interpreter(CONFIG)
     try:
         interpreter.wait_until_ready(60.0)
         tree = children() - others
@@ -153,13 +146,11 @@ def test_closing_leaves_no_process_and_ends_calls_under_way(python: PythonInterp
 
 
 def test_a_killed_trainer_leaves_no_process() -> None:
-    if WANTED["pid"] in choose_launcher(CONFIG)[1]:
-        pytest.skip("the sandbox of this machine has no pid namespace: what a snippet forked outlives a killed trainer")
     script = """
         import threading
         from marsrl.rollout.tools.config import PythonTool
         from marsrl.rollout.tools.python.tool import PythonInterpreter
-        tool = PythonInterpreter(PythonTool(strict=False, warm=2, wall_s=50.0))
+        tool = PythonInterpreter(PythonTool(warm=2, wall_s=50.0))
         code = "import os, time\\nos.fork()\\nos.fork()\\ntime.sleep(1000)"
         threading.Thread(target=tool.run, args=({"code": code},)).start()
         while len(tool.ready) < 2: pass
@@ -184,8 +175,9 @@ def wait_until_ready(tool: PythonInterpreter) -> None:
 def test_a_sandbox_that_cannot_be_started_is_an_error_of_the_call_and_one_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    broken = Launcher("broken", ("sh", "-c", "echo no namespaces here; exit 1", "sh"), False)
-    monkeypatch.setattr(tool_module, "choose_launcher", lambda config: (broken, []))
+    broken = ("sh", "-c", "echo no namespaces here; exit 1", "sh")
+    monkeypatch.setattr(launcher_module, "_bwrap", lambda config, is_root: broken)
+    monkeypatch.setattr(tool_module, "check_sandbox", lambda config: None)
     with closing(PythonInterpreter(CONFIG)) as tool:
         for _ in range(2):
             with pytest.raises(ToolError, match="python is not available: .*no namespaces here"):
@@ -193,36 +185,6 @@ def test_a_sandbox_that_cannot_be_started_is_an_error_of_the_call_and_one_warnin
     assert len([record for record in caplog.records if "cannot be started" in record.message]) == 1
     with pytest.raises(ToolError, match="closed"):
         run(tool, "1")
-
-
-BOUNDED = PythonTool(strict=False, warm=1, memory_mib=128, tmp_mib=16, processes=4, wall_s=30.0, timeout_s=60.0)
-
-
-def test_the_processes_of_a_call_together_have_one_memory_or_the_warning_says_why_not(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    cgroups, reason = find_cgroups(BOUNDED)
-    with closing(PythonInterpreter(BOUNDED)) as tool:
-        if cgroups is None:
-            assert f"no cgroup bounds a call as a whole ({reason})" in caplog.text
-            assert "a call may take 4 times 128 MiB" in caplog.text
-            return
-        code = "import os, time\nfor _ in range(2):\n    if not os.fork(): break\nheld = b'x' * (70 << 20)\ntime.sleep(20)\n1"
-        assert "memory ran out" in tool.run({"code": code})
-        assert tool.run({"code": "1"}) == "1"
-
-
-@pytest.mark.parametrize("label", [launcher.name for launcher in launchers(CONFIG)])
-def test_a_way_that_can_be_had_gives_all_that_it_is_for(label: str) -> None:
-    """Hostile snippets are skipped by what is missing; nobody would see there that a way has lost a part."""
-    [launcher] = [each for each in launchers(CONFIG) if each.name == label]
-    try:
-        lacks = set(launcher_module.look(launcher, CONFIG))
-    except (launcher_module.StartError, OSError) as error:
-        pytest.skip(f"{label} cannot be had here: {error}")
-    assert not lacks & {WANTED[name] for name in ("seccomp", "capabilities", "processes", "kernel")}
-    assert lacks <= set(WANTED.values())
-    assert {WANTED[name] for name in ("pid", "mnt", "net")} <= lacks if label.startswith("plain") else not lacks
 
 
 # 24.04 with kernel.apparmor_restrict_unprivileged_userns=1, to a user who is not root
@@ -238,27 +200,30 @@ UBUNTU_SAYS = "bwrap: setting up uid map: Permission denied"
     ],
 )
 def test_a_kernel_that_keeps_users_from_namespaces_is_named_with_its_cure(
-    setting: str, value: str, cure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+    setting: str, value: str, cure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "bwrap").write_text(f"#!/bin/sh\necho '{UBUNTU_SAYS}' >&2\nexit 1\n")
     (tmp_path / "bwrap").chmod(0o755)
     os.environ["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
-    monkeypatch.setattr(launcher_module, "_users", lambda: (False,))
+    monkeypatch.setattr(launcher_module, "_is_root", lambda: False)
     monkeypatch.setattr(launcher_module, "_KERNEL_SETTINGS", tmp_path)
     file = tmp_path / setting.replace(".", "/")
     file.parent.mkdir()
     file.write_text(f"{value}\n")
-    said = f"{setting} is {value} .*{cure}"
-    with pytest.raises(ValueError, match=f"tools.python.strict=true.*{UBUNTU_SAYS}.*a network namespace.*{said}"):
-        check_tools(ToolsConfig(python=PythonTool()), ["python"], ())
-    check_tools(ToolsConfig(python=PythonTool()), ["search"], ())  # nobody calls it
-    check_tools(ToolsConfig(python=CONFIG), ["python"], ())
-    PythonInterpreter(CONFIG).close()
-    assert re.search(f"code of a model runs by plain, without .*a network namespace.*{said}", caplog.text)
+    with pytest.raises(ValueError, match=f"no sandbox by bubblewrap .{UBUNTU_SAYS}.*{setting} is {value} .*{cure}"):
+        check_tools(ToolsConfig(python=CONFIG), ["python"], ())
+    check_tools(ToolsConfig(python=CONFIG), ["search"], ())  # nobody calls it
     file.write_text("2\n")
-    with pytest.raises(ValueError, match="no whole sandbox") as error:
-        choose_launcher(PythonTool())
+    with pytest.raises(ValueError, match="no sandbox by bubblewrap") as error:
+        PythonInterpreter(CONFIG)
     assert "sysctl" not in str(error.value)  # not what is in the way
+
+
+def test_a_sandbox_that_misses_a_part_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = launcher_module._shown(CONFIG)
+    monkeypatch.setattr(launcher_module, "_shown", lambda config: [*shown, "/etc"])
+    with pytest.raises(ValueError, match="no sandbox by bubblewrap .*the host's files"):
+        check_sandbox(CONFIG)
 
 
 @pytest.mark.parametrize(
@@ -274,7 +239,7 @@ def test_the_numbers_are_those_of_the_kernel_s_headers(machine: str, header: str
 
 
 LIMITS = {"memory_mib": 256, "tmp_mib": 4, "cpu_s": 1, "wall_s": 10.0, "timeout_s": 90.0, "max_output_chars": 4000}
-TIGHT = PythonTool.model_validate({"strict": False, "concurrency": 8, "warm": 8, **LIMITS})
+TIGHT = PythonTool.model_validate({"concurrency": 8, "warm": 8, **LIMITS})
 OTHER_CALLS = {"x86_64": {"clone": 56, "prctl": 157}, "aarch64": {"clone": 220, "prctl": 167}}
 
 
@@ -318,19 +283,12 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
 
 
 @pytest.fixture(scope="module")
-def missing() -> set[str]:
-    words = choose_launcher(TIGHT)[1]
-    return {part for part, name in WANTED.items() if name in words}
-
-
-@pytest.fixture(scope="module")
-def outputs(host: Host, missing: set[str]) -> Iterator[Mapping[str, Future[ToolOutput]]]:
-    """Outputs of what this machine's sandbox is to hold; all snippets run side by side, every fourth call is an honest one."""
+def outputs(host: Host) -> Iterator[Mapping[str, Future[ToolOutput]]]:
+    """Outputs of all snippets, which run side by side; every fourth call is an honest one."""
     pool = ToolPool({"python": PythonInterpreter(TIGHT)}, {"python": TIGHT})
     futures: dict[str, Future[ToolOutput]] = {}
     for number, snippet in enumerate(SNIPPETS):
-        if not missing & set(snippet.needs.split()):  # others could end the tests
-            futures[snippet.name] = pool.submit(call(snippet.name, host.code(snippet)))
+        futures[snippet.name] = pool.submit(call(snippet.name, host.code(snippet)))
         if number % 4 == 0:
             futures[f"honest {number}"] = pool.submit(call(f"honest {number}", f"{number} + 1"))
     yield futures
@@ -342,17 +300,12 @@ def call(id: str, code: str) -> ToolCall:
 
 
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=lambda snippet: snippet.name)
-def test_hostile_code_is_contained(
-    snippet: Snippet, outputs: Mapping[str, Future[ToolOutput]], missing: set[str], host: Host
-) -> None:
-    if lacking := missing & set(snippet.needs.split()):
-        pytest.skip(f"the sandbox of this machine lacks {', '.join(WANTED[part] for part in lacking)}")
+def test_hostile_code_is_contained(snippet: Snippet, outputs: Mapping[str, Future[ToolOutput]], host: Host) -> None:
     output = outputs[snippet.name].result(SOON_S)
     assert not output.is_error and re.search(snippet.says, output.text) and "DONE" not in output.text, output.text
     output.text.encode("utf-8")
     assert len(output.text) < 2 * TIGHT.max_output_chars
-    if not missing:
-        host.check_untouched()
+    host.check_untouched()
 
 
 def test_honest_calls_beside_hostile_ones_have_their_answers(outputs: Mapping[str, Future[ToolOutput]]) -> None:

@@ -167,6 +167,10 @@ def test_who_names_another_kind_of_a_section_leaves_the_other_kind_s_keys_below_
     assert "tools.search.url: unknown key; tools.search has it where its kind is http (command line)" in said
 
 
+def test_a_removed_setting_is_refused_with_what_became_of_it() -> None:
+    assert "tools.python.strict: unknown key; it was removed: without a" in refusal(None, "tools.python.strict=false")
+
+
 OWN = """
 from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.agents.roles import AgentSpec

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from marsrl.rollout.engines.refusals import TrainerHost
-from marsrl.rollout.tools.config import PythonTool
-from marsrl.rollout.tools.python.launcher import choose_launcher
+from marsrl.rollout.tools.python import launcher
 from marsrl.trainer.checks import device
 from marsrl.trainer.checks.device import Device, why_not_device
 from marsrl.trainer.checks.doctor import gpu_findings, ray_findings, room_for_weights, sandbox_findings
@@ -40,12 +39,12 @@ def test_a_gpu_node_says_its_versions_and_who_reaches_whom() -> None:
     assert peers.is_used != ("NCCL goes through host memory" in peers.detail)
 
 
-def test_the_sandbox_is_said_with_what_it_lacks() -> None:
-    launcher, missing = choose_launcher(PythonTool(strict=False))
-    python, cgroup = sandbox_findings(settings())
-    assert python.detail.startswith(f"sandbox by {launcher.name}, ") and python.is_used == (not missing)
-    assert all(each in python.detail for each in missing)
-    assert cgroup.is_used or "cgroup" in cgroup.detail
+def test_doctor_names_the_sandbox_or_what_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+    (python,) = sandbox_findings(settings())
+    assert python.detail == "sandbox by bubblewrap" if python.is_used else "what helps: " in python.detail
+    monkeypatch.setattr(launcher, "_bwrap", lambda config, is_root: ("sh", "-c", "echo no namespaces; exit 1", "sh"))
+    (python,) = sandbox_findings(settings())
+    assert not python.is_used and re.search("no sandbox by bubblewrap .no namespaces.; what helps: ", python.detail)
 
 
 def test_room_for_weights_in_files_is_counted_twice_for_every_policy(tmp_path: Path) -> None:

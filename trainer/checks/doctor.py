@@ -182,20 +182,13 @@ def _megatron(installed: dict[str, str]) -> Iterator[Finding]:
 def sandbox_findings(settings: RunConfig) -> Iterator[Finding]:
     """Sandbox for a model's code on this host, by tools.python's settings or their defaults."""
     from marsrl.rollout.tools.config import PythonTool
-    from marsrl.rollout.tools.python.cgroup import find_cgroups
-    from marsrl.rollout.tools.python.launcher import choose_launcher, how_to_have_one
+    from marsrl.rollout.tools.python.launcher import check_sandbox
 
-    tool = (settings.tools.python or PythonTool()).model_copy(update={"strict": False})
     try:
-        launcher, missing = choose_launcher(tool)
+        check_sandbox(settings.tools.python or PythonTool())
+        yield Finding("tools", "python", True, "sandbox by bubblewrap")
     except ValueError as error:
         yield Finding("tools", "python", False, str(error))
-        return
-    lacks = f", without {', '.join(missing)}; {how_to_have_one()}" if missing else ", and lacks nothing"
-    yield Finding("tools", "python", not missing, f"sandbox by {launcher.name}{lacks}")
-    cgroups, reason = find_cgroups(tool)
-    detail = reason or "bounds all processes of a call together"
-    yield Finding("tools", "python / cgroup", cgroups is not None, detail)
 
 
 def ray_findings(config: RunConfig) -> Iterator[Finding]:

@@ -122,8 +122,16 @@ _OTHER_NAMES = {
 """Settings of other trainers and engines, and what they are called here."""
 
 
+_REMOVED = {
+    "tools.python.strict": "without a complete sandbox by bubblewrap the tool is refused (docs/python.md)",
+}
+"""Settings of earlier versions, and what happens without them."""
+
+
 def nearest(where: Sequence[str]) -> str:
     """`did you mean x?` from the keys of the same section, else from the same key name anywhere in the tree."""
+    if as_key(where) in _REMOVED:
+        return f"it was removed: {_REMOVED[as_key(where)]}"
     *parent, last = where
     last = _OTHER_NAMES.get(last, last)
     section = as_key(parent)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import _signal
 import ast
-import contextlib
 import ctypes
 import json
 import linecache
@@ -45,11 +44,12 @@ def confine(settings: dict[str, Any]) -> None:
         if result != 0:
             raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
 
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # there may be no /proc
+    with open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # if memory runs out, the kernel kills this process before the trainer
-    if settings["tmp_inodes"]:  # bubblewrap bounds a tmpfs's bytes, not its number of files
-        options = f"nr_inodes={settings['tmp_inodes']}".encode()
-        must(libc.mount(None, b"/tmp", None, _MS_REMOUNT | _MS_NOSUID | _MS_NODEV, options), "remounting /tmp")
+    options = (
+        f"nr_inodes={settings['tmp_inodes']}".encode()
+    )  # bubblewrap bounds a tmpfs's bytes, not its number of files
+    must(libc.mount(None, b"/tmp", None, _MS_REMOUNT | _MS_NOSUID | _MS_NODEV, options), "remounting /tmp")
     if settings["uid"]:
         os.setgroups([])
         os.setresgid(settings["uid"], settings["uid"], settings["uid"])
@@ -67,8 +67,7 @@ def confine(settings: dict[str, Any]) -> None:
         resource.setrlimit(limit, (value, value + (_SPARE_BYTES if name == "RLIMIT_AS" else 0)))
     must(libc.prctl(_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
     program = bytes.fromhex(settings["filter"])
-    if program:
-        must(libc.prctl(_SECCOMP, 2, ctypes.byref(_Program(len(program) // 8, program)), 0, 0), "seccomp")
+    must(libc.prctl(_SECCOMP, 2, ctypes.byref(_Program(len(program) // 8, program)), 0, 0), "seccomp")
 
 
 def run(code: str) -> int:

@@ -18,8 +18,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from marsrl.rollout.tools.python.cgroup import Cgroup
-
 _READY = b"ready\n"
 _SLOW_AFTER_S = 0.25
 _SLOW_NICE = 15  # of longer runs: short snippets, and the trainer, have priority
@@ -47,14 +45,13 @@ class Ending:
 class Interpreter:
     """A process that waits for one snippet. The thread that starts it must outlive it: the kernel ends it with that thread."""
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], cgroup: Cgroup | None = None) -> None:
-        """cgroup: joined by the process, and ended with it. Raises OSError if the command cannot be started."""
-        self._cgroup = cgroup
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        """Raises OSError if the command cannot be started."""
         self._line, theirs = socket.socketpair()  # its input: for the snippet, and for the exit code that comes back
         try:
             with theirs:
                 self._process = subprocess.Popen(
-                    [*(cgroup.entering if cgroup is not None else ()), *command],
+                    command,
                     stdin=theirs.fileno(),
                     stdout=subprocess.PIPE,
                     stderr=subprocess.STDOUT,
@@ -65,8 +62,6 @@ class Interpreter:
                 )
         except OSError:
             self._line.close()
-            if cgroup is not None:
-                cgroup.end()
             raise
         assert self._process.stdout is not None
         self._output = self._process.stdout
@@ -152,9 +147,6 @@ class Interpreter:
         self._line.close()
         self._output.close()
         self._reap()
-        if self._cgroup is not None:
-            self._cgroup.end()
-            self._cgroup = None
 
     def _reap(self) -> int:
         with self._signalling:

@@ -1,12 +1,10 @@
-"""Starts a sandbox's interpreter, isolated from the rest of the machine.
+"""Starts a sandbox's interpreter, isolated from the rest of the machine by bubblewrap.
 
-WANTED lists the parts of a complete sandbox. Kernel, container and user decide which are available, and no version number tells:
-each way is tried, best first, with a snippet that inspects its surroundings (_LOOK), and the first that lacks nothing is taken:
+bubblewrap gives it a root of its own, with the system read-only and a small /tmp, and its own namespaces of processes, network,
+IPC and host name; guest.py adds limits and a seccomp filter. Whether this works depends on kernel, container and user, and no
+version number tells: check_sandbox starts an interpreter.
 
-    bwrap    bubblewrap: its own root with the system read-only and a small /tmp, and namespaces for the rest
-    plain    a process with limits and a seccomp filter, which sees the machine's files, processes and network
-
-As root both start without a user namespace, and the guest then switches to an unused user id. In a user namespace the kernel
+Root starts it without a user namespace, and the guest then switches to an unused user id. In a user namespace the kernel
 would still treat it as root, who may write settings in /proc/sys and is exempt from the limit on processes. Other users get a
 user namespace.
 """
@@ -17,29 +15,14 @@ import itertools
 import json
 import os
 import shutil
-import stat
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from marsrl.rollout.tools.config import PythonTool
-from marsrl.rollout.tools.python.cgroup import make_cgroup
 from marsrl.rollout.tools.python.interpreter import Interpreter, StartError
 from marsrl.rollout.tools.python.seccomp import seccomp_filter
 
-WANTED = {
-    "pid": "a pid namespace of its own",
-    "mnt": "a mount namespace with a root of its own",
-    "net": "a network namespace of its own",
-    "ipc": "an IPC namespace of its own",
-    "user": "a user of its own",
-    "seccomp": "a seccomp filter",
-    "capabilities": "no capabilities",
-    "processes": "a limit on its processes",
-    "kernel": "a kernel whose settings it cannot write",
-}
 _TMP_INODES = 4096
 _FILES = 128  # open files of a process
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/ld.so.cache")
@@ -63,47 +46,24 @@ _IN_THE_WAY = {
     ("kernel.unprivileged_userns_clone", "0"): "as root, `sysctl -w kernel.unprivileged_userns_clone=1`",
     ("user.max_user_namespaces", "0"): "as root, `sysctl -w user.max_user_namespaces=15000`",
 }
-# Run by each way before it is taken: reports what is visible and possible from inside.
 _LOOK = """
-import fractions, json, os  # fractions: a module that it has not yet loaded
-seen = {name: os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "mnt", "net", "ipc", "user")}
-status = dict(line.split(":\\t", 1) for line in open("/proc/self/status").read().splitlines())
-seen |= {"uid": os.getuid(), "root": list(os.stat("/"))[1:3], "seccomp": status.get("Seccomp") == "2"}
-seen |= {"capabilities": int(status["CapEff"], 16), "passwords": os.path.exists("/etc/passwd"), "children": 0}
-seen["kernel"] = not os.access("/proc/sys/kernel/core_pattern", os.W_OK)  # which says what the kernel runs, as root
-hold, release = os.pipe()
-try:
-    while seen["children"] < %d:
-        if not os.fork():
-            os.close(release)
-            os.read(hold, 1)
-            os._exit(0)
-        seen["children"] += 1
-except OSError:
-    pass
-os.close(release)
-print(json.dumps(seen))
+import fractions, os  # fractions: a module that it has not yet loaded
+status = open("/proc/self/status").read()
+assert "Seccomp:\t2" in status, "no seccomp filter"
+assert "CapEff:\t0000000000000000" in status, "capabilities"
+assert not os.path.exists("/etc/passwd"), "the host's files"
+assert not os.access("/proc/sys/kernel/core_pattern", os.W_OK), "kernel settings that it can write"
+print("isolated")
 """
 
 
-@dataclass(frozen=True, slots=True)
-class Launcher:
-    """A way to start an interpreter.
-
-    prefix: the command that runs another in isolation; empty for a plain process. is_root: the guest switches to an unused user
-    id.
-    """
-
-    name: str
-    prefix: tuple[str, ...]
-    is_root: bool
-
-    def start(self, config: PythonTool, cgroups: Path | None = None) -> Interpreter:
-        """Start an interpreter, in its own cgroup below `cgroups`, if there is such a place; it may not be ready yet.
-
-        OSError: there is no such command, or no process or cgroup can be created.
-        """
-        limits = {
+def start_interpreter(config: PythonTool) -> Interpreter:
+    """Start an interpreter; it may not be ready yet. OSError: there is no bubblewrap, or no process can be created."""
+    is_root = _is_root()
+    settings = {
+        "uid": _spare_uid() if is_root else 0,
+        "tmp_inodes": _TMP_INODES,
+        "limits": {
             "RLIMIT_AS": config.memory_mib << 20,
             "RLIMIT_CPU": config.cpu_s,
             "RLIMIT_NPROC": config.processes,
@@ -113,59 +73,42 @@ class Launcher:
             "RLIMIT_MEMLOCK": 0,
             "RLIMIT_MSGQUEUE": 0,
             "RLIMIT_SIGPENDING": 64,
-        }
-        settings = {
-            "uid": _spare_uid() if self.is_root else 0,
-            "tmp_inodes": _TMP_INODES if self.prefix else 0,
-            "limits": limits,
-            "filter": (seccomp_filter() or b"").hex(),
-            "packages": [str(Path(config.packages).resolve())] if config.packages else [],
-            "preload": config.preload,
-        }
-        guest = Path(__file__).with_name("guest.py").read_text(encoding="utf-8")
-        # outside of any virtual environment
-        python = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
-        command = [*self.prefix, python, "-I", "-S", "-B", "-X", "utf8", "-c", guest, json.dumps(settings)]
-        return Interpreter(command, _ENVIRONMENT, make_cgroup(cgroups, config) if cgroups is not None else None)
+        },
+        "filter": seccomp_filter().hex(),
+        "packages": [str(Path(config.packages).resolve())] if config.packages else [],
+        "preload": config.preload,
+    }
+    guest = Path(__file__).with_name("guest.py").read_text(encoding="utf-8")
+    # outside of any virtual environment
+    python = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
+    python_words = (python, "-I", "-S", "-B", "-X", "utf8", "-c", guest, json.dumps(settings))
+    return Interpreter([*_bwrap(config, is_root), *python_words], _ENVIRONMENT)
 
 
-def choose_launcher(config: PythonTool) -> tuple[Launcher, list[str]]:
-    """The best way that this machine allows, and descriptions of the parts of WANTED that it lacks.
-
-    ValueError: a part is missing under tools.python.strict, or nothing can be started at all.
-    """
+def check_sandbox(config: PythonTool) -> None:
+    """Run a snippet that inspects the sandbox. ValueError: this machine has none, or not a complete one."""
     if not hasattr(os, "pidfd_open"):
         raise ValueError("tools.python runs on Linux only; leave it out here")
     if config.packages is not None and not os.path.isdir(config.packages):
         raise ValueError(f"tools.python.packages: {config.packages!r} is no folder")
-    best: tuple[Launcher, list[str]] | None = None
-    tried: list[str] = []
-    for launcher in launchers(config):
+    try:
+        interpreter = start_interpreter(config)
         try:
-            missing = look(launcher, config)
-        except (StartError, OSError) as error:
-            tried.append(f"{launcher.name} cannot be had ({error})")
-            continue
-        if best is None or len(missing) < len(best[1]):
-            best = launcher, missing
-        if not missing:
-            return best
-        tried.append(f"{launcher.name} lacks {', '.join(missing)}")
-    reasons = "; ".join(tried)
-    if best is None:
-        raise ValueError(f"tools.python: no interpreter can be started: {reasons}{_closed_to_others()}")
-    if config.strict:
-        raise ValueError(
-            f"tools.python.strict=true, and this machine has no whole sandbox: {reasons}; {how_to_have_one()}; or take what "
-            "there is: tools.python.strict=false"
-        )
-    return best
+            interpreter.wait_until_ready(_LOOK_S)
+            output = interpreter.run(_LOOK, _LOOK_S, most_bytes=1 << 16).output.decode("utf-8", "replace").strip()
+        finally:
+            interpreter.kill()
+    except (StartError, OSError) as error:
+        output = str(error)
+    if output != "isolated":
+        last = (output.splitlines() or ["it ended without output"])[-1]
+        raise ValueError(f"tools.python: this machine has no sandbox by bubblewrap ({last[-200:]}); {_what_helps()}")
 
 
-def how_to_have_one() -> str:
-    """Instructions for a machine without a complete sandbox; names the kernel settings responsible."""
+def _what_helps() -> str:
+    """Instructions for a machine without a sandbox; names the kernel settings responsible."""
     cures = [] if shutil.which("bwrap") else ["install bubblewrap (apt-get install bubblewrap, or conda-forge's)"]
-    if False in _users():
+    if not _is_root():
         for (name, value), cure in _IN_THE_WAY.items():
             file = _KERNEL_SETTINGS / name.replace(".", "/")
             if file.exists() and file.read_text().strip() == value:
@@ -173,63 +116,12 @@ def how_to_have_one() -> str:
     return "what helps: " + "; ".join([*cures, "let the user or the container make namespaces (docs/python.md)"])
 
 
-def launchers(config: PythonTool) -> Iterator[Launcher]:
-    """All possible ways, best first."""
-    for name in ("bwrap", "plain"):
-        for is_root in _users():
-            prefix = _bwrap(config, is_root) if name == "bwrap" else ()
-            yield Launcher(f"{name} as root" if is_root else name, prefix, is_root)
-
-
-def _users() -> tuple[bool, ...]:
-    """Values of is_root to try, in order. The kernel does not treat root of a container with mapped user ids as root."""
+def _is_root() -> bool:
+    """Whether the kernel treats this process as root. It does not in a container with mapped user ids."""
     if os.geteuid() != 0:
-        return (False,)
+        return False
     inside, outside, _ = Path("/proc/self/uid_map").read_text().split(maxsplit=2)
-    return (True,) if inside == outside == "0" else (True, False)
-
-
-def look(launcher: Launcher, config: PythonTool) -> list[str]:
-    """Descriptions of the parts of WANTED that a way lacks, found by running a snippet in it (StartError, OSError: in vain)."""
-    interpreter = launcher.start(config)
-    try:
-        interpreter.wait_until_ready(_LOOK_S)
-        ending = interpreter.run(_LOOK % (config.processes + 8), _LOOK_S, most_bytes=1 << 16)
-    finally:
-        interpreter.kill()
-    try:
-        seen = json.loads(ending.output)
-    except ValueError:
-        text = ending.output.decode("utf-8", "replace").strip()
-        raise StartError(f"it does not run: {text[-200:] or ending.status}") from None
-    return [WANTED[name] for name in WANTED if not _has(name, seen, config)]
-
-
-def _has(name: str, seen: Mapping[str, object], config: PythonTool) -> bool:
-    if name in ("pid", "net", "ipc"):
-        return seen[name] != os.readlink(f"/proc/self/ns/{name}")
-    if name == "mnt":
-        root = os.stat("/")
-        has_root = seen["root"] != [root.st_ino, root.st_dev] and not seen["passwords"]
-        return has_root and seen["mnt"] != os.readlink("/proc/self/ns/mnt")
-    if name == "user":
-        return seen["user"] != os.readlink("/proc/self/ns/user") or seen["uid"] not in (0, os.geteuid())
-    if name == "processes":
-        return int(str(seen["children"])) < config.processes
-    return bool(seen[name]) is (name != "capabilities")
-
-
-def _closed_to_others() -> str:
-    """The folder that prevents other users, such as the guest of a plain process under root, from running this Python; "" if
-    none."""
-    library = Path(os.path.realpath(sysconfig.get_path("stdlib")))
-    closed = [each for each in (library, *library.parents) if not each.stat().st_mode & stat.S_IXOTH]
-    if not closed:
-        return ""
-    return (
-        f"; this Python lies in {closed[-1]}, which is closed to other users, and code of a model runs as another one: install "
-        f"with a Python that all can read (/usr/bin/python3), or chmod o+x {closed[-1]}"
-    )
+    return inside == outside == "0"
 
 
 def _shown(config: PythonTool) -> list[str]:

@@ -115,11 +115,11 @@ def denied_calls(machine: str) -> dict[str, int]:
     return calls | dict(_ONLY_X86) if machine == "x86_64" else calls
 
 
-def seccomp_filter() -> bytes | None:
-    """The filter, 8 bytes an instruction; None for an architecture not in the table."""
+def seccomp_filter() -> bytes:
+    """The filter, 8 bytes an instruction. OSError: an architecture that is not in the table."""
     machine = platform.machine()
     if machine not in _MACHINES:
-        return None
+        raise OSError(f"{machine} has no seccomp filter; expected {' or '.join(_MACHINES)}")
     arch, _, clone, socketpair, prctl = _MACHINES[machine]
     refused, missing = _ERRNO | errno.EPERM, _ERRNO | errno.ENOSYS
     program = [

@@ -27,9 +27,8 @@ from contextlib import suppress
 
 from marsrl.rollout.tools.config import PythonTool
 from marsrl.rollout.tools.protocol import ToolError, text_argument
-from marsrl.rollout.tools.python.cgroup import find_cgroups
 from marsrl.rollout.tools.python.interpreter import Ending, Interpreter, StartError
-from marsrl.rollout.tools.python.launcher import choose_launcher, how_to_have_one
+from marsrl.rollout.tools.python.launcher import check_sandbox, start_interpreter
 
 _log = logging.getLogger(__name__)
 
@@ -44,31 +43,15 @@ _NOT_PLAIN = re.compile(r"[^\n\t -~]")
 class PythonInterpreter:
     """Runs `{"code": "..."}` -> its output, the value of its last expression, or the traceback of its error. Close it.
 
-    launcher: starts its interpreters; ready: those that wait for a call.
+    ready: the interpreters that wait for a call.
     """
 
     is_deterministic = False
 
     def __init__(self, config: PythonTool) -> None:
-        """Raises ValueError if this machine has no sandbox or, under strict, no complete one."""
+        """Raises ValueError if this machine has no sandbox."""
         self._config = config
-        self.launcher, missing = choose_launcher(config)
-        if missing:
-            _log.warning(
-                "tools.python.strict=false: code of a model runs by %s, without %s; %s",
-                self.launcher.name,
-                ", ".join(missing),
-                how_to_have_one(),
-            )
-        self._cgroups, reason = find_cgroups(config)
-        if self._cgroups is None:
-            _log.warning(
-                "tools.python: no cgroup bounds a call as a whole (%s); tools.python.memory_mib holds for each process alone, so "
-                "that a call may take %d times %d MiB (docs/python.md)",
-                reason,
-                config.processes,
-                config.memory_mib,
-            )
+        check_sandbox(config)
         self._changed = threading.Condition()  # of all below
         self.ready: deque[Interpreter] = deque()
         self._running: set[Interpreter] = set()
@@ -150,7 +133,7 @@ class PythonInterpreter:
     def _start(self) -> str | None:
         """Add a ready interpreter, or return why it did not start."""
         try:
-            interpreter = self.launcher.start(self._config, self._cgroups)
+            interpreter = start_interpreter(self._config)
         except OSError as error:
             return str(error)
         try:
