@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -126,19 +127,33 @@ def test_a_restored_learner_goes_on_bit_for_bit(dtype: str, distributed: bool, t
         restored.load(tmp_path)
 
 
-def test_one_rank_sends_itself_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("settings", [{}, {"optimizer": {"distributed": False}}, {"adapter": {"rank": 4}}], ids=str)
+def test_one_rank_sends_itself_nothing(
+    settings: dict[str, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And trains as with megatron's collectives, to the bit."""
-    from megatron.core.distributed import param_and_grad_buffer as buffers
-
     folder, batches = tiny.save_model("qwen3_moe", tmp_path / "m"), tiny.micro_batches(tiny.sequences(4), 2)
-    policy, sending = tiny.learner(folder), tiny.learner(folder)
+    if "optimizer" in settings:
+        settings = {"optimizer": tiny.OPTIMIZER.model_copy(update=settings["optimizer"])}
+    policy, sending = (tiny.learner(folder, **settings) for _ in range(2))
+    from megatron.core.distributed import param_and_grad_buffer as buffers  # after the learners' shim
+
     wrapped = sending.optimizer._model
     for group in wrapped.bucket_groups + wrapped.expert_parallel_bucket_groups:
         del group.start_grad_sync, group.start_param_sync
     sent = []
-    for name in ("dist_reduce_scatter_func", "dist_all_gather_func"):
-        call = getattr(buffers, name)
-        monkeypatch.setattr(buffers, name, lambda *tensors, c=call, **o: sent.append(tensors) or c(*tensors, **o))
+
+    def note(*tensors: Any, call: Any, **options: Any) -> Any:
+        if tensors[0].numel() > 1000:  # gradients or weights; statistics are summed over all ranks anyway
+            sent.append(tensors)
+        return call(*tensors, **options)
+
+    for module, name in (
+        (buffers, "dist_reduce_scatter_func"),
+        (buffers, "dist_all_gather_func"),
+        (torch.distributed, "all_reduce"),
+    ):
+        monkeypatch.setattr(module, name, partial(note, call=getattr(module, name)))
     found = [tiny.step(policy, batches).grad_norm for _ in range(2)]
     assert not sent
     assert [tiny.step(sending, batches).grad_norm for _ in range(2)] == found and sent

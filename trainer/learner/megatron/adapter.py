@@ -47,7 +47,7 @@ from marsrl.trainer.learner.megatron.convert import Converter
 from marsrl.trainer.learner.megatron.hf_files import HfReader
 from marsrl.trainer.learner.megatron.layout import Layout
 from marsrl.trainer.learner.megatron.mapping import ROW_PARALLEL, Unit, hf_span
-from marsrl.trainer.learner.megatron.model import as_run, bare_model
+from marsrl.trainer.learner.megatron.model import as_run, bare_model, skip_syncs_alone
 
 
 class FrozenBase:
@@ -239,7 +239,9 @@ class Adapter(MegatronModule):
 def for_training(adapter: Adapter, optimizer: OptimizerConfig) -> DistributedDataParallel:
     """The adapter with gradient buffers."""
     options = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=optimizer.distributed)
-    return DistributedDataParallel(adapter.config, options, adapter)
+    ddp = DistributedDataParallel(adapter.config, options, adapter)
+    skip_syncs_alone(ddp)
+    return ddp
 
 
 def finalize(trained: Sequence[DistributedDataParallel]) -> None:

@@ -241,6 +241,19 @@ def _nothing_to_sync(**_: object) -> None:
     """Megatron's collectives within a group of one."""
 
 
+def skip_syncs_alone(ddp: DistributedDataParallel) -> None:
+    """Leave out the collectives of a rank without data-parallel peers, which copy gradients and weights onto themselves."""
+    if ddp.ddp_config.overlap_grad_reduce:
+        return  # megatron waits for the handles of these
+    for group in (*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups):
+        if ddp.ddp_config.use_distributed_optimizer:
+            is_alone = group.intra_distributed_optimizer_instance_size == 1
+        else:
+            is_alone = group.data_parallel_group.size() == 1
+        if is_alone:
+            group.start_grad_sync = group.start_param_sync = _nothing_to_sync
+
+
 def build_model(shape: ModelShape, layout: Layout, policy: PolicyConfig) -> tuple[PolicyModel, DistributedDataParallel]:
     """The bare model, and the same wrapped for training."""
     model = bare_model(shape, layout, policy)
@@ -257,11 +270,7 @@ def build_model(shape: ModelShape, layout: Layout, policy: PolicyConfig) -> tupl
     )
     if policy.optimizer.overlap_grad_reduce:
         config.no_sync_func = ddp.no_sync  # all micro-batches but the last only add
-    elif policy.optimizer.distributed:
-        for group in (*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups):
-            # A rank without data-parallel peers would copy all gradients, and then all weights, onto themselves.
-            if group.intra_distributed_optimizer_instance_size == 1:
-                group.start_grad_sync = group.start_param_sync = _nothing_to_sync
+    skip_syncs_alone(ddp)
     # The total of tokens that megatron would divide the gradient by is dropped: the loss is divided already.
     config.finalize_model_grads_func = lambda chunks, num_tokens=None, **options: finalize_model_grads(
         chunks, None, **options
