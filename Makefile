@@ -121,5 +121,5 @@ bench: install  ## benchmarks on this machine, and the default run on three seed
 	python benchmarks/learning.py --seeds 0 1 2
 	python benchmarks/run.py linear_policy_loss
 
-clean:  ## build products (not .venv, not runs)
-	rm -rf build dist *.egg-info kernels/_lib
+clean:  ## build products and cached warm starts (not .venv, not runs)
+	rm -rf build dist *.egg-info kernels/_lib "$${MARSRL_CACHE:-$$HOME/.cache/marsrl}/warm_start"

@@ -96,6 +96,7 @@ class Driver:
         if self.rebalancer is not None:
             self.rebalancer.forget()
         write_json(folder / EVALUATION, found.model_dump(mode="json"))
+        self.console.accuracies(name, found)
         for note in found.notes:
             self.console.warning(f"{name}: {note}")
         return found

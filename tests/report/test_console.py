@@ -7,7 +7,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from made_up_run import make_sample
+from made_up_run import make_evaluation, make_sample
 
 from marsrl.rollout.types import MISSING, Reward
 from marsrl.trainer.report import console
@@ -37,6 +37,16 @@ def test_the_first_sample_shows_what_was_read_written_found_and_paid() -> None:
     assert printed.getvalue().endswith("found in them: neither an answer nor a verdict; no reward (no judgement)\n")
     RunConsole(stream=printed).sample(replace(unread, verdict=False))
     assert "the verdict wrong; no reward" in printed.getvalue()
+
+
+def test_an_evaluation_is_printed_as_soon_as_it_is_made() -> None:
+    printed = io.StringIO()
+    RunConsole(stream=printed).accuracies("evaluation before", make_evaluation(0.5))
+    (line,) = printed.getvalue().splitlines()
+    estimate = r"0\.\d{3} \(0\.\d{3}-0\.\d{3}, n \d+\)"
+    rows = ("solver", "verifier1", "corrector1", "system")
+    assert re.fullmatch("evaluation before: " + "; ".join(f"{row} {estimate}" for row in rows), line)
+    assert "solver 0.500 (" in line and "system 0.530 (" in line
 
 
 def test_rate_and_time_left_are_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:

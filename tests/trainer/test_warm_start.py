@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
+import json
 import os
+import random
 from pathlib import Path
 from typing import get_args
 
 import pytest
+import torch
 
 from marsrl.trainer.checks.preflight import preflight
 from marsrl.trainer.config import PolicyConfig, RunConfig
 from marsrl.trainer.config.read import read_config
 from marsrl.trainer.models.init_model import SHAPES
 from marsrl.trainer.report.console import RunConsole
-from marsrl.trainer.schools.schools import SCHOOLS, school_of
-from marsrl.trainer.schools.warm_start import cache_directory, name_of, recipe_of, warm_starts
+from marsrl.trainer.schools import warm_start
+from marsrl.trainer.schools.schools import SCHOOLS, ArithmeticSchool, school_of
+from marsrl.trainer.schools.warm_start import (
+    RECIPE,
+    WarmStart,
+    cache_directory,
+    name_of,
+    recipe_of,
+    warm_starts,
+)
 
 
 def test_policies_of_one_shape_share_a_warm_start_and_another_shape_has_its_own(tmp_path: Path) -> None:
@@ -62,3 +74,62 @@ def test_a_team_is_taught_by_its_own_school_and_depends_on_that_school_s_setting
     assert recipe_of(dual) == recipe_of(read_config(None, ["preset=cpu_dual_system", slips])[0])
     assert recipe_of(searching(slips)) != recipe_of(facts) != recipe_of(searching("task_options.people=30"))
     assert recipe_of(read_config(None, [slips])[0]) == recipe_of(chains)
+
+
+def found_for(words: list[str]) -> tuple[WarmStart, str]:
+    """The default run's warm start with these settings, and what the console says of it."""
+    said = io.StringIO()
+    return warm_starts(read_config(None, words)[0], RunConsole(stream=said))["main"], said.getvalue()
+
+
+@pytest.fixture
+def ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A ready-made start of the default settings, and an empty cache."""
+    folder = tmp_path / "ready"
+    folder.mkdir()
+    (folder / "recipe.json").write_text(json.dumps(recipe_of(read_config(None, [])[0])))
+    monkeypatch.setattr(warm_start, "READY", folder)
+    monkeypatch.setenv("MARSRL_CACHE", str(tmp_path / "cache"))
+    return folder
+
+
+def test_the_default_run_takes_the_ready_made_start(ready: Path) -> None:
+    found, said = found_for([])
+    assert (found.model_dir, found.is_cached, found.seconds) == (ready, True, 0.0)
+    assert "ready-made" in said and "warm_start.ready=false" in said and not cache_directory().exists()
+
+
+@pytest.mark.parametrize("word", ["run.seed=1", "warm_start.lr=0.002", "task_options.max_operations=6"])
+@pytest.mark.usefixtures("ready")
+def test_other_settings_take_no_ready_made_start(word: str) -> None:
+    folder = cache_directory() / name_of(recipe_of(read_config(None, [word])[0]))
+    folder.mkdir(parents=True)
+    (folder / "recipe.json").touch()
+    assert found_for([word])[0].model_dir == folder
+
+
+@pytest.mark.usefixtures("ready")
+def test_ready_false_looks_into_the_cache_alone() -> None:
+    config = read_config(None, ["warm_start.ready=false"])[0]
+    assert recipe_of(config) == recipe_of(read_config(None, [])[0])  # how it is taught does not depend on it
+    folder = cache_directory() / name_of(recipe_of(config))
+    folder.mkdir(parents=True)
+    (folder / "recipe.json").touch()
+    assert found_for(["warm_start.ready=false"])[0].model_dir == folder
+
+
+def test_lessons_change_only_with_the_recipe_s_number() -> None:
+    """Whoever changes them bumps RECIPE, makes the ready-made start again and puts the new digest here."""
+    school = ArithmeticSchool(read_config(None, [])[0], random.Random("warm start/0"))
+    lessons = [*school.first_lesson(0), *school.first_lesson(500), *school.team_lesson()]
+    digest = hashlib.sha256(repr(lessons).encode()).hexdigest()[:16]
+    assert (RECIPE, digest) == (3, "e876a11a8ef2105d")
+
+
+def test_another_processor_or_torch_has_its_own_cached_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = recipe_of(read_config(None, [])[0])
+    here = name_of(recipe)
+    monkeypatch.setattr(warm_start, "device_name", lambda: "another processor")
+    other = name_of(recipe)
+    monkeypatch.setattr(torch, "__version__", "0.0")
+    assert len({here, other, name_of(recipe)}) == 3

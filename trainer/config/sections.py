@@ -172,6 +172,7 @@ class WarmStartConfig(ArithmeticSlips):
     The keys of phase 1 are called after the Solver, and those of phase 2 after the Verifier, whichever roles a team's are.
     """
 
+    ready: bool = Field(True, description="take the ready-made start, if it is of these settings; false: always teach")
     lr: float = Field(3e-3, gt=0, description="learning rate after its warm-up")
     betas: tuple[float, float] = Field((0.9, 0.98), description="AdamW's")
     weight_decay: float = Field(0.01, ge=0, description="AdamW's")

@@ -158,6 +158,10 @@ class RunConsole:
             yield (bar := Bar(progress, description, total, unit, None if is_drawn else self.message))
             bar.say()
 
+    def accuracies(self, name: str, evaluation: Evaluation) -> None:
+        """Print an evaluation's accuracies in one line, with 95% intervals. name: of the evaluation."""
+        self.message(f"{name}: {'; '.join(f'{row} {_cell(found)}' for row, found in evaluation.rows.items())}")
+
     def results(self, summary: Summary) -> None:
         """Print the before / after table with 95% intervals; nothing without an evaluation."""
         if summary.before is None and summary.after is None:

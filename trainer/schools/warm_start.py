@@ -2,8 +2,9 @@
 
 The school decides what is taught and whose losses end its two phases (schools.py); then the learning rate falls. Verdict tokens
 weigh more. Tutors write the demonstrations; `marsrl sft`'s trainer learns them (trainer/supervised).
-The result is cached by the hash of its recipe, and RL always starts from the cached file, so that runs from a fresh
-and from a cached warm start are the same.
+The result is cached by the hash of its recipe, torch's version and the processor, and RL always starts from the cached file,
+so that runs from a fresh and from a cached warm start are the same. The folder ready/ holds the start of one recipe, the default
+run's (docs/cpu_default.md): its float32 weights are the same on every processor.
 """
 
 from __future__ import annotations
@@ -21,26 +22,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.agents.roles import Role
 from marsrl.rollout.tasks.word_tokenizer import Trace
 from marsrl.trainer.config import OptimizerConfig, PolicyConfig, RunConfig
 from marsrl.trainer.data.scatter import BatchShard
 from marsrl.trainer.learner.learner import Learner
+from marsrl.trainer.machine import device_name
 from marsrl.trainer.models.init_model import init_model
 from marsrl.trainer.report.console import RunConsole
-from marsrl.trainer.runs.collective import barrier, rank
+from marsrl.trainer.runs.collective import barrier, broadcast_bytes, rank
 from marsrl.trainer.schools.schools import SCHOOLS, School, school_of, who_is_taught
 from marsrl.trainer.supervised.imitation import DemonstrationTokens, imitate, supervised_learner
 
-RECIPE = 3  # bump it when results change: cached warm starts of another recipe are not used
+RECIPE = 3  # bump it when results change: warm starts of another recipe, cached or ready-made, are not used
+READY = Path(__file__).parent / "ready"
 WRITERS = (*Role, None)  # the learner's "agents": roles and drills
 SHAPE = "cpu_default"  # default of policies.<name>.shape
 
 
 @dataclass(frozen=True, slots=True)
 class WarmStart:
-    """A warm-started policy. seconds: time spent training it (0 if cached)."""
+    """A warm-started policy. is_cached: it was not trained now. seconds: time spent training it."""
 
     model_dir: Path
     is_cached: bool
@@ -60,29 +65,33 @@ def warm_starts(config: RunConfig, console: RunConsole) -> dict[str, WarmStart]:
 
 
 def warm_start(config: RunConfig, console: RunConsole, shape: str = SHAPE) -> WarmStart:
-    """The warm-started policy of this recipe, shape and seed, from the cache or trained now. Collective over all ranks.
+    """The warm-started policy of this recipe, shape and seed: ready-made, cached, or trained now. Collective over all ranks.
 
     Raises ValueError: no school teaches this team.
     """
-    recipe = recipe_of(config, shape)
-    final = cache_directory() / name_of(recipe)
+    recipe, start = recipe_of(config, shape), time.monotonic()
+    of_shape = f" ({shape})" if shape != SHAPE else ""
+    if config.warm_start.ready and _is_of(READY, recipe):
+        console.message(f"warm start: ready-made, {READY}; warm_start.ready=false would teach it on this machine")
+        return WarmStart(READY, True, 0.0)
+    final = cache_directory() / _name_here(recipe)
     is_cached = (final / "recipe.json").is_file()
     barrier()  # every rank has looked before one writes
     if is_cached:
-        console.message(f"warm start: cached, {final}" + (f" ({shape})" if shape != SHAPE else ""))
+        console.message(f"warm start: cached, {final}{of_shape}")
         return WarmStart(final, True, 0.0)
-    start = time.monotonic()
+    console.message(f"warm start: taught now{of_shape}, in some minutes; the next run finds it in {final}")
     part = final.with_name(f"{final.name}.{secrets.token_hex(4)}.part")  # process ids repeat in containers
     _make(config, part, console, shape)
     if rank() == 0:
-        (part / "recipe.json").write_text(json.dumps(recipe, indent=1))
+        (part / "recipe.json").write_text(json.dumps(recipe, indent=1) + "\n")
         _move_into_place(part, final)
     barrier()
     return WarmStart(final, False, time.monotonic() - start)
 
 
 def recipe_of(config: RunConfig, shape: str = SHAPE) -> dict[str, Any]:
-    """Everything the warm-started policy depends on; ValueError if no school teaches this team."""
+    """What is taught: all that the warm-started policy depends on but roundings; ValueError if no school teaches this team."""
     school = school_of(config)
     if school is None:
         raise ValueError(f"nobody teaches this team; set policies.main.model, or {who_is_taught()}")
@@ -91,14 +100,26 @@ def recipe_of(config: RunConfig, shape: str = SHAPE) -> dict[str, Any]:
         "recipe": RECIPE,
         "shape": shape,
         "seed": config.run.seed,
-        "settings": config.warm_start.model_dump(mode="json", exclude=others),
+        "settings": config.warm_start.model_dump(mode="json", exclude=others | {"ready"}),
         "task": school.options.model_validate(config.task_options).model_dump(mode="json"),
     }
 
 
 def name_of(recipe: dict[str, Any]) -> str:
-    """Name of the recipe's folder in the cache."""
-    return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
+    """Name of the recipe's folder in the cache, on this hardware and with this torch: others round differently."""
+    made_on = {"torch": torch.__version__, "device": device_name()}
+    return hashlib.sha256(json.dumps(recipe | made_on, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _is_of(folder: Path, recipe: dict[str, Any]) -> bool:
+    """True if the folder holds the weights of the recipe."""
+    file = folder / "recipe.json"
+    return file.is_file() and json.loads(file.read_bytes()) == recipe
+
+
+def _name_here(recipe: dict[str, Any]) -> str:
+    """Rank 0's name on every rank, as hosts may have different processors. Collective."""
+    return broadcast_bytes(name_of(recipe).encode() if rank() == 0 else None).decode()
 
 
 def _move_into_place(part: Path, final: Path) -> None:
