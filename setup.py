@@ -55,7 +55,6 @@ EXTRAS = {
     "mcp": ["mcp>=2"],  # tools of kind mcp; vllm brings it too
     "retrieval": ["fastapi", "uvicorn"],  # marsrl serve-retrieval; vllm brings them too
     "view": ["fastapi", "uvicorn"],  # marsrl view
-    "data": ["datasets"],
     "curate": ["rensa>=0.5"],  # marsrl curate: near-duplicates; its index of 0.4 is another
     "wandb": ["wandb"],
     "reasoning_gym": ["reasoning-gym>=0.1.25"],  # task=reasoning_gym
@@ -147,11 +146,25 @@ setup(
     name=NAME,
     version="0.1.0",
     description="Multi-agent reinforcement learning for teams of language models",
+    long_description=(ROOT / "README.md").read_text("utf-8"),
+    long_description_content_type="text/markdown",
+    keywords="reinforcement learning, multi-agent, large language models, GRPO, Megatron, vLLM",
     license="Apache-2.0",
+    license_files=["LICENSE"],
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: C++",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
     python_requires=">=3.11,<3.13",
     packages=packages,
     package_dir=package_dir,
-    package_data={package: ["*.yaml", "*.j2"] for package in packages}
+    package_data={package: ["*.yaml", "*.j2", "py.typed"] for package in packages}
     | {
         f"{NAME}.trainer.commands.look": ["pages/*", "pages/vendor/*"],
         f"{NAME}.rollout.agents": ["prompt_sets/*.yaml"],

@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
+import zipfile
+from email import message_from_bytes
 from pathlib import Path
 
 import pytest
+from commands import run_by
+from documents import blocks
 
 from marsrl.trainer.report.metrics import read_metrics
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[1]
-PARTS = ("kernels", "rollout", "trainer", "configs", "setup.py", "pyproject.toml", "MANIFEST.in", "LICENSE")
+PARTS = (
+    "kernels",
+    "rollout",
+    "trainer",
+    "configs",
+    "setup.py",
+    "pyproject.toml",
+    "MANIFEST.in",
+    "LICENSE",
+    "README.md",
+)
 
 # What `marsrl`, the dry run and a run do, in one process: six starts of Python would take most of the test's time.
 COMMANDS = """
@@ -36,24 +51,64 @@ assert len(files) > 20 and not elsewhere, elsewhere
 """
 
 
-@pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that holds marsrl from its wheel and nothing else.
-
-    The native libraries are those of this checkout, put where the build puts them: to compile them again takes a minute.
-    """
-    source, wheels, place = (tmp_path_factory.mktemp(name) for name in ("source", "wheels", "place"))
+def copy_of_the_checkout(folder: Path) -> Path:
+    """The files that setup.py reads, without what a build left among them."""
     for part in PARTS:
         if (ROOT / part).is_dir():
-            shutil.copytree(ROOT / part, source / part, ignore=shutil.ignore_patterns("__pycache__", "_lib"))
+            shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__", "_lib"))
         else:
-            shutil.copy2(ROOT / part, source / part)
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
-    build = [*pip, "wheel", str(source), "--no-deps", "--no-build-isolation", "-w", str(wheels)]
-    subprocess.run(build, check=True, env={**os.environ, "MARSRL_BUILD": "off"})
-    subprocess.run([*pip, "install", "--no-deps", "--target", str(place), *map(str, wheels.iterdir())], check=True)
+            shutil.copy2(ROOT / part, folder / part)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkout with a wheel in dist/, by the document's first command; compiling the library would take a minute."""
+    folder = copy_of_the_checkout(tmp_path_factory.mktemp("source"))
+    build, _ = run_by("test_a_wheel_has_the_presets_and_trains")
+    words = [sys.executable, "-m", *shlex.split(build), "--no-build-isolation", "-q"]
+    subprocess.run(words, check=True, cwd=folder, env={**os.environ, "MARSRL_BUILD": "off"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def installed(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that holds marsrl from its wheel and nothing else, with the native library of this checkout."""
+    place = tmp_path_factory.mktemp("place")
+    _, install = run_by("test_a_wheel_has_the_presets_and_trains")
+    words = [sys.executable, "-m", *shlex.split(install), "--no-deps", "--target", str(place), "-q"]
+    subprocess.run(words, check=True, cwd=source)
     shutil.copytree(ROOT / "kernels" / "_lib", place / "marsrl" / "kernels" / "_lib")
     return place
+
+
+def test_a_wheel_has_every_file_of_its_folders(source: Path) -> None:
+    """Presets, prompt sets, pages and the mark that tells type checkers of our types among them."""
+    (path,) = (source / "dist").glob("*.whl")
+    with zipfile.ZipFile(path) as wheel:
+        shipped = {name for name in wheel.namelist() if name.startswith("marsrl/")}
+        (metadata,) = (name for name in wheel.namelist() if name.endswith("/METADATA"))
+        about = message_from_bytes(wheel.read(metadata))
+    files = [path for folder in PARTS[:4] for path in (source / folder).rglob("*") if path.is_file()]
+    assert shipped == {f"marsrl/{path.relative_to(source)}" for path in files}
+    assert {f"marsrl/{layer}/py.typed" for layer in ("kernels", "rollout", "trainer")} <= shipped
+    assert about["Description-Content-Type"] == "text/markdown" and str(about.get_payload()).startswith("# marsrl\n")
+
+
+@pytest.mark.parametrize("command", run_by("test_a_release_is_built_and_checked"))
+def test_a_release_is_built_and_checked(command: str, tmp_path: Path) -> None:
+    """The document's block, as it stands: its first line makes the environment of the others."""
+    (block,) = (block.text for block in blocks(ROOT / "docs" / "release.md") if command in block.text)
+    for name in ("csrc", "constraints", "CMakeLists.txt"):
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy2
+        copy(ROOT / name, tmp_path / name)
+    script = block.replace("/tmp/", f"{tmp_path}/")
+    environment = {**os.environ, "MARSRL_BUILD": "off"}
+    done = subprocess.run(
+        ["bash", "-ec", script], cwd=copy_of_the_checkout(tmp_path), env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert done.stdout.count("PASSED") == 2
 
 
 def test_a_wheel_has_the_presets_and_trains(installed: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -122,6 +123,17 @@ def test_every_message_of_the_page_is_one_of_the_code() -> None:
     messages = [cells[0][1:-1] for cells in rows("troubleshooting.md") if re.fullmatch(r"`[^`]+`", cells[0])]
     assert len(messages) > 15
     assert not [message for message in messages if message not in code]
+
+
+def test_every_extra_is_in_the_table_with_what_it_adds() -> None:
+    tree = ast.parse((ROOT / "setup.py").read_text("utf-8"))
+    (extras,) = (
+        each.value for each in tree.body if isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) == "EXTRAS"
+    )
+    table = {cells[0].strip("`"): cells[1] for cells in rows("install.md")}
+    for extra, requirements in ast.literal_eval(extras).items():
+        names = [re.split(r"[><=]", requirement)[0] for requirement in requirements]
+        assert not [name for name in names if name not in table[extra]], extra
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
