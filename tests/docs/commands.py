@@ -43,6 +43,7 @@ TESTS = (
     ("torchrun .* preset=cpu_adapters", "test_the_five_adapters_in_miniature_train"),
     ("torchrun .* preset=cpu_(search_team|dual_system)", "test_a_team_in_miniature_trains"),
     ("torchrun trainer/main.py", "test_the_default_run_starts_as_it_is_written"),
+    ("torchrun .* task=math .* orchestration=solver", "test_another_team_passes_its_checks"),
     ("torchrun .* task=math .* weight: .*", "test_several_files_pass_their_checks"),
     ("torchrun .* task=math .*", "test_a_model_of_ones_own_is_trained"),
     ("torchrun .*", "test_another_team_passes_its_checks"),

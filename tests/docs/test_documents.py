@@ -15,7 +15,7 @@ from documents import PAGES, ROOT, Found, commands, is_on_the_page, links, other
 from marsrl.rollout.orchestrations.registry import ORCHESTRATIONS
 from marsrl.rollout.tasks.registry import TASKS
 from marsrl.trainer.config import RunConfig
-from marsrl.trainer.config.keys import all_keys
+from marsrl.trainer.config.keys import OTHER_NAMES, all_keys
 
 PICTURES = {
     "docs/own_task.md": "Peru, Lima\n",
@@ -146,3 +146,13 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert "rollout.segments" in (tmp_path / "site" / "config.html").read_text("utf-8")
     shown = (tmp_path / "site" / "quickstart.html").read_text("utf-8")
     assert "marsrl config" in shown and 'src="http' not in shown  # nothing is loaded from elsewhere
+
+
+def test_suggested_keys_of_other_trainers_are_in_the_tables() -> None:
+    """docs/coming_from.md and the error for an unknown key name the same setting of ours."""
+    table = rows("coming_from.md")
+    shown = " ".join(span.text for span in spans(ROOT / "docs" / "coming_from.md"))
+    for theirs, ours in OTHER_NAMES.items():
+        assert theirs in shown.split(), theirs
+        found = [cells[1] for cells in table if f"`{theirs}`" in cells[0].split(", ")]
+        assert all(f".{ours}`" in cell for cell in found), theirs

@@ -113,13 +113,13 @@ def kinds_of(name: str) -> dict[str, Collection[str]]:
     return kinds if len(models) > 1 and all(kinds) else {}
 
 
-_OTHER_NAMES = {
+OTHER_NAMES = {
     **dict.fromkeys(("max_tokens", "max_new_tokens", "max_completion_length"), "max_response_tokens"),
     "max_prompt_length": "max_input_tokens",
     "learning_rate": "lr",
     "num_generations": "group_size",
 }
-"""Settings of other trainers and engines, and what they are called here."""
+"""Settings of other trainers and engines, and what they are called here; docs/coming_from.md has more of them."""
 
 
 _REMOVED = {
@@ -133,7 +133,7 @@ def nearest(where: Sequence[str]) -> str:
     if as_key(where) in _REMOVED:
         return f"it was removed: {_REMOVED[as_key(where)]}"
     *parent, last = where
-    last = _OTHER_NAMES.get(last, last)
+    last = OTHER_NAMES.get(last, last)
     section = as_key(parent)
     siblings = [name.rpartition(".")[2] for name in all_keys() if name.rpartition(".")[0] == section]
     if parent and not siblings:
