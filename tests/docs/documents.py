@@ -19,7 +19,7 @@ from marsrl.trainer.commands import cli
 from marsrl.trainer.config import RunConfig
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES += [
     ROOT / folder / "README.md" for folder in ("benchmarks", "examples", "examples/guess_number", "examples/real_team")
 ]

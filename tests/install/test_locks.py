@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import quack_in_torch
+import yaml
 from test_gpu_peers import SIGNATURES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,6 +29,11 @@ def locked(device: str) -> list[str]:
 def test_a_lock_names_versions_and_no_place_to_get_them_from(device: str) -> None:
     lines = (CONSTRAINTS / f"{device}.txt").read_text().splitlines()
     assert not [line for line in lines if not LINE.fullmatch(line)]
+
+
+def test_pre_commit_runs_the_ruff_of_the_locks() -> None:
+    (repository,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    assert f"ruff=={repository['rev'].removeprefix('v')}" in locked("cpu")
 
 
 def torch_of_cpu(folder: Path) -> None:
