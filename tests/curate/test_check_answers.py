@@ -227,7 +227,7 @@ def test_a_judge_of_texts_is_tried_with_texts(capsys: Any) -> None:
     ("words", "says"),
     [
         ("a.jsonl b.jsonl", "expected one file, found a.jsonl, b.jsonl"),
-        ("a.jsonl task=arithmetic", "task=arithmetic (the default) makes its own problems: did you mean task=math?"),
+        ("a.jsonl task=arithmetic", "task=arithmetic (the default) generates its problems; did you mean task=math?"),
         ("task=math", "data.train has no problem with a reference answer"),
         ("missing.jsonl", "missing.jsonl does not exist"),
     ],

@@ -137,7 +137,10 @@ NO_MODEL = "policies.main.model is not set"
 REFUSED: list[tuple[str, str]] = [
     ("curate.max_question_chars=5", "no input is given"),
     ("gone.jsonl", "gone.jsonl does not exist"),
-    ("raw.jsonl curate.clarity.policy=judge", "curate.clarity.policy is 'judge', which is not under `policies` (main)"),
+    (
+        "raw.jsonl curate.clarity.policy=judge",
+        "curate.clarity.policy is 'judge'; expected a name under `policies` (main)",
+    ),
     ("raw.jsonl curate.graduate.policy=main", NO_MODEL),
     ("raw.jsonl curate.best_of_n.n=4 curate.best_of_n.keep=[1,3]", NO_MODEL),
     ("raw.jsonl curate.best_of_n.keep=[1,17]", "curate.best_of_n.keep is [1, 17]; expected"),

@@ -24,7 +24,7 @@ LOCAL = ("rollout.engine=local", "rollout.placement=local")
     ("words", "reason"),
     [
         (TEAM, "the section external is not set"),
-        (["external={command: ['true']}"], "orchestration is verifier_corrector, and the section external is set"),
+        (["external={command: ['true']}"], "orchestration is verifier_corrector, but the section external is set"),
         (
             ["task=arithmetic", "orchestration=external", "external={command: ['true']}"],
             "found none; expected at least one",

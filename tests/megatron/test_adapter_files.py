@@ -251,7 +251,7 @@ def test_no_door_takes_part_of_an_adapter(tmp_path: Path, capsys: pytest.Capture
         with pytest.raises(ConfigError, match=rf"policies.main.adapter.start is .*{named}"):
             preflight(read_config(None, words)[0], world_size=1, trains=trains)
     frozen = ["policies.main.frozen=true", "policies.other={shape: tiny}", "agents.verifier1.policy=other"]
-    with pytest.raises(ConfigError, match="adapter is set, and policies.main.frozen is true: an adapter is trained"):
+    with pytest.raises(ConfigError, match="adapter is set, but policies.main.frozen is true; adapters are trained"):
         read_config(None, [*words, *frozen, "credit.train_agents=[verifier1]"])
     assert cli.main(["sft", *words]) == 2
     assert "leaves out its base_model.model.lm_head.base_layer.weight" in capsys.readouterr().err

@@ -141,8 +141,8 @@ def test_policies_with_weights_of_their_own_train_as_alone_to_the_bit(tmp_path: 
 @pytest.mark.parametrize(
     ("kind", "settings", "reason"),
     [
-        ("qwen3", {"targets": ["experts"]}, "adapter.targets names experts, and .* has none: name mlp"),
-        ("qwen3_moe", {"targets": ["mlp"]}, "adapter.targets names mlp alone, and .* has experts in its place"),
+        ("qwen3", {"targets": ["experts"]}, "adapter.targets includes experts, but .* has none; set mlp"),
+        ("qwen3_moe", {"targets": ["mlp"]}, "adapter.targets is mlp only, but .* has experts instead"),
         ("qwen3", {"rank": 8, "alpha": 8}, "alpha / rank of .* is 2; here .* is 1: set adapter.alpha=16"),
         (
             "qwen3",

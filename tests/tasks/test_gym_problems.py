@@ -68,7 +68,7 @@ def test_wrong_options_of_gym_are_named(options: dict[str, Any], told: str) -> N
 def test_files_beside_gym_and_a_missing_package_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["task=reasoning_gym", "task_options.dataset=chain_sum"]
     assert read_config(None, words)[0].task_options == {"dataset": "chain_sum"}
-    with pytest.raises(ConfigError, match="task=reasoning_gym makes its own problems"):
+    with pytest.raises(ConfigError, match="task=reasoning_gym generates its problems"):
         read_config(None, [*words, "data.train=problems.jsonl"])
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install reasoning_gym \(marsrl\[reasoning_gym\]\)"):

@@ -32,7 +32,7 @@ def test_a_team_that_names_a_tool_that_is_not_set_is_told_how_to_set_it(tmp_path
     text += 'class Team(Orchestration):\n    agents, tools = (AgentSpec("solver"),), ("%s",)\n'
     for tool, cure in (("calculator", "tools.calculator.kind "), ("python", r"tools.python=\{\} ")):
         (tmp_path / f"{tool}.py").write_text(text % tool)
-        with pytest.raises(ConfigError, match=f"the tool {tool}, which is not set: set {cure}"):
+        with pytest.raises(ConfigError, match=f"the tool {tool}, which is not configured; set {cure}"):
             read_config(None, [f"orchestration={tmp_path}/{tool}.py:Team"])
     config, _ = read_config(None, [f"orchestration={tmp_path}/python.py:Team", "tools.python={}"])
     assert config.tools.python is not None
@@ -99,13 +99,11 @@ def test_agents_call_tools_where_their_template_shows_them_and_their_team_leaves
     assert_refused("agents.solver.tools is echo, and of policies.main.model = .* does not show tools", *words)
     assert_refused("agents.solver.tools is echo, .* what is taught here calls no tools", *calls)
     qa, echo = ("task=qa", own), "{tools: [echo]}"
-    assert_refused(
-        "dual_system says itself what its waiting", *qa, "orchestration=dual_system", f"agents.system2={echo}"
-    )
+    assert_refused("dual_system defines its own", *qa, "orchestration=dual_system", f"agents.system2={echo}")
     external = ("orchestration=external", "external.function=agent.py:run", f"agents={{solver: {echo}}}")
-    assert_refused("external says itself what its waiting samples", *qa, *external)
+    assert_refused("external defines its own continuation", *qa, *external)
     compat = "agents.verifier={tools: [echo], parser: compat}"
-    assert_refused("reads all of a completion", *qa, "orchestration=solver_verifier", compat)
+    assert_refused("would also parse the outputs of agents.", *qa, "orchestration=solver_verifier", compat)
 
 
 def test_a_scholar_searches_its_file_or_the_task_s_papers(tmp_path: Path) -> None:

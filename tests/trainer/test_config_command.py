@@ -47,8 +47,8 @@ def test_the_settings_are_printed_as_a_file_that_gives_them_again(tmp_path: Path
         ("policies.main", ["section", "dtype: float32", "layout: {...}"]),
         ("agents", ["mapping of name to section", "solver:"]),
         ("task_options.min_ops", ["here: 2 (command line)"]),
-        ("tools.search.top_k", ["integer > 0 and <= 100", "here: none, as tools.search is not set"]),
-        ("agents.<name>.top_p", ["default 1", "here: none, as agents.<name> is not set"]),
+        ("tools.search.top_k", ["integer > 0 and <= 100", "here: none, because tools.search is not set"]),
+        ("agents.<name>.top_p", ["default 1", "here: none, because agents.<name> is not set"]),
     ],
 )
 def test_a_key_is_explained(key: str, parts: list[str], capsys) -> None:
@@ -156,7 +156,7 @@ def test_a_setting_written_as_an_option_is_told_without_dashes(
         assert main([*words, *given]) == 2
         setting = "=".join(given).lstrip("-") if len(given) > 1 else given[0].lstrip("-")
         assert capsys.readouterr().err == (
-            f"marsrl {words[0]}: command line: {given[0]!r} begins with dashes; a setting has none: {setting}\n"
+            f"marsrl {words[0]}: command line: {given[0]!r} begins with dashes; write {setting}\n"
         )
     assert main([*words, "rollout.group_size", "=", "4"]) == 2
     assert "spaces around the = of 'rollout.group_size'" in capsys.readouterr().err

@@ -164,7 +164,7 @@ def test_who_names_another_kind_of_a_section_leaves_the_other_kind_s_keys_below_
     own = written(tmp_path, "tools: {search: {kind: http, url: 'http://h/retrieve', ur: 1}}")
     assert "tools.search.ur: unknown key" in refusal(own, "tools.search.kind=index")  # no kind has it
     said = refusal(own, "task=qa", "tools.search.kind=serpapi", "tools.search.url=http://h")
-    assert "tools.search.url: unknown key; tools.search has it where its kind is http (command line)" in said
+    assert "tools.search.url: unknown key; tools.search has this key only if its kind is http (command line)" in said
 
 
 def test_a_removed_setting_is_refused_with_what_became_of_it() -> None:
@@ -253,23 +253,23 @@ def test_settings_of_the_engine_that_does_not_decode_are_warned_of_by_name(tmp_p
     ("text", "words", "said"),
     [  # {}: the file
         ("- 1\n- 2\n", [], "{}"),  # which is no mapping
-        ("run: {seed: 1}\n\tsteps: 3\n", [], "{}:2: a tab indents the line; YAML wants spaces"),
-        ("run:\n  seed: 1\n \tsteps: 3\n", [], "{}:3: a tab indents the line; YAML wants spaces"),
+        ("run: {seed: 1}\n\tsteps: 3\n", [], "{}:2: the line is indented with a tab; use spaces"),
+        ("run:\n  seed: 1\n \tsteps: 3\n", [], "{}:3: the line is indented with a tab; use spaces"),
         ("", ["rollout.group_size", "=", "4"], "spaces around the = of 'rollout.group_size'; write key.sub=value"),
         ("", ["rollout.group_size=", "4"], "spaces around the = of 'rollout.group_size'; write key.sub=value"),
         ("", ["run.seed=1", "rollout.group_size", "=4"], "spaces around the = of 'rollout.group_size'"),
         ("", ["rollout.group_size =4"], "spaces around the = of 'rollout.group_size'"),
         ("", ["rollout.group_size:", "4"], "'rollout.group_size:' ends with a colon; write rollout.group_size=4"),
-        ("", ["--rollout.group_size=4"], "begins with dashes; a setting has none: rollout.group_size=4"),
-        ("", ["\u2014rollout.group_size", "4"], "begins with dashes; a setting has none: rollout.group_size=4"),
-        ("", ["config=a.yaml"], "'config=a.yaml' is no setting, but an option: --config a.yaml"),
-        ("run:\nsteps: 3\n", [], "run: expected settings below it, run.NAME=value, found None ({}:1)"),
-        ("", ["\u2013config", "a.yaml"], "begins with a long dash; an option has two short ones: --config"),
+        ("", ["--rollout.group_size=4"], "begins with dashes; write rollout.group_size=4"),
+        ("", ["\u2014rollout.group_size", "4"], "begins with dashes; write rollout.group_size=4"),
+        ("", ["config=a.yaml"], "'config=a.yaml' is an option, not a setting; write --config a.yaml"),
+        ("run:\nsteps: 3\n", [], "run: found None, expected a section; set run.NAME=value ({}:1)"),
+        ("", ["\u2013config", "a.yaml"], "begins with a long dash; write --config"),
         ("", ["agents.solver.temperature=0"], "agents.solver.temperature is 0; expected above 0 (top_k=1 decodes greedily"),
         ("", ["evaluate.temperature=-1"], "evaluate.temperature is -1; expected above 0"),
-        ("data: {eval: p.jsonl}", [], "data.eval is set, and task=arithmetic (the default) makes its own problems: did you"),
-        ("data: {train: [{path: p.jsonl, count: 1}]}", [], "problems: did you mean task=math?"),
-        ("orchestration: external\nexternal: {function: p.py:run}\nagents: {a: {}}\n", [], "no task is set, which would"),
+        ("data: {eval: p.jsonl}", [], "data.eval is set, but task=arithmetic (the default) generates its problems; did you"),
+        ("data: {train: [{path: p.jsonl, count: 1}]}", [], "problems; did you mean task=math?"),
+        ("orchestration: external\nexternal: {function: p.py:run}\nagents: {a: {}}\n", [], "no task is set; set task=math"),
         ("run: {seed: 1}\nrun: {seed: 2}\n", [], 'found duplicate key run in "{}", line 2'),
         ("run: {steps: 1}\n", ["run.steps=["], "command line: while parsing a flow node did not find"),
         ("run: {steps: '${nosuch}'}\n", [], "Interpolation key 'nosuch' not found full_key: run.steps"),

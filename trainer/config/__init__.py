@@ -1,4 +1,4 @@
-"""The settings of a run. Import-light: neither torch nor an engine; what steers the rollout is in marsrl.rollout.config."""
+"""Settings of a run; those of the rollout are in marsrl.rollout.config. Import-light: no torch, no engine."""
 
 from marsrl.trainer.config.objective import CreditConfig, LossConfig, MptConfig
 from marsrl.trainer.config.policy import LayoutConfig, OptimizerConfig, PolicyConfig, PriceConfig

@@ -1,4 +1,4 @@
-"""`marsrl config`: the resulting settings, the meaning of one key, and all keys as a page."""
+"""Output of `marsrl config`: the resulting settings, the meaning of one key, and a page of all keys."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from marsrl.trainer.config.origin import ConfigError, ConfigOrigin
 
 HEAD = """# Settings
 
-Every key. A setting is a line of a YAML file given with `--config`, or a word `key.sub=value`; later words win. `<name>` is a
-name of yours: of a policy, an agent or a judge. `marsrl config` prints the settings that result from a file and words,
-`marsrl config --origin` also where each value was given, `marsrl config --explain rollout.segments` what one key means, and
+All keys. Set them in a YAML file given with `--config`, or as words `key.sub=value` on the command line; later words win.
+`<name>` is a name that you choose, of a policy or an agent. `marsrl config` prints the resulting settings, `marsrl config
+--origin` also where each value was set, `marsrl config --explain rollout.segments` the meaning of one key, and
 `marsrl config --markdown` this page.
 """
 
 
 def page_of(name: str) -> str:
-    """The page of docs/ that helps with a key (agents.<name>.top_p): the one that it names, or a section around it."""
+    """Return the docs page for a key (agents.<name>.top_p): the page that the key or its nearest section names."""
     parts = name.split(".")
     around = (all_keys().get(".".join(parts[:end])) for end in range(len(parts), 0, -1))
     named = (re.search(r"docs/\w+\.md", key.meaning) for key in around if key is not None)
@@ -30,8 +30,8 @@ def page_of(name: str) -> str:
 
 
 def help_line(message: str) -> str:
-    """Page and command that explain the setting at the start of an error's text; "" if it starts with none."""
-    first = re.match(r"[\w.]*", message)[0].rstrip(".")  # type: ignore[index]  # it matches the empty text, too
+    """Return the page and command that explain the setting at the start of an error; "" if it starts with none."""
+    first = re.match(r"[\w.]*", message)[0].rstrip(".")  # type: ignore[index]  # the pattern always matches
     name = as_key(first.split("."))
     if name not in all_keys() or "docs/" in message:
         return ""
@@ -39,7 +39,7 @@ def help_line(message: str) -> str:
 
 
 def as_yaml(config: RunConfig, origin: ConfigOrigin | None = None) -> str:
-    """The settings as a file that reproduces them; with an origin, each line ends with the place of its value."""
+    """Return the settings as YAML that reproduces them; with an origin, each line ends with where its value was set."""
     return "\n".join(_lines(config.model_dump(mode="json"), (), origin)) + "\n"
 
 
@@ -62,35 +62,35 @@ def _scalar(value: Any) -> str:
 
 
 def explained(name: str, config: RunConfig, origin: ConfigOrigin) -> str:
-    """Type, default and meaning of a key or section, and its value in these settings.
+    """Return type, default and meaning of a key or section, and its value in these settings.
 
-    Raises ConfigError: no such key; the message names the nearest.
+    Raises ConfigError for an unknown key; the message suggests the nearest one.
     """
     where = name.split(".")
     generic = as_key(where)
     settings = config.model_dump(mode="json")
-    found, value = all_keys().get(generic), _value(settings, where)
+    key, value = all_keys().get(generic), _value(settings, where)
     is_option = generic.split(".")[0] in ("task_options", "orchestration_options") and value is not None
     if generic.endswith(".<name>") and value is not None:  # policies.main: a section named by the user
-        found = Key(generic, "section", "", all_keys()[generic.removesuffix(".<name>")].meaning)
+        key = Key(generic, "section", "", all_keys()[generic.removesuffix(".<name>")].meaning)
     elif is_option:
-        found = all_keys()[where[0]]
-    if found is None:
+        key = all_keys()[where[0]]
+    if key is None:
         raise ConfigError(f"{name}: unknown key; {nearest(where)}")
-    lines = [f"{name}: {found.kind}{f', default {found.default}' if found.default else ''}"]
-    lines += [f"  {found.meaning}"] if found.meaning else []
-    below = [key for key in all_keys().values() if key.name.rpartition(".")[0] == generic]
+    lines = [f"{name}: {key.kind}{f', default {key.default}' if key.default else ''}"]
+    lines += [f"  {key.meaning}"] if key.meaning else []
+    below = [child for child in all_keys().values() if child.name.rpartition(".")[0] == generic]
     if below and isinstance(value, dict):
-        shown = [(key.name.rpartition(".")[2], key.meaning) for key in below]
+        shown = [(child.name.rpartition(".")[2], child.meaning) for child in below]
         lines += [
             f"  {short}: {_short(value[short])}  # {meaning}".removesuffix("  # ")
             for short, meaning in shown
-            if short in value  # otherwise of another kind of the section
+            if short in value  # A section with several kinds lacks the keys of its other kinds.
         ]
     elif isinstance(value, dict) and value:
-        lines += [f"  {each}" for each in _lines(value, (), None)]
+        lines += [f"  {line}" for line in _lines(value, (), None)]
     elif not isinstance(_value(settings, where[:-1]), dict):
-        lines += [f"  here: none, as {'.'.join(where[:-1])} is not set"]
+        lines += [f"  here: none, because {'.'.join(where[:-1])} is not set"]
     else:
         lines += [f"  here: {_scalar(value)} ({origin.places.get(name, 'default')})"]
     return "\n".join([*lines, f"  more: {page_of(generic)}"])
@@ -107,30 +107,30 @@ def _value(settings: Any, where: list[str]) -> Any:
 
 
 def as_markdown() -> str:
-    """All keys as a page with a table for each section; sections with equal keys refer to the first of them."""
+    """Return a page of all keys, a table per section; a section with the same keys as an earlier one refers to it."""
     sections: dict[str, list[Key]] = {}
     for key in all_keys().values():
         if key.kind != "section":
             sections.setdefault(key.name.rpartition(".")[0], []).append(key)
     lines, first = [HEAD], dict[tuple[str, ...], str]()
-    for name, own in sections.items():
+    for name, keys in sections.items():
         lines += [f"## {f'`{name}`' if name else 'At the top'}\n"]
         section = all_keys().get(name.removesuffix(".<name>"))
         if section is not None and section.meaning:
             lines += [f"{_cell(section.meaning)}.\n"]
         earlier = name if section is None else first.setdefault(section.below, name)
         if earlier != name:
-            anchor = re.sub(r"[^\w-]", "", earlier).lower()  # of the heading, as GitHub and mkdocs make it
-            lines += [f"As in [`{earlier}`](#{anchor}): {', '.join(f'`{key.name}`' for key in own)}.\n"]
+            anchor = re.sub(r"[^\w-]", "", earlier).lower()  # Heading anchor as GitHub and mkdocs build it.
+            lines += [f"As in [`{earlier}`](#{anchor}): {', '.join(f'`{key.name}`' for key in keys)}.\n"]
             continue
-        rows = [" | ".join(map(_cell, (key.kind, key.default, key.meaning))) for key in own]
-        table = [f"| `{key.name}` | {row} |" for key, row in zip(own, rows, strict=True)]
+        rows = [" | ".join(map(_cell, (key.kind, key.default, key.meaning))) for key in keys]
+        table = [f"| `{key.name}` | {row} |" for key, row in zip(keys, rows, strict=True)]
         lines += ["| key | type | default | meaning |", "|---|---|---|---|", *table, ""]
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
 def _cell(text: str) -> str:
-    """The text with Markdown's markup escaped outside of backticks."""
+    """Escape Markdown markup outside of backticks."""
     pieces = text.rstrip(".").replace("|", "\\|").split("`")
     pieces[::2] = [piece.replace("<", "\\<").replace("*", "\\*").replace("[", "\\[") for piece in pieces[::2]]
     return "`".join(pieces)

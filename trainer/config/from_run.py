@@ -1,4 +1,4 @@
-"""`marsrl init --from-run`: a run's settings as a file that a user would have written."""
+"""`marsrl init --from-run`: a run's settings as a short config file over its presets."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ _OF_ONE_RUN = ("name", "resume")
 
 
 def write_settings_of(run: Path, out: Path) -> Path:
-    """Write the file `out`, which as --config reproduces the run's settings except run.name and run.resume.
+    """Write `out`, a config file that reproduces the run's settings except run.name and run.resume.
 
-    It names the task, the preset recorded in config.yaml, and the differences from these; if today's presets cannot reproduce
-    the run, it inherits nothing (`preset: none`) and lists the differences from the keys' defaults.
+    The file has the task, the preset recorded in config.yaml, and the settings that differ from these. If today's presets
+    cannot reproduce the run, it has `preset: none` and the settings that differ from the defaults.
 
-    Raises ConfigError: settings of another version, or `out` exists.
+    Raises ConfigError if the settings are of another version, or `out` exists.
     """
     source = run / "config.yaml"
     if out.exists():
-        raise ConfigError(f"{out} exists; name a file that does not")
+        raise ConfigError(f"{out} exists; give the path of a new file")
     wanted = _settings(read_config(source)[0])
     comment = source.read_text("utf-8").partition("\n")[0]
     named = [first or second for first, second in _PRESETS.findall(comment)]
     presets = [name for name in reversed(named) if name in preset_names() and name not in DEFAULT_FOR_TASK.values()]
-    text = f"# what {run.name} was made of, over its presets\n"
+    text = f"# settings of run {run.name}, over its presets\n"
     for preset in ([{"preset": presets[0]}] if presets else [{}]) + [{"preset": "none"}]:
-        own = _own(wanted, preset)
-        if own is None:
+        changed = _changed(wanted, preset)
+        if changed is None:
             continue
-        out.write_text(text + yaml.safe_dump({**preset, **own}, sort_keys=False, allow_unicode=False), "ascii")
+        out.write_text(text + yaml.safe_dump({**preset, **changed}, sort_keys=False, allow_unicode=False), "ascii")
         if _settings(read_config(out)[0]) == wanted:
             return out
-    raise AssertionError(f"{source}: no file gives these settings again")
+    raise AssertionError(f"{source}: no file reproduces these settings")
 
 
 def _settings(config: RunConfig) -> dict[str, Any]:
@@ -49,8 +49,8 @@ def _settings(config: RunConfig) -> dict[str, Any]:
     return whole
 
 
-def _own(wanted: dict[str, Any], preset: dict[str, str]) -> dict[str, Any] | None:
-    """Settings that differ from the preset with the same task and team; None if these do not fit together."""
+def _changed(wanted: dict[str, Any], preset: dict[str, str]) -> dict[str, Any] | None:
+    """Return the settings that differ from the preset with the same task and team; None if that preset rejects them."""
     team = {key: wanted[key] for key in ("task", "orchestration")}
     try:
         base, _ = read_config(None, [f"{key}={value}" for key, value in {**preset, **team}.items()], trains=False)

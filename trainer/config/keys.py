@@ -1,4 +1,4 @@
-"""All settings, read from the models: each key's type, default and meaning, and the nearest to an unknown key."""
+"""Catalog of all settings, read from the models: type, default and meaning of each key, and the nearest known key."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from marsrl.trainer.config import RunConfig
 
 _BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
-_FAR = 65_536  # larger upper bounds only catch typing errors
+_FAR = 65_536  # Larger upper bounds only catch typos and are not shown.
 _PLAIN = {"integer": "integer", "number": "number", "string": "text", "boolean": "true or false", "null": "null"}
 
 Schema = Mapping[str, Any]
@@ -20,10 +20,10 @@ Schema = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A setting or a section of them.
+    """A setting or a section.
 
-    name: dotted, with `<name>` for the user's names; kind: its type as text; default: as text, "" if required or a section;
-    below: the names of a section's models, several if it has kinds; free: True if its keys are names chosen by the user.
+    name: dotted, with `<name>` for names chosen by the user; kind: type as text; default: as text, "" if required or a section;
+    below: model names of a section, several if it has kinds; free: True if the user chooses the section's keys.
     """
 
     name: str
@@ -41,7 +41,7 @@ def _whole() -> Schema:
 
 @functools.cache
 def all_keys() -> dict[str, Key]:
-    """Every setting and section by name, in the order of the models, a section before its keys."""
+    """Return all settings and sections by name, in model order, a section before its keys."""
     return {key.name: key for key in _keys_of(_whole(), "")}
 
 
@@ -55,16 +55,16 @@ def _keys_of(model: Schema, prefix: str) -> Iterator[Key]:
         default = "" if below or name in model.get("required", ()) else _default(field)
         yield Key(prefix + name, _words(field), default, meaning.replace("\n", " "), below, is_free)
         inside = f"{prefix}{name}.{'<name>.' if is_free else ''}"
-        yield from _of_kinds({_kind(each): list(_keys_of(_model(each), inside)) for each in below})
+        yield from _of_kinds({_kind(child): list(_keys_of(_model(child), inside)) for child in below})
 
 
 def _model(name: str) -> Schema:
-    found: Schema = _whole()["$defs"][name]
-    return found
+    model: Schema = _whole()["$defs"][name]
+    return model
 
 
 def _models(field: Schema) -> list[str]:
-    """The models of a field: itself, an optional one, a mapping's values, or the kinds of a section."""
+    """Return the models of a field: its own, that of an optional, of a mapping's values, or one per kind of a section."""
     if "$ref" in field:
         return [field["$ref"].rpartition("/")[2]]
     parts = [*field.get("anyOf", ()), *field.get("oneOf", ()), field.get("items"), _values(field)]
@@ -72,17 +72,17 @@ def _models(field: Schema) -> list[str]:
 
 
 def _values(field: Schema) -> Any:
-    """The values of a mapping, of any names or of those that a pattern allows; None: no mapping."""
+    """Return the schema of a mapping's values, with any keys or keys that match a pattern; None for other fields."""
     return next(iter(field.get("patternProperties", {}).values()), field.get("additionalProperties"))
 
 
 def _kind(model: str) -> str:
-    """Value of `kind` that selects the model; "" for a model without kinds."""
+    """Return the value of `kind` that selects the model; "" for a model without kinds."""
     return str(_model(model)["properties"].get("kind", {}).get("const", ""))
 
 
 def _of_kinds(keys_of: Mapping[str, Sequence[Key]]) -> Iterator[Key]:
-    """Each key once, with the kinds that have it unless all do, and with defaults by kind if they differ."""
+    """Yield each key once, naming its kinds unless all kinds have it, and its defaults by kind if they differ."""
     for name in dict.fromkeys(key.name for keys in keys_of.values() for key in keys):
         having = {kind: key for kind, keys in keys_of.items() for key in keys if key.name == name}
         first = next(iter(having.values()))
@@ -97,17 +97,19 @@ def _of_kinds(keys_of: Mapping[str, Sequence[Key]]) -> Iterator[Key]:
 
 
 def as_key(where: Sequence[str]) -> str:
-    """The model's name of a key that a user writes: agents.solver.top_p -> agents.<name>.top_p."""
+    """Return the catalog's name for a key that a user wrote: agents.solver.top_p -> agents.<name>.top_p."""
     name = ""
     for part in where:
-        is_own = f"{name}.<name>" in all_keys() and f"{name}.{part}" not in all_keys()  # beside keys with fixed names
-        is_named = is_own or (name in all_keys() and all_keys()[name].free)
+        is_extra = (
+            f"{name}.<name>" in all_keys() and f"{name}.{part}" not in all_keys()
+        )  # Section with fixed and free keys.
+        is_named = is_extra or (name in all_keys() and all_keys()[name].free)
         name = f"{name}.{'<name>' if is_named else part}".lstrip(".")
     return name
 
 
 def kinds_of(name: str) -> dict[str, Collection[str]]:
-    """The keys of each kind of a section with several kinds; {} for any other."""
+    """Return the keys of each kind of a section; {} for a section without kinds."""
     models = all_keys()[name].below if name in all_keys() else ()
     kinds = {_kind(model): _model(model)["properties"].keys() for model in models}
     return kinds if len(models) > 1 and all(kinds) else {}
@@ -119,7 +121,7 @@ OTHER_NAMES = {
     "learning_rate": "lr",
     "num_generations": "group_size",
 }
-"""Settings of other trainers and engines, and what they are called here; docs/coming_from.md has more of them."""
+"""Names of settings in other trainers and engines -> their names here; docs/coming_from.md has more of them."""
 
 
 _REMOVED = {
@@ -129,7 +131,7 @@ _REMOVED = {
 
 
 def nearest(where: Sequence[str]) -> str:
-    """`did you mean x?` from the keys of the same section, else from the same key name anywhere in the tree."""
+    """Return `did you mean x?` with the nearest key of the same section, else of the whole tree."""
     if as_key(where) in _REMOVED:
         return f"it was removed: {_REMOVED[as_key(where)]}"
     *parent, last = where
@@ -139,7 +141,7 @@ def nearest(where: Sequence[str]) -> str:
     if parent and not siblings:
         return nearest(parent)
     if having := [kind for kind, keys in kinds_of(section).items() if last in keys]:
-        return f"{'.'.join(parent)} has it where its kind is {' or '.join(having)}"
+        return f"{'.'.join(parent)} has this key only if its kind is {' or '.join(having)}"
     named: dict[str, list[str]] = {}
     for name in sorted(all_keys(), key=lambda name: name.count(".")):
         named.setdefault(name.rpartition(".")[2], []).append(name)
@@ -155,8 +157,7 @@ def nearest(where: Sequence[str]) -> str:
 
 
 def as_written(place: Sequence[str | int]) -> list[str]:
-    """A key as the user writes it, without the kind that pydantic inserts for a section with several
-    (tools.search.index.corpus)."""
+    """Return a key as the user writes it, without the kind that pydantic inserts (tools.search.index.corpus)."""
     where: list[str] = []
     kinds: Collection[str] = ()
     for part in map(str, place):
@@ -169,7 +170,7 @@ def as_written(place: Sequence[str | int]) -> list[str]:
 
 
 def _words(field: Any) -> str:
-    """A type in terms of YAML."""
+    """Describe a field's type in YAML terms."""
     if field is True or "$ref" in field:
         return "section"
     if options := field.get("anyOf") or field.get("oneOf"):
@@ -185,7 +186,8 @@ def _words(field: Any) -> str:
 
 
 def _default(field: Schema) -> str:
-    value = field.get("default", [] if field.get("type") == "array" else {})  # one that is made by a factory is empty
+    # The schema omits defaults that a factory makes; these are empty.
+    value = field.get("default", [] if field.get("type") == "array" else {})
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
     return f"{value:g}" if isinstance(value, float) else str(value)

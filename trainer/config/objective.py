@@ -14,96 +14,93 @@ ONE_NAME = BeforeValidator(lambda value: (value,) if isinstance(value, str) and 
 
 
 class CreditConfig(Settings):
-    """Comparison that turns a sample's reward into its advantage (docs/credit.md)."""
+    """How a sample's reward becomes its advantage (docs/credit.md)."""
 
     normalise: Literal["group", "agent", "trajectory", "global", "agent_mean", "agent_std"] = "group"
-    """what a reward is compared with: its group, its agent's calls for the problem (Dr. MAS), all agents' calls (global), or
-    mean and std of one each; trajectory: the mean reward of its episode with those of the problem's other episodes (the GRPO
-    baseline of Dr. MAS). Over all policies, agents that are not trained included; an agent's samples of one session of a program
-    (orchestration=external) count as one"""
+    """samples whose mean and std normalise a reward. group: its group; agent: its agent's calls for the problem (Dr. MAS);
+    global: all agents' calls; agent_mean, agent_std: that statistic per agent, the other global; trajectory: an episode's
+    mean reward against the problem's other episodes (the GRPO baseline of Dr. MAS). Includes all policies and untrained agents;
+    an agent's samples of one session (orchestration=external) count as one"""
     std: Literal["biased", "unbiased"] = "biased"
-    """standard deviation that divides every advantage: of n rewards by n (biased), or by n - 1; to leave the division out, as Dr.
-    GRPO and RLOO do, is not possible"""
+    """standard deviation that divides every advantage: over n rewards (biased) or n - 1 (unbiased); advantages without this
+    division, as in Dr. GRPO and RLOO, are not supported"""
     singleton: Literal["zero", "raw"] = "zero"
-    """advantage of a sample with nobody to be compared with: zero, so it trains nothing; raw: its reward"""
+    """advantage of a sample without others to compare with: zero (it has no gradient) or raw (its reward)"""
     reward_scheme: Literal["agentic", "outcome"] = "agentic"
     """outcome: each sample's reward is the mean correctness of the last samples below it"""
     train_agents: Annotated[Literal["all"] | tuple[str, ...], ONE_NAME] = "all"
-    """agents that have a gradient; the others play, are judged and are compared with all the same (a Solver that plays alone:
+    """agents to train; the others still play, are rewarded and enter the statistics (for a Solver that plays alone, set
     orchestration=solver)"""
-    count_zero_groups: bool = Field(True, description="samples of groups without spread count in the denominator")
+    count_zero_groups: bool = Field(True, description="count samples of groups with equal rewards in the denominator")
     balance: Annotated[Literal["off", "uniform"], OFF] = "off"
-    """uniform: of each agent's samples for a problem as many are trained as rollout.group_size has, drawn from more, or fewer
-    repeated, after their advantages (MARS)"""
+    """uniform: train exactly rollout.group_size samples of each agent for a problem, drawn from more or repeated from fewer,
+    after advantages are computed (MARS)"""
     denominator: Literal["all", "agent"] = "all"
-    """whose tokens (or samples) divide a token's loss: all trained agents', or its own agent's, the agents' means then added
-    up"""
+    """tokens (or samples) that divide the loss: those of all trained agents, or of each agent separately, whose means are then
+    added"""
 
     def trains(self, agent: str) -> bool:
         return self.train_agents == "all" or agent in self.train_agents
 
 
 class LossConfig(Settings):
-    """Clipped surrogate of a token, and how tokens are averaged (docs/credit.md)."""
+    """Clipped surrogate per token, and its average over tokens (docs/credit.md)."""
 
     aggregation: Literal["token", "sequence", "sequence_sum_constant"] = "token"
-    """token: mean over all tokens (DAPO); sequence: each sample's mean first (GRPO, MarsRL's equation 2), where an agent's n
-    samples of one session of a program weigh 1/n each; sequence_sum_constant: each sample's sum over
-    rollout.max_response_tokens (Dr. GRPO's constant length; its advantages, which no std divides, are not here)"""
+    """token: mean over all tokens (DAPO); sequence: mean of per-sample means (GRPO; MarsRL, equation 2), where n samples of one
+    agent and session weigh 1/n each; sequence_sum_constant: mean of per-sample sums divided by rollout.max_response_tokens (Dr.
+    GRPO's constant length, but not its advantages without std)"""
     old_policy: Literal["pois", "sais", "recompute"] = "pois"
-    """what the ratio's old log-probs are: pois: those of the weights at the step's start, without a pass of its own for its
-    first update (ratio 1; UloRL); sais: those recorded at decoding, each segment's own; recompute: those of a forward pass at
-    the step's start"""
-    clip_low: Share = Field(0.2, description="a ratio below 1 - clip_low has no gradient where A < 0")
+    """source of the ratio's old log-probs. pois: weights at the step's start, with no extra pass for the first update (ratio 1;
+    UloRL); sais: log-probs recorded while decoding, per segment; recompute: a forward pass at the step's start"""
+    clip_low: Share = Field(0.2, description="no gradient where A < 0 and the ratio is below 1 - clip_low")
     clip_high: float = Field(0.2, ge=0)
-    """a ratio above 1 + clip_high has no gradient where A > 0; above clip_low (DAPO: 0.28) it keeps the entropy up"""
+    """no gradient where A > 0 and the ratio is above 1 + clip_high; values above clip_low (DAPO: 0.28) keep entropy up"""
     dual_clip: float | None = Field(None, gt=1)
-    """where A < 0, the surrogate is at least dual_clip x A, however large the ratio (arXiv:1912.09729); above 1 + clip_high;
-    null: off"""
+    """lower bound dual_clip x A of the surrogate where A < 0 (arXiv:1912.09729); must exceed 1 + clip_high; null: off"""
     ratio: Literal["token", "sequence"] = "token"
-    """each token's own, or the geometric mean of its sample's (GSPO), whose clip range is far smaller"""
+    """ratio per token, or the geometric mean over the sample (GSPO; needs a far smaller clip range)"""
     kind: Literal["clip", "cispo"] = "clip"
-    """clip: PPO's clipped surrogate; cispo: the clipped ratio, held constant, times A log p: no token loses its gradient"""
+    """clip: PPO's clipped surrogate; cispo: A log p times the clipped, detached ratio, so every token keeps its gradient"""
     correction: Literal["none", "tis", "icepop", "sequence_mask"] = "none"
-    """what d = p_old / p_rollout does, p_old being old_policy's: tis: weighs a token's surrogate by d, at most correction_high;
-    icepop: masks tokens with d out of bounds; sequence_mask: masks samples whose geometric mean of d is. For engines that round
-    otherwise, or old samples (docs/numerics.md)"""
+    """correction by d = p_old / p_rollout, with p_old from old_policy. tis: multiply a token's surrogate by min(d,
+    correction_high); icepop: mask tokens with d out of bounds; sequence_mask: mask samples whose geometric mean of d is out of
+    bounds. For engines that round differently from the trainer, and for old samples (docs/numerics.md)"""
     correction_low: float = Field(0.5, ge=0, description="lower bound of d for icepop and sequence_mask")
     correction_high: float | None = Field(None, gt=0)
-    """upper bound of d, with tis of the KL term's p / p_rollout too; default: 2 (tis, sequence_mask), 5 (icepop)"""
+    """upper bound of d; tis also applies it to the KL term's p / p_rollout; default: 2 (tis, sequence_mask), 5 (icepop)"""
     kl: Literal["none", "k1", "k2", "k3"] = "none"
-    """estimate of KL(policy || policies.<name>.reference) from x = log p - log p_reference, which is logged and is the value of
-    the KL term: k1: x, k2: x^2 / 2 (biased), k3: e^-x + x - 1; times p / p_rollout, as older weights may have drawn the token.
-    All three have the same gradient, p / p_rollout times x, which in expectation is that of KL(policy || reference)
-    (docs/credit.md)"""
-    kl_coef: float = Field(0.0, ge=0, description="weight of the KL term or penalty; 0: loss.kl is logged only")
+    """estimator of KL(policy || policies.<name>.reference) from x = log p - log p_reference: k1: x, k2: x^2 / 2 (biased), k3:
+    e^-x + x - 1; times p / p_rollout, because older weights may have sampled the token. The value is logged and is that of the
+    KL term. All three have the same gradient, p / p_rollout times x, which in expectation is that of the KL (docs/credit.md)"""
+    kl_coef: float = Field(0.0, ge=0, description="weight of the KL term or penalty; 0: loss.kl is only logged")
     kl_in: Literal["loss", "reward"] = "loss"
-    """loss: each token has its own KL term; reward: a token's advantage loses kl_coef times log p_rollout - log p_reference,
-    summed over it and the later tokens of its sample, less a mean, after normalisation and without a gradient; loss.kl is logged
-    only. Tokens of older weights bias reward, and not loss (docs/numerics.md)"""
+    """loss: a KL term per token; reward: subtract kl_coef times log p_rollout - log p_reference from the advantages, summed over
+    a token and the later ones of its sample, minus a mean, after normalisation and without gradient; loss.kl is then only
+    logged. Tokens of older weights bias reward, but not loss (docs/numerics.md)"""
     entropy_coef: float = 0.0
-    """weight of the entropy bonus, nats a token; other than 0, samples with an advantage of 0 are trained too"""
+    """weight of the entropy bonus, nats per token; unless 0, samples with advantage 0 are trained too"""
     truncated: Literal["train", "mask"] = "train"
-    """samples that were cut at their maximum length. train: as all others, with their reward of 0; mask: no gradient, and out of
-    the denominator, but their rewards stay in the statistics of their group (DAPO's overlong filtering)"""
+    """samples cut at their maximum length. train: as all others, with reward 0; mask: no gradient and not in the denominator, but
+    still in their group's reward statistics (DAPO's overlong filtering)"""
     truncation: Literal["refuse", "renormalise"] = "refuse"
-    """trained agents with top_p below 1 or a top_k; renormalise: every log-prob is of the softmax over the tokens that the
-    sampler kept at that place, which the engine records"""
+    """trained agents with top_p below 1 or a top_k. refuse: reject the config; renormalise: take log-probs over the tokens that
+    the sampler kept at each position, which the engine records"""
     max_support: Tokens = 1024
-    """renormalise: top_p of a trained agent keeps so many tokens at a place at most, the likeliest"""
+    """renormalise: most tokens that top_p of a trained agent keeps at a position (the likeliest)"""
 
     @model_validator(mode="after")
     def _correction_corrects(self) -> LossConfig:
         if self.old_policy == "sais" and self.correction != "none":
             raise ValueError(
-                f"loss.correction={self.correction} changes nothing with loss.old_policy=sais, whose ratio is the correction: "
+                f"loss.correction={self.correction} has no effect with loss.old_policy=sais, whose ratio already corrects; "
                 "set none, or loss.old_policy=pois or recompute"
             )
         return self
 
     @property
     def keeps_zero(self) -> bool:
-        """True if samples with advantage 0 have a gradient too, of a term that needs none."""
+        """True if samples with advantage 0 have a gradient, from the entropy or KL term."""
         return self.entropy_coef != 0 or self.kl_coef != 0
 
     @property
@@ -116,15 +113,14 @@ class MptConfig(Settings):
     """Dynamic masking of well-mastered positive tokens (UloRL; docs/credit.md)."""
 
     scope: Annotated[Literal["sample", "batch", "off"], OFF] = "sample"
-    """whose mean entropy is compared with mpt.entropy: the sample's, or the whole batch's (which must fit into one
-    micro-batch a rank); off: nothing is masked"""
+    """mean entropy to compare with mpt.entropy: per sample, or over the whole batch (which must fit into one micro-batch per
+    rank); off: no masking"""
     probability: float = Field(0.99, gt=0, le=1)
-    """tokens this likely or more are well mastered, and masked where the gate is open"""
+    """tokens with at least this probability are well mastered, and masked where the gate is open"""
     entropy: float = Field(0.2, gt=0)
-    """nats; positive samples with a mean entropy below it mask their well-mastered tokens; lower it for a model whose entropy
-    is below it from the start"""
+    """nats; positive samples with a mean entropy below it mask their well-mastered tokens; lower it for a model that starts
+    below it"""
     temperature: Literal["sampling", 1] = "sampling"
-    """at which p and the entropy are taken: the agent's sampling temperature, as the loss, or 1, the model's own"""
+    """temperature of the probability and the entropy: the agent's sampling temperature, as in the loss, or 1"""
     success: float = Field(1.0, gt=0, le=1)
-    """a sample is positive whose reward (credit.reward_scheme's, before penalties) is at least this and whose advantage is
-    above 0"""
+    """smallest reward (by credit.reward_scheme, before penalties) of a positive sample; its advantage must also be above 0"""

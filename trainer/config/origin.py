@@ -1,4 +1,4 @@
-"""File and line of each setting, for the errors that name it."""
+"""File and line of each setting, for error messages."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from omegaconf.errors import OmegaConfBaseException
 
 from marsrl.rollout.text import in_one_line
 
-_KEY = re.compile(r"[A-Za-z_]\w*(?:\.\w[\w-]*)+")  # rollout.segments; the places tell if it is a setting
-# Word processors write long dashes for hyphens.
+_KEY = re.compile(r"[A-Za-z_]\w*(?:\.\w[\w-]*)+")  # Matches rollout.segments, and other dotted words.
+# Word processors replace hyphens by long dashes.
 _DASHED = re.compile("([-\u2010-\u2015\u2212]+)([A-Za-z][\\w.-]*)")
 _FIRST_WORD = re.compile(r"([A-Za-z_]\w*)(?=[:=]| is )")  # task: ..., layout: ...
 
 
 class ConfigError(ValueError):
-    """An invalid config; the text names the keys, what was found and what was expected."""
+    """Invalid config; the message names the keys, the values found and the values expected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,15 +39,15 @@ class Layer:
 
 
 def layer_of_file(path: Path, label: str) -> Layer:
-    """A YAML file's settings, each with label:line; ConfigError if it is unreadable."""
+    """Return a YAML file's settings, each with label:line; ConfigError if the file is unreadable."""
     try:
         settings = OmegaConf.load(path)
         node = yaml.compose(path.read_text("utf-8"))
     except (OmegaConfBaseException, yaml.YAMLError, OSError, UnicodeDecodeError) as error:
-        mark = getattr(error, "problem_mark", None)  # set by errors of YAML's syntax
+        mark = getattr(error, "problem_mark", None)  # Only YAML syntax errors have one.
         lines = [] if mark is None else [*path.read_text("utf-8").splitlines(), ""]
         if mark is not None and lines[mark.line].lstrip(" ").startswith("\t"):
-            raise ConfigError(f"{label}:{mark.line + 1}: a tab indents the line; YAML wants spaces") from error
+            raise ConfigError(f"{label}:{mark.line + 1}: the line is indented with a tab; use spaces") from error
         raise ConfigError(f"{label}: {in_one_line(error)}") from error
     if not isinstance(settings, DictConfig):
         raise ConfigError(f"{label}: expected a mapping of settings at the top")
@@ -55,12 +55,12 @@ def layer_of_file(path: Path, label: str) -> Layer:
 
 
 def layer_of_words(words: Sequence[str]) -> Layer:
-    """The settings in the command line's words `key.sub=value`; ConfigError for a malformed word."""
+    """Return the settings given as words `key.sub=value`; ConfigError for a malformed word."""
     label = "command line"
     check_words(words)
     for word in words:
         if "=" not in word[1:]:
-            raise ConfigError(f"{label}: {word!r} is not a setting; write key.sub=value (--help lists the options)")
+            raise ConfigError(f"{label}: {word!r} is not a setting; expected key.sub=value (--help lists the options)")
     try:
         settings = OmegaConf.from_dotlist(list(words))
     except (OmegaConfBaseException, yaml.YAMLError) as error:
@@ -69,27 +69,25 @@ def layer_of_words(words: Sequence[str]) -> Layer:
 
 
 def check_words(words: Sequence[str], options: Collection[str] | None = None) -> None:
-    """Raise ConfigError for a setting with dashes, a colon or spaces around its =, and for a long dash.
+    """Raise ConfigError for a setting with leading dashes, a colon or spaces around =, and for a long dash.
 
-    options: of the command, if they are still among the words, which are then checked for dashes alone.
+    options: the command's options, if the words still contain them; only dashes are checked then.
     """
     from marsrl.trainer.config import RunConfig
 
-    for place, word in enumerate(words):
-        (key, equals, value), after = word.partition("="), [*words[place + 1 :], ""][0]
+    for index, word in enumerate(words):
+        (key, equals, value), after = word.partition("="), [*words[index + 1 :], ""][0]
         given = value if equals else after if after and "=" not in after else "VALUE"
         if (dashed := _DASHED.fullmatch(key)) is not None and key not in (options or ()):
             name = dashed[2]
             if "." in name or name in RunConfig.model_fields or (equals and options is None):
-                raise ConfigError(f"command line: {word!r} begins with dashes; a setting has none: {name}={given}")
+                raise ConfigError(f"command line: {word!r} begins with dashes; write {name}={given}")
             if not dashed[1].isascii():
-                raise ConfigError(
-                    f"command line: {word!r} begins with a long dash; an option has two short ones: --{name}"
-                )
+                raise ConfigError(f"command line: {word!r} begins with a long dash; write --{name}")
         if options is not None:
             continue
         if key == "config" and equals:
-            raise ConfigError(f"command line: {word!r} is no setting, but an option: --config {given}")
+            raise ConfigError(f"command line: {word!r} is an option, not a setting; write --config {given}")
         if key.endswith(":") and not equals:
             raise ConfigError(f"command line: {word!r} ends with a colon; write {key[:-1]}={given}")
         has_space = key != key.rstrip() or (not value and after and "=" not in after)
@@ -100,11 +98,11 @@ def check_words(words: Sequence[str], options: Collection[str] | None = None) ->
 
 
 def _keys(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int]]:
-    """(dotted key, line) of every key of a YAML mapping."""
+    """Yield (dotted key, line) for every key of a YAML mapping."""
     if not isinstance(node, yaml.MappingNode):
         return
     for key, value in sorted(node.value, key=lambda pair: pair[0].value != "<<"):
-        if key.value == "<<":  # an anchor's keys first: keys written beside them take precedence
+        if key.value == "<<":  # Merged keys come first: explicit keys override them.
             yield from _keys(value, prefix)
             continue
         yield prefix + str(key.value), key.start_mark.line + 1
@@ -113,7 +111,7 @@ def _keys(node: yaml.Node | None, prefix: str) -> Iterator[tuple[str, int]]:
 
 @dataclass(frozen=True, slots=True)
 class ConfigOrigin:
-    """Layers of a config, later ones win; as text "preset cpu_default.yaml < my.yaml < command line"."""
+    """Layers of a config, later ones win. str() gives "preset cpu_default.yaml < my.yaml < command line"."""
 
     layers: Sequence[Layer]
 
@@ -122,42 +120,43 @@ class ConfigOrigin:
 
     @property
     def name(self) -> str:
-        """The stem of the last file, the user's or a preset: the default name of a run."""
+        """Stem of the last file: the default name of a run."""
         files = [layer.file for layer in self.layers if layer.file is not None]
         return files[-1].stem if files else "run"
 
     @property
     def places(self) -> dict[str, str]:
-        """Dotted key -> the place where it was last given."""
+        """Dotted key -> where it was last set."""
         return {key: place for layer in self.layers for key, place in layer.places.items()}
 
     def place(self, key: Sequence[str]) -> str:
-        """File and line of a key, else of the innermost section around it; "" for a default."""
+        """Return file and line of a key, else of the innermost section around it; "" for a default."""
         places = self.places
         return next((places[k] for end in range(len(key), 0, -1) if (k := ".".join(key[:end])) in places), "")
 
     def with_places(self, message: str) -> str:
-        """The message, followed by the places of the settings that it names. Defaults have no place.
+        """Append to the message where each setting that it names was set; defaults have no place.
 
-        A key may be abbreviated to the part below its policy or agent: layout.tensor is policies.<name>.layout.tensor.
+        The message may shorten a key to the part below its policy or agent: layout.tensor for policies.<name>.layout.tensor.
         """
         places = self.places
         mentioned = _KEY.findall(message)
         first = _FIRST_WORD.match(message)
-        is_section = first and any(key.startswith(f"{first[0]}.") for key in places)  # `rollout`: its line helps little
+        # The line of a whole section, such as `rollout`, is not worth showing.
+        is_section = first and any(key.startswith(f"{first[0]}.") for key in places)
         if first and not is_section:
             mentioned.insert(0, first[0])
-        found = {
+        placed = {
             key: f"{key}: {place}"
             for mention in mentioned
             for key, place in places.items()
             if key == mention or key.endswith(f".{mention}")
         }
-        return f"{message} ({'; '.join(found.values())})" if found else message
+        return f"{message} ({'; '.join(placed.values())})" if placed else message
 
     @contextmanager
     def places_in_errors(self) -> Iterator[None]:
-        """Turn a ValueError of the body into a ConfigError with the places of the settings that it names."""
+        """Turn a ValueError of the body into a ConfigError that says where each setting it names was set."""
         try:
             yield
         except ValueError as error:

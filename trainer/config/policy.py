@@ -1,4 +1,4 @@
-"""policies.<name>: a model, how ranks hold it, its optimizer, its engines; rules of adapters and their bases."""
+"""Settings under policies.<name>: model, layout over ranks, optimizer, engines; rules for adapters and their bases."""
 
 from __future__ import annotations
 
@@ -15,51 +15,52 @@ from marsrl.rollout.model_shape import ModelShape
 
 
 class LayoutConfig(Settings):
-    """Split of a policy over ranks (Megatron's sizes); the same for all trained policies (docs/parallelism.md)."""
+    """Parallel sizes of a policy (Megatron's); all trained policies use the same (docs/parallelism.md)."""
 
     tensor: Ranks = 1
-    """ranks that share every matrix and the vocabulary; for a model too large for one GPU, within a host: two collectives a
-    layer"""
+    """tensor-parallel size: ranks that split every matrix and the vocabulary; for a model too large for one GPU; keep it within
+    a host (two collectives per layer)"""
     expert: Ranks = 1
-    """ranks that share the experts of a layer, each whole on one; MoE models only, before a larger `tensor`"""
+    """expert-parallel size: ranks that split a layer's experts, each expert whole on one rank; MoE models only; raise it before
+    `tensor`"""
     expert_tensor: int | None = Field(None, gt=0, le=MOST_RANKS)
-    """ranks that share each expert's matrices; default: `tensor` for expert 1, else 1"""
+    """ranks that split each expert's matrices; default: `tensor` if expert is 1, else 1"""
     pipeline: Ranks = 1
-    """ranks that share the layers; for a model too large for one host: ranks idle while the first and last micro-batches
-    pass"""
+    """pipeline-parallel size: ranks that split the layers; for a model too large for one host; ranks idle during the first and
+    last micro-batches"""
     context: Ranks = 1
-    """ranks that share each sequence's tokens; for completions whose activations do not fit even with recompute: full"""
+    """context-parallel size: ranks that split each sequence; for sequences whose activations do not fit even with recompute:
+    full"""
 
 
 class OptimizerConfig(Settings):
-    """AdamW. The paper: 1e-6 constant."""
+    """AdamW. MarsRL uses a constant learning rate of 1e-6."""
 
     lr: float = Field(1e-6, ge=0)
-    """learning rate at its peak; lower it where actor/entropy or actor/grad_norm runs away (docs/troubleshooting.md)"""
+    """peak learning rate; lower it if actor/entropy or actor/grad_norm diverges (docs/troubleshooting.md)"""
     warmup_steps: CountOr0 = 0
-    """steps in which the learning rate rises from lr / warmup_steps to lr"""
+    """steps of linear warm-up, from lr / warmup_steps to lr"""
     decay: Literal["constant", "linear", "cosine"] = "constant"
-    """how the learning rate falls after the warm-up, to final_lr_ratio at run.steps; a resume with more steps stretches it, and
-    tells both rates"""
-    final_lr_ratio: Share = Field(0.0, description="learning rate of the last step over `lr`, for a decay")
+    """schedule after the warm-up, down to lr x final_lr_ratio at run.steps; resuming with more steps stretches it and logs both
+    rates"""
+    final_lr_ratio: Share = Field(0.0, description="final learning rate divided by `lr`, if it decays")
     betas: tuple[ShareBelow1, ShareBelow1] = (0.9, 0.95)
-    """how much the averages of the gradient and of its square keep of themselves a step"""
+    """decay rates of the running averages of the gradient and of its square"""
     eps: float = Field(1e-8, gt=0)
-    """added to the root of the averaged square that divides the step, against a division by 0"""
+    """added to the denominator for numerical stability"""
     weight_decay: float = Field(0.0, ge=0)
-    """share of each weight, times the learning rate, that a step takes off it, but for norms and biases; 0: RL moves weights
-    little"""
+    """weight decay coefficient; not applied to norms and biases; default 0, because RL moves weights little"""
     grad_clip: float = Field(1.0, gt=0)
-    """gradients of a larger norm, over all of the policy's weights, are scaled down to it"""
-    offload: bool = Field(False, description="optimizer state in CPU memory (GPU only)")
-    distributed: bool = Field(True, description="state cut over data-parallel ranks; false: a whole copy on each")
+    """largest gradient norm over all weights of the policy; larger gradients are scaled down to it"""
+    offload: bool = Field(False, description="keep the optimizer state in CPU memory (GPU only)")
+    distributed: bool = Field(True, description="shard the state over data-parallel ranks; false: a full copy on each")
     overlap_grad_reduce: bool = False
-    """gradients are reduced while the backward still runs; an adapter's, which are few, are not"""
+    """reduce gradients while the backward pass runs; no effect on adapters, whose gradients are small"""
     overlap_param_gather: bool = False
-    """updated weights are gathered as the next forward needs them; an adapter's at once"""
+    """gather updated weights as the next forward pass needs them; adapters are gathered at once"""
 
     def lr_at(self, step: int, total_steps: int) -> float:
-        """The learning rate of step `step` (from 0) of `total_steps`: linear warm-up, then decay.
+        """Return the learning rate of step `step` (from 0) of `total_steps`: linear warm-up, then decay.
 
         Warm-up: lr (step + 1) / warmup_steps. The decay reaches lr * final_lr_ratio at the last step and stays there.
         """
@@ -75,26 +76,24 @@ class OptimizerConfig(Settings):
     @model_validator(mode="after")
     def _parts_agree(self) -> OptimizerConfig:
         if self.offload and not self.distributed:
-            raise ValueError(
-                "optimizer.offload needs optimizer.distributed: set distributed=true, or leave offload out"
-            )
+            raise ValueError("optimizer.offload needs optimizer.distributed; set distributed=true, or remove offload")
         if self.overlap_param_gather and not (self.distributed and self.overlap_grad_reduce):
             raise ValueError(
-                "optimizer.overlap_param_gather needs optimizer.distributed and optimizer.overlap_grad_reduce: set both"
+                "optimizer.overlap_param_gather needs optimizer.distributed and optimizer.overlap_grad_reduce; set both true"
             )
         return self
 
 
 class PriceConfig(Settings):
-    """The price of a million tokens, in any one currency."""
+    """Price of a million tokens, in any currency."""
 
-    input: float = Field(ge=0, description="prompt tokens")
+    input: float = Field(ge=0, description="per million prompt tokens")
     cached_input: float | None = Field(None, ge=0)
-    """prompt tokens from the engine's cache; default: as input"""
-    output: float = Field(ge=0, description="decoded tokens")
+    """per million prompt tokens from the engine's prefix cache; default: as input"""
+    output: float = Field(ge=0, description="per million decoded tokens")
 
     def of(self, input_tokens: float, cached_tokens: float, output_tokens: float) -> float:
-        """Cost of these tokens; input_tokens include cached_tokens."""
+        """Return the cost of these tokens; input_tokens includes cached_tokens."""
         cached = self.input if self.cached_input is None else self.cached_input
         whole = (input_tokens - cached_tokens) * self.input + cached_tokens * cached + output_tokens * self.output
         return whole / 1e6
@@ -102,74 +101,75 @@ class PriceConfig(Settings):
 
 class PolicyConfig(Settings):
     model: str | None = None
-    """HF directory (Qwen2.5, Qwen3, Llama 3, Mistral); null: the warm-started one"""
+    """HF directory (Qwen2.5, Qwen3, Llama 3, Mistral); null: the warm-started model"""
     base: str | None = None
-    """another policy, whose model it has, frozen; what is trained is `adapter` (docs/adapters.md)"""
+    """another policy whose frozen model this one shares; only `adapter` is trained (docs/adapters.md)"""
     adapter: AdapterConfig | None = None
-    """train a low-rank adapter (LoRA) of the model, whose own weights stay (docs/adapters.md); null: train all"""
+    """train a low-rank adapter (LoRA) and keep the model's weights (docs/adapters.md); null: train all weights"""
     shape: Literal["tiny", "cpu_default"] | None = None
-    """size of the warm-started one, as `marsrl init` names it; default: cpu_default"""
+    """size of the warm-started model, as `marsrl init` names it; default: cpu_default"""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """of weights and activations in training, and of the engines by default; auto: bfloat16 on GPUs and on CPUs that compute with
-    it (AVX512-BF16, AMX-BF16), else float32. A run keeps the one that it began with, also on another machine (config.yaml)"""
+    """dtype of weights and activations in training, and the engines' default; auto: bfloat16 on GPUs and on CPUs with native
+    support (AVX512-BF16, AMX-BF16), else float32. A resumed run keeps its dtype, even on another machine (config.yaml)"""
     layout: LayoutConfig = LayoutConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     recompute: Literal["none", "selective", "full", "full_offload"] = "none"
-    """what a layer's backward makes again; selective: norms and MLP or experts' activation; full: all, from the layer's
-    input; full_offload: and that waits in CPU memory (GPU only)"""
+    """activations that the backward pass recomputes; selective: norms and the activation of MLP or experts; full: all of a
+    layer, from its input; full_offload: as full, with the inputs in CPU memory (GPU only)"""
     layers: Literal["auto", "transformer_engine", "ours"] = "auto"
-    """norms and linear layers; auto: TransformerEngine's where it is installed with a GPU, else ours"""
+    """implementation of norms and linear layers; auto: TransformerEngine if it is installed and there is a GPU, else ours"""
     deterministic: bool = False
-    """on a GPU, attention and embedding add their gradients in a fixed order, which flash-attn does with more memory
-    (docs/plan.md); a CPU always does"""
+    """on a GPU, attention and embedding accumulate gradients in a fixed order, which needs more memory with flash-attn
+    (docs/plan.md); CPUs are always deterministic"""
     router_aux_loss: float = Field(0.0, ge=0)
-    """coefficient of the MoE load-balancing loss over all tokens of an update, on all ranks, padding left out; above 0, an update
-    of several micro-batches takes a forward pass more to count their experts first, unless the old log-probs' pass has
-    (docs/numerics.md)"""
+    """coefficient of the MoE load-balancing loss over all tokens of an update on all ranks, without padding; above 0, an update
+    of several micro-batches needs an extra forward pass to count tokens per expert, unless the old log-probs' pass has counted
+    them (docs/numerics.md)"""
     reference: str = "none"
-    """frozen weights of loss.kl on the same ranks: none | start (those that training starts from) | HF directory"""
+    """frozen reference weights of loss.kl, on the same ranks: none | start (the initial weights) | HF directory"""
     engines: int | None = Field(None, gt=0, le=MOST_RANKS)
     """engine replicas of this policy; default: rollout.engines"""
-    vllm: VllmOptions | None = Field(None, description="of this policy's engines; what it leaves out is rollout.vllm's")
+    vllm: VllmOptions | None = Field(None, description="overrides rollout.vllm, key by key, for this policy's engines")
     price: PriceConfig | None = None
-    """of a million tokens: what agents spend is logged (cost/<agent>/spent) and evaluated"""
+    """price of a million tokens; agents' spending is logged (cost/<agent>/spent) and evaluated"""
     frozen: bool = False
     """never trained: no learner, no weight sync; its engines keep `model` (docs/frozen_policies.md)"""
     engine: Literal["openai"] | None = None
-    """openai: a server answers (frozen policies only), `model` gives the tokenizer, but for openai.api=chat; default:
-    rollout.engine"""
-    openai: OpenAIOptions | None = Field(None, description="the server of engine: openai")
+    """openai: an OpenAI-compatible server answers (frozen policies only); `model` then gives the tokenizer, except with
+    openai.api=chat; default: rollout.engine"""
+    openai: OpenAIOptions | None = Field(None, description="the server, for engine: openai")
     tool_parser: str | None = None
-    """orchestration=external (docs/external.md): vLLM's name of what reads the model's calls of tools (Qwen2.5, Qwen3: hermes);
-    default: programs cannot give tools"""
+    """vLLM's name of the tool-call parser (Qwen2.5, Qwen3: hermes), for orchestration=external (docs/external.md); default:
+    programs cannot pass tools"""
     reasoning_parser: str | None = None
-    """orchestration=external (docs/external.md): vLLM's name of what parts thoughts from the rest (Qwen3: qwen3); default: they
-    are part of the text"""
+    """vLLM's name of the reasoning parser (Qwen3: qwen3), for orchestration=external (docs/external.md); default: reasoning stays
+    part of the text"""
 
     @property
     def directory(self) -> str | None:
-        """The directory with its tokenizer; None: the warm-started model's."""
+        """Directory with the policy's tokenizer; None for a warm-started model."""
         return byte_tokenizer_directory() if self.is_chat else self.model
 
     @property
     def is_chat(self) -> bool:
-        """True if a server renders its chats and counts their tokens."""
+        """True if a server renders the chats and counts their tokens."""
         return self.openai is not None and self.openai.api == "chat"
 
     @property
     def decided_dtype(self) -> Literal["float32", "bfloat16"]:
-        """The dtype, which preflight has decided if it was auto."""
+        """The dtype, after preflight has resolved auto."""
         assert self.dtype != "auto", "decided by preflight"
         return self.dtype
 
 
-OF_BASE = ("model", "shape", "dtype", "layout", "recompute", "layers", "deterministic")  # of the one frozen copy
+OF_BASE = ("model", "shape", "dtype", "layout", "recompute", "layers", "deterministic")
+"""Settings that a policy takes from its base, because both use one frozen copy of the weights."""
 
 
 def on_base(policies: Mapping[str, PolicyConfig], name: str) -> PolicyConfig:
-    """The policy with what its base, if it has one, says of its model.
+    """Return the policy with the model settings of its base, if it has one.
 
-    Raises ValueError: the base is missing or is none, or the policy contradicts it.
+    Raises ValueError if the base is missing, cannot be one, or contradicts the policy.
     """
     policy = policies[name]
     if policy.base is None:
@@ -178,37 +178,39 @@ def on_base(policies: Mapping[str, PolicyConfig], name: str) -> PolicyConfig:
     key = f"policies.{name}.base is {policy.base}"
     if base is None or base is policy:
         others = ", ".join(other for other in policies if other != name) or "no other"
-        raise ValueError(f"{key}, which is not another policy (there is {others})")
+        raise ValueError(f"{key}; expected another policy (there is {others})")
     if base.base is not None:
-        raise ValueError(f"{key}, which is built on {base.base} itself: name that one")
+        raise ValueError(f"{key}, which itself has base {base.base}; name {base.base} instead")
     if base.openai is not None or base.engine == "openai":
-        raise ValueError(f"{key}, which a server answers for (engine: openai): an adapter needs its weights here")
-    if policy.adapter is None:
         raise ValueError(
-            f"{key}, and policies.{name}.adapter is not set: an adapter is what is trained of it, set {{}}"
+            f"{key}, which a server serves (engine: openai), but an adapter needs local weights; name another"
         )
+    if policy.adapter is None:
+        raise ValueError(f"{key}, but policies.{name}.adapter is not set; set it ({{}} for the defaults)")
     if policy.frozen:
-        raise ValueError(f"{key}, and policies.{name}.frozen is true: a policy is built on another one to be trained")
+        raise ValueError(
+            f"{key}, but policies.{name}.frozen is true; only a trained policy can have a base: remove one"
+        )
     for setting in OF_BASE:
-        own, given = getattr(policy, setting), getattr(base, setting)
-        if setting in policy.model_fields_set and own != given:
-            own, given = (value.model_dump() if isinstance(value, LayoutConfig) else value for value in (own, given))
-            raise ValueError(f"policies.{name}.{setting} is {own}, and it has its base's ({given}): leave it out")
+        found, expected = getattr(policy, setting), getattr(base, setting)
+        if setting in policy.model_fields_set and found != expected:
+            found, expected = (v.model_dump() if isinstance(v, LayoutConfig) else v for v in (found, expected))
+            raise ValueError(f"policies.{name}.{setting} is {found}, but its base has {expected}; remove the setting")
     return policy.model_copy(update={setting: getattr(base, setting) for setting in OF_BASE})
 
 
 def why_not_adapter(adapter: AdapterConfig, shape: ModelShape, layout: LayoutConfig) -> str | None:
-    """None where the model has what the adapter is for and the layout can hold it, else the reason."""
+    """Return why the adapter does not fit the model or the layout; None if it fits."""
     if set(adapter.targets) == {"mlp"} and shape.num_experts:
-        return f"adapter.targets names mlp alone, and {shape.architecture} has experts in its place: name attention, or experts"
+        return f"adapter.targets is mlp only, but {shape.architecture} has experts instead; set attention or experts"
     if "experts" not in adapter.targets:
         return None
     if not shape.num_experts:
-        return f"adapter.targets names experts, and {shape.architecture} has none: name mlp"
+        return f"adapter.targets includes experts, but {shape.architecture} has none; set mlp"
     expert_tensor = layout.expert_tensor or (layout.tensor if layout.expert == 1 else 1)
     if expert_tensor > 1:
         return (
-            f"adapter.targets names experts, which layout.expert_tensor={expert_tensor} cuts: set layout.expert above 1 with "
-            "expert_tensor 1, or leave experts out"
+            f"adapter.targets includes experts, which layout.expert_tensor={expert_tensor} splits; set layout.expert above 1 "
+            "with expert_tensor 1, or remove experts"
         )
     return None

@@ -1,4 +1,4 @@
-"""Preset < YAML file < `key.sub=value` words -> a checked RunConfig, or one actionable message."""
+"""Read a config: preset < YAML file < `key.sub=value` words -> a checked RunConfig, or one actionable message."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from marsrl.trainer.config import RunConfig
 from marsrl.trainer.config.keys import all_keys, as_written, kinds_of, nearest
 from marsrl.trainer.config.origin import ConfigError, ConfigOrigin, Layer, layer_of_file, layer_of_words
 
-CONFIGS = Path(__file__).resolve().parent.parent.parent / "configs"  # in a checkout, and in an installed package
+CONFIGS = Path(__file__).resolve().parent.parent.parent / "configs"  # The same in a checkout and an installed package.
 DEFAULT_FOR_TASK = {
     "arithmetic": "cpu_default",
     "math": "math_default",
@@ -36,18 +36,18 @@ _PATHS = re.compile(
 def read_config(
     path: str | Path | None, overrides: Sequence[str] = (), *, trains: bool = True
 ) -> tuple[RunConfig, ConfigOrigin]:
-    """The checked settings, and their layers.
+    """Return the checked settings, and their layers.
 
     Layers, later ones win: the task's preset, the one that `preset` names, the file, the words. Mappings are merged key
-    by key, a list is replaced. `preset: none` inherits nothing. A layer that makes a choice drops the settings of lower layers
-    for another choice (_of_other_choices). A policy that only a preset names is dropped if no agent uses it, so that a user who
-    gives all agents policies of their own does not get the preset's too.
+    by key, lists are replaced. `preset: none` inherits nothing. A layer that makes a choice drops the settings of lower layers
+    for other choices (_of_other_choices). A policy that only a preset defines is dropped if no agent uses it, so that users who
+    set policies for all agents do not get the preset's as well.
 
     path: a YAML file or the name of a shipped preset; None: no file.
     overrides: words `key.sub=value`, later ones win; values are YAML.
     trains: False if nothing is trained, so that all policies may be frozen.
 
-    Raises ConfigError: unreadable file, malformed word, unknown key, wrong type, or settings that contradict each other.
+    Raises ConfigError for an unreadable file, malformed word, unknown key, wrong type, or contradictory settings.
     """
     given = [] if path is None else [_find(str(path))]
     given += [layer_of_words(overrides)] if overrides else []
@@ -69,7 +69,7 @@ def read_config(
 
 
 def models_given(config: RunConfig) -> dict[str, str]:
-    """The model directory of each policy, for commands without a warm start: ConfigError names a policy without one."""
+    """Return each policy's model directory, for commands without a warm start; ConfigError if one is not set."""
     models = {name: folder for name, policy in config.policies.items() if (folder := policy.directory) is not None}
     missing = [name for name in config.policies if name not in models]
     if missing:
@@ -78,19 +78,19 @@ def models_given(config: RunConfig) -> dict[str, str]:
 
 
 def preset_names() -> list[str]:
-    """Names of the shipped presets."""
+    """Return the names of the shipped presets."""
     return sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 
 
 def _find(name: str) -> Layer:
-    """The file that --config names, or else the shipped preset of that name."""
+    """Return the file that --config names, or else the shipped preset of that name."""
     if Path(name).is_file():
         return layer_of_file(Path(name), name)
     if Path(name).name == name and name.removesuffix(".yaml") in preset_names():
         return _read_preset(name.removesuffix(".yaml"))
     if Path(name).is_dir():
-        raise ConfigError(f"--config {name}: it is a folder; name a YAML file in it, such as a run's config.yaml")
-    raise ConfigError(f"--config {name}: no such file; presets, to be given by name: {', '.join(preset_names())}")
+        raise ConfigError(f"--config {name}: is a directory; name a YAML file in it, such as a run's config.yaml")
+    raise ConfigError(f"--config {name}: no such file or preset; presets: {', '.join(preset_names())}")
 
 
 def _read_preset(name: str) -> Layer:
@@ -98,26 +98,26 @@ def _read_preset(name: str) -> Layer:
 
 
 def _inherited(given: Sequence[Layer]) -> list[Layer]:
-    """The presets below the user's layers, lowest first; without one that the user already gives."""
+    """Return the presets below the user's layers, lowest first, without those that the user's layers already are."""
     named, layers = _last(given, "preset"), list(given)
     if named == "none":
         return []
     if named is not None:
         if named not in preset_names():
-            message = f"preset: {named!r} is none of the shipped presets; they are {', '.join(preset_names())}, or none"
+            message = f"preset: {named!r} is unknown; expected {', '.join(preset_names())}, or none"
             raise ConfigError(ConfigOrigin(given).with_places(message))
         layers.insert(0, _read_preset(named))
     task = _last(layers, "task")
     if task is None and _last(layers, "orchestration") == "external":
         message = (
-            "orchestration is external and no task is set, which would give your program the built-in toy's problems: set "
-            "task=math with data.train=FILE, your own task (docs/own_task.md), or task=arithmetic for the toy"
+            "orchestration is external, but no task is set; set task=math with data.train=FILE, your own task "
+            "(docs/own_task.md), or task=arithmetic for the built-in toy problems"
         )
         raise ConfigError(ConfigOrigin(given).with_places(message))
     task = task or "arithmetic"
     task = "math" if is_own(task) else task
     if task not in DEFAULT_FOR_TASK:
-        message = f"task: {task!r} is not known; tasks: {', '.join(DEFAULT_FOR_TASK)}, and your own as FILE.py:CLASS"
+        message = f"task: {task!r} is unknown; expected {', '.join(DEFAULT_FOR_TASK)}, or your own as FILE.py:CLASS"
         raise ConfigError(ConfigOrigin(given).with_places(message))
     default = _read_preset(DEFAULT_FOR_TASK[task])
     if all(layer.file != default.file for layer in layers):
@@ -126,32 +126,32 @@ def _inherited(given: Sequence[Layer]) -> list[Layer]:
 
 
 def _last(layers: Sequence[Layer], key: str) -> str | None:
-    """A top-level value from the last layer that has one."""
+    """Return a top-level value from the last layer that sets it."""
     values = [layer.settings.get(key) for layer in layers]
     return next((str(value) for value in reversed(values) if value is not None), None)
 
 
 def _make_paths_absolute(merged: dict[str, Any], layers: Sequence[Layer]) -> None:
-    """Paths in a user's YAML file are relative to it, those in a word to the working directory."""
-    givers = {key: layer for layer in layers for key in layer.places}  # the last layer's value counts
-    for key, giver in givers.items():
+    """Resolve paths: in a user's YAML file relative to the file, in a word to the working directory."""
+    sources = {key: layer for layer in layers for key in layer.places}  # The last layer wins.
+    for key, source in sources.items():
         above, _, name = key.rpartition(".")
         section = _section(merged, above) if above else merged
-        if _PATHS.fullmatch(key) and name in section and not _is_shipped(giver):
-            folder = giver.file.parent if giver.file is not None else Path.cwd()
+        if _PATHS.fullmatch(key) and name in section and not _is_shipped(source):
+            folder = source.file.parent if source.file is not None else Path.cwd()
             section[name] = _absolute(section[name], name, folder)
 
 
 def _absolute(value: Any, name: str, folder: Path) -> Any:
-    """The path or paths of a setting called `name`.
+    """Return the path or paths of a setting called `name`, made absolute.
 
-    Unchanged: malformed values, which the models refuse; words that a key allows in place of a path; and names of models that are
+    Unchanged: malformed values, which the models reject; words that a key allows in place of a path; and names of models that are
     not on disk (Qwen3-8B for `marsrl plan`; Qwen/Qwen3-8B, for which read_shape's error says how to get it).
     """
     if isinstance(value, list):
-        return [_absolute(each, name, folder) for each in value]
+        return [_absolute(item, name, folder) for item in value]
     if isinstance(value, dict):
-        return {key: _absolute(each, name, folder) if key == "path" else each for key, each in value.items()}
+        return {key: _absolute(item, name, folder) if key == "path" else item for key, item in value.items()}
     if not isinstance(value, str) or not value:
         return value
     is_class = name in ("task", "orchestration", "function", "environment")
@@ -172,7 +172,7 @@ def _absolute(value: Any, name: str, folder: Path) -> Any:
 
 
 def _leave_out_other_choices(merged: dict[str, Any], origin: ConfigOrigin) -> None:
-    """Remove settings of other choices, if only layers below the one that makes the choice give them."""
+    """Remove settings of other choices if only layers below the one that makes the choice set them."""
     for choice, section, others in list(_of_other_choices(merged)):
         makers = [i for i, layer in enumerate(origin.layers) if choice in layer.places]
         settings = _section(merged, section)
@@ -182,31 +182,31 @@ def _leave_out_other_choices(merged: dict[str, Any], origin: ConfigOrigin) -> No
 
 
 def _of_other_choices(merged: dict[str, Any]) -> Iterator[tuple[str, str, set[str]]]:
-    """(key of the choice, section, keys in it that belong to other choices); malformed values are left to the models.
+    """Yield (key of a choice, section, keys in it that belong to other choices); the models check malformed values.
 
-    An orchestration has its agents, a section with kinds the keys of its kind, rollout.engine the engine's section.
+    Choices: an orchestration has its agents, a section with kinds has the keys of one kind, rollout.engine has a section.
     """
-    if (mine := _team(merged.get("orchestration"))) is not None:
+    if (agents := _team(merged.get("orchestration"))) is not None:
         others = {agent for other in ORCHESTRATIONS for agent in agent_names(other)}
-        yield "orchestration", "agents", others - mine
+        yield "orchestration", "agents", others - agents
     for name in all_keys():
         kinds = kinds_of(name)
         if (kind := kinds.get(str(_section(merged, name).get("kind")))) is not None:
-            yield f"{name}.kind", name, {key for each in kinds.values() for key in each}.difference(kind)
+            yield f"{name}.kind", name, {key for keys in kinds.values() for key in keys}.difference(kind)
     engine = str(_section(merged, "rollout").get("engine"))
     if engine in (names := {"vllm": "rollout.local", "local": "rollout.vllm"}):
         yield "rollout.engine", names[engine], set(_section(merged, names[engine]))
 
 
 def _section(settings: Any, name: str) -> dict[str, Any]:
-    """The mapping of this name; empty if there is none."""
+    """Return the mapping at this dotted name; empty if there is none."""
     for part in name.split("."):
         settings = settings.get(part) if isinstance(settings, dict) else None
     return settings if isinstance(settings, dict) else {}
 
 
 def _team(orchestration: Any) -> set[str] | None:
-    """The names of its agents; None if the later checks will refuse it."""
+    """Return the names of the orchestration's agents; None if it is invalid, which later checks report."""
     try:
         return set(agent_names(orchestration)) if isinstance(orchestration, str) else None
     except ValueError:
@@ -218,14 +218,14 @@ def _is_shipped(layer: Layer) -> bool:
 
 
 def _leave_out_unused_policies(merged: dict[str, Any], given: Sequence[Layer]) -> None:
-    """Remove policies that no agent has or is built on and no layer of the user names; a shipped preset is not the user's."""
+    """Remove policies that no agent uses, directly or as a base, unless a layer of the user's own defines them."""
     policies, agents = merged.get("policies"), merged.get("agents")
     if not isinstance(policies, dict) or not isinstance(agents, dict):
         return
     team = _team(merged.get("orchestration", "verifier_corrector"))
     used = {str(agent.get("policy", "main")) for agent in agents.values() if isinstance(agent, dict)}
     used |= {str(_section(agent, "teacher").get("policy")) for agent in agents.values()}
-    used |= {"main"} if team is not None and not team <= set(agents) else set()  # an agent that is not given has it
+    used |= {"main"} if team is not None and not team <= set(agents) else set()  # Agents that are not given use main.
     used |= {str(base) for name in used if (base := (policies.get(name) or {}).get("base"))}
     own = [layer for layer in given if not _is_shipped(layer)]
     for name in list(policies):
@@ -234,7 +234,7 @@ def _leave_out_unused_policies(merged: dict[str, Any], given: Sequence[Layer]) -
 
 
 def explain(error: ValidationError, origin: ConfigOrigin) -> str:
-    """One line for each problem: the key, the error, the nearest key for an unknown one, and the place."""
+    """Return one line per problem: the key, the error, the nearest key for an unknown one, and where it was set."""
     lines = []
     for problem in error.errors(include_url=False):
         where = as_written(problem["loc"])
@@ -244,15 +244,15 @@ def explain(error: ValidationError, origin: ConfigOrigin) -> str:
             lines.append(f"{key}: unknown key; {nearest(where)}{given}")
         elif problem["type"] == "value_error":
             reason = str(problem["ctx"]["error"]) if "ctx" in problem else problem["msg"]
-            if where and reason.startswith(f"{where[-1]} "):  # a field's own validator knows its last name alone
+            if where and reason.startswith(f"{where[-1]} "):  # A field's validator knows only the last part of its key.
                 reason = key + reason.removeprefix(where[-1])
             placed = origin.with_places(reason)
             lines.append(placed if placed != reason else f"{reason}{given}")
         else:
             if problem["type"] in ("model_type", "dict_type"):
-                lines.append(f"{key}: expected settings below it, {key}.NAME=value, found {problem['input']!r}{given}")
+                lines.append(f"{key}: found {problem['input']!r}, expected a section; set {key}.NAME=value{given}")
                 continue
             quoted = problem["type"] == "string_type" and problem["input"] is not None
-            hint = f"""; as text it needs quotes, in a shell twice: {key}="'...'\"""" if quoted else ""
+            hint = f"""; quote text, twice in a shell: {key}="'...'\"""" if quoted else ""
             lines.append(f"{key}: {problem['msg']} (found {problem['input']!r}{hint}){given}")
-    return "\n".join(dict.fromkeys(lines))  # a wrong team is found twice
+    return "\n".join(dict.fromkeys(lines))  # Two validators report a wrong orchestration.

@@ -1,4 +1,4 @@
-"""The settings of a whole run. Rules between sections are in agreement.py."""
+"""Settings of a whole run. Rules between sections are in agreement.py."""
 
 from __future__ import annotations
 
@@ -33,36 +33,35 @@ Asker = TypeVar("Asker", AgentConfig, JudgeConfig)
 
 class RunConfig(Settings):
     preset: Literal["none"] = "none"
-    """in a file or word: the shipped preset that it inherits beside the task's, or none; here, where all is resolved: none"""
+    """shipped preset to inherit in addition to the task's, or none to inherit nothing; always none once resolved"""
     run: RunSection = RunSection()
     task: str = "arithmetic"
     """arithmetic; math: problems of data.train; qa: questions; reasoning_gym: its generators and scorers; or your own,
     FILE.py:CLASS (docs/own_task.md)"""
     task_options: dict[str, OptionValue] = Field(default_factory=dict)
-    """math, reasoning_gym and your own: workers (2), timeout_s (10), max_answer_chars (2000); docs/own_task.md"""
+    """for math, reasoning_gym and your own: workers (2), timeout_s (10), max_answer_chars (2000); docs/own_task.md"""
     data: DataConfig = DataConfig()
     policies: dict[FolderName, PolicyConfig] = Field(default_factory=lambda: {"main": PolicyConfig()})
-    """weights with an optimizer and engines of their own, by a name that `agents.<name>.policy` refers to; one, `main`, where
-    none is given"""
+    """models with their optimizers and engines, by the name that `agents.<name>.policy` refers to; default: one, `main`"""
     orchestration: str = "verifier_corrector"
-    """your own, FILE.py:CLASS (docs/own_team.md); verifier_corrector: Solver, Verifier, Corrector, Verifier, Corrector (MarsRL);
-    solver: a Solver alone, plain RL; solver_verifier: in turn (Dr. MAS); search_team: Verifier, Search and Answer agent over a
-    search tool (Dr. MAS; docs/search.md); debate; or external: any program (docs/external.md)"""
+    """verifier_corrector: Solver, Verifier, Corrector, Verifier, Corrector (MarsRL); solver: a Solver alone, plain RL;
+    solver_verifier: in turn (Dr. MAS); search_team: Verifier, Search and Answer agents over a search tool (Dr. MAS;
+    docs/search.md); debate; external: any program (docs/external.md); or your own, FILE.py:CLASS (docs/own_team.md)"""
     orchestration_options: dict[str, int | float | str | bool | None] = Field(
         default_factory=dict, validate_default=True
     )
     """solver_verifier: max_loops (2); search_team: max_turns (4); debate: debaters (3), rounds (2); yours (docs/own_team.md)"""
     agents: dict[str, AgentConfig] = Field(default_factory=dict, validate_default=True)
-    """the orchestration's agents; defaults for those not given (docs/own_team.md)"""
+    """the orchestration's agents; agents not given get the defaults (docs/own_team.md)"""
     external: ExternalConfig | None = None
-    """the program that plays with orchestration=external (docs/external.md)"""
-    tools: ToolsConfig = Field(ToolsConfig(), description="what the orchestration's agents can call (docs/tools.md)")
+    """the program to run with orchestration=external (docs/external.md)"""
+    tools: ToolsConfig = Field(ToolsConfig(), description="tools that the agents can call (docs/tools.md)")
     judge: JudgeConfig | None = None
-    """a frozen policy that judges answers in place of the task (docs/judge.md); null: the task judges"""
+    """a frozen policy that judges answers instead of the task (docs/judge.md); null: the task judges"""
     rollout: RolloutConfig = RolloutConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     curate: CurateConfig = Field(
-        CurateConfig(), description="marsrl curate: which problems are worth training on (docs/curate.md)"
+        CurateConfig(), description="marsrl curate: selection of problems to train on (docs/curate.md)"
     )
     credit: CreditConfig = CreditConfig()
     loss: LossConfig = LossConfig()
@@ -74,14 +73,14 @@ class RunConfig(Settings):
 
     @property
     def trains_whole(self) -> bool:
-        """True if a rollout instance is trained in one step, because its credit needs all its samples, or the outcome."""
+        """True if all samples of a rollout instance must be trained in one step, because their credit depends on each other."""
         team = find_orchestration(self.orchestration)
         needs_outcome = team.plays_sessions or any(spec.advises for spec in team.agents)
         return self.credit.normalise != "group" or self.credit.reward_scheme == "outcome" or needs_outcome
 
     @property
     def curators(self) -> dict[str, PolicyConfig]:
-        """Policies used only by `marsrl curate`, as judges of its stages."""
+        """Policies that only `marsrl curate` uses, as judges."""
         named = {judge.policy for judge in self.curate.judges.values()}
         used = {agent.policy for agent in self.agents.values()} | ({self.judge.policy} if self.judge else set())
         used |= self.teachers
@@ -89,19 +88,19 @@ class RunConfig(Settings):
 
     def without_curators(self) -> RunConfig:
         curators = self.curators
-        left = {name: policy for name, policy in self.policies.items() if name not in curators}
-        return self.model_copy(update={"policies": left})
+        policies = {name: policy for name, policy in self.policies.items() if name not in curators}
+        return self.model_copy(update={"policies": policies})
 
     @property
     def teachers(self) -> set[str]:
-        """The policies that score agents' samples (agents.<name>.teacher)."""
+        """Policies that score agents' samples (agents.<name>.teacher)."""
         return {agent.teacher.policy for agent in self.agents.values() if agent.teacher is not None}
 
     def without_teachers(self) -> RunConfig:
-        """The config without teachers, for commands that do not train."""
+        """Return the config without teachers, for commands that do not train."""
         agents = {name: agent.model_copy(update={"teacher": None}) for name, agent in self.agents.items()}
-        left = {name: policy for name, policy in self.policies.items() if name not in self.teachers}
-        return self.model_copy(update={"agents": agents, "policies": left})
+        policies = {name: policy for name, policy in self.policies.items() if name not in self.teachers}
+        return self.model_copy(update={"agents": agents, "policies": policies})
 
     @property
     def has_whole_instances(self) -> bool:
@@ -110,17 +109,17 @@ class RunConfig(Settings):
 
     @property
     def ends_in_step(self) -> bool:
-        """True if, without overlap, a problem ends in the step in which it begins."""
+        """True if, without overlap, a problem ends in the step that starts it."""
         return self.rollout.pipeline == "trajectory" or find_orchestration(self.orchestration).plays_sessions
 
     @property
     def waits_for_team(self) -> bool:
-        """True if a problem's first samples are trained with its last ones, although each call of the team takes a step."""
+        """True if a problem's first samples wait for its last, because each call of the team takes a step."""
         return self.trains_whole and not self.ends_in_step and len(self.agents) > 1
 
     @property
     def versions_old(self) -> int:
-        """About how many versions a sample's first token can be behind the one that trains on it."""
+        """Approximate largest lag, in versions, between a sample's first token and the weights that train on it."""
         overlap = self.rollout.overlap
         if self.ends_in_step and not overlap:
             return 0
@@ -128,15 +127,15 @@ class RunConfig(Settings):
         return calls * self.rollout.segments - 1 + (overlap + 1 if overlap else 0)
 
     def rollout_of(self, policy: str) -> RolloutConfig:
-        """`rollout` with the engines and vllm of the policy, or of its base, in whose engines it decodes."""
-        own = self.policies[self.policies[policy].base or policy]
+        """Return `rollout` with the `engines` and `vllm` of the policy, or of its base, whose engines it uses."""
+        served = self.policies[self.policies[policy].base or policy]
         return self.rollout.model_copy(
-            update={"engines": own.engines or self.rollout.engines, "vllm": own.vllm or self.rollout.vllm}
+            update={"engines": served.engines or self.rollout.engines, "vllm": served.vllm or self.rollout.vllm}
         )
 
     @property
     def max_kept(self) -> dict[str, int]:
-        """Largest number of tokens that the sampler keeps at a position, for each trained agent with top_p or top_k."""
+        """Most tokens that the sampler keeps at a position, by trained agent with top_p or top_k."""
         return {
             name: self.loss.max_support
             for name, agent in self.agents.items()
@@ -144,7 +143,7 @@ class RunConfig(Settings):
         }
 
     def in_bytes(self) -> RunConfig:
-        """These settings with max_input_tokens of what asks a chat server in its bytes, at four a token, as in English."""
+        """Return the config with max_input_tokens in bytes for users of chat servers, at four bytes per token (English)."""
 
         def counted(asker: Asker) -> Asker:
             is_chat = self.policies[asker.policy].is_chat
@@ -155,7 +154,7 @@ class RunConfig(Settings):
         return self.model_copy(update={"agents": agents, "judge": self.judge and counted(self.judge)})
 
     def records_of(self, policy: str) -> Records:
-        """Records that the policy's engines make of each token beside its log-prob."""
+        """Return what the policy's engines record of each token besides its log-prob."""
         return Records(
             kept_tokens=any(self.agents[name].policy == policy for name in self.max_kept),
             experts=policy in self.trained_policies and self.trainer.router_replay == "rollout",
@@ -163,29 +162,29 @@ class RunConfig(Settings):
 
     @property
     def served_rollouts(self) -> dict[str, RolloutConfig]:
-        """The rollout settings of each policy that has engines of ours, by name."""
-        own = [name for name, policy in self.policies.items() if policy.openai is None and policy.base is None]
-        return {name: self.rollout_of(name) for name in own}
+        """Rollout settings by policy, for policies with local engines."""
+        served = [name for name, policy in self.policies.items() if policy.openai is None and policy.base is None]
+        return {name: self.rollout_of(name) for name in served}
 
     def policies_in(self, pool: str) -> tuple[str, ...]:
-        """Policies that the engines of one decode for: it and those that are built on it."""
+        """Return the policies that the engines of `pool` serve: `pool` itself and those with it as base."""
         return (pool, *(name for name, policy in self.policies.items() if policy.base == pool))
 
     def adapters_in(self, pool: str) -> tuple[AdapterConfig, ...]:
-        """The trained adapters that the engines of one decode with, its own and those of policies that are built on it."""
-        own = (self.trained_policies.get(name) for name in self.policies_in(pool))
-        return tuple(policy.adapter for policy in own if policy is not None and policy.adapter is not None)
+        """Return the trained adapters that the engines of `pool` serve."""
+        policies = (self.trained_policies.get(name) for name in self.policies_in(pool))
+        return tuple(policy.adapter for policy in policies if policy is not None and policy.adapter is not None)
 
     @property
     def pools_of_adapters(self) -> dict[str, str]:
-        """{policy that is an adapter: policy in whose engines it decodes}."""
+        """Policy with an adapter -> policy whose engines serve it."""
         return {name: policy.base or name for name, policy in self.policies.items() if policy.adapter is not None}
 
     @property
     def trained_policies(self) -> dict[str, PolicyConfig]:
-        """Policies that are trained, at least one: every rank holds them, and their engines get new weights.
+        """Policies that are trained: every rank holds them, and their engines get new weights.
 
-        Not those that are frozen, nor the bases of others without an adapter of their own.
+        Excludes frozen policies, and bases of other policies that have no adapter themselves.
         """
         return {
             name: policy
@@ -200,21 +199,21 @@ class RunConfig(Settings):
 
     @property
     def parsers(self) -> dict[str, tuple[str | None, str | None]]:
-        """vLLM's names of what reads calls of tools, and thoughts, by policy."""
+        """vLLM's names of the tool-call parser and the reasoning parser, by policy."""
         return {name: (policy.tool_parser, policy.reasoning_parser) for name, policy in self.policies.items()}
 
     def engine_dtype(self, policy: str) -> Literal["float32", "bfloat16", "float16"]:
-        """The dtype that the policy's engines compute with, once it is decided."""
+        """Return the compute dtype of the policy's engines, after preflight has resolved auto."""
         asked = self.rollout_of(policy).vllm.dtype if self.rollout.engine == "vllm" else None
         return asked or self.policies[policy].decided_dtype
 
     @property
     def undecided(self) -> list[str]:
-        """The policies with weights here whose dtype is auto."""
+        """Policies with local weights whose dtype is auto."""
         return [name for name, policy in self.policies.items() if policy.dtype == "auto" and policy.openai is None]
 
     def with_dtypes(self, dtypes: Mapping[str, str]) -> RunConfig:
-        """The config with these dtypes of the policies named."""
+        """Return the config with these dtypes, by policy."""
         policies = {
             name: policy.model_copy(update={"dtype": dtypes.get(name, policy.dtype)})
             for name, policy in self.policies.items()
@@ -223,7 +222,7 @@ class RunConfig(Settings):
 
     @property
     def has_quantised(self) -> bool:
-        """True if vLLM's engines of a trained policy round its weights."""
+        """True if vLLM engines of a trained policy quantise its weights."""
         quantises = (self.rollout_of(name).vllm.quantization is not None for name in self.trained_policies)
         return self.rollout.engine == "vllm" and any(quantises)
 
@@ -249,7 +248,7 @@ class RunConfig(Settings):
     @field_validator("agents")
     @classmethod
     def _are_the_whole_team(cls, agents: dict[str, AgentConfig], others: ValidationInfo) -> dict[str, AgentConfig]:
-        if "orchestration" not in others.data:  # it is invalid itself, which is reported
+        if "orchestration" not in others.data:  # An invalid orchestration is reported separately.
             return agents
         return find_orchestration(others.data["orchestration"]).whole_team(agents)
 
@@ -264,6 +263,6 @@ class RunConfig(Settings):
 
     @model_validator(mode="after")
     def _sections_agree(self, given: ValidationInfo) -> RunConfig:
-        """context {"trains": False}: nothing is trained (marsrl curate), so every policy may be frozen."""
+        """Check rules between sections; with context {"trains": False} (marsrl curate), all policies may be frozen."""
         check_agreement(self, trains=(given.context or {}).get("trains", True))
         return self
