@@ -115,7 +115,7 @@ def train(files: str, task: str = "math") -> list[str]:
         (train("%s/cut.jsonl"), "/cut.jsonl:2: not JSON: it is cut off at column 13, in the middle of an object"),
         (train("%s/empty.jsonl"), "marsrl: data.train: %s/empty.jsonl holds no problem: it is empty"),
         ([*train("%s/p.jsonl"), "data.eval=%s/gone"], "marsrl: data.eval: %s/gone does not exist; give a jsonl or"),
-        (train("[{path: %s/p.jsonl, weight: 1}]", "%s/mine.py:Mine"), "data.train has weights, and task="),
+        (train("[{path: %s/p.jsonl, weight: 1}]", "%s/mine.py:Mine"), "data.train has weights, but task="),
         (train("[]"), "data.train is []; expected a path"),
         (train("[{path: %s/p.jsonl}]"), "data.train[0]: give every file a count, or every"),
         (train("[{path: %s/p.jsonl, count: 1}, {path: b, weight: 1}]"), "data.train[1]: give every file a count, or every"),
@@ -206,8 +206,8 @@ def test_a_model_that_could_not_be_loaded_is_refused_before_anything_starts(
             ["rollout.group_size=1", "orchestration=solver_verifier", "credit.normalise=trajectory"],
             "rollout.group_size is 1, and with credit.normalise=trajectory episodes are compared: every",
         ),
-        (["credit.train_agents=[solver]", "agents.solver.loss_weight=0"], "agents.solver.loss_weight: 0 for every agent"),
-        (["agents.solver.max_input_tokens=3"], "agents.solver.max_input_tokens is 3, and of 64 prompts the shortest has "),
+        (["credit.train_agents=[solver]", "agents.solver.loss_weight=0"], "agents.solver.loss_weight: 0 for every trained agent"),
+        (["agents.solver.max_input_tokens=3"], "agents.solver.max_input_tokens is 3, but the shortest of 64 prompts has "),
         *([] if find_spec("wandb") else [(["run.wandb=mine"], "run.wandb=mine needs wandb, not installed here")]),
         (["run.name=x", "run.dir=/dev/null/runs"], "run.dir=/dev/null/runs: /dev/null is a file; name a folder"),
         (["run.dir=/dev/null"], "run.dir=/dev/null: /dev/null is a file; name a folder"),
@@ -271,7 +271,7 @@ def test_what_is_wrong_with_the_data_is_counted_and_placed(tmp_path: Path, capsy
     assert main([*words, "agents.solver.max_input_tokens=1000", "agents.solver.long_prompts=cut_middle"]) == 0
     assert f"{long}be cut (agents.solver.long_prompts)" in capsys.readouterr().out
     assert main([*words, "agents.solver.max_input_tokens=10", "agents.solver.long_prompts=cut_left"]) == 2
-    assert "is 10, and the chat template leaves no room in it for a message" in capsys.readouterr().err
+    assert "is 10, but the chat template alone fills it" in capsys.readouterr().err
     assert main([*words, f"data.eval={data}"]) == 2
     assert "5 of the 5 problems of data.eval are among data.train too" in capsys.readouterr().err
 

@@ -154,7 +154,7 @@ def test_unjudged_problems_and_unasked_forms_are_warned_of(tmp_path: Path, model
     task = tmp_path / "open_task.py"
     task.write_text(OPEN)
     words = [word for word in math_words(tmp_path, model) if not word.startswith(("task=", "data."))]
-    with pytest.raises(ConfigError, match="of the 4 problems of held_out none has one: give reference answers"):
+    with pytest.raises(ConfigError, match="none of the 4 problems of held_out has one; add them"):
         preflight(read_config(None, [*words, "preset=math_default", f"task={task}:Open"])[0], world_size=1)
     checked = preflight(read_config(None, [*words, f"task={task}:Half"])[0], world_size=1)
     told = [warning for warning in checked.warnings if "reference" in warning]

@@ -75,7 +75,7 @@ def test_a_teacher_has_the_agents_tokens_and_is_not_asked_where_nothing_is_train
     words: list[str], tmp_path: Path
 ) -> None:
     other = init_model("tiny", "arithmetic", tmp_path / "other")
-    with pytest.raises(ValueError, match=r"its tokenizer is not that of policies\.main"):
+    with pytest.raises(ValueError, match=r"its tokenizer differs from that of policies\.main"):
         preflight(read_config(None, [*words, f"policies.big.model={other}"])[0], world_size=1)
     config = preflight(read_config(None, words, trains=False)[0], world_size=1, trains=False).config
     assert list(config.policies) == ["main"] and config.agents["solver"].teacher is None

@@ -97,7 +97,7 @@ def test_agents_call_tools_where_their_template_shows_them_and_their_team_leaves
     (tmp_path / "echo.py").write_text('def echo(text: str) -> str:\n    "Says it."\n    return text\n')
     (tmp_path / "model/chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
     assert_refused("agents.solver.tools is echo, and of policies.main.model = .* does not show tools", *words)
-    assert_refused("agents.solver.tools is echo, .* what is taught here calls no tools", *calls)
+    assert_refused("agents.solver.tools is echo, .* a warm-started policy calls no tools", *calls)
     qa, echo = ("task=qa", own), "{tools: [echo]}"
     assert_refused("dual_system defines its own", *qa, "orchestration=dual_system", f"agents.system2={echo}")
     external = ("orchestration=external", "external.function=agent.py:run", f"agents={{solver: {echo}}}")

@@ -171,12 +171,12 @@ def test_ranks_have_the_first_gpus_and_engines_the_rest_then_those_of_other_host
 
 
 WITHOUT_CUDA = pytest.mark.skipif(torch.version.cuda is not None, reason="about machines on which PyTorch sees no GPU")
-CPU_BUILD = "is a build for CPUs (`MARSRL_DEVICE=cuda make install`"
+CPU_BUILD = "is a CPU build (`MARSRL_DEVICE=cuda make install`"
 NO_DRIVER = "no NVIDIA driver is found"
 OLD = "the NVIDIA driver is 570.86.15, and CUDA 13.0 needs 580 or newer"
 HERE = "an NVIDIA driver ("
 HIDDEN = "CUDA_VISIBLE_DEVICES hides every GPU"
-TO_HIDE = "hide it, CUDA_VISIBLE_DEVICES=-1"
+TO_HIDE = "hide it with CUDA_VISIBLE_DEVICES=-1"
 PARTS = {CPU_BUILD, NO_DRIVER, OLD, HERE, HIDDEN, TO_HIDE}
 
 

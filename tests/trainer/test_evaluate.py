@@ -367,7 +367,7 @@ def test_a_single_question_is_trained_and_a_warning_says_that_none_is_evaluated(
     (tmp_path / "one.jsonl").write_text(f"{row}\n{row}\n")
     words = [f"policies.main.model={init_model('tiny', 'bytes', tmp_path / 'model')}", "task=math"]
     words += [f"data.train={tmp_path}/one.jsonl", "evaluate.num_problems=3"]
-    said = "data.train has one question, and none is left to evaluate on: give other problems in data.eval"
+    said = "data.train has one question, so none is left to evaluate on; give other problems in data.eval"
 
     def checked(*more: str, trains: bool = True) -> Checked:
         return preflight(read_config(None, [*words, *more], trains=trains)[0], world_size=1, trains=trains)

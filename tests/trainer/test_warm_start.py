@@ -67,7 +67,9 @@ def test_a_team_is_taught_by_its_own_school_and_depends_on_that_school_s_setting
         assert school_of(searching(words)) is None
         with pytest.raises(ValueError, match=r"set policies.main.model, or task=arithmetic, or preset=cpu_search_team"):
             recipe_of(searching(words))
-    with pytest.raises(ValueError, match=r"main.model is not set, and nobody teaches this team .*, or task=arithm"):
+    with pytest.raises(
+        ValueError, match=r"main.model is not set, and this team has no built-in warm start.*, or task=arithm"
+    ):
         preflight(searching("agents.answer.prompt=qa"), world_size=1)
     chains, facts = read_config(None, [])[0], searching()
     slips = "warm_start.search_team.slip_router=0.5"

@@ -1,1 +1,1 @@
-"""Cheap checks of a run before anything starts; `marsrl doctor` runs those of a host."""
+"""Cheap checks before a run starts, and checks of a host for `marsrl doctor`."""

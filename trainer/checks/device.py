@@ -1,4 +1,4 @@
-"""Reasons why a run or engine cannot have its device. A GPU that PyTorch does not see is an error: nothing falls back."""
+"""Check that a run or engine can use its device. A GPU that PyTorch cannot see is an error, without fallback to the CPU."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from typing import Literal
 
 Device = Literal["auto", "cuda", "cpu"]
 
-KERNEL_MODULE = Path("/proc/driver/nvidia/version")  # exists in containers too, even in those without a GPU
-CUDA_SET = "13.0"  # of constraints/cuda.txt
-OLDEST_DRIVER = {12: 525, 13: 580}  # by CUDA's major version: docs.nvidia.com/deploy/cuda-compatibility, table 1
+KERNEL_MODULE = Path("/proc/driver/nvidia/version")  # Also exists in containers, even in those without a GPU.
+CUDA_SET = "13.0"  # The CUDA version of constraints/cuda.txt.
+OLDEST_DRIVER = {12: 525, 13: 580}  # CUDA major version -> driver: docs.nvidia.com/deploy/cuda-compatibility, table 1.
 
 
 def driver_version() -> str | None:
-    """Version of the NVIDIA driver, such as 580.65.06; None if neither the kernel nor nvidia-smi reports one."""
+    """Return the NVIDIA driver's version, such as 580.65.06; None if neither the kernel nor nvidia-smi reports one."""
     try:
-        said = KERNEL_MODULE.read_text(encoding="utf-8").partition("\n")[0]
+        report = KERNEL_MODULE.read_text(encoding="utf-8").partition("\n")[0]
     except OSError:
         words = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         try:
-            said = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True).stdout
+            report = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True).stdout
         except (OSError, subprocess.SubprocessError):
             return None
-    found = re.search(r"\d+\.\d[\d.]*", said)
-    return found.group() if found else None
+    version = re.search(r"\d+\.\d[\d.]*", report)
+    return version.group() if version else None
 
 
 def why_not_device(asked: Device = "auto") -> str | None:
-    """Reason why PyTorch cannot compute on the device asked for; None: it can.
+    """Return why PyTorch cannot compute on the requested device; None if it can.
 
-    asked: auto is the CPU only if no GPU is available: without a driver, or with an empty CUDA_VISIBLE_DEVICES. If
+    asked: auto means the CPU only if no GPU is available: without a driver, or with an empty CUDA_VISIBLE_DEVICES. If
         PyTorch sees no GPU, MARSRL_DEVICE=cpu overrides any value with cpu.
     """
     import torch
@@ -41,7 +41,7 @@ def why_not_device(asked: Device = "auto") -> str | None:
     if torch.cuda.is_available():
         if asked != "cpu":
             return None
-        return "the CPU is asked for, and PyTorch sees a GPU, which it would use: hide it, CUDA_VISIBLE_DEVICES=-1"
+        return "the CPU is requested, but PyTorch sees a GPU and would use it; hide it with CUDA_VISIBLE_DEVICES=-1"
     device = "cpu" if os.environ.get("MARSRL_DEVICE") == "cpu" else asked
     are_hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
     version, build = driver_version(), torch.version.cuda
@@ -53,18 +53,18 @@ def why_not_device(asked: Device = "auto") -> str | None:
         reasons.append("CUDA_VISIBLE_DEVICES hides every GPU")
     if build is None:
         reasons.append(
-            f"PyTorch {torch.__version__} is a build for CPUs (`MARSRL_DEVICE=cuda make install` replaces it by that for CUDA)"
+            f"PyTorch {torch.__version__} is a CPU build (`MARSRL_DEVICE=cuda make install` installs the CUDA build)"
         )
     cuda = build or CUDA_SET
     oldest = OLDEST_DRIVER.get(int(cuda.partition(".")[0]), 0)
     if not has_driver:
-        reasons.append("no NVIDIA driver is found; a container gets it with its GPUs (docker run --gpus all)")
+        reasons.append("no NVIDIA driver is found (in a container, pass the GPUs: docker run --gpus all)")
     elif version is not None and int(version.partition(".")[0]) < oldest:
-        reasons.append(f"the NVIDIA driver is {version}, and CUDA {cuda} needs {oldest} or newer")
+        reasons.append(f"the NVIDIA driver is {version}, but CUDA {cuda} needs {oldest} or newer")
     if not reasons:
-        reasons.append(_words_of_torch())
-    driver = f"an NVIDIA driver{f' ({version})' if version else ''} is here, and " if has_driver else ""
-    return f"{driver}PyTorch sees no GPU: {'; '.join(reasons)}. If the CPU is meant, set MARSRL_DEVICE=cpu or run.device=cpu"
+        reasons.append(_torch_error())
+    driver = f"an NVIDIA driver{f' ({version})' if version else ''} is installed, but " if has_driver else ""
+    return f"{driver}PyTorch sees no GPU: {'; '.join(reasons)}. To use the CPU, set MARSRL_DEVICE=cpu or run.device=cpu"
 
 
 def _has_libcuda() -> bool:
@@ -75,7 +75,7 @@ def _has_libcuda() -> bool:
     return True
 
 
-def _words_of_torch() -> str:
+def _torch_error() -> str:
     import torch
 
     try:

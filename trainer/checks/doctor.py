@@ -1,4 +1,4 @@
-"""`marsrl doctor`: what is installed, what works on this host, and why the rest does not. Starts no engine."""
+"""`marsrl doctor`: what is installed, what works on this host, and why the rest does not. It starts no engine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from marsrl.trainer.plan.placement import with_backend
 
 
 class Finding(NamedTuple):
-    """One line of the report. detail: the version, or the reason why not."""
+    """One line of the report. detail: the version, or why something is not used."""
 
     topic: str
     name: str
@@ -42,10 +42,10 @@ class Finding(NamedTuple):
 
 
 def examine(config: RunConfig | None = None, num_nodes: int = 1, ranks_per_node: int | None = None) -> list[Finding]:
-    """All findings. Runs only a snippet in a sandbox, and briefly joins the Ray cluster that the config names, if any.
+    """Return all findings. Runs one snippet in a sandbox, and briefly joins the Ray cluster that the config names.
 
-    config: also report its outcome on this host; None: check what default settings need.
-    num_nodes, ranks_per_node: torchrun's options; None: a rank for each GPU not used by engines.
+    config: settings to check on this host too; None: check what the defaults need.
+    num_nodes, ranks_per_node: as for torchrun; None: one rank for each GPU that engines do not use.
     """
     installed, (settings, _) = library_versions(LIBRARIES), decide_dtypes(config or RunConfig())
     libraries = {name: f"{installed.get(name, 'not installed')}: {purpose}" for name, purpose in LIBRARIES.items()}
@@ -68,7 +68,7 @@ def examine(config: RunConfig | None = None, num_nodes: int = 1, ranks_per_node:
 
 
 def report(findings: Sequence[Finding]) -> str:
-    """The findings as text, one line each: + is used here, - is not."""
+    """Return the findings as text, one line each: + is used on this host, - is not."""
     lines = []
     for topic in dict.fromkeys(finding.topic for finding in findings):
         lines.append(topic)
@@ -78,7 +78,7 @@ def report(findings: Sequence[Finding]) -> str:
 
 
 def machine_findings(settings: RunConfig) -> Iterator[Finding]:
-    """Python, cores, the GPU, and room for weights in files."""
+    """Yield findings about Python, cores, the GPU, and space for weight files."""
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     yield Finding("machine", "python", True, f"{platform.python_version()} ({sys.executable})")
     yield Finding("machine", "cores", True, f"{os.cpu_count()}, {memory_gib:.0f} GiB memory")
@@ -94,11 +94,11 @@ def machine_findings(settings: RunConfig) -> Iterator[Finding]:
     parent = parent_of(settings.sync.directory)
     if left := [folder.name for folder in left_behind(parent)]:
         named = ", ".join(left)
-        yield Finding("machine", str(parent), False, f"weights of dead runs, the next run removes them: {named}")
+        yield Finding("machine", str(parent), False, f"weights of ended runs, which the next run removes: {named}")
 
 
 def room_for_weights(config: RunConfig) -> Finding:
-    """Room for weight files, if weights are sent as files, and the available shared memory."""
+    """Return the space for weight files, if weight sync uses them, and the available shared memory."""
     parent = parent_of(config.sync.directory)
     usage = shutil.disk_usage(parent)
     config = with_backend(config, on_gpus=torch.cuda.is_available())
@@ -114,18 +114,20 @@ def room_for_weights(config: RunConfig) -> Finding:
             needed += 2 * elements(find_shape(model or "")).total * itemsize
         detail = f"; weights in files (sync.backend=shm) need {needed / 2**30:.1f} GiB, two versions"
     if needed > usage.free:
-        detail += ": make room (docker run --shm-size), or set sync.directory to a larger folder"
+        detail += ": free some space (docker run --shm-size), or set sync.directory to a larger folder"
     room = f"{usage.free / 2**30:.1f} of {usage.total / 2**30:.1f} GiB free"
     return Finding("machine", str(parent), needed <= usage.free, room + detail)
 
 
 def gpu_findings() -> Iterator[Finding]:
-    """Driver, CUDA, NCCL and peer access between GPUs; nothing if PyTorch sees no GPU."""
+    """Yield findings about driver, CUDA, NCCL and peer access between GPUs; none if PyTorch sees no GPU."""
     cuda: Any = torch.cuda
     if not cuda.is_available():
         return
     version = driver_version()
-    yield Finding("gpu", "driver", version is not None, version or f"{KERNEL_MODULE} and nvidia-smi say no version")
+    yield Finding(
+        "gpu", "driver", version is not None, version or f"neither {KERNEL_MODULE} nor nvidia-smi reports a version"
+    )
     capability = ".".join(map(str, cuda.get_device_capability(0)))
     memory = f"{cuda.get_device_properties(0).total_memory / 2**30:.0f} GiB each"
     yield Finding("gpu", "CUDA", True, f"{torch.version.cuda} of torch; compute capability {capability}, {memory}")
@@ -135,16 +137,16 @@ def gpu_findings() -> Iterator[Finding]:
         f"{a}-{b}" for a in range(num) for b in range(a + 1, num)
         if not (cuda.can_device_access_peer(a, b) and cuda.can_device_access_peer(b, a))
     ]  # fmt: skip
-    peers = "one GPU alone" if num == 1 else f"all {num} GPUs reach each other's memory"
+    peers = "a single GPU" if num == 1 else f"all {num} GPUs can access each other's memory"
     if cut_off:
-        peers = f"no direct way between {', '.join(cut_off)}: NCCL goes through host memory there (nvidia-smi topo -m)"
+        peers = f"no peer access between {', '.join(cut_off)}: NCCL goes through host memory there (nvidia-smi topo -m)"
     yield Finding("gpu", "peer access", not cut_off, peers)
 
 
 def python_header() -> Finding:
-    """Python's C header, with which Triton compiles the launcher of a kernel at its first use."""
+    """Check for Python's C header, which Triton needs to compile kernel launchers."""
     header = Path(sysconfig.get_path("include"), "Python.h")
-    missing = f"{header} is missing: Triton compiles no kernel on GPUs; apt-get install python3-dev"
+    missing = f"{header} is missing, so Triton cannot compile kernels for GPUs; apt-get install python3-dev"
     return Finding("build", "Python.h", header.is_file(), str(header) if header.is_file() else missing)
 
 
@@ -162,14 +164,14 @@ def _engines(installed: dict[str, str]) -> Iterator[Finding]:
     yield Finding("engines", "vllm", has_vllm, vllm)
     ray = "serves" if has_ray else "not installed: rollout.placement=local only"
     yield Finding("engines", "ray actors", has_ray, ray)
-    local = "our own forward, where vLLM cannot be installed (rollout.engine=local)"
+    local = "our own engine, for hosts without vLLM (rollout.engine=local)"
     yield Finding("engines", "local", True, local)
 
 
 def _megatron(installed: dict[str, str]) -> Iterator[Finding]:
     chosen = choose_layers()
     has_te = chosen.layers == "transformer_engine"
-    megatron = installed.get("megatron-core", "not installed: nothing trains")
+    megatron = installed.get("megatron-core", "not installed: training is impossible")
     yield Finding("training", "megatron-core", "megatron-core" in installed, megatron)
     why = f"norms and linear layers: {chosen.why}" if has_te else chosen.why
     yield Finding("training", "layer spec: TransformerEngine", has_te, why)
@@ -180,7 +182,7 @@ def _megatron(installed: dict[str, str]) -> Iterator[Finding]:
 
 
 def sandbox_findings(settings: RunConfig) -> Iterator[Finding]:
-    """Sandbox for a model's code on this host, by tools.python's settings or their defaults."""
+    """Yield findings about the sandbox for a model's code, by tools.python's settings or their defaults."""
     from marsrl.rollout.tools.config import PythonTool
     from marsrl.rollout.tools.python.launcher import check_sandbox
 
@@ -192,15 +194,15 @@ def sandbox_findings(settings: RunConfig) -> Iterator[Finding]:
 
 
 def ray_findings(config: RunConfig) -> Iterator[Finding]:
-    """Ray's token on this host, and the resources of the cluster that the config names."""
+    """Yield findings about Ray's token on this host, and the resources of the cluster that the config names."""
     if importlib.util.find_spec("ray") is None:
-        return  # reported with the engines
+        return  # The engines' findings report it.
     from marsrl.rollout.pool.ray_token import show_token
 
     yield Finding("ray", "token", *show_token())
     address = config.rollout.ray_address
     if address is None:
-        detail = "none is named (rollout.ray_address): a run starts one for this machine alone"
+        detail = "not set (rollout.ray_address): a run starts a cluster on this machine only"
     elif is_started_here(address):
         detail = f"rollout.ray_address={address}: the run starts it, other hosts run `marsrl join`"
     else:
@@ -215,7 +217,7 @@ def ray_findings(config: RunConfig) -> Iterator[Finding]:
 
 
 def free_gpus(config: RunConfig) -> int:
-    """Ranks of a node: one for each of this host's GPUs not used by the config's engines; 1 without GPUs."""
+    """Return the ranks per node: one for each GPU that the config's engines do not use; 1 without GPUs."""
     if config.rollout.placement == "local" or not torch.cuda.is_available():
         return 1
     of_engines = num_engine_gpus(tuple(config.served_rollouts.values())) if config.rollout.ray_address is None else 0
@@ -223,7 +225,7 @@ def free_gpus(config: RunConfig) -> int:
 
 
 def config_findings(config: RunConfig, num_nodes: int, ranks_per_node: int) -> Iterator[Finding]:
-    """Outcome of a run with these settings on hosts like this one: its placement or the refusal."""
+    """Yield the outcome of a run with these settings on hosts like this one: its placement or the error."""
     started = f"torchrun --nnodes {num_nodes} --nproc-per-node {ranks_per_node}"
     world_size = num_nodes * ranks_per_node
     with environment(LOCAL_WORLD_SIZE=str(ranks_per_node), WORLD_SIZE=str(world_size)):
@@ -233,7 +235,7 @@ def config_findings(config: RunConfig, num_nodes: int, ranks_per_node: int) -> I
             yield Finding("config", started, False, f"refused: {error}")
             return
     yield Finding("config", started, True, "passes every check of a dry run")
-    engines = f"rollout.engine={checked.config.rollout.engine}: kernels of ours, as above"
+    engines = f"rollout.engine={checked.config.rollout.engine}: our kernels, as above"
     if checked.config.rollout.engine == "vllm":
         device, vllm = "cuda" if torch.cuda.is_available() else "cpu", checked.config.rollout.vllm
         words = engine_arguments(EngineSpec("vllm", "", "bfloat16", max_model_len=1, device=device, vllm=vllm))

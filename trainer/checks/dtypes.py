@@ -1,4 +1,4 @@
-"""The dtype of policies whose setting is auto: kept by resumes."""
+"""Resolution of dtype=auto. A resumed run keeps its dtypes."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from marsrl.trainer.machine import native_dtype
 
 
 def decide_dtypes(config: RunConfig, began: RunConfig | None = None) -> tuple[RunConfig, list[str]]:
-    """Replace dtypes of auto: (the config, sentences that say which dtype and why).
+    """Resolve dtype=auto; return the config, and a sentence for each policy that says which dtype and why.
 
-    began: the settings of the run or evaluation to go on with, whose dtypes hold on this machine too; None: a new one.
+    began: settings of the run or evaluation to resume, whose dtypes are kept; None for a new one.
     """
     native, why = native_dtype()
     dtypes, reasons = dict[str, str](), dict[tuple[str, str], list[str]]()

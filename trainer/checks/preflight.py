@@ -60,16 +60,16 @@ from marsrl.trainer.plan.refusals import (
 from marsrl.trainer.schools.schools import school_of, who_is_taught
 from marsrl.trainer.torchrun import is_rank_0
 
-_LOOKED_AT = 64  # prompts of a team's first agent that are checked, if all fit
+_NUM_CHECKED = 64  # Prompts of a team's first agent to check, if all of them fit.
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """Settings that are consistent with each other and with the files on disk. `task` has already read its problems.
+    """Settings that agree with each other and with the files on disk. `task` has read its problems.
 
-    plan: the arithmetic of a step, as text. placement: the rank or engine of each GPU, as text. ends: by policy, the tokens that
-    end its completions, as text. warnings: likely mistakes that are no errors. curators: policies used only by `marsrl curate`,
-    not by runs. dtypes: what auto means here, and why, as text.
+    plan: batch sizes of a step, as text. placement: the rank or engine of each GPU, as text. ends: by policy, the tokens that
+    end its completions, as text. warnings: likely mistakes. curators: policies used only by `marsrl curate`,
+    not by runs. dtypes: how auto was resolved, and why, as text.
     """
 
     config: RunConfig
@@ -88,12 +88,12 @@ class Checked:
         return {key: fingerprint(problems) for key, problems in found if problems}
 
     def settings(self) -> str:
-        """Every resolved setting, as YAML."""
+        """All resolved settings, as YAML."""
         whole = self.config.model_copy(update={"policies": {**self.config.policies, **self.curators}})
         return yaml.safe_dump(whole.model_dump(mode="json"), sort_keys=False)
 
     def text(self) -> str:
-        """Summary of the run: batch arithmetic, placement, data, warnings."""
+        """Summary of the run: batch sizes, placement, data, warnings."""
         lines = ["batch arithmetic:", *(f"  {line}" for line in self.plan)]
         lines += ["placement:", *(f"  {line}" for line in self.placement)]
         if self.problems.num_skipped:
@@ -113,7 +113,7 @@ class Checked:
             lines.append(
                 f"problems to evaluate on: {num if self.problems.sets or not most else min(num, most):,} of {of_eval}{least}"
             )
-        lines += [f"policies.{name}: asked by marsrl curate alone" for name in self.curators]
+        lines += [f"policies.{name}: used only by marsrl curate" for name in self.curators]
         lines += self.dtypes
         device = engines_device(self.host)
         lines += [f"policies.{name}: {who_draws(vllm, device)}" for name, vllm in vllm_of(self.config).items()]
@@ -129,15 +129,15 @@ def preflight(
     given: Sequence[Problem] | None = None,
     began: RunConfig | None = None,
 ) -> Checked:
-    """Resolve and check the settings. Reads the data files, inspects the model directories, and briefly starts a user's own
-    tools, but nothing else.
+    """Resolve and check the settings. Reads the data files, inspects the model directories, and briefly starts the user's
+    tools; starts nothing else.
 
     trains: False if the team is only evaluated: no trainer uses the GPUs, and problems of data.eval suffice.
-    given: problems to evaluate on, in place of those of the data files.
-    began: the settings of a run or evaluation to go on with, which keeps its dtypes.
+    given: problems to evaluate on, instead of those in the data files.
+    began: settings of the run or evaluation to resume, whose dtypes are kept.
 
     Raises:
-        ValueError: settings, data or a model directory are invalid; the text says which, with what was found and expected.
+        ValueError: settings, data or a model directory are invalid; the message has what was found and expected.
         OSError: a file cannot be read.
     """
     import torch
@@ -161,7 +161,7 @@ def preflight(
     check_machine(config, host)
     problems = problems_of(config, trains=trains, given=given)
     task = build_task(config.task, config.task_options, problems.train, problems.held_out)
-    orchestration = build_orchestration(  # or refuses its prompts
+    orchestration = build_orchestration(  # Raises if a prompt is invalid.
         config.orchestration,
         config.agents,
         task.prompts,
@@ -195,7 +195,7 @@ def preflight(
 
 
 def _of_the_other_engine(config: RunConfig) -> list[str]:
-    """A warning about non-default settings of an engine that this run does not use."""
+    """Return a warning about non-default settings of the engine that this run does not use."""
     rollout = config.rollout
     sections: dict[str, Settings] = {"rollout.local": rollout.local}
     if rollout.engine == "local":
@@ -210,9 +210,9 @@ def _of_the_other_engine(config: RunConfig) -> list[str]:
 
 
 def _checked_policy(config: RunConfig, name: str, world_size: int, *, trains: bool) -> tuple[RunConfig, list[str]]:
-    """Check a policy's directory: (the config with prompts shortened to leave room in its model, warnings)."""
+    """Check a policy's model directory; return the config with prompts limited to the model's positions, and warnings."""
     policy, asked, warnings = config.policies[name], config, list[str]()
-    longest_sequence(config, name)  # otherwise no agent has the policy
+    longest_sequence(config, name)  # Otherwise no agent uses the policy.
     if policy.openai is not None:  # the directory is for the tokenizer only; the maximum length is the server's
         if policy.openai.api == "completions" and policy.openai.prompt == "text":
             key, reasons = f"policies.{name}.openai.prompt", ChatRenderer(str(policy.model)).why_not_text()
@@ -226,7 +226,7 @@ def _checked_policy(config: RunConfig, name: str, world_size: int, *, trains: bo
     shape = taught_shape(config, policy) if policy.model is None else read_shape(policy.model)
     if shape is None:
         raise ConfigError(
-            f"policies.{name}.model is not set, and nobody teaches this team from random weights; give a Hugging Face model "
+            f"policies.{name}.model is not set, and this team has no built-in warm start; give a Hugging Face model "
             f"directory (`marsrl init` makes a random one to try things with), or {who_is_taught()}"
         )
     if policy.model is not None:
@@ -247,10 +247,10 @@ def _checked_policy(config: RunConfig, name: str, world_size: int, *, trains: bo
 
 
 def _shorter_than_asked(asked: RunConfig, config: RunConfig) -> list[str]:
-    """Warnings about prompt lengths that a file or the command line sets and that were lowered; defaults are lowered silently."""
+    """Return warnings about explicitly set prompt lengths that were lowered; defaults are lowered silently."""
     return [
-        f"agents.{name}.max_input_tokens is {agent.max_input_tokens}, and {config.agents[name].max_input_tokens} in this run: "
-        "the model's positions and a micro-batch leave no more beside the agent's completion"
+        f"agents.{name}.max_input_tokens is {agent.max_input_tokens}, lowered to {config.agents[name].max_input_tokens}: "
+        "the model's positions and a micro-batch leave no more room next to the agent's completion"
         for name, agent in asked.agents.items()
         if "max_input_tokens" in agent.model_fields_set
         and config.agents[name].max_input_tokens < agent.max_input_tokens
@@ -258,7 +258,7 @@ def _shorter_than_asked(asked: RunConfig, config: RunConfig) -> list[str]:
 
 
 def check_trainable(config: RunConfig, name: str, shape: ModelShape, world_size: int) -> None:
-    """The model and its reference can be cut as the layout says, and the loss can be computed on them."""
+    """Check that the layout can split the model and its reference, and that the loss can be computed on them."""
     from marsrl.trainer.learner.megatron.hf_files import HfReader
 
     layout = resolve(config.policies[name].layout)
@@ -286,13 +286,13 @@ def check_trainable(config: RunConfig, name: str, shape: ModelShape, world_size:
         check(layout, other, world_size)
         if other.vocab_size != shape.vocab_size:
             raise ConfigError(
-                f"policies.{name}.reference has a vocabulary of {other.vocab_size}, policies.{name}.model one of "
-                f"{shape.vocab_size}; the reference scores the policy's tokens, so both need one tokenizer"
+                f"policies.{name}.reference has a vocabulary of {other.vocab_size}, but policies.{name}.model has "
+                f"{shape.vocab_size}; the reference scores the policy's tokens: name one with the same tokenizer"
             )
 
 
 def check_adapter(name: str, policy: PolicyConfig, shape: ModelShape) -> None:
-    """The model has what the adapter is for, and all of the PEFT directory that it starts from is used."""
+    """Check that the model has the adapter's targets, and that the adapter uses all of the PEFT directory it starts from."""
     adapter = policy.adapter
     if adapter is None:
         return
@@ -306,45 +306,47 @@ def check_adapter(name: str, policy: PolicyConfig, shape: ModelShape) -> None:
 
 
 def _of_another_base(name: str, policy: PolicyConfig) -> list[str]:
-    """A warning where adapter.start names a base with another name than the policy's model or, if it is here, other weights."""
+    """Return a warning if the base of adapter.start has another name, or other weights, than the policy's model."""
     from marsrl.trainer.learner.megatron.hf_files import weights_sum
 
     model = policy.model
     if policy.adapter is None or policy.adapter.start is None or model is None:
         return []
     base = str(peft_settings(Path(policy.adapter.start)).get("base_model_name_or_path") or model)
-    # The Hub's cache has folders such as models--Qwen--Qwen3-8B.
+    # Folders in the Hub's cache have names such as models--Qwen--Qwen3-8B.
     is_same = Path(base).name.lower() == Path(model).name.lower() or base.replace("/", "--") in model
-    with suppress(ValueError):  # a folder without weights
+    with suppress(ValueError):  # The folder may have no weights.
         if Path(base).is_dir():
             is_same = weights_sum(base) == weights_sum(model)
     if is_same:
         return []
     key = f"policies.{name}"
-    return [f"{key}.adapter.start was trained on {base}, and {key}.model is {model}: are these the same weights?"]
+    return [
+        f"{key}.adapter.start was trained on {base}, but {key}.model is {model}; check that these are the same weights"
+    ]
 
 
 def _check_something_trains(config: RunConfig) -> None:
-    """Check that some sample can have a gradient: through a non-zero advantage, or a loss term that needs none."""
+    """Check that some sample can have a gradient, through an advantage or through a KL or entropy term."""
     credit, loss = config.credit, config.loss
     if config.teachers:
         return
     trained = [name for name in config.agents if credit.trains(name)]
     if all(config.agents[name].loss_weight == 0 for name in trained):
         keys = ", ".join(f"agents.{name}.loss_weight" for name in trained)
-        raise ConfigError(f"{keys}: 0 for every agent that is trained, and nothing is left to train; raise one")
+        raise ConfigError(f"{keys}: 0 for every trained agent, so nothing would train; raise one")
     if loss.keeps_zero:
         return
     compared_with = {"group": "a sample is compared with those of its group", "trajectory": "episodes are compared"}
     if config.rollout.group_size == 1 and credit.normalise in compared_with and credit.singleton == "zero":
         raise ConfigError(
             f"rollout.group_size is 1, and with credit.normalise={credit.normalise} {compared_with[credit.normalise]}: every "
-            "advantage would be 0 and nothing would train; raise it, or set credit.singleton=raw or another credit.normalise"
+            "advantage would be 0; raise rollout.group_size, or set credit.singleton=raw or another credit.normalise"
         )
 
 
 def check_external(external: ExternalConfig) -> str | None:
-    """The workers' key, None for a random one; checks on the responsible rank that the program can start and the port is free."""
+    """Return the workers' key (None: a random one), after checking that the program can start and the port is free."""
     from marsrl.rollout.http_server import listen
 
     if not is_rank_0():
@@ -359,12 +361,12 @@ def check_external(external: ExternalConfig) -> str | None:
 
 
 def _check_parsers(config: RunConfig) -> None:
-    """Check that vLLM's parsers read what the models' chat templates write."""
+    """Check that vLLM's parsers can read what the models' chat templates write."""
     for name, policy in config.policies.items():
         if (policy.tool_parser or policy.reasoning_parser) and (policy.model is None or config.external is None):
             raise ConfigError(
-                f"policies.{name}.tool_parser and reasoning_parser are for orchestration=external and a policy with a model "
-                "of its own: leave them out"
+                f"policies.{name}.tool_parser and reasoning_parser need orchestration=external and a policy with a local "
+                "model; remove them"
             )
     renderers = {name: ChatRenderer(policy.model) for name, policy in config.policies.items() if policy.model}
     agents = {name: agent for name, agent in config.agents.items() if agent.policy in renderers}
@@ -372,37 +374,37 @@ def _check_parsers(config: RunConfig) -> None:
 
 
 def check_layouts(config: RunConfig) -> None:
-    """All trained policies are cut alike: every rank holds them all, on one set of process groups. On a CPU none offloads."""
+    """Check that all trained policies have one layout, because ranks share process groups, and that none offloads on a CPU."""
     import torch
 
     first = next(iter(config.trained_policies))
     for name, policy in config.trained_policies.items():
         if resolve(policy.layout) != resolve(config.policies[first].layout):
             raise ConfigError(
-                f"policies.{name}.layout is not policies.{first}.layout: every trainer rank holds every trained policy, on one "
-                "set of process groups; give them one layout"
+                f"policies.{name}.layout differs from policies.{first}.layout, but all trained policies share one "
+                "set of process groups; set the same layout for all"
             )
         offloads = policy.optimizer.offload or policy.recompute == "full_offload"
         if offloads and not torch.cuda.is_available():
             raise ConfigError(
-                f"policies.{name} has optimizer.offload=true or recompute=full_offload, and PyTorch sees no CUDA device whose "
-                "memory that would free: set false and full"
+                f"policies.{name} has optimizer.offload=true or recompute=full_offload, but PyTorch sees no CUDA device; "
+                "set optimizer.offload=false and recompute=full"
             )
 
 
 def _check_prometheus(port: int) -> None:
-    """Check on the rank that will open the port that it is free."""
+    """Check, on the rank that will open it, that the port is free."""
     if not port or not is_rank_0():
         return
     check_installed(f"run.prometheus_port={port}", "prometheus_client", otherwise="unset it")
     try:
         socket.create_server(("127.0.0.1", port)).close()
     except OSError as error:
-        raise ConfigError(f"run.prometheus_port={port}: {error.strerror}; give a port that is free, or 0") from error
+        raise ConfigError(f"run.prometheus_port={port}: {error.strerror}; set a free port, or 0") from error
 
 
 def _check_judge(config: RunConfig, problems: RunProblems, *, trains: bool) -> list[str]:
-    """A warning about problems without a reference answer; an error if no problem to be judged has one."""
+    """Return a warning about problems without a reference answer; raise if no problem has one."""
     judge, warnings = config.judge, list[str]()
     if judge is None:
         return warnings
@@ -412,32 +414,32 @@ def _check_judge(config: RunConfig, problems: RunProblems, *, trains: bool) -> l
         num_without = sum(problem.answer is None for problem in found)
         if found and num_without == len(found):
             raise ConfigError(
-                f"judge.policy={judge.policy} compares answers with a reference, and of the {len(found)} problems of {where} "
-                "none has one: give reference answers, or leave the judge out and have the task judge"
+                f"judge.policy={judge.policy} needs reference answers, but none of the {len(found)} problems of {where} "
+                "has one; add them, or remove the judge so that the task judges"
             )
         if num_without:
             warnings.append(
-                f"{num_without} of {len(found)} problems of {where} have no reference answer: what is answered to them is not "
-                "judged and has no reward"
+                f"{num_without} of {len(found)} problems of {where} have no reference answer; answers to them are not "
+                "judged and have no reward"
             )
     return warnings
 
 
 def check_files(model: str, shape: ModelShape, *, is_trained: bool) -> None:
-    """The weights are those that config.json describes, by their files' headers; the tokenizer renders chats."""
+    """Check that the weight files' headers match config.json, and that the tokenizer can render chats."""
     from marsrl.trainer.learner.megatron.hf_files import HfReader
 
     HfReader(model).check(shape, is_trained=is_trained)
     vocab_size = ChatRenderer(model).vocab_size
     if vocab_size > shape.vocab_size:
         raise ConfigError(
-            f"model: {model}: the tokenizer has {vocab_size} tokens, config.json's vocab_size is {shape.vocab_size}; they are "
-            "not of one model"
+            f"model: {model}: the tokenizer has {vocab_size} tokens, but config.json's vocab_size is {shape.vocab_size}; they "
+            "come from different models: restore the model's own files"
         )
 
 
 def _renderer(config: RunConfig, policy: str) -> ChatRenderer:
-    """The chats of a policy, also of one that is still to be taught."""
+    """Return the chat renderer of a policy, also of one that is still to be warm-started."""
     if (folder := config.policies[policy].directory) is not None:
         return ChatRenderer(folder)
     school = school_of(config)
@@ -448,46 +450,46 @@ def _renderer(config: RunConfig, policy: str) -> ChatRenderer:
 
 
 def _check_teachers(config: RunConfig) -> None:
-    """A teacher scores an agent's tokens: both have the same, and its model has room for the longest sample."""
+    """Check that each teacher has its agent's tokenizer, and room for the longest sample."""
     for name, agent in config.agents.items():
         if agent.teacher is None:
             continue
         key = f"agents.{name}.teacher.policy is {agent.teacher.policy}"
         model = config.policies[agent.teacher.policy].model
-        assert model is not None, "of a frozen policy"
+        assert model is not None, "a frozen policy has a model"
         shape, own = read_shape(model), config.policies[agent.policy].model
         if why := _renderer(config, agent.policy).why_other_tokens(ChatRenderer(model)):
             raise ConfigError(
-                f"{key}, and its tokenizer is not that of policies.{agent.policy} (the token {why} there): a teacher scores the "
-                "agent's own tokens; take a model of the same family"
+                f"{key}, but its tokenizer differs from that of policies.{agent.policy} (the token {why} there); use a "
+                "model of the same family"
             )
         if own is not None and (num := read_shape(own).vocab_size) > shape.vocab_size:
             raise ConfigError(
-                f"{key}, with a vocab_size of {shape.vocab_size} in config.json, and policies.{agent.policy} has {num}: the "
-                "agent can draw tokens that the teacher does not know"
+                f"{key}, with a vocab_size of {shape.vocab_size} in config.json, but policies.{agent.policy} has {num}: the "
+                "agent can sample tokens that the teacher lacks; use a teacher with a vocabulary as large"
             )
         if (longest := longest_sequence(config, agent.teacher.policy)) > shape.max_positions:
             raise ConfigError(
-                f"{key}, whose model knows {shape.max_positions} positions, and a sample has up to {longest - 1} tokens, and one "
-                f"behind them: lower agents.{name}.max_input_tokens or rollout.max_response_tokens"
+                f"{key}, whose model has {shape.max_positions} positions, but scoring a sample takes up to {longest}; "
+                f"lower agents.{name}.max_input_tokens or rollout.max_response_tokens"
             )
 
 
 def _check_templates(config: RunConfig) -> None:
-    """Check that chat templates show tools, for agents that call them, and that a policy taught here reads what it was taught."""
+    """Check that chat templates render tools for agents that use them, and that warm-started policies get known prompts."""
     for name, agent in config.agents.items():
         given = [key for key in ("system", "suffix") if getattr(agent, key) is not None]
         if given and config.policies[agent.policy].model is None:
             raise ConfigError(
-                f"agents.{name}.{given[0]} is set, and policies.{agent.policy}.model is not: a policy that is taught here knows "
-                "no prompts but the task's; set a model, or leave the text out"
+                f"agents.{name}.{given[0]} is set, but policies.{agent.policy}.model is not; a warm-started policy knows "
+                f"only the task's prompts: set a model, or remove {given[0]}"
             )
         if not agent.tools:
             continue
         key, model = f"agents.{name}.tools is {', '.join(agent.tools)}", config.policies[agent.policy].directory
         if model is None:
             raise ConfigError(
-                f"{key}, and policies.{agent.policy}.model is not set: what is taught here calls no tools"
+                f"{key}, but policies.{agent.policy}.model is not set; a warm-started policy calls no tools: set a model"
             )
         try:
             ChatRenderer(model).check_shows_tools()
@@ -502,12 +504,12 @@ def _check_first_prompts(
     functions: Mapping[str, Sequence[ToolFunction]],
     num_problems: int,
 ) -> list[str]:
-    """Warnings about first prompts longer than the agent's max_input_tokens, and about prompts that do not ask for the form
-    of answers; an error if all are too long, and none is cut.
+    """Return warnings about first prompts longer than max_input_tokens, and about prompts that do not ask for the form
+    of answers; raise if all are too long and none is cut.
 
-    num_problems: of the data; 0: the task generates them.
+    num_problems: in the data; 0 if the task generates them.
     """
-    if orchestration.plays_sessions:  # a program's prompts are unknown
+    if orchestration.plays_sessions:  # A program's prompts are unknown.
         return []
     source = task.problems(config.run.seed)
     (ask, *_) = _first_asks(orchestration, Episode("preflight", "preflight", source(0)))
@@ -516,26 +518,24 @@ def _check_first_prompts(
     renderer = _renderer(config, policy)
     tools, options = [function for name in settings.tools for function in functions[name]], settings.template_options
     lengths, chats, problems = list[int](), list[str](), list[Problem]()
-    most, key = num_problems or _LOOKED_AT, f"agents.{first}.max_input_tokens"
-    while len(lengths) < most and (len(lengths) < _LOOKED_AT or (is_skipped and min(lengths) > room)):
+    most, key = num_problems or _NUM_CHECKED, f"agents.{first}.max_input_tokens"
+    while len(lengths) < most and (len(lengths) < _NUM_CHECKED or (is_skipped and min(lengths) > room)):
         episode = Episode("preflight", "preflight", source(len(lengths)))
         (ask, *_) = _first_asks(orchestration, episode)
         messages = returned.messages(orchestration.messages(episode, ask))
         orchestration.check_words(first, messages)
-        if len(lengths) < _LOOKED_AT:
+        if len(lengths) < _NUM_CHECKED:
             problems.append(episode.problem)
             chats.append("\n".join(message.content for message in messages))
         lengths.append(len(renderer.render(messages, tools, **options)[0]))
         if lengths[-1] == 0:
-            raise ConfigError(
-                f"policies.{policy}.model: its tokenizer makes not one token of a prompt; see to its files"
-            )
+            raise ConfigError(f"policies.{policy}.model: its tokenizer encodes a prompt to no tokens; check its files")
         if not is_skipped and renderer.render_cut(messages, room, "left", tools, **options) is None:
-            raise ConfigError(f"{key} is {room}, and the chat template leaves no room in it for a message: raise it")
+            raise ConfigError(f"{key} is {room}, but the chat template alone fills it; raise it")
     num_long = sum(length > room for length in lengths)
     if num_long == len(lengths) and is_skipped:
         raise ConfigError(
-            f"{key} is {room}, and of {num_long} prompts the shortest has {min(lengths)} tokens: none can be asked; raise it, or "
+            f"{key} is {room}, but the shortest of {num_long} prompts has {min(lengths)} tokens: none can be asked; raise it, or "
             f"set agents.{first}.long_prompts"
         )
     warnings = orchestration.unasked(problems, {first: chats})
@@ -546,14 +546,15 @@ def _check_first_prompts(
 
 
 def _first_asks(orchestration: Orchestration, episode: Episode) -> Sequence[Ask]:
-    """The team's first asks; ConfigError if its own code fails, or asks no agent."""
+    """Return the team's first asks; ConfigError if its code fails or asks no agent."""
     try:
         asks = [each for each in orchestration.follow(episode) if isinstance(each, Ask)]
     except Exception as error:
         raise ConfigError(
-            f"orchestration {orchestration.name}: follow of an episode in which nothing was asked raises "
-            f"{type(error).__name__}: {error}"
+            f"orchestration {orchestration.name}: follow() raised on a new episode: {type(error).__name__}: {error}"
         ) from error
     if not asks:
-        raise ConfigError(f"orchestration {orchestration.name}: follow asks nobody about a new problem")
+        raise ConfigError(
+            f"orchestration {orchestration.name}: follow() asks no agent on a new problem; return at least one Ask"
+        )
     return asks

@@ -1,4 +1,4 @@
-"""The problems of a run, from files or a user's own task, and those held out for evaluation."""
+"""Problems of a run, from files or the user's task, and those held out for evaluation."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from marsrl.trainer.config.read import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class RunProblems:
-    """train: () for a task that generates its own. held_out: to evaluate on; sets: the sets of data.eval, if that is a list.
+    """Problems to train and to evaluate on.
 
-    num_skipped: lines of data.train and data.eval left out (data.on_bad_line=skip). num_taken: training problems held out because
-    none are given for evaluation. warnings: about repeated questions, and answers that are none.
+    train: () for a task that generates them. held_out: problems to evaluate on; sets: the sets of data.eval, if that is a list.
+
+    num_skipped: skipped lines of data.train and data.eval (data.on_bad_line=skip). num_taken: training problems held out because
+    none are given for evaluation. warnings: about repeated questions, and placeholders as answers.
     """
 
     train: Sequence[Problem]
@@ -32,14 +34,14 @@ class RunProblems:
 
 
 def sources(task: str) -> tuple[str, str]:
-    """Sources of training and evaluation problems, as the user named them."""
+    """Return the sources of training and evaluation problems, as the user named them."""
     return ("problems", "held_out") if lists_problems(task) else ("data.train", "data.eval")
 
 
 def problems_of(config: RunConfig, *, trains: bool, given: Sequence[Problem] | None) -> RunProblems:
-    """Problems of the files or of a user's own task, with some held out if none are given for evaluation.
+    """Return the problems of the files or the user's task, holding some out if none are given for evaluation.
 
-    given: to evaluate on, in place of the files' (see preflight). Without training, problems to evaluate on suffice.
+    given: problems to evaluate on, instead of the files' (see preflight). Without training, these are enough.
     """
     found = read_data(config) if given is None else RunProblems((), given)
     of_train, of_eval = sources(config.task)
@@ -49,12 +51,12 @@ def problems_of(config: RunConfig, *, trains: bool, given: Sequence[Problem] | N
     if trains and held_out:
         warnings += _trained_too(train, held_out, of_train, of_eval)
     if not trains and not train:
-        train = held_out  # never drawn from; a task that reads files requires some
+        train = held_out  # Never sampled, but a task that reads files requires some.
     if train and not held_out:
         train, held_out = hold_out(train, config.evaluate.num_problems or HELD_OUT)
         num_taken = len(held_out)
         if not held_out:
-            said = f"{of_train} has one question, and none is left to evaluate on: give other problems in {of_eval}"
+            said = f"{of_train} has one question, so none is left to evaluate on; give other problems in {of_eval}"
             if not trains:
                 raise ConfigError(said)
             if config.run.evaluate or config.run.eval_every:
@@ -63,22 +65,22 @@ def problems_of(config: RunConfig, *, trains: bool, given: Sequence[Problem] | N
 
 
 def _trained_too(train: Sequence[Problem], held_out: Sequence[Problem], of_train: str, of_eval: str) -> list[str]:
-    """A warning if evaluation questions are also trained on; ConfigError if all of them are."""
+    """Return a warning if some evaluation questions are also training questions; raise ConfigError if all are."""
     trained = {one_spaced(problem.question) for problem in train}
     both = [problem for problem in held_out if one_spaced(problem.question) in trained]
     if not both:
         return []
-    said = f"{len(both):,} of the {len(held_out):,} problems of {of_eval} are among {of_train} too, first {both[0].id}"
+    said = f"{len(both):,} of the {len(held_out):,} problems of {of_eval} are also in {of_train}, first {both[0].id}"
     if len(both) == len(held_out):
         raise ConfigError(
-            f"{said}: an evaluation would measure what was trained on; give other problems, or leave {of_eval} out to hold "
+            f"{said}; an evaluation would measure memorisation: give other problems, or remove {of_eval} to hold "
             f"out a part of {of_train}"
         )
-    return [f"{said}: their results are not those of held-out problems"]
+    return [f"{said}; their results do not measure generalisation"]
 
 
 def read_data(config: RunConfig) -> RunProblems:
-    """Problems read from the files, or through a user's own task; none without a file."""
+    """Return the problems read from the files, or by the user's task; none without a file."""
     data = config.data
 
     def read(path: str) -> ReadResult:
@@ -108,13 +110,13 @@ def read_data(config: RunConfig) -> RunProblems:
     if lists_problems(config.task):
         if isinstance(train, Mixture):
             raise ConfigError(
-                f"data.train has weights, and task={config.task} lists its problems itself, each drawn once an epoch; give "
+                f"data.train has weights, but task={config.task} lists its problems, each sampled once per epoch; give "
                 "counts (data.train: [{path, count}, ...])"
             )
         own_train, own_held_out = own_problems(config.task, config.task_options, train, held_out)
         if sets and tuple(own_held_out) != held_out:
             raise ConfigError(
-                f"data.eval is a list, and task={config.task} has other problems to evaluate on (held_out): give one path, or "
+                f"data.eval is a list, but task={config.task} defines its evaluation problems (held_out); give one path, or "
                 "have held_out return self.eval_data"
             )
         return RunProblems(own_train, own_held_out, sets, num_skipped, warnings=tuple(warnings))
@@ -122,9 +124,9 @@ def read_data(config: RunConfig) -> RunProblems:
 
 
 def hold_out(problems: Sequence[Problem], wanted: int) -> tuple[Sequence[Problem], list[Problem]]:
-    """(train, held out): held out is a tenth of the questions, those with the lowest hashes, at most `wanted`.
+    """Return (train, held out); held out is a tenth of the questions, those with the lowest hashes, at most `wanted`.
 
-    Independent of the file's order, with equal questions on the same side. Each side keeps a question, if there are two.
+    The split does not depend on the file's order and keeps equal questions together. Each side gets at least one of two.
     """
     questions = sorted({p.question for p in problems}, key=lambda question: (zlib.crc32(question.encode()), question))
     chosen = set(questions[: min(wanted, max(1, len(questions) // 10))]) if len(questions) > 1 else set()
