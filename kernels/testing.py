@@ -1,20 +1,37 @@
-"""Accuracy checks of a kernel's result, for tests and benchmarks."""
+"""The accuracy that a kernel's result must have, for tests and benchmarks.
+
+A kernel passes if its error against float64 is at most twice the error of plain PyTorch at the kernel's dtype:
+
+    exact = definition(*(each.double() for each in inputs))
+    assert_accurate("output", kernel(*inputs), exact, plain=definition(*inputs))
+
+Matrix products need more room. A library chooses the order of their sums by processor and shape, so plain PyTorch's error at one
+shape says little about another. For them, also compute the definition for inputs that are changed by one rounding:
+
+    moved = definition(*(off_by_an_ulp(each) for each in inputs))
+    assert_accurate("product", a @ b, exact, plain, moved=moved, terms=a.shape[-1])
+"""
 
 import torch
 from torch import Tensor
 
+# The rounding error that a block may have, relative to its size. 16 bits: each operand and each result is rounded by at most half
+# an eps. float32: p = e^(log p) inherits the rounding of log p, which is up to 16 nats in size.
+_ROUNDING = {dtype: torch.finfo(dtype).eps for dtype in (torch.bfloat16, torch.float16)}
+_ROUNDING |= {torch.float32: 16 * torch.finfo(torch.float32).eps, torch.float64: 4 * torch.finfo(torch.float64).eps}
+
 
 def off_by_an_ulp(values: Tensor) -> Tensor:
-    """The values in float64, each an ulp of float32 up or down: the same ones for the same shape, on every machine.
+    """Move each value up or down by one ulp of float32, with the same signs for the same shape on every machine.
 
-    Operands of tensor cores, which are 16 bits on a GPU, are smaller besides: these cut what a sum of float32 cannot hold
-    instead of rounding it (doi:10.7717/peerj-cs.330), half an ulp in the mean for each 16 products, so that a sum of n products
-    over the last dimension is short by n / 32 ulp. assert_accurate multiplies by sqrt(n), and a product has two operands.
+    Returns float64. On a GPU, 16-bit values are also made smaller: tensor cores truncate what float32 cannot hold of a sum, where
+    others round (doi:10.7717/peerj-cs.330). They lose half an ulp in the mean for every 16 products, n / 32 ulp for n. Each of
+    two operands is made sqrt(n) / 64 ulp smaller, and assert_accurate multiplies by sqrt(n).
     """
     eps = torch.finfo(torch.float32).eps
     signs = torch.randint(0, 2, values.shape, generator=torch.Generator().manual_seed(0)).to(values.device) * 2 - 1
-    cut = eps * values.shape[-1] ** 0.5 / 64 if values.is_cuda and values.dtype.itemsize == 2 else 0.0
-    return values.double() * (1 + eps * signs) * (1 - cut)
+    truncated = eps * values.shape[-1] ** 0.5 / 64 if values.is_cuda and values.dtype.itemsize == 2 else 0.0
+    return values.double() * (1 + eps * signs) * (1 - truncated)
 
 
 def assert_accurate(
@@ -27,82 +44,87 @@ def assert_accurate(
     terms: int = 1,
     apart: Tensor | None = None,
 ) -> None:
-    """Fail unless `found` is at most twice as far off as plain PyTorch, as a whole and in every block of its entries.
+    """Fail unless `found` is about as accurate as plain PyTorch, as a whole and in each block of about 32 by 32 entries.
 
-    exact: float64; plain: PyTorch's result at the dtype of the input. As a whole the largest error counts, and 4 ulp at
-    the largest exact value are allowed, or at `scale` if that is larger: a sum whose terms cancel passes the size of its
-    terms. Of a block the root of the sum of squares counts, and _ROUNDING of its size is allowed: blocks show what a few
-    large entries hide. A NaN fails.
+    The whole is judged by its largest error: at most twice plain PyTorch's, or 4 ulp of the largest value. A block is judged by
+    the root of its sum of squared errors: at most twice plain PyTorch's, or _ROUNDING of the block's size. Blocks show errors
+    that a few large entries elsewhere hide. A NaN fails.
 
-    moved, terms: where a library forms the products, in an order that it chooses by the processor and by the shape, so
-    that neither its error nor plain PyTorch's is known. moved: the exact result for inputs that are off_by_an_ulp; a sum
-    of n products of such numbers is off by what n roundings to float32 make of it where they strike its terms at random,
-    and adding one after the other strikes sums of up to n terms. So sqrt(terms), the number of the longest sum, times
-    |moved - exact| is allowed too: 2 sqrt(n) u for a sum, as in doi:10.1137/18M1226312 with lambda = 2.
+    Args:
+        name: Of the result, for the message.
+        found: [...] The kernel's result, in its own dtype.
+        exact: [...] float64, what the definition gives in float64.
+        plain: [...] What the definition gives in PyTorch at the kernel's dtype.
+        scale: Size of the terms of a sum that cancels, if larger than the result itself.
+        moved: [...] float64, what the definition gives for inputs that are off_by_an_ulp. Then sqrt(terms) * |moved - exact| is
+            allowed too: rounding errors that hit the terms of a sum at random grow like that, 2 sqrt(n) u for n terms
+            (doi:10.1137/18M1226312 with lambda = 2).
+        terms: Number of terms of the longest sum.
+        apart: [N] bool over the first dimension: rows that share no block with the others, because they are hundreds of times
+            smaller (of a head's weight gradient, the rows that are nobody's target).
 
-    apart: [N] bool over the first dimension: rows that share no block with the others, such as those of a weight's
-    gradient that belong to no target, hundreds of times smaller.
+    Raises:
+        AssertionError: With the error, what was allowed, and plain PyTorch's error.
     """
     assert found.shape == exact.shape, f"{name}: shape {list(found.shape)}, expected {list(exact.shape)}"
     if found.numel() == 0:
         return
-    assert exact.dtype == torch.float64, f"{name}: the judge is {exact.dtype}"
-    errors, of_plain = found.double() - exact, plain.double() - exact
-    of_moved = None if moved is None else moved - exact
-    error, baseline = errors.abs().max().item(), of_plain.abs().max().item()
-    ulps = 4 * torch.finfo(found.dtype).eps * max(exact.abs().max().item(), scale)
-    allowed = max(2 * baseline, ulps, torch.finfo(found.dtype).tiny)  # below `tiny` numbers are denormal
-    if of_moved is not None:
-        allowed = max(allowed, terms**0.5 * of_moved.abs().max().item())
-    assert error <= allowed, f"{name}: error {error:.3e}, allowed {allowed:.3e} (plain PyTorch: {baseline:.3e})"
+    assert exact.dtype == torch.float64, f"{name}: exact is {exact.dtype}, expected float64"
+    errors, plain_errors = found.double() - exact, plain.double() - exact
+    rounding = None if moved is None else terms**0.5 * (moved - exact)  # of a sum in another order
+    finfo = torch.finfo(found.dtype)
+
+    error, plain_error = errors.abs().max().item(), plain_errors.abs().max().item()
+    four_ulp = 4 * finfo.eps * max(exact.abs().max().item(), scale)
+    allowed = max(2 * plain_error, four_ulp, finfo.tiny)  # numbers below `tiny` are denormal
+    if rounding is not None:
+        allowed = max(allowed, rounding.abs().max().item())
+    assert error <= allowed, f"{name}: error {error:.3e}, allowed {allowed:.3e} (plain PyTorch: {plain_error:.3e})"
 
     # An exponential this small beside the others may be 0, as one below e^-87 is in float32.
-    nothing = max(torch.finfo(found.dtype).tiny, 1e-30 * exact.abs().max().item())
-    for part, kept in _parts(apart):
-        off, base, value, whole = (
-            _of_blocks(_rows(each, kept)) for each in (errors, of_plain, exact, torch.ones_like(exact))
+    negligible = max(finfo.tiny, 1e-30 * exact.abs().max().item())
+    for part, rows in _parts(apart):
+        off, base, size, ones = (
+            _block_norms(_matrix(each, rows)) for each in (errors, plain_errors, exact, torch.ones_like(exact))
         )
-        limit = torch.maximum(2 * base, _ROUNDING[found.dtype] * torch.maximum(value, scale * whole))
-        limit = torch.maximum(limit, nothing * whole)
-        if of_moved is not None:
-            limit = torch.maximum(limit, terms**0.5 * _of_blocks(_rows(of_moved, kept)))
+        limit = torch.maximum(2 * base, _ROUNDING[found.dtype] * torch.maximum(size, scale * ones))
+        limit = torch.maximum(limit, negligible * ones)
+        if rounding is not None:
+            limit = torch.maximum(limit, _block_norms(_matrix(rounding, rows)))
         if (is_off := ~(off <= limit)).any():
             at = tuple(is_off.nonzero()[0].tolist())
             raise AssertionError(
                 f"{name}: {int(is_off.sum())} of {off.numel()} blocks{part} are off, {at} by {off[at]:.3e}, allowed "
-                f"{limit[at]:.3e} (plain PyTorch: {base[at]:.3e}, size {value[at]:.3e})"
+                f"{limit[at]:.3e} (plain PyTorch: {base[at]:.3e}, size {size[at]:.3e})"
             )
 
 
-# Allowed rounding error of a block, relative to its size. 16 bits: a product's operand and its result are each rounded once,
-# by at most half an eps. float32: p = e^(log p) inherits the rounding of log p, which is up to 16 nats in size.
-_ROUNDING = {dtype: torch.finfo(dtype).eps for dtype in (torch.bfloat16, torch.float16)}
-_ROUNDING |= {torch.float32: 16 * torch.finfo(torch.float32).eps, torch.float64: 4 * torch.finfo(torch.float64).eps}
-
-
 def _parts(apart: Tensor | None) -> list[tuple[str, Tensor | None]]:
-    """(what a message adds, the rows [N] bool) of the parts that share no block."""
+    """Split rows that share no block: (words for the message, the part's rows as [N] bool; None for all)."""
     if apart is None:
         return [("", None)]
-    return [(what, kept) for what, kept in ((" apart", apart), (" of the others", ~apart)) if kept.any()]
+    return [(words, rows) for words, rows in ((" apart", apart), (" of the others", ~apart)) if rows.any()]
 
 
-def _rows(values: Tensor, kept: Tensor | None) -> Tensor:
-    """[N, M]: all dimensions but the last laid end to end; of a vector M is 1. kept: of the first dimension."""
-    if kept is not None:
-        values = values[kept]
+def _matrix(values: Tensor, rows: Tensor | None) -> Tensor:
+    """The chosen rows as a matrix [N, M]: all dimensions but the last are flattened; a vector has M = 1."""
+    if rows is not None:
+        values = values[rows]
     return values.reshape(-1, 1) if values.dim() < 2 else values.flatten(0, -2)
 
 
-def _of_blocks(values: Tensor) -> Tensor:
-    """[I, J] the root of the sum of squares of each block of [N, M]: 32 by 32 entries, more where there were over 64; the last
-    takes the rest with it, as a single entry can be much more exact than others, or much smaller."""
+def _block_norms(values: Tensor) -> Tensor:
+    """[I, J] The root of the sum of squares of each block of a matrix [N, M].
+
+    Blocks are 32 by 32, or larger so that at most 64 fit a dimension. The last one takes the remainder with it, as a single entry
+    can be much more accurate than others, or much smaller.
+    """
     squares = values.square()
     for dim in (1, 0):
         length = values.shape[dim]
         block = max(32, -(-length // 64))
         shape = list(squares.shape)
         shape[dim] = max(1, length // block)
-        place = (torch.arange(length, device=values.device) // block).clamp_(max=shape[dim] - 1)
-        squares = squares.new_zeros(shape).index_add_(dim, place, squares)
+        block_of_index = (torch.arange(length, device=values.device) // block).clamp_(max=shape[dim] - 1)
+        squares = squares.new_zeros(shape).index_add_(dim, block_of_index, squares)
     return squares.sqrt()
