@@ -1,4 +1,8 @@
-"""Options of the tasks (`task_options` of a run). Import-light: pydantic only."""
+"""Settings of tasks: the files of problems (data.train, data.eval), `task_options`, and the error rates of warm-start tutors.
+
+Import-light: pydantic only. A tutor writes what an agent should say, for the warm start; a *slip* is a mistake that it makes on
+purpose, so that RL has something to improve.
+"""
 
 from __future__ import annotations
 
@@ -13,25 +17,26 @@ from marsrl.rollout.config import MOST, Count, Settings, Share, Tokens, read_set
 
 
 class TrainFile(Settings):
-    """One of several files of problems: with a count, or with a weight."""
+    """One of several files of training problems, with a count or a weight."""
 
     path: str = Field(description="jsonl, json, parquet or HF dataset directory")
-    count: Count | None = Field(None, description="so many of its problems, by a seeded draw")
+    count: Count | None = Field(None, description="number of its problems to sample (seeded)")
     weight: float | None = Field(None, gt=0, le=MOST)
-    """chance that a draw is of this file, beside the other weights"""
+    """share of draws from this file, relative to the other weights"""
 
 
 class EvalFile(Settings):
-    """One of several files of problems to evaluate on."""
+    """One of several files of problems to evaluate on, with metrics of its own."""
 
     path: str = Field(description="jsonl, json, parquet or HF dataset directory")
-    name: str | None = Field(None, description="of its metrics: letters, digits, _ and -; default: the file's name")
+    name: str | None = Field(None, description="name in metrics: letters, digits, _ and -; default: the file's name")
     count: Count | None = None
-    """so many of its problems, by a seeded draw; default: all, or evaluate.num_problems"""
-    repeat: Count | None = Field(None, description="draws of every problem; default: evaluate.repeat")
+    """number of its problems to sample (seeded); default: all, or evaluate.num_problems"""
+    repeat: Count | None = Field(None, description="draws per problem; default: evaluate.repeat")
 
     @property
     def set_name(self) -> str:
+        """Name of the set in metrics: `name`, or the file's name with other characters replaced by _."""
         return self.name or re.sub(r"[^\w-]", "_", Path(self.path).stem, flags=re.ASCII)
 
 
@@ -39,68 +44,71 @@ _EXPECTED = {
     "data.train": "expected a path, or a list of {path, count}, or of {path, weight}",
     "data.eval": "expected a path, or a list of paths and of {path, name, count, repeat}",
 }
-_TAKEN = ("system", "alone", "tokens", "spent")  # of the sets in metrics eval/...
+_RESERVED = ("system", "alone", "tokens", "spent")  # eval/<set> would hide these metrics of evaluations
 _File = TypeVar("_File", TrainFile, EvalFile)
 
 
-def _listed(value: Any, key: str, kind: type[_File], *accepted: type) -> list[_File]:
-    """The files of a list; ValueError names the index of the invalid item. accepted: describes a valid item."""
-    if not isinstance(value, list | tuple) or not value:
-        raise ValueError(f"{key} is {value!r:.80}; {_EXPECTED[key]}")
-    files: list[_File] = []
-    for place, each in enumerate(value):
-        if not isinstance(each, (kind, *accepted)):
-            raise ValueError(f"{key}[{place}] is {each!r:.80}; {_EXPECTED[key]}")
-        given: Any = {"path": each} if isinstance(each, str) else each
-        files.append(given if isinstance(given, kind) else read_settings(kind, given, f"{key}[{place}]."))
-    return files
-
-
 def read_train_files(value: Any) -> Any:
-    """Validate data.train: a path unchanged, a list as TrainFiles; ValueError names the index of the invalid item."""
+    """Validate data.train: a list becomes a tuple of TrainFiles, a path stays. ValueError names the invalid item's index."""
     if value is None or isinstance(value, str):
         return value
-    files = _listed(value, "data.train", TrainFile, dict)
-    places: dict[str, int] = {}
-    for place, file in enumerate(files):
-        if (file.count is None) == (file.weight is None) or (file.count is None) != (files[0].count is None):
+    files = _read_list(value, "data.train", TrainFile, dict)
+    index_of_path: dict[str, int] = {}
+    for index, file in enumerate(files):
+        has_one = (file.count is None) != (file.weight is None)
+        if not has_one or (file.count is None) != (files[0].count is None):
             raise ValueError(
-                f"data.train[{place}]: give every file a count, or every file a weight; {_EXPECTED['data.train']}"
+                f"data.train[{index}]: give every file a count, or every file a weight; {_EXPECTED['data.train']}"
             )
-        if (other := places.setdefault(os.path.realpath(file.path), place)) != place:
+        if (first := index_of_path.setdefault(os.path.realpath(file.path), index)) != index:
             raise ValueError(
-                f"data.train[{place}] is the file of data.train[{other}], {file.path}, whose problems would come twice; "
+                f"data.train[{index}] is the file of data.train[{first}], {file.path}, whose problems would come twice; "
                 "list it once, with the sum"
             )
     return tuple(files)
 
 
 def read_eval_files(value: Any) -> Any:
-    """Validate data.eval: a path unchanged, a list as EvalFiles; ValueError names the index of the invalid item."""
+    """Validate data.eval: a list becomes a tuple of EvalFiles, a path stays. ValueError names the invalid item's index."""
     if value is None or isinstance(value, str):
         return value
     files: dict[str, EvalFile] = {}
-    for place, file in enumerate(_listed(value, "data.eval", EvalFile, str, dict)):
+    for index, file in enumerate(_read_list(value, "data.eval", EvalFile, str, dict)):
         name = file.set_name
-        if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name) or name in _TAKEN:
+        if not re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name) or name in _RESERVED:
             raise ValueError(
-                f"data.eval[{place}]: its metrics would be called {name!r:.80}; give it a name of 1 to 64 letters, digits, _ and "
-                f"-, other than {', '.join(_TAKEN)}"
+                f"data.eval[{index}]: its metrics would be called {name!r:.80}; give it a name of 1 to 64 letters, digits, _ and "
+                f"-, other than {', '.join(_RESERVED)}"
             )
         if name in files:
-            raise ValueError(f"data.eval[{place}]: two sets are called {name}; give one of them another name")
+            raise ValueError(f"data.eval[{index}]: two sets are called {name}; give one of them another name")
         files[name] = file
     return tuple(files.values())
 
 
-class ArithmeticOptions(Settings):
-    """The last-digit chain: which problems are made and how often the tutors slip, relative to each other."""
+def _read_list(value: Any, key: str, kind: type[_File], *accepted: type) -> list[_File]:
+    """Read the items of a list of files. accepted: their types, beside `kind`; a str is a path. ValueError names the index."""
+    if not isinstance(value, list | tuple) or not value:
+        raise ValueError(f"{key} is {value!r:.80}; {_EXPECTED[key]}")
+    files: list[_File] = []
+    for index, item in enumerate(value):
+        if not isinstance(item, (kind, *accepted)):
+            raise ValueError(f"{key}[{index}] is {item!r:.80}; {_EXPECTED[key]}")
+        fields: Any = {"path": item} if isinstance(item, str) else item
+        files.append(fields if isinstance(fields, kind) else read_settings(kind, fields, f"{key}[{index}]."))
+    return files
 
-    min_operations: int = Field(4, ge=1, le=7, description="operations of the shortest problem")
-    max_operations: int = Field(7, ge=1, le=7, description="operations of the longest problem (a letter names each)")
-    slip_add: float = Field(1.0, ge=0, description="weight of a tutor's slips at +")
-    slip_subtract: float = Field(1.5, ge=0, description="weight of a tutor's slips at -")
-    slip_multiply: float = Field(2.5, ge=0, description="weight of a tutor's slips at *")
+
+class ArithmeticOptions(Settings):
+    """Last-digit chains (docs/cpu_default.md): their length, and at which operators tutors slip most."""
+
+    min_operations: int = Field(4, ge=1, le=7, description="operations in the shortest problem")
+    max_operations: int = Field(
+        7, ge=1, le=7, description="operations in the longest problem (each has a letter)"
+    )
+    slip_add: float = Field(1.0, ge=0, description="how often tutors slip at +, relative to the others")
+    slip_subtract: float = Field(1.5, ge=0, description="how often tutors slip at -, relative to the others")
+    slip_multiply: float = Field(2.5, ge=0, description="how often tutors slip at *, relative to the others")
 
     @model_validator(mode="after")
     def _lengths_agree(self) -> ArithmeticOptions:
@@ -113,36 +121,36 @@ class ArithmeticOptions(Settings):
 
 
 class ArithmeticSlips(Settings):
-    """Error rates of the tutors on the last-digit chain."""
+    """How often tutors slip on last-digit chains (warm_start of task=arithmetic)."""
 
     slip_solver: Share = 0.10
-    """wrong lines of the Solver's tutor in phase 2, as a share: fewer leave RL less to improve (docs/cpu_default.md)"""
+    """share of wrong lines by the Solver's tutor in phase 2; fewer leave RL less to improve (docs/cpu_default.md)"""
     slip_verifier: Share = 0.10
-    """wrong lines where the Verifier's tutor works the chain out itself, as a share"""
-    slip_corrector: Share = Field(0.12, description="wrong lines of the Corrector's tutor, as a share")
-    anchor: Share = Field(0.2, description="share of reports that take the claim as their own result")
-    restate: Share = Field(0.4, description="share of corrections that rebut whatever the report says")
+    """share of wrong lines by the Verifier's tutor where it computes the chain itself"""
+    slip_corrector: Share = Field(0.12, description="share of wrong lines by the Corrector's tutor")
+    anchor: Share = Field(0.2, description="share of reports that copy the Solver's claim as their own result")
+    restate: Share = Field(0.4, description="share of corrections that keep the Solver's answer, whatever the report says")
     hard_claims: Share = 0.5
-    """share of the Verifier's inputs that are full of slips; without them some seeds learn to copy, and stay at chance"""
-    slip_hard: Share = Field(0.4, description="slips a line in those")
+    """share of the Verifier's inputs with many slips; without them the Verifier of some seeds learns to copy"""
+    slip_hard: Share = Field(0.4, description="slips per line in hard claims")
 
 
 class FactsOptions(Settings):
-    """The built-in corpus of linked facts, and the questions about it."""
+    """The generated world of linked facts (people, places, papers), and the questions about it."""
 
-    people: int = Field(200, ge=2, le=1600, description="of the generated world")
-    places: int = Field(24, ge=2, le=40, description="of the generated world")
-    papers: int = Field(200, ge=2, le=1600, description="by people of the generated world: what tools.scholar finds")
+    people: int = Field(200, ge=2, le=1600, description="people in the generated world")
+    places: int = Field(24, ge=2, le=40, description="places in the generated world")
+    papers: int = Field(200, ge=2, le=1600, description="papers in the generated world, which tools.scholar finds")
     about: Literal["facts", "papers"] = "facts"
-    """what is asked: facts of people and places, or of papers and those who wrote them"""
-    min_hops: int = Field(1, ge=1, le=4, description="facts that the simplest question needs")
-    max_hops: int = Field(2, ge=1, le=4, description="facts that the hardest question needs")
+    """subject of the questions: facts about people and places, or papers and their authors"""
+    min_hops: int = Field(1, ge=1, le=4, description="facts needed for the simplest question")
+    max_hops: int = Field(2, ge=1, le=4, description="facts needed for the hardest question")
     calculations: Share = 0.0
-    """share of the questions that ask to calculate (7 times 8), for a team that has Python"""
-    world_seed: int = Field(0, ge=0, le=2**31 - 1, description="of the facts; the same in runs of every run.seed")
+    """share of questions that need a calculation (7 times 8), for teams with the tool python"""
+    world_seed: int = Field(0, ge=0, le=2**31 - 1, description="seed of the facts, independent of run.seed")
     wording: Literal["sentences", "terse"] = "sentences"
-    """sentences: `the home of lotte holt is brill .`, `what is the river of the home of lotte holt ?`; terse, for tiny
-    policies: names of one word (40 people at most), `mira home tarn .`, `mira home river ?`"""
+    """sentences: `the home of lotte holt is brill .`, `what is the river of the home of lotte holt ?`. terse: names of
+    one word (at most 40 people), for tiny policies: `mira home tarn .`, `mira home river ?`"""
 
     @model_validator(mode="after")
     def _settings_agree(self) -> FactsOptions:
@@ -156,26 +164,26 @@ class FactsOptions(Settings):
 
 
 class SearchSlips(Settings):
-    """Error rates of the search team's tutors on linked facts."""
+    """How often the search team's tutors slip on linked facts."""
 
-    slip_router: Share = Field(0.15, description="of what the Verifier says with a fact still missing: yes")
-    slip_searcher: Share = Field(0.2, description="of the queries after the first: for another fact of the document")
-    slip_answerer: Share = Field(0.25, description="of the answers: another fact of the document")
+    slip_router: Share = Field(0.15, description="share of Verifier turns that say yes too early")
+    slip_searcher: Share = Field(0.2, description="share of later queries that ask for a wrong fact of the document")
+    slip_answerer: Share = Field(0.25, description="share of answers that give a wrong fact of the document")
 
 
 class DualSystemSlips(Settings):
-    """Error rates of the tutors of System 2 and System 1 on linked facts and calculations."""
+    """How often the tutors of System 2 and System 1 slip on linked facts and calculations."""
 
-    slip_call: Share = Field(0.08, description="of System 2's calls: its JSON has no end")
-    slip_purpose: Share = Field(0.12, description="of its searches: for another fact of the document")
-    slip_guess: Share = Field(0.5, description="of the calculations: answered without a call, by any number")
-    slip_distiller: Share = Field(0.15, description="of what System 1 writes down: another fact")
+    slip_call: Share = Field(0.08, description="share of System 2's calls with incomplete JSON")
+    slip_purpose: Share = Field(0.12, description="share of System 2's searches for a wrong fact of the document")
+    slip_guess: Share = Field(0.5, description="share of calculations answered with a random number, without a call")
+    slip_distiller: Share = Field(0.15, description="share of System 1's notes that give a wrong fact")
 
 
 class QaOptions(FactsOptions):
-    """The judgement of answers to questions; and the built-in questions, where data.train is null."""
+    """How answers to questions are judged; where data.train is null, also the built-in questions."""
 
     reward: Literal["exact", "f1"] = "exact"
-    """of the right answer that fits best: exact: equal but for case, articles, punctuation and space (SQuAD); f1: of its
-    words"""
-    max_answer_chars: Tokens = Field(2000, description="a longer answer is wrong")
+    """against the best-matching reference. exact: equal up to case, articles, punctuation and spaces (SQuAD); f1: word
+    overlap"""
+    max_answer_chars: Tokens = Field(2000, description="longer answers count as wrong")
