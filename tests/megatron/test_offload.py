@@ -1,4 +1,7 @@
-"""optimizer.offload: Megatron's hybrid optimizer on a machine without a GPU, whose tensors pass for a GPU's."""
+"""What leaves GPU memory for the host changes no result: the optimizer's state (offload), inputs of layers (full_offload).
+
+This machine has no GPU. TwoMemories makes Megatron's hybrid optimizer believe that it has one.
+"""
 
 from __future__ import annotations
 
@@ -9,96 +12,131 @@ from typing import Any
 import megatron_models as tiny
 import pytest
 import torch
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from marsrl.trainer.config import OptimizerConfig
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.megatron import shim
 
-SETTINGS = {"dtype": "bfloat16", "optimizer": OptimizerConfig(lr=1e-2, grad_clip=0.01, weight_decay=0.1)}
+GRAD_CLIP = 0.01
 
 
 class TwoMemories(TorchFunctionMode):
-    """Tells Megatron's hybrid optimizer that a tensor is on a GPU, unless it came of .cpu()."""
+    """Inside, Megatron's offloading code sees every tensor on a GPU, except copies made by .cpu() and copies of those.
+
+    A host tensor has the attribute `in_host_memory`. Nothing moves; is_cuda answers differently to that code alone.
+    """
+
+    COPIES = (Tensor.detach, Tensor.clone, Tensor.float, Tensor.pin_memory)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        caller = sys._getframe(1).f_code.co_filename
-        if func == torch.Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
-            return "cpu_offloading" in caller and not hasattr(args[0], "in_host_memory")
-        out = args[0] if func is torch.Tensor.pin_memory else func(*args, **(kwargs or {}))
-        copies = (torch.Tensor.detach, torch.Tensor.clone, torch.Tensor.float, torch.Tensor.pin_memory)
-        if func is torch.Tensor.cpu or (func in copies and hasattr(args[0], "in_host_memory")):
-            out = out.clone() if out is args[0] and func is torch.Tensor.cpu else out
+        if func == Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
+            asks_offloading = "cpu_offloading" in sys._getframe(1).f_code.co_filename
+            return asks_offloading and not hasattr(args[0], "in_host_memory")
+        out = args[0] if func is Tensor.pin_memory else func(*args, **(kwargs or {}))  # pinning needs a driver
+        if func is Tensor.cpu and out is args[0]:
+            out = out.clone()  # .cpu() of a CPU tensor is the tensor itself: the "GPU's" must stay one
+        if func is Tensor.cpu or (func in self.COPIES and hasattr(args[0], "in_host_memory")):
             out.in_host_memory = True
         return out
 
 
-def stepped(learner: Learner, num_steps: int) -> list[float]:
-    return [tiny.step(learner, tiny.micro_batches(tiny.sequences(6), 2)).grad_norm for _ in range(num_steps)]
+def offload_from_now_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """New learners offload their optimizer's state. Set behind their own check, which refuses offload without a GPU."""
+    from marsrl.trainer.learner.megatron import optimizer
+
+    options, offloading = optimizer.optimizer_options, {"offload": True}
+    monkeypatch.setattr(
+        optimizer, "optimizer_options", lambda config, dtype: options(config.model_copy(update=offloading), dtype)
+    )
 
 
-def moments(learner: Learner) -> float:
-    """The norm of all first moments, which clipping scales (AdamW's step hides it)."""
+def new_learner(folder: Path) -> Learner:
+    settings = OptimizerConfig(lr=1e-2, grad_clip=GRAD_CLIP, weight_decay=0.1)
+    return tiny.learner(folder, dtype="bfloat16", optimizer=settings)
+
+
+def steps(learner: Learner, count: int) -> list[float]:
+    """The gradient norms of so many steps, all on the same samples."""
+    return [tiny.step(learner, tiny.micro_batches(tiny.sequences(6), 2)).grad_norm for _ in range(count)]
+
+
+def norm_of_first_moments(learner: Learner) -> float:
+    """Clipping scales the moments; AdamW's step, which divides by their size, hides it."""
     states = [state["exp_avg"] for part in learner.optimizer.parts() for state in part.optimizer.state.values()]
     return float(torch.cat([each.flatten() for each in states]).norm())
 
 
-def test_an_offloaded_optimizer_steps_and_resumes_as_one_on_the_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shim.install()
+def test_an_offloaded_optimizer_steps_as_one_on_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shim.install()  # before anything imports megatron
     from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 
-    from marsrl.trainer.learner.megatron import optimizer
-
     folder = tiny.save_model("qwen3_moe", tmp_path / "m", num_hidden_layers=1)
-    here = tiny.learner(folder, **SETTINGS)
-    norms = stepped(here, 3)
-    assert min(norms) > 3 * 0.01  # so that every step is clipped
+    on_gpu = new_learner(folder)
+    norms = steps(on_gpu, 3)
+    assert min(norms) > 3 * GRAD_CLIP  # every step is clipped
 
-    ours, offloaded = optimizer.optimizer_options, {"offload": True}
-    monkeypatch.setattr(optimizer, "optimizer_options", lambda c, dtype: ours(c.model_copy(update=offloaded), dtype))
+    offload_from_now_on(monkeypatch)
     with TwoMemories():
-        away = tiny.learner(folder, **SETTINGS)
-        hybrids = [part.optimizer for part in away.optimizer.parts()]
+        offloaded = new_learner(folder)
+        hybrids = [part.optimizer for part in offloaded.optimizer.parts()]
         assert hybrids and all(isinstance(each, HybridDeviceOptimizer) for each in hybrids)
-        of_cpu = [group for each in hybrids for group in each.cpu_param_groups]
-        assert not any(each.gpu_optimizer for each in hybrids)  # nothing of the state is left on the GPU
-        assert all(p.dtype == torch.float32 and p.in_host_memory for group in of_cpu for p in group["params"])
-        tiny.save(away, tmp_path / "before")
-        assert stepped(away, 2) == pytest.approx(norms[:2], rel=1e-3)
-        tiny.save(away, tmp_path / "after")
-        stepped(away, 1)
-        assert moments(away) == pytest.approx(moments(here), rel=1e-2)
-        torch.testing.assert_close(tiny.weights(away), tiny.weights(here), atol=1e-3, rtol=1e-2)
-
-        back = tiny.learner(folder, **SETTINGS)
-        back.load(tmp_path / "after")
-        stepped(back, 1)
-        assert tiny.largest_difference(tiny.weights(back), tiny.weights(away)) == 0.0
-        back.load(tmp_path / "before")
-        assert tiny.largest_difference(tiny.weights(back), tiny.weights(tiny.learner(folder, **SETTINGS))) == 0.0
+        assert not any(each.gpu_optimizer for each in hybrids)  # no state is left on the GPU
+        held = [tensor for each in hybrids for group in each.cpu_param_groups for tensor in group["params"]]
+        assert all(each.dtype == torch.float32 and each.in_host_memory for each in held)
+        assert steps(offloaded, 3)[:2] == pytest.approx(norms[:2], rel=1e-3)  # rounding grows with every step
+        assert norm_of_first_moments(offloaded) == pytest.approx(norm_of_first_moments(on_gpu), rel=1e-2)
+        torch.testing.assert_close(tiny.weights(offloaded), tiny.weights(on_gpu), atol=1e-3, rtol=1e-2)
 
 
-def test_layers_that_start_again_from_inputs_on_the_host_have_the_same_gradients(
+def test_an_offloaded_optimizer_resumes_bit_for_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shim.install()
+    offload_from_now_on(monkeypatch)
+    folder = tiny.save_model("qwen3_moe", tmp_path / "m", num_hidden_layers=1)
+    with TwoMemories():
+        unbroken = new_learner(folder)
+        untrained = tiny.weights(unbroken)
+        tiny.save(unbroken, tmp_path / "before")
+        steps(unbroken, 2)
+        tiny.save(unbroken, tmp_path / "after")
+        steps(unbroken, 1)
+
+        resumed = new_learner(folder)
+        resumed.load(tmp_path / "after")
+        steps(resumed, 1)
+        assert tiny.largest_difference(tiny.weights(resumed), tiny.weights(unbroken)) == 0.0
+        resumed.load(tmp_path / "before")  # saved before any state existed
+        assert tiny.largest_difference(tiny.weights(resumed), untrained) == 0.0
+
+
+def test_layers_recomputed_from_host_inputs_have_the_same_gradients(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shim.install()
     from marsrl.trainer.learner.megatron import model
 
-    folder = tiny.save_model("qwen3_moe", tmp_path / "m", num_hidden_layers=3)
-    batches, kept = tiny.micro_batches(tiny.sequences(6), 2), list[torch.Tensor]()
+    num_layers = 3
+    folder = tiny.save_model("qwen3_moe", tmp_path / "m", num_hidden_layers=num_layers)
+    batches = tiny.micro_batches(tiny.sequences(6), 2)
 
-    def stepped() -> dict[str, torch.Tensor]:
-        own = tiny.learner(folder, recompute="full")
-        tiny.step(own, batches)
-        return tiny.gradients(own)
+    def gradients() -> dict[str, Tensor]:
+        learner = tiny.learner(folder, recompute="full")
+        tiny.step(learner, batches)
+        return tiny.gradients(learner)
 
-    here, build, to_host = stepped(), model.build_model, model.to_host
+    expected = gradients()
+
+    # full_offload for the model alone: the learner's own check refuses it without a GPU
+    build_model, to_host, moved = model.build_model, model.to_host, list[Tensor]()
     offloading = {"recompute": "full_offload"}
-    monkeypatch.setattr(model, "build_model", lambda s, layout, p: build(s, layout, p.model_copy(update=offloading)))
-    monkeypatch.setattr(model, "to_host", lambda tensor: kept.append(to_host(tensor)) or kept[-1])
-    away = stepped()
-    assert here and all(torch.equal(gradient, away[name]) for name, gradient in here.items())
-    assert [each.shape[0] for each in kept] == [batch.num_tokens for batch in batches for _ in range(3)]
-    assert {each.shape[1:] for each in kept} == {kept[0].shape[1:]} and kept[0].dim() == 3  # hidden states, no angles
+    monkeypatch.setattr(
+        model, "build_model", lambda shape, layout, p: build_model(shape, layout, p.model_copy(update=offloading))
+    )
+    monkeypatch.setattr(model, "to_host", lambda tensor: moved.append(to_host(tensor)) or moved[-1])
+    found = gradients()
+
+    assert expected and all(torch.equal(gradient, found[name]) for name, gradient in expected.items())
+    # one tensor a layer and micro-batch: the hidden states [tokens, 1, hidden size], not the rotary angles
+    assert [each.shape[0] for each in moved] == [batch.num_tokens for batch in batches for _ in range(num_layers)]
+    assert {each.shape[1:] for each in moved} == {moved[0].shape[1:]} and moved[0].dim() == 3
