@@ -30,13 +30,6 @@ OTHER_TRITON := build/triton-$(TRITON)
 GAMES := build/games
 PYTEST := PYTHONPATH=$(CURDIR)/$(GAMES) $(PYTEST)
 
-# Tests that start much, which `make check` leaves to `make test`.
-STARTS := $(addprefix --ignore tests/,benchmarks cluster docs/test_commands.py docs/test_examples.py engines/test_adapters.py \
-  engines/test_engines.py engines/test_ray_cluster.py engines/test_vllm_v2_runner.py external gateway/test_clients.py install \
-  integration kernels/test_every_tier.py kernels/test_fused_head_ahead_of_time.py kernels/test_ops_ahead_of_time.py \
-  look/test_browser.py look/test_exported_pages.py megatron/test_adapters.py megatron/test_layouts.py plan/test_memory.py \
-  plan/test_presets.py simulation tools/test_pages.py tools/test_users_tools.py)
-
 # Folder or page with the wheels of PyTorch for CPUs, which PyPI does not have.
 TORCH_LINKS ?= https://download.pytorch.org/whl/cpu/torch/
 
@@ -44,7 +37,7 @@ TORCH_LINKS ?= https://download.pytorch.org/whl/cpu/torch/
 MODULE ?= trainer/data/packing.py
 TESTS ?= tests/trainer/test_packing.py
 
-.PHONY: help install lock train test interpreted compiled test-triton cluster parity mutations check static quick bench clean
+.PHONY: help install lock train test test-all interpreted compiled test-triton cluster parity mutations check static quick bench clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -66,7 +59,12 @@ lock: install  ## constraints/cpu.txt and cuda.txt from what cpu.in and cuda.in 
 train: install  ## MarsRL end to end on this machine: warm start, RL, report
 	torchrun --nproc-per-node 1 trainer/main.py
 
-test: install $(OTHER_TRITON) $(GAMES)  ## all tests that need no GPU (as root on Debian or Ubuntu with apt's chromium, bubblewrap and iproute2, for some of them)
+test: install $(GAMES)  ## the tests of every change: all that is quick, and one of each kind that is not (tests/README.md)
+	tests/apt.sh bwrap bubblewrap "so no sandboxes are tested"
+	$(INTERPRETED) -m smoke
+	$(PYTEST) -n 4 --dist loadscope --no-loadscope-reorder -m "(not slow or smoke) and not gpu and not multi_gpu" $(OTHERS)
+
+test-all: install $(OTHER_TRITON) $(GAMES)  ## all tests that need no GPU (as root on Debian or Ubuntu with apt's packages, for some of them)
 	tests/apt.sh chromium chromium "so no page is opened in a browser"
 	tests/apt.sh bwrap bubblewrap "so no sandboxes are tested"
 	tests/apt.sh ip iproute2 "so no cluster in a box"
@@ -105,7 +103,7 @@ mutations: install  ## mistakes put into MODULE, one at a time: which ones its T
 	cosmic-ray exec build/mutations.toml build/mutations.sqlite
 	cr-report --surviving-only --show-diff build/mutations.sqlite
 
-check: install  ## ruff, types, and the tests that start no runs, engines, compilers or other programs
+check: install  ## ruff, types, and the quick tests
 	$(MAKE) --output-sync -j 2 static quick
 
 static:
@@ -113,7 +111,7 @@ static:
 	mypy
 
 quick:
-	$(PYTEST) -n 2 --dist loadscope --no-loadscope-reorder -m "not slow and not gpu and not multi_gpu" $(OTHERS) $(STARTS)
+	$(PYTEST) -n 2 --dist loadscope --no-loadscope-reorder -m "not slow and not gpu and not multi_gpu" $(OTHERS) --ignore tests/simulation
 
 bench: install  ## benchmarks on this machine, and the default run on three seeds
 	python benchmarks/train_step.py

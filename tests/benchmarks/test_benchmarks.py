@@ -13,6 +13,8 @@ import run
 from case import Bench, Case, Judgement, Shape, Variant
 
 
+@pytest.mark.slow
+@pytest.mark.smoke
 def test_no_number_is_printed_for_a_wrong_kernel() -> None:
     right = torch.ones(3)
 
@@ -85,6 +87,7 @@ def test_the_probe_lets_honest_syncs_pass() -> None:
     assert done.stdout.endswith("false alarms: 0 of 2 honest syncs of random models\n"), done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "words"),
     [

@@ -23,6 +23,8 @@ import studies
 from evidence import Job, Runner
 from evidence_page import Claim, Result
 
+pytestmark = [pytest.mark.slow, pytest.mark.smoke]
+
 
 @pytest.mark.parametrize("name", studies.STUDIES)
 def test_every_arm_is_accepted_and_differs_from_the_others(name: str) -> None:

@@ -32,6 +32,8 @@ from marsrl.trainer.config.explain import as_yaml
 from marsrl.trainer.config.read import read_config
 from marsrl.trainer.main import main
 
+pytestmark = [pytest.mark.slow, pytest.mark.smoke]
+
 BENCHMARKS = ROOT / "benchmarks"
 
 
@@ -214,6 +216,24 @@ def test_another_team_passes_its_checks(command: str, desk: Desk, capsys: pytest
     config, shown = dry_run(words, capsys)
     agents, batch = next(TEAMS[word] for word in TEAMS if word in command.split())
     assert " ".join(config["agents"]) == agents and batch in shown
+
+
+# Tests that start engines for a documented run. Those of programs are left out: a dry run imports the program's packages.
+WHOLE = (
+    "test_a_model_of_ones_own_is_trained",
+    "test_the_default_run_starts_as_it_is_written",
+    "test_a_solver_and_a_verifier_of_their_own_sizes_train",
+    "test_the_five_adapters_in_miniature_train",
+    "test_a_team_in_miniature_trains",
+    "test_an_example_trains",
+    "test_a_small_solver_learns_from_a_larger_one_as_the_example_says",
+)
+
+
+@pytest.mark.parametrize("command", [command for test in WHOLE for command in run_by(test)])
+def test_a_documented_run_passes_its_checks(command: str, desk: Desk, capsys: pytest.CaptureFixture[str]) -> None:
+    words = desk.words(command, lambda name: boxing_model(desk.folder / name))
+    assert "samples a step" in dry_run(words, capsys)[1]
 
 
 @pytest.mark.parametrize("command", run_by("test_a_host_waits_for_its_trainer_and_says_so"))

@@ -40,6 +40,8 @@ from marsrl.rollout.weights.layout import EngineShard
 from marsrl.trainer.weights.comparison import CheckedEngines, TrainerScores, comparison_sequences
 from marsrl.trainer.weights.sync import AdapterSync
 
+pytestmark = pytest.mark.slow
+
 # alpha / rank rounds what it multiplies
 CONFIG = AdapterConfig.model_validate({"rank": 8, "alpha": 13.0})
 OF_EXPERTS = AdapterConfig.model_validate({"rank": 8, "alpha": 13.0, "targets": ["attention", "experts"]})

@@ -32,6 +32,8 @@ from marsrl.rollout.engines.vllm.engine import VllmEngine
 from marsrl.rollout.imports import imports_for_good
 from marsrl.rollout.types import Finish
 
+pytestmark = pytest.mark.slow
+
 STOP = "w013 w014"  # texts of two tokens of the cycle
 WARM = 1.3  # drafts are rejected now and then: few tokens tell
 CUT = {"temperature": 0.7, "top_p": 0.9, "top_k": 30, "records_kept": True}

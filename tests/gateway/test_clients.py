@@ -12,6 +12,8 @@ from marsrl.rollout.engines.protocol import DecodeRequest
 from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.trainer.models.init_model import init_model
 
+pytestmark = pytest.mark.slow
+
 THOUGHT = "<think>\nI add.\n</think>"
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a":  3, "b": 1e3}}\n</tool_call>'
 SAYS = " It is 1003.\n"
@@ -161,6 +163,7 @@ def run(problem, client):
 """
 
 
+@pytest.mark.smoke
 def test_a_program_chooses_calls_and_goes_on_after_refusals(qwen: Path, tmp_path: Path) -> None:
     """What begins a call that is asked for is not trained; of one call at a time, nothing behind it is drawn."""
     renderer = ChatRenderer(qwen)

@@ -15,6 +15,8 @@ from marsrl.rollout.engines.protocol import DecodeResult
 from marsrl.trainer.loop import train
 from marsrl.trainer.models.init_model import init_model
 
+pytestmark = [pytest.mark.slow, pytest.mark.smoke]
+
 ADAPTERS = {
     "solver": AdapterConfig(rank=4, targets=("attention",)),
     "verifier": AdapterConfig(rank=2, targets=("attention",)),

@@ -25,6 +25,8 @@ from marsrl.trainer.plan.placement import with_backend
 from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.runs.lock import RunLock
 
+pytestmark = [pytest.mark.slow, pytest.mark.smoke]
+
 
 def start(*launcher: str) -> subprocess.CompletedProcess[str]:
     """A run with a wrong key."""

@@ -40,6 +40,7 @@ def without_seconds(found: Evaluation | None) -> Evaluation:
     return found.model_copy(update={"usage": usage, "latency": None})
 
 
+@pytest.mark.smoke
 def test_a_run_leaves_what_it_promises_and_its_summary_proves_which_parts_ran(first_run: Path) -> None:
     summary = load_summary(first_run / "summary.json")
     assert summary.engine.kind == "vllm"
@@ -65,12 +66,14 @@ def test_a_run_leaves_what_it_promises_and_its_summary_proves_which_parts_ran(fi
     assert (first_run / "checkpoints" / "latest").read_text().strip() == "step_4"
 
 
+@pytest.mark.smoke
 def test_every_metric_is_on_the_page_that_says_what_it_means(first_run: Path) -> None:
     names = {name for row in untimed(RunDirectory(first_run)) for name in row} | {"timing_s/total", "perf/tokens_per_s"}
     assert len(names) > 60
     assert not [name for name in names if "/" in name and not is_on_the_page(name)]
 
 
+@pytest.mark.smoke
 def test_the_trace_shows_the_engine_decoding_within_the_rollout(first_run: Path) -> None:
     """Ordered by the weights, as engine and trainer have a clock each: a rollout decodes between two publishes."""
     spans = read_trace(first_run / "trace.json")  # in the order of their starts

@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 
 import numpy as np
+import pytest
 from completions_server import Handler, completions_server
 from scripted_pool import engines_are, half_right, on_sevens, samples_of, saying, train_here
 
@@ -28,6 +29,8 @@ def verify(handler: Handler, body: dict[str, object], before: int) -> None:
         handler.complete(f"Findings: none\nVerdict: {random.Random(seed).choice(['correct', 'wrong'])}")
 
 
+@pytest.mark.slow
+@pytest.mark.smoke
 def test_a_trained_and_a_frozen_policy_play_and_the_trained_one_learns(tmp_path: Path) -> None:
     model = init_model("tiny", "bytes", tmp_path / "model")
     with completions_server(verify) as server, engines_are(saying(model, half_right)):

@@ -26,6 +26,8 @@ from marsrl.trainer.report.samples_log import read_samples
 from marsrl.trainer.report.summary import load_summary
 from marsrl.trainer.runs.directory import step_files
 
+pytestmark = [pytest.mark.slow, pytest.mark.smoke]
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -41,6 +41,8 @@ from marsrl.trainer.report.token_log import read_tokens
 from marsrl.trainer.report.trace import read_trace
 from marsrl.trainer.runs.directory import RunDirectory, step_files
 
+pytestmark = [pytest.mark.slow, pytest.mark.smoke]
+
 BRIEF = "agents.verifier.prompt=chain"  # a tenth of the words of math
 AGENTS = {"solver", "verifier1", "corrector1", "verifier2", "corrector2"}
 

@@ -64,6 +64,8 @@ def test_beside_a_teacher_the_reward_counts(words: list[str], tmp_path: Path) ->
     assert rows[-1]["teacher/solver/kl"] > rows[0]["teacher/solver/kl"]
 
 
+@pytest.mark.slow
+@pytest.mark.smoke
 def test_a_student_equal_to_its_teacher_learns_nothing(words: list[str], tmp_path: Path) -> None:
     same = [f"policies.big.model={tmp_path / 'coin'}", "agents.solver.temperature=0.6"]
     few = ["agents.solver.loss_weight=0", "rollout.prompts_per_step=2", "rollout.group_size=2", "run.steps=1"]
@@ -71,6 +73,8 @@ def test_a_student_equal_to_its_teacher_learns_nothing(words: list[str], tmp_pat
     assert row["actor/tokens"] > 0 and abs(row["teacher/solver/kl"]) < 1e-5 and row["actor/grad_norm"] < 1e-5
 
 
+@pytest.mark.slow
+@pytest.mark.smoke
 def test_a_teacher_has_the_agents_tokens_and_is_not_asked_where_nothing_is_trained(
     words: list[str], tmp_path: Path
 ) -> None:

@@ -40,7 +40,7 @@ def implementation(request, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("heads", [(4, 2), (3, 3), (6, 1)])
+@pytest.mark.parametrize("heads", [pytest.param((4, 2), marks=pytest.mark.smoke), (3, 3), (6, 1)])
 def test_each_row_sees_its_own_keys(heads, dtype, implementation):
     for scale in (0.6, -0.6, 0.0):
         compare([7, 1, 16, 12], 16, heads, SIZES[0], dtype, scale=scale)

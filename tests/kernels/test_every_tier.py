@@ -14,6 +14,8 @@ from nonfinite_cases import FEW, KINDS, SETTINGS, check_given_logprobs, check_lo
 from marsrl.kernels.attention_varlen.cpu import padded_by_length
 from marsrl.kernels.head import host_memory
 
+pytestmark = [pytest.mark.slow, pytest.mark.smoke]
+
 # Interpreted, a call takes a quarter of a second, and a head has 20 tensors in 4 layouts: one of each kind.
 NOT_LAID_OUT = (HEADS.keys() if IS_INTERPRETED else set()) - {
     "linear_logprob, float32",

@@ -13,6 +13,8 @@ from marsrl.kernels.head.rows.triton_impl import TritonRowKernels
 from marsrl.kernels.head.vocabulary import Head
 from marsrl.kernels.policy_loss.terms import policy_terms
 
+pytestmark = pytest.mark.slow
+
 ROWS, TOKENS = 768, 65537
 
 

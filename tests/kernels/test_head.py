@@ -102,7 +102,7 @@ def test_columns_that_were_not_drawn_from_are_left_out(name, tier):
     compare_logprob(case, dtype=tier.dtype, device=tier.device, support=support)
 
 
-@pytest.mark.parametrize("temperature", [1.5, "per token"])
+@pytest.mark.parametrize("temperature", [pytest.param(1.5, marks=pytest.mark.smoke), "per token"])
 def test_temperature_and_padded_vocabulary(temperature, tier):
     hidden, weight, targets = head_case(*tier.case[:2], 128)
     weight[100:] = 50.0

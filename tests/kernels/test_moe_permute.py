@@ -77,6 +77,7 @@ def test_each_expert_gets_its_tokens_and_each_token_their_sum(routing_map, width
     compare(ragged_map() if routing_map is None else random_map(*routing_map), width, dtype)
 
 
+@pytest.mark.smoke
 def test_weights_have_a_dtype_of_their_own(implementation):
     compare(random_map(5, 4, 2), 8, torch.float32, torch.bfloat16)
 

@@ -34,6 +34,7 @@ def test_a_sample_is_gated_by_its_own_mean_entropy_over_trained_tokens(poison):
     assert mpt_gate(entropy, mask, cu_seqlens, positive, entropy_threshold=0.31).tolist() == [True, False, True, False]
 
 
+@pytest.mark.smoke
 def test_the_batch_is_gated_as_one():
     arguments = case()
     positive = torch.tensor([True, True, False, True])  # mean over the seven tokens: 1.1 / 7 = 0.157

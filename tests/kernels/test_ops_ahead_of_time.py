@@ -16,7 +16,7 @@ from marsrl.kernels.sequence_sums.triton_impl import sequence_sums_triton
 from marsrl.kernels.swiglu.triton_impl import TritonSwiglu
 
 T, S, BF16, FP32 = 70_000, 33, torch.bfloat16, torch.float32
-pytestmark = pytest.mark.parametrize("target", TARGETS)
+pytestmark = [pytest.mark.slow, pytest.mark.parametrize("target", TARGETS)]
 of = partial(floats, dtype=BF16)
 
 

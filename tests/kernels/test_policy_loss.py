@@ -76,6 +76,7 @@ def test_every_objective_of_given_logprobs_equals_its_definition(name, implement
     compare_policy_loss_of_logprobs(name, 20 if IS_INTERPRETED else 60)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("name", BY_HAND)
 def test_clips_stop_the_gradient_and_log_ratios_are_clamped_to_20_nats_and_counted(name, implementation):
     objective, advantage, given, expected = BY_HAND[name]

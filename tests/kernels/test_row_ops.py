@@ -27,7 +27,7 @@ SHAPES = [
 TIERS = [("cpu", FP32), ("cpu", BF16), *(("reference", dtype) for dtype in (FP32, BF16, FP16))]
 if IS_INTERPRETED:
     TIERS = [("triton", FP32), ("triton", BF16)]
-    SHAPES = [((19,), 16), ((5, 1), 3), ((1,), 21), ((7, 1, 3), 16), ((5,), 6)]
+    SHAPES = [pytest.param((19,), 16, marks=pytest.mark.smoke), ((5, 1), 3), ((1,), 21), ((7, 1, 3), 16), ((5,), 6)]
 
 
 def eager_norm(x, weight, *, eps=EPS, is_zero_centred=False, rotation=None):

@@ -42,7 +42,7 @@ def browser() -> Iterator[Browser]:
     with sync_playwright() as playwright:
         path = found or playwright.chromium.executable_path
         if not Path(path).is_file():
-            pytest.skip("no chromium on PATH: `make test` installs it, as root by apt-get")
+            pytest.skip("no chromium on PATH: `make test-all` installs it, as root by apt-get")
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"], timeout=300_000)  # ms
         yield browser
         browser.close()

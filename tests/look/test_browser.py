@@ -9,6 +9,8 @@ import pytest
 from playwright.sync_api import Browser, Route
 from watched import Watched
 
+pytestmark = pytest.mark.slow
+
 PAGES = (
     "page=overview",
     "page=compare",

@@ -1,4 +1,4 @@
-"""A run in one file: what is in it, and what a real Chromium, which `make test` finds or installs, makes of it."""
+"""A run in one file: what is in it, and what a real Chromium, which `make test-all` finds or installs, makes of it."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ from marsrl.trainer.report.samples_log import write_samples
 from marsrl.trainer.report.summary import save_summary
 from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.runs.lock import RunLock
+
+pytestmark = [pytest.mark.slow, pytest.mark.smoke]
 
 
 def answers_in(page: Path) -> dict[str, Any]:

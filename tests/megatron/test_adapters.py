@@ -21,6 +21,8 @@ from marsrl.trainer.data.scatter import MiniBatch, joined, scatter
 from marsrl.trainer.learner.learner import Learner, groups
 from marsrl.trainer.models.export import export
 
+pytestmark = pytest.mark.slow
+
 ADAPTERS: dict[str, dict[str, Any]] = {
     "qwen3": {"rank": 8, "alpha": 16},
     "qwen3_moe": {"rank": 8, "expert_rank": 2, "alpha": 16, "targets": ["attention", "experts"]},

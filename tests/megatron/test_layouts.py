@@ -18,6 +18,8 @@ from marsrl.trainer.config import LayoutConfig
 from marsrl.trainer.learner.megatron.layout import check, resolve
 from marsrl.trainer.models.export import export
 
+pytestmark = pytest.mark.slow
+
 TWO = {
     "qwen3_moe": {
         "dp2": {},

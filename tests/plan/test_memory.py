@@ -42,6 +42,7 @@ def holds(report: dict[str, Any], tolerance: float) -> None:
     assert report["stage"][0] == report["stage"][1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "recompute", "dtype", "changes"),
     [
@@ -64,6 +65,7 @@ def test_one_rank_holds_what_is_planned(
     holds(compare(model(kind, tmp_path / "m", **changes), {}, recompute, dtype), 0.03)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "recompute", "dtype", "adapter"),
     [
@@ -83,6 +85,7 @@ def test_an_adapter_is_held_as_planned(
     assert found["static"][0] < 0.5 * without["static"][0]
 
 
+@pytest.mark.slow
 def test_a_reference_of_another_size_and_a_whole_optimizer_are_held_as_planned(tmp_path: Path) -> None:
     """The reference has its own sizes, so that a count of the policy's weights in their place would show."""
     policy, reference = model("qwen3_moe", tmp_path / "m"), model("qwen3", tmp_path / "r", intermediate_size=768)
@@ -121,6 +124,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory, two_ranks: RankPair) -> di
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_two_ranks_hold_what_is_planned(reports: dict[str, Any], name: str) -> None:
     holds(reports[name], 0.10)  # the CPU's stand-ins for collectives of unequal parts copy

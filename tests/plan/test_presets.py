@@ -53,6 +53,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", sorted(set(PRESETS) - WITHOUT_VLLM))
 def test_vllm_accepts_an_engine_of_the_preset_and_compiles_it(preset: str, told: dict[str, Any]) -> None:
     engine = told[preset]["engine"]
@@ -67,6 +68,7 @@ def test_vllm_accepts_an_engine_of_the_preset_and_compiles_it(preset: str, told:
     assert engine["kept"] == preset.startswith("mars_") and not engine["experts"]  # loss.truncation=renormalise
 
 
+@pytest.mark.slow
 def test_vllm_accepts_other_options_of_an_engine(told: dict[str, Any]) -> None:
     found = told["qwen3_30b_a3b_8xh100"]["variants"]
     plain, ours = told["qwen3_30b_a3b_8xh100"]["engine"], found["marsrl"]
@@ -78,6 +80,7 @@ def test_vllm_accepts_other_options_of_an_engine(told: dict[str, Any]) -> None:
     assert found["extra"] == plain | {"batched": 12345} != plain
 
 
+@pytest.mark.slow
 def test_vllm_builds_layers_of_fp8_whose_kernels_read_them_as_they_are_rounded(told: dict[str, Any]) -> None:
     """Neither packs nor transposes, rounds to powers of two or pads; routers, embedding and head are whole."""
     layer = "model.layers.0"
@@ -91,6 +94,7 @@ def test_vllm_builds_layers_of_fp8_whose_kernels_read_them_as_they_are_rounded(t
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", sorted(set(PRESETS) - WITHOUT_VLLM))
 def test_vllm_accepts_adapters_and_changes_nothing_else(preset: str, told: dict[str, Any]) -> None:
     """Slots for the matrices that are adapted alone, of the next rank that it has kernels for."""
@@ -101,12 +105,14 @@ def test_vllm_accepts_adapters_and_changes_nothing_else(preset: str, told: dict[
     assert plain["adapters"] is None
 
 
+@pytest.mark.slow
 def test_vllm_accepts_the_adapters_of_a_preset(told: dict[str, Any]) -> None:
     attention, mlp = ["qkv_proj", "o_proj"], ["gate_up_proj", "down_proj"]
     for preset, targets in ("qwen3_30b_a3b_adapters_8gpu", attention), ("qwen3_8b_adapters_1gpu", [*attention, *mlp]):
         assert told[preset]["own_adapters"]["adapters"][:3] == [5, 32, targets]
 
 
+@pytest.mark.slow
 def test_agents_that_a_preset_names_get_prompts_as_long_as_it_says(told: dict[str, Any]) -> None:
     for preset in PRESETS:
         config, _ = read_config(CONFIGS / f"{preset}.yaml")

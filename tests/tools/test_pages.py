@@ -32,6 +32,8 @@ from marsrl.rollout.tools.protocol import ToolError
 from marsrl.rollout.types import ToolCall, ToolOutput
 from marsrl.rollout.worker_process import Crashed, Late, WorkerPool
 
+pytestmark = [pytest.mark.slow, pytest.mark.smoke]
+
 SOON_S = 120.0  # far more than anything here takes
 MIB = 1 << 20
 SENTENCE = "The river of Tarn is the Ebb, which is long, cold and well known to everybody who lives there."

@@ -22,6 +22,8 @@ from marsrl.rollout.types import ToolCall, ToolFunction, ToolOutput
 from marsrl.trainer.config.origin import ConfigError
 from marsrl.trainer.config.read import read_config
 
+pytestmark = [pytest.mark.slow, pytest.mark.smoke]
+
 SOON_S = 120.0  # far more than anything here takes
 TOOLS = '''
 from __future__ import annotations

@@ -5,6 +5,8 @@ import torch
 import triton
 import triton.language as tl
 
+pytestmark = pytest.mark.smoke
+
 
 @triton.jit
 def double(x, n, FLOAT: tl.constexpr, BLOCK: tl.constexpr):

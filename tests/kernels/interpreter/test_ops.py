@@ -63,6 +63,7 @@ def implementation(monkeypatch):
     return "triton"
 
 
+@pytest.mark.smoke
 def test_whole_tiles_of_columns(implementation):
     compare_grouped_linear([5, 0, 3], 8, 16, torch.bfloat16, given=[5, 0, 3])
 
@@ -71,6 +72,7 @@ def test_the_products_of_grouped_mm_and_main_grad_by_triton(implementation):
     compare_main_grad([5, 0, 3], 8, 16, torch.bfloat16, function=by_grouped_mm)
 
 
+@pytest.mark.smoke
 def test_the_tiles_of_a_gpu():
     compare_attention([19, 5], dtype=torch.bfloat16, heads=(2, 1), head_size=64)
 
