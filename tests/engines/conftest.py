@@ -32,7 +32,6 @@ _EXPERTS = {"num_experts": 8, "moe_intermediate_size": 64}
 _CHANGES: dict[str, dict[str, Any]] = {
     # head size 32 = hidden / heads
     "qwen2": {"num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": True},
-    "qwen3_tied": {"tie_word_embeddings": True},
     "qwen3_moe": _EXPERTS,
     "qwen3_moe_wide": {
         **_EXPERTS,
@@ -50,7 +49,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     def make(kind: str) -> Path:
         directory = tmp_path_factory.mktemp(kind)
         changes = {"seed": 7, **_SIZES, **_CHANGES.get(kind, {})}
-        save_model(kind.removesuffix("_tied").removesuffix("_wide"), directory, **changes)
+        save_model(kind.removesuffix("_wide"), directory, **changes)
         WORDS.write(directory)
         if kind == "mistral":  # its directories have several files, and the model in another form, which is not read
             (directory / "params.json").write_text("{}")
@@ -157,7 +156,7 @@ def engine(kind: str, directory: Path, request: pytest.FixtureRequest) -> Any:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that share the real vLLM come last, by model, so that each is started once in its module, and no other test makes
     process groups meanwhile."""
-    order = ["qwen3_moe", "qwen3", "qwen3+engine", "qwen3+fp8", "qwen3_tied", "qwen2", "llama", "mistral"]
+    order = ["qwen3_moe", "qwen3", "qwen3+engine", "qwen3+fp8", "qwen2", "llama", "mistral"]
     order += ["qwen3+fp8_weights", "qwen3_moe_wide+fp8_weights"]
 
     def place(item: pytest.Item) -> int:

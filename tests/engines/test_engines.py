@@ -36,6 +36,8 @@ from marsrl.trainer.learner.other_roundings import Precision
 from marsrl.trainer.weights.comparison import CheckedEngines
 from marsrl.trainer.weights.sync import FileSync
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(params=["local qwen3", "qwen3"])
 def kind(request):
@@ -143,7 +145,6 @@ OWN = "qwen3+engine"  # vLLM's own sampler
 GROUPS = {
     "qwen2": "q_proj.bias self_attn mlp.gate_proj embed_tokens norm",
     "qwen3": "self_attn mlp.down_proj embed_tokens lm_head model.norm q_norm",
-    "qwen3_tied": "embed_tokens",
     "qwen3_moe": "self_attn mlp.gate.weight gate_proj up_proj down_proj embed_tokens lm_head norm",
     "llama": "k_proj.bias o_proj.bias gate_proj.bias down_proj.bias lm_head self_attn",
     "mistral": "self_attn mlp",

@@ -9,12 +9,13 @@ What so short a warm start leaves depends on the last bits of a processor. So no
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from pathlib import Path
 
 import pytest
 from commands import run_by
-from small_run import Runner
+from small_run import SMALL, Runner, run_here
 
 from marsrl.trainer.report.metrics import read_metrics
 from marsrl.trainer.report.samples_log import SampleRecord, read_samples
@@ -34,6 +35,14 @@ SMALLER = (
     "evaluate.num_problems=4",
     "run.steps=2",
 )
+
+
+def train(runner: Runner, name: str, command: str, *more: str) -> Path:
+    """Run a documented command in this process, with the caches of the other runs; its directory."""
+    os.environ["MARSRL_CACHE"] = str(runner.cache)
+    run_here([f"run.dir={runner.folder}", f"run.name={name}", *SMALL, *shlex.split(command)[2:], *SMALLER, *more])
+    return runner.folder / name
+
 
 Row = dict[str, float | None]
 Steps = list[tuple[Row, list[SampleRecord]]]
@@ -56,7 +65,7 @@ def check_updates(steps: Steps, prefix: str, agents: list[str]) -> None:
 
 @pytest.mark.parametrize("command", run_by("test_a_solver_and_a_verifier_of_their_own_sizes_train"))
 def test_a_solver_and_a_verifier_of_their_own_sizes_train(command: str, runner: Runner) -> None:
-    directory = runner.run("two-policies", *shlex.split(command)[2:], *SMALLER)
+    directory = train(runner, "two-policies", command)
     steps = steps_of(directory)
     for policy, hidden in {"solver": 96, "verifier": 64}.items():
         check_updates(steps, f"{policy}/", [policy])
@@ -74,7 +83,7 @@ def test_a_solver_and_a_verifier_of_their_own_sizes_train(command: str, runner: 
 
 @pytest.mark.parametrize("command", run_by("test_the_five_adapters_in_miniature_train"))
 def test_the_five_adapters_in_miniature_train(command: str, runner: Runner) -> None:
-    directory = runner.run("adapters", *shlex.split(command)[2:], *SMALLER, "agents.verifier1.pick=random")
+    directory = train(runner, "adapters", command, "agents.verifier1.pick=random")
     steps = steps_of(directory)
     agents = ["solver", "verifier1", "corrector1", "verifier2", "corrector2"]
     for agent in agents:
@@ -90,7 +99,7 @@ def test_a_team_in_miniature_trains(command: str, runner: Runner) -> None:
     """Taught by its school, evaluated, and trained by one policy."""
     is_search = command.endswith("cpu_search_team")
     agents = ["verifier", "search", "answer"] if is_search else ["system2", "system1"]
-    directory = runner.run("search-team" if is_search else "dual-system", *shlex.split(command)[2:], *SMALLER)
+    directory = train(runner, "search-team" if is_search else "dual-system", command)
     steps = steps_of(directory)
     assert {sample.agent for _, samples in steps for sample in samples} <= set(agents)
     check_updates(steps, "", agents)
