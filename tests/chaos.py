@@ -60,9 +60,9 @@ FAULTS_A_RUN, FAULTS_A_PROGRAM = 8, 50
 # The kinds of faults. Each strikes a run that trains, and returns what the user sees. What it means is in docs/faults.md.
 
 GO_ON = r"is whole: go on with .*run\.resume=auto"
-NOTHING_YET = r"there is no checkpoint of it yet"
+NOTHING_YET = r"it has no checkpoint yet"
 RAY_IS_GONE = rf"Ray is gone: .*{GO_ON}"
-STOPPING = "stopping, the last finished step is saved first"  # noted, before the rank heard that another one had died
+STOPPING = "stopping after saving the last finished step"  # noted, before the rank heard that another one had died
 # a start after remove-latest that is stopped before its first checkpoint still finds none that is named
 STILL_REMOVED = r"latest (is missing|names \w+).*run\.resume=previous"
 STOPS = rf"interrupted.*({GO_ON}|{NOTHING_YET}|{STILL_REMOVED})|interrupted before the run began"

@@ -96,7 +96,7 @@ def test_a_full_shared_disk_ends_the_run(box: Box, run: cluster.Training) -> Non
                 file.write(b"\1" * size)
     run.ended(cluster.STEP_S)
     ballast.unlink()
-    full = "(No space left|no room on the disk)"
+    full = "(No space left|no space left on the disk)"
     assert re.search(f"{full}.*{cluster.goes_on('faults')}", run.said("host1")), run.said("host1")
 
 

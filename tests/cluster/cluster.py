@@ -71,7 +71,7 @@ _SUMS_DIFFER = 2e-4
 def goes_on(name: str) -> str:
     """A pattern of what a run's last line ends with."""
     folder = f"{SHARED}/runs/{name}/checkpoints"
-    return rf"checkpoint {folder}/step_\d+ \(step \d+\) is whole: go on with run\.name={name} run\.resume=auto"
+    return rf"checkpoint {folder}/step_\d+ \(step \d+\) is intact: resume by adding run\.name={name} run\.resume=auto"
 
 
 def fill(box: Box) -> None:

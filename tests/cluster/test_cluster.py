@@ -31,7 +31,7 @@ def test_two_hosts_train_what_one_trains_and_name_the_host_that_is_gone(
     assert run.ended(300, "host2") == {"host2": 1}
     assert re.fullmatch(
         r"marsrl: rank 1 stops: rank 0 \(host1, process \d+\) or its machine is gone: its store has not answered for "
-        rf"run\.silence_s = 20 s; {goes_on('first')}, added to the same command",
+        rf"run\.silence_s = 20 s; {goes_on('first')} to the same command",
         run.said("host2"),
     ), run.output("host2")
     run.check()

@@ -84,7 +84,7 @@ def test_what_all_ranks_fail_with_is_rank_0_s_last_line_however_long_it_closes(t
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(tmp_path / "both.py")]
     words = [f"run.dir={tmp_path}", "run.name=both", "rollout.engine=local"]
     done = subprocess.run([*launcher, *words], capture_output=True, text=True, timeout=600)
-    said = "marsrl: the run failed: ValueError: of both ranks; there is no checkpoint of it yet"
+    said = "marsrl: the run failed: ValueError: of both ranks; it has no checkpoint yet"
     assert done.returncode == 1 and sum(line.startswith(said) for line in done.stderr.splitlines()) == 1, done.stderr
 
 
@@ -213,7 +213,7 @@ def test_a_model_that_could_not_be_loaded_is_refused_before_anything_starts(
         *([] if find_spec("wandb") else [(["run.wandb=mine"], "run.wandb=mine needs wandb, not installed here")]),
         (["run.name=x", "run.dir=/dev/null/runs"], "run.dir=/dev/null/runs: /dev/null is a file; name a folder"),
         (["run.dir=/dev/null"], "run.dir=/dev/null: /dev/null is a file; name a folder"),
-        (["run.dir=/proc/runs"], "; give a folder in run.dir that can be made and written to"),
+        (["run.dir=/proc/runs"], "; set run.dir to a folder that can be created and written to"),
         (["policies.main.layout.expert=3"], "layout.expert is 3, which does not divide the 8 experts"),
         (["rollout.vllm.tensor_parallel=3"], "over which the model's 4 attention heads cannot be cut"),
         (["loss.kl=k3", "policies.main.reference=/nowhere"], "policies.main.reference: /nowhere is not a directory"),
@@ -262,7 +262,7 @@ def test_what_is_wrong_with_the_data_is_counted_and_placed(tmp_path: Path, capsy
     out = capsys.readouterr().out
     long = "1 of 5 prompts are longer than agents.solver.max_input_tokens (1000 tokens) and will "
     for said in (
-        "5 of the 6 problems of data.eval are among data.train too, first q.jsonl:1: their results",
+        "5 of the 6 problems of data.eval are also in data.train, first q.jsonl:1; their results",
         "data.train: 1 question(s) stand there with different answers, first p.jsonl:2 (answer '2') and p.jsonl:3 ('3')",
         "data.eval: 1 problem(s) repeat an earlier one, question and answer",
         f"{long}not be asked",
@@ -275,7 +275,7 @@ def test_what_is_wrong_with_the_data_is_counted_and_placed(tmp_path: Path, capsy
     assert main([*words, "agents.solver.max_input_tokens=10", "agents.solver.long_prompts=cut_left"]) == 2
     assert "is 10, but the chat template alone fills it" in capsys.readouterr().err
     assert main([*words, f"data.eval={data}"]) == 2
-    assert "5 of the 5 problems of data.eval are among data.train too" in capsys.readouterr().err
+    assert "5 of the 5 problems of data.eval are also in data.train" in capsys.readouterr().err
 
 
 def test_a_dry_run_says_what_becomes_of_the_run(
@@ -295,19 +295,19 @@ def test_a_dry_run_says_what_becomes_of_the_run(
     run.write_config(with_backend(read_config(None, [])[0], on_gpus=False).model_dump(mode="json"))
     words.append("run.name=mine")
     RunLock(run).release()
-    assert f"run: {run.path}, which a start has made and nothing has begun in: it begins at step 1" in told()
+    assert f"run: {run.path}, left by a failed start: begins at step 1" in told()
     run.metrics.write_text('{"step": 1}\n')
     assert "exists and is not overwritten" in refusal(*words)
     words.append("run.resume=auto")
-    assert f"run: {run.path} has no checkpoint yet: it begins again at step 1" in told()
+    assert f"run: {run.path} has no checkpoint yet: begins again at step 1" in told()
     for step in (2, 4):
         run.checkpoint(step).mkdir(parents=True)
     run.mark_latest(4)
     files = sorted(tmp_path.rglob("*"))
     out = told("run.steps=9", "run.seed=7", "rollout.picks=3")
-    assert f"run: {run.path} goes on after step 4; run.steps is 9: 5 of 9 steps are left" in out
+    assert f"run: {run.path} resumes after step 4; run.steps is 9: 5 of 9 steps are left" in out
     assert f"differs from {run.config}: run.steps 24 -> 9, run.seed 0 -> 7, rollout.picks 2 -> 3\n" in out
-    assert "goes on after step 4; run.steps is 3: nothing is left to train" in told("run.steps=3")
+    assert "resumes after step 4; run.steps is 3: no steps are left" in told("run.steps=3")
     lock = RunLock(run)
     assert f"{run.path} is being written by process {os.getpid()} on " in refusal(*words)
     lock.release()

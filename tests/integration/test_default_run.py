@@ -168,7 +168,9 @@ def test_ctrl_c_stops_everything_and_the_resumed_run_equals_an_unbroken_one(firs
     assert finds_raylet
     assert elapsed < max(60, stopping - began), f"stopped after {elapsed:.0f} s, started in {stopping - began:.0f} s"
     assert process.returncode != 0
-    assert "is whole: go on with run.name=stopped run.resume=auto" in output, output[-4000:]  # Ray left us our SIGTERM
+    assert "is intact: resume by adding run.name=stopped run.resume=auto" in output, output[
+        -4000:
+    ]  # Ray left us our SIGTERM
     assert "Fatal Python error" not in output and "*** SIGTERM received" not in output
     deadline = time.monotonic() + 300
     while left_behind() and time.monotonic() < deadline:

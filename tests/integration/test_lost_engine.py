@@ -148,7 +148,7 @@ def test_a_killed_engine_costs_time_and_a_killed_ray_the_step(tmp_path: Path, mo
     latest = directory.latest_checkpoint()
     assert latest is not None and latest.step == last and damage(latest.path) == []
     said = failure_message(failure.value, directory, parent_of())
-    assert f"step_{last} (step {last}) is whole: go on with run.name=scripted run.resume=auto" in said
+    assert f"step_{last} (step {last}) is intact: resume by adding run.name=scripted run.resume=auto" in said
 
 
 @pytest.mark.slow

@@ -307,9 +307,9 @@ def test_five_agents_are_trained_with_overlap_versions_differ_and_a_resumed_run_
     settings += ("run.checkpoint_minutes=1e-9", "run.keep_checkpoints=9")  # so long after the last one another is due
     before = set(threading.enumerate())
     play(*settings, "run.steps=3")
-    assert "goes on after" not in (said := capsys.readouterr().err) and "not measured" not in said  # run.evaluate=false
+    assert "resumes after" not in (said := capsys.readouterr().err) and "not measured" not in said  # run.evaluate=false
     run = play(*settings, "run.steps=7", "run.resume=auto")
-    assert "goes on after step 3: 4 of 7 steps are left" in capsys.readouterr().err
+    assert "resumes after step 3: 4 of 7 steps are left" in capsys.readouterr().err
     rows = rows_of(run)
     assert len(rows) == 7 and run.steps_on_disk() == [1, 2, 3, 4, 5, 6, 7]
     summary = load_summary(run.summary)

@@ -230,7 +230,7 @@ def test_a_command_replaces_no_file_of_a_run(
     for file in (summary, tmp_path / "run" / "config.yaml", tmp_path / "run" / "lock"):
         file.write_text("kept")
     assert cli.main([*command, str(summary)]) == 2
-    assert f"{summary} is a file of the run in {tmp_path / 'run'} and is not replaced" in capsys.readouterr().err
+    assert f"{summary} is a file of the run in {tmp_path / 'run'} and is never replaced" in capsys.readouterr().err
     assert summary.read_text() == "kept"
 
 

@@ -93,7 +93,7 @@ def test_a_folder_that_cannot_be_made_or_written_to_is_named_before_and_at_the_s
         run_dir = tmp_path / "file" / "runs"
         with pytest.raises(ValueError, match=f"run.dir={run_dir}: {tmp_path / 'file'} is a file; name a folder"):
             make(run_dir, "a", "off" if make == RunDirectory.find else "p")  # type: ignore[operator]
-        with pytest.raises(ValueError, match=r"run.dir=/b+: .*[Ff]ile name too long; give a folder in run.dir"):
+        with pytest.raises(ValueError, match=r"run.dir=/b+: .*[Ff]ile name too long; set run.dir to a folder"):
             make("/" + "b" * 300, "a", "off" if make == RunDirectory.find else "p")  # type: ignore[operator]
     with (
         nobody() as folder,

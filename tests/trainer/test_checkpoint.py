@@ -254,17 +254,17 @@ def test_a_failed_run_says_where_to_go_on(run: RunDirectory) -> None:
     def said(error: Exception = error) -> str:
         return failure_message(error, run, parent_of())
 
-    assert said().startswith("marsrl: the run failed: RuntimeError: Ray is gone; there is no checkpoint of it yet (")
-    assert said().endswith(": its name is free again")
+    assert said().startswith("marsrl: the run failed: RuntimeError: Ray is gone; it has no checkpoint yet (")
+    assert said().endswith(": its name can be reused")
     run.metrics.write_text('{"step": 1}\n')
     assert said().endswith(": run.name=run run.resume=auto begins again at step 1")
     save(writer(run), 12)
-    resumed = "go on with run.name=run run.resume=auto, added to the same command"
-    assert said().endswith(f"(step 12) is whole: {resumed}")
-    assert said(ValueError("other data")).endswith(f"is whole: with that set right, {resumed}")
+    resumed = "resume by adding run.name=run run.resume=auto to the same command"
+    assert said().endswith(f"(step 12) is intact: {resumed}")
+    assert said(ValueError("other data")).endswith(f"is intact: after fixing this, {resumed}")
     (run.checkpoints / "latest").write_text("nonsense")
-    assert "its last checkpoint cannot be told" in said()
-    assert said().endswith("run.resume=previous takes the newest whole one")
+    assert "its last checkpoint is unknown" in said()
+    assert said().endswith("run.resume=previous resumes from the newest intact one")
 
 
 def test_a_checkpoint_that_is_damaged_is_not_called_whole(run: RunDirectory) -> None:
@@ -275,7 +275,7 @@ def test_a_checkpoint_that_is_damaged_is_not_called_whole(run: RunDirectory) -> 
     assert f"checkpoint {run.checkpoint(8)} is damaged ({file} has 3 bytes, expected 4): run.name=run" in said
     assert said.endswith("run.resume=previous goes back to step_4")
     (run.checkpoint(4) / "manifest.json").unlink()
-    assert where_to_go_on(run).endswith(": no earlier one is whole")
+    assert where_to_go_on(run).endswith(": no earlier one is intact")
     told = CheckpointError("step_8 is damaged; go on from step_4 with run.resume=previous")
     said = failure_message(told, run, parent_of())
     assert said == f"marsrl: the run failed: CheckpointError: {told}"  # and not: go on with auto
@@ -287,12 +287,12 @@ def test_a_full_disk_is_named_wherever_it_was_met(run: RunDirectory) -> None:
     wrapped.__cause__ = full
     for error in (full, wrapped):
         words = failure_message(error, run, parent_of())
-        assert f"no room on the disk of {run.metrics} (" in words and f"MiB are free at {run.path}" in words
+        assert f"no space left on the disk of {run.metrics} (" in words and f"MiB are free at {run.path}" in words
         for said in (words, failure_message(error, run)):
-            assert "make some (run.keep_checkpoints, another run.dir)" in said
+            assert "free some (run.keep_checkpoints, another run.dir)" in said
     of_sft = failure_message(OSError(errno.ENOSPC, "full", "/elsewhere/file"), run)
-    assert "no room on the disk of /elsewhere/file" in of_sft and "sync.directory" not in of_sft
-    assert "no room" not in failure_message(PermissionError(errno.EACCES, "no"), run, parent_of())
+    assert "no space left on the disk of /elsewhere/file" in of_sft and "sync.directory" not in of_sft
+    assert "no space" not in failure_message(PermissionError(errno.EACCES, "no"), run, parent_of())
 
 
 def test_a_damaged_file_is_named_and_a_quick_look_finds_the_first_that_is_missing_or_cut(tmp_path: Path) -> None:
@@ -328,5 +328,5 @@ def test_a_damaged_file_is_named_and_a_quick_look_finds_the_first_that_is_missin
     (folder / "a").mkdir()
     assert damage(folder, 0, 3)[0] == f"{folder / 'a'} is missing; expected {len(whole)} bytes"
     (folder / "manifest.json").unlink()
-    said = f"{folder / 'manifest.json'} is missing: the checkpoint was not written to its end"
+    said = f"{folder / 'manifest.json'} is missing: the checkpoint is incomplete"
     assert missing_or_cut(folder) == said and damage(folder) == [said]

@@ -68,14 +68,14 @@ def test_a_dtype_that_is_decided_is_checked_beside_the_others() -> None:
 def test_where_a_run_without_its_latest_checkpoint_goes_on_is_told(tmp_path: Path) -> None:
     run = begun(tmp_path)
     (run.checkpoints / "latest").write_text("step_9")
-    assert "goes back to its newest whole checkpoint (" in resume_lines(run, settings("run.resume=previous"), {})[0]
-    gone = "names step_9, which is gone; .*; run.resume=previous takes the newest whole one"
+    assert "goes back to its newest intact checkpoint (" in resume_lines(run, settings("run.resume=previous"), {})[0]
+    gone = "names step_9, which does not exist; .*; run.resume=previous resumes from the newest intact one"
     with pytest.raises(ValueError, match=gone):
         resume_lines(run, settings("run.resume=auto"), {})
     run.config.write_text("of: another version\n")
     run.mark_latest(4)
     assert resume_lines(run, settings("run.resume=auto"), {})[1] == (
-        f"{run.config} is not of this version: what differs from it cannot be told"
+        f"{run.config} is of another version, so changed settings cannot be listed"
     )
 
 
@@ -123,16 +123,16 @@ TWO = [OTHER, "credit.train_agents=[solver]"]
 @pytest.mark.parametrize(
     ("had", "words", "says"),
     [
-        ([], ["policies.main.dtype=bfloat16"], "policies.main.dtype (it has float32, given is bfloat16)"),
-        ([], ["policies.main.model=/models/a"], "policies.main.model (it has the warm-started one, given is /models/a)"),
-        ([], ["policies.main.shape=tiny"], "policies.main.model (it has the shape cpu_default, given is tiny)"),
-        ([], [OTHER], "policies (it has main, given is main, other)"),
-        ([], ["task=math", "policies.main.model=/models/a"], "task (it has arithmetic, given is math); "),
-        (TWO, [*TWO, "agents.verifier1.policy=other"], "agents.verifier1.policy (it has main, given is other)"),
-        ([], ["policies.main.optimizer.distributed=false"], "policies.main.optimizer.distributed (it has True"),
-        ([], ["policies.main.adapter={}"], "policies.main.adapter (it has None, given is rank=32"),
-        (ADAPTER, ["policies.main.adapter={rank: 8}"], "policies.main.adapter (it has rank=32"),
-        (TWO, [*TWO, "policies.other.frozen=false"], "policies.other.frozen (it has True, given is False)"),
+        ([], ["policies.main.dtype=bfloat16"], "policies.main.dtype (the run has float32, now bfloat16)"),
+        ([], ["policies.main.model=/models/a"], "policies.main.model (the run has the warm-started model, now /models/a)"),
+        ([], ["policies.main.shape=tiny"], "policies.main.model (the run has the shape cpu_default, now tiny)"),
+        ([], [OTHER], "policies (the run has main, now main, other)"),
+        ([], ["task=math", "policies.main.model=/models/a"], "task (the run has arithmetic, now math); "),
+        (TWO, [*TWO, "agents.verifier1.policy=other"], "agents.verifier1.policy (the run has main, now other)"),
+        ([], ["policies.main.optimizer.distributed=false"], "policies.main.optimizer.distributed (the run has True"),
+        ([], ["policies.main.adapter={}"], "policies.main.adapter (the run has None, now rank=32"),
+        (ADAPTER, ["policies.main.adapter={rank: 8}"], "policies.main.adapter (the run has rank=32"),
+        (TWO, [*TWO, "policies.other.frozen=false"], "policies.other.frozen (the run has True, now False)"),
     ],
 )  # fmt: skip
 def test_what_a_checkpoint_does_not_bear_to_change_is_refused(
@@ -141,8 +141,8 @@ def test_what_a_checkpoint_does_not_bear_to_change_is_refused(
     run = begun(tmp_path, *had)
     with pytest.raises(ValueError) as caught:
         resume_lines(run, settings("run.resume=auto", *words), {})
-    assert str(caught.value).startswith(f"run.resume=auto: {run.path} cannot go on with other {says}")
-    assert str(caught.value).endswith("; set it back, or start a run of another name")
+    assert str(caught.value).startswith(f"run.resume=auto: {run.path} cannot resume with a changed {says}")
+    assert str(caught.value).endswith("; undo this or start another run")
 
 
 def test_a_model_that_has_moved_is_taken_and_one_of_another_shape_is_not(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_a_model_that_has_moved_is_taken_and_one_of_another_shape_is_not(tmp_pat
     run = begun(tmp_path, f"policies.main.model={model}")
     _, differs = resume_lines(run, settings(f"policies.main.model={moved}"), {})
     assert differs.endswith(f": policies.main.model {model} -> {moved}")
-    wanted = rf"other policies.main.model \(num_layers: it has 2, {other} has 7, vocab_size: it has \d+, {other} has 9\); set"
+    wanted = rf"policies.main.model \(num_layers: the run has 2, {other} has 7, vocab_size: the run has \d+, {other} has 9\); undo"
     with pytest.raises(ValueError, match=wanted):
         resume_lines(run, settings(f"policies.main.model={other}"), {})
     (model / "config.json").unlink()  # what it was is not known any more: the checkpoint's own tensors decide
@@ -189,12 +189,12 @@ def test_a_run_does_not_go_on_with_other_problems(tmp_path: Path) -> None:
         (
             shorter,
             "evaluate.num_problems=3",
-            r"other data.train \(it has 2 problems, given are 1\); .* 300 -> 3; set it back",
+            r"a changed data.train \(the run has 2 problems, now 1\); .* 300 -> 3; undo this",
         ),
         (
             other,
             "run.resume=auto",
-            r"other data.eval \(other questions or answers than .*; settings that differ: none; ",
+            r"a changed data.eval \(questions, answers or their order changed\); settings that differ: none; ",
         ),
     ):
         with pytest.raises(ValueError, match=said):
@@ -235,7 +235,7 @@ def test_a_run_does_not_go_on_with_a_file_that_has_changed_but_with_one_of_anoth
     run, config = begun(tmp_path / "runs", *given), settings(*given)
     words.write_text(WORDS.replace("SAY", "TELL"))
     (kept,) = (run.path / "prompts").iterdir()
-    said = rf"cannot go on with other agents.solver.prompt \(the file has changed; .*{kept}"
+    said = rf"cannot resume with a changed agents.solver.prompt \(the file has changed; .*{kept}"
     with pytest.raises(ValueError, match=said):
         resume_lines(run, config, {})
     other = words.rename(words.with_name("other.yaml"))

@@ -50,7 +50,7 @@ def test_the_first_signal_is_noted_and_another_ends_at_once(number: int, capsys:
     with signals.noted():
         assert not signals.is_asked
         os.kill(os.getpid(), number)
-        assert signals.is_asked and "the last finished step is saved first" in capsys.readouterr().err
+        assert signals.is_asked and "after saving the last finished step" in capsys.readouterr().err
         os.kill(os.getpid(), number)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), number)
@@ -249,7 +249,7 @@ def test_a_rank_that_is_done_is_not_missed() -> None:
 def test_a_killed_launcher_interrupts_and_is_no_lost_rank() -> None:
     done = subprocess.run([sys.executable, "-c", LAUNCHED], capture_output=True, text=True, timeout=120)
     reason, end = done.stdout.splitlines()
-    assert reason.startswith("torchrun has ended, and its store with it: ") and reason.endswith(" []")
+    assert reason.startswith("torchrun has ended together with its store: ") and reason.endswith(" []")
     assert end == "interrupted"
 
 

@@ -1,1 +1,1 @@
-"""A run on disk and across ranks: directory, lock, checkpoints, heartbeats, and the final message."""
+"""A run on disk and across ranks: directory, lock, heartbeats, collectives, and the final message."""

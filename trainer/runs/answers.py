@@ -1,6 +1,6 @@
-"""Answers of models, appended to a file as they arrive, so that no request is repeated.
+"""Store of model answers, appended to a file as they arrive, so that no request is repeated.
 
-An answer's key is a hash of everything that it depends on, so it stays valid whatever else changes, and in any order of rows.
+An answer's key is a hash of everything it depends on, so it stays valid if other settings or the order of rows change.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ Answer = TypeVar("Answer")
 
 
 def key_of(**parts: Any) -> str:
-    """A key of everything that an answer depends on: 32 hexadecimal digits."""
+    """Return the key of everything that an answer depends on: 32 hexadecimal digits."""
     text = json.dumps(parts, sort_keys=True, ensure_ascii=True)
     return hashlib.sha256(text.encode("ascii")).hexdigest()[:32]
 
 
 class Answers(dict[str, Answer]):
-    """Answers by key, in one file; path None: only in memory. read: parses an answer; None or an error if it is not valid."""
+    """Answers by key, in one file (path None: only in memory). read: parses an answer; None or an error if invalid."""
 
     def __init__(self, path: Path | None, read: Callable[[Any], Answer | None]) -> None:
         super().__init__()
@@ -41,9 +41,9 @@ class Answers(dict[str, Answer]):
             self._file.seek(end)
 
     def add(self, key: str, answer: Mapping[str, Any], *, is_whole: bool = True) -> None:
-        """Add an answer, which survives everything but a crash of the machine once this returns.
+        """Add an answer. Once this returns, only a crash of the machine can lose it.
 
-        is_whole: nothing failed in it. Others are not written, so that they are requested again the next time.
+        is_whole: False for an answer with a failure, which is not written and so is requested again next time.
         """
         line = json.dumps({"key": key, "answer": answer}, allow_nan=False).encode("ascii") + b"\n"
         if self._file is not None and is_whole:
@@ -72,7 +72,7 @@ class Answers(dict[str, Answer]):
         end = 0
         for line in file:
             if not line.endswith(b"\n"):
-                break  # torn: the process died while writing it
+                break  # The process died while writing this line.
             end += len(line)
             self._hold(line)
         return end
@@ -84,4 +84,4 @@ class Answers(dict[str, Answer]):
             if answer is not None and isinstance(held["key"], str):
                 self[held["key"]] = answer
         except (ValueError, KeyError, TypeError, RecursionError):
-            return  # damaged: requested again
+            return  # A damaged answer is requested again.

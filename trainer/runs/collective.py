@@ -1,4 +1,4 @@
-"""Collectives of bytes between ranks: barrier, broadcast, scatter, gather, and raising one rank's failure on all.
+"""Collectives between ranks: barrier; broadcast, scatter and gather of bytes; raising one rank's error on all.
 
 Each begins with a meeting at the store (`barrier`), where idle ranks sleep: rank 0 plays, evaluates and starts engines alone,
 sometimes for hours, and a waiting NCCL kernel would block the GPU for an engine on it. The collective after a meeting is short,
@@ -19,16 +19,16 @@ import torch
 import torch.distributed as dist
 
 COLLECTIVE_S = 1800.0
-"""Timeout of a collective that all ranks have reached: something hangs although heartbeats continue. Longer than the spread
-between ranks that read a model from one slow disk."""
+"""Timeout of a collective that all ranks have reached; it expires if a rank hangs but its heartbeat continues. Exceeds the spread
+between ranks that load a model from one slow disk."""
 
 PIECE_BYTES = 1 << 20
-"""Bytes of each rank in one all_gather: otherwise a few MB of one rank would take as much on the device for every rank."""
+"""Bytes of each rank in one all_gather, which bounds the memory on the device, as it takes the largest size for every rank."""
 
 SCATTER_BYTES = 64 << 20
-"""Bytes of all parts together on rank 0's device in one scatter; other devices hold one part."""
+"""Most bytes on rank 0's device in one scatter, all parts together; other devices hold one part."""
 
-_LONG = datetime.timedelta(days=1)  # of one wait at the store, which is then repeated
+_LONG = datetime.timedelta(days=1)  # Timeout of one wait at the store, which is then repeated.
 
 
 def rank() -> int:
@@ -40,14 +40,17 @@ def world_size() -> int:
 
 
 def barrier() -> None:
-    """Wait until all ranks are here, asleep and without a timeout (see the module). Collective."""
+    """Sleep until all ranks are here, without a timeout (see the module). Collective."""
     if world_size() == 1:
         return
     meeting = _meeting()
     meeting.number += 1
     here, all_here, store = f"{meeting.number}/here", f"{meeting.number}/all", meeting.store
     if store.add(here, 1) == world_size():
-        for key in (f"{meeting.number - 1}/here", f"{meeting.number - 1}/all"):  # all ranks have left the previous one
+        for key in (
+            f"{meeting.number - 1}/here",
+            f"{meeting.number - 1}/all",
+        ):  # All ranks have left the previous meeting.
             store.delete_key(key)
         store.set(all_here, "")
     else:
@@ -62,7 +65,9 @@ class _Meeting:
     number: int = 0
 
 
-_MEETINGS: weakref.WeakKeyDictionary[dist.Store, _Meeting] = weakref.WeakKeyDictionary()  # by the process group's store
+_MEETINGS: weakref.WeakKeyDictionary[dist.Store, _Meeting] = (
+    weakref.WeakKeyDictionary()
+)  # Keyed by the process group's store.
 
 
 def _meeting() -> _Meeting:
@@ -73,17 +78,17 @@ def _meeting() -> _Meeting:
 
 
 def _sleep_until(store: dist.Store, key: str) -> None:
-    """Return when the key exists. Waits in a thread, because the store's client blocks signals, and this rank's main thread must
-    notice that another rank is lost."""
+    """Return when the key exists. A thread waits, because the store's client blocks signals, and the main thread must
+    be able to react when another rank is lost."""
     errors = list[RuntimeError]()
 
     def wait() -> None:
         while True:
             try:
                 return store.wait([key], _LONG)
-            except dist.DistStoreError:  # _LONG has passed
+            except dist.DistStoreError:  # Timeout after _LONG.
                 continue
-            except RuntimeError as error:  # the store is lost
+            except RuntimeError as error:  # The store is lost.
                 return errors.append(error)
 
     thread = threading.Thread(target=wait, name="marsrl-meeting", daemon=True)
@@ -94,7 +99,7 @@ def _sleep_until(store: dist.Store, key: str) -> None:
 
 
 def broadcast_bytes(data: bytes | None) -> bytes:
-    """Rank 0's bytes on every rank. Collective; `data` is None elsewhere."""
+    """Return rank 0's bytes on every rank. Collective; `data` is None on other ranks."""
     if world_size() == 1:
         assert data is not None
         return data
@@ -122,9 +127,9 @@ class Routes:
 
 
 def scatter_bytes(parts: Sequence[bytes] | None, data_ranks: Sequence[int], routes: Routes) -> memoryview:
-    """This rank's part. Collective; has no meeting of its own, so the caller needs a `barrier` before the first.
+    """Return this rank's part. Collective; callers need a `barrier` before the first call, because scatter has no meeting.
 
-    parts: rank 0's, by data rank; None elsewhere. data_ranks: by rank.
+    parts: by data rank, on rank 0; None on other ranks. data_ranks: the data rank of each rank.
     """
     device = _device()
     sizes = torch.zeros(max(data_ranks) + 1, dtype=torch.int64, device=device)
@@ -135,14 +140,14 @@ def scatter_bytes(parts: Sequence[bytes] | None, data_ranks: Sequence[int], rout
     whole = torch.empty(ends[data_ranks[rank()]], dtype=torch.uint8)
     size = min(max(ends), SCATTER_BYTES // len(ends))
     piece = torch.empty(size, dtype=torch.uint8, device=device)
-    outgoing = torch.zeros(len(ends) if parts is not None else 0, size, dtype=torch.uint8)  # rank 0's host
+    outgoing = torch.zeros(len(ends) if parts is not None else 0, size, dtype=torch.uint8)  # In rank 0's host memory.
     for begin in range(0, max(ends), size or 1):
         if routes.across is not None:
             pieces = None
             if parts is not None:
                 for row, part in zip(outgoing.numpy(), parts, strict=True):
                     here = memoryview(part)[begin : begin + size]
-                    row[: len(here)] = here  # data after a part's end is not read
+                    row[: len(here)] = here  # Data after a part's end is not read.
                 rows = outgoing.to(device)
                 pieces = [rows[data_ranks[r]] for r in dist.get_process_group_ranks(routes.across)]
             dist.scatter(piece, pieces, src=0, group=routes.across)
@@ -154,7 +159,7 @@ def scatter_bytes(parts: Sequence[bytes] | None, data_ranks: Sequence[int], rout
 
 
 def gather_bytes(data: bytes) -> list[bytes]:
-    """Every rank's bytes, by rank, on every rank. Collective; the device holds PIECE_BYTES of each rank at a time."""
+    """Return every rank's bytes, by rank, on every rank. Collective; the device holds PIECE_BYTES of each rank at a time."""
     if world_size() == 1:
         return [data]
     barrier()
@@ -176,7 +181,7 @@ def gather_bytes(data: bytes) -> list[bytes]:
 
 
 def all_true(claim: bool) -> bool:
-    """True if the claim holds on every rank. Collective."""
+    """Return True if the claim holds on every rank. Collective."""
     return all(gather_bytes(b"yes" if claim else b""))
 
 
@@ -194,7 +199,7 @@ def stop_together(error: BaseException | None, what: str) -> None:
 
 @contextmanager
 def stopping_together(what: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Raise an error of these kinds in the body, which may be one rank's alone, on all ranks, as stop_together. Collective."""
+    """Raise on all ranks an error of these kinds that any rank raises in the body (stop_together). Collective."""
     error: Exception | None = None
     try:
         yield

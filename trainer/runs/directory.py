@@ -43,7 +43,7 @@ _COMMENT = re.compile(rb"\A#.*\n")
 
 @contextmanager
 def names_file(path: Path) -> Iterator[None]:
-    """Make an OSError of the body that names no file (of a write, an fsync) name this one."""
+    """Add this path to an OSError of the body that names no file (from a write or an fsync)."""
     try:
         yield
     except OSError as error:
@@ -53,16 +53,18 @@ def names_file(path: Path) -> Iterator[None]:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file completely or not at all: neither readers nor a crash leave a partial file."""
+    """Write a file atomically: neither readers nor a crash ever see a partial file."""
     with opened_atomically(path) as file:
         file.write(content)
 
 
 @contextmanager
 def opened_atomically(path: Path) -> Iterator[BinaryIO]:
-    """A file to write in the body, which is there once the body has ended without an error, and then is complete."""
+    """Open a file for writing; it appears, complete, once the body has ended without an error."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # same folder: a rename cannot cross file systems
+    temporary = path.with_name(
+        f".{path.name}.{os.getpid()}.tmp"
+    )  # In the same folder, because a rename cannot cross file systems.
     try:
         with names_file(path), open(temporary, "wb") as file:
             yield file
@@ -74,7 +76,7 @@ def opened_atomically(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Write valid JSON atomically. NaN or infinity is a ValueError, because other JSON readers reject them."""
+    """Write valid JSON atomically. NaN and infinity raise ValueError, because other JSON readers reject them."""
     write_atomically(path, json.dumps(value, indent=1, allow_nan=False).encode("ascii") + b"\n")
 
 
@@ -95,7 +97,7 @@ def sync_tree(root: Path) -> None:
 
 
 def step_files(folder: Path) -> dict[int, Path]:
-    """{step: file} of a folder of samples or tokens, in order of steps; {} if there is no folder."""
+    """Return {step: file} for a folder of samples or tokens, in order of steps; {} if the folder does not exist."""
     if not folder.is_dir():
         return {}
     found = {int(name[1]): path for path in folder.iterdir() if (name := _STEP_FILE.fullmatch(path.name))}
@@ -103,7 +105,7 @@ def step_files(folder: Path) -> dict[int, Path]:
 
 
 class CheckpointError(RuntimeError):
-    """The run cannot resume from its last checkpoint; the text says why, and what to do."""
+    """The run cannot resume from its last checkpoint; the message says why, and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,13 +131,13 @@ class RunDirectory:
     """The folder of one run. Rank 0 creates it with `create`; all others open it with `RunDirectory(path)`."""
 
     path: Path
-    existed: bool = False  # the folder existed: the run resumes in it, or an earlier start failed
+    existed: bool = False  # The folder existed: the run resumes in it, or an earlier start failed.
 
     lock = _At("lock")
     config = _At("config.yaml")
     data = _At("data.json")
     metrics = _At("metrics.jsonl")
-    evaluation_before = _At("evaluations/step_0/evaluation.json")  # of the weights before the first step
+    evaluation_before = _At("evaluations/step_0/evaluation.json")  # Evaluation of the initial weights.
     evaluations = _At("evaluations")
     tensorboard = _At("tensorboard")
     samples = _At("samples")
@@ -162,11 +164,11 @@ class RunDirectory:
         The default name is preset-YYYYMMDD-HHMMSS (UTC), with -2, -3, ... appended if taken; mkdir claims it, so that two runs
         started in the same second do not share it. A folder whose run never began (its start failed) is reused.
 
-        Raises ValueError: the name exists, its run began, and resume is off; it is no run directory; it is no plain file
-        name; resume without a name; the folder is not writable.
+        Raises ValueError if the name exists, its run began, and resume is off; if it is not a run directory or not a plain file
+        name; for resume without a name; or if the folder is not writable.
         """
         found, root = cls.find(directory, name, resume), Path(directory)
-        with _told_where(root):
+        with _naming_run_dir(root):
             if found is None:
                 return cls(claim(root, preset, now))
             if not found.existed:
@@ -177,9 +179,9 @@ class RunDirectory:
     def find(
         cls, directory: str | Path, name: str | None, resume: Literal["off", "auto", "previous"] = "off"
     ) -> RunDirectory | None:
-        """The directory that `create` would create or open (see `existed`), None if that chooses a name. Raises as it does."""
+        """Return the directory that `create` would create or open; None if `create` chooses a name. Raises as `create` does."""
         if name is None and resume != "off":
-            raise ValueError(f"run.resume={resume} goes on with the run called run.name, and run.name is not set")
+            raise ValueError(f"run.resume={resume} resumes the run called run.name, but run.name is not set; set it")
         if name is not None and not _NAME.fullmatch(name):
             raise ValueError(
                 f"run.name={name[:80]!r} is not a plain folder name (letters, digits and ._+=,@- after the first); "
@@ -187,11 +189,11 @@ class RunDirectory:
             )
         root = Path(directory)
         path = root if name is None else root / name
-        with _told_where(root):
+        with _naming_run_dir(root):
             there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
             if not there.is_dir() and (there != path or name is None):
                 raise ValueError(f"run.dir={root}: {there} is a file; name a folder")
-            if there.is_dir():  # permissions alone tell nothing of /proc and of root
+            if there.is_dir():  # Permissions alone say nothing about /proc, or for root.
                 tempfile.TemporaryDirectory(dir=there, prefix="marsrl-").cleanup()
         if name is None:
             return None
@@ -199,30 +201,30 @@ class RunDirectory:
             return cls(path)
         run = cls(path, existed=True)
         is_foreign = not path.is_dir() or (any(path.iterdir()) and not run.config.is_file())
-        # the lock: left by an earlier start
+        # An earlier start may have left the lock.
         if resume == "off" and (is_foreign or run.has_begun or not run.lock.exists()):
-            go_on = "" if is_foreign else ", or set run.resume=auto to go on from its last checkpoint"
-            raise ValueError(f"run.name={name}: {path} exists and is not overwritten; take another run.name{go_on}")
+            go_on = "" if is_foreign else ", or set run.resume=auto to resume from its last checkpoint"
+            raise ValueError(f"run.name={name}: {path} exists and is never overwritten; set another run.name{go_on}")
         if is_foreign:
             raise ValueError(
-                f"run.resume={resume}: {path} holds no config.yaml, so it is no run directory; take another run.name"
+                f"run.resume={resume}: {path} has no config.yaml, so it is not a run directory; set another run.name"
             )
         return run
 
     @property
     def has_begun(self) -> bool:
-        """True if the folder has data that a second run of this name would destroy."""
+        """True if the folder has data that a second run of this name would overwrite."""
         if any(path.exists() for path in (self.checkpoints, self.samples, self.evaluation_before)):
             return True
         return self.metrics.exists() and self.metrics.stat().st_size > 0
 
     def evaluation(self, step: int) -> Path:
-        """Directory of the evaluation of the weights after `step`."""
+        """Return the directory of the evaluation of the weights after `step`."""
         return self.evaluations / f"step_{step}"
 
     def forget_after(self, step: int) -> None:
-        """Remove the samples, tokens and evaluations of later steps, which are lost and will be repeated, and files that the
-        earlier process left half written.
+        """Remove samples, tokens and evaluations of later steps, which will be repeated, and partial files that the
+        earlier process left.
         """
         for folder in (self.samples, self.tokens, self.evaluations):
             for path in folder.glob(".step_*.tmp"):
@@ -233,20 +235,20 @@ class RunDirectory:
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def checkpoint(self, step: int) -> Path:
-        """Directory of the checkpoint taken after `step`."""
+        """Return the directory of the checkpoint after `step`."""
         return self.checkpoints / f"step_{step}"
 
     def keep_data(self, fingerprints: Mapping[str, object]) -> None:
-        """Save the fingerprints at the start of the run; a resumed run keeps its own."""
+        """Save the problems' fingerprints at the start of the run; a resumed run keeps the first ones."""
         if not (self.has_begun and self.data.exists()):
             write_json(self.data, fingerprints)
 
     def write_config(self, resolved: object, made_of: str = "") -> Path:
-        """Save the resolved settings (plain dicts, lists, numbers, strings) as config.yaml and return the file.
+        """Save the resolved settings (plain dicts, lists, numbers, strings) as config.yaml and return its path.
 
-        A run that resumes with other settings keeps the first file; the new ones go to config.resumed_K.yaml. The file of a
+        A run that resumes with other settings keeps the first file; new settings go to config.resumed_K.yaml. The file of a
         failed start is replaced.
-        made_of: the presets and files of the settings, written as a comment at the top.
+        made_of: presets and files that gave the settings, written as a comment at the top.
         """
         settings = yaml.safe_dump(resolved, sort_keys=False, allow_unicode=False)
         comment = f"# settings: {made_of.encode('ascii', 'backslashreplace').decode()}\n" if made_of else ""
@@ -265,7 +267,7 @@ class RunDirectory:
 
     @property
     def configs(self) -> list[Path]:
-        """The files that write_config has made, in order."""
+        """Files that write_config has written, in order."""
         resumed = [*self.path.glob("config.resumed_*.yaml")]
         resumed.sort(key=lambda path: int(path.stem.rpartition("_")[2]))
         return [path for path in (self.config, *resumed) if path.is_file()]
@@ -275,7 +277,7 @@ class RunDirectory:
         write_atomically(self.checkpoints / "latest", f"step_{step}\n".encode("ascii"))
 
     def best_evaluated(self, steps: Iterable[int]) -> int | None:
-        """Step of these with the most accurate team in its evaluation, the first of equals; None: none is evaluated."""
+        """Return the step with the best evaluation, the first of equals; None if none is evaluated."""
         means: dict[int, float] = {}
         for step in sorted(steps):
             file = self.evaluation(step) / "evaluation.json"
@@ -284,29 +286,29 @@ class RunDirectory:
         return max(means, key=means.__getitem__, default=None)
 
     def mark_best(self) -> int | None:
-        """Write into checkpoints/best which checkpoint has the best evaluation; returns its step. None: no file, none has one."""
+        """Write into checkpoints/best which checkpoint has the best evaluation; return its step, or None if none has one."""
         best, pointer = self.best_evaluated(self.steps_on_disk()), self.checkpoints / "best"
-        if best is None:  # those that it knew are of steps that a run went back from
+        if best is None:  # The run went back before all evaluated steps.
             pointer.unlink(missing_ok=True)
         else:
             write_atomically(pointer, f"step_{best}\n".encode("ascii"))
         return best
 
     def steps_on_disk(self) -> list[int]:
-        """The steps with a checkpoint folder, complete or not, in order."""
+        """Return the steps with a checkpoint folder, complete or not, in order."""
         return sorted(int(p.name[5:]) for p in self.checkpoints.glob("step_*") if p.name[5:].isdecimal())
 
     def latest_checkpoint(self) -> Checkpoint | None:
-        """The last complete checkpoint, None before the first.
+        """Return the last complete checkpoint; None before the first.
 
-        Raises CheckpointError: `latest` is missing although there are checkpoints, or does not name one of them.
+        Raises CheckpointError if `latest` is missing although there are checkpoints, or names none of them.
         """
         pointer = self.checkpoints / "latest"
         if not pointer.exists():
             steps = self.steps_on_disk()
             if len(steps) > 1:
-                raise CheckpointError(f"{pointer} is missing, and there is {_named(steps)}")
-            # a single one: the run was killed after the checkpoint was renamed and before `latest` was written
+                raise CheckpointError(f"{pointer} is missing, but there is {_named(steps)}")
+            # With a single one, the run was killed after the checkpoint was renamed and before `latest` was written.
             return Checkpoint(self.checkpoint(steps[0]), steps[0]) if steps else None
         content = pointer.read_bytes()[:100].decode("ascii", "backslashreplace").strip()
         found = _STEP.fullmatch(content)
@@ -316,7 +318,9 @@ class RunDirectory:
             )
         path = self.checkpoints / content
         if not path.is_dir():
-            raise CheckpointError(f"{pointer} names {content}, which is gone; there is {_named(self.steps_on_disk())}")
+            raise CheckpointError(
+                f"{pointer} names {content}, which does not exist; there is {_named(self.steps_on_disk())}"
+            )
         return Checkpoint(path, int(found[1]))
 
 
@@ -324,7 +328,7 @@ def refuse_file_of_a_run(path: Path) -> None:
     """Raise ValueError if a command would replace a file of a run: only the run that holds its lock may."""
     for folder in path.absolute().parents:
         if path.exists() and (folder / "lock").is_file() and (folder / "config.yaml").is_file():
-            raise ValueError(f"{path} is a file of the run in {folder} and is not replaced; name another file")
+            raise ValueError(f"{path} is a file of the run in {folder} and is never replaced; name another file")
 
 
 def _named(steps: list[int]) -> str:
@@ -332,19 +336,19 @@ def _named(steps: list[int]) -> str:
 
 
 @contextmanager
-def _told_where(root: Path) -> Iterator[None]:
+def _naming_run_dir(root: Path) -> Iterator[None]:
     """Turn an OSError of the body into a ValueError that names run.dir."""
     try:
         yield
     except OSError as error:
         raise ValueError(
-            f"run.dir={root}: {error.filename or root}: {error.strerror}; give a folder in run.dir that can be made and "
+            f"run.dir={root}: {error.filename or root}: {error.strerror}; set run.dir to a folder that can be created and "
             "written to"
         ) from error
 
 
 def claim(root: Path, name: str, now: datetime | None = None) -> Path:
-    """Create the first free folder of name-YYYYMMDD-HHMMSS (UTC), then -2, -3, ... appended. now: default the present."""
+    """Create the first free folder of name-YYYYMMDD-HHMMSS (UTC), then with -2, -3, ... appended. now: default the present."""
     root.mkdir(parents=True, exist_ok=True)
     name, attempt = f"{name}-{(now or datetime.now(UTC)).astimezone(UTC):%Y%m%d-%H%M%S}", 1
     while True:

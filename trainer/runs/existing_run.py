@@ -1,6 +1,6 @@
-"""Start, resume or refuse a run whose name is taken, and the settings that may differ on resume.
+"""Decide whether a run with an existing name starts, resumes or is refused, and which settings may differ on resume.
 
-A run keeps a copy of each prompt file, so that it is resumed and evaluated with the prompts it began with.
+A run keeps a copy of each prompt file, so that it is resumed and evaluated with its original prompts.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from marsrl.trainer.runs.lock import why_held
 Fingerprints = Mapping[str, Mapping[str, int | str]]
 """Fingerprints of training and evaluation problems, by setting (tasks/data.fingerprint)."""
 
-OF_THE_START = ("run.resume", "run.name", "run.dir", "preset")  # select the run to resume, without changing it
-_OF_RATES = ("lr", "warmup_steps", "decay", "final_lr_ratio")  # of an optimizer
-_OF_CHECKPOINTS = ("frozen", "dtype", "base", "adapter", "optimizer.distributed")  # of a policy
+OF_THE_START = ("run.resume", "run.name", "run.dir", "preset")  # These select the run to resume, without changing it.
+_OF_RATES = ("lr", "warmup_steps", "decay", "final_lr_ratio")  # Keys of policies.<name>.optimizer.
+_OF_CHECKPOINTS = ("frozen", "dtype", "base", "adapter", "optimizer.distributed")  # Keys of policies.<name>.
 
 
 def outlook(config: RunConfig, preset: str, data: Fingerprints) -> list[str]:
     """Describe, in sentences, the effect of starting with these settings. Writes nothing.
 
-    Raises ValueError: the start would be refused; with the same text.
+    Raises ValueError if the start would be refused, with the same message.
     """
     run = RunDirectory.find(config.run.dir, config.run.name, config.run.resume)
     if run is None:
@@ -45,16 +45,16 @@ def outlook(config: RunConfig, preset: str, data: Fingerprints) -> list[str]:
 
 
 def resume_lines(run: RunDirectory, config: RunConfig, data: Fingerprints) -> list[str]:
-    """The step from which an existing run resumes, and the settings that differ, in sentences.
+    """Return sentences about the step from which an existing run resumes, and the settings that differ.
 
-    Raises ValueError: it cannot resume with these settings or problems; names the setting, the run's value and the given one.
+    Raises ValueError if it cannot resume with these settings or problems; names each with the run's value and the new one.
     """
     if not run.has_begun:
-        return [f"run: {run.path}, which a start has made and nothing has begun in: it begins at step 1"]
+        return [f"run: {run.path}, left by a failed start: begins at step 1"]
     where, step = _where(run, config)
     lines, saved = [where], saved_config(run)
     if saved is None:
-        return [*lines, f"{run.config} is not of this version: what differs from it cannot be told"]
+        return [*lines, f"{run.config} is of another version, so changed settings cannot be listed"]
     config = with_kept_prompts(config)
     differs = differences(saved, config)
     refused = [*_refusals(saved, config), *_changed_prompts(run, saved, config)]
@@ -62,27 +62,27 @@ def resume_lines(run: RunDirectory, config: RunConfig, data: Fingerprints) -> li
         refused += [*other_problems, f"settings that differ: {differs or 'none'}"]
     if refused:
         raise ValueError(
-            f"run.resume={config.run.resume}: {run.path} cannot go on with other {'; '.join(refused)}; set it back, or start "
-            "a run of another name"
+            f"run.resume={config.run.resume}: {run.path} cannot resume with a changed {'; '.join(refused)}; undo this or start "
+            "another run"
         )
     lines += [f"differs from {run.config}: {differs}"] if differs else []
     return [*lines, *(f"warning: {each}" for each in _other_rates(run, step, config))]
 
 
 def differences(saved: RunConfig, given: RunConfig) -> str:
-    """The settings that differ, each with both values; empty if none does."""
+    """Return the settings that differ, each with both values; "" if none does."""
     before, now = flat(saved.model_dump(mode="json")), flat(given.model_dump(mode="json"))
     keys = [key for key in {**before, **now} if before.get(key) != now.get(key) and key not in OF_THE_START]
     return ", ".join(f"{key} {before.get(key, 'not set')} -> {now.get(key, 'not set')}" for key in keys)
 
 
 def saved_config(run: RunDirectory) -> RunConfig | None:
-    """The settings that the run began with; None if config.yaml is missing or of another version."""
+    """Return the run's first settings; None if config.yaml is missing or of another version."""
     return settings_in(run.config)
 
 
 def settings_to_resume(config: RunConfig) -> RunConfig | None:
-    """The settings that the run began with that this config resumes; None if it resumes none."""
+    """Return the first settings of the run that this config resumes; None if it resumes none."""
     if config.run.resume == "off":
         return None
     run = RunDirectory.find(config.run.dir, config.run.name, config.run.resume)
@@ -90,15 +90,15 @@ def settings_to_resume(config: RunConfig) -> RunConfig | None:
 
 
 def settings_in(file: Path) -> RunConfig | None:
-    """The settings that a command has saved in this file; None if it is missing or of another version."""
+    """Return the settings that a command saved in this file; None if it is missing or of another version."""
     try:
         return RunConfig.model_validate(yaml.safe_load(file.read_bytes()), context={"trains": False})
-    except (OSError, ValueError, yaml.YAMLError):  # pydantic's ValidationError is a ValueError
+    except (OSError, ValueError, yaml.YAMLError):  # pydantic's ValidationError is a ValueError.
         return None
 
 
 def as_it_began(run: RunDirectory, config: RunConfig) -> RunConfig:
-    """The settings with the run's original warm start, because a resumed run has its weights in the checkpoints."""
+    """Return the settings with the run's original warm start, because a resumed run has its weights in checkpoints."""
     saved = saved_config(run) if config.run.resume != "off" else None
     if saved is None:
         return config
@@ -107,9 +107,9 @@ def as_it_began(run: RunDirectory, config: RunConfig) -> RunConfig:
 
 
 def _other_rates(run: RunDirectory, step: int, now: RunConfig) -> Iterator[str]:
-    """Learning rates of the next step that differ from those by the settings of the last start.
+    """Yield learning rates of the next step that differ from those under the settings of the last start.
 
-    A decay is stretched to run.steps: more of them raise the rate of a run that has nearly ended.
+    A decay stretches to run.steps: more steps raise the rate of a run that has nearly ended.
     """
     file = run.configs[-1]
     last = settings_in(file)
@@ -125,29 +125,29 @@ def _other_rates(run: RunDirectory, step: int, now: RunConfig) -> Iterator[str]:
         causes = ", ".join(f"{key} {old} -> {new}" for key, old, new in changes if old != new)
         times = f", {after / before:.3g} times as much" if before else ""
         yield (
-            f"step {step + 1} trains policies.{name} at a learning rate of {after:.3g}, and by {file.name} at {before:.3g}"
-            f"{times} ({causes}); if it is not meant, set policies.{name}.optimizer.lr, or run.steps back"
+            f"step {step + 1} trains policies.{name} at a learning rate of {after:.3g}; under {file.name} it was {before:.3g}"
+            f"{times} ({causes}); if this is not intended, change policies.{name}.optimizer.lr, or set run.steps back"
         )
 
 
 def _where(run: RunDirectory, config: RunConfig) -> tuple[str, int]:
-    """Return a sentence that says where the run goes on, and the step after which it does."""
+    """Return a sentence about where the run resumes, and the last finished step."""
     try:
         latest = run.latest_checkpoint()
     except RuntimeError as error:
         if config.run.resume == "auto":
-            raise ValueError(f"{error}; run.resume=previous takes the newest whole one") from error
-        newest = max(run.steps_on_disk(), default=0)  # whether it is whole is known once its files are read
-        return f"run: {run.path} goes back to its newest whole checkpoint ({error})", newest
+            raise ValueError(f"{error}; run.resume=previous resumes from the newest intact one") from error
+        newest = max(run.steps_on_disk(), default=0)  # Reading its files shows whether it is intact.
+        return f"run: {run.path} goes back to its newest intact checkpoint ({error})", newest
     if latest is None:
-        return f"run: {run.path} has no checkpoint yet: it begins again at step 1", 0
+        return f"run: {run.path} has no checkpoint yet: begins again at step 1", 0
     left = config.run.steps - latest.step
-    rest = f"{left} of {config.run.steps} steps are left" if left > 0 else "nothing is left to train"
-    return f"run: {run.path} goes on after step {latest.step}; run.steps is {config.run.steps}: {rest}", latest.step
+    rest = f"{left} of {config.run.steps} steps are left" if left > 0 else "no steps are left"
+    return f"run: {run.path} resumes after step {latest.step}; run.steps is {config.run.steps}: {rest}", latest.step
 
 
 def _refusals(saved: RunConfig, now: RunConfig) -> Iterator[str]:
-    """Changed settings that are incompatible with the checkpoint, each with both values."""
+    """Yield changed settings that are incompatible with the checkpoint, each with both values."""
     for key in ("task", "orchestration"):
         if getattr(saved, key) != getattr(now, key):
             yield _both(key, getattr(saved, key), getattr(now, key))
@@ -170,42 +170,42 @@ def _refusals(saved: RunConfig, now: RunConfig) -> Iterator[str]:
 
 
 def _other_problems(run: RunDirectory, given: Fingerprints) -> Iterator[str]:
-    """Problems that differ from the run's: problems are drawn by index, and evaluations are compared."""
+    """Yield data settings whose problems changed: problems are sampled by index, and evaluations are compared."""
     try:
         began = json.loads(run.data.read_bytes())
     except FileNotFoundError:
-        return  # a run of an earlier version
+        return  # A run of an earlier version has no fingerprints.
     for key in {**began, **given}:
         before, now = (each.get(key, {"problems": 0, "sum": ""}) for each in (began, given))
         if before["problems"] != now["problems"]:
-            yield f"{key} (it has {before['problems']:,} problems, given are {now['problems']:,})"
+            yield f"{key} (the run has {before['problems']:,} problems, now {now['problems']:,})"
         elif before["sum"] != now["sum"]:
-            yield f"{key} (other questions or answers than it began with, or in another order)"
+            yield f"{key} (questions, answers or their order changed)"
 
 
 def _both(key: str, before: object, now: object) -> str:
-    return f"{key} (it has {before}, given is {now})"
+    return f"{key} (the run has {before}, now {now})"
 
 
 def _other_shape(before: PolicyConfig, now: PolicyConfig) -> str:
-    """Differences between the models' shapes; empty if equal, or if the first model no longer exists."""
+    """Return the differences between the models' shapes; "" if equal, or if the first model no longer exists."""
     if before.model == now.model:
         first, other = (each.shape or "cpu_default" for each in (before, now))
-        return "" if first == other else f"it has the shape {first}, given is {other}"
+        return "" if first == other else f"the run has the shape {first}, now {other}"
     if before.model is None or now.model is None:
-        return f"it has {before.model or 'the warm-started one'}, given is {now.model or 'none'}"
+        return f"the run has {before.model or 'the warm-started model'}, now {now.model or 'none'}"
     try:
         held = asdict(read_shape(before.model))
     except (ValueError, OSError):
         return ""
     given = asdict(read_shape(now.model))
     return ", ".join(
-        f"{key}: it has {held[key]}, {now.model} has {given[key]}" for key in held if held[key] != given[key]
+        f"{key}: the run has {held[key]}, {now.model} has {given[key]}" for key in held if held[key] != given[key]
     )
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> value."""
+    """Flatten nested settings into {dotted key: value}."""
     found: dict[str, Any] = {}
     for key, value in settings.items():
         found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
@@ -213,7 +213,7 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def with_kept_prompts(config: RunConfig) -> RunConfig:
-    """The config with prompt files named as a run keeps them, prompts/<name>-<digest>.yaml, beside its config.yaml."""
+    """Return the config with prompt files named as a run keeps them: prompts/<name>-<digest>.yaml beside config.yaml."""
     agents = {
         name: agent.model_copy(update={"prompt": _kept_name(agent.prompt)}) if is_prompt_file(agent.prompt) else agent
         for name, agent in config.agents.items()
@@ -230,7 +230,7 @@ def keep_settings(run: RunDirectory, config: RunConfig, made_of: str) -> None:
 
 
 def _changed_prompts(run: RunDirectory, saved: RunConfig, now: RunConfig) -> Iterator[str]:
-    """Prompt files whose contents differ from those that the run began with; both configs from with_kept_prompts."""
+    """Yield prompt files whose contents changed since the run began; both configs come from with_kept_prompts."""
     agents: dict[str, list[str]] = {}
     for name, agent in now.agents.items():
         before = saved.agents[name].prompt if name in saved.agents else None
@@ -241,7 +241,7 @@ def _changed_prompts(run: RunDirectory, saved: RunConfig, now: RunConfig) -> Ite
             agents.setdefault(before, []).append(f"agents.{name}.prompt")
     for before, keys in agents.items():
         yield (
-            f"{', '.join(keys)} (the file has changed; what it began with is {run.path / before}, and a file of another name "
+            f"{', '.join(keys)} (the file has changed; the original is {run.path / before}, and a file with another name "
             "counts as another prompt)"
         )
 

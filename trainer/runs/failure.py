@@ -17,56 +17,56 @@ from marsrl.trainer.runs.manifest import missing_or_cut
 from marsrl.trainer.visible import visible
 
 RANK_0_PRINTS_S = 30.0
-"""What every rank finds rank 0 says alone. Another one stays for so long: torchrun ends everybody when the first rank fails."""
+"""Seconds that other ranks wait for rank 0 to print a common error: torchrun kills all ranks once one has failed."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def say_last(text: str) -> None:
-    """Print the final line of this process, and pass it to torchrun, whose closing summary then ends with it."""
-    text = visible(text)  # torchrun prints it as it is
+    """Print the final line of this process, and pass it to torchrun, whose summary then ends with it."""
+    text = visible(text)  # torchrun prints it without escaping.
     print(text, file=sys.stderr, flush=True)
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         told = {"message": {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}}
-        with contextlib.suppress(OSError):  # a full disk: the line has been printed
+        with contextlib.suppress(OSError):  # The disk may be full, and the line is already printed.
             Path(path).write_text(json.dumps(told), encoding="ascii")
 
 
 def failure_message(error: BaseException, run: RunDirectory, weights: Path | None = None) -> str:
-    """One paragraph for the console, after the traceback. Reads the run's directory, writes nothing.
+    """Return one paragraph for the console, to follow the traceback. Reads the run's directory, writes nothing.
 
-    weights: the folder of weight files, of a run with engines.
+    weights: folder of the weight files, for a run with engines.
     """
     parts = [f"marsrl: the run failed: {type(error).__name__}: {error}"]
     full = next((each for each in _chain(error) if isinstance(each, OSError) and each.errno in _FULL), None)
     if full is not None:
         parts.append(_no_room(full, run, weights))
-    if not isinstance(error, CheckpointError):  # which itself says what to resume from
+    if not isinstance(error, CheckpointError):  # Its message already says how to resume.
         parts.append(where_to_go_on(run, is_refused=isinstance(error, ValueError)))
     return "; ".join(parts)
 
 
 def where_to_go_on(run: RunDirectory, *, is_refused: bool = False) -> str:
-    """The command-line words that resume the run, or that there is nothing to resume.
+    """Return the command-line words that resume the run, or that there is nothing to resume.
 
     is_refused: the same start would be refused again.
     """
     words = f"run.name={run.path.name} run.resume="
-    then = "with that set right, go on" if is_refused else "go on"
+    then = "after fixing this, resume" if is_refused else "resume"
     try:
         latest = run.latest_checkpoint()
     except (OSError, CheckpointError) as error:
-        return f"its last checkpoint cannot be told: {error}; {words}previous takes the newest whole one"
+        return f"its last checkpoint is unknown: {error}; {words}previous resumes from the newest intact one"
     if latest is None:
-        again = f"{words}auto begins again at step 1" if run.has_begun else "its name is free again"
-        return f"there is no checkpoint of it yet (run.checkpoint_every): {again}"
+        again = f"{words}auto begins again at step 1" if run.has_begun else "its name can be reused"
+        return f"it has no checkpoint yet (run.checkpoint_every): {again}"
     if problem := missing_or_cut(latest.path):
         earlier = [
             step for step in run.steps_on_disk() if step < latest.step and not missing_or_cut(run.checkpoint(step))
         ]
-        back = f"{words}previous goes back to step_{earlier[-1]}" if earlier else "no earlier one is whole"
+        back = f"{words}previous goes back to step_{earlier[-1]}" if earlier else "no earlier one is intact"
         return f"checkpoint {latest.path} is damaged ({problem}): {back}"
-    return f"checkpoint {latest.path} (step {latest.step}) is whole: {then} with {words}auto, added to the same command"
+    return f"checkpoint {latest.path} (step {latest.step}) is intact: {then} by adding {words}auto to the same command"
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -76,7 +76,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _no_room(error: OSError, run: RunDirectory, weights: Path | None) -> str:
-    """Names the full file system, and the settings that reduce or move its use."""
+    """Return the full file system, and the settings that reduce or move what is written."""
     advice = {run.path: "run.keep_checkpoints, another run.dir"}
     advice |= {weights: "another sync.directory"} if weights is not None else {}
     named = Path(error.filename) if error.filename else run.path
@@ -84,4 +84,4 @@ def _no_room(error: OSError, run: RunDirectory, weights: Path | None) -> str:
     settings, free = f" ({advice[where]})" if where in advice else "", ""
     with contextlib.suppress(OSError):
         free = f" ({shutil.disk_usage(where).free / 2**20:.0f} MiB are free at {where})"
-    return f"no room on the disk of {named}{free}: make some{settings}"
+    return f"no space left on the disk of {named}{free}: free some{settings}"

@@ -1,7 +1,7 @@
-"""Heartbeats of the ranks: when one falls silent, the others name it and stop, wherever they wait.
+"""Heartbeats of the ranks: when one goes silent, the others name it and stop, wherever they wait.
 
 Ranks wait for each other without a timeout (collective.py), and a collective cannot distinguish a dead rank from a slow one.
-torchrun stops the ranks of a machine when one of them dies, not those of other machines.
+torchrun stops the ranks of a machine when one of them dies, but not those of other machines.
 
     rank r: beat/r = 1, 2, 3, ...  (every beat_s)        rank 0 watches all beats, the others rank 0's
     a rank that finds a silent one: lost = "rank 17 ..." all ranks watch `lost`, and stop
@@ -30,25 +30,25 @@ from marsrl.rollout.text import first_line
 from marsrl.trainer.runs.stop import end_now, has_ended
 from marsrl.trainer.visible import visible
 
-BEAT_S = 5.0  # upper bound; shorter with a short run.silence_s
-GRACE_S = 10.0  # for the main thread to return from a collective; then the process is ended
-_GONE_S = 1.0  # for a thread that waits for a lost store
+BEAT_S = 5.0  # Upper bound; shorter with a short run.silence_s.
+GRACE_S = 10.0  # Time for the main thread to leave a collective before the process is killed.
+_GONE_S = 1.0  # Time to wait at exit for a thread blocked on a lost store.
 
 
 class RankLost(RuntimeError):
-    """Another rank is silent or has ended, so this one stops."""
+    """Raised when another rank is silent or has ended."""
 
 
 class Heartbeat:
-    """A thread for the life of a run: `with Heartbeat(store, rank, world_size): ...`.
+    """Thread that beats for the life of a run: `with Heartbeat(store, rank, world_size): ...`.
 
-    store: a separate connection: a client handles one request at a time, and a rank may be waiting in its own.
-    silence_s: a silent rank is found and named within this time (run.silence_s).
+    store: a separate connection, because a client handles one request at a time and the rank may be waiting in its own.
+    silence_s: time within which a silent rank is detected (run.silence_s).
     go_on: returns the text that tells users how to resume.
     stop: called once, in the thread, with the reason and the beats of the silent ranks.
-    clock: seconds, by which the others are silent.
+    clock: seconds, to measure the silence of other ranks.
 
-    A stopped run leaves the body with RankLost, whatever else the stop raised there; with KeyboardInterrupt if another rank
+    A stopped run leaves the body with RankLost, whatever the stop raised there; with KeyboardInterrupt if another rank
     was interrupted.
     """
 
@@ -70,13 +70,13 @@ class Heartbeat:
         self._stop, self._clock = stop or self._stop_process, clock
         self._launcher = os.getppid()
         self._left = threading.Event()
-        self._counts = dict.fromkeys(self._watched, b"")  # last beats
-        self._changed = dict.fromkeys(self._watched, clock())  # time of each new beat
-        self._answered = threading.Event()  # by the store, since the last check
-        self._stopping = threading.Lock()  # acquired for good by the thread that stops this process
+        self._counts = dict.fromkeys(self._watched, b"")  # Last beat by rank.
+        self._changed = dict.fromkeys(self._watched, clock())  # Time of the last new beat by rank.
+        self._answered = threading.Event()  # The store has answered since the last check.
+        self._stopping = threading.Lock()  # Acquired, and never released, by the thread that stops this process.
         self._reason: str | None = None
-        self._is_interrupted = False  # the reason: another rank was stopped on purpose
-        self._error: BaseException | None = None  # the exception that this rank exits with
+        self._is_interrupted = False  # Another rank was interrupted by the user.
+        self._error: BaseException | None = None  # The exception that this rank exits with.
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._watch = threading.Thread(target=self._watch_store, name="heartbeat-store", daemon=True)
 
@@ -90,14 +90,14 @@ class Heartbeat:
     ) -> None:
         self._error = error
         self._left.set()
-        # an unresponsive store must not delay the exit; a lost one never answers
+        # An unresponsive store must not delay the exit; a lost one never answers.
         self._thread.join(timeout=GRACE_S if self._reason is None else _GONE_S)
         if self._reason is not None and error is not None and not isinstance(error, RankLost):
             raise (KeyboardInterrupt if self._is_interrupted else RankLost)(self._reason) from error
 
     @property
     def silences_s(self) -> dict[int, float]:
-        """{watched rank: seconds since its last new beat}; rank 0 watches all others. Thread-safe."""
+        """Return {watched rank: seconds since its last new beat}; rank 0 watches all others. Thread-safe."""
         return {rank: self._clock() - since for rank, since in self._changed.items()}
 
     def _run(self) -> None:
@@ -105,7 +105,7 @@ class Heartbeat:
         beat, silent = 0, list[str]()
         while self._reason is None:
             beat += 1
-            try:  # immediately, so that even a rank that soon falls silent has a known place
+            try:  # Beat at once, so that the machine of a rank that soon goes silent is known.
                 self._store.set(f"beat/{self._rank}", f"{beat} {socket.gethostname()} {os.getpid()}")
                 if self._store.check(["lost"]):
                     self._reason, silent, self._is_interrupted = json.loads(self._store.get("lost"))
@@ -122,7 +122,7 @@ class Heartbeat:
                     silent = [counts[r].decode() for r in lost]
                     self._reason = f"silent for run.silence_s = {self._silence_s:g} s: {named}"
                     self._store.set("lost", json.dumps([self._reason, silent, False]))
-            except RuntimeError as error:  # its server ended with rank 0 or with torchrun on that machine
+            except RuntimeError as error:  # The store's server ended with rank 0 or with its torchrun.
                 self._reason, silent = self._store_is_gone(f"the store does not answer ({first_line(error)})")
             if self._reason is None and self._left.wait(self._beat_s):
                 break
@@ -137,13 +137,13 @@ class Heartbeat:
                 how = "was interrupted" if is_interrupted else f"ended with {type(self._error).__name__}: {self._error}"
                 told = f"rank {self._rank} ({socket.gethostname()}) {how}"
                 self._store.set("lost", json.dumps([told, [], is_interrupted]))
-        except RuntimeError as error:  # the others have already exited, or the body was the first to meet a lost store
+        except RuntimeError as error:  # The others have exited, or the body was first to notice a lost store.
             if isinstance(self._error, dist.DistNetworkError):
                 self._reason, _ = self._store_is_gone(f"the store does not answer ({first_line(error)})")
 
     def _watch_store(self) -> None:
-        """Watch for a lost store: a machine that lost power closes no connection, so its store's clients wait forever."""
-        waited_s = 0.0  # counts our own beats: a time in which this process itself was stopped counts as one
+        """Watch for a lost store: a machine that loses power closes no connections, so clients of its store wait forever."""
+        waited_s = 0.0  # Counts beats of this process, so a pause of the process itself counts as one.
         while self._reason is None and not self._left.wait(self._beat_s):
             waited_s = 0.0 if self._answered.is_set() else waited_s + self._beat_s
             self._answered.clear()
@@ -154,14 +154,14 @@ class Heartbeat:
 
     @property
     def _patience_s(self) -> float:
-        """Longest tolerated silence: a beat may arrive one interval late and be read another interval late."""
+        """Longest tolerated silence: a beat may be sent one interval late and read another interval late."""
         return self._silence_s - 2 * self._beat_s
 
     def _store_is_gone(self, how: str) -> tuple[str, list[str]]:
-        """(reason to stop, rank 0's last beat)."""
+        """Return (reason to stop, rank 0's last beat)."""
         if has_ended(self._launcher):
             self._is_interrupted = True
-            return f"torchrun has ended, and its store with it: {how}", []
+            return f"torchrun has ended together with its store: {how}", []
         beat = self._counts.get(0, b"")
         return f"rank 0{_place(beat)} or its machine is gone: {how}", [beat.decode()] if beat else []
 
@@ -172,15 +172,15 @@ class Heartbeat:
     def _stop_process(self, reason: str, silent: Sequence[str]) -> None:
         text = f"marsrl: rank {self._rank} stops: {reason}; {self._go_on()}"
         print(visible(text), file=sys.stderr, flush=True)
-        end_now()  # if the main thread is notified
+        end_now()  # In case the main thread handles signals.
         for beat in silent:
-            _kill_sibling(beat)  # collectives with it now end with an error
+            _kill_sibling(beat)  # Makes collectives with it fail.
         if not self._left.wait(GRACE_S):
             os._exit(1)
 
 
 def heartbeat(silence_s: float, go_on: Callable[[], str]) -> Heartbeat:
-    """This rank's heartbeat, on a separate connection to the process group's store."""
+    """Return this rank's heartbeat, on a separate connection to the process group's store."""
     store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
     store.set_timeout(datetime.timedelta(seconds=silence_s))
     store = dist.PrefixStore("marsrl/heartbeat", store)
@@ -188,7 +188,7 @@ def heartbeat(silence_s: float, go_on: Callable[[], str]) -> Heartbeat:
 
 
 def _place(beat: bytes) -> str:
-    """The machine and process of a beat; "" if there was none, or the rank had finished."""
+    """Return the machine and process of a beat; "" if there was none, or the rank had finished."""
     words = beat.decode().split(" ")
     return f" ({words[1]}, process {words[2]})" if len(words) == 3 else ""
 
@@ -199,7 +199,7 @@ def _kill_sibling(beat: str) -> None:
     if len(words) != 3:
         return
     _, host, pid = words
-    with contextlib.suppress(OSError):  # it has ended, or there is no /proc
+    with contextlib.suppress(OSError):  # The process has ended, or there is no /proc.
         parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
         if host == socket.gethostname() and parent == os.getppid():
             os.kill(int(pid), signal.SIGKILL)

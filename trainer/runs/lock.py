@@ -1,4 +1,4 @@
-"""A lock for the single writer of a run directory, which is released with its process, however that ends."""
+"""Lock of the single writer of a run directory, released when its process ends in any way."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class RunLock:
-    """Rank 0 acquires it before it writes anything, and holds it until its process ends.
+    """Exclusive lock of a run directory, held by rank 0 from before its first write until its process ends.
 
     The kernel releases an flock when the last process that holds it dies, so kill -9 leaves nothing to clean up; the
     file stays and names its last holder. On NFS the lock works across hosts.
 
-    warning: for the user, if the file system has no locks, and so nothing prevents a second run.
+    warning: for the user, if the file system has no locks, so that a second run cannot be prevented.
     """
 
     def __init__(self, run: RunDirectory) -> None:
-        """Raises ValueError, which names process and host, if another process holds it."""
+        """Acquire the lock; ValueError names process and host if another process holds it."""
         self.warning: str | None = None
         try:
-            self._file = open(run.lock, "a+", encoding="utf-8")  # noqa: SIM115 - for the life of the process
+            self._file = open(run.lock, "a+", encoding="utf-8")  # noqa: SIM115 - open for the life of the process
         except OSError as error:
             raise ValueError(
-                f"run.name={run.path.name}: {run.path} cannot be written to ({error.strerror}); a run that goes on writes "
-                "there: fix its permissions, or copy it into another run.dir"
+                f"run.name={run.path.name}: {run.path} is not writable ({error.strerror}), but a resumed run writes "
+                "there; fix its permissions, or copy it into another run.dir"
             ) from error
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -42,8 +42,8 @@ class RunLock:
             if error.errno not in _NO_LOCKS:
                 raise
             self.warning = (
-                f"the file system of {run.path} has no file locks ({os.strerror(error.errno)}): see to it yourself that no "
-                "second run of this name starts"
+                f"the file system of {run.path} has no file locks ({os.strerror(error.errno)}); make sure that no "
+                "second run with this name starts"
             )
         self._file.truncate(0)
         self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
@@ -51,7 +51,7 @@ class RunLock:
 
     @classmethod
     def of_out(cls, out: Path, warn: Callable[[str], None]) -> RunLock:
-        """The lock of a command's folder --out, which is made; ValueError if a run has it. warn: gets its warning, if any."""
+        """Create a command's folder --out and return its lock; ValueError if a run owns it. warn: called with any warning."""
         if RunDirectory(out).has_begun:
             raise ValueError(f"--out {out} is the directory of a training run; name another folder")
         out.mkdir(parents=True, exist_ok=True)
@@ -66,20 +66,20 @@ class RunLock:
 
 
 def why_held(run: RunDirectory) -> str:
-    """The reason why RunLock would fail now, or "". Writes nothing."""
+    """Return why RunLock would fail now, or "". Writes nothing."""
     try:
         with open(run.lock, encoding="utf-8") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return _held(run)
-    except OSError:  # there is no file, or a file system without locks
+    except OSError:  # There is no lock file, or the file system has no locks.
         return ""
     return ""
 
 
 def standing(run: RunDirectory) -> str:
-    """running: another process writes the run (one that writes its own report has ended); finished; stopped, or killed; not
-    finished: no process is known to have written it."""
+    """Return the run's state. running: another process writes it; finished; stopped, or killed; not
+    finished: no process is known to have written it. A process that writes its own report does not count as running."""
     held = why_held(run)
     if held and f" process {os.getpid()} on " not in held:
         return "running"
@@ -88,6 +88,4 @@ def standing(run: RunDirectory) -> str:
 
 def _held(run: RunDirectory) -> str:
     holder = run.lock.read_text("utf-8").strip() or "another process"
-    return (
-        f"{run.path} is being written by {holder}; wait until it has ended, stop it, or take another run.name (--out)"
-    )
+    return f"{run.path} is being written by {holder}; wait until that ends, stop it, or set another run.name (--out)"

@@ -1,6 +1,6 @@
 """manifest.json of a checkpoint: size and CRC-32 of every file, and a checksum of itself.
 
-CRC-32 detects every burst error of up to 32 bits and all but one in 2^32 of the others; it does not protect against attackers.
+CRC-32 detects all burst errors of up to 32 bits and all but one in 2^32 of the others; it does not protect against attackers.
 zlib's runs at 1.5 GB/s on one core and releases the GIL.
 """
 
@@ -26,11 +26,11 @@ class FileSum:
 
 
 class DamagedError(RuntimeError):
-    """The manifest itself cannot be trusted; the text names it."""
+    """The manifest itself is missing or damaged; the message names it."""
 
 
 def file_sum(path: Path) -> FileSum:
-    """Size and CRC-32 of a file on disk."""
+    """Return size and CRC-32 of a file on disk."""
     crc, num_bytes = 0, 0
     with open(path, "rb") as file:
         while block := file.read(_BLOCK_BYTES):
@@ -40,38 +40,38 @@ def file_sum(path: Path) -> FileSum:
 
 
 def write_manifest(folder: Path, known: Mapping[str, FileSum]) -> None:
-    """Write the manifest of all files under `folder`. known: sums computed while writing; other files are read now."""
+    """Write the manifest of all files under `folder`. known: checksums from writing; other files are read now."""
     sums = {name: known.get(name) or file_sum(folder / name) for name in _names(folder)}
     missing = sorted(known.keys() - sums.keys())
     if missing:
-        raise OSError(f"{folder / missing[0]} was written and is not there any more")
+        raise OSError(f"{folder / missing[0]} was written but no longer exists")
     write_atomically(folder / NAME, _render(sums))
 
 
 def read_manifest(folder: Path) -> dict[str, FileSum]:
-    """The sums by file name relative to `folder`, sorted by name.
+    """Return checksums by file name relative to `folder`, sorted by name.
 
-    Raises DamagedError: the manifest is missing, or differs in any byte from the one written.
+    Raises DamagedError if the manifest is missing, or differs from what was written.
     """
     path = folder / NAME
     try:
         content = path.read_bytes()
     except FileNotFoundError:
-        raise DamagedError(f"{path} is missing: the checkpoint was not written to its end") from None
+        raise DamagedError(f"{path} is missing: the checkpoint is incomplete") from None
     try:
         files = json.loads(content)["files"]
         sums = {str(name): FileSum(int(size), int(crc, 16)) for name, (size, crc) in files.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedError(f"{path} is damaged: {error!r}") from error
     if _render(sums) != content:
-        raise DamagedError(f"{path} is damaged: its checksum is not that of its content")
+        raise DamagedError(f"{path} is damaged: its checksum does not match its content")
     return sums
 
 
 def damage(folder: Path, part: int = 0, num_parts: int = 1) -> list[str]:
-    """Damaged files under `folder`, a line each with found and expected; [] if all are as written.
+    """Return a line per damaged file under `folder`, with found and expected values; [] if all are intact.
 
-    Ranks divide the reading: rank `part` of `num_parts` reads its share of the files; part 0 also looks for unknown files.
+    Ranks share the reading: rank `part` of `num_parts` reads its share of the files; part 0 also looks for unknown files.
     """
     try:
         sums = read_manifest(folder)
@@ -83,7 +83,7 @@ def damage(folder: Path, part: int = 0, num_parts: int = 1) -> list[str]:
 
 
 def missing_or_cut(folder: Path) -> str | None:
-    """The first file under `folder` that is missing or has another size, or None. Reads only the manifest."""
+    """Return the first file under `folder` that is missing or has another size, or None. Reads only the manifest."""
     try:
         sums = read_manifest(folder)
     except DamagedError as error:
@@ -106,7 +106,7 @@ def _difference(path: Path, expected: FileSum) -> str | None:
 
 
 def _names(folder: Path) -> set[str]:
-    """All files under the folder except the manifest, as relative posix paths."""
+    """Return all files under the folder except the manifest, as relative posix paths."""
     files = (Path(root) / name for root, _, names in os.walk(folder) for name in names)
     return {path.relative_to(folder).as_posix() for path in files} - {NAME}
 

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM while a run trains: its last finished step is saved first."""
+"""Handling of Ctrl-C and SIGTERM: a run saves its last finished step first."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from types import FrameType
 
 from marsrl.trainer.runs.failure import RANK_0_PRINTS_S
 
-_SAME_S = 1.0  # a terminal and torchrun deliver one Ctrl-C twice
-_GONE_S = 2.0  # within which a killed torchrun is gone after its connections
+_SAME_S = 1.0  # A terminal and torchrun deliver one Ctrl-C twice within this time.
+_GONE_S = 2.0  # A killed torchrun ends within this time of its connections.
 _ends_now = threading.Event()
 
 
 class Stopped(KeyboardInterrupt):
-    """The run was asked to stop, on all ranks; a checkpoint has its last finished step, if any."""
+    """Raised on all ranks when the run is asked to stop; a checkpoint has its last finished step, if any."""
 
 
 @contextmanager
@@ -34,15 +34,15 @@ def handlers_restored() -> Iterator[None]:
 
 
 def interrupt(signum: int, frame: FrameType | None) -> None:
-    """Handle Ctrl-C and torchrun's SIGTERM alike. A terminal sends both: the second must not disturb the exit."""
+    """Handle Ctrl-C and torchrun's SIGTERM alike. A terminal causes both, and the second must not disturb the exit."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     raise KeyboardInterrupt
 
 
 def let_first_rank_end(launcher: int) -> None:
-    """Wait for torchrun, if it is alive, to end this rank. It ends all ranks once one has ended, and rank 0 has more to close:
-    while Ray shuts down there, SIGTERM kills it before it has printed its last line."""
+    """Wait for torchrun, if it is alive, to end this rank. torchrun ends all ranks once one has ended, and rank 0 exits last:
+    SIGTERM while Ray shuts down would kill it before it prints its last line."""
     signal.signal(signal.SIGTERM, interrupt)
     with suppress(KeyboardInterrupt):
         if os.getppid() == launcher:
@@ -50,8 +50,8 @@ def let_first_rank_end(launcher: int) -> None:
 
 
 def has_ended(launcher: int) -> bool:
-    """True if torchrun, this process's parent until then, has ended or does so while this waits: the connections of a killed
-    process close before its children have another parent."""
+    """Return True if torchrun, this process's parent, has ended, or ends within _GONE_S: the connections of a killed
+    process close before its children get another parent."""
     end = time.monotonic() + _GONE_S
     while os.getppid() == launcher and time.monotonic() < end:
         time.sleep(0.02)
@@ -65,7 +65,7 @@ def end_now() -> None:
 
 
 class StopSignals:
-    """Records the first SIGINT or SIGTERM (is_asked), for the run to check where it can stop. A second one ends it at once.
+    """Recorder of the first SIGINT or SIGTERM (is_asked), which the run checks where it can stop. A second one ends it at once.
 
     clock: seconds.
     """
@@ -74,11 +74,11 @@ class StopSignals:
         self.is_asked = False
         self._clock = clock
         self._asked_s = 0.0
-        self._parent = os.getppid()  # torchrun: without it the ranks cannot communicate for a last checkpoint
+        self._parent = os.getppid()  # torchrun; without it the ranks cannot communicate to save a last checkpoint.
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Record signals in the body, and after an error in it: the duplicate of a Ctrl-C must not disturb the exit
+        """Record signals in the body, and after an error in it, because the duplicate of a Ctrl-C must not disturb the exit
         (handlers_restored ends that). Main thread only."""
         before = {each: signal.signal(each, self._note) for each in (signal.SIGINT, signal.SIGTERM)}
         yield
@@ -89,8 +89,11 @@ class StopSignals:
         now, is_alone = self._clock(), _ends_now.is_set() or os.getppid() != self._parent
         if not self.is_asked and not is_alone:
             self.is_asked, self._asked_s = True, now
-            print("marsrl: stopping, the last finished step is saved first; Ctrl-C again ends at once", file=sys.stderr)
+            print(
+                "marsrl: stopping after saving the last finished step; press Ctrl-C again to stop at once",
+                file=sys.stderr,
+            )
         elif is_alone or now - self._asked_s > _SAME_S:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # nothing disturbs the exit
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             raise KeyboardInterrupt
