@@ -218,7 +218,6 @@ def make_evaluator(checked: Checked, team: Team) -> Evaluator:
         checked.task,
         max_tokens=config.rollout.max_response_tokens,
         seed=config.run.seed,
-        policies=config.policies,
         sets=checked.problems.sets,
         identity=evaluation_identity(config),
     )

@@ -44,7 +44,7 @@ _EXPECTED = {
     "data.train": "expected a path, or a list of {path, count}, or of {path, weight}",
     "data.eval": "expected a path, or a list of paths and of {path, name, count, repeat}",
 }
-_RESERVED = ("system", "alone", "tokens", "spent")  # eval/<set> would hide these metrics of evaluations
+_RESERVED = ("system", "alone", "tokens")  # eval/<set> would hide these metrics of evaluations
 _File = TypeVar("_File", TrainFile, EvalFile)
 
 

@@ -204,10 +204,10 @@ def test_a_task_of_one_s_own_is_trained_resumed_and_evaluated(
         assert of_agents == row["policy_cost/main/output_tokens"]
     assert sum(row.get("reward/solver/missing", 0) for row in rows) == sum(r.agent == "solver" for r in unknown)
     capsys.readouterr()
-    priced = f"{{model: {tmp_path / 'model'}, price: {{input: 1.0, output: 4.0}}}}"
+    same = f"{{model: {tmp_path / 'model'}}}"
     (tmp_path / "two.yaml").write_text(
         "task: my_task.py:Sevens\norchestration: solver_verifier\nagents: {verifier: {policy: judge}}\n"
-        f"policies: {{main: {priced}, judge: {priced}}}\n"
+        f"policies: {{main: {same}, judge: {same}}}\n"
     )
     words = ["rollout.engine=local", "rollout.max_response_tokens=120", "evaluate.repeat=4"]
     assert cli.main(["evaluate", "--config", str(tmp_path / "two.yaml"), *words]) == 0
@@ -215,9 +215,8 @@ def test_a_task_of_one_s_own_is_trained_resumed_and_evaluated(
     result = json.loads(shown.out)
     assert result["alone"]["n"] == 12 and result["alone"]["mean"] * 12 == pytest.approx(5.75)  # partial credit counts
     assert {name: used["policy"] for name, used in result["usage"].items()} == {"solver": "main", "verifier": "judge"}
-    for used in result["usage"].values():
-        assert used["spent"] == pytest.approx((used["input_tokens"] + 4 * used["output_tokens"]) / 1e6)
-    assert "two.yaml" in shown.err and "verifier (judge)" in shown.err and "no price" not in shown.err
+    assert all(min(used["input_tokens"], used["output_tokens"]) > 0 for used in result["usage"].values())
+    assert "two.yaml" in shown.err and "verifier (judge)" in shown.err
 
 
 def test_evaluations_on_the_way_leave_the_steps_as_they_are_without(

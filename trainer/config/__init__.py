@@ -1,7 +1,7 @@
 """Settings of a run; those of the rollout are in marsrl.rollout.config. Import-light: no torch, no engine."""
 
 from marsrl.trainer.config.objective import CreditConfig, LossConfig, MptConfig
-from marsrl.trainer.config.policy import LayoutConfig, OptimizerConfig, PolicyConfig, PriceConfig
+from marsrl.trainer.config.policy import LayoutConfig, OptimizerConfig, PolicyConfig
 from marsrl.trainer.config.run_config import RunConfig
 from marsrl.trainer.config.sections import SyncBackend, WarmStartConfig
 
@@ -12,7 +12,6 @@ __all__ = [
     "MptConfig",
     "OptimizerConfig",
     "PolicyConfig",
-    "PriceConfig",
     "RunConfig",
     "SyncBackend",
     "WarmStartConfig",

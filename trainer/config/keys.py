@@ -126,6 +126,7 @@ OTHER_NAMES = {
 
 _REMOVED = {
     "tools.python.strict": "without a complete sandbox by bubblewrap the tool is refused (docs/python.md)",
+    "policies.<name>.price": "multiply the token counts (cost/<agent>/input_tokens, cached_tokens, output_tokens) by your prices",
 }
 """Settings of earlier versions, and what happens without them."""
 

@@ -84,21 +84,6 @@ class OptimizerConfig(Settings):
         return self
 
 
-class PriceConfig(Settings):
-    """Price of a million tokens, in any currency."""
-
-    input: float = Field(ge=0, description="per million prompt tokens")
-    cached_input: float | None = Field(None, ge=0)
-    """per million prompt tokens from the engine's prefix cache; default: as input"""
-    output: float = Field(ge=0, description="per million decoded tokens")
-
-    def of(self, input_tokens: float, cached_tokens: float, output_tokens: float) -> float:
-        """Return the cost of these tokens; input_tokens includes cached_tokens."""
-        cached = self.input if self.cached_input is None else self.cached_input
-        whole = (input_tokens - cached_tokens) * self.input + cached_tokens * cached + output_tokens * self.output
-        return whole / 1e6
-
-
 class PolicyConfig(Settings):
     model: str | None = None
     """HF directory (Qwen2.5, Qwen3, Llama 3, Mistral); null: the warm-started model"""
@@ -130,8 +115,6 @@ class PolicyConfig(Settings):
     engines: int | None = Field(None, gt=0, le=MOST_RANKS)
     """engine replicas of this policy; default: rollout.engines"""
     vllm: VllmOptions | None = Field(None, description="overrides rollout.vllm, key by key, for this policy's engines")
-    price: PriceConfig | None = None
-    """price of a million tokens; agents' spending is logged (cost/<agent>/spent) and evaluated"""
     frozen: bool = False
     """never trained: no learner, no weight sync; its engines keep `model` (docs/frozen_policies.md)"""
     engine: Literal["openai"] | None = None

@@ -26,7 +26,6 @@ from marsrl.rollout.tasks.problem_files import HeldOut
 from marsrl.rollout.tasks.protocol import EVALUATION_SET, INPUTS_SET, Task
 from marsrl.rollout.team import Team
 from marsrl.rollout.types import Ask, Finish, Problem
-from marsrl.trainer.config import PolicyConfig
 from marsrl.trainer.evaluate.draws import FixedAnswer, Kept, call_of, digest, draw_of, episode_key, fixed_key, packed
 from marsrl.trainer.evaluate.score import Scorer
 from marsrl.trainer.report.summary import Evaluation
@@ -45,8 +44,8 @@ class FixedInputs:
 class Evaluator:
     """Evaluates a team. Problems and fixed inputs do not depend on `seed`, and draws on nothing else: evaluations compare.
 
-    max_tokens: of one completion. policies: settings of the policies that answer. sets: problems to evaluate on; by default the
-    task's held-out ones. identity: distinguishes the team's saved answers from another's, as JSON.
+    max_tokens: of one completion. sets: problems to evaluate on; by default the task's held-out ones. identity: distinguishes the
+    team's saved answers from another's, as JSON.
     """
 
     team: Team
@@ -55,7 +54,6 @@ class Evaluator:
     max_tokens: int
     seed: int
     fixed: FixedInputs = field(default_factory=FixedInputs)
-    policies: Mapping[str, PolicyConfig] = field(default_factory=dict)  # for their prices
     sets: Sequence[HeldOut] = ()
     identity: Mapping[str, Any] = field(default_factory=dict)
 
@@ -162,7 +160,6 @@ class Evaluator:
         scorer = Scorer(
             orchestration.agents,
             self.team.agents,
-            self.policies,
             judge=model.config.policy if model is not None else None,
             forms={spec.name: orchestration.form(spec.name) for spec in orchestration.agents},
         )

@@ -13,7 +13,6 @@ import numpy.typing as npt
 from marsrl.rollout.agents.roles import AgentSpec
 from marsrl.rollout.agents.same_answer import answer_key
 from marsrl.rollout.config import AgentConfig
-from marsrl.trainer.config import PolicyConfig
 from marsrl.trainer.evaluate.draws import Call, Draw, FixedAnswer, Said
 from marsrl.trainer.evaluate.intervals import Statistic, estimate_of, mean_of, ratio
 from marsrl.trainer.report.cost import judge_usage, latency, usage
@@ -31,7 +30,6 @@ class Scorer:
 
     specs: Sequence[AgentSpec]
     agents: Mapping[str, AgentConfig]
-    policies: Mapping[str, PolicyConfig]
     judge: str | None = None
     forms: Mapping[str, str] = field(default_factory=dict)
 
@@ -71,7 +69,7 @@ class Scorer:
                 used[call.agent].append((call.input_tokens, call.output_tokens, call.seconds))
             for name, ran in draw.tools.items():
                 tools[name] = tools.get(name, ToolUsage()) + ran
-        judge = None if self.judge is None else judge_usage(judged, self.judge, self.policies[self.judge].price)
+        judge = None if self.judge is None else judge_usage(judged, self.judge)
         return Evaluation(
             agents=agents,
             system=_accuracy([(name, said.correct) for name, each in system.items() for said in each]),
@@ -80,7 +78,7 @@ class Scorer:
             alone_at=at_k(alone),
             num_problems=len(system),
             num_episodes=len(draws),
-            usage=usage(used, self.agents, self.policies),
+            usage=usage(used, self.agents),
             tools=tools,
             judge=judge,
             latency=latency([draw.latency_s for draw in draws if draw.latency_s is not None]),
@@ -185,7 +183,7 @@ def _means(draws: Sequence[Draw]) -> dict[str, float]:
 def eval_metrics(found: Evaluation) -> dict[str, float]:
     """eval/... of a step's line: mean, low and high of each row; detection_recall and detection_precision of each Verifier;
     response_length and missing of each agent; pass_at, majority_at and short_majority_at of system and alone at the largest k;
-    tokens and spent an episode. A set's metrics begin with its name."""
+    tokens an episode. A set's metrics begin with its name."""
     metrics: dict[str, float] = {}
 
     def note(name: str, value: Estimate | None) -> None:
@@ -206,10 +204,8 @@ def eval_metrics(found: Evaluation) -> dict[str, float]:
             for kind in AtK.model_fields:
                 values: dict[int, Estimate] = getattr(of_k, kind)
                 note(f"{prefix}/{name}/{kind}_{max(values, default=0)}", values[max(values)] if values else None)
-        episodes, spent = max(1, each.num_episodes), [used.spent for used in each.usage.values()]
-        metrics[f"{prefix}/tokens"] = sum(used.output_tokens for used in each.usage.values()) / episodes
-        if any(value is not None for value in spent):
-            metrics[f"{prefix}/spent"] = sum(value or 0.0 for value in spent) / episodes
+        output_tokens = sum(used.output_tokens for used in each.usage.values())
+        metrics[f"{prefix}/tokens"] = output_tokens / max(1, each.num_episodes)
     return metrics
 
 

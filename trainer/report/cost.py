@@ -1,5 +1,5 @@
-"""Usage, cost and latency of agents, policies and the judge, by a price table: as a step's metrics, and as an evaluation's
-table in `marsrl evaluate` and `marsrl compare`."""
+"""Usage and latency of agents, policies and the judge: a step's metrics, and an evaluation's table in `marsrl evaluate` and
+`marsrl compare`."""
 
 from __future__ import annotations
 
@@ -11,23 +11,20 @@ from dataclasses import dataclass
 import numpy as np
 
 from marsrl.rollout.config import AgentConfig
-from marsrl.trainer.config import PolicyConfig, PriceConfig
 from marsrl.trainer.report.summary import UNKNOWN, Estimate, Evaluation, JudgeUsage, Latency, Usage
 
 _ENOUGH_CALLS = 8  # calls in a step, below which a tool's errors are not meaningful
 _MOST_OF_AN_ERROR = 300  # characters
-COLUMNS = ("calls", "input tokens", "output tokens", "cost", "engine s", "median s", "p95 s")
+COLUMNS = ("calls", "input tokens", "output tokens", "engine s", "median s", "p95 s")
 MEANING = (
-    "an episode of each: calls, tokens, cost and seconds of engines and tools are means; median s and p95 s: from its first "
+    "an episode of each: calls, tokens and seconds of engines and tools are means; median s and p95 s: from its first "
     "request to its end, beside the others"
 )
-_COUNTED = ("input_tokens", "cached_tokens", "output_tokens")
+_COUNTED = ("input_tokens", "cached_tokens", "output_tokens", "seconds")
 
 
-def cost_metrics(
-    counted: Mapping[str, float], agents: Mapping[str, AgentConfig], policies: Mapping[str, PolicyConfig]
-) -> dict[str, float]:
-    """cost/{agent}/spent and policy_cost/{policy}/... of one step (docs/metrics.md); without a price nothing is `spent`.
+def cost_metrics(counted: Mapping[str, float], agents: Mapping[str, AgentConfig]) -> dict[str, float]:
+    """policy_cost/{policy}/... of one step, the sums of its agents' usage (docs/metrics.md).
 
     counted: the batch's metrics, with cost/{agent}/... of rollout/player/player.py.
     """
@@ -35,11 +32,9 @@ def cost_metrics(
     for agent, name in ((agent, settings.policy) for agent, settings in agents.items()):
         if f"cost/{agent}/output_tokens" not in counted:
             continue
-        own = {what: counted[f"cost/{agent}/{what}"] for what in (*_COUNTED, "seconds")}
-        if (price := policies[name].price) is not None:
-            own["spent"] = metrics[f"cost/{agent}/spent"] = price.of(*(own[what] for what in _COUNTED))
-        for what, value in own.items():
-            metrics[f"policy_cost/{name}/{what}"] = metrics.get(f"policy_cost/{name}/{what}", 0) + value
+        for what in _COUNTED:
+            total = f"policy_cost/{name}/{what}"
+            metrics[total] = metrics.get(total, 0) + counted[f"cost/{agent}/{what}"]
     return metrics
 
 
@@ -71,8 +66,8 @@ def failing_tools(counted: Mapping[str, float], last_errors: Mapping[str, str]) 
     return found
 
 
-def judge_metrics(counted: Mapping[str, float], price: PriceConfig | None) -> dict[str, float]:
-    """judge/missing_share, yes_share and agreement with the task's own judgement, and judge/spent if there is a price.
+def judge_metrics(counted: Mapping[str, float]) -> dict[str, float]:
+    """judge/missing_share, yes_share and agreement with the task's own judgement.
 
     counted: metrics of a batch or an evaluation by ModelJudge.take_counts; {} if nothing was judged.
     """
@@ -85,38 +80,30 @@ def judge_metrics(counted: Mapping[str, float], price: PriceConfig | None) -> di
         metrics["judge/yes_share"] = counted["judge/yes"] / (calls - num_missing)
     if num_compared:
         metrics["judge/agreement"] = counted["judge/agreed"] / num_compared
-    if price is not None:
-        metrics["judge/spent"] = price.of(*(counted[f"judge/{what}"] for what in _COUNTED))
     return metrics
 
 
-def judge_usage(counted: Mapping[str, float], policy: str, price: PriceConfig | None) -> JudgeUsage | None:
+def judge_usage(counted: Mapping[str, float], policy: str) -> JudgeUsage | None:
     """The judge's usage in an evaluation; None if nothing was judged."""
-    found = judge_metrics(counted, price)
+    found = judge_metrics(counted)
     if not found:
         return None
     numbers = {name: int(counted[f"judge/{name}"]) for name in ("calls", "missing", "input_tokens", "output_tokens")}
-    shares = {name: found.get(f"judge/{name}") for name in ("yes_share", "agreement", "spent")}
+    shares = {name: found.get(f"judge/{name}") for name in ("yes_share", "agreement")}
     return JudgeUsage.model_validate({"policy": policy, **numbers, **shares})
 
 
-def usage(
-    used: Mapping[str, Sequence[tuple[int, int, float]]],
-    agents: Mapping[str, AgentConfig],
-    policies: Mapping[str, PolicyConfig],
-) -> dict[str, Usage]:
+def usage(used: Mapping[str, Sequence[tuple[int, int, float]]], agents: Mapping[str, AgentConfig]) -> dict[str, Usage]:
     """Usage of each agent. used: {agent: (input tokens, output tokens, engine seconds) of each call}; none is cached."""
     found = {}
     for agent, settings in agents.items():
         if own := used.get(agent):
             inputs, outputs, seconds = zip(*own, strict=True)
-            price = policies[settings.policy].price if settings.policy in policies else None
             found[agent] = Usage(
                 policy=settings.policy,
                 calls=len(own),
                 input_tokens=sum(inputs),
                 output_tokens=sum(outputs),
-                spent=None if price is None else price.of(sum(inputs), 0, sum(outputs)),
                 seconds=math.fsum(seconds),
             )
     return found
@@ -176,23 +163,20 @@ def episode_costs(evaluation: Evaluation) -> tuple[EpisodeCost, list[EpisodeCost
     if (judge := evaluation.judge) is not None:
         parts.append((f"judge ({judge.policy})", None, _used([judge], episodes)))
     for tool, ran in evaluation.tools.items():
-        cells = f"{ran.calls / episodes:,.1f}", "", "", "", _seconds(ran.seconds / episodes)
+        cells = f"{ran.calls / episodes:,.1f}", "", "", _seconds(ran.seconds / episodes)
         parts.append((f"{tool} (tool)", None, cells))
-    parts += [(name, None, (f"{value:,.1f}", "", "", "", "")) for name, value in evaluation.team.items()]
+    parts += [(name, None, (f"{value:,.1f}", "", "", "")) for name, value in evaluation.team.items()]
     return whole, [EpisodeCost(name, correct, (*cells, "", "")) for name, correct, cells in parts]
 
 
 def _used(used: Sequence[Usage], episodes: int) -> tuple[str, ...]:
-    """Calls, tokens in and out, cost if all have a price, and engine seconds if known."""
+    """Calls, tokens in and out, and engine seconds if known."""
     if not used:
-        return ("",) * 5
-    spent = [each.spent for each in used]
-    known = [value for value in spent if value is not None]
+        return ("",) * 4
     seconds = [each.seconds for each in used if each.seconds is not None]
     sums = (sum(getattr(each, what) for each in used) / episodes for what in ("calls", "input_tokens", "output_tokens"))
     return (
         *(f"{value:,.1f}" for value in sums),
-        f"{sum(known) / episodes:.3g}" if len(known) == len(spent) else "no price",
         _seconds(sum(seconds) / episodes) if len(seconds) == len(used) else "",
     )
 

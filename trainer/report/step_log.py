@@ -125,12 +125,12 @@ class StepLog:
         self._console.message("  ".join([f"step {step}/{config.run.steps}", *said, f"{sum(seconds.values()):.1f} s"]))
 
     def _costs(self, batch: StepBatch) -> dict[str, float]:
-        """Cost of the step's samples: tokens and money, tools, latencies, the judge."""
+        """Cost of the step's samples: tokens, tools, latencies, the judge."""
         config = self._config
-        found = cost_metrics(batch.metrics, config.agents, config.policies) | tool_shares(batch.metrics)
+        found = cost_metrics(batch.metrics, config.agents) | tool_shares(batch.metrics)
         found |= self.episode_clock.metrics() | team_metrics(batch.metrics)
         if config.judge is not None:
-            found |= judge_metrics(batch.metrics, config.policies[config.judge.policy].price)
+            found |= judge_metrics(batch.metrics)
         return found
 
     def _times(self, batch: StepBatch, seconds: Mapping[str, float]) -> dict[str, float]:

@@ -104,14 +104,12 @@ class AtK(Schema):
 
 
 class Usage(Schema):
-    """Usage of an agent in an evaluation. spent: by policies.<name>.price; null without one. seconds: of its policy's engines
-    (docs/own_team.md); null if not measured."""
+    """Usage of an agent in an evaluation. seconds: of its policy's engines (docs/own_team.md); null if not measured."""
 
     policy: str
     calls: int = Field(ge=0)
     input_tokens: int = Field(ge=0)
     output_tokens: int = Field(ge=0)
-    spent: float | None = Field(None, ge=0)
     seconds: float | None = Field(None, ge=0)
 
 

@@ -72,8 +72,7 @@ PLANS = (
     ChartPlan("Tokens", "tokens per second", "perf/tokens_per_s"),
     ChartPlan("Engines' time per step, by agent", "seconds", "cost/(.+)/seconds"),
     ChartPlan("Staleness", "policy versions", "rollout/staleness_(.+)"),
-    ChartPlan("Evaluation", "share", "eval/(?!tokens$|spent$)([^/]+)", "of held-out problems"),
-    ChartPlan("Cost per step", "cost", "cost/(.+)/spent", "in the currency of policies.*.price"),
+    ChartPlan("Evaluation", "share", "eval/(?!tokens$)([^/]+)", "of held-out problems"),
     ChartPlan("Time per step", "seconds", "timing_s/(?!total$)(.+)", is_activities=True),
 )
 
