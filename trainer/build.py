@@ -124,8 +124,6 @@ def open_run(checked: Checked, directory: RunDirectory | None) -> Iterator[Run]:
         if driver is not None and config.run.prometheus_port:
             driver.log.port = MetricsPort(
                 directory.path.name,
-                agents=config.agents,
-                policies=trained,
                 num_steps=config.run.steps,
                 engines=lambda: {name: pool.num_engines for name, pool in driver.team.pools.items()},
                 silences_s=lambda: {} if beat is None else beat.silences_s,

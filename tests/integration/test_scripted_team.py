@@ -389,7 +389,7 @@ def test_prometheus_is_answered_while_the_run_goes_on(play: Play) -> None:
             urllib.request.urlopen(address)
     assert "marsrl_step 1.0" not in pages[0] and 'marsrl_run{run="scripted"} 1.0' in pages[0]
     assert "marsrl_step 1.0" in pages[-1] and 'marsrl_engines{policy="main"} 1.0' in pages[-1]  # in step 2
-    assert f'marsrl_reward_mean{{agent="solver"}} {first["reward/solver/mean"]}' in pages[-1]
+    assert f'marsrl_metric{{name="reward/solver/mean"}} {first["reward/solver/mean"]}' in pages[-1]
 
 
 def test_tokens_of_so_many_groups_are_logged_every_so_many_steps(play: Play) -> None:
