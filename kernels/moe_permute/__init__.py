@@ -13,7 +13,6 @@ from marsrl.kernels.dispatch import Op, of_first, why_not_host
 from marsrl.kernels.moe_permute.cpu import CPU_MOVES
 from marsrl.kernels.moe_permute.reference import moe_permute_reference, moe_unpermute_reference
 from marsrl.kernels.moe_permute.two_moves import Permute, Unpermute
-from marsrl.kernels.traced_op import register
 from marsrl.kernels.triton_machine import why_not_triton_float32
 
 
@@ -38,8 +37,7 @@ class RowOrder(NamedTuple):
                 are an error of the device's, of too many the last experts' are left out.
         """
         check("RowOrder", "routing_map", routing_map, (None, None), (torch.bool,))
-        is_read = routing_map.device.type == "cpu" and not torch.compiler.is_compiling()
-        if is_read and (found := int(routing_map.sum())) != num_rows:
+        if routing_map.device.type == "cpu" and (found := int(routing_map.sum())) != num_rows:
             raise ValueError(f"RowOrder: routing_map has {found} places that are true, expected {num_rows}")
         expert_of, token_of = torch.nonzero_static(routing_map.t(), size=num_rows).unbind(1)
         bounds = pad(routing_map.sum(1).cumsum(0), (1, 0))
@@ -73,10 +71,15 @@ def moe_permute(hidden: Tensor, weights: Tensor, order: RowOrder) -> tuple[Tenso
     """
     check("moe_permute", "hidden", hidden, (None, None), FLOATS)
     check("moe_permute", "weights", weights, tuple(weights.shape), FLOATS, hidden.device)
-    args = (hidden, weights, *order)
-    found: tuple[Tensor, Tensor] = (
-        torch.ops.marsrl.moe_permute(*args) if torch.compiler.is_compiling() else _PERMUTE(*_permute_args(*args))
-    )
+    token_of, row_of, bounds, weight_of = order
+    _check_order("moe_permute", hidden, row_of.numel(), token_of, row_of, bounds)
+    if bounds.numel() != hidden.shape[0] + 1:
+        raise ValueError(
+            f"moe_permute: hidden has {hidden.shape[0]} tokens, expected {bounds.numel() - 1} as its order has"
+        )
+    check("moe_permute", "order.weight_of", weight_of, (row_of.numel(),), (torch.int64,), hidden.device)
+    check_range("moe_permute", "order.weight_of", weight_of, weights.numel() - 1)
+    found: tuple[Tensor, Tensor] = _PERMUTE(hidden, weights, *order)
     return found
 
 
@@ -96,29 +99,10 @@ def moe_unpermute(rows: Tensor, order: RowOrder) -> Tensor:
         ValueError: names the argument, what was found and what was expected.
     """
     check("moe_unpermute", "rows", rows, (None, None), FLOATS)
-    args = (rows, *order[:3])
-    found: Tensor = (
-        torch.ops.marsrl.moe_unpermute(*args) if torch.compiler.is_compiling() else _UNPERMUTE(*_unpermute_args(*args))
-    )
-    return found
-
-
-def _permute_args(
-    hidden: Tensor, weights: Tensor, token_of: Tensor, row_of: Tensor, bounds: Tensor, weight_of: Tensor
-) -> tuple[Tensor, ...]:
-    _check_order("moe_permute", hidden, row_of.numel(), token_of, row_of, bounds)
-    if bounds.numel() != hidden.shape[0] + 1:
-        raise ValueError(
-            f"moe_permute: hidden has {hidden.shape[0]} tokens, expected {bounds.numel() - 1} as its order has"
-        )
-    check("moe_permute", "order.weight_of", weight_of, (row_of.numel(),), (torch.int64,), hidden.device)
-    check_range("moe_permute", "order.weight_of", weight_of, weights.numel() - 1)
-    return hidden, weights, token_of, row_of, bounds, weight_of
-
-
-def _unpermute_args(rows: Tensor, token_of: Tensor, row_of: Tensor, bounds: Tensor) -> tuple[Tensor, ...]:
+    token_of, row_of, bounds, _ = order
     _check_order("moe_unpermute", rows, rows.shape[0], token_of, row_of, bounds)
-    return rows, token_of, row_of, bounds
+    found: Tensor = _UNPERMUTE(rows, token_of, row_of, bounds)
+    return found
 
 
 def _check_order(op: str, x: Tensor, num_rows: int, token_of: Tensor, row_of: Tensor, bounds: Tensor) -> None:
@@ -127,14 +111,6 @@ def _check_order(op: str, x: Tensor, num_rows: int, token_of: Tensor, row_of: Te
     num_tokens = check_cu_seqlens(op, bounds, num_rows, x.device, "order.bounds")
     check_range(op, "order.token_of", token_of, num_tokens - 1)
     check_range(op, "order.row_of", row_of, num_rows - 1)
-
-
-def _permute_results(hidden: Tensor, weights: Tensor, token_of: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
-    return hidden.new_empty(token_of.shape[0], hidden.shape[1]), weights.new_empty(token_of.shape[0])
-
-
-def _unpermute_results(rows: Tensor, token_of: Tensor, row_of: Tensor, bounds: Tensor) -> tuple[Tensor]:
-    return (rows.new_empty(bounds.shape[0] - 1, rows.shape[1]),)
 
 
 _OF_PERMUTE = Gradient("moe_permute", num_tensors=6, num_outputs=2, num_unread=2)
@@ -155,13 +131,3 @@ _UNPERMUTE = Op(
         _OF_UNPERMUTE.reference(moe_unpermute_reference),
     ),
 )
-_ORDER = "Tensor token_of, Tensor row_of, Tensor bounds"
-register(
-    _PERMUTE,
-    _OF_PERMUTE,
-    f"Tensor hidden, Tensor weights, {_ORDER}, Tensor weight_of",
-    _permute_results,
-    2,
-    _permute_args,
-)
-register(_UNPERMUTE, _OF_UNPERMUTE, f"Tensor rows, {_ORDER}", _unpermute_results, 1, _unpermute_args)

@@ -16,7 +16,6 @@ from test_every_tier import (  # noqa: F401
     test_what_a_trained_token_reads_makes_the_loss_not_finite_and_nothing_else_does,
 )
 from test_every_tier import test_the_defaults_are_not_used as defaults_are_not_used
-from test_traced_ops import test_torch_finds_no_fault  # noqa: F401
 from triton.runtime.interpreter import GridExecutor
 
 from marsrl import kernels
