@@ -154,7 +154,8 @@ def test_a_model_that_has_moved_is_taken_and_one_of_another_shape_is_not(tmp_pat
     run = begun(tmp_path, f"policies.main.model={model}")
     _, differs = resume_lines(run, settings(f"policies.main.model={moved}"), {})
     assert differs.endswith(f": policies.main.model {model} -> {moved}")
-    wanted = rf"policies.main.model \(num_layers: the run has 2, {other} has 7, vocab_size: the run has \d+, {other} has 9\); undo"
+    differing = rf"num_layers: the run has 2, {other} has 7, vocab_size: the run has \d+, {other} has 9"
+    wanted = rf"policies.main.model \({differing}\); undo"
     with pytest.raises(ValueError, match=wanted):
         resume_lines(run, settings(f"policies.main.model={other}"), {})
     (model / "config.json").unlink()  # what it was is not known any more: the checkpoint's own tensors decide
