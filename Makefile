@@ -37,7 +37,7 @@ TORCH_LINKS ?= https://download.pytorch.org/whl/cpu/torch/
 MODULE ?= trainer/data/packing.py
 TESTS ?= tests/trainer/test_packing.py
 
-.PHONY: help install lock train test test-all interpreted compiled test-triton cluster parity mutations check static quick bench clean
+.PHONY: help install lock train real test test-all interpreted compiled test-triton cluster parity mutations check static quick bench clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -58,6 +58,23 @@ lock: install  ## constraints/cpu.txt and cuda.txt from what cpu.in and cuda.in 
 
 train: install  ## MarsRL end to end on this machine: warm start, RL, report
 	torchrun --nproc-per-node 1 trainer/main.py
+
+# `make real`: the seed, and the run that imitates the tutors, made once for each seed.
+SEED ?= 0
+PUPILS := runs/real_pupils_$(SEED)
+
+real: install $(PUPILS)/hf  ## a pretrained model of 135 M parameters as MarsRL's team: imitation, RL, accuracy before and after (SEED=0)
+	python trainer/main.py --config examples/real_team/run.yaml run.seed=$(SEED) policies.main.model=$(PUPILS)/hf \
+	  policies.main.adapter.rank=16 policies.main.adapter.alpha=32
+
+$(PUPILS)/hf: | install /tmp/smollm2 /tmp/real_team
+	marsrl sft --config examples/real_team/run.yaml run.seed=$(SEED) run.name=$(notdir $(PUPILS)) run.resume=auto
+
+/tmp/smollm2: | install
+	marsrl fetch smollm2 $@
+
+/tmp/real_team: | install
+	python examples/real_team/problems.py $@
 
 test: install $(GAMES)  ## the tests of every change: all that is quick, and one of each kind that is not (tests/README.md)
 	tests/apt.sh bwrap bubblewrap "so no sandboxes are tested"

@@ -1,8 +1,8 @@
-"""Guess the number: an environment with state, in which fewer guesses are worth more, and a tutor that plays it with slips.
+"""Guess the number: an environment with state, in which fewer guesses are worth more, and tutors who are often careless.
 
     python examples/guess_number/guess_number.py /tmp/guess_number.jsonl
 
-writes one turn of each of 240 games by the tutor, for `marsrl sft`.
+writes one turn of each of 560 games by the tutors, for `marsrl sft`.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from types import SimpleNamespace
 
 from marsrl.rollout.tasks.own_task import OwnTask
 
-LARGEST, MOST = 31, 8
+LARGEST, MOST = 15, 6
 RULES = (
-    f"I think of a whole number from 1 to {LARGEST}. Write the range that is left and your guess, such as `1-{LARGEST}: 9`. "
+    f"I think of a whole number from 1 to {LARGEST}. Write the range that is left and your guess, such as `1-{LARGEST}: 5`. "
     "I say Higher or Lower."
 )
 
 
 class Games(OwnTask):
-    """Ten games for each number to train on, and three to evaluate on; the environment gives the reward."""
+    """Twenty games for each number to train on, and seven to evaluate on; the environment gives the reward."""
 
     def problems(self):
-        return [(f"game {i}", str(i % LARGEST + 1)) for i in range(10 * LARGEST)]
+        return [(f"game {i}", str(i % LARGEST + 1)) for i in range(20 * LARGEST)]
 
     def held_out(self):
-        return [(f"held-out game {i}", str(i % LARGEST + 1)) for i in range(3 * LARGEST)]
+        return [(f"held-out game {i}", str(i % LARGEST + 1)) for i in range(7 * LARGEST)]
 
 
 class GuessNumber:
@@ -54,33 +54,31 @@ class GuessNumber:
         return "Higher" if int(guesses[-1][:9]) < self.number else "Lower"
 
 
-def tutored(rng: random.Random, slip: float) -> list[str]:
-    """The chat of a game in turns, by bisection; a slip is a guess anywhere, or a range that is not cut."""
+def tutored(rng: random.Random, is_careless: bool) -> list[str]:
+    """The chat of a game in turns: a careful tutor halves the range that is left, a careless one guesses anywhere."""
     game, low, high = GuessNumber(), 1, LARGEST
     chat = [game.reset(SimpleNamespace(answer=rng.randint(1, LARGEST)))]
     while True:
-        guess = rng.randint(1, LARGEST) if rng.random() < slip else (low + high) // 2
-        chat.append(f"{low}-{high}: {guess}")
+        guess = rng.randint(1, LARGEST) if is_careless else (low + high) // 2
+        chat.append(str(guess) if is_careless else f"{low}-{high}: {guess}")
         heard = game.step(chat[-1])
         if not isinstance(heard, str):
             return chat
         chat.append(heard)
-        if rng.random() < slip:
-            continue
-        low, high = (max(low, guess + 1), high) if heard == "Higher" else (low, min(high, guess - 1))
+        low, high = (guess + 1, high) if heard == "Higher" else (low, guess - 1)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, help="demonstrations to write")
-    parser.add_argument("--games", type=int, default=240)
-    parser.add_argument("--slip", type=float, default=0.25, help="chance of each kind of slip in a turn")
+    parser.add_argument("--games", type=int, default=560)
+    parser.add_argument("--careless", type=float, default=0.4, help="share of the games of careless tutors")
     parser.add_argument("--seed", type=int, default=0)
     words = parser.parse_args()
     rng = random.Random(words.seed)
     with words.file.open("w") as out:
         for _ in range(words.games):
-            chat = tutored(rng, words.slip)
+            chat = tutored(rng, rng.random() < words.careless)
             end = 2 * rng.randint(1, len(chat) // 2)
             roles = ("user", "assistant") * (end // 2)
             turns = [{"role": role, "content": text} for role, text in zip(roles, chat[:end], strict=True)]

@@ -1,8 +1,8 @@
-"""Problems in plain English that a small chat model can learn, and demonstrations of a team that slips now and then.
+"""Numbers to sort, in plain English, and demonstrations by tutors who are often careless.
 
     python examples/real_team/problems.py /tmp/real_team
 
-writes train.jsonl and held_out.jsonl, in which no two problems ask the same of the same numbers, and demonstrations.jsonl for
+writes train.jsonl and held_out.jsonl, in which no two problems have the same numbers, and demonstrations.jsonl for
 `marsrl sft`.
 """
 
@@ -11,109 +11,70 @@ from __future__ import annotations
 import argparse
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 NAMES = ("Anna", "Ben", "Clara", "David", "Emma", "Felix", "Grace", "Hugo")
-THINGS = ("apples", "books", "coins", "eggs", "marbles", "pens", "shells", "stamps")
-STORIES = {
-    "sum": (
-        "{name} has {a} {things} and buys {b} more. How many {things} does {name} have now?",
-        "There are {a} {things} on the table and {b} in a box. How many {things} is that?",
-        "{name} found {a} {things} on Monday and {b} on Tuesday. How many in all?",
-    ),
-    "difference": (
-        "{name} has {a} {things} and gives away {b}. How many are left?",
-        "Of {a} {things}, {b} are broken. How many are whole?",
-        "{name} needs {a} {things} and has {b}. How many are missing?",
-    ),
-    "backwards": ("{name} writes the number {a} backwards. Which number is that?",),
-    "sorted": ("{name} puts the digits of {a} in order, small to large. Which number is that?",),
-}
-SLIPS = {"solver": 0.25, "verifier": 0.1, "corrector": 0.15}
-"""Chance of a slip in each operation of a tutor: RL is to remove them."""
+QUESTIONS = (
+    "{name} has the cards {cards} and lays them in order, smallest first.",
+    "Put {cards} in order, smallest first.",
+    "{name} sorts {cards} from small to large.",
+)
+CARDS = 4
+CARELESS = 0.6
+"""Share of the tutors' work that is careless: RL is to remove it."""
 
 
-class Story(NamedTuple):
-    """A problem: what it asks for, of which numbers, in which words."""
+class Problem(NamedTuple):
+    """Cards with numbers of two digits, to be sorted."""
 
-    kind: str
-    a: int
-    b: int
+    cards: tuple[int, ...]
     question: str
 
     @property
-    def answer(self) -> int:
-        return self.work(random.Random(), 0.0)[1]
+    def answer(self) -> str:
+        """The cards in order as a tuple, in which order counts: `(12, 40, 67, 93)`."""
+        return listed(sorted(self.cards))
 
-    def work(self, rng: random.Random, slip: float) -> tuple[str, int]:
-        """The lines of a calculation by digits, and its result; either may be wrong."""
-        (tens_a, ones_a), (tens_b, ones_b) = divmod(self.a, 10), divmod(self.b, 10)
+    def solution(self, rng: random.Random) -> str:
+        """A tutor's solution: the careless ones leave the cards as they lie."""
+        return f"\\boxed{{{listed(self.cards)}}}" if rng.random() < CARELESS else f"Sorted: \\boxed{{{self.answer}}}"
 
-        def written(term: str, value: int) -> int:
-            value = max(0, value + rng.choice((-1, 1))) if rng.random() < slip else value
-            lines.append(f"{term}={value}")
-            return value
-
-        lines: list[str] = []
-        if self.kind == "sum":
-            ones = written(f"{ones_a}+{ones_b}", ones_a + ones_b)
-            carry = ones // 10
-            tens = written(f"{tens_a}+{tens_b}" + "+1" * carry, tens_a + tens_b + carry)
-            return "\n".join(lines), 10 * tens + ones % 10
-        if self.kind == "difference":
-            borrow = int(ones_a < ones_b)
-            ones = written(f"{ones_a + 10 * borrow}-{ones_b}", ones_a + 10 * borrow - ones_b)
-            tens = written(f"{tens_a}-{tens_b}" + "-1" * borrow, tens_a - tens_b - borrow)
-            return "\n".join(lines), 10 * tens + ones
-        digits = sorted(str(self.a)) if self.kind == "sorted" else list(reversed(str(self.a)))
-        for i in range(len(digits) - 1):
-            if rng.random() < slip / 2:  # there are more places than operations of a sum
-                digits[i], digits[i + 1] = digits[i + 1], digits[i]
-        return ",".join(digits), int("".join(digits))
+    def report(self, solution: str, rng: random.Random) -> str:
+        """A tutor's report on a solution: the careless ones say correct or wrong at random."""
+        if rng.random() < CARELESS:
+            return f"Verdict: {rng.choice(('correct', 'wrong'))}"
+        return f"Sorted: {self.answer}\nVerdict: {'correct' if self.answer in solution else 'wrong'}"
 
 
-def stories(rng: random.Random) -> Iterator[Story]:
-    """An endless stream; no two have the same numbers and kind."""
+def listed(cards: Iterable[int]) -> str:
+    return f"({', '.join(map(str, cards))})"
+
+
+def problems(rng: random.Random) -> Iterator[Problem]:
+    """An endless stream; no two have the same cards."""
     seen = set()
     while True:
-        kind = rng.choice(tuple(STORIES))
-        b, a = sorted(rng.sample(range(11, 100), 2))
-        if kind in ("backwards", "sorted"):
-            a, b = rng.randrange(1000, 10_000), 0
-            if "0" in str(a):  # a result would begin with it
-                continue
-        if (kind, a, b) not in seen:
-            seen.add((kind, a, b))
-            if kind == "sum" and rng.random() < 0.5:
-                a, b = b, a
-            text = rng.choice(STORIES[kind]).format(a=a, b=b, name=rng.choice(NAMES), things=rng.choice(THINGS))
-            yield Story(kind, a, b, text)
+        cards = tuple(rng.sample(range(10, 100), CARDS))
+        if frozenset(cards) not in seen:
+            seen.add(frozenset(cards))
+            words = {"name": rng.choice(NAMES), "cards": ", ".join(map(str, cards))}
+            yield Problem(cards, rng.choice(QUESTIONS).format(**words))
 
 
-def solution(story: Story, rng: random.Random, slip: float) -> tuple[str, int]:
-    work, result = story.work(rng, slip)
-    return f"{work}\n\\boxed{{{result}}}", result
-
-
-def demonstrations(story: Story, rng: random.Random) -> list[dict[str, object]]:
+def demonstrations(problem: Problem, rng: random.Random) -> list[dict[str, object]]:
     """Demonstrations of the Solver and the Verifier on a problem, and of the Corrector if the verdict is `wrong`."""
 
-    def report(said: int) -> str:
-        work, found = story.work(rng, SLIPS["verifier"])
-        return f"{work}\nFound {found}, told {said}.\nVerdict: {'correct' if found == said else 'wrong'}"
-
     def line(agent: str, completion: str, **prompt: str) -> dict[str, object]:
-        return {"agent": agent, "prompt": {"problem": story.question, **prompt}, "completion": completion}
+        return {"agent": agent, "prompt": {"problem": problem.question, **prompt}, "completion": completion}
 
-    lines = [line("solver", solution(story, rng, SLIPS["solver"])[0])]
-    judged, said = solution(story, rng, rng.choice((0.0, 0.7)))  # about half are right
-    told = report(said)
-    lines.append(line("verifier1", told, solution=judged))
-    if told.endswith("wrong"):
-        again = solution(story, rng, SLIPS["corrector"])[0]
-        lines.append(line("corrector1", again, solution=judged, report=told))
+    lines = [line("solver", problem.solution(rng))]
+    solution = problem.solution(rng)
+    report = problem.report(solution, rng)
+    lines.append(line("verifier1", report, solution=solution))
+    if report.endswith("wrong"):
+        lines.append(line("corrector1", problem.solution(rng), solution=solution, report=report))
     return lines
 
 
@@ -123,18 +84,18 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--train", type=int, default=400, help="problems to train on")
     parser.add_argument("--held-out", type=int, default=200, help="problems to evaluate on")
-    parser.add_argument("--taught", type=int, default=160, help="training problems with demonstrations")
+    parser.add_argument("--taught", type=int, default=200, help="training problems with demonstrations")
     words = parser.parse_args()
     rng = random.Random(words.seed)
-    stream = stories(rng)
+    stream = problems(rng)
     held_out, train = [[next(stream) for _ in range(count)] for count in (words.held_out, words.train)]
-    taught = [line for story in train[: words.taught] for line in demonstrations(story, rng)]
-    problems = {
-        name: [{"question": story.question, "answer": str(story.answer)} for story in drawn]
+    taught = [line for problem in train[: words.taught] for line in demonstrations(problem, rng)]
+    files = {
+        name: [{"question": problem.question, "answer": problem.answer} for problem in drawn]
         for name, drawn in (("train", train), ("held_out", held_out))
     }
     words.folder.mkdir(parents=True, exist_ok=True)
-    for name, rows in {**problems, "demonstrations": taught}.items():
+    for name, rows in {**files, "demonstrations": taught}.items():
         (words.folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         print(f"{words.folder / name}.jsonl: {len(rows)} lines")
 

@@ -86,17 +86,17 @@ def test_an_example_for_a_small_model_passes_its_checks(
 
 
 def test_fewer_guesses_are_worth_more() -> None:
-    """The environment of examples/guess_number/, whose tutor without slips needs five guesses at most."""
+    """The environment of examples/guess_number/, whose careful tutor needs four guesses at most."""
     played = runpy.run_path(str(ROOT / "examples/guess_number/guess_number.py"))
     game = played["GuessNumber"]()
-    assert "from 1 to 31" in game.reset(SimpleNamespace(answer="20"))
-    assert [game.step(text) for text in ("1-31: 16", "17-31: 24", "none", "17-23: 20")] == [
+    assert "from 1 to 15" in game.reset(SimpleNamespace(answer="10"))
+    assert [game.step(text) for text in ("1-15: 8", "9-15: 12", "none", "9-11: 10")] == [
         "Higher", "Lower", "That is no number.", pytest.approx(0.7),
     ]  # fmt: skip
-    game.reset(SimpleNamespace(answer="20"))
-    assert [game.step("9") for _ in range(8)] == ["Higher"] * 7 + [0.0]
+    game.reset(SimpleNamespace(answer="10"))
+    assert [game.step("9") for _ in range(6)] == ["Higher"] * 5 + [0.0]
     rng = random.Random(0)
-    assert max(len(played["tutored"](rng, 0.0)) for _ in range(200)) == 10
+    assert max(len(played["tutored"](rng, False)) for _ in range(200)) == 8
 
 
 def tried(command: str, desk: Desk, answers: dict[str, list[str]] | None = None) -> Rehearsal:
