@@ -64,7 +64,6 @@ def calls(sessions: int, rounds: int) -> dict[str, Any]:
 
     with imports_for_good():
         from random_models import write_large_tokenizer
-        from simulation.simulated_team import judge, problem_stream
 
         from marsrl.rollout.agents.render import ChatRenderer
         from marsrl.rollout.config import AgentConfig, RolloutConfig
@@ -77,7 +76,9 @@ def calls(sessions: int, rounds: int) -> dict[str, Any]:
         from marsrl.rollout.player.stages import Stages
         from marsrl.rollout.pool.pool import EnginePool
         from marsrl.rollout.pool.replicas import LocalReplicas
+        from marsrl.rollout.rewards.judge import known
         from marsrl.rollout.team import Team, WatchedJudge
+        from marsrl.rollout.types import Problem, Reward
 
     agents = {name: AgentConfig(max_input_tokens=8192) for name in ("solver", "critic")}
     stage = {"prompts_per_step": sessions // GROUP, "group_size": GROUP, "max_response_tokens": 8192}
@@ -102,9 +103,19 @@ def calls(sessions: int, rounds: int) -> dict[str, Any]:
     pools = {"main": EnginePool(LocalReplicas(engines), slots=256)}
     with open_gateway(external, agents_of(agents, renderers, config.max_response_tokens)) as gateway:
         orchestration = External(agents, "math", None, config)
-        team = Team(agents, orchestration, renderers, pools, WatchedJudge(judge), gateway=gateway)
-        questions = problem_stream(lambda n: f"What is {n} modulo 7? " + "Think step by step. " * 5)
-        stages = Stages(config, team, questions, seed=0, trains_whole=True)
+        team = Team(
+            agents,
+            orchestration,
+            renderers,
+            pools,
+            WatchedJudge(lambda problem, answer: known(Reward(1.0, 1.0))),
+            gateway=gateway,
+        )
+
+        def question(n: int) -> Problem:
+            return Problem(f"p{n}", f"What is {n} modulo 7? {'Think step by step. ' * 5}", "7", "math")
+
+        stages = Stages(config, team, question, seed=0, trains_whole=True)
 
         def play() -> dict[str, float]:
             CountedEngine.cpu_s, wall_s, cpu_s = 0.0, time.perf_counter(), time.process_time()

@@ -1,8 +1,8 @@
 """64 to 1,024 GPUs, simulated event by event: rank 0's part of a step, and what pipeline and overlap give.
 
-    python benchmarks/simulated_cluster.py [--gpus 64 256] [--json FILE]       1024 too: several minutes and GiB more
+    python benchmarks/studies/simulated_cluster.py [--gpus 64 256] [--json FILE]       1024 too: several minutes and GiB more
 
-The project's player, pool and team run with simulated H100s on a virtual clock (benchmarks/simulation/). Five agents, 64k: 128
+The project's player, pool and team run with simulated H100s on a virtual clock (simulation/). Five agents, 64k: 128
 problems a step, of at most 72 samples, for 64 GPUs, and as many for each GPU of more; rollout.overlap=1, 4 segments; 40 of 64
 GPUs decode and 24 train. Seconds a step are those of 64 GPUs after 24 steps: more GPUs have as much to do, each.
 
@@ -38,7 +38,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from random_models import VOCABULARY, write_large_tokenizer
 from simulation.calibrate import ULORL
 from simulation.cost_model import Constants
 from simulation.lengths import Lengths
@@ -59,6 +58,9 @@ from marsrl.trainer.data.packing import TrainSequence, plan_micro_batches
 from marsrl.trainer.report.group_metrics import summarise
 from marsrl.trainer.report.samples_log import write_samples
 from marsrl.trainer.runs.directory import RunDirectory
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from random_models import VOCABULARY, write_large_tokenizer
 
 CONFIG = "configs/qwen3_30b_a3b.yaml"
 BASE = 64  # GPUs that the numbers below are of; more have as much for each

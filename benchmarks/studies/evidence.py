@@ -1,7 +1,7 @@
 """docs/evidence.md: the papers' claims beside the results of teams that a CPU trains in minutes.
 
-    python benchmarks/evidence.py                       writes the page from existing results; lists what is missing
-    python benchmarks/evidence.py --run [--jobs 2]      trains what is missing, then writes the page
+    python benchmarks/studies/evidence.py                       writes the page from existing results; lists what is missing
+    python benchmarks/studies/evidence.py --run [--jobs 2]      trains what is missing, then writes the page
 
 Every arm and seed has a file in results/<device>/evidence/, written when its training ends, so a killed command resumes with the
 rest. A result counts as missing if its settings have changed or its commit was not clean; the page names the commits. To repeat a
@@ -27,9 +27,8 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 
-from evidence_page import PAGE, Result, Results, page
-from namespace import ROOT
-from studies import FOREIGN, FOREIGN_SEEDS, OTHER_KIND, STUDIES, shown
+from arms import FOREIGN, FOREIGN_SEEDS, OTHER_KIND, STUDIES, shown
+from evidence_page import PAGE, ROOT, Result, Results, page
 
 RESULTS = ROOT / "benchmarks" / "results" / "cpu_xeon_2core" / "evidence"
 RUNS = ROOT / "runs" / "evidence"

@@ -1,4 +1,4 @@
-"""The tables of docs/evidence.md, from results. benchmarks/evidence.py puts them into the page, whose text is written by hand.
+"""The tables of docs/evidence.md, from results. evidence.py puts them into the page, whose text is written by hand.
 
 Two arms are told apart if Student's 95% interval of their mean difference over seeds excludes 0 (arms of a seed share the warm
 start, the problems and the seed of the draws). The text under a table is of exactly that table, and removed with the numbers that
@@ -11,11 +11,12 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from namespace import ROOT
-from studies import NORMALISE, PICKS, POLICIES, interval
+from arms import NORMALISE, PICKS, POLICIES, interval
 
+ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "evidence.md"
 
 
@@ -115,7 +116,8 @@ def provenance(results: Results) -> str:
     return f"Results by commit: {named}." + (
         ""
         if whole
-        else " **Not yet of one clean commit** (+: files differed from it); `python benchmarks/evidence.py` lists what is to run."
+        else " **Not yet of one clean commit** (+: files differed from it); `python benchmarks/studies/evidence.py` lists what "
+        "is to run."
     )
 
 

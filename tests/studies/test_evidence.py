@@ -3,32 +3,29 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import arms
+import evidence
+import evidence_page
 import pytest
-from scripts import BENCHMARKS
+from evidence import Job, Runner
+from evidence_page import Claim, Result
 from typer.main import get_command
 
 from marsrl.trainer.commands.cli import app
 from marsrl.trainer.config.read import read_config
 from marsrl.trainer.report.summary import Estimate, Evaluation
 
-sys.path.insert(0, str(BENCHMARKS))
-import evidence
-import evidence_page
-import studies
-from evidence import Job, Runner
-from evidence_page import Claim, Result
 
 pytestmark = [pytest.mark.slow, pytest.mark.smoke]
 
 
-@pytest.mark.parametrize("name", studies.STUDIES)
+@pytest.mark.parametrize("name", arms.STUDIES)
 def test_every_arm_is_accepted_and_differs_from_the_others(name: str) -> None:
-    study = studies.STUDIES[name]
+    study = arms.STUDIES[name]
     configs = {arm: read_config(None, Job(name, arm, 0).settings)[0] for arm in study.arms}
     for arm, config in configs.items():
         assert [other for other in configs if configs[other] == config] == [arm]
@@ -90,7 +87,7 @@ def test_a_foreign_solver_is_evaluated_by_words_that_the_command_takes(
 def test_the_page_is_made_of_the_results_that_are_there() -> None:
     results = evidence.read_results(evidence.RESULTS)
     text = evidence_page.PAGE.read_text("utf-8")
-    assert evidence_page.page(text, results) == text, "run `python benchmarks/evidence.py`"
+    assert evidence_page.page(text, results) == text, "run `python benchmarks/studies/evidence.py`"
     assert [line.removeprefix("## ") for line in text.splitlines() if line.startswith("## ")] == [*evidence_page.CLAIMS]
     key, masking = ("marsrl", "gate off", 0), "Masking tokens that are mastered"
     changed = {**results, key: replace(results[key], found={"system": 0.123})}

@@ -1,8 +1,8 @@
 """Step time, idle engines, latency and staleness of the agentic pipeline and of segments, simulated on H100s.
 
-    python benchmarks/pipeline.py [--simulate] [--sensitivities | --full] [--scale 1] [--json FILE] [--picture FILE]
+    python benchmarks/studies/pipeline.py [--simulate] [--sensitivities | --full] [--scale 1] [--json FILE] [--picture FILE]
 
-The project's player runs with simulated engines on a virtual clock (benchmarks/simulation/): trajectory and agentic with 1 and 4
+The project's player runs with simulated engines on a virtual clock (simulation/): trajectory and agentic with 1 and 4
 segments, 64 engines x 512 problems. The constants are printed first; one parameter is fitted.
 
     --sensitivities   also 2 and 8 segments, rollout.overlap, and other numbers of engines and of problems: four times the work

@@ -1,0 +1,50 @@
+"""The work of rank 0 for a step on a simulated cluster grows no faster than its samples, counted in calls and bytes."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from scripts import call
+
+MEASURED = """
+import json, sys
+from dataclasses import asdict
+sys.path[:1] = ["benchmarks/studies", "benchmarks"]
+import random_models
+random_models.VOCABULARY = 1000
+import simulated_cluster as cluster
+cluster.YOUNG, cluster.PLAYED = 0, 6
+found = []
+for problems, grain, overlap in json.loads(sys.argv[1]):
+    cluster.PROBLEMS, num_calls = problems, 0
+    def count(frame, event, argument):
+        global num_calls
+        num_calls += event in ("call", "c_call")
+    sys.setprofile(count)
+    measured = cluster.measure(64, grain, overlap)
+    sys.setprofile(None)
+    found.append({**asdict(measured), "num_calls": num_calls})
+print(json.dumps(found))
+"""
+
+
+def measure(*cases: tuple[int, int, int]) -> list[dict[str, Any]]:
+    """What is measured with so many problems a step, tokens that one of a completion stands for, and rollout.overlap."""
+    done = call(json.dumps(cases), code=MEASURED)
+    assert done.returncode == 0, done.stderr
+    found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_four_times_the_problems_take_no_more_work_and_bytes_a_sample() -> None:
+    """Steps vary in size, and samples in length: not exactly as much. The first case pays for imports."""
+    _, small, large = measure((1, 64, 0), (2, 64, 1), (8, 64, 1))
+    assert large["played"] > 3.5 * small["played"] and large["samples"] > 2 * small["samples"]
+    for parts, of in (
+        (("calls", "to engines", "from engines", "checkpoint state"), "played"),
+        (("to the data ranks", "samples log"), "samples"),
+    ):
+        for part in parts:
+            of_sample = [{**each["bytes"], "calls": each["num_calls"]}[part] / each[of] for each in (small, large)]
+            assert of_sample[1] <= 1.6 * of_sample[0], part
