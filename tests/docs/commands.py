@@ -24,6 +24,7 @@ TESTS = (
     ("marsrl try .*/workers.py.*", "test_workers_have_prompts_and_groups_of_their_own"),
     ("marsrl try .*/guessing.py.*", "test_a_game_ends_when_it_is_won"),
     ("marsrl try .*/library.py.*", "test_a_reader_reads_what_a_tool_found"),
+    ("docker (build|run) .*", "test_every_docker_command_of_the_documents_is_checked"),
     ("pip (wheel|install) .*", "test_a_wheel_has_the_presets_and_trains"),
     ("python -m venv /tmp/release .*", "test_a_release_is_built_and_checked"),
     ("python -m venv .*", "test_an_environment_has_what_its_programs_import"),

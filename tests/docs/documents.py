@@ -26,7 +26,7 @@ PAGES += [
 MENTIONS = re.compile(
     r"marsrl( [\w-]+)?|.*\[.*"
 )  # of running text: the name of a program, and how its words are written
-STARTERS = ("torchrun ", "python ", "marsrl ", "make ", "pip ", "apt-get ")
+STARTERS = ("torchrun ", "python ", "marsrl ", "make ", "pip ", "apt-get ", "docker ")
 _COMMENT = re.compile(r"(^|\s)#\s.*$")
 
 

@@ -1,0 +1,33 @@
+# marsrl with one of the two locked sets, for CPUs or NVIDIA GPUs (docs/install.md, "In a container"):
+#   docker build -t marsrl:cpu .
+#   docker build -t marsrl:cuda --build-arg DEVICE=cuda .
+# BASE must be Debian or Ubuntu with Python 3.11 or 3.12. CUDA's libraries come with the set, and the driver from the host.
+ARG BASE=debian:bookworm-slim
+FROM ${BASE}
+
+# At run time too: vLLM and torch.compile compile with g++ on CPUs, Triton with gcc and Python.h on GPUs.
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends bubblewrap ca-certificates g++ make python3 python3-dev python3-venv \
+    && rm -rf /var/lib/apt/lists/* \
+    && useradd --create-home --uid 1000 marsrl \
+    && install -d -o marsrl /opt/marsrl
+USER marsrl
+WORKDIR /opt/marsrl
+ENV PATH=/opt/marsrl/.venv/bin:$PATH HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false \
+    RAY_USAGE_STATS_ENABLED=0 VLLM_NO_USAGE_STATS=1
+
+# The libraries have a layer of their own: it stays while only marsrl changes.
+ARG DEVICE=cpu
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+COPY --chown=marsrl constraints/cpu.txt constraints/cuda.txt constraints/
+RUN python3 -m venv .venv \
+    && if [ "$DEVICE" = cpu ]; then index="--extra-index-url $TORCH_INDEX"; fi \
+    && pip install --no-cache-dir --no-deps $index -r "constraints/$DEVICE.txt"
+
+COPY --chown=marsrl . .
+# The stamp tells make that .venv is complete.
+RUN MARSRL_BUILD=require pip install --no-cache-dir --no-deps --no-build-isolation -e . \
+    && echo "$DEVICE" >.venv/.installed
+
+# No HEALTHCHECK: training is no service, and a check that imports PyTorch every few seconds would slow it down.
+CMD ["marsrl", "doctor"]
