@@ -108,7 +108,7 @@ def test_a_transfer_that_breaks_is_repeated_over_new_connections_once(direct, en
     assert report.version == 1 and set(report.seconds_of) == {"load", "engine_checksum"} and engine.num_broken < 0
     assert report.metrics["sync/direct"] == 1
     engine.num_broken = 2
-    with pytest.raises(RuntimeError, match=r"version 2 does not arrive, .*: the network is down; .* sync\.timeout_s"):
+    with pytest.raises(RuntimeError, match=r"version 2 did not arrive, .*: the network is down; .* sync\.timeout_s"):
         direct.publish(given(tensors), 2)
 
 

@@ -101,4 +101,4 @@ def test_a_policy_that_diverged_is_not_blamed_on_the_transfer() -> None:
     far = TrainerScores([each * 1000 for each in TRAINER.logprobs], [each * 1000 for each in TRAINER.rounded])
     said = refusal([engine(10) * 1000], trainer=far)
     assert re.search(r"trainer's own log-probs have a median of -[45]\d{3} nats, so the policy has", said)
-    assert "look at stale prefix caches" in refusal([engine(10)])
+    assert "check for stale prefix caches" in refusal([engine(10)])

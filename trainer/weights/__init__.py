@@ -1,1 +1,1 @@
-"""From the trainer's weights to every engine's, and the proof that they arrived."""
+"""Transfer of the trainer's weights to every engine, and its verification."""

@@ -1,4 +1,4 @@
-"""The proof of a weight sync: engines hold what was sent (checksums) and compute with it what the trainer computes.
+"""Verification of a weight sync: engines hold what was sent (checksums) and compute the same log-probs as the trainer.
 
 The comparison: an engine's log-probs of fixed tokens equal the trainer's up to rounding. Messages and metrics call these
 tokens the probe. The trainer scores them twice, plainly and with every intermediate result perturbed by rounding
@@ -6,10 +6,10 @@ tokens the probe. The trainer scores them twice, plainly and with every intermed
 A correct engine's differences must be distributed like the noise:
 
     median        of |trainer - engine|                                     at most 3 x the noise's median
-    share         of the tokens beyond twice the noise's 90 % quantile      at most 20 %
-    last tokens   of the sequences, beyond the same                         at most half of them
+    share         of tokens beyond twice the noise's 90 % quantile          at most 20 %
+    last tokens   of the sequences, beyond the same bound                   at most half of them
 
-The largest difference is reported but never judged: in any MoE model a token with nearly tied experts is off by nats.
+The largest difference is reported but not bounded: in any MoE model, a token with nearly tied experts can be off by nats.
 See docs/weight_sync.md for measurements.
 """
 
@@ -29,16 +29,16 @@ from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.other_roundings import Precision
 
 _NUM_SEQUENCES = 16
-_NUM_TOKENS = 41  # a block of 32 of vLLM's prefix cache on a CPU lies before the last token
-_FIRST, _LATER = 3.0, 2.0  # bounds of the median: times the noise's; times that of the first comparison
+_NUM_TOKENS = 41  # Leaves one block (32 tokens) of vLLM's CPU prefix cache before the last token.
+_FIRST, _LATER = 3.0, 2.0  # Bounds of the median, relative to the noise's and to that of the first comparison.
 _SHARE = 0.2
-_DIVERGED = 100.0  # nats: median surprisal of the probe's random tokens under a diverged policy
-_FLOOR = 1e-6  # nats: spacing of float32 log-probs between -8 and -16
+_DIVERGED = 100.0  # Nats: median surprisal of the probe's random tokens under a diverged policy.
+_FLOOR = 1e-6  # Nats: spacing of float32 log-probs between -8 and -16.
 
 
 @dataclass(frozen=True, slots=True)
 class TrainerScores:
-    """The trainer's log-probs [N-1] float32 of tokens 1..N-1 of each sequence, nats: plain and perturbed."""
+    """Trainer's log-probs of tokens 1..N-1 of each sequence, [N-1] float32, nats: plain and perturbed."""
 
     logprobs: Sequence[FloatArray]
     rounded: Sequence[FloatArray]
@@ -46,10 +46,10 @@ class TrainerScores:
 
 @dataclass(frozen=True, slots=True)
 class ComparisonReport:
-    """Distance of an engine's log-probs from the trainer's, over num_tokens; of several engines, the farthest.
+    """Distance of an engine's log-probs from the trainer's, over num_tokens; for several engines, the largest.
 
     largest, median: of |difference|, nats. noise: the median from rounding alone, nats.
-    share, num_last: share of all tokens, and number of sequences' last ones, that differ by more than `bound`, which
+    share, num_last: share of all tokens, and number of last tokens, that differ by more than `bound`, which
         is twice the 90 % quantile of the noise.
     """
 
@@ -63,18 +63,18 @@ class ComparisonReport:
 
     @property
     def ratio(self) -> float:
-        """The median relative to the noise's."""
+        """Median of the differences divided by the noise's median."""
         return self.median / (self.noise + _FLOOR)
 
 
 def comparison_sequences(vocab_size: int) -> list[IntArray]:
-    """Fixed token sequences, [41] int32 each: long enough that a stale prefix cache shows."""
+    """Return fixed token sequences, [41] int32 each: long enough to reveal a stale prefix cache."""
     generator = np.random.default_rng(20240229)
     return [generator.integers(0, vocab_size, _NUM_TOKENS).astype(np.int32) for _ in range(_NUM_SEQUENCES)]
 
 
 def trainer_scores(learner: Learner, engines: Precision) -> TrainerScores:
-    """The learner's scores of the probe; the noise is that of the coarser precision of learner and engines. Collective."""
+    """Return the learner's scores of the probe, with noise at the coarser precision of learner and engines. Collective."""
     sequences = comparison_sequences(learner.vocab_size)
     return TrainerScores(sequence_scores(learner, sequences), sequence_scores(learner, sequences, engines))
 
@@ -82,14 +82,14 @@ def trainer_scores(learner: Learner, engines: Precision) -> TrainerScores:
 def sequence_scores(
     learner: Learner, sequences: Sequence[IntArray], rounded_as: Precision | None = None
 ) -> list[FloatArray]:
-    """The learner's log-probs [N-1] of tokens 1..N-1 of each sequence, which are one micro-batch. Collective."""
+    """Return the learner's log-probs [N-1] of tokens 1..N-1 of each sequence, all in one micro-batch. Collective."""
     batch = _packed(sequences, learner.align)
     ends = np.cumsum([len(sequence) - 1 for sequence in sequences])[:-1]
     return np.split(learner.score([batch], rounded_as=rounded_as)[0][batch.trained_rows.cpu()].numpy(), ends)
 
 
 def _packed(sequences: Sequence[IntArray], align: int) -> PackedBatch:
-    """Pack the sequences, scoring every token after the first."""
+    """Pack the sequences so that every token after the first is scored."""
     every = [
         TrainSequence(
             uid=f"probe/{i}",
@@ -107,7 +107,7 @@ def _packed(sequences: Sequence[IntArray], align: int) -> PackedBatch:
 
 
 class EngineComparison:
-    """Compares trainer and engines, version after version.
+    """Comparison of trainer and engines, version after version.
 
     The first comparison of a process, when both have read the same files or resume from the same checkpoint,
     is judged by the noise alone; it also measures the distance of the two programs relative to it, which depends
@@ -115,24 +115,24 @@ class EngineComparison:
     """
 
     def __init__(self) -> None:
-        self._most = _FIRST  # allowed median over the noise's
+        self._most = _FIRST  # Largest allowed ratio of the median to the noise's.
         self._is_first = True
 
     def compare(
         self, trainer: TrainerScores, engines: Sequence[Sequence[FloatArray]], version: int
     ) -> ComparisonReport:
-        """The report of the engine that differs most.
+        """Return the report of the engine that differs most.
 
-        Raises RuntimeError: there is nothing to compare, a log-prob is not finite, or an engine's differences exceed rounding;
+        Raises RuntimeError if there is nothing to compare, a log-prob is not finite, or an engine differs by more than rounding;
         with the statistic, its value and bound, the engine, and the token that differs most.
         """
         where = f"weight sync: version {version}"
         ours = _finite(trainer.logprobs, f"{where}: the trainer's log-probs of the probe")
-        rounded = _finite(trainer.rounded, f"{where}: the trainer's log-probs of the probe, rounded otherwise,")
+        rounded = _finite(trainer.rounded, f"{where}: the trainer's perturbed log-probs of the probe")
         lengths = [len(each) for each in trainer.logprobs]
         if not len(ours) or not engines:
             raise RuntimeError(
-                f"{where}: the probe has nothing to compare: {len(ours)} tokens, {len(engines)} engines; expected some"
+                f"{where}: the probe has nothing to compare: found {len(ours)} tokens and {len(engines)} engines; expected both"
             )
         last = np.cumsum(lengths) - 1
         reports = []
@@ -162,14 +162,14 @@ class EngineComparison:
         return farthest
 
     def _problem(self, found: ComparisonReport, num_sequences: int) -> str:
-        """The violated statistic, with its value and bound; empty if there is none."""
+        """Return the violated statistic with its value and bound; "" if there is none."""
         if found.ratio > self._most:
             return (
                 f"the median of |difference| over {found.num_tokens} tokens is {found.median:.3g} nats, expected at most "
-                f"{self._most * (found.noise + _FLOOR):.3g} ({self._most:.3g} x the {found.noise:.3g} that other roundings "
-                "make of the trainer's own)"
+                f"{self._most * (found.noise + _FLOOR):.3g} ({self._most:.3g} x the rounding noise, "
+                f"{found.noise:.3g})"
             )
-        beyond = f"{found.bound:.3g} nats (twice the 90 % quantile of what other roundings make)"
+        beyond = f"{found.bound:.3g} nats (twice the 90 % quantile of the rounding noise)"
         if found.share > _SHARE:
             return (
                 f"the share of the {found.num_tokens} tokens that differ by more than {beyond} is {found.share:.3g}, "
@@ -177,26 +177,24 @@ class EngineComparison:
             )
         if found.num_last > num_sequences / 2:
             return (
-                f"of the {num_sequences} last tokens, which an engine may compute through its prefix cache, {found.num_last} "
+                f"{found.num_last} of the {num_sequences} last tokens, which an engine may compute through its prefix cache, "
                 f"differ by more than {beyond}, expected at most half"
             )
         return ""
 
 
 def _where_to_look(trainer: FloatArray) -> str:
-    """A hint at what may be wrong although the weights have arrived. trainer: its log-probs of the probe, [tokens] nats."""
+    """Return a hint at what may be wrong although the weights arrived. trainer: log-probs of the probe, [tokens] nats."""
     if (median := float(np.median(trainer))) < -_DIVERGED:
         return (
-            f"it is not the transfer: the trainer's own log-probs have a median of {median:.4g} nats, so the policy has "
-            "diverged, and rounding decides what it says; lower policies.<name>.optimizer.lr and go on from before"
+            f"the transfer is not the cause: the trainer's own log-probs have a median of {median:.4g} nats, so the policy has "
+            "diverged; lower policies.<name>.optimizer.lr and resume from an earlier checkpoint"
         )
-    return (
-        "look at stale prefix caches, at what the two programs compute (rope, norms, routing), or at the engine's dtype"
-    )
+    return "check for stale prefix caches, different computations (rope, norms, routing), and the engine's dtype"
 
 
 def measure(difference: FloatArray, noise: FloatArray, last: IntArray) -> ComparisonReport:
-    """The comparison's report from absolute differences and noise, both [tokens] nats.
+    """Compute the comparison's report from absolute differences and noise, both [tokens] nats.
 
     last: indices of the sequences' last tokens.
     """
@@ -214,23 +212,23 @@ def measure(difference: FloatArray, noise: FloatArray, last: IntArray) -> Compar
 
 
 def _finite(logprobs: Sequence[FloatArray], whose: str) -> FloatArray:
-    """All of them concatenated, [tokens] float64."""
+    """Return all log-probs concatenated, [tokens] float64; RuntimeError if one is not finite."""
     for sequence, each in enumerate(logprobs):
         if not np.isfinite(each).all():
             bad = np.flatnonzero(~np.isfinite(each))
             raise RuntimeError(
                 f"{whose} are not finite: {len(bad)} of {len(each)} in sequence {sequence}, first {each[bad[0]]} at token "
-                f"{bad[0] + 1}; look at the weights of this version (0: those that the run starts from; later: a loss that "
-                "diverged, the learning rate) and at overflow in the dtype"
+                f"{bad[0] + 1}; check the weights of this version (0: the initial weights; later: a loss that "
+                "diverged, the learning rate) and overflow in the dtype"
             )
     return np.concatenate([np.zeros(0), *logprobs]).astype(np.float64)
 
 
 class CheckedEngines:
-    """A pool whose engines must prove their weights and their computation.
+    """Pool of engines whose weights and log-probs are verified.
 
-    adapter: that is proven; empty: the weights.
-    shards_of_each: the model's shard of each worker of an engine, the same for all engines.
+    adapter: name of the adapter to verify; "": the model's weights.
+    shards_of_each: the model's shard on each worker of an engine, the same for all engines.
     """
 
     def __init__(
@@ -241,13 +239,11 @@ class CheckedEngines:
         settings: Mapping[str, float] | None = None,
         adapter: str = "",
     ) -> None:
-        """settings: ModelShape.settings() of the trainer's model, compared with the engines' as far as they can
-        tell; None: not compared.
+        """Score the comparison's sequences once, so that a prefix cache that survives the first update is detected.
 
-        The engines score the comparison's sequences once now, so that the prefixes are cached when the first
-        update comes: a cache that is not dropped then is detected.
+        settings: ModelShape.settings() of the trainer's model, compared with what the engines report; None: not compared.
 
-        Raises ValueError: an engine computes with other settings (a router's top-k, a norm's eps, ...).
+        Raises ValueError if an engine computes with other settings (a router's top-k, a norm's eps, ...).
         """
         infos = pool.infos()
         for engine, info in enumerate(infos if settings else ()):
@@ -256,7 +252,8 @@ class CheckedEngines:
                 if wrong := [value for value in values if not math.isclose(value, ours, rel_tol=1e-6)]:
                     raise ValueError(
                         f"weight sync: engine {engine} ({info.engine_class}) computes with {name} {wrong[0]:g}, the trainer with "
-                        f"{ours:g}: the two read config.json differently, or an option of the engine overrides it"
+                        f"{ours:g}"
+                        "; config.json is read differently, or an engine option overrides it: check the engine's options"
                     )
         self.pool, self.adapter, self.shards_of_each = pool, adapter, infos[0].shards
         self._comparison = EngineComparison()
@@ -264,9 +261,9 @@ class CheckedEngines:
         pool.score(self._sequences, adapter)
 
     def check(self, expected: Sequence[Mapping[str, int]], receipts: Mapping[int, WeightReceipt], version: int) -> None:
-        """Raise RuntimeError if an engine's weights differ from those sent; with the tensors' names.
+        """Raise RuntimeError, with the tensors' names, if an engine's weights differ from those sent.
 
-        expected: of each shard of an engine {fused tensor: checksum}; receipts: of engines, by number.
+        expected: {fused tensor: checksum} for each shard of an engine; receipts: by engine number.
         """
         for engine, receipt in receipts.items():
             if receipt.version != version:
@@ -294,7 +291,7 @@ class CheckedEngines:
 
 
 def _difference(sent: int | None, held: int | None) -> str:
-    """Two checksums of a tensor that are not the same, in words."""
+    """Describe how two checksums of a tensor differ."""
     if held is None:
         return "not in the engine"
     return "not sent" if sent is None else f"checksum {held:#x}, expected {sent:#x}"

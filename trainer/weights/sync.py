@@ -1,24 +1,24 @@
-"""From the trainer's weights to every engine's, and the proof that they arrived: one WeightSync a policy, on every rank.
+"""Weight sync from the trainer to every engine, and its verification: one WeightSync per policy, on every rank.
 
     Run.publish -> WeightSync.publish(learner, version)       every rank, after an update; rank 0 has the engines
-        trainer_scores                  the trainer's log-probs of fixed tokens, where a comparison is due  (comparison.py)
+        trainer_scores                  the trainer's log-probs of fixed tokens, if a comparison is due     (comparison.py)
         _prepare                        files are written while the engines still decode
-        _deliver                        the engines, at rest, or without requests of the adapter, take the weights
+        _deliver                        the engines load the weights, idle or without requests of the adapter
         CheckedEngines.check            checksums of every tensor agree                                     (comparison.py)
         CheckedEngines.compare          log-probs agree
 
-The path of one tensor, in rollout/weights but for both ends:
+The path of one tensor (all but both ends are in rollout/weights):
 
     sync.backend=shm    Converter.export, whole on rank 0 -> write_version: its checksum, a file -> EnginePool.update_weights
                         -> the engine: WeightFiles -> its place in a fused tensor -> checksum                  (files.py)
     adapters, always    Converter.export, whole on rank 0 -> a PEFT directory -> EnginePool.update_adapter
                         -> the engine: its part of A and of B alpha / rank -> checksum                   (AdapterSync)
-    nccl, ipc           Converter.stack, a part on each rank -> DirectSender: its part of a checksum, a bucket
+    nccl, ipc           Converter.stack, a shard on each rank -> DirectSender: its part of a checksum, a bucket
                         -> GroupConnection or SharedBuffer                                               (connections.py)
                         -> the engine: WeightReceiver -> its place in a fused tensor -> checksum              (direct.py)
 
-Version v+1 exists for the rest of the program only after publish() has returned. Silent corruption on the way is the
-failure that costs people weeks, so nothing here is sampled or optional but the comparison's interval.
+Version v+1 exists for the rest of the program only after publish() has returned. Silent corruption in transfer can cost
+weeks, so every check runs on every publish; only the comparison has an interval.
 """
 
 from __future__ import annotations
@@ -57,20 +57,20 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 StandingBy = Callable[[Callable[[], "SyncReport"]], "SyncReport | None"]
-"""Does rank 0's work, and on the other ranks what rank 0 asks of them meanwhile."""
+"""Runs rank 0's work; meanwhile the other ranks do what rank 0 asks of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class SyncReport:
-    """A publish that was verified.
+    """Result of a verified publish.
 
     is_direct: without files (nccl, ipc).
-    num_bytes: sent to an engine: of the model, or less with deltas.
-    changed_share: of the numbers that were compared with those sent last; None: none were (sync.delta).
-    comparison: None where it was not due (sync.verify_every).
-    seconds_of: `seconds` by part. Files: export (the trainer's tensors gathered), checksum (of what was sent), write, load
+    num_bytes: bytes sent to an engine: the model's, or fewer with deltas.
+    changed_share: share of numbers that changed since the last transfer (sync.delta); None: not compared.
+    comparison: None if it was not due (sync.verify_every).
+    seconds_of: `seconds` by part. Files: export (gathering the trainer's tensors), checksum (of what was sent), write, load
         (every engine), engine_checksum (the slowest engine's), probe (the comparison). nccl, ipc: load (sending, receiving
-        and the checksums of what was sent, side by side; again where an engine was lost), engine_checksum, probe.
+        and checksums of what was sent, overlapped; repeated if an engine was lost), engine_checksum, probe.
     """
 
     version: int
@@ -83,7 +83,7 @@ class SyncReport:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """sync/* of metrics.jsonl."""
+        """Return the sync/* metrics of metrics.jsonl."""
         found: dict[str, float] = {"sync/bytes": self.num_bytes, "sync/seconds": self.seconds}
         found["sync/direct"] = self.is_direct
         if self.changed_share is not None:
@@ -101,9 +101,9 @@ class SyncReport:
 
 @dataclass(frozen=True, slots=True)
 class Delivered:
-    """A transfer to engines: what was sent, and their receipts.
+    """Transfer to engines: what was sent, and the engines' receipts.
 
-    expected: {fused tensor: checksum} of each shard of an engine. receipts: by engine. num_bytes, changed_share: of SyncReport.
+    expected: {fused tensor: checksum} for each shard of an engine. receipts: by engine. num_bytes, changed_share: as SyncReport.
     """
 
     expected: Sequence[Mapping[str, int]]
@@ -113,7 +113,7 @@ class Delivered:
 
 
 class WeightSync(ABC):
-    """Publishes one policy's weights to its engines and verifies every publish. Made and used on all ranks together.
+    """Publisher of one policy's weights to its engines, verifying every publish. Constructed and used on all ranks together.
 
     sync = FileSync(CheckedEngines(pool, vocab_size=64) if rank() == 0 else None, torch.bfloat16)
     report = sync.publish(learner, version=1)
@@ -129,8 +129,9 @@ class WeightSync(ABC):
         verify_every: int = 1,
         precision: Precision | None = None,
     ) -> None:
-        """engines: None on ranks other than 0. dtype: what they compute in. verify_every: versions between comparisons.
-        precision: of the engines, where more than dtype decides it.
+        """Prepare to publish; `engines` is None on ranks other than 0.
+
+        dtype: compute dtype of the engines. verify_every: versions between comparisons. precision: if dtype alone does not set it.
         """
         self._engines, self._dtype, self._verify_every = engines, dtype, verify_every
         self._precision = precision or Precision(dtype)
@@ -142,15 +143,15 @@ class WeightSync(ABC):
         engines_at_rest: AbstractContextManager[None] = nullcontext(),  # noqa: B008  (it has no state)
         standing_by: StandingBy | None = None,
     ) -> SyncReport | None:
-        """Give every engine the learner's weights as `version` and verify what arrived. Collective; None but on rank 0.
+        """Send the learner's weights to every engine as `version` and verify them. Collective; returns None except on rank 0.
 
-        engines_at_rest: rank 0's; in its body, which begins when the engines can take the weights, they decode nothing with
-            them; it ends when the new weights are proven.
-        standing_by: how rank 0 works while the others send weights to whom it names (Standby.during): to engines that take
-            the place of lost ones. None: they do not.
+        engines_at_rest: on rank 0, entered when the engines can load the weights. Engines stay idle inside the block; it exits
+            once the new weights are verified.
+        standing_by: runs rank 0's work while the other ranks send weights to engines that replace lost ones
+            (Standby.during). None: lost engines are not replaced.
 
         Raises:
-            RuntimeError: the weights did not arrive, an engine holds other numbers than were sent (the tensors are
+            RuntimeError: the weights did not arrive, an engine's weights differ from those sent (the tensors are
                 named), or trainer and engine disagree on the log-probs (comparison.py).
             ValueError: tensors of the model are missing.
         """
@@ -158,12 +159,12 @@ class WeightSync(ABC):
         start, seconds_of = time.perf_counter(), dict[str, float]()
         self._prepare(learner, version, seconds_of)
         with engines_at_rest:
-            barrier()  # they are, which may have taken rank 0 a while
+            barrier()  # Rank 0 may have waited a while for the engines.
             with timed_part(seconds_of, "load"):
                 delivered = self._deliver(learner, version)
 
             def proven() -> SyncReport:
-                """Rank 0: every engine that serves, replaced ones too, holds what was sent and computes what it should."""
+                """Verify, on rank 0, the weights and log-probs of every serving engine, including replacements."""
                 assert self._engines is not None and delivered is not None, "of rank 0"
                 slowest_s = max((each.checksum_seconds for each in delivered.receipts.values()), default=0.0)
                 seconds_of["engine_checksum"] = min(slowest_s, seconds_of["load"])
@@ -187,46 +188,46 @@ class WeightSync(ABC):
         return report
 
     def send_again(self, learner: Learner, version: int, engine: int | None) -> Timed | Lost | None:
-        """Send one engine the present weights once more. Collective; where a file has them nobody asks.
+        """Send the current weights to one engine again. Collective; never called when weights come from a file.
 
-        engine: rank 0's, as what it answers; None elsewhere.
+        engine: its number, on rank 0; None on other ranks, which also return None.
         """
         raise NotImplementedError
 
     def _prepare(self, learner: Learner, version: int, seconds_of: dict[str, float]) -> None:  # noqa: B027
-        """Every rank, while the engines still decode."""
+        """Prepare the transfer on every rank, while the engines still decode."""
 
     @abstractmethod
     def _deliver(self, learner: Learner, version: int) -> Delivered | None:
-        """Every rank, while the engines are at rest; what they hold then, on rank 0."""
+        """Transfer the weights on every rank, while the engines are idle; return, on rank 0, what each engine now holds."""
 
     def _compare(self, engines: CheckedEngines, scores: TrainerScores, version: int) -> ComparisonReport:
-        """Rank 0: the probe, where one is due."""
+        """Compare log-probs on rank 0, if a comparison is due."""
         return engines.compare(scores, version)
 
     def _settle(self) -> None:  # noqa: B027
-        """Every rank, once the version is proven."""
+        """Clean up on every rank, once the version is verified."""
 
     @abstractmethod
     def close(self) -> None:
-        """Remove files, leave connections; may be called twice."""
+        """Remove files and close connections; may be called twice."""
 
 
 class FileSync(WeightSync):
-    """Safetensors shards in a folder that the engines' hosts see: /dev/shm, or a file system they share (files.py)."""
+    """Weight sync through safetensors shards in a folder visible to the engines' hosts: /dev/shm or a shared one (files.py)."""
 
     is_direct = False
 
     def __init__(
         self, engines: CheckedEngines | None, dtype: torch.dtype, *, directory: str | Path | None = None, **common: Any
     ) -> None:
-        """directory: of rank 0's PrivateFolder; common: of WeightSync."""
+        """Use rank 0's PrivateFolder in `directory`; `common` are the arguments of WeightSync."""
         super().__init__(engines, dtype, **common)
         self._files = PrivateFolder(directory) if engines is not None else None
         self._written: WrittenWeights | None = None
 
     def _prepare(self, learner: Learner, version: int, seconds_of: dict[str, float]) -> None:
-        """Rank 0 writes the tensors, which all ranks gather."""
+        """Gather the tensors from all ranks; rank 0 writes them."""
         with timed_part(seconds_of, "export"):
             held = learner.held()
         if self._files is None or self._engines is None:
@@ -249,7 +250,7 @@ class FileSync(WeightSync):
         return engines.pool.update_weights(WeightUpdate(folder, version))
 
     def _settle(self) -> None:
-        """The version before stayed until this one was proven."""
+        """Remove the previous version, which is kept until the new one is verified."""
         if self._files is not None and self._written is not None:
             self._files.keep_only(self._written.folder)
 
@@ -259,20 +260,20 @@ class FileSync(WeightSync):
 
 
 class AdapterSync(FileSync):
-    """Publishes one adapter: its policy's shared engines keep their weights and the other adapters.
+    """Publisher of one adapter; the shared engines keep their weights and the other adapters.
 
-    Adapters are small (53 MB for attention of Qwen3-30B-A3B at rank 32), so they always travel as files: one PEFT directory
-    per publish, by whose path engines key cached prefixes.
+    Adapters are small (53 MB for attention of Qwen3-30B-A3B at rank 32), so they are always sent as files: one PEFT directory
+    per publish; engines key cached prefixes by its path.
     """
 
     def __init__(
         self, engines: CheckedEngines | None, dtype: torch.dtype, *, base: str, adapter: AdapterConfig, **common: Any
     ) -> None:
-        """base: path of the adapted model. common: of FileSync."""
+        """Publish an adapter of the model at `base`; `common` are the arguments of FileSync."""
         super().__init__(engines, dtype, **common)
         self._base, self._shape, self._adapter = base, read_shape(base), adapter
         self._numbers = itertools.count()
-        self._is_bare = False  # B is 0: the trainer's scores are also those of the bare model
+        self._is_bare = False  # True if B is 0, so the trainer's scores equal those of the bare model.
 
     def _prepare(self, learner: Learner, version: int, seconds_of: dict[str, float]) -> None:
         """Gather the tensors from all ranks; rank 0 writes them."""
@@ -309,7 +310,7 @@ class AdapterSync(FileSync):
 
 
 class DirectSync(WeightSync):
-    """From every rank to the engines' tensors (direct.py), by a process group (nccl) or shared memory (ipc)."""
+    """Weight sync from every rank directly to engines' tensors (direct.py), by a process group (nccl) or shared memory (ipc)."""
 
     is_direct = True
 
@@ -323,19 +324,19 @@ class DirectSync(WeightSync):
         precision: Precision | None = None,
         **options: Any,
     ) -> None:
-        """verify_every, precision: of WeightSync; options: of the DirectSender."""
+        """Send directly; verify_every, precision: as for WeightSync; options: of the DirectSender."""
         super().__init__(engines, dtype, verify_every=verify_every, precision=precision)
         sender = GroupSender if kind == "nccl" else SharedSender
         ranks = Ranks(rank(), world_size(), broadcast_bytes, gather_bytes)
         self._sender: DirectSender = sender(ranks, dtype, **options)
-        self._generation: int | None = None  # of the engines that the sender has agreed with; rank 0's
+        self._generation: int | None = None  # Generation of engines that the sender is connected to, on rank 0.
 
     def _deliver(self, learner: Learner, version: int) -> Delivered | None:
-        """The engines receive while the ranks send: everything to all again, over new connections, where one was lost on the way
-        or has put changes to other numbers than it should have held.
+        """Send from all ranks while the engines receive; send everything again, over new connections, if an engine was lost
+        meanwhile or applied changes to the wrong base.
 
         Raises:
-            RuntimeError: a rank failed, or the way to engines that live is broken.
+            RuntimeError: a rank failed, or the connection to live engines is broken.
             ValueError: the ranks' shards do not cover what an engine needs, or a bucket is smaller than a row.
         """
         held = learner.held()
@@ -346,7 +347,7 @@ class DirectSync(WeightSync):
                 is_again = bool(broadcast_bytes(None))
             return None
         pool = self._engines.pool
-        is_repeated = False  # after a transfer that has broken without a lost engine
+        is_repeated = False  # True after a transfer that failed without a lost engine.
         while True:
             pool.stand_by()
             is_other, self._generation = pool.generation != self._generation, pool.generation
@@ -356,18 +357,18 @@ class DirectSync(WeightSync):
             broken = [receipt.broken for receipt in receipts.values() if receipt.broken]
             if expected and not lost and not broken and self._sender.traffic.num_compared:
                 wrong = [n for n, receipt in receipts.items() if list(receipt.checksums) != expected]
-                broken = [f"engine {n} was sent changes, and its checksums are others" for n in wrong]
+                broken = [f"engine {n} was sent changes, but its checksums differ" for n in wrong]
             if expected and not lost and not broken:
                 break
             self._generation = None
             reason = next(iter([*lost.values(), *broken]), "a rank gave up")
             if not lost and is_repeated:
                 raise RuntimeError(
-                    f"weight sync: version {version} does not arrive, and no engine of policy {pool.name} is lost: {reason}; "
-                    "look at the network between the trainer and its engines, or raise sync.timeout_s"
+                    f"weight sync: version {version} did not arrive, although no engine of policy {pool.name} is lost: {reason}; "
+                    "check the network between the trainer and its engines, or raise sync.timeout_s"
                 )
             is_repeated |= not lost
-            _log.warning("policy %s: version %d did not arrive (%s) and is sent again", pool.name, version, reason)
+            _log.warning("policy %s: version %d did not arrive (%s); sending it again", pool.name, version, reason)
             pool.replace(lost)
             broadcast_bytes(b"again")
         broadcast_bytes(b"")
@@ -380,7 +381,7 @@ class DirectSync(WeightSync):
         return Delivered(expected, receipts, num_bytes, share)
 
     def send_again(self, learner: Learner, version: int, engine: int | None) -> Timed | Lost | None:
-        """The same over new connections; the next publish makes others."""
+        """Send the weights to one engine again, over new connections that only this transfer uses."""
         held, self._generation = learner.held(), None
         if engine is None:
             self._send(held)
@@ -391,16 +392,16 @@ class DirectSync(WeightSync):
         return answer
 
     def _send(self, held: HeldWeights) -> None:
-        """The part of a rank other than 0 in a transfer."""
+        """Run the part of a rank other than 0 in a transfer."""
         self._sender.agree(held)
         self._sender.send(held)
 
     def _transfer(
         self, held: HeldWeights, version: int, engines: Sequence[int], *, meets_anew: bool
     ) -> tuple[Mapping[int, Timed | Lost], list[dict[str, int]]]:
-        """Rank 0's part: (answer of each engine, checksums of each shard of an engine; none where the transfer has broken).
+        """Run rank 0's part; return each engine's answer, and checksums of each shard (empty if the transfer failed).
 
-        meets_anew: over new connections, to other engines than the last one or after it has broken.
+        meets_anew: use new connections, after a failed transfer or because the engines changed.
         """
         assert self._engines is not None, "of rank 0"
         pool, shards, sender = self._engines.pool, self._engines.shards_of_each, self._sender
@@ -415,7 +416,7 @@ class DirectSync(WeightSync):
         def receive() -> None:
             try:
                 answers.set_result(pool.receive_weights(updates, lambda engine, reason: sender.give_up(reason)))
-            except BaseException as error:  # raised by the caller's thread, which waits for no engine any more
+            except BaseException as error:  # Raised in the caller's thread, which has stopped waiting for engines.
                 answers.set_exception(error)
                 sender.give_up("an engine has failed")
 
@@ -428,17 +429,18 @@ class DirectSync(WeightSync):
 
 
 class Standby:
-    """While rank 0 has the engines decode, or prove new weights, the other ranks stand by: an engine that is lost gets its
-    weights from all of them. Only sync.backend=nccl and ipc need it; files are there for whoever comes.
+    """Ranks other than 0 on standby while rank 0 uses the engines, to resend weights when a lost engine is replaced.
+
+    Only sync.backend=nccl and ipc need it; with shm, a new engine reads the files.
 
         rank 0         work ... engine 3 is lost, a new one is made -> "main" -> send its part ... work -> ""
         other ranks    wait .............................................. "main" -> send their part ... wait ... "" -> go on
 
-    Every rank has one, for all trained policies. pools: of each, rank 0's; None elsewhere. versions: those of now, whenever
-    looked at.
+    Every rank has one, for all trained policies. pools: by policy, on rank 0; None elsewhere. versions: live view of the current
+    versions.
     """
 
-    _STOPPED = "\0"  # in a policy's place
+    _STOPPED = "\0"  # Sent instead of a policy's name.
 
     def __init__(
         self,
@@ -449,14 +451,14 @@ class Standby:
     ) -> None:
         self._syncs, self._learners, self._versions = syncs, learners, versions
         self._pools = pools
-        self._thread: int | None = None  # rank 0's, while the others stand by
+        self._thread: int | None = None  # Rank 0's thread, while the others stand by.
         for policy, pool in (self._pools or {}).items():
             pool.set_feed(functools.partial(self._feed, policy))
 
     def during(self, work: Callable[[], _T]) -> _T | None:
-        """The result of rank 0's work; None elsewhere. Collective; the learners hold what the engines are to hold.
+        """Run `work` on rank 0 and return its result; None on other ranks. Collective; learners hold the weights to resend.
 
-        Raises Stopped: rank 0's work did, on all ranks.
+        Raises Stopped on all ranks if rank 0's work raises it.
         """
         if self._pools is None:
             while policy := broadcast_bytes(None).decode():
@@ -476,7 +478,7 @@ class Standby:
         return done
 
     def _feed(self, policy: str, engine: int) -> Timed | Lost | None:
-        """None where the others do not stand by: in the middle of a step, or where it is not rank 0's thread that asks."""
+        """Send the policy's weights to an engine; None if the others are not on standby, or another thread asks."""
         if self._thread != threading.get_ident():
             return None
         broadcast_bytes(policy.encode())
@@ -488,7 +490,7 @@ class Standby:
 
 @contextmanager
 def timed_part(seconds_of: dict[str, float], part: str) -> Iterator[None]:
-    """Note how long the body took."""
+    """Record the duration of the body, in seconds."""
     start = time.perf_counter()
     yield
     seconds_of[part] = time.perf_counter() - start
