@@ -103,9 +103,7 @@ class ArithmeticOptions(Settings):
     """Last-digit chains (docs/cpu_default.md): their length, and at which operators tutors slip most."""
 
     min_operations: int = Field(4, ge=1, le=7, description="operations in the shortest problem")
-    max_operations: int = Field(
-        7, ge=1, le=7, description="operations in the longest problem (each has a letter)"
-    )
+    max_operations: int = Field(7, ge=1, le=7, description="operations in the longest problem (each has a letter)")
     slip_add: float = Field(1.0, ge=0, description="how often tutors slip at +, relative to the others")
     slip_subtract: float = Field(1.5, ge=0, description="how often tutors slip at -, relative to the others")
     slip_multiply: float = Field(2.5, ge=0, description="how often tutors slip at *, relative to the others")
@@ -129,7 +127,9 @@ class ArithmeticSlips(Settings):
     """share of wrong lines by the Verifier's tutor where it computes the chain itself"""
     slip_corrector: Share = Field(0.12, description="share of wrong lines by the Corrector's tutor")
     anchor: Share = Field(0.2, description="share of reports that copy the Solver's claim as their own result")
-    restate: Share = Field(0.4, description="share of corrections that keep the Solver's answer, whatever the report says")
+    restate: Share = Field(
+        0.4, description="share of corrections that keep the Solver's answer, whatever the report says"
+    )
     hard_claims: Share = 0.5
     """share of the Verifier's inputs with many slips; without them the Verifier of some seeds learns to copy"""
     slip_hard: Share = Field(0.4, description="slips per line in hard claims")

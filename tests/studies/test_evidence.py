@@ -19,7 +19,6 @@ from marsrl.trainer.commands.cli import app
 from marsrl.trainer.config.read import read_config
 from marsrl.trainer.report.summary import Estimate, Evaluation
 
-
 pytestmark = [pytest.mark.slow, pytest.mark.smoke]
 
 
