@@ -7,7 +7,8 @@ bound it, but one program can measure it alone (Monte Carlo arithmetic: D. S. Pa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -69,15 +70,22 @@ def _rounding(dtype: torch.dtype, seed: int) -> Callable[[nn.Module, Any, Any], 
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return x
         generator = generators.setdefault(x.device, torch.Generator(x.device).manual_seed(seed))
-        off = torch.rand(x.shape, generator=generator, device=x.device) - 0.5
+        off = _random_int16(x.shape, generator).float()
         roundoff = torch.finfo(x.dtype).eps / 2
         if x.dim() > 1:  # log-probs of tokens are float32 in any program
-            off += torch.rand((*x.shape[:-1], 1), generator=generator, device=x.device) - 0.5
+            off += _random_int16((*x.shape[:-1], 1), generator)
             roundoff = max(roundoff, torch.finfo(dtype).eps / 2)
         wide = x.float()
-        return torch.addcmul(wide, wide, off, value=roundoff).to(x.dtype)
+        return torch.addcmul(wide, wide, off, value=roundoff / 2**16).to(x.dtype)
 
     def hook(module: nn.Module, inputs: Any, output: Any) -> Any:
         return (rounded(output[0]), *output[1:]) if isinstance(output, tuple) else rounded(output)
 
     return hook
+
+
+def _random_int16(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    """Uniform over all int16. Four come from one draw of 64 bits: on a CPU drawing takes most of the time."""
+    num = math.prod(shape)
+    draws = torch.empty(-(-num // 4), dtype=torch.int64, device=generator.device)
+    return draws.random_(-(2**63), None, generator=generator).view(torch.int16)[:num].view(tuple(shape))

@@ -69,8 +69,9 @@ class SyncReport:
     changed_share: share of numbers that changed since the last transfer (sync.delta); None: not compared.
     comparison: None if it was not due (sync.verify_every).
     seconds_of: `seconds` by part. Files: export (gathering the trainer's tensors), checksum (of what was sent), write, load
-        (every engine), engine_checksum (the slowest engine's), probe (the comparison). nccl, ipc: load (sending, receiving
-        and checksums of what was sent, overlapped; repeated if an engine was lost), engine_checksum, probe.
+        (every engine), engine_checksum (the slowest engine's). nccl, ipc: load (sending, receiving and checksums of what was
+        sent, overlapped; repeated if an engine was lost), engine_checksum. Where a comparison is due also scores (the
+        trainer's log-probs for it) and probe (the engines', and the comparison).
     """
 
     version: int
@@ -155,8 +156,11 @@ class WeightSync(ABC):
                 named), or trainer and engine disagree on the log-probs (comparison.py).
             ValueError: tensors of the model are missing.
         """
-        scores = trainer_scores(learner, self._precision) if version % self._verify_every == 0 else None
         start, seconds_of = time.perf_counter(), dict[str, float]()
+        scores: TrainerScores | None = None
+        if version % self._verify_every == 0:
+            with timed_part(seconds_of, "scores"):
+                scores = trainer_scores(learner, self._precision)
         self._prepare(learner, version, seconds_of)
         with engines_at_rest:
             barrier()  # Rank 0 may have waited a while for the engines.
