@@ -211,12 +211,11 @@ def test_a_long_curve_is_shown_as_a_thousand_points(tmp_path: Path) -> None:
     assert [each["has_band"] for each in charts["Reward"]["series"]] == [True, False]
 
 
-def test_an_agent_has_the_colour_of_its_place_and_other_series_take_those_that_are_left() -> None:
+def test_an_agent_has_one_colour_and_other_series_have_others() -> None:
     found = series_colors(["solver", "main/solver", "judge", "x", "all", "y"], ["judge", "solver"])
-    assert found == {"solver": "c1", "main/solver": "c1", "judge": "c0", "x": "c2", "all": "c7", "y": "c3"}
-    assert series_colors(["8th"], [f"{i}th" for i in range(1, 9)]) == {"8th": "c0"}
-    assert series_colors(map(str, range(8)))["7"] == "c0"
-    assert activity_color("step") == "c1" and {activity_color(str(i)) for i in range(99)} == {*COLORS}
+    assert found["solver"] == found["main/solver"] == series_colors(["solver"], ["judge", "solver"])["solver"]
+    assert len({*found.values()}) == len(found) - 1
+    assert {activity_color(str(i)) for i in range(99)} == {*COLORS}
 
 
 def test_what_a_run_warned_of_is_listed_beside_what_its_metrics_say(tmp_path: Path) -> None:
