@@ -27,7 +27,7 @@ def _nothing_is_compiled_yet():
     torch._dynamo.reset()
 
 
-TRACED = ("rms_norm", "swiglu", "attention_varlen", "grouped_linear", "linear_logprob")
+TRACED = ("rms_norm", "swiglu", "attention_varlen", "grouped_linear", "linear_logprob, float32")
 INPUTS = LossInputs(PolicyObjective(), torch.tensor([0, 4]), 4.0, advantages=torch.ones(1))
 
 
