@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 
 from documents import commands
 
@@ -63,6 +64,7 @@ TESTS = (
 """(pattern of a command, its test): the first pattern that matches counts."""
 
 
+@cache
 def runner(command: str) -> str | None:
     """The command's test; None: no pattern matches."""
     return next((test for pattern, test in TESTS if re.fullmatch(pattern, command)), None)

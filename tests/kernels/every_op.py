@@ -28,11 +28,14 @@ def _op(name: str) -> str:
     return "sequence_sums" if op == "mpt_gate" else op
 
 
+_EXPLAINED = {each.op: each for each in explain()}
+
+
 def that_run_here(name: str) -> list[str]:
     """Implementations that this machine does not lack: Triton's alone where it is interpreted, else the others."""
     if _op(name) in WITHOUT_TIERS:
         return [] if IS_INTERPRETED else ["reference"]
-    found = next(each for each in explain() if each.op == _op(name))
+    found = _EXPLAINED[_op(name)]
     preferred = [tier for tier, reason in found.reasons.items() if reason.endswith(" is preferred")]
     tiers = [tier for tier in (found.chosen, *preferred) if tier is not None and (tier == "triton") == IS_INTERPRETED]
     # the reference leaves the gradient of the weight to autograd
