@@ -1,7 +1,7 @@
-"""Assembles a run from its settings, starting with what is most likely to fail, and takes it apart again.
+"""Assembly of a run from its settings, starting with what is most likely to fail, and its teardown.
 
 rank 0:  run directory, engines (Ray or in process), rollout, evaluator, logs
-all:     process groups, the warm start if no model is given, one learner and one weight channel a policy, the checkpoint
+all:     process groups, the warm start if no model is given, one learner and one weight sync per policy, the checkpoint
          to resume from
 """
 
@@ -59,7 +59,7 @@ from marsrl.trainer.schools.warm_start import WarmStart, warm_starts
 from marsrl.trainer.weights.comparison import CheckedEngines
 from marsrl.trainer.weights.sync import AdapterSync, DirectSync, FileSync, WeightSync
 
-if TYPE_CHECKING:  # it imports megatron
+if TYPE_CHECKING:  # Imports megatron.
     from marsrl.trainer.learner.megatron.adapter import FrozenBase
 
 _FP8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
@@ -74,7 +74,7 @@ def with_first_rank_dtypes(config: RunConfig) -> RunConfig:
 def join_ranks(
     stack: ExitStack, config: RunConfig, directory: RunDirectory | None
 ) -> tuple[RunDirectory, RunConsole, Heartbeat | None]:
-    """Process groups, run directory, console and heartbeat of this rank, until the stack closes. Collective."""
+    """Open process groups, run directory, console and heartbeat of this rank until the stack closes. Collective."""
     stack.enter_context(handlers_restored())
     parallel.start(resolve(next(iter(config.trained_policies.values())).layout), config.run.seed)
     stack.callback(parallel.stop)
@@ -82,16 +82,16 @@ def join_ranks(
     directory = directory or RunDirectory(Path(path))
     console, beat = RunConsole(rank()), None
     console.keep_warnings(directory.warnings)
-    if world_size() > 1:  # from now on a rank waits for the others as long as they send heartbeats
+    if world_size() > 1:  # From now on, ranks wait for each other as long as heartbeats arrive.
         beat = stack.enter_context(heartbeat(config.run.silence_s, functools.partial(where_to_go_on, directory)))
     return directory, console, beat
 
 
 @contextmanager
 def open_run(checked: Checked, directory: RunDirectory | None) -> Iterator[Run]:
-    """The run, ready for the loop; on exit, engines, workers, files and process groups are closed in turn.
+    """Open the run, ready for the loop; on exit, close engines, workers, files and process groups.
 
-    directory: rank 0's run directory (made before anything starts); None elsewhere.
+    directory: the run directory on rank 0 (created before anything starts); None elsewhere.
     """
     config = checked.config
     if config.trainer.threads is not None:
@@ -130,18 +130,18 @@ def open_run(checked: Checked, directory: RunDirectory | None) -> Iterator[Run]:
             )
             stack.enter_context(served(config.run.prometheus_port, driver.log.port))
         if beat is not None:
-            stack.push(beat)  # and exited before closing them, which may take long too
+            stack.push(beat)  # The heartbeat exits before the rest is closed, which may take long.
         yield Run(config, directory, console, learners, syncs, driver, started)
 
 
 def _hosts_of_ranks(host: TrainerHost) -> tuple[RankHost, ...]:
-    """Every host on which ranks hold GPUs. Collective."""
+    """Return the hosts on which ranks hold GPUs. Collective."""
     told = [tuple(each.decode().split()) for each in gather_bytes(f"{socket.gethostname()} {host.num_gpus}".encode())]
     return tuple(RankHost(name, int(num_gpus), num) for (name, num_gpus), num in Counter(told).items())
 
 
 def _sync(config: RunConfig, policy: str, model_dir: str, pool: EnginePool | None) -> WeightSync:
-    """This rank's part of the weight sync from a policy's learner to its engines, which rank 0 drives."""
+    """Return this rank's part of the weight sync from a policy's learner to its engines, which rank 0 drives."""
     shape, sync = read_shape(model_dir), config.sync
     adapter, engines = config.policies[policy].adapter, None
     if pool is not None:
@@ -173,7 +173,7 @@ def _sync(config: RunConfig, policy: str, model_dir: str, pool: EnginePool | Non
 
 def _learner(config: RunConfig, name: str, model_dir: str, base: FrozenBase | None) -> Learner:
     loss, policy = config.loss, config.policies[name]
-    start = model_dir if policy.adapter is None else None  # an adapter's is in memory
+    start = model_dir if policy.adapter is None else None  # An adapter's starting point is in memory.
     reference_dir = {"none": None, "start": start}.get(policy.reference, policy.reference)
     own = {each.name for each in dataclasses.fields(PolicyObjective)}
     of_loss, of_reward = (loss.kl_coef, 0.0) if loss.kl_in == "loss" else (0.0, loss.kl_coef)
@@ -196,7 +196,7 @@ def _learner(config: RunConfig, name: str, model_dir: str, base: FrozenBase | No
 
 @contextmanager
 def _driver(checked: Checked, directory: RunDirectory, console: RunConsole, team: Team) -> Iterator[Driver]:
-    """Rank 0's side: rollout and evaluator of the team, which is closed after them even on errors."""
+    """Open rank 0's rollout and evaluator of the team; the team is closed after them, even on errors."""
     config = checked.config
     with ExitStack() as stack:
         source = checked.task.problems(config.run.seed)
@@ -208,7 +208,7 @@ def _driver(checked: Checked, directory: RunDirectory, console: RunConsole, team
 
 
 def make_evaluator(checked: Checked, team: Team) -> Evaluator:
-    """Evaluator of the team on the task's held-out problems."""
+    """Return an evaluator of the team on the task's held-out problems."""
     config = checked.config
     return Evaluator(
         team,
@@ -223,7 +223,7 @@ def make_evaluator(checked: Checked, team: Team) -> Evaluator:
 
 @contextmanager
 def open_team(checked: Checked, models: dict[str, str]) -> Iterator[Team]:
-    """The agents with engines behind them and a judge; used by training and by `marsrl evaluate`."""
+    """Open the agents with their engines and a judge, for training or `marsrl evaluate`."""
     config = checked.config.in_bytes()
     with ExitStack() as stack:
         stack.callback(checked.task.close)
@@ -269,7 +269,9 @@ def open_team(checked: Checked, models: dict[str, str]) -> Iterator[Team]:
             stack.callback(judge.close)
         tools = gateway = None
         if config.external is not None:
-            from marsrl.rollout.gateway.server import open_gateway  # imported here: most runs need no HTTP server
+            from marsrl.rollout.gateway.server import (
+                open_gateway,
+            )  # Imported here, because most runs need no HTTP server.
 
             servers = {name: each.openai.api for name, each in config.policies.items() if each.openai is not None}
             agents = agents_of(config.agents, renderers, config.rollout.max_response_tokens, config.parsers, servers)
@@ -296,11 +298,11 @@ def open_team(checked: Checked, models: dict[str, str]) -> Iterator[Team]:
 def open_pool(
     config: RunConfig, name: str, model: str, *, max_model_len: int, host: TrainerHost, deadline_s: float | None
 ) -> EnginePool:
-    """The engines of one policy and of those that are built on it, or its end of a server.
+    """Open the engines of one policy and of those with it as base, or its client of a server.
 
-    model: its directory.
+    model: the policy's model directory.
     max_model_len: prompt and completion together, tokens.
-    deadline_s: of a server's answer; None: callers do not wait.
+    deadline_s: timeout of a server's answer; None: callers do not wait.
     """
     policy, served = config.policies[name], config.policies_in(name)
     if policy.openai is not None:

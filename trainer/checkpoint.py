@@ -1,11 +1,11 @@
-"""A checkpoint: every policy's learner and the rollout's state with their metadata, written completely or not at all.
+"""Checkpoints: every policy's learner and the rollout's state with metadata, written atomically.
 
 checkpoints/step_12/policies/main/...   Megatron distributed checkpoint (all ranks write their part)
-checkpoints/step_12/rollout.msgpack     open episodes, stages and counts (rank 0); none of supervised training
+checkpoints/step_12/rollout.msgpack     open episodes, stages and counts (rank 0); absent in supervised training
 checkpoints/step_12/meta.json           step, policy versions (rank 0)
 checkpoints/step_12/manifest.json       size and checksum of every file (manifest.py)
 checkpoints/latest                      updated last, when everything above is on disk
-checkpoints/best                        that of the best evaluation (run.keep_best)
+checkpoints/best                        names the checkpoint with the best evaluation (run.keep_best)
 
 A save goes into step_12.part, which is renamed when complete:
 
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """State to resume from; step is the last one that the checkpoint contains. rollout: None of supervised training."""
+    """State to resume from; step is the last one in the checkpoint. rollout: None in supervised training."""
 
     step: int
     versions: dict[str, int]
@@ -68,10 +68,10 @@ class _Pending:
 
 
 class CheckpointWriter:
-    """Saves the run, one checkpoint at a time. Every method is collective.
+    """Writer of checkpoints, one at a time. Every method is collective.
 
     keep_last: number of recent checkpoints to keep; keep_every: also keep those of steps divisible by it (0: none).
-    keep_best: also keep that of the best evaluation.
+    keep_best: also keep the checkpoint with the best evaluation.
     """
 
     def __init__(self, run: RunDirectory, *, keep_last: int, keep_every: int, keep_best: bool, is_async: bool) -> None:
@@ -84,7 +84,7 @@ class CheckpointWriter:
     ) -> None:
         """Save a checkpoint after `step`; returns when it is complete, or with async once the state is copied.
 
-        rollout: rank 0's; None elsewhere, and in supervised training. A save that is still under way is brought to its end first.
+        rollout: state on rank 0; None elsewhere, and in supervised training. A save in progress is finished first.
 
         Raises RuntimeError: on all ranks, if one could not write (disk full, no permission); earlier checkpoints stay.
         """
@@ -92,14 +92,14 @@ class CheckpointWriter:
         part = self._part(step)
         with self._cleared(step), stopping_together(self._failure(step), OSError):
             if rank() == 0:
-                for left in self._run.checkpoints.glob("step_*.part"):  # left by a run that died while saving
+                for left in self._run.checkpoints.glob("step_*.part"):  # Left by a run that died while saving.
                     shutil.rmtree(left)
                 if rollout is not None:
                     write_atomically(part / "rollout.msgpack", encode(rollout))
                 write_json(part / "meta.json", {"step": step, "versions": dict(versions)})
         copy = self._is_async
         policies = {name: each.begin_save(part / "policies" / name, copy=copy) for name, each in learners.items()}
-        # A daemon: an interrupted run does not wait for it, and its partial files are no checkpoint.
+        # A daemon thread: an interrupted run does not wait for it, and its partial files are not used.
         writer = Thread(target=_write, args=(policies,), name=f"checkpoint {step}", daemon=True)
         self._pending = _Pending(step, policies, writer)
         if self._is_async:
@@ -136,19 +136,19 @@ class CheckpointWriter:
         part, final = self._part(step), self._run.checkpoint(step)
         write_manifest(part, known)
         sync_tree(part)
-        if final.exists():  # of a run that went back to an earlier checkpoint, which `latest` has named since then
+        if final.exists():  # The run went back to an earlier checkpoint, which `latest` has named since.
             shutil.rmtree(final)
         os.rename(part, final)
         self._run.mark_latest(step)
         self._remove_old(step)
 
     def _remove_old(self, step: int) -> None:
-        """Remove old checkpoints. Those later than `step` are of a run that went back, and stay until their step is repeated."""
+        """Remove old checkpoints. If the run went back, later ones stay until their step is repeated."""
         past = [each for each in self._run.steps_on_disk() if each <= step]
         best = self._run.mark_best() if self._keep_best else None
         for each in past[: -self._keep_last]:
             if each != best and not (self._keep_every and each % self._keep_every == 0):
-                # by another name first: a run killed meanwhile leaves no half of a checkpoint
+                # Renamed first, so that a run killed meanwhile leaves no partial checkpoint.
                 shutil.rmtree(self._run.checkpoint(each).rename(self._part(each)))
 
     @contextlib.contextmanager
@@ -166,21 +166,21 @@ class CheckpointWriter:
         return final.with_name(f"{final.name}.part")
 
     def _failure(self, step: int) -> str:
-        return f"the checkpoint of step {step} was not written ({self._part(step)}): make room, or mend what the error names"
+        return f"the checkpoint of step {step} was not written ({self._part(step)}); free disk space, or fix what the error names"
 
 
 def is_due(
     run: RunSection, step: int, *, last: int, saved_s: float, is_asked: bool, is_best: bool = False
 ) -> tuple[bool, bool]:
-    """(is a checkpoint due after `step`, was a rank asked to stop), the same on all ranks. Collective.
+    """Return (is a checkpoint due after `step`, was a rank asked to stop), the same on all ranks. Collective.
 
-    saved_s: when the last one was begun, by time.monotonic(). is_asked: this rank was. is_best: the step's evaluation is the best
-    so far; rank 0's counts.
+    saved_s: start of the last save, by time.monotonic(). is_asked: this rank was asked to stop. is_best: best evaluation so far
+    (only rank 0's value counts).
     """
     is_late = bool(run.checkpoint_minutes) and time.monotonic() - saved_s >= 60 * run.checkpoint_minutes
     told = [decode(tuple[bool, bool], each) for each in gather_bytes(encode((is_asked, is_late or is_best)))]
     is_stopping = any(asked for asked, _ in told)
-    _, is_wanted = told[0]  # rank 0's clock and evaluation count
+    _, is_wanted = told[0]  # Rank 0's clock and evaluation decide.
     every = run.checkpoint_every
     return is_stopping or is_wanted or step == last or bool(every and step % every == 0), is_stopping
 
@@ -191,7 +191,7 @@ def load_checkpoint(
     """Restore every learner and return the rest; None if the run has no checkpoint yet. Collective.
 
     All files are compared with the manifest before they are used. If the checkpoint that `latest` names is damaged, or `latest`
-    names none, resume="auto" stops and names the newest intact one; resume="previous" takes that one and reports how many
+    names none, resume="auto" stops and names the newest intact one; resume="previous" uses that one and reports how many
     steps are lost. Afterwards `latest` names the restored one.
 
     Raises CheckpointError: on all ranks: damaged files, each with what was found and expected; no intact checkpoint; or
@@ -203,24 +203,24 @@ def load_checkpoint(
     if latest is not None:
         newer = [each for each in run.steps_on_disk() if each > latest]
         if newer:
-            warn(f"checkpoints/latest names step {latest}; of later steps there are also {newer}, which are not used")
+            warn(f"checkpoints/latest names step {latest}; later checkpoints {newer} are ignored")
         if files := _damage(run.checkpoint(latest)):
             more = " ..." if files[8:] else ""
             problem = f"checkpoint {run.checkpoint(latest)} is damaged: {'; '.join(files[:8])}{more}"
     step = latest if problem is None else _go_back(run, latest, problem, resume, warn)
     assert step is not None
     if rank() == 0:
-        run.mark_latest(step)  # now, so that a folder named by `latest` is never replaced
+        run.mark_latest(step)  # Now, so that a folder named by `latest` is never replaced.
     folder = run.checkpoint(step)
     meta = json.loads((folder / "meta.json").read_bytes())
     for name, learner in learners.items():
         try:
             learner.load(folder / "policies" / name)
-        except (Exception, CheckpointException) as error:  # Megatron's own, of many kinds; torch's is no Exception
+        except (Exception, CheckpointException) as error:  # CheckpointException is not an Exception.
             raise CheckpointError(
-                f"policy {name} of {folder}, whose files are whole, could not be loaded ({type(error).__name__}: "
-                f"{first_line(error)}): the checkpoint is of another model, dtype or optimizer than these settings; set "
-                "them back to what the run began with (config.yaml)"
+                f"policy {name} of {folder} is intact but could not be loaded ({type(error).__name__}: "
+                f"{first_line(error)}): its model, dtype or optimizer differs from these settings; set "
+                "them back to the run's config.yaml"
             ) from error
     file = folder / "rollout.msgpack"
     rollout = decode(RolloutState, file.read_bytes()) if file.is_file() else None
@@ -228,31 +228,29 @@ def load_checkpoint(
 
 
 def _latest(run: RunDirectory) -> tuple[int | None, str | None]:
-    """(step that `latest` names, error in `latest`), read by rank 0, on all ranks. Collective."""
+    """Read `latest` on rank 0; return (its step, error in it) on all ranks. Collective."""
     step, problem = None, None
     if rank() == 0:
         try:
             latest = run.latest_checkpoint()
             step = latest.step if latest is not None else None
         except (RuntimeError, OSError) as error:
-            problem = str(error).encode("utf-8", "backslashreplace").decode()  # a path may be no UTF-8
+            problem = str(error).encode("utf-8", "backslashreplace").decode()  # A path may not be UTF-8.
     told = broadcast_bytes(encode((step, problem)) if rank() == 0 else None)
     return decode(tuple[int | None, str | None], told)
 
 
 def _go_back(run: RunDirectory, latest: int | None, problem: str, resume: str, warn: Callable[[str], None]) -> int:
-    """The newest intact checkpoint before `latest` (None: of all), if the user asked for it; otherwise an error that names it."""
+    """Return the newest intact checkpoint before `latest` (None: of all); CheckpointError unless resume is previous."""
     for step in reversed([each for each in run.steps_on_disk() if latest is None or each < latest]):
         if not _damage(run.checkpoint(step)):
             break
     else:
-        raise CheckpointError(
-            f"{problem}; no other checkpoint is whole: restore the files, or start a run of another name"
-        )
-    again = f", which plays {latest - step} step(s) again" if latest is not None else ""
+        raise CheckpointError(f"{problem}; no other checkpoint is intact: restore the files, or start another run")
+    again = f", which repeats {latest - step} step(s)" if latest is not None else ""
     if resume != "previous":
         raise CheckpointError(
-            f"{problem}; the newest whole one is step_{step}: restore the files, or go on from step_{step} with "
+            f"{problem}; the newest intact one is step_{step}: restore the files, or resume from step_{step} with "
             f"run.resume=previous{again}"
         )
     warn(f"{problem}; GOING BACK to step_{step} (run.resume=previous){again}")
@@ -260,7 +258,7 @@ def _go_back(run: RunDirectory, latest: int | None, problem: str, resume: str, w
 
 
 def _damage(folder: Path) -> list[str]:
-    """manifest.damage, with the files divided among the ranks; the same list on all. Collective."""
+    """Check the files, divided among the ranks; return the same list of damage on all ranks. Collective."""
     told = [decode(list[str], part) for part in gather_bytes(encode(damage(folder, rank(), world_size())))]
     return sorted({line for part in told for line in part})
 

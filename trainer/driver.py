@@ -1,4 +1,4 @@
-"""Rank 0's side of a run: rollout, evaluation, and the log of its steps."""
+"""Rank 0's part of a run: rollout, evaluation, and the log of its steps."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from marsrl.trainer.runs.directory import RunDirectory, write_atomically, write_
 from marsrl.trainer.schools.schools import accuracy_before_rl
 from marsrl.trainer.schools.warm_start import WarmStart
 
-_ANSWER_S = 60.0  # for an engine to report its tokens when the run is over
+_ANSWER_S = 60.0  # Time for an engine to report its tokens at the end of the run.
 
 
 @dataclass(slots=True)
 class Driver:
-    """Exists on rank 0 only. versions: of the weights in each policy's engines.
+    """Driver of rollout and evaluation, on rank 0 only.
 
     before, after: the evaluations before and after training, once made. num_syncs: verified publishes.
     """
@@ -44,7 +44,7 @@ class Driver:
     num_syncs: int = 0
 
     def play(self, versions: Mapping[str, int], title: str, on_look: Callable[[], None]) -> StepBatch:
-        """The next step's finished groups. title: of the progress bar; on_look: called at each update of it."""
+        """Play the next step and return its finished groups. title: of the progress bar; on_look: called at each update of it."""
         if self.rebalancer is not None and self.rebalancer.is_due:
             with self.rollout.resting(versions):
                 self.rebalancer.move()
@@ -62,9 +62,9 @@ class Driver:
     def evaluate_before(
         self, versions: Mapping[str, int], step: int, bounds: Mapping[str, tuple[float, float]]
     ) -> None:
-        """Collect the fixed inputs and make the first evaluation, once: a resumed run reads them, or has no first evaluation.
+        """Collect the fixed inputs and run the first evaluation, once: a resumed run reads them, or has no first evaluation.
 
-        bounds: expected ranges of the evaluation's rows, if the team comes from a warm start.
+        bounds: expected ranges of the evaluation's results, if the team comes from a warm start.
         """
         inputs_file, before_file = self.directory.path / "fixed_inputs.msgpack", self.directory.evaluation_before
         if inputs_file.exists():
@@ -78,7 +78,7 @@ class Driver:
             self.before = self.evaluate(versions, step, "evaluation before")
             if missed := "; ".join(self.before.outside(bounds)):
                 self.console.warning(
-                    f"the warm start left the team better or worse than wanted: {missed}; RL goes on from there"
+                    f"after the warm start, results are outside the expected range: {missed}; RL continues"
                 )
         write_atomically(inputs_file, encode(inputs))
 
@@ -88,11 +88,11 @@ class Driver:
         with self.rollout.resting(), Kept(folder) as kept:
             num_kept, num_draws = self.evaluator.num_kept(versions, kept)
             if num_kept:
-                self.console.message(f"{name}: {num_kept} of {num_draws} draws are kept")
+                self.console.message(f"{name}: {num_kept} of {num_draws} draws are reused")
             with self.console.progress(name, unit="episodes") as bar:
                 found = self.evaluator.evaluate(versions, bar.played, kept)
             for pool in self.team.pools.values():
-                pool.forget_prefixes()  # the next stage finds the engines as if there had been no evaluation
+                pool.forget_prefixes()  # Evaluations must not affect the next stage.
         if self.rebalancer is not None:
             self.rebalancer.forget()
         write_json(folder / EVALUATION, found.model_dump(mode="json"))
@@ -104,12 +104,12 @@ class Driver:
     def summary(
         self, config: RunConfig, started: Mapping[str, WarmStart], steps: int, seconds: Mapping[str, float]
     ) -> Summary:
-        """Results and hardware of the run, which ends now.
+        """Return results and hardware of the run at its end.
 
-        started: warm starts of the policies that had no model.
+        started: warm starts of policies without a model.
         seconds: by part of the run.
         """
-        info = self.team.pool_of(next(iter(config.trained_policies))).infos()[0]  # of frozen policies nothing is said
+        info = self.team.pool_of(next(iter(config.trained_policies))).infos()[0]  # Frozen policies are not reported.
         return Summary(
             name=self.directory.path.name,
             task=config.task,
@@ -137,7 +137,7 @@ class Driver:
         )
 
     def _warm_start(self, config: RunConfig, started: Mapping[str, WarmStart]) -> WarmStartRecord:
-        made = {each.model_dir: each for each in started.values()}.values()  # policies of one shape share it
+        made = {each.model_dir: each for each in started.values()}.values()  # Policies of one shape share a warm start.
         bounds, rows = accuracy_before_rl(config), self.before.rows if self.before is not None else {}
         return WarmStartRecord(
             cached=all(each.is_cached for each in made),

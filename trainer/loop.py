@@ -1,7 +1,7 @@
-"""The loop, for every mode: problems -> groups -> advantages -> batch -> step -> publish. Read this first.
+"""Training loop of every mode: problems -> groups -> advantages -> batch -> step -> publish. Read this first.
 
-One step is one pass through the training queue and makes one new policy version. Rank 0 plays the problems and knows
-the groups; all ranks share the update. What a line hides lives in the file named after it.
+One step is one pass through the training queue and makes one new policy version. Rank 0 plays the problems and holds
+the groups; all ranks share the update.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from marsrl.trainer.run import Run
 def train(run: Run) -> None:
     """Train until run.config.run.steps, evaluate, write the report. Collective over all ranks."""
     config = run.config
-    run.begin()  # weights to the engines, evaluation before
+    run.begin()  # Sends weights to the engines, evaluates.
     for step in run.steps_left():
         with run.timed("rollout"):
-            batch = run.play()  # rank 0: finished groups of this stage, every agent; None elsewhere
+            batch = run.play()  # Finished groups of this stage, all agents, on rank 0; None elsewhere.
         credited = None
         if batch is not None:
-            teacher_logprobs = run.ask_teachers(batch)  # of agents that have one
+            teacher_logprobs = run.ask_teachers(batch)  # For agents with a teacher.
             with run.timed("credit"):
                 credited = credit(
                     batch.groups,
@@ -35,8 +35,8 @@ def train(run: Run) -> None:
                     teacher_logprobs=teacher_logprobs,
                 )
                 run.note_credit(credited)
-        kept = run.choose_kept(credited)  # samples whose tokens are logged; none in most steps
-        for group in run.groups:  # a policy, or the adapters of one base
+        kept = run.choose_kept(credited)  # Samples whose tokens are logged; none in most steps.
+        for group in run.groups:  # A policy, or the adapters of one base.
             with run.timed("pack"):
                 batches: dict[str, tuple[MiniBatch, ...]] | None = None
                 if credited is not None:
@@ -53,11 +53,11 @@ def train(run: Run) -> None:
                     run.note_step(policy, stats[policy], batches[policy] if batches is not None else None)
             for policy in group.learners:
                 if stats[policy].is_updated or run.engines_drop_weights:
-                    with run.timed("publish"):  # version + 1, engines hold it and have proven it
+                    with run.timed("publish"):  # Version + 1, verified on every engine.
                         run.publish(policy, is_new=stats[policy].is_updated)
         run.evaluate_if_due(step)
         run.record(step, batch)
         run.stop_if_diverged()
         run.stop_if_unusable(batch)
         run.checkpoint_if_due(step)
-    run.finish()  # evaluation after, summary, report
+    run.finish()  # Evaluates, writes summary and report.

@@ -1,6 +1,6 @@
-"""Device of a rank, and the hardware and revision behind a measured number.
+"""Device of a rank, and the hardware and revision to record with measurements.
 
-Needs only torch, so that benchmarks can use it without an installation.
+Imports only torch, so that benchmarks can use it without an installation.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ LIBRARIES = {
     "safetensors": "weights",
     "tensorboard": "metrics",
 }
-"""Libraries by distribution name, and the purpose of each."""
+"""Distribution name -> purpose of the library."""
 
 
 def training_device() -> torch.device:
-    """The device on which this rank packs and learns: its GPU, or the CPU without one."""
+    """Return the device on which this rank packs and trains: its GPU, or the CPU without one."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def quiet_libraries() -> None:
-    """Ignore the warnings of torch and megatron of each other's future: they are not a user's business."""
+    """Silence deprecation warnings of torch and megatron, which users cannot act on."""
     for module in ("megatron", "torch"):
         for category in (UserWarning, FutureWarning, DeprecationWarning):
             warnings.filterwarnings("ignore", category=category, module=module)
 
 
 def device_name() -> str:
-    """A readable name of the trainer's hardware."""
+    """Return a readable name of the trainer's hardware."""
     if torch.cuda.is_available():
         return f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
     models = _of_cpus("model name")
@@ -58,7 +58,7 @@ def device_name() -> str:
 
 
 def native_dtype() -> tuple[Dtype, str]:
-    """The dtype that this machine computes with in hardware, and the reason."""
+    """Return the dtype with native hardware support on this machine, and the reason."""
     if torch.cuda.is_available():
         return "bfloat16", "PyTorch sees a GPU"
     flags = {flag for line in _of_cpus("flags") for flag in line.split()}
@@ -69,24 +69,24 @@ def native_dtype() -> tuple[Dtype, str]:
 
 
 def _of_cpus(field: str) -> list[str]:
-    """The values of a field of CPUS, one a core."""
+    """Return the values of a field of CPUS, one per core."""
     lines = (line.partition(":") for line in CPUS.read_text().splitlines())
     return [value.strip() for name, _, value in lines if name.strip() == field]
 
 
 def commit() -> str | None:
-    """The git revision of this checkout, with `+` if files differ from it; None outside a checkout."""
+    """Return the git revision of this checkout, with `+` if files differ from it; None outside a checkout."""
     words = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
     try:
         return subprocess.run(
             words, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
         ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        return None  # no git, or an installed package: there is no revision
+        return None  # Without git, or in an installed package.
 
 
 def library_versions(names: Iterable[str]) -> dict[str, str]:
-    """{distribution: version} of those installed."""
+    """Return {distribution: version} for the installed ones."""
     found = {}
     for name in names:
         try:

@@ -356,7 +356,7 @@ def test_engines_that_cannot_sleep_are_refused(play: Play) -> None:
 
 def test_a_run_in_which_nothing_trains_stops_and_says_why(play: Play, tmp_path: Path) -> None:
     small = ("run.steps=5", "run.evaluate=false", "rollout.prompts_per_step=1", "rollout.group_size=2")
-    dull = r"step 2: no sample had a gradient in 2 steps in a row .* of the last step's 2 samples 2 have the rewards of all"
+    dull = r"step 2: no sample had a gradient in 2 steps in a row .* of the last step's 2 samples 2 have the same reward as all"
     with pytest.raises(RuntimeError, match=dull):
         play(*small, "run.evaluate=true", "trainer.max_empty_steps=2", says=lambda request: "I do not know.")
     run = RunDirectory(tmp_path / "runs" / "scripted")

@@ -158,7 +158,7 @@ def test_what_cannot_be_written_is_said_and_the_last_checkpoint_stays(trained: T
     for limit in (10, 2000, 100_000):  # rank 0's own files; the policy's small ones; in the middle of the tensors
         with files_up_to(limit), pytest.raises(RuntimeError, match="the checkpoint of step 3 was not written") as error:
             attempt()
-        assert "rank 0: OSError: [Errno 27]" in str(error.value) and "make room, or mend what" in str(error.value)
+        assert "rank 0: OSError: [Errno 27]" in str(error.value) and "free disk space, or fix what" in str(error.value)
         found = run.latest_checkpoint()
         assert found is not None and found.step == 2 and damage(found.path) == []
         assert run.steps_on_disk() == [1, 2] and not list(run.checkpoints.glob("*.part"))

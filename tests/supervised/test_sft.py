@@ -263,7 +263,7 @@ def test_earlier_thoughts_are_prompted_as_the_template_has_them(
     assert thinks.encode_trusted("</think>")[0] in line.sequence.token_ids
     without = [ask, {"role": "assistant", "content": "4"}]
     if kind == "r1":
-        with pytest.raises(ValueError, match="opens a thought, and the completion does not close it with </think>"):
+        with pytest.raises(ValueError, match="opens a <think> block, but the completion does not close it"):
             read({"messages": without}, renderer=thinks)
     else:
         assert len(read({"messages": without}, renderer=thinks).lines) == 1
@@ -276,7 +276,7 @@ def test_the_options_of_the_agents_template_hold(read: Read) -> None:
     said = [*CHAT, {"role": "assistant", "content": "4"}]
     found = read(*({"agent": name, "messages": said} for name in ("verifier1", "solver")), words=words)
     assert [line.policy for line in found.lines] == ["b", "a"]
-    with pytest.raises(ValueError, match=r"demos.jsonl:1: it names no agent, and there are several policies .* a, b"):
+    with pytest.raises(ValueError, match=r"demos.jsonl:1: no agent is named, but there are several policies .* a, b"):
         read({"messages": said}, words=words)
 
 
@@ -286,12 +286,12 @@ def test_the_options_of_the_agents_template_hold(read: Read) -> None:
         ('{"prompt": "a"', "not JSON"),
         ({"prompt": "a"}, "completion: expected a text, found nothing"),
         ({"completion": "a"}, "expected messages, or prompt and completion"),
-        ({"prompt": "", "completion": "a"}, "its prompt has no token"),
+        ({"prompt": "", "completion": "a"}, "the prompt is empty"),
         ({"agent": "solver7", "prompt": "a", "completion": "b"}, "agent is 'solver7'; the team has solver, verifier1"),
-        ({"prompt": {"problem": "a"}, "completion": "b"}, "prompt has fields, and no agent is named"),
+        ({"prompt": {"problem": "a"}, "completion": "b"}, "prompt has fields, but no agent is named"),
         ({"agent": "verifier1", "prompt": {"problem": "a"}, "completion": "b"}, "verifier1 needs problem, solution"),
-        ({"prompt": CHAT, "completion": "a"}, "prompt is a chat; give it as messages"),
-        ({"messages": CHAT}, "messages: expected the completion, an assistant's turn, at the end"),
+        ({"prompt": CHAT, "completion": "a"}, "prompt is a chat; write it as messages"),
+        ({"messages": CHAT}, "messages: expected an assistant's turn, the completion, at the end"),
         ({"messages": [{"role": "user"}, {"role": "assistant", "content": "a"}]}, "expected a list of {role, content}"),
         (
             {"messages": [*CHAT, {"role": "assistant", "content": "4", "reasoning": "a"}]},
@@ -306,7 +306,7 @@ def test_a_bad_line_is_named_with_its_reason(read: Read, line: object, problem: 
         read(good, line)
     assert str(raised.value).startswith(f"{tmp_path / 'demos.jsonl'}:2: ") and problem in str(raised.value)
     found = read(good, line, words=["data.on_bad_line=skip"])
-    assert len(found.lines) == 1 and "1 lines are no demonstrations" in found.notes[0]
+    assert len(found.lines) == 1 and "1 lines are not demonstrations" in found.notes[0]
 
 
 def test_a_demonstration_without_room_is_left_out_and_counted(read: Read) -> None:
@@ -314,5 +314,5 @@ def test_a_demonstration_without_room_is_left_out_and_counted(read: Read) -> Non
     found = read(*lines, longest=9)  # the prompt, seven letters and the end
     assert [line.sequence.num_tokens for line in found.lines] == [9]
     assert found.notes[0].startswith("1 demonstrations are longer") and "demos.jsonl:2 with 10 tokens" in found.notes[0]
-    with pytest.raises(ValueError, match="has none to train on: 2 demonstrations are longer"):
+    with pytest.raises(ValueError, match="has no demonstration to train on: 2 demonstrations are longer"):
         read(*lines, longest=8)

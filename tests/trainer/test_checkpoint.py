@@ -112,10 +112,10 @@ def test_a_checkpoint_holds_every_policy_the_rollout_and_the_step(run: RunDirect
     assert sorted(path.name for path in run.checkpoints.iterdir()) == ["latest", "step_12"]
     with pytest.raises(CheckpointError) as caught:
         load_checkpoint(run, {"third": WordLearner()}, "auto", pytest.fail)  # type: ignore[dict-item]
-    assert str(caught.value).startswith(f"policy third of {folder}, whose files are whole, could not be loaded (File")
-    assert "of another model, dtype or optimizer than these settings" in str(caught.value)
+    assert str(caught.value).startswith(f"policy third of {folder} is intact but could not be loaded (File")
+    assert "its model, dtype or optimizer differs from these settings" in str(caught.value)
     with pytest.raises(
-        CheckpointError, match="could not be loaded .CheckpointException: .* or optimizer than these settings"
+        CheckpointError, match="could not be loaded .CheckpointException: .* or optimizer differs from these settings"
     ):
         load_checkpoint(run, {"main": UnfitLearner()}, "auto", pytest.fail)  # type: ignore[dict-item]
     fresh: Any = {"main": WordLearner(), "other": WordLearner()}
@@ -148,7 +148,7 @@ def test_a_run_killed_before_its_first_checkpoint_was_pointed_to_goes_on_from_it
     assert (run.checkpoints / "latest").read_text() == "step_4\n"  # so that a kill in the next save does not matter
     save(writer(run), 8)
     (run.checkpoints / "latest").unlink()
-    with pytest.raises(RuntimeError, match="is missing, and there is step_4, step_8; the newest whole one is step_8"):
+    with pytest.raises(RuntimeError, match="is missing, but there is step_4, step_8; the newest intact one is step_8"):
         load(run)
 
 
@@ -225,14 +225,14 @@ def test_where_nobody_knows_how_many_steps_are_lost_none_are_named(run: RunDirec
     with pytest.raises(RuntimeError) as caught:
         load(run)
     assert "holds 'the last one', " in str(caught.value)
-    offer = "; the newest whole one is step_10: restore the files, or go on from step_10 with run.resume=previous"
+    offer = "; the newest intact one is step_10: restore the files, or resume from step_10 with run.resume=previous"
     assert str(caught.value).endswith(offer)
     step, word, said = load(run, "previous")
     assert (step, word) == (10, "w10") and said[-1].endswith("; GOING BACK to step_10 (run.resume=previous)")
     (run.checkpoints / "latest").write_text("the last one")
     for step in run.steps_on_disk():
         (run.checkpoint(step) / "manifest.json").unlink()
-    with pytest.raises(RuntimeError, match="; no other checkpoint is whole: restore the files, or start a run of "):
+    with pytest.raises(RuntimeError, match="; no other checkpoint is intact: restore the files, or start another run"):
         load(run, "previous")
 
 
@@ -241,11 +241,11 @@ def test_of_a_damaged_one_the_newest_whole_one_before_it_is_offered_or_taken(run
     run.mark_latest(9)
     for step in (9, 4):
         (run.checkpoint(step) / "meta.json").unlink()
-    with pytest.raises(RuntimeError, match="the newest whole one is step_2: .* which plays 7 step"):
+    with pytest.raises(RuntimeError, match="the newest intact one is step_2: .* which repeats 7 step"):
         load(run)
     step, word, said = load(run, "previous")
     assert (step, word) == (2, "w2") and len(said) == 2
-    assert said[1].endswith("GOING BACK to step_2 (run.resume=previous), which plays 7 step(s) again")
+    assert said[1].endswith("GOING BACK to step_2 (run.resume=previous), which repeats 7 step(s)")
 
 
 def test_a_failed_run_says_where_to_go_on(run: RunDirectory) -> None:

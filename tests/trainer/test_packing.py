@@ -77,8 +77,8 @@ def test_what_the_sampler_kept_stands_where_the_token_is_predicted() -> None:
 @pytest.mark.parametrize(
     ("places", "said"),
     [
-        ([[3, 4], [6], [7]], "token 1 of sample s is 5, which is not among the 1"),
-        ([[5, 6], [7], [3, 4]], "token 0 of sample s is 4, which is not among the 2"),  # a place too far
+        ([[3, 4], [6], [7]], "token 1 of sample s is 5, but it is not among the 1"),
+        ([[5, 6], [7], [3, 4]], "token 0 of sample s is 4, but it is not among the 2"),  # a place too far
     ],
 )
 def test_a_token_that_its_sampler_did_not_keep_is_an_error(places: list[list[int]], said: str) -> None:

@@ -1,1 +1,1 @@
-"""From groups to micro-batches: credit, mini-batches, packing, and distribution to ranks."""
+"""Preparation of training batches: credit, mini-batches, packing, and distribution to ranks."""

@@ -1,4 +1,4 @@
-"""Messages about steps that cannot be trained on, and batches of those with a non-finite loss or gradient, saved for debugging.
+"""Messages about steps without training, and saved batches of steps with a non-finite loss or gradient, for debugging.
 
 batch = read_bad_batch("runs/a/bad_batches/step_7_main.msgpack")
 batch.suspects                      # uids of the samples with a number in them that is not finite
@@ -20,12 +20,12 @@ from marsrl.trainer.config import RunConfig
 from marsrl.trainer.data.packing import TrainSequence
 from marsrl.trainer.runs.directory import RunDirectory, write_atomically
 
-KEPT_BAD_BATCHES = 8  # files; or max_bad_steps if that is larger
+KEPT_BAD_BATCHES = 8  # Files to keep, or max_bad_steps if that is larger.
 
 
 @dataclass(frozen=True, slots=True)
 class BadBatch:
-    """One skipped update: all ranks' sequences, and its results."""
+    """A skipped update: the sequences of all ranks, and its results."""
 
     step: int
     policy: str
@@ -36,7 +36,7 @@ class BadBatch:
 
     @property
     def suspects(self) -> list[str]:
-        """Samples with a non-finite number among their inputs; empty if it arose in the model."""
+        """Samples with a non-finite input; empty if the number arose in the model."""
         return [s.uid for s in self.sequences if not _is_finite(s)]
 
     @property
@@ -70,7 +70,7 @@ def _is_finite(sequence: TrainSequence) -> bool:
 
 
 def too_many_errors(batch: StepBatch, most: float) -> str:
-    """A message if more than this share of the batch's samples and episodes ended in an error; otherwise ""."""
+    """Return a message if more than this share of the batch's samples and episodes ended in an error, else ""."""
     samples = [sample for group in batch.groups for sample in group.samples]
     failed = [sample for sample in samples if sample.finish is Finish.ERROR]
     num_episodes = int(batch.metrics.get("rollout/failed_episodes", 0))
@@ -80,12 +80,12 @@ def too_many_errors(batch: StepBatch, most: float) -> str:
     first = f"; the first sample: {failed[0].uid}: {failed[0].reward.note[:200]}" if failed else ""
     return (
         f"{len(failed)} of {len(samples)} samples and {num_episodes} episodes ended in an error, more than "
-        f"rollout.max_error_share = {most:g}{first}; warnings above and in the log say why"
+        f"rollout.max_error_share = {most:g}{first}; see the warnings above and in the log"
     )
 
 
 def why_nothing_trains(batch: StepBatch, config: RunConfig, num_steps: int) -> str:
-    """A message with the settings to change.
+    """Return a message with the settings to change.
 
     num_steps: consecutive steps without a gradient; `batch` is the last one's.
     """
@@ -94,7 +94,7 @@ def why_nothing_trains(batch: StepBatch, config: RunConfig, num_steps: int) -> s
         num_long = int(batch.metrics.get("rollout/prompts_too_long", 0))
         too_long = "prompts were longer than agents.<name>.max_input_tokens; raise it, or leave long problems out of data.train"
         why = f"{num_long} {too_long}" if num_long else "nothing was asked"
-        return f"no completion came and none is under way: {why}"
+        return f"no completion arrived and none is in progress: {why}"
     trained = [sample for sample in samples if config.credit.trains(sample.agent)]
     missing = [sample for sample in trained if sample.reward.is_missing]
     masks = config.loss.truncated == "mask"
@@ -103,11 +103,11 @@ def why_nothing_trains(batch: StepBatch, config: RunConfig, num_steps: int) -> s
         "are of agents that are not trained (credit.train_agents)": len(samples) - len(trained),
         "have no reward": len(missing),
         "were cut at their maximum length (loss.truncated=mask)": len(cut),
-        "have the rewards of all others that they are compared with": len(trained) - len(missing) - len(cut),
+        "have the same reward as all samples that they are compared with": len(trained) - len(missing) - len(cut),
     }
     told = ", ".join(f"{number} {what}" for what, number in parts.items() if number)
     first = next((f" (the first: {sample.reward.note[:200]})" for sample in missing if sample.reward.note), "")
     return (
         f"no sample had a gradient in {num_steps} steps in a row (trainer.max_empty_steps); of the last step's {len(samples)} "
-        f"samples {told}{first}: see samples/ for what was asked and answered"
+        f"samples {told}{first}; see samples/ for prompts and answers"
     )

@@ -1,7 +1,7 @@
 """Credit assignment: advantages from groups of rewards, and the samples that train.
 
-Credit is computed once a step, over all samples of all policies: comparisons depend neither on the weights that answered nor on
-who is trained. Only then is it split by policy (Credited.of) and into updates (mini_batches.py).
+Credit is computed once per step, over all samples of all policies: comparisons depend neither on the policy nor on
+which agents are trained. It is then split by policy (Credited.of) and into updates (mini_batches.py).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Credited:
         return sum(self.copies.get(uid, 1) * count for uid, count in self.counted.items())
 
     def of(self, agents: Collection[str]) -> Credited:
-        """The part of these agents; nothing is recomputed."""
+        """Return the part of these agents; nothing is recomputed."""
         groups = tuple(group for group in self.groups if group.agent in agents)
         uids = {sample.uid for group in groups for sample in group.samples}
         return Credited(
@@ -79,21 +79,21 @@ def credit(
     seed: int = 0,
     teacher_logprobs: Mapping[str, FloatArray] | None = None,
 ) -> Credited:
-    """Advantages of all samples, and the sequences that enter packing.
+    """Compute advantages of all samples, and select the sequences to pack.
 
     groups: finished groups of all agents, of any policy, trained or not: all enter credit.normalise's statistics and the
-        outcomes. Where programs play, an agent's samples of one session count there as one (Sample.session_id).
+        outcomes. If programs play, an agent's samples of one session count there as one (Sample.session_id).
     agents: every agent of the team in order; a sequence's agent index is the position here.
     success: smallest credited reward, before penalties, of a positive sample (mpt.success); its advantage must also be
         above 0.
     keep_zero: keep samples with advantage 0 (a KL term or an entropy bonus still gives them a gradient).
     masks_truncated: leave samples that were cut (Finish.LENGTH) out of sequences, denominator and credit.balance, not out of the
         statistics of rewards (loss.truncated; arXiv:2503.14476, section 3.4).
-    group_size: to which credit.balance brings an agent's samples of a rollout instance, drawn by `seed`.
+    group_size: number of samples per agent and rollout instance under credit.balance, drawn by `seed`.
     teacher_logprobs: [N] nats, by uid, of the tokens of samples whose agents have teachers.
 
-    A teacher adds its part (_teachers_parts) to the advantage of each token. Rewards, the statistics of groups, and whether a
-    sample is positive (the gate's) know nothing of it.
+    A teacher adds its part (_teachers_parts) to the advantage of each token. It affects neither rewards nor the statistics of
+    groups, nor whether a sample is positive for the gate.
 
     A sample without a reward is in no statistic, sequence or denominator. A sample with an advantage of exactly 0 (in a group
     without spread, or alone) is not packed.
@@ -136,10 +136,10 @@ def credit(
 
 
 def _advantages(samples: Sequence[Sample], config: CreditConfig) -> npt.NDArray[np.float64]:
-    """[samples] the advantage of each; meaningless if the sample has no reward.
+    """Return each sample's advantage, [samples] float64; meaningless for a sample without a reward.
 
-    Mean and std are over sessions where a program played: a number for each session and agent, the mean reward of its samples
-    there, however many these are. Each sample's own reward is compared with them.
+    If a program played, mean and std are over sessions: one number per session and agent, the mean reward of its samples
+    there. Each sample's own reward is compared with them.
 
     credit.normalise=trajectory: a trajectory's reward, the mean over its calls, is compared with the problem's other
     trajectories, and all its calls get its advantage (the GRPO baseline published with Dr. MAS, arXiv:2602.08847).
@@ -164,7 +164,7 @@ def _advantages(samples: Sequence[Sample], config: CreditConfig) -> npt.NDArray[
 
 
 def _means_by(names: Iterable[str], rewards: Iterable[float]) -> dict[str, float]:
-    """The mean of the known rewards of each name that has any."""
+    """Return the mean of the known rewards of each name that has any."""
     known: dict[str, list[float]] = {}
     for name, reward in zip(names, rewards, strict=True):
         if not math.isnan(reward):
@@ -173,7 +173,7 @@ def _means_by(names: Iterable[str], rewards: Iterable[float]) -> dict[str, float
 
 
 def _sequence(sample: Sample, advantage: float, agent: AgentConfig, place: int, is_positive: bool) -> TrainSequence:
-    """The packing input for a sample. place: index of its agent in the team."""
+    """Return the packing input for a sample. place: index of its agent in the team."""
     return TrainSequence(
         uid=sample.uid,
         prompt_ids=sample.prompt_ids,
@@ -192,14 +192,14 @@ def _sequence(sample: Sample, advantage: float, agent: AgentConfig, place: int, 
 def _teachers_parts(
     samples: Sequence[Sample], teacher_logprobs: Mapping[str, FloatArray], agents: Mapping[str, AgentConfig]
 ) -> dict[str, npt.NDArray[np.float64]]:
-    """{uid: [N]} of samples with a teacher: coef x (d - b) for each token, d = log p_teacher - log p_rollout.
+    """Return {uid: [N]} for samples with a teacher: coef x (d - b) per token, d = log p_teacher - log p_rollout.
 
-    p_rollout is of the weights that drew the token, whichever version. The gradient is that of each place's reverse KL on the
-    student's own samples, estimated at the token drawn (GKD, arXiv:2306.13649, which does not backpropagate through the sampling
+    p_rollout is under the weights that sampled the token. The gradient is that of each position's reverse KL on the
+    student's own samples, estimated at the sampled token (GKD, arXiv:2306.13649, which does not backpropagate through sampling
     of earlier tokens; the single-step part of MiniLLM's, arXiv:2306.08543).
 
-    b, a mean of d over the agent's other samples (0 for an only one), leaves the expected gradient as it is and takes variance
-    off it: a weak student draws mostly wrong tokens, whose d is far below 0. Tokens weigh (1 - p_rollout)^2, as their squared
+    b, a mean of d over the agent's other samples (0 for an only one), does not change the expected gradient and reduces its
+    variance: a weak student mostly samples wrong tokens, whose d is far below 0. Tokens weigh (1 - p_rollout)^2, as their squared
     gradients do: the constant of least variance (Greensmith et al., JMLR 5:1471, 2004).
     """
     parts: dict[str, npt.NDArray[np.float64]] = {}
@@ -213,7 +213,7 @@ def _teachers_parts(
         weights = np.array([w.sum() for w in squares])
         sums = np.array([w @ d[k] for w, d, k in zip(squares, differences, known, strict=True)])
         others = weights.sum() - weights
-        has_others = others > 1e-9 * weights.sum()  # below it the difference is rounding
+        has_others = others > 1e-9 * weights.sum()  # Anything smaller is rounding.
         baselines = np.divide(sums.sum() - sums, others, out=np.zeros_like(others), where=has_others)
         parts |= {s.uid: agent.teacher.coef * (d - b) for s, d, b in zip(own, differences, baselines, strict=True)}
     return parts
@@ -232,9 +232,9 @@ def teacher_metrics(samples: Iterable[Sample], teacher_logprobs: Mapping[str, Fl
 
 
 def balanced(samples: Iterable[Sample], number: int, seed: int) -> dict[str, int]:
-    """Copies of each sample, by uid, that give every agent `number` samples in every rollout instance (MARS).
+    """Return copies of each sample, by uid, that give every agent `number` samples in every rollout instance (MARS).
 
-    Of more samples, `number` are drawn and the others get 0; fewer are all repeated equally often, and the remainder is drawn.
+    From more samples, `number` are drawn and the others get 0; fewer are repeated equally often, and the remainder is drawn.
     All samples of an agent and instance are drawn with equal probability, so the expected mean over copies is their mean.
     """
     uids: dict[tuple[str, str], list[str]] = {}
@@ -249,7 +249,7 @@ def balanced(samples: Iterable[Sample], number: int, seed: int) -> dict[str, int
 
 
 def outcome_rewards(groups: Sequence[Group]) -> list[Group]:
-    """The same groups with every reward replaced by the outcome of its episode (Orchestration.outcomes).
+    """Return the groups with every reward replaced by the outcome of its episode (Orchestration.outcomes).
 
     agents.<name>.format_penalty and agents.<name>.overlong are subtracted here too; `correct` of the new reward is the outcome
     itself. A sample that ended as an error has none.
@@ -266,13 +266,13 @@ def outcome_rewards(groups: Sequence[Group]) -> list[Group]:
 
 
 def _indices(names: Iterable[str]) -> torch.Tensor:
-    """Each name as the index of its first appearance, int64."""
+    """Map each name to the index of its first appearance, int64."""
     seen: dict[str, int] = {}
     return torch.tensor([seen.setdefault(name, len(seen)) for name in names])
 
 
 def masked_metrics(credited: Credited) -> dict[str, float]:
-    """response_length/{agent}/masked: share of an agent's samples without a loss because they were cut (loss.truncated=mask)."""
+    """Return response_length/{agent}/masked: share of an agent's samples masked as truncated (loss.truncated=mask)."""
     uids: dict[str, set[str]] = {}
     for group in credited.groups:
         uids.setdefault(group.agent, set()).update(sample.uid for sample in group.samples)
@@ -280,14 +280,14 @@ def masked_metrics(credited: Credited) -> dict[str, float]:
 
 
 def drmas_metrics(groups: Iterable[Group]) -> dict[str, float]:
-    """drmas/{agent}/mu, sigma and variance_inflation: the spread between agents' rewards (Dr. MAS, arXiv:2602.08847).
+    """Return drmas/{agent}/mu, sigma and variance_inflation: the spread between agents' rewards (Dr. MAS, arXiv:2602.08847).
 
     mu_k and sigma_k are over the calls of agent k for one prompt (rollout instance), mu and sigma over those of all agents
     for it; an agent's samples of a program's session are one call. variance_inflation: (sigma_k^2 + (mu_k - mu)^2) / sigma^2
-    (lemma 4.2), what the second moment of agent k's gradient would gain under one baseline for all agents; 1 = nothing. All
+    (lemma 4.2), the factor by which one baseline for all agents would raise the second moment of agent k's gradient. All
     three are averaged over the instances, each weighing as many as the agent's calls there. An instance whose rewards are all
-    equal has no gradient under either baseline and is left out of variance_inflation. Each instance must be whole: of one
-    agent's calls alone the factor is 1 whatever the others would have got.
+    equal has no gradient under either baseline and is left out of variance_inflation. Each instance must be complete: from one
+    agent's calls alone the factor would be 1.
     """
     instances: dict[str, dict[str, list[float]]] = {}
     for group in groups:

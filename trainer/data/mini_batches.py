@@ -1,4 +1,4 @@
-"""Split of a step's credited samples of one policy into mini-batches, one for each optimizer update; groups stay whole.
+"""Split of a policy's credited samples into mini-batches, one per optimizer update; groups stay whole.
 
 Each update gets its denominators here, before packing, so that they cannot depend on ranks, micro-batches or the split of a
 sequence over ranks.
@@ -38,14 +38,14 @@ class Average:
     max_tokens: int = 1
 
     def size(self, num_tokens: int, num_of_session: int) -> float:
-        """Contribution to the denominator of a sample with so many tokens, one of so many of its session."""
+        """Return a sample's contribution to the denominator, given its tokens and the number of samples in its session."""
         return {"token": num_tokens, "sequence": 1 / num_of_session, "sequence_sum_constant": self.max_tokens}[
             self.aggregation
         ]
 
 
 def mini_batches(credited: Credited, number: int, average: Average, *, seed: int, step: int) -> tuple[MiniBatch, ...]:
-    """One step in at most `number` mini-batches, an optimizer update each, in order.
+    """Split one step into at most `number` mini-batches, each an optimizer update, in order.
 
     Groups, in an order drawn from (seed, step), each go to the mini-batch with the fewest samples in the loss's denominator;
     each mini-batch has the denominators of its own groups. A mini-batch without a gradient is dropped; its tokens are then in no
@@ -62,8 +62,8 @@ def mini_batches(credited: Credited, number: int, average: Average, *, seed: int
 
 
 def _averaged(credited: Credited, members: Mapping[str, tuple[str, str]], average: Average) -> MiniBatch:
-    """The samples of these uids with their denominators: one number for all, or a weight of each sample. members: agent and
-    session of each."""
+    """Return the samples of these uids with their denominators: one number for all, or a weight per sample. members: agent and
+    session by uid."""
     num_of = Counter(members.values())
     totals: dict[str, float] = {}  # by agent
     for uid, (agent, session) in members.items():

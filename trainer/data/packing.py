@@ -109,7 +109,7 @@ class PackedBatch:
 
 
 def padding(agent: int = 0) -> TrainSequence:
-    """One masked token."""
+    """Return a sequence of one masked token."""
     empty = np.zeros(1, np.int32)
     return TrainSequence("padding", empty, empty[:0], np.zeros(0, bool), np.zeros(0, np.float32), 0.0, agent, 1.0)
 
@@ -117,7 +117,7 @@ def padding(agent: int = 0) -> TrainSequence:
 def rows_of(
     mask: Tensor, is_positive: Tensor, cu_seqlens: Tensor, num_rows: tuple[int | None, int | None] = (None, None)
 ) -> list[Tensor]:
-    """[trained_rows, positive_rows] of a batch; num_rows: their numbers, without which the host waits for the device."""
+    """Return [trained_rows, positive_rows] of a batch; num_rows: their numbers; without them the host waits for the device."""
     of_positive = is_positive.repeat_interleave(cu_seqlens.diff(), output_size=mask.numel())
     return [kernels.kept_rows(kept, num_kept=num) for kept, num in zip((mask, mask & of_positive), num_rows)]
 
@@ -125,7 +125,7 @@ def rows_of(
 def plan_micro_batches(
     lengths: Sequence[int], num_ranks: int, max_tokens: int, kinds: Sequence[Hashable] | None = None
 ) -> list[list[list[int]]]:
-    """Assignment of sequences to micro-batches: plan[rank][micro_batch] = indices.
+    """Assign sequences to micro-batches: plan[rank][micro_batch] = indices.
 
     First-fit-decreasing by tokens into bins of max_tokens; the number of bins is a multiple of num_ranks (every rank
     runs the same number of forward passes, as its collectives need), and bins are dealt out so that the ranks' costs
@@ -133,7 +133,7 @@ def plan_micro_batches(
     lightest rank. A micro-batch may be empty only where there are fewer sequences than ranks. It holds sequences of one kind
     (kinds: of each; None: all are of one).
 
-    Raises ValueError: a sequence is longer than max_tokens.
+    Raises ValueError if a sequence is longer than max_tokens.
     """
     longest = max(lengths, default=0)
     if longest > max_tokens:
@@ -163,12 +163,12 @@ def plan_micro_batches(
 
 
 def _cost(length: int) -> float:
-    """Relative work of one sequence: linear layers plus causal attention (length^2; equal to the rest near 16k tokens)."""
+    """Return the relative cost of a sequence: linear layers plus causal attention (length^2; equal near 16k tokens)."""
     return length * (1.0 + length / 16384.0)
 
 
 def _split_largest(bins: list[list[int]], lengths: Sequence[int]) -> list[list[int]]:
-    """Add a bin: the fullest bin with several sequences is halved; an empty bin if there is none."""
+    """Add a bin by halving the fullest one with several sequences; add an empty bin if there is none."""
     several = [b for b, members in enumerate(bins) if len(members) > 1]
     if not several:
         return [*bins, []]
@@ -177,12 +177,12 @@ def _split_largest(bins: list[list[int]], lengths: Sequence[int]) -> list[list[i
 
 
 def pack(sequences: Sequence[TrainSequence], *, align: int = 1) -> PackedBatch:
-    """Concatenated sequences on the learner's device; T is padded to a multiple of `align` (tensor parallelism splits T).
+    """Concatenate sequences on the learner's device; T is padded to a multiple of `align` (tensor parallelism splits T).
 
     The host concatenates their arrays, from which kernels.pack computes each position's input and target. An empty list packs to
     one masked token, so that a rank without work still takes part in every collective.
 
-    Raises ValueError: a token is not among those that its sampler recorded as kept.
+    Raises ValueError if a token is not among those that its sampler recorded as kept.
     """
     sequences = sequences or [padding()]
     starts = np.cumsum([0, *(s.num_tokens for s in sequences)])
@@ -238,12 +238,12 @@ def pack(sequences: Sequence[TrainSequence], *, align: int = 1) -> PackedBatch:
 
 
 def _on_device(values: npt.ArrayLike, dtype: npt.DTypeLike | None = None) -> Tensor:
-    """The values on the learner's device; no synchronisation."""
+    """Copy the values to the learner's device, without synchronisation."""
     return torch.from_numpy(np.asarray(values, dtype)).to(training_device(), non_blocking=True)
 
 
 def _of_tokens(sequences: Sequence[TrainSequence], of_completions: Sequence[npt.NDArray[Any]]) -> Tensor:
-    """[N] the completions' values, and 0 at prompt tokens."""
+    """Return the completions' values, and 0 at prompt tokens, [N]."""
     pairs = zip(sequences, of_completions, strict=True)
     return _on_device(
         np.concatenate([part for s, own in pairs for part in (np.zeros(len(s.prompt_ids), own.dtype), own)])
@@ -262,7 +262,7 @@ def _routed_experts(sequences: Sequence[TrainSequence], starts: npt.NDArray[np.i
 
 
 def _support(sequences: Sequence[TrainSequence], starts: npt.NDArray[np.int64], total: int) -> Support | None:
-    """The tokens that each of the T positions was drawn from; None if nowhere restricted."""
+    """Return the tokens that each of the T positions was sampled from; None if no position is restricted."""
     counts = np.zeros(total, np.int64)
     ids = []
     for start, s in zip(starts, sequences):
@@ -271,11 +271,11 @@ def _support(sequences: Sequence[TrainSequence], starts: npt.NDArray[np.int64], 
         if (missing := s.kept_tokens.lacks(s.token_ids)).size:
             place = int(missing[0])
             raise ValueError(
-                f"packing: token {place} of sample {s.uid} is {s.token_ids[place]}, which is not among the "
-                f"{s.kept_tokens.counts[place]} that its sampler kept there"
+                f"packing: token {place} of sample {s.uid} is {s.token_ids[place]}, but it is not among the "
+                f"{s.kept_tokens.counts[place]} tokens that its sampler kept there; check the engine's records"
             )
         assert len(s.prompt_ids), f"sample {s.uid} has no prompt: no position predicts its first token"
-        first = start + len(s.prompt_ids) - 1  # the position that predicts the completion's first token
+        first = start + len(s.prompt_ids) - 1  # Position that predicts the completion's first token.
         counts[first : first + len(s.token_ids)] = s.kept_tokens.counts
         ids.append(s.kept_tokens.ids)
     if not ids:

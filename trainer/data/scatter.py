@@ -1,6 +1,6 @@
-"""Distribution of rank 0's batch: every data-parallel rank gets the arrays of its own micro-batches, and no others.
+"""Distribution of rank 0's batch: every data-parallel rank gets only the arrays of its own micro-batches.
 
-One micro-batch for each data rank is sent at a time. Rank 0 holds data_size of them encoded, other ranks one, a device at most
+One micro-batch per data rank is sent at a time. Rank 0 holds data_size of them encoded, other ranks one, and a device at most
 collective.SCATTER_BYTES. A micro-batch takes some 13 bytes a token, and layers x top_k more with recorded experts: 37 MiB for
 98,304 tokens of Qwen3-30B-A3B.
 """
@@ -49,9 +49,9 @@ class BatchShard:
 
     align: T of every micro-batch is a multiple of it.
     routes: the transport from rank 0; None if every rank holds the sequences, or there is one rank.
-    objectives: of each agent, in order: a micro-batch has one. (): all agents have the same.
-    adapters: place of each agent's adapter, by which samples are laid together. (): there is one, or none. is_apart: a
-        micro-batch has one.
+    objectives: objective of each agent, in order; a micro-batch has one. (): all agents have the same.
+    adapters: index of each agent's adapter, by which samples are grouped. (): there is at most one. is_apart: a
+        micro-batch has only one adapter.
     """
 
     data_rank: int
@@ -65,7 +65,7 @@ class BatchShard:
 
 
 def joined(of_policies: Sequence[tuple[MiniBatch, ...]]) -> tuple[MiniBatch, ...]:
-    """The updates of several policies that share micro-batches, each with its own denominator in its samples' weights."""
+    """Join the updates of policies that share micro-batches, with each policy's denominator in its samples' weights."""
     if len(of_policies) == 1:
         return of_policies[0]
     together = []
@@ -76,18 +76,18 @@ def joined(of_policies: Sequence[tuple[MiniBatch, ...]]) -> tuple[MiniBatch, ...
 
 
 def scatter(mini_batches: tuple[MiniBatch, ...] | None, shard: BatchShard) -> list[Update]:
-    """This rank's packed micro-batches of every update. Collective; mini_batches are rank 0's, None elsewhere.
+    """Return this rank's packed micro-batches of every update. Collective; mini_batches are on rank 0, None elsewhere.
 
-    Every rank gets the same number of micro-batches an update, as the collectives inside a forward pass need.
+    Every rank gets the same number of micro-batches per update, because forward passes contain collectives.
 
-    Raises RuntimeError: on all ranks, if the batch cannot be planned.
+    Raises RuntimeError on all ranks if the batch cannot be planned.
     """
     if world_size() == 1:
-        assert mini_batches is not None, "scatter: one rank alone needs the batch"
+        assert mini_batches is not None, "scatter: a single rank needs the batch"
         return [Update(tuple(micro_batches(each.sequences, shard)), each.normaliser) for each in mini_batches]
-    with stopping_together("scatter: the step's batch cannot be cut into micro-batches", ValueError):
+    with stopping_together("scatter: the step's batch cannot be split into micro-batches", ValueError):
         plans = [_plan(each.sequences, shard) for each in mini_batches or ()]
-    outline = None  # (micro-batches, normaliser) of each update
+    outline = None  # (number of micro-batches, normaliser) per update.
     if mini_batches is not None:
         outline = [(len(plan[0]), each.normaliser) for plan, each in zip(plans, mini_batches, strict=True)]
     outlines = decode(list[tuple[int, float]], broadcast_bytes(encode(outline) if outline is not None else None))
@@ -105,14 +105,14 @@ def scatter(mini_batches: tuple[MiniBatch, ...] | None, shard: BatchShard) -> li
 
 
 def micro_batches(sequences: Sequence[TrainSequence], shard: BatchShard) -> list[PackedBatch]:
-    """This rank's part of sequences that every rank holds (supervised traces from a common seed)."""
+    """Return this rank's part of sequences that every rank holds (supervised traces from a common seed)."""
     return [pack(members, align=shard.align) for members in _plan(sequences, shard)[shard.data_rank]]
 
 
 def _plan(sequences: Sequence[TrainSequence], shard: BatchShard) -> list[list[list[TrainSequence]]]:
-    """Sequences of each data rank's micro-batches.
+    """Assign sequences to the micro-batches of each data rank.
 
-    is_apart: the adapter of a place among the micro-batches is the same on all ranks, for experts have rows of many ranks.
+    is_apart: micro-batches at the same index have the same adapter on all ranks, because experts process rows of many ranks.
     """
     if shard.is_apart:
         alone = replace(shard, is_apart=False)

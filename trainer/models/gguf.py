@@ -1,4 +1,4 @@
-"""Reader of GGUF files of llama.cpp (ggml-org/ggml, docs/gguf.md): metadata, and tensors of the types that `marsrl fetch` needs.
+"""Reader of llama.cpp's GGUF files (ggml-org/ggml, docs/gguf.md): metadata, and the tensor types that `marsrl fetch` needs.
 
 A file: magic, version, counts; metadata as (key, type, value); for each tensor its name, sizes (the fastest one first), type and
 offset; then the data, aligned. Numbers are little-endian.
@@ -25,9 +25,9 @@ _BLOCKS = {
 
 
 def read_gguf(content: bytes) -> tuple[dict[str, Any], dict[str, npt.NDArray[np.float32]]]:
-    """(metadata by key, tensors by name, in float32 and with the sizes in numpy's order).
+    """Return metadata by key, and float32 tensors by name with sizes in numpy's order.
 
-    Raises ValueError: no GGUF file of version 3, or a tensor of another type.
+    Raises ValueError unless it is a GGUF file of version 3 with known tensor types.
     """
     reader = _Reader(content)
     magic, version, num_tensors, num_fields = reader.take("<4sIQQ")
@@ -66,12 +66,12 @@ class _Reader:
 
 
 def _numbers(content: bytes, at: int, kind: int, name: str, sizes: tuple[int, ...]) -> npt.NDArray[np.float32]:
-    """A tensor's numbers: step x scale, in Q4_1 plus the block's least one, whose first 16 steps are the low halves of bytes."""
+    """Decode a tensor: step x scale, in Q4_1 plus the block's minimum; the first 16 steps are the low halves of bytes."""
     num = math.prod(sizes)
     if kind == _F32:
         return np.frombuffer(content, "<f4", num, at).reshape(sizes)
     if kind not in _BLOCKS:
-        raise ValueError(f"the tensor {name} is of GGUF's type {kind}; expected F32, Q4_1 or Q8_0 (0, 3 or 8)")
+        raise ValueError(f"tensor {name} has GGUF type {kind}; expected F32, Q4_1 or Q8_0 (0, 3 or 8)")
     blocks = np.frombuffer(content, _BLOCKS[kind], num // 32, at)
     scale = blocks["scale"].astype(np.float32)[:, None]
     if kind == 8:

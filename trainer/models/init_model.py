@@ -1,4 +1,4 @@
-"""A random Qwen3-MoE as a Hugging Face directory, which transformers, vLLM and the trainer load."""
+"""Random Qwen3-MoE models as Hugging Face directories, which transformers, vLLM and the trainer load."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SMALL = ModelShape(
     max_positions=1024, rope_theta=10000.0, norm_eps=1e-6, is_tied=False, has_qkv_bias=False, has_qk_norm=True,
     num_experts=8, experts_per_token=2,
 )  # fmt: skip
-"""vLLM on a CPU needs ffn_size, of an expert, a multiple of 32 and head_size at least 32. vocab_size: rows of the embedding, if
+"""vLLM on a CPU needs an expert's ffn_size to be a multiple of 32 and head_size at least 32. vocab_size: embedding rows, if
 more than the tokenizer's words."""
 
 SHAPES = {
@@ -64,12 +64,14 @@ def init_model(
         shape = SHAPES[shape]
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"init: {out} exists and is not an empty directory; name a new one")
+        raise ValueError(f"init: {out} exists and is not an empty directory; name a new directory")
     out.mkdir(parents=True, exist_ok=True)
     vocab_size, eos_id, pad_id = _write_tokenizer(tokenizer, out)
     if shape.vocab_size:
         if shape.vocab_size < vocab_size:
-            raise ValueError(f"init: the tokenizer has {vocab_size} words, the shape's vocabulary {shape.vocab_size}")
+            raise ValueError(
+                f"init: the tokenizer has {vocab_size} tokens, but the shape's vocabulary is {shape.vocab_size}"
+            )
         vocab_size = shape.vocab_size
     shape, torch_dtype = replace(shape, vocab_size=vocab_size), getattr(torch, dtype)
     weights = {name: tensor.to(torch_dtype) for name, tensor in _weights(shape, seed)}
@@ -79,7 +81,7 @@ def init_model(
 
 
 def _write_tokenizer(tokenizer: str | Path, out: Path) -> tuple[int, int, int]:
-    """(ids that the vocabulary needs, gaps included; end token id; padding token id)."""
+    """Write the tokenizer; return the vocabulary size with gaps, the end token's id and the padding token's id."""
     if tokenizer == "bytes":
         write_byte_tokenizer(out)
     elif tokenizer in TOKENIZERS:
@@ -88,7 +90,7 @@ def _write_tokenizer(tokenizer: str | Path, out: Path) -> tuple[int, int, int]:
         load_tokenizer(Path(tokenizer)).save_pretrained(str(out))
     else:
         raise ValueError(
-            f"init: tokenizer is {str(tokenizer)!r}; it must be bytes, arithmetic, facts, calls or a Hugging Face directory"
+            f"init: tokenizer is {str(tokenizer)!r}; expected bytes, arithmetic, facts, calls or a Hugging Face directory"
         )
     loaded = load_tokenizer(out)
     if loaded.eos_token_id is None:
@@ -98,7 +100,7 @@ def _write_tokenizer(tokenizer: str | Path, out: Path) -> tuple[int, int, int]:
 
 
 def _weights(shape: ModelShape, seed: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """(HF name, float32 tensor), in the order in which they are drawn."""
+    """Yield (HF name, float32 tensor) in the order of sampling."""
     generator = torch.Generator().manual_seed(seed)
     residual_std = INIT_STD / math.sqrt(2 * shape.num_layers)
     for unit in units(shape, num_stages=1):
@@ -111,14 +113,14 @@ def _weights(shape: ModelShape, seed: int) -> Iterator[tuple[str, torch.Tensor]]
 
 
 def _write_config(shape: ModelShape, eos_id: int, pad_id: int, dtype: str, out: Path) -> None:
-    """config.json with what is not the default of transformers' Qwen3MoeConfig; without the import of that class, 2 s."""
+    """Write config.json, with all values that differ from Qwen3MoeConfig's defaults; importing that class would take 2 s."""
     config = {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
         "dtype": dtype,
         "vocab_size": shape.vocab_size,
         "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.ffn_size * shape.experts_per_token,  # of dense layers, which do not exist here
+        "intermediate_size": shape.ffn_size * shape.experts_per_token,  # Size of dense layers, of which there are none.
         "moe_intermediate_size": shape.ffn_size,
         "num_hidden_layers": shape.num_layers,
         "num_attention_heads": shape.num_heads,

@@ -1,1 +1,1 @@
-"""Supervised training: demonstrations of a user's file or of the warm start's tutors, on the learner that does RL."""
+"""Supervised training on demonstrations, from a user's file or the warm start, with the same learner as RL."""

@@ -1,8 +1,8 @@
-"""data.demonstrations: lines of a user's file as sequences to imitate (docs/teachers.md).
+"""Reader of data.demonstrations: lines of a user's file as sequences to imitate (docs/teachers.md).
 
-`agent` says whose policy learns it, and its chat template's options; a prompt of fields is the agent's own (docs/prompts.md). Of
-`messages`, with `tools` where they call some, the last is the completion; earlier ones, and their thoughts, are a prompt as the
-chat template renders them. A prompt that is a text is tokenised as it stands.
+`agent` selects the policy and the chat template's options; a prompt of fields fills the agent's prompt (docs/prompts.md).
+The last of `messages` is the completion; earlier ones, with their thoughts, and any `tools`, are a prompt as the
+chat template renders them. A text prompt is tokenised as it is.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from marsrl.trainer.config import RunConfig
 from marsrl.trainer.data.packing import TrainSequence
 from marsrl.trainer.supervised.imitation import DemonstrationTokens
 
-_THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # fields in which data sets keep thoughts
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # Fields in which data sets store reasoning.
 
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """One line's sequence, and the policy that learns it."""
+    """A line's sequence, and the policy to train on it."""
 
     policy: str
     sequence: TrainSequence
@@ -39,9 +39,9 @@ class Demonstration:
 
 @dataclass(frozen=True, slots=True)
 class Demonstrations:
-    """The contents of a file. writers: agents in order, and "any" for lines without one; a sequence's agent is an index of them.
+    """Contents of a file. writers: agents in order, and "any" for lines without one; a sequence's agent is an index into them.
 
-    notes: for people, about lines that were left out. sum: tells one file's contents from another's.
+    notes: messages about skipped lines. sum: digest of the contents.
     """
 
     lines: tuple[Demonstration, ...]
@@ -53,11 +53,11 @@ class Demonstrations:
 def read_demonstrations(
     path: Path, config: RunConfig, renderers: Mapping[str, ChatRenderer], longest: Mapping[str, int]
 ) -> Demonstrations:
-    """The demonstrations of a jsonl file.
+    """Read the demonstrations of a jsonl file.
 
-    renderers, longest: by trained policy: its chats, and the tokens that a sequence of it can have.
+    renderers, longest: chat renderer and longest sequence (tokens), by trained policy.
 
-    Raises ValueError: a line is none (data.on_bad_line=skip leaves it out), all are too long, or there is none.
+    Raises ValueError if a line is invalid (unless data.on_bad_line=skip), all are too long, or the file has none.
     """
     reader, found = _Reader(config, renderers), list[Demonstration]()
     bad, too_long = list[str](), list[str]()
@@ -71,26 +71,28 @@ def read_demonstrations(
         except BadLine as reason:
             bad.append(f"{where}: {reason}")
             if config.data.on_bad_line == "error":
-                raise ValueError(f"{bad[0]} (data.on_bad_line=skip leaves such lines out)") from reason
+                raise ValueError(f"{bad[0]} (set data.on_bad_line=skip to skip such lines)") from reason
             continue
         if (num_tokens := each.sequence.num_tokens) > longest[each.policy]:
             too_long.append(f"{where} with {num_tokens:,} tokens, at most {longest[each.policy]:,}")
             continue
         digest.update(each.sequence.prompt_ids.tobytes() + b"/" + each.sequence.token_ids.tobytes())
         found.append(each)
-    notes = [f"{len(bad)} lines are no demonstrations and are left out, first {bad[0]}"] if bad else []
+    notes = [f"{len(bad)} lines are not demonstrations and are skipped, first {bad[0]}"] if bad else []
     if too_long:
         notes.append(
             f"{len(too_long)} demonstrations are longer than the model's positions or trainer.max_tokens_per_micro_batch and "
-            f"are left out, first {too_long[0]}"
+            f"are skipped, first {too_long[0]}"
         )
     if not found:
-        raise ValueError(f"data.demonstrations={path} has none to train on: {'; '.join(notes) or 'it is empty'}")
+        raise ValueError(
+            f"data.demonstrations={path} has no demonstration to train on: {'; '.join(notes) or 'the file is empty'}"
+        )
     return Demonstrations(tuple(found), reader.writers, tuple(notes), digest.hexdigest())
 
 
 class _Reader:
-    """Reads rows; BadLine says why one is no demonstration."""
+    """Reader of rows; raises BadLine for a row that is not a demonstration."""
 
     def __init__(self, config: RunConfig, renderers: Mapping[str, ChatRenderer]) -> None:
         self._config, self._renderers = config, renderers
@@ -113,59 +115,61 @@ class _Reader:
             completion = _text(row, "completion")
         sequence = self._tokens[policy].sequence(prompt, completion, self.writers.index(writer), uid=uid)
         if not len(sequence.prompt_ids):
-            raise BadLine("its prompt has no token, and nothing would predict the completion's first")
+            raise BadLine("the prompt is empty, so no position predicts the completion's first token")
         return Demonstration(policy, sequence)
 
     def _policy(self, writer: str) -> str:
         if writer != "any":
             policy = self._config.agents[writer].policy
             if policy not in self._renderers:
-                raise BadLine(f"agent {writer} has the policy {policy}, which is frozen")
+                raise BadLine(
+                    f"agent {writer} has the policy {policy}, which is frozen; remove the line or train the policy"
+                )
             return policy
         if len(self._renderers) > 1:
-            raise BadLine(f"it names no agent, and there are several policies to train: {', '.join(self._renderers)}")
+            raise BadLine(f"no agent is named, but there are several policies to train: {', '.join(self._renderers)}")
         return next(iter(self._renderers))
 
     def _options(self, writer: str) -> dict[str, bool | str]:
         return {} if writer == "any" else self._config.agents[writer].template_options
 
     def _chat(self, row: Mapping[str, object], writer: str, renderer: ChatRenderer) -> tuple[IntArray, str]:
-        """All messages but the last, an assistant's; that one as the model would write it."""
+        """Return the prompt of all messages but the last, and the last, an assistant's, as the model would write it."""
         messages, tools = row["messages"], row.get("tools") or ()
         if not isinstance(messages, list) or not all(_is_turn(each) for each in messages):
-            raise BadLine("messages: expected a list of {role, content}, contents that are texts")
+            raise BadLine("messages: expected a list of {role, content} with text contents")
         if len(messages) < 2 or messages[-1]["role"] != "assistant":
-            raise BadLine("messages: expected the completion, an assistant's turn, at the end, and others before it")
+            raise BadLine(
+                "messages: expected an assistant's turn, the completion, at the end, after at least one other message"
+            )
         if not isinstance(tools, list | tuple):
             raise BadLine(f"tools: expected a list of functions, found {type(tools).__name__}")
         *asked, last = messages
         well_formed(json.dumps([messages, tools], ensure_ascii=False), "messages")
         if field := next((name for name in _THOUGHTS if last.get(name)), None):
-            raise BadLine(f"messages: {field} is not read; put the thought into content, as the model writes it")
+            raise BadLine(f"messages: {field} is not supported; put the reasoning into content, as the model writes it")
         options = self._options(writer)
         try:
             prompt, text = renderer.render(asked, tools, **options)
             calls = renderer.turn_text(last, tools, **options) if last.get("tool_calls") else ""
         except (ValueError, TypeError) as error:
-            raise BadLine(f"messages: the chat template refuses them: {error}") from error
+            raise BadLine(f"messages: the chat template rejects them: {error}") from error
         content = last.get("content") or ""
-        if text.rstrip().endswith(THINK_OPEN):  # DeepSeek-R1's template has opened the thought
+        if text.rstrip().endswith(THINK_OPEN):  # DeepSeek-R1's template opens the <think> block.
             content = content.removeprefix(text[text.rindex(THINK_OPEN) :]).removeprefix(THINK_OPEN)
             if THINK_CLOSE not in content:
-                raise BadLine(
-                    "messages: the chat template opens a thought, and the completion does not close it with </think>"
-                )
+                raise BadLine("messages: the chat template opens a <think> block, but the completion does not close it")
         return prompt, content + calls
 
     def _prompt(self, given: object, writer: str, renderer: ChatRenderer) -> IntArray | str:
         if isinstance(given, str):
             return well_formed(given, "prompt")
         if isinstance(given, list):
-            raise BadLine("prompt is a chat; give it as messages, and the completion as the last of them")
+            raise BadLine("prompt is a chat; write it as messages, with the completion as the last message")
         if not isinstance(given, dict):
             raise BadLine("expected messages, or prompt and completion")
         if writer == "any":
-            raise BadLine("prompt has fields, and no agent is named whose prompt they fill")
+            raise BadLine("prompt has fields, but no agent is named whose prompt they fill")
         role = self._roles[writer]
         needed, allowed = PLACEHOLDERS[role]
         if not set(needed) <= given.keys() <= {*needed, *allowed}:
@@ -194,11 +198,11 @@ def _is_turn(message: Any) -> bool:
 def _text(row: Mapping[str, Any], key: str) -> str:
     value = row.get(key)
     if not isinstance(value, str):
-        raise BadLine(f"{key}: expected a text, found {'nothing' if value is None else type(value).__name__}")
+        raise BadLine(f"{key}: expected text, found {'nothing' if value is None else type(value).__name__}")
     return well_formed(value, key)
 
 
 def held_out(lines: Sequence[Demonstration], order: Sequence[int], share: float) -> tuple[list[Demonstration], ...]:
-    """(to train on, to measure): the first of a seeded order are held out, one at least where share is above 0."""
+    """Split into (to train on, to measure); the first of a seeded order are held out, at least one if share is above 0."""
     num = min(len(lines) - 1, max(1, round(share * len(lines)))) if share else 0
     return [lines[i] for i in sorted(order[num:])], [lines[i] for i in sorted(order[:num])]

@@ -1,6 +1,6 @@
-"""Cross-entropy on demonstrations by the learner of RL: the policy gradient with a token's weight in the advantage's place.
+"""Cross-entropy on demonstrations with the RL learner: the policy gradient with a token's weight as its advantage.
 
-The one optimizer step of `marsrl sft` and of the warm start (trainer/schools). Every rank packs its share.
+Both `marsrl sft` and the warm start (trainer/schools) use this optimizer step. Every rank packs its share.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from marsrl.trainer.runs.collective import gather_bytes
 def supervised_learner(
     policy: PolicyConfig, model_dir: str | Path, *, num_writers: int, total_steps: int, seed: int
 ) -> Learner:
-    """A learner whose loss is -sum_t w_t log p_t, without clipping or masks: each update's old policy is the present one."""
+    """Build a learner whose loss is -sum_t w_t log p_t, without clipping or masks: the old policy is the current one."""
     return Learner(
         policy,
         model_dir,
@@ -39,11 +39,11 @@ def supervised_learner(
 
 
 class DemonstrationTokens:
-    """Prompts and completions as sequences that a learner imitates, in one policy's tokens."""
+    """Converter of prompts and completions to sequences to imitate, in one policy's tokens."""
 
     def __init__(self, renderer: ChatRenderer) -> None:
         self._renderer = renderer
-        self._encoded = lru_cache(maxsize=8192)(renderer.encode_trusted)  # drills repeat
+        self._encoded = lru_cache(maxsize=8192)(renderer.encode_trusted)  # Warm-start drills repeat.
 
     def sequence(
         self,
@@ -55,12 +55,12 @@ class DemonstrationTokens:
         ends: bool = True,
         weights: Sequence[float] | None = None,
     ) -> TrainSequence:
-        """All of the completion is to be imitated, none of the prompt.
+        """Return a sequence that trains all of the completion and none of the prompt.
 
-        prompt: a text is tokenised as it stands, messages by the chat template.
-        writer: an index by which losses are summed up.
-        ends: the end token follows the completion.
-        weights: of each token of the completion, the end token included; None: 1.
+        prompt: text, tokenised as it is, or messages, rendered by the chat template.
+        writer: index by which losses are summed.
+        ends: append the end token to the completion.
+        weights: weight of each token of the completion, including the end token; None: 1.
         """
         if isinstance(prompt, str):
             prompt_ids = self._encoded(prompt)
@@ -89,10 +89,10 @@ def imitate(
     uncounted: Collection[int] = (),
     lr: float | None = None,
 ) -> tuple[dict[int, tuple[float, int]], StepStats]:
-    """One optimizer step on the loss of a token; (the mean weighted loss of a token, nats, tokens) by writer, and the statistics.
+    """Take one optimizer step on the mean loss per token; return (mean weighted loss, nats; tokens) by writer, and statistics.
 
-    uncounted: writers whose tokens are not in the loss's denominator, and of whose losses nothing is said.
-    lr: in place of the policy's schedule. Collective; `sequences` are the same on every rank.
+    uncounted: writers whose tokens are not in the loss's denominator, and whose losses are not returned.
+    lr: overrides the policy's schedule. Collective; `sequences` are the same on every rank.
     """
     num_tokens = _tokens_by_writer(sequences, uncounted)
     update = Update(tuple(micro_batches(sequences, place)), float(sum(num_tokens.values())))
@@ -104,7 +104,7 @@ def imitate(
 def measured_loss(
     learner: Learner, sequences: Sequence[TrainSequence], place: BatchShard
 ) -> dict[int, tuple[float, int]]:
-    """(the mean loss of a token, nats, tokens) by writer, under the present weights; nothing is trained. Collective."""
+    """Return (mean loss per token, nats; tokens) by writer under the current weights, without training. Collective."""
     own: dict[int, float] = {}
     batches = micro_batches(sequences, place)
     for batch, logprobs in zip(batches, learner.score(batches), strict=True):
@@ -112,13 +112,13 @@ def measured_loss(
         for writer in set(batch.agents):
             own[writer] = own.get(writer, 0.0) - float(logprobs[writers == writer].double().sum())
     told = [decode(tuple[int, dict[int, float]], each) for each in gather_bytes(encode((place.data_rank, own)))]
-    shares = dict(told).values()  # ranks of one data rank have scored the same
+    shares = dict(told).values()  # Ranks with the same data rank have scored the same sequences.
     num_tokens = _tokens_by_writer(sequences)
     return {w: (math.fsum(share.get(w, 0.0) for share in shares) / n, n) for w, n in num_tokens.items()}
 
 
 def _tokens_by_writer(sequences: Sequence[TrainSequence], uncounted: Collection[int] = ()) -> dict[int, int]:
-    """{writer: tokens to imitate}, in order of writers."""
+    """Return {writer: tokens to imitate}, in order of writers."""
     counts: dict[int, int] = {}
     for sequence in sequences:
         if sequence.agent not in uncounted:

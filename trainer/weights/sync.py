@@ -132,7 +132,7 @@ class WeightSync(ABC):
     ) -> None:
         """Prepare to publish; `engines` is None on ranks other than 0.
 
-        dtype: compute dtype of the engines. verify_every: versions between comparisons. precision: where dtype does not set it.
+        dtype: compute dtype of the engines. verify_every: versions per comparison. precision: if dtype alone does not set it.
         """
         self._engines, self._dtype, self._verify_every = engines, dtype, verify_every
         self._precision = precision or Precision(dtype)
