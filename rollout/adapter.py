@@ -1,7 +1,7 @@
 """A low-rank adapter (LoRA) of a model: its settings, its tensors by name, and its directory in PEFT's format.
 
-Every adapted matrix W [out, in] computes W x + (alpha / rank) B (A x), with A [r, in], B [out, r]; r is `rank`, or `expert_rank`
-in experts. Tensors are named as PEFT names them, without its prefix:
+Every adapted matrix W [out, in] computes W x + (alpha / rank) B (A x), with A [r, in] and B [out, r]. r is `rank`, or
+`expert_rank` in experts. Tensors have PEFT's names without its prefix:
 
     model.layers.0.self_attn.q_proj.lora_A.weight [r, in]             model.layers.0.mlp.experts.3.up_proj.lora_B.weight [out, r]
 
@@ -30,22 +30,22 @@ if TYPE_CHECKING:
 Target = Literal["attention", "mlp", "experts"]
 PEFT_PREFIX = "base_model.model."
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-_DTYPES = ("BF16", "F16", "F32")  # in safetensors' words
+_DTYPES = ("BF16", "F16", "F32")  # safetensors' names
 _MERGE = "merge it into its model with PEFT (merge_and_unload) and set `model` to the result"
 
-# Keys of adapter_config.json (PEFT 0.21) and their values under which PEFT computes W x + (alpha / rank) B (A x), as measured on
-# its models. A key in neither table must be null, false or empty.
+# Keys of adapter_config.json (PEFT 0.21) and the values with which PEFT computes W x + (alpha / rank) B (A x), as measured on
+# PEFT's models. A key in neither table must be null, false or empty.
 _PLAIN: Mapping[str, Sequence[object]] = {
     "peft_type": ("LORA",),
     "task_type": ("CAUSAL_LM", None),
     "bias": ("none",),
-    # These draw A and B and keep W. PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA subtract B A from W.
+    # These initialise A and B and keep W. PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA subtract B A from W.
     "init_lora_weights": (True, False, "gaussian", "orthogonal", "mica", "eva"),
 }
 _BESIDE_TENSORS = frozenset({
     "r", "lora_alpha", "rank_pattern", "alpha_pattern", "target_parameters",  # checked against the tensors
-    "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern",  # the names of the tensors count
-    "lora_dropout", "inference_mode", "ensure_weight_tying",  # these change no tensor
+    "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern",  # the tensors' names decide
+    "lora_dropout", "inference_mode", "ensure_weight_tying",  # no effect on tensors
     "base_model_name_or_path", "revision", "auto_mapping", "peft_version", "runtime_config", "megatron_core",
     # PEFT reads these only if init_lora_weights or use_qalora asks for them.
     "eva_config", "corda_config", "lora_ga_config", "loftq_config", "qalora_group_size",
@@ -53,31 +53,32 @@ _BESIDE_TENSORS = frozenset({
 
 
 class AdapterConfig(Settings):
-    """policies.<name>.adapter: a pair of small matrices for each adapted one, trained in its place."""
+    """policies.<name>.adapter: pairs of small matrices, trained in place of the matrices that they adapt."""
 
     rank: int = Field(32, gt=0, le=512)
-    """of each pair in attention and MLP; larger: more to learn with, slower"""
+    """rank of each pair in attention and MLP; larger: more capacity, slower"""
     expert_rank: int | None = Field(None, gt=0, le=512)
-    """of each pair in an expert; default: rank over the experts that a token visits, at least 1"""
+    """rank of each pair in an expert; default: rank divided by the experts per token, at least 1"""
     alpha: float = Field(64.0, gt=0)
-    """every pair's product is multiplied by alpha / rank; 2 x rank is usual"""
+    """each pair's product is multiplied by alpha / rank; 2 x rank is usual"""
     targets: tuple[Target, ...] = Field(("attention", "mlp"), min_length=1)
-    """matrices that get a pair: attention, mlp (MoE models have none), experts (of MoE models)"""
+    """matrices that get a pair: attention, mlp (dense models only), experts (MoE models only)"""
     start: str | None = None
-    """PEFT directory that training starts from, used whole or refused by name (docs/adapters.md); default: A random, B zero"""
+    """PEFT directory that training starts from; rejected unless all of it can be used (docs/adapters.md); default: random A,
+    zero B"""
 
     @property
     def scale(self) -> float:
-        """alpha / rank, of experts too: their alpha in PEFT's words is alpha x expert_rank / rank."""
+        """alpha / rank. The same in experts, whose PEFT lora_alpha is therefore alpha x expert_rank / rank."""
         return self.alpha / self.rank
 
     def rank_in_experts(self, shape: ModelShape) -> int:
-        """expert_rank, or its default for this model."""
+        """Return expert_rank, or its default for this model."""
         return self.expert_rank or max(1, self.rank // max(1, shape.experts_per_token))
 
 
 def adapted(shape: ModelShape, adapter: AdapterConfig) -> dict[str, tuple[int, int, int]]:
-    """{adapted matrix, "model.layers.0.self_attn.q_proj": (out, in, rank of its pair)}, in the order of the layers."""
+    """Return {adapted matrix, such as "model.layers.0.self_attn.q_proj": (out, in, rank of its pair)}, in layer order."""
     hidden, heads, kv = shape.hidden_size, shape.num_heads * shape.head_size, shape.num_kv_heads * shape.head_size
     query, key, out = (heads, hidden), (kv, hidden), (hidden, heads)
     of_attention = {"q_proj": query, "k_proj": key, "v_proj": key, "o_proj": out}
@@ -98,7 +99,7 @@ def adapted(shape: ModelShape, adapter: AdapterConfig) -> dict[str, tuple[int, i
 
 
 def tensor_shapes(shape: ModelShape, adapter: AdapterConfig) -> dict[str, tuple[int, int]]:
-    """{tensor of the adapter, without PEFT's prefix: its shape}."""
+    """Return {adapter tensor, without PEFT's prefix: its shape}."""
     found: dict[str, tuple[int, int]] = {}
     for name, (out, into, rank) in adapted(shape, adapter).items():
         found |= {f"{name}.lora_A.weight": (rank, into), f"{name}.lora_B.weight": (out, rank)}
@@ -106,20 +107,20 @@ def tensor_shapes(shape: ModelShape, adapter: AdapterConfig) -> dict[str, tuple[
 
 
 def peft_settings(folder: Path, *, is_split: bool = True) -> dict[str, Any]:
-    """Settings in adapter_config.json of a PEFT directory with plain pairs A, B.
+    """Read adapter_config.json of a PEFT directory with plain pairs A, B.
 
-    is_split: require a pair for each expert.
+    is_split: require a separate pair for each expert.
 
-    Raises ValueError: a file is missing, or a setting would make the adapter more than its pairs.
+    Raises ValueError: a file is missing, or a setting asks for more than plain pairs.
     """
     key = f"adapter.start is {folder}"
     if not (folder / TENSORS).is_file() and (folder / "adapter_model.bin").is_file():
         raise ValueError(
-            f"{key}, which has adapter_model.bin but no {TENSORS}; pickle files are not read: convert it with PEFT "
+            f"{key}, which has adapter_model.bin but no {TENSORS}; pickle files are not supported: convert it with PEFT "
             "(PeftModel.from_pretrained, then save_pretrained)"
         )
     if not (folder / CONFIG).is_file() or not (folder / TENSORS).is_file():
-        raise ValueError(f"{key}, which has no {CONFIG} or no {TENSORS}; expected a PEFT directory")
+        raise ValueError(f"{key}, which lacks {CONFIG} or {TENSORS}; expected a PEFT directory with both")
     try:
         told: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         lacks = {"peft_type", "r", "lora_alpha", "target_modules"} - told.keys()
@@ -129,7 +130,7 @@ def peft_settings(folder: Path, *, is_split: bool = True) -> dict[str, Any]:
             *(told.get("alpha_pattern") or {}).values(),
         ]
     except (ValueError, AttributeError) as error:
-        raise ValueError(f"{key}: {CONFIG} cannot be read ({error})") from error
+        raise ValueError(f"{key}: {CONFIG} cannot be read ({error}); expected a JSON object") from error
     if lacks or not all(isinstance(number, int | float) and number > 0 for number in numbers):
         raise ValueError(
             f"{key}: {CONFIG} does not describe a LoRA adapter; expected peft_type, target_modules, and positive r, lora_alpha "
@@ -137,8 +138,9 @@ def peft_settings(folder: Path, *, is_split: bool = True) -> dict[str, Any]:
         )
     if is_split and told.get("target_parameters"):
         raise ValueError(
-            f"{key}, which has one pair for all experts of a layer (PEFT's target_parameters); "
-            f"`marsrl export {folder} NEW` writes a pair for each: start from that"
+            f"{key}, which has one pair for all experts of a layer (PEFT's target_parameters); expected a pair for each "
+            "expert: "
+            f"start from the output of `marsrl export {folder} NEW`"
         )
     wrong = {
         name: value
@@ -151,15 +153,16 @@ def peft_settings(folder: Path, *, is_split: bool = True) -> dict[str, Any]:
             advice = f"convert it (PEFT's path_initial_model_for_weight_conversion), {advice}"
         elif wrong.keys() == {"use_rslora"} and not told.get("rank_pattern"):
             alpha = told["lora_alpha"] * math.sqrt(told["r"])
-            advice = f"write use_rslora false and lora_alpha {alpha:g} there, which is the same adapter"
+            advice = f"set use_rslora to false and lora_alpha to {alpha:g} in that file, which gives the same adapter"
         values = ", ".join(f"{name} {json.dumps(value)}" for name, value in wrong.items())
         raise ValueError(f"{key}: {CONFIG} has {values}; expected plain pairs A, B: {advice}")
     return told
 
 
 def peft_pair(told: Mapping[str, Any], matrix: str) -> tuple[int, float]:
-    """(rank, alpha / rank) that adapter_config.json gives a matrix. As in PEFT, the first pattern that matches the end of the
-    matrix's name counts."""
+    """Return (rank, alpha / rank) of a matrix by adapter_config.json.
+
+    As in PEFT, the first pattern that matches the end of the matrix's name decides."""
 
     def of(patterns: str, default: str) -> Any:
         fits = (value for key, value in (told.get(patterns) or {}).items() if re.match(rf"(.*\.)?({key})$", matrix))
@@ -170,68 +173,73 @@ def peft_pair(told: Mapping[str, Any], matrix: str) -> tuple[int, float]:
 
 
 def check_start(folder: Path, shape: ModelShape, adapter: AdapterConfig) -> None:
-    """Raise ValueError, with the name of what does not fit, unless all of this PEFT directory can be used.
+    """Raise ValueError, naming the mismatch, unless all of this PEFT directory can be used.
 
     The file must hold exactly the tensors of adapter.targets, with finite values and the policy's sizes, ranks and alpha / rank.
     Reads the tensors one at a time.
     """
-    from marsrl.rollout.weights.files import WeightFiles  # here: configs are read without torch
+    from marsrl.rollout.weights.files import WeightFiles  # imported here: configs are read without torch
 
     told, files = peft_settings(folder), WeightFiles(folder / TENSORS)
     key, targets = f"adapter.start is {folder}", f"adapter.targets=[{', '.join(adapter.targets)}]"
     expected = {PEFT_PREFIX + name: size for name, size in tensor_shapes(shape, adapter).items()}
     unused, missing = [name for name in files if name not in expected], [name for name in expected if name not in files]
     if unused or missing:
-        reason = f"{targets} leaves out its {_kinds(unused)}" if unused else f"it lacks {_kinds(missing)} of {targets}"
+        reason = f"it has {_kinds(unused)} outside {targets}" if unused else f"it lacks {_kinds(missing)} of {targets}"
         present = targets_of(shape, adapter, (name.removeprefix(PEFT_PREFIX) for name in files))
         whole = tensor_shapes(shape, adapter.model_copy(update={"targets": present}))
         if {PEFT_PREFIX + name for name in whole} == set(files):
             advice = f"set adapter.targets=[{', '.join(present)}]"
         elif unused:
-            advice = f"an adapter is used whole or not at all: {_MERGE}, or train it without these"
+            advice = f"all of an adapter must be used: {_MERGE}, or train an adapter without these"
         else:
-            advice = "every matrix of the targets needs A and B: train it with all of them, or leave `start` out"
+            advice = "every target matrix needs A and B: train an adapter with all of them, or omit adapter.start"
         raise ValueError(f"{key}: {reason}; {advice}")
     for name, size in expected.items():
         size_there, dtype = tuple(files.slice(name).get_shape()), files.slice(name).get_dtype()
         if size_there != size:
             in_experts, is_a = ".experts." in name, ".lora_A." in name
             rank = size_there[0 if is_a else 1] if len(size_there) == 2 else None
-            advice = "it is an adapter of another model"
+            advice = "the adapter belongs to another model"
             if rank and size_there == ((rank, size[1]) if is_a else (size[0], rank)):
                 advice = f"set adapter.{'expert_rank' if in_experts else 'rank'}={rank}"
-            raise ValueError(f"{key}: {name} has shape {list(size_there)}; this policy needs {list(size)}: {advice}")
+            raise ValueError(f"{key}: {name} has shape {list(size_there)}; this policy expects {list(size)}: {advice}")
         if dtype not in _DTYPES:
             raise ValueError(f"{key}: {name} is {dtype}; expected {', '.join(_DTYPES)}")
         if not files[name].isfinite().all():
-            raise ValueError(f"{key}: {name} has values that are NaN or infinite; take an earlier checkpoint of it")
+            raise ValueError(
+                f"{key}: {name} has NaN or infinite values; expected finite ones: use an earlier checkpoint"
+            )
     scales = dict[float, str]()
     for matrix, (_, _, rank) in adapted(shape, adapter).items():
         told_rank, scale = peft_pair(told, matrix)
         if told_rank != rank:
-            raise ValueError(f"{key}: {CONFIG} gives {matrix} rank {told_rank}, and its tensors have {rank}")
+            raise ValueError(
+                f"{key}: {CONFIG} gives {matrix} rank {told_rank}, but its tensors have rank {rank}; expected the same: "
+                f"correct {CONFIG}"
+            )
         scales.setdefault(scale, matrix)
     other = next((scale for scale in scales if not math.isclose(scale, adapter.scale)), None)
     if other is not None:
         advice = f"set adapter.alpha={other * adapter.rank:g}"
         if len(scales) > 1:
             found = ", ".join(f"{scale:g}" for scale in scales)
-            advice = f"all matrices must have one factor, and this adapter has {found}: {_MERGE}"
+            advice = f"all matrices must have the same factor, but this adapter has {found}: {_MERGE}"
         raise ValueError(
-            f"{key}: alpha / rank of {scales[other]} is {other:g}; here adapter.alpha / adapter.rank is "
+            f"{key}: alpha / rank of {scales[other]} is {other:g}; expected adapter.alpha / adapter.rank is "
             f"{adapter.scale:g}: {advice}"
         )
 
 
 def targets_of(shape: ModelShape, adapter: AdapterConfig, names: Iterable[str]) -> tuple[Target, ...]:
-    """Targets that at least one of these tensors belongs to."""
+    """Return the targets that these tensors belong to."""
     found, parts = set(names), get_args(Target)
     own = {part: tensor_shapes(shape, adapter.model_copy(update={"targets": (part,)})) for part in parts}
     return tuple(part for part in parts if not found.isdisjoint(own[part]))
 
 
 def _kinds(names: Iterable[str]) -> str:
-    """All names as text; names that differ only in numbers of layers and experts are joined, with their count."""
+    """Join names as text; names that differ only in layer and expert numbers are merged, with their count."""
     kinds: dict[str, list[str]] = {}
     for name in names:
         kinds.setdefault(re.sub(r"\.\d+\.", ".*.", name), []).append(name)
@@ -241,14 +249,14 @@ def _kinds(names: Iterable[str]) -> str:
 def write_adapter(
     folder: Path, shape: ModelShape, adapter: AdapterConfig, tensors: Mapping[str, Tensor], base: str
 ) -> None:
-    """Write a PEFT directory, which PEFT and vLLM read; `folder` exists. base: path of the model that it adapts."""
-    from safetensors.torch import save_file  # here: configs are read without torch
+    """Write a PEFT directory that PEFT and vLLM read; `folder` must exist. base: path of the adapted model."""
+    from safetensors.torch import save_file  # imported here: configs are read without torch
 
     names = sorted({name.rsplit(".", 1)[-1] for name in adapted(shape, adapter)})
     in_experts = adapter.rank_in_experts(shape)
     has_experts = shape.num_experts > 0 and "experts" in adapter.targets
     ranks = {r".*\.experts\.\d+\.(gate|up|down)_proj": in_experts}
-    # as PEFT calls experts' matrices with transformers 5, which has gate and up as one; the first pattern that fits counts
+    # With transformers 5, PEFT sees experts' gate and up projections as one matrix. The first matching pattern decides.
     ranks |= {r".*\.experts\.gate_up_proj": 2 * in_experts, r".*\.experts\.down_proj": in_experts}
     told = {
         "peft_type": "LORA",
@@ -267,13 +275,13 @@ def write_adapter(
 
 
 def check_tensors(shape: ModelShape, adapter: AdapterConfig, tensors: Mapping[str, Tensor]) -> None:
-    """Raise ValueError where the tensors are not those of this adapter of this model."""
+    """Raise ValueError unless the tensors are those of this adapter of this model."""
     expected = tensor_shapes(shape, adapter)
     found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     if wrong := [name for name in {**expected, **found} if found.get(name) != expected.get(name)]:
         name = wrong[0]
         raise ValueError(
-            f"adapter: {len(wrong)} of {len(expected)} tensors are not those of this model and these settings ({_kinds(wrong)}), "
+            f"adapter: {len(wrong)} of {len(expected)} tensors do not match the model and these settings ({_kinds(wrong)}); "
             f"first {name}: found {found.get(name, 'none')}, expected {expected.get(name, 'none')}"
         )
 
@@ -285,10 +293,10 @@ def held_by_shard(
     dtype: torch.dtype,
     shard: EngineShard,
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) as a shard of an engine holds them: its part of A and of B alpha / rank, each in dtype.
+    """Yield (name, tensor) as a shard of an engine holds them: its part of A and of (alpha / rank) B, in dtype.
 
-    It cuts B's rows and A's columns as it cuts the adapted matrix. B is scaled in dtype, as vLLM does: with alpha / rank a power
-    of two no number is rounded. Raises ValueError: the tensors are not those of this adapter of this model.
+    B's rows and A's columns are split like the adapted matrix. As in vLLM, B is scaled in dtype, which is exact if alpha / rank
+    is a power of two. Raises ValueError: the tensors are not those of this adapter of this model.
     """
     check_tensors(shape, adapter, tensors)
     matrices = adapted(shape, adapter)
@@ -296,17 +304,17 @@ def held_by_shard(
     for name, (out, into, rank) in matrices.items():
         stack, whole = box_of(f"{name}.weight", (out, into))
         box = whole.overlap(layout.needs[stack])
-        if not box.num_elements:  # an expert of another shard
+        if not box.num_elements:  # this expert is on another shard
             continue
         a, b = tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"]
         yield f"{name}.lora_A.weight", a[:, box.start[2] : box.end[2]].to(dtype)
-        # of experts as a reader of alpha_pattern computes it, which may be another number in the last place
+        # Computed for experts as readers of alpha_pattern do: the result may differ in the last bit.
         scale = adapter.scale * rank / rank if ".experts." in name else adapter.scale
         yield f"{name}.lora_B.weight", b[box.start[1] : box.end[1]].to(dtype) * scale
 
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """The tensors of a PEFT directory by name, without PEFT's prefix."""
+    """Read the tensors of a PEFT directory by name, without PEFT's prefix."""
     from safetensors.torch import load_file
 
     return {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in load_file(folder / TENSORS).items()}

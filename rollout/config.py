@@ -1,4 +1,4 @@
-"""Settings of the team and of its rollouts. Import-light: pydantic only."""
+"""Settings of the team and of rollouts. Imports only pydantic."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from pydantic import (
     model_validator,
 )
 
-# Bounds of counts and sizes: far above any real use, far below a typo that adds a few zeros.
+# Bounds of counts and sizes: far above real use, far below a typo that adds a few zeros.
 MOST = 1_000_000
 MOST_RANKS = 65_536  # processes, threads, GPUs
-MOST_TOKENS = 1 << 24  # of one sequence
+MOST_TOKENS = 1 << 24  # per sequence
 MOST_MIB = 1 << 24  # 16 TiB
 LONGEST_S = 30 * 86_400.0
-LONGEST_STOP = 64  # characters of a stop text
+LONGEST_STOP = 64  # characters of a stop string
 SILENCE_S = 40.0  # default of run.silence_s
-HEAD_PORT = 6379  # of a Ray cluster that is started `here`, and of `marsrl join HOST`: Ray's own
+HEAD_PORT = 6379  # Ray's default port, for ray_address=here and `marsrl join HOST`
 HERE = "here"
 
 Count = Annotated[int, Field(gt=0, le=MOST)]
@@ -45,13 +45,13 @@ PositiveShare = Annotated[float, Field(gt=0, le=1)]
 FolderName = Annotated[str, Field(pattern=r"^\w[\w.-]*$")]
 OptionValue = int | float | str | bool | list[int | float | str | dict[str, Any]] | None
 OptionValues = Mapping[str, OptionValue]
-"""Options of a task or a team, before they are checked."""
+"""Options of a task or a team, not yet validated."""
 
 
 class Settings(BaseModel):
-    """Base of every settings model: frozen, no unknown keys, numbers are numbers and strings are strings.
+    """Base of every settings model: frozen; rejects unknown keys; does not convert between numbers and strings.
 
-    The docstring below a field is its description, where that is too long to stand in it.
+    A field's description is in its Field(), or in the docstring below it if it is long.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
@@ -61,35 +61,39 @@ Read = TypeVar("Read", bound=Settings)
 
 
 def read_key(variable: str, setting: str) -> str:
-    """The secret in an environment variable; ValueError names the setting, never the secret."""
+    """Return the secret in an environment variable; ValueError names the setting, never the secret."""
     key = os.environ.get(variable, "").strip()
     if not key or not key.isascii() or not key.isprintable():
         raise ValueError(
-            f"{setting} names {variable}, which is {'not a key that a header can carry' if key else 'not set or empty'}; export "
-            "it before the run starts"
+            f"{setting} names {variable}, which is {'not printable ASCII, as a header needs' if key else 'not set or empty'}; "
+            "export "
+            "the key in it before starting the run"
         )
     return key
 
 
 def is_started_here(ray_address: str) -> bool:
-    """True if rollout.ray_address asks for a cluster of our own that other hosts join: here, or here:port."""
+    """Return True if rollout.ray_address starts a cluster that other hosts join: here, or here:port."""
     return ray_address.partition(":")[0] == HERE
 
 
 def problems_of(error: ValidationError, prefix: str = "", keys: Collection[str] = ()) -> str:
-    """All errors of the options in one line, key by key. keys: the valid ones; the nearest is suggested for an unknown key."""
+    """Format all errors of the options in one line, key by key. keys: valid ones; an unknown key gets the closest as a
+    suggestion."""
     problems = []
     for each in error.errors():
         name, message = ".".join(map(str, each["loc"])), each["msg"]
         if keys and each["type"] == "extra_forbidden":
             near = difflib.get_close_matches(name, keys, n=1)
-            message = "unknown key; " + (f"did you mean {prefix}{near[0]}?" if near else f"there are {', '.join(keys)}")
+            message = "unknown key; " + (
+                f"did you mean {prefix}{near[0]}?" if near else f"expected one of {', '.join(keys)}"
+            )
         problems.append(f"{prefix}{name}: {message}")
     return "; ".join(problems)
 
 
 def read_settings(kind: type[Read], values: Mapping[str, object], prefix: str = "", where: str = "") -> Read:
-    """The settings with these values; ValueError lists the wrong keys in one line, which begins with `where`."""
+    """Validate settings; ValueError lists the wrong keys in one line that begins with `where`."""
     try:
         return kind.model_validate(dict(values))
     except ValidationError as error:
@@ -97,36 +101,48 @@ def read_settings(kind: type[Read], values: Mapping[str, object], prefix: str = 
 
 
 def _http_url(value: str, info: ValidationInfo) -> str:
-    """A server's URL without a trailing slash."""
+    """Validate a server's URL and strip its trailing slash."""
     parts = urlsplit(value)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0:  # .port raises ValueError too
+    if (
+        parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0
+    ):  # .port raises ValueError if invalid
         raise ValueError(f"{info.field_name} is {value!r}; expected http://host[:port]... or https://...")
     if parts.username or parts.password or parts.query or parts.fragment:
-        raise ValueError(f"{info.field_name} holds a user, password or query, and the config is saved: leave it out")
+        raise ValueError(
+            f"{info.field_name} contains a user, password, query or fragment, and would be saved with the config; remove it"
+        )
     return value.rstrip("/")
 
 
 def _variable_name(value: str, info: ValidationInfo) -> str:
-    """The name of an environment variable. The message does not show what is none: it may be the secret itself."""
+    """Validate the name of an environment variable. The message omits an invalid name: it may be the secret itself."""
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", value):
         key = info.field_name
-        raise ValueError(f"{key} is not the name of an environment variable; put the key into one, name it here")
+        raise ValueError(
+            f"{key} is not the name of an environment variable; export the key in a variable, and set its name here"
+        )
     return value
 
 
 def _above_0(value: float, info: ValidationInfo) -> float:
-    """A sampling temperature."""
+    """Validate a sampling temperature."""
     if value <= 0:
-        raise ValueError(f"{info.field_name} is {value:g}; expected above 0 (top_k=1 decodes greedily, in evaluations)")
+        raise ValueError(
+            f"{info.field_name} is {value:g}; expected above 0; for greedy decoding in evaluations set top_k=1"
+        )
     return value
 
 
 def _typed_text(value: str, info: ValidationInfo) -> str:
-    r"""A text for an agent. In double quotes YAML makes control characters of LaTeX's commands, such as \boxed and \text."""
+    r"""Validate a text for an agent.
+
+    Rejects control characters: in YAML's double quotes, LaTeX commands such as \boxed and \text turn into them.
+    """
     if found := next((char for char in value if ord(char) < 32 and char != "\n"), None):
         raise ValueError(
-            f"{info.field_name} has the control character {found!r}, which YAML makes of a backslash in double quotes; quote it "
-            "with single ones, or double the backslash"
+            f"{info.field_name} contains the control character {found!r}: YAML reads a backslash in double quotes as an "
+            "escape; use "
+            "single quotes, or double the backslash"
         )
     return value
 
@@ -138,11 +154,12 @@ VariableName = Annotated[str, AfterValidator(_variable_name)]
 
 
 class TeacherConfig(Settings):
-    """agents.<name>.teacher: a larger model that says how likely each token of the agent is to it (docs/teachers.md)."""
+    """agents.<name>.teacher: a larger model whose log-probabilities of the agent's tokens it is trained towards
+    (docs/teachers.md)."""
 
-    policy: str = Field(description="name under `policies`, frozen and with engines of its own")
+    policy: str = Field(description="name under `policies` of a frozen policy with its own engines")
     coef: float = Field(1.0, gt=0, le=MOST)
-    """of log p_teacher - log p_rollout, less a mean of it, which is added to each token's advantage"""
+    """factor on log p_teacher - log p_rollout, minus its mean, which is added to each token's advantage"""
 
 
 class OverlongConfig(Settings):
@@ -150,98 +167,99 @@ class OverlongConfig(Settings):
 
     buffer: Tokens = Field(description="tokens below the agent's max_response_tokens at which the penalty begins")
     penalty: float = Field(1.0, gt=0, le=MOST)
-    """taken off the reward of a completion of the maximum length; it rises linearly over the buffer (arXiv:2503.14476, eq. 13)"""
+    """subtracted from the reward at the maximum length; rises linearly over the buffer (arXiv:2503.14476, eq. 13)"""
 
 
 class AgentConfig(Settings):
-    """One agent of the team: which policy answers, how it is prompted and sampled, how it is picked and weighed."""
+    """One agent of the team: its policy, prompts, sampling, input picks and loss weight."""
 
-    policy: str = Field("main", description="name under `policies` whose weights answer")
+    policy: str = Field("main", description="name under `policies`")
     prompt: str | None = None
-    """prompt set that ships (`marsrl prompts`), or FILE.yaml (docs/prompts.md): how the agent is asked and read; default: the
-    task's set"""
+    """built-in prompt set (`marsrl prompts`) or FILE.yaml (docs/prompts.md), which also says how outputs are parsed; default:
+    the task's prompt set"""
     system: Text | None = None
-    """the system turn that the agent reads, in place of the prompt set's; placeholders as there (docs/prompts.md)"""
+    """replaces the prompt set's system message; same placeholders (docs/prompts.md)"""
     suffix: Text | None = None
-    r"""what the user's last turn ends with, below the prompt set's text: 'Put your answer in \boxed{}.'; placeholders as there
+    r"""text appended to the last user message, after the prompt set's: 'Put your answer in \boxed{}.'; same placeholders
     (docs/prompts.md)"""
     temperature: Temperature = Field(1.0, description="sampling temperature in training, above 0")
     top_p: PositiveShare = Field(1.0, description="trained agents need 1, or loss.truncation=renormalise")
     top_k: int = Field(-1, ge=-1, le=MOST_TOKENS)
     """trained agents need -1 (off), or loss.truncation=renormalise"""
-    max_input_tokens: Tokens = Field(32768, description="of a prompt; a longer one: long_prompts")
+    max_input_tokens: Tokens = Field(32768, description="maximum prompt length; long_prompts handles longer ones")
     long_prompts: Literal["skip", "cut_middle", "cut_left"] = "skip"
-    """a prompt above max_input_tokens is not asked, or the contents of its longest messages are cut to fit, in the middle or
-    on the left (counted: rollout/prompts_too_long, rollout/prompts_cut)"""
+    """prompts above max_input_tokens: skip them, or cut the contents of their longest messages to fit, in the middle or on the
+    left (metrics: rollout/prompts_too_long, rollout/prompts_cut)"""
     max_response_tokens: Tokens | None = None
-    """of this agent's completions; default and at most: rollout.max_response_tokens"""
+    """maximum completion length of this agent; default and upper bound: rollout.max_response_tokens"""
     stop: list[Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]] = Field(default_factory=list, max_length=4)
-    """texts that end a completion, as part of it (`</search>`), beside the chat template's end of a turn, eos_token and those of
-    generation_config.json; engines of ours"""
+    """stop strings, kept in the completion (`</search>`), in addition to the end-of-turn tokens of the chat template, tokenizer
+    and generation_config.json; vllm and local engines only"""
     tools: list[str] = Field(default_factory=list)
-    """names under `tools` that the agent calls by its chat template (docs/tools.md)"""
+    """names under `tools` that the agent can call through its chat template (docs/tools.md)"""
     max_tool_turns: Count = 8
-    """turns of a completion that call tools; a call in a later one is not made, and its turn is the last"""
+    """maximum turns of a completion that call tools; later calls are not executed and end the completion"""
     max_tool_tokens: Tokens = 2048
-    """tokens of what the tools give in a turn; the longest are cut to fit"""
+    """maximum tokens of tool outputs per turn; the longest outputs are cut to fit"""
     template_options: dict[str, bool | str] = Field(default_factory=dict)
-    """of the chat template for this agent (Qwen3: enable_thinking)"""
+    """chat template options of this agent (Qwen3: enable_thinking)"""
     loss_weight: float = Field(1.0, ge=0)
-    """factor on this agent's advantages, but not on a teacher's part or a KL penalty (loss.kl_in); 0: without the reward"""
+    """factor on this agent's advantages, except a teacher's term or a KL penalty (loss.kl_in); 0: no training on rewards"""
     teacher: TeacherConfig | None = None
-    """distils a frozen policy into this agent on the agent's own samples, at the agent's temperature (docs/teachers.md)"""
-    clip_low: Share | None = Field(None, description="of this agent's tokens; default: loss.clip_low")
-    clip_high: float | None = Field(None, ge=0, description="of this agent's tokens; default: loss.clip_high")
+    """frozen policy distilled into this agent on its own samples, at its temperature (docs/teachers.md)"""
+    clip_low: Share | None = Field(None, description="clip range for this agent's tokens; default: loss.clip_low")
+    clip_high: float | None = Field(
+        None, ge=0, description="clip range for this agent's tokens; default: loss.clip_high"
+    )
     format_penalty: float = Field(0.0, ge=0, le=MOST)
-    """taken off the reward of a completion without a readable answer or verdict (Dr. MAS)"""
+    """subtracted from the reward of a completion without a readable answer or verdict (Dr. MAS)"""
     overlong: OverlongConfig | None = None
-    """taken off the reward of a completion that is nearly or fully as long as it may be (docs/credit.md); null: nothing"""
+    """penalty on completions near or at their maximum length (docs/credit.md); null: none"""
     pick: Literal["adaptive", "balanced", "paired", "random"] = "adaptive"
-    """which of the predecessor's outputs this agent is asked about"""
+    """how to choose the predecessor's outputs that this agent works on"""
     pick_unparsable: bool = False
-    """picks among outputs without a readable answer too; a Corrector's among reports without a verdict, where the Verifier's
+    """also pick outputs without a readable answer; for a Corrector, also reports without a verdict if the Verifier's
     missing_verdict is wrong"""
     parser: Literal["strict", "compat", "boxed", "final_answer"] = "strict"
-    """strict: as the prompt set says. Of answers: boxed, final_answer (docs/prompts.md); of verdicts: compat, as the code
-    published with a paper reads them, where the prompt asks for what that looks for (docs/evaluate.md)"""
+    """strict: as the prompt set specifies. Answers: boxed, final_answer (docs/prompts.md). Verdicts: compat, as a paper's
+    published code parses them, if the prompt asks for that form (docs/evaluate.md)"""
     missing_verdict: Literal["wrong", "correct"] = "wrong"
-    """how the loop goes on without a verdict; the reward is 0 either way"""
+    """verdict that the loop assumes if none is readable; the reward is 0 either way"""
 
 
 Sampler = Literal["engine", "marsrl"]
-"""The sampler of an engine's tokens: its own, or ours."""
+"""Sampler of an engine: vLLM's, or marsrl's."""
 
 
 class VllmOptions(Settings):
-    """Passed on to vLLM."""
+    """Options passed to vLLM."""
 
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(None, description="default: the policy's dtype")
     max_num_seqs: Count = Field(256, description="requests decoded at once by one engine")
     kv_cache_mib: Size | None = None
-    """KV cache of each of an engine's GPUs, MiB; default: vLLM decides (GPU), 256 (CPU)"""
+    """KV cache on each GPU of an engine, MiB; default: vLLM decides (GPU), 256 (CPU)"""
     gpu_memory_utilization: PositiveShare = Field(0.9, description="share of the GPU's memory vLLM may take")
     tensor_parallel: Ranks = 1
-    """GPUs of one engine, all on one host; every matrix is cut over them (on a CPU: processes)"""
+    """GPUs of one engine, all on one host, that split every matrix (on a CPU: processes)"""
     expert_parallel: bool = False
-    """each expert whole on one of tensor_parallel's GPUs, in place of a share of it on all"""
+    """put whole experts on single GPUs of an engine, instead of splitting each expert over all"""
     sampler: Sampler | Literal["auto"] = "auto"
-    """who draws tokens. engine: vLLM's own sampler with a seed a request (on GPUs in its Model Runner V2, with async
-    scheduling); marsrl: ours, whose draws repeat bitwise whatever else is in the batch (in the older Model Runner V1). auto:
-    engine on GPUs, marsrl on CPUs"""
+    """engine: vLLM's sampler, one seed per request (on GPUs: Model Runner V2, async scheduling). marsrl: our sampler, whose
+    draws repeat bitwise in any batch (on GPUs: Model Runner V1). auto: engine on GPUs, marsrl on CPUs"""
     draft_tokens: int = Field(0, ge=0, le=32)
-    """GPUs: tokens that vLLM guesses at once, those that followed when the last five came before (n-gram); the policy accepts
-    or rejects them so that draws stay its own; 0: none (docs/weight_sync.md)"""
+    """GPUs: tokens proposed at once by n-gram lookup of the last five tokens; the policy accepts or rejects them, which keeps
+    its distribution; 0: off (docs/weight_sync.md)"""
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"
-    """of the KV cache; auto: the engine's dtype. fp8 holds twice the tokens, and log-probs differ from the trainer's by more:
-    set loss.correction and watch train_rollout/"""
+    """dtype of the KV cache; auto: the engine's dtype. fp8 stores twice the tokens, but log-probs differ more from the
+    trainer's: set loss.correction and watch train_rollout/"""
     quantization: Literal["fp8"] | None = None
-    """of the layers' matrices, rounded by vLLM as it loads them, in blocks of 128 x 128: half the memory and traffic. A
-    trained policy's want loss.correction and sync.backend=shm: docs/weight_sync.md"""
+    """vLLM rounds the layers' matrices at loading, in blocks of 128 x 128: half the memory and traffic. For a trained policy
+    set loss.correction and sync.backend=shm (docs/weight_sync.md)"""
     extra: dict[str, Any] = Field(default_factory=dict)
-    """any other field of vLLM's EngineArgs ({max_num_batched_tokens: 16384}), as it is spelled there"""
+    """other EngineArgs of vLLM, with vLLM's names ({max_num_batched_tokens: 16384})"""
 
     def sampler_on(self, device: str) -> Sampler:
-        """`sampler` of an engine on "cpu" or "cuda"."""
+        """Return the sampler of an engine on "cpu" or "cuda"."""
         if self.sampler == "auto":
             return "engine" if device == "cuda" else "marsrl"
         return self.sampler
@@ -250,89 +268,89 @@ class VllmOptions(Settings):
     def _experts_have_where_to_go(self) -> VllmOptions:
         if self.expert_parallel and self.tensor_parallel == 1:
             raise ValueError(
-                "rollout.vllm.expert_parallel spreads experts over the GPUs of an engine, and rollout.vllm.tensor_parallel is 1: "
+                "rollout.vllm.expert_parallel=true needs several GPUs per engine, but rollout.vllm.tensor_parallel is 1; "
                 "raise it, or set expert_parallel=false"
             )
         return self
 
 
 class LocalOptions(Settings):
-    """Our own engine (rollout.engine=local), which computes in the policy's dtype."""
+    """Built-in engine (rollout.engine=local); computes in the policy's dtype."""
 
     max_num_seqs: Count = Field(256, description="requests decoded at once by one engine")
 
 
 class OpenAIOptions(Settings):
-    """A server that speaks OpenAI's protocol (vLLM, SGLang, llama.cpp, hosted ones)."""
+    """Server with an OpenAI-compatible API (vLLM, SGLang, llama.cpp, hosted ones)."""
 
-    base_url: HttpUrl = Field(description="http(s)://host[:port]/v1; requests go to base_url/completions; see `api`")
+    base_url: HttpUrl = Field(description="http(s)://host[:port]/v1; requests go to base_url/completions; or see `api`")
     model: str = Field(description="the model's name on that server")
     api_key_env: VariableName | None = None
-    """environment variable that holds the key; never the key itself"""
+    """environment variable that holds the key, never the key itself"""
     api: Literal["completions", "chat"] = "completions"
-    """completions: the prompt is rendered here, with the chat template of policies.<name>.model; chat: messages go to
-    base_url/chat/completions, for servers that have nothing else, and the policy has no `model` (docs/frozen_policies.md)"""
+    """completions: prompts are rendered by marsrl with the chat template of policies.<name>.model. chat: messages go to
+    base_url/chat/completions, for servers with nothing else; omit policies.<name>.model (docs/frozen_policies.md)"""
     extra_body: dict[str, Any] = Field(default_factory=dict)
-    """more fields of each request (chat_template_kwargs: {enable_thinking: false}), which replace ours of the same name; null
-    leaves one out"""
+    """additional request fields (chat_template_kwargs: {enable_thinking: false}); they override ours, and null removes one"""
     prompt: Literal["text", "tokens"] = "text"
-    """text: for any server, without the first token (BOS) that its tokenizer adds; tokens: ids, and the ends of a turn as
-    stop_token_ids, for a server that has the tokenizer of policies.<name>.model (docs/frozen_policies.md)"""
-    concurrency: Ranks = Field(32, description="requests under way at once")
-    timeout_s: Seconds = Field(600.0, description="one attempt at one request, from connection to last byte")
-    retries: CountOr0 = Field(5, description="further attempts after 429, 5xx, or a failed connection")
-    backoff_s: SecondsOr0 = Field(1.0, description="wait before the first retry; doubles, up to 60 s")
-    max_response_kib: Size = Field(4096, description="a larger answer is refused, KiB")
+    """text: works with any server; omits the BOS token that the server's tokenizer adds. tokens: sends token ids, and
+    end-of-turn ids as stop_token_ids; the server must use the tokenizer of policies.<name>.model (docs/frozen_policies.md)"""
+    concurrency: Ranks = Field(32, description="maximum concurrent requests")
+    timeout_s: Seconds = Field(600.0, description="limit of one attempt, from connection to last byte")
+    retries: CountOr0 = Field(5, description="retries after 429, 5xx, or a failed connection")
+    backoff_s: SecondsOr0 = Field(1.0, description="delay before the first retry; doubles, up to 60 s")
+    max_response_kib: Size = Field(4096, description="maximum response size, KiB")
 
 
 class RolloutConfig(Settings):
-    """Playing problems: engines, stages and limits."""
+    """Engines, stages and limits of rollouts."""
 
-    engine: Literal["vllm", "local"] = Field("vllm", description="what decodes tokens")
+    engine: Literal["vllm", "local"] = Field("vllm", description="engine that decodes tokens")
     placement: Literal["local", "disaggregated", "colocated"] = "disaggregated"
-    """local: in the trainer's process, no Ray; disaggregated: Ray actors on GPUs of their own; colocated: Ray actors on the
-    trainer's GPUs, asleep while it trains (docs/clusters.md)"""
+    """local: in the trainer's process, without Ray. disaggregated: Ray actors on separate GPUs. colocated: Ray actors on the
+    trainer's GPUs, asleep during training (docs/clusters.md)"""
     engines: Ranks = Field(1, description="engine replicas of every policy (docs/clusters.md)")
     rebalance: bool = False
-    """between stages, move an engine from the policy whose engines had least to decode to the one whose had more than twice
-    that, where it has room there: docs/clusters.md"""
-    threads: Ranks | None = Field(None, description="CPU threads of one engine; default: all cores shared evenly")
+    """between stages, move an engine from the least loaded policy to the most loaded one, if that one decoded over twice as
+    much and has room (docs/clusters.md)"""
+    threads: Ranks | None = Field(None, description="CPU threads of one engine; default: an even share of all cores")
     ray_address: str | None = None
-    """Ray cluster to join, host:port; here or here:port (6379): start one that other hosts join by `marsrl join`; default:
-    start one for this machine alone (docs/clusters.md)"""
-    ray_timeout_s: Seconds = Field(30.0, description="give up on an unreachable cluster after this long")
+    """Ray cluster to join, host:port. here or here:port (default 6379): start one that other hosts join with `marsrl join`.
+    Default: start one for this machine only (docs/clusters.md)"""
+    ray_timeout_s: Seconds = Field(30.0, description="timeout for reaching the cluster")
     join_s: Seconds = 600.0
-    """how long to wait for hosts that have room for the engines: with ray_address=here as the run starts, and when a policy's
-    only engine is lost with its host (docs/clusters.md)"""
+    """how long to wait for hosts with room for the engines: at startup with ray_address=here, and when a policy's only engine
+    is lost with its host (docs/clusters.md)"""
     object_store_mib: int = Field(256, ge=80, le=MOST_MIB, description="object store of a cluster started here, MiB")
-    prompts_per_step: Count = Field(8, description="new problems a stage; with stage_size=total at most")
+    prompts_per_step: Count = Field(8, description="new problems per stage; with stage_size=total, at most")
     stage_size: Literal["new", "total"] = "new"
-    """new: every stage plays prompts_per_step new problems; total: carried-over samples, of any agent, take the places of new
-    ones, so that a stage has about prompts_per_step x group_size of both"""
-    group_size: Count = Field(8, description="G: samples of one agent on one input")
-    picks: Count = Field(2, description="outputs handed to the next agent, for one rollout instance and agent")
-    max_response_tokens: Tokens = Field(1024, description="global maximum length of a completion")
-    segments: Count = Field(1, description="stages a completion may take; 1 = whole completions")
-    segment_length: Tokens | None = Field(None, description="tokens a stage; default max_response_tokens / segments")
+    """new: every stage plays prompts_per_step new problems. total: carried-over samples, of any agent, replace new ones, so
+    that a stage has about prompts_per_step x group_size samples in all"""
+    group_size: Count = Field(8, description="G: samples per agent and input")
+    picks: Count = Field(2, description="outputs passed to the next agent, per rollout instance and agent")
+    max_response_tokens: Tokens = Field(1024, description="maximum length of any completion")
+    segments: Count = Field(1, description="maximum stages per completion; 1: whole completions")
+    segment_length: Tokens | None = Field(None, description="tokens per stage; default: max_response_tokens / segments")
     pipeline: Literal["agentic", "trajectory"] = "agentic"
-    """train on finished groups, or on whole trajectories"""
+    """agentic: train on finished groups. trajectory: train on whole trajectories"""
     overlap: CountOr0 = 0
-    """stages that decoding may be ahead of training; 0: stage and step in turn, repeats bitwise"""
+    """stages that decoding may run ahead of training; 0: alternate stage and step, which repeats bitwise"""
     group_completion: Literal["wait", "drop_stragglers"] = "wait"
-    """what a group does about unfinished samples"""
-    max_group_age: CountOr0 = Field(4, description="versions after which drop_stragglers closes a group")
-    max_unfinished: Tokens = Field(4096, description="no new problems while more samples than this are carried over")
+    """how groups treat unfinished samples"""
+    max_group_age: CountOr0 = Field(4, description="policy versions after which drop_stragglers closes a group")
+    max_unfinished: Tokens = Field(
+        4096, description="start no new problems while more samples than this are carried over"
+    )
     deadline_s: Seconds = 1800.0
-    """an engine that has a stage (with overlap: a request) for longer counts as lost; its start may take ten times as long"""
+    """an engine with a stage (with overlap: a request) running longer counts as lost; startup may take ten times as long"""
     max_engine_restarts: CountOr0 = 16
-    """engines of a policy that are lost (died, silent for deadline_s) and replaced in a run; then it stops"""
+    """lost engines (died, or silent for deadline_s) that are replaced per policy and run; one more ends the run"""
     max_turns: Count = 256
-    """calls of agents in one episode, and how often a sample goes on; a team that wants more has failed in it"""
+    """maximum agent calls in one episode, and continuations of one sample; beyond it, the episode or sample fails"""
     max_error_share: PositiveShare = 0.5
-    """of a step's samples and episodes that ended in an error (an engine gave up, a team's own code raised); with more the
-    run stops"""
+    """maximum share of a step's samples and episodes that end in an error (engine or team code); beyond it the run stops"""
     max_request_attempts: Count = 3
-    """engines that may be lost with a request before its sample ends as an error"""
+    """engines that may be lost while serving a request before its sample ends as an error"""
     vllm: VllmOptions = VllmOptions()
     local: LocalOptions = LocalOptions()
 
@@ -346,7 +364,7 @@ class RolloutConfig(Settings):
     def _has_a_port_if_any(cls, value: str | None) -> str | None:
         port = value.partition(":")[2] if value is not None and is_started_here(value) else ""
         if port and not (port.isdigit() and 0 < int(port) < 1 << 16):
-            raise ValueError(f"ray_address is {value!r}; expected here or here:port, 1 to 65535")
+            raise ValueError(f"ray_address is {value!r}; expected here or here:PORT, with a port from 1 to 65535")
         return value
 
     @model_validator(mode="after")
@@ -363,50 +381,52 @@ class RolloutConfig(Settings):
             )
         if self.stage_size == "total" and self.pipeline == "trajectory":
             raise ValueError(
-                "rollout.stage_size=total makes room for samples that are carried over from one step to the next, and "
-                "rollout.pipeline=trajectory carries none: set stage_size=new, or pipeline=agentic"
+                "rollout.stage_size=total counts samples carried over between steps, but "
+                "rollout.pipeline=trajectory carries none over; set stage_size=new, or pipeline=agentic"
             )
         if self.rebalance and self.placement != "disaggregated":
             raise ValueError(
-                f"rollout.rebalance moves engines between GPUs of their own, and rollout.placement is {self.placement}: set it "
-                "to false, or placement=disaggregated"
+                f"rollout.rebalance moves engines between their own GPUs, but rollout.placement is {self.placement}; set "
+                "rebalance=false, "
+                "or placement=disaggregated"
             )
         if self.placement == "colocated" and self.overlap:
             raise ValueError(
-                f"rollout.placement=colocated puts engines to sleep while the trainer trains, and rollout.overlap is "
-                f"{self.overlap}: set it to 0, or give engines GPUs of their own (disaggregated)"
+                f"rollout.placement=colocated puts engines to sleep during training, but rollout.overlap is "
+                f"{self.overlap}; set overlap=0, or placement=disaggregated"
             )
         return self
 
     @property
     def tokens_per_stage(self) -> int:
-        """Decoding budget of one sample in one stage."""
+        """Decoding budget of one sample in one stage, in tokens."""
         return self.segment_length or -(-self.max_response_tokens // self.segments)
 
 
 class EvaluateConfig(Settings):
-    """The inference loop: Solver, then Verifier and Corrector in turn until a stop rule holds (MarsRL; docs/evaluate.md)."""
+    """Inference loop: Solver, then alternately Verifier and Corrector until a stop rule holds (MarsRL; docs/evaluate.md)."""
 
     num_problems: Count | None = None
-    """held-out problems at most, of each set of data.eval; default: all of a set, 64 where a task makes them or they are
-    taken out of data.train"""
-    repeat: Count = Field(1, description="avg@n: draws of every problem")
+    """maximum held-out problems of each set in data.eval; default: all of a set, but 64 if a task generates them or they are
+    split off data.train"""
+    repeat: Count = Field(1, description="n of avg@n: samples per problem")
     accept_after: Count = Field(4, description="consecutive 'correct' verdicts that accept a candidate")
     max_iterations: Count | None = None
-    """Verifier calls before giving up; default: 10, with compat=marsrl the script's 11"""
+    """maximum Verifier calls; default: 10, or the script's 11 with compat=marsrl"""
     compat: Literal["marsrl"] | None = None
-    """marsrl: as the script published with arXiv:2511.11373 plays and counts (docs/evaluate.md), to compare with its
-    figures"""
+    """marsrl: play and count as the script published with arXiv:2511.11373, for comparison with its figures
+    (docs/evaluate.md)"""
     temperature: Temperature = 0.6
-    """sampling temperature in evaluations, above 0, of all agents; agents.<name>.temperature is training's; greedy: top_k=1"""
+    """sampling temperature of all agents in evaluations, above 0 (agents.<name>.temperature is for training); greedy:
+    top_k=1"""
     top_p: PositiveShare = 0.95
-    """likeliest tokens of this probability together are drawn from; 1: all"""
+    """sample from the likeliest tokens with this total probability; 1: all"""
     top_k: int = Field(-1, ge=-1, le=MOST_TOKENS)
-    """tokens that are drawn from at most, the likeliest; -1: no bound"""
+    """sample from at most this many of the likeliest tokens; -1: all"""
     fixed_inputs: Count = 160
-    """fixed inputs of a Verifier at most, half of them right; of a Corrector at most so many wrong and so many right ones"""
+    """maximum fixed inputs of a Verifier, half of them right; for a Corrector, maximum wrong ones and maximum right ones"""
 
     @property
     def most_verdicts(self) -> int:
-        """Upper bound of Verifier calls in an episode. The script verifies once, then up to ten times more."""
+        """Maximum Verifier calls in an episode. The script verifies once, then up to ten times more."""
         return self.max_iterations or (11 if self.compat == "marsrl" else 10)

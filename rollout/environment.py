@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def environment(**values: str) -> Iterator[None]:
-    """Set these environment variables for this process while the body runs."""
+    """Set these environment variables for this process inside the block."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

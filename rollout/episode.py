@@ -1,8 +1,8 @@
-"""An episode: one team's work on one problem, as the asks and answers so far.
+"""Record of one team's work on one problem: the asks and answers so far.
 
-It has no other state: the next asks and tool calls are a function of it alone (Orchestration.follow). So an episode resumes
-after kill -9, and in a replay, from the answers that are saved anyway; their order cannot matter; and a team can be tested
-with a table of answers.
+There is no other state: the next asks and tool calls depend on the episode alone (Orchestration.follow). So an episode resumes
+after kill -9, and in a replay, from its saved answers, in whatever order they arrive; and a table of answers suffices to test
+a team.
 """
 
 from __future__ import annotations
@@ -17,22 +17,21 @@ from marsrl.rollout.seed import derive_seed
 from marsrl.rollout.types import Ask, Finish, Problem, Sample, ToolCall, ToolOutput
 
 Purpose = Literal["train", "evaluate", "collect"]
-"""train; evaluate: one sample an ask, up to the answer that counts; collect: as train, to collect fixed inputs for
-evaluations."""
+"""train; evaluate: one sample per ask, up to the final answer; collect: as train, to collect fixed inputs for evaluations."""
 
 
 @dataclass(slots=True)
 class Episode:
-    """See the module.
+    """One team's work on one problem.
 
         solver = episode.ask("solver", num_samples=8)           # episode.id is "000017"
-        solver.id in episode.answers                            # 8 samples, "000017/solver:0" and on
+        solver.id in episode.answers                            # 8 samples, from "000017/solver:0"
 
-    id: of the episode, `000017`, or `000017.3` where a rollout instance has several; rollout_id: of the instance.
-    seed: of the run. asks: by id, in order. answers: the samples of each finished ask, by index, without their tokens;
-    () if its prompt was too long or none finished. calls: of tools, by id; outputs: of the finished calls.
-    waiting: unfinished samples, by uid, that paused for an answer or an output. error: why the episode ended, if the
-    team's own code failed.
+    id: "000017", or "000017.3" if a rollout instance has several episodes. rollout_id: id of the instance.
+    seed: the run's. asks: by id, in order. answers: the samples of each finished ask, by index, without their tokens;
+    () if the ask's prompt was too long or no sample finished. calls: tool calls by id; outputs: of the finished calls.
+    waiting: unfinished samples, by uid, that paused for an answer or an output. error: why the episode failed, if the
+    team's code raised.
     """
 
     id: str
@@ -52,12 +51,12 @@ class Episode:
     def ask(
         self, agent: str, *inputs: Sample, num_samples: int = 1, turn: int = 0, index: int = 0, group: str | None = None
     ) -> Ask:
-        """An ask of an agent, whose prompt shows these samples.
+        """Create an ask of an agent whose prompt shows these samples.
 
         Args:
             turn: distinguishes asks of one agent with the same last input.
             index: distinguishes asks of one turn with different prompts.
-            group: name, within the rollout instance, of the group that the samples are compared in. Default: the ask's own
+            group: name of the group in which samples are compared, unique in the rollout instance. Default: the ask's own
                 samples if the instance is this one episode, else all samples of this agent in the instance's episodes.
         """
         if not (isinstance(turn, int) and isinstance(index, int)):
@@ -73,32 +72,32 @@ class Episode:
         return Ask(name, agent, tuple(sample.uid for sample in inputs), num_samples, of)
 
     def call(self, tool: str, by: Sample, index: int = 0, /, **arguments: object) -> ToolCall:
-        """A tool call on behalf of this sample, which has ended or is waiting.
+        """Create a tool call on behalf of this sample, which has ended or is waiting.
 
         Args:
             index: distinguishes calls of one tool that a sample waits for at the same time.
-            arguments: plain JSON values, as the tool reads them.
+            arguments: plain JSON values.
         """
         return ToolCall(f"{by.uid}/{by.turn}/{tool}#{index}", tool, json.dumps(arguments, sort_keys=True))
 
     def output(self, call: ToolCall) -> ToolOutput | None:
-        """The tool's output; None until it has come."""
+        """Return the tool's output, or None while the call is open."""
         return self.outputs.get(call.id)
 
     def is_over(self, ask: Ask) -> bool:
-        """True once every sample of the ask has finished or been given up."""
+        """Return True once every sample of the ask has finished or been abandoned."""
         return ask.id in self.answers
 
     def samples(self, ask: Ask) -> tuple[Sample, ...]:
-        """Its samples, once it is over; () before."""
+        """Return the ask's samples once it is over, else ()."""
         return self.answers.get(ask.id, ())
 
     def said(self, ask: Ask) -> Sample | None:
-        """The ask's first sample. None if it has none yet, or never will: nothing can follow from it."""
+        """Return the ask's first sample, or None if there is none (yet)."""
         return next((sample for sample in self.samples(ask) if sample.finish is not Finish.ERROR), None)
 
     def sample(self, uid: str) -> Sample:
-        """The sample with this uid, which has ended or is waiting; KeyError if the episode has none."""
+        """Return the sample with this uid, ended or waiting; KeyError if the episode has none."""
         if uid in self.waiting:
             return self.waiting[uid]
         ask_id, _, index = uid.rpartition(":")
@@ -108,17 +107,17 @@ class Episode:
         raise KeyError(f"episode {self.id} has no sample {uid} (index {index} of {ask_id})")
 
     def inputs(self, ask: Ask) -> tuple[Sample, ...]:
-        """The samples that the ask shows."""
+        """Return the samples that the ask shows."""
         return tuple(self.sample(uid) for uid in ask.inputs)
 
     def rng(self, *name: object) -> random.Random:
-        """A random generator seeded by this name: the same at every call, different in every rollout instance."""
+        """Return a random generator seeded by this name: the same at every call, different in every rollout instance."""
         return random.Random(derive_seed(self.seed, *name[:1], self.rollout_id, *name[1:]))
 
     # Used by the player.
 
     def enter(self, asked: Iterable[Ask | ToolCall]) -> tuple[list[Ask], list[ToolCall]]:
-        """Add the new ones and return them; ValueError if one with a known id differs from the earlier one."""
+        """Add new asks and calls and return them; ValueError if one differs from an earlier one with the same id."""
         asks, calls = [], []
         for each in asked:
             known: Ask | ToolCall | None = self.asks.get(each.id) or self.calls.get(each.id)
@@ -129,7 +128,9 @@ class Episode:
                 self.calls[each.id] = each
                 calls.append(each)
             elif known != each:
-                raise ValueError(f"{each.id} was {known}, and is {each} now: `follow` may depend on the answers alone")
+                raise ValueError(
+                    f"{each.id} was {known} and is now {each}; `follow` must depend on the episode's answers alone"
+                )
         return asks, calls
 
     def close(self, ask: Ask, samples: Sequence[Sample]) -> None:
@@ -144,16 +145,16 @@ class Episode:
 
     @property
     def open_calls(self) -> list[ToolCall]:
-        """Calls of tools that have no output yet."""
+        """Return tool calls without an output."""
         return [call for call in self.calls.values() if call.id not in self.outputs]
 
     @property
     def is_at_its_end(self) -> bool:
-        """True if no ask and no call is open."""
+        """Return True if no ask and no call is open."""
         return len(self.asks) == len(self.answers) and len(self.calls) == len(self.outputs)
 
     def before(self, ask: Ask) -> Episode:
-        """A copy from before the ask was answered, without its samples and all that followed from them."""
+        """Return a copy without this ask's samples and everything that followed from them."""
         copy = self.copy()
         for each in (copy.asks, copy.answers, copy.calls, copy.outputs):
             for name in [name for name in each if name == ask.id or name.startswith(f"{ask.id}:")]:
@@ -162,7 +163,7 @@ class Episode:
         return copy
 
     def copy(self) -> Episode:
-        """A copy that is unaffected by later changes of the original; its elements are immutable."""
+        """Return a copy that later changes of the original do not affect; its elements are immutable."""
         return replace(
             self,
             asks=dict(self.asks),

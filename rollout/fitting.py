@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 
 def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]:
-    """Pack sizes into bins: the indices in each, largest first, ties in input order. O(n log n) for n sizes.
+    """Pack sizes into bins and return the indices in each, largest first, ties in input order. O(n log n) for n sizes.
 
-    The largest remaining size goes into the first bin with room for it: at most 11/9 of the optimum plus 6/9 bins (Dosa, 2007).
-    No size may be larger than the capacity.
+    Puts the largest remaining size into the first bin with room: at most 11/9 of the optimum plus 6/9 bins (Dosa, 2007).
+    No size may exceed the capacity.
     """
     num_leaves = 1 << max(0, len(sizes) - 1).bit_length()
-    # a tree: each node has the largest room of the bins below it, unopened ones too
+    # A tree: each node has the largest room of the bins below it, including unopened ones.
     room = [capacity] * (2 * num_leaves)
     bins: list[list[int]] = []
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
@@ -34,7 +34,7 @@ def first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]
 
 
 def even_shares(lengths: Sequence[int], room: int) -> list[int]:
-    """The part of each length that is kept, `room` in total: the longest are cut first, to a common length."""
+    """Return the part of each length that is kept, `room` in total: the longest are cut first, to a common length."""
     kept = [0] * len(lengths)
     for place, index in enumerate(sorted(range(len(lengths)), key=lambda index: lengths[index])):
         kept[index] = min(lengths[index], room // (len(lengths) - place))

@@ -17,17 +17,17 @@ from weakref import WeakSet
 import httpx
 
 _LONGEST_WAIT_S = 60.0
-_MOST_SHOWN = 200  # characters of a server's words in a message
+_MOST_SHOWN = 200  # characters of a server's text in a message
 
 Answer = TypeVar("Answer")
 
 
 class Refused(Exception):
-    """The server's answer is unusable, and retrying would not help or has not helped."""
+    """The server's response is unusable, and retries cannot help or have failed."""
 
 
 class _Again(Exception):
-    """A transient failure of one attempt. wait_s: the delay that the server asked for, if any."""
+    """A transient failure of one attempt. wait_s: the delay that the server requested, if any."""
 
     def __init__(self, reason: str, wait_s: float | None = None) -> None:
         super().__init__(reason)
@@ -35,7 +35,7 @@ class _Again(Exception):
 
 
 class HttpLine:
-    """A client of one address whose pending requests can be aborted, which closing an httpx client does not do."""
+    """Client of one address whose pending requests can be aborted; closing an httpx client does not abort them."""
 
     def __init__(
         self,
@@ -51,14 +51,14 @@ class HttpLine:
         secret: Mapping[str, str] | None = None,
         timeout_key: str = "timeout_s",
     ) -> None:
-        """Nothing is sent yet.
+        """Create the client; sends nothing.
 
         Args:
-            section, timeout_key: of the settings, for messages; the section ends with a dot.
-            timeout_s: bounds one attempt, from connection to last byte.
+            section, timeout_key: settings named in messages; the section ends with a dot.
+            timeout_s: limit of one attempt, from connection to last byte.
             retries: further attempts after 408, 409, 429, 5xx, or a failed connection.
             backoff_s: delay before the first retry; it doubles, up to 60 s.
-            secret: query parameters that `get` adds to every address; never logged, and removed from the server's text if it
+            secret: query parameters that `get` adds to every address. Never logged, and removed from the server's text if it
                 repeats them.
         """
         self._url, self._section, self._timeout_key = url, section, timeout_key
@@ -68,10 +68,10 @@ class HttpLine:
         self._hidden = {
             form for value in (secret or {}).values() for form in (value, quote(value, ""), quote_plus(value))
         }
-        self._jitter = random.Random()  # requests refused together do not retry together
+        self._jitter = random.Random()  # spreads the retries of requests that were rejected together
         self._is_cut = threading.Event()
         self._streams: WeakSet[Any] = WeakSet()
-        # redirects are not followed: a key goes to the host in the config and to no other; identity: a small answer stays small
+        # No redirects: the key must only reach the configured host. identity: limits apply to uncompressed bytes.
         self._client = httpx.Client(
             headers={"Accept": "application/json", "Accept-Encoding": "identity", **(headers or {})},
             timeout=timeout_s,
@@ -79,22 +79,22 @@ class HttpLine:
         )
 
     def post(self, body: bytes, read: Callable[[bytes], Answer]) -> Answer:
-        """POST, and the answer as `read` parses its bytes. Thread-safe.
+        """POST a body, and return what `read` parses from the response. Thread-safe.
 
-        Refused: the answer is unusable (`read` raises it too), all attempts failed, or `cut` was called.
+        Raises Refused: the response is unusable (`read` raises it too), all attempts failed, or `cut` was called.
         """
         headers = {"Content-Type": "application/json"}
         return self._tried(read, method="POST", url=self._url, content=body, headers=headers)
 
     def get(self, query: Mapping[str, str], read: Callable[[bytes], Answer]) -> Answer:
-        """As `post`, by GET with these query parameters."""
+        """GET with these query parameters; otherwise as `post`."""
         url = f"{self._url}?{urlencode(query)}"
-        # what is sent in place of the URL, which httpx logs
+        # Sent instead of the URL, which httpx logs.
         target = f"{urlsplit(url).path}?{urlsplit(url).query}&{self._secret}"
         return self._tried(read, method="GET", url=url, extensions={"target": target.encode()})
 
     def hide(self, text: str) -> str:
-        """The text without the secret."""
+        """Replace the secret in a text."""
         for form in self._hidden:
             text = text.replace(form, "[hidden]")
         return text
@@ -112,21 +112,21 @@ class HttpLine:
         raise Refused(f"given up after {attempt + 1} attempts: {reason}")
 
     def cut(self) -> None:
-        """Make all requests fail at once, pending and later ones; may be called twice."""
+        """Abort pending requests and fail all later ones; may be called twice."""
         self._is_cut.set()
         for stream in list(self._streams):
             _shut(stream)
         self._client.close()
 
     def _trace(self, event: str, info: dict[str, Any]) -> None:
-        """httpx's trace hook: records each new connection."""
+        """Record each new connection (httpx's trace hook)."""
         if event in ("connection.connect_tcp.complete", "connection.start_tls.complete"):
             self._streams.add(info["return_value"])
             if self._is_cut.is_set():
                 _shut(info["return_value"])
 
     def _ask(self, *, extensions: Mapping[str, object] | None = None, **request: Any) -> bytes:
-        """The answer's bytes, at most max_response_kib of them."""
+        """Return the response's body, at most max_response_kib."""
         end = time.monotonic() + self._timeout_s
         late = f"no whole answer within {self._section}{self._timeout_key} = {self._timeout_s:g} s"
         received = bytearray()
@@ -140,7 +140,7 @@ class HttpLine:
                     if time.monotonic() > end:
                         raise _Again(late)
                 status, retry_after = response.status_code, response.headers.get("retry-after")
-        except httpx.TimeoutException as error:  # nothing came for so long
+        except httpx.TimeoutException as error:  # no data for timeout_s
             raise _Again(f"{late} ({type(error).__name__})") from None
         except (httpx.HTTPError, httpx.InvalidURL, RuntimeError) as error:  # RuntimeError: the client was closed
             raise _Again(f"{type(error).__name__}: {error}"[:_MOST_SHOWN]) from None
@@ -155,7 +155,7 @@ class HttpLine:
 
 
 def read_json(answer: bytes) -> object:
-    """The value of a JSON answer; Refused if it is not JSON."""
+    """Parse a JSON response; Refused if it is not JSON."""
     try:
         value: object = json.loads(answer)
     except (ValueError, RecursionError) as error:
@@ -166,19 +166,19 @@ def read_json(answer: bytes) -> object:
 
 
 def excerpt(value: object) -> str:
-    """The beginning of a value, for a message."""
+    """Return the beginning of a value, for a message."""
     return repr(value)[:_MOST_SHOWN]
 
 
 def _shut(stream: Any) -> None:
     connection = stream.get_extra_info("socket")
     if connection is not None:
-        with suppress(OSError):  # it is closed already
+        with suppress(OSError):  # already closed
             connection.shutdown(socket.SHUT_RDWR)
 
 
 def _seconds(retry_after: str | None) -> float | None:
-    """Delay in seconds of a Retry-After header; None if it is a date or unreadable."""
+    """Parse a Retry-After header in seconds; None if it is a date or unreadable."""
     with suppress(ValueError):
         seconds = float(retry_after or "")
         return seconds if 0 < seconds < math.inf else None

@@ -1,4 +1,4 @@
-"""Imports of large libraries without garbage collection, and packages that may be missing."""
+"""Imports of large libraries without garbage collection, and checks for missing packages."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ _YOUNG = 10_000  # objects
 
 @contextmanager
 def imports_for_good() -> Iterator[None]:
-    """Import large libraries in the body, early in a process.
+    """Disable garbage collection while the block imports large libraries; use early in a process.
 
-    torch with megatron-core makes half a million objects, vLLM twice as many. Python's collector traverses all of them several
+    torch with megatron-core makes half a million objects, vLLM twice as many. Python's collector traverses them several
     times during the import, and again in every full collection, such as megatron-core's at every checkpoint. So collection is
-    off in the body, and whatever exists at its end is exempt for good (gc.freeze). Garbage among it is never freed: create
-    nothing else in the body. Afterwards young objects are collected every 10,000 allocations instead of 700: a process that
-    plays allocates thousands a second, which live as long as their samples.
+    off in the block, and all objects that exist at its end are exempt permanently (gc.freeze). Garbage among them is never
+    freed:
+    create nothing else in the block. Afterwards young objects are collected every 10,000 allocations instead of 700, because a
+    process that plays allocates thousands a second, which live as long as their samples.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -32,9 +33,10 @@ def imports_for_good() -> Iterator[None]:
 
 
 def check_installed(setting: str, *packages: str, extra: str = "", otherwise: str = "") -> None:
-    """Raise ValueError if packages that a setting needs are missing. extra: marsrl's, with them; otherwise: what else helps."""
+    """Raise ValueError if a setting's packages are missing. extra: marsrl's extra with them; otherwise: an alternative to
+    suggest."""
     if missing := [package for package in packages if importlib.util.find_spec(package) is None]:
         raise ValueError(
-            f"{setting} needs {' and '.join(missing)}, not installed here: pip install {' '.join(missing)}"
+            f"{setting} needs {' and '.join(missing)}, which this environment lacks; run pip install {' '.join(missing)}"
             f"{f' (marsrl[{extra}])' if extra else ''}{f', or {otherwise}' if otherwise else ''}"
         )

@@ -1,4 +1,4 @@
-"""Rows of an untrusted file of JSON objects: one a line, or all in one array."""
+"""Readers of untrusted files of JSON objects: one per line, or all in one array."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 
 
 class BadLine(ValueError):
-    """An invalid row; the message is the reason alone."""
+    """An invalid row; the message is only the reason."""
 
 
 def read_rows(file: Path) -> Iterator[tuple[int, Mapping[str, object] | BadLine]]:
-    """(number from 1, row or the reason why it is invalid); blank lines are skipped.
+    """Yield (number from 1, row or BadLine); blank lines are skipped.
 
-    number: of the line; in a file that is one array, or one object over several lines, of the object. ValueError: the array is
-    not JSON, so that no row of it is known.
+    number: of the line, or of the object if the file is one array or one multi-line object. ValueError: the array is not JSON,
+    so no row of it can be read.
     """
     if (rows := _of_document(file)) is not None:
         for number, row in enumerate(rows, start=1):
@@ -29,7 +29,7 @@ def read_rows(file: Path) -> Iterator[tuple[int, Mapping[str, object] | BadLine]
 
 
 def _of_document(file: Path) -> list[object] | None:
-    """The rows of a file that is one JSON document; None if its lines are."""
+    """Return the rows of a file that is one JSON document; None if its lines are documents."""
     with file.open("rb") as opened:
         is_array = opened.read(4096).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
     if not is_array and file.suffix != ".json":
@@ -39,11 +39,11 @@ def _of_document(file: Path) -> list[object] | None:
     except UnicodeDecodeError:
         return None
     except json.JSONDecodeError as error:
-        is_line = error.msg == "Extra data" and file.suffix != ".json"  # a bad one, an array
+        is_line = error.msg == "Extra data" and file.suffix != ".json"  # invalid line, or array
         if not is_array or is_line:
             return None
         is_cut = error.pos >= len(error.doc.rstrip())
-        what = "it is cut off" if is_cut else error.msg
+        what = "the file is cut off" if is_cut else error.msg
         raise ValueError(
             f"{file}: the array is not JSON: {what} at line {error.lineno}, column {error.colno}; expected [{{...}}, ...], or "
             "one object a line without brackets"
@@ -63,11 +63,11 @@ def _row(line: bytes) -> Mapping[str, object] | BadLine:
     except json.JSONDecodeError as error:
         if error.msg.startswith("Unterminated string") or error.pos >= len(error.doc.rstrip()):
             return BadLine(
-                f"not JSON: it is cut off at column {len(error.doc.rstrip()) + 1}, in the middle of an object; expected a whole "
+                f"not JSON: cut off at column {len(error.doc.rstrip()) + 1}, in the middle of an object; expected a complete "
                 "object on each line"
             )
         return BadLine(f"not JSON: {error.msg} at column {error.colno}")
-    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, thousands of brackets
+    except (ValueError, RecursionError) as error:  # numbers with thousands of digits, thousands of brackets
         return BadLine(f"not readable as JSON: {error}")
     return _object(row)
 
@@ -77,7 +77,7 @@ def _object(row: object) -> Mapping[str, object] | BadLine:
 
 
 def well_formed(text: str, what: str) -> str:
-    """The text if UTF-8 can encode it: JSON can contain lone surrogates, which no tokenizer accepts."""
+    """Return the text if UTF-8 can encode it. JSON can contain lone surrogates, which tokenizers reject."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,4 +1,4 @@
-"""The shape of a Hugging Face model directory: config.json, checked, in our own terms."""
+"""Shape of a Hugging Face model directory, from its validated config.json."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import Any
 class _Family:
     """Differences between architectures, after transformers' modeling files.
 
-    biases_by: {key of config.json: the fields of ModelShape that it switches}. fixed: {key: the only supported value, also
-    its default}; only vLLM reads some. sliding_window: the key's default; None: the architecture has none.
+    biases_by: {key of config.json: the ModelShape fields that it sets}. fixed: {key: the only supported value, also
+    its default}; some are read by vLLM only. sliding_window: the key's default; None: not in this architecture.
     """
 
     has_qkv_bias: bool = False
@@ -42,12 +42,12 @@ _FAMILIES = {
         sliding_window=4096, fixed={"attention_bias": False, "mlp_bias": False, "llama_4_scaling": None}
     ),
 }
-_FIXED = {"hidden_act": "silu", "use_sliding_window": False, "partial_rotary_factor": 1.0}  # of all
+_FIXED = {"hidden_act": "silu", "use_sliding_window": False, "partial_rotary_factor": 1.0}  # in all families
 
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1's stretched rotary frequencies (rope type llama3), see engines/local/model.py."""
+    """Llama 3.1's scaled rotary frequencies (rope type llama3); see engines/local/model.py."""
 
     factor: float
     low_freq_factor: float
@@ -57,9 +57,9 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Sizes of a Llama, Mistral, Qwen2.5, Qwen3 or Qwen3-MoE model. num_experts 0: dense, ffn_size is its MLP's width.
+    """Sizes of a Llama, Mistral, Qwen2.5, Qwen3 or Qwen3-MoE model. num_experts 0: a dense model with MLP width ffn_size.
 
-    max_positions: of a sequence; at most the sliding window, within which attention is causal attention.
+    max_positions: maximum sequence length; at most the sliding window, within which attention is plain causal attention.
     """
 
     architecture: str
@@ -68,7 +68,7 @@ class ModelShape:
     num_heads: int
     num_kv_heads: int
     head_size: int
-    ffn_size: int  # of one expert where there are experts
+    ffn_size: int  # of one expert in MoE models
     vocab_size: int
     max_positions: int
     rope_theta: float
@@ -79,12 +79,12 @@ class ModelShape:
     num_experts: int = 0
     experts_per_token: int = 0
     normalises_top_k: bool = True  # router weights of the chosen experts sum to 1
-    has_proj_bias: bool = False  # of the attention's output
+    has_proj_bias: bool = False  # bias of the attention's output projection
     has_mlp_bias: bool = False
     rope_scaling: RopeScaling | None = None
 
     def settings(self) -> dict[str, float]:
-        """Settings that change results but no tensor's name or shape, so that checksums cannot detect them."""
+        """Settings that change results but not a tensor's name or shape, so that checksums cannot detect them."""
         router = {"experts_per_token": self.experts_per_token, "normalises_top_k": self.normalises_top_k}
         scaling = asdict(self.rope_scaling) if self.rope_scaling else {}
         return {
@@ -97,7 +97,7 @@ class ModelShape:
 
 
 def read_shape(model_dir: str | Path, *, needs_weights: bool = True) -> ModelShape:
-    """The shape in model_dir/config.json. needs_weights: also check that all weight files exist.
+    """Read model_dir/config.json. needs_weights: also check that all weight files exist.
 
     Raises:
         ValueError: no directory, config.json or weight files, or an unsupported architecture or option; names the file
@@ -107,38 +107,43 @@ def read_shape(model_dir: str | Path, *, needs_weights: bool = True) -> ModelSha
     if not folder.is_dir():
         hub = ""
         if re.fullmatch(r"[\w.-]+/[\w.-]+", str(model_dir)):
-            hub = f" (nothing is downloaded; to get it: hf download {model_dir} --local-dir {folder.name})"
+            hub = f"; to download it: hf download {model_dir} --local-dir {folder.name}"
         raise ValueError(f"model: {folder} is not a directory; expected a Hugging Face checkpoint directory{hub}")
-    if (folder / "adapter_config.json").is_file():  # transformers then loads the adapter, and its base
+    if (folder / "adapter_config.json").is_file():  # transformers would load the adapter and its base
         raise ValueError(
-            f"model: {folder} has an adapter (adapter_config.json), which is not read with a model: give its base as `model` and "
-            "the adapter as adapter.start, or move adapter_config.json out if the weights here are whole"
+            f"model: {folder} contains an adapter (adapter_config.json); expected a whole model: set `model` to the adapter's "
+            "base and "
+            "adapter.start to the adapter, or remove adapter_config.json if the weights here are whole"
         )
     path = folder / "config.json"
     if not path.is_file():
-        raise ValueError(f"model: {folder} has no config.json; found {_listing(folder)}")
+        raise ValueError(
+            f"model: {folder} has no config.json; found {_listing(folder)}; expected a Hugging Face checkpoint directory"
+        )
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"model: {path} is not JSON: {error}") from error
-    shape = _shape(config, path)  # first: for an unsupported model nothing else matters
+        raise ValueError(f"model: {path} is not JSON ({error}); download it again") from error
+    shape = _shape(config, path)  # first: an unsupported model makes other errors irrelevant
     if needs_weights:
         weight_files(folder)
     return shape
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model directory; ValueError: there are none, or files in the index are missing."""
+    """Return the safetensors files of a model directory; ValueError: none, or files in the index are missing."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
             names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         except (ValueError, KeyError) as error:
-            raise ValueError(f"model: {index} is no index of weight files ({error!r}); download it again") from error
+            raise ValueError(
+                f"model: {index} is not an index of weight files ({error!r}); download it again"
+            ) from error
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
             raise ValueError(
-                f"model: {folder} is half there: {index.name} names {len(names)} files, missing: {', '.join(missing)}; "
+                f"model: {folder} is incomplete: {index.name} names {len(names)} files, missing: {', '.join(missing)}; "
                 "download it again"
             )
         return [folder / name for name in names]
@@ -146,7 +151,7 @@ def weight_files(folder: Path) -> list[Path]:
     if not single.is_file():
         raise ValueError(
             f"model: {folder} has neither model.safetensors nor {index.name}; found {_listing(folder)}. Weights in "
-            "pickle files (pytorch_model.bin) are not read: convert them to safetensors"
+            "pickle files (pytorch_model.bin) are not supported: convert them to safetensors"
         )
     return [single]
 
@@ -203,7 +208,7 @@ def _shape(config: dict[str, Any], path: Path) -> ModelShape:
 
 
 def _rope_scaling(rope: Mapping[str, Any], path: Path) -> RopeScaling | None:
-    """Rope scaling; None for unscaled frequencies."""
+    """Read rope scaling; None for unscaled frequencies."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     _only(path, "rope type", kind, ("default", "llama3"))
     if kind == "default":
@@ -213,7 +218,7 @@ def _rope_scaling(rope: Mapping[str, Any], path: Path) -> RopeScaling | None:
     if not all(isinstance(value, int | float) for value in values) or values[1] >= values[2]:
         found = ", ".join(f"{key} {value}" for key, value in zip(keys, values, strict=True))
         raise ValueError(
-            f"model: {path}: rope type llama3 wants four numbers, its low_freq_factor below its high_freq_factor; found {found}"
+            f"model: {path}: rope type llama3 has {found}; expected four numbers, with low_freq_factor below high_freq_factor"
         )
     return RopeScaling(*map(float, values))
 

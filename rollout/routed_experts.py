@@ -1,10 +1,10 @@
-"""The experts that a forward pass chose for each token, as they travel with a sample (router replay, R3).
+"""Experts that a forward pass chose for each token; stored with a sample (router replay, R3).
 
-    [tokens, MoE layers, top_k], one byte an expert (two where a model has more than 255)
+    [tokens, MoE layers, top_k], one byte per expert (two if a model has more than 255)
 
 A token takes layers x top_k bytes: 384 for Qwen3-30B-A3B, so 24 MiB for a completion of 65536 tokens; each data rank gets only
-its own samples' records (trainer/data/scatter.py). A token that was never fed to the model, such as the last of a completion,
-has no record.
+its own samples' records (trainer/data/scatter.py). Tokens that were never fed to the model, such as a completion's last,
+have no record.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ ExpertArray = npt.NDArray[np.uint8 | np.int16]
 
 
 def expert_dtype(num_experts: int) -> np.dtype[np.uint8] | np.dtype[np.int16]:
-    """The smallest type that holds every expert and NOT_RECORDED."""
+    """Return the smallest type that holds every expert and NOT_RECORDED."""
     return np.dtype(np.uint8) if num_experts <= np.iinfo(np.uint8).max else np.dtype(np.int16)
 
 
 def not_recorded(dtype: npt.DTypeLike) -> int:
-    """The placeholder for a missing record: the type's largest value, which is no expert's number."""
+    """Return the placeholder for a missing record: the type's largest value, which is never an expert's number."""
     return int(np.iinfo(np.dtype(dtype)).max)

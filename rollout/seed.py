@@ -1,4 +1,4 @@
-"""Seeds by name."""
+"""Seeds derived from names."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ import hashlib
 
 
 def derive_seed(run_seed: int, *path: object) -> int:
-    """A 63-bit seed for one purpose, derived from the run's seed and names alone: no shared generator is advanced."""
+    """Derive a 63-bit seed from the run's seed and names alone; advances no shared generator."""
     text = "\x1f".join([str(run_seed), *map(str, path)])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1

@@ -1,4 +1,5 @@
-"""Dataclasses with arrays to and from bytes, exactly (msgpack; no pickle): checkpoints, batches, requests, results."""
+"""Exact conversion of dataclasses with arrays to and from bytes (msgpack, no pickle): checkpoints, batches, requests,
+results."""
 
 from __future__ import annotations
 
@@ -11,16 +12,18 @@ State = TypeVar("State")
 
 
 def encode(value: object) -> bytes:
-    """Dataclasses as maps by field name, arrays as (dtype, shape, bytes); exact, floats included (NaN too)."""
+    """Encode dataclasses as maps by field name, arrays as (dtype, shape, bytes); exact for floats, NaN included."""
     return msgspec.msgpack.encode(value, enc_hook=_plain)
 
 
 def decode(kind: type[State], data: bytes | memoryview) -> State:
-    """The value of type `kind` that was encoded; ValueError: the bytes are of another version of the program, or damaged."""
+    """Decode a value of type `kind`; ValueError: damaged bytes, or bytes written by another version of the program."""
     try:
         return msgspec.msgpack.decode(data, type=kind, dec_hook=_array)
     except msgspec.DecodeError as error:
-        raise ValueError(f"rollout state: cannot be read as {kind.__name__}: {error}") from error
+        raise ValueError(
+            f"rollout state: cannot be read as {kind.__name__} ({error}); it is damaged or was written by another version"
+        ) from error
 
 
 def _plain(value: Any) -> Any:
@@ -33,4 +36,4 @@ def _plain(value: Any) -> Any:
 
 def _array(kind: Any, value: Any) -> Any:
     dtype, shape, data = value
-    return np.frombuffer(data, dtype=dtype).reshape(shape)  # of the message's own bytes: read-only
+    return np.frombuffer(data, dtype=dtype).reshape(shape)  # a read-only view of the message's bytes

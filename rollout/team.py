@@ -46,7 +46,7 @@ Found = TypeVar("Found")
 
 
 class Prompt(NamedTuple):
-    """An agent's prompt: ids [N] int32, and text for people. is_cut: it was too long, and something is left out."""
+    """A rendered prompt: ids [N] int32, and text for display. is_cut: the prompt was too long, and parts were removed."""
 
     ids: IntArray
     text: str
@@ -54,10 +54,9 @@ class Prompt(NamedTuple):
 
 
 class WatchedJudge:
-    """The judge of answers: the task's, or a model in its place if it serves the episode's purpose.
+    """Judge of answers that measures its busy periods: the task's judge, or a model where it serves the episode's purpose.
 
-    on_call, if set, gets each busy period, from the first pending answer until none is pending: (number of answers, start, end),
-    in seconds of time.time().
+    on_call, if set, receives each period with pending answers: (number of answers, start, end), in seconds of time.time().
     """
 
     def __init__(self, judge: Judge, model: ModelJudge | None = None) -> None:
@@ -68,13 +67,13 @@ class WatchedJudge:
         self._start = 0.0
 
     def __call__(self, answers: Sequence[tuple[Episode, str]]) -> list[Future[Reward]]:
-        """Begin to judge answers to their episodes' problems."""
+        """Start judging answers to their episodes' problems."""
         with self._lock:
             if not self._num_open:
                 self._start, self._num_asked = time.time(), 0
             self._num_open += len(answers)
             self._num_asked += len(answers)
-        # a program's can have some
+        # Programs may send lone surrogates.
         rewards = [self._begin(episode, without_surrogates(answer)) for episode, answer in answers]
         for reward in rewards:
             reward.add_done_callback(self._note_end)
@@ -97,17 +96,18 @@ class WatchedJudge:
 
 @dataclass(frozen=True, slots=True)
 class Team:
-    """Everything needed to get an agent's answers and to judge them.
+    """Resources for playing and judging: agents, orchestration, engines, tools and judges.
 
-    renderers and pools are by policy name, of the policies that agents have; an agent's policy is agents[name].policy.
-    adapters: {policy that is an adapter: policy in whose pool it decodes}; its own where it adapts that one's weights.
-    records_experts: policies whose engines record, for training, which experts each token went through.
-    max_turns: calls of agents, and of tools, in one episode. tools: that the orchestration may call.
-    gateway: to programs that play episodes.
-    teachers: engines of the policies that score agents' samples (agents.<name>.teacher), by policy.
-    max_kept: {agent whose truncated draws are trained: most tokens that its sampler keeps at a place}; which, is recorded.
+    renderers and pools are keyed by policy name, for the agents' policies; agents[name].policy is an agent's policy.
+    adapters: {policy that is an adapter: policy whose pool decodes it}; its own name if the pool adapts the same weights.
+    records_experts: policies whose engines record, for training, each token's experts.
+    max_turns: limit of agent and tool calls in one episode. tools: those that the orchestration may call.
+    gateway: for programs that play episodes.
+    teachers: engines, by policy, that score agents' samples (agents.<name>.teacher).
+    max_kept: {agent trained on truncated draws: most tokens its sampler keeps at a position}; for these agents the ids are
+    recorded.
 
-    If the orchestration's code, which may be a user's, raises, that episode or sample ends as an error and the others go on
+    If the orchestration's code, which may be a user's, raises, only that episode or sample ends as an error
     (rollout.max_error_share).
     """
 
@@ -131,21 +131,23 @@ class Team:
         return self.renderers[self.agents[agent].policy]
 
     def follow(self, episode: Episode) -> tuple[list[Ask], list[ToolCall]]:
-        """The new asks and tool calls of an episode, after adding them to it."""
+        """Add an episode's new asks and tool calls to it, and return them."""
         if episode.error:
             return [], []
         try:
             asked = returned.asks(self.orchestration.follow(episode))
             if self._is_own and asked != returned.asks(self.orchestration.follow(episode)):
-                raise ValueError("two calls with the same answers gave other asks; draw with episode.rng(name) alone")
+                raise ValueError(
+                    "two calls with the same answers returned different asks; use episode.rng(name) for all random draws"
+                )
             for each in asked:
                 self._check(episode, each)
             own = [c for s in episode.waiting.values() for c in self._calls(s) if isinstance(c, ToolCall)]
-            # agents that call tools by themselves are bounded by max_tool_turns
+            # max_tool_turns bounds agents that call tools themselves.
             known = episode.asks if any(agent.tools for agent in self.agents.values()) else episode.asks | episode.calls
             num_turns = len({each.id for each in asked}.union(known))
-            if num_turns > self.max_turns and self.gateway is None:  # which counts itself
-                raise ValueError(f"{num_turns} calls of agents and tools, at most rollout.max_turns = {self.max_turns}")
+            if num_turns > self.max_turns and self.gateway is None:  # the gateway counts its own turns
+                raise ValueError(f"{num_turns} calls of agents and tools exceed rollout.max_turns = {self.max_turns}")
             return episode.enter([*asked, *own])
         except Exception as error:
             self._fail(episode, "follow", error)
@@ -153,11 +155,11 @@ class Team:
 
     @property
     def _is_own(self) -> bool:
-        """True for a user's team, False for one that ships."""
+        """Return True for a user's team, False for a built-in one."""
         return not type(self.orchestration).__module__.startswith("marsrl.")
 
     def continuation(self, episode: Episode, sample: Sample) -> IntArray | None:
-        """[N] int32: the tokens that a waiting sample continues with; None until they are available."""
+        """Return the tokens [N] int32 that continue a waiting sample, or None until they are available."""
         renderer, options = self.renderer(sample.agent), self.agents[sample.agent].template_options
         try:
             goes_on = self._outputs if self.agents[sample.agent].tools else self.orchestration.continuation
@@ -166,7 +168,7 @@ class Team:
                 return None
             if sample.turn >= self.max_turns:
                 raise ValueError(
-                    f"sample {sample.uid} goes on once more, at most rollout.max_turns = {self.max_turns} times"
+                    f"sample {sample.uid} continues more often than rollout.max_turns = {self.max_turns} times"
                 )
             return renderer.completion_ids(said) if isinstance(said, str) else renderer.next_turn(said, **options)
         except Exception as error:
@@ -174,19 +176,20 @@ class Team:
             return None
 
     def _functions(self, agent: str) -> dict[str, ToolFunction]:
-        """The functions, by name, that the agent can call through its chat template (agents.<name>.tools)."""
+        """Return the functions, by name, that the agent can call through its chat template (agents.<name>.tools)."""
         if not (names := self.agents[agent].tools):
             return {}
         assert self.tools is not None, names
         return {function.name: function for name in names for function in self.tools.functions(name)}
 
     def _calls(self, sample: Sample) -> list[ToolCall | str]:
-        """The calls in a sample's current turn, or an error text for an invalid one; none for an agent without tools."""
+        """Return the calls in a sample's current turn, with an error text for each invalid one; empty for agents without
+        tools."""
         functions = self._functions(sample.agent)
         return read_calls(sample, functions) if functions else []
 
     def _outputs(self, episode: Episode, sample: Sample) -> list[Message] | None:
-        """The messages with the outputs of the sample's calls; None until all have finished."""
+        """Return messages with the outputs of the sample's calls, or None until all calls have finished."""
         outputs: list[str] = []
         for call in self._calls(sample):
             output = ToolOutput(f"error: {call}") if isinstance(call, str) else episode.output(call)
@@ -194,11 +197,12 @@ class Team:
                 return None
             outputs.append(output.text)
         texts = self.renderer(sample.agent).cut_longest(outputs, self.agents[sample.agent].max_tool_tokens)
-        # the template puts tags around an output: the same tags inside it lose their brackets
+        # The template puts tags around an output; the same tags inside it lose their brackets.
         return [Message("tool", without_tags("tool_response", without_tags("tool_call", text))) for text in texts]
 
     def prompt(self, episode: Episode, ask: Ask) -> Prompt | None:
-        """The agent's prompt; None if it exceeds max_input_tokens and is not cut (long_prompts), or the team's code fails."""
+        """Render the agent's prompt; None if it exceeds max_input_tokens and is not cut (long_prompts), or if the team's code
+        fails."""
         renderer, settings = self.renderer(ask.agent), self.agents[ask.agent]
         try:
             messages = returned.messages(self.orchestration.messages(episode, ask))
@@ -217,43 +221,44 @@ class Team:
         return None if cut is None else Prompt(*cut, is_cut=True)
 
     def outcome(self, episode: Episode) -> Sample | None:
-        """The sample whose answer counts in a finished episode."""
+        """Return the sample whose answer counts in a finished episode."""
         return self._of_ended(episode, self.orchestration.outcome, returned.sample_or_none, None)
 
     def alone(self, episode: Episode) -> Sample | None:
-        """The first agent's own answer in a finished episode."""
+        """Return the first agent's own answer in a finished episode."""
         return self._of_ended(episode, self.orchestration.alone, returned.sample_or_none, None)
 
     def redrawn(self, episode: Episode) -> Collection[str]:
-        """Uids of samples that a later draw has replaced."""
+        """Return the uids of samples that a later draw has replaced."""
         return self._of_ended(episode, self.orchestration.redrawn, returned.uids, ())
 
     def outcomes(self, episode: Episode) -> Mapping[str, float]:
-        """Rewards of credit.reward_scheme=outcome by uid; {} for an episode that failed."""
+        """Return rewards of credit.reward_scheme=outcome by uid; empty for a failed episode."""
         return self._of_ended(episode, self.orchestration.outcomes, returned.numbers, {})
 
     def with_outcome(self, sample: Sample, outcome: float) -> Sample:
-        """The sample with the outcome of its episode, which is an adviser's reward."""
+        """Give the sample its episode's outcome, which is an adviser's reward."""
         sample = replace(sample, outcome=outcome)
         is_whole = sample.finish is Finish.STOP or self.orchestration.plays_sessions
         if not self.orchestration.spec(sample.agent).advises or not is_whole or sample.finish is Finish.ERROR:
             return sample
         if not sample.reward.is_missing:
-            return sample  # by the team's own rule, or overlong
+            return sample  # scored by the team's own rule, or overlong
         return replace(sample, reward=self._penalised(sample, Reward(outcome, outcome, {"outcome": outcome})))
 
     def is_read(self, sample: Sample) -> bool:
-        """True if an ended sample has what its agent's parser looks for."""
+        """Return True if the agent's parser found what it looks for in an ended sample."""
         return sample.finish is Finish.STOP and self.orchestration.is_readable(sample)
 
     def metrics(self, episode: Episode) -> Mapping[str, float]:
-        """The team's own metrics of a finished episode; empty for one that failed."""
+        """Return the team's own metrics of a finished episode; empty for a failed one."""
         return self._of_ended(episode, self.orchestration.metrics, returned.metrics, {})
 
     def _of_ended(
         self, episode: Episode, method: Callable[[Episode], object], check: Callable[[object], Found], otherwise: Found
     ) -> Found:
-        """The checked result of this method of the orchestration; `otherwise` if the episode has failed, or fails now."""
+        """Call this method of the orchestration and check the result; return `otherwise` if the episode has failed or fails
+        now."""
         if not episode.error:
             try:
                 return check(method(episode))
@@ -263,27 +268,27 @@ class Team:
 
     def _check(self, episode: Episode, each: Ask | ToolCall) -> None:
         if each.episode_id != episode.id:
-            raise ValueError(f"{each.id}: expected a call in episode {episode.id}")
+            raise ValueError(f"{each.id}: expected an ask or call of episode {episode.id}")
         if isinstance(each, ToolCall):
             if each.tool not in self.orchestration.tools or not (self.tools or self.gateway):
                 raise ValueError(f"{each.id}: {type(self.orchestration).__name__}.tools does not name {each.tool!r}")
         elif each.agent not in self.agents:
-            raise ValueError(f"{each.id}: no agent is called {each.agent!r}; there are {', '.join(self.agents)}")
+            raise ValueError(f"{each.id}: no agent named {each.agent!r}; expected one of {', '.join(self.agents)}")
         elif not isinstance(each.num_samples, int) or each.num_samples < 1:
-            raise ValueError(f"{each.id}: expected at least one sample, found {each.num_samples!r}")
+            raise ValueError(f"{each.id}: num_samples is {each.num_samples!r}; expected an integer of at least 1")
 
     def _fail(self, episode: Episode, method: str, error: Exception) -> None:
         episode.error = self._why(method, error)
         _log.warning("episode %s ends: %s", episode.id, episode.error, exc_info=None if self._is_own else error)
 
     def _why(self, method: str, error: Exception) -> str:
-        """One line with the method, the error, and the line of the user's file."""
+        """Describe an error in one line: the method, the error, and the line in the user's file."""
         place = returned.place_of(error, self.orchestration, method) if self._is_own else ""
         words = " ".join(f"{type(error).__name__}: {error}".split())
         return f"{self.orchestration.name}.{method}: {words}" + (f" ({place})" if place else "")
 
     def sampling(self, agent: str) -> Sampling:
-        """The agent's sampling settings in training."""
+        """Return the agent's sampling settings for training."""
         config = self.agents[agent]
         stops = self.renderer(agent).stop_ids
         most = self.max_kept.get(agent)
@@ -291,7 +296,7 @@ class Team:
         return Sampling(config.temperature, config.top_p, top_k, stops, tuple(config.stop), most is not None)
 
     def sample(self, each: Completion) -> Sample:
-        """An ended or paused completion as parsed Sample, not yet judged; an error sample if the orchestration's parser
+        """Parse an ended or paused completion into a Sample without reward; an error sample if the orchestration's parser
         raises."""
         episode, ask, prompt_text, read = each.episode, each.of.ask, each.of.prompt_text, each.until_read()
         renderer, finish = self.renderer(ask.agent), read.finish
@@ -337,7 +342,7 @@ class Team:
             return self._failed(sample, "parse", raised)
 
     def begin_judging(self, ended: Sequence[Completion]) -> list[Future[Reward] | None]:
-        """The judgements that these completions' rewards need; None for each that needs none."""
+        """Start the judgements that these completions' rewards need; None for each completion that needs none."""
         answers = []
         for each in ended:
             assert each.sample is not None, f"{each.uid} has not ended"
@@ -348,11 +353,11 @@ class Team:
         return [None if answer is None else next(judgements) for answer in answers]
 
     def rewarded(self, completion: Completion, judgement: Reward | None) -> Sample:
-        """The completion's sample with its reward, by the orchestration's rules and, if they need it, the answer's judgement."""
+        """Return the completion's sample with its reward, by the orchestration's rules and the judgement if they need one."""
         sample = completion.sample
         assert sample is not None, f"{completion.uid} has not ended"
         if sample.finish is Finish.ERROR:
-            return sample  # it keeps its missing reward and the reason
+            return sample  # keeps its missing reward and the reason
         try:
             reward = self.orchestration.reward(completion.episode, completion.of.ask, sample, judgement)
             return replace(sample, reward=self._penalised(sample, returned.reward(reward)))
@@ -360,8 +365,9 @@ class Team:
             return self._failed(sample, "reward", raised)
 
     def teacher_logprobs(self, samples: Sequence[Sample]) -> dict[str, FloatArray]:
-        """{uid: [N] float32, nats} of the samples whose agents have teachers: log-probs of the completion's tokens under the
-        teacher, at the agent's temperature and over the whole vocabulary.
+        """Return {uid: [N] float32, nats} for samples whose agents have teachers: the teacher's log-probs of the completion.
+
+        They are at the agent's temperature, over the whole vocabulary.
 
         Teachers are asked one after the other, each for all samples of a temperature.
         """
@@ -379,15 +385,15 @@ class Team:
 
     @property
     def all_pools(self) -> list[EnginePool]:
-        """The agents', the judge's and the teachers'."""
+        """Return the pools of agents, judge and teachers."""
         model = self.judge.model
         return [*self.pools.values(), *self.teachers.values(), *([] if model is None else [model.pool])]
 
     def sleep(self, renewed: Collection[str]) -> None:
-        """Free all engines' memory for the trainer if they share its GPUs; otherwise do nothing.
+        """Free all engines' memory for the trainer if they share its GPUs; else do nothing.
 
-        renewed: policies whose engines get new weights before their next request, so that they need not keep the old ones.
-            Adapters come without the weights that they adapt.
+        renewed: policies whose engines get new weights before their next request, and may discard the old ones.
+            Adapters are sent without the weights that they adapt.
         """
         for policy, pool in self.pools.items():
             pool.sleep(keeps_weights=policy not in renewed or policy in self.adapters.values())
@@ -397,8 +403,9 @@ class Team:
             self.judge.model.sleep()
 
     def _penalised(self, sample: Sample, reward: Reward) -> Reward:
-        """Subtract agents.<name>.format_penalty from a sample with neither answer nor verdict, and the penalty of
-        agents.<name>.overlong from a long one; `correct` stays.
+        """Subtract agents.<name>.format_penalty if there is neither answer nor verdict, and the agents.<name>.overlong penalty.
+
+        `correct` does not change.
         """
         settings = self.agents[sample.agent]
         if reward.is_missing:
@@ -415,27 +422,25 @@ class Team:
         return replace(reward, value=reward.value + sum(penalties.values()), parts={**reward.parts, **penalties})
 
     def _failed(self, sample: Sample, method: str, error: Exception) -> Sample:
-        """An error sample, because the orchestration's code failed; counted like an engine's error (rollout.max_error_share)."""
+        """Return an error sample after the orchestration's code failed; it counts towards rollout.max_error_share."""
         note = self._why(method, error)
         _log.warning("sample %s ends as an error: %s", sample.uid, note, exc_info=None if self._is_own else error)
         return replace(sample, finish=Finish.ERROR, answer=None, verdict=None, reward=Reward(np.nan, np.nan, note=note))
 
 
 def present_turn(renderer: ChatRenderer, prompt_text: str, completion: Completion, text: str) -> tuple[int, bool]:
-    """(index in `text` where the current turn begins, True if it begins within a thought).
+    """Return (index in `text` where the current turn begins, True if it begins within a thought).
 
-    After a turn that the policy ended, the following messages decide whether a thought is open, as the prompt does for the first
-    turn; after a pause, the policy's own earlier text does. Text by tools or other agents is ignored.
+    After a turn that the policy ended, the messages that follow decide whether a thought is open, as the prompt does for the
+    first turn; after a pause, the policy's own earlier text decides. Text by tools or other agents is ignored.
     """
     begins = in_thought = prompt_text.rstrip().endswith(THINK_OPEN)
     if not completion.turn:
         return 0, begins
     ids, own = completion.token_ids, completion.is_sampled
-    runs = np.split(np.arange(len(ids)), np.flatnonzero(np.diff(own)) + 1)  # each all own, or none of it
+    runs = np.split(np.arange(len(ids)), np.flatnonzero(np.diff(own)) + 1)  # each run is all sampled or not at all
     ended = [own[run[0]] and int(ids[run[-1]]) in renderer.stop_ids for run in runs[:-1]]
-    first = max(
-        (place for place, has in enumerate(ended, 1) if has), default=0
-    )  # what stands before it does not matter
+    first = max((place for place, has in enumerate(ended, 1) if has), default=0)  # text before it is irrelevant
     last, has_ended = "", first > 0
     for run in runs[first:]:
         words = renderer.decode(ids[run])

@@ -6,17 +6,17 @@ from typing import Any
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error, at most 300 characters; the name of its class if the error has no text."""
+    """Return the first line of an error, at most 300 characters; the name of its class if the error has no text."""
     return _lines(error)[0][:300]
 
 
 def last_line(error: BaseException) -> str:
-    """The last line of an error, where Ray puts the cause; otherwise like first_line."""
+    """Return the last line of an error, where Ray puts the cause; otherwise like first_line."""
     return _lines(error)[-1][:300]
 
 
 def in_one_line(error: BaseException) -> str:
-    """The whole text of an error on one line, also beyond 300 characters."""
+    """Return the whole text of an error on one line, also beyond 300 characters."""
     return " ".join(str(error).split())
 
 

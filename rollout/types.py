@@ -26,16 +26,16 @@ FloatArray = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
 
 MISSING = math.nan
-"""The reward of a sample that could not be judged: excluded from mean, std and count; advantage 0; never picked."""
+"""Reward of a sample that could not be judged: excluded from mean, std and count; advantage 0; never picked."""
 
 
 class Finish(StrEnum):
     """Finish reason, or UNFINISHED."""
 
-    STOP = "stop"  # the model ended it (end token)
-    LENGTH = "length"  # it reached the global maximum length
-    UNFINISHED = "unfinished"  # its segment's token budget is spent; decoding continues in a later stage
-    WAITING = "waiting"  # the model paused for a tool's output or another agent's answer, and continues after it
+    STOP = "stop"  # the model emitted an end token
+    LENGTH = "length"  # the maximum length is reached
+    UNFINISHED = "unfinished"  # the segment's token budget is spent; a later stage continues
+    WAITING = "waiting"  # the model paused for a tool's output or another agent's answer, and will continue
     ERROR = "error"  # the engine gave up; the reward is missing
 
 
@@ -45,7 +45,7 @@ class Problem:
 
     id: str
     question: str
-    answer: str | None  # the reference; None if only a judge can decide
+    answer: str | None  # reference; None if only a judge can decide
     task: str
 
 
@@ -70,18 +70,18 @@ class Segment:
 
 
 class Fate(StrEnum):
-    """Use that a program made of an answer to one of its calls."""
+    """What a program did with an answer to one of its calls."""
 
-    READ = "read"  # trained: the program got the answer, or a later call continues it
-    UNREAD = "unread"  # the answer never reached it: its connection was cut, or the session ended before
-    SUPERSEDED = "superseded"  # no call continues it, and the program asked the same again: thrown away
+    READ = "read"  # trained: the program received the answer, or a later call continues it
+    UNREAD = "unread"  # not received: the connection was cut, or the session ended earlier
+    SUPERSEDED = "superseded"  # discarded: no call continues it, and the program repeated the request
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
     """Tokens [start, end) of a completion: the answer to one call of a program.
 
-    call: its number in the session, from 1. finish: of this answer. Only answers that were READ are trained.
+    call: number in the session, from 1. finish: this answer's. Only answers that were READ are trained.
     """
 
     call: int
@@ -98,9 +98,9 @@ class Reward:
         Reward(0.8, 1.0, {"answer": 1.0, "length": -0.2})       right, and longer than it should be
         Reward(MISSING, MISSING, note="no judgement within judge.timeout_s = 600 s")
 
-    value: what the trainer uses (after penalties); NaN = missing (algorithms: left out everywhere).
-    correct: the task's own judgement before penalties, in [0, 1]; NaN = unknown.
-    parts: the addends of `value`, by name. note: for people: why a reward is missing or an answer unparsable.
+    value: reward for training, after penalties; NaN = missing (excluded by all algorithms).
+    correct: the task's judgement before penalties, in [0, 1]; NaN = unknown.
+    parts: the addends of `value`, by name. note: explanation for people of a missing reward or unparsable answer.
     """
 
     value: float
@@ -122,7 +122,7 @@ class Ask:
 
     id: unique in a run, a path of its ancestors; a sample's uid appends its index, `000017/solver:3/verifier1:0`.
     inputs: uids of earlier samples of the episode that the messages show; the last one is the parent.
-    group: the group that its samples are compared in: `id` for this ask alone, or a name that several asks of the rollout
+    group: group in which the samples are compared: `id` for this ask alone, or a name that several asks of the rollout
     instance share.
     """
 
@@ -147,7 +147,7 @@ class ToolCall:
 
         ToolCall("000017.0/solver:0/0/search#0", "search", '{"query": "capital of France"}')
 
-    id: unique in a run: the sample's uid, its turn, the tool, and the index among that turn's calls.
+    id: unique in a run: the sample's uid, the turn, the tool, and the index among the turn's calls.
     arguments: a JSON object written by a model or a team; untrusted.
     """
 
@@ -166,8 +166,8 @@ class ToolFunction:
 
         ToolFunction("convert", "Converts a length.", {"type": "object", "properties": {"value": {"type": "number"}}})
 
-    parameters: JSON schema of its arguments. server: the tool that offers it among other functions, whose calls name it
-    ({"name": ..., "arguments": {...}}); "" if the function is the tool itself.
+    parameters: JSON schema of the arguments. server: tool that groups this function with others; calls then name the tool
+    and the function ({"name": ..., "arguments": {...}}). "" if the function is the tool itself.
     """
 
     name: str
@@ -180,11 +180,11 @@ class ToolFunction:
 class ToolOutput:
     """A tool's output, or its error, as text for a model.
 
-        ToolOutput("12.5")                          a text
-        ToolOutput.of(["first page", "second"])     pages or papers: parts, which can be read one by one
+        ToolOutput("12.5")                          one text
+        ToolOutput.of(["first page", "second"])     several parts, such as pages or papers, that can be read one by one
 
-    text: the whole output, each part on its own line. part_ends: the end of each part in `text` (so that a checkpoint
-    stores every character once); () without parts. seconds: the tool's run time; 0 if the output was cached.
+    text: the whole output, each part on its own line. part_ends: end of each part in `text`, so that a checkpoint
+    stores every character once; () without parts. seconds: the tool's run time; 0 if the output was cached.
     """
 
     text: str
@@ -194,21 +194,21 @@ class ToolOutput:
 
     @classmethod
     def of(cls, parts: Sequence[str]) -> ToolOutput:
-        """An output made of these parts."""
+        """Build an output from parts."""
         return cls("\n".join(parts), part_ends=tuple(end - 1 for end in accumulate(len(part) + 1 for part in parts)))
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """One text per page or paper; () for an error, an empty result, or an output without parts."""
+        """One text per part; () for an error, an empty result, or an output without parts."""
         starts = (0, *(end + 1 for end in self.part_ends))
         return tuple(self.text[start:end] for start, end in zip(starts, self.part_ends, strict=False))
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One completion by one agent: the unit that is trained.
+    """One completion by one agent: the unit of training.
 
-    A Verifier's first sample on the Solver's fourth solution, decoded in two stages, whose verdict "wrong" is right:
+    Example: a Verifier's first sample on the Solver's fourth solution, decoded in two stages; its verdict "wrong" is right:
 
         Sample(
             "000017/solver:3/verifier1:0", "000017", "train.jsonl:7", "verifier1", "000017/solver:3/verifier1",
@@ -218,19 +218,19 @@ class Sample:
             full_text="Verdict: wrong", verdict=False, reward=Reward(1.0, 1.0, {"verdict": 1.0}),
         )
 
-    token_ids [N] int32 and rollout_logprobs [N] float32 (nats, at the sampling temperature, of the weights that
-    sampled, renormalised over what the sampler kept) cover the completion only, end token included. is_sampled [N] is
-    False for tokens that the policy did not choose, written by a tool or another agent while the sample waited, and for answers
-    that a program never read or threw away: none of these is trained. turn: number of
-    such continuations so far; turn_start: index in `text` after the last of them; in_thought: True if that position is within
-    a thought (<think>). turns: the answers to a program's calls, in order; () if no program played. turn_end: index in `text`
-    of the end of the last answer that was read, where others follow; None: the end.
+    token_ids [N] int32 and rollout_logprobs [N] float32 cover the completion only, end token included. Log-probs are in
+    nats, at the sampling temperature, under the weights that sampled, renormalised over the tokens that the sampler kept.
+    is_sampled [N] is False for tokens that are not trained: those that a tool or another agent wrote while the sample
+    waited, and answers that a program never read or discarded. turn: number of such continuations so far; turn_start: index
+    in `text` after the last one; in_thought: True if that position is within a thought (<think>).
+    turns: the answers to a program's calls, in order; () if no program played. turn_end: index in `text` of the end of the
+    last answer that was read, if others follow; None: the end.
     segments partition [0, N) by the policy version that decoded them. full_text: `text`, None if not kept. shown: the part
-    that other agents see, "" if empty. verdict: True = "correct"; answer: the final answer; None = unparsable, or not asked
-    of this agent.
-    outcome: correctness of its episode's result, if whole rollout instances are trained; NaN = unknown.
+    that other agents see, "" if empty. verdict: True = "correct"; answer: the final answer; None = unparsable, or this agent
+    gives none.
+    outcome: correctness of the episode's result, if whole rollout instances are trained; NaN = unknown.
     routed_experts: of prompt and completion, [tokens fed to the model, layers, top_k]; None: not recorded.
-    kept_tokens: the tokens that the sampler kept at each of the completion's N places; None: not recorded.
+    kept_tokens: tokens that the sampler kept at each of the completion's N positions; None: not recorded.
     """
 
     uid: str
@@ -266,29 +266,33 @@ class Sample:
 
     @property
     def session_id(self) -> str:
-        """The session that the sample is a part of, if a program played it: an agent's samples of a session count as one in
-        statistics. Else its own uid."""
+        """Session that the sample is a part of, else its uid.
+
+        An agent's samples of one program's session count as one in statistics.
+        """
         return self.episode_id if self.turns else self.uid
 
     @property
     def length(self) -> int:
-        """Tokens up to the end of the last answer that a program read; of a team's sample, all."""
+        """Number of tokens up to the end of the last answer that a program read; of a team's sample, all tokens."""
         read = [turn.end for turn in self.turns if turn.fate is Fate.READ]
         return len(self.token_ids) if not self.turns else max(read, default=0)
 
     @property
     def text(self) -> str:
-        """The whole completion, thought included; ValueError after `without_tokens`, so for samples of an episode."""
+        """The whole completion, thought included. ValueError after `without_tokens`, and so for an episode's samples."""
         if self.full_text is None:
             raise ValueError(
-                f"sample {self.uid}: `text` is not kept; read `shown`, into which `parse` puts what others may see"
+                f"sample {self.uid}: `text` is not kept in an episode; read `shown`, which the orchestration's `parse` sets"
             )
         return self.full_text
 
     @property
     def turn_text(self) -> str:
-        """The policy's own text of the current turn, without text by tools or other agents; of a program's calls, the last answer
-        that was read."""
+        """The policy's own text of the current turn, without text by tools or other agents.
+
+        Of a program's calls: the last answer that was read.
+        """
         return self.text[self.turn_start : self.turn_end]
 
     @property
@@ -296,7 +300,7 @@ class Sample:
         return min(segment.version for segment in self.segments)
 
     def without_tokens(self) -> Sample:
-        """A copy with only what later agents, rewards and picks need: no arrays, prompt or thought."""
+        """Return a copy with only what later agents, rewards and picks need: no arrays, prompt or thought."""
         return replace(
             self,
             prompt_ids=_NO_TOKENS,

@@ -1,14 +1,14 @@
 """Worker processes for work that may hang, crash or exhaust memory: judging answers, parsing untrusted pages.
 
-    reply = pool.ask({"answer": "1/2"}, timeout_s=10)             # by a free one, started if there is none; plain values each way
+    reply = pool.ask({"answer": "1/2"}, timeout_s=10)             # starts a worker if none is idle; plain values only
 
-A worker is this module as a program: it imports a function, calls it with arguments, and answers requests by what that returns.
+A worker runs this module as a program: it imports a function, calls it with arguments, and answers requests with the result.
 
     python -P -m marsrl.rollout.worker_process CONNECTION MEMORY_BYTES module:function '{"name": "argument"}'
 
-A worker past its deadline is killed with all processes that it has started, and the next caller gets a new one.
-multiprocessing, and pools on top of it, will not do: their children import the trainer's main script, and a child's own children
-outlive it.
+A worker past its deadline is killed with all processes that it started, and the next caller gets a new one.
+multiprocessing, and pools built on it, do not work here: their children import the trainer's main script, and the children's
+own processes outlive them.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ import msgspec
 
 from marsrl.rollout.text import without_surrogates
 
-START_TIMEOUT_S = 120.0  # loading sympy or lxml on a busy machine
+START_TIMEOUT_S = 120.0  # time to load sympy or lxml on a busy machine
 
 Answer = Callable[[dict[str, Any]], Mapping[str, object]]
 """A worker's function: request -> reply. An exception becomes the reply {"error": its type and text}."""
 
 
 class NotStarted(Exception):
-    """A worker did not start; the text says how it failed, for example "ended with status 1 before it was ready"."""
+    """A worker did not start; the text completes a sentence, such as "ended with status 1 before it was ready"."""
 
 
 class Failed(Exception):
-    """A request without a reply; the text says why: it "found no free process", for example."""
+    """A request without a reply; the text completes a sentence, such as "found no free process"."""
 
 
 class Late(Failed):
@@ -63,24 +63,24 @@ class Crashed(Failed):
 
 
 class _WorkerProcess:
-    """One process; asked by one thread at a time."""
+    """One worker process; called by one thread at a time."""
 
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str] | None) -> None:
         self._line, theirs = Pipe()
         with theirs:
             self._process = subprocess.Popen(
-                # -P: keeps the working directory off the path; its folder names would shadow installed packages
+                # -P keeps the working directory off the path: its folder names would shadow installed packages.
                 [sys.executable, "-P", "-m", __name__, str(theirs.fileno()), *arguments],
                 stdin=subprocess.DEVNULL,
-                stdout=2,  # what a library prints goes to stderr
+                stdout=2,  # libraries' prints go to stderr
                 env=environment,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,  # its children are killed with it
+                start_new_session=True,  # kill() ends its children too
             )
-        self._ending = threading.Lock()  # never signals a pid that has been reused
+        self._ending = threading.Lock()  # prevents a signal to a reused pid
 
     def wait_until_ready(self) -> None:
-        """Raises NotStarted."""
+        """Wait for the worker; raises NotStarted."""
         try:
             self._reply(START_TIMEOUT_S)
         except Late:
@@ -89,8 +89,8 @@ class _WorkerProcess:
             raise NotStarted(f"ended with status {error.status} before it was ready") from None
 
     def ask(self, request: Mapping[str, object], timeout_s: float) -> dict[str, Any]:
-        """The worker's reply. Raises Late or Crashed, after which the worker has ended."""
-        with contextlib.suppress(OSError):  # the worker has died; the end of its replies is noticed below
+        """Return the worker's reply. Raises Late or Crashed, after which the worker has ended."""
+        with contextlib.suppress(OSError):  # a dead worker is noticed below
             self._line.send_bytes(msgspec.msgpack.encode((timeout_s, request)))
         return dict(msgspec.msgpack.decode(self._reply(timeout_s)))
 
@@ -117,10 +117,10 @@ class WorkerPool:
     """At most `number` worker processes, started on demand and replaced when lost.
 
     Args:
-        load: "module:function", importable by a fresh interpreter; called there with `arguments` (plain values), it returns the
-            function that answers requests.
-        memory_bytes: limit of a worker's address space: a huge power must not exhaust the machine's memory.
-        environment: of the workers; None: this process's.
+        load: "module:function", importable by a fresh interpreter. The worker calls it with `arguments` (plain values); it
+            returns the function that answers requests.
+        memory_bytes: limit of a worker's address space, so that a huge power cannot exhaust the machine's memory.
+        environment: the workers' environment variables; None: this process's.
     """
 
     def __init__(
@@ -136,14 +136,16 @@ class WorkerPool:
         for _ in range(number):
             self._idle.put(None)
         self._all: set[_WorkerProcess] = set()
-        self._lock = threading.Lock()  # no worker is started after `close`
+        self._lock = threading.Lock()  # prevents starts after `close`
         self.is_closed = False
 
     def ask(self, request: Mapping[str, object], *, timeout_s: float, wait_s: float | None = None) -> dict[str, Any]:
-        """A worker's reply. NotStarted: it does not start, or the pool is closed.
+        """Return a worker's reply.
 
-        Failed: all were busy for wait_s seconds (None waits forever), or the one asked crashed or took over timeout_s, of which
-        a limited wait is a part.
+        Raises:
+            NotStarted: the worker does not start, or the pool is closed.
+            Failed: all were busy for wait_s seconds (None: wait forever), or the worker crashed or exceeded timeout_s, which
+                includes the wait if wait_s is set.
         """
         began = time.monotonic()
         try:
@@ -182,8 +184,8 @@ class WorkerPool:
 
 
 def main(line: str, memory_bytes: str, load: str, arguments: str) -> None:
-    """The worker's side: answers requests until the parent closes the connection or dies, even during a request."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
+    """Answer requests in the worker until the parent closes the connection or dies, even during a request."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     resource.setrlimit(resource.RLIMIT_AS, (int(memory_bytes), int(memory_bytes)))
     os.set_inheritable(int(line), False)
     connection = Connection(int(line))

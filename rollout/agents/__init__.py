@@ -1,1 +1,1 @@
-"""Agents as text: roles, prompts, parsers, the order of the agents and the inference loop."""
+"""Agents as text: roles, prompts, parsers, and the rules by which a team plays."""

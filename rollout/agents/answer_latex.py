@@ -1,4 +1,4 @@
-r"""One spelling of an answer's LaTeX for each meaning; commands that only set type are dropped.
+r"""Canonical LaTeX of an answer: one spelling for each meaning; commands that only set type are dropped.
 
     x^10, \dfrac12, \left( a,\ b \right), 2 \times 3, sqrt(2), \mathbf{v}
     x^{10}, \frac{1}{2}, (a,b), 2\cdot3, \sqrt{2}, v
@@ -16,12 +16,12 @@ from dataclasses import dataclass
 
 Tokens = Sequence[str]
 
-# Words stay together, marked by \text: \text{cm} is no product of c and m. The other wrappers only change the font.
+# Words stay together, marked by \text: \text{cm} is not a product of c and m. The other wrappers only change the font.
 _WRAPPER = re.compile(
     r"\\(?:(text(?:bf|it|rm|sf|tt|normal)?|mbox|hbox|mathrm|mathsf|mathtt|operatorname\*?)|"
     r"boxed|fbox|mathbf|mathit|boldsymbol|bm|emph)\s*\{([^{}]*)\}"
 )
-_MOST_NESTED = 4  # wrappers within wrappers
+_MOST_NESTED = 4  # levels of nested wrappers
 _TEXT = re.compile(r"\\text\{([^{}]*)\}")
 _WORD = re.compile(r"[^\W\d_]{2,}")
 _UNIT_VECTOR = re.compile(r"\\(?:hat|widehat|vec)\s*\{?\s*\\?([ijk])(?:math)?\s*(?:\}|(?![a-zA-Z}]))")
@@ -32,7 +32,7 @@ _THOUSANDS = re.compile(
     r"(?<=\d)(?:\\,|\{,\}|,\\!\s*)(?=\d{3}(?!\d))|(?<=\d) (?=\d{3}(?: \d{3})*$)"
 )  # 10\,000, 10{,}000
 
-# NFKC alone would make 102 of 10², 31/2 of 3½ and R of ℝ.
+# NFKC alone would turn 10² into 102, 3½ into 31/2, and ℝ into R.
 _SUPERSCRIPT = re.compile("[⁰¹²³⁴-⁹⁺⁻]+")
 _VULGAR_FRACTION = re.compile("[¼-¾⅐-⅞]")
 _BLACKBOARD = re.compile("[ℂℕℚℝℤ]")
@@ -40,7 +40,7 @@ _DELIMITED = re.compile(r"\s*(?:\$+([^$]+)\$+|\\\((.*)\\\)|\\\[(.*)\\\])\s*", re
 _BOXED = re.compile(r"\s*\\(?:boxed|fbox)\s*\{(.*)\}\s*", re.DOTALL)
 _CROSS_PRODUCT = re.compile(r"(\\(?:vec|hat|overrightarrow|mathbf|boldsymbol|bm)\s*\{[^{}]*\}\s*)\\times(?![a-zA-Z])")
 _TIMES_TEN = re.compile(r"(?<=\d)\s*[xX]\s*(?=10\s*\^)")  # 3 x 10^8
-_DOLLARS = re.compile(r"^([+-]?)\$(?=\s*[\d.])(?=[^$]*$)")  # $5: no delimiter of mathematics
+_DOLLARS = re.compile(r"^([+-]?)\$(?=\s*[\d.])(?=[^$]*$)")  # $5: not a delimiter of mathematics
 _LOOKALIKES = str.maketrans("−⁄‘’′“”", "-/'''\"\"")
 
 _TOKEN = re.compile(
@@ -88,7 +88,7 @@ _ARGUMENTS = {"\\frac": 2, "\\binom": 2, "\\sqrt": 1, "^": 1, "_": 1, "\\pmod": 
 
 
 def one_form(text: str) -> str:
-    """The text with one character for each meaning, and \\text{} around the words that a command sets."""
+    """Return the text with one character for each meaning, and \\text{} around the words that a command sets."""
     text = _SUPERSCRIPT.sub(lambda found: f"^{{{found[0]}}}", text)
     text = _VULGAR_FRACTION.sub(lambda found: f" {found[0]}", text)
     text = _BLACKBOARD.sub(lambda found: f"\\mathbb{{{unicodedata.normalize('NFKC', found[0])}}}", text)
@@ -113,7 +113,7 @@ def _is_balanced(text: str) -> bool:
 
 
 def without_marks(text: str) -> str:
-    """`one_form` text with the words of \\text{} bare."""
+    """Return a `one_form` text without \\text{} around its words."""
     return _TEXT.sub(r"\1", text)
 
 
@@ -129,9 +129,9 @@ def _unwrapped(found: re.Match[str]) -> str:
 
 
 def tokens(text: str, thousands: bool = True) -> list[str]:
-    """Commands, numbers, words, brackets and other characters of a `one_form` text; each run of white space is " ".
+    """Split a `one_form` text into commands, numbers, words, brackets and other characters; each run of white space is " ".
 
-    thousands: 100,200 outside brackets is a number, no list.
+    thousands: 100,200 outside brackets is a number, not a list.
     """
     if thousands and not any(bracket in text for bracket in "([") and "\\{" not in text:  # (1,234) is a pair
         text = _GROUPED.sub(lambda found: found[0].replace(",", ""), text)
@@ -153,7 +153,7 @@ def tokens(text: str, thousands: bool = True) -> list[str]:
 
 
 def stripped(part: Tokens) -> list[str]:
-    """Tokens without white space at the ends."""
+    """Remove white space tokens at both ends."""
     part = list(part)
     start = 1 if part[:1] == [" "] else 0
     return part[start : len(part) - (part[-1:] == [" "] and len(part) > start)]
@@ -169,7 +169,7 @@ class _Open:
 
 
 def normal(part: Tokens) -> list[str]:
-    """Tokens without white space, one for each letter of a product, and with braces around each argument."""
+    """Return tokens without white space, one for each letter of a product, and with braces around each argument."""
     queue = [letter for token in part if token != " " for letter in (token if token.isalpha() else [token])]
     out: list[str] = []
     stack: list[_Open] = []
@@ -217,7 +217,7 @@ def normal(part: Tokens) -> list[str]:
 
 
 def joined(part: Tokens, fold: bool = False) -> str:
-    """The text of `normal` tokens. fold: the case of variables and words does not matter."""
+    """Join `normal` tokens into text. fold: ignore the case of variables and words."""
     letters = {token for token in part if len(token) == 1}
     if fold and all(letter.swapcase() not in letters for letter in letters if letter.isalpha()):
         part = [token.lower() if len(token) == 1 or token.startswith("\\text{") else token for token in part]
@@ -226,7 +226,7 @@ def joined(part: Tokens, fold: bool = False) -> str:
 
 
 def split(part: Tokens, separators: Sequence[str]) -> tuple[list[list[str]], list[str]]:
-    """The parts between separators outside brackets and environments, and the separators."""
+    """Return the parts between separators outside brackets and environments, and the separators."""
     parts: list[list[str]] = [[]]
     found: list[str] = []
     depth = 0
@@ -241,12 +241,12 @@ def split(part: Tokens, separators: Sequence[str]) -> tuple[list[list[str]], lis
 
 
 def nesting(part: Tokens) -> int:
-    """Depth of the innermost bracket."""
+    """Return the depth of the innermost bracket."""
     return max(itertools.accumulate((token in OPENING) - (token in CLOSING) for token in part), default=0)
 
 
 def bracketed(part: Tokens) -> bool:
-    """True if the first token's bracket is closed by the last token."""
+    """Return True if the last token closes the first token's bracket."""
     if len(part) < 2 or part[0] not in OPENING or part[-1] not in CLOSING:
         return False
     depth = 0

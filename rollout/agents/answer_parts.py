@@ -1,10 +1,10 @@
-r"""Equality of two mathematical answers part by part: lists, pairs, sets, intervals, inequalities, equations and matrices.
+r"""Equality of two mathematical answers, part by part: lists, pairs, sets, intervals, inequalities, equations and matrices.
 
-    1, 2       a list, as 2 and 1, x=1 \text{ or } x=2, \frac32 \pm \frac12: in any order; also the pair and the set
-    (1, 2)     a pair: in this order; the interval, beside an interval or an inequality; not the set \{1, 2\}
+    1, 2       a list, as are 2 and 1, x=1 \text{ or } x=2, \frac32 \pm \frac12: in any order; may equal a pair or set
+    (1, 2)     a pair: in this order; an interval, if compared with an interval or inequality; not the set \{1, 2\}
     [2, \infty), x \geq 2, \{x : 2 \leq x\}, \mathbb{R} \setminus (-\infty, 2)
                sets of real numbers, by sympy
-    y = 2x+1   an equation: 4x-2y+2=0; also the bare 2x+1
+    y = 2x+1   an equation: equals 4x-2y+2=0, and the bare 2x+1
 Single parts are compared by answer_quantities.
 """
 
@@ -45,7 +45,7 @@ class Several:
     """Parts of an answer.
 
     brackets: "" for a list, "{" for a set, "(" for a tuple. name: x, if each part is a value of x. ordered: each part is the
-    value of another variable, so bare values stand in the order of the names; x_1 and x_2 are one variable.
+    value of another variable, so that bare values follow the order of the names; x_1 and x_2 are one variable.
     """
 
     brackets: str
@@ -55,7 +55,8 @@ class Several:
 
 
 def same_parts(wanted: Tokens, said: Tokens) -> bool:
-    """True if two mathematical answers are the same. The reference comes first: what it leaves out, the answer may leave out."""
+    """Return True if two mathematical answers are equal. The answer may omit whatever the reference omits, which comes
+    first."""
     wanted, said = _bare(wanted), _bare(said)
     if normal(wanted) == normal(said):
         return True
@@ -86,7 +87,7 @@ def same_parts(wanted: Tokens, said: Tokens) -> bool:
 
 
 def _bare(part: Tokens) -> list[str]:
-    """Tokens without a final comma, a final approximation, braces, and parentheses that hold a single part."""
+    """Remove a final comma, a final approximation, braces, and parentheses around a single part."""
     part = stripped(part)
     if part[-1:] in ([","], [";"]):
         part = stripped(part[:-1])
@@ -104,7 +105,7 @@ def _bare(part: Tokens) -> list[str]:
 
 
 def _is_name(part: Tokens) -> bool:
-    """True for what an equation may define: x, x_1, Area, f(x), f^{-1}(x), y', (x, y)."""
+    """Return True for what an equation may define: x, x_1, Area, f(x), f^{-1}(x), y', (x, y)."""
     if bracketed(part) and part[0] == "(":
         return all(_is_name(each) for each in split(part[1:-1], (",",))[0])
     text = joined(normal(part))
@@ -112,16 +113,16 @@ def _is_name(part: Tokens) -> bool:
 
 
 def _assigned(sides: list[list[str]], operators: list[str]) -> tuple[str, list[str] | None]:
-    """The name that an equation defines and its value, of the last side; ("", None) for another relation."""
+    """Return the name that an equation defines and the value on its last side; ("", None) for another relation."""
     if operators and set(operators) <= {"=", r"\approx", r"\in", r"\equiv"} and _is_name(sides[0]) and sides[-1]:
         return joined(normal(sides[0]), fold=True), sides[-1]
     return "", None
 
 
 def _found(sides: list[list[str]], operators: list[str], *, asked: bool) -> list[str] | None:
-    """The value that an equation states: of a name, or of an expression (a+b=5), but not that it is 0.
+    """Return the value that an equation states for a name or an expression (a+b=5), except the value 0.
 
-    asked: the equation is the reference, where x+y=5 may be a line, whose value is not 5; AB=5 and S_1:S_2=5 are found values.
+    asked: the equation is the reference. There x+y=5 may be a line, whose value is not 5; AB=5 and S_1:S_2=5 state values.
     """
     value = _assigned(sides, operators)[1]
     if value is not None or operators != ["="] or not constant(sides[1]):
@@ -131,7 +132,7 @@ def _found(sides: list[list[str]], operators: list[str], *, asked: bool) -> list
 
 
 def _region(part: list[str]) -> tuple[str, Set] | None:
-    """A set of real numbers, and the variable of the inequalities that describe it; None for anything else."""
+    """Return a set of real numbers, and the variable of the inequalities that describe it; None for anything else."""
     if _REGION_MARKS.isdisjoint(part):
         return None
     from sympy import Intersection, Union
@@ -142,7 +143,7 @@ def _region(part: list[str]) -> tuple[str, Set] | None:
             regions = [_region(each) for each in parts]
             known = [each for each in regions if each]
             names = {name for name, _ in known}
-            # 1 or 2 is a list
+            # 1 or 2 is a list.
             if len(known) < len(regions) or len(names) > 1 or names == {""}:
                 return None
             sets = [each for _, each in known]
@@ -160,7 +161,7 @@ def _region(part: list[str]) -> tuple[str, Set] | None:
 
 
 def _inequality(sides: list[list[str]], operators: list[str]) -> tuple[str, Set] | None:
-    """2 < x \\leq 3, and the same with several bounds; x on one side of each sign."""
+    """Read 2 < x \\leq 3, and relations with more bounds; x must be on one side of each sign."""
     from sympy import FiniteSet, Intersection, Interval, S, oo
 
     if not set(operators) <= {"<", ">", r"\leq", r"\geq", r"\neq"}:
@@ -186,7 +187,7 @@ def _inequality(sides: list[list[str]], operators: list[str]) -> tuple[str, Set]
 
 
 def _set(part: list[str]) -> Set | None:
-    """An interval, a set of constants, \\mathbb{R}, and unions, intersections and differences of such."""
+    """Read an interval, a set of constants, \\mathbb{R}, and unions, intersections and differences of these."""
     from sympy import FiniteSet, Intersection, Interval, S, Union
 
     minus = ("-",) if r"\mathbb" in part else ()
@@ -233,7 +234,7 @@ def _set(part: list[str]) -> Set | None:
 
 
 def _endpoint(part: list[str]) -> Expr | None:
-    """A real constant as a sympy number; None for anything else."""
+    """Return a real constant as a sympy number; None for anything else."""
     from sympy import Rational, oo
 
     value = constant(part)
@@ -247,7 +248,7 @@ def _endpoint(part: list[str]) -> Expr | None:
 
 
 def _matrix(part: list[str]) -> list[list[list[str]]] | None:
-    """Rows of elements, each multiplied by what stands before the matrix; brackets around it do not matter."""
+    """Return rows of elements, each multiplied by the factor before the matrix; brackets around it are ignored."""
     if bracketed(part) and part[0] in ("(", "["):
         part = stripped(part[1:-1])
     start = next((i for i, token in enumerate(part) if token.startswith(r"\begin")), None)
@@ -264,7 +265,7 @@ def _matrix(part: list[str]) -> list[list[list[str]]] | None:
 
 
 def _expanded(parts: list[list[str]]) -> list[list[str]]:
-    """Each part with \\pm as one part for each sign: 1 \\pm 2 as 1+2 and 1-2; \\mp has the other sign."""
+    """Replace each part with \\pm by one part for each sign: 1 \\pm 2 by 1+2 and 1-2; \\mp has the other sign."""
     result = []
     for part in parts:
         signs = [token for token in part if token in _SIGNS][:4]
@@ -276,7 +277,7 @@ def _expanded(parts: list[list[str]]) -> list[list[str]]:
 
 
 def _several(part: list[str]) -> Several | None:
-    """The parts of a list, a set or a tuple; None for a single part."""
+    """Return the parts of a list, a set or a tuple; None for a single part."""
     parts, found = split(part, _SEPARATORS)
     if {",", ";"} <= set(found):  # x=1, y=2; x=3, y=4
         parts = [["(", *each, ")"] for each in split(part, (";",))[0]]
@@ -323,7 +324,7 @@ def _same_several(wanted: Several, said: Several) -> bool:
 
 
 def _same_relation(sides: list[list[str]], operators: list[str], others: list[list[str]], their: list[str]) -> bool:
-    """Equal sides; or one equation or inequality that is a multiple of the other."""
+    """Return True if the sides are equal, or if one equation or inequality is a multiple of the other."""
     sides, operators = _mirrored(sides, operators)
     others, their = _mirrored(others, their)
     (name, value), (other_name, other_value) = _assigned(sides, operators), _assigned(others, their)
@@ -340,7 +341,7 @@ def _same_relation(sides: list[list[str]], operators: list[str], others: list[li
 
 
 def _mirrored(sides: list[list[str]], operators: list[str]) -> tuple[list[list[str]], list[str]]:
-    """The same relation without > and \\geq."""
+    """Return the relation without > and \\geq."""
     if _MIRRORED.keys().isdisjoint(operators):
         return sides, operators
     back = {small: large for large, small in _MIRRORED.items()}

@@ -22,11 +22,11 @@ _POWER_OF_TEN = re.compile(r"([+-]?)10\s*\^\s*\{?\s*([+-]?\d{1,3})\s*\}?")
 _REPEATING = re.compile(  # 0.1\overline{6}, 0.1(6), 0.1666...
     r"([+-]?)(\d{0,100})\.(\d{0,100}?)(?:\\(?:overline|bar)\s*\{(\d{1,100})\}|\((\d{1,100})\)|(\d)\6\6+\s*(?:\.{2,3}|\\[lc]?dots))"
 )
-_ROUNDED_DIGITS = 6  # a decimal of so many significant digits also stands for what rounds to it
+_ROUNDED_DIGITS = 6  # a decimal with this many significant digits also equals values that round to it
 
 
 def number(text: str) -> Fraction | None:
-    """The value of an integer, a decimal, a fraction of integers or a mixed number; None for anything else."""
+    """Return the value of an integer, a decimal, a fraction of integers or a mixed number; None for anything else."""
     if found := _FRACTION.fullmatch(text):
         sign, over, under = found.groups()
         exponent = "0"
@@ -83,7 +83,7 @@ _BASE = re.compile(r"(\d[0-9a-fA-F]*|[a-fA-F]\d[0-9a-fA-F]*)\s*_\s*\{?(\d+)\}?")
 
 
 def _table() -> dict[str, tuple[str, Fraction]]:
-    """Symbol or word: (base unit, how many of it)."""
+    """Build {symbol or word: (base unit, how many base units it is)}."""
     one = Fraction(1)
     table = {"cent": ("dollar", one / 100), "¢": ("dollar", one / 100), "l": ("L", one), "ml": ("L", one / 1000)}
     for base, words in (_METRIC | _OTHERS).items():
@@ -101,7 +101,7 @@ def _table() -> dict[str, tuple[str, Fraction]]:
 
 _UNITS = _table()
 _CASES = Counter(name.lower() for name in _UNITS)
-_FOLDED = {name.lower(): name for name in _UNITS if _CASES[name.lower()] == 1}  # KJ; mw may be mW or MW
+_FOLDED = {name.lower(): name for name in _UNITS if _CASES[name.lower()] == 1}  # KJ means kJ; mw may be mW or MW
 _PERCENT = (("%", 1),)
 
 
@@ -110,11 +110,11 @@ class Quantity(NamedTuple):
     unit: tuple[tuple[str, int], ...]
     """base units and their powers, sorted"""
     scale: Fraction
-    """how many base units one of the unit is; 1000 for km"""
+    """base units per unit; 1000 for km"""
 
 
 def quantity(part: Tokens) -> Quantity | None:
-    """A number with a unit, 12 red cats among them; None: no unit, or letters that may be variables."""
+    """Read a number with a unit, which may be words (12 red cats); None: no unit, or letters that may be variables."""
     sign = list(part[:1]) if part[:1] in (["-"], ["+"]) else []
     if part[len(sign) : len(sign) + 1] and (currency := _CURRENCIES.get(part[len(sign)])):
         rest = stripped(part[len(sign) + 1 :])
@@ -143,7 +143,7 @@ def _is_unit_part(token: str) -> bool:
 
 
 def _with_unit(number: Tokens, tail: Tokens, is_text: bool) -> Quantity | None:
-    """The quantity if the tail is a unit. is_text: it is set as text, so unknown symbols are units too."""
+    """Return the quantity if the tail is a unit. is_text: it is set as text, so that unknown symbols are units too."""
     has_space = tail[:1] == [" "]
     number, tail = stripped(number), stripped(tail)
     if not number or number[-1] in ("+", "-", "^", "_") or not tail or tail[0] in ("/", "\\cdot", "."):
@@ -190,7 +190,7 @@ def _with_unit(number: Tokens, tail: Tokens, is_text: bool) -> Quantity | None:
 
 
 def _unit(name: str) -> tuple[str, Fraction]:
-    """(base unit, how many); (the word in the singular, 0) of an unknown one."""
+    """Return (base unit, how many of it); (the word in the singular, 0) for an unknown unit."""
     lower = name.lower()
     for spelling in (name, lower, lower.removesuffix("s"), lower.removesuffix("es"), _FOLDED.get(lower, "")):
         if spelling in _UNITS:
@@ -199,11 +199,11 @@ def _unit(name: str) -> tuple[str, Fraction]:
 
 
 def same_quantity(wanted: Tokens, said: Tokens) -> bool:
-    """True if the numbers are equal and so are the units, if both have one. Metric prefixes are converted, nothing else is."""
+    """Return True if the numbers are equal, and the units if both have one. Only metric prefixes are converted."""
     base, other_base = (_BASE.fullmatch("".join(part)) for part in (wanted, said))
     if base and other_base:
         return base[1].lower() == other_base[1].lower() and base[2] == other_base[2]
-    if base or other_base:  # the base may be left out
+    if base or other_base:  # the base may be omitted
         digits, bare = (base, said) if base else (other_base, wanted)
         return digits is not None and digits[1].lower() == "".join(bare).lower()
     a, b = quantity(wanted), quantity(said)
@@ -215,7 +215,7 @@ def same_quantity(wanted: Tokens, said: Tokens) -> bool:
         return _same_number(a.number, said) or _same_number(_hundredth(a.number), said)
     if b and b.unit == _PERCENT:
         value = constant(wanted)
-        is_proportion = value is None or -1 <= value <= 1  # the bare 28 is 28 %, the bare 1 is no 1 %
+        is_proportion = value is None or -1 <= value <= 1  # a bare 28 equals 28 %, but a bare 1 does not equal 1 %
         return _same_number(wanted, _hundredth(b.number)) or (not is_proportion and _same_number(wanted, b.number))
     return _same_number(a.number if a else wanted, b.number if b else said)
 
@@ -238,7 +238,7 @@ def _same_number(wanted: Tokens, said: Tokens) -> bool:
 
 
 def _rounds_to(part: Tokens, value: Fraction | None, exact: Tokens) -> bool:
-    """Is this a decimal of several digits, and does the other number, written exactly, round to it?"""
+    """Return True if this is a decimal of several digits to which the other number, written exactly, rounds."""
     text = "".join(part).lstrip("+-")
     digits, point, decimals = text.partition(".")
     if value is None or not point or not decimals.isdigit() or "." in "".join(exact):

@@ -1,10 +1,9 @@
-r"""Equality of two mathematical expressions by value; an expression is read whole or not at all.
+r"""Equality of two mathematical expressions by value. An expression is read completely or rejected.
 
-Constants are compared exactly if they are rational, else at a relative precision of 300 digits. Expressions with variables are
-equal if they have equal values at every tried point where both are defined in the reals (in the complex numbers if one has an i).
-
-latex2sympy2_extended, which math-verify uses, reads 2(3) as 5, y''+2y as 3y, \frac{4}{2}\frac{1}{3} as 7/3 and 25^\circ as 25. So
-the reader is ours; mpmath has the functions. Nothing is evaluated as Python.
+Constants are compared exactly if they are rational, otherwise at a relative precision of 300 digits. Expressions with variables
+are equal if they have equal values at every tried point where both are defined in the reals (in the complex numbers if one has
+an i). latex2sympy2_extended, which math-verify uses, reads 2(3) as 5, y''+2y as 3y, \frac{4}{2}\frac{1}{3} as 7/3 and 25^\circ
+as 25, so the reader is our own, with mpmath's functions. Nothing is evaluated as Python.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from marsrl.rollout.agents.answer_latex import ACCENTS, Tokens, normal
 
 _FEW_DIGITS, _MANY_DIGITS = 60, 360
 _EXACT_BITS = 1 << 17  # larger rationals are rounded
-_LARGEST = 10**30  # arguments of functions that grow or oscillate; beyond it too few digits are left
-_LONGEST = 1 << 13  # bits before the point, or noughts after it, of an irrational number that becomes a fraction
-_MOST_EXACT = 5000  # n of an exact n!
+_LARGEST = 10**30  # bound of arguments of functions that grow or oscillate; beyond it too few digits remain
+_LONGEST = 1 << 13  # bits before the point, or zeros after it, of an irrational number that becomes a fraction
+_MOST_EXACT = 5000  # largest n of an exact n!
 
-# Points: variables are odd multiples of 1/64 in these ranges, so that no odd root of a negative number is drawn; in the first
-# ones they are integers, for (-1)^n.
+# Points: variables are odd multiples of 1/64 in these ranges, so that no odd root of a negative number is drawn. In the first
+# ranges they are integers, for (-1)^n.
 _RANGES = [(2, 9), (3, 40), (2, 9), (0, 1), (0, 1), (1, 3), (-3, 3), (-1, 1), (-9, -1)]
 _INTEGER_POINTS = 2
 
@@ -51,7 +50,7 @@ _ENDS = frozenset([")", "]", "}", "|", ",", "\\}", "\\rfloor", "\\rceil", "+", "
 
 
 class Unreadable(Exception):
-    """The text is no expression that is understood whole."""
+    """The text is not an expression that can be read completely."""
 
 
 class Undefined(Exception):
@@ -59,7 +58,7 @@ class Undefined(Exception):
 
 
 def same_value(wanted: Tokens, said: Tokens) -> bool:
-    """True if both can be read and are equal wherever both are defined."""
+    """Return True if both can be read and are equal wherever both are defined."""
     a, b = _one_case(normal(wanted), normal(said))
     if a == b:
         return True
@@ -79,7 +78,7 @@ def same_value(wanted: Tokens, said: Tokens) -> bool:
 
 
 def proportional(wanted: Tokens, said: Tokens, positive: bool) -> bool:
-    """True if wanted = c said at every tried point, for one constant c, which is not 0. positive: c > 0."""
+    """Return True if wanted = c said at every tried point, for one constant c other than 0. positive: c > 0."""
     a, b = _one_case(normal(wanted), normal(said))
     ratio, equal = None, 0
     if _variables(a) != _variables(b):
@@ -102,8 +101,9 @@ def proportional(wanted: Tokens, said: Tokens, positive: bool) -> bool:
 
 
 def constant(part: Tokens) -> Fraction | float | None:
-    """The value of a real constant, to 100 digits if it is irrational; inf and -inf; None for anything else,
-    and for one with thousands of digits before the point or noughts after it.
+    """Return the value of a real constant, to 100 digits if it is irrational; inf and -inf are allowed.
+
+    Returns None for anything else, and for a value with thousands of digits before the point or zeros after it.
     """
     expression = tuple(normal(part))
     if _variables(expression):
@@ -121,7 +121,7 @@ def constant(part: Tokens) -> Fraction | float | None:
 
 
 def _one_case(*expressions: Tokens) -> list[tuple[str, ...]]:
-    """The expressions with variables in lower case, unless one has a letter in both cases; E and I are no e and i."""
+    """Return the expressions with variables in lower case, unless one has a letter in both cases; E and I are not e and i."""
     if any(
         {token.swapcase() for token in each if len(token) == 1 and token.isalpha()} & set(each) for each in expressions
     ):
@@ -130,7 +130,7 @@ def _one_case(*expressions: Tokens) -> list[tuple[str, ...]]:
 
 
 def _close(a: tuple[str, ...], b: tuple[str, ...], point: int) -> bool:
-    """Are two values equal? A difference that is only rounding shrinks with the precision."""
+    """Return True if two values are equal: a difference that is only rounding shrinks with the precision."""
     differences = []
     for digits in (_FEW_DIGITS, _MANY_DIGITS):
         x, y = (_value(each, point, digits, _is_complex(a, b)) for each in (a, b))
@@ -167,7 +167,7 @@ def _is_letter(token: str) -> bool:
 
 @lru_cache(maxsize=512)
 def _value(expression: tuple[str, ...], point: int, digits: int, is_complex: bool) -> Any:
-    """The value at a point: a Fraction, or an mpmath number of so many digits. Raises Unreadable or Undefined."""
+    """Return the value at a point: a Fraction, or an mpmath number of `digits` digits. Raises Unreadable or Undefined."""
     with mp.workdps(digits):
         try:
             return _Reader(expression, point, is_complex).whole()
@@ -213,7 +213,7 @@ class _Reader:
         return found
 
     def _checked(self, value: Any) -> Any:
-        """The value if it is a number that may appear here; rationals that have grown too long are rounded."""
+        """Return the value if such a number is allowed here; rationals that have grown too long are rounded."""
         if isinstance(value, Fraction):
             return (
                 value
@@ -225,7 +225,7 @@ class _Reader:
                 raise Undefined("not real")
             value = value.real
         if mp.isnan(value) or (mp.isinf(value) and isinstance(value, mpmath.mpc)):
-            raise Undefined("no number")
+            raise Undefined("not a number")
         return value
 
     def _sum(self) -> Any:
@@ -245,7 +245,7 @@ class _Reader:
             before, start = self._tokens[self._at - 2], self._at
             negative = self._took("-")
             if operator != "\\cdot" and before.isdigit() and self._next.isdigit() and not negative:
-                other = self._factor()  # 1/2x: a fraction of numbers comes first
+                other = self._factor()  # 1/2x: a fraction of numbers binds tighter
                 value = self._checked(_divided(value, other))
                 if self._next not in _ENDS and not self._is_number(start + 1):
                     value = self._checked(_arithmetic(value, "*", self._factors()))
@@ -273,7 +273,7 @@ class _Reader:
         return at < len(self._tokens) and self._tokens[at][0] in "0123456789."
 
     def _is_fraction(self) -> bool:
-        """True before \\frac{number}{number}."""
+        """Return True before \\frac{number}{number}."""
         frac = self._tokens[self._at : self._at + 7]
         return len(frac) == 7 and frac[:2] == ("\\frac", "{") and frac[2].isdigit() and frac[5].isdigit()
 
@@ -333,7 +333,7 @@ class _Reader:
     def _power(self, base: Any, exponent: Any) -> Any:
         if not isinstance(exponent, Fraction):
             if base == 0 or (_is_real(base) and base < 0 and not self._is_complex):
-                raise Undefined("a power of no positive number")
+                raise Undefined("a power of a number that is not positive")
         elif exponent.denominator == 1 and isinstance(base, Fraction):
             if base == 0 and exponent < 0:
                 raise ZeroDivisionError
@@ -391,13 +391,13 @@ class _Reader:
         self._take(closing)
         if name in ("\\gcd", "\\lcm"):
             if not all(isinstance(value, Fraction) and value.denominator == 1 for value in values):
-                raise Undefined("no integers")
+                raise Undefined("not integers")
             values = [int(value) for value in values]
         value = _OF_SEVERAL[name](*values) if len(values) > 1 else values[0]
         return Fraction(value) if isinstance(value, int) else value
 
     def _variable(self, token: str) -> Any:
-        """e, i, or a drawn value; f(x), g(x), h(x) and named functions draw one for each argument."""
+        """Return e, i, or a drawn value; f(x), g(x), h(x) and named functions draw one value for each argument."""
         name = token
         if token in ACCENTS:
             self._take("{")
@@ -432,7 +432,7 @@ class _Reader:
         return self._drawn(name)
 
     def _index(self, token: str) -> int:
-        """Tokens up to the next one like this, which closes a name's braces."""
+        """Count the tokens up to the next one like this, which closes a name's braces."""
         rest = self._tokens[self._at : self._at + 40]
         if token not in rest or "{" in rest[: rest.index(token)]:
             raise Unreadable(token)
@@ -447,7 +447,7 @@ class _Reader:
 
 
 def _rounded(value: Any) -> Any:
-    """The value as an mpmath number of the present precision."""
+    """Convert the value to an mpmath number of the current precision."""
     return mpmath.mpf(value.numerator) / value.denominator if isinstance(value, Fraction) else value
 
 
@@ -469,7 +469,7 @@ def _divided(a: Any, b: Any) -> Any:
 
 def _whole(value: Any, up: bool) -> Any:
     if not _is_real(value) or (not isinstance(value, Fraction) and abs(value) > _LARGEST):
-        raise Undefined("no real number")
+        raise Undefined("not a real number")
     return Fraction(math.ceil(value) if up else math.floor(value))
 
 

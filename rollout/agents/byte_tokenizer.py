@@ -1,4 +1,5 @@
-"""A tokenizer for models without a vocabulary: one token a byte, with a ChatML template like Qwen's that supports tool calls."""
+"""Tokenizer for models without a vocabulary: one token per byte, with a ChatML template like Qwen's that supports tool
+calls."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ Call one so: <tool_call>
 def write_byte_tokenizer(directory: str | Path, pieces: Iterable[str] = ()) -> None:
     """Write tokenizer.json, tokenizer_config.json and the chat template. Byte b has id b.
 
-    pieces: more of the vocabulary, from id 256 on, which are decoded and never encoded.
+    pieces: additional vocabulary from id 256 on, which is decoded but never encoded.
     """
     from tokenizers import AddedToken, Tokenizer
     from tokenizers.decoders import ByteLevel as ByteLevelDecoder
@@ -69,7 +70,7 @@ def write_byte_tokenizer(directory: str | Path, pieces: Iterable[str] = ()) -> N
 
 @functools.cache
 def byte_tokenizer_directory() -> str:
-    """A directory with the tokenizer, for policies that have no model here; removed when this process ends."""
+    """Return a directory with the tokenizer, for policies without a local model; removed when this process ends."""
     folder = tempfile.mkdtemp(prefix="marsrl-tokenizer-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     write_byte_tokenizer(folder)

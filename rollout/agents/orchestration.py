@@ -1,4 +1,4 @@
-"""Teams: which agent answers next, its prompt, and how its completions are parsed and rewarded.
+"""Teams: which agent is asked next, with which prompt, and how its completions are parsed and rewarded.
 
     class TwoSolvers(Orchestration):
         agents = (AgentSpec("first"), AgentSpec("second"))
@@ -8,7 +8,7 @@
             said = episode.said(first)
             return [first] if said is None else [first, episode.ask("second", said)]
 
-The same class plays in training, in evaluation and in `marsrl try`. Those that ship are in rollout/orchestrations.
+The same class plays in training, in evaluation and in `marsrl try`. Built-in teams are in rollout/orchestrations.
 """
 
 from __future__ import annotations
@@ -29,23 +29,25 @@ from marsrl.rollout.types import MISSING, Ask, Finish, Message, Problem, Reward,
 
 
 class Orchestration:
-    """Rules of a team. No engine, no clock, no state; every method is a function of its arguments.
+    """Rules of a team. It has no engine, clock or state: every method is a function of its arguments.
 
-    A rollout instance (one draw of a problem) is group_size independent episodes with one sample an ask; or, if is_one_episode,
-    one episode with group_size samples an ask.
+    A rollout instance (one draw of a problem) is group_size independent episodes with one sample per ask. If is_one_episode, it
+    is
+    one episode with group_size samples per ask.
 
     Args:
-        agents: settings by agent name; an agent that is not named has the defaults.
+        agents: settings by agent name; agents that are not named have the defaults.
         default_prompts: the task's prompt set, for agents that name none.
         options: values of Options.
-        rollout: group_size, G; picks, the number of an agent's outputs in a rollout instance that go to the next agent.
+        rollout: group_size, G; picks, the number of an agent's outputs in a rollout instance that are passed to the next
+        agent.
         evaluate: settings of `follow` in evaluation episodes.
-        tools: those that the config has set.
-        renderers: by agent, for teams that count tokens.
+        tools: names of the tools that the config sets.
+            renderers: by agent, for teams that count tokens.
     """
 
     class Options(Settings):
-        """orchestration_options of this team."""
+        """Settings of this team under orchestration_options."""
 
     name: ClassVar[str] = ""
     agents: tuple[AgentSpec, ...] = ()
@@ -55,10 +57,11 @@ class Orchestration:
     tools: tuple[str, ...] = ()
     """Names of tools that `follow` calls (episode.call); all must be set in the config's `tools`."""
     optional_tools: ClassVar[tuple[str, ...]] = ()
-    """Further tools that `follow` calls if the config sets them. An instance's `tools` includes those, and its agents' own
-    (agents.<name>.tools)."""
+    """Further tools that `follow` calls if the config sets them.
+
+    An instance's `tools` includes those, and its agents' own (agents.<name>.tools)."""
     tried_apart: ClassVar[tuple[str, ...]] = ()
-    """Agents that are evaluated on fixed inputs, from episodes played before RL for that purpose."""
+    """Agents that are evaluated on fixed inputs, collected from episodes played before RL."""
 
     def __init__(
         self,
@@ -87,17 +90,18 @@ class Orchestration:
 
     @classmethod
     def whole_team(cls, agents: Mapping[str, AgentConfig]) -> dict[str, AgentConfig]:
-        """Settings of every agent in the order of play, with defaults for those not given; ValueError for an unknown agent."""
+        """Return settings of every agent in the order of play, with defaults for missing ones; ValueError for an unknown
+        agent."""
         names = [spec.name for spec in cls.agents]
         for name in agents:
             if name not in names:
-                raise ValueError(f"agents.{name}: {cls.name} has no such agent; it has {', '.join(names)}")
+                raise ValueError(f"agents.{name}: {cls.name} has no such agent; expected one of {', '.join(names)}")
         return {name: agents.get(name, AgentConfig()) for name in names}
 
     def _prompts_of(self, name: str, default: str) -> PromptSet:
-        """The prompt set of an agent; ValueError if it lacks the agent's chat or parser.
+        """Return the prompt set of an agent; ValueError if it lacks the agent's chat or parser.
 
-        A default set need not have a chat for the agent: a user's team may write its own.
+        A default set may lack a chat for the agent: a user's team may write its own.
         """
         spec, settings = self.specs[name], self.settings[name]
         roles = (spec.role, *spec.also)
@@ -116,50 +120,57 @@ class Orchestration:
             return prompts
         if not self.plays_sessions and "answer" not in [READS.get(role) for role in roles]:
             raise ValueError(
-                f"agents.{name}.parser is {settings.parser}, which reads answers, and {name} gives none: leave it out"
+                f"agents.{name}.parser is {settings.parser}, which reads answers, but {name} gives none; remove it"
             )
         return replace(prompts, parsers={**prompts.parsers, "answer": parser})
 
     def _compat_of(self, name: str) -> Compat:
-        """The published code's parser for this Verifier; ValueError if the prompt does not ask for the marker that it looks
-        for."""
+        """Return the published code's parser for this Verifier; ValueError if the prompt does not ask for its marker."""
         compat = self._prompts[name].compat()
         if compat is None:
             known = ", ".join(f"{each.marker} ({paper})" for paper, each in COMPATS.items())
             raise ValueError(
-                f"agents.{name}.parser is compat, and agents.{name}.prompt ({self._prompts[name].name}) does not ask its "
-                f"Verifier for what published code looks for: {known}; give the paper's prompt in a file (docs/prompts.md), or "
+                f"agents.{name}.parser is compat, but agents.{name}.prompt ({self._prompts[name].name}) does not ask its "
+                f"Verifier for a marker of published code; expected {known}: use the paper's prompt in a file "
+                "(docs/prompts.md), or "
                 "set parser=strict"
             )
         return compat
 
-    # The rules, which a team may override.
+    # Rules, which a team may override.
 
     def follow(self, episode: Episode) -> Sequence[Ask | ToolCall]:
-        """All asks and tool calls that are possible in this episode as it stands; may include earlier ones.
+        """Return all asks and tool calls that are possible in this episode as it stands; may include earlier ones.
 
-        The episode has ended once all of them are answered.
+        The episode ends once all of them are answered.
         """
-        raise NotImplementedError(f"{type(self).__name__}.follow: say who is asked")
+        raise NotImplementedError(f"{type(self).__name__}.follow is not defined; return the asks of an episode")
 
     def messages(self, episode: Episode, ask: Ask) -> tuple[Message, ...]:
-        """The ask's chat: by default the prompt of the agent's role with the problem and, if there are any, the first two
-        inputs."""
+        """Return the ask's chat.
+
+        By default the prompt of the agent's role with the problem and, if there are any, the first two inputs."""
         solution, report = (*(sample.shown for sample in episode.inputs(ask)), "", "")[:2]
         return self.prompt(ask.agent, self.spec(ask.agent).role, episode, solution, report, others=report)
 
     def continuation(self, episode: Episode, sample: Sample) -> str | Sequence[Message] | None:
-        """The continuation of a sample that `parse` marked Finish.WAITING: text appended to its own or, if it ended its turn, the
-        messages that follow. None until the answers and outputs that it waits for (asks and calls of `follow`) have come.
+        """Return the continuation of a sample that `parse` marked Finish.WAITING.
+
+        It is text appended to the sample's own or, if the sample ended its turn, the messages that follow. Return None until
+        the answers
+        and outputs that the sample waits for (asks and calls of `follow`) are available.
+
 
         sample: has the text so far, and `turn`, the number of earlier continuations.
         """
-        raise NotImplementedError(f"{type(self).__name__}.continuation: sample {sample.uid} waits; say what for")
+        raise NotImplementedError(
+            f"sample {sample.uid} waits, but {type(self).__name__}.continuation is not defined; return its continuation"
+        )
 
     def parse(self, sample: Sample) -> Sample:
-        """The sample with the text that others see and its answer or verdict; a truncated completion has neither.
+        """Return the sample with the text that others see and its answer or verdict; a truncated completion has neither.
 
-        finish WAITING if it paused for a tool or another agent.
+        Set finish to WAITING if the sample paused for a tool or another agent.
         """
         role, prompts = self.spec(sample.agent).role, self._prompts[sample.agent]
         if compat := self._compats.get(sample.agent):
@@ -173,27 +184,27 @@ class Orchestration:
         return replace(sample, shown=shown, answer=said, verdict=None)
 
     def reward(self, episode: Episode, ask: Ask, sample: Sample, judged: Reward | None = None) -> Reward:
-        """The agent's own reward of a parsed sample (agentic verifiable rewards, arXiv 2511.11373, section 3).
+        """Return the agent's own reward of a parsed sample (agentic verifiable rewards, arXiv 2511.11373, section 3).
 
         An answer gets the task's judgement (judged; None without an answer). A verdict gets 1 if it agrees with the first
-        input's correctness. An adviser's reward is missing until the episode has ended, then its outcome. A helper's text gets
-        1 if it is readable; its correctness is unknown. Overlong and unparsable completions get 0; an unknown reward is
+        input's correctness. An adviser's reward is missing until the episode has ended, then it is the outcome. A helper's text
+        gets 1 if it is readable; its correctness is unknown. Overlong and unparsable completions get 0; an unknown reward is
         missing, never 0.
         """
         spec = self.spec(sample.agent)
         if sample.finish in (Finish.UNFINISHED, Finish.WAITING):
             raise ValueError(f"reward: sample {sample.uid} is not finished; decode its remaining segments first")
         if sample.finish is Finish.ERROR:
-            return Reward(MISSING, MISSING, note="the engine gave the sample up")
+            return Reward(MISSING, MISSING, note="the engine failed on the sample")
         if spec.helps:
             readable = float(sample.finish is Finish.STOP and self.is_readable(sample))
-            return Reward(readable, MISSING, {"readable": readable}, "" if readable else "nothing that can be read")
+            return Reward(readable, MISSING, {"readable": readable}, "" if readable else "no readable output")
         if sample.finish is Finish.LENGTH:
             return Reward(0.0, 0.0, note="overlong")
         if spec.gives_verdicts:
             return self._agreement(episode, ask, sample)
         if spec.advises:
-            return Reward(MISSING, MISSING, note="its episode has no outcome yet")
+            return Reward(MISSING, MISSING, note="the episode has no outcome yet")
         if sample.answer is None:
             return Reward(0.0, 0.0, note="no answer")
         if judged is None:
@@ -202,40 +213,44 @@ class Orchestration:
 
     @classmethod
     def reward_rule(cls, agent: AgentSpec) -> str:
-        """The agent's reward rule as text; for a team that overrides `reward`, the first line of its docstring."""
+        """Describe the agent's reward rule; for a team that overrides `reward`, with the first line of its docstring."""
         if cls.reward is not Orchestration.reward:
             return (cls.reward.__doc__ or f"what {cls.__name__}.reward returns").strip().partition("\n")[0]
         if agent.advises:
-            return "the outcome of its episode"
+            return "the outcome of the episode"
         if agent.helps:
-            return "1 where it can be read; what it was worth, only the outcome tells"
+            return "1 if readable; only the outcome measures its value"
         if agent.gives_verdicts:
-            return "1 where its verdict is right about its first input, 0 where it is wrong or there is none"
-        return "what the task says its answer is worth, 0 without an answer"
+            return "1 if the verdict on its first input is right, 0 if it is wrong or missing"
+        return "the task's score of the answer, 0 without an answer"
 
     def outcome(self, episode: Episode) -> Sample | None:
-        """The sample whose answer counts in a finished episode: by default the last of `follow`'s with an answer (a query is
-        none)."""
+        """Return the sample whose answer counts in a finished episode.
+
+        By default the last of `follow`'s samples with an answer (a query is not an answer)."""
         asks = [each for each in self.follow(episode) if isinstance(each, Ask) and not self.spec(each.agent).helps]
         samples = [sample for ask in asks for sample in episode.samples(ask)]
         return next((sample for sample in reversed(samples) if sample.answer is not None), None)
 
     def alone(self, episode: Episode) -> Sample | None:
-        """The first agent's own answer in a finished episode, before any other agent answered; None without one. Evaluations
-        compare it with `outcome` if the first agent solves problems (AgentSpec.solves)."""
+        """Return the first agent's own answer in a finished episode, before any other agent answered; None without one.
+
+        Evaluations compare it with `outcome` if the first agent solves problems (AgentSpec.solves)."""
         return next(
             (s for each in self.follow(episode)[:1] if isinstance(each, Ask) for s in episode.samples(each)), None
         )
 
     def redrawn(self, episode: Episode) -> Collection[str]:
-        """Uids of samples in a finished episode that a later draw of the same agent replaced; evaluations do not count their
-        correctness."""
+        """Return uids of samples in a finished episode that a later draw of the same agent replaced.
+
+        Evaluations do not count their correctness."""
         return ()
 
     def outcomes(self, episode: Episode) -> dict[str, float]:
-        """Rewards of a finished episode under credit.reward_scheme=outcome, by uid: by default one outcome for all.
+        """Return rewards of a finished episode under credit.reward_scheme=outcome, by uid: by default one outcome for all.
 
-        NaN if the judge of the outcome failed, or the engine of a sample and there is no answer; otherwise 0 without an answer.
+        The outcome is NaN if its judge failed, or if there is no answer because an engine failed; otherwise 0 without an
+        answer.
         """
         samples = [sample for answer in episode.answers.values() for sample in answer]
         last = returned.sample_or_none(self.outcome(episode))
@@ -245,12 +260,13 @@ class Orchestration:
         return {sample.uid: value for sample in samples}
 
     def metrics(self, episode: Episode) -> Mapping[str, float]:
-        """Numbers of a finished episode, by names of the team's choice; team/<name> is the mean over a step's finished
-        episodes."""
+        """Return numbers of a finished episode, under names of the team's choice.
+
+        team/<name> is the mean over a step's finished episodes."""
         return {}
 
     def most_samples(self) -> dict[str, int]:
-        """Upper bound of each agent's samples in a rollout instance, for plans; {} if unknown."""
+        """Return an upper bound of each agent's samples in a rollout instance, for plans; {} if unknown."""
         return {}
 
     # Helpers for teams.
@@ -258,32 +274,32 @@ class Orchestration:
     def prompt(
         self, agent: str, role: Role, episode: Episode, solution: str = "", report: str = "", **values: str
     ) -> tuple[Message, ...]:
-        """The chat of a role from the agent's prompt set. values: of further placeholders (roles.PLACEHOLDERS)."""
+        """Return the chat of a role from the agent's prompt set. values: further placeholders (roles.PLACEHOLDERS)."""
         require_words(self._prompts[agent], role)
         values |= {"problem": episode.problem.question, "solution": solution, "report": report}
         return self._prompts[agent].fill(role, **values)
 
     def check_words(self, agent: str, messages: Sequence[Message]) -> None:
-        """Raise ValueError if a chat lacks agents.<name>.system or suffix, which `prompt` puts into it, up to its first brace."""
+        """Raise ValueError if a chat lacks agents.<name>.system or suffix (up to its first brace), which `prompt` inserts."""
         for key, role in (("system", "system"), ("suffix", "user")):
             text = (getattr(self.settings[agent], key) or "").partition("{")[0]
             if text and not any(text in message.content for message in messages if message.role == role):
                 raise ValueError(
-                    f"agents.{agent}.{key} is set, and {type(self).__name__}.messages does not show it: write the chat with "
-                    f"self.prompt(...), or read self.settings[{agent!r}].{key} there"
+                    f"agents.{agent}.{key} is set, but {type(self).__name__}.messages does not show it; build the chat with "
+                    f"self.prompt(...), or use self.settings[{agent!r}].{key} there"
                 )
 
     def accepts(self, report: Sample) -> bool:
-        """True if the verdict is "correct", or is missing and agents.<name>.missing_verdict is "correct"."""
+        """Return True if the verdict is "correct", or is missing and agents.<name>.missing_verdict is "correct"."""
         return self.settings[report.agent].missing_verdict == "correct" if report.verdict is None else report.verdict
 
     # Used by players.
 
     def unasked(self, problems: Sequence[Problem], read: Mapping[str, Sequence[str]]) -> list[str]:
-        """Warnings about agents whose chats, in most of these problems, show no form that their parsers look for.
+        """Return warnings about agents whose chats, in most of these problems, do not show a form that their parsers accept.
 
-        read: by agent, the chats that it read, where the team writes `messages` itself. Parsers without an example are not
-        checked, nor prompt sets for policies that are taught here.
+        read: chats of each agent, if the team writes `messages` itself. Parsers without an example are not
+        checked, nor are prompt sets for policies that are warm-started here.
         """
         warnings = []
         is_own = not type(self).messages.__module__.startswith("marsrl.")
@@ -299,31 +315,34 @@ class Orchestration:
                 num_without = sum(not parser.is_shown(chat) for chat in chats) if parser.markers else 0
                 if 2 * num_without > len(chats) and name not in self._compats:
                     warnings.append(
-                        f"agents.{name} reads, as {role}, nothing that shows the form of its {READS[role]}, {parser.form}, in "
-                        f"{num_without} of {len(chats)} problem(s) looked at; in another form it is not read. Ask for it in the "
-                        f"agent's prompt ({prompts.name}), or by agents.{name}.suffix"
+                        f"the prompt of agents.{name}, as {role}, does not show the form of its {READS[role]}, {parser.form}, "
+                        "in "
+                        f"{num_without} of {len(chats)} problem(s) checked; other forms cannot be parsed. Ask for the form in "
+                        "the "
+                        f"agent's prompt ({prompts.name}), or with agents.{name}.suffix"
                     )
         return warnings
 
     def spec(self, agent: str) -> AgentSpec:
         if agent not in self.specs:
-            raise ValueError(f"{self.name} has no agent {agent!r}; it has {', '.join(self.specs)}")
+            raise ValueError(f"{self.name} has no agent {agent!r}; expected one of {', '.join(self.specs)}")
         return self.specs[agent]
 
     @property
     def verifiers(self) -> tuple[str, ...]:
-        """The agents that give verdicts, in the order of play."""
+        """Agents that give verdicts, in the order of play."""
         return tuple(spec.name for spec in self.agents if spec.gives_verdicts)
 
     def to_judge(self, episode: Episode, sample: Sample) -> str | None:
-        """The text that the task judges for this parsed sample's `reward`; None if it needs no judgement."""
+        """Return the text that the task judges for this parsed sample's `reward`; None if it needs no judgement."""
         spec = self.spec(sample.agent)
         is_judged = sample.finish is Finish.STOP and not (spec.gives_verdicts or spec.helps)
         return sample.answer if is_judged else None
 
     def is_readable(self, sample: Sample) -> bool:
-        """True if this parsed sample has an answer, a verdict or, of a role that gives neither, a text; with `parser: compat`,
-        which always finds a verdict, if its format is valid."""
+        """Return True if this parsed sample has an answer, a verdict or, for a role that gives neither, a text.
+
+        With `parser: compat`, which always finds a verdict, True if the format is valid."""
         if compat := self._compats.get(sample.agent):
             return compat.is_valid(sample.text)
         if self.spec(sample.agent).role not in READS:
@@ -331,19 +350,22 @@ class Orchestration:
         return sample.answer is not None or sample.verdict is not None
 
     def form(self, agent: str) -> str:
-        """Return what the agent's parser looks for, such as "answer in the form \\boxed{...}"; "" for a role without a parser."""
+        """Return what the agent's parser looks for, such as "answer in the form \\boxed{...}"; "" for a role without a
+        parser."""
         kind = READS.get(self.spec(agent).role)
         if kind is None:
             return ""
         parser, compat = self._prompts[agent].parsers.get(kind), self._compats.get(agent)
         form = compat.marker if compat else parser.form if parser else ""
-        if not form or not type(self).parse.__module__.startswith("marsrl."):  # a user's team may read otherwise
+        if not form or not type(self).parse.__module__.startswith("marsrl."):  # a user's team may parse differently
             return f"{kind} that its parser finds"
         return f"{kind} in the form {form}"
 
     def _agreement(self, episode: Episode, ask: Ask, sample: Sample) -> Reward:
         if not ask.inputs:
-            raise ValueError(f"reward: the ask of Verifier sample {sample.uid} holds no solution")
+            raise ValueError(
+                f"reward: the ask of Verifier sample {sample.uid} has no input; expected a solution to verify"
+            )
         solution = episode.sample(ask.inputs[0])
         truth = solution.reward
         if truth.is_missing or math.isnan(truth.correct):
@@ -355,5 +377,6 @@ class Orchestration:
 
 
 def is_right(sample: Sample) -> bool:
-    """True if the sample is right before penalties: by the task's judgement, or for a Verifier by its verdict's agreement."""
+    """Return True if the sample is right before penalties: by the task's judgement, or for a Verifier by its verdict's
+    agreement."""
     return sample.reward.correct >= 1

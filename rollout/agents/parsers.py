@@ -1,4 +1,4 @@
-"""Parsers of completions: the visible text, the verdict, the final answer, calls of tools. Completions are hostile input.
+"""Parsers of completions: the visible text, the verdict, the final answer, tool calls. Completions are hostile input.
 
 Every function takes time linear in the text's length and returns None if it finds nothing. Users' regular expressions run in
 RE2, which does not backtrack: `re` can take exponential time, and a time limit would make results depend on the machine's load.
@@ -18,7 +18,7 @@ from marsrl.rollout.types import Sample, ToolCall, ToolFunction
 THINK_OPEN = "<think>"
 THINK_CLOSE = "</think>"
 MOST_CALLS = 8
-"""Calls of one turn that are executed; further ones are refused."""
+"""Maximum executed calls per turn; further ones are rejected."""
 
 _MOST_SHOWN = 100  # characters of a model's text quoted in a message
 _MAX_REGEX = 1000  # characters; RE2's time grows with the expression too
@@ -28,8 +28,8 @@ _VERIFY_OPEN, _VERIFY_CLOSE = "<verify>", "</verify>"
 _VERIFY_TAG = re.compile(r"<verify>\s*(approve|reject)\s*</verify>", re.IGNORECASE)
 _CHINESE = re.compile("[\u4e00-\u9fff]")
 _BOX = re.compile(r"\\(?:boxed|fbox)\b")
-_MAX_STATED, _MAX_WORDS = 200, 3  # characters and words of an answer outside a box; a longer text is an argument
-_WORD = re.compile(r"(?<![\\\w])[^\W\d_]{2,}")  # not a command of LaTeX
+_MAX_STATED, _MAX_WORDS = 200, 3  # maximum characters and words of an answer outside a box; longer text is an argument
+_WORD = re.compile(r"(?<![\\\w])[^\W\d_]{2,}")  # not a LaTeX command
 _STATED = re.compile(
     r"\banswer[ \t*]*(?:\bis\b|[:：=])[\s*:]*+(?!(?:not|correct|incorrect|right|wrong)\b)|^[ \t]*####(?!#)",
     re.IGNORECASE | re.MULTILINE,
@@ -40,9 +40,10 @@ _DELIMITERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
 
 
 def visible(text: str, starts_in_thought: bool = False) -> str | None:
-    """The text shown to the next agent: everything after the last closing think tag, stripped of outer white space.
+    """Return the text shown to the next agent: everything after the last closing think tag, without outer white space.
 
-    None: a thought was opened (by the text, or by the prompt: `starts_in_thought`) and never closed, so the completion was
+    Returns None if a thought was opened (by the text, or by the prompt: `starts_in_thought`) and never closed: the completion
+    was
     truncated before any visible text.
     """
     _, closed, shown = text.rpartition(THINK_CLOSE)
@@ -52,7 +53,7 @@ def visible(text: str, starts_in_thought: bool = False) -> str | None:
 
 
 def strict_verdict(report: str) -> bool | None:
-    """True/False = "correct"/"wrong" of the last line that is `Verdict: correct|wrong` and nothing else.
+    """Return True/False for "correct"/"wrong" in the last line that is exactly `Verdict: correct|wrong`.
 
     Any case; Markdown emphasis around the words and a full stop at the end are allowed.
     """
@@ -64,31 +65,33 @@ def strict_verdict(report: str) -> bool | None:
 
 
 def compat_verdict(text: str) -> bool:
-    """The published evaluation script's verdict: is "correct" a substring of what follows the last "correctness"?
+    """Return the published evaluation script's verdict: whether "correct" is a substring of the text after the last
+    "correctness".
 
-    So "incorrect" counts as correct, and an unfinished thought is read as if it were the report. For comparison
-    with published figures only.
+    So "incorrect" counts as correct, and an unfinished thought is read as if it were the report. Only for comparison
+    with published figures.
     """
     return "correct" in text.rpartition(THINK_CLOSE)[2].lower().rpartition("correctness")[2]
 
 
 def compat_report(text: str) -> str:
-    """The bug report as the published script extracts it: the text before "**Correctness**", "" without it.
+    """Return the bug report as the published script extracts it: the text before "**Correctness**", or "" without it.
 
-    The published prompt asks for a line `**Correctness**: ...`; of a report without it the Corrector reads nothing.
+    The published prompt asks for a line `**Correctness**: ...`. Without it, the Corrector gets an empty report.
     """
     before, marker, _ = text.rpartition(THINK_CLOSE)[2].partition("**Correctness**")
     return before.strip() if marker else ""
 
 
 def tagged_verdict(report: str) -> bool | None:
-    """True/False = approve/reject in the last `<verify>` tag that contains one of them, in any case (Dr. MAS)."""
+    """Return True/False for approve/reject in the last `<verify>` tag that contains one of them, in any case (Dr. MAS)."""
     found = _VERIFY_TAG.findall(report)
     return found[-1].lower() == "approve" if found else None
 
 
 def drmas_report(text: str) -> str:
-    """The output as Dr. MAS's published code passes it on: all of it, thoughts too, without white space inside the first tag."""
+    """Return the output as Dr. MAS's published code passes it on: complete, with thoughts, but without white space in the first
+    tag."""
     start, end = text.find(_VERIFY_OPEN), text.find(_VERIFY_CLOSE)
     if start < 0 or end < 0:
         return text
@@ -97,25 +100,26 @@ def drmas_report(text: str) -> str:
 
 
 def drmas_verdict(text: str) -> bool:
-    """The published code's verdict: approved if a tag contains "approve", or none contains "reject"; so a missing tag
-    approves."""
+    """Return the published code's verdict: True if a tag contains "approve", or none contains "reject".
+
+    A missing tag therefore approves."""
     report = drmas_report(text)
     return f"{_VERIFY_OPEN}approve{_VERIFY_CLOSE}" in report or f"{_VERIFY_OPEN}reject{_VERIFY_CLOSE}" not in report
 
 
 def drmas_is_valid(text: str) -> bool:
-    """True if the published code accepts the format: both tags, with any contents, and no Chinese character."""
+    """Return True if the published code accepts the format: both tags, with any contents, and no Chinese character."""
     return _VERIFY_OPEN in text and _VERIFY_CLOSE in text and not _CHINESE.search(text)
 
 
 def tagged(tag: str, text: str) -> str | None:
-    """The text between the last <tag> and the </tag> after it, in any case; None without, or if blank."""
+    """Return the text between the last <tag> and the </tag> after it, in any case; None if there is none, or if blank."""
     found = all_tagged(tag, text)
     return found[-1] or None if found else None
 
 
 def all_tagged(tag: str, text: str) -> list[str]:
-    """Each text between a <tag> and the </tag> after it, in any case, without white space around it."""
+    """Return each text between a <tag> and the </tag> after it, in any case, without outer white space."""
     opened, found = -1, []
     for match in re.finditer(rf"<(/?){tag}>", text, re.IGNORECASE):
         if not match[1]:
@@ -127,13 +131,13 @@ def all_tagged(tag: str, text: str) -> list[str]:
 
 
 def route(text: str) -> bool | None:
-    """True/False = yes/no in the last <verify> tag (Dr. MAS's team for search)."""
+    """Return True/False for yes/no in the last <verify> tag (Dr. MAS's team for search)."""
     return {"yes": True, "no": False}.get((tagged("verify", text) or "").lower())
 
 
 def boxed_answer(solution: str) -> str | None:
-    r"""The contents of the last \boxed{...} (or \fbox{...}) whose braces balance; None without one, or if blank."""
-    boxes = list(re.finditer(r"\\(?:boxed|fbox)\s*\{", solution))[-20:]  # 20: bounds the work on hostile text
+    r"""Return the contents of the last \boxed{...} (or \fbox{...}) whose braces balance; None if there is none, or if blank."""
+    boxes = list(re.finditer(r"\\(?:boxed|fbox)\s*\{", solution))[-20:]  # 20 bounds the work on hostile text
     for match in reversed(boxes):
         depth = 0
         position = match.end() - 1
@@ -150,15 +154,16 @@ def boxed_answer(solution: str) -> str | None:
 
 
 def final_answer(solution: str) -> str | None:
-    r"""The last \boxed{...}; without any box the answer that the text states last, as models write it by themselves.
+    r"""Return the last \boxed{...}; without any box, the answer that the text states last, in models' usual forms.
 
-    Stated is a last line that is a number, what follows `answer is`, `answer:` or `answer =` up to the end of its sentence, and
-    `####` with a number, or anything if that is the last line. Nothing is picked out of other sentences and equations, and
-    nothing is read beside a box that is empty or broken.
+    A stated answer is a last line that is a number; text after `answer is`, `answer:` or `answer =` up to the end of the
+    sentence;
+    or `####` with a number, or with anything if that is the last line. Nothing is taken from other sentences and equations, and
+    an empty or broken box gives None.
     """
     if _BOX.search(solution):
         return boxed_answer(solution)
-    delimiters = " \t`$[]\\"  # lines of these alone are around display mathematics
+    delimiters = " \t`$[]\\"  # lines with only these characters surround display mathematics
     text = "\n".join(line for line in solution.splitlines() if line.strip(delimiters))
     last = _undressed(text.rpartition("\n")[2])
     if _NUMBER.fullmatch(last):
@@ -175,7 +180,7 @@ def final_answer(solution: str) -> str | None:
 
 
 def _undressed(text: str) -> str:
-    """The text without full stop, Markdown emphasis and LaTeX delimiters around it."""
+    """Remove the full stop, Markdown emphasis and LaTeX delimiters around a text."""
     text = text.strip(" \t*_`").removesuffix(".").strip(" \t*_`")
     for opened, closed in _DELIMITERS:
         inner = text.removeprefix(opened).removesuffix(closed)
@@ -190,22 +195,22 @@ def _word_after_last(key: str, text: str) -> str | None:
 
 
 def chain_answer(solution: str) -> str | None:
-    """The digit after the last `Answer:`; None if anything else follows."""
+    """Return the digit after the last `Answer:`; None if anything else follows."""
     word = _word_after_last("Answer:", solution)
     return word if word is not None and word in set("0123456789") else None
 
 
 def chain_verdict(report: str) -> bool | None:
-    """True/False = correct/wrong after the last `Verdict:`; None if another word follows."""
+    """Return True/False for correct/wrong after the last `Verdict:`; None if another word follows."""
     return {"correct": True, "wrong": False}.get(_word_after_last("Verdict:", report) or "")
 
 
 @dataclass(frozen=True, slots=True)
 class Parser:
-    """Finds a text, or a yes or no, in a completion.
+    """Parser of a text, or of a yes or no, in a completion.
 
-    examples: of what it parses: texts with ANSWER as placeholder, first the one to ask for, or a text parsed as yes and one
-    parsed as no; () unknown.
+    examples: texts that it parses, with ANSWER as placeholder, first the one to ask for; or one text parsed as yes and one
+    parsed as no; () if unknown.
     """
 
     read: Callable[[str], str | bool | None]
@@ -218,8 +223,8 @@ class Parser:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        r"""Texts of which a prompt that asks for the form has at least one: `\boxed{`; `Verdict:`; () if unknown."""
-        if len(self.examples) == 2:  # the examples of a yes and a no
+        r"""Texts of which a prompt that asks for the form contains at least one: `\boxed{`; `Verdict:`; () if unknown."""
+        if len(self.examples) == 2:  # examples of a yes and a no
             same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(*self.examples, strict=False))
             shared = "".join(character for character, _ in same).rstrip()
             if shared and not shared[-1].isalnum():
@@ -228,7 +233,7 @@ class Parser:
         return tuple(marker for before, _, after in parts if (marker := before.strip() or after.strip()))
 
     def is_shown(self, *texts: str) -> bool:
-        """True if one of the texts shows the form."""
+        """Return True if one of the texts shows the form."""
         return any(marker in text for marker in self.markers for text in texts)
 
 
@@ -252,10 +257,10 @@ PARSERS: Mapping[str, Mapping[str, Parser]] = {
 
 @dataclass(frozen=True, slots=True)
 class Compat:
-    """Parses a Verifier's whole output as the code published with a paper does (agents.<name>.parser: compat).
+    """Parser of a Verifier's whole output as in the code published with a paper (agents.<name>.parser: compat).
 
-    marker: the text that the parser looks for, which the prompt must ask for; report: the part that others see; verdict:
-    always found; is_valid: the format is valid.
+    marker: text that the parser looks for and the prompt must ask for. report: the part that others see. verdict:
+    always found. is_valid: True if the format is valid.
     """
 
     marker: str
@@ -265,17 +270,17 @@ class Compat:
 
 
 COMPATS: Mapping[str, Compat] = {
-    # a thought without an end is no valid format, although the published script finds a verdict
+    # An unclosed thought is not a valid format, although the published script finds a verdict in it.
     "MarsRL": Compat("**Correctness**", compat_report, compat_verdict, lambda text: visible(text) is not None),
     "Dr. MAS": Compat(_VERIFY_OPEN, drmas_report, drmas_verdict, drmas_is_valid),
 }
 
 
 class LastMatch:
-    """The last of the matches that re.finditer would find, in linear time.
+    """Finder of the last match of an expression, as re.finditer would find it, in linear time.
 
-    Searching again after each match is quadratic, as each search may read to the end of the text. Here one expression matches
-    repeatedly with the gaps included, so RE2 reads the text once.
+    Searching again after each match would be quadratic, as each search may read to the end of the text. Here one expression
+    matches repeatedly, including the gaps, so that RE2 reads the text once.
 
     Raises:
         ValueError: the expression is too long, invalid in RE2, or matches the empty text.
@@ -292,27 +297,30 @@ class LastMatch:
             alone = re2.compile(expression, options)
             self._whole: Any = re2.compile(f"(?:(?s:.)*?({expression}))+", options)
         except re2.error as error:
-            reason = error.args[0].decode("utf-8", "replace") if error.args else "it is too large"
-            raise ValueError(f"is no regular expression of RE2: {reason}") from error
+            reason = error.args[0].decode("utf-8", "replace") if error.args else "too large"
+            raise ValueError(f"is not a regular expression of RE2: {reason}") from error
         if alone.search(""):
-            raise ValueError("matches the empty text, so everywhere")
+            raise ValueError("matches the empty text, and so matches everywhere; require at least one character")
         self.num_groups = int(alone.groups)
 
     def groups(self, text: str) -> tuple[str | None, ...] | None:
-        """The last match and its groups, as `(match[0], *match.groups())`; None without a match."""
+        """Return the last match and its groups, as `(match[0], *match.groups())`; None without a match."""
         match = self._whole.match(text.encode("utf-8", "replace").decode())  # RE2 rejects lone surrogates
         if match is None:
             return None
-        start = match.start(1)  # a group that the last match lacks still holds an earlier match's position
+        start = match.start(1)  # a group that the last match lacks still has an earlier match's position
         return tuple(match[n] if match.start(n) >= start else None for n in range(1, self.num_groups + 2))
 
 
 def regex_text(expression: str) -> Callable[[str], str | None]:
-    """A parser of the last match's group; None without a match, or if blank. ValueError: not exactly one group, or as
-    LastMatch."""
+    """Build a parser of the last match's group; it returns None without a match, or if blank.
+
+    Raises ValueError: not exactly one group, or as LastMatch."""
     last = LastMatch(expression)
     if last.num_groups != 1:
-        raise ValueError(f"has {last.num_groups} groups, expected one (...) around what is read; (?:...) is none")
+        raise ValueError(
+            f"has {last.num_groups} groups, expected one (...) around the text to read; (?:...) does not count"
+        )
 
     def read(text: str) -> str | None:
         found = last.groups(text)
@@ -322,7 +330,8 @@ def regex_text(expression: str) -> Callable[[str], str | None]:
 
 
 def regex_verdict(yes: str, no: str) -> Callable[[str], bool | None]:
-    """A parser: True/False if the last match of the two expressions is the first's/second's. ValueError: as LastMatch."""
+    """Build a parser of yes or no: True/False if the last match of the two expressions is `yes`/`no`. ValueError: as
+    LastMatch."""
     num_groups = LastMatch(yes).num_groups
     LastMatch(no)
     last = LastMatch(f"({yes})|({no})")
@@ -339,13 +348,13 @@ def regex_verdict(yes: str, no: str) -> Callable[[str], bool | None]:
 
 
 def read_calls(sample: Sample, functions: Mapping[str, ToolFunction]) -> list[ToolCall | str]:
-    """The calls in the sample's current turn, in the form of chat templates (Hermes, Qwen); an error text for an invalid one.
+    """Read the calls in the sample's current turn, in the form of chat templates (Hermes, Qwen); an error text if invalid.
 
         <tool_call>
         {"name": "convert", "arguments": {"value": 3, "unit": "km"}}
         </tool_call>
 
-    functions: those that it can call, by name.
+    functions: those that the sample can call, by name.
     """
     turn = f"{sample.uid}/{sample.turn}"
     return [_call(turn, index, text, functions) for index, text in enumerate(all_tagged("tool_call", sample.shown))]

@@ -1,4 +1,4 @@
-"""Prompt sets: a user's YAML files (docs/prompts.md) and those in prompt_sets/; and texts that teams add to their chats.
+"""Prompt sets: users' YAML files (docs/prompts.md) and built-in ones in prompt_sets/; and texts that teams add to chats.
 
 turns:
   solver:
@@ -11,7 +11,7 @@ verdict:
   correct: {regex: "Grade - right"}
   wrong: {regex: "Grade - wrong"}
 
-Every ValueError is one line that begins with the file and the line in it.
+Every ValueError is one line that begins with the file and its line number.
 """
 
 from __future__ import annotations
@@ -32,26 +32,30 @@ from marsrl.rollout.agents.roles import PLACEHOLDERS, READS, Role
 from marsrl.rollout.types import Message
 
 TAUGHT = ("chain", "facts")
-"""Sets that ship for policies that are taught here, so that they need not ask for the form of an answer."""
+"""Built-in sets for policies that are warm-started here, and need not ask for the form of an answer."""
 
 _SHIPPED = Path(__file__).parent / "prompt_sets"
 _NAMES = tuple(dict.fromkeys(name for needed, allowed in PLACEHOLDERS.values() for name in (*needed, *allowed)))
-# a placeholder, or doubled braces, an escaped literal {word}
+# A placeholder, or doubled braces, which escape a literal {word}.
 _FIELD = re.compile(rf"\{{\{{([a-z_]{{2,}})\}}\}}|\{{({'|'.join(_NAMES)})\}}")
-_KINDS = {"verdict": ("correct", "wrong"), "route": ("enough", "missing")}  # yes and no, where expressions read them
+_KINDS = {
+    "verdict": ("correct", "wrong"),
+    "route": ("enough", "missing"),
+}  # yes and no, in the order of a parser's expressions
 _KEYS = ("turns", *PARSERS, "form", "purpose")
 _SPEAKERS = ("system", "user", "assistant")
-# {word}, but not in LaTeX, where braces follow a command, an argument, or a sub- or superscript
+# {word}, except in LaTeX, where braces follow a command, an argument, or a sub- or superscript
 _UNKNOWN = re.compile(r"(?<![\w\\}^{])\{([a-z_]{2,})\}(?!\})")
 _Checked = TypeVar("_Checked")
 
 
 @dataclass(frozen=True, slots=True)
 class PromptSet:
-    """The roles' chats, and the parsers of their completions.
+    """Chats by role, and the parsers of their completions.
 
-    name: of the set that ships, or the file's path; turns: with placeholders; parsers: by kind (parsers.PARSERS); purpose: the
-    text for {purpose} if a tool call states one; form: asks for the form of answers, below the last turn of a chat that shows
+    name: the built-in set's name, or the file's path; turns: with placeholders; parsers: by kind (parsers.PARSERS); purpose:
+    text
+    for {purpose} if a tool call states one; form: asks for the form of answers, below the last turn of a chat that shows
     it neither in its turns nor in its problem; suffix: ends every chat, with placeholders.
     """
 
@@ -63,7 +67,7 @@ class PromptSet:
     suffix: str = ""
 
     def fill(self, role: Role, **values: str) -> tuple[Message, ...]:
-        """The chat with its placeholders filled, "" for those without a value. One pass: a "{report}" inside a value stays."""
+        """Fill the chat's placeholders, with "" for those without a value. One pass: a "{report}" inside a value stays."""
         if values.get("purpose"):
             values["purpose"] = self.purpose.replace("{purpose}", values["purpose"])
 
@@ -72,7 +76,11 @@ class PromptSet:
 
         turns = self.turns[role]
         filled = [Message(turn.role, _FIELD.sub(value, turn.content)) for turn in turns]
-        told = (values.get("problem", ""), self.suffix, *(turn.content for turn in turns))  # no text of other agents
+        told = (
+            values.get("problem", ""),
+            self.suffix,
+            *(turn.content for turn in turns),
+        )  # excludes texts of other agents
         below = []
         if self.form and READS.get(role) == "answer" and not self.parsers["answer"].is_shown(*told):
             below.append(self.form)
@@ -83,10 +91,11 @@ class PromptSet:
         return tuple(filled)
 
     def with_words(self, roles: Collection[Role], system: str | None, suffix: str | None) -> PromptSet:
-        """The set with this system turn, and this text below the user's last turn, in its chats of these roles.
+        """Return the set with this system turn, and this text below the user's last turn, in the chats of these roles.
 
-        Raises ValueError that begins with the name of the text: it has a placeholder that a role lacks, or `system` replaces a
-        turn with one that the role needs.
+        Raises ValueError that begins with the setting's name: the text has a placeholder that a role lacks, or `system`
+        replaces a
+        turn that has a placeholder the role needs.
         """
         turns = dict(self.turns)
         for role in [role for role in roles if role in turns]:
@@ -101,12 +110,12 @@ class PromptSet:
             shown = {match[2] for text in texts for match in _FIELD.finditer(text)}
             if missing := [name for name in PLACEHOLDERS[role][0] if name not in shown]:
                 raise ValueError(
-                    f"system replaces the turn of {role} that shows {{{missing[0]}}}: write that in it, too"
+                    f"system replaces the turn of {role} that shows {{{missing[0]}}}; add {{{missing[0]}}} to it"
                 )
         return replace(self, turns=turns, suffix=suffix or "")
 
     def compat(self) -> Compat | None:
-        """The published code's parser whose marker the Verifier's prompt asks for; None without one."""
+        """Published code's parser whose marker the Verifier's prompt asks for; None without one."""
         told = "".join(turn.content for turn in self.turns.get(Role.VERIFIER, ()))
         return next((each for each in COMPATS.values() if each.marker in told), None)
 
@@ -134,19 +143,19 @@ class _File:
         except yaml.YAMLError as error:  # a character that YAML rejects
             raise ValueError(f"{self._name}:1: {' '.join(str(error).split())}") from error
         if top is None:
-            raise ValueError(f"{self._name}:1: it is empty, expected `turns`")
+            raise ValueError(f"{self._name}:1: the file is empty; expected `turns`")
         found = self._mapping(top, _KEYS)
         if "turns" not in found:
-            self._fail(top, "there is no key turns, the chats by role")
+            self._fail(top, "the key turns is missing; expected chats by role")
         of_roles = self._mapping(found["turns"], [str(role) for role in PLACEHOLDERS])
         turns = {Role(role): self._turns(Role(role), node) for role, node in of_roles.items()}
         parsers = {what: self._parser(what, found[what]) for what in PARSERS if what in found}
         for role, what in READS.items():
             if role in turns and what not in parsers:
-                self._fail(of_roles[role], f"there is no key {what}, how the {what} of {role} is read")
+                self._fail(of_roles[role], f"the key {what} is missing; expected a parser for the {what} of {role}")
         form, purpose = (self._text(found[key]) if key in found else "" for key in ("form", "purpose"))
         if purpose and "{purpose}" not in purpose:
-            self._fail(found["purpose"], "purpose lacks {purpose}")
+            self._fail(found["purpose"], "purpose lacks the placeholder {purpose}")
         return PromptSet(self._name, turns, parsers, purpose or "{purpose}", form)
 
     def _turns(self, role: Role, node: yaml.Node) -> tuple[Message, ...]:
@@ -163,10 +172,10 @@ class _File:
             shown |= self._placeholders(role, content, text)
             turns.append(Message(speaker, text))  # type: ignore[arg-type]  # a key of the mapping
         if turns[-1].role != "user":
-            self._fail(node.value[-1], f"the last turn of {role} is the {turns[-1].role}'s, expected the user's")
+            self._fail(node.value[-1], f"the last turn of {role} is by {turns[-1].role}; expected user")
         if missing := [name for name in needed if name not in shown]:
             have = ", ".join(f"{{{name}}}" for name in (*needed, *allowed))
-            self._fail(node, f"the turns of {role} lack {{{missing[0]}}}; it has {have}")
+            self._fail(node, f"the turns of {role} lack {{{missing[0]}}}; its placeholders are {have}")
         return tuple(turns)
 
     def _placeholders(self, role: Role, node: yaml.Node, text: str) -> set[str]:
@@ -180,28 +189,30 @@ class _File:
         if isinstance(node, yaml.ScalarNode):
             name = self._text(node)
             if name not in named:
-                self._fail(node, f"{what}: no parser is called {name!r}; there are {', '.join(named)}, and expressions")
+                self._fail(
+                    node, f"{what}: no parser named {name!r}; expected one of {', '.join(named)}, or expressions"
+                )
             return named[name]
         if what not in _KINDS:
             regex, example = self._expression(node)
             read = self._checked(node, f"{what}.regex", lambda: regex_text(regex))
             if example and "ANSWER" not in example:
-                self._fail(node, f"{what}.example lacks ANSWER, where what is read stands")
+                self._fail(node, f"{what}.example lacks ANSWER in place of the text to read")
             return Parser(read, (example,) if example else ())
         kinds = _KINDS[what]
         found = self._mapping(node, kinds)
         for kind in kinds:
             if kind not in found:
-                self._fail(node, f"{what} has no key {kind}: how {kind} is said")
+                self._fail(node, f"{what} lacks the key {kind}; expected an expression for {kind}")
         (yes, said_yes), (no, said_no) = (self._expression(found[kind]) for kind in kinds)
         verdict = self._checked(node, f"{what}: one of its expressions", lambda: regex_verdict(yes, no))
         for kind, example, right in zip(kinds, (said_yes, said_no), (True, False)):
             if example and verdict(example) is not right:
-                self._fail(found[kind], f"{what}.{kind}.example {example!r} is not read as {kind}")
+                self._fail(found[kind], f"{what}.{kind}.example {example!r} is not parsed as {kind}")
         return Parser(verdict, (said_yes, said_no) if said_yes and said_no else ())
 
     def _expression(self, node: yaml.Node) -> tuple[str, str]:
-        """(the regular expression, an example that it matches or "")."""
+        """Return (the regular expression, an example that it matches or "")."""
         found = self._mapping(node, ("regex", "example"))
         if "regex" not in found:
             self._fail(node, "expected {regex: ..., example: ...}")
@@ -222,10 +233,11 @@ class _File:
             if name not in keys:
                 near = difflib.get_close_matches(name, keys, n=1)
                 self._fail(
-                    key, f"unknown key {name}; {f'did you mean {near[0]}?' if near else 'there are ' + ', '.join(keys)}"
+                    key,
+                    f"unknown key {name}; {f'did you mean {near[0]}?' if near else 'expected one of ' + ', '.join(keys)}",
                 )
             if name in found:
-                self._fail(key, f"the key {name} is there twice")
+                self._fail(key, f"the key {name} is given twice; remove one")
             found[name] = value
         return found
 
@@ -240,14 +252,17 @@ class _File:
 
 
 def _wrong_placeholder(role: Role, text: str) -> tuple[int, str]:
-    """(position, message) of the first placeholder that the role does not have; the message is "" without any."""
+    """Return (position, message) of the first placeholder that the role does not have; the message is "" without any."""
     needed, allowed = PLACEHOLDERS[role]
     known = (*needed, *allowed)
     found = [(match.start(), match[2]) for match in _FIELD.finditer(text) if match[2]]
     for start, name in (*found, *((match.start(), match[1]) for match in _UNKNOWN.finditer(text))):
         if name not in known:
             have = ", ".join(f"{{{each}}}" for each in known)
-            return start, f"{role} has no {{{name}}}; it has {have}; for the word in braces write {{{{{name}}}}}"
+            return (
+                start,
+                f"{role} has no {{{name}}}; its placeholders are {have}; for a literal word in braces write {{{{{name}}}}}",
+            )
     return 0, ""
 
 
@@ -258,27 +273,27 @@ def _shown(node: yaml.Node) -> str:
 
 
 def set_names() -> list[str]:
-    """Names of the sets that ship."""
+    """Return the names of built-in sets."""
     return sorted(path.stem for path in _SHIPPED.glob("*.yaml"))
 
 
 def is_prompt_file(name: str | None) -> TypeGuard[str]:
-    """True if agents.<name>.prompt names a file, not a set that ships."""
+    """Return True if agents.<name>.prompt names a file, not a built-in set."""
     return name is not None and name.endswith((".yaml", ".yml"))
 
 
 def digest_of(file: str) -> str:
-    """Eight hexadecimal digits that identify a prompt file's contents."""
+    """Return eight hexadecimal digits that identify a prompt file's contents."""
     return hashlib.blake2b(Path(file).read_bytes(), digest_size=4).hexdigest()
 
 
 def prompt_set(name: str) -> PromptSet:
-    """The set of this name or file; ValueError with one line that says what is wrong, and where."""
+    """Load the set of this name or file; ValueError gives the error and its position in one line."""
     if is_prompt_file(name):
         try:
             return parse_prompts(Path(name).read_text("utf-8"), name)
         except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
+            reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
             raise ValueError(f"{name}: {reason}") from error
     return _shipped(name)
 
@@ -289,19 +304,19 @@ def _shipped(name: str) -> PromptSet:
 
 
 def text_of_set(name: str) -> str:
-    """The file text of a set that ships; ValueError names the sets."""
+    """Return the file text of a built-in set; ValueError lists the sets."""
     if name not in set_names():
-        raise ValueError(f"no prompt set is called {name!r}; there are {', '.join(set_names())}, and files (FILE.yaml)")
+        raise ValueError(f"no prompt set named {name!r}; expected one of {', '.join(set_names())}, or FILE.yaml")
     return (_SHIPPED / f"{name}.yaml").read_text("utf-8")
 
 
 def require_words(prompts: PromptSet, role: Role) -> None:
-    """Raise ValueError, which names suitable sets, if the set has no chat for the role."""
+    """Raise ValueError, which lists suitable sets, if the set has no chat for the role."""
     if role not in prompts.turns:
         others = [name for name in set_names() if role in prompt_set(name).turns]
         raise ValueError(
-            f"{prompts.name} has no words for the role {role} (it has them for {', '.join(prompts.turns)}); give a prompt that "
-            f"has: {', '.join([*others, 'FILE.yaml'])}"
+            f"{prompts.name} has no chat for the role {role} (only for {', '.join(prompts.turns)}); set a prompt that "
+            f"has one: {', '.join([*others, 'FILE.yaml'])}"
         )
 
 
@@ -309,7 +324,7 @@ NOTHING_SEARCHED = "Nothing has been searched for yet."
 
 
 def searched(query: str, found: str) -> str:
-    """One search and its result, as shown to a search team."""
+    """Format one search and its result for a search team."""
     return f"<search>{query}</search>\n<information>{without_tags('information', found)}</information>"
 
 
@@ -326,11 +341,11 @@ NOTHING_READ = "(Nothing could be read of what was found.)"
 
 
 def tool_response(text: str) -> str:
-    """The result of a call, for a team with its own call format."""
+    """Format the result of a call, for a team with its own call format."""
     return f"<tool_response>\n{without_tags('tool_response', text)}\n</tool_response>"
 
 
 def without_tags(tag: str, text: str) -> str:
-    """Untrusted text to be put between these tags: the same tags inside it lose their brackets."""
-    # no two \s* side by side: hostile text would take quadratic time
+    """Replace the brackets of these tags in untrusted text that is to be put between them."""
+    # Two adjacent \s* would let hostile text take quadratic time.
     return re.sub(rf"<(\s*(?:/\s*)?{tag}\s*)>", r"[\1]", text, flags=re.IGNORECASE)

@@ -1,10 +1,11 @@
-"""Chat messages to prompt token ids, so that no message can forge a control token.
+"""Conversion of chat messages to prompt token ids, such that no message can forge a control token.
 
 A chat template mixes control tokens (<|im_start|>) with untrusted contents, which it may trim, or split at </think>. So it is
-rendered with the contents themselves: the prompt's text is that of `apply_chat_template`. Tokenising it as one string would turn
-control words inside a content into control tokens. A content that has any is disguised: each of their characters becomes a twin
-that no text has, as long and never white space, in the content and where the template looks for them. In the result control
-words in plain characters are the template's; the others are cut in two before they are tokenised: same text, ordinary tokens.
+rendered with the contents themselves, which gives the text of `apply_chat_template`. Tokenising that as one string would turn
+control words inside contents into control tokens. To prevent this, contents with control words are disguised: each of their
+characters is replaced by a twin that occurs in no text (same length, never white space), in the content and where the template
+looks for them. In the result, control words in plain characters are the template's; disguised ones are split before they are
+tokenised: same text, ordinary tokens.
 
     contents with control words -> twins -> template -> [control id | text] ... -> ids
 """
@@ -31,14 +32,14 @@ from marsrl.rollout.types import IntArray, Message, ToolFunction
 _log = logging.getLogger(__name__)
 
 Turn = Message | Mapping[str, Any]
-"""A message of ours, or one in OpenAI's format."""
+"""A marsrl message, or one in OpenAI's format."""
 
-# Twins and placeholders are lone surrogates, which no text can hold.
+# Twins and placeholders are lone surrogates, which text cannot contain.
 _FIRST_TWIN = 0xD800
 _PLACEHOLDER = "\udfff{index}\udfff"
 _PLACEHOLDER_PATTERN = re.compile("\udfff(\\d+)\udfff")
-_ANSWER = "\udffe"  # placeholder for a completion in a chat rendered only for the text after it
-_MARK = re.compile(r"[^\w\s]|_")  # in words that are no plain ones
+_ANSWER = "\udffe"  # placeholder for a completion in a chat that is rendered only for the text after it
+_MARK = re.compile(r"[^\w\s]|_")  # characters that show a word is not a plain one
 _SPACE = re.compile(r"\s+")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _HERMES = re.compile(r"<tool_call>\s*\{")
@@ -50,35 +51,37 @@ _TESTED = re.compile(
     re.DOTALL,
 )
 """Literals in a tag; with a `before` or an `after`, those that the template looks for in a text."""
-_LATEST_TEXTS = 64  # whose ids are kept
-_WINDOW = 12  # tokens; more than the bytes of a character, so that one that is cut is told from one that is over
-_ASKED = "MARSRLASKED"  # a user's turn in chats rendered to find the end of an assistant's
-_PROBE = "def f(x):\n\treturn  2024 * x  # a  b\n\n\nf(7)"  # in ASCII, which every vocabulary has
+_LATEST_TEXTS = 64  # number of texts whose ids are cached
+_WINDOW = 12  # tokens; more than a character's bytes, so that an incomplete character is told from a complete one
+_ASKED = "MARSRLASKED"  # user turn in chats rendered to find the end of an assistant's turn
+_PROBE = "def f(x):\n\treturn  2024 * x  # a  b\n\n\nf(7)"  # ASCII, which every vocabulary has
 
 
 class ChatRenderer:
     """Tokeniser and chat template of one model directory.
 
-    Deterministic; between calls it keeps only the ids of the latest texts.
+    Deterministic; it keeps only the ids of the latest texts between calls.
 
-    eos_id: ends an assistant's turn: the control token that the chat template writes there, or else eos_token. stop_ids: eos_id
-    first, then other ends of a completion: eos_token and those of generation_config.json. names_end: these have eos_id, so other
-    programs stop there too.
+    eos_id: ends an assistant's turn: the control token that the chat template writes there, otherwise eos_token. stop_ids:
+    eos_id
+    first, then other ends of a completion: eos_token and those of generation_config.json. names_end: True if these include
+    eos_id,
+    so that other programs stop there too.
     """
 
     def __init__(self, directory: str | Path) -> None:
         if not Path(directory).is_dir():
-            raise ValueError(f"tokenizer directory {directory} does not exist; give a Hugging Face model directory")
+            raise ValueError(f"tokenizer directory {directory} does not exist; expected a Hugging Face model directory")
         self._directory = directory
         self._tokenizer = self.tokenizer = load_tokenizer(Path(directory))
         if not self._tokenizer.chat_template:
-            raise ValueError(f"{directory}: the tokenizer has no chat template (chat_template.jinja); add one")
+            raise ValueError(f"{directory}: the tokenizer has no chat template; add chat_template.jinja")
         self._fast: Any = getattr(self._tokenizer, "backend_tokenizer", None)  # None: a tokenizer written in Python
         if self._fast is not None:
-            self._fast.encode_special_tokens = True  # as split_special_tokens: control words in a text are split
+            self._fast.encode_special_tokens = True  # like split_special_tokens: splits control words in a text
         self._unknown_id: int | None = self._tokenizer.unk_token_id
         # All added tokens, not only those marked special: <think> and <tool_call> steer parsing too.
-        # Runs of spaces and plain words steer nothing: contents have them as the tokenizer finds them.
+        # Runs of spaces and plain words steer nothing, and stay in contents.
         added = self._tokenizer.added_tokens_decoder
         self._control = {
             token.content: index for index, token in added.items() if token.special or _MARK.search(token.content)
@@ -88,7 +91,7 @@ class ChatRenderer:
             self._control.setdefault(token, int(index))
         words = sorted(self._control, key=len, reverse=True)  # longest first, as the tokenizer matches
         self._control_pattern = re.compile("|".join(map(re.escape, words))) if words else None
-        # Some take the white space beside them (Phi-3's).
+        # Some tokens take the adjacent white space (Phi-3's).
         self._take_left = {token.content for token in added.values() if token.lstrip}
         self._take_right = {token.content for token in added.values() if token.rstrip}
         self._longest = max(map(len, words), default=0)
@@ -97,17 +100,17 @@ class ChatRenderer:
         characters = sorted({character for word in words for character in word if not character.isspace()})
         self._twins = {ord(character): _FIRST_TWIN + place for place, character in enumerate(characters)}
         self._plain = {twin: character for character, twin in self._twins.items()}
-        self._looking_for_twins = lru_cache(maxsize=4)(self._with_twins)  # a template for chats, another for tools
+        self._looking_for_twins = lru_cache(maxsize=4)(self._with_twins)  # one template for chats, another for tools
         self._require_all_shown = lru_cache(_LATEST_TEXTS)(self._check_all_shown)
         self._has_warned = False
         self._control_ids = frozenset(self._control.values())
         written, named = self._end_of_turn(), self._tokenizer.eos_token_id
         if written is None and named is None:
             raise ValueError(
-                f"{directory}: the tokenizer names no eos_token, and the chat template writes no control token after an "
+                f"{directory}: the tokenizer has no eos_token, and the chat template writes no control token after an "
                 "assistant's turn; set eos_token in tokenizer_config.json"
             )
-        # A base model's eos_token often differs from the end that its chat template writes: a completion stops at both.
+        # A base model's eos_token often differs from the end that its chat template writes; completions stop at both.
         self.eos_id: int = named if written is None else self._control[written]
         told = {*_generation_stops(Path(directory)), *([] if named is None else [named])}
         self.stop_ids: tuple[int, ...] = (self.eos_id, *sorted(told - {self.eos_id}))
@@ -115,18 +118,18 @@ class ChatRenderer:
         self._put_around = self._added_around("7")
         self._has_written_end = written is not None
         self.vocab_size: int = 1 + max(self._tokenizer.get_vocab().values())  # ids may have gaps
-        # A team's prompts repeat instructions, problems and the template's words.
+        # A team's prompts repeat instructions, problems and the template's text.
         self._encode_text = lru_cache(_LATEST_TEXTS)(self._encoded)
 
     def render(
         self, messages: Sequence[Turn], tools: Sequence[Any] = (), /, **template_options: bool | str
     ) -> tuple[IntArray, str]:
-        """(prompt ids [N] int32, prompt text for people), ending where the model continues.
+        """Render a chat that ends where the model continues: (prompt ids [N] int32, prompt text for display).
 
-        tools: the functions that the chat template shows, ours or in OpenAI's format. template_options: its own (Qwen3:
+        tools: functions that the chat template shows, marsrl's or in OpenAI's format. template_options: its own (Qwen3:
         enable_thinking).
 
-        The text is that of the tokenizer's `apply_chat_template`. ValueError: the template refuses the turns, or leaves one out.
+        The text equals that of the tokenizer's `apply_chat_template`. ValueError: the template rejects the turns, or omits one.
         """
         if messages and all(isinstance(message, Message) for message in messages):
             self._require_all_shown(_roles(messages), True, tuple(template_options.items()))
@@ -142,11 +145,11 @@ class ChatRenderer:
         /,
         **template_options: bool | str,
     ) -> tuple[IntArray, str] | None:
-        """As `render`, cut to max_tokens by removing tokens from the middle or the left of the messages' contents.
+        """Render as `render` does, cut to max_tokens by removing tokens from the middle or the left of the messages' contents.
 
-        Contents are cut as the template keeps them (without thoughts that it leaves out). The longest are cut first, to a common
-        length. The template's own text stays, and nothing marks a cut; contents are tokenised separately and cut between two
-        tokens. None if the template leaves no room for contents.
+        Contents are cut as the template keeps them (without thoughts that it omits). The longest are cut first, to a common
+        length. The template's own text stays, and nothing marks a cut. Contents are tokenised separately and cut between two
+        tokens. Returns None if the template leaves no room for contents.
         """
         whole = self._templated(messages, tools, template_options).translate(self._plain)
         kept = [self._kept(whole, messages, index, tools, template_options) for index in range(len(messages))]
@@ -178,7 +181,7 @@ class ChatRenderer:
         tools: Sequence[ToolFunction],
         template_options: Mapping[str, bool | str],
     ) -> str:
-        """Part of a content that the template shows in the whole prompt; all of it where that is not one piece."""
+        """Return the part of a content that the template shows in the whole prompt; all of it if that is not one piece."""
         content, mark = messages[index].content, _PLACEHOLDER.format(index=index)
         marked = [*messages[:index], replace(messages[index], content=mark), *messages[index + 1 :]]
         before, _, after = self._templated(marked, tools, template_options).translate(self._plain).partition(mark)
@@ -188,10 +191,11 @@ class ChatRenderer:
     def next_turn(
         self, messages: Sequence[Turn], has_ended: bool = True, /, **template_options: bool | str
     ) -> IntArray:
-        """[N] int32: the tokens between a completion and the next one, for these messages.
+        """Return [N] int32: the tokens between a completion and the next one, for these messages.
 
-        has_ended: the completion has its end token, which is not repeated, nor is white space that a template writes before it;
-        otherwise it was cut off, and the token is added.
+        has_ended: the completion has its end token. The token is not repeated, nor is white space that a template writes before
+        it;
+        otherwise the completion was cut off, and the token is added.
         """
         before = Message("user", ""), Message("assistant", _ANSWER)
         if all(isinstance(message, Message) for message in messages):
@@ -200,7 +204,7 @@ class ChatRenderer:
         return self._ids(self._without_end(after) if has_ended else after)
 
     def turn_text(self, message: Mapping[str, Any], tools: Sequence[Any] = (), **template_options: bool | str) -> str:
-        """The text that the chat template adds after an assistant's content, without the end of the turn."""
+        """Return the text that the chat template adds after an assistant's content, without the end of the turn."""
         around = {"role": "user", "content": ""}
         text = self._templated([around, {**message, "content": _ANSWER}, around], tools, template_options)
         after = text.partition(_ANSWER)[2]
@@ -215,9 +219,10 @@ class ChatRenderer:
         /,
         **template_options: bool | str,
     ) -> bool:
-        """True if the prompt after `new` shows the thoughts that an answered chat holds: those of its prompt, and the answer's.
+        """Return True if the prompt after `new` still shows the thoughts in an answered chat: those of its prompt, and the
+        answer's.
 
-        False where the chat template now leaves some out, as Qwen3's does once a user writes again. Thoughts are those of
+        False if the chat template now omits some, as Qwen3's does once a user writes again. Thoughts are those of
         assistants' turns: their reasoning_content, or the part of their content before </think>.
         """
         in_fields = "reasoning_content" in self._tokenizer.get_chat_template(tools=list(tools) or None)
@@ -233,7 +238,7 @@ class ChatRenderer:
             )
         if not marks:
             return True
-        is_answer = answered[-1]["role"] == "assistant"  # an empty one may be left out
+        is_answer = answered[-1]["role"] == "assistant"  # an empty one may be omitted
         num_asked = len(answered) - is_answer
         held, shown = (self._applied(each, tools, template_options) for each in (turns[:num_asked], turns))
         return all(
@@ -245,7 +250,7 @@ class ChatRenderer:
     def _templated(
         self, messages: Sequence[Turn], tools: Sequence[Any], template_options: Mapping[str, bool | str]
     ) -> str:
-        """The chat as the template renders it, where control words that it did not write itself are spelled in twins."""
+        """Render the chat with the template; control words that the template did not write itself are spelled in twins."""
         plain = [_strings_changed(messages, _well_formed), _strings_changed(tools, _well_formed)]
         turns, shown_tools = _strings_changed(plain, self._disguised)
         text = self._applied(plain[0], plain[1], template_options)
@@ -258,8 +263,9 @@ class ChatRenderer:
         if not self._has_warned:
             self._has_warned = True
             _log.warning(
-                "%s: the chat template looks for control words in contents in a way that is not understood; contents that have "
-                "such words stay whole in prompts, where the template alone would change them",
+                "%s: the chat template looks for control words in contents in an unknown way; contents with such words stay "
+                "whole in "
+                "prompts, where the template alone would change them",
                 self._directory,
             )
         return self._applied(turns, shown_tools, template_options)
@@ -283,14 +289,14 @@ class ChatRenderer:
         except TemplateError as error:
             roles = ", ".join(turn["role"] for turn in turns)
             raise ValueError(
-                f"{self._directory}: the chat template refuses these turns ({roles}): {error}; use another template"
+                f"{self._directory}: the chat template rejects these turns ({roles}): {error}; use another template"
             ) from error
         return text
 
     def _disguised(self, text: str) -> str:
-        """The text with twins for the characters of its control words.
+        """Replace the characters of control words in the text by twins.
 
-        Also for a part of one at an end, which the template's text, or what it removes between two parts, could complete.
+        Also replaces part of a control word at an end, which the template's text, or text that it removes, could complete.
         """
         words = list(self._control_pattern.finditer(text)) if self._control_pattern else []
         places = [0, *itertools.chain.from_iterable(word.span() for word in words), len(text)]
@@ -301,12 +307,12 @@ class ChatRenderer:
         )
 
     def _is_open(self, text: str) -> bool:
-        """True if a control word could begin at the end of the text, or end at its start."""
+        """Return True if a control word could begin at the end of the text, or end at its start."""
         return any(text[-num:] in self._heads or text[:num] in self._tails for num in range(1, self._longest))
 
     def _with_twins(self, template: str) -> str:
-        """The template, looking for the twins of control words where it looks for these words."""
-        assert self._control_pattern is not None  # else no content has twins
+        """Return the template, changed to look for the twins of control words where it looks for these words."""
+        assert self._control_pattern is not None  # otherwise no content has twins
         pattern = self._control_pattern
 
         def disguise(literal: re.Match[str]) -> str:
@@ -317,65 +323,68 @@ class ChatRenderer:
         return _TAG.sub(lambda tag: _TESTED.sub(disguise, tag[0]), template)
 
     def _without_end(self, text: str) -> str:
-        """A template's text after an answer, without the end token and white space before it."""
+        """Remove the end token and white space before it from a template's text after an answer."""
         ends = sorted((word for word, index in self._control.items() if index in self.stop_ids), key=len, reverse=True)
         end = next(filter(text.lstrip().startswith, ends), None)
         return text if end is None else text.lstrip().removeprefix(end)
 
     def check_shows_tools(self) -> None:
-        """Raise ValueError if the chat template does not show functions, or uses another call format than
-        <tool_call>{"name": ..., "arguments": {...}}</tool_call> (Hermes, Qwen)."""
+        """Raise ValueError unless the chat template shows functions and uses Hermes's and Qwen's call format.
+
+        The format is <tool_call>{"name": ..., "arguments": {...}}</tool_call>."""
         probe = ToolFunction("marsrl_probe", "", {"type": "object", "properties": {}})
         try:
             _, shown = self.render([Message("user", "")], [probe])
             self.next_turn([Message("tool", "")])
         except ValueError as error:
-            raise ValueError(f"the chat template has no turns of tools: {error}") from error
+            raise ValueError(
+                f"the chat template does not support tool turns ({error}); use another template"
+            ) from error
         if probe.name not in shown or not _HERMES.search(shown):
             raise ValueError(
-                "the chat template does not show tools that are called as "
-                '<tool_call>{"name": ..., "arguments": {...}}</tool_call>'
+                "the chat template does not show tools with the call format "
+                '<tool_call>{"name": ..., "arguments": {...}}</tool_call>; use a template that does'
             )
 
     def _check_all_shown(
         self, roles: tuple[str, ...], may_move: bool, template_options: tuple[tuple[str, bool | str], ...]
     ) -> None:
-        """Raise ValueError if the template leaves a turn out.
+        """Raise ValueError if the template omits a turn.
 
-        may_move: it may reorder contents: Mistral's put the system message into the last turn.
+        may_move: the template may reorder contents: Mistral's puts the system message into the last turn.
         """
         turns = [{"role": role, "content": _PLACEHOLDER.format(index=index)} for index, role in enumerate(roles)]
         text = self._applied(turns, (), dict(template_options))
         shown = [int(index) for index in _PLACEHOLDER_PATTERN.findall(text)]
         if (sorted(shown) if may_move else shown) != list(range(len(roles))):
             raise ValueError(
-                f"{self._directory}: the chat template does not show every message once{'' if may_move else ' and in order'} "
-                f"(it shows {shown} of {len(roles)}); this renderer needs that: use a template that keeps system, user and "
-                "assistant turns"
+                f"(it shows {shown} of {len(roles)}); use a template that keeps system, user and assistant turns"
             )
 
     def encode_trusted(self, text: str) -> IntArray:
-        """[N] int32: ids of our own text, with control words as control tokens. Never use it for model or problem text."""
+        """Return [N] int32: ids of marsrl's own text, with control words as control tokens. Never use it for model or problem
+        text."""
         return self._ids(_well_formed(text))
 
     def _ids(self, text: str) -> IntArray:
-        """The ids of a text in which control words in twins are text."""
+        """Return the ids of a text in which control words in twins are ordinary text."""
         pieces: list[int | str | None] = []
         for piece in self._split_controls(text):
             pieces.extend([piece] if isinstance(piece, int) else self._break_controls(piece.translate(self._plain)))
         return self._encode_pieces(pieces)
 
     def decode(self, ids: IntArray) -> str:
-        """A completion's text, control words included, without the stop token at its end."""
+        """Return a completion's text, control words included, without the stop token at its end."""
         if len(ids) and int(ids[-1]) in self.stop_ids:
             ids = ids[:-1]
         return self._text(ids.tolist())
 
     def pieces(self, ids: IntArray) -> list[str]:
-        """The text of each token, for display; joined, they are the whole text, stop token included.
+        """Return the text of each token, for display; joined, they are the whole text, stop token included.
 
-        A token's text is what it adds to that of the tokens before it; of a character that is cut over tokens, and of bytes that
-        are none, a later token's.
+        A token's text is what it adds to that of the tokens before it. A character split over tokens, and invalid bytes, belong
+        to a
+        later token.
         """
         numbers: list[int] = ids.tolist()
         windows = [numbers[max(0, end - _WINDOW) : end] for end in range(1, len(numbers) + 1)]
@@ -387,7 +396,7 @@ class ChatRenderer:
         return self._texts([numbers])[0]
 
     def _texts(self, numbers: list[list[int]]) -> list[str]:
-        # the wrapper checks every id again in Python; a single decode() holds the GIL
+        # The wrapper checks every id again in Python; a single decode() holds the GIL.
         if self._fast is not None:
             texts: list[str] = self._fast.decode_batch(numbers, skip_special_tokens=False)
             return texts
@@ -395,9 +404,10 @@ class ChatRenderer:
         return [str(self._tokenizer.decode(each, **options)) for each in numbers]
 
     def prompt_text(self, ids: IntArray) -> str:
-        """A prompt as text: its control words are exactly the control ids.
+        """Return a prompt as text whose control words are exactly the control ids.
 
-        A control word that a content spells in ordinary tokens is broken by a zero-width space: a server that tokenises the text
+        A control word that a content spells in ordinary tokens is broken by a zero-width space: a server that tokenises the
+        text
         would otherwise see the control token that `render` prevented.
         """
         shown, last = "", list[int]()
@@ -414,52 +424,53 @@ class ChatRenderer:
 
     @property
     def ends(self) -> str:
-        """The tokens that end a completion, in words: first that of a turn."""
+        """Describe the tokens that end a completion, first the one that ends a turn."""
         end, *others = (f"{self._text([i])} ({i})" for i in self.stop_ids)
         source = "as the chat template writes" if self._has_written_end else "eos_token: the chat template writes none"
         also = f"; {', '.join(others)} {'also stops' if len(others) == 1 else 'also stop'} it" if others else ""
         return f"{end}, {source}{also}"
 
     def without_first(self, ids: IntArray) -> IntArray:
-        """A prompt without the tokens (BOS) at its start that the tokenizer puts before every text unless told not to."""
+        """Remove the tokens (BOS) that the tokenizer puts before every text by default."""
         first, _ = self._put_around
         return ids[len(first) :] if ids[: len(first)].tolist() == first else ids
 
     def why_not_text(self) -> list[str]:
-        """Reasons why a server that is sent prompts as text `without_first` reads or ends them as an engine of ours would not."""
+        """Return reasons why a server would read or end prompts, sent as text `without_first`, differently than a marsrl
+        engine."""
         first, last = self._put_around
         prompt = self._probed({"role": "user", "content": _ASKED}, prompts=True)
         added = self._text(last if prompt.startswith(self._text(first)) else first + last)
         reasons = [f"a server's tokenizer adds {added} to it, which the chat template does not write"] if added else []
         if not self.names_end:
             reasons.append(
-                f"a server may not stop at {self._text([self.eos_id])}, with which the chat template ends turns: neither "
-                "eos_token nor generation_config.json names it"
+                f"a server may not stop at {self._text([self.eos_id])}, with which the chat template ends turns: it is neither "
+                "eos_token nor in generation_config.json"
             )
         return reasons
 
     def why_other_tokens(self, other: ChatRenderer) -> str:
-        """A token that has another id in the other's vocabulary, in words; "" where all are the same."""
+        """Describe a token that has another id in the other vocabulary; "" if all are the same."""
         own, others = self._tokenizer.get_vocab(), other._tokenizer.get_vocab()
         word = min((word for word in own.keys() | others.keys() if own.get(word) != others.get(word)), default=None)
         return "" if word is None else f"{word!r} is {own.get(word, 'none')} here and {others.get(word, 'none')}"
 
     def num_tokens(self, text: str) -> int:
-        """Number of tokens of a text within a message."""
+        """Count the tokens of a text within a message."""
         return len(self.completion_ids(text))
 
     def cut_longest(self, texts: Sequence[str], max_tokens: int) -> list[str]:
-        """The texts, max_tokens in total; the longest lose their ends, down to a common length."""
+        """Cut the texts to max_tokens in total; the longest lose their ends, down to a common length."""
         kept = even_shares([self.num_tokens(text) for text in texts], max_tokens)
         return [self.first_tokens(text, num) for text, num in zip(texts, kept, strict=True)]
 
     def first_tokens(self, text: str, max_tokens: int) -> str:
-        """The text of its first max_tokens tokens; unchanged if it has no more."""
+        """Return the text of the first max_tokens tokens; unchanged if it has no more."""
         ids = self.completion_ids(text)
         return text if len(ids) <= max_tokens else self._text(ids[:max_tokens].tolist())
 
     def completion_ids(self, text: str) -> IntArray:
-        """[N] int32: ids of a completion given as text, ordinary tokens only, without an end token."""
+        """Return [N] int32: ids of a completion given as text, ordinary tokens only, without an end token."""
         return self._encode_pieces(list(self._break_controls(text)))
 
     def _split_controls(self, text: str) -> Iterator[int | str]:
@@ -474,9 +485,9 @@ class ChatRenderer:
         yield text[start:]
 
     def _break_controls(self, text: str) -> Iterator[str | None]:
-        """The text in parts without control strings; None between two parts is a cut that must remain."""
+        """Yield the text in parts without control strings; None between two parts is a cut that must remain."""
         start = 0
-        # Lookahead: overlapping occurrences are cut too ("<|end<|end|>").
+        # Lookahead also cuts overlapping occurrences ("<|end<|end|>").
         found = re.finditer(f"(?=({self._control_pattern.pattern}))", text) if self._control_pattern else ()
         for match in found:
             cut = match.start() + max(1, len(match[1]) // 2)
@@ -487,7 +498,7 @@ class ChatRenderer:
         yield text[start:]
 
     def _encode_pieces(self, pieces: Sequence[int | str | None]) -> IntArray:
-        """Text between two control tokens or cuts is encoded as one, as the whole string would be."""
+        """Encode text between two control tokens or cuts as one, as in the whole string."""
         runs = [np.zeros(0, np.int32)]
         pending = ""
         for piece in [*pieces, None]:
@@ -509,13 +520,13 @@ class ChatRenderer:
         if self._control_ids.isdisjoint(ids):
             return np.array(ids, np.int32)
         # A word-level vocabulary maps the two halves of a control word to its unknown token, which is legitimate.
-        # A tokenizer whose normaliser rewrites text into a control token would still get here: such ids are dropped.
+        # Ids are dropped if a tokenizer's normaliser rewrites text into a control token.
         return np.array([i for i in ids if i == self._unknown_id or i not in self._control_ids], np.int32)
 
     def _end_of_turn(self) -> str | None:
-        """The control token that the chat template writes after an assistant's turn; None: it writes none there.
+        """Return the control token that the chat template writes after an assistant's turn; None if it writes none there.
 
-        A template may close a turn only when another one follows. There, a token that opens turns is no end.
+        A template may close a turn only when another one follows. In that case, a token that opens turns is not an end.
         """
         asked, answer = {"role": "user", "content": _ASKED}, {"role": "assistant", "content": _ANSWER}
         end = self._first_control(self._probed(asked, answer).partition(_ANSWER)[2])
@@ -529,19 +540,19 @@ class ChatRenderer:
         return None if is_opener else end
 
     def _probed(self, *turns: Mapping[str, str], prompts: bool = False) -> str:
-        """The chat as the template renders it; "" if it refuses these turns. prompts: with the start of a next turn."""
+        """Render the chat with the template; "" if it rejects these turns. prompts: with the start of a next turn."""
         try:
             return str(self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=prompts))
         except TemplateError:
             return ""
 
     def _first_control(self, text: str) -> str | None:
-        """The control token with which a text begins, white space aside."""
+        """Return the control token with which a text begins, ignoring white space."""
         match = self._control_pattern.match(text.lstrip()) if self._control_pattern else None
         return None if match is None else match[0]
 
     def _added_around(self, text: str) -> tuple[list[int], list[int]]:
-        """(ids before, ids behind) those of a text that the tokenizer encodes by itself."""
+        """Return (ids before, ids after) those of a text that the tokenizer encodes by itself."""
         bare, whole = (
             list(self._tokenizer(text, add_special_tokens=adds, split_special_tokens=True)["input_ids"])
             for adds in (False, True)
@@ -555,14 +566,14 @@ def _roles(messages: Sequence[Turn]) -> tuple[str, ...]:
 
 
 def _well_formed(text: str) -> str:
-    """The text. Raises ValueError if it has a lone surrogate, unless it is a placeholder."""
+    """Return the text; ValueError if it has a lone surrogate and is not a placeholder."""
     if (found := _SURROGATE.search(text)) and text != _ANSWER and not _PLACEHOLDER_PATTERN.fullmatch(text):
-        raise ValueError(f"a text has a lone surrogate (U+{ord(found[0]):X}), which is no text; leave it out")
+        raise ValueError(f"a text has a lone surrogate (U+{ord(found[0]):X}), which cannot be encoded; remove it")
     return text
 
 
 def _strings_changed(value: Any, change: Callable[[str], str]) -> Any:
-    """The value as a chat template takes it, in lists and dicts, with every string changed so."""
+    """Return the value in the form that a chat template takes, lists and dicts, with `change` applied to every string."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Message):
@@ -576,15 +587,15 @@ def _strings_changed(value: Any, change: Callable[[str], str]) -> Any:
 
 
 def _settled(text: str) -> str:
-    """The text without the U+FFFD at its end that further bytes may turn into a character."""
+    """Remove the U+FFFD at the end of a text that further bytes may turn into a character."""
     return text[: max(len(text.rstrip("\ufffd")), len(text) - 3)]
 
 
 def load_tokenizer(directory: Path) -> Any:
-    """The tokenizer of a directory: tokenizer.json as it stands, whatever class tokenizer_config.json names.
+    """Load the tokenizer of a directory: tokenizer.json as it is, whatever class tokenizer_config.json names.
 
-    transformers rebuilds a Llama class from the vocabulary alone, which loses the white space of byte-level ones. Without
-    tokenizer.json, AutoTokenizer's. Raises ValueError: that one changes a text.
+    transformers rebuilds a Llama tokenizer from the vocabulary alone, which loses the white space of byte-level ones. Without
+    tokenizer.json, AutoTokenizer is used. Raises ValueError if that one changes a text.
     """
     if (directory / "tokenizer.json").is_file():
         from transformers import PreTrainedTokenizerFast
@@ -595,19 +606,20 @@ def load_tokenizer(directory: Path) -> Any:
         return found
     from transformers import AutoTokenizer
 
-    # not that of mistral_common, which reads tekken.json and has no chat template that could be rendered here
+    # Not mistral_common's, which reads tekken.json and has no chat template that could be rendered here.
     found = AutoTokenizer.from_pretrained(str(directory), mistral_format=False)
     again = found.decode(found.encode(_PROBE, add_special_tokens=False), clean_up_tokenization_spaces=False)
     if again != _PROBE:
         raise ValueError(
-            f"{directory}: {type(found).__name__}, made without tokenizer.json, reads {_PROBE!r} as {again!r}; expected the same "
+            f"{directory}: {type(found).__name__}, built without tokenizer.json, decodes {_PROBE!r} as {again!r}; expected the "
+            "same "
             "text: add the model's tokenizer.json"
         )
     return found
 
 
 def _generation_stops(directory: Path) -> list[int]:
-    """End tokens of generation_config.json, or without that file, as transformers has it, of config.json."""
+    """Read the end tokens of generation_config.json or, without that file, of config.json, as transformers does."""
     paths = (directory / "generation_config.json", directory / "config.json")
     path = next((path for path in paths if path.is_file()), None)
     if path is None:

@@ -1,6 +1,7 @@
-"""Checks of the values that a user's team returns, one function a method; each converts the value to the data contract's types.
+"""Checks of values that a user's team returns, one function per method; each converts to the data contract's types.
 
-They raise TypeError or ValueError with the found and the expected value; Team turns it into an error of the sample or episode.
+They raise TypeError or ValueError with the found and the expected value, which Team turns into an error of the sample or
+episode.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _PACKAGE = Path(marsrl.rollout.__file__).parent.parent
 
 
 def asks(found: object) -> list[Ask | ToolCall]:
-    """The value of `follow`."""
+    """Check the value of `follow`."""
     if isinstance(found, Iterable):
         each = list(found)
         if all(isinstance(one, Ask | ToolCall) for one in each):
@@ -36,26 +37,26 @@ def asks(found: object) -> list[Ask | ToolCall]:
 
 
 def messages(found: object) -> tuple[Message, ...]:
-    """The value of `messages`: Message objects, or dicts as OpenAI's API has them."""
+    """Check the value of `messages`: Message objects, or dicts as in OpenAI's API."""
     if not isinstance(found, Sequence) or isinstance(found, str) or not found:
         raise TypeError(f"expected a list of messages, found {_shown(found)}")
     return tuple(map(_message, found))
 
 
 def continuation(found: object) -> str | tuple[Message, ...] | None:
-    """The value of `continuation`: text, messages, or None while the sample waits."""
+    """Check the value of `continuation`: text, messages, or None while the sample waits."""
     if found == "":
-        raise ValueError("expected text, messages, or None as long as it waits, found ''")
+        raise ValueError("expected text, messages, or None while the sample waits, found ''")
     return found if found is None or isinstance(found, str) else messages(found)
 
 
 def parsed(found: object, sample: Sample) -> Sample:
-    """The value of `parse`: the given sample, of which only parsed fields may differ."""
+    """Check the value of `parse`: the given sample, with changes only in parsed fields."""
     if not isinstance(found, Sample):
         raise TypeError(f"expected the given sample, replace(sample, answer=...), found {_shown(found)}")
     if not all(map(is_, _not_parsed(found), _not_parsed(sample))):
         others = [name for name in _NOT_PARSED if getattr(found, name) is not getattr(sample, name)]
-        raise ValueError(f"expected `parse` to replace {', '.join(_PARSED)} alone, found other {', '.join(others)}")
+        raise ValueError(f"expected `parse` to change only {', '.join(_PARSED)}, found changes in {', '.join(others)}")
     _expect("shown", found.shown, str)
     _expect("answer", found.answer, str, None)
     _expect("verdict", found.verdict, bool, None)
@@ -64,7 +65,7 @@ def parsed(found: object, sample: Sample) -> Sample:
 
 
 def reward(found: object) -> Reward:
-    """The value of `reward`: a Reward, or a number that, clipped to [0, 1], is also `correct`."""
+    """Check the value of `reward`: a Reward, or a number that, clipped to [0, 1], is also `correct`."""
     if isinstance(found, Real):
         value = _number("the reward", found)
         return Reward(value, min(max(value, 0.0), 1.0) if value == value else value)
@@ -78,7 +79,7 @@ def reward(found: object) -> Reward:
 
 
 def numbers(found: object) -> dict[str, float]:
-    """The value of `outcomes`, and a reward's parts: numbers by name."""
+    """Check the value of `outcomes`, and a reward's parts: numbers by name."""
     if not isinstance(found, Mapping):
         raise TypeError(f"expected a dict of numbers, found {_shown(found)}")
     for name in found:
@@ -87,7 +88,7 @@ def numbers(found: object) -> dict[str, float]:
 
 
 def metrics(found: object) -> dict[str, float]:
-    """The value of `metrics`: numbers by name, of which means are taken."""
+    """Check the value of `metrics`: numbers by name, which are averaged."""
     values = numbers(found)
     for name, value in values.items():
         if math.isnan(value):
@@ -96,20 +97,21 @@ def metrics(found: object) -> dict[str, float]:
 
 
 def sample_or_none(found: object) -> Sample | None:
-    """The value of `outcome` and `alone`."""
+    """Check the value of `outcome` and `alone`."""
     _expect("the outcome", found, Sample, None)
     return found  # type: ignore[return-value]
 
 
 def uids(found: object) -> Collection[str]:
-    """The value of `redrawn`."""
+    """Check the value of `redrawn`."""
     if isinstance(found, Collection) and not isinstance(found, str) and all(isinstance(uid, str) for uid in found):
         return found
     raise TypeError(f"expected uids of samples, found {_shown(found)}")
 
 
 def place_of(error: Exception, team: object, method: str) -> str:
-    """The line of a user's file that raised, "my_team.py:12", else the method's first line; "" if neither is known."""
+    """Return the line of a user's file that raised, "my_team.py:12", or else the method's first line; "" if neither is
+    known."""
     kind = type(team)
     home = Path(inspect.getfile(kind)).parent
     frames = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
@@ -128,12 +130,12 @@ def _is_ours(file: Path) -> bool:
 def _message(found: object) -> Message:
     if isinstance(found, Mapping):
         if set(found) != {"role", "content"}:
-            raise ValueError(f"expected a message of role and content, found the keys {', '.join(map(str, found))}")
+            raise ValueError(f"expected a message with the keys role and content, found {', '.join(map(str, found))}")
         found = Message(found["role"], found["content"])
     if not isinstance(found, Message):
         raise TypeError(f"expected Message(role, content), found {_shown(found)}")
     if found.role not in _ROLES:
-        raise ValueError(f"expected a message's role among {', '.join(_ROLES)}, found {found.role!r}")
+        raise ValueError(f"expected a message's role to be one of {', '.join(_ROLES)}, found {found.role!r}")
     _expect("a message's content", found.content, str)
     return found
 

@@ -1,4 +1,4 @@
-"""The agents of a team, and the roles of the shipped prompts."""
+"""Agents of a team, and roles of the built-in prompts."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from enum import StrEnum
 
 
 class Role(StrEnum):
-    """An agent's task, which decides its prompt and its parser. Two agents may play one role and still be counted apart."""
+    """Function of an agent, which decides its prompt and its parser. Agents with the same role are counted separately."""
 
     SOLVER = "solver"  # problem -> solution
     VERIFIER = "verifier"  # problem, solution -> report with a verdict
     CORRECTOR = "corrector"  # problem, solution, report -> refined solution
-    ROUTER = "router"  # question, what was found -> is it enough to answer? (Dr. MAS's Verifier for search)
-    SEARCHER = "searcher"  # question, what was found -> query
-    ANSWERER = "answerer"  # question, what was found -> answer
-    REASONER = "reasoner"  # question -> a call of a tool, or the answer; turn by turn (MARS's System 2)
-    DISTILLER = "distiller"  # question, purpose, what a tool found -> what matters of it (MARS's System 1)
-    ADVISER = "adviser"  # plans, criticises or summarises for others: gives no answer of its own
-    DEBATER = "debater"  # problem, own solution, solutions of others -> solution
+    ROUTER = "router"  # question, search results -> is it enough to answer? (Dr. MAS's Verifier for search)
+    SEARCHER = "searcher"  # question, search results -> query
+    ANSWERER = "answerer"  # question, search results -> answer
+    REASONER = "reasoner"  # question -> a tool call or the answer, turn by turn (MARS's System 2)
+    DISTILLER = "distiller"  # question, purpose, a tool's output -> its relevant content (MARS's System 1)
+    ADVISER = "adviser"  # plans, criticises or summarises for others; gives no answer itself
+    DEBATER = "debater"  # problem, own solution, others' solutions -> solution
 
 
 PLACEHOLDERS: Mapping[Role, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -55,20 +55,20 @@ class AgentSpec:
 
     @property
     def gives_verdicts(self) -> bool:
-        """True if it judges its first input."""
+        """True if the agent judges its first input."""
         return self.role is Role.VERIFIER
 
     @property
     def advises(self) -> bool:
-        """True if it gives neither answer nor verdict, so that its episode's outcome is its reward."""
+        """True if the agent gives neither answer nor verdict, so that the episode's outcome is its reward."""
         return self.role is Role.ADVISER
 
     @property
     def helps(self) -> bool:
-        """True if its text serves another agent, so that only the outcome tells what it was worth."""
+        """True if the agent's text serves another agent, so that only the outcome measures its value."""
         return self.role in (Role.ROUTER, Role.SEARCHER, Role.DISTILLER)
 
     @property
     def solves(self) -> bool:
-        """True if it answers a problem without other input."""
+        """True if the agent answers a problem without other input."""
         return self.role in (Role.SOLVER, Role.DEBATER, Role.REASONER)

@@ -1,4 +1,4 @@
-r"""Equality of two final answers: text as text, mathematics as mathematics; the reference decides which.
+r"""Equality of two final answers: text is compared as text, mathematics as mathematics; the reference decides which.
 
 Lima                  text: case, spaces and unicode form do not matter; Mail is wrong
 (C), C                a choice: its letter
@@ -32,7 +32,7 @@ _DATE_OR_TIME = re.compile(
 _SET = re.compile(r"\\\{(.*)\\\}", re.DOTALL)
 _LATEX_COMMAND = re.compile(r"\\[a-zA-Z]+")
 _WORD = re.compile(r"[^\W\d_]{2,}")
-_LETTER_THEN_DIGIT = re.compile(r"(?<!\d)[^\W\d_]\d")  # H2O: a variable's index has an underscore, its power a ^
+_LETTER_THEN_DIGIT = re.compile(r"(?<!\d)[^\W\d_]\d")  # H2O: a variable's index has an underscore, and its power a ^
 _STARTS_WITH_NUMBER = re.compile(r"[+-]?\s*\\?\$?\s*(?:\d|\.\d|\\[dt]?frac|\\sqrt|\\pi)")
 _OPERATORS = re.compile(r"[=^_+*<>|]|\\[a-zA-Z]|\d\s*[^\W\d_]")
 _MATHEMATICAL = re.compile(
@@ -40,7 +40,7 @@ _MATHEMATICAL = re.compile(
     "alpha|beta|gamma|delta|theta|lambda|phi|omega|sigma|cup|cap|[pbv]?matrix|array|cases"
 )
 _DEFINES = re.compile(r"[^\W\d_]+(?: [^\W\d_]+)*\s*=(?=.)", re.DOTALL)  # Area = 5
-_MOST_NESTED = 50  # brackets within brackets; beyond it only the same text is the same answer
+_MOST_NESTED = 50  # nested brackets; beyond it only identical texts are equal
 _VOWELS = frozenset("aeiou")
 _SPELLED = {
     "all real numbers": r"\mathbb{R}",
@@ -52,10 +52,11 @@ _SPELLED |= dict.fromkeys(["no solution", "no solutions", "no real solution", "n
 
 
 def answer_key(answer: str) -> str:
-    """A normal form: answers with the same key are the same and count as one in a vote.
+    """Return a normal form: answers with the same key are equal and count as one in a vote.
 
-    Case, white space, unicode form, quotes, dollar signs, a final full stop and LaTeX that only sets type do not matter; numbers
-    go by value (70, 70.0, 1,234, 1/2, \\frac{1}{2}, 7e1), with a unit too (5 km, 5000 m). No parser is needed.
+    Ignores case, white space, unicode form, quotes, dollar signs, a final full stop and LaTeX that only sets type. Numbers
+    compare
+    by value (70, 70.0, 1,234, 1/2, \\frac{1}{2}, 7e1), with a unit too (5 km, 5000 m). Needs no parser.
     """
     text = _plain(answer)
     if bracketed := _BRACKETED_CHOICE.fullmatch(text):
@@ -71,7 +72,7 @@ def answer_key(answer: str) -> str:
 
 
 def same_answer(reference: str, answer: str) -> bool:
-    """True if an answer equals the reference. Answers are hostile input: the caller bounds time and memory."""
+    """Return True if an answer equals the reference. Answers are hostile input: the caller bounds time and memory."""
     if answer_key(reference) == answer_key(answer):
         return True
     wanted, said = _plain(reference), _plain(answer)
@@ -93,7 +94,7 @@ def _tokens(text: str, thousands: bool = True) -> list[str]:
 
 
 def _plain(text: str) -> str:
-    """The text without pure type-setting."""
+    """Remove pure type-setting from the text."""
     text = without_marks(one_form(text))
     text = _SPACE.sub(" ", text).strip(_EDGES).removesuffix(".").strip(_EDGES)
     text = _QUOTED.sub(r"\1", text)
@@ -101,7 +102,7 @@ def _plain(text: str) -> str:
 
 
 def _is_text(reference: str) -> bool:
-    """True for words, dates and times; False for mathematics, a number with a unit among it."""
+    """Return True for words, dates and times; False for mathematics, including a number with a unit."""
     if _DATE_OR_TIME.fullmatch(reference) or _LETTER_THEN_DIGIT.search(_LATEX_COMMAND.sub(" ", reference)):
         return True
     if _DEFINES.match(reference) and not _is_text(reference.rpartition("=")[2].strip()):
@@ -113,12 +114,12 @@ def _is_text(reference: str) -> bool:
         return False
     if _OPERATORS.search(reference):
         words = [word for word in words if not word.isupper()]  # ABCD: points
-    # up to three letters beside an operator, or two without a vowel, are a product of variables: ab + c, xy
+    # Up to three letters next to an operator, or two without a vowel, are a product of variables: ab + c, xy.
     limit = 3 if _OPERATORS.search(reference) else 2
     return any(len(word) > limit or (limit == 2 and not _VOWELS.isdisjoint(word.lower())) for word in words)
 
 
 def _elements(text: str) -> list[str] | None:
-    """Keys of a set's elements, sorted; None if it is no set."""
+    """Return the keys of a set's elements, sorted; None if the text is not a set."""
     found = _SET.fullmatch(text)
     return found and sorted(map(answer_key, found[1].split(",")))

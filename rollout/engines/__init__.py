@@ -1,1 +1,1 @@
-"""Engines decode tokens: vLLM (through Ray or in this process), our local forward, or a script for tests."""
+"""Engines that decode tokens: vLLM (through Ray or in this process), a local forward pass, or a script for tests."""

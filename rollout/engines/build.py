@@ -8,7 +8,7 @@ from marsrl.rollout.engines.protocol import Engine, EngineSpec
 
 
 def environment_of(spec: EngineSpec) -> dict[str, str]:
-    """Environment variables the serving process needs from its start."""
+    """Return the environment variables that the serving process needs from its start."""
     if spec.kind == "vllm":
         from marsrl.rollout.engines.vllm.arguments import vllm_environment
 
@@ -18,7 +18,7 @@ def environment_of(spec: EngineSpec) -> dict[str, str]:
 
 
 def import_library(kind: str) -> None:
-    """Import this kind of engine's library, in a process whose environment is set."""
+    """Import the library of this kind of engine, in a process whose environment is set."""
     importlib.import_module("vllm.entrypoints.llm" if kind == "vllm" else "marsrl.rollout.engines.local.engine")
 
 

@@ -1,14 +1,14 @@
-"""A frozen policy behind a server with OpenAI's protocol, as an Engine.
+"""Engine for a frozen policy behind a server with an OpenAI-compatible API.
 
     DecodeRequest (ids) -> prompt text -> POST base_url/completions -> text -> ids (renderer's tokenizer) -> DecodeResult
                      '---> messages ----> POST base_url/chat/completions --^    openai.api=chat
 
-The server has its own tokenizer and weights, so its completions are text: their ids are our encoding
-(for parsing, lengths and the log), their log-probs are unknown (NaN), and they must not be trained. Its answers are
-not trusted: sizes are bounded, types checked. A request that keeps failing ends as Finish.ERROR, a missing reward.
+The server has its own tokenizer and weights, so it returns completions as text. Their token ids are our encoding (for
+parsing, lengths and the log), their log-probs are unknown (NaN), and they must not be trained. Responses are not trusted:
+sizes are bounded and types checked. A request that keeps failing ends as Finish.ERROR, with a missing reward.
 
-With openai.api=chat the renderer is of a byte tokenizer with a ChatML template, whose control tokens, which no content can
-forge, part the messages again.
+With openai.api=chat the renderer has a byte tokenizer and a ChatML template. Its control tokens, which no content can
+forge, split the prompt into messages again.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ _MOST_STOPS = 4  # the protocol's limit
 
 
 class OpenAIEngine(Engine):
-    """Sends up to options.concurrency requests at a time. A server takes no weights, and scores nothing.
+    """Sends up to options.concurrency requests at a time. It neither takes weights nor scores.
 
     engine = OpenAIEngine(OpenAIOptions(base_url="http://judge:8000/v1", model="judge"), ChatRenderer(directory))
     """
 
     def __init__(self, options: OpenAIOptions, renderer: ChatRenderer, *, max_model_len: int | None = None) -> None:
-        """Sends nothing yet.
+        """Create the engine; sends nothing.
 
-        max_model_len: prompt plus completion, in the renderer's tokens; None: the server's limit.
+        max_model_len: limit of prompt plus completion, in the renderer's tokens; None: the server's limit.
 
         Raises ValueError: the variable named by options.api_key_env is unset or not a valid header.
         """
@@ -88,7 +88,7 @@ class OpenAIEngine(Engine):
         return [*aborted, *results]
 
     def abort(self, adapter: str | None = None) -> None:
-        """Abort all requests, as a server has no adapters: they return UNFINISHED and empty, as no part of an answer is known."""
+        """Abort all requests: servers have no adapters. They return UNFINISHED and empty, since partial responses are unknown."""
         with self._lock:
             for request, work in self._under_way.values():
                 work.cancel()
@@ -98,7 +98,7 @@ class OpenAIEngine(Engine):
         line.cut()  # results are no longer needed
 
     def close(self) -> None:
-        """Drop running requests; may be called twice."""
+        """Abandon running requests; may be called twice."""
         self.abort()
         self._line.cut()
         self._threads.shutdown(wait=True, cancel_futures=True)
@@ -117,7 +117,7 @@ class OpenAIEngine(Engine):
         )
 
     def _answer(self, request: DecodeRequest, line: HttpLine) -> DecodeResult:
-        """In a thread: retry until there is an answer or a permanent error."""
+        """Retry in a thread until there is a response or a permanent error."""
         if reason := why_not_decodable(request, self._max_model_len, None):
             return DecodeResult.without_tokens(request.uid, Finish.ERROR, _VERSION, reason)
         start = time.monotonic()
@@ -127,8 +127,8 @@ class OpenAIEngine(Engine):
         except Refused as error:
             reason = f"{self._options.base_url}: {error}"
             if not self._is_chat and re.match("HTTP (404|405|501)", str(error)):
-                reason += "; if this server has chat/completions alone, set policies.<name>.openai.api=chat"
-            reason = reason if self._key is None else reason.replace(self._key, "[key]")  # servers may repeat it
+                reason += "; if this server supports only chat/completions, set policies.<name>.openai.api=chat"
+            reason = reason if self._key is None else reason.replace(self._key, "[key]")  # servers may repeat the key
             return DecodeResult.without_tokens(request.uid, Finish.ERROR, _VERSION, reason)
 
     def _body(self, request: DecodeRequest) -> bytes:
@@ -145,15 +145,15 @@ class OpenAIEngine(Engine):
             "stream": False,
         }
         if sampling.top_k > 0:
-            body["top_k"] = sampling.top_k  # not OpenAI's, but open servers know it
+            body["top_k"] = sampling.top_k  # not in OpenAI's API, but supported by open servers
         if self._is_chat:
             del body["prompt"]
             body["messages"] = messages_of(self._renderer, request.token_ids)
         elif self._options.prompt == "tokens":
-            # Open servers leave special tokens out of the text in which they look for `stop`.
+            # Open servers search for `stop` in text without special tokens.
             body["stop_token_ids"] = list(sampling.stop_token_ids)
         else:
-            # The server's tokenizer adds the first tokens (BOS) to a text: sent too, they would be doubled.
+            # The server's tokenizer adds BOS to a text: sending it too would double it.
             body["prompt"] = self._renderer.prompt_text(self._renderer.without_first(request.token_ids))
         body |= self._options.extra_body
         return json.dumps({name: value for name, value in body.items() if value is not None}).encode()
@@ -165,11 +165,11 @@ class OpenAIEngine(Engine):
         if is_whole:
             ids = np.append(ids, np.int32(self._renderer.eos_id))
         elif len(ids) == 0:
-            raise Refused("the answer has no text and no end: finish_reason is 'length'")
+            raise Refused("the response has no text, and finish_reason is 'length'; expected a completion")
         usage = None
         if isinstance(parsed, _ChatAnswer):  # the server alone counts tokens
             usage = None if parsed.usage is None else (parsed.usage.prompt_tokens, parsed.usage.completion_tokens)
-        elif len(ids) > request.max_new_tokens:  # its tokens are not ours: our encoding may be longer
+        elif len(ids) > request.max_new_tokens:  # the server's tokens differ: our encoding may be longer
             ids, is_whole = ids[: request.max_new_tokens], False
         finish = Finish.STOP if is_whole else Finish.LENGTH
         result = DecodeResult(request.uid, ids, np.full(len(ids), np.nan, np.float32), finish, _VERSION, usage=usage)
@@ -190,9 +190,9 @@ class _Answer(BaseModel):
 
 
 def messages_of(renderer: ChatRenderer, token_ids: IntArray) -> list[dict[str, str]]:
-    """The chat that the byte tokenizer's template has written into a prompt; assistants' turns without their thoughts.
+    """Split a prompt, written by the byte tokenizer's template, into its chat messages, without assistants' thoughts.
 
-    Refused: the prompt is no chat, or ends within an assistant's turn, which chat/completions does not continue.
+    Raises Refused: the prompt is not a chat, or ends within an assistant's turn, which chat/completions cannot continue.
     """
     starts = np.flatnonzero(token_ids == renderer.tokenizer.convert_tokens_to_ids("<|im_start|>"))
     before, *turns = np.split(token_ids, starts)
@@ -213,7 +213,8 @@ def messages_of(renderer: ChatRenderer, token_ids: IntArray) -> list[dict[str, s
             messages.append({"role": role, "content": content})
     if len(before) or len(starts) == 0 or not is_whole:
         raise Refused(
-            "openai.api=chat takes whole messages, and this prompt is a text, or continues a begun answer; ask for a new "
+            "openai.api=chat needs whole messages, but this prompt is plain text or continues a partial response; ask for a "
+            "new "
             "turn, or set openai.api=completions"
         )
     return messages[:-1]
@@ -231,7 +232,7 @@ class _ChatChoice(BaseModel):
 
     @property
     def text(self) -> str:
-        """The content, behind the thought that a server has parted from it."""
+        """The content after the thought that a server has split off."""
         said, thought = self.message.content or "", self.message.reasoning_content or self.message.reasoning
         if not thought:
             return said
@@ -253,8 +254,8 @@ Parsed = TypeVar("Parsed", _Answer, _ChatAnswer)
 
 
 def _parse(kind: type[Parsed], answer: bytes) -> Parsed:
-    """A server's answer; Refused if it is invalid."""
+    """Parse a server's response; Refused if it is invalid."""
     try:
         return kind.model_validate(read_json(answer))
     except ValidationError as error:
-        raise Refused(f"the answer is no completion ({problems_of(error)[:300]}): {excerpt(answer)}") from None
+        raise Refused(f"the response is not a completion ({problems_of(error)[:300]}): {excerpt(answer)}") from None

@@ -1,13 +1,13 @@
-"""The engine interface and its types.
+"""Engine interface and its types.
 
-An engine holds one policy's weights at one version, and low-rank adapters of them, each of its own policy at its own
+An engine holds one policy's weights at one version, and low-rank adapters of them, each with its own policy and
 version. It decodes, scores given tokens, and loads new weights:
 
-    engine.submit([DecodeRequest, ...], version=3)                             also while it decodes others
+    engine.submit([DecodeRequest, ...], version=3)                             also during decoding
     engine.collect(timeout_s=0.2)                      -> [DecodeResult, ...]  finished ones, in any order
-    engine.abort()                                                             what is under way returns as far as decoded
+    engine.abort()                                                             unfinished requests return as far as decoded
     engine.update_weights(WeightUpdate(path, version)) -> WeightReceipt        a checksum for every tensor it holds
-    engine.update_adapter(AdapterUpdate(name, path, version)) -> WeightReceipt also while it decodes for others
+    engine.update_adapter(AdapterUpdate(name, path, version)) -> WeightReceipt also while others decode
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from marsrl.rollout.weights.layout import EngineShard
 class Sampling:
     """Sampling settings of a request. top_p 1 and top_k -1 do not truncate the distribution.
 
-    stop: strings that end a completion; it includes them, with the rest of the last token.
+    stop: strings that end a completion, which keeps them and the rest of the last token.
     records_kept: return the tokens kept by top_k and top_p at each position (DecodeResult.kept_tokens).
     """
 
@@ -45,7 +45,7 @@ class Sampling:
 
     @property
     def truncates(self) -> bool:
-        """True if tokens of non-zero probability are excluded."""
+        """True if tokens with non-zero probability are excluded."""
         return self.top_p < 1 or self.top_k > 0
 
 
@@ -53,7 +53,7 @@ class Sampling:
 class DecodeRequest:
     """Continue the given tokens by at most max_new_tokens.
 
-    The second segment of the Solver's fourth sample, after 7 6 2 for prompt 5 9 4 in the first:
+    Example: the second segment of the Solver's fourth sample, after 7 6 2 for prompt 5 9 4 in the first:
 
         DecodeRequest(
             "000017/solver:3", token_ids=[5, 9, 4, 7, 6, 2], max_new_tokens=4096, sampling=Sampling(temperature=1.0),
@@ -61,12 +61,12 @@ class DecodeRequest:
         )
 
     token_ids [N] int32: the prompt and the completion decoded in earlier segments.
-    seed: of this request, derived from (run seed, sample uid, segment index).
+    seed: this request's, derived from (run seed, sample uid, segment index).
     affinity: requests with the same key share a prefix and are best served by one engine.
-    expected_new_tokens: an estimate, for a pool to send the longest first; None: max_new_tokens.
-    experts_from: record the experts of the tokens fed to the model from this index on (router replay); None: none.
+    expected_new_tokens: estimate that lets a pool send the longest first; None: max_new_tokens.
+    experts_from: record experts from this index of the fed tokens on (router replay); None: do not record.
     adapter: name of the adapter, at adapter_version; empty: the engine's bare weights.
-    text_from: return the text of these tokens from this index on, and of the new ones behind them; None: no text.
+    text_from: return the text from this index of these tokens on, new tokens included; None: no text.
     """
 
     uid: str
@@ -82,17 +82,17 @@ class DecodeRequest:
     text_from: int | None = None
 
     def uses(self, adapter: str | None) -> bool:
-        """True if it decodes with this adapter (empty: with the bare weights; None: whatever it decodes with)."""
+        """Return True if the request uses this adapter (empty: the bare weights; None: any)."""
         return adapter is None or adapter == self.adapter
 
 
 def why_not_decodable(request: DecodeRequest, max_model_len: int | None, vocab_size: int | None) -> str:
-    """Why these tokens cannot be continued, or "". max_model_len None: unknown, of a server."""
+    """Explain why these tokens cannot be continued, or return "". max_model_len None: a server's unknown limit."""
     n = len(request.token_ids)
     if n == 0:
         return "the prompt is empty"
     if max_model_len is not None and n >= max_model_len:
-        return f"the prompt has {n} tokens, which leaves no room in max_model_len {max_model_len}"
+        return f"the prompt's {n} tokens leave no room in max_model_len {max_model_len}"
     if request.max_new_tokens < 1:
         return f"max_new_tokens is {request.max_new_tokens}"
     if vocab_size is not None and (int(request.token_ids.min()) < 0 or int(request.token_ids.max()) >= vocab_size):
@@ -102,17 +102,19 @@ def why_not_decodable(request: DecodeRequest, max_model_len: int | None, vocab_s
 
 @dataclass(frozen=True, slots=True)
 class DecodeResult:
-    """The result of a request. finish is STOP, LENGTH (max_new_tokens used up), UNFINISHED (aborted) or ERROR;
-    logprobs of the drawn tokens in nats, at the sampling temperature, among the tokens kept by top_k and top_p.
+    """Result of a request.
+
+    finish: STOP, LENGTH (max_new_tokens used up), UNFINISHED (aborted) or ERROR.
+    logprobs: of the drawn tokens, nats, at the sampling temperature, among the tokens kept by top_k and top_p.
 
         DecodeResult("000017/solver:3", token_ids=[8, 1], logprobs=[-0.7, -0.1], finish=Finish.STOP, version=5)
 
-    routed_experts: of the request's and the new tokens from experts_from on, without the last one, on which no log-prob
+    routed_experts: of the request's and the new tokens from experts_from on, except the last one, on which no log-prob
     depends; None if not requested, or nothing was decoded.
     kept_tokens: at each new token's position; None if not requested.
-    seconds: this request's share of the engine's time (time_shares.py); of a server, its response time.
-    usage: (prompt tokens, new tokens) as a server with another tokenizer counts them; None: as they are here.
-    text: as requested by text_from (texts.py); None if not, or the request was aborted or has failed.
+    seconds: this request's share of the engine's time (time_shares.py); for a server, its response time.
+    usage: (prompt tokens, new tokens) as counted by a server with another tokenizer; None: as counted here.
+    text: as requested by text_from (texts.py); None if not requested, or the request was aborted or failed.
     """
 
     uid: str
@@ -129,18 +131,18 @@ class DecodeResult:
     usage: tuple[int, int] | None = None
 
     def usage_of(self, request: DecodeRequest) -> tuple[int, int]:
-        """(prompt tokens, new tokens), to be counted and paid for."""
+        """Return (prompt tokens, new tokens) for counts and prices."""
         return self.usage or (len(request.token_ids), len(self.token_ids))
 
     @classmethod
     def without_tokens(cls, uid: str, finish: Finish, version: int, error: str = "") -> DecodeResult:
-        """The result of a request without a decoded token."""
+        """Build the result of a request without a decoded token."""
         return cls(uid, np.zeros(0, np.int32), np.zeros(0, np.float32), finish, version, error=error)
 
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """Records besides log-probs that requests will ask for, known when the engine starts.
+    """Records besides log-probs that requests may ask for, fixed when the engine starts.
 
     kept_tokens: some requests set Sampling.records_kept. experts: some set DecodeRequest.experts_from.
     """
@@ -151,11 +153,12 @@ class Records:
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """Everything needed to build one engine, in this process or another.
+    """Settings from which one engine is built, in this process or another.
 
     kind: "vllm" or "local". dtype: "float32", "bfloat16" or "float16". max_model_len: prompt and completion together, tokens.
-    threads: of torch, on a CPU. device: "cpu" or "cuda". sleeps: shares its GPU with the trainer, and sleep() will be called.
-    records: data that requests may ask for besides log-probs. adapters: served, by name.
+    threads: torch's, on a CPU. device: "cpu" or "cuda". sleeps: the engine shares its GPU with the trainer, and sleep() is
+    used.
+    records: data besides log-probs that requests may ask for. adapters: served ones, by name.
     """
 
     kind: str
@@ -175,9 +178,9 @@ class EngineSpec:
 class EngineInfo:
     """Class and version of the serving library, for summary.json and `doctor`.
 
-    settings: {one of ModelShape.settings(): the distinct values its layers compute with}, as far as it can tell.
-    sampler: that draws its tokens.
-    shards: of the model, one per worker. adapters: names of those served.
+    settings: {setting of ModelShape.settings(): distinct values that the layers compute with}, as far as the engine knows.
+    sampler: which one draws tokens.
+    shards: the model's, one per worker. adapters: names of those served.
     """
 
     kind: str
@@ -194,9 +197,12 @@ class EngineInfo:
 
 @dataclass(frozen=True, slots=True)
 class WeightUpdate:
-    """New weights of one policy: safetensors with HF names, in a folder readable by every engine of this host; or, with
-    `receive_plans` (then path is empty), an encoded ReceivePlan for each shard of this engine, which receives directly from the
-    trainer's ranks."""
+    """New weights of one policy: a folder of safetensors with HF names, readable by every engine of this host.
+
+    With `receive_plans` (path is empty), an encoded ReceivePlan for each shard of this engine instead, which receives the
+    weights
+    directly from the trainer's ranks.
+    """
 
     path: str
     version: int
@@ -207,7 +213,7 @@ class WeightUpdate:
 class AdapterUpdate:
     """New weights of one adapter: its PEFT directory (rollout/adapter.py), readable by every engine of this host.
 
-    path: unique to the version; exists until every engine holds a later one.
+    path: unique to the version; must exist until every engine holds a later version.
     """
 
     name: str
@@ -217,12 +223,14 @@ class AdapterUpdate:
 
 @dataclass(frozen=True, slots=True)
 class WeightReceipt:
-    """An engine's weights after an update. checksums: of each shard {tensor name in its fused layout: checksum}; of an
+    """Weights of an engine after an update.
+
+    checksums: for each shard {tensor name in its fused layout: checksum}; for an
     adapter, {tensor: checksum} as in rollout.adapter.held_by_shard.
 
-    checksum_seconds: part of the update for checksums.
-    broken: why weights from the trainer's ranks did not arrive completely (then the version is TORN, with no checksums);
-        empty: they did.
+    checksum_seconds: part of the update spent on checksums.
+    broken: why weights from the trainer's ranks did not arrive completely; empty if they did. If set, the version is TORN
+        and there are no checksums.
     """
 
     version: int
@@ -232,13 +240,13 @@ class WeightReceipt:
 
 
 TORN = -1
-"""No policy version: what an engine holds while weights arrive in its tensors, and after that has failed."""
+"""Version of an engine whose weights are partly received, or whose transfer has failed."""
 
 MemoryPart = Literal["weights", "kv_cache"]
-"""Parts of memory that an engine gets back when it wakes, in this order: new weights are loaded between the two."""
+"""Parts of memory that an engine gets back when it wakes, in this order; new weights are loaded in between."""
 
 Progress = Callable[[int], None]
-"""Called now and then with the number of tokens decoded since the call began."""
+"""Callback with the number of tokens decoded since the call began; called occasionally."""
 
 
 class WrongVersion(RuntimeError):
@@ -246,7 +254,7 @@ class WrongVersion(RuntimeError):
 
 
 def taken_from(inbox: deque[DecodeRequest], adapter: str | None) -> list[DecodeRequest]:
-    """Remove and return the requests that use the adapter (None: all); another thread may append others meanwhile."""
+    """Remove and return requests that use the adapter (None: all); another thread may append meanwhile."""
     taken: list[DecodeRequest] = []
     for _ in range(len(inbox)):
         request = inbox.popleft()
@@ -259,11 +267,13 @@ class EngineLost(RuntimeError):
 
 
 class Engine(ABC):
-    """One replica of one policy and its adapters. One thread builds and calls it; `submit`, `abort` and `num_decoded`, which
-    use no device, may be called by other threads meanwhile."""
+    """One replica of one policy and its adapters.
+
+    One thread builds and calls it. Other threads may call `submit`, `abort` and `num_decoded`, which use no device.
+    """
 
     def __init__(self, adapters: Iterable[str] = ()) -> None:
-        self._versions = {"": 0, **dict.fromkeys(adapters, 0)}  # by adapter; "": of the weights
+        self._versions = {"": 0, **dict.fromkeys(adapters, 0)}  # by adapter; "": the bare weights
         self._inbox: deque[DecodeRequest] = deque()  # submitted, for the next `collect`
         self._aborts: deque[str | None] = deque()  # adapters
         self._num_decoded = 0
@@ -272,49 +282,53 @@ class Engine(ABC):
     def info(self) -> EngineInfo: ...
 
     def submit(self, requests: Sequence[DecodeRequest], *, version: int) -> None:
-        """Add requests, without waiting; raises WrongVersion unless the engine holds `version`, and of each request's
-        adapter its tagged version."""
+        """Add requests without waiting.
+
+        Raises WrongVersion unless the engine holds `version`, and the tagged version of each request's adapter.
+        """
         self._check_versions(requests, version)
         self._inbox.extend(requests)
 
     @abstractmethod
     def collect(self, timeout_s: float) -> list[DecodeResult]:
-        """Decode at least one step, until some requests have finished (these are returned) or timeout_s has passed.
+        """Decode at least one step, until some requests have finished, which are returned, or timeout_s has passed.
 
         Returns at once if there is nothing to decode. An invalid request returns with Finish.ERROR and the reason.
         """
 
     def abort(self, adapter: str | None = None) -> None:
-        """Abort the requests that use the adapter (None: all): the next `collect` returns every one, partial ones as UNFINISHED.
+        """Abort requests that use the adapter (None: all); others continue.
 
-        The others decode on.
+        The next `collect` returns every aborted request, partial ones as UNFINISHED.
         """
         self._aborts.append(adapter)
 
     def num_decoded(self) -> int:
-        """Tokens decoded since the engine started (for progress bars)."""
+        """Return tokens decoded since the engine started (for progress bars)."""
         return self._num_decoded
 
     def score(
         self, sequences: Sequence[IntArray], adapter: str = "", temperature: float | None = None
     ) -> list[FloatArray]:
-        """Log-probs [N-1] of tokens 1..N-1 of each sequence, nats, over the whole vocabulary.
+        """Return log-probs [N-1] of tokens 1..N-1 of each sequence, nats, over the whole vocabulary.
 
-        temperature: at which a teacher scores samples; nothing may be decoding then. None: a probe, which checks a weight sync
-            and the caches, at temperature 1; requests that are running decode on.
+        temperature: at which a teacher scores samples; nothing may be decoding then. None: temperature 1, for probes that check
+            a weight sync and the caches; running requests continue.
         """
         raise NotImplementedError
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
-        """Load, drop all prefix caches, and report checksums of the weights now held, or why they did not arrive.
+        """Load weights, drop all prefix caches, and report checksums of the held weights, or why they did not arrive.
 
         Adapters do not change.
         """
         raise NotImplementedError
 
     def update_adapter(self, update: AdapterUpdate) -> WeightReceipt:
-        """Replace an adapter by its new version, and report checksums of the weights now held. No request of this adapter may be
-        running; others may decode.
+        """Replace an adapter by its new version, and report checksums of the held weights.
+
+        No request of this adapter may be running; others may decode.
+
 
         Before the first update an adapter is at version 0: its policy's `adapter.start`, or else the bare weights.
         """
@@ -324,34 +338,36 @@ class Engine(ABC):
         """Drop all prefix caches. Nothing may be running."""
 
     def sleep(self, keeps_weights: bool) -> None:  # noqa: B027
-        """Free the device's memory: weights move to the host, caches are dropped. Nothing may be running.
+        """Free the device's memory: move weights to the host and drop caches. Nothing may be running.
 
         A sleeping engine serves nothing; update_weights needs its weights awake.
         keeps_weights: False if update_weights precedes any decoding or scoring: weights may be dropped.
         """
 
     def wake(self, part: MemoryPart) -> None:  # noqa: B027
-        """Take memory back, one part after the other: weights (unchanged, if kept), then the cache; a no-op when awake."""
+        """Restore memory, one part after the other: weights (unchanged, if kept), then the cache; a no-op when awake."""
 
     @abstractmethod
     def close(self) -> None: ...
 
     def _running(self) -> Iterable[DecodeRequest]:
-        """Requests that have left the inbox and not been returned."""
+        """Return requests that have left the inbox and have not been returned."""
         raise NotImplementedError
 
     def _check_versions(self, requests: Sequence[DecodeRequest], version: int) -> None:
         held, engine = self._versions, type(self).__name__
         if held[""] != version:
-            raise WrongVersion(f"{engine}: asked for policy version {version}, but version {held['']} is loaded")
+            raise WrongVersion(f"{engine}: requested policy version {version}, but version {held['']} is loaded")
         for request in requests:
             name, asked = request.adapter, request.adapter_version
             if name and name not in held:
                 raise WrongVersion(
-                    f"{engine}: asked for adapter {name}; it serves {', '.join(filter(None, held)) or 'none'}"
+                    f"{engine}: requested adapter {name}; serves {', '.join(filter(None, held)) or 'none'}"
                 )
             if name and held[name] != asked:
-                raise WrongVersion(f"{engine}: asked for version {asked} of adapter {name}, but {held[name]} is loaded")
+                raise WrongVersion(
+                    f"{engine}: requested version {asked} of adapter {name}, but version {held[name]} is loaded"
+                )
 
     def _refuse_under_way(self, call: str, adapter: str | None = None) -> None:
         """Raise RuntimeError if requests that use the adapter (None: any) are under way."""

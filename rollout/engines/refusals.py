@@ -1,4 +1,4 @@
-"""Settings that engines reject, each with the nearest one that works: shared by engines, dry run and planner.
+"""Settings that engines reject, each with the nearest one that works; used by engines, dry run and planner.
 
 Imports no vLLM and no Ray; torch only to count this host's GPUs.
 """
@@ -22,7 +22,7 @@ _ALL2ALL = "allgather_reducescatter"  # vLLM's default
 
 @dataclass(frozen=True, slots=True)
 class RankHost:
-    """A host of trainer ranks, which hold its first GPUs. name: the host name, as in Ray."""
+    """A host of trainer ranks, which use its first GPUs. name: the host name, as in Ray."""
 
     name: str
     num_gpus: int
@@ -31,11 +31,10 @@ class RankHost:
 
 @dataclass(frozen=True, slots=True)
 class TrainerHost:
-    """The host of trainer rank 0, where engines run unless rollout.ray_address names a cluster.
+    """Host of trainer rank 0, where engines run unless rollout.ray_address names a cluster.
 
-    num_gpus: 0: engines run on CPUs. num_ranks: of the trainer on this host, which hold its first
-    GPUs; 0 if nothing is trained. has_others: engines can run on other hosts. rank_hosts: all hosts of
-    ranks, including this one; (): not known yet.
+    num_gpus: 0 if engines run on CPUs. num_ranks: trainer ranks on this host, which use its first GPUs; 0 without training.
+    has_others: engines can run on other hosts. rank_hosts: all hosts with ranks, including this one; (): not known yet.
     """
 
     num_gpus: int
@@ -44,9 +43,11 @@ class TrainerHost:
     rank_hosts: tuple[RankHost, ...] = ()
 
     def gpus_for(self, rollouts: Sequence[RolloutConfig]) -> Sequence[int]:
-        """Indices of the GPUs that a Ray started here may give to engines of all policies (rollouts: of each): those
-        without a trainer rank; with placement colocated all of the trainer's. Engines with a KV cache of fixed size take
-        the others too, if these are too few.
+        """Return indices of the GPUs that a Ray started here may give to engines of all policies (rollouts: one per policy).
+
+        These are the GPUs without a trainer rank, or all of the trainer's with placement colocated. If they are too few,
+        engines
+        with a KV cache of fixed size also use the others.
         """
         ranks, free = range(min(self.num_ranks, self.num_gpus)), range(self.num_ranks, self.num_gpus)
         if rollouts[0].placement == "colocated":
@@ -58,7 +59,7 @@ class TrainerHost:
 
 
 def this_host(ray_address: str | None, *, trains: bool = True) -> TrainerHost:
-    """This host, from PyTorch, torchrun's variables and the address; call it on trainer rank 0."""
+    """Describe this host, from PyTorch, torchrun's variables and the address; call it on trainer rank 0."""
     import torch
 
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -67,18 +68,18 @@ def this_host(ray_address: str | None, *, trains: bool = True) -> TrainerHost:
 
 
 def names_other_hosts(ray_address: str | None) -> bool:
-    """True if the address allows engines on other hosts; a cluster started on this one may have some too."""
+    """Return True if the address allows engines on other hosts; a cluster started on this host may have some too."""
     return ray_address is not None and (is_started_here(ray_address) or not is_this_host(ray_address))
 
 
 def is_this_host(address: str) -> bool:
-    """True if host:port (or ray://host:port, or Ray's word auto) is an address of this machine."""
+    """Return True if host:port (or ray://host:port, or Ray's `auto`) is an address of this machine."""
     host = address.removeprefix("ray://").rpartition(":")[0].strip("[]")
     return not host or address_here(host) is not None  # auto: the cluster running here
 
 
 def address_here(host: str) -> str | None:
-    """The IP address of a name if it belongs to this host: one can bind to it."""
+    """Return the IP address of a name if it belongs to this host: it can be bound to."""
     try:
         for family, kind, _, _, where in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
             with socket.socket(family, kind) as own:
@@ -90,17 +91,17 @@ def address_here(host: str) -> str | None:
 
 
 def num_engine_gpus(rollouts: Sequence[RolloutConfig]) -> int:
-    """Total number of GPUs used only by the engines of these policies."""
+    """Return the number of GPUs used only by these policies' engines."""
     return sum(each.engines * each.vllm.tensor_parallel for each in rollouts if each.placement == "disaggregated")
 
 
 def refusals(rollouts: Sequence[RolloutConfig], host: TrainerHost, *, weight_files: str | None) -> tuple[str, ...]:
-    """Sentences about settings that the start of the run would reject; empty: none.
+    """Return messages about settings that the run would reject at its start; empty if there are none.
 
-    rollouts: of each policy with engines here; they differ at most in engines.
-    weight_files: folder of the weight files for engines; None: the trainer's ranks send them.
+    rollouts: one per policy with engines here; they differ at most in engines.
+    weight_files: folder of the weight files for engines; None: the trainer's ranks send the weights.
     """
-    if not rollouts:  # servers answer
+    if not rollouts:  # only servers are used
         return ()
     found = (
         *(_not_on_several_gpus(each, len(rollouts), host) for each in rollouts),
@@ -111,25 +112,26 @@ def refusals(rollouts: Sequence[RolloutConfig], host: TrainerHost, *, weight_fil
 
 
 def why_not_cut(shape: ModelShape, vllm: VllmOptions) -> str | None:
-    """Why an engine cannot shard this model over its GPUs, with the nearest number of GPUs that works; None: it can."""
+    """Explain why an engine cannot shard this model over its GPUs, with the nearest number that works; None if it can."""
     if vllm.expert_parallel and not shape.num_experts:
-        return f"rollout.vllm.expert_parallel spreads experts, and a {shape.architecture} has none: set it to false"
+        return f"rollout.vllm.expert_parallel=true spreads experts, but {shape.architecture} has none; set it to false"
     if (uneven := _uneven(shape, vllm.tensor_parallel, vllm.expert_parallel)) is None:
         if vllm.quantization and shape.num_experts and shape.hidden_size % FP8_BLOCK:
             return (
-                f"rollout.vllm.quantization is {vllm.quantization}, and vLLM's experts in FP8 take a hidden size in multiples of "
-                f"{FP8_BLOCK}, which is {shape.hidden_size} here: set it to null"
+                f"rollout.vllm.quantization is {vllm.quantization}, for which vLLM's experts need a hidden size in multiples "
+                "of "
+                f"{FP8_BLOCK}, but it is {shape.hidden_size}; set it to null"
             )
         return None
     fitting = next(n for n in range(vllm.tensor_parallel - 1, 0, -1) if _uneven(shape, n, vllm.expert_parallel) is None)
     return (
-        f"rollout.vllm.tensor_parallel is {vllm.tensor_parallel}, over which the model's {uneven} cannot be cut: set "
+        f"rollout.vllm.tensor_parallel is {vllm.tensor_parallel}, which does not divide the model's {uneven}; set "
         f"rollout.vllm.tensor_parallel={fitting}"
     )
 
 
 def _uneven(shape: ModelShape, parts: int, spreads_experts: bool) -> str | None:
-    """The first of its sizes that vLLM cannot split into so many parts."""
+    """Return the first of the model's sizes that vLLM cannot split into this many parts."""
     vocabulary = -(-shape.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     heads = shape.num_kv_heads
     sizes = {
@@ -143,72 +145,74 @@ def _uneven(shape: ModelShape, parts: int, spreads_experts: bool) -> str | None:
 
 
 def wider_than_a_host(tensor_parallel: int, gpus_of_host: int) -> str | None:
-    """Why an engine over so many GPUs does not fit on a host with gpus_of_host; None: it does."""
+    """Explain why an engine over tensor_parallel GPUs does not fit on a host with gpus_of_host; None if it does."""
     if tensor_parallel <= gpus_of_host:
         return None
     return (
-        f"rollout.vllm.tensor_parallel is {tensor_parallel}, the GPUs of an engine are on one host, and a host has "
-        f"{gpus_of_host}: set rollout.vllm.tensor_parallel={gpus_of_host} or less"
+        f"rollout.vllm.tensor_parallel is {tensor_parallel}, but an engine's GPUs must be on one host, and hosts have "
+        f"{gpus_of_host}; set rollout.vllm.tensor_parallel={gpus_of_host} or less"
     )
 
 
 def _not_on_several_gpus(rollout: RolloutConfig, num_policies: int, host: TrainerHost) -> str | None:
-    """Why a policy's engines cannot span rollout.vllm.tensor_parallel GPUs each, whatever is free."""
+    """Explain why a policy's engines cannot span rollout.vllm.tensor_parallel GPUs each, whatever is free."""
     wide = rollout.vllm.tensor_parallel
     if wide == 1:
         return None
     asked = f"rollout.vllm.tensor_parallel is {wide}, and"
     if rollout.engine != "vllm":
         return (
-            f"{asked} rollout.engine={rollout.engine} computes in one process: set rollout.vllm.tensor_parallel=1, or "
+            f"{asked} rollout.engine={rollout.engine} computes in one process; set rollout.vllm.tensor_parallel=1, or "
             "rollout.engine=vllm"
         )
     if not host.num_gpus:
         return None
     if rollout.placement == "colocated" and num_policies > 1:
         return (
-            f"{asked} rollout.placement=colocated gives each of {num_policies} policies a share of one GPU: set "
+            f"{asked} rollout.placement=colocated gives each of {num_policies} policies a share of one GPU; set "
             "rollout.vllm.tensor_parallel=1, or rollout.placement=disaggregated"
         )
     if rollout.placement == "local" and host.num_ranks > 1:
         return (
-            f"{asked} rollout.placement=local takes the first {wide} GPUs of this host, which {host.num_ranks} trainer ranks "
-            "hold: set rollout.vllm.tensor_parallel=1, or rollout.placement=disaggregated"
+            f"{asked} rollout.placement=local uses the first {wide} GPUs of this host, which {host.num_ranks} trainer ranks "
+            "hold; set rollout.vllm.tensor_parallel=1, or rollout.placement=disaggregated"
         )
     if rollout.ray_address is not None and host.has_others:
-        return None  # engines run on hosts known to Ray, which the pool asks
+        return None  # engines run on hosts known to Ray, which the pool queries
     return wider_than_a_host(wide, host.num_gpus)
 
 
 def vllm_refusals(options: VllmOptions, device: str, records: Records) -> tuple[str, ...]:
-    """Sentences about options that vLLM does not support on "cpu" or "cuda". records: requested per token."""
+    """Return messages about options that vLLM does not support on "cpu" or "cuda". records: requested per token."""
     found, sampler = [], options.sampler_on(device)
     if options.quantization is not None and device == "cpu" and not _has_amx():
         found.append(
-            f"rollout.vllm.quantization is {options.quantization}, and vLLM's FP8 kernels for CPUs need AMX, which this "
-            "one lacks: set it to null"
+            f"rollout.vllm.quantization is {options.quantization}, but vLLM's FP8 kernels for CPUs need AMX, which this "
+            "CPU lacks; set it to null"
         )
     if options.draft_tokens and (sampler == "marsrl" or device == "cpu"):
         why = (
-            "on a CPU vLLM 0.32 runs V1, which fails at drafts beside top_p and top_k: set rollout.engine=local"
+            "on a CPU vLLM 0.32 uses Model Runner V1, which fails on drafts with top_p and top_k; set rollout.engine=local"
             if device == "cpu"
-            else "rollout.vllm.sampler=marsrl draws one token at a time: set rollout.vllm.sampler=engine"
+            else "rollout.vllm.sampler=marsrl draws one token at a time; set rollout.vllm.sampler=engine"
         )
-        found.append(f"rollout.vllm.draft_tokens is {options.draft_tokens}, and {why}, or draft_tokens=0")
+        found.append(f"rollout.vllm.draft_tokens is {options.draft_tokens}, but {why}, or draft_tokens=0")
     if records.experts and (sampler == "marsrl" or device == "cpu"):
         why = (
-            "rollout.vllm.sampler=marsrl draws in Model Runner V1: set rollout.vllm.sampler=engine"
+            "rollout.vllm.sampler=marsrl needs Model Runner V1; set rollout.vllm.sampler=engine"
             if device == "cuda"
-            else "on a CPU vLLM runs V1: set rollout.engine=local"
+            else "on a CPU vLLM uses Model Runner V1; set rollout.engine=local"
         )
         found.append(
-            f"trainer.router_replay=rollout needs the experts chosen in decoding, which vLLM 0.32 returns in its Model Runner V2 "
-            f"alone, and {why}, or trainer.router_replay=recompute"
+            "trainer.router_replay=rollout needs the experts chosen in decoding, which vLLM 0.32 returns only in its Model "
+            "Runner V2, "
+            f"but {why}, or trainer.router_replay=recompute"
         )
     if records.kept_tokens and sampler == "engine" and device == "cpu":
         found.append(
-            "loss.truncation=renormalise needs the tokens that top_p and top_k kept, which vLLM's own sampler tells in its Model "
-            "Runner V2 alone, and on a CPU it runs V1: set rollout.vllm.sampler=marsrl"
+            "loss.truncation=renormalise needs the tokens that top_p and top_k kept, which vLLM's own sampler returns only in "
+            "its Model "
+            "Runner V2, but on a CPU it uses V1; set rollout.vllm.sampler=marsrl"
         )
     return tuple(found)
 
@@ -222,44 +226,46 @@ def _has_amx() -> bool:
 def adapter_refusals(
     rollout: RolloutConfig, device: str, dtype: str, shape: ModelShape, adapters: Mapping[str, AdapterConfig]
 ) -> tuple[str, ...]:
-    """Sentences about adapters that a pool's engines cannot serve on "cpu" or "cuda". rollout: the pool's settings."""
+    """Return messages about adapters that a pool's engines cannot serve on "cpu" or "cuda". rollout: the pool's settings."""
     of_experts = [name for name, each in adapters.items() if "experts" in each.targets and shape.num_experts]
     found, vllm = [], rollout.vllm
     if rollout.engine != "vllm" or not adapters:
         return ()
     if vllm.draft_tokens:
         found.append(
-            f"rollout.vllm.draft_tokens is {vllm.draft_tokens}, and drafts beside adapters ({', '.join(adapters)}) have not been "
-            "tried: set it to 0"
+            f"rollout.vllm.draft_tokens is {vllm.draft_tokens}, which is untested with adapters ({', '.join(adapters)}); "
+            "set it to 0"
         )
     if device == "cuda" and dtype == "float32":
         found.append(
-            f"vLLM's kernels for adapters ({', '.join(adapters)}) refuse float32 on GPUs: set rollout.vllm.dtype or the policy's "
+            f"vLLM's kernels for adapters ({', '.join(adapters)}) do not support float32 on GPUs; set rollout.vllm.dtype or "
+            "the policy's "
             "dtype to bfloat16, or rollout.engine=local"
         )
     if of_experts and device == "cuda":
         backend = vllm.extra.get("all2all_backend", _ALL2ALL)
         if vllm.expert_parallel and backend != _ALL2ALL:
             found.append(
-                f"rollout.vllm.extra.all2all_backend is {backend}, and vLLM serves adapters of spread experts with {_ALL2ALL} "
-                f"alone: set that, or rollout.vllm.expert_parallel=false"
+                f"rollout.vllm.extra.all2all_backend is {backend}, but with adapters of spread experts vLLM supports only "
+                f"{_ALL2ALL}; "
+                f"set that, or rollout.vllm.expert_parallel=false"
             )
     if device == "cpu" and shape.num_experts:
         if of_experts:
             found.append(
-                f"policies.{of_experts[0]}.adapter.targets has experts, whose adapters vLLM 0.32 computes on GPUs alone: set "
-                "rollout.engine=local, or leave experts out (attention works)"
+                f"policies.{of_experts[0]}.adapter.targets has experts, whose adapters vLLM 0.32 supports only on GPUs; set "
+                "rollout.engine=local, or remove experts (attention works)"
             )
         elif vllm.tensor_parallel > 1:
             found.append(
-                f"rollout.vllm.tensor_parallel is {vllm.tensor_parallel}, and beside adapters vLLM's experts on a CPU compute in "
-                "one process: set rollout.vllm.tensor_parallel=1, or rollout.engine=local"
+                f"rollout.vllm.tensor_parallel is {vllm.tensor_parallel}, but with adapters vLLM's experts on a CPU compute in "
+                "one process; set rollout.vllm.tensor_parallel=1, or rollout.engine=local"
             )
     return tuple(found)
 
 
 def _lack_of_gpus(rollouts: Sequence[RolloutConfig], host: TrainerHost) -> str | None:
-    """Refusals of a Ray started here with too few GPUs beside those of trainer ranks."""
+    """Explain why a Ray started here has too few GPUs besides those of trainer ranks; None if it has enough."""
     rollout, num_policies = rollouts[0], len(rollouts)
     if rollout.placement == "local" or not host.num_gpus or rollout.ray_address:
         return None
@@ -271,7 +277,7 @@ def _lack_of_gpus(rollouts: Sequence[RolloutConfig], host: TrainerHost) -> str |
         of_each = f" x rollout.vllm.tensor_parallel={wide}" if wide > 1 else ""
         fitting = f"rollout.engines={gpus // wide}" if gpus >= wide else f"rollout.vllm.tensor_parallel={gpus}"
         return (
-            f"rollout.placement=colocated puts an engine of every policy on each trainer rank's GPU: rollout.engines is "
+            f"rollout.placement=colocated puts an engine of every policy on each trainer rank's GPU, but rollout.engines is "
             f"{rollout.engines}{of_each}, and this host has {gpus} such GPU(s); set {fitting}"
         )
     needed = num_engine_gpus(rollouts)
@@ -293,15 +299,17 @@ def _lack_of_gpus(rollouts: Sequence[RolloutConfig], host: TrainerHost) -> str |
         asked = f"policies.<name>.engines ({' + '.join(words)})"
         near = "lower them"
     return (
-        f"{asked} needs {needed} GPU(s) without a trainer rank; this host has {host.num_gpus}, and "
-        f"{min(host.num_ranks, host.num_gpus)} rank(s) hold the first of them: {near}, or rollout.ray_address to a cluster with "
-        "more"
+        f"{asked} needs {needed} GPU(s) without a trainer rank, but this host has {host.num_gpus}, of which "
+        f"{min(host.num_ranks, host.num_gpus)} have ranks; {near}, or set rollout.ray_address to a larger "
+        "cluster"
     )
 
 
 def _files_out_of_reach(rollouts: Sequence[RolloutConfig], host: TrainerHost, weight_files: str | None) -> str | None:
-    """Refusals of files in this host's memory, unseen by engines on other hosts: if the address names these, or if this one
-    has too few GPUs for a cluster's engines."""
+    """Reject weight files in this host's memory, which engines on other hosts cannot read.
+
+    Applies if the address names other hosts, or if this host has too few GPUs for a cluster's engines.
+    """
     rollout = rollouts[0]
     if weight_files is None or rollout.placement == "local" or rollout.ray_address is None:
         return None
@@ -311,8 +319,9 @@ def _files_out_of_reach(rollouts: Sequence[RolloutConfig], host: TrainerHost, we
     if not Path(weight_files).resolve().is_relative_to("/dev/shm"):
         return None
     return (
-        f"sync.backend=shm, as adapters and FP8 weights in any case, writes weights to {weight_files} of trainer rank 0's host, "
-        f"which engines on the other hosts of rollout.ray_address={rollout.ray_address} do not see: set sync.directory to a "
+        f"sync.backend=shm, which adapters and FP8 weights always use, writes weights to {weight_files} on trainer rank 0's "
+        "host, "
+        f"which engines on the other hosts of rollout.ray_address={rollout.ray_address} cannot read; set sync.directory to a "
         "folder that all hosts share, or send weights over the network (sync.backend=auto on GPUs; on CPUs "
         "rollout.engine=local with sync.cpu_twin=true)"
     )

@@ -28,7 +28,7 @@ class RowSampling:
 
     @staticmethod
     def of(samplings: Sequence[Sampling], device: torch.device) -> RowSampling:
-        """One row per request."""
+        """Collect the settings, one row per request."""
         return RowSampling(
             temperature=torch.tensor([s.temperature for s in samplings], dtype=torch.float32, device=device),
             top_p=torch.tensor([s.top_p for s in samplings], dtype=torch.float32, device=device),
@@ -43,7 +43,7 @@ class RowSampling:
 
 
 def truncated(logits: Tensor, sampling: RowSampling) -> Tensor:
-    """[B, V] float32: logits / temperature, -inf for tokens excluded by top_k and top_p."""
+    """Return [B, V] float32: logits / temperature, -inf for tokens excluded by top_k and top_p."""
     temperature = sampling.temperature
     if sampling.is_greedy:
         temperature = torch.where(temperature <= 0, 1.0, temperature)
@@ -52,7 +52,7 @@ def truncated(logits: Tensor, sampling: RowSampling) -> Tensor:
 
 
 def draw_from(scaled: Tensor, sampling: RowSampling, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """(tokens [B] int64, their log-probs [B] float32, nats, under the truncated distribution).
+    """Draw tokens [B] int64 and return them with log-probs [B] float32, nats, under the truncated distribution.
 
     scaled: [B, V] float32, from `truncated`.
     noise: [B] float64 in [0, 1), from `uniform`, on the same device.
@@ -63,7 +63,7 @@ def draw_from(scaled: Tensor, sampling: RowSampling, noise: Tensor) -> tuple[Ten
 
 
 def _draw_cpu(scaled: Tensor, sampling: RowSampling, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """The same in two passes over each row, without temporaries of its length: csrc/cpu/draw.cpp."""
+    """Draw in two passes over each row, without temporaries of its length: csrc/cpu/draw.cpp."""
     num_rows, num_columns = scaled.shape
     tokens, logprobs = torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows)
     scaled, noise = scaled.contiguous(), noise.contiguous()
@@ -79,9 +79,9 @@ def _draw_torch(scaled: Tensor, sampling: RowSampling, noise: Tensor) -> tuple[T
     logprobs = scaled.log_softmax(-1)
     cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
     whole = cumulative[:, -1:]
-    # the product may round up to the total
+    # The product may round up to the total.
     point = torch.minimum(noise[:, None] * whole, whole.nextafter(torch.zeros_like(whole)))
-    # the first token whose cumulative probability passes the point; never one of probability 0
+    # Takes the first token whose cumulative probability passes the point; never one of probability 0.
     tokens = torch.searchsorted(cumulative, point, right=True)[:, 0].clamp(max=scaled.shape[1] - 1)
     if sampling.is_greedy:
         tokens = torch.where(sampling.temperature <= 0, scaled.argmax(-1), tokens)
@@ -89,7 +89,8 @@ def _draw_torch(scaled: Tensor, sampling: RowSampling, noise: Tensor) -> tuple[T
 
 
 def kept_ids(scaled: Tensor, rows: Sequence[int]) -> list[npt.NDArray[np.int32]]:
-    """The tokens that could be drawn in each of these rows of `scaled` [B, V] (from `truncated`), ascending, on the host."""
+    """Return the tokens that could be drawn in each of these rows of `scaled` [B, V] (from `truncated`), ascending, on the
+    host."""
     is_kept = (scaled if len(rows) == len(scaled) else scaled[torch.tensor(rows, device=scaled.device)]) > -torch.inf
     counts = is_kept.sum(-1).cpu().numpy()
     ids = is_kept.nonzero()[:, 1].cpu().numpy().astype(np.int32)
@@ -97,13 +98,15 @@ def kept_ids(scaled: Tensor, rows: Sequence[int]) -> list[npt.NDArray[np.int32]]
 
 
 def low_bits(seeds: Sequence[int]) -> Seeds:
-    """[B]: the low 64 bits of each seed."""
+    """Return the low 64 bits of each seed, [B]."""
     return np.array([seed % (1 << 64) for seed in seeds], np.uint64)
 
 
 def uniform(seeds: Seeds, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """[B] in [0, 1): 53 bits of SplitMix64 over (seed, position). On the host, where both are known: on a GPU a dozen
-    operations on so few numbers cost only launches.
+    """Return [B] in [0, 1): 53 bits of SplitMix64 over (seed, position).
+
+    Computed on the host, where both are known: on a GPU, a dozen operations on so few numbers would cost only launches.
+
 
     positions: [B], index of the drawn token in its sequence.
     """
@@ -112,7 +115,7 @@ def uniform(seeds: Seeds, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.fl
 
 
 def _splitmix(x: Seeds) -> Seeds:
-    """Steele, Lea and Flood (2014)."""
+    """SplitMix64's mixing function (Steele, Lea and Flood, 2014)."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -126,6 +129,8 @@ def _truncate(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     drop = (top_k[:, None] > 0) & (rank >= top_k[:, None])
     ordered = ordered.masked_fill(drop, -torch.inf)
     probabilities = ordered.softmax(-1)
-    before = probabilities.cumsum(-1) - probabilities  # mass of more likely tokens: the first is always kept
+    before = (
+        probabilities.cumsum(-1) - probabilities
+    )  # mass of more likely tokens; 0 for the first, which is always kept
     drop = (before >= top_p[:, None]) & (top_p[:, None] < 1)
     return torch.empty_like(logits).scatter(-1, index, ordered.masked_fill(drop, -torch.inf))

@@ -1,4 +1,4 @@
-"""An engine without a model, for tests of our own logic: a function gives the answers."""
+"""Engine without a model, for tests of marsrl's logic: a function returns the completions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Script = Callable[[DecodeRequest], "str | Sequence[int]"]
 
 @dataclass(slots=True)
 class _UnderWay:
-    """A request, its whole answer (None: not generated yet), and how much of it is decoded."""
+    """A request, its whole completion (None: not generated yet), and how much of it is decoded."""
 
     request: DecodeRequest
     answer: DecodeResult | None = None
@@ -39,13 +39,13 @@ class ScriptedEngine(Engine):
 
         engine = ScriptedEngine(lambda request: "4 <|end|>", encode=tokenizer.encode)
 
-    The script gives the whole completion (text is encoded), once per uid: if a request returns with a part of it
+    The script returns the whole completion (text is encoded), once per uid. If a request comes back with a part of it
     after its prompt, the engine continues from there, as a model would. A completion that fits gets the first stop token
-    at its end unless it has one; `fail(request)` may give a reason to end a request in ERROR. Log-probs are a
+    at its end unless it has one. `fail(request)` may return a reason to end a request in ERROR. Log-probs are a
     fixed function of token and position.
 
-    decode: for texts and strings of Sampling.stop; without it there are none.
-    tokens_per_step: of each running request per `collect`; None: all the rest.
+    decode: for texts and Sampling.stop; without it neither is supported.
+    tokens_per_step: per running request and `collect`; None: all remaining tokens.
     adapters: names that requests may use; the same script answers.
     """
 
@@ -65,7 +65,7 @@ class ScriptedEngine(Engine):
         self._script, self._encode, self._fail = script, encode, fail
         self._texts = Texts(decode) if decode is not None else None
         self._answers: dict[str, tuple[int, list[int]]] = {}  # uid: (length of the prompt, whole completion)
-        self._asleep: set[MemoryPart] = set()  # it uses no memory, but callers should not depend on that
+        self._asleep: set[MemoryPart] = set()  # it uses no memory; set so that callers cannot depend on that
 
     def info(self) -> EngineInfo:
         name, adapters = f"{__name__}.ScriptedEngine", tuple(filter(None, self._versions))
@@ -99,7 +99,7 @@ class ScriptedEngine(Engine):
         return results
 
     def _answer(self, request: DecodeRequest) -> DecodeResult:
-        """The script's whole answer to a request."""
+        """Build the script's whole result for a request."""
         version = self._versions[request.adapter]
         if reason := self._fail(request):
             return DecodeResult.without_tokens(request.uid, Finish.ERROR, version, reason)
@@ -118,7 +118,7 @@ class ScriptedEngine(Engine):
     def _whole(self, request: DecodeRequest) -> list[int]:
         answer = self._script(request)
         if isinstance(answer, str):
-            assert self._encode is not None, "the script gave text: pass encode="
+            assert self._encode is not None, "the script returned text; pass encode="
             answer = self._encode(answer)
         whole = [int(token) for token in answer]
         for i in range(len(whole)):
@@ -128,7 +128,7 @@ class ScriptedEngine(Engine):
         return [*whole, stops[0]] if stops else whole
 
     def _ends(self, drawn: list[int], request: DecodeRequest) -> bool:
-        """True if its last token ends it, or completes a stop string."""
+        """Return True if the last token ends the completion, or completes a stop string."""
         sampling, none = request.sampling, np.zeros(0, np.int32)
         return drawn[-1] in sampling.stop_token_ids or (
             self._texts is not None and self._texts.is_ended(none, drawn, sampling.stop)
@@ -139,17 +139,19 @@ class ScriptedEngine(Engine):
     ) -> list[FloatArray]:
         self._need("weights", "kv_cache")
         if self._versions[""] == TORN:
-            raise RuntimeError("ScriptedEngine.score: the weights were dropped, and no others have come")
+            raise RuntimeError(
+                "ScriptedEngine.score: the weights were dropped and not replaced; call update_weights first"
+            )
         return [scripted_logprobs(s[1:], 1) for s in sequences]
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
-        """Note the version: there is no model."""
+        """Record the version: there is no model."""
         self._need("weights")
         self._versions[""] = update.version
         return WeightReceipt(update.version, ({},))
 
     def update_adapter(self, update: AdapterUpdate) -> WeightReceipt:
-        """Note the version."""
+        """Record the version."""
         self._need("weights")
         self._refuse_under_way("update_adapter", update.name)
         self._versions[update.name] = update.version
@@ -176,6 +178,6 @@ class ScriptedEngine(Engine):
 
 
 def scripted_logprobs(token_ids: IntArray, start: int) -> FloatArray:
-    """[N] float32 nats in [-1, 0): a function of token and position alone."""
+    """Return [N] float32 nats in [-1, 0): a function of token and position alone."""
     position = np.arange(start, start + len(token_ids))
     return (-((token_ids.astype(np.int64) * 31 + position * 17) % 97 + 1) / 98.0).astype(np.float32)

@@ -1,7 +1,7 @@
-"""Texts of completions, and the stop strings (Sampling.stop) in them, for every kind of engine.
+"""Texts of completions, and stop strings (Sampling.stop) in them, for every kind of engine.
 
-Engines decode the texts because there are many of them: rank 0 alone would take half of its own time for that. A stop string
-ends a completion in the same place in each, even if it is split over two segments.
+Engines decode the texts: rank 0 alone would spend half of its time on that. A stop string
+ends a completion at the same position in each engine, even if it is split over two segments.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from marsrl.rollout.types import Finish, IntArray
 
 
 class Texts:
-    """decode: token ids to text; the tokenizer of model_dir is loaded on first use."""
+    """Decoder of token ids to text. decode: None loads the tokenizer of model_dir on first use."""
 
     def __init__(self, decode: Callable[[IntArray], str]) -> None:
         self._decode = decode
@@ -30,9 +30,9 @@ class Texts:
         return cls(lambda ids: renderer().decode(ids))
 
     def told(self, request: DecodeRequest, result: DecodeResult) -> DecodeResult:
-        """The result with the text that the request asks for (DecodeRequest.text_from).
+        """Add the text that the request asks for (DecodeRequest.text_from) to the result.
 
-        Decoded from all tokens, earlier segments' too, as bytes of one character may lie on both sides of a cut.
+        Decodes all tokens, earlier segments' too: bytes of one character may lie on both sides of a cut.
         """
         if request.text_from is None or result.finish in (Finish.UNFINISHED, Finish.ERROR):
             return result
@@ -40,7 +40,7 @@ class Texts:
         return replace(result, text=self._decode(completion))
 
     def is_ended(self, known: IntArray, drawn: Sequence[int], stop: Sequence[str]) -> bool:
-        """True if the last token completes one of the stop strings.
+        """Return True if the last token completes one of the stop strings.
 
         known: the request's initial tokens. A token is at least a byte, so the strings' length bounds the search.
         """
@@ -54,7 +54,8 @@ class Texts:
         return any(whole.count(text) > before.count(text) for text in stop)
 
     def first_end(self, known: IntArray, drawn: Sequence[int], stop: Sequence[str], start: int) -> int | None:
-        """Number of the tokens drawn with the first one from `start` on that completes one of the texts; None: none does."""
+        """Return how many drawn tokens there are up to the first one, from `start` on, that completes a stop string; None: none
+        does."""
         most = max((len(text.encode()) for text in stop), default=0)
         tails = ((end, drawn[max(0, end - most) : end]) for end in range(start + 1, len(drawn) + 1))
         return next((end for end, tail in tails if self.is_ended(known, tail, stop)), None)

@@ -1,11 +1,11 @@
-"""Splits an engine's time: the seconds of each step evenly among the requests that got a token in it.
+"""Shares of an engine's time: each step's seconds are split evenly among the requests that got a token in it.
 
     shares.add("a"); shares.add("b")
     shares.step(0.2); shares.end("a")   -> 0.1
     shares.step(0.2); shares.end("b")   -> 0.1 + 0.2
 
-The shares of all requests add up to the engine's busy seconds, whatever the batch was: their cost, not
-their waiting time. Even shares, because a decoding step costs about the same for each sequence: it reads all weights for
+The shares of all requests add up to the engine's busy seconds, whatever the batch: they are cost, not
+waiting time. They are even because a decoding step costs about the same for each sequence: it reads all weights for
 all of them. A prefill in a step lengthens it for every request in it.
 """
 
@@ -15,17 +15,20 @@ from collections import deque
 
 
 class TimeShares:
-    """slots: most requests in a step, the oldest first; None: all. Costs O(1) a step (as virtual time does
-    in fair queueing: Parekh and Gallager 1993)."""
+    """Time shares of the requests in an engine. Costs O(1) per step.
+
+    slots: most requests in a step, the oldest first; None: all. Source: virtual time of fair queueing (Parekh and Gallager,
+    1993).
+    """
 
     def __init__(self, slots: int | None = None) -> None:
         self._slots = slots
         self._each_s = 0.0  # share of a request that was in every step
-        self._since: dict[str, float] = {}  # of those in the steps: _each_s at their start
+        self._since: dict[str, float] = {}  # requests in the steps: _each_s at their start
         self._waiting: deque[str] = deque()
 
     def add(self, uid: str) -> None:
-        """Add a request, decoded as soon as there is a slot."""
+        """Add a request, which is decoded as soon as there is a slot."""
         self._waiting.append(uid)
         self._fill()
 
@@ -35,7 +38,7 @@ class TimeShares:
             self._each_s += seconds / len(self._since)
 
     def end(self, uid: str) -> float:
-        """Remove a finished request; returns its seconds, 0 if it had no step."""
+        """Remove a finished request and return its seconds; 0 if it had no step."""
         since = self._since.pop(uid, None)
         if since is None:
             if uid in self._waiting:

@@ -1,1 +1,1 @@
-"""Users' programs as teams: their calls by OpenAI's and Anthropic's protocols become agents' turns with exact tokens."""
+"""Users' programs as teams: their OpenAI- or Anthropic-style calls become agents' turns with exact tokens."""

@@ -1,4 +1,4 @@
-"""The types between the player, which knows engines, and the gateway (gateway.py), which knows programs."""
+"""Types between the player, which knows engines, and the gateway (gateway.py), which knows programs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from dataclasses import asdict, dataclass, field
 from marsrl.rollout.types import Fate, Finish, FloatArray, IntArray, Turn
 
 SESSION = "session"
-"""The tool that a session is to the player: it takes long, and asks agents meanwhile."""
+"""Name of the tool by which the player starts a session, which takes long and calls agents meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Tokens of one turn. uid: of their sample. logprobs in nats; error: why an engine gave up."""
+    """Tokens of one turn. uid: of their sample. logprobs in nats; error: why an engine failed."""
 
     uid: str
     token_ids: IntArray
@@ -28,10 +28,10 @@ class Reply:
 class Call:
     """A program's call of an agent.
 
-    uid: of the continued sample; "": a new one begins, the agent's `number`-th in this session. behind: uid of the sample with
-    whose tokens the new one begins; "": none. attempt: number of restarts of the session. token_ids [N]: the new sample's
-    prompt, or the tokens to append to the sample. place: among the session's calls, from 0. text: the prompt for display.
-    max_tokens, stop: of this turn, besides the agent's own.
+    uid: of the continued sample; "" for a new one, the agent's `number`-th in this session. behind: uid of the sample with
+    whose tokens the new one begins, or "". attempt: number of restarts of the session. token_ids [N]: the new sample's
+    prompt, or the tokens to append to the sample. place: index among the session's calls, from 0. text: the prompt for display.
+    max_tokens, stop: limits of this turn, in addition to the agent's own.
     """
 
     session: str
@@ -50,9 +50,9 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class SessionEnd:
-    """The end of a session, as stored in its ToolOutput.
+    """End of a session, as stored in its ToolOutput.
 
-    reward: of every sample; rewards: by agent or uid, {} for nobody. With both None the task judges: `answer`, or
+    reward: of every sample; rewards: by agent or uid, {} if nothing is rewarded. If both are None, the task judges `answer`, or
     else the session's last answer. fates: of each call's answer, in order of arrival. read: uids of the samples with an answer
     that was read, in the order in which the program read the last of them.
     """
@@ -69,11 +69,11 @@ class SessionEnd:
         return self.reward is not None or self.rewards is not None
 
     def reward_of(self, uid: str, agent: str) -> float | None:
-        """The sample's reward; None: not given."""
+        """Return the sample's reward; None if not given."""
         return self.reward if self.rewards is None else self.rewards.get(uid, self.rewards.get(agent))
 
     def calls_of(self, turns: Sequence[Turn]) -> str:
-        """The session's calls answered by a sample, for display: `calls 1, 3, 4 (unread) of 5`."""
+        """List the session's calls answered by a sample, for display: `calls 1, 3, 4 (unread) of 5`."""
         numbers = [f"{each.call}{'' if each.fate is Fate.READ else f' ({each.fate})'}" for each in turns]
         return f"call{'s' * (len(numbers) > 1)} {', '.join(numbers)} of {len(self.fates)}" if numbers else ""
 

@@ -18,12 +18,12 @@ _log = logging.getLogger(__name__)
 SERVED = {"model", "messages", "tools", "tool_choice", "parallel_tool_calls", "stream", "stream_options", "max_tokens"}
 SERVED |= {"max_completion_tokens", "stop", "logprobs", "chat_template_kwargs", "return_token_ids"}
 DRAWN = {"temperature", "top_p", "top_k", "seed"}
-"""Fields of how tokens are drawn, which the agent's settings and run.seed decide; the log says so once."""
+"""Sampling fields, which the agent's settings and run.seed decide; differing requests are logged once."""
 NO_MATTER = {
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
     "prompt_cache_options", "cache_control", "cache_salt", "request_id", "priority", "session_id", "stream_interval",
 }  # fmt: skip
-"""Fields that do not change what is answered."""
+"""Fields that do not change the answer."""
 NEUTRAL: Mapping[str, Any] = {
     "n": 1, "best_of": 1, "frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1, "logit_bias": {},
     "top_logprobs": 0, "response_format": {"type": "text"}, "text": {"format": {"type": "text"}}, "modalities": ["text"],
@@ -34,7 +34,7 @@ NEUTRAL: Mapping[str, Any] = {
     "continue_final_message": False, "add_special_tokens": False, "include_reasoning": True,
     "return_tokens_as_token_ids": False, "return_token_offsets": False, "return_prompt_text": False,
 }  # fmt: skip
-"""Fields that are served at this value alone."""
+"""Fields that are supported only with this value."""
 _FLAG, _OBJECT = (bool, "true or false"), (dict, "an object")
 _KINDS: dict[str, tuple[type, str]] = {"stream": _FLAG, "parallel_tool_calls": _FLAG, "return_token_ids": _FLAG}
 _KINDS |= {"stream_options": _OBJECT, "chat_template_kwargs": _OBJECT, "sampling_params": _OBJECT}
@@ -45,49 +45,54 @@ _told: set[tuple[str, str]] = set()
 
 
 def check_fields(body: Mapping[str, Any], served: set[str]) -> None:
-    """Refuse, by name, a field that requests something unsupported."""
+    """Reject, by name, a field that requests something unsupported."""
     for name, value in body.items():
         kind, expected = _KINDS.get(name, (object, "")) if name in served else (object, "")
         if value is not None and not isinstance(value, kind):
             raise Refused(400, f"{name} is {json.dumps(value)[:200]}; expected {expected}")
         if name in served | DRAWN | NO_MATTER or value is None or (name in NEUTRAL and value == NEUTRAL[name]):
             continue
-        allowed = f"; {json.dumps(NEUTRAL[name])} is" if name in NEUTRAL else ""
-        raise Refused(400, f"{name}={json.dumps(value)[:200]} is not served here{allowed}", "unsupported_parameter")
+        allowed = f"; use {json.dumps(NEUTRAL[name])}" if name in NEUTRAL else ""
+        raise Refused(400, f"{name}={json.dumps(value)[:200]} is unsupported{allowed}", "unsupported_parameter")
 
 
 def agent_of(body: Mapping[str, Any], agents: Mapping[str, Agent]) -> Agent:
-    """The agent named by `model`; warns once about a field of DRAWN that differs from its own."""
+    """Return the agent named by `model`; warn once about a sampling field that differs from the agent's own."""
     agent = agents.get(str(body.get("model")))
     if agent is None:
-        raise Refused(404, f"model {body.get('model')!r} is no agent; there are {', '.join(agents)}", "model_not_found")
+        raise Refused(
+            404, f"model {body.get('model')!r} is not an agent; expected one of {', '.join(agents)}", "model_not_found"
+        )
     for name in sorted(DRAWN):
         asked, own = body.get(name), getattr(agent.settings, name, None)
         off = (0, -1) if name == "top_k" else ()
         if asked is not None and asked != own and not (asked in off and own in off) and (agent.name, name) not in _told:
             _told.add((agent.name, name))
             uses = "run.seed: sessions of a group differ" if own is None else f"agents.{agent.name}.{name} = {own:g}"
-            _log.warning("a program asks agent %s with %s=%s; sampling uses %s", agent.name, name, asked, uses)
+            _log.warning(
+                "a program calls agent %s with %s=%s, which is ignored; sampling uses %s", agent.name, name, asked, uses
+            )
     if agent.server and (body.get("return_token_ids") or body.get("logprobs") not in (None, False)):
-        raise Refused(400, f"agent {agent.name} is behind a server, which returns neither token ids nor log-probs")
+        why = "is on a server, which returns neither token ids nor log-probs; omit return_token_ids and logprobs"
+        raise Refused(400, f"agent {agent.name} {why}")
     return agent
 
 
 def whole_number(body: Mapping[str, Any], *names: str) -> int | None:
-    """The first of the given fields that is set, at least 1."""
+    """Return the first of the given fields that is set; it must be a whole number of at least 1."""
     name = next((name for name in names if body.get(name) is not None), None)
     if name is None:
         return None
     given = body[name]
     if not isinstance(given, int) or isinstance(given, bool) or given < 1:
-        raise Refused(400, f"{name} is {given!r}; expected a whole number from 1 on")
+        raise Refused(400, f"{name} is {given!r}; expected a whole number of at least 1")
     return given
 
 
 def stops_of(value: Any) -> tuple[str, ...]:
     stops = [value] if isinstance(value, str) else value or []
     if not isinstance(stops, list) or len(stops) > 4 or not all(isinstance(each, str) and each for each in stops):
-        raise Refused(400, f"stop is {value!r}; expected a text, or up to 4 of them")
+        raise Refused(400, f"stop is {value!r}; expected a string, or up to 4 of them")
     return tuple(stops)
 
 
@@ -103,7 +108,7 @@ def read_chat(body: Mapping[str, Any], agents: Mapping[str, Agent]) -> Ask:
         why = (
             "its server cannot stop after a call" if agent.server else "the chat template has no text that ends a call"
         )
-        raise Refused(400, f"parallel_tool_calls=false is not served to agent {agent.name}: {why}; leave it out")
+        raise Refused(400, f"parallel_tool_calls=false is unsupported for agent {agent.name}: {why}; omit it")
     if not isinstance(body.get("logprobs") or False, bool):
         raise Refused(400, f"logprobs is {json.dumps(body['logprobs'])[:200]}; expected true or false")
     return Ask(
@@ -120,20 +125,22 @@ def read_chat(body: Mapping[str, Any], agents: Mapping[str, Agent]) -> Ask:
 
 
 def _template_options(given: Any, agent: Agent) -> Mapping[str, Any]:
-    """Options of the chat template that differ from the agent's own."""
+    """Return the chat template options that differ from the agent's own."""
     template = str(agent.renderer.tokenizer.get_chat_template())
     for name, value in (given or {}).items():
         if name in _OF_RENDERER or not re.search(rf"\b{re.escape(name)}\b", template):
-            raise Refused(400, f"chat_template_kwargs.{name}: no option of the chat template of agent {agent.name}")
+            raise Refused(
+                400, f"chat_template_kwargs.{name}: the chat template of agent {agent.name} has no such option"
+            )
         if not isinstance(value, bool | int | float | str):
             found = json.dumps(value)[:200]
-            raise Refused(400, f"chat_template_kwargs.{name} is {found}; expected a flag, number or text")
+            raise Refused(400, f"chat_template_kwargs.{name} is {found}; expected a boolean, number or string")
     own = agent.settings.template_options
     return {name: value for name, value in (given or {}).items() if name not in own or own[name] != value}
 
 
 def read_tools(given: Any, choice: Any, agent: Agent) -> tuple[Sequence[Mapping[str, Any]], bool, str | None]:
-    """(tools for the chat template, whether the agent's calls are parsed, Ask.must_call)."""
+    """Return (tools for the chat template, whether the agent's calls are parsed, Ask.must_call)."""
     if not given and choice in (None, "auto", "none"):
         return (), False, None
     tools: list[dict[str, Any]] = []
@@ -144,7 +151,9 @@ def read_tools(given: Any, choice: Any, agent: Agent) -> tuple[Sequence[Mapping[
             raise Refused(400, f"tools: expected functions, found {json.dumps(each)[:200]}")
         tools.append({"type": "function", "function": {k: v for k, v in function.items() if k != "strict"}})
     if tools and choice != "none" and (agent.reader is None or not agent.reader.reads_calls):
-        raise Refused(400, f"tools: the policy of agent {agent.name} has no tool_parser (policies.<name>.tool_parser)")
+        raise Refused(
+            400, f"tools: the policy of agent {agent.name} has no tool parser; set policies.<name>.tool_parser"
+        )
     if choice in (None, "auto", "none"):
         return tools, choice != "none", None
     names = [tool["function"]["name"] for tool in tools]
@@ -152,12 +161,12 @@ def read_tools(given: Any, choice: Any, agent: Agent) -> tuple[Sequence[Mapping[
         named = {"type": "function", "function": {"name": must_call}}
         if tools and choice == (named if must_call else "required"):
             return tools, True, must_call
-    said = f"auto and none are, and with tools, required and the name of one of them ({', '.join(names) or 'none is given'})"
-    raise Refused(400, f"tool_choice={json.dumps(choice)[:200]} is not served here; {said}", "unsupported_parameter")
+    said = f"use auto or none or, with tools, required or the name of one of them ({', '.join(names) or 'none given'})"
+    raise Refused(400, f"tool_choice={json.dumps(choice)[:200]} is unsupported; {said}", "unsupported_parameter")
 
 
 def chat_message(given: Any) -> ChatMessage:
-    """A message with its content as one string."""
+    """Parse a message, with its content as one string."""
     if not isinstance(given, Mapping) or not isinstance(given.get("role"), str):
         raise Refused(400, f"messages: expected objects with a role, found {json.dumps(given)[:200]}")
     role = {"developer": "system", "function": "tool"}.get(given["role"], given["role"])
@@ -174,18 +183,18 @@ def chat_message(given: Any) -> ChatMessage:
 
 
 def text_of(content: Any) -> str:
-    """The text of a content: parts on separate lines, "" for null."""
+    """Return the text of a content: parts on separate lines, "" for null."""
     if content is None or isinstance(content, str):
         return content or ""
     parts = content if isinstance(content, list) else [content]
     kinds = ("text", "input_text", "output_text")
     if not all(isinstance(part, Mapping) and part.get("type") in kinds for part in parts):
-        raise Refused(400, f"content: expected texts, found {json.dumps(content)[:200]}")
+        raise Refused(400, f"content: expected text parts, found {json.dumps(content)[:200]}")
     return "\n".join(str(part.get("text", "")) for part in parts)
 
 
 def _call(given: Any) -> Mapping[str, Any]:
-    """A call with its arguments as an object, as chat templates expect."""
+    """Parse a call, with its arguments as an object, as chat templates expect."""
     function = given["function"]
     arguments = function.get("arguments") or "{}"
     if isinstance(arguments, str):
@@ -196,7 +205,7 @@ def _call(given: Any) -> Mapping[str, Any]:
 
 
 def chat_reply(answer: Answer, body: Mapping[str, Any]) -> dict[str, Any]:
-    """The answer as a chat.completion."""
+    """Render the answer as a chat.completion."""
     message: dict[str, Any] = {"role": "assistant", "content": answer.said.content}
     if answer.said.reasoning is not None:
         message["reasoning"] = answer.said.reasoning
@@ -211,7 +220,7 @@ def chat_reply(answer: Answer, body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def chat_events(answer: Answer, body: Mapping[str, Any]) -> Iterator[bytes]:
-    """The answer as chat.completion.chunk events."""
+    """Render the answer as chat.completion.chunk events."""
     head, said = _head(answer, "chat.completion.chunk"), answer.said
     deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
     deltas += [{"reasoning": said.reasoning}] if said.reasoning else []
@@ -235,7 +244,7 @@ def event(data: Mapping[str, Any], name: str | None = None) -> bytes:
 
 
 def logprobs_of(answer: Answer) -> list[dict[str, Any]]:
-    """Each token with its log-prob, nats."""
+    """List each token with its log-prob, nats."""
     return [
         {"token": piece, "bytes": list(piece.encode("utf-8", "replace")), "logprob": float(value), "top_logprobs": []}
         for piece, value in zip(answer.pieces(), answer.logprobs, strict=True)
@@ -243,7 +252,7 @@ def logprobs_of(answer: Answer) -> list[dict[str, Any]]:
 
 
 def usage_of(answer: Answer) -> dict[str, int]:
-    """Tokens of the prompt, those of earlier turns among them, and of the turn."""
+    """Count the tokens of the prompt, including earlier turns, and of the turn."""
     told, said = len(answer.prompt_ids), len(answer.token_ids)
     return {"prompt_tokens": told, "completion_tokens": said, "total_tokens": told + said}
 

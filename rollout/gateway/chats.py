@@ -13,7 +13,7 @@ from marsrl.rollout.types import FloatArray, IntArray
 
 
 class Refused(Exception):
-    """A rejected request. status: of HTTP; code: OpenAI's error code, for some."""
+    """A rejected request. status: HTTP's; code: OpenAI's error code, for some."""
 
     def __init__(self, status: int, message: str, code: str | None = None) -> None:
         super().__init__(message)
@@ -22,12 +22,13 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request. messages and tools as in OpenAI's chat API; or a raw prompt: its tokens [N], or its text, in which
-    control words are control tokens.
+    """A request. Either messages and tools as in OpenAI's chat API, or a raw prompt.
 
-    options: of the chat template, where they differ from the agent's. calls_tools: False if calls in the answer stay text.
-    must_call: the turn begins with a call: of the function of this name, or "" of any; None: as the agent likes.
-    one_call: the turn ends behind its first call.
+    A raw prompt is token ids [N], or text in which control words are control tokens.
+
+    options: chat template options that differ from the agent's. calls_tools: False if calls in the answer stay text.
+    must_call: the turn begins with a call of this function, or of any (""); None: the agent decides.
+    one_call: the turn ends after its first call.
     """
 
     agent: str
@@ -43,7 +44,7 @@ class Ask:
 
     @property
     def shown(self) -> Any:
-        """Options of the chat template in this call, beside those of the agent."""
+        """Chat template options of this call, in addition to the agent's."""
         return (self.tools, self.options) if self.options else self.tools
 
 
@@ -57,16 +58,16 @@ class Said:
 
 
 class Reader(Protocol):
-    """Parses thoughts and tool calls from the text of a turn.
+    """Parser of thoughts and tool calls in the text of a turn.
 
-    reads_calls: False if calls stay text. closing: ends each call; "": not known.
+    reads_calls: False if calls stay text. closing: text that ends each call; "" if unknown.
     """
 
     reads_calls: bool
     closing: str
 
     def opening(self, name: str) -> str:
-        """The beginning of a turn that calls this function, or any ("")."""
+        """Return the beginning of a turn that calls this function, or any ("")."""
 
     def __call__(self, text: str, token_ids: IntArray, ask: Ask) -> Said: ...
 
@@ -75,8 +76,8 @@ class Reader(Protocol):
 class Answer:
     """A finished turn.
 
-    id: with which a program may reward it; uid: of its sample. finish: stop, length or tool_calls; stop: the stop string
-    behind it, or "". prompt_ids: the tokens before it; logprobs in nats; pieces: gives the text of each token.
+    id: with which a program may reward the turn; uid: of its sample. finish: stop, length or tool_calls; stop: the stop string
+    after it, or "". prompt_ids: the tokens before it; logprobs in nats; pieces: returns the text of each token.
     """
 
     id: str
@@ -93,10 +94,10 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """An agent as programs see it. settings: they hold whatever a program requests; max_response_tokens: theirs, or the run's.
+    """An agent as programs see it. settings: apply whatever a program requests. max_response_tokens: the agent's, or the run's.
 
-    reader: of its turns; None: all is content. server: openai.api of the policy, whose tokens and log-probs are unknown; "":
-    engines of ours.
+    reader: parser of its turns; None: everything is content. server: openai.api of the policy, whose tokens and log-probs are
+    unknown; "": marsrl's engines.
     """
 
     name: str

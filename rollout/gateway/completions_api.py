@@ -19,7 +19,7 @@ _SAMPLING = {"max_tokens", "stop", "logprobs", "skip_special_tokens", "spaces_be
 
 
 def read_completion(body: Mapping[str, Any], agents: Mapping[str, Agent]) -> Ask:
-    """Read a request. Raises Refused: it asks for what is not done here, or is malformed."""
+    """Parse a request. Raises Refused: it requests something unsupported, or is malformed."""
     check_fields(body, _COMPLETIONS)
     agent, prompt = _agent_of(body, agents), body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
@@ -28,7 +28,7 @@ def read_completion(body: Mapping[str, Any], agents: Mapping[str, Agent]) -> Ask
         prompt = _token_ids("prompt", prompt, agent)
     if body.get("logprobs") not in (None, 0, 1):
         asked = json.dumps(body["logprobs"])[:200]
-        raise Refused(400, f"logprobs={asked} is not served here; 0 and 1 are, those of the tokens sampled")
+        raise Refused(400, f"logprobs={asked} is unsupported; use 0 or 1, which return those of the sampled tokens")
     max_tokens = whole_number(body, "max_tokens")
     return Ask(agent.name, prompt=prompt, max_tokens=max_tokens, stop=stops_of(body.get("stop")), calls_tools=False)
 
@@ -36,12 +36,12 @@ def read_completion(body: Mapping[str, Any], agents: Mapping[str, Agent]) -> Ask
 def _agent_of(body: Mapping[str, Any], agents: Mapping[str, Agent]) -> Agent:
     agent = agent_of(body, agents)
     if agent.server == "chat":
-        raise Refused(400, f"agent {agent.name} is behind a server that takes chats alone; ask for chat completions")
+        raise Refused(400, f"agent {agent.name} is on a server that supports only chats; use /v1/chat/completions")
     return agent
 
 
 def completion_reply(answer: Answer, body: Mapping[str, Any]) -> dict[str, Any]:
-    """The answer as a text_completion."""
+    """Render the answer as a text_completion."""
     logprobs = None
     if body.get("logprobs") is not None:
         values = [float(value) for value in answer.logprobs]
@@ -54,7 +54,7 @@ def completion_reply(answer: Answer, body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def completion_events(answer: Answer, body: Mapping[str, Any]) -> Iterator[bytes]:
-    """The answer as a single event."""
+    """Render the answer as a single event."""
     whole = completion_reply(answer, body)
     usage = whole.pop("usage")
     yield event(whole)
@@ -64,15 +64,15 @@ def completion_events(answer: Answer, body: Mapping[str, Any]) -> Iterator[bytes
 
 
 def read_generate(body: Mapping[str, Any], agents: Mapping[str, Agent]) -> Ask:
-    """As read_completion, for token ids."""
+    """Parse a request as read_completion does, for token ids."""
     sampling = body.get("sampling_params") or {}
     check_fields(body, _GENERATE)
     check_fields(sampling, _SAMPLING)
     if (sampling.get("logprobs") or 0) > 1 or body.get("stream"):
-        raise Refused(400, "sampling_params.logprobs above 1 and stream are not served here")
+        raise Refused(400, "sampling_params.logprobs above 1 and stream are unsupported; omit them")
     agent = _agent_of({**sampling, "model": body.get("model")}, agents)
     if agent.server:
-        why = "is behind a server, which returns no token ids; ask for chat completions"
+        why = "is on a server, which returns no token ids; use /v1/chat/completions"
         raise Refused(400, f"agent {agent.name} {why}")
     return Ask(
         agent.name,
@@ -84,7 +84,7 @@ def read_generate(body: Mapping[str, Any], agents: Mapping[str, Agent]) -> Ask:
 
 
 def generate_reply(answer: Answer, body: Mapping[str, Any]) -> dict[str, Any]:
-    """The answer as vLLM's GenerateResponse, with the log-prob of each token."""
+    """Render the answer as vLLM's GenerateResponse, with the log-prob of each token."""
     token_ids = answer.token_ids.tolist()
     logprobs = [
         {"token_id": token, "logprob": float(value), "top_logprobs": []}
@@ -100,6 +100,7 @@ def _token_ids(name: str, given: Any, agent: Agent) -> IntArray:
     is_ids = isinstance(given, list) and all(isinstance(each, int) and 0 <= each < size for each in given)
     if not is_ids or not given:
         raise Refused(
-            400, f"{name} is {json.dumps(given)[:100]}; expected token ids below {size}, or one text where texts go"
+            400,
+            f"{name} is {json.dumps(given)[:100]}; expected token ids below {size}, or one string where strings are allowed",
         )
     return np.asarray(given, np.int32)

@@ -1,10 +1,10 @@
-"""Connects the player, in its thread, with workers and programs, in the server's thread.
+"""Link between the player, in its thread, and workers and programs, in the server's thread.
 
 player's thread                      server's thread
 submit(ToolCall "session")     ->    hand_out: a worker plays it
-take: calls, lost sessions     <-    of_key(...).ask; lose, where a worker is lost
+take: calls, lost sessions     <-    of_key(...).ask; lose, if a worker is lost
 call.reply.set_result(Reply)   ->
-the output, a SessionEnd       <-    end; tick, where it has taken too long
+the output, a SessionEnd       <-    end; tick, if it takes too long
 """
 
 from __future__ import annotations
@@ -26,16 +26,15 @@ from marsrl.rollout.types import ToolCall, ToolOutput
 
 _log = logging.getLogger(__name__)
 
-SILENCE_S = 30.0  # a worker without a request for so long is lost
-_START_S = 120.0  # a new worker has this much longer for its first request
+SILENCE_S = 30.0  # a worker without a request for this long is lost
+_START_S = 120.0  # extra time for a new worker's first request
 _MOST_SHOWN = 2000  # characters kept of a program's error
 
 
 class Gateway:
-    """To the player a pool of one tool, whose calls are sessions. See the module.
+    """Pool of one tool, for the player, whose calls are sessions; see the module.
 
-    agents: by name, which programs give as the model. clock: seconds, by which a session takes too long, or
-    a worker is silent.
+    agents: by name, which programs send as the model. clock: seconds, for limits of sessions and workers' silence.
     """
 
     def __init__(
@@ -44,14 +43,14 @@ class Gateway:
         self.config, self.agents, self._clock = config, agents, clock
         self._news = threading.Condition()  # its lock guards everything that both threads use
         self._waiting: dict[bool, deque[Session]] = {True: deque(), False: deque()}  # by Session.trains
-        self._calls: dict[str, list[Call]] = {}  # not taken yet, by session
+        self._calls: dict[str, list[Call]] = {}  # calls not taken yet, by session
         self._lost: list[str] = []
         self._has_news = False
         self._error: str | None = None
         self.num_over = 0  # number of finished sessions
         # Used only by the server's thread.
         self._playing: dict[str, Session] = {}  # by key
-        self._workers: dict[str, float] = {}  # time of each one's last request, or by when it asks first
+        self._workers: dict[str, float] = {}  # time of each worker's last request, or until when it must send its first
         self._last_error = ""  # a session's last error
         self._over: dict[str, list[str]] = {}  # by worker, keys of sessions that it may abandon
 
@@ -71,9 +70,9 @@ class Gateway:
             self._has_news = False
 
     def take(self, sessions: Collection[str]) -> tuple[list[str], list[Call]]:
-        """(lost sessions, which restart; calls in order of arrival) of the given sessions since the last call.
+        """Return (lost sessions, which restart; calls in order of arrival) of the given sessions since the last call.
 
-        RuntimeError: no session can be played any more (`fail`).
+        Raises RuntimeError: no more sessions can be played (`fail`).
         """
         with self._news:
             if self._error is not None:
@@ -89,13 +88,13 @@ class Gateway:
         return self._playing.get(key)
 
     def expect(self, worker: str) -> None:
-        """A worker is being started; it is lost if it does not ask for sessions."""
+        """Register a worker that is being started; it is lost if it does not ask for sessions."""
         self._workers[worker] = self._clock() + _START_S
 
     def hand_out(self, worker: str, most: int) -> tuple[list[Session], list[str]]:
-        """(new sessions for this worker, keys of those that it may abandon).
+        """Return (new sessions for this worker, keys of those that it may abandon).
 
-        most: sessions at once; as many of an evaluation beside those of training, which pause meanwhile.
+        most: maximum concurrent sessions; evaluations get as many again, while those of training pause.
         """
         self._workers[worker] = self._clock()
         sessions: list[Session] = []
@@ -116,7 +115,7 @@ class Gateway:
         self._workers.pop(worker, None)
         for session in [each for each in self._playing.values() if each.worker == worker]:
             if session.attempt + 1 >= self.config.attempts:
-                text = f"{reason}; it was the last of external.attempts = {self.config.attempts}"
+                text = f"{reason}; this was the last of external.attempts = {self.config.attempts}"
                 self._finish(session, ToolOutput(text, is_error=True))
                 continue
             self._stop(session)
@@ -127,19 +126,19 @@ class Gateway:
         _log.warning("worker %s is lost: %s", worker, reason)
 
     def tick(self) -> list[str]:
-        """End what takes too long; called periodically. Returns newly lost, silent workers."""
+        """End sessions and workers past their limits, and return newly lost, silent workers; called periodically."""
         now, most = self._clock(), self.config.timeout_s
         silent = [name for name, seen in self._workers.items() if now - seen > SILENCE_S]
         for worker in silent:
-            self.lose(worker, f"it has asked for nothing for {SILENCE_S:g} s")
+            self.lose(worker, f"no request for {SILENCE_S:g} s")
         for session in [each for each in self._playing.values() if each.seconds_alone() > most]:
             self._over.setdefault(session.worker, []).append(session.key)
-            text = f"it took longer than external.timeout_s = {most:g} s"
+            text = f"the session exceeded external.timeout_s = {most:g} s"
             self._finish(session, ToolOutput(text, is_error=True))
         return silent
 
     def fail(self, error: str) -> None:
-        """Fail: no session can be played any more; tells the player."""
+        """Report to the player that no more sessions can be played."""
         with self._news:
             self._error = error
             self._tell()
@@ -169,7 +168,7 @@ class Gateway:
             self._tell()
 
     def _stop(self, session: Session) -> None:
-        """Invalidate its key and drop its calls."""
+        """Invalidate the session's key and drop its calls."""
         self._playing.pop(session.key, None)
         session.cancel()
         with self._news:

@@ -1,6 +1,6 @@
-"""The samples of a session by their chats: finds the sample that a call continues, and the tokens that it shares.
+"""Samples of a session by their chats: finds the sample that a call continues, and the tokens that they share.
 
-Clients send the whole chat with every call and may rewrite earlier turns. Chats are compared by what all clients
+Clients send the whole chat with every call and may rewrite earlier turns. Chats are therefore compared by what all clients
 preserve:
 
     role, content                        null is ""
@@ -9,9 +9,9 @@ preserve:
     an empty turn of the assistant       may be missing
     the agent, and the tools             templates write them into the prompt
 
-So a call whose chat begins with an answered one continues that sample or, if that has been continued otherwise, begins a
-new sample whose prompt starts with the same tokens: sampled text is not tokenised again. The session renders the chat anew
-only where the chat template leaves out thoughts that these tokens hold.
+So a call whose chat begins with an answered one continues that sample or, if the sample was already continued differently,
+begins a new sample whose prompt starts with the same tokens: sampled text is not tokenised again. The session renders the chat
+again only if the chat template omits thoughts that are among these tokens.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ import numpy as np
 from marsrl.rollout.types import IntArray
 
 ChatMessage = Mapping[str, Any]
-"""A turn as OpenAI's API has it, with `content` a text, and `reasoning` beside it where there is a thought."""
+"""A turn as in OpenAI's API, with `content` as text, and `reasoning` if there is a thought."""
 
 
 @dataclass(slots=True, eq=False)
 class Strand:
-    """The tokens of a sample, the first num_prompt of which are its prompt. is_busy: a call is extending it. call: number of the
-    last one that it answers.
+    """Tokens of a sample, of which the first num_prompt are the prompt.
 
-    text: of a sample called by text, everything its client knows of it; stop: the stop string behind that, which it does not.
+    is_busy: a call is extending it. call: number of the last call that it answers.
+
+    text: of a sample called by text, everything that its client knows; stop: the stop string after it, which the client lacks.
     """
 
     token_ids: IntArray
@@ -49,7 +50,7 @@ class Strand:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """The end of an answer in a strand. call: that it answers; thoughts: of all assistant turns of the chat so far."""
+    """End of an answer in a strand. call: the one that it answers; thoughts: of all assistant turns of the chat so far."""
 
     strand: Strand
     num_tokens: int
@@ -66,9 +67,9 @@ class _Place:
 class Found:
     """The answered chat that a call begins with.
 
-    token_ids [N]: its tokens; answered: its messages, with their thoughts also if these were not sent back; new: the messages
-    after it. uid: of its sample; call: that it answers. strand: that sample, if it can be extended; None: a new one begins with
-    the same tokens.
+    token_ids [N]: its tokens; answered: its messages, with thoughts even if they were not sent back; new: the messages
+    after it. uid: of its sample; call: the one that it answers. strand: that sample, if it can be extended; None: a new one
+    begins with the same tokens.
     """
 
     token_ids: IntArray
@@ -81,14 +82,16 @@ class Found:
 
 @dataclass(slots=True)
 class History:
-    """See the module."""
+    """Answered chats and prompts of a session; see the module."""
 
     _places: dict[bytes, list[_Place]] = field(default_factory=dict)  # by digest of the chat
-    _strands: dict[str, list[Strand]] = field(default_factory=dict)  # by agent, of samples called by prompts
+    _strands: dict[str, list[Strand]] = field(default_factory=dict)  # by agent, for samples called by prompts
 
     def find(self, agent: str, tools: Any, messages: Sequence[ChatMessage]) -> Found | None:
-        """The longest answered chat that is a proper prefix of these messages. Of several alike the last that can be extended: a
-        program asks again for what it has lost or thrown away."""
+        """Return the longest answered chat that is a proper prefix of these messages.
+
+        Of several equal ones, return the last that can be extended: a program repeats requests that it has lost or discarded.
+        """
         digests = _digests(agent, tools, messages)
         for length in range(len(messages) - 1, 0, -1):
             thoughts = _thoughts(messages[:length])
@@ -110,7 +113,7 @@ class History:
         self._places.setdefault(_digests(agent, tools, messages)[-1], []).append(place)
 
     def find_prompt(self, agent: str, prompt: IntArray | str) -> Strand | None:
-        """The sample that this prompt continues; for clients that send tokens or texts."""
+        """Return the sample that this prompt continues; for clients that send tokens or text."""
         strands = [each for each in self._strands.get(agent, ()) if not each.is_busy and _goes_on(each, prompt)]
         return max(strands, key=lambda each: (len(each.token_ids), each.call), default=None)
 
@@ -120,7 +123,7 @@ class History:
 
 
 def _goes_on(strand: Strand, prompt: IntArray | str) -> bool:
-    """True if the prompt extends the strand."""
+    """Return True if the prompt extends the strand."""
     if isinstance(prompt, str):
         return strand.text is not None and len(prompt) > len(strand.text) and prompt.startswith(strand.text)
     length = len(strand.token_ids)
@@ -149,7 +152,7 @@ def _agree(given: Sequence[str | None], known: Sequence[str | None]) -> bool:
 
 
 def _digests(agent: str, tools: Any, messages: Sequence[ChatMessage]) -> list[bytes]:
-    """Digests of the first 0, 1, 2, ... messages."""
+    """Return digests of the first 0, 1, 2, ... messages."""
     digests = [_digest(b"", agent, tools or None)]
     for message in messages:
         digests.append(digests[-1] if _is_empty(message) else _digest(digests[-1], *_kept_by_all(message)))

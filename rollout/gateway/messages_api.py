@@ -16,7 +16,7 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 
 
 def read_messages(body: Mapping[str, Any], agents: Mapping[str, Agent]) -> Ask:
-    """Parse a request, as the chat request that it equals. Raises Refused: it asks for what is not done here, or is malformed."""
+    """Parse a request into the equivalent chat request. Raises Refused: it requests something unsupported, or is malformed."""
     check_fields(body, _SERVED)
     given = body.get("messages")
     if not isinstance(given, list) or not given or not all(isinstance(each, Mapping) for each in given):
@@ -52,13 +52,15 @@ def read_messages(body: Mapping[str, Any], agents: Mapping[str, Agent]) -> Ask:
 
 
 def _turns(message: Mapping[str, Any]) -> Sequence[ChatMessage]:
-    """A message in OpenAI's chat format: tool outputs become messages of their own, before accompanying text."""
+    """Convert a message to OpenAI's chat format: tool outputs become separate messages, before accompanying text."""
     content = message.get("content")
     blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content or []
     found: dict[str, list[Any]] = {kind: [] for kind in ("text", "tool_use", "tool_result", "thinking")}
     for block in blocks:
         if block.get("type") not in found:
-            raise Refused(400, f"messages: blocks other than {', '.join(found)}: {json.dumps(blocks)[:200]}")
+            raise Refused(
+                400, f"messages: expected blocks of type {', '.join(found)}; found {json.dumps(blocks)[:200]}"
+            )
         found[block["type"]].append(block)
     texts, uses, results, thinking = found.values()
     outputs = [
@@ -98,7 +100,7 @@ def messages_reply(answer: Answer, body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def messages_events(answer: Answer, body: Mapping[str, Any]) -> Iterator[bytes]:
-    """The answer as the events of a streamed message."""
+    """Render the answer as the events of a streamed message."""
     whole = messages_reply(answer, body)
 
     def named(kind: str, **fields: Any) -> bytes:

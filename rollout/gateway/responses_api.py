@@ -14,12 +14,12 @@ _SERVED |= {"stream_options", "parallel_tool_calls", "chat_template_kwargs"}
 
 
 def read_responses(body: Mapping[str, Any], agents: Mapping[str, Agent]) -> Ask:
-    """Parse a request, as the chat request that it equals. Raises Refused: it asks for what is not done here, or is malformed."""
+    """Parse a request into the equivalent chat request. Raises Refused: it requests something unsupported, or is malformed."""
     check_fields(body, _SERVED)
     given = body.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list) or not all(isinstance(item, Mapping) for item in items):
-        raise Refused(400, "input: expected a text or a list of items")
+        raise Refused(400, "input: expected a string or a list of items")
     if body.get("instructions"):
         items = [{"role": "system", "content": body["instructions"]}, *items]
     functions = [
@@ -36,7 +36,7 @@ def read_responses(body: Mapping[str, Any], agents: Mapping[str, Agent]) -> Ask:
 
 
 def _messages(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Items as messages: consecutive ones of the assistant are one turn."""
+    """Convert items to messages: consecutive items of the assistant are one turn."""
     turns: list[dict[str, Any]] = []
     for item in items:
         kind = item.get("type", "message")
@@ -58,7 +58,7 @@ def _messages(items: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             function = {"name": item.get("name"), "arguments": item.get("arguments")}
             turn.setdefault("tool_calls", []).append({"id": item.get("call_id"), "function": function})
         else:
-            raise Refused(400, f"input: items of type {kind!r} are not served here")
+            raise Refused(400, f"input: items of type {kind!r} are unsupported")
     return turns
 
 
@@ -97,7 +97,7 @@ def responses_reply(answer: Answer, body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def responses_events(answer: Answer, body: Mapping[str, Any]) -> Iterator[bytes]:
-    """The answer as the final event that clients wait for."""
+    """Render the answer as the final event that clients wait for."""
     response = responses_reply(answer, body)
     kind = f"response.{response['status']}"
     yield event({"type": kind, "sequence_number": 0, "response": response}, kind)

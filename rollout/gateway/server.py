@@ -1,11 +1,11 @@
-"""The gateway's HTTP server: OpenAI's and Anthropic's protocols for programs, GET /next and POST /end for workers.
+"""HTTP server of the gateway: OpenAI's and Anthropic's protocols for programs, GET /next and POST /end for workers.
 
     GET  /next?worker=ID&most=N    workers' key      {"sessions": [{session, api_key, problem, agents}], "over": [key]}
     POST /end                      a session's key   {reward | rewards | answer | error}
-    POST /v1/chat/completions      a session's key   and so on: see APIS
+    POST /v1/chat/completions      a session's key   and others: see APIS
 
-An answer takes as long as the engines, also while weights change: a late one is preceded by blanks, or comments of a stream, that
-keep the client from timing out. A call without an answer fails or is cut off, and clients retry it.
+An answer takes as long as the engines need, also while weights change. Blanks, or comments of a stream, precede a late answer
+and keep the client from timing out. A call without an answer fails or is cut off, and clients retry it.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ _log = logging.getLogger(__name__)
 _QUIET_S = 2.0  # longest gap between keep-alive bytes of a pending answer: far below any client's timeout
 _POLL_S, _POLLS = 0.05, 100  # a GET /next of a worker waits 5 s for a session
 _TICK_S = 0.5
-_SHUTDOWN_S = 0.1  # what pending requests have at the end of the run
-_KEEP_S = 600  # keep-alive of idle connections: clients reuse theirs, and a closed one costs a retry
-_BACKLOG = 2048  # connections that wait to be accepted: sessions begin together, and one more would wait for a second
+_SHUTDOWN_S = 0.1  # time for pending requests at the end of the run
+_KEEP_S = 600  # keep-alive of idle connections: clients reuse them, and a closed one costs a retry
+_BACKLOG = 2048  # connections waiting to be accepted: sessions begin together, and one too many would wait for a second
 _ANTHROPIC = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
-_SURROGATES = (b"\\ud", b"\\uD", b"\xed")  # with which one is written in JSON, or in UTF-8
+_SURROGATES = (b"\\ud", b"\\uD", b"\xed")  # how surrogates begin in JSON, or in UTF-8
 
 
 @dataclass(frozen=True, slots=True)
 class Api:
-    """A protocol. read: parses the request; reply: the answer as JSON; events: as a stream."""
+    """A protocol. read: parses the request; reply: renders the answer as JSON; events: as a stream."""
 
     read: Callable[[Mapping[str, Any], Mapping[str, Agent]], Ask]
     reply: Callable[[Answer, Mapping[str, Any]], Mapping[str, Any]]
@@ -74,7 +74,7 @@ _GATEWAY, _KEY = web.AppKey("gateway", Gateway), web.AppKey("key", str)
 
 
 def make_app(gateway: Gateway, key: str) -> web.Application:
-    """The application. key: the workers'."""
+    """Build the application. key: the workers'."""
     app = web.Application(middlewares=[_refusing], client_max_size=gateway.config.max_body_mib << 20)
     app[_GATEWAY], app[_KEY] = gateway, key
     app.add_routes([web.get("/next", _hand_out), web.post("/end", _end), web.get("/v1/models", _models)])
@@ -90,17 +90,17 @@ async def _refusing(request: web.Request, handler: Handler) -> web.StreamRespons
         return _error(request, error.status, str(error), error.code)
     except (web.HTTPNotFound, web.HTTPMethodNotAllowed) as error:
         served = ", ".join(f"POST {path}" for path in APIS)
-        return _error(request, error.status, f"{request.method} {request.path} is not served here; {served} are")
+        return _error(request, error.status, f"{request.method} {request.path} is unsupported; supported: {served}")
     except (web.HTTPException, ConnectionError):
         raise
     except Exception as error:
         if not isinstance(error, CallLost):
             _log.warning("%s fails: %r", request.path, error, exc_info=error)
-        return _error(request, 500, "the gateway has failed")
+        return _error(request, 500, "internal error of the gateway; see the run's log")
 
 
 def _error(request: web.Request, status: int, message: str, code: str | None = None) -> web.Response:
-    """An error in the form of the request's protocol; its session goes on."""
+    """Render an error in the form of the request's protocol; the session continues."""
     headers = {"x-should-retry": "false"} if status == 429 else None
     kind = "invalid_request_error" if status < 500 else "server_error"
     error: dict[str, Any] = {"error": {"message": message, "type": kind, "param": None, "code": code}}
@@ -112,14 +112,14 @@ def _error(request: web.Request, status: int, message: str, code: str | None = N
 
 async def _hand_out(request: web.Request) -> web.Response:
     if not secrets.compare_digest(_key_of(request).encode(), request.app[_KEY].encode()):
-        raise Refused(401, "this is not the workers' key")
+        raise Refused(401, "wrong key; expected the workers' key")
     gateway, worker, most = request.app[_GATEWAY], request.query["worker"], int(request.query["most"])
     sessions, over = gateway.hand_out(worker, most)
     for _ in range(_POLLS):
         if sessions or over:
             break
         await asyncio.sleep(_POLL_S)
-        if _is_disconnected(request):  # a disconnected worker would get sessions that nobody plays
+        if _is_disconnected(request):  # a disconnected worker must not get sessions
             break
         sessions, over = gateway.hand_out(worker, most)
     given = [
@@ -152,11 +152,11 @@ async def _call(request: web.Request) -> web.StreamResponse:
 
 
 async def _answered(request: web.Request, session: Session, body: dict[str, Any], data: bytes) -> web.StreamResponse:
-    """The answer, after keep-alive blanks if it is late; once sent, it is noted as read. Cut off if there is none."""
+    """Send the answer, after keep-alive blanks if it is late, and record it as read. Cut off if there is none."""
     api = APIS[request.path]
     digest = hashlib.blake2b(request.path.encode() + data, digest_size=16).digest()
     try:
-        if any(mark in data for mark in _SURROGATES):  # lone ones cannot be tokenised
+        if any(mark in data for mark in _SURROGATES):  # lone surrogates cannot be tokenised
             json.dumps(body, ensure_ascii=False).encode()
         ask, streams = api.read(body, request.app[_GATEWAY].agents), bool(body.get("stream"))
     except (TypeError, ValueError, AttributeError, KeyError) as error:
@@ -187,12 +187,12 @@ async def _answered(request: web.Request, session: Session, body: dict[str, Any]
 def _known(request: web.Request) -> Session:
     session = request.app[_GATEWAY].of_key(_key_of(request))
     if session is None:
-        raise Refused(401, "no session that goes on has this key")
+        raise Refused(401, "the key belongs to no running session")
     return session
 
 
 async def _session_of(request: web.Request) -> tuple[Session, dict[str, Any], bytes]:
-    """(the session, its request's body as JSON, the same as it came)."""
+    """Return (the session, its request's body as JSON, the raw body)."""
     _known(request)
     try:
         body = json.loads(data := await request.read())
@@ -203,7 +203,7 @@ async def _session_of(request: web.Request) -> tuple[Session, dict[str, Any], by
         raise Refused(400, f"the request is not JSON: {error}") from error
     if not isinstance(body, dict):
         raise Refused(400, f"the request is {data[:100].decode('utf-8', 'replace')}; expected a JSON object")
-    return _known(request), body, data  # it may have ended meanwhile
+    return _known(request), body, data  # the session may have ended meanwhile
 
 
 def _is_disconnected(request: web.Request) -> bool:
@@ -222,9 +222,9 @@ def open_gateway(
     key: str | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Gateway]:
-    """Run a gateway in a thread of its own, with locally started workers; OSError: the address cannot be bound.
+    """Run a gateway in its own thread, with locally started workers; OSError: the address cannot be bound.
 
-    key: of workers; None: a random one. clock: see Gateway.
+    key: the workers'; None: a random one. clock: see Gateway.
     """
     key = key or secrets.token_urlsafe(24)
     gateway = Gateway(config, agents, clock)
@@ -264,6 +264,6 @@ def open_gateway(
         try:
             yield gateway
         finally:
-            with suppress(RuntimeError):  # closed: the gateway has failed
+            with suppress(RuntimeError):  # closed, because the gateway has failed
                 loop.call_soon_threadsafe(stopping.set)
             thread.join()

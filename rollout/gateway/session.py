@@ -30,15 +30,16 @@ _FINISH = {Finish.STOP: "stop", Finish.LENGTH: "length"}
 
 
 class CallLost(Exception):
-    """A call without an answer: an engine gave it up."""
+    """A call without an answer, because an engine failed on it."""
 
 
 @dataclass(slots=True, eq=False)
 class _Asked:
-    """A call of the program. listens: True while a client waits for its answer.
+    """A call of the program. listens: True while a client waits for the answer.
 
-    is_read: the program has the answer. is_used: a later call continues it, or the program rewards it by its id. is_asked_again:
-    the same body came once more when the program had it.
+    is_read: the program received the answer. is_used: a later call continues it, or the program rewards it by id.
+    is_asked_again:
+    the program sent the same body again after receiving the answer.
     """
 
     task: asyncio.Task[Answer]
@@ -59,10 +60,10 @@ class _Asked:
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """See the module. id: of the episode; key: authenticates its requests; problem: as sent to the worker.
+    """One session of a program; see the module. id: of the episode; key: authenticates requests; problem: as sent to the worker.
 
-    worker: that plays it; "": none yet. output: resolved at its end. send: passes a call to the player. clock: seconds.
-    masks_superseded: answers that were thrown away are not trained (external.superseded).
+    worker: the one that plays it; "": none yet. output: resolved at the end. send: passes a call to the player. clock: seconds.
+    masks_superseded: discarded answers are not trained (external.superseded).
     """
 
     id: str
@@ -77,16 +78,16 @@ class Session:
     key: str = field(default_factory=lambda: secrets.token_urlsafe(24))
     worker: str = ""
     began_s: float = 0.0  # set by `start`
-    own_s: float = 0.0  # excluding the time with open calls
+    own_s: float = 0.0  # excludes the time with open calls
     _idle_since: float = 0.0
     _history: History = field(default_factory=History)
     _numbers: Counter[str] = field(default_factory=Counter)  # number of samples begun, by agent
     _calls: list[_Asked] = field(default_factory=list)
     _read: dict[int, None] = field(default_factory=dict)  # numbers of calls whose answers were read, in order
     _answered: dict[str, int] = field(default_factory=dict)  # numbers of calls, by the ids of their answers
-    refusals: dict[str, None] = field(default_factory=dict)  # texts of its refused calls
+    refusals: dict[str, None] = field(default_factory=dict)  # texts of rejected calls
     _is_over: bool = False
-    _order: asyncio.Lock = field(default_factory=asyncio.Lock)  # of calls, in order of arrival
+    _order: asyncio.Lock = field(default_factory=asyncio.Lock)  # keeps calls in order of arrival
     _num_open: int = 0  # calls being parsed or answered
     _open: set[asyncio.Task[Answer]] = field(default_factory=set)
     _by_body: dict[bytes, list[_Asked]] = field(default_factory=dict)
@@ -113,10 +114,10 @@ class Session:
     ) -> asyncio.Task[Answer]:
         """Begin a call; a retry (the same body, a digest of the request) gets the first call's answer, unless that was lost.
 
-        The same body without such a mark is a branch while an earlier one is waited for, else the program asks again.
+        Without a retry mark, the same body is a branch while an earlier one is pending; afterwards it is a repeated request.
         listens: True while the client waits.
 
-        Refused: the prompt is too long, or the session has used up its calls or has ended.
+        Raises Refused: the prompt is too long, or the session has used up its calls or has ended.
         """
         self._note_begin()
         try:
@@ -128,7 +129,7 @@ class Session:
                     found.listens = listens
                     return found.task
                 if self.num_calls >= self.max_calls:
-                    raise Refused(429, f"the session has made external.max_calls = {self.max_calls} calls")
+                    raise Refused(429, f"the session has used up external.max_calls = {self.max_calls} calls")
                 task = asyncio.ensure_future(await self._begin(self.agents[ask.agent], ask))
                 if not any(each.is_awaited for each in known):
                     for each in known:
@@ -143,11 +144,11 @@ class Session:
             self._note_end()
 
     def note_read(self, task: asyncio.Task[Answer]) -> None:
-        """Note that the program has read the answer."""
+        """Record that the program has read the answer."""
         self._note_read(self._answered[task.result().id])
 
     def end(self, said: Mapping[str, Any]) -> ToolOutput:
-        """End it with its worker's report, {reward | rewards | answer | error}; an error if that is invalid."""
+        """End the session with its worker's report, {reward | rewards | answer | error}; an error if that is invalid."""
         seconds = self.clock() - self.began_s
         try:
             if said.get("error") is not None:
@@ -162,13 +163,13 @@ class Session:
         return ToolOutput(end.encode(), seconds=seconds)
 
     def cancel(self) -> None:
-        """Drop its open calls and begin no more."""
+        """Drop open calls and begin no more."""
         self._is_over = True
         for task in list(self._open):
             task.cancel()
 
     def _rewards(self, given: Mapping[str, Any]) -> dict[str, float]:
-        """Rewards by agent, or by sample: the mean over its rewarded answers."""
+        """Return rewards by agent, or by sample: the mean over its rewarded answers."""
         rewards: dict[str, float] = {}
         by_uid: dict[str, list[float]] = {}
         for name, value in given.items():
@@ -178,7 +179,7 @@ class Session:
                 self._note_used(number)
                 by_uid.setdefault(self._calls[number].uid, []).append(_number(value))
             else:
-                raise ValueError(f"it rewards {name!r}, which is neither an agent nor the id of an answer")
+                raise ValueError(f"a reward is for {name!r}; expected an agent or the id of an answer")
         return rewards | {uid: sum(values) / len(values) for uid, values in by_uid.items()}
 
     def _note_read(self, number: int) -> None:
@@ -187,7 +188,7 @@ class Session:
         self._read[number] = None
 
     def _note_used(self, number: int) -> None:
-        """Note that this call's answer is continued or rewarded: the program has it, whatever became of the connection."""
+        """Record that this call's answer is continued or rewarded: the program received it, even if the connection was lost."""
         self._calls[number].is_used = True
         if not self._calls[number].is_read:
             self._note_read(number)
@@ -199,13 +200,13 @@ class Session:
         return Fate.SUPERSEDED if is_thrown_away and self.masks_superseded else Fate.READ
 
     def _uids_read(self) -> list[str]:
-        """Uids of samples with an answer that was read, in the order in which the last of them were."""
+        """Return uids of samples with an answer that was read, in the order in which the last of these were read."""
         read = [self._calls[number] for number in self._read]
         uids = [each.uid for each in read if self._fate(each) is Fate.READ]
         return list(dict.fromkeys(reversed(uids)))[::-1]
 
     async def _begin(self, agent: Agent, ask: Ask) -> Coroutine[Any, Any, Answer]:
-        """Send the call; returns its answer."""
+        """Send the call and return its answer."""
         if ask.prompt is None:
             ask, strand, call = await self._by_chat(agent, ask)
         else:
@@ -216,7 +217,7 @@ class Session:
         return self._answer(agent, ask, strand, call.reply, self.num_calls)
 
     async def _by_chat(self, agent: Agent, ask: Ask) -> tuple[Ask, Strand, Call]:
-        """The first: the call with all thoughts that are known of its chat."""
+        """Begin a call by chat; return first the call with all known thoughts of its chat."""
         found = self._history.find(agent.name, ask.shown, ask.messages)
         renderer, options = agent.renderer, {**agent.settings.template_options, **ask.options}
         begun = renderer.encode_trusted(_opening(agent, ask))
@@ -243,7 +244,7 @@ class Session:
         start = 0 if strand is None else len(strand.token_ids if strand.text is None else strand.text)
         new = prompt[start:]
         if isinstance(new, str):
-            new = new if strand is None else new.removeprefix(strand.stop)  # its tokens are there
+            new = new if strand is None else new.removeprefix(strand.stop)  # the stop string's tokens are already there
             new = await _rendered(agent, agent.renderer.encode_trusted, new)
         text = prompt if isinstance(prompt, str) else None
         if strand is None:
@@ -258,7 +259,7 @@ class Session:
         if not 0 < len(token_ids) <= agent.settings.max_input_tokens:
             raise Refused(
                 400,
-                f"the prompt has {len(token_ids)} tokens, agents.{agent.name}.max_input_tokens is "
+                f"the prompt has {len(token_ids)} tokens; expected at most agents.{agent.name}.max_input_tokens = "
                 f"{agent.settings.max_input_tokens}",
                 "context_length_exceeded",
             )
@@ -272,7 +273,7 @@ class Session:
         if num_tokens >= agent.max_response_tokens:
             raise Refused(
                 400,
-                f"the sample has {num_tokens} tokens with what is new, and its most are {agent.max_response_tokens} "
+                f"the sample would have {num_tokens} tokens with the new ones; expected fewer than {agent.max_response_tokens} "
                 f"(agents.{agent.name}.max_response_tokens, rollout.max_response_tokens)",
                 "context_length_exceeded",
             )
@@ -340,30 +341,30 @@ class Session:
         self._note_end()
         self._open.discard(task)
         if not task.cancelled():
-            task.exception()  # wakes those who wait for it
+            task.exception()  # wakes tasks that wait for it
 
 
 async def _rendered(
     agent: Agent, render: Callable[Given, Rendered], *given: Given.args, **named: Given.kwargs
 ) -> Rendered:
-    """Render a program's messages in a thread: this session's next calls wait for it, those of others do not.
+    """Render a program's messages in a thread: only this session's next calls wait for it.
 
-    Refused: the chat template rejects their roles or order.
+    Raises Refused: the chat template rejects the roles or their order.
     """
     try:
         return await asyncio.to_thread(render, *given, **named)
     except (ValueError, TypeError, KeyError) as error:
-        why = error.__cause__ or error  # in the template's own words
-        raise Refused(400, f"the chat template of agent {agent.name} does not take these messages: {why}") from error
+        why = error.__cause__ or error  # the template's own message
+        raise Refused(400, f"the chat template of agent {agent.name} rejects these messages: {why}") from error
 
 
 def _opening(agent: Agent, ask: Ask) -> str:
-    """The text with which the agent's turn begins, because the program asks for a call; it is not trained."""
+    """Return the text with which the agent's turn must begin, because the program requires a call; it is not trained."""
     return "" if ask.must_call is None or agent.reader is None else agent.reader.opening(ask.must_call)
 
 
 def _split_at_stop(text: str, stops: tuple[str, ...]) -> tuple[str, str]:
-    """(the text as clients get it, the stop string behind it or "")."""
+    """Return (the text as clients get it, the stop string after it or "")."""
     end = max((text.rfind(stop) for stop in stops if stop in text), default=len(text))
     return text[:end], text[end:]
 
@@ -371,5 +372,5 @@ def _split_at_stop(text: str, stops: tuple[str, ...]) -> tuple[str, str]:
 def _number(value: Any) -> float:
     number = float(value)
     if math.isinf(number):
-        raise ValueError(f"a reward is {number}; expected a finite number, or NaN where there is none")
+        raise ValueError(f"a reward is {number}; expected a finite number, or NaN for no reward")
     return number

@@ -1,4 +1,4 @@
-"""Games of textarena as environments (PyPI: textarena; the extra of the same name): docs/external.md.
+"""Games of textarena as environments (PyPI: textarena; marsrl's extra of the same name): docs/external.md.
 
 class TicTacToe(Game):
     game = "TicTacToe-v0"
@@ -15,16 +15,16 @@ from typing import Any, ClassVar
 
 from marsrl.rollout.imports import check_installed
 
-_RESETS = threading.Lock()  # textarena seeds Python's own generator, which all sessions of a worker share
+_RESETS = threading.Lock()  # textarena seeds Python's global generator, which all sessions of a worker share
 
 
 class Game:
-    """A game of one or more players: the agents, in the order of the section `agents`. Its rewards are theirs, from -1 to 1."""
+    """Game of one or more players: the agents, in the order of the section `agents`. Rewards are per player, from -1 to 1."""
 
     game: ClassVar[str]
-    """its name in textarena"""
+    """name of the game in textarena"""
     options: ClassVar[dict[str, Any]] = {}
-    """settings of the game in place of those of its name ({"max_number": 50})"""
+    """settings that replace the game's own ({"max_number": 50})"""
 
     def __init_subclass__(cls) -> None:
         check_installed(f"the game {cls.__name__}", "textarena", extra="textarena")
@@ -32,7 +32,7 @@ class Game:
 
         if cls.game not in ENV_REGISTRY:
             near = ", ".join(difflib.get_close_matches(cls.game, ENV_REGISTRY, cutoff=0))
-            raise ValueError(f"{cls.__name__}.game is {cls.game!r}; the nearest of textarena's games: {near}")
+            raise ValueError(f"{cls.__name__}.game is {cls.game!r}; expected a game of textarena; the closest: {near}")
 
     def reset(self, problem: SimpleNamespace) -> dict[str, str]:
         import textarena
@@ -53,7 +53,7 @@ class Game:
         return {self._agents[player]: float(reward) for player, reward in rewards.items()}
 
     def _heard(self) -> dict[str, str]:
-        """Return what the player on turn has not read yet, without its own moves."""
+        """Return messages that the current player has not read, without its own moves."""
         player, seen = self._rules.get_observation()
         texts = [text if sender < 0 else f"[Player {sender}] {text}" for sender, text, _ in seen if sender != player]
         return {self._agents[player]: "\n".join(texts).strip() or "It is your turn."}

@@ -1,4 +1,4 @@
-"""Agents as programs see them; vLLM's own parsers of thoughts and tool calls read what they say, as in its server."""
+"""Agents as programs see them, with turns parsed by vLLM's own parsers of thoughts and tool calls, as in its server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TOOL = {
         "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]},
     },
 }
-_LAST_WORD = re.compile(r"[^\s\w{}\[\]\"',;][^\s{}\[\]\"',;]*$")  # </tool_call>; none behind JSON alone
+_LAST_WORD = re.compile(r"[^\s\w{}\[\]\"',;][^\s{}\[\]\"',;]*$")  # </tool_call>; no match after JSON alone
 _BEHIND_NAME = re.compile(r"[^\w\s]*")
 
 
@@ -36,10 +36,10 @@ def agents_of(
     parsers: Mapping[str, tuple[str | None, str | None]] | None = None,
     servers: Mapping[str, str] | None = None,
 ) -> dict[str, Agent]:
-    """The configured agents; ValueError: a parser does not match its model.
+    """Return the configured agents; ValueError: a parser does not match its model.
 
-    renderers: by policy. parsers: by policy, vLLM's names of the tool and reasoning parsers. servers: openai.api of the policies
-    behind one.
+    renderers: by policy. parsers: by policy, vLLM's names of the tool and reasoning parsers. servers: openai.api of policies
+    behind servers.
     """
     readers: dict[Any, VllmReader] = {}  # one for equal agents
     found = {}
@@ -55,11 +55,11 @@ def agents_of(
 
 
 class VllmReader:
-    """Parses turns of a policy's model. tool_parser, reasoning_parser: names as for `vllm serve`; None: not parsed.
+    """Parser of turns of a policy's model. tool_parser, reasoning_parser: names as for `vllm serve`; None: not parsed.
 
     Raises:
-        ValueError: unknown parser, or it does not find a call written by the model's chat template: with the wrong
-            one, calls would silently stay text.
+        ValueError: unknown parser, or one that does not find a call written by the model's chat template: such calls would
+            silently stay text.
     """
 
     def __init__(
@@ -71,9 +71,9 @@ class VllmReader:
     ) -> None:
         from vllm.parser import ParserManager
 
-        logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)  # else a traceback of each malformed call
+        logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)  # avoids a traceback for each malformed call
         self.reads_calls = tool_parser is not None
-        # a parser may encode, which briefly changes the tokenizer; other threads use the renderer's own
+        # A parser may encode, which briefly changes the tokenizer; other threads use the renderer's own.
         self._tokenizer, self._options = deepcopy(renderer.tokenizer), dict(template_options)
         named = f"tool_parser={tool_parser}, reasoning_parser={reasoning_parser}"
         try:
@@ -99,7 +99,9 @@ class VllmReader:
 
         expected, text = ("look_up", {"place": "Lima"}), written(_PROBE)
         if calls_in(text) != [expected]:
-            raise ValueError(f"{named}: it does not find the call that the model's chat template writes: {text!r}")
+            raise ValueError(
+                f"{named} does not find the call that the model's chat template writes: {text!r}; set another parser"
+            )
         self._called, closing = text.strip(), _LAST_WORD.search(text.strip())
         with suppress(ValueError):  # a template of single calls
             twice = written(_PROBE, _PROBE)

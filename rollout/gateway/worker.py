@@ -1,4 +1,4 @@
-"""Plays sessions of a program. Standard library only (Python 3.9 or later): runs in any environment, on any host.
+"""Player of a program's sessions. Standard library only (Python 3.9 or later): runs in any environment, on any host.
 
     python worker.py --url http://HOST:PORT --function my_agent.py:run        key: environment variable MARSRL_WORKER_KEY
     python worker.py --url http://HOST:PORT --environment my_env.py:Env
@@ -6,8 +6,8 @@
 
 A function is called with the problem and a client, once per session; sessions run concurrently, each in a thread, or
 as a task if the function is async. A command is started once per session, with the problem as JSON on its standard input, and
-OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY in its environment; the last line it prints, if
-it is JSON, is the equivalent of a function's return value:
+OPENAI_BASE_URL, OPENAI_API_KEY, ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY in its environment. If the last line that it prints
+is JSON, that counts as a function's return value:
 
     None             the task judges the session's last answer
     "a text"         the task judges this answer
@@ -40,24 +40,24 @@ from typing import Any
 
 UNUSABLE = 78
 """Exit code of a worker whose function cannot be imported (EX_CONFIG)."""
-_LONGEST_S = 24 * 3600.0  # of a call, whose connection the gateway keeps alive
+_LONGEST_S = 24 * 3600.0  # limit of a call, whose connection the gateway keeps alive
 _RETRY_S = 1.0
 _MOST_SHOWN = 4000  # characters kept of an error
 
 
 class Client:
-    """The session from a function's point of view.
+    """A session, as seen by a function.
 
-    base_url, api_key: for any client of OpenAI's or Anthropic's protocol. agents: names to give as the model.
+    base_url, api_key: for any OpenAI or Anthropic client. agents: names to send as the model.
     """
 
     def __init__(self, base_url: str, api_key: str, session: str, agents: list[str]) -> None:
         self.base_url, self.api_key, self.session, self.agents = base_url, api_key, session, agents
 
     def chat(self, agent: str, messages: list[Any], **more: Any) -> SimpleNamespace:
-        """The agent's turn through /v1/chat/completions: id, message (a dict to append to the messages), text, finish.
+        """Call the agent through /v1/chat/completions; returns id, message (a dict to append to the messages), text, finish.
 
-        A string among the messages is a user turn.
+        Strings among the messages are user turns.
         """
         turns = [{"role": "user", "content": each} if isinstance(each, str) else each for each in messages]
         body = {"model": agent, "messages": turns, **more}
@@ -69,17 +69,17 @@ class Client:
         )
 
     async def achat(self, agent: str, messages: list[Any], **more: Any) -> SimpleNamespace:
-        """As `chat`, for async functions."""
+        """Call the agent as `chat` does, in an async function."""
         return await asyncio.get_running_loop().run_in_executor(None, lambda: self.chat(agent, messages, **more))
 
     def openai(self, **options: Any) -> Any:
-        """openai.OpenAI for this session, if installed."""
+        """Return an openai.OpenAI for this session, if installed."""
         import openai
 
         return openai.OpenAI(base_url=self.base_url, api_key=self.api_key, **options)
 
     def async_openai(self, **options: Any) -> Any:
-        """openai.AsyncOpenAI for this session."""
+        """Return an openai.AsyncOpenAI for this session."""
         import openai
 
         return openai.AsyncOpenAI(base_url=self.base_url, api_key=self.api_key, **options)
@@ -112,7 +112,7 @@ def _request(url: str, key: str, body: dict[str, Any] | None, timeout_s: float) 
         said = reply.read()
     except BaseException as error:
         connection.close()
-        if is_kept and isinstance(error, ConnectionError):  # the server may have closed it while it was idle
+        if is_kept and isinstance(error, ConnectionError):  # the server may have closed an idle connection
             return _request(url, key, body, timeout_s)
         raise
     _CONNECTIONS.by_server[scheme, server] = connection
@@ -124,14 +124,14 @@ def _request(url: str, key: str, body: dict[str, Any] | None, timeout_s: float) 
 
 
 class Worker:
-    """Polls for sessions, which is also its heartbeat, and plays them concurrently."""
+    """Worker that polls for sessions, which is also its heartbeat, and plays them concurrently."""
 
     def __init__(self, url: str, key: str, name: str, most: int, play: Callable[..., Any]) -> None:
         self._url, self._key, self._name, self._most, self._play = url.rstrip("/"), key, name, most, play
-        self._lock = threading.Lock()  # guards:
+        self._lock = threading.Lock()  # guards the next field
         # how to end each running session, by key; a key may come twice
         self._open: dict[str, Callable[[], Any]] = {}
-        self._loop = asyncio.new_event_loop()  # of async functions
+        self._loop = asyncio.new_event_loop()  # for async functions
         self._loop.set_default_executor(ThreadPoolExecutor(4 * most))
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
@@ -155,7 +155,7 @@ class Worker:
             end()
 
     def _ends_by(self, key: str, end: Callable[[], Any]) -> None:
-        """Note how to end a running session; ends it at once if it is over."""
+        """Record how to end a running session; end it at once if it is over."""
         with self._lock:
             is_over = key not in self._open
             if not is_over:
@@ -176,19 +176,19 @@ class Worker:
         except BaseException as error:
             said = {"error": _told(error)[-_MOST_SHOWN:]}
         if self._open.pop(key, None) is None:
-            return  # it has already ended
+            return  # already ended
         for _ in range(60):
             try:
                 _request(f"{self._url}/end", key, said, 60.0)
                 return
-            except RuntimeError:  # it is over
+            except RuntimeError:  # the session is over
                 return
             except (OSError, http.client.HTTPException):
                 time.sleep(_RETRY_S)
 
 
 def _told(error: BaseException) -> str:
-    """The error with the program's lines that led to it, without this file's."""
+    """Format an error with the program's lines that led to it, without this file's."""
     whole = traceback.TracebackException.from_exception(error)
     own = [frame for frame in whole.stack if frame.filename != _told.__code__.co_filename]
     whole.stack = traceback.StackSummary.from_list(own)
@@ -196,7 +196,7 @@ def _told(error: BaseException) -> str:
 
 
 def _as_end(found: Any) -> dict[str, Any]:
-    """The body of POST /end for a function's return value."""
+    """Convert a function's return value to the body of POST /end."""
     if found is None:
         return {}
     if isinstance(found, str):
@@ -207,13 +207,13 @@ def _as_end(found: Any) -> dict[str, Any]:
 
 
 def function_of(name: str) -> Callable[..., Any]:
-    """Player of sessions by a function, FILE.py:FUNCTION."""
+    """Return a player of sessions by a function, FILE.py:FUNCTION."""
     function = _attribute(name)
     return lambda problem, client, on_end: function(problem, client)
 
 
 def environment_of(name: str) -> Callable[..., Any]:
-    """Player of sessions in an environment, FILE.py:CLASS, one object per session.
+    """Return a player of sessions in an environment, FILE.py:CLASS, with one object per session.
 
         reset(problem) -> messages     to the only agent; or {agent: messages}: the first one acts, all receive theirs;
                                        problem.agents: the agents' names
@@ -237,7 +237,7 @@ def environment_of(name: str) -> Callable[..., Any]:
 
 
 def _played(environment: Any, problem: SimpleNamespace, client: Client) -> Any:
-    """Play to the end; returns the environment's rewards. Each agent has its own chat."""
+    """Play an environment to its end and return its rewards. Each agent has its own chat."""
     problem.agents = client.agents
     chats: dict[str, list[Any]] = {agent: [] for agent in client.agents}
     agent = client.agents[0] if len(client.agents) == 1 else None
@@ -246,15 +246,19 @@ def _played(environment: Any, problem: SimpleNamespace, client: Client) -> Any:
     while not _is_end(heard):
         if not isinstance(heard, dict):
             if agent is None:
-                raise ValueError(f"reset: expected {{agent: messages}} of {', '.join(chats)}, found {heard!r}")
+                raise ValueError(
+                    f"reset returned {heard!r}; expected {{agent: messages}} with agents {', '.join(chats)}"
+                )
             heard = {agent: heard}
         for name, messages in heard.items():
             if name not in chats:
-                raise ValueError(f"the environment has a player {name!r}; the agents are {', '.join(chats)}")
+                raise ValueError(f"the environment names the player {name!r}; expected one of {', '.join(chats)}")
             chats[name] += [messages] if isinstance(messages, str) else messages
         agent = next(iter(heard))
         if heard[agent] == []:
-            raise ValueError(f"the environment has no message for {agent}, who acts next: end with a number or None")
+            raise ValueError(
+                f"the environment has no message for {agent}, who acts next; return messages, or end with a number or None"
+            )
         reply = client.chat(agent, chats[agent], max_tokens=most)
         chats[agent].append(reply.message)
         heard = environment.step(reply.text)
@@ -262,30 +266,30 @@ def _played(environment: Any, problem: SimpleNamespace, client: Client) -> Any:
 
 
 def _is_end(heard: Any) -> bool:
-    """True for rewards, False for messages."""
+    """Return True for rewards, False for messages."""
     values = heard.values() if isinstance(heard, dict) else [heard]
     return not any(isinstance(each, (str, list)) for each in values)
 
 
 def _attribute(name: str) -> Callable[..., Any]:
-    """The function or class named by FILE.py:NAME, with its folder on sys.path."""
+    """Load the function or class named by FILE.py:NAME, with its folder on sys.path."""
     place, _, attribute = name.rpartition(":")
     path = os.path.abspath(place)
     sys.path.insert(0, os.path.dirname(path))
     spec = importlib.util.spec_from_file_location("marsrl_program", path)
     if spec is None or spec.loader is None or not os.path.isfile(path):
-        raise ValueError(f"there is no Python file {place}")
+        raise ValueError(f"no Python file {place}; expected FILE.py:NAME")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     function = getattr(module, attribute, None)
     if not callable(function):
-        raise ValueError(f"{place} has no {attribute}")
+        raise ValueError(f"{place} has no callable {attribute}")
     return function
 
 
 class Groups:
-    """Process groups that end with this process, however it ends: a guard process kills the registered ones."""
+    """Process groups that end with this process, however it ends: a guard process kills registered ones."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -294,7 +298,7 @@ class Groups:
         )
 
     def tell(self, sign: str, group: int) -> None:
-        """sign: + registers a group, - removes it."""
+        """Register (sign +) or remove (-) a group."""
         assert self._guard.stdin is not None
         with self._lock:
             self._guard.stdin.write(f"{sign}{group}\n".encode())
@@ -315,9 +319,9 @@ def _kill(group: int) -> None:
 
 
 def command_of(words: list[str]) -> Callable[..., Any]:
-    """Player of sessions by a command, each in its own process group."""
+    """Return a player of sessions by a command, each in its own process group."""
     if shutil.which(words[0]) is None:
-        raise ValueError("there is no such program")
+        raise ValueError("no such program; correct the first word of the command")
     groups = Groups()
 
     def play(problem: SimpleNamespace, client: Client, on_end: Callable[[Callable[[], None]], None]) -> Any:
@@ -349,11 +353,13 @@ def main() -> int:
     parser.add_argument("--url", default="", help="http://HOST:PORT of the run (external.host, external.port)")
     parser.add_argument("--function", help="FILE.py:FUNCTION")
     parser.add_argument("--environment", help="FILE.py:CLASS")
-    parser.add_argument("--command", nargs=argparse.REMAINDER, help="a program and its words; the last option")
-    parser.add_argument("--name", default=f"{os.uname().nodename}-{os.getpid()}", help="of this worker, a unique one")
-    parser.add_argument("--most", type=int, default=64, help="sessions at once")
-    parser.add_argument("--with-parent", action="store_true", help="end when the process that started it has ended")
-    parser.add_argument("--check", action="store_true", help="import the function or the environment, and end")
+    parser.add_argument(
+        "--command", nargs=argparse.REMAINDER, help="a program and its arguments; must be the last option"
+    )
+    parser.add_argument("--name", default=f"{os.uname().nodename}-{os.getpid()}", help="unique name of this worker")
+    parser.add_argument("--most", type=int, default=64, help="maximum concurrent sessions")
+    parser.add_argument("--with-parent", action="store_true", help="end with the parent process")
+    parser.add_argument("--check", action="store_true", help="import the function or the environment, and exit")
     parser.add_argument("--guard", action="store_true", help=argparse.SUPPRESS)
     words = parser.parse_args()
     if words.guard:

@@ -20,14 +20,14 @@ from marsrl.rollout.http_server import url_of
 
 WORKER = Path(__file__).with_name("worker.py")
 _MOST_IN_VAIN = 10  # consecutive deaths of workers without a finished session in between
-_BEGIN_S = 2.0  # between a worker's end and its replacement
+_BEGIN_S = 2.0  # delay between a worker's end and its replacement
 _END_S = 5.0
 _READ_S = 0.5
 _NUM_SHOWN, _MOST_SHOWN = 5, 2000  # lines and characters kept of a worker's last output
 
 
 class _Worker:
-    """One of the processes. Its stderr is forwarded to ours."""
+    """One worker process. Its stderr is forwarded to ours."""
 
     def __init__(self, words: Sequence[str], key: str) -> None:
         environment = {**os.environ, "MARSRL_WORKER_KEY": key}
@@ -37,10 +37,10 @@ class _Worker:
         self._reader.start()
 
     def last_words(self) -> str:
-        """The last lines of an ended worker, as the end of a message; "" if none."""
-        self._reader.join(_READ_S)  # no longer: its children may hold the pipe open
+        """Return the last lines of an ended worker, as the end of a message; "" if none."""
+        self._reader.join(_READ_S)  # bounded, because its children may hold the pipe open
         lines = [line.strip() for line in self._tail.decode(errors="replace").splitlines() if line.strip()]
-        return f"; it said: {' | '.join(lines[-_NUM_SHOWN:])}" if lines else ""
+        return f"; its last output: {' | '.join(lines[-_NUM_SHOWN:])}" if lines else ""
 
     def _read(self) -> None:
         assert self.process.stderr is not None
@@ -51,16 +51,16 @@ class _Worker:
 
 
 class Workers:
-    """The processes. url: of the gateway; key: the workers'."""
+    """Worker processes of the run. url: of the gateway; key: the workers'."""
 
     def __init__(self, config: ExternalConfig, url: str, key: str) -> None:
         self._config, self._url, self._key = config, url, key
         self._num_started = self._num_in_vain = self._num_over = 0
         self._due_s = 0.0
-        self._running: dict[str, _Worker] = {}  # by their names
+        self._running: dict[str, _Worker] = {}  # by name
 
     def watch(self, gateway: Gateway) -> None:
-        """Start missing workers; sessions of ended ones are handed to others."""
+        """Start missing workers; hand sessions of ended ones to others."""
         for name, worker in list(self._running.items()):
             if (code := worker.process.poll()) is None:
                 continue
@@ -71,7 +71,7 @@ class Workers:
             self._num_in_vain = self._num_in_vain + 1 if gateway.num_over == self._num_over else 0
             self._num_over = gateway.num_over
             if code == UNUSABLE or self._num_in_vain >= _MOST_IN_VAIN:
-                gateway.fail(f"external: workers end before their sessions, the last one, {name}: {reason}")
+                gateway.fail(f"external: workers keep ending before their sessions; the last one, {name}: {reason}")
         while len(self._running) < self._config.workers and time.monotonic() >= self._due_s:
             name = f"worker{self._num_started}"
             self._num_started += 1
@@ -85,7 +85,7 @@ class Workers:
             self._running[name].process.kill()
 
     def close(self) -> None:
-        """End them and their children."""
+        """End the workers and their children."""
         for worker in self._running.values():
             worker.process.terminate()
         for worker in self._running.values():
@@ -97,16 +97,16 @@ class Workers:
 
 
 def workers_key(config: ExternalConfig) -> str | None:
-    """The key for workers from other hosts; None: none may join. ValueError if its variable is unset."""
+    """Return the key for workers from other hosts; None: none may join. ValueError if its variable is unset."""
     return None if config.key_env is None else read_key(config.key_env, "external.key_env")
 
 
 def join_line(config: ExternalConfig) -> str:
-    """The command that starts a worker on another host, for display."""
+    """Return the command that starts a worker on another host, for display."""
     host = socket.gethostname() if config.host in ("0.0.0.0", "::") else config.host
     return (
-        f"sessions wait for workers: MARSRL_WORKER_KEY=(the key in {config.key_env}) python {WORKER} "
-        f"--url {url_of(host, config.port)} --function my_agent.py:run, where this file alone is enough"
+        f"sessions wait for workers; run MARSRL_WORKER_KEY=(the key in {config.key_env}) python {WORKER} "
+        f"--url {url_of(host, config.port)} --function my_agent.py:run on other hosts, which need only this file"
     )
 
 
@@ -120,7 +120,7 @@ def worker_words(config: ExternalConfig, *options: str) -> list[str]:
 
 
 def check_program(config: ExternalConfig) -> None:
-    """Raise ValueError for a program that workers could not start, as one that `external.python` cannot import."""
+    """Raise ValueError for a program that workers could not start, such as one that `external.python` cannot import."""
     if not config.workers:
         return
     try:
@@ -128,6 +128,8 @@ def check_program(config: ExternalConfig) -> None:
             worker_words(config, "--check"), capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise ValueError(f"external.python is {config.python}: {error}") from error
+        raise ValueError(
+            f"external.python is {config.python}, which failed ({error}); expected a Python interpreter"
+        ) from error
     if done.returncode != 0:
         raise ValueError(f"external.function, external.environment, external.command: {done.stderr.strip()[-2000:]}")

@@ -1,1 +1,1 @@
-"""The teams that ship, and those of users' own files. One file a team."""
+"""Built-in teams and users' own from files. One file per team."""

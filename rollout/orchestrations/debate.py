@@ -1,4 +1,5 @@
-"""Debate (Du et al., arXiv:2305.14325): agents solve, read each other's solutions, solve again; the majority's answer counts."""
+"""Debate (Du et al., arXiv:2305.14325): agents solve, read each other's solutions, and solve again; the majority answer
+counts."""
 
 from __future__ import annotations
 
@@ -16,11 +17,11 @@ from marsrl.rollout.types import Ask, Message, Sample
 
 
 class Debate(Orchestration):
-    """One agent, `debater`, plays all debaters. A debater that says nothing in a round is left out of the next."""
+    """Debate in which one agent, `debater`, plays all debaters. One that gives no text in a round is left out of the next."""
 
     class Options(Settings):
-        debaters: int = Field(3, gt=1, le=MOST, description="who solve side by side")
-        rounds: Count = Field(2, description="the first is without the others' solutions")
+        debaters: int = Field(3, gt=1, le=MOST, description="number of debaters that solve in parallel")
+        rounds: Count = Field(2, description="number of rounds; the first shows no other solutions")
 
     name = "debate"
     agents = (AgentSpec("debater", also=(Role.DEBATER,)),)
@@ -49,7 +50,7 @@ class Debate(Orchestration):
         return self.prompt(ask.agent, Role.DEBATER, episode, own.shown, others=told)
 
     def outcome(self, episode: Episode) -> Sample | None:
-        """The most frequent answer of the last round with any answer; the earliest in a tie."""
+        """Return the most frequent answer of the last round with any answer; the earliest in a tie."""
         rounds: dict[int, list[Sample]] = {}
         for ask in self.follow(episode):
             rounds.setdefault(ask.id.count("/"), []).extend(s for s in episode.samples(ask) if s.answer is not None)

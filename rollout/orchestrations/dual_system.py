@@ -1,5 +1,4 @@
-"""One policy in two roles: System 2 reasons and calls tools, System 1 reads and condenses their outputs (MARS,
-arXiv:2510.04935)."""
+"""One policy in two roles: System 2 reasons and calls tools, System 1 condenses their outputs (MARS, arXiv:2510.04935)."""
 
 from __future__ import annotations
 
@@ -21,34 +20,37 @@ from marsrl.rollout.episode import Episode
 from marsrl.rollout.fitting import first_fit_decreasing
 from marsrl.rollout.types import MISSING, Ask, Finish, Message, Sample, ToolCall, ToolOutput
 
-_BETWEEN = "\n\n"  # two outputs in a bin
-_PACKED = 1024  # calls whose bins are cached: one an episode; MARS plays 32 x 16 at once, and the next step's
-_READ_ITSELF = ("python",)  # a tool whose output goes to System 2 directly
+_BETWEEN = "\n\n"  # separator of outputs in a bin
+_PACKED = 1024  # calls whose bins are cached: one per episode; MARS plays 32 x 16 at once, and the next step's
+_READ_ITSELF = ("python",)  # tools whose output goes to System 2 directly
 
 
 class DualSystem(Orchestration):
-    """In each of its turns System 2 thinks, and then calls a tool, answers, or does neither and continues.
+    """Team in which System 2, in each turn, thinks and then calls a tool, answers, or does neither and continues.
 
-        system2 -call-> tool -outputs-> bins -> system1, one a bin -distillates-> system2 -call-> ... -> answer
+        system2 -call-> tool -outputs-> bins -> system1, once per bin -distillates-> system2 -call-> ... -> answer
 
-    Outputs of search, scholar and visit are packed into bins by first-fit-decreasing on their tokens. A bin's capacity is System
-    1's input limit less its instructions, the question and the purpose; a longer output is cut, and gets its own bin. System 1
-    reads all bins in parallel, and its texts, in the bins' order, are System 2's next message: not sampled, but counted in its
-    length. System 2 reads Python's output, and every error, itself.
+    Outputs of search, scholar and visit are packed into bins by first-fit-decreasing on their tokens. A bin's capacity is
+    System
+    1's input limit minus its instructions, the question and the purpose; a longer output is cut, and gets its own bin. System 1
+    reads all bins in parallel. Its texts, in the bins' order, are System 2's next message: not sampled, but counted in System
+    2's
+    length. System 2 reads Python's output, and all errors, directly.
 
-    In a turn with a call and an answer the call wins; an invalid call, or one of an unset tool, is answered by an error text. The
-    last turn calls nothing: with an answer it ends the episode, without one the outcome is 0. Both systems are trained on that
-    outcome (credit.reward_scheme=outcome). System 2 can call the tools that the config has set.
+    In a turn with a call and an answer, the call wins; an invalid call, or one of an unset tool, is answered by an error text.
+    The
+    last turn cannot call: with an answer it ends the episode, without one the outcome is 0. Both systems are trained on that
+    outcome (credit.reward_scheme=outcome). System 2 can call the tools that the config sets.
     """
 
     class Options(Settings):
-        max_turns: Count = Field(10, description="of System 2")
+        max_turns: Count = Field(10, description="maximum turns of System 2")
         distil: bool = True
-        """false: no System 1, System 2 reads all outputs itself (max_found_tokens)"""
+        """false: no System 1; System 2 reads all outputs itself (max_found_tokens)"""
         max_found_tokens: Tokens = 8192
-        """without System 1: tokens of a call's outputs; the longest lose their ends first, down to one length"""
+        """without System 1: maximum tokens of a call's outputs; the longest lose their ends first, down to a common length"""
         show_purpose: bool = True
-        """System 1 is told what a call was for (MARS, equation 2); its template E.1 does not say it"""
+        """show System 1 the purpose of a call (MARS, equation 2); the paper's template E.1 does not"""
 
     name = "dual_system"
     agents = (AgentSpec("system2", Role.REASONER), AgentSpec("system1", Role.DISTILLER))
@@ -57,7 +59,7 @@ class DualSystem(Orchestration):
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
-        # needed once for the asks, and again for each prompt and its parsing
+        # Needed for the asks, and again for each prompt and its parsing.
         self._bins = lru_cache(_PACKED)(self._pack)
 
     def follow(self, episode: Episode) -> Sequence[Ask | ToolCall]:
@@ -86,7 +88,7 @@ class DualSystem(Orchestration):
         return None if text is None else (Message("user", tool_response(text)),)
 
     def _found(self, episode: Episode, sample: Sample, call: ToolCall, purpose: str) -> str | None:
-        """The text that System 2 reads of a call's output; None until all of it has come."""
+        """Return the text that System 2 reads of a call's output; None until all of it is available."""
         output = episode.output(call)
         if output is None:
             return None
@@ -102,7 +104,7 @@ class DualSystem(Orchestration):
         return _BETWEEN.join(read) or NOTHING_READ
 
     def parse(self, sample: Sample) -> Sample:
-        """shown: for System 2 the text of its current turn. finish WAITING if the turn has a call, or no answer."""
+        """Set shown, for System 2 the text of its current turn. finish is WAITING if the turn has a call, or no answer."""
         read = super().parse(sample)
         if sample.agent == "system1" or read.finish is not Finish.STOP or sample.turn + 1 >= self.options.max_turns:
             return read
@@ -111,14 +113,17 @@ class DualSystem(Orchestration):
         return read
 
     def outcomes(self, episode: Episode) -> dict[str, float]:
-        """The correctness of System 2's answer: 0 without one, unknown if its engine or its judge failed."""
+        """Return the correctness of System 2's answer: 0 without one, unknown if its engine or its judge failed."""
         (last,) = episode.samples(episode.ask("system2")) or (None,)
         value = MISSING if last is None else last.reward.correct
         return {sample.uid: value for answer in episode.answers.values() for sample in answer}
 
     def metrics(self, episode: Episode) -> Mapping[str, float]:
-        """turns and answered; calls of each tool, pages and papers found; failed_calls, answered by an error, and
-        turns_without_call, which went on without a valid call; distillates, one a bin, and distillates_at_once, the most of one
+        """Return counts of an episode.
+
+        turns and answered; calls of each tool, pages and papers found; failed_calls, answered by an error;
+        turns_without_call, which continued without a valid call; distillates, one per bin; and distillates_at_once, the most of
+        one
         call, which run in parallel."""
         reasoned = episode.samples(episode.ask("system2"))
         num_waits = sum(sample.turn for sample in reasoned)
@@ -127,7 +132,7 @@ class DualSystem(Orchestration):
         for name, output in episode.outputs.items():
             num_parts[episode.calls[name].tool] += len(output.parts)
         found = {"pages": num_parts["search"] + num_parts["visit"], "papers": num_parts["scholar"]}
-        # a turn has one call; Episode.ask appends the index to the agent's name
+        # A turn has one call; Episode.ask appends the index to the agent's name.
         turns = (ask.id.rpartition("/system1")[2] for ask in episode.asks.values() if ask.agent == "system1")
         bins = Counter(int(turn.lstrip("#").partition(".")[0] or 0) for turn in turns)
         return {
@@ -142,7 +147,8 @@ class DualSystem(Orchestration):
         }
 
     def _wanted(self, episode: Episode, sample: Sample) -> tuple[ToolCall, str] | str | None:
-        """(the call in System 2's current turn, its purpose if System 1 is told), or an error text; None without a call."""
+        """Return (the call in System 2's current turn, its purpose if shown to System 1), or an error text; None without a
+        call."""
         text = tagged("tool_call", sample.shown)
         if text is None:
             return None
@@ -160,7 +166,7 @@ class DualSystem(Orchestration):
         return episode.call(tool, sample, **arguments), purpose if self.options.show_purpose else ""
 
     def _readings(self, episode: Episode, sample: Sample, call: ToolCall, purpose: str) -> list[tuple[Ask, str]]:
-        """System 1's asks about this call's outputs, each with its bin; none until the outputs have come."""
+        """Return System 1's asks about this call's outputs, each with its bin; empty until the outputs are available."""
         output = episode.output(call)
         if output is None or output.is_error or call.tool in _READ_ITSELF or not self.options.distil:
             return []
@@ -170,7 +176,7 @@ class DualSystem(Orchestration):
         ]
 
     def _pack(self, question: str, purpose: str, output: ToolOutput) -> tuple[str, ...]:
-        """The bins of a tool's output; () if question and purpose leave System 1 no room."""
+        """Pack a tool's output into bins; () if question and purpose leave System 1 no room."""
         renderer, settings = self.renderers["system1"], self.settings["system1"]
         empty = self._prompts["system1"].fill(Role.DISTILLER, problem=question, purpose=purpose)
         capacity = settings.max_input_tokens - len(renderer.render(empty, **settings.template_options)[0])
@@ -184,12 +190,12 @@ class DualSystem(Orchestration):
         )
 
     def _cut(self, output: ToolOutput) -> str:
-        """A tool's whole output, cut to max_found_tokens."""
+        """Cut a tool's whole output to max_found_tokens."""
         renderer, texts = self.renderers["system2"], _texts(output)
         room = self.options.max_found_tokens - (len(texts) - 1) * renderer.num_tokens(_BETWEEN)
         return _BETWEEN.join(filter(None, renderer.cut_longest(texts, max(0, room))))
 
 
 def _texts(output: ToolOutput) -> Sequence[str]:
-    """The parts of a tool's output: pages, papers, or the whole text."""
+    """Return the parts of a tool's output: pages, papers, or the whole text."""
     return output.parts or (output.text,)

@@ -1,4 +1,4 @@
-"""An external program plays the episode: it calls agents by HTTP and sets their rewards (docs/external.md)."""
+"""Team played by an external program, which calls agents by HTTP and sets their rewards (docs/external.md)."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from marsrl.rollout.types import MISSING, Ask, Fate, Finish, Reward, Sample, Too
 
 
 class External(Orchestration):
-    """The agents are those of the section `agents`; a session with the program is one tool call, during which it calls them.
+    """Team whose agents are those of the section `agents`; a program's session is one tool call, during which it calls them.
 
-    A sample ends with its session. Its reward is the program's; without one, all samples get the task's judgement of the
-    program's answer, or of the last answer by an agent. It is of the answers that the program read and did not throw away; a
-    sample without any has none.
+    A sample ends with its session. Its reward is the program's; otherwise all samples get the task's judgement of the
+    program's answer, or of the last answer by an agent. Rewards apply to answers that the program read and did not discard; a
+    sample without such answers has none.
     """
 
     name = "external"
@@ -36,14 +36,14 @@ class External(Orchestration):
     def whole_team(cls, agents: Mapping[str, AgentConfig]) -> dict[str, AgentConfig]:
         if not agents or not all(name.replace("-", "_").isidentifier() for name in agents):
             raise ValueError(
-                f"agents: orchestration=external has the agents that are named there, found {', '.join(agents) or 'none'}; "
-                "expected at least one, names of letters, digits, _ and -, which programs give as the model"
+                f"agents names {', '.join(agents) or 'none'}, but orchestration=external takes its agents from there; "
+                "expected at least one, with letters, digits, _ and - in its name, which programs send as the model"
             )
         for name, agent in agents.items():
             if given := [key for key in ("system", "suffix") if getattr(agent, key) is not None]:
                 raise ValueError(
-                    f"agents.{name}.{given[0]} is set, and with orchestration=external the program writes what its agents "
-                    "read: put the text into the program's messages"
+                    f"agents.{name}.{given[0]} is set, but with orchestration=external the program writes the prompts; "
+                    "put the text into the program's messages"
                 )
         return dict(agents)
 
@@ -54,7 +54,7 @@ class External(Orchestration):
         return [ToolCall(f"{episode.id}/{SESSION}", SESSION, json.dumps(given)), *episode.asks.values()]
 
     def parse(self, sample: Sample) -> Sample:
-        """The answer of the last turn that was read, as the task's prompt set reads it."""
+        """Read the answer of the last turn that the program read, with the task's prompt set."""
         shown = visible(sample.turn_text, sample.in_thought)
         read = replace(sample, shown=shown or "", answer=None, verdict=None)
         parser = self._prompts[sample.agent].parsers.get("answer")
@@ -72,7 +72,8 @@ class External(Orchestration):
         return end.answer if sample.uid == end.read[-1] else None
 
     def reward(self, episode: Episode, ask: Ask, sample: Sample, judged: Reward | None = None) -> Reward:
-        """Reward that the program gives; else what the task says of its answer, or of the last one that an agent gave."""
+        """Return the program's reward, or else the task's judgement of the program's answer or of the last answer by an
+        agent."""
         end = self.end(episode)
         if end is None:
             return Reward(MISSING, MISSING, note=episode.error)
@@ -82,18 +83,18 @@ class External(Orchestration):
     def _reward(self, end: SessionEnd, sample: Sample, judged: Reward | None) -> Reward:
         if sample.uid not in end.read:
             is_superseded = any(turn.fate is Fate.SUPERSEDED for turn in sample.turns)
-            why = "has thrown away its answer and asked again" if is_superseded else "has not read its answer"
+            why = "has discarded its answer and asked again" if is_superseded else "has not read its answer"
             return Reward(MISSING, MISSING, note=f"the program {why}")
         if not end.is_judged:
             correct = MISSING if judged is None else judged.correct
             return Reward(MISSING, correct, note="" if judged is None else judged.note)
         value = end.reward_of(sample.uid, sample.agent)
         if value is None:
-            return Reward(MISSING, MISSING, note="the program gave it no reward")
+            return Reward(MISSING, MISSING, note="the program set no reward")
         return Reward(value, min(max(value, 0.0), 1.0), {"program": value})
 
     def outcome(self, episode: Episode) -> Sample | None:
-        """The last sample, or, where the task judges agents' answers, the last one with an answer."""
+        """Return the last sample or, if the task judges agents' answers, the last one with an answer."""
         end = self.end(episode)
         samples = [] if end is None else [episode.sample(uid) for uid in end.read]
         if end is not None and not end.is_judged and end.answer is None:
@@ -113,11 +114,11 @@ class External(Orchestration):
         return {uid: value for uid, value in outcomes.items() if uid in end.read}
 
     def metrics(self, episode: Episode) -> Mapping[str, float]:
-        """Number of samples and of calls of a session."""
+        """Return the number of samples and of calls of a session."""
         end = self.end(episode)
         return {"samples": len(episode.asks), "calls": 0 if end is None else len(end.fates)}
 
     def end(self, episode: Episode) -> SessionEnd | None:
-        """The end of its session; None while it runs, and if it failed."""
+        """Return the end of the episode's session; None while it runs, and if it failed."""
         output = episode.outputs.get(f"{episode.id}/{SESSION}")
         return None if output is None or output.is_error else SessionEnd.decode(output.text)

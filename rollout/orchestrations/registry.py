@@ -1,4 +1,4 @@
-"""Orchestrations by name, or by the file and class of a user: `my_team.py:MyTeam`."""
+"""Orchestrations by name, or by a user's file and class: `my_team.py:MyTeam`."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ ORCHESTRATIONS: Mapping[str, type[Orchestration]] = {
 
 
 def find_orchestration(name: str) -> type[Orchestration]:
-    """The class of this name; ValueError lists the known names, or says what is wrong with the file."""
+    """Return the class of this name; ValueError lists the known names, or explains the error in the file."""
     if is_own(name):
         return _of_file(name)
     if name not in ORCHESTRATIONS:
         known = ", ".join(sorted(ORCHESTRATIONS))
-        raise ValueError(f"orchestration is {name!r}; there are {known}, and your own as FILE.py:CLASS")
+        raise ValueError(f"orchestration is {name!r}; expected one of {known}, or your own as FILE.py:CLASS")
     return ORCHESTRATIONS[name]
 
 
 def agent_names(orchestration: str) -> tuple[str, ...]:
-    """Agents of the named orchestration, in the order of play; () if the settings name its agents."""
+    """Return the agents of the named orchestration, in the order of play; () if the settings name its agents."""
     return tuple(spec.name for spec in find_orchestration(orchestration).agents)
 
 
 def read_options(orchestration: str, options: OptionValues) -> Settings:
-    """orchestration_options of the named orchestration; ValueError names the wrong key."""
+    """Read orchestration_options of the named orchestration; ValueError names the wrong key."""
     kind = find_orchestration(orchestration)
     return read_settings(kind.Options, options, where=f"orchestration_options of {kind.name}: ")
 
@@ -53,7 +53,7 @@ def build_orchestration(
     tools: Collection[str] = (),
     renderers: Mapping[str, ChatRenderer] | None = None,
 ) -> Orchestration:
-    """The named orchestration with these settings (see Orchestration); ValueError names the wrong one."""
+    """Build the named orchestration with these settings (see Orchestration); ValueError names the wrong one."""
     kind = find_orchestration(name)
     return kind(agents, default_prompts, read_options(name, options or {}), rollout, evaluate, tools, renderers)
 
@@ -65,10 +65,12 @@ def _of_file(name: str) -> type[Orchestration]:
     if not names or len(set(names)) < len(agents) or not all(each.isidentifier() for each in names):
         raise ValueError(
             f"orchestration is {name!r}: {kind.__name__}.agents names {', '.join(names) or 'none'}; expected at least one "
-            "AgentSpec, names of letters, digits and _, none twice"
+            "AgentSpec, with distinct names of letters, digits and _"
         )
     if not issubclass(kind.Options, Settings):
-        raise ValueError(f"orchestration is {name!r}: {kind.__name__}.Options does not extend Orchestration.Options")
+        raise ValueError(
+            f"orchestration is {name!r}: {kind.__name__}.Options does not extend Orchestration.Options; make it a subclass"
+        )
     if not kind.name:
         kind.name = kind.__name__
     return kind

@@ -15,19 +15,22 @@ from marsrl.rollout.types import Ask, Message, Sample, ToolCall
 
 
 class SearchTeam(Orchestration):
-    """In each turn the Verifier decides whether the search results suffice. If so, the Answer agent answers; if not, the Search
-    agent writes a query, whose results all agents see from then on, and the next turn begins.
+    """Team for search: in each turn the Verifier decides whether the search results suffice.
+
+    If so, the Answer agent answers. If not, the Search agent writes a query, whose results all agents see from then on, and the
+    next turn begins.
 
         verifier -no-> search -> tool -> verifier -no-> search -> tool -> verifier -yes-> answer
 
-    In the last turn nobody searches: without a yes the episode ends without an answer. An unreadable verdict counts as no, unless
-    agents.verifier.missing_verdict is "correct" (as in the published code); an unreadable query ends the turn with nothing found.
-    The team is trained on the outcome (credit.reward_scheme=outcome): routes and queries have no reward of their own except for
-    being readable.
+    The last turn has no search: without a yes the episode ends without an answer. An unreadable verdict counts as no, unless
+    agents.verifier.missing_verdict is "correct" (as in the published code); an unreadable query ends the turn without results.
+    The team is trained on the outcome (credit.reward_scheme=outcome): apart from a reward for being readable, routes and
+    queries
+    have no reward of their own.
     """
 
     class Options(Settings):
-        max_turns: Count = Field(4, description="calls of the Verifier; in the last one nobody searches")
+        max_turns: Count = Field(4, description="maximum Verifier calls; the last one is not followed by a search")
 
     name = "search_team"
     agents = (
@@ -70,7 +73,7 @@ class SearchTeam(Orchestration):
         return {"verifier": turns * size, "search": (turns - 1) * size, "answer": size}
 
     def messages(self, episode: Episode, ask: Ask) -> tuple[Message, ...]:
-        """Every agent reads all queries and results; the Search agent also the Verifier's report."""
+        """Show every agent all queries and results, and the Search agent the Verifier's report too."""
         inputs = episode.inputs(ask)
         found = [self._found(episode, sample) for sample in inputs if sample.agent == "search"]
         advice = "".join(sample.shown for sample in inputs if sample.agent == "verifier")

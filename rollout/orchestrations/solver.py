@@ -1,4 +1,4 @@
-"""One agent: plain RL."""
+"""Team of one agent: plain RL."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from marsrl.rollout.types import Ask
 
 
 class Solver(Orchestration):
-    """A Solver alone (UloRL, arXiv:2507.19766; "only Solver's samples" of arXiv:2511.11373, Table 2)."""
+    """Solver alone (UloRL, arXiv:2507.19766; "only Solver's samples" of arXiv:2511.11373, Table 2)."""
 
     name = "solver"
     agents = (AgentSpec("solver"),)

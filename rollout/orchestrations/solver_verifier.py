@@ -14,16 +14,17 @@ from marsrl.rollout.types import Ask, Message, Sample
 
 
 class SolverVerifier(Orchestration):
-    """The Verifier approves a solution, or the Solver tries again with the report; the last solution is not verified.
+    """The Verifier approves a solution, or the Solver tries again with the report. The last solution is not verified.
 
-    A solution that reaches its length limit is verified too, as far as it goes, so that the Solver can try again. The last
+    A solution cut off at its length limit is verified too, so that the Solver can try again. The last
     solution counts, with or without an answer, as in the published code. An unreadable verdict rejects, unless
-    agents.verifier.missing_verdict is "correct". In the published code it approves, as it does with the prompt set drmas_math and
+    agents.verifier.missing_verdict is "correct". In the published code it approves, as it does with the prompt set drmas_math
+    and
     agents.verifier.parser=compat.
     """
 
     class Options(Settings):
-        max_loops: Count = Field(2, description="solutions; the last one is not verified")
+        max_loops: Count = Field(2, description="maximum solutions; the last one is not verified")
 
     name = "solver_verifier"
     agents = (AgentSpec("solver", also=(Role.CORRECTOR,)), AgentSpec("verifier", Role.VERIFIER))
@@ -53,6 +54,6 @@ class SolverVerifier(Orchestration):
         return super().messages(episode, ask)
 
     def outcome(self, episode: Episode) -> Sample | None:
-        """The last solution, whose reward is missing where it ended as an error."""
+        """Return the last solution, whose reward is missing if it ended as an error."""
         solutions = (s for ask in reversed(self.follow(episode)) if ask.agent == "solver" for s in episode.samples(ask))
         return next(solutions, None)

@@ -1,10 +1,11 @@
-"""The Verifier-Corrector reasoning system (MarsRL, arXiv:2511.11373).
+"""Verifier-Corrector reasoning system (MarsRL, arXiv:2511.11373).
 
 train      solver -> verifier1 -> corrector1 -> verifier2 -> corrector2
-           A group of G samples on each of at most num_picks outputs of the previous agent; a Corrector gets only reports
-           that flag an error. Picks are made over all groups of that agent, once the last of them is complete.
+           A group of G samples on each of at most num_picks outputs of the previous agent; a Corrector gets only
+           reports
+                      that flag an error. Picks are made over all groups of that agent, once all are complete.
 evaluate   solver, then Verifier and Corrector in turn until a stop rule holds (Loop)
-collect    as train, one sample an ask and every eligible output handed on, as far as corrector1
+collect    as train, with one sample per ask and every eligible output passed on, up to corrector1
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from marsrl.rollout.episode import Episode
 from marsrl.rollout.types import Ask, Finish, Sample
 
 SCRIPT_DRAWS = 3
-"""The published script's number of draws when the Solver's completions are truncated."""
+"""Number of draws in the published script when the Solver's completions are truncated."""
 
 
 class VerifierCorrector(Orchestration):
-    """Five agents with agentic rewards. See the module."""
+    """Team of five agents with agentic rewards; see the module."""
 
     name = "verifier_corrector"
     agents = (
@@ -57,20 +58,20 @@ class VerifierCorrector(Orchestration):
         return {first: self.group_size, **dict.fromkeys(later, self.num_picks * self.group_size)}
 
     def outcome(self, episode: Episode) -> Sample | None:
-        """The answer that counts in an evaluation; in training a tree has many ends (`outcomes`)."""
+        """Return the answer that counts in an evaluation; in training a tree has many ends (`outcomes`)."""
         return self.loop(episode).final
 
     def alone(self, episode: Episode) -> Sample | None:
-        """The Solver's last draw."""
+        """Return the Solver's last draw."""
         return self.loop(episode).solution
 
     def redrawn(self, episode: Episode) -> Collection[str]:
-        """The Solver's draws but the last."""
+        """Return the Solver's draws except the last."""
         asks = [ask for ask in self.loop(episode).asks if ask.agent == "solver"]
         return {sample.uid for ask in asks[:-1] for sample in episode.samples(ask)}
 
     def outcomes(self, episode: Episode) -> dict[str, float]:
-        """Mean final correctness over the leaves below each sample, by uid.
+        """Return the mean final correctness over the leaves below each sample, by uid.
 
         A leaf is a sample without successors. A Solver's or Corrector's leaf counts its own correctness, a Verifier's that of
         the solution it judged.
@@ -94,9 +95,9 @@ class VerifierCorrector(Orchestration):
         }
 
     def is_eligible(self, sample: Sample, for_agent: str) -> bool:
-        """True if `for_agent` may get this sample as input: finished, parsable, rewarded; for a Corrector: flagged wrong.
+        """Return True if `for_agent` may get this sample as input: finished, parsable, rewarded; for a Corrector: flagged wrong.
 
-        With agents.<name>.pick_unparsable also a sample with text but no answer or verdict.
+        With agents.<name>.pick_unparsable, also a sample with text but without answer or verdict.
         """
         if sample.finish is not Finish.STOP or sample.reward.is_missing or math.isnan(sample.reward.correct):
             return False
@@ -106,7 +107,7 @@ class VerifierCorrector(Orchestration):
         return sample.answer is not None or may_be_unparsable
 
     def _handed_on(self, episode: Episode, asks: Sequence[Ask], successor: AgentSpec) -> list[tuple[Sample, ...]]:
-        """The inputs of the successor's asks about one agent's samples, sorted by uid."""
+        """Return the inputs of the successor's asks about one agent's samples, sorted by uid."""
         ask_of = {sample.uid: ask for ask in asks for sample in episode.samples(ask)}
         chosen = [s for ask in asks for s in episode.samples(ask) if self.is_eligible(s, successor.name)]
         if episode.purpose == "train":
@@ -119,7 +120,7 @@ class VerifierCorrector(Orchestration):
         return [(episode.sample(ask_of[report.uid].inputs[0]), report) for report in chosen]
 
     def loop(self, episode: Episode) -> Loop:
-        """State of the inference loop of an evaluation."""
+        """Return the state of an evaluation's inference loop."""
         loop = Loop()
         ask: Ask | None = episode.ask("solver")
         while ask is not None:
@@ -142,7 +143,7 @@ class VerifierCorrector(Orchestration):
         return self.evaluate.compat == "marsrl"
 
     def _after_solution(self, episode: Episode, loop: Loop, sample: Sample) -> Ask | None:
-        # the script looks only at the finish reason
+        # The script checks only the finish reason.
         is_whole = sample.finish is Finish.STOP and (self.is_script or sample.shown != "")
         if not is_whole and loop.candidates:
             loop.final = loop.best(self.is_script)
@@ -175,16 +176,17 @@ class VerifierCorrector(Orchestration):
         if not accepts and (report.verdict is False or self.is_script or report.shown):
             corrector = "corrector1" if report.agent == "verifier1" else "corrector2"
             return episode.ask(corrector, current.sample, report)
-        # ask the Verifier again: to confirm, or because there is no report for a Corrector
+        # Ask the Verifier again: to confirm, or because there is no report for a Corrector.
         return episode.ask(ask.agent, current.sample, turn=current.num_calls + 1)
 
 
 def pick(
     candidates: Sequence[Sample], num_picks: int, rule: str, prefers_right: bool, rng: random.Random
 ) -> list[Sample]:
-    """At most num_picks different samples, sorted by uid; independent of the candidates' order.
+    """Pick at most num_picks different samples, sorted by uid, independent of the candidates' order.
 
-    Right means reward.correct >= 1. adaptive: preferred ones first, then the rest. balanced: one of each in turn, beginning with
+    Right means reward.correct >= 1. adaptive: preferred ones first, then the rest. balanced: one of each in turn, beginning
+    with
     the preferred kind. paired: equal numbers of both, or none. Ties are broken by rng.
     """
     pool = sorted(candidates, key=lambda sample: sample.uid)
@@ -217,18 +219,19 @@ class Candidate:
 
 @dataclass(slots=True)
 class Loop:
-    """The inference loop for one problem: Solver, then Verifier and Corrector in turn.
+    """Inference loop for one problem: Solver, then Verifier and Corrector in turn.
 
     A candidate is accepted after evaluate.accept_after consecutive "correct" verdicts. Otherwise the loop ends after
     evaluate.max_iterations Verifier calls or at a truncated correction, and the candidate most often judged correct counts
     (the earliest of equals).
 
-    evaluate.compat=marsrl is the published script (github.com/liushulinle/MarsRL, vc_reasoning_system.py and
-    extract_solution.py, e68a831): a truncated solution is drawn again, three draws in all; empty reports are handed on; and
-    however the loop ends, the candidate with the most completed Verifier calls counts (the earliest of equals), accepted or not.
+    evaluate.compat=marsrl follows the published script (github.com/liushulinle/MarsRL, vc_reasoning_system.py and
+    extract_solution.py, e68a831): a truncated solution is drawn again, up to three draws; empty reports are passed on; and
+    however the loop ends, the candidate with the most completed Verifier calls counts (the earliest of equals), accepted or
+    not.
 
     asks: in order. solution: the Solver's last draw. final: the answer that counts, None while the loop runs. num_iterations:
-    Verifier calls.
+    number of Verifier calls.
     """
 
     asks: list[Ask] = field(default_factory=list)

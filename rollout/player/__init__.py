@@ -1,1 +1,1 @@
-"""The player of episodes: for training in stages, concurrent with or alternating with the trainer, and for evaluations."""
+"""Player of episodes: in stages for training, beside the trainer or in turn with it, and for evaluations."""

@@ -1,4 +1,4 @@
-"""One completion, from ask to judged sample, and the asks and episodes that checkpoints hold around it."""
+"""One completion, from ask to judged sample, and the asks and instances around it that checkpoints hold."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class State(StrEnum):
 
 
 class _OfCompletion:
-    """Fields that no checkpoint has: links to other parts, and what is not known after a restart."""
+    """Fields that are not checkpointed: links to other parts, and values unknown after a restart."""
 
     of: OpenAsk
     index: int  # within the ask
@@ -50,11 +50,11 @@ class Completion(_OfCompletion):
     turn: number of waits after which it continued behind foreign tokens (is_sampled off). turns: answered calls of a program.
     routed_experts: of prompt and completion without the last token, each chosen by the version that decoded it.
     kept_tokens: of the completion's N tokens; None until a segment records them.
-    num_decoded: tokens of the current segment decoded before an abort. seconds: of an engine.
+    num_decoded: tokens of the current segment decoded before an abort. seconds: of engine time.
     finish, error: finish reason, and the cause of a failure. sample: while being judged (without a reward) and at the end.
-    text: of all tokens, by the engine that drew the last ones; None: not known.
+    text: of all tokens, by the engine that drew the last ones; None: unknown.
     call, call_start: the program's call answered by the current turn, and the turn's first token in the completion.
-    usage: (prompt tokens, new tokens) of all turns as a server counts them; None: as they are here.
+    usage: (prompt tokens, new tokens) of all turns as a server counts them; None: as counted here.
     """
 
     state: State = State.DUE
@@ -85,7 +85,7 @@ class Completion(_OfCompletion):
         return self.of.episode
 
     def request(self, max_new_tokens: int, sampling: Sampling, seed: int, **more: Any) -> DecodeRequest:
-        """The request for its next segment. more: other fields."""
+        """Build the request for the next segment. more: other fields."""
         if self.call is not None:
             sampling = replace(sampling, stop=(*sampling.stop, *self.call.stop))
             max_new_tokens = min(max_new_tokens, self.tokens_left_of_call)
@@ -98,14 +98,14 @@ class Completion(_OfCompletion):
 
     @property
     def tokens_left_of_call(self) -> int:
-        """Tokens left for the answer to the program's call."""
+        """Number of tokens left for the answer to the program's call."""
         if self.call is None or self.call.max_tokens is None:
             return MOST_TOKENS
         return self.call_start + self.call.max_tokens - len(self.token_ids)
 
     @property
     def is_trained(self) -> BoolArray:
-        """[N] is_sampled without the answers that a program did not read, or threw away."""
+        """[N]: is_sampled without the answers that a program did not read, or discarded."""
         if not self.turns:
             return self.is_sampled
         is_read = np.zeros(len(self.token_ids), np.bool_)
@@ -114,8 +114,10 @@ class Completion(_OfCompletion):
         return self.is_sampled & is_read
 
     def until_read(self) -> Completion:
-        """The tokens up to the end of the last answer that a program read, with its finish; all where there is none, and of a
-        team's completion."""
+        """Cut the tokens after the last answer that a program read, and take its finish.
+
+        Keeps all tokens if no answer was read, and of a team's completion.
+        """
         last = next((turn for turn in reversed(self.turns) if turn.fate is Fate.READ), None)
         if last is None or (last is self.turns[-1] and last.end == len(self.token_ids)):
             return self
@@ -123,8 +125,7 @@ class Completion(_OfCompletion):
         return replace(self, token_ids=tokens, is_sampled=own, finish=last.finish)
 
     def extend(self, result: DecodeResult) -> None:
-        """Append one segment and its records. A segment without tokens (an engine gave up at once)
-        leaves no trace."""
+        """Append one segment and its records. A segment without tokens, from an engine that failed at once, leaves no trace."""
         self.seconds += result.seconds
         if result.usage is not None:
             read, drawn = self.usage or (0, 0)
@@ -148,7 +149,7 @@ class Completion(_OfCompletion):
         self.turn += 1
 
     def _append(self, token_ids: IntArray, logprobs: FloatArray, is_sampled: BoolArray) -> None:
-        if len(self.token_ids):  # else the first segment's arrays are kept as they came
+        if len(self.token_ids):  # otherwise the first segment's arrays are kept without a copy
             token_ids = np.concatenate([self.token_ids, token_ids])
             logprobs = np.concatenate([self.logprobs, logprobs])
             is_sampled = np.concatenate([self.is_sampled, is_sampled])
@@ -157,21 +158,21 @@ class Completion(_OfCompletion):
         self.is_sampled = is_sampled
 
     def _keep(self, kept_tokens: KeptTokens | None, num_tokens: int) -> None:
-        """Kept tokens of the next positions, not yet in token_ids; None: nothing was truncated there."""
+        """Append kept tokens of the next positions, not yet in token_ids; None: nothing was truncated there."""
         if self.kept_tokens is None and kept_tokens is None:
             return
         before = self.kept_tokens or KeptTokens.nothing_left_out(len(self.token_ids))
         self.kept_tokens = before.followed_by(kept_tokens or KeptTokens.nothing_left_out(num_tokens))
 
     def copy(self) -> Completion:
-        """An independent copy. A finished one keeps its sample; one being judged is judged again."""
+        """Return an independent copy. A finished one keeps its sample; one being judged is judged again."""
         if self.state is State.OVER:
             return Completion(State.OVER, sample=self.sample)
         return replace(self, sample=None)
 
 
 class _OfAsk:
-    """Fields that no checkpoint has. episode: set by the game."""
+    """Fields that are not checkpointed. episode: set by the game."""
 
     behind: str = ""
     episode: Episode
@@ -210,9 +211,9 @@ class OpenAsk(_OfAsk):
 
 @dataclass(slots=True)
 class Instance:
-    """One draw of a problem while any of it is running.
+    """One draw of a problem, while any part of it is running.
 
-    episodes: running ones, by id. held: samples that wait for its end, to be trained together.
+    episodes: running ones, by id. held: samples that wait for the instance's end, to be trained together.
     """
 
     episodes: dict[str, Episode] = field(default_factory=dict)

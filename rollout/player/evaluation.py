@@ -1,8 +1,9 @@
-"""An evaluation's game: given episodes, played to their ends with one set of weights. Nothing is trained, segmented or
-kept.
+"""Game of an evaluation: given episodes, played to their ends with one set of weights.
 
-No episode waits for another: requests made possible by a completion's end are submitted at once, so free slots are used,
-and the total time is that of the longest episode, not the sum of each round's longest.
+Nothing is trained, segmented or checkpointed.
+
+Episodes do not wait for each other: requests that become possible at a completion's end are submitted at once, so free slots
+are used, and the total time is that of the longest episode, not the sum of each round's longest.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from marsrl.rollout.types import Ask, Sample
 _COLLECT_S = 0.2  # timeout of one collect
 
 OnProgress = Callable[[int, int, int, str], None]
-"""Called again and again with (episodes that are over, of how many, tokens decoded so far, calls that most of the work is in)."""
+"""Called repeatedly with (finished episodes, total episodes, tokens decoded so far, the calls with most of the open work)."""
 FIXED = "fixed inputs"
 
 
@@ -32,9 +33,9 @@ class Played:
     """An episode played to its end.
 
     samples: in order of their ends, with tokens, prompts and texts, which episodes do not keep.
-    seconds: of an engine (DecodeResult.seconds), by uid. usage: Completion.usage, by uid.
-    latency_s: wall time from the first engine request or tool call to the last judged answer: includes waits in the engines'
-    queues, so concurrent episodes lengthen it. None if nothing was asked (every prompt was too long).
+    seconds: of engine time (DecodeResult.seconds), by uid. usage: Completion.usage, by uid.
+    latency_s: wall time from the first engine request or tool call to the last judged answer. It includes waits in the engines'
+        queues, so concurrent episodes lengthen it. None if nothing was asked (every prompt was too long).
     """
 
     episode: Episode
@@ -49,20 +50,20 @@ OnEnd = Callable[[Played], None]
 
 @dataclass(slots=True, eq=False)
 class _Play:
-    """A running episode. seed: of its draws. is_followed: play it to its end; else only the given asks."""
+    """A running episode. seed: of its draws. is_followed: play it to its end; otherwise only the given asks."""
 
     episode: Episode
     seed: int
     is_followed: bool
     began_s: float | None = None
-    has_asked: bool = False  # an engine
+    has_asked: bool = False  # of an engine or a tool
     samples: list[Sample] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     usage: dict[str, tuple[int, int] | None] = field(default_factory=dict)
 
 
 class EvaluationPlay:
-    """See the module.
+    """Game that plays an evaluation's episodes; see the module.
 
         play = EvaluationPlay(team, versions, 4096, Sampling())
         play.add(episodes, seed=1)
@@ -71,8 +72,8 @@ class EvaluationPlay:
         [each.sample for each in asked]
 
     max_tokens: of one completion. sampling: replaces the agents' own, except stop conditions. on_said: called with each
-    completion of `ask` once it is judged. most_open: most running episodes: the first end before the last
-    begin. A draw depends only on its ask and the seed, not on what is played concurrently.
+    completion of `ask` once it is judged. most_open: maximum concurrent episodes. A draw depends only on its ask and the seed,
+    not on what is played concurrently.
     """
 
     has_segments, answers_too_long = False, True
@@ -94,11 +95,11 @@ class EvaluationPlay:
         self._progress, self._on_end, self._on_said, self._most_open = progress, on_end, on_said, most_open
         self._player = Player(team, self)
         self._player.resume(versions)
-        self._plays: dict[int, _Play] = {}  # by id of the episode, which may have copies
+        self._plays: dict[int, _Play] = {}  # by id() of the episode, which may have copies
         self._later: deque[_Play] = deque()
         self._num_open = self._num_over = self._num_episodes = 0
         self._calls: dict[str, list[int]] = {}  # [open, asked] by agent and round
-        # the same names by open ask: id() of its episode, which may have copies, and the ask's id
+        # Keys of _calls by open ask: id() of its episode, which may have copies, and the ask's id.
         self._call_of: dict[tuple[int, str], str] = {}
 
     def add(self, episodes: Sequence[Episode], seed: int) -> None:
@@ -110,9 +111,9 @@ class EvaluationPlay:
         self._begin()
 
     def ask(self, asks: Sequence[tuple[Episode, Ask]], seed: int) -> list[Completion]:
-        """One whole, judged completion per ask, of episodes that are not played further.
+        """Return one whole, judged completion per ask, of episodes that are not played further.
 
-        A too long prompt gets an empty completion that counts as overlong.
+        An ask with a prompt that is too long gets an empty completion that counts as overlong.
         """
         asked = []
         for episode, ask in asks:
@@ -121,7 +122,7 @@ class EvaluationPlay:
         return asked
 
     def finish(self) -> None:
-        """Return once everything begun has ended."""
+        """Return once everything has ended."""
         before = self._num_decoded() if self._progress is not None else 0
         while self._player.is_busy or self._later:
             self._begin()
@@ -131,13 +132,13 @@ class EvaluationPlay:
                 self._progress(self._num_over, self._num_episodes, self._num_decoded() - before, self._most_calls())
 
     def _num_decoded(self) -> int:
-        """Tokens of all engines, those of unfinished completions too."""
+        """Tokens of all engines, including those of unfinished completions."""
         return sum(sum(pool.num_decoded()) for pool in self._team.pools.values())
 
     def _most_calls(self) -> str:
-        """The agent and round with the most open calls: "verifier1, round 3: 12 of 40 calls"; "" if none is open.
+        """Describe the agent and round with the most open calls: "verifier1, round 3: 12 of 40 calls"; "" if none is open.
 
-        An agent's n-th call in its episode belongs to its round n. "Of": calls begun so far.
+        An agent's n-th call in its episode belongs to its round n. The total counts calls begun so far.
         """
         name, (num_open, num_asked) = max(self._calls.items(), key=lambda each: each[1][0], default=("", (0, 0)))
         return f"{name}: {num_asked - num_open} of {num_asked} calls" if num_open else ""
@@ -194,7 +195,7 @@ class EvaluationPlay:
             self._on_said(completion)
 
     def closed(self, ask: OpenAsk, samples: tuple[Sample, ...]) -> None:
-        """A no-op: completions were recorded as they ended."""
+        """Do nothing: completions were recorded as they ended."""
 
     def is_followed(self, episode: Episode) -> bool:
         return self._plays[id(episode)].is_followed or bool(episode.waiting)

@@ -1,13 +1,13 @@
-"""Plays episodes: asks agents, has completions decoded and judged, calls tools, and continues with the team's next asks.
+"""Player of episodes: asks agents, has completions decoded and judged, calls tools, and continues with the team's next asks.
 
     begin -> open -> submit -> result -> sample -> judged -> closed -> next asks
               ^                            '-> waits for a tool, another agent or its next turn, then continues
               '-------------------------------------------------------------------------------'
 
-A Game decides what is played and consumes the results: the stages of training (stages.py), the episodes of an evaluation
+A Game decides what is played and consumes the results: stages of training (stages.py), or episodes of an evaluation
 (evaluation.py).
 
-No threads and no clocks in here: the driver calls submit, collect and take, round after round.
+This module has no threads and no clocks: the driver calls submit, collect and take, round after round.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from marsrl.rollout.player.sessions import OpenSessions
 from marsrl.rollout.team import Prompt, Team
 from marsrl.rollout.types import Ask, Finish, Reward, Sample, ToolCall, ToolOutput
 
-NOTHING_OPEN = "it waits, and nothing was asked for that is not answered"
+NOTHING_OPEN = "it waits, but no ask or call is open"
 _BESIDE_S = 0.01  # timeout of one collect while judges or tools work
 _TOO_LONG = Prompt(np.zeros(0, np.int32), "(the prompt is longer than max_input_tokens)")
 
@@ -35,21 +35,21 @@ _TOO_LONG = Prompt(np.zeros(0, np.int32), "(the prompt is longer than max_input_
 class Game(Protocol):
     """Source and sink of played episodes, and rules for decoding them.
 
-    has_segments: completions may be decoded in several requests. answers_too_long: an ask with a too long prompt gets empty
-    completions that count as overlong; else it ends without any.
+    has_segments: completions may be decoded in several requests. answers_too_long: an ask whose prompt is too long gets empty
+    completions that count as overlong; otherwise it ends without any.
     """
 
     has_segments: bool
     answers_too_long: bool
 
     def most_tokens(self, agent: str) -> int:
-        """Token limit of the agent's completion."""
+        """Return the token limit of the agent's completion."""
 
     def request(self, completion: Completion) -> DecodeRequest:
-        """The request for a completion's next segment, submitted now."""
+        """Build the request for a completion's next segment, submitted now."""
 
     def goes_on(self, completion: Completion, result: DecodeResult) -> bool:
-        """True if the next segment is due now, after one was used up or aborted."""
+        """Return True if the next segment is due now, after one was used up or aborted."""
 
     def judged(self, completion: Completion) -> None:
         """Take a finished completion."""
@@ -58,17 +58,17 @@ class Game(Protocol):
         """Take the samples of a finished ask."""
 
     def is_followed(self, episode: Episode) -> bool:
-        """True if the team decides what comes next."""
+        """Return True if the team decides what comes next."""
 
     def followed(self, episode: Episode, asks: Sequence[Ask]) -> None:
-        """Take the team's next requests, for Player.ask now or later."""
+        """Take the team's next asks, for Player.ask now or later."""
 
     def ended(self, episode: Episode) -> None:
-        """The episode has ended."""
+        """Handle the end of an episode."""
 
 
 class Player:
-    """See the module.
+    """Player of a game's episodes; see the module.
 
         player = Player(team, game)
         player.resume({"main": 0}); player.begin(episode)
@@ -76,8 +76,9 @@ class Player:
             player.submit()
             player.take(player.collect(timeout_s=0.2))
 
-    in_step: asks are closed, and their successors submitted, only when nothing is decoded, judged or looked up, in order and
-        ignoring slots: the composition of an engine's batches does not depend on timing.
+    in_step: asks are closed, and their successors submitted, only when nothing is being decoded, judged or looked up, in order
+    and
+    ignoring slots, so that the composition of an engine's batches does not depend on timing.
     open: unfinished asks, by id. counts: metrics of decoding.
     """
 
@@ -129,8 +130,7 @@ class Player:
         self._game.followed(episode, self._follow(episode))
 
     def restore(self, opened: dict[str, OpenAsk], episodes: Sequence[Episode]) -> None:
-        """Continue from a checkpoint: interrupted decoding and judging is repeated, and tool calls
-        without output are made again."""
+        """Continue from a checkpoint: repeat interrupted decoding and judging, and tool calls without output."""
         self.open = opened
         if self._sessions is not None:
             self._sessions.restore(opened, episodes)
@@ -151,7 +151,7 @@ class Player:
             self._mark(episode)
 
     def ask(self, episode: Episode, asks: Sequence[Ask]) -> list[OpenAsk]:
-        """Open asks, handling too long prompts."""
+        """Open asks, and handle prompts that are too long."""
         opened, left = [], deque(asks)
         while left:
             ask = left.popleft()
@@ -181,7 +181,7 @@ class Player:
         """Mark completions whose next segments must be decoded."""
         self._due.update(dict.fromkeys(completions))
 
-    # A round.
+    # One round.
 
     def submit(self) -> None:
         """Submit due requests to the engines, tagged with their policy's version."""
@@ -202,12 +202,16 @@ class Player:
                 self._decoding[request.uid] = each, request
             by_pool.setdefault(self.team.adapters.get(policy, policy), []).extend(requests)
         for name, requests in by_pool.items():
-            version = 0 if name in self.team.adapters else self.versions[name]  # weights below adapters do not change
+            version = (
+                0 if name in self.team.adapters else self.versions[name]
+            )  # the weights under adapters do not change
             self.team.pools[name].submit(requests, version=version, at_once=self._in_step)
 
     def collect(self, timeout_s: float) -> list[DecodeResult]:
-        """Finished results; waits for at least one, at most timeout_s, or for judges and tools. The player's state
-        does not change."""
+        """Return finished results, waiting at most timeout_s for at least one, or for judges and tools.
+
+        The player's state does not change.
+        """
         pools = [pool for pool in self.team.pools.values() if pool.num_under_way]
         if not pools and self._sessions is not None:
             self._sessions.wait(min(timeout_s, _BESIDE_S) if self._judging else timeout_s)
@@ -256,13 +260,15 @@ class Player:
             self.take(pool.drain(adapter))
 
     def rest(self, adapter: str | None = None) -> None:
-        """Drain, and submit nothing until `resume`: the engines are free for other calls, or for an update of this adapter while
-        they decode on for the others."""
+        """Drain, and submit nothing until `resume`.
+
+        The engines are then free for other calls, or for an update of this adapter while they decode for others.
+        """
         self.is_resting = True
         self.drain(adapter)
 
     def resume(self, versions: Mapping[str, int]) -> None:
-        """Resume under the given policy versions, which the next segments get."""
+        """Resume under the given policy versions, which apply to the next segments."""
         self.versions, self.is_resting = dict(versions), False
 
     def close(self, ask: OpenAsk) -> None:
@@ -292,8 +298,9 @@ class Player:
             self.counts["rollout/kept_tokens"] += len(result.kept_tokens.ids)
         elif len(result.token_ids) and request.sampling.records_kept:
             raise RuntimeError(
-                f"{result.uid}: agents.{each.agent}.top_p and top_k truncate, and its engine did not say which tokens were "
-                "kept, as loss.truncation=renormalise needs"
+                f"{result.uid}: agents.{each.agent}.top_p and top_k truncate, but the engine did not return the kept tokens, "
+                "which "
+                "loss.truncation=renormalise needs; set loss.truncation to another value, or turn off top_p and top_k"
             )
 
     def _finish(self, each: Completion, result: DecodeResult) -> Finish:
@@ -305,7 +312,7 @@ class Player:
         return Finish.UNFINISHED
 
     def _end(self, ended: Sequence[Completion]) -> None:
-        """Completions have ended or paused: judge their samples, or let them wait."""
+        """Judge the samples of completions that have ended, and let paused ones wait."""
         unjudged = []
         for each in ended:
             if self._sessions is not None and self._sessions.hold(each):
@@ -321,7 +328,7 @@ class Player:
         self._judging.update(zip(unjudged, self.team.begin_judging(unjudged), strict=True))
 
     def _go_on(self) -> bool:
-        """Process news once; True if requests followed, so there may be more."""
+        """Process news once; return True if requests followed, so that there may be more."""
         self._take_judged()
         self._take_outputs()
         self._take_calls()
@@ -371,7 +378,7 @@ class Player:
         return self._follow(episode)
 
     def _follow(self, episode: Episode) -> list[Ask]:
-        """Open new asks and start tool calls; an episode with nothing open has ended."""
+        """Open new asks and start tool calls; end an episode with nothing open."""
         asks: list[Ask] = []
         if self._game.is_followed(episode):
             asks, calls = self.team.follow(episode)
@@ -386,7 +393,7 @@ class Player:
             if self._sessions is not None:
                 self._sessions.begin(episode)
             tools = self.team.gateway or self.team.tools
-            assert tools is not None  # else Team.follow lets no call through
+            assert tools is not None  # otherwise Team.follow rejects calls
             future = tools.submit(call)
             self._calling[future] = episode, call
             future.add_done_callback(self._answered.append)
@@ -396,7 +403,7 @@ class Player:
             self._dirty[id(episode)] = episode
 
     def _resume(self, episode: Episode) -> None:
-        """Append to waiting completions what they waited for; one that waits for nothing possible is an error."""
+        """Append to waiting completions what they waited for; one that waits for nothing possible becomes an error."""
         said = {uid: self.team.continuation(episode, sample) for uid, sample in episode.waiting.items()}
         is_over = bool(episode.error) or (all(tokens is None for tokens in said.values()) and self._is_stuck(episode))
         ended = []
@@ -420,7 +427,7 @@ class Player:
         self._end(ended)
 
     def _is_stuck(self, episode: Episode) -> bool:
-        """True if only waiting completions are open in it."""
+        """Return True if only waiting completions are open in the episode."""
         open_asks = [name for name in episode.asks if name not in episode.answers]
         return not episode.open_calls and all(
             name in self.open

@@ -1,14 +1,13 @@
-"""Batches of groups for the training loop, decoded in its own thread, or concurrently with rollout.overlap > 0.
+"""Batches of groups for the training loop, decoded in a separate thread; with rollout.overlap > 0, concurrently with training.
 
     trainer's thread                         "marsrl-rollout"
     next_batch: want, wait for a batch  <--  loop: submit what is due -> collect (unlocked) -> absorb
     train
-    with resting(new versions):  --------->  pauses, engines idle (or without one adapter's requests), decoded tokens kept
+    with resting(new versions):  --------->  pauses, engines idle (or without one adapter's requests); decoded tokens are kept
         publish, evaluate
     snapshot (any time)
 
-One lock guards the stages; decoding and judging happen outside of it. An error in the thread is raised by the
-trainer's next call.
+One lock guards the stages; decoding and judging happen outside of it. The trainer's next call raises an error of the thread.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from marsrl.rollout.player.stages import RolloutState, Stages, StepBatch
 from marsrl.rollout.tasks.protocol import ProblemSource
 from marsrl.rollout.team import Team
 
-_COLLECT_S = 0.1  # timeout of one collect: the longest wait of a call from the trainer
+_COLLECT_S = 0.1  # longest time that a trainer's call waits for a collect
 _PROGRESS_S = 0.2
-_IDLE_S = 0.02  # nothing is being decoded: the trainer is rollout.overlap steps behind, or judges are working
+_IDLE_S = 0.02  # pause if nothing is being decoded: the trainer is rollout.overlap steps behind, or judges are working
 
 
 class Rollout:
-    """See the module."""
+    """Source of batches for the training loop; see the module."""
 
     def __init__(
         self, config: RolloutConfig, team: Team, source: ProblemSource, *, seed: int, trains_whole: bool = False
@@ -45,7 +44,7 @@ class Rollout:
         self._error: BaseException | None = None
 
     def listen(self, on_stage: Callable[[], None], on_episode: Callable[[str, bool], None]) -> None:
-        """Set callbacks: on_stage when a stage begins, on_episode(id, has_ended) at an episode's begin and end."""
+        """Set callbacks: on_stage when a stage begins, on_episode(id, has_ended) at an episode's beginning and end."""
         self.stages.on_stage, self.stages.on_episode = on_stage, on_episode
 
     @property
@@ -59,13 +58,13 @@ class Rollout:
             return self.stages.is_playing
 
     def next_batch(self, versions: Mapping[str, int], progress: Progress | None = None) -> StepBatch:
-        """The oldest batch not trained yet; plays or waits for one if there is none.
+        """Return the oldest untrained batch; play or wait for one if there is none.
 
         versions: the version held by every policy's engines.
 
         Raises RuntimeError: the thread has failed; its error is the cause.
         """
-        if self._thread is None:  # later `resting` resumes
+        if self._thread is None:  # later, `resting` resumes
             self.stages.resume(versions)
             if self._is_beside:
                 self._thread = threading.Thread(target=self._run, name="marsrl-rollout", daemon=True)
@@ -83,10 +82,10 @@ class Rollout:
 
     @contextmanager
     def resting(self, versions: Mapping[str, int] | None = None, adapter: str | None = None) -> Iterator[None]:
-        """In the body engines are idle and free for other calls; afterwards decoding resumes, under `versions` if given.
+        """Keep engines idle and free for other calls inside the block; afterwards resume decoding, under `versions` if given.
 
-        adapter: only its requests end; the body updates it while the engines decode on for the others, whose results wait.
-        After an error in the body nothing resumes.
+        adapter: only its requests end; the block updates it while the engines decode for others, whose results wait.
+        After an error in the block nothing resumes.
         """
         if self._thread is None:
             yield
@@ -119,8 +118,8 @@ class Rollout:
             self._thread.join()
 
     def _take(self) -> StepBatch | None:
-        """A batch, or None after a while without one."""
-        for pool in self._pools.values():  # to engines that were replaced; no other thread may send
+        """Return a batch, or None after a while without one."""
+        for pool in self._pools.values():  # replaced engines get weights here: no other thread may send
             pool.give_weights()
         if not self._is_beside:
             if (batch := self.stages.take()) is None:
@@ -143,7 +142,7 @@ class Rollout:
                 self._changed.notify_all()
 
     def _round(self) -> bool:
-        """Submit, collect, absorb; False if the thread should end."""
+        """Submit, collect, absorb; return False if the thread should end."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed or not self._wants_rest)
             if self._is_closed:
@@ -169,4 +168,4 @@ class Rollout:
         if self._error is not None:
             error = self._error
             said = str(error) if isinstance(error, RuntimeError) else f"{type(error).__name__}: {error}"
-            raise RuntimeError(f"the rollout's thread has failed: {said}") from error
+            raise RuntimeError(f"the rollout thread failed: {said}") from error

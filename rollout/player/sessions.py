@@ -1,12 +1,11 @@
-"""The player's side of external programs: their open sessions and calls.
+"""The player's side of external programs: open sessions and calls.
 
     call   -> a new sample of the agent, or a sample continued behind foreign tokens
-    turn   -> its tokens are the reply; the sample waits for the session's next call
-    end    -> all samples of the session end, are judged, and its asks are over
-    lost   -> all of it is dropped; it restarts, with new uids
+    turn   -> the reply with the turn's tokens; the sample waits for the session's next call
+    end    -> all samples of the session end and are judged, and its asks are closed
+    lost   -> everything is dropped; the session restarts, with new uids
 
-No sample ends before its session, so a checkpoint has whole sessions and nothing of a running one, which is
-replayed from its beginning.
+No sample ends before its session, so a checkpoint has only finished sessions. Running ones are replayed from the beginning.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ from marsrl.rollout.types import Ask, Fate, ToolOutput, Turn
 
 
 class OpenSessions:
-    """See the module. open: the player's unfinished asks, by id. counts: the player's metrics."""
+    """Open sessions of programs; see the module. open: the player's unfinished asks, by id. counts: the player's metrics."""
 
     def __init__(self, gateway: Gateway, open_asks: dict[str, OpenAsk], counts: Counter[str]) -> None:
         self._gateway, self._open, self._counts = gateway, open_asks, counts
         self._episodes: dict[str, Episode] = {}  # of running sessions
 
     def restore(self, open_asks: dict[str, OpenAsk], episodes: Sequence[Episode]) -> None:
-        """Continue from a checkpoint, dropping what it has of unfinished sessions."""
+        """Continue from a checkpoint, dropping unfinished sessions."""
         self._open = open_asks
         for episode in episodes:
             if episode.open_calls:
@@ -43,7 +42,8 @@ class OpenSessions:
         self._episodes[episode.id] = episode
 
     def end(self, episode: Episode, output: ToolOutput) -> list[Completion]:
-        """End a session: returns its completions waiting for a call. Others end with their current turn, which is not read."""
+        """End a session and return its completions waiting for a call. Others end with their current turn, which is not
+        read."""
         del self._episodes[episode.id]
         completions = list(self._completions(episode))
         if not output.is_error:
@@ -53,21 +53,21 @@ class OpenSessions:
         return [each for each in completions if each.state is State.WAITING]
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until programs have news, at most so long."""
+        """Wait until programs have news, at most timeout_s."""
         self._gateway.wait(timeout_s)
 
     def take(self, version_of: dict[str, int]) -> tuple[list[Completion], list[Completion]]:
-        """(completions with a turn to decode, completions of lost sessions). version_of: the policy version by agent."""
+        """Return (completions with a turn to decode, completions of lost sessions). version_of: the policy version by agent."""
         lost, calls = self._gateway.take(self._episodes)
         dropped = [each for name in lost for each in self._forget(self._episodes[name])]
         due = [self._asked(self._episodes[call.session], call, version_of[call.agent]) for call in calls]
         return due, dropped
 
     def hold(self, each: Completion) -> bool:
-        """Reply at the end of a turn; True if the session continues and the completion waits."""
+        """Reply at the end of a turn; return True if the session continues and the completion waits."""
         is_over = each.episode.id not in self._episodes
         if each.call is not None:
-            fate = Fate.UNREAD if is_over else Fate.READ  # so far: `end` knows
+            fate = Fate.UNREAD if is_over else Fate.READ  # provisional: `end` decides
             turn = Turn(each.call.place + 1, each.call_start, len(each.token_ids), each.finish, fate)
             each.turns = (*each.turns, turn)
             tokens, logprobs = each.token_ids[each.call_start :], each.logprobs[each.call_start :]

@@ -1,9 +1,9 @@
-"""Training's game: problems begin in stages; judged samples leave in groups for the trainer.
+"""Training's game: problems begin in stages, and judged samples leave in groups for the trainer.
 
-    want()   the trainer wants one more batch       stage s of new problems begins when stage s-1 is over or leaves engines
-    take()   a batch, where one is ready            without work, and s <= batches wanted + rollout.overlap
+    want()   requests one more batch                stage s of new problems begins when stage s-1 is over or leaves engines
+    take()   returns a batch, if one is ready       without work, and s <= batches wanted + rollout.overlap
 
-rollout.overlap = 0: one stage per step, and engines rest in between.
+rollout.overlap = 0: one stage per step; engines rest in between.
 
     stage k:   new problems + asks due from stage k-1 + unfinished samples
                     | one ordered submission; each sample decodes at most rollout.tokens_per_stage tokens
@@ -14,17 +14,18 @@ rollout.overlap = 0: one stage per step, and engines rest in between.
                                                      asked in stage k+1
 
 A sample that waits for a tool or another agent continues within the stage, and so does its episode. With `pipeline:
-trajectory` a step has as many stages as its problems need to end: the baseline. The other is MarsRL's agentic pipeline
+trajectory`, the baseline, a step has as many stages as its problems need to end. `pipeline: agentic` is MarsRL's pipeline
 (arXiv:2511.11373, section 3.3): the unit of training is an agent's finished group, so up to five agents of different problems
 are in flight in one stage.
 
-rollout.overlap > 0: whatever a sample's end makes possible, its next segment included, starts at once, while the trainer trains.
+rollout.overlap > 0: whatever a sample's end makes possible, its next segment included, starts at once, while the trainer
+trains.
 A stage does not wait for the longest samples of the previous one: it begins when every pool has a spare slot.
-Stage s is over, and all groups closed since the previous one become batch s, when every sample unfinished at its
-beginning has finished or reached the end of a segment (not of a wait); with `pipeline: trajectory`, when nothing is open. So the
-decoder is at most rollout.overlap stages ahead of the trainer, and a sample, when it is trained, about rollout.overlap +
-rollout.segments versions old at most (its group waits for its last sample; picks made late in a stage belong to the next, and
-are one older). With trains_whole it waits for the team's last call, too.
+Stage s is over when every sample unfinished at its beginning has finished or reached the end of a segment (not of a wait); with
+`pipeline: trajectory`, when nothing is open. All groups closed since the previous stage then become batch s. So the decoder is
+at most rollout.overlap stages ahead of the trainer, and a trained sample is at most about rollout.overlap + rollout.segments
+versions old (its group waits for its last sample; picks made late in a stage belong to the next, and are one version older).
+With trains_whole it also waits for the team's last call.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from marsrl.rollout.tasks.protocol import ProblemSource
 from marsrl.rollout.team import Team
 from marsrl.rollout.types import Ask, Finish, Group, IntArray, Sample
 
-_MOST_LENGTHS = 512  # finished completions, from which the rest of another is guessed
+_MOST_LENGTHS = 512  # finished completions from which the remaining length of another is estimated
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +62,17 @@ class RolloutState:
     """The rollout's part of a checkpoint."""
 
     open: dict[str, OpenAsk]  # by ask id
-    pending: list[Ask] = field(default_factory=list)  # asked in the next stage
+    pending: list[Ask] = field(default_factory=list)  # to be asked in the next stage
     instances: dict[str, Instance] = field(default_factory=dict)  # by rollout_id
-    num_instances: int = 0  # problems drawn so far; gives the next problem and its rollout_id
+    num_instances: int = 0  # problems drawn so far; determines the next problem and its rollout_id
     closed: list[Group] = field(default_factory=list)  # since the last batch
-    ready: list[StepBatch] = field(default_factory=list)  # not handed to the trainer yet
+    ready: list[StepBatch] = field(default_factory=list)  # not yet taken by the trainer
     num_stages: int = 0  # stages of new problems begun so far
     num_batches: int = 0  # stages ended so far
-    num_taken: int = 0  # of these, handed to the trainer
+    num_taken: int = 0  # batches taken by the trainer
 
     def copy(self) -> RolloutState:
-        """An independent copy. Samples, groups and arrays are immutable, so shared."""
+        """Return an independent copy. Samples, groups and arrays are immutable, and shared."""
         return replace(
             self,
             pending=list(self.pending),
@@ -86,7 +87,7 @@ class RolloutState:
 
 
 class Stages:
-    """See the module. One thread at a time calls its methods; collect() alone may run beside want, take and snapshot.
+    """Game of training, in stages; see the module. One thread at a time calls its methods; collect() alone may run beside others.
 
         stages.resume({"main": 0}); stages.want()
         while (batch := stages.take()) is None:
@@ -94,7 +95,7 @@ class Stages:
         stages.rest(); ... new weights ...; stages.resume({"main": 1})
 
     source: of problems; each draw of one is a rollout instance.
-    seed: of the run; seeds of requests and picks derive from it.
+    seed: the run's; seeds of requests and picks derive from it.
     trains_whole: samples of a rollout instance are trained together, with its outcomes, once all of it has ended.
     """
 
@@ -104,18 +105,19 @@ class Stages:
         self, config: RolloutConfig, team: Team, source: ProblemSource, *, seed: int, trains_whole: bool = False
     ) -> None:
         self.config, self.team, self.source, self.seed, self.trains_whole = config, team, source, seed, trains_whole
-        self._plays_sessions = team.orchestration.plays_sessions  # of programs: a stage ends with the episodes it began
-        # a stage ends with everything it began, and the engines rest
+        # sessions of programs: a stage ends with the episodes it began
+        self._plays_sessions = team.orchestration.plays_sessions
+        # A stage ends with everything it began, and the engines rest.
         self.in_step = config.overlap == 0 and not self._plays_sessions
-        # completions, or ids of episodes, that each running stage waits for, the oldest first
+        # Completions, or ids of episodes, that each running stage waits for, oldest first.
         self._awaited: deque[set[Completion | str]] = deque()
         self.player = Player(team, self, in_step=self.in_step)
         self.state = RolloutState(self.player.open)
         self._num_wanted = self._num_played = 0  # batches; stages of the next batch
-        # tokens of each agent's latest finished completions, the last one at the end; 0: not that many yet
+        # Lengths in tokens of each agent's latest finished completions, latest last; 0: not that many yet.
         self._lengths: dict[str, IntArray] = defaultdict(lambda: np.zeros(_MOST_LENGTHS, np.int32))
         self.on_stage: Callable[[], None] | None = None  # called when a stage begins
-        # called with an episode's id when it begins, and (True) when it ends
+        # Called with an episode's id when it begins, and again (True) when it ends.
         self.on_episode: Callable[[str, bool], None] | None = None
 
     @property
@@ -135,14 +137,14 @@ class Stages:
         self._begin_if_due()
 
     def take(self) -> StepBatch | None:
-        """The oldest ready batch, or None."""
+        """Return the oldest ready batch, or None."""
         if not self.state.ready:
             return None
         self.state.num_taken += 1
         return self.state.ready.pop(0)
 
     def rest(self, adapter: str | None = None) -> None:
-        """Abort decoding; engines are free for other calls; see Player.rest."""
+        """Abort decoding, which frees the engines for other calls; see Player.rest."""
         self.player.rest(adapter)
         self._end_if_over()
 
@@ -155,13 +157,13 @@ class Stages:
         self._begin_if_due()
 
     def snapshot(self) -> RolloutState:
-        """State for a checkpoint. A running segment is not part of it and is decoded again."""
+        """Return the state for a checkpoint. A running segment is not part of it and is decoded again."""
         return self.state.copy()
 
     def restore(self, state: RolloutState) -> None:
         """Continue from a checkpoint; before the first `resume`."""
         self.state = state
-        # running stages continue as one: unfinished completions belong to the oldest
+        # Running stages continue as one: unfinished completions belong to the oldest.
         self.state.num_stages = min(self.state.num_stages, self.state.num_batches + 1)
         self._num_wanted = self.state.num_taken
         episodes = [each for instance in self.state.instances.values() for each in instance.episodes.values()]
@@ -282,7 +284,7 @@ class Stages:
         self._end_if_over()
 
     def _begin(self, *, draws: bool) -> None:
-        """Begin a stage: new problems, if it draws any, what is left of the previous one, and its next asks."""
+        """Begin a stage: new problems, if it draws any, unfinished work of the previous stage, and its next asks."""
         self._num_played += 1
         if self.on_stage is not None:
             self.on_stage()
@@ -304,7 +306,7 @@ class Stages:
             self._awaited.append(set(unfinished))
 
     def _num_new(self) -> int:
-        """Number of new problems of a stage; with rollout.stage_size=total, continued samples take their places."""
+        """Return the number of new problems of a stage; with rollout.stage_size=total, continued samples replace some."""
         config, unfinished = self.config, self._unfinished()
         num_carried = len(unfinished) if self.in_step else sum(bool(each.segments) for each in unfinished)
         if num_carried > config.max_unfinished:
@@ -360,7 +362,7 @@ class Stages:
         self._begin_if_due()
 
     def _is_over(self) -> bool:
-        """True if the oldest stage is over."""
+        """Return True if the oldest stage is over."""
         if self.in_step:
             return not self.player.is_busy
         if self.config.pipeline == "trajectory":
@@ -368,12 +370,12 @@ class Stages:
         return not self._awaited[0]
 
     def _finished(self, *ended: Completion | str) -> None:
-        """Note the ends of completions or episodes."""
+        """Record the ends of completions or episodes."""
         for awaited in self._awaited:
             awaited.difference_update(ended)
 
     def _ask_for_waiting(self) -> None:
-        """Open, of the next stage's asks, those of episodes with waiting completions."""
+        """Open those of the next stage's asks whose episodes have waiting completions."""
         while not self.player.is_working:
             pending = [(self._episode(ask), ask) for ask in self.state.pending]
             now = [(episode, ask) for episode, ask in pending if episode.waiting]
@@ -385,7 +387,7 @@ class Stages:
             self.player.settle()
 
     def _note_faults(self) -> None:
-        """Add to the metrics the pools' recovered faults since the last batch and the counts of tools and judge."""
+        """Add the pools' recovered faults since the last batch, and the counts of tools and judge, to the metrics."""
         counts = self.player.counts
         for pool in self.team.pools.values():
             faults = pool.take_faults()
@@ -401,11 +403,11 @@ class Stages:
         return [each for ask in self.state.open.values() for each in ask.unfinished]
 
     def _episode(self, ask: Ask) -> Episode:
-        """The episode of an open ask."""
+        """Return the episode of an open ask."""
         name = ask.episode_id
         return self.state.instances[name.partition(".")[0]].episodes[name]
 
     def _is_overdue(self, ask: OpenAsk) -> bool:
-        """True if the ask continues without its stragglers."""
+        """Return True if the ask continues without its stragglers."""
         age = self.player.versions[self.team.agents[ask.ask.agent].policy] - ask.opened_version
         return self.config.group_completion == "drop_stragglers" and age > self.config.max_group_age

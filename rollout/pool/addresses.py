@@ -1,4 +1,4 @@
-"""The address at which other hosts reach this one. Imports nothing heavy."""
+"""Addresses at which other hosts reach this one. Imports only light modules."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import psutil
 
 from marsrl.rollout.engines.refusals import address_here
 
-_NOWHERE = "192.0.2.1"  # of no network (RFC 5737): the system says which interface it would take; nothing is sent
+_NOWHERE = "192.0.2.1"  # TEST-NET address (RFC 5737): reveals the outgoing interface; nothing is sent
 
 
 def split_address(address: str, port: int) -> tuple[str, int]:
-    """(host, port) of host[:port], [IPv6]:port or ray://host:port; the default port is `port`.
+    """Split host[:port], [IPv6]:port or ray://host:port into (host, port), with `port` as the default.
 
     Raises ValueError: the host is missing, or the port is not between 1 and 65535.
     """
@@ -25,13 +25,13 @@ def split_address(address: str, port: int) -> tuple[str, int]:
             return parts.hostname, parts.port or port
     except ValueError:
         pass
-    raise ValueError(f"{address!r} is no address; expected HOST or HOST:PORT")
+    raise ValueError(f"{address!r} is not an address; expected HOST or HOST:PORT, with a port from 1 to 65535")
 
 
 def own_address(given: str | None = None) -> str:
-    """The IP address at which other hosts reach this one: `given` (sync.host), resolved, or detected.
+    """Return the IP address at which other hosts reach this one: `given` (sync.host), resolved, or detected.
 
-    Detected: torchrun's MASTER_ADDR if it is this host, else the interface of the default route, or of the only network.
+    Detects torchrun's MASTER_ADDR if it is this host, else the interface of the default route, or of the only network.
 
     Raises RuntimeError: `given` does not resolve, or is another host; or several addresses are possible.
     """
@@ -40,8 +40,9 @@ def own_address(given: str | None = None) -> str:
     if given is not None:
         if (found := address_here(given)) is None:
             raise RuntimeError(
-                f"sync.host is {given}, which is no address of this host ({', '.join(others) or 'none but loopback'}), where "
-                "trainer rank 0 is: correct it, or leave it out"
+                f"sync.host is {given}, which is not an address of this host ({', '.join(others) or 'loopback only'}); "
+                "expected one "
+                "of trainer rank 0's host: correct it, or omit it"
             )
         return found
     for found in (address_here(os.environ.get("MASTER_ADDR", "localhost")), address_towards(_NOWHERE)):
@@ -49,14 +50,14 @@ def own_address(given: str | None = None) -> str:
             return found
     if len(others) > 1:
         raise RuntimeError(
-            f"this host has several addresses ({', '.join(others)}) and no default route to choose by: set sync.host to the one "
-            "at which the hosts of engines reach it"
+            f"this host has several addresses ({', '.join(others)}) and no default route; set sync.host to the one "
+            "at which the engines' hosts reach it"
         )
     return others[0] if others else "127.0.0.1"
 
 
 def address_towards(host: str) -> str | None:
-    """The IP address of this host's interface towards another host; None without a route."""
+    """Return the IP address of this host's interface towards another host; None without a route."""
     try:
         family, _, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as route:

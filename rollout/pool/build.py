@@ -1,4 +1,4 @@
-"""Builds the engines of a policy from RolloutConfig, in this process or in Ray actors."""
+"""Construction of a policy's engines from RolloutConfig, in this process or in Ray actors."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from marsrl.rollout.pool.ray_token import show_token
 from marsrl.rollout.pool.replicas import LocalReplicas
 
 _AHEAD = 0.5
-"""Share of an actor's slots that it is sent beside them: they take the places of requests that end while their results are on
-the way here, and the next ones on the way there."""
+"""Extra requests per actor, as a share of its slots, to hide latency: they fill slots while results and new requests are in
+transit."""
 
 
 def make_pool(
@@ -31,16 +31,16 @@ def make_pool(
     silence_s: float = SILENCE_S,
     own_host: str | None = None,
 ) -> EnginePool:
-    """The engines of one policy, as configured.
+    """Build the engines of one policy as configured.
 
     policy: name under `policies`, for messages.
-    spec: of its engines, apart from what the config says (`with_settings`).
+    spec: engine settings that do not come from the config (see `with_settings`).
     config: with this policy's own engines and vllm settings.
-    served: the same of all policies that have engines here, default: of this one; with rollout.placement=colocated they
+    served: configs of all policies with engines here; default: this one. With rollout.placement=colocated they
         share every GPU.
-    host: this one; None: detected.
-    silence_s: an engine whose process answers nothing for so long is lost (run.silence_s).
-    own_host: the address at which the engines' hosts reach this process (sync.host); None: detected.
+    host: this host; None: detected.
+    silence_s: an engine whose process does not answer for this long is lost (run.silence_s).
+    own_host: address at which the engines' hosts reach this process (sync.host); None: detected.
 
     Raises:
         ValueError: vllm or ray is configured but not installed.
@@ -93,7 +93,7 @@ def make_pool(
 
 
 def with_settings(spec: EngineSpec, config: RolloutConfig) -> EngineSpec:
-    """The spec with what the config and this host say."""
+    """Complete the spec with settings of the config and this host."""
     import torch
 
     return replace(
@@ -107,7 +107,8 @@ def with_settings(spec: EngineSpec, config: RolloutConfig) -> EngineSpec:
 
 
 def _takes(config: RolloutConfig, device: str, num_policies: int) -> dict[str, float]:
-    """Resources that Ray reserves on one host for an engine. On CPUs none, or a slot if joining hosts offer slots."""
+    """Return the resources that Ray reserves on one host for an engine. On CPUs: none, or a slot if joining hosts offer
+    slots."""
     from marsrl.rollout.pool.ray_connection import ENGINE_SLOT, GPU
 
     if device == "cuda":
@@ -121,13 +122,13 @@ def _takes(config: RolloutConfig, device: str, num_policies: int) -> dict[str, f
 def make_openai_pool(
     policy: str, tokenizer_dir: str, options: OpenAIOptions, *, deadline_s: float | None, max_model_len: int
 ) -> EnginePool:
-    """One engine in this process that calls the server of a frozen policy, regardless of other engines' placement.
+    """Build one engine in this process that calls a frozen policy's server, whatever the placement of other engines.
 
     Raises ValueError: the variable named by options.api_key_env is unset, or the directory has no tokenizer.
     """
     from marsrl.rollout.agents.render import ChatRenderer
     from marsrl.rollout.engines.openai_engine import OpenAIEngine
 
-    most = None if options.api == "chat" else max_model_len  # only a chat server counts its tokens
+    most = None if options.api == "chat" else max_model_len  # only a chat server counts tokens by itself
     engine = OpenAIEngine(options, ChatRenderer(tokenizer_dir), max_model_len=most)
     return EnginePool(LocalReplicas([engine]), policy, slots=options.concurrency, deadline_s=deadline_s)

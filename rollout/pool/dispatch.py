@@ -1,13 +1,13 @@
-"""Assigns requests to replicas: where their prefix is cached, longest first, and no replica idles.
+"""Assignment of requests to replicas: where their prefix is cached, longest first, no replica idle.
 
-    dispatch.add(requests)          each is queued at one replica:
-                                        a returning sample: where it was, unless another queue is shorter
-                                        a new affinity, whole:    the replica with the least work
+    dispatch.add(requests)          queues each request at one replica:
+                                        a returning sample: at its last replica, unless another queue is shorter
+                                        a new affinity, whole: at the replica with the least work
     dispatch.take() -> shares       every replica with free slots takes the longest of its own queue; if that is
                                     empty, the longest from the fullest other queue
-    dispatch.end(uid) -> replica    its slot is free
+    dispatch.end(uid) -> replica    frees the request's slot
 
-Work is counted in decoded tokens: those expected, plus PREFILL_COST for each prompt token that is not cached there.
+Work is counted in decoded tokens: the expected ones, plus PREFILL_COST for each prompt token that is not cached there.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from collections.abc import Collection, Sequence
 from marsrl.rollout.engines.protocol import DecodeRequest
 
 PREFILL_COST = 0.1
-"""Work of a prompt token over that of a decoded one: decoding is bound by memory, prefill is not."""
+"""Work of a prompt token relative to a decoded one: decoding is memory-bound, prefill is not."""
 
-_MAX_HOMES = 1 << 16  # remembered replicas of samples; the oldest are dropped, which costs a prefill
+_MAX_HOMES = 1 << 16  # samples whose replica is remembered; forgetting the oldest costs a prefill
 
 
 class Dispatcher:
-    """Queues in front of replicas. See the module.
+    """Queues in front of replicas; see the module.
 
-    slots: requests that one replica decodes at a time; None: no limit (nothing waits).
+    slots: requests that one replica decodes at a time; None: no limit, so nothing waits.
     """
 
     def __init__(self, num_replicas: int, slots: int | None) -> None:
@@ -44,7 +44,7 @@ class Dispatcher:
 
     @property
     def busy(self) -> list[int]:
-        """Replicas with requests under way."""
+        """Return the replicas with requests under way."""
         return [replica for replica, running in enumerate(self._running) if running]
 
     def add(self, requests: Sequence[DecodeRequest]) -> None:
@@ -52,10 +52,12 @@ class Dispatcher:
         strangers: dict[str, list[DecodeRequest]] = defaultdict(list)
         uids = {request.uid for request in requests}
         if len(uids) < len(requests):
-            raise ValueError(f"{len(requests)} requests have only {len(uids)} different uids")
+            raise ValueError(f"{len(requests)} requests have only {len(uids)} distinct uids; expected one per request")
         for request in requests:
             if request.uid in self._place:
-                raise ValueError(f"request {request.uid} is submitted while it is being decoded")
+                raise ValueError(
+                    f"request {request.uid} is already being decoded; expected a request that is not under way"
+                )
             home = self._homes.get(request.uid)
             if home is None:
                 strangers[request.affinity].append(request)
@@ -70,7 +72,8 @@ class Dispatcher:
                 self._queue(request, replica, is_cached=False)
 
     def take(self, closed: Collection[int] = (), *, at_once: bool = False) -> dict[int, list[DecodeRequest]]:
-        """Requests to send now, by replica, longest first; none to a closed one. at_once: the whole queue, ignoring slots."""
+        """Return requests to send now, by replica, longest first; none for closed ones. at_once: whole queues, ignoring
+        slots."""
         shares: dict[int, list[DecodeRequest]] = {}
         if not self.num_waiting:
             return shares
@@ -91,14 +94,14 @@ class Dispatcher:
         return shares
 
     def end(self, uid: str) -> int:
-        """Remove a finished request; returns its replica."""
+        """Remove a finished request and return its replica."""
         replica, work = self._place.pop(uid)
         self._work[replica] -= work
         self._running[replica].discard(uid)
         return replica
 
     def open(self, replica: int) -> None:
-        """Let requests go to this replica, which may be a new one (the next number)."""
+        """Open this replica to requests; it may be a new one (the next number)."""
         while replica >= len(self._queues):
             self._queues.append([])
             self._work.append(0.0)
@@ -106,7 +109,7 @@ class Dispatcher:
         self._open = sorted({*self._open, replica})
 
     def close(self, replica: int) -> None:
-        """Send no more requests to this replica; its queue moves to others. At least one stays open."""
+        """Send no more requests to this replica, and move its queue to others. At least one stays open."""
         self._open = [each for each in self._open if each != replica]
         self.forget_homes(replica)
         waiting = [entry[2] for entry in sorted(self._queues[replica], key=lambda entry: entry[1])]
@@ -117,7 +120,7 @@ class Dispatcher:
         self.add(waiting)
 
     def drop_waiting(self, adapter: str | None = None) -> list[DecodeRequest]:
-        """Remove and return the requests not sent yet that use the adapter (None: all)."""
+        """Remove and return unsent requests that use the adapter (None: all)."""
         waiting = [entry for queue in self._queues for entry in queue if entry[2].uses(adapter)]
         for queue in self._queues:
             queue[:] = [entry for entry in queue if not entry[2].uses(adapter)]
@@ -129,7 +132,7 @@ class Dispatcher:
         return dropped
 
     def forget_homes(self, replica: int | None = None) -> None:
-        """Forget which prefixes a replica (None: any) has cached: its cache was emptied."""
+        """Forget the cached prefixes of a replica (None: all), whose cache was emptied."""
         self._homes = {} if replica is None else {uid: home for uid, home in self._homes.items() if home != replica}
 
     def _least(self) -> int:
@@ -148,7 +151,7 @@ class Dispatcher:
     def _send(self, request: DecodeRequest, replica: int, shares: dict[int, list[DecodeRequest]]) -> None:
         self.num_waiting -= 1
         self._running[replica].add(request.uid)
-        self._homes.pop(request.uid, None)  # to the end: the oldest are dropped first
+        self._homes.pop(request.uid, None)  # reinserts at the end: the oldest are dropped first
         self._homes[request.uid] = replica
         if len(self._homes) > _MAX_HOMES:
             del self._homes[next(iter(self._homes))]

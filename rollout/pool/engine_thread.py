@@ -1,14 +1,14 @@
-"""The one thread that runs an engine: it keeps decoding while results are batched for whoever collects.
+"""Thread that runs an engine: it keeps decoding while results are batched for the collector.
 
     thread.submit(requests, version) -> decodes until nothing is under way
-                                           | each result, as it ends
+                                            | each result, when it ends
                                            v
-    thread.collect(timeout_s)        <- the batch, once it is due
+    thread.collect(timeout_s)        <- a batch, once it is due
 
-A handover costs the decoding thread a few milliseconds of the interpreter regardless of its size; a result that
-waits delays whatever depends on it. So a result waits for others for at most a tenth of its own decoding time,
-and not at all once nothing else is under way: short and long completions, and the tools and agents waiting for
-them, are slowed by a tenth at most, and a step in which a sample ends takes as long as any other.
+A handover costs the decoding thread a few milliseconds of the interpreter regardless of its size; a waiting result
+delays everything that depends on it. So a result waits for others for at most a tenth of its own decoding time,
+and not at all once nothing else is under way. Completions, and the tools and agents that depend on them, are slowed by
+a tenth at most, and a step in which a sample ends takes as long as any other.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from marsrl.rollout.pool.replicas import Timed
 from marsrl.rollout.types import Finish
 
 _WAIT_SHARE = 0.1
-_DECODE_S = 0.1  # of one call of the engine's collect if nothing ends: the longest wait of `call` beside decoding
+_DECODE_S = 0.1  # limit of one collect of the engine if nothing ends: `call` waits at most this long for decoding
 
 Returned = TypeVar("Returned")
 
 
 class EngineThread:
-    """See the module. Any thread may call its methods. clock: seconds."""
+    """Thread that runs an engine; see the module. Any thread may call its methods. clock: seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._executor = ThreadPoolExecutor(1, "marsrl-engine")  # vLLM uses one CUDA stream per thread
+        self._executor = ThreadPoolExecutor(1, "marsrl-engine")  # one thread: vLLM uses one CUDA stream per thread
         self._changed = threading.Condition()  # guards the fields below
-        self._began: dict[str, float] = {}  # start times of what is under way, by uid, seconds
+        self._began: dict[str, float] = {}  # start times of requests under way, by uid, seconds
         self._gathered: list[DecodeResult] = []
-        self._due = math.inf  # when the batch has waited long enough
-        self._wake_at = math.inf  # when the collector takes whatever is there
+        self._due = math.inf  # when the batch must be handed over
+        self._wake_at = math.inf  # when the collector takes any result there is
         self._is_decoding = False
         self._since = 0.0  # time.time() at which decoding of the batch began
         self._error: BaseException | None = None
@@ -50,7 +50,7 @@ class EngineThread:
         self._engine = self.call(make)
 
     def call(self, function: Callable[[], Returned]) -> Returned:
-        """Run the function in the engine's thread between decoding steps; returns its result."""
+        """Run the function in the engine's thread between decoding steps, and return its result."""
         return self._executor.submit(function).result()
 
     def submit(self, requests: Sequence[DecodeRequest], version: int) -> None:
@@ -62,11 +62,11 @@ class EngineThread:
             self._decode_on()
 
     def collect(self, timeout_s: float, *, is_urgent: bool) -> Timed:
-        """Results and when they were decoded; empty if none is due within timeout_s.
+        """Return results and their decoding times; empty if none is due within timeout_s.
 
-        is_urgent: a result may trigger further requests. Else batch for timeout_s, or until nothing is under way.
+        is_urgent: a result may trigger further requests. Otherwise batch for timeout_s, or until nothing is under way.
 
-        Raises Exception: what the engine raised while decoding, or was passed to `fail`.
+        Raises Exception: an error that the engine raised while decoding, or that was passed to `fail`.
         """
         end = self._clock() + timeout_s
         with self._changed:
@@ -91,10 +91,10 @@ class EngineThread:
             self._changed.notify_all()
 
     def abort(self, adapter: str | None = None) -> None:
-        """Stop the requests that use the adapter (None: all) where they are: they are due at once."""
+        """Stop requests that use the adapter (None: all) as far as decoded; their results are due at once."""
         with self._changed:
             self._engine.abort(adapter)
-            self._decode_on()  # an engine drops an abort if nothing is under way
+            self._decode_on()  # an engine ignores an abort if nothing is under way
 
     def _decode_on(self) -> None:
         if not self._is_decoding:
@@ -120,6 +120,6 @@ class EngineThread:
             self._gathered += results
             self._is_decoding = bool(self._began)
             if self._is_decoding:
-                self._executor.submit(self._decode)  # behind the calls that wait
+                self._executor.submit(self._decode)  # after pending calls
             if (results and is_first) or is_aborted or now >= self._wake_at or not self._is_decoding:
                 self._changed.notify_all()

@@ -1,6 +1,6 @@
-"""All replicas of one policy behind the interface of one engine.
+"""Pool of engine replicas for one policy, with the interface of one engine.
 
-Requests of one affinity (one prompt, one group) stay on one replica, where their prefix is computed once; the costliest
+Requests of one affinity (one prompt, one group) stay on one replica, which computes their prefix once. The costliest
 affinities are assigned first, each to the replica with the least work.
 """
 
@@ -33,11 +33,11 @@ from marsrl.rollout.types import Finish, FloatArray, IntArray
 _log = logging.getLogger(__name__)
 
 _DRAIN_S = 0.2  # timeout of one collect while draining
-_LOOK_S = 5.0  # between two attempts to place a lost replica
-_SPAN_S, _PAUSE_S = 1.0, 0.05  # the longest span of decoding, and the longest gap in it, that on_call is told of
+_LOOK_S = 5.0  # interval between attempts to place a lost replica
+_SPAN_S, _PAUSE_S = 1.0, 0.05  # longest span of decoding that on_call receives, and longest gap within one
 
 OnCall = Callable[[int, str, float, float], None]
-"""Told (replica, method, start, end) of every call that an engine served; times as in replicas.Timed."""
+"""Called with (replica, method, start, end) after every call that an engine served; times as in replicas.Timed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,29 +50,30 @@ class _Sent:
 
 
 class EnginePool(AbstractContextManager["EnginePool"]):
-    """n replicas of one policy, which may also serve adapters of it. One thread at a time may call it; close() may
-    be called twice.
+    """Pool of engine replicas for one policy and adapters of it.
+
+    One thread at a time may call it; close() may be called twice.
 
         pool = make_pool(...)                     # build.py
-        pool.submit(requests, version=3)          # at any time; dispatch.py decides which replica gets what, and when
-        results = pool.collect(timeout_s=0.2)     # what has finished
-        results = pool.drain()                    # the rest, as far as decoded; the replicas are idle afterwards
-        results = pool.drain("verifier")          # of one adapter; the others decode on
+        pool.submit(requests, version=3)          # at any time; dispatch.py chooses the replica and the moment
+        results = pool.collect(timeout_s=0.2)     # finished requests
+        results = pool.drain()                    # all others, as far as decoded; the replicas are idle afterwards
+        results = pool.drain("verifier")          # one adapter's; the others continue
 
-    A lost replica is restarted where possible (recovery.py), and its requests are decoded again from where
-    each began: callers notice only the delay. A request that was on `attempts` lost replicas is retried alone, once
-    nothing else is under way, and becomes an ERROR if it was alone on the last one. If no host has room for a lost
-    replica, the others continue without it until one has.
+    A lost replica is restarted if possible (recovery.py), and its requests are decoded again from the start of their
+    segment: callers notice only the delay. A request that was on `attempts` lost replicas is retried alone, once nothing
+    else is under way, and becomes an ERROR if that replica is lost too. If no host has room for a lost replica, the others
+    continue until one has.
 
     slots: requests that a replica holds at a time; None: all.
     deadline_s: a replica that holds a request for longer, by `clock` (seconds), counts as lost.
-    attempts, most_restarts: see rollout.max_request_attempts and rollout.max_engine_restarts.
+    attempts, most_restarts: rollout.max_request_attempts and rollout.max_engine_restarts.
     sleeps: replicas share the trainer's GPUs (rollout.placement=colocated): `sleep` frees their memory, and the
         next call of any other method wakes them.
-    host: the address at which replicas reach this process.
+    host: address at which replicas reach this process.
     on_call: optional callback for every call that a replica has served (for trace.json).
     engines: numbers of the serving replicas. generation: changes whenever the serving processes change.
-    busy_s: summed seconds that replicas have worked on finished requests.
+    busy_s: total seconds that replicas worked on finished requests.
     """
 
     def __init__(
@@ -94,23 +95,23 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         self._slots = slots
         self.engines = list(range(len(replicas)))
         self.generation = 0
-        self._absent: list[int] = []  # lost, no host has room
-        self._look_at = 0.0  # when to look for room again
+        self._absent: list[int] = []  # lost, and no host has room
+        self._look_at = 0.0  # time of the next attempt to place them
         self.busy_s = 0.0
         self._dispatch = Dispatcher(len(replicas), slots)
         self._recovery = Recovery(replicas, name, most_restarts, self._tell)
         self._attempts = attempts
-        self._losses: Counter[str] = Counter()  # number of lost replicas a request was on, by uid
+        self._losses: Counter[str] = Counter()  # lost replicas that held a request, by uid
         self._retry_alone: deque[DecodeRequest] = deque()
         self._faults = Faults()
-        self._over: list[DecodeResult] = []  # of requests that were given up, for the next `collect`
+        self._over: list[DecodeResult] = []  # results of abandoned requests, for the next `collect`
         self._is_draining = False
         self._sleeps = sleeps
-        self._asleep: tuple[MemoryPart, ...] = ()  # which of the replicas' memory the trainer has
+        self._asleep: tuple[MemoryPart, ...] = ()  # parts of the replicas' memory that the trainer uses
         self._deadline_s, self._clock = deadline_s, clock
         self._sent: dict[str, _Sent] = {}  # by uid, oldest first
-        self._version = 0  # of the waiting requests
-        self._spans: dict[int, tuple[float, float]] = {}  # of back-to-back `collect` calls, by replica: not told yet
+        self._version = 0  # version of the waiting requests
+        self._spans: dict[int, tuple[float, float]] = {}  # unreported spans of back-to-back `collect` calls, by replica
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -122,12 +123,12 @@ class EnginePool(AbstractContextManager["EnginePool"]):
 
     @property
     def num_slots(self) -> int | None:
-        """Requests that all replicas hold at a time; None: no limit."""
+        """Number of requests that all replicas hold at a time; None: no limit."""
         return None if self._slots is None else self._slots * self.num_engines
 
     @property
     def has_room(self) -> bool:
-        """True if one more request would be sent at once; False if slots are unlimited (unknown)."""
+        """True if one more request would be sent at once; False if slots are unlimited, which makes it unknown."""
         return self.num_slots is not None and self.num_under_way < self.num_slots
 
     @property
@@ -141,7 +142,7 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         return self._replicas.takes if self._replicas.can_restart else None
 
     def give_engine(self) -> None:
-        """Stop one replica and free its resources. Nothing may be under way, and another one must serve."""
+        """Stop one replica and free its resources. Nothing may be under way, and another replica must serve."""
         assert self.num_under_way == 0 and self.num_engines > 1, (self.num_under_way, self.num_engines)
         replica = self.engines[-1]
         self._replicas.stop(replica)
@@ -153,7 +154,7 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         if not self._replicas.has_place(SETTLE_S):
             return False
         if (lost := self._recovery.make(replica)) is not None:
-            _log.warning("policy %s: engine %d, which is new, is lost: %s", self.name, replica, lost.reason)
+            _log.warning("policy %s: new engine %d is lost: %s", self.name, replica, lost.reason)
             self._replicas.stop(replica)
             self._recovery.needs_weights.discard(replica)
             return False
@@ -161,21 +162,21 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         return True
 
     def expect_engine(self) -> None:
-        """Add a replica as soon as a host has room for it."""
+        """Add a replica as soon as a host has room."""
         self._absent.append(self._free_number())
 
     def _free_number(self) -> int:
         return next(n for n in itertools.count() if n not in self.engines and n not in self._absent)
 
     def set_feed(self, feed: Callable[[int], Timed | Lost | None]) -> None:
-        """Set feed(replica): the trainer's ranks send a replica the current weights (`hand`); None: they cannot now.
+        """Set feed(replica), which sends a replica the current weights from the trainer's ranks (`hand`); None: impossible now.
 
-        Called for a replaced replica if no file holds the weights: by the pool's caller, or `give_weights`.
+        Called for a replaced replica if no file holds the weights, by the pool's caller or `give_weights`.
         """
         self._recovery.feed = feed
 
     def give_weights(self) -> None:
-        """Send the current weights to replicas that were replaced while nobody could send them. May run beside `collect`."""
+        """Send the current weights to replicas that were replaced while no feed was set. May run beside `collect`."""
         for replica in sorted(self._recovery.needs_weights):
             if (lost := self._recovery.load(replica)) is not None:
                 self._restart(replica, lost.reason)
@@ -183,32 +184,32 @@ class EnginePool(AbstractContextManager["EnginePool"]):
     def receive_weights(
         self, updates: Mapping[int, WeightUpdate], on_lost: OnLost = ignore_loss
     ) -> Mapping[int, Timed | Lost]:
-        """Have replicas receive the weights that the trainer's ranks send meanwhile; returns each one's answer.
+        """Have replicas receive the weights that the trainer's ranks send meanwhile; return each replica's answer.
 
-        on_lost: called at once with a lost replica, so that nobody waits for it. It is not replaced here.
+        on_lost: called at once with a lost replica, so that senders do not wait for it. The replica is not replaced here.
         """
         return self._ask("update_weights", {replica: (update,) for replica, update in updates.items()}, on_lost)
 
     def note_weights(self, version: int, checksums: Sequence[Mapping[str, int]]) -> None:
-        """Record what the trainer's ranks sent to all, for new replicas. checksums: of each shard of an engine."""
+        """Record the weights that the trainer's ranks sent to all, for new replicas. checksums: of each shard of an engine."""
         self._dispatch.forget_homes()  # engines have dropped their prefix caches
         self._recovery.note_weights(WeightUpdate("", version), checksums)
 
     def replace(self, lost: Mapping[int, str]) -> None:
-        """Replace the replicas lost during a broadcast of weights, which is then repeated to all. lost: reasons."""
+        """Replace replicas lost during a broadcast of weights, which the caller then repeats to all. lost: reasons."""
         for replica, reason in lost.items():
             self._restart(replica, reason)
 
     def stand_by(self) -> None:
-        """Make sure that every replica is ready to receive weights; lost ones are replaced."""
+        """Replace lost replicas, so that every replica can receive weights."""
         self._wake("weights")
         self._look_for_places()
         self._call("info")
 
     def start(self) -> None:
-        """Build the engines of replicas in other processes; one that dies or falls silent is restarted.
+        """Build the engines of replicas in other processes; restart those that die or fall silent.
 
-        Raises Exception: an engine's error while it was built.
+        Raises Exception: an engine failed to build.
         """
         self._call("start")
 
@@ -216,18 +217,18 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         return self._call("info")
 
     def num_decoded(self, within_s: float = 1.0) -> list[int]:
-        """Tokens decoded since the start, by replica, serving or not; the last known number if one does not answer within_s."""
+        """Return tokens decoded since the start, by replica number; the last known count if one does not answer within_s."""
         return self._replicas.num_decoded(within_s)
 
     @property
     def num_under_way(self) -> int:
-        """Requests submitted and not returned yet."""
+        """Number of requests submitted and not yet returned."""
         return len(self._sent) + self._dispatch.num_waiting + len(self._retry_alone) + len(self._over)
 
     def submit(self, requests: Sequence[DecodeRequest], *, version: int, at_once: bool = False) -> None:
-        """Queue requests and send those for which a replica has a free slot.
+        """Queue requests, and send those for which a replica has a free slot.
 
-        at_once: every replica gets its whole share at once, ignoring slots: the composition of an engine's batches does not
+        at_once: send every replica its whole share, ignoring slots. The composition of an engine's batches then does not
         depend on timing, so the same calls give the same bits.
         """
         self._wake()
@@ -237,16 +238,16 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         self._send(at_once=at_once)
 
     def collect(self, timeout_s: float, *, is_urgent: bool = True) -> list[DecodeResult]:
-        """Finished results, waiting at most timeout_s for the first; freed slots are refilled before it returns.
+        """Return finished results, waiting at most timeout_s for the first; refill freed slots before returning.
 
-        is_urgent: something may follow from a result before all are back.
+        is_urgent: a result may trigger further requests before all are back.
 
         Raises TimeoutError: a replica that cannot be restarted has held a request for longer than deadline_s.
         """
         self._look_for_places()
         busy = self._dispatch.busy
         if not busy and not self._over:
-            if self.num_under_way:  # for replicas without weights
+            if self.num_under_way:  # wait for replicas without weights
                 time.sleep(min(timeout_s, _DRAIN_S))
                 self._send()
             return []
@@ -275,12 +276,14 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         return results
 
     def drain(self, adapter: str | None = None) -> list[DecodeResult]:
-        """Stop the requests that use the adapter (None: all): returns them as UNFINISHED with the tokens so far, and what has
-        finished meanwhile."""
+        """Stop requests that use the adapter (None: all) and return them as UNFINISHED, as far as decoded.
+
+        Also returns results that have finished meanwhile.
+        """
         results: list[DecodeResult] = []
-        self._is_draining = True  # nothing is sent: also what was lost with a replica meanwhile waits
+        self._is_draining = True  # sends nothing, not even requests of a replica lost meanwhile
         try:
-            # an engine without any would keep the abort, and end later ones
+            # An engine without such requests would keep the abort, and end later ones.
             holders = {sent.replica for sent in self._sent.values() if sent.request.uses(adapter)}
             self._replicas.abort(sorted(holders), adapter)
             while any(sent.request.uses(adapter) for sent in self._sent.values()):
@@ -293,18 +296,19 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         return [*results, *untouched]
 
     def take_faults(self) -> Faults:
-        """Faults recovered since the last call."""
+        """Return the faults recovered since the last call."""
         faults, self._faults = self._faults, Faults()
         return faults
 
     def score(self, sequences: Sequence[IntArray], adapter: str = "") -> list[list[FloatArray]]:
-        """Log-probs of the same sequences by every replica: scores[i][sequence], [N-1], nats, i as in `engines`."""
+        """Return log-probs of the same sequences by every replica: scores[i][sequence], [N-1], nats, i as in `engines`."""
         self._wake()
         self.give_weights()
         return self._call("score", (list(sequences), adapter))
 
     def score_shared(self, sequences: Sequence[IntArray], temperature: float) -> list[FloatArray]:
-        """Log-probs [N-1] of each sequence at the temperature, nats, split over the replicas. Nothing may be decoding."""
+        """Return log-probs [N-1] of each sequence at the temperature, nats, split over the replicas. Nothing may be
+        decoding."""
         self._wake()
         self.give_weights()
         scores: dict[int, FloatArray] = {}
@@ -316,13 +320,13 @@ class EnginePool(AbstractContextManager["EnginePool"]):
             }
             for replica, answer in self._ask("score", arguments).items():
                 if isinstance(answer, Lost):
-                    self._restart(replica, answer.reason)  # and its share is split again
+                    self._restart(replica, answer.reason)  # its share is split again
                 else:
                     scores |= zip(asked[replica], answer.value, strict=True)
         return [scores[i] for i in range(len(sequences))]
 
     def update_weights(self, update: WeightUpdate) -> list[WeightReceipt]:
-        """Have every replica load the new weights; returns the reports of the serving replicas, in order, once all hold them."""
+        """Have every replica load new weights; return the serving replicas' reports, in order, once all hold them."""
         self._dispatch.forget_homes()  # engines drop their prefix caches
         self._wake("weights")
         receipts = self._call("update_weights", (update,))
@@ -331,9 +335,9 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         return receipts
 
     def update_adapter(self, update: AdapterUpdate) -> list[WeightReceipt]:
-        """Have every replica load an adapter's new weights; returns the reports of the serving replicas, in order.
+        """Have every replica load an adapter's new weights; return the serving replicas' reports, in order.
 
-        The adapter's requests must be drained; others decode on, and their cached prefixes stay.
+        The adapter's requests must be drained; others continue, and their cached prefixes stay.
         """
         self._wake("weights")
         receipts = self._call("update_adapter", (update,))
@@ -342,21 +346,21 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         return receipts
 
     def forget_prefixes(self) -> None:
-        """Have the replicas drop their prefix caches, as after new weights. Nothing may be decoding."""
+        """Have replicas drop their prefix caches, as after new weights. Nothing may be decoding."""
         self._dispatch.forget_homes()
         self._wake()
         self._call("forget_prefixes")
 
     def sleep(self, *, keeps_weights: bool) -> None:
-        """Have the replicas free their memory for the trainer if they share its GPUs; else a no-op.
+        """Have replicas free their memory for the trainer if they share its GPUs; else do nothing.
 
-        keeps_weights: False if update_weights comes next. Replicas already asleep stay as they are.
+        keeps_weights: False if update_weights comes next. Replicas already asleep stay unchanged.
         """
         if not self._sleeps or self._asleep:
             return
         if self.num_under_way:
             raise RuntimeError(
-                f"engines of policy {self.name} cannot sleep with {self.num_under_way} requests under way"
+                f"engines of policy {self.name} cannot sleep with {self.num_under_way} requests under way; drain them first"
             )
         self._dispatch.forget_homes()
         self._call("sleep", (keeps_weights,))
@@ -372,7 +376,7 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         self._replicas.close()
 
     def _call(self, method: str, arguments: tuple[Any, ...] = ()) -> list[Any]:
-        """Answers of the serving replicas; a lost one is replaced and called again, and its requests are decoded again."""
+        """Call the serving replicas and return their answers; replace lost ones and repeat the call and their requests."""
         engines, values = self.engines, []
         answers = self._ask(method, dict.fromkeys(engines, arguments))
         for replica in engines:
@@ -386,7 +390,7 @@ class EnginePool(AbstractContextManager["EnginePool"]):
     def _ask(
         self, method: str, arguments: Mapping[int, tuple[Any, ...]], on_lost: OnLost = ignore_loss
     ) -> Mapping[int, Timed | Lost]:
-        """As Replicas.call; on_call is told of those that have answered."""
+        """Call as Replicas.call does, and report answered calls to on_call."""
         answers = self._replicas.call(method, arguments, on_lost)
         for replica, answer in sorted(answers.items()):
             if isinstance(answer, Timed):
@@ -414,7 +418,7 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         self._dispatch.open(replica)
 
     def _leave(self, replica: int) -> None:
-        """Mark a replica as gone; its queue moves to others."""
+        """Mark a replica as gone, and move its queue to others."""
         self.generation += 1
         self.engines = [each for each in self.engines if each != replica]
         self._recovery.needs_weights.discard(replica)
@@ -426,11 +430,11 @@ class EnginePool(AbstractContextManager["EnginePool"]):
             return
         self._look_at = self._clock() + _LOOK_S
         while self._absent and self._replicas.has_place(0.0):
-            if not self._restart(self._absent.pop(0), "no host had a place for it until now"):
+            if not self._restart(self._absent.pop(0), "no host had room for it until now"):
                 return
 
     def _replace(self, replica: int, reason: str) -> bool:
-        """Restart a lost replica, as `_restart` does, and requeue its requests; what is not requeued is over."""
+        """Restart a lost replica as `_restart` does, and requeue its requests; end those over their limit of attempts."""
         requests = [sent.request for sent in self._sent.values() if sent.replica == replica]
         for request in requests:
             del self._sent[request.uid]
@@ -440,8 +444,8 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         if len(requests) == 1 and self._is_suspect(uid := requests[0].uid):
             self._faults.failed += 1
             del self._losses[uid]
-            _log.warning("policy %s: request %s is given up, its sample has no reward: %s", self.name, uid, reason)
-            why = f"given up: engines were lost with it (rollout.max_request_attempts), the last one alone: {reason}"
+            _log.warning("policy %s: request %s is abandoned and its sample has no reward: %s", self.name, uid, reason)
+            why = f"abandoned: engines were lost with it rollout.max_request_attempts times, last when it ran alone: {reason}"
             self._over.append(DecodeResult.without_tokens(uid, Finish.ERROR, self._version, why))
             return is_back
         self._faults.resubmitted += len(requests)
@@ -450,7 +454,7 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         return is_back
 
     def _is_suspect(self, uid: str) -> bool:
-        """True if this request has to be retried alone."""
+        """Return True if this request must be retried alone."""
         return self._losses[uid] >= self._attempts
 
     def _note_span(self, replica: int, start: float, end: float) -> None:
@@ -465,7 +469,7 @@ class EnginePool(AbstractContextManager["EnginePool"]):
             self.on_call(replica, method, start, end)
 
     def _send(self, *, at_once: bool = False) -> None:
-        """at_once: ignore slots."""
+        """Send queued requests to replicas with free slots. at_once: ignore slots."""
         if self._is_draining or self._is_suspect(next(iter(self._sent), "")):
             return
         now = self._clock()
@@ -476,13 +480,13 @@ class EnginePool(AbstractContextManager["EnginePool"]):
             self._replicas.submit(replica, requests, self._version)
 
     def _overdue(self) -> list[tuple[int, str]]:
-        """The replica that has held a request past the deadline, and a sentence saying so."""
+        """Return the replica that has held a request past the deadline, and a message."""
         oldest = next(iter(self._sent.values()), None)
         if oldest is None or self._deadline_s is None or self._clock() - oldest.since <= self._deadline_s:
             return []
         reason = (
-            f"request {oldest.request.uid} has not come back after rollout.deadline_s = {self._deadline_s:g} s; raise it, "
-            "or lower rollout.segment_length, if engines are just slow"
+            f"request {oldest.request.uid} has not returned within rollout.deadline_s = {self._deadline_s:g} s; if engines are "
+            "just slow, raise it or lower rollout.segment_length"
         )
         if not self._replicas.can_restart:
             raise TimeoutError(f"engines of policy {self.name}: {reason}")

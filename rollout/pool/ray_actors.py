@@ -1,4 +1,4 @@
-"""Engines as Ray actors: one actor an engine, all of them called at once."""
+"""Engines as Ray actors: one actor per engine, all called concurrently."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from marsrl.rollout.pool.replicas import Lost, OnLost, Replicas, Timed, call_one
 from marsrl.rollout.state import decode, encode
 
 _PROGRESS_S = 0.2
-_COLLECT_S = 1.0  # batching time of results that trigger nothing: at most this much is lost with an engine
-_GRACE_S = 30.0  # for an engine to report itself that it has passed the deadline
-_LONGEST_START = 10  # times the deadline, while its process answers: it loads and compiles
-_PINGS = 10  # at most, in the time of run.silence_s
-_CALLS_AT_ONCE = 4  # collect, one in the engine's thread, num_decoded, is_there
-_REQUESTS = "requests"  # submit and abort, one after the other in the order in which they were called
+_COLLECT_S = 1.0  # batching time of results that trigger nothing: a lost engine loses at most this much
+_GRACE_S = 30.0  # time for an engine to report itself that the deadline has passed
+_LONGEST_START = 10  # multiple of the deadline, while the process answers: it loads and compiles
+_PINGS = 10  # maximum pings within run.silence_s
+_CALLS_AT_ONCE = 4  # collect, one call in the engine's thread, num_decoded, is_there
+_REQUESTS = "requests"  # submit and abort, executed in the order of their calls
 
 
 class EngineActor:
-    """The actor's process: an engine in a thread of its own, and Ray's threads for messages."""
+    """Actor process: an engine in its own thread, and Ray's threads for messages."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
@@ -44,28 +44,30 @@ class EngineActor:
         return self._engine
 
     def call(self, method: str, arguments: tuple[Any, ...]) -> Timed:
-        """Call a method of the engine between decoding steps. "start" builds it: Ray would report an error of __init__ as the
-        death of the process."""
+        """Call a method of the engine between decoding steps.
+
+        "start" builds the engine: an error in __init__ would appear as the death of the process.
+        """
         if method == "start":
             return timed(lambda: self._thread.start(self._make))
         return self._thread.call(lambda: timed(lambda: getattr(self._engine, method)(*arguments)))
 
     def is_there(self) -> None:
-        """Always answers, whatever else is under way."""
+        """Answer a ping, whatever else is under way."""
 
     def num_decoded(self) -> int:
-        return self._engine.num_decoded() if hasattr(self, "_engine") else 0  # it is being built
+        return self._engine.num_decoded() if hasattr(self, "_engine") else 0  # still being built
 
     @ray.method(concurrency_group=_REQUESTS)
     def submit(self, requests: bytes, version: int) -> None:
-        """Its error is raised by `collect`."""
+        """Submit requests; an error is raised by `collect`."""
         try:
             self._thread.submit(decode(list[DecodeRequest], requests), version)
         except Exception as error:
             self._thread.fail(error)
 
     def collect(self, timeout_s: float, is_urgent: bool) -> Timed:
-        """As EngineThread.collect, but answers with results alone: an empty answer takes rank 0 as long as another."""
+        """Collect results alone, otherwise as EngineThread.collect: an empty answer costs rank 0 as much time as any other."""
         gathered = self._thread.collect(timeout_s, is_urgent=is_urgent)
         while not gathered.value:
             gathered = replace(self._thread.collect(timeout_s, is_urgent=is_urgent), start=gathered.start)
@@ -77,14 +79,14 @@ class EngineActor:
 
 
 class RayReplicas(Replicas):
-    """Engines as actors of a cluster (see Replicas). Calls of one that dies or falls silent return Lost.
+    """Engines as actors of a Ray cluster (see Replicas). Calls of one that dies or falls silent return Lost.
 
-    takes: by ray_connection.GPU, ENGINE_SLOT.
-    config.deadline_s: of every call except collect, whose requests the pool watches; the start of an engine counts as one,
-        and may take ten times as long while its process answers. The engines exist only after the call "start" of each.
-    silence_s: an engine whose process does not answer for so long is lost, whatever the call but `start`: it is stopped, or on
-        a machine that is gone. A busy one answers pings.
-    config.join_s: for the only engine, lost with its host, to find room on another.
+    takes: keyed by ray_connection.GPU, ENGINE_SLOT.
+    config.deadline_s: limit of every call except collect, whose requests the pool watches. Starting an engine, which is
+        the first call "start", may take ten times as long while its process answers.
+    silence_s: an engine whose process does not answer pings for this long is lost, during any call but "start": it is
+        stopped, or its machine is gone. Busy engines answer.
+    config.join_s: time for the only engine, lost with its host, to find room on another.
     """
 
     can_restart = True
@@ -100,10 +102,10 @@ class RayReplicas(Replicas):
     ) -> None:
         self._cluster, self._spec, self.takes = cluster, spec, takes
         self._deadline_s, self._join_s, self._silence_s = config.deadline_s, config.join_s, silence_s
-        self._pings: dict[int, tuple[Any, float]] = {}  # by replica: the last one and its time
+        self._pings: dict[int, tuple[Any, float]] = {}  # by replica: the last ping and its time
         self._collecting: dict[Any, int] = {}  # pending calls of collect: replica
-        self._decoded_before = [0] * config.engines  # by engines that were lost
-        self._decoded = [0] * config.engines  # by those of now, as they answered last
+        self._decoded_before = [0] * config.engines  # by lost engines
+        self._decoded = [0] * config.engines  # by current engines, as last answered
         self._actors = {replica: self._start() for replica in range(config.engines)}
 
     def __len__(self) -> int:
@@ -137,8 +139,8 @@ class RayReplicas(Replicas):
         self._actors[replica] = self._start()
         try:
             answer = call_one(self, replica, "start", ())
-        except Exception as error:  # it has started before: memory of the dead one may not be free yet
-            return Lost(f"its start raised {type(error).__name__}: {error}")
+        except Exception as error:  # not its first start: the dead engine's memory may not be free yet
+            return Lost(f"starting it raised {type(error).__name__}: {error}")
         return answer if isinstance(answer, Lost) else None
 
     def submit(self, replica: int, requests: Sequence[DecodeRequest], version: int) -> None:
@@ -169,28 +171,30 @@ class RayReplicas(Replicas):
         return [before + now for before, now in zip(self._decoded_before, self._decoded, strict=True)]
 
     def close(self) -> None:
-        """Kill the actors (they may be decoding after Ctrl-C) and leave the cluster."""
+        """Kill the actors, which may be decoding after Ctrl-C, and leave the cluster."""
         for actor in self._actors.values():
             ray.kill(actor, no_restart=True)
         self._actors.clear()
         self._cluster.close()
 
     def _start(self) -> Any:
-        # num_cpus 0: we set threads, and the trainer's cores must not prevent an engine from being placed
+        # num_cpus 0: engines set their threads themselves, and the trainer's cores must not prevent their placement.
         actor_class = ray.remote(concurrency_groups={_REQUESTS: 1})(EngineActor)  # type: ignore[call-overload]
         options = actor_class.options(
             num_cpus=0,
             num_gpus=self.takes.get(GPU, 0.0),
             resources={name: amount for name, amount in self.takes.items() if name != GPU},
             max_concurrency=_CALLS_AT_ONCE,
-            max_restarts=0,  # an engine that Ray restarts would hold the weights of the start (recovery.py)
+            max_restarts=0,  # Ray would restart an engine with its initial weights (recovery.py)
             runtime_env={"env_vars": environment_of(self._spec)},
         )
         return options.remote(self._spec)
 
     def _answers(self, calls: Mapping[Any, int], method: str, on_lost: OnLost) -> dict[int, Timed | Lost]:
-        """By replica; Lost if silent or without an answer a little after the deadline: engines check the same deadline and report
-        it themselves."""
+        """Return answers by replica; Lost if silent, or without an answer shortly after the deadline.
+
+        The extra time is for engines, which check the same deadline, to report it themselves.
+        """
         within_s = self._deadline_s + min(self._deadline_s, _GRACE_S)
         answers: dict[int, Timed | Lost] = {}
         pending, began = list(calls), time.monotonic()
@@ -201,7 +205,7 @@ class RayReplicas(Replicas):
             elapsed_s = time.monotonic() - began
             for call in list(pending):
                 lost, most_s = self._silent(calls[call]), within_s
-                if method == "start":  # before it its process may not be there yet
+                if method == "start":  # its process may not exist yet
                     lost, most_s = None, within_s * (1 if lost else _LONGEST_START)
                 if elapsed_s >= most_s:
                     lost = Lost(f"no answer to {method} within rollout.deadline_s = {self._deadline_s:g} s")
@@ -215,18 +219,18 @@ class RayReplicas(Replicas):
         return answers
 
     def _silent(self, replica: int) -> Lost | None:
-        """Lost if the replica's process has not answered a ping for silence_s; pings it if it has answered the last one."""
+        """Return Lost if the replica's process has not answered a ping for silence_s; ping it if it answered the last one."""
         ping, since = self._pings.get(replica, (None, 0.0))
         now = time.monotonic()
         if ping is None or (now - since > self._silence_s / _PINGS and ray.wait([ping], timeout=0)[0]):
             self._pings[replica] = (self._actors[replica].is_there.remote(), now)
         elif now - since > self._silence_s:
-            return Lost(f"its process has said nothing for run.silence_s = {self._silence_s:g} s")
+            return Lost(f"its process has not answered for run.silence_s = {self._silence_s:g} s")
         return None
 
 
 def _answer(call: Any, method: str) -> Any:
-    """The result of a finished call, decoded, or Lost; raises as `lost_or_raise` does."""
+    """Return the decoded result of a finished call, or Lost; raises as `lost_or_raise` does."""
     try:
         answer = ray.get(call)
     except RayError as error:

@@ -1,11 +1,11 @@
-"""This process's connection to Ray: starts or joins a cluster; ownership of its GPUs; room for engines.
+"""Connection of this process to Ray: starts or joins a cluster, checks GPU ownership, and finds room for engines.
 
-    rollout.ray_address    null           a cluster of this machine only, which ends with this process
-                           here[:port]    the same, open to other hosts: `marsrl join` there (ray_node.py)
+    rollout.ray_address    null           starts a cluster of this machine only, which ends with this process
+                           here[:port]    the same, open to other hosts that run `marsrl join` (ray_node.py)
                            host:port      an existing cluster, left running at the end
 
-Ray hands out the GPUs it counts, from the first on, even if they are in use. So a Ray started here counts
-only those that no trainer rank holds, and a joined one must do the same on every trainer host.
+Ray hands out the GPUs that it counts, from the first on, even if they are in use. So a Ray started here counts
+only GPUs that no trainer rank holds, and a joined one must do the same on every trainer host.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from marsrl.rollout.pool.ray_token import show_token
 from marsrl.rollout.pool.recovery import SETTLE_S
 
 _LOG = logging.getLogger(__name__)
-# ray.init warns that its own default is on: only holders of this machine's token may join the cluster.
+# Hides ray.init's warning that authentication is on, which is intended: only holders of this machine's token may join.
 _AUTHENTICATION_LOG = logging.getLogger("ray._private.authentication.authentication_token_setup")
-GPU, ENGINE_SLOT = "GPU", "engine_slot"  # Ray's resources; a slot is room for an engine on a host without GPUs
+GPU, ENGINE_SLOT = "GPU", "engine_slot"  # Ray's resource names; a slot is room for an engine on a host without GPUs
 _NAMES = {GPU: "GPU(s)", ENGINE_SLOT: "engine slot(s)"}
-_SAY_S = 15.0  # between two messages while waiting
-_PLACED_S = 0.3  # that Ray takes to reserve free resources
+_SAY_S = 15.0  # interval between messages while waiting
+_PLACED_S = 0.3  # time that Ray takes to reserve free resources
 
 
 class RayCluster:
-    """A connection of this process to Ray; several pools may share it; the last to close ends it.
+    """Connection of this process to Ray. Several pools may share it; the last one to close ends it.
 
-    host: the address at which the cluster's hosts reach this process.
+    host: address at which the cluster's hosts reach this process.
     """
 
     _users = 0
@@ -59,8 +59,10 @@ class RayCluster:
         gpus: Sequence[int] = (),
         own_host: str | None = None,
     ) -> None:
-        """address: rollout.ray_address. gpus: of this host, in the order of torch.cuda: what actors of a cluster started here
-        may be given. own_host: sync.host.
+        """Connect to Ray.
+
+        address: rollout.ray_address. own_host: sync.host.
+        gpus: GPUs of this host, in torch.cuda's order, that actors of a cluster started here may use.
 
         Raises RuntimeError: the cluster cannot be reached within timeout_s, or its port is taken.
         """
@@ -84,13 +86,13 @@ class RayCluster:
         if self._address is None:
             return "the Ray cluster of this machine"
         if is_started_here(self._address):
-            return f"the Ray cluster that was started here (others run `marsrl join {self.host}:{self._port}`)"
+            return f"the Ray cluster that was started here (other hosts run `marsrl join {self.host}:{self._port}`)"
         return f"the Ray cluster at rollout.ray_address={self._address}"
 
     def check_owners(self, hosts: Sequence[RankHost], *, is_shared: bool) -> None:
-        """Raises RuntimeError if Ray would give engines a GPU that a trainer rank of any host holds.
+        """Raise RuntimeError if Ray would give engines a GPU that a trainer rank of any host holds.
 
-        is_shared: engines share the trainer's GPUs (rollout.placement=colocated): Ray must count those and no others.
+        is_shared: engines share the trainer's GPUs (rollout.placement=colocated): Ray must count exactly those.
         """
         if self._address is None:
             return  # its GPUs were chosen here
@@ -106,15 +108,18 @@ class RayCluster:
                 wrong.append(f"{host.name}: Ray counts {found} GPU(s), expected CUDA_VISIBLE_DEVICES={named}")
         if is_shared:
             others_found = ((name, num) for name, num in sorted(counts.items()) if num)
-            wrong += [f"{name}: Ray counts {num} GPU(s), and no trainer rank is there" for name, num in others_found]
+            wrong += [
+                f"{name}: Ray counts {num} GPU(s), but the host has no trainer rank" for name, num in others_found
+            ]
         if wrong:
             raise RuntimeError(
-                f"{self._name} would give engines {'other GPUs than' if is_shared else 'GPUs of'} the trainer's ranks; start Ray "
-                f"(`ray start`, `marsrl join --gpus`) with those expected: {'; '.join(wrong)}"
+                f"{self._name} would give engines {'other GPUs than' if is_shared else 'GPUs of'} the trainer's ranks; restart "
+                "Ray "
+                f"(`ray start`, `marsrl join --gpus`) with the expected GPUs: {'; '.join(wrong)}"
             )
 
     def await_place(self, who: str, each: Mapping[str, float], num: int, wait_s: float) -> None:
-        """Return once there is room for `num` engines: hosts may still have to join.
+        """Wait for room for `num` engines: hosts may still have to join.
 
         who: the engines, for messages.
         each: resources of one host that an engine takes: {"GPU": 2.0}, {"engine_slot": 1.0}, or nothing.
@@ -125,19 +130,19 @@ class RayCluster:
             end, within_s = time.monotonic() + wait_s, SETTLE_S
             while not self.has_place({resource: amount}, min(within_s, end - time.monotonic()), num):
                 left, within_s = end - time.monotonic(), _SAY_S
-                on_one = f", {amount:g} of one host for each" if amount > 1 else ""
+                on_one = f", {amount:g} on one host for each" if amount > 1 else ""
                 lack = (
-                    f"no place for {who}: {amount * num:g} {_NAMES[resource]} needed{on_one}, and {self._name} has "
+                    f"no room for {who}: {amount * num:g} {_NAMES[resource]} needed{on_one}, but {self._name} has "
                     f"{ray.cluster_resources().get(resource, 0.0):g}: {_held(resource)}"
                 )
                 if left <= 0:
                     raise RuntimeError(
                         f"{lack}; lower rollout.engines, or start Ray (`marsrl join`) on more hosts within rollout.join_s"
                     )
-                _LOG.warning("%s; waiting for hosts that join, %.0f s left of rollout.join_s", lack, left)
+                _LOG.warning("%s; waiting for hosts to join, %.0f s left of rollout.join_s", lack, left)
 
     def has_place(self, each: Mapping[str, float], within_s: float, num: int = 1) -> bool:
-        """True if there is room for `num` engines within within_s; each: resources of one host that an engine takes."""
+        """Return True if there is room for `num` engines within within_s; each: resources of one host that an engine takes."""
         if not each:
             return True
         end = time.monotonic() + max(within_s, _PLACED_S)
@@ -166,7 +171,7 @@ class RayCluster:
 
 
 def cluster_view(address: str, timeout_s: float) -> str:
-    """Resources of the cluster at an address: each host's GPUs and slots, total and free.
+    """Describe the resources of the cluster at an address: each host's GPUs and slots, total and free.
 
     Raises RuntimeError: joining fails within timeout_s.
     """
@@ -179,7 +184,7 @@ def _alive() -> list[Mapping[str, Any]]:
 
 
 def _held(resource: str) -> str:
-    """Hosts with their amount of a resource, and how much of it is free."""
+    """List hosts with their amount of a resource, and how much of it is free."""
     hosts = [
         f"{node['NodeManagerHostname']} {node['Resources'][resource]:g}"
         for node in _alive()
@@ -190,7 +195,7 @@ def _held(resource: str) -> str:
 
 
 def _address_here(address: str | None) -> str:
-    """The address at which hosts of the cluster at `address` reach this process."""
+    """Return the address at which hosts of the cluster at `address` reach this process."""
     if address is None:
         return "127.0.0.1"
     return (not is_started_here(address) and address_towards(split_address(address, HEAD_PORT)[0])) or own_address()
@@ -203,9 +208,11 @@ def _join(address: str, timeout_s: float) -> None:
             socket.create_connection(split_address(address, HEAD_PORT), timeout=timeout_s).close()
         except OSError as error:
             raise RuntimeError(
-                f"rollout.ray_address is {address}, but nothing answers there ({error}); start Ray with `ray start --head`, "
-                "correct the address, set it to here for a cluster that other hosts join (`marsrl join`), or leave it out for "
-                "this machine alone"
+                f"rollout.ray_address is {address}, but nothing answers there ({error}); start Ray there with `ray start "
+                "--head`, "
+                "correct the address, set rollout.ray_address=here to start a cluster that other hosts join (`marsrl join`), "
+                "or omit "
+                "it to use this machine only"
             ) from error
     _, has_token = show_token()
     failure: list[BaseException] = []
@@ -216,13 +223,13 @@ def _join(address: str, timeout_s: float) -> None:
         except BaseException as error:  # re-raised in the caller's thread
             failure.append(error)
 
-    # ray.init would wait for minutes if something else than Ray listens there
+    # ray.init would wait for minutes if another program listens there.
     thread = threading.Thread(target=connect, name="marsrl-ray-init", daemon=True)
     thread.start()
     thread.join(timeout_s)
     if thread.is_alive() or failure:
         reason = f"no answer within rollout.ray_timeout_s = {timeout_s:g} s" if not failure else str(failure[0])
         raise RuntimeError(
-            f"rollout.ray_address is {address}, but no Ray cluster could be joined there ({reason}); check that it runs the "
+            f"rollout.ray_address is {address}, but joining a Ray cluster there failed ({reason}); check that it runs the "
             f"same Ray ({ray.__version__}) and Python, and its token: {has_token}"
         ) from (failure[0] if failure else None)

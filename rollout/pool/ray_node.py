@@ -1,8 +1,8 @@
-"""`marsrl join`: offers this host's engines to a trainer on another host, as a node of its rank 0's Ray cluster.
+"""`marsrl join`: makes this host a node of the Ray cluster of a trainer on another host, and offers it room for engines.
 
-    wait for the head -> `ray start --address HEAD --block` -> watch both -> the head has ended: leave; the node has: join again
+wait for the head -> `ray start --address HEAD --block` -> watch both; head ended: leave; node ended: join again
 
-The node ends with this process, however it ends; the node's engines end with it.
+The node, with its engines, ends with this process, however this process ends.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from marsrl.rollout.pool.ray_start import visible
 from marsrl.rollout.pool.ray_token import show_token
 
 _LOOK_S = 1.0
-_ANSWER_S = 3.0  # for the head's machine to answer
-_SAY_S = 30.0  # between two messages while waiting
-_SHORT_LIFE_S, _SHORT_LIVES = 30.0, 3  # so many nodes in a row that lived no longer: this host has none
-_REFUSALS = 3  # refused connections in a row: the head is gone
-_LEAVE_S = 10.0  # for engines to end by themselves
+_ANSWER_S = 3.0  # timeout for the head's machine to answer
+_SAY_S = 30.0  # interval between messages while waiting
+_SHORT_LIFE_S, _SHORT_LIVES = 30.0, 3  # after this many nodes in a row that lived no longer, give up
+_REFUSALS = 3  # this many refused connections in a row: the head is gone
+_LEAVE_S = 10.0  # time for engines to end by themselves
 _LOGS = "/tmp/ray/session_latest/logs"
 _PDEATHSIG = 1  # PR_SET_PDEATHSIG of prctl
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """This host's resources for engines. gpus: indices among those visible to this process; engines: slots on CPUs."""
+    """Resources of this host for engines. gpus: indices among those visible to this process; engines: slots on CPUs."""
 
     gpus: Sequence[int]
     engines: int
@@ -53,7 +53,7 @@ class Offer:
 
 
 def offer_of_this_host(gpus: Sequence[int] | None, engines: int | None) -> Offer:
-    """All GPUs (None), or the given ones; without GPUs, slots for engines on CPUs, 1 by default.
+    """Offer the given GPUs (None: all); without GPUs, slots for engines on CPUs, 1 by default.
 
     Raises ValueError: an unknown GPU, or slots besides GPUs.
     """
@@ -63,10 +63,12 @@ def offer_of_this_host(gpus: Sequence[int] | None, engines: int | None) -> Offer
     chosen = tuple(range(num_gpus)) if gpus is None else tuple(gpus)
     if not set(chosen) <= set(range(num_gpus)):
         raise ValueError(
-            f"--gpus is {','.join(map(str, chosen))}, and this host has {num_gpus} GPU(s), numbered from 0"
+            f"--gpus is {','.join(map(str, chosen))}, but this host has {num_gpus} GPU(s); expected indices from 0"
         )
     if engines is not None and (engines < 1 or chosen):
-        raise ValueError(f"--engines is {engines}; expected at least 1, on a host without GPUs: else use --gpus")
+        raise ValueError(
+            f"--engines is {engines}; expected at least 1, and only on a host without GPUs; with GPUs use --gpus"
+        )
     return Offer(chosen, 0 if chosen else engines or 1)
 
 
@@ -77,7 +79,7 @@ class JoinError(RuntimeError):
 def join(host: str, port: int, offer: Offer, *, wait_s: float, say: Callable[[str], None]) -> None:
     """Serve the cluster whose head is at host:port until it ends or this process is stopped.
 
-    wait_s: for the head to answer, at first and whenever it is silent.
+    wait_s: time for the head to answer, at first and whenever it is silent.
     say: called with each line of progress.
 
     Raises:
@@ -89,7 +91,9 @@ def join(host: str, port: int, offer: Offer, *, wait_s: float, say: Callable[[st
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # KeyboardInterrupt
     while head.is_awaited():
         own, began = address_towards(host) or "127.0.0.1", time.monotonic()
-        joined = f"{socket.gethostname()} ({own}) is part of the cluster at {head.name} with {offer}; Ctrl-C leaves it"
+        joined = (
+            f"{socket.gethostname()} ({own}) has joined the cluster at {head.name} with {offer}; press Ctrl-C to leave"
+        )
         with _started(head.name, own, offer) as (process, output):
             while not head.has_ended and (not head.is_there() or process.poll() is None):
                 if joined and _is_up(output):
@@ -100,22 +104,22 @@ def join(host: str, port: int, offer: Offer, *, wait_s: float, say: Callable[[st
             is_up, status = _is_up(output), process.poll()
         if head.has_ended:
             break
-        if not is_up and "timed out during startup" not in said:  # in Ray's own 30 s, too short for a busy machine
+        if not is_up and "timed out during startup" not in said:  # Ray's own 30 s are too short for a busy machine
             raise JoinError(
                 f"this host (Ray {ray.__version__}, Python {platform.python_version()}) could not join the cluster at "
-                f"{head.name} ({said or 'Ray said nothing'}); its token: {token}"
+                f"{head.name} ({said or 'no output from Ray'}); its token: {token}"
             )
         short_lives = short_lives + 1 if not is_up or time.monotonic() - began < _SHORT_LIFE_S else 0
         if short_lives == _SHORT_LIVES:
             raise JoinError(
-                f"Ray's node of this host ended {short_lives} times in a row ({said}); its logs are in {_LOGS}"
+                f"Ray's node of this host ended {short_lives} times in a row ({said}); see its logs in {_LOGS}"
             )
-        say(f"Ray's node of this host has ended with status {status} (its logs are in {_LOGS}); this host joins again")
+        say(f"Ray's node of this host has ended with status {status} (logs in {_LOGS}); joining again")
     say(f"the cluster at {head.name} has ended; {socket.gethostname()} leaves it")
 
 
 class _Head:
-    """The port of the trainer's Ray. has_ended: Ray listened there but no longer does."""
+    """Port of the trainer's Ray. has_ended: Ray listened there but no longer does."""
 
     def __init__(self, host: str, port: int, wait_s: float, say: Callable[[str], None]) -> None:
         self._address, self.name, self._wait_s, self._say = (host, port), f"{host}:{port}", wait_s, say
@@ -127,7 +131,7 @@ class _Head:
         return self._was_there and self._num_refusals >= _REFUSALS
 
     def is_awaited(self) -> bool:
-        """True once Ray listens there; False if it has ended."""
+        """Wait until Ray listens there and return True; return False if it has ended."""
         while not self.has_ended:
             if self.is_there():
                 return True
@@ -135,7 +139,7 @@ class _Head:
         return False
 
     def is_there(self) -> bool:
-        """Raises JoinError if nothing has answered for wait_s."""
+        """Return True if Ray listens there; JoinError if nothing has answered for wait_s."""
         now = time.monotonic()
         try:
             socket.create_connection(self._address, timeout=_ANSWER_S).close()
@@ -143,7 +147,7 @@ class _Head:
             return True
         except OSError as error:
             is_refused = isinstance(error, ConnectionRefusedError)
-            why = "no Ray listens there" if is_refused else str(error)
+            why = "Ray does not listen there" if is_refused else str(error)
             self._num_refusals = self._num_refusals + 1 if is_refused else 0
         left = self._answered + self._wait_s - now
         if left <= 0:
@@ -163,8 +167,10 @@ def _is_up(output: Path) -> bool:
 
 @contextlib.contextmanager
 def _started(where: str, own: str, offer: Offer) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
-    """Run a node of the cluster during the body: `ray start --block` and the file with its output. No process of it is left
-    afterwards."""
+    """Run a node of the cluster inside the block: `ray start --block`, and the file with its output.
+
+    No process of the node remains afterwards.
+    """
     words = [
         f"--address={where}",
         f"--node-ip-address={own}",
@@ -172,14 +178,14 @@ def _started(where: str, own: str, offer: Offer) -> Iterator[tuple[subprocess.Po
         f"--num-gpus={len(offer.gpus)}",
     ]
     words += [f"--resources={json.dumps({ENGINE_SLOT: offer.engines})}"] if offer.engines else []
-    # any port: Ray's default range is shared by all nodes of a machine
+    # Any port: all nodes of a machine share Ray's default range.
     words += ["--min-worker-port=0", "--max-worker-port=0", "--disable-usage-stats", "--block"]
     with tempfile.TemporaryDirectory(prefix="marsrl-join-") as folder:
         output = Path(folder) / "said"
         with visible(offer.gpus), output.open("wb") as file:
             process = subprocess.Popen(
                 [sys.executable, "-m", "ray.scripts.scripts", "start", *words],
-                env={"RAY_worker_niceness": "0", **os.environ},  # as for engines beside the trainer
+                env={"RAY_worker_niceness": "0", **os.environ},  # as for engines on the trainer's host
                 stdin=subprocess.DEVNULL, stdout=file, stderr=file,
                 start_new_session=True, preexec_fn=_end_with_parent,
             )  # fmt: skip
@@ -197,7 +203,7 @@ def _end_with_parent() -> None:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM to `ray start`, which ends its node; whatever is left after _LEAVE_S is killed, engines' processes too."""
+    """Send SIGTERM to `ray start`, which ends its node; kill what remains after _LEAVE_S, engines' processes too."""
     processes = [psutil.Process(process.pid)] if process.poll() is None else []
     for each in list(processes):
         processes += each.children(recursive=True)

@@ -1,4 +1,4 @@
-"""Starts a Ray cluster on this host with this process as driver; other hosts join it (ray_node.py)."""
+"""Start of a Ray cluster on this host with this process as driver; other hosts join it (ray_node.py)."""
 
 from __future__ import annotations
 
@@ -19,42 +19,45 @@ from marsrl.rollout.pool.addresses import own_address, split_address
 from marsrl.rollout.pool.ray_faults import note_processes
 
 _LOG = logging.getLogger(__name__)
-_NO_HEAD_S = 3600  # for Ray's processes to reconnect to gcs_server: `check_head` ends the run long before
-_SILENT_MS = 120_000  # until a connection is given up: with Ray's default a network cut of 20 s loses every engine
+_NO_HEAD_S = 3600  # time for Ray's processes to reconnect to gcs_server: `check_head` ends the run long before
+_SILENT_MS = 120_000  # until a connection counts as dead: with Ray's default, a network cut of 20 s loses every engine
 
 
 def listens_at(address: str | None, own_host: str | None) -> tuple[str, int]:
-    """(host, port) of a cluster started here; port 0: any."""
+    """Return (host, port) of a cluster started here; port 0: any."""
     if address is None:
         return "127.0.0.1", 0
     host, port = own_address(own_host), split_address(address, HEAD_PORT)[1]
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as free:
-        # as Ray does: the port of a cluster that just ended is usable
+        # As in Ray: the port of a cluster that just ended is usable.
         free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             free.bind((host, port))
         except OSError as error:
             raise RuntimeError(
-                f"rollout.ray_address is {address}, and port {port} of {host} is taken ({error.strerror}), by another run's Ray "
-                f"or `ray start` perhaps: end that, or set rollout.ray_address=here:{port + 1} and join there"
+                f"rollout.ray_address is {address}, but port {port} of {host} is taken ({error.strerror}), perhaps by another "
+                "run's Ray "
+                f"or `ray start`; end that, or set rollout.ray_address=here:{port + 1} and join there"
             ) from error
     return host, port
 
 
 @contextlib.contextmanager
 def own_sigterm() -> Iterator[None]:
-    """Keep SIGTERM this process's own business while it starts or joins Ray in the body.
+    """Keep this process's SIGTERM handling while Ray starts or is joined inside the block.
 
-    ray.init installs a handler, a stack dump and an abort: ours is put back. SIGTERM is blocked meanwhile, as Ray itself blocks
-    SIGINT, and Ray's processes inherit that: torchrun and Slurm send SIGTERM to all of them, and without a raylet the step
-    that is under way could not end.
+    ray.init installs a handler that dumps stacks and aborts: ours is restored. SIGTERM is blocked meanwhile, as Ray itself
+    blocks SIGINT, and Ray's processes inherit the block: torchrun and Slurm send SIGTERM to all processes, and without a raylet
+    the current step could not end.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     ours = signal.getsignal(signal.SIGTERM)
     try:
         yield
     finally:
-        if threading.current_thread() is threading.main_thread():  # no other may set a handler, and Ray knows that
+        if (
+            threading.current_thread() is threading.main_thread()
+        ):  # only the main thread may set a handler, as Ray knows
             signal.signal(signal.SIGTERM, ours)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
@@ -62,9 +65,9 @@ def own_sigterm() -> Iterator[None]:
 def start_head(object_store_mib: int, gpus: Sequence[int], where: tuple[str, int]) -> None:
     """Start a cluster's first node with this process as driver; `where`: its host and port (0: any)."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    # Ray's default, 15, makes rollouts wait for everything else on the host
+    # Ray's default, 15, makes rollouts wait for everything else on the host.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    os.environ.pop("RAY_ADDRESS", None)  # a cluster of our own: do not join a stranger's
+    os.environ.pop("RAY_ADDRESS", None)  # start our own cluster: do not join another one
     host, port = where
     for is_last in (False, False, True):
         before = set(psutil.Process().children(recursive=True))
@@ -82,11 +85,11 @@ def start_head(object_store_mib: int, gpus: Sequence[int], where: tuple[str, int
                     _system_config={
                         "gcs_rpc_server_reconnect_timeout_s": _NO_HEAD_S,
                         "grpc_keepalive_timeout_ms": _SILENT_MS,
-                        "prestart_worker_first_driver": False,  # idle workers: engines have an environment of their own
+                        "prestart_worker_first_driver": False,  # no idle workers: engines have their own environment
                     },
                 )
             break
-        except Exception as error:  # node.py waits a constant 30 s for the raylet: too short on a busy machine
+        except Exception as error:  # Ray waits a constant 30 s for the raylet, too short on a busy machine
             if "timed out during startup" not in str(error):
                 raise
             if is_last:
@@ -97,13 +100,13 @@ def start_head(object_store_mib: int, gpus: Sequence[int], where: tuple[str, int
             for process in set(psutil.Process().children(recursive=True)) - before:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
-            _LOG.warning("Ray did not start within its 30 s; it is started once more")
+            _LOG.warning("Ray did not start within its 30 s; starting it again")
     note_processes()
 
 
 @contextlib.contextmanager
 def visible(gpus: Sequence[int]) -> Iterator[None]:
-    """Restrict CUDA_VISIBLE_DEVICES to the given ones of its GPUs, for processes started in the body."""
+    """Restrict CUDA_VISIBLE_DEVICES to the given GPUs, for processes started inside the block."""
     if not gpus:
         yield
         return

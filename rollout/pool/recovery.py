@@ -1,14 +1,14 @@
-"""A lost engine is replaced by a new one that holds the weights of now, proven by their checksums.
+"""Replacement of a lost engine by a new one that holds the current weights, verified by checksums.
 
-Where its host is gone, and no other has a place, the policy's other engines go on without it until there is one (pool.py);
-a policy that has no other waits rollout.join_s for a place.
+If its host is gone and no other has room, the policy's other engines continue without it until one has (pool.py).
+A policy without another engine waits up to rollout.join_s for room.
 
-The weights come from the file of the last update, or, where the trainer's ranks sent them (sync.backend=nccl, ipc), from
-the ranks again (`feed`). Those may be in the middle of a step: then the new engine gets nothing to do until they are not.
-Adapters come from their files, after the weights.
+The weights come from the file of the last update or, if the trainer's ranks sent them (sync.backend=nccl, ipc), again from
+the ranks (`feed`). If those are in the middle of a step, the new engine gets no requests until they can send.
+Adapters are loaded from their files, after the weights.
 
-An engine is lost when its process has died, when it has not answered within rollout.deadline_s, when its decoding raised
-something that is no refusal, or when weights from the trainer's ranks did not get to it whole.
+An engine is lost when its process dies, does not answer within rollout.deadline_s, raises anything but a rejection while
+decoding, or does not receive all weights from the trainer's ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SETTLE_S = 10.0  # until resources freed by an actor or added by a node are coun
 
 @dataclass(slots=True)
 class Faults:
-    """Counts of recovered faults. resubmitted: requests decoded again; failed: given up."""
+    """Counts of recovered faults. resubmitted: requests decoded again; failed: abandoned ones."""
 
     engine_restarts: int = 0
     resubmitted: int = 0
@@ -38,18 +38,18 @@ class Faults:
 class Recovery:
     """Restarts engines and counts restarts.
 
-    name: of the policy. most: restarts allowed in a run; one more ends it.
-    tell: called with (replica, "restart", start, end) of each; time.time().
+    name: the policy's. most: restarts allowed in a run; one more ends it.
+    tell: called with (replica, "restart", start, end) after each restart; time.time().
     """
 
     def __init__(self, replicas: Replicas, name: str, most: int, tell: Callable[[int, str, float, float], None]):
         self._replicas, self._name, self._most, self._tell = replicas, name, most, tell
-        self._update: WeightUpdate | None = None  # current; None before the first
-        self._checksums: Sequence[Mapping[str, int]] = ()  # of each shard of an engine; all engines hold the same
+        self._update: WeightUpdate | None = None  # current weights; None before the first update
+        self._checksums: Sequence[Mapping[str, int]] = ()  # of each shard of an engine; equal for all engines
         self._adapters: dict[str, tuple[AdapterUpdate, Sequence[Mapping[str, int]]]] = {}  # the same, by adapter
         self.num_restarts = 0
         self.feed: Callable[[int], Timed | Lost | None] | None = None
-        self.needs_weights = set[int]()  # replicas with initial weights that need the current ones
+        self.needs_weights = set[int]()  # replicas that still have initial weights
 
     def note_weights(self, update: WeightUpdate, checksums: Sequence[Mapping[str, int]]) -> None:
         """Give new engines these weights from now on; each shard must report these checksums."""
@@ -72,7 +72,7 @@ class Recovery:
             self._replicas.stop(replica)
             if has_others and not self._replicas.has_place(SETTLE_S):
                 _log.warning(
-                    "policy %s: engine %d is lost: %s; no host has a place for it: the run goes on without it until one has",
+                    "policy %s: engine %d is lost: %s; no host has room for it; the run continues without it until one has",
                     self._name, replica, lost.reason,
                 )  # fmt: skip
                 self.needs_weights.discard(replica)
@@ -80,19 +80,20 @@ class Recovery:
             self.num_restarts += 1
             if self.num_restarts > self._most:
                 raise RuntimeError(
-                    f"engines of policy {self._name}: engine {replica} is lost ({lost.reason}), and they have been "
-                    f"restarted {self._most} times in this run (rollout.max_engine_restarts); what an engine said last "
-                    "is in Ray's logs (/tmp/ray/session_latest/logs); go on from the last checkpoint with run.resume=auto"
+                    f"engines of policy {self._name}: engine {replica} is lost ({lost.reason}) after {self._most} restarts in "
+                    "this "
+                    "run (rollout.max_engine_restarts); see its last output in Ray's logs "
+                    "(/tmp/ray/session_latest/logs), and resume from the last checkpoint with run.resume=auto"
                 )
-            _log.warning("policy %s: engine %d is lost: %s; it is restarted", self._name, replica, lost.reason)
+            _log.warning("policy %s: engine %d is lost: %s; restarting it", self._name, replica, lost.reason)
             lost = self.make(replica)
         end = time.time()
         self._tell(replica, "restart", start, end)
-        _log.warning("policy %s: engine %d is back after %.1f s", self._name, replica, end - start)
+        _log.warning("policy %s: engine %d is restored after %.1f s", self._name, replica, end - start)
         return True
 
     def make(self, replica: int) -> Lost | None:
-        """A new engine of this number with the current weights; Lost if it dies meanwhile."""
+        """Start a new engine of this number with the current weights; Lost if it dies meanwhile."""
         lost = self._replicas.restart(replica)
         if lost is None and (self._update is not None or self._adapters):
             self.needs_weights.add(replica)
@@ -102,7 +103,7 @@ class Recovery:
     def load(self, replica: int) -> Lost | None:
         """Load the current weights and adapters into a new engine, unless the trainer's ranks cannot send them now.
 
-        Lost if it dies meanwhile.
+        Returns Lost if it dies meanwhile.
         """
         if (update := self._update) is not None:
             answer: Timed | Lost | None
@@ -110,8 +111,8 @@ class Recovery:
                 answer = call_one(self._replicas, replica, "update_weights", (update,))
             elif self.feed is None:
                 raise RuntimeError(
-                    f"engines of policy {self._name}: engine {replica} is lost, no file has the weights of version "
-                    f"{update.version} that a new one could load, and no trainer is here to send them"
+                    f"engines of policy {self._name}: engine {replica} is lost, and the weights of version "
+                    f"{update.version} are neither in a file nor can a trainer send them; resume the run, or start again"
                 )
             elif (answer := self.feed(replica)) is None:
                 return None
@@ -133,7 +134,8 @@ class Recovery:
         wrong = [name for right, held in shards for name in {**right, **held} if held.get(name) != right.get(name)]
         if wrong or receipt.version != version:
             raise RuntimeError(
-                f"engines of policy {self._name}: engine {replica} was restarted with the {of} of version {version}, reports "
-                f"version {receipt.version} and does not hold what the others hold: {len(wrong)} of "
+                f"engines of policy {self._name}: engine {replica} was restarted with the {of} of version {version}, but "
+                "reports "
+                f"version {receipt.version} and other weights than the rest: {len(wrong)} of "
                 f"{sum(map(len, checksums))} tensors differ, first {', '.join(wrong[:3])}"
             )

@@ -1,4 +1,4 @@
-"""The interface between a pool and its engines, and its implementation for engines of this process.
+"""Interface between a pool and its engines, and its implementation for engines of this process.
 
     pool = EnginePool(LocalReplicas([engine]))
 
@@ -21,16 +21,16 @@ from marsrl.rollout.engines.protocol import DecodeRequest, Engine
 _SLICE_S = 0.05  # time slice of each engine of this process
 
 OnLost = Callable[[int, str], None]
-"""Told (replica, reason)."""
+"""Called with (replica, reason) of a lost engine."""
 
 
 def ignore_loss(replica: int, reason: str) -> None:
-    """Default on_lost: nobody waits for the lost engine."""
+    """Default on_lost: nothing waits for the lost engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """The result of an engine's method and its times. start, end: time.time() of the engine's process."""
+    """Result of an engine's method and its times. start, end: time.time() of the engine's process."""
 
     value: Any
     start: float
@@ -39,13 +39,13 @@ class Timed:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """An engine's answer if it is lost. reason: for messages."""
+    """Answer of a lost engine. reason: for messages."""
 
     reason: str
 
 
 def timed(function: Callable[[], Any]) -> Timed:
-    """Call the function and take its times."""
+    """Call the function and measure its times."""
     start = time.time()
     return Timed(function(), start, time.time())
 
@@ -53,7 +53,7 @@ def timed(function: Callable[[], Any]) -> Timed:
 class Replicas(ABC):
     """The engines of one policy, numbered from 0. A number may have no engine: stopped, or waiting for room.
 
-    can_restart: False for engines in this process, which share its fate: none is ever Lost.
+    can_restart: False for engines in this process, which die with it, so that none is ever Lost.
     takes: resources of one host that each engine takes, by Ray's names; empty: there is always room.
     """
 
@@ -62,28 +62,30 @@ class Replicas(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """Number of replicas, with those that have no engine now."""
+        """Number of replicas, including those without an engine now."""
 
     @abstractmethod
     def call(
         self, method: str, arguments: Mapping[int, tuple[Any, ...]], on_lost: OnLost = ignore_loss
     ) -> Mapping[int, Timed | Lost]:
-        """Call method(*arguments[i]) on each replica i with arguments, concurrently if possible. on_lost: called with a
-        lost one at once, before the others have answered."""
+        """Call method(*arguments[i]) on each replica i with arguments, concurrently if possible.
+
+        on_lost: called at once with a lost replica, before the others have answered.
+        """
 
     def restart(self, replica: int) -> Lost | None:
-        """Kill what is left of an engine and start a new one with initial weights. Lost if that fails too.
+        """Kill what remains of an engine, and start a new one with initial weights. Lost if that fails too.
 
         The next number adds an engine.
         """
         raise NotImplementedError
 
     def stop(self, replica: int) -> None:
-        """Kill what is left of an engine; its resources are free."""
+        """Kill what remains of an engine, which frees its resources."""
         raise NotImplementedError
 
     def has_place(self, within_s: float) -> bool:
-        """True if there is room for one more engine within within_s."""
+        """Return True if there is room for one more engine within within_s."""
         raise NotImplementedError
 
     @abstractmethod
@@ -94,18 +96,18 @@ class Replicas(ABC):
     def collect(
         self, busy: Sequence[int], timeout_s: float, *, is_urgent: bool = True
     ) -> Sequence[tuple[int, Timed | Lost]]:
-        """Results of busy replicas: (replica, list of results), waiting at most timeout_s for the first.
+        """Return results of busy replicas: (replica, list of results), waiting at most timeout_s for the first.
 
-        is_urgent: a result may trigger further requests. Else it is handed over when that is cheapest.
+        is_urgent: a result may trigger further requests. Otherwise it is returned when that is cheapest.
         """
 
     @abstractmethod
     def abort(self, busy: Sequence[int], adapter: str | None = None) -> None:
-        """Have these replicas' requests that use the adapter (None: all) return with the next results, as far as decoded."""
+        """Have these replicas return requests that use the adapter (None: all) with the next results, as far as decoded."""
 
     @abstractmethod
     def num_decoded(self, within_s: float) -> list[int]:
-        """Tokens so far, by replica; the last known number of an engine that does not answer within_s."""
+        """Return the tokens decoded so far, by replica; the last known number of an engine that does not answer within_s."""
 
     @abstractmethod
     def close(self) -> None:

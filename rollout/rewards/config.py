@@ -1,4 +1,4 @@
-"""Settings of judges: processes (`task_options` of a run) or a model (`judge`). Import-light: pydantic only."""
+"""Settings of judges: processes (a run's `task_options`) or a model (`judge`). Imports only pydantic."""
 
 from __future__ import annotations
 
@@ -10,31 +10,35 @@ from marsrl.rollout.config import CountOr0, Ranks, Seconds, Settings, Share, Tok
 
 
 class JudgeOptions(Settings):
-    """Judgement of answers in processes of their own."""
+    """Judging of answers in separate processes."""
 
     workers: Ranks = Field(2, description="judge processes")
-    timeout_s: Seconds = Field(10.0, description="a judgement that takes longer is ended: a missing reward")
-    max_answer_chars: Tokens = Field(2000, description="a longer answer is wrong")
+    timeout_s: Seconds = Field(
+        10.0, description="limit of a judgement; a longer one is ended and its reward is missing"
+    )
+    max_answer_chars: Tokens = Field(2000, description="maximum answer length; longer answers are wrong")
 
 
 class JudgeConfig(Settings):
-    """A language model that judges answers in place of the task, by the protocol of Humanity's Last Exam."""
+    """Language model that judges answers instead of the task, by the protocol of Humanity's Last Exam."""
 
-    policy: str = Field(description="name under `policies` of a frozen one, whose engines or server judge")
+    policy: str = Field(description="name under `policies` of a frozen policy, whose engines or server judge")
     when: Literal["evaluate", "always"] = "evaluate"
-    """answers of evaluations alone, or of training too; the task judges the others"""
-    temperature: float = Field(0.0, ge=0, description="of the first draw; 0 takes the most likely token")
+    """answers that the model judges: those of evaluations only, or also of training; the task judges the others"""
+    temperature: float = Field(0.0, ge=0, description="temperature of the first draw; 0: greedy")
     retries: int = Field(2, ge=0, le=100)
-    """further draws, at temperature 0.7 or more, where a judgement cannot be read"""
-    max_response_tokens: Tokens = Field(1024, description="of a judgement; a longer one is unreadable")
+    """further draws, at temperature 0.7 or more, if a judgement is unreadable"""
+    max_response_tokens: Tokens = Field(1024, description="maximum judgement length; longer ones are unreadable")
     max_input_tokens: Tokens = 8192
-    """of what the judge reads; an answer that does not fit in it is wrong"""
-    max_answer_chars: Tokens = Field(2000, description="a longer answer is wrong, and not asked about")
+    """maximum length of the judge's prompt; an answer that does not fit is wrong"""
+    max_answer_chars: Tokens = Field(
+        2000, description="maximum answer length; longer answers are wrong, without a judgement"
+    )
     timeout_s: Seconds = 600.0
-    """an answer that is not judged by then, retries included, has no reward"""
+    """time limit of a judgement, retries included; a later one is missing, and so is its reward"""
     max_missing_share: Share = 0.2
-    """share of answers without a judgement; with more of them the run stops"""
+    """maximum share of answers without a judgement; beyond it the run stops"""
     cache_entries: CountOr0 = 100_000
-    """judgements kept, those used last: the same answer is judged once; 0: none"""
+    """cache size in judgements, least recently used dropped first: equal answers are judged once; 0: no cache"""
     template_options: dict[str, bool | str] = Field(default_factory=dict)
-    """of the judge's chat template (Qwen3: enable_thinking)"""
+    """chat template options of the judge (Qwen3: enable_thinking)"""

@@ -1,8 +1,8 @@
-"""The judge protocol of Humanity's Last Exam (arXiv 2501.14249): the judge's prompt, and the parser of its completion.
+"""Judge protocol of Humanity's Last Exam (arXiv 2501.14249): the judge's prompt, and the parser of its completion.
 
 The judge sees question, answer and reference and writes the fields extracted_final_answer, reasoning, correct (yes or no)
-and confidence, a line each. The prompt is in our own words. The texts may try to manipulate the judge or the parser: each stands
-between two lines with a mark that its author cannot know, and only the judge's own completion is parsed.
+and confidence, one per line. The prompt's wording is our own. The texts may try to manipulate the judge or the parser: each is
+enclosed in two lines with a mark that its author cannot know, and only the judge's own completion is parsed.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Unreadable(ValueError):
 
 
 def judge_messages(question: str, answer: str, references: Sequence[str], secret: int) -> tuple[Message, ...]:
-    """The chat that asks for a judgement of this answer. secret: the mark is derived from it and the texts."""
+    """Build the chat that asks for a judgement of this answer. secret: the mark is derived from it and the texts."""
     reference = references[0] if len(references) == 1 else _SEVERAL + "\n".join(references)
     texts = {"question": question, "answer": answer, "reference": reference}
     told = "\0".join([str(secret), *texts.values()]).encode("utf-8", "replace")
@@ -75,11 +75,12 @@ def judge_messages(question: str, answer: str, references: Sequence[str], secret
 
 
 def read_judgement(text: str) -> Judgement:
-    """The judgement in the visible part of a judge's whole completion. Linear in its length.
+    """Parse the judgement in the visible part of a judge's whole completion. Linear in its length.
 
-    Strict: exactly one line is the field `correct`, its value yes or no alone (any case, Markdown around it, a full stop);
-    the other fields occur at most once, and extracted_final_answer and reasoning before it. So a judge that copies fields from
-    its input is not believed. Unreadable: the completion breaks these rules.
+    Strict: exactly one line must be the field `correct`, with only yes or no as value (any case, Markdown around it, a full
+    stop).
+    The other fields may occur once, and extracted_final_answer and reasoning only before it. So a judge that copies fields from
+    its input is rejected. Raises Unreadable: the completion breaks these rules.
     """
     found: dict[str, str] = {}
     for line in unicodedata.normalize("NFKC", text).split("\n"):  # full-width colons; only \n ends a line
@@ -88,13 +89,13 @@ def read_judgement(text: str) -> Judgement:
             continue
         name = match[1].lower()
         if name in found:
-            raise Unreadable(f"it has more than one line `{name}:`")
+            raise Unreadable(f"found more than one line `{name}:`")
         if "correct" in found and name != "confidence":
-            raise Unreadable(f"its line `{name}:` comes after `correct:`")
+            raise Unreadable(f"the line `{name}:` comes after `correct:`")
         found[name] = match[2].strip()
     if "correct" not in found:
-        raise Unreadable("it has no line `correct:`")
+        raise Unreadable("no line `correct:`")
     said = _YES_NO.fullmatch(found["correct"])
     if said is None:
-        raise Unreadable("its `correct:` is neither yes nor no alone")
+        raise Unreadable("`correct:` is not exactly yes or no")
     return Judgement(said[1].lower() == "yes", found.get("reasoning", ""))

@@ -1,6 +1,6 @@
 """Judges of answers, and processes in which a judge may hang or crash.
 
-A comparison of two answers may hang (sympy ignores signals in places) or crash, and so may a user's own judge; answers are
+A comparison of two answers may hang (sympy ignores signals in places) or crash, and so may a user's judge; answers are
 hostile input. RewardPool makes each judgement in a worker process (rollout/worker_process.py), which is killed and replaced
 at the deadline.
 """
@@ -25,22 +25,24 @@ from marsrl.rollout.worker_process import Answer, Crashed, Failed, NotStarted, W
 _log = logging.getLogger(__name__)
 
 Judge = Callable[[Problem, str], Future[Reward]]
-"""Begins to judge an answer to a problem. An answer that cannot be judged gets a missing reward. An exception in the future is
-not the answer's fault and ends the run."""
+"""Judge that starts to judge an answer to a problem.
+
+An answer that cannot be judged gets a missing reward. An exception in the future is not caused by the answer and ends the
+run."""
 
 MATH_JUDGE = f"{__name__}:math_judge"
 _MEMORY_BYTES = 4 << 30
 
 
 def known(reward: Reward) -> Future[Reward]:
-    """A judgement that is already known."""
+    """Wrap a reward that is already known."""
     future: Future[Reward] = Future()
     future.set_result(reward)
     return future
 
 
 def judge_processes(number: int, load: str, arguments: Mapping[str, object]) -> WorkerPool:
-    """Worker processes with the judges' limits, in which sets and hashes have the same order each time."""
+    """Create worker processes with the judges' limits, in which sets and hashes have a fixed order."""
     return WorkerPool(number, load, arguments, _MEMORY_BYTES, {**os.environ, "PYTHONHASHSEED": "0"})
 
 
@@ -51,8 +53,8 @@ class RewardPool:
             reward = pool.submit(problem, r"\\frac{1}{2}").result()
 
     Args:
-        judge: "module:function", importable by a fresh interpreter; called with `arguments` (plain values) it returns the judge,
-            (problem, answer) -> a reward in [0, 1]. Ours needs a reference answer.
+        judge: "module:function", importable by a fresh interpreter. Called with `arguments` (plain values), it returns the
+            judge, (problem, answer) -> a reward in [0, 1]. The built-in judge needs a reference answer.
     """
 
     def __init__(
@@ -65,16 +67,18 @@ class RewardPool:
         given = {"path": judge, "arguments": dict(arguments or {})}
         self._processes = judge_processes(self._options.workers, f"{__name__}:load_judge", given)
         self._threads = ThreadPoolExecutor(self._options.workers, "marsrl-rewards")
-        self._told: set[str] = set()  # kinds of failures
+        self._told: set[str] = set()  # kinds of failures already logged
 
     def submit(self, problem: Problem, answer: str) -> Future[Reward]:
-        """Begin a judgement. The future is cancelled, or fails with CancelledError, if the pool closes first; it fails with
+        """Start a judgement.
+
+        The future is cancelled, or fails with CancelledError, if the pool closes first; it fails with
         RuntimeError if no judge process starts. Raises RuntimeError after `close`.
         """
         if problem.answer is None and self._judge == MATH_JUDGE:
             return known(Reward(MISSING, MISSING, note=f"problem {problem.id} has no reference answer"))
         if len(answer) > (most := self._options.max_answer_chars):
-            return known(Reward(0.0, 0.0, note=f"an answer of {len(answer)} characters; at most {most}"))
+            return known(Reward(0.0, 0.0, note=f"the answer has {len(answer)} characters; at most {most} allowed"))
         return self._threads.submit(self._judged, problem, answer)
 
     def close(self) -> None:
@@ -84,7 +88,7 @@ class RewardPool:
         self._threads.shutdown()
 
     def _judged(self, problem: Problem, answer: str) -> Reward:
-        """The reward of an answer; runs in one of the pool's threads."""
+        """Return the reward of an answer; runs in one of the pool's threads."""
         try:
             request = {"problem": problem, "answer": answer}
             reply = self._processes.ask(request, timeout_s=self._options.timeout_s)
@@ -93,7 +97,8 @@ class RewardPool:
                 raise CancelledError from error
             if isinstance(error, NotStarted):
                 raise RuntimeError(
-                    f"the judge process {error}: can {sys.executable} import {self._judge}? (its own message is on stderr)"
+                    f"the judge process {error}; check that {sys.executable} can import {self._judge} (see its message on "
+                    "stderr)"
                 ) from error
             why = f"took over {self._options.timeout_s:g} s and was killed"
             if isinstance(error, Crashed):
@@ -105,11 +110,13 @@ class RewardPool:
         return Reward(value, value, {"answer": value})
 
     def _missing(self, why: str) -> Reward:
-        """A missing reward; the log has the first of each kind."""
+        """Return a missing reward; log the first of each kind."""
         kind = ":".join(why.split(":", 2)[:2])  # failed: KeyError
         if kind not in self._told:
             self._told.add(kind)
-            _log.warning("the judge %s: that reward is missing, as others will be (reward/<agent>/missing)", why)
+            _log.warning(
+                "the judge %s, so the reward is missing; further cases are only counted (reward/<agent>/missing)", why
+            )
         return Reward(MISSING, MISSING, note=f"the judge {why}")
 
 
@@ -121,14 +128,14 @@ def math_judge() -> Callable[[Problem, str], bool]:
 
 
 def _checked(value: object) -> float:
-    """The judge's return value if it is a valid reward; ValueError for anything else, including NaN."""
+    """Return the judge's value if it is a valid reward; ValueError for anything else, including NaN."""
     if isinstance(value, Real | np.bool_) and 0 <= float(value) <= 1:
         return float(value)
-    raise ValueError(f"it returned {value!r:.60}, expected a number from 0 to 1")
+    raise ValueError(f"returned {value!r:.60}; expected a number from 0 to 1")
 
 
 def load_judge(path: str, arguments: Mapping[str, object]) -> Answer:
-    """The worker's answering function. path, arguments: as in RewardPool."""
+    """Load the worker's answering function. path, arguments: as in RewardPool."""
     module, _, function = path.partition(":")
     judge = getattr(importlib.import_module(module), function)(**arguments)
     return lambda asked: {"reward": _checked(judge(Problem(**asked["problem"]), asked["answer"]))}

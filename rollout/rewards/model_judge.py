@@ -1,12 +1,11 @@
-"""A language model as the judge: takes answers, returns futures of rewards, while other agents decode.
+"""Language model as judge: takes answers, returns futures of rewards, while other agents decode.
 
-    submit -> judged before, or under way? -> prompt (hle.py) -> the policy's engines -> read -> yes 1, no 0
-                                                    ^                              '-> unreadable: drawn again
-                                                    '------- judge.retries times ------------'   then missing
+    submit -> cached or pending? -> prompt (hle.py) -> the policy's engines -> parse -> yes 1, no 0
+                                                        ^                        '-> unreadable: drawn again
+                                                        '------ judge.retries times ------'   then missing
 
-Answers are hostile, the judge's output is untrusted, and its server may be down or hang: any failure is a missing reward with
-a note, and counted; too_many_missing reports an excessive share of them. The engines belong to the judge, whose thread drives
-them.
+Answers are hostile, the judge's output is untrusted, and its server may be down or hang. Any failure is counted and becomes a
+missing reward with a note; too_many_missing reports an excessive share of them. The judge's thread alone drives its engines.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from marsrl.rollout.rewards.judge import Judge, known
 from marsrl.rollout.seed import derive_seed
 from marsrl.rollout.types import MISSING, Finish, IntArray, Problem, Reward
 
-_VERSION = 0  # of a frozen policy, for ever
+_VERSION = 0  # a frozen policy's version never changes
 _COLLECT_S = 0.05  # longest wait for results, and so the longest delay of a new answer
 _RETRY_TEMPERATURE = 0.7  # at 0 the model would repeat itself
 _MOST_SHOWN = 200  # characters of the judge's text in a message or note
@@ -43,7 +42,7 @@ _Key = tuple[str, str, str]  # question, reference, answer
 
 
 class _Draw(NamedTuple):
-    """A draw under way. result: cancelled if its judgement is given up."""
+    """A pending draw. result: cancelled if its judgement is abandoned."""
 
     request: DecodeRequest
     purpose: Purpose
@@ -51,7 +50,7 @@ class _Draw(NamedTuple):
 
 
 class ModelJudge:
-    """Judges answers by a frozen policy, in a separate thread. See the module.
+    """Judge of answers by a frozen policy, in a separate thread; see the module.
 
         judge = ModelJudge(pool, renderer, JudgeConfig(policy="judge"), own=task.judge, seed=0)
         judge.submit(problem, "Lima", "evaluate").result()
@@ -75,14 +74,14 @@ class ModelJudge:
         self.pool, self.config = pool, config
         self._renderer, self._own, self._seed, self._right_answers = renderer, own, seed, right_answers
         self._changed = threading.Condition()  # guards what both threads use:
-        self._open: dict[_Key, Future[Judgement]] = {}  # that further calls with the same answer can join
-        self._kept: OrderedDict[_Key, Future[Judgement]] = OrderedDict()  # the least recently used first
+        self._open: dict[_Key, Future[Judgement]] = {}  # pending judgements, which calls with the same answer join
+        self._kept: OrderedDict[_Key, Future[Judgement]] = OrderedDict()  # cache, least recently used first
         self._counts: dict[Purpose, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-        # of each answer since the last too_many_missing: why it has no judgement, "" where it has one
+        # For each answer since the last too_many_missing: why it has no judgement, or "".
         self._reasons: dict[Purpose, list[str]] = defaultdict(list)
         self._error: Exception | None = None
         self._is_closed = False
-        # The event loop's own.
+        # Used only by the event loop.
         self._loop, self._closing = asyncio.new_event_loop(), asyncio.Event()
         self._due: list[DecodeRequest] = []
         self._drawing: dict[str, _Draw] = {}  # by uid
@@ -92,19 +91,21 @@ class ModelJudge:
         self._thread.start()
 
     def serves(self, purpose: Purpose) -> bool:
-        """True if the model judges answers of episodes with this purpose (judge.when)."""
+        """Return True if the model judges answers of episodes with this purpose (judge.when)."""
         return self.config.when == "always" or purpose != "train"
 
     def submit(self, problem: Problem, answer: str, purpose: Purpose) -> Future[Reward]:
-        """Begin a judgement. The future is cancelled if the judge closes first.
+        """Start a judgement. The future is cancelled if the judge closes first.
 
-        RuntimeError: the judge is closed, or its engines are lost for good.
+        Raises RuntimeError: the judge is closed, or its engines are lost for good.
         """
         if problem.answer is None:
             return known(Reward(MISSING, MISSING, note=f"problem {problem.id} has no reference answer"))
         most = self.config.max_answer_chars
         if len(answer) > most:
-            return known(Reward(0.0, 0.0, {"answer": 0.0}, f"an answer of {len(answer)} characters; at most {most}"))
+            return known(
+                Reward(0.0, 0.0, {"answer": 0.0}, f"the answer has {len(answer)} characters; at most {most} allowed")
+            )
         own, reward = self._own(problem, answer), Future[Reward]()
         with self._changed:
             if self._is_closed:
@@ -116,10 +117,10 @@ class ModelJudge:
         return reward
 
     def take_counts(self, purpose: Purpose) -> dict[str, float]:
-        """Metrics since the last call, judge/...; {} if the model judges no such answers.
+        """Return metrics since the last call, judge/...; {} if the model judges no such answers.
 
         calls: answers; cached: those judged before, or shared with a pending judgement. compared: judged answers that the task
-        judged too; agreed: those with equal judgements. seconds: sum of the times from answer to judgement.
+        also judged; agreed: those with equal judgements. seconds: total time from answers to judgements.
         """
         if not self.serves(purpose):
             return {}
@@ -128,9 +129,9 @@ class ModelJudge:
         return {f"judge/{name}": counts.get(name, 0.0) for name in _COUNTED}
 
     def too_many_missing(self, purpose: Purpose, at_least: int = 1) -> str:
-        """A message if more than judge.max_missing_share of the answers since the last check have no judgement; otherwise "".
+        """Return a message if over judge.max_missing_share of the answers since the last check have no judgement; otherwise "".
 
-        at_least: with fewer answers the check is postponed.
+        at_least: the check is postponed until there are this many answers.
         """
         with self._changed:
             reasons = self._reasons[purpose]
@@ -141,12 +142,12 @@ class ModelJudge:
         if len(missing) <= most * len(reasons):
             return ""
         return (
-            f"the judge (judge.policy={self.config.policy}) left {len(missing)} of {len(reasons)} answers without a judgement, "
-            f"more than judge.max_missing_share = {most:g}; the last one: {missing[-1]}"
+            f"the judge (judge.policy={self.config.policy}) did not judge {len(missing)} of {len(reasons)} answers, "
+            f"more than judge.max_missing_share = {most:g}; the last reason: {missing[-1]}"
         )
 
     def sleep(self) -> None:
-        """As EnginePool.sleep, after all draws have ended: abandoned ones occupy their engine too."""
+        """Sleep as EnginePool.sleep does, after all draws have ended: abandoned ones also occupy their engine."""
         with self._changed:
             self._changed.wait_for(lambda: self._error is not None or not (self._open or self._drawing))
         self.pool.sleep(keeps_weights=True)
@@ -161,7 +162,7 @@ class ModelJudge:
         self._thread.join()
 
     def _judgement(self, key: _Key, purpose: Purpose) -> Future[Judgement]:
-        """The cached or pending judgement of the same answer, else a new one. Requires the lock."""
+        """Return the cached or pending judgement of the same answer, or start a new one. Requires the lock."""
         counts = self._counts[purpose]
         counts["calls"] += 1
         if key in self._kept or key in self._open:
@@ -214,14 +215,14 @@ class ModelJudge:
             runner.run(self._closing.wait())
 
     async def _judge(self, key: _Key, purpose: Purpose) -> Judgement:
-        """A new judgement. Raises Unreadable: there is none, or none in time; the engine's later answer is dropped."""
+        """Make a new judgement. Raises Unreadable: there is none, or none in time; a later result of the engine is dropped."""
         said, began = None, time.monotonic()
         try:
             async with asyncio.timeout(self.config.timeout_s) as limit:
                 said = await self._drawn(key, purpose)
             return said
         except TimeoutError:
-            if not limit.expired():  # the engines' own
+            if not limit.expired():  # the engines' own timeout
                 raise
             raise Unreadable(f"no judgement within judge.timeout_s = {self.config.timeout_s:g} s") from None
         finally:
@@ -235,35 +236,37 @@ class ModelJudge:
                 self._changed.notify_all()
 
     async def _drawn(self, key: _Key, purpose: Purpose) -> Judgement:
-        """The first judgement that can be read, of 1 + judge.retries draws."""
+        """Return the first readable judgement of 1 + judge.retries draws."""
         question, reference, answer = key
         most = self.config.max_input_tokens
         prompt, text = self._prompt(question, answer, reference)
         if len(prompt) > most:
-            found = f"what it would read has {len(prompt)} tokens, more than judge.max_input_tokens = {most}"
-            # an answer too long by itself is wrong; a long question or reference is a missing judgement
+            found = f"the judge's prompt would have {len(prompt)} tokens, more than judge.max_input_tokens = {most}"
+            # An answer that is too long by itself is wrong; a long question or reference makes the judgement missing.
             if len(self._prompt(question, "", reference)[0]) <= most:
                 return Judgement(False, found)
             raise Unreadable(found)
         starts_in_thought = text.rstrip().endswith(THINK_OPEN)
         for number in range(1, self.config.retries + 2):
             result = await self._decoded(prompt, key, purpose, number)
-            if result.finish is Finish.ERROR:  # the engine has tried again by itself
-                raise Unreadable(f"no answer: {_shown(result.error)}")
+            if result.finish is Finish.ERROR:  # the engine has already retried
+                raise Unreadable(f"the engine failed: {_shown(result.error)}")
             said = self._renderer.decode(result.token_ids) if result.text is None else result.text
             try:
                 if result.finish is not Finish.STOP:
-                    raise Unreadable(f"it is cut off after {len(result.token_ids)} tokens (judge.max_response_tokens)")
+                    raise Unreadable(
+                        f"the judgement is cut off after {len(result.token_ids)} tokens (judge.max_response_tokens)"
+                    )
                 spoken = visible(said, starts_in_thought)
                 if spoken is None:
-                    raise Unreadable("it is a thought without an end")
+                    raise Unreadable("its <think> block is never closed")
                 return read_judgement(spoken)
             except Unreadable as error:
                 unread = Unreadable(f"{error}: {_shown(said)}")
         raise unread
 
     async def _decoded(self, prompt: IntArray, key: _Key, purpose: Purpose, number: int) -> DecodeResult:
-        """A judgement's draw of this number, from 1."""
+        """Decode one draw of a judgement. number: from 1."""
         self._num_requests += 1
         uid, temperature = f"judge/{self._num_requests}", self.config.temperature
         if number > 1:
@@ -313,7 +316,7 @@ class ModelJudge:
             counts["cached_tokens"] += result.num_cached_tokens
             counts["output_tokens"] += num_drawn
             counts["engine_restarts"] += faults.engine_restarts
-        if not draw.result.done():  # else given up in the meantime
+        if not draw.result.done():  # otherwise abandoned meanwhile
             draw.result.set_result(result)
 
     def _prompt(self, question: str, answer: str, reference: str) -> tuple[IntArray, str]:
@@ -322,5 +325,5 @@ class ModelJudge:
 
 
 def _shown(text: str) -> str:
-    """The end of an untrusted text, where a judgement says yes or no, as one line without control characters."""
+    """Return the end of an untrusted text, where a judgement says yes or no, as one line without control characters."""
     return repr(text if len(text) <= _MOST_SHOWN else f"... {text[-_MOST_SHOWN:]}")

@@ -1,1 +1,1 @@
-"""Problems, and the judgement of answers."""
+"""Tasks: problems, and judges of answers."""

@@ -1,9 +1,9 @@
-"""The built-in task: the last digit of a chain of + - * operations, one word an operation and its result.
+"""Built-in task: the last digit of a chain of + - * operations, one word per operation and one per result.
 
     problem   a 3 b *7 c *7 d -5 e -9
     solution  a = 3 b *7 = 1 c *7 = 7 d -5 = 2 e -9 = 3 Answer: 3
 
-Multipliers are 3, 7 and 9 only: they are invertible modulo 10, so no slip is multiplied away.
+Multipliers are only 3, 7 and 9: they are invertible modulo 10, so that no slip is multiplied away.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _WORDS = (
     *("Answer:", "Verdict:", "correct", "wrong", "grade", "fix"),
 )
 ARITHMETIC_TOKENIZER = WordTokenizer((*_WORDS, *"0123456789", *LETTERS, *OPERATIONS), gaps=" +", apart="\n")
-"""64 words, one id each."""
+"""Vocabulary of 64 words, one id each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,19 +61,19 @@ class Chain:
 
 
 def apply(value: int, operation: str) -> int:
-    """The last digit of `value operation`."""
+    """Return the last digit of `value operation`."""
     sign, operand = operation[0], int(operation[1:])
     result = value + operand if sign == "+" else value - operand if sign == "-" else value * operand
     return result % 10
 
 
 def is_held_out(question: str) -> bool:
-    """True for a tenth of all questions, which are never trained on."""
+    """Return True for a tenth of all questions, which are never trained on."""
     return zlib.crc32(question.encode()) % 10 == 0
 
 
 def draw_chain(rng: random.Random, options: ArithmeticOptions, held_out: bool) -> Chain:
-    """A chain of the training split, or of the held-out one."""
+    """Draw a chain of the training split, or of the held-out one."""
     while True:
         signs = [rng.choice("+-*") for _ in range(rng.randint(options.min_operations, options.max_operations))]
         operations = tuple(s + (rng.choice(MULTIPLIERS) if s == "*" else str(rng.randint(1, 9))) for s in signs)
@@ -83,7 +83,7 @@ def draw_chain(rng: random.Random, options: ArithmeticOptions, held_out: bool) -
 
 
 def arithmetic_task(options: ArithmeticOptions) -> Task:
-    """Chains with exact judgement: an answer is the right digit or wrong."""
+    """Build the task of chains, with exact judgement: an answer is the right digit or wrong."""
 
     def problems(seed: int) -> ProblemSource:
         return lambda n: draw_chain(random.Random(f"arithmetic/{seed}/{n}"), options, held_out=False).problem()

@@ -1,6 +1,6 @@
-"""Traces of a mediocre team about chains, for the warm start.
+"""Traces of a mediocre team on chains, for the warm start.
 
-The tutors slip on purpose, for RL to remove the slips. Recipe and constants: docs/cpu_default.md.
+The tutors slip on purpose; RL is to remove the slips. Recipe and constants: docs/cpu_default.md.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from marsrl.rollout.tasks.config import ArithmeticOptions, ArithmeticSlips
 from marsrl.rollout.tasks.word_tokenizer import Trace
 from marsrl.rollout.types import Message
 
-_MOST_TRIES = 1000  # of a solution that the Verifier flags
+_MOST_TRIES = 1000  # maximum tries for a solution that the Verifier flags
 
 
 def solver_trace(rng: random.Random, chain: Chain, slip: float, options: ArithmeticOptions) -> Trace:
@@ -22,10 +22,10 @@ def solver_trace(rng: random.Random, chain: Chain, slip: float, options: Arithme
 
 
 def team_traces(rng: random.Random, chain: Chain, slips: ArithmeticSlips, options: ArithmeticOptions) -> list[Trace]:
-    """Solver, Verifier and Corrector on one chain; the Corrector's input is always a flagged solution.
+    """Write the traces of Solver, Verifier and Corrector on one chain; the Corrector's input is always a flagged solution.
 
-    There is no Corrector if the tutors slip so rarely that none is flagged in _MOST_TRIES, as in a chain of * with slip_multiply
-    0.
+    The Corrector is missing if the tutors slip so rarely that no solution is flagged in _MOST_TRIES, as in a chain of * with
+    slip_multiply 0.
     """
     solution = _solution(rng, chain, slips.slip_solver, options)
     is_hard = rng.random() < slips.hard_claims
@@ -48,14 +48,14 @@ def team_traces(rng: random.Random, chain: Chain, slips: ArithmeticSlips, option
 
 
 def table_drill(rng: random.Random) -> Trace:
-    """One operation on a digit, written as a solution's line: the table that all else builds on."""
+    """Write one operation on a digit as a line of a solution: the table that everything else builds on."""
     value, operation = rng.randrange(10), rng.choice(OPERATIONS)
     letter = rng.choice(LETTERS[1:-1])
     return Trace(None, f"= {value} {letter} {operation} =", str(apply(value, operation)), ends=False)
 
 
 def equality_drill(rng: random.Random) -> Trace:
-    """The end of a report, which compares two digits; they are equal in half of the drills."""
+    """Write the end of a report, which compares two digits; they are equal in half of the drills."""
     said = rng.randrange(10)
     got = said if rng.random() < 0.5 else rng.randrange(10)
     return Trace(None, f"got {got} said {said} Verdict:", "correct" if got == said else "wrong")
@@ -66,7 +66,7 @@ def _prompt(role: Role, chain: Chain, solution: str = "", report: str = "") -> t
 
 
 def _work(rng: random.Random, chain: Chain, slip: float, options: ArithmeticOptions) -> tuple[str, int]:
-    """The lines of a calculation with slips, and its result."""
+    """Return the lines of a calculation with slips, and its result."""
     weights = {"+": options.slip_add, "-": options.slip_subtract, "*": options.slip_multiply}
     mean = sum(weights.values()) / 3 or 1.0
     value = chain.start

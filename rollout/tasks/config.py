@@ -112,7 +112,7 @@ class ArithmeticOptions(Settings):
     def _lengths_agree(self) -> ArithmeticOptions:
         if self.min_operations > self.max_operations:
             raise ValueError(
-                f"task_options.min_operations is {self.min_operations}, above task_options.max_operations = "
+                f"task_options.min_operations is {self.min_operations}; expected at most task_options.max_operations = "
                 f"{self.max_operations}"
             )
         return self
@@ -155,10 +155,12 @@ class FactsOptions(Settings):
     @model_validator(mode="after")
     def _settings_agree(self) -> FactsOptions:
         if self.min_hops > self.max_hops:
-            raise ValueError(f"task_options.min_hops is {self.min_hops}, above task_options.max_hops = {self.max_hops}")
+            raise ValueError(
+                f"task_options.min_hops is {self.min_hops}; expected at most task_options.max_hops = {self.max_hops}"
+            )
         if self.wording == "terse" and self.people > 40:
             raise ValueError(
-                f"task_options.people is {self.people}, and with task_options.wording=terse there are 40 names; set 40 or fewer"
+                f"task_options.people is {self.people}, but task_options.wording=terse has 40 names; set 40 or fewer"
             )
         return self
 

@@ -28,13 +28,13 @@ ANSWER_KEYS = (
 )
 _SHARD = re.compile(r"-\d+-of-\d+")  # train-00000-of-00002.parquet
 _SPLITS = ("train", "test", "validation", "valid", "val", "dev")
-_MOST_SHOWN = 5  # answers in a warning
+_MOST_SHOWN = 5  # answers listed in a warning
 _THOUSANDS = re.compile(r"\s*[-+$]*\d{1,3}(,\d{3})+(\.\d+)?\s*")
 
 
 @dataclass(frozen=True, slots=True)
 class ReadResult:
-    """problems in file order; num_bad rows were skipped. warnings: about problems left out because of their answers."""
+    """Problems in file order. num_bad: skipped rows. warnings: about problems left out because of their answers."""
 
     problems: tuple[Problem, ...]
     num_bad: int
@@ -49,14 +49,15 @@ def read_problems(
     on_bad_line: Literal["error", "skip"] = "error",
     on_placeholder: Literal["skip", "keep"] = "skip",
 ) -> ReadResult:
-    """Every problem of a file or dataset directory. Keys not given are inferred from the first readable row.
+    """Read all problems of a file or dataset directory. Keys not given are inferred from the first readable row.
 
-    Ids are file name and line, so they are stable while the file is unchanged. Problems whose answer is a placeholder are left
-    out and counted, unless on_placeholder keeps them.
+    Ids are file name and line, so they are stable while the file is unchanged. Problems whose answer is a placeholder are
+    skipped
+    and counted, unless on_placeholder keeps them.
     """
     problems: list[Problem] = []
     placeholders: Counter[str] = Counter()
-    num_bad, first = 0, "it is empty"
+    num_bad, first = 0, "the file is empty"
     for row in read_problem_rows(path, task, question_key, answer_key):
         if isinstance(row.problem, Problem):
             if on_placeholder == "skip" and has_placeholder(row.problem):
@@ -66,24 +67,24 @@ def read_problems(
             continue
         message = f"{row.file}:{row.line}: {row.problem}"
         if on_bad_line == "error":
-            raise ValueError(f"{message} (data.on_bad_line=skip leaves such lines out)") from row.problem
+            raise ValueError(f"{message}; correct the line, or set data.on_bad_line=skip") from row.problem
         num_bad += 1
         first = message if num_bad == 1 else first
     warnings: tuple[str, ...] = ()
     if num_left_out := placeholders.total():
         most = ", ".join(f"{answer!r} {count:,}" for answer, count in placeholders.most_common(_MOST_SHOWN))
         warnings = (
-            f"{path}: {num_left_out:,} of {num_left_out + len(problems):,} problems are left out, because their answer is a "
-            f"placeholder that any completion can repeat ({most}); data.on_placeholder=keep keeps them",
+            f"{path}: {num_left_out:,} of {num_left_out + len(problems):,} problems are skipped, because their answer is a "
+            f"placeholder that any completion can repeat ({most}); set data.on_placeholder=keep to keep them",
         )
     if not problems:
         why = f"{f'{num_bad} bad lines; first: ' if num_bad else ''}{first}" if num_bad or not warnings else warnings[0]
-        raise ValueError(f"{path} holds no problem: {why}")
+        raise ValueError(f"{path} has no problems: {why}")
     return ReadResult(tuple(problems), num_bad, warnings)
 
 
 def has_placeholder(problem: Problem) -> bool:
-    """True if the problem has a reference answer, and all of them are placeholders (proof, not found)."""
+    """Return True if the problem has a reference answer, and all of its right answers are placeholders (proof, not found)."""
     return problem.answer is not None and all(map(is_placeholder, _right_answers_of(problem)))
 
 
@@ -91,7 +92,7 @@ def has_placeholder(problem: Problem) -> bool:
 class ProblemRow:
     """A row of a file with its problem, or the reason why it has none.
 
-    fields: {} if the line is no valid row. keys: of question and answer; "" if not found.
+    fields: {} if the line is not a valid row. keys: of question and answer; "" if not found.
     """
 
     file: Path
@@ -104,7 +105,7 @@ class ProblemRow:
 def read_problem_rows(
     path: str | Path, task: str, question_key: str | None = None, answer_key: str | None = None
 ) -> Iterator[ProblemRow]:
-    """Every row of a file or dataset directory, in order. Keys not given are inferred from the first readable row."""
+    """Yield every row of a file or dataset directory, in order. Keys not given are inferred from the first readable row."""
     for file in data_files(Path(path)):
         for line, row in _rows(file):
             found: Problem | BadLine
@@ -121,14 +122,14 @@ def read_problem_rows(
 
 
 def problem_of(uid: str, row: Mapping[str, object], task: str, keys: tuple[str, str]) -> Problem:
-    """The problem of a row; keys: of its question and its answer. Raises BadLine if it has none."""
+    """Read the problem of a row; keys: of its question and its answer. Raises BadLine if it has none."""
     question = _question(lookup(row, keys[0]), keys[0])
     found = lookup(row, keys[1])
     return Problem(uid, question, _answers(found, keys[1]) if task == "qa" else _answer(found, keys[1]), task)
 
 
 def fingerprint(problems: Sequence[Problem]) -> dict[str, int | str]:
-    """{"problems": number, "sum": checksum of questions and answers in order}: identifies a set of problems."""
+    """Return {"problems": number, "sum": checksum of questions and answers in order}, which identifies a set of problems."""
     told = hashlib.blake2b(digest_size=8)
     for problem in problems:
         told.update(json.dumps([problem.question, problem.answer]).encode())
@@ -136,14 +137,14 @@ def fingerprint(problems: Sequence[Problem]) -> dict[str, int | str]:
 
 
 def one_spaced(text: str) -> str:
-    """The text with single spaces for runs of white space, stripped: equal for texts that differ only in white space."""
+    """Collapse runs of white space to single spaces and strip: equal for texts that differ only in white space."""
     return " ".join(text.split())
 
 
 def repeats(problems: Sequence[Problem], key: str) -> list[str]:
-    """Warnings about questions that occur several times in one file or dataset, ignoring white space; [] without any.
+    """Return warnings about questions that occur several times in one file or dataset, ignoring white space.
 
-    key: the setting that names the file.
+    key: setting that names the file.
     """
     seen: dict[str, dict[str, Problem]] = {}
     num_same, first = 0, None
@@ -159,19 +160,20 @@ def repeats(problems: Sequence[Problem], key: str) -> list[str]:
     if first is not None:
         one, other = ((problem.id, (problem.answer or "")[:40]) for problem in first)
         said.append(
-            f"{key}: {sum(len(answers) > 1 for answers in seen.values())} question(s) stand there with different answers, first "
-            f"{one[0]} (answer {one[1]!r}) and {other[0]} ({other[1]!r}): where they mean different things, one of them rewards "
-            "what is wrong; remove it"
+            f"{key}: {sum(len(answers) > 1 for answers in seen.values())} question(s) occur with different answers, first "
+            f"{one[0]} (answer {one[1]!r}) and {other[0]} ({other[1]!r}); if the answers differ in meaning, remove the wrong "
+            "one, "
+            "which would be rewarded"
         )
     if num_same:
-        said.append(f"{key}: {num_same} problem(s) repeat an earlier one, question and answer")
+        said.append(f"{key}: {num_same} problem(s) repeat an earlier question and answer")
     return said
 
 
 def shared_answers(problems: Sequence[Problem], key: str) -> list[str]:
-    """A warning for each file in which suspiciously many problems have one answer (placeholders.shared); [] without any.
+    """Return a warning for each file in which suspiciously many problems share an answer (placeholders.shared).
 
-    key: the setting that names the file.
+    key: setting that names the file.
     """
     by_file: dict[str, list[Problem]] = {}
     for problem in problems:
@@ -182,13 +184,13 @@ def shared_answers(problems: Sequence[Problem], key: str) -> list[str]:
             most = ", ".join(f"{answer[:40]!r} of {count:,}" for answer, count in found[:_MOST_SHOWN])
             warnings.append(
                 f"{key}: one answer is right for many of the {len(own):,} problems{f' of {file}' if file else ''}: {most}. A "
-                "policy can learn to repeat it; where it is no answer, remove these problems"
+                "policy can learn to repeat it; remove these problems if it is not a real answer"
             )
     return warnings
 
 
 def in_epochs(problems: Sequence[Problem], seed: int) -> ProblemSource:
-    """Endless draws from a fixed list: each epoch yields every problem once, in its own seeded order."""
+    """Return endless draws from a fixed list: each epoch yields every problem once, in its own seeded order."""
 
     @lru_cache(maxsize=1)
     def order(epoch: int) -> list[int]:
@@ -200,54 +202,62 @@ def in_epochs(problems: Sequence[Problem], seed: int) -> ProblemSource:
 
 
 def draw_held_out(problems: Sequence[Problem], num_problems: int | None, task: str, seed: int) -> list[Problem]:
-    """A seeded draw without replacement, in the order of the list; all problems for None or a larger number."""
+    """Draw problems without replacement (seeded), in the order of the list; all problems for None or a larger number."""
     order = random.Random(f"{task}/held-out/{seed}").sample(range(len(problems)), len(problems))
     return [problems[index] for index in sorted(order[:num_problems])]
 
 
 def data_files(path: Path) -> list[Path]:
-    """The data files behind a path, in order."""
+    """Return the data files behind a path, in order."""
     if path.is_file():
         return [path]
     if not path.is_dir():
         raise ValueError(
-            f"data: {path} does not exist; give a jsonl or parquet file or a Hugging Face dataset directory (nothing is "
-            "downloaded; to get one: hf download OWNER/NAME --repo-type dataset --local-dir NAME)"
+            f"data: {path} does not exist; expected a jsonl or parquet file or a Hugging Face dataset directory (to download "
+            "one: "
+            "hf download OWNER/NAME --repo-type dataset --local-dir NAME)"
         )
     if (path / "dataset_dict.json").is_file():
         path = path / _split(path, json.loads((path / "dataset_dict.json").read_text("utf-8"))["splits"])
-    if (path / "state.json").is_file():  # save_to_disk: names its shards in order
+    if (path / "state.json").is_file():  # save_to_disk: lists its shards in order
         state = json.loads((path / "state.json").read_text("utf-8"))
         if state.get("_indices_data_files"):
-            raise ValueError(f"data: {path} was saved with an indices mapping; call flatten_indices() before saving it")
+            raise ValueError(
+                f"data: {path} was saved with an indices mapping, which is unsupported; call flatten_indices() and save it "
+                "again"
+            )
         return [path / Path(shard["filename"]).name for shard in state["_data_files"]]
     for ending in ("arrow", "parquet", "jsonl"):
         if found := sorted(path.glob(f"*.{ending}")):
             split_of = {file: name for file in found if (name := _SHARD.sub("", file.stem)) in _SPLITS}
             split = _split(path, sorted({*split_of.values()})) if split_of else None
             return [file for file in found if split_of.get(file, split) == split]
-    # two levels: all below a home or a disk would take minutes
+    # Two levels: searching all of a home or a disk would take minutes.
     below = (f"{folder}/*.{ending}" for folder in ("*", "*/*") for ending in ("arrow", "parquet", "jsonl"))
     folders = sorted({file.parent for pattern in below for file in path.glob(pattern)})
-    known = f"; give one of the folders that do: {', '.join(map(str, folders[:8]))}" if folders else ""
-    raise ValueError(f"data: {path} holds no arrow, parquet or jsonl files{known}")
+    known = f"; set one of the folders below it that have some: {', '.join(map(str, folders[:8]))}" if folders else ""
+    raise ValueError(f"data: {path} has no arrow, parquet or jsonl files{known}")
 
 
 def _split(path: Path, splits: Sequence[str]) -> str:
-    """The split that is read, of those in a folder: train where it is one of them."""
+    """Return the split to read among those in a folder: train if it exists."""
     if len(splits) > 1 and "train" not in splits:
-        raise ValueError(f"data: {path} has the splits {', '.join(splits)}; give the file or folder of one of them")
+        raise ValueError(
+            f"data: {path} has the splits {', '.join(splits)} but no train; set the file or folder of one split"
+        )
     return "train" if "train" in splits else splits[0]
 
 
 def _rows(file: Path) -> Iterator[tuple[int, Mapping[str, object] | BadLine]]:
-    """(line number from 1, row or the reason why it is invalid)."""
+    """Yield (line number from 1, row or BadLine)."""
     if file.suffix in (".parquet", ".arrow"):
         yield from enumerate(_table_rows(file), start=1)
     elif file.suffix in (".jsonl", ".json", ".ndjson"):
         yield from read_rows(file)
     else:
-        raise ValueError(f"data: {file} is neither .jsonl, .json, .parquet nor .arrow, not compressed")
+        raise ValueError(
+            f"data: {file} has an unknown format; expected an uncompressed .jsonl, .json, .parquet or .arrow file"
+        )
 
 
 def _table_rows(file: Path) -> Iterator[Mapping[str, object]]:
@@ -261,7 +271,7 @@ def _table_rows(file: Path) -> Iterator[Mapping[str, object]]:
                     yield from batch.to_pylist()
             return
         with pa.memory_map(str(file)) as source:
-            is_file = source.read(6) == b"ARROW1"  # as polars writes it; `datasets` writes streams
+            is_file = source.read(6) == b"ARROW1"  # file format of polars; `datasets` writes streams
             source.seek(0)
             if is_file:
                 reader = pa.ipc.open_file(source)
@@ -275,7 +285,7 @@ def _table_rows(file: Path) -> Iterator[Mapping[str, object]]:
 
 
 def lookup(row: Mapping[str, object], key: str) -> object:
-    """row[key]; a dotted key descends into nested objects. None if it is missing."""
+    """Return row[key]; a dotted key descends into nested objects. None if it is missing."""
     if key in row:
         return row[key]
     value: object = row
@@ -289,13 +299,13 @@ def _find_key(row: Mapping[str, object], candidates: Sequence[str], option: str)
         if lookup(row, key) is not None:
             return key
     found = ", ".join(map(str, row))
-    for name, value in row.items():  # {"data": [...]}, as load_dataset(field="data") reads it
+    for name, value in row.items():  # {"data": [...]}, as read by load_dataset(field="data")
         inner = value[0] if isinstance(value, list) and value else None
         if isinstance(inner, Mapping) and any(lookup(inner, key) is not None for key in candidates):
             raise BadLine(
-                f"{name} is a list of problems (found {found}); expected that list alone in the file: [{{...}}, {{...}}]"
+                f"{name} is a list of problems (found {found}); expected only that list in the file: [{{...}}, {{...}}]"
             )
-    raise BadLine(f"none of {', '.join(candidates)} is there (found {found}); set {option}")
+    raise BadLine(f"found the keys {found}; expected one of {', '.join(candidates)}, or the key's name in {option}")
 
 
 def _question(value: object, key: str) -> str:
@@ -304,25 +314,25 @@ def _question(value: object, key: str) -> str:
         if roles != ["user"]:
             raise BadLine(
                 f"{key} is a chat of {', '.join(roles)[:200] or 'no turns'}; expected the question's text, or a list of one "
-                "user's message, which agents are asked within prompts of their own: what a system message says belongs there "
-                "(agents.<name>.prompt); to ask a longer chat, join its turns into one text"
+                "user message. Put a system message into the agents' prompts "
+                "(agents.<name>.prompt); join the turns of a longer chat into one text"
             )
         value = value[0].get("content")
     if not isinstance(value, str) or not value.strip():
-        raise BadLine(f"the question is {_kind(value)}, expected text")
+        raise BadLine(f"the question is {_kind(value)}; expected text")
     return well_formed(value, "the question")
 
 
 def _answer(value: object, key: str) -> str:
     if isinstance(value, list):
         if len(value) != 1:
-            raise BadLine(f"the answer ({key}) is a list of {len(value)}, expected one answer")
+            raise BadLine(f"the answer ({key}) is a list of {len(value)}; expected one answer")
         value = value[0]
     if isinstance(value, bool) or value is None or not isinstance(value, str | int | float):
-        raise BadLine(f"the answer ({key}) is {_kind(value)}, expected text or a number")
+        raise BadLine(f"the answer ({key}) is {_kind(value)}; expected text or a number")
     if isinstance(value, float):
         if not math.isfinite(value):
-            raise BadLine(f"the answer ({key}) is {value}, expected a finite number")
+            raise BadLine(f"the answer ({key}) is {value}; expected a finite number")
         return str(int(value)) if value.is_integer() else repr(value)
     text = str(value)
     if "####" in text:  # GSM8K: a worked solution, then the final answer
@@ -331,33 +341,33 @@ def _answer(value: object, key: str) -> str:
     elif key.rpartition(".")[2] == "solution":
         boxed = boxed_answer(text)
         if boxed is None:
-            raise BadLine("the solution has no \\boxed{} final answer")
+            raise BadLine("the solution has no final answer in \\boxed{}; expected one")
         text = boxed
     if not text.strip():
-        raise BadLine(f"the answer ({key}) is empty")
+        raise BadLine(f"the answer ({key}) is empty; expected text")
     return well_formed(text.strip(), f"the answer ({key})")
 
 
 def _answers(value: object, key: str) -> str:
-    """A question's right answers as one reference (see `reference`)."""
+    """Combine a question's right answers into one reference (see `reference`)."""
     answers = value if isinstance(value, list) else [value]
     if not answers:
-        raise BadLine(f"the answer ({key}) is an empty list, expected at least one text")
+        raise BadLine(f"the answer ({key}) is an empty list; expected at least one text")
     for each in answers:
         if isinstance(each, bool) or not isinstance(each, str | int | float) or not str(each).strip():
-            raise BadLine(f"the answer ({key}) is {_kind(each)}, expected text or a number, or a list of them")
+            raise BadLine(f"the answer ({key}) is {_kind(each)}; expected text or a number, or a list of them")
     return reference([well_formed(str(each).strip(), f"the answer ({key})") for each in answers])
 
 
 def reference(answers: Sequence[str]) -> str:
-    """Problem.answer for these right answers: the only one, or a JSON list."""
+    """Return Problem.answer for these right answers: the only one, or a JSON list."""
     if len(answers) == 1 and not answers[0].startswith("["):
         return answers[0]
     return json.dumps(list(dict.fromkeys(answers)), ensure_ascii=False)
 
 
 def right_answers(reference: str) -> list[str]:
-    """The right answers in a reference."""
+    """Return the right answers in a reference."""
     if reference.startswith("["):
         try:
             answers = json.loads(reference)

@@ -1,8 +1,8 @@
-"""The built-in questions' tokenizers, and traces of mediocre teams about them, for the warm start.
+"""Tokenizers of the built-in questions, and traces of mediocre teams on them, for the warm start.
 
-Every lesson has another world, so that a policy learns to read search results, not facts. An agent that reads a fact repeats it
-before it uses it (`home tarn <answer> tarn </answer>`): the first word is the choice, the second a copy. The tutors slip on
-purpose, in the choice, for RL to remove the slips. A trace ends after a slip.
+Every lesson has another world, so that a policy learns to read search results instead of facts. An agent repeats a fact before
+it uses it (`home tarn <answer> tarn </answer>`): the first word is a choice, the second a copy. The tutors slip on
+purpose in the choice; RL is to remove the slips. A trace ends after a slip.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ FACTS_TOKENIZER = _tokenizer(
 )
 
 SEARCH_CALL = ('{"tool":"search","arguments":{"query":"', '"},"purpose":"', '"}')
-"""The text before a query, before its purpose, and after it."""
+"""Texts before a query, before its purpose, and after it."""
 PYTHON_CALL = ('{"tool":"python","arguments":{"code":"print', '"}}')
-"""The text before the printed expression, and after it."""
+"""Texts before and after the printed expression."""
 
 PURPOSE = "What is looked for:"
-"""The text before a call's purpose in System 1's prompt (prompt_sets/facts.yaml)."""
+"""Text before a call's purpose in System 1's prompt (prompt_sets/facts.yaml)."""
 
 CALLS_TOKENIZER = _tokenizer(
     *_tags("tool_call", "tool_response", "answer"),
@@ -49,15 +49,16 @@ CALLS_TOKENIZER = _tokenizer(
 
 
 def another_world(rng: random.Random, options: FactsOptions) -> World:
-    """Another world of the same size, with other facts."""
+    """Draw another world of the same size, with other facts."""
     return World(options.model_copy(update={"world_seed": rng.randrange(2**31)}))
 
 
 def search_traces(rng: random.Random, world: World, slips: SearchSlips) -> list[Trace]:
-    """All traces of a team on one question, in order.
+    """Write all traces of a team on one question, in order.
 
-    A premature yes is ignored and the team goes on as after a no, because there is no right answer to teach an Answer agent
-    without the fact. A query for the wrong fact ends the traces.
+    A premature yes is ignored, and the team continues as after a no: without the fact there is no right answer to teach an
+    Answer
+    agent. A query for the wrong fact ends the traces.
     """
     problem = world.draw(rng, held_out=False)
     steps = world.steps(problem)
@@ -70,7 +71,7 @@ def search_traces(rng: random.Random, world: World, slips: SearchSlips) -> list[
         traces.append(Trace(role, prompt_set("facts").fill(role, problem=problem.question, found=report), completion))
 
     def read(number: int, slip: float) -> tuple[str, str]:
-        """The relation and value of a step or, by a slip, of another fact in the same document."""
+        """Return the relation and value of a step or, by a slip, of another fact in the same document."""
         entity, relation, _ = steps[number]
         relation = slipped(rng, world, entity, relation, slip)
         return relation, world.facts[entity, relation]
@@ -92,14 +93,14 @@ def search_traces(rng: random.Random, world: World, slips: SearchSlips) -> list[
 
 
 def slipped(rng: random.Random, world: World, entity: str, relation: str, slip: float) -> str:
-    """The relation or, with this probability, another one in the same document."""
+    """Return the relation or, with probability `slip`, another one in the same document."""
     if rng.random() < slip:
         return rng.choice([other for name, other in world.facts if name == entity and other != relation])
     return relation
 
 
 def reading_drill(rng: random.Random, world: World, num_documents: int, num_questions: int = 6) -> Trace:
-    """Documents found in turn, and questions about facts in the last, answered without slips."""
+    """Write documents found in turn, and questions about facts in the last one, answered without slips."""
     documents = rng.sample(world.documents, num_documents)
     facts = [(relation, value) for (name, relation), value in world.facts.items() if name == documents[-1].title]
     report = "\n".join(map(_found, documents))
@@ -110,12 +111,12 @@ def reading_drill(rng: random.Random, world: World, num_documents: int, num_ques
 
 
 def _found(document: Document) -> str:
-    """A search for a document's title with its result, as shown to the team."""
+    """Format a search for a document's title with its result, as shown to the team."""
     return searched(document.title, "\n".join(rendered([document])))
 
 
 def call_traces(rng: random.Random, world: World, slips: DualSystemSlips) -> list[Trace]:
-    """All traces of both systems on one question, in order; one for each turn of System 2."""
+    """Write all traces of both systems on one question, in order; one for each turn of System 2."""
     problem = world.draw(rng, held_out=False)
     calculation = Calculation.of(problem)
     prompts = prompt_set("facts")
@@ -151,7 +152,7 @@ def call_traces(rng: random.Random, world: World, slips: DualSystemSlips) -> lis
 
 
 def _called(rng: random.Random, slips: DualSystemSlips, call: str) -> tuple[str, bool]:
-    """(a call in its tag, True if it is complete): by a slip it lacks its last piece."""
+    """Return (a call in its tag, True if it is complete); by a slip it lacks its last piece."""
     is_whole = rng.random() >= slips.slip_call
     return f"<tool_call> {call if is_whole else call.rpartition(' ')[0]} </tool_call>", is_whole
 
@@ -165,7 +166,7 @@ def _went_on(chat: tuple[Message, ...], said: str, response: str) -> tuple[Messa
 
 
 def distilling_drill(rng: random.Random, world: World) -> Trace:
-    """A document, read for several purposes in turn without slips."""
+    """Write a document that is read for several purposes in turn without slips."""
     document = rng.choice(world.documents)
     facts = [(relation, value) for (name, relation), value in world.facts.items() if name == document.title]
     turns = [

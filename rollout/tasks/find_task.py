@@ -1,4 +1,4 @@
-"""Tasks that list their problems: a user's OwnTask by FILE.py:CLASS, and reasoning_gym."""
+"""Tasks that list their problems: users' OwnTask classes by FILE.py:CLASS, and reasoning_gym."""
 
 from __future__ import annotations
 
@@ -17,22 +17,24 @@ REASONING_GYM = "reasoning_gym"
 
 
 def lists_problems(task: str) -> bool:
-    """True for a task that is an OwnTask: a user's, and reasoning_gym."""
+    """Return True for a task that is an OwnTask: a user's, or reasoning_gym."""
     return is_own(task) or task == REASONING_GYM
 
 
 def find_own_task(name: str) -> type[OwnTask]:
-    """The class FILE.py:CLASS, or that of reasoning_gym; ValueError says what is wrong with it."""
+    """Load the class FILE.py:CLASS, or that of reasoning_gym; ValueError explains what is wrong with it."""
     if name == REASONING_GYM:
         check_installed("task=reasoning_gym", "reasoning_gym", extra="reasoning_gym")
         return ReasoningGym
     kind = own_class("task", name, OwnTask)
     if not issubclass(kind.Options, OwnTask.Options):
-        raise ValueError(f"task is {name!r}: {kind.__name__}.Options does not extend OwnTask.Options")
+        raise ValueError(
+            f"task is {name!r}: {kind.__name__}.Options does not extend OwnTask.Options; make it a subclass"
+        )
     if kind.prompts not in set_names():
         raise ValueError(
-            f"task is {name!r}: {kind.__name__}.prompts: no prompt set is called {kind.prompts!r}; there are "
-            f"{', '.join(set_names())}; a file goes to agents.<name>.prompt"
+            f"task is {name!r}: {kind.__name__}.prompts is {kind.prompts!r}; expected one of "
+            f"{', '.join(set_names())}. Set a prompt file in agents.<name>.prompt"
         )
     if not kind.name:
         kind.name = kind.__name__
@@ -42,28 +44,28 @@ def find_own_task(name: str) -> type[OwnTask]:
 def make_own_task(
     name: str, options: OptionValues, train: Sequence[Problem] = (), held_out: Sequence[Problem] = ()
 ) -> OwnTask:
-    """The user's task with these task_options and data; ValueError if they are invalid or its own code fails."""
+    """Build the user's task with these task_options and data; ValueError if they are invalid or its code fails."""
     kind = find_own_task(name)
     checked = read_settings(kind.Options, options, "task_options.", f"task {kind.name}: ")
     try:
         return kind(checked, train, held_out)
     except Exception as error:
-        raise ValueError(f"task is {name!r}: making {kind.__name__} raises {type(error).__name__}: {error}") from error
+        raise ValueError(f"task is {name!r}: {kind.__name__}(...) raises {type(error).__name__}: {error}") from error
 
 
 def own_problems(
     name: str, options: OptionValues, train: Sequence[Problem], held_out: Sequence[Problem]
 ) -> tuple[list[Problem], list[Problem]]:
-    """(problems to train on, problems to evaluate on) of the user's task, given those of data.train and data.eval.
+    """Return (training problems, evaluation problems) of the user's task, given those of data.train and data.eval.
 
-    ValueError: its code fails, or does not return a list of problems.
+    Raises ValueError: its code fails, or does not return a list of problems.
     """
     task = make_own_task(name, options, train, held_out)
     return _listed(name, task, "problems"), _listed(name, task, "held_out")
 
 
 def own_judge(task: str, options: OptionValues) -> Callable[[Problem, str], float]:
-    """`reward` of the user's task, for a judge process."""
+    """Return `reward` of the user's task, for a judge process."""
     return make_own_task(task, options).reward
 
 
@@ -74,12 +76,12 @@ def _listed(name: str, task: OwnTask, method: str) -> list[Problem]:
     except Exception as error:
         raise ValueError(f"{where} raises {type(error).__name__}: {error}") from error
     if not isinstance(found, list | tuple):
-        raise ValueError(f"{where} returns {type(found).__name__}, expected a list of (question, answer) or of Problem")
+        raise ValueError(f"{where} returns {type(found).__name__}; expected a list of (question, answer) or of Problem")
     problems = [_problem(task.name, f"{where}[{i}]", f"{method}:{i + 1}", each) for i, each in enumerate(found)]
     if len({problem.id for problem in problems}) < len(problems):
-        raise ValueError(f"{where} has two problems with the same id, expected one id each")
+        raise ValueError(f"{where} has two problems with the same id; expected unique ids")
     if not problems and method == "problems":
-        raise ValueError(f"{where} is empty: return some, or set data.train, whose problems it returns by default")
+        raise ValueError(f"{where} is empty; return problems, or set data.train, whose problems it returns by default")
     return problems
 
 
@@ -89,11 +91,11 @@ def _problem(task: str, where: str, uid: str, item: object) -> Problem:
     elif isinstance(item, tuple | list) and len(item) == 2:
         problem = Problem(uid, item[0], item[1], task)
     else:
-        raise ValueError(f"{where} is {item!r:.80}, expected (question, answer) or a Problem")
+        raise ValueError(f"{where} is {item!r:.80}; expected (question, answer) or a Problem")
     is_text = isinstance(problem.question, str) and isinstance(problem.answer, str | None)
     if not is_text or not problem.question.strip() or not isinstance(problem.id, str):
         raise ValueError(
-            f"{where} is {item!r:.80}, expected a question, an answer and an id as text (the answer may be None)"
+            f"{where} is {item!r:.80}; expected a question, an answer and an id as text (the answer may be None)"
         )
     well_formed(f"{problem.question}{problem.answer}", where)
     return problem

@@ -1,9 +1,9 @@
-"""`task: reasoning_gym`: problems that reasoning-gym draws, and its scorers (PyPI: reasoning-gym; the extra reasoning_gym).
+"""`task: reasoning_gym`: problems drawn by reasoning-gym, and its scorers (PyPI: reasoning-gym; the extra reasoning_gym).
 
     task_options: {dataset: chain_sum, min_terms: 2, size: 1000, seed: 0}
 
-Some of its data sets depend on the hash seed of Python (word_ladder, ransom_note, ...), so problems are drawn in a process with a
-fixed one, as judges are. A judge draws a problem again by its id: scorers need more than its question and answer.
+Some of its datasets depend on Python's hash seed (word_ladder, ransom_note, ...), so problems are drawn in a process with a
+fixed one, as in judge processes. A judge redraws a problem by its id: scorers need more than its question and answer.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ from marsrl.rollout.tasks.own_task import OwnTask
 from marsrl.rollout.types import Problem
 from marsrl.rollout.worker_process import Answer, Failed, NotStarted
 
-_DRAW_S = 600.0  # seconds for all problems; most data sets draw a thousand in one
+_DRAW_S = 600.0  # timeout for drawing all problems; most datasets draw a thousand in a second
 
 
 class ReasoningGym(OwnTask):
-    """Problems of one data set, or of several by weight: dataset=composite."""
+    """Problems of one dataset, or of several by weight: dataset=composite."""
 
     name = "reasoning_gym"
     prompts = "qa"  # asks for an answer between <answer> tags, which may have several lines
 
     class Options(JudgeOptions):
-        """task_options of reasoning_gym. All others are settings of the data set."""
+        """Settings of reasoning_gym under task_options. All others are settings of the dataset."""
 
         model_config = ConfigDict(extra="allow")
 
-        dataset: str = Field(description="chain_sum, for example; composite: several, by `datasets`")
-        size: Count = Field(1000, description="problems drawn to train on; repeated and held-out ones are left out")
-        seed: int = Field(0, ge=0, lt=2**31, description="of the problems to train on")
-        eval_size: Count = Field(200, description="problems drawn to evaluate on; repeated ones are left out")
-        eval_seed: int = Field(2**30, ge=0, lt=2**31, description="of the problems to evaluate on")
+        dataset: str = Field(description="for example chain_sum; composite: several, listed in `datasets`")
+        size: Count = Field(1000, description="training problems to draw; repeated and held-out ones are removed")
+        seed: int = Field(0, ge=0, lt=2**31, description="seed of the training problems")
+        eval_size: Count = Field(200, description="evaluation problems to draw; repeated ones are removed")
+        eval_seed: int = Field(2**30, ge=0, lt=2**31, description="seed of the evaluation problems")
 
         @model_validator(mode="after")
         def _draws_are_apart(self) -> ReasoningGym.Options:
             first, second = sorted([(self.seed, self.size), (self.eval_seed, self.eval_size)])
-            if second[0] < sum(first):  # reasoning-gym draws problem i of a data set by seed + i
+            if second[0] < sum(first):  # reasoning-gym draws problem i of a dataset by seed + i
                 raise ValueError(
                     f"task_options.seed={self.seed} with size={self.size} and eval_seed={self.eval_seed} with "
                     f"eval_size={self.eval_size} draw the same problems; expected seeds that differ by size or more"
@@ -66,12 +66,15 @@ class ReasoningGym(OwnTask):
         data = self._data_of(seed)
         entry = data[index]
         if entry["question"] != problem.question:
-            raise ValueError(f"{self.options.dataset} now draws another problem as {problem.id}")
+            raise ValueError(
+                f"{self.options.dataset} no longer draws the same problem as {problem.id}; install the version of "
+                "reasoning-gym that drew it"
+            )
         return float(data.score_answer(answer, entry))
 
     @functools.cached_property
     def _drawn(self) -> tuple[list[Problem], list[Problem]]:
-        """Problems to train on and to evaluate on, each question once."""
+        """Return training and evaluation problems, each question once."""
         given = {"options": self.options.model_dump()}
         pool = judge_processes(1, f"{__name__}:load_drawer", given)
         try:
@@ -96,14 +99,16 @@ class ReasoningGym(OwnTask):
 
     @functools.cache  # noqa: B019  # two seeds, and the object lives as long as its process
     def _data_of(self, seed: int) -> Any:
-        """The data set with this seed."""
+        """Return the dataset with this seed."""
         from reasoning_gym.composite import DatasetSpec
         from reasoning_gym.factory import DATASETS, create_dataset
 
         options, name = dict(self.options.model_extra or {}), self.options.dataset
         if name not in DATASETS:
             near = ", ".join(difflib.get_close_matches(name, DATASETS, n=5, cutoff=0))
-            raise ValueError(f"dataset is {name!r}; reasoning_gym has {len(DATASETS)} data sets, the nearest: {near}")
+            raise ValueError(
+                f"dataset is {name!r}; expected one of reasoning_gym's {len(DATASETS)} datasets, the closest: {near}"
+            )
         if name == "composite":
             given = options.pop("datasets", ())
             options["datasets"] = [DatasetSpec(**{"weight": 1.0, "config": {}, **each}) for each in given]
@@ -112,14 +117,14 @@ class ReasoningGym(OwnTask):
 
 
 def gym_judge(task: str, options: dict[str, Any]) -> Callable[[Problem, str], float]:
-    """`reward`, for a judge process. reasoning_gym is imported before a judgement is timed."""
+    """Return `reward`, for a judge process. Imports reasoning_gym before a judgement is timed."""
     own = ReasoningGym(ReasoningGym.Options(**options))
     own._data_of(own.options.seed)
     return own.reward
 
 
 def load_drawer(options: dict[str, Any]) -> Answer:
-    """The function that draws all problems, for a worker process."""
+    """Return the function that draws all problems, for a worker process."""
     task = ReasoningGym(ReasoningGym.Options(**options))
 
     def draw(seed: int, size: int) -> list[tuple[str, str, str | None]]:

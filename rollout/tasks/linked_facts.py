@@ -1,26 +1,26 @@
-"""A made-up world of linked facts: a document an entity, and questions that follow one or several links.
+"""Generated world of linked facts: one document per entity, and questions that follow one or several links.
 
     document  lotte holt: the home of lotte holt is brill . the friend of lotte holt is suri quill . ...
     question  what is the river of the home of lotte holt ?          (two hops)
     answer    ebb
 
-and of papers by these people, whose questions need both searches, the scholar's first:
+Papers by these people, whose questions need both searches, the scholar's first:
 
     paper     sparse lattices for routing (1997, 12 citations): the author of sparse lattices for routing is lotte holt . ...
     question  what is the home of the author of sparse lattices for routing ?
     answer    brill
 
-and in terse wording, for tiny policies:
+Terse wording, for tiny policies:
 
     document  mira: mira home tarn . mira friend odo . ...
     question  mira home river ?
 
-and calculations (task_options.calculations):
+Calculations (task_options.calculations):
 
     question  what is 7 times 8 ?
 
-No model has memorised any of it: without searching it can only guess. All words are lower case and few, so that a whole-word
-tokenizer covers those of people and places.
+No model has memorised any of it: without searching, a model can only guess. The words are lower case and few, so that a
+whole-word tokenizer covers those of people and places.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _TRADES = ("baker", "smith", "weaver", "miller", "mason", "sailor", "potter", "t
 _OF_PEOPLE = ("home", "friend", "teacher", "trade")
 _OF_PLACES = ("country", "river")
 _TO_PEOPLE = ("friend", "teacher")
-_MOST_DRAWS = 20_000  # of a question of one split
+_MOST_DRAWS = 20_000  # maximum draws for a question of one split
 _GRAMMAR = ("what", "is", "the", "of", "?", ".")
 
 WORDS = tuple(
@@ -82,7 +82,7 @@ _VALUES = {"plus": operator.add, "minus": operator.sub, "times": operator.mul}
 _ID = "calculation"
 
 CALCULATION_WORDS = (*_SIGNS, *_SIGNS.values(), *map(str, range(100)))
-"""All words of questions, programs and answers about calculations that are not in WORDS."""
+"""Words of questions, programs and answers about calculations that are not in WORDS."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class Calculation:
 
     @classmethod
     def of(cls, problem: Problem) -> Calculation | None:
-        """The calculation that a problem asks for; None for any other problem."""
+        """Return the calculation that a problem asks for; None for other problems."""
         kind, _, rest = problem.id.partition("/")
         if kind != _ID:
             return None
@@ -114,7 +114,7 @@ class Calculation:
 
     @property
     def code(self) -> str:
-        """The calculation as a Python expression."""
+        """Return the calculation as a Python expression."""
         return f"{self.left} {_SIGNS[self.operator]} {self.right}"
 
     @property
@@ -168,7 +168,8 @@ class World:
         return f"what is {' of '.join(f'the {relation}' for relation in reversed(relations))} of {name} ?"
 
     def steps(self, problem: Problem) -> list[tuple[str, str, str]]:
-        """The facts that lead to a question's answer, in order: (entity, relation, value). The last value is the answer."""
+        """Return the facts that lead to a question's answer, in order: (entity, relation, value). The last value is the
+        answer."""
         _, name, *relations = problem.id.split("/")
         steps: list[tuple[str, str, str]] = []
         for relation in relations:
@@ -177,7 +178,7 @@ class World:
         return steps
 
     def draw(self, rng: random.Random, held_out: bool) -> Problem:
-        """A question of the training or the held-out split; ValueError if the world is too small to have one."""
+        """Draw a question of the training or the held-out split; ValueError if the world is too small to have one."""
         names = self.people if self._options.about == "facts" else [paper.title for paper in self.papers]
         for _ in range(_MOST_DRAWS):
             if self._options.calculations and rng.random() < self._options.calculations:
@@ -196,7 +197,7 @@ class World:
                 return Problem(f"{self._options.about}/{path}", question, value, "qa")
         key = "people" if self._options.about == "facts" else "papers"
         raise ValueError(
-            f"task_options: of {_MOST_DRAWS:,} questions about {len(names)} {key} none was "
+            f"task_options: none of {_MOST_DRAWS:,} questions about {len(names)} {key} was "
             f"{'held out' if held_out else 'for training'}; raise {key} or max_hops"
         )
 
@@ -204,14 +205,18 @@ class World:
         return lambda n: self.draw(random.Random(f"linked facts/{seed}/{n}"), held_out=False)
 
     def held_out(self, num_problems: int, seed: int) -> list[Problem]:
-        """Questions that are never trained on; with repeats, as their number is limited."""
+        """Return questions that are never trained on; with repeats, as their number is limited."""
         rng = random.Random(f"linked facts/held-out/{seed}")
         return [self.draw(rng, held_out=True) for _ in range(num_problems)]
 
 
 def _path(rng: random.Random, hops: int, about: str) -> list[str]:
-    """A chain of relations: from a person to people, then perhaps home and a fact of a place; from a paper to papers, then
-    perhaps the author and a fact of that person."""
+    """Draw a chain of relations.
+
+    From a person to people, then perhaps home and a fact of a place; or from a paper to papers, then perhaps the author and a
+    fact
+    of that person.
+    """
     links, crossing, beyond, own = {
         "facts": (_TO_PEOPLE, "home", _OF_PLACES, _OF_PEOPLE),
         "papers": (_TO_PAPERS, "author", _OF_PEOPLE, _OF_PAPERS),
@@ -222,7 +227,7 @@ def _path(rng: random.Random, hops: int, about: str) -> list[str]:
 
 
 def _papers(options: FactsOptions, people: Sequence[str], facts: dict[tuple[str, str], str]) -> tuple[Paper, ...]:
-    """Papers by these people, each but the oldest based on an earlier one; adds their facts."""
+    """Build papers by these people, each but the oldest based on an earlier one, and add their facts."""
     rng = random.Random(f"linked papers/{options.world_seed}")
     names = [f"{a} {b} for {c}" for a in _MANNERS.split() for b in _THINGS.split() for c in _AIMS.split()]
     titles = rng.sample(names, options.papers)
@@ -245,7 +250,8 @@ def _papers(options: FactsOptions, people: Sequence[str], facts: dict[tuple[str,
 
 
 def write_linked_facts(folder: str | Path, options: FactsOptions, num_train: int, num_held_out: int, seed: int) -> None:
-    """Write corpus.jsonl, papers.jsonl, train.jsonl and held_out.jsonl, which must not exist, into a folder, which may."""
+    """Write corpus.jsonl, papers.jsonl, train.jsonl and held_out.jsonl into a new or existing folder; the files must not
+    exist."""
     world, folder = World(options), Path(folder)
     draw = world.questions(seed)
     train = [draw(number) for number in range(num_train)]

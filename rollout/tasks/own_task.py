@@ -1,4 +1,4 @@
-"""A user's own task: `task: my_task.py:MyTask`.
+"""Base of users' tasks: `task: my_task.py:MyTask`.
 
 class Additions(OwnTask):
     def problems(self):
@@ -22,8 +22,9 @@ Listed = Sequence[Problem | tuple[str, str | None]]
 class OwnTask:
     """Problems, and rewards of answers to them.
 
-    The trainer lists the problems once, when it checks its settings. `reward` runs in separate processes, each with an object of
-    this class without data: it may take task_options.timeout_s, and may crash.
+    The trainer lists the problems once, when it checks its settings. `reward` runs in separate processes, each with an object
+    of
+    this class without data. A call may take up to task_options.timeout_s, and may crash.
 
     Args:
         options: values of Options.
@@ -31,11 +32,11 @@ class OwnTask:
     """
 
     class Options(JudgeOptions):
-        """task_options of this task."""
+        """Settings of this task under task_options."""
 
     name: ClassVar[str] = ""
     prompts: ClassVar[str] = "math"
-    """The prompt set: each role's prompt, and the parser of its answer (math: the last \\boxed{}, or the answer stated last)."""
+    """Prompt set: each role's prompt, and the parser of answers (math: the last \\boxed{}, or the answer stated last)."""
 
     def __init__(
         self, options: JudgeOptions | None = None, train: Sequence[Problem] = (), held_out: Sequence[Problem] = ()
@@ -45,16 +46,18 @@ class OwnTask:
         self.eval_data = tuple(held_out)
 
     def problems(self) -> Listed:
-        """Training problems: (question, reference answer), or Problem. By default those of data.train."""
+        """Return training problems: (question, reference answer), or Problem. By default those of data.train."""
         return self.train_data
 
     def held_out(self) -> Listed:
-        """Evaluation problems. By default those of data.eval; without any, a tenth of `problems` is held out."""
+        """Return evaluation problems. By default those of data.eval; without any, a tenth of `problems` is held out."""
         return self.eval_data
 
     def reward(self, problem: Problem, answer: str) -> float:
-        """The reward, in [0, 1], of an answer parsed from a completion. For a Verifier only 1 is right.
+        """Return the reward, in [0, 1], of an answer parsed from a completion. For a Verifier only 1 counts as right.
 
-        An exception, or any other value, is a missing reward, never 0.
+        An exception, or any other value, makes the reward missing, never 0.
         """
-        raise NotImplementedError(f"{type(self).__name__}.reward: say what an answer is worth")
+        raise NotImplementedError(
+            f"{type(self).__name__}.reward is not defined; return the reward of an answer, from 0 to 1"
+        )

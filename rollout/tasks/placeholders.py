@@ -1,6 +1,7 @@
-"""Reference answers that are none: placeholders of data sets, and answers that suspiciously many problems share.
+"""Detection of placeholders among reference answers, and of answers that suspiciously many problems share.
 
-A policy that boxes such a text is right without solving anything. In NuminaMath 16% of the answers are `proof` or `notfound`.
+A policy that boxes such a text is rewarded without solving anything. In NuminaMath 16% of the answers are `proof` or
+`notfound`.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from collections.abc import Collection, Iterable
 from marsrl.rollout.agents.same_answer import answer_key
 
 SHARE, FEWEST = 0.05, 20
-"""A free answer is suspicious if so large a share of the problems, and so many of them, have it. Free answers spread: even the
-most frequent number of a set of problems has a few percent. Of fewer than 20 problems a share says little."""
+"""Thresholds from which a free answer is suspicious: its share of the problems, and their number.
+
+Free answers spread: even a set's most frequent number has only a few percent. Below 20 problems a share means little."""
 
 _PLACEHOLDERS = frozenset(  # without spaces
     [
@@ -23,16 +25,17 @@ _PLACEHOLDERS = frozenset(  # without spaces
         *("seesolution", "seethesolution", "seeabove", "seebelow", "seeexplanation"),
     ]
 )
-_OF_PROGRAMS = ("None", "NaN", "nan", "<NA>")  # a missing value as text; `none` in another form may be an answer
+_OF_PROGRAMS = ("None", "NaN", "nan", "<NA>")  # missing values as text; other forms of `none` may be answers
 _TYPE_SETTING = re.compile(r"\\(?:boxed|fbox|text\w*|math\w+|mbox|hbox|operatorname)(?=\{)|[\s${}`'\"*]+")
 _NOTHING = re.compile(r"[-–—_?.…]*")
 _MARKS = re.compile(r"[()\[\]_-]")  # (not found), [N/A], not-found
-_NUMBER_OR_CHOICE = re.compile(r"-?\d+(/\d+)?|[a-z]")  # in the form of answer_key
+_NUMBER_OR_CHOICE = re.compile(r"-?\d+(/\d+)?|[a-z]")  # in answer_key's form
 _LABELS = frozenset(["yes", "no", "true", "false"])
 
 
 def is_placeholder(answer: str) -> bool:
-    r"""True for a text in place of an answer: proof, \text{Not found}, N/A, None, see solution, -, or type-setting alone."""
+    r"""Return True for a text in place of an answer: proof, \text{Not found}, N/A, None, see solution, -, or only
+    type-setting."""
     text = _TYPE_SETTING.sub("", answer)
     if _NOTHING.fullmatch(text) or answer.strip() in _OF_PROGRAMS:
         return True
@@ -40,9 +43,9 @@ def is_placeholder(answer: str) -> bool:
 
 
 def shared(answers: Iterable[Collection[str]]) -> list[tuple[str, int]]:
-    """(answer, number of problems) of free answers that suspiciously many problems have, the most frequent first.
+    """Return (answer, number of problems) of free answers that suspiciously many problems have, the most frequent first.
 
-    answers: the right ones of each problem. Numbers, choices, and yes, no, true and false are shared by many for good reasons.
+    answers: the right ones of each problem. Excludes numbers, choices, yes, no, true and false, which many problems share.
     """
     rows = list(answers)
     counts: Counter[str] = Counter()

@@ -19,7 +19,7 @@ from marsrl.rollout.types import Problem
 
 _File = TypeVar("_File", TrainFile, EvalFile)
 Read = Callable[[str], ReadResult]
-"""Reads the problems of a path: data.read_problems with the settings shared by all files."""
+"""Reader of a path's problems: data.read_problems with the settings shared by all files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,33 +32,33 @@ class HeldOut:
 
 
 class Mixture(tuple[Problem, ...]):
-    """The problems of several files in order; `draw_endlessly` draws files by weight."""
+    """Problems of several files in order; `draw_endlessly` draws files by weight."""
 
     files: tuple[tuple[Problem, ...], ...]
     weights: tuple[float, ...]
 
     def __new__(cls, files: Sequence[Sequence[Problem]], weights: Sequence[float]) -> Mixture:
-        """At least one problem a file."""
+        """Build from at least one problem per file."""
         mixture = super().__new__(cls, (problem for file in files for problem in file))
         mixture.files, mixture.weights = tuple(map(tuple, files)), tuple(weights)
         return mixture
 
     def without(self, questions: Collection[str]) -> Mixture:
-        """The same files without these questions; ValueError names a file that would be empty."""
+        """Return the same files without these questions; ValueError names a file that would be empty."""
         files = [[problem for problem in file if problem.question not in questions] for file in self.files]
         for place, file in enumerate(files):
             if not file:
                 raise ValueError(
-                    f"data.train[{place}]: all of its {len(self.files[place])} questions are held out for evaluation; give "
-                    "data.eval, or a longer file"
+                    f"data.train[{place}]: all of its {len(self.files[place])} questions are held out for evaluation; set "
+                    "data.eval, or use a longer file"
                 )
         return Mixture(files, self.weights)
 
 
 def read_train(train: str | Sequence[TrainFile], read: Read, seed: int) -> ReadResult:
-    """The problems of data.train: those of a path; of files with counts, that many of each; of files with weights, a Mixture.
+    """Read the problems of data.train: of a path; of files with counts, that many of each; of files with weights, a Mixture.
 
-    Ids of a list's problems begin with the index of their file, `0/train.jsonl:7`, as does a ValueError of read_problems.
+    Ids of a list's problems begin with the index of their file, `0/train.jsonl:7`; so does a ValueError of read_problems.
     """
     if isinstance(train, str):
         return read_named("data.train", train, read)
@@ -80,10 +80,10 @@ def read_train(train: str | Sequence[TrainFile], read: Read, seed: int) -> ReadR
 def read_eval(
     files: Sequence[EvalFile], read: Read, task: str, seed: int, num_problems: int | None, repeat: int
 ) -> tuple[tuple[HeldOut, ...], int, tuple[str, ...]]:
-    """(a set a file, number of lines that were skipped, warnings). Ids begin with the set's name, `aime25/aime25.jsonl:7`.
+    """Return (one set per file, number of skipped lines, warnings). Ids begin with the set's name, `aime25/aime25.jsonl:7`.
 
     A file's draw does not depend on the other files. num_problems, repeat: for files without their own count or repeat; a file
-    may have fewer than num_problems; None: all of it. A ValueError of read_problems names the file's index.
+    may have fewer than num_problems; None: all. A ValueError of read_problems names the file's index.
     """
     sets, num_bad, warnings = [], 0, list[str]()
     for file, found in _each("data.eval", files, read):
@@ -96,7 +96,7 @@ def read_eval(
 
 
 def read_named(key: str, path: str, read: Read) -> ReadResult:
-    """The problems of a path; ValueError begins with the setting that names it."""
+    """Read the problems of a path; ValueError begins with the setting that names it."""
     try:
         return read(path)
     except (ValueError, OSError) as error:
@@ -104,7 +104,7 @@ def read_named(key: str, path: str, read: Read) -> ReadResult:
 
 
 def _each(key: str, files: Sequence[_File], read: Read) -> Iterator[tuple[_File, ReadResult]]:
-    """Each file with its problems; ValueError names a file that is unreadable or has fewer than its count."""
+    """Yield each file with its problems; ValueError names a file that is unreadable or has fewer than its count."""
     for place, file in enumerate(files):
         found = read_named(f"{key}[{place}]", file.path, read)
         if file.count is not None and len(found.problems) < file.count:
@@ -116,12 +116,14 @@ def _each(key: str, files: Sequence[_File], read: Read) -> Iterator[tuple[_File,
 
 
 def draw_endlessly(problems: Sequence[Problem], seed: int) -> ProblemSource:
-    """Endless draws determined by the seed: each problem once an epoch; of a mixture, each draw picks a file by weight, and then
-    its next problem."""
+    """Return endless draws determined by the seed: each problem once per epoch.
+
+    For a mixture, each draw picks a file by weight, and then its next problem.
+    """
     if not isinstance(problems, Mixture):
         return in_epochs(problems, seed)
     sources = [in_epochs(file, derive_seed(seed, "file", i)) for i, file in enumerate(problems.files)]
-    picked: list[tuple[int, int]] = []  # of each draw so far: its file, and the number of earlier draws of that file
+    picked: list[tuple[int, int]] = []  # for each draw so far: its file, and the number of earlier draws of that file
     num_drawn = [0] * len(sources)
 
     def draw(number: int) -> Problem:
@@ -144,7 +146,7 @@ def listed_task(
     judge: Judge,
     close: Callable[[], None] = lambda: None,
 ) -> Task:
-    """A task of given problems; those held out are drawn without replacement."""
+    """Build a task of given problems; held-out ones are drawn without replacement."""
     return Task(
         name,
         prompts,

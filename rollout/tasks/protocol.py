@@ -1,4 +1,4 @@
-"""Tasks: problems, held-out problems, and a judgement of answers."""
+"""Interface of tasks: problems, held-out problems, and a judge of answers."""
 
 from __future__ import annotations
 
@@ -16,16 +16,20 @@ HELD_OUT = 64
 """Number of evaluation problems if evaluate.num_problems is null and no file determines it."""
 
 ProblemSource = Callable[[int], Problem]
-"""An endless stream: the problem of draw 0, 1, 2, ... It depends on the number alone, so a resumed run needs no other state."""
+"""Endless stream of problems by draw number 0, 1, 2, ... A problem depends on the number alone, so resuming needs no other
+state."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A kind of problem.
+    """A kind of problem with its judge.
 
-    prompts: name of its default prompt set. problems: seed -> an endless training stream. held_out: (num_problems, seed) -> that
+    prompts: name of the default prompt set. problems: seed -> an endless training stream. held_out: (num_problems, seed) ->
+    that
     many evaluation problems, which `problems` never yields; None: all given ones, or HELD_OUT of a task that generates them.
-    judge: the reward of an answer that cannot be judged is missing, never 0. documents, papers: searched if tools.search.corpus
+    judge: gives a missing reward, never 0, to an answer that cannot be judged. documents, papers: searched if
+    tools.search.corpus
+    and tools.scholar.corpus are null. close: releases resources, such as processes.
     and tools.scholar.corpus are null. close: releases resources, such as processes.
     """
 

@@ -21,12 +21,13 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalised(text: str) -> str:
-    """The text in lower case, without ASCII punctuation, articles and extra space (in the order of SQuAD's evaluation script)."""
+    """Lower the case and remove ASCII punctuation, articles and extra space (in the order of SQuAD's evaluation script)."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
 
 
 def exact_match(answer: str, right: str) -> float:
-    """1 if both are equal after normalisation. If that leaves nothing ("The", "!"), the texts themselves must be equal."""
+    """Return 1 if both are equal after normalisation. If that leaves nothing ("The", "!"), the texts themselves must be
+    equal."""
     one, other = normalised(answer), normalised(right)
     if not one or not other:
         return float(answer.strip().lower() == right.strip().lower())
@@ -34,7 +35,7 @@ def exact_match(answer: str, right: str) -> float:
 
 
 def f1(answer: str, right: str) -> float:
-    """Harmonic mean of precision and recall over the normalised words, counted with multiplicity."""
+    """Return the harmonic mean of precision and recall over the normalised words, counted with multiplicity."""
     said, wanted = Counter(normalised(answer).split()), Counter(normalised(right).split())
     if not said or not wanted:
         return exact_match(answer, right)
@@ -42,7 +43,7 @@ def f1(answer: str, right: str) -> float:
 
 
 def qa_task(train: Sequence[Problem], held_out: Sequence[Problem], options: QaOptions) -> Task:
-    """Problems read by `data.read_problems` or, without any, about the world of facts of options.world_seed."""
+    """Build the task from problems of `data.read_problems` or, without any, about the world of facts of options.world_seed."""
 
     def judge(problem: Problem, answer: str) -> Future[Reward]:
         return known(_judgement(problem, answer, options))
@@ -64,7 +65,7 @@ def _judgement(problem: Problem, answer: str, options: QaOptions) -> Reward:
     if problem.answer is None:
         return Reward(MISSING, MISSING, note="the question has no reference answer")
     if len(answer) > options.max_answer_chars:
-        note = f"the answer has {len(answer):,} characters (task_options.max_answer_chars)"
+        note = f"the answer has {len(answer):,} characters, more than task_options.max_answer_chars"
         return Reward(0.0, 0.0, {"answer": 0.0}, note)
     measure = exact_match if options.reward == "exact" else f1
     value = max(measure(answer, right) for right in right_answers(problem.answer))

@@ -1,4 +1,4 @@
-"""Tasks by name, or by the file and class of a user: `my_task.py:MyTask`."""
+"""Tasks by name, or by a user's file and class: `my_task.py:MyTask`."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ TASKS: Mapping[str, type[ArithmeticOptions | JudgeOptions | QaOptions]] = {
     "math": JudgeOptions,
     "qa": QaOptions,
 }
-"""The tasks that ship, with the classes of their task_options."""
+"""Built-in tasks, with the classes of their task_options."""
 
 TOKENIZERS = {"arithmetic": ARITHMETIC_TOKENIZER, "facts": FACTS_TOKENIZER, "calls": CALLS_TOKENIZER}
 """Tokenizers of policies made for a warm start, by School.tokenizer."""
 
 
 def prompts_of(name: str, options: OptionValues) -> str:
-    """Name of the prompt set that fits the task of this name."""
+    """Return the name of the prompt set that fits the task of this name."""
     if lists_problems(name):
         return make_own_task(name, options).prompts
     return {"arithmetic": "chain", "math": "math", "qa": "qa"}[name]
@@ -37,10 +37,10 @@ def prompts_of(name: str, options: OptionValues) -> str:
 def build_task(
     name: str, options: OptionValues, train: Sequence[Problem] = (), held_out: Sequence[Problem] = ()
 ) -> Task:
-    """The task of this name.
+    """Build the task of this name.
 
     train and held_out: problems read from files, or a user's own (arithmetic generates its own, as does qa without any). Close
-    it: it may own processes.
+    the task: it may own processes.
     """
     if lists_problems(name):
         own = make_own_task(name, options)
@@ -50,7 +50,7 @@ def build_task(
         return listed_task(own.name, own.prompts, train, held_out, pool.submit, pool.close)
     if name not in TASKS:
         raise ValueError(
-            f"task is {name!r}; there are {', '.join(TASKS)}, {REASONING_GYM}, and your own as FILE.py:CLASS"
+            f"task is {name!r}; expected one of {', '.join(TASKS)}, {REASONING_GYM}, or your own as FILE.py:CLASS"
         )
     checked = read_settings(TASKS[name], options, "task_options.", f"task {name}: ")
     if isinstance(checked, ArithmeticOptions):

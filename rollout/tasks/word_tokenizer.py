@@ -21,12 +21,12 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class WordTokenizer:
-    r"""The words of a task, in a chat of such policies.
+    r"""Vocabulary of a task, in a chat of such policies.
 
         WordTokenizer(("=", "claim"), gaps=" +", apart="\n").write(directory)
 
-    words: beside the control words. gaps, apart: regular expressions of separators, and of strings that are always a word of
-    their own.
+    words: in addition to the control words. gaps, apart: regular expressions of separators, and of strings that are always
+    separate words.
     """
 
     words: tuple[str, ...]
@@ -35,7 +35,7 @@ class WordTokenizer:
 
     @property
     def vocabulary(self) -> tuple[str, ...]:
-        """All words, padded with reserved ones to a multiple of 64; the last stands for unknown words."""
+        """All words, padded with reserved ones to a multiple of 64; the last one stands for unknown words."""
         known = tuple(dict.fromkeys((*CONTROL, *self.words)))
         return (*known, *(f"<r{index}>" for index in range(-len(known) % 64 or 64)))
 
@@ -71,7 +71,7 @@ _VERDICTS = ("correct", "wrong", "yes", "no")
 class Trace:
     """A prompt and the completion to imitate (followed by the end token if `ends`).
 
-    prompt: a str is tokenised unchanged. completion: words separated by spaces, a token each. role: its author; None for a
+    prompt: a str is tokenised unchanged. completion: words separated by spaces, one token each. role: of its author; None for a
     drill whose loss is not reported.
     """
 
@@ -81,7 +81,7 @@ class Trace:
     ends: bool = True
 
     def weights(self, verdict_weight: float) -> list[float]:
-        """The loss weight of each token of the completion, the end token included: one token a word.
+        """Return the loss weight of each token of the completion, the end token included; one token per word.
 
         Verdict words weigh more: one word in thirty would otherwise stay at chance.
         """

@@ -1,1 +1,1 @@
-"""Tools that agents call: the protocol, a pool that enforces limits, and the tools that ship."""
+"""Tools that agents call: the protocol, a pool that enforces limits, and the built-in tools."""

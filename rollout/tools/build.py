@@ -1,4 +1,4 @@
-"""Tools from their settings."""
+"""Construction of tools from their settings."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from marsrl.rollout.tools.protocol import SHIPPED, ReadPages, Tool
 from marsrl.rollout.tools.search import CorpusSearch, build_index, open_index
 from marsrl.rollout.types import ToolCall, ToolFunction, ToolOutput
 
-_LOOKED_AT = 1000  # documents of a corpus that are checked before anything starts
+_LOOKED_AT = 1000  # documents of a corpus that are checked before the run starts
 
 
 def build_tools(
     config: ToolsConfig, names: Sequence[str], documents: Sequence[Document], papers: Sequence[Document] = ()
 ) -> ToolPool:
-    """A pool of these tools, which must be set. Close it.
+    """Build a pool of these tools, which must be set. Close the pool.
 
-    documents, papers: the task's own, for a search and a scholar without a corpus.
+    documents, papers: the task's own, for search and scholar without a corpus.
 
     Raises:
         ValueError, OSError: a corpus is invalid or cannot be read; this machine has no sandbox for tools.python.
@@ -58,7 +58,7 @@ def build_tools(
         for name, settings in given.items():
             tools[name] = _build_tool(name, settings, papers if name == "scholar" else documents, read_pages)
             stack.callback(tools[name].close)
-        stack.pop_all()  # the pool owns them
+        stack.pop_all()  # the pool owns them now
     pool = ToolPool(tools, given)
     return pool
 
@@ -99,12 +99,12 @@ def _build_tool(name: str, settings: ToolLimits, documents: Sequence[Document], 
 def check_tools(
     config: ToolsConfig, names: Sequence[str], documents: Sequence[Document], papers: Sequence[Document] = ()
 ) -> dict[str, Sequence[ToolFunction]]:
-    """The functions of each tool, as chat templates show them, after a check of what build_tools would refuse.
+    """Check what build_tools would reject, and return the functions of each tool, as chat templates show them.
 
-    Only a corpus's first lines are read, and a user's own tools start briefly.
+    Reads only a corpus's first lines, and starts a user's own tools briefly.
 
     Raises:
-        ValueError, OSError: as build_tools, or two tools have a function of one name; the text names the key.
+        ValueError, OSError: as build_tools, or two tools have a function of the same name; the text names the key.
     """
     for name in names:
         settings, key = config.given.get(name), f"tools.{name}"
@@ -132,8 +132,8 @@ def check_tools(
         elif isinstance(settings, IndexSearch) and not (papers if name == "scholar" else documents):
             what, form = ("papers", "{title, abstract}") if name == "scholar" else ("documents", "{id, title, text}")
             raise ValueError(
-                f"{key}.corpus is null, and the task has no {what} of its own (only task=qa without data.train has); give a "
-                f"jsonl file of {form}, or another {key}.kind"
+                f"{key}.corpus is null, but the task has no {what} (only task=qa without data.train has); set it to a "
+                f"jsonl file of {form}, or set another {key}.kind"
             )
     own = [name for name in names if isinstance(config.given.get(name), OwnTool)]
     with closing(build_tools(config, own, ())) as pool:
@@ -145,8 +145,9 @@ def check_tools(
         for function in functions:
             if (other := having.setdefault(function.name, name)) != name:
                 raise ValueError(
-                    f"tools.{other} and tools.{name} both have a function {function.name}, and models call it by that name: call "
-                    "one otherwise, or leave it out (tools of kind mcp: `tools`)"
+                    f"tools.{other} and tools.{name} both have a function {function.name}, but models call functions by name; "
+                    "rename "
+                    "one, or omit it (tools of kind mcp: `tools`)"
                 )
     return shown
 

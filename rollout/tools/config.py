@@ -1,4 +1,4 @@
-"""Settings of the tools (`tools` of a run). Import-light: pydantic only."""
+"""Settings of the tools (`tools` of a run). Imports only pydantic."""
 
 from __future__ import annotations
 
@@ -23,73 +23,77 @@ from marsrl.rollout.config import (
     VariableName,
 )
 
-_KIND = "who answers: index: a file's documents, here; http: a retrieval server (search alone); serpapi: Google, through SerpApi"
+_KIND = "index: a local file's documents; http: a retrieval server (search only); serpapi: Google, through SerpApi"
 
 
 class ToolLimits(Settings):
     """Limits of every tool."""
 
-    timeout_s: Seconds = Field(60.0, description="a call that runs longer is an error; its thread is given up")
+    timeout_s: Seconds = Field(
+        60.0, description="limit of a call; a longer one is an error, and its thread is abandoned"
+    )
     concurrency: Ranks = 8
-    """calls that run at once; as many may hang beyond timeout_s, then further ones are refused until one ends"""
+    """maximum concurrent calls; as many more may hang beyond timeout_s, then new calls are rejected until one ends"""
     max_output_chars: Tokens = 16_000
-    """of one output, all its parts together; the longest of them are cut to fit, with a mark"""
-    cache_mib: SizeOr0 = Field(64, description="outputs kept for calls that are repeated, MiB; 0: none")
+    """maximum length of one output, all parts together; the longest parts are cut to fit, with a mark"""
+    cache_mib: SizeOr0 = Field(64, description="cache of outputs for repeated calls, MiB; 0: none")
 
 
 class IndexSearch(ToolLimits):
-    """Documents of a file, in an index of SQLite's, in the trainer's process."""
+    """Search of a file's documents in an SQLite index, in the trainer's process."""
 
     kind: Literal["index"] = Field("index", description=_KIND)
     corpus: str | None = None
     """jsonl of {id, title, text} or {id, contents} (Search-R1); null: the task's own documents"""
     index: str | None = None
-    """file that keeps the index; made where it is missing or the corpus has changed; null: a temporary one"""
-    top_k: int = Field(3, gt=0, le=100, description="documents that a query shows, at most")
+    """index file; built if it is missing or the corpus has changed; null: a temporary file"""
+    top_k: int = Field(3, gt=0, le=100, description="maximum documents per query")
 
 
 class IndexScholar(IndexSearch):
-    """Papers of a file, in an index of the same kind."""
+    """Search of a file's papers in an SQLite index."""
 
     corpus: str | None = None
     """jsonl of {id, title, abstract, year, citations}; null: the task's own papers"""
-    top_k: int = Field(5, gt=0, le=100, description="papers that a query shows, at most")
+    top_k: int = Field(5, gt=0, le=100, description="maximum papers per query")
 
 
 class ServerLimits(ToolLimits):
-    """Limits of a tool that asks a server."""
+    """Limits of a tool that queries a server."""
 
     request_timeout_s: Seconds = 10.0
-    """one attempt, from connection to last byte; timeout_s is all of them"""
-    retries: CountOr0 = Field(3, description="further attempts after 429, 5xx, or a failed connection")
-    backoff_s: SecondsOr0 = Field(0.5, description="wait before the first retry; doubles, up to 60 s")
-    max_response_kib: Size = Field(4096, description="a larger answer is refused, KiB")
+    """limit of one attempt, from connection to last byte; timeout_s limits all attempts together"""
+    retries: CountOr0 = Field(3, description="retries after 429, 5xx, or a failed connection")
+    backoff_s: SecondsOr0 = Field(0.5, description="delay before the first retry; doubles, up to 60 s")
+    max_response_kib: Size = Field(4096, description="maximum response size, KiB")
 
 
 class HttpSearch(ServerLimits):
-    """A server that answers POST /retrieve as Search-R1's and Dr. MAS's do (`marsrl serve-retrieval` is one)."""
+    """Retrieval server with POST /retrieve, as in Search-R1 and Dr. MAS (`marsrl serve-retrieval` is one)."""
 
     kind: Literal["http"] = Field(description=_KIND)
     url: HttpUrl = Field(description="http(s)://host[:port]/retrieve")
-    top_k: int = Field(3, gt=0, le=100, description="documents that a query shows, at most")
+    top_k: int = Field(3, gt=0, le=100, description="maximum documents per query")
 
 
 class SerpApiSearch(ServerLimits):
-    """Google, by a server that answers GET /search.json as SerpApi's does."""
+    """Google, through a server with SerpApi's GET /search.json."""
 
     kind: Literal["serpapi"] = Field(description=_KIND)
-    base_url: HttpUrl = Field("https://serpapi.com", description="http(s)://host[:port]; asked is base_url/search.json")
+    base_url: HttpUrl = Field(
+        "https://serpapi.com", description="http(s)://host[:port]; requests go to base_url/search.json"
+    )
     api_key_env: VariableName = "SERPAPI_API_KEY"
-    """environment variable that holds the key; never the key itself"""
-    top_k: int = Field(10, gt=0, le=100, description="pages that a query shows, at most")
+    """environment variable that holds the key, never the key itself"""
+    top_k: int = Field(10, gt=0, le=100, description="maximum pages per query")
     read_pages: bool = False
-    """show the main text of the pages found, not their snippets alone (tools.pages; raise max_output_chars)"""
+    """return the main text of found pages, not only their snippets (tools.pages; raise max_output_chars)"""
 
 
 class SerpApiScholar(SerpApiSearch):
-    """Google Scholar, by the same."""
+    """Google Scholar, through the same kind of server."""
 
-    top_k: int = Field(5, gt=0, le=20, description="papers that a query shows, at most")
+    top_k: int = Field(5, gt=0, le=20, description="maximum papers per query")
 
 
 SearchConfig = Annotated[IndexSearch | HttpSearch | SerpApiSearch, Field(discriminator="kind")]
@@ -120,28 +124,31 @@ class PythonTool(ToolLimits):
 
 
 class VisitTool(ToolLimits):
-    """Pages by their addresses, as tools.pages reads them."""
+    """Pages by address, read as tools.pages specifies."""
 
-    timeout_s: Seconds = Field(120.0, description="a call, all its pages together")
+    timeout_s: Seconds = Field(120.0, description="limit of a call, all its pages together")
     max_output_chars: Tokens = 400_000
-    """of one output, all its pages together; the longest are cut to fit"""
+    """maximum length of one output, all pages together; the longest are cut to fit"""
 
 
 class PagesConfig(ToolLimits):
-    """Pages of the web, as tools.visit and searches with read_pages read them (docs/tools.md)."""
+    """Reading of web pages, for tools.visit and searches with read_pages (docs/tools.md)."""
 
     timeout_s: Seconds = 30.0
-    """a page, from looking up its host to its main text, however slowly it drips"""
-    concurrency: Ranks = Field(16, description="pages at once, for all tools together")
-    max_output_chars: Tokens = Field(100_000, description="of one page's main text; a longer one is cut, with a mark")
-    cache_mib: SizeOr0 = Field(256, description="main texts kept by their addresses, MiB; 0: none")
-    max_kib: Size = Field(8192, description="a page that is larger, as sent or decompressed, is refused, KiB")
-    workers: Ranks = Field(2, description="processes that parse pages; one that hangs or crashes is replaced")
+    """limit of one page, from resolving its host to its main text, however slowly data arrives"""
+    concurrency: Ranks = Field(16, description="maximum concurrent pages, for all tools together")
+    max_output_chars: Tokens = Field(
+        100_000, description="maximum length of a page's main text; longer ones are cut, with a mark"
+    )
+    cache_mib: SizeOr0 = Field(256, description="cache of main texts by address, MiB; 0: none")
+    max_kib: Size = Field(8192, description="maximum page size, as sent and as decompressed, KiB")
+    workers: Ranks = Field(2, description="processes that parse pages; hung or crashed ones are replaced")
     memory_mib: int = Field(1024, ge=256, le=MOST_MIB, description="address space of such a process, MiB")
     allow_hosts: list[str] = Field([])
-    """hosts, as they stand in an address, that may have a private address: a wiki of your own; all others must be public"""
+    """hosts, as written in addresses, that may have a private IP address, such as an internal wiki; all others must be
+    public"""
     user_agent: str = Field("marsrl", pattern=r"^[\x21-\x7e][\x20-\x7e]*$")
-    """what servers are told of who asks"""
+    """User-Agent header sent to servers"""
 
     @field_validator("allow_hosts")
     @classmethod
@@ -149,76 +156,77 @@ class PagesConfig(ToolLimits):
         for host in value:
             if not re.fullmatch(r"[0-9A-Za-z._:-]+", host) or re.fullmatch(r"[^:]+:\d+", host):
                 raise ValueError(
-                    f"{host!r:.80} is no host; expected a name or an IP address, without scheme, port and path"
+                    f"{host!r:.80} is not a host; expected a name or an IP address, without scheme, port and path"
                 )
         return [host.lower() for host in value]
 
 
 class OwnTool(ToolLimits):
-    """A tool of a user's."""
+    """A user's tool."""
 
     deterministic: bool = False
-    """the same arguments have the same answer for as long as a run lasts: it may be kept (cache_mib)"""
+    """equal arguments have equal outputs for the whole run, so that outputs may be cached (cache_mib)"""
 
 
 class FunctionTool(OwnTool):
-    """A Python function of a user's; each call in a process beside the run."""
+    """A user's Python function; each call runs in a separate process."""
 
-    kind: Literal["function"] = Field(description="function: of a Python file; mcp: of a server that speaks MCP")
+    kind: Literal["function"] = Field(description="function: from a Python file; mcp: from an MCP server")
     function: str = Field(pattern=r".+\.py:[A-Za-z_]\w*$")
-    """FILE.py:FUNCTION, with annotations and a docstring, sync or async"""
+    """FILE.py:FUNCTION, with annotations and a docstring; sync or async"""
     memory_mib: int = Field(4096, ge=256, le=MOST_MIB, description="address space of a call's process, MiB")
 
 
 class McpServer(OwnTool):
-    """Tools of a server that speaks the Model Context Protocol: a command that a run starts, or an address."""
+    """Tools of a Model Context Protocol server: a command that the run starts, or a URL."""
 
-    kind: Literal["mcp"] = Field(description="function: of a Python file; mcp: of a server that speaks MCP")
+    kind: Literal["mcp"] = Field(description="function: from a Python file; mcp: from an MCP server")
     command: list[str] | None = Field(None, min_length=1)
-    """the server's command and its arguments; it is spoken to by stdin and stdout"""
-    url: HttpUrl | None = Field(None, description="http(s)://host[:port]/mcp, a server that speaks streamable HTTP")
-    tools: list[str] | None = Field(None, min_length=1, description="the server's tools to use; null: all that it has")
+    """the server's command and its arguments; communicates over stdin and stdout"""
+    url: HttpUrl | None = Field(None, description="http(s)://host[:port]/mcp of a server with streamable HTTP")
+    tools: list[str] | None = Field(None, min_length=1, description="tools of the server to use; null: all")
     environment: list[str] = Field([])
-    """environment variables, by name, that the command gets beside PATH, HOME and the like"""
+    """names of environment variables that the command gets in addition to PATH, HOME and the like"""
     api_key_env: VariableName | None = None
-    """environment variable whose value is the url's bearer token; never the token itself"""
+    """environment variable with the bearer token for url, never the token itself"""
 
     @model_validator(mode="after")
     def _is_one_server(self) -> McpServer:
         if (self.command is None) == (self.url is None):
-            raise ValueError("a tool of kind mcp has either a command or a url: give one of them")
+            raise ValueError("a tool of kind mcp needs either a command or a url; set exactly one of them")
         if (self.environment and self.url) or (self.api_key_env and self.command):
-            raise ValueError("environment goes with a command, api_key_env with a url: leave the other out")
+            raise ValueError("environment requires a command, and api_key_env a url; remove the other")
         return self
 
 
 TOOL_NAMES = ("search", "scholar", "visit", "python")
-"""The tools that ship."""
+"""Names of the built-in tools."""
 
 _OWN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
-_TAKEN = ("unknown", "pages")  # in metrics: tools that do not exist, and what visit and read_pages read
+_TAKEN = ("unknown", "pages")  # reserved in metrics: tools that do not exist, and pages that visit and read_pages read
 
 
 def how_to_set(name: str) -> str:
-    """The setting that gives a run this tool."""
+    """Return the setting that gives a run this tool."""
     return f"tools.{name}={{}}" if name in ("visit", "python") else f"tools.{name}.kind"
 
 
 class ToolsConfig(Settings):
-    """The tools that agents can call, by name, and how pages are read for them; any other name is a tool of the user's."""
+    """Tools that agents can call, by name, and how pages are read for them; any other name is a user's tool."""
 
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[
         str,
         Annotated[
-            FunctionTool | McpServer, Field(discriminator="kind", description="a tool of yours, by your name for it")
+            FunctionTool | McpServer,
+            Field(discriminator="kind", description="your own tool, under a name of your choice"),
         ],
     ] = Field(init=False)
 
     search: SearchConfig | None = None
     """kind: index (a corpus file), http (a retrieval server) or serpapi"""
     scholar: ScholarConfig | None = Field(None, description="kind: index (a file of papers) or serpapi")
-    visit: VisitTool | None = Field(None, description="reads pages of the web; {} takes its defaults")
+    visit: VisitTool | None = Field(None, description="reads web pages; {}: defaults")
     python: PythonTool | None = Field(None, description="a sandboxed interpreter (docs/python.md); {}: its defaults")
     pages: PagesConfig = PagesConfig()
 
@@ -231,11 +239,13 @@ class ToolsConfig(Settings):
             kind = settings.get("kind") if isinstance(settings, Mapping) else getattr(settings, "kind", None)
             if kind not in ("function", "mcp"):
                 raise ValueError(
-                    f"tools.{name} is none of the tools that ship ({', '.join(TOOL_NAMES)}), and no tool of yours, whose kind is "
+                    f"tools.{name} is not a built-in tool ({', '.join(TOOL_NAMES)}); for your own tool, set its kind to "
                     "function or mcp (docs/tools.md)"
                 )
             if not _OWN_NAME.fullmatch(str(name)) or name in _TAKEN:
-                raise ValueError(f"tools.{name}: expected a name of at most 64 letters, digits and _, and not unknown")
+                raise ValueError(
+                    f"tools.{name}: expected a name of at most 64 letters, digits and _, other than {' and '.join(_TAKEN)}"
+                )
         return given
 
     @property

@@ -1,4 +1,4 @@
-"""Documents and papers to search: reading them from files, and showing them to agents."""
+"""Documents and papers to search: reading them from files, and formatting them for agents."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Paper(_Row):
 
     @property
     def document(self) -> Document:
-        """The paper as a document, for the index and for agents; it includes the year, so that a query can name it."""
+        """Convert the paper to a document for the index and for agents; includes the year, so that a query can name it."""
         fields = {"Year": self.year, "Citations": self.citations, "Abstract": self.abstract or None}
         return Document(str(self.id), self.title, said_of(fields))
 
@@ -65,21 +65,22 @@ class _Contents(_Row):
 
 
 def from_contents(id: str, contents: str) -> Document:
-    """A document in Search-R1's form: the title in quotes on the first line, then the text."""
+    """Read a document in Search-R1's form: the title in quotes on the first line, then the text."""
     title, _, text = contents.strip().partition("\n")
     return Document(id, title.strip().strip('"'), text)
 
 
 def read_corpus(path: str | Path) -> Iterator[Document]:
-    """The documents of a jsonl file, one at a time: {id, title, text}, or {id, contents} as Search-R1 has them.
+    """Yield the documents of a jsonl file one at a time: {id, title, text}, or {id, contents} as in Search-R1.
 
-    ValueError: a line is no document (file:line: reason), or the file has none.
+    Raises ValueError: a line is not a document (file:line: reason), or the file has none.
     """
     return _read(path, _document, "{id, title, text} or {id, contents}")
 
 
 def read_papers(path: str | Path) -> Iterator[Document]:
-    """The papers of a jsonl file, one at a time: {title, abstract}, and optionally id, year and citations; as read_corpus."""
+    """Yield the papers of a jsonl file one at a time: {title, abstract}, and optionally id, year and citations; as
+    read_corpus."""
     return _read(path, lambda row: Paper.model_validate(row).document, "{title, abstract, year, citations}")
 
 
@@ -97,7 +98,7 @@ def _read(path: str | Path, read_row: Callable[[Mapping[str, object]], Document]
             raise ValueError(f"{file}:{line}: {reason}") from reason
         num_read += 1
     if not num_read:
-        raise ValueError(f"{file} holds no document; expected lines of {form}")
+        raise ValueError(f"{file} has no documents; expected lines of {form}")
 
 
 def _document(row: Mapping[str, object]) -> Document:
@@ -108,23 +109,23 @@ def _document(row: Mapping[str, object]) -> Document:
         found = _Text.model_validate(row)
         document = Document(str(found.id), found.title, found.text)
     if not document.text.strip() and not document.title.strip():
-        raise BadLine("it has neither a title nor a text")
+        raise BadLine("found neither a title nor a text; expected at least one")
     return document
 
 
 def rendered(documents: Iterable[Document], kind: str = "Doc") -> list[str]:
-    """Documents in Search-R1's form for agents: a part each, duplicates once.
+    """Format documents for agents as Search-R1 does: one part each, duplicates once.
 
-    kind: the word before a document's number.
+    kind: word before a document's number.
     """
     return [f"{kind} {i}(Title: {d.title}) {d.text}" for i, d in enumerate(dict.fromkeys(documents), start=1)]
 
 
 def shown(documents: Iterable[Document], kind: str = "Doc") -> str | list[str]:
-    """A tool's output for the documents found."""
+    """Return a tool's output for the documents found."""
     return rendered(documents, kind) or "No documents match."
 
 
 def said_of(fields: Mapping[str, object]) -> str:
-    """A paper's text without its title: the known fields, by name."""
+    """Return a paper's text without its title: the known fields, by name."""
     return ". ".join(f"{name}: {value}" for name, value in fields.items() if value is not None)

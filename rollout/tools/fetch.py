@@ -1,10 +1,10 @@
-"""Fetches pages from untrusted addresses, chosen by models or pages.
+"""Fetcher of pages from untrusted addresses, chosen by models or pages.
 
-    address -> scheme, no credentials -> host looked up once -> every IP address public -> connection to that very IP address
+    address -> scheme, no credentials -> host resolved once -> every IP address public -> connection to that very IP address
        ^-------------------------------- redirect, five at most <------------------------------------------------|-> bytes
 
-The check is in the code that connects (httpcore's network backend), so that nothing can look the host up again in between (DNS
-rebinding), and no redirect bypasses it. Cookies are not kept, and the environment's proxies are not used: behind a proxy the
+The check is in the code that connects (httpcore's network backend), so that nothing can resolve the host again in between (DNS
+rebinding), and no redirect bypasses it. Cookies are not kept. The environment's proxies are not used: behind a proxy, the
 address that is reached would be unknown.
 """
 
@@ -28,25 +28,26 @@ from marsrl.rollout.tools.protocol import ToolError
 
 _REDIRECTS = (301, 302, 303, 307, 308)
 _MOST_REDIRECTS = 5
-_TEXTS = ("application/xhtml+xml", "application/pdf")  # beside text/*
-_UNKNOWN = ("", "application/octet-stream", "binary/octet-stream")  # the first bytes tell the type
+_TEXTS = ("application/xhtml+xml", "application/pdf")  # in addition to text/*
+_UNKNOWN = ("", "application/octet-stream", "binary/octet-stream")  # for these the first bytes decide
 _GZIP = 16 + zlib.MAX_WBITS
 _MOST_SHOWN = 60  # characters of a server's text in a message
 
-# Not publicly reachable, or not a single host's address, and not known as such to `ipaddress`.
-# Of 4: the IETF's, with Oracle Cloud's metadata; relays of 6to4; Azure's metadata. Of 6: Teredo and others, 6to4, documentation.
+# Addresses that are not publicly reachable or not a single host's, but that `ipaddress` does not report as such.
+# IPv4: the IETF's, with Oracle Cloud's metadata; relays of 6to4; Azure's metadata. IPv6: Teredo and others, 6to4,
+# documentation.
 _NOT_PUBLIC_4 = [IPv4Network(each) for each in ("192.0.0.0/24", "192.88.99.0/24", "168.63.129.16/32")]
 _GLOBAL_6 = IPv6Network("2000::/3")  # the assigned range; ::ffff:a.b.c.d and NAT64 (64:ff9b::/96) are outside
 _NOT_PUBLIC_6 = [IPv6Network(each) for each in ("2001::/23", "2002::/16", "3fff::/20")]
 
 
 class Refused(ToolError):
-    """A page that our limits refuse."""
+    """A page rejected by our limits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """A page's body, decompressed. media_type: lower case, "" if the server did not send it; charset likewise."""
+    """A page's body, decompressed. media_type: lower case, "" if the server sent none; charset likewise."""
 
     body: bytes
     media_type: str
@@ -54,14 +55,15 @@ class Fetched:
 
 
 def is_public(address: IPv4Address | IPv6Address) -> bool:
-    """True for a unicast address of the public Internet that is no tunnel or translation address."""
+    """Return True for a unicast address of the public Internet, including IPv4-mapped ones, that is not a tunnel or
+    translation."""
     if isinstance(address, IPv4Address):
         return address.is_global and not address.is_multicast and not any(address in each for each in _NOT_PUBLIC_4)
     return address in _GLOBAL_6 and address.is_global and not any(address in each for each in _NOT_PUBLIC_6)
 
 
 class Fetcher:
-    """Fetches one page a call. Thread-safe."""
+    """Fetcher of one page per call. Thread-safe."""
 
     def __init__(self, limits: PagesConfig) -> None:
         self._limits = limits
@@ -74,9 +76,9 @@ class Fetcher:
         )
 
     def fetch(self, url: str, deadline: float) -> Fetched:
-        """The page at this address. deadline: monotonic seconds, for all redirects together.
+        """Fetch the page at this address. deadline: monotonic seconds, for all redirects together.
 
-        Refused: its address, type or size is not allowed. ToolError: it could not be fetched.
+        Raises Refused: the address, type or size is not allowed. ToolError: the page could not be fetched.
         """
         backend = _PublicNetwork(self._limits.allow_hosts, deadline)
         address = _checked(url)
@@ -96,7 +98,7 @@ class Fetcher:
         raise Refused(f"it redirects more than {_MOST_REDIRECTS} times")
 
     def _ask(self, pool: httpcore.ConnectionPool, address: httpx.URL) -> Fetched | httpx.URL:
-        """The page, or the address that it redirects to."""
+        """Return the page, or the address that it redirects to."""
         target = httpcore.URL(
             scheme=address.raw_scheme, host=address.raw_host, port=address.port, target=address.raw_path
         )
@@ -116,7 +118,7 @@ class Fetcher:
         return Fetched(body, media_type, charset)
 
     def _decompressed(self, chunks: Iterable[bytes], encoding: str) -> Iterator[bytes]:
-        """The decompressed body; the size limit holds before and after decompression."""
+        """Yield the decompressed body; the size limit holds before and after decompression."""
         if encoding.strip().lower() not in ("", "identity", "gzip", "x-gzip"):
             raise Refused(f"it is compressed by {encoding[:_MOST_SHOWN]!r}, which was not asked for")
         gzip = zlib.decompressobj(_GZIP) if "gzip" in encoding.lower() else None
@@ -136,11 +138,11 @@ class Fetcher:
 
 
 def _checked(url: str, base: httpx.URL | None = None) -> httpx.URL:
-    """The address, if valid and allowed. base: the page that redirects to it."""
+    """Parse an address, if valid and allowed. base: the page that redirects to it."""
     try:
         address = httpx.URL(url.strip()) if base is None else base.join(url)
         host = address.raw_host
-    except (httpx.InvalidURL, ValueError) as error:  # ValueError: of IDNA, and of ports
+    except (httpx.InvalidURL, ValueError) as error:  # ValueError: from IDNA or ports
         raise Refused(f"it is no address: {error}"[:200]) from None
     if address.scheme not in ("http", "https") or not host:
         raise Refused("only addresses that begin with http:// or https:// are read")
@@ -158,7 +160,7 @@ def _content_type(header: str) -> tuple[str, str]:
 
 
 class _PublicNetwork(httpcore.NetworkBackend):
-    """Connects to public addresses, and to any address of hosts allowed by name; its connections end at a deadline."""
+    """Network that connects to public addresses, and to any address of hosts allowed by name; connections end at a deadline."""
 
     def __init__(self, allowed: Iterable[str], deadline: float) -> None:
         self._allowed, self._deadline = frozenset(allowed), deadline
@@ -174,14 +176,14 @@ class _PublicNetwork(httpcore.NetworkBackend):
         raise error or httpcore.ConnectError(f"{host} has no address")
 
     def _addresses(self, host: str, port: int) -> list[str]:
-        """The IP addresses of a host, if all of them are allowed."""
+        """Resolve a host to its IP addresses, if all of them are allowed."""
         try:
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:
             raise httpcore.ConnectError(f"{host[:_MOST_SHOWN]} cannot be looked up ({error})") from None
         addresses = list(dict.fromkeys(str(where[0]) for *_, where in found))
         if host.lower() not in self._allowed and not all(is_public(ip_address(each)) for each in addresses):
-            # the message hides the address: a page could probe the names of a private network
+            # The message hides the address: a page could probe the names of a private network.
             raise Refused("its host has an address that is not public (tools.pages.allow_hosts)")
         return addresses
 
@@ -211,7 +213,7 @@ class _Stream(httpcore.NetworkStream):
 
 
 def _left(deadline: float) -> float:
-    """Seconds until the deadline."""
+    """Return the seconds until the deadline."""
     left = deadline - time.monotonic()
     if left <= 0:
         raise httpcore.ReadTimeout("the time is over")

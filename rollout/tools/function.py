@@ -1,7 +1,7 @@
-"""A user's Python function as a tool, called in a separate process (rollout/worker_process.py).
+"""User's Python function as a tool, called in a separate process (rollout/worker_process.py).
 
-A request is {"arguments": JSON text}, a reply {"text"} or {"error"}. The first request is {}, answered by the function's schema,
-{"description", "parameters"}, or {"refused": why it is no tool}.
+A request is {"arguments": JSON text}, a reply {"text"} or {"error"}. The first request is {}, whose reply is the function's
+schema, {"description", "parameters"}, or {"refused": why it cannot be a tool}.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PASSED_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KE
 
 
 class PythonFunction:
-    """The tool: the function's arguments by name -> its text, or its value as JSON.
+    """Tool that calls a function with its arguments by name, and returns its text, or its value as JSON.
 
     Raises:
         ValueError: no such function, or it cannot be a tool; the text begins with the key.
@@ -77,29 +77,33 @@ class _WithoutTitles(GenerateJsonSchema):
 
 
 def _reader(signature: str, function: Callable[..., Any]) -> tuple[TypeAdapter[dict[str, Any]], dict[str, Any]]:
-    """(a parser from JSON text to keyword arguments, their schema); ValueError says why no model can call the function."""
+    """Return (a parser from JSON text to keyword arguments, their schema); ValueError says why models cannot call the
+    function."""
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind not in _PASSED_BY_NAME:
-            raise ValueError(f"{signature} takes {parameter}, expected parameters that have a name each")
+            raise ValueError(f"{signature} takes {parameter}; expected only parameters that can be passed by name")
         if parameter.annotation is parameter.empty:
-            raise ValueError(f"{signature} has no annotation for {parameter.name}, of which its JSON schema is made")
+            raise ValueError(f"{signature} has no annotation for {parameter.name}; expected one, for the JSON schema")
     if not inspect.getdoc(function):
-        raise ValueError(f"{signature} has no docstring, by which a model knows what it does")
+        raise ValueError(f"{signature} has no docstring; expected one that tells models what the function does")
 
-    @functools.wraps(function)  # same signature; separates errors in the arguments from errors in the function
+    @functools.wraps(function)  # keeps the signature; separates errors in the arguments from errors in the function
     def arguments(**given: Any) -> dict[str, Any]:
         return given
 
     arguments.__annotations__ = {**function.__annotations__, "return": dict[str, Any]}
     try:
-        reader: TypeAdapter[dict[str, Any]] = TypeAdapter(arguments)  # type: ignore[arg-type]  # it takes functions, too
+        # TypeAdapter accepts functions too
+        reader: TypeAdapter[dict[str, Any]] = TypeAdapter(arguments)  # type: ignore[arg-type]
         return reader, reader.json_schema(schema_generator=_WithoutTitles)
     except (PydanticUserError, NameError, TypeError) as error:
-        raise ValueError(f"{signature} has no JSON schema: {str(error).splitlines()[0]}") from error
+        raise ValueError(
+            f"{signature} has no JSON schema ({str(error).splitlines()[0]}); change its annotations"
+        ) from error
 
 
 def _answer(key: str, name: str) -> Answer:
-    """The worker's answering function; ValueError says why the user's function is no tool."""
+    """Return the worker's answering function; ValueError says why the user's function cannot be a tool."""
     function = own_function(key, name)
     signature = f"{key} is {name!r}: {function.__name__}{inspect.signature(function)}"
     reader, parameters = _reader(signature, function)
@@ -120,7 +124,7 @@ def _answer(key: str, name: str) -> Answer:
 
 
 def load_function(key: str, name: str) -> Answer:
-    """The worker's answering function, for a function that is no tool, too."""
+    """Return the worker's answering function, also for a function that cannot be a tool."""
     try:
         return _answer(key, name)
     except ValueError as error:

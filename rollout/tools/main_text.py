@@ -1,5 +1,4 @@
-"""The process that extracts the main text of pages, so that untrusted bytes are not parsed in the trainer
-(rollout/worker_process.py).
+"""Process that extracts the main text of pages, so that the trainer does not parse untrusted bytes (rollout/worker_process.py).
 
 A request is {"body", "media_type", "charset", "most_chars"}, a reply {"text"} or {"error"}.
 """
@@ -15,9 +14,9 @@ from marsrl.rollout.worker_process import Answer
 
 
 def main_text(body: bytes, media_type: str, charset: str, most_chars: int) -> str:
-    """The main text of a page, "" if it has none; ValueError: the body is no text.
+    """Return the main text of a page, "" if it has none; ValueError: the body is not text.
 
-    PDFs are recognised by their first bytes, whatever the media type; after most_chars no further page of one is read.
+    PDFs are recognised by their first bytes, whatever the media type. Their pages are read until most_chars is reached.
     """
     if body.startswith(b"%PDF-"):
         return _of_pdf(body, most_chars)
@@ -34,7 +33,7 @@ def main_text(body: bytes, media_type: str, charset: str, most_chars: int) -> st
 
 
 def _decoded(body: bytes, charset: str) -> str:
-    """The text, decoded by the server's charset if it fits, else by the page's own or a detected one."""
+    """Decode a text by the server's charset if it fits, else by the page's own or a detected one."""
     for name in (charset, "utf-8"):
         with suppress(UnicodeError, LookupError):  # LookupError: no text encoding has this name
             return body.decode(name)
@@ -55,8 +54,8 @@ def _of_pdf(body: bytes, most_chars: int) -> str:
 
 
 def load_parsers() -> Answer:
-    """The worker's answering function."""
-    logging.disable()  # they report a page's faults on stderr
+    """Return the worker's answering function."""
+    logging.disable()  # the parsers report a page's faults on stderr
     import pypdf  # noqa: F401
     import trafilatura  # noqa: F401
 

@@ -1,9 +1,10 @@
-"""Tools of a server that speaks the Model Context Protocol, by the package `mcp`.
+"""Tools of a Model Context Protocol server, through the package `mcp`.
 
-    calls (threads of the pool) -> an event loop in a thread of its own -> Client -> stdin and stdout of a command, or HTTP
+    calls (threads of the pool) -> an event loop in its own thread -> Client -> stdin and stdout of a command, or HTTP
 
-The next call restarts a server that has ended, with one attempt. The call during which it ended is an error and is not repeated:
-it may have crashed the server, or have had its effect.
+The next call restarts a server that has ended, with one attempt. The call during which it ended is an error and is not
+repeated:
+the call may have crashed the server, or have had its effect.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ from marsrl.rollout.tools.protocol import ToolError
 from marsrl.rollout.types import ToolFunction
 
 _MOST_PAGES = 32  # of a server's list of tools
-_MOST_KIB = 4096  # of a line of a command's, or an answer by HTTP; of an event of a stream, `mcp` takes 1 MiB
-_MOST_SHOWN = 300  # characters of a server's words in a message
-_LOST = (CONNECTION_CLOSED, INVALID_REQUEST)  # the second: of an HTTP server that has forgotten the session
+_MOST_KIB = 4096  # limit of a command's line, or of an HTTP response; for an event of a stream, `mcp` allows 1 MiB
+_MOST_SHOWN = 300  # characters of a server's text in a message
+_LOST = (CONNECTION_CLOSED, INVALID_REQUEST)  # the second comes from an HTTP server that has forgotten the session
 
 
 class McpTools:
-    """The tool: {"name": of one of the server's tools, "arguments": {...}} -> its text.
+    """Tool that calls the server's tools: {"name": ..., "arguments": {...}} -> text.
 
     Raises:
         ValueError: the server does not start, or lacks tools that the settings name.
@@ -93,16 +94,16 @@ class McpTools:
         return text
 
     def take_counts(self) -> dict[str, float]:
-        """restarts: reconnections because the server had ended."""
+        """Return restarts: reconnections because the server had ended."""
         counts, self._num_restarts = {"restarts": float(self._num_restarts)}, 0
         return counts
 
     def close(self) -> None:
-        """End the connection, and the server if we started it; pending calls fail. May be called twice."""
+        """End the connection, and the server if it was started here; pending calls fail. May be called twice."""
         self._stack.close()
 
     def _connected(self) -> Client:
-        """The client of the running server, which is restarted if it has ended. ToolError: it does not start."""
+        """Return the client of the running server, which is restarted if it has ended. ToolError: the server does not start."""
         with self._starting:
             if self._client is None or self._connection is None or self._connection.done():
                 self._num_restarts += 1
@@ -122,7 +123,7 @@ class McpTools:
     # In the event loop.
 
     async def _hold(self, *, task_status: TaskStatus[Client]) -> None:
-        """Holds a connection until cancelled: the task that opens it must close it."""
+        """Hold a connection until cancelled: the task that opens it must close it."""
         settings, key = self._settings, f"tools.{self.name}"
         async with AsyncExitStack() as stack:
             if settings.command is not None:
@@ -139,8 +140,8 @@ class McpTools:
             else:
                 token = settings.api_key_env and read_key(settings.api_key_env, f"{key}.api_key_env")
                 headers = {"Authorization": f"Bearer {token}"} if token else {}
-                headers["Accept-Encoding"] = "identity"  # a small answer stays small
-                # a call has a limit of its own; one of the transport would end the connection, and the calls beside it
+                headers["Accept-Encoding"] = "identity"  # keeps size limits exact: no compression
+                # Each call has its own limit; a limit of the transport would end the connection and all concurrent calls.
                 timeout = httpx2.Timeout(settings.timeout_s, read=None)
                 client = httpx2.AsyncClient(headers=headers, timeout=timeout, event_hooks={"response": [_bound]})
                 http = await stack.enter_async_context(client)
@@ -150,7 +151,7 @@ class McpTools:
             await anyio.sleep_forever()
 
     async def _listed(self, client: Client) -> list[ToolFunction]:
-        """The server's tools that the settings name."""
+        """Return the server's tools that the settings name."""
         found: dict[str, ToolFunction] = {}
         cursor = None
         for _ in range(_MOST_PAGES):
@@ -161,15 +162,15 @@ class McpTools:
                 break
         wanted = list(found) if self._settings.tools is None else self._settings.tools
         if missing := [name for name in wanted if name not in found]:
-            raise ValueError(f"the server has no tool {missing[0]!r}; it has {', '.join(found) or 'none'}")
+            raise ValueError(f"the server has no tool {missing[0]!r}; expected one of {', '.join(found) or 'none'}")
         if not wanted:
-            raise ValueError("the server has no tools")
+            raise ValueError("the server offers no tools; expected at least one")
         return [found[name] for name in wanted]
 
 
 @cache
 def _bounded_lines() -> str:
-    """Name of a codec with bounded lines: `mcp` reads lines of any length, in any encoding that it is told."""
+    """Return the name of a codec with bounded lines: `mcp` reads lines of any length, in a configurable encoding."""
     name = "marsrl_bounded_lines"
     codec = codecs.CodecInfo(utf_8.encode, utf_8.decode, incrementaldecoder=_BoundedDecoder, name=name)
     codecs.register({name: codec}.get)
@@ -177,9 +178,10 @@ def _bounded_lines() -> str:
 
 
 class _BoundedDecoder(utf_8.IncrementalDecoder):
-    """UTF-8; the end of a line longer than _MOST_KIB is dropped, so that it is no message, and its call times out."""
+    """UTF-8 decoder that drops the end of lines longer than _MOST_KIB: they become invalid messages, and their calls time
+    out."""
 
-    _num_bytes = 0  # of the line so far
+    _num_bytes = 0  # of the current line
 
     def decode(self, data: bytes, final: bool = False) -> str:  # type: ignore[override]
         if self._num_bytes > _MOST_KIB << 10:
@@ -190,7 +192,7 @@ class _BoundedDecoder(utf_8.IncrementalDecoder):
 
 
 class _BoundedStream(httpx2.AsyncByteStream):
-    """The bytes of an answer, up to _MOST_KIB where it is no stream of events, which does not end."""
+    """Bytes of a response, up to _MOST_KIB unless it is a stream of events, which does not end."""
 
     def __init__(self, response: httpx2.Response) -> None:
         assert isinstance(response.stream, httpx2.AsyncByteStream)
@@ -216,9 +218,9 @@ async def _bound(response: httpx2.Response) -> None:
 
 
 def _text(result: CallToolResult) -> str:
-    """A result as text for a model.
+    """Convert a result to text for a model.
 
-    Texts are unchanged, other contents named. The structured content follows as JSON, unless the texts say it.
+    Text is unchanged, other contents are named. Structured content follows as JSON, unless the text repeats it.
     """
     shown = list(map(_shown, result.content))
     texts = [each.text for each in result.content if isinstance(each, TextContent)]
@@ -239,9 +241,9 @@ def _shown(content: ContentBlock) -> str:
 
 
 def _say(texts: Sequence[str], structured: object) -> bool:
-    """True if a text is the JSON of the structured content, as the protocol asks of servers.
+    """Return True if a text is the JSON of the structured content, as the protocol asks of servers.
 
-    Also if the texts are the value, or the items, that Python's SDK has wrapped as {"result": value}.
+    Also True if the texts are the value, or the items, that Python's SDK has wrapped as {"result": value}.
     """
     values = list(map(_value, texts))
     if any(value == structured for value in values):
@@ -253,7 +255,7 @@ def _say(texts: Sequence[str], structured: object) -> bool:
 
 
 def _value(text: str) -> object:
-    """The value of a JSON text; of another, the text."""
+    """Parse a JSON text; return any other text unchanged."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -261,7 +263,7 @@ def _value(text: str) -> object:
 
 
 def _words(error: BaseException) -> str:
-    """The error in one line; of an exception group, the first."""
+    """Format the error in one line; of an exception group, the first error."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return " ".join(str(error).split())[:_MOST_SHOWN] or type(error).__name__

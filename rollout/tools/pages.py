@@ -20,16 +20,16 @@ from marsrl.rollout.tools.protocol import WAITED, ReadPages, ToolError, text_arg
 from marsrl.rollout.worker_process import Failed, NotStarted, WorkerPool
 
 PARSERS = "marsrl.rollout.tools.main_text:load_parsers"
-_INHERITED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG")  # the parsers' environment: no keys
+_INHERITED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG")  # environment of the parsers: no keys
 
 
 class Pages:
-    """The tool behind visit and read_pages: {"url": address} -> the main text of the page."""
+    """Tool behind visit and read_pages: {"url": address} -> the main text of the page."""
 
-    is_deterministic = True  # a page is fetched once a run
+    is_deterministic = True  # a page is fetched once per run
 
     def __init__(self, limits: PagesConfig) -> None:
-        """Nothing is fetched or started yet."""
+        """Create the tool; starts and fetches nothing."""
         self._limits = limits
         self._counts: Counter[str] = Counter()
         self._counting = threading.Lock()
@@ -53,7 +53,8 @@ class Pages:
         return text
 
     def take_counts(self) -> Mapping[str, float]:
-        """read: pages whose text was extracted; refused: by our limits, not by a server; bytes: of pages, decompressed."""
+        """Return read: pages whose text was extracted; refused: by our limits, not by a server; bytes: of pages,
+        decompressed."""
         with self._counting:
             counts = {name: float(self._counts[name]) for name in ("read", "refused", "bytes")}
             self._counts.clear()
@@ -64,7 +65,7 @@ class Pages:
         self._workers.close()
 
     def _main_text(self, page: Fetched, deadline: float) -> str:
-        """The main text of a page. ToolError: it has none, or not by the deadline."""
+        """Extract the main text of a page. ToolError: it has none, or not by the deadline."""
         asked = {**asdict(page), "most_chars": self._limits.max_output_chars}
         try:
             left_s = max(0.001, deadline - time.monotonic())
@@ -73,7 +74,7 @@ class Pages:
             raise ToolError(f"parsing the page {error} (tools.pages: workers, timeout_s)") from None
         except NotStarted as error:
             raise RuntimeError(
-                f"the process that parses pages {error}: raise tools.pages.memory_mib, or see its words on stderr"
+                f"the process that parses pages {error}; raise tools.pages.memory_mib, or see its output on stderr"
             ) from None
         if "error" in reply:
             raise ToolError(f"the page cannot be parsed ({reply['error']})")
@@ -85,7 +86,7 @@ class Pages:
 
 
 class Visit:
-    """The tool: {"url": address} or {"urls": [addresses]} -> a part a page."""
+    """Tool for pages: {"url": address} or {"urls": [addresses]} -> one part per page."""
 
     is_deterministic = True
 
@@ -100,4 +101,4 @@ class Visit:
         return [f"Page {i}({url}) {page.text}" for i, (url, page) in enumerate(zip(urls, pages, strict=True), start=1)]
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Do nothing: there are no resources to release."""

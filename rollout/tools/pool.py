@@ -1,11 +1,11 @@
-"""Concurrent tool calls that cannot fail, hang or flood their caller.
+"""Pool of concurrent tool calls that cannot fail, hang or flood their caller.
 
-    submit(ToolCall) -> queue of the tool -> a thread for its run -> text or parts, cut at the cap -> Future[ToolOutput]
-                |-> cache: an equal call was answered before, or is running: it is not run again
+    submit(ToolCall) -> queue of the tool -> a thread for its run -> text or parts, cut to the limit -> Future[ToolOutput]
+                |-> cache: an equal call has ended or is running, and its output is used
 
-Threads suffice because the tools that ship wait for sockets and SQLite, which both release the GIL. A thread cannot be killed: a
-run beyond timeout_s is abandoned by its timer, its call is an error, and another run takes its place. At most `concurrency` runs
-of a tool work, and as many are abandoned; while that many hang, further calls are refused. The threads are daemons: a hung one
+Threads suffice because the built-in tools wait for sockets and SQLite, which both release the GIL. A thread cannot be killed: a
+timer abandons a run beyond timeout_s, its call is an error, and another run takes its place. A tool has at most `concurrency`
+working runs, and as many abandoned ones; while that many hang, further calls are rejected. The threads are daemons: a hung one
 does not delay the process's exit.
 """
 
@@ -29,17 +29,17 @@ from marsrl.rollout.types import ToolCall, ToolFunction, ToolOutput
 _log = logging.getLogger(__name__)
 
 UNKNOWN = "unknown"
-"""The name in metrics of all unknown tools and unreadable calls: models invent any number of names."""
+"""Metrics name for all unknown tools and unreadable calls: models invent any number of names."""
 
 _MOST_ARGUMENT_CHARS = 1 << 20
-_MOST_SHOWN = 200  # characters of a name, or of a parser's words, in a text for the model
+_MOST_SHOWN = 200  # characters of a name, or of a parser's message, in a text for the model
 _MOST_ERROR = 400  # characters of an error
-_ENTRY_BYTES = 500  # approximate bytes of a cache entry beside its text
+_ENTRY_BYTES = 500  # approximate bytes of a cache entry in addition to its text
 _COUNTS = ("calls", "errors", "timeouts", "cached", "seconds", "truncated", "parts")
 
 
 class _Books:
-    """A tool's counts, and its outputs by arguments, of which the least recently used are dropped."""
+    """A tool's counts, and a cache of its outputs by arguments, least recently used dropped first."""
 
     def __init__(self, limits: ToolLimits) -> None:
         self.counts = dict.fromkeys(_COUNTS, 0.0)
@@ -63,18 +63,18 @@ class _Books:
 
 
 def _size(key: str, output: ToolOutput) -> int:
-    """Approximate bytes of an entry: Python's strings have up to 4 a character."""
+    """Estimate the bytes of an entry: Python's strings use up to 4 per character."""
     return 4 * (len(key) + len(output.text)) + _ENTRY_BYTES
 
 
 @dataclass(eq=False)
 class _Run:
-    """One run of a tool. key: its arguments, canonical. futures: of the calls that it answers."""
+    """One run of a tool. key: its arguments, canonical. futures: of the calls that share it."""
 
     key: str
     arguments: Mapping[str, object]
     futures: list[Future[ToolOutput]]
-    timer: threading.Timer | None = None  # abandons it
+    timer: threading.Timer | None = None  # abandons the run
 
 
 @dataclass(eq=False)
@@ -99,14 +99,14 @@ class _Lane:
 
 
 class ToolPool:
-    """Runs tool calls within their limits; see the module.
+    """Pool that runs tool calls within their limits; see the module.
 
     pool = ToolPool({"search": tool}, {"search": limits})
     pool.submit(ToolCall("000017/search:0/0/search#0", "search", '{"query": "capital of Peru"}')).result()
     """
 
     def __init__(self, tools: Mapping[str, Tool], limits: Mapping[str, ToolLimits] | None = None) -> None:
-        """limits: by tool name; a tool that is not named has the defaults."""
+        """limits: by tool name; tools without an entry have the defaults."""
         limits = dict.fromkeys(tools, ToolLimits()) | dict(limits or {})
         self._lock = threading.RLock()  # guards everything; futures' callbacks run under it, and may submit
         self._lanes = {name: _Lane(name, tool, limits[name], _Books(limits[name])) for name, tool in tools.items()}
@@ -114,11 +114,11 @@ class ToolPool:
         self._is_closed = False
 
     def submit(self, call: ToolCall) -> Future[ToolOutput]:
-        """Begin a call. Errors become its output; the future is cancelled if the pool closes first."""
+        """Start a call. Errors become its output; the future is cancelled if the pool closes first."""
         future: Future[ToolOutput] = Future()
         with self._lock:
             if self._is_closed:
-                raise RuntimeError("ToolPool: submit after close")
+                raise RuntimeError("ToolPool.submit: the pool is closed")
             if call.tool in self._lanes:
                 self._begin(self._lanes[call.tool], call, future)
             else:
@@ -133,12 +133,12 @@ class ToolPool:
             self._unknown.counts["errors"] += number
 
     def functions(self, name: str) -> Sequence[ToolFunction]:
-        """The functions of a tool, as chat templates show them."""
+        """Return the functions of a tool, as chat templates show them."""
         tool = self._lanes[name].tool
         return tool.functions if hasattr(tool, "functions") else (SHIPPED[name],)
 
     def take_counts(self) -> dict[str, float]:
-        """Metrics since the last call, tools/<name>/...: ended calls, seconds of runs, truncated outputs, parts."""
+        """Return metrics since the last call, tools/<name>/...: ended calls, seconds of runs, truncated outputs, parts."""
         with self._lock:
             self._add_own_counts()
             counts = {lane.name: lane.books.take_counts() for lane in self._lanes.values()}
@@ -147,15 +147,15 @@ class ToolPool:
         return {f"tools/{name}/{key}": value for name, counted in counts.items() for key, value in counted.items()}
 
     def last_errors(self) -> dict[str, str]:
-        """The last error of each tool that had one, by tool name."""
+        """Return the last error of each tool that had one, by tool name."""
         with self._lock:
             return {name: lane.last_error for name, lane in self._lanes.items() if lane.last_error}
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """In the body, calls see no cached outputs of earlier ones, and leave neither outputs nor counts behind.
+        """Run calls inside the block without cached outputs of earlier ones; leave neither outputs nor counts behind.
 
-        An earlier call that ends in the body is counted there.
+        Earlier calls that end inside the block are counted there.
         """
         with self._lock:
             self._add_own_counts()
@@ -173,7 +173,7 @@ class ToolPool:
                     self._lanes[name].books = books
 
     def close(self) -> None:
-        """Drop pending calls and close the tools; may be called twice. Active runs are left to end by themselves."""
+        """Drop pending calls and close the tools; may be called twice. Active runs end by themselves."""
         with self._lock:
             if self._is_closed:
                 return
@@ -236,7 +236,7 @@ class ToolPool:
         """End an overdue run with an error, and abandon its thread."""
         with self._lock:
             if run not in lane.running:
-                return  # it has just ended
+                return  # the run has just ended
             lane.running.remove(run)
             lane.num_hung += 1
             lane.books.counts["timeouts"] += len(run.futures)
@@ -249,7 +249,7 @@ class ToolPool:
         output, is_cut = _output(lane, run)
         seconds = time.monotonic() - begin
         with self._lock:
-            if run not in lane.running:  # it was abandoned
+            if run not in lane.running:  # the run was abandoned
                 lane.num_hung -= 1
                 return
             assert run.timer is not None
@@ -257,7 +257,7 @@ class ToolPool:
             lane.running.remove(run)
             lane.books.counts["seconds"] += seconds
             lane.books.counts["truncated"] += is_cut
-            if output.is_error and seconds >= lane.limits.timeout_s:  # the tool's own limit was noticed first
+            if output.is_error and seconds >= lane.limits.timeout_s:  # the tool's own limit was reached first
                 lane.books.counts["timeouts"] += len(run.futures)
                 output = lane.late()
             if lane.tool.is_deterministic and not output.is_error:
@@ -271,7 +271,7 @@ def _end_run(lane: _Lane, run: _Run, output: ToolOutput) -> None:
         del lane.shared[run.key]
     for future in run.futures:
         _end(lane.books, future, output)
-        output = replace(output, seconds=0.0)  # one run, however many calls it answers
+        output = replace(output, seconds=0.0)  # counts the run once, however many calls share it
     if output.is_error:
         lane.last_error = output.text
     run.futures = []
@@ -281,12 +281,12 @@ def _end(books: _Books, future: Future[ToolOutput], output: ToolOutput) -> None:
     books.counts["calls"] += 1
     books.counts["errors"] += output.is_error
     books.counts["parts"] += len(output.part_ends)
-    if future.set_running_or_notify_cancel():  # else the pool was closed, or its caller cancelled it
+    if future.set_running_or_notify_cancel():  # otherwise the pool was closed, or the caller cancelled it
         future.set_result(output)
 
 
 def _output(lane: _Lane, run: _Run) -> tuple[ToolOutput, bool]:
-    """(the tool's output, True if truncated); a failure of the tool is an output too."""
+    """Return (the tool's output, True if truncated); a failure of the tool is an output too."""
     try:
         said = lane.tool.run(run.arguments)
         parts = [said] if isinstance(said, str) else said
@@ -294,7 +294,9 @@ def _output(lane: _Lane, run: _Run) -> tuple[ToolOutput, bool]:
             raise TypeError(f"its output is {type(said).__name__}, expected text or a list of texts")
     except ToolError as error:
         return _error(str(error)), False
-    except BaseException as error:  # SystemExit too: it would silently end the thread, and the call would never end
+    except (
+        BaseException
+    ) as error:  # includes SystemExit, which would silently end the thread, so that the call would never end
         _log.warning("tool %s failed: %s", lane.name, error, exc_info=error)
         return _error(f"{lane.name} failed: {type(error).__name__}: {error}"), False
     kept = even_shares([len(part) for part in parts], lane.limits.max_output_chars)
@@ -315,7 +317,7 @@ def _error(text: str) -> ToolOutput:
 
 
 def _arguments(text: str) -> tuple[dict[str, object], str]:
-    """(the arguments, their canonical spelling)."""
+    """Parse arguments; return (the arguments, their canonical spelling)."""
     if len(text) > _MOST_ARGUMENT_CHARS:
         raise ToolError(f"the arguments have {len(text):,} characters, at most {_MOST_ARGUMENT_CHARS:,} are read")
     try:

@@ -1,4 +1,4 @@
-"""The protocol of tools."""
+"""Protocol of tools."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Protocol
 from marsrl.rollout.types import ToolFunction, ToolOutput
 
 MOST_QUERIES = 8
-"""Limit of searches, or pages, in one call."""
+"""Maximum searches, or pages, in one call."""
 
 ReadPages = Callable[[Sequence[str], float], Sequence[ToolOutput]]
-"""(addresses of pages, seconds to wait) -> the main text of each or the reason why there is none, in order; read in parallel."""
+"""Reader of pages: (addresses, seconds to wait) -> each page's main text or the reason why there is none, in order; in
+parallel."""
 
 WAITED = 0.9
 """Share of a call's time limit in which its pages must arrive; the rest is for processing them."""
@@ -20,21 +21,23 @@ _MOST_SHOWN = 80  # characters of an argument in a message
 
 
 class ToolError(Exception):
-    """A failed call. The text, shown to the model, says what was wrong."""
+    """A failed call. The text, which the model sees, explains the error."""
 
 
 class Tool(Protocol):
-    """A tool that agents call. Thread-safe; ToolPool bounds its time and output.
+    """Tool that agents call. Thread-safe; ToolPool bounds its time and output.
 
-    is_deterministic: equal arguments have equal answers during a run, so that they may be cached. A tool with its own metrics
-    also has `take_counts() -> dict[str, float]`: its counts by name since the last call, zeros included. A user's tool lists its
-    functions (`functions`); those of the tools that ship are in SHIPPED.
+    is_deterministic: equal arguments have equal outputs during a run, so that they may be cached. A tool with its own metrics
+    also has `take_counts() -> dict[str, float]`: its counts by name since the last call, zeros included. A user's tool lists
+    its
+    functions (`functions`); those of built-in tools are in SHIPPED.
     """
 
     is_deterministic: bool
 
     def run(self, arguments: Mapping[str, object]) -> str | Sequence[str]:
-        """The answer: a text, or its parts (pages, papers), each a self-contained text; or a ToolError, whose text is shown.
+        """Return the output: a text, or its parts (pages, papers), each self-contained. The text of a ToolError is shown to the
+        model.
 
         arguments: any JSON object, as the model wrote it.
         """
@@ -67,11 +70,11 @@ SHIPPED: Mapping[str, ToolFunction] = {
         ),
     )
 }
-"""The tools that ship, as chat templates show them."""
+"""Functions of the built-in tools, as chat templates show them."""
 
 
 def text_argument(arguments: Mapping[str, object], name: str) -> str:
-    """The argument of a tool that takes a single text; ToolError says what was found instead."""
+    """Return the argument of a tool that takes a single text; ToolError describes any other input."""
     if list(arguments) != [name]:
         found = ", ".join(repr(key[:40]) for key in list(arguments)[:5]) or "none"
         raise ToolError(f"expected one argument, {name!r}, found {found}")
@@ -82,7 +85,7 @@ def text_argument(arguments: Mapping[str, object], name: str) -> str:
 
 
 def text_arguments(arguments: Mapping[str, object], one: str, several: str) -> list[str]:
-    """The distinct texts of {one: text} or {several: [texts]}; ToolError says what was found instead."""
+    """Return the distinct texts of {one: text} or {several: [texts]}; ToolError describes any other input."""
     if list(arguments) != [several]:
         return [text_argument(arguments, one)]
     given = arguments[several]
@@ -94,7 +97,7 @@ def text_arguments(arguments: Mapping[str, object], one: str, several: str) -> l
 
 
 def query_arguments(arguments: Mapping[str, object]) -> list[str]:
-    """The distinct queries of {"query": text} or {"queries": [texts]}; ToolError says what was found instead."""
+    """Return the distinct queries of {"query": text} or {"queries": [texts]}; ToolError describes any other input."""
     queries = text_arguments(arguments, "query", "queries")
     for query in queries:
         if not query.strip():

@@ -1,7 +1,8 @@
-"""The index as an HTTP server for Search-R1's and Dr. MAS's code (servers.py has the protocol): `marsrl serve-retrieval`.
+"""HTTP server of the index for Search-R1's and Dr. MAS's code (protocol: servers.py): `marsrl serve-retrieval`.
 
-It answers several `queries`, or one `query`; without return_scores by lists of bare documents. There is no authentication:
-anybody who reaches the address can search.
+Accepts several `queries`, or one `query`; without return_scores, results are lists of bare documents. There is no
+authentication:
+anyone who reaches the address can search.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class Query(BaseModel):
 
 
 def make_app(index: SearchIndex, top_k: int) -> FastAPI:
-    """The application; threads answer requests. top_k: for requests without one."""
-    # without FastAPI's pages, which load scripts from other sites
+    """Build the application, which answers in threads. top_k: for requests without one."""
+    # Disables FastAPI's pages, which load scripts from other sites.
     app = FastAPI(title="marsrl retrieval", docs_url=None, redoc_url=None)
 
     @app.post("/retrieve")
@@ -64,7 +65,7 @@ def make_app(index: SearchIndex, top_k: int) -> FastAPI:
 
 
 def serve(index: SearchIndex, host: str, port: int, top_k: int, on_address: Callable[[str], None]) -> None:
-    """Serve until Ctrl-C. on_address: called with the URL once it is reachable. OSError: the address is not available."""
+    """Serve until Ctrl-C. on_address: called with the URL once it is reachable. OSError: the address is unavailable."""
     with http_server.listen(host, port) as listening:
         address = http_server.url_of(host, listening.getsockname()[1])
         http_server.serve(make_app(index, top_k), listening, lambda: on_address(f"{address}/retrieve"))

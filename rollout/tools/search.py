@@ -1,7 +1,7 @@
-"""An index of documents in SQLite's FTS5, ranked by its bm25(), and the tool that searches it.
+"""Index of documents in SQLite's FTS5, ranked by its bm25(), and the tool that searches it.
 
-FTS5 instead of bm25s: it is in Python's standard library, its index is one file that a second run opens immediately, documents of
-any number stay on disk, and threads search it in parallel. Its k1 and b are fixed at 1.2 and 0.75.
+FTS5 is used instead of bm25s because it is in Python's standard library, its index is one file that a second run opens
+immediately, documents of any number stay on disk, and threads search it in parallel. Its k1 and b are fixed at 1.2 and 0.75.
 
 A model's query is not FTS5 syntax: its words are extracted and quoted, so that none is an operator.
 """
@@ -22,12 +22,12 @@ from pathlib import Path
 from marsrl.rollout.tools.documents import Document, read_corpus, shown
 from marsrl.rollout.tools.protocol import ToolError, query_arguments
 
-_FORM = "1"  # of the file's format; a file of another version is rebuilt
+_FORM = "1"  # version of the file's format; a file of another version is rebuilt
 _WORD = re.compile(r"[^\W_]+")
-_MOST_QUERY_CHARS = 10_000  # of a query; the rest is ignored
-_MOST_WORDS = 64  # of a query, the first ones; FTS5 allows 256
+_MOST_QUERY_CHARS = 10_000  # the rest of a query is ignored
+_MOST_WORDS = 64  # only the first words of a query count; FTS5 allows 256
 _TITLE_WEIGHT = 1.0  # as if title and text were one field, as in Search-R1's corpora
-# Lucene's English ones, which its BM25 omits too: they are in every document, and carry no information
+# Lucene's English stop words, which its BM25 omits too: they occur in every document and carry no information.
 _STOPS = (
     "a an and are as at be but by for if in into is it no not of on or such that the their then there these they this to was "
     "will with"
@@ -36,7 +36,7 @@ _STOP_WORDS = frozenset(_STOPS.split())
 
 
 class SearchIndex:
-    """A searchable index of documents. Thread-safe. Close it: it may own a file."""
+    """Searchable index of documents. Thread-safe. Close it: it may own a file."""
 
     def __init__(self, file: Path, owned: tempfile.TemporaryDirectory[str] | None = None) -> None:
         """Open an existing index; build_index and open_index create one. owned: a folder that `close` removes."""
@@ -46,9 +46,9 @@ class SearchIndex:
             [[self.num_documents]] = connection.execute("SELECT count(*) FROM documents")
 
     def search(self, query: str, top_k: int) -> list[tuple[Document, float]]:
-        """The best documents with their scores, at most top_k; ties in the order of the corpus.
+        """Return the best documents with their scores, at most top_k; ties in the order of the corpus.
 
-        A score is BM25's sum over the query's words, above 0. [] for a query without words, or with unknown ones only.
+        A score is BM25's sum over the query's words, above 0. Returns [] for a query without words, or with only unknown ones.
         """
         words = _words(query)
         if not words:
@@ -67,12 +67,12 @@ class SearchIndex:
             self._owned.cleanup()
 
     def _connect(self) -> sqlite3.Connection:
-        # one a search: costs 0.1 ms, and threads share no connection, nor does a hung one leave one open
+        # One connection per search costs 0.1 ms; threads share none, and hung searches leave none open.
         return sqlite3.connect(self._address, uri=True)
 
 
 def build_index(documents: Iterable[Document]) -> SearchIndex:
-    """An index in a temporary file, for corpora that are generated or read once."""
+    """Build an index in a temporary file, for corpora that are generated or read once."""
     folder = tempfile.TemporaryDirectory(prefix="marsrl-index-")
     file = Path(folder.name) / "index.sqlite"
     _write(file, documents, "")
@@ -84,9 +84,9 @@ def open_index(
     file: str | Path | None = None,
     read: Callable[[str | Path], Iterator[Document]] = read_corpus,
 ) -> SearchIndex:
-    """The index of a corpus file; ValueError: a line of it, which `read` parses, is no document, or `file` is not an index.
+    """Open the index of a corpus file; ValueError: `read` rejects a line, or `file` is not an index.
 
-    file: of the index. Built if it is missing or of another corpus (path, size, modification time); None: temporary.
+    file: of the index. Built if it is missing or belongs to another corpus (path, size, modification time); None: temporary.
     """
     if file is None:
         return build_index(read(corpus))
@@ -96,16 +96,16 @@ def open_index(
         unfinished = file.with_name(f"{file.name}.{secrets.token_hex(4)}.part")  # process ids repeat in containers
         try:
             _write(unfinished, read(corpus), stamp)
-            os.replace(unfinished, file)  # atomically, even if several processes build it
+            os.replace(unfinished, file)  # atomic, even if several processes build it
         finally:
             unfinished.unlink(missing_ok=True)
     return SearchIndex(file)
 
 
 class CorpusSearch:
-    """The tool: {"query": text} or {"queries": [texts]} -> the top_k documents of each, in the order of the queries.
+    """Tool for search: {"query": text} or {"queries": [texts]} -> the top_k documents of each, in the order of the queries.
 
-    kind: the word for a document.
+    kind: word for a document.
     """
 
     is_deterministic = True
@@ -125,7 +125,7 @@ class CorpusSearch:
 
 
 def _words(query: str) -> list[str]:
-    """The distinct words of a query in order; without stop words, if there are others."""
+    """Return the distinct words of a query in order, without stop words if there are others."""
     words = _WORD.findall(unicodedata.normalize("NFC", query[:_MOST_QUERY_CHARS]).lower())
     telling = [word for word in words if word not in _STOP_WORDS]
     return list(dict.fromkeys(telling or words))[:_MOST_WORDS]
@@ -155,10 +155,11 @@ def _stamp(corpus: Path, form: str) -> str:
 
 
 def _stamp_of(file: Path) -> str | None:
-    """The stamp in an index; None for another version's. ValueError: the file is no index, and is not overwritten."""
+    """Return the stamp in an index; None for another version's. ValueError: the file is not an index, and is not
+    overwritten."""
     try:
         with closing(sqlite3.connect(f"{file.resolve().as_uri()}?mode=ro", uri=True)) as connection:
             [(form, stamp)] = connection.execute("SELECT form, stamp FROM about").fetchall()
     except (sqlite3.Error, ValueError) as error:
-        raise ValueError(f"{file} is there and is no search index ({error}); name another file, or remove it") from None
+        raise ValueError(f"{file} exists but is not a search index ({error}); set another file, or remove it") from None
     return str(stamp) if form == _FORM else None

@@ -1,4 +1,4 @@
-"""Tools that query a server: a retrieval server of Search-R1 and Dr. MAS, or Google and Google Scholar by SerpApi's protocol.
+"""Tools that query a server: a retrieval server as in Search-R1 and Dr. MAS, or Google and Google Scholar through SerpApi.
 
     POST url  {"queries": [query], "query": query, "topk": 3, "return_scores": true}
     200       {"result": [[{"document": {"id": ..., "contents": "\"Title\"\ntext"}, "score": 12.3}, ...]]}
@@ -8,7 +8,7 @@ Search-R1's server reads `queries`, Dr. MAS's `query`; both ignore unknown keys.
     GET base_url/search.json?engine=google&q=...&num=10&api_key=...
     200 {"organic_results": [{"title": ..., "link": ..., "snippet": ...}, ...]}
 
-for scholar (engine=google_scholar) also "publication_info": {"summary": ...} and "inline_links": {"cited_by": {"total": 12}}. A
+For scholar (engine=google_scholar) also "publication_info": {"summary": ...} and "inline_links": {"cited_by": {"total": 12}}. A
 successful search may have no organic_results, because Google found nothing or shows only other boxes, and a result may have no
 title. The protocol requires the key in the address. It is never logged or stored, and is removed from the server's text if that
 repeats it.
@@ -29,15 +29,15 @@ from marsrl.rollout.tools.config import HttpSearch, SerpApiScholar, SerpApiSearc
 from marsrl.rollout.tools.documents import Document, from_contents, said_of, shown
 from marsrl.rollout.tools.protocol import WAITED, ReadPages, ToolError, query_arguments
 
-_NOTHING = "hasn't returned any results"  # in such a server's error if nothing was found
-_PAGE = 10  # results of one Google page; asked for fewer, such a server sometimes returns none
+_NOTHING = "hasn't returned any results"  # part of such a server's error if nothing was found
+_PAGE = 10  # results of one Google page; if fewer are requested, such a server sometimes returns none
 _MARKUP = re.compile(r"</?(?:a|b|br|em|font|i|mark|p|span|strong|sub|sup|u|wbr)(?:\s[^<>]*)?/?>", re.IGNORECASE)
 
 
 class _ServerSearch:
-    """{"query": text} or {"queries": [texts]} -> the results of each, one request a query, in turn.
+    """Search by a server: {"query": text} or {"queries": [texts]} -> results, one request per query, in turn.
 
-    ToolError if the server fails to answer one of them.
+    Raises ToolError if the server fails to answer one of them.
     """
 
     is_deterministic = True  # a corpus does not change during a run, and repeated queries are not paid for again
@@ -45,12 +45,12 @@ class _ServerSearch:
     def __init__(
         self, name: str, url: str, options: ServerLimits, kind: str, secret: Mapping[str, str] | None = None
     ) -> None:
-        """Sends nothing yet. kind: the word for a result, as shown to agents."""
+        """Create the tool; sends nothing. kind: the word for a result, as shown to agents."""
         self._url, self._kind = url, kind
         self._line = HttpLine(
             url,
             f"tools.{name}.",
-            concurrency=2 * options.concurrency,  # an abandoned call may still hold its own
+            concurrency=2 * options.concurrency,  # an abandoned call may still hold a connection
             timeout_s=options.request_timeout_s,
             retries=options.retries,
             backoff_s=options.backoff_s,
@@ -61,7 +61,7 @@ class _ServerSearch:
 
     def run(self, arguments: Mapping[str, object]) -> str | list[str]:
         try:
-            # lone surrogates are invalid in an address, and servers treat them differently
+            # Lone surrogates are invalid in an address, and servers treat them differently.
             queries = [each.encode("utf-8", "replace").decode("utf-8") for each in query_arguments(arguments)]
             found = self._found(queries)
         except Refused as error:
@@ -81,7 +81,7 @@ class _ServerSearch:
 
 
 class Retrieval(_ServerSearch):
-    """The top_k documents of each query."""
+    """Tool that returns the top_k documents of each query from a retrieval server."""
 
     def __init__(self, options: HttpSearch) -> None:
         self._top_k = options.top_k
@@ -100,7 +100,7 @@ class Retrieval(_ServerSearch):
 
 
 def _document(found: object) -> Document:
-    """A document of an answer: {"document": ..., "score": ...}, or the bare document from a server without scores."""
+    """Read a document of a response: {"document": ..., "score": ...}, or the bare document from a server without scores."""
     document = found.get("document", found) if isinstance(found, dict) else None
     contents = document.get("contents") if isinstance(document, dict) else None
     if not isinstance(document, dict) or not isinstance(contents, str):
@@ -109,7 +109,7 @@ def _document(found: object) -> Document:
 
 
 class SerpApi(_ServerSearch):
-    """The top_k results of each query, with the text of their pages if options.read_pages."""
+    """Tool that returns the top_k results of each query, with the text of their pages if options.read_pages."""
 
     def __init__(self, name: str, options: SerpApiSearch, read_pages: ReadPages) -> None:
         """Raises ValueError if the variable that options.api_key_env names is not set."""
@@ -159,7 +159,8 @@ class SerpApi(_ServerSearch):
 
 
 def _with_bodies(found: Sequence[Document], read_pages: ReadPages, wait_s: float) -> list[Document]:
-    """Each result once, with its page's text after the snippet, or the reason why there is none. wait_s: for all of them."""
+    """Return each result once, with its page's text, or why there is none, after the snippet. wait_s: for all pages
+    together."""
     links = {document.id: document for document in reversed(found) if document.id}
     pages = dict(zip(links, read_pages(list(links), max(0.0, wait_s)), strict=True))
     bodies = {
@@ -174,17 +175,17 @@ def _with_bodies(found: Sequence[Document], read_pages: ReadPages, wait_s: float
 
 
 def _below(value: object, key: str) -> object:
-    """value[key]; None if either is missing."""
+    """Return value[key]; None if either is missing."""
     if value is not None and not isinstance(value, dict):
         raise Refused(f"expected an object with `{key}`, found {excerpt(value)}")
     return None if value is None else value.get(key)
 
 
 def _text(value: object, key: str) -> str:
-    """The text of this key without markup; "" if missing."""
+    """Return the text of this key without markup; "" if missing."""
     found = _below(value, key)
     if not isinstance(found, str | None):
         raise Refused(f"expected a text `{key}`, found {excerpt(value)}")
-    # tags first: escaped ones are the page's own text
+    # Tags first: escaped ones are the page's own text.
     plain = html.unescape(_MARKUP.sub("", found or ""))
     return plain.encode("utf-8", "replace").decode("utf-8")

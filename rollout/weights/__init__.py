@@ -1,1 +1,1 @@
-"""New weights for running engines: sharding, transport, checksums."""
+"""Transfer of new weights to running engines: sharding, transport, checksums."""

@@ -1,15 +1,16 @@
-"""A 64-bit checksum of a tensor: equal on CPU and GPU, sensitive to every bit and its position.
+"""64-bit checksum of a tensor: equal on CPU and GPU, sensitive to every bit and its position.
 
     sum over 8-byte words i of mix(word_i xor key_i)  +  hash(dtype, shape)   (mod 2^64),   key_i = (i + 1) * golden ratio
 
 mix is MurmurHash3's 64-bit finaliser (shift-xor, multiply, shift-xor, multiply, shift-xor), a bijection:
 - a change within one word (any flipped bit, any changed element) changes its term, hence the sum: always detected;
+- a change within one word (any flipped bit, any changed element) changes its term, hence the sum: always detected;
 - a change of several words (swapped elements, permuted rows or experts, another offset) moves the sum by a difference of
   mixed words, which is 0 for one in 2^64 of such changes. This depends on the last shift-xor: without it, swapping
   x and -x moves the sum by 2^63 +- 2^31 twice, which cancels half of the time;
 - sums are associative: parts of a tensor can be added in any order, by any number of threads, on any device.
-It detects corruption, not attacks. csrc/cpu computes it at memory speed; PyTorch operations, where that library is
-not built and on GPUs, give the same result.
+It detects corruption, not attacks. csrc/cpu computes it at memory speed; without that library, and on GPUs, PyTorch
+operations give the same result.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ _WORDS_CUDA = 1 << 24
 
 
 def checksum(tensor: Tensor) -> int:
-    """The checksum of the tensor's values in row-major order, 0 <= it < 2^64.
+    """Return the checksum of the tensor's values in row-major order, in [0, 2^64).
 
-    -0.0 and 0.0 differ; so do equal bytes with another dtype or shape.
+    -0.0 and 0.0 differ, and so do equal bytes with another dtype or shape.
     """
     flat = tensor.reshape(1, tensor.numel())
     total = block_sum(flat[None], whole_box(flat.shape), flat.shape)
@@ -40,7 +41,7 @@ def checksum(tensor: Tensor) -> int:
 
 
 class ShardSums:
-    """Checksums of a shard's fused tensors without assembling them: block by block, in any order.
+    """Checksums of a shard's fused tensors, computed block by block in any order, without assembling the tensors.
 
     sums = ShardSums(layout, torch.bfloat16)
     sums.add("model.layers.0.self_attn.q_proj.weight", box, matrix); ...; sums.merge(another_rank.totals)
@@ -62,20 +63,20 @@ class ShardSums:
             self.totals[name] = (self.totals[name] + total) % (1 << 64)
 
     def checksums(self) -> dict[str, int]:
-        """{fused tensor: checksum}, once every block was added."""
+        """Return {fused tensor: checksum}, once every block was added."""
         return {n: checksum_of_sum(self.totals[n], self._dtype, shape) for n, shape in self.layout.shapes.items()}
 
 
 def checksum_of_sum(total: int, dtype: torch.dtype, shape: Sequence[int]) -> int:
-    """The checksum of a tensor whose blocks' sums (block_sum) add up to total."""
+    """Return the checksum of a tensor from the total of its blocks' sums (block_sum)."""
     kind = hashlib.blake2b(f"{dtype} {list(shape)}".encode(), digest_size=8).digest()
     return (total + int.from_bytes(kind, "little")) % (1 << 64)
 
 
 def block_sum(block: Tensor, at: Box, shape: Sequence[int]) -> int:
-    """A block's share of the checksum of a tensor of this shape. block: its values at `at`, [matrices, rows, columns].
+    """Return a block's share of the checksum of a tensor of this shape. block: its values at `at`, [matrices, rows, columns].
 
-    Raises ValueError: the block begins or ends within an 8-byte word, which would be missing from the sum.
+    Raises ValueError: the block begins or ends within an 8-byte word, whose sum also needs its neighbours.
     """
     whole, size = whole_box(shape), block.itemsize
     _, num_rows, num_cols = whole.shape
@@ -93,8 +94,9 @@ def block_sum(block: Tensor, at: Box, shape: Sequence[int]) -> int:
     length = len(data) // runs
     if first % 8 or length % 8 or stride % 8:
         raise ValueError(
-            f"checksum: a block {list(block.shape)} of {block.dtype} at {at} of {list(shape)} begins or ends within a word of 8 "
-            "bytes: its share cannot be computed without its neighbours"
+            f"checksum: a block {list(block.shape)} of {block.dtype} at {at} of {list(shape)} begins or ends within a word of "
+            "8 "
+            "bytes; expected blocks of whole words"
         )
     if data.device.type == "cpu" and library.why_no_cpu_library() is None:
         return int(library.cpu_library().marsrl_word_sum(data, runs, length // 8, first // 8, stride // 8))
@@ -102,7 +104,7 @@ def block_sum(block: Tensor, at: Box, shape: Sequence[int]) -> int:
 
 
 def _word_sum(data: Tensor, first_word: int, stride: int) -> int:
-    """The same by PyTorch's operations: data [runs, bytes] uint8."""
+    """Sum the mixed words with PyTorch operations: data [runs, bytes] uint8."""
     if data.storage_offset() % 8 or data.data_ptr() % 8:
         data = data.clone()  # PyTorch reads words only at multiples of 8 bytes
     words = data.view(torch.int64)
@@ -116,7 +118,7 @@ def _word_sum(data: Tensor, first_word: int, stride: int) -> int:
 
 
 def _strided_sum(words: Tensor, first_word: int, stride: int) -> int:
-    """Sum of the mixed words [R, W] of a block whose rows are `stride` words apart."""
+    """Sum the mixed words [R, W] of a block whose rows are `stride` words apart."""
     num_words = max(1, words.shape[1])
     step = max(1, (_WORDS_CUDA if words.is_cuda else _WORDS) // num_words)
     column = torch.arange(1, words.shape[1] + 1, device=words.device, dtype=torch.int64) * _signed(_GOLDEN)
@@ -130,7 +132,7 @@ def _strided_sum(words: Tensor, first_word: int, stride: int) -> int:
 
 
 def _mix(words: Tensor) -> Tensor:
-    """In place. int64 wraps around as uint64 does; its right shift copies the sign, which is cut off."""
+    """Mix words in place. int64 wraps around as uint64 does; its right shift copies the sign, which is masked off."""
     words ^= (words >> 33) & 0x7FFFFFFF
     words *= _signed(_MIX_1)
     words ^= (words >> 33) & 0x7FFFFFFF
@@ -140,5 +142,5 @@ def _mix(words: Tensor) -> Tensor:
 
 
 def _signed(value: int) -> int:
-    """The int64 with the bits of value mod 2^64."""
+    """Return the int64 with the bits of value mod 2^64."""
     return (value + (1 << 63)) % (1 << 64) - (1 << 63)

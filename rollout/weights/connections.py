@@ -3,12 +3,12 @@
     GroupConnection   a process group of all trainer ranks and engine shards: NCCL between GPUs, gloo between CPUs
     SharedBuffer      one buffer that both processes map: CUDA IPC on one GPU, a file in /dev/shm between processes of a CPU
 
-All meet at a TCPStore of trainer rank 0. A connection moves flat tensors of one dtype, at most `max_elements` at a time;
-that buffer is its only memory. `gloo` and the file are the CPU twins used to test routing and order;
+All connect to a TCPStore of trainer rank 0. A connection moves flat tensors of one dtype, at most `max_elements` at a time;
+that buffer is its only memory. gloo and the file are CPU twins used to test routing and order;
 NCCL and CUDA IPC have not run on a GPU.
 
-Whoever detects a lost engine reports it to the store (TransferStore.give_up): every wait of the transfer ends within
-GIVE_UP_S, everywhere, and a new transfer uses new connections.
+A side that detects a lost engine reports it to the store (TransferStore.give_up): every wait of the transfer ends within
+GIVE_UP_S, on all sides, and a new transfer uses new connections.
 """
 
 from __future__ import annotations
@@ -41,29 +41,30 @@ _T = TypeVar("_T")
 ConnectionKind = Literal["nccl", "ipc"]
 
 GIVE_UP_S = 0.2
-"""Between two looks of whoever waits whether the transfer has been given up."""
+"""Interval at which waits check whether the transfer has been aborted."""
 
 _LOOK_S = 0.02  # longest interval between two polls for a key
 _ABORT_S = 5.0  # limit for an NCCL abort, which may itself wait for CUDA graphs using the communicator
 _NCCL_ENVIRONMENT = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # else torch's watchdog ends a process that loses a peer
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # else it tells every group of the same store to dump and exit
-    "TORCH_NCCL_ENABLE_MONITORING": "0",  # else a watchdog held up by an abort ends the process, too
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # otherwise torch's watchdog ends a process that loses a peer
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # otherwise it tells every group of the same store to dump and exit
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # otherwise a watchdog held up by an abort ends the process, too
 }
 _GIVEN_UP = "given_up"
 
 
 class TransferBroken(RuntimeError):
-    """The transfer was given up: an engine, or the connection to it, is lost."""
+    """The transfer was aborted: an engine, or the connection to it, is lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """The meeting point of trainer ranks and engine shards. session: a new one makes them reconnect.
+    """Meeting point of trainer ranks and engine shards. session: a new one makes them reconnect.
 
-    num_ranks: of the trainer; shard t is member num_ranks + t of num_ranks + num_shards.
-    timeout_s: a wait that takes longer gives the transfer up.
-    sends_deltas: what travels for a bucket is its length in bytes [8] and, if that is not the bucket's, a delta (delta.py).
+    num_ranks: the trainer's; shard t is member num_ranks + t of num_ranks + num_shards.
+    timeout_s: a longer wait aborts the transfer.
+    sends_deltas: a message is its length in bytes [8], followed by the bucket or, if the length is not the bucket's, by a delta
+        (delta.py).
     """
 
     session: str
@@ -85,22 +86,23 @@ class Rendezvous:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the largest bucket."""
+        """Size of the largest bucket in bytes."""
         return self.max_elements * self.torch_dtype.itemsize
 
     def client(self) -> TCPStore:
-        """A connection to the store at rank 0."""
+        """Connect to the store at rank 0."""
         return TCPStore(self.host, self.port, is_master=False, timeout=timedelta(seconds=self.timeout_s))
 
 
 def site_of(device: torch.device) -> str:
-    """The location of a process's tensors: its host, and the GPU's UUID."""
+    """Return the location of a process's tensors: its host, and the GPU's UUID."""
     gpu = f" {torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else ""
     return socket.gethostname() + gpu
 
 
 def relay_ranks(ranks: Sequence[str], shards: Sequence[str]) -> list[int]:
-    """For each engine shard the trainer rank that shares memory with it: on a GPU, one on the same; on a CPU, round robin.
+    """Return for each engine shard the trainer rank that shares memory with it: on a GPU, one on the same GPU; on CPUs, round
+    robin.
 
     Raises RuntimeError: a shard has no trainer rank on its GPU or host.
     """
@@ -109,21 +111,21 @@ def relay_ranks(ranks: Sequence[str], shards: Sequence[str]) -> list[int]:
         beside = [rank for rank, site in enumerate(ranks) if site == shard]
         if not beside:
             raise RuntimeError(
-                f"sync.backend=ipc: engine shard {number} is on {shard}, where no rank of the trainer is ({list(ranks)}); CUDA "
-                "IPC works between two processes on one GPU: use sync.backend=nccl, or place engines on the trainer's GPUs"
+                f"sync.backend=ipc: engine shard {number} is on {shard}, which has no trainer rank ({list(ranks)}); CUDA "
+                "IPC needs two processes on one GPU: set sync.backend=nccl, or place engines on the trainer's GPUs"
             )
         relays.append(beside[number % len(beside)])
     return relays
 
 
 class TransferStore:
-    """A transfer's keys in the store at rank 0, and whether it was given up; one per process. Nothing blocks its connection.
+    """A transfer's keys in the store at rank 0, and whether it was aborted; one per process. Calls to the store never block.
 
-    A call that a lost peer may block runs in its own thread (`unless_given_up`), abandoned if the transfer is given up.
+    A call that a lost peer may block runs in its own thread (`unless_given_up`), and is abandoned if the transfer is aborted.
     """
 
     def __init__(self, rendezvous: Rendezvous, server: TCPStore | None = None) -> None:
-        """server: rank 0's own."""
+        """server: the store itself, on rank 0."""
         self.rendezvous = rendezvous
         self._keys = PrefixStore(rendezvous.session, server or rendezvous.client())
 
@@ -131,7 +133,7 @@ class TransferStore:
         self._keys.set(key, value)
 
     def get(self, key: str) -> str:
-        """The value of a key, once it is set; raises as `wait`."""
+        """Return the value of a key once it is set; raises as `wait`."""
         self.wait(key)
         return self._keys.get(key).decode()
 
@@ -139,7 +141,7 @@ class TransferStore:
         self._keys.delete_key(key)
 
     def wait(self, key: str) -> None:
-        """Return once the key is set, polling with growing intervals; raises as `unless_given_up`."""
+        """Wait until the key is set, polling with growing intervals; raises as `unless_given_up`."""
         start = time.monotonic()
         while not self._keys.check([key]):
             self.check()
@@ -149,12 +151,12 @@ class TransferStore:
             time.sleep(min(_LOOK_S, 2e-4 + waited / 16))
 
     def unless_given_up(self, work: Callable[[], _T], what: str, on_give_up: Callable[[], None] = lambda: None) -> _T:
-        """The result of `work`; its error, or taking longer than timeout_s, gives the transfer up.
+        """Return the result of `work`; if it fails or exceeds timeout_s, abort the transfer.
 
-        what: the work, for messages. on_give_up: called if the transfer is given up before the work has ended, which nobody
-            awaits any more.
+        what: the work, for messages. on_give_up: called if the transfer is aborted before the work has ended; the work is then
+            abandoned.
 
-        Raises TransferBroken: the work failed, or the transfer was given up.
+        Raises TransferBroken: the work failed, or the transfer was aborted.
         """
         end = time.monotonic() + self.rendezvous.timeout_s
         done: Future[_T] = Future()
@@ -180,12 +182,12 @@ class TransferStore:
         return done.result()
 
     def check(self) -> None:
-        """Raise TransferBroken, with the reason, if the transfer was given up."""
+        """Raise TransferBroken, with the reason, if the transfer was aborted."""
         if self._keys.check([_GIVEN_UP]):
             raise TransferBroken(self._keys.get(_GIVEN_UP).decode())
 
     def _give_up_in_time(self, what: str) -> None:
-        self.give_up(f"{what} has taken sync.timeout_s = {self.rendezvous.timeout_s:g} s")
+        self.give_up(f"{what} exceeded sync.timeout_s = {self.rendezvous.timeout_s:g} s")
         self.check()
 
     def give_up(self, reason: str) -> None:
@@ -194,19 +196,19 @@ class TransferStore:
 
 
 class GroupConnection:
-    """Point to point over a process group of all members, opened by all at the same time.
+    """Point-to-point connection over a process group of all members, opened by all at the same time.
 
     A receiver has one buffer; the tensor returned by `receive` is a view of it until the next call.
 
-    If the transfer is given up, NCCL's communicators are aborted, which ends their kernels and waits. gloo has
-    no abort: its wait is left to a thread, which ends with the peer's process or after timeout_s; what it still receives is
-    unused.
+    If the transfer is aborted, NCCL's communicators are aborted, which ends their kernels and waits. gloo cannot
+    abort: its wait is left to a thread, which ends with the peer's process or after timeout_s; data that it still receives is
+    not used.
     """
 
     def __init__(self, store: TransferStore, member: int, device: torch.device) -> None:
-        """Returns once all members have joined. member: a rank, or num_ranks + the number of an engine shard.
+        """Join the group; returns once all members have joined. member: a rank, or num_ranks + the number of an engine shard.
 
-        Raises TransferBroken: one of them has not, or the transfer was given up. Also raised by methods that move data.
+        Raises TransferBroken: a member has not joined, or the transfer was aborted. Methods that move data raise it too.
         """
         self._rendezvous, self._device, self._store = store.rendezvous, device, store
         self._group: Any = None
@@ -218,24 +220,26 @@ class GroupConnection:
         self._group = store.unless_given_up(lambda: _process_group(self._rendezvous, member, device), "connecting")
 
     def send(self, flat: Tensor, shard: int) -> None:
-        """Send a tensor to an engine shard; returns once it may be reused."""
+        """Send a tensor to an engine shard; returns once the tensor may be reused."""
         self._move(self._group.send, flat, self._rendezvous.num_ranks + shard, f"a send to shard {shard}")
 
     def receive(self, rank: int, num_bytes: int) -> Tensor:
-        """The next message of a trainer rank, [num_bytes] uint8."""
+        """Return the next message of a trainer rank, [num_bytes] uint8."""
         if self._buffer is None:
             self._buffer = torch.empty(self._rendezvous.num_bytes, dtype=torch.uint8, device=self._device)
-            _finish(self._device)  # the engine's stream may still use this memory; _move's stream does not wait for it
+            _finish(
+                self._device
+            )  # the engine's stream may still use this memory, and _move's stream does not wait for it
         flat = self._buffer[:num_bytes]
         self._move(self._group.recv, flat, rank, f"waiting for a bucket of rank {rank}")
         return flat
 
     def release(self) -> None:
-        """Release the buffer: the last bucket has been copied."""
+        """Release the buffer once the last bucket has been copied."""
         _finish(self._device)
 
     def close(self, *, is_broken: bool = False) -> None:
-        """Leave; is_broken: abort pending transfers first."""
+        """Close the connection; is_broken: abort pending transfers first."""
         if is_broken:
             self._abort()
         elif self._group is not None:
@@ -245,26 +249,26 @@ class GroupConnection:
     def _move(self, move: Callable[[list[Tensor], int, int], Any], flat: Tensor, peer: int, what: str) -> None:
         def work() -> None:
             if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)  # of this thread
+                torch.cuda.set_device(self._device)  # current device of this thread
             move([flat.view(torch.uint8)], peer, 0).wait()
             _finish(self._device)
 
         self._store.unless_given_up(work, what, self._abort)
 
     def _abort(self) -> None:
-        """Abort NCCL's kernels and waits; gloo's abort does nothing."""
+        """Abort NCCL's kernels and waits; a no-op for gloo."""
         if self._group is None:
             return
         thread = threading.Thread(target=self._group.abort, name="marsrl-abort", daemon=True)
         thread.start()
         thread.join(_ABORT_S)
         if thread.is_alive():
-            _log.warning("weight sync: the abort of a transfer to a lost engine takes more than %g s", _ABORT_S)
+            _log.warning("weight sync: aborting a transfer to a lost engine takes more than %g s", _ABORT_S)
         self._group = None
 
 
 def _process_group(rendezvous: Rendezvous, member: int, device: torch.device) -> Any:
-    """The group; all members create theirs at the same time."""
+    """Create the process group; all members create theirs at the same time."""
     store = PrefixStore(rendezvous.session, rendezvous.client())
     timeout = timedelta(seconds=rendezvous.timeout_s)
     size = rendezvous.num_ranks + rendezvous.num_shards
@@ -279,7 +283,7 @@ def _process_group(rendezvous: Rendezvous, member: int, device: torch.device) ->
 
 
 class SharedBuffer:
-    """The buffer shared by an engine shard and its trainer rank (its relay), with access in turn.
+    """Buffer shared by an engine shard and its trainer rank (its relay), which take turns.
 
     relay:  fill buffer -> key "full" -> wait for "empty"        shard:   wait for "full" -> copy -> key "empty"
     """
@@ -298,11 +302,11 @@ class SharedBuffer:
         self._buffer, self._dtype = data, rendezvous.torch_dtype
 
     def slot(self, num_elements: int) -> Tensor:
-        """The relay's view for the next bucket, [num_elements]."""
+        """Relay side: return the view [num_elements] for the next bucket."""
         return self._buffer.view(self._dtype)[:num_elements]
 
     def hand_over(self) -> None:
-        """The relay: announce the filled slot and wait until it is emptied; TransferBroken if it will not be."""
+        """Relay side: announce the filled slot and wait until it is emptied; TransferBroken if the transfer ends first."""
         _finish(self._device)
         self._store.set(self._key(f"full{self._count}"))
         self._store.wait(self._key(f"empty{self._count}"))
@@ -311,15 +315,15 @@ class SharedBuffer:
         self._count += 1
 
     def receive(self, rank: int, num_bytes: int) -> Tensor:
-        """The shard: the next bucket [num_bytes] uint8, in the relay's memory, from any rank.
+        """Shard side: return the next bucket [num_bytes] uint8, in the relay's memory, from any rank.
 
-        Raises TransferBroken: none comes.
+        Raises TransferBroken: the transfer ended first.
         """
         self._store.wait(self._key(f"full{self._count}"))
         return self._buffer[:num_bytes]
 
     def release(self) -> None:
-        """The shard: the last bucket has been copied."""
+        """Shard side: release the last bucket, which has been copied."""
         _finish(self._device)
         self._count += 1
         self._store.set(self._key(f"empty{self._count - 1}"))
@@ -340,15 +344,15 @@ class SharedBuffer:
             return data, [base64.b64encode(each).decode() if isinstance(each, bytes) else each for each in handle]
         folder = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
         descriptor, self._path = tempfile.mkstemp(prefix="marsrl-bucket-", dir=folder)
-        os.posix_fallocate(descriptor, 0, num_bytes)  # lack of room is an error here, not a bus error later
+        os.posix_fallocate(descriptor, 0, num_bytes)  # reports lack of room as an error here, not as a bus error later
         os.close(descriptor)
         return self._mapped(self._path, num_bytes), [self._path]
 
     def _map(self, handle: list[object], num_bytes: int) -> Tensor:
         if self._device.type != "cuda":
             return self._mapped(str(handle[0]), num_bytes)
-        # (device, handle, size, offset, reference counter's handle and offset, event's handle, must wait for the event);
-        # the relay's GPU is ours (relay_ranks), whatever its index there
+        # (device, handle, size, offset, reference counter's handle and offset, event's handle, must wait for the event).
+        # The relay's GPU is this process's (relay_ranks), whatever its index there.
         plain = [base64.b64decode(each) if isinstance(each, str) else each for each in handle]
         storage = torch.UntypedStorage._new_shared_cuda(self._device.index or 0, *plain[1:])
         return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage, 0, (num_bytes,), (1,))

@@ -1,11 +1,12 @@
-"""Deltas of `sync.delta`: the values of a bucket that have changed since the last transfer, and their positions.
+"""Deltas of `sync.delta`: values of a bucket that have changed since the last transfer, and their positions.
 
-A bucket of n numbers, of which c have changed:
+Message for a bucket of n numbers, of which c have changed:
 
-    changed numbers of each block of 65536, int32  |  values [c] of the bucket's dtype  |  places [c] in their blocks, 2 bytes
+    number of changes in each block of 65536, int32  |  values [c] in the bucket's dtype  |  positions [c] in their blocks, 2
+    bytes
 
-4 bytes per changed bfloat16 value, so less than the bucket while fewer than half have changed. A bitmap instead of
-places (n / 8 bytes) would be shorter above a share of 1/16; a step of RL changes 1/100 to 1/20.
+A changed bfloat16 value takes 4 bytes, so a delta is shorter than the bucket while fewer than half have changed. A bitmap
+(n / 8 bytes) instead of positions would be shorter above a share of 1/16; a step of RL changes 1/100 to 1/20.
 """
 
 from __future__ import annotations
@@ -14,30 +15,31 @@ import torch
 from torch import Tensor
 
 _BLOCK = 1 << 16
-_BITS = {2: torch.int16, 4: torch.int32}  # by bytes a number
+_BITS = {2: torch.int16, 4: torch.int32}  # by bytes per number
 
 
 def differs(now: Tensor, before: Tensor) -> Tensor:
-    """True where the bits differ, as for 0.0 and -0.0. Same shape and dtype, of 2 or 4 bytes."""
+    """Return True where the bits differ, as for 0.0 and -0.0. Same shape and dtype, of 2 or 4 bytes."""
     bits = _BITS[now.itemsize]
     return now.view(bits) != before.view(bits)
 
 
 def encode_delta(flat: Tensor, changed: Tensor, num_changed: int) -> Tensor | None:
-    """The message [bytes] uint8 for a bucket flat [n], of which the num_changed numbers at changed [n] bool are sent.
+    """Encode the num_changed numbers at changed [n] bool of a flat bucket [n] as a message [bytes] uint8.
 
-    None: it would not be shorter than the bucket.
+    Returns None if the message would not be shorter than the bucket.
     """
     num_blocks = _num_blocks(len(flat))
     if 4 * num_blocks + num_changed * (flat.itemsize + 2) >= flat.nbytes:
         return None
     index = changed.nonzero().view(-1)
     counts = torch.searchsorted(index, _starts(num_blocks + 1, flat.device)).diff().int()
-    return torch.cat([each.view(torch.uint8) for each in (counts, flat[index], index.short())])  # its last 16 bits
+    # short() keeps the last 16 bits
+    return torch.cat([each.view(torch.uint8) for each in (counts, flat[index], index.short())])
 
 
 def decode_delta(message: Tensor, num_elements: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """(places [c] int64 in the bucket, ascending; values [c]) of a message for a bucket of num_elements."""
+    """Decode a message for a bucket of num_elements: (positions [c] int64 in the bucket, ascending; values [c])."""
     num_blocks = _num_blocks(num_elements)
     num_changed = (len(message) - 4 * num_blocks) // (dtype.itemsize + 2)
     counts, values, places = message.split([4 * num_blocks, num_changed * dtype.itemsize, num_changed * 2])

@@ -1,16 +1,16 @@
-"""sync.backend=nccl and ipc: every rank sends its own part of the weights straight to the engines' tensors, without files.
+"""sync.backend=nccl and ipc: every rank sends its part of the weights straight to the engines' tensors, without files.
 
     rank 0            agree -> plans to the engines -> (engines receive | all ranks send) -> sums of all ranks -> checksums
     other ranks       agree ................................................ send ........... sums
-    engine shard                                       WeightReceiver.receive: bucket after bucket to its place
+    engine shard                                       WeightReceiver.receive: bucket after bucket into its tensor
 
-The order of buckets is in layout.py. No rank gathers anything: it packs its own part, one bucket at a time. With CUDA
+The order of buckets is in layout.py. No rank gathers weights: it packs its own part, one bucket at a time. With CUDA
 IPC the rank on an engine's GPU (its relay) also receives the others' buckets for that engine, one at a time, into the
 shared buffer. An engine's expected checksums are computed without assembling its weights: each rank adds its parts'
 share of every checksum.
 
-If an engine is lost meanwhile, the transfer ends for all: it is replaced, everybody reconnects, and everything is
-sent again. Ranks cannot cancel sends to each other: relays receive the remaining buckets and drop them.
+If an engine is lost meanwhile, the transfer ends on all sides: the engine is replaced, all sides reconnect, and all weights
+are sent again. Ranks cannot cancel sends to each other: relays receive the remaining buckets and drop them.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ from marsrl.rollout.weights.layout import (
     shard_layout,
 )
 
-# The engine's end.
+# The engine's side.
 
 
 @dataclass(frozen=True, slots=True)
 class ReceivePlan:
-    """The buckets that an engine shard receives, in order, with their sources.
+    """Buckets that an engine shard receives, in order, with their sources.
 
-    Sent to its engine with every version, encoded once (WeightUpdate.receive_plans). number: of the shard among those of
-    all engines. shapes: of the whole model, in stacks (layout.py).
+    Sent to the engine with every version, encoded once (WeightUpdate.receive_plans). number: index of the shard among those of
+    all engines. shapes: of the whole model, with stacks for experts (layout.py).
     """
 
     rendezvous: Rendezvous
@@ -84,20 +84,22 @@ class WeightReceiver:
 
     @torch.no_grad()
     def receive(self, plan: ReceivePlan, target: Callable[[str], Tensor | None]) -> Mapping[str, tuple[int, ...]]:
-        """Receive every bucket of the plan and write it to the targets; returns {fused tensor: shape}.
+        """Receive every bucket of the plan and write it to the targets; return {fused tensor: shape}.
 
-        target: the tensor of a fused name, which may have more rows (padding) than are sent.
+        target: returns the tensor of a fused name, which may have more rows (padding) than are sent.
 
         Raises:
             ValueError: a target is missing or has a wrong shape; nothing was received.
-            TransferBroken: the transfer was given up; the targets are a mix of two versions.
+            TransferBroken: the transfer was aborted; the targets are a mix of two versions.
         """
         layout, targets = shard_layout(plan.shapes, plan.shard), dict[str, Tensor]()
         for name, shape in layout.shapes.items():
             tensor = target(name)
             held = None if tensor is None else tuple(tensor.shape)
             if tensor is None or held is None or held[1:] != shape[1:] or held[0] < shape[0]:
-                raise ValueError(f"weight sync: {name} is to be {shape}, and the engine holds {held}")
+                raise ValueError(
+                    f"weight sync: {name} has shape {held} in the engine; expected {shape}, with as many rows or more"
+                )
             targets[name] = tensor
         try:
             connection = self._opened(plan)
@@ -119,7 +121,7 @@ class WeightReceiver:
     def _opened(self, plan: ReceivePlan) -> Connection:
         rendezvous = plan.rendezvous
         if self._connection is None or self._session != rendezvous.session:
-            self.close(is_broken=True)  # another session: a member of the old one is gone
+            self.close(is_broken=True)  # a new session: a member of the old one is gone
             store = TransferStore(rendezvous)
             if rendezvous.kind == "nccl":
                 self._connection = GroupConnection(store, rendezvous.num_ranks + plan.number, self._device)
@@ -130,7 +132,7 @@ class WeightReceiver:
 
 
 def _next_message(connection: Connection, bucket: WeightBucket, rendezvous: Rendezvous) -> Tensor:
-    """[bytes] uint8: the bucket, or a delta of it."""
+    """Return a message [bytes] uint8: the bucket, or a delta of it."""
     num_bytes = bucket.num_elements * rendezvous.torch_dtype.itemsize
     if rendezvous.sends_deltas:
         num_bytes = int(connection.receive(bucket.source, 8).view(torch.int64))
@@ -140,7 +142,7 @@ def _next_message(connection: Connection, bucket: WeightBucket, rendezvous: Rend
 def _boxes(
     bucket: WeightBucket, layout: ShardLayout, targets: Mapping[str, Tensor]
 ) -> Iterator[tuple[int, int, Tensor]]:
-    """(first, end, target [matrices, rows, columns]) of ranges of the bucket; a tied embedding's come twice."""
+    """Yield (first, end, target [matrices, rows, columns]) of ranges of the bucket; a tied embedding's come twice."""
     end = 0
     for piece in bucket.pieces:
         first, end = end, end + piece.box.num_elements
@@ -151,7 +153,7 @@ def _boxes(
 def _write(
     message: Tensor, bucket: WeightBucket, rendezvous: Rendezvous, boxes: Sequence[tuple[int, int, Tensor]]
 ) -> None:
-    """Write a message to the boxes; a delta leaves the rest unchanged."""
+    """Write a message to the boxes; a delta leaves other values unchanged."""
     dtype = rendezvous.torch_dtype
     if len(message) == bucket.num_elements * dtype.itemsize:
         for first, end, box in boxes:
@@ -164,7 +166,7 @@ def _write(
         box[torch.unravel_index(inside, box.shape)] = values[low:high].to(box.dtype)
 
 
-# The trainer's end.
+# The trainer's side.
 
 
 class HeldWeights(Protocol):
@@ -172,22 +174,23 @@ class HeldWeights(Protocol):
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shape of every HF tensor of the model, with stacks in the place of experts' tensors (layout.py)."""
+        """Shapes of every HF tensor of the model, with stacks in place of experts' tensors (layout.py)."""
 
     @property
     def device(self) -> torch.device: ...
 
     @property
     def boxes_of_ranks(self) -> Sequence[Mapping[str, Box]]:
-        """For each rank {name: the part of that tensor which it holds}."""
+        """Return for each rank {name: the part of that tensor which it holds}."""
 
     def stack(self, name: str) -> Tensor:
-        """This rank's box of a tensor, [matrices, rows, columns]."""
+        """Return this rank's box of a tensor, [matrices, rows, columns]."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The trainer's ranks from one rank's view. broadcast: rank 0's bytes, on every rank; gather: everybody's."""
+    """The trainer's ranks, seen from one rank. broadcast: returns rank 0's bytes on every rank; gather: returns all ranks'
+    bytes."""
 
     rank: int
     size: int
@@ -197,8 +200,11 @@ class Ranks:
 
 @dataclass(slots=True)
 class Traffic:
-    """Statistics of a transfer. num_bytes: sent, without lengths; whole_bytes: of everything; num_changed, num_compared: values
-    of the weights, 0 if everything was sent without a comparison."""
+    """Statistics of a transfer.
+
+    num_bytes: sent, without lengths; whole_bytes: size of all weights; num_changed, num_compared: values
+    of the weights, 0 if everything was sent without a comparison.
+    """
 
     num_bytes: int = 0
     whole_bytes: int = 0
@@ -220,10 +226,10 @@ class _Sent:
 
 
 class DirectSender(ABC):
-    """One rank's end of transfers to engines. Collective.
+    """One rank's side of transfers to engines. Collective.
 
-    sender.agree(held, shards)      whenever engines have changed, or a transfer has broken
-    sender.plans                    for rank 0 to hand to the engines: the encoded ReceivePlan of each shard
+    sender.agree(held, shards)      when engines have changed, or a transfer has broken
+    sender.plans                    on rank 0: the encoded ReceivePlan of each shard, for the engines
     expected = sender.send(held)    {fused tensor: checksum} of each shard, once all have received
     """
 
@@ -242,11 +248,11 @@ class DirectSender(ABC):
         """host: rank 0's address for engines; used on rank 0. timeout_s: a longer wait ends the transfer."""
         self.sends_deltas = sends_deltas
         self._ranks, self._dtype = ranks, dtype
-        self._max_elements = bucket_bytes // dtype.itemsize  # of a bucket
+        self._max_elements = bucket_bytes // dtype.itemsize  # per bucket
         self._timeout_s, self._host = timeout_s, host
         self.plans: list[bytes] = []
         self.traffic = Traffic()
-        """Of the last transfer, all ranks together."""
+        """Statistics of the last transfer, all ranks together."""
         self._shards: tuple[EngineShard, ...] = ()  # of all engines, one engine after the other
         self._layouts: dict[EngineShard, ShardLayout] = {}
         self._store: TransferStore | None = None
@@ -257,7 +263,7 @@ class DirectSender(ABC):
         self._buffer: Tensor | None = None
 
     def agree(self, held: HeldWeights, shards: Sequence[EngineShard] = ()) -> None:
-        """Make the same plan on all ranks. Collective. shards: of all engines, on rank 0; none: as before.
+        """Make the same plan on all ranks. Collective. shards: of all engines, on rank 0; none: unchanged.
 
         Raises ValueError: the ranks' parts do not cover an engine's needs, or a bucket is smaller than a row.
         """
@@ -292,15 +298,17 @@ class DirectSender(ABC):
             ]
 
     def give_up(self, reason: str) -> None:
-        """End all waits for engines; on any rank, in any thread."""
-        assert self._store is not None, "agree comes first"
+        """End all waits for engines; callable on any rank, in any thread."""
+        assert self._store is not None, "call agree first"
         self._store.give_up(reason)
 
     @torch.no_grad()
     def send(self, held: HeldWeights) -> list[dict[str, int]]:
-        """Send this rank's part of every bucket; returns the {fused tensor: checksum} expected of each engine shard; empty if
-        the transfer has broken. Collective."""
-        assert self._store is not None, "agree comes first"
+        """Send this rank's part of every bucket. Collective.
+
+        Returns the {fused tensor: checksum} expected of each engine shard; empty if the transfer has broken.
+        """
+        assert self._store is not None, "call agree first"
         self.traffic = Traffic()
         with torch.cuda.device(held.device) if held.device.type == "cuda" else contextlib.nullcontext():
             try:
@@ -322,22 +330,22 @@ class DirectSender(ABC):
 
     @abstractmethod
     def _connect(self, store: TransferStore, device: torch.device) -> None:
-        """Connect with the engines, which do the same; a no-op after the first time."""
+        """Connect to the engines, which connect at the same time; a no-op after the first time."""
 
     @abstractmethod
     def _pass_on(self, bucket: WeightBucket, held: HeldWeights) -> None:
-        """This rank's part in moving a bucket to its engine shard."""
+        """Do this rank's part in moving a bucket to its engine shard."""
 
     @contextlib.contextmanager
     def _unless_broken(self) -> Iterator[None]:
-        """Leave the body if the transfer has broken: engines get nothing more."""
+        """Leave the block if the transfer has broken: engines get no more buckets."""
         try:
             yield
-        except TransferBroken:  # the engines report why
+        except TransferBroken:  # the engines report the reason
             self._is_broken = True
 
     def _packed(self, bucket: WeightBucket, held: HeldWeights, flat: Tensor | None = None) -> Tensor:
-        """[bucket.num_elements], the bucket's pieces in the engines' dtype; in `flat`, or in this rank's buffer."""
+        """Pack the bucket's pieces in the engines' dtype, [bucket.num_elements], into `flat` or this rank's buffer."""
         if flat is None:
             if self._buffer is None:
                 longest = max(each.num_elements for each in self._buckets if each.source == self._ranks.rank)
@@ -351,11 +359,11 @@ class DirectSender(ABC):
         return flat
 
     def _part(self, piece: Piece, held: HeldWeights, stack_of: Callable[[str], Tensor]) -> Tensor:
-        """The piece [matrices, rows, columns] of this rank's box of a tensor. A view."""
+        """Return the piece [matrices, rows, columns] of this rank's box of a tensor. A view."""
         return piece.box.within(held.boxes_of_ranks[self._ranks.rank][piece.name]).of(stack_of(piece.name))
 
     def _expected(self, held: HeldWeights) -> list[dict[str, int]]:
-        """The checksums of all shards. Equal shards hold the same, so only the first of them is summed."""
+        """Return the checksums of all shards. Equal shards hold the same weights, so only the first of them is summed."""
         sums = {shard: ShardSums(layout, self._dtype) for shard, layout in self._layouts.items()}
         for piece in self._pieces:
             shard = self._shards[piece.target]
@@ -368,7 +376,7 @@ class DirectSender(ABC):
             self.traffic.add(sent.traffic)
         if not all(each.has_all for each in told):
             return []
-        del told[self._ranks.rank]  # its own
+        del told[self._ranks.rank]  # this rank's own sums
         for others in told:
             for each, totals in zip(sums.values(), others.totals, strict=True):
                 each.merge(totals)
@@ -377,10 +385,10 @@ class DirectSender(ABC):
 
 
 class GroupSender(DirectSender):
-    """From every rank to every engine shard, over a process group of all of them (gloo without CUDA).
+    """Sender from every rank to every engine shard, over a process group of all of them (gloo without CUDA).
 
-    With deltas a rank keeps a second copy of its weights, as sent last, in the engines' dtype. Engines that have just
-    connected get everything.
+    With deltas a rank keeps a second copy of its weights, as last sent, in the engines' dtype. Engines that have just
+    connected get all weights.
     """
 
     kind = "nccl"
@@ -417,7 +425,7 @@ class GroupSender(DirectSender):
         self.traffic.add(Traffic(message.nbytes, flat.nbytes))
 
     def _delta(self, bucket: WeightBucket, held: HeldWeights, flat: Tensor) -> Tensor:
-        """The message for a bucket, whose numbers are in flat: those that have changed, or all where that is no more."""
+        """Return the message for a bucket, whose numbers are in flat: the changed ones, or all if that is not longer."""
         masks, at = [], 0
         for piece in bucket.pieces:
             last = self._part(piece, held, self._last.__getitem__)
@@ -431,10 +439,10 @@ class GroupSender(DirectSender):
 
 
 class SharedSender(DirectSender):
-    """Through memory that an engine shard shares with the rank on its GPU, its relay (a file without CUDA)."""
+    """Sender through memory that an engine shard shares with the rank on its GPU, its relay (a file without CUDA)."""
 
     kind = "ipc"
-    _relays: Sequence[int] = ()  # the rank of each shard; empty: the transfer broke before it was known
+    _relays: Sequence[int] = ()  # rank of each shard's relay; empty if the transfer broke earlier
 
     def close(self, *, is_broken: bool = False) -> None:
         super().close(is_broken=is_broken)
@@ -445,7 +453,7 @@ class SharedSender(DirectSender):
             return
         ranks = [told.decode() for told in self._ranks.gather(site_of(device).encode())]
         told = None
-        if self._ranks.rank == 0:  # one rank asks, so that all agree
+        if self._ranks.rank == 0:  # rank 0 alone checks, so that all ranks agree
             told = b""
             with self._unless_broken():
                 told = "\n".join(store.get(f"site{shard}") for shard in range(len(self._shards))).encode()

@@ -40,7 +40,7 @@ _PREFIX = "marsrl-weights-"
 
 @dataclass(frozen=True, slots=True)
 class WrittenWeights:
-    """A version on disk. expected: of each shard of an engine {fused tensor: checksum}."""
+    """A version on disk. expected: {fused tensor: checksum} for each shard of an engine."""
 
     folder: Path
     expected: Sequence[Mapping[str, int]]
@@ -58,9 +58,10 @@ def write_version(
 ) -> WrittenWeights:
     """Write a model's HF-named tensors as dtype to `parent`/version_N.
 
-    shards: of an engine, whose checksums are computed meanwhile. seconds_of: gets export, checksum and write.
+    shards: of an engine; their checksums are computed meanwhile. seconds_of: receives the seconds of export, checksum and
+    write.
 
-    Raises RuntimeError: they cannot be written; with advice.
+    Raises RuntimeError: the weights cannot be written; with advice.
     """
     folder = parent / f"version_{version}"
     sums_of = {shard: ShardSums(shard_layout(shapes, shard), dtype) for shard in shards}
@@ -68,7 +69,7 @@ def write_version(
     start = time.perf_counter() - sum(seconds_of.values())
 
     def checked() -> Iterator[tuple[str, Tensor]]:
-        """The same tensors, as the engines get them."""
+        """Yield the tensors in the form that engines get."""
         asked = time.perf_counter()
         for name, exported in tensors:
             tensor = exported.detach().to("cpu", dtype).contiguous()
@@ -94,12 +95,13 @@ def write_version(
 
 
 def not_written(version: int, folder: Path, error: OSError | SafetensorError) -> RuntimeError:
-    """The error for a version that could not be written, with the remedy."""
+    """Build the error for a version that could not be written, with the remedy."""
     reason = getattr(error, "strerror", None) or error
     return RuntimeError(
-        f"weight sync: version {version} could not be written to {folder}: {reason}; make room there (the version before stays "
-        "until this one is proven, so it takes the model twice): a larger shared memory (docker run --shm-size), or another "
-        "folder (sync.directory)"
+        f"weight sync: version {version} could not be written to {folder}: {reason}; free space there (the previous version "
+        "stays "
+        "until this one is verified, so the model is stored twice), enlarge shared memory (docker run --shm-size), or set "
+        "sync.directory to another folder"
     )
 
 
@@ -110,10 +112,11 @@ class PrivateFolder:
     """
 
     def __init__(self, parent: str | Path | None) -> None:
-        """parent None: /dev/shm if it exists, else the temporary directory. Removes folders of dead processes."""
+        """Create the folder and remove those of dead processes. parent None: /dev/shm if it exists, else the temporary
+        directory."""
         where = parent_of(parent)
         for folder in left_behind(where):
-            logger.warning("%s is of a process that has died: removed", folder)
+            logger.warning("removed %s, left by a dead process", folder)
             shutil.rmtree(folder, ignore_errors=True)
         while True:
             self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=where))
@@ -128,7 +131,7 @@ class PrivateFolder:
                 shutil.rmtree(other)
 
     def close(self) -> None:
-        """Remove it; may be called twice."""
+        """Remove the folder; may be called twice."""
         if self._lock >= 0:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
@@ -136,19 +139,21 @@ class PrivateFolder:
 
 
 def parent_of(directory: str | Path | None = None) -> Path:
-    """The parent of folders of weights: sync.directory, or its default."""
+    """Return the parent of folders of weights: sync.directory, or its default."""
     if directory is not None:
         return Path(directory)
     return Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
 
 
 def left_behind(parent: Path) -> Iterator[Path]:
-    """Folders of weights under `parent` whose process is gone; each is locked while the caller uses it.
+    """Yield folders of weights under `parent` whose process is gone; each is locked while the caller uses it.
 
-    Locks instead of process ids: hosts and containers share folders.
+    Uses locks, not process ids, because hosts and containers share folders.
     """
     for folder in sorted(parent.glob(f"{_PREFIX}*")):
-        with suppress(OSError):  # held; removed meanwhile, or somebody else's; a file system without locks
+        with suppress(
+            OSError
+        ):  # still locked; removed meanwhile; owned by another user; or the file system has no locks
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -158,7 +163,7 @@ def left_behind(parent: Path) -> Iterator[Path]:
 
 
 def _locked(folder: Path) -> int:
-    """A descriptor holding the folder's lock. FileNotFoundError: no such folder."""
+    """Return a descriptor holding the folder's lock. FileNotFoundError: no such folder."""
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with suppress(OSError):  # a file system without locks: leftovers cannot be recognised
@@ -171,7 +176,7 @@ def _locked(folder: Path) -> int:
 
 
 def write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int = SHARD_BYTES) -> int:
-    """Write contiguous CPU tensors to `folder`, replacing one of that name, as write_files does; returns their bytes.
+    """Write contiguous CPU tensors to `folder`, replacing one of that name, as write_files does; return their bytes.
 
     Raises OSError, SafetensorError: no room is left, or the folder cannot be written; nothing is left behind.
     """
@@ -189,7 +194,7 @@ def write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_byte
 
 
 def write_files(folder: Path, tensors: Iterable[tuple[str, Tensor]], most_bytes: int) -> int:
-    """Write contiguous CPU tensors to files in `folder`, called as Hugging Face calls them; returns their bytes.
+    """Write contiguous CPU tensors to files in `folder`, named as by Hugging Face; return their bytes.
 
     A file, and what is in memory, has at most most_bytes, or a single larger tensor.
     """
@@ -209,7 +214,8 @@ def write_files(folder: Path, tensors: Iterable[tuple[str, Tensor]], most_bytes:
 
 
 def _in_shards(tensors: Iterable[tuple[str, Tensor]], most_bytes: int) -> Iterator[dict[str, Tensor]]:
-    """The named tensors in order, in shards of at most most_bytes or a single larger tensor; one empty shard if there are none.
+    """Yield the named tensors in order, in shards of at most most_bytes or a single larger tensor; one empty shard if there are
+    none.
 
     A shard is emptied when the next is requested, so that only one is in memory.
     """
@@ -229,26 +235,28 @@ def check_room(folder: Path, num_bytes: int) -> None:
     """Raise OSError if the file system of `folder` has no room for num_bytes more."""
     free = shutil.disk_usage(folder).free
     if num_bytes > free:
-        message = f"{num_bytes / 2**20:,.1f} MiB are to be written and {free / 2**20:,.1f} MiB are free"
+        message = f"{num_bytes / 2**20:,.1f} MiB are needed, but only {free / 2**20:,.1f} MiB are free"
         raise OSError(errno.ENOSPC, message, str(folder))
 
 
 class WeightFiles(Mapping[str, Tensor]):
-    """The tensors of a safetensors file, or of an HF directory with one or more of them, read on demand.
+    """Tensors of a safetensors file, or of an HF directory with one or more of them, read on demand.
 
-    prefix: of the names in them, left out here.
+    prefix: of the names in the files; removed here.
 
     Raises ValueError: a file is missing or incomplete.
     """
 
     def __init__(self, path: str | Path, prefix: str = "") -> None:
         path = Path(path)
-        self._stored: dict[str, tuple[Any, str]] = {}  # by name: the open file, the name there
+        self._stored: dict[str, tuple[Any, str]] = {}  # by name: the open file, the name in it
         for file in [path] if path.is_file() else weight_files(path):
             try:
                 opened = safe_open(str(file), framework="pt")
             except SafetensorError as error:
-                raise ValueError(f"model: {file} is no whole safetensors file ({error}); download it again") from error
+                raise ValueError(
+                    f"model: {file} is not a complete safetensors file ({error}); download it again"
+                ) from error
             self._stored.update({name.removeprefix(prefix): (opened, name) for name in opened.keys()})  # noqa: SIM118 - no mapping
 
     def __getitem__(self, name: str) -> Tensor:
@@ -256,10 +264,10 @@ class WeightFiles(Mapping[str, Tensor]):
         return file.get_tensor(stored)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._stored  # a Mapping's own reads the tensor
+        return name in self._stored  # Mapping's default would read the tensor
 
     def slice(self, name: str) -> Any:
-        """The tensor's header; safetensors reads the parts that it is indexed with."""
+        """Return the tensor's header; indexing it reads only the indexed part."""
         file, stored = self._stored[name]
         return file.get_slice(stored)
 

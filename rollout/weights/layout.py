@@ -1,4 +1,4 @@
-"""The sharding of a model's tensors over an engine, and the plan of a transfer. Imports no torch.
+"""Sharding of a model's tensors over an engine, and the plan of a transfer. Imports no torch.
 
 Engines fuse the Hugging Face tensors:
 
@@ -8,28 +8,28 @@ Engines fuse the Hugging Face tensors:
     ...mlp.experts.E.down_proj          -> ...mlp.experts.w2_weight       [experts, hidden, width]
     model.embed_tokens.weight           -> also lm_head.weight, where the checkpoint ties them
 
-Everything else keeps its name. The experts' tensors of a layer are parts of one *stack* on the way, [experts, rows, columns],
+All other tensors keep their names. For a transfer the experts' tensors of a layer form one *stack*, [experts, rows, columns],
 called ...mlp.experts.{gate,up,down}_proj.weight: one piece of a transfer, not hundreds.
 
-An engine over several GPUs shards first; a *shard* (EngineShard) has, as in vLLM:
+An engine over several GPUs splits the tensors into shards. A *shard* (EngineShard) has, as in vLLM:
 
     q, gate, up (of every expert)        a share of the rows
     k, v                                 a share of the rows, whole heads; replicated if there are fewer heads than shards
     o_proj, down_proj                    a share of the columns
     embed_tokens, lm_head                a share of the rows, the vocabulary rounded up to a multiple of 64
     norms, router                        all of it
-    spread experts                       all of some experts, numbered from 0
+    spread experts                       some whole experts, numbered from 0
 
-Our local engine and a vLLM engine on one GPU are the single shard of a whole model. `shard_layout` computes this for given
-shapes; used by the trainer for the tensors it sends and by the engine for those it received and computes with.
+The local engine and a vLLM engine on one GPU are the single shard of a whole model. `shard_layout` computes this from
+shapes; the trainer uses it for the tensors it sends, and the engine for those it receives and computes with.
 
 A transfer without files (direct.py) sends every shard what it needs, by a plan that is a pure function of the ranks' boxes:
 
-    plan_pieces  -> covers every need exactly once, from ranks that have it          (replicas share the work)
+    plan_pieces  -> covers every need exactly once, from ranks that hold it          (replicas share the work)
     plan_buckets -> groups pieces into buckets of limited size, in one order that all sides follow
 
-In round r shard t is served by rank (t + r) mod ranks, so that ranks and shards are busy concurrently. Everyone works
-through its own buckets in this order, one at a time; whoever has the first unfinished bucket of all can
+In round r shard t is served by rank (t + r) mod ranks, so that ranks and shards are busy concurrently. Every side works
+through its own buckets in this order, one at a time. The side with the first unfinished bucket of all can always
 proceed, so there is no deadlock.
 """
 
@@ -61,7 +61,7 @@ _COLUMNS = (".o_proj.weight", ".down_proj.weight")
 
 @dataclass(frozen=True, slots=True, order=True)
 class Box:
-    """The matrices, rows and columns from `start` to `end` of a stack. A matrix is a stack of one, a vector one column."""
+    """The matrices, rows and columns from `start` to `end` of a stack. A matrix is a stack of one; a vector has one column."""
 
     start: tuple[int, ...]
     end: tuple[int, ...]
@@ -75,44 +75,44 @@ class Box:
         return prod(max(0, size) for size in self.shape)
 
     def overlap(self, other: Box) -> Box:
-        """The intersection; num_elements is 0 if it is empty."""
+        """Return the intersection; num_elements is 0 if it is empty."""
         return Box(tuple(map(max, self.start, other.start)), tuple(map(min, self.end, other.end)))
 
     def cut(self, axis: int, start: int, end: int) -> Box:
-        """The box with another range of matrices (axis 0), rows (1) or columns (2)."""
+        """Return the box with another range of matrices (axis 0), rows (1) or columns (2)."""
         after = axis + 1
         return Box((*self.start[:axis], start, *self.start[after:]), (*self.end[:axis], end, *self.end[after:]))
 
     def within(self, other: Box, row: int = 0) -> Box:
-        """The box counted from the beginning of another one, which is at row `row`."""
+        """Return the box relative to the beginning of another one, which is at row `row`."""
         origin = (other.start[0], other.start[1] - row, other.start[2])
         return Box(tuple(map(sub, self.start, origin)), tuple(map(sub, self.end, origin)))
 
     def of(self, tensor: Tensor) -> Tensor:
-        """This box of a tensor, [matrices, rows, columns]. A view."""
+        """Return this box of a tensor, [matrices, rows, columns]. A view."""
         stack = tensor[None, :, None] if tensor.dim() == 1 else tensor[None] if tensor.dim() == 2 else tensor
         return stack[tuple(map(slice, self.start, self.end))]
 
 
 def whole_box(shape: Sequence[int]) -> Box:
-    """All of a tensor of one to three dimensions."""
+    """Return the box of a whole tensor of one to three dimensions."""
     return Box((0, 0, 0), (1, *shape, 1) if len(shape) == 1 else (1, *shape)[-3:])
 
 
 def stack_of(name: str) -> tuple[str, int]:
-    """(name of the stack, number of the expert) of an expert's HF tensor; others are stacks of their own: (name, 0)."""
+    """Return (name of the stack, number of the expert) of an expert's HF tensor; for other tensors (name, 0)."""
     found = _EXPERT.match(name)
     return (found[1] + found[3], int(found[2])) if found else (name, 0)
 
 
 def box_of(name: str, shape: Sequence[int]) -> tuple[str, Box]:
-    """(stack, box of it) of an HF tensor."""
+    """Return (stack, box in it) of an HF tensor."""
     stack, expert = stack_of(name)
     return stack, whole_box(shape).cut(0, expert, expert + 1)
 
 
 def stacked(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Shapes by name, of stacks in the place of experts' tensors; ValueError if these are not 0..n-1 or differ in shape."""
+    """Replace experts' tensors in the shapes by stacks; ValueError if experts are not 0..n-1 or differ in shape."""
     sizes: dict[str, dict[int, tuple[int, ...]]] = defaultdict(dict)
     for name, shape in shapes.items():
         stack, expert = stack_of(name)
@@ -121,7 +121,7 @@ def stacked(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]
         if set(each) != set(range(len(each))) or len(set(each.values())) > 1:
             found = sorted(each.items())
             raise ValueError(
-                f"weights: {stack}: experts are to be 0 to {len(each) - 1}, all of one shape; found {found[:4]}"
+                f"weights: {stack}: found experts {found[:4]}; expected experts 0 to {len(each) - 1} of one shape"
             )
     return {stack: each[0] if stack in shapes else (len(each), *each[0]) for stack, each in sizes.items()}
 
@@ -131,7 +131,7 @@ class EngineShard:
     """Part `part` of `parts` of a model, held by one worker of an engine; by default all of it.
 
     kv_parts: number of shards of the key and value heads: fewer than parts if several parts hold the same head.
-    spreads_experts: each expert is whole in one part, instead of sharded over all.
+    spreads_experts: each expert is whole in one part, instead of split over all.
     """
 
     part: int = 0
@@ -141,11 +141,12 @@ class EngineShard:
 
     @classmethod
     def of(cls, part: int, parts: int, num_kv_heads: int, *, spreads_experts: bool = False) -> EngineShard:
-        """The shard as in vLLM for a model with so many key and value heads."""
+        """Build the shard as in vLLM for a model with this many key and value heads."""
         return cls(part, parts, min(parts, num_kv_heads), spreads_experts)
 
     def experts(self, num_experts: int) -> range:
-        """Experts of which it holds a part. If whole ones do not divide evenly, the first parts have one more."""
+        """Return the experts that the shard holds, wholly or in part. If whole experts do not divide evenly, the first parts
+        have one more."""
         if not self.spreads_experts:
             return range(num_experts)
         each, more = divmod(num_experts, self.parts)
@@ -155,10 +156,10 @@ class EngineShard:
 
 @dataclass(frozen=True, slots=True)
 class ShardLayout:
-    """The tensors of a shard.
+    """Tensors of a shard.
 
-    shapes: of its fused tensors. parts: HF tensors, or stacks, of each, one below the other.
-    needs: its box of each of these. places: (fused tensor, first row) of that box; a tied embedding has two.
+    shapes: of its fused tensors. parts: the HF tensors, or stacks, of each, one below the other.
+    needs: the shard's box of each of these. places: (fused tensor, first row) of that box; a tied embedding has two.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -167,15 +168,15 @@ class ShardLayout:
     places: Mapping[str, Sequence[tuple[str, int]]]
 
     def placed(self, name: str, box: Box) -> list[tuple[str, Box]]:
-        """(fused tensor, box of it) of each place of a part of its box of a tensor."""
+        """Return (fused tensor, box in it) for each place of a part of the shard's box of a tensor."""
         return [(fused, box.within(self.needs[name], row)) for fused, row in self.places[name]]
 
 
 def shard_layout(shapes: Mapping[str, tuple[int, ...]], shard: EngineShard = EngineShard()) -> ShardLayout:
-    """The layout of a shard of a model, or of a part of one, with HF tensors, or stacks of them, of these shapes.
+    """Compute the layout of a shard of a model, or of a part of one, from the shapes of its HF tensors or stacks.
 
     Raises ValueError: a part of a fused tensor is missing (q without k) or has another shape than the others, experts are not
-    numbered 0..n-1, or a dimension cannot be split into so many parts.
+    numbered 0..n-1, or a dimension cannot be split into this many parts.
     """
     shapes = stacked(shapes)
     parts = _fused_parts(shapes)
@@ -187,7 +188,10 @@ def shard_layout(shapes: Mapping[str, tuple[int, ...]], shard: EngineShard = Eng
         for name in names:
             has = shapes[name]
             if whole_box(has).shape[::2] != whole_box(first).shape[::2]:  # matrices, columns
-                raise ValueError(f"weights: {name} has shape {list(has)}, as a part of {fused} beside {list(first)}")
+                raise ValueError(
+                    f"weights: {name} has shape {list(has)}, but another part of {fused} has {list(first)}; expected the same "
+                    "columns"
+                )
             needs[name] = _need(name, has, shard)
             places[name].append((fused, row))
             row += needs[name].shape[1]
@@ -197,7 +201,7 @@ def shard_layout(shapes: Mapping[str, tuple[int, ...]], shard: EngineShard = Eng
 
 
 def _fused_parts(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """{fused tensor: its parts, in order of rows}, in order of first appearance."""
+    """Return {fused tensor: its parts, in order of rows}, in order of first appearance."""
     groups: dict[tuple[str, str], dict[str, str]] = defaultdict(dict)
     for name in names:
         if found := _STACK.match(name):
@@ -214,10 +218,10 @@ def _fused_parts(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
     for (fused, kind), members in groups.items():
         wanted = _PARTS_OF[kind]
         if missing := [f"{part}_proj" for part in wanted if part not in members]:
-            raise ValueError(f"weights: {fused} lacks {', '.join(missing)} beside {sorted(members.values())}")
+            raise ValueError(f"weights: {fused} lacks {', '.join(missing)}; found only {sorted(members.values())}")
         plan[fused] = tuple(members[part] for part in wanted)
     if EMBEDDING in plan:
-        plan.setdefault(HEAD, plan[EMBEDDING])  # a model without its own head uses its embedding there
+        plan.setdefault(HEAD, plan[EMBEDDING])  # a tied model uses its embedding as head
     return plan
 
 
@@ -227,7 +231,7 @@ def fuse(
     device: torch.device | None = None,
     shard: EngineShard = EngineShard(),
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields (name, fused tensor) of a shard, cast to dtype: only one fused tensor is in memory at a time.
+    """Yield (name, fused tensor) of a shard, cast to dtype; only one fused tensor is in memory at a time.
 
     device: of the fused tensors, in their own memory; None: that of the parts, and a tensor fused from
     a single part may be the part itself. Each value is copied at most once.
@@ -273,7 +277,7 @@ def _need(name: str, shape: tuple[int, ...], shard: EngineShard) -> Box:
 
 def _share(name: str, size: int, part: int, parts: int) -> tuple[int, int]:
     if size % parts:
-        raise ValueError(f"engine shards: {name} has {size} to cut, which {parts} shards do not divide")
+        raise ValueError(f"engine shards: {name} has size {size}, which is not divisible by {parts} shards")
     each = size // parts
     return part * each, (part + 1) * each
 
@@ -304,7 +308,7 @@ class WeightBucket:
 def plan_pieces(holders: Sequence[Mapping[str, Box]], needs: Sequence[Mapping[str, Box]]) -> list[Piece]:
     """Cover every need once. If several ranks hold the same box, the one with the least to send takes it.
 
-    holders: of each trainer rank {name: its box of that tensor}. needs: the same of each engine shard.
+    holders: for each trainer rank {name: its box of that tensor}. needs: the same for each engine shard.
 
     Raises ValueError: a part of a need is held by no rank, or the boxes of two ranks overlap without being equal.
     """
@@ -328,14 +332,14 @@ def plan_pieces(holders: Sequence[Mapping[str, Box]], needs: Sequence[Mapping[st
                 pieces.append(Piece(name, part, source, target))
             if found != wanted.num_elements:
                 raise ValueError(
-                    f"weight transfers: engine shard {target} needs {wanted.num_elements} numbers of {name} ({wanted}), and "
+                    f"weight transfers: engine shard {target} needs {wanted.num_elements} numbers of {name} ({wanted}), but "
                     f"the trainer's ranks hold {found} of them: {boxes_of.get(name, [])}"
                 )
     return pieces
 
 
 def plan_buckets(pieces: Sequence[Piece], num_ranks: int, max_elements: int) -> list[WeightBucket]:
-    """The pieces in buckets of at most max_elements values, in the order that all sides follow.
+    """Group the pieces into buckets of at most max_elements values, in the order that all sides follow.
 
     Raises ValueError: a bucket has no room for one row of a piece.
     """

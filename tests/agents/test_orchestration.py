@@ -61,7 +61,7 @@ REWARDS: list[tuple[str, dict[str, Any], Reward, Reward | None, Reward | str]] =
     ("solver", {"answer": "1"}, ONE, ONE, ONE),
     ("solver", {}, ONE, ONE, replace(ZERO, note="no answer")),
     *((agent, OVERLONG, ONE, ONE, replace(ZERO, note="overlong")) for agent in ("solver", "verifier1", "corrector2")),
-    ("solver", {"finish": Finish.ERROR}, ONE, None, "the engine gave the sample up"),
+    ("solver", {"finish": Finish.ERROR}, ONE, None, "the engine failed on the sample"),
 ]
 
 
@@ -354,6 +354,6 @@ def test_answers_are_read_by_the_parser_that_is_set() -> None:
     asked = build_orchestration("solver", {"solver": AgentConfig(parser="final_answer")}, "qa")
     assert asked.parse(said).answer == "7"
     with pytest.raises(
-        ValueError, match=r"^agents.verifier1.parser is boxed, which reads answers, and verifier1 gives none"
+        ValueError, match=r"^agents.verifier1.parser is boxed, which reads answers, but verifier1 gives none"
     ):
         five({"verifier1": AgentConfig(parser="boxed")})

@@ -280,7 +280,7 @@ class Plain(Orchestration):
         rounds = 2
 """
 COMPAT = {"verifier2": AgentConfig(parser="compat")}
-LACKS = r"^agents.verifier2.parser is compat, and agents.verifier2.prompt \({}\) does not ask .*\*\*Correctness\*\*"
+LACKS = r"^agents.verifier2.parser is compat, but agents.verifier2.prompt \({}\) does not ask .*\*\*Correctness\*\*"
 NAMES = "debate, dual_system, external, search_team, solver, .*, verifier_corrector, and your own as FILE"
 REFUSED: list[tuple[str, dict[str, AgentConfig], str, dict[str, object], str]] = [
     ("debates", {}, "math", {}, NAMES),

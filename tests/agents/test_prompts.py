@@ -97,7 +97,7 @@ def test_the_sets_are_listed_with_their_roles(capsys: pytest.CaptureFixture[str]
     told = capsys.readouterr().out
     assert [line.split()[0] for line in told.splitlines()[::2]] == set_names()
     assert "roles: router, searcher, answerer, reasoner, distiller" in told
-    assert main(["prompts", "poetry"]) == 2 and "no prompt set is called 'poetry'" in capsys.readouterr().err
+    assert main(["prompts", "poetry"]) == 2 and "no prompt set named 'poetry'" in capsys.readouterr().err
 
 
 def test_values_are_filled_in_once_whatever_they_hold() -> None:
@@ -118,20 +118,20 @@ def test_braces_that_are_no_placeholder_stay_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("text", "line", "said"),
     [
-        ("", 1, "it is empty, expected `turns`"),
+        ("", 1, "the file is empty; expected `turns`"),
         ("turns: [\n", 2, "but found '<stream end>'"),
         (f"{SOLVER}awnser: boxed\n", 5, "unknown key awnser; did you mean answer?"),
-        (f"{SOLVER}answer: boxed\n", 5, "the key answer is there twice"),
-        (SOLVER.replace("user:", "system:"), 4, "the last turn of solver is the system's, expected the user's"),
+        (f"{SOLVER}answer: boxed\n", 5, "the key answer is given twice"),
+        (SOLVER.replace("user:", "system:"), 4, "the last turn of solver is by system; expected user"),
         (SOLVER.replace('"{problem}"', "{problem}"), 4, "a text that begins with a brace needs quotes"),
         (SOLVER.replace('"{problem}"', '"Solve it."'), 4, "the turns of solver lack {problem}; it has {problem}"),
-        (SOLVER.replace('m}"', 'm} {report}"'), 4, "solver has no {report}; it has {problem}; for the word in braces"),
+        (SOLVER.replace('m}"', 'm} {report}"'), 4, "solver has no {report}; its placeholders are {problem}; for a"),
         (SOLVER.replace('"{problem}"', "|\n        {problem}\n\n        {probelm}"), 7, "solver has no {probelm}"),
-        (SOLVER.removeprefix("answer: boxed\n"), 3, "there is no key answer, how the answer of solver is read"),
-        (SOLVER.replace("boxed", "box"), 1, "answer: no parser is called 'box'; there are boxed, answer_tag, answer_word"),
-        (SOLVER.replace("boxed", "{regex: '('}"), 1, "answer.regex is no regular expression of RE2: missing ): ("),
+        (SOLVER.removeprefix("answer: boxed\n"), 3, "the key answer is missing; expected a parser for the answer of solver"),
+        (SOLVER.replace("boxed", "box"), 1, "answer: no parser named 'box'; expected one of boxed, answer_tag, answer_word"),
+        (SOLVER.replace("boxed", "{regex: '('}"), 1, "answer.regex is not a regular expression of RE2: missing ): ("),
         (SOLVER.replace("boxed", "{regex: 'A(.)', example: A7}"), 1, "answer.example lacks ANSWER"),
-        (f"verdict:\n{INVERTED}{SOLVER}", 2, "verdict.correct.example 'incorrect' is not read as correct"),
+        (f"verdict:\n{INVERTED}{SOLVER}", 2, "verdict.correct.example 'incorrect' is not parsed as correct"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_a_file_is_said_in_one_line_with_its_place(
@@ -147,7 +147,7 @@ def test_what_is_wrong_with_a_file_is_said_in_one_line_with_its_place(
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "latin.yaml").write_bytes(b"turns: \xff")
-    for name, said in (("none.yaml", "No such file or directory"), ("latin.yaml", "it is no text in UTF-8")):
+    for name, said in (("none.yaml", "No such file or directory"), ("latin.yaml", "not UTF-8")):
         with pytest.raises(ValueError, match=f"^agents.solver.prompt: {tmp_path / name}: {said}$"):
             build_orchestration("solver", {"solver": AgentConfig(prompt=str(tmp_path / name))}, "math")
 
@@ -161,7 +161,7 @@ def test_a_prompt_has_words_for_every_role_that_its_agent_plays(tmp_path: Path) 
         ("debate", "debater", "debater"),
         ("verifier_corrector", "verifier2", "verifier"),
     ):
-        with pytest.raises(ValueError, match=f"^agents.{agent}.prompt: .*mine.yaml has no words for the role {role} "):
+        with pytest.raises(ValueError, match=f"^agents.{agent}.prompt: .*mine.yaml has no chat for the role {role} "):
             build_orchestration(team, {agent: mine}, "math")
 
 
@@ -206,7 +206,7 @@ def test_an_agent_of_several_roles_has_its_words_in_each() -> None:
     [
         ("solver", "solver", {"suffix": "See {report}."}, "agents.solver.suffix: solver has no {report}; it has {problem};"),
         ("solver", "solver", {"system": "A {probelm}."}, "agents.solver.system: solver has no {probelm}"),
-        ("external", "clerk", {"suffix": "Hi"}, "agents.clerk.suffix is set, and with orchestration=external the program"),
+        ("external", "clerk", {"suffix": "Hi"}, "agents.clerk.suffix is set, but with orchestration=external the program"),
     ],
 )  # fmt: skip
 def test_words_that_no_agent_could_read_are_refused(team: str, agent: str, words: dict[str, str], said: str) -> None:
@@ -253,15 +253,15 @@ OWN_ROUTE = "route: {enough: {regex: YES, example: YES}, missing: {regex: NO, ex
 @pytest.mark.parametrize(
     ("team", "change", "question", "found"),
     [
-        ("solver", ("", ""), "2 + 2?", [r"agents.solver reads, as solver, nothing that shows the form of its answer, \boxed{"]),
+        ("solver", ("", ""), "2 + 2?", [r"the prompt of agents.solver, as solver, does not show the form of its answer, \b"]),
         ("solver", ("", ""), r"2 + 2? In \boxed{}.", []),  # most problems ask for it
         ("solver", ("turns:", r"form: Write \boxed{}." "\nturns:"), "2 + 2?", []),
         ("solver", ("answer: boxed", NUMBER), "2 + 2?", []),  # without an example the form is unknown
         ("solver", ("answer: boxed", NUMBER.replace("}", ", example: So ANSWER}")), "So what?", []),
-        ("debate", ("", ""), "2 + 2?", ["agents.debater reads, as solver, "]),  # as debater it is asked
+        ("debate", ("", ""), "2 + 2?", ["the prompt of agents.debater, as solver, "]),  # as debater it is asked
         ("search_team", ("", ""), "2 + 2?", [
-            "agents.verifier reads, as router, nothing that shows the form of its route, <verify>yes</verify> or <verify>no</ver",
-            "agents.search reads, as searcher, nothing that shows the form of its query, <search>...</search>",
+            "the prompt of agents.verifier, as router, does not show the form of its route, <verify>yes</verify> or <verify>",
+            "the prompt of agents.search, as searcher, does not show the form of its query, <search>...</search>",
         ]),
         ("search_team", ("route: verify_tag", OWN_ROUTE), "YES?", ["agents.search reads"]),
     ],

@@ -341,7 +341,7 @@ def test_a_base_model_needs_no_eos_token(tmp_path: Path) -> None:
     assert ChatRenderer(tmp_path).stop_ids == (258, 256)
     base_model(tmp_path, "none")
     config.write_text(json.dumps({key: value for key, value in named.items() if key != "eos_token"}))
-    with pytest.raises(ValueError, match="names no eos_token, and the chat template writes no control token after"):
+    with pytest.raises(ValueError, match="has no eos_token, and the chat template writes no control token after"):
         ChatRenderer(tmp_path)
 
 
@@ -392,7 +392,9 @@ def test_a_tokenizer_that_loses_text_is_refused(model_type: str, tmp_path: Path)
     (folder / "tokenizer.json").unlink()
     config = json.loads((folder / "tokenizer_config.json").read_text())
     (folder / "tokenizer_config.json").write_text(json.dumps(config | {"tokenizer_class": "LlamaTokenizer"}))
-    with pytest.raises(ValueError, match=r"LlamaTokenizer, made without tokenizer.json, reads 'def .* add the model's"):
+    with pytest.raises(
+        ValueError, match=r"LlamaTokenizer, built without tokenizer.json, decodes 'def .* add the model's"
+    ):
         ChatRenderer(folder)
 
 
@@ -426,4 +428,6 @@ def test_what_a_server_adds_beyond_the_template_is_named(tmp_path: Path) -> None
     assert reason == "a server's tokenizer adds <s> to it, which the chat template does not write"
     assert renderer.without_first(ids).tolist() == ids.tolist()
     (reason,) = ChatRenderer(base_model(tmp_path / "base")).why_not_text()
-    assert reason.startswith("a server may not stop at <|im_end|>, with which the chat template ends turns: neither")
+    assert reason.startswith(
+        "a server may not stop at <|im_end|>, with which the chat template ends turns: it is neither"
+    )

@@ -241,7 +241,7 @@ def test_a_host_waits_for_its_trainer_and_says_so(command: str, desk: Desk, caps
     *words, host = desk.words(command, Path)
     with held_port() as port:
         assert host == "node0" and call([*words, f"127.0.0.1:{port}", "--wait", "0"]) == 1
-    assert f"no cluster at 127.0.0.1:{port} within --wait 0 s (no Ray listens there)" in capsys.readouterr().err
+    assert f"no cluster at 127.0.0.1:{port} within --wait 0 s (Ray does not listen there)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", run_by("test_several_files_pass_their_checks"))

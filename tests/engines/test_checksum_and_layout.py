@@ -158,7 +158,7 @@ def test_every_shard_gets_every_number_once_whatever_the_layout(layout, shards, 
 
 @pytest.mark.parametrize("wrong", [{0: (4, 8), 2: (4, 8)}, {0: (4, 8), 1: (8, 4)}])
 def test_experts_that_are_not_all_there_or_not_alike_are_refused(wrong):
-    with pytest.raises(ValueError, match=r"experts\S+ experts are to be 0 to 1, all of one shape"):
+    with pytest.raises(ValueError, match=r"experts\S+ found experts .*; expected experts 0 to 1 of one shape"):
         stacked({f"model.layers.3.mlp.experts.{expert}.up_proj.weight": shape for expert, shape in wrong.items()})
 
 
@@ -169,8 +169,11 @@ UP, GATE, DOWN = (f"m.mlp.{name}_proj.weight" for name in ("up", "gate", "down")
     ("work", "said"),
     [
         (lambda: shard_layout({UP: (4, 8)}), r"m\.mlp\.gate_up_proj\.weight lacks gate_proj beside"),
-        (lambda: shard_layout({UP: (4, 6), GATE: (4, 8)}), r"\[4, 6\], as a part of .*gate_up_proj.* beside \[4, 8\]"),
-        (lambda: shard_layout({DOWN: (8, 6)}, EngineShard(1, 4)), "has 6 to cut, which 4 shards do not divide"),
+        (
+            lambda: shard_layout({UP: (4, 6), GATE: (4, 8)}),
+            r"\[4, 6\], but another part of .*gate_up_proj.* has \[4, 8\]",
+        ),
+        (lambda: shard_layout({DOWN: (8, 6)}, EngineShard(1, 4)), "has size 6, which is not divisible by 4 shards"),
         (lambda: plan_pieces([{"a": whole_box((2, 8))}], [{"a": whole_box((3, 8))}]), "needs 24 numbers .* hold 16 of"),
         (lambda: plan_buckets([Piece("a", whole_box((2, 8)), 0, 0)], 1, 7), r"7 numbers has no room .* a \(8\); raise"),
     ],
@@ -235,6 +238,6 @@ def test_a_vector_may_end_within_a_word(implementation: None) -> None:
 def test_an_engine_is_served_by_the_rank_on_its_gpu():
     ranks = ["a gpu0", "a gpu1", "b gpu2"]
     assert relay_ranks(ranks, ["b gpu2", "a gpu0"]) == [2, 0]
-    with pytest.raises(RuntimeError, match=r"ipc: engine shard 0 is on .*gpu9.* one GPU: use sync\.backend=nccl"):
+    with pytest.raises(RuntimeError, match=r"ipc: engine shard 0 is on .*gpu9.* one GPU: set sync\.backend=nccl"):
         relay_ranks(ranks, ["a gpu9"])
     assert relay_ranks(["a", "a"], ["a"] * 3) == [0, 1, 0]  # CPUs

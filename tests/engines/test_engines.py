@@ -268,7 +268,7 @@ def test_a_request_of_another_version_or_that_cannot_be_served_does_not_take_the
         (request("empty", prompt(0), 8), "is empty"),
         (request("foreign", np.array([5, 160]), 8), "outside of the vocabulary of 160"),
         (request("tight", prompt(252), 8), ""),
-        (request("cold", prompt(8), 2, temperature=1e-3), "takes 0.01 for all below it" if kind == OWN else ""),
+        (request("cold", prompt(8), 2, temperature=1e-3), "raises it to 0.01" if kind == OWN else ""),
     ]
     results = {r.uid: r for r in decoded(engine, [ask for ask, _ in asks])}
     for ask, says in asks:
@@ -276,7 +276,7 @@ def test_a_request_of_another_version_or_that_cannot_be_served_does_not_take_the
         assert (result.finish is Finish.ERROR) == bool(says) and says in result.error
     assert len(results["good"].token_ids) == 8 and len(results["tight"].token_ids) == 4
     assert engine.num_decoded() - before == (12 if kind == OWN else 14)
-    with pytest.raises(ValueError, match="different uids"):
+    with pytest.raises(ValueError, match="distinct uids"):
         decoded(engine, [request("a", prompt(8), 3), request("a", prompt(9), 3)])
 
 

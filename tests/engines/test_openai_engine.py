@@ -112,7 +112,7 @@ def test_a_chat_s_messages_are_sent_without_earlier_thoughts(renderer):
         {"role": "user", "content": "Sure?"},
     ]
     for begun in (np.concatenate([ids, drawn[:-1]]), renderer.completion_ids("2 + 2 ="), ids[:-20]):
-        with pytest.raises(Refused, match="openai.api=chat takes whole messages"):
+        with pytest.raises(Refused, match="openai.api=chat needs whole messages"):
             messages_of(renderer, begun)
 
 
@@ -143,7 +143,7 @@ def test_fields_of_a_server_s_own_replace_ours(chat):
 def test_a_server_without_completions_names_the_setting(ask):
     [result], _ = ask(lambda handler, body, before: handler.send(404, b"Not Found"))
     assert (
-        "HTTP 404: 'Not Found'; if this server has chat/completions alone, set policies.<name>.openai.api=chat"
+        "HTTP 404: 'Not Found'; if this server supports only chat/completions, set policies.<name>.openai.api=chat"
         in result.error
     )
 

@@ -227,7 +227,7 @@ def test_a_group_stays_together_and_groups_are_spread():
     assert all(len({r for r, share in shares.items() for uid in share if uid[0] == g}) == 1 for g in "abcd")
     dispatch.add([ask("e.0", new=10), ask("f.0", new=10), ask("g.0", new=900)])
     assert uids(dispatch.take()) == {0: ["g.0"], 1: ["e.0", "f.0"]}  # the costliest first
-    for twice, said in (([ask("h.0")] * 2, "only 1 different uids"), ([ask("e.0")], "is submitted while")):
+    for twice, said in (([ask("h.0")] * 2, "only 1 distinct uids"), ([ask("e.0")], "is already being decoded")):
         with pytest.raises(ValueError, match=said):
             dispatch.add(twice)
 
@@ -435,7 +435,7 @@ def test_an_engine_that_is_killed_as_it_starts_or_says_nothing_is_replaced_and_s
         assert_same(results, alone)
         assert len(results) == 24
         assert pool.take_faults().engine_restarts >= 1
-        assert "its process has said nothing for run.silence_s = 6 s" in caplog.text
+        assert "its process has not answered for run.silence_s = 6 s" in caplog.text
         sync.close()
 
 
@@ -452,7 +452,7 @@ def test_errors_of_ray_are_an_engine_lost_or_a_clear_end() -> None:
         ("update_weights", EngineLost("no way\nno will"), "no way"),
     ):
         assert lost_or_raise(in_the_actor(method, error), method).reason == reason
-    full = r"object store is full \(.*Failed to put.*rollout\.object_store_mib.*run\.resume"
+    full = r"object store, .*, is full \(.*Failed to put.*rollout\.object_store_mib.*run\.resume"
     gone = ray.exceptions.RaySystemError("cannot connect to the raylet")
     for method, error, kind, said in (
         ("generate", FULL, RuntimeError, full),

@@ -153,12 +153,15 @@ def head() -> Iterator[tuple[str, Path]]:
 def test_a_cluster_is_joined_with_its_token_or_the_token_is_named(head: tuple[str, Path], tmp_path: Path) -> None:
     address, home = head
     without = told(JOIN, address, "4", HOME=str(tmp_path))
-    assert f"rollout.ray_address is {address}, but no Ray cluster could be joined there" in without[0]
+    assert f"rollout.ray_address is {address}, but joining a Ray cluster there failed" in without[0]
     assert (
-        f"its token: this host has none ({tmp_path}/.ray/auth_token), and a cluster may demand it: copy" in without[0]
+        f"its token: this host has none ({tmp_path}/.ray/auth_token), but the cluster may require one: copy"
+        in without[0]
     )
     off = told(JOIN, address, "4", HOME=str(home), RAY_AUTH_MODE="disabled")
-    assert off[0].endswith("RAY_AUTH_MODE=disabled shows none, and a cluster may demand it: set RAY_AUTH_MODE=token")
+    assert off[0].endswith(
+        "RAY_AUTH_MODE=disabled presents none, but the cluster may require one: set RAY_AUTH_MODE=token"
+    )
 
     said = told(JOIN, address, "300", HOME=str(home))  # found in ~/.ray without a word from the user
     here, cluster = socket.gethostname(), f"the Ray cluster at rollout.ray_address={address}"
@@ -170,11 +173,11 @@ def test_a_cluster_is_joined_with_its_token_or_the_token_is_named(head: tuple[st
     # colocated: it counts the ranks' GPUs, and no others
     assert said[3] == "fine"
     assert said[4].endswith(f"{here}: Ray counts 2 GPU(s), expected CUDA_VISIBLE_DEVICES=0,1,2,3")
-    assert said[5].endswith(f"CUDA_VISIBLE_DEVICES=0,1; {here}: Ray counts 2 GPU(s), and no trainer rank is there")
+    assert said[5].endswith(f"CUDA_VISIBLE_DEVICES=0,1; {here}: Ray counts 2 GPU(s), but the host has no trainer rank")
     # and there are enough of them
     assert said[6:8] == ["fine"] * 2
     assert said[8].startswith(
-        "no place for the engines: 4 GPU(s) needed, 2 of one host for each, and the Ray cluster at "
+        "no room for the engines: 4 GPU(s) needed, 2 on one host for each, but the Ray cluster at "
     )
     assert f"has 2: {here} 2 (" in said[8] and said[8].endswith("on more hosts within rollout.join_s")
 
@@ -228,8 +231,8 @@ def test_two_hosts_lend_their_engines_and_the_run_goes_on_without_one_until_a_th
         first = start(*joins)  # before the head
         first.wait_for("waiting for the trainer's cluster at 127.0.0.1")
         head = start("-W", "ignore", "-c", HEAD, str(checkpoint("qwen3_moe")), str(port))
-        first.wait_for("is part of the cluster")
-        waiting = head.wait_for("no place for the engines of policy main: 2 engine slot(s) needed, ")
+        first.wait_for("has joined the cluster")
+        waiting = head.wait_for("no room for the engines of policy main: 2 engine slot(s) needed, ")
         assert f"`marsrl join 127.0.0.1:{port}`" in waiting
         second = start(*joins)
         head.say("play")
@@ -241,11 +244,11 @@ def test_two_hosts_lend_their_engines_and_the_run_goes_on_without_one_until_a_th
         assert second.process.wait(300) == 130 and not psutil.wait_procs(processes, timeout=60)[1]
         seen = len(head.lines())
         head.say("play")
-        head.wait_for("no host has a place for it: the run goes on without it until one has", seen)
+        head.wait_for("no host has room for it; the run continues without it until one has", seen)
         assert head.wait_for("tokens [[", seen) == alone  # seeds do not depend on the attempt, or on the host
         assert head.wait_for("restarts", seen) == "restarts 0 engines 1"
         third = start(*joins)
-        third.wait_for("is part of the cluster")
+        third.wait_for("has joined the cluster")
         for _ in range(600):  # it is not looked for all the time
             time.sleep(0.5)
             seen = len(head.lines())
@@ -266,9 +269,9 @@ def test_what_is_no_gpu_or_address_is_named(capsys: pytest.CaptureFixture[str]) 
     os.environ["MARSRL_DEVICE"] = "cpu"
     for words, said in (
         (["127.0.0.1:1", "--gpus", "0,1"], "--gpus is 0,1, and this host has 0 GPU(s)"),
-        ([":1"], "':1' is no address"),
-        (["here:65536"], "'here:65536' is no address"),
-        (["here:0"], "'here:0' is no address"),
+        ([":1"], "':1' is not an address"),
+        (["here:65536"], "'here:65536' is not an address"),
+        (["here:0"], "'here:0' is not an address"),
     ):
         assert main(["join", *words]) == 2
         assert said in capsys.readouterr().err
@@ -280,7 +283,7 @@ def test_this_host_is_found_by_its_address() -> None:
     assert split_address("here", 6379) == ("here", 6379) == split_address("ray://here:6379", 1)
     assert address_towards("127.0.0.1") == "127.0.0.1" and address_towards("no-such-host.invalid") is None
     assert own_address("localhost") == "127.0.0.1"
-    with pytest.raises(RuntimeError, match=r"sync.host is 192\.0\.2\.77, which is no address of this host"):
+    with pytest.raises(RuntimeError, match=r"sync.host is 192\.0\.2\.77, which is not an address of this host"):
         own_address("192.0.2.77")
     for other in ("127.0.0.3", "192.0.2.77"):  # of torchrun on one machine: no other host reaches that; of another host
         os.environ["MASTER_ADDR"] = other

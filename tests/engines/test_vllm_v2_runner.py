@@ -259,7 +259,7 @@ def test_a_text_among_the_tokens_of_a_draft_ends_a_completion_there(told: dict[s
 
 
 def test_a_greedy_request_is_refused_where_kept_tokens_are_told(told: dict[str, Any]) -> None:
-    assert told["greedy"].finish is Finish.ERROR and "draws above it only" in told["greedy"].error
+    assert told["greedy"].finish is Finish.ERROR and "needs a temperature above 0" in told["greedy"].error
 
 
 if __name__ == "__main__":

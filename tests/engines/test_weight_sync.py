@@ -159,11 +159,11 @@ def test_no_more_than_a_tensor_and_a_shard_of_exported_tensors_is_alive(sync, gi
 
 def test_a_file_system_that_takes_no_more_is_told_and_leaves_no_half_version(sync, given, tensors, tmp_path):
     sync.publish(given(tensors), 0)
-    said = r"version 1 could not be written to .*File too large.*; make room"
+    said = r"version 1 could not be written to .*File too large.*; free space"
     with files_up_to(10_000), pytest.raises(RuntimeError, match=said):
         sync.publish(given(perturbed(tensors, "norm")), 1)
     free = shutil.disk_usage(tmp_path).free
-    with pytest.raises(RuntimeError, match=r"version 1 .* MiB are to be written and .* MiB are free; make room"):
+    with pytest.raises(RuntimeError, match=r"version 1 .* MiB are needed, but only .* MiB are free; free space"):
         write_version(tmp_path, torch.float32, {"all": (free // 3,)}, [], 1, [], {})
     assert versions_in(tmp_path) == ["version_0"]
     shutil.rmtree(tmp_path)  # by somebody else: no error at the end
@@ -359,7 +359,7 @@ def test_nobody_waits_where_the_transfer_is_given_up(rendezvous: Rendezvous, who
 
 def test_who_does_not_answer_in_time_is_given_up(rendezvous: Rendezvous) -> None:
     start = time.monotonic()
-    with pytest.raises(TransferBroken, match=r"^waiting for member1 has taken sync\.timeout_s = 0\.3 s"):
+    with pytest.raises(TransferBroken, match=r"^waiting for member1 exceeded sync\.timeout_s = 0\.3 s"):
         store = TransferStore(replace(rendezvous, timeout_s=0.3), rendezvous.client())
         GroupConnection(store, 0, CPU)
     assert time.monotonic() - start >= 0.3
@@ -371,7 +371,7 @@ def test_who_does_not_answer_in_time_is_given_up(rendezvous: Rendezvous) -> None
 @pytest.mark.parametrize("held", [None, (7, 8), (9, 7), (9, 9), (8,)])
 def test_a_tensor_without_a_place_for_what_comes_is_named(rendezvous: Rendezvous, held: Sequence[int] | None) -> None:
     plan = ReceivePlan(rendezvous, 0, EngineShard(), {"norm": (8, 8)}, ())
-    with pytest.raises(ValueError, match=re.escape(f"norm is to be (8, 8), and the engine holds {held}")):
+    with pytest.raises(ValueError, match=re.escape(f"norm has shape {held} in the engine; expected (8, 8)")):
         WeightReceiver(CPU).receive(plan, lambda name: None if held is None else torch.zeros(held))
     TransferStore(rendezvous).give_up("it had a place")
     with pytest.raises(TransferBroken, match="it had a place"):

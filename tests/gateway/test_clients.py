@@ -140,7 +140,7 @@ def run(problem, client):
             assert error.type == "invalid_request_error" and error.code == "unsupported_parameter", error
             return error.body["message"]
 
-    assert refused(n=2) == "n=2 is not served here; 1 is"
+    assert refused(n=2) == "n=2 is unsupported; use 1"
     assert refused(response_format={{"type": "json_object"}}).startswith("response_format=")
     assert refused(tool_choice={{"type": "allowed_tools"}}).startswith("tool_choice=")
 

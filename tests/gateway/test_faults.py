@@ -120,7 +120,7 @@ def test_a_worker_that_never_asks_for_a_session_is_ended_with_its_last_words(
     workers.end_hanging(["worker0"])
     while "it said: waits for a card" not in caplog.text:
         workers.watch(gateway)
-    assert "worker worker0 is lost: it has asked for nothing for 30 s" in caplog.text
+    assert "worker worker0 is lost: no request for 30 s" in caplog.text
     workers.close()
 
 
@@ -169,14 +169,14 @@ def test_limits_and_refusals_are_said_by_name_and_the_run_goes_on(model: Path, t
         path = "/chat/completions"
         for body, status, said in (
             ({**chat, "model": "nobody"}, 404, "there are solver, verifier"),
-            ({**chat, "n": 2}, 400, "n=2 is not served here; 1 is"),
+            ({**chat, "n": 2}, 400, "n=2 is unsupported; use 1"),
             ({**chat, "response_format": {"type": "json_object"}}, 400, "response_format="),
             ({**chat, "stream": "no"}, 400, 'stream is "no"; expected true or false'),
             ({**chat, "stream_options": True}, 400, "stream_options is true; expected an object"),
-            ({**chat, "tool_choice": "required"}, 400, "the name of one of them (none is given)"),
+            ({**chat, "tool_choice": "required"}, 400, "the name of one of them (none given)"),
             ({**chat, "tools": [{"type": "function", "function": {"name": "f", "parameters": 5}}]}, 400, "functions"),
-            ({**chat, "chat_template_kwargs": {"enable_thinking": False}}, 400, "no option of the chat template"),
-            ({**chat, "chat_template_kwargs": {"tools": []}}, 400, "no option of the chat template"),
+            ({**chat, "chat_template_kwargs": {"enable_thinking": False}}, 400, "has no such option"),
+            ({**chat, "chat_template_kwargs": {"tools": []}}, 400, "has no such option"),
             ({**chat, "tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tool_parser"),
             ({**chat, "messages": []}, 400, "messages: expected"),
             ({**chat, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "expected texts"),
@@ -193,7 +193,7 @@ def test_limits_and_refusals_are_said_by_name_and_the_run_goes_on(model: Path, t
             assert got[0] == status and said in got[1], (body, got)
         assert post(client, path, chat, key="wrong")[0] == 401
         status, said = post(client, "/embeddings", {})
-        assert status == 404 and said.startswith("POST /v1/embeddings is not served here; POST /v1/chat/completions, "), said
+        assert status == 404 and said.startswith("POST /v1/embeddings is unsupported; supported: POST /v1/chat"), said
         assert post(client, "/responses", {"model": "solver", "input": "x", "previous_response_id": "r"})[0] == 400
         more = {"n": 1, "top_logprobs": None, "user": "me", "response_format": {"type": "text"}, "temperature": 0.3}
         more |= {"seed": 1, "top_k": 5, "parallel_tool_calls": False, "min_tokens": 0, "tool_choice": "auto"}
@@ -378,7 +378,7 @@ def test_a_worker_from_elsewhere_joins_with_its_key(
             assert line in capsys.readouterr().err
             other = {**os.environ, "MARSRL_WORKER_KEY": "other"}
             wrong = subprocess.run(command, env=other, capture_output=True, text=True)
-            assert wrong.returncode == 1 and "not the workers' key" in wrong.stderr
+            assert wrong.returncode == 1 and "expected the workers' key" in wrong.stderr
             with subprocess.Popen(command, env={**os.environ, "MARSRL_WORKER_KEY": "secret"}) as worker:
                 samples = played.samples()
                 worker.terminate()

@@ -254,7 +254,7 @@ def test_prompts_and_samples_are_refused_beyond_their_limits_and_a_busy_sample_i
         for prompt, said in (
             ([], "the prompt has 0 tokens, agents.solver.max_input_tokens is 4"),
             ([6, 6, 7, 8, 9], "the prompt has 5 tokens, agents.solver.max_input_tokens is 4"),
-            ([5, 6, 9, 5, 6, 7, 8], "the sample has 5 tokens with what is new, and its most are 5"),
+            ([5, 6, 9, 5, 6, 7, 8], "the sample would have 5 tokens with the new ones; expected fewer than 5"),
         ):
             with pytest.raises(Refused, match=said) as refused:
                 await direct.ask(of_tokens(*prompt))
@@ -382,8 +382,8 @@ def test_template_options_of_a_call_are_rendered_and_part_of_its_chat(tmp_path: 
     [
         ("completions", read_chat, {"messages": [{}], "logprobs": True}, "returns neither token ids nor log-probs"),
         ("chat", read_chat, {"messages": [{}], "return_token_ids": True}, "returns neither token ids nor log-probs"),
-        ("chat", read_completion, {"prompt": "3?"}, "takes chats alone; ask for chat completions"),
-        ("completions", read_generate, {"token_ids": [5]}, "returns no token ids; ask for chat completions"),
+        ("chat", read_completion, {"prompt": "3?"}, "supports only chats; use /v1/chat/completions"),
+        ("completions", read_generate, {"token_ids": [5]}, "returns no token ids; use /v1/chat/completions"),
     ],
 )
 def test_an_agent_behind_a_server_gives_no_tokens(
@@ -438,7 +438,7 @@ def test_rewards_of_a_sample_are_the_mean_over_its_answers_and_invalid_ones_fail
 def test_messages_that_the_chat_template_refuses_are_refused_in_its_words(model: Path) -> None:
     direct = Direct(model)
     direct.renderer.tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(Refused, match="agent solver does not take these messages: roles must alternate") as refused:
+    with pytest.raises(Refused, match="agent solver rejects these messages: roles must alternate") as refused:
         asyncio.run(direct.ask(Ask("solver", [USER])))
     assert refused.value.status == 400
 

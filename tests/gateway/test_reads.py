@@ -86,7 +86,7 @@ def test_a_sample_of_a_thrown_away_answer_alone_has_no_reward(tmp_path: Path) ->
     credited, sessions = credit_of(tmp_path, text)
     for thrown, kept in sessions.values():
         assert thrown.reward.is_missing and num_trained(thrown) == 0 and thrown.uid not in credited.advantages
-        assert thrown.reward.note == "the program has thrown away its answer and asked again; call 1 (superseded) of 2"
+        assert thrown.reward.note == "the program has discarded its answer and asked again; call 1 (superseded) of 2"
         assert abs(credited.advantages[kept.uid]) == pytest.approx(1, rel=1e-5)
     assert summarise(credited.groups, version=0)["reward/solver/missing"] == 2
 

@@ -180,7 +180,7 @@ def test_an_environment_without_rewards_leaves_them_to_the_task_and_is_closed_al
     ("heard", "reason"),
     [
         ('{"umpire": "1"}', "'umpire'; the agents are solver, verifier"),
-        ('"1"', "reset: expected {agent: messages}"),
+        ('"1"', "reset returned '1'; expected {agent: messages}"),
         ('{"solver": [], "verifier": ["1"]}', "no message for solver, who acts next"),
     ],
     ids=["unknown player", "nobody on turn", "nothing to answer"],

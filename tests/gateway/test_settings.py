@@ -30,7 +30,7 @@ LOCAL = ("rollout.engine=local", "rollout.placement=local")
             "found none; expected at least one",
         ),
         ([*TEAM, "external.function=my_agent.py"], "expected FILE.py:NAME"),
-        ([*TEAM, "external={function: 'a.py:run', command: ['true']}"], "give one of the first three"),
+        ([*TEAM, "external={function: 'a.py:run', command: ['true']}"], "set exactly one of the first three"),
         ([*TEAM, "external={function: 'a.py:run', workers: 0}"], "none of them with workers=0"),
         ([*TEAM, "external={workers: 0, port: 8000}"], "set external.port and external.key_env"),
         ([*TEAM, "external.command=['true']", "rollout.group_completion=drop_stragglers"], "external.timeout_s ends"),
@@ -48,11 +48,11 @@ def test_sections_that_do_not_go_together_are_refused(words: list[str], reason: 
 @pytest.mark.parametrize(
     ("external", "reason"),
     [
-        ("function={folder}/none.py:run", "there is no Python file"),
+        ("function={folder}/none.py:run", "no Python file"),
         ("function={folder}/program.py:walk", "has no walk"),
         ("function={folder}/broken.py:run", "ModuleNotFoundError: No module named 'nowhere'"),
         ("python={folder}/no_python", "external.python is .*No such file"),
-        ("command=[no_program, x]", "external.command: no_program: ValueError: there is no such program"),
+        ("command=[no_program, x]", "external.command: no_program: ValueError: no such program"),
         ("key_env=MARSRL_NO_SUCH_KEY", "external.key_env names MARSRL_NO_SUCH_KEY, which is not set"),
     ],
 )
@@ -139,7 +139,7 @@ def test_the_tree_has_each_call_in_its_sample_and_the_program_s_rewards(tried: T
     assert lines[at - 2].startswith("solver:0  2 calls  reward 2")
     assert lines[at - 1].startswith("call 1 reads ") and lines[at - 1].endswith("'Answer: 1'")
     verifier = next(i for i, line in enumerate(lines) if line.startswith("verifier:0"))
-    assert lines[verifier].startswith("verifier:0  1 call  reward none (the program gave it no reward; call 2 of 4)")
+    assert lines[verifier].startswith("verifier:0  1 call  reward none (the program set no reward; call 2 of 4)")
     assert lines[verifier + 1].startswith("call 2 reads ") and lines[verifier + 1].endswith("'no'")
     other = next(i for i, line in enumerate(lines) if line.startswith("solver#1:0  1 call  reward 0.5"))
     assert lines[other + 1].startswith("call 4 reads ")
@@ -193,7 +193,10 @@ def test_an_unknown_agent_is_told_in_one_line_with_the_known_ones(tried: Tried, 
     function = program(tmp_path, ASKS)
     for external in ({"function": function}, {"command": [sys.executable, function.removesuffix(":run")]}):
         *_, last = tried(external, code=1)
-        assert last == "the episode ends: the program failed: model 'solvr' is no agent; there are solver, verifier"
+        assert (
+            last
+            == "the episode ends: the program failed: model 'solvr' is not an agent; expected one of solver, verifier"
+        )
 
 
 def test_a_terminal_obeys_nothing_in_the_tree(tried: Tried, tmp_path: Path) -> None:

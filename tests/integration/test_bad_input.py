@@ -113,14 +113,14 @@ def train(files: str, task: str = "math") -> list[str]:
         (train("%s/p.jsonl", "arithmetic"), "data.train is set, but task=arithmetic (the default) generates its"),
         (["data.eval=%s/p.jsonl"], "problems; did you mean task=math?"),
         (train("%s/chat.jsonl"), "/chat.jsonl:1: prompt is a chat of system, user, assistant, user; expected the question's"),
-        (train("%s/cut.json"), "/cut.json: the array is not JSON: it is cut off at line 1, column 16"),
-        (train("%s/cut.jsonl"), "/cut.jsonl:2: not JSON: it is cut off at column 13, in the middle of an object"),
-        (train("%s/empty.jsonl"), "marsrl: data.train: %s/empty.jsonl holds no problem: it is empty"),
-        ([*train("%s/p.jsonl"), "data.eval=%s/gone"], "marsrl: data.eval: %s/gone does not exist; give a jsonl or"),
+        (train("%s/cut.json"), "/cut.json: the array is not JSON: the file is cut off at line 1, column 16"),
+        (train("%s/cut.jsonl"), "/cut.jsonl:2: not JSON: cut off at column 13, in the middle of an object"),
+        (train("%s/empty.jsonl"), "marsrl: data.train: %s/empty.jsonl has no problems: the file is empty"),
+        ([*train("%s/p.jsonl"), "data.eval=%s/gone"], "marsrl: data.eval: %s/gone does not exist; expected a jsonl or"),
         (train("[{path: %s/p.jsonl, weight: 1}]", "%s/mine.py:Mine"), "data.train has weights, but task="),
         (train("[]"), "data.train is []; expected a path"),
-        (train("[{path: %s/p.jsonl}]"), "data.train[0]: give every file a count, or every"),
-        (train("[{path: %s/p.jsonl, count: 1}, {path: b, weight: 1}]"), "data.train[1]: give every file a count, or every"),
+        (train("[{path: %s/p.jsonl}]"), "data.train[0]: found a mix of counts and weights, or neither"),
+        (train("[{path: %s/p.jsonl, count: 1}, {path: b, weight: 1}]"), "data.train[1]: found a mix of counts"),
         (train("[{path: %s/p.jsonl, weight: .inf}]"), "data.train[0].weight: Input should be"),
         (train("[{path: %s/p.jsonl, wieght: 1}]"), "wieght: unknown key; did you mean data.train[0].weight?"),
     ],
@@ -165,8 +165,8 @@ SPOILED: dict[str, tuple[list[Spoil], str]] = {
         "missing: model-1.safetensors, model-2.safetensors"),
     "an index cut short": (
         [lambda folder: (folder / "model.safetensors.index.json").write_text(json.dumps(SHARDS)[:-9])],
-        "model.safetensors.index.json is no index of weight files"),
-    "cut short": ([file("model.safetensors", lambda all: all[:-1000])], "model.safetensors is no whole safetensors file"),
+        "model.safetensors.index.json is not an index of weight files"),
+    "cut short": ([file("model.safetensors", lambda all: all[:-1000])], "model.safetensors is not a complete safetensors file"),
     "without a tensor": (
         [weights(lambda held: held.pop("model.norm.weight"))],
         "has no tensor model.norm.weight, which config.json asks for"),
@@ -175,7 +175,7 @@ SPOILED: dict[str, tuple[list[Spoil], str]] = {
         [lambda folder: (folder / "chat_template.jinja").unlink()], "the tokenizer has no chat template"),
     "a template that refuses": (
         [file("chat_template.jinja", lambda _: b"{{ raise_exception('no such role') }}")],
-        "the chat template refuses these turns (user): no such role"),
+        "the chat template rejects these turns (user): no such role"),
     "quantised": (
         [weights(lambda held: held.update({OUT: held[OUT].char()}))],
         "o_proj.weight is I8; quantised weights are not trained: give them as BF16 or F16 or F32"),
@@ -210,12 +210,12 @@ def test_a_model_that_could_not_be_loaded_is_refused_before_anything_starts(
         ),
         (["credit.train_agents=[solver]", "agents.solver.loss_weight=0"], "agents.solver.loss_weight: 0 for every trained agent"),
         (["agents.solver.max_input_tokens=3"], "agents.solver.max_input_tokens is 3, but the shortest of 64 prompts has "),
-        *([] if find_spec("wandb") else [(["run.wandb=mine"], "run.wandb=mine needs wandb, not installed here")]),
+        *([] if find_spec("wandb") else [(["run.wandb=mine"], "run.wandb=mine needs wandb, which this environment lacks")]),
         (["run.name=x", "run.dir=/dev/null/runs"], "run.dir=/dev/null/runs: /dev/null is a file; name a folder"),
         (["run.dir=/dev/null"], "run.dir=/dev/null: /dev/null is a file; name a folder"),
         (["run.dir=/proc/runs"], "; set run.dir to a folder that can be created and written to"),
         (["policies.main.layout.expert=3"], "layout.expert is 3, which does not divide the 8 experts"),
-        (["rollout.vllm.tensor_parallel=3"], "over which the model's 4 attention heads cannot be cut"),
+        (["rollout.vllm.tensor_parallel=3"], "which does not divide the model's 4 attention heads"),
         (["loss.kl=k3", "policies.main.reference=/nowhere"], "policies.main.reference: /nowhere is not a directory"),
         ([SERVED, "judge={policy: judge}"], "tokenizer directory /nowhere does not exist"),
         *([] if cuda.is_available() else [(["policies.main.layers=transformer_engine"], "no CUDA device; set auto or ours")]),
@@ -263,11 +263,11 @@ def test_what_is_wrong_with_the_data_is_counted_and_placed(tmp_path: Path, capsy
     long = "1 of 5 prompts are longer than agents.solver.max_input_tokens (1000 tokens) and will "
     for said in (
         "5 of the 6 problems of data.eval are also in data.train, first q.jsonl:1; their results",
-        "data.train: 1 question(s) stand there with different answers, first p.jsonl:2 (answer '2') and p.jsonl:3 ('3')",
-        "data.eval: 1 problem(s) repeat an earlier one, question and answer",
+        "data.train: 1 question(s) occur with different answers, first p.jsonl:2 (answer '2') and p.jsonl:3 ('3')",
+        "data.eval: 1 problem(s) repeat an earlier question and answer",
         f"{long}not be asked",
-        f"{data}: 1 of 6 problems are left out, because their answer is a placeholder that any completion can repeat ('proof' 1)",
-        f"{other}: 1 of 7 problems are left out",
+        f"{data}: 1 of 6 problems are skipped, because their answer is a placeholder that any completion can repeat ('proof' 1)",
+        f"{other}: 1 of 7 problems are skipped",
     ):
         assert f"warning: {said}" in out
     assert main([*words, "agents.solver.max_input_tokens=1000", "agents.solver.long_prompts=cut_middle"]) == 0

@@ -181,7 +181,7 @@ def _leaves_no_worker(parts: Parts, version: int, *, kills_worker: bool) -> None
     before = parts.pool.num_decoded()
     victim = workers[1] if kills_worker else actor
     killer: threading.Thread = after(lambda: parts.pool.num_decoded() > before, victim.kill)
-    reason = "a process of one of its GPUs has ended" if kills_worker else "its process has died"
+    reason = "a GPU's worker process has ended" if kills_worker else "its process has died"
     with pytest.raises(RuntimeError, match=rf"engine 0 is lost \(.*{reason}"):
         generate(parts.pool, asks, version=version)
         killer.join()

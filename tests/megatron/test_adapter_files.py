@@ -98,7 +98,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "init pissa": ({"init_lora_weights": "pissa"}, 'init_lora_weights "pissa"; expected plain pairs A, B'),
     "init pissa, fast": ({"init_lora_weights": "pissa_niter_4"}, 'init_lora_weights "pissa_niter_4"'),
     "init lora_ga": ({"init_lora_weights": "lora_ga"}, 'init_lora_weights "lora_ga"'),
-    "rsLoRA": ({"use_rslora": True}, "use_rslora true; .*: write use_rslora false and lora_alpha 16 there"),
+    "rsLoRA": ({"use_rslora": True}, "use_rslora true; .*: set use_rslora to false and lora_alpha to 16 in that file"),
     "DoRA": ({"use_dora": True}, "use_dora true; .*merge it into its model .* or train plain LoRA"),
     "bias of B": ({"lora_bias": True}, "lora_bias true"),
     "biases": ({"bias": "all"}, 'bias "all";'),
@@ -115,16 +115,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a classifier": ({"task_type": "SEQ_CLS"}, r'modules_to_save \["classifier", "score"\], .*task_type "SEQ_CLS"'),
     "embeddings": (
         {"target_modules": [*LINEAR, "embed_tokens"]},
-        r"\[attention, mlp\] leaves out its base_model.model.model.embed_tokens.base_layer.weight, .*lora_embedding_A, ",
+        r"it has base_model.model.model.embed_tokens.base_layer.weight, .*lora_embedding_A, ",
     ),
-    "a pair of the head": ({"target_modules": [*LINEAR, "lm_head"]}, "leaves out its .*, base_model.model.lm_head.lora_A.weight"),
+    "a pair of the head": ({"target_modules": [*LINEAR, "lm_head"]}, "it has .*, base_model.model.lm_head.lora_A.weight"),
     "attention alone": (
         {"target_modules": ATTENTION},
         r"lacks .*layers\.\*\.mlp.gate_proj.lora_A.weight \(2\).*; set adapter.targets=\[attention\]$",
     ),
     "some of attention": (
         {"target_modules": ["q_proj", "v_proj", *LINEAR[4:]]},
-        r"lacks base_model.model.model.layers\.\*\.self_attn.k_proj.lora_A.weight \(2\), .* every matrix of the targets",
+        r"lacks base_model.model.model.layers\.\*\.self_attn.k_proj.lora_A.weight \(2\), .* every target matrix",
     ),
     "excluded": ({"exclude_modules": ["k_proj"]}, r"lacks .*k_proj.lora_A.weight \(2\), .*k_proj.lora_B.weight \(2\) of"),
     "a layer": ({"layers_to_transform": [1]}, "lacks base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight, "),
@@ -133,7 +133,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a factor": ({"lora_alpha": 4}, "alpha / rank of .*q_proj is 1; here .* is 2: set adapter.alpha=4"),
     "factors": (
         {"alpha_pattern": {"layers.1.*v_proj": 4}},
-        "of model.layers.1.self_attn.v_proj is 1; here .*: all matrices must have one factor, and this adapter has 2, 1:",
+        "of model.layers.1.self_attn.v_proj is 1; expected .*: all matrices must have the same factor, but .* has 2, 1:",
     ),
 }  # fmt: skip
 
@@ -186,16 +186,16 @@ def also(name: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], dict[str, T
 
 FILES: dict[str, tuple[Callable[[dict[str, Tensor]], dict[str, Tensor]], str]] = {
     "A without B": (lambda found: {n: t for n, t in found.items() if n != f"{K}B.weight"}, f"lacks {K}B.weight of"),
-    "a second name": (also(f"{K}A.weight".removeprefix("base_model.model."), torch.ones(4, 32)), "leaves out its model.layers.0"),
-    "no prefix": (moved("base_model.model.", ""), r"leaves out its model.layers\.\*\.mlp.down_proj.lora_A.weight \(2\)"),
-    "a part of the model": (moved("model.model.model.", "model.model."), r"leaves out its base_model.model.layers\.\*\.mlp"),
-    "PEFT's own names": (moved("lora_A.", "lora_A.default."), r"leaves out its .*down_proj.lora_A.default.weight \(2\)"),
-    "a third layer": (also(f"{K}A.weight".replace("0", "2"), torch.ones(4, 32)), "leaves out its .*layers.2.self_attn.k_proj"),
+    "a second name": (also(f"{K}A.weight".removeprefix("base_model.model."), torch.ones(4, 32)), "it has model.layers.0"),
+    "no prefix": (moved("base_model.model.", ""), r"it has model.layers\.\*\.mlp.down_proj.lora_A.weight \(2\)"),
+    "a part of the model": (moved("model.model.model.", "model.model."), r"it has base_model.model.layers\.\*\.mlp"),
+    "PEFT's own names": (moved("lora_A.", "lora_A.default."), r"it has .*down_proj.lora_A.default.weight \(2\)"),
+    "a third layer": (also(f"{K}A.weight".replace("0", "2"), torch.ones(4, 32)), "it has .*layers.2.self_attn.k_proj"),
     "other heads": (also(f"{K}B.weight", torch.ones(32, 4)), r"k_proj.lora_B.weight has shape \[32, 4\]; .* \[16, 4\]: "),
-    "another width": (also(f"{K}A.weight", torch.ones(4, 64)), r"k_proj.lora_A.weight has shape \[4, 64\]; .* of another model"),
-    "a vector": (also(f"{K}A.weight", torch.ones(0)), r"k_proj.lora_A.weight has shape \[0\]; .* of another model"),
-    "no number": (also(f"{K}A.weight", torch.full((4, 32), float("nan"))), "k_proj.lora_A.weight has values that are NaN"),
-    "infinite": (also(f"{K}B.weight", torch.full((16, 4), float("inf"))), "k_proj.lora_B.weight has values that are NaN"),
+    "another width": (also(f"{K}A.weight", torch.ones(4, 64)), r"k_proj.lora_A.weight has shape \[4, 64\]; .* to another model"),
+    "a vector": (also(f"{K}A.weight", torch.ones(0)), r"k_proj.lora_A.weight has shape \[0\]; .* to another model"),
+    "no number": (also(f"{K}A.weight", torch.full((4, 32), float("nan"))), "k_proj.lora_A.weight has NaN or infinite values"),
+    "infinite": (also(f"{K}B.weight", torch.full((16, 4), float("inf"))), "k_proj.lora_B.weight has NaN or infinite values"),
     "integers": (also(f"{K}B.weight", torch.ones(16, 4, dtype=torch.int8)), "k_proj.lora_B.weight is I8; expected BF16, "),
 }  # fmt: skip
 
@@ -216,7 +216,7 @@ def test_a_directory_that_is_no_whole_lora_adapter_is_refused(model: Path, tmp_p
         ({"peft_type": "LOHA"}, 'peft_type "LOHA"; expected plain pairs A, B'),
         ({"r": None}, "does not describe a LoRA adapter; expected peft_type"),
         ({"rank_pattern": {"q_proj": 0}}, "values of rank_pattern and alpha_pattern"),
-        ({"rank_pattern": {"q_proj": 2}}, "gives model.layers.0.self_attn.q_proj rank 2, and its tensors have 4"),
+        ({"rank_pattern": {"q_proj": 2}}, "gives model.layers.0.self_attn.q_proj rank 2, but its tensors have rank 4"),
         ({"layer_replication": [[0, 2], [1, 2]]}, r"layer_replication \[\[0, 2\], \[1, 2\]\]"),
         ({"use_bdlora": {"nblocks": 2}}, "use_bdlora {"),
         ({"arrow_config": {"top_k": 2}}, "arrow_config {"),
@@ -252,7 +252,7 @@ def test_no_door_takes_part_of_an_adapter(tmp_path: Path, capsys: pytest.Capture
     made_by_peft(model, tmp_path / "a", target_modules=[*ATTENTION, "lm_head"])
     start = {"rank": 4, "alpha": 8.0, "targets": ["attention"], "start": str(tmp_path / "a")}
     words.append(f"policies.main.adapter={json.dumps(start)}")
-    named = r"adapter.targets=\[attention\] leaves out its .*lm_head.lora_A.weight"
+    named = r"it has .*lm_head.lora_A.weight outside adapter.targets=\[attention\]"
     for trains in (True, False):
         with pytest.raises(ConfigError, match=rf"policies.main.adapter.start is .*{named}"):
             preflight(read_config(None, words)[0], world_size=1, trains=trains)
@@ -260,7 +260,7 @@ def test_no_door_takes_part_of_an_adapter(tmp_path: Path, capsys: pytest.Capture
     with pytest.raises(ConfigError, match="adapter is set, but policies.main.frozen is true; adapters are trained"):
         read_config(None, [*words, *frozen, "credit.train_agents=[verifier1]"])
     assert cli.main(["sft", *words]) == 2
-    assert "leaves out its base_model.model.lm_head.base_layer.weight" in capsys.readouterr().err
+    assert "it has base_model.model.lm_head.base_layer.weight" in capsys.readouterr().err
     with pytest.raises(ValueError, match=named):
         tiny.learner(model, adapter=start)
     settings = {"model_dir": str(model), "dtype": "float32", "max_model_len": 64, "device": "cpu"}
@@ -307,7 +307,9 @@ def test_a_model_directory_with_an_adapter_in_it_is_refused(tmp_path: Path) -> N
     made_by_peft(model, tmp_path / "a")
     for folder in (tmp_path / "a", model):
         shutil.copy(tmp_path / "a/adapter_config.json", model)
-        with pytest.raises(ValueError, match=f"model: {folder} has an adapter .*: give its base as `model`"):
+        with pytest.raises(
+            ValueError, match=f"model: {folder} contains an adapter .*: set `model` to the adapter's base"
+        ):
             read_shape(folder)
 
 

@@ -149,9 +149,9 @@ def test_policies_with_weights_of_their_own_train_as_alone_to_the_bit(tmp_path: 
         (
             "qwen3",
             {"rank": 4, "alpha": 8},
-            r"lora_A.weight has shape \[8, 32\]; this policy needs \[4, 32\]: set adapter.rank=8",
+            r"lora_A.weight has shape \[8, 32\]; this policy expects \[4, 32\]: set adapter.rank=8",
         ),
-        ("qwen3", {"targets": ["attention"], "start": "elsewhere"}, "elsewhere, which has no adapter_config.json"),
+        ("qwen3", {"targets": ["attention"], "start": "elsewhere"}, "elsewhere, which lacks adapter_config.json"),
     ],
 )
 def test_an_adapter_that_does_not_fit_is_refused(

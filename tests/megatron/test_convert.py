@@ -36,8 +36,12 @@ def edited(folder: Path, **changes: object) -> Path:
         ("qwen3", {"num_hidden_layers": "two"}, "num_hidden_layers is 'two', expected an integer"),
         ("qwen3", {"hidden_size": 64}, r"embed_tokens.weight has shape \[61, 32\], config.json gives \[61, 64\]"),
         ("qwen3", {"num_hidden_layers": 3}, "has no tensor model.layers.2.input_layernorm.weight"),
-        ("llama", {"rope_scaling": {**SCALING, "factor": None}}, r"rope type llama3 wants four numbers.* factor None"),
-        ("llama", {"rope_scaling": {**SCALING, "low_freq_factor": 4}}, "low_freq_factor below its high_freq_factor"),
+        (
+            "llama",
+            {"rope_scaling": {**SCALING, "factor": None}},
+            r"rope type llama3 has factor None.* expected four numbers",
+        ),
+        ("llama", {"rope_scaling": {**SCALING, "low_freq_factor": 4}}, "low_freq_factor below high_freq_factor"),
         ("llama", {"qkv_bias": True}, "qkv_bias is True; supported: False"),
         ("llama", {"partial_rotary_factor": 0.5}, r"partial_rotary_factor is 0.5; supported: 1.0"),
         ("mistral", {"llama_4_scaling": {"beta": 0.1}}, "llama_4_scaling is .*; supported: None"),
@@ -89,7 +93,7 @@ def test_several_files_are_read_as_one_and_a_directory_without_any_is_refused(tm
     (folder / "config.json").unlink()
     with pytest.raises(ValueError, match=r"has no config\.json; found a\.safetensors"):
         read_shape(folder)
-    with pytest.raises(ValueError, match=r"nothing is downloaded; to get it: hf download Qwen/Qwen3-0.6B --local-dir"):
+    with pytest.raises(ValueError, match=r"to download it: hf download Qwen/Qwen3-0.6B --local-dir"):
         read_shape("Qwen/Qwen3-0.6B")
     with pytest.raises(ValueError, match=r"expected a Hugging Face checkpoint directory$"):
         read_shape("/models/here/not")

@@ -132,19 +132,19 @@ ON_A_CLUSTER = TrainerHost(8, 8, True)
         (WIDE | {"engines": 3, "placement": "colocated"}, NODE, "/dev/shm",
          r"this host has 4 such GPU.s.; set rollout.engines=2"),
         (WIDE | {"placement": "local"}, NODE, "/dev/shm",
-         "which 4 trainer ranks hold: set rollout.vllm.tensor_parallel=1"),
+         "which 4 trainer ranks hold; set rollout.vllm.tensor_parallel=1"),
         ({"vllm": {"tensor_parallel": 16}, "placement": "local"}, TrainerHost(8, 1, False), "/dev/shm",
-         "is 16, the GPUs of an engine are on one host, and a host has 8: set rollout.vllm.tensor_parallel=8 or less"),
+         "is 16, but an engine's GPUs must be on one host, and hosts have 8; set rollout.vllm.tensor_parallel=8 or less"),
         (WIDE | {"engine": "local"}, TrainerHost(0, 1, False), "/dev/shm",
-         "computes in one process: set rollout.vllm.tensor_p"),
+         "computes in one process; set rollout.vllm.tensor_p"),
         ({"engines": 5}, NODE, "/dev/shm",
-         r"needs 5 GPU.s. without a trainer rank; .* has 8, and 4 rank.* set rollout.engines=4, or"),
+         r"needs 5 GPU.s. without a trainer rank, but .* has 8, of which 4 have ranks; .*set rollout.engines=4, or"),
         ({"engines": 2}, TrainerHost(8, 8, False), "/dev/shm", r"start 6 rank.s. here \(torchrun --nproc-per-node 6\)"),
         ({"engines": 1}, TrainerHost(1, 1, False), "/dev/shm", "set rollout.placement=local, or rollout.ray_address"),
         ({"ray_address": HEAD}, ON_A_CLUSTER, "/dev/shm", r"writes weights to /dev/shm of .* set sync.directory to a folder"),
         # of a cluster that has others: where else would they be
         ({"ray_address": "auto", "engines": 40}, TrainerHost(8, 8, False), "/dev/shm",
-         r"writes weights to /dev/shm of .* rollout.ray_address=auto do not see: set sync.directory to a folder"),
+         r"writes weights to /dev/shm of .* rollout.ray_address=auto cannot read; set sync.directory to a folder"),
         ({"engines": 4}, NODE, "/dev/shm", None),
         ({"engines": 64}, TrainerHost(0, 1, False), "/dev/shm", None),  # on CPUs
         ({"vllm": {"kv_cache_mib": 256}}, TrainerHost(1, 1, False), "/dev/shm", None),  # the default run, on one GPU
@@ -168,11 +168,11 @@ def test_engines_of_all_policies_are_counted_each_as_it_has_them() -> None:
     three, one = (RolloutConfig(engines=engines) for engines in (3, 1))
     assert num_engine_gpus((three, one)) == 4 and refusals((three, one), NODE, weight_files=None) == ()
     (sentence,) = refusals((three, one, one), NODE, weight_files=None)
-    assert "policies.<name>.engines (3 + 1 + 1) needs 5 GPU(s) without a trainer rank; this host has 8" in sentence
+    assert "policies.<name>.engines (3 + 1 + 1) needs 5 GPU(s) without a trainer rank, but this host has 8" in sentence
     assert list(NODE.gpus_for((three, one))) == [4, 5, 6, 7]
     both = (RolloutConfig(placement="colocated", vllm=VllmOptions(tensor_parallel=2)),) * 2
     (sentence,) = refusals(both, NODE, weight_files=None)
-    assert "colocated gives each of 2 policies a share of one GPU: set rollout.vllm.tensor_parallel=1" in sentence
+    assert "colocated gives each of 2 policies a share of one GPU; set rollout.vllm.tensor_parallel=1" in sentence
 
 
 @pytest.mark.parametrize(
@@ -182,16 +182,16 @@ def test_engines_of_all_policies_are_counted_each_as_it_has_them() -> None:
         ("Qwen3-30B-A3B", {}, {"tensor_parallel": 8}, None),  # two GPUs hold the same key head
         ("Qwen3-30B-A3B", {}, {"tensor_parallel": 8, "expert_parallel": True}, None),
         ("Qwen3-30B-A3B", {}, {"tensor_parallel": 3},
-         "the model's 32 attention heads cannot be cut: set rollout.vllm.tensor_parallel=2"),
+         "does not divide the model's 32 attention heads; set rollout.vllm.tensor_parallel=2"),
         ("Qwen3-30B-A3B", {"ffn_size": 784}, {"tensor_parallel": 32},
-         "the model's MLP width of 784 cannot be cut: set rollout.vllm.tensor_parallel=16"),
+         "does not divide the model's MLP width of 784; set rollout.vllm.tensor_parallel=16"),
         ("Qwen3-30B-A3B", {"ffn_size": 784}, {"tensor_parallel": 32, "expert_parallel": True}, None),
         ("Qwen3-30B-A3B", {"hidden_size": 2112}, {"quantization": "fp8", "tensor_parallel": 4},
-         "in multiples of 128, which is 2112 here: set it to null"),
+         "in multiples of 128, but it is 2112; set it to null"),
         ("Qwen3-30B-A3B", {}, {"quantization": "fp8", "tensor_parallel": 4}, None),
         ("Qwen3-8B", {"hidden_size": 4160}, {"quantization": "fp8", "tensor_parallel": 4}, None),  # not experts
         ("Qwen3-8B", {}, {"tensor_parallel": 2, "expert_parallel": True},
-         "a Qwen3ForCausalLM has none: set it to false"),
+         "but Qwen3ForCausalLM has none; set it to false"),
     ],
 )  # fmt: skip
 def test_a_model_is_cut_where_it_comes_out_even(
@@ -213,12 +213,12 @@ EXPERTS, KEPT = Records(experts=True), Records(kept_tokens=True)
     ("options", "device", "records", "says"),
     [
         ({"sampler": "marsrl"}, "cuda", EXPERTS, "^trainer.router_replay=rollout .*vllm.sampler=engine"),
-        ({}, "cpu", EXPERTS, "on a CPU vLLM runs V1: set rollout.engine=local"),
+        ({}, "cpu", EXPERTS, "on a CPU vLLM uses Model Runner V1; set rollout.engine=local"),
         ({"sampler": "engine"}, "cpu", KEPT, "^loss.truncation=.* set rollout.vllm.sampler=marsrl"),
         ({}, "cuda", Records(kept_tokens=True, experts=True), None),
         ({"draft_tokens": 4}, "cuda", Records(kept_tokens=True, experts=True), None),
-        ({"draft_tokens": 4}, "cpu", Records(), "draft_tokens is 4, and on a CPU .* or draft_tokens=0"),
-        ({"draft_tokens": 4, "sampler": "marsrl"}, "cuda", Records(), "draws one token at a time: .*sampler=engine"),
+        ({"draft_tokens": 4}, "cpu", Records(), "draft_tokens is 4, but on a CPU .* or draft_tokens=0"),
+        ({"draft_tokens": 4, "sampler": "marsrl"}, "cuda", Records(), "draws one token at a time; .*sampler=engine"),
         ({"sampler": "marsrl"}, "cuda", KEPT, None),
         ({}, "cpu", KEPT, None),
         ({"quantization": "fp8"}, "cuda", Records(), None),
@@ -235,11 +235,11 @@ def test_other_arguments_of_vllm_are_checked_against_its_own() -> None:
     given = {"max_num_batched_tokens": 12345, "compilation_config": {"mode": 0}}
     assert checked_extra(given).keys() == given.keys()
     for extra, says in (
-        ({"max_num_batched_token": 1}, r"max_num_batched_token is no field .* similar ones: max_num_batched_tokens"),
+        ({"max_num_batched_token": 1}, r"max_num_batched_token is not a field .* similar ones: max_num_batched_tokens"),
         ({"max_num_batched_tokens": "many"}, r"extra.max_num_batched_tokens is 'many', which .* valid integer"),
-        ({"speculative_config": {}}, r"to vLLM itself: set rollout.vllm.draft_tokens instead"),
-        ({"tensor_parallel_size": 2}, r"marsrl gives to vLLM itself: set rollout.vllm.tensor_parallel instead"),
-        ({"enable_prefix_caching": False}, r"marsrl gives to vLLM itself: it has to be as it is"),
+        ({"speculative_config": {}}, r"marsrl sets itself; set rollout.vllm.draft_tokens instead"),
+        ({"tensor_parallel_size": 2}, r"marsrl sets itself; set rollout.vllm.tensor_parallel instead"),
+        ({"enable_prefix_caching": False}, r"marsrl sets itself; marsrl depends on its value"),
     ):
         with pytest.raises(ValueError, match=says):
             checked_extra(extra)
@@ -257,8 +257,8 @@ DENSE, MOE = (find_shape(name) for name in ("Qwen3-0.6B", "Qwen3-30B-A3B"))
         ({"engine": "local"}, "cpu", "float32", MOE, ("attention", "experts"), None),
         ({}, "cpu", "float32", MOE, ("attention", "experts"), "policies.verifier.adapter.targets .* rollout.engine=local"),
         (WIDE, "cpu", "float32", MOE, ("attention",), "set rollout.vllm.tensor_parallel=1, or rollout.engine=local"),
-        ({}, "cuda", "float32", DENSE, ("attention",), r"adapters \(verifier\) refuse float32 on GPUs: .* bfloat16"),
-        ({"vllm": {"draft_tokens": 4}}, "cuda", "bfloat16", DENSE, ("attention",), r"drafts beside adapters \(verifier\)"),
+        ({}, "cuda", "float32", DENSE, ("attention",), r"adapters \(verifier\) do not support float32 on GPUs; .* bfloat16"),
+        ({"vllm": {"draft_tokens": 4}}, "cuda", "bfloat16", DENSE, ("attention",), r"untested with adapters \(verifier\)"),
         (
             {"vllm": {"tensor_parallel": 2, "expert_parallel": True, "extra": {"all2all_backend": "deepep_low_latency"}}},
             "cuda", "bfloat16", MOE, ("experts",), "all2all_backend is deepep_low_latency.* allgather_reducescatter",

@@ -189,7 +189,8 @@ def test_weights_that_nobody_can_send_again_end_the_run() -> None:
     pool.note_weights(1, [{}])
     replicas.dead.add(1)
     with pytest.raises(
-        RuntimeError, match=r"engine 1 is lost, no file has the weights of version 1 .* no trainer is here"
+        RuntimeError,
+        match=r"engine 1 is lost, and the weights of version 1 are neither in a file nor can a trainer send them",
     ):
         pool.infos()
 
@@ -279,7 +280,7 @@ def test_an_engine_is_lost_once_it_holds_a_request_for_longer_than_the_deadline(
     if can_restart:
         assert pool.collect(0.0) == [] and replicas.restarts == [0]
     else:
-        with pytest.raises(TimeoutError, match="0/solver:0 has not come back after rollout.deadline_s = 10 s"):
+        with pytest.raises(TimeoutError, match="0/solver:0 has not returned within rollout.deadline_s = 10 s"):
             pool.collect(0.0)
 
 
@@ -288,7 +289,7 @@ def test_too_many_restarts_end_the_run_with_the_reason(is_beyond_repair: bool, r
     replicas = MortalReplicas(2, deadly=lambda request: True)
     replicas.is_beyond_repair = is_beyond_repair
     pool = replicas.pool(most_restarts=5)
-    with pytest.raises(RuntimeError, match=rf"{reason}\), and they have been restarted 5 times .*max_engine_"):
+    with pytest.raises(RuntimeError, match=rf"{reason}\) after 5 restarts in this run .*max_engine_"):
         served(pool, asks(64), "slots")
     assert len(replicas.restarts) == 5
 
@@ -353,7 +354,7 @@ def test_a_sample_that_no_engine_survives_has_no_reward_and_the_run_goes_on(name
     failed = [sample.uid for sample in samples.values() if sample.reward.is_missing]
     judged_failed = [uid for uid in failed if samples[uid].agent.startswith("solver") or uid == culprit]
     assert judged_failed == [culprit] and samples[culprit].finish is Finish.ERROR
-    assert "given up" in samples[culprit].reward.note
+    assert "abandoned" in samples[culprit].reward.note
     assert not any(sample.parent_uid == culprit for sample in samples.values())  # never picked
     assert run.metrics["rollout/failed_requests"] == 1 == run.metrics["rollout/errors"]
     assert all(len(group.samples) == 3 for group in groups)

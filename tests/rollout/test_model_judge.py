@@ -99,7 +99,7 @@ def test_a_judge_that_thinks_is_read_behind_its_thought_and_one_that_is_cut_off_
     said = {"thinks": f"<think>correct: yes</think>{NO}", "stops": f"<think>{YES}", "long": f"{YES}\n" + "x" * 2000}
     judged = desk(lambda answer, before: said[answer], retries=0)
     thinks, stops, long = judged.rewards(*said)
-    assert thinks.value == 0 and stops.is_missing and "thought without an end" in stops.note
+    assert thinks.value == 0 and stops.is_missing and "<think> block is never closed" in stops.note
     assert long.is_missing and "cut off after 1024 tokens (judge.max_response_tokens)" in long.note
     write_byte_tokenizer(tmp_path)
     thinker = ChatRenderer(tmp_path)

@@ -203,7 +203,7 @@ def test_what_is_trained_of_a_truncated_distribution_is_bounded_and_recorded() -
     kept = KeptTokens.of([np.array([40, 50], np.int32), np.array([41], np.int32)])
     says(stages, first, 2, Finish.LENGTH, kept_tokens=kept)
     assert counts(stages)["rollout/kept_tokens"] == 3
-    with pytest.raises(RuntimeError, match="solver:1: .* truncate, and its engine did not say which tokens were kept"):
+    with pytest.raises(RuntimeError, match="solver:1: .* truncate, but the engine did not return the kept tokens"):
         says(stages, second, 2)
 
 

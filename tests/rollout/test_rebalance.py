@@ -19,7 +19,7 @@ def test_an_engine_moves_where_loads_are_off_by_more_than_two_and_decoding_gets_
     off = policies(big=(1, 30.0, GPU), small=(3, 30.0, GPU))
     move = wanted(off)
     assert move is not None and (move.giver, move.taker, move.num) == ("small", "big", 1)
-    assert "big was busy for 30.0 s" in move.why
+    assert "big worked 30.0 s" in move.why
     for big, small, moves in (
         ((2, 30.0), (2, 30.0), False),
         ((1, 20.0), (3, 30.0), False),  # twice, no more

@@ -202,7 +202,7 @@ def test_a_sample_goes_on_behind_what_a_tool_an_agent_and_the_next_turn_say_and_
 @pytest.mark.parametrize(
     ("wrong", "finish", "reason"),
     [
-        ({"follow": lambda episode: [episode.ask("solver")]}, Finish.ERROR, "nothing was asked for"),
+        ({"follow": lambda episode: [episode.ask("solver")]}, Finish.ERROR, "no ask or call is open"),
         ({"continuation": lambda *_: {}["nothing"]}, Finish.ERROR, "continuation: KeyError: 'nothing'"),
         ({"tools": ()}, Finish.ERROR, "tools does not name 'look'"),
         ({"continuation": lambda *_: "x" * 200}, Finish.LENGTH, "overlong"),

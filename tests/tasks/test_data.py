@@ -153,17 +153,17 @@ def test_a_bad_object_of_an_array_is_named_by_its_place(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ('[{"question": "q", "answer": "1"},\n {"question": "q"', "it is cut off at line 2, column 18"),
+        ('[{"question": "q", "answer": "1"},\n {"question": "q"', "the file is cut off at line 2, column 18"),
         ('[{"question": "q", "answer": "1"}\n {"question": "q"}]', "Expecting ',' delimiter at line 2, column 2"),
         ("[" * 100_000, "the array is not readable as JSON"),
         ('[\n{"question": "q", "answer": "1"}\n]\nx', "Extra data at line 4, column 1"),
-        ("[]", "holds no problem: it is empty"),
+        ("[]", "has no problems: the file is empty"),
         (json.dumps({"version": 1, "data": [GOOD]}), r"d\.json:1: data is a list of problems \(found version, data\)"),
         (json.dumps({"version": 1, "data": [GOOD]}, indent=1), r"d\.json:1: data is a list of problems"),
         (json.dumps({"x": [{"y": 1}]}), r"d\.json:1: none of question, .*found x\); set data.question_key"),
         (
             '{\n"question": "q",\n',
-            "d.json:1: not JSON: it is cut off at column 2, .* expected a whole object on each line",
+            "d.json:1: not JSON: cut off at column 2, .* expected a complete object on each line",
         ),
     ],
 )
@@ -176,7 +176,8 @@ def test_an_array_that_cannot_be_read_says_where(text: str, reason: str, tmp_pat
 def test_a_compressed_file_is_refused_by_its_name(tmp_path: Path) -> None:
     (tmp_path / "d.jsonl.gz").touch()
     with pytest.raises(
-        ValueError, match=r"d\.jsonl\.gz is neither \.jsonl, \.json, \.parquet nor \.arrow, not compressed"
+        ValueError,
+        match=r"d\.jsonl\.gz has an unknown format; expected an uncompressed \.jsonl, \.json, \.parquet or \.arrow file",
     ):
         read(tmp_path / "d.jsonl.gz")
 
@@ -192,10 +193,10 @@ def test_a_file_without_any_problem_is_an_error_even_when_skipping(tmp_path: Pat
     with pytest.raises(ValueError, match="1 bad lines; first: .*d.jsonl:1"):
         read_problems(write(tmp_path / "d.jsonl", "nope"), "math", on_bad_line="skip")
     (tmp_path / "empty" / "main").mkdir(parents=True)
-    with pytest.raises(ValueError, match=r"empty holds no arrow, parquet or jsonl files$"):
+    with pytest.raises(ValueError, match=r"empty has no arrow, parquet or jsonl files$"):
         read_problems(tmp_path / "empty", "math")
     (tmp_path / "empty" / "main" / "train-00000-of-00001.parquet").touch()  # as the hub has many
-    with pytest.raises(ValueError, match=r"jsonl files; give one of the folders that do: .*empty/main$"):
+    with pytest.raises(ValueError, match=r"jsonl files; set one of the folders below it that have some: .*empty/main$"):
         read_problems(tmp_path / "empty", "math")
     (tmp_path / "d.parquet").write_bytes(b"PAR1 nothing")
     with pytest.raises(ValueError, match=r"d\.parquet cannot be read"):
@@ -309,7 +310,7 @@ def test_a_file_is_listed_once_however_its_path_is_written(files: list[Path]) ->
     link.symlink_to(files[0])
     for second in (files[0], files[0].parent / ".." / "a" / "train.jsonl", link):
         train = [{"path": str(path), "count": 3} for path in (files[1], files[0], second)]
-        with pytest.raises(ValueError, match=r"data.train\[2\] is the file of data.train\[1\].*come twice"):
+        with pytest.raises(ValueError, match=r"data.train\[2\] is the same file as data.train\[1\].*come twice"):
             read_train_files(train)
 
 
@@ -355,9 +356,9 @@ def test_sets_to_evaluate_on_have_names_counts_and_repeats_and_the_same_problems
     ("listed", "found"),
     [
         ([], "data.eval is []; expected a path, or a list"),
-        (["a.jsonl", "b/a.parquet"], "data.eval[1]: two sets are called a"),
-        ([{"path": "a", "name": "system"}], "would be called 'system'; give it a name"),
-        ([{"path": "a", "name": "../x"}], "would be called '../x'; give it a name"),
+        (["a.jsonl", "b/a.parquet"], "data.eval[1]: two sets are named a"),
+        ([{"path": "a", "name": "system"}], "would be 'system'; set name"),
+        ([{"path": "a", "name": "../x"}], "would be '../x'; set name"),
         ([{"path": "a", "weight": 1}], "data.eval[0].weight: unknown key; there are path, name, count, repeat"),
     ],
 )
@@ -403,16 +404,16 @@ def test_problems_are_those_of_the_data_by_default(named: Callable[[str], str]) 
 
 
 WRONG: list[tuple[str, str, str]] = [
-    ("Missing", "pass", "task is .*: Missing is no class of .*my_task.py that extends OwnTask"),
-    ("Problem", "pass", "task is .*: Problem is no class of .*my_task.py that extends OwnTask"),
+    ("Missing", "pass", "task is .*: .*my_task.py has no class Missing that extends OwnTask"),
+    ("Problem", "pass", "task is .*: .*my_task.py has no class Problem that extends OwnTask"),
     ("Mine", "import nothing", "task: .*my_task.py cannot be imported: ModuleNotFoundError: .*nothing"),
-    ("Mine", "prompts = 'poetry'", "task is .*: Mine.prompts: .*no prompt set is called 'poetry'"),
-    ("Mine", "def problems(self): return 'q', 'a'", r"problems\[0\] is 'q', expected \(question, answer\) or a"),
+    ("Mine", "prompts = 'poetry'", "task is .*: Mine.prompts is 'poetry'; expected one of "),
+    ("Mine", "def problems(self): return 'q', 'a'", r"problems\[0\] is 'q'; expected \(question, answer\) or a"),
     ("Mine", "def problems(self): return [Problem('a', 'q', None, 't')] * 2", "two problems with the same id"),
     ("Mine", "def problems(self): return [Problem(1, 'q', None, 't')]", "expected .* an answer and an id as text"),
     ("Mine", "class Options: workers = 2", "task is .*: Mine.Options does not extend OwnTask.Options"),
     ("Mine", "def problems(self): return [][0]", "task is .*: problems raises IndexError: list index out of range"),
-    ("Mine", "pass", "task is .*: problems is empty: return some, or set data.train"),
+    ("Mine", "pass", "task is .*: problems is empty; return problems, or set data.train"),
 ]
 
 
@@ -422,15 +423,15 @@ def test_what_is_wrong_with_a_class_is_said_in_one_line(kind: str, body: str, sa
     with pytest.raises(ValueError, match=said) as caught:
         own_problems(f"{tmp_path}/my_task.py:{kind}", {}, (), ())
     assert "\n" not in str(caught.value)
-    with pytest.raises(ValueError, match="task is .*: there is no file .*missing.py"):
+    with pytest.raises(ValueError, match="task is .*: no file .*missing.py"):
         own_problems(f"{tmp_path}/missing.py:{kind}", {}, (), ())
 
 
 REFUSED: list[tuple[str, dict[str, object], str]] = [
     ("arithmetic", {"min_operation": 3}, "task_options.min_operation:"),
     ("qa", {"reward": "rouge"}, "task_options.reward: Input should be 'exact' or 'f1'"),
-    ("qa", {"min_hops": 3}, "task_options.min_hops is 3, above task_options.max_hops = 2"),
-    ("qa", {"people": 41, "wording": "terse"}, "with task_options.wording=terse there are 40 names; set 40 or fewer"),
+    ("qa", {"min_hops": 3}, "task_options.min_hops is 3; expected at most task_options.max_hops = 2"),
+    ("qa", {"people": 41, "wording": "terse"}, "but task_options.wording=terse has 40 names; set 40 or fewer"),
     ("Doubles", {"far": 1.0}, r"task Doubles: task_options.far: unknown key; "),
     ("Doubles", {"workers": 0}, r"task Doubles: task_options.workers: .*greater than 0"),
 ]

@@ -47,14 +47,14 @@ def test_gym_problems_repeat_and_held_out_ones_are_apart() -> None:
         assert partial.result().value == partial.result().correct == length / (length + 7)
         assert wrong.result().value == 0.0
         changed = task.judge(replace(sums[0], question="What?"), "none").result()
-        assert changed.is_missing and f"now draws another problem as {sums[0].id}" in changed.note
+        assert changed.is_missing and f"no longer draws the same problem as {sums[0].id}" in changed.note
 
 
 @needs_gym
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"dataset": "chain_smu"}, "dataset is 'chain_smu'; .* the nearest: chain_sum"),
+        ({"dataset": "chain_smu"}, "dataset is 'chain_smu'; .* the closest: chain_sum"),
         ({"dataset": "chain_sum", "min_trems": 3}, "unexpected keyword argument 'min_trems'"),
         ({"dataset": "chain_sum", "eval_seed": 999}, "draw the same problems"),
         ({}, "task_options.dataset: Field required"),

@@ -120,8 +120,8 @@ JUDGED: list[tuple[str, bool | str]] = [  # the judgement, or why there is none
     ("\u0441orrect: yes", NO_LINE),  # a Cyrillic letter
     ('{"correct": "yes"}', NO_LINE),
     ("*" * 100_000 + "correct: yes", NO_LINE),
-    ("correct: yes, but only partly", "neither yes nor no"),
-    ("correct: \u0443es", "neither yes nor no"),
+    ("correct: yes, but only partly", "not exactly yes or no"),
+    ("correct: \u0443es", "not exactly yes or no"),
     ("correct: yes\ncorrect: yes", "more than one line `correct:`"),
     ("extracted_final_answer: a\ncorrect: yes\nreasoning: b\ncorrect: no", "comes after `correct:`"),
 ]
@@ -207,7 +207,7 @@ def odd_judge(tmp_path: Path) -> str:
 
 
 MISSING = {"die": "code 7", "raise": "RecursionError", "memory": "MemoryError", "nan": "nan", "none": "None"}
-MISSING |= {"word": "0.5", "seven": "it returned 7, expected a number from 0 to 1"}
+MISSING |= {"word": "0.5", "seven": "returned 7; expected a number from 0 to 1"}
 # requests are not what a judge reads as its input
 REWARDS = {"1": 1.0, "2": 0.0, "print": 0.0, "part": 0.25, "read": 0.0}
 

@@ -75,11 +75,11 @@ def test_problems_with_a_placeholder_are_left_out_and_counted(tmp_path: Path) ->
     read = read_problems(path, "math")
     assert [problem.id for problem in read.problems] == ["numina.jsonl:1", "numina.jsonl:6"] and read.num_bad == 0
     (warning,) = read.warnings
-    assert warning.startswith(f"{path}: 4 of 6 problems are left out") and "data.on_placeholder=keep" in warning
+    assert warning.startswith(f"{path}: 4 of 6 problems are skipped") and "data.on_placeholder=keep" in warning
     assert r"('proof' 2, '\\text{proof}' 1, 'notfound' 1)" in warning
     kept = read_problems(path, "math", on_placeholder="keep")
     assert len(kept.problems) == 6 and not kept.warnings
-    with pytest.raises(ValueError, match=r"none.jsonl holds no problem: .*1 of 1 problems are left out"):
+    with pytest.raises(ValueError, match=r"none.jsonl has no problems: .*1 of 1 problems are skipped"):
         read_problems(write(tmp_path / "none.jsonl", "proof"), "math")
 
 

@@ -225,9 +225,9 @@ def test_an_answer_of_another_form_is_an_error_of_one_attempt(tool: str, value: 
     [
         ({"kind": "http", "url": "127.0.0.1:8000/retrieve"}, "expected http://host"),
         ({"kind": "http", "url": "http://host:99999/retrieve"}, "Port out of range"),
-        ({"kind": "http", "url": "http://user:secret@host/retrieve"}, "holds a user, password or query"),
+        ({"kind": "http", "url": "http://user:secret@host/retrieve"}, "contains a user, password, query or fragment"),
         ({"kind": "http", "url": "http://host/retrieve", "corpus": "a.jsonl"}, "corpus"),
-        ({"base_url": "https://serpapi.com/?api_key=1"}, "holds a user, password or query"),
+        ({"base_url": "https://serpapi.com/?api_key=1"}, "contains a user, password, query or fragment"),
         ({"api_key_env": "0a1b-key"}, "is not the name of an environment variable"),
         ({"kind": "bing"}, "'index', 'http'"),
     ],

@@ -57,7 +57,9 @@ def test_a_package_that_a_tool_needs_is_asked_for_before_a_run(monkeypatch: pyte
     given = {"search": {"kind": "serpapi", "read_pages": True}, "scholar": {"kind": "serpapi"}, "visit": {}}
     config = ToolsConfig.model_validate(given)
     for name, key in (("visit", "tools.visit"), ("search", "tools.search.read_pages")):
-        with pytest.raises(ValueError, match=rf"{key} needs trafilatura and pypdf, not installed here: pip install"):
+        with pytest.raises(
+            ValueError, match=rf"{key} needs trafilatura and pypdf, which this environment lacks; run pip install"
+        ):
             check_tools(config, [name], ())
     check_tools(config, ["scholar"], ())
 

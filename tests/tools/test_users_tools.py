@@ -172,11 +172,11 @@ def test_calls_run_beside_the_run_and_their_processes_end_with_it(file: Path) ->
         ("def f(value: int): ...", "has no docstring"),
         ("def f(*values: int):\n    'Any number.'", r"takes \*values: "),
         ("class Odd: ...\ndef f(value: Odd):\n    'A type that is none.'", "has no JSON schema: "),
-        ("g = 1", "f is no function of "),
-        ("class f: ...", "f is no function of "),
+        ("g = 1", "has no function f"),
+        ("class f: ...", "has no function f"),
         ("def f(:", "own.py cannot be imported: SyntaxError: "),
         ("raise SystemExit(4)", "its process ended with status .* before it was ready"),
-        (None, "there is no file "),
+        (None, "no file "),
     ],
 )
 def test_a_function_that_cannot_be_a_tool_is_refused_before_a_run(code: str | None, said: str, tmp_path: Path) -> None:
@@ -315,7 +315,7 @@ def test_settings_that_name_no_server_or_two_are_refused(tmp_path: Path) -> None
         (["tools.files={kind: mcp}"], "either a command or a url"),
         (["tools.files={kind: mcp, command: [x], url: 'http://h/mcp'}"], "either a command or a url"),
         (["tools.files={kind: mcp, command: [x], api_key_env: KEY}"], "api_key_env with a url"),
-        (["tools.files={kind: mcp, url: 'http://u:p@h/mcp'}"], "holds a user, password or query"),
+        (["tools.files={kind: mcp, url: 'http://u:p@h/mcp'}"], "contains a user, password, query or fragment"),
         (["tools.files={kind: mcp, comand: [x]}"], r"tools.files.comand: unknown key; did you mean .*.command\?"),
     ):
         with pytest.raises(ConfigError, match=said):

@@ -65,7 +65,7 @@ def test_the_token_of_ray_is_found_or_said_where_to_copy_it(tmp_path: Path) -> N
     for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         os.environ.pop(name, None)
     token, cluster = ray_findings(settings(rollout={"ray_address": "here"}))
-    assert not token.is_used and "copy ~/.ray/auth_token of the host that started the cluster" in token.detail
+    assert not token.is_used and "copy ~/.ray/auth_token there from the host that started the cluster" in token.detail
     assert cluster.is_used and "other hosts run `marsrl join`" in cluster.detail
     (tmp_path / ".ray").mkdir()
     (tmp_path / ".ray" / "auth_token").write_text("f" * 64)

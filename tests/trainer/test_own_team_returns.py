@@ -74,16 +74,16 @@ SURROGATE = "UnicodeEncodeError: 'utf-8' codec can't encode character '\\ud800' 
 PARAMETERS = {"messages": "episode, ask", "parse": "sample", "reward": "episode, ask, sample, judged"}
 CASES = [
     ("messages", '"Solve it."', f"{NO_MESSAGES} 'Solve it.' (str)"),
-    ("messages", '[{"role": "user"}]', "ValueError: expected a message of role and content, found the keys role"),
+    ("messages", '[{"role": "user"}]', "ValueError: expected a message with the keys role and content, found role"),
     ("messages", '[Message("judge", "x")]',
-     "ValueError: expected a message's role among system, user, assistant, tool, found 'judge'"),
+     "ValueError: expected a message's role to be one of system, user, assistant, tool, found 'judge'"),
     ("messages", r'[Message("user", "\ud800")]', SURROGATE),
     ("messages", "1 / 0", "ZeroDivisionError: division by zero"),
     ("parse", "None", "TypeError: expected the given sample, replace(sample, answer=...), found None"),
     ("parse", "replace(sample, answer=7)", "TypeError: expected answer to be str or None, found 7 (int)"),
     ("parse", "replace(sample, verdict='yes')", "TypeError: expected verdict to be bool or None, found 'yes' (str)"),
     ("parse", "replace(sample, agent='nobody', outcome='x')",
-     "ValueError: expected `parse` to replace shown, answer, verdict, finish alone, found other agent, outcome"),
+     "ValueError: expected `parse` to change only shown, answer, verdict, finish, found changes in agent, outcome"),
     ("parse", r"replace(sample, answer='\ud800')", SURROGATE),
     ("reward", "'1'", f"{NO_REWARD} '1' (str)"),
     ("reward", "float('inf')", "ValueError: expected the reward to be finite, found inf"),
@@ -134,7 +134,10 @@ def test_the_text_of_another_sample_is_an_error_that_names_shown(
     samples = play(tmp_path, method)
     assert sorted(sample.agent for sample in samples.values()) == ["solver", "solver"]
     line = line_of(tmp_path, "for sample in episode.inputs(ask)")
-    assert "/solver:0: `text` is not kept; read `shown`, " in caplog.text and f"(my_team.py:{line})" in caplog.text
+    assert (
+        "/solver:0: `text` is not kept in an episode; read `shown`, " in caplog.text
+        and f"(my_team.py:{line})" in caplog.text
+    )
 
 
 ASKS = "def follow(self, episode):\n    return [episode.ask('solver', {})]"
@@ -153,20 +156,20 @@ NO_NUMBERS = "TypeError: expected a dict of numbers, found None"
     ("method", "num_samples", "num_errors", "said"),
     [
         (ASKS.format("turn=random.randrange(10**9)"), 0, 0,
-         "episode 000001.0 ends: Pair.follow: ValueError: two calls with the same answers gave other asks"),
+         "episode 000001.0 ends: Pair.follow: ValueError: two calls with the same answers returned different asks"),
         (SAYS.format("follow", None), 0, 0, "expected a list of episode.ask(...) and episode.call(...), found None"),
-        (SAYS.format("follow", "[episode.ask('nobody')]"), 0, 0, "no agent is called 'nobody'; there are solver, critic"),
-        (SAYS.format("follow", "[Ask('000009/solver', 'solver')]"), 0, 0, "expected a call in episode 000001.0"),
+        (SAYS.format("follow", "[episode.ask('nobody')]"), 0, 0, "no agent named 'nobody'; expected one of solver, critic"),
+        (SAYS.format("follow", "[Ask('000009/solver', 'solver')]"), 0, 0, "expected an ask or call of episode 000001.0"),
         (SAYS.format("follow", "[episode.ask('solver', turn=n) for n in range(9)]"), 0, 0,
-         "9 calls of agents and tools, at most rollout.max_turns = 3"),
+         "9 calls of agents and tools exceed rollout.max_turns = 3"),
         (ASKS.format("num_samples=1.5"), 0, 0,
-         "Pair.follow: ValueError: 000001.0/solver: expected at least one sample, found 1.5"),
+         "Pair.follow: ValueError: 000001.0/solver: num_samples is 1.5; expected an integer of at least 1"),
         (ASKS.format("turn='a:b'"), 0, 0,
          "Pair.follow: TypeError: episode.ask('solver'): expected turn and index to be integers, found 'a:b' and 0"),
         # the episode's generator draws the same again
         (ASKS.format("turn=episode.rng('turn').randrange(10**9)"), 2, 0, ""),
         (GOES_ON.format("''"), 2, 2, "expected text, messages, or None"),
-        (GOES_ON.format("'more'"), 2, 2, "goes on once more, at most rollout.max_turns = 3 times"),
+        (GOES_ON.format("'more'"), 2, 2, "continues more often than rollout.max_turns = 3 times"),
         (SAYS.format("outcomes", None), 4, 0, f"Pair.outcomes: {NO_NUMBERS} (my_team.py:"),
         (SAYS.format("metrics", None), 4, 0, f"Pair.metrics: {NO_NUMBERS} (my_team.py:"),
         (SAYS.format("metrics", "{'x': float('nan')}"), 4, 0,
@@ -204,7 +207,7 @@ def test_an_agent_that_gives_no_answer_earns_the_outcome_of_its_episode(
     assert main(["try", *words]) == 0
     said = capsys.readouterr().out
     assert "# reward of planner: the outcome of its episode" in said
-    assert "# reward of solver: what the task says its answer is worth, 0 without an answer" in said
+    assert "# reward of solver: the task's score of the answer, 0 without an answer" in said
 
 
 def test_a_team_imports_what_lies_beside_it_even_late(tmp_path: Path) -> None:
@@ -290,7 +293,7 @@ def test_a_team_that_asks_for_no_form_is_warned_of(tmp_path: Path, capsys: pytes
     words = ["--question", "2 + 2?", "--reference", "4", f"orchestration={path}:Pair", "rollout.group_size=2"]
     lines = shown(capsys, "task=math", *words)
     assert [line.partition(" the form")[0] for line in lines if "warning" in line] == [
-        "warning: agents.solver reads, as solver, nothing that shows"
+        "warning: the prompt of agents.solver, as solver, does not show"
     ]
     assert not any(
         "warning" in line for line in shown(capsys, *words)

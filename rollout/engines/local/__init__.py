@@ -1,1 +1,1 @@
-"""Our own inference-only engine: the forward of the supported models with a KV cache, fed by HF-named tensors."""
+"""Built-in inference engine: the forward pass of the supported models with a KV cache, fed by HF-named tensors."""

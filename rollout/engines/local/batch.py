@@ -1,4 +1,4 @@
-"""The local engine's batch: rows with their requests, cache, drawn tokens and records."""
+"""Batch of the local engine: rows with their requests, cache, drawn tokens and records."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ _CACHE_STEP = 64  # the cache grows by this many positions
 
 @dataclass(slots=True)
 class Row:
-    """A request in the batch. num_cached: prompt tokens computed by a row of the same prompt. finish None: running.
+    """A request in the batch. num_cached: prompt tokens computed by another row with the same prompt. finish None: running.
 
-    record: experts [tokens, layers, K] from experts_from on: of the prompt, then of one token each; None: not requested.
+    record: experts [tokens, layers, K] from experts_from on, first of the prompt, then of each token; None: not requested.
     """
 
     request: DecodeRequest
@@ -75,7 +75,7 @@ class DecodeBatch:
         return sum(row.finish is None for row in self.rows)
 
     def noise(self) -> Tensor:
-        """[B] float64 in [0, 1), for the next draw."""
+        """Return [B] float64 in [0, 1) for the next draw."""
         lengths = np.array([len(row.request.token_ids) + len(row.tokens) for row in self.rows])
         return torch.from_numpy(uniform(self._seeds, lengths)).to(self.hidden.device)
 
@@ -88,7 +88,7 @@ class DecodeBatch:
         self.experts = None
 
     def record_kept(self, scaled: Tensor) -> None:
-        """Record, for rows that request it, which tokens can be drawn from scaled [B, V]."""
+        """Record which tokens can be drawn from scaled [B, V], for rows that request it."""
         wanted = [i for i, row in enumerate(self.rows) if row.finish is None and row.request.sampling.records_kept]
         if wanted:
             for i, ids in zip(wanted, kept_ids(scaled, wanted), strict=True):
@@ -122,7 +122,7 @@ class Cache:
         shape = model.shape
         self._capacity = -(-(longest + 1) // _CACHE_STEP) * _CACHE_STEP
         size = (rows, shape.num_kv_heads, self._capacity, shape.head_size)
-        # zeros: a masked NaN would still poison the product with values
+        # zeros: even under a mask, NaN would poison the product with values
         self.keys = [torch.zeros(size, dtype=model.dtype, device=model.device) for _ in range(shape.num_layers)]
         self.values = [torch.zeros(size, dtype=model.dtype, device=model.device) for _ in range(shape.num_layers)]
 
@@ -142,7 +142,7 @@ class Cache:
         self._capacity = room
 
     def grow(self, needed: int) -> None:
-        """Make room for `needed` positions; doubles, so a long decode copies little."""
+        """Make room for `needed` positions; doubles the size, so that a long decode copies little."""
         if needed <= self._capacity:
             return
         extra = max(self._capacity, -(-(needed - self._capacity) // _CACHE_STEP) * _CACHE_STEP)

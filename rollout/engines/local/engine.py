@@ -1,10 +1,10 @@
-"""LocalEngine: prompts are prefilled packed, each once, and their rows join the running batch.
+"""LocalEngine: prefills prompts packed, each distinct one once, and adds their rows to the running batch.
 
-    submitted -> prefill(distinct prompts) -> copy the cache to the group -> join the batch -> [draw, drop the ended, step]*
+    submitted -> prefill(distinct prompts) -> copy the cache to the group -> join the batch -> [draw, drop ended rows, step]*
     -> results
 
-The batch drops finished rows once they are an eighth, and takes new ones when all waiting ones fit, or an
-eighth of it is free (both copy the cache, so not for every row).
+The batch drops finished rows once they make up an eighth of it, and takes new rows when all waiting ones fit or an
+eighth is free. Both copy the cache, so they are not done for every row.
 
 Recorded experts are read from the device one step late, when the host waits for the drawn
 tokens anyway.
@@ -54,7 +54,7 @@ from marsrl.rollout.weights.files import WeightFiles
 from marsrl.rollout.weights.layout import EngineShard
 
 _PREFILL_TOKENS = 16384  # packed tokens of one prefill forward
-_SCORED_TOGETHER = 2048  # tokens of a prefill that scores: short sequences alone read all weights for few rows
+_SCORED_TOGETHER = 2048  # packed tokens of a scoring prefill: short sequences alone would read all weights for few rows
 
 
 class LocalEngine(Engine):
@@ -72,7 +72,8 @@ class LocalEngine(Engine):
         self._receiver = WeightReceiver(self._device)
         self._max_model_len, self._max_num_seqs = spec.max_model_len, spec.local.max_num_seqs
         self._configs = spec.adapters
-        self._adapters: dict[str, dict[str, Tensor]] = {}  # Pairs; an adapter equal to the bare weights is absent
+        # pairs A, B by adapter name; an adapter equal to the bare weights is absent
+        self._adapters: dict[str, dict[str, Tensor]] = {}
         for name, adapter in spec.adapters.items():
             if adapter.start is not None:
                 check_start(Path(adapter.start), self._shape, adapter)
@@ -123,7 +124,7 @@ class LocalEngine(Engine):
             for sequence, rows in zip(part, hidden.split([*map(len, part)]), strict=True):
                 ids = torch.from_numpy(sequence.astype(np.int64)).to(self._device)
                 logits = self._model.logits(rows[:-1]).div(temperature or 1.0)
-                # Not log_softmax, which is off by 1e-5 nats for 50,000 tokens in float32 on a CPU.
+                # log_softmax would be off by 1e-5 nats for 50,000 tokens in float32 on a CPU.
                 logprobs = logits.gather(-1, ids[1:, None])[:, 0] - logits.logsumexp(-1)
                 scores.append(logprobs.cpu().numpy())
         return scores
@@ -131,7 +132,7 @@ class LocalEngine(Engine):
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
         self._refuse_under_way("update_weights")
         if update.receive_plans:
-            self._versions[""] = TORN  # nothing is decoded with partly received weights
+            self._versions[""] = TORN  # prevents decoding with partly received weights
             try:
                 self._receiver.receive(decode(ReceivePlan, update.receive_plans[0]), self._model.weights.get)
             except TransferBroken as error:
@@ -154,7 +155,7 @@ class LocalEngine(Engine):
         return self._adapters[name]
 
     def sleep(self, keeps_weights: bool) -> None:
-        """Move the weights to the host in either case; caches live as long as their requests. A no-op on a CPU."""
+        """Move the weights to the host, whatever keeps_weights is; caches live as long as their requests. A no-op on a CPU."""
         self._refuse_under_way("sleep")
         self._move_weights(torch.device("cpu"))
         if self._device.type == "cuda":
@@ -169,7 +170,7 @@ class LocalEngine(Engine):
         self._model.weights.clear()
 
     def _billed(self, results: Sequence[DecodeResult]) -> list[DecodeResult]:
-        """The results with their shares of the time."""
+        """Add each result's share of the engine's time."""
         return [replace(result, seconds=self._shares.end(result.uid)) for result in results]
 
     def _move_weights(self, device: torch.device) -> None:
@@ -180,7 +181,7 @@ class LocalEngine(Engine):
         weights.update({name: moved[id(tensor)] for name, tensor in weights.items()})
 
     def _admit(self) -> list[DecodeResult]:
-        """Let submitted requests join the batch, as far as there is room; returns results of rejected ones."""
+        """Add submitted requests to the batch as far as there is room; return results of rejected ones."""
         refused: list[DecodeResult] = []
         joining: list[DecodeRequest] = []
         room = self._max_num_seqs - (self._batch.num_going if self._batch else 0)
@@ -203,10 +204,10 @@ class LocalEngine(Engine):
         return refused
 
     def _prefilled(self, requests: Sequence[DecodeRequest]) -> DecodeBatch:
-        """The given requests, prefilled, ready for their first draw."""
+        """Prefill requests and return their batch, ready for the first draw."""
         keys = [(request.adapter, request.token_ids.tobytes()) for request in requests]
         first = {key: i for i, key in reversed(list(enumerate(keys)))}  # first request with these tokens
-        number = {key: i for i, key in enumerate(dict.fromkeys(keys))}  # among the distinct prompts
+        number = {key: i for i, key in enumerate(dict.fromkeys(keys))}  # index among the distinct prompts
         prompts = [requests[first[key]].token_ids for key in number]
         cache = Cache(self._model, len(prompts), max(len(p) for p in prompts))
         records = any(request.experts_from is not None for request in requests)
@@ -228,7 +229,7 @@ class LocalEngine(Engine):
         )
 
     def _step(self, batch: DecodeBatch) -> list[DecodeResult]:
-        """Draw a token for every row and compute the next state; returns results of finished rows."""
+        """Draw a token for every row and compute the next state; return results of finished rows."""
         ended = []
         scaled = truncated(self._model.logits(batch.hidden), batch.sampling)
         drawn, drawn_logprobs = draw_from(scaled, batch.sampling, batch.noise())
@@ -236,7 +237,7 @@ class LocalEngine(Engine):
         batch.keep_experts()
         for row, token, logprob in zip(batch.rows, drawn.tolist(), drawn_logprobs.tolist(), strict=True):
             if row.finish is not None:
-                continue  # a finished row that is still in the batch
+                continue  # finished, but still in the batch
             row.tokens.append(token)
             row.logprobs.append(logprob)
             self._num_decoded += 1
@@ -262,7 +263,7 @@ class LocalEngine(Engine):
         return ended
 
     def _give_up(self) -> list[DecodeResult]:
-        """Results of the aborted requests as far as decoded."""
+        """Return results of the aborted requests as far as decoded."""
         ended: list[Row] = []
         while self._aborts:
             adapter = self._aborts.popleft()
@@ -286,8 +287,10 @@ class LocalEngine(Engine):
     def _prefill_last(
         self, prompts: Sequence[IntArray], adapters: Sequence[str], cache: Cache, *, records: bool
     ) -> tuple[Tensor, list[ExpertArray]]:
-        """Hidden state [P, H] of each prompt's last token, and each one's experts [tokens, layers, K] (no arrays
-        if not recorded); fills the cache, in forwards of bounded size."""
+        """Fill the cache, in forward passes of bounded size, and return each prompt's last hidden state and experts.
+
+        Hidden states are [P, H]; experts are [tokens, layers, K] for each prompt (no arrays if not recorded).
+        """
         states: list[Tensor] = []
         found: list[ExpertArray] = []
         start = 0
@@ -306,7 +309,7 @@ class LocalEngine(Engine):
         return torch.cat(states), found
 
     def _room_for_experts(self, num_tokens: int) -> Tensor:
-        """Buffer [tokens, layers, K] for a forward pass to fill."""
+        """Return a buffer [tokens, layers, K] for a forward pass to fill."""
         shape = self._shape
         dtype = torch.uint8 if expert_dtype(shape.num_experts) == np.uint8 else torch.int16
         size = (num_tokens, shape.num_layers, shape.experts_per_token)
@@ -320,7 +323,7 @@ class LocalEngine(Engine):
         first_row: int = 0,
         experts: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states [T, H] of concatenated prompts, each with its adapter."""
+        """Return hidden states [T, H] of concatenated prompts, each computed with its adapter."""
         lengths = [len(p) for p in prompts]
         ids = torch.from_numpy(np.concatenate(prompts).astype(np.int64)).to(self._device)
         positions = torch.cat([torch.arange(n, device=self._device) for n in lengths])
@@ -337,7 +340,7 @@ class LocalEngine(Engine):
         return self._model.forward(ids, positions, attend, experts, self._adapted(adapters, lengths))
 
     def _forward(self, batch: DecodeBatch) -> Tensor:
-        """Hidden states [B, H] of the tokens just drawn, each at its row's length as position."""
+        """Return hidden states [B, H] of the tokens just drawn, each at its row's length as position."""
         tokens, lengths, cache = batch.drawn, batch.lengths, batch.cache
         longest = int(lengths.max()) + 1
         cache.grow(longest)
@@ -355,7 +358,7 @@ class LocalEngine(Engine):
         return self._model.forward(tokens, lengths, attend, batch.experts, adapted)
 
     def _adapted(self, names: Sequence[str], num_tokens: int | Sequence[int]) -> Adapted:
-        """The adapters of a forward pass, given the number of tokens of each."""
+        """Return the adapters of a forward pass, given the number of tokens of each."""
         if not self._adapters:
             return ()
         of_tokens = np.repeat(names, num_tokens)

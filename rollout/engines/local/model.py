@@ -1,4 +1,4 @@
-"""The forward pass of the supported models (model_shape.py) for packed tokens, on fused weights. Attention is the caller's."""
+"""Forward pass of the supported models (model_shape.py) for packed tokens, on fused weights. The caller computes attention."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from marsrl.rollout.model_shape import ModelShape
 from marsrl.rollout.weights.layout import EMBEDDING, HEAD, fuse
 
 Pairs = Mapping[str, Tensor]
-"""An adapter's tensors as rollout.adapter.held_by_shard has them, by name: B is scaled already."""
+"""An adapter's tensors by name, as from rollout.adapter.held_by_shard: B is already scaled."""
 
 Adapted = Sequence[tuple[Pairs, Tensor]]
-"""Adapters of a forward pass, each with the rows [n] int64 of its tokens; the others go through the weights alone."""
+"""Adapters of a forward pass, each with the rows [n] int64 of its tokens; other tokens use the weights alone."""
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [T, heads, D], k [T, kv heads, D], v [T, kv heads, D]) -> [T, heads, D]"""
@@ -28,7 +28,7 @@ class LocalModel:
     def __init__(
         self, shape: ModelShape, tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Fuse HF-named tensors, which have the names and shapes of config.json, and take ownership."""
+        """Fuse HF-named tensors, whose names and shapes follow config.json, and take ownership."""
         self.shape, self.dtype, self.device = shape, dtype, device
         self.weights = dict(fuse(tensors, dtype, device))
         self._frequencies = rotary_frequencies(shape, device)
@@ -41,7 +41,7 @@ class LocalModel:
         experts: Tensor | None = None,
         adapted: Adapted = (),
     ) -> Tensor:
-        """Final hidden states [T, H] of token_ids [T] int64 at positions [T].
+        """Return final hidden states [T, H] of token_ids [T] int64 at positions [T].
 
         experts: [T, layers, top_k], integers, filled with each token's experts; None: not requested.
         """
@@ -69,7 +69,7 @@ class LocalModel:
         return self._norm(x, "model.norm.weight")
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[T, V] float32."""
+        """Return logits [T, V] float32."""
         return F.linear(hidden, self.weights[HEAD]).float()
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
@@ -86,7 +86,8 @@ class LocalModel:
         return _add_pairs(self._linear(y, f"{at}.mlp.down_proj"), y, [f"{at}.mlp.down_proj"], adapted)
 
     def _experts(self, x: Tensor, at: str, record: Tensor | None, adapted: Adapted) -> Tensor:
-        """Send every token through its top experts: tokens sorted by expert, one GEMM per expert, added back in place."""
+        """Send every token through its top experts: sort tokens by expert, run one GEMM per expert, add the results in
+        place."""
         w13, w2 = self.weights[f"{at}.mlp.experts.w13_weight"], self.weights[f"{at}.mlp.experts.w2_weight"]
         router = F.linear(x, self.weights[f"{at}.mlp.gate.weight"]).float().softmax(-1)
         weight, expert = router.topk(self.shape.experts_per_token, -1)  # [T, K]
@@ -114,12 +115,12 @@ class LocalModel:
 
 
 def _add_pairs(out: Tensor, x: Tensor, names: Sequence[str], adapted: Adapted) -> Tensor:
-    """Add to out [T, ..], in place, the adapters' terms of the matrices `names`, whose outputs are concatenated in it."""
+    """Add the adapters' terms in place to out [T, ..], the concatenated outputs of the matrices `names`."""
     for pairs, rows in adapted:
         column, of_rows = 0, x[rows]
         for name in names:
             if (b := pairs.get(f"{name}.lora_B.weight")) is None:
-                break  # all or none
+                break  # an adapter has all of these matrices or none
             delta = F.linear(F.linear(of_rows, pairs[f"{name}.lora_A.weight"]), b)
             out[rows, column : column + len(b)] += delta
             column += len(b)
@@ -127,17 +128,20 @@ def _add_pairs(out: Tensor, x: Tensor, names: Sequence[str], adapted: Adapted) -
 
 
 def _among(tokens: Tensor, adapted: Adapted) -> Adapted:
-    """The same for a subset of tokens, [n] int64: indices of each adapter's tokens in it."""
+    """Restrict adapters to a subset of tokens, [n] int64: indices of each adapter's tokens in the subset."""
     found = [(pairs, torch.isin(tokens, rows).nonzero()[:, 0]) for pairs, rows in adapted]
     return [(pairs, places) for pairs, places in found if len(places)]
 
 
 def rotary_frequencies(shape: ModelShape, device: torch.device) -> Tensor:
-    """Frequencies of rotary position embeddings (arXiv:2104.09864), [D/2] float32, radians a position: theta^(-2i/D) for each i.
+    """Frequencies of rotary position embeddings (arXiv:2104.09864), [D/2] float32, radians per position: theta^(-2i/D) for each
+    i.
 
-    Rope type llama3, by wavelength w = 2 pi / frequency with o = original_positions: w below o / high_freq_factor stays, w above
-    o / low_freq_factor is multiplied by `factor`, and between the two the frequency is interpolated linearly in o / w. Equal to
-    transformers' modeling_rope_utils._compute_llama3_parameters, to the bit.
+    Rope type llama3, by wavelength w = 2 pi / frequency with o = original_positions: frequencies with w below o /
+    high_freq_factor
+    stay, those with w above o / low_freq_factor are divided by `factor`, and in between they are interpolated linearly in o /
+    w.
+    Bitwise equal to transformers' modeling_rope_utils._compute_llama3_parameters.
     """
     half = torch.arange(0, shape.head_size, 2, dtype=torch.float32, device=device) / shape.head_size
     plain = 1.0 / shape.rope_theta**half

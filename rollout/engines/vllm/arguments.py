@@ -1,4 +1,4 @@
-"""Environment and arguments of vLLM: ours, the user's (rollout.vllm.extra), and a description of the sampler.
+"""Environment and arguments of vLLM: marsrl's, the user's (rollout.vllm.extra), and a description of the sampler.
 
 vLLM is imported only to check the user's arguments.
 """
@@ -22,7 +22,7 @@ from marsrl.rollout.model_shape import ModelShape, read_shape
 
 _BLOCK_CPU = 32  # tokens of a KV block; CPU kernels require a multiple of 32, larger blocks would miss short prefixes
 _KV_CACHE_CPU_MIB = 256
-_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # of adapters' slots, for which vLLM 0.32 has kernels
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # slot ranks for which vLLM 0.32 has kernels
 _MODULES: dict[Target, tuple[str, ...]] = {
     "attention": ("qkv_proj", "o_proj"),
     "mlp": ("gate_up_proj", "down_proj"),
@@ -68,15 +68,15 @@ OWN_ARGUMENTS = {
     "moe_backend": None,
     "block_size": None,
 }
-"""{field of vLLM's EngineArgs that marsrl sets: our setting for it; None: not configurable}."""
+"""{field of vLLM's EngineArgs that marsrl sets: the marsrl setting for it; None: not configurable}."""
 
 
 def vllm_environment(
     threads: int | None = None, device: str = "cpu", sampler: Sampler = "marsrl", *, quantises: bool = False
 ) -> dict[str, str]:
-    """Environment of a process with a VllmEngine on "cpu" or "cuda": core in the process, no network, no telemetry.
+    """Return the environment of a process with a VllmEngine on "cpu" or "cuda": core in the process, no network, no telemetry.
 
-    quantises: it rounds weights to FP8.
+    quantises: vLLM rounds weights to FP8.
     """
     environment = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -90,25 +90,26 @@ def vllm_environment(
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # engines share the cores with the trainer
         environment["TORCHDYNAMO_DISABLE"] = "1"  # CPU engines run eagerly anyway
     else:
-        # explicit, so that vLLM never falls back silently; V2 rejects DrawTokens, a logits processor of V1
+        # explicit, so that vLLM never falls back silently; V2 rejects DrawTokens, a V1 logits processor
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "1" if sampler == "engine" else "0"
         if quantises:
-            environment["VLLM_USE_DEEP_GEMM"] = "0"  # it would round scales to powers of two, and weights again
-            environment["TORCHINDUCTOR_EMULATE_DIVISION_ROUNDING"] = "1"  # scales to the last bit (worker.quantised)
+            environment["VLLM_USE_DEEP_GEMM"] = "0"  # DeepGEMM would round scales to powers of two, and weights again
+            # makes scales exact to the last bit (worker.quantised)
+            environment["TORCHINDUCTOR_EMULATE_DIVISION_ROUNDING"] = "1"
     if threads is not None:
         environment["OMP_NUM_THREADS"] = str(threads)
     return environment
 
 
 def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
-    """Arguments of vLLM's LLM (and its EngineArgs).
+    """Return arguments of vLLM's LLM (and its EngineArgs).
 
     Raises ValueError: spec.vllm.extra has a name that vLLM does not know or that marsrl sets.
     """
     options, is_cpu = spec.vllm, spec.device == "cpu"
     arguments = {
         "model": spec.model_dir,
-        # as the trainer reads it: not params.json and consolidated.safetensors, which Mistral ships too
+        # like the trainer: not params.json and consolidated.safetensors, which Mistral ships too
         "config_format": "hf",
         "load_format": "hf",  # options.extra may override it
         "dtype": spec.dtype,
@@ -116,13 +117,15 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         "max_num_seqs": options.max_num_seqs + (SEATS if spec.adapters else 0),
         "kv_cache_dtype": options.kv_cache_dtype,
         "quantization": "fp8_per_block" if options.quantization else None,
-        "quantization_config": {"ignore": ["*.mlp.gate"]} if options.quantization else None,  # routers choose in full
+        "quantization_config": {"ignore": ["*.mlp.gate"]}
+        if options.quantization
+        else None,  # routers stay in full precision
         "skip_tokenizer_init": True,
         "generation_config": "vllm",  # ignore the checkpoint's suggested sampling
         "disable_log_stats": True,
         "tensor_parallel_size": options.tensor_parallel,
         "enable_expert_parallel": options.expert_parallel,
-        # else vLLM picks Ray inside an actor with a placement group
+        # otherwise vLLM picks Ray inside an actor with a placement group
         "distributed_executor_backend": "uni" if options.tensor_parallel == 1 else "mp",
         "enable_sleep_mode": spec.sleeps,
         "enable_prefix_caching": True,
@@ -132,7 +135,7 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         **lora_arguments(spec.model_dir, spec.adapters),
     }
     if options.draft_tokens:
-        # Model Runner V2 runs n-grams on the GPU under either name, but "ngram" turns off async scheduling
+        # Model Runner V2 runs n-grams on the GPU under either name, but "ngram" turns off async scheduling.
         arguments["speculative_config"] = {"method": "ngram_gpu", "num_speculative_tokens": options.draft_tokens}
     if is_cpu:
         arguments["block_size"] = _BLOCK_CPU
@@ -148,10 +151,10 @@ def _sampler_arguments(sampler: Sampler, device: str, records: Records) -> dict[
     if sampler == "marsrl":
         arguments: dict[str, Any] = {"logits_processors": ["marsrl.rollout.engines.vllm.sampling:DrawTokens"]}
         if device == "cuda":
-            # as on a CPU, where this is tested; V1 waits for a logits processor's tokens anyway
+            # as on CPUs, where this is tested; V1 waits for a logits processor's tokens anyway
             arguments["async_scheduling"] = False
         return arguments
-    arguments = {"logprobs_mode": "processed_logprobs"}  # of the distribution that was sampled from
+    arguments = {"logprobs_mode": "processed_logprobs"}  # of the truncated distribution
     if records.kept_tokens:
         arguments["return_sampling_mask"] = True
     if records.experts:
@@ -160,9 +163,9 @@ def _sampler_arguments(sampler: Sampler, device: str, records: Records) -> dict[
 
 
 def lora_arguments(model_dir: str | Path, adapters: Mapping[str, AdapterConfig]) -> dict[str, Any]:
-    """Arguments of vLLM's LLM for these adapters of a model; empty without adapters.
+    """Return arguments of vLLM's LLM for these adapters of a model; empty without adapters.
 
-    Each has one of max_loras slots, whose rank is the largest of all adapters'; a smaller one's is padded with zeros.
+    Each adapter has one of max_loras slots, whose rank is the largest of all; smaller adapters are padded with zeros.
     lora_target_modules is always set: by default vLLM creates slots for all modules, including experts.
     """
     if not adapters:
@@ -179,7 +182,7 @@ def lora_arguments(model_dir: str | Path, adapters: Mapping[str, AdapterConfig])
 
 
 def slot_rank(shape: ModelShape, adapters: Iterable[AdapterConfig]) -> int:
-    """Slot rank of an engine that serves these adapters: the largest rank in their files, rounded up to one of _RANKS.
+    """Return the slot rank for these adapters: the largest rank in their files, rounded up to one of _RANKS.
 
     Files of experts also name gate and up as one matrix of twice the rank (adapter.write_adapter), which vLLM counts.
     """
@@ -191,7 +194,7 @@ def slot_rank(shape: ModelShape, adapters: Iterable[AdapterConfig]) -> int:
 
 
 def checked_extra(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """rollout.vllm.extra, validated against the installed vLLM's EngineArgs.
+    """Validate rollout.vllm.extra against the installed vLLM's EngineArgs.
 
     Raises ValueError: unknown field, invalid value, or a field that marsrl sets.
     """
@@ -200,8 +203,8 @@ def checked_extra(extra: Mapping[str, Any]) -> dict[str, Any]:
     for name in extra:
         if name in OWN_ARGUMENTS:
             key = OWN_ARGUMENTS[name]
-            near = f"set {key} instead" if key else "it has to be as it is for what marsrl does: leave it out"
-            raise ValueError(f"rollout.vllm.extra.{name} is an argument that marsrl gives to vLLM itself: {near}")
+            near = f"set {key} instead" if key else "marsrl depends on its value; remove it"
+            raise ValueError(f"rollout.vllm.extra.{name} is an argument that marsrl sets itself; {near}")
     from vllm.engine.arg_utils import EngineArgs
 
     types, checked = {each.name: each.type for each in dataclasses.fields(EngineArgs)}, {}
@@ -209,20 +212,21 @@ def checked_extra(extra: Mapping[str, Any]) -> dict[str, Any]:
         if name not in types:
             near = ", ".join(difflib.get_close_matches(name, types.keys() - OWN_ARGUMENTS.keys(), 3))
             raise ValueError(
-                f"rollout.vllm.extra.{name} is no field of this vLLM's EngineArgs"
+                f"rollout.vllm.extra.{name} is not a field of this vLLM's EngineArgs"
                 f"{f'; similar ones: {near}' if near else '; see its documentation'}"
             )
         try:
             checked[name] = _adapter(types[name]).validate_python(value)
         except ValidationError as error:
             raise ValueError(
-                f"rollout.vllm.extra.{name} is {value!r}, which vLLM's EngineArgs rejects: {problems_of(error)}"
+                f"rollout.vllm.extra.{name} is {value!r}, which vLLM's EngineArgs rejects ({problems_of(error)}); correct or "
+                "remove it"
             ) from error
     return checked
 
 
 def _adapter(field_type: Any) -> TypeAdapter[Any]:
-    """Validator of a type. Accepts anything for a type that pydantic does not know (two fields of 0.32), which vLLM checks."""
+    """Build a validator of a type. Accepts anything for types unknown to pydantic (two fields of 0.32), which vLLM checks."""
     try:
         return TypeAdapter(Any if isinstance(field_type, str) else field_type)
     except PydanticSchemaGenerationError:
@@ -230,9 +234,9 @@ def _adapter(field_type: Any) -> TypeAdapter[Any]:
 
 
 def who_draws(options: VllmOptions, device: str) -> str:
-    """One line describing an engine's sampler and model runner."""
+    """Describe an engine's sampler and model runner in one line."""
     if options.sampler_on(device) == "marsrl":
-        return f"marsrl draws tokens (bitwise the same again), on vLLM's Model Runner V1{_is_eager(options, device)}"
+        return f"marsrl draws tokens (repeats bitwise), on vLLM's Model Runner V1{_is_eager(options, device)}"
     runner = "V2, with async scheduling" if device == "cuda" else "V1"
     drafts = f", after drafts of {options.draft_tokens}" if options.draft_tokens else ""
     return f"vLLM's own sampler draws tokens{drafts}, on its Model Runner {runner}{_is_eager(options, device)}"

@@ -1,12 +1,12 @@
-"""vLLM as an Engine. Its core runs in this process; with several GPUs, each has a worker process.
+"""vLLM as an Engine. vLLM's core runs in this process; with several GPUs, each has a worker process.
 
     os.environ.update(vllm_environment(threads=1))            # set by the parent process, before vLLM is imported
     engine = VllmEngine(EngineSpec("vllm", model_dir, dtype="float32", max_model_len=1024))
     engine.submit(requests, version=0)
     results = engine.collect(timeout_s=1.0)
 
-Runs its own loop over the steps of vLLM's engine core, so that requests can be added, aborted and counted between two steps.
-LLMEngine's output processing (texts, RequestOutputs) is skipped. vLLM is imported when an engine is created, not with this file.
+Runs its own loop over the steps of vLLM's engine core, so that requests can be added, aborted and counted between steps, and
+skips LLMEngine's output processing (texts, RequestOutputs). vLLM is imported when an engine is created, not with this file.
 """
 
 from __future__ import annotations
@@ -67,36 +67,36 @@ class _Running:
 
 
 class VllmEngine(Engine):
-    """One vLLM replica of one policy. See marsrl.rollout.engines.protocol.Engine for the contract."""
+    """One vLLM replica of one policy; see protocol.Engine for the contract."""
 
-    num_open: ClassVar[int] = 0  # engines of this process
-    made_groups: ClassVar[bool] = False  # vLLM created the process groups, rather than the trainer
+    num_open: ClassVar[int] = 0  # engines in this process
+    made_groups: ClassVar[bool] = False  # True if vLLM, not the trainer, created the process groups
 
     def __init__(self, spec: EngineSpec) -> None:
         """Start vLLM with the weights of spec.model_dir as version 0."""
         super().__init__(spec.adapters)
         self._spec, self._draws = spec, spec.vllm.sampler_on(spec.device)
-        # as last loaded; absent: not yet, its requests use the base weights
+        # as last loaded; an adapter not loaded yet is absent, and its requests use the base weights
         self._adapters: dict[str, LoRARequest] = {}
         self._texts = Texts.of_model(spec.model_dir)
         self._under_way: dict[str, _Running] = {}  # by vLLM's request id
         self._watched: set[str] = set()  # keys of requests with Sampling.stop
         self._keys = itertools.count()
-        # in vLLM; the seats beside them are of what is scored
+        # Limit of requests in vLLM; the remaining seats are for scoring.
         self._most = spec.vllm.max_num_seqs if spec.adapters else None
         self._scoring: Scored | None = None
-        self._ended: list[DecodeResult] = []  # while something was scored
-        self._untried = set[str]()  # names in _versions whose new weights nothing was computed with yet
+        self._ended: list[DecodeResult] = []  # results that ended while something was scored
+        self._untried = set[str]()  # names in _versions whose new weights have not been used yet
         self._shares = TimeShares(spec.vllm.max_num_seqs)
         for adapter in spec.adapters.values():
-            if adapter.start is not None:  # vLLM leaves out what it does not know
+            if adapter.start is not None:  # vLLM ignores what it does not know
                 check_start(Path(adapter.start), read_shape(spec.model_dir), adapter)
         self._llm: Any = _started(spec)
         self._core: Any = self._llm.llm_engine.engine_core
         rendezvous = self._llm.collective_rpc("marsrl_started")[0]
         self._rendezvous = Path(rendezvous) if rendezvous else None
         if spec.vllm.tensor_parallel == 1:
-            self._forget_rendezvous()  # with several workers, they may still create groups through it
+            self._forget_rendezvous()  # several workers may still create groups through it
         model = self._llm.model_config
         self._vocab_size, self._num_experts = int(model.get_vocab_size()), int(model.get_num_experts())
         self._maker = RequestMaker(
@@ -144,13 +144,15 @@ class VllmEngine(Engine):
     def score(
         self, sequences: Sequence[IntArray], adapter: str = "", temperature: float | None = None
     ) -> list[FloatArray]:
-        """Log-probs [N-1] of tokens 1..N-1 of each sequence, nats.
+        """Return log-probs [N-1] of tokens 1..N-1 of each sequence, nats.
 
-        A probe scores all but the last token by a fresh prefill, and the last one through the prefix cache, like a decoded token:
-        this exposes blocks of older weights that survived an update.
+        A probe scores all but the last token by a fresh prefill, and the last one through the prefix cache, like a decoded
+        token.
+        This exposes cached blocks of older weights that survived an update.
 
-        Raises RuntimeError: right after an update, vLLM's cache still has a prefix, computed with older weights; or requests are
-        under way that a teacher's temperature would reach too.
+        Raises RuntimeError: right after an update, vLLM's cache still has a prefix computed with older weights; or running
+        requests
+        would be affected by a teacher's temperature.
         """
         if temperature is not None:
             self._refuse_under_way("score")
@@ -168,8 +170,8 @@ class VllmEngine(Engine):
         return [np.concatenate(each) for each in zip(first.logprobs(), last.logprobs(), strict=True)]
 
     def _scored(self, sequences: Sequence[IntArray], adapter: str, *, by_prefill: bool) -> Scored:
-        """The sequences scored, while what is under way decodes on."""
-        top_k = self._vocab_size if self._spec.records.kept_tokens else None  # vLLM wants draws then, and a top_k
+        """Score sequences while other requests continue."""
+        top_k = self._vocab_size if self._spec.records.kept_tokens else None  # vLLM then requires draws, and a top_k
         keys = [str(next(self._keys)) for _ in sequences]
         self._scoring = scoring = Scored(dict(zip(keys, sequences, strict=True)), by_prefill=by_prefill, top_k=top_k)
         for request in scoring.requests(self._adapters.get(adapter)):
@@ -180,10 +182,11 @@ class VllmEngine(Engine):
         return scoring
 
     def update_weights(self, update: WeightUpdate) -> WeightReceipt:
-        """Load the file, or receive the buckets; drop cached prefixes; return checksums of the weights that the kernels hold."""
+        """Load the file or receive the buckets, drop cached prefixes, and return checksums of the weights that the kernels
+        hold."""
         self._settle()
         if update.receive_plans:
-            self._versions[""] = TORN  # nothing is decoded with a partial transfer
+            self._versions[""] = TORN  # prevents decoding with a partial transfer
             reasons = self._ask_workers("marsrl_receive", list(update.receive_plans))
             if broken := next(filter(None, reasons), ""):
                 return WeightReceipt(TORN, (), broken=broken)
@@ -208,21 +211,22 @@ class VllmEngine(Engine):
         return WeightReceipt(update.version, checksums, time.perf_counter() - loaded)
 
     def _load_adapter(self, name: str, path: str) -> int:
-        """Load a version of an adapter in place of the previous one; returns the adapter's number in the workers.
+        """Load a version of an adapter in place of the previous one; return the adapter's number in the workers.
 
-        Name and number never change; each version has its own path. vLLM identifies cached prefixes by name and path, so under an
+        Name and number never change; each version has its own path. vLLM identifies cached prefixes by name and path, so with
+        an
         unchanged path it would reuse keys and values of the previous version.
         """
         from vllm.lora.request import LoRARequest
 
         number = 1 + list(self._spec.adapters).index(name)
-        # load_inplace only here: on a request, vLLM would reread the file at every step
+        # load_inplace only here: on a request, vLLM would reread the file at every step.
         self._llm.llm_engine.add_lora(LoRARequest(name, number, path, load_inplace=True))
         self._adapters[name] = LoRARequest(name, number, path)
         return number
 
     def _ask_workers(self, method: str, *args: Any) -> list[Any]:
-        """Results of a method of WorkerExtension, by worker."""
+        """Call a method of WorkerExtension on each worker and return the results."""
         try:
             return list(self._llm.collective_rpc(method, args=args))
         except RuntimeError as error:
@@ -234,7 +238,8 @@ class VllmEngine(Engine):
         self._reset_prefix_cache()
 
     def sleep(self, keeps_weights: bool) -> None:
-        """vLLM's level 1; without keeps_weights level 2, which drops weights and adapters. wake("weights") restores buffers."""
+        """Sleep at vLLM's level 1; without keeps_weights at level 2, which drops weights and adapters. wake("weights") restores
+        buffers."""
         self._settle()
         if not keeps_weights:
             self._versions[""] = TORN
@@ -265,16 +270,17 @@ class VllmEngine(Engine):
 
     def _check_workers(self, cause: BaseException | None = None) -> None:
         executor = self._llm.llm_engine.model_executor
-        # Of executors with worker processes. The error of one that spoke with it may come before the end of another is seen.
+        # Only executors with worker processes have these. An error from a worker may arrive before its end is detected.
         ends = [each.proc.sentinel for each in getattr(executor, "workers", ())] if cause is not None else []
         if getattr(executor, "is_failed", False) or (ends and wait(ends, timeout=2.0)):
-            raise EngineLost("VllmEngine: a process of one of its GPUs has ended; see the end of its log") from cause
+            raise EngineLost("VllmEngine: a GPU's worker process has ended; see the end of its log") from cause
 
     def _reset_prefix_cache(self) -> None:
         if not self._llm.reset_prefix_cache():
             raise RuntimeError(
-                "VllmEngine: vLLM did not reset its prefix cache, because requests are still running; after an update it would "
-                "serve prefixes of the old weights"
+                "VllmEngine: vLLM did not reset its prefix cache, because requests are still running; abort and collect them "
+                "before an "
+                "update, or vLLM would serve prefixes of the old weights"
             )
 
     def _refuse_old_prefixes(self, num_cached_tokens: int, adapter: str) -> None:
@@ -285,7 +291,7 @@ class VllmEngine(Engine):
             )
 
     def _admit(self) -> list[DecodeResult]:
-        """Pass submitted requests to vLLM; returns results of invalid ones."""
+        """Pass submitted requests to vLLM; return results of invalid ones."""
         refused = []
         while self._inbox and (self._most is None or len(self._under_way) < self._most):
             request = self._inbox.popleft()
@@ -302,7 +308,7 @@ class VllmEngine(Engine):
         return refused
 
     def _step(self) -> list[DecodeResult]:
-        """Run one step of vLLM; returns results of requests that it finished."""
+        """Run one step of vLLM; return results of requests that it finished."""
         start = time.perf_counter()
         try:
             outputs: Sequence[EngineCoreOutput] = self._core.get_output().outputs
@@ -327,7 +333,9 @@ class VllmEngine(Engine):
             if output.finish_reason is not None:
                 ended[running.key] = Finish.STOP if str(output.finish_reason) == "stop" else Finish.LENGTH
                 is_cut = running.key in self._watched and self._is_cut(running)
-                if is_cut and len(running.token_ids) < running.num_watched:  # by a stop string within the step's tokens
+                if (
+                    is_cut and len(running.token_ids) < running.num_watched
+                ):  # cut at a stop string within the step's tokens
                     ended[running.key] = Finish.STOP
         return self._results(ended)
 
@@ -354,7 +362,7 @@ class VllmEngine(Engine):
         ]
 
     def _experts(self, ended: _Running) -> ExpertArray | None:
-        """Experts of all tokens but the last, from the request's experts_from on; None if not requested."""
+        """Return experts of all tokens but the last, from the request's experts_from on; None if not requested."""
         request = ended.request
         if request.experts_from is None:
             return None
@@ -362,11 +370,12 @@ class VllmEngine(Engine):
         return experts_told(ended.told, num_tokens, self._num_experts)
 
     def _stopped(self) -> list[DecodeResult]:
-        """End requests with a complete string of Sampling.stop, which vLLM, without a tokenizer, cannot see; returns results."""
+        """End requests with a complete string of Sampling.stop, which vLLM cannot see without a tokenizer; return their
+        results."""
         return self._end_here([key for key in self._watched if self._is_cut(self._under_way[key])], Finish.STOP)
 
     def _is_cut(self, running: _Running) -> bool:
-        """True if a stop string is complete; drops the tokens after it, which a step with drafted tokens may have added."""
+        """Return True if a stop string is complete; drop tokens after it, which a step with draft tokens may have added."""
         drawn, request = running.token_ids, running.request
         end = self._texts.first_end(request.token_ids, drawn, request.sampling.stop, running.num_watched)
         running.num_watched = len(drawn)
@@ -375,7 +384,7 @@ class VllmEngine(Engine):
         return end is not None
 
     def _give_up(self) -> list[DecodeResult]:
-        """Results of the aborted requests so far. The engine stays usable."""
+        """Return results of the aborted requests so far. The engine stays usable."""
         results: list[DecodeResult] = []
         while self._aborts:
             adapter = self._aborts.popleft()
@@ -391,7 +400,7 @@ class VllmEngine(Engine):
         return results
 
     def _end_here(self, keys: list[str], finish: Finish) -> list[DecodeResult]:
-        """Abort these requests in vLLM; returns their results."""
+        """Abort these requests in vLLM and return their results."""
         self._core.abort_requests(keys)
         return self._results(dict.fromkeys(keys, finish))
 
@@ -404,7 +413,7 @@ class VllmEngine(Engine):
             self._core.get_output()
 
     def _drawn(self, ended: Sequence[_Running]) -> list[tuple[FloatArray, KeptTokens | None]]:
-        """(log-probs [n], nats, kept tokens if requested) of each request."""
+        """Return (log-probs [n], nats, kept tokens if requested) of each request."""
         if self._draws == "engine":
             lengths_of = [(each.told, len(each.token_ids)) for each in ended]
             return [(logprobs_told(*each), kept_tokens_told(*each, self._vocab_size)) for each in lengths_of]
@@ -417,7 +426,7 @@ class VllmEngine(Engine):
 
 
 def _started(spec: EngineSpec) -> Any:
-    """vLLM's LLM with its worker processes."""
+    """Start vLLM's LLM with its worker processes."""
     import torch
     from vllm import LLM
 
@@ -437,6 +446,6 @@ def _started(spec: EngineSpec) -> Any:
 
 
 def _together(settings: Sequence[Mapping[str, tuple[float, ...]]]) -> dict[str, tuple[float, ...]]:
-    """Distinct values of each setting over all workers."""
+    """Merge the distinct values of each setting over all workers."""
     names = {name: None for of_worker in settings for name in of_worker}
     return {name: tuple(sorted({v for of_worker in settings for v in of_worker.get(name, ())})) for name in names}

@@ -1,7 +1,7 @@
-"""Requests for vLLM's core, built and checked here instead of in LLMEngine.add_request, and what its own sampler tells of them.
+"""Requests for vLLM's core, built and checked here instead of in LLMEngine.add_request, and readers of its sampler's outputs.
 
-The noise of its draws depends on the request's seed and, in Model Runner V2, on the token's position; in V1 each request
-has a generator seeded with it. Each segment of a sample has its own seed (DecodeRequest.seed), so noise is never reused.
+vLLM draws with noise that depends on the request's seed and, in Model Runner V2, on the token's position; in V1 each request
+has a generator with that seed. Each segment of a sample has its own seed (DecodeRequest.seed), so noise is never reused.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 _NONE = np.zeros(0, np.float32)
 COLDEST = 0.01
-"""Lowest temperature above 0; vLLM raises lower ones to it."""
+"""Lowest temperature above 0 that vLLM uses; it raises lower ones to it."""
 SEATS = 16
-"""Requests that an engine with adapters runs beside rollout.vllm.max_num_seqs: those that prove a new adapter do not wait until
-others end."""
+"""Requests that an engine with adapters runs in addition to rollout.vllm.max_num_seqs, so that checks of a new adapter need not
+wait."""
 
 
 class RequestMaker:
-    """Builds requests for one engine. draws: its sampler. max_model_len: prompt and completion together, tokens."""
+    """Builder of requests for one engine. draws: its sampler. max_model_len: prompt and completion together, tokens."""
 
     def __init__(self, draws: Sampler, records: Records, *, max_model_len: int, vocab_size: int) -> None:
         self._draws, self._records = draws, records
@@ -41,14 +41,14 @@ class RequestMaker:
         self._alike: dict[Sampling, SamplingParams] = {}  # validated once by vLLM; each request gets a copy
 
     def why_not(self, request: DecodeRequest) -> str:
-        """Why vLLM would reject the request, or ""."""
+        """Explain why vLLM would reject the request, or return ""."""
         reason = why_not_decodable(request, self._max_model_len, self._vocab_size)
         if not reason and self._draws == "engine":
             reason = why_not_drawn(request, self._records)
         return reason
 
     def made(self, key: str, request: DecodeRequest, adapter: LoRARequest | None) -> EngineCoreRequest:
-        """The request that vLLM knows by `key`. adapter: as it was loaded; None: the bare weights."""
+        """Build the request that vLLM knows by `key`. adapter: as it was loaded; None: the bare weights."""
         return core_request(key, request.token_ids, self._sampling_params(key, request), adapter)
 
     def _sampling_params(self, key: str, request: DecodeRequest) -> SamplingParams:
@@ -98,19 +98,20 @@ def core_request(
 
 
 def why_not_drawn(request: DecodeRequest, records: Records) -> str:
-    """Why vLLM's sampler cannot serve the request, or "". records: data that the engine was started to record."""
+    """Explain why vLLM's sampler cannot serve the request, or return "". records: data that the engine was started to
+    record."""
     temperature = request.sampling.temperature
     if 0 < temperature < COLDEST:
-        return f"temperature is {temperature}, and vLLM's sampler takes {COLDEST} for all below it"
+        return f"temperature is {temperature}, but vLLM's sampler raises it to {COLDEST}"
     if records.kept_tokens and temperature == 0:
-        return "temperature is 0, and an engine of vLLM that says which tokens were kept draws above it only"
+        return "temperature is 0, but a vLLM engine that returns kept tokens needs a temperature above 0"
     assert records.kept_tokens or not request.sampling.records_kept, "the engine was started to record kept tokens"
     assert records.experts or request.experts_from is None, "the engine was started to record experts"
     return ""
 
 
 def asked_of_vllm(request: DecodeRequest, vocab_size: int, records: Records) -> dict[str, Any]:
-    """Arguments of SamplingParams."""
+    """Return arguments of SamplingParams."""
     sampling = request.sampling
     top_k = sampling.top_k
     if records.kept_tokens and top_k <= 0:
@@ -129,20 +130,21 @@ def asked_of_vllm(request: DecodeRequest, vocab_size: int, records: Records) -> 
 
 
 def logprobs_told(told: Sequence[EngineCoreOutput], num_tokens: int) -> FloatArray:
-    """Log-probs [num_tokens] float32, nats: the first that vLLM lists at each position."""
+    """Return log-probs [num_tokens] float32, nats: the first that vLLM lists at each position."""
     listed = (output.new_logprobs.logprobs[:, 0] for output in told if output.new_logprobs)
     return np.concatenate([_NONE, *listed])[:num_tokens]
 
 
 def kept_tokens_told(told: Sequence[EngineCoreOutput], num_tokens: int, vocab_size: int) -> KeptTokens | None:
-    """Token ids kept by top_k and top_p at each position; None if the engine does not record them."""
+    """Return token ids kept by top_k and top_p at each position; None if the engine does not record them."""
     masks = [output.new_sampling_mask for output in told if output.new_sampling_mask]
     places = [np.asarray(ids, np.int32) for mask in masks for ids in mask.to_nested_list()][:num_tokens]
     return KeptTokens.of([ids if len(ids) < vocab_size else ids[:0] for ids in places]) if masks else None
 
 
 def experts_told(told: Sequence[EngineCoreOutput], num_tokens: int, num_experts: int) -> ExpertArray | None:
-    """Experts [num_tokens, layers, top_k] from the request's experts_from on, without the last token; None: none decoded."""
+    """Return experts [num_tokens, layers, top_k] from the request's experts_from on, without the last token; None: none
+    decoded."""
     experts = [output.routed_experts for output in told if output.routed_experts is not None]
     return np.concatenate(experts)[:num_tokens].astype(expert_dtype(num_experts)) if experts else None
 
@@ -150,13 +152,13 @@ def experts_told(told: Sequence[EngineCoreOutput], num_tokens: int, num_experts:
 class Scored:
     """Sequences that are scored together.
 
-    by_prefill: all tokens after the first of each, by a fresh prefill; else the last one alone, through the prefix cache, as a
+    by_prefill: score all tokens after the first by a fresh prefill; otherwise only the last one, through the prefix cache, as a
         decoded token.
-    top_k: of the draw with which vLLM ends each; None: it takes the likeliest token.
+    top_k: for the draw with which vLLM ends each sequence; None: it takes the likeliest token.
     """
 
     def __init__(self, sequences: dict[str, IntArray], *, by_prefill: bool, top_k: int | None) -> None:
-        """sequences: [N] each, by the key that vLLM knows it by."""
+        """Take sequences [N] by vLLM's request keys."""
         self._sequences, self._by_prefill, self._top_k = sequences, by_prefill, top_k
         self._told: dict[str, list[EngineCoreOutput]] = {key: [] for key in sequences}
 
@@ -184,7 +186,7 @@ class Scored:
         return made
 
     def take(self, output: EngineCoreOutput) -> None:
-        """Note an output; one of another request is left out."""
+        """Record an output; ignore one of another request."""
         if output.request_id in self._told:
             self._told[output.request_id].append(output)
 
@@ -194,12 +196,12 @@ class Scored:
 
     @property
     def num_cached_tokens(self) -> int:
-        """The most prompt tokens of a sequence that vLLM took from its prefix cache."""
+        """Most prompt tokens of a sequence that vLLM took from its prefix cache."""
         stats = (each.prefill_stats for told in self._told.values() for each in told)
         return max((each.num_cached_tokens for each in stats if each is not None), default=0)
 
     def logprobs(self) -> list[FloatArray]:
-        """[N-1] float32 of each by prefill, else [1]; nats."""
+        """Return [N-1] float32 of each sequence by prefill, else [1]; nats."""
         read = _of_prompt if self._by_prefill else _of_last
         return [read(self._told[key], tokens) for key, tokens in self._sequences.items()]
 
@@ -213,6 +215,6 @@ def _of_prompt(told: Sequence[EngineCoreOutput], tokens: IntArray) -> FloatArray
 
 def _of_last(told: Sequence[EngineCoreOutput], tokens: IntArray) -> FloatArray:
     listed = told[-1].new_logprobs
-    assert listed is not None, "the log-prob of a token was asked for"
+    assert listed is not None, "vLLM returned no log-prob for a token"
     place = np.flatnonzero(listed.logprob_token_ids[0] == tokens[-1])[-1]
     return np.asarray([listed.logprobs[0][place]], np.float32)

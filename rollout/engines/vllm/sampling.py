@@ -1,8 +1,9 @@
-"""Samples vLLM's tokens with the local engine's sampler and stores their log-probs.
+"""Sampling of vLLM's tokens with the local engine's sampler, and storage of their log-probs.
 
 vLLM's own sampler needs Python work for every token: a generator per request, and log-probs as objects. Here all rows of a step
-are sampled together, with noise that depends only on (seed, position): a sample's tokens do not depend on the other requests in
-its batch, on chunked prefill, or on resubmission. This uses vLLM's public interface for logits processors: the logit of the drawn
+are sampled together, with noise that depends only on (seed, position). A sample's tokens therefore do not depend on other
+requests
+in its batch, chunked prefill, or resubmission. This uses vLLM's public interface for logits processors: the logit of the drawn
 token is raised above all others, and vLLM takes the largest (temperature 0).
 
     SamplingParams(temperature=0, extra_args=draw_arguments(key, request))      a request sampled here
@@ -34,16 +35,16 @@ if TYPE_CHECKING:
 _KEY = "marsrl_draw"
 _CHOSEN = 1e30  # above every logit
 _NO_SLOT = -1
-_EMPTY = (_NO_SLOT, 0, 0, 0, 0, 0)  # of _ROW
+_EMPTY = (_NO_SLOT, 0, 0, 0, 0, 0)  # an empty _ROW
 
 
 def draw_arguments(key: str, request: DecodeRequest) -> dict[str, Any]:
-    """SamplingParams.extra_args of a request that is sampled here.
+    """Return SamplingParams.extra_args of a request that is sampled here.
 
     key: identifies its log-probs; unique among live requests.
     """
     sampling = request.sampling
-    # one string: vLLM walks the arguments several times per request
+    # One string: vLLM walks the arguments several times per request.
     drawn = [key, sampling.temperature, sampling.top_p, sampling.top_k, request.seed, sampling.records_kept]
     return {_KEY: json.dumps(drawn)}
 
@@ -76,19 +77,20 @@ class _Batch:
 class _Alive:
     """Live requests, each with a slot; slots are added on demand.
 
-    logprobs [slots, completion tokens] float32, nats, on the device. kept: ids kept at each position, by slot, for requests that
+    logprobs [slots, completion tokens] float32, nats, on the device. kept: ids kept at each position, by slot, for requests
+    that
     record them.
     """
 
     def __init__(self, longest: int, device: torch.device) -> None:
-        """longest: most tokens of a completion."""
+        """longest: maximum tokens of a completion."""
         self.logprobs = torch.zeros(0, longest, device=device)
         self.kept: dict[int, list[IntArray]] = {}
         self._slots: dict[str, int] = {}  # by key, until its log-probs are taken
         self._free: list[int] = []
 
     def slot(self, key: str) -> int:
-        """The request's slot, allocated if needed: a preempted request returns to its own."""
+        """Return the request's slot, allocated if needed: a preempted request returns to its own."""
         if key not in self._slots:
             if not self._free:
                 first = len(self.logprobs)
@@ -99,25 +101,26 @@ class _Alive:
         return self._slots[key]
 
     def free(self, key: str) -> tuple[int, list[IntArray] | None]:
-        """Free the request's slot; returns it, readable until the next request arrives, and the kept ids."""
+        """Free the request's slot; return it, readable until the next request arrives, and the kept ids."""
         slot = self._slots.pop(key)
         self._free.append(slot)
         return slot, self.kept.pop(slot, None)
 
     def forget(self, keys: Iterable[str]) -> None:
-        """Free the slots of those that have one."""
+        """Free the slots of these requests, if they have one."""
         for key in self._slots.keys() & keys:
             self.free(key)
 
 
 class DrawTokens(LogitsProcessor):
-    """See the module. vLLM creates one for its persistent batch and calls it at every step."""
+    """Logits processor that draws tokens; see the module. vLLM creates one for its persistent batch and calls it at every
+    step."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         self._device = device
         places = vllm_config.scheduler_config.max_num_seqs
         self._rows = np.array([_EMPTY] * places, _ROW)
-        self._outputs: list[list[int]] = [[]] * places  # by place
+        self._outputs: list[list[int]] = [[]] * places  # by position in the batch
         self.alive = _Alive(vllm_config.model_config.max_model_len, device)
         self._batch: _Batch | None = None
 
@@ -156,8 +159,10 @@ class DrawTokens(LogitsProcessor):
         return logits
 
     def take(self, keys: list[str], lengths: list[int]) -> list[tuple[FloatArray, KeptTokens | None]]:
-        """(log-probs [n] float32, nats, kept tokens if recorded) of the first n tokens of finished requests, which are
-        removed."""
+        """Remove finished requests and return results for the first n tokens of each.
+
+        Returns (log-probs [n] float32, nats, kept tokens if recorded).
+        """
         freed = [self.alive.free(key) for key in keys]
         drawn = self.alive.logprobs[[slot for slot, _ in freed], : max(lengths, default=0)].cpu().numpy()
         return [
@@ -171,12 +176,12 @@ class DrawTokens(LogitsProcessor):
         of_rows = kept_ids(scaled, [row for row, _ in batch.recorded])
         for (row, kept), ids in zip(batch.recorded, of_rows, strict=True):
             place = len(batch.outputs[row])
-            del kept[place:]  # of draws that vLLM discarded: chunked prefill, preemption
+            del kept[place:]  # draws that vLLM discarded: chunked prefill, preemption
             assert len(kept) == place, f"{len(kept)} positions are recorded, and position {place} is drawn"
             kept.append(ids)
 
     def _row(self, params: SamplingParams, prompt_length: int) -> tuple[float, ...]:
-        """A request's _ROW."""
+        """Return a request's _ROW."""
         asked = (params.extra_args or {}).get(_KEY)
         if asked is None:
             return _EMPTY

@@ -1,9 +1,9 @@
-"""Methods added to vLLM's worker: load new weights and report what the kernels actually hold.
+"""Methods added to vLLM's worker: load new weights and report what the kernels hold.
 
 vLLM mixes `WorkerExtension` into its worker (`worker_extension_cls`) and calls the methods by name.
 
-On a CPU vLLM computes with packed copies: a linear layer passes its weight to oneDNN and keeps an empty tensor; experts
-are reordered for the grouped GEMM. A checksum of the parameters would say little, so a linear layer's weight is recovered as
+On a CPU vLLM computes with packed copies: a linear layer passes its weight to oneDNN and keeps an empty tensor, and experts
+are reordered for the grouped GEMM. Checksums of the parameters would prove little. So a linear layer's weight is recovered as
 its product with the identity, and packed experts are compared with freshly packed received ones. Cost on a CPU:
 2 * rows * columns^2 FLOP per linear layer; none of this applies to a GPU.
 """
@@ -41,7 +41,7 @@ class WorkerExtension:
     distributed_init_method: str
 
     def marsrl_started(self) -> str:
-        """Patch bugs of vLLM's CPU build; returns the workers' rendezvous file, or ""."""
+        """Patch bugs of vLLM's CPU build; return the workers' rendezvous file, or ""."""
         model = self.model_runner.get_model()
         if next(model.parameters()).device.type == "cpu":
             _heed_expert_maps(model)
@@ -53,7 +53,7 @@ class WorkerExtension:
         return method.removeprefix("file://") if method.startswith("file://") else ""
 
     def marsrl_shard(self) -> EngineShard:
-        """This worker's part of the model."""
+        """Return this worker's part of the model."""
         parallel, parts = self.vllm_config.parallel_config, self.vllm_config.parallel_config.tensor_parallel_size
         num_kv_heads = self.vllm_config.model_config.get_total_num_kv_heads()
         spreads = parts > 1 and parallel.enable_expert_parallel
@@ -71,7 +71,7 @@ class WorkerExtension:
             _pack_heads(model)
 
     def marsrl_checksums(self, path: str) -> dict[str, int]:
-        """{fused name: checksum of the held weight}; equals the received tensor's checksum iff the kernels hold it."""
+        """Return {fused name: checksum of the held weight}; equals the received tensor's checksum iff the kernels hold it."""
         model = self.model_runner.get_model()
         dtype = self.vllm_config.model_config.dtype
         with torch.no_grad():
@@ -79,14 +79,14 @@ class WorkerExtension:
             return _with_the_rest(model, {name: _held_checksum(model, name, received) for name, received in sent})
 
     def marsrl_adapter_checksums(self, number: int, path: str) -> dict[str, int]:
-        """{tensor: checksum of the held weight} of the adapter loaded from this path."""
+        """Return {tensor: checksum of the held weight} of the adapter loaded from this path."""
         return held_checksums(self.model_runner.lora_manager._adapter_manager, number, path, self.marsrl_shard())
 
     def marsrl_receive(self, plans: list[bytes]) -> str:
         """Receive weights by this worker's encoded ReceivePlan directly into the parameters. Not run on a GPU yet.
 
-        Returns the reason if the transfer broke, else "". Not raised: after an error, vLLM would return the other workers'
-        answers to the next call.
+        Returns the reason if the transfer broke, else "". An exception would make vLLM return the other workers' results to the
+        next call.
 
         Raises RuntimeError: on a CPU, where the kernels compute with packed copies of the parameters.
         """
@@ -94,7 +94,9 @@ class WorkerExtension:
         model = self.model_runner.get_model()
         device = next(model.parameters()).device
         if device.type == "cpu":
-            raise RuntimeError("vLLM on a CPU computes with packed copies of its weights; use sync.backend=shm")
+            raise RuntimeError(
+                "vLLM on a CPU computes with packed copies of its weights and cannot receive into them; set sync.backend=shm"
+            )
         if not hasattr(self, "_marsrl_receiver"):
             self._marsrl_receiver = WeightReceiver(device)
         try:
@@ -105,19 +107,19 @@ class WorkerExtension:
         return ""
 
     def marsrl_received_checksums(self) -> dict[str, int]:
-        """{fused name: checksum of the held weight} after marsrl_receive, without padding rows."""
+        """Return {fused name: checksum of the held weight} after marsrl_receive, without padding rows."""
         model, (shapes, dtype) = self.model_runner.get_model(), self._marsrl_received
         held = {name: checksum(_held(model, name)[: shape[0]].to(dtype)) for name, shape in shapes.items()}
         return _with_the_rest(model, held)
 
     def marsrl_settings(self) -> dict[str, tuple[float, ...]]:
-        """EngineInfo.settings, read from the layers in use; layer types that vLLM renamed are missing."""
+        """Return EngineInfo.settings, read from the layers in use; layer types that vLLM renamed are missing."""
         found: dict[str, set[float]] = {}
         for module in self.model_runner.get_model().modules():
             told = {
                 "norm_eps": getattr(module, "variance_epsilon", None),
                 "rope_theta": module.base if hasattr(module, "cos_sin_cache") else None,
-                "rope_factor": getattr(module, "scaling_factor", None),  # four of Llama3RotaryEmbedding
+                "rope_factor": getattr(module, "scaling_factor", None),  # four attributes of Llama3RotaryEmbedding
                 "rope_low_freq_factor": getattr(module, "low_freq_factor", None),
                 "rope_high_freq_factor": getattr(module, "high_freq_factor", None),
                 "rope_original_positions": getattr(module, "orig_max_position", None),
@@ -131,20 +133,20 @@ class WorkerExtension:
         return {name: tuple(sorted(values)) for name, values in found.items()}
 
     def marsrl_divide_logits(self, temperature: float) -> None:
-        """Divide the model's logits by the temperature from now on, because vLLM's prompt_logprobs are at 1 whatever is asked."""
+        """Divide the model's logits by the temperature from now on: vLLM's prompt_logprobs are always at temperature 1."""
         model = self.model_runner.get_model()
         vars(model).pop("compute_logits", None)
         compute = model.compute_logits
 
         def divided(*args: Any, **options: Any) -> Tensor | None:
             logits = compute(*args, **options)
-            return None if logits is None else logits.float() / temperature  # None: another rank has them
+            return None if logits is None else logits.float() / temperature  # None: another rank has the logits
 
         if temperature != 1:
             model.compute_logits = divided
 
     def marsrl_take_draws(self, keys: list[str], lengths: list[int]) -> list[tuple[FloatArray, KeptTokens | None]]:
-        """(log-probs [n], nats, kept tokens) of the first n tokens of finished requests sampled by DrawTokens."""
+        """Return (log-probs [n], nats, kept tokens) of the first n tokens of finished requests sampled by DrawTokens."""
         return self._drawer().take(keys, lengths)
 
     def marsrl_forget_draws(self, keys: list[str]) -> None:
@@ -160,13 +162,14 @@ class WorkerExtension:
 def wait_asleep() -> None:
     """Make this process's readers of vLLM's inter-process queues sleep until a message arrives.
 
-    vLLM lets them spin for a second after each message, which is harmless with a GPU; on a CPU it takes cores from the engine's
-    other processes and the trainer. Sleeping readers are woken by the notification that vLLM sends with each message anyway.
+    By default they spin for a second after each message, which is harmless with a GPU; on a CPU it takes cores from the
+    engine's
+    other processes and the trainer. vLLM's notification with each message wakes sleeping readers.
     """
     from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 
     def note_read(condition: SpinCondition) -> None:
-        condition.last_read = -math.inf  # it spins until `busy_loop_s` later
+        condition.last_read = -math.inf  # vLLM spins until `busy_loop_s` later
 
     SpinCondition.record_read = note_read  # type: ignore[method-assign]
 
@@ -181,14 +184,14 @@ def _reduce_asleep() -> None:
 
 
 def _with_the_rest(model: nn.Module, found: dict[str, int]) -> dict[str, int]:
-    """The checksums, plus those of parameters that were not sent."""
+    """Add the checksums of parameters that were not sent."""
     others = {_our_name(name): parameter for name, parameter in model.named_parameters()}
     unsent = others.keys() - found.keys() - {f"{name}_scale_inv" for name in found}
     return found | {name: checksum(others[name]) for name in unsent}
 
 
 def _our_name(name: str) -> str:
-    """vLLM's parameter name in our layout: vLLM wraps experts and adapted layers in modules."""
+    """Convert vLLM's parameter name to our layout: vLLM wraps experts and adapted layers in modules."""
     return name.replace(".base_layer.", ".").replace(".mlp.experts.routed_experts.", ".mlp.experts.")
 
 
@@ -200,7 +203,7 @@ def _module_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def _held(model: nn.Module, name: str) -> Tensor:
-    """The tensor that the model computes with, by fused name."""
+    """Return the tensor that the model computes with, by fused name."""
     module, attribute = _module_of(model, name)
     held = getattr(module, attribute)
     assert isinstance(held, Tensor), name
@@ -218,17 +221,17 @@ def _held_checksum(model: nn.Module, name: str, received: Tensor) -> int:
             whole = _padded(received, held.shape, parts=2 if attribute == "w13_weight" else 1)
         expected = _laid_out(module, *quantised(whole))
         same = all(map(_same_bytes, expected, (held, scales)))
-        return checksum(received) if same else ~checksum(held)  # inverted: as below
+        return checksum(received) if same else ~checksum(held)  # inverted: see below
     if attribute in ("w13_weight", "w2_weight"):
         if held.device.type != "cpu":
             return checksum(held)
         same = held.shape == received.shape and torch.equal(_packed(module, received), held)
-        # inverted: wrongly unpacked experts would have the expected checksum
+        # Inverted: wrongly unpacked experts would have the expected checksum.
         return checksum(received) if same else ~checksum(held)
     if attribute == "weight" and hasattr(module, "cpu_linear") and not name.endswith("embed_tokens.weight"):
         identity = torch.eye(received.shape[1], dtype=received.dtype)
         product = module.cpu_linear(identity, module.weight, None).t()[: received.shape[0]]
-        # compared as numbers: adding zeros turns -0.0 into 0.0
+        # compared as numbers, since adding zeros turns -0.0 into 0.0
         return checksum(received) if torch.equal(product.to(received.dtype), received) else checksum(product)
     held = held[: received.shape[0]]  # vLLM pads the vocabulary
     if held.dtype != received.dtype and torch.equal(held, received.to(held.dtype)):
@@ -237,17 +240,18 @@ def _held_checksum(model: nn.Module, name: str, received: Tensor) -> int:
 
 
 def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """(numbers [..., N, K] float8_e4m3fn, scales [..., N / 128, K / 128] float32, rounded up) of a [..., N, K] weight: the
-    definition of what vLLM makes of new weights.
+    """Round a weight [..., N, K] to FP8 as vLLM rounds new weights.
+
+    Returns (numbers [..., N, K] float8_e4m3fn, scales [..., N / 128, K / 128] float32, with N and K rounded up to blocks).
 
         scale = max(|block|, 1e-4) / 448            float32; 448 is the largest number of float8_e4m3fn
         held  = float8_e4m3fn(block * (1 / scale))  to nearest, ties to even
 
     The scheme of DeepSeek-V3 (arXiv:2412.19437, section 3.3.2) and of vLLM's "fp8_per_block". Blocks of 128 x 128 begin at the
     first row and column of a fused tensor of an engine's shard; the last ones may be smaller. Biases, norms, routers, the
-    embedding and the head stay as they are.
+    embedding and the head are not rounded.
     """
-    if weight.dim() > 2:  # experts, one after the other: the float32 copies of one are small
+    if weight.dim() > 2:  # experts, one after the other, to keep the float32 copies small
         numbers, scales = zip(*map(quantised, weight), strict=True)
         return torch.stack(numbers), torch.stack(scales)
     rows, cols = weight.shape
@@ -259,7 +263,7 @@ def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _padded(experts: Tensor, shape: torch.Size, parts: int) -> Tensor:
-    """Experts' matrices as vLLM rounds them: with zeros up to whole blocks, behind gate and up (parts: 2) apart."""
+    """Pad experts' matrices with zeros to whole blocks, as vLLM rounds them, gate and up separately (parts: 2)."""
     num_experts, rows, cols = shape
     found = experts.new_zeros(num_experts, parts, rows // parts, cols)
     found[:, :, : experts.shape[1] // parts, : experts.shape[2]] = experts.unflatten(1, (parts, -1))
@@ -267,11 +271,11 @@ def _padded(experts: Tensor, shape: torch.Size, parts: int) -> Tensor:
 
 
 def _laid_out(module: Any, numbers: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """FP8 numbers and scales of a layer, in the form that vLLM's kernel for it reads (packed, transposed ...)."""
+    """Convert a layer's FP8 numbers and scales to the form that its vLLM kernel reads (packed, transposed ...)."""
     if numbers.dim() > 2:
         from vllm.model_executor.layers.fused_moe.oracle.fp8 import convert_to_fp8_moe_kernel_format
 
-        # w13 and w2 are converted apart, in the same way
+        # w13 and w2 are converted separately, in the same way.
         both = (numbers, numbers, scales, scales, None, None)
         found = convert_to_fp8_moe_kernel_format(module.quant_method.fp8_backend, module, *both)
         return found[0], found[2]
@@ -313,7 +317,7 @@ def _with_own_experts(apply: Callable[..., None]) -> Callable[..., None]:
 
 
 def _packed(module: nn.Module, weight: Tensor) -> Tensor:
-    """The experts' weight, packed for vLLM's CPU kernel."""
+    """Pack the experts' weight for vLLM's CPU kernel."""
     from vllm._custom_ops import cpu_prepack_moe_weight
 
     return cpu_prepack_moe_weight(weight.contiguous(), _experts_of(module).isa)
@@ -327,7 +331,8 @@ def _pack_experts(model: nn.Module, path: str, shard: EngineShard, dtype: torch.
     """Patch vLLM's reload of experts on a CPU.
 
     vLLM 0.28-0.32 packs experts for its CPU kernel only at the first load: after a reload the kernel reads unpacked weights as
-    packed ones (garbage, no error). Experts still found unpacked are packed here; a fixed vLLM makes this a no-op. The checksum
+    packed ones (garbage, no error). Experts that are still unpacked are packed here; a fixed vLLM makes this a no-op. The
+    checksum
     verifies the result either way.
     """
     with torch.no_grad():
@@ -343,7 +348,7 @@ def _pack_heads(model: nn.Module) -> None:
     """Patch vLLM's reload of a tied head on a CPU.
 
     The head shares the embedding's weight but computes with its own packed copy, which vLLM 0.32 refreshes only if the head
-    itself was loaded: a tied head keeps the old weights. Layers that keep their weight beside the packed copy are repacked.
+    itself was loaded: a tied head keeps the old weights. Layers that keep their weight besides the packed copy are repacked.
     """
     with torch.no_grad():
         module: Any

@@ -1,4 +1,4 @@
-"""Adapters in vLLM's workers: checksums of what the kernels hold, and patches of its CPU build, 0.32."""
+"""Adapters in vLLM's workers: checksums of what the kernels hold, and patches of the CPU build of vLLM 0.32."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from marsrl.rollout.weights.layout import EngineShard
 
 
 def held_checksums(manager: Any, number: int, path: str, shard: EngineShard) -> dict[str, int]:
-    """{tensor: checksum of the held weight} of an adapter, named as in rollout.adapter.held_by_shard.
+    """Return {tensor: checksum of the held weight} of an adapter, named as in rollout.adapter.held_by_shard.
 
     manager: a worker's LoRAModelManager.
-    path: the adapter's file, from which the ranks are read.
+    path: the adapter's file, which gives the ranks.
     """
     ranks = {name: tensor.shape[0] for name, tensor in read_tensors(Path(path)).items() if ".lora_A." in name}
     slot, found = manager.lora_index_to_id.index(number), dict[str, int]()
@@ -34,7 +34,7 @@ def held_checksums(manager: Any, number: int, path: str, shard: EngineShard) -> 
 
 
 def _pairs(name: str, module: Any, manager: Any, slot: int, shard: EngineShard) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """(adapted matrix, A [r, in], B [out, r]) of a slot with rank r, for each matrix fused into the module."""
+    """Yield (adapted matrix, A [r, in], B [out, r]) of a slot with rank r, for each matrix fused into the module."""
     if not hasattr(module, "w13_lora_a_stacked"):
         parts = manager.packed_modules.get(name, [name])
         for part, a, b in zip(parts, module.lora_a_stacked, module.lora_b_stacked, strict=True):
@@ -63,7 +63,7 @@ def repair_mixed_batches() -> None:
 
 
 def _ranges(lengths: Tensor, slots: Tensor) -> Iterator[tuple[slice, int]]:
-    """(rows, slot) of each run of tokens with an adapter."""
+    """Yield (rows, slot) of each run of tokens with an adapter."""
     start = 0
     for length, slot in zip(lengths.tolist(), slots.tolist(), strict=True):
         if slot >= 0:
@@ -72,14 +72,14 @@ def _ranges(lengths: Tensor, slots: Tensor) -> Iterator[tuple[slice, int]]:
 
 
 def _shrink(x: Tensor, a: Tensor, out: Tensor, starts: Tensor, lengths: Tensor, slots: Tensor, *sizes: Any) -> None:
-    """out [T, r] = scale x A^T by each token's slot, 0 without one; a [slots, 1, r, in]. sizes ends with the scale."""
+    """Compute out [T, r] = scale x A^T by each token's slot, 0 without one; a [slots, 1, r, in]. sizes ends with the scale."""
     out.zero_()
     for rows, slot in _ranges(lengths, slots):
         out[rows] = sizes[-1] * (x[rows].to(out.dtype) @ a[slot, 0].to(out.dtype).T)
 
 
 def _expand(x: Tensor, b: Tensor, out: Tensor, starts: Tensor, lengths: Tensor, slots: Tensor, *sizes: Any) -> None:
-    """out [T, ..] += x [T, r] B^T in some columns, by each token's slot; b [slots, 1, columns, r].
+    """Compute out [T, ..] += x [T, r] B^T in some columns, by each token's slot; b [slots, 1, columns, r].
 
     sizes: batches, longest, tokens, first column, columns, whether to add.
     """
@@ -91,7 +91,7 @@ def _expand(x: Tensor, b: Tensor, out: Tensor, starts: Tensor, lengths: Tensor, 
 
 @contextmanager
 def experts_without_adapters() -> Iterator[None]:
-    """Context in which vLLM selects its CPU kernel for MoE layers despite adapters, which experts then cannot have.
+    """Make vLLM select its CPU kernel for MoE layers despite adapters, inside the block; experts then cannot have adapters.
 
     With adapters vLLM 0.32 selects Triton's kernel on any platform (fused_moe/oracle/unquantized.py).
     """
