@@ -358,6 +358,7 @@ class ChatRenderer:
         shown = [int(index) for index in _PLACEHOLDER_PATTERN.findall(text)]
         if (sorted(shown) if may_move else shown) != list(range(len(roles))):
             raise ValueError(
+                f"{self._directory}: the chat template does not show every message once{'' if may_move else ' and in order'} "
                 f"(it shows {shown} of {len(roles)}); use a template that keeps system, user and assistant turns"
             )
 
