@@ -84,18 +84,18 @@ def adapted(shape: ModelShape, adapter: AdapterConfig) -> dict[str, tuple[int, i
     of_attention = {"q_proj": query, "k_proj": key, "v_proj": key, "o_proj": out}
     up, down = (shape.ffn_size, hidden), (hidden, shape.ffn_size)
     of_mlp = {"gate_proj": up, "up_proj": up, "down_proj": down}
-    found: dict[str, tuple[int, int, int]] = {}
+    matrices: dict[str, tuple[int, int, int]] = {}
     for layer in range(shape.num_layers):
         prefix = f"model.layers.{layer}."
         if "attention" in adapter.targets:
-            found |= {f"{prefix}self_attn.{name}": (*size, adapter.rank) for name, size in of_attention.items()}
+            matrices |= {f"{prefix}self_attn.{name}": (*size, adapter.rank) for name, size in of_attention.items()}
         if "mlp" in adapter.targets and not shape.num_experts:
-            found |= {f"{prefix}mlp.{name}": (*size, adapter.rank) for name, size in of_mlp.items()}
+            matrices |= {f"{prefix}mlp.{name}": (*size, adapter.rank) for name, size in of_mlp.items()}
         if "experts" in adapter.targets:
             rank = adapter.rank_in_experts(shape)
             for expert in range(shape.num_experts):
-                found |= {f"{prefix}mlp.experts.{expert}.{name}": (*size, rank) for name, size in of_mlp.items()}
-    return found
+                matrices |= {f"{prefix}mlp.experts.{expert}.{name}": (*size, rank) for name, size in of_mlp.items()}
+    return matrices
 
 
 def tensor_shapes(shape: ModelShape, adapter: AdapterConfig) -> dict[str, tuple[int, int]]:
@@ -122,12 +122,12 @@ def peft_settings(folder: Path, *, is_split: bool = True) -> dict[str, Any]:
     if not (folder / CONFIG).is_file() or not (folder / TENSORS).is_file():
         raise ValueError(f"{key}, which lacks {CONFIG} or {TENSORS}; expected a PEFT directory with both")
     try:
-        told: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        lacks = {"peft_type", "r", "lora_alpha", "target_modules"} - told.keys()
+        settings: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        lacks = {"peft_type", "r", "lora_alpha", "target_modules"} - settings.keys()
         numbers = [
-            *({} if lacks else (told["r"], told["lora_alpha"])),
-            *(told.get("rank_pattern") or {}).values(),
-            *(told.get("alpha_pattern") or {}).values(),
+            *({} if lacks else (settings["r"], settings["lora_alpha"])),
+            *(settings.get("rank_pattern") or {}).values(),
+            *(settings.get("alpha_pattern") or {}).values(),
         ]
     except (ValueError, AttributeError) as error:
         raise ValueError(f"{key}: {CONFIG} cannot be read ({error}); expected a JSON object") from error
@@ -136,27 +136,26 @@ def peft_settings(folder: Path, *, is_split: bool = True) -> dict[str, Any]:
             f"{key}: {CONFIG} does not describe a LoRA adapter; expected peft_type, target_modules, and positive r, lora_alpha "
             "and values of rank_pattern and alpha_pattern"
         )
-    if is_split and told.get("target_parameters"):
+    if is_split and settings.get("target_parameters"):
         raise ValueError(
             f"{key}, which has one pair for all experts of a layer (PEFT's target_parameters); expected a pair for each "
-            "expert: "
-            f"start from the output of `marsrl export {folder} NEW`"
+            f"expert: start from the output of `marsrl export {folder} NEW`"
         )
     wrong = {
         name: value
-        for name, value in told.items()
+        for name, value in settings.items()
         if (value not in _PLAIN[name] if name in _PLAIN else name not in _BESIDE_TENSORS and value)
     }
     if wrong:
         advice = f"{_MERGE}, or train plain LoRA"
         if "init_lora_weights" in wrong:
             advice = f"convert it (PEFT's path_initial_model_for_weight_conversion), {advice}"
-        elif wrong.keys() == {"use_rslora"} and not told.get("rank_pattern"):
-            alpha = told["lora_alpha"] * math.sqrt(told["r"])
+        elif wrong.keys() == {"use_rslora"} and not settings.get("rank_pattern"):
+            alpha = settings["lora_alpha"] * math.sqrt(settings["r"])
             advice = f"set use_rslora to false and lora_alpha to {alpha:g} in that file, which gives the same adapter"
         values = ", ".join(f"{name} {json.dumps(value)}" for name, value in wrong.items())
         raise ValueError(f"{key}: {CONFIG} has {values}; expected plain pairs A, B: {advice}")
-    return told
+    return settings
 
 
 def peft_pair(told: Mapping[str, Any], matrix: str) -> tuple[int, float]:
@@ -180,7 +179,7 @@ def check_start(folder: Path, shape: ModelShape, adapter: AdapterConfig) -> None
     """
     from marsrl.rollout.weights.files import WeightFiles  # imported here: configs are read without torch
 
-    told, files = peft_settings(folder), WeightFiles(folder / TENSORS)
+    settings, files = peft_settings(folder), WeightFiles(folder / TENSORS)
     key, targets = f"adapter.start is {folder}", f"adapter.targets=[{', '.join(adapter.targets)}]"
     expected = {PEFT_PREFIX + name: size for name, size in tensor_shapes(shape, adapter).items()}
     unused, missing = [name for name in files if name not in expected], [name for name in expected if name not in files]
@@ -212,7 +211,7 @@ def check_start(folder: Path, shape: ModelShape, adapter: AdapterConfig) -> None
             )
     scales = dict[float, str]()
     for matrix, (_, _, rank) in adapted(shape, adapter).items():
-        told_rank, scale = peft_pair(told, matrix)
+        told_rank, scale = peft_pair(settings, matrix)
         if told_rank != rank:
             raise ValueError(
                 f"{key}: {CONFIG} gives {matrix} rank {told_rank}, but its tensors have rank {rank}; expected the same: "
@@ -258,7 +257,7 @@ def write_adapter(
     ranks = {r".*\.experts\.\d+\.(gate|up|down)_proj": in_experts}
     # With transformers 5, PEFT sees experts' gate and up projections as one matrix. The first matching pattern decides.
     ranks |= {r".*\.experts\.gate_up_proj": 2 * in_experts, r".*\.experts\.down_proj": in_experts}
-    told = {
+    settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
@@ -271,7 +270,7 @@ def write_adapter(
         "inference_mode": True,
     }
     save_file({PEFT_PREFIX + name: tensor.contiguous() for name, tensor in tensors.items()}, folder / TENSORS)
-    (folder / CONFIG).write_text(json.dumps(told, indent=1), encoding="utf-8")
+    (folder / CONFIG).write_text(json.dumps(settings, indent=1), encoding="utf-8")
 
 
 def check_tensors(shape: ModelShape, adapter: AdapterConfig, tensors: Mapping[str, Tensor]) -> None:

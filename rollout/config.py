@@ -66,8 +66,7 @@ def read_key(variable: str, setting: str) -> str:
     if not key or not key.isascii() or not key.isprintable():
         raise ValueError(
             f"{setting} names {variable}, which is {'not printable ASCII, as a header needs' if key else 'not set or empty'}; "
-            "export "
-            "the key in it before starting the run"
+            "export the key in it before starting the run"
         )
     return key
 
@@ -141,8 +140,7 @@ def _typed_text(value: str, info: ValidationInfo) -> str:
     if found := next((char for char in value if ord(char) < 32 and char != "\n"), None):
         raise ValueError(
             f"{info.field_name} contains the control character {found!r}: YAML reads a backslash in double quotes as an "
-            "escape; use "
-            "single quotes, or double the backslash"
+            "escape; use single quotes, or double the backslash"
         )
     return value
 
@@ -387,8 +385,7 @@ class RolloutConfig(Settings):
         if self.rebalance and self.placement != "disaggregated":
             raise ValueError(
                 f"rollout.rebalance moves engines between their own GPUs, but rollout.placement is {self.placement}; set "
-                "rebalance=false, "
-                "or placement=disaggregated"
+                "rebalance=false, or placement=disaggregated"
             )
         if self.placement == "colocated" and self.overlap:
             raise ValueError(

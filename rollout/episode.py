@@ -119,17 +119,17 @@ class Episode:
     def enter(self, asked: Iterable[Ask | ToolCall]) -> tuple[list[Ask], list[ToolCall]]:
         """Add new asks and calls and return them; ValueError if one differs from an earlier one with the same id."""
         asks, calls = [], []
-        for each in asked:
-            known: Ask | ToolCall | None = self.asks.get(each.id) or self.calls.get(each.id)
-            if known is None and isinstance(each, Ask):
-                self.asks[each.id] = each
-                asks.append(each)
-            elif known is None and isinstance(each, ToolCall):
-                self.calls[each.id] = each
-                calls.append(each)
-            elif known != each:
+        for item in asked:
+            known: Ask | ToolCall | None = self.asks.get(item.id) or self.calls.get(item.id)
+            if known is None and isinstance(item, Ask):
+                self.asks[item.id] = item
+                asks.append(item)
+            elif known is None and isinstance(item, ToolCall):
+                self.calls[item.id] = item
+                calls.append(item)
+            elif known != item:
                 raise ValueError(
-                    f"{each.id} was {known} and is now {each}; `follow` must depend on the episode's answers alone"
+                    f"{item.id} was {known} and is now {item}; `follow` must depend on the episode's answers alone"
                 )
         return asks, calls
 

@@ -112,8 +112,7 @@ def read_shape(model_dir: str | Path, *, needs_weights: bool = True) -> ModelSha
     if (folder / "adapter_config.json").is_file():  # transformers would load the adapter and its base
         raise ValueError(
             f"model: {folder} contains an adapter (adapter_config.json); expected a whole model: set `model` to the adapter's "
-            "base and "
-            "adapter.start to the adapter, or remove adapter_config.json if the weights here are whole"
+            "base and adapter.start to the adapter, or remove adapter_config.json if the weights here are whole"
         )
     path = folder / "config.json"
     if not path.is_file():

@@ -266,16 +266,16 @@ class Team:
                 self._fail(episode, method.__name__, error)
         return otherwise
 
-    def _check(self, episode: Episode, each: Ask | ToolCall) -> None:
-        if each.episode_id != episode.id:
-            raise ValueError(f"{each.id}: expected an ask or call of episode {episode.id}")
-        if isinstance(each, ToolCall):
-            if each.tool not in self.orchestration.tools or not (self.tools or self.gateway):
-                raise ValueError(f"{each.id}: {type(self.orchestration).__name__}.tools does not name {each.tool!r}")
-        elif each.agent not in self.agents:
-            raise ValueError(f"{each.id}: no agent named {each.agent!r}; expected one of {', '.join(self.agents)}")
-        elif not isinstance(each.num_samples, int) or each.num_samples < 1:
-            raise ValueError(f"{each.id}: num_samples is {each.num_samples!r}; expected an integer of at least 1")
+    def _check(self, episode: Episode, item: Ask | ToolCall) -> None:
+        if item.episode_id != episode.id:
+            raise ValueError(f"{item.id}: expected an ask or call of episode {episode.id}")
+        if isinstance(item, ToolCall):
+            if item.tool not in self.orchestration.tools or not (self.tools or self.gateway):
+                raise ValueError(f"{item.id}: {type(self.orchestration).__name__}.tools does not name {item.tool!r}")
+        elif item.agent not in self.agents:
+            raise ValueError(f"{item.id}: no agent named {item.agent!r}; expected one of {', '.join(self.agents)}")
+        elif not isinstance(item.num_samples, int) or item.num_samples < 1:
+            raise ValueError(f"{item.id}: num_samples is {item.num_samples!r}; expected an integer of at least 1")
 
     def _fail(self, episode: Episode, method: str, error: Exception) -> None:
         episode.error = self._why(method, error)
@@ -295,40 +295,47 @@ class Team:
         top_k = config.top_k if most is None or 0 < config.top_k <= most else most
         return Sampling(config.temperature, config.top_p, top_k, stops, tuple(config.stop), most is not None)
 
-    def sample(self, each: Completion) -> Sample:
+    def sample(self, completion: Completion) -> Sample:
         """Parse an ended or paused completion into a Sample without reward; an error sample if the orchestration's parser
         raises."""
-        episode, ask, prompt_text, read = each.episode, each.of.ask, each.of.prompt_text, each.until_read()
+        episode, ask, prompt_text, read = (
+            completion.episode,
+            completion.of.ask,
+            completion.of.prompt_text,
+            completion.until_read(),
+        )
         renderer, finish = self.renderer(ask.agent), read.finish
-        text = renderer.decode(each.token_ids) if each.text is None else each.text  # None after a restart or an error
-        read_text = text if read is each else renderer.decode(read.token_ids)
+        text = (
+            renderer.decode(completion.token_ids) if completion.text is None else completion.text
+        )  # None after a restart or an error
+        read_text = text if read is completion else renderer.decode(read.token_ids)
         turn_start, in_thought = present_turn(renderer, prompt_text, read, read_text)
         sample = Sample(
-            uid=each.uid,
+            uid=completion.uid,
             rollout_id=episode.rollout_id,
             problem_id=episode.problem.id,
             agent=ask.agent,
             group_id=ask.group,
-            parent_uid=ask.parent_uid or each.of.behind or None,
-            prompt_ids=each.of.prompt_ids,
-            token_ids=each.token_ids,
-            is_sampled=each.is_trained,
-            rollout_logprobs=each.logprobs,
-            segments=each.segments,
+            parent_uid=ask.parent_uid or completion.of.behind or None,
+            prompt_ids=completion.of.prompt_ids,
+            token_ids=completion.token_ids,
+            is_sampled=completion.is_trained,
+            rollout_logprobs=completion.logprobs,
+            segments=completion.segments,
             finish=finish,
             full_text=text,
             prompt_text=prompt_text,
-            reward=Reward(np.nan, np.nan, note=each.error or "not judged"),
-            routed_experts=each.routed_experts,
-            kept_tokens=each.kept_tokens,
-            turn=each.turn,
+            reward=Reward(np.nan, np.nan, note=completion.error or "not judged"),
+            routed_experts=completion.routed_experts,
+            kept_tokens=completion.kept_tokens,
+            turn=completion.turn,
             turn_start=turn_start,
             in_thought=in_thought,
-            turns=each.turns,
-            turn_end=None if read is each else len(read_text),
+            turns=completion.turns,
+            turn_end=None if read is completion else len(read_text),
         )
         settings = self.agents[ask.agent]
-        if settings.tools and finish is Finish.STOP and each.turn < min(settings.max_tool_turns, self.max_turns):
+        if settings.tools and finish is Finish.STOP and completion.turn < min(settings.max_tool_turns, self.max_turns):
             waiting = replace(sample, shown=visible(sample.turn_text, in_thought) or "", finish=Finish.WAITING)
             if calls := self._calls(waiting):
                 assert self.tools is not None, settings.tools

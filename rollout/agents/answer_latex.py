@@ -228,16 +228,16 @@ def joined(part: Tokens, fold: bool = False) -> str:
 def split(part: Tokens, separators: Sequence[str]) -> tuple[list[list[str]], list[str]]:
     """Return the parts between separators outside brackets and environments, and the separators."""
     parts: list[list[str]] = [[]]
-    found: list[str] = []
+    separators_found: list[str] = []
     depth = 0
     for token in part:
         if token in separators and depth == 0:
             parts.append([])
-            found.append(token)
+            separators_found.append(token)
             continue
         depth += (token in OPENING or token.startswith("\\begin")) - (token in CLOSING or token.startswith("\\end"))
         parts[-1].append(token)
-    return [stripped(each) for each in parts], found
+    return [stripped(each) for each in parts], separators_found
 
 
 def nesting(part: Tokens) -> int:

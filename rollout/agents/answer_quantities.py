@@ -27,19 +27,19 @@ _ROUNDED_DIGITS = 6  # a decimal with this many significant digits also equals v
 
 def number(text: str) -> Fraction | None:
     """Return the value of an integer, a decimal, a fraction of integers or a mixed number; None for anything else."""
-    if found := _FRACTION.fullmatch(text):
-        sign, over, under = found.groups()
+    if match := _FRACTION.fullmatch(text):
+        sign, over, under = match.groups()
         exponent = "0"
-    elif found := _NUMBER.fullmatch(text):
-        sign, under, exponent = found[1], found[6] or "1", found[4] or found[5] or "0"
-        over = found[2].replace(",", "") + (found[3] or "")
-    elif found := _POWER_OF_TEN.fullmatch(text):
-        sign, over, under, exponent = found[1], "1", "1", found[2]
-    elif found := _MIXED.fullmatch(text):
-        part = number(found[3])
-        return None if part is None else Fraction(f"{found[1]}1") * (int(found[2]) + part)
-    elif found := _REPEATING.fullmatch(text):
-        sign, whole, before, *repeated = found.groups()
+    elif match := _NUMBER.fullmatch(text):
+        sign, under, exponent = match[1], match[6] or "1", match[4] or match[5] or "0"
+        over = match[2].replace(",", "") + (match[3] or "")
+    elif match := _POWER_OF_TEN.fullmatch(text):
+        sign, over, under, exponent = match[1], "1", "1", match[2]
+    elif match := _MIXED.fullmatch(text):
+        part = number(match[3])
+        return None if part is None else Fraction(f"{match[1]}1") * (int(match[2]) + part)
+    elif match := _REPEATING.fullmatch(text):
+        sign, whole, before, *repeated = match.groups()
         period = next(digits for digits in repeated if digits)
         value = Fraction(f"0{whole}.{before}0") + Fraction(int(period), (10 ** len(period) - 1) * 10 ** len(before))
         return Fraction(f"{sign}1") * value

@@ -132,8 +132,7 @@ class Orchestration:
             raise ValueError(
                 f"agents.{name}.parser is compat, but agents.{name}.prompt ({self._prompts[name].name}) does not ask its "
                 f"Verifier for a marker of published code; expected {known}: use the paper's prompt in a file "
-                "(docs/prompts.md), or "
-                "set parser=strict"
+                "(docs/prompts.md), or set parser=strict"
             )
         return compat
 
@@ -316,10 +315,8 @@ class Orchestration:
                 if 2 * num_without > len(chats) and name not in self._compats:
                     warnings.append(
                         f"the prompt of agents.{name}, as {role}, does not show the form of its {READS[role]}, {parser.form}, "
-                        "in "
-                        f"{num_without} of {len(chats)} problem(s) checked; other forms cannot be parsed. Ask for the form in "
-                        "the "
-                        f"agent's prompt ({prompts.name}), or with agents.{name}.suffix"
+                        f"in {num_without} of {len(chats)} problem(s) checked; other forms cannot be parsed. Ask for the form in "
+                        f"the agent's prompt ({prompts.name}), or with agents.{name}.suffix"
                     )
         return warnings
 

@@ -144,18 +144,18 @@ class _File:
             raise ValueError(f"{self._name}:1: {' '.join(str(error).split())}") from error
         if top is None:
             raise ValueError(f"{self._name}:1: the file is empty; expected `turns`")
-        found = self._mapping(top, _KEYS)
-        if "turns" not in found:
+        nodes = self._mapping(top, _KEYS)
+        if "turns" not in nodes:
             self._fail(top, "the key turns is missing; expected chats by role")
-        of_roles = self._mapping(found["turns"], [str(role) for role in PLACEHOLDERS])
+        of_roles = self._mapping(nodes["turns"], [str(role) for role in PLACEHOLDERS])
         turns = {Role(role): self._turns(Role(role), node) for role, node in of_roles.items()}
-        parsers = {what: self._parser(what, found[what]) for what in PARSERS if what in found}
+        parsers = {what: self._parser(what, nodes[what]) for what in PARSERS if what in nodes}
         for role, what in READS.items():
             if role in turns and what not in parsers:
                 self._fail(of_roles[role], f"the key {what} is missing; expected a parser for the {what} of {role}")
-        form, purpose = (self._text(found[key]) if key in found else "" for key in ("form", "purpose"))
+        form, purpose = (self._text(nodes[key]) if key in nodes else "" for key in ("form", "purpose"))
         if purpose and "{purpose}" not in purpose:
-            self._fail(found["purpose"], "purpose lacks the placeholder {purpose}")
+            self._fail(nodes["purpose"], "purpose lacks the placeholder {purpose}")
         return PromptSet(self._name, turns, parsers, purpose or "{purpose}", form)
 
     def _turns(self, role: Role, node: yaml.Node) -> tuple[Message, ...]:
@@ -227,7 +227,7 @@ class _File:
     def _mapping(self, node: yaml.Node, keys: Collection[str]) -> Mapping[str, yaml.Node]:
         if not isinstance(node, yaml.MappingNode):
             self._fail(node, f"expected keys among {', '.join(keys)}, found {_shown(node)}")
-        found: dict[str, yaml.Node] = {}
+        nodes: dict[str, yaml.Node] = {}
         for key, value in node.value:
             name = str(key.value)
             if name not in keys:
@@ -236,10 +236,10 @@ class _File:
                     key,
                     f"unknown key {name}; {f'did you mean {near[0]}?' if near else 'expected one of ' + ', '.join(keys)}",
                 )
-            if name in found:
+            if name in nodes:
                 self._fail(key, f"the key {name} is given twice; remove one")
-            found[name] = value
-        return found
+            nodes[name] = value
+        return nodes
 
     def _text(self, node: yaml.Node) -> str:
         if not isinstance(node, yaml.ScalarNode) or node.tag == "tag:yaml.org,2002:null" or not node.value:

@@ -264,8 +264,7 @@ class ChatRenderer:
             self._has_warned = True
             _log.warning(
                 "%s: the chat template looks for control words in contents in an unknown way; contents with such words stay "
-                "whole in "
-                "prompts, where the template alone would change them",
+                "whole in prompts, where the template alone would change them",
                 self._directory,
             )
         return self._applied(turns, shown_tools, template_options)
@@ -601,22 +600,21 @@ def load_tokenizer(directory: Path) -> Any:
     if (directory / "tokenizer.json").is_file():
         from transformers import PreTrainedTokenizerFast
 
-        found = PreTrainedTokenizerFast.from_pretrained(str(directory))
-        found.backend_tokenizer.no_truncation()  # a file may ask for either
-        found.backend_tokenizer.no_padding()
-        return found
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(str(directory))
+        tokenizer.backend_tokenizer.no_truncation()  # a file may ask for either
+        tokenizer.backend_tokenizer.no_padding()
+        return tokenizer
     from transformers import AutoTokenizer
 
     # Not mistral_common's, which reads tekken.json and has no chat template that could be rendered here.
-    found = AutoTokenizer.from_pretrained(str(directory), mistral_format=False)
-    again = found.decode(found.encode(_PROBE, add_special_tokens=False), clean_up_tokenization_spaces=False)
+    tokenizer = AutoTokenizer.from_pretrained(str(directory), mistral_format=False)
+    again = tokenizer.decode(tokenizer.encode(_PROBE, add_special_tokens=False), clean_up_tokenization_spaces=False)
     if again != _PROBE:
         raise ValueError(
-            f"{directory}: {type(found).__name__}, built without tokenizer.json, decodes {_PROBE!r} as {again!r}; expected the "
-            "same "
-            "text: add the model's tokenizer.json"
+            f"{directory}: {type(tokenizer).__name__}, built without tokenizer.json, decodes {_PROBE!r} as {again!r}; expected the "
+            "same text: add the model's tokenizer.json"
         )
-    return found
+    return tokenizer
 
 
 def _generation_stops(directory: Path) -> list[int]:

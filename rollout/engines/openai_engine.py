@@ -214,8 +214,7 @@ def messages_of(renderer: ChatRenderer, token_ids: IntArray) -> list[dict[str, s
     if len(before) or len(starts) == 0 or not is_whole:
         raise Refused(
             "openai.api=chat needs whole messages, but this prompt is plain text or continues a partial response; ask for a "
-            "new "
-            "turn, or set openai.api=completions"
+            "new turn, or set openai.api=completions"
         )
     return messages[:-1]
 

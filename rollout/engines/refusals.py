@@ -119,8 +119,7 @@ def why_not_cut(shape: ModelShape, vllm: VllmOptions) -> str | None:
         if vllm.quantization and shape.num_experts and shape.hidden_size % FP8_BLOCK:
             return (
                 f"rollout.vllm.quantization is {vllm.quantization}, for which vLLM's experts need a hidden size in multiples "
-                "of "
-                f"{FP8_BLOCK}, but it is {shape.hidden_size}; set it to null"
+                f"of {FP8_BLOCK}, but it is {shape.hidden_size}; set it to null"
             )
         return None
     fitting = next(n for n in range(vllm.tensor_parallel - 1, 0, -1) if _uneven(shape, n, vllm.expert_parallel) is None)
@@ -184,9 +183,9 @@ def _not_on_several_gpus(rollout: RolloutConfig, num_policies: int, host: Traine
 
 def vllm_refusals(options: VllmOptions, device: str, records: Records) -> tuple[str, ...]:
     """Return messages about options that vLLM does not support on "cpu" or "cuda". records: requested per token."""
-    found, sampler = [], options.sampler_on(device)
+    reasons, sampler = [], options.sampler_on(device)
     if options.quantization is not None and device == "cpu" and not _has_amx():
-        found.append(
+        reasons.append(
             f"rollout.vllm.quantization is {options.quantization}, but vLLM's FP8 kernels for CPUs need AMX, which this "
             "CPU lacks; set it to null"
         )
@@ -196,25 +195,23 @@ def vllm_refusals(options: VllmOptions, device: str, records: Records) -> tuple[
             if device == "cpu"
             else "rollout.vllm.sampler=marsrl draws one token at a time; set rollout.vllm.sampler=engine"
         )
-        found.append(f"rollout.vllm.draft_tokens is {options.draft_tokens}, but {why}, or draft_tokens=0")
+        reasons.append(f"rollout.vllm.draft_tokens is {options.draft_tokens}, but {why}, or draft_tokens=0")
     if records.experts and (sampler == "marsrl" or device == "cpu"):
         why = (
             "rollout.vllm.sampler=marsrl needs Model Runner V1; set rollout.vllm.sampler=engine"
             if device == "cuda"
             else "on a CPU vLLM uses Model Runner V1; set rollout.engine=local"
         )
-        found.append(
+        reasons.append(
             "trainer.router_replay=rollout needs the experts chosen in decoding, which vLLM 0.32 returns only in its Model "
-            "Runner V2, "
-            f"but {why}, or trainer.router_replay=recompute"
+            f"Runner V2, but {why}, or trainer.router_replay=recompute"
         )
     if records.kept_tokens and sampler == "engine" and device == "cpu":
-        found.append(
+        reasons.append(
             "loss.truncation=renormalise needs the tokens that top_p and top_k kept, which vLLM's own sampler returns only in "
-            "its Model "
-            "Runner V2, but on a CPU it uses V1; set rollout.vllm.sampler=marsrl"
+            "its Model Runner V2, but on a CPU it uses V1; set rollout.vllm.sampler=marsrl"
         )
-    return tuple(found)
+    return tuple(reasons)
 
 
 def _has_amx() -> bool:
@@ -228,40 +225,39 @@ def adapter_refusals(
 ) -> tuple[str, ...]:
     """Return messages about adapters that a pool's engines cannot serve on "cpu" or "cuda". rollout: the pool's settings."""
     of_experts = [name for name, each in adapters.items() if "experts" in each.targets and shape.num_experts]
-    found, vllm = [], rollout.vllm
+    reasons, vllm = [], rollout.vllm
     if rollout.engine != "vllm" or not adapters:
         return ()
     if vllm.draft_tokens:
-        found.append(
+        reasons.append(
             f"rollout.vllm.draft_tokens is {vllm.draft_tokens}, which is untested with adapters ({', '.join(adapters)}); "
             "set it to 0"
         )
     if device == "cuda" and dtype == "float32":
-        found.append(
+        reasons.append(
             f"vLLM's kernels for adapters ({', '.join(adapters)}) do not support float32 on GPUs; set rollout.vllm.dtype or "
-            "the policy's "
-            "dtype to bfloat16, or rollout.engine=local"
+            "the policy's dtype to bfloat16, or rollout.engine=local"
         )
     if of_experts and device == "cuda":
         backend = vllm.extra.get("all2all_backend", _ALL2ALL)
         if vllm.expert_parallel and backend != _ALL2ALL:
-            found.append(
+            reasons.append(
                 f"rollout.vllm.extra.all2all_backend is {backend}, but with adapters of spread experts vLLM supports only "
                 f"{_ALL2ALL}; "
                 f"set that, or rollout.vllm.expert_parallel=false"
             )
     if device == "cpu" and shape.num_experts:
         if of_experts:
-            found.append(
+            reasons.append(
                 f"policies.{of_experts[0]}.adapter.targets has experts, whose adapters vLLM 0.32 supports only on GPUs; set "
                 "rollout.engine=local, or remove experts (attention works)"
             )
         elif vllm.tensor_parallel > 1:
-            found.append(
+            reasons.append(
                 f"rollout.vllm.tensor_parallel is {vllm.tensor_parallel}, but with adapters vLLM's experts on a CPU compute in "
                 "one process; set rollout.vllm.tensor_parallel=1, or rollout.engine=local"
             )
-    return tuple(found)
+    return tuple(reasons)
 
 
 def _lack_of_gpus(rollouts: Sequence[RolloutConfig], host: TrainerHost) -> str | None:

@@ -78,13 +78,13 @@ def _turns(message: Mapping[str, Any]) -> Sequence[ChatMessage]:
 
 
 def messages_reply(answer: Answer, body: Mapping[str, Any]) -> dict[str, Any]:
-    said = answer.said
+    turn = answer.said
     content: list[dict[str, Any]] = []
-    if said.reasoning:
-        content.append({"type": "thinking", "thinking": said.reasoning, "signature": ""})
-    if said.content or not said.calls:
-        content.append({"type": "text", "text": said.content})
-    for call in said.calls:
+    if turn.reasoning:
+        content.append({"type": "thinking", "thinking": turn.reasoning, "signature": ""})
+    if turn.content or not turn.calls:
+        content.append({"type": "text", "text": turn.content})
+    for call in turn.calls:
         arguments = json.loads(call["function"]["arguments"])
         content.append({"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": arguments})
     return {
@@ -93,7 +93,7 @@ def messages_reply(answer: Answer, body: Mapping[str, Any]) -> dict[str, Any]:
         "role": "assistant",
         "model": answer.agent,
         "content": content,
-        "stop_reason": "stop_sequence" if answer.stop and not said.calls else _STOP_REASONS[answer.finish],
+        "stop_reason": "stop_sequence" if answer.stop and not turn.calls else _STOP_REASONS[answer.finish],
         "stop_sequence": answer.stop or None,
         "usage": {"input_tokens": len(answer.prompt_ids), "output_tokens": len(answer.token_ids)},
     }

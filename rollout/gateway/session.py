@@ -218,24 +218,24 @@ class Session:
 
     async def _by_chat(self, agent: Agent, ask: Ask) -> tuple[Ask, Strand, Call]:
         """Begin a call by chat; return first the call with all known thoughts of its chat."""
-        found = self._history.find(agent.name, ask.shown, ask.messages)
+        prefix = self._history.find(agent.name, ask.shown, ask.messages)
         renderer, options = agent.renderer, {**agent.settings.template_options, **ask.options}
         begun = renderer.encode_trusted(_opening(agent, ask))
-        if found is not None:
-            self._note_used(found.call)
-            ask = replace(ask, messages=[*found.answered, *found.new])
-        if found is None or not await _rendered(
-            agent, renderer.keeps_thoughts, found.answered, found.new, ask.tools, **options
+        if prefix is not None:
+            self._note_used(prefix.call)
+            ask = replace(ask, messages=[*prefix.answered, *prefix.new])
+        if prefix is None or not await _rendered(
+            agent, renderer.keeps_thoughts, prefix.answered, prefix.new, ask.tools, **options
         ):
             token_ids, text = await _rendered(agent, renderer.render, ask.messages, ask.tools, **options)
             token_ids, text = np.concatenate([token_ids, begun]), text + _opening(agent, ask)
             return ask, *self._new(agent, ask, token_ids, text)
-        has_ended = int(found.token_ids[-1]) in renderer.stop_ids
-        new = np.concatenate([await _rendered(agent, renderer.next_turn, found.new, has_ended, **options), begun])
-        if found.strand is not None:
-            return ask, *self._go_on(agent, ask, found.strand, new)
-        token_ids = np.concatenate([found.token_ids, new])
-        return ask, *self._new(agent, ask, token_ids, renderer.decode(token_ids), found.uid)
+        has_ended = int(prefix.token_ids[-1]) in renderer.stop_ids
+        new = np.concatenate([await _rendered(agent, renderer.next_turn, prefix.new, has_ended, **options), begun])
+        if prefix.strand is not None:
+            return ask, *self._go_on(agent, ask, prefix.strand, new)
+        token_ids = np.concatenate([prefix.token_ids, new])
+        return ask, *self._new(agent, ask, token_ids, renderer.decode(token_ids), prefix.uid)
 
     async def _by_prompt(self, agent: Agent, ask: Ask, prompt: IntArray | str) -> tuple[Strand, Call]:
         strand = self._history.find_prompt(agent.name, prompt)
@@ -304,20 +304,20 @@ class Session:
             text, turn_ids = begun + text, np.concatenate([agent.renderer.encode_trusted(begun), got.token_ids])
         else:
             turn_ids = got.token_ids
-        said = Said(text) if agent.reader is None else agent.reader(text, turn_ids, ask)
+        parsed = Said(text) if agent.reader is None else agent.reader(text, turn_ids, ask)
         if strand.text is not None:
-            strand.text, strand.stop = strand.text + said.content, stop
+            strand.text, strand.stop = strand.text + parsed.content, stop
         if ask.prompt is None:
-            message = {"role": "assistant", "content": said.content, "tool_calls": said.calls}
-            if said.reasoning is not None:
-                message["reasoning"] = said.reasoning
+            message = {"role": "assistant", "content": parsed.content, "tool_calls": parsed.calls}
+            if parsed.reasoning is not None:
+                message["reasoning"] = parsed.reasoning
             self._history.answered(agent.name, ask.shown, [*ask.messages, message], strand)
         answer = Answer(
             secrets.token_hex(12),
             got.uid,
             agent.name,
-            said,
-            "tool_calls" if said.calls else _FINISH[got.finish],
+            parsed,
+            "tool_calls" if parsed.calls else _FINISH[got.finish],
             stop,
             prompt_ids,
             got.token_ids,

@@ -109,7 +109,7 @@ def _request(url: str, key: str, body: dict[str, Any] | None, timeout_s: float) 
     try:
         connection.request(method, urllib.parse.urlunsplit(("", "", *parts)), data, headers)
         reply = connection.getresponse()
-        said = reply.read()
+        reply_body = reply.read()
     except BaseException as error:
         connection.close()
         if is_kept and isinstance(error, ConnectionError):  # the server may have closed an idle connection
@@ -119,8 +119,8 @@ def _request(url: str, key: str, body: dict[str, Any] | None, timeout_s: float) 
     if reply.status >= 500:
         raise ConnectionError(f"HTTP {reply.status} of {url}")  # the run is ending
     if reply.status >= 400:
-        raise RuntimeError(f"HTTP {reply.status} of {url}: {said.decode(errors='replace')[:_MOST_SHOWN]}")
-    return json.loads(said)
+        raise RuntimeError(f"HTTP {reply.status} of {url}: {reply_body.decode(errors='replace')[:_MOST_SHOWN]}")
+    return json.loads(reply_body)
 
 
 class Worker:
@@ -273,18 +273,18 @@ def _is_end(heard: Any) -> bool:
 
 def _attribute(name: str) -> Callable[..., Any]:
     """Load the function or class named by FILE.py:NAME, with its folder on sys.path."""
-    place, _, attribute = name.rpartition(":")
-    path = os.path.abspath(place)
+    file, _, attribute = name.rpartition(":")
+    path = os.path.abspath(file)
     sys.path.insert(0, os.path.dirname(path))
     spec = importlib.util.spec_from_file_location("marsrl_program", path)
     if spec is None or spec.loader is None or not os.path.isfile(path):
-        raise ValueError(f"no Python file {place}; expected FILE.py:NAME")
+        raise ValueError(f"no Python file {file}; expected FILE.py:NAME")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     function = getattr(module, attribute, None)
     if not callable(function):
-        raise ValueError(f"{place} has no callable {attribute}")
+        raise ValueError(f"{file} has no callable {attribute}")
     return function
 
 

@@ -131,7 +131,7 @@ class DualSystem(Orchestration):
         num_parts = Counter[str]()
         for name, output in episode.outputs.items():
             num_parts[episode.calls[name].tool] += len(output.parts)
-        found = {"pages": num_parts["search"] + num_parts["visit"], "papers": num_parts["scholar"]}
+        num_found = {"pages": num_parts["search"] + num_parts["visit"], "papers": num_parts["scholar"]}
         # A turn has one call; Episode.ask appends the index to the agent's name.
         turns = (ask.id.rpartition("/system1")[2] for ask in episode.asks.values() if ask.agent == "system1")
         bins = Counter(int(turn.lstrip("#").partition(".")[0] or 0) for turn in turns)
@@ -143,7 +143,7 @@ class DualSystem(Orchestration):
             "distillates": bins.total(),
             "distillates_at_once": max(bins.values(), default=0),
             **{f"calls/{name}": tools.count(name) for name in self.tools},
-            **found,
+            **num_found,
         }
 
     def _wanted(self, episode: Episode, sample: Sample) -> tuple[ToolCall, str] | str | None:

@@ -188,18 +188,18 @@ class Player:
         if self.is_resting or (self._in_step and self.is_working):
             return
         by_policy: dict[str, list[Completion]] = {}
-        for each in sorted(self._due, key=_place) if self._in_step else self._due:
-            by_policy.setdefault(self._policy(each.agent), []).append(each)
+        for completion in sorted(self._due, key=_place) if self._in_step else self._due:
+            by_policy.setdefault(self._policy(completion.agent), []).append(completion)
         self._due = {}
         by_pool: dict[str, list[DecodeRequest]] = {}
         for policy, completions in by_policy.items():
-            requests = [self._game.request(each) for each in completions]
+            requests = [self._game.request(completion) for completion in completions]
             if policy in self.team.adapters:
                 version = self.versions[policy]
-                requests = [replace(each, adapter=policy, adapter_version=version) for each in requests]
-            for each, request in zip(completions, requests, strict=True):
-                each.state = State.DECODING
-                self._decoding[request.uid] = each, request
+                requests = [replace(completion, adapter=policy, adapter_version=version) for completion in requests]
+            for completion, request in zip(completions, requests, strict=True):
+                completion.state = State.DECODING
+                self._decoding[request.uid] = completion, request
             by_pool.setdefault(self.team.adapters.get(policy, policy), []).extend(requests)
         for name, requests in by_pool.items():
             version = (
@@ -229,19 +229,19 @@ class Player:
         """Process results, and everything that they, and judges and tools meanwhile, make possible."""
         ended = []
         for result in results:
-            each, request = self._decoding.pop(result.uid)
-            self._count(each, request, result)
-            if self.open.get(each.of.ask.id) is not each.of:
+            completion, request = self._decoding.pop(result.uid)
+            self._count(completion, request, result)
+            if self.open.get(completion.of.ask.id) is not completion.of:
                 continue  # its session was lost meanwhile
-            each.extend(result)
-            each.finish, each.error = self._finish(each, result), result.error
-            if each.finish is not Finish.UNFINISHED:
-                each.num_decoded, each.text = 0, result.text
-                ended.append(each)
+            completion.extend(result)
+            completion.finish, completion.error = self._finish(completion, result), result.error
+            if completion.finish is not Finish.UNFINISHED:
+                completion.num_decoded, completion.text = 0, result.text
+                ended.append(completion)
                 continue
-            each.state = State.DUE
-            if self._game.goes_on(each, result):
-                self.due([each])
+            completion.state = State.DUE
+            if self._game.goes_on(completion, result):
+                self.due([completion])
         self._end(ended)
         self.settle()
 
@@ -284,8 +284,8 @@ class Player:
     def _policy(self, agent: str) -> str:
         return self.team.agents[agent].policy
 
-    def _count(self, each: Completion, request: DecodeRequest, result: DecodeResult) -> None:
-        of_agent, (num_read, num_drawn) = f"cost/{each.agent}", result.usage_of(request)
+    def _count(self, completion: Completion, request: DecodeRequest, result: DecodeResult) -> None:
+        of_agent, (num_read, num_drawn) = f"cost/{completion.agent}", result.usage_of(request)
         for total, own, count in (
             ("rollout/tokens", "output_tokens", num_drawn),
             ("rollout/prompt_tokens", "input_tokens", num_read),
@@ -298,9 +298,8 @@ class Player:
             self.counts["rollout/kept_tokens"] += len(result.kept_tokens.ids)
         elif len(result.token_ids) and request.sampling.records_kept:
             raise RuntimeError(
-                f"{result.uid}: agents.{each.agent}.top_p and top_k truncate, but the engine did not return the kept tokens, "
-                "which "
-                "loss.truncation=renormalise needs; set loss.truncation to another value, or turn off top_p and top_k"
+                f"{result.uid}: agents.{completion.agent}.top_p and top_k truncate, but the engine did not return the kept tokens "
+                "that loss.truncation=renormalise needs; set loss.truncation to another value, or turn off top_p and top_k"
             )
 
     def _finish(self, each: Completion, result: DecodeResult) -> Finish:
@@ -314,17 +313,17 @@ class Player:
     def _end(self, ended: Sequence[Completion]) -> None:
         """Judge the samples of completions that have ended, and let paused ones wait."""
         unjudged = []
-        for each in ended:
-            if self._sessions is not None and self._sessions.hold(each):
+        for completion in ended:
+            if self._sessions is not None and self._sessions.hold(completion):
                 continue
-            sample = self.team.sample(each)
+            sample = self.team.sample(completion)
             if sample.finish is Finish.WAITING:
-                each.state = State.WAITING
-                each.episode.wait(sample)
-                self._game.followed(each.episode, self._follow(each.episode))
+                completion.state = State.WAITING
+                completion.episode.wait(sample)
+                self._game.followed(completion.episode, self._follow(completion.episode))
             else:
-                each.state, each.sample = State.JUDGING, sample
-                unjudged.append(each)
+                completion.state, completion.sample = State.JUDGING, sample
+                unjudged.append(completion)
         self._judging.update(zip(unjudged, self.team.begin_judging(unjudged), strict=True))
 
     def _go_on(self) -> bool:
@@ -412,18 +411,18 @@ class Player:
                 continue
             del episode.waiting[uid]
             name, _, index = uid.rpartition(":")
-            each = self.open[name].completions[int(index)]
+            completion = self.open[name].completions[int(index)]
             if tokens is None:
-                each.finish, each.error = Finish.ERROR, episode.error or NOTHING_OPEN
-                ended.append(each)
-            elif len(each.token_ids) + len(tokens) >= self._game.most_tokens(each.agent):
-                each.finish = Finish.LENGTH
-                ended.append(each)
+                completion.finish, completion.error = Finish.ERROR, episode.error or NOTHING_OPEN
+                ended.append(completion)
+            elif len(completion.token_ids) + len(tokens) >= self._game.most_tokens(completion.agent):
+                completion.finish = Finish.LENGTH
+                ended.append(completion)
             else:
                 self.counts["rollout/foreign_tokens"] += len(tokens)
-                each.go_on_with(tokens)
-                each.state = State.DUE
-                self.due([each])
+                completion.go_on_with(tokens)
+                completion.state = State.DUE
+                self.due([completion])
         self._end(ended)
 
     def _is_stuck(self, episode: Episode) -> bool:

@@ -63,37 +63,44 @@ class OpenSessions:
         due = [self._asked(self._episodes[call.session], call, version_of[call.agent]) for call in calls]
         return due, dropped
 
-    def hold(self, each: Completion) -> bool:
+    def hold(self, completion: Completion) -> bool:
         """Reply at the end of a turn; return True if the session continues and the completion waits."""
-        is_over = each.episode.id not in self._episodes
-        if each.call is not None:
+        is_over = completion.episode.id not in self._episodes
+        if completion.call is not None:
             fate = Fate.UNREAD if is_over else Fate.READ  # provisional: `end` decides
-            turn = Turn(each.call.place + 1, each.call_start, len(each.token_ids), each.finish, fate)
-            each.turns = (*each.turns, turn)
-            tokens, logprobs = each.token_ids[each.call_start :], each.logprobs[each.call_start :]
-            if each.call.reply.set_running_or_notify_cancel():
-                each.call.reply.set_result(Reply(each.uid, tokens, logprobs, each.finish, each.error))
-            each.call = None
+            turn = Turn(
+                completion.call.place + 1, completion.call_start, len(completion.token_ids), completion.finish, fate
+            )
+            completion.turns = (*completion.turns, turn)
+            tokens, logprobs = (
+                completion.token_ids[completion.call_start :],
+                completion.logprobs[completion.call_start :],
+            )
+            if completion.call.reply.set_running_or_notify_cancel():
+                completion.call.reply.set_result(
+                    Reply(completion.uid, tokens, logprobs, completion.finish, completion.error)
+                )
+            completion.call = None
         if is_over:
             return False
-        each.state = State.WAITING
+        completion.state = State.WAITING
         return True
 
     def _asked(self, episode: Episode, call: Call, version: int) -> Completion:
         if call.uid:
-            each = self._open[call.uid.rpartition(":")[0]].completions[0]
+            completion = self._open[call.uid.rpartition(":")[0]].completions[0]
             self._counts["rollout/foreign_tokens"] += len(call.token_ids)
-            each.go_on_with(call.token_ids)
-            each.state = State.DUE
+            completion.go_on_with(call.token_ids)
+            completion.state = State.DUE
         else:
             ask = episode.ask(call.agent, turn=call.number, index=call.attempt)
-            each = Completion()
-            of = OpenAsk(ask, call.token_ids, call.text, version, [each])
+            completion = Completion()
+            of = OpenAsk(ask, call.token_ids, call.text, version, [completion])
             of.episode, of.behind = episode, call.behind
             self._open[ask.id] = of
             episode.enter([ask])
-        each.call, each.call_start = call, len(each.token_ids)
-        return each
+        completion.call, completion.call_start = call, len(completion.token_ids)
+        return completion
 
     def _forget(self, episode: Episode) -> list[Completion]:
         """Detach and return all completions of the session; results of those still decoding are ignored."""

@@ -41,8 +41,7 @@ def own_address(given: str | None = None) -> str:
         if (found := address_here(given)) is None:
             raise RuntimeError(
                 f"sync.host is {given}, which is not an address of this host ({', '.join(others) or 'loopback only'}); "
-                "expected one "
-                "of trainer rank 0's host: correct it, or omit it"
+                "expected one of trainer rank 0's host: correct it, or omit it"
             )
         return found
     for found in (address_here(os.environ.get("MASTER_ADDR", "localhost")), address_towards(_NOWHERE)):

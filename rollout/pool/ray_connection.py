@@ -114,8 +114,7 @@ class RayCluster:
         if wrong:
             raise RuntimeError(
                 f"{self._name} would give engines {'other GPUs than' if is_shared else 'GPUs of'} the trainer's ranks; restart "
-                "Ray "
-                f"(`ray start`, `marsrl join --gpus`) with the expected GPUs: {'; '.join(wrong)}"
+                f"Ray (`ray start`, `marsrl join --gpus`) with the expected GPUs: {'; '.join(wrong)}"
             )
 
     def await_place(self, who: str, each: Mapping[str, float], num: int, wait_s: float) -> None:
@@ -211,8 +210,7 @@ def _join(address: str, timeout_s: float) -> None:
                 f"rollout.ray_address is {address}, but nothing answers there ({error}); start Ray there with `ray start "
                 "--head`, "
                 "correct the address, set rollout.ray_address=here to start a cluster that other hosts join (`marsrl join`), "
-                "or omit "
-                "it to use this machine only"
+                "or omit it to use this machine only"
             ) from error
     _, has_token = show_token()
     failure: list[BaseException] = []

@@ -100,19 +100,21 @@ def join(host: str, port: int, offer: Offer, *, wait_s: float, say: Callable[[st
                     say(joined)
                     joined = ""
                 time.sleep(_LOOK_S)
-            said = " ".join(output.read_text(encoding="utf-8", errors="replace").split())[-500:]
+            last_output = " ".join(output.read_text(encoding="utf-8", errors="replace").split())[-500:]
             is_up, status = _is_up(output), process.poll()
         if head.has_ended:
             break
-        if not is_up and "timed out during startup" not in said:  # Ray's own 30 s are too short for a busy machine
+        if (
+            not is_up and "timed out during startup" not in last_output
+        ):  # Ray's own 30 s are too short for a busy machine
             raise JoinError(
                 f"this host (Ray {ray.__version__}, Python {platform.python_version()}) could not join the cluster at "
-                f"{head.name} ({said or 'no output from Ray'}); its token: {token}"
+                f"{head.name} ({last_output or 'no output from Ray'}); its token: {token}"
             )
         short_lives = short_lives + 1 if not is_up or time.monotonic() - began < _SHORT_LIFE_S else 0
         if short_lives == _SHORT_LIVES:
             raise JoinError(
-                f"Ray's node of this host ended {short_lives} times in a row ({said}); see its logs in {_LOGS}"
+                f"Ray's node of this host ended {short_lives} times in a row ({last_output}); see its logs in {_LOGS}"
             )
         say(f"Ray's node of this host has ended with status {status} (logs in {_LOGS}); joining again")
     say(f"the cluster at {head.name} has ended; {socket.gethostname()} leaves it")

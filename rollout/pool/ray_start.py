@@ -36,8 +36,7 @@ def listens_at(address: str | None, own_host: str | None) -> tuple[str, int]:
         except OSError as error:
             raise RuntimeError(
                 f"rollout.ray_address is {address}, but port {port} of {host} is taken ({error.strerror}), perhaps by another "
-                "run's Ray "
-                f"or `ray start`; end that, or set rollout.ray_address=here:{port + 1} and join there"
+                f"run's Ray or `ray start`; end that, or set rollout.ray_address=here:{port + 1} and join there"
             ) from error
     return host, port
 

@@ -81,8 +81,7 @@ class Recovery:
             if self.num_restarts > self._most:
                 raise RuntimeError(
                     f"engines of policy {self._name}: engine {replica} is lost ({lost.reason}) after {self._most} restarts in "
-                    "this "
-                    "run (rollout.max_engine_restarts); see its last output in Ray's logs "
+                    "this run (rollout.max_engine_restarts); see its last output in Ray's logs "
                     "(/tmp/ray/session_latest/logs), and resume from the last checkpoint with run.resume=auto"
                 )
             _log.warning("policy %s: engine %d is lost: %s; restarting it", self._name, replica, lost.reason)
@@ -135,7 +134,6 @@ class Recovery:
         if wrong or receipt.version != version:
             raise RuntimeError(
                 f"engines of policy {self._name}: engine {replica} was restarted with the {of} of version {version}, but "
-                "reports "
-                f"version {receipt.version} and other weights than the rest: {len(wrong)} of "
+                f"reports version {receipt.version} and other weights than the rest: {len(wrong)} of "
                 f"{sum(map(len, checksums))} tensors differ, first {', '.join(wrong[:3])}"
             )

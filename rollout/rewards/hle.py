@@ -82,20 +82,20 @@ def read_judgement(text: str) -> Judgement:
     The other fields may occur once, and extracted_final_answer and reasoning only before it. So a judge that copies fields from
     its input is rejected. Raises Unreadable: the completion breaks these rules.
     """
-    found: dict[str, str] = {}
+    fields: dict[str, str] = {}
     for line in unicodedata.normalize("NFKC", text).split("\n"):  # full-width colons; only \n ends a line
         match = _FIELD.fullmatch(line[:_LONGEST_LINE].rstrip())
         if match is None:
             continue
         name = match[1].lower()
-        if name in found:
+        if name in fields:
             raise Unreadable(f"found more than one line `{name}:`")
-        if "correct" in found and name != "confidence":
+        if "correct" in fields and name != "confidence":
             raise Unreadable(f"the line `{name}:` comes after `correct:`")
-        found[name] = match[2].strip()
-    if "correct" not in found:
+        fields[name] = match[2].strip()
+    if "correct" not in fields:
         raise Unreadable("no line `correct:`")
-    said = _YES_NO.fullmatch(found["correct"])
+    said = _YES_NO.fullmatch(fields["correct"])
     if said is None:
         raise Unreadable("`correct:` is not exactly yes or no")
-    return Judgement(said[1].lower() == "yes", found.get("reasoning", ""))
+    return Judgement(said[1].lower() == "yes", fields.get("reasoning", ""))

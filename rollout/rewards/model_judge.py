@@ -216,11 +216,11 @@ class ModelJudge:
 
     async def _judge(self, key: _Key, purpose: Purpose) -> Judgement:
         """Make a new judgement. Raises Unreadable: there is none, or none in time; a later result of the engine is dropped."""
-        said, began = None, time.monotonic()
+        judgement, began = None, time.monotonic()
         try:
             async with asyncio.timeout(self.config.timeout_s) as limit:
-                said = await self._drawn(key, purpose)
-            return said
+                judgement = await self._drawn(key, purpose)
+            return judgement
         except TimeoutError:
             if not limit.expired():  # the engines' own timeout
                 raise
@@ -229,7 +229,7 @@ class ModelJudge:
             with self._changed:
                 future = self._open.pop(key)
                 self._counts[purpose]["seconds"] += time.monotonic() - began
-                if said is not None and self.config.cache_entries:
+                if judgement is not None and self.config.cache_entries:
                     self._kept[key] = future
                     if len(self._kept) > self.config.cache_entries:
                         self._kept.popitem(last=False)
@@ -251,18 +251,18 @@ class ModelJudge:
             result = await self._decoded(prompt, key, purpose, number)
             if result.finish is Finish.ERROR:  # the engine has already retried
                 raise Unreadable(f"the engine failed: {_shown(result.error)}")
-            said = self._renderer.decode(result.token_ids) if result.text is None else result.text
+            output = self._renderer.decode(result.token_ids) if result.text is None else result.text
             try:
                 if result.finish is not Finish.STOP:
                     raise Unreadable(
                         f"the judgement is cut off after {len(result.token_ids)} tokens (judge.max_response_tokens)"
                     )
-                spoken = visible(said, starts_in_thought)
+                spoken = visible(output, starts_in_thought)
                 if spoken is None:
                     raise Unreadable("its <think> block is never closed")
                 return read_judgement(spoken)
             except Unreadable as error:
-                unread = Unreadable(f"{error}: {_shown(said)}")
+                unread = Unreadable(f"{error}: {_shown(output)}")
         raise unread
 
     async def _decoded(self, prompt: IntArray, key: _Key, purpose: Purpose, number: int) -> DecodeResult:

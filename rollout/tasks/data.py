@@ -156,18 +156,17 @@ def repeats(problems: Sequence[Problem], key: str) -> list[str]:
         elif answers and first is None:
             first = (next(iter(answers.values())), problem)
         answers.setdefault(answer, problem)
-    said = []
+    warnings = []
     if first is not None:
         one, other = ((problem.id, (problem.answer or "")[:40]) for problem in first)
-        said.append(
+        warnings.append(
             f"{key}: {sum(len(answers) > 1 for answers in seen.values())} question(s) occur with different answers, first "
             f"{one[0]} (answer {one[1]!r}) and {other[0]} ({other[1]!r}); if the answers differ in meaning, remove the wrong "
-            "one, "
-            "which would be rewarded"
+            "one, which would be rewarded"
         )
     if num_same:
-        said.append(f"{key}: {num_same} problem(s) repeat an earlier question and answer")
-    return said
+        warnings.append(f"{key}: {num_same} problem(s) repeat an earlier question and answer")
+    return warnings
 
 
 def shared_answers(problems: Sequence[Problem], key: str) -> list[str]:
@@ -214,8 +213,7 @@ def data_files(path: Path) -> list[Path]:
     if not path.is_dir():
         raise ValueError(
             f"data: {path} does not exist; expected a jsonl or parquet file or a Hugging Face dataset directory (to download "
-            "one: "
-            "hf download OWNER/NAME --repo-type dataset --local-dir NAME)"
+            "one: hf download OWNER/NAME --repo-type dataset --local-dir NAME)"
         )
     if (path / "dataset_dict.json").is_file():
         path = path / _split(path, json.loads((path / "dataset_dict.json").read_text("utf-8"))["splits"])

@@ -64,10 +64,10 @@ def search_traces(rng: random.Random, world: World, slips: SearchSlips) -> list[
     steps = world.steps(problem)
     documents = {document.title: document for document in world.documents}
     traces: list[Trace] = []
-    found: list[str] = []
+    results: list[str] = []
 
     def write(role: Role, completion: str) -> None:
-        report = "\n".join(found) or NOTHING_SEARCHED
+        report = "\n".join(results) or NOTHING_SEARCHED
         traces.append(Trace(role, prompt_set("facts").fill(role, problem=problem.question, found=report), completion))
 
     def read(number: int, slip: float) -> tuple[str, str]:
@@ -85,7 +85,7 @@ def search_traces(rng: random.Random, world: World, slips: SearchSlips) -> list[
             write(Role.SEARCHER, f"{relation} {value} <search> {value} </search>")
             if value != entity:
                 return traces
-        found.append(_found(documents[entity]))
+        results.append(_found(documents[entity]))
     write(Role.ROUTER, "<verify> yes </verify>")
     relation, value = read(-1, slips.slip_answerer)
     write(Role.ANSWERER, f"{relation} {value} <answer> {value} </answer>")

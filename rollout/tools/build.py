@@ -146,8 +146,7 @@ def check_tools(
             if (other := having.setdefault(function.name, name)) != name:
                 raise ValueError(
                     f"tools.{other} and tools.{name} both have a function {function.name}, but models call functions by name; "
-                    "rename "
-                    "one, or omit it (tools of kind mcp: `tools`)"
+                    "rename one, or omit it (tools of kind mcp: `tools`)"
                 )
     return shown
 

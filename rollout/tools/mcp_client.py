@@ -152,20 +152,20 @@ class McpTools:
 
     async def _listed(self, client: Client) -> list[ToolFunction]:
         """Return the server's tools that the settings name."""
-        found: dict[str, ToolFunction] = {}
+        offered: dict[str, ToolFunction] = {}
         cursor = None
         for _ in range(_MOST_PAGES):
             page = await client.list_tools(cursor=cursor)
             for tool in page.tools:
-                found[tool.name] = ToolFunction(tool.name, tool.description or "", tool.input_schema, self.name)
+                offered[tool.name] = ToolFunction(tool.name, tool.description or "", tool.input_schema, self.name)
             if (cursor := page.next_cursor) is None:
                 break
-        wanted = list(found) if self._settings.tools is None else self._settings.tools
-        if missing := [name for name in wanted if name not in found]:
-            raise ValueError(f"the server has no tool {missing[0]!r}; expected one of {', '.join(found) or 'none'}")
+        wanted = list(offered) if self._settings.tools is None else self._settings.tools
+        if missing := [name for name in wanted if name not in offered]:
+            raise ValueError(f"the server has no tool {missing[0]!r}; expected one of {', '.join(offered) or 'none'}")
         if not wanted:
             raise ValueError("the server offers no tools; expected at least one")
-        return [found[name] for name in wanted]
+        return [offered[name] for name in wanted]
 
 
 @cache

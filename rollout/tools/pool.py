@@ -288,10 +288,10 @@ def _end(books: _Books, future: Future[ToolOutput], output: ToolOutput) -> None:
 def _output(lane: _Lane, run: _Run) -> tuple[ToolOutput, bool]:
     """Return (the tool's output, True if truncated); a failure of the tool is an output too."""
     try:
-        said = lane.tool.run(run.arguments)
-        parts = [said] if isinstance(said, str) else said
+        result = lane.tool.run(run.arguments)
+        parts = [result] if isinstance(result, str) else result
         if not isinstance(parts, list | tuple) or not all(isinstance(part, str) for part in parts):
-            raise TypeError(f"its output is {type(said).__name__}, expected text or a list of texts")
+            raise TypeError(f"its output is {type(result).__name__}, expected text or a list of texts")
     except ToolError as error:
         return _error(str(error)), False
     except (
@@ -302,7 +302,7 @@ def _output(lane: _Lane, run: _Run) -> tuple[ToolOutput, bool]:
     kept = even_shares([len(part) for part in parts], lane.limits.max_output_chars)
     shown = [_cut(part, length) for part, length in zip(parts, kept, strict=True)]
     is_cut = any(length < len(part) for part, length in zip(parts, kept, strict=True))
-    return ToolOutput(shown[0]) if isinstance(said, str) else ToolOutput.of(shown), is_cut
+    return ToolOutput(shown[0]) if isinstance(result, str) else ToolOutput.of(shown), is_cut
 
 
 def _cut(text: str, longest: int) -> str:

@@ -95,8 +95,7 @@ def block_sum(block: Tensor, at: Box, shape: Sequence[int]) -> int:
     if first % 8 or length % 8 or stride % 8:
         raise ValueError(
             f"checksum: a block {list(block.shape)} of {block.dtype} at {at} of {list(shape)} begins or ends within a word of "
-            "8 "
-            "bytes; expected blocks of whole words"
+            "8 bytes; expected blocks of whole words"
         )
     if data.device.type == "cpu" and library.why_no_cpu_library() is None:
         return int(library.cpu_library().marsrl_word_sum(data, runs, length // 8, first // 8, stride // 8))

@@ -99,8 +99,7 @@ def not_written(version: int, folder: Path, error: OSError | SafetensorError) ->
     reason = getattr(error, "strerror", None) or error
     return RuntimeError(
         f"weight sync: version {version} could not be written to {folder}: {reason}; free space there (the previous version "
-        "stays "
-        "until this one is verified, so the model is stored twice), enlarge shared memory (docker run --shm-size), or set "
+        "stays until this one is verified, so the model is stored twice), enlarge shared memory (docker run --shm-size), or set "
         "sync.directory to another folder"
     )
 

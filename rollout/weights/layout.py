@@ -321,19 +321,19 @@ def plan_pieces(holders: Sequence[Mapping[str, Box]], needs: Sequence[Mapping[st
     pieces = []
     for target, need in enumerate(needs):
         for name, wanted in need.items():
-            found = 0
+            num_covered = 0
             for box, ranks in boxes_of.get(name, ()):
                 part = wanted.overlap(box)
                 if part.num_elements == 0:
                     continue
                 source = min(ranks, key=lambda rank: (load[rank], (rank - target) % len(holders)))
                 load[source] += part.num_elements
-                found += part.num_elements
+                num_covered += part.num_elements
                 pieces.append(Piece(name, part, source, target))
-            if found != wanted.num_elements:
+            if num_covered != wanted.num_elements:
                 raise ValueError(
                     f"weight transfers: engine shard {target} needs {wanted.num_elements} numbers of {name} ({wanted}), but "
-                    f"the trainer's ranks hold {found} of them: {boxes_of.get(name, [])}"
+                    f"the trainer's ranks hold {num_covered} of them: {boxes_of.get(name, [])}"
                 )
     return pieces
 

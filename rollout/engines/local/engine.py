@@ -292,7 +292,7 @@ class LocalEngine(Engine):
         Hidden states are [P, H]; experts are [tokens, layers, K] for each prompt (no arrays if not recorded).
         """
         states: list[Tensor] = []
-        found: list[ExpertArray] = []
+        experts_of: list[ExpertArray] = []
         start = 0
         while start < len(prompts):
             stop, total = start + 1, len(prompts[start])
@@ -304,9 +304,9 @@ class LocalEngine(Engine):
             ends = np.cumsum([len(p) for p in prompts[start:stop]])
             states.append(hidden[torch.from_numpy(ends - 1).to(self._device)])
             if experts is not None:
-                found += np.split(experts.cpu().numpy(), ends[:-1])
+                experts_of += np.split(experts.cpu().numpy(), ends[:-1])
             start = stop
-        return torch.cat(states), found
+        return torch.cat(states), experts_of
 
     def _room_for_experts(self, num_tokens: int) -> Tensor:
         """Return a buffer [tokens, layers, K] for a forward pass to fill."""

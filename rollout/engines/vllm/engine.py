@@ -279,8 +279,7 @@ class VllmEngine(Engine):
         if not self._llm.reset_prefix_cache():
             raise RuntimeError(
                 "VllmEngine: vLLM did not reset its prefix cache, because requests are still running; abort and collect them "
-                "before an "
-                "update, or vLLM would serve prefixes of the old weights"
+                "before an update, or vLLM would serve prefixes of the old weights"
             )
 
     def _refuse_old_prefixes(self, num_cached_tokens: int, adapter: str) -> None:

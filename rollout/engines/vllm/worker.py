@@ -90,7 +90,7 @@ class WorkerExtension:
 
         Raises RuntimeError: on a CPU, where the kernels compute with packed copies of the parameters.
         """
-        told = decode(ReceivePlan, plans[self.rank])
+        plan = decode(ReceivePlan, plans[self.rank])
         model = self.model_runner.get_model()
         device = next(model.parameters()).device
         if device.type == "cpu":
@@ -100,10 +100,10 @@ class WorkerExtension:
         if not hasattr(self, "_marsrl_receiver"):
             self._marsrl_receiver = WeightReceiver(device)
         try:
-            shapes = self._marsrl_receiver.receive(told, lambda name: _held(model, name).data)
+            shapes = self._marsrl_receiver.receive(plan, lambda name: _held(model, name).data)
         except TransferBroken as error:
             return str(error) or "no reason"
-        self._marsrl_received = shapes, told.rendezvous.torch_dtype
+        self._marsrl_received = shapes, plan.rendezvous.torch_dtype
         return ""
 
     def marsrl_received_checksums(self) -> dict[str, int]:
@@ -114,9 +114,9 @@ class WorkerExtension:
 
     def marsrl_settings(self) -> dict[str, tuple[float, ...]]:
         """Return EngineInfo.settings, read from the layers in use; layer types that vLLM renamed are missing."""
-        found: dict[str, set[float]] = {}
+        values_of: dict[str, set[float]] = {}
         for module in self.model_runner.get_model().modules():
-            told = {
+            settings = {
                 "norm_eps": getattr(module, "variance_epsilon", None),
                 "rope_theta": module.base if hasattr(module, "cos_sin_cache") else None,
                 "rope_factor": getattr(module, "scaling_factor", None),  # four attributes of Llama3RotaryEmbedding
@@ -127,10 +127,10 @@ class WorkerExtension:
                 "experts_per_token": getattr(getattr(module, "router", None), "top_k", None),
                 "normalises_top_k": getattr(getattr(module, "router", None), "renormalize", None),
             }
-            for name, value in told.items():
+            for name, value in settings.items():
                 if value is not None:
-                    found.setdefault(name, set()).add(float(value))
-        return {name: tuple(sorted(values)) for name, values in found.items()}
+                    values_of.setdefault(name, set()).add(float(value))
+        return {name: tuple(sorted(values)) for name, values in values_of.items()}
 
     def marsrl_divide_logits(self, temperature: float) -> None:
         """Divide the model's logits by the temperature from now on: vLLM's prompt_logprobs are always at temperature 1."""

@@ -21,16 +21,16 @@ def held_checksums(manager: Any, number: int, path: str, shard: EngineShard) -> 
     path: the adapter's file, which gives the ranks.
     """
     ranks = {name: tensor.shape[0] for name, tensor in read_tensors(Path(path)).items() if ".lora_A." in name}
-    slot, found = manager.lora_index_to_id.index(number), dict[str, int]()
+    slot, checksums = manager.lora_index_to_id.index(number), dict[str, int]()
     for module_name, module in manager.modules.items():
         for matrix, a, b in _pairs(module_name, module, manager, slot, shard):
             rank = ranks.get(f"{matrix}.lora_A.weight", 0)
             if a[rank:].any() or b[:, rank:].any():
-                found[f"{matrix}.lora_B.weight beyond rank {rank}"] = checksum(b)
+                checksums[f"{matrix}.lora_B.weight beyond rank {rank}"] = checksum(b)
             if rank:
-                found[f"{matrix}.lora_A.weight"] = checksum(a[:rank])
-                found[f"{matrix}.lora_B.weight"] = checksum(b[:, :rank])
-    return found
+                checksums[f"{matrix}.lora_A.weight"] = checksum(a[:rank])
+                checksums[f"{matrix}.lora_B.weight"] = checksum(b[:, :rank])
+    return checksums
 
 
 def _pairs(name: str, module: Any, manager: Any, slot: int, shard: EngineShard) -> Iterator[tuple[str, Tensor, Tensor]]:
