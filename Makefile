@@ -20,7 +20,8 @@ INTERPRETED := TRITON_INTERPRET=1 python -m pytest tests/kernels/interpreter -q 
 # Tests of torch.compile, which our shim of Megatron turns off in every process that imports the learner's tests.
 COMPILED := python -m pytest tests/kernels/test_traced_ops.py -q
 OTHERS := --ignore tests/kernels/interpreter --ignore tests/kernels/test_traced_ops.py
-# Four processes on two cores: a test waits now and then, for processes that start, that were killed or that are silent.
+# More processes than cores: a test waits now and then, for processes that start, that were killed or that are silent. Each of
+# them spends about 20 s of CPU on collecting the tests.
 PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 python -m pytest -q
 
 # The Triton that the CUDA set's PyTorch brings. Our kernels are tested with it too, beside the Triton of the CPU set.
@@ -79,7 +80,7 @@ $(PUPILS)/hf: | install /tmp/smollm2 /tmp/real_team
 test: install $(GAMES)  ## the tests of every change: all that is quick, and one of each kind that is not (tests/README.md)
 	tests/apt.sh bwrap bubblewrap "so no sandboxes are tested"
 	$(INTERPRETED) -m smoke
-	$(PYTEST) -n 4 --dist loadscope --no-loadscope-reorder -m "(not slow or smoke) and not gpu and not multi_gpu" $(OTHERS)
+	$(PYTEST) -n 3 --dist loadscope --no-loadscope-reorder -m "(not slow or smoke) and not gpu and not multi_gpu" $(OTHERS)
 
 test-all: install $(OTHER_TRITON) $(GAMES)  ## all tests that need no GPU (as root on Debian or Ubuntu with apt's packages, for some of them)
 	tests/apt.sh chromium chromium "so no page is opened in a browser"

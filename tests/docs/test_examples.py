@@ -27,6 +27,8 @@ from marsrl.trainer.report.metrics import read_metrics
 from marsrl.trainer.report.samples_log import read_samples
 from marsrl.trainer.supervised.demonstrations import read_demonstrations
 
+pytestmark = pytest.mark.slow
+
 DATA = {
     "train": "train",
     "eval": "held_out",
@@ -40,7 +42,6 @@ def desk(tmp_path: Path) -> Desk:
     return Desk(tmp_path)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("command", run_by("test_an_example_trains"))
 def test_an_example_trains(command: str, desk: Desk) -> None:
     """With a model that says 7 or 8 by a coin, until its first agent's samples are trained."""
@@ -54,6 +55,7 @@ def test_an_example_trains(command: str, desk: Desk) -> None:
     assert first in {sample.agent for path in run.glob("samples/*") for sample in read_samples(path)}
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("command", run_by("test_an_example_is_tried"))
 def test_an_example_is_tried(command: str, desk: Desk, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(desk.words(command, Path)[1:]) == 0, capsys.readouterr().err
@@ -61,7 +63,6 @@ def test_an_example_is_tried(command: str, desk: Desk, capsys: pytest.CaptureFix
     assert "advantage" in shown and ("checker" in shown) == ("own_team" in command)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["guess_number", "real_team"])
 def test_an_example_for_a_small_model_passes_its_checks(
     name: str, desk: Desk, capsys: pytest.CaptureFixture[str]
@@ -85,6 +86,7 @@ def test_an_example_for_a_small_model_passes_its_checks(
         assert cli.main([*words[1:], *own]) == 0 and "call 1 reads" in capsys.readouterr().out
 
 
+@pytest.mark.smoke
 def test_fewer_guesses_are_worth_more() -> None:
     """The environment of examples/guess_number/, whose careful tutor needs four guesses at most."""
     played = runpy.run_path(str(ROOT / "examples/guess_number/guess_number.py"))
@@ -113,6 +115,7 @@ def samples_of(played: Rehearsal, agent: str) -> list[Sample]:
     return sorted(found, key=lambda sample: (sample.uid.count("/"), sample.uid))
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("command", run_by("test_a_critic_is_paid_for_what_comes_of_its_critique"))
 def test_a_critic_is_paid_for_what_comes_of_its_critique(command: str, desk: Desk) -> None:
     problem = tried(command, desk).problem
@@ -122,6 +125,7 @@ def test_a_critic_is_paid_for_what_comes_of_its_critique(command: str, desk: Des
     assert all("Think!" in reviser.prompt_text for reviser in samples_of(played, "reviser"))
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("command", run_by("test_workers_have_prompts_and_groups_of_their_own"))
 def test_workers_have_prompts_and_groups_of_their_own(command: str, desk: Desk) -> None:
     played = tried(command, desk)
@@ -133,6 +137,7 @@ def test_workers_have_prompts_and_groups_of_their_own(command: str, desk: Desk) 
         assert len(own) == 3 and all(worker.shown in editor.prompt_text for worker in own)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("command", run_by("test_a_game_ends_when_it_is_won"))
 def test_a_game_ends_when_it_is_won(command: str, desk: Desk) -> None:
     secret = int(tried(command, desk).problem.answer or "")
@@ -146,6 +151,7 @@ def test_a_game_ends_when_it_is_won(command: str, desk: Desk) -> None:
     assert ("Higher." if lower < secret else "Lower.") in told and guessers[0].shown in told
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("command", run_by("test_a_reader_reads_what_a_tool_found"))
 def test_a_reader_reads_what_a_tool_found(command: str, desk: Desk) -> None:
     readers = samples_of(tried(command, desk), "reader")

@@ -231,6 +231,8 @@ def test_what_vllm_cannot_do_here_is_refused_with_what_it_can(
     assert len(found) == (says is not None) and all(re.search(str(says), sentence) for sentence in found), found
 
 
+@pytest.mark.slow
+@pytest.mark.smoke
 def test_other_arguments_of_vllm_are_checked_against_its_own() -> None:
     given = {"max_num_batched_tokens": 12345, "compilation_config": {"mode": 0}}
     assert checked_extra(given).keys() == given.keys()
