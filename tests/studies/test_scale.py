@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
 from scripts import call
+
+pytestmark = pytest.mark.slow
 
 MEASURED = """
 import json, sys
