@@ -166,7 +166,8 @@ setup(
     package_dir=package_dir,
     package_data={package: ["*.yaml", "*.j2", "py.typed"] for package in packages}
     | {
-        f"{NAME}.trainer.commands.look": ["pages/*", "pages/vendor/*"],
+        f"{NAME}.trainer.commands.look": ["pages/*", "pages/vendor/*", "demo/*", "demo/*/*", "demo/*/*/*"],
+        f"{NAME}.trainer.schools": ["ready/*"],
         f"{NAME}.rollout.agents": ["prompt_sets/*.yaml"],
     },
     install_requires=REQUIREMENTS,

@@ -44,6 +44,7 @@ assert cli.main(["init", "--shape", "tiny", "--tokenizer", "arithmetic", "model"
 assert cli.main(["plan", "--config", "qwen3_8b", "--gpus", "8"]) == 0
 assert cli.main(["plan", "--config", "qwen3_30b_a3b.yaml", "--gpus", "64"]) == 0
 assert main.main(["--dry-run"]) == 0
+assert cli.main(["view", "--demo", "--text"]) == 0
 assert main.main(sys.argv[2:]) == 0
 files = [Path(m.__file__) for n, m in sys.modules.items() if n.startswith("marsrl.") and getattr(m, "__file__", None)]
 elsewhere = [file for file in files if not file.is_relative_to(sys.argv[1])]
@@ -134,3 +135,13 @@ def test_a_wheel_has_the_presets_and_trains(installed: Path, tmp_path: Path) -> 
     assert [row.values["actor/empty_steps"] for row in rows] == [0, 0]
     assert "<html" in (run / "report.html").read_text()[:200]
     assert (run / "config.yaml").read_text().startswith("# settings: preset cpu_default.yaml < command line\n")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_wheel_has_the_recorded_run(installed: Path) -> None:
+    demo = contents(ROOT / "trainer/commands/look/demo")
+    assert contents(installed / "marsrl/trainer/commands/look/demo") == demo
+    assert {"config.yaml", "metrics.jsonl"} <= demo.keys() and sum(map(len, demo.values())) < 2_000_000

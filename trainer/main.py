@@ -2,7 +2,7 @@
 
 Installed, without a checkout: `torchrun -m marsrl.trainer.main ...` or `python -m marsrl.trainer.main ...`.
 
-With no words at all it runs configs/cpu_default.yaml: MarsRL from random weights on this machine's CPU.
+With no words at all it runs configs/cpu_default.yaml: MarsRL with a tiny model on this machine's CPU.
 """
 
 from __future__ import annotations

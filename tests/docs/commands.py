@@ -52,6 +52,7 @@ TESTS = (
     ("marsrl serve-retrieval .*", "test_documents_are_served_until_ctrl_c"),
     ("marsrl (report|export|evaluate) runs/.*", "test_commands_on_a_run_are_as_they_are_written"),
     ("marsrl sft .*", "test_a_command_of_the_documents_teaches"),
+    ("python -m .*look.record .*", "test_the_documents_command_records_a_run"),
     ("marsrl view .*", "test_the_documents_commands_view_a_run"),
     ("marsrl (evaluate .* --out|compare) .*", "test_evaluations_are_kept_and_compared"),
     ("marsrl evaluate .*", "test_a_team_is_evaluated"),

@@ -207,6 +207,7 @@ TEAMS = {  # agents, and what is said of the batch
     "own_team.yaml": ("first second judge", "at most 192 samples a step, if each agent is asked once in an episode"),
     "own_task.yaml": ("solver verifier1 corrector1 verifier2 corrector2", "576 samples a step"),
     "orchestration=dual_system": ("system2 system1", "40 samples of system2"),
+    "warm_start.ready=false": ("solver verifier1 corrector1 verifier2 corrector2", "576 samples a step"),
     "task=qa": ("verifier search answer", "at most 320 samples a step"),
 }
 

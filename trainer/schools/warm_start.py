@@ -3,7 +3,7 @@
 The school decides what is taught and whose losses end its two phases (schools.py); then the learning rate falls. Verdict tokens
 weigh more. Tutors write the demonstrations; `marsrl sft`'s trainer learns them (trainer/supervised).
 The result is cached by the hash of its recipe, torch's version and the processor, and RL always starts from the cached file,
-so that runs from a fresh and from a cached warm start are the same. The folder ready/ holds the start of one recipe, the default
+so that runs from a fresh and from a cached warm start are the same. A folder ready/ may hold the start of one recipe, the default
 run's (docs/cpu_default.md): its float32 weights are the same on every processor.
 """
 

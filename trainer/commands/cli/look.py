@@ -13,14 +13,21 @@ from marsrl.trainer.commands.cli.command import Config, Settings, command, conso
 
 @command("look", "marsrl view runs/cpu_default-20260101-120000")
 def view(
-    runs: Annotated[list[str], Argument(metavar="RUN", help="run directories; several are compared")],
+    runs: Annotated[list[str] | None, Argument(metavar="RUN", help="run directories; several are compared")] = None,
+    demo: Annotated[bool, Option("--demo", help="show the recorded run that comes with marsrl")] = False,
     port: Annotated[int, Option(min=0, max=65535, help="on 127.0.0.1; 0: any that is free")] = 0,
     text: Annotated[
         bool, Option("--text", help="no server: print where the runs are, and their last problems")
     ] = False,
 ) -> None:
     """Look at runs in the browser, also while they go on: samples, curves, the pipeline, warnings. Until Ctrl-C."""
-    directories = [run_directory(each) for each in runs]
+    from marsrl.trainer.commands.look.record import DEMO
+
+    directories = [run_directory(each) for each in [*(runs or ()), *([str(DEMO)] if demo else [])]]
+    if not directories:
+        raise ValueError(
+            "no run is named; expected run directories, or --demo for the recorded run that comes with marsrl"
+        )
     if text:
         from marsrl.trainer.commands.look.text import print_run
 
