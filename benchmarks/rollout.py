@@ -3,11 +3,13 @@
     python benchmarks/rollout.py [--json FILE] [--repeats 5] [--problems 64]
     python benchmarks/rollout.py --overlap 1 [...]       # four stages, decoded without waiting for them to be taken
     python benchmarks/rollout.py --engines 2 [...]       # two engines of one thread each over one such engine
+    python benchmarks/rollout.py --model /models/smollm2 --problems 8 --repeats 3 [...]    # a model's directory
+    python benchmarks/rollout.py --engine local [...]    # our own engine over bare vLLM
 
-Ours is one stage of the scheduler: prompts rendered, requests sent to a vLLM actor, log-probs returned, texts decoded, parsed and
-judged. Bare is vllm.LLM.generate with as many threads, given every completion's length in advance (max_tokens = ours,
-ignore_eos), without log-probs or seeds. Each runs in its own process, and they alternate; `ratio:` is the median of the turns'
-ratios.
+Ours is one stage of the scheduler: prompts rendered, requests sent to an actor of vLLM or of our own engine, log-probs returned,
+texts decoded, parsed and judged. With --model a Solver alone answers sums in words. Bare is vllm.LLM.generate with as many
+threads, given every completion's length in advance (max_tokens = ours, ignore_eos), without log-probs or seeds. Each runs in
+its own process, and they alternate; `ratio:` is the median of the turns' ratios.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
 Side = Generator[Any, Any, None]  # yields None when it is ready, then an answer to each question
 
 
-def bare(model_dir: str, max_num_seqs: int, max_model_len: int, kv_cache_mib: int, threads: int) -> Side:
+def bare(model_dir: str, dtype: str, max_num_seqs: int, max_model_len: int, kv_cache_mib: int, threads: int) -> Side:
     """Asked for [prompt ids, length] of completions, answers with the seconds of LLM.generate."""
     from marsrl.rollout.engines.vllm.arguments import vllm_environment
 
@@ -43,7 +45,7 @@ def bare(model_dir: str, max_num_seqs: int, max_model_len: int, kv_cache_mib: in
 
     torch.set_num_threads(threads)
     llm = LLM(
-        model=model_dir, dtype="float32", enforce_eager=True, block_size=32, max_model_len=max_model_len,
+        model=model_dir, dtype=dtype, enforce_eager=True, block_size=32, max_model_len=max_model_len,
         max_num_seqs=max_num_seqs, kv_cache_memory_bytes=kv_cache_mib << 20, skip_tokenizer_init=True, seed=0,
     )  # fmt: skip
     work = yield None
@@ -59,7 +61,7 @@ def bare(model_dir: str, max_num_seqs: int, max_model_len: int, kv_cache_mib: in
         work = yield seconds
 
 
-def play(model_dir: str, problems: int, engines: int, threads: int, overlap: int) -> Side:
+def play(model_dir: str, stage: Sequence[str], engines: int, threads: int, overlap: int) -> Side:
     """Asked for a seed, answers with {"tokens", "seconds", "work": [[prompt ids, length], ...]} of its stages.
 
     One stage, or the first four of rollout.overlap. tokens: all decoded ones; work: the finished completions.
@@ -68,7 +70,7 @@ def play(model_dir: str, problems: int, engines: int, threads: int, overlap: int
     from marsrl.trainer.build import open_team
 
     settings = (f"rollout.engines={engines}", f"rollout.threads={threads}", f"rollout.overlap={overlap}")
-    checked = checked_config(problems, *settings)
+    checked = checked_config(*stage, *settings)
     with open_team(checked, {"main": model_dir}) as team:
         seed = yield None
         while True:
@@ -86,12 +88,29 @@ def play(model_dir: str, problems: int, engines: int, threads: int, overlap: int
             seed = yield {"tokens": tokens, "seconds": seconds, "work": work}
 
 
-def checked_config(problems: int, *settings: str) -> Checked:
+def checked_config(*settings: str) -> Checked:
     from marsrl.trainer.checks.preflight import preflight
     from marsrl.trainer.config.read import read_config
 
-    stage = (f"rollout.prompts_per_step={problems}", "rollout.max_response_tokens=56")
-    return preflight(read_config(None, [*stage, *settings])[0], world_size=1)
+    return preflight(read_config(None, settings)[0], world_size=1)
+
+
+def stage_settings(words: argparse.Namespace, model_dir: Path, folder: Path) -> list[str]:
+    """Settings of the stage that is played, for a random model or that of --model, whose problems go into the folder."""
+    settings = [f"rollout.prompts_per_step={words.problems}", "rollout.max_response_tokens=56"]
+    settings += [f"rollout.engine={words.engine}", f"policies.main.dtype={words.dtype}"]
+    if words.model is None:
+        return settings
+    problems = folder / "problems.jsonl"
+    rows = [
+        {"question": f"Anna has {a} books and buys {a + b} more. How many has she?", "answer": str(2 * a + b)}
+        for a in range(11, 31)
+        for b in range(5, 25)
+    ]
+    problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings += ["task=math", f"policies.main.model={model_dir}", f"data.train={problems}", "orchestration=solver"]
+    settings += ["agents.solver.max_input_tokens=192", "agents.solver.temperature=1.0"]
+    return [*settings, "rollout.threads=1", "rollout.vllm.kv_cache_mib=1024"]
 
 
 class Child:
@@ -130,12 +149,12 @@ def _answer(connection: Connection, side: Callable[..., Side], arguments: tuple[
 Turn = tuple[dict[str, Any], dict[str, Any]]  # tokens and seconds of each side; the first is a warm-up
 
 
-def over_bare(model_dir: str, words: argparse.Namespace) -> Iterator[Turn]:
-    config = checked_config(words.problems).config
+def over_bare(model_dir: str, stage: Sequence[str], words: argparse.Namespace) -> Iterator[Turn]:
+    config = checked_config(*stage).config
     longest = max(agent.max_input_tokens for agent in config.agents.values()) + config.rollout.max_response_tokens
     vllm, threads = config.rollout.vllm, config.rollout.threads or os.cpu_count() or 1
-    player = Child(play, model_dir, words.problems, 1, threads, words.overlap)
-    other = Child(bare, model_dir, vllm.max_num_seqs, longest, vllm.kv_cache_mib, threads)
+    player = Child(play, model_dir, stage, 1, threads, words.overlap)
+    other = Child(bare, model_dir, words.dtype, vllm.max_num_seqs, longest, vllm.kv_cache_mib, threads)
     with closing(player), closing(other):
         for turn in range(words.repeats + 1):
             played = player.ask(turn)
@@ -143,8 +162,8 @@ def over_bare(model_dir: str, words: argparse.Namespace) -> Iterator[Turn]:
             yield played, {"tokens": tokens, "seconds": other.ask(played["work"])}
 
 
-def over_one_engine(model_dir: str, words: argparse.Namespace) -> Iterator[Turn]:
-    several, one = (Child(play, model_dir, words.problems, num, 1, words.overlap) for num in (words.engines, 1))
+def over_one_engine(model_dir: str, stage: Sequence[str], words: argparse.Namespace) -> Iterator[Turn]:
+    several, one = (Child(play, model_dir, stage, num, 1, words.overlap) for num in (words.engines, 1))
     with closing(several), closing(one):
         for turn in range(words.repeats + 1):
             yield several.ask(turn), one.ask(turn)
@@ -179,29 +198,40 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--problems", type=int, default=64, help="new problems of the stage, 8 samples each")
     parser.add_argument("--engines", type=int, help="compare so many engines with one, each of one thread")
+    parser.add_argument("--model", type=Path, help="directory of a chat model, in place of a random one")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--engine", choices=("vllm", "local"), default="vllm", help="ours: vLLM or our own engine")
     parser.add_argument("--overlap", type=int, default=0, help="rollout.overlap: stages that decoding may be ahead")
     words = parser.parse_args()
     if words.engines is not None and words.engines < 2:
         parser.error(f"--engines is {words.engines}; it is compared with one, so give 2 or more")
-    from marsrl.trainer.machine import commit, device_name
+    from record import surroundings
+
     from marsrl.trainer.models.init_model import init_model
 
     other_name, compare = "bare", over_bare
     if words.engines is not None:
         other_name, compare = "one engine", over_one_engine
+    before = surroundings("cpu")
     with tempfile.TemporaryDirectory() as folder:
-        init_model("cpu_default", "arithmetic", Path(folder), seed=0, dtype="float32")
-        rows = measured(compare(folder, words), "ours", other_name)
+        model_dir = words.model.resolve() if words.model else Path(folder) / "model"
+        if not words.model:
+            init_model("cpu_default", "arithmetic", model_dir, seed=0, dtype="float32")
+        stage = stage_settings(words, model_dir, Path(folder))
+        rows = measured(compare(str(model_dir), stage, words), "ours", other_name)
     if words.json:
         record = {
-            "device": device_name(),
-            "commit": commit(),
+            **before,
+            "load_after": os.getloadavg()[0],
+            "model": str(words.model or "cpu_default, random"),
+            "dtype": words.dtype,
+            "engine": words.engine,
             "engines": words.engines,
             "overlap": words.overlap,
             "over": other_name,
             "turns": rows,
         }
-        Path(words.json).write_text(json.dumps(record, indent=1))
+        Path(words.json).write_text(json.dumps(record, indent=1) + "\n")
     show_ratio(rows, "ours", other_name)
     return 0
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from marsrl.rollout.adapter import AdapterConfig, adapted
-from marsrl.rollout.model_shape import ModelShape
+from marsrl.rollout.model_shape import ModelShape, read_shape
 from marsrl.trainer.data.packing import TrainSequence
 from marsrl.trainer.models.init_model import SMALL
 from marsrl.trainer.plan.parameters import elements
@@ -47,6 +47,16 @@ PROBLEMS = {
     # The same slice at a size for CPUs.
     "slice_tiny": StepProblem(replace(SMALL, vocab_size=512), 512, "float32", 2, (4, 9), 12, 40, 160, 4),
 }
+
+
+def problem_of(model: str, dtype: Literal["float32", "bfloat16"] | None) -> StepProblem:
+    """One of PROBLEMS, or a batch of 16 short texts for the model in a directory. dtype: in place of the problem's."""
+    if model in PROBLEMS:
+        problem = PROBLEMS[model]
+    else:
+        shape = read_shape(model)
+        problem = StepProblem(shape, shape.vocab_size, "float32", 2, (40, 121), 48, 192, 2048, 8)
+    return replace(problem, dtype=dtype or problem.dtype)
 
 
 NUM_AGENTS = 4

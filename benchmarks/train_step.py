@@ -4,6 +4,7 @@
     python benchmarks/train_step.py --layout tensor=2 expert=2          # ours and Megatron on so many ranks
     python benchmarks/train_step.py --model qwen3_30b_a3b_slice         # one GPU: full width, 128 experts, 4 layers
     python benchmarks/train_step.py --model slice_tiny                  # the same way on a CPU
+    python benchmarks/train_step.py --model /models/smollm2 --dtype float32    # a model's directory, on a short batch
     python benchmarks/train_step.py --adapter                           # adapters of four agents on one base
     python benchmarks/train_step.py --adapter attention experts         # these targets alone
     python benchmarks/train_step.py --profile                           # also the kernels that ours spends its time in
@@ -11,7 +12,8 @@
 Ours: packed sequences, groups without spread left out, fused head (no full logits). The others compute the same update
 (the gradient norms are compared first: no number for a wrong step). With --adapter ours, of all agents in one micro-batch,
 are beside PEFT's in that loop, one after the other, and beside our step of all weights, another update. Each variant
-runs in processes of its own, on a CPU with one thread a rank.
+runs in processes of its own, on a CPU with one thread a rank. There, and with one rank, all are loaded at once and take turns,
+a step each; else one is measured after the other.
 
 tokens/s = all non-padding tokens of the given batch / seconds of the step, for everybody. Seconds:
 process time of one rank on a CPU, the clock where there are several or a GPU. Memory: the most over ranks, of a CPU peak RSS
@@ -31,10 +33,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 CHILD_LIMIT_S = 900
+STEPPED = "stepped"  # what a child prints after its turn
 TOLERANCE = {
     "float32": 1e-4,
     "bfloat16": 0.05,
@@ -46,7 +51,7 @@ def child(job: dict[str, Any]) -> None:
     import torch
     import torch.distributed as dist
     from memory import PeakMemory
-    from step_problem import PROBLEMS, batch, model_flops
+    from step_problem import batch, model_flops, problem_of
     from step_variants import OURS, WHOLE, build
     from timing import top_kernels
 
@@ -55,7 +60,7 @@ def child(job: dict[str, Any]) -> None:
     from marsrl.trainer.torchrun import is_rank_0, world_size
 
     torch.set_num_threads(1)
-    problem, name = PROBLEMS[job["model"]], job["variant"]
+    problem, name = problem_of(job["model"], job["dtype"]), job["variant"]
     sequences = batch(problem)
     adapters = [
         AdapterConfig.model_validate({"targets": job["targets"], "start": each}) for each in job.get("adapter_dirs", ())
@@ -68,9 +73,13 @@ def child(job: dict[str, Any]) -> None:
     memory = PeakMemory(is_cuda=is_cuda)
     norms, seconds = [], []
     for _ in range(job["repeats"] + 1):  # the first is a warm-up
+        if job["takes_turns"]:
+            sys.stdin.readline()
         start = clock()
         norms.append(variant.step())  # the norm comes from the device: the step is over
         seconds.append(clock() - start)
+        if job["takes_turns"]:
+            print(STEPPED, flush=True)
     found: list[Any] = [(seconds[1:], memory.extra_bytes())]
     if ranks > 1:
         found = [None] * ranks
@@ -119,19 +128,63 @@ def ranks_of(layout: dict[str, int]) -> int:
 
 def measure(variant: str, job: dict[str, Any]) -> dict[str, Any]:
     """The row of one variant; {"problem": why} where its memory does not suffice."""
+    done = subprocess.run(
+        _command(variant, job), capture_output=True, text=True, env=_environment(), timeout=CHILD_LIMIT_S
+    )
+    if "OutOfMemoryError" in done.stderr:
+        return {"problem": "out of memory"}
+    if done.returncode:
+        raise RuntimeError(f"{variant} failed:\n{done.stderr[-8000:]}")
+    return _row(done.stdout)
+
+
+def measure_in_turns(variants: Sequence[str], job: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The rows of all variants, loaded together; in each turn every one makes a step while the others wait."""
+    with ExitStack() as stack:
+        children, said = dict[str, subprocess.Popen[str]](), dict[str, Any]()
+        for variant in variants:
+            said[variant] = stack.enter_context(tempfile.TemporaryFile("w+"))
+            command = _command(variant, {**job, "takes_turns": True})
+            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": said[variant]}
+            children[variant] = subprocess.Popen(command, text=True, env=_environment(), **pipes)
+            stack.callback(children[variant].kill)
+        for _ in range(job["repeats"] + 1):
+            for variant, child in children.items():
+                assert child.stdin is not None and child.stdout is not None
+                with suppress(BrokenPipeError):
+                    child.stdin.write("\n")
+                    child.stdin.flush()
+                if not any(line.strip() == STEPPED for line in child.stdout):
+                    said[variant].seek(0)
+                    raise RuntimeError(f"{variant} failed:\n{said[variant].read()[-8000:]}")
+        rows = {}
+        for variant, child in children.items():
+            assert child.stdout is not None
+            rows[variant] = _row(child.stdout.read())
+            child.wait()
+        return rows
+
+
+def _command(variant: str, job: dict[str, Any]) -> list[str]:
     layout = job["layout"] if variant.startswith(("ours", "plain")) else {}
     ranks = ranks_of(layout)
     command = [sys.executable, "-W", "ignore"]
     if ranks > 1:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += [str(Path(__file__).resolve()), "--child", json.dumps({**job, "variant": variant, "layout": layout})]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=CHILD_LIMIT_S)
-    if "OutOfMemoryError" in done.stderr:
-        return {"problem": "out of memory"}
-    if done.returncode:
-        raise RuntimeError(f"{variant} failed:\n{done.stderr[-8000:]}")
-    row: dict[str, Any] = json.loads([line for line in done.stdout.splitlines() if line.startswith("{")][-1])
+    return [
+        *command,
+        str(Path(__file__).resolve()),
+        "--child",
+        json.dumps({**job, "variant": variant, "layout": layout}),
+    ]
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+def _row(printed: str) -> dict[str, Any]:
+    row: dict[str, Any] = json.loads([line for line in printed.splitlines() if line.startswith("{")][-1])
     return row
 
 
@@ -139,7 +192,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", help="write every number to this file")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--model", default="bench", help="bench, qwen3_30b_a3b_slice or slice_tiny")
+    parser.add_argument(
+        "--model", default="bench", help="bench, qwen3_30b_a3b_slice or slice_tiny; or a model's directory"
+    )
+    parser.add_argument("--dtype", choices=tuple(TOLERANCE), help="default: the model's of the benchmark, else float32")
     parser.add_argument(
         "--layout", nargs="+", default=[], metavar="SIZE", help="tensor=2 expert=2 context=2 pipeline=2"
     )
@@ -161,50 +217,59 @@ def main() -> int:
         return 0
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
-    from step_problem import PROBLEMS
+    from record import surroundings
+    from step_problem import PROBLEMS, problem_of
     from step_variants import ADAPTER_VARIANTS, MEGATRON, VARIANTS
 
-    from marsrl.trainer.machine import commit, device_name
     from marsrl.trainer.models.init_model import init_model
 
     if "ours" in words.skip:
         parser.error("--skip ours: the others are compared with it")
-    if words.model not in PROBLEMS:
-        parser.error(f"--model {words.model} is none of {', '.join(PROBLEMS)}")
-    problem = PROBLEMS[words.model]
+    is_directory = (Path(words.model) / "config.json").is_file()
+    if not is_directory and words.model not in PROBLEMS:
+        parser.error(f"--model {words.model} is no directory with config.json, and none of {', '.join(PROBLEMS)}")
+    problem = problem_of(words.model, words.dtype)
+    is_cuda = torch.cuda.is_available()
+    before = surroundings("cuda" if is_cuda else "cpu")
     with tempfile.TemporaryDirectory() as folder:
         model_dir = f"{folder}/model"
-        init_model(problem.shape, "bytes", Path(model_dir), seed=0, dtype=problem.dtype)
+        if is_directory:
+            model_dir = str(Path(words.model).resolve())
+        else:
+            init_model(problem.shape, "bytes", Path(model_dir), seed=0, dtype=problem.dtype)
         job = {
             "model": words.model,
+            "dtype": problem.dtype,
+            "takes_turns": False,
             "model_dir": model_dir,
             "layout": sizes(words.layout),
             "repeats": words.repeats,
             "profile": words.profile,
         }
         results = {}
-        for label, extra in tables(model_dir, words).items():
+        for label, extra in tables(Path(folder), model_dir, words).items():
             without = {*words.skip, *([MEGATRON] if "mpt" in extra else [])}
             every = VARIANTS if words.adapter is None else ADAPTER_VARIANTS
             chosen = tuple(variant for variant in every if variant not in without)
-            results[label] = table(label, chosen, {**job, **extra}, TOLERANCE[problem.dtype])
+            in_turns = not is_cuda and ranks_of(job["layout"]) == 1
+            results[label] = table(label, chosen, {**job, **extra}, TOLERANCE[problem.dtype], in_turns=in_turns)
     if words.json:
         record = {
-            "device": device_name(),
-            "commit": commit(),
-            "torch": torch.__version__,
+            **before,
+            "load_after": os.getloadavg()[0],
             "model": words.model,
+            "dtype": problem.dtype,
             "layout": sizes(words.layout),
             "results": results,
         }
-        Path(words.json).write_text(json.dumps(record, indent=1))
+        Path(words.json).write_text(json.dumps(record, indent=1) + "\n")
     ratios = [r["ratio"] for r in results.values() if r["ratio"] is not None]
     print(f"ratio: {min(ratios):.2f}" if ratios else "ratio: none, the reference ran out of memory")
     return 0
 
 
-def tables(model_dir: str, words: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """{title of a table: what its job has besides}; of adapters the directories are written."""
+def tables(folder: Path, model_dir: str, words: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """{title of a table: what its job has besides}; adapters are written into the folder."""
     if words.adapter is None:
         # 20 nats: above ln V, so every positive sample is gated
         return {"DMMPT off": {}} | ({} if words.no_dmmpt else {"DMMPT on": {"mpt": 20.0}})
@@ -214,23 +279,26 @@ def tables(model_dir: str, words: argparse.Namespace) -> dict[str, dict[str, Any
     found = {}
     for targets in [words.adapter] if words.adapter else [["attention"], ["attention", "experts"]]:
         label = f"adapters of {' and '.join(targets)}"
-        folders = [Path(f"{model_dir}_{label.replace(' ', '_')}") / str(agent) for agent in range(NUM_AGENTS)]
-        for agent, folder in enumerate(folders):
-            random_adapter(Path(model_dir), {"targets": targets}, folder, seed=agent)
+        folders = [folder / label.replace(" ", "_") / str(agent) for agent in range(NUM_AGENTS)]
+        for agent, out in enumerate(folders):
+            random_adapter(Path(model_dir), {"targets": targets}, out, seed=agent)
         found[label] = {"targets": targets, "adapter_dirs": [*map(str, folders)]}
     return found
 
 
-def table(label: str, variants: tuple[str, ...], job: dict[str, Any], tolerance: float) -> dict[str, Any]:
+def table(
+    label: str, variants: tuple[str, ...], job: dict[str, Any], tolerance: float, *, in_turns: bool
+) -> dict[str, Any]:
     """Measures, and prints each row once its update is known to be that of the first, ours; returns the rows with the ratios of
     ours over each of the others (None: it ran out of memory)."""
     from step_variants import WHOLE
 
     print(f"{label}\n  {'':36}{'ranks':>6}{'tokens/s':>10}{'spread':>9}{'s/step':>9}{'MFU':>7}{'extra MiB':>11}")
+    together = measure_in_turns(variants, job) if in_turns else {}
     rows: dict[str, dict[str, Any]] = {}
     speed: dict[str, float] = {}
     for variant in variants:
-        row = rows[variant] = measure(variant, job)
+        row = rows[variant] = together[variant] if in_turns else measure(variant, job)
         if "problem" in row:
             print(f"  {variant:36}{row['problem']}", flush=True)
             continue
@@ -254,7 +322,9 @@ def table(label: str, variants: tuple[str, ...], job: dict[str, Any], tolerance:
     }
     for variant, ratio in ratios.items():
         if ratio is not None and memory[variant] is not None:
-            print(f"  ours over {variant}: {ratio:.2f}x, memory {memory[variant]:.2f}")
+            turns = [b / a for a, b in zip(rows["ours"]["seconds"], rows[variant]["seconds"], strict=True)]
+            spread = f" (turns {min(turns):.2f} to {max(turns):.2f})" if in_turns else ""
+            print(f"  ours over {variant}: {ratio:.2f}x{spread}, memory {memory[variant]:.2f}")
     return {"rows": rows, "ratio": ratios.get("reference"), "ratios": ratios, "memory": memory}
 
 

@@ -12,6 +12,8 @@ sys.path.insert(0, str(BENCHMARKS))
 import run
 from case import Bench, Case, Judgement, Shape, Variant
 
+from marsrl.trainer.models.init_model import init_model
+
 
 @pytest.mark.slow
 @pytest.mark.smoke
@@ -78,6 +80,56 @@ def test_a_step_of_adapters_is_that_of_peft(tmp_path: Path) -> None:
     rows = results["adapters of attention and experts"]["rows"]
     assert list(rows) == ["ours", "reference", "reference, sorted and dropped"]
     assert rows["ours"]["flops"] == rows["reference, sorted and dropped"]["flops"] < rows["reference"]["flops"]
+
+
+@pytest.mark.slow
+def test_a_real_models_directory_is_trained_in_turns(tmp_path: Path) -> None:
+    """The gradient norms are compared before anything is printed."""
+    init_model("tiny", "bytes", tmp_path / "model", seed=0, dtype="float32")
+    words = ["--model", str(tmp_path / "model"), "--no-dmmpt", "--repeats", "2", "--json", str(tmp_path / "out.json")]
+    done = call(str(BENCHMARKS / "train_step.py"), *words)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "out.json").read_text())
+    rows = found["results"]["DMMPT off"]["rows"]
+    assert len(rows) == 4 and all(len(row["seconds"]) == 2 for row in rows.values())
+    assert found["dtype"] == "float32" and found["versions"]["megatron-core"] and found["load"] >= 0
+    assert "ours over reference: " in done.stdout and "(turns " in done.stdout
+
+
+@pytest.mark.slow
+def test_the_parts_of_a_step_add_up_to_it(tmp_path: Path) -> None:
+    init_model("tiny", "bytes", tmp_path / "model", seed=0, dtype="float32")
+    problems = [{"question": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(16)]
+    (tmp_path / "problems.jsonl").write_text("".join(json.dumps(each) + "\n" for each in problems))
+    words = ["task=math", f"policies.main.model={tmp_path / 'model'}", f"data.train={tmp_path / 'problems.jsonl'}"]
+    words += [f"run.dir={tmp_path / 'runs'}", "run.steps=2", "run.checkpoint_every=0", "run.evaluate=false"]
+    words += ["rollout.engine=local", "rollout.placement=local", "rollout.prompts_per_step=2", "rollout.group_size=2"]
+    words += ["orchestration=solver", "rollout.max_response_tokens=16", "loss.entropy_coef=0.01"]
+    done = call(str(BENCHMARKS / "step_parts.py"), "--json", str(tmp_path / "out.json"), *words)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "out.json").read_text())
+    parts = found["parts"]
+    known = {"prefill", "decode", "forward", "backward", "optimizer", "publish: checksums", "publish: probe, engine"}
+    assert found["steps"] == 2 and known < parts.keys()
+    whole = parts.pop("all")
+    for key in ("seconds", "cpu_seconds"):
+        assert all(part[key] >= 0 for name, part in parts.items() if name != "the rest")
+        assert sum(part[key] for part in parts.values()) == pytest.approx(whole[key])
+    assert parts["backward"]["calls"] == parts["forward"]["calls"] == 1  # the probe's passes are the publish's
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["local", "vllm"])
+def test_the_real_teams_recipe_tells_accuracy_before_and_after(engine: str, tmp_path: Path) -> None:
+    if engine == "vllm":
+        pytest.importorskip("vllm")
+    words = ["--tiny", "--folder", str(tmp_path / "team"), "--engine", engine, "--json", str(tmp_path / "out.json")]
+    done = call(str(BENCHMARKS / "real_team.py"), *words)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["engine"] == engine and len(found["steps"]) == 1
+    assert all(0 <= found["accuracy"][when]["system"]["mean"] <= 1 for when in ("before", "after"))
+    assert found["seconds"].keys() == {"problems", "sft", "train"}
 
 
 @pytest.mark.slow

