@@ -1,0 +1,180 @@
+"""Where the seconds of training steps go, by part: a run of trainer/main.py with clocks around its parts.
+
+    python benchmarks/step_parts.py [--json FILE] [--config FILE] [key.sub=value ...]    # the words of trainer/main.py
+    python benchmarks/step_parts.py --config examples/real_team/run.yaml run.steps=2 run.evaluate=false
+
+For each part: calls, seconds by the clock, and CPU seconds of its thread, per step. Parts exclude each other: seconds of a part
+that is called by another are not the other's. The first publish, before the first step, is left out, and so are evaluations.
+Set the engine to `local` with placement `local`: parts of engines in other processes are not seen. torch computes on one thread,
+so that the thread's CPU seconds are all of them; they hold on a shared machine too, where seconds by the clock do not.
+The table comes before the last checkpoint is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import runpy
+import sys
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from namespace import ROOT
+
+PLACES = {
+    "prefill": ("rollout.engines.local.engine", "LocalEngine._prefilled"),
+    "decode": ("rollout.engines.local.engine", "LocalEngine._step"),
+    "pack": ("trainer.data.packing", "pack"),
+    "forward": ("trainer.learner.megatron.head", "PolicyModel.forward"),
+    "backward": ("trainer.learner.megatron.passes", "Passes.forward_backward"),  # without the forward within
+    "gradient norm": ("trainer.learner.megatron.optimizer", "Optimizer.grad_norm"),
+    "optimizer": ("trainer.learner.megatron.optimizer", "Optimizer.apply"),
+    "zero gradients": ("trainer.learner.megatron.optimizer", "Optimizer.zero_grad"),
+    "publish: probe, trainer": ("trainer.weights.sync", "trainer_scores"),
+    "publish: probe, engine": ("rollout.engines.local.engine", "LocalEngine.score"),
+    "publish: export": ("trainer.learner.megatron.convert", "Converter.export"),
+    "publish: checksums": ("rollout.weights.checksum", "block_sum"),
+    "publish: write": ("rollout.weights.files", "save_file"),
+    "publish: load": ("rollout.engines.local.engine", "LocalEngine.update_weights"),
+    "publish: load adapter": ("rollout.engines.local.engine", "LocalEngine.update_adapter"),
+}
+"""{part: (module of marsrl, function in it)}."""
+
+WITHIN = ("publish: probe, trainer", "publish: probe, engine")
+"""Parts that keep the seconds of forward passes within them."""
+
+
+class Clocks:
+    """Seconds of parts since start(), each without those of parts within it; of all threads."""
+
+    def __init__(self) -> None:
+        self._lock, self._open = threading.Lock(), threading.local()
+        self.start()
+
+    def start(self) -> None:
+        self.seconds: dict[str, list[float]] = defaultdict(lambda: [0, 0.0, 0.0])  # calls, clock, CPU
+        self._began = time.perf_counter(), time.process_time()
+
+    def whole(self) -> tuple[float, float]:
+        """Seconds and CPU seconds of the process since start()."""
+        return time.perf_counter() - self._began[0], time.process_time() - self._began[1]
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        stack: list[list[Any]] = self._open.__dict__.setdefault("stack", [])
+        if any(each[0] in WITHIN for each in stack):
+            yield
+            return
+        stack.append([name, 0.0, 0.0])  # and the seconds of parts within
+        start = time.perf_counter(), time.thread_time()
+        try:
+            yield
+        finally:
+            took = time.perf_counter() - start[0], time.thread_time() - start[1]
+            _, *within = stack.pop()
+            with self._lock:
+                found = self.seconds[name]
+                found[0] += 1
+                for i in range(2):
+                    found[1 + i] += took[i] - within[i]
+            if stack:
+                for i in range(2):
+                    stack[-1][1 + i] += took[i]
+
+    def around(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, timed as this part; of a generator the time between its yields."""
+
+        @functools.wraps(function)
+        def timed(*words: Any, **options: Any) -> Any:
+            with self.part(name):
+                found = function(*words, **options)
+            return self._each(name, found) if isinstance(found, Iterator) else found
+
+        return timed
+
+    def _each(self, name: str, found: Iterator[Any]) -> Iterator[Any]:
+        while True:
+            with self.part(name):
+                item = next(found, self)
+            if item is self:
+                return
+            yield item
+
+
+def put_clocks(clocks: Clocks) -> None:
+    """Wrap the functions of PLACES wherever marsrl's modules hold them."""
+    from importlib import import_module
+
+    for name, (module_name, path) in PLACES.items():
+        module = import_module(f"marsrl.{module_name}")
+        owner, _, last = path.rpartition(".")
+        if owner:
+            of = getattr(module, owner)
+            setattr(of, last, clocks.around(name, getattr(of, last)))
+            continue
+        original = getattr(module, last)
+        timed = clocks.around(name, original)
+        for each in [value for key, value in sys.modules.items() if key.startswith("marsrl.")]:
+            if getattr(each, last, None) is original:
+                setattr(each, last, timed)
+
+
+def table(clocks: Clocks, steps: int) -> dict[str, Any]:
+    """Print the table; returns its numbers per step."""
+    seconds, cpu = clocks.whole()
+    rows = {name: tuple(number / steps for number in clocks.seconds[name]) for name in PLACES if name in clocks.seconds}
+    rest = [whole / steps - sum(row[i] for row in rows.values()) for i, whole in ((1, seconds), (2, cpu))]
+    rows |= {"the rest": (0, *rest), "all": (0, seconds / steps, cpu / steps)}
+    print(f"\nper step, of {steps}          {'calls':>9}{'seconds':>10}{'CPU s':>9}{'share of CPU':>14}")
+    for name, (calls, clock, of_cpu) in rows.items():
+        print(f"  {name:26}{calls:>9.1f}{clock:>10.2f}{of_cpu:>9.2f}{of_cpu * steps / cpu:>14.1%}", flush=True)
+    return {name: dict(zip(("calls", "seconds", "cpu_seconds"), row, strict=True)) for name, row in rows.items()}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write every number to this file")
+    parser.add_argument("--config", help="as trainer/main.py takes it")
+    parser.add_argument("settings", nargs="*", metavar="key.sub=value", help="the same")
+    words = parser.parse_intermixed_args()
+    trainer = [*(["--config", words.config] if words.config else []), *words.settings]
+    os.environ["OMP_NUM_THREADS"] = "1"
+    from record import surroundings
+
+    from marsrl.trainer.learner.megatron import shim
+    from marsrl.trainer.run import Run
+
+    before = surroundings("cpu")
+    shim.install()
+    clocks, begin, record = Clocks(), Run.begin, Run.record
+    put_clocks(clocks)
+
+    def begin_and_start(run: Run) -> None:
+        begin(run)
+        clocks.start()
+
+    def record_and_show(run: Run, step: int, batch: Any) -> None:
+        record(run, step, batch)
+        if step < run.config.run.steps:
+            return
+        found = {**before, "load_after": os.getloadavg()[0], "words": trainer}
+        found |= {"steps": step - run.resumed_step, "parts": table(clocks, step - run.resumed_step)}
+        if words.json:
+            words.json.write_text(json.dumps(found, indent=1) + "\n")
+
+    Run.begin, Run.record = begin_and_start, record_and_show  # type: ignore[method-assign]
+    script = ROOT / "trainer" / "main.py"
+    sys.argv = [str(script), *trainer, "trainer.threads=1", "rollout.threads=1"]
+    runpy.run_path(str(script), run_name="__main__")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
