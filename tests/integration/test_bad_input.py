@@ -178,7 +178,7 @@ SPOILED: dict[str, tuple[list[Spoil], str]] = {
         "the chat template rejects these turns (user): no such role"),
     "quantised": (
         [weights(lambda held: held.update({OUT: held[OUT].char()}))],
-        "o_proj.weight is I8; quantised weights are not trained: give them as BF16 or F16 or F32"),
+        "o_proj.weight is I8; quantised weights cannot be trained: convert them to BF16 or F16 or F32"),
     "too many tokens": (
         [weights(lambda held: held.update({name: held[name][:100].clone() for name in EMBEDDINGS})),
          config(vocab_size=100, eos_token_id=1, pad_token_id=1)],
@@ -297,7 +297,7 @@ def test_a_dry_run_says_what_becomes_of_the_run(
     RunLock(run).release()
     assert f"run: {run.path}, left by a failed start: begins at step 1" in told()
     run.metrics.write_text('{"step": 1}\n')
-    assert "exists and is not overwritten" in refusal(*words)
+    assert "exists and is never overwritten" in refusal(*words)
     words.append("run.resume=auto")
     assert f"run: {run.path} has no checkpoint yet: begins again at step 1" in told()
     for step in (2, 4):

@@ -100,7 +100,7 @@ def test_what_cannot_be_exported_is_refused(tmp_path: Path, capsys: pytest.Captu
         (tmp_path / name / "learner.json").write_text("{}")
     run = str(whole_run(tmp_path, tmp_path / "big", tmp_path / "small").path)
     for words, says in [
-        ([str(tmp_path), "out"], "out exists and is not overwritten"),
+        ([str(tmp_path), "out"], "out exists and is never overwritten"),
         ([str(tmp_path), "new"], "neither a run directory (config.yaml), a checkpoint (policies/)"),
         ([run, "new"], "holds the policies big, small; choose one with --policy"),
         ([run, "new", "--policy", "main"], "--policy main: "),

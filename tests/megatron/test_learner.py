@@ -123,7 +123,7 @@ def test_a_restored_learner_goes_on_bit_for_bit(dtype: str, distributed: bool, t
     ours, theirs = ([(s.loss, s.grad_norm, s.lr, s.agent_sums) for s in steps] for steps in (found, expected))
     assert ours == theirs
     assert tiny.largest_difference(tiny.weights(restored), tiny.weights(unbroken)) == 0.0
-    with pytest.raises(ValueError, match="not a whole checkpoint"):
+    with pytest.raises(ValueError, match="not a complete checkpoint"):
         restored.load(tmp_path)
 
 

@@ -156,7 +156,7 @@ def test_a_sample_without_a_record_is_refused_and_padding_is_not(tmp_path: Path)
     stats = tiny.step(policy, [pack(tiny.with_random_experts(samples)), pack([])], normaliser=9.0)
     assert stats.replay is not None and stats.replay.tokens == sum(s.num_tokens - 1 for s in samples)
     other = [replace(s, routed_experts=s.routed_experts[:, :1]) for s in tiny.with_random_experts(samples)]  # type: ignore[index]
-    with pytest.raises(ValueError, match="1 layers x 2 experts a token, the policy has 2 x 2"):
+    with pytest.raises(ValueError, match="1 layers x 2 experts per token, but the policy has 2 x 2"):
         tiny.step(policy, [pack(other)], normaliser=9.0)
     dense = read_shape(tiny.save_model("qwen3", tmp_path / "d"))
     config, _ = read_config(None, ["trainer.router_replay=rollout"])

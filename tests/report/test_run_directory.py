@@ -43,7 +43,7 @@ def test_a_run_that_has_begun_keeps_its_name_and_first_settings_and_a_start_that
     run = RunDirectory.create(tmp_path, "a", "p")
     assert run.write_config({"x": 1}).read_text() == "x: 1\n"
     BEGUN[sign](run)
-    with pytest.raises(ValueError, match="exists and is not overwritten.*run.resume=auto"):
+    with pytest.raises(ValueError, match="exists and is never overwritten.*run.resume=auto"):
         RunDirectory.create(tmp_path, "a", "p")
     again = RunDirectory.create(tmp_path, "a", "p", "auto")
     assert again.existed and again.write_config({"x": 1}) == again.config
@@ -70,8 +70,8 @@ NO_NAMES = ("../a", "a/b", "", ".", ".hidden", "a\n")
     ("name", "resume", "reason"),
     [
         ("home", "auto", "no run directory"),
-        ("home", "off", "exists and is not overwritten"),
-        ("theirs", "off", "exists and is not overwritten"),  # its config.yaml may be somebody else's
+        ("home", "off", "exists and is never overwritten"),
+        ("theirs", "off", "exists and is never overwritten"),  # its config.yaml may be somebody else's
         (None, "auto", "run.name is not set"),
         ("a" * 300, "off", "File name too long"),
         *((name, "off", "plain folder name") for name in NO_NAMES),

@@ -284,7 +284,7 @@ def test_the_options_of_the_agents_template_hold(read: Read) -> None:
     ("line", "problem"),
     [
         ('{"prompt": "a"', "not JSON"),
-        ({"prompt": "a"}, "completion: expected a text, found nothing"),
+        ({"prompt": "a"}, "completion: expected text, found nothing"),
         ({"completion": "a"}, "expected messages, or prompt and completion"),
         ({"prompt": "", "completion": "a"}, "the prompt is empty"),
         ({"agent": "solver7", "prompt": "a", "completion": "b"}, "agent is 'solver7'; the team has solver, verifier1"),

@@ -1,1 +1,1 @@
-"""One policy's model and optimizer, and the statistics of its updates."""
+"""Learner of one policy: its model and optimizer, and the statistics of its updates."""

@@ -1,4 +1,4 @@
-"""loss.kl_in=reward: the KL penalty as part of each token's advantage."""
+"""KL penalty as part of each token's advantage, for loss.kl_in=reward."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class KlToGo:
-    """Log-ratio to the reference of each token of a packed batch, summed over it and the later tokens of its sample.
+    """Log-ratio to the reference, summed for each token of a packed batch over itself and the later tokens of its sample.
 
     With advantages of minus this sum, the policy gradient of samples of the current policy is minus the gradient of the whole
     sample's KL(policy || reference): a token's earlier terms do not depend on it. The mean over the agent's other samples, which
-    is a baseline, leaves the expected gradient as it is; without one almost all advantages would be negative.
+    is a baseline, does not change the expected gradient; without it almost all advantages would be negative.
 
-    values: [T] float64, nats. sample_of: [T] int64. sums: [S, 2] float64, of each sample the values at trained tokens, and their
+    values: [T] float64, nats. sample_of: [T] int64. sums: [S, 2] float64, per sample the sum over its trained tokens and their
     number. agent_of: [S] int64. All on the CPU.
     """
 
@@ -27,7 +27,7 @@ class KlToGo:
 
     @classmethod
     def of(cls, log_ratio: Tensor, mask: Tensor, cu_seqlens: Tensor, agent_of: Tensor) -> KlToGo:
-        """log_ratio: [T] log p_rollout - log p_reference, 0 outside the mask [T] of trained tokens."""
+        """Build from log_ratio, [T] log p_rollout - log p_reference, 0 outside the mask [T] of trained tokens."""
         bounds = cu_seqlens.long()
         before = torch.nn.functional.pad(log_ratio.double().cumsum(0), (1, 0))  # [T+1]
         sample_of = torch.arange(len(agent_of)).repeat_interleave(bounds.diff())
@@ -37,13 +37,13 @@ class KlToGo:
         return cls(values, sample_of, sums, agent_of)
 
     def totals(self, num_agents: int) -> Tensor:
-        """[A, 2] float64: the sums over each agent's samples."""
+        """Return the sums over each agent's samples, [A, 2] float64."""
         return self.sums.new_zeros(num_agents, 2).index_add(0, self.agent_of, self.sums)
 
     def centred(self, totals: Tensor) -> Tensor:
-        """[T] float32: values less the mean over the trained tokens of the agent's other samples; 0 for an only one.
+        """Return values minus the mean over trained tokens of the agent's other samples, [T] float32; 0 for a single sample.
 
-        totals: [A, 2], of all batches.
+        totals: [A, 2], summed over all batches.
         """
         total, number = (totals[self.agent_of] - self.sums).unbind(1)
         baseline = torch.where(number > 0.5, total / number.clamp(min=1), 0.0)

@@ -1,4 +1,4 @@
-"""The learner of one policy: a step's packed micro-batches in, new weights and statistics out. Same code on CPU and GPUs.
+"""Learner of one policy: packed micro-batches of a step in, new weights and statistics out. Same code on CPU and GPUs.
 
     learner = Learner(policy, "models/qwen3", objectives=[PolicyObjective()] * 5, mpt=MptConfig(), total_steps=32, seed=0)
     stats = learner.train_step([Update(micro_batches, normaliser=float(num_tokens))])    # all ranks
@@ -17,16 +17,16 @@ The parts of a step and their files:
                         its statistics over all ranks                                step_stats.py
                         the optimizer step                                           megatron/optimizer.py
 
-Policies that are adapters of one base share micro-batches; the update of each equals the one that it would make alone:
+Policies that are adapters of one base share micro-batches; each gets the same update as if trained alone:
 
     for group in groups(learners, agents):            # of a run: Together((solver, verifier), ...), Together((other,), ...)
         updates = scatter(joined(...), group.shard(max_tokens))
         stats = group.train_step(updates)              # {policy: StepStats}
 
-The old policy of all updates is the one before the first, so ratio and clipping take effect from the second on. One learning
+The old policy of all updates is the one before the first, so ratio and clipping have an effect from the second on. One learning
 rate and one policy version per step.
 
-Nothing draws random numbers after construction (no dropout), so a checkpoint holds weights, optimizer and step.
+No random numbers are drawn after construction (no dropout), so a checkpoint holds only weights, optimizer and step.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from marsrl.trainer.learner.step_stats import StepStats, empty_update, summed, u
 from marsrl.trainer.machine import training_device
 from marsrl.trainer.runs.directory import write_json
 
-if TYPE_CHECKING:  # megatron is imported when a Learner is built: after the CPU shim is installed
+if TYPE_CHECKING:  # megatron is imported when a Learner is built, after the CPU shim is installed.
     from marsrl.trainer.learner.megatron.adapter import Adapter, FrozenBase
     from marsrl.trainer.learner.megatron.checkpoint_store import PendingSave
     from marsrl.trainer.learner.megatron.convert import Converter
@@ -82,18 +82,18 @@ class Learner:
         reward_kl_coef: float = 0.0,
         base: FrozenBase | None = None,
     ) -> None:
-        """Build the model on this layout's process groups (created if there are none) and read its weights.
+        """Build the model on the layout's process groups (created if there are none) and read its weights.
 
-        With policy.adapter they are frozen and an adapter is trained.
+        With policy.adapter the weights are frozen and an adapter is trained.
 
-        objectives: of each agent of the run, in order; they differ only in clip ranges. mpt.probability replaces
+        objectives: objective of each agent of the run, in order; they differ only in clip ranges. mpt.probability replaces
             their mpt_probability; mpt.scope "off" turns the masking off.
-        reference_dir: frozen weights of the objectives' KL reference; loaded only if there is such a term. None
+        reference_dir: weights of the frozen KL reference; loaded only if there is a KL term. None
             with an adapter: its starting point, which is loaded anyway.
-        reward_kl_coef: weight of the KL penalty in the reward, in place of the objectives' kl_coef (kl_reward.py).
+        reward_kl_coef: weight of the KL penalty in the reward, instead of the objectives' kl_coef (kl_reward.py).
         base: another learner's frozen base to share, instead of loading model_dir again.
 
-        Raises ValueError: the directory or the layout cannot be used; nothing has been started.
+        Raises ValueError, before anything is started, if the directory or the layout cannot be used.
         """
         shape = read_shape(model_dir)
         layout = resolve(policy.layout)
@@ -107,10 +107,10 @@ class Learner:
         probability = None if mpt.scope == "off" else mpt.probability
         self._objectives = tuple(dataclasses.replace(each, mpt_probability=probability) for each in objectives)
         self._optimizer_config, self._total_steps, self._model_dir = policy.optimizer, total_steps, Path(model_dir)
-        self._shape, self.base = shape, base  # frozen base of an adapter
+        self._shape, self.base = shape, base  # base: frozen base of an adapter.
         self.adapter: Adapter | None = None
-        self.vocab_size = shape.vocab_size  # the model's vocabulary without padding
-        self.align = layout.tensor  # packed lengths are multiples of it, tokens
+        self.vocab_size = shape.vocab_size  # Without padding.
+        self.align = layout.tensor  # Packed lengths in tokens are multiples of it.
         reference: Model | None = None
         if policy.adapter is None:
             trained = self._start_whole(policy, layout)
@@ -132,10 +132,10 @@ class Learner:
             router_replay,
             reward_kl_coef,
         )
-        self.num_steps = 0  # steps, including skipped and empty ones, as the schedule counts
+        self.num_steps = 0  # Includes skipped and empty steps, as the schedule does.
 
     def _start_whole(self, policy: PolicyConfig, layout: Layout) -> Model:
-        """Train all weights of the model."""
+        """Set up training of all weights."""
         from marsrl.trainer.learner.megatron.convert import Converter
         from marsrl.trainer.learner.megatron.model import build_model
         from marsrl.trainer.learner.megatron.optimizer import Optimizer
@@ -148,7 +148,7 @@ class Learner:
         return Model(ddp)
 
     def _start_adapter(self, policy: PolicyConfig, layout: Layout, seed: int) -> tuple[Model, Model]:
-        """Train an adapter; returns its starting point."""
+        """Set up training of an adapter; return also its starting point."""
         from marsrl.trainer.learner.megatron.adapter import Adapter, FrozenBase, for_training
         from marsrl.trainer.learner.megatron.optimizer import Optimizer
         from marsrl.trainer.learner.megatron.passes import Model
@@ -167,7 +167,7 @@ class Learner:
         return Model(base.wrapped, (self.adapter,), (ddp,)), begin
 
     def shard(self, max_tokens: int) -> BatchShard:
-        """This rank's share of a batch, in micro-batches of at most max_tokens."""
+        """Return this rank's share of a batch, in micro-batches of at most max_tokens."""
         from megatron.core import parallel_state
 
         return BatchShard(
@@ -187,22 +187,22 @@ class Learner:
         by_agent: bool = False,
         keep: Collection[str] = (),
     ) -> StepStats:
-        """One step: each update is an optimizer step on the sum over ranks and micro-batches of token losses / normaliser.
+        """Train one step: each update is an optimizer step on the token losses of all ranks and micro-batches / normaliser.
 
         lr: overrides the policy's schedule for this step.
-        by_agent: also measure the norm of each agent's share of the gradient; the step is the same, bit for bit.
+        by_agent: also measure the norm of each agent's share of the gradient; this does not change the step.
         keep: uids of samples whose tokens are added to the statistics; the same on all ranks.
 
         Ranks of a data-parallel group bring equally many micro-batches; an empty share is pack([]). An update whose loss or
         gradient is not finite on any rank changes nothing.
 
-        Raises ValueError: on all ranks, if the micro-batches of any of them do not fit mpt.scope or trainer.router_replay.
+        Raises ValueError on all ranks if any micro-batch does not fit mpt.scope or trainer.router_replay.
         """
         alone = Together({"": self}, (None,), self.passes)
         return alone.train_step(updates, lr=lr, by_agent=by_agent, keep=keep)[""]
 
     def next_lr(self) -> float:
-        """Count one more step; returns its learning rate by the schedule."""
+        """Count one more step and return its scheduled learning rate."""
         self.num_steps += 1
         return self._optimizer_config.lr_at(self.num_steps - 1, self._total_steps)
 
@@ -213,7 +213,7 @@ class Learner:
         *,
         rounded_as: Precision | None = None,
     ) -> list[Tensor]:
-        """[T] float32 CPU log-probs of each batch under the current weights, nats; 0 outside its mask.
+        """Return log-probs of each batch under the current weights, [T] float32 on the CPU, nats; 0 outside its mask.
 
         The router chooses the experts, regardless of trainer.router_replay.
         rounded_as: perturb every intermediate result by the roundings of another program (other_roundings.py).
@@ -222,9 +222,9 @@ class Learner:
             return self.passes.score(batches)
 
     def read_weights(self, folder: str | Path) -> None:
-        """Load weights from a Hugging Face directory, an adapter's from a PEFT directory; the optimizer's moments stay.
+        """Load weights from a Hugging Face directory, or an adapter from a PEFT directory; the optimizer keeps its moments.
 
-        Raises ValueError: a tensor is missing or has a wrong shape; with its name, file and both shapes.
+        Raises ValueError, with name, file and both shapes, if a tensor is missing or has a wrong shape.
         """
         if self.adapter is None:
             self._converter.load(folder)
@@ -233,7 +233,7 @@ class Learner:
         self.optimizer.reload_weights()
 
     def held(self) -> Converter:
-        """Exporter of this rank's part of the weights now (of an adapter alone) and of every rank's boxes; nothing is copied."""
+        """Return the exporter of the current weights (or the adapter's), without copying."""
         self.optimizer.gather_weights()
         return self._converter
 
@@ -242,7 +242,7 @@ class Learner:
         return self.adapter is not None and "experts" in self.adapter.settings.targets
 
     def begin_save(self, folder: Path, *, copy: bool) -> PendingSave:
-        """Plan a save of weights (or of the adapter alone), optimizer and step into `folder`, a Megatron distributed checkpoint.
+        """Plan a save of weights (or only the adapter), optimizer and step into `folder`, a Megatron distributed checkpoint.
 
         Nothing is written yet.
 
@@ -257,7 +257,7 @@ class Learner:
             about |= {"adapter": self.adapter.settings.model_dump(mode="json"), "base": base}
 
         def write_files(folder: Path) -> None:
-            copy_frame(self._model_dir, folder / "hf")  # what `marsrl export` needs besides the weights
+            copy_frame(self._model_dir, folder / "hf")  # `marsrl export` needs these files.
             write_json(folder / "learner.json", about)
 
         return begin_save(
@@ -267,29 +267,30 @@ class Learner:
     def load(self, folder: str | Path) -> None:
         """Restore a save; under the same layout training continues bit for bit.
 
-        Raises ValueError: the checkpoint is incomplete (names the missing file), or its adapter belongs to another base.
+        Raises ValueError if the checkpoint is incomplete (naming the missing file), or its adapter belongs to another base.
         """
         from marsrl.trainer.learner.megatron.checkpoint_store import load, policy_state
 
         folder = Path(folder)
         if not (folder / "learner.json").is_file():
-            raise ValueError(f"learner: {folder} is not a whole checkpoint: it has no learner.json")
+            raise ValueError(f"learner: {folder} is not a complete checkpoint: learner.json is missing")
         about = json.loads((folder / "learner.json").read_text(encoding="utf-8"))
         if (self.adapter is None) != ("adapter" not in about):
             raise ValueError(
-                f"learner: {folder} holds {'an adapter' if 'adapter' in about else 'whole weights'}, not what is trained"
+                f"learner: {folder} holds {'an adapter' if 'adapter' in about else 'whole weights'}, but this policy trains "
+                f"{'whole weights' if 'adapter' in about else 'an adapter'}; resume with the run's own policies"
             )
         if self.adapter is not None and about["base"]["sum"] != weights_sum(self._model_dir):
             raise ValueError(
-                f"learner: {folder} is an adapter of the weights that were in {about['base']['path']}, and those in "
-                f"{self._model_dir} are others"
+                f"learner: {folder} is an adapter of the weights in {about['base']['path']}, but those in "
+                f"{self._model_dir} differ; set model to its base"
             )
         trained = self.adapter or self.model
         state = load(policy_state(trained, self.optimizer, is_loading=True), folder)
         missing, unknown = trained.load_state_dict(state["model"], strict=False)
         missing = [name for name in missing if not name.endswith("_extra_state")]
         if missing or unknown:
-            raise ValueError(f"learner: {folder} lacks {missing} and has {unknown} that the model does not know")
+            raise ValueError(f"learner: {folder} does not match the model: missing {missing}, unknown {unknown}")
         self.optimizer.load_state_dict(state["optimizer"])
         self.num_steps = int(about["num_steps"])
 
@@ -298,7 +299,7 @@ class Learner:
 class Together:
     """Policies that share micro-batches, by name.
 
-    agents: of each policy among those of the run; None: all. adapters: index of each agent's policy; (): a single policy.
+    agents: each policy's agents, as indices into the run's; None: all. adapters: index of each agent's policy; (): a single one.
     """
 
     learners: Mapping[str, Learner]
@@ -307,7 +308,7 @@ class Together:
     adapters: tuple[int, ...] = ()
 
     def shard(self, max_tokens: int) -> BatchShard:
-        """This rank's share of their batch, as Learner.shard."""
+        """Return this rank's share of the policies' batch, as Learner.shard."""
         first, *others = self.learners.values()
         is_apart = bool(others) and any(each.has_experts for each in (first, *others))
         return dataclasses.replace(first.shard(max_tokens), adapters=self.adapters, is_apart=is_apart)
@@ -320,7 +321,7 @@ class Together:
         by_agent: bool = False,
         keep: Collection[str] = (),
     ) -> dict[str, StepStats]:
-        """Learner.train_step of each policy. Collective.
+        """Run Learner.train_step for each policy. Collective.
 
         Each has its own norm, clipping, learning rate and optimizer. An update without tokens of a policy leaves it unchanged.
         """
@@ -357,10 +358,10 @@ class Together:
         return {name: summed(each) for name, each in zip(self.learners, stats, strict=True)}
 
     def _agent_grad_norms(self, work: Work) -> list[tuple[float | None, ...]]:
-        """Each policy's gradient norms by agent, over all ranks, by a forward and backward pass per agent; None for an agent
+        """Return each policy's gradient norms by agent, over all ranks, from a forward and backward pass per agent; None for one
         without a trained token, or of another policy.
 
-        Leaves the last agent's gradients behind.
+        The gradient buffers then hold the last agent's gradients.
         """
         counts = torch.zeros(work.num_agents, dtype=torch.int64, device=training_device())
         for each in work.micro_batches:

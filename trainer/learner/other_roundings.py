@@ -1,8 +1,8 @@
-"""The same model with every intermediate result rounded differently: the results another correct program may get.
+"""Perturbation of every intermediate result by rounding: results that another correct program may get.
 
-Two programs that compute one model in one dtype differ only in their roundings. How far that moves their log-probs
+Two programs that compute one model in one dtype differ only in their roundings. How far this moves their log-probs
 apart depends on the weights, the depth and near-ties of a router: from 1e-7 to whole nats. No constant can
-bound it, but one program can measure it alone (Monte Carlo arithmetic: D. S. Parker, UCLA CSD-970002, 1997).
+bound it, but a single program can measure it (Monte Carlo arithmetic: D. S. Parker, UCLA CSD-970002, 1997).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# modules that compute keys or values; with one matrix that engines round, or two in turn: Megatron's, transformers'
+# Modules that compute keys or values; those with one or two matrices that engines round: names of Megatron and transformers.
 _KEYS = ("linear_qkv", "k_proj", "v_proj")
 _MATRIX = (*_KEYS, "q_proj", "linear_proj", "o_proj", "linear_fc1", "linear_fc2", "gate_proj", "up_proj", "down_proj")
 _EXPERTS = "experts"
@@ -24,17 +24,17 @@ _EXPERTS = "experts"
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """Dtypes of a program: of its results; of its keys and values, and of its layers' matrices, if coarser."""
+    """Dtypes of a program's results, and of its keys and values and its layers' matrices if coarser."""
 
     results: torch.dtype
     cache: torch.dtype | None = None
     weights: torch.dtype | None = None
 
     def of(self, module: str) -> tuple[torch.dtype, ...]:
-        """Dtypes of the independent roundings in a module's output.
+        """Return the dtypes of the independent roundings in a module's output.
 
-        A sum of products is relatively as far off as each of them, if their errors are independent. With rounded matrices, each
-        product has that of the matrix and that of its input, which kernels on GPUs round too.
+        A sum of products has the relative error of each product if errors are independent. With rounded matrices, each
+        product has the errors of the matrix and of its input, which GPU kernels round too.
         """
         found = [self.cache if self.cache is not None and module.endswith(_KEYS) else self.results]
         if self.weights is not None:
@@ -44,10 +44,10 @@ class Precision:
 
 @contextmanager
 def other_roundings(model: nn.Module, precision: Precision) -> Iterator[None]:
-    """In the body, outputs of modules with parameters are off by up to a unit roundoff of the other program's `precision`.
+    """Perturb, in the body, outputs of modules with parameters by up to a unit roundoff of the other program's `precision`.
 
-    Half of the error is each number's own, half its row's (as if a norm's or a router's scale was rounded). If a module returns
-    a coarser dtype, that counts. The errors are the same in every call.
+    Half of the error is per number, half per row (as if a norm's or a router's scale was rounded). If a module returns
+    a coarser dtype, its roundoff applies. The errors are the same in every call.
     """
     hooks = [
         module.register_forward_hook(_rounding(dtype, place + number * 100_003))
@@ -63,7 +63,7 @@ def other_roundings(model: nn.Module, precision: Precision) -> Iterator[None]:
 
 
 def _rounding(dtype: torch.dtype, seed: int) -> Callable[[nn.Module, Any, Any], Any]:
-    """A forward hook that perturbs a module's output, or the first of several."""
+    """Return a forward hook that perturbs a module's output, or the first of several."""
     generators: dict[torch.device, torch.Generator] = {}
 
     def rounded(x: Any) -> Any:
@@ -72,7 +72,7 @@ def _rounding(dtype: torch.dtype, seed: int) -> Callable[[nn.Module, Any, Any], 
         generator = generators.setdefault(x.device, torch.Generator(x.device).manual_seed(seed))
         off = _random_int16(x.shape, generator).float()
         roundoff = torch.finfo(x.dtype).eps / 2
-        if x.dim() > 1:  # log-probs of tokens are float32 in any program
+        if x.dim() > 1:  # Log-probs of tokens are float32 in any program.
             off += _random_int16((*x.shape[:-1], 1), generator)
             roundoff = max(roundoff, torch.finfo(dtype).eps / 2)
         wide = x.float()

@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # megatron is imported when a Learner is built: after the CPU
     from marsrl.trainer.learner.megatron.passes import Work
     from marsrl.trainer.learner.megatron.router_replay import ReplayCounts
 
-_SUMS = (*METRICS, "nll", "weighted_nll")  # of every agent
+_SUMS = (*METRICS, "nll", "weighted_nll")  # Summed per agent.
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class StepStats:
     """Statistics of one optimizer update, or of a step, over all ranks and micro-batches; the same on every rank.
 
     loss: the minimised value (divided by the normaliser). grad_norm: before clipping.
-    is_skipped: loss or gradient was not finite on some rank, no rank updated.
+    is_skipped: loss or gradient was not finite on some rank, so no rank updated.
     is_empty: no trained token on any rank; nothing was computed.
     agent_sums: {metric: one number an agent}: loss, clipped_tokens, masked_tokens (DMMPT, correction), clamped_tokens,
         entropy and kl (sums in nats), tokens, nll (-sum log p), weighted_nll (the same times token weights; supervised training).
@@ -41,10 +41,10 @@ class StepStats:
         r = p_trainer / p_rollout (an estimate of KL(rollout || trainer), nats). NaN where rollout log-probs are unknown.
     num_updates: optimizer updates that changed the weights.
     replay: forced experts compared with the router's own choice; None if none were forced.
-    load: of experts, by the router's own choice; None without experts.
-    agent_grad_norms: of each agent's share of the gradient, before clipping; None for an agent without a trained token; ()
+    load: load of experts by the router's own choice; None without experts.
+    agent_grad_norms: norm of each agent's share of the gradient, before clipping; None for an agent without a trained token; ()
         if not measured.
-    tokens: of the requested samples, each on exactly one rank.
+    tokens: tokens of the requested samples, each on exactly one rank.
     """
 
     loss: float
@@ -65,12 +65,12 @@ class StepStats:
 
     @property
     def is_updated(self) -> bool:
-        """The weights changed."""
+        """True if the weights changed."""
         return self.num_updates > 0
 
 
 def empty_update(num_agents: int, lr: float) -> StepStats:
-    """Statistics of an update without a trained token on any rank."""
+    """Return the statistics of an update without a trained token on any rank."""
     nothing = dict.fromkeys(_SUMS, (0.0,) * num_agents)
     return StepStats(0.0, 0.0, lr, False, True, nothing, 0, math.nan, math.nan, math.nan)
 
@@ -87,10 +87,10 @@ def update_stats(
     keep: frozenset[str],
     agents: frozenset[int] | None = None,
 ) -> StepStats:
-    """Statistics of an update after its backward pass. Collective; the host waits for the device here.
+    """Compute the statistics of an update after its backward pass. Collective; the host waits for the device here.
 
-    results: of this rank's micro-batches; empty before the last stage. keep: uids of samples to return tokens of. agents: of
-    one policy, if several share the micro-batches; the loss is then that of its agents.
+    results: results of this rank's micro-batches; empty before the last stage. keep: uids of samples to return tokens of. agents:
+    those of one policy, if several share the micro-batches; the loss is then over its agents.
     """
     from megatron.core import parallel_state
 
@@ -114,7 +114,7 @@ def update_stats(
         loss = math.fsum(sums[:width])
         if not any(sums[_SUMS.index("tokens") * width : (_SUMS.index("tokens") + 1) * width]):
             return empty_update(width, lr)
-    raise_bad_values()  # already on the host
+    raise_bad_values()  # The values are already on the host.
     is_finite = math.isfinite(grad_norm) and math.isfinite(loss)
     if agents is not None:
         given = (each.cut.given for each in work.micro_batches)
@@ -170,7 +170,7 @@ def _mismatch(
 
 
 def _nll(batch: PackedBatch, logprobs: Tensor, num_agents: int) -> list[Tensor]:
-    """[A] float64 each: the sum of -log p, and of that times the token weights."""
+    """Return the sum of -log p, and the same times token weights, each [A] float64."""
     weighted = -logprobs if batch.token_advantages is None else -logprobs * batch.token_advantages
     empty = torch.zeros(num_agents, dtype=torch.float64, device=logprobs.device)
     agent_of = batch.of_tokens(batch.agent_of)
@@ -178,7 +178,7 @@ def _nll(batch: PackedBatch, logprobs: Tensor, num_agents: int) -> list[Tensor]:
 
 
 def _tokens(cut: ContextCut, result: HeadResult, uids: frozenset[str]) -> list[TrainedTokens]:
-    """Tokens of the samples with the given uids. Collective over the context group."""
+    """Return the tokens of the samples with these uids. Collective over the context group."""
     found = token_marks(result.policy.logprobs, result.policy.entropy, result.inputs)
     bits = ((CLIPPED, found.clipped), (GATED, found.gated), (MASKED, found.masked))
     own = torch.stack([is_set.to(torch.uint8) * bit for bit, is_set in bits]).sum(0, dtype=torch.uint8)
@@ -193,7 +193,7 @@ def _tokens(cut: ContextCut, result: HeadResult, uids: frozenset[str]) -> list[T
 
 
 def summed(stats: Sequence[StepStats]) -> StepStats:
-    """Summary of a step's updates.
+    """Summarise a step's updates.
 
     loss, grad_norm, agent_grad_norms, load.aux_loss: means over the non-empty updates; the share of an agent without a token in
     an update counts as 0. The other loads: the largest and the smallest. Counts and sums: added. is_skipped: any update was not

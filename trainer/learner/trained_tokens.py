@@ -9,16 +9,16 @@ import numpy.typing as npt
 
 from marsrl.rollout.types import FloatArray
 
-CLIPPED, GATED, MASKED = 1, 2, 4  # bits of a mark
+CLIPPED, GATED, MASKED = 1, 2, 4  # Bits of a mark.
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedTokens:
-    """The sampled tokens [M] of one sample, in order, as evaluated by an update before it changed the weights.
+    """Sampled tokens [M] of one sample, in order, as an update evaluated them before it changed the weights.
 
-    logprobs, entropy: float32, nats, at the sampling temperature, of what the sampler kept. marks: uint8, CLIPPED (the ratio's
-    clip is active), GATED (masked as well mastered), MASKED (by the gate or by loss.correction: no term is left).
-    update: number of the step's update that trained it, from 1.
+    logprobs, entropy: float32, nats, at the sampling temperature, over the tokens that the sampler kept. marks: uint8,
+    CLIPPED (the ratio's clip is active), GATED (masked as well mastered), MASKED (by the gate or by loss.correction, without any loss term).
+    update: number, from 1, of the update in the step that trained it.
     """
 
     uid: str

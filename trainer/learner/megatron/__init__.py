@@ -1,1 +1,1 @@
-"""The Megatron-core side of the trainer. Call shim.install() before importing any other module of this folder."""
+"""Megatron-core part of the trainer. Call shim.install() before importing any other module of this folder."""

@@ -1,13 +1,13 @@
-"""Low-rank adapters on one frozen copy of a model, which all policies of that base share on a rank.
+"""Low-rank adapters on a frozen model; all policies with the same base share one copy of it per rank.
 
-An adapted layer with weight W has, beside W x, the term s B (A x), s = alpha / rank; s is multiplied into B, as vLLM does.
+An adapted layer with weight W adds s B (A x) to W x, with s = alpha / rank; s is multiplied into B, as in vLLM.
 
     layer                      A                  B                 summed over TP
     q, k, v, gate, up          whole              cut as W          A
     o, down                    cut as W           whole             B
     experts                    by expert (EP)     by expert (EP)    none
 
-Under sequence parallelism the whole ones see their rank's tokens alone: `sequence_parallel` marks them for the sum.
+Under sequence parallelism, whole matrices see only their rank's tokens; `sequence_parallel` marks their gradients for the sum.
 
     base = FrozenBase(model_dir, layout, policy)             # once
     adapter = Adapter(base, policy.adapter, seed)            # of each policy
@@ -51,7 +51,7 @@ from marsrl.trainer.learner.megatron.model import as_run, bare_model, skip_syncs
 
 
 class FrozenBase:
-    """A model without gradients, and the layers' hooks by which adapters add to it. Made on all ranks together."""
+    """Model without gradients, whose layers have hooks for adapters. Constructed on all ranks together."""
 
     def __init__(self, model_dir: str | Path, layout: Layout, policy: PolicyConfig) -> None:
         self.shape, self.layout = read_shape(model_dir), layout
@@ -79,7 +79,7 @@ class FrozenBase:
         layer.register_forward_hook(add)
 
     def _column(self, names: Sequence[str], groups: int | None, x: Tensor) -> Tensor | None:
-        """[T, out / TP] that adapters add to q, k, v (interleaved by KV group) or to gate, up; x [T / TP, in]."""
+        """Return the adapters' part of q, k, v (interleaved by KV group) or gate, up: [T, out / TP] from x [T / TP, in]."""
         active = self.model.active
         if active is None or not any(names[0] in adapter.pairs for adapter in active.adapters):
             return None
@@ -96,27 +96,27 @@ class FrozenBase:
         return torch.cat(parts, -1).flatten(1)
 
     def _row(self, name: str, x: Tensor) -> Tensor | None:
-        """[T / TP, out] that adapters add to o or down; x [T, in / TP]."""
+        """Return the adapters' part of o or down: [T / TP, out] from x [T, in / TP]."""
         active = self.model.active
         if active is None or not any(name in adapter.pairs for adapter in active.adapters):
             return None
         a, b = active.pairs(name)
-        low = active.product(x, a)  # a partial sum
+        low = active.product(x, a)  # A partial sum over tensor-parallel ranks.
         if self.layout.tensor > 1:
             low = reduce_scatter_to_sequence_parallel_region(low)
         return active.product(low, b, is_own=True)
 
     def _expert_pair(self, prefix: str, name: str) -> tuple[Tensor, Tensor] | None:
-        """A [E, r, in] and s B [E, out, r] of this rank's experts; a micro-batch has one adapter where there are such."""
+        """Return A [E, r, in] and s B [E, out, r] of this rank's experts; the micro-batch must have a single adapter."""
         active = self.model.active
         if active is None or f"{prefix}{name}" not in active.adapters[0].pairs:
             return None
-        assert len(active.adapters) == 1, "experts' rows do not come by adapter"
+        assert len(active.adapters) == 1, "experts' rows are not sorted by adapter"
         return active.adapters[0].pairs[f"{prefix}{name}"]()
 
 
 class Pair(nn.Module):
-    """A and B of one matrix, or of this rank's experts with a dimension of these before."""
+    """Matrices A and B of one adapted matrix, or of this rank's experts, with a leading expert dimension."""
 
     def __init__(self, a: Tensor, b: Tensor, scale: float) -> None:
         super().__init__()
@@ -124,15 +124,15 @@ class Pair(nn.Module):
         self.scale = scale
 
     def forward(self) -> tuple[Tensor, Tensor]:
-        """A and s B."""
+        """Return A and s B."""
         return self.lora_A, self.scale * self.lora_B
 
 
 @dataclass(frozen=True)
 class ActiveAdapters:
-    """Adapters of a micro-batch, its tokens laid together by adapter in this order.
+    """Adapters of a micro-batch, whose tokens are grouped by adapter in this order.
 
-    counts: [adapters] int64, tokens of each; None: there is one adapter. own: of this tensor-parallel rank's tokens.
+    counts: [adapters] int64, tokens of each; None: a single adapter. own: the same for this tensor-parallel rank's tokens.
     """
 
     adapters: tuple[Adapter, ...]
@@ -140,7 +140,7 @@ class ActiveAdapters:
     own: Tensor | None = None
 
     def pairs(self, name: str) -> tuple[list[Tensor], list[Tensor]]:
-        """([r, in], [out, r]) of each adapter, padded with zeros to the largest rank."""
+        """Return ([r, in], [out, r]) of each adapter, padded with zeros to the largest rank."""
         found = [adapter.pairs[name]() if name in adapter.pairs else None for adapter in self.adapters]
         largest = max((pair for pair in found if pair is not None), key=lambda pair: pair[0].shape[0])
         rank, zeros = largest[0].shape[0], tuple(torch.zeros_like(each) for each in largest)
@@ -149,7 +149,7 @@ class ActiveAdapters:
         return a, [pad(each, (0, rank - each.shape[1])) for _, each in whole]
 
     def product(self, x: Tensor, matrices: Sequence[Tensor], *, is_own: bool = False) -> Tensor:
-        """Each row of x by its adapter's matrix. is_own: x has this tensor-parallel rank's tokens alone."""
+        """Multiply each row of x by its adapter's matrix. is_own: x has only this tensor-parallel rank's tokens."""
         if len(matrices) == 1:
             return linear(x, matrices[0])
         counts = self.own if is_own else self.counts
@@ -158,14 +158,14 @@ class ActiveAdapters:
 
 
 class Adapter(MegatronModule):
-    """This rank's part of an adapter; collective where it is made.
+    """This rank's part of an adapter. Construction is collective.
 
-    Its parameters are named as mapping.adapter_units names them. pairs: of each adapted matrix, "layer.matrix", the layer
-    counted over all stages. converter: its reader and writer.
+    Parameters have the names of mapping.adapter_units. pairs: by adapted matrix, "layer.matrix", with the layer
+    counted over all stages. converter: reads and writes the adapter.
     """
 
     def __init__(self, base: FrozenBase, settings: AdapterConfig, seed: int) -> None:
-        """seed: of A, where settings.start is None. Raises ValueError: settings.start cannot be used."""
+        """Initialise A from `seed`, or read settings.start; ValueError if that cannot be used."""
         super().__init__(config=base.model.config)
         self.settings, self._base = settings, base
         self.decoder, self.pairs = nn.Module(), dict[str, Pair]()
@@ -185,7 +185,7 @@ class Adapter(MegatronModule):
             self.read(settings.start)
 
     def read(self, folder: str | Path) -> None:
-        """Take the numbers of a PEFT directory. Raises ValueError: some of it would not be used, or is missing."""
+        """Read a PEFT directory; ValueError if a tensor is missing or would not be used."""
         check_start(Path(folder), self._base.shape, self.settings)
         reader = HfReader(Path(folder) / TENSORS, PEFT_PREFIX)
         self.converter.fill(partial(reader.shard, self._base.shape))
@@ -198,7 +198,9 @@ class Adapter(MegatronModule):
             local = num // group.size()
             pair = Pair(torch.empty(local, rank, into, **options), torch.empty(local, out, rank, **options), scale)
             for weight in pair.parameters():
-                set_tensor_model_parallel_attributes(weight, True, 0, 1)  # else the norm counts one TP rank's experts
+                set_tensor_model_parallel_attributes(
+                    weight, True, 0, 1
+                )  # Otherwise the norm counts only one TP rank's experts.
                 weight.allreduce = group.size() == 1  # type: ignore[attr-defined]  # DDP's group
             return pair
         is_row = name.endswith(ROW_PARALLEL)
@@ -215,7 +217,7 @@ class Adapter(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
     ) -> dict[str, ShardedTensor]:
-        """One tensor [layers, ...] for all layers, as megatron's blocks store theirs; experts [layers, experts, ...]."""
+        """Return one tensor [layers, ...] for all layers, as megatron's blocks store them; experts [layers, experts, ...]."""
         tensor_rank = parallel_state.get_tensor_model_parallel_rank()
         data_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
         state = {}
@@ -237,7 +239,7 @@ class Adapter(MegatronModule):
 
 
 def for_training(adapter: Adapter, optimizer: OptimizerConfig) -> DistributedDataParallel:
-    """The adapter with gradient buffers."""
+    """Wrap the adapter with gradient buffers."""
     options = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=optimizer.distributed)
     ddp = DistributedDataParallel(adapter.config, options, adapter)
     skip_syncs_alone(ddp)
@@ -245,14 +247,14 @@ def for_training(adapter: Adapter, optimizer: OptimizerConfig) -> DistributedDat
 
 
 def finalize(trained: Sequence[DistributedDataParallel]) -> None:
-    """Sum the gradients of adapters over data-parallel ranks, and of whole matrices over tensor-parallel ones."""
+    """Sum adapter gradients over data-parallel ranks, and those of unsharded matrices over tensor-parallel ranks."""
     for each in trained:
         each.finish_grad_sync()
     _allreduce_non_tensor_model_parallel_grads(list(trained), trained[0].config)
 
 
 def _of_a_layer(base: FrozenBase, settings: AdapterConfig) -> dict[str, tuple[int, int, int]]:
-    """{matrix: (out, in, rank)} of any layer, its experts' once."""
+    """Return {matrix: (out, in, rank)} of a layer, with one entry for all experts."""
     first = "model.layers.0."
     sizes = {
         name.removeprefix(first): size for name, size in adapted(base.shape, settings).items() if name.startswith(first)
@@ -261,7 +263,7 @@ def _of_a_layer(base: FrozenBase, settings: AdapterConfig) -> dict[str, tuple[in
 
 
 def _put(parent: nn.Module, name: str, child: nn.Module) -> None:
-    """Set a module under a dotted name, with modules for the parts of the name."""
+    """Register a module under a dotted name, creating modules for the parts of the name."""
     *parts, last = name.split(".")
     for part in parts:
         if not hasattr(parent, part):
@@ -271,7 +273,7 @@ def _put(parent: nn.Module, name: str, child: nn.Module) -> None:
 
 
 def _fresh(seed: int, unit: Unit, part: int, parts: int) -> Tensor:
-    """Part of a new tensor, the same under every layout: A uniform within 1 / sqrt(in), Kaiming's with a = sqrt(5), as PEFT;
+    """Return part of a new tensor, the same under every layout: A uniform in 1 / sqrt(in) (Kaiming, a = sqrt(5), as PEFT),
     B zero."""
     assert unit.size is not None
     if unit.name.endswith("lora_B"):

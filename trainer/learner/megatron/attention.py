@@ -20,24 +20,24 @@ from marsrl.trainer.learner.megatron.context import Keys
 class Segments(PackedSeqParams):
     """Sequence boundaries of a micro-batch, carried to every layer.
 
-    The format is not "thd": megatron's packed path would rotate q and k sequence by sequence. Here the angles are
-    gathered by position once a micro-batch (head.py), and only the attention looks at the bounds.
+    The format is not "thd", because megatron's packed path would rotate q and k sequence by sequence. Here the angles are
+    gathered by position once per micro-batch (head.py), and only attention uses the bounds.
     """
 
     qkv_format: str = "sbhd"
     cu_seqlens: Tensor | None = None  # [S+1] int32
     max_seqlen: int | None = None  # tokens of the longest sequence, over all context-parallel ranks
-    keys: Keys | None = None  # of context parallelism
+    keys: Keys | None = None  # With context parallelism.
 
     @classmethod
     def of(cls, cu_seqlens: Tensor, num_tokens: int, max_seqlen: int, context_group: Any) -> Segments:
-        """The segments of a micro-batch, or of this rank's part of it."""
+        """Build the segments of a micro-batch, or of this rank's part of it."""
         keys = Keys.of(cu_seqlens, num_tokens, context_group) if context_group.size() > 1 else None
         return cls(cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, keys=keys)
 
 
 class PackedAttention(MegatronModule):
-    """core_attention of the layer spec: [T, 1, N, D] queries of a packed batch to [T, 1, N * D]."""
+    """Core attention of the layer spec: [T, 1, N, D] queries of a packed batch to [T, 1, N * D]."""
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None, **unused: Any) -> None:
         super().__init__(config=config)
@@ -68,7 +68,7 @@ class PackedAttention(MegatronModule):
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """kernels.rms_norm as megatron's layers want a norm. megatron's own refuses sequence parallelism; this one marks its weight
+    """kernels.rms_norm with the interface of megatron's norms. megatron's own rejects sequence parallelism; this marks its weight
     for the reduction over TP ranks."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **unused: Any) -> None:
@@ -77,24 +77,24 @@ class RMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # read by finalize_model_grads
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., N], of this rank's tokens; rows may lie apart, as the heads of the keys do."""
+        """Normalise [..., N] of this rank's tokens; rows may be strided, as heads of keys are."""
         return rms_norm(x, self.weight, eps=self._eps, is_zero_centred=self.is_zero_centred)
 
 
 class HeadNorm(RMSNorm):
-    """The norm of queries or keys, which rotates them by position too: megatron would read and write them once more for that."""
+    """Norm of queries or keys that also applies the rotary embedding, which saves a read and a write."""
 
-    rotation: Tensor | None = None  # of the micro-batch, set by the layer's attention
+    rotation: Tensor | None = None  # Of the micro-batch; set by the layer's attention.
 
     def forward(self, x: Tensor) -> Tensor:
-        """[T, 1, N, D] of this rank's heads."""
+        """Normalise and rotate [T, 1, N, D] of this rank's heads."""
         return rms_norm(x, self.weight, eps=self._eps, is_zero_centred=self.is_zero_centred, rotation=self.rotation)
 
 
 class NormedAttention(SelfAttention):
-    """megatron's, where queries and keys have a HeadNorm."""
+    """Megatron's self-attention for queries and keys with a HeadNorm."""
 
     def forward(self, *args: Any, rotary_pos_emb: Tensor, **options: Any) -> Any:
-        """rotary_pos_emb: the rotation [T, D] that kernels.rms_norm takes, in place of megatron's angles."""
+        """Run with rotary_pos_emb, the rotation [T, D] for kernels.rms_norm, instead of megatron's angles."""
         self.q_layernorm.rotation = self.k_layernorm.rotation = rotary_pos_emb
         return super().forward(*args, **options)

@@ -1,4 +1,4 @@
-"""The router's balancing loss over a whole update, and how evenly its tokens were spread over the experts.
+"""Load-balancing loss of the router over a whole update, and the load of the experts.
 
     with count_experts(model) as counts:               # unless an update has one micro-batch
         ...forward passes without gradients...
@@ -7,12 +7,12 @@
     found = load()
 
 The loss of a layer is coefficient * E * sum_e f_e P_e (arXiv:2101.03961, eq. 4 to 6): f_e is the share of expert e in the choices
-of all tokens of the update, on all ranks, a constant; P_e is its mean probability over them. Padding is no token. P_e is a sum
-over micro-batches and f_e is not: it has to be known before the first backward. megatron's own loss takes f_e from the
-micro-batch ("aux_loss"), or from those that came before it ("global_aux_loss"), so its gradient depends on the cut
+of all tokens of the update, on all ranks, a constant; P_e is its mean probability over them. Padding is excluded. P_e is a sum
+over micro-batches, but f_e must be known before the first backward pass. megatron's own loss takes f_e from the
+micro-batch ("aux_loss"), or from earlier ones ("global_aux_loss"), so its gradient depends on the split
 (NVIDIA/Megatron-LM#1498).
 
-Choices are the router's own, also where others are forced (router_replay.py).
+Choices are the router's own, even if others are forced (router_replay.py).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from torch import Tensor
 from marsrl.trainer.learner.megatron.head import PolicyModel
 
 Counts = dict[int, Tensor]
-"""{MoE layer, from 0 in the whole model: [E] int64 choices of each expert over all ranks}, of this rank's layers."""
+"""{MoE layer, from 0 in the whole model: [E] int64 choices of each expert over all ranks}, for this rank's layers."""
 
 
 class ExpertLoad(NamedTuple):
@@ -55,8 +55,8 @@ class ExpertLoad(NamedTuple):
 class _Tally:
     """Settings and results of one router in the passes of an update.
 
-    coefficient: of the loss; 0: none. num_tokens: of the update, over all ranks. counts: of the update, [E]; None: its only
-    micro-batch has them. sums: [2, E] choices and probabilities of this rank's tokens.
+        coefficient: weight of the loss; 0: none. num_tokens: of the update, over all ranks. counts: of the update, [E]; None: its
+    only micro-batch provides them. sums: [2, E] choices and probabilities of this rank's tokens.
     """
 
     has_gradients: bool
@@ -67,15 +67,15 @@ class _Tally:
 
 
 class BalancedRouter(TopKRouter):
-    """megatron's router with the balancing loss of a whole update."""
+    """Megatron's router with the balancing loss of a whole update."""
 
     tally: _Tally | None = None
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """logits [T, 1, E], padding_mask [T, 1] bool, True where a token is padding; megatron's results."""
+        """Route as megatron does. logits: [T, 1, E]; padding_mask: [T, 1] bool, True for padding."""
         probs, routing_map = super().routing(logits, padding_mask=padding_mask)
         tally = self.tally
-        # A layer that is made again in the backward runs its first forward without gradients.
+        # A layer with recomputation runs its first forward pass without gradients.
         if tally is None or tally.has_gradients != torch.is_grad_enabled():
             return probs, routing_map
         own, scores = compute_routing_scores_for_aux_loss(
@@ -104,9 +104,9 @@ class BalancedRouter(TopKRouter):
 
 @contextmanager
 def count_experts(model: PolicyModel) -> Iterator[Callable[[], Counts | None]]:
-    """Count the router's choices in the body's forward passes without gradients, of which each token has one.
+    """Count the router's choices in the body's forward passes without gradients; every token passes once.
 
-    Yields what gives the counts over all ranks, once the body is left; None if no pass was made. Collective.
+    Yields a function that returns the counts over all ranks after the body; None if there was no pass. Collective.
     """
     with _installed(model, lambda layer: _Tally(has_gradients=False)) as tallies:
         yield partial(_counts, model, tallies)
@@ -116,12 +116,12 @@ def count_experts(model: PolicyModel) -> Iterator[Callable[[], Counts | None]]:
 def balance_experts(
     model: PolicyModel, coefficient: float, num_tokens: int, counts: Counts | None
 ) -> Iterator[Callable[[], ExpertLoad | None]]:
-    """Add the gradient of the balancing loss in the body's backward passes, of which each micro-batch of the update has one.
+    """Add the gradient of the balancing loss in the body's backward passes, one per micro-batch of the update.
 
-    counts: of the whole update; None only where it has one micro-batch, or no coefficient. num_tokens: of the update, over all
+    counts: of the whole update; None only with a single micro-batch or no coefficient. num_tokens: of the update, over all
     ranks, without padding.
 
-    Yields what gives the load, once the body is left; None for a model without experts. Collective over all ranks.
+    Yields a function that returns the load after the body; None for a model without experts. Collective over all ranks.
     """
 
     def tally(layer: int) -> _Tally:

@@ -1,4 +1,4 @@
-"""index.json: the file and byte range of each part of each tensor. Megatron's own .metadata is a pickle of the same.
+"""index.json: file and byte range of each part of each tensor, in place of Megatron's .metadata, which is a pickle.
 
 Imports no megatron: `marsrl export` reads it too.
 """
@@ -40,7 +40,7 @@ class StoredChunk:
 def render_index(metadata: Metadata, written: Iterable[StoredChunk]) -> bytes:
     """metadata: names, dtypes, shapes and shards of all tensors, as planned; written: the chunks of all ranks.
 
-    Raises RuntimeError: a planned part was not written.
+    Raises RuntimeError if a planned part was not written.
     """
     where = {(chunk.tensor, chunk.offsets): chunk for chunk in written}
     tensors = {}
@@ -58,7 +58,7 @@ def render_index(metadata: Metadata, written: Iterable[StoredChunk]) -> bytes:
 
 
 def read_index(folder: Path) -> Metadata:
-    """Metadata of the checkpoint in `folder`, as torch's reader expects it. Raises ValueError for an invalid index.json."""
+    """Read the metadata of the checkpoint in `folder` for torch's reader; ValueError for an invalid index.json."""
     path = folder / INDEX
     try:
         tensors = json.loads(path.read_bytes())["tensors"]
@@ -72,7 +72,9 @@ def read_index(folder: Path) -> Metadata:
             size = torch.Size(stored["size"])
             metadata.state_dict_metadata[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"checkpoint {folder}: {INDEX} cannot be read ({error}); it is torn or not ours") from error
+        raise ValueError(
+            f"checkpoint {folder}: {INDEX} cannot be read ({error}); it is damaged or of another program: restore the file"
+        ) from error
     return metadata
 
 

@@ -1,4 +1,4 @@
-"""Context parallelism of packed batches: each rank's tokens of every sequence, and the keys they attend to.
+"""Context parallelism of packed batches: each rank's tokens of every sequence, and the keys that they attend to.
 
 Every sequence is cut into 2C equal chunks and rank r of C holds chunks r and 2C-1-r, so that all have equal work
 under a causal mask; keys and values are gathered from all ranks (arXiv:2407.21783, section 3.3.2), and a chunk attends to those
@@ -28,8 +28,8 @@ _PER_TOKEN = (
 class ContextCut:
     """One rank's part of a packed batch.
 
-    batch: [T'] tokens, S sequences; its cu_seqlens count this rank's tokens, its position_ids are those in the sequence.
-    rows: [C, T'] int64, for every rank the index of each of its tokens in the whole batch; T for padding. [0] for C = 1,
+    batch: [T'] tokens, S sequences; cu_seqlens count this rank's tokens, position_ids are positions in the whole sequence.
+    rows: [C, T'] int64, for each rank the index of its tokens in the whole batch; T for padding. [0] for C = 1,
         whose part is the whole.
     given: the whole batch, [T] tokens.
     """
@@ -49,7 +49,7 @@ class ContextCut:
         return out[:-1].cpu()
 
     def own(self, whole: Tensor) -> Tensor:
-        """This rank's [T'] of [T] CPU values of the whole batch, on the batch's device; 0 for padding."""
+        """Return this rank's [T'] of [T] CPU values of the whole batch, on the batch's device; 0 for padding."""
         values = whole.to(self.batch.token_ids.device)
         if not len(self.rows):
             return values
@@ -57,9 +57,9 @@ class ContextCut:
 
 
 def cut(batch: PackedBatch, rank: int, size: int, align: int) -> ContextCut:
-    """Rank `rank`'s part of a batch that all context-parallel ranks hold.
+    """Return the part of rank `rank` of a batch that all context-parallel ranks hold.
 
-    Sequences are padded, masked, to a multiple of 2C, and the last one until each rank has a multiple of `align` tokens.
+    Sequences are padded (masked) to a multiple of 2C, and the last one until each rank has a multiple of `align` tokens.
     Indices are computed on the host, which waits for the lengths and, at the end, for the number of this rank's trained rows.
     """
     if size == 1:
@@ -68,13 +68,15 @@ def cut(batch: PackedBatch, rank: int, size: int, align: int) -> ContextCut:
     starts = batch.cu_seqlens.long().cpu()
     lengths = starts.diff()
     padded = (lengths + 2 * size - 1) // (2 * size) * (2 * size)
-    unit = size * align * (2 if align % 2 else 1)  # of the sum; keeps the last sequence a multiple of 2C
+    unit = size * align * (2 if align % 2 else 1)  # Keeps the last sequence a multiple of 2C.
     padded[-1] += -int(padded.sum()) % unit
     chunks = padded // (2 * size)  # [S]
     bounds = torch.cat([padded.new_zeros(1), padded.cumsum(0)]) // size
     positions, rows = [], []
     for r in range(size):
-        first = torch.stack([chunks * r, chunks * (2 * size - 1 - r)], 1).flatten()  # of each chunk, in its sequence
+        first = torch.stack(
+            [chunks * r, chunks * (2 * size - 1 - r)], 1
+        ).flatten()  # Start of each chunk in its sequence.
         sizes = chunks.repeat_interleave(2)
         start = torch.cat([sizes.new_zeros(1), sizes.cumsum(0)[:-1]])
         position = torch.arange(int(sizes.sum())) + (first - start).repeat_interleave(sizes)
@@ -108,7 +110,7 @@ def cut(batch: PackedBatch, rank: int, size: int, align: int) -> ContextCut:
 
 
 def _padding(name: str, dtype: torch.dtype) -> int:
-    """The padding value: 1 for a temperature (a divisor) and where padding is marked, no expert, else 0."""
+    """Return the padding value: 1 for temperatures (divisors) and padding marks, an invalid expert, else 0."""
     if name == "routed_experts":
         return int(torch.iinfo(dtype).max)
     return int(name in ("temperature", "is_padding"))
@@ -116,9 +118,9 @@ def _padding(name: str, dtype: torch.dtype) -> int:
 
 @dataclass(frozen=True)
 class Keys:
-    """Keys visible to this rank's queries: 2S segments, the two chunks of each sequence.
+    """Keys visible to this rank's queries, in 2S segments: the two chunks of each sequence.
 
-    cu_seqlens: [2S+1] int32, of the queries; cu_seqlens_k: [2S+1] int32, of the keys; aligned at their ends.
+    cu_seqlens: [2S+1] int32, bounds of the queries; cu_seqlens_k: [2S+1] int32, bounds of the keys; aligned at their ends.
     places: [(2C+1) T'/2] int64, each key's index among the keys gathered from all ranks, [C T'].
     """
 
@@ -129,7 +131,7 @@ class Keys:
 
     @classmethod
     def of(cls, cu_seqlens: Tensor, num_tokens: int, group: Any) -> Keys:
-        """Keys from the [S+1] bounds of this rank's T' tokens. On the device of the bounds; the host does not wait."""
+        """Build from the [S+1] bounds of this rank's T' tokens, on the bounds' device, without synchronisation."""
         rank, size = group.rank(), group.size()
         bounds = cu_seqlens.long()
         chunk = (bounds.diff() // 2).repeat_interleave(2, output_size=2 * (len(bounds) - 1))  # [2S]
@@ -140,14 +142,14 @@ class Keys:
         segment = torch.arange(len(chunk), device=bounds.device).repeat_interleave(chunk * seen, output_size=num_keys)
         offset = torch.arange(num_keys, device=bounds.device) - ends_k[segment]
         length = chunk[segment]
-        index = offset // length  # of the key's chunk in its sequence
+        index = offset // length  # Index of the key's chunk in its sequence.
         is_late = index >= size
         owner = torch.where(is_late, 2 * size - 1 - index, index)
         places = owner * num_tokens + bounds[segment // 2] + offset % length + is_late * length
         return cls(ends_q.int(), ends_k.int(), places, group)
 
     def gather(self, mine: Tensor) -> Tensor:
-        """[(2C+1) T'/2, N, D] keys (or values) from this rank's [T', N, D]; the gradient is summed over ranks."""
+        """Gather keys or values [(2C+1) T'/2, N, D] from each rank's [T', N, D]; gradients are summed over ranks."""
         everyone = gather_from_sequence_parallel_region(
             mine.contiguous(), tensor_parallel_output_grad=True, group=self.group
         )

@@ -1,4 +1,4 @@
-"""Hugging Face safetensors <-> this rank's Megatron shards, one tensor at a time, bit for bit. See mapping.py."""
+"""Conversion between Hugging Face safetensors and this rank's Megatron shards, tensor by tensor, bit for bit (mapping.py)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from marsrl.trainer.learner.megatron.mapping import (
 
 @dataclass(frozen=True)
 class _Place:
-    """A rank's position in every group of the converter."""
+    """Position of a rank in the converter's groups."""
 
     stage: int
     tensor: int
@@ -39,10 +39,10 @@ class _Place:
 
 
 class Converter:
-    """Reads and writes the Hugging Face form of one model's parameters. Collective."""
+    """Reader and writer of a model's parameters in Hugging Face format. Collective."""
 
     def __init__(self, model: nn.Module, shape: ModelShape, adapter: AdapterConfig | None = None) -> None:
-        """adapter: `model` holds only an adapter's parameters (adapter.py)."""
+        """Convert `model`, which holds only an adapter's parameters if `adapter` is given (adapter.py)."""
         self._shape = shape
         self._parameters = dict(model.named_parameters())
         self._num_stages = parallel_state.get_pipeline_model_parallel_world_size()
@@ -63,7 +63,7 @@ class Converter:
         self._part_of = {stack_of(name)[0]: (unit, i) for unit in self._stacks for i, name in enumerate(unit.hf)}
         known = {self._local_name(unit) for unit in self._units if self._owns(unit)}
         if shape.is_tied and self._num_stages > 1:
-            known.add("output_layer.weight")  # the last stage's copy of the embedding
+            known.add("output_layer.weight")  # The last stage's copy of the embedding.
         assert known >= set(self._parameters), f"no rule converts {sorted(set(self._parameters) - known)}"
 
     def load(self, model_dir: str | Path) -> None:
@@ -76,7 +76,7 @@ class Converter:
     @torch.no_grad()
     def fill(self, shard_of: Callable[[Unit, int, int], Tensor]) -> None:
         """Fill the parameters with shard_of(unit, part, parts), in the sharded view, for each unit on this rank."""
-        # the last of several stages has a copy of a tied embedding
+        # The last of several stages has a copy of a tied embedding.
         has_copy = self._shape.is_tied and "output_layer.weight" in self._parameters
         for unit in self._units:
             is_copied = has_copy and unit.name.startswith("embedding.")
@@ -88,7 +88,7 @@ class Converter:
 
     @torch.no_grad()
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """Yields (Hugging Face name, whole CPU tensor) on rank 0, in the model's dtype; nothing on the others.
+        """Yield (Hugging Face name, full CPU tensor) in the model's dtype on rank 0, and nothing on other ranks.
 
         Every rank must exhaust the iterator: each tensor, or stack of a layer's experts, is gathered from its owners
         on demand, so that no rank holds the whole model. The tensors are copies, unaffected by later steps.
@@ -120,7 +120,7 @@ class Converter:
 
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shapes of all Hugging Face tensors of the model, with stacks of experts, in the order of its file."""
+        """Shapes of all Hugging Face tensors of the model, with stacks of experts, in file order."""
         shapes = {name: size for u in self._units for name, size in zip(u.hf, hf_shapes(self._shape, u), strict=True)}
         return stacked(shapes)
 
@@ -130,7 +130,7 @@ class Converter:
 
     @cached_property
     def boxes_of_ranks(self) -> Sequence[Mapping[str, Box]]:
-        """For each rank {name: its part of that tensor}."""
+        """{name: part of that tensor} for each rank."""
         found: list[dict[str, Box]] = [{} for _ in self._places]
         for place, boxes in zip(self._places, found, strict=True):
             for unit in self._stacks:
@@ -142,7 +142,7 @@ class Converter:
 
     @torch.no_grad()
     def stack(self, name: str) -> Tensor:
-        """This rank's box of a tensor, [matrices, rows, columns], in the model's dtype; a view if it is evenly spaced there."""
+        """Return this rank's box of a tensor, [matrices, rows, columns], in the model's dtype; a view if evenly strided."""
         unit, part = self._part_of[name]
         parameter = self._parameters[self._local_name(unit)].data
         return held_stacks(self._shape, unit, parameter, self._group(unit).size())[part]
@@ -150,9 +150,9 @@ class Converter:
     def save_hf(self, folder: str | Path, source: str | Path) -> None:
         """Write a Hugging Face directory: safetensors, index, and config and tokenizer files copied from `source`.
 
-        It gets its name once it is complete.
+        The directory is renamed to `folder` once it is complete.
 
-        Raises ValueError: the directory exists.
+        Raises ValueError if the directory exists.
         """
         folder = Path(folder)
         exists = [folder.exists()]
@@ -169,7 +169,7 @@ class Converter:
     # One unit: its owners, how it is sharded.
 
     def _owns(self, unit: Unit, place: _Place | None = None) -> bool:
-        """True if a rank (default: this one) holds a part of the unit."""
+        """Return True if a rank (default: this one) holds a part of the unit."""
         place = place or self._place
         if unit.stage != place.stage:
             return False

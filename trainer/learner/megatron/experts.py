@@ -1,8 +1,8 @@
-"""The experts of a MoE layer as two grouped linear layers behind megatron's router, and the way of tokens to them and back.
+"""Experts of a MoE layer as two grouped linear layers behind megatron's router, and the dispatch of tokens to them.
 
 moe_permute     a row for each expert of a token, sorted by expert
   all-to-all    over expert parallelism, all-gather over the experts' tensor parallelism     (megatron's)
-    moe_permute what came rank by rank, sorted by this rank's experts
+    moe_permute received rows, sorted by this rank's experts
       GroupedExperts, with the router's weights
     moe_unpermute
   reduce-scatter, all-to-all                                                                 (megatron's)
@@ -35,7 +35,7 @@ from marsrl.kernels import RowOrder, grouped_linear, moe_permute, moe_unpermute,
 class GroupedExperts(MegatronModule):
     """SwiGLU experts: down(silu(gate x) * up x), weighted by the router.
 
-    Parameters, E being this rank's experts and F its part of an expert's width:
+    Parameters, with E experts of this rank and F its part of an expert's width:
         gate_up: [E, 2, F, H], gate first. A dimension of its own keeps gate and up apart under any cut, so that
             checkpoints reshard between layouts without knowing about SwiGLU.
         down: [E, H, F].
@@ -51,30 +51,32 @@ class GroupedExperts(MegatronModule):
         options = {"dtype": config.params_dtype, "device": torch.cuda.current_device()}
         self.gate_up = Parameter(torch.empty(num_local_experts, 2, width, config.hidden_size, **options))
         self.down = Parameter(torch.empty(num_local_experts, config.hidden_size, width, **options))
-        # A [E, r, in] and B [E, out, r], of this rank's experts, of the adapter that is at work (adapter.py), by its matrix
+        # A [E, r, in] and B [E, out, r] of this rank's experts in the active adapter (adapter.py), by matrix.
         self.pair_of: Callable[[str], tuple[Tensor, Tensor] | None] = lambda name: None
         for weight, dimension in ((self.gate_up, 2), (self.down, 2)):
-            set_tensor_model_parallel_attributes(weight, True, dimension, 1)  # else the norm counts one rank
+            set_tensor_model_parallel_attributes(
+                weight, True, dimension, 1
+            )  # Otherwise the gradient norm counts only one rank.
             weight.allreduce = self.expert_group.size() == 1  # type: ignore[attr-defined]  # DDP's group
 
     def forward(self, rows: Tensor, tokens_per_expert: Tensor, weights: Tensor) -> tuple[Tensor, None]:
-        """rows [R, H] sorted by expert, tokens_per_expert [E], weights [R] of the router; returns [R, H], no bias.
+        """Compute [R, H] from rows [R, H] sorted by expert, tokens_per_expert [E] and the router's weights [R]; no bias.
 
-        With selective recompute the activation's results are dropped and made again from `gate x` and `up x`: megatron's
-        moe_act, which it offers to its own experts only.
+        With selective recompute, the activation's output is dropped and recomputed from `gate x` and `up x`: megatron's
+        moe_act, which works only with megatron's own experts.
         """
         products = self._linear(rows, self.gate_up, tokens_per_expert, "gate_proj", "up_proj")
         if not (self.recomputes_activation and torch.is_grad_enabled()):
             return self._linear(swiglu(products, weights), self.down, tokens_per_expert, "down_proj"), None
-        activation = CheckpointWithoutOutput(fp8=None)  # its False means on
+        activation = CheckpointWithoutOutput(fp8=None)  # megatron treats fp8=False as enabled.
         inner = activation.checkpoint(swiglu, products, weights)
         output = self._linear(inner, self.down, tokens_per_expert, "down_proj")
         activation.discard_output_and_register_recompute(output)
         return output, None
 
     def _linear(self, rows: Tensor, weight: Parameter, tokens_per_expert: Tensor, *names: str) -> Tensor:
-        """rows times weight, and what an adapter adds to the matrices that it is made of. The weight's gradient goes straight to
-        DDP's float32 buffer where there is one."""
+        """Return rows times weight, plus the adapter's part. The weight's gradient is accumulated directly in
+        DDP's float32 buffer if there is one."""
         is_trained = torch.is_grad_enabled() and weight.requires_grad
         main_grad = getattr(weight, "main_grad", None) if is_trained else None
         out = grouped_linear(rows, weight, tokens_per_expert, main_grad=main_grad)
@@ -87,7 +89,7 @@ class GroupedExperts(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
     ) -> dict[str, ShardedTensor]:
-        """[experts, ...] tensors cut over EP along the experts and over ETP along the width."""
+        """Return [experts, ...] tensors sharded over EP along the experts and over ETP along the width."""
         first = len(sharded_offsets)
         expert_cut = (first, self.expert_group.rank(), self.expert_group.size())
         width_cut = (first + 2, self.tensor_group.rank(), self.tensor_group.size())
@@ -106,32 +108,32 @@ class GroupedExperts(MegatronModule):
 
 
 def _blocks(matrices: Sequence[Tensor]) -> Tensor:
-    """[E, n out, n r] with n matrices [E, out, r] on its diagonal."""
+    """Return [E, n out, n r] with n matrices [E, out, r] on the diagonal."""
     rank, last = matrices[0].shape[-1], len(matrices) - 1
     return torch.cat([pad(each, (place * rank, (last - place) * rank)) for place, each in enumerate(matrices)], 1)
 
 
 class TokenDispatcher(MoEAlltoAllTokenDispatcher):
-    """megatron's with the rows moved by kernels.moe_permute: sums in float32, and each row copied once a move.
+    """Megatron's token dispatcher on kernels.moe_permute: sums in float32, and one copy of each row per move.
 
-    The host waits for the device only where ranks send each other rows, for their numbers; megatron's own waits in every layer,
-    also for its masks without TransformerEngine. What a forward has set is dropped at its end.
+    Synchronises with the GPU only to read row counts before the all-to-all; megatron's own waits in every layer,
+    and for masks without TransformerEngine. State of a forward pass is dropped at its end.
     """
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
-        """hidden_states [..., H]; routing_map, probs [T, E]. Rows of this rank's tokens by expert, and their weights."""
+        """Return rows of this rank's tokens by expert, and weights, from hidden_states [..., H], routing_map and probs [T, E]."""
         self.hidden_shape, self.sums_dtype = hidden_states.shape, probs.dtype
         self.tokens_per_expert = self.preprocess(routing_map)
         self.order = RowOrder.of_map(routing_map, self.num_out_tokens)
         self.order_of_received: RowOrder | None = None
         if self.ep_size * self.tp_size > 1:
             if self.num_local_experts > 1:
-                self.counts_on_device = self.num_global_tokens_per_local_expert  # the next line sends it to the host
+                self.counts_on_device = self.num_global_tokens_per_local_expert  # The next line copies it to the host.
             self._maybe_dtoh_and_synchronize("before_permutation_1", self.tokens_per_expert)
         return moe_permute(hidden_states.flatten(0, -2), probs, self.order)
 
     def dispatch_postprocess(self, rows: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows that this rank's experts get, sorted by expert, and their weights; the number of each expert's between them."""
+        """Return the rows for this rank's experts, sorted by expert, the rows per expert, and the weights."""
         if self.tp_size > 1:
             splits = self.output_splits_tp.tolist()
             rows, weights = (
@@ -147,7 +149,7 @@ class TokenDispatcher(MoEAlltoAllTokenDispatcher):
         return rows, self.tokens_per_expert, weights
 
     def combine_preprocess(self, rows: Tensor) -> Tensor:
-        """Results in the order in which their rows came; summed over the ranks that share the experts."""
+        """Restore the order in which rows arrived; sum over the ranks that share the experts."""
         if self.order_of_received is not None:
             rows = moe_unpermute(rows, self.order_of_received)
         if self.tp_size > 1:
@@ -159,7 +161,7 @@ class TokenDispatcher(MoEAlltoAllTokenDispatcher):
         return rows
 
     def combine_postprocess(self, rows: Tensor) -> Tensor:
-        """[..., H]: the sum of each token's results."""
+        """Sum each token's results, [..., H]."""
         out = moe_unpermute(rows, self.order).view(self.hidden_shape)
         del self.order, self.order_of_received, self.tokens_per_expert
         return out

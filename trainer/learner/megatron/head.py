@@ -1,6 +1,6 @@
-"""A GPTModel over packed micro-batches that ends in the fused loss, and never holds logits.
+"""GPTModel over packed micro-batches with a fused loss, which never materialises logits.
 
-Nothing here makes the host wait for the device: which rows are scored was counted when the batch was packed.
+Nothing here synchronises with the device: the number of scored rows is known from packing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from marsrl.trainer.learner.megatron.attention import Segments
 
 @dataclass(frozen=True)
 class HeadResult:
-    """The loss of a micro-batch, whose samples mask their mastered tokens ([S] bool; None: nobody's), what it was formed of."""
+    """Loss of a micro-batch, its gate ([S] bool, samples that mask mastered tokens; None: no gate) and its inputs."""
 
     policy: PolicyLoss
     gate: Tensor | None
@@ -35,13 +35,13 @@ class HeadResult:
 
 
 class FusedHead(ColumnParallelLinear):
-    """The output layer, with names and checkpoint format unchanged, that hands its shard to a fused op.
+    """Output layer that passes its shard to a fused op; names and checkpoint format are megatron's.
 
-    Called as a module, so that the hooks which gather parameters before use still fire.
+    It is called as a module, so that hooks which gather parameters before use still run.
     """
 
     def forward(self, input_: Tensor, weight: Tensor | None, compute: Callable[[Tensor, Tensor], Any]) -> Any:
-        """compute(hidden [T, H], weight [V / TP, H])."""
+        """Return compute(hidden [T, H], weight [V / TP, H])."""
         if self.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(input_, tensor_parallel_output_grad=True, group=self.tp_group)
         else:
@@ -50,16 +50,16 @@ class FusedHead(ColumnParallelLinear):
 
 
 class PolicyModel(GPTModel):
-    """GPTModel whose forward takes a PackedBatch.
+    """GPTModel whose forward pass takes a PackedBatch.
 
-    Returns, on the last pipeline stage: HeadResult where a loss is given (with the mpt that gates it), else log-probs [T]
+    On the last pipeline stage it returns HeadResult if a loss is given (with the mpt that gates it), else log-probs [T]
     float32; on other stages the hidden states [T / TP, 1, H]. active: adapters to add to its layers (adapter.py: ActiveAdapters).
     """
 
     def __init__(self, *args: Any, real_vocab_size: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.real_vocab_size = real_vocab_size
-        self.active: Any = None  # adapters that the layers add at present
+        self.active: Any = None  # Adapters that the layers currently add.
         if self.post_process:
             self.output_layer.__class__ = FusedHead
 
@@ -70,7 +70,7 @@ class PolicyModel(GPTModel):
         if self.pre_process:
             embedded = self.embedding(input_ids=batch.token_ids[None], position_ids=batch.position_ids[None])
             if active is not None and torch.is_grad_enabled():
-                embedded.requires_grad_()  # else what is made again in the backward has no gradient either
+                embedded.requires_grad_()  # Otherwise recomputed layers would have no gradient.
         # [T, 1, 1, D] angles, each twice: those of the longest sequence, gathered by position.
         angles = self.rotary_pos_emb(batch.max_seqlen, packed_seq=True)[batch.position_ids]
         if self.config.qk_layernorm:  # NormedAttention rotates
@@ -84,7 +84,7 @@ class PolicyModel(GPTModel):
             padding_mask=self._padding(batch) if self.config.num_moe_experts else None,
         )
         if active is not None and hidden.requires_grad:
-            # layers that are made again are this micro-batch's
+            # Recomputed layers must use this micro-batch's adapters.
             hidden.register_hook(lambda gradient: setattr(self, "active", active))
         if not self.post_process:
             return hidden
@@ -98,14 +98,14 @@ class PolicyModel(GPTModel):
         return self.output_layer(hidden, weight, compute)
 
     def _padding(self, batch: PackedBatch) -> Tensor:
-        """[1, T / TP] bool, True where a token of this rank is padding: megatron-core 0.16.1's docstrings say the opposite."""
+        """Return [1, T / TP] bool, True for padding of this rank; megatron-core 0.16.1's docstrings say the opposite."""
         mine = batch.is_padding[None]
         if self.config.sequence_parallel:
             mine = mine.chunk(self.pg_collection.tp.size(), dim=1)[self.pg_collection.tp.rank()]
         return mine
 
     def _logprobs(self, batch: PackedBatch, hidden: Tensor, weight: Tensor) -> Tensor:
-        """[T] float32 nats; 0 where the mask is off, whose rows cost nothing."""
+        """Return log-probs [T] float32, nats; 0 outside the mask, where nothing is computed."""
         rows = batch.trained_rows
         logprobs = torch.zeros(batch.num_tokens, device=hidden.device)
         if rows.numel():
@@ -120,8 +120,8 @@ class PolicyModel(GPTModel):
         rows: Tensor,
         temperature: Tensor | float | None = None,
     ) -> Any:
-        """Log-probs and entropy [R] of these rows: at a temperature of the whole vocabulary, None: at the one that they were
-        sampled at, of what the sampler kept."""
+        """Return log-probs and entropy [R] of these rows, at `temperature` over the whole vocabulary; None: at the temperature of
+        sampling, over the tokens that the sampler kept."""
         support = None
         if temperature is None:
             support = None if batch.support is None else batch.support.take(rows)
@@ -146,7 +146,7 @@ class PolicyModel(GPTModel):
             batch.targets,
             inputs,
             temperature=batch.temperature,
-            # DDP's float32 gradient buffer of the head, which the kernel adds to
+            # The kernel accumulates into DDP's float32 gradient buffer of the head.
             main_grad=weight.main_grad if torch.is_grad_enabled() and weight.requires_grad else None,  # type: ignore[attr-defined]
             tp_group=self.pg_collection.tp,
             real_vocab_size=self.real_vocab_size,
@@ -157,14 +157,14 @@ class PolicyModel(GPTModel):
     def _gate(
         self, batch: PackedBatch, mpt: MptConfig, hidden: Tensor, weight: Tensor
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Sequences whose mastered tokens are masked [S], and with mpt.temperature=1 these tokens [T]; None: nobody's,
-        and those that the loss finds by itself, at the sampling temperature.
+        """Return sequences whose mastered tokens are masked, [S], and with mpt.temperature=1 these tokens, [T]. None: no gate,
+        or tokens that the loss finds itself, at the sampling temperature.
 
-        One pass over the same hidden states, before the loss is formed.
+        Takes one pass over the hidden states before the loss.
 
-        Scope `sample` sweeps the positive samples alone, and nothing when there are none (the others have no gate
-        whatever their entropy, so theirs is left 0); a sample's mean is over the context-parallel ranks that it is cut
-        over, all of which take part in the sum. Scope `batch` sweeps all tokens of all ranks (one micro-batch a step;
+        Scope `sample` reads only positive samples, and nothing if there are none (the others have no gate
+        at any entropy, so theirs stays 0); a sample's mean is over the context-parallel ranks that it is split
+        over, all of which take part in the sum. Scope `batch` reads all tokens of all ranks (one micro-batch per step;
         the learner checks that).
         """
         if mpt.scope == "off":

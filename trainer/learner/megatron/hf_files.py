@@ -1,4 +1,4 @@
-"""Hugging Face directories: tensors read by parts, and a directory written whole or not at all."""
+"""Hugging Face directories: reading of parts of tensors, and atomic writing of a directory."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from marsrl.rollout.weights.layout import EMBEDDING, HEAD
 from marsrl.trainer.learner.megatron.mapping import Unit, hf_shapes, hf_span, join, units
 from marsrl.trainer.runs.directory import sync, sync_tree
 
-SHARD_BYTES = 4 * 10**9  # of one safetensors file, as Hugging Face cuts them; what a writer holds at most
-_ROWS = 16384  # of a vocabulary, compared at once
-_TRAINED = ("BF16", "F16", "F32")  # dtypes in safetensors' words
+SHARD_BYTES = 4 * 10**9  # Size of a safetensors file; a writer holds at most this much.
+_ROWS = 16384  # Rows of a vocabulary compared at once.
+_TRAINED = ("BF16", "F16", "F32")  # Dtypes as safetensors names them.
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", "safetensors.index.json")
 
 
 class HfReader:
-    """The tensors of a Hugging Face directory, or of a file. Only the parts that are asked for are read.
+    """Reader of the tensors of a Hugging Face directory or file. Reads only the requested parts.
 
     shard = HfReader("models/qwen3").shard(shape, unit, part=1, parts=4)
     """
 
     def __init__(self, path: str | Path, prefix: str = "") -> None:
-        """prefix: of the names in the files, left out here."""
+        """Open `path`; `prefix` is removed from the names in the files."""
         self._path, self._files = path, WeightFiles(path, prefix)
 
     def check(self, shape: ModelShape, *, is_trained: bool) -> None:
-        """Every tensor that config.json asks for is there, in its shape, and is_trained: not quantised. Reads headers alone.
+        """Check from headers that every tensor of config.json exists with its shape and, if is_trained, is not quantised.
 
         With tie_word_embeddings a head in the files must be the embedding; both are read then. Raises as `shard` does.
         """
@@ -46,12 +46,12 @@ class HfReader:
         if shape.is_tied and HEAD in self._files and not self._is_embedding(HEAD):
             # transformers, vLLM and our engine decode with the head; the trainer would use the embedding.
             raise ValueError(
-                f"model: {self._path}: config.json has tie_word_embeddings true, and {HEAD} of its weights is not "
+                f"model: {self._path}: config.json has tie_word_embeddings true, but {HEAD} of its weights differs from "
                 f"{EMBEDDING}; set tie_word_embeddings to false there, or delete {HEAD} if the embedding is its head"
             )
 
     def _is_embedding(self, name: str) -> bool:
-        """True if a tensor equals the embedding; reads both by parts."""
+        """Return True if a tensor equals the embedding; reads both in parts."""
         ours, embedding = self._files.slice(name), self._files.slice(EMBEDDING)
         num_rows = embedding.get_shape()[0]
         return ours.get_shape() == embedding.get_shape() and all(
@@ -59,9 +59,9 @@ class HfReader:
         )
 
     def shard(self, shape: ModelShape, unit: Unit, part: int = 0, parts: int = 1) -> Tensor:
-        """Part `part` of `parts` of a Megatron tensor, in the view that is cut.
+        """Read part `part` of `parts` of a Megatron tensor, in the view that is split.
 
-        Raises ValueError: a tensor is missing, has another shape or is quantised; with its name, file and both shapes.
+        Raises ValueError, with name, file and both shapes, if a tensor is missing, has another shape or is quantised.
         """
         self._check(shape, unit, is_trained=True)
         tensors = []
@@ -76,26 +76,28 @@ class HfReader:
         missing = [name for name in unit.hf if name not in self._files]
         kind, asks = ("model", "config.json") if unit.size is None else ("adapter", "this policy's adapter")
         if missing:
-            raise ValueError(f"{kind}: {self._path} has no tensor {', '.join(missing)}, which {asks} asks for")
+            raise ValueError(f"{kind}: {self._path} has no tensor {', '.join(missing)}, which {asks} requires")
         for name, wanted in zip(unit.hf, hf_shapes(shape, unit), strict=True):
             header = self._files.slice(name)
             found, dtype = tuple(header.get_shape()), header.get_dtype()
             if found != wanted:
-                raise ValueError(f"{kind}: {self._path}: {name} has shape {list(found)}, {asks} gives {list(wanted)}")
+                raise ValueError(
+                    f"{kind}: {self._path}: {name} has shape {list(found)}, but {asks} gives {list(wanted)}"
+                )
             if is_trained and dtype not in _TRAINED:
                 raise ValueError(
-                    f"{kind}: {self._path}: {name} is {dtype}; quantised weights are not trained: give them as "
+                    f"{kind}: {self._path}: {name} is {dtype}; quantised weights cannot be trained: convert them to "
                     f"{' or '.join(_TRAINED)}"
                 )
 
     def _read(self, name: str, index: tuple[slice, ...]) -> Tensor:
-        """The one place that reads from the files."""
+        """Read from the files; all other reads go through this method."""
         tensor: Tensor = self._files.slice(name)[index]
         return tensor
 
 
 def weights_sum(model_dir: str | Path) -> str:
-    """Digest of a model's weights: name, size and last MiB of each of their files."""
+    """Return a digest of a model's weights, from name, size and last MiB of each file."""
     digest = hashlib.sha256()
     for path in weight_files(Path(model_dir)):
         with path.open("rb") as file:
@@ -106,7 +108,7 @@ def weights_sum(model_dir: str | Path) -> str:
 
 
 def copy_frame(source: Path, folder: Path) -> None:
-    """Copy what a Hugging Face directory holds beside weights: config, generation config, tokenizer."""
+    """Copy the files of a Hugging Face directory other than weights: config, generation config, tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     for file in source.iterdir():
         if file.is_file() and not file.name.endswith(_NOT_COPIED):
@@ -114,7 +116,7 @@ def copy_frame(source: Path, folder: Path) -> None:
 
 
 def write_hf(folder: Path, tensors: Iterable[tuple[str, Tensor]], frame: Path, shard_bytes: int = SHARD_BYTES) -> int:
-    """Write a Hugging Face directory and return the bytes of its tensors; it appears under its name when complete.
+    """Write a Hugging Face directory atomically and return the bytes of its tensors.
 
     At most shard_bytes of tensors (or one tensor) are held at a time. config.json names the dtype that was written, and
     generation_config.json the token that the chat template ends turns with.
@@ -132,13 +134,13 @@ def write_hf(folder: Path, tensors: Iterable[tuple[str, Tensor]], frame: Path, s
 
 @contextmanager
 def made_whole(folder: Path) -> Iterator[Path]:
-    """A directory to write in, which appears under the name `folder` when the body is through, or not at all.
+    """Yield a directory to write to, which is renamed to `folder` if the body succeeds.
 
-    Raises ValueError: the directory exists.
+    Raises ValueError if `folder` exists.
     """
     if folder.exists():
         raise ValueError(f"export: {folder} exists; name a new directory")
-    part = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.part")  # process ids repeat in containers
+    part = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.part")  # Process ids repeat in containers.
     part.mkdir(parents=True)
     try:
         yield part
@@ -150,7 +152,7 @@ def made_whole(folder: Path) -> Iterator[Path]:
 
 
 def _name_ends(folder: Path) -> None:
-    """A base model's files name eos_token alone: transformers and vLLM would run past the end that was trained."""
+    """Write the trained end token: a base model's files name only eos_token, which transformers and vLLM would run past."""
     renderer, path = ChatRenderer(folder), folder / "generation_config.json"
     if not renderer.names_end:
         config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
@@ -159,7 +161,7 @@ def _name_ends(folder: Path) -> None:
 
 
 def _name_dtype(folder: Path) -> None:
-    """transformers and vLLM load in the dtype that config.json names: it must be that of the tensors."""
+    """Write the tensors' dtype into config.json, because transformers and vLLM load in that dtype."""
     path, files = folder / "config.json", WeightFiles(folder)
     dtype = str(files.slice(next(iter(files)))[:1].dtype).removeprefix("torch.")
     config = json.loads(path.read_text(encoding="utf-8"))

@@ -1,11 +1,11 @@
 """Choice of a policy's norms and linear layers, and of Megatron's fused operations, with reasons. Imports no megatron.
 
-    gradient accumulation   a linear layer's weight gradient goes from its GEMM straight into DDP's float32 buffer, as those of
+    gradient accumulation   a linear layer's GEMM accumulates its weight gradient in DDP's float32 buffer, as those of
                             our head and experts (kernels.linear_policy_loss, kernels.grouped_linear) always do
     rope                    rotation of queries and keys in one kernel; angles are gathered by position before (head.py), so that
                             the kernel needs no bounds of sequences
 
-The router's fusion stays off: it has no place where router_replay.py could stand. Not run on a GPU.
+The router's fusion stays off, because it has no hook for router_replay.py. Not run on a GPU.
 """
 
 from __future__ import annotations
@@ -22,58 +22,58 @@ _NO_GPU = "PyTorch sees no CUDA device"
 
 
 class LayerChoice(NamedTuple):
-    """why: a reason for people; for ours, why not TransformerEngine's."""
+    """Chosen layers. why: the reason as text; for ours, why not TransformerEngine's."""
 
     layers: Layers
     why: str
 
 
 def choose_layers(wanted: Literal["auto"] | Layers = "auto") -> LayerChoice:
-    """TransformerEngine's where they can be used, else ours; what is asked for by name is used or refused.
+    """Choose TransformerEngine's layers if they can be used, else ours; layers requested by name are used or rejected.
 
-    Raises ValueError: TransformerEngine is asked for and cannot be used; with the reason.
+    Raises ValueError with the reason if TransformerEngine is requested but cannot be used.
     """
     if wanted == "ours":
         return LayerChoice("ours", "policies.<name>.layers=ours")
     why_not = why_not_transformer_engine()
     if why_not is None:
-        return LayerChoice("transformer_engine", "it is installed and a CUDA device is there")
+        return LayerChoice("transformer_engine", "it is installed and there is a CUDA device")
     if wanted == "transformer_engine":
         raise ValueError(f"policies.<name>.layers is transformer_engine, but {why_not}; set auto or ours")
     return LayerChoice("ours", why_not)
 
 
 def why_not_transformer_engine() -> str | None:
-    """None where it can be used. It is imported only where a CUDA device is there."""
+    """Return why TransformerEngine cannot be used; None if it can. Imports it only if there is a CUDA device."""
     if not torch.cuda.is_available():
         return _NO_GPU
     if find_spec("transformer_engine") is None:
         return "transformer_engine is not installed"
-    try:  # what megatron-core imports of it: without one of these it would go on with stand-ins
+    try:  # megatron-core imports these; if one is missing it silently uses stand-ins.
         from transformer_engine.pytorch.fp8 import FP8GlobalStateManager, fp8_autocast  # noqa: F401
-    except (ImportError, OSError) as error:  # its core without its torch part; a CUDA library that is missing
-        return f"transformer_engine is installed and does not import: {error}"
+    except (ImportError, OSError) as error:  # The torch part or a CUDA library may be missing.
+        return f"transformer_engine is installed but cannot be imported: {error}"
     return None
 
 
 class Fusions(NamedTuple):
-    """Why each is off; None: it is on."""
+    """Reason why each fusion is off; None if it is on."""
 
     gradient_accumulation: str | None
     rope: str | None
 
 
 def choose_fusions(layers: LayerChoice) -> Fusions:
-    """Fusions usable here with these layers."""
+    """Return the fusions that can be used here with these layers."""
     ours = None if layers.layers == "transformer_engine" else "TransformerEngine's, and the layers are ours"
-    # Megatron's output layer asks for apex's kernel as it is built, whoever makes the other layers.
+    # Megatron's output layer requires apex's kernel at construction, whichever layers are chosen.
     accumulation = why_not_on_gpu(APEX, "wgrad_gemm_accum_fp32")
     rope = ours or why_not_on_gpu("transformer_engine.pytorch.attention.rope", "apply_rotary_pos_emb")
     return Fusions(accumulation, rope)
 
 
 def why_not_on_gpu(module: str, name: str) -> str | None:
-    """None where a CUDA device is there and the module has the name; imported only then."""
+    """Return why a module's name cannot be used; None if there is a CUDA device and the module has it."""
     if not torch.cuda.is_available():
         return _NO_GPU
     try:

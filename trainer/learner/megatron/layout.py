@@ -1,6 +1,6 @@
-"""Parallel layout of a policy: its sizes, whether they fit a model and a number of ranks, and which would.
+"""Parallel layout of a policy: its sizes, whether they fit a model and a number of ranks, and the nearest that fits.
 
-The one place with these rules: preflight, the learner and `marsrl plan` ask it. Imports no torch.
+Preflight, the learner and `marsrl plan` all use these rules. Imports no torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from marsrl.trainer.config import LayoutConfig
 
 @dataclass(frozen=True)
 class Layout:
-    """The sizes with their defaults filled in; the product of tensor, pipeline and context divides the world.
+    """Sizes with defaults filled in; the product of tensor, pipeline and context divides the number of ranks.
 
     Layout(tensor=2, expert=4, expert_tensor=1, pipeline=1, context=1)      # on 8 GPUs: 4 data-parallel places
     """
@@ -28,31 +28,31 @@ class Layout:
 
     @property
     def words(self) -> str:
-        """As a user would set it: `tensor 2, expert 8`; what is 1 is left out."""
+        """Sizes above 1, as text: `tensor 2, expert 8`."""
         sizes = {"tensor": self.tensor, "expert": self.expert, "pipeline": self.pipeline, "context": self.context}
         if self.expert_tensor != (self.tensor if self.expert == 1 else 1):
             sizes["expert_tensor"] = self.expert_tensor
         return ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "data parallel only"
 
     def data(self, world_size: int) -> int:
-        """Ranks that hold the same shard of what is not an expert, context-parallel ones counted once."""
+        """Return the ranks that hold the same non-expert shard, with context-parallel ranks counted once."""
         return world_size // (self.tensor * self.pipeline * self.context)
 
     def expert_data(self, world_size: int) -> int:
-        """Ranks that hold the same shard of the same experts."""
+        """Return the ranks that hold the same shard of the same experts."""
         return world_size // (self.expert * self.expert_tensor * self.pipeline)
 
 
 def resolve(config: LayoutConfig) -> Layout:
-    """expert_tensor's default: `tensor` for expert 1, else 1."""
+    """Fill in the default of expert_tensor: `tensor` for expert 1, else 1."""
     expert_tensor = config.expert_tensor or (config.tensor if config.expert == 1 else 1)
     return Layout(config.tensor, config.expert, expert_tensor, config.pipeline, config.context)
 
 
 def check(layout: Layout, shape: ModelShape, world_size: int) -> None:
-    """Refuse a layout that does not fit the model or the number of ranks, or that trains wrongly in silence.
+    """Refuse a layout that does not fit the model or the number of ranks, or that would silently train wrongly.
 
-    Raises ValueError: naming the keys of policies.<name>.layout, both numbers and the nearest layout that fits.
+    Raises ValueError with the keys of policies.<name>.layout, both numbers and the nearest layout that fits.
     """
     why = why_not(layout, shape, world_size)
     if why is not None:
@@ -61,7 +61,7 @@ def check(layout: Layout, shape: ModelShape, world_size: int) -> None:
 
 
 def why_not(layout: Layout, shape: ModelShape, world_size: int) -> str | None:
-    """None where the layout fits, else the reason with its numbers."""
+    """Return why the layout does not fit, with numbers; None if it fits."""
     tp, ep, etp, pp, cp = layout.tensor, layout.expert, layout.expert_tensor, layout.pipeline, layout.context
     if ep > 1 and not shape.num_experts:
         return f"layout.expert is {ep}, but {shape.architecture} has no experts; set 1"
@@ -93,7 +93,7 @@ def why_not(layout: Layout, shape: ModelShape, world_size: int) -> str | None:
 
 
 def why_not_context(layout: Layout, ratio: str, correction: str) -> str | None:
-    """None where sequences may be cut over context ranks with this loss.ratio and loss.correction, else the reason."""
+    """Return why context parallelism does not work with this loss.ratio and loss.correction; None if it does."""
     if layout.context == 1 or (ratio != "sequence" and correction != "sequence_mask"):
         return None
     return (
@@ -103,7 +103,7 @@ def why_not_context(layout: Layout, ratio: str, correction: str) -> str | None:
 
 
 def fitting(shape: ModelShape, world_size: int) -> Iterator[Layout]:
-    """Every layout that fits; expert_tensor is 1 or `tensor`, the two whose gradients were compared with one rank."""
+    """Yield every layout that fits; expert_tensor is 1 or `tensor`, whose gradients were compared with one rank."""
     sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
     for tensor in sizes:
         for pipeline in sizes:
@@ -116,11 +116,11 @@ def fitting(shape: ModelShape, world_size: int) -> Iterator[Layout]:
 
 
 def nearest(layout: Layout, shape: ModelShape, world_size: int) -> Layout:
-    """The layout that fits and changes the fewest sizes the least; data parallel alone always fits."""
+    """Return the layout that fits with the fewest and smallest changes; pure data parallelism always fits."""
     return min(fitting(shape, world_size), key=lambda other: (_distance(layout, other), other.words))
 
 
 def _distance(asked: Layout, other: Layout) -> float:
-    """Doublings and halvings between two layouts; those of expert_tensor, which follows tensor, count half."""
+    """Return the number of doublings and halvings between two layouts; those of expert_tensor count half."""
     weights = {"tensor": 1.0, "expert": 1.0, "expert_tensor": 0.5, "pipeline": 1.0, "context": 1.0}
     return sum(w * abs(log2(getattr(asked, name) / getattr(other, name))) for name, w in weights.items())

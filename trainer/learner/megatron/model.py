@@ -1,4 +1,4 @@
-"""Builds the Megatron model of a policy: transformer config, layer spec, data-parallel wrapper.
+"""Construction of a policy's Megatron model: transformer config, layer spec, data-parallel wrapper.
 
 The module that serves each part of a transformer layer:
 
@@ -64,7 +64,7 @@ _RECOMPUTE["full_offload"] = _RECOMPUTE["full"]  # and OffloadingBlock
 
 
 class OffloadingBlock(TransformerBlock):
-    """Layers that are made again from their inputs, which wait in the host's memory for their backward.
+    """Transformer block that recomputes layers from their inputs, which are kept in host memory until the backward pass.
 
     Of megatron-core 0.16.1's own, cpu_offloading excludes recomputation, and fine_grained_activation_offloading keeps pinned
     buffers by shape and counts on as many micro-batches in each step, where ours differ; both want TransformerEngine.
@@ -85,7 +85,7 @@ class OffloadingBlock(TransformerBlock):
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """A copy in pinned memory. Like the way back it is one more operation of the GPU's stream, and nobody waits for it."""
+    """Copy a tensor to pinned memory, asynchronously on the GPU's stream."""
     kept = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
     return kept.copy_(tensor.detach(), non_blocking=True)
 
@@ -95,17 +95,17 @@ def to_device(kept: Tensor, device: torch.device) -> Tensor:
 
 
 class Swiglu(MegatronModule):
-    """The activation of a dense layer's MLP, where megatron would put TransformerEngine's (use_te_activation_func)."""
+    """Activation of a dense layer's MLP, in place of TransformerEngine's (use_te_activation_func)."""
 
     def forward(self, products: Tensor) -> Tensor:
-        """products [T, 1, 2 F] of this rank, the gate first; returns [T, 1, F]."""
+        """Return [T, 1, F] from this rank's products [T, 1, 2 F], gate first."""
         return swiglu(products)
 
 
 def layer_spec(config: TransformerConfig, *, has_mlp_bias: bool) -> TransformerBlockSubmodules:
-    """megatron's local spec with our attention and experts, and norms and linear layers as config.transformer_impl says.
+    """Return megatron's local spec with our attention and experts; norms and linear layers follow config.transformer_impl.
 
-    has_mlp_bias: the layers of a dense MLP have a bias; config.add_bias_linear speaks of the attention.
+    has_mlp_bias: the layers of a dense MLP have a bias; config.add_bias_linear is for attention only.
     """
     spec = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
@@ -130,7 +130,7 @@ def layer_spec(config: TransformerConfig, *, has_mlp_bias: bool) -> TransformerB
 
 
 def _biased(linear: Any, has_bias: bool) -> type:
-    """The class of linear layers with a bias, or without: megatron's add_bias_linear is one for the attention and the MLP."""
+    """Return the linear layer's class with or without a bias; megatron's add_bias_linear is shared by attention and MLP."""
 
     class Linear(linear):
         def __init__(self, *sizes: int, bias: bool, **options: Any) -> None:
@@ -140,7 +140,7 @@ def _biased(linear: Any, has_bias: bool) -> type:
 
 
 def _take_transformer_engine(layer: Any) -> type:
-    """Put its linear layers into the layer; returns its norm."""
+    """Put TransformerEngine's linear layers into the layer; return its norm."""
     from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm, TERowParallelLinear
 
     attention = layer.self_attention.submodules
@@ -194,21 +194,21 @@ def transformer_config(shape: ModelShape, layout: Layout, policy: PolicyConfig) 
         tensor_model_parallel_size=layout.tensor,
         pipeline_model_parallel_size=layout.pipeline,
         context_parallel_size=layout.context,
-        sequence_parallel=layout.tensor > 1,  # megatron's MoE needs it there; it also saves activations
+        sequence_parallel=layout.tensor > 1,  # megatron's MoE needs it with TP; it also saves activations.
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        variable_seq_lengths=True,  # micro-batches differ in length; pipeline stages tell each other
-        moe_token_dispatcher_type="alltoall",  # the default refuses variable lengths, in dense models too
+        variable_seq_lengths=True,  # Micro-batches differ in length, so pipeline stages exchange shapes.
+        moe_token_dispatcher_type="alltoall",  # The default rejects variable lengths, even in dense models.
         transformer_impl="transformer_engine" if layers.layers == "transformer_engine" else "local",
-        calculate_per_token_loss=True,  # megatron divides by nothing: the loss comes divided by the global normaliser
+        calculate_per_token_loss=True,  # The loss is already divided by the global normaliser.
         **moe,
         **_RECOMPUTE[policy.recompute],
     )
 
 
 def bare_model(shape: ModelShape, layout: Layout, policy: PolicyConfig) -> PolicyModel:
-    """This rank's part of the model, parameters uninitialised, on the current device."""
+    """Build this rank's part of the model on the current device, with uninitialised parameters."""
     config = transformer_config(shape, layout, policy)
     model = PolicyModel(
         config=config,
@@ -222,7 +222,7 @@ def bare_model(shape: ModelShape, layout: Layout, policy: PolicyConfig) -> Polic
         position_embedding_type="rope",
         real_vocab_size=shape.vocab_size,
     )
-    rope = model.rotary_pos_emb  # megatron's own llama3 knows one factor for all
+    rope = model.rotary_pos_emb  # megatron's llama3 scaling has a single factor for all models.
     rope.inv_freq = rotary_frequencies(shape, rope.inv_freq.device)
     for layer in model.decoder.layers:
         if isinstance(layer.mlp, MoELayer):
@@ -233,12 +233,12 @@ def bare_model(shape: ModelShape, layout: Layout, policy: PolicyConfig) -> Polic
 
 
 def as_run(model: PolicyModel) -> torch.nn.Module:
-    """The model as megatron's schedule runs it."""
+    """Return the model in the form that megatron's schedule runs."""
     return Float16Module(model.config, model) if model.config.bf16 else model
 
 
 def _nothing_to_sync(**_: object) -> None:
-    """Megatron's collectives within a group of one."""
+    """Stand in for megatron's collectives in a group of one rank."""
 
 
 def skip_syncs_alone(ddp: DistributedDataParallel) -> None:
@@ -255,7 +255,7 @@ def skip_syncs_alone(ddp: DistributedDataParallel) -> None:
 
 
 def build_model(shape: ModelShape, layout: Layout, policy: PolicyConfig) -> tuple[PolicyModel, DistributedDataParallel]:
-    """The bare model, and the same wrapped for training."""
+    """Build the bare model, and the same wrapped for training."""
     model = bare_model(shape, layout, policy)
     config = model.config
     ddp = DistributedDataParallel(
@@ -269,7 +269,7 @@ def build_model(shape: ModelShape, layout: Layout, policy: PolicyConfig) -> tupl
         as_run(model),
     )
     if policy.optimizer.overlap_grad_reduce:
-        config.no_sync_func = ddp.no_sync  # all micro-batches but the last only add
+        config.no_sync_func = ddp.no_sync  # All micro-batches but the last only accumulate.
     skip_syncs_alone(ddp)
     # The total of tokens that megatron would divide the gradient by is dropped: the loss is divided already.
     config.finalize_model_grads_func = lambda chunks, num_tokens=None, **options: finalize_model_grads(
@@ -279,9 +279,9 @@ def build_model(shape: ModelShape, layout: Layout, policy: PolicyConfig) -> tupl
 
 
 def frozen_model(model_dir: str | Path, layout: Layout, policy: PolicyConfig) -> Any:
-    """The frozen copy that a KL term is measured against, on the policy's layout and dtype: no gradients or optimizer.
+    """Load the frozen KL reference on the policy's layout and dtype, without gradients or optimizer.
 
-    It takes the bytes of this rank's weights, nothing more; its ranks are the policy's.
+    It takes only the memory of this rank's weights, on the policy's ranks.
     """
     shape = read_shape(model_dir)
     model = bare_model(shape, layout, policy.model_copy(update={"recompute": "none"}))

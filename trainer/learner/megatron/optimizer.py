@@ -66,12 +66,12 @@ class Optimizer:
         self._whole.zero_grad()
 
     def grad_norm(self) -> float:
-        """The norm of the summed gradient over all ranks; the same on each, non-finite if any gradient is."""
+        """Return the norm of the summed gradient over all ranks; the same on each, non-finite if any gradient is."""
         self._whole.prepare_grads()
         return float(self._whole.get_grad_norm())
 
     def apply(self, grad_norm: float, lr: float) -> None:
-        """Clip to the config's norm and update the weights; after grad_norm()."""
+        """Clip to the config's norm and update the weights; call after grad_norm()."""
         shrink = self._clip / (grad_norm + 1e-6)
         for part in self.parts():
             for group in part.optimizer.param_groups:
@@ -79,7 +79,7 @@ class Optimizer:
                 # megatron's scheduler applies wd_mult; without one, norms and biases would be decayed.
                 group["weight_decay"] = self._weight_decay * group.get("wd_mult", 1.0)
                 if isinstance(part.optimizer, torch.optim.AdamW | HybridDeviceOptimizer):
-                    group["fused"] = True  # one pass and no copies; set here, since a load replaces the groups
+                    group["fused"] = True  # One pass without copies; set here, because a load replaces the groups.
             for parameter in part.get_parameters() if shrink < 1 else ():
                 # In place: megatron's function makes a scaled copy and copies it back, where TransformerEngine is missing.
                 if (gradient := getattr(parameter, self._gradients_in, None)) is not None:
@@ -87,7 +87,7 @@ class Optimizer:
         self._whole.step_with_ready_grads()
 
     def gather_weights(self) -> None:
-        """Gather every rank's updated weights now, if that is left to the next forward. Collective."""
+        """Gather every rank's updated weights now, if this is deferred to the next forward pass. Collective."""
         if self._model.ddp_config.overlap_param_gather:
             self._model.start_param_sync(force_sync=True)
 
@@ -109,13 +109,13 @@ class Optimizer:
                     state_of["step"] = state_of["step"].to(state_of["exp_avg"].device, copy=True)
 
     def parts(self) -> list[Any]:
-        """megatron's optimizers on this rank: of dense parameters and of experts."""
+        """Megatron's optimizers on this rank, for dense parameters and for experts."""
         parts = getattr(self._whole, "chained_optimizers", [self._whole])
         return [part for part in parts if not getattr(part, "is_stub_optimizer", False)]
 
     def _prime(self) -> None:
-        """Create torch's AdamW zero state now: megatron's state_dict asserts on an empty one, and its loading into an
-        offloaded one starts with a step along random gradients."""
+        """Create AdamW's zero state now: megatron's state_dict asserts on an empty one, and loading into an
+        offloaded optimizer starts with a step along random gradients."""
         for part in self.parts():
             # torch's AdamW on the CPU, regardless of what is installed
             is_hybrid = isinstance(part.optimizer, HybridDeviceOptimizer)
@@ -125,7 +125,9 @@ class Optimizer:
                 for group in adam.param_groups:
                     for parameter in group["params"]:
                         adam.state[parameter] = {
-                            "step": torch.tensor(0.0, device=parameter.device),  # where a fused update expects it
+                            "step": torch.tensor(
+                                0.0, device=parameter.device
+                            ),  # The fused update expects it on this device.
                             "exp_avg": torch.zeros_like(parameter),
                             "exp_avg_sq": torch.zeros_like(parameter),
                         }
@@ -134,7 +136,7 @@ class Optimizer:
 
 
 def _where_parameters_are(buffers: Sequence[Any], gathered: Callable[..., Any], *words: Any, **options: Any) -> Any:
-    """Optimizer state as megatron gathers it for saving, with padding between buckets restored.
+    """Gather optimizer state for saving as megatron does, with padding between buckets restored.
 
     megatron-core 0.16.1 omits it and then reads at offsets that include it: after a padded bucket (tied embeddings
     under pipeline parallelism, or many buckets) wrong states were saved without an error.
@@ -142,10 +144,10 @@ def _where_parameters_are(buffers: Sequence[Any], gathered: Callable[..., Any], 
     state = gathered(*words, **options)
     for index, buffer in enumerate(buffers if state is not None else ()):
         if all(bucket.offset + bucket.numel_unpadded <= buffer.numel_unpadded for bucket in buffer.buckets):
-            continue  # no padding, or only after the last one
+            continue  # No padding, or only after the last bucket.
         for of_dtype in state[index].values():
             for name in ("param", "exp_avg", "exp_avg_sq"):
-                if name not in of_dtype:  # another rank has it
+                if name not in of_dtype:  # Another rank holds it.
                     continue
                 parts = of_dtype[name].split([bucket.numel_unpadded for bucket in buffer.buckets])
                 whole = of_dtype[name] = parts[0].new_zeros(buffer.numel)
@@ -156,7 +158,7 @@ def _where_parameters_are(buffers: Sequence[Any], gathered: Callable[..., Any], 
 
 @contextlib.contextmanager
 def _step_from_groups() -> Iterator[None]:
-    """While loading: AdamW's 0-dim `step` is stored with the parameter groups; megatron expects it among the moments."""
+    """Take AdamW's 0-dim `step` from the parameter groups while loading; megatron expects it among the moments."""
     original = DistributedOptimizer._set_main_param_and_optimizer_states
 
     def with_step(optimizer: Any, parameter: Any, tensors: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Process groups from a policy's layout."""
+"""Process groups of a policy's layout."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from marsrl.trainer.learner.megatron import shim
 from marsrl.trainer.learner.megatron.layout import Layout
 from marsrl.trainer.runs.collective import COLLECTIVE_S, Routes
 
-_current: list[Layout] = []  # layout of the existing groups; megatron has one set per process
-_own_world: list[bool] = []  # not empty: start() made the default process group (vLLM in this process may also do so)
+_current: list[Layout] = []  # Layout of the existing groups; megatron has one set per process.
+_own_world: list[
+    bool
+] = []  # Not empty if start() created the default process group; vLLM in this process may also do so.
 
 
 def world_size() -> int:
-    """Number of ranks of this run, before or after the process group exists."""
+    """Return the number of ranks, before or after the process group exists."""
     return dist.get_world_size() if dist.is_initialized() else torchrun.world_size()
 
 
@@ -33,7 +35,7 @@ def start(layout: Layout, seed: int) -> None:
     Without torchrun this process is rank 0 of 1. Policies share one layout: a second call with the same
     one does nothing.
 
-    Raises ValueError: groups exist for another layout.
+    Raises ValueError if groups exist for another layout.
     """
     shim.install()
     from megatron.core import parallel_state, tensor_parallel
@@ -45,7 +47,7 @@ def start(layout: Layout, seed: int) -> None:
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         if "RANK" in os.environ:
             dist.init_process_group(backend, timeout=timeout)
-        else:  # no torchrun: no port to lose to others, no variables for child processes to inherit
+        else:  # Without torchrun, avoid a port that others could take and variables that child processes inherit.
             dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
         _own_world.append(True)
     if _current:
@@ -66,7 +68,7 @@ def start(layout: Layout, seed: int) -> None:
 
 
 def routes() -> Routes:
-    """Routes from rank 0 to every data-parallel replica: first its first tensor and pipeline rank, then its others."""
+    """Return the routes from rank 0 to every data-parallel replica: first to its first rank, then to its others."""
     from megatron.core import parallel_state
 
     across = parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -76,7 +78,7 @@ def routes() -> Routes:
 
 @contextlib.contextmanager
 def _groups_of_one_rank_shared() -> Iterator[None]:
-    """In the body all single-rank groups are one: megatron would make some twenty in a run of one rank.
+    """Share one group for all single-rank groups in the body: megatron would create about twenty in a run of one rank.
 
     A gloo group has three threads, one of which wakes up 100 times a second while it exists.
     """
@@ -109,15 +111,15 @@ def stop(*, keep_world: bool = False) -> None:
             # destroy_model_parallel only drops its references: every gloo group has threads that poll 100 times a
             # second while it exists. A group must not be closed while another rank still receives from it.
             dist.barrier()
-            # the first is the default one
+            # The first is the default group.
             for group in dict.fromkeys(parallel_state._global_process_group_list[1:]):
                 dist.destroy_process_group(group)
         parallel_state.destroy_model_parallel()
         if keep_world:
-            gc.collect()  # an unreachable learner may hold them in reference cycles
-        random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False  # else the next layout inherits this one's seeds
+            gc.collect()  # An unreachable learner may hold groups in reference cycles.
+        random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False  # Otherwise the next layout inherits these seeds.
         _current.clear()
     if _own_world and not keep_world:
         _own_world.clear()
-        if dist.is_initialized():  # a closing engine destroys whatever exists
+        if dist.is_initialized():  # A closing engine may have destroyed it.
             dist.destroy_process_group()

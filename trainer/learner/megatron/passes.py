@@ -1,4 +1,4 @@
-"""A policy's model run over micro-batches by megatron's schedule: forward for log-probs, and backward for gradients.
+"""Forward and backward passes of a policy's model over micro-batches, by megatron's schedule.
 
 work = passes.prepare(update, is_first=True)              # before the first update of a step
 results, replay, load = passes.forward_backward(work)     # in it
@@ -43,8 +43,8 @@ class MicroBatch:
     """One micro-batch of an update, and outputs of the step's initial weights for this rank's part of it.
 
     loss: its old_logprobs are None for pseudo on-policy, its reference_logprobs without a KL term; both are [T] float32, nats, 0
-        outside the mask. On pipeline stages before the last nobody reads them.
-    experts: to force, of this rank's layers and its part of the tokens; None: the router chooses.
+        outside the mask. They are used only on the last pipeline stage.
+    experts: experts to force, for this rank's layers and tokens; None: the router chooses.
     """
 
     cut: ContextCut
@@ -54,7 +54,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One optimizer update on this rank; without a micro-batch where no rank has a trained token.
+    """One optimizer update on this rank; without micro-batches if no rank has a trained token.
 
     num_tokens: packed tokens over all ranks, without padding. num_agents: of the run. counts: the router's choices, where a pass
         with the update's weights has shown them.
@@ -68,9 +68,9 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The model that megatron's schedule runs: a module around a PolicyModel, and adapters to add to its layers.
+    """Model that megatron's schedule runs: a module around a PolicyModel, and adapters to add to its layers.
 
-    trained: the adapters' gradients; (): the module's own are trained, or nothing is. adapter_of: place of each agent's adapter;
+    trained: the adapters' gradients; (): the module itself is trained, or nothing is. adapter_of: index of each agent's adapter;
         (): all have the first.
     """
 
@@ -80,7 +80,7 @@ class Model:
     adapter_of: tuple[int, ...] = ()
 
     def active(self, batch: PackedBatch, tensor: int) -> ActiveAdapters | None:
-        """The adapters of this rank's part of a micro-batch, its samples laid together by adapter. tensor: ranks of a layer."""
+        """Return the adapters of this rank's part of a micro-batch, whose samples are grouped by adapter. tensor: TP size."""
         if not self.adapters:
             return None
         places = [self.adapter_of[agent] for agent in batch.agents] if self.adapter_of else [0]
@@ -88,7 +88,7 @@ class Model:
         adapters = tuple(self.adapters[place] for place in present)
         if len(present) == 1:
             return ActiveAdapters(adapters)
-        assert places == sorted(places), "samples of an adapter do not lie together"
+        assert places == sorted(places), "samples are not grouped by adapter"
         last = torch.tensor([len(places) - places[::-1].index(place) for place in present])
         ends = batch.cu_seqlens[last.to(batch.cu_seqlens.device, non_blocking=True)].long()
         share = batch.num_tokens // tensor
@@ -99,10 +99,10 @@ class Model:
 
 @dataclass(frozen=True, eq=False)
 class Passes:
-    """Every method is collective over all ranks.
+    """Passes of one policy. Every method is collective over all ranks.
 
-    model: the bare one; trained: the same as it is trained; reference: frozen, None without a KL term. aux_loss: coefficient of
-    the router's balancing loss. reward_kl_coef: of the KL penalty in the reward (kl_reward.py); 0: none.
+    model: the bare model; trained: the same wrapped for training; reference: frozen, None without a KL term. aux_loss: coefficient
+    of the router's balancing loss. reward_kl_coef: weight of the KL penalty in the reward (kl_reward.py); 0: none.
     """
 
     model: PolicyModel
@@ -117,7 +117,7 @@ class Passes:
     reward_kl_coef: float = 0.0
 
     def can_join(self, other: Passes) -> bool:
-        """The policies' adapters are of one base, and their references are it, or adapters of it."""
+        """Return True if both policies are adapters of one base, and so are their references, or these are the base."""
         if self.trained.module is not other.trained.module:
             return False
         references = [each.reference for each in (self, other)]
@@ -126,16 +126,16 @@ class Passes:
         return len({(each.module, len(each.adapters)) for each in references if each is not None}) == 1
 
     def joined(self, others: Sequence[Passes], adapter_of: tuple[int, ...]) -> Passes:
-        """The passes of several policies in the same micro-batches: their adapters are of one base, and so are their references.
+        """Join the passes of policies that share micro-batches: their adapters have one base, and so have their references.
 
-        adapter_of: the place of each agent's policy among self, *others.
+        adapter_of: index of each agent's policy among self, *others.
         """
         trained = _joined([self.trained, *(other.trained for other in others)], adapter_of)
         references = [each.reference for each in (self, *others) if each.reference is not None]
         return replace(self, trained=trained, reference=_joined(references, adapter_of) if references else None)
 
     def score(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
-        """[T] float32 CPU log-probs of each batch, nats, 0 outside its mask; experts are chosen by the router."""
+        """Return log-probs of each batch, [T] float32 on the CPU, nats, 0 outside its mask; the router chooses experts."""
         self._agree(batches, trains=False)
         cuts = self._cut(batches)
         found = self._forward([each.batch for each in cuts])
@@ -143,11 +143,11 @@ class Passes:
 
     @torch.no_grad()
     def prepare(self, update: Update, *, is_first: bool) -> Work:
-        """Read what the update needs of the present weights, which are those before the step.
+        """Compute what the update needs from the current weights, which are the step's initial ones.
 
-        is_first: of the step, so that the old policy is the present one anyway (pois).
+        is_first: first update of the step, for which the old policy is the current one (pois).
 
-        Raises ValueError: on all ranks together, when the micro-batches of any do not fit mpt.scope or trainer.router_replay.
+        Raises ValueError on all ranks if any micro-batch does not fit mpt.scope or trainer.router_replay.
         """
         num_trained, num_tokens = self._agree(update.micro_batches)
         if num_trained == 0:
@@ -164,7 +164,7 @@ class Passes:
         penalties: Sequence[Tensor | None] = reference
         if self.reference is not None:
             if any(batch.rollout_logprobs is None for batch in batches):
-                raise ValueError("loss.kl needs rollout log-probs, which these samples do not have")
+                raise ValueError("loss.kl needs rollout log-probs, but these samples have none")
             reference = found = self._forward(batches, self.reference)
             if self.reward_kl_coef:
                 penalties = self._penalties(cuts, found)
@@ -182,11 +182,11 @@ class Passes:
     ) -> tuple[list[HeadResult], ReplayCounts | None, ExpertLoad | None]:
         """Add the gradient of the update's loss to DDP's buffers.
 
-        agent: add that of this agent's terms alone. Masks, gates and denominators are the update's, so the agents' shares
-            add up to its gradient; the router's balancing loss is no agent's.
+        agent: add only the gradient of this agent's terms. Masks, gates and denominators are the update's, so the agents' shares
+            add up to its gradient; the router's balancing loss belongs to no agent.
 
         Returns:
-            The results of this rank's micro-batches, empty before the last stage; what replaying experts changed; the load of
+            The results of this rank's micro-batches, empty before the last stage; the effect of expert replay; the load of
             experts.
         """
 
@@ -208,7 +208,7 @@ class Passes:
         return results, replayed() if replayed is not None else None, load()
 
     def _agree(self, batches: Sequence[PackedBatch], *, trains: bool = True) -> tuple[int, int]:
-        """(trained tokens, packed ones without padding) over all ranks; raises on all ranks if the batches of one do not fit."""
+        """Return (trained tokens, packed tokens without padding) over all ranks; raise on all if any batch does not fit."""
         problem = 0
         lacks_experts = any(batch.routed_experts is None and batch.trained_rows.numel() for batch in batches)
         if self.mpt.scope == "batch" and len(batches) > 1:
@@ -225,25 +225,25 @@ class Passes:
         assert most == fewest > 0, f"ranks bring {fewest} to {most} micro-batches"
         if problem == 1:
             raise ValueError(
-                f"mpt.scope=batch needs the entropy of the whole batch before its loss, so one micro-batch a rank; "
+                f"mpt.scope=batch needs the entropy of the whole batch before its loss, so one micro-batch per rank; "
                 f"a rank has {most}: raise trainer.max_tokens_per_micro_batch or set mpt.scope=sample"
             )
         if problem == 2:
             raise ValueError(
-                "trainer.router_replay=rollout needs the experts chosen in decoding, which these samples do not have"
+                "trainer.router_replay=rollout needs the experts chosen in decoding, but these samples have none"
             )
         copies = self.layout.tensor * self.layout.pipeline * self.layout.context
         return int(share[0]) // copies, int(share[1]) // copies
 
     def _cut(self, batches: Sequence[PackedBatch]) -> list[ContextCut]:
-        """This rank's part of each batch, which all context-parallel ranks were given."""
+        """Return this rank's part of each batch, which all context-parallel ranks have received."""
         rank = parallel_state.get_context_parallel_rank()
         return [cut(batch, rank, self.layout.context, self.layout.tensor) for batch in batches]
 
     def _old(
         self, batches: Sequence[PackedBatch], is_first: bool
     ) -> tuple[Sequence[Tensor | None], Sequence[Choices | None]]:
-        """(log-probs of the old policy, experts to force) of each; R2 records them in the same forward pass."""
+        """Return (log-probs of the old policy, experts to force) per batch; R2 records experts in the same forward pass."""
         nothing: Sequence[None] = [None] * len(batches)
         is_needed = self.old_policy == "recompute" or (self.old_policy == "pois" and not is_first)
         old: Sequence[Tensor | None] = nothing
@@ -259,19 +259,19 @@ class Passes:
                     for batch in batches
                 ]
             if is_needed:
-                with self._replay(experts):  # old and new log-probs of the same experts
+                with self._replay(experts):  # Old and new log-probs use the same experts.
                     old = self._forward(batches)
         if self.old_policy == "sais":
             if any(batch.rollout_logprobs is None for batch in batches):
-                raise ValueError("loss.old_policy=sais needs rollout log-probs, which these samples do not have")
+                raise ValueError("loss.old_policy=sais needs rollout log-probs, but these samples have none")
             old = [batch.rollout_logprobs for batch in batches]
         return old, experts
 
     def _penalties(self, cuts: Sequence[ContextCut], reference: Sequence[Tensor]) -> list[Tensor]:
-        """[T'] of each micro-batch: what the KL penalty in the reward takes off each token's advantage (kl_reward.py)."""
+        """Return the KL penalty to subtract from each token's advantage, [T'] per micro-batch (kl_reward.py)."""
         to_go = []
         for each, logprobs in zip(cuts, reference, strict=True):
-            assert each.batch.rollout_logprobs is not None  # checked by prepare
+            assert each.batch.rollout_logprobs is not None  # Checked by prepare().
             log_ratio = torch.where(each.batch.mask, each.batch.rollout_logprobs - logprobs, 0.0)
             bounds, mask = each.given.cu_seqlens.cpu(), each.given.mask.cpu()
             to_go.append(KlToGo.of(each.whole(log_ratio), mask, bounds, torch.tensor(each.given.agents)))
@@ -310,7 +310,7 @@ class Passes:
 
     @torch.no_grad()
     def _count(self, work: Work) -> Counts | None:
-        """The router's choices under the present weights, by a forward pass of the layers: no row goes through the head."""
+        """Count the router's choices under the current weights, by a forward pass without the head."""
         batches = [each.cut.batch for each in work.micro_batches]
         headless = [replace(each, trained_rows=each.trained_rows[:0]) for each in batches]
         with self._replay([each.experts for each in work.micro_batches]), count_experts(self.model) as counts:
@@ -321,7 +321,7 @@ class Passes:
         return nullcontext() if self.router_replay == "none" else replay_experts(self.model, experts)
 
     def _forward(self, batches: Sequence[PackedBatch], of: Model | None = None) -> list[Tensor]:
-        """The last stage's [T] log-probs on every stage, nats; of: another model than the policy's."""
+        """Return the last stage's log-probs [T], nats, on every stage. of: a model other than the policy's."""
         whose = of or self.trained
 
         def forward_step(data: Iterator[PackedBatch], model: Any) -> tuple[Any, Any]:
@@ -357,14 +357,14 @@ def _joined(models: Sequence[Model], adapter_of: tuple[int, ...]) -> Model:
 
 
 def _only_of(agent: int, loss: LossInputs) -> LossInputs:
-    """The loss with every term of other agents' tokens 0."""
+    """Return the loss with all terms of other agents' tokens set to 0."""
     assert loss.agent_of is not None
     weights = torch.ones(len(loss.agent_of), device=loss.agent_of.device) if loss.weights is None else loss.weights
     return replace(loss, weights=weights * (loss.agent_of == agent))
 
 
 def _loss_of(result: HeadResult) -> tuple[Tensor, Tensor, HeadResult]:
-    """megatron's 3-tuple: the loss, which it may change in place, a token count it does not use, what it hands back."""
+    """Return megatron's 3-tuple: the loss (which it may change in place), an unused token count, the result to return."""
     return result.policy.loss.clone(), torch.zeros((), dtype=torch.int, device=result.policy.loss.device), result
 
 

@@ -50,17 +50,17 @@ class ReplayCounts(NamedTuple):
 
 
 def experts_of_rank(model: PolicyModel, routed_experts: Tensor) -> Choices:
-    """This rank's layers and tokens of a micro-batch's [T, L, K] record.
+    """Return this rank's layers and tokens of a micro-batch's [T, L, K] record.
 
-    Raises ValueError: the record belongs to a model with other layers or another top_k.
+    Raises ValueError if the record is of a model with other layers or another top_k.
     """
     mine, config = routed_experts, model.config
     if config.sequence_parallel:
         mine = mine.chunk(config.tensor_model_parallel_size)[parallel_state.get_tensor_model_parallel_rank()]
     if tuple(mine.shape[1:]) != (config.num_layers, config.moe_router_topk):
         raise ValueError(
-            f"router replay: the samples record {mine.shape[1]} layers x {mine.shape[2]} experts a token, the policy has "
-            f"{config.num_layers} x {config.moe_router_topk}; they were decoded by another model"
+            f"router replay: the samples record {mine.shape[1]} layers x {mine.shape[2]} experts per token, but the policy has "
+            f"{config.num_layers} x {config.moe_router_topk}; they come from another model"
         )
     return {layer: mine[:, layer].contiguous() for layer in _routers(model)}
 
@@ -81,7 +81,7 @@ def record_experts(model: PolicyModel) -> Iterator[list[Choices]]:
 def replay_experts(model: PolicyModel, choices: Sequence[Choices | None]) -> Iterator[Callable[[], ReplayCounts]]:
     """Force choices[i] in the body's i-th micro-batch, and in its recomputation; None leaves a micro-batch to the router.
 
-    Yields what counts how far the forced choices agree with the trainer's own, once the body is left.
+    Yields a function that returns, after the body, how far the forced choices agree with the trainer's own.
     """
     num_experts = model.config.num_moe_experts
     replayers = {
@@ -92,7 +92,7 @@ def replay_experts(model: PolicyModel, choices: Sequence[Choices | None]) -> Ite
 
 
 def _counts(layers: Sequence[_Replayer]) -> ReplayCounts:
-    """Collective over all ranks."""
+    """Count agreement over all ranks. Collective."""
     differ = torch.stack([torch.cat(each.differ) for each in layers])  # [layers of this stage, tokens]
     anywhere = differ.any(0).to(torch.uint8)
     pipeline = parallel_state.get_pipeline_model_parallel_group()
@@ -106,7 +106,7 @@ def _counts(layers: Sequence[_Replayer]) -> ReplayCounts:
 
 
 class _Recorder:
-    """Takes the place of a router's `router_replay`: records the router's choice."""
+    """Replacement of a router's `router_replay` that records the router's choice."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -121,11 +121,11 @@ class _Recorder:
 
 
 class _Replayer:
-    """Takes the place of a router's `router_replay`: gives the recorded experts the router's own scores."""
+    """Replacement of a router's `router_replay` that gives recorded experts the router's own scores."""
 
     def __init__(self, choices: list[Tensor | None], num_experts: int) -> None:
         self.choices, self.num_experts = choices, num_experts
-        # Micro-batches run forward; of these, run without gradients, as a checkpointed layer is;
+        # Micro-batches with a forward pass; those of them without gradients, as in checkpointed layers;
         # recomputed. All in order.
         self.num_first = self.num_without_gradients = self.num_again = 0
         self.differ: list[Tensor] = []  # [T] bool a micro-batch

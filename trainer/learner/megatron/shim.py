@@ -1,4 +1,4 @@
-"""Makes megatron-core run on CPU tensors and gloo. Explicit (not called, not active), and a no-op with CUDA.
+"""Shim that makes megatron-core run on CPU tensors and gloo. Active only if called, and a no-op with CUDA.
 
 Call `install()` before megatron is imported. No file of megatron is edited; every entry states what breaks without it.
 """
@@ -34,10 +34,10 @@ _is_installed = False
 def install() -> bool:
     """Prepare this process for megatron; True if the CPU shim is active, False if CUDA is used as is.
 
-    Idempotent. On every machine it defines what megatron-core 0.16.1 leaves undefined without
+    Idempotent. On every machine it defines names that megatron-core 0.16.1 leaves undefined without
     TransformerEngine.
 
-    Raises RuntimeError: megatron was imported earlier, without the shim.
+    Raises RuntimeError if megatron was imported earlier, without the shim.
     """
     if torch.cuda.is_available():
         _mend_without_transformer_engine()
@@ -46,7 +46,7 @@ def install() -> bool:
     if not _is_installed:
         if "megatron.core" in sys.modules:
             raise RuntimeError(
-                "megatron shim: megatron.core was imported before shim.install(), so its functions are compiled already; "
+                "megatron shim: megatron.core was imported before shim.install(), so its functions are already compiled; "
                 "call marsrl.trainer.learner.megatron.shim.install() first"
             )
         with imports_for_good():
@@ -58,7 +58,7 @@ def install() -> bool:
 
 
 def _before_import() -> None:
-    # jit_fuser is torch.compile: 21.7 s a step against 0.03 s; read when megatron decorates.
+    # jit_fuser is torch.compile (21.7 s against 0.03 s per step) and is read when megatron decorates functions.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     torch._dynamo.config.disable = True
     cuda: Any = torch.cuda
@@ -88,12 +88,12 @@ def _after_import() -> None:
 
     # The RNG tracker writes CUDA generator states.
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
-    # It warns when weights drawn under a "GPU" state advance the CPU's generator, which here is the same one.
+    # megatron warns if weights drawn under a "GPU" state advance the CPU's generator, which here is the same one.
     logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
     # The first dispatcher creates it from torch.cuda.Stream, which vLLM on a CPU replaces by its own, without
     # events.
     dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = _STREAM
-    # It returns CPU tensors unchanged, where all_to_all needs host numbers.
+    # megatron returns CPU tensors unchanged, but all_to_all needs host numbers.
     move = dispatcher.maybe_move_tensor_to_cpu
 
     def move_to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -127,7 +127,7 @@ def _after_import() -> None:
 
 
 def _mend_without_transformer_engine() -> None:
-    """Definitions that megatron-core 0.16.1 lacks without TransformerEngine, on GPUs too."""
+    """Define names that megatron-core 0.16.1 lacks without TransformerEngine, on GPUs too."""
     import megatron.core.optimizer.optimizer_config as optimizer_config
     import megatron.core.tensor_parallel as tensor_parallel
     import megatron.core.tensor_parallel.random as random
@@ -135,17 +135,17 @@ def _mend_without_transformer_engine() -> None:
     import megatron.core.utils as utils
 
     if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None  # else every MoE forward raises NameError
+        moe_utils.te_general_gemm = None  # Otherwise every MoE forward pass raises NameError.
     if utils.get_te_version() is None:
         # The precision-aware optimizer, needed for offloading, compares a missing version: TypeError.
         optimizer_config.is_te_min_version = lambda version, check_equality=True: False
     if not hasattr(random, "FP8GlobalStateManager"):
-        # It treats its default fp8=False as true, and recomputing norms raises NameError.
+        # megatron treats its default fp8=False as true, so recomputing norms raises NameError.
         tensor_parallel.CheckpointWithoutOutput = partial(random.CheckpointWithoutOutput, fp8=None)
 
 
 def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A tensor factory that returns pageable CPU tensors in place of GPU tensors."""
+    """Wrap a tensor factory to return pageable CPU tensors instead of GPU tensors."""
 
     @wraps(function)
     def make(*args: Any, **kwargs: Any) -> Any:
@@ -181,7 +181,7 @@ def _to_cpu(device: Any) -> Any:
 
 
 class _HostStream:
-    """The single in-order stream of a host; its events are always complete."""
+    """Single in-order stream of a host; its events are always complete."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
