@@ -15,11 +15,10 @@ def imports_for_good() -> Iterator[None]:
     """Disable garbage collection while the block imports large libraries; use early in a process.
 
     torch with megatron-core makes half a million objects, vLLM twice as many. Python's collector traverses them several
-    times during the import, and again in every full collection, such as megatron-core's at every checkpoint. So collection is
-    off in the block, and all objects that exist at its end are exempt permanently (gc.freeze). Garbage among them is never
-    freed:
-    create nothing else in the block. Afterwards young objects are collected every 10,000 allocations instead of 700, because a
-    process that plays allocates thousands a second, which live as long as their samples.
+    times during the import, and again in every full collection, such as megatron-core's at every checkpoint. So collection
+    is off in the block, and all objects that exist at its end are exempt permanently (gc.freeze). Garbage among them is
+    never freed: create nothing else in the block. Afterwards young objects are collected every 10,000 allocations instead
+    of 700, because a process that plays allocates thousands a second, which live as long as their samples.
     """
     was_enabled = gc.isenabled()
     gc.disable()

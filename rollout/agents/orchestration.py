@@ -32,18 +32,17 @@ class Orchestration:
     """Rules of a team. It has no engine, clock or state: every method is a function of its arguments.
 
     A rollout instance (one draw of a problem) is group_size independent episodes with one sample per ask. If is_one_episode, it
-    is
-    one episode with group_size samples per ask.
+    is one episode with group_size samples per ask.
 
     Args:
         agents: settings by agent name; agents that are not named have the defaults.
         default_prompts: the task's prompt set, for agents that name none.
         options: values of Options.
-        rollout: group_size, G; picks, the number of an agent's outputs in a rollout instance that are passed to the next
-        agent.
+        rollout: group_size, G; picks, the number of an agent's outputs in a rollout instance that are passed to the
+            next agent.
         evaluate: settings of `follow` in evaluation episodes.
         tools: names of the tools that the config sets.
-            renderers: by agent, for teams that count tokens.
+        renderers: by agent, for teams that count tokens.
     """
 
     class Options(Settings):
@@ -156,8 +155,7 @@ class Orchestration:
         """Return the continuation of a sample that `parse` marked Finish.WAITING.
 
         It is text appended to the sample's own or, if the sample ended its turn, the messages that follow. Return None until
-        the answers
-        and outputs that the sample waits for (asks and calls of `follow`) are available.
+        the answers and outputs that the sample waits for (asks and calls of `follow`) are available.
 
 
         sample: has the text so far, and `turn`, the number of earlier continuations.

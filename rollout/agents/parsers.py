@@ -43,8 +43,7 @@ def visible(text: str, starts_in_thought: bool = False) -> str | None:
     """Return the text shown to the next agent: everything after the last closing think tag, without outer white space.
 
     Returns None if a thought was opened (by the text, or by the prompt: `starts_in_thought`) and never closed: the completion
-    was
-    truncated before any visible text.
+    was truncated before any visible text.
     """
     _, closed, shown = text.rpartition(THINK_CLOSE)
     if THINK_OPEN in shown or (starts_in_thought and not closed):
@@ -157,9 +156,8 @@ def final_answer(solution: str) -> str | None:
     r"""Return the last \boxed{...}; without any box, the answer that the text states last, in models' usual forms.
 
     A stated answer is a last line that is a number; text after `answer is`, `answer:` or `answer =` up to the end of the
-    sentence;
-    or `####` with a number, or with anything if that is the last line. Nothing is taken from other sentences and equations, and
-    an empty or broken box gives None.
+    sentence; or `####` with a number, or with anything if that is the last line. Nothing is taken from other sentences and
+    equations, and an empty or broken box gives None.
     """
     if _BOX.search(solution):
         return boxed_answer(solution)

@@ -94,8 +94,7 @@ class PromptSet:
         """Return the set with this system turn, and this text below the user's last turn, in the chats of these roles.
 
         Raises ValueError that begins with the setting's name: the text has a placeholder that a role lacks, or `system`
-        replaces a
-        turn that has a placeholder the role needs.
+        replaces a turn that has a placeholder the role needs.
         """
         turns = dict(self.turns)
         for role in [role for role in roles if role in turns]:

@@ -65,8 +65,7 @@ class ChatRenderer:
     eos_id: ends an assistant's turn: the control token that the chat template writes there, otherwise eos_token. stop_ids:
     eos_id
     first, then other ends of a completion: eos_token and those of generation_config.json. names_end: True if these include
-    eos_id,
-    so that other programs stop there too.
+    eos_id, so that other programs stop there too.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -194,8 +193,7 @@ class ChatRenderer:
         """Return [N] int32: the tokens between a completion and the next one, for these messages.
 
         has_ended: the completion has its end token. The token is not repeated, nor is white space that a template writes before
-        it;
-        otherwise the completion was cut off, and the token is added.
+        it; otherwise the completion was cut off, and the token is added.
         """
         before = Message("user", ""), Message("assistant", _ANSWER)
         if all(isinstance(message, Message) for message in messages):
@@ -383,8 +381,7 @@ class ChatRenderer:
         """Return the text of each token, for display; joined, they are the whole text, stop token included.
 
         A token's text is what it adds to that of the tokens before it. A character split over tokens, and invalid bytes, belong
-        to a
-        later token.
+        to a later token.
         """
         numbers: list[int] = ids.tolist()
         windows = [numbers[max(0, end - _WINDOW) : end] for end in range(1, len(numbers) + 1)]
@@ -407,8 +404,7 @@ class ChatRenderer:
         """Return a prompt as text whose control words are exactly the control ids.
 
         A control word that a content spells in ordinary tokens is broken by a zero-width space: a server that tokenises the
-        text
-        would otherwise see the control token that `render` prevented.
+        text would otherwise see the control token that `render` prevented.
         """
         shown, last = "", list[int]()
         for is_control, group in itertools.groupby((int(i) for i in ids), self._control_ids.__contains__):
@@ -611,8 +607,8 @@ def load_tokenizer(directory: Path) -> Any:
     again = tokenizer.decode(tokenizer.encode(_PROBE, add_special_tokens=False), clean_up_tokenization_spaces=False)
     if again != _PROBE:
         raise ValueError(
-            f"{directory}: {type(tokenizer).__name__}, built without tokenizer.json, decodes {_PROBE!r} as {again!r}; expected the "
-            "same text: add the model's tokenizer.json"
+            f"{directory}: {type(tokenizer).__name__}, built without tokenizer.json, decodes {_PROBE!r} as {again!r}; expected "
+            "the same text: add the model's tokenizer.json"
         )
     return tokenizer
 

@@ -157,8 +157,7 @@ class EngineSpec:
 
     kind: "vllm" or "local". dtype: "float32", "bfloat16" or "float16". max_model_len: prompt and completion together, tokens.
     threads: torch's, on a CPU. device: "cpu" or "cuda". sleeps: the engine shares its GPU with the trainer, and sleep() is
-    used.
-    records: data besides log-probs that requests may ask for. adapters: served ones, by name.
+    used. records: data besides log-probs that requests may ask for. adapters: served ones, by name.
     """
 
     kind: str
@@ -200,8 +199,7 @@ class WeightUpdate:
     """New weights of one policy: a folder of safetensors with HF names, readable by every engine of this host.
 
     With `receive_plans` (path is empty), an encoded ReceivePlan for each shard of this engine instead, which receives the
-    weights
-    directly from the trainer's ranks.
+    weights directly from the trainer's ranks.
     """
 
     path: str

@@ -46,8 +46,7 @@ class TrainerHost:
         """Return indices of the GPUs that a Ray started here may give to engines of all policies (rollouts: one per policy).
 
         These are the GPUs without a trainer rank, or all of the trainer's with placement colocated. If they are too few,
-        engines
-        with a KV cache of fixed size also use the others.
+        engines with a KV cache of fixed size also use the others.
         """
         ranks, free = range(min(self.num_ranks, self.num_gpus)), range(self.num_ranks, self.num_gpus)
         if rollouts[0].placement == "colocated":

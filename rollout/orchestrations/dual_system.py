@@ -31,11 +31,9 @@ class DualSystem(Orchestration):
         system2 -call-> tool -outputs-> bins -> system1, once per bin -distillates-> system2 -call-> ... -> answer
 
     Outputs of search, scholar and visit are packed into bins by first-fit-decreasing on their tokens. A bin's capacity is
-    System
-    1's input limit minus its instructions, the question and the purpose; a longer output is cut, and gets its own bin. System 1
-    reads all bins in parallel. Its texts, in the bins' order, are System 2's next message: not sampled, but counted in System
-    2's
-    length. System 2 reads Python's output, and all errors, directly.
+    System 1's input limit minus its instructions, the question and the purpose; a longer output is cut, and gets its own
+    bin. System 1 reads all bins in parallel. Its texts, in the bins' order, are System 2's next message: not sampled, but
+    counted in System 2's length. System 2 reads Python's output, and all errors, directly.
 
     In a turn with a call and an answer, the call wins; an invalid call, or one of an unset tool, is answered by an error text.
     The
@@ -123,8 +121,7 @@ class DualSystem(Orchestration):
 
         turns and answered; calls of each tool, pages and papers found; failed_calls, answered by an error;
         turns_without_call, which continued without a valid call; distillates, one per bin; and distillates_at_once, the most of
-        one
-        call, which run in parallel."""
+        one call, which run in parallel."""
         reasoned = episode.samples(episode.ask("system2"))
         num_waits = sum(sample.turn for sample in reasoned)
         tools = [call.tool for call in episode.calls.values()]

@@ -25,8 +25,7 @@ class SearchTeam(Orchestration):
     The last turn has no search: without a yes the episode ends without an answer. An unreadable verdict counts as no, unless
     agents.verifier.missing_verdict is "correct" (as in the published code); an unreadable query ends the turn without results.
     The team is trained on the outcome (credit.reward_scheme=outcome): apart from a reward for being readable, routes and
-    queries
-    have no reward of their own.
+    queries have no reward of their own.
     """
 
     class Options(Settings):

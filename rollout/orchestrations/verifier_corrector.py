@@ -186,8 +186,7 @@ def pick(
     """Pick at most num_picks different samples, sorted by uid, independent of the candidates' order.
 
     Right means reward.correct >= 1. adaptive: preferred ones first, then the rest. balanced: one of each in turn, beginning
-    with
-    the preferred kind. paired: equal numbers of both, or none. Ties are broken by rng.
+    with the preferred kind. paired: equal numbers of both, or none. Ties are broken by rng.
     """
     pool = sorted(candidates, key=lambda sample: sample.uid)
     rng.shuffle(pool)

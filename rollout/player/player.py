@@ -77,8 +77,7 @@ class Player:
             player.take(player.collect(timeout_s=0.2))
 
     in_step: asks are closed, and their successors submitted, only when nothing is being decoded, judged or looked up, in order
-    and
-    ignoring slots, so that the composition of an engine's batches does not depend on timing.
+    and ignoring slots, so that the composition of an engine's batches does not depend on timing.
     open: unfinished asks, by id. counts: metrics of decoding.
     """
 
@@ -298,8 +297,8 @@ class Player:
             self.counts["rollout/kept_tokens"] += len(result.kept_tokens.ids)
         elif len(result.token_ids) and request.sampling.records_kept:
             raise RuntimeError(
-                f"{result.uid}: agents.{completion.agent}.top_p and top_k truncate, but the engine did not return the kept tokens "
-                "that loss.truncation=renormalise needs; set loss.truncation to another value, or turn off top_p and top_k"
+                f"{result.uid}: agents.{completion.agent}.top_p and top_k truncate, but the engine did not return the kept "
+                "tokens that loss.truncation=renormalise needs; set loss.truncation to another value, or turn off top_p and top_k"
             )
 
     def _finish(self, each: Completion, result: DecodeResult) -> Finish:

@@ -19,8 +19,7 @@ trajectory`, the baseline, a step has as many stages as its problems need to end
 are in flight in one stage.
 
 rollout.overlap > 0: whatever a sample's end makes possible, its next segment included, starts at once, while the trainer
-trains.
-A stage does not wait for the longest samples of the previous one: it begins when every pool has a spare slot.
+trains. A stage does not wait for the longest samples of the previous one: it begins when every pool has a spare slot.
 Stage s is over when every sample unfinished at its beginning has finished or reached the end of a segment (not of a wait); with
 `pipeline: trajectory`, when nothing is open. All groups closed since the previous stage then become batch s. So the decoder is
 at most rollout.overlap stages ahead of the trainer, and a trained sample is at most about rollout.overlap + rollout.segments

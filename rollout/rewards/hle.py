@@ -78,9 +78,8 @@ def read_judgement(text: str) -> Judgement:
     """Parse the judgement in the visible part of a judge's whole completion. Linear in its length.
 
     Strict: exactly one line must be the field `correct`, with only yes or no as value (any case, Markdown around it, a full
-    stop).
-    The other fields may occur once, and extracted_final_answer and reasoning only before it. So a judge that copies fields from
-    its input is rejected. Raises Unreadable: the completion breaks these rules.
+    stop). The other fields may occur once, and extracted_final_answer and reasoning only before it. So a judge that copies
+    fields from its input is rejected. Raises Unreadable: the completion breaks these rules.
     """
     fields: dict[str, str] = {}
     for line in unicodedata.normalize("NFKC", text).split("\n"):  # full-width colons; only \n ends a line

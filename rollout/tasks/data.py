@@ -52,8 +52,7 @@ def read_problems(
     """Read all problems of a file or dataset directory. Keys not given are inferred from the first readable row.
 
     Ids are file name and line, so they are stable while the file is unchanged. Problems whose answer is a placeholder are
-    skipped
-    and counted, unless on_placeholder keeps them.
+    skipped and counted, unless on_placeholder keeps them.
     """
     problems: list[Problem] = []
     placeholders: Counter[str] = Counter()

@@ -57,8 +57,7 @@ def search_traces(rng: random.Random, world: World, slips: SearchSlips) -> list[
     """Write all traces of a team on one question, in order.
 
     A premature yes is ignored, and the team continues as after a no: without the fact there is no right answer to teach an
-    Answer
-    agent. A query for the wrong fact ends the traces.
+    Answer agent. A query for the wrong fact ends the traces.
     """
     problem = world.draw(rng, held_out=False)
     steps = world.steps(problem)

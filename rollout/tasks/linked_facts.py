@@ -214,8 +214,7 @@ def _path(rng: random.Random, hops: int, about: str) -> list[str]:
     """Draw a chain of relations.
 
     From a person to people, then perhaps home and a fact of a place; or from a paper to papers, then perhaps the author and a
-    fact
-    of that person.
+    fact of that person.
     """
     links, crossing, beyond, own = {
         "facts": (_TO_PEOPLE, "home", _OF_PLACES, _OF_PEOPLE),

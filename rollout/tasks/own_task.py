@@ -23,8 +23,7 @@ class OwnTask:
     """Problems, and rewards of answers to them.
 
     The trainer lists the problems once, when it checks its settings. `reward` runs in separate processes, each with an object
-    of
-    this class without data. A call may take up to task_options.timeout_s, and may crash.
+    of this class without data. A call may take up to task_options.timeout_s, and may crash.
 
     Args:
         options: values of Options.

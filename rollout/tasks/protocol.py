@@ -25,11 +25,9 @@ class Task:
     """A kind of problem with its judge.
 
     prompts: name of the default prompt set. problems: seed -> an endless training stream. held_out: (num_problems, seed) ->
-    that
-    many evaluation problems, which `problems` never yields; None: all given ones, or HELD_OUT of a task that generates them.
-    judge: gives a missing reward, never 0, to an answer that cannot be judged. documents, papers: searched if
-    tools.search.corpus
-    and tools.scholar.corpus are null. close: releases resources, such as processes.
+    that many evaluation problems, which `problems` never yields; None: all given ones, or HELD_OUT of a task that generates
+    them. judge: gives a missing reward, never 0, to an answer that cannot be judged. documents, papers: searched if
+    tools.search.corpus and tools.scholar.corpus are null. close: releases resources, such as processes.
     and tools.scholar.corpus are null. close: releases resources, such as processes.
     """
 

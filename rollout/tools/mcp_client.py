@@ -3,8 +3,7 @@
     calls (threads of the pool) -> an event loop in its own thread -> Client -> stdin and stdout of a command, or HTTP
 
 The next call restarts a server that has ended, with one attempt. The call during which it ended is an error and is not
-repeated:
-the call may have crashed the server, or have had its effect.
+repeated: the call may have crashed the server, or have had its effect.
 """
 
 from __future__ import annotations

@@ -29,8 +29,7 @@ class Tool(Protocol):
 
     is_deterministic: equal arguments have equal outputs during a run, so that they may be cached. A tool with its own metrics
     also has `take_counts() -> dict[str, float]`: its counts by name since the last call, zeros included. A user's tool lists
-    its
-    functions (`functions`); those of built-in tools are in SHIPPED.
+    its functions (`functions`); those of built-in tools are in SHIPPED.
     """
 
     is_deterministic: bool

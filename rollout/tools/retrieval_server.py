@@ -1,8 +1,7 @@
 """HTTP server of the index for Search-R1's and Dr. MAS's code (protocol: servers.py): `marsrl serve-retrieval`.
 
 Accepts several `queries`, or one `query`; without return_scores, results are lists of bare documents. There is no
-authentication:
-anyone who reaches the address can search.
+authentication: anyone who reaches the address can search.
 """
 
 from __future__ import annotations

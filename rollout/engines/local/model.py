@@ -138,10 +138,8 @@ def rotary_frequencies(shape: ModelShape, device: torch.device) -> Tensor:
     i.
 
     Rope type llama3, by wavelength w = 2 pi / frequency with o = original_positions: frequencies with w below o /
-    high_freq_factor
-    stay, those with w above o / low_freq_factor are divided by `factor`, and in between they are interpolated linearly in o /
-    w.
-    Bitwise equal to transformers' modeling_rope_utils._compute_llama3_parameters.
+    high_freq_factor stay, those with w above o / low_freq_factor are divided by `factor`, and in between they are
+    interpolated linearly in o / w. Bitwise equal to transformers' modeling_rope_utils._compute_llama3_parameters.
     """
     half = torch.arange(0, shape.head_size, 2, dtype=torch.float32, device=device) / shape.head_size
     plain = 1.0 / shape.rope_theta**half

@@ -147,12 +147,10 @@ class VllmEngine(Engine):
         """Return log-probs [N-1] of tokens 1..N-1 of each sequence, nats.
 
         A probe scores all but the last token by a fresh prefill, and the last one through the prefix cache, like a decoded
-        token.
-        This exposes cached blocks of older weights that survived an update.
+        token. This exposes cached blocks of older weights that survived an update.
 
         Raises RuntimeError: right after an update, vLLM's cache still has a prefix computed with older weights; or running
-        requests
-        would be affected by a teacher's temperature.
+        requests would be affected by a teacher's temperature.
         """
         if temperature is not None:
             self._refuse_under_way("score")
@@ -214,8 +212,7 @@ class VllmEngine(Engine):
         """Load a version of an adapter in place of the previous one; return the adapter's number in the workers.
 
         Name and number never change; each version has its own path. vLLM identifies cached prefixes by name and path, so with
-        an
-        unchanged path it would reuse keys and values of the previous version.
+        an unchanged path it would reuse keys and values of the previous version.
         """
         from vllm.lora.request import LoRARequest
 

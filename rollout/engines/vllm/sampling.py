@@ -1,10 +1,9 @@
 """Sampling of vLLM's tokens with the local engine's sampler, and storage of their log-probs.
 
-vLLM's own sampler needs Python work for every token: a generator per request, and log-probs as objects. Here all rows of a step
-are sampled together, with noise that depends only on (seed, position). A sample's tokens therefore do not depend on other
-requests
-in its batch, chunked prefill, or resubmission. This uses vLLM's public interface for logits processors: the logit of the drawn
-token is raised above all others, and vLLM takes the largest (temperature 0).
+vLLM's own sampler needs Python work for every token: a generator per request, and log-probs as objects. Here all rows of a
+step are sampled together, with noise that depends only on (seed, position). A sample's tokens therefore do not depend on
+other requests in its batch, chunked prefill, or resubmission. This uses vLLM's public interface for logits processors: the
+logit of the drawn token is raised above all others, and vLLM takes the largest (temperature 0).
 
     SamplingParams(temperature=0, extra_args=draw_arguments(key, request))      a request sampled here
     collective_rpc("marsrl_take_draws", args=(keys, lengths))                   log-probs of finished requests
@@ -78,8 +77,7 @@ class _Alive:
     """Live requests, each with a slot; slots are added on demand.
 
     logprobs [slots, completion tokens] float32, nats, on the device. kept: ids kept at each position, by slot, for requests
-    that
-    record them.
+    that record them.
     """
 
     def __init__(self, longest: int, device: torch.device) -> None:

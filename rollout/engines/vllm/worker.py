@@ -163,8 +163,7 @@ def wait_asleep() -> None:
     """Make this process's readers of vLLM's inter-process queues sleep until a message arrives.
 
     By default they spin for a second after each message, which is harmless with a GPU; on a CPU it takes cores from the
-    engine's
-    other processes and the trainer. vLLM's notification with each message wakes sleeping readers.
+    engine's other processes and the trainer. vLLM's notification with each message wakes sleeping readers.
     """
     from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
 
@@ -332,8 +331,7 @@ def _pack_experts(model: nn.Module, path: str, shard: EngineShard, dtype: torch.
 
     vLLM 0.28-0.32 packs experts for its CPU kernel only at the first load: after a reload the kernel reads unpacked weights as
     packed ones (garbage, no error). Experts that are still unpacked are packed here; a fixed vLLM makes this a no-op. The
-    checksum
-    verifies the result either way.
+    checksum verifies the result either way.
     """
     with torch.no_grad():
         received = WeightFiles(path)
