@@ -17,8 +17,8 @@ class TrainedTokens:
     """Sampled tokens [M] of one sample, in order, as an update evaluated them before it changed the weights.
 
     logprobs, entropy: float32, nats, at the sampling temperature, over the tokens that the sampler kept. marks: uint8,
-    CLIPPED (the ratio's clip is active), GATED (masked as well mastered), MASKED (by the gate or by loss.correction, without any loss term).
-    update: number, from 1, of the update in the step that trained it.
+    CLIPPED (the ratio's clip is active), GATED (masked as well mastered), MASKED (by the gate or by loss.correction, without
+    any loss term). update: number, from 1, of the update in the step that trained it.
     """
 
     uid: str

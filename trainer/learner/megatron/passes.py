@@ -101,8 +101,8 @@ class Model:
 class Passes:
     """Passes of one policy. Every method is collective over all ranks.
 
-    model: the bare model; trained: the same wrapped for training; reference: frozen, None without a KL term. aux_loss: coefficient
-    of the router's balancing loss. reward_kl_coef: weight of the KL penalty in the reward (kl_reward.py); 0: none.
+    model: the bare model; trained: the same wrapped for training; reference: frozen, None without a KL term. aux_loss:
+    coefficient of the router's balancing loss. reward_kl_coef: weight of the KL penalty in the reward (kl_reward.py); 0: none.
     """
 
     model: PolicyModel
