@@ -133,7 +133,7 @@ def test_a_port_that_is_taken_is_named(tmp_path: Path, capsys: pytest.CaptureFix
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert main(["view", str(tmp_path), "--port", str(port)]) == 2
-    assert f"127.0.0.1:{port}: Address already in use; give another --port" in capsys.readouterr().err
+    assert f"127.0.0.1:{port}: Address already in use; set another --port" in capsys.readouterr().err
 
 
 def test_who_reads_enough_of_the_output_gets_no_error() -> None:
