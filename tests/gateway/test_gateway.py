@@ -168,17 +168,17 @@ FATES = {  # name: (what happens, the fates of the answers)
     ),
     "cut, and continued": ("ask a, answer 0, ask a+0, answer 1, read 1", "read read"),
     "lost by its engine": ("ask a, lose 0, ask a, answer 1, read 1", "unread read"),
-    "thrown away": ("ask a, answer 0, read 0, ask a, answer 1, read 1", "superseded read"),
-    "thrown away, and nothing came": ("ask a, answer 0, read 0, ask a", "superseded unread"),
-    "thrown away twice": (
+    "discarded": ("ask a, answer 0, read 0, ask a, answer 1, read 1", "superseded read"),
+    "discarded, and nothing came": ("ask a, answer 0, read 0, ask a", "superseded unread"),
+    "discarded twice": (
         "ask a, answer 0, read 0, ask a, answer 1, read 1, ask a, answer 2, read 2",
         "superseded superseded read",
     ),
-    "thrown away in its second turn": (
+    "discarded in its second turn": (
         "ask a, answer 0, read 0, ask a+0, answer 1, read 1, ask a+0, answer 2, read 2, ask a+0+2, answer 3, read 3",
         "read superseded read read",
     ),
-    "thrown away beside one that was cut": (
+    "discarded beside one that was cut": (
         "ask a, gone 0, ask a, answer 1, read 1, ask a, answer 2, read 2, answer 0",
         "unread superseded read",
     ),
@@ -232,7 +232,7 @@ def test_what_a_program_did_with_an_answer_decides_its_fate(model: Path, events:
 
 
 def test_thrown_away_answers_count_where_asked_or_rewarded(model: Path) -> None:
-    events, _ = FATES["thrown away twice"]
+    events, _ = FATES["discarded twice"]
     for masks in (True, False):
         direct = Direct(model)
         direct.session.masks_superseded = masks

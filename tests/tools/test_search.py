@@ -162,7 +162,7 @@ def test_papers_are_shown_with_what_is_known_of_them(tmp_path: Path) -> None:
         (read_corpus, b"\xff", "not UTF-8 at byte 0"),
         (read_corpus, {"title": "x"}, r"text: Field required \(expected {id, title, text} or {id, contents}\)"),
         (read_corpus, {"id": True, "text": "x"}, "id.str: Input should be a valid string"),
-        (read_corpus, {"title": " ", "text": "\n"}, "it has neither a title nor a text"),
+        (read_corpus, {"title": " ", "text": "\n"}, "found neither a title nor a text"),
         (read_corpus, b'{"text": "\\ud800"}', r"text: .*text has a lone surrogate \(\\ud800\)"),
         (read_papers, {"abstract": "x"}, r"title: Field required \(expected {title, abstract, year, citations}\)"),
         (read_papers, {"title": "x", "year": True}, "year: Input should be a valid integer"),

@@ -314,7 +314,7 @@ def test_settings_that_name_no_server_or_two_are_refused(tmp_path: Path) -> None
     for words, said in (
         (["tools.files={kind: mcp}"], "either a command or a url"),
         (["tools.files={kind: mcp, command: [x], url: 'http://h/mcp'}"], "either a command or a url"),
-        (["tools.files={kind: mcp, command: [x], api_key_env: KEY}"], "api_key_env with a url"),
+        (["tools.files={kind: mcp, command: [x], api_key_env: KEY}"], "api_key_env a url"),
         (["tools.files={kind: mcp, url: 'http://u:p@h/mcp'}"], "contains a user, password, query or fragment"),
         (["tools.files={kind: mcp, comand: [x]}"], r"tools.files.comand: unknown key; did you mean .*.command\?"),
     ):
