@@ -248,7 +248,7 @@ def test_closing_drops_what_hangs_and_closes_each_tool_once() -> None:
     pool.close()
     pool.close()
     assert tool.num_closed == 1 and not wait(futures, SOON_S).not_done and all(each.cancelled() for each in futures)
-    with pytest.raises(RuntimeError, match="after close"):
+    with pytest.raises(RuntimeError, match="pool is closed"):
         pool.submit(call("3"))
     gate.set()
     end = time.monotonic() + SOON_S
