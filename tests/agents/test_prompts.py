@@ -124,7 +124,7 @@ def test_braces_that_are_no_placeholder_stay_as_they_are() -> None:
         (f"{SOLVER}answer: boxed\n", 5, "the key answer is given twice"),
         (SOLVER.replace("user:", "system:"), 4, "the last turn of solver is by system; expected user"),
         (SOLVER.replace('"{problem}"', "{problem}"), 4, "a text that begins with a brace needs quotes"),
-        (SOLVER.replace('"{problem}"', '"Solve it."'), 4, "the turns of solver lack {problem}; it has {problem}"),
+        (SOLVER.replace('"{problem}"', '"Solve it."'), 4, "the turns of solver lack {problem}; its placeholders are {problem}"),
         (SOLVER.replace('m}"', 'm} {report}"'), 4, "solver has no {report}; its placeholders are {problem}; for a"),
         (SOLVER.replace('"{problem}"', "|\n        {problem}\n\n        {probelm}"), 7, "solver has no {probelm}"),
         (SOLVER.removeprefix("answer: boxed\n"), 3, "the key answer is missing; expected a parser for the answer of solver"),
@@ -204,7 +204,7 @@ def test_an_agent_of_several_roles_has_its_words_in_each() -> None:
 @pytest.mark.parametrize(
     ("team", "agent", "words", "said"),
     [
-        ("solver", "solver", {"suffix": "See {report}."}, "agents.solver.suffix: solver has no {report}; it has {problem};"),
+        ("solver", "solver", {"suffix": "See {report}."}, "agents.solver.suffix: solver has no {report}; its placeholders are {problem};"),
         ("solver", "solver", {"system": "A {probelm}."}, "agents.solver.system: solver has no {probelm}"),
         ("external", "clerk", {"suffix": "Hi"}, "agents.clerk.suffix is set, but with orchestration=external the program"),
     ],
@@ -229,7 +229,7 @@ def test_a_team_that_writes_its_chats_itself_shows_the_words() -> None:
             return (Message("user", f"Q {self.settings['solver'].system}"),)
 
     Own({"solver": AgentConfig(suffix="Q {problem}")}, "math").check_words("solver", [Message("user", "a Q 1")])
-    with pytest.raises(ValueError, match="agents.solver.system is set, and Own.messages does not show it"):
+    with pytest.raises(ValueError, match="agents.solver.system is set, but Own.messages does not show it"):
         Own({"solver": AgentConfig(system="Hi")}, "math").check_words("solver", [Message("user", "Q Hi")])
 
 
@@ -263,7 +263,7 @@ OWN_ROUTE = "route: {enough: {regex: YES, example: YES}, missing: {regex: NO, ex
             "the prompt of agents.verifier, as router, does not show the form of its route, <verify>yes</verify> or <verify>",
             "the prompt of agents.search, as searcher, does not show the form of its query, <search>...</search>",
         ]),
-        ("search_team", ("route: verify_tag", OWN_ROUTE), "YES?", ["agents.search reads"]),
+        ("search_team", ("route: verify_tag", OWN_ROUTE), "YES?", ["the prompt of agents.search, as searcher"]),
     ],
 )  # fmt: skip
 def test_agents_that_nothing_asks_for_a_form_are_named(
