@@ -27,7 +27,8 @@ PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 python -m pytest -q
 # The Triton that the CUDA set's PyTorch brings. Our kernels are tested with it too, beside the Triton of the CPU set.
 TRITON ?= $(shell sed -n 's/^triton==\([0-9.]*\).*/\1/p' constraints/cuda.txt)
 OTHER_TRITON := build/triton-$(TRITON)
-# What the extras reasoning_gym and textarena add to the locked set, for their tests alone: some have no wheel, which a lock wants.
+# What the extras reasoning_gym and textarena, and notebooks, add to the locked set, for tests alone: some have no wheel, which a
+# lock wants.
 GAMES := build/games
 PYTEST := PYTHONPATH=$(CURDIR)/$(GAMES) $(PYTEST)
 

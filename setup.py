@@ -1,4 +1,4 @@
-"""Packaging: the folders kernels/, rollout/, trainer/ and configs/ install as marsrl.*, with the native library from csrc/.
+"""Packaging: api/ installs as marsrl, kernels/, rollout/, trainer/ and configs/ as marsrl.*, with the native library of csrc/.
 
 The environment variable that steers the native build:
     MARSRL_BUILD  auto (default): a failed build is a warning; require: it is an error; off: nothing is built
@@ -132,16 +132,16 @@ class PlatformWheel(bdist_wheel):
         return ("py3", "none", super().get_tag()[2])
 
 
-def namespace_packages() -> tuple[list[str], dict[str, str]]:
+def shipped_packages() -> tuple[list[str], dict[str, str]]:
     """Every package under the shipped folders by its import name, and the folder each top one maps to."""
-    packages = []
+    packages = [NAME]
     for folder in FOLDERS:
         inside = find_packages(folder)
         packages += [f"{NAME}.{folder}", *(f"{NAME}.{folder}.{package}" for package in inside)]
-    return packages, {f"{NAME}.{folder}": folder for folder in FOLDERS}
+    return packages, {NAME: "api"} | {f"{NAME}.{folder}": folder for folder in FOLDERS}
 
 
-packages, package_dir = namespace_packages()
+packages, package_dir = shipped_packages()
 setup(
     name=NAME,
     version="0.1.0",

@@ -1,4 +1,8 @@
-"""Loader of users' classes and functions, named by file: `my_team.py:MyTeam`, `my_task.py:MyTask`, `my_tools.py:convert`."""
+"""Loader of users' classes and functions, named by file: `my_team.py:MyTeam`, `my_task.py:MyTask`, `my_tools.py:convert`.
+
+A class from a notebook cell, or from a module that cannot be imported by its name alone, is named `memory:MyTeam`: only this
+process has it.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,10 @@ from types import ModuleType
 from typing import Any, ClassVar, TypeVar
 
 Own = TypeVar("Own")
+
+_PREFIX = "marsrl_own_"  # of the modules that users' files become
+_MEMORY = "memory:"
+_in_memory: dict[str, type] = {}
 
 
 class _BesideUsersFiles:
@@ -35,8 +43,37 @@ def is_own(name: str) -> bool:
     return ":" in name
 
 
+def is_in_memory(name: str) -> bool:
+    """True if a setting names a class that only the process that was given it has."""
+    return name.startswith(_MEMORY)
+
+
+def name_of(kind: type) -> str:
+    """The name by which own_class returns this class: FILE.py:CLASS, or memory:CLASS.
+
+    FILE.py: of a module that is imported by that name alone. Not of __main__, which would run a second time, nor of a package's
+    module, which may import its neighbours by relative names.
+    """
+    module = sys.modules.get(kind.__module__)
+    file = getattr(module, "__file__", None)
+    is_alone = kind.__module__ != "__main__" and "." not in kind.__module__
+    if module is not None and file is not None and is_alone and getattr(module, kind.__name__, None) is kind:
+        path = Path(file).resolve()
+        sys.modules[_module_name(path)] = module
+        return f"{path}:{kind.__name__}"
+    name = f"{_MEMORY}{kind.__name__}"
+    _in_memory[name] = kind
+    return name
+
+
+def forget_files() -> None:
+    """Import the users' files again when they are next named: they may have changed since a process's last run."""
+    for name in [name for name in sys.modules if name.startswith(_PREFIX)]:
+        del sys.modules[name]
+
+
 def own_class(key: str, name: str, base: type[Own]) -> type[Own]:
-    """Load the class that `key: FILE.py:CLASS` names; the same object at every call.
+    """The class that `key: FILE.py:CLASS` or `key: memory:CLASS` names; the same object at every call.
 
     Raises ValueError, which begins with the key: no such file or class, not a subclass of `base`, or the import fails.
     """
@@ -57,15 +94,26 @@ def own_function(key: str, name: str) -> Callable[..., Any]:
 def _named(key: str, name: str) -> tuple[str, str, object]:
     """Return (file, name in it, the object of that name or None)."""
     place, _, inside = name.rpartition(":")
+    if is_in_memory(name):
+        if name not in _in_memory:
+            raise ValueError(
+                f"{key} is {name!r}: a class of a notebook or script, and this process does not have it; pass the class again "
+                f"from Python (docs/python_api.md), or move it into a file and give {key}=FILE.py:{inside}"
+            )
+        return place, inside, _in_memory[name]
     path = Path(place)
     if not path.is_file():
         raise ValueError(f"{key} is {name!r}: no file {place} in {Path.cwd()}; expected FILE.py:NAME")
     return place, inside, getattr(_module(key, path.resolve()), inside, None)
 
 
+def _module_name(path: Path) -> str:
+    return f"{_PREFIX}{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()}"
+
+
 def _module(key: str, path: Path) -> ModuleType:
     """Import the user's file once, so that a class is the same object everywhere."""
-    name = f"marsrl_own_{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()}"
+    name = _module_name(path)
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)

@@ -1,4 +1,4 @@
-"""The order of import: kernels < rollout < trainer, heavy libraries only in files named for them."""
+"""The order of import: kernels < rollout < trainer < api, heavy libraries only in files named for them."""
 
 import ast
 import functools
@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+import marsrl
+
 ROOT = Path(__file__).parent.parent
-ORDER = ("kernels", "rollout", "trainer")
+ORDER = ("kernels", "rollout", "trainer", "api")
 FILES = [p for folder in ORDER for p in sorted((ROOT / folder).rglob("*.py"))]
 
 
@@ -27,11 +29,22 @@ def imported(path: Path) -> frozenset[str]:
     return frozenset(names)
 
 
+def module_of(path: Path) -> str:
+    """The name by which a file is imported. Those of api/ are marsrl's own."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(("marsrl", *parts[parts[0] == "api" :])).removesuffix(".__init__")
+
+
 def test_nothing_imports_upward() -> None:
+    api = {module_of(path) for path in FILES if path.is_relative_to(ROOT / "api")}
+    names_of_api = {*api, *(f"marsrl.{name}" for name in marsrl.__all__)}
+    assert "marsrl" in api and len(api) > 1
     wrong = {}
     for path in FILES:
-        above = ORDER[ORDER.index(path.relative_to(ROOT).parts[0]) + 1 :]
-        if names := [name for name in imported(path) if name.startswith(tuple(f"marsrl.{layer}" for layer in above))]:
+        layer = path.relative_to(ROOT).parts[0]
+        above = tuple(f"marsrl.{each}" for each in ORDER[ORDER.index(layer) + 1 :])
+        names = [name for name in imported(path) if name.startswith(above) or (layer != "api" and name in names_of_api)]
+        if names:
             wrong[str(path.relative_to(ROOT))] = names
     assert not wrong
 
@@ -87,9 +100,7 @@ NAME_EACH_OTHER = ("trainer.config.agreement", "trainer.config.run_config")
 
 
 def test_no_two_files_import_each_other_even_by_a_detour() -> None:
-    files = {
-        ".".join(("marsrl", *p.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__"): p for p in FILES
-    }
+    files = {module_of(path): path for path in FILES}
     imports = {}
     for file, path in files.items():
         names = imported(path) & files.keys()
@@ -125,8 +136,9 @@ def test_only_the_learner_imports_megatron() -> None:
 
 def test_the_type_checker_finds_every_folder_under_its_import_name() -> None:
     """Where it does not, every call between two of our modules goes unchecked, and mypy says nothing."""
-    for folder in (*ORDER, "benchmarks"):
-        assert (ROOT / "typed" / "marsrl" / folder).resolve() == (ROOT / folder).resolve()
+    for folder in (*ORDER[:-1], "benchmarks", *(path.name for path in (ROOT / "api").glob("*.py"))):
+        place = ROOT / ("api" if folder.endswith(".py") else "") / folder
+        assert (ROOT / "typed" / "marsrl" / folder).resolve() == place.resolve()
 
 
 HEAVY = {"torch", "vllm", "ray", "megatron", "transformers"}
@@ -148,10 +160,14 @@ with tempfile.TemporaryDirectory() as folder:
         ("import marsrl.trainer.config.read, marsrl.rollout.config, marsrl.trainer.learner.megatron.layout", HEAVY),
         ("from marsrl.trainer.commands.look import server, text, compare", HEAVY),
         ("import marsrl.kernels", {"torch._dynamo", "triton"}),  # compilers
+        (
+            "import marsrl; dir(marsrl)",
+            {*HEAVY, "pydantic", "numpy", "omegaconf", "marsrl.runs"},
+        ),  # which is imported fast
         # the loop before its shim, export, and a new model, without the modelling code of transformers
         (TRAINER, {"vllm", "ray", "megatron", "transformers.models.qwen3_moe", "transformers.masking_utils", *EXTRAS}),
     ],
-    ids=["config", "viewer", "kernels", "trainer"],
+    ids=["config", "viewer", "kernels", "api", "trainer"],
 )
 def test_what_is_wanted_at_once_imports_no_heavy_library(statement: str, without: set[str]) -> None:
     script = f"{statement}\nimport sys\nprint(' '.join(sorted(sys.modules)))"

@@ -20,6 +20,7 @@ from marsrl.trainer.report.metrics import read_metrics
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = (
+    "api",
     "kernels",
     "rollout",
     "trainer",
@@ -36,6 +37,7 @@ COMMANDS = """
 import sys
 from pathlib import Path
 
+import marsrl
 import marsrl.trainer.commands.cli as cli
 import marsrl.trainer.main as main
 
@@ -46,7 +48,8 @@ assert cli.main(["plan", "--config", "qwen3_30b_a3b.yaml", "--gpus", "64"]) == 0
 assert main.main(["--dry-run"]) == 0
 assert cli.main(["view", "--demo", "--text"]) == 0
 assert main.main(sys.argv[2:]) == 0
-files = [Path(m.__file__) for n, m in sys.modules.items() if n.startswith("marsrl.") and getattr(m, "__file__", None)]
+assert marsrl.load_run("runs/wheel").metrics[-1]["step"] == 2
+files = [Path(m.__file__) for n, m in sys.modules.items() if n.split(".")[0] == "marsrl" and getattr(m, "__file__", None)]
 elsewhere = [file for file in files if not file.is_relative_to(sys.argv[1])]
 assert len(files) > 20 and not elsewhere, elsewhere
 """

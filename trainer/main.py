@@ -29,7 +29,7 @@ import traceback  # noqa: E402
 from marsrl.trainer.config.read import read_config  # noqa: E402
 from marsrl.trainer.runs.failure import RANK_0_PRINTS_S, say_last  # noqa: E402
 from marsrl.trainer.runs.stop import has_ended, interrupt, let_first_rank_end  # noqa: E402
-from marsrl.trainer.torchrun import is_rank_0, world_size  # noqa: E402
+from marsrl.trainer.torchrun import is_rank_0  # noqa: E402
 from marsrl.trainer.visible import log_visibly, visible  # noqa: E402
 
 EXAMPLES = """examples:
@@ -83,46 +83,21 @@ def _run(words: argparse.Namespace, is_first: bool) -> int:
     try:
         config, origin = read_config(words.config, words.settings)  # before the imports below, which take seconds
 
-        from marsrl.trainer.checks.preflight import preflight
-        from marsrl.trainer.evaluate.rehearsal import first_update_line
-        from marsrl.trainer.runs.directory import RunDirectory
-        from marsrl.trainer.runs.existing_run import keep_settings, outlook, resume_lines, settings_to_resume
-        from marsrl.trainer.runs.lock import RunLock
+        from marsrl.trainer.start import prepare
 
-        directory, lines = None, list[str]()
-        with origin.places_in_errors():
-            began = settings_to_resume(config) if is_first else None  # rank 0 tells the others the dtypes
-            checked = preflight(config, world_size=world_size(), began=began)
-            run = checked.config.run
-            if is_first and words.dry_run:
-                lines = [
-                    *outlook(checked.config, origin.name, checked.fingerprints()),
-                    *first_update_line(checked.config),
-                ]
-            elif is_first:
-                directory = RunDirectory.create(run.dir, run.name, origin.name, run.resume)
-                lock = RunLock(directory)  # locked until this function returns
-                if lock.warning is not None:
-                    print(f"marsrl: warning: {lock.warning}", file=sys.stderr, flush=True)
-                fingerprints = checked.fingerprints()
-                if run.resume != "off" and directory.existed:
-                    lines = resume_lines(directory, checked.config, fingerprints)
-                keep_settings(directory, checked.config, str(origin))
-                directory.keep_data(fingerprints)
+        ready = prepare(config, origin, is_dry=words.dry_run)  # its lock is held until this function returns
     except (ValueError, OSError) as error:
-        from marsrl.trainer.config.explain import help_line
+        from marsrl.trainer.config.explain import refusal
 
         if is_first:
-            text = f"{error}{help_line(str(error))}"
-            if isinstance(error, OSError) and error.filename and error.strerror:
-                text = f"{error.filename}: {error.strerror}"
-            say_last(f"marsrl: {text}")
+            say_last(f"marsrl: {refusal(error)}")
         else:
             time.sleep(RANK_0_PRINTS_S)
         return 2
+    checked, directory = ready.checked, ready.directory
     if is_first:
-        lines += ["settings:", checked.settings().rstrip()] if words.full else []
-        print(f"# settings: {origin}", checked.text(), *lines, sep="\n", flush=True)
+        whole = ["settings:", checked.settings().rstrip()] if words.full else []
+        print(ready.text, *whole, sep="\n", flush=True)
     if words.dry_run:
         return 0
     from marsrl.rollout.imports import imports_for_good

@@ -11,16 +11,19 @@ import importlib
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from dataclasses import asdict
 from numbers import Real
+from typing import Any
 
 import numpy as np
 
 from marsrl.rollout.agents.same_answer import same_answer
 from marsrl.rollout.rewards.config import JudgeOptions
 from marsrl.rollout.types import MISSING, Problem, Reward
-from marsrl.rollout.worker_process import Answer, Crashed, Failed, NotStarted, WorkerPool
+from marsrl.rollout.worker_process import Answer, Crashed, Failed, Late, NotStarted, WorkerPool
 
 _log = logging.getLogger(__name__)
 
@@ -55,6 +58,8 @@ class RewardPool:
     Args:
         judge: "module:function", importable by a fresh interpreter. Called with `arguments` (plain values), it returns the
             judge, (problem, answer) -> a reward in [0, 1]. The built-in judge needs a reference answer.
+        is_here: run the judge in threads of this process, where alone it exists. A call that hangs is abandoned at its deadline;
+            a crash ends this process.
     """
 
     def __init__(
@@ -62,10 +67,17 @@ class RewardPool:
         options: JudgeOptions | None = None,
         judge: str = MATH_JUDGE,
         arguments: Mapping[str, object] | None = None,
+        *,
+        is_here: bool = False,
     ) -> None:
         self._options, self._judge = options or JudgeOptions(), judge
-        given = {"path": judge, "arguments": dict(arguments or {})}
-        self._processes = judge_processes(self._options.workers, f"{__name__}:load_judge", given)
+        given = dict(arguments or {})
+        self._processes: WorkerPool | _Threads
+        if is_here:
+            self._processes = _Threads(load_judge(judge, given))
+        else:
+            load = {"path": judge, "arguments": given}
+            self._processes = judge_processes(self._options.workers, f"{__name__}:load_judge", load)
         self._threads = ThreadPoolExecutor(self._options.workers, "marsrl-rewards")
         self._told: set[str] = set()  # kinds of failures already logged
 
@@ -90,7 +102,7 @@ class RewardPool:
     def _judged(self, problem: Problem, answer: str) -> Reward:
         """Return the reward of an answer; runs in one of the pool's threads."""
         try:
-            request = {"problem": problem, "answer": answer}
+            request = {"problem": asdict(problem), "answer": answer}
             reply = self._processes.ask(request, timeout_s=self._options.timeout_s)
         except (NotStarted, Failed) as error:
             if self._processes.is_closed:
@@ -100,7 +112,7 @@ class RewardPool:
                     f"the judge process {error}; check that {sys.executable} can import {self._judge} (see its message on "
                     "stderr)"
                 ) from error
-            why = f"took over {self._options.timeout_s:g} s and was killed"
+            why = f"took over {self._options.timeout_s:g} s and was given up"
             if isinstance(error, Crashed):
                 why = f"process crashed (code {error.status})"
             return self._missing(why)
@@ -120,7 +132,33 @@ class RewardPool:
         return Reward(MISSING, MISSING, note=f"the judge {why}")
 
 
-# In the worker process.
+class _Threads:
+    """Answers as a WorkerPool does, in threads of this process."""
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer, self.is_closed = answer, False
+
+    def ask(self, request: dict[str, Any], *, timeout_s: float) -> Mapping[str, Any]:
+        """The reply, an exception as {"error": its type and text}. Raises Late at the deadline; the thread goes on after it."""
+        reply: Future[Mapping[str, object]] = Future()
+
+        def answer() -> None:
+            try:
+                reply.set_result(self._answer(request))
+            except BaseException as error:  # also SystemExit, which would end the thread without a reply
+                reply.set_result({"error": f"{type(error).__name__}: {error}"[:300]})
+
+        threading.Thread(target=answer, name="marsrl-judge", daemon=True).start()
+        try:
+            return reply.result(timeout_s)
+        except TimeoutError:
+            raise Late() from None
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+# In the worker process, or in one of _Threads.
 
 
 def math_judge() -> Callable[[Problem, str], bool]:

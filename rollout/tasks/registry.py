@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from marsrl.rollout.config import OptionValues, read_settings
+from marsrl.rollout.own_classes import is_in_memory
 from marsrl.rollout.rewards.config import JudgeOptions
 from marsrl.rollout.rewards.judge import RewardPool
 from marsrl.rollout.tasks.arithmetic import ARITHMETIC_TOKENIZER, arithmetic_task
@@ -46,7 +47,7 @@ def build_task(
         own = make_own_task(name, options)
         given = {"task": name, "options": dict(options)}
         judge = "gym_problems:gym_judge" if name == REASONING_GYM else "find_task:own_judge"
-        pool = RewardPool(own.options, f"marsrl.rollout.tasks.{judge}", given)
+        pool = RewardPool(own.options, f"marsrl.rollout.tasks.{judge}", given, is_here=is_in_memory(name))
         return listed_task(own.name, own.prompts, train, held_out, pool.submit, pool.close)
     if name not in TASKS:
         raise ValueError(

@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 from marsrl.rollout.adapter import write_adapter
@@ -28,7 +29,7 @@ from marsrl.trainer.checks.device import why_not_device
 from marsrl.trainer.checks.dtypes import decide_dtypes
 from marsrl.trainer.checks.preflight import check_adapter, check_files, check_layouts, check_trainable
 from marsrl.trainer.config import RunConfig
-from marsrl.trainer.config.read import ConfigError, read_config
+from marsrl.trainer.config.origin import ConfigError, ConfigOrigin
 from marsrl.trainer.data.packing import TrainSequence
 from marsrl.trainer.data.scatter import BatchShard
 from marsrl.trainer.learner.learner import Learner
@@ -52,17 +53,52 @@ from marsrl.trainer.torchrun import is_rank_0, world_size
 from marsrl.trainer.visible import visible
 
 
-def sft(config_file: str | None, settings: Sequence[str]) -> int:
+def sft(config: RunConfig, origin: ConfigOrigin) -> int:
     """Exit codes: 0 done, 1 it failed, 130 interrupted. Raises ValueError for settings and files that cannot be used."""
-    is_first, directory, launcher = is_rank_0(), None, os.getppid()
-    config, origin = read_config(config_file, settings)
-    with origin.places_in_errors():
+    launcher, ready = os.getppid(), prepare(config, origin)  # its lock is held until this function returns
+    try:
+        teach(ready)
+    except KeyboardInterrupt:
+        if ready.directory is not None:
+            say_last(f"marsrl sft: interrupted; {where_to_go_on(ready.directory)}")
+        else:
+            let_first_rank_end(launcher)
+        return 130
+    except Exception as error:
+        print(visible(traceback.format_exc()), file=sys.stderr)
+        if ready.directory is not None:
+            say_last(failure_message(error, ready.directory))
+        else:
+            let_first_rank_end(launcher)
+        return 1
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Checked settings. directory, lock: the run's directory, locked; None on ranks other than 0."""
+
+    config: RunConfig
+    found: Demonstrations
+    directory: RunDirectory | None
+    lock: RunLock | None
+
+
+def prepare(config: RunConfig, origin: ConfigOrigin) -> Ready:
+    """Check the settings and demonstrations, make the run's directory, or open the one to resume in, and print a summary.
+
+    Raises ValueError, OSError: settings or files cannot be used, or another process writes the run.
+    """
+    is_first = is_rank_0()
+    directory = lock = None
+    with ExitStack() as undo, origin.places_in_errors():
         began = settings_to_resume(config) if is_first else None  # rank 0 tells the others the dtypes
         config, dtypes = decide_dtypes(config, began)
         found, ends = _checked(config)
         if is_first:
             directory = RunDirectory.create(config.run.dir, config.run.name, f"sft-{origin.name}", config.run.resume)
-            lock = RunLock(directory)  # held until this function returns
+            lock = RunLock(directory)
+            undo.callback(lock.release)
             fingerprint = {"data.demonstrations": {"demonstrations": len(found.lines), "sum": found.sum}}
             lines = [f"warning: {lock.warning}"] if lock.warning else []
             if directory.existed and config.run.resume != "off":
@@ -70,37 +106,30 @@ def sft(config_file: str | None, settings: Sequence[str]) -> int:
             directory.write_config(config.model_dump(mode="json"), made_of=str(origin))
             directory.keep_data(fingerprint)
             print(f"# settings: {origin}", *dtypes, *ends, *lines, sep="\n", flush=True)
+        undo.pop_all()
+    return Ready(config, found, directory, lock)
+
+
+def teach(ready: Ready) -> None:
+    """Train all steps that are left and write the models; rank 0 prints the settings that name them. Collective.
+
+    Raises as _Training.train.
+    """
     quiet_libraries()
-    try:
-        with ExitStack() as stack:
-            directory, console, _ = join_ranks(stack, config, directory)
-            for note in found.notes:
-                console.warning(note)
-            training = _Training(with_first_rank_dtypes(config), directory, found, console)
-            if training.is_over:
-                console.message(f"{directory.path}: all steps are done, and its models are written")
-            else:
-                training.train()
-            if is_first:
-                for name, folder in training.folders.items():
-                    key = "model" if config.policies[name].adapter is None else "adapter.start"
-                    print(f"policies.{name}.{key}={folder}", flush=True)
-    except KeyboardInterrupt:
-        if is_first:
-            assert directory is not None
-            say_last(f"marsrl sft: interrupted; {where_to_go_on(directory)}")
+    with ExitStack() as stack:
+        directory, console, _ = join_ranks(stack, ready.config, ready.directory)
+        for note in ready.found.notes:
+            console.warning(note)
+        config = with_first_rank_dtypes(ready.config)
+        training = _Training(config, directory, ready.found, console)
+        if training.is_over:
+            console.message(f"{directory.path}: all steps are done, and its models are written")
         else:
-            let_first_rank_end(launcher)
-        return 130
-    except Exception as error:
-        print(visible(traceback.format_exc()), file=sys.stderr)
-        if is_first:
-            assert directory is not None
-            say_last(failure_message(error, directory))
-        else:
-            let_first_rank_end(launcher)
-        return 1
-    return 0
+            training.train()
+        if rank() == 0:
+            for name, folder in training.folders.items():
+                key = "model" if config.policies[name].adapter is None else "adapter.start"
+                print(f"policies.{name}.{key}={folder}", flush=True)
 
 
 def _checked(config: RunConfig) -> tuple[Demonstrations, list[str]]:

@@ -38,6 +38,13 @@ def help_line(message: str) -> str:
     return f"\n(more: {page_of(name)}, marsrl config --explain {first})"
 
 
+def refusal(error: ValueError | OSError) -> str:
+    """What a command prints of settings or files that it cannot use, after its name."""
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror}"
+    return f"{error}{help_line(str(error))}"
+
+
 def as_yaml(config: RunConfig, origin: ConfigOrigin | None = None) -> str:
     """Return the settings as YAML that reproduces them; with an origin, each line ends with where its value was set."""
     return "\n".join(_lines(config.model_dump(mode="json"), (), origin)) + "\n"

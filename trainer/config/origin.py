@@ -54,9 +54,8 @@ def layer_of_file(path: Path, label: str) -> Layer:
     return Layer(label, path.resolve(), settings, {key: f"{label}:{line}" for key, line in _keys(node, "")})
 
 
-def layer_of_words(words: Sequence[str]) -> Layer:
-    """Return the settings given as words `key.sub=value`; ConfigError for a malformed word."""
-    label = "command line"
+def layer_of_words(words: Sequence[str], label: str) -> Layer:
+    """Return the settings given as words `key.sub=value`; ConfigError for a malformed word. label: where they were given."""
     check_words(words)
     for word in words:
         if "=" not in word[1:]:

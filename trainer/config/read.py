@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from marsrl.rollout.agents.prompts import is_prompt_file
 from marsrl.rollout.orchestrations.registry import ORCHESTRATIONS, agent_names
-from marsrl.rollout.own_classes import is_own
+from marsrl.rollout.own_classes import is_in_memory, is_own
 from marsrl.rollout.text import in_one_line
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.config.keys import all_keys, as_written, kinds_of, nearest
@@ -34,7 +34,7 @@ _PATHS = re.compile(
 
 
 def read_config(
-    path: str | Path | None, overrides: Sequence[str] = (), *, trains: bool = True
+    path: str | Path | None, overrides: Sequence[str] = (), *, trains: bool = True, source: str = "command line"
 ) -> tuple[RunConfig, ConfigOrigin]:
     """Return the checked settings, and their layers.
 
@@ -46,11 +46,12 @@ def read_config(
     path: a YAML file or the name of a shipped preset; None: no file.
     overrides: words `key.sub=value`, later ones win; values are YAML.
     trains: False if nothing is trained, so that all policies may be frozen.
+    source: where the words were given, for messages.
 
     Raises ConfigError for an unreadable file, malformed word, unknown key, wrong type, or contradictory settings.
     """
     given = [] if path is None else [_find(str(path))]
-    given += [layer_of_words(overrides)] if overrides else []
+    given += [layer_of_words(overrides, source)] if overrides else []
     origin = ConfigOrigin(given)
     try:
         origin = ConfigOrigin([*_inherited(given), *given])
@@ -161,7 +162,7 @@ def _absolute(value: Any, name: str, folder: Path) -> Any:
         re.fullmatch(r"(\w[\w.-]*/)?\w[\w.-]*", value) and not os.path.exists(path) and not os.path.exists(value)
     )
     is_word = (
-        (is_class and not is_own(value))
+        (is_class and (not is_own(value) or is_in_memory(value)))
         or (name == "command" and not os.path.isfile(path))
         or (name == "prompt" and not is_prompt_file(value))
         or (name == "reference" and value in ("none", "start"))

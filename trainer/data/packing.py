@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from marsrl import kernels
+import marsrl.kernels as kernels
 from marsrl.kernels import Support
 from marsrl.rollout.fitting import first_fit_decreasing
 from marsrl.rollout.kept_tokens import KeptTokens

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-import json
-import shlex
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
 from marsrl.trainer.build import make_evaluator, open_team
 from marsrl.trainer.checks.preflight import preflight
+from marsrl.trainer.config import RunConfig
+from marsrl.trainer.config.origin import ConfigOrigin
 from marsrl.trainer.config.read import models_given, read_config
 from marsrl.trainer.evaluate.draws import EVALUATION, Kept
 from marsrl.trainer.evaluate.evaluator import Evaluator
 from marsrl.trainer.models.export import exported
 from marsrl.trainer.report.console import RunConsole
+from marsrl.trainer.report.summary import Evaluation
 from marsrl.trainer.runs.directory import RunDirectory, claim, write_json
 from marsrl.trainer.runs.existing_run import keep_settings, saved_config
 from marsrl.trainer.runs.lock import RunLock
 
 EVALUATIONS = Path("evaluations")  # default folder of the evaluations' folders
-INTERRUPTED = 130  # exit code
+
+
+class Interrupted(KeyboardInterrupt):
+    """An evaluation was interrupted; the text says what is kept, and how to resume."""
 
 
 def run_of(place: Path) -> Path:
@@ -53,23 +56,17 @@ def settings_of_run(run: Path) -> tuple[str, list[str]]:
 
 
 def evaluate_alone(
-    config_file: str | None,
-    settings: Sequence[str],
-    out: Path | None = None,
-    *,
-    name: str = "",
-    given: Sequence[str] = (),
-) -> int:
-    """Print a table of accuracy, tokens, seconds and cost to stderr, and the evaluation as JSON to stdout, unless that is a
-    terminal. Returns the exit code.
+    config: RunConfig, origin: ConfigOrigin, out: Path | None = None, *, name: str = "", resume: Callable[[Path], str]
+) -> Evaluation:
+    """Evaluate the team, print a table of accuracy, tokens, seconds and cost to stderr, and return the evaluation.
 
     The fixed inputs are collected from the team itself. out: a folder for the evaluation and every finished draw; an earlier
     evaluation in it is resumed. Default: a new one, evaluations/<name>-<UTC time>; name: by default that of the settings' file.
-    given: the words of the command line without --out, for the command that resumes. Ctrl-C ends it with a table of the finished
-    draws.
+    resume: the command or call that resumes the evaluation in a folder.
+
+    Raises Interrupted: Ctrl-C, after a table of the finished draws; the text says how many are kept, and how to resume.
     """
     console = RunConsole()
-    config, origin = read_config(config_file, settings, trains=False)
     with origin.places_in_errors():
         began = None if out is None else saved_config(RunDirectory(out))
         checked = preflight(config, world_size=1, trains=False, began=began)
@@ -86,8 +83,7 @@ def evaluate_alone(
         stack.callback(RunLock.of_out(out, console.warning).release)
         keep_settings(RunDirectory(out), config, str(origin))
         kept = stack.enter_context(Kept(out))
-        resume = shlex.join(["marsrl", "evaluate", *given, "--out", str(out)])
-        console.message(f"every draw is kept in {out} when it ends; if interrupted, resume with: {resume}")
+        console.message(f"every draw is kept in {out} when it ends; if interrupted, resume with: {resume(out)}")
         versions = dict.fromkeys(config.policies, 0)
         evaluator: Evaluator | None = None
         try:
@@ -106,16 +102,12 @@ def evaluate_alone(
             if evaluator is not None and evaluator.num_kept(versions, kept)[0]:
                 console.team(f"{name}, interrupted", evaluator.scored(versions, kept), time.monotonic() - start)
             done = f": {ended} have ended and are kept in {out}" if ended else " before a draw had ended"
-            console.message(f"interrupted{done}; resume with: {resume}")
-            return INTERRUPTED
+            raise Interrupted(f"interrupted{done}; resume with: {resume(out)}") from None
         seconds = time.monotonic() - start
-    result = found.model_dump(mode="json")
-    if not sys.stdout.isatty():  # people read the table
-        print(json.dumps(result, indent=1), flush=True)
-    write_json(out / EVALUATION, result)
+    write_json(out / EVALUATION, found.model_dump(mode="json"))
     console.team(name, found, seconds)
     console.message(f"kept in {out / EVALUATION}")
-    return 0
+    return found
 
 
 def _new_folder(name: str) -> Path:

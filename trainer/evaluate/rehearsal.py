@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import random
 import secrets
 import tempfile
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import yaml
+from rich.console import Console
 from rich.text import Text
 from rich.tree import Tree
 
@@ -46,6 +48,7 @@ from marsrl.rollout.tools.build import build_tools, check_tools
 from marsrl.rollout.types import Group, IntArray, Problem, ToolFunction
 from marsrl.trainer.checks.problems import read_data
 from marsrl.trainer.config import RunConfig
+from marsrl.trainer.config.origin import ConfigOrigin
 from marsrl.trainer.data.credit import Credited, credit
 from marsrl.trainer.report.console import literal
 
@@ -64,10 +67,15 @@ def read_answers(path: Path, agents: Sequence[str]) -> Answers:
     )
     if not is_table:
         raise ValueError(f"{path}: expected a table of agents, `solver: ['first answer', 'second']`, in quotes")
-    for name in table:
-        if name not in agents:
-            raise ValueError(f"{path}: the team has no agent {name!r}; it has {', '.join(agents)}")
+    check_agents(str(path), table, agents)
     return dict(table)
+
+
+def check_agents(where: str, answers: Answers, agents: Sequence[str]) -> None:
+    """Raise ValueError if there are answers of an agent that the team does not have. where: begins the error."""
+    for name in answers:
+        if name not in agents:
+            raise ValueError(f"{where}: the team has no agent {name!r}; it has {', '.join(agents)}")
 
 
 class Turn(NamedTuple):
@@ -115,6 +123,33 @@ def rehearse(config: RunConfig, answers: Answers, *, question: str = "", referen
     errors = {name: episode.error for name, episode in episodes.items() if episode.error}
     credited = credit(groups, config.credit, config.agents, group_size=config.rollout.group_size, seed=config.run.seed)
     return Rehearsal(problem, credited, errors, turns, len(episodes), warnings)
+
+
+def rehearse_shown(
+    config: RunConfig,
+    origin: ConfigOrigin,
+    answers: Answers,
+    console: Console,
+    *,
+    question: str = "",
+    reference: str = "",
+    with_prompts: bool = False,
+) -> Rehearsal:
+    """Rehearse, and show the settings, the reward rules, the tree of samples and warnings. console: for the tree.
+
+    Raises ConfigError: the task has no problems, or settings are wrong.
+    """
+    logging.disable(logging.ERROR)  # what fails is in the tree
+    try:
+        with origin.places_in_errors():
+            rehearsal = rehearse(config, answers, question=question, reference=reference)
+    finally:
+        logging.disable(logging.NOTSET)
+    print(f"# settings: {origin}", *(f"# {line}" for line in reward_rules(config)), sep="\n", flush=True)
+    console.print(drawn(rehearsal, with_prompts=with_prompts))
+    for warning in rehearsal.warnings:
+        print(f"warning: {warning}")
+    return rehearsal
 
 
 def _turns(groups: Sequence[Group], renderer: ChatRenderer) -> dict[str, list[Turn]]:

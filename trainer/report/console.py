@@ -33,6 +33,7 @@ Say = Callable[[str], None]
 MOST_SHOWN = 4000  # characters of a text of the first sample
 PLAIN_INTERVAL_S = 15.0  # seconds between lines of a bar in a file: keeps a 10-minute run under a hundred lines
 PLAIN_SHARE = 0.05  # a bar's lines are this share of its age apart: under two hundred for a night's evaluation
+CELL_INTERVAL_S = 0.5  # seconds between drawings of a bar in a notebook, each in place of the last
 
 
 class _Pace(ProgressColumn):
@@ -57,12 +58,21 @@ def _pace(task: Task) -> str:
 class Bar:
     """A progress bar: a count with its rate, the time left and a note (a loss). One that never advances shows nothing.
 
-    say: where nothing is drawn, prints a line of it now and then, and at its end.
+    say: where Progress draws nothing, prints a line of it now and then, and at its end, or draws it in a notebook's cell.
     The rate is a mean since the first update, whose count, perhaps of an earlier process, is not in it.
     """
 
-    def __init__(self, progress: Progress, description: str, total: int | None, unit: str, say: Say | None) -> None:
-        self._progress, self._say, self._began_s = progress, say, time.monotonic()
+    def __init__(
+        self,
+        progress: Progress,
+        description: str,
+        total: int | None,
+        unit: str,
+        say: Say | None,
+        pause: tuple[float, float] = (PLAIN_INTERVAL_S, PLAIN_SHARE),
+    ) -> None:
+        """pause: seconds between lines, and their share of the bar's age, of which the longer counts."""
+        self._progress, self._say, self._began_s, self._pause = progress, say, time.monotonic(), pause
         self._said_s, self._first = self._began_s, (self._began_s, -1)  # -1: no update yet
         self._id = progress.add_task(description, total=total, visible=False, unit=unit, note="", speed=0.0)
 
@@ -78,7 +88,7 @@ class Bar:
         elapsed_s = now - self._first[0]
         speed = (completed - self._first[1]) / elapsed_s if elapsed_s else 0.0
         self._progress.update(self._id, completed=completed, total=total, visible=True, speed=speed, **fields)
-        if now - self._said_s >= max(PLAIN_INTERVAL_S, PLAIN_SHARE * (now - self._began_s)):
+        if now - self._said_s >= max(self._pause[0], self._pause[1] * (now - self._began_s)):
             self.say()
 
     def played(self, num_over: int, total: int, num_tokens: int, calls: str) -> None:
@@ -95,8 +105,25 @@ class Bar:
             self._say(f"{count}  {_pace(task)}".rstrip())
 
 
+def _in_cell(progress: Progress) -> Say:
+    """Draws the bar below the notebook's cell, each time in place of the last."""
+    from IPython.display import display
+
+    handles = list[Any]()
+
+    def draw(line: str) -> None:
+        table = progress.make_tasks_table(progress.tasks)
+        if handles:
+            handles[0].update(table)
+        else:
+            handles.append(display(table, display_id=True))
+
+    return draw
+
+
 class RunConsole:
-    """The console of one rank: rank 0 draws (bars on a terminal, a line now and then elsewhere), others are silent.
+    """The console of one rank: rank 0 draws (bars on a terminal or in a notebook, a line now and then elsewhere), others are
+    silent.
 
         console = RunConsole(rank=0)
         with console.progress("warm start", total=650, unit="steps") as bar:
@@ -155,7 +182,11 @@ class RunConsole:
         name = TextColumn("{task.description}", markup=False)
         columns = (name, BarColumn(20), MofNCompleteColumn(), _Pace(), TimeElapsedColumn())
         with Progress(*columns, console=self._console, disable=not is_drawn) as progress:
-            yield (bar := Bar(progress, description, total, unit, None if is_drawn else self.message))
+            if self._console.is_jupyter and not self.is_quiet:
+                bar = Bar(progress, description, total, unit, _in_cell(progress), (CELL_INTERVAL_S, 0.0))
+            else:
+                bar = Bar(progress, description, total, unit, None if is_drawn else self.message)
+            yield bar
             bar.say()
 
     def accuracies(self, name: str, evaluation: Evaluation) -> None:

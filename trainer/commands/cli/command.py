@@ -38,16 +38,13 @@ class _Commands(TyperGroup):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             code = 0
         except (ValueError, OSError) as error:
-            from marsrl.trainer.config.explain import help_line
+            from marsrl.trainer.config.explain import refusal
             from marsrl.trainer.runs.failure import RANK_0_PRINTS_S
 
             if not is_rank_0():
                 time.sleep(RANK_0_PRINTS_S)
                 raise typer.Exit(2) from error
-            said = f"{error}{help_line(str(error))}"
-            if isinstance(error, OSError) and error.filename and error.strerror:
-                said = f"{error.filename}: {error.strerror}"
-            print(visible(f"marsrl {ctx.invoked_subcommand}: {said}"), file=sys.stderr)
+            print(visible(f"marsrl {ctx.invoked_subcommand}: {refusal(error)}"), file=sys.stderr)
             code = 2
         raise typer.Exit(code or 0)
 

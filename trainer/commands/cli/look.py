@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -9,6 +11,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from marsrl.trainer.commands.cli.command import Config, Settings, command, console, run_directory
+from marsrl.trainer.visible import visible
 
 
 @command("look", "marsrl view runs/cpu_default-20260101-120000")
@@ -84,16 +87,29 @@ def evaluate(
             f"found {', '.join(runs)}; expected settings as KEY=VALUE, or one run's directory without --config beside it"
         )
     if not runs:
-        read_config(config, words, trains=False)  # before the imports below, which take seconds
+        read, origin = read_config(config, words, trains=False)  # before the imports below, which take seconds
 
-    from marsrl.trainer.evaluate.command import evaluate_alone, run_of, settings_of_run
+    from marsrl.trainer.evaluate.command import Interrupted, evaluate_alone, run_of, settings_of_run
 
     if runs:
         config, weights = settings_of_run(Path(runs[0]))
         name = run_of(Path(runs[0])).absolute().name
         print("# weights:", *weights, file=sys.stderr)
-        words = [*weights, *words]
-    return evaluate_alone(config, words, out, name=name, given=given)
+        read, origin = read_config(config, [*weights, *words], trains=False)
+    try:
+        found = evaluate_alone(
+            read,
+            origin,
+            out,
+            name=name,
+            resume=lambda out: shlex.join(["marsrl", "evaluate", *given, "--out", str(out)]),
+        )
+    except Interrupted as interrupted:
+        print(visible(str(interrupted)), file=sys.stderr)
+        return 130
+    if not sys.stdout.isatty():  # people read the table
+        print(json.dumps(found.model_dump(mode="json"), indent=1), flush=True)
+    return 0
 
 
 @command("look", "marsrl compare runs/one runs/two --html compare.html")

@@ -25,25 +25,16 @@ def try_team(
 
     Exit code 1: every episode failed.
     """
-    import logging
-
     from marsrl.trainer.config.read import read_config
 
     read, origin = read_config(config, settings or ())  # before the imports below, which take seconds
 
-    from marsrl.trainer.evaluate.rehearsal import drawn, read_answers, rehearse, reward_rules
+    from marsrl.trainer.evaluate.rehearsal import read_answers, rehearse_shown
 
     said = read_answers(answers, list(read.agents)) if answers else {}
-    logging.disable(logging.ERROR)  # what fails is in the tree
-    try:
-        with origin.places_in_errors():
-            rehearsal = rehearse(read, said, question=question, reference=reference)
-    finally:
-        logging.disable(logging.NOTSET)
-    print(f"# settings: {origin}", *(f"# {line}" for line in reward_rules(read)), sep="\n")
-    console(160).print(drawn(rehearsal, with_prompts=prompts))
-    for warning in rehearsal.warnings:
-        print(f"warning: {warning}")
+    rehearsal = rehearse_shown(
+        read, origin, said, console(160), question=question, reference=reference, with_prompts=prompts
+    )
     return int(0 < rehearsal.num_episodes == len(rehearsal.errors))
 
 
@@ -57,11 +48,11 @@ def sft(settings: Settings = None, config: Config = None) -> int:
     """
     from marsrl.trainer.config.read import read_config
 
-    read_config(config, settings or ())  # before the imports below, which take seconds
+    read, origin = read_config(config, settings or ())  # before the imports below, which take seconds
 
     from marsrl.trainer.commands.sft import sft
 
-    return sft(config, settings or ())
+    return sft(read, origin)
 
 
 @command("run", "marsrl plan --config configs/qwen3_30b_a3b.yaml --gpus 64 --gpu h100-80g")

@@ -1,0 +1,357 @@
+"""Train, evaluate and teach a team in this process, and the handle of a run: the commands as functions (docs/python_api.md).
+
+A call trains one rank, here, and returns when it has ended; then its engines, workers and Ray have ended, too.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import os
+import threading
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from marsrl.rollout.agents.orchestration import Orchestration
+from marsrl.rollout.own_classes import forget_files, name_of
+from marsrl.rollout.tasks.own_task import OwnTask
+from marsrl.trainer.config import RunConfig
+from marsrl.trainer.config.explain import refusal
+from marsrl.trainer.config.origin import ConfigOrigin
+from marsrl.trainer.config.read import read_config
+from marsrl.trainer.learner.megatron.layout import resolve
+from marsrl.trainer.report.metrics import read_metrics
+from marsrl.trainer.report.samples_log import SampleRecord, read_samples
+from marsrl.trainer.report.summary import Evaluation, Summary, load_summary
+from marsrl.trainer.runs.directory import RunDirectory, step_files
+from marsrl.trainer.runs.lock import RunLock
+from marsrl.trainer.torchrun import world_size
+from marsrl.trainer.visible import visible
+
+if TYPE_CHECKING:
+    from marsrl.trainer.evaluate.rehearsal import Rehearsal
+    from marsrl.trainer.start import Ready
+
+Config = str | os.PathLike[str] | Mapping[str, Any] | None
+"""A YAML file, a preset's name, or settings as a mapping; None: the task's preset alone."""
+
+
+class Error(Exception):
+    """Settings or files that cannot be used, or a run that failed. The text is the command line's, without the program's name."""
+
+
+Error.__module__ = "marsrl"  # as tracebacks name it
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """report.html of a run. A notebook shows it below the cell."""
+
+    path: Path
+
+    def _repr_html_(self) -> str:
+        page = html.escape(self.path.read_text("utf-8"))
+        return f'<iframe srcdoc="{page}" style="width: 100%; height: 720px; border: 0"></iframe>'
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run by its directory, finished or not. It holds no process and no file: all is read when it is asked for.
+
+    Its properties and methods raise Error for files that are missing or damaged.
+    """
+
+    path: Path
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The resolved settings that the run began with."""
+        with _errors():
+            return dict(yaml.safe_load(RunDirectory(self.path).config.read_bytes()))
+
+    @property
+    def metrics(self) -> list[dict[str, float | None]]:
+        """A row for each finished step: {"step": 1, "reward/solver/mean": 0.4, ...} (docs/metrics.md). None: not finite.
+
+        Rows may have different keys. pandas.DataFrame(run.metrics) and pyarrow.Table.from_pylist take it.
+        """
+        file = RunDirectory(self.path).metrics
+        with _errors():
+            return [{"step": row.step, **row.values} for row in (read_metrics(file) if file.exists() else [])]
+
+    @property
+    def summary(self) -> Summary | None:
+        """Evaluations before and after, timings and hardware; None of a run that has not finished."""
+        file = RunDirectory(self.path).summary
+        with _errors():
+            return load_summary(file) if file.exists() else None
+
+    def samples(self, step: int | None = None) -> list[SampleRecord]:
+        """The samples of a step, by default the last one that has any; [] if there is none."""
+        files = step_files(RunDirectory(self.path).samples)
+        if step is None:
+            step = max(files, default=0)
+        with _errors():
+            return read_samples(files[step]) if step in files else []
+
+    def evaluate(self, **options: Any) -> Evaluation:
+        """`marsrl.evaluate` of the run's team with the weights of its latest checkpoint."""
+        return evaluate(self, **options)
+
+    def report(self) -> Report:
+        """Write report.html again and return it: curves, samples, problems, warnings. In a notebook it is shown."""
+        from marsrl.trainer.commands.look.export import write_report
+
+        with _errors():
+            return Report(write_report(self.path))
+
+
+def load_run(path: str | os.PathLike[str]) -> Run:
+    """The run in this directory, of any process. Raises Error if there is none."""
+    if not RunDirectory(Path(path)).config.is_file():
+        raise Error(f"{path} is not a run directory: it has no config.yaml")
+    return Run(Path(path).absolute())
+
+
+def train(
+    config: Config = None,
+    *,
+    team: type[Orchestration] | str | None = None,
+    task: type[OwnTask] | str | None = None,
+    **settings: Any,
+) -> Run:
+    """Train a team by reinforcement learning, as trainer/main.py does, and return its run.
+
+    Args:
+        config: a YAML file, a preset's name, or a mapping of settings.
+        team, task: a class, or what `orchestration` and `task` take.
+        settings: over those of `config`: run={"steps": 4}, or **{"run.steps": 4}.
+
+    Raises:
+        Error: the settings cannot be used, or the run failed.
+        KeyboardInterrupt: after the last finished step is saved; the text says how to go on.
+    """
+    read, origin = _read(config, team, task, settings)
+    _check_process("train", read)
+    with _errors():
+        from marsrl.rollout.weights.files import parent_of
+        from marsrl.trainer.start import prepare
+
+        ready = prepare(read, origin)
+    assert ready.directory is not None and ready.lock is not None, "rank 0"
+    print(ready.text, flush=True)
+    with _running(ready.directory, ready.lock, parent_of(read.sync.directory)):
+        _train(ready)
+    return Run(ready.directory.path.absolute())
+
+
+def _train(ready: Ready) -> None:
+    """A frame of its own, which _running clears of the model."""
+    from marsrl.trainer.build import open_run
+    from marsrl.trainer.loop import train as loop
+
+    with open_run(ready.checked, ready.directory) as opened:
+        loop(opened)
+
+
+def sft(config: Config = None, *, team: type[Orchestration] | str | None = None, **settings: Any) -> Run:
+    """Teach a team's policies from data.demonstrations, as `marsrl sft` does. The models are in the run's folder hf.
+
+    Arguments and errors are those of `train`.
+    """
+    read, origin = _read(config, team, None, settings)
+    _check_process("sft", read)
+    with _errors():
+        from marsrl.trainer.commands.sft import prepare, teach
+
+        ready = prepare(read, origin)
+    assert ready.directory is not None and ready.lock is not None, "rank 0"
+    with _running(ready.directory, ready.lock):
+        teach(ready)
+    return Run(ready.directory.path.absolute())
+
+
+def evaluate(
+    config: Run | Config = None,
+    *,
+    team: type[Orchestration] | str | None = None,
+    task: type[OwnTask] | str | None = None,
+    out: str | os.PathLike[str] | None = None,
+    **settings: Any,
+) -> Evaluation:
+    """Evaluate a team without training it, as `marsrl evaluate` does.
+
+    Args:
+        config: as of `train`; or a run, its directory or one of its checkpoints, whose team is evaluated with those weights.
+        out: folder for the evaluation and each finished draw, in which an earlier one is resumed. Default: a new folder.
+
+    Raises:
+        Error: the settings cannot be used, or the evaluation failed.
+        KeyboardInterrupt: the text says which draws are kept.
+    """
+    source, name, weights = config.path if isinstance(config, Run) else config, "", list[str]()
+    words = _words(team, task, settings)
+    with _errors():
+        from marsrl.trainer.evaluate.command import evaluate_alone, run_of, settings_of_run
+
+        if isinstance(source, str | os.PathLike) and (Path(source).is_dir() or run_of(Path(source)) != Path(source)):
+            name = run_of(Path(source)).absolute().name
+            source, weights = settings_of_run(Path(source))
+        read, origin = _read_words(source, [*weights, *words], trains=False)
+        _check_process("evaluate", None)
+        folder = None if out is None else Path(out)
+        with _quiet():
+            return evaluate_alone(
+                read, origin, folder, name=name, resume=lambda made: f"the same call with out={str(made)!r}"
+            )
+
+
+def try_team(
+    config: Config = None,
+    *,
+    team: type[Orchestration] | str | None = None,
+    task: type[OwnTask] | str | None = None,
+    answers: Mapping[str, Sequence[str]] | None = None,
+    question: str = "",
+    reference: str = "",
+    prompts: bool = False,
+    **settings: Any,
+) -> Rehearsal:
+    """Play one problem by a team with made-up answers, as `marsrl try` does, and show whom it asks; no model is needed.
+
+    Args:
+        answers: what an agent says, call by call: {"solver": ["one answer", "the next"]}; others' are made up.
+        question, reference: a problem and its right answer. Default: a problem of the task.
+        prompts: also show what each agent read.
+
+    Raises Error: the settings cannot be used.
+    """
+    read, origin = _read(config, team, task, settings)
+    with _errors():
+        from marsrl.trainer.commands.cli.command import console
+        from marsrl.trainer.evaluate.rehearsal import check_agents, rehearse_shown
+
+        said = answers or {}
+        check_agents("answers", said, list(read.agents))
+        return rehearse_shown(
+            read, origin, said, console(160), question=question, reference=reference, with_prompts=prompts
+        )
+
+
+def _words(team: type | str | None, task: type | str | None, settings: Mapping[str, Any]) -> list[str]:
+    """A call's settings as words of the command line."""
+    forget_files()
+    classes = {"orchestration": team, "task": task}
+    named = {
+        key: name_of(kind) if isinstance(kind, type) else kind for key, kind in classes.items() if kind is not None
+    }
+    return _as_words({**settings, **named})
+
+
+def _as_words(settings: Mapping[str, Any]) -> list[str]:
+    """Settings as words key=value, whose values are YAML, of which JSON is a part."""
+    words = []
+    for key, value in settings.items():
+        try:
+            words.append(f"{key}={json.dumps(value, ensure_ascii=False, default=os.fspath)}")
+        except (TypeError, ValueError):
+            raise Error(
+                f"{key} is {value!r:.80}; expected numbers, texts, paths, lists and mappings of them; classes go to team and task"
+            ) from None
+    return words
+
+
+def _read(
+    config: Config, team: type | str | None, task: type | str | None, settings: Mapping[str, Any]
+) -> tuple[RunConfig, ConfigOrigin]:
+    words = _words(team, task, settings)
+    with _errors():
+        return _read_words(config, words)
+
+
+def _read_words(config: Config, words: Sequence[str], *, trains: bool = True) -> tuple[RunConfig, ConfigOrigin]:
+    if isinstance(config, Mapping):
+        config, words = None, [*_as_words(config), *words]
+    file = None if config is None else os.fspath(config)
+    return read_config(file, words, trains=trains, source="keywords")
+
+
+def _check_process(call: str, config: RunConfig | None) -> None:
+    """Raise Error if this process is not the main thread of a single rank."""
+    ranks = needed = world_size()
+    for policy in config.trained_policies.values() if config is not None else ():
+        layout = resolve(policy.layout)
+        parts = math.lcm(layout.tensor * layout.context, layout.expert * layout.expert_tensor)
+        needed = max(needed, layout.pipeline * parts)
+    if needed > 1:
+        raise Error(
+            f"marsrl.{call} is one rank, this process, and {needed} are needed (WORLD_SIZE is {ranks}); start them with torchrun "
+            f"--nproc-per-node {needed} and trainer/main.py, with the same settings in a file or as key.sub=value"
+        )
+    if threading.current_thread() is not threading.main_thread():
+        raise Error(
+            f"marsrl.{call} is called in another thread than the main one, which alone handles interrupts; call it there"
+        )
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    """Turn exceptions of the body into Error, with the command line's text."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise Error(visible(refusal(error))) from error
+    except Error:
+        raise
+    except Exception as error:  # the command line ends with a traceback, of which this is the last line
+        raise Error(visible(f"{type(error).__name__}: {error}")) from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Ignore libraries' warnings in the body alone, and put PyTorch's threads back after it."""
+    import torch
+
+    from marsrl.trainer.machine import quiet_libraries
+
+    num_threads = torch.get_num_threads()
+    with warnings.catch_warnings():
+        quiet_libraries()
+        try:
+            yield
+        finally:
+            torch.set_num_threads(num_threads)
+
+
+@contextmanager
+def _running(directory: RunDirectory, lock: RunLock, weights: Path | None = None) -> Iterator[None]:
+    """A run in the body: end it as the command line does, by Error and KeyboardInterrupt, and release its lock.
+
+    weights: the folder of weight files, of a run with engines.
+    """
+    from marsrl.trainer.runs.failure import failure_message, where_to_go_on
+
+    try:
+        with _quiet():
+            yield
+    except KeyboardInterrupt as interrupt:
+        _clear(interrupt)
+        raise KeyboardInterrupt(f"interrupted; {where_to_go_on(directory)}") from None
+    except Exception as error:
+        _clear(error)
+        raise Error(visible(failure_message(error, directory, weights).removeprefix("marsrl: "))) from error
+    finally:
+        lock.release()
+
+
+def _clear(error: BaseException) -> None:
+    """Free the local variables of the error's frames: a notebook keeps the last exception, and so the model."""
+    traceback.clear_frames(error.__traceback__)

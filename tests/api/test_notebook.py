@@ -1,0 +1,82 @@
+"""examples/first_team.ipynb in a kernel, as Jupyter runs it: its output, and what an interrupt of the kernel does."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")  # constraints/games.txt
+run_sync = nbclient.util.run_sync
+NOTEBOOK = Path(__file__).resolve().parents[2] / "examples" / "first_team.ipynb"
+LESS = {"evaluate": {"num_problems": 4, "fixed_inputs": 4}}
+LESS_ROLLOUT = {"prompts_per_step": 3, "group_size": 4}
+
+
+@pytest.fixture
+def notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """(its client, the notebook), with a kernel that works in tmp_path. A cell with smaller settings follows the file's own."""
+    monkeypatch.setenv("MARSRL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    held = nbformat.read(NOTEBOOK, as_version=4)
+    (place,) = (i for i, cell in enumerate(held.cells) if cell.source.startswith("settings = {"))
+    smaller = f"settings |= {LESS}\nsettings['rollout'] |= {LESS_ROLLOUT}\nsettings['run']['steps'] = 2"
+    held.cells.insert(place + 1, nbformat.v4.new_code_cell(smaller))
+    client = nbclient.NotebookClient(held, timeout=1200, resources={"metadata": {"path": str(tmp_path)}})
+    with client.setup_kernel():
+        yield client, held
+
+
+def cell(held: Any, start: str) -> int:
+    (place,) = (i for i, each in enumerate(held.cells) if each.source.startswith(start))
+    return place
+
+
+def shown(each: Any) -> str:
+    """What a cell printed and displayed, as text."""
+    parts = [out.get("text") or out.get("data", {}).get("text/plain", "") for out in each.outputs]
+    return "\n".join(parts)
+
+
+def test_the_committed_notebook_has_no_output() -> None:
+    assert not [each for each in nbformat.read(NOTEBOOK, as_version=4).cells if each.get("outputs")]
+
+
+def test_the_notebook_trains_its_team(notebook: Any, tmp_path: Path) -> None:
+    client, held = notebook
+    for place, each in enumerate(held.cells):
+        client.execute_cell(each, place)
+    assert "# reward of corrector" in shown(held.cells[cell(held, "played =")])
+    trained = held.cells[cell(held, "run = ")]
+    assert "orchestration: memory:Checked" in next(tmp_path.glob("runs/*/config.yaml")).read_text()
+    bars = re.findall("step 2/2 rollout", shown(trained))
+    assert len(bars) == 1, shown(trained)  # drawn in place
+    assert [line.split()[0] for line in shown(held.cells[cell(held, "for row")]).splitlines()] == ["1", "2"]
+    (report,) = held.cells[cell(held, "run.report")].outputs
+    assert report.data["text/html"].startswith("<iframe srcdoc=")
+    assert re.search(r"after RL: 0\.\d{3}", shown(held.cells[cell(held, "for name, evaluation")]))
+    assert "--- solver, reward" in shown(held.cells[cell(held, "for sample")])
+
+
+def test_an_interrupt_of_the_kernel_saves_and_gives_it_back(notebook: Any, tmp_path: Path) -> None:
+    client, held = notebook
+    for place in range(cell(held, "run = ")):
+        client.execute_cell(held.cells[place], place)
+    client.kc.execute(
+        "settings['run'] |= {'steps': 10_000, 'name': 'long'}\nrun = marsrl.train(settings, team=Checked)"
+    )
+    metrics, end = tmp_path / "runs" / "long" / "metrics.jsonl", time.monotonic() + 1200
+    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < end:
+        time.sleep(0.1)
+    run_sync(client.km.interrupt_kernel)()
+    reply = run_sync(client.kc.get_shell_msg)(timeout=600)
+    assert reply["content"]["ename"] == "KeyboardInterrupt"
+    assert re.search(r"interrupted; checkpoint .* is whole", reply["content"]["evalue"])
+    again = nbformat.v4.new_code_cell("print(len(marsrl.load_run('runs/long').metrics) >= 1)")
+    client.execute_cell(again, 0)
+    assert shown(again) == "True\n"
