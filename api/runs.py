@@ -279,7 +279,7 @@ def _read(
 
 def _read_words(config: Config, words: Sequence[str], *, trains: bool = True) -> tuple[RunConfig, ConfigOrigin]:
     if isinstance(config, Mapping):
-        config, words = None, [*_as_words(config), *words]
+        return read_config(None, [*_as_words(config), *words], trains=trains, source="keywords")
     file = None if config is None else os.fspath(config)
     return read_config(file, words, trains=trains, source="keywords")
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 Side = Generator[Any, Any, None]  # yields None when it is ready, then an answer to each question
 
 
-def bare(model_dir: str, dtype: str, max_num_seqs: int, max_model_len: int, kv_cache_mib: int, threads: int) -> Side:
+def bare(model_dir: str, dtype: Any, max_num_seqs: int, max_model_len: int, kv_cache_mib: int, threads: int) -> Side:
     """Asked for [prompt ids, length] of completions, answers with the seconds of LLM.generate."""
     from marsrl.rollout.engines.vllm.arguments import vllm_environment
 

@@ -156,20 +156,20 @@ def main() -> int:
     clocks, begin, record = Clocks(), Run.begin, Run.record
     put_clocks(clocks)
 
-    def begin_and_start(run: Run) -> None:
-        begin(run)
+    def begin_and_start(self: Run) -> None:
+        begin(self)
         clocks.start()
 
-    def record_and_show(run: Run, step: int, batch: Any) -> None:
-        record(run, step, batch)
-        if step < run.config.run.steps:
+    def record_and_show(self: Run, step: int, batch: Any) -> None:
+        record(self, step, batch)
+        if step < self.config.run.steps:
             return
         found = {**before, "load_after": os.getloadavg()[0], "words": trainer}
-        found |= {"steps": step - run.resumed_step, "parts": table(clocks, step - run.resumed_step)}
+        found |= {"steps": step - self.resumed_step, "parts": table(clocks, step - self.resumed_step)}
         if words.json:
             words.json.write_text(json.dumps(found, indent=1) + "\n")
 
-    Run.begin, Run.record = begin_and_start, record_and_show  # type: ignore[method-assign]
+    Run.begin, Run.record = begin_and_start, record_and_show  # type: ignore[method-assign, assignment]
     script = ROOT / "trainer" / "main.py"
     sys.argv = [str(script), *trainer, "trainer.threads=1", "rollout.threads=1"]
     runpy.run_path(str(script), run_name="__main__")
