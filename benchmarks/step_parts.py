@@ -169,7 +169,7 @@ def main() -> int:
         if words.json:
             words.json.write_text(json.dumps(found, indent=1) + "\n")
 
-    Run.begin, Run.record = begin_and_start, record_and_show  # type: ignore[method-assign, assignment]
+    Run.begin, Run.record = begin_and_start, record_and_show  # type: ignore[method-assign]
     script = ROOT / "trainer" / "main.py"
     sys.argv = [str(script), *trainer, "trainer.threads=1", "rollout.threads=1"]
     runpy.run_path(str(script), run_name="__main__")
