@@ -62,8 +62,8 @@ def read_train_files(value: Any) -> Any:
             )
         if (first := index_of_path.setdefault(os.path.realpath(file.path), index)) != index:
             raise ValueError(
-                f"data.train[{index}] is the file of data.train[{first}], {file.path}, whose problems would come twice; "
-                "list it once, with the sum"
+                f"data.train[{index}] is the same file as data.train[{first}], {file.path}: its problems would come "
+                "twice; list it once, with the sum of its counts or weights"
             )
     return tuple(files)
 

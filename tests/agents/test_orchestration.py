@@ -252,7 +252,7 @@ def test_an_outcome_is_the_mean_final_correctness_of_the_leaves_below() -> None:
 
 
 def test_an_agent_that_the_team_has_not_is_named() -> None:
-    with pytest.raises(ValueError, match="has no agent 'solvr'; it has solver, verifier1"):
+    with pytest.raises(ValueError, match="has no agent 'solvr'; expected one of solver, verifier1"):
         TEAM.parse(sample("s", "solvr"))
 
 

@@ -281,7 +281,7 @@ class Plain(Orchestration):
 """
 COMPAT = {"verifier2": AgentConfig(parser="compat")}
 LACKS = r"^agents.verifier2.parser is compat, but agents.verifier2.prompt \({}\) does not ask .*\*\*Correctness\*\*"
-NAMES = "debate, dual_system, external, search_team, solver, .*, verifier_corrector, and your own as FILE"
+NAMES = "debate, dual_system, external, search_team, solver, .*, verifier_corrector, or your own as FILE"
 REFUSED: list[tuple[str, dict[str, AgentConfig], str, dict[str, object], str]] = [
     ("debates", {}, "math", {}, NAMES),
     ("verifier_corrector", {"solvr": AgentConfig()}, "math", {}, "corrector2"),

@@ -77,7 +77,7 @@ BAD: list[tuple[str, object, str]] = [
     ("math", {"question": "q"}, "answer.*is missing"),
     ("math", {"question": " ", "answer": "1"}, "question is empty"),
     ("math", {"question": "q", "answer": True}, "is bool"),
-    ("math", {"question": "q", "answer": ["1", "2"]}, r"answer \(answer\) is a list of 2, expected one answer"),
+    ("math", {"question": "q", "answer": ["1", "2"]}, r"answer \(answer\) is a list of 2; expected one answer"),
     (
         "math",
         {"question": [{"role": "system", "content": "s"}], "answer": "1"},
@@ -160,7 +160,10 @@ def test_a_bad_object_of_an_array_is_named_by_its_place(tmp_path: Path) -> None:
         ("[]", "has no problems: the file is empty"),
         (json.dumps({"version": 1, "data": [GOOD]}), r"d\.json:1: data is a list of problems \(found version, data\)"),
         (json.dumps({"version": 1, "data": [GOOD]}, indent=1), r"d\.json:1: data is a list of problems"),
-        (json.dumps({"x": [{"y": 1}]}), r"d\.json:1: none of question, .*found x\); set data.question_key"),
+        (
+            json.dumps({"x": [{"y": 1}]}),
+            r"d\.json:1: found the keys x; expected one of question, .*data\.question_key;",
+        ),
         (
             '{\n"question": "q",\n',
             "d.json:1: not JSON: cut off at column 2, .* expected a complete object on each line",
@@ -184,7 +187,9 @@ def test_a_compressed_file_is_refused_by_its_name(tmp_path: Path) -> None:
 
 def test_keys_can_be_given_and_unknown_rows_say_which_were_found(tmp_path: Path) -> None:
     path = write(tmp_path / "d.jsonl", {"frage": "q", "extra": {"antwort": 2}})
-    with pytest.raises(ValueError, match=r"found frage, extra\); set data.question_key"):
+    with pytest.raises(
+        ValueError, match=r"found the keys frage, extra; expected one of question, .* data\.question_key;"
+    ):
         read_problems(path, "math")
     assert read_problems(path, "math", "frage", "extra.antwort").problems[0].answer == "2"
 
@@ -238,7 +243,7 @@ def test_dataset_directories_are_read_in_the_order_of_their_shards(tmp_path: Pat
         ("test.jsonl train.jsonl", "train.jsonl"),
         ("test-0-of-1.jsonl train-0-of-2.jsonl train-1-of-2.jsonl", "train-0-of-2.jsonl train-1-of-2.jsonl"),
         ("a.jsonl test.jsonl", "a.jsonl test.jsonl"),
-        ("test.jsonl validation.jsonl", "data: . has the splits test, validation"),
+        ("test.jsonl validation.jsonl", "data: . has the splits test, validation but no train"),
     ],
 )
 def test_of_a_folder_with_several_splits_train_is_read(tmp_path: Path, files: str, read: str) -> None:
@@ -301,7 +306,7 @@ def test_a_list_names_the_place_of_a_file_that_is_short_or_cannot_be_read(files:
     with pytest.raises(ValueError, match=r"data.train\[1\]: .*b/train.jsonl has 10 problems, fewer than count = 11"):
         read_train(listed(files, count=(12, 11)), read, 0)
     write(files[0], {"question": "q", "answer": None})
-    with pytest.raises(ValueError, match=r"data.train\[0\]: .*train.jsonl:1: none of golden_answers"):
+    with pytest.raises(ValueError, match=r"data.train\[0\]: .*train.jsonl:1: .*expected one of golden_answers"):
         read_train(listed(files, weight=(1, 1)), read, 0)
 
 
@@ -356,10 +361,10 @@ def test_sets_to_evaluate_on_have_names_counts_and_repeats_and_the_same_problems
     ("listed", "found"),
     [
         ([], "data.eval is []; expected a path, or a list"),
-        (["a.jsonl", "b/a.parquet"], "data.eval[1]: two sets are named a"),
-        ([{"path": "a", "name": "system"}], "would be 'system'; set name"),
-        ([{"path": "a", "name": "../x"}], "would be '../x'; set name"),
-        ([{"path": "a", "weight": 1}], "data.eval[0].weight: unknown key; there are path, name, count, repeat"),
+        (["a.jsonl", "b/a.parquet"], "data.eval[1]: two sets are called a; give one of them another name"),
+        ([{"path": "a", "name": "system"}], "would be called 'system'; give it a name"),
+        ([{"path": "a", "name": "../x"}], "would be called '../x'; give it a name"),
+        ([{"path": "a", "weight": 1}], "data.eval[0].weight: unknown key; expected one of path, name, count, repeat"),
     ],
 )
 def test_a_list_of_sets_that_cannot_be_used_is_named(listed: Any, found: str) -> None:

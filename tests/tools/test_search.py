@@ -189,6 +189,6 @@ def test_a_kept_index_is_made_once_and_again_when_the_corpus_changes(tmp_path: P
 def test_a_file_that_is_no_index_is_not_written_over(tmp_path: Path) -> None:
     corpus, file = write(tmp_path / "corpus.jsonl", {"text": "one"}), tmp_path / "precious.txt"
     file.write_text("precious " * 1000)
-    with pytest.raises(ValueError, match=r"precious.txt is there and is no search index"):
+    with pytest.raises(ValueError, match=r"precious.txt exists but is not a search index"):
         open_index(corpus, file)
     assert file.read_text() == "precious " * 1000

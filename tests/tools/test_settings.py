@@ -43,7 +43,7 @@ def test_a_corpus_is_looked_at_before_a_run(tmp_path: Path) -> None:
     for given, said in (
         ({"corpus": f"{tmp_path}/bad.jsonl"}, "tools.search.corpus: .*bad.jsonl:2: not JSON"),
         ({"corpus": f"{tmp_path}/none.jsonl"}, "tools.search.corpus: .*none.jsonl"),
-        ({}, "tools.search.corpus is null, and the task has no documents of its own"),
+        ({}, "tools.search.corpus is null, but the task has no documents .*; set it to"),
     ):
         with pytest.raises(ValueError, match=said):
             check_tools(tools(**given), ["search"], ())
@@ -72,7 +72,7 @@ def test_preflight_refuses_what_check_tools_refuses(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"tools.search.corpus is null"):
         preflight(read_config(None, [*words, f"data.train={questions}"])[0], world_size=1)
     assert preflight(read_config(None, words)[0], world_size=1).plan
-    with pytest.raises(ValueError, match=r"math has no words for the role router"):
+    with pytest.raises(ValueError, match=r"math has no chat for the role router"):
         preflight(read_config(None, [*words, "agents.verifier.prompt=math"])[0], world_size=1)
 
 
@@ -150,7 +150,7 @@ def test_a_text_or_an_object_and_nothing_that_a_terminal_obeys(capsys: pytest.Ca
         *((1, ["search", argument], "error: ") for argument in ("!!", '{"q": "lima"}', '{"queries": []}')),
         (2, ["bing", "x"], "there is no tool 'bing'; there are: search, scholar, visit, python"),
         (2, ["search", "x", "task=math"], "tools.search is not set"),
-        (2, ["search", "x", "data.train=q.jsonl"], "tools.search.corpus is null, and the task has no documents"),
+        (2, ["search", "x", "data.train=q.jsonl"], "tools.search.corpus is null, but the task has no documents"),
         (2, ["search", "x", "--config", "none.yaml"], "--config none.yaml: no such file"),
     ],
 )
