@@ -12,15 +12,17 @@ from typing import get_args
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from marsrl.trainer.checks.preflight import preflight
 from marsrl.trainer.config import PolicyConfig, RunConfig
 from marsrl.trainer.config.read import read_config
-from marsrl.trainer.models.init_model import SHAPES
+from marsrl.trainer.models.init_model import SHAPES, init_model
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.schools import warm_start
 from marsrl.trainer.schools.schools import SCHOOLS, ArithmeticSchool, school_of
 from marsrl.trainer.schools.warm_start import (
+    READY,
     RECIPE,
     WarmStart,
     cache_directory,
@@ -135,3 +137,18 @@ def test_another_processor_or_torch_has_its_own_cached_start(monkeypatch: pytest
     other = name_of(recipe)
     monkeypatch.setattr(torch, "__version__", "0.0")
     assert len({here, other, name_of(recipe)}) == 3
+
+
+def test_the_ready_made_start_is_what_would_be_made_now(tmp_path: Path) -> None:
+    """After a change of its settings, tokenizer or shape make it again, as docs/cpu_default.md says."""
+    recipe = recipe_of(read_config(None, [])[0])
+    assert json.loads((READY / "recipe.json").read_bytes()) == recipe
+    fresh = init_model("cpu_default", ArithmeticSchool.tokenizer, tmp_path / "model", seed=0)
+    names = {path.name for path in fresh.iterdir()}
+    assert {path.name for path in READY.iterdir()} == names | {"recipe.json"}
+    for name in names - {"model.safetensors"}:
+        assert (READY / name).read_bytes() == (fresh / name).read_bytes(), name
+    taught, random_ones = (load_file(folder / "model.safetensors") for folder in (READY, fresh))
+    assert {k: (v.shape, v.dtype) for k, v in taught.items()} == {k: (v.shape, v.dtype) for k, v in random_ones.items()}
+    assert not any(torch.equal(taught[name], random_ones[name]) for name in taught)
+    assert sum(path.stat().st_size for path in READY.iterdir()) < 2_500_000
