@@ -103,7 +103,7 @@ def _named(key: str, name: str) -> tuple[str, str, object]:
         return place, inside, _in_memory[name]
     path = Path(place)
     if not path.is_file():
-        raise ValueError(f"{key} is {name!r}: no file {place} in {Path.cwd()}; expected FILE.py:NAME")
+        raise ValueError(f"{key} is {name!r}: no file {path.name} in {path.absolute().parent}; expected FILE.py:NAME")
     return place, inside, getattr(_module(key, path.resolve()), inside, None)
 
 

@@ -140,11 +140,12 @@ ON_A_CLUSTER = TrainerHost(8, 8, True)
         ({"engines": 5}, NODE, "/dev/shm",
          r"needs 5 GPU.s. without a trainer rank, but .* has 8, of which 4 have ranks; .*set rollout.engines=4, or"),
         ({"engines": 2}, TrainerHost(8, 8, False), "/dev/shm", r"start 6 rank.s. here \(torchrun --nproc-per-node 6\)"),
-        ({"engines": 1}, TrainerHost(1, 1, False), "/dev/shm", "set rollout.placement=local, or rollout.ray_address"),
-        ({"ray_address": HEAD}, ON_A_CLUSTER, "/dev/shm", r"writes weights to /dev/shm of .* set sync.directory to a folder"),
+        ({"engines": 1}, TrainerHost(1, 1, False), "/dev/shm", "set rollout.placement=local, or set rollout.ray_address to"),
+        ({"ray_address": HEAD}, ON_A_CLUSTER, "/dev/shm",
+         r"writes weights to /dev/shm on trainer rank 0's .* cannot read; set sync.directory to a folder"),
         # of a cluster that has others: where else would they be
         ({"ray_address": "auto", "engines": 40}, TrainerHost(8, 8, False), "/dev/shm",
-         r"writes weights to /dev/shm of .* rollout.ray_address=auto cannot read; set sync.directory to a folder"),
+         r"to /dev/shm on trainer rank 0's .* rollout.ray_address=auto cannot read; set sync.directory to a folder"),
         ({"engines": 4}, NODE, "/dev/shm", None),
         ({"engines": 64}, TrainerHost(0, 1, False), "/dev/shm", None),  # on CPUs
         ({"vllm": {"kv_cache_mib": 256}}, TrainerHost(1, 1, False), "/dev/shm", None),  # the default run, on one GPU

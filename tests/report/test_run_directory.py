@@ -69,7 +69,7 @@ NO_NAMES = ("../a", "a/b", "", ".", ".hidden", "a\n")
 @pytest.mark.parametrize(
     ("name", "resume", "reason"),
     [
-        ("home", "auto", "no run directory"),
+        ("home", "auto", "has no config.yaml, so it is not a run directory; set another run.name"),
         ("home", "off", "exists and is never overwritten"),
         ("theirs", "off", "exists and is never overwritten"),  # its config.yaml may be somebody else's
         (None, "auto", "run.name is not set"),

@@ -57,7 +57,7 @@ def test_a_median_beyond_rounding_is_named_with_its_bound_the_engine_and_the_tok
     ("passes", "fails", "says"),
     [  # an eighth, and a quarter, of the tokens: routers do the one; half of the last tokens, and one more
         (np.s_[:, :5], np.s_[:, :10], r"the share of the 640 tokens .* is 0\.25\d*, expected at most 0\.2"),
-        (np.s_[:8, -1], np.s_[:9, -1], "of the 16 last tokens, .* prefix cache, 9 differ by more than"),
+        (np.s_[:8, -1], np.s_[:9, -1], "9 of the 16 last tokens, .* prefix cache, differ by more than"),
     ],
 )
 def test_a_part_of_the_tokens_that_is_off_is_named(passes: Any, fails: Any, says: str) -> None:
@@ -94,7 +94,7 @@ def test_log_probs_that_are_no_numbers_are_named_as_such(value: float) -> None:
 
 def test_engines_that_score_other_tokens_or_none_are_named() -> None:
     assert re.search(r"engine 1 returned \[39, .* expected \[40, ", refusal([engine(1), engine(1)[:, 1:]]))
-    assert "nothing to compare: 640 tokens, 0 engines" in refusal([])
+    assert "nothing to compare: found 640 tokens and 0 engines" in refusal([])
 
 
 def test_a_policy_that_diverged_is_not_blamed_on_the_transfer() -> None:

@@ -40,7 +40,14 @@ def test_the_settings_are_printed_as_a_file_that_gives_them_again(tmp_path: Path
 @pytest.mark.parametrize(
     ("key", "parts"),
     [
-        ("run.steps", ["run.steps: integer > 0, default 32", "policy updates", "here: 3 (command line)"]),
+        (
+            "run.steps",
+            [
+                "run.steps: integer > 0, default 32",
+                "training steps, each of trainer.updates_per_step",
+                "here: 3 (command line)",
+            ],
+        ),
         ("loss.kl", ["none or k1 or k2 or k3", "here: none (default)", "more: docs/credit.md"]),
         ("policies.main.layout.tensor", ["integer > 0", "here: 1 (default)", "docs/parallelism.md"]),
         ("orchestration", ["here: verifier_corrector", "more: docs/own_team.md"]),

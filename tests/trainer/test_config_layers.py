@@ -98,7 +98,9 @@ def test_a_file_may_inherit_another_preset_or_none(tmp_path: Path) -> None:
     assert list(bare.agents) == list(config.agents) and bare.rollout.max_response_tokens == 1024
     assert bare.agents["verifier1"].pick == "random" and bare.agents["solver"].pick == "adaptive"
     assert str(origin) == str(tmp_path / "my.yaml")
-    with pytest.raises(ConfigError, match=r"preset: 'qwen4' is none of .*qwen3_8b.* \(preset: .*my\.yaml:1\)"):
+    with pytest.raises(
+        ConfigError, match=r"preset: 'qwen4' is unknown; expected .*qwen3_8b.* \(preset: .*my\.yaml:1\)"
+    ):
         read_config(written(tmp_path, "preset: qwen4"))
 
 
@@ -146,11 +148,13 @@ def test_who_names_another_orchestration_leaves_the_agents_below_behind(tmp_path
     assert len(back.agents) == 5 and back.agents["solver"].temperature == 0.5
     assert "has no such agent" in refusal(written(tmp_path, "agents: {verifer1: {}}"), "orchestration=solver")
     said = refusal(None, "orchestration=debates")
-    assert said.count("orchestration is 'debates'; there are debate, dual_system, external, search_team, sol") == 1
+    assert (
+        said.count("orchestration is 'debates'; expected one of debate, dual_system, external, search_team, sol") == 1
+    )
     config, _ = read_config(None, ["orchestration=debate", "orchestration_options.rounds=3"])
     assert list(config.agents) == ["debater"] and list(config.policies) == ["main"]
     said = refusal(None, "orchestration=debate", "orchestration_options.max_loops=3")
-    assert "max_loops: unknown key; there are debaters, rounds" in said
+    assert "max_loops: unknown key; expected one of debaters, rounds" in said
 
 
 def test_who_names_another_kind_of_a_section_leaves_the_other_kind_s_keys_below_behind(tmp_path: Path) -> None:
@@ -190,7 +194,7 @@ def test_a_team_of_one_s_own_is_beside_the_file_that_names_it_or_where_the_word_
     assert config.agents["b"].temperature == 0.5
     os.chdir(tmp_path)
     assert read_config(None, ["orchestration=mine.py:Mine"])[0].orchestration == f"{tmp_path}/mine.py:Mine"
-    assert "no file other.py in " in refusal(None, "orchestration=other.py:Mine")
+    assert f"no file other.py in {tmp_path}; expected FILE.py:NAME" in refusal(None, "orchestration=other.py:Mine")
 
 
 def refusal(path: Path | None, *words: str) -> str:

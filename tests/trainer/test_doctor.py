@@ -173,7 +173,7 @@ def test_ranks_have_the_first_gpus_and_engines_the_rest_then_those_of_other_host
 WITHOUT_CUDA = pytest.mark.skipif(torch.version.cuda is not None, reason="about machines on which PyTorch sees no GPU")
 CPU_BUILD = "is a CPU build (`MARSRL_DEVICE=cuda make install`"
 NO_DRIVER = "no NVIDIA driver is found"
-OLD = "the NVIDIA driver is 570.86.15, and CUDA 13.0 needs 580 or newer"
+OLD = "the NVIDIA driver is 570.86.15, but CUDA 13.0 needs 580 or newer"
 HERE = "an NVIDIA driver ("
 HIDDEN = "CUDA_VISIBLE_DEVICES hides every GPU"
 TO_HIDE = "hide it with CUDA_VISIBLE_DEVICES=-1"
@@ -248,7 +248,9 @@ def test_a_host_without_the_gpus_that_it_is_to_lend_does_not_join(
     words = ["join", "127.0.0.1:1", "--wait", "0"]
     for gpus in ([], ["--gpus", "0"]):
         assert main([*words, *gpus]) == 2
-        assert "marsrl join: an NVIDIA driver (580.65.06) is here" in (error := capsys.readouterr().err)
+        assert "marsrl join: an NVIDIA driver (580.65.06) is installed, but PyTorch sees no GPU" in (
+            error := capsys.readouterr().err
+        )
         assert CPU_BUILD in error
     assert main([*words, "--engines", "1"]) == 1  # for engines on CPUs
     assert "no cluster at 127.0.0.1:1" in capsys.readouterr().err

@@ -85,14 +85,22 @@ COSINE = ["policies.main.optimizer={lr: 1.0e-5, warmup_steps: 0, decay: cosine, 
 @pytest.mark.parametrize(
     ("words", "rates", "causes"),
     [
-        (["run.steps=50"], "9.85e-06, and by config.yaml at 1e-06, 9.85 times as much", "run.steps 5 -> 50"),
-        (["run.steps=6", "policies.main.optimizer.decay=constant"], "1e-05, and", "optimizer.decay cosine -> constant"),
+        (["run.steps=50"], "9.85e-06; under config.yaml it was 1e-06, 9.85 times as much", "run.steps 5 -> 50"),
+        (
+            ["run.steps=6", "policies.main.optimizer.decay=constant"],
+            "1e-05; under config.yaml it was 1e-06, 10 times",
+            "optimizer.decay cosine -> constant",
+        ),
         (
             ["policies.main.optimizer.lr=2.0e-5"],
-            "2e-06, and by config.yaml at 1e-06, 2 times",
+            "2e-06; under config.yaml it was 1e-06, 2 times",
             "optimizer.lr 1e-05 -> 2e-05",
         ),
-        (["policies.main.optimizer.warmup_steps=100"], "5e-07, and", "optimizer.warmup_steps 0 -> 100"),
+        (
+            ["policies.main.optimizer.warmup_steps=100"],
+            "5e-07; under config.yaml it was 1e-06, 0.5 times",
+            "optimizer.warmup_steps 0 -> 100",
+        ),
     ],
 )
 def test_a_resume_tells_both_learning_rates(words: list[str], rates: str, causes: str, tmp_path: Path) -> None:

@@ -206,7 +206,7 @@ def test_an_agent_that_gives_no_answer_earns_the_outcome_of_its_episode(
     assert [s.uid in positive for s in samples if s.agent == "planner"] == [True, False]
     assert main(["try", *words]) == 0
     said = capsys.readouterr().out
-    assert "# reward of planner: the outcome of its episode" in said
+    assert "# reward of planner: the outcome of the episode" in said
     assert "# reward of solver: the task's score of the answer, 0 without an answer" in said
 
 

@@ -266,7 +266,9 @@ def test_without_cuda_a_wire_is_its_twin_or_refused(backend: str, placement: str
 def test_all_policies_that_are_trained_are_cut_alike() -> None:
     words = ["policies.second={shape: tiny}", "agents.verifier1.policy=second"]
     preflight(read_config(None, [*words, "policies.second.layout.expert_tensor=1"])[0], world_size=1)  # the default
-    with pytest.raises(ConfigError, match=r"policies.second.layout is not policies.main.layout: every trainer rank"):
+    with pytest.raises(
+        ConfigError, match=r"policies.second.layout differs from policies.main.layout, .* set the same layout for all"
+    ):
         preflight(read_config(None, [*words, "policies.second.layout.tensor=2"])[0], world_size=2)
 
 
@@ -288,7 +290,7 @@ def test_a_prompt_length_that_is_asked_for_and_does_not_fit_is_warned_of() -> No
     (said,) = (warning for warning in checked.warnings if "max_input_tokens" in warning)  # of the solver's nobody asked
     given = checked.config.agents["verifier"].max_input_tokens
     assert given + checked.config.rollout.max_response_tokens == 1024  # the policy's positions
-    assert said.startswith(f"agents.verifier.max_input_tokens is 5000, and {given} in this run:")
+    assert said.startswith(f"agents.verifier.max_input_tokens is 5000, lowered to {given}: the model's positions")
 
 
 @pytest.mark.parametrize(

@@ -44,9 +44,9 @@ class RunConfig(Settings):
     policies: dict[FolderName, PolicyConfig] = Field(default_factory=lambda: {"main": PolicyConfig()})
     """models with their optimizers and engines, by the name that `agents.<name>.policy` refers to; default: one, `main`"""
     orchestration: str = "verifier_corrector"
-    """verifier_corrector: Solver, Verifier, Corrector, Verifier, Corrector (MarsRL); solver: a Solver alone, plain RL;
-    solver_verifier: in turn (Dr. MAS); search_team: Verifier, Search and Answer agents over a search tool (Dr. MAS;
-    docs/search.md); debate; external: any program (docs/external.md); or your own, FILE.py:CLASS (docs/own_team.md)"""
+    """your own, FILE.py:CLASS (docs/own_team.md), or verifier_corrector: Solver, Verifier, Corrector, Verifier, Corrector
+    (MarsRL); solver: a Solver alone, plain RL; solver_verifier: in turn (Dr. MAS); search_team: Verifier, Search and Answer
+    agents over a search tool (Dr. MAS; docs/search.md); debate; external: any program (docs/external.md)"""
     orchestration_options: dict[str, int | float | str | bool | None] = Field(
         default_factory=dict, validate_default=True
     )
