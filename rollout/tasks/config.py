@@ -58,7 +58,8 @@ def read_train_files(value: Any) -> Any:
         has_one = (file.count is None) != (file.weight is None)
         if not has_one or (file.count is None) != (files[0].count is None):
             raise ValueError(
-                f"data.train[{index}]: give every file a count, or every file a weight; {_EXPECTED['data.train']}"
+                f"data.train[{index}]: found a mix of counts and weights, or neither; {_EXPECTED['data.train']}; give "
+                "every file a count, or every file a weight"
             )
         if (first := index_of_path.setdefault(os.path.realpath(file.path), index)) != index:
             raise ValueError(

@@ -118,8 +118,10 @@ def test_a_worker_that_never_asks_for_a_session_is_ended_with_its_last_words(
     for clock.now, lost in ((149.0, []), (151.0, ["worker0"])):
         assert gateway.tick() == lost
     workers.end_hanging(["worker0"])
-    while "it said: waits for a card" not in caplog.text:
+    deadline = time.monotonic() + 120
+    while "its last output: waits for a card" not in caplog.text:
         workers.watch(gateway)
+        assert time.monotonic() < deadline, caplog.text
     assert "worker worker0 is lost: no request for 30 s" in caplog.text
     workers.close()
 
