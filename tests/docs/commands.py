@@ -9,6 +9,7 @@ from documents import commands
 
 TESTS = (
     ("make .*", "test_make_runs_commands_that_are_tested"),
+    ("python -m pytest .*", "test_one_file_of_tests_runs"),
     ("python benchmarks/.*", "test_a_benchmark_takes_its_words"),
     ("python docs/papers.py", "test_the_command_writes_the_page"),
     ("python tests/chaos.py .*", "test_four_faults_cost_nothing"),

@@ -52,8 +52,8 @@ class Desk:
         own = {"team": "own_team", "task": "own_task", "seeker": "waiting", "program": "external"}
         files = {f"my_{name}.py": f"docs/{page}.md:" for name, page in own.items()}
         for name, page in {**files, "units.py": "docs/tools.md:", "team.py": "README.md:"}.items():
-            own = (block.text for block in python_blocks() if block.where.startswith(page))
-            (text,) = (block for block in own if not block.startswith("import marsrl\n"))
+            blocks = (block.text for block in python_blocks() if block.where.startswith(page))
+            (text,) = (block for block in blocks if not block.startswith("import marsrl\n"))
             (folder / name).write_text(text)
         for name, page in own.items():
             text = next(block.text for block in config_blocks() if block.where.startswith(f"docs/{page}.md:"))

@@ -35,8 +35,6 @@ from marsrl.trainer.models.init_model import init_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.smoke]
 
-BENCHMARKS = ROOT / "benchmarks"
-
 
 @pytest.fixture
 def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Desk:
@@ -292,8 +290,7 @@ def test_a_run_s_settings_become_a_file(command: str, desk: Desk, capsys: pytest
 
 
 PARSE = """
-import argparse, runpy, shlex, sys
-sys.path.insert(0, sys.argv[1])
+import argparse, os, runpy, shlex, sys
 class Taken(BaseException): pass
 def stopping(parse):
     def parse_and_stop(self, *words):
@@ -304,6 +301,7 @@ for name in ("parse_args", "parse_intermixed_args"):
     setattr(argparse.ArgumentParser, name, stopping(getattr(argparse.ArgumentParser, name)))
 for line in sys.stdin:
     sys.argv = shlex.split(line)[1:]
+    sys.path[0] = os.path.abspath(os.path.dirname(sys.argv[0]))
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")
         print(line, "it came to its end before it read its words")
@@ -319,7 +317,7 @@ def test_a_benchmark_takes_its_words() -> None:
     commands = run_by("test_a_benchmark_takes_its_words")
     wrong = "python benchmarks/run.py --no-such-option"
     done = subprocess.run(
-        [sys.executable, "-c", PARSE, str(BENCHMARKS)], input="\n".join([*commands, wrong]), cwd=ROOT,
+        [sys.executable, "-c", PARSE], input="\n".join([*commands, wrong]), cwd=ROOT,
         capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.stdout.splitlines() == [*["taken"] * len(commands), f"refused {wrong}"], done.stdout + done.stderr
@@ -334,3 +332,11 @@ def test_make_runs_commands_that_are_tested() -> None:
         assert done.returncode == 0 and done.stdout, done.stderr
         if command == "make bench":
             assert set(done.stdout.splitlines()) <= set(run_by("test_a_benchmark_takes_its_words"))
+
+
+def test_one_file_of_tests_runs() -> None:
+    alone = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    for command in run_by("test_one_file_of_tests_runs"):
+        words = [sys.executable, *shlex.split(command)[1:]]
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env=alone, timeout=600)
+        assert done.returncode == 0 and " passed in " in done.stdout, done.stdout + done.stderr
