@@ -259,7 +259,7 @@ class Session:
         if not 0 < len(token_ids) <= agent.settings.max_input_tokens:
             raise Refused(
                 400,
-                f"the prompt has {len(token_ids)} tokens; expected at most agents.{agent.name}.max_input_tokens = "
+                f"the prompt has {len(token_ids)} tokens; expected at least 1 and at most agents.{agent.name}.max_input_tokens = "
                 f"{agent.settings.max_input_tokens}",
                 "context_length_exceeded",
             )

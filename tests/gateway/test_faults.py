@@ -170,7 +170,7 @@ def test_limits_and_refusals_are_said_by_name_and_the_run_goes_on(model: Path, t
         chat = {"model": "solver", "messages": [{"role": "user", "content": problem.question}]}
         path = "/chat/completions"
         for body, status, said in (
-            ({**chat, "model": "nobody"}, 404, "there are solver, verifier"),
+            ({**chat, "model": "nobody"}, 404, "expected one of solver, verifier"),
             ({**chat, "n": 2}, 400, "n=2 is unsupported; use 1"),
             ({**chat, "response_format": {"type": "json_object"}}, 400, "response_format="),
             ({**chat, "stream": "no"}, 400, 'stream is "no"; expected true or false'),
@@ -181,8 +181,8 @@ def test_limits_and_refusals_are_said_by_name_and_the_run_goes_on(model: Path, t
             ({**chat, "chat_template_kwargs": {"tools": []}}, 400, "has no such option"),
             ({**chat, "tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tool_parser"),
             ({**chat, "messages": []}, 400, "messages: expected"),
-            ({**chat, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "expected texts"),
-            ({**chat, "messages": [{"role": "user", "content": "a 1 " * 900}]}, 400, "max_input_tokens is 1500"),
+            ({**chat, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "expected text parts"),
+            ({**chat, "messages": [{"role": "user", "content": "a 1 " * 900}]}, 400, "max_input_tokens = 1500"),
             ({**chat, "messages": [{"role": "user", "content": "cut \\ud83d"}]}, 400, "surrogates not allowed"),
             ({**chat, "tools": 5}, 400, "tools is 5; expected a list"),
             ({**chat, "max_tokens": 0}, 400, "max_tokens"),

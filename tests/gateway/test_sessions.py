@@ -179,7 +179,7 @@ def test_an_environment_without_rewards_leaves_them_to_the_task_and_is_closed_al
 @pytest.mark.parametrize(
     ("heard", "reason"),
     [
-        ('{"umpire": "1"}', "'umpire'; the agents are solver, verifier"),
+        ('{"umpire": "1"}', "the player 'umpire'; expected one of solver, verifier"),
         ('"1"', "reset returned '1'; expected {agent: messages}"),
         ('{"solver": [], "verifier": ["1"]}', "no message for solver, who acts next"),
     ],

@@ -27,7 +27,7 @@ LOCAL = ("rollout.engine=local", "rollout.placement=local")
         (["external={command: ['true']}"], "orchestration is verifier_corrector, but the section external is set"),
         (
             ["task=arithmetic", "orchestration=external", "external={command: ['true']}"],
-            "found none; expected at least one",
+            "agents names none, but .*; expected at least one",
         ),
         ([*TEAM, "external.function=my_agent.py"], "expected FILE.py:NAME"),
         ([*TEAM, "external={function: 'a.py:run', command: ['true']}"], "set exactly one of the first three"),
@@ -36,7 +36,7 @@ LOCAL = ("rollout.engine=local", "rollout.placement=local")
         ([*TEAM, "external.command=['true']", "rollout.group_completion=drop_stragglers"], "external.timeout_s ends"),
         (
             ["task=arithmetic", "orchestration=external", "agents={'a/b': {}}", "external.command=['true']"],
-            "names of letters",
+            "agents names a/b, but .*; expected at least one, with letters, digits, _ and -",
         ),
     ],
 )
@@ -49,7 +49,7 @@ def test_sections_that_do_not_go_together_are_refused(words: list[str], reason: 
     ("external", "reason"),
     [
         ("function={folder}/none.py:run", "no Python file"),
-        ("function={folder}/program.py:walk", "has no walk"),
+        ("function={folder}/program.py:walk", "has no callable walk"),
         ("function={folder}/broken.py:run", "ModuleNotFoundError: No module named 'nowhere'"),
         ("python={folder}/no_python", "external.python is .*No such file"),
         ("command=[no_program, x]", "external.command: no_program: ValueError: no such program"),
@@ -86,7 +86,7 @@ def test_a_program_imports_its_own_files_and_packages_but_not_the_files_beside_t
     named = program(tmp_path, "from beside import NAME\ndef run(problem, client): ...\n")
     check_program(ExternalConfig(function=named))
     check_program(ExternalConfig(environment=named))
-    with pytest.raises(ValueError, match=r"program\.py has no Env"):
+    with pytest.raises(ValueError, match=r"program\.py has no callable Env"):
         check_program(ExternalConfig(environment=named.replace(":run", ":Env")))
     with pytest.raises(ValueError, match="No module named 'vllm_reader'"):
         check_program(ExternalConfig(function=program(tmp_path, "import vllm_reader\n")))

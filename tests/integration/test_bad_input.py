@@ -169,7 +169,7 @@ SPOILED: dict[str, tuple[list[Spoil], str]] = {
     "cut short": ([file("model.safetensors", lambda all: all[:-1000])], "model.safetensors is not a complete safetensors file"),
     "without a tensor": (
         [weights(lambda held: held.pop("model.norm.weight"))],
-        "has no tensor model.norm.weight, which config.json asks for"),
+        "has no tensor model.norm.weight, which config.json requires"),
     "without a tokenizer": ([lambda folder: [path.unlink() for path in folder.glob("*token*")]], "tokenizer"),
     "without a template": (
         [lambda folder: (folder / "chat_template.jinja").unlink()], "the tokenizer has no chat template"),

@@ -39,7 +39,7 @@ def test_engines_of_another_size_move_only_where_they_fit() -> None:
     narrow = wanted(policies(wide=(3, 6.0, TWO), small=(1, 30.0, GPU)))
     assert narrow is not None and narrow.num == 2
     assert outlook({"wide": 2, "small": 1}, {"wide": TWO, "small": GPU}).startswith(
-        "rollout.rebalance may move an engine from wide to small (2 in its place), by"
+        "rollout.rebalance may move an engine from wide to small (2 in its place), depending on their load"
     )
     assert "cannot move engines" in outlook({"wide": 1, "small": 3}, {"wide": TWO, "small": GPU})
     assert "cannot move engines" in outlook({"main": 3}, {"main": GPU})
