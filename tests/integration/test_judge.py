@@ -120,7 +120,7 @@ def test_a_judge_that_is_not_understood_stops_the_run_and_says_what_it_said(
     with pytest.raises(RuntimeError) as caught:
         train_here(tmp_path, math_words(tmp_path, model, "run.steps=3", "run.evaluate=false", "judge.retries=0"))
     said = str(caught.value)
-    assert said.startswith("step 1: the judge (judge.policy=judge) left ") and "\x1b" not in said
+    assert said.startswith("step 1: the judge (judge.policy=judge) did not judge ") and "\x1b" not in said
     assert "judge.max_missing_share = 0.2; the last reason: no line `correct:`: '\\x1b[2Jwho knows?'" in said
     (row,) = read_metrics(tmp_path / "runs" / "scripted" / "metrics.jsonl")
     assert row.values["judge/missing"] == row.values["reward/solver/missing"] > 0  # on disk, to be looked at

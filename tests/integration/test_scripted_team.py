@@ -350,7 +350,7 @@ def test_colocated_engines_sleep_while_the_trainer_trains_and_keep_weights_that_
 def test_engines_that_cannot_sleep_are_refused(play: Play) -> None:
     with pytest.raises(ValueError, match=r"no sleep mode on a CPU.*rollout\.placement=disaggregated"):
         play("rollout.placement=colocated", "rollout.engine=vllm")
-    with pytest.raises(ValueError, match=r"rollout\.overlap is 1: set it to 0"):
+    with pytest.raises(ValueError, match=r"rollout\.overlap is 1; set overlap=0"):
         play("rollout.placement=colocated", "rollout.overlap=1")
 
 
@@ -370,7 +370,7 @@ def test_a_run_in_which_nothing_trains_stops_and_says_why(play: Play, tmp_path: 
     rows = [{"question": f"{i} is 7? " * (2000 if i else 1), "answer": "7"} for i in range(40)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "eval.jsonl").write_text(json.dumps({"question": "What is 8?", "answer": "8"}) + "\n")
-    with pytest.raises(RuntimeError, match="step 1: no completion came .*: 1 prompts were longer than agents.<name>"):
+    with pytest.raises(RuntimeError, match="step 1: no completion arrived .*: 1 prompts were longer than agents.<name>"):
         play(*small, f"data.eval={tmp_path}/eval.jsonl")
 
 
