@@ -1,9 +1,10 @@
-"""Imports of large libraries without garbage collection, and checks for missing packages."""
+"""Imports of large libraries, checks for missing packages, and environment variables set for a library's call."""
 
 from __future__ import annotations
 
 import gc
 import importlib.util
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -29,6 +30,20 @@ def imports_for_good() -> Iterator[None]:
         gc.set_threshold(_YOUNG, *gc.get_threshold()[1:])
         if was_enabled:
             gc.enable()
+
+
+@contextmanager
+def environment(**values: str) -> Iterator[None]:
+    """Set these environment variables for this process inside the block."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
 
 
 def check_installed(setting: str, *packages: str, extra: str = "", otherwise: str = "") -> None:

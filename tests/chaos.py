@@ -59,7 +59,7 @@ FAULTS_A_RUN, FAULTS_A_PROGRAM = 8, 50
 
 # The kinds of faults. Each strikes a run that trains, and returns what the user sees. What it means is in docs/faults.md.
 
-GO_ON = r"is whole: go on with .*run\.resume=auto"
+GO_ON = r"is intact: resume by adding .*run\.resume=auto"
 NOTHING_YET = r"it has no checkpoint yet"
 RAY_IS_GONE = rf"Ray is gone: .*{GO_ON}"
 STOPPING = "stopping after saving the last finished step"  # noted, before the rank heard that another one had died

@@ -14,7 +14,7 @@ import psutil
 import ray
 
 from marsrl.rollout.config import HEAD_PORT
-from marsrl.rollout.environment import environment
+from marsrl.rollout.imports import environment
 from marsrl.rollout.pool.addresses import own_address, split_address
 from marsrl.rollout.pool.ray_faults import note_processes
 

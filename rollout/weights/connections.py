@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
-from marsrl.rollout.environment import environment
+from marsrl.rollout.imports import environment
 from marsrl.rollout.text import first_line
 
 _log = logging.getLogger(__name__)

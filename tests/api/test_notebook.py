@@ -76,7 +76,7 @@ def test_an_interrupt_of_the_kernel_saves_and_gives_it_back(notebook: Any, tmp_p
     run_sync(client.km.interrupt_kernel)()
     reply = run_sync(client.kc.get_shell_msg)(timeout=600)
     assert reply["content"]["ename"] == "KeyboardInterrupt"
-    assert re.search(r"interrupted; checkpoint .* is whole", reply["content"]["evalue"])
+    assert re.search(r"interrupted; checkpoint .* is intact", reply["content"]["evalue"])
     again = nbformat.v4.new_code_cell("print(len(marsrl.load_run('runs/long').metrics) >= 1)")
     client.execute_cell(again, 0)
     assert shown(again) == "True\n"

@@ -100,7 +100,7 @@ def test_classes_of_a_cell_are_trained_evaluated_and_trained_again(model: Path, 
     assert (torch.get_num_threads(), signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
     assert marsrl.load_run("runs/one") == run
     for _ in range(2):  # what is refused frees the directory, though the exception is kept
-        with pytest.raises(marsrl.Error, match="cannot go on with other task") as kept:
+        with pytest.raises(marsrl.Error, match="cannot resume with a changed task") as kept:
             marsrl.train(team=Pair, **{"run.name": "one", "run.resume": "auto", "trainer.threads": 1})
         assert kept.value.__cause__ is not None
 
@@ -110,7 +110,7 @@ def test_an_interrupted_run_is_saved_and_goes_on(model: Path) -> None:
     INTERRUPTS.append(True)
     settings = {"run.name": "stopped", "run.steps": 3, "run.evaluate": False}
     try:
-        whole = r"interrupted; checkpoint .* \(step [12]\) is whole: .*run.resume=auto"
+        whole = r"interrupted; checkpoint .* \(step [12]\) is intact: resume by .*run.resume=auto"
         with pytest.raises(KeyboardInterrupt, match=whole) as stopped:
             marsrl.train(team=Pair, task=Sevens, **settings)
     finally:

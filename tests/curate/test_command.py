@@ -74,7 +74,7 @@ def test_hostile_rows_are_dropped_with_their_reasons_and_the_others_stay_whole(c
     assert found["raw.jsonl:2"] == "long question: 1,000,000 characters, at most 32,768"
     assert found["raw.jsonl:3"] == "unreadable row: not UTF-8 at byte 14"
     assert found["raw.jsonl:8"].startswith("unreadable row: the question has a lone surrogate")
-    assert found["raw.jsonl:16"] == "unreadable row: the answer (answer) is a list of 2, expected one answer"
+    assert found["raw.jsonl:16"] == "unreadable row: the answer (answer) is a list of 2; expected one answer"
     assert sorted(int(uid.partition(":")[2]) for uid in found) == [2, 3, 4, 5, 8, 9, 10, 11, 12, 14, 16]
     assert dropped("near_duplicates") == [("raw.jsonl:6", "near duplicate: similarity 1.00 to raw.jsonl:1")]
 

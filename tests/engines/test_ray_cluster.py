@@ -268,7 +268,7 @@ def test_two_hosts_lend_their_engines_and_the_run_goes_on_without_one_until_a_th
 def test_what_is_no_gpu_or_address_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     os.environ["MARSRL_DEVICE"] = "cpu"
     for words, said in (
-        (["127.0.0.1:1", "--gpus", "0,1"], "--gpus is 0,1, and this host has 0 GPU(s)"),
+        (["127.0.0.1:1", "--gpus", "0,1"], "--gpus is 0,1, but this host has 0 GPU(s)"),
         ([":1"], "':1' is not an address"),
         (["here:65536"], "'here:65536' is not an address"),
         (["here:0"], "'here:0' is not an address"),

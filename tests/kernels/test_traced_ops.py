@@ -25,6 +25,8 @@ from marsrl.kernels import (
 @pytest.fixture(autouse=True)
 def _nothing_is_compiled_yet():
     torch._dynamo.reset()
+    with torch._dynamo.config.patch(disable=False):  # Our shim of Megatron disables it for its process.
+        yield
 
 
 TRACED = ("rms_norm", "swiglu", "attention_varlen", "grouped_linear", "linear_logprob, float32")

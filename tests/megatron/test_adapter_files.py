@@ -130,7 +130,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a layer": ({"layers_to_transform": [1]}, "lacks base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight, "),
     "a rank": ({"r": 8, "lora_alpha": 16}, r"q_proj.lora_A.weight has shape \[8, 32\]; .* \[4, 32\]: set adapter.rank=8"),
     "ranks": ({"rank_pattern": {"v_proj": 2}}, r"v_proj.lora_A.weight has shape \[2, 32\]"),
-    "a factor": ({"lora_alpha": 4}, "alpha / rank of .*q_proj is 1; here .* is 2: set adapter.alpha=4"),
+    "a factor": ({"lora_alpha": 4}, "alpha / rank of .*q_proj is 1; expected .* is 2: set adapter.alpha=4"),
     "factors": (
         {"alpha_pattern": {"layers.1.*v_proj": 4}},
         "of model.layers.1.self_attn.v_proj is 1; expected .*: all matrices must have the same factor, but .* has 2, 1:",
@@ -252,7 +252,7 @@ def test_no_door_takes_part_of_an_adapter(tmp_path: Path, capsys: pytest.Capture
     made_by_peft(model, tmp_path / "a", target_modules=[*ATTENTION, "lm_head"])
     start = {"rank": 4, "alpha": 8.0, "targets": ["attention"], "start": str(tmp_path / "a")}
     words.append(f"policies.main.adapter={json.dumps(start)}")
-    named = r"it has .*lm_head.lora_A.weight outside adapter.targets=\[attention\]"
+    named = r"it has .*lm_head.lora_A.weight, .* outside adapter.targets=\[attention\]"
     for trains in (True, False):
         with pytest.raises(ConfigError, match=rf"policies.main.adapter.start is .*{named}"):
             preflight(read_config(None, words)[0], world_size=1, trains=trains)
@@ -349,11 +349,13 @@ def test_a_start_of_another_base_is_warned_of(tmp_path: Path) -> None:
 
     def warnings(*more: str) -> list[str]:
         return [
-            each for each in preflight(read_config(None, [*words, start, *more])[0], 1).warnings if "weights?" in each
+            each
+            for each in preflight(read_config(None, [*words, start, *more])[0], 1).warnings
+            if "check that these are the same weights" in each
         ]
 
     assert not warnings() and not warnings(f"policies.main.model={copy}")
     (warning,) = warnings(f"policies.main.model={other}")
-    assert warning.startswith(f"policies.main.adapter.start was trained on {model}, and policies.main.model is {other}")
+    assert warning.startswith(f"policies.main.adapter.start was trained on {model}, but policies.main.model is {other}")
     changed(folder, base_model_name_or_path="Hub/Model")
     assert not warnings() and len(warnings(f"policies.main.model={other}")) == 1

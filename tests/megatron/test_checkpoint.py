@@ -92,7 +92,7 @@ def test_a_damaged_file_is_refused_by_name_and_the_previous_checkpoint_is_offere
         middle = len(content) // 2
         for damaged in (content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :], content[:-1]):
             path.write_bytes(damaged)
-            with pytest.raises(RuntimeError, match="run.resume=previous, which plays 1 step") as error:
+            with pytest.raises(RuntimeError, match="run.resume=previous, which repeats 1 step") as error:
                 load(run, policy)
             assert path.name in str(error.value) and "step_1" in str(error.value)
         path.write_bytes(content)

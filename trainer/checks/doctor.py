@@ -19,7 +19,7 @@ from marsrl.rollout.config import VllmOptions, is_started_here
 from marsrl.rollout.engines.protocol import EngineSpec
 from marsrl.rollout.engines.refusals import num_engine_gpus
 from marsrl.rollout.engines.vllm.arguments import engine_arguments, who_draws
-from marsrl.rollout.environment import environment
+from marsrl.rollout.imports import environment
 from marsrl.rollout.weights.files import left_behind, parent_of
 from marsrl.trainer.checks.device import KERNEL_MODULE, driver_version, why_not_device
 from marsrl.trainer.checks.dtypes import decide_dtypes
