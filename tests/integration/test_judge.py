@@ -86,7 +86,7 @@ def test_a_run_is_trained_and_evaluated_by_what_the_judge_says(
         run = train_here(tmp_path, [*words, "run.steps=3", "run.resume=auto"])
         if overlap:
             capsys.readouterr()
-            evaluate_alone(None, words, tmp_path / "evaluated")
+            evaluate_alone(*read_config(None, words, trains=False), tmp_path / "evaluated", resume=str)
             found, shown = json.loads((tmp_path / "evaluated/evaluation.json").read_text()), capsys.readouterr().err
             assert found["judge"]["policy"] == "judge" and found["judge"]["calls"] == 4 and "judge (judge)" in shown
             assert found["system"]["mean"] == found["judge"]["yes_share"]

@@ -236,7 +236,7 @@ def test_evaluations_on_the_way_leave_the_steps_as_they_are_without(
     own = [{name: value for name, value in row.items() if not name.startswith("eval/")} for row in evaluated]
     assert own == without and "forget prefixes" in CALLS
     assert all(row["eval/system/low"] <= row["eval/system"] <= row["eval/system/high"] for row in evaluated)
-    assert "evaluation after: 3 of 3 draws are kept" in capsys.readouterr().err  # those of step 2
+    assert "evaluation after: 3 of 3 draws are reused" in capsys.readouterr().err  # those of step 2
     folders = sorted((run.path / "evaluations").iterdir())
     assert [folder.name for folder in folders] == ["step_0", "step_1", "step_2"]
     assert run.steps_on_disk() == [1, 2]  # the first evaluation is the best so far; the last step
@@ -308,7 +308,7 @@ def test_five_agents_are_trained_with_overlap_versions_differ_and_a_resumed_run_
     play(*settings, "run.steps=3")
     assert "resumes after" not in (said := capsys.readouterr().err) and "not measured" not in said  # run.evaluate=false
     run = play(*settings, "run.steps=7", "run.resume=auto")
-    assert "resumes after step 3: 4 of 7 steps are left" in capsys.readouterr().err
+    assert "resumes after step 3; run.steps is 7: 4 of 7 steps are left" in capsys.readouterr().err
     rows = rows_of(run)
     assert len(rows) == 7 and run.steps_on_disk() == [1, 2, 3, 4, 5, 6, 7]
     summary = load_summary(run.summary)
@@ -370,7 +370,9 @@ def test_a_run_in_which_nothing_trains_stops_and_says_why(play: Play, tmp_path: 
     rows = [{"question": f"{i} is 7? " * (2000 if i else 1), "answer": "7"} for i in range(40)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "eval.jsonl").write_text(json.dumps({"question": "What is 8?", "answer": "8"}) + "\n")
-    with pytest.raises(RuntimeError, match="step 1: no completion arrived .*: 1 prompts were longer than agents.<name>"):
+    with pytest.raises(
+        RuntimeError, match="step 1: no completion arrived .*: 1 prompts were longer than agents.<name>"
+    ):
         play(*small, f"data.eval={tmp_path}/eval.jsonl")
 
 
