@@ -142,10 +142,10 @@ class Run:
             self.step = self.saved_step = self.resumed_step = restored.step
             self.versions.update(restored.versions)
             left = max(0, self.config.run.steps - self.step)
-            self.console.message(f"goes on after step {self.step}: {left} of {self.config.run.steps} steps are left")
+            self.console.message(f"resumes after step {self.step}: {left} of {self.config.run.steps} steps are left")
             if not left:
                 self.console.warning(
-                    f"run.steps is {self.config.run.steps} and step {self.step} is done: nothing is trained, raise it to go on"
+                    f"run.steps is {self.config.run.steps} and step {self.step} is done; nothing is trained; raise run.steps"
                 )
         if self.driver is not None:
             resume_step = restored.step if restored is not None else (0 if self.directory.existed else None)

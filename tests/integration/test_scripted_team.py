@@ -308,7 +308,7 @@ def test_five_agents_are_trained_with_overlap_versions_differ_and_a_resumed_run_
     play(*settings, "run.steps=3")
     assert "resumes after" not in (said := capsys.readouterr().err) and "not measured" not in said  # run.evaluate=false
     run = play(*settings, "run.steps=7", "run.resume=auto")
-    assert "resumes after step 3; run.steps is 7: 4 of 7 steps are left" in capsys.readouterr().err
+    assert "resumes after step 3: 4 of 7 steps are left" in capsys.readouterr().err
     rows = rows_of(run)
     assert len(rows) == 7 and run.steps_on_disk() == [1, 2, 3, 4, 5, 6, 7]
     summary = load_summary(run.summary)
