@@ -145,7 +145,7 @@ def test_policies_with_weights_of_their_own_train_as_alone_to_the_bit(tmp_path: 
     [
         ("qwen3", {"targets": ["experts"]}, "adapter.targets includes experts, but .* has none; set mlp"),
         ("qwen3_moe", {"targets": ["mlp"]}, "adapter.targets is mlp only, but .* has experts instead"),
-        ("qwen3", {"rank": 8, "alpha": 8}, "alpha / rank of .* is 2; here .* is 1: set adapter.alpha=16"),
+        ("qwen3", {"rank": 8, "alpha": 8}, "alpha / rank of .* is 2; expected .* is 1: set adapter.alpha=16"),
         (
             "qwen3",
             {"rank": 4, "alpha": 8},
@@ -183,7 +183,9 @@ def test_an_adapter_with_one_pair_for_all_experts_is_started_from_once_it_is_spl
             if "lora_" in name:
                 weight.normal_(std=0.1)
     judge.save_pretrained(tmp_path / "fused")
-    with pytest.raises(ValueError, match="one pair for all experts of a layer .*`marsrl export .*fused NEW` writes"):
+    with pytest.raises(
+        ValueError, match="one pair for all experts of a layer .*start from the output of `marsrl export .*fused NEW`"
+    ):
         adapted(model, kind, str(tmp_path / "fused"))
     export(tmp_path / "fused", tmp_path / "split")
     policy = adapted(model, kind, str(tmp_path / "split"))
