@@ -137,6 +137,7 @@ def test_a_team_is_taught_from_demonstrations(model: Path, tmp_path: Path) -> No
 EXAMPLES = [block for block in python_blocks() if block.text.startswith("import marsrl\n")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda each: each.where)
 def test_an_example_of_the_documents_trains(
     example: Any, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
