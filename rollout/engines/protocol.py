@@ -327,7 +327,6 @@ class Engine(ABC):
 
         No request of this adapter may be running; others may decode.
 
-
         Before the first update an adapter is at version 0: its policy's `adapter.start`, or else the bare weights.
         """
         raise NotImplementedError

@@ -282,7 +282,7 @@ def test_an_adapter_is_not_replaced_under_its_own_requests(served: Served) -> No
         pass
     (ask,) = served.asks("b")
     for wrong, says in (
-        (replace(ask, adapter_version=0), f"version 0 of adapter b, but {ask.adapter_version} is loaded"),
+        (replace(ask, adapter_version=0), f"version 0 of adapter b, but version {ask.adapter_version} is loaded"),
         (replace(ask, adapter="c"), "requested adapter c; serves a, b"),
     ):
         with pytest.raises(WrongVersion, match=says):
