@@ -93,9 +93,9 @@ def test_a_wheel_has_every_file_of_its_folders(source: Path) -> None:
         shipped = {name for name in wheel.namelist() if name.startswith("marsrl/")}
         (metadata,) = (name for name in wheel.namelist() if name.endswith("/METADATA"))
         about = message_from_bytes(wheel.read(metadata))
-    files = [path for folder in PARTS[:4] for path in (source / folder).rglob("*") if path.is_file()]
-    assert shipped == {f"marsrl/{path.relative_to(source)}" for path in files}
-    assert {f"marsrl/{layer}/py.typed" for layer in ("kernels", "rollout", "trainer")} <= shipped
+    files = [path for folder in PARTS[:5] for path in (source / folder).rglob("*") if path.is_file()]
+    assert shipped == {f"marsrl/{path.relative_to(source)}".replace("marsrl/api/", "marsrl/") for path in files}
+    assert {f"marsrl/{place}py.typed" for place in ("", "kernels/", "rollout/", "trainer/")} <= shipped
     assert about["Description-Content-Type"] == "text/markdown" and str(about.get_payload()).startswith("# marsrl\n")
 
 

@@ -64,12 +64,12 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     made = init_model("tiny", "bytes", tmp_path / "model")
     small = [*on_sevens(tmp_path, made), "run.steps=2", "rollout.pipeline=trajectory", "agents.verifier.prompt=chain"]
 
-    def read(config: Any, words: Sequence[str], *, trains: bool = True) -> tuple[RunConfig, ConfigOrigin]:
+    def read(config: Any, words: Sequence[str], **how: Any) -> tuple[RunConfig, ConfigOrigin]:
         is_run = isinstance(config, str) and config.endswith("config.yaml")
         own = small if any("Pair" in word or "Broken" in word or "Checked" in word for word in words) else small[:-1]
-        return read_config(config, [*([] if is_run else own), *words], trains=trains, source="keywords")
+        return read_config(config, [*([] if is_run else own), *words], **how)
 
-    monkeypatch.setattr(marsrl.runs, "_read_words", read)
+    monkeypatch.setattr(marsrl.runs, "read_config", read)
     with engines_are(saying(made, half_right)):
         yield made
 
