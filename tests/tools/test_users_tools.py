@@ -171,7 +171,7 @@ def test_calls_run_beside_the_run_and_their_processes_end_with_it(file: Path) ->
         ("def f(value):\n    'No annotation.'", r"f\(value\) has no annotation for value"),
         ("def f(value: int): ...", "has no docstring"),
         ("def f(*values: int):\n    'Any number.'", r"takes \*values: "),
-        ("class Odd: ...\ndef f(value: Odd):\n    'A type that is none.'", "has no JSON schema: "),
+        ("class Odd: ...\ndef f(value: Odd):\n    'A type that is none.'", "has no JSON schema \\(Unable to generate "),
         ("g = 1", "has no function f"),
         ("class f: ...", "has no function f"),
         ("def f(:", "own.py cannot be imported: SyntaxError: "),
@@ -299,7 +299,7 @@ def test_a_server_that_cannot_serve_and_two_tools_of_one_name_are_refused_before
         ({"command": [str(tmp_path / "none")]}, "tools.own: the server does not start: .*No such file"),
         ({"command": [sys.executable, str(tmp_path / "ends.py")]}, "tools.own: the server does not start: "),
         ({"url": "http://127.0.0.1:1/mcp"}, "tools.own: the server does not start: "),
-        ({"command": STDIO, "tools": ["read"]}, "tools.own: the server has no tool 'read'; it has add, greet, "),
+        ({"command": STDIO, "tools": ["read"]}, "tools.own: the server has no tool 'read'; expected one of add, greet, "),
         ({"command": STDIO, "environment": ["NO_SUCH"]}, "tools.own.environment names NO_SUCH, which is not set"),
         ({"url": "http://127.0.0.1:1/mcp", "api_key_env": "NO_SUCH"}, "tools.own.api_key_env names NO_SUCH"),
     ):
