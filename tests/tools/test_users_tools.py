@@ -299,7 +299,10 @@ def test_a_server_that_cannot_serve_and_two_tools_of_one_name_are_refused_before
         ({"command": [str(tmp_path / "none")]}, "tools.own: the server does not start: .*No such file"),
         ({"command": [sys.executable, str(tmp_path / "ends.py")]}, "tools.own: the server does not start: "),
         ({"url": "http://127.0.0.1:1/mcp"}, "tools.own: the server does not start: "),
-        ({"command": STDIO, "tools": ["read"]}, "tools.own: the server has no tool 'read'; expected one of add, greet, "),
+        (
+            {"command": STDIO, "tools": ["read"]},
+            "tools.own: the server has no tool 'read'; expected one of add, greet, ",
+        ),
         ({"command": STDIO, "environment": ["NO_SUCH"]}, "tools.own.environment names NO_SUCH, which is not set"),
         ({"url": "http://127.0.0.1:1/mcp", "api_key_env": "NO_SUCH"}, "tools.own.api_key_env names NO_SUCH"),
     ):
