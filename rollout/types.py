@@ -70,7 +70,7 @@ class Segment:
 
 
 class Fate(StrEnum):
-    """What a program did with an answer to one of its calls."""
+    """Use that a program made of an answer to one of its calls."""
 
     READ = "read"  # trained: the program received the answer, or a later call continues it
     UNREAD = "unread"  # not received: the connection was cut, or the session ended earlier

@@ -1,4 +1,4 @@
-"""What torchrun tells each process that it starts, for code that runs before torch.distributed does."""
+"""Rank and number of ranks from torchrun's environment variables, for code that runs before torch.distributed does."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def help_line(message: str) -> str:
 
 
 def refusal(error: ValueError | OSError) -> str:
-    """What a command prints of settings or files that it cannot use, after its name."""
+    """Return what a command prints, after its name, about settings or files that it cannot use."""
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{error.filename}: {error.strerror}"
     return f"{error}{help_line(str(error))}"

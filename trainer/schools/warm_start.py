@@ -91,7 +91,7 @@ def warm_start(config: RunConfig, console: RunConsole, shape: str = SHAPE) -> Wa
 
 
 def recipe_of(config: RunConfig, shape: str = SHAPE) -> dict[str, Any]:
-    """What is taught: all that the warm-started policy depends on but roundings; ValueError if no school teaches this team."""
+    """Return all that the warm-started policy depends on, except roundings; ValueError if no school teaches this team."""
     school = school_of(config)
     if school is None:
         raise ValueError(f"nobody teaches this team; set policies.main.model, or {who_is_taught()}")

@@ -117,7 +117,7 @@ def _what_helps() -> str:
 
 
 def _is_root() -> bool:
-    """Whether the kernel treats this process as root. It does not in a container with mapped user ids."""
+    """Return True if the kernel treats this process as root, which it does not in a container with mapped user ids."""
     if os.geteuid() != 0:
         return False
     inside, outside, _ = Path("/proc/self/uid_map").read_text().split(maxsplit=2)
