@@ -1,4 +1,4 @@
-"""Packaging: api/ installs as marsrl, kernels/, rollout/, trainer/ and configs/ as marsrl.*, with the native library of csrc/.
+"""Packaging: api/ installs as marsrl, the other folders of code and configs/ as marsrl.*, with the native library of csrc/.
 
 The environment variable that steers the native build:
     MARSRL_BUILD  auto (default): a failed build is a warning; require: it is an error; off: nothing is built
@@ -19,7 +19,7 @@ from setuptools.command.build_ext import build_ext
 
 NAME = "marsrl"
 ROOT = Path(__file__).resolve().parent
-FOLDERS = [folder for folder in ("kernels", "rollout", "trainer", "configs") if (ROOT / folder).is_dir()]
+FOLDERS = [folder for folder in ("kernels", "rollout", "trainer", "commands", "configs") if (ROOT / folder).is_dir()]
 BUILD_MODES = ("auto", "require", "off")
 LIBRARY = "marsrl_cpu"  # CMake target
 
@@ -166,13 +166,13 @@ setup(
     package_dir=package_dir,
     package_data={package: ["*.yaml", "*.j2", "py.typed"] for package in packages}
     | {
-        f"{NAME}.trainer.commands.look": ["pages/*", "pages/vendor/*", "demo/*", "demo/*/*", "demo/*/*/*"],
+        f"{NAME}.commands.look": ["pages/*", "pages/vendor/*", "demo/*", "demo/*/*", "demo/*/*/*"],
         f"{NAME}.trainer.schools": ["ready/*"],
         f"{NAME}.rollout.agents": ["prompt_sets/*.yaml"],
     },
     install_requires=REQUIREMENTS,
     extras_require=EXTRAS,
-    entry_points={"console_scripts": ["marsrl = marsrl.trainer.commands.cli:main"]},
+    entry_points={"console_scripts": ["marsrl = marsrl.commands.cli:main"]},
     ext_modules=[Extension(f"{NAME}.kernels._lib.{LIBRARY}", sources=[])],  # CMake knows the sources
     cmdclass={"build_ext": BuildWithCMake, "bdist_wheel": PlatformWheel},
     zip_safe=False,

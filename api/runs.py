@@ -37,7 +37,7 @@ from marsrl.trainer.torchrun import world_size
 from marsrl.trainer.visible import visible
 
 if TYPE_CHECKING:
-    from marsrl.trainer.evaluate.rehearsal import Rehearsal
+    from marsrl.commands.rehearsal import Rehearsal
     from marsrl.trainer.start import Ready
 
 Config = str | os.PathLike[str] | Mapping[str, Any] | None
@@ -108,7 +108,7 @@ class Run:
 
     def report(self) -> Report:
         """Write report.html again and return it: curves, samples, problems, warnings. In a notebook it is shown."""
-        from marsrl.trainer.commands.look.export import write_report
+        from marsrl.commands.look.export import write_report
 
         with _errors():
             return Report(write_report(self.path))
@@ -170,7 +170,7 @@ def sft(config: Config = None, *, team: type[Orchestration] | str | None = None,
     read, origin = _read(config, team, None, settings)
     _check_process("sft", read)
     with _errors():
-        from marsrl.trainer.commands.sft import prepare, teach
+        from marsrl.commands.sft.command import prepare, teach
 
         ready = prepare(read, origin)
     assert ready.directory is not None and ready.lock is not None, "rank 0"
@@ -200,7 +200,7 @@ def evaluate(
     source, name, weights = config.path if isinstance(config, Run) else config, "", list[str]()
     words = _words(team, task, settings)
     with _errors():
-        from marsrl.trainer.evaluate.command import evaluate_alone, run_of, settings_of_run
+        from marsrl.commands.evaluate import evaluate_alone, run_of, settings_of_run
 
         if isinstance(source, str | os.PathLike) and (Path(source).is_dir() or run_of(Path(source)) != Path(source)):
             name = run_of(Path(source)).absolute().name
@@ -236,8 +236,8 @@ def try_team(
     """
     read, origin = _read(config, team, task, settings)
     with _errors():
-        from marsrl.trainer.commands.cli.command import console
-        from marsrl.trainer.evaluate.rehearsal import check_agents, rehearse_shown
+        from marsrl.commands.cli.command import console
+        from marsrl.commands.rehearsal import check_agents, rehearse_shown
 
         said = answers or {}
         check_agents("answers", said, list(read.agents))

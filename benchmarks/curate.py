@@ -32,7 +32,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from marsrl.trainer.commands.curate.near_duplicates import as_compared, jaccard, shingled
+from marsrl.commands.curate.near_duplicates import as_compared, jaccard, shingled
 from marsrl.trainer.config.curate import NearDuplicatesConfig
 
 SECONDS, BYTES, ROWS = 600.0, 4e9, 1_000_000
@@ -81,7 +81,7 @@ def measure(num_rows: int, folder: Path) -> dict[str, Any]:
     """dropped_unplanted: original prompts mistaken for duplicates. edits: planted near-duplicates by kind; similarity: their
     mean; above, below: the threshold; each with how many were dropped."""
     planted = write_prompts(folder / "prompts.jsonl", num_rows)
-    words = [sys.executable, "-m", "marsrl.trainer.commands.cli", "curate", "prompts.jsonl", "--out", "out"]
+    words = [sys.executable, "-m", "marsrl.commands.cli", "curate", "prompts.jsonl", "--out", "out"]
     load, before, start = os.getloadavg()[0], resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
     subprocess.run(words, cwd=folder, check=True, stdout=sys.stderr)
     seconds, after = time.monotonic() - start, resource.getrusage(resource.RUSAGE_CHILDREN)

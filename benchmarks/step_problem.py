@@ -10,11 +10,11 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from marsrl.commands.plan.parameters import elements
 from marsrl.rollout.adapter import AdapterConfig, adapted
 from marsrl.rollout.model_shape import ModelShape, read_shape
 from marsrl.trainer.data.packing import TrainSequence
 from marsrl.trainer.models.init_model import SMALL
-from marsrl.trainer.plan.parameters import elements
 
 _SLICE = replace(
     SMALL, num_layers=4, hidden_size=2048, num_heads=32, num_kv_heads=4, head_size=128, ffn_size=768, vocab_size=151936,

@@ -106,7 +106,7 @@ def peak_flops() -> float:
     import roofline
     import torch
 
-    from marsrl.trainer.plan.hardware import GPUS
+    from marsrl.commands.plan.hardware import GPUS
 
     if torch.cuda.is_available():
         name = torch.cuda.get_device_name().lower()

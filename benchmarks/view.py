@@ -26,9 +26,9 @@ from pathlib import Path
 
 from fastapi.testclient import TestClient
 
+from marsrl.commands.look.catalog import Catalog
+from marsrl.commands.look.server import make_app
 from marsrl.rollout.types import Finish, Segment
-from marsrl.trainer.commands.look.catalog import Catalog
-from marsrl.trainer.commands.look.server import make_app
 from marsrl.trainer.report.metrics import MetricsLog
 from marsrl.trainer.report.parquet import write_rows
 from marsrl.trainer.report.samples_log import SampleRecord

@@ -12,7 +12,7 @@ from email import message_from_bytes
 from pathlib import Path
 
 import pytest
-from commands import run_by
+from documented_commands import run_by
 from documents import blocks
 
 from marsrl.trainer.report.metrics import read_metrics
@@ -24,6 +24,7 @@ PARTS = (
     "kernels",
     "rollout",
     "trainer",
+    "commands",
     "configs",
     "setup.py",
     "pyproject.toml",
@@ -38,7 +39,7 @@ import sys
 from pathlib import Path
 
 import marsrl
-import marsrl.trainer.commands.cli as cli
+import marsrl.commands.cli as cli
 import marsrl.trainer.main as main
 
 assert cli.main(["doctor"]) == 0
@@ -93,9 +94,9 @@ def test_a_wheel_has_every_file_of_its_folders(source: Path) -> None:
         shipped = {name for name in wheel.namelist() if name.startswith("marsrl/")}
         (metadata,) = (name for name in wheel.namelist() if name.endswith("/METADATA"))
         about = message_from_bytes(wheel.read(metadata))
-    files = [path for folder in PARTS[:5] for path in (source / folder).rglob("*") if path.is_file()]
+    files = [path for folder in PARTS[:6] for path in (source / folder).rglob("*") if path.is_file()]
     assert shipped == {f"marsrl/{path.relative_to(source)}".replace("marsrl/api/", "marsrl/") for path in files}
-    assert {f"marsrl/{place}py.typed" for place in ("", "kernels/", "rollout/", "trainer/")} <= shipped
+    assert {f"marsrl/{place}py.typed" for place in ("", "kernels/", "rollout/", "trainer/", "commands/")} <= shipped
     assert about["Description-Content-Type"] == "text/markdown" and str(about.get_payload()).startswith("# marsrl\n")
 
 
@@ -145,6 +146,6 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def test_a_wheel_has_the_recorded_run(installed: Path) -> None:
-    demo = contents(ROOT / "trainer/commands/look/demo")
-    assert contents(installed / "marsrl/trainer/commands/look/demo") == demo
+    demo = contents(ROOT / "commands/look/demo")
+    assert contents(installed / "marsrl/commands/look/demo") == demo
     assert {"config.yaml", "metrics.jsonl"} <= demo.keys() and sum(map(len, demo.values())) < 2_000_000

@@ -35,6 +35,7 @@ from marsrl.rollout.rewards.model_judge import ModelJudge
 from marsrl.rollout.tasks.data import right_answers
 from marsrl.rollout.team import Team, WatchedJudge
 from marsrl.rollout.tools.build import build_tools
+from marsrl.trainer.checks.batch_plan import longest_sequence
 from marsrl.trainer.checks.preflight import Checked
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.driver import Driver
@@ -44,7 +45,6 @@ from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.megatron import parallel
 from marsrl.trainer.learner.megatron.layout import resolve
 from marsrl.trainer.learner.other_roundings import Precision
-from marsrl.trainer.plan.batch_plan import longest_sequence
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.report.prometheus import MetricsPort, served
 from marsrl.trainer.report.step_log import StepLog

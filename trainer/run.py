@@ -425,7 +425,7 @@ class Run:
             save_summary(self.directory.summary, summary)
             self.trace.save()
             driver.log.close()
-            from marsrl.trainer.commands.look.export import write_report  # imported here: its libraries start threads
+            from marsrl.commands.look.export import write_report  # imported here: its libraries start threads
 
             report = write_report(self.directory.path)
             self.console.results(summary)

@@ -6,10 +6,10 @@ import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+from marsrl.commands.rehearsal import first_update_line
 from marsrl.trainer.checks.preflight import Checked, preflight
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.config.origin import ConfigOrigin
-from marsrl.trainer.evaluate.rehearsal import first_update_line
 from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.runs.existing_run import keep_settings, outlook, resume_lines, settings_to_resume
 from marsrl.trainer.runs.lock import RunLock

@@ -32,7 +32,7 @@ from evidence_page import PAGE, ROOT, Result, Results, page
 
 RESULTS = ROOT / "benchmarks" / "results" / "cpu_xeon_2core" / "evidence"
 RUNS = ROOT / "runs" / "evidence"
-TRAINS = ("kernels", "rollout", "trainer", "configs", "csrc", "constraints", "setup.py", "CMakeLists.txt")
+TRAINS = ("kernels", "rollout", "trainer", "commands", "configs", "csrc", "constraints", "setup.py", "CMakeLists.txt")
 WRITTEN = ("benchmarks/results", "docs")  # written by this command, and unable to change a number
 
 
@@ -195,7 +195,7 @@ class Runner:
             if job.arm.startswith("untrained"):
                 critics = self._make([*Job("marsrl", "whole", job.seed).settings, *self.more])
             else:
-                self._call(["-m", "marsrl.trainer.commands.cli", "export", str(run), str(critics)])
+                self._call(["-m", "marsrl.commands.cli", "export", str(run), str(critics)])
             words = [
                 "--config",
                 str(run / "config.yaml"),
@@ -206,7 +206,7 @@ class Runner:
                 solver = self._make([*job.settings, *self.more])
                 words += [f"policies.foreign.model={solver}", "policies.foreign.frozen=true"]
                 words += ["policies.foreign.dtype=float32", "agents.solver.policy=foreign"]
-            said, _ = self._call(["-m", "marsrl.trainer.commands.cli", "evaluate", *words])
+            said, _ = self._call(["-m", "marsrl.commands.cli", "evaluate", *words])
         evaluation = Evaluation.model_validate_json(said)
         assert evaluation.alone is not None and evaluation.alone.mean is not None and evaluation.system.mean is not None
         found = {name: row.mean for name, row in evaluation.rows.items() if row.mean is not None}

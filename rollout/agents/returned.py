@@ -124,7 +124,10 @@ def place_of(error: Exception, team: object, method: str) -> str:
 
 
 def _is_ours(file: Path) -> bool:
-    return any(file.is_relative_to(_PACKAGE / room) for room in ("rollout", "trainer")) or "site-packages" in file.parts
+    return (
+        any(file.is_relative_to(_PACKAGE / room) for room in ("rollout", "trainer", "commands"))
+        or "site-packages" in file.parts
+    )
 
 
 def _message(found: object) -> Message:

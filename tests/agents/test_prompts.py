@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from marsrl.commands.cli import main
 from marsrl.rollout.agents.parsers import (
     PARSERS,
     LastMatch,
@@ -40,7 +41,6 @@ from marsrl.rollout.episode import Episode
 from marsrl.rollout.orchestrations.registry import build_orchestration, find_orchestration
 from marsrl.rollout.orchestrations.solver import Solver
 from marsrl.rollout.types import Ask, Message, Problem
-from marsrl.trainer.commands.cli import main
 
 SOLVER = 'answer: boxed\nturns:\n  solver:\n    - user: "{problem}"\n'
 INVERTED = "  correct: {regex: 'correct', example: incorrect}\n  wrong: {regex: 'incorrect', example: incorrect}\n"

@@ -16,7 +16,7 @@ from pathlib import Path
 import cluster
 import pytest
 from box import Box
-from commands import run_by
+from documented_commands import run_by
 
 from marsrl.trainer.report.metrics import MetricsRow
 

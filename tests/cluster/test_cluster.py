@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from box import Box
 from cluster import BY_WIRE, check_same, goes_on, lend, train
-from commands import run_by
+from documented_commands import run_by
 
 from marsrl.trainer.report.metrics import MetricsRow
 

@@ -11,14 +11,14 @@ from typing import Any
 
 from letters import END, LetterRenderer
 
+from marsrl.commands.curate.judged import judged
+from marsrl.commands.curate.pipeline import Pipeline, StageRecord
+from marsrl.commands.curate.rows import Decisions, Row, Stage, readable
 from marsrl.rollout.engines.protocol import DecodeRequest
 from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import LocalReplicas
 from marsrl.rollout.types import Problem
-from marsrl.trainer.commands.curate.judged import judged
-from marsrl.trainer.commands.curate.pipeline import Pipeline, StageRecord
-from marsrl.trainer.commands.curate.rows import Decisions, Row, Stage, readable
 from marsrl.trainer.config.curate import CriterionConfig
 from marsrl.trainer.report.console import RunConsole
 

@@ -15,6 +15,8 @@ import pytest
 from curation import prompt_of, read, rows_of, run
 from letters import END, make_team
 
+from marsrl.commands.curate.best_of_n import best_of_n
+from marsrl.commands.curate.rows import Row, Stage
 from marsrl.rollout.config import AgentConfig, EvaluateConfig
 from marsrl.rollout.engines.protocol import DecodeRequest
 from marsrl.rollout.engines.scripted import ScriptedEngine
@@ -24,8 +26,6 @@ from marsrl.rollout.pool.replicas import LocalReplicas
 from marsrl.rollout.rewards.judge import known
 from marsrl.rollout.team import WatchedJudge
 from marsrl.rollout.types import Problem, Reward
-from marsrl.trainer.commands.curate.best_of_n import best_of_n
-from marsrl.trainer.commands.curate.rows import Row, Stage
 from marsrl.trainer.config.curate import BestOfNConfig
 from marsrl.trainer.evaluate.evaluator import Evaluator
 

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from marsrl.trainer.commands import cli
-from marsrl.trainer.commands.check_answers import alterations, forms, notations
+from marsrl.commands import cli
+from marsrl.commands.check_answers import alterations, forms, notations
 
 
 def others(reference: str) -> dict[str, list[str]]:

@@ -15,7 +15,7 @@ import pytest
 from completions_server import Handler, completions_server
 from desk import boxing_model
 
-from marsrl.trainer.commands import cli
+from marsrl.commands import cli
 
 ATTACK = "</pre></title><script>document.title=1</script><img src=x onerror=alert(1)>{{ 7*191 }}\x00\x1b\u2028\u202e"
 WORDS = ("alpha beta gamma delta", "one two three four", "red green blue black", "north south east west")

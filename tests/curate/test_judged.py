@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from curation import NO, YES, ScriptedJudge, by_length, read, rows_of, run
 
-from marsrl.trainer.commands.curate.judged import CRITERIA, messages
-from marsrl.trainer.commands.curate.rows import CurationStopped, readable
+from marsrl.commands.curate.judged import CRITERIA, messages
+from marsrl.commands.curate.rows import CurationStopped, readable
 
 
 def kept_of(out: Path) -> list[str]:

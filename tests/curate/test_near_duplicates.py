@@ -9,14 +9,14 @@ from curation import rows_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from marsrl.trainer.commands.curate.near_duplicates import (
+from marsrl.commands.curate.near_duplicates import (
     as_compared,
     bands_and_rows,
     jaccard,
     near_duplicates,
     shingled,
 )
-from marsrl.trainer.commands.curate.rows import Decision, Row
+from marsrl.commands.curate.rows import Decision, Row
 from marsrl.trainer.config.curate import NearDuplicatesConfig
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from curation import Killed, ScriptedJudge, by_length, cut_short, rows_of, run
 
-from marsrl.trainer.commands.curate.near_duplicates import near_duplicates
-from marsrl.trainer.commands.curate.rows import Decision, Decisions, Row, Stage, level, readable
+from marsrl.commands.curate.near_duplicates import near_duplicates
+from marsrl.commands.curate.rows import Decision, Decisions, Row, Stage, level, readable
 from marsrl.trainer.config.curate import LevelConfig, NearDuplicatesConfig
 
 

@@ -146,6 +146,6 @@ def published_model(folder: Path, name: str) -> Path:
     """A directory with config.json and headers of the published model `name`, and a tokenizer of bytes."""
     from published_model import save_published
 
-    from marsrl.trainer.plan.models import KNOWN
+    from marsrl.trainer.checks.models import KNOWN
 
     return save_published(KNOWN.get(name, KNOWN["Qwen3-8B"]), folder)  # of a server's model only the tokenizer is read

@@ -14,8 +14,8 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 from typer.main import get_command
 
+from marsrl.commands import cli
 from marsrl.trainer import main
-from marsrl.trainer.commands import cli
 from marsrl.trainer.config import RunConfig
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -18,16 +18,16 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from commands import run_by
 from desk import MODEL, Desk, boxing_model, published_model
+from documented_commands import run_by
 from documents import ROOT, config_blocks, python_blocks
 from held_port import held_port
 from pyarrow import Table
 from pyarrow.parquet import write_table
 
+from marsrl.commands import cli
 from marsrl.rollout.tools.config import HttpSearch
 from marsrl.rollout.tools.servers import Retrieval
-from marsrl.trainer.commands import cli
 from marsrl.trainer.config.explain import as_yaml
 from marsrl.trainer.config.read import read_config
 from marsrl.trainer.main import main

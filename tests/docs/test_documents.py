@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from commands import TESTS, run_by, runner
+from documented_commands import TESTS, run_by, runner
 from documents import PAGES, ROOT, Found, commands, is_on_the_page, links, other_blocks, pieces, rows, spans
 
 from marsrl.rollout.orchestrations.registry import ORCHESTRATIONS
@@ -30,7 +30,7 @@ PICTURES = {
 
 def test_every_command_of_the_documents_is_run_by_a_test() -> None:
     unknown = {found.text: found.where for found in commands() if runner(found.text) is None}
-    assert not unknown, "give each a pattern in tests/docs/commands.py, and a test"
+    assert not unknown, "give each a pattern in tests/docs/documented_commands.py, and a test"
     tests = [path.read_text("utf-8") for path in (ROOT / "tests").rglob("test_*.py")]
     for pattern, name in TESTS:
         assert run_by(name), f"no document has a command {pattern}"
@@ -99,7 +99,7 @@ def test_backticks_of_running_text_are_closed() -> None:
     assert not [each for each in texts if "`" in each[2]]
 
 
-CODE = [path for room in ("trainer", "rollout") for path in sorted((ROOT / room).rglob("*.py"))]
+CODE = [path for room in ("commands", "trainer", "rollout") for path in sorted((ROOT / room).rglob("*.py"))]
 FAMILIES = "actor|advantage|cost|drmas|eval|judge|latency_s|metrics|mpt|perf|policy_cost|response_length|reward|rollout"
 FAMILIES += "|router|session|sft|sync|teacher|team|timing_s|tools|train_rollout|verdicts"
 # lanes of the trace, beginnings of names

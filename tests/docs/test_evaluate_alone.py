@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import run_by
 from completions_server import Handler, completions_server
 from desk import Desk, boxing_model
+from documented_commands import run_by
 from letters import AGENTS
 from small_run import sevens
 
-from marsrl.trainer.commands import cli
+from marsrl.commands import cli
 
 pytestmark = pytest.mark.slow
 HERE = "rollout={engine: local, placement: local, max_response_tokens: 40}"

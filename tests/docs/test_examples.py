@@ -11,21 +11,21 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from commands import run_by
 from desk import Desk, boxing_model
+from documented_commands import run_by
 from documents import ROOT
 from small_run import SEED
 
+from marsrl.commands import cli
+from marsrl.commands.rehearsal import Rehearsal, rehearse
+from marsrl.commands.sft.demonstrations import read_demonstrations
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.types import Sample
-from marsrl.trainer.commands import cli
 from marsrl.trainer.config.read import read_config
-from marsrl.trainer.evaluate.rehearsal import Rehearsal, rehearse
 from marsrl.trainer.main import main
 from marsrl.trainer.models.init_model import init_model
 from marsrl.trainer.report.metrics import read_metrics
 from marsrl.trainer.report.samples_log import read_samples
-from marsrl.trainer.supervised.demonstrations import read_demonstrations
 
 pytestmark = pytest.mark.slow
 

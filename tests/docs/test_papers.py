@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
-from commands import run_by
+from documented_commands import run_by
 from documents import ROOT
 
 from marsrl.trainer.config.keys import all_keys, as_key

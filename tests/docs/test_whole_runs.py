@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import yaml
-from commands import run_by
 from completions_server import Handler, completions_server
 from desk import MODEL, Desk, boxing_model
+from documented_commands import run_by
 
 from marsrl.trainer.machine import native_dtype
 from marsrl.trainer.report.metrics import read_metrics

@@ -20,8 +20,8 @@ import pytest
 from engine_cases import actors
 from held_port import held_port
 
+from marsrl.commands.cli import main
 from marsrl.rollout.pool.addresses import address_towards, own_address, split_address
-from marsrl.trainer.commands.cli import main
 
 JOIN = """
 import os, socket, sys
@@ -227,7 +227,7 @@ def test_two_hosts_lend_their_engines_and_the_run_goes_on_without_one_until_a_th
             programs.callback(program.end)
             return program
 
-        joins = ("-m", "marsrl.trainer.commands.cli", "join", f"127.0.0.1:{port}", "--wait", "600")
+        joins = ("-m", "marsrl.commands.cli", "join", f"127.0.0.1:{port}", "--wait", "600")
         first = start(*joins)  # before the head
         first.wait_for("waiting for the trainer's cluster at 127.0.0.1")
         head = start("-W", "ignore", "-c", HEAD, str(checkpoint("qwen3_moe")), str(port))

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from commands import run_by
+from documented_commands import run_by
 from documents import ROOT
 from scripted_pool import engines_are, rows_of, samples_of, saying
 from small_run import run_here
 
+from marsrl.commands import cli
 from marsrl.rollout.engines.protocol import DecodeRequest
-from marsrl.trainer.commands import cli
 from marsrl.trainer.models.init_model import init_model
 from marsrl.trainer.report.samples_log import SampleRecord
 from marsrl.trainer.runs.directory import RunDirectory

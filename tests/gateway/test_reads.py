@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from programs import program
 
+from marsrl.commands.rehearsal import rehearse
 from marsrl.rollout.types import Sample
 from marsrl.trainer.config.read import read_config
 from marsrl.trainer.data.credit import Credited
-from marsrl.trainer.evaluate.rehearsal import rehearse
 from marsrl.trainer.report.group_metrics import summarise
 
 CONFIG = """

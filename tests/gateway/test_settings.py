@@ -10,10 +10,10 @@ import pytest
 import yaml
 from programs import program
 
+from marsrl.commands.cli import main
 from marsrl.rollout.gateway.config import ExternalConfig
 from marsrl.rollout.gateway.workers import WORKER, check_program, join_line
 from marsrl.trainer.checks.preflight import preflight
-from marsrl.trainer.commands.cli import main
 from marsrl.trainer.config.read import ConfigError, read_config
 
 TEAM = ("task=arithmetic", "orchestration=external", "agents={solver: {policy: main}, verifier: {policy: main}}")

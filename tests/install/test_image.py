@@ -8,7 +8,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import yaml
-from commands import run_by
+from documented_commands import run_by
 from documents import ROOT, commands
 
 LINES = (ROOT / "Dockerfile").read_text().replace("\\\n", " ").splitlines()

@@ -18,10 +18,10 @@ from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor, cuda
 
+from marsrl.trainer.checks.placement import with_backend
 from marsrl.trainer.config.read import read_config
 from marsrl.trainer.main import main
 from marsrl.trainer.models.init_model import init_model
-from marsrl.trainer.plan.placement import with_backend
 from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.runs.lock import RunLock
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from commands import run_by
+from documented_commands import run_by
 from documents import ROOT
 from small_run import Runner
 

@@ -13,16 +13,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import run_by
 from desk import Desk
+from documented_commands import run_by
 from documents import is_on_the_page
 from safetensors.torch import load_file
 from scripted_pool import untimed
 from small_run import SEED, Runner, started_with
 
-from marsrl.trainer.commands import cli
+from marsrl.commands import cli
+from marsrl.trainer.checks.placement import with_backend
 from marsrl.trainer.config.read import read_config
-from marsrl.trainer.plan.placement import with_backend
 from marsrl.trainer.report.metrics import read_metrics
 from marsrl.trainer.report.samples_log import read_samples
 from marsrl.trainer.report.summary import Evaluation, load_summary

@@ -10,7 +10,7 @@ import pytest
 from completions_server import Handler, completions_server
 from scripted_pool import engines_are, half_right, on_sevens, samples_of, saying, train_here
 
-from marsrl.trainer.commands.look.api import Api
+from marsrl.commands.look.api import Api
 from marsrl.trainer.models.init_model import init_model
 from marsrl.trainer.report.metrics import read_metrics
 from marsrl.trainer.report.summary import load_summary

@@ -15,11 +15,11 @@ from completions_server import Handler, completions_server
 from letters import NO, YES, answer_in
 from scripted_pool import engines_are, on_sevens, saying, train_here
 
+from marsrl.commands.evaluate import evaluate_alone
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.engines.protocol import DecodeRequest
 from marsrl.trainer.checks.preflight import preflight
 from marsrl.trainer.config.read import ConfigError, read_config
-from marsrl.trainer.evaluate.command import evaluate_alone
 from marsrl.trainer.models.init_model import init_model
 from marsrl.trainer.report.metrics import read_metrics
 from marsrl.trainer.report.samples_log import read_samples

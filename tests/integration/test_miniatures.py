@@ -14,7 +14,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from commands import run_by
+from documented_commands import run_by
 from small_run import SMALL, Runner, run_here
 
 from marsrl.trainer.report.metrics import read_metrics

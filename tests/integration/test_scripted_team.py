@@ -30,9 +30,9 @@ from scripted_pool import (
     untimed,
 )
 
+from marsrl.commands import cli
 from marsrl.rollout.engines.protocol import DecodeRequest, MemoryPart, WeightReceipt, WeightUpdate
 from marsrl.rollout.types import FloatArray, IntArray
-from marsrl.trainer.commands import cli
 from marsrl.trainer.models.init_model import init_model
 from marsrl.trainer.report.metrics import read_warnings
 from marsrl.trainer.report.samples_log import read_samples

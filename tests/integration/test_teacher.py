@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 
 import pytest
-from commands import run_by
 from desk import Desk, boxing_model
+from documented_commands import run_by
 from scripted_pool import rows_of, train_here
 from small_run import run_here, sevens
 

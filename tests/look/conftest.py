@@ -24,7 +24,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 @pytest.fixture(scope="session")
 def viewer(runs: list[Path]) -> Iterator[str]:
     """The address that `marsrl view` prints, token and all."""
-    command = [sys.executable, "-m", "marsrl.trainer.commands.cli", "view", *map(str, runs)]
+    command = [sys.executable, "-m", "marsrl.commands.cli", "view", *map(str, runs)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None

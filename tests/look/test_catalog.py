@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from made_up_run import make_group, make_run, make_sample
 
+from marsrl.commands.look import measured
+from marsrl.commands.look.catalog import Catalog, Filter, Row
+from marsrl.commands.look.palette import COLORS, activity_color, series_colors
+from marsrl.commands.plan.command import as_json
+from marsrl.commands.plan.plan import make_plan
 from marsrl.rollout.types import Finish, Reward
-from marsrl.trainer.commands.look import measured
-from marsrl.trainer.commands.look.catalog import Catalog, Filter, Row
-from marsrl.trainer.commands.look.palette import COLORS, activity_color, series_colors
 from marsrl.trainer.config.read import read_config
-from marsrl.trainer.plan.command import as_json
-from marsrl.trainer.plan.plan import make_plan
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.report.metrics import read_metrics
 from marsrl.trainer.report.samples_log import SampleRecord, read_samples, write_samples

@@ -12,10 +12,10 @@ from made_up_run import make_run
 from rich.console import Console
 from test_exported_pages import ATTACK, answers_in
 
+from marsrl.commands import cli
+from marsrl.commands.look.compare import compare
+from marsrl.commands.look.comparison import Difference, difference, names_of, read_compared, side_by_side
 from marsrl.rollout.agents.roles import AgentSpec
-from marsrl.trainer.commands import cli
-from marsrl.trainer.commands.look.compare import compare
-from marsrl.trainer.commands.look.comparison import Difference, difference, names_of, read_compared, side_by_side
 from marsrl.trainer.evaluate.draws import EVALUATION, Draw, Kept, Said
 from marsrl.trainer.evaluate.score import Scorer
 from marsrl.trainer.runs.directory import RunDirectory, write_json

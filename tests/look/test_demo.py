@@ -10,15 +10,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import run_by
+from documented_commands import run_by
 from fastapi.testclient import TestClient
 from made_up_run import make_run
 from playwright.sync_api import Browser
 from watched import Watched
 
-from marsrl.trainer.commands.cli import main
-from marsrl.trainer.commands.look.record import DEMO
-from marsrl.trainer.commands.look.server import make_app
+from marsrl.commands.cli import main
+from marsrl.commands.look.record import DEMO
+from marsrl.commands.look.server import make_app
 from marsrl.trainer.report.samples_log import read_samples
 from marsrl.trainer.runs.directory import step_files
 
@@ -54,7 +54,7 @@ def test_the_viewer_answers_about_the_demo_and_writes_nothing() -> None:
 
 
 def test_view_demo_opens_on_its_overview(browser: Browser) -> None:
-    command = [sys.executable, "-m", "marsrl.trainer.commands.cli", "view", "--demo"]
+    command = [sys.executable, "-m", "marsrl.commands.cli", "view", "--demo"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None

@@ -14,8 +14,8 @@ from made_up_run import AGENTS, make_group, make_run, make_sample, make_summary
 from playwright.sync_api import Browser
 from watched import Watched
 
+from marsrl.commands.look.export import write_report
 from marsrl.rollout.types import Sample
-from marsrl.trainer.commands.look.export import write_report
 from marsrl.trainer.report.samples_log import write_samples
 from marsrl.trainer.report.summary import save_summary
 from marsrl.trainer.runs.directory import RunDirectory

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from made_up_run import make_run
 
-from marsrl.trainer.commands.look import record
+from marsrl.commands.look import record
 from marsrl.trainer.report.parquet import write_rows
 from marsrl.trainer.report.samples_log import SampleRecord, read_samples
 from marsrl.trainer.runs.directory import RunDirectory, step_files

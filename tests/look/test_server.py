@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import run_by
+from documented_commands import run_by
 from fastapi.testclient import TestClient
 
-from marsrl.trainer.commands.cli import main
-from marsrl.trainer.commands.look.api import MOST_CHARS, Api, differences
-from marsrl.trainer.commands.look.export import PAGES
-from marsrl.trainer.commands.look.server import make_app
+from marsrl.commands.cli import main
+from marsrl.commands.look.api import MOST_CHARS, Api, differences
+from marsrl.commands.look.export import PAGES
+from marsrl.commands.look.server import make_app
 from marsrl.trainer.runs.directory import RunDirectory
 
 

@@ -16,6 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from marsrl.commands import cli
+from marsrl.commands.models.export import export
 from marsrl.rollout import adapter as adapters
 from marsrl.rollout.adapter import AdapterConfig, check_start
 from marsrl.rollout.engines.local.engine import LocalEngine
@@ -23,9 +25,7 @@ from marsrl.rollout.engines.protocol import EngineSpec
 from marsrl.rollout.engines.vllm.engine import VllmEngine
 from marsrl.rollout.model_shape import read_shape
 from marsrl.trainer.checks.preflight import preflight
-from marsrl.trainer.commands import cli
 from marsrl.trainer.config.read import ConfigError, read_config
-from marsrl.trainer.models.export import export
 from marsrl.trainer.models.init_model import init_model
 
 ATTENTION = [f"{name}_proj" for name in "qkvo"]

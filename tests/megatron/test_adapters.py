@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from marsrl.commands.models.export import export
 from marsrl.kernels import PolicyObjective
 from marsrl.rollout.adapter import AdapterConfig, read_tensors, tensor_shapes
 from marsrl.rollout.model_shape import read_shape
 from marsrl.trainer.data.packing import TrainSequence
 from marsrl.trainer.data.scatter import MiniBatch, joined, scatter
 from marsrl.trainer.learner.learner import Learner, groups
-from marsrl.trainer.models.export import export
 
 pytestmark = pytest.mark.slow
 

@@ -17,10 +17,10 @@ from engine_cases import files_up_to
 from megatron_models import learner, micro_batches, save_model, sequences, step, weights
 from safetensors.torch import load_file
 
+from marsrl.commands.models.export import export
 from marsrl.rollout.player.stages import RolloutState
 from marsrl.trainer.checkpoint import CheckpointWriter, Restored, load_checkpoint
 from marsrl.trainer.learner.learner import Learner
-from marsrl.trainer.models.export import export
 from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.runs.manifest import damage
 

@@ -11,15 +11,14 @@ import torch
 from megatron_models import largest_difference, learner, save, save_model, sequences, step, weights
 from safetensors.torch import load_file
 
+from marsrl.commands import cli, evaluate
+from marsrl.commands.models.export import export, hf_tensors
 from marsrl.rollout.model_shape import read_shape
-from marsrl.trainer.commands import cli
 from marsrl.trainer.config.origin import ConfigOrigin
 from marsrl.trainer.config.run_config import RunConfig
 from marsrl.trainer.data.packing import pack
-from marsrl.trainer.evaluate import command
 from marsrl.trainer.learner.megatron.hf_files import write_hf
 from marsrl.trainer.learner.megatron.mapping import units
-from marsrl.trainer.models.export import export, hf_tensors
 from marsrl.trainer.report.summary import Evaluation
 from marsrl.trainer.runs.directory import RunDirectory, write_json
 from marsrl.trainer.runs.manifest import write_manifest
@@ -122,11 +121,11 @@ def test_a_run_is_evaluated_with_the_weights_of_its_latest_checkpoint_exported_o
     run = whole_run(tmp_path, tmp_path / "main")
     called: list[tuple[RunConfig, ConfigOrigin]] = []
 
-    def evaluate(config: RunConfig, origin: ConfigOrigin, *_: object, **__: object) -> Evaluation:
+    def fake(config: RunConfig, origin: ConfigOrigin, *_: object, **__: object) -> Evaluation:
         called.append((config, origin))
         return Evaluation.model_construct()
 
-    monkeypatch.setattr(command, "evaluate_alone", evaluate)
+    monkeypatch.setattr(evaluate, "evaluate_alone", fake)
 
     def evaluated() -> Path:
         assert cli.main(["evaluate", str(run.path), "evaluate.repeat=2"]) == 0

@@ -18,17 +18,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from commands import run_by
+from documented_commands import run_by
 from megatron_models import learner, save
 from safetensors.torch import load_file
 from tokenizers.pre_tokenizers import ByteLevel
 
+from marsrl.commands.cli import main
+from marsrl.commands.models import fetch
+from marsrl.commands.models.export import export
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.engines.vllm.arguments import vllm_environment
 from marsrl.rollout.model_shape import read_shape
-from marsrl.trainer.commands.cli import main
-from marsrl.trainer.models import fetch
-from marsrl.trainer.models.export import export
 
 HIDDEN, HEADS, GROUPS, SIZE = 288, 9, 3, 32
 WORDS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *sorted(ByteLevel.alphabet()), "ĠĠ", "ĊĊ", "Ġt"]

@@ -14,7 +14,7 @@ import torch
 from megatron_models import learner, save_model, sequences
 from torch import Tensor
 
-from marsrl.trainer.checks.doctor import examine
+from marsrl.commands.doctor import examine
 from marsrl.trainer.data.packing import pack
 from marsrl.trainer.learner.megatron import layer_choice
 from marsrl.trainer.learner.megatron.layer_choice import APEX, LayerChoice, choose_fusions, choose_layers

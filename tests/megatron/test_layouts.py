@@ -12,11 +12,11 @@ from megatron_models import largest_difference, save_model
 from rank_pair import RankPair
 from safetensors.torch import load_file
 
+from marsrl.commands.models.export import export
 from marsrl.rollout.adapter import read_tensors
 from marsrl.rollout.model_shape import ModelShape
 from marsrl.trainer.config import LayoutConfig
 from marsrl.trainer.learner.megatron.layout import check, resolve
-from marsrl.trainer.models.export import export
 
 pytestmark = pytest.mark.slow
 

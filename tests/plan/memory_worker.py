@@ -20,6 +20,7 @@ from live_bytes import CudaBytes, LiveBytes
 from megatron_models import learner, save_model
 from megatron_models import sequences as random_sequences
 
+from marsrl.commands.plan.memory import RouterReplay, Training, most_loaded_rank, rank_memory
 from marsrl.kernels import PolicyObjective
 from marsrl.kernels.head import chunked_head, gemms, tiles
 from marsrl.rollout.adapter import AdapterConfig
@@ -30,7 +31,6 @@ from marsrl.trainer.data.packing import TrainSequence, pack
 from marsrl.trainer.data.scatter import Update
 from marsrl.trainer.learner.megatron import parallel, shim
 from marsrl.trainer.learner.megatron.layout import resolve
-from marsrl.trainer.plan.memory import RouterReplay, Training, most_loaded_rank, rank_memory
 
 VOCAB, SEQUENCES, LENGTH = 212, 4, 128
 

@@ -64,8 +64,8 @@ def save_model(name: str, folder: Path) -> Path:
     """A directory of the published model; a tokenizer that is not its own, of bytes."""
     from published_model import save_published
 
+    from marsrl.trainer.checks.models import find_shape, taught_shape
     from marsrl.trainer.config import PolicyConfig, RunConfig
-    from marsrl.trainer.plan.models import find_shape, taught_shape
 
     shape = taught_shape(RunConfig(), PolicyConfig()) if name == "warm start" else find_shape(name)
     assert shape is not None
@@ -116,7 +116,7 @@ def vllm_config(config: Any, folder: Path, adapters: Any = None) -> Any:
     from marsrl.rollout.engines.vllm.arguments import engine_arguments
     from marsrl.rollout.model_shape import read_shape
     from marsrl.rollout.pool.build import with_settings
-    from marsrl.trainer.plan.batch_plan import longest_sequence
+    from marsrl.trainer.checks.batch_plan import longest_sequence
 
     # What vLLM has found out about a model class it writes into ~/.cache, and imports kernels for it that are not here.
     _LazyRegisteredModel._save_modelinfo_to_cache = lambda self, *found: None  # type: ignore[method-assign]

@@ -10,15 +10,15 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 from published_model import save_published
 
+from marsrl.commands.plan import hardware as hw
+from marsrl.commands.plan.plan import make_plan
 from marsrl.rollout.model_shape import read_shape
+from marsrl.trainer.checks.models import find_shape
 from marsrl.trainer.checks.preflight import preflight
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.config.read import CONFIGS, ConfigError, read_config
 from marsrl.trainer.learner.megatron import shim
 from marsrl.trainer.learner.megatron.layout import resolve
-from marsrl.trainer.plan import hardware as hw
-from marsrl.trainer.plan.models import find_shape
-from marsrl.trainer.plan.plan import make_plan
 
 MODELS = {"qwen3_8b": "Qwen3-8B", "qwen3_30b_a3b_8xh100": "Qwen3-30B-A3B", "single_gpu": "Qwen3-1.7B"}
 OTHERS = "rollout.ray_address=192.0.2.200:6379"  # nobody is there; nobody is asked

@@ -11,9 +11,9 @@ import torch
 from memory_worker import compare, model
 from rank_pair import RankPair
 
+from marsrl.commands.plan.parameters import active_elements, elements
 from marsrl.rollout.model_shape import read_shape
-from marsrl.trainer.plan.models import KNOWN
-from marsrl.trainer.plan.parameters import active_elements, elements
+from marsrl.trainer.checks.models import KNOWN
 
 
 def test_published_parameter_counts() -> None:

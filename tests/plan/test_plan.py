@@ -11,11 +11,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from marsrl.trainer.commands import cli
-from marsrl.trainer.config.read import CONFIGS, ConfigError, read_config
-from marsrl.trainer.plan import hardware as hw
-from marsrl.trainer.plan.command import show
-from marsrl.trainer.plan.engines import (
+from marsrl.commands import cli
+from marsrl.commands.plan import hardware as hw
+from marsrl.commands.plan.command import show
+from marsrl.commands.plan.engines import (
     Demand,
     EngineSetup,
     engine_memory,
@@ -24,11 +23,12 @@ from marsrl.trainer.plan.engines import (
     rollout_time,
     sync_time,
 )
-from marsrl.trainer.plan.memory import head_bytes
-from marsrl.trainer.plan.models import KNOWN
-from marsrl.trainer.plan.needs import shortages
-from marsrl.trainer.plan.plan import Plan, make_plan
-from marsrl.trainer.plan.ranking import step_seconds
+from marsrl.commands.plan.memory import head_bytes
+from marsrl.commands.plan.needs import shortages
+from marsrl.commands.plan.plan import Plan, make_plan
+from marsrl.commands.plan.ranking import step_seconds
+from marsrl.trainer.checks.models import KNOWN
+from marsrl.trainer.config.read import CONFIGS, ConfigError, read_config
 
 MOE = KNOWN["Qwen3-30B-A3B"]
 H100 = hw.GPUS["h100-80g"]

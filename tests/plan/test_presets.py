@@ -26,8 +26,8 @@ from marsrl.rollout.engines.refusals import (
     why_not_cut,
 )
 from marsrl.rollout.engines.vllm.arguments import checked_extra
+from marsrl.trainer.checks.models import KNOWN, find_shape
 from marsrl.trainer.config.read import CONFIGS, read_config
-from marsrl.trainer.plan.models import KNOWN, find_shape
 
 PRESETS = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 WITHOUT_VLLM = {"cpu_solver_verifier", "cpu_search_team", "cpu_dual_system", "cpu_adapters"}  # our own engine decodes

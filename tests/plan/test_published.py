@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import yaml
 
+from marsrl.commands.plan import hardware as hw
+from marsrl.commands.plan.memory import Training, rank_memory
+from marsrl.commands.plan.plan import make_plan
+from marsrl.commands.plan.ranking import step_seconds
+from marsrl.commands.plan.speed import Work, step_time
+from marsrl.trainer.checks.models import KNOWN
 from marsrl.trainer.config.read import CONFIGS, read_config
 from marsrl.trainer.learner.megatron.layout import Layout
-from marsrl.trainer.plan import hardware as hw
-from marsrl.trainer.plan.memory import Training, rank_memory
-from marsrl.trainer.plan.models import KNOWN
-from marsrl.trainer.plan.plan import make_plan
-from marsrl.trainer.plan.ranking import step_seconds
-from marsrl.trainer.plan.speed import Work, step_time
 
 CASES: list[dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("published.yaml").read_text(encoding="utf-8"))
 WITHIN = 0.15

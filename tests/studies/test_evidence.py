@@ -15,7 +15,7 @@ from evidence import Job, Runner
 from evidence_page import Claim, Result
 from typer.main import get_command
 
-from marsrl.trainer.commands.cli import app
+from marsrl.commands.cli import app
 from marsrl.trainer.config.read import read_config
 from marsrl.trainer.report.summary import Estimate, Evaluation
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import redirect_stdout
 
-from marsrl.trainer.commands import cli
+from marsrl.commands import cli
 
 
 def job(folder: str, words: list[str]) -> int:

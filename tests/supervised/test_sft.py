@@ -12,23 +12,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from commands import run_by
 from desk import MODEL
+from documented_commands import run_by
 from rank_pair import RankPair
 from safetensors.torch import load_file
 from thinking_templates import TEMPLATES, renderer_of
 from transformers import PreTrainedTokenizerFast
 
+from marsrl.commands import cli
+from marsrl.commands.sft.demonstrations import Demonstrations, read_demonstrations
 from marsrl.rollout.agents.byte_tokenizer import write_byte_tokenizer
 from marsrl.rollout.agents.prompts import prompt_set
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.agents.roles import Role
 from marsrl.rollout.types import Message
-from marsrl.trainer.commands import cli
 from marsrl.trainer.config.read import read_config
 from marsrl.trainer.models.init_model import init_model
 from marsrl.trainer.report.metrics import read_metrics
-from marsrl.trainer.supervised.demonstrations import Demonstrations, read_demonstrations
 from marsrl.trainer.supervised.imitation import DemonstrationTokens
 
 SENTENCES = ("seven is odd", "eight is even", "nine is odd", "ten is even")

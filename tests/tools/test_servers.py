@@ -18,6 +18,7 @@ import pytest
 from completions_server import Handler, completions_server
 from pydantic import ValidationError
 
+from marsrl.commands.cli import main
 from marsrl.rollout.state import encode
 from marsrl.rollout.tools.build import build_tools, check_tools
 from marsrl.rollout.tools.config import HttpSearch, ToolsConfig
@@ -26,7 +27,6 @@ from marsrl.rollout.tools.protocol import ToolError
 from marsrl.rollout.tools.search import build_index
 from marsrl.rollout.tools.servers import Retrieval, SerpApi
 from marsrl.rollout.types import ToolCall, ToolOutput
-from marsrl.trainer.commands.cli import main
 
 KEY = "s3cr3t+key/of=ours"
 FOUND = {"result": [[{"document": {"id": "7", "contents": '"Lima"\nThe capital.'}, "score": 1.5}]]}

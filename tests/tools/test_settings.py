@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from marsrl.commands.cli import main
 from marsrl.rollout.tools.build import build_tools, check_tools
 from marsrl.rollout.tools.config import ToolsConfig
 from marsrl.rollout.tools.documents import Document
 from marsrl.rollout.types import ToolCall
 from marsrl.trainer.checks.preflight import preflight
-from marsrl.trainer.commands.cli import main
 from marsrl.trainer.config.origin import ConfigError
 from marsrl.trainer.config.read import read_config
 from marsrl.trainer.models.init_model import init_model

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from marsrl.trainer.commands.cli import main
+from marsrl.commands.cli import main
 from marsrl.trainer.config.explain import help_line, page_of
 from marsrl.trainer.config.keys import all_keys
 from marsrl.trainer.config.read import read_config
@@ -144,7 +144,7 @@ def test_a_port_that_is_taken_is_named(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_who_reads_enough_of_the_output_gets_no_error() -> None:
-    command = f"{sys.executable} -m marsrl.trainer.commands.cli config --markdown | head -n 1"
+    command = f"{sys.executable} -m marsrl.commands.cli config --markdown | head -n 1"
     done = subprocess.run(["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "# Settings\n", "")
 
@@ -173,6 +173,6 @@ def test_a_mistyped_key_is_told_before_torch_is_imported() -> None:
     lines = [
         f"assert main({[*words, 'rollout.group_sze=4']}) == 2 and 'torch' not in sys.modules" for words in COMMANDS
     ]
-    program = "\n".join(["import sys", "from marsrl.trainer.commands.cli import main", *lines])
+    program = "\n".join(["import sys", "from marsrl.commands.cli import main", *lines])
     told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert told.returncode == 0 and told.stderr.count("did you mean rollout.group_size?") == len(COMMANDS), told.stderr

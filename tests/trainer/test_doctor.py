@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 import torch
 
+from marsrl.commands.cli import main
+from marsrl.commands.doctor import gpu_findings, ray_findings, room_for_weights, sandbox_findings
 from marsrl.rollout.engines.refusals import TrainerHost
 from marsrl.rollout.tools.python import launcher
 from marsrl.trainer.checks import device
 from marsrl.trainer.checks.device import Device, why_not_device
-from marsrl.trainer.checks.doctor import gpu_findings, ray_findings, room_for_weights, sandbox_findings
-from marsrl.trainer.commands.cli import main
+from marsrl.trainer.checks.placement import placement_lines, with_backend
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.machine import device_name, native_dtype
-from marsrl.trainer.plan.placement import placement_lines, with_backend
 
 
 def settings(**sections: object) -> RunConfig:

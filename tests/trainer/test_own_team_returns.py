@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from marsrl.commands.cli import main
+from marsrl.commands.rehearsal import first_update_line, rehearse
 from marsrl.rollout.types import Finish, Sample
 from marsrl.trainer.checks.preflight import preflight
-from marsrl.trainer.commands.cli import main
 from marsrl.trainer.config.read import read_config
-from marsrl.trainer.evaluate.rehearsal import first_update_line, rehearse
 
 TEAM = """
 import random

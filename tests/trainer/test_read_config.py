@@ -10,9 +10,9 @@ import torch
 import yaml
 
 from marsrl.trainer.checks.preflight import preflight
+from marsrl.trainer.checks.refusals import stale_samples
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.config.read import ConfigError, read_config
-from marsrl.trainer.plan.refusals import stale_samples
 
 
 def refusal(*words: str) -> str:

@@ -1,1 +1,1 @@
-"""Cheap checks before a run starts, and checks of a host for `marsrl doctor`."""
+"""Cheap checks before a run starts."""

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import yaml
 
+from marsrl.commands.plan.needs import shortages_here
 from marsrl.rollout.adapter import check_start, peft_settings
 from marsrl.rollout.agents import returned
 from marsrl.rollout.agents.orchestration import Orchestration
@@ -31,25 +32,18 @@ from marsrl.rollout.tasks.protocol import Task
 from marsrl.rollout.tasks.registry import TOKENIZERS, build_task
 from marsrl.rollout.tools.build import check_tools
 from marsrl.rollout.types import Ask, Problem, ToolFunction
-from marsrl.trainer.checks.device import why_not_device
-from marsrl.trainer.checks.dtypes import decide_dtypes
-from marsrl.trainer.checks.problems import RunProblems, problems_of, sources
-from marsrl.trainer.config import PolicyConfig, RunConfig
-from marsrl.trainer.config.agreement import check_agreement
-from marsrl.trainer.config.policy import why_not_adapter
-from marsrl.trainer.config.read import ConfigError
-from marsrl.trainer.learner.megatron.layer_choice import choose_layers
-from marsrl.trainer.learner.megatron.layout import check, resolve, why_not_context
-from marsrl.trainer.plan.batch_plan import (
+from marsrl.trainer.checks.batch_plan import (
     batch_plan,
     longest_sequence,
     shorten_prompts,
     why_not_one_micro_batch,
 )
-from marsrl.trainer.plan.models import taught_shape
-from marsrl.trainer.plan.needs import shortages_here
-from marsrl.trainer.plan.placement import placement_lines, with_backend
-from marsrl.trainer.plan.refusals import (
+from marsrl.trainer.checks.device import why_not_device
+from marsrl.trainer.checks.dtypes import decide_dtypes
+from marsrl.trainer.checks.models import taught_shape
+from marsrl.trainer.checks.placement import placement_lines, with_backend
+from marsrl.trainer.checks.problems import RunProblems, problems_of, sources
+from marsrl.trainer.checks.refusals import (
     check_machine,
     engines_device,
     slow_records,
@@ -57,6 +51,12 @@ from marsrl.trainer.plan.refusals import (
     vllm_of,
     why_not_backend,
 )
+from marsrl.trainer.config import PolicyConfig, RunConfig
+from marsrl.trainer.config.agreement import check_agreement
+from marsrl.trainer.config.policy import why_not_adapter
+from marsrl.trainer.config.read import ConfigError
+from marsrl.trainer.learner.megatron.layer_choice import choose_layers
+from marsrl.trainer.learner.megatron.layout import check, resolve, why_not_context
 from marsrl.trainer.schools.schools import school_of, who_is_taught
 from marsrl.trainer.torchrun import is_rank_0
 

@@ -1,1 +1,1 @@
-"""Model directories: random models, downloads, and exports of checkpoints."""
+"""Model directories with random weights."""

@@ -1,0 +1,140 @@
+"""Problems, tools and their documents."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option
+
+from marsrl.commands.cli.command import Config, Settings, command
+
+
+@command("data", "marsrl curate raw.jsonl --out curated")
+def curate(
+    words: Annotated[
+        list[str], Argument(metavar="INPUT", help="jsonl, parquet or HF dataset directory; or key.sub=value")
+    ],
+    out: Annotated[Path, Option(metavar="DIR", help="directory; where it has begun, it goes on")],
+    config: Config = None,
+) -> int:
+    """Choose the problems that are worth training on: rules, near-duplicates, judges, and how often a team is right."""
+    from marsrl.commands.curate import command
+    from marsrl.commands.curate.rows import CurationStopped
+
+    try:
+        print(command.curate(words, out, config))
+    except CurationStopped as stopped:
+        print(f"marsrl curate: {stopped}", file=sys.stderr)
+        return 1
+    return 0
+
+
+@command("data", "marsrl check-answers problems.jsonl", name="check-answers")
+def check_answers(
+    words: Annotated[
+        list[str] | None,
+        Argument(
+            metavar="FILE", help="jsonl, parquet or HF dataset directory; or key.sub=value (task=math, data.train)"
+        ),
+    ] = None,
+    config: Config = None,
+    problems: Annotated[int, Option(min=1, help="problems tried at most, a seeded draw")] = 200,
+    seed: Annotated[int, Option(help="of the draw of problems, and of what is altered in their references")] = 0,
+    out: Annotated[
+        Path | None, Option(metavar="FILE", help="also write the misjudged answers, a JSON object a line")
+    ] = None,
+) -> int:
+    """Try the judge of a file's problems: their references in other notations must be paid, and other answers must not.
+
+    Each reference is judged as it stands and in other notations, and so are answers made from it that certainly differ: a digit
+    changed, an element dropped, a tiny constant, `proof`. Exits with 1 if an answer is misjudged.
+    """
+    from marsrl.commands.check_answers import command
+    from marsrl.commands.cli.command import console
+    from marsrl.trainer.runs.directory import refuse_file_of_a_run
+
+    if out is not None:
+        refuse_file_of_a_run(out)
+    checked = command.check_answers(words or (), config, problems, seed)
+    if out is not None:
+        command.write(checked, out)
+    skipped = f"; lines without a problem: {checked.num_skipped:,}" if checked.num_skipped else ""
+    print(f"{checked.num_tried:,} of {checked.num_known:,} problems, {len(checked.trials):,} answers{skipped}")
+    console(100).print(command.counts(checked))
+    print(*filter(None, [command.rows(checked), *(f"warning: {each}" for each in checked.warnings)]), sep="\n")
+    return int(bool(checked.misjudged))
+
+
+@command("data", "marsrl make-facts /tmp/facts")
+def make_facts(
+    out: Annotated[str, Argument(help="directory; the files must not be there yet")],
+    options: Annotated[
+        list[str] | None,
+        Argument(metavar="key=value", help="task_options of task=qa: people, max_hops, about=papers, ..."),
+    ] = None,
+    train: Annotated[int, Option(min=1, help="questions to train on")] = 10_000,
+    held_out: Annotated[int, Option(min=1, help="questions to evaluate")] = 300,
+    seed: Annotated[int, Option(help="of the draw of questions")] = 0,
+) -> None:
+    """Write the built-in world of linked facts as files: corpus.jsonl, papers.jsonl, train.jsonl and held_out.jsonl."""
+    from marsrl.rollout.config import read_settings
+    from marsrl.rollout.tasks.config import FactsOptions
+    from marsrl.rollout.tasks.linked_facts import write_linked_facts
+
+    facts = read_settings(FactsOptions, dict(word.partition("=")[::2] for word in options or []))
+    write_linked_facts(out, facts, train, held_out, seed)
+    print(
+        f"{out}: {facts.people + facts.places:,} documents, {facts.papers:,} papers, {train:,} + {held_out:,} questions"
+    )
+
+
+@command("data", "marsrl serve-retrieval --corpus wiki-18.jsonl --index wiki-18.sqlite")
+def serve_retrieval(
+    corpus: Annotated[str, Option(metavar="FILE", help="jsonl of {id, title, text} or {id, contents}")],
+    index: Annotated[
+        str | None,
+        Option(metavar="FILE", help="file that keeps the index for the next time (default: a temporary one)"),
+    ] = None,
+    host: Annotated[str, Option(help="who reaches it can search")] = "127.0.0.1",
+    port: Annotated[int, Option(min=0, max=65535, help="0: any that is free")] = 8000,
+    top_k: Annotated[int, Option(min=1, max=100, help="documents for requests that do not say how many")] = 3,
+) -> None:
+    """Answer POST /retrieve over a corpus until Ctrl-C: as the retrieval servers of Search-R1 and Dr. MAS do."""
+    from contextlib import closing
+
+    from marsrl.rollout.imports import check_installed
+
+    check_installed("the server", "fastapi", "uvicorn", extra="retrieval")
+    from marsrl.rollout.tools.retrieval_server import serve
+    from marsrl.rollout.tools.search import open_index
+
+    with closing(open_index(corpus, index)) as opened:
+        found = f"{opened.num_documents:,} documents of {corpus} at"
+        serve(opened, host, port, top_k, lambda address: print(found, address, flush=True))
+
+
+@command("data", 'marsrl tool search "the home of lotte holt"')
+def tool(
+    name: Annotated[str, Argument(metavar="TOOL", help="of the settings `tools`: search, scholar, ...")],
+    argument: Annotated[str, Argument(help="the text that it takes, or a JSON object of its arguments")],
+    settings: Settings = None,
+    config: Annotated[
+        str | None,
+        Option(
+            metavar="FILE",
+            help="YAML file, or a preset's name; without one task=qa holds, with the built-in documents and papers",
+        ),
+    ] = None,
+) -> int:
+    """Call one tool as a team would, and show what it says and how long it took; exits with 1 where that is an error."""
+    from marsrl.commands.tool_call import call_tool
+    from marsrl.trainer.config.read import read_config
+
+    built_in = [] if config else ["task=qa", "tools.scholar.kind=index", "tools.python={}"]
+    read, origin = read_config(config, [*built_in, *(settings or ())])
+    with origin.places_in_errors():
+        said, is_error = call_tool(read, name, argument)
+    print(said)
+    return int(is_error)

@@ -1,0 +1,130 @@
+"""Before a run and of its settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from typer import Argument, Option
+
+from marsrl.commands.cli.command import Config, Settings, command, console
+
+
+@command("run", "marsrl try orchestration=debate rollout.group_size=2", name="try")
+def try_team(
+    settings: Settings = None,
+    config: Config = None,
+    answers: Annotated[
+        Path | None, Option(metavar="FILE", help="YAML, agent: \\[text, ...]: what it says, call by call")
+    ] = None,
+    question: Annotated[str, Option(help="default: a problem of the task")] = "",
+    reference: Annotated[str, Option(help="the right answer to --question")] = "",
+    prompts: Annotated[bool, Option("--prompts", help="also show what each agent read")] = False,
+) -> int:
+    """Play one problem by a team with made-up answers and show whom it asks, and what that is worth; no model is needed.
+
+    Exit code 1: every episode failed.
+    """
+    from marsrl.trainer.config.read import read_config
+
+    read, origin = read_config(config, settings or ())  # before the imports below, which take seconds
+
+    from marsrl.commands.rehearsal import read_answers, rehearse_shown
+
+    said = read_answers(answers, list(read.agents)) if answers else {}
+    rehearsal = rehearse_shown(
+        read, origin, said, console(160), question=question, reference=reference, with_prompts=prompts
+    )
+    return int(0 < rehearsal.num_episodes == len(rehearsal.errors))
+
+
+@command("run", "marsrl sft policies.main.model=/models/Qwen3-0.6B data.demonstrations=demos.jsonl")
+def sft(settings: Settings = None, config: Config = None) -> int:
+    """Teach the team's policies from demonstrations, so that a run starts from what they have learned.
+
+    Lines of data.demonstrations are {"messages": [...]}, the last one the completion; {"prompt": ..., "completion": ...}; or, of
+    one agent, {"agent": ..., "prompt": {"problem": ..., ...}, "completion": ...}. The settings are those of `sft`, and the
+    team's own for training. The models are written to hf in the run's directory. Several ranks: torchrun --no-python marsrl sft.
+    """
+    from marsrl.trainer.config.read import read_config
+
+    read, origin = read_config(config, settings or ())  # before the imports below, which take seconds
+
+    from marsrl.commands.sft.command import sft
+
+    return sft(read, origin)
+
+
+@command("run", "marsrl plan --config configs/qwen3_30b_a3b.yaml --gpus 64 --gpu h100-80g")
+def plan(
+    gpus: Annotated[int, Option(min=1, max=65_536, help="GPUs in all, those of the engines included")],
+    settings: Settings = None,
+    config: Config = None,
+    gpu: Literal["h100-80g", "a100-80g", "a100-40g", "h200-141g"] = "h100-80g",
+    response: Annotated[int | None, Option(help="rollout.max_response_tokens, in place of the config's")] = None,
+    mean_response: Annotated[
+        float | None, Option(help="completion tokens on average (default: 0.35 of the maximum)")
+    ] = None,
+    json: Annotated[
+        str | None, Option(metavar="FILE", help="also write everything to this file; - prints it instead of tables")
+    ] = None,
+) -> None:
+    """Will a run fit on so many GPUs, in which layout, and how long is a step? By formula; no GPU is needed."""
+    from marsrl.trainer.config.read import read_config
+
+    words = [] if response is None else [f"rollout.max_response_tokens={response}"]
+    read, origin = read_config(config, [*(settings or ()), *words])  # before the imports below, which take seconds
+
+    from marsrl.commands.plan.command import as_json, show
+    from marsrl.commands.plan.plan import make_plan
+    from marsrl.trainer.runs.directory import refuse_file_of_a_run
+
+    if json:
+        refuse_file_of_a_run(Path(json))
+    with origin.places_in_errors():
+        planned = make_plan(read, gpus, gpu, mean_response)
+    if json == "-":
+        print(as_json(planned))
+        return
+    print(f"# settings: {origin}")
+    if json:
+        Path(json).write_text(as_json(planned) + "\n", encoding="utf-8")
+    show(planned, console(120))
+
+
+@command("run", "marsrl config --explain rollout.segments", name="config")
+def show_config(
+    settings: Settings = None,
+    config: Config = None,
+    origin: Annotated[bool, Option("--origin", help="with where each value was given, file and line")] = False,
+    explain: Annotated[
+        str | None, Option(metavar="KEY", help="type, default and meaning of a key or section, and its value")
+    ] = None,
+    markdown: Annotated[bool, Option("--markdown", help="every key, as a page")] = False,
+) -> None:
+    """Print the settings that result from a file and words, what one key means, or all keys as a page."""
+    from marsrl.trainer.config.explain import as_markdown, as_yaml, explained
+    from marsrl.trainer.config.read import read_config
+
+    if markdown:
+        print(as_markdown(), end="")
+        return
+    read, made_of = read_config(config, settings or ())
+    if explain:
+        print(explained(explain, read, made_of))
+        return
+    print(f"# settings: {made_of}")
+    print(as_yaml(read, made_of if origin else None), end="")
+
+
+@command("run", "marsrl prompts math")
+def prompts(name: Annotated[str | None, Argument(help="of the set")] = None) -> None:
+    """List the prompt sets that ship; with a name, print that one as a file for agents.<name>.prompt."""
+    from marsrl.rollout.agents.prompts import prompt_set, set_names, text_of_set
+
+    if name is not None:
+        print(text_of_set(name), end="")
+        return
+    for each in set_names():
+        first = text_of_set(each).partition("\n")[0].removeprefix("# ")
+        print(f"{each:<12} {first}\n{'':<12} roles: {', '.join(prompt_set(each).turns)}")

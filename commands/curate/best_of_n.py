@@ -1,0 +1,85 @@
+"""Best of n: the number of right answers among n by the config's team; never and (nearly) always right teach nothing.
+
+The answers are those of `marsrl evaluate` (Evaluator.correctness): any team, sampled by the section evaluate, the task's judge.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+from marsrl.commands.curate.rows import Decision, Decisions, MissingShare, Row, Stage
+from marsrl.rollout.types import Problem
+from marsrl.trainer.config.curate import BestOfNConfig
+from marsrl.trainer.evaluate.evaluator import Evaluator
+from marsrl.trainer.runs.answers import Answers, key_of
+
+NAME = "best_of_n"
+_UNDECIDED = "undecided"
+
+OpenEvaluator = Callable[[Sequence[Problem]], AbstractContextManager[Evaluator]]
+"""Opens an evaluator; gets some of the questions, to check the team on them before it starts."""
+
+
+def best_of_n(config: BestOfNConfig, team: Mapping[str, Any], open_evaluator: OpenEvaluator, answers: Path) -> Stage:
+    """See the module. The team's engines start with the first question not yet played.
+
+    team: identifies it, as JSON. answers: the file of its answers' correctness.
+    """
+
+    def decide(rows: Iterator[Row]) -> Decisions:
+        share = MissingShare(f"curate.{NAME}.max_missing_share", config.max_missing_share)
+        evaluator: Evaluator | None = None
+        with closing(Answers(answers, _read)) as kept, ExitStack() as stack:
+            while batch := list(itertools.islice(rows, config.batch)):
+                keyed = [
+                    (row, key_of(n=config.n, team=team, question=row.problem.question, answer=row.problem.answer))
+                    for row in batch
+                ]
+                unplayed = {key: row.problem for row, key in keyed if key not in kept}
+                if unplayed and evaluator is None:
+                    evaluator = stack.enter_context(open_evaluator(list(unplayed.values())))
+                played = {} if evaluator is None else _played(evaluator, config.n, unplayed, kept)
+                for row, key in keyed:
+                    decision = _decision(config, played[key] if key in played else kept[key])
+                    share.count(f"{row.problem.id}: {decision.detail}" if decision.kind == _UNDECIDED else None)
+                    yield row, decision
+            share.check()
+
+    settings = {**config.model_dump(mode="json", exclude={"batch"}), "team": team}
+    return Stage(NAME, settings, decide)
+
+
+def _played(
+    evaluator: Evaluator, n: int, problems: Mapping[str, Problem], kept: Answers[list[float]]
+) -> Mapping[str, list[float]]:
+    """By key: NaN where it is not known whether an answer is right. Kept where all are known."""
+    versions = dict.fromkeys([*evaluator.team.pools, *evaluator.team.adapters], 0)
+    found = evaluator.correctness(problems, n, versions) if problems else {}
+    for key, correct in found.items():
+        if not any(math.isnan(value) for value in correct):
+            kept.add(key, {"correct": correct})
+    return found
+
+
+def _decision(config: BestOfNConfig, correct: Sequence[float]) -> Decision:
+    """Keep or drop a question; correctness below 1 is not right, as for a Verifier (docs/own_task.md)."""
+    low, high = config.keep
+    num_right = sum(value >= 1 for value in correct)
+    num_unknown = sum(math.isnan(value) for value in correct)
+    said = f"{num_right} of {len(correct)} right" + (f", {num_unknown} not known" if num_unknown else "")
+    if num_right > high:
+        return Decision(False, "too easy", said)
+    if num_right + num_unknown < low:
+        return Decision(False, "too hard", said)
+    if low <= num_right and num_right + num_unknown <= high:
+        return Decision(True, "right now and then", said)
+    return Decision(config.missing == "keep", _UNDECIDED, said)
+
+
+def _read(answer: Any) -> list[float] | None:
+    return [float(value) for value in answer["correct"]] or None

@@ -1,0 +1,168 @@
+"""Runs the stages in order, each over the rows that the previous one kept.
+
+OUT/stages/<name>/   kept.jsonl, dropped.jsonl   a line a row (rows.py)
+                     answers.jsonl               of models, by request (runs/answers.py)
+                     stage.json                  settings, counts and examples, once the stage has finished
+OUT/curated.jsonl    the rows that the last stage kept, unchanged
+OUT/report.html      OUT/lock
+
+A stopped stage is repeated from its first row; saved answers of models are not requested again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pydantic
+
+from marsrl.commands.curate.rows import Decision, Row, Stage, encoded, from_line, to_line
+from marsrl.rollout.config import Settings
+from marsrl.rollout.jsonl import BadLine
+from marsrl.trainer.report.console import RunConsole
+from marsrl.trainer.runs.answers import key_of
+from marsrl.trainer.runs.directory import opened_atomically, write_json
+from marsrl.trainer.runs.existing_run import flat
+
+NUM_EXAMPLES = 6  # of each kind
+MAX_EXAMPLE_CHARS = 1500
+
+
+@dataclass
+class Example:
+    """A row of the report."""
+
+    id: str
+    question: str
+    detail: str
+
+
+@dataclass
+class Kind:
+    """Rows that a stage kept, or dropped, for one reason; examples: the first of them."""
+
+    is_kept: bool
+    count: int = 0
+    examples: list[Example] = field(default_factory=list)
+
+
+class StageRecord(Settings):
+    """stage.json. key: of the settings of this stage and of all before it. kinds: of the stage's decisions."""
+
+    name: str
+    settings: dict[str, Any]
+    key: str
+    kinds: dict[str, Kind]
+
+    @property
+    def kept(self) -> dict[str, int]:
+        """Number of rows by kind."""
+        return {name: kind.count for name, kind in self.kinds.items() if kind.is_kept}
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        return {name: kind.count for name, kind in self.kinds.items() if not kind.is_kept}
+
+    @property
+    def num_kept(self) -> int:
+        return sum(self.kept.values())
+
+    @property
+    def num_rows(self) -> int:
+        return sum(kind.count for kind in self.kinds.values())
+
+    def __str__(self) -> str:
+        why = ", ".join(f"{count:,} {kind}" for kind, count in sorted(self.dropped.items(), key=lambda e: -e[1]))
+        return f"{self.num_kept:,} kept, {self.num_rows - self.num_kept:,} dropped{f' ({why})' if why else ''}"
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Runs the stages that are not on disk yet.
+
+    open_rows: reads the inputs from the start. task: of the rows' problems.
+    """
+
+    out: Path
+    stages: Sequence[Stage]
+    open_rows: Callable[[], Iterator[Row]]
+    task: str
+    console: RunConsole
+
+    def run(self) -> list[StageRecord]:
+        """Finish every stage, write curated.jsonl, and return all records."""
+        records: list[StageRecord] = []
+        key, is_told = "", False
+        for number, stage in enumerate(self.stages):
+            key = key_of(before=key, name=stage.name, settings=stage.settings)
+            found = self._record(stage.name)
+            if found is not None and found.key == key:
+                self.console.message(f"{stage.name}: done before, {found}")
+                records.append(found)
+                continue
+            if not is_told:
+                self._tell_what_is_redone(self.stages[number:], found)
+                is_told = True
+            self._file(stage.name, "stage.json").unlink(missing_ok=True)  # before the rows that it counts
+            kinds = self._run(stage, records[-1] if records else None)
+            records.append(StageRecord(name=stage.name, settings=dict(stage.settings), key=key, kinds=kinds))
+            write_json(self._file(stage.name, "stage.json"), records[-1].model_dump(mode="json"))
+            self.console.message(f"{stage.name}: {records[-1]}")
+        with opened_atomically(self.out / "curated.jsonl") as file:
+            file.writelines(encoded(row.fields) for row in self.kept(records[-1].name))
+        return records
+
+    def _run(self, stage: Stage, before: StageRecord | None) -> dict[str, Kind]:
+        rows, total = (self.open_rows(), None) if before is None else (self.kept(before.name), before.num_kept)
+        kinds: dict[str, Kind] = {}
+        with (
+            opened_atomically(self._file(stage.name, "kept.jsonl")) as kept,
+            opened_atomically(self._file(stage.name, "dropped.jsonl")) as dropped,
+            closing(stage.decide(rows)) as decisions,
+            self.console.progress(f"curate: {stage.name}", total, "rows") as bar,
+        ):
+            for row, decision in decisions:
+                try:
+                    line = to_line(row, decision)
+                except BadLine as reason:  # not representable in JSON: dropped, whatever the decision
+                    row, decision = replace(row, fields={}), Decision(False, "unreadable row", str(reason))
+                    line = to_line(row, decision)
+                (kept if decision.is_kept else dropped).write(line)
+                kind = kinds.setdefault(decision.kind, Kind(decision.is_kept))
+                kind.count += 1
+                if len(kind.examples) < NUM_EXAMPLES:
+                    texts = (text[:MAX_EXAMPLE_CHARS] for text in (row.problem.question, decision.detail))
+                    kind.examples.append(Example(row.problem.id, *texts))
+                bar.advance()
+        return kinds
+
+    def kept(self, name: str) -> Iterator[Row]:
+        """The rows that a finished stage kept."""
+        with self._file(name, "kept.jsonl").open("rb") as lines:
+            for line in lines:
+                yield from_line(line, self.task)
+
+    def _tell_what_is_redone(self, stages: Sequence[Stage], found: StageRecord | None) -> None:
+        """Warn if decisions on disk are obsolete. found: of the first of these stages."""
+        if any(self._file(stage.name, "stage.json").exists() for stage in stages):
+            changed = ["it was not there"]
+            if found is not None:
+                old, new = flat(found.settings), flat(stages[0].settings)
+                differ = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+                changed = [f"{key} is {str(new.get(key))[:200]}, was {str(old.get(key))[:200]}" for key in differ]
+            why = "; ".join(changed) or "the stages before it are others"
+            names = ", ".join(stage.name for stage in stages)
+            self.console.warning(f"curate.{stages[0].name}: {why}. Done again: {names}")
+
+    def _record(self, name: str) -> StageRecord | None:
+        """The record of a finished stage; None also for an invalid file, so that the stage runs again."""
+        try:
+            return StageRecord.model_validate_json(self._file(name, "stage.json").read_bytes())
+        except (FileNotFoundError, pydantic.ValidationError):
+            return None
+
+    def _file(self, stage: str, name: str) -> Path:
+        return self.out / "stages" / stage / name

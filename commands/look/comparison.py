@@ -1,0 +1,235 @@
+"""Results of runs and evaluations on disk, and their differences on shared problems."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from marsrl.commands.look.palette import COLORS
+from marsrl.trainer.evaluate.draws import EVALUATION, Draw, read_draws
+from marsrl.trainer.evaluate.intervals import bootstrap, ratio
+from marsrl.trainer.report.cost import COLUMNS, MEANING, episode_costs
+from marsrl.trainer.report.metrics import read_metrics
+from marsrl.trainer.report.summary import Estimate, Evaluation, of_other_inputs, read_saved
+from marsrl.trainer.runs.directory import RunDirectory
+from marsrl.trainer.runs.existing_run import OF_THE_START, flat
+
+_NO_PARTS = ("timing_s/total", "timing_s/evaluate")
+AXES = ("step", "tokens", "hours")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Progress of a run: steps, trained tokens, hours of its steps without evaluations."""
+
+    step: int = 0
+    tokens: float = 0.0
+    hours: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One run, or one evaluation alone.
+
+    rewards: mean over all agents by place; draws: of the last evaluation; settings: by dotted key, "200, then 22" on resume.
+    """
+
+    evaluations: tuple[tuple[Place, Evaluation], ...]
+    rewards: tuple[tuple[Place, float], ...]
+    draws: tuple[Draw, ...]
+    settings: Mapping[str, str]
+
+    @property
+    def last(self) -> Evaluation:
+        return self.evaluations[-1][1]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Mean difference over the num_problems that both have, with its 95% interval; for one problem that is the mean."""
+
+    mean: float
+    low: float
+    high: float
+    num_problems: int
+
+    @property
+    def is_clear(self) -> bool:
+        """True if 0 is outside the interval."""
+        return self.num_problems > 1 and (self.low > 0 or self.high < 0)
+
+    def __str__(self) -> str:
+        interval = f"{self.low:+.3f} to {self.high:+.3f}" if self.num_problems > 1 else "one problem, no interval"
+        return f"{self.mean:+.3f} ({interval})"
+
+
+def read_compared(path: Path) -> Compared:
+    """A run's directory, or the folder of an evaluation (`marsrl evaluate --out`).
+
+    Raises ValueError: neither of them, no evaluation in it, or a damaged file.
+    """
+    run = RunDirectory(path)
+    if (path / EVALUATION).is_file():
+        return Compared(((Place(), _evaluation(path)),), (), tuple(read_draws(path)), _settings(run))
+    if not run.config.is_file():
+        raise ValueError(f"{path} is neither a run (it has no config.yaml) nor an evaluation (no {EVALUATION})")
+    places, rewards = {0: Place()}, []
+    logged = {row.step: row.values for row in read_metrics(run.metrics)} if run.metrics.exists() else {}
+    for place in progress(logged.items()):
+        places[place.step] = place
+        if (reward := logged[place.step].get("reward/all/mean")) is not None:
+            rewards.append((place, reward))
+    end = places[max(places)]
+    names = (each.parent.name.removeprefix("step_") for each in run.evaluations.glob(f"step_*/{EVALUATION}"))
+    steps = sorted(int(name) for name in names if name.isdecimal())
+    if not steps:
+        raise ValueError(f"{path}: nothing was evaluated there yet (run.evaluate, run.eval_every)")
+    found = tuple((places.get(step, replace(end, step=step)), _evaluation(run.evaluation(step))) for step in steps)
+    return Compared(found, tuple(rewards), tuple(read_draws(run.evaluation(steps[-1]))), _settings(run))
+
+
+def progress(rows: Iterable[tuple[int, Mapping[str, float | None]]]) -> Iterator[Place]:
+    """The place of each step. rows: steps in order, with their metrics."""
+    tokens = hours = 0.0
+    for step, values in rows:
+        tokens += values.get("rollout/tokens") or 0.0
+        seconds = {name: value or 0.0 for name, value in values.items() if name.startswith("timing_s/")}
+        hours += sum(value for name, value in seconds.items() if name not in _NO_PARTS) / 3600
+        yield Place(step, tokens, hours)
+
+
+def side_by_side(runs: Sequence[Compared], names: Sequence[str]) -> dict[str, Any]:
+    """Content of `marsrl compare`, as JSON.
+
+    rows: of the last evaluations, a cell for each run. costs: of an episode in them. charts: by title, for each of AXES, a curve
+    for each run: {x, mean, low, high} (low and high None: no interval). settings: those that differ, with each run's value.
+    """
+    last = [run.last.rows for run in runs]
+    ordered = [*dict.fromkeys(name for rows in last for name in rows if name not in ("alone", "system"))]
+    ordered += [name for name in ("alone", "system") if any(name in rows for rows in last)]
+    shares = [name for name in ordered if name.rpartition("/")[2] in ("system", "alone")]
+    charts = [
+        {
+            "title": f"{name}: share right",
+            "curves": [_curve([(p, e.rows.get(name)) for p, e in run.evaluations]) for run in runs],
+        }
+        for name in reversed(shares)
+    ]
+    if any(run.rewards for run in runs):
+        charts.append({"title": "reward, mean of all agents", "curves": [_curve(run.rewards) for run in runs]})
+    return {
+        "names": list(names),
+        "colors": [COLORS[i % len(COLORS)] for i in range(len(names))],
+        "rows": [{"name": name, "cells": [*_cells(name, runs, last)]} for name in ordered],
+        "columns": COLUMNS,
+        "meaning": MEANING,
+        "costs": [{"name": name, **_costs(run.last)} for name, run in zip(names, runs, strict=True)],
+        "settings": _settings_that_differ(runs),
+        "axes": AXES,
+        "charts": charts,
+    }
+
+
+def _cells(name: str, runs: Sequence[Compared], rows: Sequence[Mapping[str, Estimate]]) -> Iterator[dict[str, Any]]:
+    """A row of the last evaluations: each run's value, and its difference from the first run."""
+    first = rows[0].get(name)
+    for i, run in enumerate(runs):
+        value, gap = rows[i].get(name), difference(runs[0], run, name) if i else None
+        yield {
+            "value": numbers_of(value),
+            "is_of_other_inputs": of_other_inputs(first, value),
+            "gap": None if gap is None else str(gap),
+            "num_problems": 0 if gap is None else gap.num_problems,
+            "is_clear": gap is not None and gap.is_clear,
+            "is_better": gap is not None and gap.mean > 0,
+        }
+
+
+def numbers_of(value: Estimate | None) -> dict[str, float] | None:
+    """mean, low, high, n; None if nothing was measured."""
+    return None if value is None or not value.n else value.model_dump(include={"mean", "low", "high", "n"})
+
+
+def _costs(evaluation: Evaluation) -> dict[str, Any]:
+    whole, parts = episode_costs(evaluation)
+    return {"cells": whole.cells, "parts": [{"name": part.name, "cells": part.cells} for part in parts]}
+
+
+def _curve(points: Sequence[tuple[Place, Estimate | float | None]]) -> dict[str, list[float | None]]:
+    """x by axis, mean, low, high of the places with a value."""
+    known = [
+        (place, value) for place, value in points if value is not None and getattr(value, "mean", value) is not None
+    ]
+    found: dict[str, list[float | None]] = {axis: [getattr(place, axis) for place, _ in known] for axis in AXES}
+    found["mean"] = [value.mean if isinstance(value, Estimate) else value for _, value in known]
+    for end in ("low", "high"):
+        found[end] = [getattr(value, end, None) for _, value in known]
+    return found
+
+
+def names_of(paths: Sequence[Path]) -> list[str]:
+    """The shortest suffixes of the paths that distinguish them."""
+    runs = [path.resolve().parts for path in paths]
+
+    def name(run: tuple[str, ...]) -> str:
+        lengths = (num for num in range(1, len(run)) if sum(other[-num:] == run[-num:] for other in runs) <= 1)
+        return str(Path(*run[-next(lengths, len(run)) :]))
+
+    return list(map(name, runs))
+
+
+def _settings_that_differ(runs: Sequence[Compared]) -> dict[str, list[str]]:
+    """Settings that differ between runs, with each run's value."""
+    keys = dict.fromkeys(key for run in runs for key in run.settings if key not in OF_THE_START)
+    told = {key: [run.settings.get(key, "not set") for run in runs] for key in keys}
+    return {key: values for key, values in told.items() if len(set(values)) > 1}
+
+
+def difference(one: Compared, other: Compared, row: str) -> Difference | None:
+    """Gain of `other` over `one` in a row for which both play every problem (system, alone, <set>/system, <set>/alone): a paired
+    bootstrap over the problems for which both have judged answers. None without common problems.
+
+    Problems are equal if question and answer are, whatever their file.
+    """
+    of, _, who = row.rpartition("/")
+    if who not in ("system", "alone"):
+        return None
+    first, second = (_by_problem(each.draws, of, who) for each in (one, other))
+    shared = sorted(first.keys() & second.keys())
+    if not shared:
+        return None
+    gaps = np.array([np.mean(second[name]) - np.mean(first[name]) for name in shared])
+    low, high = bootstrap(len(shared), ratio(gaps, np.ones(len(shared))))
+    return Difference(float(gaps.mean()), low, high, len(shared))
+
+
+def _by_problem(draws: Sequence[Draw], of: str, who: str) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = defaultdict(list)
+    for draw in draws:
+        said = draw.system if who == "system" else draw.alone
+        if said is not None and said.correct is not None and of in ("", draw.of):
+            found[draw.question].append(said.correct)
+    return found
+
+
+def _settings(run: RunDirectory) -> dict[str, str]:
+    """Settings by dotted key; {} without a saved config."""
+    told: dict[str, list[str]] = {}
+    for file in run.configs:
+        try:
+            found = yaml.safe_load(file.read_bytes())
+        except yaml.YAMLError as error:
+            raise ValueError(f"{file} is no YAML: {error}") from error
+        for key, value in flat(found).items() if isinstance(found, dict) else ():
+            told.setdefault(key, []).append(str(value))
+    return {key: ", then ".join(dict.fromkeys(values)) for key, values in told.items()}
+
+
+def _evaluation(folder: Path) -> Evaluation:
+    return read_saved(folder / EVALUATION, Evaluation, "an evaluation")

@@ -1,0 +1,1 @@
+"""Model directories: downloads, and exports of checkpoints."""

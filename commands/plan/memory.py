@@ -1,0 +1,337 @@
+"""Bytes of a training rank: permanent state, a micro-batch's activations, and the peak of both.
+
+Symbols of the formulas: T tokens of a micro-batch (over CP ranks), t = TP, e = bytes of a number of the model's dtype,
+H hidden, N query heads, K key/value heads, D head size, F width of the MLP (of an expert), E experts, k of them a token,
+R = T k / t rows that a rank's experts see when the router is even, L layers of a stage, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from marsrl.commands.plan.hardware import BLOCKS, PINNED
+from marsrl.commands.plan.parameters import RankElements, adapter_elements, rank_elements
+from marsrl.rollout.adapter import AdapterConfig
+from marsrl.rollout.model_shape import ModelShape
+from marsrl.rollout.routed_experts import expert_dtype
+from marsrl.trainer.learner.megatron.layout import Layout
+from marsrl.trainer.learner.megatron.mapping import padded_rows
+
+Recompute = Literal["none", "selective", "full", "full_offload"]
+RouterReplay = Literal["none", "recompute", "rollout"]
+SIZE = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class Training:
+    """The settings that determine the memory of training ranks.
+
+    tokens: of the largest micro-batch. num_micro_batches: of a step and rank. head_rows: rows of logits in memory at once.
+    expert_imbalance: rows of the busiest rank's experts over the mean.
+    reference: the frozen model of a KL term, in the same layout and dtype; None: no such term.
+    deterministic: attention keeps separate copies of the queries' gradient. router_replay: of a model with experts.
+    adapters: those trained on one frozen copy of the model; (): the model itself is trained.
+    """
+
+    shape: ModelShape
+    layout: Layout
+    world_size: int
+    dtype: Literal["float32", "bfloat16"]
+    recompute: Recompute
+    tokens: int
+    num_micro_batches: int
+    head_rows: int
+    offloads_optimizer: bool = False
+    distributes_optimizer: bool = True
+    expert_imbalance: float = 1.0
+    reference: ModelShape | None = None
+    deterministic: bool = False
+    router_replay: RouterReplay = "none"
+    adapters: tuple[AdapterConfig, ...] = ()
+
+    def trained(self, stage: int) -> RankElements:
+        """Numbers with a gradient and optimizer state on a rank of this pipeline stage."""
+        if self.adapters:
+            return adapter_elements(self.shape, self.layout, self.adapters)
+        return rank_elements(self.shape, self.layout, stage)
+
+    @property
+    def size(self) -> int:
+        return SIZE[self.dtype]
+
+    @property
+    def remakes_layers(self) -> bool:
+        return self.recompute in ("full", "full_offload")
+
+    @property
+    def tokens_of_rank(self) -> int:
+        """T / CP."""
+        return -(-self.tokens // self.layout.context)
+
+    @property
+    def rows(self) -> float:
+        """R of the busiest rank: rows that its experts see, T k / (CP TP) gathered over ETP ranks."""
+        share = self.tokens_of_rank / self.layout.tensor * self.layout.expert_tensor
+        return share * self.shape.experts_per_token * self.expert_imbalance
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Peak bytes of one rank of pipeline stage `stage`.
+
+    activations: saved for the backward of all micro-batches in flight. working: temporary bytes at the peak, which `moment`
+    names. reference: weights of the KL term's frozen model. head: chunk of logits, gradient of the hidden states, float32
+    gradient of the output layer. replay: experts to force, of all micro-batches of the step.
+    host: in CPU memory (offload): optimizer state, its float32 gradients and layers' inputs, in pinned memory; under
+    router_replay "recompute" also the recorded experts.
+    """
+
+    stage: int
+    weights: int
+    reference: int
+    gradients: int
+    optimizer: int
+    activations: int
+    head: int
+    working: int
+    moment: Literal["head", "layer"]
+    replay: int
+    host: int
+
+    @property
+    def static(self) -> int:
+        return self.weights + self.reference + self.gradients + self.optimizer
+
+    @property
+    def peak(self) -> int:
+        return self.static + self.activations + self.replay + self.working
+
+
+def most_loaded_rank(setup: Training) -> RankMemory:
+    """The rank with the highest peak: early stages hold more micro-batches, the last one the head."""
+    return max((rank_memory(setup, stage) for stage in range(setup.layout.pipeline)), key=lambda memory: memory.peak)
+
+
+def rank_memory(setup: Training, stage: int) -> RankMemory:
+    """Bytes of a rank of one pipeline stage.
+
+        peak = weights + reference + gradients + optimizer + in_flight L layer + micro-batches (batch + replay)
+             + max(head, remade and working of a layer)
+
+    in_flight = min(micro-batches, PP - stage) (one forward, one backward in turn). The optimizer's update makes no copies, as
+    one fused operation of torch or of TransformerEngine. The reference scores before the first
+    forward of the update, keeps nothing for a backward, and so needs less beside its weights than the update does.
+    """
+    layout = setup.layout
+    counts, trained = rank_elements(setup.shape, layout, stage), setup.trained(stage)
+    optimizer = optimizer_bytes(setup, trained)
+    num_layers = setup.shape.num_layers // layout.pipeline
+    in_flight = min(setup.num_micro_batches, layout.pipeline - stage)
+    is_last = stage == layout.pipeline - 1
+    saved = in_flight * (num_layers * layer_bytes(setup, setup.recompute) + angle_bytes(setup))
+    saved += setup.num_micro_batches * batch_bytes(setup)
+    head = head_bytes(setup) if is_last else 0
+    offloaded = in_flight * num_layers * layer_bytes(setup, "full") if setup.recompute == "full_offload" else 0
+    replayed, recorded = (setup.num_micro_batches * each for each in replay_bytes(setup))
+    layer = remade_bytes(setup) + max(layer_working_bytes(setup), attention_copies_bytes(setup))
+    layer += adapters_working_bytes(setup)
+    working, moment = max((head, "head"), (layer, "layer"))
+    return RankMemory(
+        stage=stage,
+        weights=(counts.total + (trained.total if setup.adapters else 0)) * setup.size,
+        reference=rank_elements(setup.reference, layout, stage).total * setup.size if setup.reference else 0,
+        gradients=trained.total * 4,
+        optimizer=0 if setup.offloads_optimizer else optimizer,
+        activations=saved,
+        head=head,
+        working=working,
+        moment=moment,  # type: ignore[arg-type]  # one of the two above
+        replay=replayed,
+        host=recorded
+        + round((optimizer / 12 * (12 + 4 * PINNED.value)) * setup.offloads_optimizer + offloaded * PINNED.value),
+    )
+
+
+def optimizer_bytes(setup: Training, counts: RankElements) -> int:
+    """AdamW's state, cut over the ranks that hold the same shard: two float32 moments, and for bfloat16 weights a float32
+    copy: (8 or 12) (dense / (DP CP) + expert / EDP); whole on every rank where it is not distributed."""
+    layout = setup.layout
+    per_number = 12 if setup.dtype == "bfloat16" else 8
+    if not setup.distributes_optimizer:
+        return per_number * counts.total
+    sharers = layout.data(setup.world_size) * layout.context
+    return per_number * (-(-counts.dense // sharers) + -(-counts.expert // layout.expert_data(setup.world_size)))
+
+
+def layer_bytes(setup: Training, recompute: Recompute) -> int:
+    """Bytes that one layer saves of one micro-batch for its backward.
+
+    full: its input, T H e / t; full_offload: nothing. none, with sequence parallelism:
+
+        norms      2 T/t (H e + 4) [input and a number a row]; QK-norm: T/t (N D e + 4 (N + K)) [keys are a view of qkv]
+        inputs     2 T/t H e                                          of the QKV projection and of the MLP or router
+        attention  T/t D e (N + 2K [qkv] + N + K [rotated q, k] + N [output]) + 4 T N/t [statistics]
+                   + 4 T D e [angles; with QK-norm all layers share theirs]
+                   with CP, for rotated k: 2 CP + 1 of K [keys and values that the rank's queries see]
+        dense MLP  T/t F e 3 [gate, up, product]
+        experts    R (H e [rows] + F/ETP e 3 [gate, up, weighted product] + 4) + T/t (36 k + 8) [choice and order of rows]
+                   + T/t 4 E [scores that replayed experts are taken from]
+
+    selective: of the two norms the input, T/t H e each; no inputs, no dense MLP, of the experts' F gate and up.
+
+    Adapters keep A x besides, of the largest rank r: T e (3 + 1/t) r in attention, T e (2 + 1/t) r in a dense MLP, R e 3 r
+    in experts; and copies of A (of q, k, v joined) and B (scaled), e a number.
+    """
+    s, layout, e = setup.shape, setup.layout, setup.size
+    t, tokens = layout.tensor, setup.tokens_of_rank
+    local = tokens / t
+    if recompute in ("full", "full_offload"):
+        return round(local * s.hidden_size * e) if recompute == "full" else 0
+    heads, kv = s.num_heads / t, s.num_kv_heads / t
+    is_selective = recompute == "selective"
+    if is_selective:
+        total = 2 * local * s.hidden_size * e
+    else:
+        total = 2 * local * (s.hidden_size * e + 4) + 2 * local * s.hidden_size * e
+    if s.has_qk_norm:
+        total += tokens * (s.head_size * heads * e + 4 * (heads + kv))
+    keys = kv if layout.context == 1 else (2 * layout.context + 1) * kv
+    total += tokens * s.head_size * e * (3 * heads + 2 * kv + keys + (0 if s.has_qk_norm else 4))
+    total += tokens * heads * 4
+    if s.num_experts:
+        width = s.ffn_size / layout.expert_tensor
+        total += setup.rows * (s.hidden_size * e + (2 if is_selective else 3) * width * e + 4)
+        total += local * (36 * s.experts_per_token + 8 + (0 if setup.router_replay == "none" else 4 * s.num_experts))
+    elif not is_selective:
+        total += tokens * s.ffn_size / t * e * 3
+    return round(total + adapters_bytes(setup))
+
+
+def adapters_bytes(setup: Training) -> float:
+    """Bytes that adapters of a layer keep of a micro-batch, were all of it the samples of the largest one."""
+    s, t, tokens = setup.shape, setup.layout.tensor, setup.tokens_of_rank
+    total = 0.0
+    if ranks := [each.rank for each in setup.adapters if "attention" in each.targets]:
+        total += tokens * (3 + 1 / t) * max(ranks)
+    if not s.num_experts and (ranks := [each.rank for each in setup.adapters if "mlp" in each.targets]):
+        total += tokens * (2 + 1 / t) * max(ranks)
+    if s.num_experts and (ranks := [each.rank_in_experts(s) for each in setup.adapters if "experts" in each.targets]):
+        total += setup.rows * 3 * max(ranks)
+    of_one = (adapter_elements(s, setup.layout, (each,)).total for each in setup.adapters)
+    total += max(of_one, default=0) / (s.num_layers // setup.layout.pipeline)
+    return total * setup.size
+
+
+def adapters_working_bytes(setup: Training) -> int:
+    """Temporary bytes of what adapters add to a layer, before it is added; their number of copies is measured.
+
+    T e 1.5 (N + 2K) D / t of q, k, v; T e F/t of a dense MLP's gate and up; R e F of the experts'.
+    """
+    s, tokens = setup.shape, setup.tokens_of_rank
+    targets = {target for each in setup.adapters for target in each.targets}
+    of_attention = 1.5 * tokens * s.head_size * (s.num_heads + 2 * s.num_kv_heads) / setup.layout.tensor
+    of_mlp = setup.rows * s.ffn_size if s.num_experts else tokens * s.ffn_size / setup.layout.tensor
+    wide = of_attention * ("attention" in targets)
+    wide += of_mlp * (("experts" if s.num_experts else "mlp") in targets)
+    return round(wide * setup.size)
+
+
+def remade_bytes(setup: Training) -> int:
+    """Bytes recomputed at a time: a layer, without its input if that is saved; selective: one norm's output and copies, and the
+    MLP's or the experts' activation: R F/ETP e."""
+    s, layout, e = setup.shape, setup.layout, setup.size
+    if setup.recompute == "none":
+        return 0
+    if setup.remakes_layers:
+        return layer_bytes(setup, "none") - layer_bytes(setup, setup.recompute)
+    of_norm = setup.tokens_of_rank / layout.tensor * s.hidden_size * 2 * e
+    if s.num_experts:
+        return round(of_norm + setup.rows * s.ffn_size / layout.expert_tensor * e)
+    return round(of_norm + setup.tokens_of_rank * 3 * s.ffn_size / layout.tensor * e)
+
+
+def angle_bytes(setup: Training) -> int:
+    """The rotary angles that all layers share, T D float32, and the token ids."""
+    return setup.tokens_of_rank * (setup.shape.head_size * 4 + 8)
+
+
+def batch_bytes(setup: Training) -> int:
+    """A packed micro-batch on the device, from the start of the step to its end: positions, targets and scored rows of 8
+    bytes a token, rollout log-probs of 4, the mask."""
+    return setup.tokens_of_rank * 29
+
+
+def replay_bytes(setup: Training) -> tuple[int, int]:
+    """(on the device, on the host) of one micro-batch, from the start of the step to its end; b bytes an expert, 1 or 2:
+
+    rollout    T L k b [as packed: all layers, on every rank] + T/CP L k b [cut, where CP > 1]
+    both       T/(CP t) L/PP k b [this rank's tokens and layers; recompute: on the host]
+               + 2 T/(CP t) L/PP [which choices were forced, and which differ]
+    """
+    s, layout = setup.shape, setup.layout
+    if setup.router_replay == "none" or not s.num_experts:
+        return 0, 0
+    each = s.experts_per_token * expert_dtype(s.num_experts).itemsize
+    own = -(-setup.tokens_of_rank // layout.tensor) * (s.num_layers // layout.pipeline)
+    if setup.router_replay == "recompute":
+        return 2 * own, own * each
+    packed = setup.tokens + (setup.tokens_of_rank if layout.context > 1 else 0)
+    return packed * s.num_layers * each + own * (each + 2), 0
+
+
+def head_bytes(setup: Training) -> int:
+    """The final norm and the fused head, with V/t columns and `rows` rows of logits at once:
+
+    T/t (H e + 4) + T (H e [hidden] + H e [its gradient] + 40) + rows (4 V/t + 8 H) + 4 H V/t [dW]
+
+    The backward adds the gradient of its weight, dW, to megatron's buffer; below adapters there is none.
+    """
+    s, tokens = setup.shape, setup.tokens_of_rank
+    width = padded_rows(s.vocab_size, setup.layout.tensor) // setup.layout.tensor
+    rows = min(tokens, setup.head_rows)
+    total = tokens / setup.layout.tensor * (s.hidden_size * setup.size + 4)
+    total += tokens * (2 * s.hidden_size * setup.size + 40)
+    return round(total + rows * (4 * width + 8 * s.hidden_size) + (0 if setup.adapters else 4 * s.hidden_size * width))
+
+
+def attention_copies_bytes(setup: Training) -> int:
+    """Bytes that flash-attn 2's deterministic backward takes, also PyTorch's: 4 T D N/t for each of ceil(blocks / (N/t)) copies,
+    were the micro-batch one sequence."""
+    if not setup.deterministic:
+        return 0
+    heads = setup.shape.num_heads // setup.layout.tensor
+    copies = -(-int(BLOCKS.value) // heads)
+    return copies * 4 * setup.tokens_of_rank * setup.shape.head_size * heads
+
+
+def layer_working_bytes(setup: Training) -> int:
+    """Temporary bytes of one layer, forward or backward, beside its saved activations.
+
+    dense    T/t H e 2 + T F/t e 2 [gradients of gate and up]
+    experts  forward: R H e [results] + where others send rows
+               EP > 1 or ETP > 1: R H e (1 + r/ETP) [unsorted, permuted of this rank; r = 2 with those received where EP > 1]
+               ETP > 1, whose sums are made in float32: R H (4 [for e = 2: a copy] + 4/ETP [the sums])
+             + T/t H e [where layers are made again: the gradient that waits], or
+             backward: T/t H e 2 + the most of
+               R (H e + F/ETP e) + E/EP H F/ETP e [gradients of results, of the product and of the second weights]
+               R F/ETP 2 e [of the product, gate and up; the product is gone]
+               R (H e - F/ETP e) + E/EP 2 H F/ETP e [of rows and of the weights; gate, up and their product are gone]
+                 + R H e [of unsorted rows] where others send rows
+    """
+    s, layout, e = setup.shape, setup.layout, setup.size
+    local = setup.tokens_of_rank / layout.tensor
+    if not s.num_experts:
+        return round(2 * local * s.hidden_size * e + 2 * setup.tokens_of_rank * s.ffn_size / layout.tensor * e)
+    width = s.ffn_size / layout.expert_tensor
+    shards, is_alone = layout.expert_tensor, layout.expert * layout.expert_tensor == 1
+    moved = 0 if is_alone else 1 + (1 if layout.expert == 1 else 2) / shards
+    wide = 0 if shards == 1 else 4 / shards + (4 if e == 2 else 0)
+    forward = setup.rows * s.hidden_size * (e * (1 + moved) + wide)
+    forward += setup.remakes_layers * local * s.hidden_size * e
+    weights = 0.0 if setup.adapters else s.num_experts / layout.expert * 2 * s.hidden_size * width * e
+    of_product = setup.rows * (s.hidden_size + width) * e + weights / 2
+    of_gate_and_up = setup.rows * 2 * width * e
+    of_weights = setup.rows * ((1 if is_alone else 2) * s.hidden_size - width) * e + weights
+    backward = 2 * local * s.hidden_size * e + max(of_product, of_gate_and_up, of_weights)
+    return round(max(forward, backward))

@@ -1,0 +1,249 @@
+"""GPU and host memory that a policy needs, from its settings: for the plan, and for a dry run on a machine with GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from marsrl.commands.plan import hardware as hw
+from marsrl.commands.plan.engines import (
+    Demand,
+    EngineMemory,
+    EngineSetup,
+    engine_memory,
+    publish_bytes,
+    rollout_time,
+    transfer_bytes,
+)
+from marsrl.commands.plan.memory import SIZE, Training
+from marsrl.commands.plan.parameters import elements
+from marsrl.commands.plan.ranking import Job, Option, option
+from marsrl.commands.plan.speed import Work
+from marsrl.rollout.model_shape import ModelShape
+from marsrl.rollout.routed_experts import expert_dtype
+from marsrl.trainer.checks.batch_plan import longest_sequence, samples_of_a_step
+from marsrl.trainer.checks.models import find_shape
+from marsrl.trainer.config import PolicyConfig, RunConfig
+from marsrl.trainer.learner.megatron.layout import Layout, nearest, resolve, why_not, why_not_context
+
+GIB = 2.0**30
+_TWO_CONTEXTS = Layout(1, 1, 1, 1, context=2)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """GPU and host memory that one policy takes. configured: the config's layout, None if invalid (see why_not_configured).
+
+    weight_files: bytes of files for the engines in the memory of rank 0's host, two versions. rank_transfer_bytes: NCCL's on
+    a rank's GPU, for publishes.
+    routed_experts: bytes there of the experts recorded for a step's samples (trainer.router_replay=rollout).
+    """
+
+    name: str
+    policy: PolicyConfig
+    gpu: hw.Gpu
+    longest_sequence: int
+    job: Job
+    configured: Option | None
+    why_not_configured: str | None
+    engines: EngineSetup
+    engine: EngineMemory
+    demand: Demand
+    weight_files: float
+    routed_experts: float
+    rank_transfer_bytes: float
+
+    @property
+    def work(self) -> Work:
+        return self.job.work
+
+    def rollout_s(self, num_engines: int) -> float:
+        """Seconds for so many engines to decode a step's completions."""
+        return rollout_time(replace(self.engines, num_engines=num_engines), self.engine, self.gpu, self.demand).seconds
+
+    @property
+    def host_bytes(self) -> float:
+        """Bytes of host memory on the fullest node: its ranks' offloaded state, weight files, and recorded experts."""
+        ranks = min(self.job.training.world_size, int(hw.GPUS_PER_NODE.value))
+        kept = self.configured.memory.host * ranks if self.configured else 0
+        return kept + self.weight_files + self.routed_experts
+
+    @property
+    def fits(self) -> bool:
+        """True if the config's layout, engines and host memory fit."""
+        is_trained = self.configured is not None and self.configured.fits
+        return is_trained and self.engine.fits and self.host_bytes <= self.gpu.host_memory
+
+
+def needs_of(
+    config: RunConfig, name: str, shape: ModelShape, trainers: int, gpu: hw.Gpu, mean_response: float | None = None
+) -> Needs:
+    """Needs of a trained policy on so many trainer ranks, or of a base with all adapters on it, which train together.
+
+    config: after shorten_prompts.
+    """
+    policy, rollout = config.policies[name], config.rollout
+    longest = longest_sequence(config, name)
+    response = mean_response or hw.MEAN_RESPONSE.value * rollout.max_response_tokens
+    agents = [each for each, agent in config.agents.items() if agent.policy in config.policies_in(name)]
+    prompt = min(hw.MEAN_PROMPT.value, max(config.agents[each].max_input_tokens for each in agents))
+    of_agent, _ = samples_of_a_step(config)
+    samples = sum(of_agent[each] for each in agents)
+    work = Work(
+        sequences=samples,
+        tokens=samples * (prompt + response),
+        trained=samples * response,
+        longest=prompt + rollout.max_response_tokens,
+        updates=config.trainer.updates_per_step,
+    )
+    setup = _engine_setup(config, name, shape, longest)
+    backend, num_gpus = setup.carried_by(config.sync.backend), trainers + setup.num_gpus
+    setup = replace(setup, transfer_bytes=transfer_bytes(backend, trainers, num_gpus, receives=True))
+    rank_transfer = transfer_bytes(backend, setup.num_gpus, num_gpus, receives=False)
+    memory = engine_memory(setup, gpu)
+    kept = {"disaggregated": rank_transfer, "colocated": hw.ENGINE_WORKSPACE.value}.get(rollout.placement, memory.taken)
+    job = _job(config, name, shape, trainers, work, kept)
+    if rollout.placement == "colocated":
+        job = replace(job, between_bytes=memory.taken)
+    layout = job.training.layout
+    problem = why_not(layout, shape, trainers)
+    if problem is not None:
+        problem += f"; on {trainers} trainer rank(s) this would be valid: {nearest(layout, shape, trainers).words}"
+    else:
+        problem = why_not_context(layout, config.loss.ratio, config.loss.correction)
+    in_memory = config.sync.backend == "shm" and config.sync.directory is None
+    replays = config.trainer.router_replay == "rollout" and shape.num_experts > 0
+    published = sum(publish_bytes(setup, each) for each in setup.adapters)
+    if not setup.adapters:
+        published = elements(shape).total * SIZE[policy.decided_dtype]
+    of_token = shape.num_layers * shape.experts_per_token * expert_dtype(shape.num_experts).itemsize if replays else 0
+    overlaps = rollout.overlap > 0
+    demand = Demand(
+        work.sequences, prompt, response, rollout.group_size, rollout.segments, rollout.tokens_per_stage, overlaps
+    )
+    return Needs(
+        name=name,
+        policy=policy,
+        gpu=gpu,
+        longest_sequence=longest,
+        job=job,
+        configured=None if problem else option(job, layout, policy.recompute, gpu),
+        why_not_configured=problem,
+        engines=setup,
+        engine=memory,
+        demand=demand,
+        weight_files=2.0 * published if in_memory or setup.adapters else 0.0,
+        routed_experts=work.tokens * of_token,
+        rank_transfer_bytes=rank_transfer,
+    )
+
+
+def shortages(needs: Needs) -> Iterator[str]:
+    """Sentences about what does not fit by formula on this GPU and its host."""
+    name, engine, configured, gpu = needs.name, needs.engine, needs.configured, needs.gpu
+    allowed = gpu.memory_bytes * needs.engines.memory_share
+    has_own_cache = needs.engines.cache_bytes is not None
+    room = "rollout.vllm.kv_cache_mib" if has_own_cache else "rollout.vllm.gpu_memory_utilization"
+    if not engine.has_room:
+        nccl = needs.engines.transfer_bytes
+        yield (
+            f"an engine of policy {name} does not fit: its weights, workspace and cache take "
+            f"{(engine.taken - nccl) / GIB:.1f} GiB a GPU of {gpu.memory_bytes / GIB:.1f}, and NCCL's communicators "
+            f"{nccl / GIB:.1f}; lower {room}, raise rollout.vllm.tensor_parallel, or take larger GPUs"
+        )
+    elif not engine.kv_tokens and not has_own_cache:
+        yield (
+            f"an engine of policy {name} does not fit: its weights take {engine.weights / GIB:.1f} GiB a GPU of "
+            f"{allowed / GIB:.1f} GiB that it may use; raise rollout.vllm.gpu_memory_utilization or "
+            "rollout.vllm.tensor_parallel, or take larger GPUs"
+        )
+    elif not engine.fits:
+        yield (
+            f"an engine of policy {name} has {engine.kv_cache / GIB:.1f} GiB a GPU for keys and values, {engine.kv_tokens:,} "
+            f"tokens, and vLLM wants room for one sequence of {needs.longest_sequence:,}: raise {room} or "
+            "rollout.vllm.tensor_parallel, or lower rollout.max_response_tokens"
+        )
+    if configured is not None and not configured.fits:
+        yield (
+            f"policy {name}: layout {configured.layout.words} with recompute {needs.policy.recompute} needs "
+            f"{configured.needed / GIB:.1f} GiB of {gpu.memory_bytes / GIB:.1f}: {configured.why_not}"
+        )
+        if configured.needed - needs.rank_transfer_bytes <= gpu.memory_bytes:
+            yield (
+                f"policy {name}: {needs.rank_transfer_bytes / GIB:.1f} GiB of that are NCCL's, for publishes: "
+                "sync.backend=shm would fit, and takes longer"
+            )
+    if needs.host_bytes > gpu.host_memory:
+        yield (
+            f"policy {name}: a node of trainer ranks needs {needs.host_bytes / GIB:.0f} GiB of memory for what is offloaded "
+            "to it, for weights on their way to the engines and for the experts of samples, and has "
+            f"{gpu.host_memory / GIB:.0f}: set policies.{name}.optimizer.offload=false, another policies.{name}.recompute than "
+            "full_offload, sync.directory to a folder on a disk, or another trainer.router_replay than rollout"
+        )
+
+
+def shortages_here(config: RunConfig, name: str, shape: ModelShape, trainers: int) -> list[str]:
+    """`shortages` for this machine's GPU, as warnings of a dry run, because they are estimates; none without a GPU."""
+    gpu = hw.gpu_here()
+    if gpu is None:
+        return []
+    found = shortages(needs_of(config, name, shape, trainers, gpu))
+    return [f"{sentence} (by the formulas of marsrl plan)" for sentence in found]
+
+
+def _engine_setup(config: RunConfig, name: str, shape: ModelShape, longest: int) -> EngineSetup:
+    rollout, dtype = config.rollout_of(name), config.engine_dtype(name)
+    vllm = rollout.vllm
+    return EngineSetup(
+        shape,
+        rollout.engines,
+        vllm.tensor_parallel,
+        "bfloat16" if dtype == "float16" else dtype,
+        vllm.gpu_memory_utilization,
+        rollout.slots,
+        longest,
+        "fp8" if vllm.kv_cache_dtype.startswith("fp8") else "auto",
+        None if vllm.kv_cache_mib is None else vllm.kv_cache_mib * 2.0**20,
+        vllm.expert_parallel,
+        config.adapters_in(name),
+        weights=vllm.quantization or "auto",
+    )
+
+
+def _job(config: RunConfig, name: str, shape: ModelShape, trainers: int, work: Work, kept_bytes: float) -> Job:
+    """The training job for ranking layouts. kept_bytes: memory of each GPU reserved by engines."""
+    loss, replay = config.loss, config.trainer.router_replay
+    policy, adapters = config.policies[name], config.adapters_in(name)
+    first = config.policies[next(each for each in config.policies_in(name) if each in config.trained_policies)]
+    reference, scored_reference = None, None
+    if loss.kl != "none":
+        scored_reference = shape if first.reference == "start" else find_shape(first.reference)
+        reference = None if adapters and first.reference == "start" else scored_reference  # the base, adapters off
+    # Old log-probs, the experts to replay (R2) or to count: the policy runs forward once before its updates.
+    is_scored = loss.old_policy == "recompute" or replay == "recompute"
+    is_scored |= loss.old_policy == "pois" and config.trainer.updates_per_step > 1
+    is_scored |= bool(policy.router_aux_loss and shape.num_experts)
+    training = Training(
+        shape=shape,
+        layout=resolve(policy.layout),
+        world_size=trainers,
+        dtype=policy.decided_dtype,
+        recompute=policy.recompute,
+        tokens=config.trainer.max_tokens_per_micro_batch,
+        num_micro_batches=1,
+        head_rows=int(hw.HEAD_ROWS.value),
+        offloads_optimizer=first.optimizer.offload,
+        distributes_optimizer=first.optimizer.distributed,
+        reference=reference,
+        deterministic=policy.deterministic,
+        router_replay=replay,
+        adapters=adapters,
+    )
+    return Job(
+        training,
+        work,
+        sweeps_entropy=config.mpt.scope != "off",
+        shared_bytes=kept_bytes,
+        scored=(*((shape,) if is_scored else ()), *((scored_reference,) if scored_reference else ())),
+        cuts_sequences=why_not_context(_TWO_CONTEXTS, loss.ratio, loss.correction) is None,
+    )

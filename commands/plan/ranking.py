@@ -1,0 +1,186 @@
+"""All layouts and recompute modes for a policy: memory, step time, reasons why some do not fit; other splits of the GPUs."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from marsrl.commands.plan import hardware as hw
+from marsrl.commands.plan.engines import Demand, EngineSetup, engine_memory, rollout_time, sync_time, transfer_bytes
+from marsrl.commands.plan.memory import RankMemory, Recompute, Training, most_loaded_rank
+from marsrl.commands.plan.speed import StepTime, Work, step_time
+from marsrl.rollout.config import VllmOptions
+from marsrl.rollout.engines.refusals import why_not_cut
+from marsrl.rollout.model_shape import ModelShape
+from marsrl.trainer.config import SyncBackend
+from marsrl.trainer.learner.megatron.layout import Layout, fitting
+
+RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full", "full_offload")
+_TENSOR_PARALLEL = (1, 2, 4, 8)  # an engine is on one node
+_MAX_NUM_SEQS = 256  # vLLM's default; more requests lengthen its steps, without a larger cache
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training job: `training` in any layout and recompute mode.
+
+    shared_bytes: used on the same GPU beside this policy's training (an engine in the same process). between_bytes: used there
+    while it rests (an engine that is asleep otherwise). scored: the models with a forward pass before the update.
+    cuts_sequences: context parallelism is possible.
+    """
+
+    training: Training
+    work: Work
+    sweeps_entropy: bool
+    shared_bytes: float
+    between_bytes: float = 0.0
+    scored: tuple[ModelShape, ...] = ()
+    cuts_sequences: bool = True
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to train. needed: bytes on the fullest GPU, including process overhead and fragmentation."""
+
+    layout: Layout
+    recompute: Recompute
+    memory: RankMemory
+    needed: float
+    fits: bool
+    time: StepTime
+
+    @property
+    def why_not(self) -> str:
+        """The largest part of the memory, if it does not fit, with a remedy."""
+        memory, fewer = self.memory, "more tensor, expert or pipeline ranks"
+        shorter = "tensor or context ranks, or shorter sequences"
+        parts = {
+            "optimizer state": (memory.optimizer, "more ranks, or optimizer.offload"),
+            "gradients": (memory.gradients, fewer),
+            "weights": (memory.weights, fewer),
+            "the reference's weights": (memory.reference, f"{fewer}, or loss.kl=none"),
+            "activations": (memory.activations, f"recompute, {shorter}"),
+            "the experts to replay": (memory.replay, "more data ranks, or trainer.router_replay=recompute"),
+            f"working memory of the {memory.moment}": (memory.working, shorter),
+        }
+        name, (size, remedy) = max(parts.items(), key=lambda part: part[1][0])
+        return f"{name} {size / 2**30:.1f} GiB: {remedy}"
+
+
+def options(job: Job, gpu: hw.Gpu) -> list[Option]:
+    """Every valid layout in every recompute mode; those that fit first, fastest first, then the closest."""
+    adapts_experts = any("experts" in each.targets for each in job.training.adapters)
+    layouts = [
+        each
+        for each in fitting(job.training.shape, job.training.world_size)
+        if (each.context == 1 or job.cuts_sequences) and (each.expert_tensor == 1 or not adapts_experts)
+    ]
+    found = [option(job, layout, recompute, gpu) for layout in layouts for recompute in RECOMPUTE]
+    return sorted(found, key=lambda o: (not o.fits, o.time.total if o.fits else o.needed, o.layout.words))
+
+
+def option(job: Job, layout: Layout, recompute: Recompute, gpu: hw.Gpu) -> Option:
+    """Memory and time of one layout.
+
+    needed = peak (1 + fragmentation) + CUDA context, NCCL, cuBLAS + what else lives on this GPU, or between updates, if more,
+             weights, gradients and optimizer state instead of the peak
+    """
+    training = job.training
+    replicas = layout.data(training.world_size)
+    setup = replace(
+        training,
+        layout=layout,
+        recompute=recompute,
+        num_micro_batches=max(1, round(job.work.tokens / replicas / training.tokens)),
+        expert_imbalance=hw.IMBALANCE.value if training.shape.num_experts and layout.expert > 1 else 1.0,
+    )
+    memory = most_loaded_rank(setup)
+    most = max(memory.peak * (1 + hw.FRAGMENTATION.value) + job.shared_bytes, memory.static + job.between_bytes)
+    needed = most + hw.PROCESS_BYTES.value
+    time = step_time(setup, job.work, gpu, job.sweeps_entropy, job.scored)
+    return Option(layout, recompute, memory, needed, needed <= gpu.memory_bytes, time)
+
+
+def best_of_each_layout(found: Sequence[Option]) -> list[Option]:
+    """The first option of every layout, in the order of `found`."""
+    first: dict[Layout, Option] = {}
+    for each in found:
+        first.setdefault(each.layout, each)
+    return list(first.values())
+
+
+@dataclass(frozen=True)
+class Split:
+    """A split into GPUs that train and GPUs that decode. update: the fastest layout that fits on the former."""
+
+    num_trainers: int
+    engines: EngineSetup
+    concurrency: float
+    rollout_s: float
+    update: Option
+    step_s: float
+
+
+def step_seconds(rollouts: Sequence[float], updates: Sequence[float], syncs: Sequence[float], overlap: int) -> float:
+    """Seconds of one step of all policies, from the seconds of each.
+
+    Policies decode concurrently, and are updated and published in turn: max(rollouts) + sum(updates) + sum(syncs). With
+    rollout.overlap the engines decode while the trainer trains, and only a publish stops both:
+    max(max(rollouts), sum(updates)) + sum(syncs).
+    """
+    rollout, update = max(rollouts), sum(updates)
+    return (max(rollout, update) if overlap else rollout + update) + sum(syncs)
+
+
+def splits(
+    job: Job, now: EngineSetup, demand: Demand, backend: SyncBackend, overlap: int, num_gpus: int, gpu: hw.Gpu
+) -> list[Split]:
+    """The fastest split for each way to decode, for a single policy; the shortest step first.
+
+    Ways: GPUs an engine, KV cache in the policy's dtype or FP8. Trainers: whole nodes if there are several, and of more than 128
+    GPUs sixteenths.
+    """
+    backend = now.carried_by(backend)
+    of_node = int(hw.GPUS_PER_NODE.value)
+    unit = of_node * max(1, num_gpus // 128) if num_gpus > of_node else 1  # a layout's search takes seconds
+    updates = {
+        count: _fastest(
+            replace(job, shared_bytes=transfer_bytes(backend, num_gpus - count, num_gpus, receives=False)), count, gpu
+        )
+        for count in range(unit, num_gpus, unit)
+    }
+    best: dict[tuple[object, ...], Split] = {}
+    for setup in _setups(now):
+        for count, update in updates.items():
+            num_engines = (num_gpus - count) // setup.tensor_parallel
+            if update is None or num_engines * setup.tensor_parallel != num_gpus - count:
+                continue
+            transfer = transfer_bytes(backend, count, num_gpus, receives=True)
+            engines = replace(setup, num_engines=num_engines, transfer_bytes=transfer)
+            memory = engine_memory(engines, gpu)
+            if not memory.fits:
+                continue
+            time = rollout_time(engines, memory, gpu, demand)
+            sync = sync_time(backend, engines, count, update.layout.expert, num_gpus, gpu)
+            seconds = step_seconds([time.seconds], [update.time.total], [sync.total], overlap)
+            way = (setup.tensor_parallel, setup.kv_cache)
+            if way not in best or seconds < best[way].step_s:
+                best[way] = Split(count, engines, time.concurrency, time.seconds, update, seconds)
+    return sorted(best.values(), key=lambda split: split.step_s)
+
+
+def _setups(now: EngineSetup) -> Iterator[EngineSetup]:
+    """Engine setups that can split the model; also with an FP8 cache for a bfloat16 model."""
+    caches: tuple[Literal["auto", "fp8"], ...] = ("auto", "fp8") if now.dtype == "bfloat16" else ("auto",)
+    most = max(now.max_num_seqs, _MAX_NUM_SEQS)
+    for tensor, cache in itertools.product(_TENSOR_PARALLEL, caches):
+        spreads = now.spreads_experts and tensor > 1
+        if why_not_cut(now.shape, VllmOptions(tensor_parallel=tensor, expert_parallel=spreads)) is None:
+            yield replace(now, tensor_parallel=tensor, max_num_seqs=most, kv_cache=cache, spreads_experts=spreads)
+
+
+def _fastest(job: Job, num_trainers: int, gpu: hw.Gpu) -> Option | None:
+    found = options(replace(job, training=replace(job.training, world_size=num_trainers)), gpu)
+    return found[0] if found and found[0].fits else None

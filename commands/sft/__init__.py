@@ -1,0 +1,1 @@
+"""`marsrl sft`: teach policies to imitate recorded answers."""

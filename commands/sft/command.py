@@ -1,0 +1,331 @@
+"""`marsrl sft`: the team's policies learn from data.demonstrations, and become Hugging Face directories that a run starts from.
+
+    read and check -> [batch -> one step of each policy -> checkpoint if due]* -> runs/NAME/hf
+
+Every rank reads the file. An epoch's order is drawn from run.seed and its number: a checkpoint's step says what is left.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import os
+import random
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from marsrl.commands.sft.demonstrations import Demonstration, Demonstrations, held_out, read_demonstrations
+from marsrl.rollout.adapter import write_adapter
+from marsrl.rollout.agents.render import ChatRenderer
+from marsrl.rollout.model_shape import read_shape
+from marsrl.trainer.build import join_ranks, with_first_rank_dtypes
+from marsrl.trainer.checkpoint import CheckpointWriter, is_due, load_checkpoint
+from marsrl.trainer.checks.device import why_not_device
+from marsrl.trainer.checks.dtypes import decide_dtypes
+from marsrl.trainer.checks.preflight import check_adapter, check_files, check_layouts, check_trainable
+from marsrl.trainer.config import RunConfig
+from marsrl.trainer.config.origin import ConfigError, ConfigOrigin
+from marsrl.trainer.data.packing import TrainSequence
+from marsrl.trainer.data.scatter import BatchShard
+from marsrl.trainer.learner.learner import Learner
+from marsrl.trainer.learner.megatron.hf_files import made_whole
+from marsrl.trainer.machine import quiet_libraries
+from marsrl.trainer.report.console import RunConsole
+from marsrl.trainer.report.metrics import MetricsLog
+from marsrl.trainer.runs.collective import barrier, rank
+from marsrl.trainer.runs.directory import RunDirectory
+from marsrl.trainer.runs.existing_run import (
+    differences,
+    saved_config,
+    settings_to_resume,
+)
+from marsrl.trainer.runs.failure import failure_message, say_last, where_to_go_on
+from marsrl.trainer.runs.lock import RunLock
+from marsrl.trainer.runs.stop import Stopped, StopSignals, let_first_rank_end
+from marsrl.trainer.supervised.imitation import imitate, measured_loss, supervised_learner
+from marsrl.trainer.torchrun import is_rank_0, world_size
+from marsrl.trainer.visible import visible
+
+
+def sft(config: RunConfig, origin: ConfigOrigin) -> int:
+    """Exit codes: 0 done, 1 it failed, 130 interrupted. Raises ValueError for settings and files that cannot be used."""
+    launcher, ready = os.getppid(), prepare(config, origin)  # its lock is held until this function returns
+    try:
+        teach(ready)
+    except KeyboardInterrupt:
+        if ready.directory is not None:
+            say_last(f"marsrl sft: interrupted; {where_to_go_on(ready.directory)}")
+        else:
+            let_first_rank_end(launcher)
+        return 130
+    except Exception as error:
+        print(visible(traceback.format_exc()), file=sys.stderr)
+        if ready.directory is not None:
+            say_last(failure_message(error, ready.directory))
+        else:
+            let_first_rank_end(launcher)
+        return 1
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Checked settings. directory, lock: the run's directory, locked; None on ranks other than 0."""
+
+    config: RunConfig
+    found: Demonstrations
+    directory: RunDirectory | None
+    lock: RunLock | None
+
+
+def prepare(config: RunConfig, origin: ConfigOrigin) -> Ready:
+    """Check the settings and demonstrations, make the run's directory, or open the one to resume in, and print a summary.
+
+    Raises ValueError, OSError: settings or files cannot be used, or another process writes the run.
+    """
+    is_first = is_rank_0()
+    directory = lock = None
+    with ExitStack() as undo, origin.places_in_errors():
+        began = settings_to_resume(config) if is_first else None  # rank 0 tells the others the dtypes
+        config, dtypes = decide_dtypes(config, began)
+        found, ends = _checked(config)
+        if is_first:
+            directory = RunDirectory.create(config.run.dir, config.run.name, f"sft-{origin.name}", config.run.resume)
+            lock = RunLock(directory)
+            undo.callback(lock.release)
+            fingerprint = {"data.demonstrations": {"demonstrations": len(found.lines), "sum": found.sum}}
+            lines = [f"warning: {lock.warning}"] if lock.warning else []
+            if directory.existed and config.run.resume != "off":
+                lines += _differing(directory, config, fingerprint)
+            directory.write_config(config.model_dump(mode="json"), made_of=str(origin))
+            directory.keep_data(fingerprint)
+            print(f"# settings: {origin}", *dtypes, *ends, *lines, sep="\n", flush=True)
+        undo.pop_all()
+    return Ready(config, found, directory, lock)
+
+
+def teach(ready: Ready) -> None:
+    """Train all steps that are left and write the models; rank 0 prints the settings that name them. Collective.
+
+    Raises as _Training.train.
+    """
+    quiet_libraries()
+    with ExitStack() as stack:
+        directory, console, _ = join_ranks(stack, ready.config, ready.directory)
+        for note in ready.found.notes:
+            console.warning(note)
+        config = with_first_rank_dtypes(ready.config)
+        training = _Training(config, directory, ready.found, console)
+        if training.is_over:
+            console.message(f"{directory.path}: all steps are done, and its models are written")
+        else:
+            training.train()
+        if rank() == 0:
+            for name, folder in training.folders.items():
+                key = "model" if config.policies[name].adapter is None else "adapter.start"
+                print(f"policies.{name}.{key}={folder}", flush=True)
+
+
+def _checked(config: RunConfig) -> tuple[Demonstrations, list[str]]:
+    """(the demonstrations, of models and layouts that can be trained; the end of a turn of each policy, as text)."""
+    if (reason := why_not_device(config.run.device)) is not None:
+        raise ConfigError(f"run.device is {config.run.device}: {reason}")
+    file = config.data.demonstrations
+    if file is None:
+        raise ConfigError("data.demonstrations is not set: name a jsonl file of what agents should have written")
+    check_layouts(config)
+    renderers, longest = dict[str, ChatRenderer](), dict[str, int]()
+    for name, policy in config.trained_policies.items():
+        if policy.model is None:
+            raise ConfigError(f"policies.{name}.model is not set: give the Hugging Face directory to start from")
+        shape = read_shape(policy.model)
+        check_files(policy.model, shape, is_trained=True)
+        check_adapter(name, policy, shape)
+        check_trainable(config, name, shape, world_size())
+        renderers[name] = ChatRenderer(policy.model)
+        longest[name] = min(shape.max_positions, config.trainer.max_tokens_per_micro_batch)
+    ends = [f"a turn of policies.{name} ends with {renderer.ends}" for name, renderer in renderers.items()]
+    return read_demonstrations(Path(file), config, renderers, longest), ends
+
+
+def _differing(directory: RunDirectory, config: RunConfig, fingerprint: Mapping[str, object]) -> list[str]:
+    """The settings that differ from those of the run, in a sentence.
+
+    Raises ConfigError: demonstrations, the section sft or the seed differ, which decide what a step trains.
+    """
+    key = f"run.resume={config.run.resume}: {directory.path} cannot go on with"
+    if directory.data.is_file() and json.loads(directory.data.read_bytes()) != fingerprint:
+        raise ConfigError(f"{key} other demonstrations than it began with; set data.demonstrations back")
+    saved = saved_config(directory)
+    if saved is not None and (saved.sft, saved.run.seed) != (config.sft, config.run.seed):
+        raise ConfigError(f"{key} another section sft or run.seed than config.yaml there has; set them back")
+    differs = differences(saved, config) if saved is not None else ""
+    return [f"differs from {directory.config}: {differs}"] if differs else []
+
+
+@functools.lru_cache(maxsize=1)
+def _order(number: int, name: str) -> list[int]:
+    return random.Random(f"sft/{name}").sample(range(number), number)
+
+
+class _Training:
+    """The steps of all policies that have demonstrations. Every method is collective."""
+
+    def __init__(self, config: RunConfig, directory: RunDirectory, found: Demonstrations, console: RunConsole) -> None:
+        self._config, self._directory, self._writers, self._console = config, directory, found.writers, console
+        lines, self._held_out = held_out(
+            found.lines, _order(len(found.lines), f"{config.run.seed}/held out"), config.sft.held_out
+        )
+        self._lines, self._steps_of_epoch = lines, -(-len(lines) // config.sft.batch)
+        self._num_steps = config.sft.epochs * self._steps_of_epoch
+        names = [name for name in config.trained_policies if any(line.policy == name for line in lines)]
+        self.folders = {name: directory.hf / name if len(names) > 1 else directory.hf for name in names}
+        self._learners: dict[str, Learner] = {}
+
+    @property
+    def is_over(self) -> bool:
+        """The models are written."""
+        return all(folder.is_dir() for folder in self.folders.values())
+
+    def train(self) -> None:
+        """All steps that are left, and the models.
+
+        Raises:
+            Stopped: a rank was asked to stop, on all ranks; the step is saved.
+            RuntimeError: trainer.max_bad_steps steps in a row had a non-finite loss or gradient.
+        """
+        config, run = self._config, self._config.run
+        self._learners = {name: self._learner(name) for name in self.folders}
+        restored = None
+        if run.resume != "off":
+            restored = load_checkpoint(self._directory, self._learners, run.resume, self._console.warning)
+        begun = restored.step if restored is not None else 0
+        writer = CheckpointWriter(
+            self._directory,
+            keep_last=run.keep_checkpoints,
+            keep_every=run.keep_every,
+            keep_best=False,
+            is_async=run.async_checkpoint,
+        )
+        stop, num_steps, num_bad = StopSignals(), self._num_steps, 0
+        with ExitStack() as stack:
+            note = self._open_log(stack, begun)
+            bar = stack.enter_context(self._console.progress("sft", num_steps, "steps"))
+            stack.enter_context(stop.noted())
+            saved_s = time.monotonic()
+            for step in range(begun + 1, num_steps + 1):
+                row, is_bad = self._step(self._batch(step))
+                if step % self._steps_of_epoch == 0:
+                    row |= self._held_out_losses()
+                note(step, row)
+                bar.update(step, _told(row))
+                num_bad = num_bad + 1 if is_bad else 0
+                if num_bad >= config.trainer.max_bad_steps:
+                    raise RuntimeError(
+                        f"step {step}: loss or gradient was not finite in {num_bad} steps in a row (trainer.max_bad_steps)"
+                    )
+                writer.finish_if_written()
+                due, is_stopping = is_due(run, step, last=num_steps, saved_s=saved_s, is_asked=stop.is_asked)
+                if due:
+                    writer.save(step, dict.fromkeys(self.folders, step), self._learners, None)
+                    saved_s = time.monotonic()
+                if is_stopping:
+                    writer.finish()
+                    raise Stopped
+        writer.finish()
+        self._write_models()
+
+    def _learner(self, name: str) -> Learner:
+        policy, sft = self._config.policies[name], self._config.sft
+        schedule = {"lr": sft.lr, "warmup_steps": sft.warmup_steps, "decay": sft.decay}
+        return supervised_learner(
+            policy.model_copy(update={"optimizer": policy.optimizer.model_copy(update=schedule)}),
+            str(policy.model),
+            num_writers=len(self._writers),
+            total_steps=self._num_steps,
+            seed=self._config.run.seed,
+        )
+
+    def _open_log(self, stack: ExitStack, begun: int) -> Callable[[int, Mapping[str, float]], None]:
+        """Rank 0's writer of a step's metrics; logs the loss before the first step as step 0."""
+        first = self._held_out_losses() if begun == 0 else {}
+        if rank() != 0:
+            return lambda step, row: None
+        log = MetricsLog(self._directory, wandb_project=self._config.run.wandb, resume_step=begun or -1)
+        stack.enter_context(log)
+        if first:
+            log.log(0, first)
+            self._console.message(f"before: {_told(first)}")
+        return log.log
+
+    def _batch(self, step: int) -> list[Demonstration]:
+        epoch, place = divmod(step - 1, self._steps_of_epoch)
+        order, size = _order(len(self._lines), f"{self._config.run.seed}/epoch {epoch}"), self._config.sft.batch
+        return [self._lines[i] for i in order[place * size : (place + 1) * size]]
+
+    def _step(self, batch: Sequence[Demonstration]) -> tuple[dict[str, float], bool]:
+        """One optimizer step of each policy; its metrics, and whether one was skipped."""
+        losses: dict[str, tuple[float, int]] = {}
+        row, is_bad = dict[str, float](), False
+        for name, learner in self._learners.items():
+            own, prefix = _of(batch, name), f"{name}/" if len(self._learners) > 1 else ""
+            found, stats = imitate(learner, own, self._shard(learner))
+            losses |= {self._writers[writer]: each for writer, each in found.items()}
+            row |= {f"{prefix}actor/grad_norm": stats.grad_norm, f"{prefix}actor/lr": stats.lr}
+            is_bad |= stats.is_skipped
+            if stats.is_skipped:
+                uids = ", ".join(sequence.uid for sequence in own[:4])
+                self._console.warning(f"a step of {name} is skipped, its loss or gradient is not finite: {uids} ...")
+        return _means("sft", losses) | row, is_bad
+
+    def _held_out_losses(self) -> dict[str, float]:
+        losses: dict[str, tuple[float, int]] = {}
+        for name, learner in self._learners.items():
+            if own := _of(self._held_out, name):
+                found = measured_loss(learner, own, self._shard(learner))
+                losses |= {self._writers[writer]: each for writer, each in found.items()}
+        return _means("sft/held_out", losses)
+
+    def _shard(self, learner: Learner) -> BatchShard:
+        return learner.shard(self._config.trainer.max_tokens_per_micro_batch)
+
+    def _write_models(self) -> None:
+        missing = {name: folder for name, folder in self.folders.items() if not folder.is_dir()}
+        if rank() == 0:
+            for folder in missing.values():
+                folder.parent.mkdir(exist_ok=True)
+        barrier()  # all ranks have looked before the first folder appears
+        for name, folder in missing.items():
+            policy, held = self._config.policies[name], self._learners[name].held()
+            if policy.adapter is None:
+                held.save_hf(folder, str(policy.model))
+                continue
+            tensors = {tensor: each.detach().cpu() for tensor, each in held.export()}  # all of them, on rank 0
+            if rank() == 0:
+                with made_whole(folder) as part:
+                    write_adapter(part, read_shape(str(policy.model)), policy.adapter, tensors, str(policy.model))
+            barrier()
+
+
+def _of(lines: Sequence[Demonstration], policy: str) -> list[TrainSequence]:
+    return [line.sequence for line in lines if line.policy == policy]
+
+
+def _means(prefix: str, losses: Mapping[str, tuple[float, int]]) -> dict[str, float]:
+    """The mean loss of a token, of all writers and of each where there are several; {} without a token."""
+    total = sum(count for _, count in losses.values())
+    if not total:
+        return {}
+    whole = {f"{prefix}/loss": math.fsum(loss * count for loss, count in losses.values()) / total}
+    return whole | ({f"{prefix}/{name}/loss": loss for name, (loss, _) in losses.items()} if len(losses) > 1 else {})
+
+
+def _told(row: Mapping[str, float]) -> str:
+    found = {"loss": row.get("sft/loss"), "held out": row.get("sft/held_out/loss")}
+    return ", ".join(f"{name} {loss:.3f}" for name, loss in found.items() if loss is not None)

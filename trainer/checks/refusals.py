@@ -1,0 +1,117 @@
+"""Refusals of valid settings by a machine that lacks what engines, optimizer or weight sync need."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+from marsrl.rollout.config import VllmOptions
+from marsrl.rollout.engines.refusals import TrainerHost, adapter_refusals, refusals, vllm_refusals
+from marsrl.rollout.engines.vllm.arguments import checked_extra
+from marsrl.trainer.checks.models import find_shape, taught_shape
+from marsrl.trainer.config import RunConfig
+from marsrl.trainer.config.read import ConfigError
+from marsrl.trainer.torchrun import is_rank_0
+
+
+def why_not_backend(config: RunConfig, *, has_cuda: bool) -> str | None:
+    """The reason why sync.backend cannot run on a machine, or None."""
+    sync = config.sync
+    key = f"sync.backend={sync.backend}"
+    if sync.delta and sync.backend != "nccl":
+        return f"sync.delta=true sends changes over a network, and {key} uses none: set sync.delta=false"
+    if sync.backend == "shm":
+        return None
+    if has_cuda:
+        found = f"sync.cpu_twin is true, but there is a GPU here, on which {key} runs itself; set false"
+        return found if sync.cpu_twin else None
+    if not sync.cpu_twin:
+        return (
+            f"{key} needs CUDA, and PyTorch sees no CUDA device here; set sync.backend=auto, or sync.cpu_twin=true to send "
+            f"the same buckets over {'gloo' if sync.backend == 'nccl' else 'shared memory'}"
+        )
+    if config.rollout.engine == "vllm":
+        return (
+            f"{key} writes into an engine's tensors, and vLLM on a CPU computes with packed copies of them; set "
+            "sync.backend=shm and sync.cpu_twin=false, or rollout.engine=local"
+        )
+    return None
+
+
+def slow_records(config: RunConfig, host: TrainerHost) -> list[str]:
+    """Warnings about agents for whose draws vLLM's own sampler must list the whole vocabulary (docs/credit.md)."""
+    return [
+        f"agents.{name} leaves no token out, and the engines of policies.{agent.policy} list at each place what was kept "
+        "(loss.truncation=renormalise): vLLM's own sampler is slow at it; set top_p or top_k, or rollout.vllm.sampler=marsrl"
+        for name, agent in config.agents.items()
+        if agent.policy in (vllm := vllm_of(config))
+        and config.records_of(agent.policy).kept_tokens
+        and vllm[agent.policy].sampler_on(engines_device(host)) == "engine"
+        and agent.top_p == 1
+        and agent.top_k < 1
+    ]
+
+
+def stale_samples(config: RunConfig) -> list[str]:
+    """A warning about samples of older versions that the loss takes for the present one's (docs/numerics.md)."""
+    rollout, loss, most = config.rollout, config.loss, config.versions_old
+    if not most or loss.correction != "none" or loss.old_policy == "sais":
+        return []
+    causes = [f"rollout.overlap={rollout.overlap}"] if rollout.overlap else []
+    causes += [f"rollout.segments={rollout.segments}"] if rollout.segments > 1 else []
+    if config.waits_for_team:
+        causes.append("rollout.pipeline=agentic with credit over all of a problem's samples")
+    old = "the weights at the step's start" if loss.old_policy == "recompute" else "the present weights"
+    return [
+        f"{' and '.join(causes)}: a token can be about {most} version{'s' * (most > 1)} old when it is trained, and "
+        f"loss.old_policy={loss.old_policy} with loss.correction=none takes it for one of {old}: set loss.correction=tis (or "
+        "icepop, sequence_mask), or loss.old_policy=sais; rollout/staleness_max and train_rollout/k3 show how far it goes"
+    ]
+
+
+def check_machine(config: RunConfig, host: TrainerHost) -> None:
+    """Check that engines and weight files can be where the config puts them, and vLLM's options if it is installed here."""
+    import torch
+
+    has_cuda, sync = torch.cuda.is_available(), config.sync
+    if config.rollout.placement == "colocated" and config.rollout.engine == "vllm" and not has_cuda:
+        raise ConfigError(
+            "rollout.placement=colocated: vLLM has no sleep mode on a CPU (there is no device memory to free); set "
+            "rollout.placement=disaggregated, or rollout.engine=local, whose sleep moves nothing on a CPU"
+        )
+    if is_rank_0():  # other ranks may be on other hosts, with other GPUs and folders
+        if sync.directory is not None and not os.access(sync.directory, os.W_OK | os.X_OK):
+            raise ConfigError(f"sync.directory is {sync.directory}, which is no folder that can be written to: make it")
+        if found := refusals_of(config, host):
+            raise ConfigError("; ".join(found))
+    if importlib.util.find_spec("vllm") is not None:  # otherwise the engines' hosts check them
+        for vllm in vllm_of(config).values():
+            checked_extra(vllm.extra)
+
+
+def refusals_of(config: RunConfig, host: TrainerHost) -> tuple[str, ...]:
+    """Refusals of these settings by engines and trainer on that host."""
+    by_files = config.sync.backend == "shm" or bool(config.pools_of_adapters)
+    files = (config.sync.directory or "/dev/shm") if by_files else None
+    found = list(refusals(tuple(config.served_rollouts.values()), host, weight_files=files))
+    for name, vllm in vllm_of(config).items():
+        found += vllm_refusals(vllm, engines_device(host), config.records_of(name))
+    for pool in dict.fromkeys(config.pools_of_adapters.values()):
+        policy, rollout, dtype = config.policies[pool], config.rollout_of(pool), config.engine_dtype(pool)
+        adapters = {name: adapter for name in config.policies_in(pool) if (adapter := config.policies[name].adapter)}
+        shape = taught_shape(config, policy) if policy.model is None else find_shape(policy.model)
+        if shape is not None:
+            found += adapter_refusals(rollout, engines_device(host), dtype, shape, adapters)
+    return tuple(dict.fromkeys(found))
+
+
+def vllm_of(config: RunConfig) -> dict[str, VllmOptions]:
+    """The vLLM options of each policy that vLLM serves."""
+    if config.rollout.engine != "vllm":
+        return {}
+    return {name: config.rollout_of(name).vllm for name, each in config.policies.items() if each.openai is None}
+
+
+def engines_device(host: TrainerHost) -> str:
+    """Device of the engines: GPUs if rank 0 sees one."""
+    return "cuda" if host.num_gpus else "cpu"

@@ -1,1 +1,0 @@
-"""The `marsrl` command: its command line, the viewer, curation of problems."""
