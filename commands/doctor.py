@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from marsrl.commands.plan.needs import shortages_here
 from marsrl.commands.plan.parameters import elements
 from marsrl.kernels.dispatch import explain
 from marsrl.rollout.config import VllmOptions, is_started_here
@@ -243,5 +244,5 @@ def config_findings(config: RunConfig, num_nodes: int, ranks_per_node: int) -> I
     yield Finding("config", "engines", True, engines)
     for line in checked.placement:
         yield Finding("config", "placement", True, line)
-    for warning in checked.warnings:
+    for warning in [*checked.warnings, *shortages_here(checked.config, world_size)]:
         yield Finding("config", "warning", False, warning)

@@ -1,4 +1,4 @@
-"""GPU and host memory that a policy needs, from its settings: for the plan, and for a dry run on a machine with GPUs."""
+"""GPU and host memory that a policy needs, from its settings: for the plan, and for `marsrl doctor` on a host with GPUs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from marsrl.commands.plan.speed import Work
 from marsrl.rollout.model_shape import ModelShape
 from marsrl.rollout.routed_experts import expert_dtype
 from marsrl.trainer.checks.batch_plan import longest_sequence, samples_of_a_step
-from marsrl.trainer.checks.models import find_shape
+from marsrl.trainer.checks.models import find_shape, taught_shape
 from marsrl.trainer.config import PolicyConfig, RunConfig
 from marsrl.trainer.learner.megatron.layout import Layout, nearest, resolve, why_not, why_not_context
 
@@ -182,12 +182,20 @@ def shortages(needs: Needs) -> Iterator[str]:
         )
 
 
-def shortages_here(config: RunConfig, name: str, shape: ModelShape, trainers: int) -> list[str]:
-    """`shortages` for this machine's GPU, as warnings of a dry run, because they are estimates; none without a GPU."""
+def shortages_here(config: RunConfig, trainers: int) -> list[str]:
+    """Return `shortages` of the trained policies on this machine's GPU, for settings that preflight has checked.
+
+    Empty without a GPU, and without vLLM's engines.
+    """
     gpu = hw.gpu_here()
-    if gpu is None:
+    if gpu is None or config.rollout.engine != "vllm":
         return []
-    found = shortages(needs_of(config, name, shape, trainers, gpu))
+    found, pools = list[str](), config.pools_of_adapters
+    for name in dict.fromkeys(pools.get(each, each) for each in config.trained_policies):
+        policy = config.policies[name]
+        shape = find_shape(policy.model) if policy.model else taught_shape(config, policy)
+        assert shape is not None, f"policies.{name}.model: preflight refuses a policy without a model"
+        found += shortages(needs_of(config, name, shape, trainers, gpu))
     return [f"{sentence} (by the formulas of marsrl plan)" for sentence in found]
 
 

@@ -1,4 +1,4 @@
-"""The dry run refuses or warns of what the planner refuses for want of GPUs, of a layout or of memory, and no more."""
+"""The planner and a dry run refuse the same settings; the planner and the doctor find the same want of memory."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from published_model import save_published
 
 from marsrl.commands.plan import hardware as hw
+from marsrl.commands.plan.needs import shortages_here
 from marsrl.commands.plan.plan import make_plan
 from marsrl.rollout.model_shape import read_shape
 from marsrl.trainer.checks.models import find_shape
@@ -82,7 +83,7 @@ def checked(config: RunConfig, world_size: int) -> tuple[bool, set[str]]:
     except ValueError:
         return True, set()
     mark = " (by the formulas of marsrl plan)"
-    return False, {each.removesuffix(mark) for each in found.warnings if each.endswith(mark)}
+    return False, {each.removesuffix(mark) for each in shortages_here(found.config, world_size)}
 
 
 def megatron_takes(config: RunConfig) -> bool:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import yaml
 
-from marsrl.commands.plan.needs import shortages_here
 from marsrl.rollout.adapter import check_start, peft_settings
 from marsrl.rollout.agents import returned
 from marsrl.rollout.agents.orchestration import Orchestration
@@ -238,9 +237,6 @@ def _checked_policy(config: RunConfig, name: str, world_size: int, *, trains: bo
     if is_trained:
         check_trainable(config, name, shape, world_size)
     config = shorten_prompts(config, name, shape.max_positions, trains=trains)
-    is_planned = name in config.pools_of_adapters.values() or (is_trained and policy.adapter is None)
-    if trains and is_planned and config.rollout.engine == "vllm":
-        warnings += shortages_here(config, name, shape, world_size)
     if policy.reference != "none" and config.loss.kl == "none":
         warnings.append(f"policies.{name}.reference is {policy.reference}, but loss.kl is none: it is not loaded")
     return config, warnings + _shorter_than_asked(asked, config)
