@@ -135,7 +135,9 @@ def rehearse_shown(
     reference: str = "",
     with_prompts: bool = False,
 ) -> Rehearsal:
-    """Rehearse, and show the settings, the reward rules, the tree of samples and warnings. console: for the tree.
+    """Rehearse, and show the settings, the reward rules, the tree of samples, warnings, and a late first update.
+
+    console: for the tree.
 
     Raises ConfigError: the task has no problems, or settings are wrong.
     """
@@ -143,12 +145,13 @@ def rehearse_shown(
     try:
         with origin.places_in_errors():
             rehearsal = rehearse(config, answers, question=question, reference=reference)
+            late = [] if rehearsal.errors else first_update_line(config, answers, question, reference)
     finally:
         logging.disable(logging.NOTSET)
     print(f"# settings: {origin}", *(f"# {line}" for line in reward_rules(config)), sep="\n", flush=True)
     console.print(drawn(rehearsal, with_prompts=with_prompts))
-    for warning in rehearsal.warnings:
-        print(f"warning: {warning}")
+    for line in [*(f"warning: {warning}" for warning in rehearsal.warnings), *late]:
+        print(line)
     return rehearsal
 
 
@@ -177,15 +180,15 @@ def _specs(config: RunConfig) -> Sequence[AgentSpec]:
     return find_orchestration(config.orchestration).agents or [AgentSpec(name) for name in config.agents]
 
 
-def first_update_line(config: RunConfig) -> list[str]:
-    """A line about the first step with samples to train on, with made-up answers of one segment each; [] for step 1.
+def first_update_line(config: RunConfig, answers: Answers, question: str, reference: str) -> list[str]:
+    """A line about the first step with samples to train on, if each answer takes one step; [] for step 1.
 
     Not for teams with tools, which may be paid services, nor for programs. With overlap a step waits for finished groups.
     """
     if config.tools.given or config.rollout.overlap or config.external is not None:
         return []
     num_steps = config.run.steps
-    with _scripted(config, {}, "", "", pipeline=config.rollout.pipeline) as (rollout, _):
+    with _scripted(config, answers, question, reference, pipeline=config.rollout.pipeline) as (rollout, _):
         step = next((n for n in range(1, num_steps + 1) if rollout.next_batch({"main": 0}).groups), None)
     if step == 1:
         return []

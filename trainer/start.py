@@ -6,7 +6,6 @@ import sys
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from marsrl.commands.rehearsal import first_update_line
 from marsrl.trainer.checks.preflight import Checked, preflight
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.config.origin import ConfigOrigin
@@ -40,7 +39,7 @@ def prepare(config: RunConfig, origin: ConfigOrigin, *, is_dry: bool = False) ->
         checked = preflight(config, world_size=world_size(), began=began)
         run = checked.config.run
         if is_first and is_dry:
-            lines = [*outlook(checked.config, origin.name, checked.fingerprints()), *first_update_line(checked.config)]
+            lines = outlook(checked.config, origin.name, checked.fingerprints())
         elif is_first:
             directory = RunDirectory.create(run.dir, run.name, origin.name, run.resume)
             lock = RunLock(directory)

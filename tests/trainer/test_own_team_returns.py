@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from marsrl.commands.cli import main
-from marsrl.commands.rehearsal import first_update_line, rehearse
+from marsrl.commands.rehearsal import rehearse
 from marsrl.rollout.types import Finish, Sample
 from marsrl.trainer.checks.preflight import preflight
 from marsrl.trainer.config.read import read_config
@@ -329,6 +329,9 @@ def test_a_table_that_is_none_is_refused(
         (["orchestration=debate", "run.steps=1"], ["first update: does not come in run.steps = 1"]),
     ],
 )
-def test_a_dry_run_knows_at_which_step_the_first_update_comes(words: list[str], line: list[str]) -> None:
-    config, _ = read_config(None, words)
-    assert [text.partition(",")[0] for text in first_update_line(config)] == line
+def test_try_says_at_which_step_the_first_update_comes(
+    words: list[str], line: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["try", *words]) == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert [text.partition(",")[0] for text in shown if text.startswith("first update")] == line
