@@ -58,8 +58,10 @@ lock: install  ## constraints/cpu.txt and cuda.txt from what cpu.in and cuda.in 
 	  --python-version 3.11 --python-platform x86_64-manylinux_2_31 --find-links $(TORCH_LINKS) \
 	  $$([ $$set = cpu ] && echo --excludes constraints/cpu.excludes) constraints/$$set.in -o constraints/$$set.txt || exit; done
 
+train: TRAINED := cpu_default-$(shell date +%Y%m%d-%H%M%S)
 train: install  ## MarsRL end to end on this machine: warm start, RL, report
-	torchrun --nproc-per-node 1 trainer/main.py
+	torchrun --nproc-per-node 1 trainer/main.py run.name=$(TRAINED)
+	marsrl report runs/$(TRAINED)
 
 # `make real`: the seed, and the run that imitates the tutors, made once for each seed.
 SEED ?= 0

@@ -107,7 +107,7 @@ class Run:
         return evaluate(self, **options)
 
     def report(self) -> Report:
-        """Write report.html again and return it: curves, samples, problems, warnings. In a notebook it is shown."""
+        """Write report.html and return it: curves, samples, problems, warnings. In a notebook it is shown."""
         from marsrl.commands.look.export import write_report
 
         with _errors():

@@ -49,6 +49,7 @@ assert cli.main(["plan", "--config", "qwen3_30b_a3b.yaml", "--gpus", "64"]) == 0
 assert main.main(["--dry-run"]) == 0
 assert cli.main(["view", "--demo", "--text"]) == 0
 assert main.main(sys.argv[2:]) == 0
+assert cli.main(["report", "runs/wheel"]) == 0
 assert marsrl.load_run("runs/wheel").metrics[-1]["step"] == 2
 files = [Path(m.__file__) for n, m in sys.modules.items() if n.split(".")[0] == "marsrl" and getattr(m, "__file__", None)]
 elsewhere = [file for file in files if not file.is_relative_to(sys.argv[1])]

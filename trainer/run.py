@@ -407,7 +407,7 @@ class Run:
         self.saved_step, self.saved_s = step, time.monotonic()
 
     def finish(self) -> None:
-        """Complete the last checkpoint; then the final evaluation, summary.json, report.html and the table."""
+        """Complete the last checkpoint; then the final evaluation, summary.json and the table."""
         self.checkpoints.finish()
         if self.untrained:
             num_steps, why = self.step - self.resumed_step, max(self.untrained, key=self.untrained.__getitem__)
@@ -425,9 +425,6 @@ class Run:
             save_summary(self.directory.summary, summary)
             self.trace.save()
             driver.log.close()
-            from marsrl.commands.look.export import write_report  # imported here: its libraries start threads
-
-            report = write_report(self.directory.path)
             self.console.results(summary)
-            self.console.message(f"report: {report}")
+            self.console.message(f"report: marsrl report {self.directory.path}")
         barrier()

@@ -47,7 +47,7 @@ def view(
 
 @command("look", "marsrl report runs/cpu_default-20260101-120000")
 def report(run: Annotated[str, Argument(help="a run's directory")]) -> None:
-    """Write report.html of a run again (also of one that is still going)."""
+    """Write report.html of a run, also of one that is still going."""
     from marsrl.commands.look.export import write_report
 
     print(write_report(run_directory(run)))

@@ -62,7 +62,6 @@ def test_a_run_leaves_what_it_promises_and_its_summary_proves_which_parts_ran(fi
     assert all(row["train_rollout/prob_diff_mean"] < 1e-2 for row in rows)  # type: ignore[operator]
     assert all(row["sync/probe_diff_median"] < 1e-5 and row["sync/probe_tokens"] == 640 for row in rows)
     assert (first_run / "config.yaml").is_file() and list((first_run / "tensorboard").iterdir())
-    assert "<html" in (first_run / "report.html").read_text()[:200]
     assert (first_run / "checkpoints" / "latest").read_text().strip() == "step_4"
 
 
@@ -112,8 +111,6 @@ def test_commands_on_a_run_are_as_they_are_written(
         name, run, *out = desk.words(command, (tmp_path / str(number)).joinpath)[1:]
         if not Path(run).exists():
             Path(run).symlink_to(first_run)
-        if name == "report":
-            (first_run / "report.html").unlink()
         own = ["rollout.engine=local", "rollout.placement=local", "evaluate.num_problems=4", "evaluate.fixed_inputs=2"]
         capsys.readouterr()
         assert cli.main([name, run, *out, *(own if name == "evaluate" else [])]) == 0
