@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.config import AgentConfig, RolloutConfig, TeacherConfig
 from marsrl.rollout.orchestrations.registry import find_orchestration
 from marsrl.rollout.tools.config import how_to_set
 from marsrl.trainer.config.policy import PolicyConfig
+from marsrl.trainer.config.run_config import RunConfig
 from marsrl.trainer.config.sections import SyncConfig
-
-if TYPE_CHECKING:
-    from marsrl.trainer.config.run_config import RunConfig
 
 
 def check_agreement(config: RunConfig, *, trains: bool) -> None:

@@ -17,6 +17,7 @@ from marsrl.rollout.orchestrations.registry import ORCHESTRATIONS, agent_names
 from marsrl.rollout.own_classes import is_in_memory, is_own
 from marsrl.rollout.text import in_one_line
 from marsrl.trainer.config import RunConfig
+from marsrl.trainer.config.agreement import check_agreement
 from marsrl.trainer.config.keys import all_keys, as_written, kinds_of, nearest
 from marsrl.trainer.config.origin import ConfigError, ConfigOrigin, Layer, layer_of_file, layer_of_words
 
@@ -64,9 +65,12 @@ def read_config(
     _leave_out_other_choices(merged, origin)
     _leave_out_unused_policies(merged, given)
     try:
-        return RunConfig.model_validate({**merged, "preset": "none"}, context={"trains": trains}), origin
+        config = RunConfig.model_validate({**merged, "preset": "none"})
     except ValidationError as error:
         raise ConfigError(explain(error, origin)) from error
+    with origin.places_in_errors():
+        check_agreement(config, trains=trains)
+    return config, origin
 
 
 def models_given(config: RunConfig) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Settings of a whole run. Rules between sections are in agreement.py."""
+"""Settings of a whole run. read.py checks the rules between sections, which are in agreement.py."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from marsrl.rollout.gateway.config import ExternalConfig
 from marsrl.rollout.orchestrations.registry import find_orchestration, read_options
 from marsrl.rollout.rewards.config import JudgeConfig
 from marsrl.rollout.tools.config import ToolsConfig
-from marsrl.trainer.config.agreement import check_agreement
 from marsrl.trainer.config.curate import CurateConfig
 from marsrl.trainer.config.objective import CreditConfig, LossConfig, MptConfig
 from marsrl.trainer.config.policy import PolicyConfig, on_base
@@ -260,9 +259,3 @@ class RunConfig(Settings):
         if "orchestration" in others.data:
             read_options(others.data["orchestration"], options)
         return options
-
-    @model_validator(mode="after")
-    def _sections_agree(self, given: ValidationInfo) -> RunConfig:
-        """Check rules between sections; with context {"trains": False} (marsrl curate), all policies may be frozen."""
-        check_agreement(self, trains=(given.context or {}).get("trains", True))
-        return self

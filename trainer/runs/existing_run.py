@@ -92,7 +92,7 @@ def settings_to_resume(config: RunConfig) -> RunConfig | None:
 def settings_in(file: Path) -> RunConfig | None:
     """Return the settings that a command saved in this file; None if it is missing or of another version."""
     try:
-        return RunConfig.model_validate(yaml.safe_load(file.read_bytes()), context={"trains": False})
+        return RunConfig.model_validate(yaml.safe_load(file.read_bytes()))
     except (OSError, ValueError, yaml.YAMLError):  # pydantic's ValidationError is a ValueError.
         return None
 
