@@ -13,7 +13,7 @@ from marsrl.trainer.run import Run
 
 
 def train(run: Run) -> None:
-    """Train until run.config.run.steps, evaluate, write the report. Collective over all ranks."""
+    """Train until run.config.run.steps, evaluate, write the summary. Collective over all ranks."""
     config = run.config
     run.begin()  # Sends weights to the engines, evaluates.
     for step in run.steps_left():
@@ -60,4 +60,4 @@ def train(run: Run) -> None:
         run.stop_if_diverged()
         run.stop_if_unusable(batch)
         run.checkpoint_if_due(step)
-    run.finish()  # Evaluates, writes summary and report.
+    run.finish()  # Evaluates, writes the summary.
