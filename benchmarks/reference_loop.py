@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from marsrl.rollout.model_shape import read_shape
 from marsrl.trainer.data.packing import TrainSequence
 
 
@@ -35,11 +36,10 @@ class ReferenceOptions:
 
 
 def _load(model_dir: str, options: ReferenceOptions) -> Any:
+    # Of transformers' ways to compute experts grouped_mm is the quickest here, on CPUs too. Dense models refuse the setting.
+    experts = {"experts_implementation": "grouped_mm"} if read_shape(model_dir).num_experts else {}
     model: Any = AutoModelForCausalLM.from_pretrained(
-        model_dir,
-        dtype=getattr(torch, options.dtype),
-        attn_implementation="sdpa",
-        experts_implementation="grouped_mm",  # the quickest of transformers' here, on CPUs too
+        model_dir, dtype=getattr(torch, options.dtype), attn_implementation="sdpa", **experts
     )
     if not options.adapters:
         return model

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from scripts import BENCHMARKS, call
+from transformers import AutoConfig, AutoModelForCausalLM
 
 sys.path.insert(0, str(BENCHMARKS))
 import run
@@ -83,9 +84,15 @@ def test_a_step_of_adapters_is_that_of_peft(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_real_models_directory_is_trained_in_turns(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["qwen3_moe", "llama"])
+def test_a_real_models_directory_is_trained_in_turns(tmp_path: Path, kind: str) -> None:
     """The gradient norms are compared before anything is printed."""
-    init_model("tiny", "bytes", tmp_path / "model", seed=0, dtype="float32")
+    if kind == "llama":
+        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+        config = AutoConfig.for_model("llama", vocab_size=300, intermediate_size=48, **sizes)
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
+    else:
+        init_model("tiny", "bytes", tmp_path / "model", seed=0, dtype="float32")
     words = ["--model", str(tmp_path / "model"), "--no-dmmpt", "--repeats", "2", "--json", str(tmp_path / "out.json")]
     done = call(str(BENCHMARKS / "train_step.py"), *words)
     assert done.returncode == 0, done.stderr
