@@ -7,7 +7,7 @@ from marsrl.kernels import library
 from marsrl.kernels.checks import INTEGERS, check, check_range
 from marsrl.kernels.dispatch import Implementation, Op, of_first, why_not_host
 from marsrl.kernels.group_advantage.cpu import group_advantage_cpu
-from marsrl.kernels.group_advantage.reference import group_advantage_reference
+from marsrl.kernels.group_advantage.reference import group_advantage_reference, less_mean_of_others
 
 # normalise -> (set of the mean, set of the standard deviation)
 _SETS = {
@@ -43,7 +43,8 @@ def group_advantage(
         normalise: "group": mean and std over the group. "agent" (Dr. MAS): over all samples of an agent in an instance.
             "global": over the instance. "agent_mean", "agent_std": only the mean, or only the std, over the agent's
             samples, the other over the instance.
-        std: "biased" (1/n) or "unbiased" (1/(n-1)).
+        std: "biased" (1/n) or "unbiased" (1/(n-1)); "none": A = R - mean of the set's other rewards, not divided (RLOO,
+            arXiv:2402.14740), for which "agent_mean" is "agent" and "agent_std" is "global".
         singleton: a set with one reward (of a sample or a session): "zero" = advantage 0; "raw" = its mean is 0 and its std 1.
 
     Returns:
@@ -54,7 +55,7 @@ def group_advantage(
     """
     for name, found, allowed in (
         ("normalise", normalise, _SETS),
-        ("std", std, ("biased", "unbiased")),
+        ("std", std, ("biased", "unbiased", "none")),
         ("singleton", singleton, ("zero", "raw")),
     ):
         if found not in allowed:
@@ -70,6 +71,9 @@ def group_advantage(
     mean_set_of = sets[mean_set]()
     std_set_of = mean_set_of if std_set == mean_set else sets[std_set]()
     compared = rewards if session_of is None else _session_means(rewards, session_of.long())
+    if std == "none":
+        sessions_of = torch.arange(num_samples, device=rewards.device) if session_of is None else session_of.long()
+        return less_mean_of_others(rewards, compared, sessions_of, mean_set_of, singleton == "raw")
     return _OP(rewards, compared, mean_set_of, std_set_of, std == "unbiased", singleton == "raw", eps)
 
 

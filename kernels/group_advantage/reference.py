@@ -10,6 +10,7 @@ from torch import Tensor
 class SetStatistics:
     """Statistics of the set that each sample belongs to, all [S], one element a sample; missing values are left out."""
 
+    count: Tensor
     mean: Tensor
     std: Tensor
     is_single: Tensor  # fewer than two values: no sibling to compare with
@@ -34,7 +35,7 @@ def set_statistics(rewards: Tensor, is_present: Tensor, set_of: Tensor, is_unbia
     is_single = (count < 2)[set_of]
     # Compare the extremes rather than std with 0: the mean of eight times 0.1 is not exactly 0.1.
     is_flat = (extreme(-torch.inf, "amax") == extreme(torch.inf, "amin"))[set_of] & ~is_single
-    return SetStatistics(mean, std, is_single, is_flat)
+    return SetStatistics(count[set_of], mean, std, is_single, is_flat)
 
 
 def group_advantage_reference(
@@ -60,3 +61,20 @@ def group_advantage_reference(
     if not keeps_single:
         is_zero = is_zero | of_mean.is_single | of_std.is_single
     return torch.where(is_zero, 0.0, (rewards.double() - mean) / (std + eps)).to(rewards.dtype)
+
+
+def less_mean_of_others(
+    rewards: Tensor, compared: Tensor, session_of: Tensor, mean_set_of: Tensor, keeps_single: bool
+) -> Tensor:
+    """A = R - mean of the set's values without that of its own session, [S] in the dtype of rewards.
+
+    compared: [S] like rewards, one value per session; NaN elsewhere.
+    """
+    is_compared = ~compared.isnan()
+    values = compared.double()
+    found = set_statistics(values, is_compared, mean_set_of, is_unbiased=False)
+    own = values.new_zeros(values.shape).index_add_(0, session_of, torch.where(is_compared, values, 0.0))[session_of]
+    others = found.mean + (found.mean - own) / (found.count - 1).clamp(min=1)
+    others = torch.where(found.is_flat, own, others)  # Exactly 0 for equal rewards, whatever the mean is rounded to.
+    is_zero = rewards.isnan() if keeps_single else rewards.isnan() | found.is_single
+    return torch.where(is_zero, 0.0, rewards.double() - torch.where(found.is_single, 0.0, others)).to(rewards.dtype)

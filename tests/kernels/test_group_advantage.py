@@ -41,6 +41,22 @@ def test_a_group_of_one_has_no_baseline_unless_raw_is_asked_for():
     assert advantage([0.7, 1, 0], [0, 1, 1], singleton="raw") == pytest.approx([0.7, 1, -1])
 
 
+def test_std_none_leaves_the_reward_out_of_its_mean():
+    assert advantage([1, 0, 0, 0, NAN], [2] * 5, std="none") == pytest.approx([1, *[-1 / 3] * 3, 0])
+    assert advantage([0.1] * 8, [0] * 8, std="none") == [0.0] * 8
+    assert advantage([0.7, 1, 0], [0, 1, 1], std="none") == [0, 1, -1]
+    assert advantage([0.7, 1, 0], [0, 1, 1], std="none", singleton="raw") == [0.7, 1, -1]
+    found = advantage([1, 0, 0, 4], [0, 1, 2, 3], [0, 0, 1, 1], [2] * 4, std="none", normalise="agent")
+    assert found == [1, -1, -4, 4]
+
+
+def test_std_none_leaves_the_whole_session_out_of_its_mean():
+    rewards, sessions = [1, 0, NAN, 1, 1, 1, 0, NAN], [2, 0, 2, 2, 2, 1, 1, 3]  # means 1, 0 and 1/2
+    found = advantage(rewards, [0] * 8, session_of=sessions, std="none")
+    assert found == pytest.approx([0.75, -0.75, 0, 0.75, 0.75, 0.5, -0.5, 0])
+    assert advantage([1, 0, 0.5], [0] * 3, session_of=[0, 0, 1], std="none") == [0.5, -0.5, 0]  # equal means
+
+
 # One instance: agent 0 has rewards 1, 0; agent 1 has 4, 2, 0. Together: mean 1.4, variance 2.24.
 @pytest.mark.parametrize(
     "normalise, means, stds",
@@ -76,14 +92,19 @@ batches = st.integers(1, 24).flatmap(
 
 
 @EXAMPLES
-@given(batches, st.sampled_from(["group", "agent", "global", "agent_mean", "agent_std"]), st.randoms())
-def test_the_order_of_samples_and_a_shift_of_all_rewards_change_nothing(batch, normalise, random):
+@given(
+    batches,
+    st.sampled_from(["group", "agent", "global", "agent_mean", "agent_std"]),
+    st.sampled_from(["biased", "none"]),
+    st.randoms(),
+)
+def test_the_order_of_samples_and_a_shift_of_all_rewards_change_nothing(batch, normalise, std, random):
     order = list(range(len(batch[0])))
     random.shuffle(order)
-    found = advantage(*batch, normalise=normalise)
-    permuted = advantage(*([values[i] for i in order] for values in batch), normalise=normalise)
+    found = advantage(*batch, normalise=normalise, std=std)
+    permuted = advantage(*([values[i] for i in order] for values in batch), normalise=normalise, std=std)
     assert [permuted[order.index(i)] for i in range(len(order))] == pytest.approx(found, abs=1e-9)
-    shifted = advantage([r + 3.0 for r in batch[0]], *batch[1:], normalise=normalise)
+    shifted = advantage([r + 3.0 for r in batch[0]], *batch[1:], normalise=normalise, std=std)
     assert shifted == pytest.approx(found, abs=1e-6)
 
 
@@ -91,7 +112,7 @@ def test_the_order_of_samples_and_a_shift_of_all_rewards_change_nothing(batch, n
 @given(
     batches,
     st.sampled_from(["group", "agent", "global", "agent_mean", "agent_std"]),
-    st.sampled_from(["biased", "unbiased"]),
+    st.sampled_from(["biased", "unbiased", "none"]),
     st.sampled_from(["zero", "raw"]),
 )
 def test_every_implementation_equals_the_definition(batch, normalise, std, singleton):

@@ -78,6 +78,21 @@ def test_the_published_baseline_counts_a_trajectory_once_however_many_calls_it_h
         assert advantage == pytest.approx(right if is_right else wrong, abs=0.006), uid
 
 
+def test_std_none_compares_with_the_other_samples_undivided() -> None:
+    groups = [group("0/solver", [1, 0, 0, 0]), group("1/solver", [0.5, 0.5]), group("2/solver", [1])]
+    credited = credit(groups, CreditConfig(std="none"), SHARED)
+    assert list(credited.advantages.values()) == pytest.approx([1, *[-1 / 3] * 3, 0, 0, 0])
+    assert {s.uid for s in credited.sequences} == {f"0/solver:{i}" for i in range(4)}
+    # Dr. GRPO's advantages, R - mean of all, times 4 / 3
+    assert [s.advantage * 3 / 4 for s in credited.sequences] == pytest.approx([0.75, *[-0.25] * 3])
+
+
+@pytest.mark.parametrize(("normalise", "same"), [("agent_mean", "agent"), ("agent_std", "global")])
+def test_std_none_refuses_a_std_of_other_samples(normalise: Any, same: str) -> None:
+    with pytest.raises(ValueError, match=f"credit.normalise={normalise} .* set credit.normalise={same}"):
+        CreditConfig(normalise=normalise, std="none")
+
+
 def test_calls_of_a_trajectory_share_the_advantage_of_its_mean_reward() -> None:
     # means 1, 1/2, of the reward that is known 0, and none; another problem's are not compared with these
     groups = trajectories([1, 1], [1, 0], [0, math.nan], [math.nan, math.nan])
@@ -140,8 +155,11 @@ def test_sessions_with_equal_means_train_nothing() -> None:
     assert set(credit([of_sessions([1, 0], [0.5])], CreditConfig(), SHARED).advantages.values()) == {0.0}
 
 
-@pytest.mark.parametrize("normalise", [*NORMALISE, "trajectory"])
-@pytest.mark.parametrize("std", ["biased", "unbiased"])
+@pytest.mark.parametrize(
+    ("normalise", "std"),
+    [(n, std) for n in (*NORMALISE, "trajectory") for std in ("biased", "unbiased")]
+    + [(n, "none") for n in ("group", "agent", "global", "trajectory")],
+)
 def test_with_one_sample_a_session_nothing_changes(normalise: Any, std: Any) -> None:
     rng, rules = np.random.default_rng(0), CreditConfig(normalise=normalise, std=std)
     drawn = rng.choice([0.1, 0.3, 1, math.nan, -2.7], (2, 16))

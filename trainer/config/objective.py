@@ -21,9 +21,9 @@ class CreditConfig(Settings):
     global: all agents' calls; agent_mean, agent_std: that statistic per agent, the other global; trajectory: an episode's
     mean reward against the problem's other episodes (the GRPO baseline of Dr. MAS). Includes all policies and untrained agents;
     an agent's samples of one session (orchestration=external) count as one"""
-    std: Literal["biased", "unbiased"] = "biased"
-    """standard deviation that divides every advantage: over n rewards (biased) or n - 1 (unbiased); advantages without this
-    division, as in Dr. GRPO and RLOO, are not supported"""
+    std: Literal["biased", "unbiased", "none"] = "biased"
+    """standard deviation that divides every advantage: over n rewards (biased) or n - 1 (unbiased). none: no division, and the
+    mean is that of the other rewards (RLOO; Dr. GRPO's advantages times n / (n - 1))"""
     singleton: Literal["zero", "raw"] = "zero"
     """advantage of a sample without others to compare with: zero (it has no gradient) or raw (its reward)"""
     reward_scheme: Literal["agentic", "outcome"] = "agentic"
@@ -38,6 +38,16 @@ class CreditConfig(Settings):
     denominator: Literal["all", "agent"] = "all"
     """tokens (or samples) that divide the loss: those of all trained agents, or of each agent separately, whose means are then
     added"""
+
+    @model_validator(mode="after")
+    def _std_has_a_set(self) -> CreditConfig:
+        if self.std == "none" and self.normalise in ("agent_mean", "agent_std"):
+            same = "agent" if self.normalise == "agent_mean" else "global"
+            raise ValueError(
+                f"credit.normalise={self.normalise} takes mean and std of different samples, but credit.std=none divides by no "
+                f"std; set credit.normalise={same}, which has the same mean, or credit.std=biased"
+            )
+        return self
 
     def trains(self, agent: str) -> bool:
         return self.train_agents == "all" or agent in self.train_agents
