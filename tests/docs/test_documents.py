@@ -20,6 +20,7 @@ from marsrl.trainer.config.keys import OTHER_NAMES, all_keys
 PICTURES = {
     "docs/own_task.md": "Peru, Lima\n",
     "README.md": "kernels/     fused tensor",
+    "CONTRIBUTING.md": "api/        import marsrl",
     "docs/prompts.md": ("answer: boxed\nverdict:", "answer: boxed\nturns:"),
     "docs/tools.md": '<tool_call>\n{"name": "convert"',
     "docs/dual_system.md": "<think>Who is the teacher",
