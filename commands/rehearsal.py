@@ -243,7 +243,8 @@ def _scripted(
         own = {"policy": "main", "max_input_tokens": MOST_TOKENS, "max_response_tokens": None, "template_options": {}}
         agents = {name: agent.model_copy(update=own) for name, agent in config.agents.items()}
         external = config.external
-        gateway = None if external is None else stack.enter_context(_gateway(external, agents, renderer))
+        by_turn = config.credit.turns == "returns"
+        gateway = None if external is None else stack.enter_context(_gateway(external, agents, renderer, by_turn))
         team = Team(
             agents,
             build_orchestration(
@@ -267,7 +268,7 @@ def _scripted(
 
 
 def _gateway(
-    external: ExternalConfig, agents: Mapping[str, AgentConfig], renderer: ChatRenderer
+    external: ExternalConfig, agents: Mapping[str, AgentConfig], renderer: ChatRenderer, by_turn: bool
 ) -> contextlib.AbstractContextManager[Gateway]:
     """The gateway of the program, with one worker that plays sessions in turn, so that seeded answers are reproducible."""
     from marsrl.rollout.gateway.server import open_gateway  # imported here: most teams need no HTTP server
@@ -277,7 +278,8 @@ def _gateway(
         external = external.model_copy(update={"workers": 1, "concurrency": 1, "host": "127.0.0.1", "port": 0})
     key = check_external(external)
     known = agents_of(agents, {"main": renderer}, MOST_TOKENS)
-    return open_gateway(external, {name: replace(agent, reader=_CallReader()) for name, agent in known.items()}, key)
+    reading = {name: replace(agent, reader=_CallReader()) for name, agent in known.items()}
+    return open_gateway(external, reading, key, sums_turns=by_turn)
 
 
 class _CallReader:
@@ -319,7 +321,8 @@ def drawn(rehearsal: Rehearsal, *, with_prompts: bool = False) -> Tree:
         says = f"{num_calls} call{'s' * (num_calls != 1)}" if uid in turns else _short(sample.text)
         reward = "none" if sample.reward.is_missing else f"{sample.reward.value:g}"
         note = f" ({sample.reward.note})" if sample.reward.note not in ("", errors.get(episode)) else ""
-        trained = f", advantage {credited.advantages[uid]:+.2f}" if uid in credited.advantages else ""
+        advantages = credited.turns.get(uid) or [credited.advantages[uid]] if uid in credited.advantages else []
+        trained = f", advantage {' '.join(f'{each:+.2f}' for each in advantages)}" if advantages else ""
         earns = literal(f"  {says}  reward {reward}{note}{trained}")
         nodes[uid] = above.add(Text.assemble((uid.rpartition("/")[2], "bold"), earns))
         if with_prompts:

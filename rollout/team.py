@@ -244,7 +244,8 @@ class Team:
             return sample
         if not sample.reward.is_missing:
             return sample  # scored by the team's own rule, or overlong
-        return replace(sample, reward=self._penalised(sample, Reward(outcome, outcome, {"outcome": outcome})))
+        reward = Reward(outcome, outcome, {"outcome": outcome}, turns=sample.reward.turns)
+        return replace(sample, reward=self._penalised(sample, reward))
 
     def is_read(self, sample: Sample) -> bool:
         """Return True if the agent's parser found what it looks for in an ended sample."""
@@ -366,10 +367,15 @@ class Team:
         if sample.finish is Finish.ERROR:
             return sample  # keeps its missing reward and the reason
         try:
-            reward = self.orchestration.reward(completion.episode, completion.of.ask, sample, judgement)
-            return replace(sample, reward=self._penalised(sample, returned.reward(reward)))
+            method = "reward"
+            reward = returned.reward(
+                self.orchestration.reward(completion.episode, completion.of.ask, sample, judgement)
+            )
+            method = "turn_rewards"
+            turns = returned.turn_rewards(self.orchestration.turn_rewards(completion.episode, sample), sample)
+            return replace(sample, reward=self._penalised(sample, replace(reward, turns=turns)))
         except Exception as raised:
-            return self._failed(sample, "reward", raised)
+            return self._failed(sample, method, raised)
 
     def teacher_logprobs(self, samples: Sequence[Sample]) -> dict[str, FloatArray]:
         """Return {uid: [N] float32, nats} for samples whose agents have teachers: the teacher's log-probs of the completion.
@@ -410,14 +416,15 @@ class Team:
             self.judge.model.sleep()
 
     def _penalised(self, sample: Sample, reward: Reward) -> Reward:
-        """Subtract agents.<name>.format_penalty if there is neither answer nor verdict, and the agents.<name>.overlong penalty.
+        """Add the rewards of single turns, and subtract agents.<name>.format_penalty, if there is neither answer nor verdict,
+        and the agents.<name>.overlong penalty.
 
         `correct` does not change.
         """
         settings = self.agents[sample.agent]
         if reward.is_missing:
             return reward
-        penalties: dict[str, float] = {}
+        penalties = {"turns": sum(reward.turns)} if reward.turns else {}
         if settings.format_penalty and not self.orchestration.is_readable(sample):
             penalties["format"] = -settings.format_penalty
         if (overlong := settings.overlong) is not None:

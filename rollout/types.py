@@ -101,12 +101,15 @@ class Reward:
     value: reward for training, after penalties; NaN = missing (excluded by all algorithms).
     correct: the task's judgement before penalties, in [0, 1]; NaN = unknown.
     parts: the addends of `value`, by name. note: explanation for people of a missing reward or unparsable answer.
+    turns: addends of `value` that belong to single turns, one for each of the sample's trained_turns; the rest of `value`
+    belongs to the last turn. () if all of it does.
     """
 
     value: float
     correct: float
     parts: Mapping[str, float] = field(default_factory=dict)
     note: str = ""
+    turns: tuple[float, ...] = ()
 
     @property
     def is_missing(self) -> bool:
@@ -276,6 +279,15 @@ class Sample:
         """Number of tokens up to the end of the last answer that a program read; of a team's sample, all tokens."""
         read = [turn.end for turn in self.turns if turn.fate is Fate.READ]
         return len(self.token_ids) if not self.turns else max(read, default=0)
+
+    @property
+    def trained_turns(self) -> list[Turn]:
+        """Turns that are trained, in order: answers that a program read; of a team's sample, its runs of sampled tokens."""
+        if self.turns:
+            return [turn for turn in self.turns if turn.fate is Fate.READ]
+        ends = np.flatnonzero(np.diff(self.is_sampled, prepend=False, append=False)).tolist()
+        runs = enumerate(zip(ends[::2], ends[1::2], strict=True), start=1)
+        return [Turn(number, start, end, self.finish) for number, (start, end) in runs]
 
     @property
     def text(self) -> str:

@@ -275,7 +275,8 @@ def open_team(checked: Checked, models: dict[str, str]) -> Iterator[Team]:
 
             servers = {name: each.openai.api for name, each in config.policies.items() if each.openai is not None}
             agents = agents_of(config.agents, renderers, config.rollout.max_response_tokens, config.parsers, servers)
-            gateway = stack.enter_context(open_gateway(config.external, agents, workers_key(config.external)))
+            key, by_turn = workers_key(config.external), config.credit.turns == "returns"
+            gateway = stack.enter_context(open_gateway(config.external, agents, key, sums_turns=by_turn))
         elif orchestration.tools:
             tools = build_tools(config.tools, orchestration.tools, checked.task.documents, checked.task.papers)
             stack.callback(tools.close)

@@ -208,6 +208,12 @@ class Orchestration:
             raise ValueError(f"reward: sample {sample.uid} has an answer but no judgement; ask the task to judge it")
         return judged
 
+    def turn_rewards(self, episode: Episode, sample: Sample) -> Sequence[float]:
+        """Return a reward for each turn of a sample that paused and continued, or () if no turn has its own.
+
+        They are added to the sample's reward; with credit.turns=returns each counts for its turn and those before it."""
+        return ()
+
     @classmethod
     def reward_rule(cls, agent: AgentSpec) -> str:
         """Describe the agent's reward rule; for a team that overrides `reward`, with the first line of its docstring."""

@@ -78,6 +78,15 @@ def reward(found: object) -> Reward:
     return Reward(_number("value", found.value), correct, numbers(found.parts), found.note)
 
 
+def turn_rewards(found: object, sample: Sample) -> tuple[float, ...]:
+    """Check the value of `turn_rewards`: one number for each trained turn of the sample, or none."""
+    if not isinstance(found, Sequence) or isinstance(found, str):
+        raise TypeError(f"expected a list of numbers, found {_shown(found)}")
+    if found and len(found) != (number := len(sample.trained_turns)):
+        raise ValueError(f"expected {number} rewards, one for each turn of {sample.uid}, or none, found {len(found)}")
+    return tuple(_number(f"the reward of turn {place}", each) for place, each in enumerate(found, 1))
+
+
 def numbers(found: object) -> dict[str, float]:
     """Check the value of `outcomes`, and a reward's parts: numbers by name."""
     if not isinstance(found, Mapping):

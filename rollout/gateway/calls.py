@@ -53,8 +53,9 @@ class SessionEnd:
     """End of a session, as stored in its ToolOutput.
 
     reward: of every sample; rewards: by agent or uid, {} if nothing is rewarded. If both are None, the task judges `answer`, or
-    else the session's last answer. fates: of each call's answer, in order of arrival. read: uids of the samples with an answer
-    that was read, in the order in which the program read the last of them.
+    else the session's last answer. turn_rewards: of each call's answer, in addition; () if none has its own. fates: of each
+    call's answer, in order of arrival. read: uids of the samples with an answer that was read, in the order in which the program
+    read the last of them.
     """
 
     reward: float | None = None
@@ -62,6 +63,7 @@ class SessionEnd:
     answer: str | None = None
     read: Sequence[str] = ()
     fates: Sequence[str] = ()
+    turn_rewards: Sequence[float] = ()
 
     @property
     def is_judged(self) -> bool:

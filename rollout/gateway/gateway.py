@@ -34,13 +34,18 @@ _MOST_SHOWN = 2000  # characters kept of a program's error
 class Gateway:
     """Pool of one tool, for the player, whose calls are sessions; see the module.
 
-    agents: by name, which programs send as the model. clock: seconds, for limits of sessions and workers' silence.
+    agents: by name, which programs send as the model. clock: seconds, for limits of sessions and workers' silence. sums_turns:
+    see Session.
     """
 
     def __init__(
-        self, config: ExternalConfig, agents: Mapping[str, Agent], clock: Callable[[], float] = time.monotonic
+        self,
+        config: ExternalConfig,
+        agents: Mapping[str, Agent],
+        clock: Callable[[], float] = time.monotonic,
+        sums_turns: bool = False,
     ) -> None:
-        self.config, self.agents, self._clock = config, agents, clock
+        self.config, self.agents, self._clock, self._sums_turns = config, agents, clock, sums_turns
         self._news = threading.Condition()  # its lock guards everything that both threads use
         self._waiting: dict[bool, deque[Session]] = {True: deque(), False: deque()}  # by Session.trains
         self._calls: dict[str, list[Call]] = {}  # calls not taken yet, by session
@@ -149,7 +154,9 @@ class Gateway:
 
     def _wait_for_worker(self, name: str, problem: Mapping[str, Any], output: Future[ToolOutput], attempt: int) -> None:
         most, masks = self.config.max_calls, self.config.superseded == "mask"
-        session = Session(name, problem, output, self.agents, self._send, most, attempt, self._clock, masks)
+        session = Session(
+            name, problem, output, self.agents, self._send, most, attempt, self._clock, masks, self._sums_turns
+        )
         self._waiting[session.trains].append(session)
 
     def _send(self, call: Call) -> None:

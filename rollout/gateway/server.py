@@ -221,13 +221,15 @@ def open_gateway(
     agents: Mapping[str, Agent],
     key: str | None = None,
     clock: Callable[[], float] = time.monotonic,
+    *,
+    sums_turns: bool = False,
 ) -> Iterator[Gateway]:
     """Run a gateway in its own thread, with locally started workers; OSError: the address cannot be bound.
 
-    key: the workers'; None: a random one. clock: see Gateway.
+    key: the workers'; None: a random one. clock, sums_turns: see Gateway.
     """
     key = key or secrets.token_urlsafe(24)
-    gateway = Gateway(config, agents, clock)
+    gateway = Gateway(config, agents, clock, sums_turns)
     with listen(config.host, config.port) as listening:
         workers = Workers(config, url_of(config.host, listening.getsockname()[1]), key)
         if not config.workers:

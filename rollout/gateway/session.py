@@ -10,7 +10,7 @@ import math
 import re
 import secrets
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, ParamSpec, TypeVar
@@ -63,7 +63,8 @@ class Session:
     """One session of a program; see the module. id: of the episode; key: authenticates requests; problem: as sent to the worker.
 
     worker: the one that plays it; "": none yet. output: resolved at the end. send: passes a call to the player. clock: seconds.
-    masks_superseded: discarded answers are not trained (external.superseded).
+    masks_superseded: discarded answers are not trained (external.superseded). sums_turns: a reward for an answer's id is its
+    turn's (credit.turns=returns); otherwise a sample's reward is the mean of its answers'.
     """
 
     id: str
@@ -75,6 +76,7 @@ class Session:
     attempt: int
     clock: Callable[[], float]
     masks_superseded: bool = True
+    sums_turns: bool = False
     key: str = field(default_factory=lambda: secrets.token_urlsafe(24))
     worker: str = ""
     began_s: float = 0.0  # set by `start`
@@ -155,9 +157,26 @@ class Session:
                 error = str(said["error"])
                 raise ValueError(next((refusal for refusal in self.refusals if refusal in error), error))
             reward = None if said.get("reward") is None else _number(said["reward"])
-            rewards = None if said.get("rewards") is None else self._rewards(said["rewards"])
+            by_agent, by_call = self._rewards(said.get("rewards") or {})
+            _, of_turns = self._rewards(said.get("turn_rewards") or {})
+            if self.sums_turns:
+                of_turns += by_call
+            turn_rewards = [0.0] * (self.num_calls if of_turns else 0)
+            for number, value in of_turns:
+                turn_rewards[number] += value
+            rewards: dict[str, float] | None = None
+            if said.get("rewards") is not None:
+                rewards = {self._calls[number].task.result().agent: 0.0 for number, _ in of_turns} | by_agent
+                rewards |= {} if self.sums_turns else self._means(by_call)
             answer = None if said.get("answer") is None else str(said["answer"])
-            end = SessionEnd(reward, rewards, answer, self._uids_read(), [self._fate(each) for each in self._calls])
+            end = SessionEnd(
+                reward,
+                rewards,
+                answer,
+                self._uids_read(),
+                [self._fate(each) for each in self._calls],
+                turn_rewards,
+            )
         except (ValueError, TypeError, AttributeError) as error:
             return ToolOutput(without_surrogates(f"the program failed: {error}"), is_error=True, seconds=seconds)
         return ToolOutput(end.encode(), seconds=seconds)
@@ -168,19 +187,26 @@ class Session:
         for task in list(self._open):
             task.cancel()
 
-    def _rewards(self, given: Mapping[str, Any]) -> dict[str, float]:
-        """Return rewards by agent, or by sample: the mean over its rewarded answers."""
-        rewards: dict[str, float] = {}
-        by_uid: dict[str, list[float]] = {}
+    def _rewards(self, given: Mapping[str, Any]) -> tuple[dict[str, float], list[tuple[int, float]]]:
+        """Return rewards by agent, and (number of the call, reward) for each answer's id."""
+        by_agent: dict[str, float] = {}
+        by_call: list[tuple[int, float]] = []
         for name, value in given.items():
             if name in self.agents:
-                rewards[name] = _number(value)
+                by_agent[name] = _number(value)
             elif (number := self._answered.get(re.split("[-_]", name)[-1])) is not None:  # chatcmpl-ID, msg_ID, ...
                 self._note_used(number)
-                by_uid.setdefault(self._calls[number].uid, []).append(_number(value))
+                by_call.append((number, _number(value)))
             else:
                 raise ValueError(f"a reward is for {name!r}; expected an agent or the id of an answer")
-        return rewards | {uid: sum(values) / len(values) for uid, values in by_uid.items()}
+        return by_agent, by_call
+
+    def _means(self, by_call: Sequence[tuple[int, float]]) -> dict[str, float]:
+        """Return each sample's mean over its rewarded answers, by uid."""
+        by_uid: dict[str, list[float]] = {}
+        for number, value in by_call:
+            by_uid.setdefault(self._calls[number].uid, []).append(value)
+        return {uid: sum(values) / len(values) for uid, values in by_uid.items()}
 
     def _note_read(self, number: int) -> None:
         self._calls[number].is_read = True

@@ -197,6 +197,8 @@ def _told(error: BaseException) -> str:
 
 def _as_end(found: Any) -> dict[str, Any]:
     """Convert a function's return value to the body of POST /end."""
+    if isinstance(found, tuple):  # of an environment: its end, and {id of an answer: reward of this turn}
+        return {**_as_end(found[0]), "turn_rewards": found[1]}
     if found is None:
         return {}
     if isinstance(found, str):
@@ -218,6 +220,7 @@ def environment_of(name: str) -> Callable[..., Any]:
         reset(problem) -> messages     to the only agent; or {agent: messages}: the first one acts, all receive theirs;
                                        problem.agents: the agents' names
         step(text) -> messages         to the agent that wrote the text; or {agent: messages}, as above
+                   -> messages, -0.1   the same, and a reward of the turn that wrote the text, added to its agent's
                    -> 0.5              the end, with every agent's reward; or {agent: 1.0}; or None: the task judges
         close()                        optional: the session has ended or failed
         max_tokens                     optional: of a turn
@@ -237,11 +240,12 @@ def environment_of(name: str) -> Callable[..., Any]:
 
 
 def _played(environment: Any, problem: SimpleNamespace, client: Client) -> Any:
-    """Play an environment to its end and return its rewards. Each agent has its own chat."""
+    """Play an environment to its end and return (its end, {id of an answer: its own reward}). Each agent has its own chat."""
     problem.agents = client.agents
     chats: dict[str, list[Any]] = {agent: [] for agent in client.agents}
     agent = client.agents[0] if len(client.agents) == 1 else None
     most = getattr(environment, "max_tokens", None)
+    turn_rewards: dict[str, float] = {}
     heard = environment.reset(problem)
     while not _is_end(heard):
         if not isinstance(heard, dict):
@@ -262,7 +266,13 @@ def _played(environment: Any, problem: SimpleNamespace, client: Client) -> Any:
         reply = client.chat(agent, chats[agent], max_tokens=most)
         chats[agent].append(reply.message)
         heard = environment.step(reply.text)
-    return heard
+        if isinstance(heard, tuple):
+            if len(heard) != 2:
+                raise ValueError(
+                    f"step returned {heard!r}; expected messages, or a pair of messages and the turn's reward"
+                )
+            heard, turn_rewards[reply.id] = heard[0], float(heard[1])
+    return heard, turn_rewards
 
 
 def _is_end(heard: Any) -> bool:

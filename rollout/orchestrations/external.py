@@ -93,6 +93,13 @@ class External(Orchestration):
             return Reward(MISSING, MISSING, note="the program set no reward")
         return Reward(value, min(max(value, 0.0), 1.0), {"program": value})
 
+    def turn_rewards(self, episode: Episode, sample: Sample) -> Sequence[float]:
+        """Return the program's rewards of single answers that it read."""
+        end = self.end(episode)
+        if end is None or not end.turn_rewards:
+            return ()
+        return [end.turn_rewards[turn.call - 1] for turn in sample.trained_turns]
+
     def outcome(self, episode: Episode) -> Sample | None:
         """Return the last sample or, if the task judges agents' answers, the last one with an answer."""
         end = self.end(episode)

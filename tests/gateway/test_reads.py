@@ -24,10 +24,12 @@ rollout: {engine: local, placement: local, prompts_per_step: 1, group_size: 2}
 WORDS = {"solver": [r"\boxed{5}", r"\boxed{6}"], "verifier": ["Verdict: correct"]}
 
 
-def credit_of(tmp_path: Path, text: str, *settings: str) -> tuple[Credited, dict[str, list[Sample]]]:
+def credit_of(
+    tmp_path: Path, text: str, *settings: str, kind: str = "function"
+) -> tuple[Credited, dict[str, list[Sample]]]:
     """The credit of a program's two sessions, and the samples of each session in order; the right answer is 5."""
     (tmp_path / "run.yaml").write_text(CONFIG)
-    words = [f"external.function={program(tmp_path, text)}", *settings]
+    words = [f"external.{kind}={program(tmp_path, text)}", *settings]
     config, _ = read_config(tmp_path / "run.yaml", words)
     credited = rehearse(config, WORDS, question="What is 2 + 3?", reference="5").credited
     sessions: dict[str, list[Sample]] = defaultdict(list)
@@ -109,3 +111,70 @@ def test_a_session_of_four_samples_counts_as_much_as_one(tmp_path: Path) -> None
     for sample in (*long, *short):
         is_better = (sample.agent == "solver") == (sample in long)
         assert credited.advantages[sample.uid] == pytest.approx(1 if is_better else -1, rel=1e-5)
+
+
+BY_TURN = ("credit.std=none", "credit.turns=returns", "loss.aggregation=token")
+PRICED = """
+def run(problem, client):
+    chat = [{"role": "user", "content": problem.question}]
+    first = client.chat("solver", chat)
+    client.chat("solver", [*chat, first.message, {"role": "user", "content": "Sure?"}])
+    last = client.chat("solver", ["Alone."])
+    client.chat("verifier", ["Right?"])
+    return {first.id: -0.25, "solver": float(client.session.endswith("0")), last.id: 0.5}
+"""
+
+
+def test_rewards_by_id_and_by_agent_add_up_with_credit_by_turn(tmp_path: Path) -> None:
+    credited, sessions = credit_of(tmp_path, PRICED, *BY_TURN)
+    for right, (chat, alone, verifier) in zip((1.0, 0.0), sessions.values(), strict=True):
+        assert chat.reward.turns == (-0.25, 0.0) and chat.reward.value == right - 0.25
+        assert alone.reward.turns == (0.5,) and alone.reward.value == right + 0.5
+        assert chat.reward.parts == {"program": right, "turns": -0.25} and verifier.reward.is_missing
+        # the agent's reward comes with its last turn, and so with all turns before it
+        sign = 1 if right else -1
+        assert credited.turns[chat.uid] == [sign, sign] and credited.turns[alone.uid] == [sign]
+
+
+def test_rewards_by_id_are_a_samples_mean_without_credit_by_turn(tmp_path: Path) -> None:
+    _, sessions = credit_of(tmp_path, PRICED)
+    for chat, alone, verifier in sessions.values():
+        assert (chat.reward.value, alone.reward.value) == (-0.25, 0.5) and verifier.reward.is_missing
+        assert chat.reward.turns == () and chat.reward.parts == {"program": -0.25}
+
+
+STEPS = """
+class run:
+    def reset(self, problem):
+        self.number = 0
+        return {"solver": problem.question, "verifier": "Wait."}
+
+    def step(self, text):
+        self.number += 1
+        if self.number == 1:
+            return {"verifier": text}, -0.25
+        if self.number == 2:
+            return {"solver": "Again?"}
+        return END, -0.5
+"""
+
+
+@pytest.mark.parametrize("settings", [BY_TURN, ()], ids=["by turn", "by sample"])
+@pytest.mark.parametrize(("end", "earned"), [("0.5", (0.5, 0.5)), ('{"verifier": 1.0}', (0.0, 1.0)), ("None", None)])
+def test_an_environments_rewards_of_steps_are_added(
+    tmp_path: Path, end: str, earned: tuple[float, float] | None, settings: tuple[str, ...]
+) -> None:
+    credited, sessions = credit_of(tmp_path, STEPS.replace("END", end), *settings, kind="environment")
+    for solver, verifier in sessions.values():
+        first, second = earned or [float(solver.answer == "5")] * 2  # the task judges the last answer
+        assert solver.reward.turns == (-0.25, -0.5) and verifier.reward.turns == (0.0,)
+        assert (solver.reward.value, verifier.reward.value) == (first - 0.75, second)
+        assert solver.reward.correct == first
+    assert bool(credited.turns) == bool(settings)
+
+
+def test_a_tuple_of_three_from_an_environment_fails_by_name(tmp_path: Path) -> None:
+    text = STEPS.replace("return END, -0.5", "return 1.0, 2.0, 3.0")
+    _, sessions = credit_of(tmp_path, text, kind="environment")
+    note = sessions.popitem()[1][0].reward.note
+    assert "step returned (1.0, 2.0, 3.0); expected messages, or a pair of messages and the turn's reward" in note

@@ -191,6 +191,11 @@ def _check_credit(config: RunConfig) -> None:
             f"agents.{name}.clip_low and agents.{name}.clip_high are {clips[name][0]} and {clips[name][1]}, but mpt.scope=batch "
             "needs one clip range; set mpt.scope=sample or off, or the same range for every trained agent"
         )
+    if credit.turns == "returns" and loss.aggregation == "sequence":
+        raise ValueError(
+            "loss.aggregation=sequence weighs a turn by the length of the sample's other turns, which biases "
+            "credit.turns=returns; set loss.aggregation=token or sequence_sum_constant, or credit.turns=sample"
+        )
     if credit.balance == "uniform" and not config.has_whole_instances:
         raise ValueError(
             "credit.balance=uniform needs all samples for a problem in one step; set rollout.pipeline=trajectory, or "

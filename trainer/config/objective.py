@@ -24,6 +24,9 @@ class CreditConfig(Settings):
     std: Literal["biased", "unbiased", "none"] = "biased"
     """standard deviation that divides every advantage: over n rewards (biased) or n - 1 (unbiased). none: no division, and the
     mean is that of the other rewards (RLOO; Dr. GRPO's advantages times n / (n - 1))"""
+    turns: Literal["sample", "returns"] = "sample"
+    """what the turns of a sample share. sample: one advantage; returns: each has its own, by its reward and those after it,
+    compared with the same turn of other samples or sessions (needs std=none; docs/credit.md)"""
     singleton: Literal["zero", "raw"] = "zero"
     """advantage of a sample without others to compare with: zero (it has no gradient) or raw (its reward)"""
     reward_scheme: Literal["agentic", "outcome"] = "agentic"
@@ -46,6 +49,11 @@ class CreditConfig(Settings):
             raise ValueError(
                 f"credit.normalise={self.normalise} takes mean and std of different samples, but credit.std=none divides by no "
                 f"std; set credit.normalise={same}, which has the same mean, or credit.std=biased"
+            )
+        if self.turns == "returns" and (self.std != "none" or self.normalise not in ("group", "agent")):
+            raise ValueError(
+                f"credit.turns=returns needs credit.std=none and credit.normalise=group or agent, found std={self.std} and "
+                f"normalise={self.normalise}; set these, or credit.turns=sample"
             )
         return self
 

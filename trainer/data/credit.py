@@ -22,6 +22,7 @@ from marsrl.rollout.seed import derive_seed
 from marsrl.rollout.types import Finish, FloatArray, Group, Reward, Sample
 from marsrl.trainer.config import CreditConfig
 from marsrl.trainer.data.packing import TrainSequence
+from marsrl.trainer.data.turns import turn_advantages
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,7 @@ class Credited:
     copies: weight of a sample in gradient and denominator, by uid, if not 1 (credit.balance).
     advantages: of every trained sample with a reward, by uid, for the samples log.
     masked: uids of samples that would be trained if they had not been cut (loss.truncated=mask).
+    turns: advantages of each turn, by uid, with credit.turns=returns; `advantages` then has the one farthest from 0.
     """
 
     groups: tuple[Group, ...] = ()
@@ -47,6 +49,7 @@ class Credited:
     copies: Mapping[str, int] = field(default_factory=dict)
     advantages: Mapping[str, float] = field(default_factory=dict)
     masked: frozenset[str] = frozenset()
+    turns: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
@@ -64,6 +67,7 @@ class Credited:
             {uid: number for uid, number in self.copies.items() if uid in uids},
             {uid: value for uid, value in self.advantages.items() if uid in uids},
             self.masked & uids,
+            {uid: values for uid, values in self.turns.items() if uid in uids},
         )
 
 
@@ -95,6 +99,8 @@ def credit(
     A teacher adds its part (_teachers_parts) to the advantage of each token. It affects neither rewards nor the statistics of
     groups, nor whether a sample is positive for the gate.
 
+    With credit.turns=returns each turn has its own advantage (turns.py); a sample is positive if all of its turns' are above 0.
+
     A sample without a reward is in no statistic, sequence or denominator. A sample with an advantage of exactly 0 (in a group
     without spread, or alone) is not packed.
     """
@@ -104,7 +110,12 @@ def credit(
     samples = [s for g in groups for s in g.samples]
     if not samples:
         return Credited(tuple(groups))
-    advantage = _advantages(samples, config)
+    by_turn: dict[str, list[float]] = {}
+    if config.turns == "returns":
+        by_turn = turn_advantages(samples, config)
+        advantage = np.array([max(by_turn.get(sample.uid, [0.0]), key=abs) for sample in samples])
+    else:
+        advantage = _advantages(samples, config)
     trained = [(s, float(a)) for s, a in zip(samples, advantage) if not s.reward.is_missing and config.trains(s.agent)]
     masked = frozenset(s.uid for s, _ in trained if masks_truncated and s.finish is Finish.LENGTH)
     trained = [(sample, value) for sample, value in trained if sample.uid not in masked]
@@ -123,16 +134,24 @@ def credit(
             counted[sample.uid] = int(np.count_nonzero(sample.is_sampled))
         if enters:
             agent = agents[sample.agent]
+            is_better = min(by_turn.get(sample.uid, [value])) > 0
             is_positive = (
-                value > 0 and sample.reward.correct >= success and (of_teacher is None or agent.loss_weight > 0)
+                is_better and sample.reward.correct >= success and (of_teacher is None or agent.loss_weight > 0)
             )
             sequence = _sequence(sample, value, agent, names.index(sample.agent), is_positive)
+            of_tokens: float | npt.NDArray[np.float64] = sequence.advantage
+            if sample.uid in by_turn:
+                of_tokens = np.zeros(len(sample.token_ids))
+                for turn, of_turn in zip(sample.trained_turns, by_turn[sample.uid], strict=True):
+                    of_tokens[turn.start : turn.end] = of_turn * agent.loss_weight
             if of_teacher is not None:
-                of_tokens = np.where(sequence.is_sampled, sequence.advantage + of_teacher, 0).astype(np.float32)
-                sequence = replace(sequence, token_advantages=of_tokens)
+                of_tokens = np.where(sequence.is_sampled, of_tokens + of_teacher, 0)
+            if not isinstance(of_tokens, float):
+                sequence = replace(sequence, token_advantages=of_tokens.astype(np.float32))
             sequences.append(sequence)
     several = {uid: number for uid, number in copies.items() if number > 1}
-    return Credited(tuple(groups), tuple(sequences), counted, several, advantages, masked)
+    turns = {uid: own for uid, own in by_turn.items() if uid in advantages}
+    return Credited(tuple(groups), tuple(sequences), counted, several, advantages, masked, turns)
 
 
 def _advantages(samples: Sequence[Sample], config: CreditConfig) -> npt.NDArray[np.float64]:
@@ -251,16 +270,17 @@ def balanced(samples: Iterable[Sample], number: int, seed: int) -> dict[str, int
 def outcome_rewards(groups: Sequence[Group]) -> list[Group]:
     """Return the groups with every reward replaced by the outcome of its episode (Orchestration.outcomes).
 
-    agents.<name>.format_penalty and agents.<name>.overlong are subtracted here too; `correct` of the new reward is the outcome
-    itself. A sample that ended as an error has none.
+    Rewards of single turns are added, and agents.<name>.format_penalty and agents.<name>.overlong subtracted, here too;
+    `correct` of the new reward is the outcome itself. A sample that ended as an error has none.
     """
 
     def outcome(sample: Sample) -> Sample:
         if sample.finish is Finish.ERROR:
             return sample
-        penalties = {name: part for name, part in sample.reward.parts.items() if name in ("format", "overlong")}
-        value = sample.outcome + sum(penalties.values())
-        return replace(sample, reward=Reward(value, sample.outcome, {"outcome": sample.outcome, **penalties}))
+        kept = {name: part for name, part in sample.reward.parts.items() if name in ("turns", "format", "overlong")}
+        value, turns = sample.outcome + sum(kept.values()), sample.reward.turns
+        reward = Reward(value, sample.outcome, {"outcome": sample.outcome, **kept}, turns=turns)
+        return replace(sample, reward=reward)
 
     return [replace(group, samples=tuple(outcome(sample) for sample in group.samples)) for group in groups]
 

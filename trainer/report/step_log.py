@@ -14,6 +14,7 @@ from marsrl.rollout.player.stages import StepBatch
 from marsrl.rollout.team import Team
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.data.credit import Credited, drmas_metrics, masked_metrics
+from marsrl.trainer.data.turns import turn_metrics
 from marsrl.trainer.learner.trained_tokens import TrainedTokens
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.report.cost import EpisodeClock, cost_metrics, failing_tools, judge_metrics, tool_shares
@@ -63,10 +64,12 @@ class StepLog:
         self._row.update(values)
 
     def note_credit(self, credited: Credited) -> None:
-        """Add the advantages, for the samples log, and the metrics of a common baseline (drmas_metrics)."""
+        """Add the advantages, for the samples log, and metrics of turns and of a common baseline (drmas_metrics)."""
         self._advantages.update(credited.advantages)
         if self._config.loss.truncated == "mask":
             self.note(masked_metrics(credited))
+        samples = (sample for group in credited.groups for sample in group.samples)
+        self.note(turn_metrics((each, credited.turns[each.uid]) for each in samples if each.uid in credited.turns))
         if self._config.has_whole_instances:  # otherwise a step has incomplete instances, mostly of one agent
             self.note(drmas_metrics(credited.groups))
 

@@ -1,0 +1,128 @@
+"""Bias of estimators of credit by turn on a toy of two turns, exact: every outcome of a group, weighed by its probability.
+
+    python benchmarks/studies/turn_credit.py
+
+Turn 1 continues (probability .5; pays .5) or stops (pays .6); turn 2 pays 1 (probability .4) or 0. Printed is the expected
+estimate of both turns' gradients as a multiple of the gradient, which is 1 without bias, and its standard deviation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations_with_replacement
+from statistics import fmean, pstdev
+
+import numpy as np
+
+from marsrl.rollout.types import Finish, Group, Reward, Sample, Turn
+from marsrl.trainer.config import CreditConfig
+from marsrl.trainer.data.turns import turn_advantages
+
+Rewards = Sequence[float]
+"""Rewards of a session's turns."""
+Estimator = Callable[[Sequence[Rewards]], Sequence[Sequence[float]]]
+"""Sessions' rewards to the advantages of their turns."""
+
+CONTINUES, PAYS = 0.5, 0.4
+SESSIONS: tuple[tuple[float, Rewards, tuple[float, float]], ...] = (  # probability, rewards, d log p of both choices
+    (CONTINUES * PAYS, (0.5, 1.0), (1 - CONTINUES, 1 - PAYS)),
+    (CONTINUES * (1 - PAYS), (0.5, 0.0), (1 - CONTINUES, -PAYS)),
+    (1 - CONTINUES, (0.6,), (-CONTINUES, 0.0)),
+)
+GRADIENT = np.array([CONTINUES * (1 - CONTINUES) * (0.5 + PAYS - 0.6), CONTINUES * PAYS * (1 - PAYS)])
+
+
+def moments(estimator: Estimator, num_sessions: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return ([2] expected estimate over the gradient, [2] standard deviation of the estimate)."""
+    first, second = np.zeros(2), np.zeros(2)
+    for places, probability in _groups(num_sessions):
+        advantages = estimator([SESSIONS[place][1] for place in places])
+        estimate = np.zeros(2)
+        for place, own in zip(places, advantages, strict=True):
+            for turn, advantage in enumerate(own):
+                estimate[turn] += advantage * SESSIONS[place][2][turn] / num_sessions
+        first += probability * estimate
+        second += probability * estimate**2
+    return first / GRADIENT, np.sqrt(second - first**2)
+
+
+def _groups(num_sessions: int) -> Iterator[tuple[tuple[int, ...], float]]:
+    """Yield every multiset of sessions with its probability."""
+    for places in combinations_with_replacement(range(len(SESSIONS)), num_sessions):
+        counts = [places.count(place) for place in range(len(SESSIONS))]
+        orders = math.factorial(num_sessions) / math.prod(map(math.factorial, counts))
+        yield places, orders * math.prod(SESSIONS[place][0] for place in places)
+
+
+def samples_of(sessions: Sequence[Rewards]) -> Group:
+    """Return sessions of one agent with these rewards of turns; a turn is two tokens, and a foreign one lies between."""
+    return Group("0/solver", "0", "solver", tuple(_sample(i, rewards) for i, rewards in enumerate(sessions)))
+
+
+def _sample(place: int, rewards: Rewards) -> Sample:
+    num_tokens = 3 * len(rewards) - 1
+    is_sampled = np.arange(num_tokens) % 3 < 2
+    empty, zeros = np.zeros(num_tokens, np.int32), np.zeros(num_tokens, np.float32)
+    turns = tuple(Turn(k + 1, 3 * k, 3 * k + 2, Finish.STOP) for k in range(len(rewards)))
+    reward = Reward(sum(rewards), 0.0, turns=(*rewards[:-1], 0.0))
+    name, group = f"0.{place}/solver:0", "0/solver"
+    given = (empty[:1], empty, is_sampled, zeros, (), Finish.STOP)
+    return Sample(name, "0", "p", "solver", group, None, *given, reward=reward, turns=turns)
+
+
+def ours(sessions: Sequence[Rewards]) -> list[list[float]]:
+    """credit.turns=returns."""
+    samples = samples_of(sessions).samples
+    found = turn_advantages(samples, CreditConfig(std="none", turns="returns"))
+    return [found[sample.uid] for sample in samples]
+
+
+def leave_one_out(sessions: Sequence[Rewards]) -> list[list[float]]:
+    """credit.std=none: a session's whole return less the mean of the others'."""
+    whole = [sum(rewards) for rewards in sessions]
+    return [[each - fmean(whole[:i] + whole[i + 1 :])] * len(sessions[i]) for i, each in enumerate(whole)]
+
+
+def group_std(sessions: Sequence[Rewards]) -> list[list[float]]:
+    """credit.std=biased (GRPO): the same less the mean of all, over their standard deviation."""
+    whole = [sum(rewards) for rewards in sessions]
+    mean, std = fmean(whole), pstdev(whole)
+    return [[(each - mean) / std if std else 0.0] * len(rewards) for each, rewards in zip(whole, sessions, strict=True)]
+
+
+def summed_means(sessions: Sequence[Rewards]) -> list[list[float]]:
+    """Rewards centred by turn index, then summed from a turn on (ports of MT-GRPO; github.com/verl-project/verl#7244)."""
+    longest = max(map(len, sessions))
+    means = [fmean(rewards[k] for rewards in sessions if len(rewards) > k) for k in range(longest)]
+    return [
+        [sum(rewards[m] - means[m] for m in range(k, len(rewards))) for k in range(len(rewards))]
+        for rewards in sessions
+    ]
+
+
+def mean_over_calls(sessions: Sequence[Rewards]) -> list[list[float]]:
+    """A session's return less the mean in which each call counts once (Dr. MAS without its standard deviation)."""
+    mean = fmean(sum(rewards) for rewards in sessions for _ in rewards)
+    return [[sum(rewards) - mean] * len(rewards) for rewards in sessions]
+
+
+ESTIMATORS = {
+    "trajectory, leave-one-out": leave_one_out,
+    "ours": ours,
+    "group mean and std": group_std,
+    "means by turn, summed": summed_means,
+    "mean over calls": mean_over_calls,
+}
+
+
+def main() -> None:
+    print(f"{'estimator':26}{'G = 2':>14}{'G = 8':>14}{'sd, G = 8':>14}")
+    for name, estimator in ESTIMATORS.items():
+        (two, _), (eight, deviation) = moments(estimator, 2), moments(estimator, 8)
+        cells = (f"{a:.{n}f}, {b:.{n}f}" for n, (a, b) in ((2, two), (2, eight), (3, deviation)))
+        print(f"{name:26}{''.join(f'{cell:>14}' for cell in cells)}")
+
+
+if __name__ == "__main__":
+    main()
