@@ -116,8 +116,8 @@ def provenance(results: Results) -> str:
     return f"Results by commit: {named}." + (
         ""
         if whole
-        else " **Not yet of one clean commit** (+: files differed from it); `python benchmarks/studies/evidence.py` lists what "
-        "is to run."
+        else " **Not yet from one clean commit** (+: modified files); `python benchmarks/studies/evidence.py` lists the "
+        "missing runs."
     )
 
 
