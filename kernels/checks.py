@@ -18,8 +18,12 @@ def check(
     dtypes: tuple[torch.dtype, ...],
     device: torch.device | None = None,
 ) -> None:
-    """Raise ValueError unless the tensor has this shape (None: any size), one of the dtypes, and the device; RuntimeError
-    under a transform of torch.func, for which no op has a rule."""
+    """Check a tensor's shape (None: any size), dtype and device.
+
+    Raises:
+        ValueError: one of them differs.
+        RuntimeError: a transform of torch.func is active; no op has a rule for one.
+    """
     if torch._C._are_functorch_transforms_active():
         raise RuntimeError(f"{op} has no rule for torch.func's transforms (vmap, grad, jvp): call it outside of them")
     if not isinstance(tensor, Tensor):
@@ -58,7 +62,7 @@ def check_range(op: str, name: str, values: Tensor, largest: int) -> None:
 
 
 def why_not_double(name: str, tensor: Tensor | None) -> str | None:
-    """The reason against a float64 tensor for kernels that compute in float32, else None; tensor None: not given."""
+    """Return the reason against a float64 tensor for kernels that compute in float32, else None; tensor None: not given."""
     if tensor is None or tensor.dtype != torch.float64:
         return None
     return f"{name} is float64, the kernels compute in float32"
@@ -69,8 +73,8 @@ def _fits(found: torch.Size, shape: tuple[int | None, ...]) -> bool:
 
 
 def _rises(bounds: Tensor, end: int) -> bool:
-    """True if the bounds run from 0 to end without decreasing."""
-    values = bounds.numpy()  # in Python: on a few numbers a quarter of the time of PyTorch operations
+    """Return True if the bounds run from 0 to end without decreasing."""
+    values = bounds.numpy()  # NumPy: a quarter of the time of PyTorch operations on a few numbers
     return bool(values[0] == 0 and values[-1] == end and (values[1:] >= values[:-1]).all())
 
 
@@ -79,22 +83,22 @@ def _short(values: list[int]) -> str:
 
 
 def rows_dense(x: Tensor) -> Tensor:
-    """x [..., D] with a dense last dimension: x itself if it has one, whatever its other strides."""
+    """Return x [..., D] with a dense last dimension; x itself if it has one, whatever its other strides."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def sequence_of_tokens(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
-    """[T] int64: the sequence each packed token belongs to."""
+    """Return [T] int64, the sequence that each packed token belongs to."""
     return torch.repeat_interleave(cu_seqlens.diff().long(), output_size=num_tokens)
 
 
 def kept_first(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """([] int64 number of tokens in the mask, [T] int64 all tokens, those of the mask first); no wait for the device.
+    """Return ([] int64 number of tokens in the mask, [T] int64 all tokens, masked-in ones first), without synchronisation.
 
-    The others follow, so that an upper bound of rows can be gathered before the true number is known.
+    Masked-out tokens follow, so that an upper bound of rows can be gathered before the true number is known.
     """
     before = mask.long().cumsum(0)
     number = mask.sum()
     index = torch.arange(mask.numel(), device=mask.device)
-    place = torch.where(mask, before - 1, number + index - before)
-    return number, torch.empty_like(index).scatter_(0, place, index)
+    position = torch.where(mask, before - 1, number + index - before)
+    return number, torch.empty_like(index).scatter_(0, position, index)

@@ -13,14 +13,16 @@ from marsrl.kernels.triton_machine import machine_lacks_triton
 
 
 def first_derivative_only(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorator of a backward that raises under create_graph=True. Otherwise its result would be a constant, and a penalty on a
-    gradient would silently have no gradient: torch's once_differentiable raises only if the incoming gradient requires one.
+    """Decorate a backward so that it raises under create_graph=True.
+
+    Otherwise its result would be a constant, and a penalty on a gradient would silently have no gradient: torch's
+    once_differentiable raises only if the incoming gradient requires one.
     """
 
     def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(backward)
         def checked(ctx: Any, *gradients: Any) -> Any:
-            if torch.is_grad_enabled():  # in a backward: create_graph
+            if torch.is_grad_enabled():  # grad mode is on in a backward only under create_graph
                 raise RuntimeError(
                     f"{op}: create_graph=True asks for a second derivative, and there is a first one only"
                 )
@@ -35,12 +37,12 @@ class Kernels(Protocol):
     """Forward and backward of an op by one implementation."""
 
     def forward(self, *args: Any) -> tuple[Tensor, ...]:
-        """The op's outputs, followed by tensors that only the backward reads."""
+        """Return the op's outputs, followed by tensors that only the backward reads."""
 
     def backward(
         self, args: Sequence[Any], saved: Sequence[Tensor], grads: Sequence[Tensor], needs: Sequence[bool]
     ) -> Sequence[Tensor | None]:
-        """Gradients of the leading arguments, one for each of needs; None if not needed."""
+        """Return gradients of the leading arguments, one for each of needs; None if not needed."""
 
 
 class Recomputed:
@@ -60,17 +62,17 @@ class Recomputed:
     def backward(
         self, args: Sequence[Any], saved: Sequence[Tensor], grads: Sequence[Tensor], needs: Sequence[bool]
     ) -> Sequence[Tensor | None]:
-        leaves = [each.detach().requires_grad_() if needed else each for each, needed in zip(args, needs)]
-        wanted = [leaf for leaf, needed in zip(leaves, needs) if needed]
+        leaves = [arg.detach().requires_grad_() if is_needed else arg for arg, is_needed in zip(args, needs)]
+        wanted = [leaf for leaf, is_needed in zip(leaves, needs) if is_needed]
         with torch.enable_grad():
             outputs = _as_tuple(self._function(*leaves, *args[len(needs) :]))
         ends = [(output, grad) for output, grad in zip(outputs, grads) if output.requires_grad]
         if ends:
             of_outputs = tuple(grad for _, grad in ends)
-            found = iter(torch.autograd.grad([out for out, _ in ends], wanted, of_outputs, materialize_grads=True))
-        else:  # nothing was computed: the batch is empty
-            found = map(torch.zeros_like, wanted)
-        return [next(found) if needed else None for needed in needs]
+            gradients = iter(torch.autograd.grad([out for out, _ in ends], wanted, of_outputs, materialize_grads=True))
+        else:  # an empty batch, for which nothing was computed
+            gradients = map(torch.zeros_like, wanted)
+        return [next(gradients) if is_needed else None for is_needed in needs]
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class Gradient:
 
     num_tensors: number of leading arguments that are tensors or None; all are saved, and get a gradient if they require one.
     num_outputs: number of results of Kernels.forward that the caller gets. saves_outputs: the backward reads them too.
-    num_unread: of the tensors, the leading ones of which the backward reads shape and dtype alone; no memory is kept for them.
+    num_unread: number of leading tensors whose shape and dtype alone the backward reads; no memory is kept for them.
     """
 
     op: str
@@ -110,11 +112,11 @@ class Gradient:
 
     @property
     def first_saved(self) -> int:
-        """The first result that is saved for the backward."""
+        """Index of the first result that is saved for the backward."""
         return 0 if self.saves_outputs else self.num_outputs
 
     def as_saved(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The leading arguments as the backward gets them: without memory where it reads no values."""
+        """Return the leading arguments as the backward gets them: without memory where it reads no values."""
         unread = (each.new_empty(()).expand(each.shape) for each in tensors[: self.num_unread])
         return (*unread, *tensors[self.num_unread :])
 
@@ -125,7 +127,7 @@ class Gradient:
         why_not: Callable[..., str | None] = lambda *args: None,
         machine_lacks: Callable[[], str | None] = lambda: None,
     ) -> Implementation:
-        """An implementation by Kernels, which `load` returns on first use."""
+        """Build an implementation from Kernels, which `load` returns on first use."""
 
         def run(*args: Any) -> Any:
             return self.node.apply(load(), *args)
@@ -133,11 +135,11 @@ class Gradient:
         return Implementation(name, run, why_not, machine_lacks, load)
 
     def triton(self, module: str, name: str, why_not: Callable[..., str | None]) -> Implementation:
-        """The implementation called triton, by the Kernels class of this name in marsrl.kernels.<module>."""
+        """Build the implementation `triton` from the Kernels class of this name in marsrl.kernels.<module>."""
         return self.implementation("triton", late_object(module, name), why_not, machine_lacks_triton)
 
     def reference(self, function: Callable[..., Any], why_not: Callable[..., str | None] = lambda *args: None) -> Any:
-        """The implementation called reference, by a function that PyTorch can differentiate."""
+        """Build the implementation `reference` from a function that PyTorch can differentiate."""
         return self.implementation("reference", lambda: Recomputed(function), why_not)
 
 

@@ -45,14 +45,14 @@ def without_autocast(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def why_not_host(name: str, tensor: torch.Tensor) -> str | None:
-    """Return None if a CPU implementation can read the tensor, else the reason; name: the argument's."""
+    """Return None if a CPU implementation can read the tensor, else the reason, which calls the tensor `name`."""
     return (
         None if tensor.device.type == "cpu" else f"{name} is on {tensor.device}, this implementation reads host memory"
     )
 
 
 def of_first(why_not: Callable[[str, torch.Tensor], str | None], name: str) -> Callable[..., str | None]:
-    """Return an Implementation.why_not that checks only the first argument, called by this name in the reason."""
+    """Return an Implementation.why_not that checks only the first argument; the reason calls it `name`."""
     return lambda first, *_: why_not(name, first)
 
 
@@ -63,8 +63,7 @@ def late_function(module: str, name: str) -> Callable[..., Any]:
 
 
 def late_object(module: str, name: str) -> Callable[[], Any]:
-    """Return a callable that creates one instance of a class of marsrl.kernels.<module> at its first call and returns it ever
-    after."""
+    """Return a callable that returns one instance of a class of marsrl.kernels.<module>, created at the first call."""
     return cache(lambda: getattr(import_module(f"marsrl.kernels.{module}"), name)())
 
 
@@ -77,11 +76,13 @@ class Op:
     by_name: dict[str, Implementation] = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "by_name", {each.name: each for each in self.implementations})
+        object.__setattr__(
+            self, "by_name", {implementation.name: implementation for implementation in self.implementations}
+        )
         _OPS[self.name] = self
 
     def __call__(self, *args: Any) -> Any:
-        if torch.compiler.is_compiling():  # only traced callers pay for the way around the tracer
+        if torch.compiler.is_compiling():  # only traced callers pay for bypassing the tracer
             return self._run_untraced(*args)
         return self._run(*args)
 
@@ -149,16 +150,16 @@ def forced_name(op: str) -> str | None:
     if not text:
         return None
     if "=" not in text:
-        _check_known(text, text, {name for each in _OPS.values() for name in each.by_name})
+        _check_known(text, text, {name for known_op in _OPS.values() for name in known_op.by_name})
         return text
-    found = None
+    forced = None
     for part in text.split(","):
-        asked, _, name = part.strip().partition("=")
-        _check_known(text, asked, set(_OPS))
-        _check_known(text, name, set(_OPS[asked].by_name))
-        if asked == op:
-            found = name
-    return found
+        op_name, _, name = part.strip().partition("=")
+        _check_known(text, op_name, set(_OPS))
+        _check_known(text, name, set(_OPS[op_name].by_name))
+        if op_name == op:
+            forced = name
+    return forced
 
 
 def _check_known(text: str, word: str, known: set[str]) -> None:
@@ -177,5 +178,5 @@ class Explanation:
 
 
 def explain() -> list[Explanation]:
-    """Return, for each op, the implementation chosen on this machine and the reasons against the others; tensors may add some."""
-    return [op.explain(lambda each: each.machine_lacks()) for _, op in sorted(_OPS.items())]
+    """Return each op's implementation on this machine, and the reasons against the others; tensors may add reasons."""
+    return [op.explain(lambda implementation: implementation.machine_lacks()) for _, op in sorted(_OPS.items())]

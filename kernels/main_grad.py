@@ -1,4 +1,4 @@
-"""Weight gradients that a backward adds to Megatron's float32 buffers instead of returning them."""
+"""Weight gradients that a backward adds to Megatron's float32 buffers instead of returning."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from marsrl.kernels.checks import check
 
 @dataclass(frozen=True)
 class MainGrad:
-    """The buffer of a weight's gradient.
+    """Buffer of a weight's gradient.
 
     total: main_grad, in the shape of the gradient that the op's backward returns for the weight.
     """
@@ -19,8 +19,10 @@ class MainGrad:
     total: Tensor
 
     def placeholder(self) -> Tensor | None:
-        """The weight's gradient once the real one is in total. With Megatron's `grad_added_to_main_grad`, which is set here, an
-        uninitialised tensor: Megatron's hooks need one and ignore its values. Else None.
+        """Return what the backward returns for the weight once the gradient is in total.
+
+        With Megatron's `grad_added_to_main_grad`, which is set here, this is an uninitialised tensor: Megatron's hooks need one
+        and ignore its values. Otherwise it is None.
         """
         if not hasattr(self.weight, "grad_added_to_main_grad"):
             return None

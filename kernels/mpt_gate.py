@@ -1,4 +1,4 @@
-"""mpt_gate: the samples whose well-mastered tokens are masked."""
+"""Gate of the samples whose well-mastered tokens are masked."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ def mpt_gate(
     scope: str = "sample",
     process_group: Any = None,
 ) -> Tensor:
-    """gate[s] = positive[s] and H < entropy_threshold (DMMPT, arXiv:2507.19766); the loss adds the test of p(t).
+    """Compute gate[s] = positive[s] and H < entropy_threshold (DMMPT, arXiv:2507.19766); the loss adds the test of p(t).
 
     Args:
         entropy: [T] float, nats, not read where mask is False.
@@ -50,4 +50,4 @@ def mpt_gate(
     if process_group is not None:
         dist.all_reduce(sums, group=process_group)
     total, count = sums.unbind()
-    return positive & (total < entropy_threshold * count)  # no token: no gate, and no division by 0
+    return positive & (total < entropy_threshold * count)  # False without tokens, and no division by 0

@@ -1,4 +1,4 @@
-"""pack, kept_rows: inputs of a forward pass over concatenated sequences, and the rows of it that are trained.
+"""Packing: inputs of a forward pass over concatenated sequences, and its rows that are trained.
 
 token   a0 a1 a2 | b0 b1 b2 b3 |            the prompts a0, b0 b1 were given, the rest was sampled
 target  a1 a2 -  | b1 b2 b3 -  |            a position predicts the next token, the last one of a sequence none
@@ -43,12 +43,12 @@ def pack(
     logprobs: Tensor | None = None,
     weights: Tensor | None = None,
 ) -> Packed:
-    """Flat arrays of tokens to positions that predict them; the only place with the target shift.
+    """Turn flat arrays of tokens into positions that predict them; the only place with the target shift.
 
     Args:
         token_ids: [N] int, the tokens of all sequences end to end.
-        is_sampled: [N] bool, whether the policy chose the token: not of a prompt, not a tool's.
-        cu_seqlens: [S+1] int, from 0 to num_tokens; positions behind the N-th are padding, of the last sequence.
+        is_sampled: [N] bool, True if the policy chose the token; False in prompts and tool output.
+        cu_seqlens: [S+1] int, from 0 to num_tokens; positions after the N-th are padding and belong to the last sequence.
         num_tokens: T, at least N. The host waits for nothing.
         logprobs, weights: [N] float32, of the tokens; not read where is_sampled is off.
 
@@ -83,10 +83,10 @@ def pack(
 
 
 def kept_rows(mask: Tensor, *, num_kept: int | None = None) -> Tensor:
-    """[K] int64: where mask [T] bool is set, ascending.
+    """Return the positions where mask [T] bool is set, [K] int64, ascending.
 
-    num_kept: K, if the host knows it. None: counted, which synchronises if mask is on a device. On a device a given K is not
-    checked: surplus rows are -1.
+    num_kept: K, if the host knows it. None: count, which synchronises if mask is on a device. A given K is not checked on a
+    device: surplus rows are -1.
 
     Raises:
         ValueError: names the argument, what was found and what was expected.

@@ -1,22 +1,22 @@
-"""The accuracy that a kernel's result must have, for tests and benchmarks.
+"""Accuracy that a kernel's result must have, for tests and benchmarks.
 
 A kernel passes if its error against float64 is at most twice the error of plain PyTorch at the kernel's dtype:
 
-    exact = definition(*(each.double() for each in inputs))
+    exact = definition(*(tensor.double() for tensor in inputs))
     assert_accurate("output", kernel(*inputs), exact, plain=definition(*inputs))
 
-Matrix products need more room. A library chooses the order of their sums by processor and shape, so plain PyTorch's error at one
-shape says little about another. For them, also compute the definition for inputs that are changed by one rounding:
+Matrix products need a wider bound. A library chooses the order of their sums by processor and shape, so plain PyTorch's error
+at one shape says little about another. For products, also compute the definition for inputs that are changed by one rounding:
 
-    moved = definition(*(off_by_an_ulp(each) for each in inputs))
+    moved = definition(*(off_by_an_ulp(tensor) for tensor in inputs))
     assert_accurate("product", a @ b, exact, plain, moved=moved, terms=a.shape[-1])
 """
 
 import torch
 from torch import Tensor
 
-# The rounding error that a block may have, relative to its size. 16 bits: each operand and each result is rounded by at most half
-# an eps. float32: p = e^(log p) inherits the rounding of log p, which is up to 16 nats in size.
+# A block may have this rounding error relative to its size. In 16 bits each operand and each result is rounded by at most half
+# an eps. In float32 p = e^(log p) inherits the rounding of log p, which is up to 16 nats in size.
 _ROUNDING = {dtype: torch.finfo(dtype).eps for dtype in (torch.bfloat16, torch.float16)}
 _ROUNDING |= {torch.float32: 16 * torch.finfo(torch.float32).eps, torch.float64: 4 * torch.finfo(torch.float64).eps}
 
@@ -51,17 +51,17 @@ def assert_accurate(
     that a few large entries elsewhere hide. A NaN fails.
 
     Args:
-        name: Of the result, for the message.
+        name: Name of the result in the message.
         found: [...] The kernel's result, in its own dtype.
-        exact: [...] float64, what the definition gives in float64.
-        plain: [...] What the definition gives in PyTorch at the kernel's dtype.
+        exact: [...] float64, the definition's result in float64.
+        plain: [...] The definition's result in PyTorch at the kernel's dtype.
         scale: Size of the terms of a sum that cancels, if larger than the result itself.
-        moved: [...] float64, what the definition gives for inputs that are off_by_an_ulp. Then sqrt(terms) * |moved - exact| is
-            allowed too: rounding errors that hit the terms of a sum at random grow like that, 2 sqrt(n) u for n terms
+        moved: [...] float64, the definition's result for inputs that are off_by_an_ulp. Then sqrt(terms) * |moved - exact| is
+            allowed too: random rounding errors of the terms of a sum grow like 2 sqrt(n) u for n terms
             (doi:10.1137/18M1226312 with lambda = 2).
         terms: Number of terms of the longest sum.
         apart: [N] bool over the first dimension: rows that share no block with the others, because they are hundreds of times
-            smaller (of a head's weight gradient, the rows that are nobody's target).
+            smaller, such as a head's weight-gradient rows of tokens that are never targets.
 
     Raises:
         AssertionError: With the error, what was allowed, and plain PyTorch's error.
@@ -71,7 +71,7 @@ def assert_accurate(
         return
     assert exact.dtype == torch.float64, f"{name}: exact is {exact.dtype}, expected float64"
     errors, plain_errors = found.double() - exact, plain.double() - exact
-    rounding = None if moved is None else terms**0.5 * (moved - exact)  # of a sum in another order
+    rounding = None if moved is None else terms**0.5 * (moved - exact)  # error of a sum in another order
     finfo = torch.finfo(found.dtype)
 
     error, plain_error = errors.abs().max().item(), plain_errors.abs().max().item()
@@ -81,11 +81,11 @@ def assert_accurate(
         allowed = max(allowed, rounding.abs().max().item())
     assert error <= allowed, f"{name}: error {error:.3e}, allowed {allowed:.3e} (plain PyTorch: {plain_error:.3e})"
 
-    # An exponential this small beside the others may be 0, as one below e^-87 is in float32.
+    # Exponentials this small relative to the others may become 0, as those below e^-87 do in float32.
     negligible = max(finfo.tiny, 1e-30 * exact.abs().max().item())
     for part, rows in _parts(apart):
         off, base, size, ones = (
-            _block_norms(_matrix(each, rows)) for each in (errors, plain_errors, exact, torch.ones_like(exact))
+            _block_norms(_matrix(values, rows)) for values in (errors, plain_errors, exact, torch.ones_like(exact))
         )
         limit = torch.maximum(2 * base, _ROUNDING[found.dtype] * torch.maximum(size, scale * ones))
         limit = torch.maximum(limit, negligible * ones)
@@ -107,16 +107,16 @@ def _parts(apart: Tensor | None) -> list[tuple[str, Tensor | None]]:
 
 
 def _matrix(values: Tensor, rows: Tensor | None) -> Tensor:
-    """The chosen rows as a matrix [N, M]: all dimensions but the last are flattened; a vector has M = 1."""
+    """Return the chosen rows as a matrix [N, M]: all dimensions but the last are flattened; a vector has M = 1."""
     if rows is not None:
         values = values[rows]
     return values.reshape(-1, 1) if values.dim() < 2 else values.flatten(0, -2)
 
 
 def _block_norms(values: Tensor) -> Tensor:
-    """[I, J] The root of the sum of squares of each block of a matrix [N, M].
+    """Return the root of the sum of squares of each block of a matrix [N, M], as [I, J].
 
-    Blocks are 32 by 32, or larger so that at most 64 fit a dimension. The last one takes the remainder with it, as a single entry
+    Blocks are 32 by 32, or larger so that at most 64 fit a dimension. The last block includes the remainder, as a single entry
     can be much more accurate than others, or much smaller.
     """
     squares = values.square()

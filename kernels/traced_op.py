@@ -1,11 +1,11 @@
-"""Ops for callers that torch.compile traces: each is torch.ops.marsrl.<name>, with a fake kernel and a gradient.
+"""Ops for callers that torch.compile traces: torch.ops.marsrl.<name>, with a fake kernel and a gradient.
 
     eager                               traced
     op(...)                             torch.ops.marsrl.<name>(...), in the backward torch.ops.marsrl.<name>_backward(...)
       the node of differentiable.py       op.choose, when the compiled code runs
         Kernels.forward, .backward          Kernels.forward, .backward
 
-A call of such an op takes 17 us of Python more than that of the node (rms_norm, forward): eager callers go past it.
+Calling such an op takes 17 us of Python more than calling the node (rms_norm, forward), so eager callers bypass it.
 Registering the ops is the one effect that importing marsrl.kernels has: torch.compile has to find them before the first call.
 """
 
@@ -31,9 +31,8 @@ def register(
 ) -> None:
     """Make torch.ops.marsrl.<name> of an op.
 
-    arguments: in the language of torch.library's schemas, the leading ones those of gradient. prepare: turns them, real
-    tensors, into what `op` takes, and checks them. results: of Kernels.forward for them, uninitialised; also for fake
-    tensors.
+    arguments: schema of torch.library; gradient's arguments come first. prepare: checks these arguments, which are real tensors,
+    and converts them to what `op` takes. results: allocates uninitialised results of Kernels.forward, also for fake tensors.
     """
     name, num_tensors = f"marsrl::{op.name}", gradient.num_tensors
     types = ", ".join(["Tensor"] * num_results)
@@ -43,16 +42,16 @@ def register(
 
     def forward(*given: Any) -> Any:
         args = prepare(*given)
-        found = without_autocast(_kernels(op, args).forward, *args)
-        # Recomputed keeps nothing for the backward. Were that another implementation's, MARSRL_KERNELS having changed in
-        # between, no gradient would be finite.
-        unread = (each.fill_(-torch.inf) for each in results(*given)[len(found) :])
-        return _one_or_all((*map(_own, found), *unread))
+        tensors = without_autocast(_kernels(op, args).forward, *args)
+        # Recomputed keeps nothing for the backward. If MARSRL_KERNELS changes in between and another implementation runs the
+        # backward, infinity in unread results makes every gradient non-finite.
+        unread = (tensor.fill_(-torch.inf) for tensor in results(*given)[len(tensors) :])
+        return _one_or_all((*map(_own, tensors), *unread))
 
     def backward(grads: list[Tensor], saved: list[Tensor], needs: list[bool], *given: Any) -> list[Tensor]:
         args = prepare(*given)
-        found = without_autocast(_kernels(op, args).backward, args, saved, grads, needs)
-        return [_own(each) for each in found if each is not None]
+        results = without_autocast(_kernels(op, args).backward, args, saved, grads, needs)
+        return [_own(grad) for grad in results if grad is not None]
 
     def fake(*given: Any) -> Any:
         return _one_or_all(results(*given))
@@ -61,13 +60,13 @@ def register(
         return [x.new_empty(x.shape) for x, needed in zip(given, needs) if needed]
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        found = output if isinstance(output, tuple) else (output,)
-        ctx.mark_non_differentiable(*found[gradient.num_outputs :])
-        ctx.is_tensor = [isinstance(each, Tensor) for each in inputs]
-        ctx.constants = [each for each in inputs if not isinstance(each, Tensor)]
-        tensors = gradient.as_saved([each for each in inputs if isinstance(each, Tensor)])
-        ctx.num_saved = len(found) - gradient.first_saved
-        ctx.save_for_backward(*found[gradient.first_saved :], *tensors)
+        outputs = output if isinstance(output, tuple) else (output,)
+        ctx.mark_non_differentiable(*outputs[gradient.num_outputs :])
+        ctx.is_tensor = [isinstance(arg, Tensor) for arg in inputs]
+        ctx.constants = [arg for arg in inputs if not isinstance(arg, Tensor)]
+        tensors = gradient.as_saved([arg for arg in inputs if isinstance(arg, Tensor)])
+        ctx.num_saved = len(outputs) - gradient.first_saved
+        ctx.save_for_backward(*outputs[gradient.first_saved :], *tensors)
 
     @first_derivative_only(op.name)
     def differentiate(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -75,8 +74,8 @@ def register(
         constants = iter(ctx.constants)
         inputs = [next(tensors) if is_tensor else next(constants) for is_tensor in ctx.is_tensor]
         needs = list(ctx.needs_input_grad[:num_tensors])
-        found = iter(backward_op(list(grads[: gradient.num_outputs]), saved, needs, *inputs))
-        return tuple(next(found) if needed else None for needed in ctx.needs_input_grad)
+        gradients = iter(backward_op(list(grads[: gradient.num_outputs]), saved, needs, *inputs))
+        return tuple(next(gradients) if is_needed else None for is_needed in ctx.needs_input_grad)
 
     for suffix, kernel, of_fakes in (("", forward, fake), ("_backward", backward, fake_backward)):
         _LIBRARY.impl(op.name + suffix, kernel, "CompositeExplicitAutograd")
@@ -90,7 +89,7 @@ def _kernels(op: Op, args: tuple[Any, ...]) -> Kernels:
 
 
 def _own(result: Tensor) -> Tensor:
-    """The result in its own memory, laid out as the fake kernel says; copied only if it is a view."""
+    """Return the result in its own memory, laid out as the fake kernel says; copied only if it is a view."""
     is_whole = result.is_contiguous() and result.untyped_storage().nbytes() == result.nbytes
     return result if is_whole else result.clone(memory_format=torch.contiguous_format)
 

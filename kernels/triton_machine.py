@@ -1,4 +1,4 @@
-"""Triton kernels run on a CUDA device, or on the CPU if TRITON_INTERPRET=1 was set before the start.
+"""Conditions for Triton kernels: a CUDA device, or the CPU if TRITON_INTERPRET=1 was set before the start.
 
 No Triton is imported here: an op imports its kernels when it first runs them.
 """
@@ -15,7 +15,7 @@ from marsrl.kernels.checks import why_not_double
 
 @cache  # Triton reads the variable when a kernel is defined: a later change has no effect
 def is_interpreted() -> bool:
-    """True if Triton runs kernels as NumPy on the CPU."""
+    """Return True if Triton runs kernels as NumPy on the CPU."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -43,7 +43,7 @@ def why_not_triton_float32(name: str, tensor: Tensor) -> str | None:
 
 
 def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
-    """Triton launches on the current device: make it the tensor's."""
+    """Make the tensor's device the current one, on which Triton launches."""
     return torch.cuda.device(tensor.device) if tensor.device.type == "cuda" else nullcontext()
 
 
@@ -51,7 +51,7 @@ MULTIPROCESSORS = 132  # an H100 or H200 has this many
 
 
 def num_multiprocessors(tensor: Tensor) -> int:
-    """Multiprocessors of the tensor's device; those of an H100 where it is on the CPU."""
+    """Return the number of multiprocessors of the tensor's device; an H100's if it is on the CPU."""
     if not tensor.is_cuda:
         return MULTIPROCESSORS
     return torch.cuda.get_device_properties(tensor.device).multi_processor_count

@@ -1,4 +1,4 @@
-"""attention_decode: the attention of one new token a sequence over its key-value cache."""
+"""Attention of one new token per sequence over its key-value cache."""
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from marsrl.kernels.triton_machine import machine_lacks_triton
 def attention_decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, *, scale: float | None = None
 ) -> Tensor:
-    """softmax(scale q k^T) v over the first lengths[s] keys of each sequence, [S, N, D] in the dtype of q.
+    """Compute softmax(scale q k^T) v over the first lengths[s] keys of each sequence.
 
     Args:
         q: [S, N, D] float, the query of each sequence's newest token.
@@ -26,7 +26,7 @@ def attention_decode(
         lengths: [S] int, 1..L; on a GPU its values are not read by the host.
         scale: any finite number; None = 1 / sqrt(D).
 
-    There is no gradient. On a GPU a row's bits depend neither on the other rows nor on L.
+    Returns [S, N, D] in the dtype of q, without a gradient. On a GPU a row's bits depend neither on the other rows nor on L.
 
     Raises:
         ValueError: names the argument, what was found and what was expected.

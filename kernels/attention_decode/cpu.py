@@ -11,13 +11,13 @@ from torch import Tensor
 from marsrl.kernels import library
 from marsrl.kernels.checks import rows_dense
 
-_ELEMENTS = {torch.float32: 0, torch.bfloat16: 1}  # enum Element of decode.cpp
+_ELEMENTS = {torch.float32: 0, torch.bfloat16: 1}  # values of enum Element in decode.cpp
 # Below this many numbers of the cache a parallel region costs more than it saves.
 _PARALLEL_NUMBERS = 1 << 16
 
 
 def attention_decode_cpu(q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, scale: float) -> Tensor:
-    """[S, N, D] as the reference defines it; entries beyond a length are never read."""
+    """Return [S, N, D] as the reference defines it; entries beyond a length are never read."""
     q, k_cache, v_cache = map(rows_dense, (q, k_cache, v_cache))
     lengths = lengths.long().contiguous()
     out = torch.empty(q.shape, dtype=q.dtype, device="cpu")

@@ -36,7 +36,10 @@ def decode_split(
     BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """The heads of one key head over one split: partial [S, N, splits, D], maxima and totals [S, N, splits], float32."""
+    """Attend with one key head's query heads over one split.
+
+    Writes partial [S, N, splits, D] and maxima, totals [S, N, splits], all float32.
+    """
     sequence = (tl.program_id(0) // num_key_heads).to(tl.int64)
     key_head = (tl.program_id(0) % num_key_heads).to(tl.int64)
     split = tl.program_id(1)
@@ -71,7 +74,9 @@ def decode_split(
         p = tl.exp2(scores - risen[:, None])
         total = total * shrink + tl.sum(p, 1)
         block = tl.dot(p.to(v_tile.dtype), v_tile, input_precision="ieee")
-        output = tl.fma(output, shrink[:, None], block)  # a sum of sums: one chain of SPLIT additions rounds more
+        output = tl.fma(
+            output, shrink[:, None], block
+        )  # adds block sums: a single chain of SPLIT additions rounds more
         maximum = risen
 
     at = (sequence * num_key_heads * GROUP + heads) * num_splits + split  # index into [S, N, splits]

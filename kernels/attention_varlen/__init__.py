@@ -1,4 +1,4 @@
-"""attention_varlen: attention within the sequences of a packed batch, never across them."""
+"""Attention within the sequences of a packed batch, never across them."""
 
 from functools import partial
 from math import isfinite
@@ -29,7 +29,7 @@ def attention_varlen(
     max_seqlen: int | None = None,
     deterministic: bool = False,
 ) -> Tensor:
-    """softmax(scale q k^T) v per sequence, [T, N, D] in the dtype of q, differentiable.
+    """Compute softmax(scale q k^T) v per sequence; differentiable.
 
     Args:
         q: [T, N, D] float; k, v: [T_k, N_kv, D], N a multiple of N_kv (grouped queries).
@@ -42,22 +42,22 @@ def attention_varlen(
         deterministic: the gradient is bitwise reproducible. Ours always is; flash-attn 2 then keeps several copies of the
             queries' gradient, each 4 T N D bytes, and adds them in order.
 
-    Never synchronises with the GPU, so values of cu_seqlens on a GPU are not checked.
+    Returns [T, N, D] in the dtype of q. Never synchronises with the GPU, so values of cu_seqlens on a GPU are not checked.
 
     Raises:
         ValueError: names the argument, what was found and what was expected.
     """
     check("attention_varlen", "q", q, (None, None, None), FLOATS)
     q, scale = positive_scale("attention_varlen", q, scale)
-    given = (q, k, v, cu_seqlens, cu_seqlens_k, scale, causal, max_seqlen, deterministic)
+    args = (q, k, v, cu_seqlens, cu_seqlens_k, scale, causal, max_seqlen, deterministic)
     if torch.compiler.is_compiling():
-        traced: Tensor = torch.ops.marsrl.attention_varlen(*given)[0]
+        traced: Tensor = torch.ops.marsrl.attention_varlen(*args)[0]
         return traced
-    return _OP(*_checked(*given))
+    return _OP(*_checked(*args))
 
 
 def positive_scale(op: str, q: Tensor, scale: float | None) -> tuple[Tensor, float]:
-    """Queries [..., D] and a positive scale with the same products: kernels take the maximum before scaling."""
+    """Return queries [..., D] and a positive scale with the same products: kernels take the maximum before scaling."""
     if scale is None:
         return q, q.shape[-1] ** -0.5
     if not isfinite(scale):
@@ -100,7 +100,7 @@ def _checked(
 
 
 def _results(q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    """The output, and the log-sum-exp of each head and query."""
+    """Allocate the output, and the log-sum-exp of each head and query."""
     return q.new_empty(q.shape), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
 
 

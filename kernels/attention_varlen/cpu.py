@@ -13,7 +13,7 @@ from torch.nn.functional import scaled_dot_product_attention
 class PaddedSegments:
     """Segments padded to a common length.
 
-    source [B * L] int64: the token at each place; padding repeats a segment's last token.
+    source [B * L] int64: the token at each padded position; padding repeats a segment's last token.
     places [n], tokens [n] int64: positions of the real tokens in source, and their indices.
     """
 
@@ -25,9 +25,9 @@ class PaddedSegments:
 
 
 @lru_cache(maxsize=64)  # all layers of a model use the same packing
-@torch.inference_mode(False)  # in any mode: a learner saves for its backward what an engine computed first
+@torch.inference_mode(False)  # a learner may save for its backward what an engine computed first
 def padded_by_length(bounds: tuple[int, ...]) -> tuple[PaddedSegments, ...]:
-    """Segments by length, with padding in at most half of the places: log2(longest / shortest) calls."""
+    """Group segments by length so that at most half of the positions are padding: log2(longest / shortest) calls."""
     segments = sorted(
         ((end - begin, begin) for begin, end in pairwise(bounds) if end > begin), key=lambda s: (-s[0], s[1])
     )
@@ -55,9 +55,9 @@ def attention_varlen_cpu(
     causal: bool,
     *_: object,
 ) -> Tensor:
-    """[T, N, D] as the reference defines it."""
+    """Return [T, N, D] as the reference defines it."""
     if q.shape[0] == 0:
-        return q + 0 * (k.sum() + v.sum())  # empty, yet all three get a gradient of 0
+        return q + 0 * (k.sum() + v.sum())  # an empty batch still gives all three a gradient of 0
     bounds_q = bounds_k = cu_seqlens.tolist()
     if cu_seqlens_k is not cu_seqlens:
         bounds_k = cu_seqlens_k.tolist()
@@ -68,15 +68,15 @@ def attention_varlen_cpu(
     if len(padded) == 1 and padded[0].num_segments * padded[0].length == q.shape[0]:
         return _sdpa(q, k, v, padded[0], scale).flatten(0, 1)
     output = torch.zeros_like(q, memory_format=torch.contiguous_format)
-    for each in padded:
-        padded_q, padded_k, padded_v = (x.index_select(0, each.source) for x in (q, k, v))
-        result = _sdpa(padded_q, padded_k, padded_v, each, scale).flatten(0, 1).index_select(0, each.places)
-        output = output.index_copy(0, each.tokens, result)
+    for segments in padded:
+        padded_q, padded_k, padded_v = (x.index_select(0, segments.source) for x in (q, k, v))
+        result = _sdpa(padded_q, padded_k, padded_v, segments, scale).flatten(0, 1).index_select(0, segments.places)
+        output = output.index_copy(0, segments.tokens, result)
     return output
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, segments: PaddedSegments, scale: float) -> Tensor:
-    """[B, L, N, D] from tokens [B * L, N, D]."""
+    """Attend within padded segments: [B, L, N, D] from tokens [B * L, N, D]."""
     q, k, v = (x.unflatten(0, (segments.num_segments, segments.length)).transpose(1, 2) for x in (q, k, v))
     return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True).transpose(1, 2)
 

@@ -18,7 +18,7 @@ from marsrl.kernels.triton_machine import machine_lacks_cuda
 
 @dataclass(frozen=True)
 class Version:
-    """Version of flash-attn. Each has flash_attn_varlen_func, with the same names for the arguments used here.
+    """Version of flash-attn; every version names the arguments of flash_attn_varlen_func that are used here alike.
 
     generations: major compute capabilities on which its backward has a deterministic mode.
     """
@@ -51,7 +51,7 @@ def why_not(version: Version, q: Tensor, *_: Any) -> str | None:
         return reason
     major, minor = torch.cuda.get_device_capability(q.device)
     if major not in version.generations:
-        generations = ", ".join(f"{each}.x" for each in version.generations)
+        generations = ", ".join(f"{generation}.x" for generation in version.generations)
         return f"the GPU has compute capability {major}.{minor}, this version is for {generations}"
     if version is FLASH_4 and major != 9 and 128 < q.shape[2] < MOST_HEAD_SIZE:
         return f"head size {q.shape[2]}, on Blackwell it takes up to 128, and {MOST_HEAD_SIZE}"
@@ -70,7 +70,7 @@ def attention_varlen_flash(
     max_seqlen: int | None = None,
     deterministic: bool = False,
 ) -> Tensor:
-    """[T, N, D] as the reference defines it; flash-attn too aligns a causal mask at the last key."""
+    """Return [T, N, D] as the reference defines it; flash-attn too aligns a causal mask at the last key."""
     function = _function(version.module)
     assert not isinstance(function, str), function
     result = function(
@@ -106,8 +106,10 @@ def why_not_flash_kernels(q: Tensor) -> str | None:
 
 @cache
 def _is_installed(module: str) -> bool:
-    """True if the module exists; does not import its package: flash_attn loads its CUDA library, and without version 2 is only
-    the folder that contains version 4."""
+    """Return True if the module exists, without importing its package.
+
+    flash_attn would load its CUDA library; without version 2 it is only the folder that contains version 4.
+    """
     top, _, rest = module.partition(".")
     spec = find_spec(top)
     if spec is None or not rest:
@@ -118,16 +120,16 @@ def _is_installed(module: str) -> bool:
 
 @cache
 def _function(module: str) -> Callable[..., Any] | str:
-    """The module's flash_attn_varlen_func, or the reason why it is not available."""
+    """Return the module's flash_attn_varlen_func, or the reason why it is not available."""
     try:
         function: Callable[..., Any] = import_module(module).flash_attn_varlen_func
-    except (ImportError, OSError, AttributeError) as error:  # built for another torch; a CUDA library that is missing
+    except (ImportError, OSError, AttributeError) as error:  # a build for another torch, or a missing CUDA library
         return f"{module} is installed and does not import: {error}"
     return function
 
 
 def why_not_varlen_attn(q: Tensor, *others: Any) -> str | None:
-    """Return None if it can serve these arguments, of which `deterministic` is the last, else the reason."""
+    """Return None if varlen_attn can serve these arguments (the last one is `deterministic`), else the reason."""
     if others[-1] and not torch.are_deterministic_algorithms_enabled():
         return "its backward is deterministic under torch.use_deterministic_algorithms(True) only"
     return why_not_flash_kernels(q)
@@ -142,9 +144,9 @@ def attention_varlen_torch(
     scale: float,
     causal: bool,
     max_seqlen: int | None = None,
-    deterministic: bool = False,  # see why_not_varlen_attn
+    deterministic: bool = False,  # checked by why_not_varlen_attn
 ) -> Tensor:
-    """[T, N, D] as the reference defines it; autograd is PyTorch's."""
+    """Return [T, N, D] as the reference defines it, with PyTorch's autograd."""
     from torch.nn.attention.varlen import varlen_attn
 
     output = varlen_attn(

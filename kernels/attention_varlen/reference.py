@@ -14,7 +14,7 @@ def attention_varlen_reference(
     causal: bool,
     *_: object,
 ) -> Tensor:
-    """[T, N, D]; query i of a segment with m queries and n keys sees the keys up to i + n - m where causal."""
+    """Return [T, N, D]; if causal, query i of a segment with m queries and n keys sees the keys up to i + n - m."""
     outputs = []
     bounds_q, bounds_k = cu_seqlens.tolist(), cu_seqlens_k.tolist()
     repeats = q.shape[1] // k.shape[1]

@@ -21,7 +21,7 @@ LOG2_E = log2(e)
 
 @dataclass(frozen=True)
 class Tiles:
-    """Queries (m) by keys (n) of a tile, and its launch options."""
+    """Tile size, queries (m) by keys (n), and launch options."""
 
     m: int
     n: int
@@ -37,7 +37,7 @@ class TilePlan:
 
 
 def plan_tiles(head_size: int, dtype: torch.dtype) -> TilePlan:
-    """Sizes that fit the registers of sm_80 and sm_90, as tests/kernels/test_ops_ahead_of_time.py checks in the compiled code."""
+    """Choose tile sizes that fit the registers of sm_80 and sm_90; test_ops_ahead_of_time.py checks the compiled code."""
     if dtype == torch.float32:  # no tensor cores: exact float32 products
         size = 32 if head_size <= 64 else 16
         return TilePlan(*(Tiles(32, size, 8, 1),) * 2, Tiles(size, 32, 8, 1))
@@ -111,8 +111,10 @@ class TritonAttention:
 
 
 def _as_read(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_seqlens_k: Tensor) -> tuple[Tensor, ...]:
-    """Inputs as the kernels read them: views of a fused qkv projection in place, copied only if the head dimension is not
-    dense."""
+    """Prepare the inputs for the kernels, which read views of a fused qkv projection in place.
+
+    An input is copied only if its head dimension is not dense.
+    """
     return *map(rows_dense, (q, k, v)), cu_seqlens.contiguous(), cu_seqlens_k.contiguous()
 
 
@@ -121,7 +123,7 @@ def _strides(x: Tensor) -> tuple[int, int]:
 
 
 def _num_tiles(x: Tensor, cu_seqlens: Tensor, size: int) -> int:
-    """An upper bound that the host knows; see triton_kernels.py."""
+    """Return an upper bound of the number of tiles that the host knows; see triton_kernels.py."""
     return x.shape[0] // size + cu_seqlens.numel() - 1
 
 

@@ -57,7 +57,7 @@ def forward_over_keys(
     BLOCK_N: tl.constexpr,
     IS_MASKED: tl.constexpr,
 ):
-    """Add keys first .. end of the sequence to the running sums; last_visible [M]: the last key each query sees."""
+    """Add keys first .. end of the sequence to the running sums; last_visible [M] is the last key that each query sees."""
     columns = tl.arange(0, BLOCK_N)
     dims = tl.arange(0, HEAD_SIZE)
     for start in range(first, end, BLOCK_N):

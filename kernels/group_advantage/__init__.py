@@ -1,4 +1,4 @@
-"""group_advantage: a sample's reward relative to its siblings'."""
+"""Advantages: a sample's reward relative to its siblings'."""
 
 import torch
 from torch import Tensor
@@ -31,10 +31,10 @@ def group_advantage(
     singleton: str = "zero",
     eps: float = 1e-6,
 ) -> Tensor:
-    """A = (R - mean) / (std + eps) over the sample's set (arXiv:2402.03300, section 4.1.2; arXiv:2602.08847).
+    """Compute A = (R - mean) / (std + eps) over each sample's set (arXiv:2402.03300, section 4.1.2; arXiv:2602.08847).
 
     Args:
-        rewards: [S] float; NaN = missing: left out of mean, std and count, its advantage is 0.
+        rewards: [S] float; NaN = missing: left out of mean, std and count, with advantage 0.
         group_of: [S] int in [0, S): samples decoded from the same input.
         agent_of: [S] int in [0, S).
         instance_of: [S] int in [0, S): the draw of a problem that the sample belongs to.
@@ -53,13 +53,13 @@ def group_advantage(
     Raises:
         ValueError: names the argument, what was found and what was expected.
     """
-    for name, found, allowed in (
+    for name, value, allowed in (
         ("normalise", normalise, _SETS),
         ("std", std, ("biased", "unbiased", "none")),
         ("singleton", singleton, ("zero", "raw")),
     ):
-        if found not in allowed:
-            raise ValueError(f"group_advantage: {name} is {found!r}, expected {' or '.join(allowed)}")
+        if value not in allowed:
+            raise ValueError(f"group_advantage: {name} is {value!r}, expected {' or '.join(allowed)}")
     check("group_advantage", "rewards", rewards, (None,), (torch.float32, torch.float64))
     num_samples = rewards.shape[0]
     sessions = () if session_of is None else (("session_of", session_of),)
@@ -78,14 +78,16 @@ def group_advantage(
 
 
 def _session_means(rewards: Tensor, session_of: Tensor) -> Tensor:
-    """[S] like rewards: a session's mean reward in the place of its first one; NaN elsewhere."""
+    """Return [S] like rewards: each session's mean reward at its first sample, NaN elsewhere."""
     places = (~rewards.isnan()).nonzero().squeeze(1)
     sessions, wide = session_of[places], rewards.double()
     num_samples = rewards.numel()
     first = places.new_full((num_samples,), num_samples).scatter_reduce_(0, sessions, places, "amin")
-    # Less the first one, so that the mean of equal rewards is equal to them to the bit.
-    beyond = wide[places] - wide[first[sessions]]
-    total, count = (wide.new_zeros(num_samples).index_add_(0, sessions, x) for x in (beyond, torch.ones_like(beyond)))
+    # Average differences from the first reward, so that the mean of equal rewards equals them to the bit.
+    difference = wide[places] - wide[first[sessions]]
+    total, count = (
+        wide.new_zeros(num_samples).index_add_(0, sessions, x) for x in (difference, torch.ones_like(difference))
+    )
     means = rewards.new_full((num_samples,), torch.nan)
     means[places] = torch.where(first[sessions] == places, wide[places] + (total / count)[sessions], torch.nan).to(
         means.dtype
@@ -94,7 +96,7 @@ def _session_means(rewards: Tensor, session_of: Tensor) -> Tensor:
 
 
 def _pair(first: Tensor, second: Tensor) -> Tensor:
-    """[S] int64 in [0, S): equal where both ids are equal."""
+    """Return [S] int64 in [0, S), equal where both ids are equal."""
     keys, order = (first.long() * first.numel() + second).sort()
     rank = torch.zeros_like(keys)
     rank[1:] = (keys[1:] != keys[:-1]).cumsum(0)

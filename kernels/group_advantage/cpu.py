@@ -15,13 +15,20 @@ def group_advantage_cpu(
     keeps_single: bool,
     eps: float,
 ) -> Tensor:
-    """A = (R - mean of the mean set) / (std of the std set + eps), [S] in the dtype of rewards."""
-    given = rewards.detach().contiguous()
+    """Compute A = (R - mean of the mean set) / (std of the std set + eps), [S] in the dtype of rewards."""
+    contiguous_rewards = rewards.detach().contiguous()
     mean_sets = mean_set_of.contiguous()
     std_sets = mean_sets if std_set_of is mean_set_of else std_set_of.contiguous()
-    advantage = torch.empty_like(given)
+    advantage = torch.empty_like(contiguous_rewards)
     cpu_library().marsrl_group_advantage(
-        *(given, compared.contiguous(), given.dtype == torch.float64, mean_sets, std_sets, given.numel()),
+        *(
+            contiguous_rewards,
+            compared.contiguous(),
+            contiguous_rewards.dtype == torch.float64,
+            mean_sets,
+            std_sets,
+            contiguous_rewards.numel(),
+        ),
         *(is_unbiased, keeps_single, eps, advantage),
     )
     return advantage

@@ -8,7 +8,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SetStatistics:
-    """Statistics of the set that each sample belongs to, all [S], one element a sample; missing values are left out."""
+    """Statistics of each sample's set, all [S], one element per sample; missing values are left out."""
 
     count: Tensor
     mean: Tensor
@@ -18,7 +18,7 @@ class SetStatistics:
 
 
 def set_statistics(rewards: Tensor, is_present: Tensor, set_of: Tensor, is_unbiased: bool) -> SetStatistics:
-    """Mean and standard deviation over the set of each sample; rewards [S] float64, set_of [S] int64 in [0, S)."""
+    """Compute mean and standard deviation of each sample's set; rewards [S] float64, set_of [S] int64 in [0, S)."""
 
     def total(terms: Tensor) -> Tensor:
         return terms.new_zeros(rewards.numel()).index_add_(0, set_of, terms)
@@ -47,9 +47,9 @@ def group_advantage_reference(
     keeps_single: bool,
     eps: float,
 ) -> Tensor:
-    """A = (R - mean of the mean set) / (std of the std set + eps), [S] in the dtype of rewards.
+    """Compute A = (R - mean of the mean set) / (std of the std set + eps), [S] in the dtype of rewards.
 
-    compared: [S] like rewards, the values that mean and std are of; NaN: none.
+    compared: [S] like rewards, the values over which mean and std are taken; NaN values are left out.
     """
     is_compared = ~compared.isnan()
     values = compared.double()

@@ -1,4 +1,4 @@
-"""grouped_linear: each expert's linear layer on its own rows."""
+"""Linear layers of experts, each on its own rows."""
 
 from collections.abc import Sequence
 
@@ -19,11 +19,11 @@ from marsrl.kernels.triton_machine import machine_lacks_cuda, why_not_triton_flo
 def grouped_linear(
     x: Tensor, weights: Tensor, tokens_per_expert: Tensor | Sequence[int], *, main_grad: Tensor | None = None
 ) -> Tensor:
-    """Rows of x, sorted by expert, times the transposed weight of their expert; differentiable.
+    """Multiply rows of x, sorted by expert, by the transposed weight of their expert; differentiable.
 
     Args:
         x: [T, K] float.
-        weights: [E, N, K], same dtype; or with several dimensions that make N, as [E, 2, N / 2, K].
+        weights: [E, N, K] in the dtype of x; N may be several dimensions, as in [E, 2, N / 2, K].
         tokens_per_expert: [E] int tensor or list: the number of rows of each expert; they sum to T. The host does not read
             a tensor on the GPU: its values are not checked, and rows beyond their sum are undefined.
         main_grad: float32 in the shape of weights, contiguous. Each backward adds dW to it, and leaves experts without rows

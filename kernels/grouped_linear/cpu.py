@@ -10,9 +10,9 @@ from marsrl.kernels.main_grad import MainGrad
 
 
 class CpuGroupedLinear:
-    """Kernels of grouped_linear: an expert without rows costs nothing and gets gradient 0.
+    """Kernels of grouped_linear; an expert without rows costs nothing and gets gradient 0.
 
-    What main_grad gets is each product in the dtype of x: the bits that autograd would add to it.
+    Each product is rounded to the dtype of x before it is added to main_grad, as autograd would add it.
     """
 
     def forward(
@@ -47,7 +47,7 @@ class CpuGroupedLinear:
 
 
 def _spans(tokens_per_expert: Tensor) -> Iterator[tuple[int, slice]]:
-    """(expert, its rows) of those that have any."""
+    """Yield (expert, its rows) for each expert that has rows."""
     end = 0
     for expert, count in enumerate(tokens_per_expert.tolist()):
         end += count

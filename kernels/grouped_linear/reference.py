@@ -5,6 +5,6 @@ from torch import Tensor
 
 
 def grouped_linear_reference(x: Tensor, weights: Tensor, tokens_per_expert: Tensor) -> Tensor:
-    """[T, N]: the rows of expert e, tokens_per_expert[e] of them, times weights[e].T."""
+    """Return [T, N]: the tokens_per_expert[e] rows of expert e times weights[e].T."""
     parts = [rows @ weight.t() for rows, weight in zip(x.split(tokens_per_expert.tolist()), weights)]
     return torch.cat(parts) if parts else x.new_empty(0, weights.shape[1])

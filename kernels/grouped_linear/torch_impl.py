@@ -10,7 +10,7 @@ from marsrl.kernels.dispatch import late_function
 from marsrl.kernels.main_grad import MainGrad
 from marsrl.kernels.triton_machine import machine_lacks_triton
 
-ALIGNMENT = 8  # bfloat16 numbers: the kernel reads 16 bytes at a time
+ALIGNMENT = 8  # in bfloat16 numbers, as the kernel reads 16 bytes at a time
 
 
 def why_not_grouped_mm(x: Tensor, weights: Tensor, tokens_per_expert: Tensor, main_grad: MainGrad | None) -> str | None:
@@ -35,8 +35,10 @@ _write_matrix_gradients = late_function("grouped_linear.triton_impl", "write_mat
 
 
 class TorchGroupedLinear:
-    """Kernels of grouped_linear: the products of PyTorch's own gradient; but torch._grouped_mm cannot add to float32 results,
-    so that what goes to main_grad is Triton's."""
+    """Kernels of grouped_linear by torch._grouped_mm, except products added to main_grad.
+
+    torch._grouped_mm cannot accumulate into float32, so Triton computes those.
+    """
 
     def forward(
         self, x: Tensor, weights: Tensor, tokens_per_expert: Tensor, main_grad: MainGrad | None
@@ -61,7 +63,7 @@ class TorchGroupedLinear:
 
 
 def ends_on(tokens_per_expert: Tensor, device: torch.device) -> Tensor:
-    """[E] int32 on the device: the end row of each expert. Counts in host memory are sent without synchronisation."""
+    """Return [E] int32 on the device, the end row of each expert. Counts in host memory are sent without synchronisation."""
     if device.type == "cuda" and tokens_per_expert.device.type == "cpu":
         tokens_per_expert = tokens_per_expert.pin_memory()
     return tokens_per_expert.to(device, non_blocking=True).cumsum(0, dtype=torch.int32)

@@ -14,13 +14,13 @@ from marsrl.kernels.triton_machine import on_device_of
 
 
 def plan_tiles(dtype: torch.dtype) -> dict[str, int]:
-    """Launch options: a tile of the result is BLOCK_M by BLOCK_N; BLOCK_K is the depth of a step."""
+    """Return launch options: a tile of the result is BLOCK_M by BLOCK_N; BLOCK_K is the depth of a step."""
     m, n, k, num_warps, num_stages = (32, 32, 32, 4, 1) if dtype == torch.float32 else (128, 128, 64, 8, 3)
     return {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "num_warps": num_warps, "num_stages": num_stages}
 
 
 def _rows_times_matrices(x: Tensor, matrices: Tensor, ends: Tensor, tiles: dict[str, int]) -> Tensor:
-    """[T, out] from x [T, in] and matrices [E, out, in] of any strides."""
+    """Return [T, out] from x [T, in] and matrices [E, out, in] of any strides."""
     num_experts, num_out, num_in = matrices.shape
     out = torch.empty(x.shape[0], num_out, dtype=x.dtype, device=x.device)
     num_programs = (x.shape[0] // tiles["BLOCK_M"] + num_experts) * -(-num_out // tiles["BLOCK_N"])
@@ -34,7 +34,7 @@ def _rows_times_matrices(x: Tensor, matrices: Tensor, ends: Tensor, tiles: dict[
 
 
 def write_matrix_gradients(out: Tensor, x: Tensor, grad_out: Tensor, ends: Tensor, adds: bool) -> None:
-    """out [E, out, in], contiguous: the gradient, or what it holds and the gradient, of x [T, in] and grad_out [T, out]."""
+    """Write the gradient from x [T, in] and grad_out [T, out] to out [E, out, in], contiguous; add it if `adds`."""
     num_in, num_out, tiles = x.shape[1], grad_out.shape[1], plan_tiles(x.dtype)
     num_programs = ends.numel() * -(-num_out // tiles["BLOCK_M"]) * -(-num_in // tiles["BLOCK_N"])
     if num_programs:

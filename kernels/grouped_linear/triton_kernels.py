@@ -13,7 +13,7 @@ from marsrl.kernels.attention_varlen.triton_kernels import sequence_of_tile
 
 @triton.jit
 def rows_of(ends, expert):
-    """(first row, row behind the last), int64."""
+    """Return an expert's (first row, row after the last), int64."""
     begin = tl.load(ends + expert - 1, mask=expert > 0, other=0).to(tl.int64)
     return begin, tl.load(ends + expert).to(tl.int64)
 
@@ -35,7 +35,7 @@ def rows_times_matrices(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """out [T, num_out] = x [T, num_in] @ matrix_e.T, matrix_e [num_out, num_in] by its strides: weights or transposed."""
+    """Compute out [T, num_out] = x [T, num_in] @ matrix_e.T; strides of matrix_e [num_out, num_in] may transpose weights."""
     num_column_tiles = tl.cdiv(num_out, BLOCK_N)
     column = tl.program_id(0) % num_column_tiles  # neighbours share rows
     tile = tl.program_id(0) // num_column_tiles
@@ -78,9 +78,9 @@ def matrix_gradients(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """out [E, num_out, num_in]: grad_out.T @ x over the rows of each expert; 0 for one without rows.
+    """Compute out [E, num_out, num_in]: grad_out.T @ x over the rows of each expert; 0 for one without rows.
 
-    ADDS: to what out holds, which stays as it is for an expert without rows.
+    ADDS: accumulate into out; an expert without rows then leaves its part of out unchanged.
     """
     num_in_tiles = tl.cdiv(num_in, BLOCK_N)
     num_tiles = tl.cdiv(num_out, BLOCK_M) * num_in_tiles
@@ -94,14 +94,14 @@ def matrix_gradients(
     num_rows = (end - begin).to(tl.int32)
     for start in range(0, num_rows, BLOCK_K):
         is_row = start + depth < num_rows
-        first = begin + start  # int64
+        first = begin + start
         grad_at = grad_out + first * stride_grad + depth[:, None] * stride_grad + outs[None, :]
         x_at = x + first * stride_x + depth[:, None] * stride_x + ins[None, :]
         grad_tile = tl.load(grad_at, mask=is_row[:, None] & (outs[None, :] < num_out), other=0.0)
         x_tile = tl.load(x_at, mask=is_row[:, None] & (ins[None, :] < num_in), other=0.0)
         total = tl.dot(tl.trans(grad_tile), x_tile, total, input_precision="ieee")
     if ADDS:
-        # In halves: a whole tile in registers beside the sums would leave room for one program a multiprocessor of Hopper.
+        # Two halves: a whole tile in registers beside the sums would leave room for one program per multiprocessor on Hopper.
         HALF: tl.constexpr = BLOCK_N // 2
         halves = tl.split(tl.permute(tl.reshape(total, (BLOCK_M, 2, HALF)), (0, 2, 1)))
         for half in tl.static_range(2):

@@ -1,1 +1,1 @@
-"""Shared by the ops of the output head: GEMMs, chunks, tiles, shards, the objective."""
+"""Shared parts of the output head's ops: GEMMs, chunks, tiles, shards, the objective."""

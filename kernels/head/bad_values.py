@@ -1,5 +1,7 @@
-"""Targets outside the vocabulary and invalid temperatures: an immediate error on the CPU, a flag read once a step on a
-device."""
+"""Checks for targets outside the vocabulary and invalid temperatures.
+
+On the CPU they raise at once; on a device they set a flag that is read once per step.
+"""
 
 import struct
 from dataclasses import dataclass
@@ -14,8 +16,11 @@ _NONE = torch.iinfo(torch.int64).max
 
 @dataclass
 class _Flag:
-    """first: [1] int64 on the device, token * 2^32 + (number + 2^31) of the earliest bad value; _NONE: no bad value. The
-    number is the target, or the temperature's float32 bits."""
+    """Earliest bad value of an op.
+
+    first: [1] int64 on the device, token * 2^32 + (number + 2^31); _NONE: no bad value. The number is the target, or the
+    temperature's float32 bits.
+    """
 
     first: Tensor
     expected: str
@@ -25,8 +30,9 @@ _FLAGS: dict[tuple[str, str, torch.device], _Flag] = {}
 
 
 def check_values(head: Head, temperature: float | Tensor, mask: Tensor | None) -> float | Tensor:
-    """Raise ValueError for the first token inside mask [T] whose target is not in the vocabulary, or whose temperature is
-    not a positive, finite number.
+    """Raise ValueError for the first token inside mask [T] with a bad target or temperature.
+
+    A target must be in the vocabulary, and a temperature a positive, finite number.
 
     On a device nothing is read: the flag is kept until raise_bad_values, and the token's log-prob is NaN. So the returned
     head and temperature have NaN in place of bad values.
@@ -62,7 +68,7 @@ def _keep_first(op: str, name: str, values: Tensor, is_bad: Tensor, expected: st
         return
     key = (op, name, values.device)
     if key not in _FLAGS:
-        with torch.inference_mode(False):  # in any mode: the flag is written outside of inference mode too
+        with torch.inference_mode(False):  # the flag is written outside of inference mode too
             _FLAGS[key] = _Flag(torch.full((1,), _NONE, device=values.device), expected)
     flag = _FLAGS[key]
     flag.expected = expected
@@ -74,8 +80,9 @@ def _keep_first(op: str, name: str, values: Tensor, is_bad: Tensor, expected: st
 
 
 def raise_bad_values() -> None:
-    """Raise ValueError if a call on a device since the last time had a target outside the vocabulary, or a temperature
-    that is not a positive, finite number.
+    """Raise ValueError if a call on a device had a bad target or temperature since the last check.
+
+    A target must be in the vocabulary, and a temperature a positive, finite number.
 
     Synchronises with the device: call it where the host waits anyway, such as when it reads a step's loss. All ranks of a
     vocabulary-parallel group get the same result.

@@ -30,24 +30,24 @@ from marsrl.kernels.head.vocabulary import Head
 from marsrl.kernels.triton_machine import num_multiprocessors
 
 # A GEMM reads the whole weight, or reads and writes its whole gradient, which takes as long as computing some 12 to 20
-# rows: at V = 151936 chunks of 86 rows cost 13% more than chunks of 128, at V = 32000 chunks of 256 rows save nothing.
-# 70 MiB at V = 151936 are below a quarter of what plain PyTorch holds for 256 rows.
+# rows. At V = 151936 chunks of 86 rows cost 13% more than chunks of 128; at V = 32000 chunks of 256 rows save nothing.
+# At V = 151936, 70 MiB is less than a quarter of what plain PyTorch holds for 256 rows.
 HOST = HostBudget(16 * 2**20, 128, 70 * 2**20)
-# A device: at V = 151936 chunks of 768 rows of float32 logits and 4224 rows of bfloat16 gradients: 1.75 GB in all. The
-# second is the larger one because each weight-gradient GEMM reads and writes all of dW in float32 (2.5 GB, the time of
-# some 1000 rows), and 4224 because dX has then whole waves of tiles (whole_waves). Not measured yet.
+# At V = 151936 a device holds chunks of 768 rows of float32 logits and 4224 rows of bfloat16 gradients: 1.75 GB in all.
+# Gradients get more rows because each weight-gradient GEMM reads and writes all of dW in float32 (2.5 GB, the time of
+# some 1000 rows). 4224 rows give dX whole waves of tiles (whole_waves). Not measured yet.
 DEVICE_LOGITS_BYTES = 448 * 2**20
 DEVICE_GRADIENT_BYTES = 1225 * 2**20
-# Chunks of a device: multiples of GEMM tiles if large, and never a grid axis above 65535.
+# Large chunks on a device are multiples of GEMM tiles; no grid axis is above 65535.
 DEVICE_ROW_MULTIPLE = 128
 DEVICE_MAX_ROWS = 16384
-TILE_COLUMNS = 256  # columns of a dX tile: cuBLAS's tile for large products on Hopper is 128 by 256
-# A row of logits or of dz takes a multiple of this many elements: 128-bit loads and aligned GEMM operands where V is odd.
+TILE_COLUMNS = 256  # columns of a dX tile, as cuBLAS's tile for large products on Hopper is 128 by 256
+# Rows of logits and of dz are padded to a multiple of this many elements, so that loads are 128 bits even if V is odd.
 COLUMN_MULTIPLE = 16
 
 
 class WaitingGradients:
-    """A buffer of rows of dz, which enter the backward GEMMs when the next rows would not fit."""
+    """Buffer of rows of dz, which enter the backward GEMMs when the next rows would not fit."""
 
     def __init__(self, gradients: HeadGradients, buffer: Tensor):
         self._gradients, self._buffer = gradients, buffer
@@ -56,7 +56,7 @@ class WaitingGradients:
         self._late: LateCount | None = None
 
     def room(self, count: int) -> tuple[Tensor, Tensor]:
-        """(dz, tokens): views after the buffered rows, with room for `count` more."""
+        """Return (dz, tokens): views after the buffered rows, with room for `count` more."""
         self._settle()
         if self._filled + count > self._buffer.shape[0]:
             self._flush(is_last=False)
@@ -67,7 +67,7 @@ class WaitingGradients:
         self._late = count
 
     def finish(self) -> HeadGradients:
-        """The gradients of all rows."""
+        """Return the gradients of all rows."""
         self._settle()
         self._flush(is_last=True)
         return self._gradients
@@ -93,7 +93,7 @@ class Chunks:
         self._gradients = HeadGradients(head, hidden, wanted, in_pieces=kernels.is_host)
 
     def __iter__(self) -> Iterator[tuple[Rows, Any]]:
-        """Yields (chunk, its product by the kernels, which the next chunk overwrites)."""
+        """Yield (chunk, its product by the kernels, which the next chunk overwrites)."""
         raise NotImplementedError
 
     def statistics(self, product: Any, chunk: Rows, out: Statistics) -> None:
@@ -112,7 +112,7 @@ class Chunks:
     def policy_rows(
         self, product: Any, chunk: Rows, statistics: Statistics, terms: PolicyTerms, slopes: Slopes
     ) -> None:
-        """Statistics, terms.evaluate and gradients of a chunk; in one pass if the implementation has one."""
+        """Compute statistics, terms.evaluate and gradients of a chunk, in one pass if the implementation has one."""
         if terms.in_one_walk is not None and not self._head.is_sharded and self._gradients.wanted.any:
             to = self.waiting.room(chunk.count)
             self.waiting.add(terms.in_one_walk(product, chunk, self._head, statistics, *to))
@@ -122,15 +122,15 @@ class Chunks:
         self.add_gradients(product, chunk, slopes)
 
     def finish(self) -> HeadGradients:
-        """The gradients of all chunks."""
+        """Return the gradients of all chunks."""
         return self.waiting.finish()
 
     def _multiply(self, chunk: Rows, out: Tensor) -> Any:
         return self._kernels.multiply(self._gradients.gemms, chunk.take(self._hidden), chunk, self._head, out)
 
     def _send_statistics(self, product: Any, chunk: Rows) -> ShardStatistics:
-        own = self._kernels.partials(product, chunk, self._head)
-        return ShardStatistics(own, self._head, chunk, self._kernels.is_host)
+        partials = self._kernels.partials(product, chunk, self._head)
+        return ShardStatistics(partials, self._head, chunk, self._kernels.is_host)
 
 
 class HostChunks(Chunks):
@@ -140,8 +140,8 @@ class HostChunks(Chunks):
         super().__init__(kernels, head, hidden, rows, wanted)
         capacity = HOST.rows(head.width)
         self._sizes = host_chunks(rows.count, capacity)
-        held = min(capacity, rows.count)
-        self.waiting = WaitingGradients(self._gradients, host_buffer(held * head.width).view(held, head.width))
+        num_rows = min(capacity, rows.count)
+        self.waiting = WaitingGradients(self._gradients, host_buffer(num_rows * head.width).view(num_rows, head.width))
 
     def __iter__(self) -> Iterator[tuple[Rows, Tensor]]:
         for chunk in self._rows.chunks(self._sizes):
@@ -149,7 +149,7 @@ class HostChunks(Chunks):
 
 
 class DeviceChunks(Chunks):
-    """Chunks on a device, which tells the host how many rows of each have a coefficient."""
+    """Chunks on a device; the host reads late how many rows of each have a coefficient."""
 
     def __init__(self, kernels: RowKernels, head: Head, hidden: Tensor, rows: Rows, wanted: Wanted):
         super().__init__(kernels, head, hidden, rows, wanted)
@@ -165,16 +165,16 @@ class DeviceChunks(Chunks):
     def __iter__(self) -> Iterator[tuple[Rows, Any]]:
         for chunk in self._rows.chunks(self._sizes):
             product = self._multiply(chunk, self._out[: chunk.count])
-            known = chunk.settled()
-            if known.count > 0:
-                yield known, product[: known.count]
+            settled = chunk.settled()
+            if settled.count > 0:
+                yield settled, product[: settled.count]
 
     def _logits_buffer(self) -> Tensor:
         return _device_buffer(self._rows_at_once, torch.float32, self._head)
 
 
 class ShardChunks(DeviceChunks):
-    """Chunks of a vocabulary shard on a device: the statistics of one are exchanged while the logits of the next are computed."""
+    """Chunks of a vocabulary shard on a device; ranks exchange one chunk's statistics during the next chunk's logits."""
 
     def __iter__(self) -> Iterator[tuple[Rows, Any]]:
         self._flights: deque[ShardStatistics] = deque()
@@ -182,14 +182,14 @@ class ShardChunks(DeviceChunks):
         before: tuple[Rows, Any] | None = None
         for turn, chunk in enumerate(self._rows.chunks(self._sizes)):
             product = self._multiply(chunk, buffers[turn % 2][: chunk.count])
-            known = chunk.settled()
-            if known.count == 0:
+            settled = chunk.settled()
+            if settled.count == 0:
                 continue
-            product = product[: known.count]
-            self._flights.append(self._send_statistics(product, known))
+            product = product[: settled.count]
+            self._flights.append(self._send_statistics(product, settled))
             if before is not None:
                 yield before
-            before = known, product
+            before = settled, product
         if before is not None:
             yield before
 
@@ -216,25 +216,28 @@ def _padded(head: Head) -> int:
 
 
 def _device_buffer(num_rows: int, dtype: torch.dtype, head: Head) -> Tensor:
-    """[num_rows, V] whose rows are padded."""
+    """Return a buffer [num_rows, V] whose rows are padded."""
     return torch.empty(num_rows, _padded(head), dtype=dtype, device=head.weight.device)[:, : head.width]
 
 
 def _device_rows(row_bytes: int, num_bytes: int) -> int:
-    """Rows of this size in a chunk on a device."""
+    """Return the number of rows of this size in a chunk on a device."""
     tiles = max(1, num_bytes // (row_bytes * DEVICE_ROW_MULTIPLE))
     return min(DEVICE_MAX_ROWS, tiles * DEVICE_ROW_MULTIPLE)
 
 
 def rows_of_dz(row_bytes: int, hidden: Tensor) -> int:
-    """Rows of dz that wait for the backward GEMMs on a device."""
+    """Return the number of rows of dz that wait for the backward GEMMs on a device."""
     tiles = _device_rows(row_bytes, DEVICE_GRADIENT_BYTES) // DEVICE_ROW_MULTIPLE
     return whole_waves(tiles, ceil(hidden.shape[1] / TILE_COLUMNS), num_multiprocessors(hidden)) * DEVICE_ROW_MULTIPLE
 
 
 def whole_waves(at_most: int, column_tiles: int, multiprocessors: int) -> int:
-    """The number of row tiles, over half of at_most, whose tiles of dX leave the fewest multiprocessors idle in the last
-    wave: 33 for 8 tiles of columns (H = 2048) and 132 multiprocessors, 264 tiles in two waves. The larger of equals."""
+    """Return the number of row tiles that leaves the fewest multiprocessors idle in the last wave of dX.
+
+    The number is over half of at_most, and the largest of equally good ones. Example: 33 for 8 tiles of columns
+    (H = 2048) and 132 multiprocessors, which is 264 tiles in two waves.
+    """
 
     def busy_share(row_tiles: int) -> float:
         tiles = row_tiles * column_tiles
@@ -244,7 +247,7 @@ def whole_waves(at_most: int, column_tiles: int, multiprocessors: int) -> int:
 
 
 def head_statistics(kernels: RowKernels, head: Head, hidden: Tensor, rows: Rows) -> Statistics:
-    """Statistics of these rows of hidden [T, H]; 0 at the others. 2THV FLOPs."""
+    """Compute statistics of these rows of hidden [T, H], 0 elsewhere: 2THV FLOPs."""
     statistics = Statistics.zeros(hidden.shape[0], hidden.device)
     chunks = _chunks(kernels, head, hidden, rows)
     for chunk, product in chunks:
@@ -261,7 +264,7 @@ def policy_gradients(
     terms: PolicyTerms,
     wanted: Wanted,
 ) -> HeadGradients:
-    """Statistics, terms.evaluate and gradients of these rows of hidden [T, H], with logits computed once."""
+    """Compute statistics, terms.evaluate and gradients of these rows of hidden [T, H], with logits computed once."""
     slopes = Slopes(statistics, terms.coefficient, terms.entropy_coefficient)
     of_tiles = host_kernels_of_tiles(kernels, head, hidden)
     if of_tiles is not None and wanted.any:
@@ -275,7 +278,7 @@ def policy_gradients(
 
 
 def head_gradients(kernels: RowKernels, head: Head, hidden: Tensor, slopes: Slopes, wanted: Wanted) -> HeadGradients:
-    """dX and dW from known statistics, dL/dlogp and dL/dH, with recomputed logits: 6THV FLOPs for rows with a coefficient."""
+    """Compute dX and dW from statistics, dL/dlogp and dL/dH, with recomputed logits: 6THV FLOPs for T active rows."""
     is_active = (slopes.coefficient != 0) | (slopes.entropy_coefficient != 0)
     rows = Rows.of(is_active, hidden.shape[0], is_late=not kernels.is_host)
     if host_kernels_of_tiles(kernels, head, hidden) is not None:

@@ -1,4 +1,4 @@
-"""The three GEMMs of a head: logits, gradient of the hidden states, gradient of the weight; float32 results always."""
+"""The three GEMMs of a head: logits, gradient of the hidden states, gradient of the weight; all results are float32."""
 
 from collections.abc import Callable
 from functools import cache, cached_property
@@ -6,18 +6,20 @@ from functools import cache, cached_property
 import torch
 from torch import Tensor
 
-# Rows of a weight in a narrower dtype that are converted to float32 at a time. On the CPU a piece of 1 MiB at H = 256,
-# which is still in the cache when the GEMM reads it.
+# Number of rows of a narrower weight converted to float32 at a time: 1 MiB at H = 256, which is still in the CPU's
+# cache when the GEMM reads it.
 HOST_TILE_ROWS = 1024
 DEVICE_TILE_ROWS = 4096
 
 
 @cache
 def cpu_multiplies_bfloat16() -> bool:
-    """True if the CPU has instructions for bfloat16 products (AVX512-BF16, AMX): a GEMM then takes a half to a fifth of the
-    time of float32. Otherwise oneDNN emulates them."""
-    found = torch.cpu.get_capabilities()
-    return bool(found.get("avx512_bf16") or found.get("amx_bf16"))
+    """Return True if the CPU has instructions for bfloat16 products (AVX512-BF16, AMX).
+
+    A GEMM then takes a half to a fifth of the time of float32. Otherwise oneDNN emulates them.
+    """
+    capabilities = torch.cpu.get_capabilities()
+    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
 
 
 def why_no_full_float32(is_cuda: bool) -> str | None:
@@ -51,8 +53,8 @@ class HeadGemms:
             raise RuntimeError(
                 f"a head of {found}: {reason}; call torch.set_float32_matmul_precision('highest'), or use bfloat16 for both"
             )
-        # hidden_and_weight_gradient is to be given room for dz in bfloat16. Where V is no multiple of 32, torch 2.13's product on
-        # AMX reads a row of dz beyond its end: a NaN of one row would reach dX of the row before it.
+        # True if hidden_and_weight_gradient needs room for dz in bfloat16. If V is no multiple of 32, torch 2.13's product on
+        # AMX reads past the end of a row of dz: a NaN in one row would reach dX of the row before it.
         on_host = self._is_narrow and not weight.is_cuda
         self.collects_dz = on_host and weight.shape[0] % 32 == 0 and cpu_multiplies_bfloat16()
         self._converted: slice | None = None  # the piece of the weight that _tile holds
@@ -64,7 +66,7 @@ class HeadGemms:
 
     @property
     def is_converted(self) -> bool:
-        """True if the weight is converted to float32 in pieces: hidden_and_weight_gradient does that once for both."""
+        """True if the weight is converted to float32 in pieces, once for both gradients."""
         return self.weight.dtype != torch.float32 and not self._multiplies_narrow
 
     @property
@@ -77,7 +79,7 @@ class HeadGemms:
         return torch.empty(min(self._tile_rows, rows), size, dtype=torch.float32, device=self.weight.device)
 
     def tiles(self) -> list[slice]:
-        """The rows of the weight in the pieces that are multiplied one after the other."""
+        """Pieces of the weight's rows that are multiplied one after the other."""
         rows, step = self.weight.shape[0], self._tile_rows
         if not self.is_converted:
             return [slice(0, rows)]
@@ -94,7 +96,7 @@ class HeadGemms:
         return converted
 
     def logits(self, hidden: Tensor, out: Tensor) -> None:
-        """out [R, V] float32 = hidden [R, H] @ weight.T, before the temperature. Untouched by autocast: out= is."""
+        """Compute out [R, V] float32 = hidden [R, H] @ weight.T, before the temperature; autocast ignores out=."""
         if self._multiplies_narrow:
             torch.mm(hidden, self.weight.t(), out_dtype=torch.float32, out=out)
             return
@@ -103,11 +105,11 @@ class HeadGemms:
             self.tile_logits(hidden, tile, out[:, tile])
 
     def tile_logits(self, hidden: Tensor, tile: slice, out: Tensor) -> None:
-        """out [R, columns of the tile] float32 = hidden [R, H] float32 @ weight[tile].T."""
+        """Compute out [R, columns of the tile] float32 = hidden [R, H] float32 @ weight[tile].T."""
         torch.mm(hidden, self._weight(tile).t(), out=out)
 
     def hidden_gradient(self, dz: Tensor) -> Tensor:
-        """[n, H] float32 = dz [n, V] @ weight."""
+        """Return dz [n, V] @ weight, [n, H] float32."""
         gradient = torch.empty(dz.shape[0], self.weight.shape[1], dtype=torch.float32, device=dz.device)
         if self._multiplies_narrow:
             return torch.mm(dz, self.weight, out_dtype=torch.float32, out=gradient)
@@ -120,7 +122,7 @@ class HeadGemms:
         return gradient
 
     def add_weight_gradient(self, total: Tensor | None, dz: Tensor, hidden: Tensor) -> Tensor:
-        """total [V, H] float32 += dz [n, V].T @ hidden [n, H], in place; a new tensor where total is None."""
+        """Add dz [n, V].T @ hidden [n, H] to total [V, H] float32 in place; return a new tensor if total is None."""
         if self._multiplies_narrow:
             if total is None:
                 total = torch.empty(self.weight.shape, dtype=torch.float32, device=dz.device)
@@ -141,16 +143,16 @@ class HeadGemms:
         adds: bool,
         room: Tensor | None = None,
     ) -> None:
-        """grad_hidden [n, H] = dz [n, V] @ weight and grad_weight [V, H] = dz.T @ hidden [n, H]; None: not wanted.
+        """Compute grad_hidden [n, H] = dz [n, V] @ weight, grad_weight [V, H] = dz.T @ hidden [n, H]; None: not wanted.
 
-        In pieces of the vocabulary, each converted to float32 once; dz_of returns a piece's columns in float32, valid until its
-        next call. adds: accumulate into grad_weight, which is then float32; otherwise it may have any dtype and is rounded once,
-        from float32.
+        Works in pieces of the vocabulary, each converted to float32 once; dz_of returns a piece's columns in float32, valid
+        until its next call. adds: accumulate into grad_weight, which is then float32; otherwise grad_weight may have any dtype
+        and is rounded once, from float32.
 
-        grad_hidden is float32. If room [n, V] bfloat16 is given, it is bfloat16: the pieces are collected in room, and
-        grad_hidden and a bfloat16 grad_weight are products of the whole.
+        grad_hidden is float32 without room. With room [n, V] bfloat16, all pieces are collected there first, and grad_hidden
+        and a bfloat16 grad_weight are single products; grad_hidden is then bfloat16.
         """
-        whole, hidden = hidden, hidden.float()
+        narrow_hidden, hidden = hidden, hidden.float()
         in_one = room is not None and grad_weight is not None and grad_weight.dtype == room.dtype
         for tile in self.tiles():
             piece = dz_of(tile)
@@ -173,4 +175,4 @@ class HeadGemms:
         if room is not None and grad_hidden is not None:
             torch.mm(room, self.weight, out=grad_hidden)
         if room is not None and in_one:
-            torch.mm(room.t(), whole, out=grad_weight)
+            torch.mm(room.t(), narrow_hidden, out=grad_weight)

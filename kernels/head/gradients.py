@@ -45,7 +45,7 @@ class HeadGradients:
 
     @property
     def grad_hidden(self) -> Tensor | None:
-        """[T, H] in the dtype of hidden; rows in no chunk have gradient 0."""
+        """Return [T, H] in the dtype of hidden; rows in no chunk have gradient 0."""
         if self._grad_hidden is None and self.wanted.hidden:
             self._grad_hidden = torch.zeros(self.hidden.shape, dtype=self.hidden.dtype, device=self.hidden.device)
         return self._grad_hidden
@@ -86,7 +86,7 @@ class HeadGradients:
 
     def put(self, rows: Rows, gradient: Tensor) -> None:
         """Set the rows of grad_hidden to the gradient [R, H], in any dtype."""
-        if rows.count == self.hidden.shape[0]:  # all rows at once, as with a small vocabulary
+        if rows.count == self.hidden.shape[0]:  # a small vocabulary takes all rows at once
             self._grad_hidden = gradient.to(self.hidden.dtype)
             return
         assert self.grad_hidden is not None
@@ -94,7 +94,7 @@ class HeadGradients:
 
 
 def _contiguous_or_listed(tokens: Tensor) -> Rows:
-    """The tokens as Rows: a range if contiguous, which only the CPU can tell without synchronisation."""
+    """Return the tokens as Rows: a range if contiguous, which only the CPU can tell without synchronisation."""
     if tokens.device.type == "cpu":
         first, last = int(tokens[0]), int(tokens[-1])
         if last - first + 1 == tokens.numel():

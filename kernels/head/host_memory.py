@@ -17,7 +17,7 @@ class HostBudget:
     max_bytes: int
 
     def rows(self, width: int, itemsize: int = 4) -> int:
-        """Number of rows with `width` columns of `itemsize` bytes that fit, at least 1."""
+        """Return the number of rows with `width` columns of `itemsize` bytes that fit, at least 1."""
         row = itemsize * width
         return max(1, self.num_bytes // row, min(self.num_rows, self.max_bytes // row))
 
@@ -26,20 +26,20 @@ _kept = threading.local()
 
 
 def host_buffer(num_floats: int) -> Tensor:
-    """[num_floats] float32, the same memory in every call by this thread.
+    """Return [num_floats] float32, the same memory in every call by this thread.
 
     Fresh memory costs a page fault every 4 KiB: for 78 MiB the time of some 20 rows of logits at V = 151936. A head is finished
     before its op returns, so a thread never uses the buffer twice at once.
     """
-    kept: Tensor | None = getattr(_kept, "buffer", None)
-    if kept is None or kept.numel() < num_floats:
-        kept = _kept.buffer = None  # freed before the larger one is allocated
-        with torch.inference_mode(False):  # in any mode: a learner may later write where an evaluation wrote
-            kept = _kept.buffer = torch.empty(num_floats, dtype=torch.float32, device="cpu")
-    return kept[:num_floats]
+    buffer: Tensor | None = getattr(_kept, "buffer", None)
+    if buffer is None or buffer.numel() < num_floats:
+        buffer = _kept.buffer = None  # freed before the larger one is allocated
+        with torch.inference_mode(False):  # a learner may later write where an evaluation wrote
+            buffer = _kept.buffer = torch.empty(num_floats, dtype=torch.float32, device="cpu")
+    return buffer[:num_floats]
 
 
 def host_chunks(count: int, capacity: int) -> list[int]:
-    """Chunk sizes of so many rows; equal, as a GEMM of few rows takes as long to read the weight."""
+    """Return sizes of equal chunks of at most `capacity` rows; a GEMM of few rows takes as long to read the weight."""
     number = ceil(count / capacity)
     return [count * (i + 1) // number - count * i // number for i in range(number)]

@@ -5,10 +5,11 @@ from typing import Literal, get_args
 
 from torch import Tensor
 
-# In the order of the kernels' sums.
+# Order of the kernels' sums.
 METRICS = ("loss", "clipped_tokens", "masked_tokens", "clamped_tokens", "entropy", "kl", "tokens")
-# Nats. Log-ratios are clamped to +-20 before they are exponentiated, so that an infinite ratio times an advantage of 0 makes no
-# NaN; as verl does for the ratio, k3 and the rollout correction (compute_policy_loss, kl_penalty, SAFETY_BOUND). e^20 = 4.9e8.
+# Log-ratios are clamped to +-20 nats before they are exponentiated, so that an infinite ratio times an advantage of 0 makes
+# no NaN; e^20 = 4.9e8. verl clamps the ratio, k3 and the rollout correction alike (compute_policy_loss, kl_penalty,
+# SAFETY_BOUND).
 LOG_RATIO_BOUND = 20.0
 NUM_OPTIONS = 8  # length of PolicyObjective.options
 
@@ -28,21 +29,21 @@ class PolicyObjective:
         ratio: "token", or "sequence" = geometric mean of the sequence's token ratios; the gradient reaches each token
             through its own log-prob (GSPO-token, arXiv:2507.18071, eq. 14).
         kind: "clip", or "cispo" = clip(r) held constant, times A log p (arXiv:2506.13585, eq. 4).
-        correction: of the mismatch d = exp(trainer's log-prob - rollout_logprobs), the trainer's being old_logprobs,
-            or the current ones where there are none. "tis": w = min(d, correction_high), a constant.
+        correction: for the mismatch d = exp(trainer's log-prob - rollout_logprobs). The trainer's log-prob is old_logprobs,
+            or the current one if that is None. "tis": w = min(d, correction_high), a constant.
             "icepop": tokens with d outside [correction_low, correction_high] are masked. "sequence_mask": samples
             whose geometric mean of d is outside are masked.
         kl: estimate of KL(policy || reference) by x = log p - reference_logprobs: k1 = x, k2 = x^2 / 2,
             k3 = exp(-x) + x - 1, times the token's importance i = p / p_rollout (without rollout_logprobs
-            p / p_old; without these 1). Its gradient is i x for all three, that of KL(policy || reference) by
-            the score function: of i k3 with i differentiated (arXiv:2512.02556), and of i k2 with i held.
+            p / p_old; without both, i = 1). The gradient is i x for all three: the gradient of KL(policy || reference) by
+            the score function, which i k3 has if i is differentiated (arXiv:2512.02556), and i k2 if i is constant.
             With "tis", i is at most correction_high.
         mpt_probability: in samples whose gate is set, tokens with p >= this are masked (arXiv:2507.19766); None: off.
 
     A masked token loses every term and stays in the normaliser.
 
     Clamping: the log of r, of d and of i, and the x of k3's value, are clamped to +-LOG_RATIO_BOUND. Beyond it, as through
-    torch.clamp, no gradient passes through r; that of "cispo", where r is a constant, and of the KL term are unchanged.
+    torch.clamp, no gradient passes through r. The gradients of "cispo", where r is a constant, and of the KL term are unchanged.
 
     Numbers that are not finite: NaN or infinity in anything that a trained token reads makes the loss not finite, and that
     token's coefficient too. A token reads its log-prob, advantage, weight and, if given, old log-prob, its rollout_logprobs with
@@ -67,7 +68,7 @@ class PolicyObjective:
 
     @property
     def options(self) -> tuple[float, ...]:
-        """The options as numbers, in the order of struct Objective (csrc/include/policy_objective.h)."""
+        """Options as numbers, in the order of struct Objective (csrc/include/policy_objective.h)."""
         return (
             *(self.clip_low, self.clip_high, self.dual_clip or 0.0),
             *(self.correction_low, self.correction_high, self.kl_coef, self.entropy_coef),
@@ -105,10 +106,10 @@ class LossInputs:
         advantages | token_advantages: [S] or [T] float, exactly one.
         mask: [T] bool, True = the token is trained; None = all. Nothing is read where it is False.
         agent_of: [S] int in [0, num_agents); None = one agent.
-        gate: [S] bool from mpt_gate; None = no token is masked for being well mastered.
+        gate: [S] bool from mpt_gate; None = no well-mastered token is masked.
         old_logprobs: [T] float, nats, of the policy before the update; None = pseudo on-policy: ratio 1, gradient of
             A log p.
-        rollout_logprobs: [T] float, nats, of the policy that drew the token; needed by correction, and the weight of kl.
+        rollout_logprobs: [T] float, nats, of the policy that drew the token; needed by correction, and weights kl.
         reference_logprobs: [T] float; needed by kl.
         weights: [S] float, factor on every term of a sequence's tokens, KL and entropy bonus included; None = 1.
         dropped: [T] bool, tokens that are masked whatever the gate and the correction say; None = none.
@@ -132,14 +133,14 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class PolicyTokens:
-    """LossInputs, checked, with one element a packed token.
+    """LossInputs, checked, with one element per packed token.
 
     advantages [T]; weights [T], None: 1; mask [T] bool, None: all trained; cu_seqlens [S+1] int; sequence_of, agent_of
     [T] int64; gate [T] bool; dropped [T] bool; old_logprobs, rollout_logprobs, reference_logprobs [T], nats: any float
     for the reference, float32 and contiguous for row kernels. log_ratio, log_drift [T] float32: of the sequence, in place
     of logprobs - old_logprobs and of the log of the token's d. normaliser: number, or one element on the device. None: not
     given, or not needed.
-    Masked tokens are never read, and may hold any value, NaN included.
+    Values of masked tokens are never read, and may be anything, NaN included.
     """
 
     objective: PolicyObjective

@@ -1,4 +1,4 @@
-"""Statistics over parts of a vocabulary, the shards of several ranks or the tiles of one, combined from four numbers each."""
+"""Statistics of a vocabulary, combined from four numbers of each part: shards of several ranks, or tiles of one."""
 
 import torch
 import torch.distributed as dist
@@ -10,18 +10,18 @@ from marsrl.kernels.head.vocabulary import Head
 
 
 def combined(parts: Tensor, inverse_temperature: Tensor) -> Tensor:
-    """[4, R] of the whole from parts [W, 4, R] float64, both as RowKernels.partials gives them.
+    """Combine parts [W, 4, R] float64 into [4, R] of the whole vocabulary, both in the form of RowKernels.partials.
 
     Added in the order of the parts, so all ranks get the same bits.
     """
     maxima, sums, weighted, target_logits = parts.unbind(1)  # [W, R] each
     maximum = maxima.amax(0)
-    # e^(d + shift) for sums that were taken relative to a part's own maximum; -1e4 stands for "nothing there"
+    # Sums are relative to a part's own maximum: shift rescales them, and -1e4 stands for an empty part.
     origin = torch.where(maximum == -torch.inf, 0.0, maximum)
     shift = ((maxima - origin) * inverse_temperature).clamp_(min=-1e4)
     scale = shift.exp()
     total, of_weighted = (sums * scale).sum(0), ((weighted + shift * sums) * scale).sum(0)
-    # One shard owns the target; the others contribute 0.
+    # The shard that owns the target contributes its logit; all others contribute 0.
     return torch.stack((maximum, total, of_weighted, target_logits.sum(0)))
 
 
@@ -29,10 +29,10 @@ def put_statistics(whole: Tensor, head: Head, rows: Rows, is_host: bool, out: St
     """Fill `out` at the rows from `combined` parts [4, R] of the whole vocabulary."""
     maximum, total, weighted, target_logit = whole
     log_sum = total.log()
-    # in float32 as the row kernels have it, so that a vocabulary in parts gives the log-prob of a whole one
+    # Use float32 as the row kernels do, so that a vocabulary in parts gives the log-prob of a whole one.
     centred = (target_logit - maximum).float() * head.inverse_temperature_at(rows)
     logprobs = centred - log_sum
-    if not is_host:  # a bad target belongs to no part
+    if not is_host:  # no part owns a bad target
         targets = rows.take(head.targets)
         logprobs = torch.where((targets >= 0) & (targets < head.vocab_size), logprobs, torch.nan)
     rows.put(out.logprobs, logprobs.float())
@@ -52,7 +52,7 @@ class ShardStatistics:
     def __init__(self, own: Tensor, head: Head, rows: Rows, is_host: bool):
         """own: [4, R] float64, the part of this rank."""
         self._head, self._rows, self._is_host = head, rows, is_host
-        self._own = own  # lives until it is sent
+        self._own = own  # must live until it is sent
         world = dist.get_world_size(head.tp_group)
         self._all = own.new_empty(world * own.shape[0], rows.count)  # [W 4, R] float64
         self._work = dist.all_gather_into_tensor(self._all, own, group=head.tp_group, async_op=True)
@@ -61,5 +61,5 @@ class ShardStatistics:
         """Fill `out` at the rows of the chunk: every rank adds in rank order, and gets the same bits."""
         self._work.wait()
         head, rows = self._head, self._rows
-        whole = combined(self._all.unflatten(0, (-1, 4)), head.inverse_temperature_at(rows))
-        put_statistics(whole, head, rows, self._is_host, out)
+        combined_parts = combined(self._all.unflatten(0, (-1, 4)), head.inverse_temperature_at(rows))
+        put_statistics(combined_parts, head, rows, self._is_host, out)

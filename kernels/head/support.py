@@ -1,4 +1,4 @@
-"""Restriction of logits to the columns that a token was drawn from, so that the rest of the head sees only that distribution.
+"""Restriction of logits to the columns that a token was drawn from.
 
 A logit of -inf has probability 0 and gradient 0, so statistics, objective and gradients are those of the softmax over the
 kept columns, in every implementation. Setting them costs one pass over the logits.
@@ -19,8 +19,8 @@ from marsrl.kernels.head.rows.subset import Rows
 class Support:
     """Columns of the whole vocabulary that each of T tokens was drawn from.
 
-    ids [n] int32: of all tokens, one after the other. starts, counts [T] int64: those of token t are ids[starts[t]:][:counts[t]],
-    each once; count 0: every column. most: no count is above it; the host knows it.
+    ids [n] int32: columns of all tokens, concatenated. starts, counts [T] int64: token t has ids[starts[t]:][:counts[t]], without
+    duplicates; count 0: every column. most: upper bound of counts, known to the host.
     """
 
     ids: Tensor
@@ -29,14 +29,14 @@ class Support:
     most: int
 
     def take(self, tokens: Tensor) -> Support:
-        """The support of these tokens [R] int64 alone."""
+        """Return the support of these tokens [R] int64 alone."""
         return Support(self.ids, self.starts[tokens], self.counts[tokens], self.most)
 
     def restrict_(self, logits: Tensor, rows: Rows, first_column: int, num_columns: int) -> None:
         """Set logits [R, columns] of a part of the vocabulary to -inf outside of each row's support, in place.
 
-        first_column, num_columns: the part's offset and its number of real columns. Does not synchronise to learn the number of
-        ids: each row gets `most` places.
+        first_column, num_columns: the part's offset and its number of real columns. Each row gets `most` places, so that the
+        number of ids is not read from the device.
         """
         if rows.count == 0 or num_columns == 0:
             return
@@ -45,9 +45,11 @@ class Support:
         columns = self.ids[(starts[:, None] + slot).clamp_(max=self.ids.numel() - 1)].long() - first_column
         is_out = (slot >= counts[:, None]) | (columns < 0) | (columns >= num_columns)  # [R, most]
         columns.masked_fill_(is_out, 0)
-        kept = logits.gather(1, columns).masked_fill_(is_out, -torch.inf)
+        kept_logits = logits.gather(1, columns).masked_fill_(is_out, -torch.inf)
         logits.masked_fill_(counts[:, None] > 0, -torch.inf)
-        logits.scatter_reduce_(1, columns, kept, "amax")  # harmless: an unused place adds -inf at column 0
+        logits.scatter_reduce_(
+            1, columns, kept_logits, "amax"
+        )  # unused places write -inf to column 0, which amax ignores
 
 
 def check_support(op: str, support: Support, num_tokens: int, device: torch.device) -> None:

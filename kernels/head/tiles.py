@@ -1,16 +1,16 @@
-"""The head of a bfloat16 model on the CPU: a chunk of rows meets one tile of the vocabulary after the other.
+"""Head of a bfloat16 model on the CPU: a chunk of rows is multiplied by one vocabulary tile after the other.
 
     for each chunk of up to EXPONENTIALS.rows(V) rows:
         for each tile of the weight, converted to float32:
             logits [R, columns] float32 = hidden @ tile.T              gemms.py
             their statistics, and e^(logit - maximum) in bfloat16      CpuRowKernels
-        statistics of the rows, coefficients of those that have one    shards.py, PolicyTerms
+        statistics and coefficients of the rows                        shards.py, PolicyTerms
         for each tile, converted again:
             dz [n, columns] float32 from the exponentials              CpuRowKernels
             dX += dz @ tile,  dW of the tile = dz.T @ hidden           gemms.py
 
-On a CPU with bfloat16 instructions, tiles of dz overwrite their exponentials. Once all are there, dX = dz @ weight, and
-dW = dz.T @ hidden if these rows are all there are.
+On a CPU with bfloat16 instructions, tiles of dz overwrite their exponentials. After the last tile, dX = dz @ weight, and
+dW = dz.T @ hidden if no other rows have gradients.
 
 Tiles of logits, weight and dW stay in the cache from one step to the next. Whole rows of logits would not: 256 of them take
 31 MiB at V = 32000. Only their exponentials are kept, in bfloat16, at half that size. Statistics come from the float32
@@ -32,15 +32,15 @@ from marsrl.kernels.head.vocabulary import Head
 if TYPE_CHECKING:
     from marsrl.kernels.head.rows.cpu import CpuRowKernels
 
-# Memory for exponentials: 256 rows at once up to V = 151936, which takes 74 MiB and, with a tile, less than a quarter of what
+# Memory for exponentials holds 256 rows up to V = 151936. That takes 74 MiB and, with a tile, less than a quarter of what
 # plain PyTorch holds. One product then forms dW.
 EXPONENTIALS = HostBudget(num_bytes=16 * 2**20, num_rows=256, max_bytes=76 * 2**20)
-# Rows per tile where gradients are formed without exponentials, from recomputed logits.
+# Number of rows per tile when gradients are formed from recomputed logits, without exponentials.
 ROWS_AGAIN = 512
 
 
 def host_kernels_of_tiles(kernels: RowKernels, head: Head, hidden: Tensor) -> "CpuRowKernels | None":
-    """The kernels where tiles are the way to the gradients: both operands are bfloat16, on the CPU."""
+    """Return the kernels if gradients are formed by tiles, that is from bfloat16 operands on the CPU, else None."""
     if not kernels.is_host or not head.weight.dtype == hidden.dtype == torch.bfloat16:
         return None
     return cast("CpuRowKernels", kernels)
@@ -54,7 +54,7 @@ def policy_gradients_by_tiles(
     slopes: Slopes,
     gradients: HeadGradients,
 ) -> None:
-    """slopes.statistics, terms.evaluate and gradients of these rows of gradients.hidden; the logits are computed once."""
+    """Compute statistics, terms and gradients of these rows of gradients.hidden, with logits computed once."""
     width = head.width
     sizes = host_chunks(rows.count, EXPONENTIALS.rows(width, itemsize=2))
     gemms = gradients.gemms
@@ -63,22 +63,24 @@ def policy_gradients_by_tiles(
     exponentials, pieces = _buffers(largest, width, columns)
     for number, chunk in enumerate(rows.chunks(sizes)):
         parts = _exponentials(kernels, head, chunk, gradients, exponentials, pieces)
-        whole = combined(parts, head.inverse_temperature_at(chunk))
+        combined_parts = combined(parts, head.inverse_temperature_at(chunk))
         if head.is_sharded:
-            ShardStatistics(whole, head, chunk, is_host=True).put(slopes.statistics)
+            ShardStatistics(combined_parts, head, chunk, is_host=True).put(slopes.statistics)
         else:
-            put_statistics(whole, head, chunk, True, slopes.statistics)
+            put_statistics(combined_parts, head, chunk, True, slopes.statistics)
         terms.evaluate(chunk)
         c, e = chunk.take(slopes.coefficient), chunk.take(slopes.entropy_coefficient)
-        kept = ((c != 0) | (e != 0)).nonzero()[:, 0]
-        if kept.numel() == 0:
+        active_rows = ((c != 0) | (e != 0)).nonzero()[:, 0]
+        if active_rows.numel() == 0:
             continue
-        tokens = chunk.tokens(kept.device)[kept]
+        tokens = chunk.tokens(active_rows.device)[active_rows]
 
-        def dz_of(tile: slice, parts: Tensor = parts, kept: Tensor = kept, tokens: Tensor = tokens) -> Tensor:
-            dz = _block(pieces, kept.numel(), tile)
+        def dz_of(
+            tile: slice, parts: Tensor = parts, active_rows: Tensor = active_rows, tokens: Tensor = tokens
+        ) -> Tensor:
+            dz = _block(pieces, active_rows.numel(), tile)
             values, maxima = exponentials[: parts.shape[-1], tile], parts[tile.start // columns, 0]
-            kernels.exponential_gradients(values, maxima, kept, tokens, head.tile(tile), slopes, dz)
+            kernels.exponential_gradients(values, maxima, active_rows, tokens, head.tile(tile), slopes, dz)
             return dz
 
         gradients.add_pieces(dz_of, tokens, number == len(sizes) - 1, exponentials if gemms.collects_dz else None)
@@ -87,7 +89,7 @@ def policy_gradients_by_tiles(
 def _exponentials(
     kernels: "CpuRowKernels", head: Head, chunk: Rows, gradients: HeadGradients, exponentials: Tensor, pieces: Tensor
 ) -> Tensor:
-    """Parts [tiles, 4, R] float64 as RowKernels.partials gives them; fills exponentials, tile after tile."""
+    """Fill exponentials, tile after tile; return parts [tiles, 4, R] float64 in the form of RowKernels.partials."""
     gemms = gradients.gemms
     hidden = chunk.take(gradients.hidden).float()
     cuts = gemms.tiles()
@@ -102,7 +104,7 @@ def _exponentials(
 
 
 def gradients_by_tiles(kernels: RowKernels, head: Head, rows: Rows, slopes: Slopes, gradients: HeadGradients) -> None:
-    """Gradients of these rows of gradients.hidden, each of which has one, from statistics that are known."""
+    """Compute gradients of these rows of gradients.hidden from known statistics; every row must have a coefficient."""
     gemms = gradients.gemms
     sizes = host_chunks(rows.count, EXPONENTIALS.rows(head.width, itemsize=2) if gemms.collects_dz else ROWS_AGAIN)
     largest = max(sizes, default=0)
@@ -115,8 +117,8 @@ def gradients_by_tiles(kernels: RowKernels, head: Head, rows: Rows, slopes: Slop
             dz = _block(pieces, chunk.count, tile)
             gemms.tile_logits(hidden, tile, dz)
             head.tile(tile).restrict_(dz, chunk)
-            found = kernels.gradients(dz, chunk, head.tile(tile), slopes, dz, tokens)
-            assert found.wait() == chunk.count, "a row without a gradient among those that have one"
+            late_count = kernels.gradients(dz, chunk, head.tile(tile), slopes, dz, tokens)
+            assert late_count.wait() == chunk.count, "a row without a gradient among those that have one"
             return dz
 
         tokens_of = chunk.tokens(hidden.device)
@@ -124,13 +126,13 @@ def gradients_by_tiles(kernels: RowKernels, head: Head, rows: Rows, slopes: Slop
 
 
 def _buffers(num_rows: int, width: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Exponentials or gradients [num_rows, width] bfloat16, and room for as many rows of a tile in float32."""
+    """Allocate exponentials or gradients [num_rows, width] bfloat16, and as many rows of a float32 tile."""
     size = (num_rows * width + 1) // 2
     buffer = host_buffer(size + num_rows * columns)
     return buffer[:size].view(torch.bfloat16)[: num_rows * width].view(num_rows, width), buffer[size:]
 
 
 def _block(memory: Tensor, num_rows: int, tile: slice) -> Tensor:
-    """[num_rows, columns of the tile] side by side at the start of this memory."""
+    """Return a contiguous [num_rows, columns of the tile] at the start of this memory."""
     columns = tile.stop - tile.start
     return memory[: num_rows * columns].view(num_rows, columns)

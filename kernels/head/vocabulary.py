@@ -1,4 +1,4 @@
-"""The output head as the fused ops see it: this rank's shard of the vocabulary, the targets, temperature and support."""
+"""Output head of the fused ops: this rank's vocabulary shard, targets, temperature and support."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -42,7 +42,7 @@ class Head:
         return self.tp_group is not None and dist.get_world_size(self.tp_group) > 1
 
     def tile(self, columns: slice) -> "Head":
-        """These columns of the shard, as if they were a shard of their own."""
+        """Return these columns of the shard as a shard."""
         real = max(0, min(columns.stop, self.num_columns) - columns.start)
         first = self.first_column + columns.start
         return replace(self, weight=self.weight[columns], first_column=first, num_columns=real)
@@ -53,7 +53,7 @@ class Head:
             self.support.restrict_(logits, rows, self.first_column, self.num_columns)
 
     def inverse_temperature_at(self, rows: Rows) -> Tensor:
-        """[R] float32."""
+        """Return the rows' inverse temperatures, [R] float32."""
         if self.inverse_temperature is None:
             of_all = self.inverse_temperature_of_all
             return torch.full((rows.count,), of_all, dtype=torch.float32, device=self.weight.device)
@@ -70,8 +70,11 @@ def make_head(
     real_vocab_size: int | None = None,
     support: Support | None = None,
 ) -> Head:
-    """Check the common arguments of fused heads except tensors' values (see bad_values.py); ValueError names the argument, what
-    was found and what was expected."""
+    """Check the common arguments of fused heads, except tensors' values (see bad_values.py).
+
+    Raises:
+        ValueError: names the argument, what was found and what was expected.
+    """
     check(op, "hidden", hidden, (None, None), FLOATS)
     check(op, "weight", weight, (None, hidden.shape[1]), FLOATS, hidden.device)
     check(op, "targets", targets, (hidden.shape[0],), INTEGERS, hidden.device)
@@ -109,5 +112,5 @@ def make_head(
 
 
 def why_not_reference_head(head: Head) -> str | None:
-    """Return None if the reference can serve, which needs the whole vocabulary on one rank; else the reason."""
+    """Return None if the reference can serve (it needs the whole vocabulary on one rank), else the reason."""
     return "tp_group has several ranks, the reference holds the whole vocabulary" if head.is_sharded else None

@@ -1,4 +1,4 @@
-"""linear_logprob: log-prob of the target and entropy of a linear head, without storing the logits."""
+"""Log-prob of the target and entropy of a linear head, without storing the logits."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ def linear_logprob(
     real_vocab_size: int | None = None,
     support: Support | None = None,
 ) -> LogProb:
-    """log p(target) and entropy of softmax(hidden @ weight.T / temperature), 8THV FLOPs with the backward.
+    """Compute log p(target) and entropy of softmax(hidden @ weight.T / temperature); 8THV FLOPs with the backward.
 
     Args:
         hidden: [T, H] float32, bfloat16 or float16; float64 is served by the reference.
@@ -49,12 +49,12 @@ def linear_logprob(
         tp_group: process group over which the vocabulary is cut; hidden and targets are the same on its ranks. The
             gradient of hidden is then this shard's part: the caller sums it over the group, as Megatron's
             copy_to / gather_from regions do.
-        real_vocab_size: columns from here on, in the whole vocabulary, are padding: p = 0, gradient 0. None: none are.
-        support: the columns that each token was drawn from: elsewhere p = 0, gradient 0; its target among them. None: all.
+        real_vocab_size: columns of the whole vocabulary from here on are padding: p = 0, gradient 0. None: no padding.
+        support: the columns that each token was drawn from, its target included; elsewhere p = 0, gradient 0. None: all.
 
     Raises:
-        ValueError: names the argument, what was found and what was expected; a target out of range by its token,
-            a temperature that is none too; on a device raise_bad_values does.
+        ValueError: names the argument, what was found and what was expected. A target out of range or an invalid temperature
+            is named with its token; on a device raise_bad_values raises this.
     """
     if torch.compiler.is_compiling():
         if tp_group is None:
@@ -87,20 +87,20 @@ def _from_schema(
     real_vocab_size: int | None,
     most: int,
 ) -> tuple[Any, ...]:
-    """The op's arguments in types that a schema allows; per_token, of_all: the temperature."""
+    """Convert arguments of the traced op's schema to the op's; per_token, of_all: the temperature."""
     temperature = of_all if per_token is None else per_token
     support = None if ids is None or starts is None or counts is None else Support(ids, starts, counts, most)
     return _checked(hidden, weight, targets, temperature, None, real_vocab_size, support)
 
 
 def _results(hidden: Tensor, *_: object) -> tuple[Tensor, ...]:
-    """The statistics of each token, two of which are the op's outputs."""
+    """Allocate the statistics of each token; two of them are the op's outputs."""
     dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
     return tuple(hidden.new_empty(hidden.shape[0], dtype=dtype) for _ in range(4))
 
 
 class _Kernels:
-    """Kernels of the op: save four numbers a token, and recompute the logits in the backward."""
+    """Kernels that save four numbers per token and recompute the logits in the backward."""
 
     def __init__(self, rows: RowKernels):
         self._rows = rows
@@ -113,7 +113,7 @@ class _Kernels:
     ) -> tuple[Tensor | None, Tensor | None]:
         hidden, weight, head, _ = args
         wants_hidden, wants_weight = needs
-        of_logprobs, of_entropy = (each.float().contiguous() for each in grads)
+        of_logprobs, of_entropy = (grad.float().contiguous() for grad in grads)
         slopes = Slopes(Statistics(*saved), of_logprobs, of_entropy)
         wanted = Wanted(wants_hidden, wants_weight, weight.dtype)
         gradients = head_gradients(self._rows, head, hidden.detach(), slopes, wanted)

@@ -14,9 +14,9 @@ def linear_logprob_reference(
     num_columns: int,
     support: Support | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(log p_y, H) [T] in float32, or float64 for such input; logits in full; padded columns left out.
+    """Return (log p_y, H) [T] in float32, or float64 for float64 input; logits are stored in full.
 
-    -inf in place of logits outside of a token's support. Where a logit is -inf p is 0, and p log p too.
+    Logits of padded columns and outside of a token's support are -inf; there p and p log p are 0.
 
     z = hidden @ weight.T / temperature;  log p_y = z_y - logsumexp z;  H = -sum_v p_v log p_v
     """
@@ -30,7 +30,7 @@ def linear_logprob_reference(
 
 
 def _left_out(logits: Tensor, support: Support | None) -> Tensor:
-    """[T, V] bool."""
+    """Return [T, V] bool, True at columns that a token's softmax leaves out."""
     is_out = torch.zeros_like(logits, dtype=torch.bool)
     if support is not None:
         for row, start, count in zip(is_out, support.starts.tolist(), support.counts.tolist(), strict=True):

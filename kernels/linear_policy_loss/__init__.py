@@ -1,4 +1,4 @@
-"""linear_policy_loss: from hidden states and the head's weight to the RL loss and its gradient, without storing the logits."""
+"""RL loss and its gradient from hidden states and the head's weight, without storing the logits."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,23 +38,23 @@ def linear_policy_loss(
     real_vocab_size: int | None = None,
     support: Support | None = None,
 ) -> PolicyLoss:
-    """The loss of inputs.objective on softmax(hidden @ weight.T / temperature); the gradient is formed in the forward.
+    """Compute the loss of inputs.objective on softmax(hidden @ weight.T / temperature), and its gradient in the forward.
 
     With c = dL/dlog p and e = dL/dH, which a token-level objective knows once it has the token's own log-prob,
 
         dz_v = [c (1[v = target] - p_v) - e p_v (log p_v + H)] / temperature,   dX = dz @ weight,   dW = dz.T @ hidden
 
-    Logits exist a chunk at a time, in float32. Rows outside the mask cost nothing, rows with c = e = 0 only their
-    logits. Sequence-level ratios with old_logprobs, and sequence_mask without, need whole sequences first: their
-    logits are computed twice.
+    Logits exist a chunk at a time, in float32. Rows outside the mask cost nothing, and rows with c = e = 0 only their
+    logits. Sequence-level ratios with old_logprobs, and sequence_mask without old_logprobs, need whole sequences first, so
+    their logits are computed twice.
 
     Args:
         hidden, weight, targets, temperature, tp_group, real_vocab_size, support: as in linear_logprob; targets are not
             read where the mask is off. Under tp_group the gradient of hidden is this shard's part.
         inputs: token_advantages with old_logprobs=None is the gradient of sum_t w_t log p_t: supervised training.
-        main_grad: [V, H] float32. The backward adds dW to it, once a forward; a forward that is thrown away or recomputed
-            (activation checkpointing) leaves it unchanged. The weight's own gradient is then None, or, where the weight has
-            Megatron's `grad_added_to_main_grad`, that flag is set and a placeholder is returned for its hooks.
+        main_grad: [V, H] float32. The backward adds dW to it, once per forward; a forward that is discarded or recomputed
+            (activation checkpointing) leaves it unchanged. The weight's own gradient is then None. If the weight has Megatron's
+            `grad_added_to_main_grad`, that flag is set and a placeholder is returned for Megatron's hooks.
 
     torch.compile breaks its graph here: an op of torch.library can pass only tensors to its backward, not a gradient that the
     forward computed for a single backward, main_grad, or a process group.
@@ -64,8 +64,8 @@ def linear_policy_loss(
 
     Raises:
         ValueError: names the argument, what was found and what was expected.
-        RuntimeError: no implementation can serve the call; with the reasons. Or the process lets float32 products round their
-            operands (torch.set_float32_matmul_precision, allow_tf32) and this head needs them.
+        RuntimeError: no implementation can serve the call, with the reasons. Or the process lets float32 products round their
+            operands (torch.set_float32_matmul_precision, allow_tf32) and this head needs full float32.
     """
     if torch.compiler.is_compiling():
         torch._dynamo.graph_break(msg="linear_policy_loss forms its gradient in the forward, and writes main_grad")
@@ -74,7 +74,7 @@ def linear_policy_loss(
 
 
 def served_by(hidden: Tensor, weight: Tensor, targets: Tensor, inputs: LossInputs) -> str:
-    """Name of the implementation that linear_policy_loss takes for these arguments."""
+    """Return the name of the implementation that linear_policy_loss takes for these arguments."""
     return _OP.choose(_checked(hidden, weight, targets, inputs)).name
 
 
@@ -98,7 +98,7 @@ def _checked(
 
 @dataclass(frozen=True)
 class _Call:
-    """The arguments, checked."""
+    """Checked arguments of linear_policy_loss."""
 
     hidden: Tensor
     weight: Tensor
@@ -109,7 +109,7 @@ class _Call:
 
     @property
     def wanted(self) -> Wanted:
-        """Nothing in evaluation and in the first forward of activation recomputation, where grad mode is off."""
+        """Gradients to compute: none if grad mode is off, as in evaluation and before activation recomputation."""
         is_differentiable = torch.is_grad_enabled()
         return Wanted(
             hidden=is_differentiable and self.hidden.requires_grad,
@@ -119,7 +119,7 @@ class _Call:
 
 
 class _FusedLoss(torch.autograd.Function):
-    """Returns in the backward the gradients that the forward computed, times grad_output."""
+    """Autograd node whose backward returns the gradients that the forward computed, times grad_output."""
 
     @staticmethod
     def forward(
@@ -131,7 +131,7 @@ class _FusedLoss(torch.autograd.Function):
         main_grad: MainGrad | None,
     ) -> Tensor:
         ctx.weight, ctx.gradients, ctx.main_grad = weight, gradients, main_grad
-        return loss.clone()  # an input returned as it is would be a view of it
+        return loss.clone()  # autograd would make a returned input a view
 
     @staticmethod
     @first_derivative_only("linear_policy_loss")
@@ -143,7 +143,7 @@ class _FusedLoss(torch.autograd.Function):
             )
         ctx.gradients = None
         grad_hidden, grad_weight = gradients.grad_hidden, gradients.grad_weight
-        # On a device the scale stays there: reading it would make the host wait.
+        # Keep the scale on the device: reading it would make the host wait.
         scale: float | Tensor = grad_output if grad_output.is_cuda else float(grad_output)
         if grad_hidden is not None:
             grad_hidden = _scaled_(grad_hidden, scale)
@@ -164,7 +164,7 @@ def _scaled_(values: Tensor, scale: float | Tensor) -> Tensor:
 
 
 def _scaled_to(values: Tensor, scale: float | Tensor, dtype: torch.dtype) -> Tensor:
-    """scale * values in this dtype, rounded once; one pass over them on a device."""
+    """Return scale * values in this dtype, rounded once; one pass over values on a device."""
     if values.dtype == dtype:
         return _scaled_(values, scale)
     if not isinstance(scale, Tensor) and scale == 1.0:
@@ -173,7 +173,7 @@ def _scaled_to(values: Tensor, scale: float | Tensor, dtype: torch.dtype) -> Ten
 
 
 def _add_scaled_(total: Tensor, values: Tensor, scale: float | Tensor) -> None:
-    """total += scale * values in one pass over both."""
+    """Add scale * values to total in one pass over both."""
     if isinstance(scale, Tensor):
         total.addcmul_(values, scale)
     else:
@@ -181,29 +181,30 @@ def _add_scaled_(total: Tensor, values: Tensor, scale: float | Tensor) -> None:
 
 
 def _run(load: Callable[[], RowKernels], gradients_of: Callable[..., HeadGradients], call: _Call) -> PolicyLoss:
-    """The loss and, if wanted, the gradients for a grad_output of 1, by the cheapest route the objective allows.
-    gradients_of: policy_gradients or its like.
+    """Compute the loss and, if wanted, the gradients for a grad_output of 1, by the cheapest route the objective allows.
 
-    Masked rows never enter the first GEMM, rows without a coefficient never enter the backward GEMMs: with mask share m
-    and active share a it is (2m + 4a) THV FLOPs, and (2m + 6a) THV on the route of whole sequences.
+    gradients_of: policy_gradients, or a function with its signature.
+
+    Masked rows never enter the first GEMM, and rows without a coefficient never enter the backward GEMMs. With mask share m
+    and active share a this takes (2m + 4a) THV FLOPs, or (2m + 6a) THV if whole sequences are needed first.
     """
     kernels, head, hidden, tokens, wanted = load(), call.head, call.hidden.detach(), call.tokens, call.wanted
     rows = Rows.of(tokens.mask, hidden.shape[0], is_late=not kernels.is_host)
     gradients: HeadGradients | None = None
     if not needs_whole_sequences(tokens):
-        found = Statistics.zeros(hidden.shape[0], hidden.device)
-        terms = policy_terms(kernels, tokens, found.logprobs, found.entropy)
-        gradients = gradients_of(kernels, head, hidden, rows, found, terms, wanted)
+        statistics = Statistics.zeros(hidden.shape[0], hidden.device)
+        terms = policy_terms(kernels, tokens, statistics.logprobs, statistics.entropy)
+        gradients = gradients_of(kernels, head, hidden, rows, statistics, terms, wanted)
     else:
-        found = head_statistics(kernels, head, hidden, rows)
-        terms = policy_terms(kernels, tokens, found.logprobs, found.entropy)
+        statistics = head_statistics(kernels, head, hidden, rows)
+        terms = policy_terms(kernels, tokens, statistics.logprobs, statistics.entropy)
         terms.evaluate(rows.settled())
         if wanted.any:
-            slopes = Slopes(found, terms.coefficient, terms.entropy_coefficient)
+            slopes = Slopes(statistics, terms.coefficient, terms.entropy_coefficient)
             gradients = head_gradients(kernels, head, hidden, slopes, wanted)
     sums = terms.sums()
     loss = _FusedLoss.apply(call.hidden, call.weight, gradients, total_loss(sums), call.main_grad)
-    return PolicyLoss(loss, found.logprobs, found.entropy, terms.coefficient, agent_sums(sums))
+    return PolicyLoss(loss, statistics.logprobs, statistics.entropy, terms.coefficient, agent_sums(sums))
 
 
 def _on_rows(provider: RowProvider) -> Implementation:

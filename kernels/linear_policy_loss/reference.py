@@ -1,4 +1,4 @@
-"""The fused loss in plain PyTorch: full logits, then the objective, all by autograd. The definition."""
+"""The definition of the fused loss, in plain PyTorch: full logits, then the objective, all by autograd."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from marsrl.kernels.head.support import Support
 from marsrl.kernels.linear_logprob.reference import linear_logprob_reference
 from marsrl.kernels.policy_loss.reference import policy_loss_reference, policy_terms
 
-# One autograd node, so that the backward's products also run outside the caller's autocast.
+# A single autograd node keeps the backward's products outside the caller's autocast, too.
 _logprobs = Gradient("linear_policy_loss", num_tensors=2, num_outputs=2).reference(linear_logprob_reference).run
 
 
@@ -22,25 +22,30 @@ def linear_policy_loss_reference(
     tokens: PolicyTokens,
     support: Support | None = None,
 ) -> PolicyLoss:
-    """PolicyLoss whose loss autograd differentiates through hidden [T, H] and weight [V, H]."""
+    """Return PolicyLoss, whose loss autograd differentiates through hidden [T, H] and weight [V, H]."""
 
     def statistics(rows: Tensor) -> tuple[Tensor, Tensor]:
         of_rows = temperature[rows] if isinstance(temperature, Tensor) else temperature
         drawn_from = None if support is None else support.take(rows)
-        found: tuple[Tensor, Tensor] = _logprobs(hidden[rows], weight, targets[rows], of_rows, num_columns, drawn_from)
-        return found
+        results: tuple[Tensor, Tensor] = _logprobs(
+            hidden[rows], weight, targets[rows], of_rows, num_columns, drawn_from
+        )
+        return results
 
-    kept = torch.arange(hidden.shape[0], device=hidden.device)
+    token_ids = torch.arange(hidden.shape[0], device=hidden.device)
     if tokens.mask is not None:
-        kept = tokens.mask.nonzero()[:, 0]
+        token_ids = tokens.mask.nonzero()[:, 0]
     # Tokens that are masked whatever their log-prob stay out of the graph: a row of NaN times a gradient of 0 would be NaN.
     dtype = torch.promote_types(torch.promote_types(hidden.dtype, weight.dtype), torch.float32)
-    unknown = torch.full(kept.shape, torch.nan, dtype=dtype, device=hidden.device)
-    is_masked = policy_terms(unknown, unknown, tokens, kept).is_masked
+    unknown = torch.full(token_ids.shape, torch.nan, dtype=dtype, device=hidden.device)
+    is_masked = policy_terms(unknown, unknown, tokens, token_ids).is_masked
     with torch.no_grad():
-        logp, ent = statistics(kept[is_masked])
-        logprobs = logp.new_zeros(hidden.shape[0]).index_copy(0, kept[is_masked], logp)
-        entropy = ent.new_zeros(hidden.shape[0]).index_copy(0, kept[is_masked], ent)
-    logp, ent = statistics(kept[~is_masked])
-    logprobs, entropy = logprobs.index_copy(0, kept[~is_masked], logp), entropy.index_copy(0, kept[~is_masked], ent)
+        logp, ent = statistics(token_ids[is_masked])
+        logprobs = logp.new_zeros(hidden.shape[0]).index_copy(0, token_ids[is_masked], logp)
+        entropy = ent.new_zeros(hidden.shape[0]).index_copy(0, token_ids[is_masked], ent)
+    logp, ent = statistics(token_ids[~is_masked])
+    logprobs, entropy = (
+        logprobs.index_copy(0, token_ids[~is_masked], logp),
+        entropy.index_copy(0, token_ids[~is_masked], ent),
+    )
     return policy_loss_reference(logprobs, entropy, tokens)

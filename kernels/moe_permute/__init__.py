@@ -1,4 +1,4 @@
-"""moe_permute and moe_unpermute: tokens to rows that are sorted by expert, with the router's weights, and back as sums."""
+"""Permutation of tokens to rows sorted by expert, with the router's weights, and back as sums."""
 
 from functools import partial
 from typing import NamedTuple
@@ -17,10 +17,11 @@ from marsrl.kernels.triton_machine import why_not_triton_float32
 
 
 class RowOrder(NamedTuple):
-    """R rows sorted by expert, those of an expert in the order of their T tokens. All int64, made without waiting for a device.
+    """Order of R rows of T tokens, sorted by expert and then by token. All int64, made without synchronisation.
 
-    token_of [R]: the token of each row. row_of [R]: the rows of token 0 in the order of its experts, then those of token 1.
-    bounds [T+1]: the tokens' first places in row_of, and R. weight_of [R]: of each row's weight in the router's flattened [T, E].
+    token_of [R]: the token of each row. row_of [R]: the rows of token 0 in the order of its experts, then the rows of token 1.
+    bounds [T+1]: each token's first index in row_of, and R. weight_of [R]: index of each row's weight in the router's flattened
+    [T, E].
     """
 
     token_of: Tensor
@@ -30,15 +31,15 @@ class RowOrder(NamedTuple):
 
     @classmethod
     def of_map(cls, routing_map: Tensor, num_rows: int) -> "RowOrder":
-        """The order of routing_map [T, E] bool, true where the token goes to the expert, which it does num_rows times.
+        """Order rows by routing_map [T, E] bool, which is true num_rows times: where the token goes to the expert.
 
         Raises:
-            ValueError: another number of places of a map in host memory is true. On a device that is not looked at: too few
-                are an error of the device's, of too many the last experts' are left out.
+            ValueError: a map in host memory is true at another number of places. A map on a device is not checked: too few are
+                a device error, and of too many the last experts' rows are left out.
         """
         check("RowOrder", "routing_map", routing_map, (None, None), (torch.bool,))
-        if routing_map.device.type == "cpu" and (found := int(routing_map.sum())) != num_rows:
-            raise ValueError(f"RowOrder: routing_map has {found} places that are true, expected {num_rows}")
+        if routing_map.device.type == "cpu" and (num_true := int(routing_map.sum())) != num_rows:
+            raise ValueError(f"RowOrder: routing_map has {num_true} places that are true, expected {num_rows}")
         expert_of, token_of = torch.nonzero_static(routing_map.t(), size=num_rows).unbind(1)
         bounds = pad(routing_map.sum(1).cumsum(0), (1, 0))
         weight_of = token_of * routing_map.shape[1] + expert_of
@@ -46,7 +47,7 @@ class RowOrder(NamedTuple):
 
     @classmethod
     def of_experts(cls, expert_of: Tensor) -> "RowOrder":
-        """The order in which token t, one of R, has a single row, that of expert_of[t], and weights are [R]."""
+        """Order R tokens with one expert each: token t goes to expert_of[t], and weights are [R]."""
         check("RowOrder", "expert_of", expert_of, (None,), INTEGERS)
         token_of = expert_of.argsort(stable=True)
         bounds = torch.arange(expert_of.numel() + 1, device=expert_of.device, dtype=torch.int64)
@@ -54,17 +55,17 @@ class RowOrder(NamedTuple):
 
 
 def moe_permute(hidden: Tensor, weights: Tensor, order: RowOrder) -> tuple[Tensor, Tensor]:
-    """A row for each expert of each token, and its weight; differentiable.
+    """Return a row for each expert of each token, and its weight; differentiable.
 
-    The gradient of a token sums those of its rows in float32, in the order of its experts, and is rounded once: the same bits in
-    every run. The backward keeps the order alone, neither hidden nor weights.
+    A token's gradient is the sum of its rows' gradients in float32, in the order of its experts, rounded once: the same bits in
+    every run. The backward keeps only the order, neither hidden nor weights.
 
     Args:
         hidden: [T, H] float.
-        weights: [T, E] float, or [R] where the order is of single rows; of any float dtype.
+        weights: [T, E] in any float dtype, or [R] if the order is from of_experts.
 
     Returns:
-        [R, H] in the dtype of hidden, and [R] in that of weights.
+        [R, H] in the dtype of hidden, and [R] in the dtype of weights.
 
     Raises:
         ValueError: names the argument, what was found and what was expected.
@@ -79,15 +80,17 @@ def moe_permute(hidden: Tensor, weights: Tensor, order: RowOrder) -> tuple[Tenso
         )
     check("moe_permute", "order.weight_of", weight_of, (row_of.numel(),), (torch.int64,), hidden.device)
     check_range("moe_permute", "order.weight_of", weight_of, weights.numel() - 1)
-    found: tuple[Tensor, Tensor] = _PERMUTE(hidden, weights, *order)
-    return found
+    results: tuple[Tensor, Tensor] = _PERMUTE(hidden, weights, *order)
+    return results
 
 
 def moe_unpermute(rows: Tensor, order: RowOrder) -> Tensor:
-    """The sum of each token's rows, 0 of one that has none; differentiable. In float32, in the order of its experts, rounded
-    once: the same bits in every run. The backward keeps the order alone.
+    """Sum each token's rows, 0 for a token without rows; differentiable.
 
-    The rows come weighted: swiglu takes the weights where a row is narrower, between the two layers of its expert.
+    Sums are float32, in the order of the token's experts, rounded once: the same bits in every run. The backward keeps only the
+    order.
+
+    Rows must be weighted already: swiglu does that where a row is narrower, between the two layers of its expert.
 
     Args:
         rows: [R, H] float.
@@ -101,13 +104,13 @@ def moe_unpermute(rows: Tensor, order: RowOrder) -> Tensor:
     check("moe_unpermute", "rows", rows, (None, None), FLOATS)
     token_of, row_of, bounds, _ = order
     _check_order("moe_unpermute", rows, rows.shape[0], token_of, row_of, bounds)
-    found: Tensor = _UNPERMUTE(rows, token_of, row_of, bounds)
-    return found
+    sums: Tensor = _UNPERMUTE(rows, token_of, row_of, bounds)
+    return sums
 
 
 def _check_order(op: str, x: Tensor, num_rows: int, token_of: Tensor, row_of: Tensor, bounds: Tensor) -> None:
-    for name, each in (("token_of", token_of), ("row_of", row_of)):
-        check(op, f"order.{name}", each, (num_rows,), (torch.int64,), x.device)
+    for name, tensor in (("token_of", token_of), ("row_of", row_of)):
+        check(op, f"order.{name}", tensor, (num_rows,), (torch.int64,), x.device)
     num_tokens = check_cu_seqlens(op, bounds, num_rows, x.device, "order.bounds")
     check_range(op, "order.token_of", token_of, num_tokens - 1)
     check_range(op, "order.row_of", row_of, num_rows - 1)

@@ -1,5 +1,7 @@
-"""Tokens to rows and back by PyTorch's own kernels for a CPU: each memory once, sums in float32 from the first row to the last.
-Not by those for a GPU: there the order of the sums is open."""
+"""Tokens to rows and back by PyTorch's CPU kernels, which read each value once and sum in float32 in row order.
+
+PyTorch's GPU kernels are not used: they leave the order of the sums open.
+"""
 
 from torch import Tensor
 from torch.nn.functional import embedding_bag

@@ -1,4 +1,4 @@
-"""Tokens to rows and back in plain PyTorch: the definition. Sums are float32 (float64 where the input is), rounded once."""
+"""Tokens to rows and back in plain PyTorch: the definition. Sums are float32 (float64 for float64 input), rounded once."""
 
 import torch
 from torch import Tensor
@@ -7,13 +7,13 @@ from torch import Tensor
 def moe_permute_reference(
     hidden: Tensor, weights: Tensor, token_of: Tensor, row_of: Tensor, bounds: Tensor, weight_of: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """[R, H] the token of each row, [R] its weight."""
+    """Return each row's token [R, H] and weight [R]."""
     rows = hidden.to(_wide(hidden)).index_select(0, token_of).to(hidden.dtype)
     return rows, weights.flatten().index_select(0, weight_of)
 
 
 def moe_unpermute_reference(rows: Tensor, token_of: Tensor, row_of: Tensor, bounds: Tensor) -> Tensor:
-    """[T, H] the sum of each token's rows."""
+    """Return the sum of each token's rows, [T, H]."""
     sums = torch.zeros(bounds.numel() - 1, rows.shape[1], dtype=_wide(rows), device=rows.device)
     return sums.index_add(0, token_of, rows.to(sums.dtype)).to(rows.dtype)
 

@@ -1,5 +1,7 @@
-"""Tokens to rows and back in Triton. A program takes a token, so that it reads it once and writes it to all of its rows, or
-sums its rows one after the other, without atomics. Nothing waits for the device."""
+"""Tokens to rows and back in Triton, one program per token. Nothing waits for the device.
+
+A program reads its token once and writes it to all of its rows, or sums its rows one after the other, without atomics.
+"""
 # mypy: disallow-untyped-defs=False
 
 import torch
@@ -11,7 +13,7 @@ from marsrl.kernels.checks import rows_dense
 from marsrl.kernels.moe_permute.two_moves import Moves, Permute, Unpermute
 from marsrl.kernels.triton_machine import on_device_of
 
-WIDEST = 2048  # columns of a program: 16 a thread
+WIDEST = 2048  # columns per program: 16 per thread
 
 
 @triton.jit
@@ -21,8 +23,8 @@ def copy_tokens(tokens, stride, row_of, bounds, out, width, BLOCK: tl.constexpr)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_in = column < width
     values = tl.load(tokens + token * stride + column, mask=is_in)
-    for place in range(tl.load(bounds + token), tl.load(bounds + token + 1)):
-        tl.store(out + tl.load(row_of + place) * width + column, values, mask=is_in)
+    for index in range(tl.load(bounds + token), tl.load(bounds + token + 1)):
+        tl.store(out + tl.load(row_of + index) * width + column, values, mask=is_in)
 
 
 @triton.jit
@@ -32,8 +34,8 @@ def sum_rows(rows, stride, row_of, bounds, out, width, BLOCK: tl.constexpr):
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_in = column < width
     total = tl.zeros([BLOCK], tl.float32)
-    for place in range(tl.load(bounds + token), tl.load(bounds + token + 1)):
-        total += tl.load(rows + tl.load(row_of + place) * stride + column, mask=is_in, other=0.0).to(tl.float32)
+    for index in range(tl.load(bounds + token), tl.load(bounds + token + 1)):
+        total += tl.load(rows + tl.load(row_of + index) * stride + column, mask=is_in, other=0.0).to(tl.float32)
     tl.store(out + token * width + column, total.to(out.dtype.element_ty), mask=is_in)
 
 

@@ -1,4 +1,4 @@
-"""Both ops and their gradients by two moves of rows: what one does forward, the other does backward."""
+"""Both ops and their gradients by two moves of rows: each op's forward is the other's backward."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Moves:
-    """copies(tokens [T, H], token_of, row_of, bounds) -> [R, H]. sums(rows [R, H], row_of, bounds) -> [T, H]."""
+    """Two moves: copies(tokens [T, H], token_of, row_of, bounds) -> [R, H], sums(rows [R, H], row_of, bounds) -> [T, H]."""
 
     copies: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
     sums: Callable[[Tensor, Tensor, Tensor], Tensor]

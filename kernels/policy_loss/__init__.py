@@ -1,4 +1,4 @@
-"""policy_loss: the RL loss of packed tokens with given log-probs."""
+"""RL loss of packed tokens with given log-probs."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ from marsrl.kernels.policy_loss.terms import agent_sums, as_read, policy_terms, 
 
 
 def policy_loss(logprobs: Tensor, entropy: Tensor, inputs: LossInputs) -> PolicyLoss:
-    """The loss of inputs.objective on given log-probs, differentiable through logprobs and entropy.
+    """Compute the loss of inputs.objective on given log-probs, differentiable through logprobs and entropy.
 
     logprobs, entropy: [T] float, nats, of the policy in training.
 
@@ -42,7 +42,7 @@ def _on_rows(provider: RowProvider) -> Implementation:
         else:  # an unneeded graph node would cost a tenth of the op on few tokens
             loss = total_loss(sums)
         if tokens.mask is not None:
-            zero = logp.new_zeros(())  # shared by both: each literal 0.0 would become a tensor
+            zero = logp.new_zeros(())  # shared, because each literal 0.0 would become a tensor
             logp, ent = torch.where(tokens.mask, logp, zero), torch.where(tokens.mask, ent, zero)
         return PolicyLoss(loss, logp, ent, terms.coefficient, agent_sums(sums))
 
@@ -53,7 +53,7 @@ def _on_rows(provider: RowProvider) -> Implementation:
 
 
 class _Loss(torch.autograd.Function):
-    """The loss that the row kernel found, with its coefficients as the gradient."""
+    """Autograd node of the row kernel's loss; its coefficients are the gradient."""
 
     @staticmethod
     def forward(ctx: Any, logprobs: Tensor, entropy: Tensor, terms: PolicyTerms, sums: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Checks the inputs of a policy loss, and expands per-sample values to tokens."""
+"""Checks of a policy loss's inputs, and expansion of per-sample values to tokens."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from marsrl.kernels.checks import FLOATS, INTEGERS, check, check_cu_seqlens, che
 from marsrl.kernels.head.objective import LossInputs, PolicyObjective, PolicyTokens
 from marsrl.kernels.library import cpu_library, why_no_cpu_library
 
-# Fields of LossInputs: name, True if [T] rather than [S], dtypes
+# Each field of LossInputs has a name, True if [T] rather than [S], and its dtypes.
 _EXPECTED: tuple[tuple[str, bool, tuple[torch.dtype, ...]], ...] = (
     ("advantages", False, FLOATS),
     ("token_advantages", True, FLOATS),
@@ -23,7 +23,7 @@ _EXPECTED: tuple[tuple[str, bool, tuple[torch.dtype, ...]], ...] = (
 
 
 def policy_tokens(op: str, num_tokens: int, device: torch.device, inputs: LossInputs) -> PolicyTokens:
-    """The inputs of T tokens as PolicyTokens; ValueError names the argument, what was found and what was expected."""
+    """Check the inputs of T tokens; ValueError names the argument, what was found and what was expected."""
     objective, num_agents, normaliser = inputs.objective, inputs.num_agents, inputs.normaliser
     if not isinstance(objective, PolicyObjective):
         raise ValueError(f"{op}: objective is a {type(objective).__name__}, expected a PolicyObjective")
@@ -71,7 +71,7 @@ def policy_tokens(op: str, num_tokens: int, device: torch.device, inputs: LossIn
         num_agents=num_agents,
         gate=joined_or_none(inputs.gate, objective.mpt_probability is not None),
         old_logprobs=inputs.old_logprobs,
-        # Inputs that the objective does not use are dropped here, so that no implementation reads them.
+        # Drop inputs that the objective does not use, so that no implementation reads them.
         rollout_logprobs=inputs.rollout_logprobs if (objective.correction, objective.kl) != ("none", "none") else None,
         reference_logprobs=inputs.reference_logprobs if objective.kl != "none" else None,
         normaliser=normaliser,
@@ -81,7 +81,7 @@ def policy_tokens(op: str, num_tokens: int, device: torch.device, inputs: LossIn
 
 
 def _sequence_of(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
-    """sequence_of_tokens; on the CPU in one call, where three are a twentieth of the whole op on few tokens."""
+    """Return sequence_of_tokens, on the CPU by one call: three calls would take a twentieth of the op on few tokens."""
     if cu_seqlens.device.type != "cpu" or why_no_cpu_library() is not None:
         return sequence_of_tokens(cu_seqlens, num_tokens)
     bounds = cu_seqlens.contiguous()

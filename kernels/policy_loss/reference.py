@@ -1,4 +1,4 @@
-"""The policy objective in plain PyTorch: the definition that every other implementation is judged against."""
+"""Policy objective in plain PyTorch: the definition against which every other implementation is judged."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from marsrl.kernels.head.objective import LOG_RATIO_BOUND, METRICS, PolicyLoss, 
 
 @dataclass(frozen=True)
 class Terms:
-    """Per trained token: its loss (differentiable), its weighted KL, and whether it is clipped, masked, clamped."""
+    """Terms of each trained token: its loss (differentiable), its weighted KL, and whether it is clipped, masked, clamped."""
 
     loss: Tensor
     kl: Tensor
@@ -20,14 +20,14 @@ class Terms:
 
 
 def sequence_means(values: Tensor, sequence_of: Tensor, num_sequences: int) -> Tensor:
-    """[S] the mean over the values [n] of each sequence, 0 where it has none; sequence_of [n] int64."""
+    """Return the mean over each sequence's values [n], [S], 0 for sequences without values; sequence_of [n] int64."""
     total = values.new_zeros(num_sequences).index_add_(0, sequence_of, values)
     count = values.new_zeros(num_sequences).index_add_(0, sequence_of, torch.ones_like(values))
     return total / count.clamp(min=1)
 
 
 def policy_terms(logp: Tensor, entropy: Tensor, tokens: PolicyTokens, kept: Tensor) -> Terms:
-    """The objective at the tokens kept [n]; logp, entropy [n] belong to these, in any float dtype.
+    """Evaluate the objective at the tokens kept [n]; logp, entropy [n] belong to these, in any float dtype.
 
     Values of masked tokens are replaced before any computation: the gradient of NaN times 0 would be NaN.
     """
@@ -72,9 +72,9 @@ def policy_terms(logp: Tensor, entropy: Tensor, tokens: PolicyTokens, kept: Tens
     def read(values: Tensor) -> Tensor:
         return torch.where(is_masked, zeros, values)
 
-    # From here on any NaN or infinity was read by a trained token.
+    # Any NaN or infinity from here on was read by a trained token.
     kl = importance * _divergence(log_reference, objective.kl)  # the metric counts masked tokens too
-    moved = read(logp) - read(current)  # 0, with the gradient of logp
+    moved = read(logp) - read(current)  # value 0 with the gradient of logp
     logp, advantages = read(logp), read(of_kept(tokens.advantages))
     log_ratio, drift = read(log_ratio), read(drift)
     log_reference, log_importance, importance = read(log_reference), read(log_importance), read(importance)
@@ -112,7 +112,7 @@ def _clamped(log_ratio: Tensor) -> Tensor:
 
 
 def _divergence(x: Tensor, kl: str) -> Tensor:
-    """The estimate of KL(policy || reference) from x = log p - log p of the reference."""
+    """Estimate KL(policy || reference) from x = log p - log p of the reference."""
     if kl == "none":
         return torch.zeros_like(x)
     if kl == "k3":
@@ -122,17 +122,17 @@ def _divergence(x: Tensor, kl: str) -> Tensor:
 
 
 def policy_loss_reference(logprobs: Tensor, entropy: Tensor, tokens: PolicyTokens) -> PolicyLoss:
-    """PolicyLoss whose loss autograd differentiates through logprobs and entropy [T]."""
-    kept = torch.arange(logprobs.numel(), device=logprobs.device)
+    """Return PolicyLoss, whose loss autograd differentiates through logprobs and entropy [T]."""
+    token_ids = torch.arange(logprobs.numel(), device=logprobs.device)
     if tokens.mask is not None:
-        kept = tokens.mask.nonzero()[:, 0]
-    logp, ent = logprobs[kept], entropy[kept]
-    terms = policy_terms(logp, ent, tokens, kept)
+        token_ids = tokens.mask.nonzero()[:, 0]
+    logp, ent = logprobs[token_ids], entropy[token_ids]
+    terms = policy_terms(logp, ent, tokens, token_ids)
     with torch.enable_grad():
         leaf = logp.detach().requires_grad_()
-        (slope,) = torch.autograd.grad(policy_terms(leaf, ent.detach(), tokens, kept).loss.sum(), leaf)
+        (slope,) = torch.autograd.grad(policy_terms(leaf, ent.detach(), tokens, token_ids).loss.sum(), leaf)
 
-    agent_of = torch.zeros_like(kept) if tokens.agent_of is None else tokens.agent_of[kept]
+    agent_of = torch.zeros_like(token_ids) if tokens.agent_of is None else tokens.agent_of[token_ids]
     values = (terms.loss, terms.is_clipped, terms.is_masked, terms.is_clamped, ent, terms.kl, torch.ones_like(ent))
     sums = {
         name: logp.new_zeros(tokens.num_agents).index_add_(0, agent_of, value.detach().to(logp.dtype))
@@ -140,6 +140,6 @@ def policy_loss_reference(logprobs: Tensor, entropy: Tensor, tokens: PolicyToken
     }
 
     def to_all(values: Tensor) -> Tensor:
-        return torch.zeros_like(logprobs).detach().index_copy_(0, kept, values.detach())
+        return torch.zeros_like(logprobs).detach().index_copy_(0, token_ids, values.detach())
 
     return PolicyLoss(terms.loss.sum(), to_all(logp), to_all(ent), to_all(slope), sums)

@@ -1,4 +1,4 @@
-"""From the arguments of a policy loss to the inputs of its row kernel."""
+"""Conversion of a policy loss's arguments to the inputs of its row kernel."""
 
 from dataclasses import replace
 from typing import Any
@@ -12,17 +12,17 @@ from marsrl.kernels.sequence_sums import sequence_sums
 
 
 def needs_whole_sequences(tokens: PolicyTokens) -> bool:
-    """True if a token's coefficient depends on current log-probs of other tokens of its sequence."""
+    """Return True if a token's coefficient depends on current log-probs of other tokens of its sequence."""
     if tokens.old_logprobs is None:
         return tokens.objective.correction == "sequence_mask"
     return tokens.objective.ratio == "sequence"
 
 
 def policy_terms(kernels: RowKernels, tokens: PolicyTokens, logprobs: Tensor, entropy: Tensor) -> PolicyTerms:
-    """An evaluator of the objective.
+    """Create an evaluator of the objective.
 
-    logprobs, entropy: [T] float32, contiguous; read when `evaluate` names a token. Where needs_whole_sequences holds
-    they must be complete before this is called.
+    logprobs, entropy: [T] float32, contiguous; read when `evaluate` names a token. If needs_whole_sequences, they must be
+    complete before this is called.
     """
     log_ratio, log_drift = _of_whole_sequences(tokens, logprobs)
     prepared: dict[str, Any] = {
@@ -42,17 +42,17 @@ def policy_terms(kernels: RowKernels, tokens: PolicyTokens, logprobs: Tensor, en
 
 
 def agent_sums(sums: Tensor) -> dict[str, Tensor]:
-    """{metric: [A] float32} of PolicyTerms.sums."""
+    """Return PolicyTerms.sums as {metric: [A] float32}."""
     return dict(zip(METRICS, sums.float().unbind(1)))
 
 
 def total_loss(sums: Tensor) -> Tensor:
-    """[] float32: the loss of all agents together, from PolicyTerms.sums."""
+    """Return the loss of all agents together, [] float32, from PolicyTerms.sums."""
     return sums[:, 0].sum().float()
 
 
 def as_read(values: Tensor) -> Tensor:
-    """The values as row kernels read them: float32, contiguous, detached; unchanged if they already are."""
+    """Return the values as row kernels read them: float32, contiguous, detached; unchanged if they already are."""
     if values.dtype == torch.float32 and not values.requires_grad and values.is_contiguous():
         return values
     return values.detach().float().contiguous()
@@ -67,7 +67,7 @@ def _contiguous(flags: Tensor | None) -> Tensor | None:
 
 
 def _of_whole_sequences(tokens: PolicyTokens, logprobs: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """(log_ratio, log_drift) [T] float32: means over each sequence's tokens; None if the token's own value is used."""
+    """Return (log_ratio, log_drift) [T] float32, means over each sequence's tokens; None if the token's own value is used."""
     objective, log_ratio, log_drift = tokens.objective, None, None
 
     def means(values: Tensor) -> Tensor:

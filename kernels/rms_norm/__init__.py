@@ -1,4 +1,4 @@
-"""rms_norm: rows divided by the root of their mean square, and rotated by position, in one walk over memory each way."""
+"""RMSNorm and rotation by position, in one pass over memory each way."""
 
 from typing import Any
 
@@ -20,17 +20,17 @@ WIDEST = 16384  # columns of a row that a program of triton_impl.py holds at onc
 def rms_norm(
     x: Tensor, weight: Tensor, *, eps: float, is_zero_centred: bool = False, rotation: Tensor | None = None
 ) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight, differentiable; Zhang and Sennrich, arXiv:1910.07467, equation 4.
+    """Compute x / sqrt(mean(x^2) + eps) * weight; differentiable; Zhang and Sennrich, arXiv:1910.07467, equation 4.
 
-    With a rotation rows are rotated behind that, as queries and keys are: columns i and N/2 + i, a pair as Qwen and Llama have
-    them, by angle i of the row's token; Su et al., arXiv:2104.09864, section 3.2.2.
+    If given, a rotation follows, as for queries and keys: columns i and N/2 + i, a pair in Qwen and Llama, turn by angle i of
+    the row's token; Su et al., arXiv:2104.09864, section 3.2.2.
 
     The arithmetic is float32, rounded once at the end, and the backward keeps x, weight and a float32 number a row. The
     gradient of the weight is summed in float32 or wider. Evenly strided rows, such as the key heads in a fused projection, are
     read in place.
 
-    By bytes this is minimal on a GPU too: PyTorch's fused norm reads x and the gradient once for each of its two gradients, and
-    copies strided rows first. Not timed on one.
+    The number of bytes is minimal on a GPU too: PyTorch's fused norm reads x and the gradient once for each of its two gradients,
+    and copies strided rows first. Not timed on a GPU.
 
     Args:
         x: [..., N] float.
@@ -65,7 +65,7 @@ def _dense(
 
 
 def _results(rows: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    """[R, N] in the dtype of rows, and what the backward reads: 1 / sqrt(mean(x^2) + eps) [R] float32."""
+    """Allocate [R, N] in the dtype of rows, and 1 / sqrt(mean(x^2) + eps) [R] float32, which the backward reads."""
     return rows.new_empty(rows.shape), rows.new_empty(rows.shape[0], dtype=torch.float32)
 
 

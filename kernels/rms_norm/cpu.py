@@ -52,7 +52,7 @@ class CpuRmsNorm:
 
 
 def _as_read(weight: Tensor, offset: float) -> Tensor:
-    """[N] float32, contiguous; the weight itself where it is that."""
+    """Return weight + offset as [N] float32, contiguous; the weight itself if it already is."""
     if not offset and weight.dtype == torch.float32 and weight.is_contiguous():
         return weight
     return weight.detach().float().contiguous() + offset

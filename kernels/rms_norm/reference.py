@@ -1,12 +1,14 @@
-"""RMSNorm in plain PyTorch, and the rotation behind it: the definition."""
+"""RMSNorm in plain PyTorch, and the rotation after it: the definition."""
 
 import torch
 from torch import Tensor
 
 
 def rms_norm_reference(rows: Tensor, weight: Tensor, rotation: Tensor | None, eps: float, offset: float) -> Tensor:
-    """[R, N] = x / sqrt(mean(x^2) + eps) * (weight + offset) of rows [R, N], rotated, in float32 (float64 where an input is),
-    rounded once."""
+    """Compute x / sqrt(mean(x^2) + eps) * (weight + offset) of rows [R, N], rotated.
+
+    The arithmetic is float32 (float64 if an input is), rounded once.
+    """
     is_wide = torch.float64 in (rows.dtype, weight.dtype)
     x = rows.to(torch.float64 if is_wide else torch.float32)
     scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
@@ -15,7 +17,7 @@ def rms_norm_reference(rows: Tensor, weight: Tensor, rotation: Tensor | None, ep
 
 
 def rotated(rows: Tensor, rotation: Tensor, *, is_back: bool = False) -> Tensor:
-    """[R, N]: column i and column N/2 + i of each row turned by its token's angle i, as rms_norm says; is_back: the other way."""
+    """Rotate columns i and N/2 + i of rows [R, N] by their token's angle i, as rms_norm does; is_back: by minus that angle."""
     of_token = rows.view(rotation.shape[0], rows.shape[0] // max(1, rotation.shape[0]), rows.shape[1])
     cos, sin = rotation.unsqueeze(1).to(rows.dtype).chunk(2, dim=-1)
     sin = -sin if is_back else sin

@@ -1,5 +1,7 @@
-"""RMSNorm and a rotation behind it in Triton: a program holds whole rows; the weight's gradient is summed by programs in a fixed
-order."""
+"""RMSNorm and a rotation after it in Triton.
+
+A program holds whole rows; the weight's gradient is summed over programs in a fixed order.
+"""
 # mypy: disallow-untyped-defs=False
 
 from collections.abc import Sequence
@@ -18,7 +20,7 @@ PROGRAMS = 512  # programs of the backward, each with a partial weight gradient:
 
 @triton.jit
 def _cos_and_sin(rotation, token, column, is_in, half):
-    """Cosine and sine of each column's angle; the sine has the sign with which the pair's other half enters the column."""
+    """Load cosine and sine of each column's angle; the sine has the sign of the pair's other half in that column."""
     at = rotation + token * 2 * half + (column % half)[None, :]
     sin = tl.load(at + half, mask=is_in, other=0.0)
     return tl.load(at, mask=is_in, other=0.0), tl.where((column < half)[None, :], -sin, sin)
@@ -29,7 +31,10 @@ def forward_rows(
     x, stride, weight, rotation, rows_of_token, out, scales, num_rows, width, half, eps, offset,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of rows). rotation [tokens, width] float32 or None, of rows_of_token rows each; half: of the width."""
+    """Norm and rotate rows. Grid (blocks of rows).
+
+    rotation [tokens, width] float32 or None, each token's for rows_of_token rows; half: half the width.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     is_row = row < num_rows
@@ -39,14 +44,14 @@ def forward_rows(
     factor = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32) + offset
     scale = 1.0 / tl.sqrt(tl.sum(values * values, axis=1) / width + eps)
     tl.store(scales + row, scale, mask=is_row)
-    found = values * scale[:, None] * factor[None, :]
+    normed = values * scale[:, None] * factor[None, :]
     if rotation is not None:
         pair = (column + half) % width
-        others = tl.load(x + row64 * stride + pair[None, :], mask=is_in, other=0.0).to(tl.float32) * scale[:, None]
-        others *= (tl.load(weight + pair, mask=column < width, other=0.0).to(tl.float32) + offset)[None, :]
+        pairs = tl.load(x + row64 * stride + pair[None, :], mask=is_in, other=0.0).to(tl.float32) * scale[:, None]
+        pairs *= (tl.load(weight + pair, mask=column < width, other=0.0).to(tl.float32) + offset)[None, :]
         cos, sin = _cos_and_sin(rotation, row64 // rows_of_token, column, is_in, half)
-        found = found * cos + others * sin
-    tl.store(out + row64 * width + column[None, :], found.to(out.dtype.element_ty), mask=is_in)
+        normed = normed * cos + pairs * sin
+    tl.store(out + row64 * width + column[None, :], normed.to(out.dtype.element_ty), mask=is_in)
 
 
 @triton.jit(do_not_specialize=["num_rows", "rows_of_program"])
@@ -54,7 +59,10 @@ def gradient_rows(
     x, stride, weight, rotation, rows_of_token, scales, grad, grad_rows, sums, num_rows, rows_of_program, width, half, offset,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (programs), each of which takes rows_of_program rows that follow each other. sums [programs, width] float32."""
+    """Compute gradients of rows. Grid (programs), each for rows_of_program consecutive rows.
+
+    sums [programs, width] float32 receives each program's part of the weight's gradient.
+    """
     begin = tl.program_id(0) * rows_of_program
     column = tl.arange(0, BLOCK)
     is_column = column < width
@@ -70,27 +78,27 @@ def gradient_rows(
         d = tl.load(grad + row64 * width + column[None, :], mask=is_in, other=0.0).to(tl.float32)
         if rotation is not None:
             pair = (column + half) % width
-            others = tl.load(grad + row64 * width + pair[None, :], mask=is_in, other=0.0).to(tl.float32)
+            pairs = tl.load(grad + row64 * width + pair[None, :], mask=is_in, other=0.0).to(tl.float32)
             cos, sin = _cos_and_sin(rotation, row64 // rows_of_token, column, is_in, half)
-            d = d * cos - others * sin
+            d = d * cos - pairs * sin
         total += d * normed
         d *= factor[None, :]
         mean = tl.sum(d * normed, axis=1) / width
-        found = scale * (d - normed * mean[:, None])
-        tl.store(grad_rows + row64 * width + column[None, :], found.to(grad_rows.dtype.element_ty), mask=is_in)
+        gradient = scale * (d - normed * mean[:, None])
+        tl.store(grad_rows + row64 * width + column[None, :], gradient.to(grad_rows.dtype.element_ty), mask=is_in)
     at = sums + tl.program_id(0).to(tl.int64) * width + column
     tl.store(at, tl.sum(total, axis=0), mask=is_column)
 
 
 def _tile(width: int) -> tuple[int, int, int]:
-    """(rows, columns, warps) of a program; from the width alone, so that a row's bits do not depend on other rows."""
+    """Return (rows, columns, warps) of a program by the width alone, so that a row's bits do not depend on other rows."""
     block = triton.next_power_of_2(width)
     rows = max(1, ELEMENTS // block)
     return rows, block, max(4, rows * block // 512)
 
 
 def _of_tokens(rows: Tensor, rotation: Tensor | None) -> tuple[Tensor | None, int]:
-    """The rotation, and the number of rows that each token's is for."""
+    """Return the rotation, and the number of rows per token."""
     return (None, 1) if rotation is None else (rotation.contiguous(), rows.shape[0] // rotation.shape[0])
 
 

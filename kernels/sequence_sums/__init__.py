@@ -1,4 +1,4 @@
-"""sequence_sums: sums over the trained tokens of packed sequences, for mpt_gate and sequence-level ratios."""
+"""Sums over the trained tokens of packed sequences, for mpt_gate and sequence-level ratios."""
 
 from torch import Tensor
 
@@ -10,9 +10,11 @@ from marsrl.kernels.triton_machine import machine_lacks_triton, why_not_triton
 
 
 def sequence_sums(values: Tensor, mask: Tensor | None, cu_seqlens: Tensor) -> Tensor:
-    """[2, S] float64: for each sequence the sum of values [T] over its tokens in mask [T], and the number of these tokens.
+    """Return each sequence's sum of values [T] over its tokens in mask [T], and the number of these tokens.
 
-    values: any float, not read where the mask is off; mask None: all tokens. cu_seqlens [S+1] int. Checked by the caller.
+    values: any float, not read where the mask is off; mask None: all tokens. cu_seqlens [S+1] int. The caller checks arguments.
+
+    Returns [2, S] float64.
     """
     return _OP(values, mask, cu_seqlens)
 

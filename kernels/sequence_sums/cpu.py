@@ -7,12 +7,20 @@ from marsrl.kernels.library import cpu_library
 
 
 def sequence_sums_cpu(values: Tensor, mask: Tensor | None, cu_seqlens: Tensor) -> Tensor:
-    """[2, S] as the reference defines it."""
+    """Return [2, S] as the reference defines it."""
     wide = values if values.dtype == torch.float64 else values.float()
     wide, boundaries = wide.contiguous(), cu_seqlens.contiguous()
-    kept = None if mask is None else mask.contiguous()
+    contiguous_mask = None if mask is None else mask.contiguous()
     sums = torch.empty(2, boundaries.numel() - 1, dtype=torch.float64, device="cpu")
     cpu_library().marsrl_sequence_sums(
-        *(wide, wide.dtype == torch.float64, kept, boundaries, boundaries.dtype == torch.int64, sums.shape[1], sums)
+        *(
+            wide,
+            wide.dtype == torch.float64,
+            contiguous_mask,
+            boundaries,
+            boundaries.dtype == torch.int64,
+            sums.shape[1],
+            sums,
+        )
     )
     return sums

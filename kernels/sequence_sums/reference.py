@@ -7,9 +7,9 @@ from marsrl.kernels.checks import sequence_of_tokens
 
 
 def sequence_sums_reference(values: Tensor, mask: Tensor | None, cu_seqlens: Tensor) -> Tensor:
-    """[2, S] float64: of each sequence the sum of values [T] over its tokens of mask [T], and how many these are."""
+    """Return [2, S] float64: each sequence's sum of values [T] over its tokens in mask [T], and their number."""
     sequence_of = sequence_of_tokens(cu_seqlens, values.numel())
     mask = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
-    # Masked values are replaced, not multiplied by 0: they may be NaN.
+    # Replace masked values rather than multiplying by 0, because they may be NaN.
     terms = torch.stack((torch.where(mask, values, 0.0).double(), mask.double()))
     return terms.new_zeros(2, cu_seqlens.numel() - 1).index_add_(1, sequence_of, terms)

@@ -13,7 +13,7 @@ _BLOCK = 1024
 
 @triton.jit
 def _sequence_sums(values, mask, cu_seqlens, sums, num_sequences, BLOCK: tl.constexpr):
-    """sums [2, S] float64: for each sequence the sum of values at tokens in the mask, and the number of these tokens."""
+    """Compute sums [2, S] float64: each sequence's sum of values at tokens in the mask, and the number of these tokens."""
     sequence = tl.program_id(0).to(tl.int64)
     begin, end = tl.load(cu_seqlens + sequence).to(tl.int64), tl.load(cu_seqlens + sequence + 1).to(tl.int64)
     total = tl.zeros((), tl.float64)
@@ -33,7 +33,7 @@ def _sequence_sums(values, mask, cu_seqlens, sums, num_sequences, BLOCK: tl.cons
 
 
 def sequence_sums_triton(values: Tensor, mask: Tensor | None, cu_seqlens: Tensor) -> Tensor:
-    """[2, S] as the reference defines it."""
+    """Return [2, S] as the reference defines it."""
     num_sequences = cu_seqlens.numel() - 1
     sums = torch.empty(2, num_sequences, dtype=torch.float64, device=values.device)
     if num_sequences:

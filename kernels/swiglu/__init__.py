@@ -1,4 +1,4 @@
-"""swiglu: the activation between the two projections of an MLP or of an expert, in one walk over memory each way."""
+"""Activation between the two projections of an MLP or an expert, in one pass over memory each way."""
 
 import torch
 from torch import Tensor
@@ -14,13 +14,13 @@ from marsrl.kernels.triton_machine import why_not_triton_float32
 
 
 def swiglu(products: Tensor, weights: Tensor | None = None) -> Tensor:
-    """silu(gate) * up * weight, differentiable; Shazeer, arXiv:2002.05202, equation 6, with an expert's share of a token.
+    """Compute silu(gate) * up * weight; differentiable; Shazeer, arXiv:2002.05202, equation 6, with a router's weight.
 
     The arithmetic is float32, rounded once at the end, and the backward keeps `products` and `weights` alone.
 
     Args:
         products: [..., 2 F] float: each row has the gate [F], then the gated values [F].
-        weights: [...] float, one a row: the router's, which may have another dtype; None: 1.
+        weights: [...] float, the router's weight of each row, which may have another dtype; None: 1.
 
     Returns:
         [..., F] in the dtype of products.

@@ -10,7 +10,7 @@ from marsrl.kernels.library import cpu_library
 
 
 def weights_as_read(weights: Tensor | None) -> Tensor | None:
-    """[R] float32, contiguous; None: 1."""
+    """Return weights as [R] float32, contiguous; None means 1."""
     return None if weights is None else weights.float().contiguous()
 
 
@@ -29,8 +29,8 @@ class CpuSwiglu:
     def backward(
         self, args: Sequence[Any], saved: Sequence[Tensor], grads: Sequence[Tensor], needs: Sequence[bool]
     ) -> tuple[Tensor, Tensor | None]:
-        products, given = args
-        weights, grad = weights_as_read(given), grads[0].contiguous()
+        products, given_weights = args
+        weights, grad = weights_as_read(given_weights), grads[0].contiguous()
         num_rows, width = grad.shape
         grad_products = torch.empty_like(products)
         grad_weights = None if weights is None else torch.empty_like(weights)
@@ -38,4 +38,4 @@ class CpuSwiglu:
             *(products, products.dtype == torch.bfloat16, weights, grad, num_rows, width),
             *(grad_products, grad_weights, torch.get_num_threads()),
         )
-        return grad_products, None if grad_weights is None else grad_weights.to(given.dtype)
+        return grad_products, None if grad_weights is None else grad_weights.to(given_weights.dtype)

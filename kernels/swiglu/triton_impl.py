@@ -1,4 +1,4 @@
-"""SwiGLU in Triton: a program takes whole rows, so that the gradient of a row's weight is one sum in a fixed order."""
+"""SwiGLU in Triton; a program takes whole rows, so that the gradient of a row's weight is one sum in a fixed order."""
 # mypy: disallow-untyped-defs=False
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from torch import Tensor
 from marsrl.kernels.swiglu.cpu import weights_as_read
 from marsrl.kernels.triton_machine import on_device_of
 
-ELEMENTS = 2048  # elements per program: 16 per thread
+ELEMENTS = 2048  # per program, which is 16 per thread
 WIDEST = 1024
 
 
@@ -31,18 +31,18 @@ def forward_rows(products, weights, out, num_rows, width, ROWS: tl.constexpr, BL
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_in = (row < num_rows)[:, None] & (column < width)[None, :]
     gate, up = _gate_and_up(products, row, column, is_in, width)
-    found = gate * tl.sigmoid(gate) * up
+    activated = gate * tl.sigmoid(gate) * up
     if weights is not None:
-        found *= tl.load(weights + row, mask=row < num_rows, other=0.0)[:, None]
+        activated *= tl.load(weights + row, mask=row < num_rows, other=0.0)[:, None]
     at = out + row[:, None].to(tl.int64) * width + column[None, :]
-    tl.store(at, found.to(out.dtype.element_ty), mask=is_in)
+    tl.store(at, activated.to(out.dtype.element_ty), mask=is_in)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def gradient_rows(
     products, weights, grad, grad_products, grad_weights, num_rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Grid (blocks of rows): a row's columns one block after the other, for the sum that is the gradient of its weight."""
+    """Compute gradients of rows. Grid (blocks of rows); a program walks a row's columns to sum its weight's gradient."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_row = row < num_rows
     weight = tl.full([ROWS], 1.0, tl.float32)
@@ -67,7 +67,7 @@ def gradient_rows(
 
 
 def _tile(width: int) -> tuple[int, int]:
-    """(rows, columns) of a program; from the width alone, so that a row's sums do not depend on other rows."""
+    """Return (rows, columns) of a program by the width alone, so that a row's sums do not depend on other rows."""
     block = min(WIDEST, triton.next_power_of_2(width))
     return max(1, ELEMENTS // block), block
 
@@ -89,8 +89,8 @@ class TritonSwiglu:
     def backward(
         self, args: Sequence[Any], saved: Sequence[Tensor], grads: Sequence[Tensor], needs: Sequence[bool]
     ) -> tuple[Tensor, Tensor | None]:
-        products, given = args
-        weights, grad = weights_as_read(given), grads[0].contiguous()
+        products, given_weights = args
+        weights, grad = weights_as_read(given_weights), grads[0].contiguous()
         num_rows, width = grad.shape
         grad_products = torch.empty_like(products)
         grad_weights = None if weights is None else torch.zeros_like(weights)
@@ -101,4 +101,4 @@ class TritonSwiglu:
                 gradient_rows[grid](
                     products, weights, grad, grad_products, grad_weights, num_rows, width, ROWS=rows, BLOCK=block
                 )
-        return grad_products, None if grad_weights is None else grad_weights.to(given.dtype)
+        return grad_products, None if grad_weights is None else grad_weights.to(given_weights.dtype)

@@ -1,4 +1,4 @@
-"""The row kernels of csrc/cpu, parallel over rows: logits to gradients in place, for whole rows or tiles of the vocabulary."""
+"""Row kernels of csrc/cpu, parallel over rows: logits to gradients in place, for whole rows or vocabulary tiles."""
 
 import ctypes
 from typing import Any
@@ -19,12 +19,12 @@ KLS = {"none": 0, "k1": 1, "k2": 2, "k3": 3}
 
 
 def c_rows(logits: Tensor, rows: Rows, head: Head) -> tuple[Any, ...]:
-    """The rows and their targets, the first arguments of the C row functions. Rows of logits are head.width apart."""
+    """Return the rows and their targets, the first arguments of the C row functions. Rows of logits are head.width apart."""
     return logits, head.width, rows.count, head.num_columns, rows.ids, rows.first, head.targets
 
 
 def c_temperature(head: Head) -> tuple[Tensor | None, float]:
-    """Inverse temperatures by token, and the common one, which is used if the former is None."""
+    """Return inverse temperatures by token, and the common one, which is used if the former is None."""
     return head.inverse_temperature, head.inverse_temperature_of_all
 
 
@@ -51,7 +51,7 @@ class CpuRowKernels(RowKernels):
         self, product: Tensor, rows: Rows, head: Head, slopes: Slopes, out: Tensor, active: Tensor
     ) -> LateCount:
         _check_place(product, out)
-        kept = library.cpu_library().marsrl_row_gradients(
+        num_active = library.cpu_library().marsrl_row_gradients(
             *c_rows(product, rows, head),
             head.first_column,
             *c_temperature(head),
@@ -59,7 +59,7 @@ class CpuRowKernels(RowKernels):
             active,
             torch.get_num_threads(),
         )
-        return LateCount(kept)
+        return LateCount(num_active)
 
     def exponentials(
         self,
@@ -70,8 +70,9 @@ class CpuRowKernels(RowKernels):
         partials: Tensor,
         out: Tensor | None,
     ) -> None:
-        """Partials [4, R] of a tile of the vocabulary, as RowKernels.partials gives them, and out [R, columns] bfloat16 = e^d,
-        0 in padding; its rows may be strided. None: not wanted.
+        """Compute partials [4, R] of a vocabulary tile (RowKernels.partials), and out [R, columns] bfloat16 = e^d.
+
+        out is 0 in padding, and its rows may be strided. None: not wanted.
 
         logits [R, columns] float32, row-major; head: Head.tile of these columns; targets, inverse_temperature [R].
         """
@@ -90,10 +91,10 @@ class CpuRowKernels(RowKernels):
         slopes: Slopes,
         out: Tensor,
     ) -> None:
-        """out [n, columns] float32 = dz of the rows kept [n] int64 of exponentials [R, columns], whose tokens are given.
+        """Compute out [n, columns] float32 = dz of the rows kept [n] int64 of exponentials [R, columns].
 
-        maxima [R] float64: the first line of their partials. dz as RowKernels.gradients has it, that of the target from
-        the float32 statistics.
+        tokens [n]: the tokens of these rows. maxima [R] float64: the first line of their partials. dz is defined by
+        RowKernels.gradients; that of the target comes from the float32 statistics.
         """
         library.cpu_library().marsrl_exponential_gradients(
             *(exponentials, exponentials.stride(0), maxima, kept, tokens, kept.numel()),
@@ -109,7 +110,7 @@ class CpuPolicyTerms:
     def __init__(self, tokens: PolicyTokens, logprobs: Tensor, entropy: Tensor):
         self.coefficient, self.entropy_coefficient = torch.zeros_like(logprobs), torch.zeros_like(logprobs)
         self._sums = torch.zeros(tokens.num_agents, len(METRICS), dtype=torch.float64, device="cpu")
-        self._held = tokens, logprobs, entropy  # the structures hold addresses only
+        self._held = tokens, logprobs, entropy  # keeps alive what the structures point to
         self._tokens = c_tokens(tokens, logprobs, entropy, self.coefficient, self.entropy_coefficient, self._sums)
         self._objective = c_objective(tokens.objective, 1.0 / float(tokens.normaliser))
 
@@ -127,7 +128,7 @@ class CpuPolicyTerms:
         """
         assert statistics.logprobs.data_ptr() == self._held[1].data_ptr(), "terms of other log-probs"
         _check_place(logits, out)
-        kept = library.cpu_library().marsrl_policy_rows(
+        num_active = library.cpu_library().marsrl_policy_rows(
             *c_rows(logits, rows, head),
             *c_temperature(head),
             *statistics.arrays,
@@ -135,8 +136,8 @@ class CpuPolicyTerms:
             active,
             torch.get_num_threads(),
         )
-        assert kept >= 0, f"target of token {-1 - kept} is out of range, and no check saw it"
-        return LateCount(kept)
+        assert num_active >= 0, f"target of token {-1 - num_active} is out of range, and no check saw it"
+        return LateCount(num_active)
 
     def sums(self) -> Tensor:
         return self._sums
@@ -152,16 +153,16 @@ def _check_place(logits: Tensor, out: Tensor) -> None:
 
 
 def c_tokens(tokens: PolicyTokens, *arrays: Tensor) -> library.Tokens:
-    """Addresses of the inputs and of arrays (log-probs, entropies, outputs); the result keeps the tensors alive."""
-    of = tokens
+    """Collect addresses of the inputs and of arrays (log-probs, entropies, outputs); the result keeps the tensors alive."""
+    t = tokens
     inputs = (
-        *(of.advantages, of.log_ratio, of.log_drift, of.old_logprobs, of.rollout_logprobs, of.reference_logprobs),
-        *(of.gate, of.dropped, of.weights, of.agent_of),
+        *(t.advantages, t.log_ratio, t.log_drift, t.old_logprobs, t.rollout_logprobs, t.reference_logprobs),
+        *(t.gate, t.dropped, t.weights, t.agent_of),
     )
     return library.Tokens(*map(address, (*inputs, *arrays)))
 
 
 def c_objective(objective: PolicyObjective, inverse_normaliser: float) -> library.Objective:
-    """The options as csrc reads them."""
+    """Convert the options to the struct that csrc reads."""
     kinds = KINDS[objective.kind], CORRECTIONS[objective.correction], KLS[objective.kl]
     return library.Objective(objective.options, inverse_normaliser, *kinds)

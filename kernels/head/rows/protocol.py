@@ -1,11 +1,11 @@
-"""Interface of the row kernels, and the values they exchange. Chunks, GEMMs and autograd are shared by all implementations.
+"""Interface of the row kernels. All implementations share chunks, GEMMs and autograd.
 
     for each chunk of tokens                                      who
         logits [R, V] float32 = hidden @ weight.T                 RowKernels, by default gemms.py
         statistics (or partials and an all-gather, shards.py)     RowKernels
         terms.evaluate: coefficients and sums of the loss         PolicyTerms
         gradients: rows with a coefficient to dz, side by side    RowKernels
-        (on the CPU these three in one: terms.in_one_walk)
+        (on the CPU these three are one pass: terms.in_one_walk)
         dX, dW from dz when enough rows are together              gemms.py, chunked_head.py
 
 A bfloat16 model on the CPU takes a tile of the vocabulary at a time (tiles.py).
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Statistics:
-    """Per token [T] float32: log-prob of the target, entropy (nats), largest raw logit, log of the sum of exp.
+    """Softmax statistics per token [T] float32: log-prob of the target, entropy (nats), largest raw logit, log of the sum.
 
     With d = (z - maximum) / tau:  log_sum = log sum e^d,  log p_y = d_y - log_sum,  H = log_sum - sum d e^d / sum e^d.
     """
@@ -65,23 +65,29 @@ class Slopes:
 
 
 class PolicyTerms(Protocol):
-    """The objective, evaluated token by token. coefficient, entropy_coefficient: [T] float32, dL/dlogp and dL/dH, 0 for
-    tokens not evaluated."""
+    """The objective, evaluated token by token.
+
+    coefficient, entropy_coefficient: [T] float32, dL/dlogp and dL/dH, 0 for tokens not evaluated.
+    """
 
     coefficient: Tensor
     entropy_coefficient: Tensor
 
     @property
     def in_one_walk(self) -> "Callable[[Tensor, Rows, Head, Statistics, Tensor, Tensor], LateCount] | None":
-        """RowKernels.statistics, `evaluate` and RowKernels.gradients in one pass, each row while it is in the cache: a function
-        of logits, rows, head, statistics, out and active. None: they are separate calls, as on a device."""
+        """Function that does RowKernels.statistics, `evaluate` and RowKernels.gradients in one pass, while a row is cached.
+
+        Its arguments are logits, rows, head, statistics, out and active. None: these are separate calls, as on a device.
+        """
 
     def evaluate(self, rows: Rows) -> None:
-        """Evaluate these tokens, each token once; those outside the mask may be listed and are skipped."""
+        """Evaluate these tokens, each once; tokens outside the mask are skipped."""
 
     def sums(self) -> Tensor:
-        """[A, len(METRICS)] float64 per agent, in the order of objective.METRICS, of the tokens evaluated so far; same bits in
-        every run."""
+        """Return sums over the tokens evaluated so far, with the same bits in every run.
+
+        [A, len(METRICS)] float64 per agent, in the order of objective.METRICS.
+        """
 
 
 class RowKernels:
@@ -96,7 +102,7 @@ class RowKernels:
     is_host: bool
 
     def multiply(self, gemms: "HeadGemms", hidden: Tensor, rows: Rows, head: "Head", out: Tensor) -> Any:
-        """The product of these rows' hidden [R, H], in the memory of out [R, V] float32; -inf outside of each row's support."""
+        """Multiply these rows' hidden [R, H] into out [R, V] float32; -inf outside of each row's support."""
         gemms.logits(hidden, out)
         head.restrict_(out, rows)
         return out
@@ -104,29 +110,34 @@ class RowKernels:
     def statistics(self, product: Any, rows: Rows, head: "Head", out: Statistics) -> None:
         """Fill `out` at these rows.
 
-        Columns from head.num_columns on are padding, and those up to the stride of the logits too: they may hold anything. A
-        target outside the vocabulary gives NaN if not is_host; check_values reports it.
+        Columns from head.num_columns to the stride of the logits are padding and may hold anything. A target outside the
+        vocabulary gives NaN if not is_host; check_values reports it.
         """
         raise NotImplementedError
 
     def partials(self, product: Any, rows: Rows, head: "Head") -> Tensor:
-        """[4, R] float64 of this vocabulary shard: maximum, sum e^d, sum d e^d, raw logit of the target (0 where
-        another shard owns it); d relative to the shard's own maximum, which is -inf without real columns."""
+        """Return [4, R] float64 of this vocabulary shard: maximum, sum e^d, sum d e^d, raw logit of the target.
+
+        The target's logit is 0 where another shard owns it. d is relative to the shard's own maximum, which is -inf without
+        real columns.
+        """
         raise NotImplementedError
 
     def policy_terms(self, tokens: PolicyTokens, logprobs: Tensor, entropy: Tensor) -> PolicyTerms:
-        """An evaluator for one call. All arrays are contiguous, floats float32; logprobs, entropy [T]: complete at a token
-        when it is evaluated."""
+        """Create an evaluator for one call.
+
+        All arrays are contiguous, floats float32. logprobs, entropy [T] must be complete at a token when it is evaluated.
+        """
         raise NotImplementedError
 
     def gradients(
         self, product: Any, rows: Rows, head: "Head", slopes: Slopes, out: Tensor, active: Tensor
     ) -> LateCount:
-        """The n rows whose coefficient or entropy_coefficient [T] is not 0, as dz to out[:n], their tokens to active[:n].
+        """Write dz of the n rows with a coefficient or entropy_coefficient to out[:n], their tokens to active[:n].
 
             dz_v = [c (1[v = target] - p_v) - e p_v (log p_v + H)] / tau
 
-        and 0 in padding. 1 - p of the target through expm1. out [>= R, V] has the GEMM's dtype (bfloat16 or float32): a
-        second buffer, but where is_host the logits themselves, float32. active: [>= R] int64. Returns n.
+        and 0 in padding; 1 - p of the target is computed by expm1. out [>= R, V] has the GEMM's dtype (bfloat16 or float32).
+        It is a second buffer, or if is_host the logits themselves, float32. active: [>= R] int64. Returns n.
         """
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""The implementations of the row kernels in order of preference, and why one cannot serve."""
+"""Implementations of the row kernels in order of preference, and the reasons why one cannot serve."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from marsrl.kernels.triton_machine import machine_lacks_triton, why_not_triton
 
 @dataclass(frozen=True)
 class RowProvider:
-    """An implementation that is loaded when it is first used.
+    """Implementation of the row kernels that is loaded when it is first used.
 
     machine_lacks: None if this machine can run it, else the reason. why_not_tensor: the same for one argument, given
     its name and a tensor.

@@ -29,7 +29,7 @@ class LateCount:
             self._event.record(torch.cuda.current_stream(value.device))
 
     def wait(self) -> int:
-        """The value; blocks the host until the device has computed it."""
+        """Return the value; blocks the host until the device has computed it."""
         if self._event is not None:
             self._event.synchronize()
             self._event = None
@@ -38,7 +38,7 @@ class LateCount:
 
 @dataclass(frozen=True)
 class Rows:
-    """Some of the packed tokens: `ids` [R] int64 ascending, or first, first + 1, ... where ids is None.
+    """Subset of the packed tokens: `ids` [R] int64 ascending, or first, first + 1, ... if ids is None.
 
     If `late` is set, only the first late.wait() tokens count, and count is an upper bound: `settled` drops the others.
     """
@@ -50,7 +50,7 @@ class Rows:
 
     @staticmethod
     def of(mask: Tensor | None, num_tokens: int, is_late: bool = False) -> "Rows":
-        """The tokens of a [T] bool mask; None: all. is_late: without a wait for the device that computes the mask."""
+        """Select the tokens of a [T] bool mask; None: all. is_late: don't wait for the device that computes the mask."""
         if mask is None or num_tokens == 0:
             return Rows(None, 0, num_tokens)
         if is_late:
@@ -67,10 +67,10 @@ class Rows:
         return Rows(None if self.ids is None else self.ids[:count], self.first, count)
 
     def chunks(self, sizes: Sequence[int]) -> "Iterator[Rows]":
-        """These rows in order, in chunks of these sizes, cycled, and a remainder.
+        """Yield these rows in order, in chunks of these sizes, cycled, and a remainder.
 
-        So a row's result does not depend on the number of rows. If the count is late, the first chunk is an upper bound to be
-        settled, and the others are cut on demand.
+        A row's result therefore does not depend on the number of rows. If the count is late, the first chunk is an upper bound
+        that is settled before the other chunks are cut.
         """
         rows, begin = self, 0
         for size in cycle(sizes):
@@ -85,19 +85,19 @@ class Rows:
                 return
 
     def part(self, begin: int, count: int) -> "Rows":
-        """`count` of these rows, from index `begin` on."""
+        """Return `count` of these rows, from index `begin` on."""
         if self.ids is None:
             return Rows(None, self.first + begin, count)
         return Rows(self.ids[begin : begin + count], 0, count)
 
     def tokens(self, device: torch.device) -> Tensor:
-        """[R] int64 the tokens, on this device; where ids is None they are listed."""
+        """Return the tokens [R] int64 on this device."""
         if self.ids is None:
             return torch.arange(self.first, self.first + self.count, device=device)
         return self.ids
 
     def take(self, values: Tensor) -> Tensor:
-        """values [T, ...] at these tokens; a view where they are contiguous."""
+        """Return values [T, ...] at these tokens, as a view if they are contiguous."""
         return values[self.first : self.first + self.count] if self.ids is None else values.index_select(0, self.ids)
 
     def put(self, target: Tensor, values: Tensor) -> None:

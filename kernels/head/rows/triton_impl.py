@@ -1,4 +1,4 @@
-"""The row kernels in Triton: how triton_kernels.py is launched."""
+"""Launches of the row kernels in triton_kernels.py."""
 
 import torch
 import triton
@@ -11,10 +11,10 @@ from marsrl.kernels.head.rows.subset import LateCount, Rows
 from marsrl.kernels.head.vocabulary import Head
 from marsrl.kernels.triton_machine import on_device_of
 
-# Columns that one program reads. 151936 columns are 5 pieces: 15 rows still fill 75 multiprocessors, and a piece is
-# long enough (128 KiB) to run at the speed of memory. Not measured yet.
+# Number of columns that one program reads. 151936 columns are 5 pieces: 15 rows still fill 75 multiprocessors, and a piece
+# is long enough (128 KiB) to run at the speed of memory. Not measured yet.
 PIECE_COLUMNS = 32768
-BLOCK_COLUMNS = 4096  # a step of the loop: 16 elements a thread
+BLOCK_COLUMNS = 4096  # columns per step of the loop: 16 elements per thread
 NUM_WARPS = 8
 JOIN_ELEMENTS = 256  # rows x pieces that one step of a join reads
 JOIN_PIECES = 32
@@ -66,7 +66,7 @@ class TritonRowKernels(RowKernels):
 
 
 class TritonPolicyTerms:
-    """PolicyTerms that keeps the sums of each block of tokens separate until requested, so without atomics."""
+    """PolicyTerms that needs no atomics: the sums of each block of tokens stay separate until requested."""
 
     in_one_walk = None
 
@@ -110,8 +110,10 @@ class TritonPolicyTerms:
 
 
 def list_active(rows: Rows, slopes: Slopes, active: Tensor) -> tuple[Tensor, LateCount]:
-    """place_of [R] int32, a row's place among those with a coefficient, or -1; and their number. active [>= R] int64 receives
-    their tokens."""
+    """Number the rows that have a coefficient; active [>= R] int64 receives their tokens.
+
+    Returns place_of [R] int32, a row's index among the active rows, or -1; and the number of active rows.
+    """
     place_of = torch.empty(rows.count, dtype=torch.int32, device=active.device)
     count = torch.empty(1, dtype=torch.int32, device=active.device)
     with on_device_of(active):
@@ -120,11 +122,11 @@ def list_active(rows: Rows, slopes: Slopes, active: Tensor) -> tuple[Tensor, Lat
             *(place_of, active, count),
             BLOCK=BLOCK_TOKENS,
         )
-        return place_of, LateCount(count)  # its copy is queued before later work, so that the host gets it early
+        return place_of, LateCount(count)  # queues the copy before later work, so that the host gets the count early
 
 
 def _pieces(logits: Tensor, rows: Rows, head: Head) -> Tensor:
-    """[4, pieces, R] float32: the rows in pieces of PIECE_COLUMNS, in the form of row_partials."""
+    """Return row_partials of the rows, [4, pieces, R] float32, in pieces of PIECE_COLUMNS."""
     pieces = triton.cdiv(head.width, PIECE_COLUMNS)
     partials = torch.empty(4, pieces, rows.count, dtype=torch.float32, device=logits.device)
     with on_device_of(logits):
@@ -138,7 +140,7 @@ def _pieces(logits: Tensor, rows: Rows, head: Head) -> Tensor:
 
 
 def _token_arguments(rows: Rows, head: Head) -> tuple[Tensor | int | float | None, ...]:
-    """Arguments that describe the rows to a kernel that reads logits: ids, first, targets, first_column, inverse temperatures."""
+    """Return what a kernel needs to know of its rows: ids, first, targets, first_column, inverse temperatures."""
     return (
         rows.ids,
         rows.first,
@@ -150,29 +152,33 @@ def _token_arguments(rows: Rows, head: Head) -> tuple[Tensor | int | float | Non
 
 
 def _join_block(pieces: Tensor) -> dict[str, int]:
-    """Few pieces: many rows a program. Many: 8 rows, a 32-byte sector, so that 96 programs share 768 rows."""
+    """Return the block sizes of a join: many rows per program if pieces are few.
+
+    With many pieces a program takes 8 rows, a 32-byte sector, so that 96 programs share 768 rows.
+    """
     at_once = min(JOIN_PIECES, triton.next_power_of_2(max(1, pieces.shape[1])))
     return {"BLOCK": JOIN_ELEMENTS // at_once, "BLOCK_PIECES": at_once}
 
 
 def _with_padding(rows: Tensor) -> Tensor:
-    """[R, stride]: the rows [R, V] including the padding after each."""
+    """Return the rows [R, V] including the padding after each, [R, stride]."""
     return rows.as_strided((rows.shape[0], rows.stride(0)), (rows.stride(0), 1))
 
 
 def _pieces_of_rows(width: int) -> dict[str, int]:
-    """A step of the loop takes no more columns than the row has, so that small vocabularies leave no lanes idle."""
+    """Return sizes with no more columns per step than the row has, so that small vocabularies leave no lanes idle."""
     block = min(BLOCK_COLUMNS, max(128, triton.next_power_of_2(width)))
     return {"PIECE": PIECE_COLUMNS, "BLOCK": block, "num_warps": NUM_WARPS}
 
 
 def _inputs(tokens: PolicyTokens) -> tuple[Tensor | None, ...]:
-    """The packed arrays in the order of policy_terms; bool as the bytes that it is."""
-    of = tokens
-    given = (
-        *(of.advantages, of.log_ratio, of.log_drift, of.old_logprobs, of.rollout_logprobs, of.reference_logprobs),
-        *(of.gate, of.dropped, of.weights, of.agent_of, of.mask),
+    """Return the packed arrays in the order of policy_terms, bools viewed as uint8."""
+    t = tokens
+    arrays = (
+        *(t.advantages, t.log_ratio, t.log_drift, t.old_logprobs, t.rollout_logprobs, t.reference_logprobs),
+        *(t.gate, t.dropped, t.weights, t.agent_of, t.mask),
     )
     return tuple(
-        each.contiguous().view(torch.uint8) if each is not None and each.dtype == torch.bool else each for each in given
+        array.contiguous().view(torch.uint8) if array is not None and array.dtype == torch.bool else array
+        for array in arrays
     )

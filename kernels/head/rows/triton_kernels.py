@@ -16,16 +16,16 @@ import triton.language as tl
 
 from marsrl.kernels.head import objective
 
-VARYING = ("num_rows", "first")  # differ from chunk to chunk: no kernel is compiled again for them
-LOWEST = tl.constexpr(-3.4e38)  # stands for "no element yet": minus infinity would make NaN of differences
-NOTHING = tl.constexpr(-1e4)  # an exponent whose exp is 0 and which stays finite when it is multiplied
+VARYING = ("num_rows", "first")  # differ from chunk to chunk, which must not recompile a kernel
+LOWEST = tl.constexpr(-3.4e38)  # maximum of no elements: differences of minus infinity would be NaN
+NOTHING = tl.constexpr(-1e4)  # exponent whose exp is 0, and which stays finite when it is multiplied
 LOG_RATIO_BOUND = tl.constexpr(objective.LOG_RATIO_BOUND)
 NUM_SUMS = tl.constexpr(len(objective.METRICS))
 
 
 @triton.jit
 def token_of(ids, first, rows):
-    """The token that a row belongs to: ids[row], or first + row where the rows are neighbours."""
+    """Return the token of a row: ids[row], or first + row if the rows are contiguous."""
     tokens = first + rows
     if ids is not None:
         tokens = tl.load(ids + rows)
@@ -39,16 +39,16 @@ def exact_exp(x):
 
 @triton.jit
 def exact_expm1(x):
-    """e^x - 1 to the last digits of float32; near 0 by the first two terms (error below x^2 / 6)."""
+    """Return e^x - 1 to the last digits of float32; near 0 by the first two terms (error below x^2 / 6)."""
     return tl.where(tl.abs(x) < 1e-4, x + 0.5 * x * x, (tl.exp(x.to(tl.float64)) - 1.0).to(tl.float32))
 
 
 @triton.jit(do_not_specialize=VARYING)
 def row_partials(
     logits,  # [num_rows, stride] float32
-    stride,  # a multiple of 16: loads of 128 bits, through the padding, whatever the number of columns
+    stride,  # multiple of 16, so that loads are 128 bits, through the padding, whatever the number of columns
     num_rows,
-    columns,  # real ones: what lies behind may be anything
+    columns,  # number of real columns: padding after them may hold anything
     ids,
     first,
     targets,
@@ -79,10 +79,10 @@ def row_partials(
         x = tl.load(x_row + column, mask=column < stop, other=float("-inf"))
         x = tl.where(column < end, x, float("-inf"))
         larger = tl.maximum(maximum, tl.max(x, axis=0))
-        # Sums were relative to the old maximum: d grows by shift, e^d by a factor.
+        # Rescale the sums from the old maximum to the larger one: d grows by shift, e^d by a factor.
         shift = tl.maximum((maximum - larger) * inverse, NOTHING)
         factor = tl.exp(shift)
-        d = (x - larger) * inverse  # centred first: exactly 0 at the maximum
+        d = (x - larger) * inverse  # subtracting first gives exactly 0 at the maximum
         e = tl.exp(d)
         weighted = (weighted + shift * total) * factor + tl.where(d < -87.0, 0.0, d * e)
         total = total * factor + e
@@ -100,25 +100,27 @@ def row_partials(
 
 @triton.jit
 def joined(partials, pieces, stride, rows, is_row, inverse, BLOCK_PIECES: tl.constexpr):
-    """(maximum float32; sum e^d, sum d e^d float64 relative to it; target logit float32) of whole rows, from partials
-    [4, pieces, stride]."""
+    """Join partials [4, pieces, stride] of whole rows.
+
+    Returns (maximum float32; sum e^d, sum d e^d float64, relative to the maximum; target logit float32).
+    """
     lanes = tl.arange(0, BLOCK_PIECES)
     plane = pieces * stride
     maximum = tl.full(rows.shape, LOWEST, tl.float32)
     for begin in range(0, pieces, BLOCK_PIECES):
         at = partials + (begin + lanes)[:, None] * stride + rows[None, :]
-        own = tl.load(at, mask=(begin + lanes < pieces)[:, None] & is_row[None, :], other=LOWEST)
-        maximum = tl.maximum(maximum, tl.max(own, axis=0))
+        part = tl.load(at, mask=(begin + lanes < pieces)[:, None] & is_row[None, :], other=LOWEST)
+        maximum = tl.maximum(maximum, tl.max(part, axis=0))
     total = tl.zeros(rows.shape, tl.float64)
     weighted = tl.zeros(rows.shape, tl.float64)
     logit = tl.zeros(rows.shape, tl.float32)
     for begin in range(0, pieces, BLOCK_PIECES):
         at = partials + (begin + lanes)[:, None] * stride + rows[None, :]
         is_here = (begin + lanes < pieces)[:, None] & is_row[None, :]
-        own = tl.load(at, mask=is_here, other=LOWEST)
+        part = tl.load(at, mask=is_here, other=LOWEST)
         own_total = tl.load(at + plane, mask=is_here, other=0.0).to(tl.float64)
         own_weighted = tl.load(at + 2 * plane, mask=is_here, other=0.0).to(tl.float64)
-        shift = tl.maximum((own.to(tl.float64) - maximum[None, :]) * inverse[None, :], NOTHING)
+        shift = tl.maximum((part.to(tl.float64) - maximum[None, :]) * inverse[None, :], NOTHING)
         factor = tl.exp(shift)
         total += tl.sum(own_total * factor, axis=0)
         weighted += tl.sum((own_weighted + shift * own_total) * factor, axis=0)
@@ -189,7 +191,7 @@ def join_pieces(
     tokens = token_of(ids, first, tl.where(is_row, rows, 0))
     inverse = inverse_at(inverse_temperature, inverse_of_all, tokens, is_row)
     maximum, total, weighted, logit = joined(partials, pieces, stride, rows, is_row, inverse, BLOCK_PIECES)
-    maximum = tl.where(maximum <= LOWEST, float("-inf"), maximum)  # a shard of nothing but padding
+    maximum = tl.where(maximum <= LOWEST, float("-inf"), maximum)  # this shard holds only padding
     tl.store(out + rows, maximum.to(tl.float64), mask=is_row)
     tl.store(out + num_rows + rows, total, mask=is_row)
     tl.store(out + 2 * num_rows + rows, weighted, mask=is_row)
@@ -203,14 +205,14 @@ def is_finite(x):
 
 @triton.jit
 def clamped(log_ratio):
-    """Within LOG_RATIO_BOUND; NaN stays."""
+    """Clamp to +-LOG_RATIO_BOUND; NaN stays NaN."""
     log_ratio = tl.where(log_ratio > LOG_RATIO_BOUND, LOG_RATIO_BOUND, log_ratio)
     return tl.where(log_ratio < -LOG_RATIO_BOUND, -LOG_RATIO_BOUND, log_ratio)
 
 
 @triton.jit
 def divergence(x, KL: tl.constexpr):
-    """Estimate of the KL divergence from x = log p - log of the reference's p; k1, k2 or k3."""
+    """Estimate the KL divergence by k1, k2 or k3 from x = log p - log of the reference's p."""
     if KL == "k1":
         return x
     elif KL == "k2":
@@ -224,7 +226,7 @@ def divergence(x, KL: tl.constexpr):
 def clipped_surrogate(
     log_ratio, advantage, logp, clip_low, clip_high, dual_clip, KIND: tl.constexpr, HAS_DUAL_CLIP: tl.constexpr
 ):
-    """(surrogate float64, its slope in log p, whether the token was clipped); "clip" or "cispo"."""
+    """Return (surrogate float64, its slope in log p, whether the token was clipped) for "clip" or "cispo"."""
     ratio = exact_exp(clamped(log_ratio))
     low = 1.0 - clip_low
     high = 1.0 + clip_high
@@ -262,7 +264,7 @@ def policy_terms(
     num_rows,
     ids,
     first,
-    inputs,  # packed arrays [T], None if not given
+    inputs,  # packed arrays [T]; None if not given
     logprobs,
     entropy,
     inverse_normaliser,  # [1] float32
@@ -270,7 +272,7 @@ def policy_terms(
     entropy_coefficient,
     sums,  # [programs, num_agents, NUM_SUMS] float64
     num_agents,
-    numbers,  # PolicyObjective.options; Triton has an argument of that name itself
+    numbers,  # PolicyObjective.options; Triton reserves the name `options`
     KIND: tl.constexpr,
     CORRECTION: tl.constexpr,
     KL: tl.constexpr,
@@ -278,7 +280,7 @@ def policy_terms(
     HAS_ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid (blocks of rows): policy_term of csrc/include/policy_objective.h, for a block of tokens at a time."""
+    """Evaluate policy_term of csrc/include/policy_objective.h for a block of tokens. Grid (blocks of rows)."""
     (
         advantages, log_ratio, log_drift, old_logprobs, rollout_logprobs, reference_logprobs, gate, dropped, weights,
         agent_of, mask,
@@ -298,7 +300,7 @@ def policy_terms(
     old = logp
     if old_logprobs is not None:
         old = tl.load(old_logprobs + tokens, mask=is_kept, other=0.0)
-    # Log-ratios: policy to old policy, old policy to rollout policy, policy to reference policy.
+    # These log-ratios compare policy to old policy, old policy to rollout policy, policy to reference policy.
     token_log_ratio = tl.zeros_like(logp)
     if log_ratio is not None:
         token_log_ratio = tl.load(log_ratio + tokens, mask=is_kept, other=0.0)
@@ -310,7 +312,7 @@ def policy_terms(
     elif CORRECTION != "none":
         token_log_drift = old - tl.load(rollout_logprobs + tokens, mask=is_kept, other=0.0)
     token_log_reference = tl.zeros_like(logp)
-    token_log_importance = tl.zeros_like(logp)  # log-ratio of the policy to the one that decoded
+    token_log_importance = tl.zeros_like(logp)  # log-ratio of the policy to the rollout policy
     kl = tl.zeros_like(logp)
     kl_slope = tl.zeros_like(logp)
     if KL != "none":
@@ -323,7 +325,7 @@ def policy_terms(
         if CORRECTION == "tis":
             importance = tl.where(importance > correction_high, correction_high, importance)
         kl = importance * divergence(token_log_reference, KL)
-        kl_slope = importance * token_log_reference  # score-function gradient, whichever estimate is the value
+        kl_slope = importance * token_log_reference  # score-function gradient, the same for k1, k2 and k3
 
     # A drift or log-prob that is not finite masks nothing, and makes the loss NaN below.
     is_masked = tl.zeros(logp.shape, tl.int1)
@@ -342,12 +344,14 @@ def policy_terms(
     surrogate, slope, is_clipped = clipped_surrogate(
         token_log_ratio, advantage, logp, clip_low, clip_high, dual_clip, KIND, HAS_DUAL_CLIP
     )
-    read = logp + token_log_ratio + token_log_drift + token_log_reference + token_log_importance + advantage + scale
+    values_read = (
+        logp + token_log_ratio + token_log_drift + token_log_reference + token_log_importance + advantage + scale
+    )
     bonus = tl.zeros_like(logp)
     if HAS_ENTROPY:
         bonus = entropy_coef * ent
-        read += ent
-    scale = tl.where(is_finite(read), scale, float("nan"))
+        values_read += ent
+    scale = tl.where(is_finite(values_read), scale, float("nan"))
     loss = (-weight * surrogate + (kl_coef * kl).to(tl.float64) - bonus.to(tl.float64)) * scale
     loss = tl.where(is_masked, 0.0, loss)
     c = tl.where(is_masked, 0.0, (-weight * slope + kl_coef * kl_slope) * scale)
@@ -376,12 +380,12 @@ def list_active(
     first,
     coefficient,
     entropy_coefficient,
-    place_of,  # [num_rows] int32: the row's place, -1 = it has no coefficient
+    place_of,  # [num_rows] int32: the row's index among active rows; -1 = no coefficient
     active,  # receives the tokens in order
     count,  # [1] int32
     BLOCK: tl.constexpr,
 ):
-    """Grid (1,): a chunk has few rows, and one program needs no second pass."""
+    """List the rows that have a coefficient. Grid (1,): a chunk has few rows, and one program needs no second pass."""
     base = tl.zeros((), tl.int32)
     for begin in range(0, num_rows, BLOCK):
         rows = begin + tl.arange(0, BLOCK)
@@ -390,9 +394,9 @@ def list_active(
         c = tl.load(coefficient + tokens, mask=is_row, other=0.0)
         e = tl.load(entropy_coefficient + tokens, mask=is_row, other=0.0)
         is_active = (c != 0.0) | (e != 0.0)
-        place = base + tl.cumsum(is_active.to(tl.int32), axis=0) - 1
-        tl.store(place_of + rows, tl.where(is_active, place, -1), mask=is_row)
-        tl.store(active + place, tokens, mask=is_active)
+        position = base + tl.cumsum(is_active.to(tl.int32), axis=0) - 1
+        tl.store(place_of + rows, tl.where(is_active, position, -1), mask=is_row)
+        tl.store(active + position, tokens, mask=is_active)
         base += tl.sum(is_active.to(tl.int32), axis=0)
     tl.store(count, base)
 
@@ -410,15 +414,15 @@ def row_gradients(
     inverse_of_all,
     slopes,  # [T] arrays of Slopes
     place_of,  # [num_rows] int32 of list_active
-    out,  # [.., out_stride] of the GEMM's dtype; 0 behind the real columns
+    out,  # [.., out_stride] in the GEMM's dtype; 0 after the real columns
     out_stride,
     PIECE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Grid (num_rows, pieces)."""
     row = tl.program_id(0).to(tl.int64)
-    place = tl.load(place_of + row).to(tl.int64)
-    if place >= 0:
+    position = tl.load(place_of + row).to(tl.int64)
+    if position >= 0:
         token = token_of(ids, first, row)
         inverse = inverse_of_all
         if inverse_temperature is not None:
@@ -427,9 +431,9 @@ def row_gradients(
         maximum, log_sum, ent = tl.load(maxima + token), tl.load(log_sums + token), tl.load(entropies + token)
         c, e = tl.load(coefficient + token), tl.load(entropy_coefficient + token)
         # 1 - p of the target through expm1: p is close to 1 in a trained model, where 1 - p would round to 0.
-        own = tl.load(logprobs + token)
-        bounded = tl.where(own < NOTHING, NOTHING, own)  # p is 0 there, and 0 times -inf would be NaN
-        at_target = (-c * exact_expm1(own) - e * exact_exp(own) * (bounded + ent)) * inverse
+        target_logp = tl.load(logprobs + token)
+        bounded = tl.where(target_logp < NOTHING, NOTHING, target_logp)  # where p = 0, 0 times -inf would be NaN
+        at_target = (-c * exact_expm1(target_logp) - e * exact_exp(target_logp) * (bounded + ent)) * inverse
         target = tl.load(targets + token) - first_column
         begin = tl.program_id(1) * PIECE
         stop = tl.minimum(begin + PIECE, stride)
@@ -439,8 +443,8 @@ def row_gradients(
             column = offset + lanes
             x = tl.load(logits + row * stride + column, mask=column < stop, other=0.0)
             logp = (x - maximum) * inverse - log_sum
-            logp = tl.where(logp < NOTHING, NOTHING, logp)  # a logit of -inf: p = 0, not 0 times infinity
+            logp = tl.where(logp < NOTHING, NOTHING, logp)  # where p = 0, 0 times -inf would be NaN
             dz = -tl.exp(logp) * (c + e * (logp + ent)) * inverse
             dz = tl.where(column == target, at_target, dz)
             dz = tl.where(column < columns, dz, 0.0)
-            tl.store(out + place * out_stride + column, dz.to(out.dtype.element_ty), mask=column < out_stop)
+            tl.store(out + position * out_stride + column, dz.to(out.dtype.element_ty), mask=column < out_stop)

@@ -1,5 +1,7 @@
-"""The head by QuACK's GEMM for Hopper (github.com/Dao-AILab/quack), whose product leaves exponentials in place of logits: 6 bytes
-a logit cross the memory where cuBLAS and the row kernels move 18."""
+"""Head by QuACK's GEMM for Hopper (github.com/Dao-AILab/quack), whose product leaves exponentials in place of logits.
+
+This moves 6 bytes per logit through memory; cuBLAS and the row kernels move 18.
+"""
 
 from functools import cache
 from importlib import import_module
@@ -18,7 +20,7 @@ ROWS = 128  # rows of a product's tile, and of a tile of the vocabulary
 
 
 class UnlikelyTarget(ArithmeticError):
-    """A target has a log-prob below -69: its row's exponentials, relative to it, end beyond bfloat16."""
+    """Raised if a target's log-prob is below -69: exponentials relative to that target overflow bfloat16."""
 
 
 @cache
@@ -30,13 +32,13 @@ def machine_lacks_quack() -> str | None:
         return "quack is not installed"
     try:
         import_module("marsrl.kernels.linear_policy_loss.quack_head.gemms")
-    except (ImportError, OSError, AttributeError, TypeError) as error:  # another release; a library that is missing
+    except (ImportError, OSError, AttributeError, TypeError) as error:  # another release, or a missing library
         return f"quack is installed and does not import: {error}"
     return None
 
 
 def why_not_quack(head: Head, hidden: Tensor, tokens: PolicyTokens, wanted: Wanted) -> str | None:
-    """Return None if this head can serve this call, else the reason; after machine_lacks_quack."""
+    """Return None if QuACK's head can serve this call, else the reason; after machine_lacks_quack."""
     weight = head.weight
     if reason := why_not_triton("hidden", hidden):
         return reason

@@ -1,8 +1,8 @@
-"""The first product of a head by QuACK's GEMM for Hopper (CuTe DSL), with exponentials in place of logits. Imports QuACK.
+"""First product of a head by QuACK's GEMM for Hopper (CuTe DSL), with exponentials in place of logits. Imports QuACK.
 
     exponentials[r, v] = e^(z - m_r)      m_r: about the target's z
 
-bfloat16 has the exponents of float32: no digit is lost if m is far from the row's largest, by up to 69. QuACK's own loss
+bfloat16 has the exponents of float32, so no digit is lost while m is within 69 of the row's largest z. QuACK's own loss
 (quack/linear_cross_entropy.py) takes an m of each row and 128 columns, and scales an operand of the other two products by it.
 """
 
@@ -46,7 +46,7 @@ def exponentials(
     weighted: Tensor,
     target_logits: Tensor,
 ) -> None:
-    """out [R, V] bfloat16 and, of each row and tile [R, V / TILE] float32: sum e^d and sum d e^d, d = z - m.
+    """Compute out [R, V] bfloat16 and sum e^d, sum d e^d of each row and tile [R, V / TILE] float32, with d = z - m.
 
     hidden [R, H], weight [V, H] bfloat16; inverse_temperature, offsets m [R] float32; targets [R] int64. target_logits [R]
     float32: z of the target, untouched where the target is not in 0 .. V - 1.

@@ -33,7 +33,7 @@ def quack_gradients(
     terms: PolicyTerms,
     wanted: Wanted,
 ) -> HeadGradients:
-    """As chunked_head.policy_gradients; statistics.maximum is a row's m.
+    """Compute what chunked_head.policy_gradients does; statistics.maximum is a row's m.
 
     Raises:
         UnlikelyTarget: a row needs another m.
@@ -51,18 +51,18 @@ def quack_gradients(
         if chunk.count == 0:
             continue
         finish(head, chunk, statistics, *of_tiles, is_beyond)
-        beyond = LateCount(is_beyond)
+        late_beyond = LateCount(is_beyond)
         terms.evaluate(chunk)
         active = torch.empty(chunk.count, dtype=torch.int64, device=hidden.device)
         place_of, count = list_active(chunk, slopes, active)
-        if beyond.wait():
+        if late_beyond.wait():
             raise UnlikelyTarget
         _add_gradients(head, chunk, slopes, exponentials[: chunk.count], place_of, active[: count.wait()], gradients)
     return gradients
 
 
 def exponentials_of(head: Head, hidden: Tensor, chunk: Rows, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Fills out, whose rows are whole tiles; partial sums [2, rows, tiles] and what is known of rows [3, rows], float32."""
+    """Fill out, whose rows are whole tiles; return partial sums [2, rows, tiles] and row_offsets [3, rows], float32."""
     lacking = out.shape[0] - chunk.count
     totals, weighted = torch.empty(2, out.shape[0], head.width // gemms.TILE, dtype=torch.float32, device=out.device)
     of_rows = torch.empty(3, out.shape[0], dtype=torch.float32, device=out.device)
@@ -95,7 +95,7 @@ def finish(
     of_rows: Tensor,
     is_beyond: Tensor,
 ) -> None:
-    """Fill statistics at the rows of the chunk; is_beyond [1] int32 becomes 1 where a row needs another m."""
+    """Fill statistics at the rows of the chunk; is_beyond [1] int32 becomes 1 if a row needs another m."""
     tiles = totals.shape[1]
     with on_device_of(totals):
         triton_kernels.finish_rows[(chunk.count,)](
@@ -114,8 +114,10 @@ def _add_gradients(
     active: Tensor,
     gradients: HeadGradients,
 ) -> None:
-    """Add dX and dW of the chunk's rows that have a coefficient, the tokens `active`; they are packed where they are at most half
-    of them."""
+    """Add dX and dW of the chunk's rows with a coefficient, the tokens `active`.
+
+    These rows are packed first if they are at most half of the chunk.
+    """
     count = active.shape[0]
     if count == 0:
         return
@@ -130,15 +132,18 @@ def _add_gradients(
     if gradients.wanted.weight:
         hidden = rows.take(gradients.hidden)
         scaled = torch.mul(hidden, v, out=torch.empty_like(hidden))
-        scaled.masked_fill_(v == 0, 0)  # a NaN of a row without a coefficient, too
+        scaled.masked_fill_(v == 0, 0)  # clears even NaN in rows without a coefficient
         gradients.grad_weight = gradients.gemms.add_weight_gradient(gradients.grad_weight, of_rows, scaled)
 
 
 def prepare(
     head: Head, chunk: Rows, slopes: Slopes, exponentials: Tensor, place_of: Tensor, of_rows: Tensor, v: Tensor
 ) -> None:
-    """v [n] float32 of rows that with it stand for dz: exponentials [R, V] in place if that is of_rows [n, V], which otherwise
-    receives those with a place."""
+    """Compute row factors v [n] float32 and prepared exponentials, so that v times exponentials is dz.
+
+    Exponentials [R, V] are prepared in place if of_rows [n, V] is the same memory. Otherwise of_rows receives the rows that
+    have a place.
+    """
     with on_device_of(exponentials):
         triton_kernels.prepare_rows[(chunk.count, triton.cdiv(head.width, PIECE_COLUMNS))](
             *(exponentials, head.width, chunk.ids, chunk.first, head.targets),
@@ -150,5 +155,5 @@ def prepare(
 
 
 def _whole(num_rows: int) -> int:
-    """Rows in whole tiles of the first product."""
+    """Round a number of rows up to whole tiles of the first product."""
     return ceil(num_rows / DEVICE_ROW_MULTIPLE) * DEVICE_ROW_MULTIPLE

@@ -1,8 +1,8 @@
-"""Triton kernels around QuACK's product: a row's offset before it, statistics and what stands for dz behind it.
+"""Triton kernels around QuACK's product: row offsets before it, statistics and factors of dz after it.
 
 row_offsets    m of each row, from the target's logit
 finish_rows    partial sums of the tiles to log-prob, entropy, log_sum of a row
-prepare_rows   the target's place, rows without a coefficient, the factor v of each row
+prepare_rows   the target's column, rows without a coefficient, the factor v of each row
 """
 
 import triton
@@ -37,7 +37,7 @@ def row_offsets(
     stride,
     BLOCK: tl.constexpr,
 ):
-    """Grid (stride): rows of whole tiles. m is 0 behind the rows and where there is no target."""
+    """Compute m of each row; 0 after the rows and where there is no target. Grid (stride): rows of whole tiles."""
     row = tl.program_id(0).to(tl.int64)
     is_row = row < num_rows
     token = token_of(ids, first, tl.where(is_row, row, 0))
@@ -103,19 +103,22 @@ def prepare_rows(
     inverse_of_all,
     slopes,  # [T] arrays of Slopes
     place_of,  # [num_rows] int32 of list_active
-    packed,  # [.., columns] bfloat16: receives the rows that have a coefficient; None: rows stay, and the others become 0
+    packed,  # [.., columns] bfloat16: receives rows with a coefficient; None: these stay, and other rows become 0
     v,  # [rows of packed, or num_rows] float32
     PIECE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid (num_rows, pieces of columns). v = -c / (temperature sum), and the target's exponential becomes (p - 1) sum: v times
-    it is c (1 - p) / temperature, with 1 - p through expm1."""
+    """Prepare exponentials and v, whose product is dz. Grid (num_rows, pieces of columns).
+
+    v = -c / (temperature sum). The target's exponential becomes (p - 1) sum, so that v times it is c (1 - p) / temperature;
+    1 - p is computed by expm1.
+    """
     row = tl.program_id(0).to(tl.int64)
     begin = tl.program_id(1) * PIECE
     end = tl.minimum(begin + PIECE, columns)
-    place = tl.load(place_of + row).to(tl.int64)
+    position = tl.load(place_of + row).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
-    if place >= 0:
+    if position >= 0:
         token = token_of(ids, first, row)
         logprobs, _entropy, _maxima, log_sums, coefficient, _entropy_coefficient = slopes
         log_sum = tl.load(log_sums + token)
@@ -125,14 +128,16 @@ def prepare_rows(
             for offset in range(begin, end, BLOCK):
                 column = offset + lanes
                 x = tl.load(exponentials + row * columns + column, mask=column < end, other=0.0)
-                tl.store(packed + place * columns + column, tl.where(column == target, at_target, x), mask=column < end)
+                tl.store(
+                    packed + position * columns + column, tl.where(column == target, at_target, x), mask=column < end
+                )
         else:
-            place = row
+            position = row
             if (target >= begin) & (target < end):
                 tl.store(exponentials + row * columns + target, at_target)
         if begin == 0:
             inverse = inverse_of(inverse_temperature, inverse_of_all, token)
-            tl.store(v + place, -tl.load(coefficient + token) * exact_exp(-log_sum) * inverse)
+            tl.store(v + position, -tl.load(coefficient + token) * exact_exp(-log_sum) * inverse)
     elif packed is None:
         for offset in range(begin, end, BLOCK):
             column = offset + lanes
