@@ -1,4 +1,4 @@
-// The sum over 8-byte words that the checksum of a tensor is made of; rollout/weights/checksum.py defines it.
+// Sum over 8-byte words for the checksum of a tensor; rollout/weights/checksum.py defines it.
 #include <cstdint>
 #include <cstring>
 
@@ -32,8 +32,8 @@ MARSRL_CLONES uint64_t word_sum(const char* data, int64_t runs, int64_t words, u
 
 }  // namespace
 
-// Sum of mix(word_i xor key_i) mod 2^64 over runs of as many words, one after the other at any address; of its tensor, run r begins
-// with word first + r stride, and key_i = (i + 1) * golden.
+// Returns the sum of mix(word_i xor key_i) mod 2^64 over runs of equally many words, with key_i = (i + 1) * golden. The runs are
+// contiguous in memory, at any address; run r begins with word first + r stride of its tensor.
 MARSRL_API uint64_t marsrl_word_sum(const char* data, int64_t runs, int64_t words, uint64_t first, uint64_t stride) {
   return word_sum(data, runs, words, first, stride);
 }

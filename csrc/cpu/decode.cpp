@@ -1,7 +1,7 @@
 // Attention of one query a sequence over a padded cache: softmax(scale q k^T) v over the first lengths[s] keys.
 //
-// A key head's tokens are read once, block by block, for all of its query heads, under a running maximum and sum; what
-// lies behind a sequence's end is never read. Sequences and key heads are independent: the thread count changes nothing.
+// A key head's tokens are read once, block by block, for all of its query heads, under a running maximum and sum. Entries
+// after a sequence's end are never read. Sequences and key heads are independent: the thread count changes nothing.
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -27,7 +27,7 @@ MARSRL_CLONES void widen_rows(const uint16_t* __restrict__ rows, int64_t stride,
   }
 }
 
-// One block of keys into the running sums of every query head: q, output [group, size], maximum and total [group].
+// Adds one block of keys to the running sums of every query head: q, output [group, size], maximum and total [group].
 MARSRL_CLONES void add_block(const float* __restrict__ q, const float* __restrict__ k, int64_t stride_k,
                              const float* __restrict__ v, int64_t stride_v, int64_t count, int64_t group, int64_t size,
                              float scale, float* __restrict__ maximum, float* __restrict__ total,

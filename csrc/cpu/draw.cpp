@@ -1,7 +1,7 @@
-// Draws one token a row of logits; rollout/engines/sampler.py defines it.
+// Draws one token per row of logits; rollout/engines/sampler.py defines the result.
 //
-// Two walks: the first adds up e^(x - maximum) block by block in double, the second looks for the drawn token within the
-// one block whose sums pass the point. Rows are independent: the thread count changes nothing.
+// The first pass adds up e^(x - maximum) block by block in double; the second looks for the drawn token within the block
+// whose cumulative sum passes the drawn point. Rows are independent: the thread count changes nothing.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -13,7 +13,7 @@
 
 namespace {
 
-// A NaN is passed over here and found in the sum.
+// Ignores NaN, which the sum detects.
 MARSRL_CLONES float row_maximum(const float* x, int64_t columns) {
   float maximum = -INFINITY;
 #pragma omp simd reduction(max : maximum)
@@ -35,7 +35,7 @@ MARSRL_CLONES void exponentials(const float* x, int64_t columns, float maximum, 
 
 int64_t end_of_block(int64_t block, int64_t columns) { return std::min((block + 1) * kBlock, columns); }
 
-// sums[b]: of all blocks up to and with b.
+// Fills sums[b] with the sum of all blocks up to and including b.
 void cumulative_sums(const float* x, int64_t columns, float maximum, double* sums) {
   double total = 0;
   for (int64_t block = 0; block < num_blocks(columns); block++) {
@@ -44,7 +44,7 @@ void cumulative_sums(const float* x, int64_t columns, float maximum, double* sum
   }
 }
 
-// The first token whose cumulative sum passes noise times the whole; one of probability 0 never is.
+// Returns the first token whose cumulative sum passes noise times the total; never a token of probability 0.
 int64_t token_at(const float* x, int64_t columns, float maximum, const double* sums, double noise) {
   const int64_t last = num_blocks(columns) - 1;
   const double point = std::min(noise * sums[last], std::nextafter(sums[last], 0.0));  // a product may round to the sum
@@ -53,7 +53,7 @@ int64_t token_at(const float* x, int64_t columns, float maximum, const double* s
   float e[kBlock];
   exponentials(x + begin, size, maximum, e);
   double total = block ? sums[block - 1] : 0;
-  int64_t token = begin;  // the last that can be drawn, where the block's terms add up to less in this order
+  int64_t token = begin;  // last token that can be drawn, if the block's terms add up to less in this order
   for (int64_t i = 0; i < size && !(total > point); i++) {
     total += e[i];
     if (e[i] > 0) token = begin + i;
@@ -63,8 +63,8 @@ int64_t token_at(const float* x, int64_t columns, float maximum, const double* s
 
 }  // namespace
 
-// x [rows, columns]; temperature [rows]: the most likely token is taken where it is not above 0; null: nowhere
-// noise [rows] in [0, 1); tokens, logprobs [rows] receive what was drawn and its log-prob in nats
+// Draws from x [rows, columns]. temperature [rows]: rows with 0 or less take the most likely token; null: all are drawn.
+// noise [rows] lies in [0, 1); tokens, logprobs [rows] receive the drawn token and its log-prob in nats.
 MARSRL_API void marsrl_draw_tokens(const float* x, const float* temperature, const double* noise, int64_t rows,
                                    int64_t columns, int64_t* tokens, float* logprobs, int num_threads) {
 #pragma omp parallel num_threads(usable_threads(rows, columns, num_threads))

@@ -9,10 +9,10 @@
 
 namespace {
 
-constexpr int64_t kBlock = 512;  // summed in float32, the blocks in double: the error does not grow with the width
+constexpr int64_t kBlock = 512;  // summed in float32, and blocks in double: the error does not grow with the width
 
-// Of the weight's gradient, summed in float32; these sums are added in double. Few enough that a sum is as exact as
-// PyTorch's, and by the number of rows alone: threads change nothing.
+// Number of rows whose part of the weight's gradient is summed in float32; these sums are added in double. The number is
+// small enough for a sum as exact as PyTorch's, and depends on the number of rows alone: threads change nothing.
 constexpr int64_t kRowsOfSum = 32;
 
 template <class T>
@@ -33,7 +33,7 @@ MARSRL_INLINE void forward_rows(const T* x, int64_t stride, const float* weight,
   }
 }
 
-// sums [width] float32 += grad x scale of these rows.
+// Adds grad x scale of these rows to sums [width] float32.
 template <class T>
 MARSRL_INLINE void backward_rows(const T* x, int64_t stride, const float* weight, const float* scales, const T* grad,
                                  int64_t rows, int64_t width, T* out, float* sums) {
@@ -79,8 +79,8 @@ MARSRL_CLONES void add(const float* sums, int64_t width, double* totals) {
 
 }  // namespace
 
-// out [rows, width] = x scale weight and scales [rows] = 1 / sqrt(mean of a row's squares + eps). x: rows `stride` numbers
-// apart, float32, or bfloat16 where is_bfloat16, as out; weight [width] float32.
+// Computes out [rows, width] = x scale weight and scales [rows] = 1 / sqrt(mean of a row's squares + eps). Rows of x are
+// `stride` numbers apart. x and out are float32, or bfloat16 if is_bfloat16; weight [width] is float32.
 MARSRL_API void marsrl_rms_norm(const void* x, int is_bfloat16, int64_t stride, const float* weight, int64_t rows,
                                 int64_t width, double eps, void* out, float* scales, int num_threads) {
 #pragma omp parallel for schedule(static) num_threads(num_threads)
@@ -95,7 +95,7 @@ MARSRL_API void marsrl_rms_norm(const void* x, int is_bfloat16, int64_t stride, 
   }
 }
 
-// out [rows, width] and of_weight [width] float32, from grad [rows, width] of the dtype of x, as out is.
+// Computes gradients out [rows, width] of x and of_weight [width] float32 from grad [rows, width]; grad and out have x's dtype.
 MARSRL_API void marsrl_rms_norm_gradients(const void* x, int is_bfloat16, int64_t stride, const float* weight,
                                           const float* scales, const void* grad, int64_t rows, int64_t width, void* out,
                                           float* of_weight, int num_threads) {

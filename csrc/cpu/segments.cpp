@@ -17,7 +17,7 @@ struct Set {
   double mean() const { return total / std::max(count, 1.0); }
   double std(bool is_unbiased) const { return std::sqrt(squares / std::max(is_unbiased ? count - 1 : count, 1.0)); }
   bool is_single() const { return count < 2; }
-  // By the ends, not by std == 0: the mean of eight times 0.1 is not 0.1 to the last bit.
+  // Compare the extremes rather than std with 0: the mean of eight times 0.1 is not exactly 0.1.
   bool is_flat() const { return !is_single() && lowest == highest; }
 };
 
@@ -93,9 +93,9 @@ void number_tokens(const Integer* cu_seqlens, int64_t num_sequences, int64_t* se
 
 }  // namespace
 
-// advantage [S] = (reward - mean of its mean set) / (std of its std set + eps); set ids lie in [0, S). Mean and std are of
-// `compared` [S], without its NaNs. A NaN reward is missing and gets 0; so does a flat set, and a set with one value
-// unless keeps_single (mean 0, std 1). All arrays are float32, or float64 where is_float64.
+// Computes advantage [S] = (reward - mean of its mean set) / (std of its std set + eps); set ids lie in [0, S). Mean and std
+// are over `compared` [S], without its NaNs. A NaN reward is missing and gets 0; so does a flat set, and a set with one value
+// unless keeps_single (mean 0, std 1). All arrays are float32, or float64 if is_float64.
 MARSRL_API void marsrl_group_advantage(const void* rewards, const void* compared, int is_float64,
                                        const int64_t* mean_set_of, const int64_t* std_set_of, int64_t num_samples,
                                        int is_unbiased, int keeps_single, double eps, void* advantage) {
@@ -107,7 +107,7 @@ MARSRL_API void marsrl_group_advantage(const void* rewards, const void* compared
                num_samples, is_unbiased, keeps_single, eps, static_cast<float*>(advantage));
 }
 
-// sequence_of [T]: the sequence of each token, where cu_seqlens rises from 0 to T.
+// Fills sequence_of [T] with the sequence of each token; cu_seqlens rises from 0 to T.
 MARSRL_API void marsrl_sequence_of(const void* cu_seqlens, int is_int64, int64_t num_sequences, int64_t* sequence_of) {
   if (is_int64)
     number_tokens(static_cast<const int64_t*>(cu_seqlens), num_sequences, sequence_of);
@@ -115,8 +115,8 @@ MARSRL_API void marsrl_sequence_of(const void* cu_seqlens, int is_int64, int64_t
     number_tokens(static_cast<const int32_t*>(cu_seqlens), num_sequences, sequence_of);
 }
 
-// sums [2, S] = the values of a sequence's tokens added up, and how many these are. values [T] is float32, or float64
-// where is_float64; it is not read where mask [T] is 0, null: all are read. cu_seqlens [S + 1]: int32, or int64.
+// Fills sums [2, S] with the sum of each sequence's values and the number of its tokens. values [T] is float32, or float64 if
+// is_float64, and not read where mask [T] is 0; a null mask reads all. cu_seqlens [S + 1] is int32 or int64.
 MARSRL_API void marsrl_sequence_sums(const void* values, int is_float64, const uint8_t* mask, const void* cu_seqlens,
                                      int is_int64, int64_t num_sequences, double* sums) {
   if (is_float64)

@@ -1,5 +1,4 @@
-// The walks over a row of logits, compiled once for each instruction set. The arithmetic of an element is in
-// softmax_terms.h.
+// Passes over a row of logits, compiled once for each instruction set. softmax_terms.h has the arithmetic of an element.
 #include "softmax_row.h"
 
 #include <algorithm>
@@ -14,14 +13,14 @@ inline int64_t end_of_block(int64_t begin, int64_t columns) {
   return begin + kBlock < columns ? begin + kBlock : columns;
 }
 
-// Asks for the block after this one, which the prefetcher of the hardware does not: it stops at the end of a page, and
-// the walk computes on a block for longer than it takes to read it.
+// Prefetches the block after this one. The hardware prefetcher stops at the end of a page, and a block takes longer to
+// compute than to read.
 inline void prefetch_block(const float* x, int64_t begin, int64_t columns) {
   constexpr int64_t kLine = 64 / sizeof(float);
   for (int64_t i = begin; i < end_of_block(begin, columns); i += kLine) __builtin_prefetch(x + i);
 }
 
-// The sums of a row as its blocks come by. Those taken relative to a smaller maximum shrink when a larger one is seen.
+// Running sums over the blocks of a row. They are rescaled when a block has a larger maximum.
 struct RunningSums {
   float maximum = -INFINITY;
   double sum = 0, weighted = 0;
@@ -36,7 +35,7 @@ struct RunningSums {
     maximum = value;
   }
 
-  // What the terms of a block are taken relative to. Where nothing but -inf was seen any number will do.
+  // Origin that the terms of a block are relative to; 0 while all logits are -inf.
   float origin() const { return maximum > -INFINITY ? maximum : 0.0f; }
 };
 
@@ -47,8 +46,8 @@ MARSRL_INLINE float block_maximum(const float* x, int64_t begin, int64_t end) {
   return maximum;
 }
 
-// One walk over a row of logits; keep(i, e) sees e^d of each element, relative to the origin of its block, which
-// see_origin(block, origin) is told before.
+// Passes once over a row of logits. keep(i, e) gets e^d of each element relative to the origin of its block, which
+// see_origin(block, origin) gets first.
 template <class SeeOrigin, class Keep>
 MARSRL_INLINE void walk_row(const float* x, int64_t columns, float inverse_temperature, Sums* out, SeeOrigin see_origin,
                             Keep keep) {

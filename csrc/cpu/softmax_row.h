@@ -1,4 +1,4 @@
-// What csrc/cpu does to one row of float32 logits, and what its loops over rows share.
+// Operations of csrc/cpu on one row of float32 logits, and parts that its loops over rows share.
 #pragma once
 #include <atomic>
 #include <cmath>
@@ -12,38 +12,38 @@ struct Sums {
   double weighted;  // of d e^d
 };
 
-// Elements whose terms are summed in float32, the partial sums in double: the error does not grow with the vocabulary.
-// Each block takes its terms relative to the largest logit so far, and stays in the L1 cache between its two walks: the
-// row itself is read once.
+// Number of elements whose terms are summed in float32; partial sums are double, so the error does not grow with the
+// vocabulary. A block's terms are relative to the largest logit so far. The block stays in the L1 cache between its two
+// passes: the row is read from memory once.
 constexpr int64_t kBlock = 512;
 
 inline int64_t num_blocks(int64_t columns) { return (columns + kBlock - 1) / kBlock; }
 
 void row_sums(const float* x, int64_t columns, float inverse_temperature, Sums* out);
 
-// The same, and x becomes e^((x - origin) / tau), 0 where that is smaller than any normal number.
+// Like row_sums, and replaces x by e^((x - origin) / tau), 0 where that is smaller than any normal number.
 // origins [num_blocks(columns)]: receives the origin of each block, the largest logit up to its end.
 void row_sums_in_place(float* x, int64_t columns, float inverse_temperature, Sums* out, float* origins);
 
-// The same sums of at most a few blocks, and e^((x - maximum) / tau) in bfloat16; relative to 0 where all of x is -inf.
+// Like row_sums for at most a few blocks, and writes e^((x - maximum) / tau) in bfloat16; relative to 0 if all of x is -inf.
 void row_sums_and_exponentials(const float* x, int64_t columns, float inverse_temperature, Sums* out,
                                uint16_t* exponentials);
 
-// The gradient from those: p = exponentials * e^log_scale. The caller puts that of the target.
+// Computes the gradient from these, with p = exponentials * e^log_scale. The caller writes the target's gradient.
 void gradient_of_exponentials(const uint16_t* exponentials, float* out, int64_t columns, double log_scale,
                               float inverse_temperature, float entropy, float c, float e);
 
-// The gradient of logits, which may lie where they are; the caller puts that of the target.
+// Computes the gradient of logits, in place if wanted. The caller writes the target's gradient.
 void row_gradient(const float* x, float* out, int64_t columns, float maximum, float inverse_temperature, float log_sum,
                   float entropy, float c, float e);
 void row_gradient_of_logprob(const float* x, float* out, int64_t columns, float maximum, float inverse_temperature,
                              float log_sum, float c);
 
-// out = scale * e^((x - maximum) / tau) from what row_sums_in_place left in x and origins.
+// Computes out = scale * e^((x - maximum) / tau) from the x and origins that row_sums_in_place wrote.
 void scaled_row(const float* x, const float* origins, float* out, int64_t columns, float maximum,
                 float inverse_temperature, double scale);
 
-// Where the statistics of whole rows go, packed arrays [T].
+// Packed arrays [T] that receive the statistics of whole rows.
 struct Statistics {
   float *logprobs, *entropy, *maximum, *log_sum;
 
@@ -57,7 +57,7 @@ struct Statistics {
   }
 };
 
-// The first token with a target that is no column, whichever thread sees it.
+// First token whose target is not a column, whichever thread sees it.
 class BadTarget {
  public:
   void saw(int64_t token) {
@@ -72,12 +72,12 @@ class BadTarget {
   std::atomic<int64_t> first_{kNone};
 };
 
-// Padding has no gradient.
+// Writes gradient 0 to padding.
 inline void zero_columns(float* row, int64_t begin, int64_t end) {
   if (end > begin) std::memset(row + begin, 0, (end - begin) * sizeof *row);
 }
 
-// Moves the rows of x [rows, stride] with a coefficient to the front and lists their tokens. Returns how many they are.
+// Moves the rows of x [rows, stride] with a coefficient to the front and lists their tokens. Returns their number.
 inline int64_t move_active_rows(float* x, int64_t stride, int64_t rows, const int64_t* tokens, int64_t first_token,
                                 const float* coefficient, const float* entropy_coefficient, int64_t* active) {
   int64_t kept = 0;
@@ -90,7 +90,7 @@ inline int64_t move_active_rows(float* x, int64_t stride, int64_t rows, const in
   return kept;
 }
 
-// Small vocabularies: a parallel region costs more than it saves below this many elements.
+// Below this many elements a parallel region costs more than it saves.
 constexpr int64_t kParallelElements = 1 << 15;
 
 inline int usable_threads(int64_t rows, int64_t columns, int num_threads) {

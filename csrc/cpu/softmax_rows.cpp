@@ -1,8 +1,8 @@
-// A float32 chunk of logits, row by row: softmax statistics, then the gradient in place.
+// Softmax statistics of a float32 chunk of logits, row by row, then the gradient in place.
 //
-// The arithmetic of an element is in softmax_terms.h.
-// A row of `stride` floats holds `columns` real logits; what lies between is vocabulary padding: never read, and its
-// gradient is written as 0. `targets` are local column indices. Rows are independent: the thread count changes nothing.
+// softmax_terms.h has the arithmetic of an element. A row of `stride` floats holds `columns` real logits; the rest is
+// vocabulary padding, which is never read and gets gradient 0. `targets` are local column indices. Rows are independent:
+// the thread count changes nothing.
 #include <cstdint>
 
 #include "abi.h"
@@ -12,8 +12,8 @@
 
 MARSRL_API int marsrl_abi_version() { return MARSRL_ABI_VERSION; }
 
-// Statistics of whole rows (no vocabulary parallelism).
-//   tokens [rows]: where a row's inputs and outputs lie in the packed arrays; null: row r is token first_token + r
+// Computes statistics of whole rows (no vocabulary parallelism).
+//   tokens [rows]: index of each row in the packed arrays; null: row r is token first_token + r
 //   targets, logprobs, entropy, maximum, log_sum [T] are packed arrays; inverse_temperature [T], null: `temperature`
 // Returns -1, or the first token whose target is outside [0, columns).
 MARSRL_API int64_t marsrl_row_logprobs(const float* x, int64_t stride, int64_t rows, int64_t columns,
@@ -40,10 +40,10 @@ MARSRL_API int64_t marsrl_row_logprobs(const float* x, int64_t stride, int64_t r
   return bad.token_or_minus_1();
 }
 
-// The part of some columns of the vocabulary, a shard or a tile: partials [4, rows] double = maximum, sum, weighted sum,
+// Computes the part of some vocabulary columns, a shard or a tile: partials [4, rows] double = maximum, sum, weighted sum,
 // target logit.
-// local_targets [rows]: outside [0, columns) = another part owns it, and its logit is 0 here.
-// exponentials [rows, exponentials_stride] bfloat16: receives e^d, 0 in padding; null: not wanted.
+//   local_targets [rows]: outside [0, columns) = another part owns the target, and its logit is 0 here
+//   exponentials [rows, exponentials_stride] bfloat16: receives e^d, 0 in padding; null: not wanted
 MARSRL_API void marsrl_row_partials(const float* x, int64_t stride, int64_t rows, int64_t columns,
                                     const int64_t* local_targets, const float* inverse_temperature, double* partials,
                                     uint16_t* exponentials, int64_t exponentials_stride, int num_threads) {
@@ -66,11 +66,11 @@ MARSRL_API void marsrl_row_partials(const float* x, int64_t stride, int64_t rows
   }
 }
 
-// Gradients of a tile from what marsrl_row_partials left in `exponentials`, which it does not change.
-//   kept [rows]: which rows of exponentials and maxima; tokens [rows]: theirs in the packed arrays
-//   maxima: of the tile's rows, the first line of partials
-//   first_column: of the tile, in the whole vocabulary, as the targets are
-//   out [rows, stride]; its columns from `columns` on are padding and become 0. Other arguments as below.
+// Computes gradients of a tile from the `exponentials` that marsrl_row_partials wrote; these stay unchanged.
+//   kept [rows]: indices into rows of exponentials and maxima; tokens [rows]: their indices in the packed arrays
+//   maxima: first line of the tile's partials
+//   first_column: the tile's offset in the whole vocabulary, to which targets refer
+//   out [rows, stride]: columns from `columns` on are padding and become 0. Other arguments are as below.
 MARSRL_API void marsrl_exponential_gradients(const uint16_t* exponentials, int64_t exponentials_stride,
                                              const double* maxima, const int64_t* kept, const int64_t* tokens,
                                              int64_t rows, int64_t columns, const int64_t* targets,
@@ -97,9 +97,9 @@ MARSRL_API void marsrl_exponential_gradients(const uint16_t* exponentials, int64
 
 // Turns the logits of the rows with a coefficient into their gradients, side by side.
 //   coefficient (c) and entropy_coefficient (e, null: 0), logprobs, entropy, maximum, log_sum [T]: packed arrays
-//   first_column: of this shard; targets are global
+//   first_column: this shard's offset; targets are global
 //   active [rows]: receives the token of each row kept, in order
-// Returns how many rows were kept; rows of x may hold rubbish afterwards.
+// Returns the number of rows kept; the contents of rows of x are undefined afterwards.
 MARSRL_API int64_t marsrl_row_gradients(float* x, int64_t stride, int64_t rows, int64_t columns, const int64_t* tokens,
                                         int64_t first_token, const int64_t* targets, int64_t first_column,
                                         const float* inverse_temperature, float inverse_temperature_of_all,
@@ -108,7 +108,7 @@ MARSRL_API int64_t marsrl_row_gradients(float* x, int64_t stride, int64_t rows, 
                                         const float* entropy_coefficient, int64_t* active,
                                         int num_threads) {
   const int threads = usable_threads(rows, columns, num_threads);
-  int64_t kept = 0;  // of one thread, which writes a gradient to its place at once; several move the rows afterwards
+  int64_t kept = 0;  // rows of a single thread, which writes gradients in place; several threads move rows afterwards
 #pragma omp parallel for schedule(static) num_threads(threads)
   for (int64_t r = 0; r < rows; r++) {
     const int64_t token = tokens ? tokens[r] : first_token + r;

@@ -1,4 +1,4 @@
-// SwiGLU of rows that hold a gate and an up projection side by side, forward and backward in one walk each.
+// SwiGLU of rows that hold a gate and an up projection side by side, forward and backward in one pass each.
 #include <cstdint>
 #include <cstring>
 
@@ -8,7 +8,7 @@
 
 namespace {
 
-// 1 / (1 + e^-x); NaN at NaN. Below -88 it is 6e-39, where e^-x would pass the largest float32.
+// Returns 1 / (1 + e^-x); NaN at NaN. Below -88, where e^-x would pass the largest float32, the result is 6e-39.
 MARSRL_INLINE float sigmoid(float x) { return 1.0f / (1.0f + vector_exp(x < -kLargestExponent ? kLargestExponent : -x)); }
 
 template <class T>
@@ -24,7 +24,7 @@ MARSRL_INLINE void forward_row(const T* gate, int64_t width, float weight, T* ou
 template <class T>
 MARSRL_INLINE float backward_row(const T* gate, int64_t width, float weight, const T* grad, T* out) {
   const T* up = gate + width;
-  constexpr int64_t kBlock = 512;  // summed in float32, the blocks in double: the error does not grow with the width
+  constexpr int64_t kBlock = 512;  // summed in float32, and blocks in double: the error does not grow with the width
   double of_weight = 0;
   for (int64_t begin = 0; begin < width; begin += kBlock) {
     const int64_t end = begin + kBlock < width ? begin + kBlock : width;
@@ -58,7 +58,7 @@ MARSRL_CLONES float backward_bfloat16(const uint16_t* gate, int64_t width, float
 
 }  // namespace
 
-// out [rows, width] = silu(gate) up weight, of products [rows, 2 width], the gate first: float32, or bfloat16 where
+// Computes out [rows, width] = silu(gate) up weight of products [rows, 2 width], the gate first. Both are float32, or bfloat16 if
 // is_bfloat16. weights [rows] float32; null: 1.
 MARSRL_API void marsrl_swiglu(const void* products, int is_bfloat16, const float* weights, int64_t rows, int64_t width,
                               void* out, int num_threads) {
@@ -74,7 +74,7 @@ MARSRL_API void marsrl_swiglu(const void* products, int is_bfloat16, const float
   }
 }
 
-// out [rows, 2 width] from grad [rows, width], both of the products' dtype; grad_weights [rows] float32, null: not wanted.
+// Computes out [rows, 2 width] from grad [rows, width], both in the products' dtype; grad_weights [rows] float32, null: not wanted.
 MARSRL_API void marsrl_swiglu_gradients(const void* products, int is_bfloat16, const float* weights, const void* grad,
                                         int64_t rows, int64_t width, void* out, float* grad_weights, int num_threads) {
 #pragma omp parallel for schedule(static) num_threads(num_threads)

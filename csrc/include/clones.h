@@ -1,10 +1,10 @@
-// How functions of csrc/ are declared: one clone of each hot function per instruction set.
+// Declarations of hot functions in csrc/: one clone per instruction set.
 #pragma once
 
 #if defined(MARSRL_CLONES)  // one set for all, by the compiler's flags: tests/README.md
 #elif defined(__x86_64__) && defined(__GNUC__)
-// AVX-512, AVX2 + FMA, baseline; the loader picks once, by cpuid: no variable of the environment changes that. Keep a cloned function free of OpenMP parallel regions:
-// the outlined loop body would be compiled for the baseline only.
+// Clones for AVX-512, AVX2 + FMA and the baseline; the loader picks one by cpuid, whatever the environment says. Keep OpenMP
+// parallel regions out of a cloned function: the outlined loop body would be compiled for the baseline only.
 #define MARSRL_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
 #define MARSRL_CLONES

@@ -1,4 +1,4 @@
-// One token of the policy objective: what it adds to the loss, and dL/dlogp, dL/dH. Mirrors kernels/head/objective.py.
+// Policy objective of one token: its term of the loss, dL/dlogp and dL/dH. Mirrors kernels/head/objective.py.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -23,10 +23,10 @@ struct Objective {
 // Packed arrays, one element a token; null: not given.
 struct Tokens {
   const float* advantage;
-  const float* log_ratio;  // of the token's sequence; null: of the token, by `old_logprobs`, and 0 where that is null too
-  const float* log_drift;  // of the token's sequence; null: of the token, by `rollout_logprobs`
+  const float* log_ratio;  // of the token's sequence; null: the token's own, by `old_logprobs`, or 0 if that is null too
+  const float* log_drift;  // of the token's sequence; null: the token's own, by `rollout_logprobs`
   const float* old_logprobs;
-  const float* rollout_logprobs;  // null with a KL term: `old_logprobs` decoded, or the policy itself
+  const float* rollout_logprobs;  // null with a KL term: the policy of `old_logprobs`, or else this policy, drew the tokens
   const float* reference_logprobs;
   const uint8_t* gate;     // of the token's sample
   const uint8_t* dropped;  // the token loses every term
@@ -41,15 +41,15 @@ struct Tokens {
 
 constexpr int kNumSums = 7;
 
-// What the objective reads of one token; 0 where it is not given.
+// Inputs of the objective for one token; 0 if not given.
 struct TokenInputs {
   float logprob, entropy, advantage;
-  float log_ratio;       // of the policy to that before the update, or of their sequences
-  float log_drift;       // of the policy before the update to the one that decoded; 0 without a correction
-  float log_reference;   // of the policy to the reference; 0 without a KL term
-  float log_importance;  // of the policy to the one that decoded; 0 without a KL term
+  float log_ratio;       // policy to old policy, of the token or its sequence
+  float log_drift;       // old policy to rollout policy; 0 without a correction
+  float log_reference;   // policy to reference policy; 0 without a KL term
+  float log_importance;  // policy to rollout policy; 0 without a KL term
   float gated, dropped;  // 0 or 1
-  float weight;          // 1 where it is not given
+  float weight;          // 1 if not given
 };
 
 MARSRL_INLINE TokenInputs token_inputs(const Objective& objective, const Tokens& tokens, int64_t t) {
@@ -86,7 +86,7 @@ MARSRL_INLINE float clamped_log_ratio(float x) {
   return x > kLogRatioBound ? kLogRatioBound : x < -kLogRatioBound ? -kLogRatioBound : x;
 }
 
-// yes where the option is on, bit by bit: GCC 12 vectorises no select whose condition is the same for a whole loop.
+// Returns yes if the option is on, by bit operations: GCC 12 does not vectorise a select with a loop-invariant condition.
 MARSRL_INLINE float pick(bool option, float yes, float no) {
   uint32_t y, n;
   std::memcpy(&y, &yes, sizeof y);
@@ -97,8 +97,8 @@ MARSRL_INLINE float pick(bool option, float yes, float no) {
   return picked;
 }
 
-// No branch on what differs from token to token, and every condition selects a float: so a loop over tokens vectorises.
-// What a masked token holds is replaced before it is computed with: NaN times 0 would be NaN.
+// Nothing branches on values that differ from token to token, and every condition selects a float, so that a loop over tokens
+// vectorises. Values of masked tokens are replaced before any arithmetic: NaN times 0 would be NaN.
 MARSRL_INLINE Term policy_term(const Objective& objective, const TokenInputs& token) {
   const bool is_clip = objective.kind == kClip, has_k1 = objective.kl == kK1, has_k2 = objective.kl == kK2;
   const bool has_k3 = objective.kl == kK3, has_bonus = objective.entropy_coef != 0.0f;
@@ -107,7 +107,7 @@ MARSRL_INLINE Term policy_term(const Objective& objective, const TokenInputs& to
   const float importance_size = std::fabs(token.log_importance);
   const float x = token.log_reference, k3_size = pick(has_k3, std::fabs(x), 0.0f);
 
-  // A drift or log-prob that is not finite masks nothing: whoever reads it makes the loss NaN, below.
+  // A drift or log-prob that is not finite masks nothing, and makes the loss NaN below.
   const float drift = vector_exp(clamped_log_ratio(token.log_drift));
   const float out_of_band = drift < objective.correction_low ? 1.0f : drift > objective.correction_high ? 1.0f : 0.0f;
   const float far = drift_size < INFINITY ? pick(objective.correction == kIcepop, out_of_band, 0.0f) : 0.0f;
@@ -122,14 +122,14 @@ MARSRL_INLINE Term policy_term(const Objective& objective, const TokenInputs& to
   const float truncated = drift > objective.correction_high ? objective.correction_high : drift;
   const float weight = kept(pick(is_tis, truncated, 1.0f));
 
-  // k3 = e^-x + x - 1 through expm1: no cancellation near 0. The slope of all three, importance times x, is that of the
-  // divergence by the score function.
+  // k3 = e^-x + x - 1 is computed by expm1: no cancellation near 0. k1, k2 and k3 share the slope importance times x, the
+  // score-function gradient of the divergence.
   const float of_k3 = clamped_log_ratio(x), m = vector_expm1(-of_k3);
   const float raw = vector_exp(clamped_log_ratio(token.log_importance));
   const float importance = pick(is_tis, raw > objective.correction_high ? objective.correction_high : raw, raw);
   const float kl = importance * pick(has_k1, x, pick(has_k2, 0.5f * x * x, pick(has_k3, m + of_k3, 0.0f)));
 
-  // Where the ratio ends to count. CISPO bounds it on both sides, the clipped surrogate on the one that is gained from.
+  // Clip the ratio: CISPO on both sides, the clipped surrogate only on the side that improves it.
   const float ratio = vector_exp(clamped_log_ratio(kept(token.log_ratio)));
   const float low = 1.0f - objective.clip_low, high = 1.0f + objective.clip_high;
   const float dual = pick(objective.dual_clip > 0.0f, objective.dual_clip, INFINITY);
@@ -139,7 +139,7 @@ MARSRL_INLINE Term policy_term(const Objective& objective, const TokenInputs& to
   const float clipped = ratio > upper ? 1.0f : ratio < lower ? 1.0f : 0.0f;
   const float of_cispo = used * advantage;
   const float of_clip = clipped > 0.0f ? 0.0f : ratio_size > kLogRatioBound ? 0.0f : of_cispo;
-  const float slope = pick(is_clip, of_clip, of_cispo);  // of the surrogate to logp
+  const float slope = pick(is_clip, of_clip, of_cispo);  // d surrogate / d logp
   const double surrogate =
       static_cast<double>(pick(is_clip, used, of_cispo)) * pick(is_clip, advantage, logprob);
 

@@ -1,5 +1,4 @@
-// One element of a row of logits: what it adds to the softmax statistics, and its gradient. The arithmetic
-// that all walks over a row share.
+// Arithmetic of one logit that all passes over a row share: its terms of the softmax statistics, and its gradient.
 //
 //   d = (x - maximum) / tau,   p = e^d / sum,   log p_y and H = log sum - (sum of d e^d) / sum
 //   dz_v = [c (1[v = y] - p_v) - e p_v (log p_v + H)] / tau,   c = dL/dlog p_y,  e = dL/dH
@@ -11,28 +10,28 @@
 // Adds e^d to sum and d e^d to weighted. x = -inf adds nothing, NaN makes both NaN. Returns e^d, 0 where it is
 // below the smallest normal float32.
 MARSRL_INLINE float add_softmax_term(float x, float maximum, float inverse_temperature, float& sum, float& weighted) {
-  const float d = (x - maximum) * inverse_temperature;  // centred first: exactly 0 at the maximum
+  const float d = (x - maximum) * inverse_temperature;  // subtracting first gives exactly 0 at the maximum
   const float e = vector_exp(d);
   sum += e;
   weighted += (d < kSmallestExponent ? 0.0f : d) * e;  // 0 times -inf would be NaN
   return e;
 }
 
-// dz of a column that is not the target; log_sum = log of the sum of e^d.
+// Returns dz of a column that is not the target; log_sum = log of the sum of e^d.
 MARSRL_INLINE float softmax_gradient(float x, float maximum, float inverse_temperature, float log_sum, float entropy,
                                      float c, float e) {
   float logp = (x - maximum) * inverse_temperature - log_sum;
-  logp = logp < -1e4f ? -1e4f : logp;  // p is 0 there, and 0 times -inf would be NaN
+  logp = logp < -1e4f ? -1e4f : logp;  // where p = 0, 0 times -inf would be NaN
   return -vector_exp(logp) * (c + e * (logp + entropy)) * inverse_temperature;
 }
 
-// The same for e = 0, where scale = -c / tau: most objectives have no entropy bonus.
+// Like the above for e = 0, with scale = -c / tau: most objectives have no entropy bonus.
 MARSRL_INLINE float softmax_gradient_of_logprob(float x, float maximum, float inverse_temperature, float log_sum,
                                                 float scale) {
   return scale * vector_exp((x - maximum) * inverse_temperature - log_sum);
 }
 
-// dz of the target. 1 - p through expm1: p is close to 1 in a trained model, where 1 - p would round to 0.
+// Returns dz of the target. 1 - p is computed by expm1: in a trained model p is close to 1, and 1 - p would round to 0.
 MARSRL_INLINE float softmax_target_gradient(float logp, float entropy, float c, float e, float inverse_temperature) {
   const float bounded = logp < -1e4f ? -1e4f : logp;  // as above
   return (-c * std::expm1(logp) - e * std::exp(logp) * (bounded + entropy)) * inverse_temperature;

@@ -1,4 +1,4 @@
-// exp(x) and log(x) as polynomials that the compiler can vectorise.
+// Polynomials for exp(x) and log(x) that the compiler can vectorise.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -14,9 +14,9 @@ struct ExpParts {
 };
 
 // x = n ln 2 + r with |r| <= ln(2) / 2; exp(r) by the polynomial of degree 6 that is exactly 1 at 0 with the smallest
-// relative error (2e-9). Few operations: the walks over a row of logits are bound by them.
+// relative error (2e-9). The number of operations is small, as it bounds the speed of passes over a row of logits.
 MARSRL_INLINE ExpParts exp_parts(float x) {
-  const float kShift = 12582912.0f;  // 1.5 x 2^23: adding it rounds to an integer, which stands in the lowest bits
+  const float kShift = 12582912.0f;  // 1.5 x 2^23: adding it rounds to an integer in the lowest bits
   const float shifted = x * 1.44269504088896341f + kShift;
   const float n = shifted - kShift;
   float r = x - n * 0.693359375f;  // ln 2 in two parts: the first has trailing zeros, so that n times it is exact
@@ -47,8 +47,8 @@ MARSRL_INLINE float vector_expm1(float x) {
   return x < kSmallestExponent ? -1.0f : e.slope * e.r * e.scale + (e.scale - 1.0f);
 }
 
-// log(x) for positive normal x, error below 2e-6 where x lies around 1 and below 1e-5 elsewhere: for numbers that were
-// rounded to bfloat16, whose own error is 4e-3. Finite, below -87, at 0; NaN at NaN.
+// log(x) for positive normal x, with error below 2e-6 near 1 and below 1e-5 elsewhere. The inputs are rounded to bfloat16, which
+// alone is an error of 4e-3. At 0 the result is finite and below -87; NaN at NaN.
 // x = 2^n (1 + r) with 1 + r in [sqrt(1/2), sqrt(2)); log(1 + r) = r times a polynomial, fitted for the absolute error.
 MARSRL_INLINE float vector_log(float x) {
   uint32_t bits;
