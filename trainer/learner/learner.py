@@ -23,8 +23,8 @@ Policies that are adapters of one base share micro-batches; each gets the same u
         updates = scatter(joined(...), group.shard(max_tokens))
         stats = group.train_step(updates)              # {policy: StepStats}
 
-The old policy of all updates is the one before the first, so ratio and clipping have an effect from the second on. One learning
-rate and one policy version per step.
+The old policy of all updates is the policy before the first one, so ratio and clipping have an effect from the second update
+on. A step has one learning rate and one policy version.
 
 No random numbers are drawn after construction (no dropout), so a checkpoint holds only weights, optimizer and step.
 """
@@ -105,12 +105,14 @@ class Learner:
         from marsrl.trainer.learner.megatron.passes import Model, Passes
 
         probability = None if mpt.scope == "off" else mpt.probability
-        self._objectives = tuple(dataclasses.replace(each, mpt_probability=probability) for each in objectives)
+        self._objectives = tuple(
+            dataclasses.replace(objective, mpt_probability=probability) for objective in objectives
+        )
         self._optimizer_config, self._total_steps, self._model_dir = policy.optimizer, total_steps, Path(model_dir)
-        self._shape, self.base = shape, base  # base: frozen base of an adapter.
+        self._shape, self.base = shape, base  # `base` is the frozen base of an adapter.
         self.adapter: Adapter | None = None
         self.vocab_size = shape.vocab_size  # Without padding.
-        self.align = layout.tensor  # Packed lengths in tokens are multiples of it.
+        self.align = layout.tensor  # Packed lengths in tokens are multiples of this.
         reference: Model | None = None
         if policy.adapter is None:
             trained = self._start_whole(policy, layout)
@@ -299,7 +301,8 @@ class Learner:
 class Together:
     """Policies that share micro-batches, by name.
 
-    agents: each policy's agents, as indices into the run's; None: all. adapters: index of each agent's policy; (): a single one.
+    agents: each policy's agents, as indices into the run's agents; None: all. adapters: index of each agent's policy; (): a
+    single policy.
     """
 
     learners: Mapping[str, Learner]
@@ -310,7 +313,7 @@ class Together:
     def shard(self, max_tokens: int) -> BatchShard:
         """Return this rank's share of the policies' batch, as Learner.shard."""
         first, *others = self.learners.values()
-        is_apart = bool(others) and any(each.has_experts for each in (first, *others))
+        is_apart = bool(others) and any(learner.has_experts for learner in (first, *others))
         return dataclasses.replace(first.shard(max_tokens), adapters=self.adapters, is_apart=is_apart)
 
     def train_step(
@@ -323,23 +326,26 @@ class Together:
     ) -> dict[str, StepStats]:
         """Run Learner.train_step for each policy. Collective.
 
-        Each has its own norm, clipping, learning rate and optimizer. An update without tokens of a policy leaves it unchanged.
+        Each policy has its own norm, clipping, learning rate and optimizer. An update without tokens of a policy leaves that
+        policy unchanged.
         """
         learners = list(self.learners.values())
-        scheduled = [each.next_lr() for each in learners]
+        scheduled = [learner.next_lr() for learner in learners]
         rates = scheduled if lr is None else [lr] * len(learners)
         works = [self.passes.prepare(update, is_first=i == 0) for i, update in enumerate(updates)]
         stats: list[list[StepStats]] = [[] for _ in learners]
         for work in works:
             if not work.micro_batches:
-                for found, rate in zip(stats, rates, strict=True):
-                    found.append(empty_update(work.num_agents, rate))
+                for updates_of, rate in zip(stats, rates, strict=True):
+                    updates_of.append(empty_update(work.num_agents, rate))
                 continue
             norms = self._agent_grad_norms(work) if by_agent else [()] * len(learners)
             for learner in learners:
                 learner.optimizer.zero_grad()
             results, replay, load = self.passes.forward_backward(work)
-            for found, learner, agents, rate, of_agents in zip(stats, learners, self.agents, rates, norms, strict=True):
+            for updates_of, learner, agents, rate, of_agents in zip(
+                stats, learners, self.agents, rates, norms, strict=True
+            ):
                 grad_norm = learner.optimizer.grad_norm()
                 update = update_stats(
                     work,
@@ -354,18 +360,19 @@ class Together:
                 )
                 if update.is_updated:
                     learner.optimizer.apply(grad_norm, rate)
-                found.append(update)
-        return {name: summed(each) for name, each in zip(self.learners, stats, strict=True)}
+                updates_of.append(update)
+        return {name: summed(updates_of) for name, updates_of in zip(self.learners, stats, strict=True)}
 
     def _agent_grad_norms(self, work: Work) -> list[tuple[float | None, ...]]:
-        """Return each policy's gradient norms by agent, over all ranks, from a forward and backward pass per agent; None for one
-        without a trained token, or of another policy.
+        """Return each policy's gradient norms by agent, over all ranks, from a forward and backward pass per agent.
+
+        The norm is None for an agent without a trained token, or of another policy.
 
         The gradient buffers then hold the last agent's gradients.
         """
         counts = torch.zeros(work.num_agents, dtype=torch.int64, device=training_device())
-        for each in work.micro_batches:
-            batch = each.cut.batch
+        for micro_batch in work.micro_batches:
+            batch = micro_batch.cut.batch
             counts += batch.of_tokens(batch.agent_of)[batch.trained_rows].bincount(minlength=work.num_agents)
         dist.all_reduce(counts)
         norms: list[list[float | None]] = [[None] * work.num_agents for _ in self.learners]
@@ -373,23 +380,23 @@ class Together:
             for learner in self.learners.values():
                 learner.optimizer.zero_grad()
             self.passes.forward_backward(work, agent)
-            for learner, agents, found in zip(self.learners.values(), self.agents, norms, strict=True):
+            for learner, agents, agent_norms in zip(self.learners.values(), self.agents, norms, strict=True):
                 if agents is None or agent in agents:
-                    found[agent] = learner.optimizer.grad_norm()
-        return [tuple(found) for found in norms]
+                    agent_norms[agent] = learner.optimizer.grad_norm()
+        return [tuple(agent_norms) for agent_norms in norms]
 
 
 def groups(learners: Mapping[str, Learner], policy_of: Sequence[str]) -> list[Together]:
     """Group the policies that train together, in order. policy_of: the policy of each agent of the run."""
-    found: list[dict[str, Learner]] = []
+    by_base: list[dict[str, Learner]] = []
     for name, learner in learners.items():
-        of = (group for group in found if next(iter(group.values())).passes.can_join(learner.passes))
-        group = next(of, None)
+        joinable = (group for group in by_base if next(iter(group.values())).passes.can_join(learner.passes))
+        group = next(joinable, None)
         if group is None:
-            found.append({name: learner})
+            by_base.append({name: learner})
         else:
             group[name] = learner
-    return [_together(group, policy_of) for group in found]
+    return [_together(group, policy_of) for group in by_base]
 
 
 def _together(group: dict[str, Learner], policy_of: Sequence[str]) -> Together:
@@ -398,4 +405,4 @@ def _together(group: dict[str, Learner], policy_of: Sequence[str]) -> Together:
         return Together(group, (None,), first.passes)
     agents = tuple(frozenset(i for i, policy in enumerate(policy_of) if policy == name) for name in names)
     places = tuple(names.index(policy) if policy in names else 0 for policy in policy_of)
-    return Together(group, agents, first.passes.joined([each.passes for each in others], places), places)
+    return Together(group, agents, first.passes.joined([learner.passes for learner in others], places), places)

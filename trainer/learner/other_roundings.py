@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Modules that compute keys or values; those with one or two matrices that engines round: names of Megatron and transformers.
+# Names, in Megatron and transformers, of modules that compute keys or values, and of modules with one or two matrices that
+# engines round.
 _KEYS = ("linear_qkv", "k_proj", "v_proj")
 _MATRIX = (*_KEYS, "q_proj", "linear_proj", "o_proj", "linear_fc1", "linear_fc2", "gate_proj", "up_proj", "down_proj")
 _EXPERTS = "experts"
@@ -36,10 +37,10 @@ class Precision:
         A sum of products has the relative error of each product if errors are independent. With rounded matrices, each
         product has the errors of the matrix and of its input, which GPU kernels round too.
         """
-        found = [self.cache if self.cache is not None and module.endswith(_KEYS) else self.results]
+        dtypes = [self.cache if self.cache is not None and module.endswith(_KEYS) else self.results]
         if self.weights is not None:
-            found += [self.weights] * (2 * module.endswith(_MATRIX) + 4 * module.endswith(_EXPERTS))
-        return tuple(found)
+            dtypes += [self.weights] * (2 * module.endswith(_MATRIX) + 4 * module.endswith(_EXPERTS))
+        return tuple(dtypes)
 
 
 @contextmanager
@@ -50,8 +51,8 @@ def other_roundings(model: nn.Module, precision: Precision) -> Iterator[None]:
     a coarser dtype, its roundoff applies. The errors are the same in every call.
     """
     hooks = [
-        module.register_forward_hook(_rounding(dtype, place + number * 100_003))
-        for place, (name, module) in enumerate(model.named_modules())
+        module.register_forward_hook(_rounding(dtype, index + number * 100_003))
+        for index, (name, module) in enumerate(model.named_modules())
         if any(True for _ in module.parameters())
         for number, dtype in enumerate(precision.of(name))
     ]
@@ -85,7 +86,7 @@ def _rounding(dtype: torch.dtype, seed: int) -> Callable[[nn.Module, Any, Any], 
 
 
 def _random_int16(shape: Sequence[int], generator: torch.Generator) -> Tensor:
-    """Uniform over all int16. Four come from one draw of 64 bits: on a CPU drawing takes most of the time."""
+    """Draw uniformly over all int16, four from one draw of 64 bits: on a CPU drawing takes most of the time."""
     num = math.prod(shape)
     draws = torch.empty(-(-num // 4), dtype=torch.int64, device=generator.device)
     return draws.random_(-(2**63), None, generator=generator).view(torch.int16)[:num].view(tuple(shape))

@@ -18,7 +18,7 @@ from marsrl.trainer.data.packing import PackedBatch
 from marsrl.trainer.learner.trained_tokens import CLIPPED, GATED, MASKED, TrainedTokens
 from marsrl.trainer.machine import training_device
 
-if TYPE_CHECKING:  # megatron is imported when a Learner is built: after the CPU shim is installed
+if TYPE_CHECKING:  # megatron is imported when a Learner is built, after the CPU shim is installed.
     from marsrl.trainer.learner.megatron.balance import ExpertLoad
     from marsrl.trainer.learner.megatron.context import ContextCut
     from marsrl.trainer.learner.megatron.head import HeadResult
@@ -35,7 +35,7 @@ class StepStats:
     loss: the minimised value (divided by the normaliser). grad_norm: before clipping.
     is_skipped: loss or gradient was not finite on some rank, so no rank updated.
     is_empty: no trained token on any rank; nothing was computed.
-    agent_sums: {metric: one number an agent}: loss, clipped_tokens, masked_tokens (DMMPT, correction), clamped_tokens,
+    agent_sums: {metric: one number per agent}: loss, clipped_tokens, masked_tokens (DMMPT, correction), clamped_tokens,
         entropy and kl (sums in nats), tokens, nll (-sum log p), weighted_nll (the same times token weights; supervised training).
     prob_diff_mean, prob_diff_max: |p_trainer - p_rollout| over trained tokens; k3: mean of r - 1 - log r with
         r = p_trainer / p_rollout (an estimate of KL(rollout || trainer), nats). NaN where rollout log-probs are unknown.
@@ -71,8 +71,8 @@ class StepStats:
 
 def empty_update(num_agents: int, lr: float) -> StepStats:
     """Return the statistics of an update without a trained token on any rank."""
-    nothing = dict.fromkeys(_SUMS, (0.0,) * num_agents)
-    return StepStats(0.0, 0.0, lr, False, True, nothing, 0, math.nan, math.nan, math.nan)
+    zeros = dict.fromkeys(_SUMS, (0.0,) * num_agents)
+    return StepStats(0.0, 0.0, lr, False, True, zeros, 0, math.nan, math.nan, math.nan)
 
 
 def update_stats(
@@ -89,22 +89,22 @@ def update_stats(
 ) -> StepStats:
     """Compute the statistics of an update after its backward pass. Collective; the host waits for the device here.
 
-    results: results of this rank's micro-batches; empty before the last stage. keep: uids of samples to return tokens of. agents:
-    those of one policy, if several share the micro-batches; the loss is then over its agents.
+    results: results of this rank's micro-batches; empty before the last stage. keep: uids of samples whose tokens to return.
+    agents: agents of one policy, if several policies share the micro-batches; the loss is then over these agents.
     """
     from megatron.core import parallel_state
 
     device, width = training_device(), work.num_agents
     totals = torch.zeros(5 + len(_SUMS) * width, dtype=torch.float64, device=device)
     largest = torch.zeros((), dtype=torch.float64, device=device)
-    # Tensor-parallel ranks see the same micro-batches: one of them counts. Context-parallel ranks hold parts of a sample.
+    # Tensor-parallel ranks see the same micro-batches, so one of them counts. Context-parallel ranks hold parts of a sample.
     counts = parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
     counts_samples = counts and parallel_state.get_context_parallel_rank() == 0
     pairs = list(zip(work.micro_batches, results, strict=bool(results)))
-    for each, result in pairs if counts else ():
-        first, biggest = _mismatch(each.cut.batch, result, counts_samples=counts_samples, agents=agents)
+    for micro_batch, result in pairs if counts else ():
+        first, biggest = _mismatch(micro_batch.cut.batch, result, counts_samples=counts_samples, agents=agents)
         of_agents = [result.policy.agent_sums[name].double() for name in METRICS]
-        totals += torch.cat([first, *of_agents, *_nll(each.cut.batch, result.policy.logprobs, width)])
+        totals += torch.cat([first, *of_agents, *_nll(micro_batch.cut.batch, result.policy.logprobs, width)])
         largest = torch.maximum(largest, biggest)
     dist.all_reduce(totals)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
@@ -117,13 +117,18 @@ def update_stats(
     raise_bad_values()  # The values are already on the host.
     is_finite = math.isfinite(grad_norm) and math.isfinite(loss)
     if agents is not None:
-        given = (each.cut.given for each in work.micro_batches)
-        keep &= {uid for of in given for uid, agent in zip(of.uids, of.agents) if agent in agents}
+        whole_batches = (micro_batch.cut.given for micro_batch in work.micro_batches)
+        keep &= {
+            uid
+            for whole_batch in whole_batches
+            for uid, agent in zip(whole_batch.uids, whole_batch.agents)
+            if agent in agents
+        }
     tokens: list[TrainedTokens] = []
-    for each, result in pairs:
-        if not keep.isdisjoint(each.cut.given.uids):
-            found = _tokens(each.cut, result, keep)
-            tokens += found if counts_samples else []
+    for micro_batch, result in pairs:
+        if not keep.isdisjoint(micro_batch.cut.given.uids):
+            sample_tokens = _tokens(micro_batch.cut, result, keep)
+            tokens += sample_tokens if counts_samples else []
     return StepStats(
         loss=loss,
         grad_norm=grad_norm,
@@ -146,9 +151,9 @@ def update_stats(
 def _mismatch(
     batch: PackedBatch, result: HeadResult, *, counts_samples: bool, agents: frozenset[int] | None
 ) -> tuple[Tensor, Tensor]:
-    """[loss, gated samples, compared tokens, sum |dp|, sum k3] float64, and the largest |dp|; all but the loss for these agents.
+    """Return [loss, gated samples, compared tokens, sum |dp|, sum k3] float64, and the largest |dp|.
 
-    counts_samples: True on one of the ranks that share a sample.
+    All but the loss are for these agents. counts_samples: True on one of the ranks that share a sample.
     """
     zero = torch.zeros((), dtype=torch.float64, device=batch.mask.device)
     rows, gate, mask = batch.trained_rows, result.gate, batch.mask
@@ -179,10 +184,10 @@ def _nll(batch: PackedBatch, logprobs: Tensor, num_agents: int) -> list[Tensor]:
 
 def _tokens(cut: ContextCut, result: HeadResult, uids: frozenset[str]) -> list[TrainedTokens]:
     """Return the tokens of the samples with these uids. Collective over the context group."""
-    found = token_marks(result.policy.logprobs, result.policy.entropy, result.inputs)
-    bits = ((CLIPPED, found.clipped), (GATED, found.gated), (MASKED, found.masked))
-    own = torch.stack([is_set.to(torch.uint8) * bit for bit, is_set in bits]).sum(0, dtype=torch.uint8)
-    logprobs, entropy, marks = map(cut.whole, (result.policy.logprobs, result.policy.entropy, own))
+    token_marks_ = token_marks(result.policy.logprobs, result.policy.entropy, result.inputs)
+    bits = ((CLIPPED, token_marks_.clipped), (GATED, token_marks_.gated), (MASKED, token_marks_.masked))
+    own_marks = torch.stack([is_set.to(torch.uint8) * bit for bit, is_set in bits]).sum(0, dtype=torch.uint8)
+    logprobs, entropy, marks = map(cut.whole, (result.policy.logprobs, result.policy.entropy, own_marks))
     bounds, mask = cut.given.cu_seqlens.tolist(), cut.given.mask.cpu()
     tokens = []
     for uid, start, end in zip(cut.given.uids, bounds[:-1], bounds[1:], strict=True):
@@ -196,42 +201,42 @@ def summed(stats: Sequence[StepStats]) -> StepStats:
     """Summarise a step's updates.
 
     loss, grad_norm, agent_grad_norms, load.aux_loss: means over the non-empty updates; the share of an agent without a token in
-    an update counts as 0. The other loads: the largest and the smallest. Counts and sums: added. is_skipped: any update was not
-    finite. tokens: each with its update's number. The comparison with the rollout uses the first update only: the weights have
-    changed since in later ones.
+    an update counts as 0. Other loads: the largest and the smallest. Counts and sums: added. is_skipped: any update was not
+    finite. tokens: each with its update's number. The comparison with the rollout uses only the first update: later updates have
+    other weights.
     """
-    computed = [each for each in stats if not each.is_empty]
+    computed = [update for update in stats if not update.is_empty]
     if not computed:
         return stats[0]
     first = computed[0]
-    replays = [each.replay for each in computed if each.replay is not None]
-    loads = [each.load for each in computed if each.load is not None]
+    replays = [update.replay for update in computed if update.replay is not None]
+    loads = [update.load for update in computed if update.load is not None]
     return dataclasses.replace(
         first,
-        loss=math.fsum(each.loss for each in computed) / len(computed),
-        grad_norm=math.fsum(each.grad_norm for each in computed) / len(computed),
-        is_skipped=any(each.is_skipped for each in computed),
+        loss=math.fsum(update.loss for update in computed) / len(computed),
+        grad_norm=math.fsum(update.grad_norm for update in computed) / len(computed),
+        is_skipped=any(update.is_skipped for update in computed),
         agent_sums={
-            name: tuple(map(math.fsum, zip(*(each.agent_sums[name] for each in computed), strict=True)))
+            name: tuple(map(math.fsum, zip(*(update.agent_sums[name] for update in computed), strict=True)))
             for name in first.agent_sums
         },
-        gated_samples=sum(each.gated_samples for each in computed),
-        num_updates=sum(each.num_updates for each in computed),
+        gated_samples=sum(update.gated_samples for update in computed),
+        num_updates=sum(update.num_updates for update in computed),
         replay=type(replays[0])(*map(sum, zip(*replays, strict=True))) if replays else None,
         load=type(loads[0])(
-            math.fsum(each.aux_loss for each in loads) / len(loads),
-            max(each.largest for each in loads),
-            min(each.smallest for each in loads),
+            math.fsum(load.aux_loss for load in loads) / len(loads),
+            max(load.largest for load in loads),
+            min(load.smallest for load in loads),
         )
         if loads
         else None,
         agent_grad_norms=tuple(
             None if set(norms) == {None} else math.fsum(norm or 0.0 for norm in norms) / len(norms)
-            for norms in zip(*(each.agent_grad_norms for each in computed), strict=True)
+            for norms in zip(*(update.agent_grad_norms for update in computed), strict=True)
         ),
         tokens=tuple(
             dataclasses.replace(tokens, update=number)
-            for number, each in enumerate(stats, start=1)
-            for tokens in each.tokens
+            for number, update in enumerate(stats, start=1)
+            for tokens in update.tokens
         ),
     )

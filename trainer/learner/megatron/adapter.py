@@ -73,8 +73,8 @@ class FrozenBase:
 
     def _adapt(self, layer: nn.Module, delta: Any) -> None:
         def add(layer: nn.Module, inputs: Any, output: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
-            found = delta(inputs[0].flatten(0, 1))
-            return output if found is None else (output[0] + found[:, None], output[1])
+            adapted = delta(inputs[0].flatten(0, 1))
+            return output if adapted is None else (output[0] + adapted[:, None], output[1])
 
         layer.register_forward_hook(add)
 
@@ -141,12 +141,12 @@ class ActiveAdapters:
 
     def pairs(self, name: str) -> tuple[list[Tensor], list[Tensor]]:
         """Return ([r, in], [out, r]) of each adapter, padded with zeros to the largest rank."""
-        found = [adapter.pairs[name]() if name in adapter.pairs else None for adapter in self.adapters]
-        largest = max((pair for pair in found if pair is not None), key=lambda pair: pair[0].shape[0])
-        rank, zeros = largest[0].shape[0], tuple(torch.zeros_like(each) for each in largest)
-        whole = [zeros if pair is None else pair for pair in found]
-        a = [pad(each, (0, 0, 0, rank - each.shape[0])) for each, _ in whole]
-        return a, [pad(each, (0, rank - each.shape[1])) for _, each in whole]
+        found_pairs = [adapter.pairs[name]() if name in adapter.pairs else None for adapter in self.adapters]
+        largest = max((pair for pair in found_pairs if pair is not None), key=lambda pair: pair[0].shape[0])
+        rank, zeros = largest[0].shape[0], tuple(torch.zeros_like(matrix) for matrix in largest)
+        pairs = [zeros if pair is None else pair for pair in found_pairs]
+        a = [pad(matrix, (0, 0, 0, rank - matrix.shape[0])) for matrix, _ in pairs]
+        return a, [pad(matrix, (0, rank - matrix.shape[1])) for _, matrix in pairs]
 
     def product(self, x: Tensor, matrices: Sequence[Tensor], *, is_own: bool = False) -> Tensor:
         """Multiply each row of x by its adapter's matrix. is_own: x has only this tensor-parallel rank's tokens."""
@@ -222,10 +222,10 @@ class Adapter(MegatronModule):
         data_rank = parallel_state.get_data_parallel_rank(with_context_parallel=True)
         state = {}
         for name, weight in self.named_parameters():
-            layer, rest = name.removeprefix("decoder.layers.").split(".", 1)
+            layer, local_name = name.removeprefix("decoder.layers.").split(".", 1)
             cuts = [(0, self._first_layer + int(layer), self._base.shape.num_layers)]
             replica = (0, tensor_rank, data_rank)
-            if ".experts." in rest:
+            if ".experts." in local_name:
                 group = parallel_state.get_expert_model_parallel_group()
                 cuts.append((1, group.rank(), group.size()))
                 replica = (0, 0, parallel_state.get_expert_data_parallel_rank())
@@ -233,7 +233,7 @@ class Adapter(MegatronModule):
                 cuts.append((1 + weight.partition_dim, tensor_rank, self._base.layout.tensor))
                 replica = (0, 0, data_rank)
             state[prefix + name] = ShardedTensor.from_rank_offsets(
-                f"{prefix}decoder.layers.{rest}", weight, *cuts, replica_id=replica, prepend_axis_num=1
+                f"{prefix}decoder.layers.{local_name}", weight, *cuts, replica_id=replica, prepend_axis_num=1
             )
         return state
 
@@ -247,9 +247,9 @@ def for_training(adapter: Adapter, optimizer: OptimizerConfig) -> DistributedDat
 
 
 def finalize(trained: Sequence[DistributedDataParallel]) -> None:
-    """Sum adapter gradients over data-parallel ranks, and those of unsharded matrices over tensor-parallel ranks."""
-    for each in trained:
-        each.finish_grad_sync()
+    """Sum adapter gradients over data-parallel ranks, and gradients of unsharded matrices over tensor-parallel ranks."""
+    for ddp in trained:
+        ddp.finish_grad_sync()
     _allreduce_non_tensor_model_parallel_grads(list(trained), trained[0].config)
 
 
@@ -273,16 +273,18 @@ def _put(parent: nn.Module, name: str, child: nn.Module) -> None:
 
 
 def _fresh(seed: int, unit: Unit, part: int, parts: int) -> Tensor:
-    """Return part of a new tensor, the same under every layout: A uniform in 1 / sqrt(in) (Kaiming, a = sqrt(5), as PEFT),
-    B zero."""
+    """Return part of a new tensor, the same under every layout.
+
+    A is uniform in 1 / sqrt(in) (Kaiming, a = sqrt(5), as PEFT), B is zero.
+    """
     assert unit.size is not None
     if unit.name.endswith("lora_B"):
-        whole = torch.zeros(unit.size)
+        tensor = torch.zeros(unit.size)
     else:
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}/{unit.hf[0]}".encode()))
         bound = 1.0 / math.sqrt(unit.size[1])
-        whole = torch.empty(unit.size).uniform_(-bound, bound, generator=generator)
+        tensor = torch.empty(unit.size).uniform_(-bound, bound, generator=generator)
     if unit.cut is None:
-        return whole
+        return tensor
     start, stop = hf_span(unit, unit.size[unit.cut], part, parts)
-    return whole.narrow(unit.cut, start, stop - start)
+    return tensor.narrow(unit.cut, start, stop - start)

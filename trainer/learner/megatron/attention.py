@@ -26,7 +26,7 @@ class Segments(PackedSeqParams):
 
     qkv_format: str = "sbhd"
     cu_seqlens: Tensor | None = None  # [S+1] int32
-    max_seqlen: int | None = None  # tokens of the longest sequence, over all context-parallel ranks
+    max_seqlen: int | None = None  # number of tokens of the longest sequence, over all context-parallel ranks
     keys: Keys | None = None  # With context parallelism.
 
     @classmethod
@@ -68,8 +68,10 @@ class PackedAttention(MegatronModule):
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """kernels.rms_norm with the interface of megatron's norms. megatron's own rejects sequence parallelism; this marks its weight
-    for the reduction over TP ranks."""
+    """Norm by kernels.rms_norm with the interface of megatron's norms.
+
+    megatron's own norm rejects sequence parallelism; this one marks its weight for the reduction over TP ranks.
+    """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **unused: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=torch.cuda.current_device())

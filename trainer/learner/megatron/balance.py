@@ -42,8 +42,8 @@ Counts = dict[int, Tensor]
 class ExpertLoad(NamedTuple):
     """Spread of an update's tokens over the experts; the same on all ranks.
 
-    aux_loss: E * sum_e f_e P_e, mean over layers; 1 if even. largest, smallest: load of an expert in any layer, as a multiple of
-    an equal share.
+    aux_loss: E * sum_e f_e P_e, mean over layers; 1 if even. largest, smallest: extreme loads of an expert in any layer, as
+    multiples of an equal share.
     """
 
     aux_loss: float
@@ -55,8 +55,8 @@ class ExpertLoad(NamedTuple):
 class _Tally:
     """Settings and results of one router in the passes of an update.
 
-        coefficient: weight of the loss; 0: none. num_tokens: of the update, over all ranks. counts: of the update, [E]; None: its
-    only micro-batch provides them. sums: [2, E] choices and probabilities of this rank's tokens.
+        coefficient: weight of the loss; 0: none. num_tokens: the update's tokens over all ranks. counts: the update's choices,
+    [E]; None: its only micro-batch provides them. sums: [2, E] choices and probabilities of this rank's tokens.
     """
 
     has_gradients: bool
@@ -78,13 +78,13 @@ class BalancedRouter(TopKRouter):
         # A layer with recomputation runs its first forward pass without gradients.
         if tally is None or tally.has_gradients != torch.is_grad_enabled():
             return probs, routing_map
-        own, scores = compute_routing_scores_for_aux_loss(
+        own_choice, scores = compute_routing_scores_for_aux_loss(
             (logits if tally.coefficient else logits.detach()).flatten(0, -2),
             self.topk,
             self.score_function,
             padding_mask=None if padding_mask is None else padding_mask.flatten(),
         )
-        counts = own.sum(0)
+        counts = own_choice.sum(0)
         tally.sums.append(torch.stack([counts.double(), scores.detach().sum(0, dtype=torch.float64)]))
         if not tally.coefficient:
             return probs, routing_map
@@ -118,8 +118,8 @@ def balance_experts(
 ) -> Iterator[Callable[[], ExpertLoad | None]]:
     """Add the gradient of the balancing loss in the body's backward passes, one per micro-batch of the update.
 
-    counts: of the whole update; None only with a single micro-batch or no coefficient. num_tokens: of the update, over all
-    ranks, without padding.
+    counts: choices of the whole update; None only with a single micro-batch or no coefficient. num_tokens: tokens of the update
+    over all ranks, without padding.
 
     Yields a function that returns the load after the body; None for a model without experts. Collective over all ranks.
     """
@@ -132,7 +132,7 @@ def balance_experts(
 
 
 def _counts(model: PolicyModel, tallies: dict[int, _Tally]) -> Counts | None:
-    if not any(each.sums for each in tallies.values()):
+    if not any(tally.sums for tally in tallies.values()):
         return None
     sums = _sums(model, tallies)
     return {layer: sums[layer, 0].long() for layer in tallies}
@@ -148,7 +148,7 @@ def _load(model: PolicyModel, tallies: dict[int, _Tally], num_tokens: int) -> Ex
 
 
 def _sums(model: PolicyModel, tallies: dict[int, _Tally]) -> Tensor:
-    """[layers of the whole model, 2, E] float64 over all ranks: those of other pipeline stages have other layers."""
+    """Sum over all ranks: [layers of the whole model, 2, E] float64. Each pipeline stage contributes its layers."""
     config = model.config
     device = next(iter(tallies.values())).sums[0].device
     sums = torch.zeros(config.num_layers, 2, config.num_moe_experts, dtype=torch.float64, device=device)
@@ -160,7 +160,7 @@ def _sums(model: PolicyModel, tallies: dict[int, _Tally]) -> Tensor:
 
 @contextmanager
 def _installed(model: PolicyModel, tally: Callable[[int], _Tally]) -> Iterator[dict[int, _Tally]]:
-    routers = {each.layer_number - 1: each for each in model.modules() if isinstance(each, BalancedRouter)}
+    routers = {module.layer_number - 1: module for module in model.modules() if isinstance(module, BalancedRouter)}
     tallies = {layer: tally(layer) for layer in routers}
     try:
         for layer, router in routers.items():

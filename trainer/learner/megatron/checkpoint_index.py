@@ -1,4 +1,6 @@
-"""index.json: file and byte range of each part of each tensor, in place of Megatron's .metadata, which is a pickle.
+"""Index of a checkpoint, index.json: file and byte range of each part of each tensor.
+
+Replaces Megatron's .metadata, which is a pickle.
 
 Imports no megatron: `marsrl export` reads it too.
 """
@@ -28,7 +30,7 @@ INDEX = "index.json"
 
 @dataclass(frozen=True, slots=True)
 class StoredChunk:
-    """A part of a stored tensor: `length` bytes from `start` of `file` are a torch.save of the part at `offsets`."""
+    """Part of a stored tensor: `length` bytes from `start` of `file` are a torch.save of the part at `offsets`."""
 
     tensor: str
     offsets: tuple[int, ...]
@@ -38,7 +40,9 @@ class StoredChunk:
 
 
 def render_index(metadata: Metadata, written: Iterable[StoredChunk]) -> bytes:
-    """metadata: names, dtypes, shapes and shards of all tensors, as planned; written: the chunks of all ranks.
+    """Render index.json.
+
+    metadata: names, dtypes, shapes and shards of all tensors, as planned. written: the chunks of all ranks.
 
     Raises RuntimeError if a planned part was not written.
     """
@@ -48,10 +52,12 @@ def render_index(metadata: Metadata, written: Iterable[StoredChunk]) -> bytes:
         assert isinstance(stored, TensorStorageMetadata), f"{name} is no tensor"
         chunks = []
         for chunk in stored.chunks:
-            found = where.get((name, tuple(chunk.offsets)))
-            if found is None:
+            chunk_written = where.get((name, tuple(chunk.offsets)))
+            if chunk_written is None:
                 raise RuntimeError(f"{name}: no rank wrote its part at {list(chunk.offsets)}")
-            chunks.append([list(chunk.offsets), list(chunk.sizes), found.file, found.start, found.length])
+            chunks.append(
+                [list(chunk.offsets), list(chunk.sizes), chunk_written.file, chunk_written.start, chunk_written.length]
+            )
         dtype = str(stored.properties.dtype).removeprefix("torch.")
         tensors[name] = {"dtype": dtype, "size": list(stored.size), "chunks": chunks}
     return json.dumps({"tensors": tensors}, separators=(",", ":")).encode("ascii")
@@ -79,7 +85,7 @@ def read_index(folder: Path) -> Metadata:
 
 
 class IndexReader(FileSystemReader):
-    """torch's reader of tensor files, with index.json instead of the pickled .metadata."""
+    """Reader of tensor files by torch, with index.json instead of the pickled .metadata."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return read_index(Path(self.path))

@@ -1,6 +1,6 @@
-"""One policy's part of a checkpoint: Megatron plans which rank stores what; each rank writes its part, without forking.
+"""Storage of one policy's part of a checkpoint: Megatron plans which rank stores what; each rank writes without forking.
 
-__R_0.distcp    the tensors of rank R, one torch.save after the other (Megatron's torch_dist format)
+__R_0.distcp    tensors of rank R, one torch.save after the other (Megatron's torch_dist format)
 index.json      location of each part of each tensor: replaces Megatron's .metadata, which is a pickle
 common.json     shared state, the number of the optimizer's updates: replaces Megatron's common.pt, whose
                 parameter groups differ between layouts with and without expert parallelism
@@ -61,7 +61,7 @@ class _Written:
 
 
 class PendingSave:
-    """A planned save. write() touches only this rank's files and may overlap training."""
+    """Planned save. write() touches only this rank's files and may overlap training."""
 
     def __init__(self, folder: Path, tensors: _Held, metadata: Metadata | None, files: Callable[[Path], None]) -> None:
         self._folder, self._tensors, self._metadata, self._files = folder, tensors, metadata, files
@@ -69,7 +69,7 @@ class PendingSave:
         self._error: Exception | None = None
 
     def write(self) -> None:
-        """Write this rank's part to disk. An error is kept for finish(), which raises it on all ranks."""
+        """Write this rank's part to disk. finish() raises any error on all ranks."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             if rank() == 0:
@@ -81,9 +81,9 @@ class PendingSave:
         self._tensors.items.clear()  # the copies
 
     def finish(self, failure: str) -> dict[str, FileSum]:
-        """Collective: rank 0 writes the index. Returns the tensor files of all ranks with their checksums, by name.
+        """Write the index on rank 0; return all ranks' tensor files with their checksums, by name. Collective.
 
-        Raises RuntimeError: on all ranks, if any could not write: failure, the ranks with their errors.
+        Raises RuntimeError on all ranks if any could not write: `failure`, and the ranks with their errors.
         """
         stop_together(self._error, failure)
         parts = [decode(_Written, data) for data in gather_bytes(encode(self._written))]
@@ -96,7 +96,7 @@ class PendingSave:
 
 
 def begin_save(state: dict[str, Any], folder: Path, files: Callable[[Path], None], *, copy: bool) -> PendingSave:
-    """Collective: plan the save of a sharded state into `folder` without writing yet.
+    """Plan the save of a sharded state into `folder` without writing yet. Collective.
 
     files: writes everything besides the tensors; called on rank 0.
     copy: copy to CPU memory, so that the weights may change before write() is done.
@@ -104,8 +104,8 @@ def begin_save(state: dict[str, Any], folder: Path, files: Callable[[Path], None
     sharded, common = save_preprocess(state)
     keyed = formats._replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)[0]
     planner = formats.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
-    held = _Held(copy)
-    planned = save_state_dict_async_plan(formats.mcore_to_pyt_state_dict(keyed), held, None, 0, planner=planner)
+    writer = _Held(copy)
+    planned = save_state_dict_async_plan(formats.mcore_to_pyt_state_dict(keyed), writer, None, 0, planner=planner)
     updates = {count for optimizer in _optimizers(common) for count in _updates(optimizer)}
     assert len(updates) <= 1, f"parameter groups were updated {updates} times"
 
@@ -114,7 +114,7 @@ def begin_save(state: dict[str, Any], folder: Path, files: Callable[[Path], None
         save_config(CheckpointingConfig("torch_dist", 1), str(folder))
         files(folder)
 
-    return PendingSave(folder, held, planned[0][1], write_files)
+    return PendingSave(folder, writer, planned[0][1], write_files)
 
 
 def _write_tensors(items: Sequence[tuple[WriteItem, Tensor]], folder: Path) -> _Written:
@@ -126,7 +126,7 @@ def _write_tensors(items: Sequence[tuple[WriteItem, Tensor]], folder: Path) -> _
             start = file.num_bytes
             try:
                 torch.save(_alone(tensor), cast(IO[bytes], file))
-            except RuntimeError as error:  # torch's zip writer reports a failed write in its own words
+            except RuntimeError as error:  # torch's zip writer raises this for a failed write
                 raise file.error or error from error
             chunks.append(
                 StoredChunk(item.index.fqn, tuple(item.index.offset or ()), name, start, file.num_bytes - start)
@@ -138,47 +138,47 @@ def _write_tensors(items: Sequence[tuple[WriteItem, Tensor]], folder: Path) -> _
 
 @torch.no_grad()
 def load(state: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Collective: the state saved in `folder`, sharded as `state`, with the optimizer settings of `state`."""
-    persistent, others, factories = load_preprocess(state)
+    """Load the state saved in `folder`, sharded as `state`, with the optimizer settings of `state`. Collective."""
+    persistent, other_state, factories = load_preprocess(state)
     sharded, common = extract_sharded_base(persistent)
     validate_sharding_integrity(determine_global_metadata(sharded)[1])
     step = json.loads((folder / COMMON).read_bytes())["optimizer_step"]
     for optimizer in _optimizers(common):
         _set_updates(optimizer, step)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # torch's, about names in megatron's format
-        for part in (others, _load_tensors(sharded, folder)):
+        warnings.simplefilter("ignore", FutureWarning)  # torch warns about names in megatron's format
+        for part in (other_state, _load_tensors(sharded, folder)):
             merge(common, part)
     loaded: dict[str, Any] = apply_factory_merges(common, factories)
     return loaded
 
 
 def _load_tensors(state: Any, folder: Path) -> Any:
-    """Megatron's load of the torch_dist format, with index.json instead of .metadata."""
-    wanted = [t for t in formats.nested_values(state) if isinstance(t, formats.ShardedTensor)]
+    """Load megatron's torch_dist format, with index.json instead of .metadata."""
+    tensors = [t for t in formats.nested_values(state) if isinstance(t, formats.ShardedTensor)]
     keyed, flat, renamed = formats._replace_state_dict_keys_with_sharded_keys(state)
-    found = formats.mcore_to_pyt_state_dict(keyed, True)
+    loaded = formats.mcore_to_pyt_state_dict(keyed, True)
     planner = formats.MCoreLoadPlanner(
-        shapes_validation_sharded_tensors=[t for t in wanted if not t.allow_shape_mismatch],
-        allow_shape_mismatch_sharded_tensors={t.key: t for t in wanted if t.allow_shape_mismatch},
+        shapes_validation_sharded_tensors=[t for t in tensors if not t.allow_shape_mismatch],
+        allow_shape_mismatch_sharded_tensors={t.key: t for t in tensors if t.allow_shape_mismatch},
     )
-    checkpoint.load_state_dict(found, IndexReader(folder), planner=planner)
-    unwrapped = {name: formats._unwrap_pyt_sharded_tensor(value) for name, value in found.items()}
+    checkpoint.load_state_dict(loaded, IndexReader(folder), planner=planner)
+    unwrapped = {name: formats._unwrap_pyt_sharded_tensor(value) for name, value in loaded.items()}
     restored = formats._replace_sharded_keys_with_state_dict_keys(unwrapped, flat, renamed)
     formats._restore_dict_types(restored, state)
     return restored
 
 
 def policy_state(model: Any, optimizer: Optimizer, *, is_loading: bool) -> dict[str, Any]:
-    """A policy's sharded state (weights and optimizer) for begin_save, or with is_loading for load."""
+    """Return a policy's sharded state (weights and optimizer) for begin_save, or with is_loading for load."""
     metadata = {
-        # The one format that reshards exactly between TP/EP/PP/DP layouts.
+        # Only this format reshards exactly between TP/EP/PP/DP layouts.
         "distrib_optim_sharding_type": "fully_reshardable",
         "singleton_local_shards": False,
         "chained_optim_avoid_prefix": True,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
-    weights = {  # without TransformerEngine's FP8 objects: pickles, empty in float32 and bfloat16
+    weights = {  # Leaves out TransformerEngine's FP8 objects: pickles, empty in float32 and bfloat16.
         name: value
         for name, value in model.sharded_state_dict(metadata=metadata).items()
         if not (isinstance(value, ShardedObject) and name.endswith("_extra_state"))
@@ -189,14 +189,14 @@ def policy_state(model: Any, optimizer: Optimizer, *, is_loading: bool) -> dict[
 class _Held:
     """Storage writer for torch's save planner: holds this rank's tensors until they are written."""
 
-    can_run_decentralized_global_plan = True  # every rank knows its own file name
+    can_run_decentralized_global_plan = True  # Every rank knows its file name.
 
     def __init__(self, copy: bool) -> None:
         self._copy = copy
         self.items: list[tuple[WriteItem, Tensor]] = []
 
     def set_up_storage_writer(self, is_coordinator: bool) -> None:
-        """Nothing to set up: the folder exists."""
+        """Do nothing: the folder exists."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
@@ -212,7 +212,7 @@ class _Held:
 
 
 class _SummedFile:
-    """An append-only file with its running size and CRC-32, as torch.save needs it."""
+    """Append-only file for torch.save, with its running size and CRC-32."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -231,11 +231,11 @@ class _SummedFile:
         return len(data)
 
     def flush(self) -> None:
-        """Flushing happens once, at the end."""
+        """Do nothing: the file is flushed once, at the end."""
 
 
 def _optimizers(common: Any) -> Iterator[dict[str, Any]]:
-    """The state dicts of all optimizers: megatron's nesting depends on whether there are several."""
+    """Yield the state dicts of all optimizers: megatron's nesting depends on whether there are several."""
     if isinstance(common, dict):
         if "param_groups" in common:
             yield common
@@ -245,7 +245,7 @@ def _optimizers(common: Any) -> Iterator[dict[str, Any]]:
 
 
 def _updates(optimizer: dict[str, Any]) -> list[float]:
-    """Number of updates so far: in the parameter groups of a distributed optimizer, beside the state otherwise."""
+    """Return the number of updates so far: in a distributed optimizer's parameter groups, beside the state otherwise."""
     common = [optimizer["state"]["common_step"]] if "common_step" in optimizer.get("state", {}) else []
     return [float(count) for count in [*common, *(g["step"] for g in optimizer["param_groups"] if "step" in g)]]
 
@@ -259,6 +259,6 @@ def _set_updates(optimizer: dict[str, Any], step: float) -> None:
 
 
 def _alone(tensor: Tensor) -> Tensor:
-    """A CPU tensor with storage of its own: torch.save writes the whole storage of a view."""
+    """Return a CPU tensor that owns its storage: torch.save writes the whole storage of a view."""
     tensor = tensor.cpu()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()

@@ -1,8 +1,8 @@
 """Context parallelism of packed batches: each rank's tokens of every sequence, and the keys that they attend to.
 
 Every sequence is cut into 2C equal chunks and rank r of C holds chunks r and 2C-1-r, so that all have equal work
-under a causal mask; keys and values are gathered from all ranks (arXiv:2407.21783, section 3.3.2), and a chunk attends to those
-of its sequence up to its own end.
+under a causal mask. Keys and values are gathered from all ranks (arXiv:2407.21783, section 3.3.2), and a chunk attends to the
+keys of its sequence up to the chunk's end.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ContextCut:
 
     batch: [T'] tokens, S sequences; cu_seqlens count this rank's tokens, position_ids are positions in the whole sequence.
     rows: [C, T'] int64, for each rank the index of its tokens in the whole batch; T for padding. [0] for C = 1,
-        whose part is the whole.
+        whose part is the whole batch.
     given: the whole batch, [T] tokens.
     """
 
@@ -93,11 +93,11 @@ def cut(batch: PackedBatch, rank: int, size: int, align: int) -> ContextCut:
             changes[name] = torch.cat([values, padding])[places[rank]]
     if batch.support is not None:
         starts_and_counts = torch.stack([batch.support.starts, batch.support.counts])
-        own = torch.nn.functional.pad(starts_and_counts, (0, 1))[:, places[rank]]
-        changes["support"] = dataclasses.replace(batch.support, starts=own[0], counts=own[1])
+        own_ranges = torch.nn.functional.pad(starts_and_counts, (0, 1))[:, places[rank]]
+        changes["support"] = dataclasses.replace(batch.support, starts=own_ranges[0], counts=own_ranges[1])
     cu_seqlens = bounds.to(device, torch.int32)
     trained_rows, positive_rows = rows_of(changes["mask"], batch.is_positive, cu_seqlens)
-    mine = dataclasses.replace(
+    own_batch = dataclasses.replace(
         batch,
         **changes,
         position_ids=positions[rank].to(device),
@@ -106,7 +106,7 @@ def cut(batch: PackedBatch, rank: int, size: int, align: int) -> ContextCut:
         trained_rows=trained_rows,
         positive_rows=positive_rows,
     )
-    return ContextCut(mine, places, batch)
+    return ContextCut(own_batch, places, batch)
 
 
 def _padding(name: str, dtype: torch.dtype) -> int:
@@ -135,11 +135,13 @@ class Keys:
         rank, size = group.rank(), group.size()
         bounds = cu_seqlens.long()
         chunk = (bounds.diff() // 2).repeat_interleave(2, output_size=2 * (len(bounds) - 1))  # [2S]
-        seen = torch.tensor([rank + 1, 2 * size - rank], device=bounds.device).repeat(len(bounds) - 1)
+        visible_chunks = torch.tensor([rank + 1, 2 * size - rank], device=bounds.device).repeat(len(bounds) - 1)
         zero = bounds.new_zeros(1)
-        ends_q, ends_k = torch.cat([zero, chunk.cumsum(0)]), torch.cat([zero, (chunk * seen).cumsum(0)])
+        ends_q, ends_k = torch.cat([zero, chunk.cumsum(0)]), torch.cat([zero, (chunk * visible_chunks).cumsum(0)])
         num_keys = (2 * size + 1) * num_tokens // 2
-        segment = torch.arange(len(chunk), device=bounds.device).repeat_interleave(chunk * seen, output_size=num_keys)
+        segment = torch.arange(len(chunk), device=bounds.device).repeat_interleave(
+            chunk * visible_chunks, output_size=num_keys
+        )
         offset = torch.arange(num_keys, device=bounds.device) - ends_k[segment]
         length = chunk[segment]
         index = offset // length  # Index of the key's chunk in its sequence.

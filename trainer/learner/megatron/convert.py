@@ -61,10 +61,10 @@ class Converter:
         self._dtype = next(iter(self._parameters.values())).dtype
         self._stacks = [u for u in self._units if u.expert is None or u.expert % self._num_local_experts == 0]
         self._part_of = {stack_of(name)[0]: (unit, i) for unit in self._stacks for i, name in enumerate(unit.hf)}
-        known = {self._local_name(unit) for unit in self._units if self._owns(unit)}
+        known_names = {self._local_name(unit) for unit in self._units if self._owns(unit)}
         if shape.is_tied and self._num_stages > 1:
-            known.add("output_layer.weight")  # The last stage's copy of the embedding.
-        assert known >= set(self._parameters), f"no rule converts {sorted(set(self._parameters) - known)}"
+            known_names.add("output_layer.weight")  # The last stage's copy of the embedding.
+        assert known_names >= set(self._parameters), f"no rule converts {sorted(set(self._parameters) - known_names)}"
 
     def load(self, model_dir: str | Path) -> None:
         """Fill the parameters from a Hugging Face directory; a rank reads only the bytes of its own shards.
@@ -97,7 +97,7 @@ class Converter:
         for name in (name for unit in self._units for name in unit.hf):
             names[stack_of(name)[0]].append(name)
         for stack, shape in self.shapes.items():
-            whole = torch.empty(shape if rank == 0 else 0, dtype=self._dtype)
+            gathered = torch.empty(shape if rank == 0 else 0, dtype=self._dtype)
             placed = set[Box]()
             for source, boxes in enumerate(self.boxes_of_ranks):
                 box = boxes.get(stack)
@@ -111,12 +111,12 @@ class Converter:
                 elif part is not None and rank > 0:
                     dist.send(part, 0)
                 if rank == 0 and part is not None:
-                    box.of(whole).copy_(part)
+                    box.of(gathered).copy_(part)
             if rank == 0:
                 experts = sorted(names[stack], key=lambda name: stack_of(name)[1])
-                yield from zip(experts, whole if experts != [stack] else [whole], strict=True)
+                yield from zip(experts, gathered if experts != [stack] else [gathered], strict=True)
 
-    # This rank's tensors, for a sync without files (direct.py: HeldWeights).
+    # Views of this rank's tensors, for a sync without files (direct.py: HeldWeights).
 
     @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -130,15 +130,15 @@ class Converter:
 
     @cached_property
     def boxes_of_ranks(self) -> Sequence[Mapping[str, Box]]:
-        """{name: part of that tensor} for each rank."""
-        found: list[dict[str, Box]] = [{} for _ in self._places]
-        for place, boxes in zip(self._places, found, strict=True):
+        """Map from tensor name to the rank's part of that tensor, for each rank."""
+        boxes_of_rank: list[dict[str, Box]] = [{} for _ in self._places]
+        for place, boxes in zip(self._places, boxes_of_rank, strict=True):
             for unit in self._stacks:
                 if self._owns(unit, place):
                     of_expert = place.expert_tensor, self._num_local_experts
-                    part, each = of_expert if unit.expert is not None else (place.tensor, 1)
-                    boxes.update(held_boxes(self._shape, unit, part, self._group(unit).size(), each))
-        return found
+                    part, num_experts = of_expert if unit.expert is not None else (place.tensor, 1)
+                    boxes.update(held_boxes(self._shape, unit, part, self._group(unit).size(), num_experts))
+        return boxes_of_rank
 
     @torch.no_grad()
     def stack(self, name: str) -> Tensor:
@@ -166,7 +166,7 @@ class Converter:
             write_hf(folder, self.export(), Path(source))
         dist.barrier()
 
-    # One unit: its owners, how it is sharded.
+    # Owners and sharding of one unit.
 
     def _owns(self, unit: Unit, place: _Place | None = None) -> bool:
         """Return True if a rank (default: this one) holds a part of the unit."""
@@ -178,8 +178,8 @@ class Converter:
     def _local_name(self, unit: Unit) -> str:
         if not unit.name.startswith("decoder.layers."):
             return unit.name
-        _, _, layer, rest = unit.name.split(".", 3)
-        return f"decoder.layers.{int(layer) - unit.stage * (self._shape.num_layers // self._num_stages)}.{rest}"
+        _, _, layer, suffix = unit.name.split(".", 3)
+        return f"decoder.layers.{int(layer) - unit.stage * (self._shape.num_layers // self._num_stages)}.{suffix}"
 
     def _local(self, unit: Unit) -> Tensor:
         parameter = self._parameters[self._local_name(unit)].data

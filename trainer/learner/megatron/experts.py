@@ -1,4 +1,4 @@
-"""Experts of a MoE layer as two grouped linear layers behind megatron's router, and the dispatch of tokens to them.
+"""Experts of a MoE layer as two grouped linear layers after megatron's router, and the dispatch of tokens to them.
 
 moe_permute     a row for each expert of a token, sorted by expert
   all-to-all    over expert parallelism, all-gather over the experts' tensor parallelism     (megatron's)
@@ -75,8 +75,10 @@ class GroupedExperts(MegatronModule):
         return output, None
 
     def _linear(self, rows: Tensor, weight: Parameter, tokens_per_expert: Tensor, *names: str) -> Tensor:
-        """Return rows times weight, plus the adapter's part. The weight's gradient is accumulated directly in
-        DDP's float32 buffer if there is one."""
+        """Return rows times weight, plus the adapter's part.
+
+        The weight's gradient is accumulated directly in DDP's float32 buffer if there is one.
+        """
         is_trained = torch.is_grad_enabled() and weight.requires_grad
         main_grad = getattr(weight, "main_grad", None) if is_trained else None
         out = grouped_linear(rows, weight, tokens_per_expert, main_grad=main_grad)
@@ -110,7 +112,7 @@ class GroupedExperts(MegatronModule):
 def _blocks(matrices: Sequence[Tensor]) -> Tensor:
     """Return [E, n out, n r] with n matrices [E, out, r] on the diagonal."""
     rank, last = matrices[0].shape[-1], len(matrices) - 1
-    return torch.cat([pad(each, (place * rank, (last - place) * rank)) for place, each in enumerate(matrices)], 1)
+    return torch.cat([pad(matrix, (index * rank, (last - index) * rank)) for index, matrix in enumerate(matrices)], 1)
 
 
 class TokenDispatcher(MoEAlltoAllTokenDispatcher):
@@ -137,8 +139,8 @@ class TokenDispatcher(MoEAlltoAllTokenDispatcher):
         if self.tp_size > 1:
             splits = self.output_splits_tp.tolist()
             rows, weights = (
-                gather_from_sequence_parallel_region(each, group=self.tp_group, output_split_sizes=splits)
-                for each in (rows, weights)
+                gather_from_sequence_parallel_region(tensor, group=self.tp_group, output_split_sizes=splits)
+                for tensor in (rows, weights)
             )
         if self.ep_size * self.tp_size > 1 and self.num_local_experts > 1:
             counts = self.counts_on_device  # [senders, local experts]

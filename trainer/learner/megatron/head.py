@@ -71,9 +71,9 @@ class PolicyModel(GPTModel):
             embedded = self.embedding(input_ids=batch.token_ids[None], position_ids=batch.position_ids[None])
             if active is not None and torch.is_grad_enabled():
                 embedded.requires_grad_()  # Otherwise recomputed layers would have no gradient.
-        # [T, 1, 1, D] angles, each twice: those of the longest sequence, gathered by position.
+        # Angles [T, 1, 1, D] of the longest sequence, each stored twice, are gathered by position.
         angles = self.rotary_pos_emb(batch.max_seqlen, packed_seq=True)[batch.position_ids]
-        if self.config.qk_layernorm:  # NormedAttention rotates
+        if self.config.qk_layernorm:  # NormedAttention applies the rotation.
             once = angles.flatten(1).chunk(2, dim=-1)[0]
             angles = torch.cat((once.cos(), once.sin()), dim=-1)
         hidden = self.decoder(
@@ -99,10 +99,10 @@ class PolicyModel(GPTModel):
 
     def _padding(self, batch: PackedBatch) -> Tensor:
         """Return [1, T / TP] bool, True for padding of this rank; megatron-core 0.16.1's docstrings say the opposite."""
-        mine = batch.is_padding[None]
+        is_padding = batch.is_padding[None]
         if self.config.sequence_parallel:
-            mine = mine.chunk(self.pg_collection.tp.size(), dim=1)[self.pg_collection.tp.rank()]
-        return mine
+            is_padding = is_padding.chunk(self.pg_collection.tp.size(), dim=1)[self.pg_collection.tp.rank()]
+        return is_padding
 
     def _logprobs(self, batch: PackedBatch, hidden: Tensor, weight: Tensor) -> Tensor:
         """Return log-probs [T] float32, nats; 0 outside the mask, where nothing is computed."""
@@ -120,8 +120,10 @@ class PolicyModel(GPTModel):
         rows: Tensor,
         temperature: Tensor | float | None = None,
     ) -> Any:
-        """Return log-probs and entropy [R] of these rows, at `temperature` over the whole vocabulary; None: at the temperature of
-        sampling, over the tokens that the sampler kept."""
+        """Return log-probs and entropy [R] of these rows, at `temperature` over the whole vocabulary.
+
+        None: at the sampling temperature, over the tokens that the sampler kept.
+        """
         support = None
         if temperature is None:
             support = None if batch.support is None else batch.support.take(rows)
@@ -157,15 +159,14 @@ class PolicyModel(GPTModel):
     def _gate(
         self, batch: PackedBatch, mpt: MptConfig, hidden: Tensor, weight: Tensor
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return sequences whose mastered tokens are masked, [S], and with mpt.temperature=1 these tokens, [T]. None: no gate,
-        or tokens that the loss finds itself, at the sampling temperature.
+        """Return sequences whose mastered tokens are masked, [S], and with mpt.temperature=1 these tokens, [T].
 
+        The sequences are None without a gate, and the tokens None if the loss finds them itself, at the sampling temperature.
         Takes one pass over the hidden states before the loss.
 
-        Scope `sample` reads only positive samples, and nothing if there are none (the others have no gate
-        at any entropy, so theirs stays 0); a sample's mean is over the context-parallel ranks that it is split
-        over, all of which take part in the sum. Scope `batch` reads all tokens of all ranks (one micro-batch per step;
-        the learner checks that).
+        Scope `sample` reads only positive samples, and nothing if there are none: other samples have no gate at any entropy, so
+        their entropy stays 0. A sample's mean is over the context-parallel ranks that it is split over, all of which take part
+        in the sum. Scope `batch` reads all tokens of all ranks; the learner checks that a step has one micro-batch.
         """
         if mpt.scope == "off":
             return None, None
@@ -179,10 +180,10 @@ class PolicyModel(GPTModel):
         is_mastered = torch.zeros(batch.num_tokens, dtype=torch.bool, device=hidden.device)
         is_own = mpt.temperature == 1
         if rows.numel():
-            found = self._statistics(batch, hidden, weight, rows, 1.0 if is_own else None)
-            entropy[rows] = found.entropy
+            statistics = self._statistics(batch, hidden, weight, rows, 1.0 if is_own else None)
+            entropy[rows] = statistics.entropy
             if is_own:
-                is_mastered[rows] = found.logprobs.exp() >= mpt.probability
+                is_mastered[rows] = statistics.logprobs.exp() >= mpt.probability
         gate = mpt_gate(
             entropy,
             batch.mask,

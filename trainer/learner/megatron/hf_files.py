@@ -21,7 +21,7 @@ from marsrl.trainer.learner.megatron.mapping import Unit, hf_shapes, hf_span, jo
 from marsrl.trainer.runs.directory import sync, sync_tree
 
 SHARD_BYTES = 4 * 10**9  # Size of a safetensors file; a writer holds at most this much.
-_ROWS = 16384  # Rows of a vocabulary compared at once.
+_ROWS = 16384  # Number of vocabulary rows compared at once.
 _TRAINED = ("BF16", "F16", "F32")  # Dtypes as safetensors names them.
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", "safetensors.index.json")
 
@@ -39,7 +39,7 @@ class HfReader:
     def check(self, shape: ModelShape, *, is_trained: bool) -> None:
         """Check from headers that every tensor of config.json exists with its shape and, if is_trained, is not quantised.
 
-        With tie_word_embeddings a head in the files must be the embedding; both are read then. Raises as `shard` does.
+        With tie_word_embeddings a head in the files must equal the embedding; both are read to compare. Raises as `shard` does.
         """
         for unit in units(shape, 1):
             self._check(shape, unit, is_trained)
@@ -65,10 +65,10 @@ class HfReader:
         """
         self._check(shape, unit, is_trained=True)
         tensors = []
-        for name, wanted in zip(unit.hf, hf_shapes(shape, unit), strict=True):
-            index = [slice(None)] * len(wanted)
+        for name, expected_shape in zip(unit.hf, hf_shapes(shape, unit), strict=True):
+            index = [slice(None)] * len(expected_shape)
             if unit.hf_cut is not None:
-                index[unit.hf_cut] = slice(*hf_span(unit, wanted[unit.hf_cut], part, parts))
+                index[unit.hf_cut] = slice(*hf_span(unit, expected_shape[unit.hf_cut], part, parts))
             tensors.append(self._read(name, tuple(index)))
         return join(shape, unit, tensors, parts)
 
@@ -77,12 +77,12 @@ class HfReader:
         kind, asks = ("model", "config.json") if unit.size is None else ("adapter", "this policy's adapter")
         if missing:
             raise ValueError(f"{kind}: {self._path} has no tensor {', '.join(missing)}, which {asks} requires")
-        for name, wanted in zip(unit.hf, hf_shapes(shape, unit), strict=True):
+        for name, expected_shape in zip(unit.hf, hf_shapes(shape, unit), strict=True):
             header = self._files.slice(name)
-            found, dtype = tuple(header.get_shape()), header.get_dtype()
-            if found != wanted:
+            found_shape, dtype = tuple(header.get_shape()), header.get_dtype()
+            if found_shape != expected_shape:
                 raise ValueError(
-                    f"{kind}: {self._path}: {name} has shape {list(found)}, but {asks} gives {list(wanted)}"
+                    f"{kind}: {self._path}: {name} has shape {list(found_shape)}, but {asks} gives {list(expected_shape)}"
                 )
             if is_trained and dtype not in _TRAINED:
                 raise ValueError(

@@ -81,14 +81,14 @@ def why_not(layout: Layout, shape: ModelShape, world_size: int) -> str | None:
     if shape.num_experts:
         divisions.append(("layout.expert x layout.expert_tensor x layout.pipeline", ep * etp * pp, "ranks", world_size))
     if shape.num_experts and ep == 1 and etp != tp:
-        # Measured on megatron-core 0.16.1: up to 140 % off, no error.
+        # With megatron-core 0.16.1 we measured gradients up to 140 % off, without an error.
         return (
             f"layout: expert 1 with expert_tensor {etp} and tensor {tp}: Megatron reduces the experts' gradients "
             "over the wrong group; set layout.expert_tensor equal to layout.tensor, or layout.expert above 1"
         )
-    for keys, size, what, number in divisions:
+    for keys, size, meaning, number in divisions:
         if number % size:
-            return f"{keys} is {size}, which does not divide the {number} {what}"
+            return f"{keys} is {size}, which does not divide the {number} {meaning}"
     return None
 
 
@@ -117,10 +117,10 @@ def fitting(shape: ModelShape, world_size: int) -> Iterator[Layout]:
 
 def nearest(layout: Layout, shape: ModelShape, world_size: int) -> Layout:
     """Return the layout that fits with the fewest and smallest changes; pure data parallelism always fits."""
-    return min(fitting(shape, world_size), key=lambda other: (_distance(layout, other), other.words))
+    return min(fitting(shape, world_size), key=lambda candidate: (_distance(layout, candidate), candidate.words))
 
 
 def _distance(asked: Layout, other: Layout) -> float:
-    """Return the number of doublings and halvings between two layouts; those of expert_tensor count half."""
+    """Return the number of doublings and halvings between two layouts; expert_tensor counts half."""
     weights = {"tensor": 1.0, "expert": 1.0, "expert_tensor": 0.5, "pipeline": 1.0, "context": 1.0}
     return sum(w * abs(log2(getattr(asked, name) / getattr(other, name))) for name, w in weights.items())

@@ -36,7 +36,7 @@ from marsrl.rollout.model_shape import ModelShape
 from marsrl.rollout.weights.layout import Box, stack_of, whole_box
 
 Kind = Literal["plain", "vocab", "qkv", "pair"]
-ROW_PARALLEL = ("o_proj", "down_proj")  # cut along the input dimension; the others along the output
+ROW_PARALLEL = ("o_proj", "down_proj")  # Cut along the input dimension; other matrices are cut along the output.
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Unit:
 
     name: the parameter, its layer counted over all stages. stage: pipeline stage. expert: None outside experts.
     kind: how the Hugging Face tensors form the whole Megatron tensor. cut: the sharded dimension, None: not sharded.
-    size: of an adapter's tensor; None: given by the model's shape.
+    size: size of an adapter's tensor; None: given by the model's shape.
     """
 
     name: str
@@ -58,12 +58,12 @@ class Unit:
 
     @property
     def hf_cut(self) -> int | None:
-        """The dimension along which a rank's part is contiguous in each Hugging Face tensor; None: not cut."""
+        """Dimension along which a rank's part is contiguous in each Hugging Face tensor; None: not cut."""
         return self.cut if self.kind == "plain" else 0
 
 
 def units(shape: ModelShape, num_stages: int) -> list[Unit]:
-    """Every unit of the model, in the order of the Hugging Face file: the same list on all ranks."""
+    """Return every unit of the model, in the order of the Hugging Face file: the same list on all ranks."""
     last, of_a_layer = num_stages - 1, list[Unit]()
 
     def add(name: str, *hf: str, kind: Kind = "plain", cut: int | None = None, expert: int | None = None) -> None:
@@ -96,9 +96,13 @@ def units(shape: ModelShape, num_stages: int) -> list[Unit]:
     out = [Unit("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), 0, "vocab", 0)]
     for layer in range(shape.num_layers):
         stage = layer // (shape.num_layers // num_stages)
-        ours, theirs = f"decoder.layers.{layer}.", f"model.layers.{layer}."
-        for each in of_a_layer:
-            out.append(replace(each, name=ours + each.name, hf=tuple(theirs + name for name in each.hf), stage=stage))
+        megatron_prefix, hf_prefix = f"decoder.layers.{layer}.", f"model.layers.{layer}."
+        for unit in of_a_layer:
+            out.append(
+                replace(
+                    unit, name=megatron_prefix + unit.name, hf=tuple(hf_prefix + name for name in unit.hf), stage=stage
+                )
+            )
     out.append(Unit("decoder.final_layernorm.weight", ("model.norm.weight",), last))
     if not shape.is_tied:
         out.append(Unit("output_layer.weight", ("lm_head.weight",), last, "vocab", 0))
@@ -106,39 +110,39 @@ def units(shape: ModelShape, num_stages: int) -> list[Unit]:
 
 
 def adapter_units(shape: ModelShape, adapter: AdapterConfig, num_stages: int) -> list[Unit]:
-    """Every unit of an adapter, in the order of tensor_shapes: the same list on all ranks."""
+    """Return every unit of an adapter, in the order of tensor_shapes: the same list on all ranks."""
     out = []
     for matrix, (rows, columns, rank) in adapted(shape, adapter).items():
-        _, _, layer, rest = matrix.split(".", 3)
+        _, _, layer, suffix = matrix.split(".", 3)
         stage, expert = int(layer) // (shape.num_layers // num_stages), None
-        cut_a, cut_b = (1, None) if rest.endswith(ROW_PARALLEL) else (None, 0)
-        if ".experts." in rest:
-            expert, cut_a, cut_b = int(rest.split(".")[2]), None, None
-            rest = rest.replace(f".{expert}.", ".", 1)
+        cut_a, cut_b = (1, None) if suffix.endswith(ROW_PARALLEL) else (None, 0)
+        if ".experts." in suffix:
+            expert, cut_a, cut_b = int(suffix.split(".")[2]), None, None
+            suffix = suffix.replace(f".{expert}.", ".", 1)
         for letter, size, cut in (("A", (rank, columns), cut_a), ("B", (rows, rank), cut_b)):
-            name = f"decoder.layers.{layer}.{rest}.lora_{letter}"
+            name = f"decoder.layers.{layer}.{suffix}.lora_{letter}"
             out.append(Unit(name, (f"{matrix}.lora_{letter}.weight",), stage, "plain", cut, expert, size))
     return out
 
 
 def padded_rows(vocab_size: int, parts: int) -> int:
-    """The vocabulary rounded up so that all of `parts` ranks hold the same number of rows."""
+    """Round the vocabulary up so that all of `parts` ranks hold the same number of rows."""
     return -(-vocab_size // parts) * parts
 
 
 def hf_shapes(shape: ModelShape, unit: Unit) -> list[tuple[int, ...]]:
-    """The shapes of the unit's Hugging Face tensors."""
+    """Return the shapes of the unit's Hugging Face tensors."""
     s = shape
     if unit.size is not None:
         return [unit.size]
-    rest = () if unit.name.endswith("bias") else (s.hidden_size,)
+    trailing = () if unit.name.endswith("bias") else (s.hidden_size,)
     if unit.kind == "vocab":
         return [(s.vocab_size, s.hidden_size)]
     if unit.kind == "qkv":
         rows = (s.num_heads * s.head_size, s.num_kv_heads * s.head_size, s.num_kv_heads * s.head_size)
-        return [(n, *rest) for n in rows]
+        return [(n, *trailing) for n in rows]
     if unit.kind == "pair":
-        return [(s.ffn_size, *rest)] * 2
+        return [(s.ffn_size, *trailing)] * 2
     if unit.name.endswith("linear_proj.weight"):
         return [(s.hidden_size, s.num_heads * s.head_size)]
     if unit.cut is not None:
@@ -149,28 +153,31 @@ def hf_shapes(shape: ModelShape, unit: Unit) -> list[tuple[int, ...]]:
 
 
 def part_shape(shape: ModelShape, unit: Unit, parts: int = 1) -> tuple[int, ...]:
-    """The shape of one of `parts` equal shards of the Megatron tensor, vocabulary padding included, in the view that is cut."""
+    """Return the shape of one of `parts` equal shards of the Megatron tensor, in the view that is cut.
+
+    Vocabulary padding is included.
+    """
     shapes = hf_shapes(shape, unit)
     if unit.kind == "vocab":
-        whole = [padded_rows(shape.vocab_size, parts), shape.hidden_size]
+        full_shape = [padded_rows(shape.vocab_size, parts), shape.hidden_size]
     elif unit.kind == "qkv":
         per_group = (shape.num_heads // shape.num_kv_heads + 2) * shape.head_size
-        whole = [shape.num_kv_heads, per_group, *shapes[0][1:]]
+        full_shape = [shape.num_kv_heads, per_group, *shapes[0][1:]]
     else:
-        whole = [2, *shapes[0]] if unit.kind == "pair" else list(shapes[0])
+        full_shape = [2, *shapes[0]] if unit.kind == "pair" else list(shapes[0])
     if unit.cut is not None:
-        whole[unit.cut] //= parts
-    return tuple(whole)
+        full_shape[unit.cut] //= parts
+    return tuple(full_shape)
 
 
 def hf_span(unit: Unit, size: int, part: int, parts: int) -> tuple[int, int]:
-    """[start, stop) of part `part` along hf_cut of a Hugging Face tensor of that `size`."""
-    each = padded_rows(size, parts) // parts if unit.kind == "vocab" else size // parts
-    return min(size, part * each), min(size, (part + 1) * each)
+    """Return [start, stop) of part `part` along hf_cut of a Hugging Face tensor that has `size` there."""
+    rows_per_part = padded_rows(size, parts) // parts if unit.kind == "vocab" else size // parts
+    return min(size, part * rows_per_part), min(size, (part + 1) * rows_per_part)
 
 
 def join(shape: ModelShape, unit: Unit, tensors: Sequence[Tensor], parts: int = 1) -> Tensor:
-    """The shard, in the view that is cut, of the unit's Hugging Face tensors, each reduced to hf_span."""
+    """Join the unit's Hugging Face tensors, each reduced to hf_span, to the shard, in the view that is cut."""
     if unit.kind == "qkv":
         return torch.cat([t.unflatten(0, (shape.num_kv_heads // parts, -1)) for t in tensors], 1)
     if unit.kind == "pair":
@@ -182,7 +189,7 @@ def join(shape: ModelShape, unit: Unit, tensors: Sequence[Tensor], parts: int = 
 
 
 def split(shape: ModelShape, unit: Unit, whole: Tensor) -> list[Tensor]:
-    """The unit's Hugging Face tensors, from the whole Megatron tensor in the view that is cut."""
+    """Split the whole Megatron tensor, in the view that is cut, into the unit's Hugging Face tensors."""
     if unit.kind == "qkv":
         heads = shape.num_heads // shape.num_kv_heads
         sizes = [heads * shape.head_size, shape.head_size, shape.head_size]
@@ -193,9 +200,9 @@ def split(shape: ModelShape, unit: Unit, whole: Tensor) -> list[Tensor]:
 
 
 def held_boxes(shape: ModelShape, unit: Unit, part: int, parts: int, num_experts: int = 1) -> Iterator[tuple[str, Box]]:
-    """(stack, box) for each of the unit's tensors, of shard `part` of `parts`; one that is all padding is left out.
+    """Yield (stack, box) of shard `part` of `parts` for each of the unit's tensors; tensors of only padding are left out.
 
-    num_experts: those from the unit's on that the rank holds.
+    num_experts: number of experts that the rank holds, from the unit's expert on.
     """
     for name, size in zip(unit.hf, hf_shapes(shape, unit), strict=True):
         stack, expert = stack_of(name)
@@ -207,9 +214,9 @@ def held_boxes(shape: ModelShape, unit: Unit, part: int, parts: int, num_experts
 
 
 def held_stacks(shape: ModelShape, unit: Unit, parameter: Tensor, parts: int) -> Sequence[Tensor]:
-    """A rank's parts of the unit's tensors, each [matrices, rows, columns]; padding rows of the vocabulary may follow.
+    """Return a rank's parts of the unit's tensors, each [matrices, rows, columns]; vocabulary padding may follow.
 
-    parameter: of all the rank's experts.
+    parameter: the parameter of all the rank's experts.
     """
     if unit.expert is not None:
         return parameter.unbind(1) if unit.kind == "pair" else [parameter]

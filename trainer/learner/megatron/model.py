@@ -4,19 +4,19 @@ The module that serves each part of a transformer layer:
 
                       TransformerEngine             ours
     norms             TENorm                        RMSNorm (attention.py) on kernels.rms_norm
-    of q and k        HeadNorm on the same, with the rotation by position
+    q, k norms        HeadNorm on the same kernel, with the rotation by position
     linear layers     TE{Column,Row}ParallelLinear  megatron's
     attention         PackedAttention: packed sequences and context parallelism on kernels.attention_varlen (flash-attn's
                       kernels where it is installed)
-    activation        kernels.swiglu: of an MLP as Swiglu below, of experts with the router's weights
-    experts           GroupedExperts on kernels.grouped_linear, with both
-    tokens to experts TokenDispatcher (experts.py) on kernels.moe_permute, with both; bare_model puts it there
+    activation        kernels.swiglu: Swiglu below for an MLP; with the router's weights for experts
+    experts           GroupedExperts on kernels.grouped_linear, in both columns
+    tokens to experts TokenDispatcher (experts.py) on kernels.moe_permute, in both columns; bare_model installs it
 
-Both norms are one kernel each way, or two, that keep their input and a number a row; neither was timed beside the other, and
-where linear layers are TransformerEngine's its norm is taken with them.
+Each norm takes one or two kernels each way, and keeps its input and one number per row. We have not timed the two norms against
+each other. TransformerEngine's norm is used whenever its linear layers are.
 
-TransformerEngine's modules are taken unfused, so that every parameter has one name with both: checkpoints, conversion and
-export do not know which was chosen. Not run on a GPU.
+TransformerEngine's modules are used unfused, so that every parameter has the same name in both columns: checkpoints, conversion
+and export do not depend on the choice. Not run on a GPU.
 """
 
 from __future__ import annotations
@@ -55,24 +55,27 @@ from marsrl.trainer.learner.megatron.mapping import padded_rows
 
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
-    # Norms, and of a dense layer the whole MLP; experts.py adds their activation. Fused attention keeps no scores, so
-    # that its recomputation would buy little.
+    # Recomputes norms, and the whole MLP of a dense layer; experts.py adds the experts' activation. Fused attention keeps no
+    # scores, so recomputing it would save little.
     "selective": {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "mlp"]},
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
-_RECOMPUTE["full_offload"] = _RECOMPUTE["full"]  # and OffloadingBlock
+_RECOMPUTE["full_offload"] = _RECOMPUTE["full"]  # OffloadingBlock does the rest.
 
 
 class OffloadingBlock(TransformerBlock):
     """Transformer block that recomputes layers from their inputs, which are kept in host memory until the backward pass.
 
-    Of megatron-core 0.16.1's own, cpu_offloading excludes recomputation, and fine_grained_activation_offloading keeps pinned
-    buffers by shape and counts on as many micro-batches in each step, where ours differ; both want TransformerEngine.
+    megatron-core 0.16.1 has two others, and both need TransformerEngine: cpu_offloading excludes recomputation, and
+    fine_grained_activation_offloading keeps pinned buffers by shape and expects the same number of micro-batches in each step.
     """
 
     def _checkpointed_forward(self, hidden_states: Tensor, **others: Any) -> Any:
-        """Every layer's input has the shape of the first one's; what else it keeps (the angles) all layers share."""
-        shape = hidden_states.shape  # the hook outlives this call: it must not hold the tensor
+        """Offload tensors with the shape of the first layer's input, which every layer's input has.
+
+        All layers share whatever else is kept (the angles).
+        """
+        shape = hidden_states.shape  # The hook outlives this call, so it must not hold the tensor.
 
         def keep(tensor: Tensor) -> Tensor | tuple[Tensor, torch.device]:
             return (to_host(tensor), tensor.device) if tensor.shape == shape else tensor
@@ -86,8 +89,8 @@ class OffloadingBlock(TransformerBlock):
 
 def to_host(tensor: Tensor) -> Tensor:
     """Copy a tensor to pinned memory, asynchronously on the GPU's stream."""
-    kept = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
-    return kept.copy_(tensor.detach(), non_blocking=True)
+    host_tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+    return host_tensor.copy_(tensor.detach(), non_blocking=True)
 
 
 def to_device(kept: Tensor, device: torch.device) -> Tensor:
@@ -111,7 +114,7 @@ def layer_spec(config: TransformerConfig, *, has_mlp_bias: bool) -> TransformerB
         num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm, normalization="RMSNorm"
     )
     layer = spec.submodules
-    layer.sharded_state_dict_keys_map = {}  # it renames norms as TransformerEngine fuses them
+    layer.sharded_state_dict_keys_map = {}  # The map renames norms as TransformerEngine fuses them.
     layer.self_attention.submodules.core_attention = PackedAttention
     if config.num_moe_experts:
         layer.mlp = ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=GroupedExperts, router=BalancedRouter))
@@ -120,7 +123,7 @@ def layer_spec(config: TransformerConfig, *, has_mlp_bias: bool) -> TransformerB
     norm = _take_transformer_engine(layer) if config.transformer_impl == "transformer_engine" else RMSNorm
     if has_mlp_bias != config.add_bias_linear and not config.num_moe_experts:
         mlp = layer.mlp.submodules
-        mlp.linear_fc1, mlp.linear_fc2 = (_biased(each, has_mlp_bias) for each in (mlp.linear_fc1, mlp.linear_fc2))
+        mlp.linear_fc1, mlp.linear_fc2 = (_biased(linear, has_mlp_bias) for linear in (mlp.linear_fc1, mlp.linear_fc2))
     layer.input_layernorm = layer.pre_mlp_layernorm = norm
     if config.qk_layernorm:
         layer.self_attention.module = NormedAttention
@@ -145,7 +148,7 @@ def _take_transformer_engine(layer: Any) -> type:
 
     attention = layer.self_attention.submodules
     attention.linear_qkv, attention.linear_proj = TEColumnParallelLinear, TERowParallelLinear
-    if hasattr(layer.mlp.submodules, "linear_fc1"):  # dense
+    if hasattr(layer.mlp.submodules, "linear_fc1"):  # True for a dense MLP.
         layer.mlp.submodules.linear_fc1 = TEColumnParallelLinear
         layer.mlp.submodules.linear_fc2 = TERowParallelLinear
     norm: type = TENorm
@@ -163,7 +166,7 @@ def transformer_config(shape: ModelShape, layout: Layout, policy: PolicyConfig) 
             "moe_ffn_hidden_size": shape.ffn_size,
             "moe_router_topk": shape.experts_per_token,
             "moe_router_pre_softmax": not shape.normalises_top_k,
-            "moe_router_load_balancing_type": "none",  # BalancedRouter has its own loss
+            "moe_router_load_balancing_type": "none",  # BalancedRouter has its own loss.
             "moe_router_dtype": "fp32",
             "expert_model_parallel_size": layout.expert,
             "expert_tensor_parallel_size": layout.expert_tensor,
@@ -179,7 +182,7 @@ def transformer_config(shape: ModelShape, layout: Layout, policy: PolicyConfig) 
         layernorm_epsilon=shape.norm_eps,
         gated_linear_unit=True,
         activation_func=silu,
-        use_te_activation_func=not shape.num_experts,  # the module that layer_spec puts there: ours
+        use_te_activation_func=not shape.num_experts,  # Calls our Swiglu, which layer_spec installs.
         add_bias_linear=shape.has_proj_bias,
         add_qkv_bias=shape.has_qkv_bias,
         qk_layernorm=shape.has_qk_norm,
@@ -188,7 +191,7 @@ def transformer_config(shape: ModelShape, layout: Layout, policy: PolicyConfig) 
         gradient_accumulation_fusion=fusions.gradient_accumulation is None,
         apply_rope_fusion=fusions.rope is None,
         deterministic_mode=policy.deterministic,
-        # Every parameter is read from the HF directory, but without this megatron does not mark which are cut over TP
+        # Every parameter is read from the HF directory, but without this megatron does not mark parameters cut over TP
         # ranks, and the gradient norm silently counts one rank's part of them.
         perform_initialization=True,
         tensor_model_parallel_size=layout.tensor,
@@ -244,7 +247,7 @@ def _nothing_to_sync(**_: object) -> None:
 def skip_syncs_alone(ddp: DistributedDataParallel) -> None:
     """Leave out the collectives of a rank without data-parallel peers, which copy gradients and weights onto themselves."""
     if ddp.ddp_config.overlap_grad_reduce:
-        return  # megatron waits for the handles of these
+        return  # megatron waits for the handles of these collectives.
     for group in (*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups):
         if ddp.ddp_config.use_distributed_optimizer:
             is_alone = group.intra_distributed_optimizer_instance_size == 1
@@ -271,7 +274,7 @@ def build_model(shape: ModelShape, layout: Layout, policy: PolicyConfig) -> tupl
     if policy.optimizer.overlap_grad_reduce:
         config.no_sync_func = ddp.no_sync  # All micro-batches but the last only accumulate.
     skip_syncs_alone(ddp)
-    # The total of tokens that megatron would divide the gradient by is dropped: the loss is divided already.
+    # Drop the number of tokens that megatron would divide the gradient by: the loss is divided already.
     config.finalize_model_grads_func = lambda chunks, num_tokens=None, **options: finalize_model_grads(
         chunks, None, **options
     )

@@ -19,9 +19,9 @@ from marsrl.trainer.config import OptimizerConfig
 
 
 def optimizer_options(config: OptimizerConfig, dtype: torch.dtype) -> MegatronOptimizerConfig:
-    """Megatron's optimizer settings from ours.
+    """Convert our optimizer settings to Megatron's.
 
-    Offloading needs three of them: its fraction is 0 by default, and without the precision-aware optimizer the float32
+    Offloading needs three settings: its fraction is 0 by default, and without the precision-aware optimizer the float32
     copies of the weights stay on the GPU.
     """
     return MegatronOptimizerConfig(
@@ -81,7 +81,7 @@ class Optimizer:
                 if isinstance(part.optimizer, torch.optim.AdamW | HybridDeviceOptimizer):
                     group["fused"] = True  # One pass without copies; set here, because a load replaces the groups.
             for parameter in part.get_parameters() if shrink < 1 else ():
-                # In place: megatron's function makes a scaled copy and copies it back, where TransformerEngine is missing.
+                # Scale in place: without TransformerEngine megatron's function makes a scaled copy and copies it back.
                 if (gradient := getattr(parameter, self._gradients_in, None)) is not None:
                     gradient.mul_(shrink)
         self._whole.step_with_ready_grads()
@@ -114,10 +114,13 @@ class Optimizer:
         return [part for part in parts if not getattr(part, "is_stub_optimizer", False)]
 
     def _prime(self) -> None:
-        """Create AdamW's zero state now: megatron's state_dict asserts on an empty one, and loading into an
-        offloaded optimizer starts with a step along random gradients."""
+        """Create AdamW's zero state now.
+
+        megatron's state_dict asserts on an empty state, and loading into an offloaded optimizer starts with a step along random
+        gradients.
+        """
         for part in self.parts():
-            # torch's AdamW on the CPU, regardless of what is installed
+            # HybridDeviceOptimizer uses torch's AdamW on the CPU, regardless of what is installed.
             is_hybrid = isinstance(part.optimizer, HybridDeviceOptimizer)
             if HAVE_APEX_OR_TE and not is_hybrid:
                 continue
@@ -150,9 +153,9 @@ def _where_parameters_are(buffers: Sequence[Any], gathered: Callable[..., Any], 
                 if name not in of_dtype:  # Another rank holds it.
                     continue
                 parts = of_dtype[name].split([bucket.numel_unpadded for bucket in buffer.buckets])
-                whole = of_dtype[name] = parts[0].new_zeros(buffer.numel)
+                full_state = of_dtype[name] = parts[0].new_zeros(buffer.numel)
                 for bucket, part in zip(buffer.buckets, parts, strict=True):
-                    whole[bucket.offset : bucket.offset + bucket.numel_unpadded] = part
+                    full_state[bucket.offset : bucket.offset + bucket.numel_unpadded] = part
     return state
 
 

@@ -83,16 +83,16 @@ def _groups_of_one_rank_shared() -> Iterator[None]:
     A gloo group has three threads, one of which wakes up 100 times a second while it exists.
     """
     make: Any = dist.new_group
-    known: dict[tuple[Any, ...], Any] = {}
+    group_of: dict[tuple[Any, ...], Any] = {}
 
     def new_group(ranks: Sequence[int] | None = None, *args: Any, **options: Any) -> Any:
         members = range(dist.get_world_size()) if ranks is None else ranks
         if len(members) > 1:
             return make(ranks, *args, **options)
         key = (*members, options.get("backend"))
-        if key not in known:
-            known[key] = make(ranks, *args, **options)
-        return known[key]
+        if key not in group_of:
+            group_of[key] = make(ranks, *args, **options)
+        return group_of[key]
 
     dist.new_group = new_group
     try:

@@ -1,7 +1,7 @@
 """Forward and backward passes of a policy's model over micro-batches, by megatron's schedule.
 
 work = passes.prepare(update, is_first=True)              # before the first update of a step
-results, replay, load = passes.forward_backward(work)     # in it
+results, replay, load = passes.forward_backward(work)     # in each update
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from marsrl.trainer.machine import training_device
 class MicroBatch:
     """One micro-batch of an update, and outputs of the step's initial weights for this rank's part of it.
 
-    loss: its old_logprobs are None for pseudo on-policy, its reference_logprobs without a KL term; both are [T] float32, nats, 0
-        outside the mask. They are used only on the last pipeline stage.
+    loss: old_logprobs are None for pseudo on-policy, reference_logprobs None without a KL term; both are [T] float32, nats, 0
+        outside the mask. Both are used only on the last pipeline stage.
     experts: experts to force, for this rank's layers and tokens; None: the router chooses.
     """
 
@@ -56,8 +56,8 @@ class MicroBatch:
 class Work:
     """One optimizer update on this rank; without micro-batches if no rank has a trained token.
 
-    num_tokens: packed tokens over all ranks, without padding. num_agents: of the run. counts: the router's choices, where a pass
-        with the update's weights has shown them.
+    num_tokens: packed tokens over all ranks, without padding. num_agents: number of the run's agents. counts: the router's
+        choices, if a pass with the update's weights has counted them.
     """
 
     micro_batches: tuple[MicroBatch, ...]
@@ -71,7 +71,7 @@ class Model:
     """Model that megatron's schedule runs: a module around a PolicyModel, and adapters to add to its layers.
 
     trained: the adapters' gradients; (): the module itself is trained, or nothing is. adapter_of: index of each agent's adapter;
-        (): all have the first.
+        (): every agent has the first one.
     """
 
     module: Any
@@ -85,16 +85,16 @@ class Model:
             return None
         places = [self.adapter_of[agent] for agent in batch.agents] if self.adapter_of else [0]
         present = list(dict.fromkeys(places))
-        adapters = tuple(self.adapters[place] for place in present)
+        adapters = tuple(self.adapters[index] for index in present)
         if len(present) == 1:
             return ActiveAdapters(adapters)
         assert places == sorted(places), "samples are not grouped by adapter"
-        last = torch.tensor([len(places) - places[::-1].index(place) for place in present])
+        last = torch.tensor([len(places) - places[::-1].index(index) for index in present])
         ends = batch.cu_seqlens[last.to(batch.cu_seqlens.device, non_blocking=True)].long()
         share = batch.num_tokens // tensor
         first = share * parallel_state.get_tensor_model_parallel_rank()
-        own = (ends - first).clamp(0, share)
-        return ActiveAdapters(adapters, *(each.diff(prepend=each.new_zeros(1)) for each in (ends, own)))
+        own_ends = (ends - first).clamp(0, share)
+        return ActiveAdapters(adapters, *(bounds.diff(prepend=bounds.new_zeros(1)) for bounds in (ends, own_ends)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,13 +117,13 @@ class Passes:
     reward_kl_coef: float = 0.0
 
     def can_join(self, other: Passes) -> bool:
-        """Return True if both policies are adapters of one base, and so are their references, or these are the base."""
+        """Return True if both policies are adapters of one base, and both references are adapters of it or the base itself."""
         if self.trained.module is not other.trained.module:
             return False
-        references = [each.reference for each in (self, other)]
+        references = [passes.reference for passes in (self, other)]
         if None in references:
             return references == [None, None]
-        return len({(each.module, len(each.adapters)) for each in references if each is not None}) == 1
+        return len({(model.module, len(model.adapters)) for model in references if model is not None}) == 1
 
     def joined(self, others: Sequence[Passes], adapter_of: tuple[int, ...]) -> Passes:
         """Join the passes of policies that share micro-batches: their adapters have one base, and so have their references.
@@ -131,15 +131,15 @@ class Passes:
         adapter_of: index of each agent's policy among self, *others.
         """
         trained = _joined([self.trained, *(other.trained for other in others)], adapter_of)
-        references = [each.reference for each in (self, *others) if each.reference is not None]
+        references = [passes.reference for passes in (self, *others) if passes.reference is not None]
         return replace(self, trained=trained, reference=_joined(references, adapter_of) if references else None)
 
     def score(self, batches: Sequence[PackedBatch]) -> list[Tensor]:
         """Return log-probs of each batch, [T] float32 on the CPU, nats, 0 outside its mask; the router chooses experts."""
         self._agree(batches, trains=False)
         cuts = self._cut(batches)
-        found = self._forward([each.batch for each in cuts])
-        return [each.whole(mine) for each, mine in zip(cuts, found, strict=True)]
+        part_logprobs = self._forward([context_cut.batch for context_cut in cuts])
+        return [context_cut.whole(part) for context_cut, part in zip(cuts, part_logprobs, strict=True)]
 
     @torch.no_grad()
     def prepare(self, update: Update, *, is_first: bool) -> Work:
@@ -157,7 +157,7 @@ class Passes:
                 f"learner: normaliser is {update.normaliser} with {num_trained} trained tokens; expected above 0"
             )
         cuts = self._cut(update.micro_batches)
-        batches = [each.batch for each in cuts]
+        batches = [context_cut.batch for context_cut in cuts]
         with count_experts(self.model) as counts:
             old, experts = self._old(batches, is_first)
         reference: Sequence[Tensor | None] = [None] * len(batches)
@@ -165,16 +165,18 @@ class Passes:
         if self.reference is not None:
             if any(batch.rollout_logprobs is None for batch in batches):
                 raise ValueError("loss.kl needs rollout log-probs, but these samples have none")
-            reference = found = self._forward(batches, self.reference)
+            reference = logprobs_of_reference = self._forward(batches, self.reference)
             if self.reward_kl_coef:
-                penalties = self._penalties(cuts, found)
+                penalties = self._penalties(cuts, logprobs_of_reference)
         micro_batches = (
-            MicroBatch(each, self._loss(each.batch, update.normaliser, logprobs, of_reference, penalty), choices)
-            for each, logprobs, of_reference, penalty, choices in zip(
+            MicroBatch(
+                context_cut, self._loss(context_cut.batch, update.normaliser, logprobs, of_reference, penalty), choices
+            )
+            for context_cut, logprobs, of_reference, penalty, choices in zip(
                 cuts, old, reference, penalties, experts, strict=True
             )
         )
-        present = counts() if is_first and self.aux_loss else None  # later updates have other weights
+        present = counts() if is_first and self.aux_loss else None  # Later updates have other weights.
         return Work(tuple(micro_batches), num_tokens, len(self.objectives), present)
 
     def forward_backward(
@@ -196,12 +198,15 @@ class Passes:
 
         if self.trained.trained:
             self.model.config.finalize_model_grads_func = lambda *chunks, **options: finalize(self.trained.trained)
-        losses = [each.loss if agent is None else _only_of(agent, each.loss) for each in work.micro_batches]
-        data = [(each.cut.batch, loss) for each, loss in zip(work.micro_batches, losses, strict=True)]
+        losses = [
+            micro_batch.loss if agent is None else _only_of(agent, micro_batch.loss)
+            for micro_batch in work.micro_batches
+        ]
+        data = [(micro_batch.cut.batch, loss) for micro_batch, loss in zip(work.micro_batches, losses, strict=True)]
         aux_loss = self.aux_loss if agent is None else 0.0
         counts = self._count(work) if aux_loss and work.counts is None and len(data) > 1 else work.counts
         with (
-            self._replay([each.experts for each in work.micro_batches]) as replayed,
+            self._replay([micro_batch.experts for micro_batch in work.micro_batches]) as replayed,
             balance_experts(self.model, aux_loss, work.num_tokens, counts) as load,
         ):
             results = self._schedule(forward_step, data, data[0][0].num_tokens, has_backward=True)
@@ -244,14 +249,14 @@ class Passes:
         self, batches: Sequence[PackedBatch], is_first: bool
     ) -> tuple[Sequence[Tensor | None], Sequence[Choices | None]]:
         """Return (log-probs of the old policy, experts to force) per batch; R2 records experts in the same forward pass."""
-        nothing: Sequence[None] = [None] * len(batches)
+        nones: Sequence[None] = [None] * len(batches)
         is_needed = self.old_policy == "recompute" or (self.old_policy == "pois" and not is_first)
-        old: Sequence[Tensor | None] = nothing
-        experts: Sequence[Choices | None] = nothing
+        old: Sequence[Tensor | None] = nones
+        experts: Sequence[Choices | None] = nones
         if self.router_replay == "recompute":
             with record_experts(self.model) as recorded:
-                found = self._forward(batches)
-            old, experts = found if is_needed else nothing, recorded
+                old_logprobs = self._forward(batches)
+            old, experts = old_logprobs if is_needed else nones, recorded
         else:
             if self.router_replay == "rollout":
                 experts = [
@@ -270,15 +275,19 @@ class Passes:
     def _penalties(self, cuts: Sequence[ContextCut], reference: Sequence[Tensor]) -> list[Tensor]:
         """Return the KL penalty to subtract from each token's advantage, [T'] per micro-batch (kl_reward.py)."""
         to_go = []
-        for each, logprobs in zip(cuts, reference, strict=True):
-            assert each.batch.rollout_logprobs is not None  # Checked by prepare().
-            log_ratio = torch.where(each.batch.mask, each.batch.rollout_logprobs - logprobs, 0.0)
-            bounds, mask = each.given.cu_seqlens.cpu(), each.given.mask.cpu()
-            to_go.append(KlToGo.of(each.whole(log_ratio), mask, bounds, torch.tensor(each.given.agents)))
-        totals = torch.stack([each.totals(len(self.objectives)) for each in to_go]).sum(0).to(training_device())
+        for context_cut, logprobs in zip(cuts, reference, strict=True):
+            assert context_cut.batch.rollout_logprobs is not None  # Checked by prepare().
+            log_ratio = torch.where(context_cut.batch.mask, context_cut.batch.rollout_logprobs - logprobs, 0.0)
+            bounds, mask = context_cut.given.cu_seqlens.cpu(), context_cut.given.mask.cpu()
+            to_go.append(KlToGo.of(context_cut.whole(log_ratio), mask, bounds, torch.tensor(context_cut.given.agents)))
+        totals = torch.stack([kl.totals(len(self.objectives)) for kl in to_go]).sum(0).to(training_device())
         dist.all_reduce(totals)
-        totals = totals.cpu() / (self.layout.tensor * self.layout.pipeline * self.layout.context)  # ranks with the same
-        return [self.reward_kl_coef * each.own(of.centred(totals)) for each, of in zip(cuts, to_go, strict=True)]
+        # Tensor-, pipeline- and context-parallel ranks have equal sums.
+        totals = totals.cpu() / (self.layout.tensor * self.layout.pipeline * self.layout.context)
+        return [
+            self.reward_kl_coef * context_cut.own(kl.centred(totals))
+            for context_cut, kl in zip(cuts, to_go, strict=True)
+        ]
 
     def _loss(
         self,
@@ -292,7 +301,8 @@ class Passes:
         if penalty is not None:
             of_reward = batch.of_tokens(batch.advantages) if token_advantages is None else token_advantages
             token_advantages = of_reward - penalty
-        (objective,) = {self.objectives[agent] for agent in batch.agents}  # scatter.py: a micro-batch has one
+        # A micro-batch has one objective (scatter.py).
+        (objective,) = {self.objectives[agent] for agent in batch.agents}
         return LossInputs(
             objective=objective,
             cu_seqlens=batch.cu_seqlens,
@@ -311,9 +321,12 @@ class Passes:
     @torch.no_grad()
     def _count(self, work: Work) -> Counts | None:
         """Count the router's choices under the current weights, by a forward pass without the head."""
-        batches = [each.cut.batch for each in work.micro_batches]
-        headless = [replace(each, trained_rows=each.trained_rows[:0]) for each in batches]
-        with self._replay([each.experts for each in work.micro_batches]), count_experts(self.model) as counts:
+        batches = [micro_batch.cut.batch for micro_batch in work.micro_batches]
+        headless = [replace(batch, trained_rows=batch.trained_rows[:0]) for batch in batches]
+        with (
+            self._replay([micro_batch.experts for micro_batch in work.micro_batches]),
+            count_experts(self.model) as counts,
+        ):
             self._forward(headless)
         return counts()
 
@@ -321,14 +334,14 @@ class Passes:
         return nullcontext() if self.router_replay == "none" else replay_experts(self.model, experts)
 
     def _forward(self, batches: Sequence[PackedBatch], of: Model | None = None) -> list[Tensor]:
-        """Return the last stage's log-probs [T], nats, on every stage. of: a model other than the policy's."""
-        whose = of or self.trained
+        """Return the last stage's log-probs [T], nats, on every stage. of: the model to run; None: the policy's."""
+        runner = of or self.trained
 
         def forward_step(data: Iterator[PackedBatch], model: Any) -> tuple[Any, Any]:
             batch = next(data)
-            return model(batch, active=whose.active(batch, self.layout.tensor)), _as_it_is
+            return model(batch, active=runner.active(batch, self.layout.tensor)), _as_it_is
 
-        outputs = self._schedule(forward_step, batches, batches[0].num_tokens, module=whose.module)
+        outputs = self._schedule(forward_step, batches, batches[0].num_tokens, module=runner.module)
         if self.layout.pipeline > 1:
             if not parallel_state.is_pipeline_last_stage():
                 outputs = [torch.empty(batch.num_tokens, device=training_device()) for batch in batches]
@@ -352,8 +365,8 @@ class Passes:
 
 
 def _joined(models: Sequence[Model], adapter_of: tuple[int, ...]) -> Model:
-    adapters = tuple(adapter for each in models for adapter in each.adapters)
-    return Model(models[0].module, adapters, tuple(ddp for each in models for ddp in each.trained), adapter_of)
+    adapters = tuple(adapter for model in models for adapter in model.adapters)
+    return Model(models[0].module, adapters, tuple(ddp for model in models for ddp in model.trained), adapter_of)
 
 
 def _only_of(agent: int, loss: LossInputs) -> LossInputs:

@@ -11,7 +11,7 @@ model does, so that its gradient flows. Uses the hook of megatron's router for i
 (`router.router_replay`), but keeps no global list, which would mix the models of several policies, and detects
 by itself which call is an activation recomputation.
 
-Memory: the record of a micro-batch is one byte an expert (rollout/routed_experts.py) on the CPU, of this rank's part.
+Memory: the record of this rank's part of a micro-batch takes one byte per expert on the CPU (rollout/routed_experts.py).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _TopK = Callable[..., tuple[Tensor, Tensor]]
 class ReplayCounts(NamedTuple):
     """Counts over all ranks. A token differs if the trainer's own choice is a different set in at least one MoE layer.
 
-    tokens: with forced experts. choices: tokens times MoE layers.
+    tokens: number of tokens with forced experts. choices: tokens times MoE layers.
     """
 
     tokens: int
@@ -52,17 +52,17 @@ class ReplayCounts(NamedTuple):
 def experts_of_rank(model: PolicyModel, routed_experts: Tensor) -> Choices:
     """Return this rank's layers and tokens of a micro-batch's [T, L, K] record.
 
-    Raises ValueError if the record is of a model with other layers or another top_k.
+    Raises ValueError if the recorded model has other layers or another top_k.
     """
-    mine, config = routed_experts, model.config
+    record, config = routed_experts, model.config
     if config.sequence_parallel:
-        mine = mine.chunk(config.tensor_model_parallel_size)[parallel_state.get_tensor_model_parallel_rank()]
-    if tuple(mine.shape[1:]) != (config.num_layers, config.moe_router_topk):
+        record = record.chunk(config.tensor_model_parallel_size)[parallel_state.get_tensor_model_parallel_rank()]
+    if tuple(record.shape[1:]) != (config.num_layers, config.moe_router_topk):
         raise ValueError(
-            f"router replay: the samples record {mine.shape[1]} layers x {mine.shape[2]} experts per token, but the policy has "
-            f"{config.num_layers} x {config.moe_router_topk}; they come from another model"
+            f"router replay: the samples record {record.shape[1]} layers x {record.shape[2]} experts per token, but the policy "
+            f"has {config.num_layers} x {config.moe_router_topk}; they come from another model"
         )
-    return {layer: mine[:, layer].contiguous() for layer in _routers(model)}
+    return {layer: record[:, layer].contiguous() for layer in _routers(model)}
 
 
 @contextmanager
@@ -70,11 +70,11 @@ def record_experts(model: PolicyModel) -> Iterator[list[Choices]]:
     """Record the choices of every forward pass in the body, in order; complete once the body is left."""
     dtype = torch.uint8 if expert_dtype(model.config.num_moe_experts) == np.uint8 else torch.int16
     recorders = {layer: _Recorder(dtype) for layer in _routers(model)}
-    found: list[Choices] = []
+    choices: list[Choices] = []
     with _installed(model, recorders):
-        yield found
-    calls = zip(*(each.calls for each in recorders.values()), strict=True)
-    found += [dict(zip(recorders, of_layers, strict=True)) for of_layers in calls]
+        yield choices
+    calls = zip(*(recorder.calls for recorder in recorders.values()), strict=True)
+    choices += [dict(zip(recorders, of_layers, strict=True)) for of_layers in calls]
 
 
 @contextmanager
@@ -85,7 +85,8 @@ def replay_experts(model: PolicyModel, choices: Sequence[Choices | None]) -> Ite
     """
     num_experts = model.config.num_moe_experts
     replayers = {
-        layer: _Replayer([each[layer] if each else None for each in choices], num_experts) for layer in _routers(model)
+        layer: _Replayer([chosen[layer] if chosen else None for chosen in choices], num_experts)
+        for layer in _routers(model)
     }
     with _installed(model, replayers):
         yield partial(_counts, list(replayers.values()))
@@ -93,13 +94,13 @@ def replay_experts(model: PolicyModel, choices: Sequence[Choices | None]) -> Ite
 
 def _counts(layers: Sequence[_Replayer]) -> ReplayCounts:
     """Count agreement over all ranks. Collective."""
-    differ = torch.stack([torch.cat(each.differ) for each in layers])  # [layers of this stage, tokens]
+    differ = torch.stack([torch.cat(replayer.differ) for replayer in layers])  # [layers of this stage, tokens]
     anywhere = differ.any(0).to(torch.uint8)
     pipeline = parallel_state.get_pipeline_model_parallel_group()
     if dist.get_world_size(pipeline) > 1:
         dist.all_reduce(anywhere, op=dist.ReduceOp.MAX, group=pipeline)
     forced = torch.cat(layers[0].is_forced).sum()
-    counted = int(parallel_state.is_pipeline_last_stage())  # every stage sees every token
+    counted = int(parallel_state.is_pipeline_last_stage())  # Every stage sees every token, so one stage counts them.
     sums = torch.stack([forced * counted, anywhere.sum() * counted, forced * len(layers), differ.sum()])
     dist.all_reduce(sums)
     return ReplayCounts(*(int(value) for value in sums))
@@ -110,7 +111,7 @@ class _Recorder:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self.calls: list[Tensor] = []  # [T, K] on the CPU, one a micro-batch
+        self.calls: list[Tensor] = []  # [T, K] on the CPU, one per micro-batch
 
     def get_replay_topk(
         self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, choose: _TopK
@@ -125,10 +126,10 @@ class _Replayer:
 
     def __init__(self, choices: list[Tensor | None], num_experts: int) -> None:
         self.choices, self.num_experts = choices, num_experts
-        # Micro-batches with a forward pass; those of them without gradients, as in checkpointed layers;
-        # recomputed. All in order.
+        # These count micro-batches in order: with a first forward pass; of these, without gradients (checkpointed layers); and
+        # recomputed.
         self.num_first = self.num_without_gradients = self.num_again = 0
-        self.differ: list[Tensor] = []  # [T] bool a micro-batch
+        self.differ: list[Tensor] = []  # [T] bool per micro-batch
         self.is_forced: list[Tensor] = []
 
     def get_replay_topk(
@@ -137,22 +138,24 @@ class _Replayer:
         is_again = torch.is_grad_enabled() and self.num_again < self.num_without_gradients
         choice = self.choices[self.num_again if is_again else self.num_first]
         with torch.no_grad():
-            _, own = choose(scores.detach(), topk, num_groups=num_groups, group_topk=group_topk)
-            recorded = torch.full_like(own, self.num_experts) if choice is None else choice.to(scores.device).long()
+            _, own_choice = choose(scores.detach(), topk, num_groups=num_groups, group_topk=group_topk)
+            recorded = (
+                torch.full_like(own_choice, self.num_experts) if choice is None else choice.to(scores.device).long()
+            )
             is_forced = (recorded < self.num_experts).all(-1)
-            experts = torch.where(is_forced[:, None], recorded, own)
+            experts = torch.where(is_forced[:, None], recorded, own_choice)
         if is_again:
             self.num_again += 1
         else:
             self.num_first += 1
             self.num_without_gradients += not torch.is_grad_enabled()
-            self.differ.append((own.sort(-1).values != experts.sort(-1).values).any(-1))
+            self.differ.append((own_choice.sort(-1).values != experts.sort(-1).values).any(-1))
             self.is_forced.append(is_forced)
         return scores.gather(1, experts), experts
 
 
 def _routers(model: PolicyModel) -> dict[int, TopKRouter]:
-    return {each.layer_number - 1: each for each in model.modules() if isinstance(each, TopKRouter)}
+    return {module.layer_number - 1: module for module in model.modules() if isinstance(module, TopKRouter)}
 
 
 @contextmanager

@@ -22,8 +22,8 @@ from torch.utils._device import _device_constructors
 from marsrl.rollout.imports import imports_for_good
 
 _CPU = torch.device("cpu")
-# Functions of torch that megatron calls with device="cuda" or pin_memory=True. Listed: a TorchFunctionMode would intercept every
-# operation and shape access of the process, a quarter of a small model's step.
+# Functions of torch that megatron calls with device="cuda" or pin_memory=True. They are listed because a TorchFunctionMode would
+# intercept every operation and shape access of the process, which takes a quarter of a small model's step.
 _FACTORIES = (
     "arange", "empty", "empty_like", "full", "full_like", "ones", "ones_like", "rand", "randn", "tensor", "zeros", "zeros_like"
 )  # fmt: skip
@@ -62,8 +62,8 @@ def _before_import() -> None:
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     torch._dynamo.config.disable = True
     cuda: Any = torch.cuda
-    cuda.current_device = lambda: _CPU  # device= of nearly every buffer and parameter
-    cuda.set_device = lambda device: None  # rank initialisation
+    cuda.current_device = lambda: _CPU  # used as device= for nearly every buffer and parameter
+    cuda.set_device = lambda device: None  # called by rank initialisation
     cuda.Stream = cuda.Event = _HostStream  # the token dispatcher and DDP create side streams
     cuda.current_stream = cuda.default_stream = lambda device=None: _STREAM
     cuda.stream = lambda stream=None: contextlib.nullcontext()  # gradient buffers are reduced on a side stream
@@ -74,10 +74,10 @@ def _before_import() -> None:
     for name in _FACTORIES:
         make = _on_cpu(getattr(torch, name))
         setattr(torch, name, make)
-        _register_builtin(make, f"aten::{name}")  # TorchScript, too: other libraries' functions are compiled with it
+        _register_builtin(make, f"aten::{name}")  # TorchScript compiles other libraries' functions with these
     tensor: Any = torch.Tensor
     tensor.cuda = lambda tensor, *args, **kwargs: tensor
-    tensor.to = _to  # "cuda"
+    tensor.to = _to  # accepts "cuda"
     tensor.type = _type
 
 
@@ -90,8 +90,7 @@ def _after_import() -> None:
     random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     # megatron warns if weights drawn under a "GPU" state advance the CPU's generator, which here is the same one.
     logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
-    # The first dispatcher creates it from torch.cuda.Stream, which vLLM on a CPU replaces by its own, without
-    # events.
+    # The first dispatcher creates this from torch.cuda.Stream, which vLLM on a CPU replaces by a stream without events.
     dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream = _STREAM
     # megatron returns CPU tensors unchanged, but all_to_all needs host numbers.
     move = dispatcher.maybe_move_tensor_to_cpu
@@ -167,12 +166,12 @@ def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _type(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-    found = _TYPE(tensor, *args, **kwargs)
+    result = _TYPE(tensor, *args, **kwargs)
     if args or kwargs:
-        return found
+        return result
     # The optimizer sorts parameters by the names of CUDA types, which only it may see.
     caller = sys._getframe(1).f_code.co_filename.replace("\\", "/")
-    return found.replace("torch.", "torch.cuda.", 1) if "megatron/core/optimizer" in caller else found
+    return result.replace("torch.", "torch.cuda.", 1) if "megatron/core/optimizer" in caller else result
 
 
 def _to_cpu(device: Any) -> Any:
