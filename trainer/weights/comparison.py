@@ -46,7 +46,7 @@ class TrainerScores:
 
 @dataclass(frozen=True, slots=True)
 class ComparisonReport:
-    """Distance of an engine's log-probs from the trainer's, over num_tokens; for several engines, the largest.
+    """Distance of an engine's log-probs from the trainer's, over num_tokens; the largest of several engines.
 
     largest, median: of |difference|, nats. noise: the median from rounding alone, nats.
     share, num_last: share of all tokens, and number of last tokens, that differ by more than `bound`, which
@@ -115,7 +115,7 @@ class EngineComparison:
     """
 
     def __init__(self) -> None:
-        self._most = _FIRST  # Largest allowed ratio of the median to the noise's.
+        self._most = _FIRST  # Largest allowed ratio of the median difference to the noise's median.
         self._is_first = True
 
     def compare(
@@ -129,7 +129,7 @@ class EngineComparison:
         where = f"weight sync: version {version}"
         ours = _finite(trainer.logprobs, f"{where}: the trainer's log-probs of the probe")
         rounded = _finite(trainer.rounded, f"{where}: the trainer's perturbed log-probs of the probe")
-        lengths = [len(each) for each in trainer.logprobs]
+        lengths = [len(sequence) for sequence in trainer.logprobs]
         if not len(ours) or not engines:
             raise RuntimeError(
                 f"{where}: the probe has nothing to compare: found {len(ours)} tokens and {len(engines)} engines; expected both"
@@ -137,21 +137,21 @@ class EngineComparison:
         last = np.cumsum(lengths) - 1
         reports = []
         for engine, scores in enumerate(engines):
-            theirs = _finite(scores, f"{where}: engine {engine}'s log-probs of the probe")
-            if [len(each) for each in scores] != lengths:
+            scored = _finite(scores, f"{where}: engine {engine}'s log-probs of the probe")
+            if [len(sequence) for sequence in scores] != lengths:
                 raise RuntimeError(
-                    f"{where}: engine {engine} returned {[len(each) for each in scores]} log-probs of the probe's sequences; "
+                    f"{where}: engine {engine} returned {[len(values) for values in scores]} log-probs of the probe's sequences; "
                     f"expected {lengths}"
                 )
-            report = measure(np.abs(theirs - ours), np.abs(rounded - ours), last)
+            report = measure(np.abs(scored - ours), np.abs(rounded - ours), last)
             if problem := self._problem(report, len(last)):
-                at = int(np.abs(theirs - ours).argmax())
+                at = int(np.abs(scored - ours).argmax())
                 sequence = int(np.searchsorted(last, at))
                 token = at - int(last[sequence]) + lengths[sequence]
                 raise RuntimeError(
                     f"{where}: trainer and engine {engine} disagree on the probe by more than rounding explains: {problem}. "
                     f"The largest difference is {report.largest:.3g} nats at sequence {sequence}, token {token} of "
-                    f"{lengths[sequence]}: trainer {ours[at]:.6f}, engine {theirs[at]:.6f}. Every tensor's checksum agreed, so "
+                    f"{lengths[sequence]}: trainer {ours[at]:.6f}, engine {scored[at]:.6f}. Every tensor's checksum agreed, so "
                     f"{_where_to_look(ours)}"
                 )
             reports.append(report)
@@ -169,16 +169,16 @@ class EngineComparison:
                 f"{self._most * (found.noise + _FLOOR):.3g} ({self._most:.3g} x the rounding noise, "
                 f"{found.noise:.3g})"
             )
-        beyond = f"{found.bound:.3g} nats (twice the 90 % quantile of the rounding noise)"
+        bound_text = f"{found.bound:.3g} nats (twice the 90 % quantile of the rounding noise)"
         if found.share > _SHARE:
             return (
-                f"the share of the {found.num_tokens} tokens that differ by more than {beyond} is {found.share:.3g}, "
+                f"the share of the {found.num_tokens} tokens that differ by more than {bound_text} is {found.share:.3g}, "
                 f"expected at most {_SHARE:g}"
             )
         if found.num_last > num_sequences / 2:
             return (
                 f"{found.num_last} of the {num_sequences} last tokens, which an engine may compute through its prefix cache, "
-                f"differ by more than {beyond}, expected at most half"
+                f"differ by more than {bound_text}, expected at most half"
             )
         return ""
 
@@ -213,11 +213,11 @@ def measure(difference: FloatArray, noise: FloatArray, last: IntArray) -> Compar
 
 def _finite(logprobs: Sequence[FloatArray], whose: str) -> FloatArray:
     """Return all log-probs concatenated, [tokens] float64; RuntimeError if one is not finite."""
-    for sequence, each in enumerate(logprobs):
-        if not np.isfinite(each).all():
-            bad = np.flatnonzero(~np.isfinite(each))
+    for sequence, values in enumerate(logprobs):
+        if not np.isfinite(values).all():
+            bad = np.flatnonzero(~np.isfinite(values))
             raise RuntimeError(
-                f"{whose} are not finite: {len(bad)} of {len(each)} in sequence {sequence}, first {each[bad[0]]} at token "
+                f"{whose} are not finite: {len(bad)} of {len(values)} in sequence {sequence}, first {values[bad[0]]} at token "
                 f"{bad[0] + 1}; check the weights of this version (0: the initial weights; later: a loss that "
                 "diverged, the learning rate) and overflow in the dtype"
             )
@@ -272,9 +272,9 @@ class CheckedEngines:
                 )
             wrong: list[str] = []
             for shard, (sent, held) in enumerate(zip(expected, receipt.checksums, strict=True)):
-                of = f"shard {shard} of {len(expected)}: " if len(expected) > 1 else ""
+                where_shard = f"shard {shard} of {len(expected)}: " if len(expected) > 1 else ""
                 names = [name for name in {**sent, **held} if held.get(name) != sent.get(name)]
-                wrong += [f"{of}{name} ({_difference(sent.get(name), held.get(name))})" for name in names]
+                wrong += [f"{where_shard}{name} ({_difference(sent.get(name), held.get(name))})" for name in names]
             if wrong:
                 raise RuntimeError(
                     f"weight sync: version {version}: engine {engine} does not hold what was sent: {len(wrong)} of "

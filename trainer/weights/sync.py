@@ -85,19 +85,19 @@ class SyncReport:
     @property
     def metrics(self) -> dict[str, float]:
         """Return the sync/* metrics of metrics.jsonl."""
-        found: dict[str, float] = {"sync/bytes": self.num_bytes, "sync/seconds": self.seconds}
-        found["sync/direct"] = self.is_direct
+        metrics: dict[str, float] = {"sync/bytes": self.num_bytes, "sync/seconds": self.seconds}
+        metrics["sync/direct"] = self.is_direct
         if self.changed_share is not None:
-            found["sync/changed_share"] = self.changed_share
+            metrics["sync/changed_share"] = self.changed_share
         if self.comparison is not None:
-            found |= {
+            metrics |= {
                 "sync/probe_diff_max": self.comparison.largest,
                 "sync/probe_diff_median": self.comparison.median,
                 "sync/probe_diff_share": self.comparison.share,
                 "sync/probe_noise": self.comparison.noise,
                 "sync/probe_tokens": self.comparison.num_tokens,
             }
-        return found
+        return metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class Delivered:
 
 
 class WeightSync(ABC):
-    """Publisher of one policy's weights to its engines, verifying every publish. Constructed and used on all ranks together.
+    """Publisher of one policy's weights to its engines; verifies every publish. Constructed and used on all ranks together.
 
     sync = FileSync(CheckedEngines(pool, vocab_size=64) if rank() == 0 else None, torch.bfloat16)
     report = sync.publish(learner, version=1)
@@ -132,7 +132,8 @@ class WeightSync(ABC):
     ) -> None:
         """Prepare to publish; `engines` is None on ranks other than 0.
 
-        dtype: compute dtype of the engines. verify_every: versions per comparison. precision: if dtype alone does not set it.
+        dtype: compute dtype of the engines. verify_every: versions per comparison. precision: the engines' precision, if dtype
+            alone does not set it.
         """
         self._engines, self._dtype, self._verify_every = engines, dtype, verify_every
         self._precision = precision or Precision(dtype)
@@ -170,17 +171,17 @@ class WeightSync(ABC):
             def proven() -> SyncReport:
                 """Verify, on rank 0, the weights and log-probs of every serving engine, including replacements."""
                 assert self._engines is not None and delivered is not None, "of rank 0"
-                slowest_s = max((each.checksum_seconds for each in delivered.receipts.values()), default=0.0)
+                slowest_s = max((receipt.checksum_seconds for receipt in delivered.receipts.values()), default=0.0)
                 seconds_of["engine_checksum"] = min(slowest_s, seconds_of["load"])
                 seconds_of["load"] -= seconds_of["engine_checksum"]
                 self._engines.check(delivered.expected, delivered.receipts, version)
-                found: ComparisonReport | None = None
+                comparison: ComparisonReport | None = None
                 if scores is not None:
                     with timed_part(seconds_of, "probe"):
-                        found = self._compare(self._engines, scores, version)
+                        comparison = self._compare(self._engines, scores, version)
                 seconds = time.perf_counter() - start
                 return SyncReport(
-                    version, seconds, delivered.num_bytes, found, seconds_of, self.is_direct,
+                    version, seconds, delivered.num_bytes, comparison, seconds_of, self.is_direct,
                     delivered.changed_share,
                 )  # fmt: skip
 
@@ -233,14 +234,14 @@ class FileSync(WeightSync):
     def _prepare(self, learner: Learner, version: int, seconds_of: dict[str, float]) -> None:
         """Gather the tensors from all ranks; rank 0 writes them."""
         with timed_part(seconds_of, "export"):
-            held = learner.held()
+            converter = learner.held()
         if self._files is None or self._engines is None:
-            for _ in held.export():
+            for _ in converter.export():
                 raise AssertionError("only rank 0 exports")
             return
         shards = self._engines.shards_of_each
         self._written = write_version(
-            self._files.path, self._dtype, held.shapes, held.export(), version, shards, seconds_of
+            self._files.path, self._dtype, converter.shapes, converter.export(), version, shards, seconds_of
         )
 
     def _deliver(self, learner: Learner, version: int) -> Delivered | None:
@@ -282,7 +283,7 @@ class AdapterSync(FileSync):
     def _prepare(self, learner: Learner, version: int, seconds_of: dict[str, float]) -> None:
         """Gather the tensors from all ranks; rank 0 writes them."""
         with timed_part(seconds_of, "export"):
-            exported = {n: each.detach().to("cpu", self._dtype).contiguous() for n, each in learner.held().export()}
+            exported = {n: tensor.detach().to("cpu", self._dtype).contiguous() for n, tensor in learner.held().export()}
         if self._files is None or self._engines is None:
             assert not exported, "only rank 0 exports"
             return
@@ -336,18 +337,19 @@ class DirectSync(WeightSync):
         self._generation: int | None = None  # Generation of engines that the sender is connected to, on rank 0.
 
     def _deliver(self, learner: Learner, version: int) -> Delivered | None:
-        """Send from all ranks while the engines receive; send everything again, over new connections, if an engine was lost
-        meanwhile or applied changes to the wrong base.
+        """Send from all ranks while the engines receive.
+
+        Everything is sent again, over new connections, if an engine was lost meanwhile or applied changes to the wrong base.
 
         Raises:
             RuntimeError: a rank failed, or the connection to live engines is broken.
             ValueError: the ranks' shards do not cover what an engine needs, or a bucket is smaller than a row.
         """
-        held = learner.held()
+        converter = learner.held()
         if self._engines is None:
             is_again = True
             while is_again:
-                self._send(held)
+                self._send(converter)
                 is_again = bool(broadcast_bytes(None))
             return None
         pool = self._engines.pool
@@ -355,7 +357,7 @@ class DirectSync(WeightSync):
         while True:
             pool.stand_by()
             is_other, self._generation = pool.generation != self._generation, pool.generation
-            answers, expected = self._transfer(held, version, pool.engines, meets_anew=is_other)
+            answers, expected = self._transfer(converter, version, pool.engines, meets_anew=is_other)
             receipts = {engine: answer.value for engine, answer in answers.items() if isinstance(answer, Timed)}
             lost = {engine: answer.reason for engine, answer in answers.items() if isinstance(answer, Lost)}
             broken = [receipt.broken for receipt in receipts.values() if receipt.broken]
@@ -377,7 +379,7 @@ class DirectSync(WeightSync):
             broadcast_bytes(b"again")
         broadcast_bytes(b"")
         pool.note_weights(version, expected)
-        num_bytes = self._dtype.itemsize * sum(torch.Size(shape).numel() for shape in held.shapes.values())
+        num_bytes = self._dtype.itemsize * sum(torch.Size(shape).numel() for shape in converter.shapes.values())
         traffic, share = self._sender.traffic, None
         if traffic.num_compared:
             share = traffic.num_changed / traffic.num_compared
@@ -386,11 +388,11 @@ class DirectSync(WeightSync):
 
     def send_again(self, learner: Learner, version: int, engine: int | None) -> Timed | Lost | None:
         """Send the weights to one engine again, over new connections that only this transfer uses."""
-        held, self._generation = learner.held(), None
+        converter, self._generation = learner.held(), None
         if engine is None:
-            self._send(held)
+            self._send(converter)
             return None
-        answer = self._transfer(held, version, [engine], meets_anew=True)[0][engine]
+        answer = self._transfer(converter, version, [engine], meets_anew=True)[0][engine]
         if isinstance(answer, Timed) and answer.value.broken:
             return Lost(f"its weights did not arrive: {answer.value.broken}")
         return answer
@@ -410,9 +412,9 @@ class DirectSync(WeightSync):
         assert self._engines is not None, "of rank 0"
         pool, shards, sender = self._engines.pool, self._engines.shards_of_each, self._sender
         sender.agree(held, [*shards] * len(engines) if meets_anew else ())
-        plans, each = sender.plans, len(shards)
+        plans, num_shards = sender.plans, len(shards)
         updates = {
-            engine: WeightUpdate("", version, tuple(plans[each * i : each * (i + 1)]))
+            engine: WeightUpdate("", version, tuple(plans[num_shards * i : num_shards * (i + 1)]))
             for i, engine in enumerate(engines)
         }
         answers: Future[Mapping[int, Timed | Lost]] = Future()
@@ -426,7 +428,7 @@ class DirectSync(WeightSync):
 
         threading.Thread(target=receive, name="marsrl-sync", daemon=True).start()
         expected = sender.send(held)
-        return answers.result(), expected[:each]
+        return answers.result(), expected[:num_shards]
 
     def close(self) -> None:
         self._sender.close()
@@ -440,8 +442,8 @@ class Standby:
         rank 0         work ... engine 3 is lost, a new one is made -> "main" -> send its part ... work -> ""
         other ranks    wait .............................................. "main" -> send their part ... wait ... "" -> go on
 
-    Every rank has one, for all trained policies. pools: by policy, on rank 0; None elsewhere. versions: live view of the current
-    versions.
+    Every rank has one Standby for all trained policies. pools: by policy, on rank 0; None elsewhere. versions: live view of the
+    current versions.
     """
 
     _STOPPED = "\0"  # Sent instead of a policy's name.
@@ -472,14 +474,14 @@ class Standby:
             return None
         self._thread = threading.get_ident()
         try:
-            done = work()
+            result = work()
         except Stopped:
             broadcast_bytes(self._STOPPED.encode())
             raise
         finally:
             self._thread = None
         broadcast_bytes(b"")
-        return done
+        return result
 
     def _feed(self, policy: str, engine: int) -> Timed | Lost | None:
         """Send the policy's weights to an engine; None if the others are not on standby, or another thread asks."""
