@@ -1,8 +1,8 @@
 """Messages about steps without training, and saved batches of steps with a non-finite loss or gradient, for debugging.
 
 batch = read_bad_batch("runs/a/bad_batches/step_7_main.msgpack")
-batch.suspects                      # uids of the samples with a number in them that is not finite
-pack(batch.sequences)               # the batch itself, to be replayed on the checkpoint before
+batch.suspects                      # uids of the samples with a non-finite input
+pack(batch.sequences)               # the batch, to replay on the checkpoint before it
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class BadBatch:
 
     step: int
     policy: str
-    version: int  # version of the weights
+    version: int  # the weights' version
     loss: float
     grad_norm: float
     sequences: tuple[TrainSequence, ...]
@@ -41,7 +41,7 @@ class BadBatch:
 
     @property
     def problem(self) -> str:
-        """The problem in one line."""
+        """Problem of the batch, in one line."""
         named = f"; not finite in the data of {', '.join(self.suspects[:4])}" if self.suspects else ""
         return f"loss {self.loss}, gradient norm {self.grad_norm} of policy {self.policy}{named}"
 
@@ -105,9 +105,9 @@ def why_nothing_trains(batch: StepBatch, config: RunConfig, num_steps: int) -> s
         "were cut at their maximum length (loss.truncated=mask)": len(cut),
         "have the same reward as all samples that they are compared with": len(trained) - len(missing) - len(cut),
     }
-    told = ", ".join(f"{number} {what}" for what, number in parts.items() if number)
+    counts = ", ".join(f"{number} {cause}" for cause, number in parts.items() if number)
     first = next((f" (the first: {sample.reward.note[:200]})" for sample in missing if sample.reward.note), "")
     return (
         f"no sample had a gradient in {num_steps} steps in a row (trainer.max_empty_steps); of the last step's {len(samples)} "
-        f"samples {told}{first}; see samples/ for prompts and answers"
+        f"samples {counts}{first}; see samples/ for prompts and answers"
     )

@@ -28,9 +28,9 @@ class Average:
         sequence                1 / (S' n_i |o_i|)
         sequence_sum_constant   1 / (S max_tokens)
 
-    |o|: sampled tokens; j runs over the S samples of the update ("all") or over those of agent k ("agent": every agent
-    has a mean of its own, and the means are added up). n_i: samples of agent k in the sample's session, which count as one in
-    S'; 1 if no program played. Samples whose gradient is 0 count (credit.count_zero_groups).
+    |o|: sampled tokens; j runs over the S samples of the update ("all") or over the samples of agent k ("agent": each agent has
+    its mean, and the means are added). n_i: samples of agent k in the sample's session, which count as one in S'; 1 if no
+    program played. Samples whose gradient is 0 count (credit.count_zero_groups).
     """
 
     aggregation: Literal["token", "sequence", "sequence_sum_constant"] = "token"
@@ -47,23 +47,25 @@ class Average:
 def mini_batches(credited: Credited, number: int, average: Average, *, seed: int, step: int) -> tuple[MiniBatch, ...]:
     """Split one step into at most `number` mini-batches, each an optimizer update, in order.
 
-    Groups, in an order drawn from (seed, step), each go to the mini-batch with the fewest samples in the loss's denominator;
-    each mini-batch has the denominators of its own groups. A mini-batch without a gradient is dropped; its tokens are then in no
-    denominator.
+    Groups come in an order drawn from (seed, step). Each goes to the mini-batch with the fewest samples in the loss's
+    denominator, and each mini-batch has the denominators of its own groups. A mini-batch without a gradient is dropped;
+    its tokens are then in no denominator.
     """
     order = sorted(credited.groups, key=lambda group: group.group_id)
     random.Random(derive_seed(seed, "mini-batches", str(step))).shuffle(order)
     members: list[dict[str, tuple[str, str]]] = [{} for _ in range(number)]  # {uid: (agent, session)}
     for group in order:
-        own = {s.uid: (group.agent, s.session_id) for s in group.samples if s.uid in credited.counted}
-        min(members, key=len).update(own)
-    cut = [_averaged(credited, own, average) for own in members]
-    return tuple(part for part in cut if part.sequences) or (MiniBatch((), 0.0),)
+        members_of_group = {s.uid: (group.agent, s.session_id) for s in group.samples if s.uid in credited.counted}
+        min(members, key=len).update(members_of_group)
+    averaged = [_averaged(credited, members_of_group, average) for members_of_group in members]
+    return tuple(part for part in averaged if part.sequences) or (MiniBatch((), 0.0),)
 
 
 def _averaged(credited: Credited, members: Mapping[str, tuple[str, str]], average: Average) -> MiniBatch:
-    """Return the samples of these uids with their denominators: one number for all, or a weight per sample. members: agent and
-    session by uid."""
+    """Return the samples of these uids with their denominators: one number for all, or a weight per sample.
+
+    members: agent and session by uid.
+    """
     num_of = Counter(members.values())
     totals: dict[str, float] = {}  # by agent
     for uid, (agent, session) in members.items():

@@ -35,7 +35,7 @@ class TrainSequence:
         )
 
     Completion arrays are [N]: token_ids int32, is_sampled bool, rollout_logprobs float32 (None: not known, as in
-    demonstrations), token_advantages float32 in place of `advantage` (a teacher's part in them, a demonstration's weights;
+    demonstrations), token_advantages float32 in place of `advantage` (with a teacher's part, or a demonstration's weights;
     None: every token has `advantage`).
     routed_experts: [tokens of prompt and completion that the engine was fed, layers, top_k] (rollout/routed_experts.py).
     kept_tokens: tokens that the sampler kept at the completion's places (rollout/kept_tokens.py); None: all.
@@ -50,7 +50,7 @@ class TrainSequence:
     agent: int  # index into the run's agents
     temperature: float
     is_positive: bool = False  # a success with an advantage above 0 (DMMPT; credit.py)
-    weight: float = 1.0  # factor on every term of its tokens: the part of the loss's denominator that is its own
+    weight: float = 1.0  # factor on every term of its tokens: the sample's own part of the loss's denominator
     token_advantages: FloatArray | None = None
     routed_experts: ExpertArray | None = None
     kept_tokens: KeptTokens | None = None
@@ -81,30 +81,30 @@ class PackedBatch:
     uids: tuple[str, ...]
     token_ids: Tensor  # [T] int64
     position_ids: Tensor  # [T] int64, restarts at every sequence
-    targets: Tensor  # [T] int64, 0 where there is none
+    targets: Tensor  # [T] int64; 0 at the last token of a sequence
     mask: Tensor  # [T] bool
     advantages: Tensor  # [S] float32
-    token_advantages: Tensor | None  # [T] float32, in place of `advantages`; None: no sequence has its own
+    token_advantages: Tensor | None  # [T] float32, in place of `advantages`; None: no sequence has per-token ones
     rollout_logprobs: Tensor | None  # [T] float32, 0 where mask is False
     temperature: Tensor | float  # [T] float32, or one number for the batch
     cu_seqlens: Tensor  # [S+1] int32
     max_seqlen: int
     is_padding: Tensor  # [T] bool
     agent_of: Tensor  # [S] int64
-    agents: tuple[int, ...]  # [S] the same on the host, without synchronisation
+    agents: tuple[int, ...]  # [S], agent_of on the host, without synchronisation
     is_positive: Tensor  # [S] bool
     weights: Tensor | None  # [S] float32, factor on every term of a sequence's tokens; None: 1 for all
     trained_rows: Tensor  # [R] int64, where mask is True; their number is known on the host
-    positive_rows: Tensor  # [P] int64, of these, the tokens of positive samples
+    positive_rows: Tensor  # [P] int64, those trained_rows that are tokens of positive samples
     routed_experts: Tensor | None = None  # [T, layers, top_k] uint8 or int16; not_recorded() if there is no record
-    support: Support | None = None  # the tokens that each target was drawn from; None: the whole vocabulary for all
+    support: Support | None = None  # tokens that each target was drawn from; None: the whole vocabulary for all
 
     @property
     def num_tokens(self) -> int:
         return self.token_ids.numel()
 
     def of_tokens(self, of_sequences: Tensor) -> Tensor:
-        """[T] the value of each token's sequence, from [S]; no synchronisation."""
+        """Return the value of each token's sequence, [T] from [S], without synchronisation."""
         return of_sequences.repeat_interleave(self.cu_seqlens.diff().long(), output_size=self.num_tokens)
 
 
@@ -117,9 +117,9 @@ def padding(agent: int = 0) -> TrainSequence:
 def rows_of(
     mask: Tensor, is_positive: Tensor, cu_seqlens: Tensor, num_rows: tuple[int | None, int | None] = (None, None)
 ) -> list[Tensor]:
-    """Return [trained_rows, positive_rows] of a batch; num_rows: their numbers; without them the host waits for the device."""
+    """Return [trained_rows, positive_rows] of a batch. num_rows: their numbers; None: the host waits for the device."""
     of_positive = is_positive.repeat_interleave(cu_seqlens.diff(), output_size=mask.numel())
-    return [kernels.kept_rows(kept, num_kept=num) for kept, num in zip((mask, mask & of_positive), num_rows)]
+    return [kernels.kept_rows(row_mask, num_kept=num) for row_mask, num in zip((mask, mask & of_positive), num_rows)]
 
 
 def plan_micro_batches(
@@ -129,9 +129,9 @@ def plan_micro_batches(
 
     First-fit-decreasing by tokens into bins of max_tokens; the number of bins is a multiple of num_ranks (every rank
     runs the same number of forward passes, as its collectives need), and bins are dealt out so that the ranks' costs
-    are even. Cost of a sequence: its tokens plus a quadratic term for attention, the heaviest bin first to the
-    lightest rank. A micro-batch may be empty only where there are fewer sequences than ranks. It holds sequences of one kind
-    (kinds: of each; None: all are of one).
+    are even: the heaviest bin goes first, to the lightest rank. A sequence costs its tokens plus a quadratic term for attention.
+    A micro-batch may be empty only if there are fewer sequences than ranks. All its sequences are of one kind (kinds: the kind
+    of each sequence; None: all are alike).
 
     Raises ValueError if a sequence is longer than max_tokens.
     """
@@ -145,9 +145,9 @@ def plan_micro_batches(
     for i in range(len(lengths)):
         members.setdefault(kinds[i] if kinds is not None else None, []).append(i)
     bins = [
-        [own[place] for place in each]
-        for own in members.values()
-        for each in first_fit_decreasing([lengths[i] for i in own], max_tokens)
+        [indices[index] for index in bin_indices]
+        for indices in members.values()
+        for bin_indices in first_fit_decreasing([lengths[i] for i in indices], max_tokens)
     ]
     num_bins = max(1, -(-len(bins) // num_ranks)) * num_ranks
     while len(bins) < num_bins:
@@ -193,11 +193,12 @@ def pack(sequences: Sequence[TrainSequence], *, align: int = 1) -> PackedBatch:
     logprobs = [s.rollout_logprobs for s in sequences if s.rollout_logprobs is not None]
     of_tokens = None
     if any(s.token_advantages is not None for s in sequences):
-        alike = (np.full(len(s.token_ids), s.advantage, np.float32) for s in sequences)
-        own = [
-            each if s.token_advantages is None else s.token_advantages for s, each in zip(sequences, alike, strict=True)
+        uniform = (np.full(len(s.token_ids), s.advantage, np.float32) for s in sequences)
+        per_token = [
+            sample_advantages if s.token_advantages is None else s.token_advantages
+            for s, sample_advantages in zip(sequences, uniform, strict=True)
         ]
-        of_tokens = _of_tokens(sequences, own)
+        of_tokens = _of_tokens(sequences, per_token)
     packed = kernels.pack(
         _on_device(np.concatenate([part for s in sequences for part in (s.prompt_ids, s.token_ids)])),
         _of_tokens(sequences, [s.is_sampled for s in sequences]),
@@ -246,18 +247,21 @@ def _of_tokens(sequences: Sequence[TrainSequence], of_completions: Sequence[npt.
     """Return the completions' values, and 0 at prompt tokens, [N]."""
     pairs = zip(sequences, of_completions, strict=True)
     return _on_device(
-        np.concatenate([part for s, own in pairs for part in (np.zeros(len(s.prompt_ids), own.dtype), own)])
+        np.concatenate([part for s, values in pairs for part in (np.zeros(len(s.prompt_ids), values.dtype), values)])
     )
 
 
 def _routed_experts(sequences: Sequence[TrainSequence], starts: npt.NDArray[np.int64], total: int) -> Tensor | None:
-    """[T, layers, top_k]; a sequence without a record leaves its tokens unrecorded. None if no sequence has one."""
-    known = [(start, s.routed_experts) for start, s in zip(starts, sequences) if s.routed_experts is not None]
-    if not known:
+    """Return the recorded experts, [T, layers, top_k]; None if no sequence has a record.
+
+    Tokens of a sequence without a record stay unrecorded.
+    """
+    recorded = [(start, s.routed_experts) for start, s in zip(starts, sequences) if s.routed_experts is not None]
+    if not recorded:
         return None
-    rows = np.concatenate([start + np.arange(len(experts)) for start, experts in known])
-    values = _on_device(np.concatenate([experts for _, experts in known]))
-    fill = not_recorded(known[0][1].dtype)
+    rows = np.concatenate([start + np.arange(len(experts)) for start, experts in recorded])
+    values = _on_device(np.concatenate([experts for _, experts in recorded]))
+    fill = not_recorded(recorded[0][1].dtype)
     return values.new_full((total, *values.shape[1:]), fill).index_copy_(0, _on_device(rows), values)
 
 
@@ -269,10 +273,10 @@ def _support(sequences: Sequence[TrainSequence], starts: npt.NDArray[np.int64], 
         if s.kept_tokens is None or not s.kept_tokens.ids.size:
             continue
         if (missing := s.kept_tokens.lacks(s.token_ids)).size:
-            place = int(missing[0])
+            first_missing = int(missing[0])
             raise ValueError(
-                f"packing: token {place} of sample {s.uid} is {s.token_ids[place]}, but it is not among the "
-                f"{s.kept_tokens.counts[place]} tokens that its sampler kept there; check the engine's records"
+                f"packing: token {first_missing} of sample {s.uid} is {s.token_ids[first_missing]}, but it is not among the "
+                f"{s.kept_tokens.counts[first_missing]} tokens that its sampler kept there; check the engine's records"
             )
         assert len(s.prompt_ids), f"sample {s.uid} has no prompt: no position predicts its first token"
         first = start + len(s.prompt_ids) - 1  # Position that predicts the completion's first token.

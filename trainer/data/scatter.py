@@ -1,8 +1,8 @@
 """Distribution of rank 0's batch: every data-parallel rank gets only the arrays of its own micro-batches.
 
-One micro-batch per data rank is sent at a time. Rank 0 holds data_size of them encoded, other ranks one, and a device at most
-collective.SCATTER_BYTES. A micro-batch takes some 13 bytes a token, and layers x top_k more with recorded experts: 37 MiB for
-98,304 tokens of Qwen3-30B-A3B.
+One micro-batch per data rank is sent at a time. Rank 0 holds data_size encoded micro-batches, other ranks one, and a device at
+most collective.SCATTER_BYTES. A micro-batch takes some 13 bytes per token, and layers x top_k more with recorded experts: 37 MiB
+for 98,304 tokens of Qwen3-30B-A3B.
 """
 
 from __future__ import annotations
@@ -84,14 +84,17 @@ def scatter(mini_batches: tuple[MiniBatch, ...] | None, shard: BatchShard) -> li
     """
     if world_size() == 1:
         assert mini_batches is not None, "scatter: a single rank needs the batch"
-        return [Update(tuple(micro_batches(each.sequences, shard)), each.normaliser) for each in mini_batches]
+        return [
+            Update(tuple(micro_batches(mini_batch.sequences, shard)), mini_batch.normaliser)
+            for mini_batch in mini_batches
+        ]
     with stopping_together("scatter: the step's batch cannot be split into micro-batches", ValueError):
-        plans = [_plan(each.sequences, shard) for each in mini_batches or ()]
+        plans = [_plan(mini_batch.sequences, shard) for mini_batch in mini_batches or ()]
     outline = None  # (number of micro-batches, normaliser) per update.
     if mini_batches is not None:
-        outline = [(len(plan[0]), each.normaliser) for plan, each in zip(plans, mini_batches, strict=True)]
+        outline = [(len(plan[0]), mini_batch.normaliser) for plan, mini_batch in zip(plans, mini_batches, strict=True)]
     outlines = decode(list[tuple[int, float]], broadcast_bytes(encode(outline) if outline is not None else None))
-    data_ranks = [int(place) for place in gather_bytes(str(shard.data_rank).encode())]
+    data_ranks = [int(rank_text) for rank_text in gather_bytes(str(shard.data_rank).encode())]
     assert shard.routes is not None, "scatter: several ranks need routes"
     updates = []
     for number, (num_micro_batches, normaliser) in enumerate(outlines):
@@ -118,9 +121,9 @@ def _plan(sequences: Sequence[TrainSequence], shard: BatchShard) -> list[list[li
         alone = replace(shard, is_apart=False)
         share: list[list[list[TrainSequence]]] = [[] for _ in range(shard.data_size)]
         for adapter in sorted({shard.adapters[s.agent] for s in sequences}):
-            own = [s for s in sequences if shard.adapters[s.agent] == adapter]
-            for mine, part in zip(share, _plan(own, alone), strict=True):
-                mine += [members or [padding(own[0].agent)] for members in part]
+            own_sequences = [s for s in sequences if shard.adapters[s.agent] == adapter]
+            for batches_of_rank, part in zip(share, _plan(own_sequences, alone), strict=True):
+                batches_of_rank += [members or [padding(own_sequences[0].agent)] for members in part]
         return share if sequences else _plan(sequences, alone)
     kinds = [shard.objectives[s.agent] for s in sequences] if shard.objectives else None
     plan = plan_micro_batches([s.num_tokens for s in sequences], shard.data_size, shard.max_tokens, kinds)
