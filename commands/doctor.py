@@ -195,17 +195,14 @@ def sandbox_findings(settings: RunConfig) -> Iterator[Finding]:
 
 
 def ray_findings(config: RunConfig) -> Iterator[Finding]:
-    """Yield findings about Ray's token on this host, and the resources of the cluster that the config names."""
+    """Yield what is found of the Ray cluster that the config names."""
     if importlib.util.find_spec("ray") is None:
         return  # The engines' findings report it.
-    from marsrl.rollout.pool.ray_token import show_token
-
-    yield Finding("ray", "token", *show_token())
     address = config.rollout.ray_address
     if address is None:
         detail = "not set (rollout.ray_address): a run starts a cluster on this machine only"
     elif is_started_here(address):
-        detail = f"rollout.ray_address={address}: the run starts it, other hosts run `marsrl join`"
+        detail = f"rollout.ray_address={address}: the run starts it, other hosts join by `ray start`"
     else:
         from marsrl.rollout.pool.ray_connection import cluster_view
 

@@ -10,13 +10,14 @@
 #     policies.main.model=/models/Qwen3-30B-A3B-Thinking-2507 data.train=problems.jsonl run.name=first
 # Submitted once more with run.resume=auto behind them it goes on. From the checkout, with .venv/bin on PATH.
 set -euo pipefail
-export TRAINERS=${TRAINERS:-1} RANKS=${RANKS:-8}
+export TRAINERS=${TRAINERS:-1} RANKS=${RANKS:-8} RAY_AUTH_MODE=token
+ray get-auth-token --generate >/dev/null  # ~/.ray/auth_token, which all hosts see, if it is not there yet
 mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export FIRST=${hosts[0]}
 for host in "${hosts[@]:TRAINERS}"; do
-  srun --nodes=1 --ntasks=1 --nodelist="$host" marsrl join "$FIRST" &
+  srun --nodes=1 --ntasks=1 --nodelist="$host" ray start --address="$FIRST:6379" --block &  # waits for rank 0
 done
-trap 'kill $(jobs -p) 2>/dev/null || true; wait' EXIT  # engine hosts leave by themselves, but wait for a trainer host that is gone
+trap 'kill $(jobs -p) 2>/dev/null || true; wait' EXIT
 trainers=$(IFS=,; echo "${hosts[*]:0:TRAINERS}")
 srun --nodes="$TRAINERS" --ntasks="$TRAINERS" --ntasks-per-node=1 --nodelist="$trainers" bash -c '
   exec torchrun --nnodes "$TRAINERS" --node-rank "$SLURM_PROCID" --master-addr "$FIRST" --nproc-per-node "$RANKS" \

@@ -28,7 +28,7 @@ MOST_MIB = 1 << 24  # 16 TiB
 LONGEST_S = 30 * 86_400.0
 LONGEST_STOP = 64  # characters of a stop string
 SILENCE_S = 40.0  # default of run.silence_s
-HEAD_PORT = 6379  # Ray's default port, for ray_address=here and `marsrl join HOST`
+HEAD_PORT = 6379  # Ray's default port
 HERE = "here"
 
 Count = Annotated[int, Field(gt=0, le=MOST)]
@@ -313,7 +313,7 @@ class RolloutConfig(Settings):
     much and has room (docs/clusters.md)"""
     threads: Ranks | None = Field(None, description="CPU threads of one engine; default: an even share of all cores")
     ray_address: str | None = None
-    """Ray cluster to join, host:port. here or here:port (default 6379): start one that other hosts join with `marsrl join`.
+    """Ray cluster to join, host:port. here or here:port (default 6379): start one that other hosts join with `ray start`.
     Default: start one for this machine only (docs/clusters.md)"""
     ray_timeout_s: Seconds = Field(30.0, description="timeout for reaching the cluster")
     join_s: Seconds = 600.0

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -108,53 +105,3 @@ def doctor(
     findings = examine(read, nnodes, nproc_per_node)
     print(report(findings))
     return int(any(finding.detail.startswith("refused") for finding in findings))
-
-
-@command("this machine", "marsrl join node0")
-def join(
-    head: Annotated[
-        str,
-        Argument(metavar="HOST[:PORT]", help="of trainer rank 0; the port is that of rollout.ray_address=here:PORT"),
-    ],
-    gpus: Annotated[str | None, Option(help="those for engines, of the GPUs seen here: 0,1 (default: all)")] = None,
-    engines: Annotated[
-        int | None, Option(help="how many engines this host has room for, where it has no GPU (default: 1)")
-    ] = None,
-    wait: Annotated[
-        float, Option(metavar="S", help="seconds to wait for HOST, at first and while it is silent")
-    ] = 1800.0,
-) -> int:
-    """Lend this host to a trainer on another one: its engines run here.
-
-    Two commands make a cluster, in any order: `torchrun ... trainer/main.py ... rollout.ray_address=here` on the trainer's
-    hosts, and `marsrl join HOST` on those of engines, HOST being that of trainer rank 0.
-
-    Stays in the foreground until the trainer's cluster ends (exit code 0) or Ctrl-C. A cluster demands its token: copy
-    ~/.ray/auth_token of HOST, which its first run makes, to the same place here, or name it in RAY_AUTH_TOKEN_PATH. Ray and
-    Python must be HOST's; models, and sync.directory if set, must be at the same paths.
-    """
-    from marsrl.rollout.config import HEAD_PORT
-    from marsrl.rollout.pool.addresses import split_address
-    from marsrl.trainer.checks.device import why_not_device
-
-    host, port = split_address(head, HEAD_PORT)
-    if not wait >= 0:
-        raise ValueError(f"--wait is {wait:g}, expected seconds")
-    devices = [int(each) for each in gpus.split(",")] if gpus else None  # ValueError names the value that is no number
-    if engines is None and (reason := why_not_device("cuda" if devices else "auto")) is not None:
-        raise ValueError(f"{reason}, or give --engines")
-    if importlib.util.find_spec("ray") is None:
-        raise ValueError("the package ray is not installed here: install the version of the trainer's host")
-    from marsrl.rollout.pool import ray_node
-
-    say = functools.partial(print, "marsrl join:", flush=True)
-    offer = ray_node.offer_of_this_host(devices, engines)
-    try:
-        ray_node.join(host, port, offer, wait_s=wait, say=say)
-    except ray_node.JoinError as error:
-        print(f"marsrl join: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        say("interrupted; this host has left")
-        return 130
-    return 0

@@ -13,7 +13,6 @@ from marsrl.rollout.engines.protocol import EngineSpec
 from marsrl.rollout.engines.refusals import TrainerHost, this_host
 from marsrl.rollout.imports import check_installed
 from marsrl.rollout.pool.pool import EnginePool
-from marsrl.rollout.pool.ray_token import show_token
 from marsrl.rollout.pool.replicas import LocalReplicas
 
 _AHEAD = 0.5
@@ -57,8 +56,6 @@ def make_pool(
         os.environ.update(environment_of(spec))
         engines = LocalReplicas([build_engine(spec) for _ in range(config.engines)])
         return EnginePool(engines, policy, slots=config.slots, deadline_s=config.deadline_s)
-    if config.ray_address is not None and not is_started_here(config.ray_address):
-        show_token()
     from marsrl.rollout.pool.ray_actors import RayReplicas
     from marsrl.rollout.pool.ray_connection import RayCluster
 
@@ -73,7 +70,7 @@ def make_pool(
             own_host=own_host,
         )
         stack.callback(cluster.close)
-        takes = _takes(config, spec.device, len(served))
+        takes = _takes(config, spec, len(served))
         cluster.check_owners(host.rank_hosts, is_shared=is_shared)
         cluster.await_place(f"the engines of policy {policy}", takes, config.engines, config.join_s)
         pool = EnginePool(
@@ -106,16 +103,15 @@ def with_settings(spec: EngineSpec, config: RolloutConfig) -> EngineSpec:
     )
 
 
-def _takes(config: RolloutConfig, device: str, num_policies: int) -> dict[str, float]:
-    """Return the resources that Ray reserves on one host for an engine. On CPUs: none, or a slot if joining hosts offer
-    slots."""
-    from marsrl.rollout.pool.ray_connection import ENGINE_SLOT, GPU
+def _takes(config: RolloutConfig, spec: EngineSpec, num_policies: int) -> dict[str, float]:
+    """Return the resources that Ray reserves on one host for an engine. On CPUs: none, or its threads if hosts join."""
+    from marsrl.rollout.pool.ray_connection import CPU, GPU
 
-    if device == "cuda":
+    if spec.device == "cuda":
         shares = num_policies if config.placement == "colocated" else 1
         return {GPU: config.vllm.tensor_parallel / shares}
     if config.ray_address is not None and is_started_here(config.ray_address):
-        return {ENGINE_SLOT: 1.0}
+        return {CPU: float(spec.threads)}
     return {}
 
 

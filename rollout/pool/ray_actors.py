@@ -16,7 +16,7 @@ from marsrl.rollout.engines.build import build_engine, environment_of, import_li
 from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult, Engine, EngineSpec
 from marsrl.rollout.imports import imports_for_good
 from marsrl.rollout.pool.engine_thread import EngineThread
-from marsrl.rollout.pool.ray_connection import GPU, RayCluster
+from marsrl.rollout.pool.ray_connection import CPU, GPU, RayCluster
 from marsrl.rollout.pool.ray_faults import check_head, lost_or_raise
 from marsrl.rollout.pool.replicas import Lost, OnLost, Replicas, Timed, call_one, ignore_loss, timed
 from marsrl.rollout.state import decode, encode
@@ -81,7 +81,7 @@ class EngineActor:
 class RayReplicas(Replicas):
     """Engines as actors of a Ray cluster (see Replicas). Calls of one that dies or falls silent return Lost.
 
-    takes: keyed by ray_connection.GPU, ENGINE_SLOT.
+    takes: keyed by ray_connection.GPU, CPU.
     config.deadline_s: limit of every call except collect, whose requests the pool watches. Starting an engine, which is
         the first call "start", may take ten times as long while its process answers.
     silence_s: an engine whose process does not answer pings for this long is lost, during any call but "start": it is
@@ -178,12 +178,10 @@ class RayReplicas(Replicas):
         self._cluster.close()
 
     def _start(self) -> Any:
-        # num_cpus 0: engines set their threads themselves, and the trainer's cores must not prevent their placement.
         actor_class = ray.remote(concurrency_groups={_REQUESTS: 1})(EngineActor)  # type: ignore[call-overload]
         options = actor_class.options(
-            num_cpus=0,
+            num_cpus=self.takes.get(CPU, 0.0),
             num_gpus=self.takes.get(GPU, 0.0),
-            resources={name: amount for name, amount in self.takes.items() if name != GPU},
             max_concurrency=_CALLS_AT_ONCE,
             max_restarts=0,  # Ray would restart an engine with its initial weights (recovery.py)
             runtime_env={"env_vars": environment_of(self._spec)},

@@ -1,7 +1,7 @@
 """Connection of this process to Ray: starts or joins a cluster, checks GPU ownership, and finds room for engines.
 
     rollout.ray_address    null           starts a cluster of this machine only, which ends with this process
-                           here[:port]    the same, open to other hosts that run `marsrl join` (ray_node.py)
+                           here[:port]    the same, open to other hosts that run `ray start --address`
                            host:port      an existing cluster, left running at the end
 
 Ray hands out the GPUs that it counts, from the first on, even if they are in use. So a Ray started here counts
@@ -25,17 +25,17 @@ from ray.util import placement_group, placement_group_table, remove_placement_gr
 
 from marsrl.rollout.config import HEAD_PORT, is_started_here
 from marsrl.rollout.engines.refusals import RankHost
+from marsrl.rollout.imports import environment
 from marsrl.rollout.pool.addresses import address_towards, own_address, split_address
 from marsrl.rollout.pool.ray_faults import check_head, forget_processes
 from marsrl.rollout.pool.ray_start import listens_at, own_sigterm, start_head
-from marsrl.rollout.pool.ray_token import show_token
 from marsrl.rollout.pool.recovery import SETTLE_S
+from marsrl.rollout.text import last_line
 
 _LOG = logging.getLogger(__name__)
 # Hides ray.init's warning that authentication is on, which is intended: only holders of this machine's token may join.
 _AUTHENTICATION_LOG = logging.getLogger("ray._private.authentication.authentication_token_setup")
-GPU, ENGINE_SLOT = "GPU", "engine_slot"  # Ray's resource names; a slot is room for an engine on a host without GPUs
-_NAMES = {GPU: "GPU(s)", ENGINE_SLOT: "engine slot(s)"}
+GPU, CPU = "GPU", "CPU"  # Ray's resource names
 _SAY_S = 15.0  # interval between messages while waiting
 _PLACED_S = 0.3  # time that Ray takes to reserve free resources
 
@@ -71,7 +71,7 @@ class RayCluster:
                 _AUTHENTICATION_LOG.setLevel(logging.ERROR)
                 with own_sigterm():
                     if address is None or is_started_here(address):
-                        start_head(object_store_mib, gpus, listens_at(address, own_host))
+                        start_head(object_store_mib, gpus, listens_at(address, own_host), is_open=address is not None)
                     else:
                         _join(address, timeout_s)
                 RayCluster._started_here = True
@@ -86,7 +86,8 @@ class RayCluster:
         if self._address is None:
             return "the Ray cluster of this machine"
         if is_started_here(self._address):
-            return f"the Ray cluster that was started here (other hosts run `marsrl join {self.host}:{self._port}`)"
+            start = f"ray start --address={self.host}:{self._port} --block"
+            return f"the Ray cluster that was started here (other hosts run `{start}`)"
         return f"the Ray cluster at rollout.ray_address={self._address}"
 
     def check_owners(self, hosts: Sequence[RankHost], *, is_shared: bool) -> None:
@@ -114,14 +115,14 @@ class RayCluster:
         if wrong:
             raise RuntimeError(
                 f"{self._name} would give engines {'other GPUs than' if is_shared else 'GPUs of'} the trainer's ranks; restart "
-                f"Ray (`ray start`, `marsrl join --gpus`) with the expected GPUs: {'; '.join(wrong)}"
+                f"Ray there (`ray start`) with the expected GPUs: {'; '.join(wrong)}"
             )
 
     def await_place(self, who: str, each: Mapping[str, float], num: int, wait_s: float) -> None:
         """Wait for room for `num` engines: hosts may still have to join.
 
         who: the engines, for messages.
-        each: resources of one host that an engine takes: {"GPU": 2.0}, {"engine_slot": 1.0}, or nothing.
+        each: resources of one host that an engine takes: {"GPU": 2.0}, {"CPU": 4.0}, or nothing.
 
         Raises RuntimeError: no room within wait_s; lists each host's resources.
         """
@@ -131,12 +132,12 @@ class RayCluster:
                 left, within_s = end - time.monotonic(), _SAY_S
                 on_one = f", {amount:g} on one host for each" if amount > 1 else ""
                 lack = (
-                    f"no room for {who}: {amount * num:g} {_NAMES[resource]} needed{on_one}, but {self._name} has "
+                    f"no room for {who}: {amount * num:g} {resource}(s) needed{on_one}, but {self._name} has "
                     f"{ray.cluster_resources().get(resource, 0.0):g}: {_held(resource)}"
                 )
                 if left <= 0:
                     raise RuntimeError(
-                        f"{lack}; lower rollout.engines, or start Ray (`marsrl join`) on more hosts within rollout.join_s"
+                        f"{lack}; lower rollout.engines, or start Ray on more hosts within rollout.join_s"
                     )
                 _LOG.warning("%s; waiting for hosts to join, %.0f s left of rollout.join_s", lack, left)
 
@@ -175,7 +176,7 @@ def cluster_view(address: str, timeout_s: float) -> str:
     Raises RuntimeError: joining fails within timeout_s.
     """
     with contextlib.closing(RayCluster(address=address, timeout_s=timeout_s, object_store_mib=0)):
-        return f"{len(_alive())} node(s) at {address}; {_held(GPU)}; {_held(ENGINE_SLOT)}"
+        return f"{len(_alive())} node(s) at {address}; {_held(GPU)}; {_held(CPU)}"
 
 
 def _alive() -> list[Mapping[str, Any]]:
@@ -190,7 +191,7 @@ def _held(resource: str) -> str:
         if node["Resources"].get(resource)
     ]
     free = ray.available_resources().get(resource, 0.0)
-    return f"{', '.join(hosts)} ({free:g} free)" if hosts else f"no host with {_NAMES[resource]}"
+    return f"{', '.join(hosts)} ({free:g} free)" if hosts else f"no host with {resource}(s)"
 
 
 def _address_here(address: str | None) -> str:
@@ -208,26 +209,15 @@ def _join(address: str, timeout_s: float) -> None:
         except OSError as error:
             raise RuntimeError(
                 f"rollout.ray_address is {address}, but nothing answers there ({error}); start Ray there with `ray start "
-                "--head`, "
-                "correct the address, set rollout.ray_address=here to start a cluster that other hosts join (`marsrl join`), "
-                "or omit it to use this machine only"
+                "--head`, correct the address, set rollout.ray_address=here to start a cluster that other hosts join, or omit "
+                "it to use this machine only"
             ) from error
-    _, has_token = show_token()
-    failure: list[BaseException] = []
-
-    def connect() -> None:
-        try:
+    try:
+        with environment(RAY_gcs_server_port_wait_time_s="1"):  # one attempt, of some 40 s, instead of 20
             ray.init(address=address, log_to_driver=False, configure_logging=False)
-        except BaseException as error:  # re-raised in the caller's thread
-            failure.append(error)
-
-    # ray.init would wait for minutes if another program listens there.
-    thread = threading.Thread(target=connect, name="marsrl-ray-init", daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    if thread.is_alive() or failure:
-        reason = f"no answer within rollout.ray_timeout_s = {timeout_s:g} s" if not failure else str(failure[0])
+    except Exception as error:
         raise RuntimeError(
-            f"rollout.ray_address is {address}, but joining a Ray cluster there failed ({reason}); check that it runs the "
-            f"same Ray ({ray.__version__}) and Python, and its token: {has_token}"
-        ) from (failure[0] if failure else None)
+            f"rollout.ray_address is {address}, but joining a Ray cluster there failed ({last_line(error)}); check that it runs "
+            f"the same Ray ({ray.__version__}) and Python. If it demands a token, set RAY_AUTH_MODE=token and copy its "
+            "~/.ray/auth_token to this host"
+        ) from error

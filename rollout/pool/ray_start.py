@@ -1,4 +1,4 @@
-"""Start of a Ray cluster on this host with this process as driver; other hosts join it (ray_node.py)."""
+"""Start of a Ray cluster on this host with this process as driver."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from marsrl.rollout.pool.addresses import own_address, split_address
 from marsrl.rollout.pool.ray_faults import note_processes
 
 _LOG = logging.getLogger(__name__)
-_NO_HEAD_S = 3600  # time for Ray's processes to reconnect to gcs_server: `check_head` ends the run long before
 _SILENT_MS = 120_000  # until a connection counts as dead: with Ray's default, a network cut of 20 s loses every engine
 
 
@@ -61,11 +60,12 @@ def own_sigterm() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def start_head(object_store_mib: int, gpus: Sequence[int], where: tuple[str, int]) -> None:
-    """Start a cluster's first node with this process as driver; `where`: its host and port (0: any)."""
+def start_head(object_store_mib: int, gpus: Sequence[int], where: tuple[str, int], *, is_open: bool) -> None:
+    """Start a cluster's first node with this process as driver.
+
+    where: its host and port (0: any). is_open: other hosts join; without GPUs, engines run on those hosts alone.
+    """
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    # Ray's default, 15, makes rollouts wait for everything else on the host.
-    os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.pop("RAY_ADDRESS", None)  # start our own cluster: do not join another one
     host, port = where
     for is_last in (False, False, True):
@@ -74,7 +74,7 @@ def start_head(object_store_mib: int, gpus: Sequence[int], where: tuple[str, int
             with visible(gpus), environment(RAY_GCS_SERVER_PORT=str(port)):
                 ray.init(
                     address="local",
-                    num_cpus=os.cpu_count(),
+                    num_cpus=0 if is_open else os.cpu_count(),
                     num_gpus=len(gpus),
                     include_dashboard=False,
                     object_store_memory=object_store_mib << 20,
@@ -82,9 +82,9 @@ def start_head(object_store_mib: int, gpus: Sequence[int], where: tuple[str, int
                     configure_logging=False,
                     _node_ip_address=host,
                     _system_config={
-                        "gcs_rpc_server_reconnect_timeout_s": _NO_HEAD_S,
                         "grpc_keepalive_timeout_ms": _SILENT_MS,
                         "prestart_worker_first_driver": False,  # no idle workers: engines have their own environment
+                        "worker_niceness": 0,  # with Ray's default, 15, rollouts wait for everything else on the host
                     },
                 )
             break

@@ -1,6 +1,6 @@
 """What else a cluster does and suffers: `make cluster`, as root.
 
-Three hosts (box.py): two train, the others' engines and their own come by `marsrl join`, files lie on one shared disk. The faults
+Three hosts (box.py): two train, the others' engines and their own come by `ray start`, files lie on one shared disk. The faults
 strike one run, one after the other, that goes on after each; its end proves that no problem is lost or trained twice
 (tests/integration/books.py).
 """
@@ -54,10 +54,9 @@ def test_slurm_starts_two_ranks_on_each_of_two_hosts_which_train_what_one_does(
     box: Box, alone: Sequence[MetricsRow], tmp_path: Path
 ) -> None:
     """By docs/slurm.sh, 2 x 2 ranks (TP2 x DP2), engines on host1 and host3, weights by files."""
-    joined = cluster.lend(box.hosts[0], JOIN, tmp_path)
+    cluster.lend(box.hosts[0], JOIN, tmp_path)
     run = cluster.submit(box, "files", tmp_path, *LAYOUT, *cluster.BY_FILES, "run.steps=3", trainers=2, ranks=2)
     assert run.ended(3 * cluster.STEP_S) == {"host1": 0}, run.output("host1")
-    assert joined.wait(cluster.STEP_S) == 0
     cluster.check_same(alone, run.rows())
 
 

@@ -22,7 +22,7 @@ from marsrl.trainer.runs.directory import RunDirectory
 
 GROUP_SIZE = 4
 START_S, STEP_S = 400.0, 200.0  # on a machine that does other things, too
-TOKEN = {"RAY_AUTH_TOKEN_PATH": f"{SHARED}/auth_token"}
+TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": f"{SHARED}/auth_token"}
 # Small, in float32, on one thread; a stage has seconds of decoding, in which a fault can strike.
 SETTINGS = {
     "task": "math",
@@ -84,8 +84,8 @@ def fill(box: Box) -> None:
 
 
 def lend(host: Host, command: str, logs: Path) -> subprocess.Popen[bytes]:
-    """The command is `marsrl join host1`: the host's engines are for the trainer there."""
-    return host.start(command, logs / f"join-{host.name}.log", **TOKEN)
+    """The command is `ray start`; the host offers one core, for one engine."""
+    return host.start(f"{command} --num-cpus=1", logs / f"join-{host.name}.log", **TOKEN)
 
 
 def play(host: Host, logs: Path) -> subprocess.Popen[bytes]:

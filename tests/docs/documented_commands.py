@@ -16,10 +16,10 @@ TESTS = (
     (".* -m marsrl.trainer.main", "test_a_program_is_found_by_its_module"),
     ("marsrl (plan|tool) .*|.* --dry-run .*", "test_a_command_does_what_it_says"),
     (
-        ".* --config /mnt/cluster/run.yaml|marsrl join host1",
+        ".* --config /mnt/cluster/run.yaml|ray start --address=host1.*",
         "test_two_hosts_train_what_one_trains_and_name_the_host_that_is_gone",
     ),
-    ("marsrl join .*", "test_a_host_waits_for_its_trainer_and_says_so"),
+    ("ray get-auth-token .*", "test_a_cluster_is_joined_with_its_token_or_says_so"),
     ("(python|marsrl) .*examples/(guess_number|real_team)/.*", "test_an_example_for_a_small_model_passes_its_checks"),
     ("marsrl try --config examples/.*", "test_an_example_is_tried"),
     ("marsrl try .*/critic.py.*", "test_a_critic_is_paid_for_what_comes_of_its_critique"),

@@ -24,9 +24,9 @@ PAGES += [
     ROOT / folder / "README.md" for folder in ("benchmarks", "examples", "examples/guess_number", "examples/real_team")
 ]
 MENTIONS = re.compile(
-    r"marsrl( [\w-]+)?|.*\[.*"
+    r"(marsrl|ray)( [\w-]+)?|.*\[.*"
 )  # of running text: the name of a program, and how its words are written
-STARTERS = ("torchrun ", "python ", "marsrl ", "make ", "pip ", "apt-get ", "docker ")
+STARTERS = ("torchrun ", "python ", "marsrl ", "ray ", "make ", "pip ", "apt-get ", "docker ")
 _COMMENT = re.compile(r"(^|\s)#\s.*$")
 
 

@@ -21,7 +21,6 @@ import yaml
 from desk import MODEL, Desk, boxing_model, published_model
 from documented_commands import run_by
 from documents import ROOT, config_blocks, python_blocks
-from held_port import held_port
 from pyarrow import Table
 from pyarrow.parquet import write_table
 
@@ -239,14 +238,6 @@ def test_a_documented_run_passes_its_checks(command: str, desk: Desk, capsys: py
         tokenizer = "arithmetic" if config.task == "arithmetic" else "bytes"
         words += [f"policies.{name}.model={init_model('tiny', tokenizer, desk.folder / name)}" for name in absent]
     assert "samples a step" in dry_run(words, capsys)[1]
-
-
-@pytest.mark.parametrize("command", run_by("test_a_host_waits_for_its_trainer_and_says_so"))
-def test_a_host_waits_for_its_trainer_and_says_so(command: str, desk: Desk, capsys: pytest.CaptureFixture[str]) -> None:
-    *words, host = desk.words(command, Path)
-    with held_port() as port:
-        assert host == "node0" and call([*words, f"127.0.0.1:{port}", "--wait", "0"]) == 1
-    assert f"no cluster at 127.0.0.1:{port} within --wait 0 s (Ray does not listen there)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", run_by("test_several_files_pass_their_checks"))

@@ -367,4 +367,4 @@ def test_a_ray_that_never_starts_is_one_readable_error(monkeypatch: pytest.Monke
     monkeypatch.setattr("ray.init", no_raylet)
     monkeypatch.setattr("marsrl.rollout.pool.ray_start.note_processes", lambda: None)
     with pytest.raises(RuntimeError, match="did not start within 30 s, three times.*rollout.placement=local"):
-        start_head(100, (), ("127.0.0.1", 0))
+        start_head(100, (), ("127.0.0.1", 0), is_open=False)
