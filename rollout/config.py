@@ -306,7 +306,8 @@ class RolloutConfig(Settings):
     engine: Literal["vllm", "local"] = Field("vllm", description="engine that decodes tokens")
     placement: Literal["local", "disaggregated", "colocated"] = "disaggregated"
     """local: in the trainer's process, without Ray. disaggregated: Ray actors on separate GPUs. colocated: Ray actors on the
-    trainer's GPUs, asleep during training (docs/clusters.md)"""
+    trainer's GPUs, asleep during training (docs/clusters.md). Default: disaggregated; for one engine of our own
+    (rollout.engine=local), without overlap and without a cluster, local"""
     engines: Ranks = Field(1, description="engine replicas of every policy (docs/clusters.md)")
     rebalance: bool = False
     """between stages, move an engine from the least loaded policy to the most loaded one, if that one decoded over twice as
@@ -356,6 +357,14 @@ class RolloutConfig(Settings):
     def slots(self) -> int:
         """Requests that one engine decodes at once."""
         return self.vllm.max_num_seqs if self.engine == "vllm" else self.local.max_num_seqs
+
+    @model_validator(mode="before")
+    @classmethod
+    def _keep_one_engine_here(cls, given: Any) -> Any:
+        others = ("placement", "overlap", "rebalance", "ray_address")
+        if not isinstance(given, Mapping) or given.get("engine") != "local" or any(given.get(key) for key in others):
+            return given
+        return {**given, "placement": "local"} if given.get("engines", 1) == 1 else given
 
     @field_validator("ray_address")
     @classmethod

@@ -336,7 +336,8 @@ def test_a_publish_proves_checksums_and_log_probs_and_removes_the_version_before
 @pytest.mark.slow
 def test_an_actor_decodes_on_for_others_while_an_adapter_is_replaced(checkpoint: Checkpoint, tmp_path: Path) -> None:
     """In Ray: its thread takes the adapter, and scores with it, between two steps."""
-    model, config = checkpoint("qwen3"), RolloutConfig(engine="local", threads=1, object_store_mib=80)
+    model = checkpoint("qwen3")
+    config = RolloutConfig(engine="local", placement="disaggregated", threads=1, object_store_mib=80)
     folders = [save_adapter(model, tmp_path / f"{seed}", CONFIG, seed) for seed in range(3)]
     of, adapters = dict(zip("ab", folders, strict=False)), dict.fromkeys("ab", CONFIG)
     with make_pool("main", spec_of(model, 2048, adapters=adapters), config) as pool:

@@ -126,8 +126,8 @@ def test_collecting_is_told_in_spans_of_a_second_at_most_which_a_gap_ends():
     assert told == [(0, "collect", *span) for span in ((-0.5, 0.5), (0.5, 0.75), (1.0, 1.5))]
 
 
-def local_config(**options):
-    return RolloutConfig(engine="local", threads=1, local=LocalOptions(max_num_seqs=64), **options)
+def local_config(placement="disaggregated", **options):
+    return RolloutConfig(engine="local", placement=placement, threads=1, local=LocalOptions(max_num_seqs=64), **options)
 
 
 @pytest.mark.parametrize(("engine", "dtype", "slots"), [("vllm", "bfloat16", 3), ("local", "float32", 64)])

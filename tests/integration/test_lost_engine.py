@@ -118,6 +118,7 @@ def test_a_killed_engine_costs_time_and_a_killed_ray_the_step(tmp_path: Path, mo
     model = init_model("tiny", "bytes", tmp_path / "model")
     settings = on_sevens(
         tmp_path, model, "policies.main.optimizer.lr=0.005", "rollout.threads=1", "rollout.object_store_mib=80",
+        "rollout.placement=disaggregated",
         "rollout.max_response_tokens=200", "run.steps=1000", "run.evaluate=false", "run.checkpoint_every=1",
         "trainer.threads=1", "loss.entropy_coef=0.01", "sync.cpu_twin=true",
     )  # fmt: skip

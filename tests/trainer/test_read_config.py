@@ -239,6 +239,21 @@ def test_all_problems_are_reported_at_once_and_some_are_of_no_single_setting() -
     assert all_frozen == "policies: all are frozen (main, judge); expected at least one to train: unfreeze one"
 
 
+@pytest.mark.parametrize(
+    ("words", "placement"),
+    [
+        ([], "disaggregated"),
+        (["rollout.engine=local"], "local"),
+        (["rollout.engine=local", "rollout.placement=disaggregated"], "disaggregated"),
+        (["rollout.engine=local", "rollout.engines=2"], "disaggregated"),
+        (["rollout.engine=local", "rollout.overlap=1"], "disaggregated"),
+        (["rollout.engine=local", "rollout.ray_address=here"], "disaggregated"),
+    ],
+)
+def test_one_engine_of_our_own_needs_no_ray(words: list[str], placement: str) -> None:
+    assert read_config(None, words)[0].rollout.placement == placement
+
+
 def test_a_missing_file_lists_the_presets() -> None:
     with pytest.raises(ConfigError, match="--config .: is a directory; name a YAML file in it"):
         read_config(".")
