@@ -100,12 +100,13 @@ def playing(
     key: str | None = None,
     renderer: ChatRenderer | None = None,
     clock: Callable[[], float] = time.monotonic,
+    sums_turns: bool = False,
 ) -> Iterator[Played]:
     """Sessions of these settings, or of a function alone, ready for the first batch. parsers: of tool calls, and of thoughts;
-    key: the workers'; renderer, clock: the gateway's."""
+    key: the workers'; renderer, clock, sums_turns: the gateway's."""
     settings = ExternalConfig.model_validate({"function": external} if isinstance(external, str) else external)
     doors = agents_of(agents, {"main": renderer or ChatRenderer(model)}, config.max_response_tokens, {"main": parsers})
-    with open_gateway(settings, doors, key, clock) as gateway:
+    with open_gateway(settings, doors, key, clock, sums_turns=sums_turns) as gateway:
         yield team_of(model, config, gateway=gateway, agents=agents, engine=engine)
 
 

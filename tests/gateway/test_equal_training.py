@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 from megatron_models import learner, own_groups, weights  # noqa: F401
 from programs import AGENTS, playing, program, rollout_config, team_of, turns_of
 
@@ -29,14 +30,16 @@ def run(problem, client):
     first = client.chat("solver", turns)
     report = client.chat("verifier", [{"role": "system", "content": "grade"}, f"{problem.question} \\n {first.text}"])
     again = client.chat("solver", [*turns, first.message, f"{report.text} fix"])
-    return {"solver": len(again.text) % 7, "verifier": len(report.text) % 7}
+    rewards = {"solver": len(again.text) % 7, "verifier": len(report.text) % 7}
+    return rewards | ({first.id: 2.0 * client.session.endswith("1")} if BY_TURN else {})
 """
 
 
 class InTurn(Orchestration):
-    """The same, as a team of ours."""
+    """The same, as a team of ours. by_turn: the Solver's first turn has a reward of its own."""
 
     name = "in_turn"
+    by_turn = False
     agents = (AgentSpec("solver", Role.ADVISER), AgentSpec("verifier", Role.ADVISER))
 
     def follow(self, episode: Episode) -> Sequence[Ask]:
@@ -64,6 +67,15 @@ class InTurn(Orchestration):
         value = float(len(sample.turn_text) % 7)
         return Reward(value, min(value, 1.0))
 
+    def turn_rewards(self, episode: Episode, sample: Sample) -> Sequence[float]:
+        if sample.agent == "verifier" or not self.by_turn:
+            return ()
+        return [2.0 * episode.id.endswith("1"), 0.0]
+
+
+class InTurnPriced(InTurn):
+    by_turn = True
+
 
 @dataclass(frozen=True)
 class Trained:
@@ -74,9 +86,9 @@ class Trained:
     checksum: str
 
 
-def trained(model: Path, batch: StepBatch) -> Trained:
+def trained(model: Path, batch: StepBatch, rules: CreditConfig) -> Trained:
     groups = sorted(batch.groups, key=lambda group: group.group_id)
-    credited = credit(groups, CreditConfig(normalise="agent"), AGENTS)
+    credited = credit(groups, rules, AGENTS)
     policy = learner(model)
     before = checksum_of(policy)
     updates = scatter(mini_batches(credited, 1, Average(), seed=0, step=1), policy.shard(4096))
@@ -107,11 +119,18 @@ def shown(name: str, trained: Trained) -> Iterator[str]:
     yield f"gradient norm, {name}: {norms}; weights after the step, checksum {trained.checksum}"
 
 
-def test_a_team_of_ours_and_the_same_as_a_program_train_alike(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "rules",
+    [CreditConfig(normalise="agent"), CreditConfig(normalise="agent", std="none", turns="returns")],
+    ids=["by sample", "by turn"],
+)
+def test_a_team_of_ours_and_the_same_as_a_program_train_alike(model: Path, tmp_path: Path, rules: CreditConfig) -> None:
     """The last bits of a rollout's log-probs depend on what else is decoded beside it; the update computes its own."""
     config = rollout_config(group_size=4, pipeline="trajectory")
-    ours = team_of(model, config, InTurn).batch()
-    with playing(model, config, program(tmp_path, IN_TURN)) as played:
+    by_turn = rules.turns == "returns"
+    ours = team_of(model, config, InTurnPriced if by_turn else InTurn).batch()
+    text = IN_TURN.replace("BY_TURN", str(by_turn))
+    with playing(model, config, program(tmp_path, text), sums_turns=by_turn) as played:
         theirs, next_one = played.batch(), played.batch()
     assert {group.rollout_id for group in next_one.groups} == {"000003", "000004"} and len(next_one.groups) == 4
     played_by = {agent: [s for g in theirs.groups if g.agent == agent for s in g.samples] for agent in AGENTS}
@@ -119,7 +138,11 @@ def test_a_team_of_ours_and_the_same_as_a_program_train_alike(model: Path, tmp_p
         assert [(len(turns_of(s)), s.reward.note) for s in played_by[agent]] == [(num_runs, note)] * 8
     counts = {"rollout/episodes": 8, "team/samples": 16, "team/calls": 24}
     assert {name: theirs.metrics[name] for name in counts} == counts and theirs.metrics["rollout/foreign_tokens"] > 0
-    native, external = trained(model, ours), trained(model, theirs)
+    native, external = trained(model, ours, rules), trained(model, theirs, rules)
+    assert native.credited.turns == external.credited.turns and bool(native.credited.turns) == by_turn
+    if by_turn:
+        several = [turns for uid, turns in native.credited.turns.items() if "solver" in uid]
+        assert all(len(turns) == 2 for turns in several) and any(turns[0] != turns[1] for turns in several)
     mine, others = ({s.uid: s for s in each.credited.sequences} for each in (native, external))
     assert len(mine) == 16 and mine.keys() == others.keys() and native.credited.num_tokens > 1000
     assert {sequence.advantage for sequence in mine.values()} != {0.0}
