@@ -2,7 +2,7 @@
 
     python examples/guess_number/guess_number.py /tmp/guess_number.jsonl
 
-writes one turn of each of 560 games by the tutors, for `marsrl sft`.
+writes turns of 260 games by the tutors, for `marsrl sft`.
 """
 
 from __future__ import annotations
@@ -16,11 +16,8 @@ from types import SimpleNamespace
 
 from marsrl.rollout.tasks.own_task import OwnTask
 
-LARGEST, MOST = 15, 6
-RULES = (
-    f"I think of a whole number from 1 to {LARGEST}. Write the range that is left and your guess, such as `1-{LARGEST}: 5`. "
-    "I say Higher or Lower."
-)
+LARGEST, MOST = 15, 4  # Halving the range finds each number within four guesses.
+RULES = f"I think of a whole number from 1 to {LARGEST}. Guess it in {MOST} turns. I say Higher or Lower."
 
 
 class Games(OwnTask):
@@ -55,12 +52,12 @@ class GuessNumber:
 
 
 def tutored(rng: random.Random, is_careless: bool) -> list[str]:
-    """The chat of a game in turns: a careful tutor halves the range that is left, a careless one guesses anywhere."""
+    """Play a game: a careful tutor halves the range that is left, a careless one guesses anywhere. Return the chat's texts."""
     game, low, high = GuessNumber(), 1, LARGEST
     chat = [game.reset(SimpleNamespace(answer=rng.randint(1, LARGEST)))]
     while True:
         guess = rng.randint(1, LARGEST) if is_careless else (low + high) // 2
-        chat.append(str(guess) if is_careless else f"{low}-{high}: {guess}")
+        chat.append(f"Guess {guess}" if is_careless else f"Range {low}-{high}, middle {guess}")
         heard = game.step(chat[-1])
         if not isinstance(heard, str):
             return chat
@@ -71,19 +68,23 @@ def tutored(rng: random.Random, is_careless: bool) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, help="demonstrations to write")
-    parser.add_argument("--games", type=int, default=560)
-    parser.add_argument("--careless", type=float, default=0.4, help="share of the games of careless tutors")
+    parser.add_argument("--games", type=int, default=260)
+    parser.add_argument("--careless", type=float, default=0.6, help="share of the games of careless tutors")
     parser.add_argument("--seed", type=int, default=0)
     words = parser.parse_args()
-    rng = random.Random(words.seed)
-    with words.file.open("w") as out:
-        for _ in range(words.games):
-            chat = tutored(rng, rng.random() < words.careless)
-            end = 2 * rng.randint(1, len(chat) // 2)
-            roles = ("user", "assistant") * (end // 2)
-            turns = [{"role": role, "content": text} for role, text in zip(roles, chat[:end], strict=True)]
-            out.write(json.dumps({"agent": "player", "messages": turns}) + "\n")
-    print(f"{words.file}: {words.games} lines")
+    rng, lines = random.Random(words.seed), list[str]()
+    for _ in range(words.games):
+        is_careless = rng.random() < words.careless
+        chat = tutored(rng, is_careless)
+        ends = list(range(2, len(chat) + 1, 2))  # `marsrl sft` trains the last turn of a line.
+        if is_careless:
+            ends = sorted({ends[0], rng.choice(ends)})
+        for end in ends:
+            turns = [{"role": ("user", "assistant")[i % 2], "content": chat[i]} for i in range(end)]
+            lines.append(json.dumps({"agent": "player", "messages": turns}))
+    rng.shuffle(lines)
+    words.file.write_text("".join(f"{line}\n" for line in lines))
+    print(f"{words.file}: {len(lines)} turns of {words.games} games")
 
 
 if __name__ == "__main__":
