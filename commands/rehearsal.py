@@ -272,7 +272,7 @@ def _gateway(
 ) -> contextlib.AbstractContextManager[Gateway]:
     """The gateway of the program, with one worker that plays sessions in turn, so that seeded answers are reproducible."""
     from marsrl.rollout.gateway.server import open_gateway  # imported here: most teams need no HTTP server
-    from marsrl.trainer.checks.preflight import check_external
+    from marsrl.rollout.gateway.workers import check_external
 
     if external.workers:
         external = external.model_copy(update={"workers": 1, "concurrency": 1, "host": "127.0.0.1", "port": 0})

@@ -65,7 +65,7 @@ ROOMS = {
         "weights": "",
     },
     "trainer": {
-        "checks": "learner models schools",
+        "checks": "data learner models report schools",
         "config": "",
         "data": "runs",
         "evaluate": "report runs",

@@ -28,13 +28,15 @@ from marsrl.trainer.build import join_ranks, with_first_rank_dtypes
 from marsrl.trainer.checkpoint import CheckpointWriter, is_due, load_checkpoint
 from marsrl.trainer.checks.device import why_not_device
 from marsrl.trainer.checks.dtypes import decide_dtypes
-from marsrl.trainer.checks.preflight import check_adapter, check_files, check_layouts, check_trainable
+from marsrl.trainer.checks.policy_files import check_adapter, check_files, check_trainable
+from marsrl.trainer.checks.refusals import why_not_offloaded
 from marsrl.trainer.config import RunConfig
-from marsrl.trainer.config.origin import ConfigError, ConfigOrigin
+from marsrl.trainer.config.origin import ConfigError, ConfigOrigin, refuse
 from marsrl.trainer.data.packing import TrainSequence
 from marsrl.trainer.data.scatter import BatchShard
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.megatron.hf_files import made_whole
+from marsrl.trainer.learner.megatron.layout import why_not_together
 from marsrl.trainer.machine import quiet_libraries
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.report.metrics import MetricsLog
@@ -139,7 +141,8 @@ def _checked(config: RunConfig) -> tuple[Demonstrations, list[str]]:
     file = config.data.demonstrations
     if file is None:
         raise ConfigError("data.demonstrations is not set: name a jsonl file of what agents should have written")
-    check_layouts(config)
+    refuse(why_not_together(config.trained_policies))
+    refuse(why_not_offloaded(config))
     renderers, longest = dict[str, ChatRenderer](), dict[str, int]()
     for name, policy in config.trained_policies.items():
         if policy.model is None:

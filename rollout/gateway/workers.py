@@ -16,7 +16,7 @@ from marsrl.rollout.config import read_key
 from marsrl.rollout.gateway.config import ExternalConfig
 from marsrl.rollout.gateway.gateway import Gateway
 from marsrl.rollout.gateway.worker import UNUSABLE
-from marsrl.rollout.http_server import url_of
+from marsrl.rollout.http_server import listen, url_of
 
 WORKER = Path(__file__).with_name("worker.py")
 _MOST_IN_VAIN = 10  # consecutive deaths of workers without a finished session in between
@@ -117,6 +117,20 @@ def worker_words(config: ExternalConfig, *options: str) -> list[str]:
     if config.environment:
         return [*words, "--environment", config.environment]
     return [*words, "--command", *config.command]
+
+
+def check_external(config: ExternalConfig) -> str | None:
+    """Return the workers' key (None: a random one), after checking that the program can start and the port is free.
+
+    Raises ValueError: the key's variable is not set, the port is taken, or workers could not start the program.
+    """
+    key = workers_key(config)
+    try:
+        listen(config.host, config.port).close()
+    except OSError as error:
+        raise ValueError(f"external.host={config.host}, external.port={config.port}: {error}") from error
+    check_program(config)
+    return key
 
 
 def check_program(config: ExternalConfig) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from marsrl.rollout.model_shape import read_shape
-from marsrl.trainer.checks.preflight import check_trainable
+from marsrl.trainer.checks.policy_files import check_trainable
 from marsrl.trainer.config.read import read_config
 from marsrl.trainer.data.packing import TrainSequence, pack
 from marsrl.trainer.data.scatter import Update

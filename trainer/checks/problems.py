@@ -134,3 +134,25 @@ def hold_out(problems: Sequence[Problem], wanted: int) -> tuple[Sequence[Problem
     if isinstance(problems, Mixture):
         return problems.without(chosen), held_out
     return [problem for problem in problems if problem.question not in chosen], held_out
+
+
+def check_judge(config: RunConfig, problems: RunProblems, *, trains: bool) -> list[str]:
+    """Return a warning about problems without a reference answer; raise if no problem has one."""
+    judge, warnings = config.judge, list[str]()
+    if judge is None:
+        return warnings
+    of_train, of_eval = sources(config.task)
+    judged = [(of_train, problems.train)] if trains and judge.when == "always" else []
+    for where, found in [*judged, (of_eval, problems.held_out)]:
+        num_without = sum(problem.answer is None for problem in found)
+        if found and num_without == len(found):
+            raise ConfigError(
+                f"judge.policy={judge.policy} needs reference answers, but none of the {len(found)} problems of {where} "
+                "has one; add them, or remove the judge so that the task judges"
+            )
+        if num_without:
+            warnings.append(
+                f"{num_without} of {len(found)} problems of {where} have no reference answer; answers to them are not "
+                "judged and have no reward"
+            )
+    return warnings

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 
-from marsrl.rollout.config import VllmOptions
+from marsrl.rollout.config import Settings, VllmOptions
 from marsrl.rollout.engines.refusals import TrainerHost, adapter_refusals, refusals, vllm_refusals
 from marsrl.rollout.engines.vllm.arguments import checked_extra
 from marsrl.trainer.checks.models import find_shape, taught_shape
@@ -115,3 +115,32 @@ def vllm_of(config: RunConfig) -> dict[str, VllmOptions]:
 def engines_device(host: TrainerHost) -> str:
     """Device of the engines: GPUs if rank 0 sees one."""
     return "cuda" if host.num_gpus else "cpu"
+
+
+def ignored_settings(config: RunConfig) -> list[str]:
+    """Return a warning about non-default settings of the engine that this run does not use."""
+    rollout = config.rollout
+    sections: dict[str, Settings] = {"rollout.local": rollout.local}
+    if rollout.engine == "local":
+        sections = {f"policies.{name}.vllm": each.vllm for name, each in config.policies.items() if each.vllm}
+        sections["rollout.vllm"] = rollout.vllm
+    ignored = [
+        f"{section}.{key}"
+        for section, given in sections.items()
+        for key in sorted(given.model_dump(exclude_defaults=True))
+    ]
+    return [f"rollout.engine is {rollout.engine}, which ignores {', '.join(ignored)}"] if ignored else []
+
+
+def why_not_offloaded(config: RunConfig) -> str | None:
+    """The reason why a trained policy cannot be offloaded on this machine, or None."""
+    import torch
+
+    for name, policy in config.trained_policies.items():
+        offloads = policy.optimizer.offload or policy.recompute == "full_offload"
+        if offloads and not torch.cuda.is_available():
+            return (
+                f"policies.{name} has optimizer.offload=true or recompute=full_offload, but PyTorch sees no CUDA device; "
+                "set optimizer.offload=false and recompute=full"
+            )
+    return None

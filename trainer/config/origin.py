@@ -24,6 +24,12 @@ class ConfigError(ValueError):
     """Invalid config; the message names the keys, the values found and the values expected."""
 
 
+def refuse(reason: str | None) -> None:
+    """Raise ConfigError with this reason; nothing for None."""
+    if reason is not None:
+        raise ConfigError(reason)
+
+
 @dataclass(frozen=True, slots=True)
 class Layer:
     """One source of settings: a preset, the user's file, or the command line.

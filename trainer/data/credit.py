@@ -20,9 +20,29 @@ from marsrl.kernels import group_advantage
 from marsrl.rollout.config import AgentConfig
 from marsrl.rollout.seed import derive_seed
 from marsrl.rollout.types import Finish, FloatArray, Group, Reward, Sample
-from marsrl.trainer.config import CreditConfig
+from marsrl.trainer.config import CreditConfig, RunConfig
 from marsrl.trainer.data.packing import TrainSequence
 from marsrl.trainer.data.turns import turn_advantages
+
+
+def why_not(config: RunConfig) -> str | None:
+    """Return why no sample could have a gradient, through an advantage or through a KL or entropy term; None if some can."""
+    credit, loss = config.credit, config.loss
+    if config.teachers:
+        return None
+    trained = [name for name in config.agents if credit.trains(name)]
+    if all(config.agents[name].loss_weight == 0 for name in trained):
+        keys = ", ".join(f"agents.{name}.loss_weight" for name in trained)
+        return f"{keys}: 0 for every trained agent, so nothing would train; raise one"
+    if loss.keeps_zero:
+        return None
+    compared_with = {"group": "a sample is compared with those of its group", "trajectory": "episodes are compared"}
+    if config.rollout.group_size == 1 and credit.normalise in compared_with and credit.singleton == "zero":
+        return (
+            f"rollout.group_size is 1, and with credit.normalise={credit.normalise} {compared_with[credit.normalise]}: every "
+            "advantage would be 0; raise rollout.group_size, or set credit.singleton=raw or another credit.normalise"
+        )
+    return None
 
 
 @dataclass(frozen=True, slots=True)

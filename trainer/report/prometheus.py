@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+
+from marsrl.rollout.imports import check_installed
 
 COUNTED = (
     "actor/skipped_steps",
@@ -22,6 +25,18 @@ COUNTED = (
     "judge/missing",
 )
 """Metrics that count events of one step; summed, so that a scrape slower than steps misses none. Also `<policy>/actor/...`."""
+
+
+def why_not(port: int) -> str | None:
+    """Return why rank 0 could not serve metrics on this port; None if it is free, or 0 (not served)."""
+    if not port:
+        return None
+    check_installed(f"run.prometheus_port={port}", "prometheus_client", otherwise="unset it")
+    try:
+        socket.create_server(("127.0.0.1", port)).close()
+    except OSError as error:
+        return f"run.prometheus_port={port}: {error.strerror}; set a free port, or 0"
+    return None
 
 
 @dataclass(eq=False)

@@ -5,12 +5,12 @@ Preflight, the learner and `marsrl plan` all use these rules. Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import log2
 
 from marsrl.rollout.model_shape import ModelShape
-from marsrl.trainer.config import LayoutConfig
+from marsrl.trainer.config import LayoutConfig, PolicyConfig
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,18 @@ def why_not(layout: Layout, shape: ModelShape, world_size: int) -> str | None:
     for keys, size, meaning, number in divisions:
         if number % size:
             return f"{keys} is {size}, which does not divide the {number} {meaning}"
+    return None
+
+
+def why_not_together(policies: Mapping[str, PolicyConfig]) -> str | None:
+    """Return why these policies cannot be trained on the same ranks, which share process groups; None if they can."""
+    first = next(iter(policies))
+    for name, policy in policies.items():
+        if resolve(policy.layout) != resolve(policies[first].layout):
+            return (
+                f"policies.{name}.layout differs from policies.{first}.layout, but all trained policies share one "
+                "set of process groups; set the same layout for all"
+            )
     return None
 
 
