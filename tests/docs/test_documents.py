@@ -25,6 +25,7 @@ PICTURES = {
     "docs/tools.md": '<tool_call>\n{"name": "convert"',
     "docs/dual_system.md": "<think>Who is the teacher",
     "docs/data.md": ('{"question": "What is 2', "right answers  "),
+    "docs/credit.md": ("class Toll:", "A_ik = "),  # tests/docs/test_objectives.py plays it
     "docs/external.md": "class Guess:",  # tests/gateway/test_environments.py plays it
 }
 
