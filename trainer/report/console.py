@@ -30,10 +30,10 @@ from marsrl.trainer.report.summary import AtK, Estimate, Evaluation, Summary, co
 from marsrl.trainer.visible import visible
 
 Say = Callable[[str], None]
-MOST_SHOWN = 4000  # characters of a text of the first sample
-PLAIN_INTERVAL_S = 15.0  # seconds between lines of a bar in a file: keeps a 10-minute run under a hundred lines
-PLAIN_SHARE = 0.05  # a bar's lines are this share of its age apart: under two hundred for a night's evaluation
-CELL_INTERVAL_S = 0.5  # seconds between drawings of a bar in a notebook, each in place of the last
+MOST_SHOWN = 4000  # characters shown of each text of the first sample
+PLAIN_INTERVAL_S = 15.0  # seconds between a bar's lines in a file, which keeps a 10-minute run under a hundred lines
+PLAIN_SHARE = 0.05  # share of a bar's age between its lines, which keeps a night's evaluation under two hundred
+CELL_INTERVAL_S = 0.5  # seconds between drawings of a bar in a notebook, each of which replaces the last
 
 
 class _Pace(ProgressColumn):
@@ -45,21 +45,21 @@ class _Pace(ProgressColumn):
 
 def _pace(task: Task) -> str:
     unit, speed = task.fields["unit"], task.fields["speed"]
-    rate = left = ""
+    rate = time_left = ""
     if speed:
         per, seconds = ("s", 1) if speed >= 0.1 else ("min", 60) if speed >= 0.1 / 60 else ("h", 3600)
         rate = f"{speed * seconds:,.1f} {unit}/{per}" if unit else ""
         left_s = ((task.total or 0) - task.completed) / speed
-        scale, word = (1, "s") if left_s < 100 else (60, "min") if left_s < 6000 else (3600, "h")
-        left = f"{left_s / scale:.0f} {word} left" if left_s > 0 else ""
-    return "  ".join(filter(None, [rate, left, task.fields["note"]]))
+        scale, suffix = (1, "s") if left_s < 100 else (60, "min") if left_s < 6000 else (3600, "h")
+        time_left = f"{left_s / scale:.0f} {suffix} left" if left_s > 0 else ""
+    return "  ".join(filter(None, [rate, time_left, task.fields["note"]]))
 
 
 class Bar:
-    """A progress bar: a count with its rate, the time left and a note (a loss). One that never advances shows nothing.
+    """Progress bar: a count with its rate, the time left and a note (a loss). It shows nothing until it advances.
 
-    say: where Progress draws nothing, prints a line of it now and then, and at its end, or draws it in a notebook's cell.
-    The rate is a mean since the first update, whose count, perhaps of an earlier process, is not in it.
+    say: used where Progress draws nothing; prints a line now and then and at the end, or draws the bar in a notebook's cell.
+    The rate is a mean since the first update; the count of that update may be an earlier process's, and is left out.
     """
 
     def __init__(
@@ -71,9 +71,12 @@ class Bar:
         say: Say | None,
         pause: tuple[float, float] = (PLAIN_INTERVAL_S, PLAIN_SHARE),
     ) -> None:
-        """pause: seconds between lines, and their share of the bar's age, of which the longer counts."""
+        """Create a bar that is not shown yet.
+
+        pause: seconds between lines, and the share of the bar's age between lines; the longer time counts.
+        """
         self._progress, self._say, self._began_s, self._pause = progress, say, time.monotonic(), pause
-        self._said_s, self._first = self._began_s, (self._began_s, -1)  # -1: no update yet
+        self._said_s, self._first = self._began_s, (self._began_s, -1)  # A count of -1 means no update yet.
         self._id = progress.add_task(description, total=total, visible=False, unit=unit, note="", speed=0.0)
 
     def advance(self, count: int = 1, note: str | None = None) -> None:
@@ -82,17 +85,17 @@ class Bar:
     def update(self, completed: int, note: str | None = None, total: int | None = None) -> None:
         """Set the progress, in units; note None keeps the last one."""
         fields: dict[str, Any] = {} if note is None else {"note": note}
-        now = time.monotonic()
+        now_s = time.monotonic()
         if self._first[1] < 0:
-            self._first = now, completed
-        elapsed_s = now - self._first[0]
+            self._first = now_s, completed
+        elapsed_s = now_s - self._first[0]
         speed = (completed - self._first[1]) / elapsed_s if elapsed_s else 0.0
         self._progress.update(self._id, completed=completed, total=total, visible=True, speed=speed, **fields)
-        if now - self._said_s >= max(self._pause[0], self._pause[1] * (now - self._began_s)):
+        if now_s - self._said_s >= max(self._pause[0], self._pause[1] * (now_s - self._began_s)):
             self.say()
 
     def played(self, num_over: int, total: int, num_tokens: int, calls: str) -> None:
-        """Progress of an evaluation (EvaluationPlay)."""
+        """Show the progress of an evaluation (EvaluationPlay)."""
         tokens = f"{num_tokens:,} tokens"
         self.update(num_over, f"{calls}; {tokens}" if calls else tokens, total)
 
@@ -100,13 +103,13 @@ class Bar:
         (task,) = self._progress.tasks
         if self._say is not None and task.visible:
             self._said_s = time.monotonic()
-            of = f"/{task.total:,.0f}" if task.total is not None else ""
-            count = f"{task.description}: {task.completed:,.0f}{of} {task.fields['unit']}".rstrip()
+            of_total = f"/{task.total:,.0f}" if task.total is not None else ""
+            count = f"{task.description}: {task.completed:,.0f}{of_total} {task.fields['unit']}".rstrip()
             self._say(f"{count}  {_pace(task)}".rstrip())
 
 
 def _in_cell(progress: Progress) -> Say:
-    """Draws the bar below the notebook's cell, each time in place of the last."""
+    """Return a function that draws the bar below the notebook's cell, replacing the last drawing."""
     from IPython.display import display
 
     handles = list[Any]()
@@ -122,29 +125,30 @@ def _in_cell(progress: Progress) -> Say:
 
 
 class RunConsole:
-    """The console of one rank: rank 0 draws (bars on a terminal or in a notebook, a line now and then elsewhere), others are
-    silent.
+    """Console of one rank. Rank 0 draws; other ranks are silent.
+
+    A bar is drawn on a terminal or in a notebook; elsewhere it is a line now and then.
 
         console = RunConsole(rank=0)
         with console.progress("warm start", total=650, unit="steps") as bar:
             bar.advance(note="loss 0.31")
         console.results(summary)
 
-    Text is printed by `literal`: neither `[red]` nor an escape sequence in a model's text or a path is obeyed.
+    Text is printed by `literal`, so that neither `[red]` nor an escape sequence in a model's text or a path has an effect.
     """
 
     def __init__(self, rank: int = 0, stream: TextIO | None = None) -> None:
         self.is_quiet = rank != 0
         self._console = Console(file=stream or sys.stderr, quiet=self.is_quiet, highlight=False)
         self._kept: Path | None = None
-        self.step = 0  # the run's step, for its warnings
+        self.step = 0  # the run's current step, recorded with warnings
 
     def message(self, text: str) -> None:
         self._console.print(literal(text), soft_wrap=True)
 
     @contextmanager
     def part(self, text: str) -> Iterator[None]:
-        """Say that a part of the start has begun, and how many seconds it took."""
+        """Print that a part of the start has begun, and how many seconds it took."""
         self.message(f"{text} ...")
         began = time.monotonic()
         yield
@@ -152,18 +156,18 @@ class RunConsole:
 
     def sample(self, sample: Sample) -> None:
         """Print a sample whole: what its agent read and wrote, what was found in that, and its reward."""
-        found = "neither an answer nor a verdict"
+        finding = "neither an answer nor a verdict"
         if sample.answer is not None:
-            found = f"the answer {sample.answer!r}"
+            finding = f"the answer {sample.answer!r}"
         elif sample.verdict is not None:
-            found = f"the verdict {'correct' if sample.verdict else 'wrong'}"
+            finding = f"the verdict {'correct' if sample.verdict else 'wrong'}"
         reward = "no reward" if sample.reward.is_missing else f"reward {sample.reward.value:g}"
         note = f" ({sample.reward.note})" if sample.reward.note else ""
         self.message(
             f"first sample, {sample.uid}\n"
             f"--- {sample.agent} read {len(sample.prompt_ids):,} tokens:\n{_cut(sample.prompt_text)}\n"
             f"--- it wrote {len(sample.token_ids):,} tokens ({sample.finish}):\n{_cut(sample.text)}\n"
-            f"--- found in them: {found}; {reward}{note}"
+            f"--- found in them: {finding}; {reward}{note}"
         )
 
     def keep_warnings(self, path: Path) -> None:
@@ -177,7 +181,7 @@ class RunConsole:
 
     @contextmanager
     def progress(self, description: str, total: int | None = None, unit: str = "") -> Iterator[Bar]:
-        """A bar for the body. total None: unknown, so only count and rate are shown."""
+        """Yield a bar for the body. total None: unknown, so only count and rate are shown."""
         is_drawn = self._console.is_terminal and not self.is_quiet
         name = TextColumn("{task.description}", markup=False)
         columns = (name, BarColumn(20), MofNCompleteColumn(), _Pace(), TimeElapsedColumn())
@@ -190,8 +194,8 @@ class RunConsole:
             bar.say()
 
     def accuracies(self, name: str, evaluation: Evaluation) -> None:
-        """Print an evaluation's accuracies in one line, with 95% intervals. name: of the evaluation."""
-        self.message(f"{name}: {'; '.join(f'{row} {_cell(found)}' for row, found in evaluation.rows.items())}")
+        """Print an evaluation's accuracies in one line, with 95% intervals. name: the evaluation's name."""
+        self.message(f"{name}: {'; '.join(f'{row} {_cell(estimate)}' for row, estimate in evaluation.rows.items())}")
 
     def results(self, summary: Summary) -> None:
         """Print the before / after table with 95% intervals; nothing without an evaluation."""
@@ -208,17 +212,17 @@ class RunConsole:
         self._console.print(table)
 
     def team(self, name: str, evaluation: Evaluation, seconds: float) -> None:
-        """Print a team's accuracy, the cost of an episode by agent, and what explains zeros. seconds: of the whole evaluation."""
+        """Print a team's accuracy, the cost of an episode by agent, and reasons for zeros. seconds: the evaluation's duration."""
         if not self._console.is_terminal:
             self._console.width = max(self._console.width, 160)
-        columns = COLUMNS if self._console.width >= 100 else COLUMNS[:3]  # evaluation.json has all columns
+        columns = COLUMNS if self._console.width >= 100 else COLUMNS[:3]  # evaluation.json has all columns.
         title = f"{MEANING}; the whole evaluation took {seconds:.1f} s"
         table = table_of(title, "", "correct", *(column.replace(" ", "\n") for column in columns))
         table.box, table.show_edge, table.collapse_padding = SIMPLE_HEAD, False, True
-        whole, parts = episode_costs(evaluation)
-        table.add_row(Text(name), _cell(whole.correct), *whole.cells[: len(columns)])
-        for row, found in _rows_at(evaluation):
-            table.add_row(Text(f"  {row}"), _cell(found))
+        team_row, parts = episode_costs(evaluation)
+        table.add_row(Text(name), _cell(team_row.correct), *team_row.cells[: len(columns)])
+        for row, estimate in _rows_at(evaluation):
+            table.add_row(Text(f"  {row}"), _cell(estimate))
         for part in parts:
             correct = "" if part.correct is None else _cell(part.correct)
             table.add_row(Text(f"  {part.name}"), correct, *part.cells[: len(columns)])
@@ -228,18 +232,18 @@ class RunConsole:
 
 
 def _cut(text: str) -> str:
-    """The text, without its middle if it is long."""
+    """Return the text, without its middle if it is long."""
     left_out = len(text) - MOST_SHOWN
     return text if left_out <= 0 else f"{text[: MOST_SHOWN // 2]} [{left_out:,} characters] {text[-MOST_SHOWN // 2 :]}"
 
 
 def literal(text: str, style: str = "") -> Text:
-    """The text for a terminal: without markup, its control characters as symbols."""
+    """Return the text for a terminal, without markup and with control characters as symbols."""
     return Text(visible(text), style=style)
 
 
 def table_of(title: str, *headings: str) -> Table:
-    """A table whose first column names the rows of numbers in the others."""
+    """Create a table whose first column names the rows of numbers in the other columns."""
     table = Table(title=Text(title), title_justify="left", pad_edge=False)
     for i, heading in enumerate(headings):
         table.add_column(Text(heading), justify="right" if i else "left", no_wrap=bool(i))
@@ -247,16 +251,19 @@ def table_of(title: str, *headings: str) -> Table:
 
 
 def _rows_at(evaluation: Evaluation) -> list[tuple[str, Estimate]]:
-    """Rows of each set: the system, the first agent alone, and pass@k and majorities at the largest k."""
+    """Return the rows of each set: the system, the first agent alone, and pass@k and majorities at the largest k."""
     rows = []
-    for prefix, each in {"": evaluation, **{f"{name} ": each for name, each in evaluation.sets.items()}}.items():
+    for prefix, evaluated in {
+        "": evaluation,
+        **{f"{name} ": evaluated for name, evaluated in evaluation.sets.items()},
+    }.items():
         rows += [
             (f"{prefix}{name}", row)
-            for name, row in each.rows.items()
+            for name, row in evaluated.rows.items()
             if name == "alone" or (prefix and name == "system")
         ]
         for kind in AtK.model_fields:
-            values: dict[int, Estimate] = getattr(each.system_at, kind)
+            values: dict[int, Estimate] = getattr(evaluated.system_at, kind)
             rows += [(f"{prefix}{kind.removesuffix('_at')}@{max(values)}", values[max(values)])] if values else []
     return rows
 

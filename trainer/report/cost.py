@@ -1,5 +1,7 @@
-"""Usage and latency of agents, policies and the judge: a step's metrics, and an evaluation's table in `marsrl evaluate` and
-`marsrl compare`."""
+"""Usage and latency of agents, policies and the judge.
+
+They appear in a step's metrics, and in an evaluation's table of `marsrl evaluate` and `marsrl compare`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ import numpy as np
 from marsrl.rollout.config import AgentConfig
 from marsrl.trainer.report.summary import UNKNOWN, Estimate, Evaluation, JudgeUsage, Latency, Usage
 
-_ENOUGH_CALLS = 8  # calls in a step, below which a tool's errors are not meaningful
+_ENOUGH_CALLS = 8  # fewest calls in a step for which a tool's errors are meaningful
 _MOST_OF_AN_ERROR = 300  # characters
 COLUMNS = ("calls", "input tokens", "output tokens", "engine s", "median s", "p95 s")
 MEANING = (
@@ -24,7 +26,7 @@ _COUNTED = ("input_tokens", "cached_tokens", "output_tokens", "seconds")
 
 
 def cost_metrics(counted: Mapping[str, float], agents: Mapping[str, AgentConfig]) -> dict[str, float]:
-    """policy_cost/{policy}/... of one step, the sums of its agents' usage (docs/metrics.md).
+    """Return policy_cost/{policy}/... of one step, the sums of its agents' usage (docs/metrics.md).
 
     counted: the batch's metrics, with cost/{agent}/... of rollout/player/player.py.
     """
@@ -32,16 +34,17 @@ def cost_metrics(counted: Mapping[str, float], agents: Mapping[str, AgentConfig]
     for agent, name in ((agent, settings.policy) for agent, settings in agents.items()):
         if f"cost/{agent}/output_tokens" not in counted:
             continue
-        for what in _COUNTED:
-            total = f"policy_cost/{name}/{what}"
-            metrics[total] = metrics.get(total, 0) + counted[f"cost/{agent}/{what}"]
+        for quantity in _COUNTED:
+            total = f"policy_cost/{name}/{quantity}"
+            metrics[total] = metrics.get(total, 0) + counted[f"cost/{agent}/{quantity}"]
     return metrics
 
 
 def tool_shares(counted: Mapping[str, float]) -> dict[str, float]:
-    """tools/<name>/share of one step, of all tools' calls; empty without calls (MARS, its figures of tool use).
+    """Return tools/<name>/share of all tools' calls in one step; empty without calls (MARS, figures of tool use).
 
-    Pages are read by tools, and do not count as agents' calls. counted: the batch's metrics (rollout/tools/pool.py).
+    Reading a page does not count as a call, because a tool does it, not an agent. counted: the batch's metrics
+    (rollout/tools/pool.py).
     """
     calls = {key: num for key, num in counted.items() if key.startswith("tools/") and key.endswith("/calls")}
     calls.pop("tools/pages/calls", None)
@@ -50,24 +53,24 @@ def tool_shares(counted: Mapping[str, float]) -> dict[str, float]:
 
 
 def failing_tools(counted: Mapping[str, float], last_errors: Mapping[str, str]) -> list[str]:
-    """Warnings about tools whose calls were mostly errors in a step, such as a lost server or an exhausted key.
+    """Return warnings about tools whose calls were mostly errors in a step, as with a lost server or an exhausted key.
 
-    counted: the batch's metrics. last_errors: text of each tool's last failed run. A tool without one did not fail: its calls
-    were invalid.
+    counted: the batch's metrics. last_errors: text of each tool's last failed run. A tool without a text did not fail: its
+    calls were invalid.
     """
-    found = []
+    warnings = []
     for name, error in last_errors.items():
-        calls, errors = (counted.get(f"tools/{name}/{what}", 0) for what in ("calls", "errors"))
+        calls, errors = (counted.get(f"tools/{name}/{quantity}", 0) for quantity in ("calls", "errors"))
         if calls >= _ENOUGH_CALLS and errors > calls / 2:
-            found.append(
+            warnings.append(
                 f"tools.{name}: {errors:.0f} of {calls:.0f} calls were errors, which the agents read in place of an answer; the "
                 f"last: {error[:_MOST_OF_AN_ERROR]}"
             )
-    return found
+    return warnings
 
 
 def judge_metrics(counted: Mapping[str, float]) -> dict[str, float]:
-    """judge/missing_share, yes_share and agreement with the task's own judgement.
+    """Return judge/missing_share, yes_share and agreement with the task's own judgement.
 
     counted: metrics of a batch or an evaluation by ModelJudge.take_counts; {} if nothing was judged.
     """
@@ -84,33 +87,33 @@ def judge_metrics(counted: Mapping[str, float]) -> dict[str, float]:
 
 
 def judge_usage(counted: Mapping[str, float], policy: str) -> JudgeUsage | None:
-    """The judge's usage in an evaluation; None if nothing was judged."""
-    found = judge_metrics(counted)
-    if not found:
+    """Return the judge's usage in an evaluation; None if nothing was judged."""
+    metrics = judge_metrics(counted)
+    if not metrics:
         return None
     numbers = {name: int(counted[f"judge/{name}"]) for name in ("calls", "missing", "input_tokens", "output_tokens")}
-    shares = {name: found.get(f"judge/{name}") for name in ("yes_share", "agreement")}
+    shares = {name: metrics.get(f"judge/{name}") for name in ("yes_share", "agreement")}
     return JudgeUsage.model_validate({"policy": policy, **numbers, **shares})
 
 
 def usage(used: Mapping[str, Sequence[tuple[int, int, float]]], agents: Mapping[str, AgentConfig]) -> dict[str, Usage]:
-    """Usage of each agent. used: {agent: (input tokens, output tokens, engine seconds) of each call}; none is cached."""
-    found = {}
+    """Return the usage of each agent. used: {agent: (input tokens, output tokens, engine seconds) of each uncached call}."""
+    usage_of = {}
     for agent, settings in agents.items():
-        if own := used.get(agent):
-            inputs, outputs, seconds = zip(*own, strict=True)
-            found[agent] = Usage(
+        if calls_of := used.get(agent):
+            inputs, outputs, seconds = zip(*calls_of, strict=True)
+            usage_of[agent] = Usage(
                 policy=settings.policy,
-                calls=len(own),
+                calls=len(calls_of),
                 input_tokens=sum(inputs),
                 output_tokens=sum(outputs),
                 seconds=math.fsum(seconds),
             )
-    return found
+    return usage_of
 
 
 def latency(seconds: Sequence[float]) -> Latency | None:
-    """Median and 95th percentile of episodes' seconds, by the nearest rank; None without any."""
+    """Return median and 95th percentile of episodes' seconds, by the nearest rank; None without episodes."""
     if not seconds:
         return None
     median_s, p95_s = np.percentile(seconds, [50, 95], method="inverted_cdf").tolist()
@@ -118,7 +121,7 @@ def latency(seconds: Sequence[float]) -> Latency | None:
 
 
 class EpisodeClock:
-    """Seconds from an episode's first request to its end. Called by a rollout, from any thread.
+    """Clock of the seconds from an episode's first request to its end. Called by a rollout, from any thread.
 
     Episodes that began before this process (in a resumed run) are not counted.
     """
@@ -134,16 +137,16 @@ class EpisodeClock:
             self._seconds.append(time.monotonic() - began)
 
     def metrics(self) -> dict[str, float]:
-        """latency_s/episode_p50 and _p95 of the episodes that ended since the last call; empty without any."""
-        found, self._seconds = latency(self._seconds), []
-        if found is None:
+        """Return latency_s/episode_p50 and _p95 of the episodes that ended since the last call; empty without any."""
+        quantiles, self._seconds = latency(self._seconds), []
+        if quantiles is None:
             return {}
-        return {"latency_s/episode_p50": found.median_s, "latency_s/episode_p95": found.p95_s}
+        return {"latency_s/episode_p50": quantiles.median_s, "latency_s/episode_p95": quantiles.p95_s}
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeCost:
-    """A row of the table: an agent, the judge or a tool; its accuracy, None if it does not answer; text for each of COLUMNS."""
+    """Row of the table: an agent, the judge or a tool; accuracy, None if it does not answer; text for each of COLUMNS."""
 
     name: str
     correct: Estimate | None
@@ -151,14 +154,16 @@ class EpisodeCost:
 
 
 def episode_costs(evaluation: Evaluation) -> tuple[EpisodeCost, list[EpisodeCost]]:
-    """The whole team's row, and one for each part of it: agents in the order of play, the judge, tools, the team's own
-    metrics (in the place of the calls)."""
-    episodes, used, latency = max(1, evaluation.num_episodes), evaluation.usage, evaluation.latency
+    """Return the whole team's row, and a row for each part of it.
+
+    Parts are agents in the order of play, the judge, tools, and the team's own metrics (in the column of calls).
+    """
+    episodes, usages, latency = max(1, evaluation.num_episodes), evaluation.usage, evaluation.latency
     took = ("", "") if latency is None else (_seconds(latency.median_s), _seconds(latency.p95_s))
-    whole = EpisodeCost("", evaluation.system, (*_used([*used.values()], episodes), *took))
+    team_row = EpisodeCost("", evaluation.system, (*_used([*usages.values()], episodes), *took))
     parts: list[tuple[str, Estimate | None, tuple[str, ...]]] = [
-        (f"{name} ({own.policy})", evaluation.agents.get(name, UNKNOWN), _used([own], episodes))
-        for name, own in used.items()
+        (f"{name} ({usage_of.policy})", evaluation.agents.get(name, UNKNOWN), _used([usage_of], episodes))
+        for name, usage_of in usages.items()
     ]
     if (judge := evaluation.judge) is not None:
         parts.append((f"judge ({judge.policy})", None, _used([judge], episodes)))
@@ -166,15 +171,18 @@ def episode_costs(evaluation: Evaluation) -> tuple[EpisodeCost, list[EpisodeCost
         cells = f"{ran.calls / episodes:,.1f}", "", "", _seconds(ran.seconds / episodes)
         parts.append((f"{tool} (tool)", None, cells))
     parts += [(name, None, (f"{value:,.1f}", "", "", "")) for name, value in evaluation.team.items()]
-    return whole, [EpisodeCost(name, correct, (*cells, "", "")) for name, correct, cells in parts]
+    return team_row, [EpisodeCost(name, correct, (*cells, "", "")) for name, correct, cells in parts]
 
 
 def _used(used: Sequence[Usage], episodes: int) -> tuple[str, ...]:
-    """Calls, tokens in and out, and engine seconds if known."""
+    """Return calls, tokens in and out, and engine seconds if known, per episode, as text."""
     if not used:
         return ("",) * 4
-    seconds = [each.seconds for each in used if each.seconds is not None]
-    sums = (sum(getattr(each, what) for each in used) / episodes for what in ("calls", "input_tokens", "output_tokens"))
+    seconds = [usage_of.seconds for usage_of in used if usage_of.seconds is not None]
+    sums = (
+        sum(getattr(usage_of, field) for usage_of in used) / episodes
+        for field in ("calls", "input_tokens", "output_tokens")
+    )
     return (
         *(f"{value:,.1f}" for value in sums),
         _seconds(sum(seconds) / episodes) if len(seconds) == len(used) else "",

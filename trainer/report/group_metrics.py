@@ -13,7 +13,7 @@ from marsrl.rollout.types import Fate, Finish, Group, Sample
 from marsrl.trainer.report.unread import Ended
 
 ONE_SIDED = 0.95
-MIN_VERDICTS = 20  # 1 / (1 - ONE_SIDED): among fewer, a single dissenting verdict already exceeds the share
+MIN_VERDICTS = 20  # 1 / (1 - ONE_SIDED): with fewer verdicts, a single dissenting one already exceeds the share
 
 
 def summarise(
@@ -25,49 +25,49 @@ def summarise(
     verifiers: Collection[str] | None = None,
     frozen: Collection[str] = (),
 ) -> dict[str, float]:
-    """The metrics of the groups that one step consumes, as docs/metrics.md explains them.
+    """Return the metrics of the groups that one step consumes; docs/metrics.md explains them.
 
-    groups: finished groups, every agent.
-    version: the policy version that consumes them: staleness is measured here.
+    groups: finished groups of all agents.
+    version: policy version that consumes the groups, from which staleness is measured.
     num_unfinished: samples carried over to a later stage.
-    advantages: {sample uid: advantage}, as trained on; without it no advantage metric.
-    verifiers: agents that give verdicts; default: those with at least one that could be read.
+    advantages: {sample uid: advantage}, as trained on; None: no advantage metrics.
+    verifiers: agents that give verdicts; default: agents with at least one readable verdict.
     frozen: agents of frozen policies; their samples are never stale.
     """
     groups = list(groups)
     samples = [sample for group in groups for sample in group.samples]
-    # a sample that failed before its first token has no segment and no age
+    # A sample that failed before its first token has no segment and no age.
     staleness = [version - s.oldest_version for s in samples if s.segments and s.agent not in frozen]
     metrics: dict[str, float] = {
         "rollout/groups": len(groups),
         "rollout/samples": len(samples),
         "rollout/unfinished": num_unfinished,
-        **{f"rollout/finish_{each.value}": sum(sample.finish is each for sample in samples) for each in Finish},
+        **{f"rollout/finish_{finish.value}": sum(sample.finish is finish for sample in samples) for finish in Finish},
         **_means({"rollout/staleness_mean": staleness, "reward/all/mean": _rewards(samples)}),
     }
     if staleness:
         metrics["rollout/staleness_max"] = max(staleness)
     turns = [turn for sample in samples for turn in sample.turns]
-    if turns:  # a program played
+    if turns:  # A program played the episodes.
         tokens = {fate: sum(turn.end - turn.start for turn in turns if turn.fate is fate) for fate in Fate}
         metrics["session/unread_tokens"] = tokens[Fate.UNREAD]
         metrics["session/superseded_tokens"] = tokens[Fate.SUPERSEDED]
     by_agent: dict[str, list[Sample]] = {}
     for sample in samples:
         by_agent.setdefault(sample.agent, []).append(sample)
-    for agent, own in sorted(by_agent.items()):
-        metrics |= _reward_metrics(agent, own) | _length_metrics(agent, own)
+    for agent, agent_samples in sorted(by_agent.items()):
+        metrics |= _reward_metrics(agent, agent_samples) | _length_metrics(agent, agent_samples)
         if advantages is not None:
-            zero = sum(advantages.get(sample.uid, 0.0) == 0 for sample in own)
-            metrics[f"advantage/{agent}/fraction_zero"] = zero / len(own)
-        if agent in verifiers if verifiers is not None else any(sample.verdict is not None for sample in own):
-            metrics |= _verdict_metrics(agent, own)
+            zero = sum(advantages.get(sample.uid, 0.0) == 0 for sample in agent_samples)
+            metrics[f"advantage/{agent}/fraction_zero"] = zero / len(agent_samples)
+        if agent in verifiers if verifiers is not None else any(sample.verdict is not None for sample in agent_samples):
+            metrics |= _verdict_metrics(agent, agent_samples)
     return metrics
 
 
 def _means(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """The mean of each that has a value."""
-    return {name: fmean(own) for name, own in values.items() if own}
+    """Return the mean of each name that has values."""
+    return {name: fmean(numbers) for name, numbers in values.items() if numbers}
 
 
 def _rewards(samples: Sequence[Sample]) -> list[float]:
@@ -75,15 +75,15 @@ def _rewards(samples: Sequence[Sample]) -> list[float]:
 
 
 def team_metrics(counted: Mapping[str, float]) -> dict[str, float]:
-    """team/{name}, of the batch's metrics, as means over the episodes that ended in it (Orchestration.metrics)."""
+    """Return team/{name} of the batch's metrics, means over the episodes that ended in the batch (Orchestration.metrics)."""
     num_episodes = counted.get("rollout/episodes", 0)
     return {name: total / num_episodes for name, total in counted.items() if name.startswith("team/")}
 
 
 def one_sided_verdicts(groups: Iterable[Group]) -> list[str]:
-    """A warning for every agent with over 95% equal readable verdicts: it no longer judges.
+    """Return a warning for every agent with over 95% equal readable verdicts: it no longer judges.
 
-    Fewer than 20 verdicts of an agent give no warning.
+    An agent with fewer than 20 verdicts gets no warning.
     """
     counts: dict[str, list[int]] = {}
     for group in groups:
@@ -94,21 +94,21 @@ def one_sided_verdicts(groups: Iterable[Group]) -> list[str]:
     for agent, (wrong, correct) in sorted(counts.items()):
         total = wrong + correct
         if total >= MIN_VERDICTS and max(wrong, correct) > ONE_SIDED * total:
-            said, count = ("wrong", wrong) if wrong > correct else ("correct", correct)
+            verdict, count = ("wrong", wrong) if wrong > correct else ("correct", correct)
             warnings.append(
-                f"{agent} said '{said}' in {count} of {total} verdicts: it no longer tells right from wrong; "
+                f"{agent} said '{verdict}' in {count} of {total} verdicts: it no longer tells right from wrong; "
                 f"agents.{agent}.pick=paired or balanced shows it both"
             )
     return warnings
 
 
 def endings(groups: Iterable[Group], is_read: Callable[[Sample], bool]) -> dict[str, list[Ended]]:
-    """Return the ends of samples by agent, without those that an engine gave up. is_read: Team.is_read."""
-    found: dict[str, list[Ended]] = {}
+    """Return the ends of samples by agent, without samples that an engine gave up. is_read: Team.is_read."""
+    ends: dict[str, list[Ended]] = {}
     for sample in (sample for group in groups for sample in group.samples if sample.finish is not Finish.ERROR):
         ended = Ended(is_read(sample), sample.finish is Finish.LENGTH, len(sample.token_ids), sample.text)
-        found.setdefault(sample.agent, []).append(ended)
-    return found
+        ends.setdefault(sample.agent, []).append(ended)
+    return ends
 
 
 def _reward_metrics(agent: str, samples: Sequence[Sample]) -> dict[str, float]:
@@ -122,28 +122,28 @@ def _reward_metrics(agent: str, samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def _length_metrics(agent: str, samples: Sequence[Sample]) -> dict[str, float]:
-    """Lengths of completions, up to the last answer that a program read; completions without such an answer do not count."""
-    read = [sample for sample in samples if sample.length or not sample.turns]
-    if not read:
+    """Return metrics of completion lengths, up to the last answer that a program read; others do not count."""
+    counted = [sample for sample in samples if sample.length or not sample.turns]
+    if not counted:
         return {}
-    lengths = [sample.length for sample in read]
+    lengths = [sample.length for sample in counted]
     return {
         f"response_length/{agent}/mean": fmean(lengths),
         f"response_length/{agent}/min": min(lengths),
         f"response_length/{agent}/max": max(lengths),
-        f"response_length/{agent}/clip_ratio": fmean([sample.finish is Finish.LENGTH for sample in read]),
+        f"response_length/{agent}/clip_ratio": fmean([sample.finish is Finish.LENGTH for sample in counted]),
     }
 
 
 def _verdict_metrics(agent: str, samples: Sequence[Sample]) -> dict[str, float]:
-    """recall_wrong is the detection recall of arXiv:2511.11373, Figure 5."""
+    """Return metrics of an agent's verdicts; recall_wrong is the detection recall of arXiv:2511.11373, Figure 5."""
     verdicts = [sample.verdict for sample in samples if sample.verdict is not None]
-    # The reward tells if the verdict agrees with the solution (Orchestration.reward), and so if the solution was right.
+    # The reward shows if the verdict agrees with the solution (Orchestration.reward), and so if the solution was right.
     judged = [(s.verdict, s.reward.parts["verdict"]) for s in samples if "verdict" in s.reward.parts]
     means: dict[str, Sequence[float]] = {
         "fraction_wrong": [not verdict for verdict in verdicts],
         "recall_wrong": [agrees for verdict, agrees in judged if verdict == (agrees == 0)],
         "precision_wrong": [agrees for verdict, agrees in judged if not verdict],
     }
-    found = _means({f"verdicts/{agent}/{name}": values for name, values in means.items()})
-    return {f"verdicts/{agent}/missing": 1 - len(verdicts) / len(samples)} | found
+    metrics = _means({f"verdicts/{agent}/{name}": values for name, values in means.items()})
+    return {f"verdicts/{agent}/missing": 1 - len(verdicts) / len(samples)} | metrics

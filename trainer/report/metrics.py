@@ -1,5 +1,7 @@
-"""metrics.jsonl and its copies (TensorBoard; optionally wandb): one line a step, each step once, always valid
-JSON; and warnings.jsonl: a run's warnings, a line each, with the step."""
+"""Log of a run's metrics, metrics.jsonl, with its copies (TensorBoard; optionally wandb), and of its warnings, warnings.jsonl.
+
+metrics.jsonl has one line per step, each step once, always valid JSON; warnings.jsonl has one line per warning, with the step.
+"""
 
 from __future__ import annotations
 
@@ -25,21 +27,21 @@ NON_FINITE = "metrics/non_finite"
 
 @dataclass(frozen=True, slots=True)
 class MetricsRow:
-    """One line: the metrics of one step. None = the value was not finite."""
+    """Metrics of one step, a line of the file. None = the value was not finite."""
 
     step: int
     values: Mapping[str, float | None]
 
 
 class MetricsLog(AbstractContextManager["MetricsLog"]):
-    """Writes the metrics of every step. Rank 0 only.
+    """Writer of the metrics of every step. Rank 0 only.
 
         with MetricsLog(run, resume_step=checkpoint.step) as metrics:
             metrics.log(13, {"actor/loss": 0.1, ...})
 
     resume_step: the last step in the checkpoint; later lines belong to lost work and are cut off (0 keeps a line of step 0, -1
-    none). Required if the run already has a metrics.jsonl; None refuses to touch it. TensorBoard purges the same steps: its event
-    files keep them, its pages do not show them.
+    none). Required if the run already has a metrics.jsonl; None refuses to touch it. TensorBoard hides the same steps: its event
+    files keep them, but its pages do not show them.
     """
 
     def __init__(self, run: RunDirectory, *, wandb_project: str | None = None, resume_step: int | None = None) -> None:
@@ -49,14 +51,14 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
                 raise ValueError(f"{run.metrics} exists and is not overwritten; say from which step the run goes on")
             self._last_step = _truncate(run.metrics, resume_step)
         self._wandb = _start_wandb(wandb_project, run, resume_step) if wandb_project is not None else None
-        from torch.utils.tensorboard import SummaryWriter  # imported here: readers need no torch
+        from torch.utils.tensorboard import SummaryWriter  # Imported here, because readers need no torch.
 
         purge_step = None if resume_step is None else resume_step + 1
         self._tensorboard = SummaryWriter(str(run.tensorboard), purge_step=purge_step)
         self._file = open(run.metrics, "ab")  # noqa: SIM115 - open for the life of the log
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write one step. Steps must increase: resume and all readers rely on one line a step."""
+        """Write one step. Steps must increase: resume and all readers rely on one line per step."""
         if self._last_step is not None and step <= self._last_step:
             raise ValueError(f"metrics of step {step} come after step {self._last_step}; each step is logged once")
         finite = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
@@ -85,21 +87,23 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
 
 
 def read_metrics(path: Path) -> list[MetricsRow]:
-    """Every complete line. A torn last line (the run died while writing it, or is writing it now) is skipped.
+    """Read every complete line. A torn last line (the run died while writing it, or is writing it now) is skipped.
 
-    Raises ValueError: another line, which the message names, is invalid.
+    Raises ValueError, with the line, if another line is invalid.
     """
     return [row for row, _ in parse_metrics(path.read_bytes(), path)]
 
 
 def parse_metrics(content: bytes, path: Path, first: int = 1) -> Iterator[tuple[MetricsRow, bytes]]:
-    """Every complete line in a file's content, with its parsed value; path, and first, the number of the
-    first line: for the error of `read_metrics`."""
-    for number, line in enumerate(content.split(b"\n")[:-1], first):  # the last piece is torn, or empty
+    """Yield every complete line in a file's content, with its parsed value.
+
+    path, first: file and number of the first line, for errors as in `read_metrics`.
+    """
+    for number, line in enumerate(content.split(b"\n")[:-1], first):  # The last piece is torn, or empty.
         try:
             values = msgspec.json.decode(line, type=dict[str, float | None])
             step = int(values.pop("step"))  # type: ignore[arg-type]  # null: a TypeError
-        except (ValueError, KeyError, TypeError) as error:  # a ValueError: msgspec's, and of a key that is no UTF-8
+        except (ValueError, KeyError, TypeError) as error:  # msgspec, and a key that is not UTF-8, raise ValueError.
             raise ValueError(
                 f"{path}, line {number}: {line[:80]!r} is no line of metrics ({error}); remove it or restore the file"
             ) from error
@@ -108,16 +112,16 @@ def parse_metrics(content: bytes, path: Path, first: int = 1) -> Iterator[tuple[
 
 def _truncate(path: Path, last_step: int) -> int | None:
     """Drop lines after last_step and a torn line; return the last remaining step."""
-    kept = [(row, line) for row, line in parse_metrics(path.read_bytes(), path) if row.step <= last_step]
-    write_atomically(path, b"".join(line + b"\n" for _, line in kept))
-    return kept[-1][0].step if kept else None
+    kept_lines = [(row, line) for row, line in parse_metrics(path.read_bytes(), path) if row.step <= last_step]
+    write_atomically(path, b"".join(line + b"\n" for _, line in kept_lines))
+    return kept_lines[-1][0].step if kept_lines else None
 
 
 def _start_wandb(project: str, run: RunDirectory, resume_step: int | None) -> Any:
     """Start a wandb run. It uses the network, so only if run.wandb names a project."""
-    import wandb  # optional; preflight refuses run.wandb without it
+    import wandb  # Optional; preflight refuses run.wandb without it.
 
-    # not above 0: an earlier start may have failed
+    # At step 0 an earlier start may have failed, so the run may or may not exist.
     resume = "must" if resume_step and resume_step > 0 else "allow" if run.existed else "never"
     return wandb.init(project=project, name=run.path.name, id=run.path.name, dir=str(run.path), resume=resume)
 
@@ -129,9 +133,9 @@ def append_warning(path: Path, step: int, text: str) -> None:
 
 
 def read_warnings(path: Path) -> list[tuple[int, str]]:
-    """(step, text) of every complete line. A torn last one is skipped. Raises ValueError: a line is no warning."""
+    """Read (step, text) of every complete line; a torn last line is skipped. ValueError if a line is no warning."""
     try:
-        held = map(json.loads, path.read_bytes().split(b"\n")[:-1])
-        return [(each["step"], each["text"]) for each in held]
+        rows = map(json.loads, path.read_bytes().split(b"\n")[:-1])
+        return [(row["step"], row["text"]) for row in rows]
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path.name} has a line that is no warning: {error}") from error

@@ -17,14 +17,14 @@ from marsrl.rollout.types import Segment
 from marsrl.trainer.runs.directory import opened_atomically
 
 if TYPE_CHECKING:
-    import pyarrow as pa  # imported where it is used: it starts threads
+    import pyarrow as pa  # Imported in the functions that use it, because it starts threads.
 
 Row = TypeVar("Row")
-_ROW_GROUP = 32  # rows of a row group, the unit that is read to show one: some 10 MB of long completions
+_ROW_GROUP = 32  # rows per row group, the unit that is read to show one row: some 10 MB of long completions
 
 
 def _schema(kind: type) -> pa.Schema:
-    """A column for each field; any may be null."""
+    """Return a schema with a nullable column for each field."""
     import pyarrow as pa
 
     types = {
@@ -47,36 +47,36 @@ def write_rows(path: Path, kind: type[Row], rows: Iterable[Row]) -> Path:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    schema, left = _schema(kind), map(_columns, rows)
+    schema, remaining = _schema(kind), map(_columns, rows)
     with opened_atomically(path) as file, pq.ParquetWriter(file, schema, compression="zstd") as writer:
-        while group := list(itertools.islice(left, _ROW_GROUP)):
+        while group := list(itertools.islice(remaining, _ROW_GROUP)):
             writer.write_batch(pa.RecordBatch.from_pylist(group, schema))
     return path
 
 
 def _columns(row: Any) -> dict[str, Any]:
-    values = msgspec.to_builtins(row, builtin_types=(np.ndarray,))  # asdict copies every value, in Python
+    values = msgspec.to_builtins(row, builtin_types=(np.ndarray,))  # Unlike asdict, copies no values in Python.
     return {name: without_surrogates(value) for name, value in values.items()}
 
 
 def read_rows(path: Path, kind: type[Row], what: str, filters: Any = None) -> list[Row]:
-    """The rows that pass the filters (of pyarrow.parquet.read_table). what: describes the file in errors.
+    """Read the rows that pass the filters (of pyarrow.parquet.read_table). what: describes the file in errors.
 
-    Raises ValueError: the file, which the message names, is missing or damaged.
+    Raises ValueError, with the file, if it is missing or damaged.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        # partitioning: else a folder called step=9 in the path became a column
+        # Without partitioning=None a folder called step=9 in the path would become a column.
         rows = pq.read_table(path, filters=filters, partitioning=None).to_pylist(maps_as_pydicts="strict")
         return [msgspec.convert(row, kind, dec_hook=_array) for row in rows]
     except FileNotFoundError as error:
         raise ValueError(f"{path} is gone (a step that is played again has a new file)") from error
-    except (pa.ArrowException, OSError, ValueError, KeyError) as error:  # KeyError: a map has a key twice
+    except (pa.ArrowException, OSError, ValueError, KeyError) as error:  # A duplicate key in a map raises KeyError.
         raise ValueError(f"{path} is no {what} ({error!r}); the file is damaged") from error
 
 
 def _array(kind: Any, values: Sequence[Any]) -> npt.NDArray[Any]:
-    """The array of a list column; kind: IntArray, FloatArray or BoolArray."""
+    """Return the array of a list column; kind: IntArray, FloatArray or BoolArray."""
     return np.array(values, get_args(get_args(kind)[1])[0])

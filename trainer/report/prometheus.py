@@ -1,4 +1,4 @@
-"""A run's numbers for Prometheus at 127.0.0.1:run.prometheus_port/metrics, on rank 0 only (docs/prometheus.md)."""
+"""Metrics of a run for Prometheus at 127.0.0.1:run.prometheus_port/metrics, on rank 0 only (docs/prometheus.md)."""
 
 from __future__ import annotations
 
@@ -41,9 +41,10 @@ def why_not(port: int) -> str | None:
 
 @dataclass(eq=False)
 class MetricsPort:
-    """Contents of the metrics port. A prometheus_client collector: read by server threads, written by the run's.
+    """Contents of the metrics port, a prometheus_client collector: server threads read it, the run's threads write it.
 
-    num_steps: run.steps. engines: {policy: serving engines}; silences_s: {rank: seconds since its last beat}; at each scrape.
+    num_steps: run.steps. engines, silences_s: return, at each scrape, {policy: serving engines} and {rank: seconds since its last
+    beat}.
     """
 
     run: str
@@ -56,16 +57,16 @@ class MetricsPort:
     def show(self, step: int, row: Mapping[str, float]) -> None:
         """Show the metrics of this step."""
         counted = {name: self._totals.get(name, 0.0) + value for name, value in row.items() if name.endswith(COUNTED)}
-        self._totals = {**self._totals, **counted}  # replaced, not changed: a scrape may be reading the old ones
+        self._totals = {**self._totals, **counted}  # Replaced, not changed: a scrape may be reading the old one.
         self._last = (step, time.monotonic(), {name: value for name, value in row.items() if name not in counted})
 
     def collect(self) -> Iterator[Any]:
-        """Metric families, in the form that prometheus_client expects from collectors."""
+        """Yield metric families, as prometheus_client expects from collectors."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         step, since, values = self._last
         silences = {str(rank): silence for rank, silence in self.silences_s().items()}
-        for name, text, label, shown in (
+        for name, text, label, value_of in (
             ("run", "1, with the run's name", "run", {self.run: 1}),
             ("steps", "run.steps", "", {"": self.num_steps}),
             ("step", "the last step that was logged", "", {} if step is None else {"": step}),
@@ -80,8 +81,8 @@ class MetricsPort:
             ("metric", "of the last step, docs/metrics.md", "name", values),
         ):
             family = GaugeMetricFamily(f"marsrl_{name}", text, labels=[label] if label else [])
-            for of, value in shown.items():
-                family.add_metric([of] if label else [], value)
+            for label_value, value in value_of.items():
+                family.add_metric([label_value] if label else [], value)
             yield family
         counter = CounterMetricFamily("marsrl_count", "of all steps since this start, docs/metrics.md", labels=["name"])
         for name, value in self._totals.items():
@@ -91,7 +92,7 @@ class MetricsPort:
 
 @contextmanager
 def served(port: int, shown: MetricsPort) -> Iterator[None]:
-    """Serve http://127.0.0.1:port/metrics in the body; the port is free (preflight)."""
+    """Serve http://127.0.0.1:port/metrics in the body; preflight has found the port free."""
     from prometheus_client import CollectorRegistry, start_http_server
 
     registry = CollectorRegistry()

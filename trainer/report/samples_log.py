@@ -1,9 +1,9 @@
-"""samples/step_N.parquet: every sample of a step, for people, the viewer and any reader of Parquet (DuckDB, pandas, Polars).
+"""Log of every sample of a step, samples/step_N.parquet, for people, the viewer and readers such as DuckDB and pandas.
 
     duckdb -c "SELECT agent, avg(reward) FROM 'runs/a/samples/*.parquet' GROUP BY agent"
     python -c "import pandas; print(pandas.read_parquet('runs/a/samples/step_3.parquet'))"
 
-A row for each sample, with the fields of SampleRecord; texts as models wrote them (parquet.py).
+Each sample is a row with the fields of SampleRecord; texts are stored as models wrote them (parquet.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from marsrl.trainer.runs.directory import RunDirectory
 
 @dataclass(frozen=True, slots=True)
 class SampleRecord:
-    """One sample as logged: texts and numbers, no token ids. None = missing, or not applicable to the role. line: from 1."""
+    """One logged sample: texts and numbers, no token ids. None = missing, or not applicable to the role. line: from 1."""
 
     step: int
     line: int
@@ -46,7 +46,7 @@ class SampleRecord:
 
 
 def record(sample: Sample, step: int, line: int, advantage: float | None) -> SampleRecord:
-    """Logged row of a sample. A NaN (a missing reward) becomes None."""
+    """Return the logged row of a sample. NaN (a missing reward) becomes None."""
     return SampleRecord(
         step=step,
         line=line,
@@ -80,13 +80,13 @@ def write_samples(
     A step that is repeated after a resume replaces its file.
     """
     samples = enumerate((sample for group in groups for sample in group.samples), start=1)
-    known = advantages or {}
-    records = (record(each, step, line, known.get(each.uid)) for line, each in samples)
+    advantage_of = advantages or {}
+    records = (record(sample, step, line, advantage_of.get(sample.uid)) for line, sample in samples)
     return write_rows(run.samples / f"step_{step}.parquet", SampleRecord, records)
 
 
 def read_samples(path: Path, lines: Collection[int] | None = None) -> list[SampleRecord]:
-    """The samples of a file, or those on some of its lines; row groups without any are not read. Raises as `read_rows`."""
+    """Read the samples of a file, or of these lines; row groups without any are not read. Raises as `read_rows` does."""
     return read_rows(path, SampleRecord, "file of samples", None if lines is None else [("line", "in", lines)])
 
 

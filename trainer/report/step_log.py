@@ -1,8 +1,8 @@
-"""Rank 0's record of a step: its metrics, its samples, and the tokens of some samples.
+"""Record of a step on rank 0: its metrics, its samples, and the tokens of some samples.
 
-log.note({"actor/loss": 0.1})               # during the step; a repeated name is replaced
+log.note({"actor/loss": 0.1})               # during the step; a repeated name replaces the earlier value
 log.write(step, batch, seconds, ...)        # metrics.jsonl, Prometheus, samples/, one line on the console
-log.write_tokens(step, batch); log.forget() # tokens/; the next step begins with nothing noted
+log.write_tokens(step, batch); log.forget() # tokens/; clears the record for the next step
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from marsrl.trainer.runs.directory import RunDirectory
 class StepLog:
     """Record of the current step, on rank 0 only.
 
-    port: optional; gets every row. episode_clock: to be notified of the scheduler's episodes. kept: uids of the samples whose
-    tokens are written. tokens: results of the step's updates for them.
+    port: optional; gets every row. episode_clock: must be notified of the scheduler's episodes. kept: uids of the samples whose
+    tokens are written. tokens: results of the step's updates for these samples.
     """
 
     def __init__(self, config: RunConfig, directory: RunDirectory, console: RunConsole, team: Team) -> None:
@@ -51,7 +51,10 @@ class StepLog:
         self._advantages: dict[str, float] = {}  # by uid
 
     def open(self, resume_step: int | None) -> None:
-        """resume_step: of the checkpoint that the run resumes from; later rows are cut off. None: a new run."""
+        """Open metrics.jsonl and its copies.
+
+        resume_step: step of the checkpoint that the run resumes from; later rows are cut off. None: a new run.
+        """
         self._metrics = MetricsLog(self._directory, wandb_project=self._config.run.wandb, resume_step=resume_step)
         self._spikes = GradSpikes(row.values for row in read_metrics(self._directory.metrics))
 
@@ -70,11 +73,11 @@ class StepLog:
             self.note(masked_metrics(credited))
         samples = (sample for group in credited.groups for sample in group.samples)
         self.note(turn_metrics((each, credited.turns[each.uid]) for each in samples if each.uid in credited.turns))
-        if self._config.has_whole_instances:  # otherwise a step has incomplete instances, mostly of one agent
+        if self._config.has_whole_instances:  # Otherwise a step has incomplete instances, mostly of one agent.
             self.note(drmas_metrics(credited.groups))
 
     def choose_kept(self, credited: Credited, step: int) -> list[str]:
-        """Uids of the samples whose tokens are logged in this step."""
+        """Choose the samples whose tokens are logged in this step; return their uids."""
         run = self._config.run
         trained = {sequence.uid for sequence in credited.sequences}
         chosen = choose_samples(credited.groups, trained, num_groups=run.token_log_groups, seed=run.seed, step=step)
@@ -93,8 +96,8 @@ class StepLog:
     ) -> None:
         """Write everything but the tokens.
 
-        seconds: of each part of the step. version: of the policy that trained on the batch. num_unfinished: samples carried
-        over. untrained: reason why the step trained nothing; "" if it trained.
+        seconds: duration of each part of the step. version: version of the policy that trained on the batch. num_unfinished:
+        samples carried over. untrained: reason why the step trained nothing; "" if it trained.
         """
         config, team = self._config, self._team
         summary = summarise(
@@ -108,7 +111,9 @@ class StepLog:
         ended = endings(batch.groups, team.is_read)
         forms = {agent: team.orchestration.form(agent) for agent in ended}
         answering = [agent for agent in ended if forms[agent] and agent not in team.orchestration.verifiers]
-        self.note({f"answers/{name}/missing": fmean([not each.is_read for each in ended[name]]) for name in answering})
+        self.note(
+            {f"answers/{name}/missing": fmean([not ending.is_read for ending in ended[name]]) for name in answering}
+        )
         self.note(self._spikes.found(self._row))
         self.note({f"rollout/engines/{name}": pool.num_engines for name, pool in team.pools.items()})
         row = {**batch.metrics, **summary, **self._costs(batch), **self._row, **self._times(batch, seconds)}
@@ -118,28 +123,28 @@ class StepLog:
             self.port.show(step, row)
         write_samples(self._directory, step, batch.groups, self._advantages)
         failing = failing_tools(batch.metrics, team.tools.last_errors()) if team.tools is not None else []
-        zeros = [unread(agent, forms[agent], own) for agent, own in ended.items()]
+        zeros = [unread(agent, forms[agent], endings_of) for agent, endings_of in ended.items()]
         for warning in [*one_sided_verdicts(batch.groups), *failing, *filter(None, zeros)]:
             self._console.warning(warning)
         means = {agent: summary.get(f"reward/{agent}/mean") for agent in config.agents}
         rewards = " ".join(f"{agent} {mean:.2f}" for agent, mean in means.items() if mean is not None)
-        said = [f"reward: {rewards}"] if rewards else []
-        said += [f"nothing trained: {untrained}"] if untrained else []
-        self._console.message("  ".join([f"step {step}/{config.run.steps}", *said, f"{sum(seconds.values()):.1f} s"]))
+        parts = [f"reward: {rewards}"] if rewards else []
+        parts += [f"nothing trained: {untrained}"] if untrained else []
+        self._console.message("  ".join([f"step {step}/{config.run.steps}", *parts, f"{sum(seconds.values()):.1f} s"]))
 
     def _costs(self, batch: StepBatch) -> dict[str, float]:
-        """Cost of the step's samples: tokens, tools, latencies, the judge."""
+        """Return the cost of the step's samples: tokens, tools, latencies, the judge."""
         config = self._config
-        found = cost_metrics(batch.metrics, config.agents) | tool_shares(batch.metrics)
-        found |= self.episode_clock.metrics() | team_metrics(batch.metrics)
+        costs = cost_metrics(batch.metrics, config.agents) | tool_shares(batch.metrics)
+        costs |= self.episode_clock.metrics() | team_metrics(batch.metrics)
         if config.judge is not None:
-            found |= judge_metrics(batch.metrics)
-        return found
+            costs |= judge_metrics(batch.metrics)
+        return costs
 
     def _times(self, batch: StepBatch, seconds: Mapping[str, float]) -> dict[str, float]:
-        """Seconds of the step's parts, and tokens a second."""
+        """Return the seconds of the step's parts, and tokens per second."""
         total, decoded = sum(seconds.values()), batch.metrics.get("rollout/tokens", 0)
-        overlaps = self._config.rollout.overlap > 0  # then the wait for a batch is not the decoding time
+        overlaps = self._config.rollout.overlap > 0  # If so, the wait for a batch is not the decoding time.
         return {
             **{f"timing_s/{name}": value for name, value in seconds.items()},
             "timing_s/total": total,
@@ -161,7 +166,7 @@ class StepLog:
                 self._team.renderers[policy],
                 trained.get(sample.uid),
             )
-            for line, sample in enumerate(samples, start=1)  # of the samples file
+            for line, sample in enumerate(samples, start=1)  # Lines are counted as in the samples file.
             if sample.uid in self.kept
         ]
         write_tokens(self._directory, step, records)

@@ -1,4 +1,4 @@
-"""An update's statistics under familiar names (verl's vocabulary), overall and for every agent; and spikes of gradient norms."""
+"""Metrics of an update under familiar names (verl's vocabulary), overall and per agent; and spikes of gradient norms."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from marsrl.trainer.learner.step_stats import StepStats
 
-WINDOW = 50  # norms in a median
-FACTOR = 5.0  # a norm above this multiple of the median is a spike
-FEWEST = 5  # fewest norms for a meaningful median; until then nothing is a spike
+WINDOW = 50  # number of norms in a median
+FACTOR = 5.0  # multiple of the median above which a norm is a spike
+FEWEST = 5  # fewest norms for a meaningful median; with fewer, nothing is a spike
 
 _NORM, _SPIKES = "grad_norm", "grad_spikes"
-_MEANS = {  # over trained tokens: the metric, and its sum in StepStats
+_MEANS = {  # Means over trained tokens: the metric, and its sum in StepStats.
     "actor/entropy": "entropy",
     "actor/clip_fraction": "clipped_tokens",
     "actor/clamp_fraction": "clamped_tokens",
@@ -23,7 +23,7 @@ _MEANS = {  # over trained tokens: the metric, and its sum in StepStats
 
 
 def step_metrics(stats: StepStats, agents: Sequence[str]) -> dict[str, float]:
-    """actor/*, mpt/*, router/* and train_rollout/* of one update of one policy.
+    """Return actor/*, mpt/*, router/* and train_rollout/* of one update of one policy.
 
     Means are over trained tokens; an agent without any has no entry, and a mean over nothing is left out.
     actor/{agent}/grad_norm exists in steps that measured it (trainer.agent_grad_norm_every).
@@ -44,7 +44,7 @@ def step_metrics(stats: StepStats, agents: Sequence[str]) -> dict[str, float]:
         for name, counted in _MEANS.items():
             metrics[name] = sum(sums[counted].values()) / tokens
         metrics["actor/kl"] = sum(sums["kl"].values()) / tokens
-    if stats.prob_diff_mean == stats.prob_diff_mean:  # not NaN: rollout log-probs are known
+    if stats.prob_diff_mean == stats.prob_diff_mean:  # It is NaN if rollout log-probs are unknown.
         metrics["train_rollout/prob_diff_mean"] = stats.prob_diff_mean
         metrics["train_rollout/prob_diff_max"] = stats.prob_diff_max
         metrics["train_rollout/k3"] = stats.k3
@@ -68,9 +68,9 @@ def step_metrics(stats: StepStats, agents: Sequence[str]) -> dict[str, float]:
 
 
 class GradSpikes:
-    """Compares every gradient norm with the running median of the last 50 of its name.
+    """Detector of gradient-norm spikes: compares every norm with the running median of the last 50 of its name.
 
-    rows: the metrics of earlier steps, if the run is resumed: metrics.jsonl is the whole state.
+    rows: the metrics of earlier steps, if the run is resumed; there is no other state.
     Steps that trained nothing (norm 0) and non-finite norms enter no median.
     """
 
@@ -80,7 +80,7 @@ class GradSpikes:
             self._add(row)
 
     def found(self, row: Mapping[str, float | None]) -> dict[str, float]:
-        """{.../grad_spikes: 1 or 0} for each .../grad_norm of a step's metrics, which then count for the next step.
+        """Return {.../grad_spikes: 1 or 0} for each .../grad_norm of a step's metrics, and add these norms to the medians.
 
         1: above 5 times the median, or not finite.
         """

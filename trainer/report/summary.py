@@ -1,4 +1,4 @@
-"""summary.json: results and hardware of a run. The schema, its writer and its reader."""
+"""Results and hardware of a run, summary.json: its schema, writer and reader."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Z_95 = 1.959963984540054  # the 97.5% quantile of the normal distribution
 
 
 def wilson_interval(successes: float, n: int) -> tuple[float, float]:
-    """Wilson's score interval of a proportion (Wilson 1927, JASA 22:209; eq. 2 with z = 1.96 for 95%).
+    """Return Wilson's score interval of a proportion (Wilson 1927, JASA 22:209; eq. 2 with z = 1.96 for 95%).
 
     (p + z^2/2n -+ z sqrt(p(1-p)/n + z^2/4n^2)) / (1 + z^2/n), p = successes / n. It stays inside [0, 1] and has a
     width at p = 0 and p = 1, unlike the normal interval. `successes` may be fractional (a mean of partial credit: the
@@ -28,7 +28,7 @@ def wilson_interval(successes: float, n: int) -> tuple[float, float]:
     center = p + z * z / (2 * n)
     half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
     scale = 1 + z * z / n
-    # min/max: rounding puts the bound of p = 0 or 1 an ulp outside
+    # Rounding can put the bound of p = 0 or 1 an ulp outside [0, 1].
     return max(0.0, min(p, (center - half) / scale)), min(1.0, max(p, (center + half) / scale))
 
 
@@ -42,7 +42,7 @@ Saved = TypeVar("Saved", bound=Schema)
 
 
 class Estimate(Schema):
-    """A measured proportion of n samples with its 95% interval. mean is null if n = 0."""
+    """Measured proportion of n samples with its 95% interval. mean is null if n = 0."""
 
     mean: float | None = Field(ge=0, le=1)
     low: float = Field(ge=0, le=1)
@@ -54,7 +54,7 @@ UNKNOWN = Estimate(mean=None, low=0.0, high=1.0, n=0)
 
 
 class Confusion(Schema):
-    """Confusion matrix of a Verifier. none: no verdict could be read."""
+    """Confusion matrix of a Verifier. none: number of outputs without a readable verdict."""
 
     right_correct: int = Field(0, ge=0)
     right_wrong: int = Field(0, ge=0)
@@ -64,7 +64,7 @@ class Confusion(Schema):
 
 
 class Length(Schema):
-    """Tokens of completions: mean, longest, and the share that hit the maximum."""
+    """Completion lengths in tokens: mean, longest, and the share that hit the maximum."""
 
     mean: float = Field(ge=0)
     longest: int = Field(ge=0)
@@ -75,10 +75,11 @@ class AgentEstimate(Estimate):
     """Accuracy of an agent: on fixed inputs if the team tests it separately, else in the evaluation's episodes.
 
     For an agent that gives verdicts, half of the fixed inputs are right solutions, and the mean is the balanced accuracy;
-    confusion counts its verdicts there, loop_confusion those in the episodes; of the latter, detection_recall is the share of
-    wrong solutions that it calls wrong, and detection_precision the share of solutions called wrong that are. For any other agent
-    the fixed inputs are wrong solutions, and breaks is the share of right ones that it turns wrong. length: of its completions in
-    the episodes; missing: share of them without an answer, verdict, query or route that could be read, null if it gives none.
+    confusion counts its verdicts there, loop_confusion its verdicts in the episodes. In the episodes, detection_recall is the
+    share of wrong solutions that it calls wrong, and detection_precision the share of solutions called wrong that are wrong. For
+    any other agent the fixed inputs are wrong solutions, and breaks is the share of right ones that it turns wrong. length:
+    lengths of its completions in the episodes; missing: share of these without a readable answer, verdict, query or route, null
+    if it gives none.
     """
 
     confusion: Confusion | None = None
@@ -91,11 +92,11 @@ class AgentEstimate(Estimate):
 
 
 class AtK(Schema):
-    """pass@k and majorities by k; n of each estimate: problems with at least k draws.
+    """Estimates of pass@k and majorities by k; n of each estimate is the number of problems with at least k draws.
 
-    pass_at: probability that one of k is right (Chen et al., arXiv:2107.03374, eq. 1, unbiased). majority_at: that the most
-    frequent answer is right. short_majority_at: the same for the shorter half of the k, rounded up (short-m@k, Hassid et al.,
-    arXiv:2505.17813).
+    pass_at: probability that one of k is right (Chen et al., arXiv:2107.03374, eq. 1, unbiased). majority_at: probability that
+    the most frequent answer is right. short_majority_at: the same for the shorter half of the k, rounded up (short-m@k, Hassid et
+    al., arXiv:2505.17813).
     """
 
     pass_at: dict[int, Estimate] = Field(default_factory=dict)
@@ -104,7 +105,7 @@ class AtK(Schema):
 
 
 class Usage(Schema):
-    """Usage of an agent in an evaluation. seconds: of its policy's engines (docs/own_team.md); null if not measured."""
+    """Usage of an agent in an evaluation. seconds: time of its policy's engines (docs/own_team.md); null if not measured."""
 
     policy: str
     calls: int = Field(ge=0)
@@ -114,7 +115,7 @@ class Usage(Schema):
 
 
 class ToolUsage(Schema):
-    """Usage of a tool in an evaluation. seconds: of its runs; a call answered from the cache has none."""
+    """Usage of a tool in an evaluation. seconds: time of its runs; a call answered from the cache takes none."""
 
     calls: int = Field(0, ge=0)
     seconds: float = Field(0.0, ge=0)
@@ -124,8 +125,11 @@ class ToolUsage(Schema):
 
 
 class JudgeUsage(Usage):
-    """Usage of the judge model. yes_share: of the answers that it judged; agreement: with the task's own judgement, where
-    known; null without any. missing: unjudged answers."""
+    """Usage of the judge model.
+
+    yes_share: share of yes among judged answers. agreement: share that agrees with the task's own judgement, if known. Both are
+    null without any such answer. missing: number of unjudged answers.
+    """
 
     missing: int = Field(ge=0)
     yes_share: float | None = Field(None, ge=0, le=1)
@@ -133,7 +137,7 @@ class JudgeUsage(Usage):
 
 
 class Latency(Schema):
-    """Seconds of an episode from its first request to its end, under the evaluation's load (docs/evaluate.md): quantiles of n."""
+    """Quantiles over n episodes of the seconds from first request to end, under the evaluation's load (docs/evaluate.md)."""
 
     median_s: float = Field(ge=0)
     p95_s: float = Field(ge=0)
@@ -141,14 +145,14 @@ class Latency(Schema):
 
 
 class Evaluation(Schema):
-    """An evaluation: each agent that answered, in the order of play, and the whole team.
+    """Evaluation of each agent that answered, in the order of play, and of the whole team.
 
     Intervals are by bootstrap over problems (trainer/evaluate/intervals.py). system is avg@k: the mean over k draws of every
     problem; alone: the same for the first agent's own answers in the same episodes (Orchestration.alone), null if it does not
-    solve. system_at, alone_at: for several draws. sets: each of data.eval's, if that is a list; the other fields are for all
-    sets together. usage, by agent, tools, by name, latency, and team, the means of the orchestration's own metrics, are of the
-    episodes behind `system`; judge: of their answers. judge is null without a model judge, latency if not measured. notes: a
-    sentence for each agent whose completions were cut, or could not be read, in more than a fifth (trainer/report/unread.py).
+    solve. system_at, alone_at: the same with several draws. sets: each set of data.eval, if that is a list; other fields are for
+    all sets together. usage (by agent), tools (by name), latency and team (means of the orchestration's own metrics) come from
+    the episodes behind `system`, and judge from their answers. judge is null without a model judge, latency if not measured.
+    notes: a sentence for each agent with more than a fifth of its completions cut or unreadable (trainer/report/unread.py).
     """
 
     agents: dict[str, AgentEstimate] = Field(default_factory=dict)
@@ -171,38 +175,38 @@ class Evaluation(Schema):
         """Estimates by name, in the order of tables: sets, agents, the first agent alone, the system."""
         sets = {
             f"{name}/{row}": value
-            for name, found in self.sets.items()
-            for row, value in found.rows.items()
+            for name, evaluation in self.sets.items()
+            for row, value in evaluation.rows.items()
             if row in ("alone", "system")
         }
         alone = {} if self.alone is None else {"alone": self.alone}
         return {**sets, **self.agents, **alone, "system": self.system}
 
     def outside(self, bounds: Mapping[str, tuple[float, float]]) -> list[str]:
-        """A sentence for each row whose mean is outside its bounds, with the value and the bounds."""
-        found = {name: self.rows[name].mean for name in bounds if name in self.rows}
+        """Return a sentence for each row whose mean is outside its bounds, with the value and the bounds."""
+        means = {name: self.rows[name].mean for name in bounds if name in self.rows}
         return [
             f"{name} {mean}, wanted {bounds[name]}"
-            for name, mean in found.items()
+            for name, mean in means.items()
             if mean is None or not bounds[name][0] <= mean <= bounds[name][1]
         ]
 
 
 def compared(before: Evaluation | None, after: Evaluation | None) -> list[tuple[str, Estimate | None, Estimate | None]]:
-    """(name, before, after) of the table's lines; None if not evaluated."""
-    rows = [{} if each is None else each.rows for each in (before, after)]
+    """Return (name, before, after) of the table's lines; None if not evaluated."""
+    rows = [{} if evaluation is None else evaluation.rows for evaluation in (before, after)]
     names = dict.fromkeys([*rows[0], *rows[1]]) or dict.fromkeys(("system",))
     last = ("alone", "system")
     return [(name, rows[0].get(name), rows[1].get(name)) for name in sorted(names, key=lambda name: name in last)]
 
 
 def of_other_inputs(before: Estimate | None, after: Estimate | None) -> bool:
-    """True if the two were measured on different inputs, such as a Corrector's, which depend on the team's play."""
+    """Return True if the two were measured on different inputs, as for a Corrector, whose inputs depend on the team's play."""
     return before is not None and after is not None and bool(before.n and after.n) and before.n != after.n
 
 
 class EngineRecord(Schema):
-    """The engine that decoded: class and version of the library; sampler: the sampler of its tokens."""
+    """Engine that decoded: class and version of the library; sampler: the sampler of its tokens."""
 
     engine_class: str = Field(alias="class")
     library: str
@@ -214,8 +218,10 @@ class EngineRecord(Schema):
 
 
 class WarmStartRecord(Schema):
-    """Warm start of the untrained policy. as_wanted: that team's accuracy is within
-    the bounds of `warm_start`; measured: the means that have such bounds, by row."""
+    """Warm start of the untrained policy.
+
+    as_wanted: the warm-started team's accuracy is within the bounds of `warm_start`. measured: means of the rows with bounds.
+    """
 
     cached: bool
     seconds: float = Field(ge=0)
@@ -224,7 +230,7 @@ class WarmStartRecord(Schema):
 
 
 class Summary(Schema):
-    """summary.json. before / after are null without an evaluation."""
+    """Contents of summary.json. before / after are null without an evaluation."""
 
     name: str
     task: str
@@ -256,7 +262,7 @@ def load_summary(path: Path) -> Summary:
 def read_saved(path: Path, kind: type[Saved], what: str) -> Saved:
     """Read a file of one of these models. Raises ValueError with the file, what it should be, and the invalid key."""
     try:
-        # json, not pydantic's parser, which rejects lone surrogates of undecodable file names
+        # pydantic's parser would reject lone surrogates of undecodable file names.
         return kind.model_validate(json.loads(path.read_bytes()))
-    except ValueError as error:  # pydantic's ValidationError is one
+    except ValueError as error:  # pydantic's ValidationError is a ValueError.
         raise ValueError(f"{path} is not {what} of this version of marsrl: {error}") from error

@@ -1,7 +1,7 @@
-"""tokens/step_N.parquet: numbers of single tokens of some samples, every run.token_log_every steps.
+"""Log of single tokens of some samples, tokens/step_N.parquet, every run.token_log_every steps.
 
-A row for each sample, with its tokens in list columns (TokenRecord): an engine's records beside the results of the update's own
-forward pass; nothing is computed twice for it.
+Each sample is a row, with its tokens in list columns (TokenRecord): the engine's records, and the results of the update's own
+forward pass. Nothing is computed for the log alone.
 
     for sample in read_tokens("runs/a/tokens/step_10.parquet"):
         sample.logprobs - sample.rollout_logprobs      # [N], NaN where the policy did not choose the token
@@ -23,21 +23,21 @@ from marsrl.trainer.learner.trained_tokens import CLIPPED, GATED, MASKED, Traine
 from marsrl.trainer.report.parquet import read_rows, write_rows
 from marsrl.trainer.runs.directory import RunDirectory
 
-MOST_BYTES = 32 << 20  # bytes of a step's columns before compression: a million tokens
-_TOKEN_BYTES, _SAMPLE_BYTES = 24, 1024  # bytes of a token's columns beside its text, of the rest of a sample
+MOST_BYTES = 32 << 20  # bytes of a step's columns before compression, about a million tokens
+_TOKEN_BYTES, _SAMPLE_BYTES = 24, 1024  # bytes of a token's columns without its text, and of the rest of a sample
 
 
 @dataclass(frozen=True, slots=True)
 class TokenRecord:
-    """The completion of one sample, token by token: [N] each.
+    """Completion of one sample, token by token, all [N].
 
-    line: of the sample in samples/step_N.parquet, from 1. policy: that answered. update: number of the step's update, from 1,
-    that trained it; 0: none, and logprobs and entropy are NaN. ends: int32, the end of each token's text in `text` (of all
-    tokens, the end token included). token_ids: int32. rollout_logprobs, logprobs, entropy: float32, nats, at the sampling
-    temperature, over the tokens that the sampler kept; the first of the weights that sampled, the others of those at the
-    update's start. NaN: the policy did not choose the token, its program did not use the answer (Sample.is_sampled), or a server
-    chose it, which returns no log-probs. is_clipped: the ratio's clip is active.
-    is_gated: DMMPT masks the token. is_masked: the gate or loss.correction does.
+    line: the sample's line in samples/step_N.parquet, from 1. policy: the policy that answered. update: number, from 1, of the
+    step's update that trained the sample; 0: none, and logprobs and entropy are NaN. ends: int32, the end of each token's text in
+    `text` (of all tokens, the end token included). token_ids: int32. rollout_logprobs, logprobs, entropy: float32, nats, at the
+    sampling temperature, over the tokens that the sampler kept; rollout_logprobs under the weights that sampled, logprobs and
+    entropy under the weights at the update's start. NaN: the policy did not choose the token, its program did not use the answer
+    (Sample.is_sampled), or a server that returns no log-probs chose it. is_clipped: the ratio's clip is active. is_gated: DMMPT
+    masks the token. is_masked: the gate or loss.correction masks it.
     """
 
     step: int
@@ -63,7 +63,7 @@ class TokenRecord:
 def choose_samples(
     groups: Iterable[Group], trained: Collection[str], *, num_groups: int, seed: int, step: int
 ) -> list[str]:
-    """Uids of the samples to log: `num_groups` whole groups of each agent, up to MOST_BYTES.
+    """Choose the samples to log, `num_groups` whole groups of each agent, up to MOST_BYTES; return their uids.
 
     Drawn from (seed, step, group id) alone, independent of the groups' order; groups with a sample in `trained` (uids with a
     gradient) go first. Agents take turns, so that as far as possible every agent's first group fits.
@@ -71,13 +71,18 @@ def choose_samples(
     ranked: dict[str, list[Group]] = {}
     for group in sorted(groups, key=lambda group: _order(group, trained, seed, step)):
         ranked.setdefault(group.agent, []).append(group)
-    turns = [own[turn] for turn in range(num_groups) for _, own in sorted(ranked.items()) if turn < len(own)]
+    turns = [
+        agent_groups[turn]
+        for turn in range(num_groups)
+        for _, agent_groups in sorted(ranked.items())
+        if turn < len(agent_groups)
+    ]
     chosen: list[str] = []
-    left = MOST_BYTES
+    bytes_left = MOST_BYTES
     for group in turns:
         size = sum(map(_size, group.samples))
-        if size <= left:
-            left -= size
+        if size <= bytes_left:
+            bytes_left -= size
             chosen += [sample.uid for sample in group.samples]
     return chosen
 
@@ -94,13 +99,13 @@ def _size(sample: Sample) -> int:
 def token_record(
     sample: Sample, step: int, line: int, policy: str, renderer: ChatRenderer, trained: TrainedTokens | None = None
 ) -> TokenRecord:
-    """A sample's tokens. renderer: of its policy; trained: an update's results, None if the sample was not trained."""
+    """Return a sample's tokens. renderer: its policy's; trained: an update's results, None if the sample was not trained."""
     pieces = renderer.pieces(sample.token_ids)
-    own, num = sample.is_sampled, len(sample.token_ids)
+    is_sampled, num = sample.is_sampled, len(sample.token_ids)
     logprobs, entropy = (np.full(num, np.nan, np.float32) for _ in range(2))
     marks = np.zeros(num, np.uint8)
     if trained is not None:
-        logprobs[own], entropy[own], marks[own] = trained.logprobs, trained.entropy, trained.marks
+        logprobs[is_sampled], entropy[is_sampled], marks[is_sampled] = trained.logprobs, trained.entropy, trained.marks
     return TokenRecord(
         step=step,
         line=line,
@@ -113,8 +118,8 @@ def token_record(
         text="".join(pieces),
         ends=np.fromiter(accumulate(map(len, pieces)), np.int32, num),
         token_ids=sample.token_ids,
-        is_sampled=own,
-        rollout_logprobs=np.where(own, sample.rollout_logprobs, np.float32(np.nan)),
+        is_sampled=is_sampled,
+        rollout_logprobs=np.where(is_sampled, sample.rollout_logprobs, np.float32(np.nan)),
         logprobs=logprobs,
         entropy=entropy,
         is_clipped=(marks & CLIPPED).astype(bool),

@@ -1,4 +1,4 @@
-"""trace.json: the timeline of engines, ranks and others, in the Chrome trace format, which Perfetto (ui.perfetto.dev) opens.
+"""Timeline of a run, trace.json, in the Chrome trace format, which Perfetto (ui.perfetto.dev) opens.
 
 A lane is "kind/which": engine/0, rank/1, credit/main, reward/pool, sync/main. Perfetto shows a process for each kind and a
 thread for each lane. The beginning of a step or stage is marked over all lanes (lanes mark/step, mark/stage). Format:
@@ -19,13 +19,13 @@ from pathlib import Path
 
 from marsrl.trainer.runs.directory import write_atomically
 
-MARKS = "mark"  # kind of the lanes with beginnings of steps and stages
+MARKS = "mark"  # kind of the lanes that mark beginnings of steps and stages
 Argument = int | float | str | bool | None
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """An activity in one lane. start_s, end_s: seconds since the trace began; if taken for another's, time.time()."""
+    """Activity in one lane. start_s, end_s: seconds since the trace began, or time.time() if taken for another trace."""
 
     lane: str
     name: str
@@ -35,7 +35,7 @@ class Span:
 
 
 class TraceLog:
-    """Collects spans from any thread; `save` writes them.
+    """Collector of spans from any thread; `save` writes them.
 
         trace = TraceLog(run.trace)
         with trace.span("rank/0", "step", step=3):
@@ -65,17 +65,17 @@ class TraceLog:
             self._spans.append(span)
 
     def add_wall(self, span: Span) -> None:
-        """Record work done between two readings of time.time(), which may have been set back meanwhile: it has no length then."""
+        """Record work done between two readings of time.time(). If the clock was set back meanwhile, the span has no length."""
         ahead = _wall_clock_ahead()
         self.add(span.lane, span.name, span.start_s - ahead, max(span.start_s, span.end_s) - ahead, span.arguments)
 
     def mark(self, kind: str, number: int | None = None) -> None:
         """Mark the beginning of a step or stage with this number; None: the next number in this trace."""
-        now, lane = time.monotonic(), f"{MARKS}/{kind}"
+        now_s, lane = time.monotonic(), f"{MARKS}/{kind}"
         with self._lock:
             self._num_marks[lane] += 1
             number = number or self._num_marks[lane]
-        self.add(lane, f"{kind} {number}", now, now)
+        self.add(lane, f"{kind} {number}", now_s, now_s)
 
     def take(self) -> list[Span]:
         """Return and remove everything recorded so far, for `add_wall` of another process's trace."""
@@ -103,7 +103,7 @@ class TraceLog:
 
 
 def _wall_clock_ahead() -> float:
-    """time.time() - time.monotonic(), from the quickest of several readings: a thread may be delayed between the two."""
+    """Return time.time() - time.monotonic() from the quickest of several readings: a thread may be delayed between the two."""
     readings = []
     for _ in range(5):
         before, wall, after = time.monotonic(), time.time(), time.monotonic()
@@ -112,7 +112,7 @@ def _wall_clock_ahead() -> float:
 
 
 def read_trace(path: Path) -> list[Span]:
-    """The spans of a trace.json written by TraceLog."""
+    """Read the spans of a trace.json written by TraceLog."""
     try:
         events = json.loads(path.read_bytes())["traceEvents"]
         lanes = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
@@ -128,7 +128,8 @@ def read_trace(path: Path) -> list[Span]:
 def _events(spans: list[Span]) -> list[dict[str, object]]:
     lanes = sorted({span.lane for span in spans}, key=_natural)
     kinds = list(dict.fromkeys(lane.partition("/")[0] for lane in lanes))
-    process = {lane: kinds.index(lane.partition("/")[0]) + 1 for lane in lanes}  # from 1: Perfetto hides process 0
+    # Start at 1, because Perfetto hides process 0.
+    process = {lane: kinds.index(lane.partition("/")[0]) + 1 for lane in lanes}
     thread = {lane: index + 1 for index, lane in enumerate(lanes)}
     events: list[dict[str, object]] = []
     for index, kind in enumerate(kinds, start=1):
@@ -150,6 +151,6 @@ def _events(spans: list[Span]) -> list[dict[str, object]]:
 
 
 def _natural(lane: str) -> tuple[str, int, str]:
-    """Sort key that puts engine/2 before engine/10."""
+    """Return a sort key that puts engine/2 before engine/10."""
     kind, _, which = lane.partition("/")
     return kind, int(which) if which.isdecimal() else -1, which

@@ -20,7 +20,7 @@ _ENGINE_WORK = {
 
 
 def watch_engines(pools: Sequence[EnginePool], trace: TraceLog) -> None:
-    """A lane for every engine; engines are numbered over all policies, in the order of the pools, as they start.
+    """Add a lane for every engine; engines are numbered over all policies, in the order of the pools, as they start.
 
     An engine added to a policy by rollout.rebalance has the policy's name.
     """
@@ -39,7 +39,7 @@ def watch_engines(pools: Sequence[EnginePool], trace: TraceLog) -> None:
 
 
 def watch_judge(team: Team, trace: TraceLog) -> None:
-    """The lane reward/pool: periods of judging, with the number of answers."""
+    """Add the lane reward/pool: periods of judging, with the number of answers."""
 
     def note(num_answers: int, start: float, end: float) -> None:
         trace.add_wall(Span("reward/pool", "judge", start, end, {"answers": num_answers}))
@@ -51,7 +51,7 @@ def gather_rank_spans(trace: TraceLog) -> None:
     """Add the other ranks' spans since the last call to rank 0's trace. Collective."""
     if world_size() == 1:
         return
-    told = gather_bytes(encode(trace.take() if rank() else ()))
+    encoded = gather_bytes(encode(trace.take() if rank() else ()))
     if rank() == 0:
-        for span in (span for each in told for span in decode(list[Span], each)):
+        for span in (span for part in encoded for span in decode(list[Span], part)):
             trace.add_wall(span)

@@ -1,4 +1,4 @@
-"""The sentence that explains rewards of 0: completions without a readable answer or verdict, and completions that were cut."""
+"""Explanation of rewards of 0: completions without a readable answer or verdict, and completions that were cut."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ from typing import NamedTuple
 
 from marsrl.trainer.visible import visible
 
-MOST_UNREAD = 0.2  # a larger share is explained
+MOST_UNREAD = 0.2  # largest share that needs no explanation
 _SHOWN_CHARS = 80  # length of the example
 _LINE_BREAKS = {9: "␉", 10: "␊"}  # shown as `visible` shows other control characters
 
 
 class Ended(NamedTuple):
-    """A completion. is_read: its parser found what it looks for; is_cut: at the token limit, or its prompt was too long, so that
-    it has no tokens; text: at least its end."""
+    """End of a completion.
+
+    is_read: its parser found what it looks for. is_cut: it was cut at the token limit, or its prompt was too long, so that it has
+    no tokens. text: at least its end.
+    """
 
     is_read: bool
     is_cut: bool
@@ -23,31 +26,31 @@ class Ended(NamedTuple):
 
 
 def unread(agent: str, form: str, completions: Sequence[Ended]) -> str:
-    r"""A sentence if more than a fifth of an agent's completions have no readable answer, or were cut; else "".
+    r"""Return a sentence if more than a fifth of an agent's completions have no readable answer, or were cut; else "".
 
         97 % of solver's completions (97 of 100) have no answer in the form \boxed{...}; 41 % were cut at 128 tokens; one ends
         "She makes $18 every day."
 
     form: what its parser looks for (Orchestration.form); "" if it looks for nothing.
     """
-    without = [each for each in completions if form and not each.is_read]
-    cut = [each for each in completions if each.is_cut and each.num_tokens]
-    unasked = [each for each in completions if each.is_cut and not each.num_tokens]
+    without = [completion for completion in completions if form and not completion.is_read]
+    cut = [completion for completion in completions if completion.is_cut and completion.num_tokens]
+    unasked = [completion for completion in completions if completion.is_cut and not completion.num_tokens]
     if max(map(len, (without, cut, unasked))) <= MOST_UNREAD * len(completions):
         return ""
     facts = [
         (without, f"have no {form}"),
-        (cut, f"were cut at {max((each.num_tokens for each in cut), default=0)} tokens"),
+        (cut, f"were cut at {max((completion.num_tokens for completion in cut), default=0)} tokens"),
         (unasked, f"had a prompt longer than agents.{agent}.max_input_tokens"),
     ]
     clauses, subject = [], f" of {agent}'s completions"
-    for some, what in facts:
-        if some:
-            count = f" ({len(some)} of {len(completions)})" if subject else ""
-            clauses.append(f"{100 * len(some) / len(completions):.0f} %{subject}{count} {what}")
+    for affected, problem in facts:
+        if affected:
+            count = f" ({len(affected)} of {len(completions)})" if subject else ""
+            clauses.append(f"{100 * len(affected) / len(completions):.0f} %{subject}{count} {problem}")
             subject = ""
-    # a completion that ended by itself says most about the form
-    example = min([*without, *cut], key=lambda each: (each.is_cut, not each.text), default=None)
+    # A completion that ended by itself shows most about the form.
+    example = min([*without, *cut], key=lambda completion: (completion.is_cut, not completion.text), default=None)
     if example is not None and example.text:
         clauses.append(f'one ends "{visible(example.text.rstrip()[-_SHOWN_CHARS:]).translate(_LINE_BREAKS)}"')
     return "; ".join(clauses)
