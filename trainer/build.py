@@ -136,8 +136,8 @@ def open_run(checked: Checked, directory: RunDirectory | None) -> Iterator[Run]:
 
 def _hosts_of_ranks(host: TrainerHost) -> tuple[RankHost, ...]:
     """Return the hosts on which ranks hold GPUs. Collective."""
-    told = [tuple(each.decode().split()) for each in gather_bytes(f"{socket.gethostname()} {host.num_gpus}".encode())]
-    return tuple(RankHost(name, int(num_gpus), num) for (name, num_gpus), num in Counter(told).items())
+    lines = [tuple(line.decode().split()) for line in gather_bytes(f"{socket.gethostname()} {host.num_gpus}".encode())]
+    return tuple(RankHost(name, int(num_gpus), num) for (name, num_gpus), num in Counter(lines).items())
 
 
 def _sync(config: RunConfig, policy: str, model_dir: str, pool: EnginePool | None) -> WeightSync:
@@ -175,10 +175,10 @@ def _learner(config: RunConfig, name: str, model_dir: str, base: FrozenBase | No
     loss, policy = config.loss, config.policies[name]
     start = model_dir if policy.adapter is None else None  # An adapter's starting point is in memory.
     reference_dir = {"none": None, "start": start}.get(policy.reference, policy.reference)
-    own = {each.name for each in dataclasses.fields(PolicyObjective)}
+    field_names = {field.name for field in dataclasses.fields(PolicyObjective)}
     of_loss, of_reward = (loss.kl_coef, 0.0) if loss.kl_in == "loss" else (0.0, loss.kl_coef)
-    common = loss.model_dump(include=own) | {"correction_high": loss.upper_bound, "kl_coef": of_loss}
-    clips = [each.model_dump(include={"clip_low", "clip_high"}, exclude_none=True) for each in config.agents.values()]
+    common = loss.model_dump(include=field_names) | {"correction_high": loss.upper_bound, "kl_coef": of_loss}
+    clips = [agent.model_dump(include={"clip_low", "clip_high"}, exclude_none=True) for agent in config.agents.values()]
     return Learner(
         policy,
         model_dir,
@@ -299,7 +299,7 @@ def open_team(checked: Checked, models: dict[str, str]) -> Iterator[Team]:
 def open_pool(
     config: RunConfig, name: str, model: str, *, max_model_len: int, host: TrainerHost, deadline_s: float | None
 ) -> EnginePool:
-    """Open the engines of one policy and of those with it as base, or its client of a server.
+    """Open the engines of one policy and of the adapters with this base, or the client of its server.
 
     model: the policy's model directory.
     max_model_len: prompt and completion together, tokens.
@@ -308,14 +308,14 @@ def open_pool(
     policy, served = config.policies[name], config.policies_in(name)
     if policy.openai is not None:
         return make_openai_pool(name, model, policy.openai, deadline_s=deadline_s, max_model_len=max_model_len)
-    records = [config.records_of(each) for each in served]
+    records = [config.records_of(name) for name in served]
     spec = EngineSpec(
         config.rollout.engine,
         model,
         config.engine_dtype(name),
         max_model_len,
-        records=Records(any(each.kept_tokens for each in records), any(each.experts for each in records)),
-        adapters={each: adapter for each in served if (adapter := config.policies[each].adapter) is not None},
+        records=Records(any(record.kept_tokens for record in records), any(record.experts for record in records)),
+        adapters={name: adapter for name in served if (adapter := config.policies[name].adapter) is not None},
     )
     return make_pool(
         name,

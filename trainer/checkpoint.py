@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """State to resume from; step is the last one in the checkpoint. rollout: None in supervised training."""
+    """State to resume from. step: the last step in the checkpoint; rollout: None in supervised training."""
 
     step: int
     versions: dict[str, int]
@@ -60,7 +60,7 @@ class Restored:
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """A save in progress."""
+    """Save in progress."""
 
     step: int
     policies: Mapping[str, PendingSave]
@@ -70,7 +70,7 @@ class _Pending:
 class CheckpointWriter:
     """Writer of checkpoints, one at a time. Every method is collective.
 
-    keep_last: number of recent checkpoints to keep; keep_every: also keep those of steps divisible by it (0: none).
+    keep_last: number of recent checkpoints to keep; keep_every: also keep checkpoints of steps divisible by this (0: none).
     keep_best: also keep the checkpoint with the best evaluation.
     """
 
@@ -86,20 +86,20 @@ class CheckpointWriter:
 
         rollout: state on rank 0; None elsewhere, and in supervised training. A save in progress is finished first.
 
-        Raises RuntimeError: on all ranks, if one could not write (disk full, no permission); earlier checkpoints stay.
+        Raises RuntimeError, on all ranks, if one could not write (disk full, no permission); earlier checkpoints stay.
         """
         self.finish()
         part = self._part(step)
         with self._cleared(step), stopping_together(self._failure(step), OSError):
             if rank() == 0:
-                for left in self._run.checkpoints.glob("step_*.part"):  # Left by a run that died while saving.
-                    shutil.rmtree(left)
+                for leftover in self._run.checkpoints.glob("step_*.part"):  # Left by a run that died while saving.
+                    shutil.rmtree(leftover)
                 if rollout is not None:
                     write_atomically(part / "rollout.msgpack", encode(rollout))
                 write_json(part / "meta.json", {"step": step, "versions": dict(versions)})
         copy = self._is_async
-        policies = {name: each.begin_save(part / "policies" / name, copy=copy) for name, each in learners.items()}
-        # A daemon thread: an interrupted run does not wait for it, and its partial files are not used.
+        policies = {name: learner.begin_save(part / "policies" / name, copy=copy) for name, learner in learners.items()}
+        # An interrupted run does not wait for a daemon thread, and does not use its partial files.
         writer = Thread(target=_write, args=(policies,), name=f"checkpoint {step}", daemon=True)
         self._pending = _Pending(step, policies, writer)
         if self._is_async:
@@ -114,23 +114,23 @@ class CheckpointWriter:
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the save in progress, if any, and finish it: manifest, rename, latest, removal of older ones.
+        """Wait for the save in progress, if any, and finish it: manifest, rename, latest, removal of older checkpoints.
 
-        Raises RuntimeError: on all ranks, if one could not write.
+        Raises RuntimeError, on all ranks, if one could not write.
         """
         pending, self._pending = self._pending, None
         if pending is None:
             return
         if pending.writer.is_alive():
             pending.writer.join()
-        known, failure = dict[str, FileSum](), self._failure(pending.step)
+        sums_of_files, failure = dict[str, FileSum](), self._failure(pending.step)
         with self._cleared(pending.step):
-            for name, each in pending.policies.items():
-                sums = each.finish(failure)
-                known.update({f"policies/{name}/{file}": found for file, found in sums.items()})
+            for name, pending_save in pending.policies.items():
+                sums = pending_save.finish(failure)
+                sums_of_files.update({f"policies/{name}/{file}": file_sum for file, file_sum in sums.items()})
             with stopping_together(failure, OSError):
                 if rank() == 0:
-                    self._put_in_place(pending.step, known)
+                    self._put_in_place(pending.step, sums_of_files)
 
     def _put_in_place(self, step: int, known: Mapping[str, FileSum]) -> None:
         part, final = self._part(step), self._run.checkpoint(step)
@@ -143,17 +143,17 @@ class CheckpointWriter:
         self._remove_old(step)
 
     def _remove_old(self, step: int) -> None:
-        """Remove old checkpoints. If the run went back, later ones stay until their step is repeated."""
-        past = [each for each in self._run.steps_on_disk() if each <= step]
+        """Remove old checkpoints. If the run went back, later checkpoints stay until their step is repeated."""
+        past = [other for other in self._run.steps_on_disk() if other <= step]
         best = self._run.mark_best() if self._keep_best else None
-        for each in past[: -self._keep_last]:
-            if each != best and not (self._keep_every and each % self._keep_every == 0):
-                # Renamed first, so that a run killed meanwhile leaves no partial checkpoint.
-                shutil.rmtree(self._run.checkpoint(each).rename(self._part(each)))
+        for old_step in past[: -self._keep_last]:
+            if old_step != best and not (self._keep_every and old_step % self._keep_every == 0):
+                # Rename first, so that a run killed meanwhile leaves no partial checkpoint.
+                shutil.rmtree(self._run.checkpoint(old_step).rename(self._part(old_step)))
 
     @contextlib.contextmanager
     def _cleared(self, step: int) -> Iterator[None]:
-        """If the body fails, remove the partial checkpoint as far as possible: it may be what fills the disk."""
+        """Remove the partial checkpoint, as far as possible, if the body fails: it may have filled the disk."""
         try:
             yield
         except RuntimeError:
@@ -172,15 +172,15 @@ class CheckpointWriter:
 def is_due(
     run: RunSection, step: int, *, last: int, saved_s: float, is_asked: bool, is_best: bool = False
 ) -> tuple[bool, bool]:
-    """Return (is a checkpoint due after `step`, was a rank asked to stop), the same on all ranks. Collective.
+    """Return (a checkpoint is due after `step`, a rank was asked to stop), the same on all ranks. Collective.
 
     saved_s: start of the last save, by time.monotonic(). is_asked: this rank was asked to stop. is_best: best evaluation so far
     (only rank 0's value counts).
     """
     is_late = bool(run.checkpoint_minutes) and time.monotonic() - saved_s >= 60 * run.checkpoint_minutes
-    told = [decode(tuple[bool, bool], each) for each in gather_bytes(encode((is_asked, is_late or is_best)))]
-    is_stopping = any(asked for asked, _ in told)
-    _, is_wanted = told[0]  # Rank 0's clock and evaluation decide.
+    answers = [decode(tuple[bool, bool], part) for part in gather_bytes(encode((is_asked, is_late or is_best)))]
+    is_stopping = any(asked for asked, _ in answers)
+    _, is_wanted = answers[0]  # Rank 0's clock and evaluation decide.
     every = run.checkpoint_every
     return is_stopping or is_wanted or step == last or bool(every and step % every == 0), is_stopping
 
@@ -192,16 +192,16 @@ def load_checkpoint(
 
     All files are compared with the manifest before they are used. If the checkpoint that `latest` names is damaged, or `latest`
     names none, resume="auto" stops and names the newest intact one; resume="previous" uses that one and reports how many
-    steps are lost. Afterwards `latest` names the restored one.
+    steps are lost. Afterwards `latest` names the restored checkpoint.
 
-    Raises CheckpointError: on all ranks: damaged files, each with what was found and expected; no intact checkpoint; or
+    Raises CheckpointError, on all ranks: damaged files, each with what was found and expected; no intact checkpoint; or
     weights that do not fit the model.
     """
     latest, problem = _latest(run)
     if latest is None and problem is None:
         return None
     if latest is not None:
-        newer = [each for each in run.steps_on_disk() if each > latest]
+        newer = [step for step in run.steps_on_disk() if step > latest]
         if newer:
             warn(f"checkpoints/latest names step {latest}; later checkpoints {newer} are ignored")
         if files := _damage(run.checkpoint(latest)):
@@ -236,13 +236,13 @@ def _latest(run: RunDirectory) -> tuple[int | None, str | None]:
             step = latest.step if latest is not None else None
         except (RuntimeError, OSError) as error:
             problem = str(error).encode("utf-8", "backslashreplace").decode()  # A path may not be UTF-8.
-    told = broadcast_bytes(encode((step, problem)) if rank() == 0 else None)
-    return decode(tuple[int | None, str | None], told)
+    answer = broadcast_bytes(encode((step, problem)) if rank() == 0 else None)
+    return decode(tuple[int | None, str | None], answer)
 
 
 def _go_back(run: RunDirectory, latest: int | None, problem: str, resume: str, warn: Callable[[str], None]) -> int:
-    """Return the newest intact checkpoint before `latest` (None: of all); CheckpointError unless resume is previous."""
-    for step in reversed([each for each in run.steps_on_disk() if latest is None or each < latest]):
+    """Return the newest intact checkpoint before `latest`, or of all if None; CheckpointError unless resume=previous."""
+    for step in reversed([earlier for earlier in run.steps_on_disk() if latest is None or earlier < latest]):
         if not _damage(run.checkpoint(step)):
             break
     else:
@@ -259,10 +259,10 @@ def _go_back(run: RunDirectory, latest: int | None, problem: str, resume: str, w
 
 def _damage(folder: Path) -> list[str]:
     """Check the files, divided among the ranks; return the same list of damage on all ranks. Collective."""
-    told = [decode(list[str], part) for part in gather_bytes(encode(damage(folder, rank(), world_size())))]
-    return sorted({line for part in told for line in part})
+    damage_of_ranks = [decode(list[str], part) for part in gather_bytes(encode(damage(folder, rank(), world_size())))]
+    return sorted({line for part in damage_of_ranks for line in part})
 
 
 def _write(policies: Mapping[str, PendingSave]) -> None:
-    for each in policies.values():
-        each.write()
+    for pending_save in policies.values():
+        pending_save.write()

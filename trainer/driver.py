@@ -1,4 +1,4 @@
-"""Rank 0's part of a run: rollout, evaluation, and the log of its steps."""
+"""Part of a run on rank 0: rollout, evaluation, and the log of its steps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ANSWER_S = 60.0  # Time for an engine to report its tokens at the end of the ru
 class Driver:
     """Driver of rollout and evaluation, on rank 0 only.
 
-    before, after: the evaluations before and after training, once made. num_syncs: verified publishes.
+    before, after: the evaluations before and after training; None until they are made. num_syncs: number of verified publishes.
     """
 
     directory: RunDirectory
@@ -44,7 +44,7 @@ class Driver:
     num_syncs: int = 0
 
     def play(self, versions: Mapping[str, int], title: str, on_look: Callable[[], None]) -> StepBatch:
-        """Play the next step and return its finished groups. title: of the progress bar; on_look: called at each update of it."""
+        """Play the next step and return its finished groups. title: the progress bar's title; on_look: called at its updates."""
         if self.rebalancer is not None and self.rebalancer.is_due:
             with self.rollout.resting(versions):
                 self.rebalancer.move()
@@ -72,8 +72,11 @@ class Driver:
             if before_file.exists():
                 self.before = Evaluation.model_validate_json(before_file.read_bytes())
             return
-        with Kept(self.directory.evaluation(0)) as kept, self.console.progress("fixed inputs", unit="episodes") as bar:
-            inputs = self.evaluator.collect_inputs(versions, bar.played, kept)
+        with (
+            Kept(self.directory.evaluation(0)) as kept_draws,
+            self.console.progress("fixed inputs", unit="episodes") as bar,
+        ):
+            inputs = self.evaluator.collect_inputs(versions, bar.played, kept_draws)
         if step == 0:
             self.before = self.evaluate(versions, step, "evaluation before")
             if missed := "; ".join(self.before.outside(bounds)):
@@ -85,21 +88,21 @@ class Driver:
     def evaluate(self, versions: Mapping[str, int], step: int, name: str) -> Evaluation:
         """Evaluate the team with the weights after `step`; draws already in its folder are not repeated."""
         folder = self.directory.evaluation(step)
-        with self.rollout.resting(), Kept(folder) as kept:
-            num_kept, num_draws = self.evaluator.num_kept(versions, kept)
+        with self.rollout.resting(), Kept(folder) as kept_draws:
+            num_kept, num_draws = self.evaluator.num_kept(versions, kept_draws)
             if num_kept:
                 self.console.message(f"{name}: {num_kept} of {num_draws} draws are reused")
             with self.console.progress(name, unit="episodes") as bar:
-                found = self.evaluator.evaluate(versions, bar.played, kept)
+                evaluation = self.evaluator.evaluate(versions, bar.played, kept_draws)
             for pool in self.team.pools.values():
                 pool.forget_prefixes()  # Evaluations must not affect the next stage.
         if self.rebalancer is not None:
             self.rebalancer.forget()
-        write_json(folder / EVALUATION, found.model_dump(mode="json"))
-        self.console.accuracies(name, found)
-        for note in found.notes:
+        write_json(folder / EVALUATION, evaluation.model_dump(mode="json"))
+        self.console.accuracies(name, evaluation)
+        for note in evaluation.notes:
             self.console.warning(f"{name}: {note}")
-        return found
+        return evaluation
 
     def summary(
         self, config: RunConfig, started: Mapping[str, WarmStart], steps: int, seconds: Mapping[str, float]
@@ -137,11 +140,12 @@ class Driver:
         )
 
     def _warm_start(self, config: RunConfig, started: Mapping[str, WarmStart]) -> WarmStartRecord:
-        made = {each.model_dir: each for each in started.values()}.values()  # Policies of one shape share a warm start.
+        # Policies of one shape share a warm start.
+        warm_starts = {warm_start.model_dir: warm_start for warm_start in started.values()}.values()
         bounds, rows = accuracy_before_rl(config), self.before.rows if self.before is not None else {}
         return WarmStartRecord(
-            cached=all(each.is_cached for each in made),
-            seconds=sum(each.seconds for each in made),
+            cached=all(warm_start.is_cached for warm_start in warm_starts),
+            seconds=sum(warm_start.seconds for warm_start in warm_starts),
             as_wanted=self.before is not None and not self.before.outside(bounds),
             measured={name: rows[name].mean for name in bounds if name in rows},
         )

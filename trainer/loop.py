@@ -18,10 +18,10 @@ def train(run: Run) -> None:
     run.begin()  # Sends weights to the engines, evaluates.
     for step in run.steps_left():
         with run.timed("rollout"):
-            batch = run.play()  # Finished groups of this stage, all agents, on rank 0; None elsewhere.
+            batch = run.play()  # Returns the finished groups of this stage, all agents, on rank 0; None elsewhere.
         credited = None
         if batch is not None:
-            teacher_logprobs = run.ask_teachers(batch)  # For agents with a teacher.
+            teacher_logprobs = run.ask_teachers(batch)  # Empty for agents without a teacher.
             with run.timed("credit"):
                 credited = credit(
                     batch.groups,
@@ -36,7 +36,7 @@ def train(run: Run) -> None:
                 )
                 run.note_credit(credited)
         kept = run.choose_kept(credited)  # Samples whose tokens are logged; none in most steps.
-        for group in run.groups:  # A policy, or the adapters of one base.
+        for group in run.groups:  # A group is a policy, or the adapters of one base.
             with run.timed("pack"):
                 batches: dict[str, tuple[MiniBatch, ...]] | None = None
                 if credited is not None:

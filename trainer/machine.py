@@ -76,21 +76,21 @@ def _of_cpus(field: str) -> list[str]:
 
 def commit() -> str | None:
     """Return the git revision of this checkout, with `+` if files differ from it; None outside a checkout."""
-    words = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
+    command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
     try:
         return subprocess.run(
-            words, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
         ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None  # Without git, or in an installed package.
 
 
 def library_versions(names: Iterable[str]) -> dict[str, str]:
-    """Return {distribution: version} for the installed ones."""
-    found = {}
+    """Return {distribution: version} for those of the distributions that are installed."""
+    versions = {}
     for name in names:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions

@@ -2,7 +2,7 @@
 
 Installed, without a checkout: `torchrun -m marsrl.trainer.main ...` or `python -m marsrl.trainer.main ...`.
 
-With no words at all it runs configs/cpu_default.yaml: MarsRL with a tiny model on this machine's CPU.
+Without arguments it runs configs/cpu_default.yaml: MarsRL with a tiny model on this machine's CPU.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-# Running this file puts trainer/ first on sys.path, where its modules would shadow other packages' (spawned children run
-# this line again, so it filters and does not pop).
+# Running this file puts trainer/ first on sys.path, where its modules would shadow other packages' modules. The line filters
+# rather than pops, because spawned children run it again.
 sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
 
 import signal  # noqa: E402
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends the process without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports ends the process without a traceback.
 
 import argparse  # noqa: E402
 import contextlib  # noqa: E402
@@ -43,7 +43,7 @@ installed, without a checkout: python -m marsrl.trainer.main, torchrun -m marsrl
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit codes: 0 done, 1 the run failed, 2 the command line or config cannot be used, 130 interrupted."""
+    """Run and return the exit code: 0 done, 1 the run failed, 2 unusable command line or config, 130 interrupted."""
     parser = argparse.ArgumentParser(
         prog="trainer/main.py",
         description="Train a team of LLM agents by reinforcement learning.",
@@ -58,9 +58,9 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--full", action="store_true", help="with --dry-run: also print every resolved setting, last")
     parser.add_argument("settings", nargs="*", metavar="key.sub=value", help="settings that override the file")
-    words, unknown = parser.parse_known_intermixed_args(arguments)
-    words.settings[:0] = unknown  # read_config says what is wrong with them
-    if words.full and not words.dry_run:
+    options, unknown = parser.parse_known_intermixed_args(arguments)
+    options.settings[:0] = unknown  # read_config explains what is wrong with these.
+    if options.full and not options.dry_run:
         parser.error("--full prints the settings of a dry run: add --dry-run")
     signal.signal(signal.SIGINT, interrupt)
     signal.signal(signal.SIGTERM, interrupt)
@@ -69,7 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if "TORCHELASTIC_RUN_ID" in os.environ:
             _end_with_launcher()
-        return _run(words, is_first)
+        return _run(options, is_first)
     except KeyboardInterrupt:
         if is_first:
             say_last("marsrl: interrupted before the run began")
@@ -78,14 +78,15 @@ def main(arguments: list[str] | None = None) -> int:
         _leave_launcher_folder()
 
 
-def _run(words: argparse.Namespace, is_first: bool) -> int:
+def _run(options: argparse.Namespace, is_first: bool) -> int:
     launcher = os.getppid()
     try:
-        config, origin = read_config(words.config, words.settings)  # before the imports below, which take seconds
+        # Read the config before the imports below, which take seconds.
+        config, origin = read_config(options.config, options.settings)
 
         from marsrl.trainer.start import prepare
 
-        ready = prepare(config, origin, is_dry=words.dry_run)  # its lock is held until this function returns
+        ready = prepare(config, origin, is_dry=options.dry_run)  # Its lock is held until this function returns.
     except (ValueError, OSError) as error:
         from marsrl.trainer.config.explain import refusal
 
@@ -96,9 +97,9 @@ def _run(words: argparse.Namespace, is_first: bool) -> int:
         return 2
     checked, directory = ready.checked, ready.directory
     if is_first:
-        whole = ["settings:", checked.settings().rstrip()] if words.full else []
-        print(ready.text, *whole, sep="\n", flush=True)
-    if words.dry_run:
+        settings_lines = ["settings:", checked.settings().rstrip()] if options.full else []
+        print(ready.text, *settings_lines, sep="\n", flush=True)
+    if options.dry_run:
         return 0
     from marsrl.rollout.imports import imports_for_good
     from marsrl.trainer.machine import quiet_libraries
@@ -118,12 +119,13 @@ def _run(words: argparse.Namespace, is_first: bool) -> int:
             with open_run(checked, directory) as opened:
                 train(opened)
         except DistNetworkError as error:
-            if has_ended(launcher):  # and the ranks' store with it
+            if has_ended(launcher):  # The ranks' store has ended with it.
                 raise KeyboardInterrupt from error
             raise
     except KeyboardInterrupt:
         if is_first:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, when another rank has ended: this one is ending
+            # torchrun sends SIGTERM once a rank has ended, and this one is ending.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
             assert directory is not None
             say_last(f"marsrl: interrupted; {where_to_go_on(directory)}")
         else:
@@ -133,27 +135,27 @@ def _run(words: argparse.Namespace, is_first: bool) -> int:
         print(visible(traceback.format_exc()), file=sys.stderr)
         if directory is not None:
             say_last(failure_message(error, directory, parent_of(checked.config.sync.directory)))
-        else:  # its error is rank 0's too, or rank 0 hears of it by its heartbeat
+        else:  # Rank 0 has the same error, or notices it by its heartbeat.
             let_first_rank_end(launcher)
         return 1
     return 0
 
 
 def _end_with_launcher() -> None:
-    """Get SIGTERM when torchrun dies, even by kill -9: the trainer would otherwise go on alone."""
+    """Request SIGTERM when torchrun dies, even by kill -9; otherwise the trainer would continue alone."""
     launcher = os.getppid()
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG of <linux/prctl.h>
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1 is PR_SET_PDEATHSIG of <linux/prctl.h>.
     if os.getppid() != launcher:
-        raise KeyboardInterrupt  # it died before it was watched
+        raise KeyboardInterrupt  # torchrun died before the request.
 
 
 def _leave_launcher_folder() -> None:
     """Remove the temporary folders that torchrun made for this rank and never removes, if they are empty."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     folders = list(Path(file).parents) if file else []
-    made = [i for i, folder in enumerate(folders) if folder.name.startswith("torchelastic_")]
-    with contextlib.suppress(OSError):  # other ranks' are in it, or an error that torchrun is about to read
-        for folder in folders[: made[0] + 1] if made else ():
+    made_at = [i for i, folder in enumerate(folders) if folder.name.startswith("torchelastic_")]
+    with contextlib.suppress(OSError):  # A folder may hold other ranks' folders, or an error that torchrun will read.
+        for folder in folders[: made_at[0] + 1] if made_at else ():
             folder.rmdir()
 
 

@@ -1,4 +1,4 @@
-"""The operations of the loop (loop.py), on every rank: all update; rank 0 plays, evaluates (driver.py) and logs."""
+"""Operations of the loop (loop.py), on every rank. All ranks update; rank 0 plays, evaluates (driver.py) and logs."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ from marsrl.trainer.schools.schools import accuracy_before_rl
 from marsrl.trainer.schools.warm_start import WarmStart
 from marsrl.trainer.weights.sync import Standby, WeightSync
 
-_FEWEST_JUDGED = 20  # answers, of one step or more: among fewer, one or two missing ones exceed a small share
-_LANES = {"credit": "credit/main"}  # parts of a step with their own lane beside rank 0's
+_FEWEST_JUDGED = 20  # answers over one or more steps: with fewer, one or two missing ones exceed a small share
+_LANES = {"credit": "credit/main"}  # parts of a step with a lane other than rank 0's
 
 
 class Run:
-    """One run on one rank. Methods called by the loop are collective unless they say otherwise."""
+    """One run on one rank. Methods called by the loop are collective unless their docstring says otherwise."""
 
     def __init__(
         self,
@@ -64,15 +64,15 @@ class Run:
         self.directory = directory
         self.console = console
         self.learners = learners
-        self.syncs = syncs  # from each learner to its policy's engines
+        self.syncs = syncs  # one per policy, from its learner to its engines
         self.driver = driver
-        self.started = started  # of the policies that had no model
+        self.started = started  # warm starts of the policies that had no model
         self.agents = config.agents
-        self.versions = dict.fromkeys(config.policies, 0)  # a frozen policy stays at 0
+        self.versions = dict.fromkeys(config.policies, 0)  # A frozen policy stays at 0.
         pools = None if driver is None else {policy: driver.team.pool_of(policy) for policy in learners}
         self.standby = Standby(syncs, learners, self.versions, pools)
         self.step = 0
-        self.consumed_version = 0  # of the policy that trains on this step's batch: staleness is relative to it
+        self.consumed_version = 0  # version that trains on this step's batch; staleness is relative to it
         self.trace = TraceLog(directory.trace if driver is not None else None)
         if driver is not None:
             watch_engines(driver.team.all_pools, self.trace)
@@ -81,12 +81,12 @@ class Run:
         self.seconds: dict[str, float] = {}
         self.total_seconds: dict[str, float] = {}
         self.began = time.monotonic()
-        self.num_empty_steps = 0  # consecutive steps, this one included, in which no policy had a token to train on
+        self.num_empty_steps = 0  # consecutive steps, including this one, in which no policy had a token to train on
         self.untrained: Counter[str] = Counter()  # reasons why steps since this start trained nothing; rank 0
         self.resumed_step = 0
-        self.has_trained = False  # this step
-        self.has_shown_sample = False  # on the console, since this start
-        self.bad_steps: dict[str, list[int]] = {}  # consecutive steps that a policy skipped, this one included
+        self.has_trained = False  # True if this step trained
+        self.has_shown_sample = False  # True once the console has shown a sample since this start
+        self.bad_steps: dict[str, list[int]] = {}  # consecutive steps that a policy skipped, including this one
         self.stop = StopSignals()
         self.saved_step, self.saved_s = 0, time.monotonic()
         self.checkpoints = CheckpointWriter(
@@ -99,12 +99,12 @@ class Run:
 
     @cached_property
     def groups(self) -> list[Together]:
-        """The policies that are trained, those that train together in one group."""
+        """Groups of trained policies; policies that train together are in one group."""
         return groups(self.learners, [agent.policy for agent in self.agents.values()])
 
     @property
     def _rank_0(self) -> Driver:
-        """Rank 0's side, for work that only rank 0 does."""
+        """Driver of rank 0, for work that only rank 0 does."""
         assert self.driver is not None
         return self.driver
 
@@ -122,7 +122,7 @@ class Run:
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """timing_s/{name} of this step, and a span of this rank's lane in trace.json."""
+        """Time the body as timing_s/{name} of this step, and as a span of this rank's lane in trace.json."""
         start = time.monotonic()
         with ExitStack() as stack:
             for lane in (f"rank/{rank()}", *([_LANES[name]] if name in _LANES else [])):
@@ -134,16 +134,18 @@ class Run:
 
     def begin(self) -> None:
         """Resume from a checkpoint if asked; send the weights to the engines; evaluate before the first step."""
-        barrier()  # rank 0 has started its engines
+        barrier()  # Rank 0 has started its engines.
         resume, restored = self.config.run.resume, None
         if resume != "off":
             restored = load_checkpoint(self.directory, self.learners, resume, self.console.warning)
         if restored is not None:
             self.step = self.saved_step = self.resumed_step = restored.step
             self.versions.update(restored.versions)
-            left = max(0, self.config.run.steps - self.step)
-            self.console.message(f"resumes after step {self.step}: {left} of {self.config.run.steps} steps are left")
-            if not left:
+            steps_left = max(0, self.config.run.steps - self.step)
+            self.console.message(
+                f"resumes after step {self.step}: {steps_left} of {self.config.run.steps} steps are left"
+            )
+            if not steps_left:
                 self.console.warning(
                     f"run.steps is {self.config.run.steps} and step {self.step} is done; nothing is trained; raise run.steps"
                 )
@@ -164,7 +166,7 @@ class Run:
         barrier()
 
     def steps_left(self) -> Iterator[int]:
-        """The remaining steps, 1-based: a step's number is the version that it makes if none is skipped."""
+        """Yield the remaining steps, 1-based: a step's number is the version that it makes if none is skipped."""
         with self.stop.noted():
             while self.step < self.config.run.steps:
                 self.step += 1
@@ -176,7 +178,7 @@ class Run:
                 yield self.step
 
     def play(self) -> StepBatch | None:
-        """This stage's finished groups; None on ranks other than 0, which wait for them. Collective.
+        """Play a stage and return its finished groups; None on ranks other than 0, which wait. Collective.
 
         Raises Stopped: rank 0 was asked to stop; the previous step is saved, and nothing of this one.
         """
@@ -201,7 +203,7 @@ class Run:
             raise
 
     def _rollout_state(self) -> RolloutState | None:
-        """The current rollout state on rank 0; None elsewhere."""
+        """Return the current rollout state on rank 0; None elsewhere."""
         return None if self.driver is None else self.driver.rollout.snapshot()
 
     def agents_of(self, policy: str) -> list[str]:
@@ -214,11 +216,11 @@ class Run:
         return Average(config.loss.aggregation, config.credit.denominator, config.rollout.max_response_tokens)
 
     def note_credit(self, credited: Credited) -> None:
-        """Rank 0: keep the advantages for the samples log, and the metrics of a common baseline (drmas_metrics)."""
+        """Record, on rank 0, advantages for the samples log, and metrics of a common baseline (drmas_metrics)."""
         self._rank_0.log.note_credit(credited)
 
     def ask_teachers(self, batch: StepBatch) -> dict[str, FloatArray]:
-        """Rank 0: log-probs of the teachers (agents.<name>.teacher), by uid of the samples that are trained.
+        """Return, on rank 0, log-probs of the teachers (agents.<name>.teacher), by uid of the trained samples.
 
         With rollout.overlap the agents' engines decode meanwhile.
         """
@@ -227,12 +229,12 @@ class Run:
             return {}
         samples = [s for g in batch.groups for s in g.samples if credit.trains(s.agent) and not s.reward.is_missing]
         with self.timed("teacher"):
-            found = team.teacher_logprobs(samples)
-        self._rank_0.log.note(teacher_metrics(samples, found))
-        return found
+            logprobs = team.teacher_logprobs(samples)
+        self._rank_0.log.note(teacher_metrics(samples, logprobs))
+        return logprobs
 
     def choose_kept(self, credited: Credited | None) -> frozenset[str]:
-        """Uids of the samples whose tokens are logged in this step. Collective in steps that log tokens; otherwise empty."""
+        """Choose the samples whose tokens are logged in this step; return their uids. Collective in steps that log tokens."""
         if not self.keeps_tokens:
             return frozenset()
         chosen = None
@@ -247,26 +249,29 @@ class Run:
 
     @contextmanager
     def engines_asleep(self, group: Together) -> Iterator[None]:
-        """With rollout.placement=colocated, give the GPUs' memory to the trainer in the body. Collective then.
+        """Give the GPUs' memory to the trainer in the body, if rollout.placement=colocated. Collective then.
 
-        Whoever asks something of the engines next wakes them: of this group's policies, and of those whose turn to train is still
-        to come in this step, the publish, so that they drop their weights; of others the next stage.
+        The next request wakes the engines. For this group's policies, and for policies that train later in this step, that is the
+        publish, so these engines drop their weights. For other policies it is the next stage.
         """
         if not self.engines_drop_weights:
             yield
             return
         if self.driver is not None:
-            renewed = [policy for each in self.groups[self.groups.index(group) :] for policy in each.learners]
+            renewed = [policy for later in self.groups[self.groups.index(group) :] for policy in later.learners]
             with self.timed("sleep"):
                 self.driver.team.sleep(renewed=renewed)
         barrier()
         yield
         if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # return this rank's cached memory to the engines
+            torch.cuda.empty_cache()  # Return this rank's cached memory to the engines.
         barrier()
 
     def note_step(self, policy: str, stats: StepStats, mini_batches: tuple[MiniBatch, ...] | None) -> None:
-        """Count a skipped step and save its batch; rank 0 keeps metrics and logged tokens. mini_batches: rank 0's. Collective."""
+        """Count a skipped step and save its batch; rank 0 keeps metrics and logged tokens. Collective.
+
+        mini_batches: on rank 0; None elsewhere.
+        """
         self.has_trained |= not stats.is_empty
         bad = self.bad_steps.setdefault(policy, [])
         if not stats.is_skipped:
@@ -275,25 +280,29 @@ class Run:
             bad.append(self.step)
             if mini_batches is not None:
                 most = self.config.trainer.max_bad_steps * len(self.learners)
-                sequences = tuple(sequence for each in mini_batches for sequence in each.sequences)
+                sequences = tuple(sequence for mini_batch in mini_batches for sequence in mini_batch.sequences)
                 batch = BadBatch(self.step, policy, self.versions[policy], stats.loss, stats.grad_norm, sequences)
                 path = save_bad_batch(self.directory, batch, keep=max(most, KEPT_BAD_BATCHES))
                 self.console.warning(f"step {self.step}: {batch.problem}; the step is skipped, its batch is {path}")
         if self.keeps_tokens:
-            told = gather_bytes(encode(stats.tokens))
+            parts = gather_bytes(encode(stats.tokens))
             if self.driver is not None:
-                self.driver.log.tokens += [each for part in told for each in decode(tuple[TrainedTokens, ...], part)]
+                self.driver.log.tokens += [
+                    tokens for part in parts for tokens in decode(tuple[TrainedTokens, ...], part)
+                ]
         if self.driver is not None:
             prefix = "" if len(self.learners) == 1 else f"{policy}/"
             named = step_metrics(stats, list(self.agents))
             self.driver.log.note({prefix + name: value for name, value in named.items()})
 
     def stop_if_unusable(self, batch: StepBatch | None) -> None:
-        """Called when the step's metrics and samples are on disk. Collective; `batch` is rank 0's, None elsewhere.
+        """Stop the run if its steps are unusable. Collective; call it once the step's metrics and samples are on disk.
 
-        Raises RuntimeError: more than rollout.max_error_share of the step ended in errors; the judge left more than
-        judge.max_missing_share unjudged; it has no completion and none is under way; or trainer.max_empty_steps steps in a
-        row had samples of which none had a gradient (on all ranks at once).
+        batch: on rank 0; None elsewhere.
+
+        Raises RuntimeError, on all ranks at once: more than rollout.max_error_share of the step ended in errors; the judge left
+        more than judge.max_missing_share unjudged; the step has no completion and none is in progress; or trainer.max_empty_steps
+        steps in a row had samples of which none had a gradient.
         """
         reason = ""
         if self.driver is not None and batch is not None:
@@ -305,14 +314,14 @@ class Run:
                 reason = model.too_many_missing("train", at_least=_FEWEST_JUDGED)
             if not reason and (is_last or is_over):
                 reason = why_nothing_trains(batch, self.config, self.num_empty_steps)
-        told = broadcast_bytes(f"step {self.step}: {reason}".encode() if self.driver is not None else None).decode()
-        if not told.endswith(": "):
-            raise RuntimeError(told)
+        problem = broadcast_bytes(f"step {self.step}: {reason}".encode() if self.driver is not None else None).decode()
+        if not problem.endswith(": "):
+            raise RuntimeError(problem)
 
     def stop_if_diverged(self) -> None:
-        """Called when the step's metrics and samples are on disk.
+        """Stop the run if it has diverged. Call it once the step's metrics and samples are on disk.
 
-        Raises RuntimeError: trainer.max_bad_steps steps in a row had a non-finite loss or gradient (on all ranks at once).
+        Raises RuntimeError, on all ranks at once: trainer.max_bad_steps steps in a row had a non-finite loss or gradient.
         """
         for policy, bad in self.bad_steps.items():
             if len(bad) >= self.config.trainer.max_bad_steps:
@@ -324,7 +333,7 @@ class Run:
                 )
 
     def publish(self, policy: str, *, is_new: bool) -> None:
-        """Publish a new version to the engines, or the same one again if the step changed nothing."""
+        """Publish a new version to the engines, or the same version again if the step changed nothing."""
         self.versions[policy] += is_new
         self._sync(policy)
 
@@ -355,7 +364,7 @@ class Run:
             self.driver.log.note(eval_metrics(result))
 
     def record(self, step: int, batch: StepBatch | None) -> None:
-        """Rank 0: metrics, samples, trace, warnings of this step. Collective."""
+        """Write metrics, samples, trace and warnings of this step on rank 0. Collective."""
         gather_rank_spans(self.trace)
         driver = self.driver
         if driver is None or batch is None:
@@ -383,10 +392,12 @@ class Run:
         return why
 
     def checkpoint_if_due(self, step: int) -> None:
-        """Save a checkpoint if run.checkpoint_every or run.checkpoint_minutes says so, after the last step, at the best
-        evaluation so far (run.keep_best), and if a rank was asked to stop. Collective.
+        """Save a checkpoint if one is due. Collective.
 
-        Raises Stopped: a rank was asked to stop, on all ranks; the step is saved.
+        It is due by run.checkpoint_every or run.checkpoint_minutes, after the last step, at the best evaluation so far
+        (run.keep_best), and if a rank was asked to stop.
+
+        Raises Stopped, on all ranks, if a rank was asked to stop; the step is saved.
         """
         self.checkpoints.finish_if_written()
         is_asked, last = self.stop.is_asked, self.config.run.steps
@@ -418,7 +429,7 @@ class Run:
                 after = self.standby.during(lambda: self._rank_0.evaluate(self.versions, self.step, "evaluation after"))
         if driver is not None:
             if self.config.run.keep_best:
-                self.directory.mark_best()  # it may be the evaluation after
+                self.directory.mark_best()  # The final evaluation may be the best.
             driver.after = after
             seconds = {**self.total_seconds, "run": time.monotonic() - self.began}
             summary = driver.summary(self.config, self.started, self.step, seconds)

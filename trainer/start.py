@@ -1,4 +1,4 @@
-"""The start of a run from its settings: what trainer/main.py and marsrl.train have in common."""
+"""Start of a run from its settings, shared by trainer/main.py and marsrl.train."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from marsrl.trainer.torchrun import is_rank_0, world_size
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A checked run, and what is to be printed about it. directory, lock: None on ranks other than 0, and in a dry run."""
+    """Checked run, and the text to print about it. directory, lock: None on ranks other than 0, and in a dry run."""
 
     checked: Checked
     directory: RunDirectory | None
@@ -28,14 +28,14 @@ class Ready:
 def prepare(config: RunConfig, origin: ConfigOrigin, *, is_dry: bool = False) -> Ready:
     """Check the settings and make the run's directory, or open the one that the run resumes in.
 
-    is_dry: make nothing, and say what becomes of run.name.
+    is_dry: create nothing, and report the effect on run.name.
 
     Raises ValueError, OSError: settings or files cannot be used, or another process writes the run.
     """
     is_first, lines = is_rank_0(), list[str]()
     directory = lock = None
     with ExitStack() as undo, origin.places_in_errors():
-        began = settings_to_resume(config) if is_first else None  # rank 0 tells the others the dtypes
+        began = settings_to_resume(config) if is_first else None  # Rank 0 sends other ranks the dtypes.
         checked = preflight(config, world_size=world_size(), began=began)
         run = checked.config.run
         if is_first and is_dry:

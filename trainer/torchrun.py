@@ -1,4 +1,4 @@
-"""Rank and number of ranks from torchrun's environment variables, for code that runs before torch.distributed does."""
+"""Rank and number of ranks from torchrun's environment variables, for code that runs before torch.distributed."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ def is_rank_0() -> bool:
 
 
 def world_size() -> int:
-    """Number of ranks on all hosts; 1 without torchrun."""
+    """Return the number of ranks on all hosts; 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", "1"))

@@ -1,4 +1,4 @@
-"""Untrusted text, made safe for display."""
+"""Display of untrusted text."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _VISIBLE |= {c: f"⟨U+{c:04X}⟩" for c in _NAMED}
 
 
 class Key(str):
-    """A text that pages use as a key and never show (an agent's name, a problem): `shown` leaves it unchanged."""
+    """Text that pages use as a key and never show (an agent's name, a problem); `shown` leaves it unchanged."""
 
 
 def visible(text: str) -> str:
-    """The text without hidden characters: control characters become symbols, other such characters are named."""
+    """Return the text without hidden characters: control characters become symbols, other hidden characters are named."""
     return text.translate(_VISIBLE)
 
 
@@ -26,24 +26,24 @@ class _Visible(logging.Formatter):
 
 
 def log_visibly() -> None:
-    """Make what is logged visible: errors of programs, tools and teams quote models."""
+    """Make log messages visible, because errors of programs, tools and teams quote models."""
     assert logging.lastResort is not None
     logging.lastResort.setFormatter(_Visible())
 
 
 def shown(value: Any) -> Any:
-    """A JSON value with all texts made visible, except Keys."""
+    """Return a JSON value with all texts made visible, except Keys."""
     if isinstance(value, str):
         return value if isinstance(value, Key) else visible(value)
     if isinstance(value, dict):
-        return {visible(str(key)): shown(each) for key, each in value.items()}
+        return {visible(str(key)): shown(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [shown(each) for each in value]
+        return [shown(item) for item in value]
     return value
 
 
 def shorten(text: str, most: int) -> str:
-    """The beginning and the end of a text longer than `most` characters."""
+    """Return a text, only its beginning and end if it is longer than `most` characters."""
     if len(text) <= most:
         return text
     half = most // 2
