@@ -19,7 +19,6 @@ import pytest
 from engine_cases import actors
 from held_port import held_port
 
-from marsrl.commands.cli import main
 from marsrl.rollout.pool.addresses import address_towards, own_address, split_address
 
 JOIN = """
