@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from documented_commands import run_by
 from engine_cases import actors
 from held_port import held_port
 
@@ -132,7 +133,8 @@ def head() -> Iterator[tuple[str, Path]]:
     with tempfile.TemporaryDirectory() as named, held_port() as port:
         folder = Path(named)
         (folder / "home").mkdir()
-        words = ["-m", "ray.scripts.scripts", "get-auth-token", "--generate"]
+        (command,) = run_by("test_a_cluster_is_joined_with_its_token_or_says_so")
+        words = ["-m", "ray.scripts.scripts", *command.split()[1:]]
         subprocess.run([sys.executable, *words], env={**os.environ, "HOME": str(folder / "home")}, check=True)
         words = ["-m", "ray.scripts.scripts", "start", "--head", "--block", f"--port={port}", f"--temp-dir={folder}/t"]
         words += ["--node-ip-address=127.0.0.1", "--num-cpus=1", "--num-gpus=2"]

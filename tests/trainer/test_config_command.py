@@ -118,7 +118,7 @@ def test_a_run_s_settings_become_a_file_that_gives_them_again(words: list[str], 
 
 def test_help_lists_every_command_and_each_has_help_with_an_example(capsys) -> None:
     listed = re.findall(r"^│ ([a-z][a-z-]+)  ", shown(capsys, "--help"), re.MULTILINE)
-    assert {"try", "plan", "config", "evaluate", "serve-retrieval", "init", "export", "doctor", "join"} < set(listed)
+    assert {"try", "plan", "config", "evaluate", "serve-retrieval", "init", "export", "doctor"} < set(listed)
     for name in listed:
         assert f"\n marsrl {name}" in shown(capsys, name, "-h").split("example:")[1]
 
