@@ -25,7 +25,7 @@ def check(
         RuntimeError: a transform of torch.func is active; no op has a rule for one.
     """
     if torch._C._are_functorch_transforms_active():
-        raise RuntimeError(f"{op} has no rule for torch.func's transforms (vmap, grad, jvp): call it outside of them")
+        raise RuntimeError(f"{op} does not support torch.func transforms (vmap, grad, jvp); call it outside of them")
     if not isinstance(tensor, Tensor):
         raise ValueError(f"{op}: {name} is a {type(tensor).__name__}, expected a tensor")
     found = tensor.shape
@@ -58,7 +58,7 @@ def check_range(op: str, name: str, values: Tensor, largest: int) -> None:
         return
     low, high = map(int, values.aminmax())
     if low < 0 or high > largest:
-        raise ValueError(f"{op}: {name} holds {low}..{high}, expected 0..{largest}")
+        raise ValueError(f"{op}: {name} has values in {low}..{high}, expected 0..{largest}")
 
 
 def why_not_double(name: str, tensor: Tensor | None) -> str | None:

@@ -24,7 +24,7 @@ def first_derivative_only(op: str) -> Callable[[Callable[..., Any]], Callable[..
         def checked(ctx: Any, *gradients: Any) -> Any:
             if torch.is_grad_enabled():  # grad mode is on in a backward only under create_graph
                 raise RuntimeError(
-                    f"{op}: create_graph=True asks for a second derivative, and there is a first one only"
+                    f"{op}: create_graph=True needs second derivatives, which are not supported; use create_graph=False"
                 )
             return backward(ctx, *gradients)
 

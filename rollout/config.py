@@ -205,16 +205,16 @@ class AgentConfig(Settings):
     """factor on this agent's advantages, except a teacher's term or a KL penalty (loss.kl_in); 0: no training on rewards"""
     teacher: TeacherConfig | None = None
     """frozen policy distilled into this agent on its own samples, at its temperature (docs/teachers.md)"""
-    clip_low: Share | None = Field(None, description="clip range for this agent's tokens; default: loss.clip_low")
+    clip_low: Share | None = Field(None, description="lower clip bound for this agent's tokens; default: loss.clip_low")
     clip_high: float | None = Field(
-        None, ge=0, description="clip range for this agent's tokens; default: loss.clip_high"
+        None, ge=0, description="upper clip bound for this agent's tokens; default: loss.clip_high"
     )
     format_penalty: float = Field(0.0, ge=0, le=MOST)
     """subtracted from the reward of a completion without a readable answer or verdict (Dr. MAS)"""
     overlong: OverlongConfig | None = None
     """penalty on completions near or at their maximum length (docs/credit.md); null: none"""
     pick: Literal["adaptive", "balanced", "paired", "random"] = "adaptive"
-    """how to choose the predecessor's outputs that this agent works on"""
+    """outputs of the previous agent that this agent reads (docs/concepts.md)"""
     pick_unparsable: bool = False
     """also pick outputs without a readable answer; for a Corrector, also reports without a verdict if the Verifier's
     missing_verdict is wrong"""
@@ -318,12 +318,12 @@ class RolloutConfig(Settings):
     Default: start one for this machine only (docs/clusters.md)"""
     ray_timeout_s: Seconds = Field(30.0, description="timeout for reaching the cluster")
     join_s: Seconds = 600.0
-    """how long to wait for hosts with room for the engines: at startup with ray_address=here, and when a policy's only engine
+    """maximum wait for hosts with room for the engines: at startup with ray_address=here, and when a policy's only engine
     is lost with its host (docs/clusters.md)"""
     object_store_mib: int = Field(256, ge=80, le=MOST_MIB, description="object store of a cluster started here, MiB")
-    prompts_per_step: Count = Field(8, description="new problems per stage; with stage_size=total, at most")
+    prompts_per_step: Count = Field(8, description="new problems per stage; with stage_size=total, the maximum")
     stage_size: Literal["new", "total"] = "new"
-    """new: every stage plays prompts_per_step new problems. total: carried-over samples, of any agent, replace new ones, so
+    """new: every stage starts prompts_per_step new problems. total: carried-over samples, of any agent, replace new ones, so
     that a stage has about prompts_per_step x group_size samples in all"""
     group_size: Count = Field(8, description="G: samples per agent and input")
     picks: Count = Field(2, description="outputs passed to the next agent, per rollout instance and agent")
@@ -335,7 +335,7 @@ class RolloutConfig(Settings):
     overlap: CountOr0 = 0
     """stages that decoding may run ahead of training; 0: alternate stage and step, which repeats bitwise"""
     group_completion: Literal["wait", "drop_stragglers"] = "wait"
-    """how groups treat unfinished samples"""
+    """wait: a group waits for all its samples. drop_stragglers: after max_group_age, train it without the unfinished ones"""
     max_group_age: CountOr0 = Field(4, description="policy versions after which drop_stragglers closes a group")
     max_unfinished: Tokens = Field(
         4096, description="start no new problems while more samples than this are carried over"
@@ -420,7 +420,7 @@ class EvaluateConfig(Settings):
     max_iterations: Count | None = None
     """maximum Verifier calls; default: 10, or the script's 11 with compat=marsrl"""
     compat: Literal["marsrl"] | None = None
-    """marsrl: play and count as the script published with arXiv:2511.11373, for comparison with its figures
+    """marsrl: run and score as the script published with arXiv:2511.11373, for comparison with its figures
     (docs/evaluate.md)"""
     temperature: Temperature = 0.6
     """sampling temperature of all agents in evaluations, above 0 (agents.<name>.temperature is for training); greedy:

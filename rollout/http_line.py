@@ -109,7 +109,7 @@ class HttpLine:
                 backoff = self._backoff_s * 2**attempt * (0.5 + 0.5 * self._jitter.random())
                 if self._is_cut.wait(min(_LONGEST_WAIT_S, max(backoff, wait_s or 0.0))):
                     break
-        raise Refused(f"given up after {attempt + 1} attempts: {reason}")
+        raise Refused(f"gave up after {attempt + 1} attempts: {reason}")
 
     def cut(self) -> None:
         """Abort pending requests and fail all later ones; may be called twice."""

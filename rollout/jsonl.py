@@ -46,7 +46,7 @@ def _of_document(file: Path) -> list[object] | None:
         what = "the file is cut off" if is_cut else error.msg
         raise ValueError(
             f"{file}: the array is not JSON: {what} at line {error.lineno}, column {error.colno}; expected [{{...}}, ...], or "
-            "one object a line without brackets"
+            "one object per line without brackets"
         ) from None
     except (ValueError, RecursionError) as error:
         if not is_array:

@@ -108,7 +108,7 @@ def why_not_triton_heads(q: Tensor, *_: object) -> str | None:
     """Return None if Triton kernels can read queries [..., D], else the reason."""
     head_size = q.shape[2]
     if head_size & (head_size - 1) or not 16 <= head_size <= 256:
-        return f"head size {head_size}, the kernels take 16, 32, 64, 128 and 256"
+        return f"head size {head_size}, the kernels support 16, 32, 64, 128 and 256"
     return why_not_triton_float32("q", q)
 
 

@@ -52,9 +52,9 @@ def why_not(version: Version, q: Tensor, *_: Any) -> str | None:
     major, minor = torch.cuda.get_device_capability(q.device)
     if major not in version.generations:
         generations = ", ".join(f"{generation}.x" for generation in version.generations)
-        return f"the GPU has compute capability {major}.{minor}, this version is for {generations}"
+        return f"the GPU has compute capability {major}.{minor}, this version of flash-attn supports {generations}"
     if version is FLASH_4 and major != 9 and 128 < q.shape[2] < MOST_HEAD_SIZE:
-        return f"head size {q.shape[2]}, on Blackwell it takes up to 128, and {MOST_HEAD_SIZE}"
+        return f"head size {q.shape[2]}, flash-attn on Blackwell supports up to 128, and {MOST_HEAD_SIZE}"
     return None
 
 
@@ -95,9 +95,9 @@ def why_not_flash_kernels(q: Tensor) -> str | None:
     if q.shape[0] == 0:
         return "q has no tokens"
     if q.dtype not in (torch.bfloat16, torch.float16):
-        return f"q has dtype {str(q.dtype).removeprefix('torch.')}, flash-attn takes bfloat16 and float16"
+        return f"q has dtype {str(q.dtype).removeprefix('torch.')}, flash-attn supports bfloat16 and float16"
     if q.shape[2] % 8 or q.shape[2] > MOST_HEAD_SIZE:
-        return f"head size {q.shape[2]}, it takes multiples of 8 up to {MOST_HEAD_SIZE}"
+        return f"head size {q.shape[2]}, flash-attn supports multiples of 8 up to {MOST_HEAD_SIZE}"
     major, minor = torch.cuda.get_device_capability(q.device)
     if major < 8:
         return f"the GPU has compute capability {major}.{minor}, flash-attn needs 8.0"
@@ -124,14 +124,14 @@ def _function(module: str) -> Callable[..., Any] | str:
     try:
         function: Callable[..., Any] = import_module(module).flash_attn_varlen_func
     except (ImportError, OSError, AttributeError) as error:  # a build for another torch, or a missing CUDA library
-        return f"{module} is installed and does not import: {error}"
+        return f"{module} is installed but cannot be imported: {error}"
     return function
 
 
 def why_not_varlen_attn(q: Tensor, *others: Any) -> str | None:
     """Return None if varlen_attn can serve these arguments (the last one is `deterministic`), else the reason."""
     if others[-1] and not torch.are_deterministic_algorithms_enabled():
-        return "its backward is deterministic under torch.use_deterministic_algorithms(True) only"
+        return "its backward pass is deterministic only under torch.use_deterministic_algorithms(True)"
     return why_not_flash_kernels(q)
 
 

@@ -83,7 +83,7 @@ def _reference(x: Tensor, weights: Tensor, tokens_per_expert: Tensor, main_grad:
 def _why_not_reference(x: Tensor, weights: Tensor, tokens_per_expert: Tensor, main_grad: MainGrad | None) -> str | None:
     if main_grad is None:
         return None
-    return "main_grad is given, the reference leaves the gradient of the weights to autograd"
+    return "main_grad is given, but the reference computes the gradient of the weights by autograd"
 
 
 _GRADIENT = Gradient("grouped_linear", num_tensors=3)

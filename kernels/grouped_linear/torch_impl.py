@@ -16,18 +16,18 @@ ALIGNMENT = 8  # in bfloat16 numbers, as the kernel reads 16 bytes at a time
 def why_not_grouped_mm(x: Tensor, weights: Tensor, tokens_per_expert: Tensor, main_grad: MainGrad | None) -> str | None:
     """Return None if torch._grouped_mm can serve these tensors, forward and backward, else the reason."""
     if x.device.type != "cuda":
-        return f"x is on {x.device}, this one is for CUDA"
+        return f"x is on {x.device}, this implementation is for CUDA"
     if x.dtype != torch.bfloat16:
-        return f"x has dtype {str(x.dtype).removeprefix('torch.')}, torch._grouped_mm takes bfloat16"
+        return f"x has dtype {str(x.dtype).removeprefix('torch.')}, torch._grouped_mm supports bfloat16"
     if x.shape[0] == 0:
         return "x has no rows"
     if x.shape[1] % ALIGNMENT or weights.shape[1] % ALIGNMENT:
-        return f"K = {x.shape[1]} and N = {weights.shape[1]}, torch._grouped_mm takes multiples of {ALIGNMENT}"
+        return f"K = {x.shape[1]} and N = {weights.shape[1]}, torch._grouped_mm supports multiples of {ALIGNMENT}"
     major, minor = torch.cuda.get_device_capability(x.device)
     if major < 9:
-        return f"the GPU has compute capability {major}.{minor}, below 9.0 torch._grouped_mm is a loop that waits"
+        return f"the GPU has compute capability {major}.{minor}, below 9.0 torch._grouped_mm is a slow loop that synchronises"
     if main_grad is not None and (reason := machine_lacks_triton()) is not None:
-        return f"main_grad is given, to which Triton adds: {reason}"
+        return f"main_grad is given, which needs Triton: {reason}"
     return None
 
 

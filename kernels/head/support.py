@@ -58,4 +58,4 @@ def check_support(op: str, support: Support, num_tokens: int, device: torch.devi
     for name in ("starts", "counts"):
         check(op, f"support.{name}", getattr(support, name), (num_tokens,), (torch.int64,), device)
     if support.ids.numel() == 0:
-        raise ValueError(f"{op}: support.ids is empty; give no support where every token has the whole vocabulary")
+        raise ValueError(f"{op}: support.ids is empty; pass no support if all tokens use the whole vocabulary")

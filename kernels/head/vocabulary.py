@@ -91,7 +91,7 @@ def make_head(
     if isinstance(temperature, Tensor):
         check(op, "temperature", temperature, (hidden.shape[0],), FLOATS, hidden.device)
         if temperature.requires_grad and torch.is_grad_enabled():
-            raise ValueError(f"{op}: temperature requires a gradient, and this op has none of it; detach it")
+            raise ValueError(f"{op}: temperature requires a gradient, which this op does not compute; detach it")
         inverse = temperature.detach().float().reciprocal().contiguous()
     elif not 0 < temperature < inf:
         raise ValueError(f"{op}: temperature is {temperature}, expected a positive, finite number or a tensor [T]")
@@ -112,5 +112,5 @@ def make_head(
 
 
 def why_not_reference_head(head: Head) -> str | None:
-    """Return None if the reference can serve (it needs the whole vocabulary on one rank), else the reason."""
-    return "tp_group has several ranks, the reference holds the whole vocabulary" if head.is_sharded else None
+    """Return None if the reference can serve, which needs the whole vocabulary on one rank; else the reason."""
+    return "tp_group has several ranks, but the reference needs the whole vocabulary" if head.is_sharded else None

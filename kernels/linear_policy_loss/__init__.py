@@ -139,7 +139,7 @@ class _FusedLoss(torch.autograd.Function):
         gradients: HeadGradients | None = ctx.gradients
         if gradients is None:
             raise RuntimeError(
-                "linear_policy_loss: second backward through one forward; its gradient was formed once and handed out"
+                "linear_policy_loss: second backward pass through one forward pass; run the forward pass again"
             )
         ctx.gradients = None
         grad_hidden, grad_weight = gradients.grad_hidden, gradients.grad_weight
@@ -241,7 +241,7 @@ def _reference(call: _Call) -> PolicyLoss:
 
 def _why_not_reference(call: _Call) -> str | None:
     if call.main_grad is not None:
-        return "main_grad is given, the reference leaves the gradient of the weight to autograd"
+        return "main_grad is given, but the reference computes the gradient of the weight by autograd"
     return why_not_reference_head(call.head)
 
 

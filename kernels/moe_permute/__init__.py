@@ -39,7 +39,7 @@ class RowOrder(NamedTuple):
         """
         check("RowOrder", "routing_map", routing_map, (None, None), (torch.bool,))
         if routing_map.device.type == "cpu" and (num_true := int(routing_map.sum())) != num_rows:
-            raise ValueError(f"RowOrder: routing_map has {num_true} places that are true, expected {num_rows}")
+            raise ValueError(f"RowOrder: routing_map has {num_true} true elements, expected {num_rows}")
         expert_of, token_of = torch.nonzero_static(routing_map.t(), size=num_rows).unbind(1)
         bounds = pad(routing_map.sum(1).cumsum(0), (1, 0))
         weight_of = token_of * routing_map.shape[1] + expert_of
@@ -76,7 +76,7 @@ def moe_permute(hidden: Tensor, weights: Tensor, order: RowOrder) -> tuple[Tenso
     _check_order("moe_permute", hidden, row_of.numel(), token_of, row_of, bounds)
     if bounds.numel() != hidden.shape[0] + 1:
         raise ValueError(
-            f"moe_permute: hidden has {hidden.shape[0]} tokens, expected {bounds.numel() - 1} as its order has"
+            f"moe_permute: hidden has {hidden.shape[0]} tokens, expected {bounds.numel() - 1} as in its order"
         )
     check("moe_permute", "order.weight_of", weight_of, (row_of.numel(),), (torch.int64,), hidden.device)
     check_range("moe_permute", "order.weight_of", weight_of, weights.numel() - 1)

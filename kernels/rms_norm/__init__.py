@@ -51,7 +51,7 @@ def rms_norm(
     if rotation is not None:
         check("rms_norm", "rotation", rotation, (x.shape[0], x.shape[-1]), (torch.float32,), x.device)
         if x.shape[-1] % 2:
-            raise ValueError(f"rms_norm: x has {x.shape[-1]} columns, expected pairs of them for a rotation")
+            raise ValueError(f"rms_norm: x has {x.shape[-1]} columns, expected an even number for a rotation")
     rows = x.reshape(x.shape[:-1].numel(), x.shape[-1])
     args = _dense(rows, weight, rotation, eps, float(is_zero_centred))
     out: Tensor = torch.ops.marsrl.rms_norm(*args)[0] if torch.compiler.is_compiling() else _OP(*args)
@@ -75,7 +75,7 @@ def _why_not_cpu(rows: Tensor, weight: Tensor, *_: Any) -> str | None:
 
 def _why_not_triton(rows: Tensor, weight: Tensor, *_: Any) -> str | None:
     if rows.shape[1] > WIDEST:
-        return f"x has {rows.shape[1]} columns, the kernels hold rows of up to {WIDEST}"
+        return f"x has {rows.shape[1]} columns, the kernels support up to {WIDEST}"
     return why_not_triton_float32("x", rows) or why_not_double("weight", weight)
 
 

@@ -30,7 +30,7 @@ def swiglu(products: Tensor, weights: Tensor | None = None) -> Tensor:
     """
     check("swiglu", "products", products, (*products.shape[:-1], None), FLOATS)
     if products.shape[-1] % 2:
-        raise ValueError(f"swiglu: products has {products.shape[-1]} columns, expected a gate and as many behind it")
+        raise ValueError(f"swiglu: products has {products.shape[-1]} columns, expected an even number (gate and up)")
     if weights is not None:
         check("swiglu", "weights", weights, tuple(products.shape[:-1]), FLOATS, products.device)
     rows = products.reshape(products.shape[:-1].numel(), products.shape[-1])

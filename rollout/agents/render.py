@@ -261,8 +261,8 @@ class ChatRenderer:
         if not self._has_warned:
             self._has_warned = True
             _log.warning(
-                "%s: the chat template looks for control words in contents in an unknown way; contents with such words stay "
-                "whole in prompts, where the template alone would change them",
+                "%s: the chat template handles control words in message contents in an unknown way; such contents stay unchanged "
+                "in prompts, although the template alone would change them",
                 self._directory,
             )
         return self._applied(turns, shown_tools, template_options)

@@ -13,7 +13,7 @@ class ExternalConfig(Settings):
     """Program of orchestration=external and its workers. A session is one play of a problem."""
 
     function: str | None = None
-    """FILE.py:FUNCTION that plays a session, `run(problem, client)`; may be async (docs/external.md)"""
+    """FILE.py:FUNCTION that runs a session, `run(problem, client)`; may be async (docs/external.md)"""
     environment: str | None = None
     """instead of a function: FILE.py:CLASS with reset(problem) and step(text), in which agents act (docs/external.md)"""
     command: list[str] = Field(default_factory=list)
@@ -21,14 +21,14 @@ class ExternalConfig(Settings):
     python: str | None = None
     """Python interpreter of the workers, 3.9 or later, such as one of another virtual environment; default: this one"""
     workers: CountOr0 = 1
-    """worker processes started here; 0: only remote workers play (worker.py --url)"""
+    """worker processes started here; 0: only remote workers run sessions (worker.py --url)"""
     concurrency: Count = Field(64, description="maximum concurrent sessions of a worker")
     timeout_s: Seconds = 600.0
     """maximum session time, not counting time in which its calls were being answered; a longer session fails"""
     max_calls: Count = 256
     """maximum calls of a session (instead of rollout.max_turns); further ones are rejected"""
     superseded: Literal["mask", "train"] = "mask"
-    """how to treat an answer that no later call continues, if the program repeated its request after reading it. mask:
+    """treatment of an answer that no later call continues, if the program repeated its request after reading it. mask:
     discarded, without gradient; train: trained like all others. Equal requests open at the same time are branches; an answer
     that the program rewards by id is always trained"""
     attempts: Count = Field(3, description="maximum starts of a session whose workers are lost; then it fails")
@@ -52,7 +52,7 @@ class ExternalConfig(Settings):
             )
         if not self.workers and not (self.port and self.key_env):
             raise ValueError(
-                "external.workers is 0, so only remote workers play; set external.port and external.key_env, which they need "
-                "to join"
+                "external.workers is 0, so only remote workers run sessions, and they need external.port and "
+                "external.key_env; set both"
             )
         return self

@@ -50,7 +50,7 @@ def own_address(given: str | None = None) -> str:
     if len(others) > 1:
         raise RuntimeError(
             f"this host has several addresses ({', '.join(others)}) and no default route; set sync.host to the one "
-            "at which the engines' hosts reach it"
+            "that the engines' hosts can reach"
         )
     return others[0] if others else "127.0.0.1"
 

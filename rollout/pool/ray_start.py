@@ -94,7 +94,7 @@ def start_head(object_store_mib: int, gpus: Sequence[int], where: tuple[str, int
             if is_last:
                 raise RuntimeError(
                     "Ray did not start within 30 s, three times: the machine is busy or short of memory; its logs are in "
-                    "/tmp/ray/session_latest/logs. Free it, or do without Ray: rollout.placement=local"
+                    "/tmp/ray/session_latest/logs. Free it, or run without Ray: rollout.placement=local"
                 ) from error
             for process in set(psutil.Process().children(recursive=True)) - before:
                 with contextlib.suppress(psutil.NoSuchProcess):

@@ -111,7 +111,7 @@ class Recovery:
             elif self.feed is None:
                 raise RuntimeError(
                     f"engines of policy {self._name}: engine {replica} is lost, and the weights of version "
-                    f"{update.version} are neither in a file nor can a trainer send them; resume the run, or start again"
+                    f"{update.version} are not in a file, and no trainer can send them; resume the run, or start again"
                 )
             elif (answer := self.feed(replica)) is None:
                 return None

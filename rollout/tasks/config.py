@@ -26,7 +26,7 @@ class TrainFile(Settings):
 
 
 class EvalFile(Settings):
-    """One of several files of problems to evaluate on, with metrics of its own."""
+    """One of several files of evaluation problems, with separate metrics."""
 
     path: str = Field(description="jsonl, json, parquet or HF dataset directory")
     name: str | None = Field(None, description="name in metrics: letters, digits, _ and -; default: the file's name")
@@ -63,7 +63,7 @@ def read_train_files(value: Any) -> Any:
             )
         if (first := index_of_path.setdefault(os.path.realpath(file.path), index)) != index:
             raise ValueError(
-                f"data.train[{index}] is the same file as data.train[{first}], {file.path}: its problems would come "
+                f"data.train[{index}] is the same file as data.train[{first}], {file.path}: its problems would be used "
                 "twice; list it once, with the sum of its counts or weights"
             )
     return tuple(files)
@@ -101,13 +101,13 @@ def _read_list(value: Any, key: str, kind: type[_File], *accepted: type) -> list
 
 
 class ArithmeticOptions(Settings):
-    """Last-digit chains (docs/cpu_default.md): their length, and at which operators tutors slip most."""
+    """Last-digit chains (docs/cpu_default.md): their length, and the relative error rates of tutors by operator."""
 
     min_operations: int = Field(4, ge=1, le=7, description="operations in the shortest problem")
     max_operations: int = Field(7, ge=1, le=7, description="operations in the longest problem (each has a letter)")
-    slip_add: float = Field(1.0, ge=0, description="how often tutors slip at +, relative to the others")
-    slip_subtract: float = Field(1.5, ge=0, description="how often tutors slip at -, relative to the others")
-    slip_multiply: float = Field(2.5, ge=0, description="how often tutors slip at *, relative to the others")
+    slip_add: float = Field(1.0, ge=0, description="relative error rate of tutors at +")
+    slip_subtract: float = Field(1.5, ge=0, description="relative error rate of tutors at -")
+    slip_multiply: float = Field(2.5, ge=0, description="relative error rate of tutors at *")
 
     @model_validator(mode="after")
     def _lengths_agree(self) -> ArithmeticOptions:
@@ -120,20 +120,20 @@ class ArithmeticOptions(Settings):
 
 
 class ArithmeticSlips(Settings):
-    """How often tutors slip on last-digit chains (warm_start of task=arithmetic)."""
+    """Error rates of the tutors for last-digit chains (warm_start of task=arithmetic)."""
 
     slip_solver: Share = 0.10
-    """share of wrong lines by the Solver's tutor in phase 2; fewer leave RL less to improve (docs/cpu_default.md)"""
+    """share of wrong lines of the Solver's tutor in phase 2; with fewer, RL has less to improve (docs/cpu_default.md)"""
     slip_verifier: Share = 0.10
-    """share of wrong lines by the Verifier's tutor where it computes the chain itself"""
-    slip_corrector: Share = Field(0.12, description="share of wrong lines by the Corrector's tutor")
-    anchor: Share = Field(0.2, description="share of reports that copy the Solver's claim as their own result")
+    """share of wrong lines of the Verifier's tutor when it computes the chain itself"""
+    slip_corrector: Share = Field(0.12, description="share of wrong lines of the Corrector's tutor")
+    anchor: Share = Field(0.2, description="share of reports that copy the Solver's answer as their own result")
     restate: Share = Field(
         0.4, description="share of corrections that keep the Solver's answer, whatever the report says"
     )
     hard_claims: Share = 0.5
-    """share of the Verifier's inputs with many slips; without them the Verifier of some seeds learns to copy"""
-    slip_hard: Share = Field(0.4, description="slips per line in hard claims")
+    """share of the Verifier's inputs with many errors; without them the Verifier of some seeds learns to copy"""
+    slip_hard: Share = Field(0.4, description="share of wrong lines in these inputs")
 
 
 class FactsOptions(Settings):
@@ -141,7 +141,7 @@ class FactsOptions(Settings):
 
     people: int = Field(200, ge=2, le=1600, description="people in the generated world")
     places: int = Field(24, ge=2, le=40, description="places in the generated world")
-    papers: int = Field(200, ge=2, le=1600, description="papers in the generated world, which tools.scholar finds")
+    papers: int = Field(200, ge=2, le=1600, description="papers in the generated world, for tools.scholar")
     about: Literal["facts", "papers"] = "facts"
     """subject of the questions: facts about people and places, or papers and their authors"""
     min_hops: int = Field(1, ge=1, le=4, description="facts needed for the simplest question")
@@ -167,7 +167,7 @@ class FactsOptions(Settings):
 
 
 class SearchSlips(Settings):
-    """How often the search team's tutors slip on linked facts."""
+    """Error rates of the search team's tutors on linked facts."""
 
     slip_router: Share = Field(0.15, description="share of Verifier turns that say yes too early")
     slip_searcher: Share = Field(0.2, description="share of later queries that ask for a wrong fact of the document")
@@ -175,7 +175,7 @@ class SearchSlips(Settings):
 
 
 class DualSystemSlips(Settings):
-    """How often the tutors of System 2 and System 1 slip on linked facts and calculations."""
+    """Error rates of the tutors of System 2 and System 1 on linked facts and calculations."""
 
     slip_call: Share = Field(0.08, description="share of System 2's calls with incomplete JSON")
     slip_purpose: Share = Field(0.12, description="share of System 2's searches for a wrong fact of the document")
@@ -184,7 +184,7 @@ class DualSystemSlips(Settings):
 
 
 class QaOptions(FactsOptions):
-    """How answers to questions are judged; where data.train is null, also the built-in questions."""
+    """Judgement of answers to questions, and the built-in questions if data.train is null."""
 
     reward: Literal["exact", "f1"] = "exact"
     """against the best-matching reference. exact: equal up to case, articles, punctuation and spaces (SQuAD); f1: word

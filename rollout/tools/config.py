@@ -101,30 +101,30 @@ ScholarConfig = Annotated[IndexScholar | SerpApiScholar, Field(discriminator="ki
 
 
 class PythonTool(ToolLimits):
-    """An interpreter for code that a model wrote, a fresh sandbox for each call (docs/python.md)."""
+    """Interpreter for code that a model wrote, with a fresh sandbox for each call (docs/python.md)."""
 
     wall_s: Seconds = Field(20.0, description="a snippet that runs longer is stopped; below timeout_s")
     cpu_s: Count = Field(10, description="CPU time of a process, s")
     memory_mib: int = Field(512, ge=64, le=MOST_MIB, description="address space of a process, MiB")
-    processes: Count = Field(4, description="processes and threads at once, the interpreter one of them")
-    tmp_mib: Size = Field(16, description="all files together that a snippet may write, in /tmp, MiB")
+    processes: Count = Field(4, description="maximum processes and threads, including the interpreter")
+    tmp_mib: Size = Field(16, description="maximum total size of files that a snippet writes (in /tmp), MiB")
     warm: Ranks = Field(8, description="interpreters started ahead, each for one call, about 10 MiB each")
     packages: str | None = None
-    """folder of packages that snippets may import beside the standard library; they can read all of it"""
+    """folder of packages that snippets may import besides the standard library; snippets can read the whole folder"""
     preload: list[str] = Field([], description="modules that an interpreter imports before its call")
 
     @model_validator(mode="after")
     def _ends_before_its_thread_is_given_up(self) -> PythonTool:
         if self.wall_s >= self.timeout_s:
             raise ValueError(
-                f"tools.python.wall_s is {self.wall_s:g} and tools.python.timeout_s is {self.timeout_s:g}, which holds the wait "
-                f"for an interpreter too; set tools.python.timeout_s={2 * self.wall_s:g}"
+                f"tools.python.wall_s is {self.wall_s:g} and tools.python.timeout_s is {self.timeout_s:g}; expected "
+                f"timeout_s above wall_s, to include the wait for an interpreter: set tools.python.timeout_s={2 * self.wall_s:g}"
             )
         return self
 
 
 class VisitTool(ToolLimits):
-    """Pages by address, read as tools.pages specifies."""
+    """Web pages by address, read with the limits of tools.pages."""
 
     timeout_s: Seconds = Field(120.0, description="limit of a call, all its pages together")
     max_output_chars: Tokens = 400_000

@@ -88,7 +88,7 @@ class Fetcher:
                     page = self._ask(pool, address)
                 except httpcore.TimeoutException:
                     raise ToolError(
-                        f"the page did not come within tools.pages.timeout_s = {self._limits.timeout_s:g} s"
+                        f"the page did not arrive within tools.pages.timeout_s = {self._limits.timeout_s:g} s"
                     ) from None
                 except (httpcore.NetworkError, httpcore.ProtocolError) as error:
                     raise ToolError(f"{type(error).__name__}: {error}"[:200]) from None
@@ -111,16 +111,16 @@ class Fetcher:
                 raise ToolError(f"HTTP {response.status}")
             media_type, charset = _content_type(told.get("content-type", ""))
             if not media_type.startswith("text/") and media_type not in (*_TEXTS, *_UNKNOWN):
-                raise Refused(f"it is no text: content type {media_type[:_MOST_SHOWN]!r}")
+                raise Refused(f"it is not text: content type {media_type[:_MOST_SHOWN]!r}")
             body = b"".join(self._decompressed(response.iter_stream(), told.get("content-encoding", "")))
         if media_type in _UNKNOWN and not body.startswith(b"%PDF-"):
-            raise Refused(f"it is no text: content type {media_type!r}")
+            raise Refused(f"it is not text: content type {media_type!r}")
         return Fetched(body, media_type, charset)
 
     def _decompressed(self, chunks: Iterable[bytes], encoding: str) -> Iterator[bytes]:
         """Yield the decompressed body; the size limit holds before and after decompression."""
         if encoding.strip().lower() not in ("", "identity", "gzip", "x-gzip"):
-            raise Refused(f"it is compressed by {encoding[:_MOST_SHOWN]!r}, which was not asked for")
+            raise Refused(f"it is compressed with {encoding[:_MOST_SHOWN]!r}, which was not requested")
         gzip = zlib.decompressobj(_GZIP) if "gzip" in encoding.lower() else None
         most = self._limits.max_kib << 10
         sent = expanded = 0
@@ -143,13 +143,13 @@ def _checked(url: str, base: httpx.URL | None = None) -> httpx.URL:
         address = httpx.URL(url.strip()) if base is None else base.join(url)
         host = address.raw_host
     except (httpx.InvalidURL, ValueError) as error:  # ValueError: from IDNA or ports
-        raise Refused(f"it is no address: {error}"[:200]) from None
+        raise Refused(f"it is not a valid address: {error}"[:200]) from None
     if address.scheme not in ("http", "https") or not host:
         raise Refused("only addresses that begin with http:// or https:// are read")
     if address.port is not None and not 0 < address.port < 1 << 16:
-        raise Refused(f"it is no address: there is no port {address.port}")
+        raise Refused(f"it is not a valid address: there is no port {address.port}")
     if address.userinfo:
-        raise Refused("the address holds a user or a password")
+        raise Refused("the address contains a user or a password")
     return address
 
 

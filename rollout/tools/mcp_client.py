@@ -200,7 +200,7 @@ class _BoundedStream(httpx2.AsyncByteStream):
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         if self._is_coded:
-            raise httpx2.StreamError("the answer is compressed, which it was not asked to be")
+            raise httpx2.StreamError("the answer is compressed, which was not requested")
         num_bytes = 0
         async for chunk in self._stream:
             num_bytes += len(chunk)

@@ -48,7 +48,7 @@ class Pages:
             self._count("refused")
             raise
         if not text:
-            raise ToolError("the page has no text of its own")
+            raise ToolError("the page has no main text")
         self._count("read")
         return text
 

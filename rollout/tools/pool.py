@@ -319,7 +319,7 @@ def _error(text: str) -> ToolOutput:
 def _arguments(text: str) -> tuple[dict[str, object], str]:
     """Parse arguments; return (the arguments, their canonical spelling)."""
     if len(text) > _MOST_ARGUMENT_CHARS:
-        raise ToolError(f"the arguments have {len(text):,} characters, at most {_MOST_ARGUMENT_CHARS:,} are read")
+        raise ToolError(f"the arguments have {len(text):,} characters, expected at most {_MOST_ARGUMENT_CHARS:,}")
     try:
         value = json.loads(text)
         spelled = json.dumps(value, sort_keys=True)

@@ -167,7 +167,7 @@ def test_a_template_that_is_not_understood_is_warned_about_once(
     assert not caplog.records
     for _ in range(2):
         assert renderer.render([turn("assistant", "a</think>b")])[0].tolist() == [*b"a</think>b", renderer.eos_id]
-    assert [record.message.count("the chat template looks for control words") for record in caplog.records] == [1]
+    assert [record.message.count("the chat template handles control words") for record in caplog.records] == [1]
 
 
 def test_white_space_that_belongs_to_a_token_is_part_of_it(tmp_path: Path) -> None:

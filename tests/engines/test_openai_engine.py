@@ -205,7 +205,7 @@ def sends(status, body, **headers):
 
 
 LOST = {
-    "stays broken": (sends(500, b"on fire"), 4, "given up after 4 attempts: HTTP 500: 'on fire'"),
+    "stays broken": (sends(500, b"on fire"), 4, "gave up after 4 attempts: HTTP 500: 'on fire'"),
     "redirects": (sends(302, b"", Location="http://elsewhere.invalid/"), 1, "HTTP 302"),
     **{f"answers {name}": (sends(200, body), 1, "") for name, body in HOSTILE.items()},
 }

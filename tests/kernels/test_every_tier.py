@@ -102,7 +102,7 @@ def test_a_second_derivative_is_refused_and_not_zero(served):
     leaf = tensors[op.leaves[0]].requires_grad_()
     out = op.run(tensors)[0].float().sum()
     name = served.split(",")[0].split()[0]
-    with pytest.raises(RuntimeError, match=f"{name}: create_graph=True asks for a second derivative"):
+    with pytest.raises(RuntimeError, match=f"{name}: create_graph=True needs second derivatives"):
         torch.autograd.grad(out, leaf, create_graph=True)
 
 

@@ -182,7 +182,7 @@ def test_main_grad_is_written_once_a_backward_and_never_by_a_forward(name, tier)
     size = 2.5 * exact.abs().max().item()
     torch.testing.assert_close(main_grad.double() - 1, 2.5 * exact, rtol=0, atol=error * size + 1e-6)
     assert weight.grad is None and not first.logprobs.requires_grad and not first.coefficient.requires_grad
-    with pytest.raises(RuntimeError, match="second backward through one forward"):
+    with pytest.raises(RuntimeError, match="second backward pass through one forward pass"):
         (2.5 * first.loss).backward()
 
 

@@ -78,8 +78,8 @@ WRONG = {
     ],
     "group_advantage": [
         ({"normalise": "batch"}, "normalise is 'batch', expected group or agent"),
-        ({"group_of": tensor([0, 2])}, r"group_of holds 0..2, expected 0..1"),
-        ({"session_of": tensor([0, 2])}, r"session_of holds 0..2, expected 0..1"),
+        ({"group_of": tensor([0, 2])}, r"group_of has values in 0..2, expected 0..1"),
+        ({"session_of": tensor([0, 2])}, r"session_of has values in 0..2, expected 0..1"),
         ({"rewards": ints(2)}, "rewards has dtype int64, expected float32 or float64"),
     ],
     "grouped_linear": [
@@ -109,10 +109,10 @@ WRONG = {
         ({"targets": tensor([0, 0, 0, 40])}, r"targets\[3\] is 40, expected 0..39"),
     ],
     "moe_permute": [
-        ({"hidden": zeros(3, 8)}, "hidden has 3 tokens, expected 2 as its order has"),
-        ({"weights": zeros(2)}, r"order.weight_of holds 0..3, expected 0..1"),
+        ({"hidden": zeros(3, 8)}, "hidden has 3 tokens, expected 2 as in its order"),
+        ({"weights": zeros(2)}, r"order.weight_of has values in 0..3, expected 0..1"),
         ({"order": ORDER._replace(row_of=ints(2))}, r"order.token_of has shape \[3\], expected \[2\]"),
-        ({"order": ORDER._replace(token_of=tensor([0, 1, 2]))}, r"order.token_of holds 0..2, expected 0..1"),
+        ({"order": ORDER._replace(token_of=tensor([0, 1, 2]))}, r"order.token_of has values in 0..2, expected 0..1"),
     ],
     "moe_unpermute": [
         ({"rows": zeros(4, 8)}, r"order.token_of has shape \[3\], expected \[4\]"),
@@ -132,7 +132,7 @@ WRONG = {
             {"cu_seqlens": torch.arange(7)},
             r"cu_seqlens is \[0, 1, 2, 3, 4, 5, 6\], expected to rise from 0 to 60 tokens",
         ),
-        ({"agent_of": tensor([0, 1, 2, 3, 0, 0])}, r"agent_of holds 0..3, expected 0..2"),
+        ({"agent_of": tensor([0, 1, 2, 3, 0, 0])}, r"agent_of has values in 0..3, expected 0..2"),
         ({"agent_of": None}, r"num_agents is 3 and agent_of is missing"),
         ({"weights": ones(60)}, r"weights has shape \[60\], expected \[6\]"),
         ({"rollout_logprobs": None, "objective": PolicyObjective(correction="tis")}, "rollout_logprobs is missing"),
@@ -145,10 +145,10 @@ WRONG = {
         ({"x": ints(3, 4)}, "x has dtype int64"),
         ({"weight": ones(3)}, r"weight has shape \[3\], expected \[4\]"),
         ({"rotation": ones(4, 4)}, r"rotation has shape \[4, 4\], expected \[3, 4\]"),
-        ({"x": ones(3, 5), "weight": ones(5), "rotation": ones(3, 5)}, "x has 5 columns, expected pairs of them"),
+        ({"x": ones(3, 5), "weight": ones(5), "rotation": ones(3, 5)}, "x has 5 columns, expected an even number"),
     ],
     "swiglu": [
-        ({"products": ones(3, 5)}, "products has 5 columns, expected a gate and as many behind it"),
+        ({"products": ones(3, 5)}, "products has 5 columns, expected an even number"),
         ({"weights": ones(2)}, r"weights has shape \[2\], expected \[3\]"),
     ],
 }

@@ -190,7 +190,7 @@ def test_weights_that_nobody_can_send_again_end_the_run() -> None:
     replicas.dead.add(1)
     with pytest.raises(
         RuntimeError,
-        match=r"engine 1 is lost, and the weights of version 1 are neither in a file nor can a trainer send them",
+        match=r"engine 1 is lost, and the weights of version 1 are not in a file, and no trainer can send them",
     ):
         pool.infos()
 

@@ -81,7 +81,7 @@ def test_a_page_is_its_main_text_and_is_asked_for_once_and_by_no_proxy_of_the_en
         first, second, third = both.parts
         assert first.startswith(f"Page 1({url}/a) Tarn\n{SENTENCE}") and "wool" in first and "river 8" in first
         assert not re.search("Home|About|secret|rights", first)
-        assert second == f"Page 2({url}/b) error: it is no text: content type 'image/png'" and SENTENCE in third
+        assert second == f"Page 2({url}/b) error: it is not text: content type 'image/png'" and SENTENCE in third
         assert visit(pool, f"{url}/a").text == first and not both.is_error
         counts = {name.removeprefix("tools/"): value for name, value in pool.take_counts().items()}
     assert [each["path"] for each in server.headers].count("/a") == 2  # itself, and behind /c
@@ -139,9 +139,9 @@ REFUSED = {
     "file:///etc/passwd": NO_PAGE,
     "gopher://127.0.0.1:1/": NO_PAGE,
     "javascript:alert(1)": NO_PAGE,
-    "http://user@127.0.0.1/": "the address holds a user or a password",
-    "http://:word@127.0.0.1/": "the address holds a user or a password",
-    "http://127.0.0.1:99999999/": "it is no address",
+    "http://user@127.0.0.1/": "the address contains a user or a password",
+    "http://:word@127.0.0.1/": "the address contains a user or a password",
+    "http://127.0.0.1:99999999/": "it is not a valid address",
     "http://localhost/": PRIVATE,
     "http://[::1]/": PRIVATE,
     "http://[::ffff:127.0.0.1]/": PRIVATE,
@@ -150,7 +150,7 @@ REFUSED = {
     "http://169.254.169.254/latest/meta-data/": PRIVATE,
     "http://[fe80::1%25lo]/": "",
 }
-ALSO_REFUSED = {"example.com/page": NO_PAGE, "http://": NO_PAGE, "http://a\nb/": "it is no address"}
+ALSO_REFUSED = {"example.com/page": NO_PAGE, "http://": NO_PAGE, "http://a\nb/": "it is not a valid address"}
 
 
 def test_an_address_and_where_a_page_redirects_to_are_refused_alike() -> None:
@@ -243,17 +243,20 @@ def drips(head: bytes, drop: bytes, pause_s: float = 0.02) -> Reply:
 HTML = b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n"
 HOSTILE: list[tuple[Reply, str]] = [
     (drips(HTML + b"\r\n", b"<p>and so on</p>" * 1000, 0.0), "it is larger than tools.pages.max_kib = 1024 KiB"),
-    (sends(gzip.compress(gzip.compress(bytes(64 * MIB))), Content_Encoding="gzip"), "it is called a text and is none"),
+    (
+        sends(gzip.compress(gzip.compress(bytes(64 * MIB))), Content_Encoding="gzip"),
+        "it is declared as text, but is binary",
+    ),
     (sends(b"\x1f\x8bnonsense", Content_Encoding="gzip"), "its gzip is broken"),
-    (sends(b"x", Content_Encoding="br"), "it is compressed by 'br', which was not asked for"),
+    (sends(b"x", Content_Encoding="br"), "it is compressed with 'br', which was not requested"),
     (longer_than_it_says, "RemoteProtocolError"),
     (drips(b"HTTP/1.1 200 OK\r\nX-Large: ", b"x" * 1000, 0.0), "RemoteProtocolError"),
     (lambda handler: handler.wfile.write(b"nonsense\r\n\r\n"), "RemoteProtocolError"),
-    (sends(b"MZ\0\0", "application/octet-stream"), "it is no text: content type 'application/octet-stream'"),
-    (sends(b"\x89PNG\0\0", "text/html"), "it is called a text and is none"),
-    (sends(ARTICLE, "application/pdf"), "it is called a PDF and is none"),
-    (sends(b"{}", "x" * 500 + "/json"), "it is no text: content type "),
-    (sends(b"<html><body><script>x</script></body></html>"), "the page has no text of its own"),
+    (sends(b"MZ\0\0", "application/octet-stream"), "it is not text: content type 'application/octet-stream'"),
+    (sends(b"\x89PNG\0\0", "text/html"), "it is declared as text, but is binary"),
+    (sends(ARTICLE, "application/pdf"), "it is declared as a PDF, but is not one"),
+    (sends(b"{}", "x" * 500 + "/json"), "it is not text: content type "),
+    (sends(b"<html><body><script>x</script></body></html>"), "the page has no main text"),
     (sends(b"%PDF-1.7 and then nothing", "application/pdf"), "the page cannot be parsed"),
 ]
 
@@ -285,7 +288,7 @@ def test_a_page_that_drips_ends_with_its_time() -> None:
     with completions_server(lambda handler, asked, before: pages[handler.path](handler)) as server:
         fetcher = Fetcher(PagesConfig(allow_hosts=["127.0.0.1"], timeout_s=0.5))
         for page in pages:
-            with pytest.raises(ToolError, match=r"the page did not come within tools.pages.timeout_s = 0.5 s"):
+            with pytest.raises(ToolError, match=r"the page did not arrive within tools.pages.timeout_s = 0.5 s"):
                 fetcher.fetch(server.base_url.removesuffix("/v1") + page, time.monotonic() + 0.5)
 
 

@@ -210,11 +210,13 @@ def test_a_kernel_that_keeps_users_from_namespaces_is_named_with_its_cure(
     file = tmp_path / setting.replace(".", "/")
     file.parent.mkdir()
     file.write_text(f"{value}\n")
-    with pytest.raises(ValueError, match=f"no sandbox by bubblewrap .{UBUNTU_SAYS}.*{setting} is {value} .*{cure}"):
+    with pytest.raises(
+        ValueError, match=f"cannot create a complete sandbox here .{UBUNTU_SAYS}.*{setting} is {value} .*{cure}"
+    ):
         check_tools(ToolsConfig(python=CONFIG), ["python"], ())
     check_tools(ToolsConfig(python=CONFIG), ["search"], ())  # nobody calls it
     file.write_text("2\n")
-    with pytest.raises(ValueError, match="no sandbox by bubblewrap") as error:
+    with pytest.raises(ValueError, match="cannot create a complete sandbox here") as error:
         PythonInterpreter(CONFIG)
     assert "sysctl" not in str(error.value)  # not what is in the way
 
@@ -222,7 +224,7 @@ def test_a_kernel_that_keeps_users_from_namespaces_is_named_with_its_cure(
 def test_a_sandbox_that_misses_a_part_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = launcher_module._shown(CONFIG)
     monkeypatch.setattr(launcher_module, "_shown", lambda config: [*shown, "/etc"])
-    with pytest.raises(ValueError, match="no sandbox by bubblewrap .*the host's files"):
+    with pytest.raises(ValueError, match="cannot create a complete sandbox here .*the host's files"):
         check_sandbox(CONFIG)
 
 

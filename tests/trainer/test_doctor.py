@@ -44,7 +44,9 @@ def test_doctor_names_the_sandbox_or_what_helps(monkeypatch: pytest.MonkeyPatch)
     assert python.detail == "sandbox by bubblewrap" if python.is_used else "what helps: " in python.detail
     monkeypatch.setattr(launcher, "_bwrap", lambda config, is_root: ("sh", "-c", "echo no namespaces; exit 1", "sh"))
     (python,) = sandbox_findings(settings())
-    assert not python.is_used and re.search("no sandbox by bubblewrap .no namespaces.; what helps: ", python.detail)
+    assert not python.is_used and re.search(
+        "cannot create a complete sandbox here .no namespaces.; what helps: ", python.detail
+    )
 
 
 def test_room_for_weights_in_files_is_counted_twice_for_every_policy(tmp_path: Path) -> None:

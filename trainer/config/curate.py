@@ -17,7 +17,7 @@ class LevelConfig(Settings):
     field: str = Field(description="field of the row; dots reach into nested objects (`metadata.level`)")
     keep: list[str | int | float | bool] = Field(min_length=1)
     """values to keep; text ignores case; if the field is a list, one matching item is enough"""
-    missing: Fate = Field("drop", description="rows without the field")
+    missing: Fate = Field("drop", description="drop or keep rows without the field")
 
 
 class NearDuplicatesConfig(Settings):
@@ -34,29 +34,29 @@ class CriterionConfig(Settings):
     policy: str = Field("main", description="name under `policies` of the judge: a model directory or a server")
     instructions: str | None = Field(None, max_length=20_000)
     """replaces the built-in question to the judge; the answer format is appended"""
-    missing: Fate = Field("drop", description="what to do with questions without a readable verdict")
+    missing: Fate = Field("drop", description="drop or keep questions without a readable verdict")
     max_missing_share: Share = 0.1
     """largest share of questions without a readable verdict; above it the command stops"""
     temperature: Temperature = Field(0.6, description="sampling temperature, above 0")
     top_p: float = Field(0.95, gt=0, le=1)
     """nucleus sampling: sample from the likeliest tokens whose probabilities add up to top_p; 1: all tokens"""
-    max_input_tokens: Tokens = Field(8192, description="longest prompt; questions with a longer one are not asked")
+    max_input_tokens: Tokens = Field(8192, description="longest prompt; questions with a longer one have no verdict")
     max_response_tokens: Tokens = Field(2048, description="longest answer; a truncated answer has no verdict")
     template_options: dict[str, bool | str] = Field(default_factory=dict)
     """variables of the chat template (Qwen3: enable_thinking)"""
 
 
 class BestOfNConfig(Settings):
-    """Difficulty filter by the team's own answers: questions it always or never solves teach nothing."""
+    """Difficulty filter by the team's own answers: questions that it always or never solves have no gradient."""
 
     n: Count = Field(16, description="answers of the whole team to each question")
     keep: tuple[CountOr0, CountOr0] = (1, 11)
     """fewest and most correct answers of a question to keep"""
-    missing: Fate = Field("drop", description="what to do with questions that missing rewards leave undecided")
+    missing: Fate = Field("drop", description="drop or keep questions that missing rewards leave undecided")
     max_missing_share: Share = Field(
         0.1, description="largest share of undecided questions; above it the command stops"
     )
-    batch: Count = Field(32, description="questions played at once; lost if the command is killed")
+    batch: Count = Field(32, description="questions answered at once; their answers are lost if the command is killed")
 
     @model_validator(mode="after")
     def _some_can_be_kept(self) -> BestOfNConfig:
@@ -76,7 +76,7 @@ class CurateConfig(Settings):
     near_duplicates: NearDuplicatesConfig | None = NearDuplicatesConfig()
     clarity: CriterionConfig | None = Field(None, description="clarity of the question, judged by a model")
     graduate: CriterionConfig | None = Field(None, description="graduate level, judged by a model")
-    best_of_n: BestOfNConfig | None = Field(None, description="difficulty: how often the team answers correctly")
+    best_of_n: BestOfNConfig | None = Field(None, description="difficulty: number of correct answers by the team")
 
     @property
     def judges(self) -> dict[str, CriterionConfig]:

@@ -14,7 +14,7 @@ from marsrl.trainer.config.origin import ConfigError, ConfigOrigin
 
 HEAD = """# Settings
 
-All keys. Set them in a YAML file given with `--config`, or as words `key.sub=value` on the command line; later words win.
+All keys. Set them in a YAML file given with `--config`, or as arguments `key.sub=value`; later arguments win.
 `<name>` is a name that you choose, of a policy or an agent. `marsrl config` prints the resulting settings, `marsrl config
 --origin` also where each value was set, `marsrl config --explain rollout.segments` the meaning of one key, and
 `marsrl config --markdown` this page.

@@ -14,7 +14,7 @@ ONE_NAME = BeforeValidator(lambda value: (value,) if isinstance(value, str) and 
 
 
 class CreditConfig(Settings):
-    """How a sample's reward becomes its advantage (docs/credit.md)."""
+    """Conversion of a sample's reward to its advantage (docs/credit.md)."""
 
     normalise: Literal["group", "agent", "trajectory", "global", "agent_mean", "agent_std"] = "group"
     """samples whose mean and std normalise a reward. group: its group; agent: its agent's calls for the problem (Dr. MAS);
@@ -32,7 +32,7 @@ class CreditConfig(Settings):
     reward_scheme: Literal["agentic", "outcome"] = "agentic"
     """outcome: each sample's reward is the mean correctness of the last samples below it"""
     train_agents: Annotated[Literal["all"] | tuple[str, ...], ONE_NAME] = "all"
-    """agents to train; the others still play, are rewarded and enter the statistics (for a Solver that plays alone, set
+    """agents to train; the others still generate, are rewarded and enter the statistics (for a Solver alone, set
     orchestration=solver)"""
     count_zero_groups: bool = Field(True, description="count samples of groups with equal rewards in the denominator")
     balance: Annotated[Literal["off", "uniform"], OFF] = "off"

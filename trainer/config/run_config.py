@@ -32,7 +32,7 @@ Asker = TypeVar("Asker", AgentConfig, JudgeConfig)
 
 class RunConfig(Settings):
     preset: Literal["none"] = "none"
-    """shipped preset to inherit in addition to the task's, or none to inherit nothing; always none once resolved"""
+    """built-in preset to inherit from, in addition to the task's; none: inherit nothing (the resolved config always has none)"""
     run: RunSection = RunSection()
     task: str = "arithmetic"
     """arithmetic; math: problems of data.train; qa: questions; reasoning_gym: its generators and scorers; or your own,

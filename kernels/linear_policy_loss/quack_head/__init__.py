@@ -33,7 +33,7 @@ def machine_lacks_quack() -> str | None:
     try:
         import_module("marsrl.kernels.linear_policy_loss.quack_head.gemms")
     except (ImportError, OSError, AttributeError, TypeError) as error:  # another release, or a missing library
-        return f"quack is installed and does not import: {error}"
+        return f"quack is installed but cannot be imported: {error}"
     return None
 
 
@@ -43,22 +43,24 @@ def why_not_quack(head: Head, hidden: Tensor, tokens: PolicyTokens, wanted: Want
     if reason := why_not_triton("hidden", hidden):
         return reason
     if not hidden.dtype == weight.dtype == torch.bfloat16:
-        return f"hidden is {hidden.dtype} and weight {weight.dtype}, its products are of bfloat16".replace("torch.", "")
+        return f"hidden is {hidden.dtype} and weight {weight.dtype}, but quack computes in bfloat16".replace(
+            "torch.", ""
+        )
     major, minor = torch.cuda.get_device_capability(hidden.device)
     if (major, minor) != (9, 0):
-        return f"the GPU has compute capability {major}.{minor}, its transformed products are for 9.0"
+        return f"the GPU has compute capability {major}.{minor}, quack supports 9.0"
     if weight.shape[0] % ROWS or weight.shape[1] % 8:
         return f"weight is {list(weight.shape)}, expected multiples of {ROWS} and 8"
     if not weight.is_contiguous() or weight.data_ptr() % 16 or hidden.data_ptr() % 16:
-        return "weight is not contiguous, or it or hidden does not begin at a multiple of 16 bytes"
+        return "weight is not contiguous, or weight or hidden is not aligned to 16 bytes"
     if not wanted.any:
-        return "no gradient is wanted"
+        return "no gradient is needed"
     if head.is_sharded or head.num_columns != head.width:
         return "the vocabulary is sharded or padded"
     if head.support is not None:
         return "support is given"
     if needs_whole_sequences(tokens):
-        return "the objective needs the log-probs of whole sequences first"
+        return "the objective first needs the log-probs of whole sequences"
     if tokens.objective.entropy_coef:
         return "the objective has an entropy bonus, whose gradient needs the logits"
     return None

@@ -88,9 +88,9 @@ def start_interpreter(config: PythonTool) -> Interpreter:
 def check_sandbox(config: PythonTool) -> None:
     """Run a snippet that inspects the sandbox. ValueError: this machine has none, or not a complete one."""
     if not hasattr(os, "pidfd_open"):
-        raise ValueError("tools.python runs on Linux only; leave it out here")
+        raise ValueError("tools.python runs only on Linux; remove it from the settings")
     if config.packages is not None and not os.path.isdir(config.packages):
-        raise ValueError(f"tools.python.packages: {config.packages!r} is no folder")
+        raise ValueError(f"tools.python.packages: {config.packages!r} is not a folder")
     try:
         interpreter = start_interpreter(config)
         try:
@@ -102,7 +102,9 @@ def check_sandbox(config: PythonTool) -> None:
         output = str(error)
     if output != "isolated":
         last = (output.splitlines() or ["it ended without output"])[-1]
-        raise ValueError(f"tools.python: this machine has no sandbox by bubblewrap ({last[-200:]}); {_what_helps()}")
+        raise ValueError(
+            f"tools.python: bubblewrap cannot create a complete sandbox here ({last[-200:]}); {_what_helps()}"
+        )
 
 
 def _what_helps() -> str:
@@ -113,7 +115,7 @@ def _what_helps() -> str:
             file = _KERNEL_SETTINGS / name.replace(".", "/")
             if file.exists() and file.read_text().strip() == value:
                 cures.append(f"{name} is {value} on this machine: {cure}")
-    return "what helps: " + "; ".join([*cures, "let the user or the container make namespaces (docs/python.md)"])
+    return "what helps: " + "; ".join([*cures, "allow the user or the container to create namespaces (docs/python.md)"])
 
 
 def _is_root() -> bool:

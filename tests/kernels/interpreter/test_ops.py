@@ -81,7 +81,7 @@ def test_the_tiles_of_a_gpu():
     "x, reason",
     [
         (torch.randn(5, 2, 16).double(), "q is float64"),
-        (torch.randn(5, 2, 24), "head size 24, the kernels take 16, 32, 64, 128 and 256"),
+        (torch.randn(5, 2, 24), "head size 24, the kernels support 16, 32, 64, 128 and 256"),
     ],
 )
 def test_what_the_attention_cannot_serve_is_refused(x, reason):

@@ -94,13 +94,13 @@ def test_one_gradient_alone_is_that_of_both(frozen):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"dtype": torch.float32}, "its products are of bfloat16"),
+        ({"dtype": torch.float32}, "but quack computes in bfloat16"),
         ({"vocab": 131}, "expected multiples of 128"),
         ({"size": 12}, "expected multiples of 128 and 8"),
         ({"real_vocab_size": 100}, "padded"),
         ({"objective": PolicyObjective(entropy_coef=0.1)}, "entropy bonus"),
         ({"objective": PolicyObjective(ratio="sequence"), "old_logprobs": torch.zeros(6)}, "whole sequences"),
-        ({"frozen": True}, "no gradient is wanted"),
+        ({"frozen": True}, "no gradient is needed"),
     ],
 )
 def test_what_it_cannot_serve_is_refused_by_name_and_served_by_ours(changes, reason, monkeypatch):
@@ -121,4 +121,4 @@ def test_it_is_preferred_on_hopper_alone(monkeypatch):
     sys.modules.pop(OF_GEMMS, None)
     quack_head.machine_lacks_quack.cache_clear()
     found = _OP.explain(lambda each: each.machine_lacks())
-    assert found.chosen == "triton" and "quack is installed and does not import" in found.reasons["quack"]
+    assert found.chosen == "triton" and "quack is installed but cannot be imported" in found.reasons["quack"]
