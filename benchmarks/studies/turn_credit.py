@@ -8,6 +8,7 @@ estimate of both turns' gradients as a multiple of the gradient, which is 1 with
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations_with_replacement
@@ -116,7 +117,8 @@ ESTIMATORS = {
 }
 
 
-def main() -> None:
+def table() -> None:
+    """Print the estimators' moments."""
     print(f"{'estimator':26}{'G = 2':>14}{'G = 8':>14}{'sd, G = 8':>14}")
     for name, estimator in ESTIMATORS.items():
         (two, _), (eight, deviation) = moments(estimator, 2), moments(estimator, 8)
@@ -125,4 +127,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    table()

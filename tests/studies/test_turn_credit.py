@@ -79,7 +79,7 @@ def test_published_estimators_are_biased_as_the_page_says() -> None:
 
 
 def test_the_study_prints_every_estimator(capsys: pytest.CaptureFixture[str]) -> None:
-    turn_credit.main()
+    turn_credit.table()
     lines = capsys.readouterr().out.splitlines()
     assert [line[:26].strip() for line in lines[1:]] == list(ESTIMATORS)
     assert lines[2].split()[1:] == ["1.00,", "1.00", "1.00,", "1.00", "0.067,", "0.066"]

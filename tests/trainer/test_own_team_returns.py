@@ -72,6 +72,7 @@ NO_MESSAGES = "TypeError: expected a list of messages, found"
 NO_REWARD = "TypeError: expected Reward(value, correct) or a number, found"
 SURROGATE = "UnicodeEncodeError: 'utf-8' codec can't encode character '\\ud800' in position 0: surrogates not allowed"
 PARAMETERS = {"messages": "episode, ask", "parse": "sample", "reward": "episode, ask, sample, judged"}
+PARAMETERS["turn_rewards"] = "episode, sample"
 CASES = [
     ("messages", '"Solve it."', f"{NO_MESSAGES} 'Solve it.' (str)"),
     ("messages", '[{"role": "user"}]', "ValueError: expected a message with the keys role and content, found role"),
@@ -89,6 +90,8 @@ CASES = [
     ("reward", "float('inf')", "ValueError: expected the reward to be finite, found inf"),
     ("reward", "Reward(1.0, 2.0)", "ValueError: expected `correct` from 0 to 1, found 2"),
     ("reward", "Reward(1.0, 1.0, {'a': 'b'})", "TypeError: expected a to be a number, found 'b' (str)"),
+    ("turn_rewards", "(0.5, 1)",
+     "ValueError: expected 1 rewards, one for each turn of 000001.1/solver:0/critic:0, or none, found 2"),
 ]  # fmt: skip
 
 
