@@ -74,9 +74,8 @@ def decode_split(
         p = tl.exp2(scores - risen[:, None])
         total = total * shrink + tl.sum(p, 1)
         block = tl.dot(p.to(v_tile.dtype), v_tile, input_precision="ieee")
-        output = tl.fma(
-            output, shrink[:, None], block
-        )  # adds block sums: a single chain of SPLIT additions rounds more
+        # Add block sums: a single chain of SPLIT additions rounds more.
+        output = tl.fma(output, shrink[:, None], block)
         maximum = risen
 
     at = (sequence * num_key_heads * GROUP + heads) * num_splits + split  # index into [S, N, splits]

@@ -47,9 +47,8 @@ class Support:
         columns.masked_fill_(is_out, 0)
         kept_logits = logits.gather(1, columns).masked_fill_(is_out, -torch.inf)
         logits.masked_fill_(counts[:, None] > 0, -torch.inf)
-        logits.scatter_reduce_(
-            1, columns, kept_logits, "amax"
-        )  # unused places write -inf to column 0, which amax ignores
+        # Unused places write -inf to column 0, which amax ignores.
+        logits.scatter_reduce_(1, columns, kept_logits, "amax")
 
 
 def check_support(op: str, support: Support, num_tokens: int, device: torch.device) -> None:
