@@ -62,10 +62,10 @@ class Answers(dict[str, Answer]):
     @classmethod
     def read(cls, path: Path, read: Callable[[Any], Answer | None]) -> list[Answer]:
         """Read a file that another process may be writing, without changing it."""
-        held = cls(None, read)
+        answers = cls(None, read)
         with path.open("rb") as file:
-            held._read_all(file)
-        return list(held.values())
+            answers._read_all(file)
+        return list(answers.values())
 
     def _read_all(self, file: BinaryIO) -> int:
         """Read all answers; returns the number of bytes in complete lines."""
@@ -79,9 +79,9 @@ class Answers(dict[str, Answer]):
 
     def _hold(self, line: bytes) -> None:
         try:
-            held = json.loads(line)
-            answer = self._read(held["answer"])
-            if answer is not None and isinstance(held["key"], str):
-                self[held["key"]] = answer
+            line_value = json.loads(line)
+            answer = self._read(line_value["answer"])
+            if answer is not None and isinstance(line_value["key"], str):
+                self[line_value["key"]] = answer
         except (ValueError, KeyError, TypeError, RecursionError):
             return  # A damaged answer is requested again.

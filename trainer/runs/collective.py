@@ -1,8 +1,8 @@
 """Collectives between ranks: barrier; broadcast, scatter and gather of bytes; raising one rank's error on all.
 
-Each begins with a meeting at the store (`barrier`), where idle ranks sleep: rank 0 plays, evaluates and starts engines alone,
-sometimes for hours, and a waiting NCCL kernel would block the GPU for an engine on it. The collective after a meeting is short,
-and so can its timeout be (COLLECTIVE_S). Meetings have no timeout: heartbeat.py detects ranks that have died.
+Each collective begins with a meeting at the store (`barrier`), where idle ranks sleep: rank 0 plays, evaluates and starts engines
+alone, sometimes for hours, and a waiting NCCL kernel would block the GPU for an engine on it. The collective after a meeting is
+short, and so is its timeout (COLLECTIVE_S). Meetings have no timeout: heartbeat.py detects ranks that have died.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PIECE_BYTES = 1 << 20
 SCATTER_BYTES = 64 << 20
 """Most bytes on rank 0's device in one scatter, all parts together; other devices hold one part."""
 
-_LONG = datetime.timedelta(days=1)  # Timeout of one wait at the store, which is then repeated.
+_LONG = datetime.timedelta(days=1)  # Timeout of one wait at the store; the wait is then repeated.
 
 
 def rank() -> int:
@@ -45,16 +45,16 @@ def barrier() -> None:
         return
     meeting = _meeting()
     meeting.number += 1
-    here, all_here, store = f"{meeting.number}/here", f"{meeting.number}/all", meeting.store
-    if store.add(here, 1) == world_size():
+    arrivals, all_arrived, store = f"{meeting.number}/here", f"{meeting.number}/all", meeting.store
+    if store.add(arrivals, 1) == world_size():
         for key in (
             f"{meeting.number - 1}/here",
             f"{meeting.number - 1}/all",
         ):  # All ranks have left the previous meeting.
             store.delete_key(key)
-        store.set(all_here, "")
+        store.set(all_arrived, "")
     else:
-        _sleep_until(store, all_here)
+        _sleep_until(store, all_arrived)
 
 
 @dataclass(slots=True)
@@ -78,8 +78,10 @@ def _meeting() -> _Meeting:
 
 
 def _sleep_until(store: dist.Store, key: str) -> None:
-    """Return when the key exists. A thread waits, because the store's client blocks signals, and the main thread must
-    be able to react when another rank is lost."""
+    """Return when the key exists.
+
+    A thread waits, because the store's client blocks signals, and the main thread must react when another rank is lost.
+    """
     errors = list[RuntimeError]()
 
     def wait() -> None:
@@ -127,7 +129,7 @@ class Routes:
 
 
 def scatter_bytes(parts: Sequence[bytes] | None, data_ranks: Sequence[int], routes: Routes) -> memoryview:
-    """Return this rank's part. Collective; callers need a `barrier` before the first call, because scatter has no meeting.
+    """Return this rank's part. Collective; call `barrier` before the first call, because scatter has no meeting.
 
     parts: by data rank, on rank 0; None on other ranks. data_ranks: the data rank of each rank.
     """
@@ -137,7 +139,7 @@ def scatter_bytes(parts: Sequence[bytes] | None, data_ranks: Sequence[int], rout
         sizes.copy_(torch.tensor([len(part) for part in parts]))
     dist.broadcast(sizes, src=0)
     ends = sizes.tolist()
-    whole = torch.empty(ends[data_ranks[rank()]], dtype=torch.uint8)
+    own_bytes = torch.empty(ends[data_ranks[rank()]], dtype=torch.uint8)
     size = min(max(ends), SCATTER_BYTES // len(ends))
     piece = torch.empty(size, dtype=torch.uint8, device=device)
     outgoing = torch.zeros(len(ends) if parts is not None else 0, size, dtype=torch.uint8)  # In rank 0's host memory.
@@ -146,16 +148,16 @@ def scatter_bytes(parts: Sequence[bytes] | None, data_ranks: Sequence[int], rout
             pieces = None
             if parts is not None:
                 for row, part in zip(outgoing.numpy(), parts, strict=True):
-                    here = memoryview(part)[begin : begin + size]
-                    row[: len(here)] = here  # Data after a part's end is not read.
+                    sent = memoryview(part)[begin : begin + size]
+                    row[: len(sent)] = sent  # Data after a part's end is not read.
                 rows = outgoing.to(device)
                 pieces = [rows[data_ranks[r]] for r in dist.get_process_group_ranks(routes.across)]
             dist.scatter(piece, pieces, src=0, group=routes.across)
         if routes.inside.size() > 1:
             dist.broadcast(piece, group_src=0, group=routes.inside)
-        mine = whole[begin : begin + size]
-        mine.copy_(piece[: len(mine)])
-    return whole.numpy().data
+        received = own_bytes[begin : begin + size]
+        received.copy_(piece[: len(received)])
+    return own_bytes.numpy().data
 
 
 def gather_bytes(data: bytes) -> list[bytes]:
@@ -168,16 +170,16 @@ def gather_bytes(data: bytes) -> list[bytes]:
     sizes[rank()] = len(data)
     dist.all_reduce(sizes)
     ends = sizes.tolist()
-    found = [bytearray() for _ in ends]
+    bytes_of_ranks = [bytearray() for _ in ends]
     for begin in range(0, max(ends), PIECE_BYTES):
-        mine = torch.zeros(min(PIECE_BYTES, max(ends) - begin), dtype=torch.uint8, device=device)
+        own_piece = torch.zeros(min(PIECE_BYTES, max(ends) - begin), dtype=torch.uint8, device=device)
         if piece := data[begin : begin + PIECE_BYTES]:
-            mine[: len(piece)] = torch.frombuffer(bytearray(piece), dtype=torch.uint8).to(device)
-        pieces = [torch.empty_like(mine) for _ in ends]
-        dist.all_gather(pieces, mine)
-        for whole, part, end in zip(found, pieces, ends, strict=True):
-            whole += part[: max(0, end - begin)].cpu().numpy().tobytes()
-    return [bytes(whole) for whole in found]
+            own_piece[: len(piece)] = torch.frombuffer(bytearray(piece), dtype=torch.uint8).to(device)
+        pieces = [torch.empty_like(own_piece) for _ in ends]
+        dist.all_gather(pieces, own_piece)
+        for rank_bytes, part, end in zip(bytes_of_ranks, pieces, ends, strict=True):
+            rank_bytes += part[: max(0, end - begin)].cpu().numpy().tobytes()
+    return [bytes(rank_bytes) for rank_bytes in bytes_of_ranks]
 
 
 def all_true(claim: bool) -> bool:
@@ -191,15 +193,15 @@ def stop_together(error: BaseException | None, what: str) -> None:
     Raises:
         RuntimeError: `what`, then each failed rank with its error.
     """
-    told = gather_bytes(f"{type(error).__name__}: {error}".encode() if error is not None else b"")
-    failed = [f"rank {r}: {text.decode()}" for r, text in enumerate(told) if text]
+    errors = gather_bytes(f"{type(error).__name__}: {error}".encode() if error is not None else b"")
+    failed = [f"rank {r}: {text.decode()}" for r, text in enumerate(errors) if text]
     if failed:
         raise RuntimeError("; ".join([what, *failed])) from error
 
 
 @contextmanager
 def stopping_together(what: str, *kinds: type[Exception]) -> Iterator[None]:
-    """Raise on all ranks an error of these kinds that any rank raises in the body (stop_together). Collective."""
+    """Raise on all ranks any error of these kinds that a rank raises in the body (stop_together). Collective."""
     error: Exception | None = None
     try:
         yield

@@ -1,18 +1,18 @@
-"""Layout of a run's directory, which is never overwritten.
+"""Layout of a run's directory. A run is never overwritten.
 
 runs/<name>/
     lock                      held by the run that writes here; names its process (lock.py)
     config.yaml               the resolved settings
-    prompts/                  copies of the prompt files named there (existing_run.py)
-    metrics.jsonl             one object a step            (metrics.py)
-    evaluations/step_N/       evaluation.json, and its draws, a line each (evaluate/draws.py)
-    tensorboard/              the same, as event files
+    prompts/                  copies of the prompt files that the settings name (existing_run.py)
+    metrics.jsonl             one object per step          (metrics.py)
+    evaluations/step_N/       evaluation.json, and its draws, one per line (evaluate/draws.py)
+    tensorboard/              the metrics as event files
     samples/step_N.parquet    every sample of a step       (samples_log.py)
-    tokens/step_N.parquet     numbers of single tokens, every run.token_log_every steps (token_log.py)
+    tokens/step_N.parquet     values of single tokens, every run.token_log_every steps (token_log.py)
     trace.json                timeline                     (trace.py)
     warnings.jsonl            warnings of the run          (metrics.py)
-    checkpoints/step_N/       and checkpoints/latest and checkpoints/best, text files that name the last complete one and that of
-                              the best evaluation (run.keep_best)
+    checkpoints/step_N/       and checkpoints/latest and checkpoints/best, text files that name the last complete checkpoint and
+                              the one with the best evaluation (run.keep_best)
     data.json                 fingerprints of the problems at the start
     bad_batches/              batches of skipped steps (data/bad_steps.py)
     hf/                       an exported model
@@ -62,9 +62,8 @@ def write_atomically(path: Path, content: bytes) -> None:
 def opened_atomically(path: Path) -> Iterator[BinaryIO]:
     """Open a file for writing; it appears, complete, once the body has ended without an error."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(
-        f".{path.name}.{os.getpid()}.tmp"
-    )  # In the same folder, because a rename cannot cross file systems.
+    # Use the same folder, because a rename cannot cross file systems.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with names_file(path), open(temporary, "wb") as file:
             yield file
@@ -100,24 +99,24 @@ def step_files(folder: Path) -> dict[int, Path]:
     """Return {step: file} for a folder of samples or tokens, in order of steps; {} if the folder does not exist."""
     if not folder.is_dir():
         return {}
-    found = {int(name[1]): path for path in folder.iterdir() if (name := _STEP_FILE.fullmatch(path.name))}
-    return dict(sorted(found.items()))
+    files_of_step = {int(name[1]): path for path in folder.iterdir() if (name := _STEP_FILE.fullmatch(path.name))}
+    return dict(sorted(files_of_step.items()))
 
 
 class CheckpointError(RuntimeError):
-    """The run cannot resume from its last checkpoint; the message says why, and what to do."""
+    """Raised if the run cannot resume from its last checkpoint; the message says why, and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A complete checkpoint: its folder and its step."""
+    """Complete checkpoint: its folder and its step."""
 
     path: Path
     step: int
 
 
 class _At:
-    """A path in a run's folder, as an attribute of RunDirectory."""
+    """Path in a run's folder, as an attribute of RunDirectory."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -128,7 +127,7 @@ class _At:
 
 @dataclass(frozen=True, slots=True)
 class RunDirectory:
-    """The folder of one run. Rank 0 creates it with `create`; all others open it with `RunDirectory(path)`."""
+    """Folder of one run. Rank 0 creates it with `create`; other ranks open it with `RunDirectory(path)`."""
 
     path: Path
     existed: bool = False  # The folder existed: the run resumes in it, or an earlier start failed.
@@ -167,13 +166,13 @@ class RunDirectory:
         Raises ValueError if the name exists, its run began, and resume is off; if it is not a run directory or not a plain file
         name; for resume without a name; or if the folder is not writable.
         """
-        found, root = cls.find(directory, name, resume), Path(directory)
+        existing, root = cls.find(directory, name, resume), Path(directory)
         with _naming_run_dir(root):
-            if found is None:
+            if existing is None:
                 return cls(claim(root, preset, now))
-            if not found.existed:
-                found.path.mkdir(parents=True)
-        return found
+            if not existing.existed:
+                existing.path.mkdir(parents=True)
+        return existing
 
     @classmethod
     def find(
@@ -190,14 +189,14 @@ class RunDirectory:
         root = Path(directory)
         path = root if name is None else root / name
         with _naming_run_dir(root):
-            there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-            if not there.is_dir() and (there != path or name is None):
-                raise ValueError(f"run.dir={root}: {there} is a file; name a folder")
-            if there.is_dir():  # Permissions alone say nothing about /proc, or for root.
-                tempfile.TemporaryDirectory(dir=there, prefix="marsrl-").cleanup()
+            existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+            if not existing.is_dir() and (existing != path or name is None):
+                raise ValueError(f"run.dir={root}: {existing} is a file; name a folder")
+            if existing.is_dir():  # Permissions alone say nothing about /proc, or for root.
+                tempfile.TemporaryDirectory(dir=existing, prefix="marsrl-").cleanup()
         if name is None:
             return None
-        if there != path:
+        if existing != path:
             return cls(path)
         run = cls(path, existed=True)
         is_foreign = not path.is_dir() or (any(path.iterdir()) and not run.config.is_file())
@@ -223,8 +222,9 @@ class RunDirectory:
         return self.evaluations / f"step_{step}"
 
     def forget_after(self, step: int) -> None:
-        """Remove samples, tokens and evaluations of later steps, which will be repeated, and partial files that the
-        earlier process left.
+        """Remove samples, tokens and evaluations of later steps, which will be repeated, and partial files.
+
+        Partial files are left by a process that was killed.
         """
         for folder in (self.samples, self.tokens, self.evaluations):
             for path in folder.glob(".step_*.tmp"):
@@ -308,11 +308,11 @@ class RunDirectory:
             steps = self.steps_on_disk()
             if len(steps) > 1:
                 raise CheckpointError(f"{pointer} is missing, but there is {_named(steps)}")
-            # With a single one, the run was killed after the checkpoint was renamed and before `latest` was written.
+            # With a single checkpoint, the run was killed after renaming it and before writing `latest`.
             return Checkpoint(self.checkpoint(steps[0]), steps[0]) if steps else None
         content = pointer.read_bytes()[:100].decode("ascii", "backslashreplace").strip()
-        found = _STEP.fullmatch(content)
-        if not found:
+        match = _STEP.fullmatch(content)
+        if not match:
             raise CheckpointError(
                 f"{pointer} holds {content!r}, expected step_N; there is {_named(self.steps_on_disk())}"
             )
@@ -321,7 +321,7 @@ class RunDirectory:
             raise CheckpointError(
                 f"{pointer} names {content}, which does not exist; there is {_named(self.steps_on_disk())}"
             )
-        return Checkpoint(path, int(found[1]))
+        return Checkpoint(path, int(match[1]))
 
 
 def refuse_file_of_a_run(path: Path) -> None:
@@ -348,7 +348,7 @@ def _naming_run_dir(root: Path) -> Iterator[None]:
 
 
 def claim(root: Path, name: str, now: datetime | None = None) -> Path:
-    """Create the first free folder of name-YYYYMMDD-HHMMSS (UTC), then with -2, -3, ... appended. now: default the present."""
+    """Create the first free folder of name-YYYYMMDD-HHMMSS (UTC), then with -2, -3, ... appended. now: None: the present."""
     root.mkdir(parents=True, exist_ok=True)
     name, attempt = f"{name}-{(now or datetime.now(UTC)).astimezone(UTC):%Y%m%d-%H%M%S}", 1
     while True:

@@ -24,7 +24,8 @@ from marsrl.trainer.runs.lock import why_held
 Fingerprints = Mapping[str, Mapping[str, int | str]]
 """Fingerprints of training and evaluation problems, by setting (tasks/data.fingerprint)."""
 
-OF_THE_START = ("run.resume", "run.name", "run.dir", "preset")  # These select the run to resume, without changing it.
+# These keys select the run to resume, without changing it.
+OF_THE_START = ("run.resume", "run.name", "run.dir", "preset")
 _OF_RATES = ("lr", "warmup_steps", "decay", "final_lr_ratio")  # Keys of policies.<name>.optimizer.
 _OF_CHECKPOINTS = ("frozen", "dtype", "base", "adapter", "optimizer.distributed")  # Keys of policies.<name>.
 
@@ -66,14 +67,14 @@ def resume_lines(run: RunDirectory, config: RunConfig, data: Fingerprints) -> li
             "another run"
         )
     lines += [f"differs from {run.config}: {differs}"] if differs else []
-    return [*lines, *(f"warning: {each}" for each in _other_rates(run, step, config))]
+    return [*lines, *(f"warning: {rate}" for rate in _other_rates(run, step, config))]
 
 
 def differences(saved: RunConfig, given: RunConfig) -> str:
     """Return the settings that differ, each with both values; "" if none does."""
-    before, now = flat(saved.model_dump(mode="json")), flat(given.model_dump(mode="json"))
-    keys = [key for key in {**before, **now} if before.get(key) != now.get(key) and key not in OF_THE_START]
-    return ", ".join(f"{key} {before.get(key, 'not set')} -> {now.get(key, 'not set')}" for key in keys)
+    before, after = flat(saved.model_dump(mode="json")), flat(given.model_dump(mode="json"))
+    keys = [key for key in {**before, **after} if before.get(key) != after.get(key) and key not in OF_THE_START]
+    return ", ".join(f"{key} {before.get(key, 'not set')} -> {after.get(key, 'not set')}" for key in keys)
 
 
 def saved_config(run: RunDirectory) -> RunConfig | None:
@@ -116,12 +117,15 @@ def _other_rates(run: RunDirectory, step: int, now: RunConfig) -> Iterator[str]:
     if last is None or not 0 < step < now.run.steps:
         return
     for name, policy in now.trained_policies.items():
-        had, has = last.policies[name].optimizer, policy.optimizer
-        before, after = had.lr_at(step, last.run.steps), has.lr_at(step, now.run.steps)
+        old_optimizer, new_optimizer = last.policies[name].optimizer, policy.optimizer
+        before, after = old_optimizer.lr_at(step, last.run.steps), new_optimizer.lr_at(step, now.run.steps)
         if math.isclose(before, after, rel_tol=1e-9):
             continue
         changes = [("run.steps", last.run.steps, now.run.steps)]
-        changes += [(f"policies.{name}.optimizer.{key}", getattr(had, key), getattr(has, key)) for key in _OF_RATES]
+        changes += [
+            (f"policies.{name}.optimizer.{key}", getattr(old_optimizer, key), getattr(new_optimizer, key))
+            for key in _OF_RATES
+        ]
         causes = ", ".join(f"{key} {old} -> {new}" for key, old, new in changes if old != new)
         times = f", {after / before:.3g} times as much" if before else ""
         yield (
@@ -141,9 +145,12 @@ def _where(run: RunDirectory, config: RunConfig) -> tuple[str, int]:
         return f"run: {run.path} goes back to its newest intact checkpoint ({error})", newest
     if latest is None:
         return f"run: {run.path} has no checkpoint yet: begins again at step 1", 0
-    left = config.run.steps - latest.step
-    rest = f"{left} of {config.run.steps} steps are left" if left > 0 else "no steps are left"
-    return f"run: {run.path} resumes after step {latest.step}; run.steps is {config.run.steps}: {rest}", latest.step
+    steps_left = config.run.steps - latest.step
+    remaining = f"{steps_left} of {config.run.steps} steps are left" if steps_left > 0 else "no steps are left"
+    return (
+        f"run: {run.path} resumes after step {latest.step}; run.steps is {config.run.steps}: {remaining}",
+        latest.step,
+    )
 
 
 def _refusals(saved: RunConfig, now: RunConfig) -> Iterator[str]:
@@ -157,13 +164,15 @@ def _refusals(saved: RunConfig, now: RunConfig) -> Iterator[str]:
     for name, policy in now.policies.items():
         before = saved.policies[name]
         for key in _OF_CHECKPOINTS if not (before.frozen and policy.frozen) else ():
-            had, given = map(attrgetter(key), (before, policy))
+            old_value, new_value = map(attrgetter(key), (before, policy))
             if key == "adapter":
-                had, given = (each and each.model_copy(update={"start": None}) for each in (had, given))
-            if had != given:
-                yield _both(f"policies.{name}.{key}", had, given)
-        if not policy.frozen and (found := _other_shape(before, policy)):
-            yield f"policies.{name}.model ({found})"
+                old_value, new_value = (
+                    value and value.model_copy(update={"start": None}) for value in (old_value, new_value)
+                )
+            if old_value != new_value:
+                yield _both(f"policies.{name}.{key}", old_value, new_value)
+        if not policy.frozen and (shape_differences := _other_shape(before, policy)):
+            yield f"policies.{name}.model ({shape_differences})"
     for name, agent in now.agents.items():
         if name in saved.agents and saved.agents[name].policy != agent.policy:
             yield _both(f"agents.{name}.policy", saved.agents[name].policy, agent.policy)
@@ -176,10 +185,10 @@ def _other_problems(run: RunDirectory, given: Fingerprints) -> Iterator[str]:
     except FileNotFoundError:
         return  # A run of an earlier version has no fingerprints.
     for key in {**began, **given}:
-        before, now = (each.get(key, {"problems": 0, "sum": ""}) for each in (began, given))
-        if before["problems"] != now["problems"]:
-            yield f"{key} (the run has {before['problems']:,} problems, now {now['problems']:,})"
-        elif before["sum"] != now["sum"]:
+        before, after = (fingerprints.get(key, {"problems": 0, "sum": ""}) for fingerprints in (began, given))
+        if before["problems"] != after["problems"]:
+            yield f"{key} (the run has {before['problems']:,} problems, now {after['problems']:,})"
+        elif before["sum"] != after["sum"]:
             yield f"{key} (questions, answers or their order changed)"
 
 
@@ -190,26 +199,28 @@ def _both(key: str, before: object, now: object) -> str:
 def _other_shape(before: PolicyConfig, now: PolicyConfig) -> str:
     """Return the differences between the models' shapes; "" if equal, or if the first model no longer exists."""
     if before.model == now.model:
-        first, other = (each.shape or "cpu_default" for each in (before, now))
-        return "" if first == other else f"the run has the shape {first}, now {other}"
+        old_shape, new_shape = (policy.shape or "cpu_default" for policy in (before, now))
+        return "" if old_shape == new_shape else f"the run has the shape {old_shape}, now {new_shape}"
     if before.model is None or now.model is None:
         return f"the run has {before.model or 'the warm-started model'}, now {now.model or 'none'}"
     try:
-        held = asdict(read_shape(before.model))
+        old_settings = asdict(read_shape(before.model))
     except (ValueError, OSError):
         return ""
-    given = asdict(read_shape(now.model))
+    new_settings = asdict(read_shape(now.model))
     return ", ".join(
-        f"{key}: the run has {held[key]}, {now.model} has {given[key]}" for key in held if held[key] != given[key]
+        f"{key}: the run has {old_settings[key]}, {now.model} has {new_settings[key]}"
+        for key in old_settings
+        if old_settings[key] != new_settings[key]
     )
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Flatten nested settings into {dotted key: value}."""
-    found: dict[str, Any] = {}
+    flattened: dict[str, Any] = {}
     for key, value in settings.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return found
+        flattened |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flattened
 
 
 def with_kept_prompts(config: RunConfig) -> RunConfig:
@@ -236,8 +247,8 @@ def _changed_prompts(run: RunDirectory, saved: RunConfig, now: RunConfig) -> Ite
         before = saved.agents[name].prompt if name in saved.agents else None
         if not is_prompt_file(before) or not is_prompt_file(agent.prompt):
             continue
-        stem, other = (kept_name.rpartition("-")[0] for kept_name in (before, agent.prompt))
-        if before != agent.prompt and stem == other:
+        old_stem, new_stem = (kept_name.rpartition("-")[0] for kept_name in (before, agent.prompt))
+        if before != agent.prompt and old_stem == new_stem:
             agents.setdefault(before, []).append(f"agents.{name}.prompt")
     for before, keys in agents.items():
         yield (

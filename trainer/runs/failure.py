@@ -1,4 +1,4 @@
-"""The final message of a failed run: the error in one line, advice for a full disk, and how to resume."""
+"""Final message of a failed run: the error in one line, advice for a full disk, and how to resume."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def say_last(text: str) -> None:
     text = visible(text)  # torchrun prints it without escaping.
     print(text, file=sys.stderr, flush=True)
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        told = {"message": {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}}
+        report = {"message": {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}}
         with contextlib.suppress(OSError):  # The disk may be full, and the line is already printed.
-            Path(path).write_text(json.dumps(told), encoding="ascii")
+            Path(path).write_text(json.dumps(report), encoding="ascii")
 
 
 def failure_message(error: BaseException, run: RunDirectory, weights: Path | None = None) -> str:
@@ -38,7 +38,7 @@ def failure_message(error: BaseException, run: RunDirectory, weights: Path | Non
     weights: folder of the weight files, for a run with engines.
     """
     parts = [f"marsrl: the run failed: {type(error).__name__}: {error}"]
-    full = next((each for each in _chain(error) if isinstance(each, OSError) and each.errno in _FULL), None)
+    full = next((cause for cause in _chain(error) if isinstance(cause, OSError) and cause.errno in _FULL), None)
     if full is not None:
         parts.append(_no_room(full, run, weights))
     if not isinstance(error, CheckpointError):  # Its message already says how to resume.
@@ -51,22 +51,24 @@ def where_to_go_on(run: RunDirectory, *, is_refused: bool = False) -> str:
 
     is_refused: the same start would be refused again.
     """
-    words = f"run.name={run.path.name} run.resume="
-    then = "after fixing this, resume" if is_refused else "resume"
+    command = f"run.name={run.path.name} run.resume="
+    action = "after fixing this, resume" if is_refused else "resume"
     try:
         latest = run.latest_checkpoint()
     except (OSError, CheckpointError) as error:
-        return f"its last checkpoint is unknown: {error}; {words}previous resumes from the newest intact one"
+        return f"its last checkpoint is unknown: {error}; {command}previous resumes from the newest intact one"
     if latest is None:
-        again = f"{words}auto begins again at step 1" if run.has_begun else "its name can be reused"
+        again = f"{command}auto begins again at step 1" if run.has_begun else "its name can be reused"
         return f"it has no checkpoint yet (run.checkpoint_every): {again}"
     if problem := missing_or_cut(latest.path):
         earlier = [
             step for step in run.steps_on_disk() if step < latest.step and not missing_or_cut(run.checkpoint(step))
         ]
-        back = f"{words}previous goes back to step_{earlier[-1]}" if earlier else "no earlier one is intact"
+        back = f"{command}previous goes back to step_{earlier[-1]}" if earlier else "no earlier one is intact"
         return f"checkpoint {latest.path} is damaged ({problem}): {back}"
-    return f"checkpoint {latest.path} (step {latest.step}) is intact: {then} by adding {words}auto to the same command"
+    return (
+        f"checkpoint {latest.path} (step {latest.step}) is intact: {action} by adding {command}auto to the same command"
+    )
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
@@ -80,7 +82,7 @@ def _no_room(error: OSError, run: RunDirectory, weights: Path | None) -> str:
     advice = {run.path: "run.keep_checkpoints, another run.dir"}
     advice |= {weights: "another sync.directory"} if weights is not None else {}
     named = Path(error.filename) if error.filename else run.path
-    where = next((place for place in advice if named.is_relative_to(place)), named.parent)
+    where = next((folder for folder in advice if named.is_relative_to(folder)), named.parent)
     settings, free = f" ({advice[where]})" if where in advice else "", ""
     with contextlib.suppress(OSError):
         free = f" ({shutil.disk_usage(where).free / 2**20:.0f} MiB are free at {where})"

@@ -3,8 +3,8 @@
 Ranks wait for each other without a timeout (collective.py), and a collective cannot distinguish a dead rank from a slow one.
 torchrun stops the ranks of a machine when one of them dies, but not those of other machines.
 
-    rank r: beat/r = 1, 2, 3, ...  (every beat_s)        rank 0 watches all beats, the others rank 0's
-    a rank that finds a silent one: lost = "rank 17 ..." all ranks watch `lost`, and stop
+    rank r: beat/r = 1, 2, 3, ...  (every beat_s)        rank 0 watches all beats, other ranks watch rank 0's
+    a rank finds a silent rank: lost = "rank 17 ..."     all ranks watch `lost`, and stop
     the store's machine lost power: no answer, no error  noticed by a thread that does not query the store
     on the silent rank's machine: SIGKILL                torchrun would wait half a minute after SIGTERM
 """
@@ -75,7 +75,7 @@ class Heartbeat:
         self._answered = threading.Event()  # The store has answered since the last check.
         self._stopping = threading.Lock()  # Acquired, and never released, by the thread that stops this process.
         self._reason: str | None = None
-        self._is_interrupted = False  # Another rank was interrupted by the user.
+        self._is_interrupted = False  # True if the user interrupted another rank.
         self._error: BaseException | None = None  # The exception that this rank exits with.
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
         self._watch = threading.Thread(target=self._watch_store, name="heartbeat-store", daemon=True)
@@ -111,9 +111,9 @@ class Heartbeat:
                     self._reason, silent, self._is_interrupted = json.loads(self._store.get("lost"))
                     break
                 for r in self._watched:
-                    now = self._store.get(f"beat/{r}") if self._store.check([f"beat/{r}"]) else b""
-                    if now != counts[r]:
-                        counts[r], changed[r] = now, self._clock()
+                    newest = self._store.get(f"beat/{r}") if self._store.check([f"beat/{r}"]) else b""
+                    if newest != counts[r]:
+                        counts[r], changed[r] = newest, self._clock()
                 self._answered.set()
                 since = self._clock() - self._patience_s
                 lost = [r for r in self._watched if changed[r] < since and counts[r] != b"done"]
@@ -135,9 +135,9 @@ class Heartbeat:
             else:
                 is_interrupted = isinstance(self._error, KeyboardInterrupt)
                 how = "was interrupted" if is_interrupted else f"ended with {type(self._error).__name__}: {self._error}"
-                told = f"rank {self._rank} ({socket.gethostname()}) {how}"
-                self._store.set("lost", json.dumps([told, [], is_interrupted]))
-        except RuntimeError as error:  # The others have exited, or the body was first to notice a lost store.
+                message = f"rank {self._rank} ({socket.gethostname()}) {how}"
+                self._store.set("lost", json.dumps([message, [], is_interrupted]))
+        except RuntimeError as error:  # Other ranks have exited, or the body was first to notice a lost store.
             if isinstance(self._error, dist.DistNetworkError):
                 self._reason, _ = self._store_is_gone(f"the store does not answer ({first_line(error)})")
 
@@ -189,16 +189,16 @@ def heartbeat(silence_s: float, go_on: Callable[[], str]) -> Heartbeat:
 
 def _place(beat: bytes) -> str:
     """Return the machine and process of a beat; "" if there was none, or the rank had finished."""
-    words = beat.decode().split(" ")
-    return f" ({words[1]}, process {words[2]})" if len(words) == 3 else ""
+    fields = beat.decode().split(" ")
+    return f" ({fields[1]}, process {fields[2]})" if len(fields) == 3 else ""
 
 
 def _kill_sibling(beat: str) -> None:
     """Send SIGKILL to the process of a beat if it is a child of our launcher: pids are meaningful on one machine only."""
-    words = beat.split(" ")
-    if len(words) != 3:
+    fields = beat.split(" ")
+    if len(fields) != 3:
         return
-    _, host, pid = words
+    _, host, pid = fields
     with contextlib.suppress(OSError):  # The process has ended, or there is no /proc.
         parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
         if host == socket.gethostname() and parent == os.getppid():

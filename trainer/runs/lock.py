@@ -20,7 +20,7 @@ class RunLock:
     The kernel releases an flock when the last process that holds it dies, so kill -9 leaves nothing to clean up; the
     file stays and names its last holder. On NFS the lock works across hosts.
 
-    warning: for the user, if the file system has no locks, so that a second run cannot be prevented.
+    warning: text for the user if the file system has no locks, so that a second run cannot be prevented.
     """
 
     def __init__(self, run: RunDirectory) -> None:
@@ -78,10 +78,13 @@ def why_held(run: RunDirectory) -> str:
 
 
 def standing(run: RunDirectory) -> str:
-    """Return the run's state. running: another process writes it; finished; stopped, or killed; not
-    finished: no process is known to have written it. A process that writes its own report does not count as running."""
-    held = why_held(run)
-    if held and f" process {os.getpid()} on " not in held:
+    """Return the run's state in words.
+
+    running: another process writes the run; finished; stopped, or killed; not finished: no process is known to have written it.
+    A process that writes its own report does not count as running.
+    """
+    why = why_held(run)
+    if why and f" process {os.getpid()} on " not in why:
         return "running"
     return "finished" if run.summary.exists() else "stopped" if run.lock.exists() else "not finished"
 

@@ -1,7 +1,7 @@
-"""manifest.json of a checkpoint: size and CRC-32 of every file, and a checksum of itself.
+"""Manifest of a checkpoint, manifest.json: size and CRC-32 of every file, and a checksum of itself.
 
-CRC-32 detects all burst errors of up to 32 bits and all but one in 2^32 of the others; it does not protect against attackers.
-zlib's runs at 1.5 GB/s on one core and releases the GIL.
+CRC-32 detects all burst errors of up to 32 bits and all but one in 2^32 other errors; it does not protect against attackers.
+zlib computes it at 1.5 GB/s on one core and releases the GIL.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class FileSum:
 
 
 class DamagedError(RuntimeError):
-    """The manifest itself is missing or damaged; the message names it."""
+    """Raised if the manifest itself is missing or damaged; the message names it."""
 
 
 def file_sum(path: Path) -> FileSum:
@@ -77,9 +77,9 @@ def damage(folder: Path, part: int = 0, num_parts: int = 1) -> list[str]:
         sums = read_manifest(folder)
     except DamagedError as error:
         return [str(error)]
-    found = [line for name in list(sums)[part::num_parts] if (line := _difference(folder / name, sums[name]))]
+    differing = [line for name in list(sums)[part::num_parts] if (line := _difference(folder / name, sums[name]))]
     strangers = sorted(_names(folder) - sums.keys()) if part == 0 else []
-    return found + [f"{folder / name} is not in {NAME}; remove it if it is yours" for name in strangers]
+    return differing + [f"{folder / name} is not in {NAME}; remove it if it is yours" for name in strangers]
 
 
 def missing_or_cut(folder: Path) -> str | None:
@@ -101,8 +101,8 @@ def _other_size(path: Path, expected: FileSum) -> str | None:
 def _difference(path: Path, expected: FileSum) -> str | None:
     if problem := _other_size(path, expected):
         return problem
-    found = file_sum(path)
-    return None if found == expected else f"{path} has checksum {found.crc32:08x}, expected {expected.crc32:08x}"
+    actual = file_sum(path)
+    return None if actual == expected else f"{path} has checksum {actual.crc32:08x}, expected {expected.crc32:08x}"
 
 
 def _names(folder: Path) -> set[str]:

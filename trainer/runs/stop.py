@@ -25,12 +25,12 @@ class Stopped(KeyboardInterrupt):
 @contextmanager
 def handlers_restored() -> Iterator[None]:
     """Restore the handlers of SIGINT and SIGTERM after the body. Main thread only."""
-    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
     finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
 
 
 def interrupt(signum: int, frame: FrameType | None) -> None:
@@ -41,8 +41,11 @@ def interrupt(signum: int, frame: FrameType | None) -> None:
 
 
 def let_first_rank_end(launcher: int) -> None:
-    """Wait for torchrun, if it is alive, to end this rank. torchrun ends all ranks once one has ended, and rank 0 exits last:
-    SIGTERM while Ray shuts down would kill it before it prints its last line."""
+    """Wait for torchrun, if it is alive, to end this rank.
+
+    torchrun ends all ranks once one has ended, and rank 0 exits last: SIGTERM while Ray shuts down would kill rank 0 before it
+    prints its last line.
+    """
     signal.signal(signal.SIGTERM, interrupt)
     with suppress(KeyboardInterrupt):
         if os.getppid() == launcher:
@@ -50,8 +53,10 @@ def let_first_rank_end(launcher: int) -> None:
 
 
 def has_ended(launcher: int) -> bool:
-    """Return True if torchrun, this process's parent, has ended, or ends within _GONE_S: the connections of a killed
-    process close before its children get another parent."""
+    """Return True if torchrun, this process's parent, has ended, or ends within _GONE_S.
+
+    The connections of a killed process close before its children get another parent.
+    """
     end = time.monotonic() + _GONE_S
     while os.getppid() == launcher and time.monotonic() < end:
         time.sleep(0.02)
@@ -65,7 +70,9 @@ def end_now() -> None:
 
 
 class StopSignals:
-    """Recorder of the first SIGINT or SIGTERM (is_asked), which the run checks where it can stop. A second one ends it at once.
+    """Recorder of the first SIGINT or SIGTERM (is_asked), which the run checks where it can stop.
+
+    A second signal ends the run at once.
 
     clock: seconds.
     """
@@ -78,22 +85,24 @@ class StopSignals:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Record signals in the body, and after an error in it, because the duplicate of a Ctrl-C must not disturb the exit
-        (handlers_restored ends that). Main thread only."""
-        before = {each: signal.signal(each, self._note) for each in (signal.SIGINT, signal.SIGTERM)}
+        """Record signals in the body, and after an error in it. Main thread only.
+
+        The duplicate of a Ctrl-C must not disturb the exit; handlers_restored ends the recording.
+        """
+        before = {signum: signal.signal(signum, self._note) for signum in (signal.SIGINT, signal.SIGTERM)}
         yield
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
-        now, is_alone = self._clock(), _ends_now.is_set() or os.getppid() != self._parent
+        now_s, is_alone = self._clock(), _ends_now.is_set() or os.getppid() != self._parent
         if not self.is_asked and not is_alone:
-            self.is_asked, self._asked_s = True, now
+            self.is_asked, self._asked_s = True, now_s
             print(
                 "marsrl: stopping after saving the last finished step; press Ctrl-C again to stop at once",
                 file=sys.stderr,
             )
-        elif is_alone or now - self._asked_s > _SAME_S:
+        elif is_alone or now_s - self._asked_s > _SAME_S:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             raise KeyboardInterrupt
