@@ -114,4 +114,4 @@ def _new_folder(name: str) -> Path:
     try:
         return claim(EVALUATIONS, name)
     except OSError as error:
-        raise ValueError(f"{EVALUATIONS}: {error.strerror}; give a folder that can be written to by --out") from error
+        raise ValueError(f"{EVALUATIONS}: {error.strerror}; set a writable folder with --out") from error

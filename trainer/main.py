@@ -50,11 +50,11 @@ def main(arguments: list[str] | None = None) -> int:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--config", help="YAML file, or a preset's name; where it is silent, the task's preset holds")
+    parser.add_argument("--config", help="YAML file or preset name; other values come from the task's preset")
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="check everything, print the batch arithmetic, the placement and what becomes of run.name, then exit",
+        help="check everything, print the batch arithmetic, the placement and the use of run.name, then exit",
     )
     parser.add_argument("--full", action="store_true", help="with --dry-run: also print every resolved setting, last")
     parser.add_argument("settings", nargs="*", metavar="key.sub=value", help="settings that override the file")

@@ -19,10 +19,10 @@ from marsrl.trainer.visible import log_visibly, visible
 if TYPE_CHECKING:
     from rich.console import Console
 
-CONFIG = "YAML file, or a preset's name; where it is silent, the task's preset holds"
+CONFIG = "YAML file or preset name; other values come from the task's preset"
 Config = Annotated[str | None, typer.Option("--config", metavar="FILE", help=CONFIG)]
 Settings = Annotated[
-    list[str] | None, typer.Argument(metavar="key.sub=value", help="settings, over those of the file; later ones win")
+    list[str] | None, typer.Argument(metavar="key.sub=value", help="settings that override the file; later ones win")
 ]
 
 
@@ -92,7 +92,7 @@ def console(width: int) -> Console:
 
 
 def run_directory(path: str) -> Path:
-    """The directory of a run; ValueError if it is none."""
+    """Return the directory of a run; ValueError if it is not one."""
     if not (Path(path) / "config.yaml").is_file():
         raise ValueError(f"{path} is not a run directory: it has no config.yaml")
     return Path(path)

@@ -16,10 +16,10 @@ def curate(
     words: Annotated[
         list[str], Argument(metavar="INPUT", help="jsonl, parquet or HF dataset directory; or key.sub=value")
     ],
-    out: Annotated[Path, Option(metavar="DIR", help="directory; where it has begun, it goes on")],
+    out: Annotated[Path, Option(metavar="DIR", help="output directory; an unfinished one is resumed")],
     config: Config = None,
 ) -> int:
-    """Choose the problems that are worth training on: rules, near-duplicates, judges, and how often a team is right."""
+    """Select the problems worth training on: rules, near-duplicates, judges, and the accuracy of a team."""
     from marsrl.commands.curate import command
     from marsrl.commands.curate.rows import CurationStopped
 
@@ -40,16 +40,16 @@ def check_answers(
         ),
     ] = None,
     config: Config = None,
-    problems: Annotated[int, Option(min=1, help="problems tried at most, a seeded draw")] = 200,
-    seed: Annotated[int, Option(help="of the draw of problems, and of what is altered in their references")] = 0,
+    problems: Annotated[int, Option(min=1, help="maximum number of problems, drawn with --seed")] = 200,
+    seed: Annotated[int, Option(help="seed of the problems and of the alterations of their references")] = 0,
     out: Annotated[
-        Path | None, Option(metavar="FILE", help="also write the misjudged answers, a JSON object a line")
+        Path | None, Option(metavar="FILE", help="also write the misjudged answers, one JSON object per line")
     ] = None,
 ) -> int:
-    """Try the judge of a file's problems: their references in other notations must be paid, and other answers must not.
+    """Test the judge of a file's problems: references in other notations must be rewarded, wrong answers must not.
 
-    Each reference is judged as it stands and in other notations, and so are answers made from it that certainly differ: a digit
-    changed, an element dropped, a tiny constant, `proof`. Exits with 1 if an answer is misjudged.
+    Each reference is judged as it is and in other notations. Wrong answers made from it are judged too: a changed digit, a
+    missing element, a tiny constant, `proof`. Exits with 1 if an answer is misjudged.
     """
     from marsrl.commands.check_answers import command
     from marsrl.commands.cli.command import console
@@ -69,14 +69,14 @@ def check_answers(
 
 @command("data", "marsrl make-facts /tmp/facts")
 def make_facts(
-    out: Annotated[str, Argument(help="directory; the files must not be there yet")],
+    out: Annotated[str, Argument(help="output directory; the files must not exist")],
     options: Annotated[
         list[str] | None,
         Argument(metavar="key=value", help="task_options of task=qa: people, max_hops, about=papers, ..."),
     ] = None,
-    train: Annotated[int, Option(min=1, help="questions to train on")] = 10_000,
-    held_out: Annotated[int, Option(min=1, help="questions to evaluate")] = 300,
-    seed: Annotated[int, Option(help="of the draw of questions")] = 0,
+    train: Annotated[int, Option(min=1, help="number of training questions")] = 10_000,
+    held_out: Annotated[int, Option(min=1, help="number of evaluation questions")] = 300,
+    seed: Annotated[int, Option(help="seed of the questions")] = 0,
 ) -> None:
     """Write the built-in world of linked facts as files: corpus.jsonl, papers.jsonl, train.jsonl and held_out.jsonl."""
     from marsrl.rollout.config import read_settings
@@ -95,13 +95,13 @@ def serve_retrieval(
     corpus: Annotated[str, Option(metavar="FILE", help="jsonl of {id, title, text} or {id, contents}")],
     index: Annotated[
         str | None,
-        Option(metavar="FILE", help="file that keeps the index for the next time (default: a temporary one)"),
+        Option(metavar="FILE", help="file for the index, reused next time (default: a temporary file)"),
     ] = None,
-    host: Annotated[str, Option(help="who reaches it can search")] = "127.0.0.1",
-    port: Annotated[int, Option(min=0, max=65535, help="0: any that is free")] = 8000,
-    top_k: Annotated[int, Option(min=1, max=100, help="documents for requests that do not say how many")] = 3,
+    host: Annotated[str, Option(help="address to listen on; everyone who can reach it can search")] = "127.0.0.1",
+    port: Annotated[int, Option(min=0, max=65535, help="port; 0: any free one")] = 8000,
+    top_k: Annotated[int, Option(min=1, max=100, help="documents per query, if the request does not set it")] = 3,
 ) -> None:
-    """Answer POST /retrieve over a corpus until Ctrl-C: as the retrieval servers of Search-R1 and Dr. MAS do."""
+    """Serve POST /retrieve for a corpus until Ctrl-C: the API of the retrieval servers of Search-R1 and Dr. MAS."""
     from contextlib import closing
 
     from marsrl.rollout.imports import check_installed
@@ -117,18 +117,18 @@ def serve_retrieval(
 
 @command("data", 'marsrl tool search "the home of lotte holt"')
 def tool(
-    name: Annotated[str, Argument(metavar="TOOL", help="of the settings `tools`: search, scholar, ...")],
-    argument: Annotated[str, Argument(help="the text that it takes, or a JSON object of its arguments")],
+    name: Annotated[str, Argument(metavar="TOOL", help="name under the settings `tools`: search, scholar, ...")],
+    argument: Annotated[str, Argument(help="its text argument, or a JSON object of its arguments")],
     settings: Settings = None,
     config: Annotated[
         str | None,
         Option(
             metavar="FILE",
-            help="YAML file, or a preset's name; without one task=qa holds, with the built-in documents and papers",
+            help="YAML file or preset name; default: task=qa with the built-in documents and papers",
         ),
     ] = None,
 ) -> int:
-    """Call one tool as a team would, and show what it says and how long it took; exits with 1 where that is an error."""
+    """Call one tool as a team would, and print its output and duration; exits with 1 if the output is an error."""
     from marsrl.commands.tool_call import call_tool
     from marsrl.trainer.config.read import read_config
 

@@ -18,18 +18,18 @@ from marsrl.trainer.visible import visible
 def view(
     runs: Annotated[list[str] | None, Argument(metavar="RUN", help="run directories; several are compared")] = None,
     demo: Annotated[bool, Option("--demo", help="show the recorded run that comes with marsrl")] = False,
-    port: Annotated[int, Option(min=0, max=65535, help="on 127.0.0.1; 0: any that is free")] = 0,
+    port: Annotated[int, Option(min=0, max=65535, help="port on 127.0.0.1; 0: any free one")] = 0,
     text: Annotated[
-        bool, Option("--text", help="no server: print where the runs are, and their last problems")
+        bool, Option("--text", help="print the progress of the runs and their last problems, without a server")
     ] = False,
 ) -> None:
-    """Look at runs in the browser, also while they go on: samples, curves, the pipeline, warnings. Until Ctrl-C."""
+    """Show runs in the browser, even during training: samples, curves, the pipeline, warnings. Stop with Ctrl-C."""
     from marsrl.commands.look.record import DEMO
 
     directories = [run_directory(each) for each in [*(runs or ()), *([str(DEMO)] if demo else [])]]
     if not directories:
         raise ValueError(
-            "no run is named; expected run directories, or --demo for the recorded run that comes with marsrl"
+            "found no run; expected run directories, or --demo for the recorded run that comes with marsrl"
         )
     if text:
         from marsrl.commands.look.text import print_run
@@ -47,7 +47,7 @@ def view(
 
 @command("look", "marsrl report runs/cpu_default-20260101-120000")
 def report(run: Annotated[str, Argument(help="a run's directory")]) -> None:
-    """Write report.html of a run, also of one that is still going."""
+    """Write report.html of a run, even during training."""
     from marsrl.commands.look.export import write_report
 
     print(write_report(run_directory(run)))
@@ -64,16 +64,16 @@ def evaluate(
         Path | None,
         Option(
             metavar="DIR",
-            help="keep every draw that has ended, and the numbers, here; an evaluation in it is resumed"
+            help="save finished draws and the numbers here; an evaluation in it is resumed"
             " (default: a new folder, evaluations/NAME-TIME)",
         ),
     ] = None,
 ) -> int:
     """Evaluate a team without training it: each agent and the whole team, with 95% intervals.
 
-    With a run's directory among the settings: its team and settings, with the weights of its latest checkpoint; with
-    RUN/checkpoints/best: of its best evaluation on the way. Ctrl-C keeps the draws that have ended and names the command that
-    resumes.
+    To evaluate a run, pass its directory among the settings: its team and settings apply, with the weights of its latest
+    checkpoint. With RUN/checkpoints/best, the weights are those of its best evaluation. Ctrl-C keeps finished draws and prints
+    the command to resume.
     """
     from marsrl.trainer.config.origin import check_words
     from marsrl.trainer.config.read import read_config
@@ -84,7 +84,7 @@ def evaluate(
     runs = [word for word in settings or () if "=" not in word]
     if len(runs) > 1 or (runs and config is not None):
         raise ValueError(
-            f"found {', '.join(runs)}; expected settings as KEY=VALUE, or one run's directory without --config beside it"
+            f"found {', '.join(runs)}; expected settings as KEY=VALUE, or one run's directory without --config"
         )
     if not runs:
         read, origin = read_config(config, words, trains=False)  # before the imports below, which take seconds
@@ -119,10 +119,10 @@ def compare(
     ],
     html: Annotated[
         str | None,
-        Option(metavar="FILE", help="also write this page of `marsrl view` to a file, which needs no server"),
+        Option(metavar="FILE", help="also write the comparison page of `marsrl view` to a file that needs no server"),
     ] = None,
 ) -> None:
-    """Set runs, or evaluations that were kept, side by side: curves, the last numbers, and paired differences with intervals."""
+    """Compare runs, or saved evaluations: curves, the last numbers, and paired differences with intervals."""
     from marsrl.commands.look import compare
 
     compare.compare(runs, html, console(200))

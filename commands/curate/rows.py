@@ -106,7 +106,7 @@ def encoded(value: Mapping[str, Any]) -> bytes:
     except UnicodeEncodeError:  # a lone surrogate in an unused field
         return json.dumps(json.loads(text)).encode("ascii") + b"\n"
     except (TypeError, RecursionError) as error:
-        raise BadLine(f"a field of the row is not for JSON: {error}") from error
+        raise BadLine(f"a field of the row cannot be written as JSON: {error}") from error
 
 
 def _nearest(value: Any) -> str:
@@ -180,6 +180,6 @@ class MissingShare:
         if self._num_missing > self._most * self._num_rows:
             raise CurationStopped(
                 f"{self._num_missing} of {self._num_rows} questions could not be judged, which is more than "
-                f"{self._key} = {self._most:g}; last: {last}. What was answered is kept: see to the model or its prompt, or "
+                f"{self._key} = {self._most:g}; last: {last}. Answers are kept: fix the model or its prompt, or "
                 "raise the share, and run the command again"
             )

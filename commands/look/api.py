@@ -224,7 +224,7 @@ def tokens(catalog: Catalog, step: int, line: int) -> dict[str, Any]:
 def _place(text: str) -> tuple[int, int]:
     step, dot, line = text.partition(".")
     if not (dot and step.isdecimal() and line.isdecimal() and len(text) < 20):
-        raise ValueError(f"{text[:40]!r} is no sample; expected step.line")
+        raise ValueError(f"{text[:40]!r} is not a sample; expected step.line")
     return int(step), int(line)
 
 

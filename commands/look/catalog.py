@@ -291,7 +291,7 @@ class Catalog:
         files = {step: self.run.samples / f"step_{step}.parquet" for step in lines}
         found = {each.uid: each for step, file in files.items() for each in read_samples(file, lines[step])}
         if missing := sorted({row.uid for row in rows} - found.keys()):
-            raise ValueError(f"{missing[0]} is not in its file any more: a step that is played again has a new file")
+            raise ValueError(f"{missing[0]} is no longer in its file: a repeated step has a new file")
         return found
 
     def deepest(self, *, last: bool, num: int) -> list[str]:
@@ -315,7 +315,7 @@ class Catalog:
         Raises ValueError: an unknown flag, or words without a letter or digit.
         """
         if unknown := set(wanted.flag) - FLAGS.keys():
-            raise ValueError(f"{sorted(unknown)} is nothing to filter by; expected some of {', '.join(FLAGS)}")
+            raise ValueError(f"{sorted(unknown)} is not a filter; expected some of {', '.join(FLAGS)}")
         conditions, values = _conditions(wanted)
         num = None if wanted.words else self._all(f"SELECT count(*) FROM samples WHERE {conditions}", values)[0][0]
         below, place = conditions, values

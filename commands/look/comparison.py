@@ -225,7 +225,7 @@ def _settings(run: RunDirectory) -> dict[str, str]:
         try:
             found = yaml.safe_load(file.read_bytes())
         except yaml.YAMLError as error:
-            raise ValueError(f"{file} is no YAML: {error}") from error
+            raise ValueError(f"{file} is not YAML: {error}") from error
         for key, value in flat(found).items() if isinstance(found, dict) else ():
             told.setdefault(key, []).append(str(value))
     return {key: ", then ".join(dict.fromkeys(values)) for key, values in told.items()}

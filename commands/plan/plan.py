@@ -118,7 +118,7 @@ def make_plan(config: RunConfig, num_gpus: int, gpu_name: str, mean_response: fl
     if engine_gpus >= num_gpus:
         raise ConfigError(
             f"rollout: {' + '.join(f'{each.engines} engines x {each.vllm.tensor_parallel} GPUs' for each in served)} = "
-            f"{engine_gpus} GPUs, and --gpus is {num_gpus}: none is left to train on; lower rollout.engines or "
+            f"{engine_gpus} GPUs, but --gpus is {num_gpus}: none is left for training; lower rollout.engines or "
             "policies.<name>.engines, or give more"
         )
     trainers = num_gpus - engine_gpus

@@ -140,7 +140,7 @@ def _checked(config: RunConfig) -> tuple[Demonstrations, list[str]]:
         raise ConfigError(f"run.device is {config.run.device}: {reason}")
     file = config.data.demonstrations
     if file is None:
-        raise ConfigError("data.demonstrations is not set: name a jsonl file of what agents should have written")
+        raise ConfigError("data.demonstrations is not set: set a jsonl file of demonstrations")
     refuse(why_not_together(config.trained_policies))
     refuse(why_not_offloaded(config))
     renderers, longest = dict[str, ChatRenderer](), dict[str, int]()
@@ -162,7 +162,7 @@ def _differing(directory: RunDirectory, config: RunConfig, fingerprint: Mapping[
 
     Raises ConfigError: demonstrations, the section sft or the seed differ, which decide what a step trains.
     """
-    key = f"run.resume={config.run.resume}: {directory.path} cannot go on with"
+    key = f"run.resume={config.run.resume}: {directory.path} cannot continue with"
     if directory.data.is_file() and json.loads(directory.data.read_bytes()) != fingerprint:
         raise ConfigError(f"{key} other demonstrations than it began with; set data.demonstrations back")
     saved = saved_config(directory)

@@ -101,7 +101,9 @@ def test_tables_and_several_inputs_keep_every_field(capsys: Any) -> None:
     assert cli.main(["curate", "a.parquet", "b.jsonl", "--out", "out"]) == 0, capsys.readouterr().err
     first = {"problem": WORDS[0], "answer": 3, "day": "2026-01-02", "blob": None}
     assert curated() == [first, {"query": WORDS[2], "ans_box": "7"}]
-    assert dropped("read") == [("0/a.parquet:2", "unreadable row: a field of the row is not for JSON: it is bytes")]
+    assert dropped("read") == [
+        ("0/a.parquet:2", "unreadable row: a field of the row cannot be written as JSON: it is bytes")
+    ]
 
 
 def test_a_field_names_the_level(capsys: Any) -> None:

@@ -143,7 +143,7 @@ class Half(Open):
     ("word", "said"),
     [
         ("judge.max_response_tokens=1000000", "judge.max_response_tokens is 1000000, but policies.judge.model knows"),
-        ("judge=null", "policies.judge: neither an agent .* nor the judge .* has it; take it out"),
+        ("judge=null", "policies.judge: no agent .* and no judge .* uses it; remove it"),
     ],
 )
 def test_a_judge_has_room_for_its_words_and_work(word: str, said: str, tmp_path: Path, model: Path) -> None:

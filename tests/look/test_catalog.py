@@ -164,7 +164,7 @@ def test_a_run_that_goes_on_is_followed_and_a_step_played_again_replaces_its_sam
     step_files(run.samples)[0].unlink()
     catalog.refresh()
     assert {row.uid for row in all_found(catalog, Filter())[0] if row.step == 2} == {"again"}
-    with pytest.raises(ValueError, match="new is not in its file any more"):
+    with pytest.raises(ValueError, match="new is no longer in its file"):
         catalog.records(rows[:1])
     assert not [row for row in all_found(catalog, Filter())[0] if row.step == 0]
     assert not all_found(catalog, Filter(words="zebra"))[0] and all_found(catalog, Filter(words="quagga"))[0]

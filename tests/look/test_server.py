@@ -80,7 +80,7 @@ def test_what_cannot_be_answered_says_why(stranger: TestClient) -> None:
         ("samples?run=7", "run is 7; there are 2"),
         ("samples?run=0&low=nan", "finite number"),
         *((f"samples?run=0&before={at}", "expected step.line") for at in ("1", "1.", "x.1", "1.x", f"1.{10**18}")),
-        ("samples?run=0&flag=bad", "nothing to filter by"),
+        ("samples?run=0&flag=bad", "is not a filter"),
         ("samples?run=0&words=%2B-", "no letter or digit"),
         ("samples?run=0&nothing=1", "cannot be read"),
         ("sample?run=0&step=1&line=1", "has not been read yet"),

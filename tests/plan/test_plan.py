@@ -245,8 +245,8 @@ OTHER = ["agents.verifier1.policy=judge", "policies.judge={model: Qwen3-4B, engi
     ("words", "says"),
     [
         (["--gpus", "64", "--gpu", "tpu"], "h100-80g"),
-        (["--gpus", "8"], "12 engines x 4 GPUs = 48 GPUs, and --gpus is 8: none is left to train on"),
-        (["--gpus", "60", *OTHER], "12 engines x 4 GPUs + 3 engines x 4 GPUs = 60 GPUs, and --gpus is 60"),
+        (["--gpus", "8"], "12 engines x 4 GPUs = 48 GPUs, but --gpus is 8: none is left for training"),
+        (["--gpus", "60", *OTHER], "12 engines x 4 GPUs + 3 engines x 4 GPUs = 60 GPUs, but --gpus is 60"),
         (["--gpus", "8", "rollout.engines=9"], "or give more (rollout.engines: command line)"),
         (["--gpus", "64", "policies.main.model=Llama-7B"], "Llama-7B is none of the models whose shape is known"),
         (["--gpus", "1000000000000"], "65536"),

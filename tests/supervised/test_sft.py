@@ -95,10 +95,10 @@ def test_the_loss_falls_and_a_run_that_goes_on_equals_an_unbroken_one(
     (Path("runs/killed/checkpoints/latest")).write_text("step_4\n")  # in the second epoch
     again = ["run.name=killed", "run.resume=auto"]
     assert cli.main(["sft", *words, *again, "sft.batch=2"]) == 2
-    assert "cannot go on with another section sft" in capsys.readouterr().err
+    assert "cannot continue with another section sft" in capsys.readouterr().err
     Path("other.jsonl").write_text(Path("demos.jsonl").read_text().replace("seven", "three"))
     assert cli.main(["sft", *words, *again, "data.demonstrations=other.jsonl"]) == 2
-    assert "cannot go on with other demonstrations" in capsys.readouterr().err
+    assert "cannot continue with other demonstrations" in capsys.readouterr().err
     assert cli.main(["sft", *words, *again]) == 0
     whole, killed = (load_file(f"runs/{name}/hf/model.safetensors") for name in ("whole", "killed"))
     assert all(torch.equal(whole[name], killed[name]) for name in whole)

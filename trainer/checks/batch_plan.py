@@ -62,7 +62,7 @@ def why_not_one_micro_batch(config: RunConfig, world_size: int) -> str | None:
     if of_update <= (room := config.trainer.max_tokens_per_micro_batch):
         return None
     return (
-        f"mpt.scope=batch needs one micro-batch a rank and update, whose completions can have {of_update:,} tokens: raise "
+        f"mpt.scope=batch needs one micro-batch per rank and update, whose completions can have {of_update:,} tokens: raise "
         f"trainer.max_tokens_per_micro_batch, {room:,} now, or set mpt.scope=sample"
     )
 
@@ -85,8 +85,8 @@ def longest_sequence(config: RunConfig, policy: str) -> int:
         longest.append(config.judge.max_input_tokens + config.judge.max_response_tokens)
     if not longest:
         raise ValueError(
-            f"policies.{policy}: neither an agent (agents.<name>.policy, or teacher.policy) nor the judge (judge.policy) has "
-            "it; take it out"
+            f"policies.{policy}: no agent (agents.<name>.policy, or teacher.policy) and no judge (judge.policy) uses it; "
+            "remove it"
         )
     return max(longest)
 

@@ -81,7 +81,7 @@ def check_machine(config: RunConfig, host: TrainerHost) -> None:
         )
     if is_rank_0():  # other ranks may be on other hosts, with other GPUs and folders
         if sync.directory is not None and not os.access(sync.directory, os.W_OK | os.X_OK):
-            raise ConfigError(f"sync.directory is {sync.directory}, which is no folder that can be written to: make it")
+            raise ConfigError(f"sync.directory is {sync.directory}, which is not a writable folder; create it")
         if found := refusals_of(config, host):
             raise ConfigError("; ".join(found))
     if importlib.util.find_spec("vllm") is not None:  # otherwise the engines' hosts check them
