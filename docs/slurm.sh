@@ -11,11 +11,10 @@
 # Submitted once more with run.resume=auto behind them it goes on. From the checkout, with .venv/bin on PATH.
 set -euo pipefail
 export TRAINERS=${TRAINERS:-1} RANKS=${RANKS:-8} RAY_AUTH_MODE=token
-ray get-auth-token --generate >/dev/null  # ~/.ray/auth_token, which all hosts see, if it is not there yet
 mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export FIRST=${hosts[0]}
 for host in "${hosts[@]:TRAINERS}"; do
-  srun --nodes=1 --ntasks=1 --nodelist="$host" ray start --address="$FIRST:6379" --block &  # waits for rank 0
+  srun --nodes=1 --ntasks=1 --nodelist="$host" bash -c 'while sleep 5; do ray start --address="$FIRST:6379" --block; done' &
 done
 trap 'kill $(jobs -p) 2>/dev/null || true; wait' EXIT
 trainers=$(IFS=,; echo "${hosts[*]:0:TRAINERS}")

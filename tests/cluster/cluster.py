@@ -84,8 +84,9 @@ def fill(box: Box) -> None:
 
 
 def lend(host: Host, command: str, logs: Path) -> subprocess.Popen[bytes]:
-    """The command is `ray start`; the host offers one core, for one engine."""
-    return host.start(f"{command} --num-cpus=1", logs / f"join-{host.name}.log", **TOKEN)
+    """The command is `ray start`, here in the documented loop; the host offers one core, for one engine."""
+    loop = f"while sleep 1; do {command} --num-cpus=1; done"
+    return host.start(f"bash -c {shlex.quote(loop)}", logs / f"join-{host.name}.log", **TOKEN)
 
 
 def play(host: Host, logs: Path) -> subprocess.Popen[bytes]:
