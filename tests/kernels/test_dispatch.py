@@ -48,7 +48,7 @@ def test_one_op_can_be_forced_and_the_others_choose(monkeypatch):
         first()
 
 
-def test_without_a_device_ops_are_served_by_the_library_and_triton_says_why_not(monkeypatch):
+def test_without_a_gpu_the_library_serves_and_triton_says_why(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     found = {each.op: each for each in explain()}
     assert {found[op].chosen for op in ("linear_policy_loss", "sequence_sums", "group_advantage")} == {"cpu"}

@@ -83,7 +83,7 @@ def test_a_frozen_input_changes_no_other_gradient(served):
 
 
 @pytest.mark.parametrize("name, tier", [each for each in WITH_GRADIENTS if each[1] != "reference"])
-def test_a_learner_may_come_after_an_evaluation_in_inference_mode(served, monkeypatch):
+def test_training_works_after_evaluation_in_inference_mode(served, monkeypatch):
     """What a process keeps is written by both, and what inference mode has made cannot be written outside of it."""
     monkeypatch.setattr(host_memory._kept, "buffer", None, raising=False)
     padded_by_length.cache_clear()
@@ -116,5 +116,5 @@ def test_a_row_that_is_not_finite_is_plain_pytorchs_and_no_other(kind, implement
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("setting", FEW if IS_INTERPRETED else SETTINGS)
-def test_what_a_trained_token_reads_makes_the_loss_not_finite_and_nothing_else_does(setting, implementation):
+def test_only_values_read_by_trained_tokens_spoil_the_loss(setting, implementation):
     check_given_logprobs(setting, implementation)

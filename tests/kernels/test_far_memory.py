@@ -21,7 +21,7 @@ def test_every_tensor_is_read_however_far_apart_its_elements_lie(name, tier, mon
 
 @pytest.mark.slow  # 2.2 billion logits
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_behind_2_to_the_31_logits_has_the_values_of_its_own(dtype):
+def test_rows_beyond_2_to_the_31_logits_are_correct(dtype):
     """All rows have statistics; those at both ends, and around logit 2^31, also gradients, into which no others enter."""
     num_tokens, size, vocab = 14_208, 8, 151_936
     crossing = 2**31 // vocab

@@ -98,7 +98,7 @@ batches = st.integers(1, 24).flatmap(
     st.sampled_from(["biased", "none"]),
     st.randoms(),
 )
-def test_the_order_of_samples_and_a_shift_of_all_rewards_change_nothing(batch, normalise, std, random):
+def test_sample_order_and_reward_shift_change_nothing(batch, normalise, std, random):
     order = list(range(len(batch[0])))
     random.shuffle(order)
     found = advantage(*batch, normalise=normalise, std=std)

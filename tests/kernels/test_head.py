@@ -136,7 +136,7 @@ def test_rows_that_are_hard_for_a_softmax(columns, tier):
         compare_policy_loss(case, arguments, tier.dtype, tier.device)
 
 
-def test_a_logit_of_minus_infinity_has_no_probability_and_a_nan_stays_a_nan(tier):
+def test_minus_infinity_logits_have_probability_0_and_nan_stays(tier):
     hidden = torch.ones(2, 1, dtype=tier.dtype, device=tier.device)
     weight = torch.randn(70, 1).to(tier.device, tier.dtype)
     weight[30:] = -torch.inf
@@ -149,7 +149,7 @@ def test_a_logit_of_minus_infinity_has_no_probability_and_a_nan_stays_a_nan(tier
 
 
 @pytest.mark.parametrize("which", ["no tokens", "all masked", "no advantage"])
-def test_nothing_to_train_is_a_loss_of_zero_with_gradients_of_zero(which, tier):
+def test_an_empty_mask_gives_zero_loss_and_zero_gradients(which, tier):
     hidden, weight, targets, arguments = simple(
         0 if which == "no tokens" else 7, *tier.case[1:], tier.dtype, tier.device
     )
@@ -164,7 +164,7 @@ def test_nothing_to_train_is_a_loss_of_zero_with_gradients_of_zero(which, tier):
 
 
 @pytest.mark.parametrize("name", ["pseudo on-policy", "sequence ratio"])
-def test_main_grad_is_written_once_a_backward_and_never_by_a_forward(name, tier):
+def test_only_the_backward_writes_main_grad_and_only_once(name, tier):
     case = with_exact_logits(head_case(*tier.case))
     hidden, weight, targets = (each.to(tier.device) for each in case)
     hidden, weight = hidden.to(tier.dtype), weight.to(tier.dtype)
@@ -186,7 +186,7 @@ def test_main_grad_is_written_once_a_backward_and_never_by_a_forward(name, tier)
         (2.5 * first.loss).backward()
 
 
-def test_two_runs_give_the_same_bits_and_a_row_does_not_depend_on_those_beside_it(tier, monkeypatch):
+def test_results_are_bitwise_repeatable_and_rows_independent(tier, monkeypatch):
     case = with_exact_logits(head_case(*tier.case))  # no library promises an order for others
     hidden, weight, targets = (each.to(tier.device) for each in case)
     arguments = to_device(arguments_for(case, "k3, entropy bonus, tis"), tier.device)

@@ -35,6 +35,6 @@ def test_a_spoiled_result_is_refused(columns, dtype, spoiler):
         assert_accurate("product", wrong, exact, found, moved=moved, terms=32)
 
 
-def test_a_last_row_of_next_to_nothing_is_judged_with_those_before_it():
+def test_a_tiny_last_row_is_judged_with_the_rows_before_it():
     exact = torch.cat([torch.ones(32), torch.tensor([1e-9])]).double()
     assert_accurate("entropy", (exact + 3e-9).float(), exact, exact.float())

@@ -22,7 +22,7 @@ from marsrl.kernels.linear_logprob.reference import linear_logprob_reference
 
 @pytest.mark.parametrize("rows", [1, 7, 1000])
 @pytest.mark.parametrize("name", ["clip", "sequence ratio", "entropy bonus"])
-def test_bfloat16_gradients_are_right_by_products_of_bfloat16_and_of_float32(name, rows, monkeypatch):
+def test_bfloat16_gradients_are_right_by_both_kinds_of_products(name, rows, monkeypatch):
     """Whichever this CPU takes by itself. Statistics are float32 and the same to the bit."""
     chunks_of(rows, monkeypatch)
     monkeypatch.setattr(gemms, "HOST_TILE_ROWS", 50)
@@ -67,7 +67,7 @@ def narrow(request):
 
 
 @pytest.mark.parametrize("dtypes", [(torch.float32,) * 2, (torch.float16,) * 2, (torch.bfloat16, torch.float32)])
-def test_a_head_whose_float32_products_would_be_rounded_is_refused(dtypes, narrow):
+def test_a_head_refuses_rounded_float32_products(dtypes, narrow):
     hidden, weight, targets, arguments = simple()
     hidden, weight = hidden.detach().to(dtypes[0]), weight.detach().to(dtypes[1])
     reason = r"mkldnn.matmul.fp32_precision is '\w+', .*; call torch.set_float32_matmul_precision\('highest'\)"
@@ -78,7 +78,7 @@ def test_a_head_whose_float32_products_would_be_rounded_is_refused(dtypes, narro
 
 
 @pytest.mark.parametrize("name", ["clip", "sequence ratio"])  # gradients in the forward; logits computed again
-def test_a_bfloat16_head_is_as_exact_whatever_the_process_lets_float32_products_do(name, narrow):
+def test_a_bfloat16_head_ignores_float32_product_settings(name, narrow):
     case = head_case(40, 64, 300)
     compare_policy_loss(case, arguments_for(case, name), torch.bfloat16)
 
@@ -107,7 +107,7 @@ def test_no_call_changes_what_another_thread_computes_by(narrow, monkeypatch):
     assert set(seen) == {expected} and settings() == expected
 
 
-def test_a_log_prob_of_two_dtypes_is_that_of_the_numbers_as_they_are():
+def test_mixed_dtypes_give_the_log_prob_of_the_exact_numbers():
     hidden, weight, targets = torch.randn(20, 8).bfloat16(), torch.randn(70, 8), torch.randint(0, 70, (20,))
     mixed = linear_logprob(hidden, weight, targets)
     exact, _ = linear_logprob_reference(hidden.double(), weight.double(), targets, 1.0, 70)
@@ -126,7 +126,7 @@ def test_the_number_of_threads_is_not_seen(dtype, name):
     assert all(map(torch.equal, *found))
 
 
-def test_log_probs_entropy_and_gradients_are_those_of_the_softmax_over_the_support():
+def test_a_support_gives_the_softmax_over_its_columns():
     """By the definition, row by row."""
     columns = 131  # and padding
     hidden, weight, targets = head_case(40, 16, 160)

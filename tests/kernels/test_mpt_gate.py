@@ -25,7 +25,7 @@ def implementation(request, monkeypatch):
 
 
 @pytest.mark.parametrize("poison", [9.0, torch.nan])
-def test_a_sample_is_gated_by_its_own_mean_entropy_over_trained_tokens(poison):
+def test_the_gate_uses_mean_entropy_over_trained_tokens(poison):
     entropy, mask, cu_seqlens = case()
     entropy = torch.where(mask, entropy, poison)
     positive = torch.tensor([True, True, True, False])

@@ -54,7 +54,7 @@ def test_rows_of_a_mask_are_listed_in_order():
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_a_large_batch_is_packed_and_gated_without_a_wait(monkeypatch):
+def test_packing_and_gating_on_a_gpu_do_not_synchronise(monkeypatch):
     monkeypatch.setenv("MARSRL_KERNELS", "triton")
     lengths = torch.randint(1, 3000, (64,), device="cuda")
     num_tokens = int(lengths.sum())

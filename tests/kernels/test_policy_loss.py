@@ -78,7 +78,7 @@ def test_every_objective_of_given_logprobs_equals_its_definition(name, implement
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("name", BY_HAND)
-def test_clips_stop_the_gradient_and_log_ratios_are_clamped_to_20_nats_and_counted(name, implementation):
+def test_clips_stop_the_gradient_and_log_ratios_are_clamped(name, implementation):
     objective, advantage, given, expected = BY_HAND[name]
     inputs = {f"{key}_logprobs": torch.tensor([float(value)]) for key, value in given.items()}
 
@@ -91,7 +91,7 @@ def test_clips_stop_the_gradient_and_log_ratios_are_clamped_to_20_nats_and_count
     assert run(dropped=torch.tensor([True])) == (0, 0, 0)  # what is masked is counted as that alone
 
 
-def test_the_gate_masks_sure_tokens_of_its_samples_and_keeps_them_in_the_count():
+def test_the_gate_masks_sure_tokens_but_still_counts_them():
     for gate, expected in ((True, 0.0), (False, -2.0)):
         loss, slope, result = one_token(math.log(0.995), 2.0, PolicyObjective(), gate=torch.tensor([gate]))
         assert (loss, slope) == pytest.approx((expected, expected))
@@ -99,7 +99,7 @@ def test_the_gate_masks_sure_tokens_of_its_samples_and_keeps_them_in_the_count()
     assert one_token(math.log(0.98), 2.0, PolicyObjective(), gate=torch.tensor([True]))[1] == -2.0
 
 
-def test_a_weight_is_on_every_term_and_a_dropped_token_loses_every_term():
+def test_weights_scale_and_drops_remove_every_term_of_a_token():
     objective = PolicyObjective(kl="k1", kl_coef=0.5, entropy_coef=0.25)
     given = {"reference_logprobs": torch.tensor([math.log(0.5)])}
     loss, slope, _ = one_token(math.log(0.3), 2.0, objective, **given)

@@ -122,7 +122,7 @@ def test_a_nan_stays_in_its_row_and_reaches_the_weight_of_a_norm():
 
 
 @pytest.mark.parametrize("ours, eager", [(lambda x, w: rms_norm(x, w, eps=EPS), eager_norm), (swiglu, eager_swiglu)])
-def test_a_weight_of_another_dtype_has_a_gradient_of_it_and_float64_is_served(ours, eager):
+def test_weight_gradients_keep_their_dtype_and_float64_works(ours, eager):
     x, weight = torch.randn(8, 8, dtype=BF16), torch.rand(8, requires_grad=True)
     out = ours(x, weight)
     out.sum().backward()  # an expanded gradient

@@ -109,7 +109,7 @@ BREAKS = {
 
 
 @pytest.mark.parametrize("reason", BREAKS)
-def test_what_no_graph_can_hold_breaks_it_with_the_same_results_and_says_why(reason, group):
+def test_graph_breaks_keep_results_and_name_the_reason(reason, group):
     def caller(x, weight, main_grad):
         return BREAKS[reason](2 * x, weight, main_grad, group) * 3
 

@@ -13,7 +13,7 @@ from test_every_tier import (  # noqa: F401
     test_an_empty_batch_has_gradients_of_zero,
     test_autocast_changes_nothing,
     test_every_tensor_is_read_as_it_lies,
-    test_what_a_trained_token_reads_makes_the_loss_not_finite_and_nothing_else_does,
+    test_only_values_read_by_trained_tokens_spoil_the_loss,
 )
 from test_every_tier import test_the_defaults_are_not_used as defaults_are_not_used
 from triton.runtime.interpreter import GridExecutor
@@ -50,6 +50,6 @@ def launched(monkeypatch):
 
 
 @pytest.mark.parametrize("name, tier", TIERS)
-def test_kernels_run_on_the_device_of_their_tensors_whatever_the_default_device_and_dtype(served, launched):  # noqa: F811
+def test_kernels_run_on_their_tensors_device_despite_defaults(served, launched):  # noqa: F811
     defaults_are_not_used(served)
     assert launched

@@ -103,7 +103,7 @@ def test_one_gradient_alone_is_that_of_both(frozen):
         ({"frozen": True}, "no gradient is needed"),
     ],
 )
-def test_what_it_cannot_serve_is_refused_by_name_and_served_by_ours(changes, reason, monkeypatch):
+def test_unsupported_calls_name_the_reason_and_use_our_kernels(changes, reason, monkeypatch):
     dtype, frozen = changes.pop("dtype", BF16), changes.pop("frozen", False)
     hidden, weight, targets = head_case(6, changes.pop("size", 8), changes.pop("vocab", 128))
     hidden, weight = hidden.to(dtype).requires_grad_(not frozen), weight.to(dtype)
