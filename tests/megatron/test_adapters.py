@@ -58,7 +58,7 @@ def scored(policy: Learner, samples: list[TrainSequence]) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", ADAPTERS)
-def test_an_adapter_moves_alone_is_exported_as_it_is_held_and_trains_on_bit_for_bit(kind: str, tmp_path: Path) -> None:
+def test_only_the_adapter_trains_and_its_export_is_bitwise_equal(kind: str, tmp_path: Path) -> None:
     model = tiny.save_model(kind, tmp_path / "model")
     policy = adapted(model, kind)
     assert policy.adapter is not None
@@ -121,7 +121,7 @@ def test_the_reference_of_an_adapter_is_what_it_starts_from(start: bool, tmp_pat
     assert sum(sums[1]) > 1e-4
 
 
-def test_policies_with_weights_of_their_own_train_as_alone_to_the_bit(tmp_path: Path) -> None:
+def test_policies_with_separate_weights_train_as_if_alone(tmp_path: Path) -> None:
     model = tiny.save_model("qwen3_moe", tmp_path / "model")
 
     def new(lr: float) -> Learner:
@@ -163,7 +163,7 @@ def test_an_adapter_that_does_not_fit_is_refused(
         tiny.learner(model, adapter={**ADAPTERS[kind], "start": start, **settings})
 
 
-def test_an_adapter_with_one_pair_for_all_experts_is_started_from_once_it_is_split(tmp_path: Path) -> None:
+def test_an_adapter_shared_by_experts_can_start_once_split(tmp_path: Path) -> None:
     """PEFT with transformers 5 writes such ones."""
     import peft
 

@@ -80,7 +80,7 @@ def trained(model: Path, made: tuple[RunDirectory, list[float]], tmp_path: Path)
     return RunDirectory(shutil.copytree(run.path, tmp_path / run.path.name)), policy, losses
 
 
-def test_a_damaged_file_is_refused_by_name_and_the_previous_checkpoint_is_offered(
+def test_damaged_files_are_named_and_the_previous_save_offered(
     trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, policy, losses = trained
@@ -147,7 +147,7 @@ def test_an_asynchronous_save_holds_the_weights_of_its_step(
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_what_cannot_be_written_is_said_and_the_last_checkpoint_stays(trained: Trained, is_async: bool) -> None:
+def test_failed_writes_are_reported_and_keep_the_last_checkpoint(trained: Trained, is_async: bool) -> None:
     run, policy, _ = trained
     saves = writer(run, keep_last=1, is_async=is_async)
 

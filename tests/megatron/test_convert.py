@@ -78,7 +78,7 @@ def test_older_files_of_llama_have_the_rope_beside_its_scaling(tmp_path: Path) -
     assert read_shape(folder) == expected and expected.rope_scaling is not None
 
 
-def test_several_files_are_read_as_one_and_a_directory_without_any_is_refused(tmp_path: Path) -> None:
+def test_shards_are_read_as_one_and_an_empty_directory_refused(tmp_path: Path) -> None:
     folder = save_model("qwen3", tmp_path / "m")
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()

@@ -52,9 +52,7 @@ def found(request: pytest.FixtureRequest, done: tuple[Path, dict[str, Any]]) -> 
 
 
 @pytest.mark.parametrize("kind", ["nccl", "ipc"])
-def test_a_direct_sync_brings_what_files_bring_bit_for_bit_and_a_changed_bit_is_named(
-    found: dict[str, Any], kind: str
-) -> None:
+def test_direct_sync_equals_file_sync_and_names_a_changed_bit(found: dict[str, Any], kind: str) -> None:
     assert found[kind]["held"] == found["shm"]["held"]
     assert found[kind]["held"][0] == found[kind]["held"][1]
     assert found[kind]["bytes"] == found["shm"]["bytes"] > 9 * BUCKET
@@ -63,7 +61,7 @@ def test_a_direct_sync_brings_what_files_bring_bit_for_bit_and_a_changed_bit_is_
     assert "version 9: engine 1 does not hold what was sent: 1 of" in error and f"first {name} (checksum" in error
 
 
-def test_changes_alone_from_every_rank_bring_what_files_bring_and_all_is_sent_after_a_loss(
+def test_delta_sync_equals_file_sync_and_resends_after_a_loss(
     found: dict[str, Any],
 ) -> None:
     (first, whole, _), (changes, num_bytes, share) = found["changes"]["first"], found["changes"]["changes"]

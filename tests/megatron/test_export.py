@@ -51,7 +51,7 @@ def whole_run(folder: Path, *policies: Path) -> RunDirectory:
         ("mistral", "bfloat16", {}),
     ],
 )
-def test_a_directory_comes_back_bit_for_bit_and_so_do_trained_weights(
+def test_export_returns_loaded_and_trained_weights_bit_for_bit(
     kind: str, dtype: str, changes: dict[str, object], tmp_path: Path
 ) -> None:
     """From the learner, and by way of its checkpoint; transformers computes the learner's log-probs with them."""
@@ -113,7 +113,7 @@ def test_what_cannot_be_exported_is_refused(tmp_path: Path, capsys: pytest.Captu
     assert not (tmp_path / "new").exists()
 
 
-def test_a_run_is_evaluated_with_the_weights_of_its_latest_checkpoint_exported_once(
+def test_evaluate_exports_the_latest_checkpoint_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = save_model("qwen3", tmp_path / "in")
@@ -163,7 +163,7 @@ def test_a_run_is_evaluated_with_the_weights_of_its_latest_checkpoint_exported_o
         assert says in capsys.readouterr().err
 
 
-def test_a_checkpoint_that_lacks_a_part_is_called_torn_and_nothing_is_left(tmp_path: Path) -> None:
+def test_export_of_an_incomplete_checkpoint_leaves_nothing(tmp_path: Path) -> None:
     save(learner(save_model("qwen3", tmp_path / "in")), tmp_path / "main")
     config = json.loads((tmp_path / "main/hf/config.json").read_text())
     (tmp_path / "main/hf/config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))

@@ -41,7 +41,7 @@ def test_without_a_gpu_ours_are_chosen_and_doctor_says_why() -> None:
     assert told["megatron's fused gradient accumulation"] == (False, "PyTorch sees no CUDA device")
 
 
-def test_transformer_engine_is_chosen_where_it_imports_and_else_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transformer_engine_is_used_if_importable_else_named(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch, "FP8GlobalStateManager", "fp8_autocast")
     assert choose_layers().layers == choose_layers("transformer_engine").layers == "transformer_engine"
     assert choose_layers("ours").layers == "ours"
@@ -55,7 +55,7 @@ def test_transformer_engine_is_chosen_where_it_imports_and_else_named(monkeypatc
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "qwen2"])
-def test_a_model_of_its_layers_has_the_same_parameters_and_log_probs(
+def test_transformer_engine_layers_give_equal_log_probs(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """megatron's own layers and our norm in the place of TransformerEngine's, under its names; the wiring is the real one."""
@@ -82,7 +82,7 @@ def test_a_model_of_its_layers_has_the_same_parameters_and_log_probs(
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_attention_is_told_the_longest_sequence_and_whether_to_repeat_bitwise(
+def test_attention_gets_longest_sequence_and_determinism(
     deterministic: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     policy = learner(save_model("qwen2", tmp_path / "m"), deterministic=deterministic)

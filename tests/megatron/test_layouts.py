@@ -97,7 +97,7 @@ def test_two_ranks_train_as_one(reports: dict[str, Any], name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_rank_reads_what_it_holds_and_its_checkpoint_exports_what_was_trained(
+def test_ranks_read_only_their_shards_and_export_trained_weights(
     reports: dict[str, Any], name: str, tmp_path: Path
 ) -> None:
     read, held = reports[name]["loaded"]
@@ -150,9 +150,7 @@ def test_two_ranks_do_the_updates_of_one(reports: dict[str, Any], name: str, rou
 
 
 @pytest.mark.parametrize("case", [f"{kind}/{name}" for kind, own in ADAPTED.items() for name in own])
-def test_adapters_train_as_on_one_rank_and_their_checkpoints_go_on_and_are_exported(
-    case: str, reports: dict[str, Any], tmp_path: Path
-) -> None:
+def test_adapters_train_resume_and_export_as_on_one_rank(case: str, reports: dict[str, Any], tmp_path: Path) -> None:
     kind, _, name = case.partition("/")
     found, one = reports[f"adapters, {case}"], reports[f"adapters, {kind}/one"]
     assert found["numbers"] == pytest.approx(one["numbers"], rel=1e-4, abs=2e-6)  # norms, too
@@ -188,8 +186,6 @@ SHAPE = ModelShape("Qwen3MoeForCausalLM", 6, 32, 12, 6, 16, 24, 61, 128, 1e4, 1e
         ({"expert": 16}, 16, "on 16 rank.s. this would fit: expert 8$"),
     ],
 )
-def test_a_layout_that_does_not_fit_is_refused_with_the_nearest_that_does(
-    layout: dict[str, int], world: int, says: str
-) -> None:
+def test_an_unfit_layout_is_refused_with_the_nearest_fit(layout: dict[str, int], world: int, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         check(resolve(LayoutConfig(**layout)), SHAPE, world)

@@ -43,7 +43,7 @@ def test_the_gradient_does_not_depend_on_the_cut(tmp_path: Path) -> None:
     ("average", "mpt"),
     [(Average(), MptConfig(scope="batch", entropy=4.0, probability=0.02)), (Average("sequence", "agent"), None)],
 )
-def test_an_agents_share_of_the_gradient_is_that_of_a_step_in_which_others_have_no_advantage(
+def test_an_agents_gradient_equals_a_step_of_that_agent_alone(
     average: Average, mpt: MptConfig | None, tmp_path: Path
 ) -> None:
     """Without the router's balancing loss, which is no agent's. The step itself is untouched by what is measured."""
@@ -161,7 +161,7 @@ def test_one_rank_sends_itself_nothing(
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_recomputed_activations_and_overlap_give_the_same_gradient(recompute: str, tmp_path: Path) -> None:
+def test_recomputation_and_overlap_give_the_same_gradient(recompute: str, tmp_path: Path) -> None:
     """Kernels add the gradients of experts and head to DDP's buffer, DDP those of the other weights; its hooks, which overlap the
     reduction, see each weight once a micro-batch."""
     folder, batches = tiny.save_model("qwen3_moe", tmp_path / "m"), tiny.micro_batches(tiny.sequences(4), 2)
@@ -211,7 +211,7 @@ def test_token_advantages_train_as_supervised_learning(tmp_path: Path) -> None:
     assert sum(stats[-1].agent_sums["weighted_nll"]) < 0.8 * sum(stats[0].agent_sums["weighted_nll"])
 
 
-def test_a_second_policy_with_more_layers_trains_in_the_same_process(tmp_path: Path) -> None:
+def test_a_deeper_second_policy_trains_in_the_same_process(tmp_path: Path) -> None:
     for layers in (1, 3):
         folder = tiny.save_model("qwen3_moe", tmp_path / str(layers), num_hidden_layers=layers)
         assert tiny.step(tiny.learner(folder, router_aux_loss=0.05), [pack(tiny.sequences(6))]).grad_norm > 0
@@ -227,7 +227,7 @@ def test_batch_scope_wants_one_micro_batch(tmp_path: Path) -> None:
     assert sum(stats.agent_sums["masked_tokens"]) > 0
 
 
-def test_the_tokens_of_an_update_are_transformers_and_keeping_them_changes_no_bit(tmp_path: Path) -> None:
+def test_logged_tokens_match_transformers_and_change_no_bit(tmp_path: Path) -> None:
     folder = tiny.save_model("qwen2", tmp_path / "m")
     samples = [dataclasses.replace(s, temperature=0.7) for s in tiny.sequences(7)]
     mpt = MptConfig(scope="sample", entropy=3.972, probability=0.02, temperature=1)

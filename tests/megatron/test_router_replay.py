@@ -77,7 +77,7 @@ def compared(policy: Learner, theirs: dict[str, Tensor]) -> float:
 
 
 @pytest.mark.parametrize("normalises", [True, False])
-def test_forced_experts_give_the_gradient_of_transformers_with_them(normalises: bool, tmp_path: Path) -> None:
+def test_forced_experts_give_the_gradient_of_transformers(normalises: bool, tmp_path: Path) -> None:
     folder = tiny.save_model("qwen3_moe", tmp_path / "m", norm_topk_prob=normalises)
     samples = tiny.with_random_experts(tiny.sequences(5))
     unclipped = tiny.OPTIMIZER.model_copy(update={"grad_clip": 1e9})
@@ -123,7 +123,7 @@ def test_ones_own_choices_change_no_bit(recompute: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_later_updates_keep_the_experts_of_the_weights_before_the_first(recompute: str, tmp_path: Path) -> None:
+def test_later_updates_force_the_steps_initial_experts(recompute: str, tmp_path: Path) -> None:
     folder = tiny.save_model("qwen3_moe", tmp_path / "m")
     samples = tiny.sequences(8)
     parts = [samples[:4], samples[4:]]
