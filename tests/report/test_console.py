@@ -14,14 +14,14 @@ from marsrl.trainer.report import console
 from marsrl.trainer.report.console import MOST_SHOWN, RunConsole
 
 
-def test_a_part_of_the_start_is_named_before_and_after_with_its_seconds() -> None:
+def test_parts_of_the_start_print_their_name_and_seconds() -> None:
     printed = io.StringIO()
     with RunConsole(stream=printed).part("starting engines"):
         assert printed.getvalue() == "starting engines ...\n"
     assert re.fullmatch(r"starting engines: \d+\.\d s", printed.getvalue().splitlines()[-1])
 
 
-def test_the_first_sample_shows_what_was_read_written_found_and_paid() -> None:
+def test_the_first_sample_shows_prompt_output_answer_and_reward() -> None:
     printed, sample = io.StringIO(), make_sample("000001/solver:0")
     asked = replace(sample, prompt_text="2 + 2\x1b[2J", full_text="a" * (MOST_SHOWN + 7) + "\nIt is [bold]4[/bold].")
     RunConsole(stream=printed).sample(replace(asked, answer="4"))

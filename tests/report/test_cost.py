@@ -24,7 +24,7 @@ def test_a_policy_has_the_usage_of_its_agents() -> None:
     assert shared["policy_cost/main/input_tokens"] == 3_000_000 and shared["policy_cost/main/seconds"] == 42.5
 
 
-def test_a_tool_s_share_is_of_all_calls_those_of_no_tool_among_them() -> None:
+def test_a_tools_share_is_of_all_calls_including_unknown_tools() -> None:
     counted = {"tools/search/calls": 6, "tools/scholar/calls": 0, "tools/unknown/calls": 2, "tools/search/errors": 3}
     assert tool_shares(counted) == {"tools/search/share": 0.75, "tools/scholar/share": 0, "tools/unknown/share": 0.25}
     counted |= {"tools/pages/calls": 80, "tools/pages/errors": 3}  # the search reads them
@@ -32,7 +32,7 @@ def test_a_tool_s_share_is_of_all_calls_those_of_no_tool_among_them() -> None:
     assert tool_shares({"tools/search/calls": 0.0}) == tool_shares({}) == {}
 
 
-def test_a_tool_most_of_whose_calls_are_errors_is_warned_of_with_what_it_said_last() -> None:
+def test_a_mostly_failing_tool_is_warned_about_with_its_error() -> None:
     def counted(calls: int, errors: int) -> dict[str, float]:
         unknown = under("tools/unknown", {"calls": 99, "errors": 99})
         return under("tools/search", {"calls": calls, "errors": errors}) | unknown

@@ -31,7 +31,7 @@ def test_values_that_are_not_finite_become_null_and_are_counted(run: RunDirector
     assert "NaN" not in line and "Infinity" not in line
 
 
-def test_an_interrupted_and_resumed_run_has_each_step_once_also_in_tensorboard(run: RunDirectory) -> None:
+def test_resumed_metrics_have_each_step_once_in_tensorboard_too(run: RunDirectory) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     with MetricsLog(run) as log:
@@ -135,7 +135,7 @@ def test_wilson_agrees_with_published_values() -> None:
     assert wilson_interval(0, 0) == (0, 1) and wilson_interval(7, 7)[1] == 1
 
 
-def test_detection_recall_is_of_the_wrong_solutions_with_a_readable_verdict() -> None:
+def test_detection_recall_counts_only_readable_verdicts() -> None:
     of_wrong = [(False, 1.0), (True, 0.0), (False, 1.0)]  # (verdict, agrees): two of three wrong solutions were found
     of_right = [(True, 1.0), (False, 0.0), (None, None), (False, None)]  # one says nothing; one is unknown
     samples = []

@@ -46,7 +46,7 @@ def scrape(port: int) -> dict[str, dict[tuple[tuple[str, str], ...], float]]:
     return found
 
 
-def test_a_scrape_has_the_last_row_the_counts_since_the_start_and_all_that_alerts_ask_for() -> None:
+def test_a_scrape_has_last_row_totals_and_all_alert_metrics() -> None:
     shown = MetricsPort('a "run"', num_steps=9, engines=lambda: {"large": 3}, silences_s=lambda: {1: 2.5})
     with held_port() as port:
         with served(port, shown):
@@ -74,7 +74,7 @@ def test_a_scrape_has_the_last_row_the_counts_since_the_start_and_all_that_alert
             assert any(re.fullmatch(name, of[0][1]) for of in now[family]) if name else now[family], rule["alert"]
 
 
-def test_a_port_that_is_taken_is_refused_by_the_rank_that_would_open_it() -> None:
+def test_a_taken_port_is_refused_on_the_rank_that_opens_it() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         config, _ = read_config(None, [f"run.prometheus_port={port}"])

@@ -33,9 +33,7 @@ BEGUN: dict[str, Callable[[RunDirectory], object]] = {
 
 
 @pytest.mark.parametrize("sign", BEGUN)
-def test_a_run_that_has_begun_keeps_its_name_and_first_settings_and_a_start_that_failed_does_not(
-    sign: str, tmp_path: Path
-) -> None:
+def test_only_begun_runs_keep_their_name_and_first_settings(sign: str, tmp_path: Path) -> None:
     failed = RunDirectory.create(tmp_path, "a", "p")
     failed.write_config({"x": 0})
     RunLock(failed).release()
@@ -51,9 +49,7 @@ def test_a_run_that_has_begun_keeps_its_name_and_first_settings_and_a_start_that
     assert again.config.read_text() == "x: 1\n"
 
 
-def test_where_the_file_system_has_no_locks_the_run_goes_on_and_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_without_file_locks_continues_with_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(file: object, how: int) -> None:
         raise OSError(errno.EOPNOTSUPP, "Operation not supported")
 
@@ -87,7 +83,7 @@ def test_a_name_that_cannot_be_this_run_s_is_refused(
         RunDirectory.create(tmp_path, name, "p", resume)
 
 
-def test_a_folder_that_cannot_be_made_or_written_to_is_named_before_and_at_the_start(tmp_path: Path) -> None:
+def test_an_unusable_run_folder_is_named_before_and_at_start(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for make in (RunDirectory.create, RunDirectory.find):
         run_dir = tmp_path / "file" / "runs"

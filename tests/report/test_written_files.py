@@ -100,7 +100,7 @@ def test_pieces_of_tokens_are_the_text_of_all(renderer: ChatRenderer) -> None:
 HOSTILE = "\x00\x1b[31m\r\n\u2028\u2029\ud800 \udfff</script>\"'{}\x85\ufeff\U0001f600"
 
 
-def test_hostile_text_comes_back_but_for_lone_surrogates_and_a_damaged_file_is_named(tmp_path: Path) -> None:
+def test_hostile_text_round_trips_and_damaged_files_are_named(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path, "a", "p")
     reward = Reward(MISSING, MISSING, {"x": math.inf}, HOSTILE)
     group = make_group(
@@ -122,7 +122,7 @@ def test_hostile_text_comes_back_but_for_lone_surrogates_and_a_damaged_file_is_n
         list(read_samples(path))
 
 
-def test_other_ranks_and_marks_are_in_a_written_trace_and_a_run_goes_on_behind_it(tmp_path: Path) -> None:
+def test_a_trace_has_all_ranks_and_marks_and_can_be_continued(tmp_path: Path) -> None:
     trace, other = TraceLog(tmp_path / "trace.json"), TraceLog(None)
     trace.mark("step", 7)
     for _ in range(2):
@@ -147,7 +147,7 @@ def test_other_ranks_and_marks_are_in_a_written_trace_and_a_run_goes_on_behind_i
     assert stages[2].start_s >= max(span.end_s for span in spans.values()) - 1e-6
 
 
-def test_an_engine_whose_clock_is_set_back_during_a_call_stops_no_run(tmp_path: Path) -> None:
+def test_an_engine_clock_set_back_does_not_stop_the_run(tmp_path: Path) -> None:
     trace = TraceLog(tmp_path / "trace.json")
     trace.add_wall(Span("engine/0", "decode", 1000.0, 998.5))
     trace.save()
