@@ -48,7 +48,7 @@ def test_a_quick_run_compares_judges_and_measures_memory(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_step_on_two_ranks_is_that_of_megatron_and_of_the_reference(tmp_path: Path) -> None:
+def test_a_step_on_two_ranks_equals_megatron_and_the_reference(tmp_path: Path) -> None:
     """The gradient norms are compared before anything is printed."""
     words = ["--model", "slice_tiny", "--no-dmmpt", "--repeats", "1", "--layout", "tensor=2", "expert=2"]
     words += ["--skip", "reference, sorted and dropped"]

@@ -54,9 +54,7 @@ def test_the_team_of_a_pretrained_model_needs_the_model(tmp_path: Path, monkeypa
 
 
 @pytest.mark.slow
-def test_the_suite_ends_where_there_is_only_torch_triton_and_numpy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_suite_finishes_with_only_torch_triton_and_numpy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some of its parts, on the CPU; those that are skipped name every module that they miss. Every case can be imported."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import gpu_suite as suite
