@@ -32,7 +32,7 @@ def test_every_arm_is_accepted_and_differs_from_the_others(name: str) -> None:
         assert {policy.dtype for policy in config.policies.values()} == {"float32"}  # not the default of a lost base
 
 
-def test_every_arm_of_a_claim_is_run_and_every_arm_that_is_run_is_of_a_claim() -> None:
+def test_claims_and_arms_that_are_run_correspond() -> None:
     claimed = {(claim.study, arm) for claim in evidence_page.CLAIMS.values() for group in claim.groups for arm in group}
     assert claimed == {(job.study, job.arm) for job in evidence.every_job(())}
     assert len({job.name for job in evidence.every_job(())}) == len(evidence.every_job(()))
@@ -60,7 +60,7 @@ def test_a_table_tells_arms_apart_seed_by_seed() -> None:
     assert "(1 stopped)" in off and off.count("±") == 2 and "**" not in off
 
 
-def test_a_number_of_a_clean_commit_is_kept_until_its_settings_are_others() -> None:
+def test_a_clean_result_is_kept_until_its_settings_change() -> None:
     job, (_, found) = Job("marsrl", "gate off", 0), result("gate off", 0, 0.5)
     head = evidence.git("rev-parse", "HEAD").stdout.strip()
     assert evidence.is_current(job, replace(found, commit=head))
@@ -70,9 +70,7 @@ def test_a_number_of_a_clean_commit_is_kept_until_its_settings_are_others() -> N
     assert not evidence.is_current(job, None)
 
 
-def test_a_foreign_solver_is_evaluated_by_words_that_the_command_takes(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_evaluating_a_foreign_solver_uses_valid_arguments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked: list[list[str]] = []
     half = Estimate(mean=0.5, low=0, high=1, n=2)
     said = Evaluation(system=half, alone=half).model_dump_json(indent=1)

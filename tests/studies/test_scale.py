@@ -40,7 +40,7 @@ def measure(*cases: tuple[int, int, int]) -> list[dict[str, Any]]:
     return found
 
 
-def test_four_times_the_problems_take_no_more_work_and_bytes_a_sample() -> None:
+def test_work_per_sample_does_not_grow_with_problems() -> None:
     """Steps vary in size, and samples in length: not exactly as much. The first case pays for imports."""
     _, small, large = measure((1, 64, 0), (2, 64, 1), (8, 64, 1))
     assert large["played"] > 3.5 * small["played"] and large["samples"] > 2 * small["samples"]
