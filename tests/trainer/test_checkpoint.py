@@ -100,7 +100,7 @@ def killed_at(moment: str, save: Callable[[], object]) -> None:
     assert process.exitcode == -signal.SIGKILL
 
 
-def test_a_checkpoint_holds_every_policy_the_rollout_and_the_step(run: RunDirectory) -> None:
+def test_a_checkpoint_holds_policies_rollout_and_step(run: RunDirectory) -> None:
     assert load(run) == (0, "", [])
     learners: Any = {"main": WordLearner("a"), "other": WordLearner("b")}
     writer(run).save(12, {"main": 12, "other": 3}, learners, state_after(12))
@@ -135,7 +135,7 @@ def test_a_checkpoint_is_on_the_disk_before_it_gets_its_name(
     assert synced == [("step_1.part", True)]
 
 
-def test_a_run_killed_before_its_first_checkpoint_was_pointed_to_goes_on_from_it(run: RunDirectory) -> None:
+def test_a_run_resumes_from_a_first_checkpoint_without_latest(run: RunDirectory) -> None:
     """Between the rename and the writing of `latest`. Of several, somebody has removed it."""
 
     def killed() -> None:
@@ -152,7 +152,7 @@ def test_a_run_killed_before_its_first_checkpoint_was_pointed_to_goes_on_from_it
         load(run)
 
 
-def test_a_run_killed_while_it_removes_a_checkpoint_leaves_no_half_of_one(run: RunDirectory) -> None:
+def test_a_kill_during_removal_leaves_no_partial_checkpoint(run: RunDirectory) -> None:
     save(writer(run), 1)
     killed_at("os.rmdir", lambda: save(writer(run, keep_last=1), 2))
     assert run.steps_on_disk() == [2] and damage(run.checkpoint(2)) == []
@@ -160,7 +160,7 @@ def test_a_run_killed_while_it_removes_a_checkpoint_leaves_no_half_of_one(run: R
     assert sorted(path.name for path in run.checkpoints.iterdir()) == ["latest", "step_3"]
 
 
-def test_a_save_takes_the_place_of_the_same_step_and_of_what_a_dead_run_left(run: RunDirectory) -> None:
+def test_a_save_replaces_the_same_step_and_partial_leftovers(run: RunDirectory) -> None:
     save(writer(run), 1, 2)
     for left in ("step_7.part", "step_2.part"):
         (run.checkpoints / left / "policies").mkdir(parents=True)
@@ -170,7 +170,7 @@ def test_a_save_takes_the_place_of_the_same_step_and_of_what_a_dead_run_left(run
     assert sorted(path.name for path in run.checkpoints.iterdir()) == ["latest", "step_1", "step_2"]
 
 
-def test_later_ones_than_a_run_that_went_back_and_strange_folders_are_left_alone(run: RunDirectory) -> None:
+def test_removal_spares_later_checkpoints_and_strange_folders(run: RunDirectory) -> None:
     save(writer(run), 20)  # of a run that went back
     save(writer(run, keep_last=2, keep_every=4), *range(2, 13, 2))
     assert run.steps_on_disk() == [4, 8, 10, 12, 20]
@@ -219,7 +219,7 @@ def test_a_checkpoint_is_due_at_the_best_evaluation() -> None:
     assert due == [(False, False), (True, False)]
 
 
-def test_where_nobody_knows_how_many_steps_are_lost_none_are_named(run: RunDirectory) -> None:
+def test_an_unknown_number_of_lost_steps_is_not_reported(run: RunDirectory) -> None:
     save(writer(run), 1, 2, 10)
     (run.checkpoints / "latest").write_text("the last one")
     with pytest.raises(RuntimeError) as caught:
@@ -236,7 +236,7 @@ def test_where_nobody_knows_how_many_steps_are_lost_none_are_named(run: RunDirec
         load(run, "previous")
 
 
-def test_of_a_damaged_one_the_newest_whole_one_before_it_is_offered_or_taken(run: RunDirectory) -> None:
+def test_the_newest_intact_checkpoint_is_offered_or_used(run: RunDirectory) -> None:
     save(writer(run), 1, 2, 4, 9, 11)
     run.mark_latest(9)
     for step in (9, 4):
@@ -295,7 +295,7 @@ def test_a_full_disk_is_named_wherever_it_was_met(run: RunDirectory) -> None:
     assert "no space" not in failure_message(PermissionError(errno.EACCES, "no"), run, parent_of())
 
 
-def test_a_damaged_file_is_named_and_a_quick_look_finds_the_first_that_is_missing_or_cut(tmp_path: Path) -> None:
+def test_damaged_missing_and_cut_files_are_named(tmp_path: Path) -> None:
     folder, whole, flipped = (
         tmp_path,
         b"abc" * (1 << 22),

@@ -22,7 +22,7 @@ def engine(scale: float, seed: int = 0) -> np.ndarray:
     return OURS + np.random.default_rng(seed).normal(0, 0.01 * scale, SHAPE).astype(np.float32)
 
 
-def test_rounding_passes_and_is_reported_with_its_largest_difference() -> None:
+def test_rounding_passes_and_reports_its_largest_difference() -> None:
     theirs = engine(1)
     theirs[3, 7] += 4  # a token whose experts were chosen otherwise
     theirs[:, 11] += 0.5
@@ -42,7 +42,7 @@ def refusal(
     return str(raised.value)
 
 
-def test_a_median_beyond_rounding_is_named_with_its_bound_the_engine_and_the_token() -> None:
+def test_a_median_beyond_rounding_names_bound_engine_and_token() -> None:
     theirs = engine(4)
     theirs[5, 20] += 3
     expected = (
@@ -68,7 +68,7 @@ def test_a_part_of_the_tokens_that_is_off_is_named(passes: Any, fails: Any, says
     assert re.search(says, refusal([off]))
 
 
-def test_later_versions_are_judged_by_what_the_first_comparison_measured() -> None:
+def test_later_versions_are_judged_by_the_first_comparison() -> None:
     comparison, near = EngineComparison(), EngineComparison()
     comparison.compare(TRAINER, [engine(2.2)], 0)
     # never more than the first may have

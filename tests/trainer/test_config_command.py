@@ -25,7 +25,7 @@ def shown(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().out
 
 
-def test_the_settings_are_printed_as_a_file_that_gives_them_again(tmp_path: Path, capsys) -> None:
+def test_printed_settings_can_be_read_back_as_a_config_file(tmp_path: Path, capsys) -> None:
     (tmp_path / "my.yaml").write_text("run:\n  seed: 7\nagents:\n  solver:\n    stop: ['</s>']\n")
     words = ["--config", str(tmp_path / "my.yaml"), "run.steps=3"]
     text = shown(capsys, "config", *words)
@@ -63,7 +63,7 @@ def test_a_key_is_explained(key: str, parts: list[str], capsys) -> None:
     assert all(part in text for part in parts), text
 
 
-def test_the_page_of_the_settings_has_each_key_once_with_its_meaning_and_pages_that_exist(capsys) -> None:
+def test_the_settings_page_explains_each_key_once(capsys) -> None:
     page = shown(capsys, "config", "--markdown")
     pages = {page_of(name) for name in all_keys()} | set(re.findall(r"docs/\w+\.md", page))
     assert not [each for each in pages if not (ROOT / each).is_file()]
@@ -116,7 +116,7 @@ def test_a_run_s_settings_become_a_file_that_gives_them_again(words: list[str], 
     assert main(["init", "--from-run", str(tmp_path), str(out)]) == 2 and "no config.yaml" in capsys.readouterr().err
 
 
-def test_help_lists_every_command_and_each_has_help_with_an_example(capsys) -> None:
+def test_help_lists_all_commands_each_with_an_example(capsys) -> None:
     listed = re.findall(r"^│ ([a-z][a-z-]+)  ", shown(capsys, "--help"), re.MULTILINE)
     assert {"try", "plan", "config", "evaluate", "serve-retrieval", "init", "export", "doctor"} < set(listed)
     for name in listed:

@@ -47,7 +47,7 @@ def test_a_file_has_the_defaults_of_its_task_where_it_is_silent(
 
 
 @pytest.mark.parametrize("preset", preset_names())
-def test_a_shipped_preset_says_itself_what_it_does_not_take_from_its_task(preset: str) -> None:
+def test_presets_state_what_they_do_not_take_from_their_task(preset: str) -> None:
     """By name and by file it is the same, stands on its task's preset or the one it names, and on itself never."""
     config, origin = read_config(preset)
     assert config == read_config(CONFIGS / f"{preset}.yaml")[0] == read_config(f"{preset}.yaml")[0]
@@ -83,7 +83,7 @@ agents: {solver: &a {policy: a}, verifier1: &b {policy: b}, corrector1: *a, veri
 """
 
 
-def test_who_gives_policies_to_all_agents_does_not_train_the_presets_beside_them(tmp_path: Path) -> None:
+def test_policies_given_for_all_agents_replace_the_presets(tmp_path: Path) -> None:
     path = written(tmp_path, POLICIES_OF_HIS_OWN)
     assert list(read_config(path)[0].policies) == ["a", "b"]
     assert list(read_config(path, ["agents.solver.policy=main"])[0].policies) == ["main", "a", "b"]
@@ -117,7 +117,7 @@ def test_a_saved_config_gives_itself_again_whatever_it_came_from(tmp_path: Path,
 
 
 @pytest.mark.parametrize("by_word", [True, False])
-def test_of_a_shipped_presets_policies_those_that_no_agent_has_are_left_out(by_word: bool) -> None:
+def test_a_presets_policies_without_agents_are_left_out(by_word: bool) -> None:
     """Also where --config names it: one policy for both is then a word."""
     name = "cpu_solver_verifier"
 
@@ -130,7 +130,7 @@ def test_of_a_shipped_presets_policies_those_that_no_agent_has_are_left_out(by_w
     assert policies("agents.verifier.policy=solver", "policies.verifier.shape=tiny") == ["solver", "verifier"]
 
 
-def test_who_names_another_orchestration_leaves_the_agents_below_behind(tmp_path: Path) -> None:
+def test_another_orchestration_drops_agents_of_lower_layers(tmp_path: Path) -> None:
     own = written(tmp_path, "agents: {solver: {temperature: 0.5}, verifier2: {pick: random}}")
     for path in (None, "qwen3_8b", own):
         config, _ = read_config(path, ["orchestration=solver"])
@@ -157,7 +157,7 @@ def test_who_names_another_orchestration_leaves_the_agents_below_behind(tmp_path
     assert "max_loops: unknown key; expected one of debaters, rounds" in said
 
 
-def test_who_names_another_kind_of_a_section_leaves_the_other_kind_s_keys_below_behind(tmp_path: Path) -> None:
+def test_another_kind_of_section_drops_keys_of_lower_layers(tmp_path: Path) -> None:
     words = ["policies.main.model=/m", "data.train=x.jsonl"]
     for preset in ("mars_qwen3_8b", "mars_qwen2.5_7b"):  # their search is of kind serpapi, and reads pages
         config, _ = read_config(preset, words)
@@ -186,7 +186,7 @@ class Mine(Orchestration):
 """
 
 
-def test_a_team_of_one_s_own_is_beside_the_file_that_names_it_or_where_the_word_is_given(tmp_path: Path) -> None:
+def test_own_teams_are_found_beside_the_config_or_in_the_cwd(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(OWN)
     path = written(tmp_path, "orchestration: mine.py:Mine\nagents: {b: {temperature: 0.5}}")
     config, _ = read_config(path)
@@ -203,7 +203,7 @@ def refusal(path: Path | None, *words: str) -> str:
     return str(caught.value)
 
 
-def test_a_path_in_a_file_is_relative_to_it_and_one_in_a_word_to_the_working_directory(tmp_path: Path) -> None:
+def test_paths_are_relative_to_the_file_or_working_directory(tmp_path: Path) -> None:
     there, here, home = (tmp_path / name for name in ("there", "here", "home"))
     for folder in (there / "models/one", there / "models/two", here / "models/two", home):
         folder.mkdir(parents=True)
@@ -241,7 +241,7 @@ def test_a_path_in_a_file_is_relative_to_it_and_one_in_a_word_to_the_working_dir
     assert config.policies["hub"].model == f"{here}/Qwen/Qwen3-0.6B"
 
 
-def test_settings_of_the_engine_that_does_not_decode_are_warned_of_by_name(tmp_path: Path) -> None:
+def test_settings_of_an_unused_engine_are_warned_about_by_name(tmp_path: Path) -> None:
     path = written(tmp_path, "rollout: {local: {max_num_seqs: 7}, vllm: {max_num_seqs: 64}}\n")
 
     def warned(*words: str) -> list[str]:
@@ -294,9 +294,7 @@ def test_settings_of_the_engine_that_does_not_decode_are_warned_of_by_name(tmp_p
          ["credit.train_agents=[corrector1]"], "agents.corrector1.top_p: {}:6; agents.corrector1.top_k: {}:3"),
     ],
 )  # fmt: skip
-def test_an_error_names_the_line_of_each_setting_that_it_is_about(
-    text: str, words: list[str], said: str, tmp_path: Path
-) -> None:
+def test_errors_name_the_line_of_each_setting(text: str, words: list[str], said: str, tmp_path: Path) -> None:
     path = written(tmp_path, text)
     assert said.replace("{}", str(path)) in refusal(path, *words)
 
@@ -315,7 +313,7 @@ def test_a_dry_run_prints_settings_last_and_only_when_asked(capsys: pytest.Captu
     assert whole.startswith(f"{summary}settings:\n") and "  max_response_tokens: " in whole
 
 
-def test_a_wrong_key_is_refused_before_anything_heavy_is_imported() -> None:
+def test_a_wrong_key_is_refused_before_heavy_imports() -> None:
     script = (
         "import sys; from marsrl.trainer.main import main; code = main(['rolout.group_size=4'])\n"
         "print(code, sorted({'torch', 'transformers', 'ray', 'vllm'} & sys.modules.keys()))"

@@ -32,7 +32,7 @@ def ended(groups: list[Group], *outcomes: float) -> list[Group]:
     return [replace(g, samples=tuple(replace(s, outcome=next(left)) for s in g.samples)) for g in groups]
 
 
-def test_an_all_equal_group_trains_nothing_but_counts_in_the_denominator_as_no_missing_reward_does() -> None:
+def test_equal_rewards_train_nothing_but_count_in_denominators() -> None:
     of_tool = np.array([True, False, True])  # nor does a tool's text
     groups = [group("0/solver", [1, 1, 1]), group("1/solver", [1, math.nan, 0], is_sampled=of_tool)]
     credited = credit(groups, CreditConfig(), AGENTS)
@@ -66,7 +66,7 @@ SHARED = {"solver": AgentConfig(), "verifier1": AgentConfig()}
         ("global", "biased", 0.71, -1.41),
     ],
 )
-def test_the_published_baseline_counts_a_trajectory_once_however_many_calls_it_has(
+def test_the_published_baseline_counts_each_trajectory_once(
     normalise: Any, std: Any, right: float, wrong: float
 ) -> None:
     """Dr. MAS's math team: 6 solutions approved, of 2 calls each; 2 rejected and solved again, of 3."""
@@ -93,7 +93,7 @@ def test_std_none_refuses_a_std_of_other_samples(normalise: Any, same: str) -> N
         CreditConfig(normalise=normalise, std="none")
 
 
-def test_calls_of_a_trajectory_share_the_advantage_of_its_mean_reward() -> None:
+def test_calls_of_a_trajectory_share_one_advantage() -> None:
     # means 1, 1/2, of the reward that is known 0, and none; another problem's are not compared with these
     groups = trajectories([1, 1], [1, 0], [0, math.nan], [math.nan, math.nan])
     groups += trajectories([5, 5], [5, 5], instance="1")
@@ -171,7 +171,7 @@ def test_with_one_sample_a_session_nothing_changes(normalise: Any, std: Any) -> 
     assert [s.advantage for s in found[0].sequences] == [s.advantage for s in found[1].sequences]
 
 
-def test_who_answers_and_who_is_trained_do_not_change_who_is_compared() -> None:
+def test_answering_and_trained_agents_do_not_change_comparisons() -> None:
     groups = [
         group("0/solver", [1, 1, 0]),
         group("0/solver:0/verifier1", [0, 0, 1, 0], "verifier1"),
@@ -193,7 +193,7 @@ def test_who_answers_and_who_is_trained_do_not_change_who_is_compared() -> None:
     assert apart != pytest.approx(list(alone.advantages.values()), abs=0.1)
 
 
-def test_an_outcome_is_shared_by_agents_of_another_policy_and_those_without_training() -> None:
+def test_an_outcome_is_shared_across_policies_and_training() -> None:
     groups = [
         group("0/solver", [0, 1, 0]),
         Group("v", "0", "verifier1", (sample("v:0", 1, agent="verifier1", verdict=False, rollout_id="0"),)),
@@ -210,7 +210,7 @@ def test_an_outcome_is_shared_by_agents_of_another_policy_and_those_without_trai
     assert [s.reward.value for s in corrector.samples] == [1]
 
 
-def test_positive_is_a_success_before_penalties_that_is_better_than_its_baseline() -> None:
+def test_positive_means_success_before_penalties_above_baseline() -> None:
     def positive(*rewards: Reward, success: float = 1.0, keep_zero: bool = False, **rules: object) -> list[bool]:
         samples = tuple(replace(sample(f"0/solver:{i}", 0.0), reward=r) for i, r in enumerate(rewards))
         groups = [Group("0/solver", "0", "solver", samples)]
@@ -225,7 +225,7 @@ def test_positive_is_a_success_before_penalties_that_is_better_than_its_baseline
     assert positive(Reward(1.0, 1.0), Reward(1.0, 1.0), keep_zero=True) == [False, False]
 
 
-def test_a_right_verdict_whose_outcome_is_a_failure_is_not_positive() -> None:
+def test_a_right_verdict_with_a_failed_outcome_is_not_positive() -> None:
     # one that finds the error, which stays, and a false alarm, which is repaired
     groups = ended([group("v", [1, 0], "verifier1")], 0, 1)
     for scheme, expected in (("agentic", {"v:0"}), ("outcome", {"v:1"})):
@@ -233,7 +233,7 @@ def test_a_right_verdict_whose_outcome_is_a_failure_is_not_positive() -> None:
         assert {s.uid for s in credited.sequences if s.is_positive} == expected
 
 
-def test_an_outcome_keeps_the_penalty_for_its_form_alone_and_what_is_not_known_is_missing() -> None:
+def test_outcomes_keep_only_form_penalties_and_may_be_missing() -> None:
     penalised = replace(sample("0/solver:0", 0), reward=Reward(0.8, 1.0, {"task": 1.0, "long": -0.1, "format": -0.1}))
     groups = [Group("0/solver", "0", "solver", (penalised, sample("0/solver:1", 1)))]
     first, second = (s.reward for g in outcome_rewards(ended(groups, 0.5, math.nan)) for s in g.samples)
@@ -245,7 +245,7 @@ def test_an_outcome_keeps_the_penalty_for_its_form_alone_and_what_is_not_known_i
     assert right.samples[0].reward == Reward(1, 1, {"outcome": 1})  # no penalty is named where there is none
 
 
-def test_zero_advantages_enter_where_something_else_gives_a_gradient() -> None:
+def test_zero_advantages_train_if_another_term_has_a_gradient() -> None:
     groups = [group("0/solver", [1, 1, math.nan]), group("1/solver", [1, 0])]
     credited = credit(groups, CreditConfig(count_zero_groups=False), AGENTS, keep_zero=True)
     assert [s.advantage != 0 for s in credited.sequences] == [False, False, True, True]
@@ -284,7 +284,7 @@ def test_variance_inflation_by_hand() -> None:
     assert variance_inflation([*groups, alone])["solver"] == pytest.approx((20 / 3 + 2) / 6)
 
 
-def test_an_agents_mean_and_deviation_are_of_a_prompt_and_then_averaged_over_its_calls() -> None:
+def test_agent_statistics_are_per_prompt_and_averaged_over_calls() -> None:
     groups = [group("0/solver", [1, 1, 0, 0]), group("0/v", [1, 1], "verifier1")]  # a prompt without a flat agent alone
     groups += [group("1/solver", [0, 0, math.nan]), group("1/v", [0], "verifier1"), group("2/solver", [math.nan])]
     found = drmas_metrics(groups)
@@ -293,7 +293,7 @@ def test_an_agents_mean_and_deviation_are_of_a_prompt_and_then_averaged_over_its
     assert {name: found[f"drmas/{name}"] for name in expected} == pytest.approx(expected)
 
 
-def test_copies_bring_every_agent_of_an_instance_to_the_group_size() -> None:
+def test_copies_fill_every_agent_to_the_group_size() -> None:
     groups = [
         group("0/solver", [1] * 5),
         group("0/v", [1] * 2, "verifier1"),
@@ -305,7 +305,7 @@ def test_copies_bring_every_agent_of_an_instance_to_the_group_size() -> None:
     assert found == [[0, 0, 1, 1, 1], [1, 2], [3], [1, 1, 1]]
 
 
-def test_which_samples_are_drawn_follows_seed_instance_and_agent_alone() -> None:
+def test_drawn_samples_depend_on_seed_instance_and_agent_only() -> None:
     def drawn(rollout: str = "0", agent: str = "solver", seed: int = 0, step: int = 1) -> list[int]:
         samples = [sample(f"{rollout}/{agent}:{i}", 1, agent=agent) for i in range(9)]
         return [i for i in range(9) if balanced(samples[::step], 3, seed)[f"{rollout}/{agent}:{i}"]]
@@ -333,7 +333,7 @@ def test_a_balanced_step_trains_and_counts_copies() -> None:
     assert verifier.copies == credited.copies and verifier.num_tokens == 9
 
 
-def test_a_teacher_adds_its_part_to_each_sampled_token_and_to_nothing_else() -> None:
+def test_a_teacher_changes_only_sampled_tokens() -> None:
     student, teacher = np.array([-1, -2, -3], np.float32), np.array([-0.5, -4, 9], np.float32)
     agents = {"solver": AgentConfig(loss_weight=0.5, teacher=TeacherConfig(policy="big", coef=2.0))}
     sampled = np.array([True, True, False])  # the last one is a tool's

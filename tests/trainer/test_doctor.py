@@ -49,7 +49,7 @@ def test_doctor_names_the_sandbox_or_what_helps(monkeypatch: pytest.MonkeyPatch)
     )
 
 
-def test_room_for_weights_in_files_is_counted_twice_for_every_policy(tmp_path: Path) -> None:
+def test_disk_for_weight_files_counts_twice_per_policy(tmp_path: Path) -> None:
     large = {"main": {"model": "Qwen3-30B-A3B", "dtype": "bfloat16"}}
     shm = {"directory": str(tmp_path), "backend": "shm"}
     free = shutil.disk_usage(tmp_path).free
@@ -158,7 +158,7 @@ JUDGE = {"main": {}, "judge": {"frozen": True, "model": "/m", "engines": 1, "vll
          ["ranks: 8, on GPUs 0-7", "engines of main: 8, 8 on hosts of the Ray cluster"]),
     ],
 )  # fmt: skip
-def test_ranks_have_the_first_gpus_and_engines_the_rest_then_those_of_other_hosts(
+def test_ranks_get_the_first_gpus_and_engines_the_rest(
     host: TrainerHost, world_size: int, rollout: dict[str, Any], others: dict[str, Any], lines: list[str]
 ) -> None:
     config = with_backend(config_of(rollout, **others), on_gpus=host.num_gpus > 0)
@@ -226,7 +226,7 @@ NEW, OUTDATED = "580.65.06", "570.86.15"
         ((NEW, None, "13.0 and sees"), "MARSRL_DEVICE=cpu", "cpu", {TO_HIDE}),
     ],
 )
-def test_a_device_that_is_not_to_be_had_is_refused_with_all_its_reasons(
+def test_an_unavailable_device_is_refused_with_all_reasons(
     here: tuple[str | None, ...], shown: str, asked: Device, parts: set[str] | None, machine: Callable[..., None]
 ) -> None:
     machine(*here)

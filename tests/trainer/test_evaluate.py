@@ -81,7 +81,7 @@ def evaluator(scripted_team: Any, tmp_path: Path) -> Callable[..., Evaluator]:
     return make
 
 
-def test_perfect_critics_make_a_perfect_system_of_a_mediocre_solver(evaluator: Any) -> None:
+def test_perfect_critics_make_a_mediocre_solvers_team_perfect(evaluator: Any) -> None:
     judged = evaluator(perfect_critics)
     fixed = judged.collect_inputs(VERSIONS)
     result = judged.evaluate(VERSIONS)
@@ -102,7 +102,7 @@ def test_perfect_critics_make_a_perfect_system_of_a_mediocre_solver(evaluator: A
     assert result.system.mean == 1.0
 
 
-def test_a_verifier_that_flags_everything_is_at_chance_and_the_first_answer_counts(evaluator: Any) -> None:
+def test_a_verifier_flagging_everything_scores_at_chance(evaluator: Any) -> None:
     judged = evaluator(critics(err=True))
     judged.collect_inputs(VERSIONS)
     result = judged.evaluate(VERSIONS)
@@ -134,7 +134,7 @@ def test_a_solver_alone_is_the_system_and_nobody_is_tried_apart(evaluator: Any) 
     assert alone.outside({"solver": (0.1, 0.9), "verifier1": (0.0, 0.1), "system": (0.1, 0.9)}) == []
 
 
-def test_no_verdict_is_an_error_of_the_verifier_not_an_acceptance(evaluator: Any) -> None:
+def test_a_missing_verdict_is_an_error_not_an_acceptance(evaluator: Any) -> None:
     def mute(request: DecodeRequest, renderer: ChatRenderer, rng: Random) -> str:
         return "= =" if is_verifier(request) else f"Answer: {answer_of(words_of(request, renderer))}"
 
@@ -155,7 +155,7 @@ def test_no_verdict_is_an_error_of_the_verifier_not_an_acceptance(evaluator: Any
     assert metrics["eval/verifier1/missing"] == 1 and metrics["eval/solver/missing"] == 0
 
 
-def test_a_prompt_that_does_not_fit_counts_as_wrong_and_one_that_is_cut_is_asked(evaluator: Any) -> None:
+def test_prompts_too_long_count_as_wrong_and_cut_ones_are_asked(evaluator: Any) -> None:
     asked: list[int] = []
 
     def script(request: DecodeRequest, renderer: ChatRenderer, rng: Random) -> str:
@@ -173,7 +173,7 @@ def test_a_prompt_that_does_not_fit_counts_as_wrong_and_one_that_is_cut_is_asked
     assert asked == [8] * solver.n and solver.n == 40 and solver.mean is not None and solver.mean > 0
 
 
-def test_pass_at_k_is_the_share_of_all_choices_of_k_draws_that_hold_a_right_one() -> None:
+def test_pass_at_k_is_the_share_of_k_subsets_with_a_right_draw() -> None:
     for n, c in ((5, 2), (6, 0), (4, 4), (7, 1)):
         found = pass_at(n, c, [1, 2, 3, 9])
         for k in (1, 2, 3):
@@ -200,7 +200,7 @@ def test_the_majority_s_answer_counts_and_equals_share() -> None:
     assert majorities([right, right, said("8")], [2])[2][0] == pytest.approx(1 / 3 + 2 / 3 / 2, abs=0.1)
 
 
-def test_a_draw_that_nobody_judged_is_none_and_one_draw_each_has_no_k() -> None:
+def test_unjudged_draws_are_left_out_and_single_draws_have_no_k() -> None:
     assert at_k({"p": [said("7", 1.0)], "q": [said("8")]}).pass_at == {}
     found = at_k({"p": [said("7", 1.0), said("8")], "q": [said("7", 1.0), said("8", None)]})
     assert found.pass_at[2].mean == 1.0 and found.pass_at[2].n == 1  # q has one draw
@@ -218,7 +218,7 @@ def counting(asked: list[str]) -> Script:
 SMALL = CONFIG.model_copy(update={"num_problems": 8, "repeat": 2, "fixed_inputs": 4})
 
 
-def test_draws_are_kept_and_those_of_another_version_or_team_are_not_taken(evaluator: Any, tmp_path: Path) -> None:
+def test_kept_draws_are_reused_only_for_one_version_and_team(evaluator: Any, tmp_path: Path) -> None:
     asked: list[str] = []
     judged = evaluator(counting(asked), SMALL)
     with Kept(tmp_path / "kept") as kept:
@@ -290,7 +290,7 @@ def test_a_draw_that_an_engine_gave_up_is_not_kept(evaluator: Any, tmp_path: Pat
     assert len(read_draws(tmp_path / "kept")) == 15
 
 
-def test_the_solver_alone_and_the_whole_team_are_of_the_same_rollouts(evaluator: Any) -> None:
+def test_solver_alone_and_team_are_measured_on_the_same_rollouts(evaluator: Any) -> None:
     asked: list[str] = []
     found = evaluator(counting(asked), SMALL).evaluate(VERSIONS)
     assert sum(uid.endswith("/solver:0") for uid in asked) == 16 and found.alone is not None
@@ -306,7 +306,7 @@ def test_the_solver_alone_and_the_whole_team_are_of_the_same_rollouts(evaluator:
     assert metrics["eval/verifier1/detection_recall"] == 1.0 and metrics["eval/tokens"] > 0
 
 
-def test_sets_have_their_own_numbers_and_counts_and_are_one_together(evaluator: Any) -> None:
+def test_sets_are_reported_separately_and_together(evaluator: Any) -> None:
     judged = evaluator(perfect_critics)
     problems = judged.task.held_out(12, 0)
     judged = replace(judged, sets=(HeldOut("easy", problems[:4], 3), HeldOut("hard", problems[4:], 1)))
@@ -321,7 +321,7 @@ def test_sets_have_their_own_numbers_and_counts_and_are_one_together(evaluator: 
     assert Evaluation.model_validate_json(found.model_dump_json()) == found
 
 
-def test_the_script_s_redraws_do_not_count_as_the_solver_s_but_cost(evaluator: Any) -> None:
+def test_scripted_redraws_cost_but_are_not_the_solvers_draws(evaluator: Any) -> None:
     def cut_first(request: DecodeRequest, renderer: ChatRenderer, rng: Random) -> str:
         if request.uid.endswith("/solver:0"):
             return "= " * 60
@@ -362,7 +362,7 @@ def test_problems_are_held_out_or_files_played_whole(tmp_path: Path) -> None:
     assert "\nproblems to evaluate on: 100 of data.eval, fewer than evaluate.num_problems = 200\n" in fewer
 
 
-def test_a_single_question_is_trained_and_a_warning_says_that_none_is_evaluated(tmp_path: Path) -> None:
+def test_a_single_question_trains_and_warns_about_evaluation(tmp_path: Path) -> None:
     row = json.dumps({"question": "What is 2 + 2?", "answer": "4"})
     (tmp_path / "one.jsonl").write_text(f"{row}\n{row}\n")
     words = [f"policies.main.model={init_model('tiny', 'bytes', tmp_path / 'model')}", "task=math"]

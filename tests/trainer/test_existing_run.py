@@ -65,7 +65,7 @@ def test_a_dtype_that_is_decided_is_checked_beside_the_others() -> None:
         preflight(fp8, world_size=1, trains=False)
 
 
-def test_where_a_run_without_its_latest_checkpoint_goes_on_is_told(tmp_path: Path) -> None:
+def test_a_run_without_latest_says_where_it_resumes(tmp_path: Path) -> None:
     run = begun(tmp_path)
     (run.checkpoints / "latest").write_text("step_9")
     assert "goes back to its newest intact checkpoint (" in resume_lines(run, settings("run.resume=previous"), {})[0]
@@ -153,7 +153,7 @@ def test_what_a_checkpoint_does_not_bear_to_change_is_refused(
     assert str(caught.value).endswith("; undo this or start another run")
 
 
-def test_a_model_that_has_moved_is_taken_and_one_of_another_shape_is_not(tmp_path: Path) -> None:
+def test_a_moved_model_is_accepted_but_not_another_shape(tmp_path: Path) -> None:
     model = init_model("tiny", "bytes", tmp_path / "model")
     moved = init_model("tiny", "bytes", tmp_path / "moved")
     other = init_model("tiny", "bytes", tmp_path / "other")
@@ -170,7 +170,7 @@ def test_a_model_that_has_moved_is_taken_and_one_of_another_shape_is_not(tmp_pat
     assert len(resume_lines(run, settings(f"policies.main.model={moved}"), {})) == 2
 
 
-def test_with_another_seed_a_run_goes_on_from_the_warm_start_that_it_began_with(tmp_path: Path) -> None:
+def test_another_seed_keeps_the_runs_warm_start(tmp_path: Path) -> None:
     began = settings("run.seed=3", "warm_start.slip_solver=0.2")
     run = RunDirectory.create(tmp_path, "mine", "preset")
     run.write_config(began.model_dump(mode="json"))
@@ -223,7 +223,7 @@ def words(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_run_keeps_its_prompts_and_is_gone_on_with_and_evaluated_in_them(words: Path, tmp_path: Path) -> None:
+def test_a_run_resumes_and_evaluates_with_its_kept_prompts(words: Path, tmp_path: Path) -> None:
     given = ["orchestration=solver", "run.resume=auto", f"agents.solver.prompt={words}"]
     run, config = begun(tmp_path / "runs", *given), settings(*given)
     kept = yaml.safe_load(run.config.read_text())["agents"]["solver"]["prompt"]
@@ -237,9 +237,7 @@ def test_a_run_keeps_its_prompts_and_is_gone_on_with_and_evaluated_in_them(words
     assert with_kept_prompts(again).agents["solver"].prompt == kept
 
 
-def test_a_run_does_not_go_on_with_a_file_that_has_changed_but_with_one_of_another_name(
-    words: Path, tmp_path: Path
-) -> None:
+def test_a_changed_prompt_file_is_refused_but_not_a_renamed_one(words: Path, tmp_path: Path) -> None:
     given = ["orchestration=solver", "run.resume=auto", f"agents.solver.prompt={words}"]
     run, config = begun(tmp_path / "runs", *given), settings(*given)
     words.write_text(WORDS.replace("SAY", "TELL"))
@@ -253,7 +251,7 @@ def test_a_run_does_not_go_on_with_a_file_that_has_changed_but_with_one_of_anoth
     assert len(resume_lines(run, settings(*given[:2], f"agents.solver.prompt={kept}"), {})) == 1
 
 
-def test_answers_are_told_apart_by_the_words_of_a_file_and_not_by_its_place(words: Path) -> None:
+def test_answer_keys_depend_on_file_contents_not_paths(words: Path) -> None:
     copy = words.with_name("copy.yaml")
     copy.write_text(WORDS)
     one, other = (settings("orchestration=solver", f"agents.solver.prompt={path}") for path in (words, copy))
@@ -271,13 +269,13 @@ def test_another_system_turn_or_suffix_is_another_prompt(key: str, tmp_path: Pat
     assert differs.endswith(f": agents.solver.{key} None -> Hi")
 
 
-def test_answers_are_told_apart_by_the_numbers_that_vllm_computes_in() -> None:
+def test_answer_keys_depend_on_vllms_dtype() -> None:
     given = ("loss.correction=tis", "rollout.vllm.dtype=bfloat16")
     plain, more = (team_identity(settings(*given, f"rollout.vllm.max_num_seqs={most}")) for most in (4, 8))
     assert plain == more != team_identity(settings(*given, "rollout.vllm.quantization=fp8"))
 
 
-def test_answers_are_told_apart_by_the_adapter_of_a_policy_and_its_files(tmp_path: Path) -> None:
+def test_answer_keys_depend_on_the_adapter_and_its_files(tmp_path: Path) -> None:
     for name in ("model", "one", "other"):
         (tmp_path / name).mkdir()
     given = [f"policies.main.model={tmp_path}/model", "policies.main.adapter.start="]

@@ -96,7 +96,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("method", "found", "said"), CASES)
-def test_what_cannot_be_used_ends_its_episode_or_its_sample_and_no_other(
+def test_unusable_returns_end_only_their_episode_or_sample(
     method: str, found: str, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The second episode's critic returns it: without messages the episode ends there, else its sample is an error."""
@@ -190,7 +190,7 @@ def test_what_a_team_asks_and_says_of_its_episodes_is_checked(
     assert said in caplog.text and ("(my_team.py:" in caplog.text or "Pair.follow" not in said)
 
 
-def test_an_agent_that_gives_no_answer_earns_the_outcome_of_its_episode(
+def test_an_agent_without_an_answer_earns_the_episodes_outcome(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "planned.py"
@@ -231,9 +231,7 @@ CHAIN = ["--question", "a 3 b *7", "--reference", "1", "rollout.group_size=2"]
 
 
 @pytest.mark.parametrize("team", ["dual_system", "search_team"])
-def test_a_question_of_one_s_own_is_looked_up_in_the_built_in_world(
-    team: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_own_questions_are_looked_up_in_the_built_in_world(team: str, capsys: pytest.CaptureFixture[str]) -> None:
     question = 'Who "said" it?'
     lines = shown(capsys, "task=qa", f"orchestration={team}", "rollout.group_size=1", "--question", question)
     assert lines[0] == question and len(lines) > 3 and not any("error" in line for line in lines), lines
@@ -244,7 +242,7 @@ def shown(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
     return [line.rstrip() for line in capsys.readouterr().out.splitlines() if not line.startswith("#")]
 
 
-def test_a_table_answers_call_by_call_and_the_tree_says_what_that_earns(
+def test_a_table_answers_each_call_and_the_tree_shows_rewards(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     table = tmp_path / "answers.yaml"
@@ -263,7 +261,7 @@ def test_a_table_answers_call_by_call_and_the_tree_says_what_that_earns(
     assert "verifier:0  'Verdict: wrong'  reward 1, advantage +1.00" in lines[wrong + 2]
 
 
-def test_answers_are_made_up_by_the_seed_and_prompts_are_shown_when_asked_for(
+def test_answers_follow_the_seed_and_prompts_show_on_request(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     words = ["rollout.group_size=4", "agents.verifier1.pick=random"]

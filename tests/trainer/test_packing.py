@@ -61,7 +61,7 @@ def kept(*places: list[int]) -> KeptTokens:
     return KeptTokens.of([np.array(ids, np.int32) for ids in places])
 
 
-def test_what_the_sampler_kept_stands_where_the_token_is_predicted() -> None:
+def test_kept_tokens_are_stored_at_the_predicting_position() -> None:
     one = sequence([1, 2], [3, 4, 5], sampled=[True, False, True], kept_tokens=kept([3, 9], [], [4, 5, 6]))
     batch = pack([one, sequence([6], [7]), sequence([8, 8, 8], [9], kept_tokens=kept([9]))], align=4)
     support = batch.support
@@ -86,7 +86,7 @@ def test_a_token_that_its_sampler_did_not_keep_is_an_error(places: list[list[int
         pack([sequence([1], [4, 5, 7], kept_tokens=kept(*places))])
 
 
-def test_agents_with_different_temperatures_get_a_temperature_a_token() -> None:
+def test_agents_with_different_temperatures_use_one_per_token() -> None:
     batch = pack([sequence([1], [2], temperature=0.5), sequence([3], [4], temperature=1.0)])
     assert isinstance(batch.temperature, torch.Tensor)
     assert batch.temperature.tolist() == [0.5, 0.5, 1.0, 1.0]
@@ -122,9 +122,7 @@ def test_plans_by_hand() -> None:
 
 
 @given(of=st.lists(st.tuples(st.integers(1, 100), st.sampled_from("ab")), max_size=60), ranks=st.integers(1, 5))
-def test_every_sequence_is_in_one_micro_batch_of_its_kind_and_ranks_have_equally_many(
-    of: list[tuple[int, str]], ranks: int
-) -> None:
+def test_each_sequence_is_packed_once_and_ranks_have_equal_bins(of: list[tuple[int, str]], ranks: int) -> None:
     lengths, kinds = [length for length, _ in of], [kind for _, kind in of]
     plan = plan_micro_batches(lengths, ranks, 100, kinds)
     assert sorted(i for rank in plan for members in rank for i in members) == list(range(len(of)))
@@ -158,7 +156,7 @@ GROUPS = [group(f"{i}/solver", [1, 0, 0, 1], tokens=3 + i) for i in range(6)] + 
 
 
 @pytest.mark.parametrize(("number", "num_groups"), [(1, 7), (2, 7), (3, 7), (4, 2), (4, 0)])
-def test_groups_stay_whole_nothing_is_lost_and_no_update_is_empty(number: int, num_groups: int) -> None:
+def test_mini_batches_keep_groups_whole_and_are_never_empty(number: int, num_groups: int) -> None:
     """Where any group has a spread: the last has none."""
     credited = credit(GROUPS[:num_groups] or GROUPS[-1:], CreditConfig(), AGENTS)
     batches = mini_batches(credited, number, Average(), seed=0, step=1)

@@ -162,7 +162,7 @@ BARE = (*TEAM, MAIN, CHECKER, "credit.train_agents=[verifier]")
          "judge.policy is 'main', whose engines also serve agents.solver"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused_with_the_reason_and_where_it_was_given(words: list[str], says: str) -> None:
+def test_impossible_settings_are_refused_with_reason_and_origin(words: list[str], says: str) -> None:
     said = refusal(*words)
     assert says in said and "command line" in said
 
@@ -233,7 +233,7 @@ def test_a_policy_has_engines_of_its_own_over_those_of_all() -> None:
     assert again == config
 
 
-def test_all_problems_are_reported_at_once_and_some_are_of_no_single_setting() -> None:
+def test_all_problems_are_reported_at_once() -> None:
     assert len(refusal("run.steps=many", "rollout.segmnts=2").splitlines()) == 2
     all_frozen = refusal(*FROZEN, "policies.main.frozen=true", "policies.main.model=x")
     assert all_frozen == "policies: all are frozen (main, judge); expected at least one to train: unfreeze one"
@@ -299,7 +299,7 @@ def test_a_team_is_evaluated_whatever_its_trainer_s_layout_is() -> None:
     assert preflight(config, world_size=1, trains=False).plan[-1].startswith("1 rank(s), 1 data-parallel; ")
 
 
-def test_a_prompt_length_that_is_asked_for_and_does_not_fit_is_warned_of() -> None:
+def test_a_prompt_length_that_does_not_fit_is_warned_about() -> None:
     words = ["orchestration=solver_verifier", "agents.verifier.max_input_tokens=5000"]
     checked = preflight(read_config(None, words)[0], world_size=1)
     (said,) = (warning for warning in checked.warnings if "max_input_tokens" in warning)  # of the solver's nobody asked
@@ -347,7 +347,7 @@ def test_a_policy_on_a_base_has_its_model_and_how_ranks_hold_it() -> None:
     assert again == found
 
 
-def test_a_base_without_an_adapter_stays_and_one_that_a_shipped_preset_alone_names_is_kept() -> None:
+def test_bases_stay_even_if_only_a_preset_names_them() -> None:
     for is_frozen in ("false", "true"):
         config, _ = read_config(None, [*BARE, f"policies.main.frozen={is_frozen}"])
         assert list(config.trained_policies) == ["checker"]

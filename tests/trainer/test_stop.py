@@ -57,7 +57,7 @@ def test_the_first_signal_is_noted_and_another_ends_at_once(number: int, capsys:
     assert signal.getsignal(number) == before
 
 
-def test_the_way_out_of_a_stopped_run_is_undisturbed_and_ends_with_the_handlers_of_before() -> None:
+def test_a_stopped_run_exits_undisturbed_and_restores_handlers() -> None:
     signals, before = StopSignals(lambda: 0.0), [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
     with pytest.raises(Stopped), handlers_restored():
         try:
@@ -126,7 +126,7 @@ def test_all_ranks_compute_and_stop_as_rank_0_does(two_ranks: RankPair) -> None:
     ]
 
 
-def test_a_stage_may_be_longer_than_a_collective_waits_and_who_waits_sleeps(two_ranks: RankPair) -> None:
+def test_stages_may_outlast_collective_timeouts(two_ranks: RankPair) -> None:
     first, other = two_ranks.run(Path(__file__), {"limit_s": LIMIT_S, "late_s": LATE_S})
     assert first[:5] == other[:5] == ["None", "b'batch'", "b'0 1'", "False", "None"]
     cpu_s, num_sleepers, num_keys = float(other[5]), *map(int, other[6:8])
@@ -201,7 +201,7 @@ def test_all_hear_which_rank_is_silent() -> None:
     ("error", "said", "left_with"),
     [(KeyboardInterrupt(), "was interrupted", KeyboardInterrupt), (OSError("x"), "ended with OSError: x", RankLost)],
 )
-def test_a_run_is_interrupted_where_another_rank_was_and_fails_where_one_failed(
+def test_ranks_share_interruption_and_failure_of_another_rank(
     error: BaseException, said: str, left_with: type[BaseException]
 ) -> None:
     store = dist.HashStore()
@@ -262,7 +262,7 @@ def sample(uid: str, advantage: float) -> TrainSequence:
     return TrainSequence(uid, tokens, tokens, np.ones(3, bool), np.zeros(3, np.float32), advantage, 0, 1.0)
 
 
-def test_the_run_stops_after_too_many_in_a_row_and_names_their_batches(tmp_path: Path) -> None:
+def test_too_many_bad_steps_stop_the_run_and_name_their_batches(tmp_path: Path) -> None:
     directory = RunDirectory.create(tmp_path, "run", "preset")
     agents = VerifierCorrector.whole_team({})
     config = RunConfig(
@@ -286,7 +286,7 @@ def test_the_run_stops_after_too_many_in_a_row_and_names_their_batches(tmp_path:
         assert batch.suspects == ["y"] and [s.uid for s in batch.sequences] == ["x", "y"] and math.isnan(batch.loss)
 
 
-def test_a_terminal_obeys_nothing_that_an_error_quotes_neither_here_nor_in_torchrun_s_summary(
+def test_quoted_escape_sequences_have_no_effect_on_terminals(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))

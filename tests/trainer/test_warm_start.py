@@ -32,7 +32,7 @@ from marsrl.trainer.schools.warm_start import (
 )
 
 
-def test_policies_of_one_shape_share_a_warm_start_and_another_shape_has_its_own(tmp_path: Path) -> None:
+def test_policies_share_a_warm_start_only_with_the_same_shape(tmp_path: Path) -> None:
     os.environ["MARSRL_CACHE"] = str(tmp_path)
     shapes = {"a": "tiny", "b": "cpu_default", "c": "tiny"}
     policies = {name: {"shape": shape} for name, shape in shapes.items()} | {"main": {}, "e": {"model": "/models/e"}}
@@ -57,7 +57,7 @@ def searching(*words: str) -> RunConfig:
     return read_config(None, ["preset=cpu_search_team", *words])[0]
 
 
-def test_a_team_is_taught_by_its_own_school_and_depends_on_that_school_s_settings_alone() -> None:
+def test_a_warm_start_depends_only_on_its_schools_settings() -> None:
     dual = read_config(None, ["preset=cpu_dual_system"])[0]
     assert [school_of(config) for config in (RunConfig.model_validate({}), searching(), dual)] == list(SCHOOLS)
     for words in (

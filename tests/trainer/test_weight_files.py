@@ -19,7 +19,7 @@ def in_a_child(work: Callable[..., object], *words: Any) -> Any:
     return child
 
 
-def test_a_process_that_is_killed_at_any_moment_leaves_nothing_to_those_after_the_next(tmp_path: Path) -> None:
+def test_folders_of_killed_processes_are_removed_later(tmp_path: Path) -> None:
     """At its first step with the file system, the second, ..., until there are no more."""
 
     def make(last: int) -> None:
@@ -46,7 +46,7 @@ def test_a_process_that_is_killed_at_any_moment_leaves_nothing_to_those_after_th
     assert set(found) == {0, 1} and len(found) > 5
 
 
-def test_a_folder_that_another_process_sees_before_its_lock_is_made_anew(tmp_path: Path) -> None:
+def test_a_folder_seen_before_it_is_locked_is_made_again(tmp_path: Path) -> None:
     """Another one looks just before its lock is taken."""
 
     def make() -> None:
