@@ -336,6 +336,9 @@ class Run:
         """Publish a new version to the engines, or the same version again if the step changed nothing."""
         self.versions[policy] += is_new
         self._sync(policy)
+        every = self.config.policies[policy].reference_every
+        if is_new and every and self.versions[policy] % every == 0:
+            self.learners[policy].refresh_reference()
 
     def _sync(self, policy: str) -> None:
         """Send the policy's current weights to its engines and verify them; rank 0 logs the time. Collective."""

@@ -225,8 +225,9 @@ def _job(config: RunConfig, name: str, shape: ModelShape, trainers: int, work: W
     first = config.policies[next(each for each in config.policies_in(name) if each in config.trained_policies)]
     reference, scored_reference = None, None
     if loss.kl != "none":
-        scored_reference = shape if first.reference == "start" else find_shape(first.reference)
-        reference = None if adapters and first.reference == "start" else scored_reference  # the base, adapters off
+        is_own = first.reference in ("start", "past")
+        scored_reference = shape if is_own else find_shape(first.reference)
+        reference = None if adapters and is_own else scored_reference  # The base, and at most a copy of A and B.
     # Old log-probs, the experts to replay (R2) or to count: the policy runs forward once before its updates.
     is_scored = loss.old_policy == "recompute" or replay == "recompute"
     is_scored |= loss.old_policy == "pois" and config.trainer.updates_per_step > 1

@@ -126,6 +126,8 @@ def test_a_resume_at_the_same_rate_tells_none(tmp_path: Path) -> None:
 OTHER = "policies.other={model: /models/other, frozen: true}"
 ADAPTER = ["policies.main.adapter={}"]
 TWO = [OTHER, "credit.train_agents=[solver]"]
+KL = ["loss.kl=k3", "policies.main.reference=start"]
+PAST = [*KL, "policies.main.reference=past", "policies.main.reference_every=2"]
 
 
 @pytest.mark.parametrize(
@@ -139,6 +141,7 @@ TWO = [OTHER, "credit.train_agents=[solver]"]
         (TWO, [*TWO, "agents.verifier1.policy=other"], "agents.verifier1.policy (the run has main, now other)"),
         ([], ["policies.main.optimizer.distributed=false"], "policies.main.optimizer.distributed (the run has True"),
         ([], ["policies.main.adapter={}"], "policies.main.adapter (the run has None, now rank=32"),
+        (KL, PAST, "policies.main.reference (the run has start, now past)"),
         (ADAPTER, ["policies.main.adapter={rank: 8}"], "policies.main.adapter (the run has rank=32"),
         (TWO, [*TWO, "policies.other.frozen=false"], "policies.other.frozen (the run has True, now False)"),
     ],

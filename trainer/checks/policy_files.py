@@ -87,7 +87,7 @@ def check_trainable(config: RunConfig, name: str, shape: ModelShape, world_size:
             f"{shape.architecture} without experts; set it to 0"
         )
     reference = config.policies[name].reference
-    if config.loss.kl != "none" and reference not in ("none", "start"):
+    if config.loss.kl != "none" and reference not in ("none", "start", "past"):
         try:
             other = read_shape(reference)
             HfReader(reference).check(other, is_trained=True)

@@ -297,8 +297,15 @@ def _check_policy(config: RunConfig, name: str, policy: PolicyConfig) -> None:
         )
     if config.loss.kl != "none" and policy.reference == "none" and name in config.trained_policies:
         raise ValueError(
-            f"loss.kl={config.loss.kl} needs a reference, but {key}.reference is none; set start or an HF directory"
+            f"loss.kl={config.loss.kl} needs a reference, but {key}.reference is none; set start, past or an HF directory"
         )
+    if (policy.reference == "past") != (policy.reference_every is not None):
+        raise ValueError(
+            f"{key}.reference is {policy.reference}, but {key}.reference_every is {policy.reference_every or 'not set'}; set "
+            "both reference=past and reference_every (versions between refreshes), or neither"
+        )
+    if policy.reference == "past" and config.loss.kl == "none":
+        raise ValueError(f"{key}.reference is past, but loss.kl is none; set loss.kl=k3, or {key}.reference=none")
 
 
 def _check_chat(config: RunConfig, name: str, policy: PolicyConfig) -> None:

@@ -111,7 +111,11 @@ class PolicyConfig(Settings):
     of several micro-batches needs an extra forward pass to count tokens per expert, unless the old log-probs' pass has counted
     them (docs/numerics.md)"""
     reference: str = "none"
-    """frozen reference weights of loss.kl, on the same ranks: none | start (the initial weights) | HF directory"""
+    """reference weights of loss.kl, on the same ranks: none | start (the initial weights) | HF directory | past (an earlier
+    version of this policy, see reference_every; docs/credit.md)"""
+    reference_every: int | None = Field(None, gt=0)
+    """past: versions between refreshes; the reference is the newest version that is a multiple, and before it the initial
+    weights"""
     engines: int | None = Field(None, gt=0, le=MOST_RANKS)
     """engine replicas of this policy; default: rollout.engines"""
     vllm: VllmOptions | None = Field(None, description="overrides rollout.vllm, key by key, for this policy's engines")

@@ -169,7 +169,7 @@ def _absolute(value: Any, name: str, folder: Path) -> Any:
         (is_class and (not is_own(value) or is_in_memory(value)))
         or (name == "command" and not os.path.isfile(path))
         or (name == "prompt" and not is_prompt_file(value))
-        or (name == "reference" and value in ("none", "start"))
+        or (name == "reference" and value in ("none", "start", "past"))
         or (name in ("model", "reference") and is_of_a_hub)
         or (name == "python" and "/" not in value)
     )

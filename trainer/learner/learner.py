@@ -122,6 +122,9 @@ class Learner:
             reference = None
         elif reference_dir is not None:
             reference = Model(frozen_model(reference_dir, layout, policy))
+        self._past: Any = None  # The reference's module, if it is renewed.
+        if policy.reference == "past" and reference is not None:
+            self._past = reference.adapters[0] if reference.adapters else reference.module
         self.passes = Passes(
             self.model,
             trained,
@@ -164,7 +167,7 @@ class Learner:
         self.optimizer = Optimizer(ddp, optimizer)
         self._converter = self.adapter.converter
         begin = Model(base.wrapped)
-        if policy.adapter.start is not None:
+        if policy.adapter.start is not None or policy.reference == "past":
             begin = Model(base.wrapped, (Adapter(base, policy.adapter, seed).requires_grad_(False),))
         return Model(base.wrapped, (self.adapter,), (ddp,)), begin
 
@@ -234,6 +237,14 @@ class Learner:
             self.adapter.read(folder)
         self.optimizer.reload_weights()
 
+    @torch.no_grad()
+    def refresh_reference(self) -> None:
+        """Copy the current weights (or the adapter) into the reference, which must be `past`."""
+        self.optimizer.gather_weights()
+        trained = self.adapter or self.model
+        for reference, current in zip(self._past.parameters(), trained.parameters(), strict=True):
+            reference.copy_(current)
+
     def held(self) -> Converter:
         """Return the exporter of the current weights (or the adapter's), without copying."""
         self.optimizer.gather_weights()
@@ -262,9 +273,8 @@ class Learner:
             copy_frame(self._model_dir, folder / "hf")  # `marsrl export` needs these files.
             write_json(folder / "learner.json", about)
 
-        return begin_save(
-            policy_state(self.adapter or self.model, self.optimizer, is_loading=False), folder, write_files, copy=copy
-        )
+        state = policy_state(self.adapter or self.model, self.optimizer, self._past, is_loading=False)
+        return begin_save(state, folder, write_files, copy=copy)
 
     def load(self, folder: str | Path) -> None:
         """Restore a save; under the same layout training continues bit for bit.
@@ -288,11 +298,13 @@ class Learner:
                 f"{self._model_dir} differ; set model to its base"
             )
         trained = self.adapter or self.model
-        state = load(policy_state(trained, self.optimizer, is_loading=True), folder)
-        missing, unknown = trained.load_state_dict(state["model"], strict=False)
-        missing = [name for name in missing if not name.endswith("_extra_state")]
-        if missing or unknown:
-            raise ValueError(f"learner: {folder} does not match the model: missing {missing}, unknown {unknown}")
+        state = load(policy_state(trained, self.optimizer, self._past, is_loading=True), folder)
+        modules = {"model": trained} if self._past is None else {"model": trained, "reference": self._past}
+        for part, module in modules.items():
+            missing, unknown = module.load_state_dict(state[part], strict=False)
+            missing = [name for name in missing if not name.endswith("_extra_state")]
+            if missing or unknown:
+                raise ValueError(f"learner: {folder} does not match the {part}: missing {missing}, unknown {unknown}")
         self.optimizer.load_state_dict(state["optimizer"])
         self.num_steps = int(about["num_steps"])
 

@@ -171,6 +171,8 @@ def _refusals(saved: RunConfig, now: RunConfig) -> Iterator[str]:
                 )
             if old_value != new_value:
                 yield _both(f"policies.{name}.{key}", old_value, new_value)
+        if policy.reference == "past" != before.reference:
+            yield _both(f"policies.{name}.reference", before.reference, policy.reference)
         if not policy.frozen and (shape_differences := _other_shape(before, policy)):
             yield f"policies.{name}.model ({shape_differences})"
     for name, agent in now.agents.items():

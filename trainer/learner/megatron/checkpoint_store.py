@@ -33,7 +33,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, apply_factor
 from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
 from megatron.core.dist_checkpointing.strategies import torch as formats
 from megatron.core.dist_checkpointing.strategies.state_dict_saver import save_state_dict_async_plan
-from megatron.core.dist_checkpointing.utils import extract_sharded_base
+from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding, extract_sharded_base
 from megatron.core.dist_checkpointing.validation import determine_global_metadata, validate_sharding_integrity
 from torch import Tensor
 from torch.distributed import checkpoint
@@ -169,8 +169,11 @@ def _load_tensors(state: Any, folder: Path) -> Any:
     return restored
 
 
-def policy_state(model: Any, optimizer: Optimizer, *, is_loading: bool) -> dict[str, Any]:
-    """Return a policy's sharded state (weights and optimizer) for begin_save, or with is_loading for load."""
+def policy_state(model: Any, optimizer: Optimizer, past: Any | None = None, *, is_loading: bool) -> dict[str, Any]:
+    """Return a policy's sharded state (weights and optimizer) for begin_save, or with is_loading for load.
+
+    past: earlier weights that are saved too, the reference of a KL term.
+    """
     metadata = {
         # Only this format reshards exactly between TP/EP/PP/DP layouts.
         "distrib_optim_sharding_type": "fully_reshardable",
@@ -178,12 +181,17 @@ def policy_state(model: Any, optimizer: Optimizer, *, is_loading: bool) -> dict[
         "chained_optim_avoid_prefix": True,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
-    weights = {  # Leaves out TransformerEngine's FP8 objects: pickles, empty in float32 and bfloat16.
-        name: value
-        for name, value in model.sharded_state_dict(metadata=metadata).items()
-        if not (isinstance(value, ShardedObject) and name.endswith("_extra_state"))
-    }
-    return {"model": weights, "optimizer": optimizer.sharded_state_dict(weights, metadata, is_loading=is_loading)}
+    state: dict[str, Any] = {}
+    for part, module in {"model": model, "reference": past}.items():
+        if module is not None:
+            state[part] = {  # Leaves out TransformerEngine's FP8 objects: pickles, empty in float32 and bfloat16.
+                name: value
+                for name, value in module.sharded_state_dict(metadata=metadata).items()
+                if not (isinstance(value, ShardedObject) and name.endswith("_extra_state"))
+            }
+    add_prefix_for_sharding(state.get("reference", {}), "reference.")
+    state["optimizer"] = optimizer.sharded_state_dict(state["model"], metadata, is_loading=is_loading)
+    return state
 
 
 class _Held:
