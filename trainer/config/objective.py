@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator, Mapping
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from marsrl.rollout.config import Settings, Share, Tokens
+from marsrl.rollout.config import AgentConfig, Settings, Share, Tokens
+from marsrl.rollout.orchestrations.registry import find_orchestration
 from marsrl.trainer.config.sections import OFF
 
 ONE_NAME = BeforeValidator(lambda value: (value,) if isinstance(value, str) and value != "all" else value)
@@ -59,6 +61,34 @@ class CreditConfig(Settings):
 
     def trains(self, agent: str) -> bool:
         return self.train_agents == "all" or agent in self.train_agents
+
+    def why_not(
+        self, agents: Collection[str], orchestration: str, *, aggregation: str, has_whole_instances: bool
+    ) -> Iterator[str]:
+        """Yield why the samples of this team cannot be compared, balanced or trained as set.
+
+        aggregation: loss.aggregation. has_whole_instances: a step trains all samples for a problem (RunConfig).
+        """
+        if self.turns == "returns" and aggregation == "sequence":
+            yield (
+                "loss.aggregation=sequence weighs a turn by the length of the sample's other turns, which biases "
+                "credit.turns=returns; set loss.aggregation=token or sequence_sum_constant, or credit.turns=sample"
+            )
+        if self.balance == "uniform" and not has_whole_instances:
+            yield (
+                "credit.balance=uniform needs all samples for a problem in one step; set rollout.pipeline=trajectory, or "
+                "credit.normalise=agent"
+            )
+        if self.normalise == "trajectory" and find_orchestration(orchestration).is_one_episode:
+            yield (
+                f"credit.normalise=trajectory compares episodes, but orchestration={orchestration} plays one per problem; "
+                "set credit.normalise=group or global"
+            )
+        if not self.train_agents:
+            yield "credit.train_agents is empty; expected at least one agent: name agents, or set all"
+        for name in self.train_agents if self.train_agents != "all" else ():
+            if name not in agents:
+                yield f"credit.train_agents names {name!r}; the agents are {', '.join(agents)}"
 
 
 class LossConfig(Settings):
@@ -126,6 +156,23 @@ class LossConfig(Settings):
         """correction_high, or its default."""
         return self.correction_high or (5.0 if self.correction == "icepop" else 2.0)
 
+    def why_not(self, agents: Mapping[str, AgentConfig]) -> Iterator[str]:
+        """Yield settings of the loss that contradict each other or the agents' clip ranges."""
+        if self.kl == "none" and self.kl_coef:
+            yield f"loss.kl_coef is {self.kl_coef:g} but loss.kl is none; set loss.kl to k1, k2 or k3"
+        if self.kl_in == "reward" and not self.kl_coef:
+            yield "loss.kl_in is reward but loss.kl_coef is 0; set loss.kl_coef above 0, or loss.kl_in=loss"
+        highest = max(self.clip_high if agent.clip_high is None else agent.clip_high for agent in agents.values())
+        if self.dual_clip is not None and self.dual_clip <= 1 + highest:
+            yield (
+                f"loss.dual_clip is {self.dual_clip:g}, but the largest clip_high is {highest:g}; set loss.dual_clip above "
+                f"{1 + highest:g}, or null"
+            )
+        if self.correction_low > self.upper_bound:
+            yield (
+                f"loss.correction_low is {self.correction_low:g}, above loss.correction_high = {self.upper_bound:g}; lower it"
+            )
+
 
 class MptConfig(Settings):
     """Dynamic masking of well-mastered positive tokens (UloRL; docs/credit.md)."""
@@ -142,3 +189,13 @@ class MptConfig(Settings):
     """temperature of the probability and the entropy: the agent's sampling temperature, as in the loss, or 1"""
     success: float = Field(1.0, gt=0, le=1)
     """smallest reward (by credit.reward_scheme, before penalties) of a positive sample; its advantage must also be above 0"""
+
+    def why_not(self, trained: Mapping[str, AgentConfig]) -> Iterator[str]:
+        """Yield why the trained agents cannot share one gate for the batch."""
+        clips = {name: (agent.clip_low, agent.clip_high) for name, agent in trained.items()}
+        if self.scope == "batch" and len(set(clips.values())) > 1:
+            name = next(name for name, clip in clips.items() if clip != (None, None))
+            yield (
+                f"agents.{name}.clip_low and agents.{name}.clip_high are {clips[name][0]} and {clips[name][1]}, but "
+                "mpt.scope=batch needs one clip range; set mpt.scope=sample or off, or the same range for every trained agent"
+            )

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 from pydantic import Field, model_validator
 
 from marsrl.rollout.adapter import AdapterConfig
 from marsrl.rollout.agents.byte_tokenizer import byte_tokenizer_directory
-from marsrl.rollout.config import MOST_RANKS, CountOr0, OpenAIOptions, Ranks, Settings, Share, ShareBelow1, VllmOptions
+from marsrl.rollout.config import (
+    MOST_RANKS,
+    CountOr0,
+    OpenAIOptions,
+    Ranks,
+    RolloutConfig,
+    Settings,
+    Share,
+    ShareBelow1,
+    VllmOptions,
+)
 from marsrl.rollout.model_shape import ModelShape
 
 
@@ -147,6 +157,56 @@ class PolicyConfig(Settings):
         """The dtype, after preflight has resolved auto."""
         assert self.dtype != "auto", "decided by preflight"
         return self.dtype
+
+    def why_not(self, key: str, rollout: RolloutConfig, *, kl: str, is_trained: bool) -> Iterator[str]:
+        """Yield settings that contradict each other, the rollout, or loss.kl. key: `policies.<name>`, for the messages."""
+        if self.shape is not None and self.model is not None:
+            yield (
+                f"{key}.shape is {self.shape}, the size of a warm-started policy, but {key}.model is {self.model}; set one null"
+            )
+        if self.optimizer.offload and self.dtype == "float32":
+            yield (
+                f"{key}.optimizer.offload needs bfloat16 weights, but {key}.dtype is float32; set bfloat16, or offload=false"
+            )
+        if (self.engine == "openai") != (self.openai is not None):
+            yield (
+                f"{key}: found engine={self.engine} {'with a' if self.openai else 'without a'} section openai; set both "
+                "engine=openai and openai (base_url, model), or neither"
+            )
+        if self.engine == "openai" and (self.engines is not None or self.vllm is not None):
+            yield (
+                f"{key}.{'engines' if self.engines else 'vllm'} is set, but {key}.engine=openai starts no engines; remove it"
+            )
+        if self.engine == "openai" and not self.frozen:
+            yield (
+                f"{key}: a policy with engine=openai cannot be trained, because the server returns no token ids or log-probs "
+                "and accepts no weights; set frozen=true and remove its agents from credit.train_agents"
+            )
+        if not self.is_chat and self.frozen and self.model is None:
+            yield (
+                f"{key}: a frozen policy needs `model`, a Hugging Face directory (with engine=openai the tokenizer is enough; "
+                "with openai.api=chat nothing is needed)"
+            )
+        if self.adapter is not None and self.frozen:
+            yield f"{key}.adapter is set, but {key}.frozen is true; adapters are trained: remove one of them"
+        if self.adapter is not None and self.router_aux_loss:
+            yield (
+                f"{key}.router_aux_loss is {self.router_aux_loss:g}, but {key}.adapter does not train the router; set 0"
+            )
+        if rollout.placement == "colocated" and self.engines not in (None, rollout.engines):
+            yield (
+                f"{key}.engines is {self.engines}, but rollout.placement=colocated puts one engine of every policy on each "
+                "rank's GPU; remove it, or set rollout.placement=disaggregated"
+            )
+        if kl != "none" and self.reference == "none" and is_trained:
+            yield f"loss.kl={kl} needs a reference, but {key}.reference is none; set start, past or an HF directory"
+        if (self.reference == "past") != (self.reference_every is not None):
+            yield (
+                f"{key}.reference is {self.reference}, but {key}.reference_every is {self.reference_every or 'not set'}; set "
+                "both reference=past and reference_every (versions between refreshes), or neither"
+            )
+        if self.reference == "past" and kl == "none":
+            yield f"{key}.reference is past, but loss.kl is none; set loss.kl=k3, or {key}.reference=none"
 
 
 OF_BASE = ("model", "shape", "dtype", "layout", "recompute", "layers", "deterministic")

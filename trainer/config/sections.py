@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from marsrl.rollout.config import LONGEST_S, MOST_MIB, MOST_RANKS, SILENCE_S, Count, CountOr0, Settings, Share, Tokens
+from marsrl.rollout.config import (
+    LONGEST_S,
+    MOST_MIB,
+    MOST_RANKS,
+    SILENCE_S,
+    Count,
+    CountOr0,
+    RolloutConfig,
+    Settings,
+    Share,
+    Tokens,
+)
 from marsrl.rollout.tasks.config import (
     ArithmeticSlips,
     DualSystemSlips,
@@ -86,6 +98,16 @@ class DataConfig(Settings):
     """for a problem whose answer is a placeholder (proof, notfound, N/A), which a policy could learn to repeat: skip and count
     it, or keep it (docs/data.md)"""
 
+    def why_not(self, task: str) -> Iterator[str]:
+        """Yield a refusal of problem files if the task generates its problems."""
+        given = [key for key in ("train", "eval") if getattr(self, key)]
+        if given and task in ("arithmetic", "reasoning_gym"):
+            named = "arithmetic (the default)" if task == "arithmetic" else task
+            yield (
+                f"data.{given[0]} is set, but task={named} generates its problems; did you mean task=math? For other "
+                f"problems set task=qa or your own task (docs/own_task.md); for {task} remove data.{given[0]}"
+            )
+
 
 class SftConfig(Settings):
     """Supervised training on data.demonstrations with marsrl sft (docs/teachers.md)."""
@@ -145,6 +167,25 @@ class SyncConfig(Settings):
     directory: str | None = None
     """shm: folder for the weights of a version, visible to all hosts of engines; default: /dev/shm of rank 0's host"""
     verify_every: Count = Field(1, description="versions between probe comparisons; checksums are compared every time")
+
+    def why_not(self, rollout: RolloutConfig) -> Iterator[str]:
+        """Yield why the backend cannot reach engines with this placement."""
+        if self.backend in ("auto", "shm"):
+            return
+        key = f"sync.backend={self.backend}"
+        if self.directory is not None:
+            yield f"sync.directory is set, but {key} writes no files; remove one of them"
+        if self.backend == "nccl" and rollout.placement == "colocated":
+            yield (
+                f"{key}: NCCL does not support two processes on one GPU (rollout.placement=colocated); set sync.backend=ipc"
+            )
+        if rollout.placement == "local":
+            yield (
+                f"{key} works between processes, but rollout.placement=local has one; set another placement, "
+                "or remove sync.backend"
+            )
+        if self.backend == "ipc" and rollout.placement == "disaggregated" and not self.cpu_twin:
+            yield f"{key} works between processes on one GPU; set sync.backend=nccl, or rollout.placement=colocated"
 
 
 _ACCURACY = "range of the accuracy of {} before RL; outside of it the run warns"
