@@ -70,7 +70,7 @@ def play(model_dir: str, stage: Sequence[str], engines: int, threads: int, overl
     from marsrl.trainer.build import open_team
 
     settings = (f"rollout.engines={engines}", f"rollout.threads={threads}", f"rollout.overlap={overlap}")
-    checked = checked_config(*stage, *settings)
+    checked = checked_config(*stage, *settings, "rollout.placement=disaggregated")
     with open_team(checked, {"main": model_dir}) as team:
         seed = yield None
         while True:

@@ -107,7 +107,7 @@ class Trial:
             f"run.dir={self.directory.path.parent}", f"run.name={self.name}", "run.evaluate=false",
             "run.checkpoint_every=1", "run.keep_checkpoints=3", f"run.silence_s={SILENCE_S:g}",
             f"rollout.overlap={self.overlap}", f"rollout.segments={self.segments}", f"rollout.engines={self.engines}",
-            "rollout.deadline_s=60", "rollout.object_store_mib=80",
+            "rollout.deadline_s=60", "rollout.object_store_mib=80", "rollout.placement=disaggregated",
         ]  # fmt: skip
         ours = [*ARITHMETIC, TEAM, *SMALL, f"rollout.engine={self.engine}"]
         played = self._external() if self.is_external else ours
