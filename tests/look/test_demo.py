@@ -72,7 +72,7 @@ def test_view_demo_opens_on_its_overview(browser: Browser) -> None:
 
 def test_view_without_a_run_names_the_demo(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["view"]) == 2
-    assert "no run is named; expected run directories, or --demo" in capsys.readouterr().err
+    assert "found no run; expected run directories, or --demo" in capsys.readouterr().err
 
 
 def test_view_demo_as_text_names_its_last_step(capsys: pytest.CaptureFixture[str]) -> None:
