@@ -157,15 +157,16 @@ class Session:
                 error = str(said["error"])
                 raise ValueError(next((refusal for refusal in self.refusals if refusal in error), error))
             reward = None if said.get("reward") is None else _number(said["reward"])
-            by_agent, by_call = self._rewards(said.get("rewards") or {})
-            _, of_turns = self._rewards(said.get("turn_rewards") or {})
+            given = said.get("rewards")
+            by_agent, by_call = self._rewards({} if given is None else given)
+            _, of_turns = self._rewards(said.get("turn_rewards", {}))
             if self.sums_turns:
                 of_turns += by_call
             turn_rewards = [0.0] * (self.num_calls if of_turns else 0)
             for number, value in of_turns:
                 turn_rewards[number] += value
             rewards: dict[str, float] | None = None
-            if said.get("rewards") is not None:
+            if given is not None:
                 rewards = {self._calls[number].task.result().agent: 0.0 for number, _ in of_turns} | by_agent
                 rewards |= {} if self.sums_turns else self._means(by_call)
             answer = None if said.get("answer") is None else str(said["answer"])
