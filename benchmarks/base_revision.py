@@ -16,7 +16,7 @@ TURNS = 3
 
 
 def compare(revision: str, cases: list[str], device: str, quick: bool) -> None:
-    """Prints the ratio of our times here and at `revision` for each table; the two revisions' processes alternate."""
+    """Print the ratio of our times here and at `revision` for each table; the two revisions' processes alternate."""
     seconds: dict[tuple[str, str], list[float]] = {}
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder) / "tree"
@@ -44,7 +44,7 @@ def _medians(root: Path, cases: list[str], device: str, quick: bool, file: Path)
         raise SystemExit(f"--base: {root} has no benchmarks/run.py; choose a revision that has it")
     command = [sys.executable, str(script), *cases, "--device", device, "--only", "ours", "--no-memory", "--all"]
     command += ["--json", str(file), *(["--quick"] if quick else [])]
-    # takes precedence over the installed marsrl
+    # PYTHONPATH takes precedence over the installed marsrl.
     environment = {**os.environ, "PYTHONPATH": str(folder_with_marsrl(file.parent / f"path of {root.name}", root))}
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment)
     tables = json.loads(file.read_text())["tables"]

@@ -1,4 +1,4 @@
-"""pytest plugin: ends the process after a failure that made the GPU unusable, so that xdist continues in a new one."""
+"""Plugin of pytest that ends the process after a failure that made the GPU unusable, so that xdist starts a new one."""
 
 import os
 from typing import Any
@@ -7,10 +7,10 @@ import pytest
 import torch
 
 
-@pytest.hookimpl(trylast=True)  # after xdist has reported the failure
+@pytest.hookimpl(trylast=True)  # Runs after xdist has reported the failure.
 def pytest_runtest_logreport(report: Any) -> None:
     if report.failed and torch.cuda.is_available():
         try:
             torch.cuda.synchronize()
-        except RuntimeError:  # after an illegal address every call fails
+        except RuntimeError:  # After an illegal address every call fails.
             os._exit(77)

@@ -1,4 +1,4 @@
-"""A benchmark case: one op at one shape, the variants to compare, and the exact results.
+"""Benchmark case: one op at one shape, the variants to compare, and the exact results.
 
     for shape in CASE.shapes("cpu", quick=False):
         bench = CASE.build(shape)          # inputs, ours and the peers
@@ -21,21 +21,21 @@ from torch import Tensor
 from marsrl.kernels.testing import assert_accurate
 
 Outputs = Tensor | tuple[Tensor, ...]
-Results = dict[str, Tensor]  # name -> result of a variant; the names are those of the exact results
+Results = dict[str, Tensor]  # results of a variant by name; the exact results have the same names
 
 
 def normal(shape: Shape) -> Callable[..., Tensor]:
-    """Draws standard normal tensors of given sizes, float32 on the shape's device; the same ones in every process."""
+    """Return a function that draws standard normal float32 tensors on the shape's device, the same in every process."""
     generator = torch.Generator(shape.device).manual_seed(0)
     return lambda *sizes: torch.randn(*sizes, generator=generator, device=shape.device)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of one table; those that a case does not use are 0.
+    """Sizes of one table; sizes that a case does not use are 0.
 
-    tokens: T; hidden: H; vocab: V (of this rank); sequences: S. mask_share, active_share: of the rows, those that are
-    trained, and those with a coefficient; 1 and 1: all. note: why this shape.
+    tokens: T; hidden: H; vocab: V (of this rank); sequences: S. mask_share, active_share: shares of the rows that are
+    trained, and that have a coefficient; 1 and 1: all. note: why this shape.
     """
 
     device: str
@@ -83,7 +83,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Compared:
-    """Variants of a function of the tensors `inputs`: the results are its outputs, by these names.
+    """Variants of a function of the tensors `inputs`; results are its outputs, by these names.
 
     With a gradient of the first output the function runs backward too, and results are also the gradients of inputs by name.
     """
@@ -96,7 +96,7 @@ class Compared:
         return Variant(name, partial(self._run, function, self.inputs), does, self._clear)
 
     def judge(self, definition: Callable[..., Outputs]) -> Judgement:
-        """The definition in float64, and at the inputs' own dtypes."""
+        """Compute the definition in float64, and at the inputs' own dtypes."""
         exact, plain = (
             {name: values.detach().to(dtype, copy=True).requires_grad_() for name, values in self.inputs.items()}
             for dtype in (torch.float64, None)
@@ -121,7 +121,7 @@ class Compared:
 
 @dataclass(frozen=True)
 class Missing:
-    """A variant that cannot run here, and the reason."""
+    """Variant that cannot run here, and the reason."""
 
     name: str
     reason: str
@@ -129,7 +129,10 @@ class Missing:
 
 @dataclass(frozen=True)
 class Judgement:
-    """exact, plain: as Bench.judge returns them. scales, apart: of assert_accurate, per result; missing: 0, None."""
+    """Exact and plain results to judge by, as Bench.judge returns them.
+
+    scales, apart: arguments of assert_accurate, per result; missing: 0, None.
+    """
 
     exact: Results
     plain: Results
@@ -137,20 +140,19 @@ class Judgement:
     apart: Results = field(default_factory=dict)
 
     def check(self, name: str, what: str, found: Tensor) -> None:
-        """assert_accurate of the result `what`, with this name in its message."""
+        """Call assert_accurate on the result `what`, with this name in its message."""
         scale, apart = self.scales.get(what, 0.0), self.apart.get(what)
         assert_accurate(f"{name}, {what}", found, self.exact[what], self.plain[what], scale, apart=apart)
 
 
 @dataclass(frozen=True)
 class Bench:
-    """A case at one shape. candidates: what runs, and what cannot.
+    """One case at one shape. candidates: variants that run, and variants that cannot.
 
-    judge: float64 results on the inputs' device, and what plain PyTorch computes at the dtype of the input: the
-    yardstick of assert_accurate, by which the variant `ours` must be right. Called once; a child that measures memory
-    never calls it.
-    flops, bytes: what the job needs at least, by formula: each input read once, each result written once.
-    result_bytes: of the results that every variant must allocate (dX and dW); peak memory is reported beyond them.
+    judge: returns float64 results on the inputs' device, and plain PyTorch's results at the dtype of the input. By these
+    assert_accurate judges the variant `ours`. Called once, and never in a child that measures memory.
+    flops, bytes: least work of the job, by formula: each input read once, each result written once.
+    result_bytes: size of the results that every variant must allocate (dX and dW); peak memory is reported beyond them.
     notes: remarks for readers of the table.
     """
 
@@ -168,7 +170,7 @@ class Bench:
 
 @dataclass(frozen=True)
 class Case:
-    """name: as on the command line. shapes(device, quick): to measure; quick: tiny ones, only to see that it runs."""
+    """Case with its name on the command line. shapes(device, quick): shapes to measure; quick: tiny ones, as a smoke test."""
 
     name: str
     shapes: Callable[[str, bool], list[Shape]]

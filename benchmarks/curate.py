@@ -36,7 +36,7 @@ from marsrl.commands.curate.near_duplicates import as_compared, jaccard, shingle
 from marsrl.trainer.config.curate import NearDuplicatesConfig
 
 SECONDS, BYTES, ROWS = 600.0, 4e9, 1_000_000
-EDITED = 0.2  # share of the prompts
+EDITED = 0.2  # share of the prompts that are edited copies
 EDITS = ("surface", "a word replaced", "a word left out", "two words replaced")
 _CONFIG = NearDuplicatesConfig()
 
@@ -78,8 +78,11 @@ def _similarity(one: str, other: str) -> float:
 
 
 def measure(num_rows: int, folder: Path) -> dict[str, Any]:
-    """dropped_unplanted: original prompts mistaken for duplicates. edits: planted near-duplicates by kind; similarity: their
-    mean; above, below: the threshold; each with how many were dropped."""
+    """Measure the command on this many rows.
+
+    dropped_unplanted: original prompts mistaken for duplicates. edits: planted near-duplicates by kind, with their mean
+    similarity, their numbers above and below the threshold, and how many of each were dropped.
+    """
     planted = write_prompts(folder / "prompts.jsonl", num_rows)
     words = [sys.executable, "-m", "marsrl.commands.cli", "curate", "prompts.jsonl", "--out", "out"]
     load, before, start = os.getloadavg()[0], resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()

@@ -1,4 +1,4 @@
-"""An engine in a separate process, without Ray, for benchmarks of weight syncs."""
+"""Engine in a separate process, without Ray, for benchmarks of weight syncs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Literal
 Make = Callable[[str, str], Any]
 """(model_dir, dtype) -> an engine; called in its process."""
 
-_engines: list[Any] = []  # one, in the child process
+_engines: list[Any] = []  # holds a single engine, in the child process
 
 
 def local_engine(model_dir: str, dtype: str) -> Any:
@@ -37,7 +37,7 @@ class EngineProcess:
     def __init__(
         self, model_dir: str, dtype: str, make: Make = local_engine, start: Literal["fork", "spawn"] = "fork"
     ) -> None:
-        # forked: the child has this checkout's modules, wherever they were imported from
+        # A forked child has this checkout's modules, wherever they were imported from.
         context = multiprocessing.get_context(start)
         self._process = ProcessPoolExecutor(1, context, _begin, (make, model_dir, dtype))
 

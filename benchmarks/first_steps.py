@@ -20,7 +20,7 @@ from namespace import ROOT
 
 from marsrl.trainer.models.init_model import SHAPES, SMALL, init_model
 
-# 0.3 B parameters, of which a head over bytes is next to nothing
+# The model has 0.3 B parameters; its head over bytes is negligible.
 MODEL = replace(
     SMALL, num_layers=8, hidden_size=1024, num_heads=16, num_kv_heads=8, head_size=128, ffn_size=512, max_positions=32768,
     num_experts=16, experts_per_token=4,
@@ -29,7 +29,7 @@ STEPS = 2
 
 
 def settings(folder: Path, engine: str, is_tiny: bool) -> list[str]:
-    """Changes to the preset, to save time and to need no model."""
+    """Return changes to the preset that save time and need no model."""
     tokens = 16 if is_tiny else 256
     changed = [
         f"policies.main.model={folder / 'model'}", f"data.train={folder / 'problems.jsonl'}", f"run.dir={folder / 'runs'}",

@@ -31,17 +31,17 @@ from typing import Any
 from rollout import Child, Side, measured, show_ratio
 
 HERE = Path(__file__).resolve()
-GROUP = 8  # sessions of a problem
-PAIRS = 4  # of calls in a session
+GROUP = 8  # sessions per problem
+PAIRS = 4  # pairs of calls per session
 ANSWER = "this follows from the line before, and so on; " * 7  # bytes, of which each is a token
 POLL_S = 0.1  # the interval of player/rollout.py
-TOKENS = 1 << 16  # decoded in a turn at least
+TOKENS = 1 << 16  # fewest tokens decoded in a turn
 SESSIONS = 256  # sessions per stage, where tokens are counted
-OVERLAP = 2  # a stage is over with its longest session: with 1, engines idle before that
+OVERLAP = 2  # With 1, engines would idle until the longest session ends a stage.
 
 
 def alternate(problem: Any, client: Any) -> float:
-    """Program of the calls: each report goes to the Solver, whose sample goes on."""
+    """Run the program of the calls: each report goes to the Solver, whose sample continues."""
     turns: list[Any] = [problem.question]
     for _ in range(PAIRS):
         solution = client.chat("solver", turns)
@@ -51,7 +51,7 @@ def alternate(problem: Any, client: Any) -> float:
 
 
 def in_turn(problem: Any, client: Any) -> float:
-    """Program of the tokens: in_turn.py's team."""
+    """Run the program of the tokens: in_turn.py's team."""
     solution = client.chat("solver", [problem.question])
     report = client.chat("verifier", [f"{problem.question}\n{solution.text}"])
     client.chat("solver", [f"{problem.question}\n{solution.text}\n{report.text}"])
@@ -59,7 +59,7 @@ def in_turn(problem: Any, client: Any) -> float:
 
 
 def calls(sessions: int, rounds: int) -> dict[str, Any]:
-    """Child: stages of so many sessions, the first a warm-up, and one more whose memory is measured."""
+    """Play, in a child, stages of so many sessions: a warm-up, the rounds, and one more whose memory is measured."""
     from marsrl.rollout.imports import imports_for_good
 
     with imports_for_good():
@@ -140,10 +140,10 @@ def calls(sessions: int, rounds: int) -> dict[str, Any]:
 
 
 def play(model_dir: str, orchestration: str) -> Side:
-    """Asked, answers with {"tokens", "seconds"} of the next TOKENS, or some more."""
+    """Yield, for each question, {"tokens", "seconds"} of the next TOKENS, or some more."""
     from marsrl.rollout.imports import imports_for_good
 
-    with imports_for_good():  # runs import this way too
+    with imports_for_good():  # Runs import this way too.
         from marsrl.rollout.player.rollout import Rollout
         from marsrl.trainer.build import open_team
         from marsrl.trainer.checks.preflight import preflight
@@ -166,7 +166,7 @@ def play(model_dir: str, orchestration: str) -> Side:
         answer: Any = None
         with closing(rollout):
             while True:
-                with rollout.resting():  # the other side has its turn
+                with rollout.resting():  # The other side has its turn.
                     yield answer
                 before, start = sum(pool.num_decoded()), time.perf_counter()
                 while (tokens := sum(pool.num_decoded()) - before) < TOKENS:
@@ -175,7 +175,7 @@ def play(model_dir: str, orchestration: str) -> Side:
 
 
 def over_native(turns: int) -> list[dict[str, Any]]:
-    """Turns of the program and of the native team, without the warm-up."""
+    """Return turns of the program and of the native team, without the warm-up."""
     from marsrl.trainer.models.init_model import init_model
 
     with tempfile.TemporaryDirectory() as folder:

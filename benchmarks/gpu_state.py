@@ -11,7 +11,7 @@ QUERY = (
 
 
 def gpu_state() -> str:
-    """`field value` of each field of QUERY, a GPU a line; or why it is unknown."""
+    """Return `field value` of each field of QUERY, one line per GPU; or why it is unknown."""
     try:
         done = subprocess.run(
             ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader"], capture_output=True, text=True, timeout=20

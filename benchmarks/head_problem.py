@@ -13,7 +13,7 @@ from torch import Tensor
 
 from marsrl.kernels.head.gemms import cpu_multiplies_bfloat16
 
-PLAIN_ROWS = 4096  # plain PyTorch judges larger batches in parts: its full logits would not fit
+PLAIN_ROWS = 4096  # rows per part for plain PyTorch, whose full logits of larger batches would not fit
 EXACT_BYTES = 2**28  # size of one float64 chunk of logits
 
 Rows = slice | Tensor
@@ -24,7 +24,7 @@ LogprobFunction = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None
 
 
 def eager_logprob(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-prob of the target and entropy, through the full logits: what a trainer without kernels writes."""
+    """Compute log-prob of the target and entropy through the full logits, as a trainer without kernels does."""
     logits = F.linear(hidden, weight)
     logp = torch.log_softmax(logits if logits.dtype == torch.float64 else logits.float(), -1)
     chosen = logp.gather(1, targets[:, None]).squeeze(1)
@@ -47,11 +47,10 @@ def compiled(function):  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True)
 class HeadInputs:
-    """hidden [T, H] and weight [V, H], leaves at the shape's dtype; the rest as linear_policy_loss takes it.
+    """Inputs: hidden [T, H] and weight [V, H], leaves at the shape's dtype; the rest as linear_policy_loss takes it.
 
-    Logits are about N(0, 2): the entropy is well under log V, as in a trained model. The first half of each sequence
-    (its prompt) is outside the mask where mask_share is below 1; of the sequences, active_share / mask_share have an
-    advantage.
+    Logits are about N(0, 2): the entropy is well under log V, as in a trained model. If mask_share is below 1, the first half
+    of each sequence (its prompt) is outside the mask. A share active_share / mask_share of the sequences has an advantage.
     """
 
     hidden: Tensor
@@ -96,7 +95,7 @@ def make_inputs(shape: Shape) -> HeadInputs:
         mask = torch.arange(shape.tokens, device=shape.device) % length >= length * (1 - shape.mask_share)
         every = round(shape.mask_share / shape.active_share)
         advantages[torch.arange(shape.sequences, device=shape.device) % every != 0] = 0
-    # within 0.1 nats of the current ones, so that no ratio leaves the clip range: every trained row is active
+    # Old log-probs are within 0.1 nats of the current ones, so that no ratio is clipped and every trained row is active.
     noise = torch.rand(shape.tokens, generator=generator, device=shape.device) * 0.2 - 0.1
     with torch.no_grad():
         parts = [
@@ -110,9 +109,9 @@ def make_inputs(shape: Shape) -> HeadInputs:
 def through_logprobs(
     inputs: HeadInputs, objective: Objective, call: LogprobFunction, kept: Tensor | None = None
 ) -> Results:
-    """value (the scalar), logprobs, entropy, dX and dW by a function that returns log-probs.
+    """Compute value (the scalar), logprobs, entropy, dX and dW by a function that returns log-probs.
 
-    kept: the rows that it gets, all of the mask; results of the others are 0.
+    kept: rows that the function gets, all of the mask; results of other rows are 0.
     """
     rows: Rows = slice(None) if kept is None else kept
     hidden = inputs.hidden if kept is None else inputs.hidden[kept]
@@ -131,7 +130,7 @@ def through_logprobs(
 
 
 def judge(inputs: HeadInputs, objective: Objective) -> Judgement:
-    """float64 results and plain PyTorch's: value (the scalar), logprobs, entropy, dX, dW."""
+    """Return float64 results and plain PyTorch's: value (the scalar), logprobs, entropy, dX, dW."""
     vocab = inputs.weight.shape[0]
     has_no_target = torch.ones(vocab, dtype=torch.bool, device=inputs.weight.device)
     has_no_target[inputs.targets] = False
@@ -165,7 +164,7 @@ def _in_parts(inputs: HeadInputs, objective: Objective, dtype: torch.dtype, num_
 
 
 def floors(inputs: HeadInputs, shape: Shape) -> tuple[list[Variant], str]:
-    """The job's three matrix products alone, and a sentence about them.
+    """Return variants of the job's three matrix products alone, and a sentence about them.
 
     The floor allocates its results, as each variant must allocate dX and dW; the second variant finds all its buffers
     in place, which no variant can. CPU: float32 products. bfloat16 input is converted beforehand, uncounted: torch has
@@ -210,22 +209,22 @@ def floors(inputs: HeadInputs, shape: Shape) -> tuple[list[Variant], str]:
 
 
 def head_flops(shape: Shape) -> float:
-    """(2m + 4a) THV: logits of the trained rows, dX and dW of the active ones."""
+    """Return (2m + 4a) THV: logits of the trained rows, dX and dW of the active rows."""
     return (2 * shape.mask_share + 4 * shape.active_share) * shape.tokens * shape.hidden * shape.vocab
 
 
 def result_bytes(inputs: HeadInputs) -> int:
-    """Bytes of dX and dW at the dtype of the input."""
+    """Return the bytes of dX and dW at the dtype of the input."""
     return inputs.hidden.nbytes + inputs.weight.nbytes
 
 
 def head_bytes(inputs: HeadInputs) -> float:
-    """hidden and weight read, dX and dW written, once each; per token target, old log-prob, log-prob and entropy."""
+    """Return least bytes: hidden, weight, dX and dW once each; per token target, old log-prob, log-prob and entropy."""
     return 2 * result_bytes(inputs) + inputs.targets.numel() * (8 + 3 * 4)
 
 
 def head_shapes(device: str, quick: bool, *, with_masks: bool) -> list[Shape]:
-    """CPU: small enough for one thread. GPU: the sizes of a 1-2B model's head, whole and as tensor-parallel shards."""
+    """Return shapes: small enough for one CPU thread; on a GPU a 1-2B model's head, whole and as tensor-parallel shards."""
     if quick:
         sizes = [Shape(device, "float32", tokens=64, hidden=32, vocab=1000, sequences=4)]
     elif device == "cpu":

@@ -1,4 +1,4 @@
-"""The team of gateway.py's `in_turn`, as an orchestration: the same prompts, the same number of samples."""
+"""Team of gateway.py's `in_turn` as an orchestration, with the same prompts and number of samples."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from marsrl.rollout.types import Ask, Message, Sample
 
 
 class InTurn(SolverVerifier):
-    """A solution, a report on it that never approves, and a solution that has both before it."""
+    """Orchestration of a solution, a report on it that never approves, and a solution that reads both."""
 
     name = "in_turn"
 

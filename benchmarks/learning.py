@@ -1,4 +1,4 @@
-"""The default run, or that of another preset, on several seeds: does RL make better agents? All seeds are reported.
+"""Runs of the default or another preset on several seeds: does RL make better agents? All seeds are reported.
 
     python benchmarks/learning.py [key.sub=value ...] [--seeds 0 1 2] [--json FILE]
     python benchmarks/learning.py preset=cpu_solver_verifier [key.sub=value ...]
@@ -53,9 +53,9 @@ def run(seed: int, folder: str, settings: list[str]) -> tuple[Summary, dict[str,
 
 
 def rise(rewards: list[float]) -> float:
-    """(mean of the last quarter of the steps - mean of the first) / its standard error; steps taken as independent.
+    """Return (mean of the last quarter of the steps - mean of the first) / its standard error, steps taken as independent.
 
-    rewards: mean of each step that had any.
+    rewards: mean reward of each step that had any.
     """
     quarter = max(2, len(rewards) // 4)
     first, last = rewards[:quarter], rewards[-quarter:]
@@ -64,14 +64,14 @@ def rise(rewards: list[float]) -> float:
 
 
 def findings(before: Evaluation, after: Evaluation, rises: dict[str, float]) -> dict[str, bool]:
-    """Criteria for a seed by name, True if met."""
+    """Return the criteria for a seed by name, True if met."""
 
     def gain(name: str) -> float:
         return (after.rows[name].mean or 0.0) - (before.rows[name].mean or 0.0)
 
     wanted = {f"{label} rises by 2 standard errors": value > 2 for label, value in rises.items()}
     verifier = next((name for name in after.rows if name.startswith("verifier")), None)
-    if verifier is not None and "solver" in after.rows:  # otherwise the Solver is the system, or there is none
+    if verifier is not None and "solver" in after.rows:  # Otherwise the Solver is the system, or there is none.
         wanted[f"{verifier} +.05"] = gain(verifier) >= 0.05
         wanted["system above solver"] = (after.system.mean or 0.0) > (after.rows["solver"].mean or 0.0)
     return {**wanted, "system +.10": gain("system") >= 0.10}
@@ -98,7 +98,7 @@ def main() -> int:
             for name in before.rows:
                 a, b = before.rows[name], after.rows[name]
                 if a.mean is None or b.mean is None:
-                    continue  # this agent is not judged
+                    continue  # This agent is not judged.
                 print(
                     f"  {name:10} {a.mean:.3f} ({a.low:.3f}-{a.high:.3f}) -> {b.mean:.3f} ({b.low:.3f}-{b.high:.3f}), n {b.n}"
                 )

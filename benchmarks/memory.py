@@ -25,7 +25,7 @@ CHILD_LIMIT_S = 600
 
 
 class PeakMemory:
-    """Peak bytes since this object was made, beyond those held then: of torch's allocator on a GPU, else resident ones."""
+    """Peak bytes beyond those held when this object was made: of torch's allocator on a GPU, else resident bytes."""
 
     def __init__(self, *, is_cuda: bool) -> None:
         self._is_cuda = is_cuda
@@ -34,18 +34,18 @@ class PeakMemory:
             self._before = torch.cuda.memory_allocated()
         else:
             self._before = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-            Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+            Path("/proc/self/clear_refs").write_text("5")  # Resets the peak.
 
     def extra_bytes(self) -> int:
         if self._is_cuda:
             return torch.cuda.max_memory_allocated() - self._before
-        # VmHWM. Not getrusage: its maximum is inherited from the process that started this one.
+        # Read VmHWM, because the maximum of getrusage is inherited from the process that started this one.
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")) - self._before
 
 
 def of_call_on_gpu(run: Callable[[], Any]) -> int:
-    """Bytes; the results that `run` returns are included."""
+    """Return the peak bytes of a call, including the results that `run` returns."""
     gc.collect()
     torch.cuda.empty_cache()
     peak = PeakMemory(is_cuda=True)
@@ -57,7 +57,7 @@ def of_call_on_gpu(run: Callable[[], Any]) -> int:
 
 
 def of_variants_on_cpu(case: str, shape: Shape, names: list[str]) -> dict[str, int]:
-    """Bytes by variant, of those that do not fail; measured in a child that forks once for each variant."""
+    """Return peak bytes of the variants that do not fail, measured in a child that forks once per variant."""
     words = [sys.executable, str(Path(__file__).resolve()), case, json.dumps(dataclasses.asdict(shape)), *names]
     done = subprocess.run(words, stdout=subprocess.PIPE, text=True, timeout=CHILD_LIMIT_S, check=True)
     return dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
@@ -73,21 +73,21 @@ def _child(case_name: str, shape_json: str, *names: str) -> int:
             try:
                 print(json.dumps([variant.name, _measure(variant)]), flush=True)
             finally:
-                os._exit(0)  # a variant that fails has no line
+                os._exit(0)  # A variant that fails has no line.
         elif variant.name in names:
             os.wait()
     return 0
 
 
 def _measure(variant: Variant) -> int:
-    # The first call compiles, and fills the libraries' own buffers. It has a thread of its own: what a variant keeps
-    # for its thread is allocated again, and counted.
+    # The first call compiles, and fills the libraries' own buffers. It runs in a separate thread, so that buffers which a
+    # variant keeps per thread are allocated again, and counted.
     first = threading.Thread(target=variant)
     first.start()
     first.join()
     variant.prepare()
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # memory that the heap retained would be reused unnoticed
+    ctypes.CDLL(None).malloc_trim(0)  # Otherwise memory that the heap retained would be reused unnoticed.
     peak = PeakMemory(is_cuda=False)
     results = variant.run()
     extra = peak.extra_bytes()

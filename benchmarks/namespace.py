@@ -1,4 +1,4 @@
-"""Makes `import marsrl` in child processes use a checkout that is not the installed one."""
+"""Import of `marsrl` in child processes from a checkout that is not the installed one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def folder_with_marsrl(folder: Path, root: Path = ROOT) -> Path:
-    """`folder` with a link `marsrl` to the checkout; put it on PYTHONPATH."""
+    """Create `folder` with a link `marsrl` to the checkout; put it on PYTHONPATH."""
     folder.mkdir(parents=True, exist_ok=True)
     link = folder / "marsrl"
     if not link.exists():

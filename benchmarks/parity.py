@@ -1,5 +1,6 @@
-"""Every parallel layout against one rank, and one rank of each family against transformers: losses, gradients, trained weights;
-adapters in every layout against PEFT.
+"""Parity of losses, gradients and trained weights: every parallel layout against one rank, one rank against transformers.
+
+One rank of each family is compared with transformers, and adapters in every layout with PEFT.
 
     python benchmarks/parity.py [--only tp2 cp2 ...] [--json FILE]
 
@@ -54,8 +55,8 @@ from random_models import write_model
 
 WORLD = 4
 VOCABULARY = 323
-# gradient: a dozen ulp of the largest entry. Of the first layer's o_proj, the worst, one rank and transformers are 0.6e-6 to
-# 0.8e-6 apart and two layouts 0.7e-6 to 1.1e-6, by the order in which norms and attention round.
+# The bound of gradients is a dozen ulp of the largest entry. At the worst parameter, the first layer's o_proj, one rank and
+# transformers are 0.6e-6 to 0.8e-6 apart, and two layouts 0.7e-6 to 1.1e-6, by the order in which norms and attention round.
 LIMITS = {"loss": 2e-6, "gradient": 1.5e-6, "sgd": 1e-6}
 COLUMNS = (*LIMITS, "adam")
 REFERENCE_LIMITS = {"loss": 2e-6, "gradient": 1e-5}
@@ -65,7 +66,7 @@ SGD_LR = 0.5
 
 @dataclass(frozen=True)
 class Case:
-    """A line of the table: sizes of the layout, and settings of the policy and its optimizer."""
+    """Line of the table: sizes of the layout, and settings of the policy and its optimizer."""
 
     name: str
     layout: dict[str, int] = field(default_factory=dict)
@@ -99,13 +100,16 @@ CASES = (
 
 
 def with_exact_attention() -> None:
-    """Disable torch's fused attention on a CPU, whose exp is off by 20 ulp, differently at every place of a block: it would
-    dominate the differences (up to 1.2e-6 of a gradient)."""
+    """Disable torch's fused attention on a CPU.
+
+    Its exp is off by 20 ulp, differently at every place of a block, which would dominate the differences (up to 1.2e-6 of a
+    gradient).
+    """
     torch.backends.cuda.enable_flash_sdp(False)
 
 
 def samples() -> list[Any]:
-    """24 samples of 8 to 40 tokens, every length a multiple of 8 (context parallelism then pads nothing)."""
+    """Return 24 samples of 8 to 40 tokens, every length a multiple of 8 (context parallelism then pads nothing)."""
     from marsrl.trainer.data.packing import TrainSequence
 
     rng = np.random.default_rng(0)
@@ -115,7 +119,7 @@ def samples() -> list[Any]:
         n = total - prompt
         is_sampled = rng.random(n) > 0.15
         is_sampled[-1] = True
-        # 256 is the padding token, which transformers does not train
+        # Token 256 is padding, which transformers does not train.
         tokens = rng.integers(0, 256, total).astype(np.int32)
         out.append(
             TrainSequence(
@@ -133,14 +137,14 @@ def samples() -> list[Any]:
     return out
 
 
-# Far, for float32, from the model's own entropies and probabilities: four of the eight positive samples are masked.
+# These are far, for float32, from the model's own entropies and probabilities; four of the eight positive samples are masked.
 MPT_ENTROPY, MPT_PROBABILITY = 5.702, 0.004
 
 
 def loss_of(
     model: Any, sequences: list[Any], dtype: torch.dtype
 ) -> tuple[list[Any], torch.Tensor, int, dict[str, torch.Tensor]]:
-    """transformers' model, a sequence at a time: (samples with rollout log-probs near these, loss, masked tokens, log-probs)."""
+    """Run transformers' model, a sequence at a time: (samples with rollout log-probs near its own, loss, masked, log-probs)."""
     num_trained = sum(s.num_sampled for s in sequences)
     total, masked, out, logprobs = torch.zeros((), dtype=dtype), 0, [], {}
     for s in sequences:
@@ -162,7 +166,7 @@ def loss_of(
 
 
 def reference(model_dir: Path, sequences: list[Any]) -> tuple[list[Any], float, dict[str, torch.Tensor], int]:
-    """transformers: (samples with rollout log-probs near these, loss, gradients, masked tokens)."""
+    """Run transformers: (samples with rollout log-probs near its own, loss, gradients, masked tokens)."""
     import transformers
     from safetensors.torch import load_file
 
@@ -171,7 +175,7 @@ def reference(model_dir: Path, sequences: list[Any]) -> tuple[list[Any], float, 
     out, loss, masked, _ = loss_of(model, sequences, torch.float32)
     loss.backward()
     with torch.no_grad():
-        for parameter in model.parameters():  # transformers stacks the experts; what it saves has a tensor for each
+        for parameter in model.parameters():  # transformers stacks the experts, but saves a tensor for each.
             assert parameter.grad is not None
             parameter.copy_(parameter.grad)
     model.save_pretrained(model_dir.parent / "gradient")
@@ -179,7 +183,7 @@ def reference(model_dir: Path, sequences: list[Any]) -> tuple[list[Any], float, 
 
 
 def open_learner(model_dir: str | Path, case: Case, optimizer: dict[str, Any], **policy: Any) -> Any:
-    """A learner of this layout on the ranks of this world."""
+    """Create a learner of this layout on the ranks of this world."""
     from marsrl.kernels import PolicyObjective
     from marsrl.trainer.config import MptConfig, PolicyConfig
     from marsrl.trainer.learner.learner import Learner
@@ -230,7 +234,7 @@ def train(model_dir: Path, case: Case, sequences: list[Any]) -> dict[str, Any]:
 
 
 def train_adapter(model_dir: Path, adapter: Path, kind: str, case: Case, sequences: list[Any]) -> dict[str, Any]:
-    """On the ranks of this world: loss, log-probs, gradients of A and B and their norm, by one step (rank 0's)."""
+    """Train one step on the ranks of this world: loss, log-probs, gradients of A and B and their norm (rank 0's)."""
     import torch.distributed as dist
 
     from marsrl.trainer.learner.megatron import parallel
@@ -253,7 +257,7 @@ def train_adapter(model_dir: Path, adapter: Path, kind: str, case: Case, sequenc
 
 
 def gradient(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What one SGD step at PROBE_LR has taken, in float64."""
+    """Return the gradient, in float64, from the weights before and after one SGD step at PROBE_LR."""
     return {name: (before[name].double() - tensor.double()) / PROBE_LR for name, tensor in after.items()}
 
 
@@ -266,14 +270,14 @@ def with_sgd(learner: Any) -> None:
 
 
 def line_of(one: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
-    """Differences of a layout from one rank."""
+    """Return the differences of a layout from one rank."""
     off = differences(found, one)
     same = (found["gated"], found["masked"]) == (one["gated"], one["masked"])
     return {**off, "is_ok": same and all(off[name] <= limit for name, limit in LIMITS.items())}
 
 
 def differences(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, float]:
-    """The differences described at the head of this file."""
+    """Return the differences described at the head of this file."""
     out = {"loss": abs(found["loss"] - expected["loss"])}
     for name in ("gradient", "sgd", "adam"):
         if name in expected:
@@ -285,7 +289,7 @@ def differences(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, fl
 
 
 def against_transformers(title: str, model: Path) -> tuple[dict[str, Any], list[Any], dict[str, Any]]:
-    """(one rank's results, the samples with rollout log-probs, the line); prints the line."""
+    """Print the line; return (one rank's results, the samples with rollout log-probs, the line)."""
     begin = time.perf_counter()
     given, loss, gradient, masked = reference(model, samples())
     one = train(model, Case("one rank"), given)
@@ -297,7 +301,7 @@ def against_transformers(title: str, model: Path) -> tuple[dict[str, Any], list[
 
 
 def against_peft(folder: Path) -> list[dict[str, Any]]:
-    """One rank with an adapter of each family against PEFT: the lines, printed. What the ranks need lies beside `folder` then."""
+    """Compare one rank with an adapter of each family with PEFT: print and return the lines; leave files for the ranks."""
     titles = "".join(f"{title:>10s}" for title in parity_adapters.LIMITS)
     print(
         f"{'adapters':38s}{titles}\n{'at most':38s}"
@@ -324,7 +328,7 @@ def import_learner() -> None:
     """Import all that ranks need, before the fork."""
     from marsrl.trainer.learner.megatron import shim
 
-    shim.install()  # before anything imports megatron
+    shim.install()  # Must precede any import of megatron.
     for name in ("model", "optimizer", "passes"):
         importlib.import_module(f"marsrl.trainer.learner.megatron.{name}")
     importlib.import_module("marsrl.trainer.learner.learner")
@@ -341,10 +345,10 @@ def worker(rank: int, folder: Path, names: list[str], is_given: Event) -> None:
     from marsrl.trainer.data.scatter import MiniBatch
 
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD)}
-    noise = os.open(folder / "stderr", os.O_WRONLY | os.O_CREAT | os.O_APPEND)  # warnings of four ranks
+    noise = os.open(folder / "stderr", os.O_WRONLY | os.O_CREAT | os.O_APPEND)  # takes the warnings of four ranks
     os.dup2(noise, 2)
     is_given.wait()
-    # A file needs no port, which another program could be given before rank 0 listens.
+    # A file needs no port, which another program could take before rank 0 listens.
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), WORLD), rank=rank, world_size=WORLD)
     sequences = list(decode(MiniBatch, (folder / "samples").read_bytes()).sequences)
     one = torch.load(folder / "one.pt", weights_only=True)
@@ -356,7 +360,7 @@ def worker(rank: int, folder: Path, names: list[str], is_given: Event) -> None:
     for case in chosen:
         kind = "moe" if "expert" in case.layout else "dense"
         if kind == "moe" and case.layout.get("expert_tensor", 1) > 1:
-            continue  # adapters of experts are not cut
+            continue  # Adapters of experts are not cut.
         model, expected = folder / "adapters" / kind, adapters[kind]
         run = partial(train_adapter, model / "model", model / "adapter", kind, case, expected["samples"])
         line_of_run = partial(parity_adapters.line_of, expected)
@@ -375,7 +379,7 @@ def worker(rank: int, folder: Path, names: list[str], is_given: Event) -> None:
 
 
 def wait(ranks: list[Any]) -> list[int]:
-    """The ranks' exit codes; if one fails, the others, which wait for it, are killed."""
+    """Return the ranks' exit codes; if one fails, the others, which wait for it, are killed."""
     running = {each.sentinel: each for each in ranks}
     while running:
         for sentinel in multiprocessing.connection.wait(list(running)):
@@ -388,7 +392,7 @@ def wait(ranks: list[Any]) -> list[int]:
 
 
 def row(line: dict[str, Any], columns: Iterable[str] = COLUMNS) -> str:
-    """One layout, ending in ok or FAIL."""
+    """Return one layout's line, ending in ok or FAIL."""
     verdict = "ok" if line["is_ok"] else "FAIL"
     cells = "".join(f"{line[name]:10.1e}" if name in line else f"{'':10s}" for name in columns)
     return f"{line['layout']:38s}{cells}{line['seconds']:7.1f} s  {verdict}"
@@ -426,7 +430,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         import_learner()
-        # Before this process computes anything: its threads would be missing.
+        # Fork before this process computes anything, because a child lacks its threads.
         fork = multiprocessing.get_context("fork")
         is_given = fork.Event()
         ranks = [

@@ -1,4 +1,4 @@
-"""Adapters against PEFT on transformers in float64, for parity.py, whose head says what is compared."""
+"""Comparison of adapters with PEFT on transformers in float64, for parity.py, which explains the columns."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ADAPTERS = {
 
 
 def random_adapter(model_dir: Path, settings: dict[str, Any], folder: Path, seed: int = 1) -> Path:
-    """A PEFT directory of the model with random A and B."""
+    """Write a PEFT directory of the model with random A and B."""
     from marsrl.rollout.adapter import AdapterConfig, tensor_shapes, write_adapter
     from marsrl.rollout.model_shape import read_shape
 
@@ -29,9 +29,9 @@ def random_adapter(model_dir: Path, settings: dict[str, Any], folder: Path, seed
 
 
 def peft_reference(model_dir: Path, adapter: Path, sequences: list[Any], loss_of: Callable[..., Any]) -> dict[str, Any]:
-    """PEFT on transformers in float64: samples, loss, gradients of A and B, their norm, log-probs by sample.
+    """Run PEFT on transformers in float64: samples, loss, gradients of A and B, their norm, log-probs by sample.
 
-    loss_of: parity.py's.
+    loss_of: the function of parity.py.
     """
     import transformers
     from peft import PeftModel
@@ -58,7 +58,7 @@ def peft_reference(model_dir: Path, adapter: Path, sequences: list[Any], loss_of
 
 
 def by_expert(name: str, gradient: torch.Tensor, config: Any) -> dict[str, torch.Tensor]:
-    """Gradients of each expert's pairs from those of PEFT's, which has rows e r + i of A and columns i E + e of B.
+    """Split PEFT's gradients into each expert's pairs; PEFT has rows e r + i of A and columns i E + e of B.
 
     There gate and up are one matrix of twice the rank, with a block of B for each.
     """
@@ -74,7 +74,7 @@ def by_expert(name: str, gradient: torch.Tensor, config: Any) -> dict[str, torch
 
 
 def line_of(expected: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
-    """Differences from PEFT, see the head of this file."""
+    """Return the differences from PEFT."""
     gradient, logprobs = expected["gradient"], expected["logprobs"]
     assert found["gradient"].keys() == gradient.keys() and found["logprobs"].keys() == logprobs.keys(), (
         "something is missing"

@@ -1,4 +1,4 @@
-"""A model's directory in the trainer, both engines and transformers: log-probs of the same tokens, and greedy completions.
+"""Comparison of a model in the trainer, both engines and transformers: log-probs of the same tokens, greedy completions.
 
 Run by `python benchmarks/parity.py --model DIR [--dtypes float32 bfloat16] [--engines local vllm] [--prompts 50]`. transformers
 answers the prompts, rendered by the model's chat template, one after the other, by their most likely tokens. All programs score
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
     from marsrl.rollout.engines.protocol import Engine
 
 COLUMNS = ("median", "largest")
-NUM_NEW = 32  # tokens of an answer
+NUM_NEW = 32  # tokens per answer
 TIE = 1e-3  # nats
 LARGEST = 1e-3  # nats, float32: 30 layers, log-probs down to -30
-BFLOAT16_MEDIAN = 2.0  # times that of transformers in bfloat16
+BFLOAT16_MEDIAN = 2.0  # largest median, relative to transformers' in bfloat16
 
 
 def chats() -> list[list[dict[str, str]]]:
-    """Fifty short chats: sums, words, code, other alphabets, white space, with a system prompt and without, of several turns."""
+    """Return fifty short chats: sums, words, code, other alphabets, white space, system prompts, several turns."""
     asked = [f"What is {a} + {b}?" for a, b in ((3, 4), (27, 58), (1024, 2048), (7, 193), (36, 64))]
     asked += [
         f"Tom has {n} apples and buys {n + 5} more.\n\nHow many has he? Think step by step." for n in range(8, 13)
@@ -66,7 +66,7 @@ def chats() -> list[list[dict[str, str]]]:
 def model_lines(
     model: Path, dtypes: Sequence[str], engines: Sequence[str], num_prompts: int
 ) -> Iterator[dict[str, Any]]:
-    """The lines of the table, as they are measured."""
+    """Yield the lines of the table as they are measured."""
     renderer = ChatRenderer(model)
     prompts = [renderer.render(chat)[0] for chat in chats()[:num_prompts]]
     stops = renderer.stop_ids
@@ -113,7 +113,7 @@ def _off(found: Sequence[FloatArray], expected: Sequence[FloatArray]) -> dict[st
 
 
 def _compared(found: Sequence[IntArray], answers: Sequence[tuple[IntArray, FloatArray]]) -> tuple[int, int]:
-    """(answers equal to transformers', answers whose first other token is at a tie)."""
+    """Count answers equal to transformers', and answers whose first different token is at a tie."""
     same = ties = 0
     for completion, (answer, margins) in zip(found, answers, strict=True):
         if np.array_equal(completion, answer):
@@ -133,7 +133,7 @@ def _transformers(model: Path, dtype: torch.dtype) -> Any:
 
 @torch.no_grad()
 def _greedy(model: Any, prompt: IntArray, stops: Sequence[int]) -> tuple[IntArray, FloatArray]:
-    """(the answer's tokens, the distance of the two most likely tokens at each)."""
+    """Return (the answer's tokens, the distance of the two most likely tokens at each)."""
     ids = torch.from_numpy(prompt.astype(np.int64))[None]
     words = {"do_sample": False, "max_new_tokens": NUM_NEW, "eos_token_id": list(stops), "pad_token_id": stops[0]}
     out = model.generate(
@@ -146,7 +146,7 @@ def _greedy(model: Any, prompt: IntArray, stops: Sequence[int]) -> tuple[IntArra
 @torch.no_grad()
 def _scored(model: Any, sequence: IntArray) -> FloatArray:
     ids = torch.from_numpy(sequence.astype(np.int64))[None]
-    logprobs = model(ids).logits[0, :-1].double().log_softmax(-1)  # float32's is off by 1e-5 for 50,000 tokens
+    logprobs = model(ids).logits[0, :-1].double().log_softmax(-1)  # In float32 it is off by 1e-5 for 50,000 tokens.
     return logprobs.gather(-1, ids[0, 1:, None])[:, 0].float().numpy()
 
 
@@ -172,7 +172,7 @@ def _engine(
     sequences: Sequence[IntArray],
     stops: tuple[int, ...],
 ) -> tuple[list[FloatArray], list[IntArray]]:
-    """(scores of the sequences, greedy answers to the prompts) of an engine, which has this process to itself."""
+    """Return an engine's (scores of the sequences, greedy answers to the prompts); nothing else runs in this process."""
     from marsrl.rollout.config import VllmOptions
     from marsrl.rollout.engines.local.engine import LocalEngine
     from marsrl.rollout.engines.protocol import DecodeRequest, EngineSpec, Sampling

@@ -23,7 +23,7 @@ NO_ENTROPY = "no entropy"
 
 @dataclass(frozen=True)
 class LogprobPeer:
-    """A function that returns log-probs. does: a description, if it does less than ours."""
+    """Peer that returns log-probs. does: a description, if it does less than ours."""
 
     name: str
     call: LogprobFunction
@@ -32,7 +32,7 @@ class LogprobPeer:
 
 @dataclass(frozen=True)
 class LossPeer:
-    """prepared(inputs) computes constants once; what it returns computes the loss, differentiable.
+    """Peer that computes a loss. prepared(inputs) computes constants once and returns a differentiable function.
 
     is_ours: the clipped loss over the mask, with the clip range given; else another loss, listed for orientation.
     """
@@ -46,12 +46,12 @@ Peer = LogprobPeer | LossPeer
 
 
 def flash_attn(name: str) -> Callable[..., Tensor] | str:
-    """flash-attn's function of this name, or why not."""
+    """Return flash-attn's function of this name, or why it is missing."""
     if importlib.util.find_spec("flash_attn") is None:
         return "ModuleNotFoundError: No module named 'flash_attn'"
     try:
         function: Callable[..., Tensor] = getattr(importlib.import_module("flash_attn"), name)
-    except Exception as error:  # a compiled extension may not fit this torch
+    except Exception as error:  # A compiled extension may not fit this torch.
         return why_not_imported(error)
     return function
 
@@ -64,7 +64,7 @@ def why_not_imported(error: Exception) -> str:
 
 
 def fused_peers(device: str) -> list[Peer | Missing]:
-    """All of them, each callable or with the reason why not."""
+    """Return all peers, each callable or with the reason why not."""
     makers: dict[str, tuple[Callable[[], Peer], bool]] = {
         "torch F.linear_cross_entropy": (_torch_linear_cross_entropy, False),
         "Liger fused linear GRPO": (_liger_fused_grpo, False),
@@ -78,7 +78,7 @@ def fused_peers(device: str) -> list[Peer | Missing]:
     for name, (make, needs_cuda) in makers.items():
         try:
             peer = make()
-        except Exception as error:  # a broken peer must not end the benchmark; its reason is printed
+        except Exception as error:  # A broken peer must not end the benchmark; its reason is printed.
             found.append(Missing(name, why_not_imported(error)))
             continue
         assert peer.name == name, (peer.name, name)
@@ -87,7 +87,7 @@ def fused_peers(device: str) -> list[Peer | Missing]:
 
 
 def _torch_linear_cross_entropy() -> Peer:
-    """torch >= 2.13. With reduction="none" it returns the dtype of its input: bfloat16 log-probs of bfloat16 states."""
+    """Return torch's function (torch >= 2.13). With reduction="none" it returns the dtype of its input, so bfloat16 log-probs."""
     options = torch.nn.LinearCrossEntropyOptions()
 
     def call(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, None]:
@@ -100,7 +100,7 @@ def _liger_fused_grpo() -> Peer:
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
     def prepared(inputs: HeadInputs, clip: float) -> Callable[[], Tensor]:
-        # "dapo": divided by the tokens of the mask; beta 0: no KL, no reference model
+        # With "dapo" the loss is divided by the tokens of the mask; beta 0 means no KL and no reference model.
         module = LigerFusedLinearGRPOLoss(
             beta=0.0, compiled=inputs.hidden.is_cuda, use_ref_model=False, chunk_size=1, epsilon_low=clip,
             epsilon_high=clip, loss_type="dapo", temperature=1.0,
@@ -139,7 +139,7 @@ def _liger_grpo_loss() -> Peer:
 
 
 def _by_sequence(inputs: HeadInputs) -> tuple[Tensor, Tensor, Tensor]:
-    """mask (float32), targets and old log-probs, each [S, L]: the sequences are equally long."""
+    """Return mask (float32), targets and old log-probs, each [S, L]; the sequences must be equally long."""
     mask = torch.ones_like(inputs.old_logprobs) if inputs.mask is None else inputs.mask.float()
     mask, targets, old = (
         each.view(inputs.advantages.numel(), -1) for each in (mask, inputs.targets, inputs.old_logprobs)
@@ -165,7 +165,7 @@ def _cut_cross_entropy() -> Peer:
 
 
 def _quack() -> Peer:
-    """Mean cross entropy: no weights of tokens, no ratio, no entropy; cheaper by design."""
+    """Return QuACK's mean cross entropy; without token weights, ratio and entropy it is cheaper by design."""
     if importlib.util.find_spec("cutlass") is None:
         packed = importlib.util.find_spec("nvidia_cutlass_dsl")
         if packed is not None and packed.submodule_search_locations:  # its .pth file is not read from PYTHONPATH

@@ -52,13 +52,8 @@ from marsrl.trainer.weights.comparison import (
 )
 
 _STDS = (0.02, 0.06, 0.2)
-_UPDATES = (
-    1e-6,
-    1e-5,
-    1e-4,
-    1e-3,
-    1e-2,
-)  # how far each number moves, up or down at random: Adam's first step
+# Sizes by which each number moves up or down at random, as in Adam's first step.
+_UPDATES = (1e-6, 1e-5, 1e-4, 1e-3, 1e-2)
 _VOCABULARY = 160
 Weights = dict[str, Tensor]
 
@@ -79,7 +74,7 @@ class Row:
 
 
 class Pair:
-    """A learner and an engine of one shape and dtype."""
+    """Learner and engine of one shape and dtype."""
 
     def __init__(self, kind: str, layers: int, dtype: str, folder: Path) -> None:
         self.kind, self.layers, self.dtype, self._folder = kind, layers, dtype, folder
@@ -93,7 +88,7 @@ class Pair:
         self.version = 0
 
     def weights(self, std: float, seed: int) -> Weights:
-        """Matrices and biases of this standard deviation, norms of 0.9 to 1.1; every fourth head has sharp distributions."""
+        """Draw matrices and biases of this standard deviation, and norms of 0.9 to 1.1; every fourth head is sharp."""
         generator = torch.Generator().manual_seed(seed)
         shapes = {name: tensor.shape for name, tensor in _tensors(self._model).items()}
         drawn = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
@@ -145,7 +140,7 @@ def moved(weights: Weights, size: float, part: str = "") -> Weights:
 
 
 def swapped(weights: Weights, layer: int) -> Weights:
-    """Experts 3 and 5 of the layer in each other's place."""
+    """Swap experts 3 and 5 of the layer."""
     found = dict(weights)
     for name in ("gate", "up", "down"):
         first, second = (f"model.layers.{layer}.mlp.experts.{expert}.{name}_proj.weight" for expert in (3, 5))
@@ -154,7 +149,7 @@ def swapped(weights: Weights, layer: int) -> Weights:
 
 
 def refusal(comparison: EngineComparison, trainer: TrainerScores, engine: list[Any]) -> str:
-    """The statistic by which the probe rejects the engine; "" if it does not."""
+    """Return the statistic by which the probe rejects the engine; "" if it does not."""
     try:
         comparison.compare(trainer, [engine], 0)
     except RuntimeError as error:
@@ -221,7 +216,7 @@ def mutated(pair: Pair) -> Iterator[Row]:
 
 
 def honest(pair: Pair, num: int, first: int) -> Iterator[Row]:
-    """Random models as version 0, each after an update as version 1 too."""
+    """Compare random models as version 0, and each as version 1 after an update."""
     for i in range(num):
         std = math.exp(np.random.default_rng(first + i).uniform(math.log(0.02), math.log(0.2)))
         weights = pair.weights(std, first + i)

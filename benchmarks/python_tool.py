@@ -54,7 +54,7 @@ HOSTILE = (
 
 
 def latencies(pool: ToolPool, codes: Sequence[str], own_s: float, is_at_once: bool) -> list[float]:
-    """Overhead of each call, ms; RuntimeError if an output is not the snippet's."""
+    """Return the overhead of each call, ms; RuntimeError if an output is not the snippet's."""
     found: list[float] = []
     futures: list[Future[ToolOutput]] = []
     for number, code in enumerate(codes):
@@ -71,7 +71,7 @@ def latencies(pool: ToolPool, codes: Sequence[str], own_s: float, is_at_once: bo
 
 
 def cost(before: resource.struct_rusage, after: resource.struct_rusage, num_calls: int) -> tuple[float, float]:
-    """(ms of CPU, voluntary context switches) a call."""
+    """Return (ms of CPU, voluntary context switches) per call."""
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return 1000 * seconds / num_calls, (after.ru_nvcsw - before.ru_nvcsw) / num_calls
 
@@ -113,7 +113,7 @@ def main() -> int:
                 pool.submit(ToolCall(f"hostile {number}", "python", json.dumps({"code": code})))
                 for number, code in enumerate(HOSTILE)
             ]
-            time.sleep(1.0)  # they are running
+            time.sleep(1.0)  # lets the hostile calls start
             found["honest beside hostile"] += latencies(pool, [WAITING] * HONEST, WAIT_S, is_at_once=True)
             for future in hostile:
                 future.result()

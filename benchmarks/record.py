@@ -1,4 +1,4 @@
-"""The device and its state, versions and commit, which are stored with every number.
+"""Record of device, its state, versions and commit, stored with every number.
 
 python benchmarks/record.py [--device cuda|cpu] [--json FILE]
 """
@@ -26,9 +26,9 @@ LIBRARIES = (
 def surroundings(device: str) -> dict[str, Any]:
     """The current surroundings of this process.
 
-    clocks: current, from the driver or the kernel. load: of the machine, 1 minute. instructions: those that PyTorch's CPU
-    kernels are compiled for, and those for bfloat16 products if available. memory_bytes: GPU memory bandwidth, bytes/s, from
-    the clock and width that PyTorch reports; None: unknown.
+    clocks: current clocks, from the driver or the kernel. load: the machine's load average over 1 minute. instructions: the
+    instruction set that PyTorch's CPU kernels are compiled for, and those for bfloat16 products if available. memory_bytes: GPU
+    memory bandwidth, bytes/s, from the clock and width that PyTorch reports; None: unknown.
     """
     is_cuda = device == "cuda"
     versions = {"python": platform.python_version(), "cuda": str(torch.version.cuda)}

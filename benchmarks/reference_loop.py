@@ -1,4 +1,4 @@
-"""The plain loop we measure against: a Hugging Face model, padded micro-batches, full logits, autograd, AdamW.
+"""Plain loop that we measure against: a Hugging Face model, padded micro-batches, full logits, autograd, AdamW.
 
 A careful researcher's first version, with the same update as ours: token-level policy gradient at ratio 1 (one update a step),
 divided by the number of sampled tokens of the whole batch, gradient norm clipped to 1. With adapters, one an agent, PEFT trains
@@ -24,15 +24,18 @@ from marsrl.trainer.data.packing import TrainSequence
 
 @dataclass(frozen=True, slots=True)
 class ReferenceOptions:
-    """micro_batch: rows padded to their longest. is_sorted: sorted by length first, and sequences with advantage 0
-    dropped (the two cheap tricks). mpt_entropy, mpt_probability: DMMPT with sample scope; None = off."""
+    """Options of the reference loop.
+
+    micro_batch: number of rows, padded to their longest. is_sorted: rows are sorted by length first, and sequences with
+    advantage 0 dropped (the two cheap tricks). mpt_entropy, mpt_probability: DMMPT with sample scope; None = off.
+    """
 
     micro_batch: int = 8
     is_sorted: bool = False
     mpt_entropy: float | None = None
     mpt_probability: float = 0.99
     dtype: str = "float32"
-    adapters: tuple[str, ...] = ()  # a PEFT directory of each agent; (): the weights are trained
+    adapters: tuple[str, ...] = ()  # PEFT directory of each agent; (): the weights are trained
 
 
 def _load(model_dir: str, options: ReferenceOptions) -> Any:
@@ -50,7 +53,7 @@ def _load(model_dir: str, options: ReferenceOptions) -> Any:
         model.load_adapter(folder, adapter_name=str(agent), is_trainable=True)
     for name, weight in model.named_parameters():
         if ".experts." in name and ".lora_B." in name:
-            # gate and up are one matrix to PEFT, each with its half of the rank: what is 0 in B is not trained
+            # To PEFT gate and up are one matrix, each with half of the rank, so zeros in B must not be trained.
             weight.requires_grad_().register_hook(partial(torch.mul, weight.detach() != 0))
     return model
 
@@ -74,7 +77,7 @@ class ReferenceLoop:
             self.model.set_adapter(str(agent))
 
     def step(self, sequences: Sequence[TrainSequence]) -> float:
-        """Gradient norm (before clipping) of the step, of all adapters together."""
+        """Train one step; return the gradient norm (before clipping) of all adapters together."""
         norms = []
         for agent, optimizer in enumerate(self.optimizers):
             self._turn_to(agent)

@@ -31,11 +31,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from marsrl.trainer.checks.preflight import Checked
 
-Side = Generator[Any, Any, None]  # yields None when it is ready, then an answer to each question
+Side = Generator[Any, Any, None]  # yields None once ready, then an answer to each question
 
 
 def bare(model_dir: str, dtype: Any, max_num_seqs: int, max_model_len: int, kv_cache_mib: int, threads: int) -> Side:
-    """Asked for [prompt ids, length] of completions, answers with the seconds of LLM.generate."""
+    """Yield the seconds of LLM.generate for each question, [prompt ids, length] of completions."""
     from marsrl.rollout.engines.vllm.arguments import vllm_environment
 
     os.environ.update(vllm_environment(threads))
@@ -62,9 +62,10 @@ def bare(model_dir: str, dtype: Any, max_num_seqs: int, max_model_len: int, kv_c
 
 
 def play(model_dir: str, stage: Sequence[str], engines: int, threads: int, overlap: int) -> Side:
-    """Asked for a seed, answers with {"tokens", "seconds", "work": [[prompt ids, length], ...]} of its stages.
+    """Yield {"tokens", "seconds", "work": [[prompt ids, length], ...]} of the stages of each seed that is asked for.
 
-    One stage, or the first four of rollout.overlap. tokens: all decoded ones; work: the finished completions.
+    A seed takes one stage, or the first four with rollout.overlap. tokens: number of all decoded tokens; work: the finished
+    completions.
     """
     from marsrl.rollout.player.rollout import Rollout
     from marsrl.trainer.build import open_team
@@ -80,7 +81,7 @@ def play(model_dir: str, stage: Sequence[str], engines: int, threads: int, overl
             start = time.perf_counter()
             batches = [scheduler.next_batch({"main": 0}) for _ in range(4 if overlap else 1)]
             scheduler.close()
-            pool.drain()  # partial completions of a fifth stage count too
+            pool.drain()  # Partial completions of a fifth stage count too.
             seconds = time.perf_counter() - start
             tokens = sum(pool.num_decoded()) - before
             samples = [s for batch in batches for group in batch.groups for s in group.samples]
@@ -96,7 +97,7 @@ def checked_config(*settings: str) -> Checked:
 
 
 def stage_settings(words: argparse.Namespace, model_dir: Path, folder: Path) -> list[str]:
-    """Settings of the stage that is played, for a random model or that of --model, whose problems go into the folder."""
+    """Return settings of the stage, for a random model or the one of --model, whose problems go into the folder."""
     settings = [f"rollout.prompts_per_step={words.problems}", "rollout.max_response_tokens=56"]
     settings += [f"rollout.engine={words.engine}", f"policies.main.dtype={words.dtype}"]
     if words.model is None:
@@ -114,7 +115,7 @@ def stage_settings(words: argparse.Namespace, model_dir: Path, folder: Path) -> 
 
 
 class Child:
-    """One side in a process of its own, which is ready when this returns."""
+    """Side in a separate process, which is ready once this is constructed."""
 
     def __init__(self, side: Callable[..., Side], *arguments: object) -> None:
         self._connection, other = multiprocessing.Pipe()
@@ -129,17 +130,16 @@ class Child:
         return self._connection.recv()
 
     def close(self) -> None:
-        """End the questions, upon which it exits with its engines."""
+        """End the questions, so that the process exits with its engines."""
         self._connection.close()
         self._process.join(60)
         self._process.kill()
 
 
 def _answer(connection: Connection, side: Callable[..., Side], arguments: tuple[object, ...]) -> None:
-    os.chdir(
-        tempfile.gettempdir()
-    )  # Ray's workers import from it: in a checkout transformers takes our kernels/ for its own
-    os.dup2(2, 1)  # Ray and vLLM print to stdout
+    # Ray's workers import from here; in a checkout transformers would import our kernels/ as its own.
+    os.chdir(tempfile.gettempdir())
+    os.dup2(2, 1)  # Ray and vLLM print to stdout.
     with closing(side(*arguments)) as answers, suppress(EOFError):
         connection.send(next(answers))
         while True:
@@ -170,7 +170,7 @@ def over_one_engine(model_dir: str, stage: Sequence[str], words: argparse.Namesp
 
 
 def measured(turns: Iterable[Turn], ours: str, other: str) -> list[dict[str, Any]]:
-    """Prints each turn; returns them without the warm-up."""
+    """Print each turn; return them without the warm-up."""
     rows = []
     for turn, sides in enumerate(turns):
         speeds = [side["tokens"] / side["seconds"] for side in sides]

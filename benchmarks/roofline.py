@@ -1,4 +1,4 @@
-"""Peak rates of this device, measured in the same run: a matrix product and a copy."""
+"""Peak rates of this device, measured in the same run by a matrix product and a copy."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from timing import Clock, interleave
 
 @dataclass(frozen=True)
 class Roofline:
-    """gemm_flops: FLOP/s of a square matrix product at this dtype; copy_bytes: bytes read plus written a second."""
+    """Peak rates. gemm_flops: FLOP/s of a square matrix product at this dtype; copy_bytes: bytes read plus written per second."""
 
     gemm_flops: float
     copy_bytes: float
 
     def floor_s(self, flops: float, num_bytes: float) -> float:
-        """Lower bound of the time for this many FLOPs and bytes."""
+        """Return the lower bound of the time for this many FLOPs and bytes."""
         return max(flops / self.gemm_flops, num_bytes / self.copy_bytes)
 
 
@@ -26,7 +26,7 @@ _best: dict[tuple[str, str], Roofline] = {}
 
 
 def measure(device: str, dtype: str) -> Roofline:
-    """The best rates of all calls in this process: other load can only lower a rate.
+    """Measure the best rates of all calls in this process: other load can only lower a rate.
 
     bfloat16 on a CPU: the faster of the bfloat16 and the float32 product (few CPUs have bfloat16 arithmetic).
     """

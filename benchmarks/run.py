@@ -1,11 +1,11 @@
-"""Every kernel beside its alternatives: time, share of the roofline, peak memory, error.
+"""Comparison of every kernel with its alternatives: time, share of the roofline, peak memory, error.
 
     python benchmarks/run.py [case ...] [--all] [--device cpu|cuda] [--json FILE] [--base REV] [--quick] [--profile]
 
 The case with the `ratio:` is measured at that shape first, on a CPU at that shape alone unless --all or --shape asks for
 more.
 
-Each table is one case at one shape. Ours is judged against float64 first: where it is wrong, no number is printed and
+Each table is one case at one shape. Ours is judged against float64 first: if it is wrong, no number is printed and
 the exit code is 1. Then all variants take turns (median and spread of the rounds). On the CPU: one thread, process time,
 peak memory from a process each. On a GPU: CUDA events, L2 flushed before every call, torch's allocator; the call waits on the
 GPU until it is launched whole.
@@ -30,8 +30,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 if __name__ == "__main__":
-    os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"  # set before torch reads them
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # else large variants fragment it
+    os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = "1"  # torch reads these at import
+    # Otherwise large variants fragment the memory.
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 import base_revision
 import memory
@@ -70,9 +71,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """A case at one shape; skipped: {variant: reason}. failure: reason why nothing was measured.
+    """Case at one shape; skipped: {variant: reason}. failure: reason why nothing was measured.
 
-    kernels: under --profile (milliseconds and launches a call of ours, name), of all together and then the longest first.
+    kernels: with --profile, (milliseconds and launches per call of ours, name), for all together and then the longest first.
     """
 
     case: str
@@ -156,7 +157,7 @@ def measure(
 
 
 def _errors(name: str, results: Results, judgement: Judgement) -> tuple[dict[str, float], str | None]:
-    """({result: largest error / largest exact value}, assert_accurate's objections)."""
+    """Return ({result: largest error / largest exact value}, assert_accurate's objections)."""
     errors, complaint = {}, None
     for what, found in results.items():
         exact = judgement.exact[what]
@@ -170,7 +171,7 @@ def _errors(name: str, results: Results, judgement: Judgement) -> tuple[dict[str
 
 
 def _memory(case: Case, shape: Shape, bench: Bench, variants: list[Variant]) -> dict[str, int]:
-    """{variant: peak beyond inputs, dX and dW}, of those that have not failed in the process that measures memory."""
+    """Return {variant: peak beyond inputs, dX and dW} of the variants that did not fail in the process measuring memory."""
     if shape.device == "cpu":
         found = memory.of_variants_on_cpu(case.name, shape, [variant.name for variant in variants])
     else:
@@ -189,7 +190,7 @@ def _free(device: str) -> None:
 
 
 def text(table: Table) -> str:
-    """The table for a terminal."""
+    """Return the table as text for a terminal."""
     lines = [f"{table.case}: {table.shape.title()}"]
     lines.append(
         f"  {table.flops / 1e9:,.1f} GFLOP, {table.bytes / 1e6:,.1f} MB; measured here: GEMM "
@@ -220,7 +221,7 @@ def text(table: Table) -> str:
 
 
 def headline(tables: list[Table]) -> float | None:
-    """Time of torch eager on the unmasked rows only / ours, at the agreed shape; None if not measured."""
+    """Return time of torch eager on the unmasked rows only / ours, at the agreed shape; None if not measured."""
     for table in tables:
         shape = table.shape
         if (table.case, shape.dtype, shape.vocab, shape.mask_share) == HEADLINE and table.rows:
@@ -230,7 +231,7 @@ def headline(tables: list[Table]) -> float | None:
 
 
 def chosen(case: Case, shapes: list[Shape], texts: list[str], has_all: bool) -> list[Shape]:
-    """The shapes to measure, the headline's first. texts: of --shape, all of which must occur in a shape's title.
+    """Return the shapes to measure, the headline's first. texts: values of --shape, all of which must occur in a title.
 
     If the headline is one of the case's shapes, only it is measured, unless has_all or texts ask for others.
     """

@@ -1,4 +1,4 @@
-"""A vLLM engine whose computation can be corrupted, for benchmarks/probe.py."""
+"""Engine of vLLM whose computation can be corrupted, for benchmarks/probe.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from marsrl.rollout.engines.vllm.engine import VllmEngine
 
 
 class SpoiledVllm(VllmEngine):
-    """spoil("norm eps x 100") ... mend(). Changes what the layers compute, in place; their weights stay."""
+    """Engine whose layers compute differently between spoil("norm eps x 100") and mend(); their weights stay."""
 
     def __init__(self, model_dir: str, dtype: str) -> None:
         os.environ.update(vllm_environment(threads=1))
@@ -24,7 +24,7 @@ class SpoiledVllm(VllmEngine):
         self._refusals: list[str] = []
 
     def spoil(self, what: str) -> int:
-        """Number of changed places."""
+        """Corrupt the computation; return the number of changed places."""
         ways: dict[str, Callable[[], None]] = {
             "rope theta x 5": self._theta,
             "rope not stretched": self._unstretched,
@@ -86,6 +86,6 @@ class SpoiledVllm(VllmEngine):
             self._refusals.append(str(refusal))
 
     def take_refusals(self) -> list[str]:
-        """Suppressed errors of the engine since the last call."""
+        """Return errors of the engine that were suppressed since the last call."""
         refusals, self._refusals = self._refusals, []
         return refusals

@@ -1,4 +1,4 @@
-"""Where the seconds of training steps go, by part: a run of trainer/main.py with clocks around its parts.
+"""Seconds of training steps by part: a run of trainer/main.py with clocks around its parts.
 
     python benchmarks/step_parts.py [--json FILE] [--config FILE] [key.sub=value ...]    # the words of trainer/main.py
     python benchmarks/step_parts.py --config examples/real_team/run.yaml run.steps=2 run.evaluate=false
@@ -33,7 +33,7 @@ PLACES = {
     "decode": ("rollout.engines.local.engine", "LocalEngine._step"),
     "pack": ("trainer.data.packing", "pack"),
     "forward": ("trainer.learner.megatron.head", "PolicyModel.forward"),
-    "backward": ("trainer.learner.megatron.passes", "Passes.forward_backward"),  # without the forward within
+    "backward": ("trainer.learner.megatron.passes", "Passes.forward_backward"),  # without the forward inside
     "gradient norm": ("trainer.learner.megatron.optimizer", "Optimizer.grad_norm"),
     "optimizer": ("trainer.learner.megatron.optimizer", "Optimizer.apply"),
     "zero gradients": ("trainer.learner.megatron.optimizer", "Optimizer.zero_grad"),
@@ -63,7 +63,7 @@ class Clocks:
         self._began = time.perf_counter(), time.process_time()
 
     def whole(self) -> tuple[float, float]:
-        """Seconds and CPU seconds of the process since start()."""
+        """Return seconds and CPU seconds of the process since start()."""
         return time.perf_counter() - self._began[0], time.process_time() - self._began[1]
 
     @contextmanager
@@ -72,7 +72,7 @@ class Clocks:
         if any(each[0] in WITHIN for each in stack):
             yield
             return
-        stack.append([name, 0.0, 0.0])  # and the seconds of parts within
+        stack.append([name, 0.0, 0.0])  # name, then seconds and CPU seconds of parts inside
         start = time.perf_counter(), time.thread_time()
         try:
             yield
@@ -89,7 +89,7 @@ class Clocks:
                     stack[-1][1 + i] += took[i]
 
     def around(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, timed as this part; of a generator the time between its yields."""
+        """Return the function, timed as this part; for a generator, without the time between its yields."""
 
         @functools.wraps(function)
         def timed(*words: Any, **options: Any) -> Any:

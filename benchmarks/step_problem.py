@@ -24,9 +24,9 @@ _SLICE = replace(
 
 @dataclass(frozen=True)
 class StepProblem:
-    """A model and the lengths of a batch of `groups` x 8 sequences, in tokens.
+    """Model and lengths, in tokens, of a batch of `groups` x 8 sequences.
 
-    micro_batch_tokens: of a packed micro-batch. reference_rows: sequences that the reference pads together.
+    micro_batch_tokens: size of a packed micro-batch. reference_rows: number of sequences that the reference pads together.
     """
 
     shape: str | ModelShape
@@ -42,15 +42,15 @@ class StepProblem:
 
 PROBLEMS = {
     "bench": StepProblem("bench", 8192, "float32", 8, (20, 61), 120, 512, 2048, 8),
-    # Qwen3-30B-A3B at its full width with 4 of its 48 layers: 3.1 G parameters, which train on one GPU of 80 GB.
+    # This is Qwen3-30B-A3B at full width with 4 of its 48 layers: 3.1 G parameters, which train on one GPU of 80 GB.
     "qwen3_30b_a3b_slice": StepProblem(_SLICE, 151936, "bfloat16", 8, (64, 257), 400, 1536, 4096, 4),
-    # The same slice at a size for CPUs.
+    # This is the same slice at a size for CPUs.
     "slice_tiny": StepProblem(replace(SMALL, vocab_size=512), 512, "float32", 2, (4, 9), 12, 40, 160, 4),
 }
 
 
 def problem_of(model: str, dtype: Literal["float32", "bfloat16"] | None) -> StepProblem:
-    """One of PROBLEMS, or a batch of 16 short texts for the model in a directory. dtype: in place of the problem's."""
+    """Return one of PROBLEMS, or a batch of 16 short texts for the model in a directory. dtype: overrides the problem's."""
     if model in PROBLEMS:
         problem = PROBLEMS[model]
     else:
@@ -60,7 +60,7 @@ def problem_of(model: str, dtype: Literal["float32", "bfloat16"] | None) -> Step
 
 
 NUM_AGENTS = 4
-PADDING = 256  # the tokenizer's padding token: transformers gives its embedding no gradient, so no sequence has it
+PADDING = 256  # padding token; transformers gives its embedding no gradient, so no sequence contains it
 
 
 def _tokens(rng: np.random.Generator, problem: StepProblem, number: int) -> npt.NDArray[np.int32]:
@@ -69,7 +69,7 @@ def _tokens(rng: np.random.Generator, problem: StepProblem, number: int) -> npt.
 
 
 def batch(problem: StepProblem, seed: int = 0) -> list[TrainSequence]:
-    """Groups of 8 with lognormal responses (sigma 1.0), two of each agent; every second group has no spread (advantage 0)."""
+    """Return groups of 8 with lognormal lengths (sigma 1.0), two per agent; every second group has no spread (advantage 0)."""
     rng = np.random.default_rng(seed)
     sequences = []
     for group in range(problem.groups):
@@ -96,7 +96,7 @@ def batch(problem: StepProblem, seed: int = 0) -> list[TrainSequence]:
 
 
 def model_flops(shape: ModelShape, sequences: Sequence[TrainSequence], adapter: AdapterConfig | None = None) -> float:
-    """FLOPs of one forward and backward over these sequences, nothing recomputed, no padding:
+    """Return the FLOPs of one forward and backward over these sequences, without recomputation or padding:
 
     6 T P_layers,active + 6 L N D sum(length^2) [causal attention: half of 4 forward, 8 backward] + 6 H V sampled
 

@@ -1,4 +1,4 @@
-"""The programs that benchmarks/train_step.py compares: ours, plain Megatron, the reference loop; one step each.
+"""Programs that benchmarks/train_step.py compares: ours, plain Megatron, the reference loop; one step each.
 
 Ours and Megatron support any parallel layout and use the same layers on the same packed micro-batches, so they differ only in the
 head: fused, or logits with Megatron's vocabulary-parallel cross entropy. Megatron's entropy would need full logits twice, so
@@ -31,7 +31,7 @@ ADAPTER_VARIANTS = (OURS, WHOLE, REFERENCE, SORTED)
 
 @dataclass(frozen=True)
 class Variant:
-    """step() trains once and returns the gradient norm, of all adapters together; trained: the sequences in its forward pass."""
+    """Program to compare. step() trains once and returns the gradient norm of all adapters; trained: its sequences."""
 
     step: Callable[[], float]
     close: Callable[[], None]
@@ -50,7 +50,7 @@ def build(
 ) -> Variant:
     """Build one of VARIANTS or ADAPTER_VARIANTS.
 
-    layout: of the learner's; mpt: DMMPT's entropy, nats; adapters: of each agent.
+    layout: the learner's layout; mpt: DMMPT's entropy, nats; adapters: one per agent.
     """
     if name in (REFERENCE, SORTED):
         options = ReferenceOptions(
@@ -130,7 +130,7 @@ def _take_megatrons_head(learner: Any) -> None:
             nll = vocab_parallel_cross_entropy(logits[:, None], batch.targets[:, None])
             lengths = batch.cu_seqlens.diff().long()
             advantage = batch.advantages.repeat_interleave(lengths, output_size=batch.num_tokens)
-            # The gradient of the ratio at 1 is that of the log-prob.
+            # At 1 the ratio has the gradient of the log-prob.
             terms = nll[:, 0] * advantage * batch.mask
             agents = batch.agent_of.long().repeat_interleave(lengths, output_size=batch.num_tokens)
             of_agent = terms.new_zeros(NUM_AGENTS).index_add_(0, agents, terms.detach())

@@ -1,5 +1,7 @@
-"""Time of a call: process time of one thread on the CPU; on a GPU CUDA events with a flushed L2, behind a kernel that keeps the
-GPU busy while the host launches the call, as in a training step."""
+"""Time of a call: process time of one thread on the CPU, CUDA events with a flushed L2 on a GPU.
+
+On a GPU the call is queued after a kernel that keeps the GPU busy while the host launches it, as in a training step.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,13 @@ import torch
 from case import Variant
 from torch.profiler import ProfilerActivity, profile
 
-SHORT_S = 0.01  # on the CPU a call is repeated for at least this time: a single one of 50 us is mostly noise
+SHORT_S = 0.01  # least time for which a call is repeated on the CPU: a single call of 50 us is mostly noise
 FLUSH_BYTES = 256 * 2**20  # more than any L2 cache of today's GPUs (50 MB on H100, 126 MB on B200)
-AHEAD_CYCLES = 10_000_000  # of a GPU, 5 ms: longer than Python takes to launch a call
+AHEAD_CYCLES = 10_000_000  # GPU cycles, 5 ms: longer than Python takes to launch a call
 
 
 class Clock:
-    """Times one call of a variant; on the CPU the mean over SHORT_S seconds of calls, with warm caches."""
+    """Timer of one call of a variant; on the CPU the mean over SHORT_S seconds of calls, with warm caches."""
 
     def __init__(self, device: str):
         self.is_cuda = device == "cuda"
@@ -47,7 +49,7 @@ class Clock:
 def interleave(
     variants: Sequence[Variant], clock: Clock, rounds: int, budget_s: float
 ) -> tuple[dict[str, tuple[float, ...]], dict[str, str]]:
-    """(seconds of the rounds by name, reasons for abandoned variants): each variant once a round, in rotating order.
+    """Time each variant once per round, in rotating order: (seconds of the rounds by name, reasons for abandoned variants).
 
     Clock drift or other load then affects all variants alike, and cancels in their ratio. After budget_s of
     wall time no new round starts once three are done. The first round is a warm-up.
@@ -74,7 +76,7 @@ def interleave(
 
 
 def host_seconds(variant: Variant, calls: int = 5) -> float:
-    """Median time until the host has launched a call on an idle GPU, and has waited for it where the call waits."""
+    """Return the median time until the host has launched a call on an idle GPU, including waits inside the call."""
     seconds = []
     for _ in range(calls):
         variant.prepare()
@@ -88,9 +90,11 @@ def host_seconds(variant: Variant, calls: int = 5) -> float:
 def top_kernels(
     run: Callable[[], object], *, is_cuda: bool, calls: int = 3, most: int = 15
 ) -> tuple[tuple[float, float, str], ...]:
-    """(milliseconds and launches a call, name) of all kernels together and of the most expensive ones; PyTorch's operators on a
-    CPU."""
-    run()  # compiles
+    """Return (milliseconds and launches per call, name) of all kernels together and of the most expensive ones.
+
+    On a CPU these are PyTorch's operators.
+    """
+    run()  # The first call compiles.
     with profile(activities=[ProfilerActivity.CUDA if is_cuda else ProfilerActivity.CPU]) as seen:
         for _ in range(calls):
             run()
@@ -100,6 +104,6 @@ def top_kernels(
     times = [
         (each.self_device_time_total if is_cuda else each.self_cpu_time_total, each.count, each.key) for each in found
     ]
-    times = sorted((each for each in times if each[0] > 0), reverse=True)  # on a GPU without the host's calls
+    times = sorted((each for each in times if each[0] > 0), reverse=True)  # leaves out the host's calls on a GPU
     together = sum(us for us, *_ in times), sum(count for _, count, _ in times), "all together"
     return tuple((us / 1e3 / calls, count / calls, name) for us, count, name in (together, *times[:most]))

@@ -39,15 +39,13 @@ from pathlib import Path
 from typing import Any
 
 CHILD_LIMIT_S = 900
-STEPPED = "stepped"  # what a child prints after its turn
-TOLERANCE = {
-    "float32": 1e-4,
-    "bfloat16": 0.05,
-}  # of the gradient norm; in bfloat16 routers of other programs choose otherwise
+STEPPED = "stepped"  # line that a child prints after its turn
+# Tolerances of the gradient norm; in bfloat16 other programs' routers choose differently.
+TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05}
 
 
 def child(job: dict[str, Any]) -> None:
-    """Runs one variant, on this rank of one or more, and prints one JSON line on the first. job: as measure() makes it."""
+    """Run one variant on this rank of one or more; print one JSON line on rank 0. job: as measure() builds it."""
     import torch
     import torch.distributed as dist
     from memory import PeakMemory
@@ -72,11 +70,11 @@ def child(job: dict[str, Any]) -> None:
     clock = time.perf_counter if ranks > 1 or is_cuda else time.process_time
     memory = PeakMemory(is_cuda=is_cuda)
     norms, seconds = [], []
-    for _ in range(job["repeats"] + 1):  # the first is a warm-up
+    for _ in range(job["repeats"] + 1):  # The first step is a warm-up.
         if job["takes_turns"]:
             sys.stdin.readline()
         start = clock()
-        norms.append(variant.step())  # the norm comes from the device: the step is over
+        norms.append(variant.step())  # The norm comes from the device, so the step is over.
         seconds.append(clock() - start)
         if job["takes_turns"]:
             print(STEPPED, flush=True)
@@ -102,7 +100,7 @@ def child(job: dict[str, Any]) -> None:
 
 
 def peak_flops() -> float:
-    """FLOP/s of one rank at best: see the head of this file. NaN on a GPU that the planner does not know."""
+    """Return the peak FLOP/s of one rank (see the head of this file); NaN on a GPU that the planner does not know."""
     import roofline
     import torch
 
@@ -115,19 +113,19 @@ def peak_flops() -> float:
 
 
 def sizes(words: list[str]) -> dict[str, int]:
-    """["tensor=2", "expert=2"] as a layout."""
+    """Parse a layout from words such as ["tensor=2", "expert=2"]."""
     return {name: int(size) for name, _, size in (word.partition("=") for word in words)}
 
 
 def ranks_of(layout: dict[str, int]) -> int:
-    """The fewest ranks that the layout fits."""
+    """Return the fewest ranks that the layout fits."""
     dense = layout.get("tensor", 1) * layout.get("context", 1)
     expert = layout.get("expert", 1) * layout.get("expert_tensor", 1 if layout.get("expert", 1) > 1 else 0)
     return layout.get("pipeline", 1) * math.lcm(dense, max(expert, 1))
 
 
 def measure(variant: str, job: dict[str, Any]) -> dict[str, Any]:
-    """The row of one variant; {"problem": why} where its memory does not suffice."""
+    """Measure the row of one variant; {"problem": why} if memory does not suffice."""
     done = subprocess.run(
         _command(variant, job), capture_output=True, text=True, env=_environment(), timeout=CHILD_LIMIT_S
     )
@@ -139,7 +137,7 @@ def measure(variant: str, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure_in_turns(variants: Sequence[str], job: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The rows of all variants, loaded together; in each turn every one makes a step while the others wait."""
+    """Measure the rows of all variants, loaded together; in each turn every variant makes a step while the others wait."""
     with ExitStack() as stack:
         children, said = dict[str, subprocess.Popen[str]](), dict[str, Any]()
         for variant in variants:
@@ -269,9 +267,9 @@ def main() -> int:
 
 
 def tables(folder: Path, model_dir: str, words: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """{title of a table: what its job has besides}; adapters are written into the folder."""
+    """Return {title of a table: additional fields of its job}; adapters are written into the folder."""
     if words.adapter is None:
-        # 20 nats: above ln V, so every positive sample is gated
+        # A threshold of 20 nats is above ln V, so every positive sample is gated.
         return {"DMMPT off": {}} | ({} if words.no_dmmpt else {"DMMPT on": {"mpt": 20.0}})
     from parity_adapters import random_adapter
     from step_problem import NUM_AGENTS
@@ -289,8 +287,10 @@ def tables(folder: Path, model_dir: str, words: argparse.Namespace) -> dict[str,
 def table(
     label: str, variants: tuple[str, ...], job: dict[str, Any], tolerance: float, *, in_turns: bool
 ) -> dict[str, Any]:
-    """Measures, and prints each row once its update is known to be that of the first, ours; returns the rows with the ratios of
-    ours over each of the others (None: it ran out of memory)."""
+    """Measure, print and return the rows, with the ratio of ours over each other variant (None: out of memory).
+
+    A row is printed once its update is known to equal that of the first variant, ours.
+    """
     from step_variants import WHOLE
 
     print(f"{label}\n  {'':36}{'ranks':>6}{'tokens/s':>10}{'spread':>9}{'s/step':>9}{'MFU':>7}{'extra MiB':>11}")

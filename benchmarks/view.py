@@ -54,7 +54,7 @@ FILTERS = {
 
 
 def _samples(step: int, rng: random.Random, words: list[str]) -> Iterator[SampleRecord]:
-    """A step's: rollouts of 20, each agent's samples about one of the agent before."""
+    """Yield a step's samples: rollouts of 20, each agent's samples about one of the previous agent."""
     for number in range(PER_STEP):
         rollout, place = divmod(number, 20)
         depth, index = divmod(place, 4)
@@ -100,7 +100,7 @@ def make_run(folder: Path, num_samples: int) -> RunDirectory:
 
 
 def measure_filters(run: RunDirectory) -> dict[str, float]:
-    """Seconds by filter, the median of REPEATS."""
+    """Return seconds by filter, the median of REPEATS."""
     client = TestClient(make_app([run.path], "token"), base_url="http://127.0.0.1")
     client.get("/?token=token")
     while (about := client.get("/api/runs").json()[0])["files"] < about["num_files"]:

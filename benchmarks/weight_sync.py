@@ -44,8 +44,8 @@ QWEN3_30B_A3B_BYTES = 61.06e9  # 30.53e9 parameters, bfloat16
 class Row:
     """Measured publish. num_bytes: size of the model; gb_per_s: num_bytes over all seconds; seconds_of: by part (SyncReport).
 
-    num_tensors: of the checkpoint. cpu_s: of both processes, all their threads.
-    changed: share of the numbers that had changed, where changes alone were sent.
+    num_tensors: tensors of the checkpoint. cpu_s: CPU seconds of all threads of both processes.
+    changed: share of the numbers that had changed, if only changes were sent.
     """
 
     backend: str
@@ -70,7 +70,7 @@ class Row:
 
     @property
     def share(self) -> float:
-        """The share of the memory's bandwidth."""
+        """Share of the memory's bandwidth."""
         return self.bound_s / self.seconds
 
 
@@ -81,7 +81,7 @@ def write_model(folder: Path, mib: int) -> int:
     vocab_size, hidden, experts, width = 4096, 512, 32, 256
     of_layer = hidden * (hidden * 3 + 3 * width * experts)
     layers = max(1, round(((mib << 20) / 2 - 2 * vocab_size * hidden) / of_layer))
-    if mib == 0:  # the layers and experts of Qwen3-30B-A3B
+    if mib == 0:  # This has the layers and experts of Qwen3-30B-A3B.
         vocab_size, hidden, layers, experts, width = 512, 16, 48, 128, 4
     shape = replace(
         SMALL, num_layers=layers, hidden_size=hidden, num_heads=8, num_kv_heads=4, head_size=64, ffn_size=width,
@@ -92,7 +92,7 @@ def write_model(folder: Path, mib: int) -> int:
 
 
 def copy_gb_per_s(num_bytes: int = 256 << 20) -> float:
-    """Bytes read and written a second by a copy that no cache holds, the best of three."""
+    """Measure bytes read and written per second by a copy that no cache holds, the best of three."""
     import torch
 
     source = torch.ones(num_bytes, dtype=torch.uint8)
@@ -106,7 +106,7 @@ def copy_gb_per_s(num_bytes: int = 256 << 20) -> float:
 
 
 def cpu_s() -> float:
-    """CPU seconds of this process and the engine's so far."""
+    """Return the CPU seconds of this process and the engine's so far."""
     import psutil
 
     this = psutil.Process()
@@ -114,7 +114,7 @@ def cpu_s() -> float:
 
 
 class Whole:
-    """A learner, and its Converter, whose model one rank holds whole."""
+    """Stand-in for a learner and its Converter, whose model one rank holds whole."""
 
     def __init__(self, tensors: dict[str, Any]) -> None:
         import torch
@@ -132,7 +132,7 @@ class Whole:
             self._tensors[name] = box.of(self._stacks[stack]).view(tensor.shape).copy_(tensor)
 
     def change(self, share: float) -> None:
-        """Flip the last bit of so many numbers of each tensor, others each time."""
+        """Flip the last bit of a share of each tensor's numbers, different ones each time."""
         import torch
 
         for tensor in self._tensors.values():
@@ -140,7 +140,7 @@ class Whole:
             tensor.view(torch.int16).bitwise_xor_(moves.to(torch.int16))
 
     def export(self) -> Any:
-        """A clone a tensor: what the trainer's export costs where nothing is gathered from other ranks."""
+        """Yield a clone per tensor: the cost of the trainer's export if nothing is gathered from other ranks."""
         return ((name, tensor.clone()) for name, tensor in self._tensors.items())
 
     def held(self) -> Any:
@@ -151,9 +151,9 @@ class Whole:
 
 
 def measure(mib: int, repeats: int, bucket_mib: int, shares: list[float]) -> list[Row]:
-    """Publishes of one model by one backend after the other, the first ones (page faults, lazy imports) left out.
+    """Publish one model by one backend after the other; first publishes (page faults, lazy imports) are left out.
 
-    shares: of the numbers that have changed, for publishes of changes.
+    shares: shares of the numbers that have changed, for publishes of changes.
     """
     import torch
     from engine_process import EngineProcess
@@ -174,10 +174,8 @@ def measure(mib: int, repeats: int, bucket_mib: int, shares: list[float]) -> lis
         engines, learner = CheckedEngines(pool, vocab_size=vocab_size), Whole(weights)
         common: dict[str, Any] = {"verify_every": repeats + 2, "bucket_bytes": bucket_mib << 20}
         ways: list[tuple[str, float | None]] = [("shm", None), ("ipc", None), ("nccl", None)]
-        for backend, share in [
-            *ways,
-            *(("delta", share) for share in shares),
-        ]:  # an engine has one connection at a time
+        # An engine has one connection at a time.
+        for backend, share in [*ways, *(("delta", share) for share in shares)]:
             sync: WeightSync
             if backend == "shm":
                 sync = FileSync(engines, torch.bfloat16, verify_every=repeats + 2)

@@ -1,4 +1,4 @@
-"""The cases of run.py: one module each, named in ORDER, with a Case called CASE."""
+"""Cases of run.py: one module each, named in ORDER, with a Case called CASE."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ORDER = (
 
 
 def load(name: str) -> Case:
-    """The case of this name; ValueError lists the names."""
+    """Return the case of this name; ValueError lists the names."""
     if name not in ORDER:
         raise ValueError(f"benchmark case {name!r}: expected one of {', '.join(ORDER)}")
     case: Case = importlib.import_module(f"cases.{name}").CASE

@@ -1,4 +1,4 @@
-"""attention_decode: one new token a sequence over its key-value cache, sequences of very different lengths."""
+"""attention_decode: one new token per sequence over its key-value cache, sequences of very different lengths."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from marsrl.kernels.attention_decode.reference import attention_decode_reference
 
 
 def _shapes(device: str, quick: bool) -> list[Shape]:
-    """tokens: places of all caches together, S x L."""
+    """Return shapes; their tokens are the places of all caches together, S x L."""
     if quick:
         return [Shape(device, tokens=4 * 32, sequences=4, heads=4, kv_heads=2, head_size=16, note="caches of 32")]
     if device == "cpu":
@@ -37,7 +37,7 @@ def _shapes(device: str, quick: bool) -> list[Shape]:
 def _build(shape: Shape) -> Bench:
     randn, dtype, capacity = normal(shape), getattr(torch, shape.dtype), shape.tokens // shape.sequences
     q = randn(shape.sequences, shape.heads, shape.head_size).to(dtype)
-    of_cache = shape.sequences, shape.kv_heads, capacity, shape.head_size  # head by head, as the local engine keeps it
+    of_cache = shape.sequences, shape.kv_heads, capacity, shape.head_size  # head-major, as in the local engine
     k, v = (randn(*of_cache).to(dtype).transpose(1, 2) for _ in range(2))
     lengths = torch.linspace(1, capacity, shape.sequences, device=shape.device).long()
     scale = shape.head_size**-0.5

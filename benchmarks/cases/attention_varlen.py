@@ -28,7 +28,7 @@ def _shapes(device: str, quick: bool) -> list[Shape]:
 
 
 def lengths(shape: Shape) -> list[int]:
-    """Long-tailed lengths, as in rollouts: sequence i is about twice as long as sequence i + 4; they sum to T."""
+    """Return long-tailed lengths, as in rollouts: sequence i is about twice as long as sequence i + 4; they sum to T."""
     weights = [2.0 ** (-i / 4) for i in range(shape.sequences)]
     found = [max(1, int(shape.tokens * weight / sum(weights))) for weight in weights]
     found[0] += shape.tokens - sum(found)
@@ -56,7 +56,7 @@ def _build(shape: Shape) -> Bench:
     others["max_seqlen"] = max(sizes)
     for name, why_not, run in _others(q):
         variants.append(compared.variant(name, partial(run, **others)) if why_not is None else Missing(name, why_not))
-    # causal: n^2 / 2 pairs; q k^T and p v forward, five such products backward
+    # A causal mask has n^2 / 2 pairs, with q k^T and p v forward, and five such products backward.
     flops = 7 * sum(n * n for n in sizes) * shape.heads * shape.head_size
     num_bytes = 2.0 * (q.nbytes + k.nbytes + v.nbytes) + 2 * q.nbytes
     result_bytes = q.nbytes * 2 + k.nbytes + v.nbytes
@@ -73,7 +73,7 @@ def _segments(q: Tensor, k: Tensor, v: Tensor, bounds: list[int]) -> Tensor:
 
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, sizes: list[int]) -> Tensor:
-    """[S, L, ...] as a trainer without packing stores its batch: the padding is part of its cost."""
+    """Attend on [S, L, ...], as a trainer without packing stores its batch; the padding is part of its cost."""
     query, key, value = (
         torch.nn.utils.rnn.pad_sequence(list(each.split(sizes)), batch_first=True).transpose(1, 2) for each in (q, k, v)
     )
@@ -82,7 +82,7 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, sizes: list[int]) -> Tensor:
 
 
 def _others(q: Tensor) -> Iterator[tuple[str, str | None, Callable[..., Tensor]]]:
-    """The other projects' kernels that ours can call: (name, why not, function)."""
+    """Yield the other projects' kernels that ours can call: (name, why not, function)."""
     for version in (flash.FLASH_4, flash.FLASH_3, flash.FLASH_2):
         reason = flash.machine_lacks(version) or flash.why_not(version, q)
         yield f"flash-attn {version.name[-1]}", reason, partial(flash.attention_varlen_flash, version)

@@ -34,7 +34,7 @@ def _build(shape: Shape) -> Bench:
 
 
 def _eager(rewards: Tensor, group_of: Tensor) -> Tensor:
-    """index_add; no missing rewards, no groups of one, no checks."""
+    """Compute it by index_add, without missing rewards, groups of one, or checks."""
     zeros = torch.zeros_like(rewards)
     count = zeros.index_add(0, group_of, torch.ones_like(rewards)).clamp(min=1)
     centred = rewards - (zeros.index_add(0, group_of, rewards) / count)[group_of]

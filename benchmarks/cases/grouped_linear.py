@@ -12,7 +12,7 @@ from marsrl.kernels import grouped_linear
 
 
 def _shapes(device: str, quick: bool) -> list[Shape]:
-    """hidden: K, the layer's input; its output has as many units."""
+    """Return shapes; hidden is K, the width of the layer's input and of its output."""
     if quick:
         return [Shape(device, tokens=64, hidden=32, experts=4)]
     if device == "cpu":
@@ -43,7 +43,7 @@ def _build(shape: Shape) -> Bench:
 
 
 def _counts(shape: Shape) -> list[int]:
-    """Uneven, as routing is: expert i gets twice the rows of expert i + E / 4; they add up to T."""
+    """Return uneven counts, as in routing: expert i gets twice the rows of expert i + E / 4; they add up to T."""
     weights = [2.0 ** (-4 * i / shape.experts) for i in range(shape.experts)]
     found = [int(shape.tokens * weight / sum(weights)) for weight in weights]
     found[0] += shape.tokens - sum(found)

@@ -36,7 +36,7 @@ def _build(shape: Shape) -> Bench:
     judge_them = partial(head.judge, inputs, objective)
     if shape.note == NO_GRADIENT:
         return Bench(variants, judge_them, flops, head.head_bytes(inputs) - head.result_bytes(inputs), 0)
-    # logits twice, dX, dW: their gradient is known after the forward
+    # Logits are computed twice, besides dX and dW, because their gradient is known only after the forward.
     return Bench(variants, judge_them, 4 * flops, head.head_bytes(inputs), head.result_bytes(inputs))
 
 
@@ -50,7 +50,7 @@ def _shapes(device: str, quick: bool) -> list[Shape]:
 
 def _objective(shape: Shape) -> Objective:
     generator = torch.Generator(shape.device).manual_seed(1)
-    # dL/dlogp and dL/dH of each token; the entropy's is small, as an entropy bonus is
+    # These are dL/dlogp and dL/dH of each token; dL/dH is small, as with an entropy bonus.
     of_logprobs, of_entropy = torch.randn(2, shape.tokens, generator=generator, device=shape.device)
 
     def objective(logprobs: Tensor, entropy: Tensor | None, rows: Rows) -> Tensor:
@@ -68,7 +68,7 @@ def _ours(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tens
 def _run(inputs: HeadInputs, objective: Objective, call: LogprobFunction) -> Results:
     results = head.through_logprobs(inputs, objective, call)
     del results["value"]
-    # without entropy dX and dW are of another scalar
+    # Without the entropy, dX and dW are gradients of another scalar.
     return results if "entropy" in results else {"logprobs": results["logprobs"]}
 
 

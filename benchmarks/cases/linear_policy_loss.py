@@ -81,7 +81,7 @@ def _loss_inputs(inputs: HeadInputs) -> LossInputs:
 
 
 def _objective(inputs: HeadInputs) -> Objective:
-    """arXiv:1707.06347, eq. 7, negated, over the mask."""
+    """Return the negated objective of arXiv:1707.06347, eq. 7, over the mask."""
     total = inputs.num_trained
 
     def objective(logprobs: Tensor, entropy: Tensor | None, rows: Rows) -> Tensor:
@@ -100,7 +100,7 @@ def _of_loss(inputs: HeadInputs, call: Callable[[], Tensor], is_ours: bool) -> R
 
 
 def _judge(inputs: HeadInputs, objective: Objective) -> Judgement:
-    # the loss is a sum whose terms cancel: its size is that of the terms
+    # The terms of the loss nearly cancel, so its scale is the size of the terms.
     return replace(head.judge(inputs, objective), scales={"value": float(inputs.token_advantages.abs().mean())})
 
 

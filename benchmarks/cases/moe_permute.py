@@ -1,5 +1,8 @@
-"""moe_permute and moe_unpermute: tokens to rows sorted by expert and back as sums, forward and backward, from the router's map
-on. The router's weights move along; without a gradient, which is small beside that of the tokens."""
+"""moe_permute and moe_unpermute: tokens to rows sorted by expert and back as sums, forward and backward.
+
+The time includes reading the router's map. The router's weights are permuted too, without their gradient, which is small
+beside the tokens'.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ TOP_K = 8
 
 
 def _shapes(device: str, quick: bool) -> list[Shape]:
-    """hidden: H. Each token goes to 8 experts."""
+    """Return shapes; hidden is H, and each token goes to 8 experts."""
     if quick:
         return [Shape(device, tokens=32, hidden=16, experts=16)]
     if device == "cpu":
@@ -53,7 +56,7 @@ def _build(shape: Shape) -> Bench:
     ]
     try:
         from megatron.core.transformer.moe import moe_utils
-    except Exception as error:  # a broken peer must not end the benchmark; its reason is printed
+    except Exception as error:  # A broken peer must not end the benchmark; its reason is printed.
         variants.append(Missing("megatron-core, unfused", why_not_imported(error)))
     else:
 

@@ -13,7 +13,7 @@ from marsrl.kernels import kept_rows, pack
 
 
 def _shapes(device: str, quick: bool) -> list[Shape]:
-    """A quarter of each sequence is its prompt."""
+    """Return shapes; a quarter of each sequence is its prompt."""
     if quick:
         return [Shape(device, tokens=64, sequences=4)]
     if device == "cpu":
@@ -28,7 +28,7 @@ def _build(shape: Shape) -> Bench:
     logprobs = -torch.rand(shape.tokens, device=shape.device, generator=generator)
     is_sampled = torch.cat([torch.arange(size, device=shape.device) >= max(1, size // 4) for size in sizes])
     cu_seqlens = torch.tensor([0, *torch.tensor(sizes).cumsum(0).tolist()], dtype=torch.int32, device=shape.device)
-    num_kept = int(is_sampled.sum())  # known to the host: on a GPU ours does not synchronise
+    num_kept = int(is_sampled.sum())  # known to the host, so that ours does not synchronise
 
     def ours(logprobs: Tensor) -> Tensor:
         packed = pack(token_ids, is_sampled, cu_seqlens, shape.tokens, logprobs=logprobs)
@@ -52,7 +52,7 @@ def _build(shape: Shape) -> Bench:
 
     read = shape.tokens * (4 + 4 + 1)  # token, log-prob, flag
     written = shape.tokens * (8 + 8 + 8 + 1 + 4) + 8 * num_kept
-    # nothing is rounded, so one result stands for all; tests/kernels/test_packing.py has the others
+    # Nothing is rounded, so one result is enough; tests/kernels/test_packing.py checks the others.
     compared = Compared({"logprobs": logprobs})
     variants = [compared.variant("ours", ours), compared.variant("a loop over sequences", loop)]
     return Bench(variants, partial(compared.judge, loop), 0.0, float(read + written), read)

@@ -1,4 +1,4 @@
-"""The row kernel alone: a chunk of float32 logits to statistics, coefficients and their gradient in place."""
+"""Row kernel alone: a chunk of float32 logits to statistics, coefficients and the gradient in place."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from marsrl.kernels.policy_loss.arguments import policy_tokens
 from marsrl.kernels.policy_loss.terms import policy_terms
 
 GPU_CHUNK_BYTES = 448 * 2**20  # the fused loss's chunk on a GPU
-CHUNK_BYTES = 4 * 2**20  # a chunk of logits: larger than an L2 cache, well inside a last-level cache
+CHUNK_BYTES = 4 * 2**20  # size of a chunk of logits: above an L2 cache, well inside a last-level cache
 
 
 def _shapes(device: str, quick: bool) -> list[Shape]:
@@ -52,7 +52,7 @@ def _build(shape: Shape) -> Bench:
 
     def judge() -> Judgement:
         found = compared.judge(partial(plain, _eager))
-        # The ratio is exp of a float32 log-prob: no better than |log-prob| ulp, and the target's dz is a multiple of it.
+        # The ratio is exp of a float32 log-prob, so its error is up to |log-prob| ulp; the target's dz is a multiple of it.
         size = float(found.exact["dz"].abs().max() * found.exact["logprobs"].abs().max())
         return replace(found, scales={"dz": size, "loss": float(advantages.abs().sum())})
 
@@ -69,7 +69,7 @@ def _build(shape: Shape) -> Bench:
         compared.variant("torch eager", partial(plain, _eager)),
         compared.variant("torch.compile", partial(plain, compiled(_eager))),
     ]
-    # Two exp of some 20 operations for each logit; what counts is memory: read, then read and written.
+    # Each logit takes two exp of some 20 operations. Memory is the bound: logits are read, then read and written.
     flops, num_bytes = 60.0 * logits.numel(), 3.0 * logits.nbytes
     return Bench(variants, judge, flops, num_bytes, 0)
 
@@ -85,7 +85,7 @@ class _Ours:
         self.kernels, self.source, self.logits = kernels, logits, torch.empty_like(logits)
         self.out = self.logits if kernels.is_host else torch.empty_like(logits)
         self.active = torch.empty(num_tokens, dtype=torch.int64, device=device)
-        # the head of a model with hidden size 1: it carries targets and temperature, its GEMMs are not called
+        # This head has hidden size 1: it carries targets and temperature, and its GEMMs are not called.
         rows, weight = torch.empty(num_tokens, 1, device=device), torch.empty(vocab, 1, device=device)
         self.head = make_head("policy_rows", rows, weight, targets, 1.0)
         objective = PolicyObjective(mpt_probability=None, entropy_coef=bonus)
@@ -94,7 +94,7 @@ class _Ours:
         self.tokens = policy_tokens("policy_rows", num_tokens, device, inputs)
 
     def fill(self) -> None:
-        """Work of a batch, not of a chunk: arrays of all tokens, the evaluator of the objective."""
+        """Do the work of a batch, not of a chunk: allocate arrays of all tokens and the evaluator of the objective."""
         self.logits.copy_(self.source)
         found = self.statistics = Statistics.zeros(self.active.numel(), self.logits.device)
         self.terms = policy_terms(self.kernels, self.tokens, found.logprobs, found.entropy)

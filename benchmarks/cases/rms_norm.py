@@ -1,5 +1,4 @@
-"""rms_norm: of hidden states, and of the heads of keys where they lie in a fused projection, with their rotation by position;
-forward and backward."""
+"""rms_norm of hidden states, and of key heads within a fused projection with their rotation; forward and backward."""
 
 from __future__ import annotations
 
@@ -16,8 +15,11 @@ EPS = 1e-6
 
 
 def _shapes(device: str, quick: bool) -> list[Shape]:
-    """hidden: N of a row. heads: of queries and keys together that a token has in the projection, one of which is the key's;
-    0: rows that follow each other. note: "rotated": by an angle of each row's own."""
+    """Return shapes.
+
+    hidden: N of a row. heads: number of a token's query and key heads in the projection, of which one is a key head; 0: rows
+    are contiguous. note: "rotated" means that each row is rotated by its own angle.
+    """
     if quick:
         return [Shape(device, tokens=64, hidden=32, heads=5), Shape(device, tokens=64, hidden=33)]
     if device == "cpu":
@@ -64,7 +66,7 @@ def _build(shape: Shape) -> Bench:
         compared.variant("torch eager", eager),
         compared.variant("torch.compile", compiled(eager)),
     ]
-    # read and written once each: forward 2 numbers of a column, backward 3
+    # Per column 2 numbers are read or written forward, and 3 backward.
     num_bytes = 5.0 * gradient.nbytes + (0 if rotation is None else 2 * rotation.nbytes)
     return Bench(variants, partial(compared.judge, eager), 12.0 * gradient.numel(), num_bytes, 2 * gradient.nbytes)
 

@@ -1,4 +1,4 @@
-"""The trainings behind docs/evidence.md: arms that differ in one choice, and their metrics. evidence.py runs them.
+"""Trainings behind docs/evidence.md: arms that differ in one choice, and their metrics. evidence.py runs them.
 
 marsrl   MarsRL and UloRL (arXiv:2511.11373, 2507.19766) on configs/cpu_default.yaml
 drmas    Dr. MAS (arXiv:2602.08847) on configs/cpu_solver_verifier.yaml, whose agents' mean rewards differ on purpose
@@ -21,7 +21,7 @@ THREE, FIVE = 3, 5
 
 @dataclass(frozen=True)
 class Arm:
-    """settings: on top of the study's preset. num_seeds: 5 for arms that test a paper's claim."""
+    """Arm of a study. settings: changes to the study's preset; num_seeds: 5 for arms that test a paper's claim."""
 
     settings: tuple[str, ...] = ()
     num_seeds: int = THREE
@@ -29,7 +29,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class Study:
-    """arms: by name. evaluated: rows of the evaluation to keep; agents: those whose rewards to keep.
+    """Study of several arms. evaluated: rows of the evaluation to keep; agents: agents whose rewards to keep.
 
     counted: metrics whose means over the last quarter of the steps are kept.
     """
@@ -124,11 +124,11 @@ OTHER_KIND = (  # 107,456 parameters for 568,416; slips mostly at + and -, where
     "warm_start.slip_solver=0.15",
 )
 
-T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # Student's, by number of seeds
+T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # quantiles of Student's t, by number of seeds
 
 
 def shown(study: Study, run: Path) -> dict[str, float]:
-    """Numbers of one training."""
+    """Return the numbers of one training."""
     from marsrl.trainer.report.metrics import read_metrics
     from marsrl.trainer.report.summary import load_summary
 
@@ -144,7 +144,7 @@ def shown(study: Study, run: Path) -> dict[str, float]:
 
 
 def trained(rows: Sequence[Any], agents: Sequence[str]) -> dict[str, float]:
-    """Updates, steps that trained nothing, and trained tokens, in total and by agent."""
+    """Return updates, steps that trained nothing, and trained tokens, in total and by agent."""
     updates = [sum(_of(row, "actor/updates")) for row in rows]
     found = {"updates": float(sum(updates)), "empty_steps": float(sum(not each for each in updates))}
     tokens = {agent: sum(sum(_of(row, f"actor/{agent}/tokens")) for row in rows) for agent in agents}
@@ -152,19 +152,19 @@ def trained(rows: Sequence[Any], agents: Sequence[str]) -> dict[str, float]:
 
 
 def gradients(rows: Sequence[Any]) -> dict[str, float]:
-    """Largest norm and spikes of a training; several policies' gradients count as one vector."""
+    """Return largest norm and spikes of a training; several policies' gradients count as one vector."""
     norms = [math.hypot(*_of(row, "actor/grad_norm")) for row in rows]
     spikes = sum(sum(_of(row, "actor/grad_spikes")) for row in rows)
     return {"grad_norm_max": max(norms), "grad_spikes": spikes}
 
 
 def _of(row: Any, metric: str) -> list[float]:
-    """The metric of every policy: with several its name begins with the policy's."""
+    """Return the metric of every policy; with several policies its name begins with the policy's name."""
     return [value for name, value in row.items() if f"/{name}".endswith(f"/{metric}") and value is not None]
 
 
 def rewards(rows: Sequence[Any], agents: Sequence[str]) -> dict[str, float]:
-    """Mean reward of each agent and entropy (nats a token) in the first and the last quarter of the steps."""
+    """Return mean reward of each agent and entropy (nats per token) in the first and the last quarter of the steps."""
     found: dict[str, float] = {}
     for agent in agents:
         found |= quarters(f"{agent}_reward", [row.get(f"reward/{agent}/mean") for row in rows])
@@ -172,7 +172,7 @@ def rewards(rows: Sequence[Any], agents: Sequence[str]) -> dict[str, float]:
 
 
 def quarters(name: str, values: Sequence[float | None]) -> dict[str, float]:
-    """<name>_first and <name>_last: means over the first and the last quarter of the steps that have one."""
+    """Return <name>_first and <name>_last, means over the first and the last quarter of the steps that have a value."""
     known = [value for value in values if value is not None]
     if not known:
         return {}
@@ -181,13 +181,13 @@ def quarters(name: str, values: Sequence[float | None]) -> dict[str, float]:
 
 
 def last_counts(rows: Sequence[Any], names: Sequence[str]) -> dict[str, float]:
-    """Means of these metrics over the last quarter of the steps; 0 for missing ones."""
+    """Return means of these metrics over the last quarter of the steps; 0 for missing ones."""
     last = rows[-max(1, len(rows) // 4) :]
     return {name: statistics.fmean(row.get(name) or 0.0 for row in last) for name in names}
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
-    """(mean, half of its Student's 95% interval); infinite for a single value."""
+    """Return (mean, half of its Student's 95% interval); infinite for a single value."""
     if len(values) < 2:
         return statistics.fmean(values), math.inf
     t = T_95.get(len(values), 1.96)

@@ -1,4 +1,4 @@
-"""docs/evidence.md: the papers' claims beside the results of teams that a CPU trains in minutes.
+"""Studies of docs/evidence.md: the papers' claims beside the results of teams that a CPU trains in minutes.
 
     python benchmarks/studies/evidence.py                       writes the page from existing results; lists what is missing
     python benchmarks/studies/evidence.py --run [--jobs 2]      trains what is missing, then writes the page
@@ -33,12 +33,12 @@ from evidence_page import PAGE, ROOT, Result, Results, page
 RESULTS = ROOT / "benchmarks" / "results" / "cpu_xeon_2core" / "evidence"
 RUNS = ROOT / "runs" / "evidence"
 TRAINS = ("kernels", "rollout", "trainer", "commands", "configs", "csrc", "constraints", "setup.py", "CMakeLists.txt")
-WRITTEN = ("benchmarks/results", "docs")  # written by this command, and unable to change a number
+WRITTEN = ("benchmarks/results", "docs")  # written by this command; these cannot change a number
 
 
 @dataclass(frozen=True)
 class Job:
-    """A training of an arm, or in the study `foreign` an evaluation beside the team that `whole` has trained."""
+    """Training of an arm, or in the study `foreign` an evaluation with the team that `whole` has trained."""
 
     study: str
     arm: str
@@ -50,7 +50,7 @@ class Job:
 
     @property
     def settings(self) -> list[str]:
-        """Settings of the training; for an evaluation those of its foreign Solver."""
+        """Settings of the training; for an evaluation, settings of its foreign Solver."""
         if self.study != "foreign":
             study = STUDIES[self.study]
             return [f"preset={study.preset}", f"run.seed={self.seed}", *study.arms[self.arm].settings]
@@ -60,8 +60,10 @@ class Job:
 
 
 def every_job(only: Sequence[str]) -> list[Job]:
-    """All jobs, ordered by seed first, so that an interrupted table has complete seeds; evaluations follow the training they
-    need."""
+    """Return all jobs, ordered by seed first, so that an interrupted table has complete seeds.
+
+    Evaluations follow the training that they need.
+    """
     jobs = []
     for seed in range(max(arm.num_seeds for study in STUDIES.values() for arm in study.arms.values())):
         for name, study in STUDIES.items():
@@ -71,7 +73,7 @@ def every_job(only: Sequence[str]) -> list[Job]:
 
 
 def read_results(folder: Path) -> Results:
-    """Existing results, by (study, arm, seed)."""
+    """Read existing results, by (study, arm, seed)."""
     found = {}
     for job in every_job(()):
         file = folder / f"{job.name}.json"
@@ -85,18 +87,18 @@ def git(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 def changed_files() -> str:
-    """Files that differ from HEAD, except results and pages."""
+    """Return the files that differ from HEAD, except results and pages."""
     return git("status", "--porcelain", "--", ".", *(f":(exclude){path}" for path in WRITTEN)).stdout.rstrip()
 
 
 def state_of_the_code() -> str:
-    """A name for the code of HEAD that trains."""
+    """Return a name for the training code of HEAD."""
     return hashlib.sha256(git("ls-tree", "HEAD", "--", *TRAINS).stdout.encode()).hexdigest()[:12]
 
 
 @cache
 def is_clean(commit: str) -> bool:
-    """True if the commit is in the repository and its tree was clean."""
+    """Return True if the commit is in the repository and its tree was clean."""
     return not commit.endswith("+") and git("cat-file", "-e", f"{commit}^{{commit}}").returncode == 0
 
 
@@ -106,7 +108,7 @@ def is_current(job: Job, result: Result | None) -> bool:
 
 @dataclass
 class Runner:
-    """Trains and evaluates jobs, several at a time. more: additional settings of every training."""
+    """Runner of trainings and evaluations, several at a time. more: additional settings of every training."""
 
     commit: str
     results: Path
@@ -122,7 +124,7 @@ class Runner:
         for job in jobs:
             whole = Job("marsrl", "whole", job.seed)
             if job.study == "foreign" and whole not in trainings and not (self.runs / whole.name).exists():
-                trainings.append(whole)  # its run is on another machine, or deleted
+                trainings.append(whole)  # The run of `whole` is on another machine, or deleted.
         self._at_once(partial(self.train, job) for job in trainings)
         self._at_once(partial(self.evaluate, job) for job in jobs if job.study == "foreign")
 
@@ -136,7 +138,7 @@ class Runner:
                 raise
 
     def _warm_starts(self, jobs: Sequence[Job]) -> list[list[str]]:
-        """Settings of each warm-started policy that the jobs need, once each."""
+        """Return the settings of each warm-started policy that the jobs need, once each."""
         from marsrl.trainer.config.read import read_config
         from marsrl.trainer.schools.warm_start import SHAPE, name_of, recipe_of
 
@@ -149,15 +151,15 @@ class Runner:
         return list(found.values())
 
     def _make(self, words: Sequence[str]) -> Path:
-        """The directory of the warm-started policy of these settings."""
+        """Return the directory of the warm-started policy of these settings."""
         said, _ = self._call([__file__, "--warm-start", *words])
         return Path(said.strip().rpartition("\n")[2])
 
     def _call(self, words: Sequence[str]) -> tuple[str, dict[str, float]]:
-        """Standard output of Python with these words; CPU seconds and peak resident bytes of its process.
+        """Run Python with these arguments; return its standard output, CPU seconds and peak resident bytes.
 
         Raises:
-            RuntimeError: it failed; with its last line, preferably marsrl's.
+            RuntimeError: the process failed; with its last line, preferably marsrl's.
         """
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
             process = subprocess.Popen(
@@ -176,17 +178,17 @@ class Runner:
 
     def train(self, job: Job) -> None:
         run = self.runs / job.name
-        shutil.rmtree(run, ignore_errors=True)  # left by a killed training
+        shutil.rmtree(run, ignore_errors=True)  # A killed training may have left it.
         words = [f"run.dir={self.runs}", f"run.name={job.name}", *job.settings, *self.more]
         start = time.monotonic()
         try:
             _, used = self._call([str(ROOT / "trainer" / "main.py"), *words])
             self._keep(job, start, shown(STUDIES[job.study], run) | used)
-        except RuntimeError as error:  # a training that stops is a result: reported, but in no mean
+        except RuntimeError as error:  # A training that stops is a result: it is reported, but enters no mean.
             self._keep(job, start, {}, stopped=str(error))
 
     def evaluate(self, job: Job) -> None:
-        """The foreign team's accuracy, that of its Solver's first answers in the same episodes, and what the others add."""
+        """Measure the foreign team's accuracy, its Solver's first answers in the same episodes, and the gain by the others."""
         from marsrl.trainer.report.summary import Evaluation
 
         start, run = time.monotonic(), self.runs / Job("marsrl", "whole", job.seed).name
@@ -225,7 +227,7 @@ class Runner:
 
 
 def warm_started(settings: Sequence[str]) -> Path:
-    """The directory of the first warm-started policy of these settings, made where it is not in the cache."""
+    """Return the directory of the first warm-started policy of these settings; make it unless it is cached."""
     from marsrl.trainer.config.read import read_config
     from marsrl.trainer.report.console import RunConsole
     from marsrl.trainer.schools.warm_start import warm_starts
@@ -239,7 +241,7 @@ def _line(found: dict[str, float]) -> str:
 
 
 def plan(jobs: Sequence[Job], results: Results) -> str:
-    """Markdown table: for each arm the number of finished seeds, and of all seeds."""
+    """Return a Markdown table with the number of finished seeds, and of all seeds, per arm."""
     lines = ["| study | arm | seeds | there |", "|---|---|---|---|"]
     for study, arm in dict.fromkeys((job.study, job.arm) for job in jobs):
         mine = [job for job in jobs if (job.study, job.arm) == (study, arm)]

@@ -1,8 +1,8 @@
-"""The tables of docs/evidence.md, from results. evidence.py puts them into the page, whose text is written by hand.
+"""Tables of docs/evidence.md, from results. evidence.py puts them into the page, whose text is written by hand.
 
 Two arms are told apart if Student's 95% interval of their mean difference over seeds excludes 0 (arms of a seed share the warm
-start, the problems and the seed of the draws). The text under a table is of exactly that table, and removed with the numbers that
-it is of.
+start, the problems and the seed of the draws). The text under a table describes exactly that table, and is removed with its
+numbers.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Results = Mapping[tuple[str, str, int], Result]
 
 @dataclass(frozen=True)
 class Claim:
-    """A section's table. groups: arms to compare, the first of a group with each other.
+    """Table of a section. groups: arms to compare, the first of a group with each other arm.
 
     columns: {number of a result: heading}; the first has its interval over seeds, and is compared.
     """
@@ -52,7 +52,7 @@ class Claim:
 
 
 def values(claim: Claim, arm: str, column: str, results: Results) -> dict[int, float]:
-    """{seed: value} of the finished trainings."""
+    """Return {seed: value} of the finished trainings."""
     return {
         seed: each.found[column]
         for (study, name, seed), each in sorted(results.items())
@@ -61,7 +61,7 @@ def values(claim: Claim, arm: str, column: str, results: Results) -> dict[int, f
 
 
 def difference(ours: Mapping[int, float], theirs: Mapping[int, float]) -> str:
-    """Mean difference with its 95% interval over common seeds, bold if they are told apart."""
+    """Return the mean difference with its 95% interval over common seeds, bold if the interval excludes 0."""
     paired = [ours[seed] - theirs[seed] for seed in sorted(ours.keys() & theirs.keys())]
     if len(paired) < 2:
         return "–"
@@ -71,7 +71,7 @@ def difference(ours: Mapping[int, float], theirs: Mapping[int, float]) -> str:
 
 
 def table(claim: Claim, results: Results) -> str:
-    """Markdown: means of all columns over seeds, the first's difference to that of the group's first arm."""
+    """Return Markdown with means of all columns over seeds, and the first column's difference to the group's first arm."""
     first = next(iter(claim.columns))
     headings = ["", "seeds", *claim.columns.values(), "difference"]
     lines = [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
@@ -99,14 +99,14 @@ def _mean(claim: Claim, arm: str, column: str, results: Results) -> str:
 
 
 def _short(value: float) -> str:
-    """Three digits: .843, 1.46, 12,300."""
+    """Format with three digits: .843, 1.46, 12,300."""
     if abs(value) >= 100:
         return f"{value:,.0f}"
     return f"{value:.2f}" if abs(value) >= 1 else f"{value:.3f}".replace("0.", ".", 1) if value else "0"
 
 
 def provenance(results: Results) -> str:
-    """A sentence with the commits of the results."""
+    """Return a sentence with the commits of the results."""
     used = {(claim.study, arm) for claim in CLAIMS.values() for group in claim.groups for arm in group}
     commits = Counter(each.commit for key, each in results.items() if key[:2] in used)
     if not commits:
@@ -122,7 +122,7 @@ def provenance(results: Results) -> str:
 
 
 def page(text: str, results: Results) -> str:
-    """The page with today's tables and commits."""
+    """Return the page with current tables and commits."""
     beginning, *sections = re.split(r"(?m)^(?=## )", text)
     *blocks, _ = beginning.strip().split("\n\n")
     blocks.append(provenance(results))

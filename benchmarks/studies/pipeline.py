@@ -25,7 +25,7 @@ from simulation import study, tables
 
 
 def draw_idle(found: study.Study, grid: study.Grid, path: Path) -> None:
-    """Share of the engines' time without work, one line a pipeline."""
+    """Draw the share of the engines' time without work, one line per pipeline."""
     from matplotlib.figure import Figure
 
     axes = (figure := Figure(figsize=(6.4, 3.4), layout="constrained")).subplots()

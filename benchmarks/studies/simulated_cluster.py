@@ -1,4 +1,4 @@
-"""64 to 1,024 GPUs, simulated event by event: rank 0's part of a step, and what pipeline and overlap give.
+"""Simulation of 64 to 1,024 GPUs, event by event: rank 0's part of a step, and the gain by pipeline and overlap.
 
     python benchmarks/studies/simulated_cluster.py [--gpus 64 256] [--json FILE]       1024 too: several minutes and GiB more
 
@@ -63,20 +63,20 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from random_models import VOCABULARY, write_large_tokenizer
 
 CONFIG = "configs/qwen3_30b_a3b.yaml"
-BASE = 64  # GPUs that the numbers below are of; more have as much for each
+BASE = 64  # number of GPUs that the numbers below are for; more GPUs have as much work each
 PROBLEMS, TRAINING, GROUP = 128, 24, 8
 YOUNG = 4  # steps before the measured ones, until all five agents play
-PLAYED = 3  # measured steps: they vary in size
-STEADY = 24  # steps until the samples of a step grow no more
-COARSE, FINE = 64, 4  # real tokens that one simulated token stands for
-TIMES = 3  # processes that measure 64 GPUs: CPU seconds vary by a third
-END = 512  # tokens of a completion whose text is its own: an end has some 250
+PLAYED = 3  # measured steps, which vary in size
+STEADY = 24  # steps until the samples per step stop growing
+COARSE, FINE = 64, 4  # real tokens per simulated token
+TIMES = 3  # processes that measure 64 GPUs, as CPU seconds vary by a third
+END = 512  # last tokens of a completion whose text is decoded: an end has some 250
 LONG = 32_768  # tokens of the comparison with overlap
 DIVISIONS = (0.5, 0.625, 0.75)  # shares of the GPUs that decode
 LENGTHS = Lengths(1.369)  # sigma: pipeline.py's fit
 
 
-# Parts whose seconds grow with the samples that are played; those of the others with the trained ones.
+# These parts' seconds grow with the played samples; the seconds of other parts grow with the trained samples.
 PLAYED_PARTS = ("books and pool", "prompts", "texts")
 BESIDE = ("checkpoint state (every 10 steps)", "another rank: decoding its share")
 
@@ -117,9 +117,10 @@ class Parts:
 
 @dataclass(frozen=True)
 class RankZero:
-    """Rank 0's CPU seconds, by part: of PLAYED steps that ask for `played` samples, and of the last one's trained `samples`.
+    """CPU seconds of rank 0 by part, over PLAYED steps that ask for `played` samples, and the last one's trained `samples`.
 
-    tokens: of the samples' arrays, of which each stands for `grain`. bytes: of messages and files, by what they hold.
+    tokens: number of tokens in the samples' arrays, each of which stands for `grain`. bytes: size of messages and files, by
+    contents.
     """
 
     gpus: int
@@ -132,7 +133,7 @@ class RankZero:
     peak_gib: float
 
     def part_s(self, part: str) -> float:
-        """Seconds a sample."""
+        """Return the part's seconds per sample."""
         return self.seconds[part] / (self.played if part in PLAYED_PARTS else self.samples)
 
     @property
@@ -145,7 +146,7 @@ class RankZero:
 
 
 def asynchronous(gpus: int) -> Setting:
-    """The pipeline as configs/qwen3_30b_a3b.yaml has it, on so many GPUs."""
+    """Return the pipeline of configs/qwen3_30b_a3b.yaml on so many GPUs."""
     training = TRAINING * gpus // BASE
     engines = round((gpus - training) / Constants.gpus_per_engine)
     return Setting(engines, PROBLEMS * gpus // BASE, "agentic", 4, overlap=1, trainer_gpus=training)
@@ -157,7 +158,7 @@ def trajectories(gpus: int) -> Setting:
 
 
 def writer(renderer: ChatRenderer, constants: Constants) -> Written:
-    """Random words, and an answer or a verdict at the end."""
+    """Return a writer of random words, with an answer or a verdict at the end."""
     outcomes = outcomes_of(constants, LENGTHS)
     words = np.random.default_rng(0).integers(256, VOCABULARY, 1 << 20).astype(np.int32)
     shown = "this follows from the line before, and so on; " * 5
@@ -176,9 +177,11 @@ def writer(renderer: ChatRenderer, constants: Constants) -> Written:
 
 
 def teller(renderer: ChatRenderer) -> Callable[[IntArray], str]:
-    """A completion's text: that of its last tokens behind other words of the rest's length. To decode everything, as engines do,
-    takes most of the time, and of the caches that rank 0's work is measured with."""
-    decode = renderer.decode  # not what rank 0's time is measured by
+    """Return a function for a completion's text: its last tokens, decoded, after other words of the rest's length.
+
+    Decoding everything, as engines do, would take most of the time and would evict rank 0's data from the caches.
+    """
+    decode = renderer.decode  # the original method, not the one that is timed
     words = decode(np.random.default_rng(1).integers(256, VOCABULARY, 1 << 18).astype(np.int32))
     each = len(words) / (1 << 18)
 
@@ -191,7 +194,7 @@ def teller(renderer: ChatRenderer) -> Callable[[IntArray], str]:
 
 
 def measure(gpus: int, grain: int, overlap: int = 1) -> RankZero:
-    """Rank 0's work of the steps after YOUNG."""
+    """Measure rank 0's work in the steps after YOUNG."""
     with imports_for_good():
         import pyarrow.parquet  # noqa: F401  by the samples log, once in a run
 
@@ -232,7 +235,7 @@ def trained(
     directory: RunDirectory,
     num_ranks: int,
 ) -> None:
-    """All of rank 0's work on a step's groups except its own part of the update."""
+    """Do all of rank 0's work on a step's groups except its part of the update."""
     data_size = num_ranks // config.policies["main"].layout.tensor
     with parts.of("credit"):
         credited = credit(groups, config.credit, config.agents, success=config.mpt.success)
@@ -261,12 +264,12 @@ def trained(
 
 
 def exponent(sizes: Sequence[float], seconds: Sequence[float]) -> float:
-    """The slope of seconds over sizes, both as logarithms: 1 is linear."""
+    """Return the slope of seconds over sizes, both as logarithms: 1 is linear."""
     return float(np.polyfit(np.log(sizes), np.log(np.maximum(seconds, 1e-9)), 1)[0])
 
 
 def in_its_own_process(gpus: int, grain: int, times: int = 1) -> RankZero:
-    """The middle one of so many."""
+    """Measure in separate processes, so many times, and return the median."""
     words = [sys.executable, __file__, "--measure", json.dumps([gpus, grain])]
     found = []
     for _ in range(times):
@@ -276,7 +279,7 @@ def in_its_own_process(gpus: int, grain: int, times: int = 1) -> RankZero:
 
 
 def token_s(coarse: RankZero, fine: RankZero) -> float:
-    """CPU seconds of a token more in a completion."""
+    """Return the CPU seconds of one more token in a completion."""
     return (fine.sample_s - coarse.sample_s) / (fine.sample_tokens - coarse.sample_tokens)
 
 
@@ -348,7 +351,7 @@ def main() -> int:
     if words.measure:
         print(json.dumps(asdict(measure(*json.loads(words.measure)))))
         return 0
-    gc.disable()  # samples hold no cycles
+    gc.disable()  # Samples hold no cycles.
     steady = play(replace(asynchronous(BASE), warmup=STEADY, steps=8), Constants(), LENGTHS)
     trajectory, overlap = play(trajectories(BASE), Constants(), LENGTHS), overlap_gains()
     show_gains(trajectory, steady, overlap)

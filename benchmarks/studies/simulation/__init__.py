@@ -1,2 +1,4 @@
-"""`pipeline.py`: the project's player on a virtual clock, with engines that only take time and completions that are
-only lengths; its study and its tables."""
+"""Simulation behind pipeline.py: the project's player on a virtual clock, its study and its tables.
+
+Engines only take time, and completions are only lengths.
+"""

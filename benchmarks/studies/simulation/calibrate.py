@@ -1,5 +1,6 @@
-"""The one fitted number: sigma of the log-normal lengths, so that UloRL's step with one segment takes the published time. The
-model's times for two and four segments are predictions, compared with the published ones.
+"""Fit of sigma of the log-normal lengths, the only fitted number: UloRL's step with one segment takes the published time.
+
+The model's times for two and four segments are predictions, compared with the published ones.
 
 The paper does not say how many samples a stage plays once some are carried over. Both readings are simulated with the same sigma,
 because they agree for one segment, where nothing is carried over:
@@ -34,7 +35,7 @@ _WARMUP = 6  # steps before the measured ones: the longest samples take four sta
 
 @dataclass(frozen=True)
 class Fit:
-    """step_s, steady_s: seconds a step by segments. samples: trained a step under steady_s, by segments."""
+    """Result of the fit. step_s, steady_s: seconds per step by segments; samples: trained per step under steady_s."""
 
     sigma: float
     step_s: dict[int, float]
@@ -42,7 +43,7 @@ class Fit:
     samples: dict[int, float]
 
     def error(self, reading: str, segments: int) -> float:
-        """Error of a field of READINGS, relative to the published time."""
+        """Return the error of a field of READINGS, relative to the published time."""
         return float(getattr(self, reading)[segments]) / PUBLISHED_S[segments] - 1
 
 
@@ -67,7 +68,7 @@ def fit(constants: Constants) -> Fit:
 
 
 def find_root(f: Callable[[float], float], low: float, high: float, tolerance: float) -> float | None:
-    """x in [low, high] with |f(x)| <= tolerance, for a rising f (regula falsi, Illinois); None if f has no change of sign.
+    """Return x in [low, high] with |f(x)| <= tolerance for a rising f (regula falsi, Illinois); None if f keeps its sign.
 
     f may jump (a maximum over few samples does): when the bracket is narrower than 1e-4 its middle is the answer.
     """

@@ -70,7 +70,7 @@ class Constants:
 
 
 def constants_table(constants: Constants) -> list[tuple[str, str, str, str]]:
-    """(name, value, unit, source) of each constant."""
+    """Return (name, value, unit, source) of each constant."""
     return [
         (f.name, f"{getattr(constants, f.name):.6g}", f.metadata["unit"], f.metadata["source"])
         for f in fields(constants)
@@ -97,32 +97,32 @@ class CostModel:
         self._floor = [0.0] + [_interpolate(knots, b) for b in range(1, self.max_num_seqs + 1)]
 
     def floor_s(self, num_seqs: int) -> float:
-        """The part of a decode step that does not depend on the contexts' length."""
+        """Return the part of a decode step that does not depend on the contexts' length."""
         return self._floor[num_seqs]
 
     def decode_s(self, num_seqs: int, context: int, num_steps: int) -> float:
-        """`num_steps` decode steps of num_seqs sequences that hold `context` tokens together at the first of them."""
+        """Return the seconds of `num_steps` decode steps of num_seqs sequences that hold `context` tokens at the first step."""
         grown = num_steps * context + num_seqs * num_steps * (num_steps - 1) / 2
         return num_steps * self._floor[num_seqs] + self.kv_s_per_token * grown
 
     def steps_within(self, num_seqs: int, context: int, seconds: float) -> int:
-        """The number of whole decode steps in so many seconds: decode_s solved for num_steps."""
+        """Return the number of whole decode steps in so many seconds: decode_s solved for num_steps."""
         square = self.kv_s_per_token * num_seqs / 2
         linear = self._floor[num_seqs] + self.kv_s_per_token * context - square
         return int((math.sqrt(linear * linear + 4 * square * max(0.0, seconds)) - linear) / (2 * square))
 
     def forward_s(self, start: int, end: int) -> float:
-        """GPU-seconds of a forward pass over tokens [start, end) of one causal sequence."""
+        """Return the GPU-seconds of a forward pass over tokens [start, end) of one causal sequence."""
         c = self.constants
         linear = 2 * c.active_params * (end - start) / c.compute_flops_per_s
         return linear + c.attention_flops * (end * end - start * start) / 2 / c.attention_flops_per_s
 
     def prefill_s(self, start: int, end: int) -> float:
-        """Seconds of one engine to prefill tokens [start, end), with all tokens before them cached."""
+        """Return the seconds of one engine to prefill tokens [start, end), with all earlier tokens cached."""
         return self.forward_s(start, end) / self.constants.gpus_per_engine
 
     def train_s(self, lengths: Sequence[int], num_gpus: int) -> float:
-        """Seconds of an update on sequences of these lengths: a forward, and a backward at twice its cost."""
+        """Return the seconds of an update on sequences of these lengths: a forward, and a backward at twice its cost."""
         return 3 * math.fsum(self.forward_s(0, length) for length in lengths) / num_gpus
 
     @property
@@ -135,7 +135,7 @@ KV_MEASURED_S_PER_TOKEN = Constants.kv_bytes_per_token / (Constants.gpus_per_eng
 
 
 def _interpolate(knots: Sequence[tuple[int, float]], x: int) -> float:
-    """Linear between knots; beyond the ends, on the line of the two nearest."""
+    """Interpolate linearly between knots; beyond the ends, on the line of the two nearest knots."""
     right = next((i for i in range(1, len(knots)) if x <= knots[i][0]), len(knots) - 1)
     (x0, y0), (x1, y1) = knots[right - 1], knots[right]
     return y0 + (y1 - y0) * (x - x0) / (x1 - x0)

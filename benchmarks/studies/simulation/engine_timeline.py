@@ -1,5 +1,6 @@
-"""Timeline of an engine: admission, prefill, batched decoding, preemption. Events are admissions and ends of sequences, not
-single tokens.
+"""Timeline of an engine: admission, prefill, batched decoding, preemption.
+
+Events are admissions and ends of sequences, not single tokens.
 
     waiting --admitted while there is a slot and KV cache--> running --its last token--> ended
        ^------------------- the latest is put back when the cache is full -----'
@@ -30,12 +31,12 @@ class Job:
 @dataclass(slots=True)
 class _Running:
     job: Job
-    context: int  # when it was admitted
-    since: int  # step of its admission
+    context: int  # tokens at admission
+    since: int  # step of admission
 
 
 class EngineTimeline:
-    """An engine with its own clock, which `run` advances; work added later counts from then on.
+    """Engine with its own clock, which `run` advances; work added later counts from then on.
 
         engine.add(job, at_s=0.0)
         engine.run(until_s=10.0) -> ["uid that has ended", ...]
@@ -94,7 +95,7 @@ class EngineTimeline:
         return ended
 
     def next_event_s(self) -> float:
-        """Time of the next change of the batch; infinite without work. Admits sequences that fit."""
+        """Return the time of the next change of the batch; infinite without work. Admits sequences that fit."""
         if not self.is_busy:
             return math.inf
         self._admit()
@@ -132,8 +133,8 @@ class EngineTimeline:
                 self.first_token_s.setdefault(uid, first_s)
 
     def _steps_to_event(self) -> int:
-        """Steps to the next end of a sequence, or to a full KV cache."""
-        while self._ends[0][1] not in self._running:  # preempted since
+        """Return the steps to the next end of a sequence, or to a full KV cache."""
+        while self._ends[0][1] not in self._running:  # The sequence has been preempted since.
             heapq.heappop(self._ends)
         return min(self._ends[0][0] - self._step, (self._cost.kv_capacity - self._held) // len(self._running))
 

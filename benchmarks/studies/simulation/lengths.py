@@ -1,5 +1,7 @@
-"""Length and outcome of a simulated completion: functions of its uid, so that all schedules play the same completions, and every
-length is a smooth function of sigma."""
+"""Length and outcome of a simulated completion, as functions of its uid.
+
+All schedules therefore play the same completions, and every length is a smooth function of sigma.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ _NORMAL = NormalDist()
 
 
 def uniforms(seed: int, uid: str) -> tuple[float, float]:
-    """Two independent uniform numbers in (0, 1), determined by seed and uid."""
+    """Return two independent uniform numbers in (0, 1), determined by seed and uid."""
     digest = hashlib.blake2b(f"{seed}\x1f{uid}".encode(), digest_size=16).digest()
     first, second = int.from_bytes(digest[:8], "big"), int.from_bytes(digest[8:], "big")
     return (first + 0.5) / 2**64, (second + 0.5) / 2**64
@@ -34,7 +36,7 @@ class Lengths:
     seed: int = 0
 
     def tokens(self, uid: str) -> int:
-        """Whole length of a completion, at least 1; the player applies the global maximum."""
+        """Return the whole length of a completion, at least 1; the player applies the global maximum."""
         z = _NORMAL.inv_cdf(uniforms(self.seed, uid)[0])
         return max(1, round(self.median * math.exp(self.sigma * z)))
 
@@ -53,5 +55,5 @@ class Outcomes:
         return uniforms(self.seed, uid)[1] < share
 
     def says_correct(self, uid: str) -> bool:
-        """The verdict of a Verifier's completion: its uid names the solution that it judged."""
+        """Return the verdict of a Verifier's completion, whose uid names the solution that it judged."""
         return self.is_right(uid) == self.is_right(uid[: uid.rindex("/")])

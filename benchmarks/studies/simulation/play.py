@@ -35,8 +35,9 @@ StageSize = Literal["new", "total"]
 class Setting:
     """Settings of a simulated run.
 
-    trainer_gpus: None: as many as the engines have; the same ones with overlap 0, GPUs of its own with more.
-    max_tokens: of a completion.
+    trainer_gpus: number of the trainer's GPUs; None: as many as the engines have. They are the same GPUs with overlap 0, and
+        separate ones with more.
+    max_tokens: largest length of a completion.
     """
 
     engines: int = 64
@@ -58,16 +59,19 @@ class Setting:
             return self.warmup
         if self.pipeline == "trajectory":
             return 0
-        # A round of groups waits for its longest sample: about 0.8 of the segments that there may be (seen in runs of 24
-        # steps: samples a step stop growing there).
+        # A round of groups waits for its longest sample, about 0.8 of the possible segments: in runs of 24 steps, samples per
+        # step stop growing there.
         stages_a_round = max(1, round(0.8 * self.segments))
         return self.segments if self.is_solver_only else 4 * stages_a_round + self.segments
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Means over the measured steps. idle_share: share of engine-seconds without work; latency: from a sample's first token to
-    the end of the update that trains it; staleness: share of the trained samples, by number of versions."""
+    """Means over the measured steps.
+
+    idle_share: share of engine-seconds without work. latency: from a sample's first token to the end of the update that trains
+    it. staleness: share of the trained samples, by number of versions.
+    """
 
     step_s: float
     rollout_s: float
@@ -90,7 +94,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Step:
-    """groups: trained in this step, by `version`. trained_s: time at the end of the update."""
+    """Result of a step. groups: groups trained by `version`; trained_s: time at the end of the update."""
 
     groups: tuple[Group, ...]
     version: int
@@ -102,8 +106,11 @@ class Step:
 
 @dataclass(frozen=True)
 class Texts:
-    """Real texts in place of single tokens. written: an engine's tokens, of which each stands for `grain` of its completion.
-    told: an engine's text of a completion's tokens."""
+    """Real texts in place of single tokens.
+
+    written: returns an engine's tokens, each of which stands for `grain` tokens of its completion. told: returns an engine's
+    text of a completion's tokens.
+    """
 
     renderer: ChatRenderer
     written: Written
@@ -137,7 +144,7 @@ class Simulation:
             segments=setting.segments,
             pipeline=setting.pipeline,
             overlap=setting.overlap,
-            max_unfinished=MOST_TOKENS,  # never reached, so that every row has the same problems a step
+            max_unfinished=MOST_TOKENS,  # never reached, so that every row has the same problems per step
         )
         team = simulated_team(
             self.replicas,
@@ -185,7 +192,7 @@ class Simulation:
         while self.clock.now_s < end_s:
             self.stages.player.submit()
             if not self.stages.player.is_decoding:
-                break  # decoding is as far ahead as rollout.overlap allows
+                break  # Decoding is as far ahead as rollout.overlap allows.
             self.stages.absorb(self.stages.player.collect(end_s - self.clock.now_s))
 
 
@@ -216,7 +223,7 @@ def play(setting: Setting, constants: Constants, lengths: Lengths) -> Outcome:
     if not num_samples:
         raise ValueError(f"no sample was trained in {setting.steps} steps of {setting}; measure more steps")
     num_gpus = simulation.num_gpus
-    if setting.overlap:  # the engines' are others
+    if setting.overlap:  # The engines then have other GPUs.
         num_gpus += round(setting.engines * constants.gpus_per_engine)
     return Outcome(
         step_s=elapsed / setting.steps,

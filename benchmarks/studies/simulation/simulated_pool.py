@@ -30,7 +30,7 @@ Written = Callable[[str, int, int], IntArray]
 """(uid, number of tokens, those left behind them) -> [N] int32: what an engine decodes next of a completion, its end where none
 is left."""
 
-_TOGETHER_S = 1.0  # results that end this close together are collected at once
+_TOGETHER_S = 1.0  # span within which results are collected at once
 
 
 @dataclass(slots=True)
@@ -74,15 +74,15 @@ class SimulatedReplicas(Replicas):
         self.decoded_tokens = 0
         self.first_token_s: dict[str, float] = {}
         self._lengths, self._written, self._texts = lengths, written, texts
-        self._left: dict[str, int] = {}  # simulated tokens still to come, by uid of an unfinished completion
+        self._left: dict[str, int] = {}  # simulated tokens left, by uid of an unfinished completion
         self._cached: dict[str, tuple[int, int]] = {}  # uid or affinity: (replica, version) that holds its prefix
         self._under_way: list[dict[str, _UnderWay]] = [{} for _ in range(num_engines)]
         self._aborted: dict[int, bytes] = {}
-        self._next_s = [math.inf] * num_engines  # when each engine's batch changes next
+        self._next_s = [math.inf] * num_engines  # time of each engine's next change of batch
 
     @property
     def busy_s(self) -> float:
-        """Engine-seconds of work so far."""
+        """Return the engine-seconds of work so far."""
         return sum(engine.busy_s for engine in self.engines)
 
     @property
@@ -145,7 +145,7 @@ class SimulatedReplicas(Replicas):
             if ended:
                 answers[replica] = encode(self._results(replica, ended))
         if answers and min(self._next_s) == math.inf:
-            self.clock.now_s = last_s  # nothing else can end earlier
+            self.clock.now_s = last_s  # Nothing else can end earlier.
 
     def abort(self, busy: Sequence[int], adapter: str | None = None) -> None:
         assert adapter is None, "one policy without adapters is simulated"
@@ -178,7 +178,7 @@ class SimulatedReplicas(Replicas):
     def _result(self, replica: int, uid: str, num_new: int, *, is_cut: bool) -> DecodeResult:
         under_way = self._under_way[replica].pop(uid)
         first_s = self.engines[replica].first_token_s.pop(uid, None)
-        if first_s is not None:  # None if it was never admitted
+        if first_s is not None:  # It is None if the sequence was never admitted.
             self.first_token_s.setdefault(uid, first_s)
         is_whole = num_new == under_way.left and not is_cut
         token_ids = self._written(uid, num_new, under_way.left - num_new)

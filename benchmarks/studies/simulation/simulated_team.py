@@ -1,4 +1,4 @@
-"""The simulated team: the project's Verifier-Corrector rules on texts represented by one token."""
+"""Simulated team: the project's Verifier-Corrector rules on texts represented by one token."""
 
 from __future__ import annotations
 
@@ -22,17 +22,12 @@ from simulation.cost_model import Constants
 from simulation.lengths import Lengths, Outcomes
 from simulation.simulated_pool import TOKEN_GRAIN, SimulatedReplicas, Written
 
-_TEXTS = (
-    "",
-    "\\boxed{7}",
-    "\\boxed{8}",
-    "Verdict: correct",
-    "Verdict: wrong",
-)  # indexed by the last token; 7 is always right
+# Indexed by the last token; 7 is always right.
+_TEXTS = ("", "\\boxed{7}", "\\boxed{8}", "Verdict: correct", "Verdict: wrong")
 
 
 def last_token(outcomes: Outcomes, uid: str) -> int:
-    """The token that represents a completion's text."""
+    """Return the token that represents a completion's text."""
     if uid[uid.rindex("/") + 1 :].startswith("verifier"):
         return 3 if outcomes.says_correct(uid) else 4
     return 1 if outcomes.is_right(uid) else 2
@@ -43,7 +38,7 @@ def outcomes_of(constants: Constants, lengths: Lengths) -> Outcomes:
 
 
 def one_token_texts(outcomes: Outcomes) -> Written:
-    """Completions of zeros, whose last token represents the text."""
+    """Return a writer of completions of zeros, whose last token represents the text."""
 
     def written(uid: str, num_tokens: int, num_left: int) -> IntArray:
         token_ids = np.zeros(num_tokens, np.int32)
@@ -56,13 +51,13 @@ def one_token_texts(outcomes: Outcomes) -> Written:
 
 @dataclass(frozen=True)
 class StandInRenderer:
-    """Prompts have the constants' lengths; a completion's text is represented by its last token."""
+    """Renderer whose prompts have the constants' lengths; a completion's last token represents its text."""
 
     constants: Constants
     stop_ids: tuple[int, ...] = (1, 2, 3, 4)
 
     def render(self, messages: Sequence[Message], tools: object = ()) -> tuple[IntArray, str]:
-        # Solver: 1 turn; Verifier: instructions, solution; Corrector: problem, solution, report
+        # A Solver has 1 turn; a Verifier instructions and solution; a Corrector problem, solution and report.
         num_shown = len(messages) - 1
         tokens = self.constants.solver_prompt + num_shown * self.constants.shown_tokens
         return np.zeros(-(-int(tokens) // TOKEN_GRAIN), np.int32), ""
@@ -72,7 +67,7 @@ class StandInRenderer:
 
 
 def problem_stream(text: Callable[[int], str] = lambda n: "?", answer: str = "7") -> ProblemSource:
-    """An endless stream of problems that differ in their ids. text: of the n-th, from 1."""
+    """Return an endless stream of problems that differ in their ids. text: returns the text of the n-th, from 1."""
     return lambda n: Problem(f"p{n + 1}", text(n + 1), answer, "math")
 
 
@@ -92,7 +87,7 @@ def simulated_team(
     is_solver_only: bool = False,
     renderer: ChatRenderer | None = None,
 ) -> Team:
-    """renderer: of real texts; None: a completion's text is its last token."""
+    """Return the simulated team. renderer: for real texts; None: a completion's text is its last token."""
     kind = Solver if is_solver_only else VerifierCorrector
     agents = {spec.name: AgentConfig() for spec in kind.agents}
     renderer = renderer or cast(ChatRenderer, StandInRenderer(constants))

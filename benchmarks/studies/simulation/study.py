@@ -1,4 +1,4 @@
-"""The simulated runs, in order: the fit and its predictions, the pipelines by segments, and one axis at a time."""
+"""Simulated runs, in order: the fit and its predictions, the pipelines by segments, and one axis at a time."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ PIPELINES: tuple[Pipeline, ...] = ("trajectory", "agentic")
 
 @dataclass(frozen=True)
 class Grid:
-    """The centre, and what else is played around it. Reference: trajectory with 1 segment; ours: agentic with 4.
+    """Grid of runs: a centre, and variations. The reference is trajectory with 1 segment, ours agentic with 4.
 
     overlap_at: (engines, problems) where rollout.overlap is compared; None: nowhere. engine_axis, problem_axis: other numbers of
-    engines, of problems.
+    engines and of problems.
     """
 
     engines: int = 64
@@ -37,7 +37,7 @@ class Grid:
 
 SENSITIVITIES = Grid(
     segments=(1, 2, 4, 8),
-    overlap_at=(8, 64),  # each engine has as much work as in the centre
+    overlap_at=(8, 64),  # as much work per engine as in the centre
     engine_axis=(8, 64, 512),
     problem_axis=(128, 512),
 )
@@ -48,7 +48,7 @@ FULL = replace(SENSITIVITIES, problem_axis=(128, 512, 4096))
 
 
 def scaled_grid(grid: Grid, divisor: int) -> Grid:
-    """The grid scaled down by `divisor`, with the same work for each engine: less time, more noise."""
+    """Return the grid scaled down by `divisor`, with the same work for each engine: less time, more noise."""
 
     def less(value: int) -> int:
         return max(1, value // divisor)
@@ -76,7 +76,7 @@ class Study:
     cpu_s: dict[str, float] = field(default_factory=dict)
 
     def ratio(self, engines: int, problems: int) -> float:
-        """Time per trained sample, trajectory with 1 segment over agentic with 4."""
+        """Return the time per trained sample, trajectory with 1 segment over agentic with 4."""
         slow, fast = (self.rows[of(engines, problems)] for of in (reference, ours))
         return slow.s_per_sample / fast.s_per_sample
 
@@ -94,7 +94,7 @@ def central(grid: Grid, pipeline: Pipeline, segments: int) -> Setting:
 
 
 def settings(grid: Grid) -> list[Setting]:
-    """Every run once, the centre first."""
+    """Return every run once, the centre first."""
     places = [(grid.engines, grid.problems)]
     places += [(engines, grid.problems) for engines in grid.engine_axis]
     places += [(grid.engines, problems) for problems in grid.problem_axis]
@@ -106,22 +106,22 @@ def settings(grid: Grid) -> list[Setting]:
 
 
 def overlapped(place: tuple[int, int], overlap: int) -> Setting:
-    """Agentic with 4 segments, twice the warm-up and more steps: batches of overlapping stages vary more."""
+    """Return agentic with 4 segments, with twice the warm-up and more steps: batches of overlapping stages vary more."""
     setting = ours(*place)
     return replace(setting, overlap=overlap, warmup=2 * setting.warmup_steps, steps=8)
 
 
 def begin_study() -> Study:
-    """A study with sigma fitted."""
+    """Return a study with sigma fitted."""
     constants, begin = Constants(), time.process_time()
     return Study(constants, fit(constants), cpu_s={"fit": time.process_time() - begin})
 
 
 def add_rows(study: Study, grid: Grid, say: Callable[[str], None], workers: int) -> None:
-    """Every setting of the grid, the largest first; `say` gets a line after each."""
+    """Play every setting of the grid, the largest first; `say` gets a line after each."""
     work = sorted(settings(grid), key=_size, reverse=True)
     timed = partial(_timed, study.constants, Lengths(study.fitted.sigma))
-    # forked: a child has this checkout's modules already, wherever they were imported from
+    # A forked child has this checkout's modules already, wherever they were imported from.
     with ProcessPoolExecutor(workers, mp_context=get_context("fork")) as pool:
         for setting, (outcome, cpu_s) in zip(work, pool.map(timed, work), strict=True):
             study.rows[setting] = outcome
@@ -131,12 +131,15 @@ def add_rows(study: Study, grid: Grid, say: Callable[[str], None], workers: int)
 
 
 def _size(setting: Setting) -> int:
-    """Approximate work of simulating it."""
+    """Return the approximate work of simulating a setting."""
     return setting.problems * (setting.warmup_steps + setting.steps) * (5 if setting.pipeline == "trajectory" else 1)
 
 
 def _timed(constants: Constants, lengths: Lengths, setting: Setting) -> tuple[Outcome, float]:
-    """The garbage collector is off: samples hold no cycles, and looking for some among millions takes a third of the time."""
+    """Play a setting with the garbage collector off.
+
+    Samples hold no cycles, and looking for cycles among millions of them takes a third of the time.
+    """
     begin = time.process_time()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""The study as text: constants, fit, predictions, pipelines, axes."""
+"""Text of the study: constants, fit, predictions, pipelines, axes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from simulation.study import Grid, Study, central, name, ours, overlapped, refer
 
 
 def constants_text() -> str:
-    """Constants that were set before the fit."""
+    """Return the constants that were set before the fit."""
     measured = ", ".join(f"{b}: {1e3 * itl:.1f}" for b, itl in MEASURED_ITL)
     rows = [*constants_table(Constants())]
     rows.append(
@@ -29,7 +29,7 @@ def constants_text() -> str:
 
 
 def fit_text(fitted: Fit) -> str:
-    """Sigma, and the predictions of both readings beside UloRL's published times."""
+    """Return sigma, and the predictions of both readings beside UloRL's published times."""
     rows = []
     for segments, published in PUBLISHED_S.items():
         cells = [str(segments), f"{published:.0f}"]
@@ -44,17 +44,17 @@ def fit_text(fitted: Fit) -> str:
 
 
 def pipelines_text(study: Study, grid: Grid) -> str:
-    """Trajectory against agentic at the centre of the grid."""
+    """Compare trajectory with agentic at the centre of the grid."""
     rows = []
     for setting, outcome in study.rows.items():
-        if setting == central(grid, setting.pipeline, setting.segments):  # not those of overlap_text
+        if setting == central(grid, setting.pipeline, setting.segments):  # Leaves out the settings of overlap_text.
             rows.append((setting.pipeline, str(setting.segments), *_cells(outcome)))
     head = f"{grid.engines} engines, {grid.problems} new problems a step, groups of {grid.group_size}, five agents, 64k"
     return f"{head}\n" + columns(("pipeline", "segments", *_HEADS), rows)
 
 
 def overlap_text(study: Study, place: tuple[int, int]) -> str:
-    """Agentic with 4 segments, with and without training in parallel to decoding. place: engines, problems."""
+    """Compare agentic with 4 segments, with and without training in parallel to decoding. place: engines, problems."""
     rows = [(str(overlap), *_cells(study.rows[overlapped(place, overlap)])) for overlap in (0, 1)]
     head = (
         f"rollout.overlap, agentic with 4 segments, {place[0]} engines, {place[1]} problems "
@@ -76,7 +76,7 @@ def axes_text(study: Study, grid: Grid) -> str:
 
 
 def adds_text(study: Study, grid: Grid) -> str:
-    """Gain of each half of the change, at the centre."""
+    """Return the gain of each half of the change, at the centre."""
     slow, fast = reference(grid.engines, grid.problems), ours(grid.engines, grid.problems)
     time_of = {setting: study.rows[setting].s_per_sample for setting in study.rows}
     pipeline_alone = time_of[slow] / time_of[replace(slow, pipeline="agentic")]
@@ -104,7 +104,7 @@ def _cells(o: Outcome) -> tuple[str, ...]:
 
 
 def columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Aligned by the widest cell; the first column to the left, numbers to the right."""
+    """Align columns by the widest cell, the first to the left, numbers to the right."""
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
     lines = []
     for row in [head, *rows]:
@@ -121,7 +121,7 @@ def _is_number(rows: Sequence[Sequence[str]], column: int) -> bool:
 
 
 def record(study: Study) -> dict[str, Any]:
-    """Everything as plain values, for --json."""
+    """Return everything as plain values, for --json."""
     return {
         "constants": asdict(study.constants),
         "fit": {**asdict(study.fitted), "published_s": PUBLISHED_S},
