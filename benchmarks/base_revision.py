@@ -34,8 +34,8 @@ def compare(revision: str, cases: list[str], device: str, quick: bool) -> None:
     print(f"\nours at {revision} / ours here, medians of {TURNS} turns")
     for title, name in seconds:
         if name == ROOT.name and (title, tree.name) in seconds:
-            here, there = (statistics.median(seconds[title, each]) for each in (name, tree.name))
-            print(f"  {there / here:6.3f}  {title}")
+            here_s, there_s = (statistics.median(seconds[title, tree_name]) for tree_name in (name, tree.name))
+            print(f"  {there_s / here_s:6.3f}  {title}")
 
 
 def _medians(root: Path, cases: list[str], device: str, quick: bool, file: Path) -> dict[str, float]:

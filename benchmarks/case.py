@@ -104,9 +104,9 @@ class Compared:
         return Judgement(self._run(definition, exact), self._run(definition, plain))
 
     def _run(self, function: Callable[..., Outputs], inputs: Mapping[str, Tensor]) -> Results:
-        found = function(*inputs.values())
-        outputs = found if isinstance(found, tuple) else (found,)
-        results = {name: each.detach() for name, each in zip(self.outputs, outputs, strict=True)}
+        returned = function(*inputs.values())
+        outputs = returned if isinstance(returned, tuple) else (returned,)
+        results = {name: output.detach() for name, output in zip(self.outputs, outputs, strict=True)}
         if self.gradient is None:
             return results
         outputs[0].backward(self.gradient.to(outputs[0].dtype))
@@ -165,7 +165,7 @@ class Bench:
 
     @property
     def variants(self) -> list[Variant]:
-        return [each for each in self.candidates if isinstance(each, Variant)]
+        return [candidate for candidate in self.candidates if isinstance(candidate, Variant)]
 
 
 @dataclass(frozen=True)

@@ -46,18 +46,18 @@ def write_prompts(path: Path, num_rows: int) -> dict[int, tuple[str, float]]:
     drawn = random.Random(0)
     vocabulary = ["".join(drawn.choices(string.ascii_lowercase, k=drawn.randint(2, 10))) for _ in range(20_000)]
     weights = list(itertools.accumulate(1 / rank for rank in range(1, len(vocabulary) + 1)))
-    words = lambda n: drawn.choices(vocabulary, cum_weights=weights, k=n)  # noqa: E731
-    own: list[str] = []
+    draw_words = lambda n: drawn.choices(vocabulary, cum_weights=weights, k=n)  # noqa: E731
+    originals: list[str] = []
     planted: dict[int, tuple[str, float]] = {}
     with path.open("w", encoding="utf-8") as file:
         for line in range(1, num_rows + 1):
-            if own and drawn.random() < EDITED:
-                before, kind = drawn.choice(own), drawn.choice(EDITS)
-                prompt = _edited(before, kind, drawn, words(2))
+            if originals and drawn.random() < EDITED:
+                before, kind = drawn.choice(originals), drawn.choice(EDITS)
+                prompt = _edited(before, kind, drawn, draw_words(2))
                 planted[line] = (kind, _similarity(before, prompt))
             else:
-                prompt = " ".join(words(drawn.randint(10, 40))).capitalize() + "?"
-                own.append(prompt)
+                prompt = " ".join(draw_words(drawn.randint(10, 40))).capitalize() + "?"
+                originals.append(prompt)
             file.write(json.dumps({"question": prompt, "answer": str(line)}) + "\n")
     return planted
 
@@ -65,12 +65,12 @@ def write_prompts(path: Path, num_rows: int) -> dict[int, tuple[str, float]]:
 def _edited(prompt: str, kind: str, drawn: random.Random, new: Sequence[str]) -> str:
     if kind == "surface":
         return "  ".join(prompt.upper().split(" ")).rstrip("?") + drawn.choice(["", ".", " ?"])
-    words = prompt.split(" ")
-    for word in new[: {"a word replaced": 1, "a word left out": 0, "two words replaced": 2}[kind]]:
-        words[drawn.randrange(len(words))] = word
+    prompt_words = prompt.split(" ")
+    for new_word in new[: {"a word replaced": 1, "a word left out": 0, "two words replaced": 2}[kind]]:
+        prompt_words[drawn.randrange(len(prompt_words))] = new_word
     if kind == "a word left out":
-        del words[drawn.randrange(len(words))]
-    return " ".join(words)
+        del prompt_words[drawn.randrange(len(prompt_words))]
+    return " ".join(prompt_words)
 
 
 def _similarity(one: str, other: str) -> float:
@@ -84,24 +84,26 @@ def measure(num_rows: int, folder: Path) -> dict[str, Any]:
     similarity, their numbers above and below the threshold, and how many of each were dropped.
     """
     planted = write_prompts(folder / "prompts.jsonl", num_rows)
-    words = [sys.executable, "-m", "marsrl.commands.cli", "curate", "prompts.jsonl", "--out", "out"]
+    command = [sys.executable, "-m", "marsrl.commands.cli", "curate", "prompts.jsonl", "--out", "out"]
     load, before, start = os.getloadavg()[0], resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
-    subprocess.run(words, cwd=folder, check=True, stdout=sys.stderr)
+    subprocess.run(command, cwd=folder, check=True, stdout=sys.stderr)
     seconds, after = time.monotonic() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
     with (folder / "out/stages/near_duplicates/dropped.jsonl").open(encoding="utf-8") as lines:
         dropped = {json.loads(line)["row"] + 1 for line in lines}
     edits: list[dict[str, Any]] = []
     for kind in EDITS:
-        own = {line: similarity for line, (each, similarity) in planted.items() if each == kind}
-        above = {line for line, similarity in own.items() if similarity >= _CONFIG.threshold}
-        below = own.keys() - above
-        found = {"kind": kind, "similarity": sum(own.values()) / max(1, len(own))}
-        found |= {"above": len(above), "above_dropped": len(above & dropped)}
-        edits.append(found | {"below": len(below), "below_dropped": len(below & dropped)})
-    num_found = sum(each["above_dropped"] for each in edits)
+        similarity_of = {
+            line: similarity for line, (planted_kind, similarity) in planted.items() if planted_kind == kind
+        }
+        above = {line for line, similarity in similarity_of.items() if similarity >= _CONFIG.threshold}
+        below = similarity_of.keys() - above
+        edit = {"kind": kind, "similarity": sum(similarity_of.values()) / max(1, len(similarity_of))}
+        edit |= {"above": len(above), "above_dropped": len(above & dropped)}
+        edits.append(edit | {"below": len(below), "below_dropped": len(below & dropped)})
+    num_found = sum(edit["above_dropped"] for edit in edits)
     return {
         "rows": num_rows,
-        "recall": num_found / max(1, sum(each["above"] for each in edits)),
+        "recall": num_found / max(1, sum(edit["above"] for edit in edits)),
         "precision": num_found / max(1, len(dropped)),
         "dropped_unplanted": len(dropped - planted.keys()),
         "seconds": seconds,
@@ -116,27 +118,27 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rows", type=int, default=ROWS, help="prompts (default: %(default)s)")
     parser.add_argument("--json", help="also write the numbers to this file")
-    words = parser.parse_args()
-    if words.rows < 100:
-        parser.error(f"--rows is {words.rows}, expected at least 100")
+    options = parser.parse_args()
+    if options.rows < 100:
+        parser.error(f"--rows is {options.rows}, expected at least 100")
     with tempfile.TemporaryDirectory() as folder:
-        found = measure(words.rows, Path(folder))
-    for each in found["edits"]:
+        result = measure(options.rows, Path(folder))
+    for edit in result["edits"]:
         print(
             "{kind}: similarity {similarity:.2f} on average; dropped {above_dropped:,} of {above:,} at or above {threshold:g}, "
-            "{below_dropped:,} of {below:,} below".format(**each, threshold=_CONFIG.threshold)
+            "{below_dropped:,} of {below:,} below".format(**edit, threshold=_CONFIG.threshold)
         )
     print(
         "recall {recall:.4f}, precision {precision:.4f}, {dropped_unplanted:,} of their own dropped\n"
         "{rows:,} rows: {seconds:.0f} s ({cpu_seconds:.0f} s of CPU), {gb:.2f} GB at most; load of the machine before: "
-        "{load:.1f}".format(**found, gb=found["peak_bytes"] / 1e9)
+        "{load:.1f}".format(**result, gb=result["peak_bytes"] / 1e9)
     )
-    if words.json:
-        Path(words.json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    if found["rows"] >= ROWS:
-        is_held = found["seconds"] <= SECONDS and found["peak_bytes"] <= BYTES
+    if options.json:
+        Path(options.json).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if result["rows"] >= ROWS:
+        is_held = result["seconds"] <= SECONDS and result["peak_bytes"] <= BYTES
         print(f"{SECONDS / 60:.0f} minutes and {BYTES / 1e9:.0f} GB: {'held' if is_held else 'MISSED'}")
-    print(f"ratio: {SECONDS * found['rows'] / ROWS / found['seconds']:.2f}")
+    print(f"ratio: {SECONDS * result['rows'] / ROWS / result['seconds']:.2f}")
     return 0
 
 

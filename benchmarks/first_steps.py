@@ -46,24 +46,24 @@ def main() -> int:
     parser.add_argument("--engine", choices=("vllm", "local"), default="vllm" if find_spec("vllm") else "local")
     parser.add_argument("--tiny", action="store_true", help="for a CPU")
     parser.add_argument("--json", type=Path, help="the steps' metrics")
-    words = parser.parse_args()
-    folder: Path = words.folder.resolve()
+    options = parser.parse_args()
+    folder: Path = options.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    init_model(SHAPES["tiny"] if words.tiny else MODEL, "bytes", folder / "model", seed=0, dtype="bfloat16")
+    init_model(SHAPES["tiny"] if options.tiny else MODEL, "bytes", folder / "model", seed=0, dtype="bfloat16")
     problems = [{"question": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(64)]
-    (folder / "problems.jsonl").write_text("".join(json.dumps(each) + "\n" for each in problems))
+    (folder / "problems.jsonl").write_text("".join(json.dumps(problem) + "\n" for problem in problems))
     trainer = ROOT / "trainer" / "main.py"
     sys.argv = [str(trainer), "--config", str(ROOT / "configs" / "single_gpu.yaml")]
-    sys.argv += settings(folder, words.engine, words.tiny)
-    print(f"rollout.engine={words.engine}: {' '.join(sys.argv)}", flush=True)
+    sys.argv += settings(folder, options.engine, options.tiny)
+    print(f"rollout.engine={options.engine}: {' '.join(sys.argv)}", flush=True)
     try:
         runpy.run_path(str(trainer), run_name="__main__")
     except SystemExit as end:
         if end.code:
             raise
     steps = [json.loads(line) for line in (folder / "runs" / "first" / "metrics.jsonl").read_text().splitlines()]
-    if words.json:
-        words.json.write_text(json.dumps({"engine": words.engine, "steps": steps}, indent=1) + "\n")
+    if options.json:
+        options.json.write_text(json.dumps({"engine": options.engine, "steps": steps}, indent=1) + "\n")
     unmoved = [step["step"] for step in steps if not step.get("actor/grad_norm", 0.0) > 0]
     if len(steps) != STEPS or unmoved:
         print(f"first_steps: expected {STEPS} steps with a gradient; found {len(steps)}, without one: {unmoved}")

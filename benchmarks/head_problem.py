@@ -146,10 +146,10 @@ def _in_parts(inputs: HeadInputs, objective: Objective, dtype: torch.dtype, num_
     parts = []
     for begin in range(0, num_tokens, num_rows):
         rows = slice(begin, min(begin + num_rows, num_tokens))
-        own = hidden[rows].requires_grad_()
-        logprobs, entropy = eager_logprob(own, weight, inputs.targets[rows])
+        hidden_rows = hidden[rows].requires_grad_()
+        logprobs, entropy = eager_logprob(hidden_rows, weight, inputs.targets[rows])
         value = objective(logprobs, entropy, rows)
-        of_hidden, of_part = torch.autograd.grad(value, (own, weight))
+        of_hidden, of_part = torch.autograd.grad(value, (hidden_rows, weight))
         of_weight += of_part
         parts.append((value.detach(), logprobs.detach(), entropy.detach(), of_hidden))
     values, logprobs_of, entropies, gradients = zip(*parts)
@@ -177,9 +177,9 @@ def floors(inputs: HeadInputs, shape: Shape) -> tuple[list[Variant], str]:
     dtype = inputs.hidden.dtype if is_cuda else torch.float32
     hidden, weight = inputs.hidden.detach()[:trained].to(dtype), inputs.weight.detach().to(dtype)
     is_native = not is_cuda and inputs.hidden.dtype == torch.bfloat16 and cpu_multiplies_bfloat16()
-    of_gradients = [each.bfloat16() if is_native else each for each in (hidden[:active], weight)]
+    of_gradients = [tensor.bfloat16() if is_native else tensor for tensor in (hidden[:active], weight)]
     dz = torch.mm(of_gradients[0], of_gradients[1].t())
-    kept: list[Tensor] = []
+    buffers: list[Tensor] = []
 
     def products(logits: Tensor | None, of_hidden: Tensor | None, of_weight: Tensor | None) -> list[Tensor]:
         return [
@@ -193,9 +193,9 @@ def floors(inputs: HeadInputs, shape: Shape) -> tuple[list[Variant], str]:
         return {}
 
     def run_in_place() -> Results:
-        if not kept:
-            kept.extend(products(None, None, None))
-        products(*kept)
+        if not buffers:
+            buffers.extend(products(None, None, None))
+        products(*buffers)
         return {}
 
     which = "of the trained rows (logits) and of the active rows (dX, dW)" if shape.mask_share < 1 else "of all rows"

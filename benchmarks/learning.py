@@ -69,12 +69,12 @@ def findings(before: Evaluation, after: Evaluation, rises: dict[str, float]) -> 
     def gain(name: str) -> float:
         return (after.rows[name].mean or 0.0) - (before.rows[name].mean or 0.0)
 
-    wanted = {f"{label} rises by 2 standard errors": value > 2 for label, value in rises.items()}
+    criteria = {f"{label} rises by 2 standard errors": value > 2 for label, value in rises.items()}
     verifier = next((name for name in after.rows if name.startswith("verifier")), None)
     if verifier is not None and "solver" in after.rows:  # Otherwise the Solver is the system, or there is none.
-        wanted[f"{verifier} +.05"] = gain(verifier) >= 0.05
-        wanted["system above solver"] = (after.system.mean or 0.0) > (after.rows["solver"].mean or 0.0)
-    return {**wanted, "system +.10": gain("system") >= 0.10}
+        criteria[f"{verifier} +.05"] = gain(verifier) >= 0.05
+        criteria["system above solver"] = (after.system.mean or 0.0) > (after.rows["solver"].mean or 0.0)
+    return {**criteria, "system +.10": gain("system") >= 0.10}
 
 
 def main() -> int:
@@ -82,14 +82,14 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--json", help="write every number to this file")
     parser.add_argument("settings", nargs="*", metavar="key.sub=value")
-    words = parser.parse_intermixed_args()
+    options = parser.parse_intermixed_args()
     records, gains = [], []
     with tempfile.TemporaryDirectory() as temporary:
-        for seed in words.seeds:
-            summary, rises = run(seed, temporary, words.settings)
+        for seed in options.seeds:
+            summary, rises = run(seed, temporary, options.settings)
             before, after = summary.before, summary.after
             assert before is not None and after is not None
-            wanted = findings(before, after, rises)
+            criteria = findings(before, after, rises)
             as_wanted = summary.warm_start is not None and summary.warm_start.as_wanted
             print(
                 f"seed {seed}: warm start {'as' if as_wanted else 'NOT as'} wanted; standard errors of the rise: "
@@ -102,11 +102,14 @@ def main() -> int:
                 print(
                     f"  {name:10} {a.mean:.3f} ({a.low:.3f}-{a.high:.3f}) -> {b.mean:.3f} ({b.low:.3f}-{b.high:.3f}), n {b.n}"
                 )
-            print("  " + "; ".join(f"{what}: {'yes' if held else 'NO'}" for what, held in wanted.items()), flush=True)
+            print(
+                "  " + "; ".join(f"{criterion}: {'yes' if is_met else 'NO'}" for criterion, is_met in criteria.items()),
+                flush=True,
+            )
             gains.append((after.system.mean or 0.0) / max(before.system.mean or 0.0, 1e-9))
-            records.append({"summary": summary.model_dump(mode="json"), "standard_errors": rises, "wanted": wanted})
-    if words.json:
-        Path(words.json).write_text(json.dumps(records, indent=1))
+            records.append({"summary": summary.model_dump(mode="json"), "standard_errors": rises, "wanted": criteria})
+    if options.json:
+        Path(options.json).write_text(json.dumps(records, indent=1))
     print(f"ratio: {statistics.geometric_mean(gains):.3f}")
     return 0
 

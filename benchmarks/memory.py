@@ -58,9 +58,9 @@ def of_call_on_gpu(run: Callable[[], Any]) -> int:
 
 def of_variants_on_cpu(case: str, shape: Shape, names: list[str]) -> dict[str, int]:
     """Return peak bytes of the variants that do not fail, measured in a child that forks once per variant."""
-    words = [sys.executable, str(Path(__file__).resolve()), case, json.dumps(dataclasses.asdict(shape)), *names]
-    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, timeout=CHILD_LIMIT_S, check=True)
-    return dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
+    command = [sys.executable, str(Path(__file__).resolve()), case, json.dumps(dataclasses.asdict(shape)), *names]
+    completed = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=CHILD_LIMIT_S, check=True)
+    return dict(json.loads(line) for line in completed.stdout.splitlines() if line.startswith("["))
 
 
 def _child(case_name: str, shape_json: str, *names: str) -> int:

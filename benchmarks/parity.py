@@ -189,9 +189,9 @@ def open_learner(model_dir: str | Path, case: Case, optimizer: dict[str, Any], *
     from marsrl.trainer.learner.learner import Learner
 
     optimizer = {**optimizer, "grad_clip": 1e9, **case.optimizer}
-    words = {"dtype": "float32", "layout": case.layout, "optimizer": optimizer, **case.policy, **policy}
+    settings = {"dtype": "float32", "layout": case.layout, "optimizer": optimizer, **case.policy, **policy}
     return Learner(
-        PolicyConfig.model_validate(words),
+        PolicyConfig.model_validate(settings),
         model_dir,
         objectives=[PolicyObjective()] * 2,
         mpt=MptConfig(scope="sample", entropy=MPT_ENTROPY, probability=MPT_PROBABILITY),
@@ -215,22 +215,22 @@ def train(model_dir: Path, case: Case, sequences: list[Any]) -> dict[str, Any]:
     learner = open_learner(model_dir, case, {"lr": 1e-3})
     updates = one_update(learner, sequences)
     before = dict(learner.held().export())
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for _ in range(2):
         stats = learner.train_step(updates)
-    found["adam"] = dict(learner.held().export())
+    results["adam"] = dict(learner.held().export())
     with_sgd(learner)
     for name, lrs in (("gradient", (PROBE_LR,)), ("sgd", (SGD_LR, SGD_LR))):
         learner.read_weights(model_dir)
         for lr in lrs:
             stats = learner.train_step(updates, lr=lr)
-            found.setdefault("loss", stats.loss)
-            found.setdefault("gated", stats.gated_samples)
-            found.setdefault("masked", sum(stats.agent_sums["masked_tokens"]))
-        found[name] = dict(learner.held().export())
-    found["gradient"] = gradient(before, found["gradient"])
+            results.setdefault("loss", stats.loss)
+            results.setdefault("gated", stats.gated_samples)
+            results.setdefault("masked", sum(stats.agent_sums["masked_tokens"]))
+        results[name] = dict(learner.held().export())
+    results["gradient"] = gradient(before, results["gradient"])
     parallel.stop(keep_world=True)
-    return found
+    return results
 
 
 def train_adapter(model_dir: Path, adapter: Path, kind: str, case: Case, sequences: list[Any]) -> dict[str, Any]:
@@ -244,14 +244,14 @@ def train_adapter(model_dir: Path, adapter: Path, kind: str, case: Case, sequenc
     before = dict(learner.held().export())
     stats = learner.train_step(one_update(learner, sequences), lr=PROBE_LR, keep=[s.uid for s in sequences])
     after = dict(learner.held().export())
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, {each.uid: torch.from_numpy(each.logprobs) for each in stats.tokens})
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, {tokens.uid: torch.from_numpy(tokens.logprobs) for tokens in stats.tokens})
     parallel.stop(keep_world=True)
     return {
         "loss": stats.loss,
         "norm": stats.grad_norm,
         "masked": sum(stats.agent_sums["masked_tokens"]),
-        "logprobs": {uid: values for part in told for uid, values in part.items()},
+        "logprobs": {uid: values for part in parts for uid, values in part.items()},
         "gradient": gradient(before, after),
     }
 
@@ -291,13 +291,13 @@ def differences(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, fl
 def against_transformers(title: str, model: Path) -> tuple[dict[str, Any], list[Any], dict[str, Any]]:
     """Print the line; return (one rank's results, the samples with rollout log-probs, the line)."""
     begin = time.perf_counter()
-    given, loss, gradient, masked = reference(model, samples())
-    one = train(model, Case("one rank"), given)
-    off = differences(one, {"loss": loss, "gradient": gradient})
-    is_ok = all(off[n] <= limit for n, limit in REFERENCE_LIMITS.items()) and one["masked"] == masked > 0
+    sequences, loss, gradient, masked = reference(model, samples())
+    one_rank = train(model, Case("one rank"), sequences)
+    off = differences(one_rank, {"loss": loss, "gradient": gradient})
+    is_ok = all(off[n] <= limit for n, limit in REFERENCE_LIMITS.items()) and one_rank["masked"] == masked > 0
     line = {"layout": title, "seconds": time.perf_counter() - begin, **off, "is_ok": is_ok}
     print(row(line), flush=True)
-    return one, given, line
+    return one_rank, sequences, line
 
 
 def against_peft(folder: Path) -> list[dict[str, Any]]:
@@ -314,10 +314,10 @@ def against_peft(folder: Path) -> list[dict[str, Any]]:
         settings = parity_adapters.ADAPTERS[kind]
         adapter = parity_adapters.random_adapter(model, settings, folder / kind / "adapter")
         expected[kind] = parity_adapters.peft_reference(model, adapter, samples(), loss_of)
-        found = train_adapter(model, adapter, kind, Case("one rank"), expected[kind]["samples"])
+        results = train_adapter(model, adapter, kind, Case("one rank"), expected[kind]["samples"])
         lines.append(
             {"layout": f"adapters, {kind}, one rank", "seconds": time.perf_counter() - begin}
-            | parity_adapters.line_of(expected[kind], found)
+            | parity_adapters.line_of(expected[kind], results)
         )
         print(row(lines[-1], parity_adapters.LIMITS), flush=True)
     torch.save(expected, folder.parent / "adapters.pt")
@@ -351,12 +351,12 @@ def worker(rank: int, folder: Path, names: list[str], is_given: Event) -> None:
     # A file needs no port, which another program could take before rank 0 listens.
     dist.init_process_group("gloo", store=dist.FileStore(str(folder / "store"), WORLD), rank=rank, world_size=WORLD)
     sequences = list(decode(MiniBatch, (folder / "samples").read_bytes()).sequences)
-    one = torch.load(folder / "one.pt", weights_only=True)
+    one_rank = torch.load(folder / "one.pt", weights_only=True)
     adapters = torch.load(folder / "adapters.pt", weights_only=False)  # written by this very program
     chosen = [case for case in CASES if not names or case.name in names]
     runs: list[tuple[str, Callable[[], Any], Callable[[Any], dict[str, Any]], Iterable[str]]] = []
     for case in chosen:
-        runs.append((case.name, partial(train, folder / "model", case, sequences), partial(line_of, one), COLUMNS))
+        runs.append((case.name, partial(train, folder / "model", case, sequences), partial(line_of, one_rank), COLUMNS))
     for case in chosen:
         kind = "moe" if "expert" in case.layout else "dense"
         if kind == "moe" and case.layout.get("expert_tensor", 1) > 1:
@@ -368,9 +368,9 @@ def worker(rank: int, folder: Path, names: list[str], is_given: Event) -> None:
     report: list[dict[str, Any]] = []
     for title, train_it, line_of_it, columns in runs:
         begin = time.perf_counter()
-        found = train_it()
+        results = train_it()
         if rank == 0:
-            report.append({"layout": title, "seconds": time.perf_counter() - begin, **line_of_it(found)})
+            report.append({"layout": title, "seconds": time.perf_counter() - begin, **line_of_it(results)})
             print(row(report[-1], columns), flush=True)
     if rank == 0:
         (folder / "report.json").write_text(json.dumps(report), encoding="utf-8")
@@ -380,15 +380,15 @@ def worker(rank: int, folder: Path, names: list[str], is_given: Event) -> None:
 
 def wait(ranks: list[Any]) -> list[int]:
     """Return the ranks' exit codes; if one fails, the others, which wait for it, are killed."""
-    running = {each.sentinel: each for each in ranks}
+    running = {process.sentinel: process for process in ranks}
     while running:
         for sentinel in multiprocessing.connection.wait(list(running)):
             ended = running.pop(sentinel)
             ended.join()
             if ended.exitcode:
-                for each in running.values():
-                    each.terminate()
-    return [each.exitcode for each in ranks]
+                for process in running.values():
+                    process.terminate()
+    return [process.exitcode for process in ranks]
 
 
 def row(line: dict[str, Any], columns: Iterable[str] = COLUMNS) -> str:
@@ -407,9 +407,9 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=50, help="of --model, at most 50")
     parser.add_argument("--json", metavar="FILE", help="write the lines there")
     arguments = parser.parse_args()
-    known = [case.name for case in CASES]
-    if unknown := [name for name in arguments.only if name not in known]:
-        parser.error(f"no layout {', '.join(unknown)}; there are: {'; '.join(known)}")
+    names = [case.name for case in CASES]
+    if unknown := [name for name in arguments.only if name not in names]:
+        parser.error(f"no layout {', '.join(unknown)}; there are: {'; '.join(names)}")
     begin = time.perf_counter()
     torch.set_num_threads(1)
     with_exact_attention()
@@ -436,19 +436,19 @@ def main() -> int:
         ranks = [
             fork.Process(target=worker, args=(i, folder, arguments.only, is_given), daemon=True) for i in range(WORLD)
         ]
-        for each in ranks:
-            each.start()
+        for process in ranks:
+            process.start()
         model = init_model(replace(SMALL, vocab_size=VOCABULARY), "bytes", folder / "model")
         titles = "".join(f"{title:>10s}" for title in COLUMNS)
         print(f"{'':38s}{titles}\n{'at most':38s}" + "".join(f"{limit:10.1e}" for limit in LIMITS.values()))
-        one, given, first = against_transformers("one rank against transformers", model)
+        one_rank, sequences, first = against_transformers("one rank against transformers", model)
         lines = [first]
         for kind in ("dense", "llama", "mistral"):
-            other = write_model(kind, 2, folder / kind / "model", vocab_size=VOCABULARY)
-            lines.append(against_transformers(f"the same of a {kind} model", other)[2])
+            other_model = write_model(kind, 2, folder / kind / "model", vocab_size=VOCABULARY)
+            lines.append(against_transformers(f"the same of a {kind} model", other_model)[2])
         lines += against_peft(folder / "adapters")
-        torch.save(one, folder / "one.pt")
-        (folder / "samples").write_bytes(encode(MiniBatch(tuple(given), sum(s.num_sampled for s in given))))
+        torch.save(one_rank, folder / "one.pt")
+        (folder / "samples").write_bytes(encode(MiniBatch(tuple(sequences), sum(s.num_sampled for s in sequences))))
         is_given.set()
         codes = wait(ranks)
         if not any(codes):

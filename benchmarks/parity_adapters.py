@@ -53,8 +53,8 @@ def peft_reference(model_dir: Path, adapter: Path, sequences: list[Any], loss_of
                 by_expert(plain, parameter.grad, bare.config) if ".experts." in name else {plain: parameter.grad}
             )
     norm = float(torch.cat([gradient.flatten() for gradient in gradients.values()]).norm())
-    found = {"samples": out, "loss": float(loss.detach()), "masked": masked, "logprobs": logprobs}
-    return {**found, "gradient": gradients, "norm": norm}
+    results = {"samples": out, "loss": float(loss.detach()), "masked": masked, "logprobs": logprobs}
+    return {**results, "gradient": gradients, "norm": norm}
 
 
 def by_expert(name: str, gradient: torch.Tensor, config: Any) -> dict[str, torch.Tensor]:
@@ -63,14 +63,18 @@ def by_expert(name: str, gradient: torch.Tensor, config: Any) -> dict[str, torch
     There gate and up are one matrix of twice the rank, with a block of B for each.
     """
     prefix, letter, num = name.split(".experts.")[0] + ".experts", name[-len("A.weight")], config.num_experts
-    each = gradient.unflatten(0, (num, -1)) if letter == "A" else gradient.unflatten(1, (-1, num)).permute(2, 0, 1)
-    parts = {"down_proj": each}
+    by_rank = gradient.unflatten(0, (num, -1)) if letter == "A" else gradient.unflatten(1, (-1, num)).permute(2, 0, 1)
+    parts = {"down_proj": by_rank}
     if ".base_layer." in name:
-        first, second = each.chunk(2, 1)
+        first, second = by_rank.chunk(2, 1)
         if letter == "B":
             first, second = first.chunk(2, 2)[0], second.chunk(2, 2)[1]
         parts = {"gate_proj": first, "up_proj": second}
-    return {f"{prefix}.{e}.{part}.lora_{letter}.weight": of[e] for part, of in parts.items() for e in range(num)}
+    return {
+        f"{prefix}.{e}.{part}.lora_{letter}.weight": gradients[e]
+        for part, gradients in parts.items()
+        for e in range(num)
+    }
 
 
 def line_of(expected: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:

@@ -40,26 +40,29 @@ BFLOAT16_MEDIAN = 2.0  # largest median, relative to transformers' in bfloat16
 
 def chats() -> list[list[dict[str, str]]]:
     """Return fifty short chats: sums, words, code, other alphabets, white space, system prompts, several turns."""
-    asked = [f"What is {a} + {b}?" for a, b in ((3, 4), (27, 58), (1024, 2048), (7, 193), (36, 64))]
-    asked += [
+    questions = [f"What is {a} + {b}?" for a, b in ((3, 4), (27, 58), (1024, 2048), (7, 193), (36, 64))]
+    questions += [
         f"Tom has {n} apples and buys {n + 5} more.\n\nHow many has he? Think step by step." for n in range(8, 13)
     ]
-    asked += [f"Spell the word {word} backwards." for word in ("river", "planet", "Über", "naïve", "κόσμος")]
-    asked += [
-        f"List {n} things in a {place}."
-        for n, place in enumerate(("kitchen", "forest", "school", "harbour", "cave"), 3)
+    questions += [f"Spell the word {spelled} backwards." for spelled in ("river", "planet", "Über", "naïve", "κόσμος")]
+    questions += [
+        f"List {n} things in a {room}." for n, room in enumerate(("kitchen", "forest", "school", "harbour", "cave"), 3)
     ]
-    asked += [f"def f(x):\n\treturn  x * {n}  # twice\n\n\nf({n})\nWhat does this print?" for n in (2, 20, 202, 7, 77)]
-    asked += [
+    questions += [
+        f"def f(x):\n\treturn  x * {n}  # twice\n\n\nf({n})\nWhat does this print?" for n in (2, 20, 202, 7, 77)
+    ]
+    questions += [
         f"Translate to French: {text}" for text in ("good morning", "I am here.", "two dogs", "the sea", "Why not?")
     ]
-    asked += [f"Solve for $x$: \\[{a}x + {b} = {a * 3 + b}\\]" for a, b in ((2, 1), (5, 10), (7, 0), (11, 4), (3, 33))]
-    alone = [[{"role": "user", "content": text}] for text in asked]
+    questions += [
+        f"Solve for $x$: \\[{a}x + {b} = {a * 3 + b}\\]" for a, b in ((2, 1), (5, 10), (7, 0), (11, 4), (3, 33))
+    ]
+    alone = [[{"role": "user", "content": text}] for text in questions]
     guided = [
         [{"role": "system", "content": f"Answer in at most {n} words."}, *chat] for n, chat in enumerate(alone[:10], 1)
     ]
-    said = {"role": "assistant", "content": "Certainly. Which one?"}
-    longer = [[*chat, said, {"role": "user", "content": "  The first one,\tplease…  "}] for chat in alone[10:15]]
+    reply = {"role": "assistant", "content": "Certainly. Which one?"}
+    longer = [[*chat, reply, {"role": "user", "content": "  The first one,\tplease…  "}] for chat in alone[10:15]]
     return [*alone, *guided, *longer]
 
 
@@ -101,9 +104,9 @@ def model_lines(
             off = _off(scores, expected)
             same, ties = _compared(completions, answers)
             is_ok = off[bound] <= allowed and (dtype != "float32" or same + ties == len(prompts))
-            found = f"{same} of {len(prompts)} greedy, {ties} ties"
+            greedy = f"{same} of {len(prompts)} greedy, {ties} ties"
             yield {
-                "layout": f"{engine}, {dtype}: {found}", "seconds": time.perf_counter() - begin, **off, "is_ok": is_ok,
+                "layout": f"{engine}, {dtype}: {greedy}", "seconds": time.perf_counter() - begin, **off, "is_ok": is_ok,
             }  # fmt: skip
 
 
@@ -120,8 +123,8 @@ def _compared(found: Sequence[IntArray], answers: Sequence[tuple[IntArray, Float
             same += 1
             continue
         shared = min(len(completion), len(answer))
-        place = next((i for i in range(shared) if completion[i] != answer[i]), shared - 1)
-        ties += bool(margins[place] < TIE)
+        position = next((i for i in range(shared) if completion[i] != answer[i]), shared - 1)
+        ties += bool(margins[position] < TIE)
     return same, ties
 
 
@@ -135,11 +138,11 @@ def _transformers(model: Path, dtype: torch.dtype) -> Any:
 def _greedy(model: Any, prompt: IntArray, stops: Sequence[int]) -> tuple[IntArray, FloatArray]:
     """Return (the answer's tokens, the distance of the two most likely tokens at each)."""
     ids = torch.from_numpy(prompt.astype(np.int64))[None]
-    words = {"do_sample": False, "max_new_tokens": NUM_NEW, "eos_token_id": list(stops), "pad_token_id": stops[0]}
+    options = {"do_sample": False, "max_new_tokens": NUM_NEW, "eos_token_id": list(stops), "pad_token_id": stops[0]}
     out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), output_logits=True, return_dict_in_generate=True, **words
+        ids, attention_mask=torch.ones_like(ids), output_logits=True, return_dict_in_generate=True, **options
     )
-    margins = [float(-each[0].float().topk(2).values.diff()) for each in out.logits]
+    margins = [float(-step_logits[0].float().topk(2).values.diff()) for step_logits in out.logits]
     return out.sequences[0, len(prompt) :].numpy().astype(np.int32), np.array(margins, np.float32)
 
 
@@ -159,9 +162,9 @@ def _trainer_scores(model: Path, dtype: str, sequences: Sequence[IntArray]) -> l
 
     policy = PolicyConfig.model_validate({"dtype": dtype})
     learner = Learner(policy, model, objectives=[PolicyObjective()], mpt=MptConfig(scope="off"), total_steps=1, seed=0)
-    found = sequence_scores(learner, sequences)
+    scores = sequence_scores(learner, sequences)
     parallel.stop()
-    return found
+    return scores
 
 
 def _engine(
@@ -185,9 +188,9 @@ def _engine(
     engine: Engine = VllmEngine(of_vllm) if kind == "vllm" else LocalEngine(spec)
     sampling = Sampling(temperature=0.0, stop_token_ids=stops)
     requests = [DecodeRequest(str(i), ids, NUM_NEW, sampling, 0, str(i)) for i, ids in enumerate(prompts)]
-    scores, found = engine.score(sequences), dict[str, IntArray]()
+    scores, answers = engine.score(sequences), dict[str, IntArray]()
     engine.submit(requests, version=0)
-    while len(found) < len(requests):
-        found |= {each.uid: each.token_ids for each in engine.collect(1.0)}
+    while len(answers) < len(requests):
+        answers |= {sample.uid: sample.token_ids for sample in engine.collect(1.0)}
     engine.close()
-    return scores, [found[request.uid] for request in requests]
+    return scores, [answers[request.uid] for request in requests]

@@ -74,16 +74,16 @@ def fused_peers(device: str) -> list[Peer | Missing]:
         "QuACK chunked CE, mean": (_quack, True),
         "verl linear_cross_entropy": (_verl, True),
     }
-    found: list[Peer | Missing] = []
+    peers: list[Peer | Missing] = []
     for name, (make, needs_cuda) in makers.items():
         try:
             peer = make()
         except Exception as error:  # A broken peer must not end the benchmark; its reason is printed.
-            found.append(Missing(name, why_not_imported(error)))
+            peers.append(Missing(name, why_not_imported(error)))
             continue
         assert peer.name == name, (peer.name, name)
-        found.append(Missing(name, NEEDS_CUDA) if needs_cuda and device != "cuda" else peer)
-    return found
+        peers.append(Missing(name, NEEDS_CUDA) if needs_cuda and device != "cuda" else peer)
+    return peers
 
 
 def _torch_linear_cross_entropy() -> Peer:
@@ -142,7 +142,7 @@ def _by_sequence(inputs: HeadInputs) -> tuple[Tensor, Tensor, Tensor]:
     """Return mask (float32), targets and old log-probs, each [S, L]; the sequences must be equally long."""
     mask = torch.ones_like(inputs.old_logprobs) if inputs.mask is None else inputs.mask.float()
     mask, targets, old = (
-        each.view(inputs.advantages.numel(), -1) for each in (mask, inputs.targets, inputs.old_logprobs)
+        tensor.view(inputs.advantages.numel(), -1) for tensor in (mask, inputs.targets, inputs.old_logprobs)
     )
     return mask, targets, old
 
@@ -173,8 +173,8 @@ def _quack() -> Peer:
     from quack.linear_cross_entropy import chunked_linear_cross_entropy
 
     def prepared(inputs: HeadInputs, clip: float) -> Callable[[], Tensor]:
-        given = inputs.hidden, inputs.weight, inputs.targets
-        return partial(chunked_linear_cross_entropy, *given, chunk_size=4096, reduction="mean")
+        tensors = inputs.hidden, inputs.weight, inputs.targets
+        return partial(chunked_linear_cross_entropy, *tensors, chunk_size=4096, reduction="mean")
 
     return LossPeer("QuACK chunked CE, mean", prepared, is_ours=False)
 
@@ -183,10 +183,10 @@ def _verl() -> Peer:
     from verl.utils.kernel.linear_cross_entropy import LinearCrossEntropy
 
     takes_temperature = "temperature" in inspect.signature(LinearCrossEntropy.forward).parameters
-    rest = (1.0, "none") if takes_temperature else ("none",)
+    trailing = (1.0, "none") if takes_temperature else ("none",)
 
     def call(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        logprobs, entropy = LinearCrossEntropy.apply(hidden, weight, targets, *rest)
+        logprobs, entropy = LinearCrossEntropy.apply(hidden, weight, targets, *trailing)
         return logprobs, entropy
 
     return LogprobPeer("verl linear_cross_entropy", call)

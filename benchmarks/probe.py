@@ -92,9 +92,9 @@ class Pair:
         generator = torch.Generator().manual_seed(seed)
         shapes = {name: tensor.shape for name, tensor in _tensors(self._model).items()}
         drawn = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-        made = {name: 1 + 0.1 * x if name.endswith("norm.weight") else x * std for name, x in drawn.items()}
-        made["lm_head.weight"] *= 10 if seed % 4 == 3 else 1
-        return made
+        weights = {name: 1 + 0.1 * x if name.endswith("norm.weight") else x * std for name, x in drawn.items()}
+        weights["lm_head.weight"] *= 10 if seed % 4 == 3 else 1
+        return weights
 
     def train(self, weights: Weights) -> TrainerScores:
         """Set the learner's weights; returns its scores."""
@@ -112,9 +112,11 @@ class Pair:
         return self.pool.score(comparison_sequences(_VOCABULARY))[0]
 
     def row(self, std: float, what: str, trainer: TrainerScores, engine: list[Any], notices: str) -> Row:
-        ours, rounded, theirs = (np.concatenate(x).astype(float) for x in (trainer.logprobs, trainer.rounded, engine))
-        last = np.cumsum([len(each) for each in trainer.logprobs]) - 1
-        r = measure(np.abs(theirs - ours), np.abs(rounded - ours), last)
+        ours, rounded, engine_scores = (
+            np.concatenate(x).astype(float) for x in (trainer.logprobs, trainer.rounded, engine)
+        )
+        last = np.cumsum([len(sequence) for sequence in trainer.logprobs]) - 1
+        r = measure(np.abs(engine_scores - ours), np.abs(rounded - ours), last)
         numbers = (r.ratio, r.share, r.num_last, r.largest, r.noise)
         return Row(self.kind, self.layers, self.dtype, std, what, *numbers, notices)
 
@@ -141,11 +143,11 @@ def moved(weights: Weights, size: float, part: str = "") -> Weights:
 
 def swapped(weights: Weights, layer: int) -> Weights:
     """Swap experts 3 and 5 of the layer."""
-    found = dict(weights)
+    swapped_weights = dict(weights)
     for name in ("gate", "up", "down"):
         first, second = (f"model.layers.{layer}.mlp.experts.{expert}.{name}_proj.weight" for expert in (3, 5))
-        found[first], found[second] = weights[second], weights[first]
-    return found
+        swapped_weights[first], swapped_weights[second] = weights[second], weights[first]
+    return swapped_weights
 
 
 def refusal(comparison: EngineComparison, trainer: TrainerScores, engine: list[Any]) -> str:
@@ -153,9 +155,9 @@ def refusal(comparison: EngineComparison, trainer: TrainerScores, engine: list[A
     try:
         comparison.compare(trainer, [engine], 0)
     except RuntimeError as error:
-        words = {"the median": "median", "the share": "share", "of the": "last tokens"}
+        statistic_of = {"the median": "median", "the share": "share", "of the": "last tokens"}
         problem = str(error).split("explains: ")[1]
-        return next(word for start, word in words.items() if problem.startswith(start))
+        return next(statistic for start, statistic in statistic_of.items() if problem.startswith(start))
     return ""
 
 
@@ -189,8 +191,8 @@ def mutated(pair: Pair) -> Iterator[Row]:
         for what, is_there in applies.items():
             if is_there:
                 assert pair.process.call("spoil", [(what,)])[0].value
-                told = pair.pool.infos()[0].settings
-                is_told = any(set(values) != {float(pair.settings[name])} for name, values in told.items())
+                engine_settings = pair.pool.infos()[0].settings
+                is_told = any(set(values) != {float(pair.settings[name])} for name, values in engine_settings.items())
                 yield row(what, "settings" if is_told else "")
                 pair.process.call("mend", [()])
         wrong = {"expert pair swapped": swapped(weights, last)} if pair.kind == "moe" else {}
@@ -245,11 +247,11 @@ def main() -> int:
     layers = args.layers or ([2, 4, 6] if args.honest else [2])
     pairs = [(kind, n, dtype) for kind in args.kinds for n in layers for dtype in args.dtypes]
     rows: list[Row] = []
-    for place, (kind, n, dtype) in enumerate(pairs):
+    for index, (kind, n, dtype) in enumerate(pairs):
         with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
             pair = Pair(kind, n, dtype, Path(folder))
             num = -(-args.honest // len(pairs))
-            for row in honest(pair, num, 1000 * (place + 1)) if args.honest else mutated(pair):
+            for row in honest(pair, num, 1000 * (index + 1)) if args.honest else mutated(pair):
                 rows.append(row)
                 if not args.honest or row.notices:
                     print(
@@ -259,12 +261,12 @@ def main() -> int:
                     )
             pair.close()
         if args.honest:
-            mine = rows[-2 * num :]
+            syncs = rows[-2 * num :]
             print(
-                f"{kind:7} {n} {dtype:8} {num} models, {len(mine)} syncs: median/noise {min(r.ratio for r in mine):.2f} to "
-                f"{max(r.ratio for r in mine):.2f}, share up to {max(r.share for r in mine):.3f}, last tokens up to "
-                f"{max(r.num_last for r in mine)}/16, largest difference {max(r.largest for r in mine):.2g} nats; "
-                f"refused: {sum(bool(r.notices) for r in mine)}",
+                f"{kind:7} {n} {dtype:8} {num} models, {len(syncs)} syncs: median/noise {min(r.ratio for r in syncs):.2f} to "
+                f"{max(r.ratio for r in syncs):.2f}, share up to {max(r.share for r in syncs):.3f}, last tokens up to "
+                f"{max(r.num_last for r in syncs)}/16, largest difference {max(r.largest for r in syncs):.2g} nats; "
+                f"refused: {sum(bool(r.notices) for r in syncs)}",
                 flush=True,
             )
     if args.honest:

@@ -55,19 +55,19 @@ HOSTILE = (
 
 def latencies(pool: ToolPool, codes: Sequence[str], own_s: float, is_at_once: bool) -> list[float]:
     """Return the overhead of each call, ms; RuntimeError if an output is not the snippet's."""
-    found: list[float] = []
+    seconds: list[float] = []
     futures: list[Future[ToolOutput]] = []
     for number, code in enumerate(codes):
         begin = time.perf_counter()
         future = pool.submit(ToolCall(str(number), "python", json.dumps({"code": code})))
-        future.add_done_callback(lambda _, begin=begin: found.append(time.perf_counter() - begin))  # type: ignore[misc]
+        future.add_done_callback(lambda _, begin=begin: seconds.append(time.perf_counter() - begin))  # type: ignore[misc]
         futures.append(future)
         if not is_at_once:
             future.result()
     outputs = {future.result() for future in futures}
     if len(outputs) != 1 or next(iter(outputs)).is_error:
         raise RuntimeError(f"calls of the same snippet answered {outputs}")
-    return [1000 * (each - own_s) for each in found]
+    return [1000 * (seconds_of_call - own_s) for seconds_of_call in seconds]
 
 
 def cost(before: resource.struct_rusage, after: resource.struct_rusage, num_calls: int) -> tuple[float, float]:
@@ -89,53 +89,53 @@ def main() -> int:
     parser.add_argument("--json", help="write every number to this file")
     parser.add_argument("--calls", type=int, default=64, help="at once")
     parser.add_argument("--rounds", type=int, default=3, help="of each set of calls")
-    words = parser.parse_args()
-    most = max(words.calls, HONEST + len(HOSTILE))
+    options = parser.parse_args()
+    most = max(options.calls, HONEST + len(HOSTILE))
     config = PythonTool(concurrency=most, warm=most, wall_s=5.0)
     load = float(Path("/proc/loadavg").read_text().split()[0])
     tool = PythonInterpreter(config)
     pool = ToolPool({"python": tool}, {"python": config})
-    found: dict[str, list[float]] = {"alone": [], "at once": [], "honest": [], "honest beside hostile": []}
+    latencies_of: dict[str, list[float]] = {"alone": [], "at once": [], "honest": [], "honest beside hostile": []}
     refilled: list[float] = []
     costs: list[tuple[float, float]] = []
     try:
         refill(tool, most)
-        for _ in range(words.rounds):
-            found["alone"] += latencies(pool, ["1 + 1"] * 16, 0.0, is_at_once=False)
+        for _ in range(options.rounds):
+            latencies_of["alone"] += latencies(pool, ["1 + 1"] * 16, 0.0, is_at_once=False)
             refill(tool, most)
             before = resource.getrusage(resource.RUSAGE_SELF)
-            found["at once"] += latencies(pool, [WAITING] * words.calls, WAIT_S, is_at_once=True)
-            costs.append(cost(before, resource.getrusage(resource.RUSAGE_SELF), words.calls))
-            refilled.append(1000 * refill(tool, most) / words.calls)
-            found["honest"] += latencies(pool, [WAITING] * HONEST, WAIT_S, is_at_once=True)
+            latencies_of["at once"] += latencies(pool, [WAITING] * options.calls, WAIT_S, is_at_once=True)
+            costs.append(cost(before, resource.getrusage(resource.RUSAGE_SELF), options.calls))
+            refilled.append(1000 * refill(tool, most) / options.calls)
+            latencies_of["honest"] += latencies(pool, [WAITING] * HONEST, WAIT_S, is_at_once=True)
             refill(tool, most)
             hostile = [
                 pool.submit(ToolCall(f"hostile {number}", "python", json.dumps({"code": code})))
                 for number, code in enumerate(HOSTILE)
             ]
             time.sleep(1.0)  # lets the hostile calls start
-            found["honest beside hostile"] += latencies(pool, [WAITING] * HONEST, WAIT_S, is_at_once=True)
+            latencies_of["honest beside hostile"] += latencies(pool, [WAITING] * HONEST, WAIT_S, is_at_once=True)
             for future in hostile:
                 future.result()
             refill(tool, most)
     finally:
         pool.close()
     rows: list[dict[str, Any]] = [
-        {"calls": name, "median_ms": statistics.median(each), "p95_ms": sorted(each)[int(0.95 * len(each))]}
-        for name, each in found.items()
+        {"calls": name, "median_ms": statistics.median(values), "p95_ms": sorted(values)[int(0.95 * len(values))]}
+        for name, values in latencies_of.items()
     ]
-    print(f"{os.cpu_count()} cores, load {load:.1f}; {words.calls} calls at once, {words.rounds} rounds")
+    print(f"{os.cpu_count()} cores, load {load:.1f}; {options.calls} calls at once, {options.rounds} rounds")
     for row in rows:
         print("{calls}: median {median_ms:.1f} ms, p95 {p95_ms:.1f} ms".format(**row))
-    cpu_ms, switches = (statistics.median(each) for each in zip(*costs, strict=True))
+    cpu_ms, switches = (statistics.median(values) for values in zip(*costs, strict=True))
     print(f"this process: {cpu_ms:.2f} ms of CPU and {switches:.1f} context switches a call of those at once")
     print(f"refill: {statistics.median(refilled):.0f} ms an interpreter")
-    if words.json:
-        record = {"cores": os.cpu_count(), "load": load, "calls": words.calls, "rounds": words.rounds}
+    if options.json:
+        record = {"cores": os.cpu_count(), "load": load, "calls": options.calls, "rounds": options.rounds}
         record |= {"rows": rows, "refill_ms": statistics.median(refilled)}
         record |= {"own_cpu_ms": cpu_ms, "own_switches": switches}
-        Path(words.json).write_text(json.dumps(record, indent=1) + "\n")
-    print(f"ratio: {WANTED_MS / statistics.median(found['at once']):.2f}")
+        Path(options.json).write_text(json.dumps(record, indent=1) + "\n")
+    print(f"ratio: {WANTED_MS / statistics.median(latencies_of['at once']):.2f}")
     return 0
 
 

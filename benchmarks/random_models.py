@@ -35,13 +35,13 @@ def write_model(kind: str, layers: int, folder: Path, **sizes: int) -> Path:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    name, others = FAMILIES[kind]
+    name, sizes_of_family = FAMILIES[kind]
     shape: dict[str, Any] = {
         "vocab_size": 160, "hidden_size": 64, "num_hidden_layers": layers, "num_attention_heads": 2,
         "num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 96, "max_position_embeddings": 256,
         "initializer_range": 0.05, "tie_word_embeddings": False,
     }  # fmt: skip
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **{**shape, **others, **sizes}))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **{**shape, **sizes_of_family, **sizes}))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
@@ -54,6 +54,6 @@ def write_large_tokenizer(folder: str) -> None:
     """Write the byte tokenizer with as many pieces as Qwen's: encoding gives one token a byte, any of them can be decoded."""
     rng, pieces = random.Random(0), dict[str, None]()
     while len(pieces) < VOCABULARY - 256:
-        word = "".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(2, 7)))
-        pieces[rng.choice(("", "\u0120")) + word] = None
+        piece = "".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(2, 7)))
+        pieces[rng.choice(("", "\u0120")) + piece] = None
     write_byte_tokenizer(folder, pieces)

@@ -64,13 +64,13 @@ def article(document: Document, rng: random.Random) -> list[str]:
     kinds = ("visitors", "neighbours", "letters", "maps", "songs", "ledgers", "stories", "travellers")
     filler: list[str] = []
     while sum(map(len, filler)) < PAGE_CHARS - len(document.text):
-        kind, other = rng.sample(kinds, 2)
+        kind, other_kind = rng.sample(kinds, 2)
         filler.append(
-            f"Number {len(filler) + 1}: {kind} tell of {name} what {other} do not, and both were kept for "
+            f"Number {len(filler) + 1}: {kind} tell of {name} what {other_kind} do not, and both were kept for "
             f"{rng.randrange(10, 400)} years before anybody compared them; what came of it fills {rng.randrange(2, 90)} shelves."
         )
-    for place, fact in zip(rng.sample(range(len(filler) // 2), len(facts)), facts, strict=True):
-        filler[place] = f"By all accounts {fact} {filler[place]}"
+    for index, fact in zip(rng.sample(range(len(filler) // 2), len(facts)), facts, strict=True):
+        filler[index] = f"By all accounts {fact} {filler[index]}"
     return filler
 
 
@@ -84,20 +84,20 @@ def site(documents: Sequence[Document], index: SearchIndex) -> Iterator[str]:
         def do_GET(self) -> None:
             where = urlsplit(self.path)
             if where.path == "/search.json":
-                asked = parse_qs(where.query)
-                found = index.search(asked["q"][0], int(asked["num"][0]))
+                query = parse_qs(where.query)
+                hits = index.search(query["q"][0], int(query["num"][0]))
                 results = [
                     {
                         "title": d.title,
                         "link": f"{address}/{quote(d.id)}",
                         "snippet": " ".join(pages[d.id])[:SNIPPET_CHARS],
                     }
-                    for d, _ in found
+                    for d, _ in hits
                 ]
                 body, kind = json.dumps({"organic_results": results}).encode(), "application/json"
             else:
                 name = unquote(where.path[1:])
-                text = "".join(f"<p>{escape(each)}</p>" for each in pages[name])
+                text = "".join(f"<p>{escape(paragraph)}</p>" for paragraph in pages[name])
                 menu = "<nav><a href=/>home</a> <a href=/about>about</a></nav>"
                 body = f"<html><body>{menu}<article><h1>{escape(name)}</h1>{text}</article></body></html>".encode()
                 kind = "text/html; charset=utf-8"
@@ -121,25 +121,25 @@ def site(documents: Sequence[Document], index: SearchIndex) -> Iterator[str]:
 
 def system_1(prompt: str) -> str:
     """Return the fact that the purpose names, if the bin has it."""
-    wanted = _WANTED.findall(prompt)[-1]
-    found = re.search(rf"{re.escape(wanted)} is \w[\w ]* \.", prompt)
-    return f"It says: {found[0]}" if found else "Nothing here."
+    fact_name = _WANTED.findall(prompt)[-1]
+    match = re.search(rf"{re.escape(fact_name)} is \w[\w ]* \.", prompt)
+    return f"It says: {match[0]}" if match else "Nothing here."
 
 
 def system_2(text: str) -> str:
     """Return the next search along the question's facts, or an answer."""
     chain, entity = _ASKED.findall(text)[0]
     # The first part is its instructions.
-    read = "".join(re.findall(r"<tool_response>(.*?)</tool_response>", text, re.DOTALL)[1:])
-    known = {(relation, name): value for relation, name, value in _FACT.findall(read)}
+    responses = "".join(re.findall(r"<tool_response>(.*?)</tool_response>", text, re.DOTALL)[1:])
+    facts = {(relation, name): value for relation, name, value in _FACT.findall(responses)}
     for relation in reversed(re.findall(r"the (\w+)", chain)):
-        if (relation, entity) not in known:
+        if (relation, entity) not in facts:
             purpose = f"fact: the {relation} of {entity}!"
             if purpose in text:
                 return "<answer>unknown</answer>"
             call = {"tool": "search", "arguments": {"query": entity}, "purpose": purpose}
             return f"<tool_call>{json.dumps(call)}</tool_call>"
-        entity = known[relation, entity]
+        entity = facts[relation, entity]
     return f"<answer>{entity}</answer>"
 
 
@@ -206,12 +206,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", help="write every number to this file")
     parser.add_argument("--problems", type=int, default=100)
-    words = parser.parse_args()
+    options = parser.parse_args()
     task = qa_task([], [], QaOptions(people=40, places=24, min_hops=1, max_hops=3))
     arms: dict[str, dict[str, Any]] = {}
     with closing(build_index(task.documents)) as index, site(task.documents, index) as address:
         for name, read_pages in (("snippets only", False), ("read_pages", True)):
-            arms[name] = play(task, address, words.problems, read_pages=read_pages)
+            arms[name] = play(task, address, options.problems, read_pages=read_pages)
     print(
         "| | right | searches | results shown | bins = System 1's calls | side by side, mean of episodes (most) | tokens that "
         "System 1 reads | pages fetched |"
@@ -222,8 +222,8 @@ def main() -> None:
             "| {name} | {right:.2f} | {searches:.2f} | {results:.1f} | {bins:.1f} | {at_once:.1f} ({most_at_once}) | "
             "{system_1_tokens:,.0f} | {pages_read} |".format(name=name, **arm)
         )
-    if words.json:
-        Path(words.json).write_text(json.dumps(arms, indent=1) + "\n")
+    if options.json:
+        Path(options.json).write_text(json.dumps(arms, indent=1) + "\n")
 
 
 if __name__ == "__main__":

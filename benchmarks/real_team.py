@@ -43,10 +43,10 @@ class Commands:
         """Run one command; SystemExit if it fails."""
         print(f"\n{name}: {' '.join(words)}", flush=True)
         start = time.monotonic()
-        done = subprocess.run([sys.executable, *words], cwd=ROOT)
+        completed = subprocess.run([sys.executable, *words], cwd=ROOT)
         self.seconds[name] = time.monotonic() - start
-        if done.returncode:
-            raise SystemExit(f"real_team: the command `{name}` ended with exit code {done.returncode}; see above")
+        if completed.returncode:
+            raise SystemExit(f"real_team: the command `{name}` ended with exit code {completed.returncode}; see above")
 
 
 def prepare(words: argparse.Namespace, folder: Path, commands: Commands) -> list[str]:
@@ -77,35 +77,35 @@ def main() -> int:
     source.add_argument("--tiny", action="store_true")
     parser.add_argument("--engine", choices=("local", "vllm"), default="local")
     parser.add_argument("--json", type=Path, help="write accuracies and seconds to this file")
-    words = parser.parse_args()
-    if words.engine == "vllm" and find_spec("vllm") is None:
+    options = parser.parse_args()
+    if options.engine == "vllm" and find_spec("vllm") is None:
         parser.error("--engine vllm: vLLM is not installed")
-    folder: Path = words.folder.resolve()
+    folder: Path = options.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     commands = Commands()
-    settings = prepare(words, folder, commands)
+    settings = prepare(options, folder, commands)
     config = ["--config", str(EXAMPLE / "run.yaml"), *settings]
-    pupils, team = folder / "runs" / "pupils" / "hf", folder / "runs" / f"team_{words.engine}"
+    pupils, team = folder / "runs" / "pupils" / "hf", folder / "runs" / f"team_{options.engine}"
     if not pupils.exists():
         commands.run("sft", "-m", "marsrl.commands.cli", "sft", *config, "run.name=pupils")
-    trained = [f"policies.main.model={pupils}", *ADAPTER, f"run.name={team.name}", f"rollout.engine={words.engine}"]
-    if words.engine == "vllm":
+    trained = [f"policies.main.model={pupils}", *ADAPTER, f"run.name={team.name}", f"rollout.engine={options.engine}"]
+    if options.engine == "vllm":
         trained.append("rollout.vllm.gpu_memory_utilization=0.35")  # leaves the rest of the GPU to the trainer
     commands.run("train", str(ROOT / "trainer" / "main.py"), *config, *trained)
     summary = json.loads((team / "summary.json").read_text())
     steps = [json.loads(line) for line in (team / "metrics.jsonl").read_text().splitlines()]
-    found: dict[str, Any] = {
-        "engine": words.engine,
+    result: dict[str, Any] = {
+        "engine": options.engine,
         "accuracy": {when: summary[when] for when in ("before", "after")},
         "seconds": commands.seconds,
         "steps": steps,
     }
-    for when, of in found["accuracy"].items():
-        print(f"{when} RL: {of['system']}")
+    for when, accuracies in result["accuracy"].items():
+        print(f"{when} RL: {accuracies['system']}")
     minutes = ", ".join(f"{name} {seconds / 60:.1f}" for name, seconds in commands.seconds.items())
-    print(f"minutes: {minutes}; {len(steps)} steps with rollout.engine={words.engine}")
-    if words.json:
-        words.json.write_text(json.dumps(found, indent=1) + "\n")
+    print(f"minutes: {minutes}; {len(steps)} steps with rollout.engine={options.engine}")
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
     return 0
 
 

@@ -50,15 +50,18 @@ def _cpu_clocks() -> str:
 
 
 def _instructions() -> str:
-    found: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # an older torch does not tell
+    capabilities: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # an older torch does not tell
     return " ".join(
-        [torch.backends.cpu.get_cpu_capability(), *(each for each in ("avx512_bf16", "amx_bf16") if found.get(each))]
+        [
+            torch.backends.cpu.get_cpu_capability(),
+            *(name for name in ("avx512_bf16", "amx_bf16") if capabilities.get(name)),
+        ]
     )
 
 
 def _memory_bytes() -> float | None:
-    found = torch.cuda.get_device_properties(torch.cuda.current_device())
-    kilohertz, bits = getattr(found, "memory_clock_rate", 0), getattr(found, "memory_bus_width", 0)
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    kilohertz, bits = getattr(properties, "memory_clock_rate", 0), getattr(properties, "memory_bus_width", 0)
     return 2.0 * kilohertz * 1e3 * bits / 8 or None  # double data rate
 
 
@@ -66,11 +69,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path)
-    words = parser.parse_args()
-    text = json.dumps(surroundings(words.device), indent=1)
+    options = parser.parse_args()
+    text = json.dumps(surroundings(options.device), indent=1)
     print(text)
-    if words.json:
-        words.json.write_text(text + "\n")
+    if options.json:
+        options.json.write_text(text + "\n")
 
 
 if __name__ == "__main__":

@@ -81,8 +81,8 @@ class ReferenceLoop:
         norms = []
         for agent, optimizer in enumerate(self.optimizers):
             self._turn_to(agent)
-            own = [s for s in sequences if s.agent == agent] if self.options.adapters else sequences
-            norms.append(self._step(own, optimizer))
+            agent_sequences = [s for s in sequences if s.agent == agent] if self.options.adapters else sequences
+            norms.append(self._step(agent_sequences, optimizer))
         return math.hypot(*norms)
 
     def _step(self, sequences: Sequence[TrainSequence], optimizer: torch.optim.Optimizer) -> float:
@@ -108,7 +108,7 @@ class ReferenceLoop:
             ids[row, : s.num_tokens] = torch.cat([torch.from_numpy(s.prompt_ids), torch.from_numpy(s.token_ids)])
             attends[row, : s.num_tokens] = 1
             trained[row, len(s.prompt_ids) - 1 : s.num_tokens - 1] = True
-        ids, attends, trained, advantage = (each.to(self.device) for each in (ids, attends, trained, advantage))
+        ids, attends, trained, advantage = (tensor.to(self.device) for tensor in (ids, attends, trained, advantage))
         logits = self.model(input_ids=ids, attention_mask=attends, use_cache=False).logits[:, :-1]
         every = F.log_softmax(logits.float(), dim=-1)
         logprobs = every.gather(-1, ids[:, 1:, None])[..., 0]

@@ -118,11 +118,11 @@ class Child:
     """Side in a separate process, which is ready once this is constructed."""
 
     def __init__(self, side: Callable[..., Side], *arguments: object) -> None:
-        self._connection, other = multiprocessing.Pipe()
+        self._connection, child_end = multiprocessing.Pipe()
         context = multiprocessing.get_context("spawn")
-        self._process = context.Process(target=_answer, args=(other, side, arguments))
+        self._process = context.Process(target=_answer, args=(child_end, side, arguments))
         self._process.start()
-        other.close()
+        child_end.close()
         self._connection.recv()
 
     def ask(self, question: Any) -> Any:
@@ -154,12 +154,12 @@ def over_bare(model_dir: str, stage: Sequence[str], words: argparse.Namespace) -
     longest = max(agent.max_input_tokens for agent in config.agents.values()) + config.rollout.max_response_tokens
     vllm, threads = config.rollout.vllm, config.rollout.threads or os.cpu_count() or 1
     player = Child(play, model_dir, stage, 1, threads, words.overlap)
-    other = Child(bare, model_dir, words.dtype, vllm.max_num_seqs, longest, vllm.kv_cache_mib, threads)
-    with closing(player), closing(other):
+    bare_side = Child(bare, model_dir, words.dtype, vllm.max_num_seqs, longest, vllm.kv_cache_mib, threads)
+    with closing(player), closing(bare_side):
         for turn in range(words.repeats + 1):
             played = player.ask(turn)
             tokens = sum(length for _, length in played["work"])
-            yield played, {"tokens": tokens, "seconds": other.ask(played["work"])}
+            yield played, {"tokens": tokens, "seconds": bare_side.ask(played["work"])}
 
 
 def over_one_engine(model_dir: str, stage: Sequence[str], words: argparse.Namespace) -> Iterator[Turn]:
@@ -202,36 +202,36 @@ def main() -> int:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--engine", choices=("vllm", "local"), default="vllm", help="ours: vLLM or our own engine")
     parser.add_argument("--overlap", type=int, default=0, help="rollout.overlap: stages that decoding may be ahead")
-    words = parser.parse_args()
-    if words.engines is not None and words.engines < 2:
-        parser.error(f"--engines is {words.engines}; it is compared with one, so give 2 or more")
+    options = parser.parse_args()
+    if options.engines is not None and options.engines < 2:
+        parser.error(f"--engines is {options.engines}; it is compared with one, so give 2 or more")
     from record import surroundings
 
     from marsrl.trainer.models.init_model import init_model
 
     other_name, compare = "bare", over_bare
-    if words.engines is not None:
+    if options.engines is not None:
         other_name, compare = "one engine", over_one_engine
     before = surroundings("cpu")
     with tempfile.TemporaryDirectory() as folder:
-        model_dir = words.model.resolve() if words.model else Path(folder) / "model"
-        if not words.model:
+        model_dir = options.model.resolve() if options.model else Path(folder) / "model"
+        if not options.model:
             init_model("cpu_default", "arithmetic", model_dir, seed=0, dtype="float32")
-        stage = stage_settings(words, model_dir, Path(folder))
-        rows = measured(compare(str(model_dir), stage, words), "ours", other_name)
-    if words.json:
+        stage = stage_settings(options, model_dir, Path(folder))
+        rows = measured(compare(str(model_dir), stage, options), "ours", other_name)
+    if options.json:
         record = {
             **before,
             "load_after": os.getloadavg()[0],
-            "model": str(words.model or "cpu_default, random"),
-            "dtype": words.dtype,
-            "engine": words.engine,
-            "engines": words.engines,
-            "overlap": words.overlap,
+            "model": str(options.model or "cpu_default, random"),
+            "dtype": options.dtype,
+            "engine": options.engine,
+            "engines": options.engines,
+            "overlap": options.overlap,
             "over": other_name,
             "turns": rows,
         }
-        Path(words.json).write_text(json.dumps(record, indent=1) + "\n")
+        Path(options.json).write_text(json.dumps(record, indent=1) + "\n")
     show_ratio(rows, "ours", other_name)
     return 0
 

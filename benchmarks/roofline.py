@@ -36,13 +36,13 @@ def measure(device: str, dtype: str) -> Roofline:
     copied = torch.randn((2**28 if is_cuda else 2**24) // 4, device=device)
     target = torch.empty_like(copied)
     variants = [Variant("copy", partial(target.copy_, copied))]
-    for each in dtypes:
-        a, b = (torch.randn(size, size, device=device).to(each) for _ in range(2))
-        variants.append(Variant(f"gemm {each}", partial(torch.mm, a, b, out=torch.empty_like(a))))
+    for gemm_dtype in dtypes:
+        a, b = (torch.randn(size, size, device=device).to(gemm_dtype) for _ in range(2))
+        variants.append(Variant(f"gemm {gemm_dtype}", partial(torch.mm, a, b, out=torch.empty_like(a))))
     times, _ = interleave(variants, Clock(device), rounds=7, budget_s=10)
     best = {name: min(seconds) for name, seconds in times.items()}
     gemm = min(seconds for name, seconds in best.items() if name != "copy")
-    found = Roofline(2 * size**3 / gemm, 2 * copied.nbytes / best["copy"])
-    before = _best.get((device, dtype), found)
-    _best[device, dtype] = Roofline(max(found.gemm_flops, before.gemm_flops), max(found.copy_bytes, before.copy_bytes))
+    rates = Roofline(2 * size**3 / gemm, 2 * copied.nbytes / best["copy"])
+    before = _best.get((device, dtype), rates)
+    _best[device, dtype] = Roofline(max(rates.gemm_flops, before.gemm_flops), max(rates.copy_bytes, before.copy_bytes))
     return _best[device, dtype]

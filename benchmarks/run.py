@@ -159,12 +159,12 @@ def measure(
 def _errors(name: str, results: Results, judgement: Judgement) -> tuple[dict[str, float], str | None]:
     """Return ({result: largest error / largest exact value}, assert_accurate's objections)."""
     errors, complaint = {}, None
-    for what, found in results.items():
-        exact = judgement.exact[what]
-        largest = max(exact.abs().max().item(), judgement.scales.get(what, 0.0), 1e-300)
-        errors[what] = (found.double() - exact).abs().max().item() / largest
+    for result_name, value in results.items():
+        exact = judgement.exact[result_name]
+        largest = max(exact.abs().max().item(), judgement.scales.get(result_name, 0.0), 1e-300)
+        errors[result_name] = (value.double() - exact).abs().max().item() / largest
         try:
-            judgement.check(name, what, found)
+            judgement.check(name, result_name, value)
         except AssertionError as error:
             complaint = complaint or str(error)
     return errors, complaint
@@ -173,14 +173,14 @@ def _errors(name: str, results: Results, judgement: Judgement) -> tuple[dict[str
 def _memory(case: Case, shape: Shape, bench: Bench, variants: list[Variant]) -> dict[str, int]:
     """Return {variant: peak beyond inputs, dX and dW} of the variants that did not fail in the process measuring memory."""
     if shape.device == "cpu":
-        found = memory.of_variants_on_cpu(case.name, shape, [variant.name for variant in variants])
+        peaks = memory.of_variants_on_cpu(case.name, shape, [variant.name for variant in variants])
     else:
-        found = {}
+        peaks = {}
         for variant in variants:
             _free("cuda")
             variant.prepare()
-            found[variant.name] = memory.of_call_on_gpu(variant.run)
-    return {name: max(0, num_bytes - bench.result_bytes) for name, num_bytes in found.items()}
+            peaks[variant.name] = memory.of_call_on_gpu(variant.run)
+    return {name: max(0, num_bytes - bench.result_bytes) for name, num_bytes in peaks.items()}
 
 
 def _free(device: str) -> None:
@@ -225,8 +225,8 @@ def headline(tables: list[Table]) -> float | None:
     for table in tables:
         shape = table.shape
         if (table.case, shape.dtype, shape.vocab, shape.mask_share) == HEADLINE and table.rows:
-            theirs, ours = table.median(HEADLINE_PEER), table.median(OURS)
-            return None if theirs is None or ours is None else theirs / ours
+            peer_s, ours_s = table.median(HEADLINE_PEER), table.median(OURS)
+            return None if peer_s is None or ours_s is None else peer_s / ours_s
     return None
 
 
@@ -261,41 +261,41 @@ def main() -> int:
     parser.add_argument(
         "--shape", action="append", default=[], metavar="TEXT", help="shapes whose title holds this text"
     )
-    words = parser.parse_args()
-    if words.device == "cuda" and not torch.cuda.is_available():
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch sees no CUDA device here")
     try:
-        cases = [load(name) for name in words.cases or ORDER]
+        cases = [load(name) for name in options.cases or ORDER]
     except ValueError as error:
         parser.error(str(error))
     torch.set_num_threads(1)
-    rounds = words.rounds or (2 if words.quick else 7)
-    where = surroundings(words.device)
+    rounds = options.rounds or (2 if options.quick else 7)
+    where = surroundings(options.device)
     print("{device} ({instructions}); {clocks}; commit {commit}; load {load}".format(**where))
     print("; ".join(f"{library} {version}" for library, version in where["versions"].items()), flush=True)
     tables = []
     for case in cases:
-        every = case.shapes(words.device, words.quick)
-        shapes = chosen(case, every, words.shape, words.all)
+        every = case.shapes(options.device, options.quick)
+        shapes = chosen(case, every, options.shape, options.all)
         if not shapes:
-            print(f"{case.name}: nothing to measure on {words.device}")
+            print(f"{case.name}: nothing to measure on {options.device}")
         for shape in shapes:
-            table = measure(case, shape, rounds, words.budget, not words.no_memory, words.only, words.skip)
-            if words.profile and table.failure is None:
-                ours = next(each for each in case.build(shape).variants if each.name == OURS)
+            table = measure(case, shape, rounds, options.budget, not options.no_memory, options.only, options.skip)
+            if options.profile and table.failure is None:
+                ours = next(variant for variant in case.build(shape).variants if variant.name == OURS)
                 table = dataclasses.replace(table, kernels=top_kernels(ours, is_cuda=shape.device == "cuda"))
-            _free(words.device)
+            _free(options.device)
             print(f"\n{text(table)}", flush=True)
             tables.append(table)
-            if words.json:  # after every table, so that an interrupted run keeps its results
+            if options.json:  # after every table, so that an interrupted run keeps its results
                 record = {"surroundings": where, "tables": [dataclasses.asdict(t) for t in tables]}
-                words.json.write_text(json.dumps(record, indent=1) + "\n")
+                options.json.write_text(json.dumps(record, indent=1) + "\n")
             if shape is not shapes[-1] and (early := headline([table])) is not None:
                 print(f"\nratio: {early:.3f}  (again at the end)", flush=True)
-        if shapes and len(shapes) < len(every) and not words.shape:
+        if shapes and len(shapes) < len(every) and not options.shape:
             print(f"\n{case.name}: {len(every) - len(shapes)} more shapes with --all", flush=True)
-    if words.base:
-        base_revision.compare(words.base, [case.name for case in cases], words.device, words.quick)
+    if options.base:
+        base_revision.compare(options.base, [case.name for case in cases], options.device, options.quick)
     ratio = headline(tables)
     if ratio is not None:
         print(f"\nratio: {ratio:.3f}")

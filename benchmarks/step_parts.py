@@ -69,7 +69,7 @@ class Clocks:
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         stack: list[list[Any]] = self._open.__dict__.setdefault("stack", [])
-        if any(each[0] in WITHIN for each in stack):
+        if any(frame[0] in WITHIN for frame in stack):
             yield
             return
         stack.append([name, 0.0, 0.0])  # name, then seconds and CPU seconds of parts inside
@@ -80,10 +80,10 @@ class Clocks:
             took = time.perf_counter() - start[0], time.thread_time() - start[1]
             _, *within = stack.pop()
             with self._lock:
-                found = self.seconds[name]
-                found[0] += 1
+                totals = self.seconds[name]
+                totals[0] += 1
                 for i in range(2):
-                    found[1 + i] += took[i] - within[i]
+                    totals[1 + i] += took[i] - within[i]
             if stack:
                 for i in range(2):
                     stack[-1][1 + i] += took[i]
@@ -94,8 +94,8 @@ class Clocks:
         @functools.wraps(function)
         def timed(*words: Any, **options: Any) -> Any:
             with self.part(name):
-                found = function(*words, **options)
-            return self._each(name, found) if isinstance(found, Iterator) else found
+                result = function(*words, **options)
+            return self._each(name, result) if isinstance(result, Iterator) else result
 
         return timed
 
@@ -116,22 +116,22 @@ def put_clocks(clocks: Clocks) -> None:
         module = import_module(f"marsrl.{module_name}")
         owner, _, last = path.rpartition(".")
         if owner:
-            of = getattr(module, owner)
-            setattr(of, last, clocks.around(name, getattr(of, last)))
+            owner_object = getattr(module, owner)
+            setattr(owner_object, last, clocks.around(name, getattr(owner_object, last)))
             continue
         original = getattr(module, last)
         timed = clocks.around(name, original)
-        for each in [value for key, value in sys.modules.items() if key.startswith("marsrl.")]:
-            if getattr(each, last, None) is original:
-                setattr(each, last, timed)
+        for loaded in [value for key, value in sys.modules.items() if key.startswith("marsrl.")]:
+            if getattr(loaded, last, None) is original:
+                setattr(loaded, last, timed)
 
 
 def table(clocks: Clocks, steps: int) -> dict[str, Any]:
     """Print the table; returns its numbers per step."""
     seconds, cpu = clocks.whole()
     rows = {name: tuple(number / steps for number in clocks.seconds[name]) for name in PLACES if name in clocks.seconds}
-    rest = [whole / steps - sum(row[i] for row in rows.values()) for i, whole in ((1, seconds), (2, cpu))]
-    rows |= {"the rest": (0, *rest), "all": (0, seconds / steps, cpu / steps)}
+    remaining = [total / steps - sum(row[i] for row in rows.values()) for i, total in ((1, seconds), (2, cpu))]
+    rows |= {"the rest": (0, *remaining), "all": (0, seconds / steps, cpu / steps)}
     print(f"\nper step, of {steps}          {'calls':>9}{'seconds':>10}{'CPU s':>9}{'share of CPU':>14}")
     for name, (calls, clock, of_cpu) in rows.items():
         print(f"  {name:26}{calls:>9.1f}{clock:>10.2f}{of_cpu:>9.2f}{of_cpu * steps / cpu:>14.1%}", flush=True)
@@ -143,8 +143,8 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write every number to this file")
     parser.add_argument("--config", help="as trainer/main.py takes it")
     parser.add_argument("settings", nargs="*", metavar="key.sub=value", help="the same")
-    words = parser.parse_intermixed_args()
-    trainer = [*(["--config", words.config] if words.config else []), *words.settings]
+    options = parser.parse_intermixed_args()
+    trainer = [*(["--config", options.config] if options.config else []), *options.settings]
     os.environ["OMP_NUM_THREADS"] = "1"
     from record import surroundings
 
@@ -164,10 +164,10 @@ def main() -> int:
         record(self, step, batch)
         if step < self.config.run.steps:
             return
-        found = {**before, "load_after": os.getloadavg()[0], "words": trainer}
-        found |= {"steps": step - self.resumed_step, "parts": table(clocks, step - self.resumed_step)}
-        if words.json:
-            words.json.write_text(json.dumps(found, indent=1) + "\n")
+        result = {**before, "load_after": os.getloadavg()[0], "words": trainer}
+        result |= {"steps": step - self.resumed_step, "parts": table(clocks, step - self.resumed_step)}
+        if options.json:
+            options.json.write_text(json.dumps(result, indent=1) + "\n")
 
     Run.begin, Run.record = begin_and_start, record_and_show  # type: ignore[method-assign]
     script = ROOT / "trainer" / "main.py"

@@ -58,7 +58,7 @@ def build(
             is_sorted=name == SORTED,
             mpt_entropy=mpt,
             dtype=problem.dtype,
-            adapters=tuple(each.start or "" for each in adapters),
+            adapters=tuple(adapter.start or "" for adapter in adapters),
         )
         loop = ReferenceLoop(model_dir, options)
         chosen = [s for s in sequences if s.advantage != 0 or name != SORTED]
@@ -87,8 +87,8 @@ def _learner(
         dtype=problem.dtype, optimizer=OptimizerConfig(lr=1e-5), layout=LayoutConfig.model_validate(layout)
     )
     learners: dict[str, Learner] = {}
-    for place, adapter in enumerate(adapters):
-        learners[f"{place}"] = Learner(
+    for index, adapter in enumerate(adapters):
+        learners[f"{index}"] = Learner(
             policy.model_copy(update={"adapter": adapter}),
             model_dir,
             objectives=[PolicyObjective()] * NUM_AGENTS,
@@ -107,10 +107,13 @@ def _learner(
         parts = []
         for name in learners:
             num_tokens = sum(s.num_sampled for s in sequences if policy_of[s.agent] == name)
-            own = tuple(s for s in trained if policy_of[s.agent] == name)
-            parts.append((MiniBatch(own, float(num_tokens)),))
+            policy_sequences = tuple(s for s in trained if policy_of[s.agent] == name)
+            parts.append((MiniBatch(policy_sequences, float(num_tokens)),))
         shard = group.shard(problem.micro_batch_tokens)
-        updates = [Update(tuple(micro_batches(each.sequences, shard)), each.normaliser) for each in joined(parts)]
+        updates = [
+            Update(tuple(micro_batches(mini_batch.sequences, shard)), mini_batch.normaliser)
+            for mini_batch in joined(parts)
+        ]
         return math.hypot(*(stats.grad_norm for stats in group.train_step(updates).values()))
 
     return Variant(step, parallel.stop, trained)

@@ -95,15 +95,16 @@ def top_kernels(
     On a CPU these are PyTorch's operators.
     """
     run()  # The first call compiles.
-    with profile(activities=[ProfilerActivity.CUDA if is_cuda else ProfilerActivity.CPU]) as seen:
+    with profile(activities=[ProfilerActivity.CUDA if is_cuda else ProfilerActivity.CPU]) as profiler:
         for _ in range(calls):
             run()
         if is_cuda:
             torch.cuda.synchronize()
-    found = seen.key_averages()
+    averages = profiler.key_averages()
     times = [
-        (each.self_device_time_total if is_cuda else each.self_cpu_time_total, each.count, each.key) for each in found
+        (kernel.self_device_time_total if is_cuda else kernel.self_cpu_time_total, kernel.count, kernel.key)
+        for kernel in averages
     ]
-    times = sorted((each for each in times if each[0] > 0), reverse=True)  # leaves out the host's calls on a GPU
+    times = sorted((kernel for kernel in times if kernel[0] > 0), reverse=True)  # leaves out the host's calls on a GPU
     together = sum(us for us, *_ in times), sum(count for _, count, _ in times), "all together"
     return tuple((us / 1e3 / calls, count / calls, name) for us, count, name in (together, *times[:most]))

@@ -61,7 +61,8 @@ def child(job: dict[str, Any]) -> None:
     problem, name = problem_of(job["model"], job["dtype"]), job["variant"]
     sequences = batch(problem)
     adapters = [
-        AdapterConfig.model_validate({"targets": job["targets"], "start": each}) for each in job.get("adapter_dirs", ())
+        AdapterConfig.model_validate({"targets": job["targets"], "start": adapter_dir})
+        for adapter_dir in job.get("adapter_dirs", ())
     ]
     variant = build(
         name, job["model_dir"], problem, sequences, layout=job["layout"], mpt=job.get("mpt"), adapters=adapters
@@ -78,16 +79,16 @@ def child(job: dict[str, Any]) -> None:
         seconds.append(clock() - start)
         if job["takes_turns"]:
             print(STEPPED, flush=True)
-    found: list[Any] = [(seconds[1:], memory.extra_bytes())]
+    measured: list[Any] = [(seconds[1:], memory.extra_bytes())]
     if ranks > 1:
-        found = [None] * ranks
-        dist.all_gather_object(found, (seconds[1:], memory.extra_bytes()))
+        measured = [None] * ranks
+        dist.all_gather_object(measured, (seconds[1:], memory.extra_bytes()))
     if is_rank_0():
         trained = adapters[0] if adapters and name != WHOLE else None
         row: dict[str, Any] = {
-            "seconds": [max(each) for each in zip(*(times for times, _ in found), strict=True)],
+            "seconds": [max(step_times) for step_times in zip(*(times for times, _ in measured), strict=True)],
             "norm": norms[0],
-            "extra_bytes": max(extra for _, extra in found),
+            "extra_bytes": max(extra for _, extra in measured),
             "ranks": ranks,
             "tokens": sum(s.num_tokens for s in sequences),
             "flops": model_flops(read_shape(job["model_dir"]), variant.trained, trained),
@@ -114,7 +115,7 @@ def peak_flops() -> float:
 
 def sizes(words: list[str]) -> dict[str, int]:
     """Parse a layout from words such as ["tensor=2", "expert=2"]."""
-    return {name: int(size) for name, _, size in (word.partition("=") for word in words)}
+    return {name: int(size) for name, _, size in (size_text.partition("=") for size_text in words)}
 
 
 def ranks_of(layout: dict[str, int]) -> int:
@@ -126,24 +127,24 @@ def ranks_of(layout: dict[str, int]) -> int:
 
 def measure(variant: str, job: dict[str, Any]) -> dict[str, Any]:
     """Measure the row of one variant; {"problem": why} if memory does not suffice."""
-    done = subprocess.run(
+    completed = subprocess.run(
         _command(variant, job), capture_output=True, text=True, env=_environment(), timeout=CHILD_LIMIT_S
     )
-    if "OutOfMemoryError" in done.stderr:
+    if "OutOfMemoryError" in completed.stderr:
         return {"problem": "out of memory"}
-    if done.returncode:
-        raise RuntimeError(f"{variant} failed:\n{done.stderr[-8000:]}")
-    return _row(done.stdout)
+    if completed.returncode:
+        raise RuntimeError(f"{variant} failed:\n{completed.stderr[-8000:]}")
+    return _row(completed.stdout)
 
 
 def measure_in_turns(variants: Sequence[str], job: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Measure the rows of all variants, loaded together; in each turn every variant makes a step while the others wait."""
     with ExitStack() as stack:
-        children, said = dict[str, subprocess.Popen[str]](), dict[str, Any]()
+        children, stderr_of = dict[str, subprocess.Popen[str]](), dict[str, Any]()
         for variant in variants:
-            said[variant] = stack.enter_context(tempfile.TemporaryFile("w+"))
+            stderr_of[variant] = stack.enter_context(tempfile.TemporaryFile("w+"))
             command = _command(variant, {**job, "takes_turns": True})
-            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": said[variant]}
+            pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": stderr_of[variant]}
             children[variant] = subprocess.Popen(command, text=True, env=_environment(), **pipes)
             stack.callback(children[variant].kill)
         for _ in range(job["repeats"] + 1):
@@ -153,8 +154,8 @@ def measure_in_turns(variants: Sequence[str], job: dict[str, Any]) -> dict[str, 
                     child.stdin.write("\n")
                     child.stdin.flush()
                 if not any(line.strip() == STEPPED for line in child.stdout):
-                    said[variant].seek(0)
-                    raise RuntimeError(f"{variant} failed:\n{said[variant].read()[-8000:]}")
+                    stderr_of[variant].seek(0)
+                    raise RuntimeError(f"{variant} failed:\n{stderr_of[variant].read()[-8000:]}")
         rows = {}
         for variant, child in children.items():
             assert child.stdout is not None
@@ -209,9 +210,9 @@ def main() -> int:
     )
     parser.add_argument("--skip", action="append", default=[], metavar="VARIANT", help="leave this one out; repeatable")
     parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
-    words = parser.parse_args()
-    if words.child:
-        child(words.child)
+    options = parser.parse_args()
+    if options.child:
+        child(options.child)
         return 0
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
@@ -221,46 +222,46 @@ def main() -> int:
 
     from marsrl.trainer.models.init_model import init_model
 
-    if "ours" in words.skip:
+    if "ours" in options.skip:
         parser.error("--skip ours: the others are compared with it")
-    is_directory = (Path(words.model) / "config.json").is_file()
-    if not is_directory and words.model not in PROBLEMS:
-        parser.error(f"--model {words.model} is no directory with config.json, and none of {', '.join(PROBLEMS)}")
-    problem = problem_of(words.model, words.dtype)
+    is_directory = (Path(options.model) / "config.json").is_file()
+    if not is_directory and options.model not in PROBLEMS:
+        parser.error(f"--model {options.model} is no directory with config.json, and none of {', '.join(PROBLEMS)}")
+    problem = problem_of(options.model, options.dtype)
     is_cuda = torch.cuda.is_available()
     before = surroundings("cuda" if is_cuda else "cpu")
     with tempfile.TemporaryDirectory() as folder:
         model_dir = f"{folder}/model"
         if is_directory:
-            model_dir = str(Path(words.model).resolve())
+            model_dir = str(Path(options.model).resolve())
         else:
             init_model(problem.shape, "bytes", Path(model_dir), seed=0, dtype=problem.dtype)
         job = {
-            "model": words.model,
+            "model": options.model,
             "dtype": problem.dtype,
             "takes_turns": False,
             "model_dir": model_dir,
-            "layout": sizes(words.layout),
-            "repeats": words.repeats,
-            "profile": words.profile,
+            "layout": sizes(options.layout),
+            "repeats": options.repeats,
+            "profile": options.profile,
         }
         results = {}
-        for label, extra in tables(Path(folder), model_dir, words).items():
-            without = {*words.skip, *([MEGATRON] if "mpt" in extra else [])}
-            every = VARIANTS if words.adapter is None else ADAPTER_VARIANTS
+        for label, extra in tables(Path(folder), model_dir, options).items():
+            without = {*options.skip, *([MEGATRON] if "mpt" in extra else [])}
+            every = VARIANTS if options.adapter is None else ADAPTER_VARIANTS
             chosen = tuple(variant for variant in every if variant not in without)
             in_turns = not is_cuda and ranks_of(job["layout"]) == 1
             results[label] = table(label, chosen, {**job, **extra}, TOLERANCE[problem.dtype], in_turns=in_turns)
-    if words.json:
+    if options.json:
         record = {
             **before,
             "load_after": os.getloadavg()[0],
-            "model": words.model,
+            "model": options.model,
             "dtype": problem.dtype,
-            "layout": sizes(words.layout),
+            "layout": sizes(options.layout),
             "results": results,
         }
-        Path(words.json).write_text(json.dumps(record, indent=1) + "\n")
+        Path(options.json).write_text(json.dumps(record, indent=1) + "\n")
     ratios = [r["ratio"] for r in results.values() if r["ratio"] is not None]
     print(f"ratio: {min(ratios):.2f}" if ratios else "ratio: none, the reference ran out of memory")
     return 0

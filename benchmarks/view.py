@@ -56,8 +56,8 @@ FILTERS = {
 def _samples(step: int, rng: random.Random, words: list[str]) -> Iterator[SampleRecord]:
     """Yield a step's samples: rollouts of 20, each agent's samples about one of the previous agent."""
     for number in range(PER_STEP):
-        rollout, place = divmod(number, 20)
-        depth, index = divmod(place, 4)
+        rollout, position = divmod(number, 20)
+        depth, index = divmod(position, 4)
         agent, is_verdict = AGENTS[depth], depth % 2 == 1
         right, name = rng.random() < 0.5, f"{step}.{rollout}"
         reward = round(rng.random(), 2) if rng.random() < 0.01 else rng.choice((0.0, 0.0, 0.5, 1.0, 1.0))
@@ -91,10 +91,10 @@ def make_run(folder: Path, num_samples: int) -> RunDirectory:
     run.write_config({"run": {"name": "made-up"}})
     rng = random.Random(0)
     ranks = random.Random(1).choices(range(20_000), weights=[1 / (k + 1) for k in range(20_000)], k=500_000)
-    words = [f"w{rank}" for rank in ranks]
+    vocabulary = [f"w{rank}" for rank in ranks]
     with MetricsLog(run) as metrics:
         for step in range(1, num_samples // PER_STEP + 1):
-            write_rows(run.samples / f"step_{step}.parquet", SampleRecord, _samples(step, rng, words))
+            write_rows(run.samples / f"step_{step}.parquet", SampleRecord, _samples(step, rng, vocabulary))
             metrics.log(step, {f"reward/{k % 5}/{k}": rng.random() for k in range(60)})
     return run
 
@@ -106,14 +106,14 @@ def measure_filters(run: RunDirectory) -> dict[str, float]:
     while (about := client.get("/api/runs").json()[0])["files"] < about["num_files"]:
         pass
     seconds = {}
-    for name, asked in FILTERS.items():
-        taken = []
+    for name, query in FILTERS.items():
+        times_s = []
         for _ in range(REPEATS):
             began = time.perf_counter()
-            answer = client.get(f"/api/samples?run=0&{asked}")
-            taken.append(time.perf_counter() - began)
+            answer = client.get(f"/api/samples?run=0&{query}")
+            times_s.append(time.perf_counter() - began)
             assert answer.status_code == 200, answer.text
-        seconds[name] = statistics.median(taken)
+        seconds[name] = statistics.median(times_s)
     return seconds
 
 
@@ -122,30 +122,30 @@ def main() -> int:
     parser.add_argument("--samples", type=int, default=1_000_000, help="of the made-up run (default: %(default)s)")
     parser.add_argument("--folder", help="where the run is made (default: a temporary folder)")
     parser.add_argument("--json", help="also write the numbers to this file")
-    words = parser.parse_args()
-    if words.samples < PER_STEP:
-        parser.error(f"--samples is {words.samples}, expected at least {PER_STEP}")
-    with tempfile.TemporaryDirectory(dir=words.folder) as folder:
-        load, run = os.getloadavg()[0], make_run(Path(folder), words.samples)
+    options = parser.parse_args()
+    if options.samples < PER_STEP:
+        parser.error(f"--samples is {options.samples}, expected at least {PER_STEP}")
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        load, run = os.getloadavg()[0], make_run(Path(folder), options.samples)
         began = time.perf_counter()
         Catalog(run.path).refresh(budget_s=None)
         read_s = time.perf_counter() - began
         size = sum(path.stat().st_size for path in run.samples.iterdir())
         filters = measure_filters(run)
-    print(f"{words.samples:,} samples in {size / 1e6:,.0f} MB: {words.samples / read_s:,.0f} a second read")
+    print(f"{options.samples:,} samples in {size / 1e6:,.0f} MB: {options.samples / read_s:,.0f} a second read")
     for name, seconds in filters.items():
         print(f"{name}: {1000 * seconds:.0f} ms")
     slowest = max(filters.values())
     print(f"a filter in {1000 * FILTER_S:.0f} ms: {'held' if slowest < FILTER_S else 'MISSED'}")
     print(f"load of the machine before: {load:.1f}")
-    if words.json:
-        found = {
-            "samples": words.samples,
-            "read_per_s": words.samples / read_s,
+    if options.json:
+        result = {
+            "samples": options.samples,
+            "read_per_s": options.samples / read_s,
             "file_bytes": size,
             "filters_s": filters,
         }
-        Path(words.json).write_text(json.dumps(found | {"load": load}, indent=1) + "\n", encoding="utf-8")
+        Path(options.json).write_text(json.dumps(result | {"load": load}, indent=1) + "\n", encoding="utf-8")
     print(f"ratio: {FILTER_S / slowest:.2f}")
     return 0
 

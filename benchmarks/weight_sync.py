@@ -110,7 +110,7 @@ def cpu_s() -> float:
     import psutil
 
     this = psutil.Process()
-    return sum(sum(each.cpu_times()[:2]) for each in (this, *this.children()))
+    return sum(sum(process.cpu_times()[:2]) for process in (this, *this.children()))
 
 
 class Whole:
@@ -213,7 +213,7 @@ def main() -> int:
         default=[0.008, 0.045, 0.2],
         help="shares of the numbers that change: sync.delta",
     )
-    words = parser.parse_args()
+    options = parser.parse_args()
     import torch
 
     from marsrl.kernels import library
@@ -223,8 +223,8 @@ def main() -> int:
     slow = library.why_no_cpu_library()
     print(f"Qwen3-MoE, bfloat16, one thread each; checksums by {'csrc/cpu' if slow is None else f'torch ({slow})'}")
     medians: list[Row] = []
-    for mib in words.mib:
-        measured = measure(mib, words.repeats, words.bucket_mib, words.changed)
+    for mib in options.mib:
+        measured = measure(mib, options.repeats, options.bucket_mib, options.changed)
         for name in dict.fromkeys(row.name for row in measured):
             rows = sorted((row for row in measured if row.name == name), key=lambda row: row.seconds)
             row = rows[len(rows) // 2]
@@ -245,14 +245,14 @@ def main() -> int:
         + ", ".join(f"{backend} {seconds:.0f} s" for backend, seconds in at_61.items())
     )
     ratio = last["shm"].share
-    if words.json:
+    if options.json:
         record = {
-            "device": device_name(), "commit": commit(), "bucket_mib": words.bucket_mib, "measured": TWINS,
+            "device": device_name(), "commit": commit(), "bucket_mib": options.bucket_mib, "measured": TWINS,
             "not_run": "nccl and ipc between GPUs",
             "rows": [asdict(row) | {"bound_s": row.bound_s, "share_of_bandwidth": row.share} for row in medians],
             "extrapolated_61_gb_s": at_61, "ratio": ratio,
         }  # fmt: skip
-        Path(words.json).write_text(json.dumps(record, indent=1) + "\n")
+        Path(options.json).write_text(json.dumps(record, indent=1) + "\n")
     print(f"ratio: {ratio:.3f}")
     return 0
 

@@ -54,9 +54,9 @@ def _build(shape: Shape) -> Bench:
     else:
         cached = lengths.int()
         candidates.append(compared.variant(name, lambda q, k, v: flash(q[:, None], k, v, cache_seqlens=cached)[:, 0]))
-    known = int(lengths.sum())
-    flops = 4.0 * known * shape.heads * shape.head_size  # q k^T and p v
-    num_bytes = 2.0 * known * shape.kv_heads * shape.head_size * dtype.itemsize + 2 * q.nbytes
+    num_known = int(lengths.sum())
+    flops = 4.0 * num_known * shape.heads * shape.head_size  # q k^T and p v
+    num_bytes = 2.0 * num_known * shape.kv_heads * shape.head_size * dtype.itemsize + 2 * q.nbytes
     return Bench(candidates, partial(compared.judge, eager), flops, num_bytes, q.nbytes)
 
 

@@ -30,9 +30,9 @@ def _shapes(device: str, quick: bool) -> list[Shape]:
 def lengths(shape: Shape) -> list[int]:
     """Return long-tailed lengths, as in rollouts: sequence i is about twice as long as sequence i + 4; they sum to T."""
     weights = [2.0 ** (-i / 4) for i in range(shape.sequences)]
-    found = [max(1, int(shape.tokens * weight / sum(weights))) for weight in weights]
-    found[0] += shape.tokens - sum(found)
-    return found
+    sizes = [max(1, int(shape.tokens * weight / sum(weights))) for weight in weights]
+    sizes[0] += shape.tokens - sum(sizes)
+    return sizes
 
 
 def _build(shape: Shape) -> Bench:
@@ -52,10 +52,10 @@ def _build(shape: Shape) -> Bench:
     ]
     if shape.device == "cpu" or shape.tokens <= 16384:
         variants.append(compared.variant("torch SDPA, padded", partial(_padded, sizes=sizes), "pads to the longest"))
-    others = {"cu_seqlens": cu_seqlens, "cu_seqlens_k": cu_seqlens, "scale": shape.head_size**-0.5, "causal": True}
-    others["max_seqlen"] = max(sizes)
+    options = {"cu_seqlens": cu_seqlens, "cu_seqlens_k": cu_seqlens, "scale": shape.head_size**-0.5, "causal": True}
+    options["max_seqlen"] = max(sizes)
     for name, why_not, run in _others(q):
-        variants.append(compared.variant(name, partial(run, **others)) if why_not is None else Missing(name, why_not))
+        variants.append(compared.variant(name, partial(run, **options)) if why_not is None else Missing(name, why_not))
     # A causal mask has n^2 / 2 pairs, with q k^T and p v forward, and five such products backward.
     flops = 7 * sum(n * n for n in sizes) * shape.heads * shape.head_size
     num_bytes = 2.0 * (q.nbytes + k.nbytes + v.nbytes) + 2 * q.nbytes
@@ -66,7 +66,7 @@ def _build(shape: Shape) -> Bench:
 def _segments(q: Tensor, k: Tensor, v: Tensor, bounds: list[int]) -> Tensor:
     parts = []
     for begin, end in pairwise(bounds):
-        query, key, value = (each[begin:end].transpose(0, 1)[None] for each in (q, k, v))
+        query, key, value = (tensor[begin:end].transpose(0, 1)[None] for tensor in (q, k, v))
         out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
         parts.append(out[0].transpose(0, 1))
     return torch.cat(parts)
@@ -75,7 +75,8 @@ def _segments(q: Tensor, k: Tensor, v: Tensor, bounds: list[int]) -> Tensor:
 def _padded(q: Tensor, k: Tensor, v: Tensor, sizes: list[int]) -> Tensor:
     """Attend on [S, L, ...], as a trainer without packing stores its batch; the padding is part of its cost."""
     query, key, value = (
-        torch.nn.utils.rnn.pad_sequence(list(each.split(sizes)), batch_first=True).transpose(1, 2) for each in (q, k, v)
+        torch.nn.utils.rnn.pad_sequence(list(tensor.split(sizes)), batch_first=True).transpose(1, 2)
+        for tensor in (q, k, v)
     )
     out = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True).transpose(1, 2)
     return torch.cat([row[:size] for row, size in zip(out, sizes)])

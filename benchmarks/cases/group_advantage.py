@@ -25,7 +25,7 @@ def _build(shape: Shape) -> Bench:
     zeros = torch.zeros_like(group_of)
     compared, eager = Compared({"rewards": rewards}), partial(_eager, group_of=group_of)
     variants = [
-        compared.variant("ours", lambda given: group_advantage(given, group_of, zeros, group_of, eps=EPS)),
+        compared.variant("ours", lambda values: group_advantage(values, group_of, zeros, group_of, eps=EPS)),
         compared.variant("torch eager", eager),
         compared.variant("a loop over groups", partial(_loop, group_of=group_of)),
     ]

@@ -45,9 +45,9 @@ def _build(shape: Shape) -> Bench:
 def _counts(shape: Shape) -> list[int]:
     """Return uneven counts, as in routing: expert i gets twice the rows of expert i + E / 4; they add up to T."""
     weights = [2.0 ** (-4 * i / shape.experts) for i in range(shape.experts)]
-    found = [int(shape.tokens * weight / sum(weights)) for weight in weights]
-    found[0] += shape.tokens - sum(found)
-    return found
+    counts = [int(shape.tokens * weight / sum(weights)) for weight in weights]
+    counts[0] += shape.tokens - sum(counts)
+    return counts
 
 
 def _loop(x: Tensor, weights: Tensor, counts: list[int]) -> Tensor:

@@ -61,8 +61,8 @@ def _objective(shape: Shape) -> Objective:
 
 
 def _ours(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    found = linear_logprob(hidden, weight, targets)
-    return found.logprobs, found.entropy
+    log_prob = linear_logprob(hidden, weight, targets)
+    return log_prob.logprobs, log_prob.entropy
 
 
 def _run(inputs: HeadInputs, objective: Objective, call: LogprobFunction) -> Results:

@@ -29,7 +29,7 @@ def _build(shape: Shape) -> Bench:
     variants: list[Variant | Missing] = [Variant("ours", partial(_ours, inputs, loss_inputs), f"by {name}"), *bare]
     if name == "quack":
         variants.append(Variant("ours, triton", partial(_by_triton, inputs, loss_inputs), "cuBLAS and row kernels"))
-    kept = None if inputs.mask is None else inputs.mask.nonzero()[:, 0]
+    trained_rows = None if inputs.mask is None else inputs.mask.nonzero()[:, 0]
 
     def add(name: str, call: LogprobFunction, rows: Tensor | None, does: str = "") -> None:
         name += "" if rows is None else ", unmasked rows only"
@@ -38,19 +38,21 @@ def _build(shape: Shape) -> Bench:
     eager = head.eager_logprob_detached
     for name, call in (("torch eager", eager), ("torch.compile", head.compiled(eager))):
         add(name, call, None)
-        if kept is not None:
-            add(name, call, kept)
+        if trained_rows is not None:
+            add(name, call, trained_rows)
     for peer in fused_peers(shape.device):
         match peer:
             case Missing():
                 variants.append(peer)
             case LogprobPeer():
-                add(peer.name, peer.call, kept, peer.does)
+                add(peer.name, peer.call, trained_rows, peer.does)
             case LossPeer():
                 does = "no entropy" if peer.is_ours else "cross-entropy of all rows: no weights, ratio, entropy"
                 run = partial(_of_loss, inputs, peer.prepared(inputs, CLIP), peer.is_ours)
                 variants.append(Variant(peer.name, run, does))
-    variants = [replace(each, prepare=inputs.clear) if isinstance(each, Variant) else each for each in variants]
+    variants = [
+        replace(variant, prepare=inputs.clear) if isinstance(variant, Variant) else variant for variant in variants
+    ]
     flops, num_bytes = head.head_flops(shape), head.head_bytes(inputs)
     return Bench(variants, partial(_judge, inputs, objective), flops, num_bytes, head.result_bytes(inputs), [sentence])
 

@@ -48,11 +48,11 @@ def _build(shape: Shape) -> Bench:
     hidden = randn(shape.tokens, shape.hidden).to(dtype).requires_grad_()
     scores = randn(shape.tokens, shape.experts)
     routing_map = torch.zeros_like(scores).bool().scatter(1, scores.topk(TOP_K).indices, True)
-    given = {"weights": scores.softmax(1) * routing_map, "routing_map": routing_map}
+    routing = {"weights": scores.softmax(1) * routing_map, "routing_map": routing_map}
     compared = Compared({"dx": hidden}, randn(shape.tokens, shape.hidden).to(dtype))
     variants: list[Variant | Missing] = [
-        compared.variant("ours", partial(_ours, **given)),
-        compared.variant("torch eager", partial(_eager, **given), "sums in the dtype of the rows; waits for a GPU"),
+        compared.variant("ours", partial(_ours, **routing)),
+        compared.variant("torch eager", partial(_eager, **routing), "sums in the dtype of the rows; waits for a GPU"),
     ]
     try:
         from megatron.core.transformer.moe import moe_utils
@@ -64,13 +64,13 @@ def _build(shape: Shape) -> Bench:
             rows, _, order = moe_utils.permute(hidden, routing_map, weights, TOP_K * hidden.shape[0])
             return moe_utils.unpermute(rows, order, hidden.shape, routing_map=routing_map)
 
-        told = "sums in the dtype of the rows; waits for a GPU"
-        variants.append(compared.variant("megatron-core, unfused", partial(megatron, **given), told))
+        does = "sums in the dtype of the rows; waits for a GPU"
+        variants.append(compared.variant("megatron-core, unfused", partial(megatron, **routing), does))
     num_bytes = (
         4.0 * (TOP_K + 1) * hidden.nbytes
     )  # both moves and both gradients: tokens and rows, one read, one written
     flops = 2.0 * TOP_K * hidden.numel()
-    return Bench(variants, partial(compared.judge, partial(_eager, **given)), flops, num_bytes, 2 * hidden.nbytes)
+    return Bench(variants, partial(compared.judge, partial(_eager, **routing)), flops, num_bytes, 2 * hidden.nbytes)
 
 
 CASE = Case("moe_permute", _shapes, _build)

@@ -23,12 +23,12 @@ def _build(shape: Shape) -> Bench:
     mask = torch.arange(shape.tokens, device=shape.device) % length >= length // 2
     cu_seqlens = torch.arange(0, shape.tokens + 1, length, dtype=torch.int32, device=shape.device)
     positive = torch.arange(shape.sequences, device=shape.device) % 2 == 0
-    compared, given = Compared({"entropy": normal(shape)(shape.tokens).abs()}), (mask, cu_seqlens, positive)
-    eager = lambda entropy: _eager(entropy, *given)  # noqa: E731
+    compared, constants = Compared({"entropy": normal(shape)(shape.tokens).abs()}), (mask, cu_seqlens, positive)
+    eager = lambda entropy: _eager(entropy, *constants)  # noqa: E731
     variants = [
-        compared.variant("ours", lambda entropy: mpt_gate(entropy, *given, entropy_threshold=THRESHOLD).float()),
+        compared.variant("ours", lambda entropy: mpt_gate(entropy, *constants, entropy_threshold=THRESHOLD).float()),
         compared.variant("torch eager", eager),
-        compared.variant("a loop over samples", lambda entropy: _loop(entropy, *given)),
+        compared.variant("a loop over samples", lambda entropy: _loop(entropy, *constants)),
     ]
     num_bytes = shape.tokens * 5.0 + shape.sequences * 6
     return Bench(variants, partial(compared.judge, eager), 2.0 * shape.tokens, num_bytes, shape.sequences)

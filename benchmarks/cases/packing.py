@@ -50,12 +50,12 @@ def _build(shape: Shape) -> Bench:
         mask.nonzero()
         return packed
 
-    read = shape.tokens * (4 + 4 + 1)  # token, log-prob, flag
-    written = shape.tokens * (8 + 8 + 8 + 1 + 4) + 8 * num_kept
+    bytes_read = shape.tokens * (4 + 4 + 1)  # token, log-prob, flag
+    bytes_written = shape.tokens * (8 + 8 + 8 + 1 + 4) + 8 * num_kept
     # Nothing is rounded, so one result is enough; tests/kernels/test_packing.py checks the others.
     compared = Compared({"logprobs": logprobs})
     variants = [compared.variant("ours", ours), compared.variant("a loop over sequences", loop)]
-    return Bench(variants, partial(compared.judge, loop), 0.0, float(read + written), read)
+    return Bench(variants, partial(compared.judge, loop), 0.0, float(bytes_read + bytes_written), bytes_read)
 
 
 CASE = Case("packing", _shapes, _build)

@@ -37,7 +37,7 @@ def _build(shape: Shape) -> Bench:
     advantages = randn(shape.sequences)
     agent_of = torch.arange(shape.sequences, device=shape.device) % NUM_AGENTS
     total = float(mask.sum())
-    given = (entropy, old, rollout, advantages, mask, agent_of, total)
+    constants = (entropy, old, rollout, advantages, mask, agent_of, total)
     gradient = None if shape.note == FORWARD else torch.ones((), device=shape.device)
     compared = Compared({"gradient": logprobs.requires_grad_(gradient is not None)}, gradient, ("loss", "agent loss"))
 
@@ -50,7 +50,7 @@ def _build(shape: Shape) -> Bench:
         return out.loss, out.agent_sums["loss"]
 
     def plain(function: Callable[..., tuple[Tensor, Tensor]], logprobs: Tensor) -> tuple[Tensor, Tensor]:
-        loss, sums = function(logprobs, *given)
+        loss, sums = function(logprobs, *constants)
         return loss, sums[0]
 
     def judge() -> Judgement:
@@ -81,7 +81,7 @@ def _eager(
     with torch.no_grad():
         is_clipped = (clipped != ratio) & mask
         sums = torch.zeros(4, NUM_AGENTS, dtype=term.dtype, device=term.device)
-        metrics = torch.stack([each.to(term.dtype) for each in (term, is_clipped, entropy * mask, mask)])
+        metrics = torch.stack([values.to(term.dtype) for values in (term, is_clipped, entropy * mask, mask)])
         sums.index_add_(1, agent, metrics)
     return term.sum(), sums
 

@@ -43,18 +43,18 @@ def _build(shape: Shape) -> Bench:
     noise = torch.rand(shape.tokens, generator=generator, device=shape.device) * 0.1 - 0.05
     old = torch.log_softmax(logits, -1).gather(1, targets[:, None]).squeeze(1) + noise
     bonus = 0.01 if shape.note else 0.0
-    given = (targets, advantages, old, bonus)
-    one = torch.ones((), device=shape.device)
-    compared = Compared({"dz": logits.clone().requires_grad_()}, one, ("loss", "logprobs", "entropy"))
+    constants = (targets, advantages, old, bonus)
+    unit = torch.ones((), device=shape.device)
+    compared = Compared({"dz": logits.clone().requires_grad_()}, unit, ("loss", "logprobs", "entropy"))
 
     def plain(function: Callable[..., tuple[Tensor, ...]], logits: Tensor) -> tuple[Tensor, ...]:
-        return function(logits, *given)
+        return function(logits, *constants)
 
     def judge() -> Judgement:
-        found = compared.judge(partial(plain, _eager))
+        judgement = compared.judge(partial(plain, _eager))
         # The ratio is exp of a float32 log-prob, so its error is up to |log-prob| ulp; the target's dz is a multiple of it.
-        size = float(found.exact["dz"].abs().max() * found.exact["logprobs"].abs().max())
-        return replace(found, scales={"dz": size, "loss": float(advantages.abs().sum())})
+        size = float(judgement.exact["dz"].abs().max() * judgement.exact["logprobs"].abs().max())
+        return replace(judgement, scales={"dz": size, "loss": float(advantages.abs().sum())})
 
     variants: list[Variant | Missing] = []
     for provider in ROW_PROVIDERS:
@@ -62,8 +62,8 @@ def _build(shape: Shape) -> Bench:
         if reason is not None:
             variants.append(Missing(f"ours, {provider.name}", reason))
             continue
-        name = f"ours, {provider.name}" if any(each.name == "ours" for each in variants) else "ours"
-        ours = _Ours(provider.load(), logits, *given)
+        name = f"ours, {provider.name}" if any(variant.name == "ours" for variant in variants) else "ours"
+        ours = _Ours(provider.load(), logits, *constants)
         variants.append(Variant(name, ours.run, "" if name != "ours" else provider.name, prepare=ours.fill))
     variants += [
         compared.variant("torch eager", partial(plain, _eager)),
@@ -96,19 +96,19 @@ class _Ours:
     def fill(self) -> None:
         """Do the work of a batch, not of a chunk: allocate arrays of all tokens and the evaluator of the objective."""
         self.logits.copy_(self.source)
-        found = self.statistics = Statistics.zeros(self.active.numel(), self.logits.device)
-        self.terms = policy_terms(self.kernels, self.tokens, found.logprobs, found.entropy)
+        statistics = self.statistics = Statistics.zeros(self.active.numel(), self.logits.device)
+        self.terms = policy_terms(self.kernels, self.tokens, statistics.logprobs, statistics.entropy)
 
     def run(self) -> Results:
-        rows, found, terms = Rows.of(None, self.active.numel()), self.statistics, self.terms
+        rows, statistics, terms = Rows.of(None, self.active.numel()), self.statistics, self.terms
         if terms.in_one_walk is not None:
-            terms.in_one_walk(self.logits, rows, self.head, found, self.out, self.active).wait()
+            terms.in_one_walk(self.logits, rows, self.head, statistics, self.out, self.active).wait()
         else:
-            self.kernels.statistics(self.logits, rows, self.head, found)
+            self.kernels.statistics(self.logits, rows, self.head, statistics)
             terms.evaluate(rows)
-            slopes = Slopes(found, terms.coefficient, terms.entropy_coefficient)
+            slopes = Slopes(statistics, terms.coefficient, terms.entropy_coefficient)
             self.kernels.gradients(self.logits, rows, self.head, slopes, self.out, self.active).wait()
-        return {"logprobs": found.logprobs, "entropy": found.entropy, "dz": self.out}
+        return {"logprobs": statistics.logprobs, "entropy": statistics.entropy, "dz": self.out}
 
 
 def _eager(

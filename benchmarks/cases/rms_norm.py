@@ -43,7 +43,7 @@ def _eager(x: Tensor, weight: Tensor) -> Tensor:
 
 def _eager_rotated(x: Tensor, weight: Tensor, rotation: Tensor) -> Tensor:
     """Rotate as transformers does: cos and sin in the dtype of x, repeated for both halves of each pair."""
-    cos, sin = (torch.cat((each, each), -1).to(x.dtype) for each in rotation.chunk(2, -1))
+    cos, sin = (torch.cat((half, half), -1).to(x.dtype) for half in rotation.chunk(2, -1))
     normed = _eager(x, weight)
     first, second = normed.chunk(2, -1)
     return normed * cos + torch.cat((-second, first), -1) * sin
@@ -51,8 +51,8 @@ def _eager_rotated(x: Tensor, weight: Tensor, rotation: Tensor) -> Tensor:
 
 def _build(shape: Shape) -> Bench:
     randn, dtype = normal(shape), getattr(torch, shape.dtype)
-    whole = randn(shape.tokens, (shape.heads or 1) * shape.hidden).to(dtype)
-    x = whole[:, -shape.hidden :].requires_grad_()
+    projection = randn(shape.tokens, (shape.heads or 1) * shape.hidden).to(dtype)
+    x = projection[:, -shape.hidden :].requires_grad_()
     weight = randn(shape.hidden).to(dtype).requires_grad_()
     gradient = randn(shape.tokens, shape.hidden).to(dtype)
     compared = Compared({"dx": x, "dw": weight}, gradient)

@@ -135,8 +135,8 @@ def shown(study: Study, run: Path) -> dict[str, float]:
     rows = [row.values for row in read_metrics(run / "metrics.jsonl")]
     summary = load_summary(run / "summary.json")
     assert summary.before is not None and summary.after is not None
-    found = {name: estimate.mean for name, estimate in summary.after.rows.items() if estimate.mean is not None}
-    numbers = {name: found[name] for name in ("system", *study.evaluated) if name in found}
+    values = {name: estimate.mean for name, estimate in summary.after.rows.items() if estimate.mean is not None}
+    numbers = {name: values[name] for name in ("system", *study.evaluated) if name in values}
     before = {name: estimate.mean for name, estimate in summary.before.rows.items() if estimate.mean is not None}
     numbers |= {f"{name}_before": before[name] for name in ("system", *study.evaluated) if name in before}
     numbers |= trained(rows, study.agents) | gradients(rows) | rewards(rows, study.agents)
@@ -146,9 +146,9 @@ def shown(study: Study, run: Path) -> dict[str, float]:
 def trained(rows: Sequence[Any], agents: Sequence[str]) -> dict[str, float]:
     """Return updates, steps that trained nothing, and trained tokens, in total and by agent."""
     updates = [sum(_of(row, "actor/updates")) for row in rows]
-    found = {"updates": float(sum(updates)), "empty_steps": float(sum(not each for each in updates))}
+    numbers = {"updates": float(sum(updates)), "empty_steps": float(sum(not num_updates for num_updates in updates))}
     tokens = {agent: sum(sum(_of(row, f"actor/{agent}/tokens")) for row in rows) for agent in agents}
-    return found | {f"{agent}_tokens": float(num) for agent, num in tokens.items()}
+    return numbers | {f"{agent}_tokens": float(num) for agent, num in tokens.items()}
 
 
 def gradients(rows: Sequence[Any]) -> dict[str, float]:
@@ -165,19 +165,22 @@ def _of(row: Any, metric: str) -> list[float]:
 
 def rewards(rows: Sequence[Any], agents: Sequence[str]) -> dict[str, float]:
     """Return mean reward of each agent and entropy (nats per token) in the first and the last quarter of the steps."""
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for agent in agents:
-        found |= quarters(f"{agent}_reward", [row.get(f"reward/{agent}/mean") for row in rows])
-    return found | quarters("entropy", [row.get("actor/entropy") for row in rows])
+        numbers |= quarters(f"{agent}_reward", [row.get(f"reward/{agent}/mean") for row in rows])
+    return numbers | quarters("entropy", [row.get("actor/entropy") for row in rows])
 
 
 def quarters(name: str, values: Sequence[float | None]) -> dict[str, float]:
     """Return <name>_first and <name>_last, means over the first and the last quarter of the steps that have a value."""
-    known = [value for value in values if value is not None]
-    if not known:
+    known_values = [value for value in values if value is not None]
+    if not known_values:
         return {}
-    quarter = max(1, len(known) // 4)
-    return {f"{name}_first": statistics.fmean(known[:quarter]), f"{name}_last": statistics.fmean(known[-quarter:])}
+    quarter = max(1, len(known_values) // 4)
+    return {
+        f"{name}_first": statistics.fmean(known_values[:quarter]),
+        f"{name}_last": statistics.fmean(known_values[-quarter:]),
+    }
 
 
 def last_counts(rows: Sequence[Any], names: Sequence[str]) -> dict[str, float]:

@@ -67,19 +67,19 @@ def every_job(only: Sequence[str]) -> list[Job]:
     jobs = []
     for seed in range(max(arm.num_seeds for study in STUDIES.values() for arm in study.arms.values())):
         for name, study in STUDIES.items():
-            jobs += [Job(name, arm, seed) for arm, each in study.arms.items() if seed < each.num_seeds]
+            jobs += [Job(name, arm, seed) for arm, arm_settings in study.arms.items() if seed < arm_settings.num_seeds]
         jobs += [Job("foreign", arm, seed) for arm in FOREIGN if seed < FOREIGN_SEEDS]
     return [job for job in jobs if not only or job.study in only]
 
 
 def read_results(folder: Path) -> Results:
     """Read existing results, by (study, arm, seed)."""
-    found = {}
+    results = {}
     for job in every_job(()):
         file = folder / f"{job.name}.json"
         if file.exists():
-            found[job.study, job.arm, job.seed] = Result(**json.loads(file.read_text("utf-8")))
-    return found
+            results[job.study, job.arm, job.seed] = Result(**json.loads(file.read_text("utf-8")))
+    return results
 
 
 def git(*words: str) -> subprocess.CompletedProcess[str]:
@@ -119,12 +119,12 @@ class Runner:
 
     def all(self, jobs: Sequence[Job]) -> None:
         """Run the warm starts, once each, then the trainings, then the evaluations that need them."""
-        self._at_once(partial(self._make, words) for words in self._warm_starts(jobs))
+        self._at_once(partial(self._make, settings) for settings in self._warm_starts(jobs))
         trainings = [job for job in jobs if job.study != "foreign"]
         for job in jobs:
-            whole = Job("marsrl", "whole", job.seed)
-            if job.study == "foreign" and whole not in trainings and not (self.runs / whole.name).exists():
-                trainings.append(whole)  # The run of `whole` is on another machine, or deleted.
+            whole_job = Job("marsrl", "whole", job.seed)
+            if job.study == "foreign" and whole_job not in trainings and not (self.runs / whole_job.name).exists():
+                trainings.append(whole_job)  # The run of `whole` is on another machine, or deleted.
         self._at_once(partial(self.train, job) for job in trainings)
         self._at_once(partial(self.evaluate, job) for job in jobs if job.study == "foreign")
 
@@ -142,18 +142,18 @@ class Runner:
         from marsrl.trainer.config.read import read_config
         from marsrl.trainer.schools.warm_start import SHAPE, name_of, recipe_of
 
-        found = {}
+        starts = {}
         for job in jobs:
-            words = [*job.settings, *self.more]
-            config, _ = read_config(None, words)
+            settings = [*job.settings, *self.more]
+            config, _ = read_config(None, settings)
             for policy in config.policies.values():
-                found[name_of(recipe_of(config, policy.shape or SHAPE))] = words
-        return list(found.values())
+                starts[name_of(recipe_of(config, policy.shape or SHAPE))] = settings
+        return list(starts.values())
 
     def _make(self, words: Sequence[str]) -> Path:
         """Return the directory of the warm-started policy of these settings."""
-        said, _ = self._call([__file__, "--warm-start", *words])
-        return Path(said.strip().rpartition("\n")[2])
+        output, _ = self._call([__file__, "--warm-start", *words])
+        return Path(output.strip().rpartition("\n")[2])
 
     def _call(self, words: Sequence[str]) -> tuple[str, dict[str, float]]:
         """Run Python with these arguments; return its standard output, CPU seconds and peak resident bytes.
@@ -169,21 +169,21 @@ class Runner:
             process.returncode = os.waitstatus_to_exitcode(status)
             out.seek(0)
             errors.seek(0)
-            said = out.read()
+            output = out.read()
             if process.returncode:
-                lines = [*said.splitlines(), *errors.read().splitlines()]
+                lines = [*output.splitlines(), *errors.read().splitlines()]
                 ours = [line for line in lines if line.startswith("marsrl: ")]
                 raise RuntimeError((ours or lines or [f"exit code {process.returncode}"])[-1])
-        return said, {"cpu_seconds": usage.ru_utime + usage.ru_stime, "peak_bytes": usage.ru_maxrss * 1024.0}
+        return output, {"cpu_seconds": usage.ru_utime + usage.ru_stime, "peak_bytes": usage.ru_maxrss * 1024.0}
 
     def train(self, job: Job) -> None:
         run = self.runs / job.name
         shutil.rmtree(run, ignore_errors=True)  # A killed training may have left it.
-        words = [f"run.dir={self.runs}", f"run.name={job.name}", *job.settings, *self.more]
+        settings = [f"run.dir={self.runs}", f"run.name={job.name}", *job.settings, *self.more]
         start = time.monotonic()
         try:
-            _, used = self._call([str(ROOT / "trainer" / "main.py"), *words])
-            self._keep(job, start, shown(STUDIES[job.study], run) | used)
+            _, usage = self._call([str(ROOT / "trainer" / "main.py"), *settings])
+            self._keep(job, start, shown(STUDIES[job.study], run) | usage)
         except RuntimeError as error:  # A training that stops is a result: it is reported, but enters no mean.
             self._keep(job, start, {}, stopped=str(error))
 
@@ -198,7 +198,7 @@ class Runner:
                 critics = self._make([*Job("marsrl", "whole", job.seed).settings, *self.more])
             else:
                 self._call(["-m", "marsrl.commands.cli", "export", str(run), str(critics)])
-            words = [
+            settings = [
                 "--config",
                 str(run / "config.yaml"),
                 f"policies.main.model={critics}",
@@ -206,14 +206,14 @@ class Runner:
             ]
             if job.arm != "own team":
                 solver = self._make([*job.settings, *self.more])
-                words += [f"policies.foreign.model={solver}", "policies.foreign.frozen=true"]
-                words += ["policies.foreign.dtype=float32", "agents.solver.policy=foreign"]
-            said, _ = self._call(["-m", "marsrl.commands.cli", "evaluate", *words])
-        evaluation = Evaluation.model_validate_json(said)
+                settings += [f"policies.foreign.model={solver}", "policies.foreign.frozen=true"]
+                settings += ["policies.foreign.dtype=float32", "agents.solver.policy=foreign"]
+            output, _ = self._call(["-m", "marsrl.commands.cli", "evaluate", *settings])
+        evaluation = Evaluation.model_validate_json(output)
         assert evaluation.alone is not None and evaluation.alone.mean is not None and evaluation.system.mean is not None
-        found = {name: row.mean for name, row in evaluation.rows.items() if row.mean is not None}
+        numbers = {name: row.mean for name, row in evaluation.rows.items() if row.mean is not None}
         alone, system = evaluation.alone.mean, evaluation.system.mean
-        self._keep(job, start, {**found, "alone": alone, "added": system - alone})
+        self._keep(job, start, {**numbers, "alone": alone, "added": system - alone})
 
     def _keep(self, job: Job, start: float, found: dict[str, float], stopped: str | None = None) -> None:
         from marsrl.trainer.machine import LIBRARIES, device_name, library_versions
@@ -244,9 +244,9 @@ def plan(jobs: Sequence[Job], results: Results) -> str:
     """Return a Markdown table with the number of finished seeds, and of all seeds, per arm."""
     lines = ["| study | arm | seeds | there |", "|---|---|---|---|"]
     for study, arm in dict.fromkeys((job.study, job.arm) for job in jobs):
-        mine = [job for job in jobs if (job.study, job.arm) == (study, arm)]
-        there = sum(is_current(job, results.get((job.study, job.arm, job.seed))) for job in mine)
-        lines.append(f"| {study} | {arm} | {len(mine)} | {there} |")
+        jobs_of_arm = [job for job in jobs if (job.study, job.arm) == (study, arm)]
+        num_current = sum(is_current(job, results.get((job.study, job.arm, job.seed))) for job in jobs_of_arm)
+        lines.append(f"| {study} | {arm} | {len(jobs_of_arm)} | {num_current} |")
     return "\n".join(lines)
 
 
@@ -256,18 +256,18 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=[], choices=[*STUDIES, "foreign"], help="some of the studies")
     parser.add_argument("--jobs", type=int, default=1, help="trainings at a time (default: 1)")
     parser.add_argument("--warm-start", nargs="+", help=argparse.SUPPRESS)
-    words = parser.parse_args()
-    if words.warm_start:
-        print(warm_started(words.warm_start))
+    options = parser.parse_args()
+    if options.warm_start:
+        print(warm_started(options.warm_start))
         return 0
-    jobs = every_job(words.only)
+    jobs = every_job(options.only)
     runs = RUNS / state_of_the_code()
     os.environ["MARSRL_CACHE"] = str(runs / "cache")
-    runner = Runner(git("rev-parse", "HEAD").stdout.strip(), RESULTS, runs, words.jobs)
+    runner = Runner(git("rev-parse", "HEAD").stdout.strip(), RESULTS, runs, options.jobs)
     results = read_results(RESULTS)
     missing = [job for job in jobs if not is_current(job, results.get((job.study, job.arm, job.seed)))]
     print(plan(jobs, results), flush=True)
-    if words.run:
+    if options.run:
         if files := changed_files():
             parser.error(f"the tree differs from its commit, which the results are to name: commit or undo\n{files}")
         runner.all(missing)

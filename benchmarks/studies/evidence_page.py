@@ -54,9 +54,9 @@ class Claim:
 def values(claim: Claim, arm: str, column: str, results: Results) -> dict[int, float]:
     """Return {seed: value} of the finished trainings."""
     return {
-        seed: each.found[column]
-        for (study, name, seed), each in sorted(results.items())
-        if (study, name) == (claim.study, arm) and each.stopped is None and column in each.found
+        seed: result.found[column]
+        for (study, name, seed), result in sorted(results.items())
+        if (study, name) == (claim.study, arm) and result.stopped is None and column in result.found
     }
 
 
@@ -66,8 +66,8 @@ def difference(ours: Mapping[int, float], theirs: Mapping[int, float]) -> str:
     if len(paired) < 2:
         return "–"
     mean, half = interval(paired)
-    shown = f"{'-' if mean < 0 else '+'}{_short(abs(mean))} ± {_short(half)}"
-    return f"**{shown}**" if abs(mean) > half else shown
+    text = f"{'-' if mean < 0 else '+'}{_short(abs(mean))} ± {_short(half)}"
+    return f"**{text}**" if abs(mean) > half else text
 
 
 def table(claim: Claim, results: Results) -> str:
@@ -81,21 +81,23 @@ def table(claim: Claim, results: Results) -> str:
             if not by_seed:
                 lines.append(f"| {arm} | not run |" + " |" * (len(headings) - 2))
                 continue
-            stopped = sum(each.stopped is not None for key, each in results.items() if key[:2] == (claim.study, arm))
+            stopped = sum(
+                result.stopped is not None for key, result in results.items() if key[:2] == (claim.study, arm)
+            )
             seeds = f"{len(by_seed)}" + (f" ({stopped} stopped)" if stopped else "")
             mean, half = interval(list(by_seed.values()))
-            shown = [
+            cells = [
                 _short(mean) + (f" ± {_short(half)}" if len(by_seed) > 1 else ""),
                 *(_mean(claim, arm, name, results) for name in [*claim.columns][1:]),
             ]
             against = "–" if arm == group[0] else difference(by_seed, values(claim, group[0], first, results))
-            lines.append(f"| {' | '.join([arm, seeds, *shown, against])} |")
+            lines.append(f"| {' | '.join([arm, seeds, *cells, against])} |")
     return "\n".join(lines)
 
 
 def _mean(claim: Claim, arm: str, column: str, results: Results) -> str:
-    known = list(values(claim, arm, column, results).values())
-    return _short(sum(known) / len(known)) if known else "–"
+    finished = list(values(claim, arm, column, results).values())
+    return _short(sum(finished) / len(finished)) if finished else "–"
 
 
 def _short(value: float) -> str:
@@ -107,15 +109,15 @@ def _short(value: float) -> str:
 
 def provenance(results: Results) -> str:
     """Return a sentence with the commits of the results."""
-    used = {(claim.study, arm) for claim in CLAIMS.values() for group in claim.groups for arm in group}
-    commits = Counter(each.commit for key, each in results.items() if key[:2] in used)
+    arms = {(claim.study, arm) for claim in CLAIMS.values() for group in claim.groups for arm in group}
+    commits = Counter(result.commit for key, result in results.items() if key[:2] in arms)
     if not commits:
         return "Nothing has been run yet."
     named = ", ".join(f"{commit[:7]}{'+' * commit.endswith('+')} ({num})" for commit, num in commits.most_common())
-    whole = len(commits) == 1 and not any(commit.endswith("+") for commit in commits)
+    is_single = len(commits) == 1 and not any(commit.endswith("+") for commit in commits)
     return f"Results by commit: {named}." + (
         ""
-        if whole
+        if is_single
         else " **Not yet from one clean commit** (+: modified files); `python benchmarks/studies/evidence.py` lists the "
         "missing runs."
     )
@@ -127,9 +129,9 @@ def page(text: str, results: Results) -> str:
     *blocks, _ = beginning.strip().split("\n\n")
     blocks.append(provenance(results))
     for section in sections:
-        heading, says, old, *seen = section.strip().split("\n\n")
+        heading, claim_text, old, *rest_of_section = section.strip().split("\n\n")
         new = table(CLAIMS[heading.removeprefix("## ")], results)
-        blocks += [heading, says, new, *(seen if new == old else [])]
+        blocks += [heading, claim_text, new, *(rest_of_section if new == old else [])]
     return "\n\n".join(blocks) + "\n"
 
 

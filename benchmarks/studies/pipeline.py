@@ -47,24 +47,26 @@ def main() -> int:
     parser.add_argument("--json", help="write every number to this file")
     parser.add_argument("--picture", type=Path, help="draw idle engines by segments into this file")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes")
-    words = parser.parse_args()
-    grid = study.FULL if words.full else study.SENSITIVITIES if words.sensitivities else study.Grid()
-    grid = study.scaled_grid(grid, words.scale)
+    options = parser.parse_args()
+    grid = study.FULL if options.full else study.SENSITIVITIES if options.sensitivities else study.Grid()
+    grid = study.scaled_grid(grid, options.scale)
     print(tables.constants_text(), flush=True)
-    found = study.begin_study()
-    print(tables.fit_text(found.fitted), flush=True)
-    study.add_rows(found, grid, lambda line: print(f"  .. {line}", file=sys.stderr, flush=True), words.workers)
-    print(tables.pipelines_text(found, grid))
+    study_results = study.begin_study()
+    print(tables.fit_text(study_results.fitted), flush=True)
+    study.add_rows(
+        study_results, grid, lambda line: print(f"  .. {line}", file=sys.stderr, flush=True), options.workers
+    )
+    print(tables.pipelines_text(study_results, grid))
     if grid.overlap_at is not None:
-        print(tables.overlap_text(found, grid.overlap_at))
-        print(tables.axes_text(found, grid))
-    print(tables.adds_text(found, grid))
-    print(f"{sum(found.cpu_s.values()):.0f} s of CPU")
-    if words.json:
-        Path(words.json).write_text(json.dumps(tables.record(found), indent=1) + "\n")
-    if words.picture:
-        draw_idle(found, grid, words.picture)
-    print(f"ratio: {found.ratio(grid.engines, grid.problems):.3f}")
+        print(tables.overlap_text(study_results, grid.overlap_at))
+        print(tables.axes_text(study_results, grid))
+    print(tables.adds_text(study_results, grid))
+    print(f"{sum(study_results.cpu_s.values()):.0f} s of CPU")
+    if options.json:
+        Path(options.json).write_text(json.dumps(tables.record(study_results), indent=1) + "\n")
+    if options.picture:
+        draw_idle(study_results, grid, options.picture)
+    print(f"ratio: {study_results.ratio(grid.engines, grid.problems):.3f}")
     return 0
 
 

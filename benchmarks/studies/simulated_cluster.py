@@ -102,10 +102,10 @@ class Parts:
             self._inside.pop()
 
     def _book(self) -> None:
-        now = time.process_time()
+        now_s = time.process_time()
         if self._inside:
-            self.seconds[self._inside[-1]] += now - self._since
-        self._since = now
+            self.seconds[self._inside[-1]] += now_s - self._since
+        self._since = now_s
 
     def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def inside(*words: Any, **options: Any) -> Any:
@@ -160,14 +160,14 @@ def trajectories(gpus: int) -> Setting:
 def writer(renderer: ChatRenderer, constants: Constants) -> Written:
     """Return a writer of random words, with an answer or a verdict at the end."""
     outcomes = outcomes_of(constants, LENGTHS)
-    words = np.random.default_rng(0).integers(256, VOCABULARY, 1 << 20).astype(np.int32)
-    shown = "this follows from the line before, and so on; " * 5
-    said = ("", "\\boxed{7}", "\\boxed{8}", "Verdict: correct", "Verdict: wrong")
-    ends = [renderer.encode_trusted(f"</think>\n{shown}\n{each}<|im_end|>") for each in said]
+    random_words = np.random.default_rng(0).integers(256, VOCABULARY, 1 << 20).astype(np.int32)
+    thought = "this follows from the line before, and so on; " * 5
+    endings = ("", "\\boxed{7}", "\\boxed{8}", "Verdict: correct", "Verdict: wrong")
+    ends = [renderer.encode_trusted(f"</think>\n{thought}\n{ending}<|im_end|>") for ending in endings]
 
     def written(uid: str, num_tokens: int, num_left: int) -> IntArray:
-        start = zlib.crc32(uid.encode()) % (len(words) - num_tokens)
-        tokens = words[start : start + num_tokens].copy()
+        start = zlib.crc32(uid.encode()) % (len(random_words) - num_tokens)
+        tokens = random_words[start : start + num_tokens].copy()
         if not num_left:
             end = ends[last_token(outcomes, uid)]
             tokens[-len(end) :] = end[-num_tokens:]
@@ -182,13 +182,13 @@ def teller(renderer: ChatRenderer) -> Callable[[IntArray], str]:
     Decoding everything, as engines do, would take most of the time and would evict rank 0's data from the caches.
     """
     decode = renderer.decode  # the original method, not the one that is timed
-    words = decode(np.random.default_rng(1).integers(256, VOCABULARY, 1 << 18).astype(np.int32))
-    each = len(words) / (1 << 18)
+    decoded = decode(np.random.default_rng(1).integers(256, VOCABULARY, 1 << 18).astype(np.int32))
+    chars_per_token = len(decoded) / (1 << 18)
 
     def told(ids: IntArray) -> str:
-        rest = max(0, len(ids) - END)
-        start = int(ids[0]) if rest else 0
-        return words[start : start + round(rest * each)] + decode(ids[rest:])
+        num_rest = max(0, len(ids) - END)
+        start = int(ids[0]) if num_rest else 0
+        return decoded[start : start + round(num_rest * chars_per_token)] + decode(ids[num_rest:])
 
     return told
 
@@ -244,13 +244,13 @@ def trained(
         batches = mini_batches(
             credited.of(config.agents), config.trainer.updates_per_step, average, seed=config.run.seed, step=1
         )
-    for each in batches:
+    for batch in batches:
         with parts.of("micro-batches planned"):
-            lengths = [s.num_tokens for s in each.sequences]
+            lengths = [s.num_tokens for s in batch.sequences]
             plan = plan_micro_batches(lengths, data_size, config.trainer.max_tokens_per_micro_batch)
         for data_rank, members in [(data_rank, members) for data_rank, share in enumerate(plan) for members in share]:
             with parts.of("encoding the batch"):
-                data = encode([each.sequences[i] for i in members])
+                data = encode([batch.sequences[i] for i in members])
             sent["to the data ranks"] += len(data)
             if data_rank == 1:
                 with parts.of(BESIDE[1]):
@@ -270,12 +270,12 @@ def exponent(sizes: Sequence[float], seconds: Sequence[float]) -> float:
 
 def in_its_own_process(gpus: int, grain: int, times: int = 1) -> RankZero:
     """Measure in separate processes, so many times, and return the median."""
-    words = [sys.executable, __file__, "--measure", json.dumps([gpus, grain])]
-    found = []
+    command = [sys.executable, __file__, "--measure", json.dumps([gpus, grain])]
+    measured = []
     for _ in range(times):
-        done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
-        found.append(RankZero(**json.loads(done.stdout.splitlines()[-1])))
-    return sorted(found, key=lambda each: each.sample_s)[times // 2]
+        completed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        measured.append(RankZero(**json.loads(completed.stdout.splitlines()[-1])))
+    return sorted(measured, key=lambda rank_zero: rank_zero.sample_s)[times // 2]
 
 
 def token_s(coarse: RankZero, fine: RankZero) -> float:
@@ -285,31 +285,33 @@ def token_s(coarse: RankZero, fine: RankZero) -> float:
 
 def overlap_gains() -> dict[str, Outcome]:
     """Simulate one agent at 32k tokens: first in turn with the trainer, then beside it, by GPU split and segments."""
-    own = Constants.gpus_per_engine
-    whole = Setting(round(BASE / own), ULORL.problems, is_solver_only=True, group_size=GROUP, max_tokens=LONG)
-    found = {"overlap 0": play(replace(whole, steps=6, warmup=0), Constants(), LENGTHS)}
+    gpus_per_engine = Constants.gpus_per_engine
+    setting = Setting(
+        round(BASE / gpus_per_engine), ULORL.problems, is_solver_only=True, group_size=GROUP, max_tokens=LONG
+    )
+    outcomes = {"overlap 0": play(replace(setting, steps=6, warmup=0), Constants(), LENGTHS)}
     for share in DIVISIONS:
         for segments in (1, 4):
-            engines = round(share * BASE / own)
+            engines = round(share * BASE / gpus_per_engine)
             beside = replace(
-                whole, engines=engines, segments=segments, overlap=1, steps=12, warmup=12,
-                trainer_gpus=BASE - round(engines * own),
+                setting, engines=engines, segments=segments, overlap=1, steps=12, warmup=12,
+                trainer_gpus=BASE - round(engines * gpus_per_engine),
             )  # fmt: skip
             name = f"overlap 1, {100 * share:.0f} % of the GPUs decode, segments {segments}"
-            found[name] = play(beside, Constants(), LENGTHS)
-    return found
+            outcomes[name] = play(beside, Constants(), LENGTHS)
+    return outcomes
 
 
 def show_ranks(ranks: Sequence[RankZero], per_token_s: float, steady: Outcome, sample_tokens: float) -> None:
     rows = []
-    for found in ranks:
-        samples = steady.tokens_per_s * steady.step_s / sample_tokens * found.gpus / BASE
-        sample_s = found.sample_s + per_token_s * (sample_tokens - found.sample_tokens)
+    for rank_zero in ranks:
+        samples = steady.tokens_per_s * steady.step_s / sample_tokens * rank_zero.gpus / BASE
+        sample_s = rank_zero.sample_s + per_token_s * (sample_tokens - rank_zero.sample_tokens)
         share = samples * sample_s / steady.step_s
         rows.append(
             (
-                f"{found.gpus:,}", f"{samples:,.0f}", f"{steady.step_s:,.0f}", f"{found.played:,}, {found.samples:,}",
-                f"{1e6 * found.sample_s:.0f}", f"{1e6 * sample_s:.0f}", f"{samples * sample_s:.1f}", f"{100 * share:.2f}%",
+                f"{rank_zero.gpus:,}", f"{samples:,.0f}", f"{steady.step_s:,.0f}", f"{rank_zero.played:,}, {rank_zero.samples:,}",
+                f"{1e6 * rank_zero.sample_s:.0f}", f"{1e6 * sample_s:.0f}", f"{samples * sample_s:.1f}", f"{100 * share:.2f}%",
             )
         )  # fmt: skip
     heads = (
@@ -319,13 +321,15 @@ def show_ranks(ranks: Sequence[RankZero], per_token_s: float, steady: Outcome, s
     print(f"Rank 0; {sample_tokens:,.0f} tokens a sample, {1e9 * per_token_s:.0f} ns of CPU each")
     print(columns(heads, rows))
     for part in ranks[0].seconds:
-        micros = (f"{1e6 * found.part_s(part):.0f}" for found in ranks)
+        micros = (f"{1e6 * rank_zero.part_s(part):.0f}" for rank_zero in ranks)
         print(f"  {part:36} {', '.join(micros)} us a sample")
     for name in ranks[0].bytes:
-        print(f"  {name:36} {', '.join(f'{found.bytes[name] / 2**20:.1f}' for found in ranks)} MiB")
+        print(f"  {name:36} {', '.join(f'{rank_zero.bytes[name] / 2**20:.1f}' for rank_zero in ranks)} MiB")
     if len(ranks) > 1:
-        slope = exponent([found.gpus for found in ranks], [found.gpus * found.sample_s for found in ranks])
-        print(f"  exponent {slope:.2f}; at most {', '.join(f'{found.peak_gib:.1f}' for found in ranks)} GiB")
+        slope = exponent(
+            [rank_zero.gpus for rank_zero in ranks], [rank_zero.gpus * rank_zero.sample_s for rank_zero in ranks]
+        )
+        print(f"  exponent {slope:.2f}; at most {', '.join(f'{rank_zero.peak_gib:.1f}' for rank_zero in ranks)} GiB")
 
 
 def show_gains(trajectory: Outcome, steady: Outcome, overlap: Mapping[str, Outcome]) -> None:
@@ -333,10 +337,10 @@ def show_gains(trajectory: Outcome, steady: Outcome, overlap: Mapping[str, Outco
     alone = overlap["overlap 0"]
     rows = [
         (
-            name, f"{found.step_s:.0f}", f"{found.rollout_s:.0f}", f"{found.train_s:.0f}", f"{100 * found.idle_share:.0f}%",
-            f"{found.staleness_mean:.1f}", f"{found.tokens_per_s / alone.tokens_per_s:.2f}",
+            name, f"{gain.step_s:.0f}", f"{gain.rollout_s:.0f}", f"{gain.train_s:.0f}", f"{100 * gain.idle_share:.0f}%",
+            f"{gain.staleness_mean:.1f}", f"{gain.tokens_per_s / alone.tokens_per_s:.2f}",
         )
-        for name, found in overlap.items()
+        for name, gain in overlap.items()
     ]  # fmt: skip
     print("Overlap, one agent, 32k")
     print(columns(("", "step s", "rollout s", "train s", "idle", "staleness", "over overlap 0"), rows))
@@ -347,25 +351,25 @@ def main() -> int:
     parser.add_argument("--gpus", type=int, nargs="+", default=[64, 256], help="numbers of GPUs, multiples of 64")
     parser.add_argument("--json", help="write every number to this file")
     parser.add_argument("--measure", help=argparse.SUPPRESS)
-    words = parser.parse_args()
-    if words.measure:
-        print(json.dumps(asdict(measure(*json.loads(words.measure)))))
+    options = parser.parse_args()
+    if options.measure:
+        print(json.dumps(asdict(measure(*json.loads(options.measure)))))
         return 0
     gc.disable()  # Samples hold no cycles.
     steady = play(replace(asynchronous(BASE), warmup=STEADY, steps=8), Constants(), LENGTHS)
     trajectory, overlap = play(trajectories(BASE), Constants(), LENGTHS), overlap_gains()
     show_gains(trajectory, steady, overlap)
     coarse, fine = (in_its_own_process(BASE, grain, TIMES) for grain in (COARSE, FINE))
-    ranks = [coarse if gpus == BASE else in_its_own_process(gpus, COARSE) for gpus in words.gpus]
+    ranks = [coarse if gpus == BASE else in_its_own_process(gpus, COARSE) for gpus in options.gpus]
     show_ranks(ranks, token_s(coarse, fine), steady, sample_tokens=trajectory.tokens_per_s * trajectory.s_per_sample)
-    if words.json:
+    if options.json:
         record = {
             "steady": asdict(steady),
             "trajectory": asdict(trajectory),
             "overlap": {name: asdict(found) for name, found in overlap.items()},
             "rank_0": [asdict(found) for found in (fine, *ranks)],
         }
-        Path(words.json).write_text(json.dumps(record, indent=1) + "\n")
+        Path(options.json).write_text(json.dumps(record, indent=1) + "\n")
     return 0
 
 

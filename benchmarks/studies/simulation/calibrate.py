@@ -62,8 +62,8 @@ def fit(constants: Constants) -> Fit:
     return Fit(
         sigma,
         {n: outcome(sigma, n).step_s if n > 1 else steady[n].step_s for n in PUBLISHED_S},
-        {n: each.step_s for n, each in steady.items()},
-        {n: each.samples_per_step for n, each in steady.items()},
+        {n: steady_outcome.step_s for n, steady_outcome in steady.items()},
+        {n: steady_outcome.samples_per_step for n, steady_outcome in steady.items()},
     )
 
 

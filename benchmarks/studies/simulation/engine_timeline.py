@@ -122,8 +122,8 @@ class EngineTimeline:
             self.now_s += seconds
             self.busy_s += seconds
             self._running[self._num_admitted] = _Running(job, context, self._step)
-            left = job.context + job.num_new - context
-            heapq.heappush(self._ends, (self._step + left, self._num_admitted))
+            num_left = job.context + job.num_new - context
+            heapq.heappush(self._ends, (self._step + num_left, self._num_admitted))
             self._held += context
             self._num_admitted += 1
             fresh.append(job.uid)
@@ -156,6 +156,6 @@ class EngineTimeline:
         while self._ends and (self._ends[0][0] <= self._step or self._ends[0][1] not in self._running):
             order = heapq.heappop(self._ends)[1]
             if order in self._running:
-                done = self._running.pop(order)
-                self._held -= done.context + self._step - done.since
-                ended.append(done.job.uid)
+                finished = self._running.pop(order)
+                self._held -= finished.context + self._step - finished.since
+                ended.append(finished.job.uid)

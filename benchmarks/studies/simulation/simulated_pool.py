@@ -104,18 +104,18 @@ class SimulatedReplicas(Replicas):
         engine, now_s = self.engines[replica], self.clock.now_s
         assert not engine.run(now_s), "what has ended is collected before more is submitted"
         for request in decode(list[DecodeRequest], message):
-            left = self._left.pop(request.uid, None)
-            prefix = request.affinity if left is None else request.uid
-            whole = -(-self._lengths.tokens(request.uid) // self.grain)
-            if left is None:
-                left = whole
-            num_known = whole - left
+            num_left = self._left.pop(request.uid, None)
+            prefix = request.affinity if num_left is None else request.uid
+            full_length = -(-self._lengths.tokens(request.uid) // self.grain)
+            if num_left is None:
+                num_left = full_length
+            num_known = full_length - num_left
             context = (len(request.token_ids) - num_known) * self.prompt_grain + num_known * self.grain
             # New weights start a new prefix cache. Evictions of a waiting prefix by running sequences are ignored.
             cached = context if self._cached.get(prefix) == (replica, version) else 0
             self._cached[prefix] = (replica, version)
-            self._under_way[replica][request.uid] = _UnderWay(request, left, version)
-            num_new = min(left, request.max_new_tokens) * self.grain
+            self._under_way[replica][request.uid] = _UnderWay(request, num_left, version)
+            num_new = min(num_left, request.max_new_tokens) * self.grain
             engine.add(Job(request.uid, context, cached, num_new), now_s)
         self._next_s[replica] = engine.next_event_s()
         self.own_cpu_s += time.process_time() - begin
@@ -128,8 +128,8 @@ class SimulatedReplicas(Replicas):
         self.own_cpu_s += time.process_time() - begin
         self.returned += sum(map(len, answers.values()))
         return [
-            (replica, Timed(decode(list[DecodeResult], each), start, self.clock.now_s))
-            for replica, each in answers.items()
+            (replica, Timed(decode(list[DecodeResult], replica_answers), start, self.clock.now_s))
+            for replica, replica_answers in answers.items()
         ]
 
     def _run(self, busy: Sequence[int], limit: float, answers: dict[int, bytes]) -> None:

@@ -98,11 +98,11 @@ def settings(grid: Grid) -> list[Setting]:
     places = [(grid.engines, grid.problems)]
     places += [(engines, grid.problems) for engines in grid.engine_axis]
     places += [(grid.engines, problems) for problems in grid.problem_axis]
-    found = [central(grid, pipeline, segments) for pipeline in PIPELINES for segments in grid.segments]
-    found += [setting for place in places for setting in (reference(*place), ours(*place))]
+    runs = [central(grid, pipeline, segments) for pipeline in PIPELINES for segments in grid.segments]
+    runs += [setting for point in places for setting in (reference(*point), ours(*point))]
     if grid.overlap_at is not None:
-        found += [overlapped(grid.overlap_at, overlap) for overlap in (0, 1)]
-    return list(dict.fromkeys(found))
+        runs += [overlapped(grid.overlap_at, overlap) for overlap in (0, 1)]
+    return list(dict.fromkeys(runs))
 
 
 def overlapped(place: tuple[int, int], overlap: int) -> Setting:

@@ -67,10 +67,10 @@ def axes_text(study: Study, grid: Grid) -> str:
     """Return a table per axis that compares the reference with ours."""
     rows = []
     places = [(e, grid.problems) for e in grid.engine_axis] + [(grid.engines, p) for p in grid.problem_axis]
-    for place in dict.fromkeys(places):
-        slow, fast = study.rows[reference(*place)], study.rows[ours(*place)]
+    for point in dict.fromkeys(places):
+        slow, fast = study.rows[reference(*point)], study.rows[ours(*point)]
         cells = [f"{o.s_per_sample:.3f}" for o in (slow, fast)] + [f"{100 * o.idle_share:.0f}%" for o in (slow, fast)]
-        rows.append((str(place[0]), str(place[1]), *cells, f"{study.ratio(*place):.2f}"))
+        rows.append((str(point[0]), str(point[1]), *cells, f"{study.ratio(*point):.2f}"))
     heads = ("engines", "problems", "trajectory x1: s/sample", "agentic x4: s/sample", "idle x1", "idle x4", "ratio")
     return "One axis at a time\n" + columns(heads, rows)
 
