@@ -22,7 +22,15 @@ from marsrl.trainer.checks.models import find_shape, taught_shape
 from marsrl.trainer.checks.placement import rebalance_outlook, with_backend
 from marsrl.trainer.checks.refusals import refusals_of, stale_samples, why_not_backend
 from marsrl.trainer.config import RunConfig
-from marsrl.trainer.config.read import ConfigError
+from marsrl.trainer.config.read import ConfigError, read_config
+
+_FOR_ONE_GPU = (  # presets, in the order in which they are named
+    "single_gpu",
+    "single_gpu_colocated",
+    "qwen3_0.6b_1gpu",
+    "qwen3_4b_1gpu",
+    "qwen3_8b_adapters_1gpu",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +128,7 @@ def make_plan(config: RunConfig, num_gpus: int, gpu_name: str, mean_response: fl
             f"rollout: {' + '.join(f'{each.engines} engines x {each.vllm.tensor_parallel} GPUs' for each in served)} = "
             f"{engine_gpus} GPUs, but --gpus is {num_gpus}: none is left for training; lower rollout.engines or "
             "policies.<name>.engines, or give more"
+            + (f"; presets for one GPU: {', '.join(_FOR_ONE_GPU)}" if num_gpus == 1 else "")
         )
     trainers = num_gpus - engine_gpus
     of_node = int(hw.GPUS_PER_NODE.value)
@@ -138,6 +147,8 @@ def make_plan(config: RunConfig, num_gpus: int, gpu_name: str, mean_response: fl
     refused += [why_not_backend(config, has_cuda=True), why_not_one_micro_batch(config, trainers)]
     if config.rollout.placement != "local":
         notes += _notes_on_the_split({each.name: each for each in policies})
+    if num_gpus == 1 and len(policies) == 1 and not policies[0].fits and policies[0].policy.model:
+        notes += _notes_on_presets(policies[0].policy.model, gpu, gpu_name)
     if frozen := [name for name, policy in config.policies.items() if policy.frozen]:
         notes.append(
             f"frozen policies have no learner and are not planned, their engines' GPUs aside: {', '.join(frozen)}"
@@ -168,13 +179,8 @@ def make_plan(config: RunConfig, num_gpus: int, gpu_name: str, mean_response: fl
 def _policy(
     config: RunConfig, name: str, trainers: int, num_gpus: int, gpu: hw.Gpu, mean_response: float | None
 ) -> PolicyPlan:
-    policy, rollout, backend, shortened = config.policies[name], config.rollout, config.sync.backend, config
-    shape = find_shape(policy.model) if policy.model else taught_shape(config, policy)
-    if shape is None:
-        raise ConfigError(f"policies.{name}.model is not set; give a directory, or the name of a published model")
-    for each in config.policies_in(name):
-        shortened = shorten_prompts(shortened, each, shape.max_positions)
-    needs = needs_of(shortened, name, shape, trainers, gpu, mean_response)
+    rollout, backend = config.rollout, config.sync.backend
+    needs = _needs(config, name, trainers, gpu, mean_response)
     is_alone = rollout.placement == "disaggregated" and len(config.served_rollouts) == 1
     return PolicyPlan(
         **vars(needs),
@@ -185,6 +191,29 @@ def _policy(
         if is_alone
         else (),
     )
+
+
+def _needs(config: RunConfig, name: str, trainers: int, gpu: hw.Gpu, mean_response: float | None = None) -> Needs:
+    policy, shortened = config.policies[name], config
+    shape = find_shape(policy.model) if policy.model else taught_shape(config, policy)
+    if shape is None:
+        raise ConfigError(f"policies.{name}.model is not set; give a directory, or the name of a published model")
+    for each in config.policies_in(name):
+        shortened = shorten_prompts(shortened, each, shape.max_positions)
+    return needs_of(shortened, name, shape, trainers, gpu, mean_response)
+
+
+def _notes_on_presets(model: str, gpu: hw.Gpu, gpu_name: str) -> list[str]:
+    """A note on the presets with which the model fits on one GPU, with the GiB that each takes; none if none does."""
+    fitting = []
+    for preset in _FOR_ONE_GPU:
+        config, _ = read_config(preset, [f"policies.main.model={model}"])
+        needs = _needs(with_backend(config, on_gpus=True), "main", 1, gpu)
+        if needs.fits and needs.configured is not None:
+            fitting.append(f"{preset} ({needs.configured.needed / GIB:.1f} GiB)")
+    if not fitting:
+        return []
+    return [f"these presets fit {model} on one {gpu_name}: {', '.join(fitting)}; use --config {fitting[0].split()[0]}"]
 
 
 def _notes_on_the_split(policies: Mapping[str, Needs]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import re
@@ -44,6 +45,8 @@ FITS_ON = {  # GPUs
     "mars_qwen3_8b": 8,
     "single_gpu": 1,
     "single_gpu_colocated": 1,
+    "qwen3_0.6b_1gpu": 1,
+    "qwen3_4b_1gpu": 1,
     "cpu_default": 2,
     "cpu_adapters": 2,
     "qwen3_30b_a3b_adapters_8gpu": 8,
@@ -55,8 +58,12 @@ FITS_ON = {  # GPUs
 NEEDS_A_MODEL = {"math_default", "qa_default"}
 
 
+OTHER_GPUS = {"qwen3_30b_a3b_8xh200": "h200-141g", "qwen3_0.6b_1gpu": "a100-40g"}
+
+
+@functools.cache
 def planned(preset: str, num_gpus: int, *words: str, gpu: str | None = None) -> Plan:
-    gpu = gpu or ("h200-141g" if "h200" in preset else "h100-80g")
+    gpu = gpu or OTHER_GPUS.get(preset, "h100-80g")
     return make_plan(read_config(preset, words)[0], num_gpus, gpu)
 
 
@@ -81,6 +88,33 @@ def test_every_preset_fits_where_it_says(preset: str) -> None:
     assert "(config)" in text and "KV cache" in text and "weight sync" in text
     assert all(constant.source.split(";")[0][:20] in text for constant in plan.constants)
     assert any(line.split()[-2:] == ["needs", "update"] for line in shown(plan, 80).splitlines())
+
+
+@pytest.mark.parametrize("preset", sorted(FITS_ON))
+def test_a_preset_is_within_5_percent_of_the_best_layout(preset: str) -> None:
+    for policy in planned(preset, FITS_ON[preset]).policies:
+        configured, best = policy.configured, policy.options[0]
+        assert configured is not None and best.fits
+        better = f"{best.layout.words}, recompute {best.recompute}"
+        assert configured.time.total <= 1.05 * best.time.total, better
+
+
+def test_the_plan_names_presets_that_fit_on_one_gpu() -> None:
+    fitting = {
+        ("Qwen3-0.6B", "a100-40g"): "qwen3_0.6b_1gpu",
+        ("Qwen3-1.7B", "a100-40g"): "qwen3_4b_1gpu",
+        ("Qwen3-4B", "h100-80g"): "qwen3_4b_1gpu",
+        ("Qwen3-8B", "h100-80g"): "qwen3_8b_adapters_1gpu",
+        ("Qwen3-8B", "a100-40g"): None,
+    }
+    for (model, gpu), preset in fitting.items():
+        plan = planned("single_gpu", 1, f"policies.main.model={model}", gpu=gpu)
+        notes = [note for note in plan.notes if note.startswith(f"these presets fit {model} on one {gpu}: {preset} (")]
+        assert not plan.fits and len(notes) == (preset is not None)
+        if preset is not None:
+            assert planned(preset, 1, f"policies.main.model={model}", gpu=gpu).fits
+    with pytest.raises(ConfigError, match="or give more; presets for one GPU: single_gpu, "):
+        planned("qwen3_8b", 1)
 
 
 def test_twice_the_problems_take_twice_the_time_in_the_same_memory() -> None:
@@ -288,7 +322,8 @@ def test_adapters_of_one_base_are_planned_together() -> None:
     assert len(plan.engines.adapters) == 5 and publish_bytes(plan.engines, adapter) == 2 * numbers
     assert plan.configured is not None
     memory = plan.configured.memory
-    assert memory.gradients == 4 * 5 * numbers and memory.optimizer == 12 * 5 * numbers / 2  # cut over two ranks
+    half = numbers / 2  # a stage has half of the layers
+    assert memory.gradients == 4 * 5 * half and memory.optimizer == 12 * 5 * half
     assert plan.sync.backend == "shm"
     of_head = replace(plan.job.training, adapters=())
     assert head_bytes(of_head) - head_bytes(plan.job.training) == 4 * 2048 * 151936
