@@ -158,7 +158,8 @@ def test_training_may_follow_in_a_process_whose_vllm_engines_are_closed(checkpoi
     assert not torch.distributed.is_initialized()
 
 
-def test_two_actors_on_ray_serve_as_one_engine_in_process(checkpoint):
+def test_two_actors_on_ray_serve_as_one_engine_in_process(checkpoint, tmp_path):
+    """And one that cannot be made in that Ray says why."""
     directory = checkpoint("qwen3_moe")
     asks = [request(f"{i // 4}.{i}", prompt(20 + i // 4, seed=i // 4), 30, seed=i) for i in range(24)]
     here = make_pool("main", spec_of(directory, 128), local_config(placement="local"))
@@ -188,15 +189,15 @@ def test_two_actors_on_ray_serve_as_one_engine_in_process(checkpoint):
         assert all(0 < result.seconds < 100 for result in results)
         with pytest.raises(WrongVersion):
             generate(pool, [request("early.0", prompt(5), 3)], version=1)
+        with pytest.raises(ValueError, match="has no config.json"):
+            make_pool("main", spec_of(tmp_path, 128), config)
     finally:
         pool.close()
     _, left = psutil.wait_procs(children, timeout=600)
     assert not left
 
 
-def test_an_engine_or_a_pool_that_cannot_be_made_says_why_at_once(checkpoint, tmp_path):
-    with pytest.raises(ValueError, match="has no config.json"):
-        make_pool("main", spec_of(tmp_path, 128), local_config(object_store_mib=80))
+def test_a_cluster_that_does_not_answer_is_named_at_once(checkpoint):
     with held_port() as port:
         address = f"127.0.0.1:{port}"
         config = local_config(ray_address=address)
