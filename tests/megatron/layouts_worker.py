@@ -178,11 +178,12 @@ ADAPTERS: dict[str, dict[str, dict[str, Any]]] = {
 
 def adapted(model: str, kind: str, layout: dict[str, int], recompute: str) -> dict[str, Learner]:
     optimizers = {name: {"lr": 1e-2, "grad_clip": 0.5, "weight_decay": 0.1} for name in POLICIES}
-    return tiny.on_one_base(model, ADAPTERS[kind], optimizers, layout=layout, recompute=recompute)
+    options = {"objective": PolicyObjective(kl="k3", kl_coef=0.1), "reference": "past"}
+    return tiny.on_one_base(model, ADAPTERS[kind], optimizers, layout=layout, recompute=recompute, **options)
 
 
 def train_together(learners: dict[str, Learner], steps: range) -> list[float]:
-    """Losses and gradient norms."""
+    """Losses and gradient norms. The references are refreshed after the first step."""
     (group,) = groups(learners, POLICIES)
     found = []
     for number in steps:
@@ -191,6 +192,8 @@ def train_together(learners: dict[str, Learner], steps: range) -> list[float]:
         parts = joined([(MiniBatch(each, tiny.num_trained(list(each))),) for each in own])
         stats = group.train_step(scatter(parts if dist.get_rank() == 0 else None, group.shard(64)))
         found += [value for each in stats.values() for value in (each.loss, each.grad_norm)]
+        for policy in learners.values() if number == 0 else ():
+            policy.refresh_reference()
     return found
 
 
