@@ -16,9 +16,10 @@ DEVICE_TILE_ROWS = 4096
 def cpu_multiplies_bfloat16() -> bool:
     """Return True if the CPU has instructions for bfloat16 products (AVX512-BF16, AMX).
 
-    A GEMM then takes a half to a fifth of the time of float32. Otherwise oneDNN emulates them.
+    A GEMM then takes a half to a fifth of the time of float32. Otherwise oneDNN emulates them. False where torch cannot list
+    the instructions (2.11).
     """
-    capabilities = torch.cpu.get_capabilities()
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
     return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
 
 

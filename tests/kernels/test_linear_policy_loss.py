@@ -35,6 +35,14 @@ def test_bfloat16_gradients_are_right_by_both_kinds_of_products(name, rows, monk
     assert torch.equal(found[0].logprobs, found[1].logprobs) and torch.equal(found[0].loss, found[1].loss)
 
 
+def test_a_torch_that_lists_no_instructions_multiplies_float32(monkeypatch):
+    gemms.cpu_multiplies_bfloat16.cache_clear()
+    with monkeypatch.context() as older:
+        older.delattr(torch.cpu, "get_capabilities")
+        assert not gemms.cpu_multiplies_bfloat16()
+    gemms.cpu_multiplies_bfloat16.cache_clear()
+
+
 @pytest.mark.parametrize("use_reentrant", [None, True, False])  # None: no checkpoint
 @pytest.mark.parametrize("before", [torch.clone, torch.sin])
 @pytest.mark.parametrize("behind", [torch.clone, torch.exp])
