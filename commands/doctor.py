@@ -171,13 +171,11 @@ def _engines(installed: dict[str, str]) -> Iterator[Finding]:
 
 def _megatron(installed: dict[str, str]) -> Iterator[Finding]:
     chosen = choose_layers()
-    has_te = chosen.layers == "transformer_engine"
     megatron = installed.get("megatron-core", "not installed: training is impossible")
     yield Finding("training", "megatron-core", "megatron-core" in installed, megatron)
-    why = f"norms and linear layers: {chosen.why}" if has_te else chosen.why
-    yield Finding("training", "layer spec: TransformerEngine", has_te, why)
-    rest = "" if has_te else ", RMSNorm; megatron's linear layers"
-    yield Finding("training", "layer spec: ours", True, f"packed attention and experts on marsrl.kernels{rest}")
+    yield Finding("training", "layer spec: TransformerEngine", False, chosen.why)
+    ours = "packed attention and experts on marsrl.kernels, RMSNorm; megatron's linear layers"
+    yield Finding("training", "layer spec: ours", True, ours)
     for name, reason in choose_fusions(chosen)._asdict().items():
         yield Finding("training", f"megatron's fused {name.replace('_', ' ')}", reason is None, reason or "used")
 

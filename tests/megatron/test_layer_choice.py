@@ -41,10 +41,11 @@ def test_without_a_gpu_ours_are_chosen_and_doctor_says_why() -> None:
     assert told["megatron's fused gradient accumulation"] == (False, "PyTorch sees no CUDA device")
 
 
-def test_transformer_engine_is_used_if_importable_else_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transformer_engine_is_chosen_by_name_only(monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in(monkeypatch, "FP8GlobalStateManager", "fp8_autocast")
-    assert choose_layers().layers == choose_layers("transformer_engine").layers == "transformer_engine"
-    assert choose_layers("ours").layers == "ours"
+    assert choose_layers("transformer_engine").layers == "transformer_engine"
+    assert choose_layers("ours").layers == choose_layers().layers == "ours"
+    assert choose_layers().why == "policies.<name>.layers=transformer_engine would use it; not tested on GPUs"
     stand_in(monkeypatch, "fp8_autocast")
     chosen = choose_layers()
     assert chosen.layers == "ours" and "cannot be imported: cannot import name 'FP8GlobalStateManager'" in chosen.why

@@ -112,7 +112,7 @@ class PolicyConfig(Settings):
     """activations that the backward pass recomputes; selective: norms and the activation of MLP or experts; full: all of a
     layer, from its input; full_offload: as full, with the inputs in CPU memory (GPU only)"""
     layers: Literal["auto", "transformer_engine", "ours"] = "auto"
-    """implementation of norms and linear layers; auto: TransformerEngine if it is installed and there is a GPU, else ours"""
+    """implementation of norms and linear layers; auto: ours; transformer_engine is not tested on GPUs"""
     deterministic: bool = False
     """on a GPU, attention and embedding accumulate gradients in a fixed order, which needs more memory with flash-attn
     (docs/plan.md); CPUs are always deterministic"""

@@ -29,18 +29,19 @@ class LayerChoice(NamedTuple):
 
 
 def choose_layers(wanted: Literal["auto"] | Layers = "auto") -> LayerChoice:
-    """Choose TransformerEngine's layers if they can be used, else ours; layers requested by name are used or rejected.
+    """Choose ours, unless TransformerEngine's are requested by name: they have not run on a GPU here.
 
     Raises ValueError with the reason if TransformerEngine is requested but cannot be used.
     """
     if wanted == "ours":
         return LayerChoice("ours", "policies.<name>.layers=ours")
     why_not = why_not_transformer_engine()
-    if why_not is None:
-        return LayerChoice("transformer_engine", "it is installed and there is a CUDA device")
-    if wanted == "transformer_engine":
+    if wanted == "auto":
+        by_name = "policies.<name>.layers=transformer_engine would use it; not tested on GPUs"
+        return LayerChoice("ours", why_not or by_name)
+    if why_not is not None:
         raise ValueError(f"policies.<name>.layers is transformer_engine, but {why_not}; set auto or ours")
-    return LayerChoice("ours", why_not)
+    return LayerChoice("transformer_engine", "policies.<name>.layers=transformer_engine")
 
 
 def why_not_transformer_engine() -> str | None:
