@@ -87,6 +87,23 @@ def test_a_step_equals_plain_pytorch(
     close(tiny.weights(policy), plain.weights, num_updates)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_clip_inside_the_optimizer_equals_one_before_it(dtype: str, tmp_path: Path) -> None:
+    """As GPUs clip and as CPUs do; the last update is not clipped."""
+    folder, samples, found = tiny.save_model("qwen3_moe", tmp_path / "m"), tiny.sequences(6), []
+    optimizer = tiny.OPTIMIZER.model_copy(update={"grad_clip": 0.1})
+    for inside in (False, True):
+        policy = tiny.learner(folder, dtype=dtype, optimizer=optimizer)
+        policy.optimizer._clips_inside = inside
+        for clip in (0.1, 0.1, 1e9):
+            policy.optimizer._clip = clip
+            assert policy.train_step([update(policy, samples)]).grad_norm > 0.1
+        found.append(tiny.weights(policy))
+    # A weight of bfloat16 may round to its neighbour.
+    allowed = 1e-5 if dtype == "float32" else 2.0**-7
+    assert tiny.largest_difference(*found) <= allowed
+
+
 @pytest.mark.parametrize("kl", ["k1", "k2", "k3"])
 def test_the_reference_decides_where_a_step_goes(kl: str, tmp_path: Path) -> None:
     folder, samples = tiny.save_model("qwen3", tmp_path / "m"), tiny.sequences(3)

@@ -54,6 +54,8 @@ class Optimizer:
         is_precision_aware = options.use_precision_aware_optimizer_no_fp8_or_ds_fp8
         self._gradients_in = "decoupled_grad" if is_precision_aware else "grad"
         self._clip, self._weight_decay = config.grad_clip, config.weight_decay
+        # CPUs scale in a pass of their own, so that their results stay the same to the bit: AdamW divides by 1 / shrink.
+        self._clips_inside = next(model.parameters()).is_cuda
         vectors = ParamKey(predicate=ParamPredicate(name="vector", fn=lambda parameter: parameter.ndim == 1))
         self._whole = get_megatron_optimizer(options, [model], {vectors: ParamGroupOverride(wd_mult=0.0)})
         self._prime()
@@ -80,6 +82,10 @@ class Optimizer:
                 group["weight_decay"] = self._weight_decay * group.get("wd_mult", 1.0)
                 if isinstance(part.optimizer, torch.optim.AdamW | HybridDeviceOptimizer):
                     group["fused"] = True  # One pass without copies; set here, because a load replaces the groups.
+            if self._clips_inside and isinstance(part.optimizer, torch.optim.AdamW):
+                # The fused update divides gradients by grad_scale while it reads them.
+                part.optimizer.grad_scale = torch.tensor(1 / shrink) if shrink < 1 else None
+                continue
             for parameter in part.get_parameters() if shrink < 1 else ():
                 # Scale in place: without TransformerEngine megatron's function makes a scaled copy and copies it back.
                 if (gradient := getattr(parameter, self._gradients_in, None)) is not None:
