@@ -63,15 +63,17 @@ class Recomputed:
         self, args: Sequence[Any], saved: Sequence[Tensor], grads: Sequence[Tensor], needs: Sequence[bool]
     ) -> Sequence[Tensor | None]:
         leaves = [arg.detach().requires_grad_() if is_needed else arg for arg, is_needed in zip(args, needs)]
-        wanted = [leaf for leaf, is_needed in zip(leaves, needs) if is_needed]
+        grad_leaves = [leaf for leaf, is_needed in zip(leaves, needs) if is_needed]
         with torch.enable_grad():
             outputs = _as_tuple(self._function(*leaves, *args[len(needs) :]))
         ends = [(output, grad) for output, grad in zip(outputs, grads) if output.requires_grad]
         if ends:
             of_outputs = tuple(grad for _, grad in ends)
-            gradients = iter(torch.autograd.grad([out for out, _ in ends], wanted, of_outputs, materialize_grads=True))
+            gradients = iter(
+                torch.autograd.grad([out for out, _ in ends], grad_leaves, of_outputs, materialize_grads=True)
+            )
         else:  # an empty batch, for which nothing was computed
-            gradients = map(torch.zeros_like, wanted)
+            gradients = map(torch.zeros_like, grad_leaves)
         return [next(gradients) if is_needed else None for is_needed in needs]
 
 
@@ -117,7 +119,7 @@ class Gradient:
 
     def as_saved(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Return the leading arguments as the backward gets them: without memory where it reads no values."""
-        unread = (each.new_empty(()).expand(each.shape) for each in tensors[: self.num_unread])
+        unread = (tensor.new_empty(()).expand(tensor.shape) for tensor in tensors[: self.num_unread])
         return (*unread, *tensors[self.num_unread :])
 
     def implementation(

@@ -173,7 +173,7 @@ class Explanation:
     """Chosen implementation of an op, or of one kind of its calls, as `marsrl doctor` prints it."""
 
     op: str
-    chosen: str | None  # None if the op cannot run here
+    chosen: str | None  # is None if the op cannot run here
     reasons: dict[str, str]  # implementation -> why it is not chosen
 
 

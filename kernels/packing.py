@@ -93,10 +93,12 @@ def kept_rows(mask: Tensor, *, num_kept: int | None = None) -> Tensor:
     """
     check("kept_rows", "mask", mask, (None,), (torch.bool,))
     if num_kept is None or mask.device.type == "cpu":
-        found = int(mask.sum())
-        if num_kept is not None and num_kept != found:
-            raise ValueError(f"kept_rows: num_kept is {num_kept}, expected {found}, the number of set elements of mask")
-        num_kept = found
+        num_true = int(mask.sum())
+        if num_kept is not None and num_kept != num_true:
+            raise ValueError(
+                f"kept_rows: num_kept is {num_kept}, expected {num_true}, the number of set elements of mask"
+            )
+        num_kept = num_true
     number, tokens = kept_first(mask)
     rows = pad_end(tokens[:num_kept], (0, max(0, num_kept - tokens.numel())), value=-1)
     return torch.where(torch.arange(num_kept, device=mask.device) < number, rows, -1)

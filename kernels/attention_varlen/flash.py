@@ -110,11 +110,11 @@ def _is_installed(module: str) -> bool:
 
     flash_attn would load its CUDA library; without version 2 it is only the folder that contains version 4.
     """
-    top, _, rest = module.partition(".")
+    top, _, submodule = module.partition(".")
     spec = find_spec(top)
-    if spec is None or not rest:
+    if spec is None or not submodule:
         return spec is not None
-    file = rest.replace(".", "/") + ".py"
+    file = submodule.replace(".", "/") + ".py"
     return any((Path(folder) / file).exists() for folder in spec.submodule_search_locations or ())
 
 

@@ -1,4 +1,4 @@
-"""A linear layer per group of rows as a loop of GEMMs that write into one output."""
+"""Linear layer per group of rows, as a loop of GEMMs that write into one output."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any

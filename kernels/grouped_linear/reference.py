@@ -1,4 +1,4 @@
-"""A linear layer per group of rows, by autograd. The definition."""
+"""The definition: a linear layer per group of rows, by autograd."""
 
 import torch
 from torch import Tensor

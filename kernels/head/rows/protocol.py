@@ -46,7 +46,7 @@ class Statistics:
 
     @property
     def arrays(self) -> tuple[Tensor, ...]:
-        """In the order of the kernels."""
+        """Arrays in the order of the kernels' arguments."""
         return self.logprobs, self.entropy, self.maximum, self.log_sum
 
 
@@ -60,7 +60,7 @@ class Slopes:
 
     @property
     def arrays(self) -> tuple[Tensor, ...]:
-        """In the order of the kernels."""
+        """Arrays in the order of the kernels' arguments."""
         return *self.statistics.arrays, self.coefficient, self.entropy_coefficient
 
 

@@ -11,7 +11,7 @@ from marsrl.kernels.checks import kept_first
 
 
 class LateCount:
-    """An integer on a device that the host reads without draining the stream.
+    """Integer on a device that the host reads without draining the stream.
 
     The copy to pinned memory is queued at once; the host blocks only in `wait`, which it calls after queueing more work. On
     the CPU the value is known at once.
