@@ -82,7 +82,7 @@ def commit() -> str | None:
             command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
         ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        return None  # Without git, or in an installed package.
+        return None  # There is no git, or the package is installed.
 
 
 def library_versions(names: Iterable[str]) -> dict[str, str]:

@@ -356,7 +356,7 @@ class Run:
         driver.log.note(report.metrics)
 
     def evaluate_if_due(self, step: int) -> None:
-        """If due, evaluate into rank 0's metrics of this step, as eval/{agent} and eval/system. Collective."""
+        """Evaluate, if due, into rank 0's metrics of this step, as eval/{agent} and eval/system. Collective."""
         if not self.config.run.eval_every or step % self.config.run.eval_every:
             return
         with self.timed("evaluate"):

@@ -67,14 +67,14 @@ def _averaged(credited: Credited, members: Mapping[str, tuple[str, str]], averag
     members: agent and session by uid.
     """
     num_of = Counter(members.values())
-    totals: dict[str, float] = {}  # by agent
+    totals: dict[str, float] = {}  # total denominator of each agent
     for uid, (agent, session) in members.items():
         size = average.size(credited.counted[uid], num_of[agent, session])
         totals[agent] = totals.get(agent, 0) + credited.copies.get(uid, 1) * size
 
     def weight(sequence: TrainSequence) -> float:
-        agent, _ = own = members[sequence.uid]
-        of_sample = max(1, credited.counted[sequence.uid]) * num_of[own] if average.aggregation == "sequence" else 1
+        agent, _ = member = members[sequence.uid]
+        of_sample = max(1, credited.counted[sequence.uid]) * num_of[member] if average.aggregation == "sequence" else 1
         of_agent = max(1, totals[agent]) if average.denominator == "agent" else 1
         return credited.copies.get(sequence.uid, 1) / (of_sample * of_agent)
 

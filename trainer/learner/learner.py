@@ -111,7 +111,7 @@ class Learner:
         self._optimizer_config, self._total_steps, self._model_dir = policy.optimizer, total_steps, Path(model_dir)
         self._shape, self.base = shape, base  # `base` is the frozen base of an adapter.
         self.adapter: Adapter | None = None
-        self.vocab_size = shape.vocab_size  # Without padding.
+        self.vocab_size = shape.vocab_size  # Size without padding.
         self.align = layout.tensor  # Packed lengths in tokens are multiples of this.
         reference: Model | None = None
         if policy.adapter is None:

@@ -48,7 +48,7 @@ class StepLog:
         self.kept: Collection[str] = frozenset()
         self.tokens: list[TrainedTokens] = []
         self._row: dict[str, float] = {}
-        self._advantages: dict[str, float] = {}  # by uid
+        self._advantages: dict[str, float] = {}  # advantages by sample uid
 
     def open(self, resume_step: int | None) -> None:
         """Open metrics.jsonl and its copies.

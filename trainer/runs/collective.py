@@ -142,14 +142,15 @@ def scatter_bytes(parts: Sequence[bytes] | None, data_ranks: Sequence[int], rout
     own_bytes = torch.empty(ends[data_ranks[rank()]], dtype=torch.uint8)
     size = min(max(ends), SCATTER_BYTES // len(ends))
     piece = torch.empty(size, dtype=torch.uint8, device=device)
-    outgoing = torch.zeros(len(ends) if parts is not None else 0, size, dtype=torch.uint8)  # In rank 0's host memory.
+    # Rank 0 keeps all parts in host memory.
+    outgoing = torch.zeros(len(ends) if parts is not None else 0, size, dtype=torch.uint8)
     for begin in range(0, max(ends), size or 1):
         if routes.across is not None:
             pieces = None
             if parts is not None:
                 for row, part in zip(outgoing.numpy(), parts, strict=True):
-                    sent = memoryview(part)[begin : begin + size]
-                    row[: len(sent)] = sent  # Data after a part's end is not read.
+                    chunk = memoryview(part)[begin : begin + size]
+                    row[: len(chunk)] = chunk  # Data after a part's end is not read.
                 rows = outgoing.to(device)
                 pieces = [rows[data_ranks[r]] for r in dist.get_process_group_ranks(routes.across)]
             dist.scatter(piece, pieces, src=0, group=routes.across)

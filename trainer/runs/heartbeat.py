@@ -172,7 +172,7 @@ class Heartbeat:
     def _stop_process(self, reason: str, silent: Sequence[str]) -> None:
         text = f"marsrl: rank {self._rank} stops: {reason}; {self._go_on()}"
         print(visible(text), file=sys.stderr, flush=True)
-        end_now()  # In case the main thread handles signals.
+        end_now()  # Suffices if the main thread still handles signals.
         for beat in silent:
             _kill_sibling(beat)  # Makes collectives with it fail.
         if not self._left.wait(GRACE_S):

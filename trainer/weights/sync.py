@@ -292,7 +292,7 @@ class AdapterSync(FileSync):
                 held_by_shard(self._shape, self._adapter, exported, self._dtype, shard)
                 for shard in self._engines.shards_of_each
             ]
-            expected = [{name: checksum(tensor) for name, tensor in each} for each in of_shards]
+            expected = [{name: checksum(tensor) for name, tensor in tensors} for tensors in of_shards]
         self._is_bare = not any(tensor.any() for name, tensor in exported.items() if ".lora_B." in name)
         num_bytes = sum(tensor.nbytes for tensor in exported.values())
         folder = self._files.path / f"version_{version}.{next(self._numbers)}"

@@ -209,9 +209,9 @@ class Adapter(MegatronModule):
         else:
             out //= tensor
         pair = Pair(torch.empty(rank, into, **options), torch.empty(out, rank, **options), scale)
-        cut, whole = (pair.lora_A, pair.lora_B) if is_row else (pair.lora_B, pair.lora_A)
+        cut, uncut = (pair.lora_A, pair.lora_B) if is_row else (pair.lora_B, pair.lora_A)
         set_tensor_model_parallel_attributes(cut, True, 1 if is_row else 0, 1)
-        whole.sequence_parallel = tensor > 1  # type: ignore[attr-defined]  # read by finalize
+        uncut.sequence_parallel = tensor > 1  # type: ignore[attr-defined]  # read by finalize
         return pair
 
     def sharded_state_dict(

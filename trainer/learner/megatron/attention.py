@@ -27,7 +27,7 @@ class Segments(PackedSeqParams):
     qkv_format: str = "sbhd"
     cu_seqlens: Tensor | None = None  # [S+1] int32
     max_seqlen: int | None = None  # number of tokens of the longest sequence, over all context-parallel ranks
-    keys: Keys | None = None  # With context parallelism.
+    keys: Keys | None = None  # Set only under context parallelism.
 
     @classmethod
     def of(cls, cu_seqlens: Tensor, num_tokens: int, max_seqlen: int, context_group: Any) -> Segments:
@@ -86,7 +86,7 @@ class RMSNorm(torch.nn.RMSNorm):
 class HeadNorm(RMSNorm):
     """Norm of queries or keys that also applies the rotary embedding, which saves a read and a write."""
 
-    rotation: Tensor | None = None  # Of the micro-batch; set by the layer's attention.
+    rotation: Tensor | None = None  # Rotation of the micro-batch, set by the layer's attention.
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise and rotate [T, 1, N, D] of this rank's heads."""

@@ -81,7 +81,8 @@ class Optimizer:
                 # megatron's scheduler applies wd_mult; without one, norms and biases would be decayed.
                 group["weight_decay"] = self._weight_decay * group.get("wd_mult", 1.0)
                 if isinstance(part.optimizer, torch.optim.AdamW | HybridDeviceOptimizer):
-                    group["fused"] = True  # One pass without copies; set here, because a load replaces the groups.
+                    # A fused update takes one pass without copies; set here, because a load replaces the groups.
+                    group["fused"] = True
             if self._clips_inside and isinstance(part.optimizer, torch.optim.AdamW):
                 # The fused update divides gradients by grad_scale while it reads them.
                 part.optimizer.grad_scale = torch.tensor(1 / shrink) if shrink < 1 else None
