@@ -1,4 +1,4 @@
-"""All measurements of marsrl on one GPU, in one command and under 10 minutes.
+"""Suite of all measurements of marsrl on one GPU, in one command and under 10 minutes.
 
     python benchmarks/gpu_suite.py [--out DIR] [--wheels DIR] [--model DIR] [--quick] [--device cuda|cpu] [--commit NAME]
     python benchmarks/gpu_suite.py --wheels DIR --only real     # the team of a pretrained model alone, by our engine and by vLLM

@@ -13,8 +13,8 @@ class InTurn(SolverVerifier):
     name = "in_turn"
 
     def messages(self, episode: Episode, ask: Ask) -> tuple[Message, ...]:
-        shown = [sample.shown for sample in episode.inputs(ask)]
-        return (Message("user", "\n".join([episode.problem.question, *shown])),)
+        texts = [sample.shown for sample in episode.inputs(ask)]
+        return (Message("user", "\n".join([episode.problem.question, *texts])),)
 
     def accepts(self, report: Sample) -> bool:
         return False

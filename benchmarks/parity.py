@@ -127,7 +127,7 @@ def samples() -> list[Any]:
                 prompt_ids=tokens[:prompt],
                 token_ids=tokens[prompt:],
                 is_sampled=is_sampled,
-                rollout_logprobs=rng.normal(0, 0.1, n).astype(np.float32),  # of the reference's, see with_logprobs
+                rollout_logprobs=rng.normal(0, 0.1, n).astype(np.float32),  # replaced by log-probs near the reference's
                 advantage=float(rng.normal()),
                 agent=i % 2,
                 temperature=1.0,

@@ -168,7 +168,7 @@ def _quack() -> Peer:
     """Return QuACK's mean cross entropy; without token weights, ratio and entropy it is cheaper by design."""
     if importlib.util.find_spec("cutlass") is None:
         packed = importlib.util.find_spec("nvidia_cutlass_dsl")
-        if packed is not None and packed.submodule_search_locations:  # its .pth file is not read from PYTHONPATH
+        if packed is not None and packed.submodule_search_locations:  # Python reads no .pth file from PYTHONPATH.
             sys.path.append(str(Path(next(iter(packed.submodule_search_locations))) / "dsl_packages"))
     from quack.linear_cross_entropy import chunked_linear_cross_entropy
 

@@ -176,7 +176,7 @@ def mutated(pair: Pair) -> Iterator[Row]:
             later = EngineComparison()
             later.compare(trainer, [honest], 0)
             first = refusal(EngineComparison(), trainer, scores)
-            probe = first or (f"{then} (later)" if (then := refusal(later, trainer, scores)) else "")
+            probe = first or (f"{later_refusal} (later)" if (later_refusal := refusal(later, trainer, scores)) else "")
             return pair.row(std, what, trainer, scores, ", ".join(filter(None, (probe, others))))
 
         yield row("honest")

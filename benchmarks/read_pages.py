@@ -182,22 +182,22 @@ def play(task: Task, address: str, num_problems: int, *, read_pages: bool) -> di
             tools=tools,
         )
         problems = task.held_out(num_problems, 0)
-        episodes = [Episode(f"e.{i}", f"e.{i}", each, purpose="evaluate") for i, each in enumerate(problems)]
+        episodes = [Episode(f"e.{i}", f"e.{i}", problem, purpose="evaluate") for i, problem in enumerate(problems)]
         playing = EvaluationPlay(team, {"main": 0}, 1 << 20, Sampling(), on_end=played.append)
         playing.add(episodes, 0)
         playing.finish()
         counts = tools.take_counts()
-    told = [orchestration.metrics(each.episode) for each in played]
-    mean = lambda name: statistics.fmean(each[name] for each in told)  # noqa: E731
-    samples = [sample for each in played for sample in each.samples]
+    metrics_of = [orchestration.metrics(result.episode) for result in played]
+    mean = lambda name: statistics.fmean(metrics[name] for metrics in metrics_of)  # noqa: E731
+    samples = [sample for result in played for sample in result.samples]
     return {
         "right": statistics.fmean(s.reward.correct for s in samples if s.agent == "system2"),
         "searches": mean("calls/search"),
         "results": mean("pages"),
         "bins": mean("distillates"),
         "at_once": mean("distillates_at_once"),
-        "most_at_once": max(int(each["distillates_at_once"]) for each in told),
-        "system_1_tokens": sum(len(s.prompt_ids) for s in samples if s.agent == "system1") / len(told),
+        "most_at_once": max(int(metrics["distillates_at_once"]) for metrics in metrics_of),
+        "system_1_tokens": sum(len(s.prompt_ids) for s in samples if s.agent == "system1") / len(metrics_of),
         "pages_read": int(counts.get("tools/pages/read", 0)),
     }
 

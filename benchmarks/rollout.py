@@ -163,10 +163,10 @@ def over_bare(model_dir: str, stage: Sequence[str], words: argparse.Namespace) -
 
 
 def over_one_engine(model_dir: str, stage: Sequence[str], words: argparse.Namespace) -> Iterator[Turn]:
-    several, one = (Child(play, model_dir, stage, num, 1, words.overlap) for num in (words.engines, 1))
-    with closing(several), closing(one):
+    several, single = (Child(play, model_dir, stage, num, 1, words.overlap) for num in (words.engines, 1))
+    with closing(several), closing(single):
         for turn in range(words.repeats + 1):
-            yield several.ask(turn), one.ask(turn)
+            yield several.ask(turn), single.ask(turn)
 
 
 def measured(turns: Iterable[Turn], ours: str, other: str) -> list[dict[str, Any]]:

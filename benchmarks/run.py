@@ -102,12 +102,16 @@ def measure(
     table = Table(
         case.name, shape, bench.flops, bench.bytes, roof.gemm_flops, roof.copy_bytes, notes=tuple(bench.notes)
     )
-    skipped = {each.name: each.reason.replace(f"{ROOT}/", "") for each in bench.candidates if isinstance(each, Missing)}
+    skipped = {
+        candidate.name: candidate.reason.replace(f"{ROOT}/", "")
+        for candidate in bench.candidates
+        if isinstance(candidate, Missing)
+    }
     judgement = bench.judge()
     errors: dict[str, dict[str, float]] = {}
     wrong: dict[str, str] = {}
     usable: list[Variant] = []
-    for variant in sorted(bench.variants, key=lambda each: each.name != OURS):
+    for variant in sorted(bench.variants, key=lambda candidate: candidate.name != OURS):
         if only is not None and variant.name != only:
             continue
         if variant.name in without:

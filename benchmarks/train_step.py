@@ -275,14 +275,14 @@ def tables(folder: Path, model_dir: str, words: argparse.Namespace) -> dict[str,
     from parity_adapters import random_adapter
     from step_problem import NUM_AGENTS
 
-    found = {}
+    jobs = {}
     for targets in [words.adapter] if words.adapter else [["attention"], ["attention", "experts"]]:
         label = f"adapters of {' and '.join(targets)}"
         folders = [folder / label.replace(" ", "_") / str(agent) for agent in range(NUM_AGENTS)]
         for agent, out in enumerate(folders):
             random_adapter(Path(model_dir), {"targets": targets}, out, seed=agent)
-        found[label] = {"targets": targets, "adapter_dirs": [*map(str, folders)]}
-    return found
+        jobs[label] = {"targets": targets, "adapter_dirs": [*map(str, folders)]}
+    return jobs
 
 
 def table(

@@ -33,7 +33,7 @@ class Result:
     found: dict[str, float]
     seconds: float
     surroundings: dict[str, Any]
-    curves: dict[str, list[float | None]] = field(default_factory=dict)  # from older results
+    curves: dict[str, list[float | None]] = field(default_factory=dict)  # kept to read older results
 
 
 Results = Mapping[tuple[str, str, int], Result]

@@ -199,12 +199,12 @@ def measure(gpus: int, grain: int, overlap: int = 1) -> RankZero:
         import pyarrow.parquet  # noqa: F401  by the samples log, once in a run
 
         config = read_config(CONFIG, [])[0]
-    constants, parts, sent = Constants(), Parts(), Counter[str]()
+    constants, parts, sent_bytes = Constants(), Parts(), Counter[str]()
     with tempfile.TemporaryDirectory() as folder:
         write_large_tokenizer(folder)
         renderer = ChatRenderer(folder)
-        written, told = writer(renderer, constants), teller(renderer)
-        texts = Texts(renderer, written, told, grain, lambda n: f"What is {n} modulo 7? " + "Think. " * 80)
+        written_by, text_of = writer(renderer, constants), teller(renderer)
+        texts = Texts(renderer, written_by, text_of, grain, lambda n: f"What is {n} modulo 7? " + "Think. " * 80)
         simulation = Simulation(replace(asynchronous(gpus), overlap=overlap), constants, LENGTHS, texts=texts)
         for _ in range(YOUNG):
             simulation.step()
@@ -215,16 +215,16 @@ def measure(gpus: int, grain: int, overlap: int = 1) -> RankZero:
         with parts.of("books and pool"):
             step = [simulation.step() for _ in range(PLAYED)][-1]
         parts.seconds["books and pool"] -= engines.own_cpu_s - before[0]
-        sent |= {"to engines": engines.received - before[1], "from engines": engines.returned - before[2]}
+        sent_bytes |= {"to engines": engines.received - before[1], "from engines": engines.returned - before[2]}
         with parts.of(BESIDE[0]):
-            sent["checkpoint state"] = len(encode(simulation.stages.snapshot()))
+            sent_bytes["checkpoint state"] = len(encode(simulation.stages.snapshot()))
         directory = RunDirectory(Path(folder) / "run")
-        trained(config, step.groups, parts, sent, directory, num_ranks=TRAINING * gpus // BASE)
+        trained(config, step.groups, parts, sent_bytes, directory, num_ranks=TRAINING * gpus // BASE)
     samples = [sample for group in step.groups for sample in group.samples]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     num_tokens = sum(len(sample.token_ids) for sample in samples)
     played = GROUP * parts.calls["prompts"]
-    return RankZero(gpus, grain, played, len(samples), num_tokens, dict(parts.seconds), dict(sent), peak)
+    return RankZero(gpus, grain, played, len(samples), num_tokens, dict(parts.seconds), dict(sent_bytes), peak)
 
 
 def trained(
@@ -366,8 +366,8 @@ def main() -> int:
         record = {
             "steady": asdict(steady),
             "trajectory": asdict(trajectory),
-            "overlap": {name: asdict(found) for name, found in overlap.items()},
-            "rank_0": [asdict(found) for found in (fine, *ranks)],
+            "overlap": {name: asdict(outcome) for name, outcome in overlap.items()},
+            "rank_0": [asdict(outcome) for outcome in (fine, *ranks)],
         }
         Path(options.json).write_text(json.dumps(record, indent=1) + "\n")
     return 0

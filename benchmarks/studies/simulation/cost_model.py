@@ -1,4 +1,4 @@
-"""Time of decoding, prefill, training and a weight sync on H100s: the constants, each with its source, and the formulas.
+"""Cost model of decoding, prefill, training and weight syncs on H100s: constants, each with its source, and formulas.
 
 All constants were set before the fit; the one fitted number (lengths.Lengths.sigma) is not here. One was added after trial runs
 with guessed sigmas: attention had shared compute_flops_per_s, and got its own rate.
@@ -29,7 +29,7 @@ def _constant(default: float, unit: str, source: str) -> Any:
 
 @dataclass(frozen=True)
 class Constants:
-    """All constants of the times. ASSUMED: not stated in papers or public figures."""
+    """Constants of the times. ASSUMED: not stated in papers or public figures."""
 
     itl_scale: float = _constant(
         1.0, "x", "factor on the measured time of a decode step: ML.ENERGY leaderboard, MEASURED_ITL"

@@ -68,7 +68,7 @@ def scaled_grid(grid: Grid, divisor: int) -> Grid:
 
 @dataclass
 class Study:
-    """All results. rows: outcome by setting; cpu_s: CPU seconds by row name."""
+    """Results of a study. rows: outcome by setting; cpu_s: CPU seconds by row name."""
 
     constants: Constants
     fitted: Fit
@@ -77,7 +77,7 @@ class Study:
 
     def ratio(self, engines: int, problems: int) -> float:
         """Return the time per trained sample, trajectory with 1 segment over agentic with 4."""
-        slow, fast = (self.rows[of(engines, problems)] for of in (reference, ours))
+        slow, fast = (self.rows[setting_of(engines, problems)] for setting_of in (reference, ours))
         return slow.s_per_sample / fast.s_per_sample
 
 
