@@ -155,6 +155,7 @@ def engine_config(config: Any, folder: Path, adapters: Any = None) -> dict[str, 
         "experts": made.aux_output_config.enable_return_routed_experts,
         "kept": made.model_config.return_sampling_mask,
         "attention": _attention(made),
+        "draws": _draws(made),
         "kv_cache": made.cache_config.cache_dtype,
         "weights": made.model_config.quantization,
         "batched": made.scheduler_config.max_num_batched_tokens,
@@ -191,6 +192,13 @@ def _attention(made: Any) -> str:
     layers = AttentionSelectorConfig(model.get_head_size(), model.dtype, made.cache_config.cache_dtype, None)
     chosen = current_platform.get_attn_backend_cls(made.attention_config.backend, layers)
     return str(chosen).rpartition(".")[2]
+
+
+def _draws(made: Any) -> str:
+    """The method that draws top-p and top-k in warm-ups; ImportError if it is FlashInfer's, which is not installed here."""
+    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+
+    return str(TopKTopPSampler(made.model_config.logprobs_mode).forward.__name__)
 
 
 def with_vllm(config: Any, **options: Any) -> Any:

@@ -73,6 +73,7 @@ def test_vllm_accepts_other_options_of_an_engine(told: dict[str, Any]) -> None:
     found = told["qwen3_30b_a3b_8xh100"]["variants"]
     plain, ours = told["qwen3_30b_a3b_8xh100"]["engine"], found["marsrl"]
     assert ours["runner"] == "V1" and ours["processors"] == ["DrawTokens"] and ours["graphs"] == "FULL_AND_PIECEWISE"
+    assert ours["logprobs"] == "raw_logprobs" and ours["draws"] == "forward_native"  # FlashInfer would need nvcc
     assert found["R3"] == plain | {"experts": True}
     assert found["fp8"] == plain | {"kv_cache": "fp8"}
     assert found["fp8_weights"] == plain | {"weights": "fp8_per_block"} and plain["weights"] is None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -76,12 +77,12 @@ def vllm_environment(
 ) -> dict[str, str]:
     """Return the environment of a process with a VllmEngine on "cpu" or "cuda": core in the process, no network, no telemetry.
 
-    quantises: vLLM rounds weights to FP8.
+    quantises: vLLM rounds weights to FP8. The user's VLLM_LOGGING_LEVEL is kept.
     """
     environment = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR" if device == "cpu" else "WARNING"),
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # fork would copy this process's locks and process groups
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
@@ -92,6 +93,9 @@ def vllm_environment(
     else:
         # explicit, so that vLLM never falls back silently; V2 rejects DrawTokens, a V1 logits processor
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "1" if sampler == "engine" else "0"
+        # V1's warm-up draws with top-p and top-k, for which FlashInfer would compile a kernel with nvcc at the start. Real
+        # draws never use it: DrawTokens makes its own, and V2's return log-probs of the truncated distribution.
+        environment["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
         if quantises:
             environment["VLLM_USE_DEEP_GEMM"] = "0"  # DeepGEMM would round scales to powers of two, and weights again
             # makes scales exact to the last bit (worker.quantised)
