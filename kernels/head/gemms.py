@@ -19,7 +19,7 @@ def cpu_multiplies_bfloat16() -> bool:
     A GEMM then takes a half to a fifth of the time of float32. Otherwise oneDNN emulates them. False where torch cannot list
     the instructions (2.11).
     """
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
+    capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
     return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
 
 

@@ -85,7 +85,8 @@ class Optimizer:
                     group["fused"] = True
             if self._clips_inside and isinstance(part.optimizer, torch.optim.AdamW):
                 # The fused update divides gradients by grad_scale while it reads them.
-                part.optimizer.grad_scale = torch.tensor(1 / shrink) if shrink < 1 else None
+                fused: Any = part.optimizer
+                fused.grad_scale = torch.tensor(1 / shrink) if shrink < 1 else None
                 continue
             for parameter in part.get_parameters() if shrink < 1 else ():
                 # Scale in place: without TransformerEngine megatron's function makes a scaled copy and copies it back.
