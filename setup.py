@@ -167,7 +167,7 @@ setup(
     package_data={package: ["*.yaml", "*.j2", "py.typed"] for package in packages}
     | {
         f"{NAME}.commands.look": ["pages/*", "pages/vendor/*", "demo/*", "demo/*/*", "demo/*/*/*"],
-        f"{NAME}.trainer.schools": ["ready/*"],
+        f"{NAME}.trainer.supervised": ["ready/*"],
         f"{NAME}.rollout.agents": ["prompt_sets/*.yaml"],
     },
     install_requires=REQUIREMENTS,

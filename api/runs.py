@@ -38,7 +38,7 @@ from marsrl.trainer.visible import visible
 
 if TYPE_CHECKING:
     from marsrl.commands.rehearsal import Rehearsal
-    from marsrl.trainer.start import Ready
+    from marsrl.trainer.start import PreparedRun
 
 Config = str | os.PathLike[str] | Mapping[str, Any] | None
 """A YAML file, a preset's name, or settings as a mapping; None: the task's preset alone."""
@@ -145,20 +145,20 @@ def train(
         from marsrl.rollout.weights.files import parent_of
         from marsrl.trainer.start import prepare
 
-        ready = prepare(read, origin)
-    assert ready.directory is not None and ready.lock is not None, "rank 0"
-    print(ready.text, flush=True)
-    with _running(ready.directory, ready.lock, parent_of(read.sync.directory)):
-        _train(ready)
-    return Run(ready.directory.path.absolute())
+        prepared = prepare(read, origin)
+    assert prepared.directory is not None and prepared.lock is not None, "rank 0"
+    print(prepared.text, flush=True)
+    with _running(prepared.directory, prepared.lock, parent_of(read.sync.directory)):
+        _train(prepared)
+    return Run(prepared.directory.path.absolute())
 
 
-def _train(ready: Ready) -> None:
+def _train(prepared: PreparedRun) -> None:
     """A frame of its own, which _running clears of the model."""
     from marsrl.trainer.build import open_run
     from marsrl.trainer.loop import train as loop
 
-    with open_run(ready.checked, ready.directory) as opened:
+    with open_run(prepared.checked, prepared.directory) as opened:
         loop(opened)
 
 
@@ -170,13 +170,13 @@ def sft(config: Config = None, *, team: type[Orchestration] | str | None = None,
     read, origin = _read(config, team, None, settings)
     _check_process("sft", read)
     with _errors():
-        from marsrl.commands.sft.command import prepare, teach
+        from marsrl.commands.sft.command import prepare, teach_team
 
-        ready = prepare(read, origin)
-    assert ready.directory is not None and ready.lock is not None, "rank 0"
-    with _running(ready.directory, ready.lock):
-        teach(ready)
-    return Run(ready.directory.path.absolute())
+        prepared = prepare(read, origin)
+    assert prepared.directory is not None and prepared.lock is not None, "rank 0"
+    with _running(prepared.directory, prepared.lock):
+        teach_team(prepared)
+    return Run(prepared.directory.path.absolute())
 
 
 def evaluate(

@@ -6,9 +6,9 @@
     python benchmarks/learning.py preset=cpu_dual_system [key.sub=value ...]
 
 Each seed is a whole run (warm start, evaluation, RL, evaluation) through torchrun, as started by a user. For every seed the table
-says if the warm start left the team as intended, if the reward rose (last quarter of the steps minus the first, in standard
-errors), and the agents' final accuracy. The reward is given twice: of the Solver, whose inputs do not change, and over all
-samples, whose mix changes (the first steps have no Correctors, the last ones give them the remaining errors).
+says if the reward rose (last quarter of the steps minus the first, in standard errors), and the agents' accuracy before and
+after RL. The reward is given twice: of the Solver, whose inputs do not change, and over all samples, whose mix changes (the
+first steps have no Correctors, the last ones give them the remaining errors).
 """
 
 from __future__ import annotations
@@ -90,9 +90,8 @@ def main() -> int:
             before, after = summary.before, summary.after
             assert before is not None and after is not None
             criteria = findings(before, after, rises)
-            as_wanted = summary.warm_start is not None and summary.warm_start.as_wanted
             print(
-                f"seed {seed}: warm start {'as' if as_wanted else 'NOT as'} wanted; standard errors of the rise: "
+                f"seed {seed}: standard errors of the rise: "
                 + ", ".join(f"{label} {value:.1f}" for label, value in rises.items())
             )
             for name in before.rows:

@@ -65,7 +65,7 @@ ROOMS = {
         "weights": "",
     },
     "trainer": {
-        "checks": "data learner models report schools",
+        "checks": "data learner models report supervised",
         "config": "",
         "data": "runs",
         "evaluate": "report runs",
@@ -73,8 +73,7 @@ ROOMS = {
         "models": "learner",
         "report": "data learner runs",
         "runs": "",
-        "schools": "data learner models report runs supervised",
-        "supervised": "data learner runs",
+        "supervised": "data learner models report runs",
         "weights": "data learner runs",
     },
     "commands": {

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import json
 import socket
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -55,7 +56,7 @@ from marsrl.trainer.runs.existing_run import as_it_began
 from marsrl.trainer.runs.failure import where_to_go_on
 from marsrl.trainer.runs.heartbeat import Heartbeat, heartbeat
 from marsrl.trainer.runs.stop import handlers_restored
-from marsrl.trainer.schools.warm_start import WarmStart, warm_starts
+from marsrl.trainer.supervised.warm_start import warm_starts
 from marsrl.trainer.weights.comparison import CheckedEngines
 from marsrl.trainer.weights.sync import AdapterSync, DirectSync, FileSync, WeightSync
 
@@ -101,10 +102,12 @@ def open_run(checked: Checked, directory: RunDirectory | None) -> Iterator[Run]:
         config = with_first_rank_dtypes(config)
         host = dataclasses.replace(checked.host, rank_hosts=_hosts_of_ranks(checked.host))
         checked = dataclasses.replace(checked, config=config, host=host)
-        started: dict[str, WarmStart] = {}
-        if any(policy.directory is None for policy in config.policies.values()):
-            started = warm_starts(as_it_began(directory, config), console)
-        models = {name: policy.directory or str(started[name].model_dir) for name, policy in config.policies.items()}
+        models = {name: policy.directory or "" for name, policy in config.policies.items()}
+        seconds: dict[str, float] = {}
+        if not all(models.values()):
+            began = time.monotonic()
+            models |= warm_starts(as_it_began(directory, config), console)
+            seconds["warm_start"] = time.monotonic() - began
         trained = config.trained_policies
         learners: dict[str, Learner] = {}
         for name, policy in trained.items():
@@ -131,7 +134,7 @@ def open_run(checked: Checked, directory: RunDirectory | None) -> Iterator[Run]:
             stack.enter_context(served(config.run.prometheus_port, driver.log.port))
         if beat is not None:
             stack.push(beat)  # The heartbeat exits before the rest is closed, which may take long.
-        yield Run(config, directory, console, learners, syncs, driver, started)
+        yield Run(config, directory, console, learners, syncs, driver, seconds)
 
 
 def _hosts_of_ranks(host: TrainerHost) -> tuple[RankHost, ...]:

@@ -17,10 +17,8 @@ from marsrl.trainer.evaluate.evaluator import Evaluator, FixedInputs
 from marsrl.trainer.machine import LIBRARIES, commit, device_name, library_versions
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.report.step_log import StepLog
-from marsrl.trainer.report.summary import EngineRecord, Evaluation, Summary, WarmStartRecord
+from marsrl.trainer.report.summary import EngineRecord, Evaluation, Summary
 from marsrl.trainer.runs.directory import RunDirectory, write_atomically, write_json
-from marsrl.trainer.schools.schools import accuracy_before_rl
-from marsrl.trainer.schools.warm_start import WarmStart
 
 _ANSWER_S = 60.0  # Time for an engine to report its tokens at the end of the run.
 
@@ -59,13 +57,8 @@ class Driver:
             self.rebalancer.note_stage()
         return batch
 
-    def evaluate_before(
-        self, versions: Mapping[str, int], step: int, bounds: Mapping[str, tuple[float, float]]
-    ) -> None:
-        """Collect the fixed inputs and run the first evaluation, once: a resumed run reads them, or has no first evaluation.
-
-        bounds: expected ranges of the evaluation's results, if the team comes from a warm start.
-        """
+    def evaluate_before(self, versions: Mapping[str, int], step: int) -> None:
+        """Collect the fixed inputs and run the first evaluation, once: a resumed run reads them, or has no first evaluation."""
         inputs_file, before_file = self.directory.path / "fixed_inputs.msgpack", self.directory.evaluation_before
         if inputs_file.exists():
             self.evaluator.fixed = decode(FixedInputs, inputs_file.read_bytes())
@@ -79,10 +72,6 @@ class Driver:
             inputs = self.evaluator.collect_inputs(versions, bar.played, kept_draws)
         if step == 0:
             self.before = self.evaluate(versions, step, "evaluation before")
-            if missed := "; ".join(self.before.outside(bounds)):
-                self.console.warning(
-                    f"after the warm start, results are outside the expected range: {missed}; RL continues"
-                )
         write_atomically(inputs_file, encode(inputs))
 
     def evaluate(self, versions: Mapping[str, int], step: int, name: str) -> Evaluation:
@@ -104,14 +93,8 @@ class Driver:
             self.console.warning(f"{name}: {note}")
         return evaluation
 
-    def summary(
-        self, config: RunConfig, started: Mapping[str, WarmStart], steps: int, seconds: Mapping[str, float]
-    ) -> Summary:
-        """Return results and hardware of the run at its end.
-
-        started: warm starts of policies without a model.
-        seconds: by part of the run.
-        """
+    def summary(self, config: RunConfig, steps: int, seconds: Mapping[str, float]) -> Summary:
+        """Return results and hardware of the run at its end. seconds: duration of each part of the run."""
         info = self.team.pool_of(next(iter(config.trained_policies))).infos()[0]  # Frozen policies are not reported.
         return Summary(
             name=self.directory.path.name,
@@ -133,19 +116,7 @@ class Driver:
             ),
             tokens_per_engine=tuple(count for pool in self.team.all_pools for count in pool.num_decoded(_ANSWER_S)),
             verified_syncs=self.num_syncs,
-            warm_start=self._warm_start(config, started) if started else None,
             timings=dict(seconds),
             versions={"python": platform.python_version(), **library_versions(LIBRARIES)},
             commit=commit(),
-        )
-
-    def _warm_start(self, config: RunConfig, started: Mapping[str, WarmStart]) -> WarmStartRecord:
-        # Policies of one shape share a warm start.
-        warm_starts = {warm_start.model_dir: warm_start for warm_start in started.values()}.values()
-        bounds, rows = accuracy_before_rl(config), self.before.rows if self.before is not None else {}
-        return WarmStartRecord(
-            cached=all(warm_start.is_cached for warm_start in warm_starts),
-            seconds=sum(warm_start.seconds for warm_start in warm_starts),
-            as_wanted=self.before is not None and not self.before.outside(bounds),
-            measured={name: rows[name].mean for name in bounds if name in rows},
         )

@@ -86,7 +86,7 @@ def _run(options: argparse.Namespace, is_first: bool) -> int:
 
         from marsrl.trainer.start import prepare
 
-        ready = prepare(config, origin, is_dry=options.dry_run)  # Its lock is held until this function returns.
+        prepared = prepare(config, origin, is_dry=options.dry_run)  # Its lock is held until this function returns.
     except (ValueError, OSError) as error:
         from marsrl.trainer.config.explain import refusal
 
@@ -95,10 +95,10 @@ def _run(options: argparse.Namespace, is_first: bool) -> int:
         else:
             time.sleep(RANK_0_PRINTS_S)
         return 2
-    checked, directory = ready.checked, ready.directory
+    checked, directory = prepared.checked, prepared.directory
     if is_first:
         settings_lines = ["settings:", checked.settings().rstrip()] if options.full else []
-        print(ready.text, *settings_lines, sep="\n", flush=True)
+        print(prepared.text, *settings_lines, sep="\n", flush=True)
     if options.dry_run:
         return 0
     from marsrl.rollout.imports import imports_for_good

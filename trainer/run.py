@@ -39,8 +39,6 @@ from marsrl.trainer.report.trace_sources import gather_rank_spans, watch_engines
 from marsrl.trainer.runs.collective import barrier, broadcast_bytes, gather_bytes, rank
 from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.runs.stop import Stopped, StopSignals
-from marsrl.trainer.schools.schools import accuracy_before_rl
-from marsrl.trainer.schools.warm_start import WarmStart
 from marsrl.trainer.weights.sync import Standby, WeightSync
 
 _FEWEST_JUDGED = 20  # answers over one or more steps: with fewer, one or two missing ones exceed a small share
@@ -58,7 +56,7 @@ class Run:
         learners: Mapping[str, Learner],
         syncs: Mapping[str, WeightSync],
         driver: Driver | None,
-        started: Mapping[str, WarmStart],
+        seconds: Mapping[str, float],
     ) -> None:
         self.config = config
         self.directory = directory
@@ -66,7 +64,6 @@ class Run:
         self.learners = learners
         self.syncs = syncs  # one per policy, from its learner to its engines
         self.driver = driver
-        self.started = started  # warm starts of the policies that had no model
         self.agents = config.agents
         self.versions = dict.fromkeys(config.policies, 0)  # A frozen policy stays at 0.
         pools = None if driver is None else {policy: driver.team.pool_of(policy) for policy in learners}
@@ -79,7 +76,7 @@ class Run:
             watch_judge(driver.team, self.trace)
             driver.rollout.listen(lambda: self.trace.mark("stage"), driver.log.episode_clock)
         self.seconds: dict[str, float] = {}
-        self.total_seconds: dict[str, float] = {}
+        self.total_seconds = dict(seconds)  # by part; at first, of the parts before the run
         self.began = time.monotonic()
         self.num_empty_steps = 0  # consecutive steps, including this one, in which no policy had a token to train on
         self.untrained: Counter[str] = Counter()  # reasons why steps since this start trained nothing; rank 0
@@ -159,9 +156,8 @@ class Run:
             with self.console.part(f"sending the weights of {policy} to its engines"), self.timed("publish"):
                 self._sync(policy)
         if self.config.run.evaluate:
-            bounds = accuracy_before_rl(self.config) if self.started else {}
             with self.timed("evaluate"):
-                self.standby.during(lambda: self._rank_0.evaluate_before(self.versions, self.step, bounds))
+                self.standby.during(lambda: self._rank_0.evaluate_before(self.versions, self.step))
         self.saved_s = time.monotonic()
         barrier()
 
@@ -435,7 +431,7 @@ class Run:
                 self.directory.mark_best()  # The final evaluation may be the best.
             driver.after = after
             seconds = {**self.total_seconds, "run": time.monotonic() - self.began}
-            summary = driver.summary(self.config, self.started, self.step, seconds)
+            summary = driver.summary(self.config, self.step, seconds)
             save_summary(self.directory.summary, summary)
             self.trace.save()
             driver.log.close()

@@ -16,7 +16,7 @@ from marsrl.trainer.torchrun import is_rank_0, world_size
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
+class PreparedRun:
     """Checked run, and the text to print about it. directory, lock: None on ranks other than 0, and in a dry run."""
 
     checked: Checked
@@ -25,7 +25,7 @@ class Ready:
     text: str
 
 
-def prepare(config: RunConfig, origin: ConfigOrigin, *, is_dry: bool = False) -> Ready:
+def prepare(config: RunConfig, origin: ConfigOrigin, *, is_dry: bool = False) -> PreparedRun:
     """Check the settings and make the run's directory, or open the one that the run resumes in.
 
     is_dry: create nothing, and report the effect on run.name.
@@ -52,4 +52,4 @@ def prepare(config: RunConfig, origin: ConfigOrigin, *, is_dry: bool = False) ->
             keep_settings(directory, checked.config, str(origin))
             directory.keep_data(fingerprints)
         undo.pop_all()
-    return Ready(checked, directory, lock, "\n".join([f"# settings: {origin}", checked.text(), *lines]))
+    return PreparedRun(checked, directory, lock, "\n".join([f"# settings: {origin}", checked.text(), *lines]))

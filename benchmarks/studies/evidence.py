@@ -140,7 +140,7 @@ class Runner:
     def _warm_starts(self, jobs: Sequence[Job]) -> list[list[str]]:
         """Return the settings of each warm-started policy that the jobs need, once each."""
         from marsrl.trainer.config.read import read_config
-        from marsrl.trainer.schools.warm_start import SHAPE, name_of, recipe_of
+        from marsrl.trainer.supervised.warm_start import SHAPE, name_of, recipe_of
 
         starts = {}
         for job in jobs:
@@ -230,10 +230,10 @@ def warm_started(settings: Sequence[str]) -> Path:
     """Return the directory of the first warm-started policy of these settings; make it unless it is cached."""
     from marsrl.trainer.config.read import read_config
     from marsrl.trainer.report.console import RunConsole
-    from marsrl.trainer.schools.warm_start import warm_starts
+    from marsrl.trainer.supervised.warm_start import warm_starts
 
     config, _ = read_config(None, settings)
-    return next(iter(warm_starts(config, RunConsole()).values())).model_dir
+    return Path(next(iter(warm_starts(config, RunConsole()).values())))
 
 
 def _line(found: dict[str, float]) -> str:

@@ -81,7 +81,7 @@ def make_facts(
     """Write the built-in world of linked facts as files: corpus.jsonl, papers.jsonl, train.jsonl and held_out.jsonl."""
     from marsrl.rollout.config import read_settings
     from marsrl.rollout.tasks.config import FactsOptions
-    from marsrl.rollout.tasks.linked_facts import write_linked_facts
+    from marsrl.rollout.tasks.facts import write_linked_facts
 
     facts = read_settings(FactsOptions, dict(word.partition("=")[::2] for word in options or []))
     write_linked_facts(out, facts, train, held_out, seed)

@@ -33,10 +33,10 @@ from marsrl.trainer.checks.refusals import why_not_offloaded
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.config.origin import ConfigError, ConfigOrigin, refuse
 from marsrl.trainer.data.packing import TrainSequence
-from marsrl.trainer.data.scatter import BatchShard
 from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.megatron.hf_files import made_whole
 from marsrl.trainer.learner.megatron.layout import why_not_together
+from marsrl.trainer.learner.step_stats import StepStats
 from marsrl.trainer.machine import quiet_libraries
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.report.metrics import MetricsLog
@@ -50,26 +50,26 @@ from marsrl.trainer.runs.existing_run import (
 from marsrl.trainer.runs.failure import failure_message, say_last, where_to_go_on
 from marsrl.trainer.runs.lock import RunLock
 from marsrl.trainer.runs.stop import Stopped, StopSignals, let_first_rank_end
-from marsrl.trainer.supervised.imitation import imitate, measured_loss, supervised_learner
+from marsrl.trainer.supervised.imitation import Goal, Lesson, Measured, measure, supervised_learner, teach
 from marsrl.trainer.torchrun import is_rank_0, world_size
 from marsrl.trainer.visible import visible
 
 
 def sft(config: RunConfig, origin: ConfigOrigin) -> int:
     """Exit codes: 0 done, 1 it failed, 130 interrupted. Raises ValueError for settings and files that cannot be used."""
-    launcher, ready = os.getppid(), prepare(config, origin)  # its lock is held until this function returns
+    launcher, prepared = os.getppid(), prepare(config, origin)  # its lock is held until this function returns
     try:
-        teach(ready)
+        teach_team(prepared)
     except KeyboardInterrupt:
-        if ready.directory is not None:
-            say_last(f"marsrl sft: interrupted; {where_to_go_on(ready.directory)}")
+        if prepared.directory is not None:
+            say_last(f"marsrl sft: interrupted; {where_to_go_on(prepared.directory)}")
         else:
             let_first_rank_end(launcher)
         return 130
     except Exception as error:
         print(visible(traceback.format_exc()), file=sys.stderr)
-        if ready.directory is not None:
-            say_last(failure_message(error, ready.directory))
+        if prepared.directory is not None:
+            say_last(failure_message(error, prepared.directory))
         else:
             let_first_rank_end(launcher)
         return 1
@@ -77,8 +77,8 @@ def sft(config: RunConfig, origin: ConfigOrigin) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
-    """Checked settings. directory, lock: the run's directory, locked; None on ranks other than 0."""
+class PreparedSft:
+    """Checked settings and demonstrations. directory, lock: the run's directory, locked; None on ranks other than 0."""
 
     config: RunConfig
     found: Demonstrations
@@ -86,7 +86,7 @@ class Ready:
     lock: RunLock | None
 
 
-def prepare(config: RunConfig, origin: ConfigOrigin) -> Ready:
+def prepare(config: RunConfig, origin: ConfigOrigin) -> PreparedSft:
     """Check the settings and demonstrations, make the run's directory, or open the one to resume in, and print a summary.
 
     Raises ValueError, OSError: settings or files cannot be used, or another process writes the run.
@@ -109,21 +109,21 @@ def prepare(config: RunConfig, origin: ConfigOrigin) -> Ready:
             directory.keep_data(fingerprint)
             print(f"# settings: {origin}", *dtypes, *ends, *lines, sep="\n", flush=True)
         undo.pop_all()
-    return Ready(config, found, directory, lock)
+    return PreparedSft(config, found, directory, lock)
 
 
-def teach(ready: Ready) -> None:
+def teach_team(prepared: PreparedSft) -> None:
     """Train all steps that are left and write the models; rank 0 prints the settings that name them. Collective.
 
     Raises as _Training.train.
     """
     quiet_libraries()
     with ExitStack() as stack:
-        directory, console, _ = join_ranks(stack, ready.config, ready.directory)
-        for note in ready.found.notes:
+        directory, console, _ = join_ranks(stack, prepared.config, prepared.directory)
+        for note in prepared.found.notes:
             console.warning(note)
-        config = with_first_rank_dtypes(ready.config)
-        training = _Training(config, directory, ready.found, console)
+        config = with_first_rank_dtypes(prepared.config)
+        training = _Training(config, directory, prepared.found, console)
         if training.is_over:
             console.message(f"{directory.path}: all steps are done, and its models are written")
         else:
@@ -218,14 +218,21 @@ class _Training:
         )
         stop, num_steps, num_bad = StopSignals(), self._num_steps, 0
         with ExitStack() as stack:
-            note = self._open_log(stack, begun)
+            measured = self._measured() if begun % self._steps_of_epoch == 0 else {}
+            note = self._open_log(stack, begun, measured)
             bar = stack.enter_context(self._console.progress("sft", num_steps, "steps"))
             stack.enter_context(stop.noted())
             saved_s = time.monotonic()
-            for step in range(begun + 1, num_steps + 1):
-                row, is_bad = self._step(self._batch(step))
+            last = begun if self._is_good(measured) else num_steps
+            lessons = map(self._lesson, range(begun + 1, last + 1))
+            taught = teach(self._learners, lessons, config.trainer.max_tokens_per_micro_batch)
+            for step, (losses, stats) in enumerate(taught, start=begun + 1):
+                row, is_bad = self._row(step, losses, stats), any(each.is_skipped for each in stats.values())
                 if step % self._steps_of_epoch == 0:
-                    row |= self._held_out_losses()
+                    row |= (measured := self._measured())
+                    if step < last and self._is_good(measured):
+                        self._console.message(f"step {step}: the held-out demonstrations are good enough (sft.stop_*)")
+                        last = step
                 note(step, row)
                 bar.update(step, _told(row))
                 num_bad = num_bad + 1 if is_bad else 0
@@ -234,13 +241,15 @@ class _Training:
                         f"step {step}: loss or gradient was not finite in {num_bad} steps in a row (trainer.max_bad_steps)"
                     )
                 writer.finish_if_written()
-                due, is_stopping = is_due(run, step, last=num_steps, saved_s=saved_s, is_asked=stop.is_asked)
+                due, is_stopping = is_due(run, step, last=last, saved_s=saved_s, is_asked=stop.is_asked)
                 if due:
                     writer.save(step, dict.fromkeys(self.folders, step), self._learners, None)
                     saved_s = time.monotonic()
                 if is_stopping:
                     writer.finish()
                     raise Stopped
+                if step == last:
+                    break
         writer.finish()
         self._write_models()
 
@@ -255,48 +264,60 @@ class _Training:
             seed=self._config.run.seed,
         )
 
-    def _open_log(self, stack: ExitStack, begun: int) -> Callable[[int, Mapping[str, float]], None]:
-        """Rank 0's writer of a step's metrics; logs the loss before the first step as step 0."""
-        first = self._held_out_losses() if begun == 0 else {}
+    def _open_log(
+        self, stack: ExitStack, begun: int, measured: Mapping[str, float]
+    ) -> Callable[[int, Mapping[str, float]], None]:
+        """Rank 0's writer of a step's metrics; logs what was measured before the first step as step 0."""
         if rank() != 0:
             return lambda step, row: None
         log = MetricsLog(self._directory, wandb_project=self._config.run.wandb, resume_step=begun or -1)
         stack.enter_context(log)
-        if first:
-            log.log(0, first)
-            self._console.message(f"before: {_told(first)}")
+        if measured and begun == 0:
+            log.log(0, measured)
+            self._console.message(f"before: {_told(measured)}")
         return log.log
 
-    def _batch(self, step: int) -> list[Demonstration]:
+    def _lesson(self, step: int) -> Lesson:
         epoch, place = divmod(step - 1, self._steps_of_epoch)
         order, size = _order(len(self._lines), f"{self._config.run.seed}/epoch {epoch}"), self._config.sft.batch
-        return [self._lines[i] for i in order[place * size : (place + 1) * size]]
+        batch = [self._lines[i] for i in order[place * size : (place + 1) * size]]
+        return Lesson({name: _of(batch, name) for name in self._learners})
 
-    def _step(self, batch: Sequence[Demonstration]) -> tuple[dict[str, float], bool]:
-        """One optimizer step of each policy; its metrics, and whether one was skipped."""
-        losses: dict[str, tuple[float, int]] = {}
-        row, is_bad = dict[str, float](), False
-        for name, learner in self._learners.items():
-            own, prefix = _of(batch, name), f"{name}/" if len(self._learners) > 1 else ""
-            found, stats = imitate(learner, own, self._shard(learner))
-            losses |= {self._writers[writer]: each for writer, each in found.items()}
-            row |= {f"{prefix}actor/grad_norm": stats.grad_norm, f"{prefix}actor/lr": stats.lr}
-            is_bad |= stats.is_skipped
-            if stats.is_skipped:
-                uids = ", ".join(sequence.uid for sequence in own[:4])
+    def _row(self, step: int, losses: Mapping[int, Measured], stats: Mapping[str, StepStats]) -> dict[str, float]:
+        """The metrics of a step; warns of a skipped one."""
+        row = self._means("sft", losses, "loss")
+        for name, each in stats.items():
+            prefix = f"{name}/" if len(stats) > 1 else ""
+            row |= {f"{prefix}actor/grad_norm": each.grad_norm, f"{prefix}actor/lr": each.lr}
+            if each.is_skipped:
+                uids = ", ".join(sequence.uid for sequence in self._lesson(step).sequences[name][:4])
                 self._console.warning(f"a step of {name} is skipped, its loss or gradient is not finite: {uids} ...")
-        return _means("sft", losses) | row, is_bad
+        return row
 
-    def _held_out_losses(self) -> dict[str, float]:
-        losses: dict[str, tuple[float, int]] = {}
+    def _measured(self) -> dict[str, float]:
+        """The metrics of the held-out demonstrations; {} without any."""
+        found: dict[int, Measured] = {}
         for name, learner in self._learners.items():
             if own := _of(self._held_out, name):
-                found = measured_loss(learner, own, self._shard(learner))
-                losses |= {self._writers[writer]: each for writer, each in found.items()}
-        return _means("sft/held_out", losses)
+                found |= measure(learner, own, learner.shard(self._config.trainer.max_tokens_per_micro_batch))
+        return self._means("sft/held_out", found, "loss", "accuracy")
 
-    def _shard(self, learner: Learner) -> BatchShard:
-        return learner.shard(self._config.trainer.max_tokens_per_micro_batch)
+    def _is_good(self, measured: Mapping[str, float]) -> bool:
+        goal = Goal(self._config.sft.stop_loss, self._config.sft.stop_accuracy)
+        return bool(measured) and goal.is_reached(measured["sft/held_out/loss"], measured["sft/held_out/accuracy"])
+
+    def _means(self, prefix: str, found: Mapping[int, Measured], *keys: str) -> dict[str, float]:
+        """The means of all tokens, and the loss of each writer where there are several; {} without a token."""
+        total = sum(each.num_tokens for each in found.values())
+        if not total:
+            return {}
+        row = {
+            f"{prefix}/{key}": math.fsum(getattr(each, key) * each.num_tokens for each in found.values()) / total
+            for key in keys
+        }
+        if len(found) > 1:
+            row |= {f"{prefix}/{self._writers[writer]}/loss": each.loss for writer, each in found.items()}
+        return row
 
     def _write_models(self) -> None:
         missing = {name: folder for name, folder in self.folders.items() if not folder.is_dir()}
@@ -318,15 +339,6 @@ class _Training:
 
 def _of(lines: Sequence[Demonstration], policy: str) -> list[TrainSequence]:
     return [line.sequence for line in lines if line.policy == policy]
-
-
-def _means(prefix: str, losses: Mapping[str, tuple[float, int]]) -> dict[str, float]:
-    """The mean loss of a token, of all writers and of each where there are several; {} without a token."""
-    total = sum(count for _, count in losses.values())
-    if not total:
-        return {}
-    whole = {f"{prefix}/loss": math.fsum(loss * count for loss, count in losses.values()) / total}
-    return whole | ({f"{prefix}/{name}/loss": loss for name, (loss, _) in losses.items()} if len(losses) > 1 else {})
 
 
 def _told(row: Mapping[str, float]) -> str:

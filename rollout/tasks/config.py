@@ -1,7 +1,7 @@
-"""Settings of tasks: the files of problems (data.train, data.eval), `task_options`, and the error rates of warm-start tutors.
+"""Settings of tasks: the files of problems (data.train, data.eval), `task_options`, and what tutors of the warm start write.
 
-Import-light: pydantic only. A tutor writes what an agent should say, for the warm start; a *slip* is a mistake that it makes on
-purpose, so that RL has something to improve.
+Import-light: pydantic only. A tutor writes what an agent should say; a *slip* is a mistake that it makes on purpose, so that RL
+has something to improve.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import Field, model_validator
 
-from marsrl.rollout.config import MOST, Count, Settings, Share, Tokens, read_settings
+from marsrl.rollout.config import MOST, Count, CountOr0, Settings, Share, Tokens, read_settings
 
 
 class TrainFile(Settings):
@@ -119,23 +119,6 @@ class ArithmeticOptions(Settings):
         return self
 
 
-class ArithmeticSlips(Settings):
-    """Error rates of the tutors for last-digit chains (warm_start of task=arithmetic)."""
-
-    slip_solver: Share = 0.10
-    """share of wrong lines of the Solver's tutor in phase 2; with fewer, RL has less to improve (docs/cpu_default.md)"""
-    slip_verifier: Share = 0.10
-    """share of wrong lines of the Verifier's tutor when it computes the chain itself"""
-    slip_corrector: Share = Field(0.12, description="share of wrong lines of the Corrector's tutor")
-    anchor: Share = Field(0.2, description="share of reports that copy the Solver's answer as their own result")
-    restate: Share = Field(
-        0.4, description="share of corrections that keep the Solver's answer, whatever the report says"
-    )
-    hard_claims: Share = 0.5
-    """share of the Verifier's inputs with many errors; without them the Verifier of some seeds learns to copy"""
-    slip_hard: Share = Field(0.4, description="share of wrong lines in these inputs")
-
-
 class FactsOptions(Settings):
     """The generated world of linked facts (people, places, papers), and the questions about it."""
 
@@ -166,23 +149,6 @@ class FactsOptions(Settings):
         return self
 
 
-class SearchSlips(Settings):
-    """Error rates of the search team's tutors on linked facts."""
-
-    slip_router: Share = Field(0.15, description="share of Verifier turns that say yes too early")
-    slip_searcher: Share = Field(0.2, description="share of later queries that ask for a wrong fact of the document")
-    slip_answerer: Share = Field(0.25, description="share of answers that give a wrong fact of the document")
-
-
-class DualSystemSlips(Settings):
-    """Error rates of the tutors of System 2 and System 1 on linked facts and calculations."""
-
-    slip_call: Share = Field(0.08, description="share of System 2's calls with incomplete JSON")
-    slip_purpose: Share = Field(0.12, description="share of System 2's searches for a wrong fact of the document")
-    slip_guess: Share = Field(0.5, description="share of calculations answered with a random number, without a call")
-    slip_distiller: Share = Field(0.15, description="share of System 1's notes that give a wrong fact")
-
-
 class QaOptions(FactsOptions):
     """Judgement of answers to questions, and the built-in questions if data.train is null."""
 
@@ -190,3 +156,19 @@ class QaOptions(FactsOptions):
     """against the best-matching reference. exact: equal up to case, articles, punctuation and spaces (SQuAD); f1: word
     overlap"""
     max_answer_chars: Tokens = Field(2000, description="longer answers count as wrong")
+
+
+class TutorConfig(Settings):
+    """What tutors write in a step, and how often they slip on last-digit chains."""
+
+    slip_solver: Share = 0.10
+    """share of wrong lines of the Solver's tutor in phase 2; with fewer, RL has less to improve (docs/cpu_default.md)"""
+    slip_verifier: Share = 0.10
+    """share of wrong lines of the Verifier's tutor when it computes the chain itself"""
+    slip_corrector: Share = Field(0.12, description="share of wrong lines of the Corrector's tutor")
+    anchor: Share = Field(0.2, description="share of reports that copy the Solver's answer as their own result")
+    solver_batch: Count = Field(32, description="problems (search team: drills) per step in phase 1 (one role)")
+    team_batch: Count = Field(16, description="problems per step in phase 2 (all roles)")
+    short_steps: CountOr0 = Field(120, description="first steps of phase 1, on short problems")
+    equality_drills: CountOr0 = Field(64, description="`are these digits equal` drills per step")
+    table_drills: CountOr0 = Field(256, description="single operations per step in phase 1")

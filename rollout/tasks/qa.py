@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from marsrl.rollout.rewards.judge import known
 from marsrl.rollout.tasks.config import QaOptions
 from marsrl.rollout.tasks.data import draw_held_out, right_answers
-from marsrl.rollout.tasks.linked_facts import World
+from marsrl.rollout.tasks.facts import World
 from marsrl.rollout.tasks.problem_files import listed_task
 from marsrl.rollout.tasks.protocol import HELD_OUT, Task
 from marsrl.rollout.types import MISSING, Problem, Reward

@@ -10,7 +10,7 @@ from marsrl.rollout.rewards.config import JudgeOptions
 from marsrl.rollout.rewards.judge import RewardPool
 from marsrl.rollout.tasks.arithmetic import ARITHMETIC_TOKENIZER, arithmetic_task
 from marsrl.rollout.tasks.config import ArithmeticOptions, QaOptions
-from marsrl.rollout.tasks.facts_tutor import CALLS_TOKENIZER, FACTS_TOKENIZER
+from marsrl.rollout.tasks.facts.tutor import CALLS_TOKENIZER, FACTS_TOKENIZER
 from marsrl.rollout.tasks.find_task import REASONING_GYM, lists_problems, make_own_task
 from marsrl.rollout.tasks.problem_files import listed_task
 from marsrl.rollout.tasks.protocol import Task
@@ -25,7 +25,7 @@ TASKS: Mapping[str, type[ArithmeticOptions | JudgeOptions | QaOptions]] = {
 """Built-in tasks, with the classes of their task_options."""
 
 TOKENIZERS = {"arithmetic": ARITHMETIC_TOKENIZER, "facts": FACTS_TOKENIZER, "calls": CALLS_TOKENIZER}
-"""Tokenizers of policies made for a warm start, by School.tokenizer."""
+"""Tokenizers of policies made for a warm start, by Tutor.tokenizer."""
 
 
 def prompts_of(name: str, options: OptionValues) -> str:

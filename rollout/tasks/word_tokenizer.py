@@ -1,12 +1,9 @@
-"""Whole-word tokenizers for policies that start from random weights, and traces to teach them."""
+"""Whole-word tokenizers for policies that start from random weights."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-
-from marsrl.rollout.agents.roles import Role
-from marsrl.rollout.types import Message
 
 CONTROL = ("<pad>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 END = "<|end|>"
@@ -62,28 +59,3 @@ class WordTokenizer:
         )
         wrapped.chat_template = CHAT_TEMPLATE
         wrapped.save_pretrained(str(directory))
-
-
-_VERDICTS = ("correct", "wrong", "yes", "no")
-
-
-@dataclass(frozen=True, slots=True)
-class Trace:
-    """A prompt and the completion to imitate (followed by the end token if `ends`).
-
-    prompt: a str is tokenised unchanged. completion: words separated by spaces, one token each. role: of its author; None for a
-    drill whose loss is not reported.
-    """
-
-    role: Role | None
-    prompt: tuple[Message, ...] | str
-    completion: str
-    ends: bool = True
-
-    def weights(self, verdict_weight: float) -> list[float]:
-        """Return the loss weight of each token of the completion, the end token included; one token per word.
-
-        Verdict words weigh more: one word in thirty would otherwise stay at chance.
-        """
-        words = self.completion.split(" ")
-        return [verdict_weight if word in _VERDICTS else 1.0 for word in words] + [1.0] * self.ends

@@ -28,7 +28,7 @@ from marsrl.trainer.report.samples_log import read_samples
 from marsrl.trainer.report.summary import Evaluation, load_summary
 from marsrl.trainer.report.trace import read_trace
 from marsrl.trainer.runs.directory import RunDirectory, step_files
-from marsrl.trainer.schools.warm_start import name_of, recipe_of
+from marsrl.trainer.supervised.warm_start import name_of, recipe_of
 
 pytestmark = pytest.mark.slow
 
@@ -56,8 +56,7 @@ def test_a_run_leaves_what_it_promises_and_its_summary_proves_which_parts_ran(fi
     assert decoded > in_steps + in_episodes > in_steps > 0  # the rest: of agents that evaluations try apart
     assert all(row["actor/empty_steps"] == row["actor/skipped_steps"] == 0 for row in rows)
     assert summary.verified_syncs == 1 + len(rows)  # the initial weights, and every new version
-    assert summary.warm_start is not None and not summary.warm_start.cached
-    assert summary.warm_start.measured.keys() == {"solver", "verifier1"}
+    assert summary.timings.keys() >= {"warm_start", "rollout", "step", "publish"}
     # in the mean: whose router has two experts that are as good to rounding goes another way (docs/numerics.md)
     assert all(row["train_rollout/prob_diff_mean"] < 1e-2 for row in rows)  # type: ignore[operator]
     assert all(row["sync/probe_diff_median"] < 1e-5 and row["sync/probe_tokens"] == 640 for row in rows)
@@ -180,4 +179,3 @@ def test_ctrl_c_stops_everything_and_the_resumed_run_equals_an_unbroken_one(firs
     ours, theirs = load_summary(resumed / "summary.json"), load_summary(first_run / "summary.json")
     assert without_seconds(ours.before) == without_seconds(theirs.before)
     assert without_seconds(ours.after) == without_seconds(theirs.after)
-    assert ours.warm_start is not None and ours.warm_start.cached

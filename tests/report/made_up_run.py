@@ -63,12 +63,11 @@ def make_evaluation(rate: float, n: int = 300) -> Evaluation:
 
 def make_summary(**changes: Any) -> Summary:
     engine = {"engine_class": "LLMEngine", "library": "vllm", "version": "0.0-test"}
-    warm_start = {"cached": False, "seconds": 140, "as_wanted": True, "measured": {"solver": 0.55, "verifier1": 0.62}}
     fields: dict[str, Any] = {"name": "made-up", "task": "arithmetic", "model": "made-up Qwen3-MoE, 0.57 M parameters"}
     fields |= {"device": "made-up CPU, 2 cores", "steps": 6, "seeds": {"run": 0}}
     fields |= {"before": make_evaluation(0.55), "after": make_evaluation(0.88), "verified_syncs": 6}
     fields["engine"] = engine | {"kind": "vllm", "device": "cpu", "dtype": "float32"}
-    fields |= {"warm_start": warm_start, "timings": {"warm_start": 140.0, "rl": 101.5}, "commit": "0123abc"}
+    fields |= {"timings": {"warm_start": 140.0, "rl": 101.5}, "commit": "0123abc"}
     fields |= {"versions": {"torch": "0.0-test", "ray": "0.0-test"}, "tokens_per_engine": (412_345,)}
     return Summary(**{**fields, **changes})
 

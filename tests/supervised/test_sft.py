@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import shutil
@@ -29,7 +30,7 @@ from marsrl.rollout.types import Message
 from marsrl.trainer.config.read import read_config
 from marsrl.trainer.models.init_model import init_model
 from marsrl.trainer.report.metrics import read_metrics
-from marsrl.trainer.supervised.imitation import DemonstrationTokens
+from marsrl.trainer.supervised.imitation import DemonstrationTokens, Goal
 
 SENTENCES = ("seven is odd", "eight is even", "nine is odd", "ten is even")
 WORDS = (
@@ -108,6 +109,45 @@ def test_the_loss_falls_and_a_run_that_goes_on_equals_an_unbroken_one(
     out = capsys.readouterr().out
     assert "policies.main.model=runs/killed/hf" in out  # and says where the model is
     assert "differs from runs/killed/config.yaml: policies.main.optimizer.grad_clip 1.0 -> 0.5\n" in out
+
+
+def test_training_stops_when_held_out_lines_are_learned(words: list[str]) -> None:
+    assert cli.main(["sft", *words, "run.name=whole"]) == 0
+    whole = losses(Path("runs/whole"))
+    after_3, after_6 = (whole[step]["sft/held_out/loss"] for step in (3, 6))
+    assert after_3 is not None and after_6 is not None and after_6 < after_3
+    assert all(0 <= (whole[step]["sft/held_out/accuracy"] or 0.0) <= 1 for step in (0, 3, 6, 9))
+    goal = f"sft.stop_loss={(after_3 + after_6) / 2}"
+    assert cli.main(["sft", *words, goal, "run.name=short"]) == 0
+    assert losses(Path("runs/short")) == {step: row for step, row in whole.items() if step <= 6}
+    stopped = load_file("runs/short/hf/model.safetensors")
+    shutil.rmtree("runs/short/hf")
+    assert cli.main(["sft", *words, goal, "run.name=short", "run.resume=auto"]) == 0  # it was killed before its model
+    assert list(losses(Path("runs/short"))) == list(range(7))
+    again = load_file("runs/short/hf/model.safetensors")
+    assert all(torch.equal(stopped[name], again[name]) for name in stopped)
+
+
+@pytest.mark.parametrize(
+    ("goal", "is_reached"),
+    [
+        (Goal(), False),
+        (Goal(loss=1.0), False),
+        (Goal(loss=1.1), True),
+        (Goal(accuracy=0.5), True),
+        (Goal(accuracy=0.6), False),
+        (Goal(loss=1.1, accuracy=0.5), True),
+        (Goal(loss=1.1, accuracy=0.6), False),
+    ],
+)
+def test_a_goal_needs_all_that_it_names(goal: Goal, is_reached: bool) -> None:
+    assert goal.is_reached(1.0, 0.5) is is_reached
+    assert not goal.is_reached(math.nan, math.nan)
+
+
+def test_a_stop_rule_needs_held_out_lines() -> None:
+    with pytest.raises(ValueError, match=r"sft.held_out is 0, but sft.stop_loss and sft.stop_accuracy need"):
+        read_config(None, ["sft.held_out=0", "sft.stop_accuracy=0.9"])
 
 
 def test_the_end_of_the_template_is_imitated_not_eos_token(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file
 
 from marsrl.rollout.tasks.arithmetic import ARITHMETIC_TOKENIZER, Chain, apply, arithmetic_task, draw_chain, is_held_out
-from marsrl.rollout.tasks.arithmetic_tutor import solver_trace, team_traces
-from marsrl.rollout.tasks.config import ArithmeticOptions, ArithmeticSlips
+from marsrl.rollout.tasks.arithmetic.tutor import ChainTutor
+from marsrl.rollout.tasks.config import ArithmeticOptions, TutorConfig
 from marsrl.trainer.models.init_model import init_model
 
 OPTIONS = ArithmeticOptions()
@@ -47,14 +47,15 @@ def test_tutors_without_slips_are_right_and_corrector_inputs_are_always_flagged(
     rng = random.Random(0)
     for _ in range(20):
         chain = draw_chain(rng, OPTIONS, held_out=False)
-        assert solver_trace(rng, chain, 0.0, OPTIONS).completion.endswith(f"Answer: {chain.answer}")
-    traces = team_traces(rng, chain, ArithmeticSlips(), OPTIONS)
+        assert ChainTutor(rng, TutorConfig(), OPTIONS).solution(chain, 0.0).endswith(f"Answer: {chain.answer}")
+    traces = list(ChainTutor(rng, TutorConfig(), OPTIONS).team(chain))
     assert len(traces) == 3 and traces[2].prompt[-1].content.endswith("Verdict: wrong fix")  # type: ignore[union-attr]
     # Without slips a Verifier that computes itself agrees with the Solver.
-    alone = ArithmeticSlips(slip_solver=0.5, slip_verifier=0, slip_corrector=0, anchor=0, restate=0, hard_claims=0)
+    alone = ChainTutor(rng, TutorConfig(slip_solver=0.5, slip_verifier=0, slip_corrector=0, anchor=0), OPTIONS)
+    alone.restate = alone.hard_claims = 0
     for _ in range(20):
         chain = draw_chain(rng, OPTIONS, held_out=False)
-        solver, verifier, corrector = team_traces(rng, chain, alone, OPTIONS)
+        solver, verifier, corrector = alone.team(chain)
         is_right = solver.completion.endswith(chain.answer)
         assert verifier.completion.endswith("correct" if is_right else "wrong")
         assert corrector.completion.endswith(f"Answer: {chain.answer}")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,34 +20,28 @@ from marsrl.rollout.agents.roles import Role
 from marsrl.rollout.config import AgentConfig, RolloutConfig
 from marsrl.rollout.episode import Episode
 from marsrl.rollout.orchestrations.registry import build_orchestration
-from marsrl.rollout.tasks.config import DualSystemSlips, FactsOptions, SearchSlips
+from marsrl.rollout.tasks.config import FactsOptions, QaOptions, TutorConfig
 from marsrl.rollout.tasks.data import read_problems, reference, right_answers
-from marsrl.rollout.tasks.facts_tutor import (
-    CALLS_TOKENIZER,
-    FACTS_TOKENIZER,
-    call_traces,
-    distilling_drill,
-    reading_drill,
-    search_traces,
-)
-from marsrl.rollout.tasks.linked_facts import Calculation, World, write_linked_facts
+from marsrl.rollout.tasks.facts import Calculation, World, write_linked_facts
+from marsrl.rollout.tasks.facts.tutor import CALLS_TOKENIZER, FACTS_TOKENIZER, DualTutor, FactsTutor, SearchTutor
 from marsrl.rollout.tasks.qa import exact_match, f1
 from marsrl.rollout.tasks.registry import build_task
-from marsrl.rollout.tasks.word_tokenizer import Trace, WordTokenizer
+from marsrl.rollout.tasks.tutor import Trace
+from marsrl.rollout.tasks.word_tokenizer import WordTokenizer
 from marsrl.rollout.tools.documents import read_corpus, read_papers
 from marsrl.rollout.tools.search import CorpusSearch, build_index
 from marsrl.rollout.types import Finish, Problem, Reward, ToolCall, ToolOutput
 
-OPTIONS = FactsOptions(people=12, places=4, max_hops=2, wording="terse")
-Slips = TypeVar("Slips", SearchSlips, DualSystemSlips)
+OPTIONS = QaOptions(people=12, places=4, max_hops=2, wording="terse")
 AGENTS = {"verifier": Role.ROUTER, "search": Role.SEARCHER, "answer": Role.ANSWERER}
 
 
-def slips(kind: type[Slips], share: float) -> Slips:
-    return kind(**dict.fromkeys(kind.model_fields, share))
-
-
-NEVER = slips(SearchSlips, 0.0)
+def tutor_of(kind: type[FactsTutor], share: float, **shares: float) -> FactsTutor:
+    """A tutor that slips in this share of its choices, or in those of some kinds."""
+    tutor = kind(random.Random(1), TutorConfig(), OPTIONS)
+    slips = {name: share for name in dir(kind) if name.startswith("slip_")}
+    vars(tutor).update(slips | shares)
+    return tutor
 
 
 @pytest.fixture(scope="module")
@@ -73,13 +67,11 @@ def renderer_of(tokenizer: WordTokenizer, folder: Path) -> ChatRenderer:
     return ChatRenderer(folder)
 
 
-def taught(
-    traces_of: Callable[[random.Random, World, Slips], list[Trace]], world: World, rates: Slips
-) -> Iterator[tuple[Problem, list[Trace]]]:
-    asked, rng = random.Random(1), random.Random(1)
+def taught(tutor: FactsTutor, world: World) -> Iterator[tuple[Problem, list[Trace]]]:
+    asked = random.Random(1)
     for _ in range(60):
-        asked.setstate(rng.getstate())  # the tutor's first draw is the question
-        yield world.draw(asked, held_out=False), traces_of(rng, world, rates)
+        asked.setstate(tutor.rng.getstate())  # the tutor's first draw is the question
+        yield world.draw(asked, held_out=False), list(tutor.question(world))
 
 
 def words_of(trace: Trace, renderer: ChatRenderer) -> tuple[list[int], list[int]]:
@@ -95,27 +87,26 @@ def words_of(trace: Trace, renderer: ChatRenderer) -> tuple[list[int], list[int]
 def test_every_word_that_a_team_reads_or_writes_is_one_token(
     tokenizer: WordTokenizer, longest: int, world: World, calculating: World, tmp_path: Path
 ) -> None:
-    rng, renderer, unknown = random.Random(0), renderer_of(tokenizer, tmp_path), len(tokenizer.vocabulary) - 1
+    renderer, unknown = renderer_of(tokenizer, tmp_path), len(tokenizer.vocabulary) - 1
     if tokenizer is FACTS_TOKENIZER:
-        played = taught(search_traces, world, slips(SearchSlips, 0.3))
-        drills = [reading_drill(rng, world, number) for number in (1, 2) for _ in range(8)]
+        tutor, asked = tutor_of(SearchTutor, 0.3), world
     else:
-        played = taught(call_traces, calculating, slips(DualSystemSlips, 0.2))
-        drills = [distilling_drill(rng, calculating) for _ in range(8)]
-    for trace in [*(trace for _, traces in played for trace in traces), *drills]:
+        tutor, asked = tutor_of(DualTutor, 0.2), calculating
+    drills = [tutor.drill(asked, is_first=is_first) for is_first in (True, False) for _ in range(8)]
+    for trace in [*(trace for _, traces in taught(tutor, asked) for trace in traces), *drills]:
         prompt, written = words_of(trace, renderer)
         assert unknown not in prompt and unknown not in written and len(prompt) <= longest
-        assert len(written) + trace.ends == len(trace.weights(6.0))
+        assert len(written) + trace.ends == len(trace.weights)
         assert not trace.ends or renderer.decode(np.array(written)) == trace.completion
 
 
-@pytest.mark.parametrize("rates", [NEVER, SearchSlips(slip_router=0.0, slip_searcher=0.5, slip_answerer=0.5)])
-def test_the_search_team_reads_its_tutors_prompts(world: World, tool: CorpusSearch, rates: SearchSlips) -> None:
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_the_search_team_reads_its_tutors_prompts(world: World, tool: CorpusSearch, share: float) -> None:
     """The team is played by what the tutors wrote, and asks each agent with the tutor's prompt, in the tutor's order."""
     agents = {name: AgentConfig(prompt="facts") for name in AGENTS}
     team = build_orchestration("search_team", agents, "qa", {"max_turns": 4}, RolloutConfig(group_size=1))
     num_whole = 0
-    for problem, traces in taught(search_traces, world, rates):
+    for problem, traces in taught(tutor_of(SearchTutor, share, slip_router=0.0), world):
         episode, left = Episode("0.0", "0", problem), list(traces)
         while left:
             asks, called = episode.enter(team.follow(episode))
@@ -128,8 +119,8 @@ def test_the_search_team_reads_its_tutors_prompts(world: World, tool: CorpusSear
                 assert ask.agent == "verifier" or said.answer == trace.completion.split()[-2]
                 episode.close(ask, [replace(said, reward=team.reward(episode, ask, said, Reward(1.0, 1.0)))])
         num_whole += traces[-1].role is Role.ANSWERER and not episode.enter(team.follow(episode))[0]
-        assert rates is not NEVER or said.answer == problem.answer
-    assert num_whole == 60 if rates is NEVER else 15 < num_whole < 60
+        assert share or said.answer == problem.answer
+    assert num_whole == 60 if share == 0.0 else 15 < num_whole < 60
 
 
 @pytest.mark.parametrize("share", [0.0, 0.2])
@@ -143,7 +134,7 @@ def test_both_systems_read_their_tutors_prompts_token_by_token(
         renderers=dict.fromkeys(agents, renderer),
     )  # fmt: skip
     num_right = 0
-    for problem, traces in taught(call_traces, calculating, slips(DualSystemSlips, share)):
+    for problem, traces in taught(tutor_of(DualTutor, share), calculating):
         episode, left = Episode("0.0", "0", problem), list(traces)
         ((ask,), _) = episode.enter(team.follow(episode))
         ids = renderer.render(team.messages(episode, ask))[0].tolist()

@@ -129,9 +129,6 @@ def test_a_solver_alone_is_the_system_and_nobody_is_tried_apart(evaluator: Any) 
     assert solver.model_dump(include={"mean", "low", "high", "n"}) == alone.system.model_dump()
     assert solver == with_critics.evaluate(VERSIONS).agents["solver"]
     assert Evaluation.model_validate_json(alone.model_dump_json()) == alone
-    low = {"solver": (0.9, 1.0), "verifier1": (0.0, 0.1)}
-    assert alone.outside(low) == [f"solver {solver.mean}, wanted (0.9, 1.0)"]
-    assert alone.outside({"solver": (0.1, 0.9), "verifier1": (0.0, 0.1), "system": (0.1, 0.9)}) == []
 
 
 def test_a_missing_verdict_is_an_error_not_an_acceptance(evaluator: Any) -> None:

@@ -26,7 +26,7 @@ from marsrl.trainer.runs.existing_run import (
     settings_to_resume,
     with_kept_prompts,
 )
-from marsrl.trainer.schools.warm_start import name_of, recipe_of
+from marsrl.trainer.supervised.warm_start import name_of, recipe_of
 
 
 def settings(*words: str) -> RunConfig:

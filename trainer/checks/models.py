@@ -8,7 +8,7 @@ from typing import Any
 
 from marsrl.rollout.model_shape import ModelShape, RopeScaling, read_shape
 from marsrl.trainer.config import PolicyConfig, RunConfig
-from marsrl.trainer.schools.schools import school_of
+from marsrl.trainer.supervised.tutors import tutor_of
 
 _DENSE_8B = ModelShape(
     architecture="Qwen3ForCausalLM",
@@ -80,11 +80,11 @@ def taught_shape(config: RunConfig, policy: PolicyConfig) -> ModelShape | None:
     """The shape of the random model that this policy, which has none, starts from; None if the team has no warm start."""
     from marsrl.rollout.tasks.registry import TOKENIZERS
     from marsrl.trainer.models.init_model import SHAPES
-    from marsrl.trainer.schools.warm_start import SHAPE
+    from marsrl.trainer.supervised.warm_start import SHAPE
 
-    if (school := school_of(config)) is None:
+    if (tutor := tutor_of(config)) is None:
         return None
-    return replace(SHAPES[policy.shape or SHAPE], vocab_size=len(TOKENIZERS[school.tokenizer].vocabulary))
+    return replace(SHAPES[policy.shape or SHAPE], vocab_size=len(TOKENIZERS[tutor.tokenizer].vocabulary))
 
 
 def find_shape(model: str) -> ModelShape:

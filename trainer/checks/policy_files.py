@@ -18,7 +18,7 @@ from marsrl.trainer.config.policy import why_not_adapter
 from marsrl.trainer.config.read import ConfigError
 from marsrl.trainer.learner.megatron.layer_choice import choose_layers
 from marsrl.trainer.learner.megatron.layout import check, resolve, why_not_context
-from marsrl.trainer.schools.schools import who_is_taught
+from marsrl.trainer.supervised.tutors import WHO_IS_TAUGHT
 from marsrl.trainer.torchrun import is_rank_0
 
 
@@ -40,7 +40,7 @@ def checked_policy(config: RunConfig, name: str, world_size: int, *, trains: boo
     if shape is None:
         raise ConfigError(
             f"policies.{name}.model is not set, and this team has no built-in warm start; give a Hugging Face model "
-            f"directory (`marsrl init` makes a random one to try things with), or {who_is_taught()}"
+            f"directory (`marsrl init` makes a random one to try things with), or {WHO_IS_TAUGHT}"
         )
     if policy.model is not None:
         check_files(policy.model, shape, is_trained=is_trained or (trains and name in config.bases))

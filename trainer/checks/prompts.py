@@ -17,7 +17,7 @@ from marsrl.rollout.types import Ask, Problem, ToolFunction
 from marsrl.trainer.checks.batch_plan import longest_sequence
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.config.read import ConfigError
-from marsrl.trainer.schools.schools import school_of
+from marsrl.trainer.supervised.tutors import tutor_of
 
 _NUM_CHECKED = 64  # Prompts of a team's first agent to check, if all of them fit.
 
@@ -26,10 +26,10 @@ def renderer_of(config: RunConfig, policy: str) -> ChatRenderer:
     """Return the chat renderer of a policy, also of one that is still to be warm-started."""
     if (folder := config.policies[policy].directory) is not None:
         return ChatRenderer(folder)
-    school = school_of(config)
-    assert school is not None
+    tutor = tutor_of(config)
+    assert tutor is not None
     with tempfile.TemporaryDirectory() as folder:
-        TOKENIZERS[school.tokenizer].write(folder)
+        TOKENIZERS[tutor.tokenizer].write(folder)
         return ChatRenderer(folder)
 
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from marsrl.rollout.config import (
     LONGEST_S,
@@ -20,15 +20,7 @@ from marsrl.rollout.config import (
     Share,
     Tokens,
 )
-from marsrl.rollout.tasks.config import (
-    ArithmeticSlips,
-    DualSystemSlips,
-    EvalFile,
-    SearchSlips,
-    TrainFile,
-    read_eval_files,
-    read_train_files,
-)
+from marsrl.rollout.tasks.config import EvalFile, TrainFile, TutorConfig, read_eval_files, read_train_files
 
 OFF = BeforeValidator(lambda value: "off" if value is False else value)
 """Undo YAML's reading of the word off as false, for `mpt.scope=off`."""
@@ -120,7 +112,20 @@ class SftConfig(Settings):
     decay: Literal["constant", "linear", "cosine"] = "cosine"
     """schedule after the warm-up, down to lr x optimizer.final_lr_ratio"""
     held_out: Share = 0.02
-    """share of demonstrations that is not trained on; its loss is measured after each epoch"""
+    """share of demonstrations that is not trained on; its loss and accuracy are measured after each epoch"""
+    stop_loss: float | None = Field(None, gt=0)
+    """end after the first epoch with a held-out loss below this (nats per token); with stop_accuracy: both are needed"""
+    stop_accuracy: float | None = Field(None, gt=0, le=1)
+    """end after the first epoch in which at least this share of held-out tokens has more than half of the probability"""
+
+    @model_validator(mode="after")
+    def _can_stop(self) -> SftConfig:
+        if not self.held_out and (self.stop_loss, self.stop_accuracy) != (None, None):
+            raise ValueError(
+                "sft.held_out is 0, but sft.stop_loss and sft.stop_accuracy need held-out demonstrations; raise it, or set both "
+                "to null"
+            )
+        return self
 
 
 class TrainerConfig(Settings):
@@ -188,24 +193,7 @@ class SyncConfig(Settings):
             yield f"{key} works between processes on one GPU; set sync.backend=nccl, or rollout.placement=colocated"
 
 
-_ACCURACY = "range of the accuracy of {} before RL; outside of it the run warns"
-
-
-class SearchTeamLessons(SearchSlips):
-    """Warm-start drills of the search team about linked facts."""
-
-    drills: CountOr0 = Field(4, description="drills per step in phase 2: documents and questions about them")
-    accuracy: tuple[float, float] = Field((0.35, 0.65), description=_ACCURACY.format("the whole team"))
-
-
-class DualSystemLessons(DualSystemSlips):
-    """Warm-start drills of System 2 and System 1 about linked facts and calculations."""
-
-    drills: CountOr0 = Field(4, description="drills per step in phase 2: documents and questions about them")
-    accuracy: tuple[float, float] = Field((0.35, 0.65), description=_ACCURACY.format("the whole team"))
-
-
-class WarmStartConfig(ArithmeticSlips):
+class WarmStartConfig(TutorConfig):
     """Supervised warm start that turns random weights into a mediocre team (docs/cpu_default.md).
 
     Keys of phase 1 are named after the Solver and those of phase 2 after the Verifier, for any team.
@@ -213,25 +201,10 @@ class WarmStartConfig(ArithmeticSlips):
 
     ready: bool = Field(True, description="use the ready-made start if it matches these settings; false: always teach")
     lr: float = Field(3e-3, gt=0, description="learning rate after the warm-up")
-    betas: tuple[float, float] = Field((0.9, 0.98), description="betas of AdamW")
-    weight_decay: float = Field(0.01, ge=0, description="weight decay of AdamW")
-    router_aux_loss: float = Field(0.01, ge=0)
-    """coefficient of the MoE load-balancing loss, without which random routers collapse onto a few experts"""
     warmup_steps: CountOr0 = Field(50, description="first steps of phase 1, in which the learning rate rises to lr")
-    solver_batch: Count = Field(32, description="problems (search team: drills) per step in phase 1 (one role)")
     solver_loss: float = Field(0.10, gt=0, description="phase 1 ends when the averaged loss falls below it")
     max_solver_steps: Count = Field(900, description="most steps of phase 1")
-    team_batch: Count = Field(16, description="problems per step in phase 2 (all roles)")
     verifier_loss: float = Field(0.17, gt=0)
     """the learning rate decays once the averaged loss is below it"""
     max_team_steps: Count = Field(400, description="most steps of phase 2 at the full learning rate")
     decay_steps: CountOr0 = Field(170, description="last steps of phase 2, in which the learning rate falls to a tenth")
-    verdict_weight: float = Field(6.0, gt=0, description="loss weight of verdict tokens")
-    equality_drills: CountOr0 = Field(64, description="`are these digits equal` drills per step")
-    table_drills: CountOr0 = Field(256, description="single operations per step in phase 1")
-    short_steps: CountOr0 = Field(120, description="first steps of phase 1, on short problems")
-    slip_solver_phase1: Share = Field(0.03, description="share of wrong lines in the Solver's traces in phase 1")
-    accuracy_solver: tuple[float, float] = Field((0.40, 0.65), description=_ACCURACY.format("the Solver"))
-    accuracy_verifier: tuple[float, float] = Field((0.57, 0.70), description=_ACCURACY.format("the Verifier"))
-    search_team: SearchTeamLessons = SearchTeamLessons()
-    dual_system: DualSystemLessons = DualSystemLessons()

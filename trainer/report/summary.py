@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -182,15 +181,6 @@ class Evaluation(Schema):
         alone = {} if self.alone is None else {"alone": self.alone}
         return {**sets, **self.agents, **alone, "system": self.system}
 
-    def outside(self, bounds: Mapping[str, tuple[float, float]]) -> list[str]:
-        """Return a sentence for each row whose mean is outside its bounds, with the value and the bounds."""
-        means = {name: self.rows[name].mean for name in bounds if name in self.rows}
-        return [
-            f"{name} {mean}, wanted {bounds[name]}"
-            for name, mean in means.items()
-            if mean is None or not bounds[name][0] <= mean <= bounds[name][1]
-        ]
-
 
 def compared(before: Evaluation | None, after: Evaluation | None) -> list[tuple[str, Estimate | None, Estimate | None]]:
     """Return (name, before, after) of the table's lines; None if not evaluated."""
@@ -217,18 +207,6 @@ class EngineRecord(Schema):
     sampler: str = ""
 
 
-class WarmStartRecord(Schema):
-    """Warm start of the untrained policy.
-
-    as_wanted: the warm-started team's accuracy is within the bounds of `warm_start`. measured: means of the rows with bounds.
-    """
-
-    cached: bool
-    seconds: float = Field(ge=0)
-    as_wanted: bool
-    measured: dict[str, float | None] = Field(default_factory=dict)
-
-
 class Summary(Schema):
     """Contents of summary.json. before / after are null without an evaluation."""
 
@@ -243,7 +221,6 @@ class Summary(Schema):
     engine: EngineRecord
     tokens_per_engine: tuple[int, ...]
     verified_syncs: int = Field(ge=0)
-    warm_start: WarmStartRecord | None = None
     timings: dict[str, float] = Field(default_factory=dict, description="seconds by phase")
     versions: dict[str, str] = Field(default_factory=dict, description="torch, vllm, ray, megatron-core, ...")
     commit: str | None = Field(None, description="git revision of marsrl; null outside a checkout")

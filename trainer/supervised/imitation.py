@@ -1,14 +1,20 @@
 """Cross-entropy on demonstrations with the RL learner: the policy gradient with a token's weight as its advantage.
 
-Both `marsrl sft` and the warm start (trainer/schools) use this optimizer step. Every rank packs its share.
+`marsrl sft` and the warm start (warm_start.py) both teach here. Every rank packs its share.
+
+    for losses, stats in teach(learners, lessons, max_tokens):    # an optimizer step of each policy
+        if goal.is_reached(...):                                  # averages of steps, or held-out demonstrations
+            break
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -81,40 +87,78 @@ class DemonstrationTokens:
         )
 
 
-def imitate(
-    learner: Learner,
-    sequences: Sequence[TrainSequence],
-    place: BatchShard,
-    *,
-    uncounted: Collection[int] = (),
-    lr: float | None = None,
-) -> tuple[dict[int, tuple[float, int]], StepStats]:
-    """Take one optimizer step on the mean loss per token; return (mean weighted loss, nats; tokens) by writer, and statistics.
+_HALF = math.log(0.5)
 
+
+class Measured(NamedTuple):
+    """Mean loss of a writer's tokens, nats. accuracy: share of them that the model gives more than half of the probability."""
+
+    loss: float
+    num_tokens: int
+    accuracy: float = math.nan
+
+
+@dataclass(frozen=True, slots=True)
+class Lesson:
+    """Demonstrations of a step, by policy; the same on every rank. lr: overrides the policies' schedules."""
+
+    sequences: Mapping[str, Sequence[TrainSequence]]
+    lr: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """When to stop teaching: once the loss (nats per token) is below `loss` and the accuracy at least `accuracy`; None: any."""
+
+    loss: float | None = None
+    accuracy: float | None = None
+
+    def is_reached(self, loss: float, accuracy: float = math.nan) -> bool:
+        """Return False also if there is nothing to reach, or a value to be judged is NaN."""
+        is_low = self.loss is None or loss < self.loss
+        is_right = self.accuracy is None or accuracy >= self.accuracy
+        return self != Goal() and is_low and is_right
+
+
+def teach(
+    learners: Mapping[str, Learner], lessons: Iterable[Lesson], max_tokens: int, *, uncounted: Collection[int] = ()
+) -> Iterator[tuple[dict[int, Measured], dict[str, StepStats]]]:
+    """Take an optimizer step of each policy on the mean loss per token of each lesson. Collective.
+
+    Yield the weighted loss of each writer, without an accuracy, and the statistics of each policy.
+
+    max_tokens: tokens of a micro-batch.
     uncounted: writers whose tokens are not in the loss's denominator, and whose losses are not returned.
-    lr: overrides the policy's schedule. Collective; `sequences` are the same on every rank.
     """
-    num_tokens = _tokens_by_writer(sequences, uncounted)
-    update = Update(tuple(micro_batches(sequences, place)), float(sum(num_tokens.values())))
-    stats = learner.train_step([update], lr=lr)
-    sums = stats.agent_sums["weighted_nll"]
-    return {writer: (sums[writer] / count, count) for writer, count in num_tokens.items()}, stats
+    places = {name: learner.shard(max_tokens) for name, learner in learners.items()}
+    for lesson in lessons:
+        losses, stats = dict[int, Measured](), dict[str, StepStats]()
+        for name, learner in learners.items():
+            num_tokens = _tokens_by_writer(lesson.sequences[name], uncounted)
+            batches = tuple(micro_batches(lesson.sequences[name], places[name]))
+            stats[name] = learner.train_step([Update(batches, float(sum(num_tokens.values())))], lr=lesson.lr)
+            sums = stats[name].agent_sums["weighted_nll"]
+            losses |= {writer: Measured(sums[writer] / count, count) for writer, count in num_tokens.items()}
+        yield losses, stats
 
 
-def measured_loss(
-    learner: Learner, sequences: Sequence[TrainSequence], place: BatchShard
-) -> dict[int, tuple[float, int]]:
-    """Return (mean loss per token, nats; tokens) by writer under the current weights, without training. Collective."""
-    own: dict[int, float] = {}
+def measure(learner: Learner, sequences: Sequence[TrainSequence], place: BatchShard) -> dict[int, Measured]:
+    """Return each writer's loss and accuracy under the current weights, without training. Collective."""
+    own: dict[int, tuple[float, int]] = {}
     batches = micro_batches(sequences, place)
     for batch, logprobs in zip(batches, learner.score(batches), strict=True):
-        writers = batch.of_tokens(batch.agent_of).cpu()
+        writers, is_likely = batch.of_tokens(batch.agent_of).cpu(), (logprobs > _HALF) & batch.mask.cpu()
         for writer in set(batch.agents):
-            own[writer] = own.get(writer, 0.0) - float(logprobs[writers == writer].double().sum())
-    told = [decode(tuple[int, dict[int, float]], each) for each in gather_bytes(encode((place.data_rank, own)))]
+            is_own, (nll, num_likely) = writers == writer, own.get(writer, (0.0, 0))
+            nll -= float(logprobs[is_own].double().sum())
+            own[writer] = nll, num_likely + int(is_likely[is_own].sum())
+    told = [decode(tuple[int, dict[int, tuple[float, int]]], e) for e in gather_bytes(encode((place.data_rank, own)))]
     shares = dict(told).values()  # Ranks with the same data rank have scored the same sequences.
-    num_tokens = _tokens_by_writer(sequences)
-    return {w: (math.fsum(share.get(w, 0.0) for share in shares) / n, n) for w, n in num_tokens.items()}
+    found = {}
+    for writer, count in _tokens_by_writer(sequences).items():
+        losses, likely = zip(*(share.get(writer, (0.0, 0)) for share in shares), strict=True)
+        found[writer] = Measured(math.fsum(losses) / count, count, sum(likely) / count)
+    return found
 
 
 def _tokens_by_writer(sequences: Sequence[TrainSequence], uncounted: Collection[int] = ()) -> dict[int, int]:

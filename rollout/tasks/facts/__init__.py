@@ -154,6 +154,10 @@ class World:
         for held_out in (True, False):
             self.draw(rng, held_out)
 
+    def facts_of(self, entity: str) -> dict[str, str]:
+        """Return an entity's facts: {relation: value}."""
+        return {relation: value for (name, relation), value in self.facts.items() if name == entity}
+
     def _document(self, name: str, relations: tuple[str, ...]) -> Document:
         facts = [(relation, self.facts[name, relation]) for relation in relations]
         if self._is_terse:

@@ -1,0 +1,62 @@
+"""Tutors: writers of demonstrations for teams that start from random weights (docs/cpu_default.md)."""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Generic, TypeVar
+
+from marsrl.rollout.agents.roles import Role
+from marsrl.rollout.config import Settings
+from marsrl.rollout.tasks.config import TutorConfig
+from marsrl.rollout.types import Message
+
+_WEIGHTS = dict.fromkeys(("correct", "wrong", "yes", "no"), 6.0)
+"""Loss weights of verdict words, of which a report of thirty words has one: it would otherwise stay at chance."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """A prompt and the completion to imitate (followed by the end token if `ends`).
+
+    prompt: a str is tokenised unchanged. completion: words separated by spaces, one token each. role: of its author; None for a
+    drill whose loss is not reported.
+    """
+
+    role: Role | None
+    prompt: tuple[Message, ...] | str
+    completion: str
+    ends: bool = True
+
+    @property
+    def weights(self) -> list[float]:
+        """The loss weight of each token of the completion, the end token included."""
+        return [_WEIGHTS.get(word, 1.0) for word in self.completion.split(" ")] + [1.0] * self.ends
+
+
+Options = TypeVar("Options", bound=Settings)
+
+
+class Tutor(ABC, Generic[Options]):
+    """Writer of one team's demonstrations, with mistakes on purpose (slips) that RL removes. A seed gives the same on every rank.
+
+    tokenizer: key of rollout.tasks.registry.TOKENIZERS. task_options: class of the task's options. judged: roles whose losses end
+    phase 1 and phase 2.
+    """
+
+    tokenizer: ClassVar[str]
+    task_options: ClassVar[type[Settings]]
+    judged: ClassVar[tuple[Role, Role]]
+
+    def __init__(self, rng: random.Random, config: TutorConfig, options: Options) -> None:
+        self.rng, self.config, self.options = rng, config, options
+
+    @abstractmethod
+    def foundation(self, step: int) -> Iterator[Trace]:
+        """Write the demonstrations of a step of phase 1, most of them by its judged role."""
+
+    @abstractmethod
+    def team_lesson(self) -> Iterator[Trace]:
+        """Write the demonstrations of a step of phase 2: all roles, on the same problems."""

@@ -1,1 +1,0 @@
-"""The warm start: supervised training of policies with random weights."""
