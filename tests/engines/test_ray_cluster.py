@@ -220,7 +220,7 @@ def test_a_run_goes_on_without_a_host_until_another_joins(checkpoint: Callable[[
             return program
 
         def join() -> Program:
-            """Ports are any, as these hosts share those of one machine; 5 instead of 60 s for a head that is gone."""
+            """Ports are any, as these hosts share those of one machine; 20 instead of 60 s for a head that is gone."""
             words = (
                 f"--address=127.0.0.1:{port}",
                 "--block",
@@ -229,7 +229,7 @@ def test_a_run_goes_on_without_a_host_until_another_joins(checkpoint: Callable[[
                 "--max-worker-port=0",
             )
             while True:
-                host = start("-m", "ray.scripts.scripts", "start", *words, RAY_gcs_rpc_server_reconnect_timeout_s="5")
+                host = start("-m", "ray.scripts.scripts", "start", *words, RAY_gcs_rpc_server_reconnect_timeout_s="20")
                 with contextlib.suppress(AssertionError):
                     host.wait_for("Ray runtime started")
                     return host
