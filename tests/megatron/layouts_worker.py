@@ -178,7 +178,7 @@ ADAPTERS: dict[str, dict[str, dict[str, Any]]] = {
 
 def adapted(model: str, kind: str, layout: dict[str, int], recompute: str) -> dict[str, Learner]:
     optimizers = {name: {"lr": 1e-2, "grad_clip": 0.5, "weight_decay": 0.1} for name in POLICIES}
-    options = {"objective": PolicyObjective(kl="k3", kl_coef=0.1), "reference": "past"}
+    options: dict[str, Any] = {"objective": PolicyObjective(kl="k3", kl_coef=0.1), "reference": "past"}
     return tiny.on_one_base(model, ADAPTERS[kind], optimizers, layout=layout, recompute=recompute, **options)
 
 
