@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+from array import array
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -41,7 +42,7 @@ from marsrl.rollout.engines.protocol import (
 from marsrl.rollout.engines.texts import Texts
 from marsrl.rollout.engines.time_shares import TimeShares
 from marsrl.rollout.engines.vllm.arguments import engine_arguments, who_draws
-from marsrl.rollout.engines.vllm.requests import RequestMaker, Scored, experts_told, kept_tokens_told, logprobs_told
+from marsrl.rollout.engines.vllm.requests import RequestMaker, Scored, experts_told, kept_tokens_told
 from marsrl.rollout.kept_tokens import KeptTokens
 from marsrl.rollout.model_shape import read_shape
 from marsrl.rollout.routed_experts import ExpertArray
@@ -54,13 +55,16 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Running:
-    """A request in vLLM and its tokens so far. told: outputs of its steps, kept only if they hold more than tokens.
-    num_watched: tokens already searched for Sampling.stop.
+    """A request in vLLM and its tokens so far. logprobs: float32, nats, if vLLM's sampler draws.
+
+    num_watched: tokens already searched for Sampling.stop. told: outputs of its steps, kept only if they hold kept tokens or
+    experts: a step's output takes hundreds of bytes, and refers to arrays of the whole step.
     """
 
     key: str
     request: DecodeRequest
     token_ids: list[int] = field(default_factory=list)
+    logprobs: array[float] = field(default_factory=lambda: array("f"))
     num_watched: int = 0
     num_cached_tokens: int = 0
     told: list[EngineCoreOutput] = field(default_factory=list)
@@ -313,7 +317,8 @@ class VllmEngine(Engine):
             raise
         self._shares.step(time.perf_counter() - start)
         ended: dict[str, Finish] = {}
-        keeps_told = self._draws == "engine" or self._spec.records.experts
+        records, is_drawn = self._spec.records, self._draws == "engine"
+        keeps_told = records.experts or (records.kept_tokens and is_drawn)
         for output in outputs:
             running = self._under_way.get(output.request_id)
             if running is None:  # scored, or aborted during the step
@@ -324,6 +329,8 @@ class VllmEngine(Engine):
                 running.num_cached_tokens = output.prefill_stats.num_cached_tokens
             running.token_ids += output.new_token_ids
             self._num_decoded += len(output.new_token_ids)
+            if is_drawn and output.new_logprobs is not None:
+                running.logprobs.extend(output.new_logprobs.logprobs[:, 0])  # the first is the drawn token's
             if keeps_told:
                 running.told.append(output)
             if output.finish_reason is not None:
@@ -411,8 +418,13 @@ class VllmEngine(Engine):
     def _drawn(self, ended: Sequence[_Running]) -> list[tuple[FloatArray, KeptTokens | None]]:
         """Return (log-probs [n], nats, kept tokens if requested) of each request."""
         if self._draws == "engine":
-            lengths_of = [(each.told, len(each.token_ids)) for each in ended]
-            return [(logprobs_told(*each), kept_tokens_told(*each, self._vocab_size)) for each in lengths_of]
+            return [
+                (
+                    np.array(each.logprobs[: len(each.token_ids)], np.float32),
+                    kept_tokens_told(each.told, len(each.token_ids), self._vocab_size),
+                )
+                for each in ended
+            ]
         lengths = {each.key: len(each.token_ids) for each in ended if each.token_ids}
         taken: list[Any] = []
         if lengths:

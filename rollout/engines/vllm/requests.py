@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 
-_NONE = np.zeros(0, np.float32)
 COLDEST = 0.01
 """Lowest temperature above 0 that vLLM uses; it raises lower ones to it."""
 SEATS = 16
@@ -127,12 +126,6 @@ def asked_of_vllm(request: DecodeRequest, vocab_size: int, records: Records) -> 
         place = request.experts_from
         asked["routed_experts_prompt_start"] = len(request.token_ids) if place is None else place
     return asked
-
-
-def logprobs_told(told: Sequence[EngineCoreOutput], num_tokens: int) -> FloatArray:
-    """Return log-probs [num_tokens] float32, nats: the first that vLLM lists at each position."""
-    listed = (output.new_logprobs.logprobs[:, 0] for output in told if output.new_logprobs)
-    return np.concatenate([_NONE, *listed])[:num_tokens]
 
 
 def kept_tokens_told(told: Sequence[EngineCoreOutput], num_tokens: int, vocab_size: int) -> KeptTokens | None:
