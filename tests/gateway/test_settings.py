@@ -32,7 +32,7 @@ LOCAL = ("rollout.engine=local", "rollout.placement=local")
         ([*TEAM, "external.function=my_agent.py"], "expected FILE.py:NAME"),
         ([*TEAM, "external={function: 'a.py:run', command: ['true']}"], "set exactly one of the first three"),
         ([*TEAM, "external={function: 'a.py:run', workers: 0}"], "none of them with workers=0"),
-        ([*TEAM, "external={workers: 0, port: 8000}"], "set external.port and external.key_env"),
+        ([*TEAM, "external={workers: 0, port: 8000}"], "they need external.port and external.key_env"),
         ([*TEAM, "external.command=['true']", "rollout.group_completion=drop_stragglers"], "external.timeout_s ends"),
         (
             ["task=arithmetic", "orchestration=external", "agents={'a/b': {}}", "external.command=['true']"],
