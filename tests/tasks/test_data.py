@@ -61,7 +61,9 @@ def test_known_rows_are_read(tmp_path: Path, task: str, row: object, answer: str
 
 
 def test_the_page_begins_with_rows_that_are_read_and_lists_all_keys(tmp_path: Path) -> None:
-    rows, _, rest = (Path(__file__).parents[2] / "docs/data.md").read_text("utf-8").partition("\n\nEach row is a problem")
+    rows, _, rest = (
+        (Path(__file__).parents[2] / "docs/data.md").read_text("utf-8").partition("\n\nEach row is a problem")
+    )
     (tmp_path / "d.jsonl").write_text(textwrap.dedent(rows.removeprefix("# A file of problems\n\n")))
     assert [problem.answer for problem in read(tmp_path / "d.jsonl").problems] == ["4", "36", "11"]
     listed = [re.findall("`([^`]+)`", line.split("|")[1]) for line in rest.splitlines() if line.startswith("| `")][:2]
@@ -315,7 +317,9 @@ def test_a_file_is_listed_once_however_its_path_is_written(files: list[Path]) ->
     link.symlink_to(files[0])
     for second in (files[0], files[0].parent / ".." / "a" / "train.jsonl", link):
         train = [{"path": str(path), "count": 3} for path in (files[1], files[0], second)]
-        with pytest.raises(ValueError, match=r"data.train\[2\] is the same file as data.train\[1\].*would be used twice"):
+        with pytest.raises(
+            ValueError, match=r"data.train\[2\] is the same file as data.train\[1\].*would be used twice"
+        ):
             read_train_files(train)
 
 
