@@ -66,7 +66,7 @@ REWARDS: list[tuple[str, dict[str, Any], Reward, Reward | None, Reward | str]] =
 
 
 @pytest.mark.parametrize(("agent", "said", "solution", "judged", "expected"), REWARDS)
-def test_every_agent_is_paid_for_its_own_words_and_what_cannot_be_known_is_missing(
+def test_each_agent_is_rewarded_for_its_own_output_if_known(
     agent: str, said: dict[str, Any], solution: Reward, judged: Reward | None, expected: Reward | str
 ) -> None:
     reward = TEAM.reward(*showing(sample("s", reward=solution), agent=agent), sample("x", agent, **said), judged)
@@ -79,7 +79,7 @@ def test_every_agent_is_paid_for_its_own_words_and_what_cannot_be_known_is_missi
         assert not TEAM.is_eligible(sample("v", "verifier1", verdict=False, reward=solution), "corrector1")
 
 
-def test_an_agent_reads_the_visible_text_of_what_it_is_asked_about() -> None:
+def test_an_agent_reads_the_visible_text_of_its_input_samples() -> None:
     solution = sample("s", text=r"<think>secret</think> \boxed{4}", correct=0.0)
     report = sample("v", "verifier1", text="<think>hm</think>step 2\nVerdict: wrong", verdict=False, correct=1.0)
     episode, first = showing(agent="solver")
@@ -117,9 +117,10 @@ PARSED: list[tuple[dict[str, AgentConfig], str, str, dict[str, Any], tuple[str, 
 
 
 @pytest.mark.parametrize(("agents", "agent", "text", "changes", "read"), PARSED)
-def test_an_agent_is_read_in_the_grammar_of_its_prompt_and_cut_off_or_thinking_it_says_nothing(
+def test_outputs_are_parsed_by_the_grammar_of_their_prompt(
     agents: dict[str, AgentConfig], agent: str, text: str, changes: dict[str, Any], read: tuple[str, str, bool]
 ) -> None:
+    """Except for compat, an output that is cut off or still in its thought has no answer and no verdict."""
     team = five(agents)
     found = team.parse(sample("x", agent, text=text, answer="of before", verdict=False, **changes))
     assert (found.shown, found.answer, found.verdict) == read
@@ -148,7 +149,7 @@ def test_form_names_what_parsers_look_for(tmp_path: Path) -> None:
 
 
 @given(CANDIDATES, st.integers(1, 5), RULES, st.booleans(), st.integers(0, 99), st.randoms(use_true_random=False))
-def test_picks_keep_their_rule_whatever_the_order_of_the_candidates(
+def test_picks_follow_their_rule_in_any_order_of_candidates(
     candidates: list[Sample], count: int, rule: str, prefers_right: bool, seed: int, shuffler: random.Random
 ) -> None:
     chosen = pick(candidates, count, rule, prefers_right, random.Random(seed))
@@ -200,9 +201,10 @@ HANDED_ON: list[tuple[str, Sample, bool, bool]] = [  # to whom; by itself, and w
 
 
 @pytest.mark.parametrize(("agent", "said", "by_itself", "asked_for"), HANDED_ON)
-def test_finished_parsable_rewarded_outputs_are_handed_on_and_others_where_that_is_asked_for(
+def test_unparsable_outputs_are_handed_on_only_if_configured(
     agent: str, said: Sample, by_itself: bool, asked_for: bool
 ) -> None:
+    """Outputs that are unfinished or without a reward are never handed on."""
     asks_all = {agent: AgentConfig(pick_unparsable=True)}
     assert (TEAM.is_eligible(said, agent), five(asks_all).is_eligible(said, agent)) == (by_itself, asked_for)
     if said.uid == "no verdict":  # unless that is to accept
@@ -210,7 +212,7 @@ def test_finished_parsable_rewarded_outputs_are_handed_on_and_others_where_that_
         assert not five(asks_all | accepts).is_eligible(replace(said, agent="verifier1"), agent)
 
 
-def test_each_agent_is_followed_by_the_next_which_is_picked_for_by_its_own_rule() -> None:
+def test_each_agent_gets_inputs_picked_by_its_own_rule() -> None:
     right = [sample(f"r{i}", answer="1", verdict=False, correct=1.0) for i in range(3)]
     wrong = [sample(f"w{i}", answer="1", verdict=False, correct=0.0) for i in range(3)]
     team = five({"corrector2": AgentConfig(pick="balanced")})
@@ -227,7 +229,7 @@ def test_each_agent_is_followed_by_the_next_which_is_picked_for_by_its_own_rule(
     assert asks == [] and episode.is_at_its_end
 
 
-def test_an_outcome_is_the_mean_final_correctness_of_the_leaves_below() -> None:
+def test_an_outcome_is_the_mean_correctness_of_the_leaves() -> None:
     team = five(picks=9)
     solved = [sample("s0", **RIGHT), sample("s1", answer="2", correct=0.0), sample("s2", answer="3")]
     said = ((True, 0.0), (False, 1.0), (None, 0.25))
@@ -337,7 +339,7 @@ def test_every_ask_of_a_loop_shows_what_came_before() -> None:
     ]
 
 
-def test_missing_verdict_correct_counts_as_acceptance_but_is_not_paid() -> None:
+def test_missing_verdict_correct_accepts_but_earns_no_reward() -> None:
     accepts = {"verifier1": AgentConfig(missing_verdict="correct")}
     team, episode, _ = transcript("sn", accepts, accept_after=1)
     assert team.loop(episode).final is not None

@@ -88,7 +88,7 @@ SOLVED: list[tuple[int, list[str], list[float], bool]] = [
 
 
 @pytest.mark.parametrize(("loops", "said", "rewards", "is_right"), SOLVED)
-def test_a_solver_solves_again_until_the_verifier_approves_and_the_last_solution_counts(
+def test_a_solver_repeats_until_approval_and_the_last_counts(
     loops: int, said: list[str], rewards: list[float], is_right: bool
 ) -> None:
     team = solver_verifier(loops)
@@ -106,7 +106,7 @@ def test_a_solver_solves_again_until_the_verifier_approves_and_the_last_solution
     assert team.outcomes(episode) == {f"{ask.id}:0": float(is_right) for ask in asks}
 
 
-def test_an_outcome_is_unknown_where_an_engine_failed_before_there_was_an_answer() -> None:
+def test_an_outcome_is_unknown_if_no_answer_precedes_a_failure() -> None:
     failed = [(solver_verifier(), ["Answer: 1", "Verdict: wrong", FAILED]), (solver_verifier(), [FAILED])]
     for team, said in [*failed, (team_of(), ["<verify>yes</verify>", FAILED])]:
         outcomes = team.outcomes(play(team, script(*said)))
@@ -115,7 +115,7 @@ def test_an_outcome_is_unknown_where_an_engine_failed_before_there_was_an_answer
     assert set(team.outcomes(play(team, script("Answer: 1", FAILED))).values()) == {1.0}  # the last solution is known
 
 
-def test_dr_mas_s_prompts_ask_for_tags_and_compat_approves_without_one() -> None:
+def test_drmas_prompts_ask_for_tags_and_compat_needs_none() -> None:
     def team(**verifier: Any) -> Orchestration:
         agents = {"solver": AgentConfig(prompt="drmas_math"), "verifier": AgentConfig(prompt="drmas_math", **verifier)}
         return build_orchestration("solver_verifier", agents, "math")
@@ -219,7 +219,7 @@ def asked(episode: Episode, agent: str) -> list[Ask]:
         (4, "wrong", [NO, query("x"), YES, None], "vscva"),
     ],
 )
-def test_it_searches_until_the_verifier_says_yes_and_the_answer_counts(
+def test_the_team_searches_until_yes_and_the_answer_counts(
     max_turns: int, missing_verdict: str, texts: list[str | None], order: str
 ) -> None:
     team = team_of(max_turns, missing_verdict=missing_verdict)
@@ -235,7 +235,7 @@ def test_it_searches_until_the_verifier_says_yes_and_the_answer_counts(
         assert "There was no query" in words(team, episode, asked(episode, "answer")[0])
 
 
-def test_the_search_agent_reads_what_the_verifier_says_and_nobody_a_thought() -> None:
+def test_search_reads_the_verifier_but_no_agent_reads_thoughts() -> None:
     team = team_of()
     episode, _ = play_search(team, [NO, query("mira holt"), NO, query("tarn"), YES, ANSWER])
     _, search = (words(team, episode, ask) for ask in asked(episode, "search"))
@@ -243,7 +243,7 @@ def test_the_search_agent_reads_what_the_verifier_says_and_nobody_a_thought() ->
     assert "Not enough." in search and "Not enough." not in answer and "which?" not in search + answer
 
 
-def test_rewards_are_the_task_s_for_the_answer_and_readability_for_the_others() -> None:
+def test_answers_earn_task_rewards_and_others_readability() -> None:
     team = team_of()
     episode, _ = play_search(team, [VAGUE, query("x"), YES, "<answer>rome</answer>"])
     said = [episode.samples(ask)[0] for ask in episode.asks.values()]

@@ -48,7 +48,7 @@ HOSTILE = "{report} {{solution}} {0} {problem!r} {purpose} %s $x {"
 
 
 @pytest.mark.parametrize("name", set_names())
-def test_a_set_that_ships_is_printed_as_a_file_that_asks_and_reads_as_it_does(
+def test_a_printed_prompt_set_asks_and_parses_like_the_original(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["prompts", name]) == 0
@@ -134,9 +134,7 @@ def test_braces_that_are_no_placeholder_stay_as_they_are() -> None:
         (f"verdict:\n{INVERTED}{SOLVER}", 2, "verdict.correct.example 'incorrect' is not parsed as correct"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_with_a_file_is_said_in_one_line_with_its_place(
-    text: str, line: int, said: str, tmp_path: Path
-) -> None:
+def test_an_error_in_a_prompt_file_is_one_line_with_its_place(text: str, line: int, said: str, tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(text)
     with pytest.raises(ValueError) as error:
@@ -292,13 +290,13 @@ def test_the_last_match_is_the_last_that_finditer_finds(expression: str, text: s
     assert LastMatch(expression).groups(text) == expected
 
 
-def test_tags_in_untrusted_text_lose_their_brackets_and_blanks_without_end_cost_no_time() -> None:
+def test_untrusted_text_loses_its_tags_in_linear_time() -> None:
     assert without_tags("a", "< / A ><a>< b>") == "[ / A ][a]< b>"
     blanks = "<" + " " * 400_000  # a quarter of an hour, were the time quadratic
     assert without_tags("a", blanks) == blanks
 
 
-def test_a_verdict_is_that_of_the_last_match_of_either_expression() -> None:
+def test_the_last_match_of_either_expression_is_the_verdict() -> None:
     read = regex_verdict("(c)orrect", "in(corr)ect")
     # a lone surrogate, which UTF-8 does not have
     assert [read(text) for text in ("incorrect", "incorrect, no: correct", "\ud800 correct")] == [False, True, True]
@@ -377,7 +375,7 @@ READ: list[tuple[Callable[[str], object], str, object]] = [
 
 
 @pytest.mark.parametrize(("read", "text", "found"), READ)
-def test_a_completion_says_what_stands_in_its_grammar_and_else_nothing(
+def test_a_completion_yields_only_what_its_grammar_defines(
     read: Callable[[str], object], text: str, found: object
 ) -> None:
     assert read(text) == found
@@ -396,7 +394,7 @@ def test_a_completion_says_what_stands_in_its_grammar_and_else_nothing(
         ("\u4e0d <verify>reject</verify>", False, False, False),  # Chinese is a failure of format
     ],
 )
-def test_a_verdict_in_a_tag_is_read_by_us_and_as_the_published_code_does(
+def test_tagged_verdicts_follow_our_and_the_published_rules(
     report: str, ours: bool | None, published: bool, is_valid: bool
 ) -> None:
     assert (tagged_verdict(report), drmas_verdict(report), drmas_is_valid(report)) == (ours, published, is_valid)
