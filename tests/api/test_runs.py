@@ -79,7 +79,7 @@ def write_demonstrations(folder: Path) -> None:
     (folder / "demos.jsonl").write_text(f"{json.dumps({'messages': chat})}\n" * 8)
 
 
-def test_classes_of_a_cell_are_trained_evaluated_and_trained_again(model: Path, tmp_path: Path) -> None:
+def test_notebook_classes_train_evaluate_and_train_again(model: Path, tmp_path: Path) -> None:
     before = torch.get_num_threads(), signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     run = marsrl.train(team=Pair, task=Sevens, **{"run.name": "one", "trainer.threads": 1})
     assert run.path == tmp_path / "runs" / "one" and run.settings["orchestration"] == "memory:Pair"
@@ -121,7 +121,7 @@ def test_an_interrupted_run_is_saved_and_goes_on(model: Path) -> None:
     assert [row["step"] for row in run.metrics] == [1, 2, 3]
 
 
-def test_a_failed_run_says_what_the_command_says_and_frees_its_directory(model: Path) -> None:
+def test_a_failed_run_raises_the_cli_error_and_is_unlocked(model: Path) -> None:
     with pytest.raises(marsrl.Error, match=r"\Athe run failed: RuntimeError: step 1: .*no reward.*run.name=failed"):
         marsrl.train(team=Broken, task=Sevens, **{"run.name": "failed", "run.evaluate": False})
     assert why_held(RunDirectory(Path("runs/failed"))) == ""
