@@ -102,7 +102,7 @@ def test_draws_do_not_depend_on_what_is_played_beside_them() -> None:
     assert len({seed for seeds in team.seeds.values() for seed in seeds}) == 4 * N
 
 
-def test_another_range_asks_nobody_and_another_team_is_asked_anew(tmp_path: Path) -> None:
+def test_a_new_range_reuses_answers_and_a_new_team_does_not(tmp_path: Path) -> None:
     given, team = rows(4), Players(lambda row: 3)
     (_, record), _ = run(tmp_path, [read(), team.stage(tmp_path)], given)
     assert record.num_kept == 0
@@ -117,7 +117,7 @@ def test_another_range_asks_nobody_and_another_team_is_asked_anew(tmp_path: Path
     ("right", "num_failed", "kind"),
     [(1, 1, "right now and then"), (2, 1, "undecided"), (3, 1, "too easy"), (0, 1, "undecided"), (1, 2, "undecided")],
 )
-def test_unknown_answers_leave_a_row_undecided_only_where_they_matter(
+def test_unknown_answers_leave_rows_undecided_only_if_decisive(
     right: int, num_failed: int, kind: str, tmp_path: Path
 ) -> None:
     team = Players(lambda row: right, fail=lambda draw: draw >= N - num_failed)
@@ -125,7 +125,7 @@ def test_unknown_answers_leave_a_row_undecided_only_where_they_matter(
     assert {**record.kept, **record.dropped} == {kind: 1}
 
 
-def test_no_answer_at_all_is_wrong_and_a_failed_judge_is_not_known() -> None:
+def test_no_answer_is_wrong_and_a_failed_judge_is_unknown() -> None:
     (row,) = rows(1)
     with Players(lambda row: 4).open([row.problem]) as evaluator:
         lost = replace(evaluator.team, judge=WatchedJudge(lambda problem, answer: known(Reward(math.nan, math.nan))))

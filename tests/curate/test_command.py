@@ -56,7 +56,7 @@ def test_the_directory_of_a_run_is_not_written_to(capsys: pytest.CaptureFixture[
 DEEP = row(WORDS[2], deep=json.loads("[" * 200 + "]" * 200))
 
 
-def test_hostile_rows_are_dropped_with_their_reasons_and_the_others_stay_whole(capsys: Any) -> None:
+def test_hostile_rows_are_dropped_and_good_rows_are_kept_whole(capsys: Any) -> None:
     good = [
         row(WORDS[0], more={"a": [1, None, "é\u202e"]}, subject="x\x00y"),
         row(WORDS[1], nan=float("nan"), lone="\ud800"),
@@ -120,7 +120,7 @@ def test_a_field_names_the_level(capsys: Any) -> None:
     assert len(curated()) == 5 and "curate.level: missing is keep, was drop" in capsys.readouterr().err
 
 
-def test_the_page_says_what_was_dropped_for_what_and_hostile_text_stays_text(capsys: Any) -> None:
+def test_the_report_gives_drop_reasons_and_escapes_hostile_text(capsys: Any) -> None:
     rows = [row(f"{ATTACK} {word}", level=ATTACK if i else "ok") for i, word in enumerate(WORDS)]
     write("raw.jsonl", *rows, row(rows[0]["question"]), b"<script>")
     words = ["curate.level.field=level", "curate.level.keep=[ok]", "curate.level.missing=keep"]

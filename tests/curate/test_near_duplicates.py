@@ -42,7 +42,7 @@ def test_an_equal_question_is_dropped_whatever_it_is(texts: list[str]) -> None:
     "other",
     ["what  IS\tthe sum\nof one and two?", "Ｗhat is the sum of one and two?", "What is\x00the sum of one and two?"],
 )
-def test_case_white_space_and_forms_of_a_character_make_no_other_question(other: str) -> None:
+def test_case_blanks_and_unicode_forms_make_no_new_question(other: str) -> None:
     (_, decision) = decisions(rows_of(["What is the sum of one and two?", other]))
     assert (decision.is_kept, decision.kind) == (False, "near duplicate")
     assert decision.detail == "similarity 1.00 to raw.jsonl:1, which has another answer"
@@ -57,7 +57,7 @@ def test_the_threshold_is_of_the_similarity() -> None:
 
 
 @pytest.mark.parametrize("threshold", [0.1, 0.3, 0.5, 0.8, 0.85, 0.95, 1.0])
-def test_whatever_the_threshold_most_pairs_of_that_similarity_are_found(threshold: float) -> None:
+def test_most_similar_pairs_are_found_at_any_threshold(threshold: float) -> None:
     bands, rows = bands_and_rows(threshold)
     assert bands * rows <= 126 and 1 - (1 - threshold**rows) ** bands >= 0.95
     if threshold == 0.8:

@@ -43,9 +43,7 @@ def everything(out: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_killed_at_any_row_of_any_stage_it_ends_as_if_it_had_not_been_and_asks_for_no_answer_that_it_has(
-    seed: int, tmp_path: Path
-) -> None:
+def test_a_curation_killed_at_any_row_resumes_to_the_same_result(seed: int, tmp_path: Path) -> None:
     whole, judge = (ScriptedJudge(by_length) for _ in range(2))
     run(tmp_path / "unbroken", stages(whole.stage(tmp_path / "unbroken")), rows())
     drawn, out = random.Random(seed), tmp_path / "killed"
@@ -67,7 +65,7 @@ def test_killed_at_any_row_of_any_stage_it_ends_as_if_it_had_not_been_and_asks_f
     assert set(judge.asked) == set(whole.asked) and len(judge.asked) == len(whole.asked) + num_torn
 
 
-def test_a_changed_setting_redoes_its_stage_and_those_behind_it_by_name(tmp_path: Path) -> None:
+def test_a_changed_setting_redoes_its_stage_and_later_ones(tmp_path: Path) -> None:
     run(tmp_path, stages(levels("3", "4", "5")), rows())
     before = (tmp_path / "stages/read/kept.jsonl").stat().st_mtime_ns
     records, said = run(tmp_path, stages(levels("4", "5")), rows())
