@@ -180,7 +180,7 @@ def served(
 
 
 @every
-def test_two_adapters_and_bare_requests_in_one_batch_decode_as_peft_does(served: Served) -> None:
+def test_mixed_adapters_in_one_batch_decode_as_peft_does(served: Served) -> None:
     """On a CPU vLLM alone would add the adapter in its last slot to the bare ones."""
     assert served.engine.info().adapters == ("a", "b")
     for adapters in (("a", "b", ""), ("", "b", "b", ""), ("a", ""), ("",)):
@@ -197,7 +197,7 @@ def test_two_adapters_and_bare_requests_in_one_batch_decode_as_peft_does(served:
 
 
 @of_vllm
-def test_a_new_version_finds_no_prefix_of_the_one_before_and_leaves_the_others_theirs(served: Served) -> None:
+def test_a_new_adapter_version_drops_only_its_own_prefixes(served: Served) -> None:
     decoded(served.engine, served.asks("a", "b", ""))
     served.update("a")
     cached = [result.num_cached_tokens for result in decoded(served.engine, served.asks("a", "b", ""))]
@@ -227,7 +227,7 @@ def test_of_a_slot_that_a_smaller_adapter_has_the_rest_is_0(served: Served) -> N
 
 
 @every
-def test_others_decode_on_while_an_adapter_is_replaced_and_proven(served: Served) -> None:
+def test_others_decode_while_an_adapter_is_replaced_and_verified(served: Served) -> None:
     """Its probe runs beside them, and before those that wait for a seat of rollout.vllm.max_num_seqs."""
     folders = dict(served.folders)
     asks = [replace(ask, max_new_tokens=60) for ask in served.asks(*"aba", "", *"bab", *"b" * 13)]
@@ -240,7 +240,7 @@ def test_others_decode_on_while_an_adapter_is_replaced_and_proven(served: Served
 
 
 @of_vllm
-def test_requests_that_end_while_an_adapter_is_scored_are_told_afterwards(served: Served) -> None:
+def test_requests_that_end_during_scoring_are_returned_later(served: Served) -> None:
     asks = served.asks("b", "b", "")
     (first, *_) = decoded(served.engine, asks)
     text = f"w{first.token_ids[9]:03d}"
@@ -299,7 +299,7 @@ def given(served: Served, tensors: dict[str, torch.Tensor], folder: Path) -> Giv
 
 
 @of_vllm
-def test_a_publish_proves_checksums_and_log_probs_and_removes_the_version_before(
+def test_publish_verifies_an_adapter_and_removes_the_old_one(
     served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engines = CheckedEngines(pool_of(served.engine), vocab_size=160, adapter="a")
@@ -334,7 +334,7 @@ def test_a_publish_proves_checksums_and_log_probs_and_removes_the_version_before
 
 
 @pytest.mark.slow
-def test_an_actor_decodes_on_for_others_while_an_adapter_is_replaced(checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_a_ray_actor_decodes_others_while_an_adapter_is_replaced(checkpoint: Checkpoint, tmp_path: Path) -> None:
     """In Ray: its thread takes the adapter, and scores with it, between two steps."""
     model = checkpoint("qwen3")
     config = RolloutConfig(engine="local", placement="disaggregated", threads=1, object_store_mib=80)
@@ -368,9 +368,7 @@ def test_vllm_has_slots_for_the_file_of_any_expert_rank(
     PEFTHelper.from_local_dir(str(folder), None).validate_legal(SimpleNamespace(max_lora_rank=slots))
 
 
-def test_an_engine_that_starts_from_an_adapter_has_it_at_once_and_one_without_is_the_bare_model(
-    checkpoint: Checkpoint, tmp_path: Path
-) -> None:
+def test_start_adapters_load_at_once_and_others_start_bare(checkpoint: Checkpoint, tmp_path: Path) -> None:
     model = checkpoint("qwen3")
     folder = save_adapter(model, tmp_path / "a", CONFIG)
     adapters = {"a": CONFIG.model_copy(update={"start": str(folder)}), "b": CONFIG}

@@ -183,19 +183,19 @@ def test_what_cannot_be_sent_is_named(work, said):
         work()
 
 
-def test_a_tensor_of_one_part_is_that_part_unless_it_is_to_have_its_own_memory():
+def test_fuse_copies_a_single_part_only_if_a_device_is_given():
     part = torch.ones(4)
     for device in (None, part.device):
         ((_, fused),) = fuse({"a": part}, device=device)
         assert (fused.data_ptr() == part.data_ptr()) == (device is None)
 
 
-def test_experts_that_do_not_divide_evenly_are_each_whole_in_one_part():
+def test_uneven_experts_stay_whole_in_one_part_each():
     parts = [EngineShard(part, 3, spreads_experts=True).experts(8) for part in range(3)]
     assert parts == [range(3), range(3, 6), range(6, 8)]
 
 
-def test_ranks_that_send_at_the_same_time_send_to_different_shards():
+def test_concurrent_senders_send_to_different_shards():
     pieces = plan_pieces([{"a": whole_box((3, 4)).cut(1, i, i + 1)} for i in range(3)], [{"a": whole_box((3, 4))}] * 3)
     pairs = [(bucket.source, bucket.target) for bucket in plan_buckets(pieces, 3, 4)]
     assert len(pairs) == 9 and all(

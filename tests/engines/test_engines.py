@@ -66,7 +66,7 @@ def test_requests_that_join_others_get_what_they_get_alone(engine):
     assert engine.collect(1.0) == []  # nothing to wait for
 
 
-def test_an_aborted_request_comes_back_as_far_as_it_got_and_goes_on_from_there(engine):
+def test_an_aborted_request_returns_its_tokens_and_can_go_on(engine):
     """Noise depends on seed and position alone, so the same seed goes on with the same tokens."""
     asks = [replace(ask, text_from=0) for ask in asks_of(4, length=60)]
     whole = decoded(engine, asks)
@@ -121,7 +121,7 @@ def test_the_text_of_a_completion_has_earlier_segments_too(engine, directory):
     assert [result.text for result in decoded(engine, [ask])] == [None]
 
 
-def test_a_character_that_lies_in_two_segments_is_one_in_the_text(tmp_path):
+def test_a_character_split_over_two_segments_is_decoded_whole(tmp_path):
     write_byte_tokenizer(tmp_path)
     texts, renderer = Texts.of_model(tmp_path), ChatRenderer(tmp_path)
     ids = np.frombuffer("a€\n".encode(), np.uint8).astype(np.int32)
@@ -189,7 +189,7 @@ def test_logprobs_follow_an_update_of_each_parameter_group(kind, engine, directo
 
 
 @pytest.mark.parametrize("kind", ["qwen3", OWN])
-def test_a_teacher_scores_samples_of_several_lengths_and_equal_ones(engine, directory, judge):
+def test_a_teacher_scores_samples_of_mixed_lengths_and_repeats(engine, directory, judge):
     engine.update_weights(WeightUpdate(str(directory), 0))
     samples = [prompt(97, seed=5), prompt(30, seed=6), prompt(97, seed=5), prompt(2, seed=7)]
     for _ in range(2):  # also where their prefixes are cached
@@ -219,7 +219,7 @@ def test_vllm_says_with_which_settings_its_layers_compute(kind, engine, director
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe"])
-def test_the_same_requests_give_the_same_bits_and_a_prefix_is_computed_once_until_it_is_forgotten(engine):
+def test_equal_requests_give_equal_bits_and_reuse_prefixes(engine):
     asks = [request(f"{i // 4}.{i}", prompt(70, seed=i // 4), 20, seed=i) for i in range(48)]  # more than max_num_seqs
     engine.forget_prefixes()
     first = decoded(engine, asks)
@@ -246,7 +246,7 @@ def test_a_seed_draws_the_same_tokens_as_in_the_local_engine(engine, directory):
 
 
 @pytest.mark.parametrize("kind", ["local qwen3", "qwen3", OWN])
-def test_a_stop_token_ends_a_completion_and_belongs_to_it_and_a_top_k_of_one_is_greedy(engine):
+def test_a_stop_token_ends_a_completion_and_top_k_1_is_greedy(engine):
     free = decoded(engine, [request("a", prompt(10), 12, temperature=0.0)])[0]
     stop = int(free.token_ids[5])
     result = decoded(engine, [request("a", prompt(10), 12, temperature=0.0, stop_token_ids=(stop,))])[0]
@@ -258,7 +258,7 @@ def test_a_stop_token_ends_a_completion_and_belongs_to_it_and_a_top_k_of_one_is_
 
 
 @pytest.mark.parametrize("kind", ["local qwen3", "qwen3", OWN])
-def test_a_request_of_another_version_or_that_cannot_be_served_does_not_take_the_others_with_it(kind, engine):
+def test_an_unservable_request_does_not_fail_the_others(kind, engine):
     with pytest.raises(WrongVersion, match="version 9"):
         engine.submit(asks_of(1), version=9)
     before = engine.num_decoded()
@@ -281,7 +281,7 @@ def test_a_request_of_another_version_or_that_cannot_be_served_does_not_take_the
 
 
 @pytest.mark.parametrize("kind", [OWN])
-def test_vllm_s_own_sampler_draws_by_seed_alone_and_stops_at_texts_too(engine):
+def test_vllm_s_own_sampler_draws_by_seed_and_stops_at_texts(engine):
     assert engine.info().sampler == "vLLM's own sampler draws tokens, on its Model Runner V1, eager"
     asks = [request(f"{i}", prompt(30), 40, seed=i) for i in range(3)]
     whole = decoded(engine, asks)
@@ -371,7 +371,7 @@ def test_every_version_is_rounded_anew_and_computed_with(engine, directory, sync
 
 
 @OF_FP8
-def test_a_flipped_bit_of_a_number_or_a_scale_shows_in_its_tensor_s_checksum(engine, directory):
+def test_a_flipped_weight_or_scale_bit_changes_the_checksum(engine, directory):
     path = str(directory)
     sent = {name: checksum(tensor) for name, tensor in fuse(tensors_of(directory), torch.bfloat16)}
     assert dict(engine.update_weights(WeightUpdate(path, 0)).checksums[0]) == sent

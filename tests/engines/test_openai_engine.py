@@ -45,7 +45,7 @@ def requests(renderer, *texts, max_new_tokens=50):
     return [DecodeRequest(f"u{i}", ids, max_new_tokens, sampling, i, "a") for i, ids in enumerate(prompts)]
 
 
-def test_text_goes_out_and_comes_back_as_tokens_in_the_order_of_requests(ask, renderer):
+def test_text_is_sent_and_tokens_return_in_request_order(ask, renderer):
     others = threading.Semaphore(0)
 
     def reply(handler, body, before):
@@ -76,7 +76,7 @@ def test_a_control_word_is_text_in_a_content_and_in_an_answer(ask, renderer):
     assert sent.count(end) == without and sent.replace("\u200b", "").count(end) == without + 1
 
 
-def test_half_of_an_emoji_is_a_question_mark_and_nothing_else_of_an_answer_is_lost(ask, renderer):
+def test_only_the_broken_half_of_an_emoji_is_replaced(ask, renderer):
     [result], _ = ask(lambda handler, body, before: handler.complete("4\ud83d"))
     assert result.finish is Finish.STOP and renderer.decode(result.token_ids) == "4?"
 
@@ -212,7 +212,7 @@ LOST = {
 
 
 @pytest.mark.parametrize(("reply", "attempts", "says"), LOST.values(), ids=LOST)
-def test_a_server_without_a_usable_answer_ends_the_sample_as_an_error(ask, reply, attempts, says):
+def test_an_unusable_response_ends_the_sample_with_an_error(ask, reply, attempts, says):
     [result], server = ask(reply)
     assert result.finish is Finish.ERROR and len(result.token_ids) == 0 and len(server.bodies) == attempts
     assert says in result.error and 0 < len(result.error) < 600
@@ -246,7 +246,7 @@ def test_length_is_counted_in_our_tokens(ask, renderer):
     assert result.finish is Finish.LENGTH and renderer.decode(result.token_ids) == "123"
 
 
-def test_the_key_comes_from_the_environment_and_goes_nowhere_else(ask):
+def test_the_api_key_comes_from_the_environment_and_stays_secret(ask):
     os.environ["JUDGE_KEY"] = "sk-very-secret"
     reply = lambda handler, body, before: handler.send(401, b"bad key sk-very-secret")  # noqa: E731
     [result], server = ask(reply, api_key_env="JUDGE_KEY")

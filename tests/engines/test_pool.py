@@ -63,7 +63,7 @@ def test_replicas_share_out_what_a_teacher_scores():
     assert all(np.array_equal(scores, sequence[1:]) for scores, sequence in zip(found, sequences, strict=True))
 
 
-def test_engines_that_share_the_trainers_gpus_have_the_memory_that_a_call_needs():
+def test_colocated_engines_wake_the_memory_a_call_needs():
     calls = []
 
     class Noted(LocalReplicas):
@@ -89,7 +89,7 @@ def test_engines_that_share_the_trainers_gpus_have_the_memory_that_a_call_needs(
     assert calls[-1] == "forget_prefixes"
 
 
-def test_an_engine_of_this_process_has_all_the_time_if_it_is_alone_and_else_a_slice():
+def test_local_engines_share_collect_time_unless_alone():
     given, engine = [], ScriptedEngine(lambda r: [5])
     engine.collect = lambda timeout_s: given.append(timeout_s) or [None]
     replicas = LocalReplicas([engine] * 2)
@@ -115,7 +115,7 @@ def test_a_drain_of_an_adapter_ends_none_of_its_later_requests():
         assert [result.uid for result in pool.drain("solver")] == ["0.0"] and asked[1:] == [([0], "solver")]
 
 
-def test_collecting_is_told_in_spans_of_a_second_at_most_which_a_gap_ends():
+def test_collect_spans_end_at_a_gap_or_after_one_second():
     told, times = [], [(-0.5, 0.0), (0.05, 0.5), (0.5, 0.75), (1.0, 1.25), (1.25, 1.5)]
     replicas = LocalReplicas([ScriptedEngine(lambda r: [5] * 5, tokens_per_step=1)])
     collect = replicas.collect
@@ -144,7 +144,7 @@ def test_an_engine_goes_by_settings_of_its_own_kind(engine, dtype, slots, monkey
 
 
 @pytest.mark.slow
-def test_training_may_follow_in_a_process_whose_vllm_engines_are_closed(checkpoint):
+def test_a_process_can_train_after_closing_its_vllm_engines(checkpoint):
     """With process groups of its own: those of vLLM meet in a file that is gone."""
     if torch.distributed.is_initialized():
         pytest.skip("another test's process groups stand")
@@ -233,7 +233,7 @@ def test_a_group_stays_together_and_groups_are_spread():
             dispatch.add(twice)
 
 
-def test_a_sample_goes_back_to_where_its_prefix_is_unless_that_costs_more_than_a_prefill():
+def test_a_sample_returns_to_its_prefix_unless_load_costs_more():
     dispatch = Dispatcher(2, None)
     dispatch.add([ask("a.0"), ask("b.0")])
     home = {uid: r for r, share in uids(dispatch.take()).items() for uid in share}["a.0"]
@@ -253,7 +253,7 @@ def test_a_sample_goes_back_to_where_its_prefix_is_unless_that_costs_more_than_a
     assert uids(dispatch.take()) == {home: ["a.0"]}
 
 
-def test_the_queue_of_a_replica_that_is_gone_moves_on_in_its_order():
+def test_the_queue_of_a_lost_replica_keeps_its_order():
     dispatch = Dispatcher(2, None)
     dispatch.add([ask(f"a.{i}") for i in range(3)])
     dispatch.close(0)
@@ -295,7 +295,7 @@ def test_no_replica_idles_while_requests_wait():
     assert uids(dispatch.take()) == uids(fresh.take())  # what was done weighs nothing
 
 
-def test_a_step_is_shared_by_those_in_it_and_one_that_waits_for_a_slot_pays_nothing() -> None:
+def test_a_step_is_charged_only_to_requests_with_a_slot() -> None:
     shares = TimeShares(slots=2)
     for uid in ("a", "b", "c", "d"):
         shares.add(uid)
@@ -355,7 +355,7 @@ def lengths_of(collected):
     return [len(result.token_ids) for result in collected.value]
 
 
-def test_a_result_waits_for_others_for_a_tenth_of_the_time_that_it_took():
+def test_a_result_waits_a_tenth_of_its_time_for_others():
     engine, thread = started(30, 60)
     for lengths, together, halt in (((20, 21, 22, 40), [20, 21, 22], 30), ((10, 11, 40), [10, 11], 60)):
         thread.submit(asks(*lengths), version=0)
@@ -376,7 +376,7 @@ def test_results_that_nothing_follows_from_come_all_together():
     assert lengths_of(thread.collect(SOON_S, is_urgent=False)) == [90]
 
 
-def test_an_engine_is_called_in_one_thread_and_what_it_raises_is_raised_to_who_collects():
+def test_one_thread_calls_the_engine_and_passes_on_its_errors():
     engine, thread = started()
     with pytest.raises(WrongVersion):
         thread.submit(asks(3), version=7)
@@ -393,7 +393,7 @@ def test_an_engine_is_called_in_one_thread_and_what_it_raises_is_raised_to_who_c
     assert lengths_of(thread.collect(SOON_S, is_urgent=False)) == [3, 4]
 
 
-def test_the_time_of_a_batch_begins_with_its_first_request_and_then_where_the_last_one_ended():
+def test_a_batch_is_timed_from_first_request_or_previous_end():
     engine, thread = started(1)
     thread.submit(asks(3), version=0)
     between = time.time()
@@ -410,9 +410,7 @@ def in_groups(count: int) -> list:
 
 
 @pytest.mark.slow
-def test_an_engine_that_is_killed_as_it_starts_or_says_nothing_is_replaced_and_says_what_it_would_have_said(
-    checkpoint, judge, caplog
-) -> None:
+def test_a_killed_or_silent_engine_is_replaced_with_same_results(checkpoint, judge, caplog) -> None:
     directory = checkpoint("qwen3_moe")
     config = local_config(object_store_mib=80, deadline_s=120.0)
     earlier = actors()  # of other tests

@@ -177,7 +177,7 @@ def test_a_cluster_is_joined_with_its_token_or_says_so(head: tuple[str, Path], t
 
 
 @pytest.mark.slow
-def test_engines_of_a_cluster_started_here_see_their_gpus_and_outlive_a_sigterm_to_their_rank(tmp_path: Path) -> None:
+def test_engines_started_here_see_their_gpus_and_survive_sigterm(tmp_path: Path) -> None:
     assert told(OWN, CUDA_VISIBLE_DEVICES="5,6,7", HOME=str(tmp_path)) == ["6 7", "SIGTERM 6 7"]
 
 

@@ -67,7 +67,7 @@ def test_draws_are_those_of_float64_whatever_the_vocabulary(vocab_size):
     assert bool((logprobs > -torch.inf).all()) and float(above.min()) > -1e-6 and float(below.min()) > -1e-6
 
 
-def test_at_temperature_zero_the_most_likely_token_is_taken_and_others_are_drawn():
+def test_temperature_0_takes_the_top_token_and_1_draws():
     logits = torch.tensor([0.1, 0.6, 0.3]).log().expand(400, -1)
     sampling = RowSampling.of([Sampling(0.0), Sampling(1.0)] * 200, CPU)
     tokens, logprobs = draw(logits, sampling, noise(400, 0))

@@ -38,7 +38,7 @@ def receive(port: int, device: torch.device) -> None:
 @pytest.mark.parametrize(
     "device", [torch.device("cpu"), pytest.param(torch.device("cuda", 0), marks=ON_A_GPU)], ids=str
 )
-def test_an_engine_of_another_process_reads_each_bucket_where_the_trainer_wrote_it(device: torch.device) -> None:
+def test_another_process_reads_buckets_in_the_trainer_s_memory(device: torch.device) -> None:
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     with subprocess.Popen([sys.executable, __file__, str(server.port), str(device)]) as engine:
         try:

@@ -167,7 +167,7 @@ def in_a_cycle(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", ["cut", "whole", "on", "aborted"])
-def test_logprobs_and_kept_tokens_are_of_the_distribution_drawn_from(
+def test_logprobs_and_kept_tokens_fit_the_sampling_distribution(
     name: str, told: dict[str, Any], checkpoint: Any, judge: Any
 ) -> None:
     model = judge.model(checkpoint("qwen3_moe"), None)
@@ -180,7 +180,7 @@ def test_a_teacher_scores_at_the_temperature_of_the_draws(told: dict[str, Any]) 
         np.testing.assert_allclose(score[-len(result.logprobs) :], result.logprobs, atol=ROUNDING, rtol=0)
 
 
-def test_a_seed_draws_the_same_again_and_another_one_something_else(told: dict[str, Any]) -> None:
+def test_a_seed_repeats_its_draw_and_seeds_draw_differently(told: dict[str, Any]) -> None:
     for first, second in zip(told["cut"][1], told["again"][1], strict=True):
         np.testing.assert_array_equal(first.token_ids, second.token_ids)
         assert second.num_cached_tokens and not first.num_cached_tokens
@@ -239,14 +239,14 @@ def test_drafts_are_accepted_and_tokens_stay_those_of_the_policy(told: dict[str,
     assert abs(found.sum() - expected.sum()) < 4 * np.sqrt((expected * (1 - expected)).sum())
 
 
-def test_experts_and_scores_beside_drafts_are_those_of_our_engine(told: dict[str, Any], judge: Any) -> None:
+def test_experts_and_scores_with_drafts_match_our_engine(told: dict[str, Any], judge: Any) -> None:
     assert_our_experts(told["cycle"], *told["guessed_cut"])
     whole = [joined(*pair) for pair in zip(*told["guessed_cut"], strict=True)]
     for score, right in zip(told["guessed_scores"], judge(told["cycle"], None, whole), strict=True):
         np.testing.assert_allclose(score, right, atol=ROUNDING, rtol=0)
 
 
-def test_a_text_among_the_tokens_of_a_draft_ends_a_completion_there(told: dict[str, Any]) -> None:
+def test_a_stop_text_inside_a_draft_ends_the_completion_there(told: dict[str, Any]) -> None:
     for ask, result, whole in zip(*told["stopped"], told["guessed_cut"][1], strict=True):
         n = len(result.token_ids)
         np.testing.assert_array_equal(result.token_ids, whole.token_ids[:n])

@@ -93,7 +93,7 @@ def versions_in(folder):
     return sorted(path.name for path in folder.glob("*/*"))
 
 
-def test_a_publish_is_counted_and_timed_and_the_probe_comes_every_second_version(sync, tensors, given):
+def test_publishes_are_timed_and_every_second_one_is_probed(sync, tensors, given):
     reports = [sync.publish(given(tensors), version) for version in range(4)]
     assert [r.comparison is None for r in reports] == [False, True, False, True]
     assert reports[0].num_bytes == sum(t.nbytes for t in tensors.values())
@@ -103,7 +103,7 @@ def test_a_publish_is_counted_and_timed_and_the_probe_comes_every_second_version
     assert reports[0].metrics["sync/direct"] == 0
 
 
-def test_a_transfer_that_breaks_is_repeated_over_new_connections_once(direct, engine, tensors, given):
+def test_a_broken_transfer_is_retried_once_and_reconnects(direct, engine, tensors, given):
     engine.num_broken = 1
     report = direct.publish(given(tensors), 1)
     assert report.version == 1 and set(report.seconds_of) == {"load", "engine_checksum"} and engine.num_broken < 0
@@ -113,7 +113,7 @@ def test_a_transfer_that_breaks_is_repeated_over_new_connections_once(direct, en
         direct.publish(given(tensors), 2)
 
 
-def test_a_version_stays_until_the_next_is_proven_and_none_stays_at_the_end(sync, given, engine, tensors, tmp_path):
+def test_a_version_stays_until_the_next_is_verified(sync, given, engine, tensors, tmp_path):
     sync.publish(given(tensors), 0)
     present = []
     engine.listener = lambda: present.append(versions_in(tmp_path))
@@ -138,7 +138,7 @@ def test_shards_hold_what_one_file_would(checkpoint, tmp_path, dtype):
     assert all(path.stat().st_size < max(largest, 20_000) + 8192 for path in shards)  # 8192: more than a header
 
 
-def test_no_more_than_a_tensor_and_a_shard_of_exported_tensors_is_alive(sync, given, tensors, monkeypatch):
+def test_export_keeps_at_most_a_tensor_and_a_shard_alive(sync, given, tensors, monkeypatch):
     alive, most = [], 0
 
     def export():
@@ -157,7 +157,7 @@ def test_no_more_than_a_tensor_and_a_shard_of_exported_tensors_is_alive(sync, gi
     assert most <= 2 * largest < sum(t.nbytes for t in tensors.values())
 
 
-def test_a_file_system_that_takes_no_more_is_told_and_leaves_no_half_version(sync, given, tensors, tmp_path):
+def test_a_full_disk_is_reported_and_leaves_no_half_version(sync, given, tensors, tmp_path):
     sync.publish(given(tensors), 0)
     said = r"version 1 could not be written to .*File too large.*; free space"
     with files_up_to(10_000), pytest.raises(RuntimeError, match=said):
@@ -170,7 +170,7 @@ def test_a_file_system_that_takes_no_more_is_told_and_leaves_no_half_version(syn
 
 
 @pytest.mark.parametrize("setting", ["rope_theta", "norm_eps", "has_qk_norm"])
-def test_an_engine_of_other_settings_is_refused_before_anything_is_sent(engine, checkpoint, setting):
+def test_an_engine_of_other_settings_is_rejected_before_sending(engine, checkpoint, setting):
     settings = read_shape(checkpoint("qwen3")).settings()
     pool = pool_of(engine)
     CheckedEngines(pool, vocab_size=160, settings=settings)
@@ -244,7 +244,7 @@ def desk(request: pytest.FixtureRequest, checkpoint: Callable[[str], Path]) -> I
     desk.sync.close()
 
 
-def test_changes_alone_bring_what_everything_brings_in_fewer_bytes(desk: Desk) -> None:
+def test_changes_alone_give_the_same_weights_in_fewer_bytes(desk: Desk) -> None:
     whole = desk.num_numbers * desk.dtype.itemsize
     first = desk.publish()
     assert (first.num_bytes, first.changed_share) == (whole, None)
@@ -265,7 +265,7 @@ def test_changes_alone_bring_what_everything_brings_in_fewer_bytes(desk: Desk) -
     assert desk.publish().num_bytes < 0.1 * whole
 
 
-def test_an_engine_that_keeps_wrong_numbers_ends_the_run_with_the_tensor_s_name(desk: Desk) -> None:
+def test_wrong_engine_weights_end_the_run_naming_the_tensor(desk: Desk) -> None:
     desk.publish()
     wrong = [desk.engine.held() | {"model.norm.weight": 7}]
     versions = list[int]()
@@ -378,7 +378,7 @@ def test_a_tensor_without_a_place_for_what_comes_is_named(rendezvous: Rendezvous
         WeightReceiver(CPU).receive(plan, lambda name: torch.zeros(9, 8))  # rows of padding
 
 
-def test_an_engine_whose_weights_did_not_arrive_says_why_and_decodes_nothing(
+def test_an_engine_lacking_weights_says_why_and_rejects_requests(
     rendezvous: Rendezvous, checkpoint: Callable[[str], str]
 ) -> None:
     engine = LocalEngine(spec_of(checkpoint("qwen3"), 128))
