@@ -284,7 +284,7 @@ print(json.dumps({"solver": len(said.choices[0].message.content) / 13}))
     [(COMPLETIONS, [1]), (GENERATE, [1]), (PARALLEL, [0, 0, 1, 1]), (ASYNC, [0, 0, 1, 1]), (COMMAND, [0])],
     ids=["completions", "generate", "threads", "async", "command"],
 )
-def test_prompts_go_on_and_equal_calls_side_by_side_are_samples_of_their_own(
+def test_prompts_continue_samples_and_equal_calls_are_separate(
     qwen: Path, tmp_path: Path, text: str, turns: list[int]
 ) -> None:
     """turns: before the last one, of each sample of a session. Equal answers: each call that goes on goes on with one of them."""

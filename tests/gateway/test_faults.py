@@ -42,7 +42,7 @@ class Clock:
         return self.now
 
 
-def test_a_session_that_raises_or_hangs_has_missing_rewards_and_the_others_are_trained(
+def test_only_failed_or_hung_sessions_have_missing_rewards(
     model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     text = f"""
@@ -72,7 +72,7 @@ def test_a_session_that_raises_or_hangs_has_missing_rewards_and_the_others_are_t
     assert "KeyError: 'no such thing'" in caplog.text and "external.timeout_s = 3 s" in caplog.text
 
 
-def test_a_worker_that_hangs_is_ended_and_another_plays_its_sessions(model: Path, tmp_path: Path) -> None:
+def test_a_hung_worker_is_ended_and_another_plays_its_sessions(model: Path, tmp_path: Path) -> None:
     """Also where it was the only one."""
     text = f"""
     import os, pathlib, signal
@@ -97,7 +97,7 @@ def test_a_worker_that_hangs_is_ended_and_another_plays_its_sessions(model: Path
     assert batch.metrics["rollout/replayed_sessions"] >= 1 and batch.metrics["rollout/failed_episodes"] == 0
 
 
-def test_a_worker_that_never_asks_for_a_session_is_ended_with_its_last_words(
+def test_a_worker_without_requests_is_ended_with_its_last_output(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     text = """
@@ -126,7 +126,7 @@ def test_a_worker_that_never_asks_for_a_session_is_ended_with_its_last_words(
     workers.close()
 
 
-def test_a_worker_that_was_lost_and_is_back_may_get_its_session_again(model: Path, tmp_path: Path) -> None:
+def test_a_lost_worker_that_returns_may_replay_its_session(model: Path, tmp_path: Path) -> None:
     """What it began before the loss ends later, and does not end what it plays now."""
     text = f"""
     import pathlib, time
@@ -156,7 +156,7 @@ def test_a_worker_that_was_lost_and_is_back_may_get_its_session_again(model: Pat
     assert [sample.reward.value for group in batch.groups for sample in group.samples] == [1.0]
 
 
-def test_limits_and_refusals_are_said_by_name_and_the_run_goes_on(model: Path, tmp_path: Path) -> None:
+def test_rejected_requests_name_the_reason_and_the_run_goes_on(model: Path, tmp_path: Path) -> None:
     text = """
     import json, httpx
 
@@ -318,7 +318,7 @@ def run(problem, client):
 """
 
 
-def test_a_resume_plays_open_sessions_anew_and_none_that_was_over(model: Path, tmp_path: Path) -> None:
+def test_a_resume_replays_open_sessions_only(model: Path, tmp_path: Path) -> None:
     external, config = program(tmp_path, TWO_CALLS.format(folder=str(tmp_path))), rollout_config(**LONG)
     with playing(model, config, external) as played:
         played.begin()
@@ -337,7 +337,7 @@ def test_a_resume_plays_open_sessions_anew_and_none_that_was_over(model: Path, t
     assert tokens[0] == tokens[1] and len(tokens[0]) == 8
 
 
-def test_a_client_is_kept_waiting_by_blanks_until_the_engine_answers(model: Path, tmp_path: Path) -> None:
+def test_a_client_gets_blanks_until_the_engine_answers(model: Path, tmp_path: Path) -> None:
     text = f"""
     import http.client, json, pathlib, urllib.parse
 
@@ -401,7 +401,7 @@ def test_a_command_that_hangs_is_killed_with_its_session(model: Path, tmp_path: 
     assert batch.metrics["rollout/failed_episodes"] == 1 and not batch.groups
 
 
-def test_a_session_that_is_over_before_it_says_how_it_ends_is_ended_then() -> None:
+def test_on_end_runs_at_once_if_the_session_is_over() -> None:
     begun, is_over, ended = threading.Event(), threading.Event(), threading.Event()
 
     def play(problem: object, client: object, on_end: Callable[[Callable[[], None]], None]) -> None:

@@ -45,7 +45,7 @@ def gateway_of(**options: object) -> Gateway:
     return Gateway(ExternalConfig.model_validate({"command": ["true"], **options}), {})
 
 
-def test_sessions_of_an_evaluation_do_not_wait_for_those_of_training() -> None:
+def test_evaluation_sessions_do_not_wait_for_training_ones() -> None:
     """With overlap these wait for the evaluation to end."""
     gateway = gateway_of()
     for name in ("1", "2", "3"):
@@ -58,7 +58,7 @@ def test_sessions_of_an_evaluation_do_not_wait_for_those_of_training() -> None:
     assert [each.id for each in gateway.hand_out("worker", 2)[0]] == ["3"]
 
 
-def test_a_lost_worker_s_sessions_begin_anew_and_its_keys_open_nothing() -> None:
+def test_sessions_of_a_lost_worker_restart_with_new_keys() -> None:
     gateway = gateway_of(attempts=2)
     output, _ = (submit(gateway, name) for name in ("1", "over"))
     first, over = gateway.hand_out("worker", 8)[0]
@@ -102,7 +102,7 @@ def of_tokens(*prompt: int) -> Ask:
     return Ask("solver", prompt=np.array(prompt, np.int32))
 
 
-def test_time_with_an_open_call_is_not_the_program_s_and_a_session_that_is_over_drops_its_calls(model: Path) -> None:
+def test_a_program_is_not_charged_for_the_time_of_open_calls(model: Path) -> None:
     """external.timeout_s bounds what is left; the seconds of a session are all."""
     direct, ask = Direct(model), of_tokens(5, 6)
     session = direct.session
@@ -136,7 +136,7 @@ def test_time_with_an_open_call_is_not_the_program_s_and_a_session_that_is_over_
     assert session.end({"reward": 0.5}).seconds == 90.0 and session.num_calls == 3
 
 
-def test_a_retry_gets_the_first_answer_that_nobody_has_read_and_counts_as_no_call(model: Path) -> None:
+def test_a_retry_gets_the_first_unread_answer_without_a_call(model: Path) -> None:
     direct, ask = Direct(model), of_tokens(5, 6)
 
     async def play() -> None:
@@ -245,7 +245,7 @@ def test_thrown_away_answers_count_where_asked_or_rewarded(model: Path) -> None:
         assert end.fates == ["superseded" if masks else "read", "read", "read"] and end.rewards == {"s#1:0": 0.5}
 
 
-def test_prompts_and_samples_are_refused_beyond_their_limits_and_a_busy_sample_is_not_extended(model: Path) -> None:
+def test_limits_reject_prompts_and_busy_samples_are_not_extended(model: Path) -> None:
     direct = Direct(model, max_input_tokens=4, max_response_tokens=5)
 
     async def play() -> None:
@@ -270,7 +270,7 @@ def test_prompts_and_samples_are_refused_beyond_their_limits_and_a_busy_sample_i
     assert asked == [("[5, 6]", [6, 7]), ("", [5]), ("s", [6]), ("", [5, 9, 6, 7])]
 
 
-def test_a_chat_goes_on_with_its_own_tokens_and_ends_a_turn_that_was_cut_off(model: Path) -> None:
+def test_a_chat_reuses_its_tokens_and_closes_a_cut_off_turn(model: Path) -> None:
     direct = Direct(model)
     said, end = direct.renderer.encode_trusted("4 6 5").tolist(), direct.renderer.eos_id
 
@@ -358,7 +358,7 @@ def test_a_thought_that_a_template_keeps_goes_on_with_its_tokens(tmp_path: Path)
     assert direct.sent[1].token_ids.tolist() == renderer.next_turn([{"role": "tool", "content": "7"}]).tolist()
 
 
-def test_template_options_of_a_call_are_rendered_and_part_of_its_chat(tmp_path: Path) -> None:
+def test_template_options_are_rendered_and_part_of_the_chat(tmp_path: Path) -> None:
     """Those that the agent has anyway change nothing."""
     renderer = renderer_of(TEMPLATES["qwen3"], tmp_path)
     direct = Direct(renderer, template_options={"enable_thinking": True})
@@ -395,7 +395,7 @@ def test_an_agent_behind_a_server_gives_no_tokens(
     assert refused.value.status == 400
 
 
-def test_a_stop_string_is_named_and_a_text_that_goes_on_with_it_has_it_once(model: Path) -> None:
+def test_a_stop_string_is_reported_and_kept_once_in_the_text(model: Path) -> None:
     direct = Direct(model)
 
     async def play() -> list[tuple[str, str | None]]:
@@ -414,7 +414,7 @@ def test_a_stop_string_is_named_and_a_text_that_goes_on_with_it_has_it_once(mode
     ]
 
 
-def test_rewards_of_a_sample_are_the_mean_over_its_answers_and_invalid_ones_fail_the_session(model: Path) -> None:
+def test_rewards_are_averaged_over_answers_and_invalid_ones_fail(model: Path) -> None:
     direct = Direct(model)
 
     async def play() -> list[str]:
@@ -435,7 +435,7 @@ def test_rewards_of_a_sample_are_the_mean_over_its_answers_and_invalid_ones_fail
         assert output.is_error and output.text.startswith("the program failed: ")
 
 
-def test_messages_that_the_chat_template_refuses_are_refused_in_its_words(model: Path) -> None:
+def test_messages_the_template_rejects_fail_with_its_message(model: Path) -> None:
     direct = Direct(model)
     direct.renderer.tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(Refused, match="agent solver rejects these messages: roles must alternate") as refused:
@@ -443,7 +443,7 @@ def test_messages_that_the_chat_template_refuses_are_refused_in_its_words(model:
     assert refused.value.status == 400
 
 
-def test_a_worker_is_one_file_of_python_3_9_and_its_standard_library() -> None:
+def test_the_worker_file_needs_only_python_3_9_and_its_stdlib() -> None:
     """It runs in environments that have nothing of ours."""
     tree = ast.parse(WORKER.read_text("utf-8"), feature_version=(3, 9))
     first, *_ = (node for node in tree.body if isinstance(node, ast.ImportFrom))
@@ -453,7 +453,7 @@ def test_a_worker_is_one_file_of_python_3_9_and_its_standard_library() -> None:
     assert {name.partition(".")[0] for name in names} <= sys.stdlib_module_names
 
 
-def test_a_worker_without_a_program_says_so_and_is_not_started_again() -> None:
+def test_a_worker_without_a_program_says_so_and_exits_for_good() -> None:
     done = subprocess.run([sys.executable, str(WORKER), "--url", "http://127.0.0.1:1"], capture_output=True, text=True)
     assert done.returncode == UNUSABLE and done.stderr.startswith("no --function: ") and "Traceback" not in done.stderr
 

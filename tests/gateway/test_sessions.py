@@ -105,7 +105,7 @@ class Noting(ChatRenderer):
         return rendered
 
 
-def test_a_short_call_is_answered_while_a_long_prompt_is_tokenised(model: Path, tmp_path: Path) -> None:
+def test_a_short_call_does_not_wait_for_a_long_tokenisation(model: Path, tmp_path: Path) -> None:
     renderer = Noting(model, tmp_path / "program.py.long")
     config = rollout_config(prompts_per_step=1, max_response_tokens=60)
     with playing(model, config, program(tmp_path, LONG), renderer=renderer) as played:
@@ -139,7 +139,7 @@ class run:
 """
 
 
-def test_players_have_chats_of_their_own_and_the_first_that_hears_is_on_turn(model: Path, tmp_path: Path) -> None:
+def test_each_player_has_a_chat_and_the_first_to_hear_begins(model: Path, tmp_path: Path) -> None:
     samples = samples_in(model, program(tmp_path, PLAYERS), ("solver", "verifier"))
     assert set(samples) == {f"{i}/{agent}:0" for i in (0, 1) for agent in ("solver", "verifier")}
     for name, sample in samples.items():
@@ -165,9 +165,8 @@ class run:
 
 
 @pytest.mark.parametrize("goes_on", [True, False])  # until its chat is longer than a sample may be
-def test_an_environment_without_rewards_leaves_them_to_the_task_and_is_closed_also_where_its_session_fails(
-    model: Path, tmp_path: Path, goes_on: bool
-) -> None:
+def test_the_task_rewards_an_environment_that_gives_no_reward(model: Path, tmp_path: Path, goes_on: bool) -> None:
+    """The environment is closed at the end, even if its session fails."""
     for sample in samples_in(model, program(tmp_path, ALONE.replace("GOES_ON", str(goes_on))), ("solver",)).values():
         if goes_on:
             assert sample.reward.is_missing and "max_response_tokens" in sample.reward.note

@@ -76,9 +76,7 @@ def test_a_command_s_files_are_relative_to_the_settings_file(tmp_path: Path) -> 
     assert config.external is not None and config.external.command == ["python", f"{tmp_path}/agent.py", "x"]
 
 
-def test_a_program_imports_its_own_files_and_packages_but_not_the_files_beside_the_worker(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_program_imports_its_files_but_not_the_worker_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """openai-agents is called `agents`, and so is a file of the gateway, also where a link leads to it."""
     (tmp_path / "gateway").symlink_to(WORKER.parent)
     monkeypatch.setattr("marsrl.rollout.gateway.workers.WORKER", tmp_path / "gateway" / WORKER.name)
@@ -130,7 +128,7 @@ def run(problem, client):
 """
 
 
-def test_the_tree_has_each_call_in_its_sample_and_the_program_s_rewards(tried: Tried, tmp_path: Path) -> None:
+def test_the_tree_shows_calls_by_sample_with_their_rewards(tried: Tried, tmp_path: Path) -> None:
     external = {"function": program(tmp_path, TWO)}
     lines = tried(external, answers=ANSWERS)
     goes_on = next(line for line in lines if line.startswith("call 3"))
@@ -157,7 +155,7 @@ def test_answers_are_made_up_and_the_task_judges_the_last_one(tried: Tried, tmp_
     assert len(said) == 6 and said == judged and set(said) == {True, False}
 
 
-def test_an_error_of_the_program_is_shown_in_full_below_the_calls_before_it(tried: Tried, tmp_path: Path) -> None:
+def test_an_error_of_the_program_follows_its_calls_in_full(tried: Tried, tmp_path: Path) -> None:
     text = """
     def run(problem, client):
         client.chat("solver", [problem.question])
@@ -189,7 +187,7 @@ if __name__ == "__main__":
 """
 
 
-def test_an_unknown_agent_is_told_in_one_line_with_the_known_ones(tried: Tried, tmp_path: Path) -> None:
+def test_an_unknown_agent_is_reported_with_the_known_ones(tried: Tried, tmp_path: Path) -> None:
     function = program(tmp_path, ASKS)
     for external in ({"function": function}, {"command": [sys.executable, function.removesuffix(":run")]}):
         *_, last = tried(external, code=1)
