@@ -37,7 +37,7 @@ def test_the_image_gets_the_locks_and_the_code() -> None:
     assert all(map(is_ignored, (".git/HEAD", ".venv/bin/python", "kernels/_lib/marsrl_cpu.so", "runs/one/config.yaml")))
 
 
-def test_docker_commands_name_build_arguments_and_tags_that_exist() -> None:
+def test_docker_commands_use_existing_build_arguments_and_tags() -> None:
     given = [each.text for each in commands() if each.text.startswith("docker ")]
     texts = [*given, *(line for line in LINES if line.startswith("#   docker "))]
     assert {name for text in texts for name in re.findall(r"--build-arg (\w+)=", text)} <= ARGUMENTS

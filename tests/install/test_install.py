@@ -107,7 +107,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Clone:
 
 
 @pytest.mark.slow
-def test_a_set_takes_the_other_s_place_and_stays_until_the_other_is_asked_for(clone: Clone) -> None:
+def test_a_device_set_stays_until_the_other_is_requested(clone: Clone) -> None:
     done = clone.make("install")
     assert done.returncode == 0, done.stderr
     clone.assert_holds("cpu")  # no GPU, nothing asked
@@ -131,7 +131,7 @@ def test_a_set_takes_the_other_s_place_and_stays_until_the_other_is_asked_for(cl
 
 
 @pytest.mark.slow
-def test_another_build_than_the_one_asked_for_is_an_error_and_is_tried_again(clone: Clone) -> None:
+def test_a_wrong_torch_build_is_an_error_and_is_tried_again(clone: Clone) -> None:
     assert clone.make("install", device="cpu").returncode == 0
     (clone.wheels / "torch-2.13.0-py3-none-any.whl").unlink()
     done = clone.make("install", device="cuda")  # 2.13.0+cpu alone is no answer
@@ -143,7 +143,7 @@ def test_another_build_than_the_one_asked_for_is_an_error_and_is_tried_again(clo
         assert "the cuda set was asked for, and torch.version.cuda is 12.6, not 13" in done.stderr
 
 
-def test_another_word_than_cuda_or_cpu_is_refused_before_anything_is_touched(tmp_path: Path) -> None:
+def test_devices_other_than_cuda_or_cpu_are_rejected_first(tmp_path: Path) -> None:
     clone = Clone(tmp_path)
     done = clone.make("install", device="gpu")
     assert done.returncode == 2 and "install: MARSRL_DEVICE is 'gpu'; expected cuda or cpu" in done.stderr
