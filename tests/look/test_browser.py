@@ -62,7 +62,7 @@ def test_every_page_stays_calm_and_whole_over_a_hostile_run(watched: Watched) ->
     assert watched.is_refused_what_is_elsewhere()  # the check itself: this is seen
 
 
-def test_texts_are_shown_whole_with_what_would_hide_in_them_named(watched: Watched) -> None:
+def test_texts_are_shown_whole_and_hidden_characters_named(watched: Watched) -> None:
     watched.open("?page=samples&sample=6.3")
     watched.page.wait_for_selector("details.tool")
     assert watched.page.locator("details.tool").count() == 2
@@ -106,7 +106,7 @@ def test_tokens_are_coloured_by_what_was_kept_of_them(watched: Watched) -> None:
     assert "color" not in page.url and not watched.complaints
 
 
-def test_a_sample_without_kept_tokens_names_the_setting_and_leads_to_others(watched: Watched) -> None:
+def test_a_sample_without_tokens_names_the_setting_and_others(watched: Watched) -> None:
     page = watched.page
     watched.open("?page=samples&sample=1.1&color=entropy")  # step 0 is nearer, and its file is damaged
     page.wait_for_selector("text=run.token_log_every")

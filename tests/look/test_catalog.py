@@ -62,7 +62,7 @@ FILTERS: list[tuple[Filter, Callable[[int, SampleRecord], bool]]] = [
 ]
 
 
-def test_a_filter_finds_the_samples_that_pass_it_newest_first_and_looking_writes_nothing(tmp_path: Path) -> None:
+def test_filters_find_matching_samples_and_write_nothing(tmp_path: Path) -> None:
     run = make_run(tmp_path / "runs[1]*" / "step=9", num_steps=6)  # what DuckDB could take for a pattern or a column
     rewards = [Reward(i / 20, i / 20) for i in range(20)]
     odd = [make_sample(f"o{i}", text=f"needle {i}", prompt_text="asked", reward=r) for i, r in enumerate(rewards)]
@@ -146,7 +146,7 @@ def test_steps_have_places_in_tokens_and_hours(tmp_path: Path) -> None:
     assert axes["tokens"][:2] == [100, 300] and axes["hours"][-2:] == [600.0, 600.0]
 
 
-def test_a_run_that_goes_on_is_followed_and_a_step_played_again_replaces_its_samples(tmp_path: Path) -> None:
+def test_a_resumed_run_is_followed_and_replayed_steps_replaced(tmp_path: Path) -> None:
     run = make_run(tmp_path, num_steps=2)
     catalog = look_at(run)
     before = all_found(catalog, Filter())[0]
@@ -218,7 +218,7 @@ def test_an_agent_has_one_colour_and_other_series_have_others() -> None:
     assert {activity_color(str(i)) for i in range(99)} == {*COLORS}
 
 
-def test_what_a_run_warned_of_is_listed_beside_what_its_metrics_say(tmp_path: Path) -> None:
+def test_warnings_of_a_run_and_of_its_metrics_are_listed(tmp_path: Path) -> None:
     run = make_run(tmp_path, num_steps=4)
     printed = io.StringIO()
     for number in (0, 1):
@@ -245,7 +245,7 @@ def test_what_a_run_warned_of_is_listed_beside_what_its_metrics_say(tmp_path: Pa
     assert [step for _, step, _ in listed] == [4, 4, 4, 3, 3, 2, 1, None] and "grad_spikes up to 2)" in str(found)
 
 
-def test_the_speed_of_a_step_stands_beside_what_the_plan_in_the_folder_says(tmp_path: Path) -> None:
+def test_the_speed_of_a_step_is_shown_beside_the_plan(tmp_path: Path) -> None:
     run = make_run(tmp_path, num_steps=3)
     catalog = look_at(run)
     assert "no plan.json" in measured.speed(catalog)["planned"]["why_not"]
@@ -263,7 +263,7 @@ def test_the_speed_of_a_step_stands_beside_what_the_plan_in_the_folder_says(tmp_
     assert speed["measured"]["rollout"] == sorted(rows)[1] and speed["measured"]["total"] is None
 
 
-def test_a_problems_life_lies_between_the_publish_of_its_oldest_version_and_the_end_of_its_step(tmp_path: Path) -> None:
+def test_a_problem_lives_from_its_oldest_publish_to_its_step_end(tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path, "a", "p")
     write_samples(run, 2, [make_group(make_sample("s", version=1)), make_group(make_sample("t", "judge", version=0))])
     trace = TraceLog(run.trace)

@@ -42,7 +42,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return told(make_run(tmp_path_factory.mktemp("whole")))
 
 
-def test_what_models_wrote_is_data_of_a_script_that_loads_nothing(tmp_path: Path) -> None:
+def test_model_text_is_data_of_a_script_that_loads_nothing(tmp_path: Path) -> None:
     text = write_report(make_run(tmp_path, text=ATTACK).path).read_text("utf-8")
     assert text.count("<script>") == text.count("</script>") == 7  # six libraries, and the pages with their data
     assert "<img src=http" not in text and "1337" not in text
@@ -115,7 +115,7 @@ def test_a_parent_that_is_not_there_hides_no_sample(tmp_path: Path) -> None:
     assert "1,000 characters left out" in told(run)["sample?run=0&step=0&line=1"]["record"]["text"]
 
 
-def test_a_browser_shows_a_hostile_run_from_one_file_and_complains_of_nothing(browser: Browser, tmp_path: Path) -> None:
+def test_a_browser_shows_a_hostile_run_without_complaints(browser: Browser, tmp_path: Path) -> None:
     """Every page, its charts, a sample, a diff and a zoom, with no server and no network."""
     file = write_report(make_run(tmp_path, text=ATTACK).path)
     seen = Watched(browser)
@@ -139,9 +139,7 @@ def test_a_browser_shows_a_hostile_run_from_one_file_and_complains_of_nothing(br
     assert seen.is_refused_what_is_elsewhere()  # the check itself: this is seen
 
 
-def test_a_program_s_sessions_are_lines_and_a_branch_stands_below_the_sample_that_it_begins_with(
-    browser: Browser, tmp_path: Path
-) -> None:
+def test_sessions_are_lines_with_branches_below_their_sample(browser: Browser, tmp_path: Path) -> None:
     run = RunDirectory.create(tmp_path, "a", "p")
     run.write_config({"external": {"function": "my_program.py:run"}, "agents": {"solver": {}, "verifier": {}}})
 

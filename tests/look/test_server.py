@@ -39,7 +39,7 @@ def test_only_who_knows_the_token_is_answered(stranger: TestClient) -> None:
     assert stranger.post("/api/runs").status_code == 405 and stranger.get("/api/nothing").status_code == 404
 
 
-def test_a_foreign_name_that_leads_here_is_refused_even_with_the_token(stranger: TestClient) -> None:
+def test_a_foreign_host_name_is_rejected_even_with_the_token(stranger: TestClient) -> None:
     """DNS rebinding: a page of another site whose name resolves to 127.0.0.1."""
     for host in ("example.com", "127.0.0.1.example.com", ""):
         assert stranger.get("/?token=secret", headers={"host": host}, follow_redirects=False).status_code == 400
@@ -114,7 +114,7 @@ def ask(runs: list[Path]) -> Callable[..., Any]:
     return lambda question, **asked: api.questions[question](**asked)
 
 
-def test_tokens_are_those_that_were_kept_or_the_nearest_that_are_readable(ask: Callable[..., Any]) -> None:
+def test_tokens_are_the_kept_ones_or_the_nearest_readable(ask: Callable[..., Any]) -> None:
     found = ask("tokens", run=0, step=6, line=3)
     kept, near = found["kept"], found["near"]["samples"]
     assert kept["segments"] == [[0, 40, 4], [40, 80, 5], [80, 120, 6]] and kept["given"] == [*range(110, 120)]
@@ -130,7 +130,7 @@ def test_tokens_are_those_that_were_kept_or_the_nearest_that_are_readable(ask: C
     assert ask("tokens", run=1, step=1, line=1) == {"kept": None, "near": None}
 
 
-def test_a_repair_is_compared_with_the_solution_and_nothing_else_is(ask: Callable[..., Any]) -> None:
+def test_only_a_repair_is_compared_with_its_solution(ask: Callable[..., Any]) -> None:
     diffs = [ask("sample", run=0, step=6, line=line)["diff"] for line in (1, 2, 3, 4)]
     # an answer, a verdict, a text that is too long, its own parent
     assert [each and (each["of"]["line"], each["parts"]) for each in diffs] == [None, None, (1, None), None]
