@@ -86,7 +86,7 @@ def test_an_adapter_is_held_as_planned(
 
 
 @pytest.mark.slow
-def test_a_reference_of_another_size_and_a_whole_optimizer_are_held_as_planned(tmp_path: Path) -> None:
+def test_memory_of_a_reference_and_full_optimizer_is_planned(tmp_path: Path) -> None:
     """The reference has its own sizes, so that a count of the policy's weights in their place would show."""
     policy, reference = model("qwen3_moe", tmp_path / "m"), model("qwen3", tmp_path / "r", intermediate_size=768)
     found = compare(policy, {}, "none", "bfloat16", reference=reference)

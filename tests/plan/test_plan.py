@@ -117,7 +117,7 @@ def test_the_plan_names_presets_that_fit_on_one_gpu() -> None:
         planned("qwen3_8b", 1)
 
 
-def test_twice_the_problems_take_twice_the_time_in_the_same_memory() -> None:
+def test_doubled_problems_double_the_time_in_the_same_memory() -> None:
     once, twice = (planned("qwen3_8b", 8, f"rollout.prompts_per_step={n}").policies[0] for n in (64, 128))
     assert once.configured is not None and twice.configured is not None
     assert twice.configured.time.total == pytest.approx(2 * once.configured.time.total, rel=0.1)

@@ -82,7 +82,7 @@ def test_vllm_accepts_other_options_of_an_engine(told: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_vllm_builds_layers_of_fp8_whose_kernels_read_them_as_they_are_rounded(told: dict[str, Any]) -> None:
+def test_vllm_s_fp8_kernels_read_weights_as_they_are_rounded(told: dict[str, Any]) -> None:
     """Neither packs nor transposes, rounds to powers of two or pads; routers, embedding and head are whole."""
     layer = "model.layers.0"
     assert told["qwen3_30b_a3b_8xh100"]["fp8_layers"] == {
@@ -114,7 +114,7 @@ def test_vllm_accepts_the_adapters_of_a_preset(told: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_agents_that_a_preset_names_get_prompts_as_long_as_it_says(told: dict[str, Any]) -> None:
+def test_preset_agents_get_prompts_of_their_configured_length(told: dict[str, Any]) -> None:
     for preset in PRESETS:
         config, _ = read_config(CONFIGS / f"{preset}.yaml")
         assert told[preset]["prompts"] == {name: agent.max_input_tokens for name, agent in config.agents.items()}
@@ -159,7 +159,7 @@ ON_A_CLUSTER = TrainerHost(8, 8, True)
         ({"vllm": {"tensor_parallel": 8}, "ray_address": HEAD}, TrainerHost(1, 1, True), None, None),
     ],
 )  # fmt: skip
-def test_a_refusal_names_the_nearest_setting_that_works_and_what_works_is_not_refused(
+def test_rejections_name_the_nearest_setting_that_works(
     settings: dict[str, Any], host: TrainerHost, files: str | None, says: str | None
 ) -> None:
     found = refusals((RolloutConfig.model_validate(settings),), host, weight_files=files)
@@ -269,7 +269,7 @@ DENSE, MOE = (find_shape(name) for name in ("Qwen3-0.6B", "Qwen3-30B-A3B"))
         ),
     ],
 )  # fmt: skip
-def test_adapters_that_an_engine_cannot_serve_are_refused_with_what_would_work(
+def test_unservable_adapters_are_rejected_with_what_would_work(
     settings: Any, device: str, dtype: str, shape: Any, targets: Any, says: str | None
 ) -> None:
     rollout = RolloutConfig.model_validate({"engine": "vllm", **settings})

@@ -39,12 +39,12 @@ def planned_over_published(case: dict[str, Any]) -> float:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["case"])
-def test_a_published_case_is_planned_within_15_percent_or_the_table_says_why_not(case: dict[str, Any]) -> None:
+def test_plans_are_within_15_percent_or_the_table_says_why(case: dict[str, Any]) -> None:
     ratio = planned_over_published(case)
     assert (abs(ratio - 1) <= WITHIN) == ("outside" not in case), ratio
 
 
-def test_a_constant_is_fitted_to_one_publication_and_two_others_are_predicted() -> None:
+def test_a_constant_fits_one_publication_and_predicts_others() -> None:
     publisher = {case["case"]: case["case"].split(",")[0].split()[0] for case in CASES}
     fitted: dict[str, set[str]] = {}
     for case in CASES:
