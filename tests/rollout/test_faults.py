@@ -30,7 +30,7 @@ def served(pool: EnginePool, requests: list[DecodeRequest], how: str, version: i
 @pytest.mark.parametrize("how", ["at once", "slots"])
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("attempts", [1, 3])
-def test_a_request_that_no_engine_survives_is_an_error_and_no_other_is(how: str, count: int, attempts: int) -> None:
+def test_only_a_request_that_no_engine_survives_fails(how: str, count: int, attempts: int) -> None:
     replicas = MortalReplicas(count, deadly=lambda request: request.uid == "7/solver:0")
     pool = replicas.pool(slots=8, attempts=attempts)
     results = served(pool, asks(24), how)
@@ -69,7 +69,7 @@ def test_losses_are_forgotten_once_a_request_came_back() -> None:
     assert pool.take_faults().engine_restarts == 5
 
 
-def test_a_pool_has_room_until_its_slots_are_taken_and_fills_those_that_are_free() -> None:
+def test_a_pool_fills_its_free_slots_and_then_has_no_room() -> None:
     replicas = MortalReplicas(2)
     pool = replicas.pool(slots=3)
     assert pool.num_slots == 6
@@ -85,7 +85,7 @@ def test_a_pool_has_room_until_its_slots_are_taken_and_fills_those_that_are_free
     assert unlimited.num_slots is None and not unlimited.has_room
 
 
-def test_a_place_for_an_engine_that_was_lost_with_its_host_is_looked_for_every_five_seconds() -> None:
+def test_a_place_for_a_lost_engine_is_sought_every_5_seconds() -> None:
     replicas = MortalReplicas(4)
     replicas.places = Places()
     pool = replicas.pool()
@@ -128,7 +128,7 @@ def test_a_restarted_engine_holds_the_weights_of_now() -> None:
     assert [r.version for r in served(pool, asks(4), "slots", version=2)] == [2] * 4
 
 
-def test_an_engine_that_is_lost_while_ranks_send_weights_gets_them_again_once_the_ranks_can_send() -> None:
+def test_an_engine_lost_during_a_send_gets_the_weights_later() -> None:
     replicas, told, reasons, can_send = MortalReplicas(2, tokens_per_step=None), list[Any](), dict[int, str](), True
     pool = replicas.pool()
     pool.on_call = lambda replica, method, start, end: told.append((replica, method))
@@ -220,7 +220,7 @@ def test_an_engine_in_a_lost_one_s_place_has_all_adapters(fault: str, weights: i
 
 @pytest.mark.parametrize("fault", ["dead", "hung"])
 @pytest.mark.parametrize("when", ["drained", "updated", "scored"])
-def test_an_engine_that_is_lost_while_an_adapter_comes_loses_no_request(when: str, fault: str) -> None:
+def test_an_engine_lost_in_an_adapter_update_loses_no_request(when: str, fault: str) -> None:
     """Those of the other adapter are decoded again, and those of this one go on under its new version."""
     replicas = MortalReplicas(2, adapters=["a", "b"])
     pool = replicas.pool(slots=4)
@@ -268,7 +268,7 @@ def test_a_request_that_is_given_up_as_an_adapter_comes_is_told() -> None:
 
 
 @pytest.mark.parametrize("can_restart", [True, False])
-def test_an_engine_is_lost_once_it_holds_a_request_for_longer_than_the_deadline(can_restart: bool) -> None:
+def test_an_engine_that_exceeds_the_request_deadline_is_lost(can_restart: bool) -> None:
     replicas = MortalReplicas()
     replicas.can_restart = can_restart
     pool = replicas.pool()
@@ -346,7 +346,7 @@ def test_engines_that_are_lost_change_nothing_that_is_trained(name: str) -> None
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_sample_that_no_engine_survives_has_no_reward_and_the_run_goes_on(name: str) -> None:
+def test_a_sample_that_no_engine_survives_has_no_reward(name: str) -> None:
     config, culprit = CONFIGS[name], "000003/solver:1"
     run = played(config, MortalReplicas(config.engines, deadly=lambda request: request.uid == culprit))
     groups = [group for batch in run.train(7) for group in batch]

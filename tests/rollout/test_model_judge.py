@@ -76,7 +76,7 @@ def by_answer(answer: str, before: int) -> str:
     return YES if "L" in answer or answer == "hesitate" else NO
 
 
-def test_yes_is_1_no_is_0_and_what_cannot_be_read_is_drawn_again_and_then_missing(desk: Make) -> None:
+def test_yes_is_1_no_is_0_unreadable_is_retried_then_missing(desk: Make) -> None:
     judged = desk(by_answer)
     right, wrong, late, never = judged.rewards("Lima, of course", "Rome", "hesitate", "mumble")
     assert (right.value, right.correct, right.parts) == (1.0, 1.0, {"answer": 1.0}) and "so it is" in right.note
@@ -93,9 +93,7 @@ def test_yes_is_1_no_is_0_and_what_cannot_be_read_is_drawn_again_and_then_missin
     assert counts["judge/output_tokens"] > 0 and set(judged.judge.take_counts("train").values()) == {0.0}
 
 
-def test_a_judge_that_thinks_is_read_behind_its_thought_and_one_that_is_cut_off_not_at_all(
-    desk: Make, tmp_path: Path
-) -> None:
+def test_a_judge_is_read_after_its_thought_and_only_if_complete(desk: Make, tmp_path: Path) -> None:
     said = {"thinks": f"<think>correct: yes</think>{NO}", "stops": f"<think>{YES}", "long": f"{YES}\n" + "x" * 2000}
     judged = desk(lambda answer, before: said[answer], retries=0)
     thinks, stops, long = judged.rewards(*said)
@@ -128,7 +126,7 @@ def test_the_same_answer_to_the_same_question_is_judged_once(desk: Make) -> None
     assert all(mumbled.rewards("mumble")[0].is_missing for _ in range(2)) and len(mumbled.asked) == 2
 
 
-def test_long_answers_are_wrong_and_long_questions_and_missing_references_are_nobodys_fault(desk: Make) -> None:
+def test_long_answers_are_wrong_long_questions_have_no_reward(desk: Make) -> None:
     judged = desk(by_answer, max_input_tokens=2000, max_answer_chars=1500)
     assert [r.value for r in judged.rewards("L" * 1501, "L" * 1400)] == [0, 0]
     long = Problem("long", "?" * 3000, "Lima", "qa")
@@ -147,7 +145,7 @@ class Deaf(ScriptedEngine):
         return super().collect(timeout_s) if self.may_answer.wait(timeout_s) else []
 
 
-def test_an_answer_that_nobody_judges_in_time_is_missing_and_is_not_waited_for(desk: Make) -> None:
+def test_a_late_judgement_is_missing_and_is_not_waited_for(desk: Make) -> None:
     judged = desk(by_answer, kind=Deaf, timeout_s=0.2)
     (reward,) = judged.rewards("Lima")
     assert reward.is_missing and "within judge.timeout_s = 0.2 s" in reward.note
@@ -160,7 +158,7 @@ def test_an_answer_that_nobody_judges_in_time_is_missing_and_is_not_waited_for(d
     assert judged.judge.pool.num_under_way == 0
 
 
-def test_engines_that_are_lost_for_good_end_the_run_and_nothing_waits(desk: Make) -> None:
+def test_permanently_lost_judge_engines_end_the_run(desk: Make) -> None:
     class Burns(ScriptedEngine):
         def collect(self, timeout_s: float) -> list[DecodeResult]:
             raise OSError("the engine burns")
@@ -179,7 +177,7 @@ def team_with(judged: Desk, **config: Any) -> tuple[Team, Any, Any]:
     return replace(team, judge=WatchedJudge(judge, judged.judge)), settings, engines
 
 
-def test_training_is_judged_by_the_task_where_the_model_judges_evaluations(desk: Make) -> None:
+def test_a_judge_of_evaluations_leaves_training_to_the_task(desk: Make) -> None:
     judged = desk(by_answer, when="evaluate")
     team, config, _ = team_with(judged, overlap=0)
     batch = next_batch(Stages(config, team, letter_problems(9), seed=0), {"main": 0})
@@ -188,7 +186,7 @@ def test_training_is_judged_by_the_task_where_the_model_judges_evaluations(desk:
     assert not any(name.startswith("judge/") for name in batch.metrics) and not judged.asked
 
 
-def test_the_judges_engines_sleep_with_the_teams_and_wake_for_the_next_answer(desk: Make) -> None:
+def test_the_judge_s_engines_sleep_with_the_team_and_wake(desk: Make) -> None:
     class Sleeper(ScriptedEngine):
         is_asleep = False
 

@@ -110,7 +110,7 @@ def counts(stages: Stages) -> Counter[str]:
     [({}, []), ({"long_prompts": "cut_middle"}, ["abcdefnopqr"]), ({"long_prompts": "cut_left"}, ["hijklmnopqr"])],
     ids=str,
 )
-def test_a_prompt_that_is_too_long_is_counted_and_cut_if_that_is_wanted(
+def test_a_long_prompt_is_counted_and_cut_if_configured(
     renderer: ChatRenderer, settings: dict[str, str], read: list[str]
 ) -> None:
     most = len(renderer.render([Message("user", "")])[0]) + 11
@@ -131,7 +131,7 @@ def test_a_prompt_that_is_too_long_is_counted_and_cut_if_that_is_wanted(
         assert [found[f"rollout/{name}"] for name in names] == [num_cut, drawn - len(opened), 0]
 
 
-def test_a_sample_has_the_engine_s_text_and_is_decoded_here_where_the_engine_gave_none() -> None:
+def test_a_sample_has_the_engine_s_text_or_is_decoded_here() -> None:
     stages = stages_of(prompts_per_step=1, group_size=3, segments=2, segment_length=24)
     first, second, third = begun(stages)[0].completions
     assert [sent(stages)[each.uid].text_from for each in (first, second, third)] == [len(first.of.prompt_ids)] * 3
@@ -141,7 +141,7 @@ def test_a_sample_has_the_engine_s_text_and_is_decoded_here_where_the_engine_gav
     assert says(stages, third, 0, Finish.ERROR).text == "c" * 24  # type: ignore[union-attr]
 
 
-def test_what_cannot_be_read_is_penalised_where_that_is_asked_for() -> None:
+def test_unreadable_outputs_are_penalised_if_configured() -> None:
     stages = stages_of()
     first, second, third = begun(stages)[0].completions
     sample = says(stages, first, "hm")
@@ -191,7 +191,7 @@ def test_the_end_of_a_segment_is_not_the_end_of_a_sample() -> None:
     assert sample is not None and sample.finish is Finish.STOP and sample.reward.value == 1
 
 
-def test_what_is_trained_of_a_truncated_distribution_is_bounded_and_recorded() -> None:
+def test_trained_truncated_sampling_is_bounded_and_recorded() -> None:
     for top_k, most in ((-1, 30), (0, 30), (7, 7)):
         stages = stages_of()
         own = {**stages.team.agents, "solver": AgentConfig(top_p=0.9, top_k=top_k)}
@@ -208,9 +208,7 @@ def test_what_is_trained_of_a_truncated_distribution_is_bounded_and_recorded() -
 
 
 @pytest.mark.parametrize(("completion", "closes"), [("wait", []), ("drop_stragglers", [6, 7])])
-def test_a_group_goes_on_without_its_stragglers_when_it_is_older_than_it_may_be(
-    completion: str, closes: list[int]
-) -> None:
+def test_a_group_drops_its_stragglers_at_its_age_limit(completion: str, closes: list[int]) -> None:
     found = []
     for version in range(3, 8):
         stages = stages_of(group_completion=completion, max_group_age=2, group_size=4)
@@ -232,9 +230,8 @@ def test_a_group_goes_on_without_its_stragglers_when_it_is_older_than_it_may_be(
 
 
 @pytest.mark.parametrize(("stage_size", "drawn"), [("new", [4, 4, 4, 4]), ("total", [4, 4, 3, 2])])
-def test_groups_that_are_carried_over_take_places_of_new_problems_to_the_nearest_whole(
-    stage_size: str, drawn: list[int]
-) -> None:
+def test_only_total_stage_size_counts_carried_over_groups(stage_size: str, drawn: list[int]) -> None:
+    """The number of new problems is rounded to the nearest integer."""
     found = []
     for num_carried in (0, 1, 2, 5):
         stages = stages_of(stage_size=stage_size, prompts_per_step=4, segments=2)  # groups of 3
@@ -278,7 +275,7 @@ def play(
 
 
 @pytest.mark.parametrize("most_open", [None, 3, 1])
-def test_a_slot_that_is_free_is_used_and_an_episode_takes_from_its_own_first_request_to_its_end(
+def test_free_slots_are_used_and_latency_is_per_episode(
     most_open: int | None,
 ) -> None:
     ended, told, num_steps = play(range(10), most_open)
@@ -291,7 +288,7 @@ def test_a_slot_that_is_free_is_used_and_an_episode_takes_from_its_own_first_req
         assert num_steps == sum(map(sum, steps))
 
 
-def test_asks_end_where_the_engine_ends_them_and_their_episodes_are_played_no_further() -> None:
+def test_single_asks_end_with_their_sample_and_play_no_further() -> None:
     team, (engine,) = letter_team(letter_config())
     collect, told, said = engine.collect, list[tuple[int, int, int, str]](), list[Completion]()
 

@@ -15,7 +15,7 @@ def policies(**of: tuple[int, float, dict[str, float]]) -> dict[str, PolicyEngin
     return {name: PolicyEngines(*each) for name, each in of.items()}
 
 
-def test_an_engine_moves_where_loads_are_off_by_more_than_two_and_decoding_gets_shorter() -> None:
+def test_an_engine_moves_if_loads_differ_twofold_and_it_helps() -> None:
     off = policies(big=(1, 30.0, GPU), small=(3, 30.0, GPU))
     move = wanted(off)
     assert move is not None and (move.giver, move.taker, move.num) == ("small", "big", 1)
@@ -68,7 +68,7 @@ class Stages:
         self.rebalancer.note_stage()
 
 
-def test_an_engine_moves_once_it_is_a_habit_and_comes_back_where_it_cannot_be_made() -> None:
+def test_an_engine_moves_on_lasting_load_and_returns_on_failure() -> None:
     stages = Stages()
     stages.play(solver=9.0, verifier=3.0)
     assert not stages.rebalancer.is_due  # once is no habit

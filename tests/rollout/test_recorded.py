@@ -125,7 +125,7 @@ def step(model: Path, sequences: list[TrainSequence], **options: Any) -> StepSta
     return stats
 
 
-def test_the_engine_says_what_it_drew_from_and_which_experts_a_prefill_would_choose(model: Path) -> None:
+def test_the_engine_records_kept_tokens_and_a_prefill_s_experts(model: Path) -> None:
     engine = engine_of(model, max_num_seqs=4)  # rows end, are dropped, and others join on the way
     asks = [
         request(str(i), prompt(5 + 3 * (i // 2), i // 2), 4 + 7 * (i % 4), None if i == 3 else 0,
@@ -166,7 +166,7 @@ def test_an_aborted_segment_and_the_next_one_leave_no_token_out(model: Path) -> 
     np.testing.assert_array_equal(np.sort(both), np.sort(whole))
 
 
-def test_under_the_same_weights_trainer_and_rollout_agree_and_would_not_without_what_was_kept(model: Path) -> None:
+def test_trainer_and_rollout_agree_only_with_the_record(model: Path) -> None:
     samples = played(engine_of(model))
     # 0.9 of the bound's
     assert 5 < max(s.kept_tokens.counts.max() for s in samples if s.kept_tokens is not None) < MOST
@@ -180,9 +180,7 @@ def test_under_the_same_weights_trainer_and_rollout_agree_and_would_not_without_
     assert ignored.prob_diff_max > 0.01 and sum(ignored.agent_sums["clipped_tokens"]) > 0
 
 
-def test_a_segment_that_is_carried_over_keeps_what_the_weights_that_decoded_it_recorded(
-    model: Path, other: Path
-) -> None:
+def test_each_segment_keeps_the_record_of_its_own_weights(model: Path, other: Path) -> None:
     engine, before, differ = engine_of(model), engine_of(model), 0
     samples = played(engine, 2, other)
     for sample in samples:
@@ -210,7 +208,7 @@ def test_a_segment_that_is_carried_over_keeps_what_the_weights_that_decoded_it_r
     assert stats.replay is not None and stats.replay.tokens_differ > 0 and stats.prob_diff_max > 0.01
 
 
-def test_mastered_tokens_are_found_by_what_was_kept_or_by_the_model_s_own_distribution(model: Path) -> None:
+def test_mastered_tokens_follow_the_kept_or_full_distribution(model: Path) -> None:
     sequences = train_sequences(played(engine_of(model), top_k=1))
     stats = step(model, sequences, mpt=MptConfig())  # one token kept: p = 1, entropy 0
     assert stats.gated_samples == 3 and not any(stats.agent_sums["nll"])

@@ -84,7 +84,7 @@ def test_a_sample_is_as_old_as_its_segments_or_its_team(segments: int, trains_wh
     assert max(found) == oldest
 
 
-def test_an_error_in_the_thread_is_raised_in_the_trainer_with_its_traceback() -> None:
+def test_the_trainer_raises_thread_errors_with_their_traceback() -> None:
     asked, before = [], set(threading.enumerate())  # of other tests
 
     def broken(request: DecodeRequest) -> list[int]:
@@ -107,7 +107,7 @@ def test_an_error_in_the_thread_is_raised_in_the_trainer_with_its_traceback() ->
     assert {thread for thread in threading.enumerate() if thread.name.startswith("marsrl-")} <= before
 
 
-def test_a_batch_tells_its_tokens_as_they_come_and_a_rollout_that_is_closed_has_no_thread() -> None:
+def test_batches_report_tokens_and_closing_ends_the_thread() -> None:
     before = set(threading.enumerate())  # of other tests
     for overlap in (0, 1):
         config = letter_config(overlap=overlap)
@@ -172,7 +172,7 @@ def test_the_decoder_is_at_most_overlap_stages_ahead(overlap: int) -> None:
 
 
 @pytest.mark.parametrize(("pipeline", "drawn"), [("agentic", 4), ("trajectory", 2)])
-def test_a_stage_begins_before_the_last_one_is_over_where_engines_have_room(pipeline: str, drawn: int) -> None:
+def test_a_stage_begins_before_the_last_ends_if_there_is_room(pipeline: str, drawn: int) -> None:
     play = Play(letter_config(pipeline=pipeline))
     play.stages.want()
     play.stages.advance(0.0)

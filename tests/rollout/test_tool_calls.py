@@ -130,7 +130,7 @@ def read(text: str) -> str:
     return f"<tool_response>\n{text}\n</tool_response>"
 
 
-def test_calls_are_answered_by_tool_messages_until_a_turn_without_one(renderer: ChatRenderer) -> None:
+def test_calls_get_tool_messages_until_a_turn_without_calls(renderer: ChatRenderer) -> None:
     turns = [f"<think>{call('echo', text='no')}</think>hm {ECHO}", f"{ECHO}{call('read', x=1)}", ANSWER]
     said, echo, counts = played(renderer, turns)
     assert [text for text in transcript(said) if text] == [
@@ -173,7 +173,7 @@ def test_what_a_tool_says_is_no_word_of_the_agent_s(renderer: ChatRenderer) -> N
     assert "[tool_call]{}[/tool_call]" in said.text and not said.in_thought
 
 
-def test_turns_and_calls_are_bounded_and_do_not_count_as_the_team_s(renderer: ChatRenderer) -> None:
+def test_turns_and_calls_are_bounded_apart_from_the_team_s(renderer: ChatRenderer) -> None:
     said, echo, _ = played(renderer, [ECHO] * 4, max_tool_turns=3)
     assert said.finish is Finish.STOP and said.answer is None and said.turn == 3 and len(echo.called) == 3
     said, echo, _ = played(renderer, [ECHO] * 2 + [f"{ECHO}{ANSWER}"], max_tool_turns=2)
@@ -244,7 +244,7 @@ def system_played(
     return *play(make_team(team.settings, team, pool, renderer, tools=tools or looker()), renderer, length), says
 
 
-def test_what_is_found_is_read_in_bins_and_only_that_reaches_system_2(renderer: ChatRenderer) -> None:
+def test_system_1_reads_results_in_bins_and_system_2_its_notes(renderer: ChatRenderer) -> None:
     turns = [f"<think>who?</think>{SEARCH}", f"<think>sum</think>{RUN}", "<think>so</think><answer>7</answer>"]
     episode, said, says = system_played(renderer, turns)
     found = "<tool_response>\nI read abc\n\nI read d\n</tool_response>"  # 44 tokens a page: three in 134
@@ -262,7 +262,7 @@ def test_what_is_found_is_read_in_bins_and_only_that_reaches_system_2(renderer: 
     assert "to know" not in prompt and "What is looked" not in prompt
 
 
-def test_without_system_1_everything_is_read_as_it_is_up_to_a_length(renderer: ChatRenderer) -> None:
+def test_without_system_1_results_are_read_up_to_a_length(renderer: ChatRenderer) -> None:
     turns = [SEARCH, "<answer>7</answer>"]
     episode, said, _ = system_played(renderer, turns, distil=False)
     assert all(f"<{letter * 40}>" in said.text for letter in "abcd") and len(episode.asks) == 1

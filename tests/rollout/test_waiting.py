@@ -170,9 +170,10 @@ def is_right(sample: Sample) -> bool:
     ],
     ids=str,
 )
-def test_a_sample_goes_on_behind_what_a_tool_an_agent_and_the_next_turn_say_and_repeats_no_call_wherever_it_is_cut(
+def test_a_sample_cut_anywhere_goes_on_and_repeats_no_call(
     options: dict[str, object],
 ) -> None:
+    """It continues after a tool's output, an agent's output and the next turn's messages."""
     config, lives = config_of(prompts_per_step=1, **options), random.Random(0)
     known = RolloutState({})
     trained: Counter[str] = Counter()
@@ -282,7 +283,7 @@ class Twice(Seeker):
         return None if output is None else f"[{output.text}]"
 
 
-def test_what_follows_from_an_output_is_waited_for_and_without_overlap_all_go_on_together() -> None:
+def test_outputs_are_awaited_together_if_there_is_no_overlap() -> None:
     """Else what an engine has at once would be the clock's, and no run would equal another."""
 
     def found(call: ToolCall) -> ToolOutput:
