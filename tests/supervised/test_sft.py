@@ -78,7 +78,7 @@ def test_a_learning_rate_of_0_measures_the_model_as_it_is(words: list[str]) -> N
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_the_loss_falls_and_a_run_that_goes_on_equals_an_unbroken_one(
+def test_the_loss_falls_and_a_resumed_run_equals_an_unbroken_one(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["sft", *words, "run.name=whole"]) == 0
@@ -175,7 +175,7 @@ def test_a_base_model_s_files_name_the_end_that_was_trained(words: list[str]) ->
     assert json.loads(Path("exported/generation_config.json").read_text()) == after
 
 
-def test_an_adapter_becomes_a_peft_directory_that_training_goes_on_from(
+def test_training_continues_from_the_peft_files_of_an_adapter(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     adapter = ["policies.main.adapter={rank: 4, targets: [attention]}"]
@@ -200,7 +200,7 @@ def test_a_command_of_the_documents_teaches(command: str, words: list[str], tmp_
 
 
 @pytest.mark.slow
-def test_two_ranks_that_share_each_matrix_or_the_demonstrations_learn_what_one_does(
+def test_two_ranks_sharing_matrices_or_data_learn_as_one_does(
     words: list[str], tmp_path: Path, two_ranks: RankPair
 ) -> None:
     words = [*words, "sft.lr=1e-3"]
@@ -256,9 +256,7 @@ def read(tmp_path: Path, renderer: ChatRenderer) -> Read:
     return read
 
 
-def test_the_prompt_is_what_the_agent_would_be_asked_and_the_rest_is_imitated(
-    read: Read, renderer: ChatRenderer
-) -> None:
+def test_the_prompt_is_the_agent_s_and_the_rest_is_imitated(read: Read, renderer: ChatRenderer) -> None:
     fields = {"problem": "2 + 2", "solution": "It is 5."}
     found = read(
         {"agent": "verifier1", "prompt": fields, "completion": "wrong"},
