@@ -24,7 +24,7 @@ def test_the_documented_chain_has_its_documented_answer() -> None:
     assert [TASK.judge(problem, answer).result().value for answer in ("1", "2", "11")] == [1, 0, 0]
 
 
-def test_training_never_yields_a_held_out_problem_and_evaluation_only_those() -> None:
+def test_training_and_held_out_problems_never_overlap() -> None:
     train = list(map(TASK.problems(0), range(500)))
     held_out = TASK.held_out(300, 0)
     assert TASK.held_out(None, 0) == held_out[:64]
@@ -43,7 +43,7 @@ def test_every_problem_is_of_the_documented_form() -> None:
     assert all(word in ARITHMETIC_TOKENIZER.vocabulary for chain in chains for word in chain.text.split())
 
 
-def test_tutors_without_slips_are_right_and_corrector_inputs_are_always_flagged() -> None:
+def test_flawless_tutors_are_right_and_flag_corrector_inputs() -> None:
     rng = random.Random(0)
     for _ in range(20):
         chain = draw_chain(rng, OPTIONS, held_out=False)
@@ -61,7 +61,7 @@ def test_tutors_without_slips_are_right_and_corrector_inputs_are_always_flagged(
         assert corrector.completion.endswith(f"Answer: {chain.answer}")
 
 
-def test_weights_have_the_recipes_scale_and_the_seed_decides_them(tmp_path: Path) -> None:
+def test_weights_have_the_recipe_scale_and_follow_the_seed(tmp_path: Path) -> None:
     def weights(name: str, seed: int) -> dict[str, torch.Tensor]:
         return load_file(str(init_model("cpu_default", "arithmetic", tmp_path / name, seed) / "model.safetensors"))
 

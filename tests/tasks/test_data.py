@@ -60,7 +60,7 @@ def test_known_rows_are_read(tmp_path: Path, task: str, row: object, answer: str
     assert problem == Problem("d.jsonl:1", "q", answer, task)
 
 
-def test_the_page_begins_with_rows_that_are_read_and_lists_all_keys(tmp_path: Path) -> None:
+def test_the_page_shows_readable_rows_and_lists_all_keys(tmp_path: Path) -> None:
     rows, _, rest = (
         (Path(__file__).parents[2] / "docs/data.md").read_text("utf-8").partition("\n\nEach row is a problem")
     )
@@ -196,7 +196,7 @@ def test_keys_can_be_given_and_unknown_rows_say_which_were_found(tmp_path: Path)
     assert read_problems(path, "math", "frage", "extra.antwort").problems[0].answer == "2"
 
 
-def test_a_file_without_any_problem_is_an_error_even_when_skipping(tmp_path: Path) -> None:
+def test_a_file_without_problems_fails_even_when_skipping(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="1 bad lines; first: .*d.jsonl:1"):
         read_problems(write(tmp_path / "d.jsonl", "nope"), "math", on_bad_line="skip")
     (tmp_path / "empty" / "main").mkdir(parents=True)
@@ -223,7 +223,7 @@ def test_parquet_with_nested_columns_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", ["saved", "dict", "bare", "files"])
-def test_dataset_directories_are_read_in_the_order_of_their_shards(tmp_path: Path, layout: str) -> None:
+def test_dataset_directories_are_read_in_shard_order(tmp_path: Path, layout: str) -> None:
     folder = tmp_path / "train" if layout == "dict" else tmp_path
     folder.mkdir(exist_ok=True)
     shards = [f"data-{i:05d}-of-00002.arrow" for i in range(2)]
@@ -264,7 +264,7 @@ def some(count: int) -> list[Problem]:
 
 @settings(max_examples=40)
 @given(st.integers(1, 9), st.integers(0, 5), st.integers(0, 30))
-def test_every_problem_comes_once_an_epoch_and_a_resumed_run_goes_on(count: int, seed: int, taken: int) -> None:
+def test_problems_come_once_an_epoch_and_resume_in_order(count: int, seed: int, taken: int) -> None:
     for problems in (some(count), Mixture([some(count)], [1]), Mixture([some(3), some(2)], [1, 2])):
         drawn = list(map(draw_endlessly(problems, seed), range(taken + 3 * count)))
         assert list(map(draw_endlessly(problems, seed), range(taken, taken + 3 * count))) == drawn[taken:]
@@ -293,7 +293,7 @@ def listed(files: list[Path], **shares: tuple[float, ...]) -> list[TrainFile]:
     return [TrainFile.model_validate({"path": str(f), key: v}) for f, v in zip(files, values, strict=True)]
 
 
-def test_of_files_with_counts_so_many_of_each_are_drawn_without_replacement(files: list[Path]) -> None:
+def test_files_with_counts_are_drawn_without_replacement(files: list[Path]) -> None:
     train = listed(files, count=(12, 10))
     problems = read_train(train, read, 0).problems
     assert [p.question[0] for p in problems] == ["a"] * 12 + ["b"] * 10
@@ -304,7 +304,7 @@ def test_of_files_with_counts_so_many_of_each_are_drawn_without_replacement(file
     assert read_train(str(files[1]), read, 0).problems[0].id == "train.jsonl:1"
 
 
-def test_a_list_names_the_place_of_a_file_that_is_short_or_cannot_be_read(files: list[Path]) -> None:
+def test_a_list_gives_the_index_of_a_short_or_unreadable_file(files: list[Path]) -> None:
     with pytest.raises(ValueError, match=r"data.train\[1\]: .*b/train.jsonl has 10 problems, fewer than count = 11"):
         read_train(listed(files, count=(12, 11)), read, 0)
     write(files[0], {"question": "q", "answer": None})
@@ -323,7 +323,7 @@ def test_a_file_is_listed_once_however_its_path_is_written(files: list[Path]) ->
             read_train_files(train)
 
 
-def test_files_are_drawn_by_weight_and_each_problem_of_a_file_once_before_any_twice(files: list[Path]) -> None:
+def test_files_are_drawn_by_weight_without_early_repetition(files: list[Path]) -> None:
     mixture = read_train(listed(files, weight=(1.0, 3.0)), read, 0).problems
     drawn = [problem.id for problem in map(draw_endlessly(mixture, 5), range(2000))]
     assert 1400 < sum(id.startswith("1/") for id in drawn) < 1600  # 1500, standard deviation 19
@@ -340,7 +340,7 @@ def test_a_file_of_a_mixture_of_which_all_is_held_out_is_named() -> None:
         mixture.without({"r"})
 
 
-def test_sets_to_evaluate_on_have_names_counts_and_repeats_and_the_same_problems_whatever_else_is_there(
+def test_evaluation_sets_are_named_and_drawn_independently(
     tmp_path: Path,
 ) -> None:
     for name, count in (("aime 25", 5), ("more", 9)):

@@ -84,7 +84,7 @@ TABLE: dict[str, tuple[list[str], list[str]]] = {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("reference", TABLE)
-def test_answers_are_compared_as_the_kind_of_thing_that_the_reference_is(reference: str) -> None:
+def test_answers_are_compared_by_the_kind_of_the_reference(reference: str) -> None:
     right, wrong = TABLE[reference]
     found = {answer: same_answer(reference, answer) for answer in [reference, *right, *wrong]}
     assert found == {answer: answer not in wrong for answer in found}
@@ -128,9 +128,7 @@ JUDGED: list[tuple[str, bool | str]] = [  # the judgement, or why there is none
 
 
 @pytest.mark.parametrize(("text", "expected"), JUDGED)
-def test_a_judgement_is_one_line_with_yes_or_no_alone_and_anything_else_says_why_it_is_none(
-    text: str, expected: bool | str
-) -> None:
+def test_a_judgement_is_a_lone_yes_or_no_or_an_explained_error(text: str, expected: bool | str) -> None:
     if isinstance(expected, bool):
         assert read_judgement(text).is_correct is expected
         return
@@ -212,9 +210,7 @@ MISSING |= {"word": "0.5", "seven": "returned 7; expected a number from 0 to 1"}
 REWARDS = {"1": 1.0, "2": 0.0, "print": 0.0, "part": 0.25, "read": 0.0}
 
 
-def test_crashes_errors_and_what_is_no_number_from_0_to_1_are_missing_with_a_note_and_the_rest_is_judged(
-    odd_judge: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_judge_failures_and_invalid_rewards_are_missing(odd_judge: str, caplog: pytest.LogCaptureFixture) -> None:
     with contextlib.closing(RewardPool(JudgeOptions(workers=2, timeout_s=60.0), judge=odd_judge)) as pool:
         rewards = judged(pool, [(problem("1"), answer) for answer in (*MISSING, *REWARDS)])
         judged(pool, [(problem("1"), "raise")])
@@ -226,7 +222,7 @@ def test_crashes_errors_and_what_is_no_number_from_0_to_1_are_missing_with_a_not
         assert caplog.text.count(f"the judge {told}") == 1
 
 
-def test_an_answer_that_hangs_is_missing_with_a_note_and_another_process_judges_on(odd_judge: str) -> None:
+def test_a_hung_answer_is_missing_and_another_process_judges(odd_judge: str) -> None:
     with contextlib.closing(RewardPool(JudgeOptions(workers=1, timeout_s=2.0), judge=odd_judge)) as pool:
         (hung,) = judged(pool, [(problem("1"), "hang")])
         assert hung.is_missing and "took over 2 s and was given up" in hung.note
@@ -236,7 +232,7 @@ def test_an_answer_that_hangs_is_missing_with_a_note_and_another_process_judges_
         assert reward.value == 1
 
 
-def test_answers_are_compared_in_processes_without_a_reference_not_and_an_endless_one_is_wrong() -> None:
+def test_answers_need_a_reference_and_long_ones_are_wrong() -> None:
     with contextlib.closing(RewardPool(JudgeOptions(workers=2, timeout_s=60.0, max_answer_chars=10))) as pool:
         pairs = [(r"\frac{1}{2}", "0.5"), ("5", "no"), (None, "1"), ("1", "1" * 11)]
         right, wrong, nothing, endless = judged(pool, [(problem(answer), said) for answer, said in pairs])
@@ -245,7 +241,7 @@ def test_answers_are_compared_in_processes_without_a_reference_not_and_an_endles
     assert endless.value == 0 and "11 characters" in endless.note
 
 
-def test_an_answer_that_hangs_holds_up_no_other_and_close_leaves_no_process(odd_judge: str) -> None:
+def test_a_hung_answer_blocks_no_other_and_close_ends_all(odd_judge: str) -> None:
     before = set(psutil.Process().children())
     pool = RewardPool(JudgeOptions(workers=2, timeout_s=600.0), judge=odd_judge)
     hangs = pool.submit(problem("1"), "hang")

@@ -251,9 +251,7 @@ def follow(world: World, question: str) -> str:
         ({"people": 40, "places": 40, "wording": "terse"}, {"home", "friend", "river"}),
     ],
 )
-def test_answers_follow_from_the_documents_and_nothing_held_out_is_trained_on(
-    options: dict[str, Any], relations: set[str]
-) -> None:
+def test_answers_follow_from_documents_and_splits_are_disjoint(options: dict[str, Any], relations: set[str]) -> None:
     task, world = build_task("qa", options), World(FactsOptions(**options))
     assert task.documents == world.documents and len(task.papers) == len(world.papers)
     seen = set[str]()
@@ -266,7 +264,7 @@ def test_answers_follow_from_the_documents_and_nothing_held_out_is_trained_on(
     assert seen >= relations and not {p.question for p in train} & {p.question for p in held_out}
 
 
-def test_the_world_is_its_seed_s_and_questions_those_of_run_seed_and_position() -> None:
+def test_seeds_determine_the_world_and_its_questions() -> None:
     world, again, other = (World(FactsOptions(max_hops=3, world_seed=seed)) for seed in (0, 0, 1))
     assert again.documents == world.documents != other.documents
     drawn = list(map(world.questions(5), range(10)))
