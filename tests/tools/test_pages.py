@@ -74,7 +74,7 @@ def visit(pool: ToolPool, *urls: str) -> ToolOutput:
     return pool.submit(ToolCall("1", "visit", json.dumps({"urls": urls}))).result(3 * SOON_S)
 
 
-def test_a_page_is_its_main_text_and_is_asked_for_once_and_by_no_proxy_of_the_environment() -> None:
+def test_a_page_is_its_main_text_fetched_once_without_a_proxy() -> None:
     os.environ |= dict.fromkeys(("http_proxy", "HTTP_PROXY", "ALL_PROXY"), "http://127.0.0.1:1")
     with site({"/a": sends(ARTICLE), "/b": sends("x", "image/png"), "/c": redirects("/a")}) as (pool, server, url):
         both = visit(pool, f"{url}/a", f"{url}/b", f"{url}/c")
@@ -153,7 +153,7 @@ REFUSED = {
 ALSO_REFUSED = {"example.com/page": NO_PAGE, "http://": NO_PAGE, "http://a\nb/": "it is not a valid address"}
 
 
-def test_an_address_and_where_a_page_redirects_to_are_refused_alike() -> None:
+def test_forbidden_addresses_and_redirects_are_both_rejected() -> None:
     """As an agent asks for them, and as a page sends on to them."""
     pages = {f"/{i}": redirects(url) for i, url in enumerate(REFUSED)}
     with site({**pages, "/on": redirects("//10.0.0.1/"), "/round": redirects("/round")}) as (pool, _, base):
@@ -292,7 +292,7 @@ def test_a_page_that_drips_ends_with_its_time() -> None:
                 fetcher.fetch(server.base_url.removesuffix("/v1") + page, time.monotonic() + 0.5)
 
 
-def test_a_charset_is_what_fits_and_a_pdf_is_read_whatever_it_is_called() -> None:
+def test_charsets_are_guessed_and_pdfs_are_recognised() -> None:
     words = "naïve café, fiancé, déjà vu, façade: these are English words too"
     paper = pdf(b"BT /F1 12 Tf 72 720 Td (The river of Tarn) Tj ET")
     pages = {
@@ -324,7 +324,7 @@ def pdf(stream: bytes, filters: str = "") -> bytes:
     return b"%PDF-1.4\n" + written + b"trailer<</Size 6/Root 1 0 R>>\nstartxref\n0\n%%EOF"
 
 
-def test_what_hangs_or_floods_a_parser_ends_its_process_and_no_other() -> None:
+def test_a_hostile_page_ends_only_its_own_parser_process() -> None:
     with closing(WorkerPool(1, PARSERS, {}, 1024 * MIB)) as workers:
 
         def text(body: bytes, kind: str = "text/html", seconds: float = SOON_S) -> str:
@@ -350,7 +350,7 @@ def test_what_hangs_or_floods_a_parser_ends_its_process_and_no_other() -> None:
         assert SENTENCE in text(ARTICLE.encode())
 
 
-def test_the_process_that_parses_has_no_keys_and_ends_with_the_tools() -> None:
+def test_the_parser_has_no_keys_and_ends_with_the_tools() -> None:
     os.environ["SERPAPI_API_KEY"] = "s3cr3t"
     with site({"/": sends(ARTICLE)}) as (pool, _, url):
         assert SENTENCE in visit(pool, url + "/").text

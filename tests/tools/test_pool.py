@@ -56,7 +56,7 @@ def answers(pool: ToolPool, calls: Sequence[ToolCall]) -> dict[str, ToolOutput]:
     return {id: future.result(SOON_S) for id, future in futures.items()}
 
 
-def test_calls_are_answered_by_id_and_counts_begin_again_when_they_are_taken() -> None:
+def test_calls_are_answered_by_id_and_taking_resets_the_counts() -> None:
     with pool_of(Scripted(text_of)) as pool:
         said = answers(pool, [call(str(i), i) for i in range(50)])
         assert said == {str(i): ToolOutput(f"said {i}") for i in range(50)}
@@ -77,7 +77,7 @@ def test_calls_are_answered_by_id_and_counts_begin_again_when_they_are_taken() -
     ],
     ids=["cut", "list", "brackets", "digits", "long"],
 )
-def test_arguments_that_are_no_json_object_are_an_error_that_says_so(arguments: str, said: str) -> None:
+def test_arguments_that_are_no_json_object_are_an_error(arguments: str, said: str) -> None:
     tool = Scripted(text_of)
     with pool_of(tool) as pool:
         output = answers(pool, [ToolCall("1", "echo", arguments)])["1"]
@@ -98,7 +98,7 @@ def test_calls_apart_find_and_leave_nothing() -> None:
     assert (counts["tools/echo/calls"], counts["tools/echo/cached"]) == (2, 1)
 
 
-def test_names_that_models_make_up_are_errors_and_one_row_of_metrics() -> None:
+def test_unknown_tool_names_are_errors_under_one_metric() -> None:
     with pool_of(Scripted(text_of)) as pool:
         outputs = answers(pool, [call("1", tool="rm -rf"), call("2", tool="x" * 100_000), call("3", tool="\ud800")])
         counts = pool.take_counts()
@@ -127,7 +127,7 @@ def raises(error: BaseException) -> Callable[[Mapping[str, object]], str]:
         pytest.param(raises(ValueError("\ud800")), "error: echo failed: ValueError: ?", id="a lone surrogate"),
     ],
 )
-def test_a_tool_that_fails_is_an_error_and_the_next_call_is_answered(
+def test_a_failing_tool_is_an_error_and_the_next_call_works(
     run: Callable[[Mapping[str, object]], object], said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("CRITICAL")  # a report with half a surrogate pair reaches no other process
@@ -148,7 +148,7 @@ def test_a_longer_output_is_cut_at_the_cap_and_says_so() -> None:
         assert shown["2"].text == said["b"] and pool.take_counts()["tools/echo/truncated"] == 1
 
 
-def test_of_parts_beyond_the_cap_the_longest_are_cut_and_none_is_lost() -> None:
+def test_the_longest_parts_are_cut_at_the_cap_and_none_is_lost() -> None:
     sizes = [50, 10, 5000, 300]
     with pool_of(Scripted(lambda arguments: ["x" * size for size in sizes]), max_output_chars=400) as pool:
         output, counts = answers(pool, [call("1")])["1"], pool.take_counts()
@@ -162,7 +162,7 @@ def hangs_if_told(gate: threading.Event) -> Scripted:
     return Scripted(lambda arguments: str(gate.wait(SOON_S)) if arguments["text"] == "hang" else "well", False)
 
 
-def test_a_call_that_hangs_is_an_error_and_others_take_its_thread() -> None:
+def test_a_hung_call_is_an_error_and_so_are_those_waiting() -> None:
     gate = threading.Event()
     with pool_of(hangs_if_told(gate), concurrency=1, timeout_s=0.05) as pool:
         outputs, counts = answers(pool, [call("slow", "hang"), call("next", "a")]), pool.take_counts()
@@ -173,7 +173,7 @@ def test_a_call_that_hangs_is_an_error_and_others_take_its_thread() -> None:
     assert counts["tools/echo/timeouts"] == 1 and counts["tools/echo/errors"] == 2
 
 
-def test_a_tool_that_gives_up_at_its_limit_is_late_whichever_of_both_notices_first() -> None:
+def test_a_tool_that_gives_up_at_its_limit_counts_as_late() -> None:
     def gives_up(arguments: Mapping[str, object]) -> str:
         threading.Event().wait(0.05)
         raise ToolError("it took too long")
@@ -192,7 +192,7 @@ def until(pool: ToolPool, text: str, holds: Callable[[ToolOutput], bool]) -> Non
         threading.Event().wait(0.001)
 
 
-def test_a_tool_that_hangs_now_and_then_goes_on_and_its_threads_are_bounded() -> None:
+def test_a_hung_tool_recovers_and_its_threads_are_bounded() -> None:
     gate, before = threading.Event(), threading.active_count()
     with pool_of(hangs_if_told(gate), concurrency=2, timeout_s=0.05) as pool:
         assert answers(pool, [call("slow", "hang")])["slow"].is_error
@@ -217,9 +217,7 @@ def test_the_same_call_while_it_runs_is_one_run() -> None:
 
 
 @pytest.mark.parametrize(("kind", "runs"), [("answers", 1), ("errors", 2), ("not deterministic", 2), ("no cache", 2)])
-def test_a_call_that_was_answered_is_not_run_again_however_its_arguments_are_spelled_unless_it_may_differ(
-    kind: str, runs: int
-) -> None:
+def test_a_call_is_cached_however_its_arguments_are_spelled(kind: str, runs: int) -> None:
     run = raises(ToolError("busy")) if kind == "errors" else text_of
     tool = Scripted(run, is_deterministic=kind != "not deterministic")
     with pool_of(tool, cache_mib=0 if kind == "no cache" else 1) as pool:

@@ -65,9 +65,7 @@ def run(tool: PythonInterpreter, code: str) -> str:
         ("__name__", "'__main__'"),
     ],
 )
-def test_a_snippet_answers_with_what_it_prints_and_its_last_value(
-    python: PythonInterpreter, code: str, output: str
-) -> None:
+def test_a_snippet_returns_its_output_and_last_value(python: PythonInterpreter, code: str, output: str) -> None:
     assert run(python, code) == output
 
 
@@ -172,7 +170,7 @@ def wait_until_ready(tool: PythonInterpreter) -> None:
         time.sleep(0.01)
 
 
-def test_a_sandbox_that_cannot_be_started_is_an_error_of_the_call_and_one_warning(
+def test_a_failed_sandbox_is_a_call_error_and_one_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     broken = ("sh", "-c", "echo no namespaces here; exit 1", "sh")
@@ -199,7 +197,7 @@ UBUNTU_SAYS = "bwrap: setting up uid map: Permission denied"
         ("user.max_user_namespaces", "0", "sysctl -w"),
     ],
 )
-def test_a_kernel_that_keeps_users_from_namespaces_is_named_with_its_cure(
+def test_a_kernel_that_forbids_namespaces_is_named_with_a_fix(
     setting: str, value: str, cure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "bwrap").write_text(f"#!/bin/sh\necho '{UBUNTU_SAYS}' >&2\nexit 1\n")

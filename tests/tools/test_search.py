@@ -174,7 +174,7 @@ def test_a_line_that_is_no_document_or_paper_is_named(tmp_path: Path, read: Any,
         open_index(path, read=read)
 
 
-def test_a_kept_index_is_made_once_and_again_when_the_corpus_changes(tmp_path: Path) -> None:
+def test_a_kept_index_is_rebuilt_only_if_the_corpus_changes(tmp_path: Path) -> None:
     corpus, file = write(tmp_path / "corpus.jsonl", {"text": "one"}), tmp_path / "deep" / "index.sqlite"
     open_index(corpus, file).close()
     made = file.stat().st_ino

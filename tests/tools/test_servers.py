@@ -89,7 +89,7 @@ OF_GOOGLE = {"q": ASKED, "num": "10", "api_key": KEY}
         ("scholar", "/search.json?engine=google_scholar&", {"engine": "google_scholar", **OF_GOOGLE}),
     ],
 )
-def test_it_asks_as_search_r1_and_dr_mas_do_or_google_for_a_page_of_results(tool: str, path: str, body: object) -> None:
+def test_requests_follow_search_r1_dr_mas_or_google(tool: str, path: str, body: object) -> None:
     _, server = ask(sends(FOUND if tool == "http" else of_google()), tool, {"query": 'who said "no" \ud800?'})
     [asked], [headers] = server.bodies, server.headers
     assert asked == body and headers["path"].startswith(path)
@@ -130,7 +130,7 @@ def test_what_is_found_is_shown_each_once_up_to_top_k(tool: str, answer: object,
     assert ask(sends(answer), tool, top_k=3)[0] == shown
 
 
-def test_several_queries_are_a_request_each_and_one_that_fails_is_the_answer() -> None:
+def test_each_query_is_a_request_and_a_failure_is_the_answer() -> None:
     def reply(handler: Handler, body: dict[str, Any], before: int) -> None:
         found = [{"contents": f'"{body["query"]}"\ntext'}, {"contents": '"Both"\ntext'}]
         handler.send(404 if body["query"] == "gone" else 200, json.dumps({"result": [found]}).encode())
@@ -170,7 +170,7 @@ def escaped(text: str) -> str:
         (200, f'{{"error": "{escaped(KEY)}"}}'),
     ],
 )
-def test_the_key_is_in_no_text_error_log_repr_setting_or_checkpoint(
+def test_the_api_key_appears_in_no_text_log_or_checkpoint(
     status: int, body: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -232,7 +232,7 @@ def test_an_answer_of_another_form_is_an_error_of_one_attempt(tool: str, value: 
         ({"kind": "bing"}, "'index', 'http'"),
     ],
 )
-def test_settings_that_hold_a_key_or_are_of_another_kind_are_refused(changes: dict[str, object], said: str) -> None:
+def test_settings_with_a_key_or_of_another_kind_are_rejected(changes: dict[str, object], said: str) -> None:
     with pytest.raises(ValidationError, match=said):
         ToolsConfig.model_validate({"search": {"kind": "serpapi", **changes}})
     with pytest.raises(ValidationError, match="less than or equal to 20"):
@@ -278,7 +278,7 @@ def test_it_answers_search_r1_s_form_and_dr_mas_s(client: Any) -> None:
     ],
     ids=range(8),
 )
-def test_a_request_of_another_form_is_refused_and_the_server_lives(client: Any, body: Any, status: int) -> None:
+def test_a_malformed_request_is_rejected_and_the_server_lives(client: Any, body: Any, status: int) -> None:
     answer = client.post("/retrieve", content=body, headers={"Content-Type": "application/json"})
     assert answer.status_code == status and len(answer.text) < 1000, answer.text[:300]
     assert client.post("/retrieve", json={"query": "peru"}).status_code == 200

@@ -26,7 +26,7 @@ def tools(**search: object) -> ToolsConfig:
     return ToolsConfig.model_validate({"search": {"kind": "index", **search}})
 
 
-def test_a_team_that_names_a_tool_that_is_not_set_is_told_how_to_set_it(tmp_path: Path) -> None:
+def test_a_team_with_an_unset_tool_is_told_how_to_set_it(tmp_path: Path) -> None:
     text = "from marsrl.rollout.agents.orchestration import Orchestration\n"
     text += "from marsrl.rollout.agents.roles import AgentSpec\n"
     text += 'class Team(Orchestration):\n    agents, tools = (AgentSpec("solver"),), ("%s",)\n'
@@ -76,7 +76,7 @@ def test_preflight_refuses_what_check_tools_refuses(tmp_path: Path) -> None:
         preflight(read_config(None, [*words, "agents.verifier.prompt=math"])[0], world_size=1)
 
 
-def test_agents_call_tools_where_their_template_shows_them_and_their_team_leaves_it_to_them(tmp_path: Path) -> None:
+def test_tools_need_a_template_and_a_team_that_supports_them(tmp_path: Path) -> None:
     model = init_model("tiny", "bytes", tmp_path / "model")
     (tmp_path / "train.jsonl").write_text("".join(f'{{"question": "q{i}", "answer": "7"}}\n' for i in range(20)))
     (tmp_path / "echo.py").write_text('def echo(text: str) -> str:\n    """Says it again."""\n    return text\n')
@@ -154,7 +154,7 @@ def test_a_text_or_an_object_and_nothing_that_a_terminal_obeys(capsys: pytest.Ca
         (2, ["search", "x", "--config", "none.yaml"], "--config none.yaml: no such file"),
     ],
 )
-def test_an_error_is_exit_status_1_and_settings_that_cannot_be_used_2(
+def test_a_tool_error_exits_with_1_and_bad_settings_with_2(
     capsys: pytest.CaptureFixture[str], corpus: str, status: int, words: list[str], said: str
 ) -> None:
     found, shown, error = tool(capsys, *words, *([corpus] if status == 1 else []))

@@ -101,7 +101,7 @@ def of_file(file: Path, function: str) -> dict[str, object]:
     return {"kind": "function", "function": f"{file}:{function}"}
 
 
-def test_the_schema_is_the_signature_s_and_the_words_the_docstring_s(file: Path) -> None:
+def test_a_schema_follows_the_signature_and_the_docstring(file: Path) -> None:
     with pool_of(**of_file(file, "convert")) as pool:
         value = {"type": "number", "description": "a length"}
         unit = {"type": "string", "enum": ["cm", "m"], "default": "m"}
@@ -135,9 +135,7 @@ WRONG: dict[str, list[tuple[dict[str, object], str]]] = {
 
 
 @pytest.mark.parametrize("function", WRONG)
-def test_wrong_arguments_and_a_function_that_fails_cost_their_call_and_are_told_in_one_line(
-    file: Path, function: str
-) -> None:
+def test_wrong_arguments_or_a_crash_fail_one_call_in_one_line(file: Path, function: str) -> None:
     with pool_of(**of_file(file, function), concurrency=1) as pool:
         for arguments, said in WRONG[function]:
             output = ask(pool, **arguments)
@@ -147,7 +145,7 @@ def test_wrong_arguments_and_a_function_that_fails_cost_their_call_and_are_told_
             assert pool.take_counts()["tools/own/errors"] == 1
 
 
-def test_a_function_that_hangs_is_killed_and_the_next_call_answered(file: Path) -> None:
+def test_a_hung_function_is_killed_and_the_next_call_answered(file: Path) -> None:
     with pool_of(**of_file(file, "misbehave"), concurrency=1, timeout_s=3) as pool:
         assert ask(pool, how="hang").text == "error: own did not answer within 3 s"  # pool and tool watch the same time
         assert pool.take_counts()["tools/own/timeouts"] == 1
@@ -157,7 +155,7 @@ def test_a_function_that_hangs_is_killed_and_the_next_call_answered(file: Path) 
         assert output.text.startswith("well in ")
 
 
-def test_calls_run_beside_the_run_and_their_processes_end_with_it(file: Path) -> None:
+def test_calls_run_in_processes_that_end_with_the_run(file: Path) -> None:
     with pool_of(**of_file(file, "misbehave")) as pool:
         said, number, place = ask(pool, how="well").text.rsplit(" ", 2)
         assert int(number) != os.getpid() and place == "beside" and said == "well in"
@@ -179,7 +177,7 @@ def test_calls_run_beside_the_run_and_their_processes_end_with_it(file: Path) ->
         (None, "no file "),
     ],
 )
-def test_a_function_that_cannot_be_a_tool_is_refused_before_a_run(code: str | None, said: str, tmp_path: Path) -> None:
+def test_an_unusable_function_is_rejected_before_a_run(code: str | None, said: str, tmp_path: Path) -> None:
     if code is not None:
         (tmp_path / "own.py").write_text(code)
     with pytest.raises(ValueError, match=f"^tools.own.function.*{said}"):
@@ -252,7 +250,7 @@ def test_structured_content_is_shown_unless_a_text_says_it() -> None:
         assert call(pool, "give", kind="beside").text.startswith(f"1 row\n{rows[:14]}\n[cut: the first 20 of ")
 
 
-def test_too_long_an_answer_of_a_command_is_dropped_and_one_that_ended_is_started_again_by_the_next_call() -> None:
+def test_a_long_answer_is_dropped_and_an_ended_command_restarts() -> None:
     with pool_of(kind="mcp", command=STDIO, timeout_s=15) as pool:
         assert call(pool, "flood", mib=5).text == "error: own did not answer within 15 s"
         assert call(pool, "greet") == ToolOutput("hello world")
@@ -264,7 +262,7 @@ def test_too_long_an_answer_of_a_command_is_dropped_and_one_that_ended_is_starte
         assert pool.take_counts()["tools/own/restarts"] == 0
 
 
-def test_an_http_server_that_forgot_or_is_gone_costs_calls_and_comes_back() -> None:
+def test_a_lost_http_server_costs_calls_and_comes_back() -> None:
     with held_port() as port, mcp_server.http_server(port) as url, pool_of(kind="mcp", url=url) as pool:
         assert call(pool, "die").is_error
         assert call(pool, "greet").is_error  # nobody is there
@@ -273,7 +271,7 @@ def test_an_http_server_that_forgot_or_is_gone_costs_calls_and_comes_back() -> N
             assert outputs[-1] == ToolOutput("hello world")
 
 
-def test_a_server_that_sends_too_much_or_hangs_costs_the_call_and_serves_on() -> None:
+def test_a_flood_or_hang_of_a_server_costs_only_that_call() -> None:
     with held_port() as port, mcp_server.http_server(port) as url, pool_of(kind="mcp", url=url, timeout_s=5) as pool:
         flooded = call(pool, "flood", mib=5)
         assert flooded.is_error and "the answer is larger than 4096 KiB" in flooded.text, flooded.text[:500]
@@ -283,7 +281,7 @@ def test_a_server_that_sends_too_much_or_hangs_costs_the_call_and_serves_on() ->
         assert call(pool, "greet") == ToolOutput("hello world")
 
 
-def test_a_command_gets_the_variables_and_offers_the_tools_that_are_named_alone(monkeypatch: Any) -> None:
+def test_a_command_gets_only_the_named_variables_and_tools(monkeypatch: Any) -> None:
     monkeypatch.setenv("FILES_TOKEN", "secret")
     monkeypatch.setenv("OTHER_TOKEN", "other")
     with pool_of(kind="mcp", command=STDIO, environment=["FILES_TOKEN"], tools=["variable"]) as pool:
@@ -293,7 +291,7 @@ def test_a_command_gets_the_variables_and_offers_the_tools_that_are_named_alone(
         assert call(pool, "die").text == "error: there is no tool 'die'; there are: variable"
 
 
-def test_a_server_that_cannot_serve_and_two_tools_of_one_name_are_refused_before_a_run(tmp_path: Path) -> None:
+def test_unusable_servers_and_equal_tool_names_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "ends.py").write_text("raise SystemExit(3)")
     for settings, said in (
         ({"command": [str(tmp_path / "none")]}, "tools.own: the server does not start: .*No such file"),
