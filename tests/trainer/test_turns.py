@@ -35,7 +35,7 @@ def credited(*samples: Sample, rules: CreditConfig = RULES, agent: AgentConfig |
     return credit([group], rules, {"solver": agent or AgentConfig()}, **more)
 
 
-def test_a_turn_earns_what_follows_less_what_others_earn_from_there() -> None:
+def test_a_turn_earns_its_return_less_that_of_other_samples() -> None:
     found = credited(of_turns(0, 1.0, 2.0), of_turns(1, 0.0, 0.0, last=4.0), of_turns(2, 5.0))
     # returns to go 3, 2; 4, 4; 5. First turns: others' mean. Second: of (G_jk, mean R of the others less the own past)
     expected = [[3 - 4.5, 2 - (4 + 4.5 - 1) / 2], [4 - 4, 4 - (2 + 4 - 0) / 2], [5 - 3.5]]
