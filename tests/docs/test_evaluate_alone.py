@@ -33,7 +33,7 @@ def evaluated(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[dic
     return json.loads(said.out), said.err
 
 
-def test_a_served_solver_with_critics_of_a_checkpoint_is_evaluated_and_goes_on(tmp_path: Path, capsys: Any) -> None:
+def test_evaluation_of_a_served_solver_with_critics_resumes(tmp_path: Path, capsys: Any) -> None:
     os.chdir(tmp_path)
     model = boxing_model(tmp_path / "model")
     sevens(tmp_path, 4, name="p.jsonl")
@@ -121,7 +121,7 @@ class Game:
 """
 
 
-def test_an_environment_is_evaluated_and_draws_of_another_are_not_taken_for_its(tmp_path: Path, capsys: Any) -> None:
+def test_a_changed_environment_is_evaluated_anew(tmp_path: Path, capsys: Any) -> None:
     os.chdir(tmp_path)
     model = boxing_model(tmp_path / "model")
     sevens(tmp_path, 4, name="p.jsonl")
