@@ -21,7 +21,7 @@ from documented_commands import run_by
 from marsrl.trainer.report.metrics import MetricsRow
 
 CUT_S = 20.0
-BY_HAND, JOIN = run_by("test_two_hosts_train_what_one_trains_and_name_the_host_that_is_gone")
+BY_HAND, JOIN = run_by("test_two_hosts_train_as_one_and_name_a_lost_host")
 LAYOUT = ("policies.main.layout.tensor=2", "rollout.engines=2")
 
 
@@ -50,7 +50,7 @@ def metric(run: cluster.Training, name: str) -> list[float]:
     return [row.values.get(name) or 0 for row in run.rows()]
 
 
-def test_slurm_starts_two_ranks_on_each_of_two_hosts_which_train_what_one_does(
+def test_slurm_trains_on_two_hosts_of_two_ranks_as_on_one(
     box: Box, alone: Sequence[MetricsRow], tmp_path: Path
 ) -> None:
     """By docs/slurm.sh, 2 x 2 ranks (TP2 x DP2), engines on host1 and host3, weights by files."""
@@ -60,7 +60,7 @@ def test_slurm_starts_two_ranks_on_each_of_two_hosts_which_train_what_one_does(
     cluster.check_same(alone, run.rows())
 
 
-def test_what_is_lost_with_a_program_s_worker_is_played_by_the_next(box: Box, tmp_path: Path) -> None:
+def test_sessions_of_a_lost_worker_are_replayed_by_the_next(box: Box, tmp_path: Path) -> None:
     """Workers join from other hosts by `--url --key`."""
     words = (f"torchrun --nproc-per-node 8 {cluster.ALONE}", "program", tmp_path, *cluster.PROGRAM)
     run = cluster.train(box, *words, ranks=1, **cluster.WORKERS_KEY)
@@ -99,7 +99,7 @@ def test_a_full_shared_disk_ends_the_run(box: Box, run: cluster.Training) -> Non
     assert re.search(f"{full}.*{cluster.goes_on('faults')}", run.said("host1")), run.said("host1")
 
 
-def test_engines_that_cannot_be_reached_for_a_while_are_not_given_up(box: Box, run: cluster.Training) -> None:
+def test_engines_survive_a_temporary_loss_of_their_network(box: Box, run: cluster.Training) -> None:
     step = run.into_a_stage()
     box.hosts[2].cut_off()
     time.sleep(CUT_S)
@@ -108,9 +108,7 @@ def test_engines_that_cannot_be_reached_for_a_while_are_not_given_up(box: Box, r
     assert not any(metric(run, "rollout/engine_restarts"))
 
 
-def test_a_killed_engine_host_is_done_without_until_another_joins(
-    box: Box, run: cluster.Training, tmp_path: Path
-) -> None:
+def test_training_survives_a_killed_host_until_another_joins(box: Box, run: cluster.Training, tmp_path: Path) -> None:
     before, step = metric(run, "rollout/resubmitted"), run.into_a_stage()
     box.hosts[2].power_off()
     run.until(step + 3, 2 * cluster.STEP_S)

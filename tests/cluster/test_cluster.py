@@ -18,10 +18,8 @@ from marsrl.trainer.report.metrics import MetricsRow
 
 
 @pytest.mark.slow
-def test_two_hosts_train_what_one_trains_and_name_the_host_that_is_gone(
-    box: Box, alone: Sequence[MetricsRow], tmp_path: Path
-) -> None:
-    by_hand, join = run_by("test_two_hosts_train_what_one_trains_and_name_the_host_that_is_gone")
+def test_two_hosts_train_as_one_and_name_a_lost_host(box: Box, alone: Sequence[MetricsRow], tmp_path: Path) -> None:
+    by_hand, join = run_by("test_two_hosts_train_as_one_and_name_a_lost_host")
     lend(box.hosts[2], join, tmp_path)
     words = ("policies.main.layout.tensor=2", "run.steps=100", "run.silence_s=20", *BY_WIRE)
     run = train(box, by_hand, "first", tmp_path, *words, ranks=1)

@@ -225,7 +225,7 @@ WHOLE = (
     "test_the_five_adapters_in_miniature_train",
     "test_a_team_in_miniature_trains",
     "test_an_example_trains",
-    "test_a_small_solver_learns_from_a_larger_one_as_the_example_says",
+    "test_the_teacher_examples_train_a_small_solver",
 )
 
 

@@ -43,9 +43,7 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
         yield words
 
 
-def test_policies_of_one_base_share_a_pool_and_go_on_where_one_of_two_was_published(
-    words: list[str], tmp_path: Path
-) -> None:
+def test_policies_of_one_base_share_a_pool_and_resume_exactly(words: list[str], tmp_path: Path) -> None:
     with opened(tmp_path / "whole", words) as run:
         assert run.driver is not None
         pools = run.driver.team.pools

@@ -55,7 +55,7 @@ def refusal(capsys: pytest.CaptureFixture[str]) -> Refusal:
     return refuse
 
 
-def test_a_refused_run_exits_with_2_and_under_torchrun_one_rank_says_why_once() -> None:
+def test_a_rejected_run_exits_with_2_and_one_rank_says_why() -> None:
     said = "marsrl: rollout.group_sise: unknown key; did you mean rollout.group_size? (command line)"
     alone = start()
     assert (alone.returncode, alone.stderr) == (2, f"{said}\n")
@@ -79,7 +79,7 @@ raise SystemExit(main.main())
 """
 
 
-def test_what_all_ranks_fail_with_is_rank_0_s_last_line_however_long_it_closes(tmp_path: Path) -> None:
+def test_rank_0_reports_a_failure_of_all_ranks_even_if_slow(tmp_path: Path) -> None:
     (tmp_path / "both.py").write_text(BOTH_FAIL)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(tmp_path / "both.py")]
     words = [f"run.dir={tmp_path}", "run.name=both", "rollout.engine=local"]
@@ -190,9 +190,7 @@ SPOILED: dict[str, tuple[list[Spoil], str]] = {
 
 
 @pytest.mark.parametrize("how", SPOILED)
-def test_a_model_that_could_not_be_loaded_is_refused_before_anything_starts(
-    how: str, tmp_path: Path, refusal: Refusal
-) -> None:
+def test_an_unloadable_model_is_rejected_before_the_start(how: str, tmp_path: Path, refusal: Refusal) -> None:
     folder, (spoils, says) = init_model("tiny", "bytes", tmp_path / "spoiled"), SPOILED[how]
     for spoil in spoils:
         spoil(folder)
@@ -222,14 +220,12 @@ def test_a_model_that_could_not_be_loaded_is_refused_before_anything_starts(
         *([] if cuda.is_available() else [(["policies.main.recompute=full_offload"], "PyTorch sees no CUDA device")]),
     ],
 )  # fmt: skip
-def test_what_could_only_fail_later_is_refused_before_anything_starts(
-    words: list[str], says: str, refusal: Refusal
-) -> None:
+def test_settings_that_would_fail_later_are_rejected_at_start(words: list[str], says: str, refusal: Refusal) -> None:
     for dry_run in ([], ["--dry-run"]):
         assert says in refusal(*dry_run, *words)
 
 
-def test_a_server_s_key_that_is_not_set_is_refused_by_the_rank_that_asks(tmp_path: Path, refusal: Refusal) -> None:
+def test_the_asking_rank_rejects_an_unset_server_key(tmp_path: Path, refusal: Refusal) -> None:
     served = SERVED.replace("/nowhere", str(init_model("tiny", "bytes", tmp_path / "model")))
     words = ["--dry-run", served, "judge={policy: judge}", "policies.judge.openai.api_key_env=NO_SUCH_KEY"]
     assert "policies.judge.openai.api_key_env names NO_SUCH_KEY, which is not set or empty" in refusal(*words)

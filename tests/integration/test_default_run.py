@@ -41,7 +41,7 @@ def without_seconds(found: Evaluation | None) -> Evaluation:
 
 
 @pytest.mark.smoke
-def test_a_run_leaves_what_it_promises_and_its_summary_proves_which_parts_ran(first_run: Path) -> None:
+def test_a_run_leaves_its_files_and_a_summary_of_what_ran(first_run: Path) -> None:
     summary = load_summary(first_run / "summary.json")
     assert summary.engine.kind == "vllm"
     assert summary.engine.engine_class.startswith("vllm.")
@@ -140,7 +140,7 @@ def test_the_default_run_starts_as_it_is_written(first_run: Path, runner: Runner
     assert step.values["actor/empty_steps"] == (not any(sample.advantage for sample in of_step_1))
 
 
-def test_ctrl_c_stops_everything_and_the_resumed_run_equals_an_unbroken_one(first_run: Path, runner: Runner) -> None:
+def test_ctrl_c_leaves_nothing_behind_and_resume_is_exact(first_run: Path, runner: Runner) -> None:
     """And the same seed gives the same metrics, to the bit, whether the warm start was made or cached, by torchrun or without."""
     left_behind = functools.partial(started_with, "MARSRL_CACHE", str(runner.cache))
     settings = ("stopped", "run.steps=4")

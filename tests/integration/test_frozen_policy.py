@@ -31,7 +31,7 @@ def verify(handler: Handler, body: dict[str, object], before: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.smoke
-def test_a_trained_and_a_frozen_policy_play_and_the_trained_one_learns(tmp_path: Path) -> None:
+def test_a_trained_policy_learns_beside_a_frozen_one(tmp_path: Path) -> None:
     model = init_model("tiny", "bytes", tmp_path / "model")
     with completions_server(verify) as server, engines_are(saying(model, half_right)):
         words = ["run.steps=3", "run.evaluate=false", "run.token_log_every=1", f"sync.directory={tmp_path}"]

@@ -113,9 +113,7 @@ def test_a_run_is_trained_and_evaluated_by_what_the_judge_says(
     assert judged.yes_share == summary.after.system.mean and len(summary.tokens_per_engine) == 2
 
 
-def test_a_judge_that_is_not_understood_stops_the_run_and_says_what_it_said(
-    tmp_path: Path, model: Path, engines: Any
-) -> None:
+def test_an_unreadable_judge_stops_the_run_with_its_output(tmp_path: Path, model: Path, engines: Any) -> None:
     engines(solve, lambda answer: "correct: yes" if answer == "7" else "\x1b[2Jwho knows?")
     with pytest.raises(RuntimeError) as caught:
         train_here(tmp_path, math_words(tmp_path, model, "run.steps=3", "run.evaluate=false", "judge.retries=0"))

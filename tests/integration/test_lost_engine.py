@@ -153,7 +153,7 @@ def test_a_killed_engine_costs_time_and_a_killed_ray_the_step(tmp_path: Path, mo
 
 
 @pytest.mark.slow
-def test_an_engine_that_has_moved_decodes_with_the_weights_of_its_new_policy(
+def test_a_moved_engine_decodes_with_its_new_policy_s_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def told(policies: Mapping[str, PolicyEngines]) -> Move | None:

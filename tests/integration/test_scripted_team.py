@@ -131,7 +131,7 @@ class Asked(Orchestration):
         ("own", ["first", "second", "judge"], ["credit.reward_scheme=outcome", "agents.judge.prompt=chain"]),
     ],
 )
-def test_teams_whose_episodes_go_on_alone_are_trained_whole_and_resumed(
+def test_teams_of_independent_episodes_train_whole_and_resume(
     play: Play, tmp_path: Path, team: str, agents: list[str], settings: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "mine.py").write_text(OWN)
@@ -219,7 +219,7 @@ def test_a_task_of_one_s_own_is_trained_resumed_and_evaluated(
     assert "two.yaml" in shown.err and "verifier (judge)" in shown.err
 
 
-def test_evaluations_on_the_way_leave_the_steps_as_they_are_without(
+def test_evaluations_between_steps_do_not_change_the_steps(
     play: Play, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A team with a tool, whose counts are of the steps alone; engines drop the prefixes that evaluations have cached."""
@@ -257,7 +257,7 @@ def searches(request: DecodeRequest) -> str:
     return said[agent]
 
 
-def test_agents_call_a_function_and_a_server_by_their_template_and_are_trained(play: Play, tmp_path: Path) -> None:
+def test_agents_call_function_and_server_tools_and_train(play: Play, tmp_path: Path) -> None:
     (tmp_path / "units.py").write_text(
         'def twice(value: int) -> int:\n    """Twice the value."""\n    return 2 * value\n'
     )
@@ -298,9 +298,7 @@ def test_a_team_that_mostly_fails_stops_the_run_and_says_why(play: Play, tmp_pat
         play(*words, "run.steps=3")
 
 
-def test_five_agents_are_trained_with_overlap_versions_differ_and_a_resumed_run_trains_every_problem_once(
-    play: Play, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_overlap_mixes_versions_and_resume_repeats_no_problem(play: Play, capsys: pytest.CaptureFixture[str]) -> None:
     settings = ("rollout.overlap=2", "rollout.segments=3", "rollout.group_size=2", "run.evaluate=false", *BRIEFLY)
     settings += ("run.token_log_every=1", "run.token_log_groups=999")
     settings += ("run.checkpoint_minutes=1e-9", "run.keep_checkpoints=9")  # so long after the last one another is due
@@ -327,9 +325,7 @@ def test_five_agents_are_trained_with_overlap_versions_differ_and_a_resumed_run_
     assert not [t for t in set(threading.enumerate()) - before if t.name.startswith("marsrl-")]
 
 
-def test_colocated_engines_sleep_while_the_trainer_trains_and_keep_weights_that_no_publish_follows(
-    play: Play, tmp_path: Path
-) -> None:
+def test_sleeping_engines_keep_weights_if_no_publish_follows(play: Play, tmp_path: Path) -> None:
     """With two policies the first one's engine has its new weights already when the second is trained."""
     colocated = ("run.steps=2", "run.evaluate=false", "rollout.placement=colocated", *BRIEFLY)
     together = play(*colocated)

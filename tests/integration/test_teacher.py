@@ -75,9 +75,7 @@ def test_a_student_equal_to_its_teacher_learns_nothing(words: list[str], tmp_pat
 
 @pytest.mark.slow
 @pytest.mark.smoke
-def test_a_teacher_has_the_agents_tokens_and_is_not_asked_where_nothing_is_trained(
-    words: list[str], tmp_path: Path
-) -> None:
+def test_teachers_share_the_tokenizer_and_load_only_in_training(words: list[str], tmp_path: Path) -> None:
     other = init_model("tiny", "arithmetic", tmp_path / "other")
     with pytest.raises(ValueError, match=r"its tokenizer differs from that of policies\.main"):
         preflight(read_config(None, [*words, f"policies.big.model={other}"])[0], world_size=1)
@@ -86,8 +84,8 @@ def test_a_teacher_has_the_agents_tokens_and_is_not_asked_where_nothing_is_train
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", run_by("test_a_small_solver_learns_from_a_larger_one_as_the_example_says"))
-def test_a_small_solver_learns_from_a_larger_one_as_the_example_says(command: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", run_by("test_the_teacher_examples_train_a_small_solver"))
+def test_the_teacher_examples_train_a_small_solver(command: str, tmp_path: Path) -> None:
     """From models that know nothing: that both examples run, and the teacher scores each step of the Solver's."""
     desk = Desk(tmp_path)
     os.chdir(tmp_path)
