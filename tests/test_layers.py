@@ -132,7 +132,7 @@ def test_only_the_learner_imports_megatron() -> None:
     assert not [str(p) for p in users if p.parts[:2] != ("trainer", "learner")]
 
 
-def test_the_type_checker_finds_every_folder_under_its_import_name() -> None:
+def test_mypy_finds_every_folder_under_its_import_name() -> None:
     """Where it does not, every call between two of our modules goes unchecked, and mypy says nothing."""
     for folder in (*ORDER[:-1], "benchmarks", *(path.name for path in (ROOT / "api").glob("*.py"))):
         place = ROOT / ("api" if folder.endswith(".py") else "") / folder
