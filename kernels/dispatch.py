@@ -82,7 +82,7 @@ class Op:
         _OPS[self.name] = self
 
     def __call__(self, *args: Any) -> Any:
-        if torch.compiler.is_compiling():  # only traced callers pay for bypassing the tracer
+        if torch.compiler.is_compiling():  # only callers under torch.compile pay for bypassing the tracer
             return self._run_untraced(*args)
         return self._run(*args)
 
@@ -173,7 +173,7 @@ class Explanation:
     """Chosen implementation of an op, or of one kind of its calls, as `marsrl doctor` prints it."""
 
     op: str
-    chosen: str | None  # is None if the op cannot run here
+    chosen: str | None  # None if the op cannot run here
     reasons: dict[str, str]  # implementation -> why it is not chosen
 
 

@@ -33,7 +33,7 @@ class MainGrad:
 
 
 def check_main_grad(op: str, weight: Tensor, main_grad: Tensor) -> None:
-    """Raise ValueError unless main_grad is float32, of the weight's shape and device, and writable at each element."""
+    """Raise ValueError unless main_grad is float32, of the weight's shape and device, and not expanded."""
     check(op, "main_grad", main_grad, tuple(weight.shape), (torch.float32,), weight.device)
     if any(size > 1 and stride == 0 for size, stride in zip(main_grad.shape, main_grad.stride(), strict=True)):
         raise ValueError(f"{op}: main_grad is expanded, expected separate memory for each element")

@@ -49,7 +49,7 @@ def pack(
         token_ids: [N] int, the tokens of all sequences end to end.
         is_sampled: [N] bool, True if the policy chose the token; False in prompts and tool output.
         cu_seqlens: [S+1] int, from 0 to num_tokens; positions after the N-th are padding and belong to the last sequence.
-        num_tokens: T, at least N. The host waits for nothing.
+        num_tokens: T, at least N. Given by the caller, so that the host does not wait for a device.
         logprobs, weights: [N] float32, of the tokens; not read where is_sampled is off.
 
     Raises:

@@ -15,7 +15,7 @@ at one shape says little about another. For products, also compute the definitio
 import torch
 from torch import Tensor
 
-# A block may have this rounding error relative to its size. In 16 bits each operand and each result is rounded by at most half
+# Rounding error that a block may have, relative to its size. In 16 bits each operand and each result is rounded by at most half
 # an eps. In float32 p = e^(log p) inherits the rounding of log p, which is up to 16 nats in size.
 _ROUNDING = {dtype: torch.finfo(dtype).eps for dtype in (torch.bfloat16, torch.float16)}
 _ROUNDING |= {torch.float32: 16 * torch.finfo(torch.float32).eps, torch.float64: 4 * torch.finfo(torch.float64).eps}
@@ -24,9 +24,9 @@ _ROUNDING |= {torch.float32: 16 * torch.finfo(torch.float32).eps, torch.float64:
 def off_by_an_ulp(values: Tensor) -> Tensor:
     """Move each value up or down by one ulp of float32, with the same signs for the same shape on every machine.
 
-    Returns float64. On a GPU, 16-bit values are also made smaller: tensor cores truncate what float32 cannot hold of a sum, where
-    others round (doi:10.7717/peerj-cs.330). They lose half an ulp in the mean for every 16 products, n / 32 ulp for n. Each of
-    two operands is made sqrt(n) / 64 ulp smaller, and assert_accurate multiplies by sqrt(n).
+    Returns float64. On a GPU, 16-bit values are also made smaller: tensor cores truncate sums to float32, other units
+    round them (doi:10.7717/peerj-cs.330). Truncation loses half an ulp on average for every 16 products, n / 32 ulp for n.
+    Each of two operands is made sqrt(n) / 64 ulp smaller, and assert_accurate multiplies by sqrt(n).
     """
     eps = torch.finfo(torch.float32).eps
     signs = torch.randint(0, 2, values.shape, generator=torch.Generator().manual_seed(0)).to(values.device) * 2 - 1
@@ -81,7 +81,7 @@ def assert_accurate(
         allowed = max(allowed, rounding.abs().max().item())
     assert error <= allowed, f"{name}: error {error:.3e}, allowed {allowed:.3e} (plain PyTorch: {plain_error:.3e})"
 
-    # Exponentials this small relative to the others may become 0, as those below e^-87 do in float32.
+    # Exponentials this small relative to the others may become 0, as exponentials below e^-87 do in float32.
     negligible = max(finfo.tiny, 1e-30 * exact.abs().max().item())
     for part, rows in _parts(apart):
         off, base, size, ones = (
@@ -100,7 +100,7 @@ def assert_accurate(
 
 
 def _parts(apart: Tensor | None) -> list[tuple[str, Tensor | None]]:
-    """Split rows that share no block: (words for the message, the part's rows as [N] bool; None for all)."""
+    """Return the parts that share no block: (description for the message, the part's rows [N] bool, or None for all rows)."""
     if apart is None:
         return [("", None)]
     return [(words, rows) for words, rows in ((" apart", apart), (" of the others", ~apart)) if rows.any()]

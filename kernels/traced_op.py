@@ -43,8 +43,8 @@ def register(
     def forward(*given: Any) -> Any:
         args = prepare(*given)
         tensors = without_autocast(_kernels(op, args).forward, *args)
-        # Recomputed keeps nothing for the backward. If MARSRL_KERNELS changes in between and another implementation runs the
-        # backward, infinity in unread results makes every gradient non-finite.
+        # The class Recomputed saves nothing for the backward. If MARSRL_KERNELS then changes and another implementation runs
+        # the backward, infinity in the results that it should not read makes every gradient non-finite.
         unread = (tensor.fill_(-torch.inf) for tensor in results(*given)[len(tensors) :])
         return _one_or_all((*map(_own, tensors), *unread))
 
@@ -89,7 +89,7 @@ def _kernels(op: Op, args: tuple[Any, ...]) -> Kernels:
 
 
 def _own(result: Tensor) -> Tensor:
-    """Return the result in its own memory, laid out as the fake kernel says; copied only if it is a view."""
+    """Return the result with the fake kernel's memory layout, as a tensor that owns its memory; a view is copied."""
     is_whole = result.is_contiguous() and result.untyped_storage().nbytes() == result.nbytes
     return result if is_whole else result.clone(memory_format=torch.contiguous_format)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from marsrl.kernels.checks import why_not_double
 
 
-@cache  # Triton reads the variable when a kernel is defined: a later change has no effect
+@cache  # Triton reads the variable when a kernel is defined, so a later change has no effect
 def is_interpreted() -> bool:
     """Return True if Triton runs kernels as NumPy on the CPU."""
     return os.environ.get("TRITON_INTERPRET") == "1"

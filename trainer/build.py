@@ -176,7 +176,7 @@ def _sync(config: RunConfig, policy: str, model_dir: str, pool: EnginePool | Non
 
 def _learner(config: RunConfig, name: str, model_dir: str, base: FrozenBase | None) -> Learner:
     loss, policy = config.loss, config.policies[name]
-    start = model_dir if policy.adapter is None else None  # An adapter's starting point is in memory.
+    start = model_dir if policy.adapter is None else None  # An adapter's initial weights are in memory already.
     reference_dir = {"none": None, "start": start, "past": start}.get(policy.reference, policy.reference)
     field_names = {field.name for field in dataclasses.fields(PolicyObjective)}
     of_loss, of_reward = (loss.kl_coef, 0.0) if loss.kl_in == "loss" else (0.0, loss.kl_coef)

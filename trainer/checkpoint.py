@@ -136,14 +136,14 @@ class CheckpointWriter:
         part, final = self._part(step), self._run.checkpoint(step)
         write_manifest(part, known)
         sync_tree(part)
-        if final.exists():  # The run went back to an earlier checkpoint, which `latest` has named since.
+        if final.exists():  # The run resumed from an earlier step and has repeated this one.
             shutil.rmtree(final)
         os.rename(part, final)
         self._run.mark_latest(step)
         self._remove_old(step)
 
     def _remove_old(self, step: int) -> None:
-        """Remove old checkpoints. If the run went back, later checkpoints stay until their step is repeated."""
+        """Remove old checkpoints. After a resume from an earlier one, later checkpoints stay until their step is repeated."""
         past = [other for other in self._run.steps_on_disk() if other <= step]
         best = self._run.mark_best() if self._keep_best else None
         for old_step in past[: -self._keep_last]:
@@ -174,8 +174,8 @@ def is_due(
 ) -> tuple[bool, bool]:
     """Return (a checkpoint is due after `step`, a rank was asked to stop), the same on all ranks. Collective.
 
-    saved_s: start of the last save, by time.monotonic(). is_asked: this rank was asked to stop. is_best: best evaluation so far
-    (only rank 0's value counts).
+    saved_s: start of the last save, by time.monotonic(). is_asked: this rank was asked to stop. is_best: the step has
+    the best evaluation so far (only rank 0's value counts).
     """
     is_late = bool(run.checkpoint_minutes) and time.monotonic() - saved_s >= 60 * run.checkpoint_minutes
     answers = [decode(tuple[bool, bool], part) for part in gather_bytes(encode((is_asked, is_late or is_best)))]
@@ -210,7 +210,7 @@ def load_checkpoint(
     step = latest if problem is None else _go_back(run, latest, problem, resume, warn)
     assert step is not None
     if rank() == 0:
-        run.mark_latest(step)  # Now, so that a folder named by `latest` is never replaced.
+        run.mark_latest(step)  # Before training, so that a folder named by `latest` is never replaced.
     folder = run.checkpoint(step)
     meta = json.loads((folder / "meta.json").read_bytes())
     for name, learner in learners.items():

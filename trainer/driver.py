@@ -27,7 +27,7 @@ _ANSWER_S = 60.0  # Time for an engine to report its tokens at the end of the ru
 class Driver:
     """Driver of rollout and evaluation, on rank 0 only.
 
-    before, after: the evaluations before and after training; None until they are made. num_syncs: number of verified publishes.
+    before, after: the evaluations before and after training; None until they have run. num_syncs: number of verified publishes.
     """
 
     directory: RunDirectory
@@ -42,7 +42,7 @@ class Driver:
     num_syncs: int = 0
 
     def play(self, versions: Mapping[str, int], title: str, on_look: Callable[[], None]) -> StepBatch:
-        """Play the next step and return its finished groups. title: the progress bar's title; on_look: called at its updates."""
+        """Play the next step and return its finished groups. title: of the progress bar. on_look: called when it updates."""
         if self.rebalancer is not None and self.rebalancer.is_due:
             with self.rollout.resting(versions):
                 self.rebalancer.move()
@@ -58,7 +58,7 @@ class Driver:
         return batch
 
     def evaluate_before(self, versions: Mapping[str, int], step: int) -> None:
-        """Collect the fixed inputs and run the first evaluation, once: a resumed run reads them, or has no first evaluation."""
+        """Collect the fixed inputs and, at step 0, run the first evaluation. A resumed run reads both from disk."""
         inputs_file, before_file = self.directory.path / "fixed_inputs.msgpack", self.directory.evaluation_before
         if inputs_file.exists():
             self.evaluator.fixed = decode(FixedInputs, inputs_file.read_bytes())

@@ -18,7 +18,7 @@ def train(run: Run) -> None:
     run.begin()  # Sends weights to the engines, evaluates.
     for step in run.steps_left():
         with run.timed("rollout"):
-            batch = run.play()  # Returns the finished groups of this stage, all agents, on rank 0; None elsewhere.
+            batch = run.play()  # Finished groups of all agents in this stage, on rank 0; None elsewhere.
         credited = None
         if batch is not None:
             teacher_logprobs = run.ask_teachers(batch)  # Empty for agents without a teacher.

@@ -10,8 +10,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-# Running this file puts trainer/ first on sys.path, where its modules would shadow other packages' modules. The line filters
-# rather than pops, because spawned children run it again.
+# Running this file puts trainer/ first on sys.path, so its modules would shadow those of other packages. The path is filtered,
+# not popped, because spawned children run this line again.
 sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != Path(__file__).resolve().parent]
 
 import signal  # noqa: E402
@@ -119,7 +119,7 @@ def _run(options: argparse.Namespace, is_first: bool) -> int:
             with open_run(checked, directory) as opened:
                 train(opened)
         except DistNetworkError as error:
-            if has_ended(launcher):  # The ranks' store has ended with it.
+            if has_ended(launcher):  # The store that ranks share ended with it.
                 raise KeyboardInterrupt from error
             raise
     except KeyboardInterrupt:

@@ -76,7 +76,7 @@ class Run:
             watch_judge(driver.team, self.trace)
             driver.rollout.listen(lambda: self.trace.mark("stage"), driver.log.episode_clock)
         self.seconds: dict[str, float] = {}
-        self.total_seconds = dict(seconds)  # by part; at first, of the parts before the run
+        self.total_seconds = dict(seconds)  # by part, including the parts before the first step
         self.began = time.monotonic()
         self.num_empty_steps = 0  # consecutive steps, including this one, in which no policy had a token to train on
         self.untrained: Counter[str] = Counter()  # reasons why steps since this start trained nothing; rank 0
@@ -162,7 +162,7 @@ class Run:
         barrier()
 
     def steps_left(self) -> Iterator[int]:
-        """Yield the remaining steps, 1-based: a step's number is the version that it makes if none is skipped."""
+        """Yield the numbers of the remaining steps, from 1. Without skipped steps, step n makes policy version n."""
         with self.stop.noted():
             while self.step < self.config.run.steps:
                 self.step += 1
@@ -240,15 +240,15 @@ class Run:
 
     @property
     def engines_drop_weights(self) -> bool:
-        """True if engines drop their weights while their policy trains, and so need them even after a skipped step."""
+        """True if engines drop their weights while their policy trains, so that even a skipped step must resend them."""
         return self.config.rollout.placement == "colocated"
 
     @contextmanager
     def engines_asleep(self, group: Together) -> Iterator[None]:
-        """Give the GPUs' memory to the trainer in the body, if rollout.placement=colocated. Collective then.
+        """Give the GPUs' memory to the trainer in the body, if rollout.placement=colocated. In that case collective.
 
         The next request wakes the engines. For this group's policies, and for policies that train later in this step, that is the
-        publish, so these engines drop their weights. For other policies it is the next stage.
+        publish, so these engines drop their weights. Engines of other policies next wake for a stage, and keep theirs.
         """
         if not self.engines_drop_weights:
             yield

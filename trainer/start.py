@@ -17,7 +17,7 @@ from marsrl.trainer.torchrun import is_rank_0, world_size
 
 @dataclass(frozen=True, slots=True)
 class PreparedRun:
-    """Checked run, and the text to print about it. directory, lock: None on ranks other than 0, and in a dry run."""
+    """A run with checked settings. directory, lock: None on ranks other than 0, and in a dry run."""
 
     checked: Checked
     directory: RunDirectory | None
@@ -35,7 +35,7 @@ def prepare(config: RunConfig, origin: ConfigOrigin, *, is_dry: bool = False) ->
     is_first, lines = is_rank_0(), list[str]()
     directory = lock = None
     with ExitStack() as undo, origin.places_in_errors():
-        began = settings_to_resume(config) if is_first else None  # Rank 0 sends other ranks the dtypes.
+        began = settings_to_resume(config) if is_first else None  # Other ranks get the dtypes from rank 0.
         checked = preflight(config, world_size=world_size(), began=began)
         run = checked.config.run
         if is_first and is_dry:

@@ -6,7 +6,7 @@ import os
 
 
 def is_rank_0() -> bool:
-    """Return True on the rank that prints, writes files and starts engines, and in a process without torchrun."""
+    """Return True on rank 0, which prints, writes files and starts engines, and in a process without torchrun."""
     return int(os.environ.get("RANK", "0")) == 0
 
 

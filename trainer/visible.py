@@ -26,7 +26,7 @@ class _Visible(logging.Formatter):
 
 
 def log_visibly() -> None:
-    """Make log messages visible, because errors of programs, tools and teams quote models."""
+    """Replace hidden characters in log messages: errors of programs, tools and teams quote text of models."""
     assert logging.lastResort is not None
     logging.lastResort.setFormatter(_Visible())
 
@@ -43,7 +43,7 @@ def shown(value: Any) -> Any:
 
 
 def shorten(text: str, most: int) -> str:
-    """Return a text, only its beginning and end if it is longer than `most` characters."""
+    """Return the text, or only its beginning and end if it is longer than `most` characters."""
     if len(text) <= most:
         return text
     half = most // 2

@@ -32,8 +32,8 @@ MARSRL_CLONES uint64_t word_sum(const char* data, int64_t runs, int64_t words, u
 
 }  // namespace
 
-// Returns the sum of mix(word_i xor key_i) mod 2^64 over runs of equally many words, with key_i = (i + 1) * golden. The runs are
-// contiguous in memory, at any address; run r begins with word first + r stride of its tensor.
+// Returns the sum of mix(word_i xor key_i) mod 2^64 over runs of equally many words, with key_i = (i + 1) * golden. Each run is
+// contiguous in memory, with any alignment; run r begins at the tensor's word first + r * stride.
 MARSRL_API uint64_t marsrl_word_sum(const char* data, int64_t runs, int64_t words, uint64_t first, uint64_t stride) {
   return word_sum(data, runs, words, first, stride);
 }

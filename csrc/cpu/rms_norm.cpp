@@ -12,7 +12,7 @@ namespace {
 constexpr int64_t kBlock = 512;  // summed in float32, and blocks in double: the error does not grow with the width
 
 // Number of rows whose part of the weight's gradient is summed in float32; these sums are added in double. The number is
-// small enough for a sum as exact as PyTorch's, and depends on the number of rows alone: threads change nothing.
+// small enough for sums as exact as PyTorch's. It depends on the number of rows alone, not on the number of threads.
 constexpr int64_t kRowsOfSum = 32;
 
 template <class T>

@@ -29,7 +29,7 @@ void row_sums_in_place(float* x, int64_t columns, float inverse_temperature, Sum
 void row_sums_and_exponentials(const float* x, int64_t columns, float inverse_temperature, Sums* out,
                                uint16_t* exponentials);
 
-// Computes the gradient from these, with p = exponentials * e^log_scale. The caller writes the target's gradient.
+// Computes the gradient from exponentials, with p = exponentials * e^log_scale. The caller writes the target's gradient.
 void gradient_of_exponentials(const uint16_t* exponentials, float* out, int64_t columns, double log_scale,
                               float inverse_temperature, float entropy, float c, float e);
 
@@ -57,7 +57,7 @@ struct Statistics {
   }
 };
 
-// First token whose target is not a column, whichever thread sees it.
+// First token whose target is not a column, over all threads.
 class BadTarget {
  public:
   void saw(int64_t token) {

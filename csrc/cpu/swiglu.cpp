@@ -8,7 +8,7 @@
 
 namespace {
 
-// Returns 1 / (1 + e^-x); NaN at NaN. Below -88, where e^-x would pass the largest float32, the result is 6e-39.
+// Returns 1 / (1 + e^-x); NaN at NaN. Below -88, where e^-x would overflow float32, the result is 6e-39.
 MARSRL_INLINE float sigmoid(float x) { return 1.0f / (1.0f + vector_exp(x < -kLargestExponent ? kLargestExponent : -x)); }
 
 template <class T>

@@ -1,7 +1,7 @@
 // Declarations of hot functions in csrc/: one clone per instruction set.
 #pragma once
 
-#if defined(MARSRL_CLONES)  // one set for all, by the compiler's flags: tests/README.md
+#if defined(MARSRL_CLONES)  // the compiler's flags choose one instruction set: tests/README.md
 #elif defined(__x86_64__) && defined(__GNUC__)
 // Clones for AVX-512, AVX2 + FMA and the baseline; the loader picks one by cpuid, whatever the environment says. Keep OpenMP
 // parallel regions out of a cloned function: the outlined loop body would be compiled for the baseline only.

@@ -86,7 +86,7 @@ MARSRL_INLINE float clamped_log_ratio(float x) {
   return x > kLogRatioBound ? kLogRatioBound : x < -kLogRatioBound ? -kLogRatioBound : x;
 }
 
-// Returns yes if the option is on, by bit operations: GCC 12 does not vectorise a select with a loop-invariant condition.
+// Returns `yes` if the option is on, by bit operations: GCC 12 does not vectorise a select with a loop-invariant condition.
 MARSRL_INLINE float pick(bool option, float yes, float no) {
   uint32_t y, n;
   std::memcpy(&y, &yes, sizeof y);

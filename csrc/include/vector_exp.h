@@ -47,8 +47,8 @@ MARSRL_INLINE float vector_expm1(float x) {
   return x < kSmallestExponent ? -1.0f : e.slope * e.r * e.scale + (e.scale - 1.0f);
 }
 
-// log(x) for positive normal x, with error below 2e-6 near 1 and below 1e-5 elsewhere. The inputs are rounded to bfloat16, which
-// alone is an error of 4e-3. At 0 the result is finite and below -87; NaN at NaN.
+// log(x) for positive normal x, with error below 2e-6 near 1 and below 1e-5 elsewhere. Inputs were rounded to bfloat16, an
+// error of 4e-3 already. At 0 the result is finite and below -87; NaN at NaN.
 // x = 2^n (1 + r) with 1 + r in [sqrt(1/2), sqrt(2)); log(1 + r) = r times a polynomial, fitted for the absolute error.
 MARSRL_INLINE float vector_log(float x) {
   uint32_t bits;

@@ -21,8 +21,8 @@ def attention_decode(
     Args:
         q: [S, N, D] float, the query of each sequence's newest token.
         k_cache, v_cache: [S, L, N_kv, D] in the dtype of q, N a multiple of N_kv; they already include the newest token.
-            Any strides: pass a head-major cache as a transposed view. Entries beyond lengths[s] may hold any finite values (a
-            masked NaN would still poison a product).
+            Any strides: pass a head-major cache as a transposed view. Entries beyond lengths[s] must be finite (0 times NaN
+            is NaN), and do not affect the result.
         lengths: [S] int, 1..L; on a GPU its values are not read by the host.
         scale: any finite number; None = 1 / sqrt(D).
 

@@ -12,7 +12,7 @@ from marsrl.kernels import library
 from marsrl.kernels.checks import rows_dense
 
 _ELEMENTS = {torch.float32: 0, torch.bfloat16: 1}  # values of enum Element in decode.cpp
-# Below this many numbers of the cache a parallel region costs more than it saves.
+# Below this many cache elements a parallel region costs more than it saves.
 _PARALLEL_NUMBERS = 1 << 16
 
 

@@ -1,6 +1,6 @@
-"""Decoding attention by PyTorch's SDPA, with the query heads of a key head as its queries.
+"""Decoding attention by PyTorch's SDPA, with the query heads of one key head as the queries of one sequence.
 
-No key is repeated for its heads. On one CPU thread this is 1.4 times as fast as SDPA's own grouping in float32, and
+Keys are not repeated for their query heads. On one CPU thread this is 1.4 times as fast as SDPA's own grouping in float32, and
 4 to 10 times in bfloat16 (S, N, N_kv, D, L = 128, 4, 2, 32, 96 to 16, 16, 8, 128, 1024).
 """
 

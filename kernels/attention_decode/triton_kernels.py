@@ -1,8 +1,8 @@
 """Decoding attention as two Triton kernels: each sequence's keys in splits of fixed size, then their sum in order.
 
 The size of a split depends neither on the batch nor on the cache's capacity, and the second kernel adds the splits in order: a
-sequence's bits do not depend on the rest of the batch. Exponents are to base 2. A split is stored as it was summed, without its
-logarithm, whose rounding would move the split's whole share.
+sequence's bits do not depend on the rest of the batch. Exponents are to base 2. The sum of a split is stored without taking its
+logarithm, because rounding the logarithm would scale the split's whole contribution.
 """
 # mypy: disallow-untyped-defs=False
 

@@ -1,6 +1,6 @@
 """Packed attention by flash-attn 4, 3 or 2, or by PyTorch's varlen_attn, which contains the kernels of flash-attn 2.
 
-flash-attn 4 has run on an H200 (benchmarks/results/nvidia_h200); the others have not run here."""
+flash-attn 4 has run on an H200 (benchmarks/results/nvidia_h200); the others are untested."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from marsrl.kernels.triton_machine import machine_lacks_cuda
 
 @dataclass(frozen=True)
 class Version:
-    """Version of flash-attn; every version names the arguments of flash_attn_varlen_func that are used here alike.
+    """Version of flash-attn. The arguments of flash_attn_varlen_func used here have the same names in every version.
 
     generations: major compute capabilities on which its backward has a deterministic mode.
     """
@@ -45,7 +45,7 @@ def machine_lacks(version: Version) -> str | None:
 
 
 def why_not(version: Version, q: Tensor, *_: Any) -> str | None:
-    """Return None if this version can serve these arguments, else the reason; after machine_lacks."""
+    """Return None if this version can serve these arguments, else the reason. Call it after machine_lacks."""
     reason = why_not_flash_kernels(q)
     if reason is not None:
         return reason

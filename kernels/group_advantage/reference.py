@@ -8,7 +8,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SetStatistics:
-    """Statistics of each sample's set, all [S], one element per sample; missing values are left out."""
+    """Statistics of the set that each sample is compared with, all [S]; missing values are left out."""
 
     count: Tensor
     mean: Tensor

@@ -26,8 +26,8 @@ def cpu_multiplies_bfloat16() -> bool:
 def why_no_full_float32(is_cuda: bool) -> str | None:
     """Return None if torch.mm multiplies float32 as float32 on this device, else the reason.
 
-    The 10 and 8 bits of TF32 and bfloat16 change logits of 30 by 0.03 and 0.1, and so every ratio. The setting is global to the
-    process: torch has no precision per call, and switching it for a call would affect every other thread.
+    The 10 and 8 bits of TF32 and bfloat16 change logits of 30 by 0.03 and 0.1, and so every ratio. The setting is global:
+    torch has no precision per call, and changing it for one call would affect every other thread.
     """
     name = "cuda" if is_cuda else "mkldnn"
     precision = getattr(torch.backends, name).matmul.fp32_precision
@@ -40,9 +40,9 @@ class HeadGemms:
     """Products with one weight [V, H] for hidden states of one dtype.
 
     On CUDA bfloat16 pairs are multiplied directly, with float32 accumulators and results. The CPU's bfloat16 GEMM rounds its
-    result, so it computes only what is bfloat16 in the end (collects_dz): dX, and a dW that is a single product. All else is
-    multiplied in float32: float16 gradients underflow, and mixed pairs have no GEMM. A process that lets float32 products round
-    their operands is refused, except for bfloat16 pairs, which are unaffected.
+    result, so it computes only final bfloat16 results (collects_dz): dX, and a dW that is a single product. All others are
+    float32: float16 gradients underflow, and mixed pairs have no GEMM. If the process lets float32 products round their
+    operands, calls are refused, except for bfloat16 pairs, which are unaffected.
     """
 
     def __init__(self, weight: Tensor, hidden_dtype: torch.dtype):
@@ -58,7 +58,7 @@ class HeadGemms:
         # AMX reads past the end of a row of dz: a NaN in one row would reach dX of the row before it.
         on_host = self._is_narrow and not weight.is_cuda
         self.collects_dz = on_host and weight.shape[0] % 32 == 0 and cpu_multiplies_bfloat16()
-        self._converted: slice | None = None  # the piece of the weight that _tile holds
+        self._converted: slice | None = None  # the piece of the weight that is in _tile
 
     @property
     def gradient_dtype(self) -> torch.dtype:

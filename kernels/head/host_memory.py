@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class HostBudget:
-    """Buffer size of a head on the CPU: num_bytes if sufficient for num_rows, else up to max_bytes."""
+    """Buffer size of a head on the CPU: num_bytes if num_rows rows fit, else up to max_bytes."""
 
     num_bytes: int
     num_rows: int

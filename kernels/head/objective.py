@@ -5,7 +5,7 @@ from typing import Literal, get_args
 
 from torch import Tensor
 
-# Order of the kernels' sums.
+# Sums per agent, in the order in which the kernels write them.
 METRICS = ("loss", "clipped_tokens", "masked_tokens", "clamped_tokens", "entropy", "kl", "tokens")
 # Log-ratios are clamped to +-20 nats before they are exponentiated, so that an infinite ratio times an advantage of 0 makes
 # no NaN; e^20 = 4.9e8. verl clamps the ratio, k3 and the rollout correction alike (compute_policy_loss, kl_penalty,

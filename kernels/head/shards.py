@@ -44,7 +44,7 @@ def put_statistics(whole: Tensor, head: Head, rows: Rows, is_host: bool, out: St
 class ShardStatistics:
     """Statistics of a chunk while the parts of the shards, four numbers a row, travel between the ranks.
 
-    flight = ShardStatistics(own, head, rows, is_host)   # returns at once
+    flight = ShardStatistics(own, head, rows, is_host)   # starts the all-gather
     ...                                                  # the logits of the next chunk
     flight.put(statistics)
     """
@@ -52,7 +52,7 @@ class ShardStatistics:
     def __init__(self, own: Tensor, head: Head, rows: Rows, is_host: bool):
         """own: [4, R] float64, the part of this rank."""
         self._head, self._rows, self._is_host = head, rows, is_host
-        self._own = own  # must live until it is sent
+        self._own = own  # keeps the tensor alive until it is sent
         world = dist.get_world_size(head.tp_group)
         self._all = own.new_empty(world * own.shape[0], rows.count)  # [W 4, R] float64
         self._work = dist.all_gather_into_tensor(self._all, own, group=head.tp_group, async_op=True)

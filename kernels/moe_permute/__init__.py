@@ -31,11 +31,11 @@ class RowOrder(NamedTuple):
 
     @classmethod
     def of_map(cls, routing_map: Tensor, num_rows: int) -> "RowOrder":
-        """Order rows by routing_map [T, E] bool, which is true num_rows times: where the token goes to the expert.
+        """Order rows by routing_map [T, E] bool: True where the token goes to the expert, at num_rows places.
 
         Raises:
-            ValueError: a map in host memory is true at another number of places. A map on a device is not checked: too few are
-                a device error, and of too many the last experts' rows are left out.
+            ValueError: a map in host memory is not True at num_rows places. A map on a device is not checked: with fewer
+                places the device reports an error, and with more the rows of the last experts are left out.
         """
         check("RowOrder", "routing_map", routing_map, (None, None), (torch.bool,))
         if routing_map.device.type == "cpu" and (num_true := int(routing_map.sum())) != num_rows:
@@ -90,7 +90,8 @@ def moe_unpermute(rows: Tensor, order: RowOrder) -> Tensor:
     Sums are float32, in the order of the token's experts, rounded once: the same bits in every run. The backward keeps only the
     order.
 
-    Rows must be weighted already: swiglu does that where a row is narrower, between the two layers of its expert.
+    Rows must already be multiplied by the router's weights: swiglu does that between an expert's two layers, where rows are
+    narrower.
 
     Args:
         rows: [R, H] float.

@@ -1,6 +1,6 @@
 """Tokens to rows and back by PyTorch's CPU kernels, which read each value once and sum in float32 in row order.
 
-PyTorch's GPU kernels are not used: they leave the order of the sums open.
+PyTorch's GPU kernels are not used, because the order of their sums is unspecified.
 """
 
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Both ops and their gradients by two moves of rows: each op's forward is the other's backward."""
+"""Both ops and their gradients by two row moves: the forward of each op is the backward of the other."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -21,7 +21,7 @@ def needs_whole_sequences(tokens: PolicyTokens) -> bool:
 def policy_terms(kernels: RowKernels, tokens: PolicyTokens, logprobs: Tensor, entropy: Tensor) -> PolicyTerms:
     """Create an evaluator of the objective.
 
-    logprobs, entropy: [T] float32, contiguous; read when `evaluate` names a token. If needs_whole_sequences, they must be
+    logprobs, entropy: [T] float32, contiguous; read when `evaluate` gets a token. If needs_whole_sequences, they must be
     complete before this is called.
     """
     log_ratio, log_drift = _of_whole_sequences(tokens, logprobs)

@@ -29,8 +29,8 @@ def rms_norm(
     gradient of the weight is summed in float32 or wider. Evenly strided rows, such as the key heads in a fused projection, are
     read in place.
 
-    The number of bytes is minimal on a GPU too: PyTorch's fused norm reads x and the gradient once for each of its two gradients,
-    and copies strided rows first. Not timed on a GPU.
+    On a GPU x and the gradient are read once: PyTorch's fused norm reads them once for each of its two gradients, and copies
+    strided rows first. Not timed on a GPU.
 
     Args:
         x: [..., N] float.

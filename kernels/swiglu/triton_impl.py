@@ -12,7 +12,7 @@ from torch import Tensor
 from marsrl.kernels.swiglu.cpu import weights_as_read
 from marsrl.kernels.triton_machine import on_device_of
 
-ELEMENTS = 2048  # per program, which is 16 per thread
+ELEMENTS = 2048  # elements per program: 16 per thread
 WIDEST = 1024
 
 

@@ -9,11 +9,11 @@ from marsrl.trainer.config.read import ConfigError
 
 
 def samples_of_a_step(config: RunConfig) -> tuple[dict[str, int], bool]:
-    """(largest number of samples by agent, True), or for a team without a bound (one call of each agent in an episode, False)."""
+    """Samples of a step: (at most, by agent; True), or for a team without a bound (at one call per agent and episode; False)."""
     agents = {
         name: agent.model_copy(update={"prompt": None, "parser": "strict"}) for name, agent in config.agents.items()
     }
-    team = build_orchestration(  # prompt texts do not matter here; qa has some for every role
+    team = build_orchestration(  # prompt texts do not matter here; the task qa has one for every role
         config.orchestration, agents, "qa", config.orchestration_options, config.rollout
     )
     of_instance = team.most_samples()
@@ -22,8 +22,8 @@ def samples_of_a_step(config: RunConfig) -> tuple[dict[str, int], bool]:
 
 
 def batch_plan(config: RunConfig, world_size: int) -> tuple[str, ...]:
-    """The arithmetic in lines for people: upper bounds of one step in the steady state of the pipeline (picks can be fewer,
-    completions shorter, prompts are not counted).
+    """The arithmetic as lines of text: upper bounds of one step in the steady state of the pipeline. Fewer picks and shorter
+    completions give fewer tokens; prompts are not counted.
     """
     rollout, trainer = config.rollout, config.trainer
     samples, is_bound = samples_of_a_step(config)
@@ -54,7 +54,7 @@ def _data_parallel(config: RunConfig, world_size: int) -> int:
 
 
 def why_not_one_micro_batch(config: RunConfig, world_size: int) -> str | None:
-    """The reason why mpt.scope=batch, which needs an update's tokens in one micro-batch a rank, could not have them there."""
+    """Reason why mpt.scope=batch cannot be used: an update's tokens would not fit into one micro-batch per rank."""
     if config.mpt.scope != "batch":
         return None
     tokens = sum(samples_of_a_step(config)[0].values()) * config.rollout.max_response_tokens
@@ -68,8 +68,8 @@ def why_not_one_micro_batch(config: RunConfig, world_size: int) -> str | None:
 
 
 def longest_sequence(config: RunConfig, policy: str) -> int:
-    """Tokens of the longest prompt and completion that an agent of the policy, or of one built on it, or the judge by it, can
-    reach; a teacher's, of what it scores.
+    """Tokens of the longest sequence of the policy: prompt and completion of its agents, of agents of its adapters, and of the
+    judge; for a teacher, the longest sequence that it scores.
 
     Raises ValueError: no agent or judge has the policy.
     """
@@ -80,7 +80,7 @@ def longest_sequence(config: RunConfig, policy: str) -> int:
     agents = config.agents.values()
     longest = [whole(agent) for agent in agents if agent.policy in config.policies_in(policy)]
     taught = [agent for agent in agents if agent.teacher is not None and agent.teacher.policy == policy]
-    longest += [whole(agent) + 1 for agent in taught]  # vLLM draws a token behind what it scores
+    longest += [whole(agent) + 1 for agent in taught]  # vLLM also samples one token after the scored ones
     if config.judge is not None and config.judge.policy == policy:
         longest.append(config.judge.max_input_tokens + config.judge.max_response_tokens)
     if not longest:
@@ -94,9 +94,9 @@ def longest_sequence(config: RunConfig, policy: str) -> int:
 def shorten_prompts(config: RunConfig, policy: str, max_positions: int, *, trains: bool = True) -> RunConfig:
     """Lower max_input_tokens of the policy's agents and of its judge to leave room for a whole completion.
 
-    The room is the model's positions and, for a policy that is trained here (trains), a micro-batch, which holds whole samples.
+    The limit is the model's number of positions and, for a trained policy (trains), the micro-batch, which holds whole samples.
 
-    Raises ConfigError: a completion alone fills the room.
+    Raises ConfigError: a completion alone reaches the limit.
     """
 
     def shortened(key: str, max_input_tokens: int, max_response_tokens: int, bounds: dict[str, int]) -> int:

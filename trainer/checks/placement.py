@@ -30,7 +30,7 @@ def with_backend(config: RunConfig, *, on_gpus: bool) -> RunConfig:
 def placement_lines(config: RunConfig, host: TrainerHost, world_size: int) -> list[str]:
     """The placement as text: the ranks, each policy's engines, and the transport of weights.
 
-    The GPUs of this host without a rank are given to the policies' engines in turn; Ray finds a place for the others.
+    Engines get this host's GPUs without a rank, policy by policy; Ray places the remaining engines on other hosts.
     """
     rollout, served, has_gpus = config.rollout, config.served_rollouts, host.num_gpus > 0
     lines = []
@@ -63,7 +63,7 @@ def placement_lines(config: RunConfig, host: TrainerHost, world_size: int) -> li
 
 
 def rebalance_outlook(config: RunConfig, *, has_gpus: bool) -> str:
-    """Possible moves of rollout.rebalance, as text. has_gpus: an engine takes GPUs, otherwise a slot."""
+    """Possible moves of rollout.rebalance, as text. has_gpus: engines take GPUs; False: each takes one slot."""
     asked = {agent.policy for agent in config.agents.values()}
     of = {name: each for name, each in config.served_rollouts.items() if name in asked}
     takes = {name: {"GPU": each.vllm.tensor_parallel if has_gpus else 1.0} for name, each in of.items()}

@@ -102,7 +102,7 @@ def check_trainable(config: RunConfig, name: str, shape: ModelShape, world_size:
 
 
 def check_adapter(name: str, policy: PolicyConfig, shape: ModelShape) -> None:
-    """Check that the model has the adapter's targets, and that the adapter uses all of the PEFT directory it starts from."""
+    """Check that the model has the adapter's targets, and that the adapter uses every tensor of its `start` directory."""
     adapter = policy.adapter
     if adapter is None:
         return

@@ -52,7 +52,7 @@ from marsrl.trainer.torchrun import is_rank_0
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """Settings that agree with each other and with the files on disk. `task` has read its problems.
+    """Result of the checks: resolved settings that are consistent and match the files on disk. `task` has read its problems.
 
     plan: batch sizes of a step, as text. placement: the rank or engine of each GPU, as text. ends: by policy, the tokens that
     end its completions, as text. warnings: likely mistakes. curators: policies used only by `marsrl curate`,

@@ -51,7 +51,7 @@ def problems_of(config: RunConfig, *, trains: bool, given: Sequence[Problem] | N
     if trains and held_out:
         warnings += _trained_too(train, held_out, of_train, of_eval)
     if not trains and not train:
-        train = held_out  # Never sampled, but a task that reads files requires some.
+        train = held_out  # Never sampled, but a task that reads files needs training problems.
     if train and not held_out:
         train, held_out = hold_out(train, config.evaluate.num_problems or HELD_OUT)
         num_taken = len(held_out)
@@ -80,7 +80,7 @@ def _trained_too(train: Sequence[Problem], held_out: Sequence[Problem], of_train
 
 
 def read_data(config: RunConfig) -> RunProblems:
-    """Return the problems read from the files, or by the user's task; none without a file."""
+    """Return the problems read from the files, or by the user's task; () without a file."""
     data = config.data
 
     def read(path: str) -> ReadResult:
@@ -126,7 +126,8 @@ def read_data(config: RunConfig) -> RunProblems:
 def hold_out(problems: Sequence[Problem], wanted: int) -> tuple[Sequence[Problem], list[Problem]]:
     """Return (train, held out); held out is a tenth of the questions, those with the lowest hashes, at most `wanted`.
 
-    The split does not depend on the file's order and keeps equal questions together. Each side gets at least one of two.
+    The split does not depend on the file's order and keeps equal questions together. Of two or more questions,
+    each side gets at least one.
     """
     questions = sorted({p.question for p in problems}, key=lambda question: (zlib.crc32(question.encode()), question))
     chosen = set(questions[: min(wanted, max(1, len(questions) // 10))]) if len(questions) > 1 else set()

@@ -34,7 +34,7 @@ def renderer_of(config: RunConfig, policy: str) -> ChatRenderer:
 
 
 def check_templates(config: RunConfig) -> None:
-    """Check that chat templates render tools for agents that use them, and that warm-started policies get known prompts."""
+    """Check that chat templates render the tools of agents, and that warm-started policies get the prompts they learned."""
     for name, agent in config.agents.items():
         given = [key for key in ("system", "suffix") if getattr(agent, key) is not None]
         if given and config.policies[agent.policy].model is None:
@@ -103,8 +103,8 @@ def check_first_prompts(
     functions: Mapping[str, Sequence[ToolFunction]],
     num_problems: int,
 ) -> list[str]:
-    """Return warnings about first prompts longer than max_input_tokens, and about prompts that do not ask for the form
-    of answers; raise if all are too long and none is cut.
+    """Return warnings about first prompts longer than max_input_tokens, and about prompts that do not state the form of
+    answers; raise if all are too long and may not be cut.
 
     num_problems: in the data; 0 if the task generates them.
     """
@@ -145,7 +145,7 @@ def check_first_prompts(
 
 
 def _first_asks(orchestration: Orchestration, episode: Episode) -> Sequence[Ask]:
-    """Return the team's first asks; ConfigError if its code fails or asks no agent."""
+    """Return the team's first requests to agents; ConfigError if its code fails or makes none."""
     try:
         asks = [each for each in orchestration.follow(episode) if isinstance(each, Ask)]
     except Exception as error:

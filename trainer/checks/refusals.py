@@ -1,4 +1,4 @@
-"""Refusals of valid settings by a machine that lacks what engines, optimizer or weight sync need."""
+"""Checks that this machine has what engines, optimizer and weight sync need for these settings."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def why_not_backend(config: RunConfig, *, has_cuda: bool) -> str | None:
 
 
 def slow_records(config: RunConfig, host: TrainerHost) -> list[str]:
-    """Warnings about agents for whose draws vLLM's own sampler must list the whole vocabulary (docs/credit.md)."""
+    """Warnings about agents without top_p and top_k, for which vLLM's own sampler lists the whole vocabulary (docs/credit.md)."""
     return [
         f"agents.{name} leaves no token out, and the engines of policies.{agent.policy} list at each place what was kept "
         "(loss.truncation=renormalise): vLLM's own sampler is slow at it; set top_p or top_k, or rollout.vllm.sampler=marsrl"
@@ -53,7 +53,7 @@ def slow_records(config: RunConfig, host: TrainerHost) -> list[str]:
 
 
 def stale_samples(config: RunConfig) -> list[str]:
-    """A warning about samples of older versions that the loss takes for the present one's (docs/numerics.md)."""
+    """A warning if the loss treats samples of older versions as samples of the current one (docs/numerics.md)."""
     rollout, loss, most = config.rollout, config.loss, config.versions_old
     if not most or loss.correction != "none" or loss.old_policy == "sais":
         return []
@@ -90,7 +90,7 @@ def check_machine(config: RunConfig, host: TrainerHost) -> None:
 
 
 def refusals_of(config: RunConfig, host: TrainerHost) -> tuple[str, ...]:
-    """Refusals of these settings by engines and trainer on that host."""
+    """Reasons why engines or trainer on that host reject these settings."""
     by_files = config.sync.backend == "shm" or bool(config.pools_of_adapters)
     files = (config.sync.directory or "/dev/shm") if by_files else None
     found = list(refusals(tuple(config.served_rollouts.values()), host, weight_files=files))

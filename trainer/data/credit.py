@@ -121,7 +121,7 @@ def credit(
 
     With credit.turns=returns each turn has its own advantage (turns.py); a sample is positive if all of its turns' are above 0.
 
-    A sample without a reward is in no statistic, sequence or denominator. A sample with an advantage of exactly 0 (in a group
+    A sample without a reward enters no statistic, sequence or denominator. A sample with an advantage of exactly 0 (in a group
     without spread, or alone) is not packed.
     """
     names = list(agents)
@@ -212,7 +212,7 @@ def _means_by(names: Iterable[str], rewards: Iterable[float]) -> dict[str, float
 
 
 def _sequence(sample: Sample, advantage: float, agent: AgentConfig, place: int, is_positive: bool) -> TrainSequence:
-    """Return the packing input for a sample. place: index of its agent in the team."""
+    """Return a sample as packing takes it. place: index of its agent in the team."""
     return TrainSequence(
         uid=sample.uid,
         prompt_ids=sample.prompt_ids,
@@ -274,7 +274,7 @@ def balanced(samples: Iterable[Sample], number: int, seed: int) -> dict[str, int
     """Return copies of each sample, by uid, that give every agent `number` samples in every rollout instance (MARS).
 
     From more samples, `number` are drawn and the others get 0; fewer are repeated equally often, and the remainder is drawn.
-    All samples of an agent and instance are drawn with equal probability, so the expected mean over copies is their mean.
+    All samples of an agent and instance are drawn with equal probability, so the mean over copies is unbiased.
     """
     uids: dict[tuple[str, str], list[str]] = {}
     for sample in samples:

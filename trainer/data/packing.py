@@ -35,10 +35,10 @@ class TrainSequence:
         )
 
     Completion arrays are [N]: token_ids int32, is_sampled bool, rollout_logprobs float32 (None: not known, as in
-    demonstrations), token_advantages float32 in place of `advantage` (with a teacher's part, or a demonstration's weights;
-    None: every token has `advantage`).
+    demonstrations), token_advantages float32 (with a teacher or in demonstrations, whose weights these are; None: every token
+    has `advantage`).
     routed_experts: [tokens of prompt and completion that the engine was fed, layers, top_k] (rollout/routed_experts.py).
-    kept_tokens: tokens that the sampler kept at the completion's places (rollout/kept_tokens.py); None: all.
+    kept_tokens: for each token of the completion, the tokens that the sampler kept (rollout/kept_tokens.py); None: all.
     """
 
     uid: str
@@ -74,7 +74,7 @@ class PackedBatch:
         targets      12 13 14  0   22 23 24  0      mask          . x x .   x . x .
         cu_seqlens    0  4  8                       trained_rows  1 2 4 6
 
-    All [T] arrays are in the frame of the *predicting* position. cu_seqlens covers T, so padding belongs to the last
+    All [T] arrays are indexed by the position that *predicts* the token. cu_seqlens covers T, so padding belongs to the last
     sequence, whose mask is False there.
     """
 
@@ -187,7 +187,7 @@ def pack(sequences: Sequence[TrainSequence], *, align: int = 1) -> PackedBatch:
     sequences = sequences or [padding()]
     starts = np.cumsum([0, *(s.num_tokens for s in sequences)])
     total = int(-(-starts[-1] // align) * align)
-    num_real = int(starts[-1]) if any(len(s.token_ids) for s in sequences) else 0  # padding() has no completion
+    num_real = int(starts[-1]) if any(len(s.token_ids) for s in sequences) else 0  # padding() has an empty completion
     bounds = np.array([*starts[:-1], total], np.int32)
     cu_seqlens = _on_device(bounds)
     logprobs = [s.rollout_logprobs for s in sequences if s.rollout_logprobs is not None]

@@ -64,8 +64,8 @@ def turn_metrics(turns: Iterable[tuple[Sample, Sequence[float]]]) -> dict[str, f
 def _rewards(samples: Sequence[Sample]) -> list[tuple[str, float]]:
     """Return (uid, reward) of each of an agent's turns in one session, in time order.
 
-    What a reward has beyond its turns' belongs to the last turn. A program rewards an agent once in a session, at its last turn
-    there; each sample's penalties belong to the sample's own last turn.
+    The part of a reward that belongs to no turn counts for the last turn. A program rewards an agent once in a session, at the
+    agent's last turn; each sample's penalties belong to the sample's own last turn.
     """
     last = max(samples, key=lambda sample: sample.trained_turns[-1].call)
     turns: list[tuple[int, str, float]] = []

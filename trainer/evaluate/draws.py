@@ -1,8 +1,8 @@
-"""Records of an evaluation, one for each draw of a problem: enough to compute every number, and to resume after a kill.
+"""Records of an evaluation, one for each draw of a problem. Every number is computed from them, and a killed evaluation resumes.
 
 draws.jsonl in an evaluation's folder has a line for each finished draw, fixed_answers.jsonl one for each answered fixed input;
 their keys encode all that they depend on (trainer/runs/answers.py), so that a line of another problem or team is never reused.
-Both hold every prompt and completion; of these, only the end of each completion is kept in memory.
+Both files have every prompt and completion; memory keeps only the end of each completion.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Call(Schema):
     text: str | None = None
 
     def shortened(self) -> Call:
-        """The call as held in memory."""
+        """The call as kept in memory, without its prompt and most of its text."""
         return self if self.text is None else self.model_copy(update={"text": self.text[-MAX_HELD_CHARS:]})
 
 
@@ -88,7 +88,7 @@ class Draw(Schema):
 
     @classmethod
     def shortened(cls, value: Any) -> Draw:
-        """A saved draw as held in memory."""
+        """A saved draw as kept in memory, without prompts and most of the texts."""
         draw = cls.model_validate(value)
         return draw.model_copy(update={"prompts": [], "calls": [call.shortened() for call in draw.calls]})
 
@@ -102,7 +102,7 @@ class FixedAnswer(Schema):
 
     @classmethod
     def shortened(cls, value: Any) -> FixedAnswer:
-        """A saved answer as held in memory."""
+        """A saved answer as kept in memory, without prompts and most of its text."""
         answer = cls.model_validate(value)
         return answer.model_copy(update={"prompts": [], "call": answer.call.shortened()})
 

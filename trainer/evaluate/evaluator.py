@@ -1,8 +1,8 @@
 """Evaluation of a team on held-out problems: each agent, and all of them together.
 
-fixed inputs   of the agents in Orchestration.tried_apart, from episodes played once, before RL; each evaluation answers
-               them again
-system         episodes that end in the answer that counts (Orchestration.follow and outcome, purpose "evaluate")
+fixed inputs   prompts of the agents in Orchestration.tried_apart, collected from episodes before RL; each evaluation
+               draws new answers to them
+system         whole episodes; the team's final answer counts (Orchestration.follow and outcome, purpose "evaluate")
 
 With a folder, finished draws are on disk (draws.py), and an evaluation that was killed resumes with the rest.
 """
@@ -42,7 +42,7 @@ class FixedInputs:
 
 @dataclass(slots=True)
 class Evaluator:
-    """Evaluates a team. Problems and fixed inputs do not depend on `seed`, and draws on nothing else: evaluations compare.
+    """Evaluates a team. Draws depend only on `seed`; problems and fixed inputs do not, so evaluations are comparable.
 
     max_tokens: of one completion. sets: problems to evaluate on; by default the task's held-out ones. identity: distinguishes the
     team's saved answers from another's, as JSON.
@@ -60,8 +60,10 @@ class Evaluator:
     def collect_inputs(
         self, versions: Mapping[str, int], progress: OnProgress | None = None, kept: Kept | None = None
     ) -> FixedInputs:
-        """Collect fixed inputs from the current team. Fewer than wanted if it has not solved (or failed) enough problems. kept:
-        as in `evaluate`."""
+        """Collect fixed inputs from the current team. Fewer than wanted if it solved (or failed) too few problems.
+
+        kept: as in `evaluate`.
+        """
         if not self.team.orchestration.tried_apart:
             return self.fixed
         store, keyed = (kept or Kept()).episodes, self._input_episodes(versions)
@@ -80,7 +82,7 @@ class Evaluator:
         return self.fixed
 
     def _input_episodes(self, versions: Mapping[str, int]) -> dict[str, Episode]:
-        """Episodes from which fixed inputs are collected, by key; {} if no agent is tried on any."""
+        """Episodes from which fixed inputs are collected, by key; {} if no agent is tested on fixed inputs."""
         if not self.team.orchestration.tried_apart:
             return {}
         problems = self.task.held_out(3 * self.config.fixed_inputs, INPUTS_SET)
@@ -102,7 +104,7 @@ class Evaluator:
         by_truth: dict[bool, list[tuple[str, Ask]]] = {True: [], False: []}
         for episode, ask in asks:
             solution = episode.sample(ask.inputs[0])
-            if not math.isnan(solution.reward.correct):  # otherwise its judge failed, and it is neither
+            if not math.isnan(solution.reward.correct):  # NaN: its judge failed, so it is neither right nor wrong
                 by_truth[is_right(solution)].append((episode.id, ask))
         return (*by_truth[True][:size], *by_truth[False][:size])
 
@@ -176,7 +178,7 @@ class Evaluator:
         return sum(key in kept.draws for key in keys), len(keys)
 
     def ended(self, versions: Mapping[str, int], kept: Kept) -> str:
-        """Return how much has ended, such as "120 of 120 episodes for fixed inputs, 12 of 64 draws"; "" for nothing."""
+        """Return the progress as text, such as "120 of 120 episodes for fixed inputs, 12 of 64 draws"; "" for nothing."""
         inputs, (num_kept, num_draws) = self._input_episodes(versions), self.num_kept(versions, kept)
         num_inputs = sum(key in kept.episodes for key in inputs)
         of_inputs = [f"{num_inputs} of {len(inputs)} episodes for fixed inputs"] if inputs else []
@@ -266,5 +268,5 @@ def _counted(progress: OnProgress | None, num_kept: int) -> OnProgress | None:
 
 
 def _is_whole(played: Played) -> bool:
-    """True if nothing failed in it. A resumed evaluation repeats episodes with engine failures."""
+    """True if no engine failed in the episode. A resumed evaluation repeats the others."""
     return not played.episode.error and not any(sample.finish is Finish.ERROR for sample in played.samples)

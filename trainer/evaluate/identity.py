@@ -1,4 +1,4 @@
-"""Identity of a team or policy, a part of each saved answer's key, so that answers of different teams are never mixed up."""
+"""Identity of a team or policy: part of every saved answer's key, which keeps answers of different teams apart."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def team_identity(config: RunConfig) -> dict[str, Any]:
 
 
 def _numbers(vllm: VllmOptions) -> dict[str, Any]:
-    """The settings of vLLM that change the log-probs it draws from."""
+    """The vLLM settings that change the log-probs from which it samples."""
     return vllm.model_dump(mode="json", include={"dtype", "kv_cache_dtype", "quantization", "extra"})
 
 

@@ -16,7 +16,7 @@ from marsrl.trainer.report.summary import UNKNOWN, Estimate, wilson_interval
 
 Array = npt.NDArray[np.float64]
 Statistic = Callable[[Array], Array]
-"""weights [B, P], the count of each of P problems in each resample -> [B], the statistics; NaN if undefined."""
+"""Function of weights [B, P], how often each resample has each of P problems; returns the statistics [B], NaN if undefined."""
 
 RESAMPLES = 2000
 _BLOCK = 1 << 22  # weights in memory at once: 32 MiB

@@ -95,7 +95,7 @@ def _by_problem(draws: Sequence[Draw], of: Callable[[Draw], Said | None]) -> dic
 
 
 def _accuracy(correct: Iterable[tuple[str, float | None]]) -> Estimate:
-    """Mean correctness of (problem, correct), the share of right ones if a task knows only right and wrong, of known ones."""
+    """Mean of the known `correct` of (problem, correct): the share of right answers, if a task gives only 0 or 1."""
     sums: dict[str, list[float]] = defaultdict(list)
     for problem, value in correct:
         if value is not None:
@@ -236,8 +236,8 @@ def pass_at(n: int, c: int, ks: Sequence[int]) -> dict[int, float]:
 def majorities(draws: Sequence[Said], ks: Sequence[int]) -> dict[int, tuple[float, float]]:
     """(majority@k, that of the shorter half) by k: correctness of the most frequent answer among k draws.
 
-    A mean over ORDERS seeded orders of the draws; ties share. Draws without an answer have no vote; without votes the
-    majority is wrong. NaN for fewer than k draws.
+    A mean over ORDERS seeded orders of the draws; tied answers share the vote. Draws without an answer have no vote; without
+    votes the majority is wrong. NaN for fewer than k draws.
     """
     found: dict[int, tuple[float, float]] = {k: (math.nan, math.nan) for k in ks if k > len(draws)}
     if not draws:

@@ -13,8 +13,9 @@ class KlToGo:
     """Log-ratio to the reference, summed for each token of a packed batch over itself and the later tokens of its sample.
 
     With advantages of minus this sum, the policy gradient of samples of the current policy is minus the gradient of the whole
-    sample's KL(policy || reference): a token's earlier terms do not depend on it. The mean over the agent's other samples, which
-    is a baseline, does not change the expected gradient; without it almost all advantages would be negative.
+    sample's KL(policy || reference): a token's earlier terms do not depend on it. The mean over the agent's other
+    samples is subtracted as a baseline: this leaves the expected gradient unchanged, and without it almost all advantages would
+    be negative.
 
     values: [T] float64, nats. sample_of: [T] int64. sums: [S, 2] float64, per sample the sum over its trained tokens and their
     number. agent_of: [S] int64. All on the CPU.

@@ -1,4 +1,4 @@
-"""Perturbation of every intermediate result by rounding: results that another correct program may get.
+"""Perturbation of every intermediate result by a rounding error, to get results as another correct program would.
 
 Two programs that compute one model in one dtype differ only in their roundings. How far this moves their log-probs
 apart depends on the weights, the depth and near-ties of a router: from 1e-7 to whole nats. No constant can

@@ -202,8 +202,8 @@ def summed(stats: Sequence[StepStats]) -> StepStats:
 
     loss, grad_norm, agent_grad_norms, load.aux_loss: means over the non-empty updates; the share of an agent without a token in
     an update counts as 0. Other loads: the largest and the smallest. Counts and sums: added. is_skipped: any update was not
-    finite. tokens: each with its update's number. The comparison with the rollout uses only the first update: later updates have
-    other weights.
+    finite. tokens: of all updates, each with the number of its update. The comparison with the rollout uses only the first
+    update: later updates have other weights.
     """
     computed = [update for update in stats if not update.is_empty]
     if not computed:

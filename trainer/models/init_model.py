@@ -81,7 +81,7 @@ def init_model(
 
 
 def _write_tokenizer(tokenizer: str | Path, out: Path) -> tuple[int, int, int]:
-    """Write the tokenizer; return the vocabulary size with gaps, the end token's id and the padding token's id."""
+    """Write the tokenizer; return (vocabulary size, unused ids included; id of the end token; id of the padding token)."""
     if tokenizer == "bytes":
         write_byte_tokenizer(out)
     elif tokenizer in TOKENIZERS:
@@ -120,7 +120,7 @@ def _write_config(shape: ModelShape, eos_id: int, pad_id: int, dtype: str, out: 
         "dtype": dtype,
         "vocab_size": shape.vocab_size,
         "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.ffn_size * shape.experts_per_token,  # Size of dense layers, of which there are none.
+        "intermediate_size": shape.ffn_size * shape.experts_per_token,  # Size of dense layers; the model has none.
         "moe_intermediate_size": shape.ffn_size,
         "num_hidden_layers": shape.num_layers,
         "num_attention_heads": shape.num_heads,

@@ -32,7 +32,7 @@ from marsrl.trainer.visible import visible
 Say = Callable[[str], None]
 MOST_SHOWN = 4000  # characters shown of each text of the first sample
 PLAIN_INTERVAL_S = 15.0  # seconds between a bar's lines in a file, which keeps a 10-minute run under a hundred lines
-PLAIN_SHARE = 0.05  # share of a bar's age between its lines, which keeps a night's evaluation under two hundred
+PLAIN_SHARE = 0.05  # or this share of the bar's age, if longer: an overnight evaluation prints fewer than 200 lines
 CELL_INTERVAL_S = 0.5  # seconds between drawings of a bar in a notebook, each of which replaces the last
 
 
@@ -58,8 +58,8 @@ def _pace(task: Task) -> str:
 class Bar:
     """Progress bar: a count with its rate, the time left and a note (a loss). It shows nothing until it advances.
 
-    say: used where Progress draws nothing; prints a line now and then and at the end, or draws the bar in a notebook's cell.
-    The rate is a mean since the first update; the count of that update may be an earlier process's, and is left out.
+    say: prints a line now and then and at the end, or draws the bar in a notebook's cell; used where Progress draws nothing.
+    The rate is a mean since the first update, without that update's count, which may be from an earlier process.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class RunConsole:
         self.message(f"{text}: {time.monotonic() - began:.1f} s")
 
     def sample(self, sample: Sample) -> None:
-        """Print a sample whole: what its agent read and wrote, what was found in that, and its reward."""
+        """Print a whole sample: the prompt, the completion, the parsed answer or verdict, and the reward."""
         finding = "neither an answer nor a verdict"
         if sample.answer is not None:
             finding = f"the answer {sample.answer!r}"

@@ -81,7 +81,7 @@ def team_metrics(counted: Mapping[str, float]) -> dict[str, float]:
 
 
 def one_sided_verdicts(groups: Iterable[Group]) -> list[str]:
-    """Return a warning for every agent with over 95% equal readable verdicts: it no longer judges.
+    """Return a warning for every agent with over 95% equal readable verdicts: it no longer tells solutions apart.
 
     An agent with fewer than 20 verdicts gets no warning.
     """
@@ -103,7 +103,7 @@ def one_sided_verdicts(groups: Iterable[Group]) -> list[str]:
 
 
 def endings(groups: Iterable[Group], is_read: Callable[[Sample], bool]) -> dict[str, list[Ended]]:
-    """Return the ends of samples by agent, without samples that an engine gave up. is_read: Team.is_read."""
+    """Return how the samples of each agent ended, without samples whose engine failed. is_read: Team.is_read."""
     ends: dict[str, list[Ended]] = {}
     for sample in (sample for group in groups for sample in group.samples if sample.finish is not Finish.ERROR):
         ended = Ended(is_read(sample), sample.finish is Finish.LENGTH, len(sample.token_ids), sample.text)
@@ -122,7 +122,7 @@ def _reward_metrics(agent: str, samples: Sequence[Sample]) -> dict[str, float]:
 
 
 def _length_metrics(agent: str, samples: Sequence[Sample]) -> dict[str, float]:
-    """Return metrics of completion lengths, up to the last answer that a program read; others do not count."""
+    """Return metrics of completion lengths. A program's sample counts up to the last answer that the program read."""
     counted = [sample for sample in samples if sample.length or not sample.turns]
     if not counted:
         return {}

@@ -39,9 +39,9 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         with MetricsLog(run, resume_step=checkpoint.step) as metrics:
             metrics.log(13, {"actor/loss": 0.1, ...})
 
-    resume_step: the last step in the checkpoint; later lines belong to lost work and are cut off (0 keeps a line of step 0, -1
-    none). Required if the run already has a metrics.jsonl; None refuses to touch it. TensorBoard hides the same steps: its event
-    files keep them, but its pages do not show them.
+    resume_step: the last step in the checkpoint; later lines belong to lost work and are cut off (0 keeps a line of step 0; -1
+    keeps no line). Required if the run already has a metrics.jsonl; with None that is an error. TensorBoard hides the same
+    steps: its event files keep them, but its pages do not show them.
     """
 
     def __init__(self, run: RunDirectory, *, wandb_project: str | None = None, resume_step: int | None = None) -> None:

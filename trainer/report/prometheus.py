@@ -24,7 +24,7 @@ COUNTED = (
     "judge/calls",
     "judge/missing",
 )
-"""Metrics that count events of one step; summed, so that a scrape slower than steps misses none. Also `<policy>/actor/...`."""
+"""Metrics that count events of one step, also as `<policy>/actor/...`. Summed, so that a scrape slower than steps misses none."""
 
 
 def why_not(port: int) -> str | None:

@@ -71,7 +71,7 @@ class GradSpikes:
     """Detector of gradient-norm spikes: compares every norm with the running median of the last 50 of its name.
 
     rows: the metrics of earlier steps, if the run is resumed; there is no other state.
-    Steps that trained nothing (norm 0) and non-finite norms enter no median.
+    Norms of 0 (from steps that trained nothing) and non-finite norms are left out of the medians.
     """
 
     def __init__(self, rows: Iterable[Mapping[str, float | None]] = ()) -> None:

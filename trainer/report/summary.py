@@ -76,7 +76,7 @@ class AgentEstimate(Estimate):
     For an agent that gives verdicts, half of the fixed inputs are right solutions, and the mean is the balanced accuracy;
     confusion counts its verdicts there, loop_confusion its verdicts in the episodes. In the episodes, detection_recall is the
     share of wrong solutions that it calls wrong, and detection_precision the share of solutions called wrong that are wrong. For
-    any other agent the fixed inputs are wrong solutions, and breaks is the share of right ones that it turns wrong. length:
+    any other agent the fixed inputs are wrong solutions; `breaks` is the share of right solutions that it makes wrong. length:
     lengths of its completions in the episodes; missing: share of these without a readable answer, verdict, query or route, null
     if it gives none.
     """
@@ -191,7 +191,7 @@ def compared(before: Evaluation | None, after: Evaluation | None) -> list[tuple[
 
 
 def of_other_inputs(before: Estimate | None, after: Estimate | None) -> bool:
-    """Return True if the two were measured on different inputs, as for a Corrector, whose inputs depend on the team's play."""
+    """Return True if the two estimates have different inputs, as for a Corrector, whose inputs depend on the other agents."""
     return before is not None and after is not None and bool(before.n and after.n) and before.n != after.n
 
 

@@ -43,7 +43,7 @@ class TraceLog:
         trace.mark("step", 4)
         trace.save()
 
-    path: None if spans are collected only for another trace (`take`). zero: time.monotonic() at the trace's beginning.
+    path: None if the spans go to another trace (`take`). zero: time.monotonic() at the trace's beginning.
     The clock is time.monotonic(), which never jumps. Spans timed by another process (an engine, perhaps on another host) are
     added by `add_wall`, as precise as the hosts' wall clocks agree. If the file exists (a resumed run) its spans are kept and
     the clock continues after them.

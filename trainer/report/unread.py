@@ -9,7 +9,7 @@ from marsrl.trainer.visible import visible
 
 MOST_UNREAD = 0.2  # largest share that needs no explanation
 _SHOWN_CHARS = 80  # length of the example
-_LINE_BREAKS = {9: "␉", 10: "␊"}  # shown as `visible` shows other control characters
+_LINE_BREAKS = {9: "␉", 10: "␊"}  # these symbols match those of `visible` for other control characters
 
 
 class Ended(NamedTuple):

@@ -41,7 +41,7 @@ class Answers(dict[str, Answer]):
             self._file.seek(end)
 
     def add(self, key: str, answer: Mapping[str, Any], *, is_whole: bool = True) -> None:
-        """Add an answer. Once this returns, only a crash of the machine can lose it.
+        """Add an answer. After this returns, only a crash of the machine can lose the answer.
 
         is_whole: False for an answer with a failure, which is not written and so is requested again next time.
         """

@@ -192,7 +192,7 @@ class RunDirectory:
             existing = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
             if not existing.is_dir() and (existing != path or name is None):
                 raise ValueError(f"run.dir={root}: {existing} is a file; name a folder")
-            if existing.is_dir():  # Permissions alone say nothing about /proc, or for root.
+            if existing.is_dir():  # A test write, because permissions alone do not decide for root, or in /proc.
                 tempfile.TemporaryDirectory(dir=existing, prefix="marsrl-").cleanup()
         if name is None:
             return None
@@ -288,7 +288,7 @@ class RunDirectory:
     def mark_best(self) -> int | None:
         """Write into checkpoints/best which checkpoint has the best evaluation; return its step, or None if none has one."""
         best, pointer = self.best_evaluated(self.steps_on_disk()), self.checkpoints / "best"
-        if best is None:  # The run went back before all evaluated steps.
+        if best is None:  # The run resumed from before all evaluated steps.
             pointer.unlink(missing_ok=True)
         else:
             write_atomically(pointer, f"step_{best}\n".encode("ascii"))

@@ -141,7 +141,7 @@ def _where(run: RunDirectory, config: RunConfig) -> tuple[str, int]:
     except RuntimeError as error:
         if config.run.resume == "auto":
             raise ValueError(f"{error}; run.resume=previous resumes from the newest intact one") from error
-        newest = max(run.steps_on_disk(), default=0)  # Reading its files shows whether it is intact.
+        newest = max(run.steps_on_disk(), default=0)  # Whether it is intact is known once its files are read.
         return f"run: {run.path} goes back to its newest intact checkpoint ({error})", newest
     if latest is None:
         return f"run: {run.path} has no checkpoint yet: begins again at step 1", 0

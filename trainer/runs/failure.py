@@ -47,9 +47,9 @@ def failure_message(error: BaseException, run: RunDirectory, weights: Path | Non
 
 
 def where_to_go_on(run: RunDirectory, *, is_refused: bool = False) -> str:
-    """Return the command-line words that resume the run, or that there is nothing to resume.
+    """Return text with the settings that resume the run, or a note that there is nothing to resume.
 
-    is_refused: the same start would be refused again.
+    is_refused: the same command would be rejected again unless the error is fixed.
     """
     command = f"run.name={run.path.name} run.resume="
     action = "after fixing this, resume" if is_refused else "resume"

@@ -122,7 +122,7 @@ class Heartbeat:
                     silent = [counts[r].decode() for r in lost]
                     self._reason = f"silent for run.silence_s = {self._silence_s:g} s: {named}"
                     self._store.set("lost", json.dumps([self._reason, silent, False]))
-            except RuntimeError as error:  # The store's server ended with rank 0 or with its torchrun.
+            except RuntimeError as error:  # The store's server ended with rank 0 or with rank 0's torchrun.
                 self._reason, silent = self._store_is_gone(f"the store does not answer ({first_line(error)})")
             if self._reason is None and self._left.wait(self._beat_s):
                 break
@@ -137,13 +137,13 @@ class Heartbeat:
                 how = "was interrupted" if is_interrupted else f"ended with {type(self._error).__name__}: {self._error}"
                 message = f"rank {self._rank} ({socket.gethostname()}) {how}"
                 self._store.set("lost", json.dumps([message, [], is_interrupted]))
-        except RuntimeError as error:  # Other ranks have exited, or the body was first to notice a lost store.
+        except RuntimeError as error:  # Other ranks have exited, or the body failed because the store is lost.
             if isinstance(self._error, dist.DistNetworkError):
                 self._reason, _ = self._store_is_gone(f"the store does not answer ({first_line(error)})")
 
     def _watch_store(self) -> None:
         """Watch for a lost store: a machine that loses power closes no connections, so clients of its store wait forever."""
-        waited_s = 0.0  # Counts beats of this process, so a pause of the process itself counts as one.
+        waited_s = 0.0  # Counted in beats of this process, so that a pause of this process counts as one beat.
         while self._reason is None and not self._left.wait(self._beat_s):
             waited_s = 0.0 if self._answered.is_set() else waited_s + self._beat_s
             self._answered.clear()
@@ -172,9 +172,9 @@ class Heartbeat:
     def _stop_process(self, reason: str, silent: Sequence[str]) -> None:
         text = f"marsrl: rank {self._rank} stops: {reason}; {self._go_on()}"
         print(visible(text), file=sys.stderr, flush=True)
-        end_now()  # Suffices if the main thread still handles signals.
+        end_now()  # Ends the process if its main thread still handles signals.
         for beat in silent:
-            _kill_sibling(beat)  # Makes collectives with it fail.
+            _kill_sibling(beat)  # Collectives with the silent rank then fail.
         if not self._left.wait(GRACE_S):
             os._exit(1)
 

@@ -14,7 +14,7 @@ from types import FrameType
 from marsrl.trainer.runs.failure import RANK_0_PRINTS_S
 
 _SAME_S = 1.0  # A terminal and torchrun deliver one Ctrl-C twice within this time.
-_GONE_S = 2.0  # A killed torchrun ends within this time of its connections.
+_GONE_S = 2.0  # A killed torchrun ends at most this long after its connections close.
 _ends_now = threading.Event()
 
 

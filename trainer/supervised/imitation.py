@@ -1,6 +1,6 @@
-"""Cross-entropy on demonstrations with the RL learner: the policy gradient with a token's weight as its advantage.
+"""Cross-entropy on demonstrations with the RL learner: a policy gradient in which the advantage of a token is its weight.
 
-`marsrl sft` and the warm start (warm_start.py) both teach here. Every rank packs its share.
+`marsrl sft` and the warm start (warm_start.py) both use it. Every rank packs its share.
 
     for losses, stats in teach(learners, lessons, max_tokens):    # an optimizer step of each policy
         if goal.is_reached(...):                                  # averages of steps, or held-out demonstrations
@@ -108,13 +108,13 @@ class Lesson:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """When to stop teaching: once the loss (nats per token) is below `loss` and the accuracy at least `accuracy`; None: any."""
+    """Goal at which training stops: loss (nats per token) below `loss`, accuracy at least `accuracy`; None: not required."""
 
     loss: float | None = None
     accuracy: float | None = None
 
     def is_reached(self, loss: float, accuracy: float = math.nan) -> bool:
-        """Return False also if there is nothing to reach, or a value to be judged is NaN."""
+        """Return True if the goal is reached; False without requirements, or if a required value is NaN."""
         is_low = self.loss is None or loss < self.loss
         is_right = self.accuracy is None or accuracy >= self.accuracy
         return self != Goal() and is_low and is_right
@@ -125,7 +125,7 @@ def teach(
 ) -> Iterator[tuple[dict[int, Measured], dict[str, StepStats]]]:
     """Take an optimizer step of each policy on the mean loss per token of each lesson. Collective.
 
-    Yield the weighted loss of each writer, without an accuracy, and the statistics of each policy.
+    Yield, for each lesson, the weighted loss of each writer (its accuracy is not measured), and the statistics of each policy.
 
     max_tokens: tokens of a micro-batch.
     uncounted: writers whose tokens are not in the loss's denominator, and whose losses are not returned.

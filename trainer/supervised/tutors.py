@@ -1,4 +1,4 @@
-"""Which tutor teaches the team of a run whose policies have no model."""
+"""Choice of the tutor for a team whose policies have no model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from marsrl.rollout.tasks.tutor import Tutor
 from marsrl.trainer.config import RunConfig
 
 WHO_IS_TAUGHT = "task=arithmetic, preset=cpu_search_team or preset=cpu_dual_system (in their wording and prompts)"
-"""Settings with which a policy needs no model, for messages."""
+"""Teams and tasks for which policies need no model, as text for messages."""
 
 
 def tutor_of(config: RunConfig) -> type[Tutor[Any]] | None:

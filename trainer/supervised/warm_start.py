@@ -1,6 +1,6 @@
 """The warm start: policies with random weights imitate tutors and become a mediocre team, as `marsrl sft` teaches a user's file.
 
-    phase 1   one role, until its averaged loss is low       (rollout/tasks/*/tutor.py: what comes first, and why)
+    phase 1   one role, until its averaged loss is low       (rollout/tasks/*/tutor.py explains the order)
     phase 2   all roles, until the judged role's is low too
     phase 3   all roles, while the learning rate falls
 
@@ -64,10 +64,10 @@ def _warm_start(config: RunConfig, console: RunConsole, shape: str) -> Path:
     if config.warm_start.ready and json.loads((READY / "recipe.json").read_bytes()) == recipe:
         console.message(f"warm start: ready-made, {READY}; warm_start.ready=false would teach it on this machine")
         return READY
-    name = broadcast_bytes(name_of(recipe).encode() if rank() == 0 else None)  # hosts may have different processors
+    name = broadcast_bytes(name_of(recipe).encode() if rank() == 0 else None)  # names depend on the host's processor
     final = cache_directory() / name.decode()
     is_cached = final.is_dir()
-    barrier()  # every rank has looked before one writes
+    barrier()  # all ranks check the cache before any rank writes to it
     if is_cached:
         console.message(f"warm start: cached, {final}{of_shape}")
         return final
@@ -77,7 +77,7 @@ def _warm_start(config: RunConfig, console: RunConsole, shape: str) -> Path:
 
 
 def recipe_of(config: RunConfig, shape: str = SHAPE) -> dict[str, Any]:
-    """Return all that the warm-started policy depends on, except roundings. The team has a tutor."""
+    """Return everything that determines the warm-started weights up to rounding. The team must have a tutor."""
     tutor = tutor_of(config)
     assert tutor is not None, "preflight refuses teams without a tutor and a model"
     return {
@@ -91,7 +91,7 @@ def recipe_of(config: RunConfig, shape: str = SHAPE) -> dict[str, Any]:
 
 
 def name_of(recipe: dict[str, Any]) -> str:
-    """Name of the recipe's folder in the cache, on this hardware and with this torch: others round differently."""
+    """Name of the recipe's folder in the cache. Includes hardware and torch's version, because others round differently."""
     made_on = {"torch": torch.__version__, "device": device_name()}
     return hashlib.sha256(json.dumps(recipe | made_on, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -132,7 +132,7 @@ def _make(config: RunConfig, shape: str, recipe: dict[str, Any], final: Path, co
 
 
 def _teach(config: RunConfig, learner: Learner, tutor: Tutor[Any], renderer: ChatRenderer, console: RunConsole) -> None:
-    """Run the three phases; one that misses its goal ends with a warning."""
+    """Run the three phases; a phase that misses its goal ends with a warning."""
     settings, tokens, (alone, judged) = config.warm_start, DemonstrationTokens(renderer), tutor.judged
 
     def sequence(trace: Trace) -> TrainSequence:
@@ -148,7 +148,7 @@ def _teach(config: RunConfig, learner: Learner, tutor: Tutor[Any], renderer: Cha
         goal: Goal | None = None,
         least: int = 0,
     ) -> None:
-        """Teach until the role's loss, averaged over about twenty steps, reaches the goal, from step `least` on."""
+        """Teach at least `least` steps, until the role's loss, averaged over about twenty steps, reaches the goal."""
         lessons = (Lesson({"": [*map(sequence, traces(step))]}, lr(step)) for step in range(num_steps))
         taught = teach({"": learner}, lessons, config.trainer.max_tokens_per_micro_batch, uncounted=(DRILLS,))
         mean, whose = math.nan, f"{role.capitalize()}'s loss"
@@ -166,7 +166,7 @@ def _teach(config: RunConfig, learner: Learner, tutor: Tutor[Any], renderer: Cha
         return settings.lr * min(1.0, (step + 1) / max(1, settings.warmup_steps))
 
     def falling(step: int) -> float:
-        return settings.lr * (1.0 - 0.9 * (step + 1) / settings.decay_steps)  # to a tenth
+        return settings.lr * (1.0 - 0.9 * (step + 1) / settings.decay_steps)  # decays to a tenth of lr
 
     def team(step: int) -> Iterable[Trace]:
         return tutor.team_lesson()

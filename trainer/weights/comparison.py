@@ -29,7 +29,7 @@ from marsrl.trainer.learner.learner import Learner
 from marsrl.trainer.learner.other_roundings import Precision
 
 _NUM_SEQUENCES = 16
-_NUM_TOKENS = 41  # Leaves one block (32 tokens) of vLLM's CPU prefix cache before the last token.
+_NUM_TOKENS = 41  # A full block (32 tokens) of vLLM's CPU prefix cache precedes the last token.
 _FIRST, _LATER = 3.0, 2.0  # Bounds of the median, relative to the noise's and to that of the first comparison.
 _SHARE = 0.2
 _DIVERGED = 100.0  # Nats: median surprisal of the probe's random tokens under a diverged policy.
@@ -184,7 +184,7 @@ class EngineComparison:
 
 
 def _where_to_look(trainer: FloatArray) -> str:
-    """Return a hint at what may be wrong although the weights arrived. trainer: log-probs of the probe, [tokens] nats."""
+    """Return a hint at a likely cause other than the transfer. trainer: log-probs of the probe, [tokens] nats."""
     if (median := float(np.median(trainer))) < -_DIVERGED:
         return (
             f"the transfer is not the cause: the trainer's own log-probs have a median of {median:.4g} nats, so the policy has "

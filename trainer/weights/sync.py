@@ -57,7 +57,7 @@ _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 StandingBy = Callable[[Callable[[], "SyncReport"]], "SyncReport | None"]
-"""Runs rank 0's work; meanwhile the other ranks do what rank 0 asks of them."""
+"""Runs a function on rank 0, while the other ranks wait for its requests (Standby.during)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -422,7 +422,7 @@ class DirectSync(WeightSync):
         def receive() -> None:
             try:
                 answers.set_result(pool.receive_weights(updates, lambda engine, reason: sender.give_up(reason)))
-            except BaseException as error:  # Raised in the caller's thread, which has stopped waiting for engines.
+            except BaseException as error:  # Raised in the caller's thread by answers.result().
                 answers.set_exception(error)
                 sender.give_up("an engine has failed")
 
@@ -484,7 +484,7 @@ class Standby:
         return result
 
     def _feed(self, policy: str, engine: int) -> Timed | Lost | None:
-        """Send the policy's weights to an engine; None if the others are not on standby, or another thread asks."""
+        """Send the policy's weights to an engine; None if the others are not on standby, or if called from another thread."""
         if self._thread != threading.get_ident():
             return None
         broadcast_bytes(policy.encode())

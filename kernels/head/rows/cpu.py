@@ -14,7 +14,7 @@ from marsrl.kernels.head.vocabulary import Head
 from marsrl.kernels.library import address
 
 KINDS = {"clip": 0, "cispo": 1}
-CORRECTIONS = {"none": 0, "tis": 1, "icepop": 2, "sequence_mask": 2}  # icepop of the sequence's drift
+CORRECTIONS = {"none": 0, "tis": 1, "icepop": 2, "sequence_mask": 2}  # sequence_mask is icepop on the sequence's drift
 KLS = {"none": 0, "k1": 1, "k2": 2, "k3": 3}
 
 
@@ -24,7 +24,7 @@ def c_rows(logits: Tensor, rows: Rows, head: Head) -> tuple[Any, ...]:
 
 
 def c_temperature(head: Head) -> tuple[Tensor | None, float]:
-    """Return inverse temperatures by token, and the common one, which is used if the former is None."""
+    """Return (inverse temperature of each token or None, the common one, used if the first is None)."""
     return head.inverse_temperature, head.inverse_temperature_of_all
 
 

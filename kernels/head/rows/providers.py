@@ -26,7 +26,7 @@ class RowProvider:
     why_not_tensor: Callable[[str, Tensor], str | None]
 
     def why_not(self, **tensors: Tensor) -> str | None:
-        """Return None if these arguments, named as the caller knows them, can be served; else the reason."""
+        """Return None if these arguments (by the caller's names) can be served, else the reason."""
         for why_not in (self.why_not_tensor, why_not_double):
             for name, tensor in tensors.items():
                 if (reason := why_not(name, tensor)) is not None:

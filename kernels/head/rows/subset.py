@@ -18,7 +18,7 @@ class LateCount:
     """
 
     def __init__(self, value: Tensor | int):
-        """value: known, or a [] or [1] integer tensor that is complete once the work queued so far is."""
+        """value: a number, or a [] or [1] integer tensor that is complete once the work queued so far has run."""
         self._event: torch.cuda.Event | None = None
         self._value = value
         if isinstance(value, Tensor) and value.is_cuda:

@@ -11,8 +11,8 @@ from marsrl.kernels.head.rows.subset import LateCount, Rows
 from marsrl.kernels.head.vocabulary import Head
 from marsrl.kernels.triton_machine import on_device_of
 
-# Number of columns that one program reads. 151936 columns are 5 pieces: 15 rows still fill 75 multiprocessors, and a piece
-# is long enough (128 KiB) to run at the speed of memory. Not measured yet.
+# Number of columns that one program reads. 151936 columns are 5 pieces, so that even 15 rows fill 75 multiprocessors, and a
+# piece is long enough (128 KiB) to run at the speed of memory. Not measured yet.
 PIECE_COLUMNS = 32768
 BLOCK_COLUMNS = 4096  # columns per step of the loop: 16 elements per thread
 NUM_WARPS = 8
@@ -140,7 +140,7 @@ def _pieces(logits: Tensor, rows: Rows, head: Head) -> Tensor:
 
 
 def _token_arguments(rows: Rows, head: Head) -> tuple[Tensor | int | float | None, ...]:
-    """Return what a kernel needs to know of its rows: ids, first, targets, first_column, inverse temperatures."""
+    """Return a kernel's arguments about its rows: ids, first, targets, first_column, inverse temperatures."""
     return (
         rows.ids,
         rows.first,

@@ -381,7 +381,7 @@ def list_active(
     coefficient,
     entropy_coefficient,
     place_of,  # [num_rows] int32: the row's index among active rows; -1 = no coefficient
-    active,  # receives the tokens in order
+    active,  # [>= num_rows] int64: receives the tokens of the active rows, in order
     count,  # [1] int32
     BLOCK: tl.constexpr,
 ):

@@ -38,7 +38,7 @@ def machine_lacks_quack() -> str | None:
 
 
 def why_not_quack(head: Head, hidden: Tensor, tokens: PolicyTokens, wanted: Wanted) -> str | None:
-    """Return None if QuACK's head can serve this call, else the reason; after machine_lacks_quack."""
+    """Return None if QuACK's head can serve this call, else the reason. Call it after machine_lacks_quack."""
     weight = head.weight
     if reason := why_not_triton("hidden", hidden):
         return reason

@@ -33,10 +33,10 @@ def quack_gradients(
     terms: PolicyTerms,
     wanted: Wanted,
 ) -> HeadGradients:
-    """Compute what chunked_head.policy_gradients does; statistics.maximum is a row's m.
+    """Compute what chunked_head.policy_gradients does; statistics.maximum is the row's offset m (gemms.py).
 
     Raises:
-        UnlikelyTarget: a row needs another m.
+        UnlikelyTarget: exponentials relative to a row's m overflow.
     """
     hidden = hidden.contiguous()
     gradients = HeadGradients(head, hidden, wanted)
@@ -95,7 +95,7 @@ def finish(
     of_rows: Tensor,
     is_beyond: Tensor,
 ) -> None:
-    """Fill statistics at the rows of the chunk; is_beyond [1] int32 becomes 1 if a row needs another m."""
+    """Fill statistics at the rows of the chunk; is_beyond [1] int32 becomes 1 if exponentials relative to a row's m overflow."""
     tiles = totals.shape[1]
     with on_device_of(totals):
         triton_kernels.finish_rows[(chunk.count,)](

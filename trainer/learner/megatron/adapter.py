@@ -132,7 +132,7 @@ class Pair(nn.Module):
 class ActiveAdapters:
     """Adapters of a micro-batch, whose tokens are grouped by adapter in this order.
 
-    counts: [adapters] int64, tokens of each; None: a single adapter. own: the same for this tensor-parallel rank's tokens.
+    counts: [adapters] int64, tokens of each; None: a single adapter. own: counts among this tensor-parallel rank's tokens.
     """
 
     adapters: tuple[Adapter, ...]

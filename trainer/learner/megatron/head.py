@@ -52,8 +52,9 @@ class FusedHead(ColumnParallelLinear):
 class PolicyModel(GPTModel):
     """GPTModel whose forward pass takes a PackedBatch.
 
-    On the last pipeline stage it returns HeadResult if a loss is given (with the mpt that gates it), else log-probs [T]
-    float32; on other stages the hidden states [T / TP, 1, H]. active: adapters to add to its layers (adapter.py: ActiveAdapters).
+    On the last pipeline stage it returns HeadResult if a loss is given (mpt: the settings of its gate), else log-probs
+    [T] float32; on other stages the hidden states [T / TP, 1, H].
+    active: adapters to add to its layers (adapter.py: ActiveAdapters).
     """
 
     def __init__(self, *args: Any, real_vocab_size: int, **kwargs: Any) -> None:
@@ -122,7 +123,7 @@ class PolicyModel(GPTModel):
     ) -> Any:
         """Return log-probs and entropy [R] of these rows, at `temperature` over the whole vocabulary.
 
-        None: at the sampling temperature, over the tokens that the sampler kept.
+        temperature None: at the sampling temperature, over the tokens that the sampler kept.
         """
         support = None
         if temperature is None:

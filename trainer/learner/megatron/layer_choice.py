@@ -22,7 +22,7 @@ _NO_GPU = "PyTorch sees no CUDA device"
 
 
 class LayerChoice(NamedTuple):
-    """Chosen layers. why: the reason as text; for ours, why not TransformerEngine's."""
+    """Chosen layers. why: the reason as text; for our layers, why TransformerEngine's are not used."""
 
     layers: Layers
     why: str

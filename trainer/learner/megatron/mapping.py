@@ -18,8 +18,8 @@ An adapter's parameters have PEFT's names, a pair A [r, in], B [out, r] for each
 | experts.gate_proj, ... [e]        | experts.e.gate_proj.lora_A, ...            | EP by e              |
 
 The converter (convert.py), the export of a checkpoint and the planner (in commands/) all read this table. A shard of a
-Megatron parameter is one range of rows, or of columns, of each of its Hugging Face tensors: see held_boxes, for a sync
-without files.
+Megatron parameter is one range of rows, or of columns, of each of its Hugging Face tensors: see held_boxes, which a sync
+without files uses.
 """
 
 from __future__ import annotations

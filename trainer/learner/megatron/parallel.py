@@ -47,7 +47,7 @@ def start(layout: Layout, seed: int) -> None:
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         if "RANK" in os.environ:
             dist.init_process_group(backend, timeout=timeout)
-        else:  # Without torchrun, avoid a port that others could take and variables that child processes inherit.
+        else:  # Without torchrun a HashStore needs no port, and no environment variables that child processes would inherit.
             dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
         _own_world.append(True)
     if _current:
@@ -68,7 +68,7 @@ def start(layout: Layout, seed: int) -> None:
 
 
 def routes() -> Routes:
-    """Return the routes from rank 0 to every data-parallel replica: first to its first rank, then to its others."""
+    """Return the routes from rank 0 to every data-parallel replica: to its first rank, and from there to its other ranks."""
     from megatron.core import parallel_state
 
     across = parallel_state.get_data_parallel_group(with_context_parallel=True)

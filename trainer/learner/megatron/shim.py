@@ -74,7 +74,7 @@ def _before_import() -> None:
     for name in _FACTORIES:
         make = _on_cpu(getattr(torch, name))
         setattr(torch, name, make)
-        _register_builtin(make, f"aten::{name}")  # TorchScript compiles other libraries' functions with these
+        _register_builtin(make, f"aten::{name}")  # other libraries' TorchScript functions call these factories
     tensor: Any = torch.Tensor
     tensor.cuda = lambda tensor, *args, **kwargs: tensor
     tensor.to = _to  # accepts "cuda"
@@ -169,7 +169,7 @@ def _type(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     result = _TYPE(tensor, *args, **kwargs)
     if args or kwargs:
         return result
-    # The optimizer sorts parameters by the names of CUDA types, which only it may see.
+    # Megatron's optimizer groups parameters by the names of CUDA types; other callers get the true names.
     caller = sys._getframe(1).f_code.co_filename.replace("\\", "/")
     return result.replace("torch.", "torch.cuda.", 1) if "megatron/core/optimizer" in caller else result
 
