@@ -1,6 +1,6 @@
 """Train, evaluate and teach a team in this process, and the handle of a run: the commands as functions (docs/python_api.md).
 
-A call trains one rank, here, and returns when it has ended; then its engines, workers and Ray have ended, too.
+A call trains one rank in this process. When it returns, its engines, workers and Ray have ended too.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Error(Exception):
     """Settings or files that cannot be used, or a run that failed. The text is the command line's, without the program's name."""
 
 
-Error.__module__ = "marsrl"  # as tracebacks name it
+Error.__module__ = "marsrl"  # the name in tracebacks
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run by its directory, finished or not. It holds no process and no file: all is read when it is asked for.
+    """A run by its directory, finished or not. It keeps no process and no file open; files are read at each access.
 
     Its properties and methods raise Error for files that are missing or damaged.
     """
@@ -89,7 +89,7 @@ class Run:
 
     @property
     def summary(self) -> Summary | None:
-        """Evaluations before and after, timings and hardware; None of a run that has not finished."""
+        """Evaluations before and after, timings and hardware; None until the run has finished."""
         file = RunDirectory(self.path).summary
         with _errors():
             return load_summary(file) if file.exists() else None
@@ -133,11 +133,11 @@ def train(
     Args:
         config: a YAML file, a preset's name, or a mapping of settings.
         team, task: a class, or what `orchestration` and `task` take.
-        settings: over those of `config`: run={"steps": 4}, or **{"run.steps": 4}.
+        settings: override those of `config`: run={"steps": 4}, or **{"run.steps": 4}.
 
     Raises:
         Error: the settings cannot be used, or the run failed.
-        KeyboardInterrupt: after the last finished step is saved; the text says how to go on.
+        KeyboardInterrupt: raised after the last finished step is saved; the text says how to resume.
     """
     read, origin = _read(config, team, task, settings)
     _check_process("train", read)
@@ -154,7 +154,7 @@ def train(
 
 
 def _train(prepared: PreparedRun) -> None:
-    """A frame of its own, which _running clears of the model."""
+    """Train in a separate frame, whose references to the model _running clears."""
     from marsrl.trainer.build import open_run
     from marsrl.trainer.loop import train as loop
 
@@ -225,10 +225,10 @@ def try_team(
     prompts: bool = False,
     **settings: Any,
 ) -> Rehearsal:
-    """Play one problem by a team with made-up answers, as `marsrl try` does, and show whom it asks; no model is needed.
+    """Play one problem with made-up answers, as `marsrl try` does, and show the team's calls; no model is needed.
 
     Args:
-        answers: what an agent says, call by call: {"solver": ["one answer", "the next"]}; others' are made up.
+        answers: an agent's answers, in the order of its calls: {"solver": ["one answer", "the next"]}; other answers are made up.
         question, reference: a problem and its right answer. Default: a problem of the task.
         prompts: also show what each agent read.
 
@@ -257,7 +257,7 @@ def _words(team: type | str | None, task: type | str | None, settings: Mapping[s
 
 
 def _as_words(settings: Mapping[str, Any]) -> list[str]:
-    """Settings as words key=value, whose values are YAML, of which JSON is a part."""
+    """Settings as command-line words key=value; values are written as JSON, which is valid YAML."""
     words = []
     for key, value in settings.items():
         try:
@@ -311,7 +311,7 @@ def _errors() -> Iterator[None]:
         raise Error(visible(refusal(error))) from error
     except Error:
         raise
-    except Exception as error:  # the command line ends with a traceback, of which this is the last line
+    except Exception as error:  # this is the last line of the traceback that the command line prints
         raise Error(visible(f"{type(error).__name__}: {error}")) from error
 
 

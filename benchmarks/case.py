@@ -85,7 +85,7 @@ class Variant:
 class Compared:
     """Variants of a function of the tensors `inputs`; results are its outputs, by these names.
 
-    With a gradient of the first output the function runs backward too, and results are also the gradients of inputs by name.
+    If a gradient of the first output is given, the function also runs backward, and results include the gradients of inputs.
     """
 
     inputs: Mapping[str, Tensor]
@@ -129,9 +129,9 @@ class Missing:
 
 @dataclass(frozen=True)
 class Judgement:
-    """Exact and plain results to judge by, as Bench.judge returns them.
+    """Results of Bench.judge: exact ones, and those of plain PyTorch.
 
-    scales, apart: arguments of assert_accurate, per result; missing: 0, None.
+    scales, apart: arguments of assert_accurate by name of the result; 0 and None for missing names.
     """
 
     exact: Results
@@ -149,8 +149,8 @@ class Judgement:
 class Bench:
     """One case at one shape. candidates: variants that run, and variants that cannot.
 
-    judge: returns float64 results on the inputs' device, and plain PyTorch's results at the dtype of the input. By these
-    assert_accurate judges the variant `ours`. Called once, and never in a child that measures memory.
+    judge: returns float64 results on the inputs' device, and plain PyTorch's results at the dtype of the input, with which
+    assert_accurate compares the variant `ours`. Called once, and never in a child that measures memory.
     flops, bytes: least work of the job, by formula: each input read once, each result written once.
     result_bytes: size of the results that every variant must allocate (dX and dW); peak memory is reported beyond them.
     notes: remarks for readers of the table.

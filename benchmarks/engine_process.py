@@ -37,7 +37,7 @@ class EngineProcess:
     def __init__(
         self, model_dir: str, dtype: str, make: Make = local_engine, start: Literal["fork", "spawn"] = "fork"
     ) -> None:
-        # A forked child has this checkout's modules, wherever they were imported from.
+        # A forked child keeps this checkout's modules, even if another marsrl is installed.
         context = multiprocessing.get_context(start)
         self._process = ProcessPoolExecutor(1, context, _begin, (make, model_dir, dtype))
 

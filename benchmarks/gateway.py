@@ -140,7 +140,7 @@ def calls(sessions: int, rounds: int) -> dict[str, Any]:
 
 
 def play(model_dir: str, orchestration: str) -> Side:
-    """Yield, for each question, {"tokens", "seconds"} of the next TOKENS, or some more."""
+    """Yield, for each message of the parent, {"tokens", "seconds"} of decoding at least TOKENS tokens."""
     from marsrl.rollout.imports import imports_for_good
 
     with imports_for_good():  # Runs import this way too.
@@ -166,7 +166,7 @@ def play(model_dir: str, orchestration: str) -> Side:
         answer: Any = None
         with closing(rollout):
             while True:
-                with rollout.resting():  # The other side has its turn.
+                with rollout.resting():  # The other team is measured meanwhile.
                     yield answer
                 before, start = sum(pool.num_decoded()), time.perf_counter()
                 while (tokens := sum(pool.num_decoded()) - before) < TOKENS:

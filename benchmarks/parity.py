@@ -60,7 +60,7 @@ VOCABULARY = 323
 LIMITS = {"loss": 2e-6, "gradient": 1.5e-6, "sgd": 1e-6}
 COLUMNS = (*LIMITS, "adam")
 REFERENCE_LIMITS = {"loss": 2e-6, "gradient": 1e-5}
-PROBE_LR = 4096.0  # a power of two: (before - after) / lr is the gradient to its own rounding
+PROBE_LR = 4096.0  # a power of two, so that (before - after) / lr is the gradient without another rounding
 SGD_LR = 0.5
 
 
@@ -137,7 +137,7 @@ def samples() -> list[Any]:
     return out
 
 
-# These are far, for float32, from the model's own entropies and probabilities; four of the eight positive samples are masked.
+# In float32 no entropy or probability is near these thresholds; they mask four of the eight positive samples.
 MPT_ENTROPY, MPT_PROBABILITY = 5.702, 0.004
 
 

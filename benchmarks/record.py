@@ -50,7 +50,7 @@ def _cpu_clocks() -> str:
 
 
 def _instructions() -> str:
-    capabilities: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # an older torch does not tell
+    capabilities: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # older versions of torch lack it
     return " ".join(
         [
             torch.backends.cpu.get_cpu_capability(),

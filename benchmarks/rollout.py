@@ -31,11 +31,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from marsrl.trainer.checks.preflight import Checked
 
-Side = Generator[Any, Any, None]  # yields None once ready, then an answer to each question
+Side = Generator[Any, Any, None]  # yields None once ready, then a result for each message of the parent
 
 
 def bare(model_dir: str, dtype: Any, max_num_seqs: int, max_model_len: int, kv_cache_mib: int, threads: int) -> Side:
-    """Yield the seconds of LLM.generate for each question, [prompt ids, length] of completions."""
+    """Yield the seconds of LLM.generate for each message, a list of [prompt ids, length] of completions."""
     from marsrl.rollout.engines.vllm.arguments import vllm_environment
 
     os.environ.update(vllm_environment(threads))
@@ -62,7 +62,7 @@ def bare(model_dir: str, dtype: Any, max_num_seqs: int, max_model_len: int, kv_c
 
 
 def play(model_dir: str, stage: Sequence[str], engines: int, threads: int, overlap: int) -> Side:
-    """Yield {"tokens", "seconds", "work": [[prompt ids, length], ...]} of the stages of each seed that is asked for.
+    """Yield {"tokens", "seconds", "work": [[prompt ids, length], ...]} of the stages of each requested seed.
 
     A seed takes one stage, or the first four with rollout.overlap. tokens: number of all decoded tokens; work: the finished
     completions.
@@ -130,7 +130,7 @@ class Child:
         return self._connection.recv()
 
     def close(self) -> None:
-        """End the questions, so that the process exits with its engines."""
+        """Close the connection, which ends the process and its engines."""
         self._connection.close()
         self._process.join(60)
         self._process.kill()

@@ -68,7 +68,7 @@ def _build(shape: Shape) -> Bench:
         variants.append(compared.variant("megatron-core, unfused", partial(megatron, **routing), does))
     num_bytes = (
         4.0 * (TOP_K + 1) * hidden.nbytes
-    )  # both moves and both gradients: tokens and rows, one read, one written
+    )  # both ops and both gradients; each reads tokens and writes rows, or the reverse
     flops = 2.0 * TOP_K * hidden.numel()
     return Bench(variants, partial(compared.judge, partial(_eager, **routing)), flops, num_bytes, 2 * hidden.nbytes)
 

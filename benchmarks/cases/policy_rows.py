@@ -75,7 +75,7 @@ def _build(shape: Shape) -> Bench:
 
 
 class _Ours:
-    """The steps of the fused loss between its GEMMs, on buffers that stay."""
+    """The steps of the fused loss between its GEMMs, on buffers that are reused."""
 
     def __init__(
         self, kernels: RowKernels, logits: Tensor, targets: Tensor, advantages: Tensor, old: Tensor, bonus: float
@@ -94,7 +94,7 @@ class _Ours:
         self.tokens = policy_tokens("policy_rows", num_tokens, device, inputs)
 
     def fill(self) -> None:
-        """Do the work of a batch, not of a chunk: allocate arrays of all tokens and the evaluator of the objective."""
+        """Do the work that is needed once per batch: allocate arrays of all tokens and the evaluator of the objective."""
         self.logits.copy_(self.source)
         statistics = self.statistics = Statistics.zeros(self.active.numel(), self.logits.device)
         self.terms = policy_terms(self.kernels, self.tokens, statistics.logprobs, statistics.entropy)

@@ -116,9 +116,9 @@ STUDIES = {
 
 FOREIGN_SEEDS = FIVE
 FOREIGN = ("own team", "untrained", "trained", "untrained, another kind", "trained, another kind")
-"""Origin of a team's Solver: itself; another seed's warm start; one of another shape, tutors and mistakes. Verifier and Corrector
-are this seed's, before its training (untrained) or after it."""
-OTHER_KIND = (  # 107,456 parameters for 568,416; slips mostly at + and -, where this team's tutors mostly slip at *
+"""Teams to evaluate. The Solver is the team's own, another seed's warm start, or one with another shape, tutors and mistakes.
+Verifier and Corrector are from this seed, before training (untrained) or after it."""
+OTHER_KIND = (  # 107,456 instead of 568,416 parameters; mistakes mostly at + and -, while this team's tutors make them mostly at *
     "policies.main.shape=tiny",
     "task_options={slip_add: 1.0, slip_subtract: 1.0, slip_multiply: 0.1}",
     "warm_start.slip_solver=0.15",

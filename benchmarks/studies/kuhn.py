@@ -58,7 +58,10 @@ def exploitability(bets: Bets) -> float:
 
 
 def average(policies: Sequence[Bets]) -> Bets:
-    """Return the policy that plays like one of these, drawn before each game: moves weigh as its player reaches them."""
+    """Return the policy that plays as if one of these were drawn before each game.
+
+    At each decision point a policy's moves are weighted by the probability with which its player reaches the point.
+    """
     found = {}
     for card, history in POINTS:
         reach = [1 - each[card, ""] if history == "01" else 1.0 for each in policies]

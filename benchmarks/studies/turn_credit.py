@@ -65,7 +65,7 @@ def _groups(num_sessions: int) -> Iterator[tuple[tuple[int, ...], float]]:
 
 
 def samples_of(sessions: Sequence[Rewards]) -> Group:
-    """Return sessions of one agent with these rewards of turns; a turn is two tokens, and a foreign one lies between."""
+    """Return sessions of one agent with these rewards of turns; a turn has two tokens, with an unsampled token between turns."""
     return Group("0/solver", "0", "solver", tuple(_sample(i, rewards) for i, rewards in enumerate(sessions)))
 
 

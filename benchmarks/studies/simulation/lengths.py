@@ -1,6 +1,6 @@
 """Length and outcome of a simulated completion, as functions of its uid.
 
-All schedules therefore play the same completions, and every length is a smooth function of sigma.
+Every schedule therefore plays the same completions, and each length is a smooth function of sigma.
 """
 
 from __future__ import annotations

@@ -24,11 +24,10 @@ from simulation.engine_timeline import EngineTimeline, Job
 from simulation.lengths import Lengths
 
 TOKEN_GRAIN = 128
-"""Real tokens that one simulated token stands for: 64k are 512, a length is off by less than 1.6% of 8k."""
+"""Real tokens per simulated token: 64k tokens become 512, and a length of 8k is off by less than 1.6%."""
 
 Written = Callable[[str, int, int], IntArray]
-"""(uid, number of tokens, those left behind them) -> [N] int32: what an engine decodes next of a completion, its end where none
-is left."""
+"""(uid, number of tokens, tokens left after these) -> [N] int32: the next tokens of a completion; its end if none are left."""
 
 _TOGETHER_S = 1.0  # span within which results are collected at once
 
@@ -48,8 +47,8 @@ class _UnderWay:
 class SimulatedReplicas(Replicas):
     """The engines of one policy. `collect` runs until something ends.
 
-    lengths: whole lengths of completions, in real tokens. written: their tokens. grain, prompt_grain: real tokens that one of a
-        completion, of a prompt, stands for.
+    lengths: whole lengths of completions, in real tokens. written: their tokens. grain, prompt_grain: real tokens per
+        simulated token of a completion, of a prompt.
     texts: of completions; None: engines return none. first_token_s: time of the first token, by uid; readers remove their
         entries. own_cpu_s: CPU seconds of this simulation, texts and the engines' ends of messages included. received, returned:
         bytes of the messages to the engines and back.

@@ -44,7 +44,7 @@ SENSITIVITIES = Grid(
 """More segments, rollout.overlap, and one axis at a time: four times the work."""
 
 FULL = replace(SENSITIVITIES, problem_axis=(128, 512, 4096))
-"""With the settings that take half of the time."""
+"""The sensitivities with 4,096 problems too, which doubles the time."""
 
 
 def scaled_grid(grid: Grid, divisor: int) -> Grid:
@@ -121,7 +121,7 @@ def add_rows(study: Study, grid: Grid, say: Callable[[str], None], workers: int)
     """Play every setting of the grid, the largest first; `say` gets a line after each."""
     work = sorted(settings(grid), key=_size, reverse=True)
     timed = partial(_timed, study.constants, Lengths(study.fitted.sigma))
-    # A forked child has this checkout's modules already, wherever they were imported from.
+    # A forked child keeps this checkout's modules, even if another marsrl is installed.
     with ProcessPoolExecutor(workers, mp_context=get_context("fork")) as pool:
         for setting, (outcome, cpu_s) in zip(work, pool.map(timed, work), strict=True):
             study.rows[setting] = outcome
@@ -138,7 +138,7 @@ def _size(setting: Setting) -> int:
 def _timed(constants: Constants, lengths: Lengths, setting: Setting) -> tuple[Outcome, float]:
     """Play a setting with the garbage collector off.
 
-    Samples hold no cycles, and looking for cycles among millions of them takes a third of the time.
+    Samples hold no reference cycles, and searching millions of them for cycles takes a third of the time.
     """
     begin = time.process_time()
     gc.disable()

@@ -29,7 +29,7 @@ def constants_text() -> str:
 
 
 def fit_text(fitted: Fit) -> str:
-    """Return sigma, and the predictions of both readings beside UloRL's published times."""
+    """Return the fitted sigma, and a table of UloRL's published step times and the predictions of both READINGS."""
     rows = []
     for segments, published in PUBLISHED_S.items():
         cells = [str(segments), f"{published:.0f}"]
@@ -76,7 +76,7 @@ def axes_text(study: Study, grid: Grid) -> str:
 
 
 def adds_text(study: Study, grid: Grid) -> str:
-    """Return the gain of each half of the change, at the centre."""
+    """Return the gains of the agentic pipeline alone, of segments alone and of both, at the centre of the grid."""
     slow, fast = reference(grid.engines, grid.problems), ours(grid.engines, grid.problems)
     time_of = {setting: study.rows[setting].s_per_sample for setting in study.rows}
     pipeline_alone = time_of[slow] / time_of[replace(slow, pipeline="agentic")]
