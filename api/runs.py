@@ -190,7 +190,7 @@ def evaluate(
     """Evaluate a team without training it, as `marsrl evaluate` does.
 
     Args:
-        config: as of `train`; or a run, its directory or one of its checkpoints, whose team is evaluated with those weights.
+        config: as in `train`; or a run, its directory or one of its checkpoints, to evaluate its team with those weights.
         out: folder for the evaluation and each finished draw, in which an earlier one is resumed. Default: a new folder.
 
     Raises:
@@ -317,7 +317,7 @@ def _errors() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Ignore libraries' warnings in the body alone, and put PyTorch's threads back after it."""
+    """Ignore libraries' warnings in the body, and restore PyTorch's number of threads afterwards."""
     import torch
 
     from marsrl.trainer.machine import quiet_libraries

@@ -116,7 +116,7 @@ STUDIES = {
 
 FOREIGN_SEEDS = FIVE
 FOREIGN = ("own team", "untrained", "trained", "untrained, another kind", "trained, another kind")
-"""Teams to evaluate. The Solver is the team's own, another seed's warm start, or one with another shape, tutors and mistakes.
+"""Teams to evaluate. Solver: the team's own, another seed's warm start, or one with another shape, tutor and mistakes.
 Verifier and Corrector are from this seed, before training (untrained) or after it."""
 OTHER_KIND = (  # 107,456 instead of 568,416 parameters; mistakes mostly at + and -, while this team's tutors make them mostly at *
     "policies.main.shape=tiny",

@@ -7,7 +7,7 @@
 #include "vector_exp.h"
 
 enum Kind : int32_t { kClip = 0, kCispo = 1 };
-enum Correction : int32_t { kNoCorrection = 0, kTis = 1, kIcepop = 2 };  // sequence_mask arrives as `dropped`
+enum Correction : int32_t { kNoCorrection = 0, kTis = 1, kIcepop = 2 };  // tokens that sequence_mask masks are `dropped`
 enum Kl : int32_t { kNoKl = 0, kK1 = 1, kK2 = 2, kK3 = 3 };
 
 struct Objective {

@@ -137,9 +137,9 @@ class PolicyTokens:
 
     advantages [T]; weights [T], None: 1; mask [T] bool, None: all trained; cu_seqlens [S+1] int; sequence_of, agent_of
     [T] int64; gate [T] bool; dropped [T] bool; old_logprobs, rollout_logprobs, reference_logprobs [T], nats: any float
-    for the reference, float32 and contiguous for row kernels. log_ratio, log_drift [T] float32: of the sequence, in place
-    of logprobs - old_logprobs and of the log of the token's d. normaliser: number, or one element on the device. None: not
-    given, or not needed.
+    for the reference, float32 and contiguous for row kernels. log_ratio, log_drift [T] float32: means over the sequence,
+    which replace logprobs - old_logprobs and the log of the token's d. normaliser: number, or one element on the device.
+    None: not given, or not needed.
     Values of masked tokens are never read, and may be anything, NaN included.
     """
 

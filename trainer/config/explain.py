@@ -30,7 +30,7 @@ def page_of(name: str) -> str:
 
 
 def help_line(message: str) -> str:
-    """Return the page and command that explain the setting at the start of an error; "" if it starts with none."""
+    """Return the page and command that explain the setting at the start of an error; "" if the error starts with no setting."""
     first = re.match(r"[\w.]*", message)[0].rstrip(".")  # type: ignore[index]  # the pattern always matches
     name = as_key(first.split("."))
     if name not in all_keys() or "docs/" in message:

@@ -87,7 +87,7 @@ def too_many_errors(batch: StepBatch, most: float) -> str:
 def why_nothing_trains(batch: StepBatch, config: RunConfig, num_steps: int) -> str:
     """Return a message with the settings to change.
 
-    num_steps: consecutive steps without a gradient; `batch` is the last one's.
+    num_steps: consecutive steps without a gradient. batch: the batch of the last of these steps.
     """
     samples = [sample for group in batch.groups for sample in group.samples]
     if not samples:

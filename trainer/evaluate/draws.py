@@ -27,7 +27,7 @@ from marsrl.trainer.runs.answers import Answers, key_of
 
 DRAWS, EVALUATION = "draws.jsonl", "evaluation.json"
 Held = TypeVar("Held")
-MAX_ANSWER_CHARS = 200  # characters of a saved answer; longer ones with this beginning count as equal
+MAX_ANSWER_CHARS = 200  # characters of a saved answer; two longer answers count as equal if these characters are
 MAX_HELD_CHARS = 200  # characters of a completion's end in memory: completions of a long evaluation would fill it
 
 
@@ -70,7 +70,7 @@ class Draw(Schema):
 
     of: the set of data.eval. alone: null if the first agent does not solve. judge: a model judge's counts since the last draw.
     latency_s: from its first request to its end, in the process that played it (Played); null without requests.
-    prompts: what agents read, once each; calls name them by index.
+    prompts: the prompts of its calls, without repetition; each call has an index into them.
     """
 
     of: str

@@ -234,7 +234,7 @@ def pass_at(n: int, c: int, ks: Sequence[int]) -> dict[int, float]:
 
 
 def majorities(draws: Sequence[Said], ks: Sequence[int]) -> dict[int, tuple[float, float]]:
-    """(majority@k, that of the shorter half) by k: correctness of the most frequent answer among k draws.
+    """Return (majority@k, short-majority@k) by k: correctness of the most frequent answer of k draws, or of their shorter half.
 
     A mean over ORDERS seeded orders of the draws; tied answers share the vote. Draws without an answer have no vote; without
     votes the majority is wrong. NaN for fewer than k draws.

@@ -129,7 +129,7 @@ class Routes:
 
 
 def scatter_bytes(parts: Sequence[bytes] | None, data_ranks: Sequence[int], routes: Routes) -> memoryview:
-    """Return this rank's part. Collective; call `barrier` before the first call, because scatter has no meeting.
+    """Return this rank's part. Collective; call `barrier` before the first call, because scatter does not wait at the store.
 
     parts: by data rank, on rank 0; None on other ranks. data_ranks: the data rank of each rank.
     """
