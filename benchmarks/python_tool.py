@@ -39,7 +39,7 @@ from marsrl.rollout.types import ToolCall, ToolOutput
 
 WANTED_MS = 30.0
 WAIT_S = 0.2
-HONEST = 32  # calls beside the hostile ones
+HONEST = 32  # honest calls that run together with the hostile ones
 WAITING = f"import time\ntime.sleep({WAIT_S})\nprint('well')"
 HOSTILE = (
     "while True: pass",

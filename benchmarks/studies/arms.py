@@ -117,8 +117,8 @@ STUDIES = {
 FOREIGN_SEEDS = FIVE
 FOREIGN = ("own team", "untrained", "trained", "untrained, another kind", "trained, another kind")
 """Teams to evaluate. Solver: the team's own, another seed's warm start, or one with another shape, tutor and mistakes.
-Verifier and Corrector are from this seed, before training (untrained) or after it."""
-OTHER_KIND = (  # 107,456 instead of 568,416 parameters; mistakes mostly at + and -, while this team's tutors make them mostly at *
+Verifier and Corrector: of this seed, before training (untrained) or after it."""
+OTHER_KIND = (  # 107,456 instead of 568,416 parameters; mistakes mostly at + and -, those of this team's tutors mostly at *
     "policies.main.shape=tiny",
     "task_options={slip_add: 1.0, slip_subtract: 1.0, slip_multiply: 0.1}",
     "warm_start.slip_solver=0.15",

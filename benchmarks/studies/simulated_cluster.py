@@ -284,7 +284,7 @@ def token_s(coarse: RankZero, fine: RankZero) -> float:
 
 
 def overlap_gains() -> dict[str, Outcome]:
-    """Simulate one agent at 32k tokens: first in turn with the trainer, then beside it, by GPU split and segments."""
+    """Simulate one agent at 32k tokens: alternating with the trainer, then in parallel with it, by GPU split and segments."""
     gpus_per_engine = Constants.gpus_per_engine
     setting = Setting(
         round(BASE / gpus_per_engine), ULORL.problems, is_solver_only=True, group_size=GROUP, max_tokens=LONG

@@ -30,7 +30,7 @@ struct Tokens {
   const float* reference_logprobs;
   const uint8_t* gate;     // of the token's sample
   const uint8_t* dropped;  // the token loses every term
-  const float* weight;     // factor on all terms, beside inverse_normaliser
+  const float* weight;     // factor on all terms, in addition to inverse_normaliser
   const int64_t* agent;    // null: all agent 0
   const float* logprobs;
   const float* entropy;

@@ -66,7 +66,7 @@ def group_advantage_reference(
 def less_mean_of_others(
     rewards: Tensor, compared: Tensor, session_of: Tensor, mean_set_of: Tensor, keeps_single: bool
 ) -> Tensor:
-    """A = R - mean of the set's values without that of its own session, [S] in the dtype of rewards.
+    """Compute A = R - mean of the set's values, without the sample's own session, [S] in the dtype of rewards.
 
     compared: [S] like rewards, one value per session; NaN elsewhere.
     """
@@ -75,6 +75,6 @@ def less_mean_of_others(
     found = set_statistics(values, is_compared, mean_set_of, is_unbiased=False)
     own = values.new_zeros(values.shape).index_add_(0, session_of, torch.where(is_compared, values, 0.0))[session_of]
     others = found.mean + (found.mean - own) / (found.count - 1).clamp(min=1)
-    others = torch.where(found.is_flat, own, others)  # Exactly 0 for equal rewards, whatever the mean is rounded to.
+    others = torch.where(found.is_flat, own, others)  # Exactly 0 for equal rewards, even if the mean is rounded.
     is_zero = rewards.isnan() if keeps_single else rewards.isnan() | found.is_single
     return torch.where(is_zero, 0.0, rewards.double() - torch.where(found.is_single, 0.0, others)).to(rewards.dtype)

@@ -47,7 +47,7 @@ class Average:
 def mini_batches(credited: Credited, number: int, average: Average, *, seed: int, step: int) -> tuple[MiniBatch, ...]:
     """Split one step into at most `number` mini-batches, each an optimizer update, in order.
 
-    Groups come in an order drawn from (seed, step). Each goes to the mini-batch with the fewest samples in the loss's
+    The order of groups is drawn from (seed, step). Each goes to the mini-batch with the fewest samples in the loss's
     denominator, and each mini-batch has the denominators of its own groups. A mini-batch without a gradient is dropped;
     its tokens are then in no denominator.
     """

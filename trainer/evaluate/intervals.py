@@ -36,7 +36,7 @@ def bootstrap(num_problems: int, statistic: Statistic) -> tuple[float, float]:
 def estimate_of(num_problems: int, num_samples: int, statistic: Statistic) -> Estimate:
     """The statistic, in [0, 1], of all problems, with its interval.
 
-    If all draws are equal (all right, all wrong, one problem) the bootstrap is degenerate: Wilson's interval stands in.
+    If all draws are equal (all right, all wrong, one problem) the bootstrap is degenerate, and Wilson's interval replaces it.
     """
     mean = float(statistic(np.ones((1, num_problems)))[0]) if num_problems else np.nan
     if np.isnan(mean):

@@ -15,7 +15,8 @@ _LINE_BREAKS = {9: "␉", 10: "␊"}  # these symbols match those of `visible` f
 class Ended(NamedTuple):
     """End of a completion.
 
-    is_read: its parser found what it looks for. is_cut: it was cut at the token limit, or its prompt was too long, so that it has
+    is_read: its parser found an answer, verdict, query or route.
+    is_cut: it was cut at the token limit, or its prompt was too long, so that it has
     no tokens. text: at least its end.
     """
 

@@ -42,7 +42,7 @@ class RankLost(RuntimeError):
 class Heartbeat:
     """Thread that beats for the life of a run: `with Heartbeat(store, rank, world_size): ...`.
 
-    store: a separate connection, because a client handles one request at a time and the rank may be waiting in its own.
+    store: a separate connection, because a client handles one request at a time, and the rank's own client may be waiting.
     silence_s: time within which a silent rank is detected (run.silence_s).
     go_on: returns the text that tells users how to resume.
     stop: called once, in the thread, with the reason and the beats of the silent ranks.

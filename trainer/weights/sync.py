@@ -407,7 +407,7 @@ class DirectSync(WeightSync):
     ) -> tuple[Mapping[int, Timed | Lost], list[dict[str, int]]]:
         """Run rank 0's part; return each engine's answer, and checksums of each shard (empty if the transfer failed).
 
-        meets_anew: use new connections, after a failed transfer or because the engines changed.
+        meets_anew: open new connections, after a failed transfer or because the engines changed.
         """
         assert self._engines is not None, "of rank 0"
         pool, shards, sender = self._engines.pool, self._engines.shards_of_each, self._sender

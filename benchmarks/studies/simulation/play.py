@@ -108,8 +108,8 @@ class Step:
 class Texts:
     """Real texts in place of single tokens.
 
-    written: returns an engine's tokens, each of which stands for `grain` tokens of its completion. told: returns an engine's
-    text of a completion's tokens.
+    written: returns the tokens that an engine decodes, each of which stands for `grain` tokens of its completion. told: returns
+    the text that an engine makes of a completion's tokens.
     """
 
     renderer: ChatRenderer

@@ -1,7 +1,7 @@
 """Engines without a model on a virtual clock, behind the project's own EnginePool.
 
 A token in the player stands for several real ones (the arrays would not fit into memory otherwise); the engines count real
-tokens. Only the engines are replaced, nothing of the player, the pool or the team.
+tokens. Only the engines are replaced; player, pool and team are the project's.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ def exact_expm1(x):
 @triton.jit(do_not_specialize=VARYING)
 def row_partials(
     logits,  # [num_rows, stride] float32
-    stride,  # multiple of 16, so that loads are 128 bits, through the padding, whatever the number of columns
+    stride,  # multiple of 16 (rows are padded), so that loads are 128 bits for any number of columns
     num_rows,
     columns,  # number of real columns: padding after them may hold anything
     ids,

@@ -253,7 +253,7 @@ def _optimizers(common: Any) -> Iterator[dict[str, Any]]:
 
 
 def _updates(optimizer: dict[str, Any]) -> list[float]:
-    """Return the number of updates so far: in a distributed optimizer's parameter groups, beside the state otherwise."""
+    """Return the number of updates so far: a distributed optimizer has it in its parameter groups, others next to the state."""
     common = [optimizer["state"]["common_step"]] if "common_step" in optimizer.get("state", {}) else []
     return [float(count) for count in [*common, *(g["step"] for g in optimizer["param_groups"] if "step" in g)]]
 

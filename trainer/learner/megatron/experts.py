@@ -36,7 +36,7 @@ class GroupedExperts(MegatronModule):
     """SwiGLU experts: down(silu(gate x) * up x), weighted by the router.
 
     Parameters, with E experts of this rank and F its part of an expert's width:
-        gate_up: [E, 2, F, H], gate first. A dimension of its own keeps gate and up apart under any cut, so that
+        gate_up: [E, 2, F, H], gate first. Their separate dimension keeps gate and up apart under any cut, so that
             checkpoints reshard between layouts without knowing about SwiGLU.
         down: [E, H, F].
     """
