@@ -20,7 +20,7 @@ class Terms:
 
 
 def sequence_means(values: Tensor, sequence_of: Tensor, num_sequences: int) -> Tensor:
-    """Return the mean over each sequence's values [n], [S], 0 for sequences without values; sequence_of [n] int64."""
+    """Return the mean of each sequence's values, [S], 0 without values. values [n]; sequence_of [n] int64: their sequences."""
     total = values.new_zeros(num_sequences).index_add_(0, sequence_of, values)
     count = values.new_zeros(num_sequences).index_add_(0, sequence_of, torch.ones_like(values))
     return total / count.clamp(min=1)

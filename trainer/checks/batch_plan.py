@@ -9,7 +9,7 @@ from marsrl.trainer.config.read import ConfigError
 
 
 def samples_of_a_step(config: RunConfig) -> tuple[dict[str, int], bool]:
-    """Samples of a step: (at most, by agent; True), or for a team without a bound (at one call per agent and episode; False)."""
+    """Return (samples of a step by agent, whether these are upper bounds); without a bound, they are for one call per episode."""
     agents = {
         name: agent.model_copy(update={"prompt": None, "parser": "strict"}) for name, agent in config.agents.items()
     }

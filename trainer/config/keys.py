@@ -128,7 +128,7 @@ _REMOVED = {
     "tools.python.strict": "without a complete sandbox by bubblewrap the tool is refused (docs/python.md)",
     "policies.<name>.price": "multiply the token counts (cost/<agent>/input_tokens, cached_tokens, output_tokens) by your prices",
 }
-"""Settings of earlier versions, and what happens without them."""
+"""Settings that earlier versions had, and what replaces each."""
 
 
 def nearest(where: Sequence[str]) -> str:

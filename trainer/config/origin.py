@@ -161,7 +161,7 @@ class ConfigOrigin:
 
     @contextmanager
     def places_in_errors(self) -> Iterator[None]:
-        """Turn a ValueError of the body into a ConfigError that says where each setting it names was set."""
+        """Turn a ValueError of the body into a ConfigError with the source of each setting that the message names."""
         try:
             yield
         except ValueError as error:

@@ -50,7 +50,7 @@ class TrainSequence:
     agent: int  # index into the run's agents
     temperature: float
     is_positive: bool = False  # a success with an advantage above 0 (DMMPT; credit.py)
-    weight: float = 1.0  # factor on every term of its tokens: the sample's own part of the loss's denominator
+    weight: float = 1.0  # factor on every term of the sample's tokens, such as 1 / its number of tokens
     token_advantages: FloatArray | None = None
     routed_experts: ExpertArray | None = None
     kept_tokens: KeptTokens | None = None

@@ -110,8 +110,8 @@ class EngineComparison:
     """Comparison of trainer and engines, version after version.
 
     The first comparison of a process, when both have read the same files or resume from the same checkpoint,
-    is judged by the noise alone; it also measures the distance of the two programs relative to it, which depends
-    on kernels and hardware. Later ones may be twice as far apart (and need not be closer than twice the noise).
+    is judged by the noise alone. Its median difference depends on kernels and hardware; later ones may be twice as large
+    relative to the noise, with a bound of at least 2 and at most 3 times the noise.
     """
 
     def __init__(self) -> None:
