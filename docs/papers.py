@@ -134,7 +134,7 @@ def numbers() -> str:
         if paper.others:
             configs = [paper.config(other) for other in paper.others]
             found = by_reason((differing(key, config, configs), why) for key, why in paper.whys.items())
-            parts.append(f"{', '.join(paper.others)}: the same, but for {found}.")
+            parts.append(f"{', '.join(paper.others)}: the same, except for {found}.")
     return "\n\n".join(parts) + "\n"
 
 

@@ -131,7 +131,7 @@ def test_the_default_run_starts_as_it_is_written(first_run: Path, runner: Runner
     shutil.copytree(warm_started(runner.cache, first_run / "config.yaml"), warm_started(desk.cache, None, *SEED))
     run = desk.until_version_1(desk.words(command, Path))
     ours, interrupted, _ = desk.console().partition("marsrl: interrupted")  # what follows is torchrun's traceback
-    assert interrupted and "warm start: taught now" not in ours and "Traceback" not in ours, desk.console()[-4000:]
+    assert interrupted and "warm start: training now" not in ours and "Traceback" not in ours, desk.console()[-4000:]
     (step,) = read_metrics(run / "metrics.jsonl")[:1]
     assert (step.values.get("sync/seconds") or 0) > 0 or step.values["actor/empty_steps"] == 1
     found = read_config(run / "config.yaml")[0]

@@ -278,7 +278,7 @@ def test_without_cuda_a_wire_is_its_twin_or_refused(backend: str, placement: str
         preflight(read_config(None, [words[0], "sync.cpu_twin=true", "rollout.engine=vllm"])[0], world_size=1)
     deltas = read_config(None, [*words, "sync.cpu_twin=true", "sync.delta=true"])[0]
     if backend == "nccl":
-        assert preflight(deltas, world_size=1).placement[-1].endswith("straight to the engines, what has changed alone")
+        assert preflight(deltas, world_size=1).placement[-1].endswith("straight to the engines, only changes")
     else:
         with pytest.raises(ConfigError, match="sends changes over a network, and sync.backend=ipc uses none"):
             preflight(deltas, world_size=1)

@@ -58,7 +58,7 @@ def placement_lines(config: RunConfig, host: TrainerHost, world_size: int) -> li
         lines.append(f"engines of {name}: {each.engines}{of_each}, {', '.join(where)}")
     if rollout.rebalance:
         lines.append(f"rebalance: {rebalance_outlook(config, has_gpus=has_gpus)}")
-    changes = ", what has changed alone" if config.sync.delta else ""
+    changes = ", only changes" if config.sync.delta else ""
     return [*lines, f"weights: sync.backend={config.sync.backend}, {_TRAVEL[config.sync.backend]}{changes}"]
 
 

@@ -134,7 +134,7 @@ def check_first_prompts(
     num_long = sum(length > room for length in lengths)
     if num_long == len(lengths) and is_skipped:
         raise ConfigError(
-            f"{key} is {room}, but the shortest of {num_long} prompts has {min(lengths)} tokens: none can be asked; raise it, or "
+            f"{key} is {room}, but the shortest of {num_long} prompts has {min(lengths)} tokens: no prompt fits; raise it, or "
             f"set agents.{first}.long_prompts"
         )
     warnings = orchestration.unasked(problems, {first: chats})
@@ -154,6 +154,6 @@ def _first_asks(orchestration: Orchestration, episode: Episode) -> Sequence[Ask]
         ) from error
     if not asks:
         raise ConfigError(
-            f"orchestration {orchestration.name}: follow() asks no agent on a new problem; return at least one Ask"
+            f"orchestration {orchestration.name}: follow() returns no Ask for a new problem; return at least one Ask"
         )
     return asks

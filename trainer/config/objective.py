@@ -32,7 +32,7 @@ class CreditConfig(Settings):
     singleton: Literal["zero", "raw"] = "zero"
     """advantage of a sample without others to compare with: zero (it has no gradient) or raw (its reward)"""
     reward_scheme: Literal["agentic", "outcome"] = "agentic"
-    """outcome: each sample's reward is the mean correctness of the last samples below it"""
+    """outcome: each sample's reward is the mean correctness of the final samples that descend from it"""
     train_agents: Annotated[Literal["all"] | tuple[str, ...], ONE_NAME] = "all"
     """agents to train; the others still generate, are rewarded and enter the statistics (for a Solver alone, set
     orchestration=solver)"""

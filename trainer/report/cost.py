@@ -20,7 +20,7 @@ _MOST_OF_AN_ERROR = 300  # characters
 COLUMNS = ("calls", "input tokens", "output tokens", "engine s", "median s", "p95 s")
 MEANING = (
     "an episode of each: calls, tokens and seconds of engines and tools are means; median s and p95 s: from its first "
-    "request to its end, beside the others"
+    "request to its end, under concurrent load"
 )
 _COUNTED = ("input_tokens", "cached_tokens", "output_tokens", "seconds")
 

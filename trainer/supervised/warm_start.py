@@ -62,7 +62,7 @@ def _warm_start(config: RunConfig, console: RunConsole, shape: str) -> Path:
     recipe = recipe_of(config, shape)
     of_shape = f" ({shape})" if shape != SHAPE else ""
     if config.warm_start.ready and json.loads((READY / "recipe.json").read_bytes()) == recipe:
-        console.message(f"warm start: ready-made, {READY}; warm_start.ready=false would teach it on this machine")
+        console.message(f"warm start: ready-made, {READY}; warm_start.ready=false trains it on this machine")
         return READY
     name = broadcast_bytes(name_of(recipe).encode() if rank() == 0 else None)  # names depend on the host's processor
     final = cache_directory() / name.decode()
@@ -71,7 +71,7 @@ def _warm_start(config: RunConfig, console: RunConsole, shape: str) -> Path:
     if is_cached:
         console.message(f"warm start: cached, {final}{of_shape}")
         return final
-    console.message(f"warm start: taught now{of_shape}, in some minutes; the next run finds it in {final}")
+    console.message(f"warm start: training now{of_shape}, some minutes; the next run finds it in {final}")
     _make(config, shape, recipe, final, console)
     return final
 
