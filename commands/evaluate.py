@@ -29,12 +29,12 @@ class Interrupted(KeyboardInterrupt):
 
 
 def run_of(place: Path) -> Path:
-    """The run directory of itself, or of one of its checkpoints."""
+    """Return the run directory of itself, or of one of its checkpoints."""
     return place.absolute().parents[1] if place.absolute().parent.name == "checkpoints" else place
 
 
 def settings_of_run(run: Path) -> tuple[str, list[str]]:
-    """(config file, words) to evaluate the run's team with the weights of its latest checkpoint.
+    """Return (config file, words) to evaluate the run's team with the weights of its latest checkpoint.
 
     run: a run directory, or one of its checkpoints: checkpoints/best, checkpoints/step_N.
 

@@ -156,7 +156,7 @@ def rehearse_shown(
 
 
 def _turns(groups: Sequence[Group], renderer: ChatRenderer) -> dict[str, list[Turn]]:
-    """The turns of each sample."""
+    """Return the turns of each sample."""
     turns: dict[str, list[Turn]] = {}
     for sample in (sample for group in groups for sample in group.samples):
         begins = [-len(sample.prompt_ids), *(each.end for each in sample.turns)]  # the prompt is read first
@@ -168,7 +168,7 @@ def _turns(groups: Sequence[Group], renderer: ChatRenderer) -> dict[str, list[Tu
 
 
 def reward_rules(config: RunConfig) -> list[str]:
-    """The reward rule of each agent, one line each."""
+    """Return the reward rule of each agent, one line each."""
     kind = find_orchestration(config.orchestration)
     if config.credit.reward_scheme == "outcome":
         return ["reward of every agent: the outcome of its episode (credit.reward_scheme)"]
@@ -176,12 +176,12 @@ def reward_rules(config: RunConfig) -> list[str]:
 
 
 def _specs(config: RunConfig) -> Sequence[AgentSpec]:
-    """The agents; those of a program are assumed to answer the problem."""
+    """Return the agents; those of a program are assumed to answer the problem."""
     return find_orchestration(config.orchestration).agents or [AgentSpec(name) for name in config.agents]
 
 
 def first_update_line(config: RunConfig, answers: Answers, question: str, reference: str) -> list[str]:
-    """A line about the first step with samples to train on, if each answer takes one step; [] for step 1.
+    """Return a line about the first step with samples to train on, if each answer takes one step; [] for step 1.
 
     Not for teams with tools, which may be paid services, nor for programs. With overlap a step waits for finished groups.
     """
@@ -304,7 +304,7 @@ class _CallReader:
 
 
 def drawn(rehearsal: Rehearsal, *, with_prompts: bool = False) -> Tree:
-    """The tree of samples: a branch for each episode, below each sample its successors, and failures."""
+    """Return the tree of samples: a branch for each episode, below each sample its successors, and failures."""
     problem, credited, errors, turns, *_ = rehearsal
     reference = "" if problem.answer is None else f"   (answer: {problem.answer})"
     tree = Tree(literal(f"{problem.question}{reference}"))
@@ -367,7 +367,7 @@ class _MadeUp:
             )
 
     def words(self, problem: Problem, turn: int, coin: random.Random) -> str:
-        """The text of an answer. turn: number of earlier continuations of its sample."""
+        """Return the text of an answer. turn: number of earlier continuations of its sample."""
         if self.function is not None and turn == 0:
             call = {"name": self.function.name, "arguments": _example(self.function.parameters, problem.question)}
             return f"<tool_call>{json.dumps(call)}</tool_call>"

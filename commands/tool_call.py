@@ -17,7 +17,7 @@ from marsrl.trainer.visible import visible
 
 
 def call_tool(config: RunConfig, name: str, argument: str) -> tuple[str, bool]:
-    """(the tool's output, safe for a terminal; True if it is an error).
+    """Return (the tool's output, safe for a terminal; True if it is an error).
 
     argument: its first argument as text, or a JSON object of its arguments.
 
@@ -47,7 +47,7 @@ def call_tool(config: RunConfig, name: str, argument: str) -> tuple[str, bool]:
 
 
 def _arguments(given: str, function: ToolFunction) -> str:
-    """A JSON object unchanged; any other text as the function's first argument, or the name of a server's tool."""
+    """Return a JSON object unchanged; any other text as the function's first argument, or the name of a server's tool."""
     try:
         if isinstance(json.loads(given), dict):
             return given

@@ -1,1 +1,1 @@
-"""Tries the judge of a file's answers: references, other notations of them, and answers that differ from them."""
+"""Test of a task's judge on each reference answer: the reference itself, other notations of it, and wrong answers."""

@@ -1,7 +1,7 @@
-r"""Answers that differ from a reference by construction: a judge that pays one is wrong.
+r"""Wrong answers made from a reference; the judge must not reward any of them.
 
-Each rule applies where its change certainly makes another answer, and gives nothing elsewhere: a digit may change in 1/2, but not
-in \sin(2\pi), which stays 0.
+A rule yields an answer only if its change is certain to alter the value: it changes a digit of 1/2, but not of \sin(2\pi),
+whose value would stay 0.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from marsrl.commands.check_answers import forms
 from marsrl.rollout.tasks.placeholders import is_placeholder
 
 TINY = r"\frac{7}{10^{30}}"
-_UNHEARD = "987654321"  # an element of no reference
+_UNHEARD = "987654321"  # a value that no reference contains
 _PLACEHOLDERS = ("proof", "notfound")
 PLACEHOLDER = "a placeholder"
 _INTEGER = re.compile(r"(?<![\d_])(?<!_\{)\d+")
@@ -35,14 +35,14 @@ Rule = Callable[[str, Random], Iterator[str]]
 
 
 def _is_safe(text: str) -> bool:
-    """True if a changed number or sign certainly makes another expression, or another equation of several terms."""
+    """Return True if changing a number or sign is certain to change the value of this expression or equation."""
     if _SIGN.search(text):
         text = _IS_0.sub("", text)
     return forms.UNSAFE.search(text) is None and not (_I.search(text) and r"\pi" in text)
 
 
 def _is_plain(text: str) -> bool:
-    """True for numbers alone: one, a percentage, a quantity, or a list, tuple or set of numbers."""
+    """Return True for a number, a percentage, a quantity, or a list, tuple or set of numbers."""
     listed = forms.items(text)
     parts = [text] if listed is None else listed.parts
     reads = (forms.number, forms.percentage, forms.quantity)
@@ -55,7 +55,7 @@ def _digit(text: str, rng: Random) -> Iterator[str]:
     if not (_is_plain(text) or is_of_words or equals_number or (_is_safe(text) and not forms.choice(text))):
         return
     found = [*_INTEGER.finditer(text)]
-    if equals_number:  # the last number, as in \gcd(a, b) = 2; a factor of both sides would change nothing
+    if equals_number:  # change only the last number, as in \gcd(a, b) = 2: scaling both sides would keep the equation
         found = [each for each in found if each.start() > text.rindex("=")]
     if found:
         place = rng.choice(found).end() - 1
@@ -86,7 +86,7 @@ def _one_more(text: str, rng: Random) -> Iterator[str]:
 def _factor(text: str, rng: Random) -> Iterator[str]:
     if forms.number(text):
         yield rf"{text}\sqrt{{2}}"
-        yield rf"{text}\sqrt(2)"  # as some write it
+        yield rf"{text}\sqrt(2)"  # parentheses instead of braces, which models also write
 
 
 def _exponent(text: str, rng: Random) -> Iterator[str]:
@@ -243,9 +243,9 @@ _OF_WORDS = ("a digit changed", "other words", PLACEHOLDER)
 
 
 def of(reference: str, rng: Random, *, is_text: bool = False) -> Iterator[tuple[str, str]]:
-    """(rule, answer) of answers that are not the reference.
+    """Yield (rule, answer) for wrong answers made from the reference.
 
-    is_text: answers are compared as texts, so only words and digits change.
+    is_text: answers are compared as text, so only words and digits are changed.
     """
     text = reference if is_text else forms.plain(reference)
     names = [PLACEHOLDER] if len(text) > forms.LONGEST else _OF_WORDS if is_text else RULES

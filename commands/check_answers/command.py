@@ -1,4 +1,4 @@
-"""`marsrl check-answers`: is a reference paid in any notation, and an answer that differs from it not?"""
+"""`marsrl check-answers`: check that the judge rewards a reference in any notation, and rejects wrong answers."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.runs.directory import opened_atomically
 from marsrl.trainer.visible import visible
 
-_AT_ONCE = 16  # problems: more than there are judge processes, so that none of these waits
-_MOST_UNJUDGED = 3  # answers to a problem that could not be judged, each of which may take task_options.timeout_s
-_MOST_ROWS, _MOST_ANSWERS, _MOST_CHARS = 10, 8, 80  # shown: problems, answers of each, characters of each
+_AT_ONCE = 16  # problems in flight: more than there are judge processes, so that none idles
+_MOST_UNJUDGED = 3  # failed judgements before a problem is given up: each may take task_options.timeout_s
+_MOST_ROWS, _MOST_ANSWERS, _MOST_CHARS = 10, 8, 80  # printed problems, answers per problem, characters per answer
 
 Read = Callable[[str], str | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """A judged answer. rule: how it was made of the reference; is_right: what the judge should say of it."""
+    """A judged answer. rule: how it was made from the reference; is_right: True if the judge should accept it."""
 
     problem: Problem
     rule: str
@@ -49,7 +49,7 @@ class Trial:
 
     @property
     def is_misjudged(self) -> bool:
-        """Right and not paid, or wrong and paid in full; of a reference itself also if it is not judged."""
+        """True if a right answer gets less than full credit, a wrong one gets it, or the reference itself is not judged."""
         if self.reward.is_missing:
             return self.rule == notations.ITSELF
         return (self.reward.correct >= 1) != self.is_right
@@ -59,8 +59,8 @@ class Trial:
 class Checked:
     """Results of a check, in the order of the file.
 
-    num_tried, num_known: problems that were tried, and those with a reference; num_skipped: lines without a problem.
-    warnings: about answers that many problems share.
+    num_tried: number of problems tried. num_known: number of problems with a reference. num_skipped: lines without a problem.
+    warnings: warnings about answers that many problems share.
     """
 
     trials: Sequence[Trial]
@@ -75,9 +75,9 @@ class Checked:
 
 
 def check_answers(words: Sequence[str], config_file: str | None, num_problems: int, seed: int) -> Checked:
-    """Judge answers to problems of a file, or of data.train, by the task's own reward.
+    """Judge answers to problems of a file, or of data.train, with the task's reward.
 
-    words: a file, settings, or both. num_problems: at most, drawn by the seed.
+    words: a file, settings, or both. num_problems: maximum number of problems, sampled with the seed.
 
     Raises ValueError: the settings or the problems are invalid.
     """
@@ -121,7 +121,7 @@ def _judged(config: RunConfig, problems: Sequence[Problem], seed: int) -> list[T
 
 
 def _reader(parser: Parser | None) -> Read:
-    """Return a function that finds the answer in a completion which gives it as the prompt asks for it."""
+    """Return a function that writes an answer in the form that the prompt asks for, and parses it as in training."""
     form = None if parser is None else next((each for each in parser.examples if "ANSWER" in each), None)
 
     def read(answer: str) -> str | None:
@@ -134,9 +134,9 @@ def _reader(parser: Parser | None) -> Read:
 
 
 def _tried(problem: Problem, judge: Judge, read: Read, rng: Random, *, is_text: bool) -> list[Trial]:
-    """The problem's trials, in turn; the rest is left out once several could not be judged.
+    """Judge the problem's answers one by one, and stop once _MOST_UNJUDGED of them could not be judged.
 
-    is_text: answers are compared as texts (task=qa).
+    is_text: answers are compared as text (task=qa).
     """
     references = right_answers(problem.answer or "") if is_text else [problem.answer or ""]
     planned: list[tuple[str, str, bool]] = []
@@ -160,7 +160,7 @@ def _tried(problem: Problem, judge: Judge, read: Read, rng: Random, *, is_text: 
 
 
 def counts(checked: Checked) -> Table:
-    """Numbers of trials by rule."""
+    """Count the trials of each rule."""
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column()
     for _ in range(3):
@@ -175,7 +175,7 @@ def counts(checked: Checked) -> Table:
 
 
 def rows(checked: Checked) -> str:
-    """The problems with most misjudged answers, for a terminal; "" without any."""
+    """Return the problems with the most misjudged answers as text for a terminal; "" if there are none."""
     by_problem: dict[str, list[Trial]] = {}
     for trial in checked.misjudged:
         by_problem.setdefault(trial.problem.id, []).append(trial)
@@ -198,7 +198,7 @@ def _short(text: str) -> str:
 
 
 def write(checked: Checked, path: Path) -> None:
-    """Write every misjudged answer, a JSON object a line."""
+    """Write every misjudged answer as one JSON object per line."""
     with opened_atomically(path) as file:
         for trial in checked.misjudged:
             reward = None if trial.reward.is_missing else trial.reward.correct

@@ -1,4 +1,7 @@
-r"""Forms of reference answers, read without the judge that is checked: numbers, quantities, lists, intervals, choices, words."""
+r"""Parsers of reference answers: numbers, quantities, lists, intervals, choices, words.
+
+They share no code with the judge, which is under test.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 LONGEST = 500
-"""Characters of the longest reference of which other answers are made: longer texts could take long to read."""
+"""Maximum length of a reference, in characters; other answers are not made from longer ones, which parse slowly."""
 
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d{1,60})"
 _NUMBER = re.compile(rf"([-+]?)(?=[\d.])({_DIGITS})?(\.\d{{1,60}})?")
@@ -27,7 +30,7 @@ _DEGREES = re.compile(r"(.*\d\s*\^\{?\\circ\}?\s*(?:\\(?:text|mathrm)\{)?)([CF])
 _BRACKETS = {"(": ")", "[": "]", "{": "}"}
 _AND = re.compile(r"\s*\\text\{\s*,?\s*(?:and|or)\s*\}\s*|\s+(?:and|or)\s+")
 RELATION = re.compile(r"[=<>]|\\(?:leq?|geq?|neq?|in|notin|equiv|approx|sim|subset|to|mapsto|lt|gt)(?![a-zA-Z])")
-# Where a number or a sign may change without the value: zero factors, periods, rounding, several values at once.
+# Expressions whose value may survive a changed number or sign: zero factors, periodic functions, rounding, \pm.
 UNSAFE = re.compile(
     r"(?<![\d.])0(?![\d.])|(?<![\d.])1\s*\^|\(\s*-|\\(?:sin|cos|tan|cot|sec|csc|arc|log|ln|lg|lfloor|lceil|gcd|lcm|max|min|lim|sum|int|"
     r"prod|pm|mp|infty|cup|cap|binom|tbinom|dbinom|choose|emptyset|varnothing|mathbb|setminus|arg|det|Re|Im|operatorname|forall|exists|bmod|pmod|mod)|C\b"
@@ -35,12 +38,12 @@ UNSAFE = re.compile(
 
 
 def plain(text: str) -> str:
-    """The text without outer dollar signs, a currency's sign, and marks between thousands."""
+    """Return the text without outer dollar signs, currency signs and thousands separators."""
     return _THIN.sub("", text).replace("{,}", ",").strip().strip("$").removeprefix(r"\$").strip()
 
 
 def number(text: str) -> Fraction | None:
-    """The value of an integer, a decimal, or a fraction of integers."""
+    """Return the value of an integer, a decimal, or a fraction of integers."""
     if found := _NUMBER.fullmatch(text):
         return Fraction(f"{found[1]}{(found[2] or '0').replace(',', '')}{found[3] or ''}")
     if found := _FRACTION.fullmatch(text):
@@ -50,13 +53,13 @@ def number(text: str) -> Fraction | None:
 
 
 def percentage(text: str) -> str | None:
-    """The number of a percentage, as text."""
+    """Return the number of a percentage, as text."""
     found = _PERCENT.fullmatch(text)
     return found[1].strip() if found and number(found[1].strip()) is not None else None
 
 
 def power(text: str) -> tuple[int, int] | None:
-    """(base, exponent) of a power of integers, the base at least 2."""
+    """Return (base, exponent) of a power of integers with a base of at least 2."""
     found = _POWER.fullmatch(text)
     return (int(found[1]), int(found[2] or found[3])) if found and int(found[1]) > 1 else None
 
@@ -67,7 +70,7 @@ def choice(text: str) -> str | None:
 
 
 def words(text: str) -> str | None:
-    """A text of words, and no product of variables: Lima, no solution, yes."""
+    """Return the text if it consists of words (Lima, no solution, yes) rather than a product of variables."""
     found = _WORDS.fullmatch(text)
     if found is None or (found[1].lower() not in OPPOSITES and len(re.findall("[aeiouy]", found[1].lower())) < 2):
         return None
@@ -75,13 +78,13 @@ def words(text: str) -> str | None:
 
 
 def quantity(text: str) -> tuple[str, str] | None:
-    """(number as text, unit) of a number with a unit: `3 kJ`, `12 cats`, a number and \\text{ km}."""
+    """Return (number as text, unit) of a quantity, such as `3 kJ`, `12 cats` or 5 \\text{ km}."""
     found = _unit_of(text)
     return None if found is None else (found[1].strip(), found[2] or found[3])
 
 
 def other_unit(text: str) -> str | None:
-    """The quantity in another unit."""
+    """Return the same number with another unit, which is a wrong answer; None if the text is no quantity."""
     if degrees := _DEGREES.fullmatch(text):
         return f"{degrees[1]}{'F' if degrees[2] == 'C' else 'C'}{degrees[3]}"
     if (found := _unit_of(text)) is None:
@@ -101,7 +104,7 @@ def _unit_of(text: str) -> re.Match[str] | None:
 
 @dataclass(frozen=True, slots=True)
 class Items:
-    """Several items: (1, 2], a set, or without brackets. opening: "(", "[", "{" or ""; separator: between the items."""
+    """A list, set, tuple or interval. opening: "(", "[", "{", or "" without brackets; separator: text between items."""
 
     opening: str
     parts: tuple[str, ...]
@@ -117,13 +120,13 @@ class Items:
 
     @property
     def is_interval(self) -> bool:
-        """True if it can only be an interval: an end is infinite, or one end is open and one closed."""
+        """True if the items can only be an interval: an end is infinite, or one end is open and the other closed."""
         is_mixed = (self.opening, self.closing) in (("(", "]"), ("[", ")"))
         return len(self.parts) == 2 and (is_mixed or any(r"\infty" in part for part in self.parts))
 
 
 def items(text: str) -> Items | None:
-    """The items of a list, a set, a tuple or an interval; None for fewer than two, or for anything else."""
+    """Parse a list, a set, a tuple or an interval; None for fewer than two items and for any other text."""
     if number(text) is not None or (RELATION.search(text) and not _AND.search(text)):
         return None
     plain = text.replace(r"\left", "").replace(r"\right", "").strip()
@@ -144,7 +147,7 @@ def items(text: str) -> Items | None:
 
 
 def intervals(text: str) -> list[Items] | None:
-    """The intervals of a union, each with at least one infinite end."""
+    """Parse a union of intervals that each have at least one infinite end."""
     found = [items(part.strip()) for part in text.split(r"\cup")]
     known = [each for each in found if each is not None and each.is_interval]
     return (
@@ -153,7 +156,7 @@ def intervals(text: str) -> list[Items] | None:
 
 
 def is_expression(text: str) -> bool:
-    """True for mathematics of one value: no number alone, list, relation, quantity or text."""
+    """Return True for a mathematical expression with one value; False for a number, list, relation, quantity or text."""
     others = (number, percentage, choice, words, quantity, items, other_unit)
     if RELATION.search(text) or any(read(text) is not None for read in others):
         return False
@@ -163,7 +166,7 @@ def is_expression(text: str) -> bool:
 
 
 def depths(text: str) -> list[int] | None:
-    """Depth of brackets before each character; None if they do not balance. The ends of an interval may differ."""
+    """Return the bracket depth before each character; None if brackets do not balance. "(1, 2]" counts as balanced."""
     found, depth = [], 0
     for mark in text:
         found.append(depth)
@@ -174,7 +177,7 @@ def depths(text: str) -> list[int] | None:
 
 
 def _split(text: str) -> list[str] | None:
-    """The text at its commas outside of brackets."""
+    """Split the text at commas outside brackets; None if brackets do not balance."""
     if (levels := depths(text)) is None:
         return None
     parts, start = [], 0

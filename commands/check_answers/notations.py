@@ -1,4 +1,4 @@
-r"""Other notations of a reference: 0.5 and \frac{1}{2}, a set in another order. A judge that does not pay one is too strict."""
+r"""Other notations of a reference, such as 0.5 for \frac{1}{2} or a reordered set; a judge that rejects one is too strict."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _decimal(text: str) -> Iterator[str]:
 
 
 def _decimal_of(value: Fraction) -> str | None:
-    r"""The exact decimal, its period under \overline; None for more than 12 digits."""
+    r"""Return the exact decimal, with \overline above repeating digits; None for more than 12 digits."""
     whole, rest = divmod(abs(value.numerator), value.denominator)
     digits, seen = "", dict[int, int]()
     while rest and rest not in seen and len(digits) <= 12:
@@ -190,7 +190,7 @@ _OF_WORDS = (ITSELF, "words in another case")
 
 
 def of(reference: str, *, is_text: bool = False) -> Iterator[tuple[str, str]]:
-    """(rule, answer) of answers that are the reference, itself first. is_text: answers are compared as texts."""
+    """Yield (rule, answer) for the reference itself and then its other notations. is_text: answers are compared as text."""
     yield ITSELF, reference
     if len(reference) > forms.LONGEST:
         return

@@ -1,4 +1,4 @@
-"""The `marsrl` command: everything beside training itself."""
+"""The `marsrl` command: every task except training itself."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 from marsrl.commands.cli.command import app
 
-for _group in ("run", "look", "data", "machine"):  # their commands, in the order of --help
+for _group in ("run", "look", "data", "machine"):  # importing a module registers its commands, in the order of --help
     importlib.import_module(f"marsrl.commands.cli.{_group}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit codes: 0 done, 1 it failed, 2 the command line or its files cannot be used, 130 interrupted."""
+    """Run a command and return its exit code: 0 success, 1 failure, 2 invalid command line or files, 130 interrupted."""
     try:
         app(args=arguments, prog_name="marsrl")
     except SystemExit as end:

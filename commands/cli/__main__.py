@@ -1,4 +1,4 @@
-"""python -m marsrl.commands.cli, where the command `marsrl` is not on the path."""
+"""`python -m marsrl.commands.cli`, for when the `marsrl` command is not on the PATH."""
 
 import sys
 

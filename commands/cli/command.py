@@ -1,4 +1,4 @@
-"""Shared parts of the `marsrl` commands. A command imports what it needs when it runs: `marsrl --help` is fast."""
+"""Shared parts of the `marsrl` commands. A command imports its dependencies when it runs, to keep `marsrl --help` fast."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Settings = Annotated[
 
 
 class _Commands(TyperGroup):
-    """Exits with the command's exit code, and shows user errors as one line."""
+    """Typer group that exits with the command's exit code and prints user errors on one line."""
 
     def invoke(self, ctx: Any) -> Any:
         log_visibly()
@@ -50,12 +50,12 @@ class _Commands(TyperGroup):
 
 
 class _Command(TyperCommand):
-    """Refuses settings that are written as options, in the words of every other wrong setting."""
+    """Typer command that rejects settings written as options, with the error message of any other wrong setting."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         options = [name for param in self.get_params(ctx) for name in (*param.opts, *param.secondary_opts)]
         if any(re.match("[-\u2010-\u2015\u2212]", word) and word.partition("=")[0] not in options for word in args):
-            from marsrl.trainer.config.origin import check_words  # imported here: --help is fast
+            from marsrl.trainer.config.origin import check_words  # imported here to keep --help fast
 
             check_words(args, options)
         return super().parse_args(ctx, args)

@@ -1,4 +1,4 @@
-"""Problems, tools and their documents."""
+"""Commands for problems, tools and documents."""
 
 from __future__ import annotations
 

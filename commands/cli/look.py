@@ -1,4 +1,4 @@
-"""Results of runs."""
+"""Commands that show, compare and evaluate runs."""
 
 from __future__ import annotations
 

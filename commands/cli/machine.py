@@ -1,4 +1,4 @@
-"""Models as files, and this machine."""
+"""Commands for model files, settings files and the check of this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Before a run and of its settings."""
+"""Commands used before a run: rehearsal, demonstrations, planning and settings."""
 
 from __future__ import annotations
 

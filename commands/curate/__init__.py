@@ -1,1 +1,1 @@
-"""Selection of problems for training. Independent of learner and runs, with its own way to resume."""
+"""Selection of problems for training. It is independent of training runs and resumes by itself."""

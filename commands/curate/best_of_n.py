@@ -1,6 +1,6 @@
-"""Best of n: the number of right answers among n by the config's team; never and (nearly) always right teach nothing.
+"""Best of n: drop problems that the config's team solves never or (nearly) always in n tries, since they give no gradient.
 
-The answers are those of `marsrl evaluate` (Evaluator.correctness): any team, sampled by the section evaluate, the task's judge.
+Answers are sampled and judged as in `marsrl evaluate` (Evaluator.correctness), with the settings `evaluate`.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ NAME = "best_of_n"
 _UNDECIDED = "undecided"
 
 OpenEvaluator = Callable[[Sequence[Problem]], AbstractContextManager[Evaluator]]
-"""Opens an evaluator; gets some of the questions, to check the team on them before it starts."""
+"""Opens an evaluator. Its argument is a sample of the questions, on which the team is checked before engines start."""
 
 
 def best_of_n(config: BestOfNConfig, team: Mapping[str, Any], open_evaluator: OpenEvaluator, answers: Path) -> Stage:
-    """See the module. The team's engines start with the first question not yet played.
+    """Return the best-of-n stage. The team's engines start with the first question that has no saved answers.
 
-    team: identifies it, as JSON. answers: the file of its answers' correctness.
+    team: JSON that identifies the team. answers: file with the correctness of the team's answers.
     """
 
     def decide(rows: Iterator[Row]) -> Decisions:
@@ -57,7 +57,7 @@ def best_of_n(config: BestOfNConfig, team: Mapping[str, Any], open_evaluator: Op
 def _played(
     evaluator: Evaluator, n: int, problems: Mapping[str, Problem], kept: Answers[list[float]]
 ) -> Mapping[str, list[float]]:
-    """By key: NaN where it is not known whether an answer is right. Kept where all are known."""
+    """Return the correctness of each question's answers, by key; NaN for unjudged answers. Saves questions without NaN."""
     versions = dict.fromkeys([*evaluator.team.pools, *evaluator.team.adapters], 0)
     found = evaluator.correctness(problems, n, versions) if problems else {}
     for key, correct in found.items():
@@ -67,7 +67,7 @@ def _played(
 
 
 def _decision(config: BestOfNConfig, correct: Sequence[float]) -> Decision:
-    """Keep or drop a question; correctness below 1 is not right, as for a Verifier (docs/own_task.md)."""
+    """Keep or drop a question. An answer with a correctness below 1 counts as wrong, as for a Verifier (docs/own_task.md)."""
     low, high = config.keep
     num_right = sum(value >= 1 for value in correct)
     num_unknown = sum(math.isnan(value) for value in correct)

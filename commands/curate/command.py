@@ -1,4 +1,4 @@
-"""`marsrl curate`: which problems are worth training on."""
+"""`marsrl curate`: select the problems worth training on."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ from marsrl.trainer.runs.existing_run import settings_in
 from marsrl.trainer.runs.lock import RunLock
 from marsrl.trainer.visible import shorten, visible
 
-_MOST_CHARS = 6000  # characters of a text on the page
+_MOST_CHARS = 6000  # maximum characters of a text on the page
 _SETTING = re.compile(r"[A-Za-z_][\w.<>-]*=")
 
 
 def split_words(words: Sequence[str]) -> tuple[list[Path], list[str]]:
-    """(inputs, settings) on the command line: words that begin like `key.sub=` and are no files are settings."""
+    """Split a command line into (inputs, settings). A word is a setting if it begins like `key.sub=` and is not a file."""
     check_words(words)
     settings = [word for word in words if _SETTING.match(word) and not Path(word).exists()]
     return [Path(word) for word in words if word not in settings], settings
@@ -140,7 +140,7 @@ def check(config: RunConfig) -> None:
 
 
 def stages_of(config: RunConfig, inputs: Sequence[Path], out: Path) -> list[Stage]:
-    """The config's stages in order; their engines start on first use."""
+    """Return the config's stages in order; their engines start on first use."""
     section, data, seed = config.curate, config.data, config.run.seed
     origin = {
         "inputs": [{"path": str(path), "sha256": _digest(path)} for path in inputs],
@@ -195,7 +195,7 @@ def _open_evaluator(config: RunConfig, problems: Sequence[Problem]) -> Iterator[
 
 
 def _digest(path: Path) -> str:
-    """SHA-256 of an input's files, in order."""
+    """Return the SHA-256 of an input's files, in order."""
     digest = hashlib.sha256()
     for file in data_files(path):
         with file.open("rb") as content:

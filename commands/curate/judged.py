@@ -1,4 +1,4 @@
-"""Stages in which a model says yes or no to each question with its reference answer: prompts, verdicts, requests."""
+"""Stages in which a model judges each question and its reference answer with yes or no."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from marsrl.trainer.runs.answers import Answers, key_of
 
 _AHEAD = 1024  # rows read ahead, to keep all engines busy
 _WAIT_S = 1.0
-_MAX_REASON = 400  # characters saved and shown of an answer: its end, with the reason
+_MAX_REASON = 400  # last characters of an answer, which give the reason; the rest is not saved
 
 _UNREADABLE = "no readable verdict"
 _NO_REFERENCE = "(none is given)"
@@ -35,7 +35,7 @@ OpenPool = Callable[[], AbstractContextManager[tuple[ChatRenderer, EnginePool]]]
 
 @dataclass(frozen=True, slots=True)
 class Criterion:
-    """instructions: what "yes" means. yes, no: kinds of the rows that are kept and dropped."""
+    """Criterion for a yes. instructions: its text in the prompt. yes, no: names of the kinds of kept and dropped rows."""
 
     instructions: str
     yes: str
@@ -92,7 +92,7 @@ CRITERIA: Mapping[str, Criterion] = {
 
 
 def messages(criterion: Criterion, instructions: str | None, question: str, answer: str) -> tuple[Message, ...]:
-    """The chat for a question with its reference answer, filled in one pass; instructions: replace the criterion's."""
+    """Return the chat for a question and its reference answer. instructions: replacement for the criterion's."""
     texts = {"question": question, "answer": answer}
     return (
         Message("system", f"{instructions or criterion.instructions}\n\n{_ANSWER}"),
@@ -101,7 +101,7 @@ def messages(criterion: Criterion, instructions: str | None, question: str, answ
 
 
 def read_verdict(text: str) -> bool | None:
-    """True/False = yes/no in the last verdict tag; None for anything else, or without a tag."""
+    """Return True for yes and False for no in the last verdict tag; None for other contents or without a tag."""
     return {"yes": True, "no": False}.get((tagged("verdict", text) or "").casefold())
 
 
@@ -116,9 +116,9 @@ class _Said:
 def judged(
     name: str, config: CriterionConfig, policy: Mapping[str, Any], seed: int, open_pool: OpenPool, answers: Path
 ) -> Stage:
-    """The stage of one criterion. The engines start with the first question not yet answered.
+    """Return the stage of one criterion. The engines start with the first question that has no saved answer.
 
-    policy: identifies the model, as JSON. answers: the file of its answers.
+    policy: JSON that identifies the model. answers: file with the model's answers.
     """
     asked = {"instructions": config.instructions or CRITERIA[name].instructions, "policy": policy, "seed": seed}
     own = {"temperature", "top_p", "max_input_tokens", "max_response_tokens", "template_options"}
@@ -134,9 +134,9 @@ def judged(
 
 @dataclass(eq=False, slots=True)
 class _Judge:
-    """Requests missing answers, rows ahead, and decides in the order of the rows.
+    """Judge that requests missing answers ahead of the decisions, which follow the order of the rows.
 
-    asked: everything that answers depend on besides question and reference. prompt_ends: of pending requests.
+    asked: everything that answers depend on besides question and reference. prompt_ends: ends of pending prompts, by key.
     """
 
     name: str
@@ -170,7 +170,7 @@ class _Judge:
         return Decision(said.verdict, criterion.yes if said.verdict else criterion.no, said.reason)
 
     def _ask(self, problem: Problem) -> str:
-        """The key of the problem's answer; requests it unless it is saved or pending."""
+        """Request the problem's answer unless it is saved or pending, and return its key."""
         references = [_NO_REFERENCE] if problem.answer is None else right_answers(problem.answer)
         answer = references[0] if len(references) == 1 else "\n".join((_SEVERAL, *references))
         key = key_of(question=problem.question, answer=answer, **self.asked)
@@ -196,7 +196,7 @@ class _Judge:
         renderer, pool = self.engines
         for result in pool.collect(_WAIT_S):
             thinks = self.prompt_ends.pop(result.uid).rstrip().endswith(THINK_OPEN)
-            if result.finish is Finish.LENGTH:  # a tag in it is one that the judge wrote on its way to a verdict
+            if result.finish is Finish.LENGTH:  # a tag in a cut answer may not be the final verdict
                 key = f"curate.{self.name}.max_response_tokens"
                 self.answers.add(
                     result.uid, {"too_long": f"it was cut off after {len(result.token_ids):,} tokens ({key})"}
@@ -205,11 +205,11 @@ class _Judge:
                 self.answers.add(result.uid, {"text": visible(renderer.decode(result.token_ids), thinks) or ""})
             else:
                 why = f"not answered: {result.error or result.finish.value}"
-                self.answers[result.uid] = _Said(None, why)  # not saved, so asked again the next time
+                self.answers[result.uid] = _Said(None, why)  # not saved, so the next run repeats the request
 
 
 def _read(answer: Any) -> _Said | None:
-    """An answer of the file."""
+    """Parse an answer from the file; None if it is invalid."""
     if "too_long" in answer:
         return _Said(None, str(answer["too_long"]))
     text = str(answer["text"])

@@ -1,6 +1,6 @@
-"""Near-duplicate questions: MinHash finds candidates (rensa), their shingles decide.
+"""Near-duplicate questions: MinHash (rensa) finds candidates, and the Jaccard similarity of their shingles decides.
 
-A row is compared with the earlier rows that were kept, so the first of similar rows stays: only the order of rows matters.
+Each row is compared with the rows kept before it, so the first of several similar rows is kept.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from marsrl.trainer.config.curate import NearDuplicatesConfig
 
 _BATCH = 1024  # rows hashed in one call
 _SEED = 0
-_HASHES = 126  # of a question
-_FOUND = 0.95  # least share of the pairs just as similar as the threshold that the index finds
-_COMPARED = 64  # candidates whose shingles are compared: questions from one template can have thousands
+_HASHES = 126  # MinHash values per question
+_FOUND = 0.95  # minimum probability that the index finds a pair whose similarity equals the threshold
+_COMPARED = 64  # maximum candidates whose shingles are compared: questions from one template can have thousands
 
 
 def near_duplicates(config: NearDuplicatesConfig) -> Stage:
-    """See the module. Raises ValueError if rensa is not installed."""
+    """Return the stage that drops near-duplicates. Raises ValueError if rensa is not installed."""
     check_installed("curate.near_duplicates", "rensa", extra="curate", otherwise="set curate.near_duplicates=null")
     return Stage("near_duplicates", config.model_dump(mode="json"), lambda rows: _Questions(config).decisions(rows))
 
@@ -41,7 +41,7 @@ class _Questions:
         self._sketches = rensa.RMinHash.from_token_sets
         self._index = rensa.RMinHashLSH(config.threshold, self._num_hashes, bands)
         self._kept: list[tuple[str, str, str | None]] = []  # normalised question, id, answer
-        self._hashes = np.empty((_BATCH, self._num_hashes), np.uint16)  # low halves of the kept rows' hashes, then room
+        self._hashes = np.empty((_BATCH, self._num_hashes), np.uint16)  # low halves of the kept rows' hashes, then unused rows
 
     def decisions(self, rows: Iterator[Row]) -> Decisions:
         while batch := list(itertools.islice(rows, _BATCH)):
@@ -79,14 +79,14 @@ class _Questions:
         return Decision(False, "near duplicate", f"similarity {similarity:.2f} to {uid}{other}")
 
     def _most_alike(self, candidates: Sequence[int], sketch: Any) -> list[int]:
-        """The candidates with the most common hashes, an estimate of similarity; the earliest in a tie."""
+        """Return the candidates that share the most hashes with the sketch (estimated similarity); earlier ones win ties."""
         places = np.sort(np.asarray(candidates))
         shared = (self._hashes[places] == _low_halves(sketch)).sum(axis=1)
         return places[np.argsort(-shared, kind="stable")[:_COMPARED]].tolist()
 
 
 def bands_and_rows(threshold: float) -> tuple[int, int]:
-    """The bands of the index, and hashes of a band: the most that find enough pairs, as more compare fewer that are unlike.
+    """Return (bands, hashes per band): the most hashes per band that still find enough pairs, for the fewest false candidates.
 
     A pair of similarity s is found with probability 1 - (1 - s^rows)^bands (Leskovec et al., Mining of Massive Datasets, 3.4.2).
     """
@@ -100,7 +100,7 @@ def _low_halves(sketch: Any) -> np.ndarray:
 
 
 def as_compared(question: str) -> str:
-    """The normalised question: ignores case, equivalent characters (NFKC), control characters and repeated spaces."""
+    """Normalise a question: fold case and equivalent characters (NFKC), drop control characters and repeated spaces."""
     text = unicodedata.normalize("NFKC", question).casefold()
     if not text.isprintable():
         text = "".join(c if c.isprintable() else " " for c in text)
@@ -108,11 +108,11 @@ def as_compared(question: str) -> str:
 
 
 def shingled(text: str, size: int) -> list[str]:
-    """All substrings of `size` characters, in order; a shorter text itself."""
+    """Return all substrings of `size` characters, in order; the whole text if it is shorter."""
     return [text[i : i + size] for i in range(max(1, len(text) - size + 1))]
 
 
 def jaccard(one: frozenset[str], other: frozenset[str]) -> float:
-    """Jaccard similarity: size of the intersection over the union."""
+    """Return the Jaccard similarity: size of the intersection over size of the union."""
     shared = len(one & other)
     return shared / (len(one) + len(other) - shared)

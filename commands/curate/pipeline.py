@@ -1,7 +1,7 @@
-"""Runs the stages in order, each over the rows that the previous one kept.
+"""Pipeline of stages, each of which reads the rows that the previous one kept.
 
-OUT/stages/<name>/   kept.jsonl, dropped.jsonl   a line a row (rows.py)
-                     answers.jsonl               of models, by request (runs/answers.py)
+OUT/stages/<name>/   kept.jsonl, dropped.jsonl   one line per row (rows.py)
+                     answers.jsonl               models' answers, by request (runs/answers.py)
                      stage.json                  settings, counts and examples, once the stage has finished
 OUT/curated.jsonl    the rows that the last stage kept, unchanged
 OUT/report.html      OUT/lock
@@ -27,7 +27,7 @@ from marsrl.trainer.runs.answers import key_of
 from marsrl.trainer.runs.directory import opened_atomically, write_json
 from marsrl.trainer.runs.existing_run import flat
 
-NUM_EXAMPLES = 6  # of each kind
+NUM_EXAMPLES = 6  # examples per kind
 MAX_EXAMPLE_CHARS = 1500
 
 
@@ -42,7 +42,7 @@ class Example:
 
 @dataclass
 class Kind:
-    """Rows that a stage kept, or dropped, for one reason; examples: the first of them."""
+    """Rows that a stage kept or dropped for one reason. examples: the first of these rows."""
 
     is_kept: bool
     count: int = 0
@@ -50,7 +50,7 @@ class Kind:
 
 
 class StageRecord(Settings):
-    """stage.json. key: of the settings of this stage and of all before it. kinds: of the stage's decisions."""
+    """Contents of stage.json. key: digest of the settings of this and all earlier stages. kinds: the rows by decision."""
 
     name: str
     settings: dict[str, Any]
@@ -81,9 +81,9 @@ class StageRecord(Settings):
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Runs the stages that are not on disk yet.
+    """Pipeline that runs the stages that are not on disk yet.
 
-    open_rows: reads the inputs from the start. task: of the rows' problems.
+    open_rows: called to read the inputs from the start. task: task of the rows' problems.
     """
 
     out: Path
@@ -106,7 +106,7 @@ class Pipeline:
             if not is_told:
                 self._tell_what_is_redone(self.stages[number:], found)
                 is_told = True
-            self._file(stage.name, "stage.json").unlink(missing_ok=True)  # before the rows that it counts
+            self._file(stage.name, "stage.json").unlink(missing_ok=True)  # removed before the rows that it describes
             kinds = self._run(stage, records[-1] if records else None)
             records.append(StageRecord(name=stage.name, settings=dict(stage.settings), key=key, kinds=kinds))
             write_json(self._file(stage.name, "stage.json"), records[-1].model_dump(mode="json"))
@@ -140,13 +140,13 @@ class Pipeline:
         return kinds
 
     def kept(self, name: str) -> Iterator[Row]:
-        """The rows that a finished stage kept."""
+        """Yield the rows that a finished stage kept."""
         with self._file(name, "kept.jsonl").open("rb") as lines:
             for line in lines:
                 yield from_line(line, self.task)
 
     def _tell_what_is_redone(self, stages: Sequence[Stage], found: StageRecord | None) -> None:
-        """Warn if decisions on disk are obsolete. found: of the first of these stages."""
+        """Warn if decisions on disk are obsolete. found: the record on disk of the first of these stages."""
         if any(self._file(stage.name, "stage.json").exists() for stage in stages):
             changed = ["it was not there"]
             if found is not None:
@@ -158,7 +158,7 @@ class Pipeline:
             self.console.warning(f"curate.{stages[0].name}: {why}. Done again: {names}")
 
     def _record(self, name: str) -> StageRecord | None:
-        """The record of a finished stage; None also for an invalid file, so that the stage runs again."""
+        """Return the record of a finished stage; None if its file is missing or invalid, so that the stage runs again."""
         try:
             return StageRecord.model_validate_json(self._file(name, "stage.json").read_bytes())
         except (FileNotFoundError, pydantic.ValidationError):

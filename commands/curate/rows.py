@@ -1,4 +1,4 @@
-"""Rows in the stages, their lines in a stage's files, and the stages without a model.
+"""Rows, their JSON lines in a stage's files, and the stages that need no model.
 
 {"row": 17, "id": "raw.jsonl:18", "keys": ["question", "answer"], "kind": "near duplicate", "detail": "similarity 0.93 to
 raw.jsonl:3", "fields": {...the row as it was read...}}
@@ -18,15 +18,15 @@ from marsrl.rollout.tasks.data import has_placeholder, lookup, problem_of, read_
 from marsrl.rollout.types import Problem
 from marsrl.trainer.config.curate import LevelConfig
 
-_ENOUGH = 50  # rows from which a share is meaningful
+_ENOUGH = 50  # minimum rows for a meaningful share
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     """A row of the inputs.
 
-    number: index among all rows, from 0. fields: as read. keys: of question and answer. fault: why it is no problem (its
-    question is empty then); "" after the first stage.
+    number: index among all rows, from 0. fields: the row as read. keys: names of the question's and answer's fields.
+    fault: why the row is not a valid problem (the question is then empty); "" after the first stage.
     """
 
     number: int
@@ -40,7 +40,7 @@ class Row:
 class Decision:
     """A stage's decision on a row.
 
-    kind: the reason in a few words, by which rows are counted; detail: specific to the row.
+    kind: short reason, by which rows are counted. detail: details about this row.
     """
 
     is_kept: bool
@@ -65,7 +65,7 @@ class Stage:
 
 
 def read_inputs(paths: Sequence[Path], task: str, question_key: str | None, answer_key: str | None) -> Iterator[Row]:
-    """Every row of the inputs, those without a problem included; of several inputs, ids begin with the index."""
+    """Yield every row of the inputs, including invalid ones. With several inputs, ids begin with the input's index."""
     number = 0
     for place, path in enumerate(paths):
         for found in read_problem_rows(path, task, question_key, answer_key):
@@ -79,22 +79,22 @@ def read_inputs(paths: Sequence[Path], task: str, question_key: str | None, answ
 
 
 def to_line(row: Row, decision: Decision) -> bytes:
-    """A line of a stage's file; BadLine if JSON cannot represent the row."""
+    """Encode a row and its decision as a line of a stage's file. Raises BadLine if JSON cannot represent the row."""
     head = {"row": row.number, "id": row.problem.id, "keys": row.keys, "kind": decision.kind, "detail": decision.detail}
     return encoded({**head, "fields": row.fields})
 
 
 def from_line(line: bytes, task: str) -> Row:
-    """The row in a line of to_line, if it was kept."""
+    """Decode a kept row from a line that to_line wrote."""
     held = json.loads(line)
     keys = (held["keys"][0], held["keys"][1])
     return Row(held["row"], problem_of(held["id"], held["fields"], task, keys), held["fields"], keys)
 
 
 def encoded(value: Mapping[str, Any]) -> bytes:
-    """JSON in one line. Types of tables get the nearest form: dates as ISO 8601, NaN and infinity as null.
+    """Encode as one line of JSON. Dates become ISO 8601 text; NaN and infinity become null.
 
-    Raises BadLine: JSON cannot represent it (bytes, or too many levels).
+    Raises BadLine: JSON cannot represent the value (bytes, or too many levels).
     """
     try:
         try:
@@ -116,9 +116,9 @@ def _nearest(value: Any) -> str:
 
 
 def readable(max_question_chars: int, origin: Mapping[str, Any], on_placeholder: str = "skip") -> Stage:
-    """Rows with a question, not too long, and an answer. origin: the inputs and how they are read, as JSON.
+    """Return the stage that keeps rows with an answer and a question that is not too long.
 
-    on_placeholder: keep, or skip answers that are placeholders.
+    origin: JSON that describes the inputs and how they are read. on_placeholder: keep or skip placeholder answers.
     """
 
     def decide(row: Row) -> Decision:
@@ -136,7 +136,7 @@ def readable(max_question_chars: int, origin: Mapping[str, Any], on_placeholder:
 
 
 def level(config: LevelConfig) -> Stage:
-    """Rows with one of the wanted values in the field."""
+    """Return the stage that keeps rows whose field has one of the wanted values."""
     wanted = {_comparable(value) for value in config.keep}
 
     def decide(row: Row) -> Decision:
@@ -152,23 +152,23 @@ def level(config: LevelConfig) -> Stage:
 
 
 def _comparable(value: object) -> str:
-    """The value for comparison: ignores case; 3 and "3" are equal."""
+    """Return the value as lower-case text for comparison: 3 and "3" are equal."""
     return str(value).strip().casefold()
 
 
 class CurationStopped(RuntimeError):
-    """A stage cannot continue; its decisions are kept."""
+    """Raised when a stage cannot continue. Its decisions stay on disk."""
 
 
 class MissingShare:
-    """Counts rows without a verdict. key: the setting that bounds their share."""
+    """Counter of rows without a verdict. key: name of the setting that bounds their share."""
 
     def __init__(self, key: str, most: float) -> None:
         self._key, self._most = key, most
         self._num_missing = self._num_rows = 0
 
     def count(self, missing: str | None) -> None:
-        """Count a row, and check the share once there are enough. missing: its id and why it has no verdict."""
+        """Count a row, and check the share once there are enough rows. missing: the row's id and why it has no verdict."""
         self._num_rows += 1
         if missing is not None:
             self._num_missing += 1

@@ -76,7 +76,7 @@ class Api:
         return function(self.catalogs[int(run)], **asked)
 
     def runs(self) -> list[dict[str, Any]]:
-        """All runs; updates the catalogs first."""
+        """Return all runs; updates the catalogs first."""
         for catalog in self.catalogs:
             catalog.refresh()
         return [
@@ -92,7 +92,7 @@ class Api:
         ]
 
     def compare(self) -> dict[str, Any]:
-        """All runs side by side, as in `marsrl compare`; why_not: one was not evaluated, or is unreadable."""
+        """Return all runs side by side, as in `marsrl compare`; why_not: one was not evaluated, or is unreadable."""
         try:
             return side_by_side([read_compared(catalog.run.path) for catalog in self.catalogs], self.names)
         except ValueError as error:
@@ -100,7 +100,7 @@ class Api:
 
 
 def _question(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function with its arguments checked and all text of its result made visible."""
+    """Return the function with its arguments checked and all text of its result made visible."""
     checked = validate_call(config=ConfigDict(arbitrary_types_allowed=True))(function)
     return lambda *given, **asked: shown(checked(*given, **asked))
 
@@ -171,7 +171,7 @@ def _fact(value: Any) -> str:
 
 
 def samples(catalog: Catalog, before: str = "", through: str = "", **wanted: Any) -> dict[str, Any]:
-    """A page of the newest samples that pass a filter; below `before`, or from `through` on (each step.line)."""
+    """Return a page of the newest samples that pass a filter; below `before`, or from `through` on (each step.line)."""
     top = _place(before) if before else None
     if has_top := bool(through and not before):
         top = place if catalog.at(*(place := _place(through))) else None
@@ -179,13 +179,13 @@ def samples(catalog: Catalog, before: str = "", through: str = "", **wanted: Any
 
 
 def listing(page: Page) -> dict[str, Any]:
-    """A page of samples as JSON; next: step.line."""
+    """Return a page of samples as JSON; next: step.line."""
     following = None if page.next is None else f"{page.next[0]}.{page.next[1]}"
     return dataclasses.asdict(page) | {"rows": [_row(row) for row in page.rows], "next": following}
 
 
 def sample(catalog: Catalog, step: int, line: int) -> dict[str, Any]:
-    """A sample with its texts, and its changes to the solution that it repairs."""
+    """Return a sample with its texts, and its changes to the solution that it repairs."""
     found = _found(catalog, step, line)
     family = catalog.tree(found.rollout)
     repaired, diff = _repaired(found, family, catalog.judges), None
@@ -202,7 +202,7 @@ def sample(catalog: Catalog, step: int, line: int) -> dict[str, Any]:
 
 
 def tree(catalog: Catalog, rollout: str) -> list[dict[str, Any]]:
-    """The samples of a rollout instance."""
+    """Return the samples of a rollout instance."""
     return [_row(each) for each in catalog.tree(rollout)]
 
 
@@ -295,7 +295,7 @@ def _kept_tokens(files: Mapping[int, Path], step: int) -> list[TokenRecord]:
 
 
 def _columns(record: TokenRecord) -> dict[str, Any]:
-    """A list for each column; clipped, gated, masked: indices of tokens."""
+    """Return a list for each column; clipped, gated, masked: indices of tokens."""
     starts = [0, *record.ends[:-1].tolist()]
     return {
         "policy": record.policy,

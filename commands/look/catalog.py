@@ -168,7 +168,7 @@ class Catalog:
             self._damages.pop(step, None)
 
     def _whole(self, path: Path, read: Callable[[Path], T], empty: T) -> T:
-        """Contents of a file, read again if it has changed; `empty` without one that is readable."""
+        """Return the contents of a file, read again if it has changed; `empty` without one that is readable."""
         with self._lock:
             state = _state(path)
             known, found = self._kept.get(path.name, (None, empty))
@@ -270,21 +270,21 @@ class Catalog:
         return tuple(map(str, self.section("agents") or ()))
 
     def section(self, name: str) -> Any:
-        """A section of the run's config.yaml; None if it is null, or the file is unreadable."""
+        """Return a section of the run's config.yaml; None if it is null, or the file is unreadable."""
         config: dict[str, Any] = self._whole(self.run.config, _config, {})
         return config.get(name)
 
     def tree(self, rollout: str) -> list[Row]:
-        """Samples of a rollout instance, oldest first; uids and parents give the tree."""
+        """Return the samples of a rollout instance, oldest first; uids and parents give the tree."""
         return self._rows("rollout = ?", [rollout], f"ORDER BY step, line LIMIT {_LARGEST_TREE}")
 
     def at(self, step: int, line: int) -> Row | None:
-        """The sample on a line of a step's file."""
+        """Return the sample on a line of a step's file."""
         found = self._rows("step = ? AND line = ?", [step, line])
         return found[0] if found else None
 
     def records(self, rows: Sequence[Row]) -> dict[str, SampleRecord]:
-        """The whole samples, by uid. Raises ValueError: a file is gone or damaged, or its step has been played again."""
+        """Return the whole samples, by uid. Raises ValueError: a file is gone or damaged, or its step has been played again."""
         lines: dict[int, set[int]] = {}
         for row in rows:
             lines.setdefault(row.step, set()).add(row.line)
@@ -407,7 +407,7 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def _state(path: Path) -> tuple[int, int] | None:
-    """(mtime in ns, bytes), None if it does not exist."""
+    """Return (mtime in ns, bytes), None if it does not exist."""
     try:
         found = path.stat()
     except FileNotFoundError:

@@ -95,7 +95,7 @@ def read_compared(path: Path) -> Compared:
 
 
 def progress(rows: Iterable[tuple[int, Mapping[str, float | None]]]) -> Iterator[Place]:
-    """The place of each step. rows: steps in order, with their metrics."""
+    """Yield the place of each step. rows: steps in order, with their metrics."""
     tokens = hours = 0.0
     for step, values in rows:
         tokens += values.get("rollout/tokens") or 0.0
@@ -105,7 +105,7 @@ def progress(rows: Iterable[tuple[int, Mapping[str, float | None]]]) -> Iterator
 
 
 def side_by_side(runs: Sequence[Compared], names: Sequence[str]) -> dict[str, Any]:
-    """Content of `marsrl compare`, as JSON.
+    """Return the content of `marsrl compare`, as JSON.
 
     rows: of the last evaluations, a cell for each run. costs: of an episode in them. charts: by title, for each of AXES, a curve
     for each run: {x, mean, low, high} (low and high None: no interval). settings: those that differ, with each run's value.
@@ -137,7 +137,7 @@ def side_by_side(runs: Sequence[Compared], names: Sequence[str]) -> dict[str, An
 
 
 def _cells(name: str, runs: Sequence[Compared], rows: Sequence[Mapping[str, Estimate]]) -> Iterator[dict[str, Any]]:
-    """A row of the last evaluations: each run's value, and its difference from the first run."""
+    """Yield a row of the last evaluations: each run's value, and its difference from the first run."""
     first = rows[0].get(name)
     for i, run in enumerate(runs):
         value, gap = rows[i].get(name), difference(runs[0], run, name) if i else None
@@ -174,7 +174,7 @@ def _curve(points: Sequence[tuple[Place, Estimate | float | None]]) -> dict[str,
 
 
 def names_of(paths: Sequence[Path]) -> list[str]:
-    """The shortest suffixes of the paths that distinguish them."""
+    """Return the shortest suffixes of the paths that distinguish them."""
     runs = [path.resolve().parts for path in paths]
 
     def name(run: tuple[str, ...]) -> str:
@@ -185,7 +185,7 @@ def names_of(paths: Sequence[Path]) -> list[str]:
 
 
 def _settings_that_differ(runs: Sequence[Compared]) -> dict[str, list[str]]:
-    """Settings that differ between runs, with each run's value."""
+    """Return the settings that differ between runs, with each run's value."""
     keys = dict.fromkeys(key for run in runs for key in run.settings if key not in OF_THE_START)
     told = {key: [run.settings.get(key, "not set") for run in runs] for key in keys}
     return {key: values for key, values in told.items() if len(set(values)) > 1}
@@ -219,7 +219,7 @@ def _by_problem(draws: Sequence[Draw], of: str, who: str) -> dict[str, list[floa
 
 
 def _settings(run: RunDirectory) -> dict[str, str]:
-    """Settings by dotted key; {} without a saved config."""
+    """Return the settings by dotted key; {} without a saved config."""
     told: dict[str, list[str]] = {}
     for file in run.configs:
         try:

@@ -71,7 +71,7 @@ def write_page(file: Path, pages: Sequence[str], answers: Mapping[str, Any]) -> 
 
 
 def _curves_of(chart: Mapping[str, Any]) -> list[str]:
-    """The metrics of a chart with their intervals, as curves.js requests them."""
+    """Return the metrics of a chart with their intervals, as curves.js requests them."""
     bands = [f"{each['key']}/{end}" for each in chart["series"] if each["has_band"] for end in ("low", "high")]
     return [*(each["key"] for each in chart["series"]), *bands]
 
@@ -85,7 +85,7 @@ def _cut(sample: dict[str, Any]) -> None:
 
 
 def _key(question: str, asked: Mapping[str, Any]) -> str:
-    """Key of a question, the same as `key` of lib.js."""
+    """Return the key of a question, the same as `key` of lib.js."""
     pairs = [(name, each) for name, value in asked.items() for each in (value if isinstance(value, list) else [value])]
     return "\n".join([question, *(f"{name}={each}" for name, each in pairs if each != "")])
 

@@ -46,7 +46,7 @@ class ChartPlan:
     is_activities: bool = False  # coloured as in the timeline
 
     def label(self, name: str) -> str | None:
-        """Label of the metric on the chart; None if it is not plotted."""
+        """Return the label of the metric on the chart; None if it is not plotted."""
         found = re.fullmatch(self.pattern, name)
         return found and ("/".join(filter(None, found.groups())) or name.rpartition("/")[2])
 
@@ -78,7 +78,7 @@ PLANS = (
 
 
 def charts(catalog: Catalog) -> list[dict[str, Any]]:
-    """The planned charts for which the run has metrics, then one for every other metric.
+    """Return the planned charts for which the run has metrics, then one for every other metric.
 
     is_zero: all series are 0 in every step. has_band: the series has the interval <key>/low to <key>/high.
     """
@@ -128,7 +128,7 @@ def axes(catalog: Catalog) -> dict[str, list[float]]:
 
 
 def problems(catalog: Catalog, agent: str = "") -> dict[str, Any]:
-    """The 100 problems that an agent ("": any) played in the most steps, over at most 24 equal ranges of steps.
+    """Return the 100 problems that an agent ("": any) played in the most steps, over at most 24 equal ranges of steps.
 
     columns: (first, last step). rows: cells: for each column (samples, mean reward, share right), or None.
     """
@@ -157,7 +157,7 @@ def _thinned(points: Sequence[tuple[int, float | None]]) -> dict[str, Any]:
 
 
 def spans(catalog: Catalog, low: float | None = None, high: float | None = None) -> dict[str, Any]:
-    """The longest spans that overlap [low, high] seconds of the trace (None: its beginning, its end), with colours.
+    """Return the longest spans that overlap [low, high] seconds of the trace (None: its beginning, its end), with colours.
 
     spans: (lane, name, start_s, end_s, arguments). end: of the trace. num_left_out: number of omitted shorter ones.
     """
@@ -208,7 +208,7 @@ def life(catalog: Catalog, rollout: str) -> dict[str, Any]:
 
 
 def speed(catalog: Catalog) -> dict[str, Any]:
-    """Seconds of a step's parts: the median of the last 50 steps, and what a plan.json in the run directory predicts.
+    """Return the seconds of a step's parts: the median of the last 50 steps, and what a plan.json in the run directory predicts.
 
     ages: (agent, versions, samples), the samples' ages in versions when they were trained.
     """
@@ -240,7 +240,7 @@ def _planned(run: RunDirectory) -> dict[str, Any]:
 
 
 def warnings(catalog: Catalog) -> list[dict[str, Any]]:
-    """The run's warnings, unusual metrics, and unreadable files; newest first."""
+    """Return the run's warnings, unusual metrics, and unreadable files; newest first."""
     found = [{"step": step, "kind": kind, "text": text} for step, kind, text in catalog.warnings]
     for name, curve in catalog.curves.items():
         for prefix, suffix, limit, meaning in _WATCHED:

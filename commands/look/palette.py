@@ -27,7 +27,7 @@ _ACTIVITIES = {
 
 
 def series_colors(labels: Iterable[str], agents: Sequence[str] = ()) -> dict[str, str]:
-    """The colour of each series of a chart, by its label.
+    """Return the colour of each series of a chart, by its label.
 
     An agent's colour (solver, main/solver) is its position in the team; series of all agents together are grey. Others take the
     remaining colours in order.
@@ -42,5 +42,5 @@ def series_colors(labels: Iterable[str], agents: Sequence[str] = ()) -> dict[str
 
 
 def activity_color(name: str) -> str:
-    """The colour of an activity of engines, ranks or judges, in timelines and in the parts of a step."""
+    """Return the colour of an activity of engines, ranks or judges, in timelines and in the parts of a step."""
     return _ACTIVITIES.get(name) or COLORS[zlib.crc32(name.encode("utf-8", "replace")) % 8]

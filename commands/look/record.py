@@ -58,7 +58,7 @@ def record(run: RunDirectory, out: Path) -> int:
 
 
 def without_host(text: str) -> str:
-    """The text with only the last part of every absolute path, and `host` for this host's name."""
+    """Return the text with only the last part of every absolute path, and `host` for this host's name."""
     return _HOST.sub("host", _PATH.sub(r"\1", text))
 
 

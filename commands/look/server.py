@@ -46,7 +46,7 @@ class PlainJson(Response):
 
 
 def make_app(runs: Sequence[Path], token: str, cookie: str = "marsrl_view") -> FastAPI:
-    """The application. cookie: its name; a host's ports share cookies, so two viewers need different names."""
+    """Return the application. cookie: its name; a host's ports share cookies, so two viewers need different names."""
     app = FastAPI(
         title="marsrl view", docs_url=None, redoc_url=None, openapi_url=None, default_response_class=PlainJson
     )

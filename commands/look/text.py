@@ -44,7 +44,7 @@ def print_run(path: Path, console: Console) -> None:
 
 
 def _table(catalog: Catalog, first: int, last: int) -> Table:
-    """The metrics of the report's charts, at the first step and now."""
+    """Return the metrics of the report's charts, at the first step and now."""
     table = table_of("", "", f"step {first}", f"step {last}")
     for plan in PLANS:
         for name, curve in catalog.curves.items():

@@ -29,7 +29,7 @@ _OF_A_POLICY = (
 
 
 def as_json(plan: Plan) -> str:
-    """All that is printed, and every option; bytes and seconds as plain numbers."""
+    """Return all that is printed, and every option; bytes and seconds as plain numbers."""
     of_plan = {"policies": [], "fits": plan.fits, "step_s": plan.step_s, "seconds": plan.seconds}
     content: dict[str, Any] = {**vars(plan), **of_plan}
     for policy in plan.policies:
@@ -85,7 +85,7 @@ def _show_policy(plan: Plan, policy: PolicyPlan, console: Console) -> None:
 
 
 def _adapters_words(policy: PolicyPlan) -> str:
-    """A line about the adapters that are trained on it; empty where it is trained itself."""
+    """Return a line about the adapters that are trained on it; empty where it is trained itself."""
     setup = policy.engines
     if not setup.adapters:
         return ""
@@ -204,7 +204,7 @@ def _engines(policy: PolicyPlan) -> Table:
 
 
 def _sync_words(sync: SyncTime) -> str:
-    """The parts of a sync that take time."""
+    """Return the parts of a sync that take time."""
     parts = {"gather": sync.gather, "files": sync.write, "load": sync.load, "between GPUs": sync.send}
     parts |= {"buckets": sync.copy, "checksums": sync.checksum}
     listed = ", ".join(f"{name} {_duration(seconds)}" for name, seconds in parts.items() if seconds)
@@ -216,7 +216,7 @@ def _sync_words(sync: SyncTime) -> str:
 
 
 def _splits(policy: PolicyPlan) -> Table:
-    """Each way to decode, with suitable numbers of GPUs."""
+    """Return each way to decode, with suitable numbers of GPUs."""
     headings = (">train", "engines x GPUs", ">requests", ">rollout", ">update", ">step", "layout of the update")
     rows = []
     for each in policy.splits:

@@ -66,7 +66,7 @@ class EngineSetup:
         return self.num_engines * self.tensor_parallel
 
     def carried_by(self, backend: SyncBackend) -> SyncBackend:
-        """The backend by which a publish travels: adapters always go as files."""
+        """Return the backend by which a publish travels: adapters always go as files."""
         return "shm" if self.adapters else backend
 
     @property
@@ -146,7 +146,7 @@ class RolloutTime:
 
 
 def kv_bytes_per_token(shape: ModelShape, dtype: str) -> int:
-    """Keys and values of all layers: 2 L K D e."""
+    """Return the keys and values of all layers: 2 L K D e."""
     return 2 * shape.num_layers * shape.num_kv_heads * shape.head_size * (1 if dtype == "fp8" else SIZE[dtype])
 
 
@@ -211,14 +211,14 @@ def rollout_time(setup: EngineSetup, memory: EngineMemory, gpu: hw.Gpu, demand: 
 
 
 def _weight_bytes(setup: EngineSetup) -> float:
-    """Bytes of weights on one of an engine's GPUs, without adapters."""
+    """Return the bytes of weights on one of an engine's GPUs, without adapters."""
     embedding = elements(setup.shape).embedding * SIZE[setup.dtype] / setup.tensor_parallel
     looked_up = embedding if elements(setup.shape).head else 0.0  # not read
     return _cut_bytes(setup, touched=1.0) + _whole_bytes(setup) + looked_up
 
 
 def _cut_bytes(setup: EngineSetup, touched: float) -> float:
-    """Bytes on one GPU of the weights split over an engine's GPUs; of the experts, the share that is read."""
+    """Return the bytes on one GPU of the weights split over an engine's GPUs; of the experts, the share that is read."""
     counts, shape, tensor = elements(setup.shape), setup.shape, setup.tensor_parallel
     of_fullest = setup.experts_of_gpu / shape.num_experts * tensor if setup.experts_of_gpu else 1.0  # over the mean
     size, padding = float(SIZE[setup.dtype]), 1.0
@@ -231,7 +231,7 @@ def _cut_bytes(setup: EngineSetup, touched: float) -> float:
 
 
 def _whole_bytes(setup: EngineSetup) -> float:
-    """Bytes of weights that each of an engine's GPUs holds whole: norms and router."""
+    """Return the bytes of weights that each of an engine's GPUs holds whole: norms and router."""
     counts = elements(setup.shape)
     return (setup.shape.num_layers * counts.layer_whole + counts.final_norm) * SIZE[setup.dtype]
 
@@ -256,7 +256,7 @@ def slot_bytes(setup: EngineSetup) -> float:
 
 
 def publish_bytes(setup: EngineSetup, adapter: AdapterConfig) -> int:
-    """Bytes of an adapter's PEFT file."""
+    """Return the bytes of an adapter's PEFT file."""
     return adapter_elements(setup.shape, Layout(1, 1, 1, 1, 1), (adapter,)).total * SIZE[setup.dtype]
 
 
@@ -300,7 +300,7 @@ def transfer_bytes(backend: SyncBackend, peers: int, num_gpus: int, *, receives:
 def sync_time(
     backend: SyncBackend, setup: EngineSetup, num_trainers: int, expert: int, num_gpus: int, gpu: hw.Gpu
 ) -> SyncTime:
-    """Seconds of a sync of one policy's engines; backend: as it is after placement.with_backend.
+    """Return the seconds of a sync of one policy's engines; backend: as it is after placement.with_backend.
 
     M = bytes of the model, S = of an engine GPU's shard as it is sent, n = ranks, N = pieces, with `expert` ranks for a layer's
     experts; link = NVLink where all GPUs are on one node, else a GPU's network. Checksums on GPUs move 31 bytes of memory a byte.

@@ -179,7 +179,7 @@ ASSUMPTIONS = tuple(each for each in list(globals().values()) if isinstance(each
 
 
 def gpu_here() -> Gpu | None:
-    """The preset nearest to this machine's GPU, with the actual memory of GPU and host; None without a GPU."""
+    """Return the preset nearest to this machine's GPU, with the actual memory of GPU and host; None without a GPU."""
     import os
 
     import torch
@@ -192,7 +192,7 @@ def gpu_here() -> Gpu | None:
 
 
 def constants(gpu: Gpu) -> list[Constant]:
-    """All constants that a plan for this GPU uses."""
+    """Return all constants that a plan for this GPU uses."""
     of_gpu = [
         Constant(label, getattr(gpu, field.name), unit, source)
         for field in fields(gpu)

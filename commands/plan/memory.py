@@ -109,12 +109,12 @@ class RankMemory:
 
 
 def most_loaded_rank(setup: Training) -> RankMemory:
-    """The rank with the highest peak: early stages hold more micro-batches, the last one the head."""
+    """Return the rank with the highest peak: early stages hold more micro-batches, the last one the head."""
     return max((rank_memory(setup, stage) for stage in range(setup.layout.pipeline)), key=lambda memory: memory.peak)
 
 
 def rank_memory(setup: Training, stage: int) -> RankMemory:
-    """Bytes of a rank of one pipeline stage.
+    """Return the bytes of a rank of one pipeline stage.
 
         peak = weights + reference + gradients + optimizer + in_flight L layer + micro-batches (batch + replay)
              + max(head, remade and working of a layer)
@@ -165,7 +165,7 @@ def optimizer_bytes(setup: Training, counts: RankElements) -> int:
 
 
 def layer_bytes(setup: Training, recompute: Recompute) -> int:
-    """Bytes that one layer saves of one micro-batch for its backward.
+    """Return the bytes that one layer saves of one micro-batch for its backward.
 
     full: its input, T H e / t; full_offload: nothing. none, with sequence parallelism:
 
@@ -209,7 +209,7 @@ def layer_bytes(setup: Training, recompute: Recompute) -> int:
 
 
 def adapters_bytes(setup: Training) -> float:
-    """Bytes that adapters of a layer keep of a micro-batch, were all of it the samples of the largest one."""
+    """Return the bytes that adapters of a layer keep of a micro-batch, were all of it the samples of the largest one."""
     s, t, tokens = setup.shape, setup.layout.tensor, setup.tokens_of_rank
     total = 0.0
     if ranks := [each.rank for each in setup.adapters if "attention" in each.targets]:
@@ -224,7 +224,7 @@ def adapters_bytes(setup: Training) -> float:
 
 
 def adapters_working_bytes(setup: Training) -> int:
-    """Temporary bytes of what adapters add to a layer, before it is added; their number of copies is measured.
+    """Return the temporary bytes of what adapters add to a layer, before it is added; their number of copies is measured.
 
     T e 1.5 (N + 2K) D / t of q, k, v; T e F/t of a dense MLP's gate and up; R e F of the experts'.
     """
@@ -252,7 +252,7 @@ def remade_bytes(setup: Training) -> int:
 
 
 def angle_bytes(setup: Training) -> int:
-    """The rotary angles that all layers share, T D float32, and the token ids."""
+    """Return the rotary angles that all layers share, T D float32, and the token ids."""
     return setup.tokens_of_rank * (setup.shape.head_size * 4 + 8)
 
 
@@ -263,7 +263,7 @@ def batch_bytes(setup: Training) -> int:
 
 
 def replay_bytes(setup: Training) -> tuple[int, int]:
-    """(on the device, on the host) of one micro-batch, from the start of the step to its end; b bytes an expert, 1 or 2:
+    """Return (on the device, on the host) of one micro-batch, from the start of the step to its end; b bytes an expert, 1 or 2:
 
     rollout    T L k b [as packed: all layers, on every rank] + T/CP L k b [cut, where CP > 1]
     both       T/(CP t) L/PP k b [this rank's tokens and layers; recompute: on the host]
@@ -281,7 +281,7 @@ def replay_bytes(setup: Training) -> tuple[int, int]:
 
 
 def head_bytes(setup: Training) -> int:
-    """The final norm and the fused head, with V/t columns and `rows` rows of logits at once:
+    """Return the final norm and the fused head, with V/t columns and `rows` rows of logits at once:
 
     T/t (H e + 4) + T (H e [hidden] + H e [its gradient] + 40) + rows (4 V/t + 8 H) + 4 H V/t [dW]
 
@@ -306,7 +306,7 @@ def attention_copies_bytes(setup: Training) -> int:
 
 
 def layer_working_bytes(setup: Training) -> int:
-    """Temporary bytes of one layer, forward or backward, beside its saved activations.
+    """Return the temporary bytes of one layer, forward or backward, beside its saved activations.
 
     dense    T/t H e 2 + T F/t e 2 [gradients of gate and up]
     experts  forward: R H e [results] + where others send rows

@@ -58,7 +58,7 @@ class Needs:
         return self.job.work
 
     def rollout_s(self, num_engines: int) -> float:
-        """Seconds for so many engines to decode a step's completions."""
+        """Return the seconds for so many engines to decode a step's completions."""
         return rollout_time(replace(self.engines, num_engines=num_engines), self.engine, self.gpu, self.demand).seconds
 
     @property
@@ -219,7 +219,7 @@ def _engine_setup(config: RunConfig, name: str, shape: ModelShape, longest: int)
 
 
 def _job(config: RunConfig, name: str, shape: ModelShape, trainers: int, work: Work, kept_bytes: float) -> Job:
-    """The training job for ranking layouts. kept_bytes: memory of each GPU reserved by engines."""
+    """Return the training job for ranking layouts. kept_bytes: memory of each GPU reserved by engines."""
     loss, replay = config.loss, config.trainer.router_replay
     policy, adapters = config.policies[name], config.adapters_in(name)
     first = config.policies[next(each for each in config.policies_in(name) if each in config.trained_policies)]

@@ -103,7 +103,7 @@ def rank_elements(shape: ModelShape, layout: Layout, stage: int) -> RankElements
 
 
 def adapter_elements(shape: ModelShape, layout: Layout, adapters: Sequence[AdapterConfig]) -> RankElements:
-    """Numbers of A and B of all these adapters on one rank of any pipeline stage.
+    """Return the numbers of A and B of all these adapters on one rank of any pipeline stage.
 
     q, k, v, gate, up: r in [whole] + out r / TP; o, down: r in / TP + out r [whole]; of an expert: r (in + out) / EP.
     """

@@ -70,7 +70,7 @@ class Option:
 
 
 def options(job: Job, gpu: hw.Gpu) -> list[Option]:
-    """Every valid layout in every recompute mode; those that fit first, fastest first, then the closest."""
+    """Return every valid layout in every recompute mode; those that fit first, fastest first, then the closest."""
     adapts_experts = any("experts" in each.targets for each in job.training.adapters)
     layouts = [
         each
@@ -104,7 +104,7 @@ def option(job: Job, layout: Layout, recompute: Recompute, gpu: hw.Gpu) -> Optio
 
 
 def best_of_each_layout(found: Sequence[Option]) -> list[Option]:
-    """The first option of every layout, in the order of `found`."""
+    """Return the first option of every layout, in the order of `found`."""
     first: dict[Layout, Option] = {}
     for each in found:
         first.setdefault(each.layout, each)
@@ -124,7 +124,7 @@ class Split:
 
 
 def step_seconds(rollouts: Sequence[float], updates: Sequence[float], syncs: Sequence[float], overlap: int) -> float:
-    """Seconds of one step of all policies, from the seconds of each.
+    """Return the seconds of one step of all policies, from the seconds of each.
 
     Policies decode concurrently, and are updated and published in turn: max(rollouts) + sum(updates) + sum(syncs). With
     rollout.overlap the engines decode while the trainer trains, and only a publish stops both:
@@ -137,7 +137,7 @@ def step_seconds(rollouts: Sequence[float], updates: Sequence[float], syncs: Seq
 def splits(
     job: Job, now: EngineSetup, demand: Demand, backend: SyncBackend, overlap: int, num_gpus: int, gpu: hw.Gpu
 ) -> list[Split]:
-    """The fastest split for each way to decode, for a single policy; the shortest step first.
+    """Return the fastest split for each way to decode, for a single policy; the shortest step first.
 
     Ways: GPUs an engine, KV cache in the policy's dtype or FP8. Trainers: whole nodes if there are several, and of more than 128
     GPUs sixteenths.

@@ -70,7 +70,7 @@ class StepTime:
 def step_time(
     setup: Training, work: Work, gpu: hw.Gpu, sweeps_entropy: bool, scored: Sequence[ModelShape] = ()
 ) -> StepTime:
-    """Seconds of a step's updates of one policy. scored: the models with a forward pass before them.
+    """Return the seconds of a step's updates of one policy. scored: the models with a forward pass before them.
 
     linear      2 tokens P (3 + r) / (ranks peak share)          r = 1 with full recompute
                 2 + r where P is frozen, and 3 + r for the largest adapter's own numbers
@@ -155,7 +155,7 @@ def step_time(
 
 
 def _largest_adapter(setup: Training) -> RankElements:
-    """Numbers of the adapter that costs a token the most, over all ranks."""
+    """Return the numbers of the adapter that costs a token the most, over all ranks."""
     found = [adapter_elements(setup.shape, Layout(1, 1, 1, 1, 1), (each,)) for each in setup.adapters]
     return max(found, key=lambda each: each.total, default=RankElements(0, 0))
 

@@ -135,7 +135,7 @@ def teach_team(prepared: PreparedSft) -> None:
 
 
 def _checked(config: RunConfig) -> tuple[Demonstrations, list[str]]:
-    """(the demonstrations, of models and layouts that can be trained; the end of a turn of each policy, as text)."""
+    """Return (the demonstrations, of models and layouts that can be trained; the end of a turn of each policy, as text)."""
     if (reason := why_not_device(config.run.device)) is not None:
         raise ConfigError(f"run.device is {config.run.device}: {reason}")
     file = config.data.demonstrations
@@ -158,7 +158,7 @@ def _checked(config: RunConfig) -> tuple[Demonstrations, list[str]]:
 
 
 def _differing(directory: RunDirectory, config: RunConfig, fingerprint: Mapping[str, object]) -> list[str]:
-    """The settings that differ from those of the run, in a sentence.
+    """Return the settings that differ from those of the run, in a sentence.
 
     Raises ConfigError: demonstrations, the section sft or the seed differ, which decide what a step trains.
     """
@@ -197,7 +197,7 @@ class _Training:
         return all(folder.is_dir() for folder in self.folders.values())
 
     def train(self) -> None:
-        """All steps that are left, and the models.
+        """Return all steps that are left, and the models.
 
         Raises:
             Stopped: a rank was asked to stop, on all ranks; the step is saved.
@@ -284,7 +284,7 @@ class _Training:
         return Lesson({name: _of(batch, name) for name in self._learners})
 
     def _row(self, step: int, losses: Mapping[int, Measured], stats: Mapping[str, StepStats]) -> dict[str, float]:
-        """The metrics of a step; warns of a skipped one."""
+        """Return the metrics of a step; warns of a skipped one."""
         row = self._means("sft", losses, "loss")
         for name, each in stats.items():
             prefix = f"{name}/" if len(stats) > 1 else ""
@@ -295,7 +295,7 @@ class _Training:
         return row
 
     def _measured(self) -> dict[str, float]:
-        """The metrics of the held-out demonstrations; {} without any."""
+        """Return the metrics of the held-out demonstrations; {} without any."""
         found: dict[int, Measured] = {}
         for name, learner in self._learners.items():
             if own := _of(self._held_out, name):
@@ -307,7 +307,7 @@ class _Training:
         return bool(measured) and goal.is_reached(measured["sft/held_out/loss"], measured["sft/held_out/accuracy"])
 
     def _means(self, prefix: str, found: Mapping[int, Measured], *keys: str) -> dict[str, float]:
-        """The means of all tokens, and the loss of each writer where there are several; {} without a token."""
+        """Return the means of all tokens, and the loss of each writer where there are several; {} without a token."""
         total = sum(each.num_tokens for each in found.values())
         if not total:
             return {}
