@@ -1,1 +1,1 @@
-"""What a person calls: the commands of `marsrl`, with the viewer, the planner and the curation of problems."""
+"""The `marsrl` commands, with the viewer, the planner and the curation of problems."""

@@ -45,7 +45,7 @@ class Finding(NamedTuple):
 def examine(config: RunConfig | None = None, num_nodes: int = 1, ranks_per_node: int | None = None) -> list[Finding]:
     """Return all findings. Runs one snippet in a sandbox, and briefly joins the Ray cluster that the config names.
 
-    config: settings to check on this host too; None: check what the defaults need.
+    config: settings to check on this host; None: check the requirements of the default settings.
     num_nodes, ranks_per_node: as for torchrun; None: one rank for each GPU that engines do not use.
     """
     installed, (settings, _) = library_versions(LIBRARIES), decide_dtypes(config or RunConfig())
@@ -181,7 +181,7 @@ def _megatron(installed: dict[str, str]) -> Iterator[Finding]:
 
 
 def sandbox_findings(settings: RunConfig) -> Iterator[Finding]:
-    """Yield findings about the sandbox for a model's code, by tools.python's settings or their defaults."""
+    """Yield findings about the sandbox for models' code, with the settings of tools.python or their defaults."""
     from marsrl.rollout.tools.config import PythonTool
     from marsrl.rollout.tools.python.launcher import check_sandbox
 
@@ -193,9 +193,9 @@ def sandbox_findings(settings: RunConfig) -> Iterator[Finding]:
 
 
 def ray_findings(config: RunConfig) -> Iterator[Finding]:
-    """Yield what is found of the Ray cluster that the config names."""
+    """Yield a finding about the Ray cluster that the config names."""
     if importlib.util.find_spec("ray") is None:
-        return  # The engines' findings report it.
+        return  # The findings about engines report that Ray is missing.
     address = config.rollout.ray_address
     if address is None:
         detail = "not set (rollout.ray_address): a run starts a cluster on this machine only"

@@ -1,4 +1,4 @@
-"""`marsrl evaluate`: a team on held-out problems, without a trainer."""
+"""`marsrl evaluate`: evaluation of a team on held-out problems, without a trainer."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from marsrl.trainer.runs.directory import RunDirectory, claim, write_json
 from marsrl.trainer.runs.existing_run import keep_settings, saved_config
 from marsrl.trainer.runs.lock import RunLock
 
-EVALUATIONS = Path("evaluations")  # default folder of the evaluations' folders
+EVALUATIONS = Path("evaluations")  # default parent folder of evaluations
 
 
 class Interrupted(KeyboardInterrupt):
-    """An evaluation was interrupted; the text says what is kept, and how to resume."""
+    """Raised when an evaluation is interrupted; its text says what is kept and how to resume."""
 
 
 def run_of(place: Path) -> Path:
-    """Return the run directory of itself, or of one of its checkpoints."""
+    """Return the run directory, given itself or one of its checkpoints."""
     return place.absolute().parents[1] if place.absolute().parent.name == "checkpoints" else place
 
 
 def settings_of_run(run: Path) -> tuple[str, list[str]]:
-    """Return (config file, words) to evaluate the run's team with the weights of its latest checkpoint.
+    """Return (config file, settings) to evaluate the run's team with the weights of its latest checkpoint.
 
     run: a run directory, or one of its checkpoints: checkpoints/best, checkpoints/step_N.
 
@@ -50,7 +50,7 @@ def settings_of_run(run: Path) -> tuple[str, list[str]]:
     models = exported(source.absolute())
     words = [f"policies.{name}.model={path.resolve()}" for name, path in models.items()]
     for name, policy in read_config(str(config), (), trains=False)[0].policies.items():
-        if policy.adapter is not None:  # it is in the exported model
+        if policy.adapter is not None:  # the exported model already contains the adapter
             words += [f"policies.{name}.base=null", f"policies.{name}.adapter=null"]
     return str(config), words
 
@@ -60,11 +60,14 @@ def evaluate_alone(
 ) -> Evaluation:
     """Evaluate the team, print a table of accuracy, tokens, seconds and cost to stderr, and return the evaluation.
 
-    The fixed inputs are collected from the team itself. out: a folder for the evaluation and every finished draw; an earlier
-    evaluation in it is resumed. Default: a new one, evaluations/<name>-<UTC time>; name: by default that of the settings' file.
-    resume: the command or call that resumes the evaluation in a folder.
+    The fixed inputs are collected from the team itself.
 
-    Raises Interrupted: Ctrl-C, after a table of the finished draws; the text says how many are kept, and how to resume.
+    out: folder for the evaluation and every finished draw; an earlier evaluation in it is resumed. Default: a new folder,
+        evaluations/<name>-<UTC time>.
+    name: name of the evaluation; default: the name of the settings' file.
+    resume: returns the command or call that resumes the evaluation in a folder.
+
+    Raises Interrupted on Ctrl-C, after printing a table of the finished draws.
     """
     console = RunConsole()
     with origin.places_in_errors():

@@ -1,6 +1,7 @@
 """`marsrl try`: a team plays one problem with made-up answers, through the scheduler, rewards and credit of training.
 
-Without a model: a script answers, right or wrong at random, or from a table. It shows a team's asks, prompts and rewards.
+No model is needed: a script gives right or wrong answers at random, or answers from a file. The output shows the team's calls,
+prompts and rewards.
 """
 
 from __future__ import annotations
@@ -53,11 +54,11 @@ from marsrl.trainer.data.credit import Credited, credit
 from marsrl.trainer.report.console import literal
 
 Answers = Mapping[str, Sequence[str]]
-"""Answers of each agent, in the order of its calls; starts over after the last."""
+"""Answers of each agent, in the order of its calls. After the last answer the first one is used again."""
 
 
 def read_answers(path: Path, agents: Sequence[str]) -> Answers:
-    """A YAML file `agent: [text, ...]`. Raises ValueError: invalid, or names an agent that the team does not have."""
+    """Read a YAML file `agent: [text, ...]`. Raises ValueError if it is invalid or names an agent that is not in the team."""
     try:
         table = yaml.safe_load(path.read_text("utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -72,15 +73,18 @@ def read_answers(path: Path, agents: Sequence[str]) -> Answers:
 
 
 def check_agents(where: str, answers: Answers, agents: Sequence[str]) -> None:
-    """Raise ValueError if there are answers of an agent that the team does not have. where: begins the error."""
+    """Raise ValueError if answers belong to an agent that is not in the team. where: start of the error message."""
     for name in answers:
         if name not in agents:
             raise ValueError(f"{where}: the team has no agent {name!r}; it has {', '.join(agents)}")
 
 
 class Turn(NamedTuple):
-    """One call of an agent by a program. number: of the call in its session, from 1; num_new: tokens read, for a continued sample
-    only the new ones; text: the answer."""
+    """One call of an agent by a program.
+
+    number: the call's number in its session, from 1. num_new: prompt tokens; for a continued sample only the new ones.
+    text: the answer.
+    """
 
     number: int
     num_new: int
@@ -88,10 +92,10 @@ class Turn(NamedTuple):
 
 
 class Rehearsal(NamedTuple):
-    """A problem as it was played.
+    """Record of one problem that the team played.
 
-    errors: by episode, if the team's own code or the program failed; num_episodes: of the instance. turns: by sample, if a
-    program plays. warnings: about prompts that do not ask for the form of answers.
+    errors: errors of the team's own code or the program, by episode. num_episodes: episodes of the instance. turns: turns by
+    sample, if a program plays. warnings: warnings about prompts that do not state the expected form of answers.
     """
 
     problem: Problem
@@ -103,9 +107,9 @@ class Rehearsal(NamedTuple):
 
 
 def rehearse(config: RunConfig, answers: Answers, *, question: str = "", reference: str = "") -> Rehearsal:
-    """Play this question, or a problem of the task, to the end of its rollout instance, with its credit.
+    """Play this question, or a problem of the task, until its rollout instance ends and its credit is assigned.
 
-    Raises ValueError: the task has no problems.
+    Raises ValueError if the task has no problems.
     """
     with _scripted(config, answers, question, reference, pipeline="trajectory") as (rollout, problem):
         episodes: dict[str, Episode] = {}
@@ -135,13 +139,13 @@ def rehearse_shown(
     reference: str = "",
     with_prompts: bool = False,
 ) -> Rehearsal:
-    """Rehearse, and show the settings, the reward rules, the tree of samples, warnings, and a late first update.
+    """Rehearse, and print the settings, the reward rules, the tree of samples, warnings, and the step of a late first update.
 
-    console: for the tree.
+    console: console for the tree.
 
-    Raises ConfigError: the task has no problems, or settings are wrong.
+    Raises ConfigError if the task has no problems, or settings are wrong.
     """
-    logging.disable(logging.ERROR)  # what fails is in the tree
+    logging.disable(logging.ERROR)  # the tree shows failures
     try:
         with origin.places_in_errors():
             rehearsal = rehearse(config, answers, question=question, reference=reference)
@@ -176,14 +180,15 @@ def reward_rules(config: RunConfig) -> list[str]:
 
 
 def _specs(config: RunConfig) -> Sequence[AgentSpec]:
-    """Return the agents; those of a program are assumed to answer the problem."""
+    """Return the agents' specs. A program's agents are assumed to answer the problem."""
     return find_orchestration(config.orchestration).agents or [AgentSpec(name) for name in config.agents]
 
 
 def first_update_line(config: RunConfig, answers: Answers, question: str, reference: str) -> list[str]:
-    """Return a line about the first step with samples to train on, if each answer takes one step; [] for step 1.
+    """Return a line that names the first step with samples to train on, assuming one step per answer; [] if that is step 1.
 
-    Not for teams with tools, which may be paid services, nor for programs. With overlap a step waits for finished groups.
+    Also [] for teams with tools, which may be paid services, for programs, and with overlap, where a step waits for finished
+    groups.
     """
     if config.tools.given or config.rollout.overlap or config.external is not None:
         return []
@@ -208,9 +213,9 @@ def _scripted(
     *,
     pipeline: Literal["agentic", "trajectory"],
 ) -> Iterator[tuple[Rollout, Problem]]:
-    """The run's rollout with one problem and a script as its engine."""
+    """Open the run's rollout with one problem and a script as its engine."""
     given = Problem("given", question, reference or None, config.task)
-    train = [given] if question and config.task != "qa" else read_data(config).train  # qa: without any, its own world
+    train = [given] if question and config.task != "qa" else read_data(config).train  # qa generates a world
     task = build_task(config.task, config.task_options, train, train)
     kind = find_orchestration(config.orchestration)
     called = {name for agent in config.agents.values() for name in agent.tools}
@@ -270,7 +275,7 @@ def _scripted(
 def _gateway(
     external: ExternalConfig, agents: Mapping[str, AgentConfig], renderer: ChatRenderer, by_turn: bool
 ) -> contextlib.AbstractContextManager[Gateway]:
-    """The gateway of the program, with one worker that plays sessions in turn, so that seeded answers are reproducible."""
+    """Open the program's gateway with one worker, which plays sessions in turn so that seeded answers are reproducible."""
     from marsrl.rollout.gateway.server import open_gateway  # imported here: most teams need no HTTP server
     from marsrl.rollout.gateway.workers import check_external
 
@@ -283,7 +288,7 @@ def _gateway(
 
 
 class _CallReader:
-    """Finds tool calls in the form of most chat templates; malformed ones stay text."""
+    """Parser of tool calls in the form that most chat templates use; malformed calls stay text."""
 
     reads_calls = True
     closing = "</tool_call>"
@@ -304,7 +309,7 @@ class _CallReader:
 
 
 def drawn(rehearsal: Rehearsal, *, with_prompts: bool = False) -> Tree:
-    """Return the tree of samples: a branch for each episode, below each sample its successors, and failures."""
+    """Draw the tree of samples: a branch per episode, with each sample's successors below it, and failures."""
     problem, credited, errors, turns, *_ = rehearsal
     reference = "" if problem.answer is None else f"   (answer: {problem.answer})"
     tree = Tree(literal(f"{problem.question}{reference}"))
@@ -347,15 +352,15 @@ def _short(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _MadeUp:
-    """Made-up answers of an agent: the examples of its prompts.
+    """Made-up answers of an agent, taken from the examples of its prompts.
 
-    Raises ValueError: the prompts are a file without an example.
+    Raises ValueError if the prompts are a file without an example.
     """
 
     prompts: PromptSet
     role: Role
     stops: Sequence[str]
-    function: ToolFunction | None = None  # called in its first turn
+    function: ToolFunction | None = None  # called in the agent's first turn
 
     def __post_init__(self) -> None:
         what = READS.get(self.role)
@@ -367,7 +372,7 @@ class _MadeUp:
             )
 
     def words(self, problem: Problem, turn: int, coin: random.Random) -> str:
-        """Return the text of an answer. turn: number of earlier continuations of its sample."""
+        """Return the text of an answer. turn: number of earlier continuations of the sample."""
         if self.function is not None and turn == 0:
             call = {"name": self.function.name, "arguments": _example(self.function.parameters, problem.question)}
             return f"<tool_call>{json.dumps(call)}</tool_call>"
@@ -382,18 +387,18 @@ class _MadeUp:
             call = {"tool": "search", "arguments": {"query": problem.question}, "purpose": problem.question}
             return f"<tool_call>{json.dumps(call)}</tool_call>"
         parser = self.prompts.parsers[READS[self.role]]
-        if len(parser.examples) == 2:  # a yes and a no
+        if len(parser.examples) == 2:  # one example of yes and one of no
             said = parser.examples[verdict]
         else:
             said = parser.examples[0].replace("ANSWER", problem.question if self.role is Role.SEARCHER else answer)
-        for _ in range(turn):  # after each stop a continuation
+        for _ in range(turn):  # a sample that stops is continued
             ends = [said.index(stop) + len(stop) for stop in self.stops if stop in said]
             said = said[min(ends) :] if ends else said
         return said
 
 
 def _example(schema: Mapping[str, Any], text: str) -> object:
-    """An approximate value for a JSON schema; text: used for every string."""
+    """Return a value that roughly fits a JSON schema. text: value of every string."""
     if found := [schema[key] for key in ("default", "const") if key in schema]:
         return found[0]
     if several := schema.get("enum") or schema.get("examples"):
@@ -411,9 +416,9 @@ def _example(schema: Mapping[str, Any], text: str) -> object:
 def _script(
     problem: Problem, answers: Answers, words: Mapping[str, _MadeUp], seed: int, *, is_whole: bool
 ) -> Callable[[DecodeRequest], str]:
-    """is_whole: every turn of a sample is a complete answer."""
+    """Return the function that answers requests. is_whole: each turn of a sample is a complete answer."""
     calls: Counter[str] = Counter()
-    turns: Counter[str] = Counter()  # by uid
+    turns: Counter[str] = Counter()  # turns so far, by uid
 
     def says(request: DecodeRequest) -> str:
         agent = request.uid.rpartition("/")[2].partition(":")[0].partition("#")[0]

@@ -1,4 +1,4 @@
-"""`marsrl tool`: one tool call, with a run's settings and through the pool that limits it in training."""
+"""`marsrl tool`: one tool call with a run's settings, through the pool that limits calls in training."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from marsrl.trainer.visible import visible
 
 
 def call_tool(config: RunConfig, name: str, argument: str) -> tuple[str, bool]:
-    """Return (the tool's output, safe for a terminal; True if it is an error).
+    """Call a tool; return (its output, safe for a terminal; True if the output is an error).
 
-    argument: its first argument as text, or a JSON object of its arguments.
+    argument: the tool's first argument as text, or a JSON object of its arguments.
 
     Raises:
-        ValueError: no such tool, or invalid settings.
+        ValueError: the tool does not exist, or settings are invalid.
         OSError: a corpus cannot be read.
     """
     if name not in (known := dict.fromkeys((*TOOL_NAMES, *config.tools.given))):
@@ -32,7 +32,7 @@ def call_tool(config: RunConfig, name: str, argument: str) -> tuple[str, bool]:
     with ExitStack() as stack:
         documents: Sequence[Document] = ()
         papers: Sequence[Document] = ()
-        if config.task == "qa" and config.data.train is None:  # no other task has any
+        if config.task == "qa" and config.data.train is None:  # only the built-in world has documents
             task = build_task(config.task, config.task_options)
             stack.callback(task.close)
             documents, papers = task.documents, task.papers
@@ -47,7 +47,7 @@ def call_tool(config: RunConfig, name: str, argument: str) -> tuple[str, bool]:
 
 
 def _arguments(given: str, function: ToolFunction) -> str:
-    """Return a JSON object unchanged; any other text as the function's first argument, or the name of a server's tool."""
+    """Return the arguments as JSON: a JSON object unchanged, other text as the first argument or as a server tool's name."""
     try:
         if isinstance(json.loads(given), dict):
             return given

@@ -41,7 +41,8 @@ class _Questions:
         self._sketches = rensa.RMinHash.from_token_sets
         self._index = rensa.RMinHashLSH(config.threshold, self._num_hashes, bands)
         self._kept: list[tuple[str, str, str | None]] = []  # normalised question, id, answer
-        self._hashes = np.empty((_BATCH, self._num_hashes), np.uint16)  # low halves of the kept rows' hashes, then unused rows
+        # Low halves of the kept rows' hashes, then unused rows.
+        self._hashes = np.empty((_BATCH, self._num_hashes), np.uint16)
 
     def decisions(self, rows: Iterator[Row]) -> Decisions:
         while batch := list(itertools.islice(rows, _BATCH)):

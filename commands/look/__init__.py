@@ -1,1 +1,1 @@
-"""`marsrl view`: a run in the browser or on the terminal. Reads run directories without writing into them."""
+"""`marsrl view`: runs in the browser or on the terminal. Run directories are only read."""

@@ -1,6 +1,6 @@
-"""The viewer's API: the pages' questions, answered as /api/<question> by the server and as the content of an exported page.
+"""The viewer's API: queries ("questions") of the pages, served at /api/<question> and embedded in exported pages.
 
-Every text in an answer has passed `visible`: it cannot hide, or reverse the direction of the text around it.
+Every text in an answer has passed `visible`, which escapes invisible characters and changes of writing direction.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from marsrl.trainer.visible import Key, shown
 LISTS = ("flag", "name")
 """Parameters that a question may repeat."""
 
-MOST_CHARS = 200_000  # of a text; comparing longer ones would take too long
-_MOST_WORDS = 3000  # words of a changed passage that is compared word by word
+MOST_CHARS = 200_000  # maximum characters of a text to compare; longer ones would take too long
+_MOST_WORDS = 3000  # maximum words of a changed passage that is compared word by word
 _LINE = re.compile(r"[^\n]*\n|[^\n]+")
 _PIECE = re.compile(r"\w+|\s+|[^\w\s]")
 _MOST_LISTED = 40
 
 Part = tuple[str, str]
-"""("=" in both, "-" only in the first, "+" only in the second; the text)."""
+"""(mark, text): the mark is "=" for text in both versions, "-" only in the first, "+" only in the second."""
 
 
 class Api:
-    """Answers about runs, named by index. Values are JSON. Invalid questions raise ValueError.
+    """Answers to questions about runs, which are named by index. Answers are JSON. Invalid questions raise ValueError.
 
-    questions: by the pages' names; arguments may be strings from a URL.
+    questions: functions by question; their arguments may be strings from a URL.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
@@ -76,7 +76,7 @@ class Api:
         return function(self.catalogs[int(run)], **asked)
 
     def runs(self) -> list[dict[str, Any]]:
-        """Return all runs; updates the catalogs first."""
+        """Update the catalogs and return all runs."""
         for catalog in self.catalogs:
             catalog.refresh()
         return [
@@ -92,7 +92,7 @@ class Api:
         ]
 
     def compare(self) -> dict[str, Any]:
-        """Return all runs side by side, as in `marsrl compare`; why_not: one was not evaluated, or is unreadable."""
+        """Return all runs side by side, as in `marsrl compare`; or why_not, if one has no evaluation or is unreadable."""
         try:
             return side_by_side([read_compared(catalog.run.path) for catalog in self.catalogs], self.names)
         except ValueError as error:
@@ -100,14 +100,16 @@ class Api:
 
 
 def _question(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function with its arguments checked and all text of its result made visible."""
+    """Wrap a function to check its arguments and make all text of its result visible."""
     checked = validate_call(config=ConfigDict(arbitrary_types_allowed=True))(function)
     return lambda *given, **asked: shown(checked(*given, **asked))
 
 
 def overview(catalog: Catalog) -> dict[str, Any]:
-    """rows: of the table; confusions: of agents that give verdicts; facts: (key of summary.json, text); config: config.yaml;
-    num_non_finite: number of non-finite metric values. Without summary.json rows and facts are empty.
+    """Return the content of the overview page. Without summary.json, rows and facts are empty.
+
+    rows: rows of the table. confusions: confusion matrices of agents that give verdicts. facts: (key of summary.json, text).
+    config: text of config.yaml. num_non_finite: number of non-finite metric values.
     """
     run = catalog.run
     found: dict[str, Any] = {
@@ -171,7 +173,7 @@ def _fact(value: Any) -> str:
 
 
 def samples(catalog: Catalog, before: str = "", through: str = "", **wanted: Any) -> dict[str, Any]:
-    """Return a page of the newest samples that pass a filter; below `before`, or from `through` on (each step.line)."""
+    """Return a page of samples that pass a filter, newest first, after `before` or starting with `through` (both step.line)."""
     top = _place(before) if before else None
     if has_top := bool(through and not before):
         top = place if catalog.at(*(place := _place(through))) else None
@@ -179,13 +181,13 @@ def samples(catalog: Catalog, before: str = "", through: str = "", **wanted: Any
 
 
 def listing(page: Page) -> dict[str, Any]:
-    """Return a page of samples as JSON; next: step.line."""
+    """Return a page of samples as JSON. next: position of the next page, as step.line."""
     following = None if page.next is None else f"{page.next[0]}.{page.next[1]}"
     return dataclasses.asdict(page) | {"rows": [_row(row) for row in page.rows], "next": following}
 
 
 def sample(catalog: Catalog, step: int, line: int) -> dict[str, Any]:
-    """Return a sample with its texts, and its changes to the solution that it repairs."""
+    """Return a sample with its texts and the changes that it makes to the solution it repairs."""
     found = _found(catalog, step, line)
     family = catalog.tree(found.rollout)
     repaired, diff = _repaired(found, family, catalog.judges), None
@@ -207,9 +209,12 @@ def tree(catalog: Catalog, rollout: str) -> list[dict[str, Any]]:
 
 
 def tokens(catalog: Catalog, step: int, line: int) -> dict[str, Any]:
-    """kept: the sample's columns, or None; near: the nearest step with kept tokens, and samples in it, those of its agent first.
+    """Return a sample's tokens.
 
-    Raises ValueError: the step's file, which the message names, is damaged.
+    kept: the sample's columns, or None if its tokens were not kept. near: the nearest step with kept tokens, and samples of
+    that step, those of the same agent first.
+
+    Raises ValueError if the step's file is damaged.
     """
     found, logged = _found(catalog, step, line), _kept_tokens(step_files(catalog.run.tokens), step)
     kept = next((each for each in logged if (each.step, each.uid) == (step, found.uid)), None)
@@ -240,7 +245,7 @@ def _found(catalog: Catalog, step: int, line: int) -> Row:
 
 
 def _repaired(sample: Row, family: Sequence[Row], judges: set[str]) -> Row | None:
-    """Nearest ancestor that is not a verdict; None for a verdict, and for an answer to the problem itself."""
+    """Return the nearest ancestor that is not a verdict; None for a verdict or a direct answer to the problem."""
     if sample.agent in judges:
         return None
     by_uid, seen = {each.uid: each for each in family}, {sample.uid}
@@ -252,7 +257,10 @@ def _repaired(sample: Row, family: Sequence[Row], judges: set[str]) -> Row | Non
 
 
 def differences(before: str, after: str) -> list[Part] | None:
-    """Parts that without "+" are `before` and without "-" are `after`; None if the texts are too long."""
+    """Split two texts into common, removed and added parts; None if the texts are too long.
+
+    Joining all parts except "+" gives `before`; joining all except "-" gives `after`.
+    """
     if max(len(before), len(after)) > MOST_CHARS:
         return None
     parts: list[Part] = []
@@ -277,14 +285,17 @@ def _lines(before: str, after: str) -> Iterator[Part]:
 
 
 def _matched(before: Sequence[str], after: Sequence[str]) -> Iterator[tuple[str, str, bool]]:
-    """Passages of both in order, with True if they are equal."""
+    """Yield corresponding passages (before, after, True if equal), in order."""
     matcher = SequenceMatcher(None, before, after)  # with autojunk: otherwise repeated lines take quadratic time
     for kind, a, b, c, d in matcher.get_opcodes():
         yield "".join(before[a:b]), "".join(after[c:d]), kind == "equal"
 
 
 def _kept_tokens(files: Mapping[int, Path], step: int) -> list[TokenRecord]:
-    """The tokens that were kept of the step, or of the nearest one with a readable file. Only damage of its own is raised."""
+    """Read the kept tokens of the step, or else of the nearest step with a readable file.
+
+    Raises ValueError only if the step's own file is damaged.
+    """
     for each in sorted(files, key=lambda each: (abs(each - step), each)):
         try:
             return read_tokens(files[each])
@@ -295,7 +306,7 @@ def _kept_tokens(files: Mapping[int, Path], step: int) -> list[TokenRecord]:
 
 
 def _columns(record: TokenRecord) -> dict[str, Any]:
-    """Return a list for each column; clipped, gated, masked: indices of tokens."""
+    """Return a list for each column. clipped, gated, masked: indices of such tokens."""
     starts = [0, *record.ends[:-1].tolist()]
     return {
         "policy": record.policy,
@@ -314,5 +325,5 @@ def _columns(record: TokenRecord) -> dict[str, Any]:
 
 
 def _numbers(values: FloatArray) -> Sequence[float | None]:
-    """Values with six digits; None if missing or not finite."""
+    """Round values to six digits; None for missing or non-finite ones."""
     return [float(f"{value:.6g}") if np.isfinite(value) else None for value in values.tolist()]

@@ -1,6 +1,6 @@
-"""A run's logs, updated as the run writes them: samples in an in-memory DuckDB, metrics, trace and warnings as lists.
+"""Catalog of a run's logs, updated as the run writes them: samples in an in-memory DuckDB; metrics, trace, warnings as lists.
 
-Texts stay in their files; a search for words reads them, newest step first. Nothing is written anywhere.
+Texts stay in their files; a search for words reads them, newest step first. Nothing is written to disk.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from marsrl.trainer.runs.directory import RunDirectory, step_files
 T = TypeVar("T")
 Curves = dict[str, list[tuple[int, float | None]]]
 PAGE = 50
-_READ_S = 1.0  # seconds for new samples files in one refresh; the rest follows in the next
-_SEARCH_S = 0.15  # seconds for a search for words
+_READ_S = 1.0  # maximum seconds for reading new samples files in one refresh; the next one reads the rest
+_SEARCH_S = 0.15  # maximum seconds of one search for words
 _LARGEST_TREE = 5000
-_WINDOW = 6  # steps: in the agentic pipeline a trajectory of five agents spans five
+_WINDOW = 6  # steps; in the agentic pipeline a trajectory of five agents spans five steps
 _WORD = re.compile(r"[^\W_]+")
 
 FLAGS = {
@@ -43,10 +43,11 @@ FLAGS = {
         AND coalesce(element_at(parts, 'readable')[1], 0) = 0 AND NOT ?""",
     "verdict": "verdict IS NOT NULL",
 }
-"""Properties to filter by: the sample reached the maximum length; its verdict is wrong; it has no reward; the engine gave up; it
-ended without a readable answer or verdict (?: a program played, and reads answers itself); it gave a readable verdict."""
+"""SQL conditions of the flags to filter by, in order: the sample reached the maximum length; its verdict is wrong; it has no
+reward; the engine gave up; it has no readable answer or verdict (?: True if a program plays, which reads answers itself); it has
+a readable verdict."""
 
-_FILE = "read_parquet(?, hive_partitioning = false)"  # else a folder called step=9 in the path became a column
+_FILE = "read_parquet(?, hive_partitioning = false)"  # a folder step=9 must not become a column
 _TABLE = """CREATE TABLE samples(step INTEGER, line INTEGER, agent VARCHAR, problem VARCHAR, rollout VARCHAR, uid VARCHAR,
     parent VARCHAR, answer VARCHAR, verdict BOOLEAN, reward DOUBLE, correct DOUBLE, advantage DOUBLE, num_tokens INTEGER,
     oldest INTEGER, flags VARCHAR[], block INTEGER)"""
@@ -60,8 +61,11 @@ _TEXTS = f"""SELECT line, concat_ws(chr(10), text,
 
 
 class Filter(Settings):
-    """Filter of samples; None, "" and () do not restrict. first, last: steps; low, high: of the reward; words: all must occur, as
-    whole words, in the completion or, for the first sample of a group, in the prompt."""
+    """Filter of samples; None, "" and () do not restrict.
+
+    first, last: range of steps. low, high: range of the reward. words: all must occur, as whole words, in the completion or, for
+    the first sample of a group, in the prompt.
+    """
 
     agent: str | None = None
     first: int | None = None
@@ -75,9 +79,10 @@ class Filter(Settings):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A sample in a list; its texts are in the samples file of `step`, at `line`. oldest: version of its oldest token.
+    """A sample in a list. Its texts are in the samples file of `step`, at `line`.
 
-    block: the last line of its problem in the step: lists keep a problem's samples together.
+    oldest: policy version of the oldest token. block: last line of its problem in the step, which keeps a problem's samples
+    together in lists.
     """
 
     step: int
@@ -100,7 +105,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Played:
-    """An agent's samples of a problem in a step that pass a filter. reward: their mean, None without any."""
+    """An agent's samples for a problem in a step that pass a filter. reward: mean reward, None if no sample has one."""
 
     step: int
     block: int
@@ -111,9 +116,10 @@ class Played:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """At most PAGE samples. num: number that pass; None: not counted. next: the next page begins below it (step, line).
+    """At most PAGE samples.
 
-    played: of their problems, in the order of play; empty where nothing is counted.
+    num: number of samples that pass the filter; None: not counted. next: (step, line) after which the next page begins.
+    played: counts for the problems on the page, in the order of play; empty if samples are not counted.
     """
 
     rows: list[Row]
@@ -123,9 +129,9 @@ class Page:
 
 
 class Catalog:
-    """One run. Thread-safe. `refresh` reads new samples; other files are read again when they have changed.
+    """Logs of one run. Thread-safe. `refresh` reads new samples; other files are read again when they have changed.
 
-    refused: reasons why files are unreadable, by file name.
+    refused: why files are unreadable, by file name.
     """
 
     def __init__(self, path: Path) -> None:
@@ -137,13 +143,13 @@ class Catalog:
         self._db.execute(_TABLE)
         self._files: dict[int, tuple[int, int]] = {}
         self._damages: dict[int, str] = {}
-        self._kept: dict[str, tuple[object, Any]] = {}  # of files that are read whole
-        # of the metrics: inode, bytes and lines read, and what they hold
+        self._kept: dict[str, tuple[object, Any]] = {}  # state and contents of files that are read whole
+        # Of the metrics file: inode, bytes read, lines read, and their curves.
         self._curves: tuple[int, int, int, Curves] = (0, 0, 0, {})
         self.refused: dict[str, str] = {}
 
     def refresh(self, budget_s: float | None = _READ_S) -> None:
-        """Read new samples, the newest first. budget_s: seconds after which the rest is left for the next call; None: none is."""
+        """Read new samples, newest first. budget_s: seconds after which the rest is left for the next call; None: no limit."""
         began = time.monotonic()
         with self._lock:
             files, is_program = step_files(self.run.samples), self.section("external") is not None
@@ -168,7 +174,7 @@ class Catalog:
             self._damages.pop(step, None)
 
     def _whole(self, path: Path, read: Callable[[Path], T], empty: T) -> T:
-        """Return the contents of a file, read again if it has changed; `empty` without one that is readable."""
+        """Return the contents of a file, read again if it has changed; `empty` if the file is missing or unreadable."""
         with self._lock:
             state = _state(path)
             known, found = self._kept.get(path.name, (None, empty))
@@ -183,7 +189,10 @@ class Catalog:
 
     @property
     def curves(self) -> Curves:
-        """(step, value) by metric; None: it was not finite. Only new lines are read; those before a damaged one stay."""
+        """Return [(step, value), ...] by metric; a value of None was not finite.
+
+        Only new lines are read. The lines before a damaged one are kept.
+        """
         path = self.run.metrics
         with self._lock:
             try:
@@ -191,7 +200,7 @@ class Catalog:
             except FileNotFoundError:
                 return {}
             inode, num_read, num_lines, curves = self._curves
-            if inode != found.st_ino or found.st_size < num_read:  # of a resumed run, which cuts off lost steps
+            if inode != found.st_ino or found.st_size < num_read:  # the run was resumed, which removes lost steps
                 num_read, num_lines, curves = 0, 0, {}
                 self.refused.pop(path.name, None)
             if found.st_size > num_read:
@@ -199,7 +208,7 @@ class Catalog:
                     file.seek(num_read)
                     content = file.read()
                 lines = content[: content.rfind(b"\n") + 1]
-                curves = {name: list(curve) for name, curve in curves.items()}  # others may be reading the old ones
+                curves = {name: list(curve) for name, curve in curves.items()}  # others may still read the old lists
                 try:
                     for row, _ in parse_metrics(lines, path, num_lines + 1):
                         for name, value in row.values.items():
@@ -212,7 +221,7 @@ class Catalog:
 
     @property
     def steps(self) -> tuple[int, int] | None:
-        """First and last step with metrics, None without any."""
+        """First and last step with metrics; None without metrics."""
         curves = self.curves.values()
         return (min(curve[0][0] for curve in curves), max(curve[-1][0] for curve in curves)) if curves else None
 
@@ -232,19 +241,19 @@ class Catalog:
 
     @property
     def counts(self) -> dict[str, int | None]:
-        """Numbers of samples and of steps read, and the last step with metrics."""
+        """Number of samples and steps read, and the last step with metrics."""
         num, steps = self._all("SELECT count(*) FROM samples")[0][0], self.steps
         return {"samples": num, "files": len(self._files), "last_metrics": None if steps is None else steps[1]}
 
     @property
     def sampled(self) -> tuple[int, int] | None:
-        """First and last step with samples, None without any."""
+        """First and last step with samples; None without samples."""
         first, last = self._all("SELECT min(step), max(step) FROM samples")[0]
         return None if first is None else (first, last)
 
     @property
     def agents(self) -> list[str]:
-        """Agents with samples, in order of their first."""
+        """Agents with samples, in the order of their first samples."""
         return [name for (name,) in self._all("SELECT agent FROM samples GROUP BY agent ORDER BY min((step, line))")]
 
     @property
@@ -254,9 +263,12 @@ class Catalog:
 
     @property
     def ages(self) -> list[tuple[str, int, int]]:
-        """(agent, versions between a sample's oldest token and its training, samples). A step without an update makes none."""
+        """Return (agent, age, number of samples). The age is counted in versions, from a sample's oldest token to its training.
+
+        A step without an update publishes no version.
+        """
         curves = [curve for name, curve in self.curves.items() if name.endswith("actor/updates")]
-        updates = [[step for step, value in curve if value] for curve in curves]  # of each policy
+        updates = [[step for step, value in curve if value] for curve in curves]  # steps with an update, per policy
         counts: Counter[tuple[str, int]] = Counter()
         sql = "SELECT agent, step, oldest, count(*) FROM samples WHERE oldest IS NOT NULL GROUP BY agent, step, oldest"
         for agent, step, oldest, num in self._all(sql):
@@ -266,7 +278,7 @@ class Catalog:
 
     @property
     def team(self) -> tuple[str, ...]:
-        """The agents of the run's config.yaml, in the order of play; none if it is unreadable."""
+        """Agents of the run's config.yaml, in the order of play; () if the file is unreadable."""
         return tuple(map(str, self.section("agents") or ()))
 
     def section(self, name: str) -> Any:
@@ -284,7 +296,7 @@ class Catalog:
         return found[0] if found else None
 
     def records(self, rows: Sequence[Row]) -> dict[str, SampleRecord]:
-        """Return the whole samples, by uid. Raises ValueError: a file is gone or damaged, or its step has been played again."""
+        """Read whole samples, by uid. Raises ValueError if a file is gone or damaged, or its step has been played again."""
         lines: dict[int, set[int]] = {}
         for row in rows:
             lines.setdefault(row.step, set()).add(row.line)
@@ -295,7 +307,7 @@ class Catalog:
         return found
 
     def deepest(self, *, last: bool, num: int) -> list[str]:
-        """Rollout instances with the most agents, among those with a sample in the first or the last step."""
+        """Return the rollout instances with the most agents, among those with a sample in the first or the last step."""
         steps = sorted(self._files.keys() - self._damages.keys())
         if not steps:
             return []
@@ -308,11 +320,12 @@ class Catalog:
     def find(
         self, wanted: Filter, top: tuple[int, int] | None = None, *, has_top: bool = False, within_s: float = _SEARCH_S
     ) -> Page:
-        """The samples that pass, newest step first and by problem, below `top` (step, line), or, with has_top, from it on.
+        """Return a page of samples that pass the filter, newest step first, grouped by problem.
 
-        within_s: a search for words returns what it has found.
+        top: (step, line) after which the page begins, or with which it begins if has_top. within_s: seconds after which a search
+        for words returns its matches so far.
 
-        Raises ValueError: an unknown flag, or words without a letter or digit.
+        Raises ValueError for an unknown flag, or words without a letter or digit.
         """
         if unknown := set(wanted.flag) - FLAGS.keys():
             raise ValueError(f"{sorted(unknown)} is not a filter; expected some of {', '.join(FLAGS)}")
@@ -329,7 +342,7 @@ class Catalog:
         return replace(page, played=self.played(page.rows, conditions, values))
 
     def played(self, rows: Sequence[Row], conditions: str = "true", values: Sequence[Any] = ()) -> list[Played]:
-        """Return the number of samples and their mean reward, by agent, of each problem and step of the rows."""
+        """Return, for each problem and step of the rows, each agent's number of samples and mean reward."""
         if not (blocks := {(row.step, row.block) for row in rows}):
             return []
         sql = f"""SELECT step, block, agent, count(*), avg(reward) FROM samples WHERE {conditions}
@@ -339,8 +352,9 @@ class Catalog:
     def problems(
         self, agent: str, num: int, first: int, width: int
     ) -> list[tuple[str, int, int, float | None, float | None]]:
-        """(problem, column, samples, mean reward, share right) of the problems that the agent played in the most steps, the
-        newest first among equals. agent "": every agent. Column k: `width` steps from `first` + k * width on.
+        """Return (problem, column, samples, mean reward, share right) for the problems that the agent played in the most steps.
+
+        The newest problems win ties. agent: "" for every agent. Column k covers `width` steps from `first` + k * width on.
         """
         sql = """WITH own AS (SELECT *, (step - ?) // ? AS k FROM samples WHERE ? IN ('', agent)),
             most AS (SELECT problem, row_number() OVER (ORDER BY count(DISTINCT step) DESC, max(step) DESC, min((step, line)))
@@ -407,7 +421,7 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def _state(path: Path) -> tuple[int, int] | None:
-    """Return (mtime in ns, bytes), None if it does not exist."""
+    """Return (mtime in ns, size in bytes) of a file; None if it does not exist."""
     try:
         found = path.stat()
     except FileNotFoundError:

@@ -17,7 +17,7 @@ from marsrl.trainer.visible import shown
 
 
 def compare(paths: Sequence[str], html: str | None, console: Console) -> None:
-    """Print the tables, write the page. Raises ValueError: fewer than two runs, or one is unreadable."""
+    """Print the tables and write the page. Raises ValueError for fewer than two runs or an unreadable one."""
     if len(paths) < 2:
         raise ValueError(f"expected two runs or more to compare, found {len(paths)}")
     if html is not None:
@@ -54,7 +54,7 @@ def _show(console: Console, runs: Sequence[Compared], told: Mapping[str, Any]) -
     console.print(takes)
     differs = table_of("settings that differ", "", *names)
     for column in differs.columns:
-        column.no_wrap, column.overflow = False, "fold"  # a list of files is long
+        column.no_wrap, column.overflow = False, "fold"  # lists of files can be long
     for key, values in told["settings"].items():
         differs.add_row(*map(Text, (key, *values)))
     console.print(differs if differs.row_count else "no setting differs")

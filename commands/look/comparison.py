@@ -26,7 +26,7 @@ AXES = ("step", "tokens", "hours")
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Progress of a run: steps, trained tokens, hours of its steps without evaluations."""
+    """Progress of a run: steps, trained tokens, and hours without evaluations."""
 
     step: int = 0
     tokens: float = 0.0
@@ -35,9 +35,10 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One run, or one evaluation alone.
+    """Data of one run, or of one evaluation alone.
 
-    rewards: mean over all agents by place; draws: of the last evaluation; settings: by dotted key, "200, then 22" on resume.
+    rewards: mean reward over all agents, by place. draws: results of the last evaluation. settings: values by dotted key; a
+    setting that changed on resume reads "200, then 22".
     """
 
     evaluations: tuple[tuple[Place, Evaluation], ...]
@@ -52,7 +53,7 @@ class Compared:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Mean difference over the num_problems that both have, with its 95% interval; for one problem that is the mean."""
+    """Mean difference over num_problems common problems, with a 95% interval; with one problem, both ends equal the mean."""
 
     mean: float
     low: float
@@ -70,9 +71,9 @@ class Difference:
 
 
 def read_compared(path: Path) -> Compared:
-    """A run's directory, or the folder of an evaluation (`marsrl evaluate --out`).
+    """Read a run's directory, or the folder of an evaluation (`marsrl evaluate --out`).
 
-    Raises ValueError: neither of them, no evaluation in it, or a damaged file.
+    Raises ValueError if the path is neither, has no evaluation, or contains a damaged file.
     """
     run = RunDirectory(path)
     if (path / EVALUATION).is_file():
@@ -95,7 +96,7 @@ def read_compared(path: Path) -> Compared:
 
 
 def progress(rows: Iterable[tuple[int, Mapping[str, float | None]]]) -> Iterator[Place]:
-    """Yield the place of each step. rows: steps in order, with their metrics."""
+    """Yield the run's progress at each step. rows: (step, metrics) in order."""
     tokens = hours = 0.0
     for step, values in rows:
         tokens += values.get("rollout/tokens") or 0.0
@@ -107,8 +108,9 @@ def progress(rows: Iterable[tuple[int, Mapping[str, float | None]]]) -> Iterator
 def side_by_side(runs: Sequence[Compared], names: Sequence[str]) -> dict[str, Any]:
     """Return the content of `marsrl compare`, as JSON.
 
-    rows: of the last evaluations, a cell for each run. costs: of an episode in them. charts: by title, for each of AXES, a curve
-    for each run: {x, mean, low, high} (low and high None: no interval). settings: those that differ, with each run's value.
+    rows: results of the last evaluations, with one cell per run. costs: costs of an episode in these evaluations.
+    charts: title, and for each of AXES one curve per run: {x, mean, low, high}; low and high are None without an interval.
+    settings: settings that differ, with each run's value.
     """
     last = [run.last.rows for run in runs]
     ordered = [*dict.fromkeys(name for rows in last for name in rows if name not in ("alone", "system"))]
@@ -152,7 +154,7 @@ def _cells(name: str, runs: Sequence[Compared], rows: Sequence[Mapping[str, Esti
 
 
 def numbers_of(value: Estimate | None) -> dict[str, float] | None:
-    """mean, low, high, n; None if nothing was measured."""
+    """Return {mean, low, high, n} of an estimate; None if nothing was measured."""
     return None if value is None or not value.n else value.model_dump(include={"mean", "low", "high", "n"})
 
 
@@ -162,7 +164,7 @@ def _costs(evaluation: Evaluation) -> dict[str, Any]:
 
 
 def _curve(points: Sequence[tuple[Place, Estimate | float | None]]) -> dict[str, list[float | None]]:
-    """x by axis, mean, low, high of the places with a value."""
+    """Return the curve {x by axis, mean, low, high} of the places that have a value."""
     known = [
         (place, value) for place, value in points if value is not None and getattr(value, "mean", value) is not None
     ]
@@ -192,10 +194,10 @@ def _settings_that_differ(runs: Sequence[Compared]) -> dict[str, list[str]]:
 
 
 def difference(one: Compared, other: Compared, row: str) -> Difference | None:
-    """Gain of `other` over `one` in a row for which both play every problem (system, alone, <set>/system, <set>/alone): a paired
-    bootstrap over the problems for which both have judged answers. None without common problems.
+    """Estimate the gain of `other` over `one` by a paired bootstrap over the problems for which both have judged answers.
 
-    Problems are equal if question and answer are, whatever their file.
+    row: a row for which both play every problem: system, alone, <set>/system or <set>/alone. Returns None without common
+    problems. Problems with the same question and answer are the same, even in different files.
     """
     of, _, who = row.rpartition("/")
     if who not in ("system", "alone"):

@@ -1,8 +1,7 @@
-"""The viewer's pages as one HTML file: from its server, and with the answers to their questions as report.html and the page of
-`marsrl compare`.
+"""The viewer's pages as one HTML file: served by its server, or with embedded data as report.html and `marsrl compare` pages.
 
-The file loads nothing and runs only its own scripts (Content-Security-Policy with their hashes): models' texts are data in it,
-and become text nodes.
+The file loads nothing and runs only its own scripts (their hashes are in the Content-Security-Policy). Models' texts are embedded
+as data and displayed as text nodes.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ PAGES = Path(__file__).parent / "pages"
 REPORT = ("overview", "samples", "problems", "curves", "pipeline", "warnings")
 _LIBRARIES = ("preact.min.umd", "hooks.umd", "htm.umd", "uPlot.iife.min", "markdown-it.umd.min", "temml.min")
 _SCRIPTS = tuple(f"vendor/{name}.js" for name in _LIBRARIES)
-_MODULES = (  # imports come before the modules that need them
+_MODULES = (  # in order: a module comes after those that it imports
     *("lib", "markdown", "tokens", "sample", "samples", "problems", "curves", "pipeline", "warnings", "overview"),
     *("compare", "app"),
 )
 _STYLES = ("vendor/uPlot.min.css", "style.css")
-_PROBLEMS = 3  # problems of the first step, and of the last, with samples in the file
-_MOST_CHARS = 6000  # characters of a text, so that 2 x 3 problems x 72 samples stay near 3 MB
+_PROBLEMS = 3  # problems of the first step and of the last step whose samples are embedded
+_MOST_CHARS = 6000  # maximum characters of a text, so that 2 x 3 problems x 72 samples stay near 3 MB
 
 
 def write_report(directory: str | Path) -> Path:
@@ -66,18 +65,18 @@ def write_report(directory: str | Path) -> Path:
 
 
 def write_page(file: Path, pages: Sequence[str], answers: Mapping[str, Any]) -> None:
-    """Write these pages of the viewer as one HTML file that opens on the first. answers: by `_key`."""
+    """Write these pages of the viewer as one HTML file that opens on the first page. answers: embedded answers, by `_key`."""
     write_atomically(file, page({"pages": pages, "answers": answers})[0].encode("utf-8"))
 
 
 def _curves_of(chart: Mapping[str, Any]) -> list[str]:
-    """Return the metrics of a chart with their intervals, as curves.js requests them."""
+    """Return the names of a chart's metrics and intervals, in the order in which curves.js requests them."""
     bands = [f"{each['key']}/{end}" for each in chart["series"] if each["has_band"] for end in ("low", "high")]
     return [*(each["key"] for each in chart["series"]), *bands]
 
 
 def _cut(sample: dict[str, Any]) -> None:
-    """Cut a sample's long texts in the middle, and drop their difference, which would have the whole texts."""
+    """Shorten a sample's long texts in the middle, and drop their diff, which would contain the whole texts."""
     record = sample["record"]
     for name in ("prompt", "text"):
         if len(record[name]) > _MOST_CHARS:
@@ -91,7 +90,7 @@ def _key(question: str, asked: Mapping[str, Any]) -> str:
 
 
 def page(exported: Mapping[str, Any] | None = None) -> tuple[str, str]:
-    """(the file, its Content-Security-Policy). exported: pages and answers; None: the page asks the server that sent it."""
+    """Return (HTML, Content-Security-Policy). exported: pages and embedded answers; None: the page queries its server."""
     data = json.dumps(exported, ensure_ascii=True, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     modules = "".join(map(_module, _MODULES))
     scripts = [(PAGES / name).read_text("utf-8") for name in _SCRIPTS] + [f"window.EXPORTED = {data};\n{modules}"]
@@ -115,7 +114,7 @@ _EXPORT = re.compile(r"^export (?=(?:async )?(?:function|const) (\w+)|\{ (\w+) \
 
 
 def _module(name: str) -> str:
-    """A module of the pages as part of one classic script: a single file cannot import."""
+    """Return a JavaScript module rewritten as part of one classic script, since a single file cannot import modules."""
     source = (PAGES / f"{name}.js").read_text("utf-8")
     exported = [first or second for first, second in _EXPORT.findall(source)]
     body = _IMPORT.sub(r"const \1 = \2_js;", source)

@@ -1,4 +1,4 @@
-"""The run's measurements: charts, timeline, a problem's life, speed compared with the plan, warnings."""
+"""A run's measurements: charts, timeline, lifetimes of samples, speed compared with the plan, warnings."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from marsrl.commands.look.palette import COLORS, activity_color, series_colors
 from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.visible import Key
 
-_MOST_POINTS = 1000  # points of a curve; a screen is not wider
-_MOST_SPANS = 3000  # rectangles that a browser draws smoothly
-_MOST_PROBLEMS, _MOST_COLUMNS = 100, 24  # size of the table of problems
-_LAST_STEPS = 50  # steps whose median is the measured speed
+_MOST_POINTS = 1000  # maximum points of a curve, about the width of a screen
+_MOST_SPANS = 3000  # maximum rectangles that a browser draws smoothly
+_MOST_PROBLEMS, _MOST_COLUMNS = 100, 24  # maximum size of the table of problems
+_LAST_STEPS = 50  # number of last steps whose median is the measured speed
 
 _WATCHED = (  # (prefix, suffix, limit, meaning) of unusual metrics
     ("", "grad_spikes", 0.0, "the gradient norm was above 5 running medians, or not finite"),
@@ -34,7 +34,7 @@ _WATCHED = (  # (prefix, suffix, limit, meaning) of unusual metrics
 
 @dataclass(frozen=True, slots=True)
 class ChartPlan:
-    """A chart: its title, its unit, a pattern of the metrics on it, whose groups are their labels, and what they mean.
+    """A chart: title, unit, a pattern that matches its metrics, and their meaning. The pattern's groups label the curves.
 
     A metric with <name>/low and <name>/high is drawn with that interval.
     """
@@ -78,9 +78,9 @@ PLANS = (
 
 
 def charts(catalog: Catalog) -> list[dict[str, Any]]:
-    """Return the planned charts for which the run has metrics, then one for every other metric.
+    """Return the planned charts for which the run has metrics, then one chart for every other metric.
 
-    is_zero: all series are 0 in every step. has_band: the series has the interval <key>/low to <key>/high.
+    is_zero: True if all series are 0 in every step. has_band: True if the series has an interval (<key>/low to <key>/high).
     """
     curves, agents, left = catalog.curves, catalog.team, dict.fromkeys(catalog.curves)
     found: list[dict[str, Any]] = []
@@ -112,7 +112,7 @@ def charts(catalog: Catalog) -> list[dict[str, Any]]:
 
 
 def curves(catalog: Catalog, name: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Curves of at most 1,000 points each. every: number of steps that a point averages (those with a value)."""
+    """Return curves of at most 1,000 points each. every: number of steps that a point averages, without missing values."""
     return [_thinned(catalog.curves.get(each, [])) for each in name]
 
 
@@ -130,7 +130,8 @@ def axes(catalog: Catalog) -> dict[str, list[float]]:
 def problems(catalog: Catalog, agent: str = "") -> dict[str, Any]:
     """Return the 100 problems that an agent ("": any) played in the most steps, over at most 24 equal ranges of steps.
 
-    columns: (first, last step). rows: cells: for each column (samples, mean reward, share right), or None.
+    columns: (first step, last step) of each range. rows: problems, with a cell (samples, mean reward, share right) or None per
+    column.
     """
     if (span := catalog.sampled) is None:
         return {"columns": [], "rows": []}
@@ -157,9 +158,9 @@ def _thinned(points: Sequence[tuple[int, float | None]]) -> dict[str, Any]:
 
 
 def spans(catalog: Catalog, low: float | None = None, high: float | None = None) -> dict[str, Any]:
-    """Return the longest spans that overlap [low, high] seconds of the trace (None: its beginning, its end), with colours.
+    """Return the longest spans that overlap [low, high] seconds of the trace (None: its beginning or end), with colours.
 
-    spans: (lane, name, start_s, end_s, arguments). end: of the trace. num_left_out: number of omitted shorter ones.
+    spans: (lane, name, start_s, end_s, arguments). end: end of the trace. num_left_out: number of shorter spans omitted.
     """
     trace = catalog.trace
     begin, end = min((s.start_s for s in trace), default=0.0), max((s.end_s for s in trace), default=0.0)
@@ -177,15 +178,15 @@ def spans(catalog: Catalog, low: float | None = None, high: float | None = None)
 
 
 def life(catalog: Catalog, rollout: str) -> dict[str, Any]:
-    """Lifetimes of each agent's samples of a rollout instance, in seconds of the trace.
+    """Return lifetimes of each agent's samples of a rollout instance, in seconds of the trace.
 
-    A sample's life begins when its oldest version was published and ends with the step that trained it: tokens have versions,
-    not times, so this is the earliest possible beginning. None: not in the trace.
+    A sample's lifetime begins when its oldest version was published and ends with the step that trained it. Tokens have versions,
+    not times, so this is the earliest possible beginning. None: the time is not in the trace.
     """
     rows = catalog.tree(rollout)
     trace = sorted(catalog.trace, key=lambda s: s.end_s, reverse=True)
     publishes = [s for s in trace if s.name == "publish" and "version" in s.arguments]
-    published = {s.arguments["version"]: s.end_s for s in publishes}  # the first of several
+    published = {s.arguments["version"]: s.end_s for s in publishes}  # reversed order: the first of several wins
     begins = {s.name: s.start_s for s in trace if s.name.startswith("step ")}
     last = trace[0].end_s if trace else None
     lives = Counter((row.agent, row.step, row.oldest) for row in rows)
@@ -208,9 +209,9 @@ def life(catalog: Catalog, rollout: str) -> dict[str, Any]:
 
 
 def speed(catalog: Catalog) -> dict[str, Any]:
-    """Return the seconds of a step's parts: the median of the last 50 steps, and what a plan.json in the run directory predicts.
+    """Return the seconds of a step's parts: measured (median of the last 50 steps) and predicted (plan.json of the run).
 
-    ages: (agent, versions, samples), the samples' ages in versions when they were trained.
+    ages: (agent, age in versions at training, number of samples).
     """
 
     def median(name: str) -> float | None:
@@ -226,7 +227,7 @@ def speed(catalog: Catalog) -> dict[str, Any]:
 
 
 def _planned(run: RunDirectory) -> dict[str, Any]:
-    """Predicted seconds by part, or None and the reason why there is no prediction."""
+    """Return the predicted seconds by part, or None and the reason why there is no prediction."""
     path = run.path / "plan.json"
     try:
         plan = json.loads(path.read_bytes())
@@ -251,7 +252,7 @@ def warnings(catalog: Catalog) -> list[dict[str, Any]]:
 
 
 def _stretches(name: str, points: Sequence[tuple[int, float]], meaning: str) -> list[dict[str, Any]]:
-    """Warnings, one for each run of consecutive steps."""
+    """Return one warning for each run of consecutive steps."""
     found = []
     for _, numbered in itertools.groupby(enumerate(points), key=lambda each: each[1][0] - each[0]):
         own = [point for _, point in numbered]

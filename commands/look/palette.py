@@ -1,4 +1,4 @@
-"""Colours in charts: an agent, or an activity, has one colour in all charts of all pages.
+"""Colours in charts: each agent and each activity has the same colour on all pages.
 
 A colour is a CSS class, c0 to c7, which the page styles for light and dark mode.
 """
@@ -29,8 +29,8 @@ _ACTIVITIES = {
 def series_colors(labels: Iterable[str], agents: Sequence[str] = ()) -> dict[str, str]:
     """Return the colour of each series of a chart, by its label.
 
-    An agent's colour (solver, main/solver) is its position in the team; series of all agents together are grey. Others take the
-    remaining colours in order.
+    An agent (solver, main/solver) has the colour of its position in the team. Series of all agents together are grey. Other
+    series take the remaining colours in order.
     """
     labels = list(labels)
     of_agents = {
@@ -42,5 +42,5 @@ def series_colors(labels: Iterable[str], agents: Sequence[str] = ()) -> dict[str
 
 
 def activity_color(name: str) -> str:
-    """Return the colour of an activity of engines, ranks or judges, in timelines and in the parts of a step."""
+    """Return the colour of an activity of engines, ranks or judges, for timelines and charts of a step's parts."""
     return _ACTIVITIES.get(name) or COLORS[zlib.crc32(name.encode("utf-8", "replace")) % 8]

@@ -1,10 +1,10 @@
-"""Records a run for `marsrl view --demo`: what the viewer shows of it, without weights, host paths or this host's name.
+"""Recorder of a run for `marsrl view --demo`: the data that the viewer shows, without weights, host paths or host name.
 
     python -m marsrl.commands.look.record runs/NAME            # replaces the recording in this checkout
     python -m marsrl.commands.look.record runs/NAME FOLDER     # writes it to a new folder
 
-Kept are the files of KEPT, and the samples and tokens of as many steps as fit into MOST_BYTES: the first, the last, and others
-evenly between them.
+The recording has the files of KEPT, and the samples and tokens of as many steps as fit into MOST_BYTES: the first, the last, and
+others evenly between them.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from pathlib import Path
 from marsrl.trainer.runs.directory import RunDirectory, step_files, write_atomically
 
 DEMO = Path(__file__).parent / "demo"
-MOST_BYTES = 1_800_000  # of the whole recording
+MOST_BYTES = 1_800_000  # maximum size of a recording
 KEPT = ("config.yaml", "metrics.jsonl", "warnings.jsonl", "summary.json", "trace.json", "plan.json")
 _HOST = re.compile(rf"\b{re.escape(socket.gethostname())}\b")
 _PATH = re.compile(r"(?<![\w.:/<])/(?:[^\s/'\"<>:,;=\\]+/)+([^\s/'\"<>:,;=\\]*)")
 
 
 def record(run: RunDirectory, out: Path) -> int:
-    """Write the recording of a run to the new folder `out`; return its bytes.
+    """Write the recording of a run to the new folder `out`; return its size in bytes.
 
-    Raises ValueError: `out` exists; `run` is no run directory; a sample has a text with this host's name or a path below the home
-    folder; the files of KEPT alone take more than MOST_BYTES.
+    Raises ValueError if `out` exists, `run` is not a run directory, a sample's text contains this host's name or a path below
+    the home folder, or the files of KEPT alone take more than MOST_BYTES.
     """
     if out.exists():
         raise ValueError(f"record: {out} exists; name a new folder")
@@ -58,12 +58,12 @@ def record(run: RunDirectory, out: Path) -> int:
 
 
 def without_host(text: str) -> str:
-    """Return the text with only the last part of every absolute path, and `host` for this host's name."""
+    """Shorten every absolute path in the text to its last part, and replace this host's name by `host`."""
     return _HOST.sub("host", _PATH.sub(r"\1", text))
 
 
 def _spread(steps: list[int], num: int) -> list[int]:
-    """`num` of the steps, evenly; the last one always, and of several the first."""
+    """Return `num` evenly spaced steps, including the last one and, if num > 1, the first."""
     return [steps[-1 - round(i * (len(steps) - 1) / max(1, num - 1))] for i in range(num)]
 
 

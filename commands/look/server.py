@@ -1,12 +1,12 @@
-"""The viewer's server: pages and data of runs, only for the person who started it.
+"""The viewer's server: pages and data of runs, accessible only to the user who started it.
 
     GET /?token=...           sets a cookie and redirects to the page without the token
     GET /api/...              JSON; see `api.py`
 
-It listens only on the loopback address. Other users of this machine can reach that too, and so can any page in the user's
-own browser. So a request needs the token (in the URL, or as the cookie, which no other site can send: SameSite=Strict), and a
-Host header that names the loopback (a foreign name that resolves to it is refused). The page runs only its own scripts and asks
-only this server (Content-Security-Policy); models' texts are sent as JSON and shown as text.
+It listens only on the loopback address, which other users of this machine and any page in the user's browser can reach too. So
+a request needs the token (in the URL, or as a cookie, which other sites cannot send: SameSite=Strict) and a Host header that
+names the loopback address (other names that resolve to it are refused). The page runs only its own scripts and contacts only
+this server (Content-Security-Policy). Models' texts are sent as JSON and displayed as text.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ HEADERS = {
 
 
 class PlainJson(Response):
-    """JSON in ASCII, which preserves lone surrogates and anything else that a model may write."""
+    """JSON in ASCII, which preserves any text of a model, even lone surrogates."""
 
     media_type = "application/json"
 
@@ -46,7 +46,7 @@ class PlainJson(Response):
 
 
 def make_app(runs: Sequence[Path], token: str, cookie: str = "marsrl_view") -> FastAPI:
-    """Return the application. cookie: its name; a host's ports share cookies, so two viewers need different names."""
+    """Return the application. cookie: name of its cookie; ports of a host share cookies, so viewers need different names."""
     app = FastAPI(
         title="marsrl view", docs_url=None, redoc_url=None, openapi_url=None, default_response_class=PlainJson
     )
@@ -58,7 +58,7 @@ def make_app(runs: Sequence[Path], token: str, cookie: str = "marsrl_view") -> F
 
     @app.middleware("http")
     async def guard(request: Request, go_on: RequestResponseEndpoint) -> Response:
-        """Allow requests with the token, and add the headers to every answer."""
+        """Reject requests without the token, and add the security headers to every response."""
         if is_right(request.query_params.get("token")) and request.method == "GET":
             rest = urlencode([(k, v) for k, v in parse_qsl(request.url.query) if k != "token"])
             response: Response = RedirectResponse(f"/?{rest}" if rest else "/", status_code=303)
@@ -93,9 +93,9 @@ def make_app(runs: Sequence[Path], token: str, cookie: str = "marsrl_view") -> F
 
 
 def view(runs: Sequence[Path], port: int, on_address: Callable[[str], None]) -> None:
-    """Serve until Ctrl-C. on_address: called with the URL, token included, once it is reachable. port 0: any free one.
+    """Serve until Ctrl-C. on_address: called with the URL and its token once the server is reachable. port: 0 for any free port.
 
-    Raises OSError: the port is not available.
+    Raises OSError if the port is not available.
     """
     token = secrets.token_urlsafe(24)
     with listen("127.0.0.1", port) as listening:

@@ -1,6 +1,6 @@
 """A run on the terminal: progress, latest metrics, warnings, and the deepest problems of its last step.
 
-Every text passes `literal` first: a model's escape sequences are shown as characters, and cannot move the cursor, set
+Every text passes `literal` first, which prints a model's escape sequences as characters, so that they cannot move the cursor, set
 colours or change the title.
 """
 
@@ -25,7 +25,7 @@ _MOST_WARNINGS, _MOST_CHARS, _MOST_PROBLEMS = 20, 600, 3
 
 
 def print_run(path: Path, console: Console) -> None:
-    """Print one run, in the order of the module's first line."""
+    """Print one run: progress, latest metrics, warnings, and the deepest problems of its last step."""
     catalog = Catalog(path)
     catalog.refresh(budget_s=None)
     run, steps = catalog.run, catalog.steps
@@ -44,7 +44,7 @@ def print_run(path: Path, console: Console) -> None:
 
 
 def _table(catalog: Catalog, first: int, last: int) -> Table:
-    """Return the metrics of the report's charts, at the first step and now."""
+    """Return a table of the report's metrics, at the first and the last step."""
     table = table_of("", "", f"step {first}", f"step {last}")
     for plan in PLANS:
         for name, curve in catalog.curves.items():
@@ -67,14 +67,14 @@ def _line(sample: SampleRecord, step: int) -> Text:
 
 
 def _add(tree: Tree, rows: Sequence[Row], texts: Mapping[str, SampleRecord]) -> None:
-    """Add each group below its parent sample, or at the top if that is missing."""
+    """Add each group below its parent sample, or at the top level if the parent is missing."""
     below: dict[str | None, dict[str, list[Row]]] = {}
     for row in rows:
         parent = row.parent if row.parent in texts else None
         below.setdefault(parent, {}).setdefault(texts[row.uid].group_id, []).append(row)
 
     def add(branch: Tree, parent: str | None) -> None:
-        # pop: each sample is added once, even if a damaged log has a cycle of parents
+        # `pop` adds each sample once, even if a damaged log has a cycle of parents.
         for group in below.pop(parent, {}).values():
             first = texts[group[0].uid]
             members = branch.add(

@@ -1,7 +1,7 @@
-"""`marsrl export`: a training checkpoint of any layout -> a Hugging Face directory, in one process, layer by layer.
+"""`marsrl export`: convert a training checkpoint of any layout to a Hugging Face directory, in one process, layer by layer.
 
-An adapter's checkpoint becomes a PEFT directory, or with `merge` the whole model, W + s B A for each adapted matrix W. A PEFT
-directory with one pair for all experts of a layer becomes one with a pair for each expert.
+An adapter's checkpoint becomes a PEFT directory or, with `merge`, a whole model with W + s B A for each adapted matrix W. A PEFT
+directory with one (A, B) pair for all experts of a layer becomes one with a pair for each expert.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ _LAYERS = "decoder.layers."
 
 
 def export(source: str | Path, out: str | Path, policy: str | None = None, *, merge: bool = False) -> tuple[Path, int]:
-    """Write the weights of a checkpoint as a Hugging Face directory `out`, with config and tokenizer; an adapter as PEFT's.
+    """Write the weights of a checkpoint as a Hugging Face directory `out` with config and tokenizer; adapters in PEFT format.
 
     Returns the folder that the weights come from, and their size in bytes.
 
-    source: a run directory (its latest checkpoint), a checkpoint (checkpoints/step_N, or checkpoints/best, which names one) or
-        one policy's part of it; or a PEFT directory, which only changes in how experts' pairs are stored.
+    source: a run directory (its latest checkpoint), a checkpoint (checkpoints/step_N or checkpoints/best), or one policy's folder
+        in a checkpoint; or a PEFT directory, to store a pair for each expert.
     policy: name of the policy to export, if there are several.
     merge: write an adapter merged into its base.
 
@@ -83,7 +83,7 @@ def export(source: str | Path, out: str | Path, policy: str | None = None, *, me
 def _split_by_expert(source: Path, out: Path) -> tuple[Path, int]:
     """Convert a PEFT directory with one pair for all E experts of a layer (PEFT's target_parameters) to a pair per expert.
 
-    Expert e has the rows e r + i of A and the columns i E + e of B. Gate and up are one matrix there: they share A.
+    Expert e has the rows e r + i of A and the columns i E + e of B. The source fuses gate and up, so both get the same A.
     """
     told = peft_settings(source, is_split=False)
     base, rank = str(told["base_model_name_or_path"]), told["r"]
@@ -124,7 +124,7 @@ def _split_by_expert(source: Path, out: Path) -> tuple[Path, int]:
 def _merged(
     base: Path, shape: ModelShape, adapter: AdapterConfig, tensors: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Hugging Face name, tensor) of the base merged with the adapter, in the adapter's dtype; added in float32."""
+    """Yield (Hugging Face name, tensor) of the base merged with the adapter in float32, stored in the adapter's dtype."""
     reader = HfReader(base)
     for unit in units(shape, 1):
         for name, weight in zip(unit.hf, split(shape, unit, reader.shard(shape, unit)), strict=True):
@@ -136,14 +136,15 @@ def _merged(
 
 
 def exported(source: Path) -> dict[str, Path]:
-    """Return a Hugging Face directory per trained policy, from a run's latest checkpoint or a given one, cached in the run's
-    folder exported/.
+    """Return a Hugging Face directory for each trained policy.
 
-    Raises ValueError if the run has no complete checkpoint, or it is damaged.
+    source: a run directory (its latest checkpoint) or a checkpoint. Exports are cached in the run's folder exported/.
+
+    Raises ValueError if the run has no complete checkpoint, or the checkpoint is damaged.
     """
     chosen = _checkpoint(source)
     run = chosen.parents[1]
-    manifest = (chosen / MANIFEST).read_bytes()  # A repeated step has other weights.
+    manifest = (chosen / MANIFEST).read_bytes()  # a repeated step has different weights
     kept = run / "exported" / f"{chosen.name}-{hashlib.blake2b(manifest, digest_size=4).hexdigest()}"
     for other in kept.parent.glob("step_*"):
         if other != kept:
@@ -155,7 +156,7 @@ def exported(source: Path) -> dict[str, Path]:
 
 
 def hf_tensors(folder: Path, shape: ModelShape, wanted: Sequence[Unit]) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Hugging Face name, tensor) in the checkpoint's dtype, in the order of `wanted`, holding one layer at most."""
+    """Yield (Hugging Face name, tensor) in the checkpoint's dtype, in the order of `wanted`; one layer is in memory at a time."""
     stored = _Stored(folder)
     for unit in wanted:
         whole = stored.whole(shape, unit)
@@ -163,7 +164,7 @@ def hf_tensors(folder: Path, shape: ModelShape, wanted: Sequence[Unit]) -> Itera
 
 
 def _checkpoint(source: Path) -> Path:
-    """Return the folder of a run's latest checkpoint, or the one that checkpoints/best or latest names; or `source`."""
+    """Return the folder of a run's latest checkpoint, the checkpoint named by checkpoints/best or latest, or `source` itself."""
     if source.is_file() and source.name in ("best", "latest"):
         return source.parent / source.read_text(encoding="ascii").strip()
     if not (source / "config.yaml").is_file():
@@ -199,10 +200,10 @@ def _policy_folder(source: Path, policy: str | None) -> Path:
 
 
 class _Stored:
-    """Full Megatron parameters in a distributed checkpoint of any layout.
+    """Reader of full Megatron parameters in a distributed checkpoint of any layout.
 
-    Parameters of all layers are one stored tensor [layers, ...]; expert parameters [layers, experts, ...]. A stored
-    chunk is at most one layer of one rank, so layers are read one at a time; the last is cached.
+    A parameter of all layers is stored as one tensor [layers, ...]; experts' parameters as [layers, experts, ...]. Stored chunks
+    span at most one layer of one rank, so layers are read one at a time; the last one is cached.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -214,7 +215,7 @@ class _Stored:
         self._of_layer: dict[str, Tensor] = {}
 
     def whole(self, shape: ModelShape, unit: Unit) -> Tensor:
-        """Return the unit's full Megatron tensor, in the view that layouts split; a vocabulary keeps its stored padding."""
+        """Return the unit's full Megatron tensor; tensors of the vocabulary keep their stored padding."""
         if not unit.name.startswith(_LAYERS):
             return self._read(unit.name, ())
         layer, _, rest = unit.name.removeprefix(_LAYERS).partition(".")

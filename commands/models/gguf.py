@@ -1,7 +1,7 @@
 """Reader of llama.cpp's GGUF files (ggml-org/ggml, docs/gguf.md): metadata, and the tensor types that `marsrl fetch` needs.
 
-A file: magic, version, counts; metadata as (key, type, value); for each tensor its name, sizes (the fastest one first), type and
-offset; then the data, aligned. Numbers are little-endian.
+Layout of a file: magic, version, counts; metadata as (key, type, value); for each tensor its name, sizes (fastest-varying
+dimension first), type and offset; then the aligned data. Numbers are little-endian.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _BLOCKS = {
     3: np.dtype([("scale", "<f2"), ("least", "<f2"), ("pairs", "u1", 16)]),  # Q4_1
     8: np.dtype([("scale", "<f2"), ("steps", "i1", 32)]),  # Q8_0
 }
-"""Layout of 32 numbers, by a tensor's type."""
+"""Layout of a block of 32 numbers, by the tensor's type."""
 
 
 def read_gguf(content: bytes) -> tuple[dict[str, Any], dict[str, npt.NDArray[np.float32]]]:
-    """Return metadata by key, and float32 tensors by name with sizes in numpy's order.
+    """Return metadata by key, and float32 tensors by name with shapes in numpy's order.
 
-    Raises ValueError unless it is a GGUF file of version 3 with known tensor types.
+    Raises ValueError unless the content is a GGUF file of version 3 with known tensor types.
     """
     reader = _Reader(content)
     magic, version, num_tensors, num_fields = reader.take("<4sIQQ")
@@ -66,7 +66,7 @@ class _Reader:
 
 
 def _numbers(content: bytes, at: int, kind: int, name: str, sizes: tuple[int, ...]) -> npt.NDArray[np.float32]:
-    """Decode a tensor: step x scale, in Q4_1 plus the block's minimum; the first 16 steps are the low halves of bytes."""
+    """Decode a tensor: step x scale, plus the block's minimum in Q4_1, whose low half-bytes are the first 16 steps."""
     num = math.prod(sizes)
     if kind == _F32:
         return np.frombuffer(content, "<f4", num, at).reshape(sizes)

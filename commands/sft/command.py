@@ -1,8 +1,8 @@
-"""`marsrl sft`: the team's policies learn from data.demonstrations, and become Hugging Face directories that a run starts from.
+"""`marsrl sft`: train the team's policies on data.demonstrations, and write Hugging Face directories for RL to start from.
 
     read and check -> [batch -> one step of each policy -> checkpoint if due]* -> runs/NAME/hf
 
-Every rank reads the file. An epoch's order is drawn from run.seed and its number: a checkpoint's step says what is left.
+Every rank reads the file. The order of an epoch depends only on run.seed and its number, so resuming needs only the step.
 """
 
 from __future__ import annotations
@@ -56,8 +56,11 @@ from marsrl.trainer.visible import visible
 
 
 def sft(config: RunConfig, origin: ConfigOrigin) -> int:
-    """Exit codes: 0 done, 1 it failed, 130 interrupted. Raises ValueError for settings and files that cannot be used."""
-    launcher, prepared = os.getppid(), prepare(config, origin)  # its lock is held until this function returns
+    """Run `marsrl sft` and return its exit code: 0 success, 1 failure, 130 interrupted.
+
+    Raises ValueError for invalid settings or files.
+    """
+    launcher, prepared = os.getppid(), prepare(config, origin)  # holds the run's lock until this returns
     try:
         teach_team(prepared)
     except KeyboardInterrupt:
@@ -78,7 +81,7 @@ def sft(config: RunConfig, origin: ConfigOrigin) -> int:
 
 @dataclass(frozen=True, slots=True)
 class PreparedSft:
-    """Checked settings and demonstrations. directory, lock: the run's directory, locked; None on ranks other than 0."""
+    """Checked settings and demonstrations. directory, lock: the run's directory and its lock; None except on rank 0."""
 
     config: RunConfig
     found: Demonstrations
@@ -87,14 +90,14 @@ class PreparedSft:
 
 
 def prepare(config: RunConfig, origin: ConfigOrigin) -> PreparedSft:
-    """Check the settings and demonstrations, make the run's directory, or open the one to resume in, and print a summary.
+    """Check the settings and demonstrations, create or reopen the run's directory, and print a summary.
 
-    Raises ValueError, OSError: settings or files cannot be used, or another process writes the run.
+    Raises ValueError or OSError if settings or files are invalid, or another process is writing the run.
     """
     is_first = is_rank_0()
     directory = lock = None
     with ExitStack() as undo, origin.places_in_errors():
-        began = settings_to_resume(config) if is_first else None  # rank 0 tells the others the dtypes
+        began = settings_to_resume(config) if is_first else None  # rank 0 sends the dtypes to the others
         config, dtypes = decide_dtypes(config, began)
         found, ends = _checked(config)
         if is_first:
@@ -113,7 +116,7 @@ def prepare(config: RunConfig, origin: ConfigOrigin) -> PreparedSft:
 
 
 def teach_team(prepared: PreparedSft) -> None:
-    """Train all steps that are left and write the models; rank 0 prints the settings that name them. Collective.
+    """Train the remaining steps and write the models; rank 0 prints the settings to start from them. Collective.
 
     Raises as _Training.train.
     """
@@ -135,7 +138,7 @@ def teach_team(prepared: PreparedSft) -> None:
 
 
 def _checked(config: RunConfig) -> tuple[Demonstrations, list[str]]:
-    """Return (the demonstrations, of models and layouts that can be trained; the end of a turn of each policy, as text)."""
+    """Check models and layouts, and read the demonstrations; return them with a sentence on how each policy's turns end."""
     if (reason := why_not_device(config.run.device)) is not None:
         raise ConfigError(f"run.device is {config.run.device}: {reason}")
     file = config.data.demonstrations
@@ -158,9 +161,9 @@ def _checked(config: RunConfig) -> tuple[Demonstrations, list[str]]:
 
 
 def _differing(directory: RunDirectory, config: RunConfig, fingerprint: Mapping[str, object]) -> list[str]:
-    """Return the settings that differ from those of the run, in a sentence.
+    """Return a sentence about the settings that differ from those of the run; [] if none do.
 
-    Raises ConfigError: demonstrations, the section sft or the seed differ, which decide what a step trains.
+    Raises ConfigError if the demonstrations, the section sft or the seed differ, since these decide what a step trains.
     """
     key = f"run.resume={config.run.resume}: {directory.path} cannot continue with"
     if directory.data.is_file() and json.loads(directory.data.read_bytes()) != fingerprint:
@@ -178,7 +181,7 @@ def _order(number: int, name: str) -> list[int]:
 
 
 class _Training:
-    """The steps of all policies that have demonstrations. Every method is collective."""
+    """Training of all policies that have demonstrations. Every method is collective."""
 
     def __init__(self, config: RunConfig, directory: RunDirectory, found: Demonstrations, console: RunConsole) -> None:
         self._config, self._directory, self._writers, self._console = config, directory, found.writers, console
@@ -193,14 +196,14 @@ class _Training:
 
     @property
     def is_over(self) -> bool:
-        """The models are written."""
+        """True if the models are already written."""
         return all(folder.is_dir() for folder in self.folders.values())
 
     def train(self) -> None:
-        """Return all steps that are left, and the models.
+        """Train the remaining steps and write the models.
 
         Raises:
-            Stopped: a rank was asked to stop, on all ranks; the step is saved.
+            Stopped: on all ranks, if one received a signal to stop; the step is saved.
             RuntimeError: trainer.max_bad_steps steps in a row had a non-finite loss or gradient.
         """
         config, run = self._config, self._config.run
@@ -267,7 +270,7 @@ class _Training:
     def _open_log(
         self, stack: ExitStack, begun: int, measured: Mapping[str, float]
     ) -> Callable[[int, Mapping[str, float]], None]:
-        """Rank 0's writer of a step's metrics; logs what was measured before the first step as step 0."""
+        """Return a function that writes a step's metrics on rank 0; `measured` is logged as step 0 of a new run."""
         if rank() != 0:
             return lambda step, row: None
         log = MetricsLog(self._directory, wandb_project=self._config.run.wandb, resume_step=begun or -1)
@@ -284,7 +287,7 @@ class _Training:
         return Lesson({name: _of(batch, name) for name in self._learners})
 
     def _row(self, step: int, losses: Mapping[int, Measured], stats: Mapping[str, StepStats]) -> dict[str, float]:
-        """Return the metrics of a step; warns of a skipped one."""
+        """Return the metrics of a step, and warn if the step was skipped."""
         row = self._means("sft", losses, "loss")
         for name, each in stats.items():
             prefix = f"{name}/" if len(stats) > 1 else ""
@@ -295,7 +298,7 @@ class _Training:
         return row
 
     def _measured(self) -> dict[str, float]:
-        """Return the metrics of the held-out demonstrations; {} without any."""
+        """Return the metrics of the held-out demonstrations; {} if there are none."""
         found: dict[int, Measured] = {}
         for name, learner in self._learners.items():
             if own := _of(self._held_out, name):
@@ -307,7 +310,7 @@ class _Training:
         return bool(measured) and goal.is_reached(measured["sft/held_out/loss"], measured["sft/held_out/accuracy"])
 
     def _means(self, prefix: str, found: Mapping[int, Measured], *keys: str) -> dict[str, float]:
-        """Return the means of all tokens, and the loss of each writer where there are several; {} without a token."""
+        """Return means over all tokens, and the loss of each agent if there are several; {} without tokens."""
         total = sum(each.num_tokens for each in found.values())
         if not total:
             return {}
@@ -324,13 +327,13 @@ class _Training:
         if rank() == 0:
             for folder in missing.values():
                 folder.parent.mkdir(exist_ok=True)
-        barrier()  # all ranks have looked before the first folder appears
+        barrier()  # all ranks must check before the first folder appears
         for name, folder in missing.items():
             policy, held = self._config.policies[name], self._learners[name].held()
             if policy.adapter is None:
                 held.save_hf(folder, str(policy.model))
                 continue
-            tensors = {tensor: each.detach().cpu() for tensor, each in held.export()}  # all of them, on rank 0
+            tensors = {tensor: each.detach().cpu() for tensor, each in held.export()}  # rank 0 gets all tensors
             if rank() == 0:
                 with made_whole(folder) as part:
                     write_adapter(part, read_shape(str(policy.model)), policy.adapter, tensors, str(policy.model))

@@ -1,8 +1,8 @@
-"""Reader of data.demonstrations: lines of a user's file as sequences to imitate (docs/teachers.md).
+"""Reader of data.demonstrations, a user's file of sequences to imitate (docs/teachers.md).
 
-`agent` selects the policy and the chat template's options; a prompt of fields fills the agent's prompt (docs/prompts.md).
-The last of `messages` is the completion; earlier ones, with their thoughts, and any `tools`, are a prompt as the
-chat template renders them. A text prompt is tokenised as it is.
+`agent` selects the policy and the chat template's options. The fields of a `prompt` object fill the agent's prompt
+(docs/prompts.md). The last of `messages` is the completion; the chat template renders the earlier ones, with their thoughts and
+any `tools`, as the prompt. A text prompt is tokenised without a template.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from marsrl.trainer.config import RunConfig
 from marsrl.trainer.data.packing import TrainSequence
 from marsrl.trainer.supervised.imitation import DemonstrationTokens
 
-_THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # Fields in which data sets store reasoning.
+_THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # names under which data sets store reasoning
 
 
 @dataclass(frozen=True, slots=True)
 class Demonstration:
-    """A line's sequence, and the policy to train on it."""
+    """Sequence of one line, and the policy to train on it."""
 
     policy: str
     sequence: TrainSequence
@@ -39,8 +39,9 @@ class Demonstration:
 
 @dataclass(frozen=True, slots=True)
 class Demonstrations:
-    """Contents of a file. writers: agents in order, and "any" for lines without one; a sequence's agent is an index into them.
+    """Contents of a file.
 
+    writers: agents in order, and "any" for lines without an agent; a sequence's agent is an index into this list.
     notes: messages about skipped lines. sum: digest of the contents.
     """
 
@@ -134,7 +135,7 @@ class _Reader:
         return {} if writer == "any" else self._config.agents[writer].template_options
 
     def _chat(self, row: Mapping[str, object], writer: str, renderer: ChatRenderer) -> tuple[IntArray, str]:
-        """Return the prompt of all messages but the last, and the last, an assistant's, as the model would write it."""
+        """Return (prompt, completion): all messages but the last, and the last, an assistant's, as the model would write it."""
         messages, tools = row["messages"], row.get("tools") or ()
         if not isinstance(messages, list) or not all(_is_turn(each) for each in messages):
             raise BadLine("messages: expected a list of {role, content} with text contents")
@@ -155,7 +156,7 @@ class _Reader:
         except (ValueError, TypeError) as error:
             raise BadLine(f"messages: the chat template rejects them: {error}") from error
         content = last.get("content") or ""
-        if text.rstrip().endswith(THINK_OPEN):  # DeepSeek-R1's template opens the <think> block.
+        if text.rstrip().endswith(THINK_OPEN):  # DeepSeek-R1's template opens the <think> block
             content = content.removeprefix(text[text.rindex(THINK_OPEN) :]).removeprefix(THINK_OPEN)
             if THINK_CLOSE not in content:
                 raise BadLine("messages: the chat template opens a <think> block, but the completion does not close it")
@@ -203,6 +204,6 @@ def _text(row: Mapping[str, Any], key: str) -> str:
 
 
 def held_out(lines: Sequence[Demonstration], order: Sequence[int], share: float) -> tuple[list[Demonstration], ...]:
-    """Split into (to train on, to measure); the first of a seeded order are held out, at least one if share is above 0."""
+    """Split demonstrations into (training, held out). The first ones of `order` are held out, at least one if share > 0."""
     num = min(len(lines) - 1, max(1, round(share * len(lines)))) if share else 0
     return [lines[i] for i in sorted(order[num:])], [lines[i] for i in sorted(order[:num])]
