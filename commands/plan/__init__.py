@@ -1,1 +1,1 @@
-"""`marsrl plan`: will a run fit, and how long is a step? By formula, before a GPU is touched."""
+"""`marsrl plan`: estimates by formula, without a GPU, whether a run fits in memory and how long a step takes."""

@@ -1,4 +1,4 @@
-"""`marsrl plan`: the tables, and the same as JSON."""
+"""`marsrl plan`: output of a plan as tables or JSON."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from marsrl.commands.plan.plan import Plan, PolicyPlan
 from marsrl.commands.plan.ranking import Option, best_of_each_layout
 from marsrl.rollout.adapter import AdapterConfig
 
-_ROWS = 8  # layouts in the table
-_UNFIT = 4  # of those that do not fit
+_ROWS = 8  # maximum layouts in the table
+_UNFIT = 4  # maximum layouts in the table that do not fit
 
 
 _OF_A_POLICY = (
@@ -29,7 +29,7 @@ _OF_A_POLICY = (
 
 
 def as_json(plan: Plan) -> str:
-    """Return all that is printed, and every option; bytes and seconds as plain numbers."""
+    """Return everything that `show` prints, and every option, as JSON; bytes and seconds are plain numbers."""
     of_plan = {"policies": [], "fits": plan.fits, "step_s": plan.step_s, "seconds": plan.seconds}
     content: dict[str, Any] = {**vars(plan), **of_plan}
     for policy in plan.policies:
@@ -45,7 +45,7 @@ def as_json(plan: Plan) -> str:
 
 
 def show(plan: Plan, console: Console) -> None:
-    """Print the tables of every policy, what is refused, the notes and the constants."""
+    """Print every policy's tables, the reasons that prevent a start, the notes and the constants."""
     split = f"{plan.num_trainers} train" + (
         f", {plan.num_engine_gpus} decode" if plan.num_engine_gpus else " and decode"
     )
@@ -85,7 +85,7 @@ def _show_policy(plan: Plan, policy: PolicyPlan, console: Console) -> None:
 
 
 def _adapters_words(policy: PolicyPlan) -> str:
-    """Return a line about the adapters that are trained on it; empty where it is trained itself."""
+    """Return text about the adapters that are trained on the policy; "" if the policy itself is trained."""
     setup = policy.engines
     if not setup.adapters:
         return ""
@@ -101,7 +101,7 @@ def _layouts(plan: Plan, policy: PolicyPlan) -> Table:
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     has_reference = any(option.memory.reference for option in policy.options)
     reference = ("reference",) if has_reference else ()
-    table.add_column("layout", min_width=12)  # an 80-column terminal has room for all
+    table.add_column("layout", min_width=12)  # keeps the table within 80 columns
     table.add_column("recompute", min_width=9)
     for heading in ("weights", *reference, "grads", "optim", "kept", "work", "needs"):
         table.add_column(heading, justify="right", min_width=len(heading))
@@ -134,7 +134,7 @@ def _cells(option: Option, is_mine: bool, has_reference: bool) -> list[Text]:
 
 
 def _recompute_modes(policy: PolicyPlan, chosen: Option) -> Table:
-    """Activations saved for the backward, the head and the peak, for each recompute mode of one layout."""
+    """Return the table of memory by recompute mode for one layout: saved activations, the output head, and the peak."""
     headings = ("recompute", ">kept", ">head (logits chunk, gradients)", ">fullest moment", ">needs", ">update")
     rows = []
     for each in policy.options:
@@ -155,7 +155,7 @@ def _where_time_goes(option: Option) -> Table:
 
 
 def _table(title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], **looks: Any) -> Table:
-    """A table. headings: a leading `>` aligns the column to the right."""
+    """Return a table. headings: a leading `>` aligns the column to the right."""
     table = Table(title=title, title_justify="left", **looks)
     for heading in headings:
         table.add_column(heading.removeprefix(">"), justify="right" if heading.startswith(">") else "left")
@@ -204,7 +204,7 @@ def _engines(policy: PolicyPlan) -> Table:
 
 
 def _sync_words(sync: SyncTime) -> str:
-    """Return the parts of a sync that take time."""
+    """Return text with the seconds of each part of a sync, without parts that take no time."""
     parts = {"gather": sync.gather, "files": sync.write, "load": sync.load, "between GPUs": sync.send}
     parts |= {"buckets": sync.copy, "checksums": sync.checksum}
     listed = ", ".join(f"{name} {_duration(seconds)}" for name, seconds in parts.items() if seconds)
@@ -216,7 +216,7 @@ def _sync_words(sync: SyncTime) -> str:
 
 
 def _splits(policy: PolicyPlan) -> Table:
-    """Return each way to decode, with suitable numbers of GPUs."""
+    """Return the table of alternative engine setups, with numbers of GPUs that suit each."""
     headings = (">train", "engines x GPUs", ">requests", ">rollout", ">update", ">step", "layout of the update")
     rows = []
     for each in policy.splits:

@@ -1,4 +1,4 @@
-"""The engines of a policy: memory beside their weights, decoding speed, and the time of a publish."""
+"""Engines of a policy: memory, decoding speed, and the time to publish weights."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from marsrl.trainer.learner.megatron.layout import Layout
 class EngineSetup:
     """Engines of one policy. memory_share: share of a GPU's memory for an engine. longest: tokens of the longest sequence.
 
-    kv_cache, weights: fp8 stores keys and values, or the layers' matrices, in one byte a number; auto: in dtype. cache_bytes:
-    size of the cache on each GPU, regardless of memory_share; None: what memory_share leaves. spreads_experts: each expert is
-    whole on one of the engine's GPUs.
-    adapters: those that it serves, a slot each. transfer_bytes: NCCL's on each GPU, for publishes, beside memory_share.
+    kv_cache, weights: fp8 stores keys and values, or the layers' matrices, in one byte per number; auto: in dtype.
+    cache_bytes: size of the KV cache on each GPU; None: the memory that memory_share leaves beside the weights.
+    spreads_experts: expert parallelism, where each expert is whole on one of the engine's GPUs.
+    adapters: adapters served, each in its own slot. transfer_bytes: NCCL's buffers on each GPU, not counted in memory_share.
     """
 
     shape: ModelShape
@@ -49,12 +49,12 @@ class EngineSetup:
 
     @property
     def experts_of_gpu(self) -> int:
-        """Whole experts on the fullest GPU; 0 if experts are split, or there are none."""
+        """Number of whole experts on the fullest GPU; 0 if experts are split over GPUs or the model has none."""
         return -(-self.shape.num_experts // self.tensor_parallel) if self.spreads_experts else 0
 
     @property
     def imbalance(self) -> float:
-        """Active experts on the busiest GPU over the mean: 1 if every GPU has a part of each."""
+        """Active experts on the busiest GPU over the mean of all GPUs; 1 if every GPU has a part of each expert."""
         return hw.IMBALANCE.value if self.experts_of_gpu else 1.0
 
     @property
@@ -66,12 +66,12 @@ class EngineSetup:
         return self.num_engines * self.tensor_parallel
 
     def carried_by(self, backend: SyncBackend) -> SyncBackend:
-        """Return the backend by which a publish travels: adapters always go as files."""
+        """Return the backend that a publish uses: adapters always travel as files."""
         return "shm" if self.adapters else backend
 
     @property
     def words(self) -> str:
-        """`10 x 4, fp8 weights, fp8 cache`."""
+        """Short description, such as `10 x 4, fp8 weights, fp8 cache`."""
         parts = {"fp8 weights": self.weights, "fp8 cache": self.kv_cache}
         return ", ".join(
             [f"{self.num_engines} x {self.tensor_parallel}", *(n for n, each in parts.items() if each == "fp8")]
@@ -82,7 +82,7 @@ class EngineSetup:
 class EngineMemory:
     """Bytes on one GPU of an engine, and the capacity of its KV cache. kv_cache is negative if the weights do not fit.
 
-    taken: bytes of the GPU in use. has_room: that many are available.
+    taken: bytes in use on the GPU. has_room: True if the GPU has that many.
     """
 
     weights: float
@@ -91,19 +91,22 @@ class EngineMemory:
     taken: float
     has_room: bool
     kv_bytes_per_token: float
-    kv_tokens: int  # of one engine, over its GPUs
-    longest_sequences: float  # sequences of maximal length at once
+    kv_tokens: int  # capacity of one engine, over all its GPUs
+    longest_sequences: float  # sequences of maximum length that fit at once
 
     @property
     def fits(self) -> bool:
-        """True if vLLM can start: the cache fits, and a sequence of maximal length fits in it."""
+        """True if vLLM can start: the cache fits, and holds a sequence of maximum length."""
         return self.has_room and self.longest_sequences >= 1
 
 
 @dataclass(frozen=True)
 class Demand:
-    """A step's completions. prompt, response: mean tokens of one; group_size: samples of a prompt, whose keys are computed
-    once; tokens_per_stage: most that one decodes in a stage; overlaps: decoding continues while new weights arrive."""
+    """A step's completions.
+
+    prompt, response: mean tokens of a sample. group_size: samples that share a prompt, whose keys are computed once.
+    tokens_per_stage: maximum tokens of a sample in a stage. overlaps: decoding continues while new weights arrive.
+    """
 
     samples: float
     prompt: float
@@ -115,18 +118,20 @@ class Demand:
 
     @property
     def parts(self) -> float:
-        """Stages that a completion spans, on average."""
+        """Mean number of stages that a completion spans."""
         return 1.0 if self.segments == 1 else self.response / self.tokens_per_stage + 0.5
 
     @property
     def waiting(self) -> float:
-        """Iterations in which a stage waits for its longest completions: the longest part less the mean one. With overlap the
-        next stage's fill the engines meanwhile."""
+        """Iterations in which a stage waits for its longest completions: the longest part less the mean part.
+
+        With overlap, completions of the next stage fill the engines meanwhile.
+        """
         return 0.0 if self.overlaps else max(0.0, self.tokens_per_stage - self.response / self.parts)
 
     @property
     def length(self) -> float:
-        """Mean tokens of a request while it is decoded; a long one is there for longer."""
+        """Mean length in tokens of the requests being decoded at any moment; long requests weigh more, as they take longer."""
         longest = self.tokens_per_stage * self.segments
         return self.prompt + self.response / 2 * min(hw.LENGTH_SPREAD.value, longest / self.response)
 
@@ -135,7 +140,7 @@ class Demand:
 class RolloutTime:
     """Seconds to decode one step's completions. concurrency: mean number of requests that an engine decodes at once.
 
-    prefill: part of the seconds for prompts and for prefixes that are read again; prefilled: tokens of both.
+    prefill: the part of the seconds spent on prompts and on prefixes that are computed again. prefilled: tokens of both.
     """
 
     seconds: float
@@ -146,13 +151,15 @@ class RolloutTime:
 
 
 def kv_bytes_per_token(shape: ModelShape, dtype: str) -> int:
-    """Return the keys and values of all layers: 2 L K D e."""
+    """Return the bytes per token of the keys and values of all layers: 2 L K D e."""
     return 2 * shape.num_layers * shape.num_kv_heads * shape.head_size * (1 if dtype == "fp8" else SIZE[dtype])
 
 
 def engine_memory(setup: EngineSetup, gpu: hw.Gpu) -> EngineMemory:
-    """KV cache = memory x share - weights of a GPU - workspace, unless its size is given. More GPUs than KV heads hold copies of
-    the heads."""
+    """Compute the memory of an engine: KV cache = memory x share - weights on a GPU - workspace, unless cache_bytes is set.
+
+    If an engine has more GPUs than KV heads, heads are copied.
+    """
     weights = _weight_bytes(setup) + slot_bytes(setup)
     workspace, cache = hw.ENGINE_WORKSPACE.value, setup.cache_bytes
     if cache is None:
@@ -166,21 +173,22 @@ def engine_memory(setup: EngineSetup, gpu: hw.Gpu) -> EngineMemory:
 
 
 def rollout_time(setup: EngineSetup, memory: EngineMemory, gpu: hw.Gpu, demand: Demand) -> RolloutTime:
-    """Decoding bound by memory traffic or by arithmetic, whichever is slower, and prompts by arithmetic, one after the other.
+    """Compute decoding time as the slower of memory traffic and arithmetic, plus prefill time by arithmetic.
 
     iterations = samples response / (engines most) + waiting      most: requests that an engine can decode at once
-    c          = samples response / (engines iterations)          those that it does, on average
+    c          = samples response / (engines iterations)          requests that it decodes at once, on average
     iteration  = host + c of a request + max(bytes / bandwidth, 2 P_active c / peak) + collectives
-    bytes      = of a GPU: weights that c tokens touch + c length KV;  experts touched: 1 - (1 - k/E)^c
-    experts that lie whole on the GPUs: those of the busiest, touched and products times the imbalance (read once each at most)
+    bytes      = per GPU: weights that c tokens touch + c length KV;   share of experts touched: 1 - (1 - k/E)^c
+    with expert parallelism, the experts touched and their products on the busiest GPU: times the imbalance (each is read at most
+    once)
     collectives = 2 L (latency + 2 c H e (t-1)/t / NVLink)            attention and MLP of each layer, t = TP > 1
     seconds    = iterations iteration + prefill
     prefilled  = samples prompt / group + samples max(0, parts - 1) length (+ engines c length with overlap)
     prefill    = prefilled (2 P_active + 2 N D L length) / (engines t peak)
 
-    A completion that continues in another stage is read again, as are all running ones at a publish: new weights empty the
-    cache. UloRL's seconds of a step with 1, 2 and 4 segments, 1240, 774 and 601 (arXiv 2507.19766), have a part that halves with
-    them, as `waiting` nearly does.
+    The prefix of a completion that continues in another stage is computed again, as are the prefixes of all running completions
+    at a publish, since new weights empty the cache. UloRL's steps with 1, 2 and 4 segments take 1240, 774 and 601 s (arXiv
+    2507.19766): part of the time halves whenever segments double, as `waiting` nearly does.
     """
     shape, tensor, length = setup.shape, setup.tensor_parallel, demand.length
     of_engine = demand.samples * demand.response / setup.num_engines
@@ -213,32 +221,35 @@ def rollout_time(setup: EngineSetup, memory: EngineMemory, gpu: hw.Gpu, demand: 
 def _weight_bytes(setup: EngineSetup) -> float:
     """Return the bytes of weights on one of an engine's GPUs, without adapters."""
     embedding = elements(setup.shape).embedding * SIZE[setup.dtype] / setup.tensor_parallel
-    looked_up = embedding if elements(setup.shape).head else 0.0  # not read
+    looked_up = embedding if elements(setup.shape).head else 0.0  # a lookup reads few rows
     return _cut_bytes(setup, touched=1.0) + _whole_bytes(setup) + looked_up
 
 
 def _cut_bytes(setup: EngineSetup, touched: float) -> float:
-    """Return the bytes on one GPU of the weights split over an engine's GPUs; of the experts, the share that is read."""
+    """Return one GPU's bytes of the weights that an engine's GPUs split. touched: share of the experts that is read."""
     counts, shape, tensor = elements(setup.shape), setup.shape, setup.tensor_parallel
-    of_fullest = setup.experts_of_gpu / shape.num_experts * tensor if setup.experts_of_gpu else 1.0  # over the mean
+    of_fullest = setup.experts_of_gpu / shape.num_experts * tensor if setup.experts_of_gpu else 1.0  # over the mean GPU
     size, padding = float(SIZE[setup.dtype]), 1.0
     if setup.weights == "fp8":
-        size = 1 + SIZE["float32"] / FP8_BLOCK**2  # a scale a block
+        size = 1 + SIZE["float32"] / FP8_BLOCK**2  # one scale per block
         width = shape.ffn_size / (1 if setup.spreads_experts else tensor)
-        padding = math.ceil(width / FP8_BLOCK) * FP8_BLOCK / width  # vLLM's, of an expert's part
+        padding = math.ceil(width / FP8_BLOCK) * FP8_BLOCK / width  # vLLM pads an expert's part
     of_layers = counts.layer_cut + counts.layer_experts * touched * of_fullest * padding
     return (shape.num_layers * of_layers * size + (counts.head or counts.embedding) * SIZE[setup.dtype]) / tensor
 
 
 def _whole_bytes(setup: EngineSetup) -> float:
-    """Return the bytes of weights that each of an engine's GPUs holds whole: norms and router."""
+    """Return the bytes of the weights that every GPU of an engine holds whole: norms and router."""
     counts = elements(setup.shape)
     return (setup.shape.num_layers * counts.layer_whole + counts.final_norm) * SIZE[setup.dtype]
 
 
 def slot_bytes(setup: EngineSetup) -> float:
-    """Bytes on one GPU of the slots of all adapters. Every one has the largest rank of all, of experts too, and all that any
-    adapter targets; what is cut is cut as in training."""
+    """Return one GPU's bytes of the slots of all adapters.
+
+    Every slot, including its experts' part, has the largest rank and all target modules of any adapter. Matrices are split as in
+    training.
+    """
     if not setup.adapters:
         return 0.0
     rank = slot_rank(setup.shape, setup.adapters)
@@ -248,7 +259,7 @@ def slot_bytes(setup: EngineSetup) -> float:
     layout = Layout(setup.tensor_parallel, spread, 1, 1, 1)
     of_gpu = adapter_elements(setup.shape, layout, (slot,))
     expert: float = of_gpu.expert
-    if not setup.spreads_experts:  # of gate and up B is cut, of down A
+    if not setup.spreads_experts:  # B of gate and up and A of down are split
         s = setup.shape
         whole, cut = 3 * s.hidden_size, 3 * s.ffn_size / setup.tensor_parallel
         expert = s.num_layers * s.num_experts * rank * (whole + cut) if "experts" in targets else 0.0
@@ -262,11 +273,12 @@ def publish_bytes(setup: EngineSetup, adapter: AdapterConfig) -> int:
 
 @dataclass(frozen=True)
 class SyncTime:
-    """Seconds of the parts of one publish, which run in turn; 0: not part of this backend.
+    """Seconds of the parts of one publish, which run one after the other; 0 for parts that the backend does not have.
 
-    gather: the whole model on rank 0 and into its host's memory. write, load: files. send: between GPUs. copy: into and out of
-    buckets. checksum: of the sent and the received weights. links_alone: only the time for an engine GPU to receive its weights.
-    with_delta: all of it with sync.delta=true; 0: by another backend than nccl.
+    gather: collect the whole model on rank 0 and copy it to host memory. write, load: write and load files. send: transfer
+    between GPUs. copy: copy into and out of buckets. checksum: checksums of the sent and the received weights.
+    links_alone: time for an engine GPU to receive its weights, nothing else. with_delta: total with sync.delta=true; 0 unless
+    the backend is nccl.
     """
 
     backend: SyncBackend
@@ -285,9 +297,9 @@ class SyncTime:
 
 
 def transfer_bytes(backend: SyncBackend, peers: int, num_gpus: int, *, receives: bool) -> float:
-    """NCCL's bytes on a GPU for publishes by nccl: a communicator with each of its peers, engine GPUs or trainer ranks.
+    """Return NCCL's bytes on a GPU for publishes by nccl, with one communicator per peer (engine GPU or trainer rank).
 
-    peers ((2 + 3 channels) 2 MiB + channels buffers)      on one host only who receives has buffers
+    peers ((2 + 3 channels) 2 MiB + channels buffers)      on one host only the receiver has buffers
     """
     if backend != "nccl":
         return 0.0
@@ -300,28 +312,28 @@ def transfer_bytes(backend: SyncBackend, peers: int, num_gpus: int, *, receives:
 def sync_time(
     backend: SyncBackend, setup: EngineSetup, num_trainers: int, expert: int, num_gpus: int, gpu: hw.Gpu
 ) -> SyncTime:
-    """Return the seconds of a sync of one policy's engines; backend: as it is after placement.with_backend.
+    """Return the seconds of a sync of one policy's engines. backend: the backend chosen by placement.with_backend.
 
-    M = bytes of the model, S = of an engine GPU's shard as it is sent, n = ranks, N = pieces, with `expert` ranks for a layer's
-    experts; link = NVLink where all GPUs are on one node, else a GPU's network. Checksums on GPUs move 31 bytes of memory a byte.
+    M = bytes of the model, S = bytes of an engine GPU's shard as sent, n = ranks, N = pieces, with `expert` ranks for a layer's
+    experts; link = NVLink if all GPUs are on one node, else a GPU's network. Checksums on GPUs move 31 bytes per byte.
 
         shm    gather M / link + M / PCIe     write 2 M / host memory      load S / host memory + S / PCIe, all engines at once
                checksum M / a core's + 31 S / memory
         nccl   send max(s, S) / link          copy (2 / memory + host N / S) max(s, S)     checksum 31 (M / n + S) / memory
-               s = engines TP S / n: what a rank sends; ranks that hold the same share the work, none gathers
-               host: of a piece
-               delta: send c (e + 2) / e of that, and 3 s / memory more to compare and keep; c: share of numbers that changed
+               s = engines TP S / n: bytes that a rank sends; ranks with the same weights share the work, and none gathers
+               host: host time per piece
+               delta: times c (e + 2) / e, plus 3 s / memory to compare and keep; c: share of numbers that changed
         ipc    send (s + S)(n - 1)/n / link   copy (2 / memory + host N / S) (s + S)       checksum as nccl
-               a rank passes on what its own engine GPU gets, and sends to the others' in the same thread
+               a rank relays the weights of the engine on its own GPU, and sends to the other relays in the same thread
 
-    Adapters go as files, one after the other, and every GPU reads all of each; M and S are then the sum of theirs.
+    Adapters travel as files, one after the other, and every GPU reads each file whole; M and S are then sums over adapters.
     """
     model, shard = float(elements(setup.shape).total * SIZE[setup.dtype]), _weight_bytes(replace(setup, weights="auto"))
     backend = setup.carried_by(backend)
     if setup.adapters:
         model = shard = sum(float(publish_bytes(setup, each)) for each in setup.adapters)
     link, pcie, bandwidth = gpu.link(num_gpus), gpu.pcie * hw.LINK_SHARE.value, gpu.bandwidth * hw.MEMORY_SHARE.value
-    summed = hw.CHECKSUM_MOVES.value / bandwidth  # seconds a byte
+    summed = hw.CHECKSUM_MOVES.value / bandwidth  # seconds per byte
     if backend == "shm":
         return SyncTime(
             backend,
@@ -345,5 +357,5 @@ def sync_time(
     )
     if backend == "ipc":
         return found
-    changed = hw.CHANGED_SHARE.value * (1 + 2 / SIZE[setup.dtype])  # bytes that are sent, of those of all numbers
+    changed = hw.CHANGED_SHARE.value * (1 + 2 / SIZE[setup.dtype])  # share of all bytes that is sent
     return replace(found, with_delta=found.total - found.send * (1 - changed) + 3 * sent / bandwidth)

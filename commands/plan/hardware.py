@@ -1,4 +1,4 @@
-"""All constants of the planner in one table, with sources. Nothing else in plan/ is an assumption about a machine."""
+"""All constants of the planner in one table, with sources. No other file of plan/ makes assumptions about a machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _DGX = "DGX data sheet, one adapter a GPU"
 class Gpu:
     """One GPU of a node of eight. Bandwidths in bytes/s, one direction.
 
-    attention: share of the peak that an attention kernel reaches in forward and backward. host_memory: of a node.
+    attention: share of the peak that an attention kernel reaches in forward and backward. host_memory: bytes of a node.
     """
 
     memory_bytes: float
@@ -27,7 +27,7 @@ class Gpu:
     host_memory: float
 
     def link(self, span: int) -> float:
-        """Bytes/s that are reached between GPUs of a group whose members span this many neighbouring ones."""
+        """Return the bytes/s reached between GPUs of a group that spans `span` neighbouring GPUs."""
         return (self.nvlink if span <= GPUS_PER_NODE.value else self.network) * LINK_SHARE.value
 
 
@@ -58,7 +58,7 @@ _GPU_SOURCES = {
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A number and its source."""
+    """A named number with its unit and source."""
 
     name: str
     value: float

@@ -1,8 +1,8 @@
 """Bytes of a training rank: permanent state, a micro-batch's activations, and the peak of both.
 
-Symbols of the formulas: T tokens of a micro-batch (over CP ranks), t = TP, e = bytes of a number of the model's dtype,
-H hidden, N query heads, K key/value heads, D head size, F width of the MLP (of an expert), E experts, k of them a token,
-R = T k / t rows that a rank's experts see when the router is even, L layers of a stage, V vocabulary.
+Symbols of the formulas: T tokens of a micro-batch (over CP ranks), t = TP, e = bytes per number in the model's dtype,
+H hidden, N query heads, K key/value heads, D head size, F width of the MLP (of an expert), E experts, k active experts per token,
+R = T k / t rows that a rank's experts receive from a balanced router, L layers of a stage, V vocabulary.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ SIZE = {"float32": 4, "bfloat16": 2}
 class Training:
     """The settings that determine the memory of training ranks.
 
-    tokens: of the largest micro-batch. num_micro_batches: of a step and rank. head_rows: rows of logits in memory at once.
-    expert_imbalance: rows of the busiest rank's experts over the mean.
+    tokens: size of the largest micro-batch. num_micro_batches: micro-batches per step and rank. head_rows: rows of logits in
+    memory at once. expert_imbalance: rows of the busiest rank's experts over the mean.
     reference: the frozen model of a KL term, in the same layout and dtype; None: no such term.
-    deterministic: attention keeps separate copies of the queries' gradient. router_replay: of a model with experts.
-    adapters: those trained on one frozen copy of the model; (): the model itself is trained.
+    deterministic: attention keeps separate copies of the queries' gradient. router_replay: replay mode of a model with experts.
+    adapters: adapters trained on one frozen copy of the model; (): the model itself is trained.
     """
 
     shape: ModelShape
@@ -51,7 +51,7 @@ class Training:
     adapters: tuple[AdapterConfig, ...] = ()
 
     def trained(self, stage: int) -> RankElements:
-        """Numbers with a gradient and optimizer state on a rank of this pipeline stage."""
+        """Return the counts of trained parameters, with gradient and optimizer state, on a rank of this pipeline stage."""
         if self.adapters:
             return adapter_elements(self.shape, self.layout, self.adapters)
         return rank_elements(self.shape, self.layout, stage)
@@ -66,12 +66,12 @@ class Training:
 
     @property
     def tokens_of_rank(self) -> int:
-        """T / CP."""
+        """Tokens per rank, T / CP."""
         return -(-self.tokens // self.layout.context)
 
     @property
     def rows(self) -> float:
-        """R of the busiest rank: rows that its experts see, T k / (CP TP) gathered over ETP ranks."""
+        """R of the busiest rank, the rows that its experts receive: T k / (CP TP), gathered over ETP ranks."""
         share = self.tokens_of_rank / self.layout.tensor * self.layout.expert_tensor
         return share * self.shape.experts_per_token * self.expert_imbalance
 
@@ -80,11 +80,11 @@ class Training:
 class RankMemory:
     """Peak bytes of one rank of pipeline stage `stage`.
 
-    activations: saved for the backward of all micro-batches in flight. working: temporary bytes at the peak, which `moment`
-    names. reference: weights of the KL term's frozen model. head: chunk of logits, gradient of the hidden states, float32
-    gradient of the output layer. replay: experts to force, of all micro-batches of the step.
-    host: in CPU memory (offload): optimizer state, its float32 gradients and layers' inputs, in pinned memory; under
-    router_replay "recompute" also the recorded experts.
+    activations: tensors saved for the backward of all micro-batches in flight. working: temporary bytes at the peak, which occurs
+    in `moment`. reference: weights of the KL term's frozen model. head: a chunk of logits, the gradient of the hidden states, and
+    the float32 gradient of the output layer. replay: recorded expert choices of all micro-batches of the step.
+    host: pinned CPU memory (offload): optimizer state, its float32 gradients and layers' inputs; under router_replay "recompute"
+    also the recorded experts.
     """
 
     stage: int
@@ -109,7 +109,7 @@ class RankMemory:
 
 
 def most_loaded_rank(setup: Training) -> RankMemory:
-    """Return the rank with the highest peak: early stages hold more micro-batches, the last one the head."""
+    """Return the rank with the highest peak: early stages hold more micro-batches, and the last stage holds the head."""
     return max((rank_memory(setup, stage) for stage in range(setup.layout.pipeline)), key=lambda memory: memory.peak)
 
 
@@ -119,9 +119,9 @@ def rank_memory(setup: Training, stage: int) -> RankMemory:
         peak = weights + reference + gradients + optimizer + in_flight L layer + micro-batches (batch + replay)
              + max(head, remade and working of a layer)
 
-    in_flight = min(micro-batches, PP - stage) (one forward, one backward in turn). The optimizer's update makes no copies, as
-    one fused operation of torch or of TransformerEngine. The reference scores before the first
-    forward of the update, keeps nothing for a backward, and so needs less beside its weights than the update does.
+    in_flight = min(micro-batches, PP - stage), with alternating forwards and backwards. The optimizer's fused update makes no
+    copies. The reference model scores before the update's first forward and saves nothing for a backward, so apart from its
+    weights it needs less memory than the update.
     """
     layout = setup.layout
     counts, trained = rank_elements(setup.shape, layout, stage), setup.trained(stage)
@@ -154,8 +154,10 @@ def rank_memory(setup: Training, stage: int) -> RankMemory:
 
 
 def optimizer_bytes(setup: Training, counts: RankElements) -> int:
-    """AdamW's state, cut over the ranks that hold the same shard: two float32 moments, and for bfloat16 weights a float32
-    copy: (8 or 12) (dense / (DP CP) + expert / EDP); whole on every rank where it is not distributed."""
+    """Return the bytes of AdamW's state: two float32 moments, plus a float32 copy of bfloat16 weights.
+
+    (8 or 12) (dense / (DP CP) + expert / EDP) if ranks with the same shard divide the state; otherwise each holds all of it.
+    """
     layout = setup.layout
     per_number = 12 if setup.dtype == "bfloat16" else 8
     if not setup.distributes_optimizer:
@@ -209,7 +211,7 @@ def layer_bytes(setup: Training, recompute: Recompute) -> int:
 
 
 def adapters_bytes(setup: Training) -> float:
-    """Return the bytes that adapters of a layer keep of a micro-batch, were all of it the samples of the largest one."""
+    """Return the bytes that a layer's adapters save for the backward, if a whole micro-batch belongs to the largest adapter."""
     s, t, tokens = setup.shape, setup.layout.tensor, setup.tokens_of_rank
     total = 0.0
     if ranks := [each.rank for each in setup.adapters if "attention" in each.targets]:
@@ -224,7 +226,7 @@ def adapters_bytes(setup: Training) -> float:
 
 
 def adapters_working_bytes(setup: Training) -> int:
-    """Return the temporary bytes of what adapters add to a layer, before it is added; their number of copies is measured.
+    """Return the temporary bytes of the adapters' output in a layer, before it is added; the factor 1.5 is measured.
 
     T e 1.5 (N + 2K) D / t of q, k, v; T e F/t of a dense MLP's gate and up; R e F of the experts'.
     """
@@ -238,8 +240,10 @@ def adapters_working_bytes(setup: Training) -> int:
 
 
 def remade_bytes(setup: Training) -> int:
-    """Bytes recomputed at a time: a layer, without its input if that is saved; selective: one norm's output and copies, and the
-    MLP's or the experts' activation: R F/ETP e."""
+    """Return the bytes recomputed at a time: one layer, without its input if that is saved.
+
+    selective: one norm's output and copies, and the MLP's or the experts' activation, R F/ETP e.
+    """
     s, layout, e = setup.shape, setup.layout, setup.size
     if setup.recompute == "none":
         return 0
@@ -252,22 +256,24 @@ def remade_bytes(setup: Training) -> int:
 
 
 def angle_bytes(setup: Training) -> int:
-    """Return the rotary angles that all layers share, T D float32, and the token ids."""
+    """Return the bytes of the token ids and of the rotary angles that all layers share, [T, D] float32."""
     return setup.tokens_of_rank * (setup.shape.head_size * 4 + 8)
 
 
 def batch_bytes(setup: Training) -> int:
-    """A packed micro-batch on the device, from the start of the step to its end: positions, targets and scored rows of 8
-    bytes a token, rollout log-probs of 4, the mask."""
+    """Return the bytes of a packed micro-batch, which stays on the device for the whole step.
+
+    Per token: positions, targets and scored rows, 8 bytes each; rollout log-probs, 4 bytes; the mask.
+    """
     return setup.tokens_of_rank * 29
 
 
 def replay_bytes(setup: Training) -> tuple[int, int]:
-    """Return (on the device, on the host) of one micro-batch, from the start of the step to its end; b bytes an expert, 1 or 2:
+    """Return (device, host) bytes of a micro-batch's recorded experts, kept for the whole step; b = 1 or 2 bytes per expert:
 
-    rollout    T L k b [as packed: all layers, on every rank] + T/CP L k b [cut, where CP > 1]
+    rollout    T L k b [as packed: all layers, on every rank] + T/CP L k b [split, if CP > 1]
     both       T/(CP t) L/PP k b [this rank's tokens and layers; recompute: on the host]
-               + 2 T/(CP t) L/PP [which choices were forced, and which differ]
+               + 2 T/(CP t) L/PP [masks of forced and of differing choices]
     """
     s, layout = setup.shape, setup.layout
     if setup.router_replay == "none" or not s.num_experts:
@@ -281,11 +287,11 @@ def replay_bytes(setup: Training) -> tuple[int, int]:
 
 
 def head_bytes(setup: Training) -> int:
-    """Return the final norm and the fused head, with V/t columns and `rows` rows of logits at once:
+    """Return the bytes of the final norm and the fused head, with `rows` rows and V/t columns of logits at once:
 
     T/t (H e + 4) + T (H e [hidden] + H e [its gradient] + 40) + rows (4 V/t + 8 H) + 4 H V/t [dW]
 
-    The backward adds the gradient of its weight, dW, to megatron's buffer; below adapters there is none.
+    The backward adds the weight's gradient, dW, to Megatron's buffer. A frozen base model under adapters has no dW.
     """
     s, tokens = setup.shape, setup.tokens_of_rank
     width = padded_rows(s.vocab_size, setup.layout.tensor) // setup.layout.tensor
@@ -296,8 +302,10 @@ def head_bytes(setup: Training) -> int:
 
 
 def attention_copies_bytes(setup: Training) -> int:
-    """Bytes that flash-attn 2's deterministic backward takes, also PyTorch's: 4 T D N/t for each of ceil(blocks / (N/t)) copies,
-    were the micro-batch one sequence."""
+    """Return the bytes of the query gradient's copies in flash-attn 2's deterministic backward, which PyTorch also uses.
+
+    4 T D N/t for each of ceil(blocks / (N/t)) copies, if the micro-batch is a single sequence.
+    """
     if not setup.deterministic:
         return 0
     heads = setup.shape.num_heads // setup.layout.tensor
@@ -309,15 +317,15 @@ def layer_working_bytes(setup: Training) -> int:
     """Return the temporary bytes of one layer, forward or backward, beside its saved activations.
 
     dense    T/t H e 2 + T F/t e 2 [gradients of gate and up]
-    experts  forward: R H e [results] + where others send rows
+    experts  forward: R H e [results] + if other ranks send rows
                EP > 1 or ETP > 1: R H e (1 + r/ETP) [unsorted, permuted of this rank; r = 2 with those received where EP > 1]
                ETP > 1, whose sums are made in float32: R H (4 [for e = 2: a copy] + 4/ETP [the sums])
-             + T/t H e [where layers are made again: the gradient that waits], or
-             backward: T/t H e 2 + the most of
+             + T/t H e [if layers are recomputed: the gradient of their output], or
+             backward: T/t H e 2 + the maximum of
                R (H e + F/ETP e) + E/EP H F/ETP e [gradients of results, of the product and of the second weights]
-               R F/ETP 2 e [of the product, gate and up; the product is gone]
-               R (H e - F/ETP e) + E/EP 2 H F/ETP e [of rows and of the weights; gate, up and their product are gone]
-                 + R H e [of unsorted rows] where others send rows
+               R F/ETP 2 e [gradients of gate and up; the product is freed]
+               R (H e - F/ETP e) + E/EP 2 H F/ETP e [gradients of rows and weights; gate, up and their product are freed]
+                 + R H e [gradient of unsorted rows] if other ranks send rows
     """
     s, layout, e = setup.shape, setup.layout, setup.size
     local = setup.tokens_of_rank / layout.tensor

@@ -1,4 +1,4 @@
-"""GPU and host memory that a policy needs, from its settings: for the plan, and for `marsrl doctor` on a host with GPUs."""
+"""GPU and host memory that a policy's settings need, for `marsrl plan` and, on a host with GPUs, `marsrl doctor`."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ _TWO_CONTEXTS = Layout(1, 1, 1, 1, context=2)
 class Needs:
     """GPU and host memory that one policy takes. configured: the config's layout, None if invalid (see why_not_configured).
 
-    weight_files: bytes of files for the engines in the memory of rank 0's host, two versions. rank_transfer_bytes: NCCL's on
-    a rank's GPU, for publishes.
-    routed_experts: bytes there of the experts recorded for a step's samples (trainer.router_replay=rollout).
+    weight_files: bytes of two versions of weight files for the engines, in the memory of rank 0's host.
+    rank_transfer_bytes: NCCL's buffers for publishes on a rank's GPU.
+    routed_experts: bytes of a step's recorded experts on rank 0's host (trainer.router_replay=rollout).
     """
 
     name: str
@@ -58,7 +58,7 @@ class Needs:
         return self.job.work
 
     def rollout_s(self, num_engines: int) -> float:
-        """Return the seconds for so many engines to decode a step's completions."""
+        """Return the seconds in which num_engines engines decode a step's completions."""
         return rollout_time(replace(self.engines, num_engines=num_engines), self.engine, self.gpu, self.demand).seconds
 
     @property
@@ -78,9 +78,9 @@ class Needs:
 def needs_of(
     config: RunConfig, name: str, shape: ModelShape, trainers: int, gpu: hw.Gpu, mean_response: float | None = None
 ) -> Needs:
-    """Needs of a trained policy on so many trainer ranks, or of a base with all adapters on it, which train together.
+    """Compute the needs of a trained policy, or of a base with all its adapters, which train together.
 
-    config: after shorten_prompts.
+    config: the settings after shorten_prompts.
     """
     policy, rollout = config.policies[name], config.rollout
     longest = longest_sequence(config, name)
@@ -139,7 +139,7 @@ def needs_of(
 
 
 def shortages(needs: Needs) -> Iterator[str]:
-    """Sentences about what does not fit by formula on this GPU and its host."""
+    """Yield a sentence for each need that, by formula, exceeds this GPU or its host."""
     name, engine, configured, gpu = needs.name, needs.engine, needs.configured, needs.gpu
     allowed = gpu.memory_bytes * needs.engines.memory_share
     has_own_cache = needs.engines.cache_bytes is not None
@@ -183,9 +183,9 @@ def shortages(needs: Needs) -> Iterator[str]:
 
 
 def shortages_here(config: RunConfig, trainers: int) -> list[str]:
-    """Return `shortages` of the trained policies on this machine's GPU, for settings that preflight has checked.
+    """Return the shortages of the trained policies on this machine's GPU, for settings that preflight has checked.
 
-    Empty without a GPU, and without vLLM's engines.
+    Returns [] without a GPU or without vLLM engines.
     """
     gpu = hw.gpu_here()
     if gpu is None or config.rollout.engine != "vllm":
@@ -227,8 +227,8 @@ def _job(config: RunConfig, name: str, shape: ModelShape, trainers: int, work: W
     if loss.kl != "none":
         is_own = first.reference in ("start", "past")
         scored_reference = shape if is_own else find_shape(first.reference)
-        reference = None if adapters and is_own else scored_reference  # The base, and at most a copy of A and B.
-    # Old log-probs, the experts to replay (R2) or to count: the policy runs forward once before its updates.
+        reference = None if adapters and is_own else scored_reference  # the base, and at most a copy of A and B
+    # The policy runs one forward before its updates for old log-probs, or to record experts (R2) or count them.
     is_scored = loss.old_policy == "recompute" or replay == "recompute"
     is_scored |= loss.old_policy == "pois" and config.trainer.updates_per_step > 1
     is_scored |= bool(policy.router_aux_loss and shape.num_experts)

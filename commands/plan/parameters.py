@@ -17,11 +17,11 @@ from marsrl.trainer.learner.megatron.mapping import Unit, hf_shapes, padded_rows
 class Elements:
     """Parameter counts of a whole model by kind of split. Counts of layers are for one layer; all layers are equal."""
 
-    embedding: int  # TP, padded; shared with the head where the model is tied
-    head: int  # the same of the output layer; 0 where it is tied
-    layer_cut: int  # TP
+    embedding: int  # split by TP, padded; shared with the head if the model is tied
+    head: int  # split by TP, padded; 0 if the model is tied
+    layer_cut: int  # split by TP
     layer_whole: int  # on every TP rank: norms, router
-    layer_experts: int  # EP x ETP
+    layer_experts: int  # split by EP x ETP
     final_norm: int
     num_layers: int
 
@@ -33,7 +33,7 @@ class Elements:
 
 @dataclass(frozen=True)
 class RankElements:
-    """Parameter counts of one rank; experts separately, because fewer ranks share their optimizer state."""
+    """Parameter counts of one rank. Experts are separate, because fewer ranks share their optimizer state."""
 
     dense: int
     expert: int
@@ -45,7 +45,7 @@ class RankElements:
 
 @lru_cache(maxsize=64)
 def elements(shape: ModelShape) -> Elements:
-    """Parameter counts of the whole model, tensor by tensor, from the mapping between Hugging Face and Megatron."""
+    """Count the parameters of the whole model, tensor by tensor, from the mapping between Hugging Face and Megatron."""
     found = units(shape, 1)
     layer = [unit for unit in found if unit.name.startswith("decoder.layers.0.")]
 
@@ -65,26 +65,26 @@ def elements(shape: ModelShape) -> Elements:
 
 @lru_cache(maxsize=64)
 def num_pieces(shape: ModelShape, expert: int) -> int:
-    """Pieces in which a model travels: its tensors, and of a layer's experts three stacks of each of `expert` ranks."""
+    """Return the number of pieces sent for a model: one per tensor; for a layer's experts, three stacks per expert rank."""
     found = [unit for unit in units(shape, 1) if unit.expert in (None, 0)]
     return sum(len(unit.hf) * (1 if unit.expert is None else expert) for unit in found)
 
 
 def active_elements(shape: ModelShape) -> int:
-    """Parameters active in one token's forward pass, without the embedding (a lookup)."""
+    """Count the parameters active in one token's forward pass, without the embedding (a lookup)."""
     e = elements(shape)
     head = e.head or e.embedding
     return head + e.num_layers * (e.layer_cut + e.layer_whole) + active_expert_elements(shape)
 
 
 def active_expert_elements(shape: ModelShape) -> int:
-    """Parameters of experts active in one token's forward pass."""
+    """Count the experts' parameters active in one token's forward pass."""
     e = elements(shape)
     return e.num_layers * (e.layer_experts * shape.experts_per_token // shape.num_experts) if shape.num_experts else 0
 
 
 def rank_elements(shape: ModelShape, layout: Layout, stage: int) -> RankElements:
-    """Counts of a rank of pipeline stage `stage`; the vocabulary is padded to a multiple of TP.
+    """Count the parameters of a rank of pipeline stage `stage`. The vocabulary is padded to a multiple of TP.
 
     dense = L/PP (cut / TP + whole) + [first stage] V H / TP + [last stage] (V H / TP + H); a tied model's last stage has
     its own copy of the embedding where PP > 1.
@@ -103,9 +103,9 @@ def rank_elements(shape: ModelShape, layout: Layout, stage: int) -> RankElements
 
 
 def adapter_elements(shape: ModelShape, layout: Layout, adapters: Sequence[AdapterConfig]) -> RankElements:
-    """Return the numbers of A and B of all these adapters on one rank of any pipeline stage.
+    """Count the numbers in A and B of all these adapters on one rank of any pipeline stage.
 
-    q, k, v, gate, up: r in [whole] + out r / TP; o, down: r in / TP + out r [whole]; of an expert: r (in + out) / EP.
+    q, k, v, gate, up: r in [A, whole] + out r / TP [B]; o, down: r in / TP [A] + out r [B, whole]; expert: r (in + out) / EP.
     """
     dense = expert = 0
     for adapter in adapters:

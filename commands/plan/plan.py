@@ -1,4 +1,4 @@
-"""The plan of a run: its policies on a number of GPUs, from its settings alone."""
+"""The plan of a run: memory and time of its policies on a number of GPUs, from the settings alone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from marsrl.trainer.checks.refusals import refusals_of, stale_samples, why_not_b
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.config.read import ConfigError, read_config
 
-_FOR_ONE_GPU = (  # presets, in the order in which they are named
+_FOR_ONE_GPU = (  # presets, in the order in which notes name them
     "single_gpu",
     "single_gpu_colocated",
     "qwen3_0.6b_1gpu",
@@ -73,7 +73,7 @@ class PolicyPlan(Needs):
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of a whole run. refused: reasons that stop it at the start; notes: sentences about what does not fit."""
+    """The plan of a whole run. refused: reasons why the run would not start. notes: sentences about what does not fit."""
 
     gpu: str
     num_gpus: int
@@ -92,7 +92,7 @@ class Plan:
 
     @property
     def seconds(self) -> dict[str, float] | None:
-        """Seconds of the parts of a step and of the whole; None if nothing fits."""
+        """Seconds of each part of a step and of the whole step; None if nothing fits."""
         chosen = [p.chosen for p in self.policies]
         updates = [each.time.total for each in chosen if each is not None]
         if len(updates) < len(chosen):
@@ -110,9 +110,9 @@ class Plan:
 def make_plan(config: RunConfig, num_gpus: int, gpu_name: str, mean_response: float | None = None) -> Plan:
     """Plan a run on num_gpus GPUs, engines included.
 
-    mean_response: completion tokens on average; default: a share of rollout.max_response_tokens (hardware.py).
+    mean_response: mean completion tokens; default: a share of rollout.max_response_tokens (hardware.py).
 
-    Raises ValueError: a model of unknown shape, or fewer GPUs than the engines alone need.
+    Raises ValueError if a model's shape is unknown, or there are fewer GPUs than the engines alone need.
     """
     gpu = hw.GPUS[gpu_name]
     longest = config.rollout.max_response_tokens
@@ -139,7 +139,7 @@ def make_plan(config: RunConfig, num_gpus: int, gpu_name: str, mean_response: fl
     pools = config.pools_of_adapters
     for name in dict.fromkeys(
         pools.get(each, each) for each in config.trained_policies
-    ):  # adapters on one base together
+    ):  # adapters on one base are planned together
         planned, vllm = _policy(config, name, trainers, num_gpus, gpu, mean_response), config.rollout_of(name).vllm
         policies.append(planned)
         notes += [*shortages(planned), *_notes_on_layouts(planned)]
@@ -204,7 +204,7 @@ def _needs(config: RunConfig, name: str, trainers: int, gpu: hw.Gpu, mean_respon
 
 
 def _notes_on_presets(model: str, gpu: hw.Gpu, gpu_name: str) -> list[str]:
-    """A note on the presets with which the model fits on one GPU, with the GiB that each takes; none if none does."""
+    """Return a note on the presets with which the model fits on one GPU, and the GiB of each; [] if none fits."""
     fitting = []
     for preset in _FOR_ONE_GPU:
         config, _ = read_config(preset, [f"policies.main.model={model}"])
@@ -217,9 +217,9 @@ def _notes_on_presets(model: str, gpu: hw.Gpu, gpu_name: str) -> list[str]:
 
 
 def _notes_on_the_split(policies: Mapping[str, Needs]) -> list[str]:
-    """Notes on the policies' shares of the engines' GPUs, and on a faster split.
+    """Return notes on the policies' shares of the engines' GPUs, and on a faster split.
 
-    Greedy: from one engine each on, the next one goes to the policy that would finish last, while there is room.
+    The search is greedy: starting from one engine per policy, the next engine goes to the policy that would finish last.
     """
     if len(policies) < 2 or not all(each.engine.kv_tokens for each in policies.values()):
         return []

@@ -1,4 +1,4 @@
-"""All layouts and recompute modes for a policy: memory, step time, reasons why some do not fit; other splits of the GPUs."""
+"""Ranking of layouts and recompute modes for a policy by memory and step time, and of other splits of the GPUs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from marsrl.trainer.config import SyncBackend
 from marsrl.trainer.learner.megatron.layout import Layout, fitting
 
 RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full", "full_offload")
-_TENSOR_PARALLEL = (1, 2, 4, 8)  # an engine is on one node
+_TENSOR_PARALLEL = (1, 2, 4, 8)  # an engine stays within one node
 _MAX_NUM_SEQS = 256  # vLLM's default; more requests lengthen its steps, without a larger cache
 
 
@@ -26,9 +26,9 @@ _MAX_NUM_SEQS = 256  # vLLM's default; more requests lengthen its steps, without
 class Job:
     """A training job: `training` in any layout and recompute mode.
 
-    shared_bytes: used on the same GPU beside this policy's training (an engine in the same process). between_bytes: used there
-    while it rests (an engine that is asleep otherwise). scored: the models with a forward pass before the update.
-    cuts_sequences: context parallelism is possible.
+    shared_bytes: bytes on the same GPU used during training by others (an engine in the same process). between_bytes: bytes used
+    between updates only (an engine that sleeps during them). scored: models with a forward pass before the update.
+    cuts_sequences: True if context parallelism is possible.
     """
 
     training: Training
@@ -53,7 +53,7 @@ class Option:
 
     @property
     def why_not(self) -> str:
-        """The largest part of the memory, if it does not fit, with a remedy."""
+        """Size of the largest part of the memory, with a remedy, for an option that does not fit."""
         memory, fewer = self.memory, "more tensor, expert or pipeline ranks"
         shorter = "tensor or context ranks, or shorter sequences"
         parts = {
@@ -70,7 +70,7 @@ class Option:
 
 
 def options(job: Job, gpu: hw.Gpu) -> list[Option]:
-    """Return every valid layout in every recompute mode; those that fit first, fastest first, then the closest."""
+    """Return all valid layouts and recompute modes: first those that fit, fastest first; then those closest to fitting."""
     adapts_experts = any("experts" in each.targets for each in job.training.adapters)
     layouts = [
         each
@@ -82,10 +82,11 @@ def options(job: Job, gpu: hw.Gpu) -> list[Option]:
 
 
 def option(job: Job, layout: Layout, recompute: Recompute, gpu: hw.Gpu) -> Option:
-    """Memory and time of one layout.
+    """Compute memory and time of one layout.
 
-    needed = peak (1 + fragmentation) + CUDA context, NCCL, cuBLAS + what else lives on this GPU, or between updates, if more,
-             weights, gradients and optimizer state instead of the peak
+    needed = CUDA context, NCCL and cuBLAS + the larger of
+        during an update: peak (1 + fragmentation) + shared_bytes
+        between updates:  weights, gradients and optimizer state + between_bytes
     """
     training = job.training
     replicas = layout.data(training.world_size)
@@ -113,7 +114,7 @@ def best_of_each_layout(found: Sequence[Option]) -> list[Option]:
 
 @dataclass(frozen=True)
 class Split:
-    """A split into GPUs that train and GPUs that decode. update: the fastest layout that fits on the former."""
+    """A split into GPUs that train and GPUs that decode. update: the fastest layout that fits on the training GPUs."""
 
     num_trainers: int
     engines: EngineSetup
@@ -124,9 +125,9 @@ class Split:
 
 
 def step_seconds(rollouts: Sequence[float], updates: Sequence[float], syncs: Sequence[float], overlap: int) -> float:
-    """Return the seconds of one step of all policies, from the seconds of each.
+    """Return the seconds of one step of all policies, given each policy's seconds.
 
-    Policies decode concurrently, and are updated and published in turn: max(rollouts) + sum(updates) + sum(syncs). With
+    Policies decode concurrently, and are updated and published one by one: max(rollouts) + sum(updates) + sum(syncs). With
     rollout.overlap the engines decode while the trainer trains, and only a publish stops both:
     max(max(rollouts), sum(updates)) + sum(syncs).
     """
@@ -137,14 +138,14 @@ def step_seconds(rollouts: Sequence[float], updates: Sequence[float], syncs: Seq
 def splits(
     job: Job, now: EngineSetup, demand: Demand, backend: SyncBackend, overlap: int, num_gpus: int, gpu: hw.Gpu
 ) -> list[Split]:
-    """Return the fastest split for each way to decode, for a single policy; the shortest step first.
+    """Return the fastest split for each engine setup of a single policy, sorted by step time.
 
-    Ways: GPUs an engine, KV cache in the policy's dtype or FP8. Trainers: whole nodes if there are several, and of more than 128
-    GPUs sixteenths.
+    Engine setups vary the GPUs per engine and the KV cache's dtype (the policy's or FP8). With several nodes, whole nodes train;
+    with more than 128 GPUs, multiples of a sixteenth of them.
     """
     backend = now.carried_by(backend)
     of_node = int(hw.GPUS_PER_NODE.value)
-    unit = of_node * max(1, num_gpus // 128) if num_gpus > of_node else 1  # a layout's search takes seconds
+    unit = of_node * max(1, num_gpus // 128) if num_gpus > of_node else 1  # coarse, because each search takes seconds
     updates = {
         count: _fastest(
             replace(job, shared_bytes=transfer_bytes(backend, num_gpus - count, num_gpus, receives=False)), count, gpu
@@ -172,7 +173,7 @@ def splits(
 
 
 def _setups(now: EngineSetup) -> Iterator[EngineSetup]:
-    """Engine setups that can split the model; also with an FP8 cache for a bfloat16 model."""
+    """Yield the engine setups whose tensor parallelism can split the model, also with an FP8 cache for a bfloat16 model."""
     caches: tuple[Literal["auto", "fp8"], ...] = ("auto", "fp8") if now.dtype == "bfloat16" else ("auto",)
     most = max(now.max_num_seqs, _MAX_NUM_SEQS)
     for tensor, cache in itertools.product(_TENSOR_PARALLEL, caches):

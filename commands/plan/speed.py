@@ -1,6 +1,7 @@
-"""Seconds of a training step on its ranks: floating-point work, memory traffic and links, added up.
+"""Seconds of a training step: the sum of floating-point work, memory traffic and communication.
 
-Nothing overlaps: the trainer does not overlap collectives with computation, and a plan should be pessimistic. Symbols: memory.py.
+No overlap is assumed: the trainer does not overlap collectives with computation, and a plan should be pessimistic. memory.py
+explains the symbols.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from marsrl.trainer.learner.megatron.layout import Layout
 class Work:
     """The data of one step, over all ranks.
 
-    sequences: samples; tokens: prompt and completion of all of them; trained: of these, completion tokens; longest: tokens of
-    the longest sample; updates: of the optimizer, each on its part of the samples.
+    sequences: number of samples. tokens: prompt and completion tokens of all samples. trained: completion tokens of all samples.
+    longest: tokens of the longest sample. updates: number of optimizer updates, each on its part of the samples.
     """
 
     sequences: int
@@ -32,7 +33,7 @@ class Work:
 
     @property
     def mean_length(self) -> float:
-        """Mean sequence length over tokens, so longer sequences weigh more."""
+        """Mean sequence length with each sequence weighted by its length."""
         return min(self.tokens / self.sequences * hw.LENGTH_SPREAD.value, self.longest)
 
 
@@ -40,9 +41,9 @@ class Work:
 class StepTime:
     """Seconds of the parts of a step's updates.
 
-    permutation: rows to their experts and back. launching: kernels of layers with experts, by the host. gradients: added to
-    float32 buffers. bubble: idle time of pipeline ranks. scoring: forward passes before them (reference, old log-probs).
-    offloading: of layers' inputs, both ways.
+    permutation: moving rows to their experts and back. launching: host time to launch kernels of layers with experts.
+    gradients: adding gradients to float32 buffers. bubble: idle time of pipeline ranks. scoring: forward passes before the
+    updates (reference, old log-probs). offloading: copying layers' inputs to the host and back.
     """
 
     linear: float = 0.0
@@ -70,31 +71,31 @@ class StepTime:
 def step_time(
     setup: Training, work: Work, gpu: hw.Gpu, sweeps_entropy: bool, scored: Sequence[ModelShape] = ()
 ) -> StepTime:
-    """Return the seconds of a step's updates of one policy. scored: the models with a forward pass before them.
+    """Return the seconds of one policy's updates in a step. scored: models with a forward pass before the updates.
 
     linear      2 tokens P (3 + r) / (ranks peak share)          r = 1 with full recompute
-                2 + r where P is frozen, and 3 + r for the largest adapter's own numbers
+                2 + r if P is frozen, and 3 + r for the numbers of the largest adapter
                 selective: r = 1 for a dense layer's MLP only
     experts     the same, + (3 + r) e (P + R (2 H + 3 F) a layer) a micro-batch / memory bandwidth
     attention   2 tokens N D length L (1 + 2.5 + r) / (...)      causal
     head        V H (6 trained + 2 swept) / (...)                frozen: 4 trained
-    elementwise 3 x what layers keep / memory bandwidth          written, read, and once more on the way
+    elementwise 3 x saved activations / memory bandwidth         written, read, and one intermediate access
     permutation 3.2 (+ 4 where ranks send rows) (2 + r) R H e a layer / memory bandwidth
-    launching   L / PP x micro-batches x 1 (+ r / 3)             in turn with the rest: the host waits for the router in each
-    gradients   bytes a number and micro-batch / memory bandwidth, of experts apart
+    launching   L / PP x micro-batches x 1 (+ r / 3)             not overlapped: the host waits for the router in each layer
+    gradients   bytes per number and micro-batch / memory bandwidth, with a separate constant for experts
     TP          5 or 10 (+ 2, 4) collectives a layer of T/CP H e (t-1)/t
     EP          4 (+ 2) exchanges a layer of R H e (EP-1)/EP
     CP          2 (+ 1) exchanges a layer of keys and values, 2 T K D e / TP (CP-1)/CP
     bubble      (PP - 1) / micro-batches of an update, of the above
-    DP          4 B of gradients reduced and e of weights gathered a number, (n-1)/n of them, over the slowest link
-    optimizer   bytes a number of this rank's share through memory; offloaded: PCIe and CPU memory; DP and this once an update
-    offloading  2 L T/t H e over PCIe, in turn with the rest
+    DP          per number 4 bytes of gradients reduced and e bytes of weights gathered, times (n-1)/n, over the slowest link
+    optimizer   memory traffic of this rank's share; if offloaded, over PCIe and CPU memory; DP and optimizer: once per update
+    offloading  2 L T/t H e over PCIe, not overlapped
     """
     time, shape, layout, e = StepTime(), setup.shape, setup.layout, setup.size
     counts = elements(shape)
     ranks_of_replica = layout.tensor * layout.pipeline * layout.context
     replicas = setup.world_size / ranks_of_replica
-    tokens = work.tokens / replicas  # of one data-parallel place
+    tokens = work.tokens / replicas  # per data-parallel replica
     again = 1.0 if setup.remakes_layers else 0.0
     flops, memory = gpu.flops, gpu.bandwidth * hw.MEMORY_SHARE.value
     micro_batches = max(1.0, tokens / setup.tokens)
@@ -144,7 +145,7 @@ def step_time(
         time.expert_parallel += exchanges * gathered / gpu.link(layout.expert_tensor)
     keys = 2 * tokens * shape.num_kv_heads * shape.head_size / layout.tensor * e * num_layers
     time.context_parallel = (2 + again) * keys * (layout.context - 1) / layout.context
-    time.context_parallel /= gpu.link(layout.tensor * layout.context)  # such a group spans the tensor groups
+    time.context_parallel /= gpu.link(layout.tensor * layout.context)  # the group spans tensor-parallel groups
     time.bubble = time.total * (layout.pipeline - 1) / max(1.0, micro_batches / work.updates)
     time.data_parallel = _data_parallel(setup, gpu) * work.updates
     time.optimizer = _optimizer(setup, gpu) * work.updates
@@ -155,15 +156,17 @@ def step_time(
 
 
 def _largest_adapter(setup: Training) -> RankElements:
-    """Return the numbers of the adapter that costs a token the most, over all ranks."""
+    """Return the parameter counts, over all ranks, of the adapter with the highest cost per token."""
     found = [adapter_elements(setup.shape, Layout(1, 1, 1, 1, 1), (each,)) for each in setup.adapters]
     return max(found, key=lambda each: each.total, default=RankElements(0, 0))
 
 
 def scoring_time(setup: Training, work: Work, gpu: hw.Gpu) -> float:
-    """A forward pass that gives the log-probs of the trained tokens: of a step without recomputation a third of the
-    linear layers, experts, head, elementwise work and launching, 1 of 3.5 of attention, 2 of 5 collectives, half of the
-    exchanges and of the permutation."""
+    """Return the seconds of a forward pass for the log-probs of the trained tokens.
+
+    Shares of a step without recomputation: a third of linear layers, experts, head, elementwise work and launching; 1/3.5 of
+    attention; 2 of 5 collectives; half of the exchanges and of the permutation.
+    """
     step = step_time(replace(setup, recompute="none"), work, gpu, sweeps_entropy=False)
     thirds = step.linear + step.experts + step.head + step.elementwise + step.launching
     halves = step.permutation + step.expert_parallel + step.context_parallel
@@ -185,8 +188,9 @@ def _data_parallel(setup: Training, gpu: hw.Gpu) -> float:
 
 
 def _optimizer(setup: Training, gpu: hw.Gpu) -> float:
-    """The norm of the gradients, their clipping, AdamW of this rank's share, weights in bfloat16; all gradients set to zero.
-    CPU memory: two moments and the float32 weights read and written, gradients read, bfloat16 weights written: 30 B a number.
+    """Return the seconds of gradient norm, clipping, AdamW on this rank's share, bfloat16 weights, and zeroing gradients.
+
+    In CPU memory 30 bytes per number: moments and float32 weights read and written, gradients read, bfloat16 weights written.
     """
     trained, memory = setup.trained(0), gpu.bandwidth * hw.MEMORY_SHARE.value
     numbers = optimizer_bytes(setup, trained) / (12 if setup.size == 2 else 8)
