@@ -1,1 +1,1 @@
-"""Agents as text: roles, prompts, parsers, and the rules by which a team plays."""
+"""Agents' roles, prompts and parsers, and the rules by which a team plays."""

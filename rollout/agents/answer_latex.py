@@ -1,4 +1,4 @@
-r"""Canonical LaTeX of an answer: one spelling for each meaning; commands that only set type are dropped.
+r"""Canonical LaTeX of an answer: one spelling for each meaning; commands that only change the font are dropped.
 
     x^10, \dfrac12, \left( a,\ b \right), 2 \times 3, sqrt(2), \mathbf{v}
     x^{10}, \frac{1}{2}, (a,b), 2\cdot3, \sqrt{2}, v
@@ -88,7 +88,7 @@ _ARGUMENTS = {"\\frac": 2, "\\binom": 2, "\\sqrt": 1, "^": 1, "_": 1, "\\pmod": 
 
 
 def one_form(text: str) -> str:
-    """Return the text with one character for each meaning, and \\text{} around the words that a command sets."""
+    """Return the text with one character for each meaning, and with \\text{} around words inside font commands."""
     text = _SUPERSCRIPT.sub(lambda found: f"^{{{found[0]}}}", text)
     text = _VULGAR_FRACTION.sub(lambda found: f" {found[0]}", text)
     text = _BLACKBOARD.sub(lambda found: f"\\mathbb{{{unicodedata.normalize('NFKC', found[0])}}}", text)
@@ -161,7 +161,7 @@ def stripped(part: Tokens) -> list[str]:
 
 @dataclass
 class _Open:
-    """A command that still lacks arguments, or a bracket (which lacks none) with the token that closes it."""
+    """A command that still lacks arguments, or an open bracket with the token that closes it."""
 
     lacking: int
     is_argument: bool  # True for an argument of another command, which gets braces

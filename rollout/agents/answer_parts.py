@@ -55,8 +55,7 @@ class Several:
 
 
 def same_parts(wanted: Tokens, said: Tokens) -> bool:
-    """Return True if two mathematical answers are equal. The answer may omit whatever the reference omits, which comes
-    first."""
+    """Return True if an answer (said) equals the reference (wanted)."""
     wanted, said = _bare(wanted), _bare(said)
     if normal(wanted) == normal(said):
         return True
@@ -122,7 +121,8 @@ def _assigned(sides: list[list[str]], operators: list[str]) -> tuple[str, list[s
 def _found(sides: list[list[str]], operators: list[str], *, asked: bool) -> list[str] | None:
     """Return the value that an equation states for a name or an expression (a+b=5), except the value 0.
 
-    asked: the equation is the reference. There x+y=5 may be a line, whose value is not 5; AB=5 and S_1:S_2=5 state values.
+    asked: the equation is the reference. In a reference x+y=5 may be a line rather than the value 5, whereas AB=5 and S_1:S_2=5
+    state values.
     """
     value = _assigned(sides, operators)[1]
     if value is not None or operators != ["="] or not constant(sides[1]):
@@ -143,14 +143,14 @@ def _region(part: list[str]) -> tuple[str, Set] | None:
             regions = [_region(each) for each in parts]
             known = [each for each in regions if each]
             names = {name for name, _ in known}
-            # 1 or 2 is a list.
+            # "1 or 2" is a list, not a set of real numbers.
             if len(known) < len(regions) or len(names) > 1 or names == {""}:
                 return None
             sets = [each for _, each in known]
             region = combined(*sets)
             return names.pop(), Union(*sets) if alike == (
                 ",",
-            ) and region.is_empty else region  # x < 1, x > 2: both parts
+            ) and region.is_empty else region  # x < 1, x > 2 means the union
     sides, operators = split(part, _RELATIONS)
     if operators == [r"\in"] and (inner := _region(sides[1])) and _is_name(sides[0]):
         return joined(normal(sides[0]), fold=True), inner[1]

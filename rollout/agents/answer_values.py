@@ -22,12 +22,12 @@ from marsrl.rollout.agents.answer_latex import ACCENTS, Tokens, normal
 
 _FEW_DIGITS, _MANY_DIGITS = 60, 360
 _EXACT_BITS = 1 << 17  # larger rationals are rounded
-_LARGEST = 10**30  # bound of arguments of functions that grow or oscillate; beyond it too few digits remain
-_LONGEST = 1 << 13  # bits before the point, or zeros after it, of an irrational number that becomes a fraction
+_LARGEST = 10**30  # maximum argument of growing or oscillating functions; beyond it too few digits are exact
+_LONGEST = 1 << 13  # maximum bits before the point, or zeros after it, when an irrational number becomes a fraction
 _MOST_EXACT = 5000  # largest n of an exact n!
 
-# Points: variables are odd multiples of 1/64 in these ranges, so that no odd root of a negative number is drawn. In the first
-# ranges they are integers, for (-1)^n.
+# Ranges of the sample points. Variables are odd multiples of 1/64, so that no exponent is an odd root of a negative number; in
+# the first ranges they are integers, for expressions such as (-1)^n.
 _RANGES = [(2, 9), (3, 40), (2, 9), (0, 1), (0, 1), (1, 3), (-3, 3), (-1, 1), (-9, -1)]
 _INTEGER_POINTS = 2
 
@@ -50,11 +50,11 @@ _ENDS = frozenset([")", "]", "}", "|", ",", "\\}", "\\rfloor", "\\rceil", "+", "
 
 
 class Unreadable(Exception):
-    """The text is not an expression that can be read completely."""
+    """Raised for text that cannot be read completely as an expression."""
 
 
 class Undefined(Exception):
-    """The expression has no value at this point, or one too large to compute."""
+    """Raised if the expression has no value at this point, or one too large to compute."""
 
 
 def same_value(wanted: Tokens, said: Tokens) -> bool:
@@ -213,7 +213,7 @@ class _Reader:
         return found
 
     def _checked(self, value: Any) -> Any:
-        """Return the value if such a number is allowed here; rationals that have grown too long are rounded."""
+        """Return the value if it is finite and of an allowed kind; rationals that have grown too long are rounded."""
         if isinstance(value, Fraction):
             return (
                 value

@@ -124,7 +124,7 @@ class Orchestration:
         return replace(prompts, parsers={**prompts.parsers, "answer": parser})
 
     def _compat_of(self, name: str) -> Compat:
-        """Return the published code's parser for this Verifier; ValueError if the prompt does not ask for its marker."""
+        """Return the published code's parser for this Verifier; ValueError if the prompt does not ask for the parser's marker."""
         compat = self._prompts[name].compat()
         if compat is None:
             known = ", ".join(f"{each.marker} ({paper})" for paper, each in COMPATS.items())
@@ -154,9 +154,8 @@ class Orchestration:
     def continuation(self, episode: Episode, sample: Sample) -> str | Sequence[Message] | None:
         """Return the continuation of a sample that `parse` marked Finish.WAITING.
 
-        It is text appended to the sample's own or, if the sample ended its turn, the messages that follow. Return None until
-        the answers and outputs that the sample waits for (asks and calls of `follow`) are available.
-
+        The continuation is text to append to the sample or, if the sample ended its turn, the messages that follow. Return None
+        until the answers and outputs that the sample waits for (asks and calls of `follow`) are available.
 
         sample: has the text so far, and `turn`, the number of earlier continuations.
         """
@@ -230,7 +229,7 @@ class Orchestration:
     def outcome(self, episode: Episode) -> Sample | None:
         """Return the sample whose answer counts in a finished episode.
 
-        By default the last of `follow`'s samples with an answer (a query is not an answer)."""
+        By default this is the last of `follow`'s samples with an answer (a query is not an answer)."""
         asks = [each for each in self.follow(episode) if isinstance(each, Ask) and not self.spec(each.agent).helps]
         samples = [sample for ask in asks for sample in episode.samples(ask)]
         return next((sample for sample in reversed(samples) if sample.answer is not None), None)
@@ -263,13 +262,13 @@ class Orchestration:
         return {sample.uid: value for sample in samples}
 
     def metrics(self, episode: Episode) -> Mapping[str, float]:
-        """Return numbers of a finished episode, under names of the team's choice.
+        """Return metrics of a finished episode, under names that the team chooses.
 
         team/<name> is the mean over a step's finished episodes."""
         return {}
 
     def most_samples(self) -> dict[str, int]:
-        """Return an upper bound of each agent's samples in a rollout instance, for plans; {} if unknown."""
+        """Return an upper bound on each agent's samples in a rollout instance, for `marsrl plan`; {} if unknown."""
         return {}
 
     # Helpers for teams.
@@ -301,8 +300,8 @@ class Orchestration:
     def unasked(self, problems: Sequence[Problem], read: Mapping[str, Sequence[str]]) -> list[str]:
         """Return warnings about agents whose chats, in most of these problems, do not show a form that their parsers accept.
 
-        read: chats of each agent, if the team writes `messages` itself. Parsers without an example are not
-        checked, nor are prompt sets for policies that are warm-started here.
+        read: texts of each agent's chats, if the team overrides `messages`. Parsers without an example and prompt sets for
+        policies that are warm-started here are not checked.
         """
         warnings = []
         is_own = not type(self).messages.__module__.startswith("marsrl.")

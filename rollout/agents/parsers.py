@@ -89,8 +89,10 @@ def tagged_verdict(report: str) -> bool | None:
 
 
 def drmas_report(text: str) -> str:
-    """Return the output as Dr. MAS's published code passes it on: complete, with thoughts, but without white space in the first
-    tag."""
+    """Return the output as Dr. MAS's published code passes it to the next agent.
+
+    The output is complete, with thoughts, except that white space in the first tag is removed.
+    """
     start, end = text.find(_VERIFY_OPEN), text.find(_VERIFY_CLOSE)
     if start < 0 or end < 0:
         return text
@@ -99,9 +101,10 @@ def drmas_report(text: str) -> str:
 
 
 def drmas_verdict(text: str) -> bool:
-    """Return the published code's verdict: True if a tag contains "approve", or none contains "reject".
+    """Return the published code's verdict: True if a tag contains "approve", or no tag contains "reject".
 
-    A missing tag therefore approves."""
+    So a missing tag approves.
+    """
     report = drmas_report(text)
     return f"{_VERIFY_OPEN}approve{_VERIFY_CLOSE}" in report or f"{_VERIFY_OPEN}reject{_VERIFY_CLOSE}" not in report
 
@@ -205,10 +208,10 @@ def chain_verdict(report: str) -> bool | None:
 
 @dataclass(frozen=True, slots=True)
 class Parser:
-    """Parser of a text, or of a yes or no, in a completion.
+    """Parser of an answer text, or of a yes-or-no verdict, in a completion.
 
-    examples: texts that it parses, with ANSWER as placeholder, first the one to ask for; or one text parsed as yes and one
-    parsed as no; () if unknown.
+    examples: for a text, forms that the parser accepts, with ANSWER as placeholder and the recommended form first; for a verdict,
+    one example of yes and one of no; () if unknown.
     """
 
     read: Callable[[str], str | bool | None]
@@ -231,7 +234,7 @@ class Parser:
         return tuple(marker for before, _, after in parts if (marker := before.strip() or after.strip()))
 
     def is_shown(self, *texts: str) -> bool:
-        """Return True if one of the texts shows the form."""
+        """Return True if one of the texts contains one of the markers."""
         return any(marker in text for marker in self.markers for text in texts)
 
 

@@ -1,4 +1,4 @@
-"""Prompt sets: users' YAML files (docs/prompts.md) and built-in ones in prompt_sets/; and texts that teams add to chats.
+"""Prompt sets (users' YAML files, see docs/prompts.md, and built-in ones in prompt_sets/) and texts that teams add to chats.
 
 turns:
   solver:
@@ -44,7 +44,7 @@ _KINDS = {
 }  # yes and no, in the order of a parser's expressions
 _KEYS = ("turns", *PARSERS, "form", "purpose")
 _SPEAKERS = ("system", "user", "assistant")
-# {word}, except in LaTeX, where braces follow a command, an argument, or a sub- or superscript
+# Matches an unknown placeholder {word}, but not LaTeX, where braces follow a command, an argument, or a sub- or superscript.
 _UNKNOWN = re.compile(r"(?<![\w\\}^{])\{([a-z_]{2,})\}(?!\})")
 _Checked = TypeVar("_Checked")
 
@@ -53,10 +53,9 @@ _Checked = TypeVar("_Checked")
 class PromptSet:
     """Chats by role, and the parsers of their completions.
 
-    name: the built-in set's name, or the file's path; turns: with placeholders; parsers: by kind (parsers.PARSERS); purpose:
-    text
-    for {purpose} if a tool call states one; form: asks for the form of answers, below the last turn of a chat that shows
-    it neither in its turns nor in its problem; suffix: ends every chat, with placeholders.
+    name: the built-in set's name, or the file's path. turns: chats with placeholders. parsers: parsers by kind (parsers.PARSERS).
+    purpose: text for {purpose} if a tool call states one. form: text that asks for the form of answers, added to the last turn
+    unless the chat or its problem already shows the form. suffix: text with placeholders that ends every chat.
     """
 
     name: str
@@ -80,7 +79,7 @@ class PromptSet:
             values.get("problem", ""),
             self.suffix,
             *(turn.content for turn in turns),
-        )  # excludes texts of other agents
+        )  # not other agents' texts
         below = []
         if self.form and READS.get(role) == "answer" and not self.parsers["answer"].is_shown(*told):
             below.append(self.form)

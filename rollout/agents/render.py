@@ -38,7 +38,7 @@ Turn = Message | Mapping[str, Any]
 _FIRST_TWIN = 0xD800
 _PLACEHOLDER = "\udfff{index}\udfff"
 _PLACEHOLDER_PATTERN = re.compile("\udfff(\\d+)\udfff")
-_ANSWER = "\udffe"  # placeholder for a completion in a chat that is rendered only for the text after it
+_ANSWER = "\udffe"  # placeholder for a completion, in a chat rendered only to get the text after it
 _MARK = re.compile(r"[^\w\s]|_")  # characters that show a word is not a plain one
 _SPACE = re.compile(r"\s+")
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -50,9 +50,9 @@ _TESTED = re.compile(
     rf"(?P<before>[.|]\s*(?:{_TESTS})\s*\(\s*|[!=]=\s*)?(?P<text>{_LITERAL})(?P<after>\s+(?:not\s+)?in\b|\s*[!=]=)?",
     re.DOTALL,
 )
-"""Literals in a tag; with a `before` or an `after`, those that the template looks for in a text."""
+"""Finds literals in a template tag; a `before` or `after` group marks literals that the template searches for in a text."""
 _LATEST_TEXTS = 64  # number of texts whose ids are cached
-_WINDOW = 12  # tokens; more than a character's bytes, so that an incomplete character is told from a complete one
+_WINDOW = 12  # tokens; more than the bytes of a character, so that an incomplete character is recognised
 _ASKED = "MARSRLASKED"  # user turn in chats rendered to find the end of an assistant's turn
 _PROBE = "def f(x):\n\treturn  2024 * x  # a  b\n\n\nf(7)"  # ASCII, which every vocabulary has
 
@@ -60,12 +60,11 @@ _PROBE = "def f(x):\n\treturn  2024 * x  # a  b\n\n\nf(7)"  # ASCII, which every
 class ChatRenderer:
     """Tokeniser and chat template of one model directory.
 
-    Deterministic; it keeps only the ids of the latest texts between calls.
+    Deterministic: the only state between calls is a cache of the latest texts' ids.
 
-    eos_id: ends an assistant's turn: the control token that the chat template writes there, otherwise eos_token. stop_ids:
-    eos_id
-    first, then other ends of a completion: eos_token and those of generation_config.json. names_end: True if these include
-    eos_id, so that other programs stop there too.
+    eos_id: token that ends an assistant's turn: the control token that the chat template writes there, otherwise eos_token.
+    stop_ids: eos_id, then the other tokens that end a completion: eos_token and those of generation_config.json. names_end: True
+    if these other tokens include eos_id, so that other programs stop there too.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -79,8 +78,8 @@ class ChatRenderer:
         if self._fast is not None:
             self._fast.encode_special_tokens = True  # like split_special_tokens: splits control words in a text
         self._unknown_id: int | None = self._tokenizer.unk_token_id
-        # All added tokens, not only those marked special: <think> and <tool_call> steer parsing too.
-        # Runs of spaces and plain words steer nothing, and stay in contents.
+        # Control words are all added tokens, not only those marked special: <think> and <tool_call> affect parsing too.
+        # Runs of spaces and plain words have no such effect, and stay in contents.
         added = self._tokenizer.added_tokens_decoder
         self._control = {
             token.content: index for index, token in added.items() if token.special or _MARK.search(token.content)
@@ -90,7 +89,7 @@ class ChatRenderer:
             self._control.setdefault(token, int(index))
         words = sorted(self._control, key=len, reverse=True)  # longest first, as the tokenizer matches
         self._control_pattern = re.compile("|".join(map(re.escape, words))) if words else None
-        # Some tokens take the adjacent white space (Phi-3's).
+        # Some tokens absorb adjacent white space (Phi-3's).
         self._take_left = {token.content for token in added.values() if token.lstrip}
         self._take_right = {token.content for token in added.values() if token.rstrip}
         self._longest = max(map(len, words), default=0)

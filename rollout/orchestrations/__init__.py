@@ -1,1 +1,1 @@
-"""Built-in teams and users' own from files. One file per team."""
+"""Built-in teams, one file per team, and the loader of teams from users' files."""

@@ -17,7 +17,7 @@ from marsrl.rollout.types import Ask, Message, Sample
 
 
 class Debate(Orchestration):
-    """Debate in which one agent, `debater`, plays all debaters. One that gives no text in a round is left out of the next."""
+    """Debate in which one agent, `debater`, plays all debaters. A debater without text in a round is left out of the next."""
 
     class Options(Settings):
         debaters: int = Field(3, gt=1, le=MOST, description="number of debaters that solve in parallel")

@@ -21,8 +21,8 @@ from marsrl.rollout.fitting import first_fit_decreasing
 from marsrl.rollout.types import MISSING, Ask, Finish, Message, Sample, ToolCall, ToolOutput
 
 _BETWEEN = "\n\n"  # separator of outputs in a bin
-_PACKED = 1024  # calls whose bins are cached: one per episode; MARS plays 32 x 16 at once, and the next step's
-_READ_ITSELF = ("python",)  # tools whose output goes to System 2 directly
+_PACKED = 1024  # calls whose bins are cached, one per episode: MARS's 32 x 16 episodes of a step, and the next step's
+_READ_ITSELF = ("python",)  # tools whose output System 2 reads directly
 
 
 class DualSystem(Orchestration):
@@ -35,10 +35,9 @@ class DualSystem(Orchestration):
     bin. System 1 reads all bins in parallel. Its texts, in the bins' order, are System 2's next message: not sampled, but
     counted in System 2's length. System 2 reads Python's output, and all errors, directly.
 
-    In a turn with a call and an answer, the call wins; an invalid call, or one of an unset tool, is answered by an error text.
-    The
-    last turn cannot call: with an answer it ends the episode, without one the outcome is 0. Both systems are trained on that
-    outcome (credit.reward_scheme=outcome). System 2 can call the tools that the config sets.
+    In a turn with a call and an answer, the call wins. The output of an invalid call, or of a call of a tool that the config does
+    not set, is an error text. The last turn cannot call a tool: the episode ends with its answer, or with outcome 0 if it has
+    none. Both systems are trained on that outcome (credit.reward_scheme=outcome).
     """
 
     class Options(Settings):
@@ -57,7 +56,7 @@ class DualSystem(Orchestration):
 
     def __init__(self, *arguments: Any, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
-        # Needed for the asks, and again for each prompt and its parsing.
+        # Cached, because the bins are needed for the asks, and again for each prompt and its parsing.
         self._bins = lru_cache(_PACKED)(self._pack)
 
     def follow(self, episode: Episode) -> Sequence[Ask | ToolCall]:
@@ -102,7 +101,7 @@ class DualSystem(Orchestration):
         return _BETWEEN.join(read) or NOTHING_READ
 
     def parse(self, sample: Sample) -> Sample:
-        """Set shown, for System 2 the text of its current turn. finish is WAITING if the turn has a call, or no answer."""
+        """Set `shown` (for System 2: the text of its current turn), and finish to WAITING if the turn has a call or no answer."""
         read = super().parse(sample)
         if sample.agent == "system1" or read.finish is not Finish.STOP or sample.turn + 1 >= self.options.max_turns:
             return read
@@ -119,9 +118,10 @@ class DualSystem(Orchestration):
     def metrics(self, episode: Episode) -> Mapping[str, float]:
         """Return counts of an episode.
 
-        turns and answered; calls of each tool, pages and papers found; failed_calls, answered by an error;
-        turns_without_call, which continued without a valid call; distillates, one per bin; and distillates_at_once, the most of
-        one call, which run in parallel."""
+        turns: System 2's turns. answered: 1 if there is an answer. Calls of each tool, and pages and papers found, under their
+        names. failed_calls: calls whose output is an error. turns_without_call: turns that continued without a valid call.
+        distillates: System 1's texts, one per bin. distillates_at_once: the most bins of one call, which are read in parallel.
+        """
         reasoned = episode.samples(episode.ask("system2"))
         num_waits = sum(sample.turn for sample in reasoned)
         tools = [call.tool for call in episode.calls.values()]
@@ -129,7 +129,7 @@ class DualSystem(Orchestration):
         for name, output in episode.outputs.items():
             num_parts[episode.calls[name].tool] += len(output.parts)
         num_found = {"pages": num_parts["search"] + num_parts["visit"], "papers": num_parts["scholar"]}
-        # A turn has one call; Episode.ask appends the index to the agent's name.
+        # Asks about one call differ in the index, which Episode.ask appends to the agent's name.
         turns = (ask.id.rpartition("/system1")[2] for ask in episode.asks.values() if ask.agent == "system1")
         bins = Counter(int(turn.lstrip("#").partition(".")[0] or 0) for turn in turns)
         return {

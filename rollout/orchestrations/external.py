@@ -17,11 +17,11 @@ from marsrl.rollout.types import MISSING, Ask, Fate, Finish, Reward, Sample, Too
 
 
 class External(Orchestration):
-    """Team whose agents are those of the section `agents`; a program's session is one tool call, during which it calls them.
+    """Team of the agents in the section `agents`. A program's session is one tool call, during which the program calls agents.
 
-    A sample ends with its session. Its reward is the program's; otherwise all samples get the task's judgement of the
+    A sample ends with its session. Its reward is set by the program; otherwise all samples get the task's judgement of the
     program's answer, or of the last answer by an agent. Rewards apply to answers that the program read and did not discard; a
-    sample without such answers has none.
+    sample without such answers has no reward.
     """
 
     name = "external"

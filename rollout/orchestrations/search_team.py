@@ -22,10 +22,10 @@ class SearchTeam(Orchestration):
 
         verifier -no-> search -> tool -> verifier -no-> search -> tool -> verifier -yes-> answer
 
-    The last turn has no search: without a yes the episode ends without an answer. An unreadable verdict counts as no, unless
-    agents.verifier.missing_verdict is "correct" (as in the published code); an unreadable query ends the turn without results.
-    The team is trained on the outcome (credit.reward_scheme=outcome): apart from a reward for being readable, routes and
-    queries have no reward of their own.
+    The last turn has no search: unless the verdict is yes, the episode ends without an answer. An unreadable verdict counts as
+    no, unless agents.verifier.missing_verdict is "correct" (as in the published code); an unreadable query ends the turn without
+    results. The team is trained on the outcome (credit.reward_scheme=outcome): verdicts and queries are rewarded only for being
+    readable.
     """
 
     class Options(Settings):

@@ -1,4 +1,4 @@
-"""Team of one agent: plain RL."""
+"""Team of one agent, for single-agent RL."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class VerifierCorrector(Orchestration):
         return {first: self.group_size, **dict.fromkeys(later, self.num_picks * self.group_size)}
 
     def outcome(self, episode: Episode) -> Sample | None:
-        """Return the answer that counts in an evaluation; in training a tree has many ends (`outcomes`)."""
+        """Return the answer that counts in an evaluation. In training a tree has many final answers (see `outcomes`)."""
         return self.loop(episode).final
 
     def alone(self, episode: Episode) -> Sample | None:
@@ -65,7 +65,7 @@ class VerifierCorrector(Orchestration):
         return self.loop(episode).solution
 
     def redrawn(self, episode: Episode) -> Collection[str]:
-        """Return the Solver's draws except the last."""
+        """Return the uids of the Solver's draws except the last."""
         asks = [ask for ask in self.loop(episode).asks if ask.agent == "solver"]
         return {sample.uid for ask in asks[:-1] for sample in episode.samples(ask)}
 

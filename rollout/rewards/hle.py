@@ -47,10 +47,10 @@ Judge the answer as instructed: the four lines, and nothing else."""
 
 _SEVERAL = "Any one of these is right:\n"
 
-_MARKS = r"[\s*_`#>-]*"  # around a field's name: Markdown's list, quotation, heading, emphasis and code
+_MARKS = r"[\s*_`#>-]*"  # Markdown around a field's name: list, quotation, heading, emphasis and code
 _FIELD = re.compile(rf"{_MARKS}(extracted_final_answer|reasoning|correct|confidence){_MARKS}:(.*)", re.IGNORECASE)
 _YES_NO = re.compile(r"[\s*_`]*(yes|no)[\s*_`.]*", re.IGNORECASE)
-_LONGEST_LINE = 4096  # characters at the start of a line that are searched for a field
+_LONGEST_LINE = 4096  # characters at the start of a line in which a field is searched
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Judgement:
 
 
 class Unreadable(ValueError):
-    """A completion without a valid judgement; the text says why."""
+    """Raised for a completion without a valid judgement; the message says why."""
 
 
 def judge_messages(question: str, answer: str, references: Sequence[str], secret: int) -> tuple[Message, ...]:
@@ -79,7 +79,7 @@ def read_judgement(text: str) -> Judgement:
 
     Strict: exactly one line must be the field `correct`, with only yes or no as value (any case, Markdown around it, a full
     stop). The other fields may occur once, and extracted_final_answer and reasoning only before it. So a judge that copies
-    fields from its input is rejected. Raises Unreadable: the completion breaks these rules.
+    fields from its input is rejected. Raises Unreadable if the completion breaks these rules.
     """
     fields: dict[str, str] = {}
     for line in unicodedata.normalize("NFKC", text).split("\n"):  # full-width colons; only \n ends a line

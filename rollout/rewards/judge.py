@@ -50,7 +50,7 @@ def judge_processes(number: int, load: str, arguments: Mapping[str, object]) -> 
 
 
 class RewardPool:
-    """Judge processes, each with a thread that feeds it; started with the first answers.
+    """Pool of judge processes, each with a thread that feeds it; they start with the first answers.
 
         with closing(RewardPool(JudgeOptions(workers=2, timeout_s=10))) as pool:
             reward = pool.submit(problem, r"\\frac{1}{2}").result()
@@ -58,7 +58,7 @@ class RewardPool:
     Args:
         judge: "module:function", importable by a fresh interpreter. Called with `arguments` (plain values), it returns the
             judge, (problem, answer) -> a reward in [0, 1]. The built-in judge needs a reference answer.
-        is_here: run the judge in threads of this process, where alone it exists. A call that hangs is abandoned at its deadline;
+        is_here: run the judge in threads of this process, if it exists only here. A call that hangs is abandoned at its deadline;
             a crash ends this process.
     """
 
@@ -123,7 +123,7 @@ class RewardPool:
 
     def _missing(self, why: str) -> Reward:
         """Return a missing reward; log the first of each kind."""
-        kind = ":".join(why.split(":", 2)[:2])  # failed: KeyError
+        kind = ":".join(why.split(":", 2)[:2])  # for example "failed: KeyError"
         if kind not in self._told:
             self._told.add(kind)
             _log.warning(
@@ -133,13 +133,13 @@ class RewardPool:
 
 
 class _Threads:
-    """Answers as a WorkerPool does, in threads of this process."""
+    """Replacement for a WorkerPool that answers in threads of this process."""
 
     def __init__(self, answer: Answer) -> None:
         self._answer, self.is_closed = answer, False
 
     def ask(self, request: dict[str, Any], *, timeout_s: float) -> Mapping[str, Any]:
-        """The reply, an exception as {"error": its type and text}. Raises Late at the deadline; the thread goes on after it."""
+        """Return the reply, or {"error": type and text} for an exception. Raises Late at the deadline; the thread continues."""
         reply: Future[Mapping[str, object]] = Future()
 
         def answer() -> None:
@@ -158,7 +158,7 @@ class _Threads:
         self.is_closed = True
 
 
-# In the worker process, or in one of _Threads.
+# The functions below run in the worker process, or in one of _Threads.
 
 
 def math_judge() -> Callable[[Problem, str], bool]:

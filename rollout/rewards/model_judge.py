@@ -1,11 +1,11 @@
-"""Language model as judge: takes answers, returns futures of rewards, while other agents decode.
+"""Language model as judge: takes answers and returns futures of rewards, while other agents decode.
 
     submit -> cached or pending? -> prompt (hle.py) -> the policy's engines -> parse -> yes 1, no 0
                                                         ^                        '-> unreadable: drawn again
                                                         '------ judge.retries times ------'   then missing
 
 Answers are hostile, the judge's output is untrusted, and its server may be down or hang. Any failure is counted and becomes a
-missing reward with a note; too_many_missing reports an excessive share of them. The judge's thread alone drives its engines.
+missing reward with a note; too_many_missing reports an excessive share of them. Only the judge's thread calls its engines.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from marsrl.rollout.seed import derive_seed
 from marsrl.rollout.types import MISSING, Finish, IntArray, Problem, Reward
 
 _VERSION = 0  # a frozen policy's version never changes
-_COLLECT_S = 0.05  # longest wait for results, and so the longest delay of a new answer
+_COLLECT_S = 0.05  # maximum wait for results, and so the maximum delay of a new answer
 _RETRY_TEMPERATURE = 0.7  # at 0 the model would repeat itself
 _MOST_SHOWN = 200  # characters of the judge's text in a message or note
 _COUNTED = (
@@ -56,7 +56,7 @@ class ModelJudge:
         judge.submit(problem, "Lima", "evaluate").result()
 
     Args:
-        pool: the policy's engines, driven by the judge alone; close it after the judge.
+        pool: the policy's engines, which only the judge may call; close the pool after the judge.
         own: the task's own judgement, for judge/compared and judge/agreed.
         right_answers: splits a reference into its right answers, any of which suffices.
     """
@@ -73,7 +73,7 @@ class ModelJudge:
     ) -> None:
         self.pool, self.config = pool, config
         self._renderer, self._own, self._seed, self._right_answers = renderer, own, seed, right_answers
-        self._changed = threading.Condition()  # guards what both threads use:
+        self._changed = threading.Condition()  # guards the fields below, which both threads use
         self._open: dict[_Key, Future[Judgement]] = {}  # pending judgements, which calls with the same answer join
         self._kept: OrderedDict[_Key, Future[Judgement]] = OrderedDict()  # cache, least recently used first
         self._counts: dict[Purpose, dict[str, float]] = defaultdict(lambda: defaultdict(float))
@@ -175,7 +175,7 @@ class ModelJudge:
         return said
 
     def _tell(self, reward: Future[Reward], said: Future[Judgement], own: Future[Reward], purpose: Purpose) -> None:
-        """Set the reward, once the task's own judgement is there too."""
+        """Set the reward once both the model's and the task's own judgement are available."""
         if said.cancelled():
             reward.cancel()
             reward.set_running_or_notify_cancel()  # notifies those waiting for it
@@ -208,21 +208,21 @@ class ModelJudge:
 
         own.add_done_callback(settle)
 
-    # In the judge's event loop.
+    # The methods below run in the judge's event loop.
 
     def _run(self) -> None:
         with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
             runner.run(self._closing.wait())
 
     async def _judge(self, key: _Key, purpose: Purpose) -> Judgement:
-        """Make a new judgement. Raises Unreadable: there is none, or none in time; a later result of the engine is dropped."""
+        """Make a new judgement. Raises Unreadable if no draw is readable or time runs out; later results are dropped."""
         judgement, began = None, time.monotonic()
         try:
             async with asyncio.timeout(self.config.timeout_s) as limit:
                 judgement = await self._drawn(key, purpose)
             return judgement
         except TimeoutError:
-            if not limit.expired():  # the engines' own timeout
+            if not limit.expired():  # the engines timed out, not this block
                 raise
             raise Unreadable(f"no judgement within judge.timeout_s = {self.config.timeout_s:g} s") from None
         finally:
@@ -289,7 +289,7 @@ class ModelJudge:
         return await draw.result
 
     async def _decode(self) -> None:
-        """Drive the engines until nothing is drawn. If they fail for good, all pending judgements fail."""
+        """Run the engines until no draw is pending. If the engines fail permanently, all pending judgements fail."""
         try:
             while self._drawing:
                 due, self._due = self._due, []
@@ -316,7 +316,7 @@ class ModelJudge:
             counts["cached_tokens"] += result.num_cached_tokens
             counts["output_tokens"] += num_drawn
             counts["engine_restarts"] += faults.engine_restarts
-        if not draw.result.done():  # otherwise abandoned meanwhile
+        if not draw.result.done():  # it may have been abandoned meanwhile
             draw.result.set_result(result)
 
     def _prompt(self, question: str, answer: str, reference: str) -> tuple[IntArray, str]:

@@ -83,7 +83,7 @@ def read_problems(
 
 
 def has_placeholder(problem: Problem) -> bool:
-    """Return True if the problem has a reference answer, and all of its right answers are placeholders (proof, not found)."""
+    """Return True if all right answers in the problem's reference are placeholders (proof, not found)."""
     return problem.answer is not None and all(map(is_placeholder, _right_answers_of(problem)))
 
 
@@ -91,7 +91,7 @@ def has_placeholder(problem: Problem) -> bool:
 class ProblemRow:
     """A row of a file with its problem, or the reason why it has none.
 
-    fields: {} if the line is not a valid row. keys: of question and answer; "" if not found.
+    fields: {} if the line is not a valid row. keys: keys of question and answer; "" if not found.
     """
 
     file: Path
@@ -188,7 +188,7 @@ def shared_answers(problems: Sequence[Problem], key: str) -> list[str]:
 
 
 def in_epochs(problems: Sequence[Problem], seed: int) -> ProblemSource:
-    """Return endless draws from a fixed list: each epoch yields every problem once, in its own seeded order."""
+    """Return endless draws from a fixed list: each epoch yields every problem once, in a seeded order of that epoch."""
 
     @lru_cache(maxsize=1)
     def order(epoch: int) -> list[int]:

@@ -22,7 +22,7 @@ def lists_problems(task: str) -> bool:
 
 
 def find_own_task(name: str) -> type[OwnTask]:
-    """Load the class FILE.py:CLASS, or that of reasoning_gym; ValueError explains what is wrong with it."""
+    """Load the class FILE.py:CLASS, or the class for reasoning_gym; ValueError explains what is wrong with it."""
     if name == REASONING_GYM:
         check_installed("task=reasoning_gym", "reasoning_gym", extra="reasoning_gym")
         return ReasoningGym
@@ -58,7 +58,7 @@ def own_problems(
 ) -> tuple[list[Problem], list[Problem]]:
     """Return (training problems, evaluation problems) of the user's task, given those of data.train and data.eval.
 
-    Raises ValueError: its code fails, or does not return a list of problems.
+    Raises ValueError if the task's code fails or does not return a list of problems.
     """
     task = make_own_task(name, options, train, held_out)
     return _listed(name, task, "problems"), _listed(name, task, "held_out")

@@ -30,13 +30,13 @@ from marsrl.rollout.tools.protocol import SHIPPED, ReadPages, Tool
 from marsrl.rollout.tools.search import CorpusSearch, build_index, open_index
 from marsrl.rollout.types import ToolCall, ToolFunction, ToolOutput
 
-_LOOKED_AT = 1000  # documents of a corpus that are checked before the run starts
+_LOOKED_AT = 1000  # number of a corpus's documents that are checked before the run starts
 
 
 def build_tools(
     config: ToolsConfig, names: Sequence[str], documents: Sequence[Document], papers: Sequence[Document] = ()
 ) -> ToolPool:
-    """Build a pool of these tools, which must be set. Close the pool.
+    """Build a pool of these tools, which must be set. The caller closes the pool.
 
     documents, papers: the task's own, for search and scholar without a corpus.
 
@@ -99,12 +99,12 @@ def _build_tool(name: str, settings: ToolLimits, documents: Sequence[Document], 
 def check_tools(
     config: ToolsConfig, names: Sequence[str], documents: Sequence[Document], papers: Sequence[Document] = ()
 ) -> dict[str, Sequence[ToolFunction]]:
-    """Check what build_tools would reject, and return the functions of each tool, as chat templates show them.
+    """Check the tools' settings as build_tools does, and return each tool's functions, as chat templates show them.
 
-    Reads only a corpus's first lines, and starts a user's own tools briefly.
+    Reads only the first lines of a corpus, and starts a user's own tools briefly.
 
     Raises:
-        ValueError, OSError: as build_tools, or two tools have a function of the same name; the text names the key.
+        ValueError, OSError: as build_tools, or two tools have a function of the same name; the message names the key.
     """
     for name in names:
         settings, key = config.given.get(name), f"tools.{name}"

@@ -33,8 +33,8 @@ _UNKNOWN = ("", "application/octet-stream", "binary/octet-stream")  # for these 
 _GZIP = 16 + zlib.MAX_WBITS
 _MOST_SHOWN = 60  # characters of a server's text in a message
 
-# Addresses that are not publicly reachable or not a single host's, but that `ipaddress` does not report as such.
-# IPv4: the IETF's, with Oracle Cloud's metadata; relays of 6to4; Azure's metadata. IPv6: Teredo and others, 6to4,
+# Addresses that are not public, or do not belong to a single host, although `ipaddress` reports them as global.
+# IPv4: IETF assignments (and Oracle Cloud's metadata), 6to4 relays, Azure's metadata. IPv6: Teredo and others, 6to4,
 # documentation.
 _NOT_PUBLIC_4 = [IPv4Network(each) for each in ("192.0.0.0/24", "192.88.99.0/24", "168.63.129.16/32")]
 _GLOBAL_6 = IPv6Network("2000::/3")  # the assigned range; ::ffff:a.b.c.d and NAT64 (64:ff9b::/96) are outside
@@ -42,7 +42,7 @@ _NOT_PUBLIC_6 = [IPv6Network(each) for each in ("2001::/23", "2002::/16", "3fff:
 
 
 class Refused(ToolError):
-    """A page rejected by our limits."""
+    """Raised for a page that our limits reject."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class Fetcher:
     def fetch(self, url: str, deadline: float) -> Fetched:
         """Fetch the page at this address. deadline: monotonic seconds, for all redirects together.
 
-        Raises Refused: the address, type or size is not allowed. ToolError: the page could not be fetched.
+        Raises Refused if the address, type or size is not allowed; ToolError if the page cannot be fetched.
         """
         backend = _PublicNetwork(self._limits.allow_hosts, deadline)
         address = _checked(url)
@@ -138,7 +138,7 @@ class Fetcher:
 
 
 def _checked(url: str, base: httpx.URL | None = None) -> httpx.URL:
-    """Parse an address, if valid and allowed. base: the page that redirects to it."""
+    """Parse and check an address. base: the page that redirects to it."""
     try:
         address = httpx.URL(url.strip()) if base is None else base.join(url)
         host = address.raw_host

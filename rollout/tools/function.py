@@ -66,7 +66,7 @@ class PythonFunction:
         self._workers.close()
 
 
-# In the worker process.
+# The functions below run in the worker process.
 
 
 class _WithoutTitles(GenerateJsonSchema):

@@ -2,8 +2,8 @@
 
     calls (threads of the pool) -> an event loop in its own thread -> Client -> stdin and stdout of a command, or HTTP
 
-The next call restarts a server that has ended, with one attempt. The call during which it ended is an error and is not
-repeated: the call may have crashed the server, or have had its effect.
+If the server ends during a call, that call fails and is not repeated, since it may have crashed the server, or have had its
+effect. The next call makes one attempt to restart the server.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from marsrl.rollout.tools.config import McpServer
 from marsrl.rollout.tools.protocol import ToolError
 from marsrl.rollout.types import ToolFunction
 
-_MOST_PAGES = 32  # of a server's list of tools
+_MOST_PAGES = 32  # maximum pages of a server's list of tools
 _MOST_KIB = 4096  # limit of a command's line, or of an HTTP response; for an event of a stream, `mcp` allows 1 MiB
 _MOST_SHOWN = 300  # characters of a server's text in a message
 _LOST = (CONNECTION_CLOSED, INVALID_REQUEST)  # the second comes from an HTTP server that has forgotten the session
@@ -93,7 +93,7 @@ class McpTools:
         return text
 
     def take_counts(self) -> dict[str, float]:
-        """Return restarts: reconnections because the server had ended."""
+        """Return {"restarts": number of reconnections to a server that had ended}."""
         counts, self._num_restarts = {"restarts": float(self._num_restarts)}, 0
         return counts
 
@@ -119,10 +119,10 @@ class McpTools:
                 self._connection.cancel()
                 self._client = None
 
-    # In the event loop.
+    # The methods below run in the event loop.
 
     async def _hold(self, *, task_status: TaskStatus[Client]) -> None:
-        """Hold a connection until cancelled: the task that opens it must close it."""
+        """Open a connection and close it on cancellation; the same task must do both."""
         settings, key = self._settings, f"tools.{self.name}"
         async with AsyncExitStack() as stack:
             if settings.command is not None:
@@ -169,7 +169,7 @@ class McpTools:
 
 @cache
 def _bounded_lines() -> str:
-    """Return the name of a codec with bounded lines: `mcp` reads lines of any length, in a configurable encoding."""
+    """Return the name of a codec that bounds lines, since `mcp` reads lines of any length, but takes any encoding."""
     name = "marsrl_bounded_lines"
     codec = codecs.CodecInfo(utf_8.encode, utf_8.decode, incrementaldecoder=_BoundedDecoder, name=name)
     codecs.register({name: codec}.get)
@@ -180,7 +180,7 @@ class _BoundedDecoder(utf_8.IncrementalDecoder):
     """UTF-8 decoder that drops the end of lines longer than _MOST_KIB: they become invalid messages, and their calls time
     out."""
 
-    _num_bytes = 0  # of the current line
+    _num_bytes = 0  # bytes of the current line
 
     def decode(self, data: bytes, final: bool = False) -> str:  # type: ignore[override]
         if self._num_bytes > _MOST_KIB << 10:
@@ -191,7 +191,7 @@ class _BoundedDecoder(utf_8.IncrementalDecoder):
 
 
 class _BoundedStream(httpx2.AsyncByteStream):
-    """Bytes of a response, up to _MOST_KIB unless it is a stream of events, which does not end."""
+    """Body of a response, limited to _MOST_KIB unless it is an endless stream of events."""
 
     def __init__(self, response: httpx2.Response) -> None:
         assert isinstance(response.stream, httpx2.AsyncByteStream)
@@ -219,7 +219,7 @@ async def _bound(response: httpx2.Response) -> None:
 def _text(result: CallToolResult) -> str:
     """Convert a result to text for a model.
 
-    Text is unchanged, other contents are named. Structured content follows as JSON, unless the text repeats it.
+    Text is unchanged; other contents are replaced by their names. Structured content follows as JSON, unless the text repeats it.
     """
     shown = list(map(_shown, result.content))
     texts = [each.text for each in result.content if isinstance(each, TextContent)]
@@ -240,7 +240,7 @@ def _shown(content: ContentBlock) -> str:
 
 
 def _say(texts: Sequence[str], structured: object) -> bool:
-    """Return True if a text is the JSON of the structured content, as the protocol asks of servers.
+    """Return True if a text is the JSON of the structured content, as the protocol recommends.
 
     Also True if the texts are the value, or the items, that Python's SDK has wrapped as {"result": value}.
     """
@@ -262,7 +262,7 @@ def _value(text: str) -> object:
 
 
 def _words(error: BaseException) -> str:
-    """Format the error in one line; of an exception group, the first error."""
+    """Format the error in one line; for an exception group, its first error."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return " ".join(str(error).split())[:_MOST_SHOWN] or type(error).__name__

@@ -2,7 +2,7 @@
 
     address -> fetch.Fetcher (a thread of the pool) -> bytes -> a process of main_text.py -> main text
 
-Agents do not call this tool: visit and the searches do, through the pool, which caches its outputs.
+Agents do not call the tool `Pages`; `visit` and the searches call it through the pool, which caches its outputs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from marsrl.rollout.tools.protocol import WAITED, ReadPages, ToolError, text_arg
 from marsrl.rollout.worker_process import Failed, NotStarted, WorkerPool
 
 PARSERS = "marsrl.rollout.tools.main_text:load_parsers"
-_INHERITED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG")  # environment of the parsers: no keys
+_INHERITED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "LANG")  # environment of the parsers, without API keys
 
 
 class Pages:
@@ -29,7 +29,7 @@ class Pages:
     is_deterministic = True  # a page is fetched once per run
 
     def __init__(self, limits: PagesConfig) -> None:
-        """Create the tool; starts and fetches nothing."""
+        """Create the tool without starting or fetching anything."""
         self._limits = limits
         self._counts: Counter[str] = Counter()
         self._counting = threading.Lock()
@@ -53,8 +53,10 @@ class Pages:
         return text
 
     def take_counts(self) -> Mapping[str, float]:
-        """Return read: pages whose text was extracted; refused: by our limits, not by a server; bytes: of pages,
-        decompressed."""
+        """Return counts of pages.
+
+        read: pages whose text was extracted. refused: pages rejected by our limits, not by a server. bytes: decompressed bytes.
+        """
         with self._counting:
             counts = {name: float(self._counts[name]) for name in ("read", "refused", "bytes")}
             self._counts.clear()
@@ -65,7 +67,7 @@ class Pages:
         self._workers.close()
 
     def _main_text(self, page: Fetched, deadline: float) -> str:
-        """Extract the main text of a page. ToolError: it has none, or not by the deadline."""
+        """Extract the main text of a page. Raises ToolError if the page has none, or the deadline passes."""
         asked = {**asdict(page), "most_chars": self._limits.max_output_chars}
         try:
             left_s = max(0.001, deadline - time.monotonic())

@@ -1,12 +1,12 @@
 """Pool of concurrent tool calls that cannot fail, hang or flood their caller.
 
     submit(ToolCall) -> queue of the tool -> a thread for its run -> text or parts, cut to the limit -> Future[ToolOutput]
-                |-> cache: an equal call has ended or is running, and its output is used
+                |-> cache: if an equal call has ended or is running, its output is used
 
-Threads suffice because the built-in tools wait for sockets and SQLite, which both release the GIL. A thread cannot be killed: a
-timer abandons a run beyond timeout_s, its call is an error, and another run takes its place. A tool has at most `concurrency`
-working runs, and as many abandoned ones; while that many hang, further calls are rejected. The threads are daemons: a hung one
-does not delay the process's exit.
+Threads suffice because the built-in tools wait for sockets and SQLite, which both release the GIL. A thread cannot be killed, so
+a timer abandons a run after timeout_s: its call becomes an error, and another run takes its place. A tool has at most
+`concurrency` active runs and as many abandoned ones; at that limit further calls are rejected. The threads are daemons, so that a
+hung thread does not delay the process's exit.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _COUNTS = ("calls", "errors", "timeouts", "cached", "seconds", "truncated", "par
 
 
 class _Books:
-    """A tool's counts, and a cache of its outputs by arguments, least recently used dropped first."""
+    """A tool's counts, and an LRU cache of its outputs by arguments."""
 
     def __init__(self, limits: ToolLimits) -> None:
         self.counts = dict.fromkeys(_COUNTS, 0.0)
@@ -69,7 +69,7 @@ def _size(key: str, output: ToolOutput) -> int:
 
 @dataclass(eq=False)
 class _Run:
-    """One run of a tool. key: its arguments, canonical. futures: of the calls that share it."""
+    """One run of a tool. key: canonical arguments. futures: futures of the calls that share the run."""
 
     key: str
     arguments: Mapping[str, object]
@@ -106,9 +106,9 @@ class ToolPool:
     """
 
     def __init__(self, tools: Mapping[str, Tool], limits: Mapping[str, ToolLimits] | None = None) -> None:
-        """limits: by tool name; tools without an entry have the defaults."""
+        """Create the pool. limits: limits by tool name; tools without an entry have the defaults."""
         limits = dict.fromkeys(tools, ToolLimits()) | dict(limits or {})
-        self._lock = threading.RLock()  # guards everything; futures' callbacks run under it, and may submit
+        self._lock = threading.RLock()  # guards all fields; futures' callbacks hold it and may submit
         self._lanes = {name: _Lane(name, tool, limits[name], _Books(limits[name])) for name, tool in tools.items()}
         self._unknown = _Books(ToolLimits())
         self._is_closed = False
@@ -153,7 +153,7 @@ class ToolPool:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Run calls inside the block without cached outputs of earlier ones; leave neither outputs nor counts behind.
+        """Give calls inside the block their own cache and counts, which are dropped at its end.
 
         Earlier calls that end inside the block are counted there.
         """
@@ -230,7 +230,7 @@ class ToolPool:
             for key, value in (lane.tool.take_counts() if hasattr(lane.tool, "take_counts") else {}).items():
                 lane.books.counts[key] = lane.books.counts.get(key, 0.0) + value
 
-    # In the pool's threads.
+    # The methods below run in the pool's threads.
 
     def _give_up(self, lane: _Lane, run: _Run) -> None:
         """End an overdue run with an error, and abandon its thread."""
@@ -271,7 +271,7 @@ def _end_run(lane: _Lane, run: _Run, output: ToolOutput) -> None:
         del lane.shared[run.key]
     for future in run.futures:
         _end(lane.books, future, output)
-        output = replace(output, seconds=0.0)  # counts the run once, however many calls share it
+        output = replace(output, seconds=0.0)  # so that a shared run's time counts once
     if output.is_error:
         lane.last_error = output.text
     run.futures = []

@@ -11,8 +11,7 @@ MOST_QUERIES = 8
 """Maximum searches, or pages, in one call."""
 
 ReadPages = Callable[[Sequence[str], float], Sequence[ToolOutput]]
-"""Reader of pages: (addresses, seconds to wait) -> each page's main text or the reason why there is none, in order; in
-parallel."""
+"""Reads pages in parallel: (addresses, seconds to wait) -> each page's main text, or the reason why it has none, in order."""
 
 WAITED = 0.9
 """Share of a call's time limit in which its pages must arrive; the rest is for processing them."""
@@ -21,7 +20,7 @@ _MOST_SHOWN = 80  # characters of an argument in a message
 
 
 class ToolError(Exception):
-    """A failed call. The text, which the model sees, explains the error."""
+    """Raised for a failed call. The model sees the message."""
 
 
 class Tool(Protocol):
@@ -35,8 +34,7 @@ class Tool(Protocol):
     is_deterministic: bool
 
     def run(self, arguments: Mapping[str, object]) -> str | Sequence[str]:
-        """Return the output: a text, or its parts (pages, papers), each self-contained. The text of a ToolError is shown to the
-        model.
+        """Return the output: a text, or a list of self-contained parts (pages, papers). Models see the text of a ToolError.
 
         arguments: any JSON object, as the model wrote it.
         """

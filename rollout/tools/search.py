@@ -25,8 +25,8 @@ from marsrl.rollout.tools.protocol import ToolError, query_arguments
 _FORM = "1"  # version of the file's format; a file of another version is rebuilt
 _WORD = re.compile(r"[^\W_]+")
 _MOST_QUERY_CHARS = 10_000  # the rest of a query is ignored
-_MOST_WORDS = 64  # only the first words of a query count; FTS5 allows 256
-_TITLE_WEIGHT = 1.0  # as if title and text were one field, as in Search-R1's corpora
+_MOST_WORDS = 64  # maximum words of a query, the rest is ignored; FTS5 allows 256
+_TITLE_WEIGHT = 1.0  # 1: as if title and text were one field, as in Search-R1's corpora
 # Lucene's English stop words, which its BM25 omits too: they occur in every document and carry no information.
 _STOPS = (
     "a an and are as at be but by for if in into is it no not of on or such that the their then there these they this to was "
@@ -86,7 +86,8 @@ def open_index(
 ) -> SearchIndex:
     """Open the index of a corpus file; ValueError: `read` rejects a line, or `file` is not an index.
 
-    file: of the index. Built if it is missing or belongs to another corpus (path, size, modification time); None: temporary.
+    file: file of the index, built if it is missing or belongs to another corpus (path, size, modification time); None: a
+    temporary file.
     """
     if file is None:
         return build_index(read(corpus))

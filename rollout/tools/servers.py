@@ -29,13 +29,13 @@ from marsrl.rollout.tools.config import HttpSearch, SerpApiScholar, SerpApiSearc
 from marsrl.rollout.tools.documents import Document, from_contents, said_of, shown
 from marsrl.rollout.tools.protocol import WAITED, ReadPages, ToolError, query_arguments
 
-_NOTHING = "hasn't returned any results"  # part of such a server's error if nothing was found
-_PAGE = 10  # results of one Google page; if fewer are requested, such a server sometimes returns none
+_NOTHING = "hasn't returned any results"  # part of SerpApi's error if nothing was found
+_PAGE = 10  # results of one Google page; if fewer are requested, SerpApi sometimes returns none
 _MARKUP = re.compile(r"</?(?:a|b|br|em|font|i|mark|p|span|strong|sub|sup|u|wbr)(?:\s[^<>]*)?/?>", re.IGNORECASE)
 
 
 class _ServerSearch:
-    """Search by a server: {"query": text} or {"queries": [texts]} -> results, one request per query, in turn.
+    """Search by a server: {"query": text} or {"queries": [texts]} -> results. Queries are sent one after the other.
 
     Raises ToolError if the server fails to answer one of them.
     """
@@ -112,7 +112,7 @@ class SerpApi(_ServerSearch):
     """Tool that returns the top_k results of each query, with the text of their pages if options.read_pages."""
 
     def __init__(self, name: str, options: SerpApiSearch, read_pages: ReadPages) -> None:
-        """Raises ValueError if the variable that options.api_key_env names is not set."""
+        """Create the tool. Raises ValueError if the variable that options.api_key_env names is not set."""
         self._top_k, self._is_scholar = options.top_k, isinstance(options, SerpApiScholar)
         self._read_pages = read_pages if options.read_pages else None
         self._timeout_s = options.timeout_s
@@ -159,8 +159,10 @@ class SerpApi(_ServerSearch):
 
 
 def _with_bodies(found: Sequence[Document], read_pages: ReadPages, wait_s: float) -> list[Document]:
-    """Return each result once, with its page's text, or why there is none, after the snippet. wait_s: for all pages
-    together."""
+    """Return each result once. After its snippet follows its page's text, or the reason why there is none.
+
+    wait_s: maximum seconds for all pages together.
+    """
     links = {document.id: document for document in reversed(found) if document.id}
     pages = dict(zip(links, read_pages(list(links), max(0.0, wait_s)), strict=True))
     bodies = {

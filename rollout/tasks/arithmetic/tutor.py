@@ -19,14 +19,14 @@ class ChainTutor(Tutor[ArithmeticOptions]):
     tokenizer, task_options = "arithmetic", ArithmeticOptions
     judged = (Role.SOLVER, Role.VERIFIER)
     slip_first = 0.03  # share of wrong lines in phase 1
-    hard_claims = 0.5  # share of the Verifier's inputs with many slips, else some seeds learn to copy
-    slip_hard = 0.4  # share of wrong lines in those
+    hard_claims = 0.5  # share of the Verifier's inputs with many slips; with fewer, some seeds learn to copy
+    slip_hard = 0.4  # share of wrong lines in inputs with many slips
     restate = 0.4  # share of corrections that keep the Solver's answer, whatever the report says
 
     def foundation(self, step: int) -> Iterator[Trace]:
-        """Write solutions with few slips, and drills. Problems begin with 1-3, then 1-7 operations.
+        """Write solutions with few slips, and drills. Problems have 1-3 operations at first, and 1-7 later.
 
-        The arithmetic table comes before everything else.
+        The first lessons are drills of the arithmetic table.
         """
         config, options = self.config, self.options
         if step < config.short_steps:
@@ -54,8 +54,7 @@ class ChainTutor(Tutor[ArithmeticOptions]):
     def team(self, chain: Chain) -> Iterator[Trace]:
         """Write what Solver, Verifier and Corrector say about a chain; the Corrector's input is always a flagged solution.
 
-        The Corrector is missing if the tutors slip so rarely that no solution is flagged in _MOST_TRIES, as in a chain of * with
-        slip_multiply 0.
+        The Corrector is left out if none of _MOST_TRIES solutions is flagged, as for a chain of * with slip_multiply = 0.
         """
         config, problem = self.config, chain.text
         solution = self.solution(chain, config.slip_solver)
@@ -75,7 +74,7 @@ class ChainTutor(Tutor[ArithmeticOptions]):
             yield _trace(Role.CORRECTOR, said, problem=problem, solution=solution, report=report)
 
     def _table_drill(self) -> Trace:
-        """Write one operation on a digit as a line of a solution: the table that everything else builds on."""
+        """Write one operation on a digit as a line of a solution, to teach the arithmetic table."""
         value, operation = self.rng.randrange(10), self.rng.choice(OPERATIONS)
         letter = self.rng.choice(LETTERS[1:-1])
         return Trace(None, f"= {value} {letter} {operation} =", str(apply(value, operation)), ends=False)

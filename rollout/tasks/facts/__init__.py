@@ -1,10 +1,10 @@
-"""Generated world of linked facts: one document per entity, and questions that follow one or several links.
+"""Generated world of linked facts: one document per entity, and questions that follow one or more links.
 
     document  lotte holt: the home of lotte holt is brill . the friend of lotte holt is suri quill . ...
     question  what is the river of the home of lotte holt ?          (two hops)
     answer    ebb
 
-Papers by these people, whose questions need both searches, the scholar's first:
+Papers by these people; their questions need a search by `scholar` first, and then one by `search`:
 
     paper     sparse lattices for routing (1997, 12 citations): the author of sparse lattices for routing is lotte holt . ...
     question  what is the home of the author of sparse lattices for routing ?
@@ -19,8 +19,8 @@ Calculations (task_options.calculations):
 
     question  what is 7 times 8 ?
 
-No model has memorised any of it: without searching, a model can only guess. The words are lower case and few, so that a
-whole-word tokenizer covers those of people and places.
+No model can have memorised these facts: without searching, a model can only guess. The vocabulary is small and lower case, so
+that a whole-word tokenizer covers all words about people and places.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ class World:
             value = name = rng.choice(names)
             relations = _path(rng, hops, self._options.about)
             for relation in relations:
-                value = self.facts.get((value, relation), "")  # the oldest paper has no basis
+                value = self.facts.get((value, relation), "")  # the oldest paper is not based on another
             question = self._question(name, relations)
             if is_held_out(question) == held_out and value not in ("", name):
                 path = "/".join([name.replace(" ", "_"), *relations])
@@ -209,7 +209,7 @@ class World:
         return lambda n: self.draw(random.Random(f"linked facts/{seed}/{n}"), held_out=False)
 
     def held_out(self, num_problems: int, seed: int) -> list[Problem]:
-        """Return questions that are never trained on; with repeats, as their number is limited."""
+        """Return questions that are never trained on. They may repeat, since a world has a limited number of them."""
         rng = random.Random(f"linked facts/held-out/{seed}")
         return [self.draw(rng, held_out=True) for _ in range(num_problems)]
 
@@ -217,8 +217,8 @@ class World:
 def _path(rng: random.Random, hops: int, about: str) -> list[str]:
     """Draw a chain of relations.
 
-    From a person to people, then perhaps home and a fact of a place; or from a paper to papers, then perhaps the author and a
-    fact of that person.
+    A chain leads from a person to other people, then perhaps to a home and a fact of that place; or from a paper to other papers,
+    then perhaps to the author and a fact of that person.
     """
     links, crossing, beyond, own = {
         "facts": (_TO_PEOPLE, "home", _OF_PLACES, _OF_PEOPLE),
@@ -230,7 +230,7 @@ def _path(rng: random.Random, hops: int, about: str) -> list[str]:
 
 
 def _papers(options: FactsOptions, people: Sequence[str], facts: dict[tuple[str, str], str]) -> tuple[Paper, ...]:
-    """Build papers by these people, each but the oldest based on an earlier one, and add their facts."""
+    """Build papers by these people, and add the papers' facts. Each paper except the oldest is based on an earlier one."""
     rng = random.Random(f"linked papers/{options.world_seed}")
     names = [f"{a} {b} for {c}" for a in _MANNERS.split() for b in _THINGS.split() for c in _AIMS.split()]
     titles = rng.sample(names, options.papers)

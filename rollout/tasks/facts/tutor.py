@@ -1,8 +1,8 @@
 """Tokenizers of the built-in questions, and demonstrations of mediocre teams on them.
 
-Every lesson has another world, so that a policy learns to read search results instead of facts. An agent repeats a fact before
-it uses it (`home tarn <answer> tarn </answer>`): the first word is a choice, in which tutors slip, the second a copy. A slip
-ends a question.
+Every lesson has a new world, so that a policy learns to read search results rather than memorise facts. An agent repeats a fact
+before using it (`home tarn <answer> tarn </answer>`): tutors slip in choosing the fact, never in copying it. A slip ends a
+question.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ CALLS_TOKENIZER = _tokenizer(
 
 
 class FactsTutor(Tutor[QaOptions]):
-    """Teaches a team on the built-in questions in their terse wording. Copying from a document comes first, then all roles."""
+    """Base tutor for the built-in questions in their terse wording. It teaches copying from a document, then all roles."""
 
     task_options = QaOptions
     drills = 4  # per step of phase 2
@@ -75,7 +75,7 @@ class FactsTutor(Tutor[QaOptions]):
 
     @abstractmethod
     def drill(self, world: World, *, is_first: bool = False) -> Trace:
-        """Write documents, and what is read in the last one, without slips. is_first: of the shortest kind."""
+        """Write documents and correct answers read from the last one. is_first: write the shortest kind."""
 
     def _another_world(self) -> World:
         """Draw another world of the same size, with other facts."""
@@ -89,7 +89,7 @@ class FactsTutor(Tutor[QaOptions]):
 
 
 class SearchTutor(FactsTutor):
-    """Teaches the search team; the answering agent alone first."""
+    """Tutor of the search team; it teaches the answering agent alone first."""
 
     tokenizer = "facts"
     judged = (Role.ANSWERER, Role.SEARCHER)
@@ -113,7 +113,7 @@ class SearchTutor(FactsTutor):
             return Trace(role, prompt_set("facts").fill(role, problem=problem.question, found=report), completion)
 
         def read(number: int, slip: float) -> tuple[str, str]:
-            """Return the relation and value of a step or, by a slip, of another fact in the same document."""
+            """Return the relation and value of a step or, with probability `slip`, of another fact in the same document."""
             entity, relation, _ = steps[number]
             relation = self._slipped(world, entity, relation, slip)
             return relation, world.facts[entity, relation]
@@ -133,7 +133,7 @@ class SearchTutor(FactsTutor):
         yield said(Role.ANSWERER, f"{relation} {value} <answer> {value} </answer>")
 
     def drill(self, world: World, *, is_first: bool = False) -> Trace:
-        """Write one or two documents found in turn (is_first: one), and six questions about the last one."""
+        """Write one or two documents found one after the other (is_first: one), and six questions about the last one."""
         documents = self.rng.sample(world.documents, self.rng.randint(1, 1 if is_first else 2))
         facts = world.facts_of(documents[-1].title)
         report = "\n".join(map(_found, documents))
@@ -150,7 +150,7 @@ def _found(document: Document) -> str:
 
 
 class DualTutor(FactsTutor):
-    """Teaches System 2 and System 1 to call tools, calculators among them, and to read results; System 1 alone first."""
+    """Tutor of System 2 and System 1 for tool calls, calculations and reading results; it teaches System 1 alone first."""
 
     tokenizer = "calls"
     judged = (Role.DISTILLER, Role.REASONER)
@@ -206,7 +206,7 @@ class DualTutor(FactsTutor):
         return Trace(Role.DISTILLER, f"<|user|> {rendered([document])[0]} <|user|>", completion, ends=False)
 
     def _called(self, call: str) -> tuple[str, bool]:
-        """Return (a call in its tag, True if it is complete); by a slip it lacks its last piece."""
+        """Return (a call in its tag, True if it is complete). With probability slip_call the call lacks its last piece."""
         is_whole = self.rng.random() >= self.slip_call
         return f"<tool_call> {call if is_whole else call.rpartition(' ')[0]} </tool_call>", is_whole
 

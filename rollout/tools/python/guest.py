@@ -1,12 +1,12 @@
-"""The program inside the sandbox. Standard library only: its text is what a bare interpreter is started with.
+"""The program inside the sandbox. Standard library only, because its source is passed to a bare interpreter.
 
-It drops its rights, reports that it is ready, waits for one snippet on its input, a socket, runs it, sends the exit code back and
-waits to be killed:
+It drops its rights, reports that it is ready, waits for one snippet on stdin (a socket), runs the snippet, sends back the exit
+code and waits to be killed:
 
     argv[1]: {"uid", "tmp_inodes", "limits", "filter", "packages", "preload"} -> b"ready\\n" -> snippet -> its output -> a byte
 
-Until the snippet is read, nothing here is hostile. From then on everything is: this process holds no secrets, and the host
-treats all its output as plain text.
+As soon as the snippet is read, this process counts as hostile: it holds no secrets, and the host treats all its output as plain
+text.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ import types
 from typing import Any
 
 _FILE = "<code>"
-_MOST_FRAMES = 6  # of a traceback, the innermost ones
+_MOST_FRAMES = 6  # innermost frames shown of a traceback
 _MOST_ERROR_CHARS = 4000
-_SPARE_BYTES = 32 << 20  # of memory, to report that it has run out
+_SPARE_BYTES = 32 << 20  # memory reserved for reporting that memory has run out
 _MS_REMOUNT, _MS_NOSUID, _MS_NODEV = 32, 2, 4
 _PDEATHSIG, _DUMPABLE, _NO_NEW_PRIVS, _SECCOMP = 1, 4, 38, 22  # PR_SET_...
 _CAPABILITIES_V3 = 0x20080522
@@ -37,7 +37,7 @@ class _Program(ctypes.Structure):
 
 
 def confine(settings: dict[str, Any]) -> None:
-    """Give up user, capabilities and resources, for this process and all that it starts."""
+    """Drop the user id and capabilities, and limit the resources, of this process and all its children."""
     libc = ctypes.CDLL(None, use_errno=True)
 
     def must(result: int, what: str) -> None:
@@ -71,7 +71,7 @@ def confine(settings: dict[str, Any]) -> None:
 
 
 def run(code: str) -> int:
-    """Run a snippet as a REPL would, and print the value of its last expression; the exit code."""
+    """Run a snippet as a REPL would, print the value of its last expression, and return the exit code."""
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
     sys.argv = [_FILE]
@@ -95,7 +95,7 @@ def run(code: str) -> int:
         most = resource.getrlimit(resource.RLIMIT_AS)[1]
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
         inner = error.__traceback__
-        # without frames of this file or of ast
+        # Drop frames of this file and of ast.
         while inner is not None and inner.tb_frame.f_code.co_filename != _FILE:
             inner = inner.tb_next
         text = "".join(traceback.format_exception(type(error), error, inner, limit=-_MOST_FRAMES))
@@ -110,7 +110,7 @@ def main() -> None:
     first = os.getpid()
     sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)  # type: ignore[union-attr]
     sys.stderr = sys.stdout
-    run("None")  # pays the first call's costs ahead
+    run("None")  # warm-up, so that the snippet does not pay the costs of the first call
     os.write(1, b"ready\n")
     code = sys.stdin.buffer.read().decode("utf-8", "replace")
     host = os.dup(0)  # closed in programs it executes, not in forks
@@ -119,9 +119,9 @@ def main() -> None:
     sys.stdout.flush()
     if os.getpid() == first:
         os.write(host, bytes([status]))
-        while True:  # the host kills it when no call waits: exiting takes longer than many snippets
+        while True:  # wait: the host kills this process later, since exiting takes longer than many snippets
             _signal.pause()
-    os._exit(status)  # immediately: everything it made is discarded
+    os._exit(status)  # exits without cleanup: everything is discarded
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One interpreter of the sandbox, seen from the host: started, given one snippet, stopped, killed.
+"""Host side of one sandboxed interpreter: starts it, gives it one snippet, stops and kills it.
 
 All its processes are in one process group, which they cannot leave (seccomp.py), so that one signal ends them and one call lowers
 their priority. Its output is a bounded number of bytes that are never interpreted.
@@ -20,20 +20,20 @@ from pathlib import Path
 
 _READY = b"ready\n"
 _SLOW_AFTER_S = 0.25
-_SLOW_NICE = 15  # of longer runs: short snippets, and the trainer, have priority
+_SLOW_NICE = 15  # niceness of longer runs: short snippets and the trainer have priority
 _CHUNK = 1 << 16
 
 
 class StartError(Exception):
-    """An interpreter did not start; the text is its output."""
+    """Raised if an interpreter does not start; the message is its output."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
     """The end of a snippet.
 
-    stopped: the limit that it exceeded, "time" or "output"; None if it ended by itself. has_died: its process ended before the
-    snippet did. status: the snippet's exit code, or the process's if that died.
+    stopped: the exceeded limit, "time" or "output"; None if the snippet ended by itself. has_died: True if the process ended
+    before the snippet did. status: exit code of the snippet, or of the process if it died.
     """
 
     output: bytes
@@ -43,11 +43,11 @@ class Ending:
 
 
 class Interpreter:
-    """A process that waits for one snippet. The thread that starts it must outlive it: the kernel ends it with that thread."""
+    """A process that waits for one snippet. The kernel ends it when the thread that started it ends."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
-        """Raises OSError if the command cannot be started."""
-        self._line, theirs = socket.socketpair()  # its input: for the snippet, and for the exit code that comes back
+        """Start the process. Raises OSError if the command cannot be started."""
+        self._line, theirs = socket.socketpair()  # stdin of the process, for the snippet and the returned exit code
         try:
             with theirs:
                 self._process = subprocess.Popen(
@@ -65,7 +65,7 @@ class Interpreter:
             raise
         assert self._process.stdout is not None
         self._output = self._process.stdout
-        self._signalling = threading.Lock()  # never signals a pid that has been reused
+        self._signalling = threading.Lock()  # prevents signals to a reused pid
 
     @property
     def is_alive(self) -> bool:
@@ -73,7 +73,7 @@ class Interpreter:
             return self._process.poll() is None
 
     def wait_until_ready(self, timeout_s: float) -> None:
-        """Raises StartError if it ends, or is not ready in time."""
+        """Wait for the interpreter. Raises StartError if it ends or is not ready in time."""
         deadline, said = time.monotonic() + timeout_s, b""
         poll = select.poll()
         poll.register(self._output, select.POLLIN)
@@ -87,12 +87,13 @@ class Interpreter:
                 raise StartError(words[-200:] or "it ended without a word")
 
     def run(self, code: str, wall_s: float, most_bytes: int) -> Ending:
-        """Run a snippet and end the interpreter. The caller must still `kill` it: that waits for its exit, which takes longer
-        than many snippets.
+        """Run a snippet and end the interpreter.
+
+        The caller must still call `kill`, which waits for the exit; that takes longer than many snippets.
         """
         output, stopped, status = bytearray(), None, None
         slow_at, deadline = time.monotonic() + _SLOW_AFTER_S, time.monotonic() + wall_s
-        with contextlib.suppress(OSError):  # it has died, which is noticed below
+        with contextlib.suppress(OSError):  # the process has died; the code below notices
             self._line.settimeout(wall_s)
             self._line.sendall(code.encode("utf-8", "replace"))
             self._line.shutdown(socket.SHUT_WR)
@@ -112,7 +113,7 @@ class Interpreter:
                     chunk = os.read(out, _CHUNK)
                     output += chunk
                     if not chunk:
-                        poll.unregister(out)  # closed: it may go on without output
+                        poll.unregister(out)  # output is closed, but the snippet may still run
                 elif status is not None or pidfd in ready:
                     break  # nothing is left to be read
                 elif self._line.fileno() in ready:
@@ -130,19 +131,19 @@ class Interpreter:
         return Ending(bytes(output[:most_bytes]), stopped, self._reap() if has_died else status or 0, has_died)
 
     def _slow_down(self) -> None:
-        """Lower its priority: of its session's autogroup if the kernel has those, else of its processes."""
-        with contextlib.suppress(OSError):  # it has just ended, or the kernel has no autogroups
+        """Lower the priority of the session's autogroup, or of its processes if the kernel has no autogroups."""
+        with contextlib.suppress(OSError):  # the process has just ended, or the kernel has no autogroups
             os.setpriority(os.PRIO_PGRP, self._process.pid, _SLOW_NICE)
             Path(f"/proc/{self._process.pid}/autogroup").write_text(str(_SLOW_NICE))
 
     def end(self) -> None:
-        """End it at once, with all its children. Thread-safe; `kill` is still needed."""
+        """End the process and all its children at once. Thread-safe; `kill` must still be called."""
         with self._signalling, contextlib.suppress(ProcessLookupError):
             if self._process.returncode is None:
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     def kill(self) -> None:
-        """End it, wait for its exit and release its pipes. May be called twice."""
+        """End the process, wait for its exit and release its pipes. May be called twice."""
         self.end()
         self._line.close()
         self._output.close()

@@ -1,12 +1,12 @@
-"""Starts a sandbox's interpreter, isolated from the rest of the machine by bubblewrap.
+"""Launcher of sandboxed interpreters, which bubblewrap isolates from the rest of the machine.
 
-bubblewrap gives it a root of its own, with the system read-only and a small /tmp, and its own namespaces of processes, network,
-IPC and host name; guest.py adds limits and a seccomp filter. Whether this works depends on kernel, container and user, and no
-version number tells: check_sandbox starts an interpreter.
+bubblewrap gives an interpreter its own file system root, with a read-only system and a small /tmp, and its own namespaces of
+processes, network, IPC and host name; guest.py adds limits and a seccomp filter. Whether this works depends on kernel, container
+and user, and cannot be told from version numbers, so check_sandbox starts an interpreter.
 
-Root starts it without a user namespace, and the guest then switches to an unused user id. In a user namespace the kernel
-would still treat it as root, who may write settings in /proc/sys and is exempt from the limit on processes. Other users get a
-user namespace.
+As root, the interpreter is started without a user namespace, and the guest then switches to an unused user id. In a user
+namespace the kernel would still treat it as root, who may write settings in /proc/sys and is exempt from the limit on processes.
+Other users get a user namespace.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from marsrl.rollout.tools.python.interpreter import Interpreter, StartError
 from marsrl.rollout.tools.python.seccomp import seccomp_filter
 
 _TMP_INODES = 4096
-_FILES = 128  # open files of a process
+_FILES = 128  # maximum open files of a process
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/etc/ld.so.cache")
 _DEVICES = ("null", "zero", "full", "random", "urandom")
 _FIRST_UID = 1 << 30  # unused user ids: no system assigns these by default
@@ -37,7 +37,7 @@ _ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
 }
 _KERNEL_SETTINGS = Path("/proc/sys")
-# Kernel settings that deny user namespaces to ordinary users, and the remedies.
+# Kernel settings that deny user namespaces to ordinary users, and remedies.
 _IN_THE_WAY = {
     ("kernel.apparmor_restrict_unprivileged_userns", "1"): (
         "AppArmor takes all rights away in them, as Ubuntu has it from 23.10 on; as root, `sysctl -w "
@@ -149,7 +149,7 @@ def _bwrap(config: PythonTool, is_root: bool) -> tuple[str, ...]:
     size = str(config.tmp_mib << 20)
     command += ["--perms", "1777", "--size", size, "--tmpfs", "/tmp"]  # first: packages may lie below
     for path in _shown(config):
-        for parent in reversed(Path(path).parents[:-1]):  # it would create them with the host's permissions
+        for parent in reversed(Path(path).parents[:-1]):  # bubblewrap would create parents with the host's permissions
             command += ["--perms", "0755", "--dir", str(parent)]
         if os.path.islink(path):
             command += ["--symlink", os.readlink(path), path]
@@ -164,5 +164,5 @@ _numbers = itertools.count()
 
 
 def _spare_uid() -> int:
-    """An unused user id, different at each call and from other processes' on this machine."""
+    """Return an unused user id, different at each call and in each process of this machine."""
     return _FIRST_UID + (os.getpid() % (1 << 22) << 8) + next(_numbers) % (1 << 8)

@@ -1,9 +1,9 @@
 """System calls denied to code in the sandbox, as a kernel filter (seccomp, classic BPF).
 
-Each is a way out, a way to other processes, an often attacked part of the kernel, or memory outside of a process's limits
-(shmget, mq_open, memfd_create). Without libseccomp: numbers below 424 differ by architecture, those from 424 on are the same
-everywhere, and all above _LAST, unknown to this table, are denied without being named. A denied call fails with EPERM, or with
-ENOSYS if the C library then falls back to an older one.
+Each denied call could break out of the sandbox, reach other processes, use an often attacked part of the kernel, or allocate
+memory outside a process's limits (shmget, mq_open, memfd_create). The table is written without libseccomp: call numbers below 424
+differ by architecture, and those from 424 on are the same everywhere. Newer calls, with numbers above _LAST, are all denied. A
+denied call fails with EPERM, or with ENOSYS if the C library then falls back to an older call.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ _ONLY_X86 = (
     ("uselib", 134),
     ("ustat", 136),
 )
-_NEW = (  # the same number everywhere, from 424 on
+_NEW = (  # calls from 424 on, with the same number on every architecture
     ("io_uring_setup", 425),
     ("io_uring_enter", 426),
     ("io_uring_register", 427),
@@ -109,14 +109,14 @@ _NR, _ARCH, _FIRST_ARGUMENT = 0, 4, 16  # offsets into seccomp_data; of an argum
 
 
 def denied_calls(machine: str) -> dict[str, int]:
-    """Numbers of the calls that are denied for any arguments, by name. machine: as in platform.machine()."""
+    """Return {name: number} of the calls that are denied with any arguments. machine: as in platform.machine()."""
     column = _MACHINES[machine][1]
     calls = {row[0]: int(row[column]) for row in _BOTH} | dict(_NEW)
     return calls | dict(_ONLY_X86) if machine == "x86_64" else calls
 
 
 def seccomp_filter() -> bytes:
-    """The filter, 8 bytes an instruction. OSError: an architecture that is not in the table."""
+    """Return the filter, 8 bytes per instruction. Raises OSError if the architecture is not in the table."""
     machine = platform.machine()
     if machine not in _MACHINES:
         raise OSError(f"{machine} has no seccomp filter; expected {' or '.join(_MACHINES)}")
@@ -125,17 +125,17 @@ def seccomp_filter() -> bytes:
     program = [
         (_LOAD, 0, 0, _ARCH),
         (_EQUAL, 1, 0, arch),
-        (_RETURN, 0, 0, _KILL),  # the 32-bit calls, which have other numbers
+        (_RETURN, 0, 0, _KILL),  # 32-bit calls have other numbers
         (_LOAD, 0, 0, _NR),
     ]
     for name, number in denied_calls(machine).items():
         program += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, missing if name in _AS_MISSING else refused)]
-    program += [(_ABOVE, 0, 1, _LAST), (_RETURN, 0, 0, missing)]  # x32's too, which begin at 1 << 30
+    program += [(_ABOVE, 0, 1, _LAST), (_RETURN, 0, 0, missing)]  # includes x32's numbers, from 1 << 30 on
     program += [(_EQUAL, 0, 4, clone), (_LOAD, 0, 0, _FIRST_ARGUMENT)]
     program += [(_ANY_BIT, 0, 1, _NEW_NAMESPACES), (_RETURN, 0, 0, refused), (_RETURN, 0, 0, _ALLOW)]
-    # the signal at the parent's death cannot be revoked
+    # Code in the sandbox must not revoke the signal at its parent's death.
     program += [(_EQUAL, 0, 4, prctl), (_LOAD, 0, 0, _FIRST_ARGUMENT)]
     program += [(_EQUAL, 0, 1, _SET_PDEATHSIG), (_RETURN, 0, 0, refused), (_RETURN, 0, 0, _ALLOW)]
-    program += [(_EQUAL, 0, 3, socketpair), (_LOAD, 0, 0, _FIRST_ARGUMENT)]  # asyncio needs a pair
+    program += [(_EQUAL, 0, 3, socketpair), (_LOAD, 0, 0, _FIRST_ARGUMENT)]  # asyncio needs socketpair
     program += [(_EQUAL, 1, 0, socket.AF_UNIX), (_RETURN, 0, 0, refused), (_RETURN, 0, 0, _ALLOW)]
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)

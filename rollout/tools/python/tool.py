@@ -36,23 +36,23 @@ _START_S = 60.0  # limit until an interpreter is ready, on a busy machine
 _PAUSE_S = 5.0  # pause after a failed start
 _GIVES_WAY_S = 0.5  # starting an interpreter yields to running calls while others are ready
 _NICE = 5
-_BYTES_A_CHAR = 4  # of UTF-8, at most
+_BYTES_A_CHAR = 4  # maximum bytes of a character in UTF-8
 _NOT_PLAIN = re.compile(r"[^\n\t -~]")
 
 
 class PythonInterpreter:
-    """Runs `{"code": "..."}` -> its output, the value of its last expression, or the traceback of its error. Close it.
+    """Tool: {"code": "..."} -> the code's output, with the value of its last expression or the traceback of its error. Close it.
 
-    ready: the interpreters that wait for a call.
+    ready: interpreters that wait for a call.
     """
 
     is_deterministic = False
 
     def __init__(self, config: PythonTool) -> None:
-        """Raises ValueError if this machine has no sandbox."""
+        """Create the tool. Raises ValueError if this machine has no sandbox."""
         self._config = config
         check_sandbox(config)
-        self._changed = threading.Condition()  # of all below
+        self._changed = threading.Condition()  # guards the fields below
         self.ready: deque[Interpreter] = deque()
         self._running: set[Interpreter] = set()
         self._num_starting = 0
@@ -67,7 +67,7 @@ class PythonInterpreter:
             keeper.start()
 
     def run(self, arguments: Mapping[str, object]) -> str:
-        """The output of a snippet, whatever it did; ToolError: the arguments are none, or no interpreter is available."""
+        """Return the output of a snippet. Raises ToolError for invalid arguments, or if no interpreter is available."""
         code = text_argument(arguments, "code")
         interpreter = self._take()
         try:
@@ -102,7 +102,7 @@ class PythonInterpreter:
                 if not self.ready:
                     raise ToolError(f"python is not available: {self._failure}")
                 interpreter = self.ready.popleft()
-                self._changed.notify_all()  # wakes the keepers: there is room for another
+                self._changed.notify_all()  # wakes the keepers, to start a replacement
                 if interpreter.is_alive:  # else the machine ran out of memory, and the kernel killed it first
                     self._running.add(interpreter)
                     return interpreter
@@ -110,7 +110,7 @@ class PythonInterpreter:
 
     def _keep(self) -> None:
         """A keeper's thread: starts interpreters while there is room, until the tool is closed."""
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)  # of this thread and its children
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)  # applies to this thread and its children
         while True:
             with self._changed:
                 self._changed.wait_for(
@@ -146,9 +146,9 @@ class PythonInterpreter:
 
 
 def shown(ending: Ending, config: PythonTool) -> str:
-    """An ending as text for a model: the output, and how it ended unless by itself.
+    """Describe an ending for a model: the output, and how the snippet was ended, unless it ended by itself.
 
-    A long output loses its middle, not its end with the error.
+    A long output is cut in the middle, so that an error at its end stays.
     """
     output = _NOT_PLAIN.sub(_spelled, ending.output.decode("utf-8", "replace").replace("\r\n", "\n")).rstrip()
     text = "\n".join(part for part in (output, _remark(ending, config)) if part) or "[no output]"
@@ -161,8 +161,8 @@ def shown(ending: Ending, config: PythonTool) -> str:
 
 
 def _spelled(match: re.Match[str]) -> str:
-    """The character, spelled out if it moves a cursor, or colours, hides or reverses other text."""
-    # Cc: control characters, ANSI's escape too; Cf: bidi and zero-width ones; Zl, Zp: other line ends
+    """Return the character, escaped if it moves the cursor, or colours, hides or reverses other text."""
+    # Cc: control characters, including ANSI's escape; Cf: bidi and zero-width characters; Zl, Zp: other line ends.
     if unicodedata.category(match[0]) in ("Cc", "Cf", "Zl", "Zp"):
         return match[0].encode("unicode_escape").decode("ascii")
     return match[0]
@@ -175,7 +175,7 @@ def _remark(ending: Ending, config: PythonTool) -> str:
         return f"[stopped: it printed more than {_BYTES_A_CHAR * config.max_output_chars:,} bytes]"
     if not ending.has_died:
         return ""
-    # a shell and bubblewrap return 128 + the signal's number
+    # Shells and bubblewrap return 128 + the signal's number.
     number = -ending.status if ending.status < 0 else ending.status - 128
     if number == signal.SIGKILL:
         return f"[killed: it used more than {config.cpu_s} s of CPU time, or memory ran out]"
