@@ -33,13 +33,13 @@ CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _DTYPES = ("BF16", "F16", "F32")  # safetensors' names
 _MERGE = "merge it into its model with PEFT (merge_and_unload) and set `model` to the result"
 
-# Keys of adapter_config.json (PEFT 0.21) and the values with which PEFT computes W x + (alpha / rank) B (A x), as measured on
-# PEFT's models. A key in neither table must be null, false or empty.
+# Keys of adapter_config.json (PEFT 0.21) and the values for which PEFT computes W x + (alpha / rank) B (A x), as verified with
+# PEFT's models. A key that is in neither table must be null, false or empty.
 _PLAIN: Mapping[str, Sequence[object]] = {
     "peft_type": ("LORA",),
     "task_type": ("CAUSAL_LM", None),
     "bias": ("none",),
-    # These initialise A and B and keep W. PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA subtract B A from W.
+    # These values initialise A and B and keep W; PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA would subtract B A from W.
     "init_lora_weights": (True, False, "gaussian", "orthogonal", "mica", "eva"),
 }
 _BESIDE_TENSORS = frozenset({
@@ -111,7 +111,7 @@ def peft_settings(folder: Path, *, is_split: bool = True) -> dict[str, Any]:
 
     is_split: require a separate pair for each expert.
 
-    Raises ValueError: a file is missing, or a setting asks for more than plain pairs.
+    Raises ValueError if a file is missing, or a setting requires more than plain pairs.
     """
     key = f"adapter.start is {folder}"
     if not (folder / TENSORS).is_file() and (folder / "adapter_model.bin").is_file():
@@ -159,9 +159,9 @@ def peft_settings(folder: Path, *, is_split: bool = True) -> dict[str, Any]:
 
 
 def peft_pair(told: Mapping[str, Any], matrix: str) -> tuple[int, float]:
-    """Return (rank, alpha / rank) of a matrix by adapter_config.json.
+    """Return (rank, alpha / rank) of a matrix according to adapter_config.json.
 
-    As in PEFT, the first pattern that matches the end of the matrix's name decides."""
+    As in PEFT, the first pattern that matches the end of the matrix's name applies."""
 
     def of(patterns: str, default: str) -> Any:
         fits = (value for key, value in (told.get(patterns) or {}).items() if re.match(rf"(.*\.)?({key})$", matrix))
@@ -172,10 +172,10 @@ def peft_pair(told: Mapping[str, Any], matrix: str) -> tuple[int, float]:
 
 
 def check_start(folder: Path, shape: ModelShape, adapter: AdapterConfig) -> None:
-    """Raise ValueError, naming the mismatch, unless all of this PEFT directory can be used.
+    """Raise ValueError, naming the mismatch, unless the PEFT directory fits the adapter completely.
 
     The file must hold exactly the tensors of adapter.targets, with finite values and the policy's sizes, ranks and alpha / rank.
-    Reads the tensors one at a time.
+    Tensors are read one at a time.
     """
     from marsrl.rollout.weights.files import WeightFiles  # imported here: configs are read without torch
 
@@ -255,7 +255,7 @@ def write_adapter(
     in_experts = adapter.rank_in_experts(shape)
     has_experts = shape.num_experts > 0 and "experts" in adapter.targets
     ranks = {r".*\.experts\.\d+\.(gate|up|down)_proj": in_experts}
-    # With transformers 5, PEFT sees experts' gate and up projections as one matrix. The first matching pattern decides.
+    # With transformers 5, PEFT treats experts' gate and up projections as one matrix. The first matching pattern applies.
     ranks |= {r".*\.experts\.gate_up_proj": 2 * in_experts, r".*\.experts\.down_proj": in_experts}
     settings = {
         "peft_type": "LORA",
@@ -307,7 +307,7 @@ def held_by_shard(
             continue
         a, b = tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"]
         yield f"{name}.lora_A.weight", a[:, box.start[2] : box.end[2]].to(dtype)
-        # Computed for experts as readers of alpha_pattern do: the result may differ in the last bit.
+        # For experts, repeat the computation of readers of alpha_pattern, whose result may differ in the last bit.
         scale = adapter.scale * rank / rank if ".experts." in name else adapter.scale
         yield f"{name}.lora_B.weight", b[box.start[1] : box.end[1]].to(dtype) * scale
 

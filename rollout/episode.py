@@ -136,7 +136,7 @@ class Episode:
     def close(self, ask: Ask, samples: Sequence[Sample]) -> None:
         """End the ask with these samples."""
         self.answers[ask.id] = tuple(sample.without_tokens() for sample in sorted(samples, key=_index))
-        for uid in [uid for uid in self.waiting if uid.rpartition(":")[0] == ask.id]:  # stragglers
+        for uid in [uid for uid in self.waiting if uid.rpartition(":")[0] == ask.id]:  # samples still waiting
             del self.waiting[uid]
 
     def wait(self, sample: Sample) -> None:

@@ -23,11 +23,11 @@ Answer = TypeVar("Answer")
 
 
 class Refused(Exception):
-    """The server's response is unusable, and retries cannot help or have failed."""
+    """Raised if the server's response is unusable, and retries cannot help or have failed."""
 
 
 class _Again(Exception):
-    """A transient failure of one attempt. wait_s: the delay that the server requested, if any."""
+    """Raised for a transient failure of one attempt. wait_s: delay that the server requested, if any."""
 
     def __init__(self, reason: str, wait_s: float | None = None) -> None:
         super().__init__(reason)
@@ -51,7 +51,7 @@ class HttpLine:
         secret: Mapping[str, str] | None = None,
         timeout_key: str = "timeout_s",
     ) -> None:
-        """Create the client; sends nothing.
+        """Create the client without connecting.
 
         Args:
             section, timeout_key: settings named in messages; the section ends with a dot.
@@ -89,7 +89,7 @@ class HttpLine:
     def get(self, query: Mapping[str, str], read: Callable[[bytes], Answer]) -> Answer:
         """GET with these query parameters; otherwise as `post`."""
         url = f"{self._url}?{urlencode(query)}"
-        # Sent instead of the URL, which httpx logs.
+        # The secret is sent in this target rather than in the URL, which httpx logs.
         target = f"{urlsplit(url).path}?{urlsplit(url).query}&{self._secret}"
         return self._tried(read, method="GET", url=url, extensions={"target": target.encode()})
 

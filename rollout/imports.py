@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_YOUNG = 10_000  # objects
+_YOUNG = 10_000  # allocated objects between collections of the youngest generation
 
 
 @contextmanager
@@ -19,7 +19,7 @@ def imports_for_good() -> Iterator[None]:
     times during the import, and again in every full collection, such as megatron-core's at every checkpoint. So collection
     is off in the block, and all objects that exist at its end are exempt permanently (gc.freeze). Garbage among them is
     never freed: create nothing else in the block. Afterwards young objects are collected every 10,000 allocations instead
-    of 700, because a process that plays allocates thousands a second, which live as long as their samples.
+    of 700, because a process that plays episodes allocates thousands a second, which live as long as their samples.
     """
     was_enabled = gc.isenabled()
     gc.disable()

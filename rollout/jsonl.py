@@ -9,14 +9,15 @@ from pathlib import Path
 
 
 class BadLine(ValueError):
-    """An invalid row; the message is only the reason."""
+    """Raised for an invalid row. The message is only the reason, without file or line."""
 
 
 def read_rows(file: Path) -> Iterator[tuple[int, Mapping[str, object] | BadLine]]:
     """Yield (number from 1, row or BadLine); blank lines are skipped.
 
-    number: of the line, or of the object if the file is one array or one multi-line object. ValueError: the array is not JSON,
-    so no row of it can be read.
+    number: number of the line, or of the object if the file is one array or one multi-line object.
+
+    Raises ValueError if the array is not valid JSON, so that none of its rows can be read.
     """
     if (rows := _of_document(file)) is not None:
         for number, row in enumerate(rows, start=1):

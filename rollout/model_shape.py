@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class _Family:
-    """Differences between architectures, after transformers' modeling files.
+    """Properties of one architecture, as in transformers' modeling files.
 
     biases_by: {key of config.json: the ModelShape fields that it sets}. fixed: {key: the only supported value, also
     its default}; some are read by vLLM only. sliding_window: the key's default; None: not in this architecture.
@@ -68,7 +68,7 @@ class ModelShape:
     num_heads: int
     num_kv_heads: int
     head_size: int
-    ffn_size: int  # of one expert in MoE models
+    ffn_size: int  # MLP width; of one expert in MoE models
     vocab_size: int
     max_positions: int
     rope_theta: float
@@ -123,7 +123,7 @@ def read_shape(model_dir: str | Path, *, needs_weights: bool = True) -> ModelSha
         config = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"model: {path} is not JSON ({error}); download it again") from error
-    shape = _shape(config, path)  # first: an unsupported model makes other errors irrelevant
+    shape = _shape(config, path)  # checked first: for an unsupported model other errors are irrelevant
     if needs_weights:
         weight_files(folder)
     return shape

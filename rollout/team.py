@@ -1,4 +1,4 @@
-"""The team: agents, prompts, engines and judge."""
+"""Team: agents, prompts, engines and judge of a run."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Prompt(NamedTuple):
 
 
 class WatchedJudge:
-    """Judge of answers that measures its busy periods: the task's judge, or a model where it serves the episode's purpose.
+    """Judge of answers that measures its busy periods. A model judges episodes of the purposes it serves, the task others.
 
     on_call, if set, receives each period with pending answers: (number of answers, start, end), in seconds of time.time().
     """
@@ -143,7 +143,7 @@ class Team:
             for each in asked:
                 self._check(episode, each)
             own = [c for s in episode.waiting.values() for c in self._calls(s) if isinstance(c, ToolCall)]
-            # max_tool_turns bounds agents that call tools themselves.
+            # Calls of agents' own tools are not counted here: max_tool_turns bounds them.
             known = episode.asks if any(agent.tools for agent in self.agents.values()) else episode.asks | episode.calls
             num_turns = len({each.id for each in asked}.union(known))
             if num_turns > self.max_turns and self.gateway is None:  # the gateway counts its own turns
@@ -197,7 +197,7 @@ class Team:
                 return None
             outputs.append(output.text)
         texts = self.renderer(sample.agent).cut_longest(outputs, self.agents[sample.agent].max_tool_tokens)
-        # The template puts tags around an output; the same tags inside it lose their brackets.
+        # The template encloses an output in tags, so the same tags within the output lose their brackets.
         return [Message("tool", without_tags("tool_response", without_tags("tool_call", text))) for text in texts]
 
     def prompt(self, episode: Episode, ask: Ask) -> Prompt | None:
@@ -248,7 +248,7 @@ class Team:
         return replace(sample, reward=self._penalised(sample, reward))
 
     def is_read(self, sample: Sample) -> bool:
-        """Return True if the agent's parser found what it looks for in an ended sample."""
+        """Return True if the agent's parser found an answer, verdict or text in an ended sample."""
         return sample.finish is Finish.STOP and self.orchestration.is_readable(sample)
 
     def metrics(self, episode: Episode) -> Mapping[str, float]:
@@ -344,7 +344,7 @@ class Team:
                 return waiting
         try:
             parsed = returned.parsed(self.orchestration.parse(sample), sample)
-            # only a sample that the model itself paused can wait
+            # Only a sample that ended by itself can wait.
             return replace(parsed, finish=finish) if finish is not Finish.STOP else parsed
         except Exception as raised:
             return self._failed(sample, "parse", raised)
@@ -380,9 +380,8 @@ class Team:
     def teacher_logprobs(self, samples: Sequence[Sample]) -> dict[str, FloatArray]:
         """Return {uid: [N] float32, nats} for samples whose agents have teachers: the teacher's log-probs of the completion.
 
-        They are at the agent's temperature, over the whole vocabulary.
-
-        Teachers are asked one after the other, each for all samples of a temperature.
+        The log-probs are at the agent's temperature, over the whole vocabulary. Teachers score one after the other, each all
+        samples of a temperature at once.
         """
         asked: dict[tuple[str, float], list[Sample]] = {}
         for sample in samples:

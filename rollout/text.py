@@ -1,4 +1,4 @@
-"""Text of errors and of foreign programs, as messages and files need it. Imports nothing: worker processes start with it."""
+"""Conversion of error texts and untrusted texts for messages and files. Imports little, since worker processes load it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def last_line(error: BaseException) -> str:
 
 
 def in_one_line(error: BaseException) -> str:
-    """Return the whole text of an error on one line, also beyond 300 characters."""
+    """Return the whole text of an error on one line, without a length limit."""
     return " ".join(str(error).split())
 
 

@@ -145,9 +145,9 @@ class ChatRenderer:
     ) -> tuple[IntArray, str] | None:
         """Render as `render` does, cut to max_tokens by removing tokens from the middle or the left of the messages' contents.
 
-        Contents are cut as the template keeps them (without thoughts that it omits). The longest are cut first, to a common
-        length. The template's own text stays, and nothing marks a cut. Contents are tokenised separately and cut between two
-        tokens. Returns None if the template leaves no room for contents.
+        Contents are cut in the form in which the template shows them (without thoughts that it omits). The longest are cut first,
+        down to a common length. The template's own text stays, and cuts are not marked. Contents are tokenised separately and cut
+        between two tokens. Returns None if the template leaves no room for contents.
         """
         whole = self._templated(messages, tools, template_options).translate(self._plain)
         kept = [self._kept(whole, messages, index, tools, template_options) for index in range(len(messages))]
@@ -179,7 +179,7 @@ class ChatRenderer:
         tools: Sequence[ToolFunction],
         template_options: Mapping[str, bool | str],
     ) -> str:
-        """Return the part of a content that the template shows in the whole prompt; all of it if that is not one piece."""
+        """Return the part of a content that the template shows; the whole content if the shown part is not contiguous."""
         content, mark = messages[index].content, _PLACEHOLDER.format(index=index)
         marked = [*messages[:index], replace(messages[index], content=mark), *messages[index + 1 :]]
         before, _, after = self._templated(marked, tools, template_options).translate(self._plain).partition(mark)
@@ -191,8 +191,8 @@ class ChatRenderer:
     ) -> IntArray:
         """Return [N] int32: the tokens between a completion and the next one, for these messages.
 
-        has_ended: the completion has its end token. The token is not repeated, nor is white space that a template writes before
-        it; otherwise the completion was cut off, and the token is added.
+        has_ended: True if the completion has its end token; the token, and white space that a template writes before it, are then
+        not repeated. False if the completion was cut off; the token is then added.
         """
         before = Message("user", ""), Message("assistant", _ANSWER)
         if all(isinstance(message, Message) for message in messages):
@@ -216,11 +216,10 @@ class ChatRenderer:
         /,
         **template_options: bool | str,
     ) -> bool:
-        """Return True if the prompt after `new` still shows the thoughts in an answered chat: those of its prompt, and the
-        answer's.
+        """Return True if, after the messages `new`, the template still shows all thoughts of an answered chat.
 
-        False if the chat template now omits some, as Qwen3's does once a user writes again. Thoughts are those of
-        assistants' turns: their reasoning_content, or the part of their content before </think>.
+        False if the chat template now omits some, as Qwen3's does once a user writes again. The thoughts of an assistant's turn
+        are its reasoning_content, or the part of its content before </think>.
         """
         in_fields = "reasoning_content" in self._tokenizer.get_chat_template(tools=list(tools) or None)
         turns, marks = [dict(message) for message in (*answered, *new)], dict[int, str]()
@@ -292,7 +291,8 @@ class ChatRenderer:
     def _disguised(self, text: str) -> str:
         """Replace the characters of control words in the text by twins.
 
-        Also replaces part of a control word at an end, which the template's text, or text that it removes, could complete.
+        Also replaces part of a control word at either end of the text, since the template could complete it by adding or removing
+        text.
         """
         words = list(self._control_pattern.finditer(text)) if self._control_pattern else []
         places = [0, *itertools.chain.from_iterable(word.span() for word in words), len(text)]
@@ -307,7 +307,7 @@ class ChatRenderer:
         return any(text[-num:] in self._heads or text[:num] in self._tails for num in range(1, self._longest))
 
     def _with_twins(self, template: str) -> str:
-        """Return the template, changed to look for the twins of control words where it looks for these words."""
+        """Return the template, changed so that it also searches for the twins of the control words that it searches for."""
         assert self._control_pattern is not None  # otherwise no content has twins
         pattern = self._control_pattern
 
@@ -409,7 +409,7 @@ class ChatRenderer:
         for is_control, group in itertools.groupby((int(i) for i in ids), self._control_ids.__contains__):
             run = list(group)
             text, within = self._text(run), self._text([*last, *run])[len(self._text(last)) :]
-            # SentencePiece's decoders drop the first space, which may be the template's, or one that encoding has put there.
+            # SentencePiece's decoders drop the first space, which may come from the template or have been added in encoding.
             if text != within and self.completion_ids(within).tolist() == run:
                 text = within
             parts = [text] if is_control else [part for part in self._break_controls(text) if part is not None]
@@ -547,7 +547,7 @@ class ChatRenderer:
         return None if match is None else match[0]
 
     def _added_around(self, text: str) -> tuple[list[int], list[int]]:
-        """Return (ids before, ids after) those of a text that the tokenizer encodes by itself."""
+        """Return (ids before, ids after) that the tokenizer adds around the ids of a text."""
         bare, whole = (
             list(self._tokenizer(text, add_special_tokens=adds, split_special_tokens=True)["input_ids"])
             for adds in (False, True)
@@ -568,7 +568,7 @@ def _well_formed(text: str) -> str:
 
 
 def _strings_changed(value: Any, change: Callable[[str], str]) -> Any:
-    """Return the value in the form that a chat template takes, lists and dicts, with `change` applied to every string."""
+    """Return the value as lists and dicts, as chat templates need it, with `change` applied to every string."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Message):
@@ -587,21 +587,21 @@ def _settled(text: str) -> str:
 
 
 def load_tokenizer(directory: Path) -> Any:
-    """Load the tokenizer of a directory: tokenizer.json as it is, whatever class tokenizer_config.json names.
+    """Load the tokenizer of a directory: tokenizer.json unchanged, whatever class tokenizer_config.json names.
 
-    transformers rebuilds a Llama tokenizer from the vocabulary alone, which loses the white space of byte-level ones. Without
-    tokenizer.json, AutoTokenizer is used. Raises ValueError if that one changes a text.
+    transformers rebuilds a Llama tokenizer from the vocabulary alone, which loses white space if it is byte-level. Without
+    tokenizer.json, AutoTokenizer is used. Raises ValueError if AutoTokenizer's tokenizer changes a text.
     """
     if (directory / "tokenizer.json").is_file():
         from transformers import PreTrainedTokenizerFast
 
         tokenizer = PreTrainedTokenizerFast.from_pretrained(str(directory))
-        tokenizer.backend_tokenizer.no_truncation()  # a file may ask for either
+        tokenizer.backend_tokenizer.no_truncation()  # a file may request truncation or padding
         tokenizer.backend_tokenizer.no_padding()
         return tokenizer
     from transformers import AutoTokenizer
 
-    # Not mistral_common's, which reads tekken.json and has no chat template that could be rendered here.
+    # mistral_common's tokenizer, which reads tekken.json, has no chat template that could be rendered here.
     tokenizer = AutoTokenizer.from_pretrained(str(directory), mistral_format=False)
     again = tokenizer.decode(tokenizer.encode(_PROBE, add_special_tokens=False), clean_up_tokenization_spaces=False)
     if again != _PROBE:

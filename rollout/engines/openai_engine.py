@@ -40,13 +40,13 @@ _MOST_STOPS = 4  # the protocol's limit
 
 
 class OpenAIEngine(Engine):
-    """Sends up to options.concurrency requests at a time. It neither takes weights nor scores.
+    """Engine that sends up to options.concurrency requests at a time. It cannot load weights or score.
 
     engine = OpenAIEngine(OpenAIOptions(base_url="http://judge:8000/v1", model="judge"), ChatRenderer(directory))
     """
 
     def __init__(self, options: OpenAIOptions, renderer: ChatRenderer, *, max_model_len: int | None = None) -> None:
-        """Create the engine; sends nothing.
+        """Create the engine without connecting.
 
         max_model_len: limit of prompt plus completion, in the renderer's tokens; None: the server's limit.
 
@@ -79,7 +79,7 @@ class OpenAIEngine(Engine):
         with self._lock:
             aborted, self._aborted = self._aborted, []
             waiting = {work: uid for uid, (_, work) in self._under_way.items()}
-        at_most = 0.0 if aborted else min(timeout_s, threading.TIMEOUT_MAX)  # without a deadline it is infinite
+        at_most = 0.0 if aborted else min(timeout_s, threading.TIMEOUT_MAX)  # timeout_s may be infinite
         done = wait(waiting, at_most, FIRST_COMPLETED).done if waiting else set()
         with self._lock:
             ended = [self._under_way.pop(waiting[work]) for work in done if waiting[work] in self._under_way]
@@ -88,7 +88,7 @@ class OpenAIEngine(Engine):
         return [*aborted, *results]
 
     def abort(self, adapter: str | None = None) -> None:
-        """Abort all requests: servers have no adapters. They return UNFINISHED and empty, since partial responses are unknown."""
+        """Abort all requests, whatever the adapter. They return as UNFINISHED without tokens, since responses come whole."""
         with self._lock:
             for request, work in self._under_way.values():
                 work.cancel()
@@ -231,7 +231,7 @@ class _ChatChoice(BaseModel):
 
     @property
     def text(self) -> str:
-        """The content after the thought that a server has split off."""
+        """The content, without the thought, which the server returns separately."""
         said, thought = self.message.content or "", self.message.reasoning_content or self.message.reasoning
         if not thought:
             return said

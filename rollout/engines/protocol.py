@@ -105,13 +105,13 @@ class DecodeResult:
     """Result of a request.
 
     finish: STOP, LENGTH (max_new_tokens used up), UNFINISHED (aborted) or ERROR.
-    logprobs: of the drawn tokens, nats, at the sampling temperature, among the tokens kept by top_k and top_p.
+    logprobs: log-probs of the drawn tokens, nats, at the sampling temperature, over the tokens kept by top_k and top_p.
 
         DecodeResult("000017/solver:3", token_ids=[8, 1], logprobs=[-0.7, -0.1], finish=Finish.STOP, version=5)
 
-    routed_experts: of the request's and the new tokens from experts_from on, except the last one, on which no log-prob
+    routed_experts: experts of the request's and the new tokens from experts_from on, except the last token, on which no log-prob
     depends; None if not requested, or nothing was decoded.
-    kept_tokens: at each new token's position; None if not requested.
+    kept_tokens: tokens kept by top_k and top_p at each new token's position; None if not requested.
     seconds: this request's share of the engine's time (time_shares.py); for a server, its response time.
     usage: (prompt tokens, new tokens) as counted by a server with another tokenizer; None: as counted here.
     text: as requested by text_from (texts.py); None if not requested, or the request was aborted or failed.
@@ -178,8 +178,7 @@ class EngineInfo:
     """Class and version of the serving library, for summary.json and `doctor`.
 
     settings: {setting of ModelShape.settings(): distinct values that the layers compute with}, as far as the engine knows.
-    sampler: which one draws tokens.
-    shards: the model's, one per worker. adapters: names of those served.
+    sampler: description of the sampler. shards: shards of the model, one per worker. adapters: names of the served adapters.
     """
 
     kind: str
@@ -310,8 +309,8 @@ class Engine(ABC):
     ) -> list[FloatArray]:
         """Return log-probs [N-1] of tokens 1..N-1 of each sequence, nats, over the whole vocabulary.
 
-        temperature: at which a teacher scores samples; nothing may be decoding then. None: temperature 1, for probes that check
-            a weight sync and the caches; running requests continue.
+        temperature: temperature at which a teacher scores samples; nothing may be decoding. None: temperature 1, for probes that
+            check a weight sync and the caches; running requests continue.
         """
         raise NotImplementedError
 

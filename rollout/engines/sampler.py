@@ -23,8 +23,8 @@ class RowSampling:
     temperature: Tensor  # [B] float32
     top_p: Tensor  # [B] float32
     top_k: Tensor  # [B] int64; -1 off
-    truncates: bool  # any row?
-    is_greedy: bool  # any row at temperature 0?
+    truncates: bool  # True if any row truncates
+    is_greedy: bool  # True if any row has temperature 0
 
     @staticmethod
     def of(samplings: Sequence[Sampling], device: torch.device) -> RowSampling:
@@ -81,7 +81,7 @@ def _draw_torch(scaled: Tensor, sampling: RowSampling, noise: Tensor) -> tuple[T
     whole = cumulative[:, -1:]
     # The product may round up to the total.
     point = torch.minimum(noise[:, None] * whole, whole.nextafter(torch.zeros_like(whole)))
-    # Takes the first token whose cumulative probability passes the point; never one of probability 0.
+    # The first token whose cumulative probability exceeds the point; a token of probability 0 is never drawn.
     tokens = torch.searchsorted(cumulative, point, right=True)[:, 0].clamp(max=scaled.shape[1] - 1)
     if sampling.is_greedy:
         tokens = torch.where(sampling.temperature <= 0, scaled.argmax(-1), tokens)
@@ -105,8 +105,7 @@ def low_bits(seeds: Sequence[int]) -> Seeds:
 def uniform(seeds: Seeds, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
     """Return [B] in [0, 1): 53 bits of SplitMix64 over (seed, position).
 
-    Computed on the host, where both are known: on a GPU, a dozen operations on so few numbers would cost only launches.
-
+    Computed on the host, where both are known: on a GPU, a dozen operations on so few numbers would only cost kernel launches.
 
     positions: [B], index of the drawn token in its sequence.
     """

@@ -35,7 +35,7 @@ class _UnderWay:
 
 
 class ScriptedEngine(Engine):
-    """Answers each request with script(request).
+    """Engine that answers each request with script(request).
 
         engine = ScriptedEngine(lambda request: "4 <|end|>", encode=tokenizer.encode)
 
@@ -45,8 +45,8 @@ class ScriptedEngine(Engine):
     fixed function of token and position.
 
     decode: for texts and Sampling.stop; without it neither is supported.
-    tokens_per_step: per running request and `collect`; None: all remaining tokens.
-    adapters: names that requests may use; the same script answers.
+    tokens_per_step: tokens per running request and `collect`; None: all remaining tokens.
+    adapters: names of adapters that requests may use; the same script answers them.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class ScriptedEngine(Engine):
         self._script, self._encode, self._fail = script, encode, fail
         self._texts = Texts(decode) if decode is not None else None
         self._answers: dict[str, tuple[int, list[int]]] = {}  # uid: (length of the prompt, whole completion)
-        self._asleep: set[MemoryPart] = set()  # it uses no memory; set so that callers cannot depend on that
+        self._asleep: set[MemoryPart] = set()  # lets tests notice calls to a sleeping engine
 
     def info(self) -> EngineInfo:
         name, adapters = f"{__name__}.ScriptedEngine", tuple(filter(None, self._versions))

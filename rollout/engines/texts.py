@@ -19,7 +19,7 @@ from marsrl.rollout.types import Finish, IntArray
 
 
 class Texts:
-    """Decoder of token ids to text. decode: None loads the tokenizer of model_dir on first use."""
+    """Decoder of token ids to text. decode: None to load the tokenizer of model_dir on first use."""
 
     def __init__(self, decode: Callable[[IntArray], str]) -> None:
         self._decode = decode
@@ -32,7 +32,7 @@ class Texts:
     def told(self, request: DecodeRequest, result: DecodeResult) -> DecodeResult:
         """Add the text that the request asks for (DecodeRequest.text_from) to the result.
 
-        Decodes all tokens, earlier segments' too: bytes of one character may lie on both sides of a cut.
+        Decodes all tokens, including those of earlier segments, since the bytes of a character may be split between segments.
         """
         if request.text_from is None or result.finish in (Finish.UNFINISHED, Finish.ERROR):
             return result
@@ -54,8 +54,10 @@ class Texts:
         return any(whole.count(text) > before.count(text) for text in stop)
 
     def first_end(self, known: IntArray, drawn: Sequence[int], stop: Sequence[str], start: int) -> int | None:
-        """Return how many drawn tokens there are up to the first one, from `start` on, that completes a stop string; None: none
-        does."""
+        """Return the number of drawn tokens up to the first one that completes a stop string; None if none does.
+
+        start: index of the first drawn token to search.
+        """
         most = max((len(text.encode()) for text in stop), default=0)
         tails = ((end, drawn[max(0, end - most) : end]) for end in range(start + 1, len(drawn) + 1))
         return next((end for end, tail in tails if self.is_ended(known, tail, stop)), None)

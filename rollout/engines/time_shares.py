@@ -4,9 +4,8 @@
     shares.step(0.2); shares.end("a")   -> 0.1
     shares.step(0.2); shares.end("b")   -> 0.1 + 0.2
 
-The shares of all requests add up to the engine's busy seconds, whatever the batch: they are cost, not
-waiting time. They are even because a decoding step costs about the same for each sequence: it reads all weights for
-all of them. A prefill in a step lengthens it for every request in it.
+The shares of all requests add up to the engine's busy seconds, so they measure cost, not waiting time. The split is even, because
+a decoding step reads all weights for all sequences together. A prefill in a step increases the share of every request in it.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from collections import deque
 class TimeShares:
     """Time shares of the requests in an engine. Costs O(1) per step.
 
-    slots: most requests in a step, the oldest first; None: all. Source: virtual time of fair queueing (Parekh and Gallager,
-    1993).
+    slots: maximum requests in a step, the oldest first; None: no limit. Source: virtual time of fair queueing (Parekh and
+    Gallager, 1993).
     """
 
     def __init__(self, slots: int | None = None) -> None:
         self._slots = slots
-        self._each_s = 0.0  # share of a request that was in every step
-        self._since: dict[str, float] = {}  # requests in the steps: _each_s at their start
+        self._each_s = 0.0  # seconds of a request that was in every step so far
+        self._since: dict[str, float] = {}  # running requests, with the value of _each_s at their start
         self._waiting: deque[str] = deque()
 
     def add(self, uid: str) -> None:

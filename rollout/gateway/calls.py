@@ -1,4 +1,4 @@
-"""Types between the player, which knows engines, and the gateway (gateway.py), which knows programs."""
+"""Types exchanged by the player, which uses the engines, and the gateway (gateway.py), which serves programs."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from dataclasses import asdict, dataclass, field
 from marsrl.rollout.types import Fate, Finish, FloatArray, IntArray, Turn
 
 SESSION = "session"
-"""Name of the tool by which the player starts a session, which takes long and calls agents meanwhile."""
+"""Name of the tool whose calls are sessions: long calls, during which a program calls agents."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Tokens of one turn. uid: of their sample. logprobs in nats; error: why an engine failed."""
+    """Tokens of one turn. uid: uid of the turn's sample. logprobs: nats. error: why an engine failed."""
 
     uid: str
     token_ids: IntArray
@@ -28,10 +28,10 @@ class Reply:
 class Call:
     """A program's call of an agent.
 
-    uid: of the continued sample; "" for a new one, the agent's `number`-th in this session. behind: uid of the sample with
-    whose tokens the new one begins, or "". attempt: number of restarts of the session. token_ids [N]: the new sample's
-    prompt, or the tokens to append to the sample. place: index among the session's calls, from 0. text: the prompt for display.
-    max_tokens, stop: limits of this turn, in addition to the agent's own.
+    uid: uid of the continued sample; "" for a new sample, the agent's `number`-th in this session. behind: uid of the sample
+    whose tokens begin the new sample's prompt, or "". attempt: number of restarts of the session. token_ids [N]: the new sample's
+    prompt, or the tokens to append to the continued sample. place: index among the session's calls, from 0. text: the prompt for
+    display. max_tokens, stop: limits of this turn, in addition to the agent's own.
     """
 
     session: str
@@ -52,10 +52,10 @@ class Call:
 class SessionEnd:
     """End of a session, as stored in its ToolOutput.
 
-    reward: of every sample; rewards: by agent or uid, {} if nothing is rewarded. If both are None, the task judges `answer`, or
-    else the session's last answer. turn_rewards: of each call's answer, in addition; () if none has its own. fates: of each
-    call's answer, in order of arrival. read: uids of the samples with an answer that was read, in the order in which the program
-    read the last of them.
+    reward: reward of every sample. rewards: rewards by agent or uid; {} if nothing is rewarded. If both are None, the task judges
+    `answer`, or else the session's last answer. turn_rewards: additional reward of each call's answer; () if no answer has one.
+    fates: fate of each call's answer, in order of arrival. read: uids of samples with answers that were read, sorted by when the
+    program read their last answer.
     """
 
     reward: float | None = None

@@ -252,7 +252,7 @@ def logprobs_of(answer: Answer) -> list[dict[str, Any]]:
 
 
 def usage_of(answer: Answer) -> dict[str, int]:
-    """Count the tokens of the prompt, including earlier turns, and of the turn."""
+    """Return token counts: of the prompt, which includes earlier turns, and of the new turn."""
     told, said = len(answer.prompt_ids), len(answer.token_ids)
     return {"prompt_tokens": told, "completion_tokens": said, "total_tokens": told + said}
 

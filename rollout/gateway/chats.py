@@ -1,4 +1,4 @@
-"""Agents as programs see them, a program's request to one, and the answer, independent of the protocol."""
+"""An agent as programs see it, a program's request, and the agent's answer, independent of the protocol."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """An agent's turn, parsed. calls: as `tool_calls` of OpenAI's messages."""
+    """An agent's parsed turn. calls: tool calls, in the form of `tool_calls` of OpenAI's messages."""
 
     content: str
     reasoning: str | None = None
@@ -76,8 +76,9 @@ class Reader(Protocol):
 class Answer:
     """A finished turn.
 
-    id: with which a program may reward the turn; uid: of its sample. finish: stop, length or tool_calls; stop: the stop string
-    after it, or "". prompt_ids: the tokens before it; logprobs in nats; pieces: returns the text of each token.
+    id: id by which a program may reward the turn. uid: uid of the turn's sample. finish: stop, length or tool_calls. stop: the
+    stop string that ended the turn, or "". prompt_ids: the tokens before the turn. logprobs: nats. pieces: returns the text of
+    each token.
     """
 
     id: str
@@ -96,8 +97,8 @@ class Answer:
 class Agent:
     """An agent as programs see it. settings: apply whatever a program requests. max_response_tokens: the agent's, or the run's.
 
-    reader: parser of its turns; None: everything is content. server: openai.api of the policy, whose tokens and log-probs are
-    unknown; "": marsrl's engines.
+    reader: parser of the agent's turns; None: the whole text is content. server: openai.api of a policy behind a server, where
+    tokens and log-probs are unknown; "": marsrl's engines.
     """
 
     name: str

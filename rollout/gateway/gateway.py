@@ -26,16 +26,16 @@ from marsrl.rollout.types import ToolCall, ToolOutput
 
 _log = logging.getLogger(__name__)
 
-SILENCE_S = 30.0  # a worker without a request for this long is lost
+SILENCE_S = 30.0  # a worker that sends no request for this long is lost
 _START_S = 120.0  # extra time for a new worker's first request
 _MOST_SHOWN = 2000  # characters kept of a program's error
 
 
 class Gateway:
-    """Pool of one tool, for the player, whose calls are sessions; see the module.
+    """Tool pool for the player with a single tool, whose calls are sessions; see the module.
 
-    agents: by name, which programs send as the model. clock: seconds, for limits of sessions and workers' silence. sums_turns:
-    see Session.
+    agents: agents by name; programs send the name as `model`. clock: time in seconds, for limits of sessions and workers'
+    silence. sums_turns: see Session.
     """
 
     def __init__(
@@ -55,11 +55,11 @@ class Gateway:
         self.num_over = 0  # number of finished sessions
         # Used only by the server's thread.
         self._playing: dict[str, Session] = {}  # by key
-        self._workers: dict[str, float] = {}  # time of each worker's last request, or until when it must send its first
+        self._workers: dict[str, float] = {}  # each worker's last request, or deadline of its first
         self._last_error = ""  # a session's last error
         self._over: dict[str, list[str]] = {}  # by worker, keys of sessions that it may abandon
 
-    # The player's side.
+    # Called by the player.
 
     def submit(self, call: ToolCall) -> Future[ToolOutput]:
         """Queue a session; the future resolves to its end."""
@@ -87,7 +87,7 @@ class Gateway:
             names = [name for name in self._calls if name in sessions]
             return lost, [call for name in names for call in self._calls.pop(name)]
 
-    # The server's side.
+    # Called by the server's thread.
 
     def of_key(self, key: str) -> Session | None:
         return self._playing.get(key)

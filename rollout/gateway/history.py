@@ -1,4 +1,4 @@
-"""Samples of a session by their chats: finds the sample that a call continues, and the tokens that they share.
+"""History of a session's chats: finds the sample that a call continues, and the tokens that they share.
 
 Clients send the whole chat with every call and may rewrite earlier turns. Chats are therefore compared by what all clients
 preserve:
@@ -34,9 +34,9 @@ ChatMessage = Mapping[str, Any]
 class Strand:
     """Tokens of a sample, of which the first num_prompt are the prompt.
 
-    is_busy: a call is extending it. call: number of the last call that it answers.
+    is_busy: True while a call extends the sample. call: number of the last call that the sample answers.
 
-    text: of a sample called by text, everything that its client knows; stop: the stop string after it, which the client lacks.
+    text: for a sample called by text, the text known to the client. stop: the stop string after it, which clients do not get.
     """
 
     token_ids: IntArray
@@ -50,7 +50,7 @@ class Strand:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """End of an answer in a strand. call: the one that it answers; thoughts: of all assistant turns of the chat so far."""
+    """End of an answer in a strand. call: number of the answered call. thoughts: thoughts of all assistant turns so far."""
 
     strand: Strand
     num_tokens: int
@@ -65,11 +65,11 @@ class _Place:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The answered chat that a call begins with.
+    """The answered chat that begins a call's chat.
 
-    token_ids [N]: its tokens; answered: its messages, with thoughts even if they were not sent back; new: the messages
-    after it. uid: of its sample; call: the one that it answers. strand: that sample, if it can be extended; None: a new one
-    begins with the same tokens.
+    token_ids [N]: tokens of the answered chat. answered: its messages, including thoughts that the client did not send back.
+    new: the call's messages after it. uid: uid of its sample. call: number of the call that it answers. strand: its sample, if
+    it can be extended; None: a new sample begins with the same tokens.
     """
 
     token_ids: IntArray
@@ -90,7 +90,7 @@ class History:
     def find(self, agent: str, tools: Any, messages: Sequence[ChatMessage]) -> Found | None:
         """Return the longest answered chat that is a proper prefix of these messages.
 
-        Of several equal ones, return the last that can be extended: a program repeats requests that it has lost or discarded.
+        Among equal chats, prefer the last that can be extended: a program may repeat a request if it lost or discarded an answer.
         """
         digests = _digests(agent, tools, messages)
         for length in range(len(messages) - 1, 0, -1):

@@ -4,8 +4,8 @@
     POST /end                      a session's key   {reward | rewards | answer | error}
     POST /v1/chat/completions      a session's key   and others: see APIS
 
-An answer takes as long as the engines need, also while weights change. Blanks, or comments of a stream, precede a late answer
-and keep the client from timing out. A call without an answer fails or is cut off, and clients retry it.
+An answer takes as long as the engines need, including the time of weight updates. Blanks, or comments in a stream, precede a late
+answer so that the client does not time out. A call without an answer fails or is cut off, and clients retry it.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ _POLL_S, _POLLS = 0.05, 100  # a GET /next of a worker waits 5 s for a session
 _TICK_S = 0.5
 _SHUTDOWN_S = 0.1  # time for pending requests at the end of the run
 _KEEP_S = 600  # keep-alive of idle connections: clients reuse them, and a closed one costs a retry
-_BACKLOG = 2048  # connections waiting to be accepted: sessions begin together, and one too many would wait for a second
+_BACKLOG = 2048  # connections waiting to be accepted: sessions begin together, and a rejected connection waits a second
 _ANTHROPIC = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error"}
 _SURROGATES = (b"\\ud", b"\\uD", b"\xed")  # how surrogates begin in JSON, or in UTF-8
 
 
 @dataclass(frozen=True, slots=True)
 class Api:
-    """A protocol. read: parses the request; reply: renders the answer as JSON; events: as a stream."""
+    """A protocol. read: parses the request. reply: renders the answer as JSON. events: renders the answer as a stream."""
 
     read: Callable[[Mapping[str, Any], Mapping[str, Agent]], Ask]
     reply: Callable[[Answer, Mapping[str, Any]], Mapping[str, Any]]
@@ -74,7 +74,7 @@ _GATEWAY, _KEY = web.AppKey("gateway", Gateway), web.AppKey("key", str)
 
 
 def make_app(gateway: Gateway, key: str) -> web.Application:
-    """Build the application. key: the workers'."""
+    """Build the application. key: the workers' API key."""
     app = web.Application(middlewares=[_refusing], client_max_size=gateway.config.max_body_mib << 20)
     app[_GATEWAY], app[_KEY] = gateway, key
     app.add_routes([web.get("/next", _hand_out), web.post("/end", _end), web.get("/v1/models", _models)])
@@ -226,7 +226,7 @@ def open_gateway(
 ) -> Iterator[Gateway]:
     """Run a gateway in its own thread, with locally started workers; OSError: the address cannot be bound.
 
-    key: the workers'; None: a random one. clock, sums_turns: see Gateway.
+    key: the workers' API key; None: a random key. clock, sums_turns: see Gateway.
     """
     key = key or secrets.token_urlsafe(24)
     gateway = Gateway(config, agents, clock, sums_turns)

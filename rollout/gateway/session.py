@@ -37,9 +37,8 @@ class CallLost(Exception):
 class _Asked:
     """A call of the program. listens: True while a client waits for the answer.
 
-    is_read: the program received the answer. is_used: a later call continues it, or the program rewards it by id.
-    is_asked_again:
-    the program sent the same body again after receiving the answer.
+    is_read: the program received the answer. is_used: a later call continues the answer, or the program rewards it by id.
+    is_asked_again: the program sent the same body again after receiving the answer.
     """
 
     task: asyncio.Task[Answer]
@@ -60,11 +59,12 @@ class _Asked:
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """One session of a program; see the module. id: of the episode; key: authenticates requests; problem: as sent to the worker.
+    """One session of a program; see the module.
 
-    worker: the one that plays it; "": none yet. output: resolved at the end. send: passes a call to the player. clock: seconds.
-    masks_superseded: discarded answers are not trained (external.superseded). sums_turns: a reward for an answer's id is its
-    turn's (credit.turns=returns); otherwise a sample's reward is the mean of its answers'.
+    id: id of the episode. key: authenticates requests. problem: the problem as sent to the worker. worker: worker that plays the
+    session; "" before it starts. output: future resolved at the end. send: passes a call to the player. clock: time in seconds.
+    masks_superseded: discarded answers are not trained (external.superseded). sums_turns: rewards given by answer id are rewards
+    of turns (credit.turns=returns); otherwise a sample's reward is the mean over its answers.
     """
 
     id: str
@@ -114,9 +114,9 @@ class Session:
     async def ask(
         self, ask: Ask, body: bytes, *, is_retry: bool, listens: Callable[[], bool] = lambda: True
     ) -> asyncio.Task[Answer]:
-        """Begin a call; a retry (the same body, a digest of the request) gets the first call's answer, unless that was lost.
+        """Begin a call. A retry (with the same body, a digest of the request) gets the first call's answer, unless it was lost.
 
-        Without a retry mark, the same body is a branch while an earlier one is pending; afterwards it is a repeated request.
+        Without a retry mark, an equal body is a branch while an earlier call is pending, and a repeated request afterwards.
         listens: True while the client waits.
 
         Raises Refused: the prompt is too long, or the session has used up its calls or has ended.
@@ -150,7 +150,7 @@ class Session:
         self._note_read(self._answered[task.result().id])
 
     def end(self, said: Mapping[str, Any]) -> ToolOutput:
-        """End the session with its worker's report, {reward | rewards | answer | error}; an error if that is invalid."""
+        """End the session with its worker's report, {reward | rewards | answer | error}; an invalid report is an error."""
         seconds = self.clock() - self.began_s
         try:
             if said.get("error") is not None:
@@ -183,7 +183,7 @@ class Session:
         return ToolOutput(end.encode(), seconds=seconds)
 
     def cancel(self) -> None:
-        """Drop open calls and begin no more."""
+        """Drop open calls and reject new ones."""
         self._is_over = True
         for task in list(self._open):
             task.cancel()
@@ -227,7 +227,7 @@ class Session:
         return Fate.SUPERSEDED if is_thrown_away and self.masks_superseded else Fate.READ
 
     def _uids_read(self) -> list[str]:
-        """Return uids of samples with an answer that was read, in the order in which the last of these were read."""
+        """Return uids of samples with answers that were read, sorted by when the last answer was read."""
         read = [self._calls[number] for number in self._read]
         uids = [each.uid for each in read if self._fate(each) is Fate.READ]
         return list(dict.fromkeys(reversed(uids)))[::-1]
@@ -244,7 +244,7 @@ class Session:
         return self._answer(agent, ask, strand, call.reply, self.num_calls)
 
     async def _by_chat(self, agent: Agent, ask: Ask) -> tuple[Ask, Strand, Call]:
-        """Begin a call by chat; return first the call with all known thoughts of its chat."""
+        """Begin a call with a chat. The returned Ask's messages include all known thoughts."""
         prefix = self._history.find(agent.name, ask.shown, ask.messages)
         renderer, options = agent.renderer, {**agent.settings.template_options, **ask.options}
         begun = renderer.encode_trusted(_opening(agent, ask))
@@ -271,7 +271,7 @@ class Session:
         start = 0 if strand is None else len(strand.token_ids if strand.text is None else strand.text)
         new = prompt[start:]
         if isinstance(new, str):
-            new = new if strand is None else new.removeprefix(strand.stop)  # the stop string's tokens are already there
+            new = new if strand is None else new.removeprefix(strand.stop)  # the sample already has its tokens
             new = await _rendered(agent, agent.renderer.encode_trusted, new)
         text = prompt if isinstance(prompt, str) else None
         if strand is None:

@@ -1,4 +1,4 @@
-"""Agents as programs see them, with turns parsed by vLLM's own parsers of thoughts and tool calls, as in its server."""
+"""Agents for programs, with turns parsed by vLLM's parsers of thoughts and tool calls, as in its server."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def agents_of(
     renderers: by policy. parsers: by policy, vLLM's names of the tool and reasoning parsers. servers: openai.api of policies
     behind servers.
     """
-    readers: dict[Any, VllmReader] = {}  # one for equal agents
+    readers: dict[Any, VllmReader] = {}  # agents with equal settings share a reader
     found = {}
     for name, each in agents.items():
         tools, thoughts = (parsers or {}).get(each.policy, (None, None))
@@ -73,7 +73,7 @@ class VllmReader:
 
         logging.getLogger("vllm.tool_parsers").setLevel(logging.CRITICAL)  # avoids a traceback for each malformed call
         self.reads_calls = tool_parser is not None
-        # A parser may encode, which briefly changes the tokenizer; other threads use the renderer's own.
+        # A copy, because encoding by a parser briefly changes the tokenizer, and other threads use the renderer's.
         self._tokenizer, self._options = deepcopy(renderer.tokenizer), dict(template_options)
         named = f"tool_parser={tool_parser}, reasoning_parser={reasoning_parser}"
         try:

@@ -1,4 +1,4 @@
-"""Player of a program's sessions. Standard library only (Python 3.9 or later): runs in any environment, on any host.
+"""Worker that plays a program's sessions. It needs only the standard library (Python 3.9 or later), so runs on any host.
 
     python worker.py --url http://HOST:PORT --function my_agent.py:run        key: environment variable MARSRL_WORKER_KEY
     python worker.py --url http://HOST:PORT --environment my_env.py:Env
@@ -129,7 +129,7 @@ class Worker:
     def __init__(self, url: str, key: str, name: str, most: int, play: Callable[..., Any]) -> None:
         self._url, self._key, self._name, self._most, self._play = url.rstrip("/"), key, name, most, play
         self._lock = threading.Lock()  # guards the next field
-        # how to end each running session, by key; a key may come twice
+        # Functions that end running sessions, by key. A key may occur twice.
         self._open: dict[str, Callable[[], Any]] = {}
         self._loop = asyncio.new_event_loop()  # for async functions
         self._loop.set_default_executor(ThreadPoolExecutor(4 * most))
@@ -188,7 +188,7 @@ class Worker:
 
 
 def _told(error: BaseException) -> str:
-    """Format an error with the program's lines that led to it, without this file's."""
+    """Format an error with its traceback, without frames of this file."""
     whole = traceback.TracebackException.from_exception(error)
     own = [frame for frame in whole.stack if frame.filename != _told.__code__.co_filename]
     whole.stack = traceback.StackSummary.from_list(own)
@@ -197,7 +197,7 @@ def _told(error: BaseException) -> str:
 
 def _as_end(found: Any) -> dict[str, Any]:
     """Convert a function's return value to the body of POST /end."""
-    if isinstance(found, tuple):  # of an environment: its end, and {id of an answer: reward of this turn}
+    if isinstance(found, tuple):  # an environment's (end, {id of an answer: reward of the turn})
         return {**_as_end(found[0]), "turn_rewards": found[1]}
     if found is None:
         return {}
@@ -376,7 +376,7 @@ def main() -> int:
         guard()
         return 0
     parent = os.getppid()
-    # this file's folder, whose modules would shadow packages of the same names (openai-agents: agents)
+    # Modules in this file's folder would shadow packages of the same name (openai-agents: agents).
     own = os.path.dirname(os.path.realpath(__file__))
     sys.path[:] = [folder for folder in sys.path if os.path.realpath(folder) != own]
     try:

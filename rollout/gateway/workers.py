@@ -19,7 +19,7 @@ from marsrl.rollout.gateway.worker import UNUSABLE
 from marsrl.rollout.http_server import listen, url_of
 
 WORKER = Path(__file__).with_name("worker.py")
-_MOST_IN_VAIN = 10  # consecutive deaths of workers without a finished session in between
+_MOST_IN_VAIN = 10  # maximum consecutive deaths of workers without a finished session in between
 _BEGIN_S = 2.0  # delay between a worker's end and its replacement
 _END_S = 5.0
 _READ_S = 0.5
@@ -51,7 +51,7 @@ class _Worker:
 
 
 class Workers:
-    """Worker processes of the run. url: of the gateway; key: the workers'."""
+    """Worker processes of the run. url: the gateway's URL. key: the workers' API key."""
 
     def __init__(self, config: ExternalConfig, url: str, key: str) -> None:
         self._config, self._url, self._key = config, url, key
@@ -80,7 +80,7 @@ class Workers:
             gateway.expect(name)
 
     def end_hanging(self, names: Sequence[str]) -> None:
-        """Kill the given workers, if started here; others replace them."""
+        """Kill the given workers if they were started here; new workers replace them."""
         for name in self._running.keys() & set(names):
             self._running[name].process.kill()
 

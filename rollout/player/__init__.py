@@ -1,1 +1,1 @@
-"""Player of episodes: in stages for training, beside the trainer or in turn with it, and for evaluations."""
+"""Player of episodes: in stages for training, concurrently or alternately with the trainer, and for evaluations."""

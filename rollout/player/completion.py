@@ -1,4 +1,4 @@
-"""One completion, from ask to judged sample, and the asks and instances around it that checkpoints hold."""
+"""Completions, from ask to judged sample, and the asks and rollout instances that checkpoints hold."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class State(StrEnum):
 
     DUE = "due"  # its next segment must be decoded, now or in the next stage
     DECODING = "decoding"
-    WAITING = "waiting"  # for a tool, another agent, or its next turn
+    WAITING = "waiting"  # it waits for a tool, another agent, or its next turn
     JUDGING = "judging"
     OVER = "over"
 
@@ -47,12 +47,13 @@ class _OfCompletion:
 class Completion(_OfCompletion):
     """One completion of an ask. The next segment continues its token ids, never its text; each token keeps its policy version.
 
-    turn: number of waits after which it continued behind foreign tokens (is_sampled off). turns: answered calls of a program.
-    routed_experts: of prompt and completion without the last token, each chosen by the version that decoded it.
-    kept_tokens: of the completion's N tokens; None until a segment records them.
-    num_decoded: tokens of the current segment decoded before an abort. seconds: of engine time.
-    finish, error: finish reason, and the cause of a failure. sample: while being judged (without a reward) and at the end.
-    text: of all tokens, by the engine that drew the last ones; None: unknown.
+    turn: number of waits after which the completion continued; tokens inserted there have is_sampled False. turns: answered
+    calls of a program.
+    routed_experts: experts of prompt and completion without the last token, each chosen by the version that decoded the token.
+    kept_tokens: kept tokens at the completion's N positions; None until a segment records them.
+    num_decoded: tokens of the current segment decoded before an abort. seconds: engine time.
+    finish, error: finish reason, and the cause of a failure. sample: set while being judged (without a reward) and at the end.
+    text: text of all tokens, from the engine that drew the last ones; None: unknown.
     call, call_start: the program's call answered by the current turn, and the turn's first token in the completion.
     usage: (prompt tokens, new tokens) of all turns as a server counts them; None: as counted here.
     """
@@ -105,7 +106,7 @@ class Completion(_OfCompletion):
 
     @property
     def is_trained(self) -> BoolArray:
-        """[N]: is_sampled without the answers that a program did not read, or discarded."""
+        """Mask [N] of trained tokens: is_sampled, except in answers that a program did not read, or discarded."""
         if not self.turns:
             return self.is_sampled
         is_read = np.zeros(len(self.token_ids), np.bool_)
@@ -116,7 +117,7 @@ class Completion(_OfCompletion):
     def until_read(self) -> Completion:
         """Cut the tokens after the last answer that a program read, and take its finish.
 
-        Keeps all tokens if no answer was read, and of a team's completion.
+        Keeps all tokens if no answer was read, or if no program plays.
         """
         last = next((turn for turn in reversed(self.turns) if turn.fate is Fate.READ), None)
         if last is None or (last is self.turns[-1] and last.end == len(self.token_ids)):
@@ -140,7 +141,7 @@ class Completion(_OfCompletion):
                 self.routed_experts = np.concatenate([*known, result.routed_experts])
 
     def go_on_with(self, token_ids: IntArray) -> None:
-        """Append foreign tokens: without log-probs, and part of the preceding segment."""
+        """Append tokens that the policy did not sample: they have no log-probs, and belong to the preceding segment."""
         num_tokens = len(token_ids)
         self._keep(None, num_tokens)
         if self.segments:
@@ -165,7 +166,7 @@ class Completion(_OfCompletion):
         self.kept_tokens = before.followed_by(kept_tokens or KeptTokens.nothing_left_out(num_tokens))
 
     def copy(self) -> Completion:
-        """Return an independent copy. A finished one keeps its sample; one being judged is judged again."""
+        """Return an independent copy. A finished copy keeps its sample; a completion being judged is judged again."""
         if self.state is State.OVER:
             return Completion(State.OVER, sample=self.sample)
         return replace(self, sample=None)
@@ -182,8 +183,8 @@ class _OfAsk:
 class OpenAsk(_OfAsk):
     """An open ask: its agent's prompt, and its completions by index.
 
-    opened_version: the policy version at its first submission, from which its age counts. behind: uid of the sample
-    with whose tokens a program's prompt begins, for display; "": none.
+    opened_version: the policy version at the ask's first submission, from which its age is counted. behind: uid of the sample
+    whose tokens begin a program's prompt, for display; "": none.
     """
 
     ask: Ask

@@ -1,9 +1,9 @@
-"""Game of an evaluation: given episodes, played to their ends with one set of weights.
+"""Player's game for an evaluation: episodes played to their ends with one set of weights.
 
 Nothing is trained, segmented or checkpointed.
 
-Episodes do not wait for each other: requests that become possible at a completion's end are submitted at once, so free slots
-are used, and the total time is that of the longest episode, not the sum of each round's longest.
+Episodes do not wait for each other: requests that a finished completion makes possible are submitted at once. So free slots are
+used, and the total time is that of the longest episode, not the sum over rounds of the longest call.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Played:
     """An episode played to its end.
 
     samples: in order of their ends, with tokens, prompts and texts, which episodes do not keep.
-    seconds: of engine time (DecodeResult.seconds), by uid. usage: Completion.usage, by uid.
+    seconds: engine time (DecodeResult.seconds), by uid. usage: Completion.usage, by uid.
     latency_s: wall time from the first engine request or tool call to the last judged answer. It includes waits in the engines'
         queues, so concurrent episodes lengthen it. None if nothing was asked (every prompt was too long).
     """
@@ -50,13 +50,13 @@ OnEnd = Callable[[Played], None]
 
 @dataclass(slots=True, eq=False)
 class _Play:
-    """A running episode. seed: of its draws. is_followed: play it to its end; otherwise only the given asks."""
+    """A running episode. seed: seed of its draws. is_followed: play the episode to its end; otherwise only the given asks."""
 
     episode: Episode
     seed: int
     is_followed: bool
     began_s: float | None = None
-    has_asked: bool = False  # of an engine or a tool
+    has_asked: bool = False  # True after the first request to an engine or a tool
     samples: list[Sample] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     usage: dict[str, tuple[int, int] | None] = field(default_factory=dict)
@@ -71,9 +71,9 @@ class EvaluationPlay:
         play.finish()                                     # everything, concurrently
         [each.sample for each in asked]
 
-    max_tokens: of one completion. sampling: replaces the agents' own, except stop conditions. on_said: called with each
-    completion of `ask` once it is judged. most_open: maximum concurrent episodes. A draw depends only on its ask and the seed,
-    not on what is played concurrently.
+    max_tokens: maximum tokens of one completion. sampling: replaces the agents' sampling, except stop conditions. on_said: called
+    with each completion of `ask` once it is judged. most_open: maximum concurrent episodes. A draw depends only on its ask and
+    the seed, not on concurrent episodes.
     """
 
     has_segments, answers_too_long = False, True
@@ -111,9 +111,9 @@ class EvaluationPlay:
         self._begin()
 
     def ask(self, asks: Sequence[tuple[Episode, Ask]], seed: int) -> list[Completion]:
-        """Return one whole, judged completion per ask, of episodes that are not played further.
+        """Return one whole, judged completion per ask, without playing the asks' episodes further.
 
-        An ask with a prompt that is too long gets an empty completion that counts as overlong.
+        An ask whose prompt is too long gets an empty completion that counts as overlong.
         """
         asked = []
         for episode, ask in asks:
@@ -163,7 +163,7 @@ class EvaluationPlay:
         opened = self._player.ask(episode, [replace(ask, num_samples=1) for ask in asks])
         return [each for ask in opened for each in ask.completions]
 
-    # The player's game.
+    # Callbacks of the player.
 
     def most_tokens(self, agent: str) -> int:
         return min(self._max_tokens, self._team.agents[agent].max_response_tokens or self._max_tokens)

@@ -84,8 +84,10 @@ class Rollout:
     def resting(self, versions: Mapping[str, int] | None = None, adapter: str | None = None) -> Iterator[None]:
         """Keep engines idle and free for other calls inside the block; afterwards resume decoding, under `versions` if given.
 
-        adapter: only its requests end; the block updates it while the engines decode for others, whose results wait.
-        After an error in the block nothing resumes.
+        adapter: abort only this adapter's requests; the block updates the adapter while the engines decode other requests, whose
+            results wait.
+
+        After an error in the block, decoding does not resume.
         """
         if self._thread is None:
             yield
@@ -119,7 +121,7 @@ class Rollout:
 
     def _take(self) -> StepBatch | None:
         """Return a batch, or None after a while without one."""
-        for pool in self._pools.values():  # replaced engines get weights here: no other thread may send
+        for pool in self._pools.values():  # replaced engines get weights here, since only this thread may send
             pool.give_weights()
         if not self._is_beside:
             if (batch := self.stages.take()) is None:
@@ -149,7 +151,7 @@ class Rollout:
                 return False
             self.stages.player.submit()
             if not self.stages.player.is_decoding:
-                self.stages.absorb([])  # judged meanwhile
+                self.stages.absorb([])  # process completions that were judged meanwhile
                 self._changed.notify_all()
                 self._changed.wait(_IDLE_S)
                 return True

@@ -1,9 +1,9 @@
 """The player's side of external programs: open sessions and calls.
 
-    call   -> a new sample of the agent, or a sample continued behind foreign tokens
+    call   -> a new sample of the agent, or an earlier sample continued after the call's new messages
     turn   -> the reply with the turn's tokens; the sample waits for the session's next call
     end    -> all samples of the session end and are judged, and its asks are closed
-    lost   -> everything is dropped; the session restarts, with new uids
+    lost   -> all samples are dropped; the session restarts, with new uids
 
 No sample ends before its session, so a checkpoint has only finished sessions. Running ones are replayed from the beginning.
 """
@@ -42,8 +42,10 @@ class OpenSessions:
         self._episodes[episode.id] = episode
 
     def end(self, episode: Episode, output: ToolOutput) -> list[Completion]:
-        """End a session and return its completions waiting for a call. Others end with their current turn, which is not
-        read."""
+        """End a session and return its completions that wait for a call.
+
+        Other completions end with their current turn, which counts as unread.
+        """
         del self._episodes[episode.id]
         completions = list(self._completions(episode))
         if not output.is_error:
@@ -53,7 +55,7 @@ class OpenSessions:
         return [each for each in completions if each.state is State.WAITING]
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until programs have news, at most timeout_s."""
+        """Wait until there is a call or the end of a session to process, at most timeout_s."""
         self._gateway.wait(timeout_s)
 
     def take(self, version_of: dict[str, int]) -> tuple[list[Completion], list[Completion]]:

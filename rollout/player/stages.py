@@ -1,4 +1,4 @@
-"""Training's game: problems begin in stages, and judged samples leave in groups for the trainer.
+"""Player's game for training: problems begin in stages, and judged samples leave in groups for the trainer.
 
     want()   requests one more batch                stage s of new problems begins when stage s-1 is over or leaves engines
     take()   returns a batch, if one is ready       without work, and s <= batches wanted + rollout.overlap
@@ -18,13 +18,13 @@ trajectory`, the baseline, a step has as many stages as its problems need to end
 (arXiv:2511.11373, section 3.3): the unit of training is an agent's finished group, so up to five agents of different problems
 are in flight in one stage.
 
-rollout.overlap > 0: whatever a sample's end makes possible, its next segment included, starts at once, while the trainer
-trains. A stage does not wait for the longest samples of the previous one: it begins when every pool has a spare slot.
-Stage s is over when every sample unfinished at its beginning has finished or reached the end of a segment (not of a wait); with
-`pipeline: trajectory`, when nothing is open. All groups closed since the previous stage then become batch s. So the decoder is
-at most rollout.overlap stages ahead of the trainer, and a trained sample is at most about rollout.overlap + rollout.segments
-versions old (its group waits for its last sample; picks made late in a stage belong to the next, and are one version older).
-With trains_whole it also waits for the team's last call.
+rollout.overlap > 0: when a sample ends, the requests that this makes possible, including its next segment, start at once, while
+the trainer trains. A stage does not wait for the longest samples of the previous one: it begins when every pool has a free slot.
+Stage s is over when every sample that was unfinished at its beginning has finished or reached the end of a segment (a wait does
+not count); with `pipeline: trajectory`, when nothing is open. All groups closed since the previous stage then become batch s. So
+the decoder is at most rollout.overlap stages ahead of the trainer, and a trained sample is at most about rollout.overlap +
+rollout.segments versions old (its group waits for its last sample; picks made late in a stage belong to the next stage, and are
+one version older). With trains_whole, a sample also waits for the team's last call.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class StepBatch:
 
 @dataclass(slots=True)
 class RolloutState:
-    """The rollout's part of a checkpoint."""
+    """State of the rollout in a checkpoint."""
 
     open: dict[str, OpenAsk]  # by ask id
     pending: list[Ask] = field(default_factory=list)  # to be asked in the next stage
@@ -93,9 +93,9 @@ class Stages:
             stages.advance(timeout_s=0.2)
         stages.rest(); ... new weights ...; stages.resume({"main": 1})
 
-    source: of problems; each draw of one is a rollout instance.
-    seed: the run's; seeds of requests and picks derive from it.
-    trains_whole: samples of a rollout instance are trained together, with its outcomes, once all of it has ended.
+    source: source of problems; each draw of a problem is a rollout instance.
+    seed: the run's seed, from which the seeds of requests and picks derive.
+    trains_whole: train the samples of a rollout instance together, with its outcomes, once the whole instance has ended.
     """
 
     has_segments, answers_too_long = True, False
@@ -104,9 +104,9 @@ class Stages:
         self, config: RolloutConfig, team: Team, source: ProblemSource, *, seed: int, trains_whole: bool = False
     ) -> None:
         self.config, self.team, self.source, self.seed, self.trains_whole = config, team, source, seed, trains_whole
-        # sessions of programs: a stage ends with the episodes it began
+        # With sessions of programs, a stage ends with the episodes that it began.
         self._plays_sessions = team.orchestration.plays_sessions
-        # A stage ends with everything it began, and the engines rest.
+        # True if a stage ends with all samples that it began, so that the engines rest in between.
         self.in_step = config.overlap == 0 and not self._plays_sessions
         # Completions, or ids of episodes, that each running stage waits for, oldest first.
         self._awaited: deque[set[Completion | str]] = deque()
@@ -128,7 +128,7 @@ class Stages:
         """True if any drawn problem is running or waits to be trained."""
         return bool(self.state.instances or self.state.closed or self.state.ready)
 
-    # The trainer's side.
+    # Called for the trainer.
 
     def want(self) -> None:
         """Request one more batch: one more stage may begin."""
@@ -171,7 +171,7 @@ class Stages:
         if self.state.num_stages == self.state.num_batches:
             self._awaited.popleft()
 
-    # The decoder's side.
+    # Called by the decoder.
 
     def advance(self, timeout_s: float) -> None:
         """Submit what is due, wait for results (at most timeout_s), and process them."""
@@ -184,7 +184,7 @@ class Stages:
         self._end_if_over()
         self._begin_if_due()
 
-    # The player's game.
+    # Callbacks of the player.
 
     def most_tokens(self, agent: str) -> int:
         return self.team.agents[agent].max_response_tokens or self.config.max_response_tokens
@@ -274,7 +274,7 @@ class Stages:
         state = self.state
         if self.player.is_resting or state.num_stages >= self._num_wanted + self.config.overlap:
             return
-        if state.num_stages > state.num_batches:  # before the previous one has ended
+        if state.num_stages > state.num_batches:  # the previous stage has not ended
             may = not self.in_step and self.config.pipeline == "agentic" and self.player.has_room
             if not (may and self._num_new()):
                 return
@@ -283,7 +283,7 @@ class Stages:
         self._end_if_over()
 
     def _begin(self, *, draws: bool) -> None:
-        """Begin a stage: new problems, if it draws any, unfinished work of the previous stage, and its next asks."""
+        """Begin a stage: new problems (if draws), unfinished samples of the previous stage, and the asks due after it."""
         self._num_played += 1
         if self.on_stage is not None:
             self.on_stage()
@@ -296,7 +296,7 @@ class Stages:
         self._go_on()
 
     def _go_on(self) -> None:
-        """Make everything unfinished part of this stage."""
+        """Add all unfinished samples to this stage."""
         unfinished = self._unfinished()
         self.player.due(each for each in unfinished if each.state is State.DUE)
         if self._plays_sessions:

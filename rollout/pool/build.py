@@ -34,7 +34,7 @@ def make_pool(
 
     policy: name under `policies`, for messages.
     spec: engine settings that do not come from the config (see `with_settings`).
-    config: with this policy's own engines and vllm settings.
+    config: rollout settings, including this policy's own engines and vllm settings.
     served: configs of all policies with engines here; default: this one. With rollout.placement=colocated they
         share every GPU.
     host: this host; None: detected.
@@ -104,7 +104,7 @@ def with_settings(spec: EngineSpec, config: RolloutConfig) -> EngineSpec:
 
 
 def _takes(config: RolloutConfig, spec: EngineSpec, num_policies: int) -> dict[str, float]:
-    """Return the resources that Ray reserves on one host for an engine. On CPUs: none, or its threads if hosts join."""
+    """Return the resources that Ray reserves on one host for an engine. On CPUs: nothing, or the threads if hosts join."""
     from marsrl.rollout.pool.ray_connection import CPU, GPU
 
     if spec.device == "cuda":

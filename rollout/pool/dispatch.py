@@ -1,4 +1,4 @@
-"""Assignment of requests to replicas: where their prefix is cached, longest first, no replica idle.
+"""Assignment of requests to replicas: prefer the replica with the cached prefix, send long ones first, leave none idle.
 
     dispatch.add(requests)          queues each request at one replica:
                                         a returning sample: at its last replica, unless another queue is shorter
@@ -34,13 +34,13 @@ class Dispatcher:
     def __init__(self, num_replicas: int, slots: int | None) -> None:
         self._slots = slots
         self._queues: list[list[tuple[float, int, DecodeRequest]]] = [[] for _ in range(num_replicas)]  # heaps
-        self._work = [0.0] * num_replicas  # queued and running
+        self._work = [0.0] * num_replicas  # work of queued and running requests, by replica
         self._running: list[set[str]] = [set() for _ in range(num_replicas)]
         self._place: dict[str, tuple[int, float]] = {}  # uid of a queued or running request: (replica, its work)
         self._homes: dict[str, int] = {}  # uid: replica that has its prefix cached
         self._open = list(range(num_replicas))  # replicas with an engine, in order
         self._ticket = itertools.count()
-        self.num_waiting = 0  # in all queues
+        self.num_waiting = 0  # requests in all queues
 
     @property
     def busy(self) -> list[int]:

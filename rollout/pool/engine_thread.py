@@ -5,10 +5,9 @@
                                            v
     thread.collect(timeout_s)        <- a batch, once it is due
 
-A handover costs the decoding thread a few milliseconds of the interpreter regardless of its size; a waiting result
-delays everything that depends on it. So a result waits for others for at most a tenth of its own decoding time,
-and not at all once nothing else is under way. Completions, and the tools and agents that depend on them, are slowed by
-a tenth at most, and a step in which a sample ends takes as long as any other.
+Handing over a batch costs the decoding thread a few milliseconds of the interpreter, whatever the batch's size, but a waiting
+result delays everything that depends on it. So a result waits for others for at most a tenth of its own decoding time, and not at
+all once nothing else is under way. Completions, and the tools and agents that depend on them, are slowed by at most a tenth.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class EngineThread:
         self._began: dict[str, float] = {}  # start times of requests under way, by uid, seconds
         self._gathered: list[DecodeResult] = []
         self._due = math.inf  # when the batch must be handed over
-        self._wake_at = math.inf  # when the collector takes any result there is
+        self._wake_at = math.inf  # when the collector takes all available results
         self._is_decoding = False
         self._since = 0.0  # time.time() at which decoding of the batch began
         self._error: BaseException | None = None
@@ -91,7 +90,7 @@ class EngineThread:
             self._changed.notify_all()
 
     def abort(self, adapter: str | None = None) -> None:
-        """Stop requests that use the adapter (None: all) as far as decoded; their results are due at once."""
+        """Stop requests that use the adapter (None: all); their partial results are due at once."""
         with self._changed:
             self._engine.abort(adapter)
             self._decode_on()  # an engine ignores an abort if nothing is under way

@@ -95,7 +95,7 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         self._slots = slots
         self.engines = list(range(len(replicas)))
         self.generation = 0
-        self._absent: list[int] = []  # lost, and no host has room
+        self._absent: list[int] = []  # lost replicas for which no host has room
         self._look_at = 0.0  # time of the next attempt to place them
         self.busy_s = 0.0
         self._dispatch = Dispatcher(len(replicas), slots)
@@ -281,9 +281,9 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         Also returns results that have finished meanwhile.
         """
         results: list[DecodeResult] = []
-        self._is_draining = True  # sends nothing, not even requests of a replica lost meanwhile
+        self._is_draining = True  # nothing is sent, not even requests of a replica lost meanwhile
         try:
-            # An engine without such requests would keep the abort, and end later ones.
+            # An engine without such requests would keep the abort pending, and apply it to later requests.
             holders = {sent.replica for sent in self._sent.values() if sent.request.uses(adapter)}
             self._replicas.abort(sorted(holders), adapter)
             while any(sent.request.uses(adapter) for sent in self._sent.values()):
@@ -320,7 +320,7 @@ class EnginePool(AbstractContextManager["EnginePool"]):
             }
             for replica, answer in self._ask("score", arguments).items():
                 if isinstance(answer, Lost):
-                    self._restart(replica, answer.reason)  # its share is split again
+                    self._restart(replica, answer.reason)  # the next round splits its share again
                 else:
                     scores |= zip(asked[replica], answer.value, strict=True)
         return [scores[i] for i in range(len(sequences))]
@@ -454,7 +454,7 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         return is_back
 
     def _is_suspect(self, uid: str) -> bool:
-        """Return True if this request must be retried alone."""
+        """Return True if this request must be retried alone, since it may crash engines."""
         return self._losses[uid] >= self._attempts
 
     def _note_span(self, replica: int, start: float, end: float) -> None:

@@ -67,7 +67,7 @@ class EngineActor:
             self._thread.fail(error)
 
     def collect(self, timeout_s: float, is_urgent: bool) -> Timed:
-        """Collect results alone, otherwise as EngineThread.collect: an empty answer costs rank 0 as much time as any other."""
+        """Collect as EngineThread.collect does, but return only with results: empty answers cost rank 0 as much as others."""
         gathered = self._thread.collect(timeout_s, is_urgent=is_urgent)
         while not gathered.value:
             gathered = replace(self._thread.collect(timeout_s, is_urgent=is_urgent), start=gathered.start)
@@ -104,8 +104,8 @@ class RayReplicas(Replicas):
         self._deadline_s, self._join_s, self._silence_s = config.deadline_s, config.join_s, silence_s
         self._pings: dict[int, tuple[Any, float]] = {}  # by replica: the last ping and its time
         self._collecting: dict[Any, int] = {}  # pending calls of collect: replica
-        self._decoded_before = [0] * config.engines  # by lost engines
-        self._decoded = [0] * config.engines  # by current engines, as last answered
+        self._decoded_before = [0] * config.engines  # tokens decoded by lost engines, by replica
+        self._decoded = [0] * config.engines  # tokens decoded by current engines, by their last answers
         self._actors = {replica: self._start() for replica in range(config.engines)}
 
     def __len__(self) -> int:
@@ -139,7 +139,7 @@ class RayReplicas(Replicas):
         self._actors[replica] = self._start()
         try:
             answer = call_one(self, replica, "start", ())
-        except Exception as error:  # not its first start: the dead engine's memory may not be free yet
+        except Exception as error:  # on a restart, the dead engine's memory may not be free yet
             return Lost(f"starting it raised {type(error).__name__}: {error}")
         return answer if isinstance(answer, Lost) else None
 

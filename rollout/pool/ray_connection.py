@@ -33,7 +33,7 @@ from marsrl.rollout.pool.recovery import SETTLE_S
 from marsrl.rollout.text import last_line
 
 _LOG = logging.getLogger(__name__)
-# Hides ray.init's warning that authentication is on, which is intended: only holders of this machine's token may join.
+# Logger of ray.init's warning that authentication is on, which is intended: only holders of this machine's token may join.
 _AUTHENTICATION_LOG = logging.getLogger("ray._private.authentication.authentication_token_setup")
 GPU, CPU = "GPU", "CPU"  # Ray's resource names
 _SAY_S = 15.0  # interval between messages while waiting
@@ -96,7 +96,7 @@ class RayCluster:
         is_shared: engines share the trainer's GPUs (rollout.placement=colocated): Ray must count exactly those.
         """
         if self._address is None:
-            return  # its GPUs were chosen here
+            return  # this process chose the cluster's GPUs
         counts = Counter[str]()
         for node in _alive():
             counts[node["NodeManagerHostname"]] += int(node["Resources"].get(GPU, 0))

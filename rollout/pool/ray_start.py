@@ -19,7 +19,7 @@ from marsrl.rollout.pool.addresses import own_address, split_address
 from marsrl.rollout.pool.ray_faults import note_processes
 
 _LOG = logging.getLogger(__name__)
-_SILENT_MS = 120_000  # until a connection counts as dead: with Ray's default, a network cut of 20 s loses every engine
+_SILENT_MS = 120_000  # a connection is dead after this; with Ray's default, a network cut of 20 s loses every engine
 
 
 def listens_at(address: str | None, own_host: str | None) -> tuple[str, int]:
@@ -44,18 +44,16 @@ def listens_at(address: str | None, own_host: str | None) -> tuple[str, int]:
 def own_sigterm() -> Iterator[None]:
     """Keep this process's SIGTERM handling while Ray starts or is joined inside the block.
 
-    ray.init installs a handler that dumps stacks and aborts: ours is restored. SIGTERM is blocked meanwhile, as Ray itself
-    blocks SIGINT, and Ray's processes inherit the block: torchrun and Slurm send SIGTERM to all processes, and without a raylet
-    the current step could not end.
+    ray.init installs a handler that dumps stacks and aborts; it is replaced by ours afterwards. SIGTERM is blocked meanwhile, as
+    Ray blocks SIGINT, so that Ray's processes inherit the block: torchrun and Slurm send SIGTERM to all processes, and without a
+    raylet the current step could not finish.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     ours = signal.getsignal(signal.SIGTERM)
     try:
         yield
     finally:
-        if (
-            threading.current_thread() is threading.main_thread()
-        ):  # only the main thread may set a handler, as Ray knows
+        if threading.current_thread() is threading.main_thread():  # only the main thread may set a handler, also in Ray
             signal.signal(signal.SIGTERM, ours)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 

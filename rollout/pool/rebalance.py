@@ -1,4 +1,4 @@
-"""rollout.rebalance: policies' engines share GPUs, and one at a time moves to the policy with more to decode.
+"""rollout.rebalance: policies share GPUs for engines, and one engine at a time moves to the policy with more to decode.
 
     rebalancer.note_stage()      -> records how busy each policy's engines were
     rebalancer.is_due            True after two stages in a row with the same best move
@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 
 from marsrl.rollout.pool.pool import EnginePool
 
-_OFF_BY = 2.0  # ratio of loads
+_OFF_BY = 2.0  # minimum ratio of the highest to the lowest load
 _LEAST_S = 1.0  # minimum of the highest load, to be significant
-_SHORTER = 0.9  # decoding time after a move, relative to before
+_SHORTER = 0.9  # maximum decoding time after a move, relative to before
 _STAGES = 2  # stages in a row with the same best move
 
 
@@ -37,7 +37,7 @@ class PolicyEngines:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One engine of a policy makes room for `num` of another. why: for the log."""
+    """Replacement of one engine of a policy by `num` engines of another. why: reason, for the log."""
 
     giver: str
     taker: str
@@ -89,9 +89,9 @@ def num_fitting(takes: Mapping[str, float], frees: Mapping[str, float]) -> int:
 
 
 class Rebalancer:
-    """Watches the pools of all policies and moves engines between them. Used by one thread.
+    """Rebalancer of the pools of all policies: moves engines between them. Used by one thread.
 
-    Keeps no state across processes: a resumed run starts with rollout.engines and measures again.
+    No state is saved: a resumed run starts with rollout.engines and measures again.
 
     say: called with one line about each move.
     """
@@ -127,7 +127,7 @@ class Rebalancer:
         self._num_stages = self._num_stages + 1 if is_same else 1
 
     def forget(self) -> None:
-        """Discard the time since the last stage: it was an evaluation."""
+        """Discard the time since the last stage, which was an evaluation."""
         self._seen_s = {name: pool.busy_s for name, pool in self._pools.items()}
 
     def move(self) -> None:

@@ -1,11 +1,11 @@
 """Replacement of a lost engine by a new one that holds the current weights, verified by checksums.
 
-If its host is gone and no other has room, the policy's other engines continue without it until one has (pool.py).
-A policy without another engine waits up to rollout.join_s for room.
+If the lost engine's host is gone and no other host has room, the policy's other engines continue without it until a host has room
+(pool.py). A policy without another engine waits up to rollout.join_s for room.
 
-The weights come from the file of the last update or, if the trainer's ranks sent them (sync.backend=nccl, ipc), again from
-the ranks (`feed`). If those are in the middle of a step, the new engine gets no requests until they can send.
-Adapters are loaded from their files, after the weights.
+The weights come from the file of the last update or, with sync.backend=nccl or ipc, from the trainer's ranks (`feed`). If the
+ranks are in the middle of a step, the new engine gets no requests until they can send. Adapters are loaded from their files,
+after the weights.
 
 An engine is lost when its process dies, does not answer within rollout.deadline_s, raises anything but a rejection while
 decoding, or does not receive all weights from the trainer's ranks.
@@ -23,12 +23,12 @@ from marsrl.rollout.pool.replicas import Lost, Replicas, Timed, call_one
 
 _log = logging.getLogger(__name__)
 
-SETTLE_S = 10.0  # until resources freed by an actor or added by a node are counted everywhere
+SETTLE_S = 10.0  # time until Ray counts resources freed by an actor or added by a node everywhere
 
 
 @dataclass(slots=True)
 class Faults:
-    """Counts of recovered faults. resubmitted: requests decoded again; failed: abandoned ones."""
+    """Counts of recovered faults. resubmitted: requests decoded again. failed: requests given up."""
 
     engine_restarts: int = 0
     resubmitted: int = 0
@@ -36,7 +36,7 @@ class Faults:
 
 
 class Recovery:
-    """Restarts engines and counts restarts.
+    """Restarter of lost engines, with a limit on restarts.
 
     name: the policy's. most: restarts allowed in a run; one more ends it.
     tell: called with (replica, "restart", start, end) after each restart; time.time().
@@ -45,7 +45,7 @@ class Recovery:
     def __init__(self, replicas: Replicas, name: str, most: int, tell: Callable[[int, str, float, float], None]):
         self._replicas, self._name, self._most, self._tell = replicas, name, most, tell
         self._update: WeightUpdate | None = None  # current weights; None before the first update
-        self._checksums: Sequence[Mapping[str, int]] = ()  # of each shard of an engine; equal for all engines
+        self._checksums: Sequence[Mapping[str, int]] = ()  # of each shard; equal for all engines
         self._adapters: dict[str, tuple[AdapterUpdate, Sequence[Mapping[str, int]]]] = {}  # the same, by adapter
         self.num_restarts = 0
         self.feed: Callable[[int], Timed | Lost | None] | None = None
@@ -92,7 +92,7 @@ class Recovery:
         return True
 
     def make(self, replica: int) -> Lost | None:
-        """Start a new engine of this number with the current weights; Lost if it dies meanwhile."""
+        """Start a new engine with this replica number and the current weights; Lost if the engine dies meanwhile."""
         lost = self._replicas.restart(replica)
         if lost is None and (self._update is not None or self._adapters):
             self.needs_weights.add(replica)
@@ -102,7 +102,7 @@ class Recovery:
     def load(self, replica: int) -> Lost | None:
         """Load the current weights and adapters into a new engine, unless the trainer's ranks cannot send them now.
 
-        Returns Lost if it dies meanwhile.
+        Returns Lost if the engine dies meanwhile.
         """
         if (update := self._update) is not None:
             answer: Timed | Lost | None

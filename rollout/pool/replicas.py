@@ -98,7 +98,7 @@ class Replicas(ABC):
     ) -> Sequence[tuple[int, Timed | Lost]]:
         """Return results of busy replicas: (replica, list of results), waiting at most timeout_s for the first.
 
-        is_urgent: a result may trigger further requests. Otherwise it is returned when that is cheapest.
+        is_urgent: a result may trigger further requests. Otherwise results are returned when that is cheapest.
         """
 
     @abstractmethod

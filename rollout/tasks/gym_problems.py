@@ -2,8 +2,8 @@
 
     task_options: {dataset: chain_sum, min_terms: 2, size: 1000, seed: 0}
 
-Some of its datasets depend on Python's hash seed (word_ladder, ransom_note, ...), so problems are drawn in a process with a
-fixed one, as in judge processes. A judge redraws a problem by its id: scorers need more than its question and answer.
+Some datasets depend on Python's hash seed (word_ladder, ransom_note, ...), so problems are drawn, and judged, in processes with a
+fixed hash seed. A judge draws a problem again by its id, because scorers need more than the question and answer.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class ReasoningGym(OwnTask):
 
     @functools.cached_property
     def _drawn(self) -> tuple[list[Problem], list[Problem]]:
-        """Return training and evaluation problems, each question once."""
+        """Return training and evaluation problems, without repeated questions."""
         given = {"options": self.options.model_dump()}
         pool = judge_processes(1, f"{__name__}:load_drawer", given)
         try:

@@ -14,15 +14,15 @@ from marsrl.rollout.tasks.config import TutorConfig
 from marsrl.rollout.types import Message
 
 _WEIGHTS = dict.fromkeys(("correct", "wrong", "yes", "no"), 6.0)
-"""Loss weights of verdict words, of which a report of thirty words has one: it would otherwise stay at chance."""
+"""Loss weights of verdict words. A report of thirty words has one verdict, which would not be learned with weight 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
     """A prompt and the completion to imitate (followed by the end token if `ends`).
 
-    prompt: a str is tokenised unchanged. completion: words separated by spaces, one token each. role: of its author; None for a
-    drill whose loss is not reported.
+    prompt: a str is tokenised without a chat template. completion: words separated by spaces, one token each. role: role of the
+    completion's author; None for a drill whose loss is not reported.
     """
 
     role: Role | None
@@ -32,7 +32,7 @@ class Trace:
 
     @property
     def weights(self) -> list[float]:
-        """The loss weight of each token of the completion, the end token included."""
+        """Loss weight of each token of the completion, including the end token."""
         return [_WEIGHTS.get(word, 1.0) for word in self.completion.split(" ")] + [1.0] * self.ends
 
 
@@ -40,7 +40,7 @@ Options = TypeVar("Options", bound=Settings)
 
 
 class Tutor(ABC, Generic[Options]):
-    """Writer of one team's demonstrations, with mistakes on purpose (slips) that RL removes. A seed gives the same on every rank.
+    """Writer of one team's demonstrations with deliberate mistakes (slips), which RL removes. Equal seeds write equal ones.
 
     tokenizer: key of rollout.tasks.registry.TOKENIZERS. task_options: class of the task's options. judged: roles whose losses end
     phase 1 and phase 2.

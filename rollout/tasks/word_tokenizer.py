@@ -8,7 +8,7 @@ from pathlib import Path
 CONTROL = ("<pad>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 END = "<|end|>"
 
-# Only an assistant's turn ends with the end token, as only that one must be learned.
+# Only assistants' turns end with the end token, since the policy must learn only to end its own turns.
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|> {{ message['content'] }} "
     "{% if message['role'] == 'assistant' %}<|end|> {% endif %}{% endfor %}"
@@ -18,12 +18,12 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class WordTokenizer:
-    r"""Vocabulary of a task, in a chat of such policies.
+    r"""Tokenizer of a task's vocabulary, with a chat template for policies that start from random weights.
 
         WordTokenizer(("=", "claim"), gaps=" +", apart="\n").write(directory)
 
-    words: in addition to the control words. gaps, apart: regular expressions of separators, and of strings that are always
-    separate words.
+    words: vocabulary in addition to the control words. gaps: regular expression of separators. apart: regular expression of
+    strings that are always separate words.
     """
 
     words: tuple[str, ...]

@@ -4,7 +4,6 @@
 
 mix is MurmurHash3's 64-bit finaliser (shift-xor, multiply, shift-xor, multiply, shift-xor), a bijection:
 - a change within one word (any flipped bit, any changed element) changes its term, hence the sum: always detected;
-- a change within one word (any flipped bit, any changed element) changes its term, hence the sum: always detected;
 - a change of several words (swapped elements, permuted rows or experts, another offset) moves the sum by a difference of
   mixed words, which is 0 for one in 2^64 of such changes. This depends on the last shift-xor: without it, swapping
   x and -x moves the sum by 2^63 +- 2^31 twice, which cancels half of the time;

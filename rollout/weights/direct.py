@@ -338,7 +338,7 @@ class DirectSender(ABC):
 
     @contextlib.contextmanager
     def _unless_broken(self) -> Iterator[None]:
-        """Leave the block if the transfer has broken: engines get no more buckets."""
+        """Leave the block if the transfer breaks; engines then get no more buckets."""
         try:
             yield
         except TransferBroken:  # the engines report the reason
@@ -359,7 +359,7 @@ class DirectSender(ABC):
         return flat
 
     def _part(self, piece: Piece, held: HeldWeights, stack_of: Callable[[str], Tensor]) -> Tensor:
-        """Return the piece [matrices, rows, columns] of this rank's box of a tensor. A view."""
+        """Return a view [matrices, rows, columns] of a piece in this rank's part of a tensor."""
         return piece.box.within(held.boxes_of_ranks[self._ranks.rank][piece.name]).of(stack_of(piece.name))
 
     def _expected(self, held: HeldWeights) -> list[dict[str, int]]:
@@ -392,7 +392,7 @@ class GroupSender(DirectSender):
     """
 
     kind = "nccl"
-    _last: dict[str, Tensor]  # by name; empty: the engines' weights are unknown
+    _last: dict[str, Tensor]  # weights as last sent, by name; empty if the engines' weights are unknown
 
     @torch.no_grad()
     def send(self, held: HeldWeights) -> list[dict[str, int]]:
@@ -425,7 +425,7 @@ class GroupSender(DirectSender):
         self.traffic.add(Traffic(message.nbytes, flat.nbytes))
 
     def _delta(self, bucket: WeightBucket, held: HeldWeights, flat: Tensor) -> Tensor:
-        """Return the message for a bucket, whose numbers are in flat: the changed ones, or all if that is not longer."""
+        """Return the message for a bucket, whose numbers are in `flat`: only the changed ones, unless all are not longer."""
         masks, at = [], 0
         for piece in bucket.pieces:
             last = self._part(piece, held, self._last.__getitem__)
@@ -453,7 +453,7 @@ class SharedSender(DirectSender):
             return
         ranks = [told.decode() for told in self._ranks.gather(site_of(device).encode())]
         told = None
-        if self._ranks.rank == 0:  # rank 0 alone checks, so that all ranks agree
+        if self._ranks.rank == 0:  # only rank 0 checks, so that all ranks agree
             told = b""
             with self._unless_broken():
                 told = "\n".join(store.get(f"site{shard}") for shard in range(len(self._shards))).encode()

@@ -58,10 +58,10 @@ def write_version(
 ) -> WrittenWeights:
     """Write a model's HF-named tensors as dtype to `parent`/version_N.
 
-    shards: of an engine; their checksums are computed meanwhile. seconds_of: receives the seconds of export, checksum and
-    write.
+    shards: shards of an engine, whose checksums are computed during the write. seconds_of: dict that receives the seconds of
+    export, checksum and write.
 
-    Raises RuntimeError: the weights cannot be written; with advice.
+    Raises RuntimeError, with advice, if the weights cannot be written.
     """
     folder = parent / f"version_{version}"
     sums_of = {shard: ShardSums(shard_layout(shapes, shard), dtype) for shard in shards}
@@ -69,7 +69,7 @@ def write_version(
     start = time.perf_counter() - sum(seconds_of.values())
 
     def checked() -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors in the form that engines get."""
+        """Yield the tensors as engines receive them, adding them to the checksums."""
         asked = time.perf_counter()
         for name, exported in tensors:
             tensor = exported.detach().to("cpu", dtype).contiguous()
@@ -175,7 +175,7 @@ def _locked(folder: Path) -> int:
 
 
 def write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_bytes: int = SHARD_BYTES) -> int:
-    """Write contiguous CPU tensors to `folder`, replacing one of that name, as write_files does; return their bytes.
+    """Write contiguous CPU tensors to `folder` as write_files does, replacing an existing folder; return their bytes.
 
     Raises OSError, SafetensorError: no room is left, or the folder cannot be written; nothing is left behind.
     """
@@ -195,7 +195,7 @@ def write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_byte
 def write_files(folder: Path, tensors: Iterable[tuple[str, Tensor]], most_bytes: int) -> int:
     """Write contiguous CPU tensors to files in `folder`, named as by Hugging Face; return their bytes.
 
-    A file, and what is in memory, has at most most_bytes, or a single larger tensor.
+    A file holds at most most_bytes, or a single larger tensor. Only one file's tensors are in memory at a time.
     """
     files, num_bytes, place = list[list[str]](), 0, dict[str, str]()
     for shard in _in_shards(tensors, most_bytes):
@@ -241,14 +241,14 @@ def check_room(folder: Path, num_bytes: int) -> None:
 class WeightFiles(Mapping[str, Tensor]):
     """Tensors of a safetensors file, or of an HF directory with one or more of them, read on demand.
 
-    prefix: of the names in the files; removed here.
+    prefix: prefix of the names in the files, which is removed.
 
     Raises ValueError: a file is missing or incomplete.
     """
 
     def __init__(self, path: str | Path, prefix: str = "") -> None:
         path = Path(path)
-        self._stored: dict[str, tuple[Any, str]] = {}  # by name: the open file, the name in it
+        self._stored: dict[str, tuple[Any, str]] = {}  # name: (open file, name in the file)
         for file in [path] if path.is_file() else weight_files(path):
             try:
                 opened = safe_open(str(file), framework="pt")

@@ -9,7 +9,7 @@ Engines fuse the Hugging Face tensors:
     model.embed_tokens.weight           -> also lm_head.weight, where the checkpoint ties them
 
 All other tensors keep their names. For a transfer the experts' tensors of a layer form one *stack*, [experts, rows, columns],
-called ...mlp.experts.{gate,up,down}_proj.weight: one piece of a transfer, not hundreds.
+called ...mlp.experts.{gate,up,down}_proj.weight, so that a transfer has one piece instead of hundreds.
 
 An engine over several GPUs splits the tensors into shards. A *shard* (EngineShard) has, as in vLLM:
 
@@ -17,7 +17,7 @@ An engine over several GPUs splits the tensors into shards. A *shard* (EngineSha
     k, v                                 a share of the rows, whole heads; replicated if there are fewer heads than shards
     o_proj, down_proj                    a share of the columns
     embed_tokens, lm_head                a share of the rows, the vocabulary rounded up to a multiple of 64
-    norms, router                        all of it
+    norms, router                        everything
     spread experts                       some whole experts, numbered from 0
 
 The local engine and a vLLM engine on one GPU are the single shard of a whole model. `shard_layout` computes this from
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 VOCAB_MULTIPLE = 64  # vLLM's padding of the vocabulary
-FP8_BLOCK = 128  # rows and columns with a scale of their own (engines/vllm/worker.py)
+FP8_BLOCK = 128  # rows and columns of a block with one scale (engines/vllm/worker.py)
 _EXPERT = re.compile(r"^(.*\.mlp\.experts)\.(\d+)(\.(?:gate|up|down)_proj(?:\.lora_[AB])?\.weight)$")
 _STACK = re.compile(r"^(.*\.mlp\.experts)\.(gate|up|down)_proj\.weight$")
 _PART = re.compile(r"^(.*)\.(q|k|v|gate|up)_proj\.(weight|bias)$")
@@ -158,8 +158,8 @@ class EngineShard:
 class ShardLayout:
     """Tensors of a shard.
 
-    shapes: of its fused tensors. parts: the HF tensors, or stacks, of each, one below the other.
-    needs: the shard's box of each of these. places: (fused tensor, first row) of that box; a tied embedding has two.
+    shapes: shapes of the shard's fused tensors. parts: the HF tensors or stacks that each fused tensor consists of, in row order.
+    needs: the shard's box of each HF tensor or stack. places: (fused tensor, first row) of each box; a tied embedding has two.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -233,8 +233,8 @@ def fuse(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, fused tensor) of a shard, cast to dtype; only one fused tensor is in memory at a time.
 
-    device: of the fused tensors, in their own memory; None: that of the parts, and a tensor fused from
-    a single part may be the part itself. Each value is copied at most once.
+    device: device of the fused tensors, which get new memory; None: the parts' device, where a tensor fused from a single part
+    may be that part itself. Each value is copied at most once.
 
     Raises ValueError: see shard_layout.
     """

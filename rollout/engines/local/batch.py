@@ -122,7 +122,7 @@ class Cache:
         shape = model.shape
         self._capacity = -(-(longest + 1) // _CACHE_STEP) * _CACHE_STEP
         size = (rows, shape.num_kv_heads, self._capacity, shape.head_size)
-        # zeros: even under a mask, NaN would poison the product with values
+        # Initialised with zeros: even under a mask, NaN would spread through the product with the values.
         self.keys = [torch.zeros(size, dtype=model.dtype, device=model.device) for _ in range(shape.num_layers)]
         self.values = [torch.zeros(size, dtype=model.dtype, device=model.device) for _ in range(shape.num_layers)]
 

@@ -6,8 +6,7 @@
 The batch drops finished rows once they make up an eighth of it, and takes new rows when all waiting ones fit or an
 eighth is free. Both copy the cache, so they are not done for every row.
 
-Recorded experts are read from the device one step late, when the host waits for the drawn
-tokens anyway.
+Recorded experts are copied to the host one step late, when the host waits for the drawn tokens anyway.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ class LocalEngine(Engine):
         self._receiver = WeightReceiver(self._device)
         self._max_model_len, self._max_num_seqs = spec.max_model_len, spec.local.max_num_seqs
         self._configs = spec.adapters
-        # pairs A, B by adapter name; an adapter equal to the bare weights is absent
+        # Pairs (A, B) by adapter name; an adapter without effect is absent.
         self._adapters: dict[str, dict[str, Tensor]] = {}
         for name, adapter in spec.adapters.items():
             if adapter.start is not None:
@@ -155,7 +154,7 @@ class LocalEngine(Engine):
         return self._adapters[name]
 
     def sleep(self, keeps_weights: bool) -> None:
-        """Move the weights to the host, whatever keeps_weights is; caches live as long as their requests. A no-op on a CPU."""
+        """Move the weights to the host, even if keeps_weights is False. A no-op on a CPU; there are no caches to free."""
         self._refuse_under_way("sleep")
         self._move_weights(torch.device("cpu"))
         if self._device.type == "cuda":

@@ -1,1 +1,1 @@
-"""vLLM as an engine."""
+"""Engine that uses vLLM."""

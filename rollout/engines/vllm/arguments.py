@@ -1,4 +1,4 @@
-"""Environment and arguments of vLLM: marsrl's, the user's (rollout.vllm.extra), and a description of the sampler.
+"""Environment and arguments of vLLM, set by marsrl or the user (rollout.vllm.extra), and a description of the sampler.
 
 vLLM is imported only to check the user's arguments.
 """
@@ -75,7 +75,7 @@ OWN_ARGUMENTS = {
 def vllm_environment(
     threads: int | None = None, device: str = "cpu", sampler: Sampler = "marsrl", *, quantises: bool = False
 ) -> dict[str, str]:
-    """Return the environment of a process with a VllmEngine on "cpu" or "cuda": core in the process, no network, no telemetry.
+    """Return environment variables for a VllmEngine on "cpu" or "cuda": vLLM's core in-process, no network, no telemetry.
 
     quantises: vLLM rounds weights to FP8. The user's VLLM_LOGGING_LEVEL is kept.
     """
@@ -91,14 +91,14 @@ def vllm_environment(
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # engines share the cores with the trainer
         environment["TORCHDYNAMO_DISABLE"] = "1"  # CPU engines run eagerly anyway
     else:
-        # explicit, so that vLLM never falls back silently; V2 rejects DrawTokens, a V1 logits processor
+        # Set explicitly, so that vLLM never falls back silently. V2 rejects DrawTokens, a V1 logits processor.
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "1" if sampler == "engine" else "0"
-        # V1's warm-up draws with top-p and top-k, for which FlashInfer would compile a kernel with nvcc at the start. Real
-        # draws never use it: DrawTokens makes its own, and V2's return log-probs of the truncated distribution.
+        # FlashInfer's sampler is not needed, but V1's warm-up would compile its kernel with nvcc. DrawTokens draws by itself,
+        # and V2's draws, which return log-probs of the truncated distribution, do not use it.
         environment["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
         if quantises:
             environment["VLLM_USE_DEEP_GEMM"] = "0"  # DeepGEMM would round scales to powers of two, and weights again
-            # makes scales exact to the last bit (worker.quantised)
+            # Makes scales exact to the last bit (worker.quantised).
             environment["TORCHINDUCTOR_EMULATE_DIVISION_ROUNDING"] = "1"
     if threads is not None:
         environment["OMP_NUM_THREADS"] = str(threads)
@@ -113,7 +113,7 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
     options, is_cpu = spec.vllm, spec.device == "cpu"
     arguments = {
         "model": spec.model_dir,
-        # like the trainer: not params.json and consolidated.safetensors, which Mistral ships too
+        # Like the trainer, ignore params.json and consolidated.safetensors, which Mistral models also contain.
         "config_format": "hf",
         "load_format": "hf",  # options.extra may override it
         "dtype": spec.dtype,
@@ -129,7 +129,7 @@ def engine_arguments(spec: EngineSpec) -> dict[str, Any]:
         "disable_log_stats": True,
         "tensor_parallel_size": options.tensor_parallel,
         "enable_expert_parallel": options.expert_parallel,
-        # otherwise vLLM picks Ray inside an actor with a placement group
+        # Otherwise vLLM would choose Ray inside an actor with a placement group.
         "distributed_executor_backend": "uni" if options.tensor_parallel == 1 else "mp",
         "enable_sleep_mode": spec.sleeps,
         "enable_prefix_caching": True,
@@ -155,7 +155,7 @@ def _sampler_arguments(sampler: Sampler, device: str, records: Records) -> dict[
     if sampler == "marsrl":
         arguments: dict[str, Any] = {"logits_processors": ["marsrl.rollout.engines.vllm.sampling:DrawTokens"]}
         if device == "cuda":
-            # as on CPUs, where this is tested; V1 waits for a logits processor's tokens anyway
+            # As on CPUs, where this is tested. V1 waits for a logits processor's tokens anyway.
             arguments["async_scheduling"] = False
         return arguments
     arguments = {"logprobs_mode": "processed_logprobs"}  # of the truncated distribution
@@ -188,7 +188,8 @@ def lora_arguments(model_dir: str | Path, adapters: Mapping[str, AdapterConfig])
 def slot_rank(shape: ModelShape, adapters: Iterable[AdapterConfig]) -> int:
     """Return the slot rank for these adapters: the largest rank in their files, rounded up to one of _RANKS.
 
-    Files of experts also name gate and up as one matrix of twice the rank (adapter.write_adapter), which vLLM counts.
+    adapter_config.json also lists experts' gate and up as one matrix of twice the rank (adapter.write_adapter), which vLLM
+    counts.
     """
     shape = dataclasses.replace(shape, num_layers=1)
     ranks = {
