@@ -112,7 +112,7 @@ def _module_name(path: Path) -> str:
 
 
 def _module(key: str, path: Path) -> ModuleType:
-    """Import the user's file once, so that a class is the same object everywhere."""
+    """Import the user's file only once, so that a class is the same object everywhere."""
     name = _module_name(path)
     if name in sys.modules:
         return sys.modules[name]

@@ -1,6 +1,6 @@
 """Experts that a forward pass chose for each token; stored with a sample (router replay, R3).
 
-    [tokens, MoE layers, top_k], one byte per expert (two if a model has more than 255)
+    array [tokens, MoE layers, top_k], one byte per expert (two if a model has more than 255)
 
 A token takes layers x top_k bytes: 384 for Qwen3-30B-A3B, so 24 MiB for a completion of 65536 tokens; each data rank gets only
 its own samples' records (trainer/data/scatter.py). Tokens that were never fed to the model, such as a completion's last,

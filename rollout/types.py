@@ -2,8 +2,8 @@
 
     Problem -> Ask (an agent is asked) -> Sample (one completion) -> reward -> Group (samples that are compared)
 
-Everything here is immutable, and holds numpy arrays and plain values only: it crosses process borders.
-Token ids travel; text is decoded once for parsing and viewing and is never tokenised again as a completion.
+All classes are immutable and hold only numpy arrays and plain values, so that they can be sent between processes. Token ids are
+sent; text is decoded once for parsing and viewing, and is never tokenised again as a completion.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MISSING = math.nan
 
 
 class Finish(StrEnum):
-    """Finish reason, or UNFINISHED."""
+    """Finish reason of a completion, or UNFINISHED."""
 
     STOP = "stop"  # the model emitted an end token
     LENGTH = "length"  # the maximum length is reached
@@ -70,7 +70,7 @@ class Segment:
 
 
 class Fate(StrEnum):
-    """Use that a program made of an answer to one of its calls."""
+    """What a program did with an answer to one of its calls."""
 
     READ = "read"  # trained: the program received the answer, or a later call continues it
     UNREAD = "unread"  # not received: the connection was cut, or the session ended earlier
@@ -81,7 +81,7 @@ class Fate(StrEnum):
 class Turn:
     """Tokens [start, end) of a completion: the answer to one call of a program.
 
-    call: number in the session, from 1. finish: this answer's. Only answers that were READ are trained.
+    call: number in the session, from 1. finish: this answer's finish reason. Only answers that were READ are trained.
     """
 
     call: int
@@ -268,9 +268,9 @@ class Sample:
 
     @property
     def session_id(self) -> str:
-        """Session that the sample is a part of, else its uid.
+        """Id of the session that the sample belongs to, or the sample's uid.
 
-        An agent's samples of one program's session count as one in statistics.
+        An agent's samples in one session of a program count as one in statistics.
         """
         return self.episode_id if self.turns else self.uid
 
@@ -291,7 +291,7 @@ class Sample:
 
     @property
     def text(self) -> str:
-        """The whole completion, thought included. ValueError after `without_tokens`, and so for an episode's samples."""
+        """The whole completion, thoughts included. Raises ValueError after `without_tokens`, as for an episode's samples."""
         if self.full_text is None:
             raise ValueError(
                 f"sample {self.uid}: `text` is not kept in an episode; read `shown`, which the orchestration's `parse` sets"
@@ -302,7 +302,7 @@ class Sample:
     def turn_text(self) -> str:
         """The policy's own text of the current turn, without text by tools or other agents.
 
-        Of a program's calls: the last answer that was read.
+        If a program plays: the text of the last answer that was read.
         """
         return self.text[self.turn_start : self.turn_end]
 
@@ -311,7 +311,7 @@ class Sample:
         return min(segment.version for segment in self.segments)
 
     def without_tokens(self) -> Sample:
-        """Return a copy with only what later agents, rewards and picks need: no arrays, prompt or thought."""
+        """Return a copy without arrays, prompt and thoughts, which later agents, rewards and picks do not need."""
         return replace(
             self,
             prompt_ids=_NO_TOKENS,

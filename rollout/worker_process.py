@@ -7,8 +7,8 @@ A worker runs this module as a program: it imports a function, calls it with arg
     python -P -m marsrl.rollout.worker_process CONNECTION MEMORY_BYTES module:function '{"name": "argument"}'
 
 A worker past its deadline is killed with all processes that it started, and the next caller gets a new one.
-multiprocessing, and pools built on it, do not work here: their children import the trainer's main script, and the children's
-own processes outlive them.
+multiprocessing, and pools built on it, do not work here: their workers import the trainer's main script, and processes that a
+worker started outlive it.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ Answer = Callable[[dict[str, Any]], Mapping[str, object]]
 
 
 class NotStarted(Exception):
-    """A worker did not start; the text completes a sentence, such as "ended with status 1 before it was ready"."""
+    """Raised if a worker does not start. The message is a predicate, such as "ended with status 1 before it was ready"."""
 
 
 class Failed(Exception):
-    """A request without a reply; the text completes a sentence, such as "found no free process"."""
+    """Raised for a request without a reply. The message is a predicate, such as "found no free process"."""
 
 
 class Late(Failed):
-    """The worker was killed at its deadline."""
+    """Raised if the worker was killed at its deadline."""
 
     def __init__(self) -> None:
         super().__init__("took too long")
 
 
 class Crashed(Failed):
-    """The worker ended during a request. status: its exit code, negative for a signal."""
+    """Raised if the worker ended during a request. status: its exit code, negative for a signal."""
 
     def __init__(self, status: int) -> None:
         super().__init__(f"crashed (status {status})")
@@ -168,7 +168,7 @@ class WorkerPool:
             self._idle.put(worker)
 
     def close(self) -> None:
-        """Kill all workers, busy ones too, and start no more; may be called twice."""
+        """Kill all workers, including busy ones, and start no more; may be called twice."""
         with self._lock:
             self.is_closed = True
         for worker in list(self._all):

@@ -43,25 +43,25 @@ class Game(Protocol):
     answers_too_long: bool
 
     def most_tokens(self, agent: str) -> int:
-        """Return the token limit of the agent's completion."""
+        """Return the maximum tokens of a completion of the agent."""
 
     def request(self, completion: Completion) -> DecodeRequest:
         """Build the request for a completion's next segment, submitted now."""
 
     def goes_on(self, completion: Completion, result: DecodeResult) -> bool:
-        """Return True if the next segment is due now, after one was used up or aborted."""
+        """Return True if the next segment is due now, after the last one reached its limit or was aborted."""
 
     def judged(self, completion: Completion) -> None:
-        """Take a finished completion."""
+        """Record a finished, judged completion."""
 
     def closed(self, ask: OpenAsk, samples: tuple[Sample, ...]) -> None:
-        """Take the samples of a finished ask."""
+        """Record the samples of a finished ask."""
 
     def is_followed(self, episode: Episode) -> bool:
-        """Return True if the team decides what comes next."""
+        """Return True if the episode continues with the team's next asks."""
 
     def followed(self, episode: Episode, asks: Sequence[Ask]) -> None:
-        """Take the team's next asks, for Player.ask now or later."""
+        """Receive the team's next asks, and pass them to Player.ask now or later."""
 
     def ended(self, episode: Episode) -> None:
         """Handle the end of an episode."""
@@ -76,8 +76,8 @@ class Player:
             player.submit()
             player.take(player.collect(timeout_s=0.2))
 
-    in_step: asks are closed, and their successors submitted, only when nothing is being decoded, judged or looked up, in order
-    and ignoring slots, so that the composition of an engine's batches does not depend on timing.
+    in_step: close asks, and submit their successors, only when no decoding, judging or tool call is running, in order and
+    ignoring slots, so that the composition of an engine's batches does not depend on timing.
     open: unfinished asks, by id. counts: metrics of decoding.
     """
 
@@ -94,7 +94,7 @@ class Player:
         self._answered: deque[Future[ToolOutput]] = deque()  # finished tool calls; any thread appends
         self._complete: list[OpenAsk] = []  # asks ready to be closed
         self._ended: list[Episode] = []
-        self._dirty: dict[int, Episode] = {}  # episodes with waiting completions and news
+        self._dirty: dict[int, Episode] = {}  # episodes whose waiting completions may now continue
         gateway = team.gateway
         self._sessions = None if gateway is None else OpenSessions(gateway, self.open, self.counts)
 
@@ -104,12 +104,12 @@ class Player:
 
     @property
     def is_working(self) -> bool:
-        """True if anything is being decoded, judged or looked up."""
+        """True if any decoding, judging or tool call is running."""
         return bool(self._decoding or self._judging or self._calling)
 
     @property
     def has_room(self) -> bool:
-        """True if nothing is due and every pool has a spare slot."""
+        """True if nothing is due and every pool has a free slot."""
         return not self._due and all(pool.has_room for pool in self.team.pools.values())
 
     @property
@@ -201,9 +201,7 @@ class Player:
                 self._decoding[request.uid] = completion, request
             by_pool.setdefault(self.team.adapters.get(policy, policy), []).extend(requests)
         for name, requests in by_pool.items():
-            version = (
-                0 if name in self.team.adapters else self.versions[name]
-            )  # the weights under adapters do not change
+            version = 0 if name in self.team.adapters else self.versions[name]  # base weights of adapters do not change
             self.team.pools[name].submit(requests, version=version, at_once=self._in_step)
 
     def collect(self, timeout_s: float) -> list[DecodeResult]:
@@ -225,7 +223,7 @@ class Player:
         return [result for pool in pools for result in pool.collect(timeout_s, is_urgent=not self._in_step)]
 
     def take(self, results: Sequence[DecodeResult]) -> None:
-        """Process results, and everything that they, and judges and tools meanwhile, make possible."""
+        """Process results, and everything that they and finished judgements and tool calls make possible."""
         ended = []
         for result in results:
             completion, request = self._decoding.pop(result.uid)
@@ -326,7 +324,7 @@ class Player:
         self._judging.update(zip(unjudged, self.team.begin_judging(unjudged), strict=True))
 
     def _go_on(self) -> bool:
-        """Process news once; return True if requests followed, so that there may be more."""
+        """Process finished judgements, tool calls and asks once; return True if new requests followed."""
         self._take_judged()
         self._take_outputs()
         self._take_calls()
@@ -401,7 +399,7 @@ class Player:
             self._dirty[id(episode)] = episode
 
     def _resume(self, episode: Episode) -> None:
-        """Append to waiting completions what they waited for; one that waits for nothing possible becomes an error."""
+        """Continue waiting completions whose inputs are available. A completion whose input can never come is an error."""
         said = {uid: self.team.continuation(episode, sample) for uid, sample in episode.waiting.items()}
         is_over = bool(episode.error) or (all(tokens is None for tokens in said.values()) and self._is_stuck(episode))
         ended = []

@@ -13,9 +13,9 @@ from collections.abc import Collection, Iterable
 from marsrl.rollout.agents.same_answer import answer_key
 
 SHARE, FEWEST = 0.05, 20
-"""Thresholds from which a free answer is suspicious: its share of the problems, and their number.
+"""Thresholds from which a free-form answer is suspicious: its share of the problems, and their number.
 
-Free answers spread: even a set's most frequent number has only a few percent. Below 20 problems a share means little."""
+Genuine answers vary: even the most frequent number has only a few percent. A share of fewer than 20 problems means little."""
 
 _PLACEHOLDERS = frozenset(  # without spaces
     [
@@ -34,8 +34,7 @@ _LABELS = frozenset(["yes", "no", "true", "false"])
 
 
 def is_placeholder(answer: str) -> bool:
-    r"""Return True for a text in place of an answer: proof, \text{Not found}, N/A, None, see solution, -, or only
-    type-setting."""
+    r"""Return True for a text in place of an answer: proof, \text{Not found}, N/A, None, see solution, -, or bare LaTeX."""
     text = _TYPE_SETTING.sub("", answer)
     if _NOTHING.fullmatch(text) or answer.strip() in _OF_PROGRAMS:
         return True
@@ -43,9 +42,10 @@ def is_placeholder(answer: str) -> bool:
 
 
 def shared(answers: Iterable[Collection[str]]) -> list[tuple[str, int]]:
-    """Return (answer, number of problems) of free answers that suspiciously many problems have, the most frequent first.
+    """Return (answer, number of problems) of free-form answers that suspiciously many problems share, most frequent first.
 
-    answers: the right ones of each problem. Excludes numbers, choices, yes, no, true and false, which many problems share.
+    answers: right answers of each problem. Numbers, choices, yes, no, true and false are excluded, since many problems share
+    them.
     """
     rows = list(answers)
     counts: Counter[str] = Counter()

@@ -24,7 +24,7 @@ Read = Callable[[str], ReadResult]
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
-    """A set of evaluation problems, each drawn `repeat` times. name: in metrics; "" if it is the only set."""
+    """A set of evaluation problems, each drawn `repeat` times. name: name in metrics; "" if it is the only set."""
 
     name: str
     problems: Sequence[Problem]
@@ -56,9 +56,9 @@ class Mixture(tuple[Problem, ...]):
 
 
 def read_train(train: str | Sequence[TrainFile], read: Read, seed: int) -> ReadResult:
-    """Read the problems of data.train: of a path; of files with counts, that many of each; of files with weights, a Mixture.
+    """Read the problems of data.train: a path, files with counts, or files with weights, which give a Mixture.
 
-    Ids of a list's problems begin with the index of their file, `0/train.jsonl:7`; so does a ValueError of read_problems.
+    With a list of files, ids begin with the index of the file, `0/train.jsonl:7`, as do error messages of read_problems.
     """
     if isinstance(train, str):
         return read_named("data.train", train, read)
@@ -146,7 +146,7 @@ def listed_task(
     judge: Judge,
     close: Callable[[], None] = lambda: None,
 ) -> Task:
-    """Build a task of given problems; held-out ones are drawn without replacement."""
+    """Build a task from given problems. Held-out problems are drawn without replacement."""
     return Task(
         name,
         prompts,

@@ -28,7 +28,6 @@ class Task:
     that many evaluation problems, which `problems` never yields; None: all given ones, or HELD_OUT of a task that generates
     them. judge: gives a missing reward, never 0, to an answer that cannot be judged. documents, papers: searched if
     tools.search.corpus and tools.scholar.corpus are null. close: releases resources, such as processes.
-    and tools.scholar.corpus are null. close: releases resources, such as processes.
     """
 
     name: str

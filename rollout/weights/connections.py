@@ -3,8 +3,8 @@
     GroupConnection   a process group of all trainer ranks and engine shards: NCCL between GPUs, gloo between CPUs
     SharedBuffer      one buffer that both processes map: CUDA IPC on one GPU, a file in /dev/shm between processes of a CPU
 
-All connect to a TCPStore of trainer rank 0. A connection moves flat tensors of one dtype, at most `max_elements` at a time;
-that buffer is its only memory. gloo and the file are CPU twins used to test routing and order;
+All processes connect to a TCPStore of trainer rank 0. A connection moves flat tensors of one dtype, at most `max_elements` at a
+time; one buffer of this size is its only memory. gloo and the file replace NCCL and CUDA IPC on CPUs, to test routing and order;
 NCCL and CUDA IPC have not run on a GPU.
 
 A side that detects a lost engine reports it to the store (TransferStore.give_up): every wait of the transfer ends within
@@ -54,14 +54,14 @@ _GIVEN_UP = "given_up"
 
 
 class TransferBroken(RuntimeError):
-    """The transfer was aborted: an engine, or the connection to it, is lost."""
+    """Raised when a transfer was aborted, because an engine or the connection to it is lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """Meeting point of trainer ranks and engine shards. session: a new one makes them reconnect.
+    """Meeting point of trainer ranks and engine shards. session: changes when they must reconnect.
 
-    num_ranks: the trainer's; shard t is member num_ranks + t of num_ranks + num_shards.
+    num_ranks: number of trainer ranks; shard t is member num_ranks + t of num_ranks + num_shards.
     timeout_s: a longer wait aborts the transfer.
     sends_deltas: a message is its length in bytes [8], followed by the bucket or, if the length is not the bucket's, by a delta
         (delta.py).
@@ -125,7 +125,7 @@ class TransferStore:
     """
 
     def __init__(self, rendezvous: Rendezvous, server: TCPStore | None = None) -> None:
-        """server: the store itself, on rank 0."""
+        """Connect to the store. server: the store itself, on rank 0."""
         self.rendezvous = rendezvous
         self._keys = PrefixStore(rendezvous.session, server or rendezvous.client())
 
@@ -191,7 +191,7 @@ class TransferStore:
         self.check()
 
     def give_up(self, reason: str) -> None:
-        """End every side's waits. The first reason is kept."""
+        """Abort the transfer, which ends the waits of all sides. The first reason is kept."""
         self._keys.compare_set(_GIVEN_UP, "", reason)
 
 
@@ -200,9 +200,8 @@ class GroupConnection:
 
     A receiver has one buffer; the tensor returned by `receive` is a view of it until the next call.
 
-    If the transfer is aborted, NCCL's communicators are aborted, which ends their kernels and waits. gloo cannot
-    abort: its wait is left to a thread, which ends with the peer's process or after timeout_s; data that it still receives is
-    not used.
+    If the transfer is aborted, NCCL's communicators are aborted, which ends their kernels and waits. gloo cannot abort: a thread
+    continues to wait until the peer's process ends or timeout_s has passed, and data that it still receives is not used.
     """
 
     def __init__(self, store: TransferStore, member: int, device: torch.device) -> None:
@@ -215,7 +214,7 @@ class GroupConnection:
         self._buffer: Tensor | None = None
         if member >= self._rendezvous.num_ranks:
             store.set(f"member{member}")
-        for shard in range(self._rendezvous.num_shards):  # a group with a missing member cannot be aborted
+        for shard in range(self._rendezvous.num_shards):  # an incomplete group cannot be aborted
             store.wait(f"member{self._rendezvous.num_ranks + shard}")
         self._group = store.unless_given_up(lambda: _process_group(self._rendezvous, member, device), "connecting")
 
@@ -278,7 +277,7 @@ def _process_group(rendezvous: Rendezvous, member: int, device: torch.device) ->
 
     options = ProcessGroupNCCL.Options()
     options._timeout = timeout
-    with environment(**_NCCL_ENVIRONMENT):  # read here; the trainer's own groups keep torch's defaults
+    with environment(**_NCCL_ENVIRONMENT):  # torch reads these here; the trainer's own groups keep its defaults
         return ProcessGroupNCCL(store, member, size, options)
 
 
@@ -352,7 +351,7 @@ class SharedBuffer:
         if self._device.type != "cuda":
             return self._mapped(str(handle[0]), num_bytes)
         # (device, handle, size, offset, reference counter's handle and offset, event's handle, must wait for the event).
-        # The relay's GPU is this process's (relay_ranks), whatever its index there.
+        # The relay uses the same GPU as this process (relay_ranks), perhaps under another index.
         plain = [base64.b64decode(each) if isinstance(each, str) else each for each in handle]
         storage = torch.UntypedStorage._new_shared_cuda(self._device.index or 0, *plain[1:])
         return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage, 0, (num_bytes,), (1,))

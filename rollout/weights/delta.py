@@ -2,8 +2,7 @@
 
 Message for a bucket of n numbers, of which c have changed:
 
-    number of changes in each block of 65536, int32  |  values [c] in the bucket's dtype  |  positions [c] in their blocks, 2
-    bytes
+    changes per block of 65536, int32  |  values [c] in the bucket's dtype  |  positions [c] in their blocks, 2 bytes each
 
 A changed bfloat16 value takes 4 bytes, so a delta is shorter than the bucket while fewer than half have changed. A bitmap
 (n / 8 bytes) instead of positions would be shorter above a share of 1/16; a step of RL changes 1/100 to 1/20.
@@ -19,7 +18,7 @@ _BITS = {2: torch.int16, 4: torch.int32}  # by bytes per number
 
 
 def differs(now: Tensor, before: Tensor) -> Tensor:
-    """Return True where the bits differ, as for 0.0 and -0.0. Same shape and dtype, of 2 or 4 bytes."""
+    """Return a mask of elements whose bits differ; 0.0 and -0.0 differ. Both have the same shape and dtype, of 2 or 4 bytes."""
     bits = _BITS[now.itemsize]
     return now.view(bits) != before.view(bits)
 
@@ -34,7 +33,7 @@ def encode_delta(flat: Tensor, changed: Tensor, num_changed: int) -> Tensor | No
         return None
     index = changed.nonzero().view(-1)
     counts = torch.searchsorted(index, _starts(num_blocks + 1, flat.device)).diff().int()
-    # short() keeps the last 16 bits
+    # short() keeps the low 16 bits, the position within the block.
     return torch.cat([each.view(torch.uint8) for each in (counts, flat[index], index.short())])
 
 

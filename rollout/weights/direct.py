@@ -52,15 +52,15 @@ from marsrl.rollout.weights.layout import (
     shard_layout,
 )
 
-# The engine's side.
+# The classes and functions below are used by engines.
 
 
 @dataclass(frozen=True, slots=True)
 class ReceivePlan:
     """Buckets that an engine shard receives, in order, with their sources.
 
-    Sent to the engine with every version, encoded once (WeightUpdate.receive_plans). number: index of the shard among those of
-    all engines. shapes: of the whole model, with stacks for experts (layout.py).
+    The plan is encoded once, and sent to the engine with every version (WeightUpdate.receive_plans). number: index of the shard
+    among the shards of all engines. shapes: shapes of the whole model, with stacks for experts (layout.py).
     """
 
     rendezvous: Rendezvous
@@ -121,7 +121,7 @@ class WeightReceiver:
     def _opened(self, plan: ReceivePlan) -> Connection:
         rendezvous = plan.rendezvous
         if self._connection is None or self._session != rendezvous.session:
-            self.close(is_broken=True)  # a new session: a member of the old one is gone
+            self.close(is_broken=True)  # a new session begins when a member of the old one is lost
             store = TransferStore(rendezvous)
             if rendezvous.kind == "nccl":
                 self._connection = GroupConnection(store, rendezvous.num_ranks + plan.number, self._device)
@@ -142,7 +142,7 @@ def _next_message(connection: Connection, bucket: WeightBucket, rendezvous: Rend
 def _boxes(
     bucket: WeightBucket, layout: ShardLayout, targets: Mapping[str, Tensor]
 ) -> Iterator[tuple[int, int, Tensor]]:
-    """Yield (first, end, target [matrices, rows, columns]) of ranges of the bucket; a tied embedding's come twice."""
+    """Yield (first, end, target [matrices, rows, columns]) of ranges of the bucket; twice for a tied embedding."""
     end = 0
     for piece in bucket.pieces:
         first, end = end, end + piece.box.num_elements
@@ -166,7 +166,7 @@ def _write(
         box[torch.unravel_index(inside, box.shape)] = values[low:high].to(box.dtype)
 
 
-# The trainer's side.
+# The classes below are used by the trainer's ranks.
 
 
 class HeldWeights(Protocol):
@@ -189,8 +189,10 @@ class HeldWeights(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """The trainer's ranks, seen from one rank. broadcast: returns rank 0's bytes on every rank; gather: returns all ranks'
-    bytes."""
+    """The trainer's ranks, seen from one rank.
+
+    broadcast: returns rank 0's bytes on every rank. gather: returns all ranks' bytes.
+    """
 
     rank: int
     size: int
@@ -202,8 +204,8 @@ class Ranks:
 class Traffic:
     """Statistics of a transfer.
 
-    num_bytes: sent, without lengths; whole_bytes: size of all weights; num_changed, num_compared: values
-    of the weights, 0 if everything was sent without a comparison.
+    num_bytes: bytes sent, without messages' lengths. whole_bytes: size of all weights. num_changed, num_compared: numbers of
+    changed and compared weights; 0 if everything was sent without a comparison.
     """
 
     num_bytes: int = 0
@@ -218,7 +220,7 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """One rank's share of the checksums' sums, by distinct shard; has_all: everything was sent."""
+    """One rank's share of the checksums' sums, by distinct shard. has_all: True if everything was sent."""
 
     totals: list[dict[str, int]]
     has_all: bool
@@ -245,7 +247,7 @@ class DirectSender(ABC):
         host: str = "127.0.0.1",
         sends_deltas: bool = False,
     ) -> None:
-        """host: rank 0's address for engines; used on rank 0. timeout_s: a longer wait ends the transfer."""
+        """Create the sender. host: rank 0's address for engines; used on rank 0. timeout_s: a longer wait ends the transfer."""
         self.sends_deltas = sends_deltas
         self._ranks, self._dtype = ranks, dtype
         self._max_elements = bucket_bytes // dtype.itemsize  # per bucket
@@ -263,7 +265,7 @@ class DirectSender(ABC):
         self._buffer: Tensor | None = None
 
     def agree(self, held: HeldWeights, shards: Sequence[EngineShard] = ()) -> None:
-        """Make the same plan on all ranks. Collective. shards: of all engines, on rank 0; none: unchanged.
+        """Make the same plan on all ranks. Collective. shards: shards of all engines, on rank 0; (): unchanged.
 
         Raises ValueError: the ranks' parts do not cover an engine's needs, or a bucket is smaller than a row.
         """

@@ -57,8 +57,8 @@ if TYPE_CHECKING:
 class _Running:
     """A request in vLLM and its tokens so far. logprobs: float32, nats, if vLLM's sampler draws.
 
-    num_watched: tokens already searched for Sampling.stop. told: outputs of its steps, kept only if they hold kept tokens or
-    experts: a step's output takes hundreds of bytes, and refers to arrays of the whole step.
+    num_watched: tokens already searched for Sampling.stop. told: outputs of the request's steps, stored only if kept tokens or
+    experts are recorded, since a step's output takes hundreds of bytes and refers to arrays of the whole step.
     """
 
     key: str
@@ -80,7 +80,7 @@ class VllmEngine(Engine):
         """Start vLLM with the weights of spec.model_dir as version 0."""
         super().__init__(spec.adapters)
         self._spec, self._draws = spec, spec.vllm.sampler_on(spec.device)
-        # as last loaded; an adapter not loaded yet is absent, and its requests use the base weights
+        # Adapters as last loaded. An adapter not loaded yet is absent, and its requests use the base weights.
         self._adapters: dict[str, LoRARequest] = {}
         self._texts = Texts.of_model(spec.model_dir)
         self._under_way: dict[str, _Running] = {}  # by vLLM's request id
@@ -93,7 +93,7 @@ class VllmEngine(Engine):
         self._untried = set[str]()  # names in _versions whose new weights have not been used yet
         self._shares = TimeShares(spec.vllm.max_num_seqs)
         for adapter in spec.adapters.values():
-            if adapter.start is not None:  # vLLM ignores what it does not know
+            if adapter.start is not None:  # check here, since vLLM ignores unknown settings and tensors
                 check_start(Path(adapter.start), read_shape(spec.model_dir), adapter)
         self._llm: Any = _started(spec)
         self._core: Any = self._llm.llm_engine.engine_core
@@ -172,7 +172,7 @@ class VllmEngine(Engine):
         return [np.concatenate(each) for each in zip(first.logprobs(), last.logprobs(), strict=True)]
 
     def _scored(self, sequences: Sequence[IntArray], adapter: str, *, by_prefill: bool) -> Scored:
-        """Score sequences while other requests continue."""
+        """Score sequences without interrupting other requests."""
         top_k = self._vocab_size if self._spec.records.kept_tokens else None  # vLLM then requires draws, and a top_k
         keys = [str(next(self._keys)) for _ in sequences]
         self._scoring = scoring = Scored(dict(zip(keys, sequences, strict=True)), by_prefill=by_prefill, top_k=top_k)
@@ -271,7 +271,7 @@ class VllmEngine(Engine):
 
     def _check_workers(self, cause: BaseException | None = None) -> None:
         executor = self._llm.llm_engine.model_executor
-        # Only executors with worker processes have these. An error from a worker may arrive before its end is detected.
+        # Only executors with worker processes have `workers`. A worker's error may arrive before its end is detected.
         ends = [each.proc.sentinel for each in getattr(executor, "workers", ())] if cause is not None else []
         if getattr(executor, "is_failed", False) or (ends and wait(ends, timeout=2.0)):
             raise EngineLost("VllmEngine: a GPU's worker process has ended; see the end of its log") from cause
@@ -373,8 +373,10 @@ class VllmEngine(Engine):
         return experts_told(ended.told, num_tokens, self._num_experts)
 
     def _stopped(self) -> list[DecodeResult]:
-        """End requests with a complete string of Sampling.stop, which vLLM cannot see without a tokenizer; return their
-        results."""
+        """End requests that completed a string of Sampling.stop, and return their results.
+
+        vLLM itself cannot search for strings, since it has no tokenizer here.
+        """
         return self._end_here([key for key in self._watched if self._is_cut(self._under_way[key])], Finish.STOP)
 
     def _is_cut(self, running: _Running) -> bool:
@@ -411,7 +413,7 @@ class VllmEngine(Engine):
         return [running.request for running in self._under_way.values()]
 
     def _settle(self) -> None:
-        """Finish pending steps of ended requests: async scheduling runs one step ahead."""
+        """Finish the pending step, which async scheduling has started ahead, after requests ended."""
         while self._core.engine_core.batch_queue:
             self._core.get_output()
 

@@ -1,4 +1,4 @@
-"""Requests for vLLM's core, built and checked here instead of in LLMEngine.add_request, and readers of its sampler's outputs.
+"""Builder of requests for vLLM's core, which replaces LLMEngine.add_request, and readers of the core's outputs.
 
 vLLM draws with noise that depends on the request's seed and, in Model Runner V2, on the token's position; in V1 each request
 has a generator with that seed. Each segment of a sample has its own seed (DecodeRequest.seed), so noise is never reused.
@@ -47,7 +47,7 @@ class RequestMaker:
         return reason
 
     def made(self, key: str, request: DecodeRequest, adapter: LoRARequest | None) -> EngineCoreRequest:
-        """Build the request that vLLM knows by `key`. adapter: as it was loaded; None: the bare weights."""
+        """Build the request with the id `key`. adapter: the adapter's last LoRARequest; None: the bare weights."""
         return core_request(key, request.token_ids, self._sampling_params(key, request), adapter)
 
     def _sampling_params(self, key: str, request: DecodeRequest) -> SamplingParams:
@@ -147,11 +147,11 @@ class Scored:
 
     by_prefill: score all tokens after the first by a fresh prefill; otherwise only the last one, through the prefix cache, as a
         decoded token.
-    top_k: for the draw with which vLLM ends each sequence; None: it takes the likeliest token.
+    top_k: top_k of the token that vLLM draws at the end of each sequence; None: draw greedily.
     """
 
     def __init__(self, sequences: dict[str, IntArray], *, by_prefill: bool, top_k: int | None) -> None:
-        """Take sequences [N] by vLLM's request keys."""
+        """Create from sequences [N] by vLLM's request ids."""
         self._sequences, self._by_prefill, self._top_k = sequences, by_prefill, top_k
         self._told: dict[str, list[EngineCoreOutput]] = {key: [] for key in sequences}
 

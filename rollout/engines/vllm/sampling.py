@@ -66,7 +66,7 @@ class _Batch:
     """The R rows sampled in a step; rebuilt when the batch changes."""
 
     rows: npt.NDArray[np.void]  # [R] _ROW
-    outputs: list[list[int]]  # vLLM's own lists, which grow
+    outputs: list[list[int]]  # vLLM's lists of output tokens, which grow
     index: Tensor  # [R] int64, positions in the batch
     slots: Tensor  # [R] int64
     sampling: RowSampling
@@ -81,7 +81,7 @@ class _Alive:
     """
 
     def __init__(self, longest: int, device: torch.device) -> None:
-        """longest: maximum tokens of a completion."""
+        """Create without requests. longest: maximum tokens of a completion."""
         self.logprobs = torch.zeros(0, longest, device=device)
         self.kept: dict[int, list[IntArray]] = {}
         self._slots: dict[str, int] = {}  # by key, until its log-probs are taken
@@ -179,7 +179,7 @@ class DrawTokens(LogitsProcessor):
             kept.append(ids)
 
     def _row(self, params: SamplingParams, prompt_length: int) -> tuple[float, ...]:
-        """Return a request's _ROW."""
+        """Return the values of a request's _ROW."""
         asked = (params.extra_args or {}).get(_KEY)
         if asked is None:
             return _EMPTY

@@ -1,10 +1,10 @@
-"""Methods added to vLLM's worker: load new weights and report what the kernels hold.
+"""Methods added to vLLM's worker, to load new weights and report checksums of the weights that the kernels hold.
 
 vLLM mixes `WorkerExtension` into its worker (`worker_extension_cls`) and calls the methods by name.
 
-On a CPU vLLM computes with packed copies: a linear layer passes its weight to oneDNN and keeps an empty tensor, and experts
-are reordered for the grouped GEMM. Checksums of the parameters would prove little. So a linear layer's weight is recovered as
-its product with the identity, and packed experts are compared with freshly packed received ones. Cost on a CPU:
+On a CPU vLLM computes with packed copies: a linear layer passes its weight to oneDNN and keeps an empty tensor, and experts are
+reordered for the grouped GEMM. Checksums of the parameters would then prove little. So a linear layer's weight is recovered as
+its product with the identity, and packed experts are compared with a new packing of the received ones. The cost on a CPU is
 2 * rows * columns^2 FLOP per linear layer; none of this applies to a GPU.
 """
 
@@ -133,7 +133,7 @@ class WorkerExtension:
         return {name: tuple(sorted(values)) for name, values in values_of.items()}
 
     def marsrl_divide_logits(self, temperature: float) -> None:
-        """Divide the model's logits by the temperature from now on: vLLM's prompt_logprobs are always at temperature 1."""
+        """Divide the model's logits by the temperature from now on, since vLLM's prompt_logprobs ignore the temperature."""
         model = self.model_runner.get_model()
         vars(model).pop("compute_logits", None)
         compute = model.compute_logits
@@ -150,7 +150,7 @@ class WorkerExtension:
         return self._drawer().take(keys, lengths)
 
     def marsrl_forget_draws(self, keys: list[str]) -> None:
-        """Drop what aborted requests left in DrawTokens."""
+        """Free the slots of aborted requests in DrawTokens."""
         self._drawer().alive.forget(keys)
 
     def _drawer(self) -> DrawTokens:
@@ -230,7 +230,7 @@ def _held_checksum(model: nn.Module, name: str, received: Tensor) -> int:
     if attribute == "weight" and hasattr(module, "cpu_linear") and not name.endswith("embed_tokens.weight"):
         identity = torch.eye(received.shape[1], dtype=received.dtype)
         product = module.cpu_linear(identity, module.weight, None).t()[: received.shape[0]]
-        # compared as numbers, since adding zeros turns -0.0 into 0.0
+        # Compare as numbers, since adding zeros turns -0.0 into 0.0.
         return checksum(received) if torch.equal(product.to(received.dtype), received) else checksum(product)
     held = held[: received.shape[0]]  # vLLM pads the vocabulary
     if held.dtype != received.dtype and torch.equal(held, received.to(held.dtype)):
@@ -246,9 +246,9 @@ def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
         scale = max(|block|, 1e-4) / 448            float32; 448 is the largest number of float8_e4m3fn
         held  = float8_e4m3fn(block * (1 / scale))  to nearest, ties to even
 
-    The scheme of DeepSeek-V3 (arXiv:2412.19437, section 3.3.2) and of vLLM's "fp8_per_block". Blocks of 128 x 128 begin at the
-    first row and column of a fused tensor of an engine's shard; the last ones may be smaller. Biases, norms, routers, the
-    embedding and the head are not rounded.
+    This is the scheme of DeepSeek-V3 (arXiv:2412.19437, section 3.3.2) and of vLLM's "fp8_per_block". Blocks of 128 x 128 begin
+    at the first row and column of a fused tensor of an engine's shard; the last blocks may be smaller. Biases, norms, routers,
+    the embedding and the head are not rounded.
     """
     if weight.dim() > 2:  # experts, one after the other, to keep the float32 copies small
         numbers, scales = zip(*map(quantised, weight), strict=True)
@@ -346,7 +346,7 @@ def _pack_heads(model: nn.Module) -> None:
     """Patch vLLM's reload of a tied head on a CPU.
 
     The head shares the embedding's weight but computes with its own packed copy, which vLLM 0.32 refreshes only if the head
-    itself was loaded: a tied head keeps the old weights. Layers that keep their weight besides the packed copy are repacked.
+    itself was loaded, so a tied head would keep the old weights. Here layers with both a weight and a packed copy are repacked.
     """
     with torch.no_grad():
         module: Any

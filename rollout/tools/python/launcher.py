@@ -79,14 +79,14 @@ def start_interpreter(config: PythonTool) -> Interpreter:
         "preload": config.preload,
     }
     guest = Path(__file__).with_name("guest.py").read_text(encoding="utf-8")
-    # outside of any virtual environment
+    # Use the interpreter outside any virtual environment.
     python = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
     python_words = (python, "-I", "-S", "-B", "-X", "utf8", "-c", guest, json.dumps(settings))
     return Interpreter([*_bwrap(config, is_root), *python_words], _ENVIRONMENT)
 
 
 def check_sandbox(config: PythonTool) -> None:
-    """Run a snippet that inspects the sandbox. ValueError: this machine has none, or not a complete one."""
+    """Run a snippet that inspects the sandbox. Raises ValueError if the sandbox does not work or is incomplete."""
     if not hasattr(os, "pidfd_open"):
         raise ValueError("tools.python runs only on Linux; remove it from the settings")
     if config.packages is not None and not os.path.isdir(config.packages):
@@ -108,7 +108,7 @@ def check_sandbox(config: PythonTool) -> None:
 
 
 def _what_helps() -> str:
-    """Instructions for a machine without a sandbox; names the kernel settings responsible."""
+    """Return instructions for a machine without a sandbox, which name the kernel settings responsible."""
     cures = [] if shutil.which("bwrap") else ["install bubblewrap (apt-get install bubblewrap, or conda-forge's)"]
     if not _is_root():
         for (name, value), cure in _IN_THE_WAY.items():
@@ -127,7 +127,7 @@ def _is_root() -> bool:
 
 
 def _shown(config: PythonTool) -> list[str]:
-    """Folders and files of the host that code in the sandbox may read."""
+    """Return the folders and files of the host that code in the sandbox may read."""
     own = [os.path.realpath(path) for path in (sys.base_prefix, sys.base_exec_prefix, sysconfig.get_path("stdlib"))]
     wanted = [*_SYSTEM, *own, *([os.path.realpath(config.packages)] if config.packages else [])]
     shown: list[str] = []
@@ -142,9 +142,9 @@ def _bwrap(config: PythonTool, is_root: bool) -> tuple[str, ...]:
     command += [f"--unshare-{kind}" for kind in ("pid", "net", "ipc", "uts", "cgroup-try")]
     capabilities = ["SYS_ADMIN", *(("SETUID", "SETGID") if is_root else ())]  # which the guest gives up
     command += [word for name in capabilities for word in ("--cap-add", f"CAP_{name}")]
-    # By default the namespace's first process is bubblewrap's own, without the filter. Under root it has another user id than
-    # the guest, which cannot touch it, and it alone receives the signal that ends all when the trainer dies. Otherwise the
-    # guest could write its memory, and must be the first process itself.
+    # By default the namespace's first process is bubblewrap, without the filter. Under root, bubblewrap has another user id, so
+    # the guest cannot touch it, and it alone receives the signal that ends all processes when the trainer dies. Otherwise the
+    # guest could write bubblewrap's memory, so the guest must be the first process.
     command += [] if is_root else ["--as-pid-1", "--unshare-user", "--uid", "1000", "--gid", "1000"]
     size = str(config.tmp_mib << 20)
     command += ["--perms", "1777", "--size", size, "--tmpfs", "/tmp"]  # first: packages may lie below
