@@ -89,8 +89,10 @@ class Orchestration:
 
     @classmethod
     def whole_team(cls, agents: Mapping[str, AgentConfig]) -> dict[str, AgentConfig]:
-        """Return settings of every agent in the order of play, with defaults for missing ones; ValueError for an unknown
-        agent."""
+        """Return settings of every agent in the order of play, with defaults for missing ones.
+
+        Raises ValueError for an unknown agent.
+        """
         names = [spec.name for spec in cls.agents]
         for name in agents:
             if name not in names:
@@ -251,8 +253,7 @@ class Orchestration:
     def outcomes(self, episode: Episode) -> dict[str, float]:
         """Return rewards of a finished episode under credit.reward_scheme=outcome, by uid: by default one outcome for all.
 
-        The outcome is NaN if its judge failed, or if there is no answer because an engine failed; otherwise 0 without an
-        answer.
+        Without an answer the outcome is 0. It is NaN if the judge failed, or if an engine failed and there is no answer.
         """
         samples = [sample for answer in episode.answers.values() for sample in answer]
         last = returned.sample_or_none(self.outcome(episode))
@@ -350,8 +351,10 @@ class Orchestration:
         return sample.answer is not None or sample.verdict is not None
 
     def form(self, agent: str) -> str:
-        """Return what the agent's parser looks for, such as "answer in the form \\boxed{...}"; "" for a role without a
-        parser."""
+        """Describe the form that the agent's parser expects, such as "answer in the form \\boxed{...}".
+
+        Returns "" for a role without a parser.
+        """
         kind = READS.get(self.spec(agent).role)
         if kind is None:
             return ""
@@ -377,6 +380,8 @@ class Orchestration:
 
 
 def is_right(sample: Sample) -> bool:
-    """Return True if the sample is right before penalties: by the task's judgement, or for a Verifier by its verdict's
-    agreement."""
+    """Return True if the sample is right before penalties.
+
+    The task's judgement decides or, for a Verifier, the agreement of its verdict with that judgement.
+    """
     return sample.reward.correct >= 1

@@ -64,11 +64,10 @@ def strict_verdict(report: str) -> bool | None:
 
 
 def compat_verdict(text: str) -> bool:
-    """Return the published evaluation script's verdict: whether "correct" is a substring of the text after the last
-    "correctness".
+    """Return the published evaluation script's verdict: True if "correct" occurs after the last "correctness" in the text.
 
-    So "incorrect" counts as correct, and an unfinished thought is read as if it were the report. Only for comparison
-    with published figures.
+    So "incorrect" counts as correct, and an unfinished thought is read as if it were the report. Use it only for comparison with
+    published figures.
     """
     return "correct" in text.rpartition(THINK_CLOSE)[2].lower().rpartition("correctness")[2]
 
@@ -309,14 +308,15 @@ class LastMatch:
         match = self._whole.match(text.encode("utf-8", "replace").decode())  # RE2 rejects lone surrogates
         if match is None:
             return None
-        start = match.start(1)  # a group that the last match lacks still has an earlier match's position
+        start = match.start(1)  # groups outside the last match keep positions from earlier matches
         return tuple(match[n] if match.start(n) >= start else None for n in range(1, self.num_groups + 2))
 
 
 def regex_text(expression: str) -> Callable[[str], str | None]:
     """Build a parser of the last match's group; it returns None without a match, or if blank.
 
-    Raises ValueError: not exactly one group, or as LastMatch."""
+    Raises ValueError as LastMatch does, or if there is not exactly one group.
+    """
     last = LastMatch(expression)
     if last.num_groups != 1:
         raise ValueError(
@@ -331,8 +331,10 @@ def regex_text(expression: str) -> Callable[[str], str | None]:
 
 
 def regex_verdict(yes: str, no: str) -> Callable[[str], bool | None]:
-    """Build a parser of yes or no: True/False if the last match of the two expressions is `yes`/`no`. ValueError: as
-    LastMatch."""
+    """Build a parser that returns True if the last match of the two expressions is of `yes`, False if it is of `no`.
+
+    Raises ValueError as LastMatch does.
+    """
     num_groups = LastMatch(yes).num_groups
     LastMatch(no)
     last = LastMatch(f"({yes})|({no})")

@@ -291,8 +291,7 @@ class ChatRenderer:
     def _disguised(self, text: str) -> str:
         """Replace the characters of control words in the text by twins.
 
-        Also replaces part of a control word at either end of the text, since the template could complete it by adding or removing
-        text.
+        Also replaces part of a control word at either end of the text, which the template could complete by changing text there.
         """
         words = list(self._control_pattern.finditer(text)) if self._control_pattern else []
         places = [0, *itertools.chain.from_iterable(word.span() for word in words), len(text)]
@@ -359,8 +358,10 @@ class ChatRenderer:
             )
 
     def encode_trusted(self, text: str) -> IntArray:
-        """Return [N] int32: ids of marsrl's own text, with control words as control tokens. Never use it for model or problem
-        text."""
+        """Return [N] int32: ids of marsrl's own text, with control words as control tokens.
+
+        Never use it for text of models or problems.
+        """
         return self._ids(_well_formed(text))
 
     def _ids(self, text: str) -> IntArray:
@@ -431,8 +432,7 @@ class ChatRenderer:
         return ids[len(first) :] if ids[: len(first)].tolist() == first else ids
 
     def why_not_text(self) -> list[str]:
-        """Return reasons why a server would read or end prompts, sent as text `without_first`, differently than a marsrl
-        engine."""
+        """Return reasons why a server would tokenise or end prompts, sent as text `without_first`, unlike marsrl's engines."""
         first, last = self._put_around
         prompt = self._probed({"role": "user", "content": _ASKED}, prompts=True)
         added = self._text(last if prompt.startswith(self._text(first)) else first + last)

@@ -1,6 +1,6 @@
 r"""Equality of two final answers: text is compared as text, mathematics as mathematics; the reference decides which.
 
-Lima                  text: case, spaces and unicode form do not matter; Mail is wrong
+Lima                  text: case, spaces and unicode form do not matter, but the order of letters does
 (C), C                a choice: its letter
 2024-01-15, 3:45 pm   a date or a time: text
 \{red, blue\}         a set of words: in any order

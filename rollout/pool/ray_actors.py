@@ -102,8 +102,8 @@ class RayReplicas(Replicas):
     ) -> None:
         self._cluster, self._spec, self.takes = cluster, spec, takes
         self._deadline_s, self._join_s, self._silence_s = config.deadline_s, config.join_s, silence_s
-        self._pings: dict[int, tuple[Any, float]] = {}  # by replica: the last ping and its time
-        self._collecting: dict[Any, int] = {}  # pending calls of collect: replica
+        self._pings: dict[int, tuple[Any, float]] = {}  # last ping and its time, by replica
+        self._collecting: dict[Any, int] = {}  # replica by pending call of `collect`
         self._decoded_before = [0] * config.engines  # tokens decoded by lost engines, by replica
         self._decoded = [0] * config.engines  # tokens decoded by current engines, by their last answers
         self._actors = {replica: self._start() for replica in range(config.engines)}
