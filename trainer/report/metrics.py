@@ -48,7 +48,9 @@ class MetricsLog(AbstractContextManager["MetricsLog"]):
         self._last_step: int | None = None
         if run.metrics.exists():
             if resume_step is None:
-                raise ValueError(f"{run.metrics} exists and is not overwritten; pass resume_step, the step to resume from")
+                raise ValueError(
+                    f"{run.metrics} exists and is not overwritten; pass resume_step, the step to resume from"
+                )
             self._last_step = _truncate(run.metrics, resume_step)
         self._wandb = _start_wandb(wandb_project, run, resume_step) if wandb_project is not None else None
         from torch.utils.tensorboard import SummaryWriter  # Imported here, because readers need no torch.
