@@ -42,7 +42,8 @@ def slow_records(config: RunConfig, host: TrainerHost) -> list[str]:
     """Warnings about agents without top_p and top_k, for which vLLM's own sampler lists the whole vocabulary (docs/credit.md)."""
     return [
         f"agents.{name} samples without top_p or top_k, but the engines of policies.{agent.policy} record the kept tokens "
-        "at each position (loss.truncation=renormalise): vLLM's own sampler is slow at this; set top_p or top_k, or rollout.vllm.sampler=marsrl"
+        "at each position (loss.truncation=renormalise): vLLM's own sampler is slow at this; set top_p or top_k, or "
+        "rollout.vllm.sampler=marsrl"
         for name, agent in config.agents.items()
         if agent.policy in (vllm := vllm_of(config))
         and config.records_of(agent.policy).kept_tokens
