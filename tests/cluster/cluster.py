@@ -40,7 +40,7 @@ BY_FILES = (f"sync.directory={SHARED}",)
 BY_WIRE = ("sync.backend=nccl", "sync.cpu_twin=true")
 # A program in place of the team, played by workers that join host1.
 PROGRAM = (
-    "task=arithmetic", "orchestration=external", "external={workers: 0, host: host1, port: 8765, key_env: MARSRL_WORKER_KEY}",
+    "orchestration=external", "external={workers: 0, host: host1, port: 8765, key_env: MARSRL_WORKER_KEY}",
     "agents={solver: {}}", "run.steps=1000",
 )  # fmt: skip
 WORKERS_KEY = {"MARSRL_WORKER_KEY": "between these hosts"}
