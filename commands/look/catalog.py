@@ -346,7 +346,7 @@ class Catalog:
         if not (blocks := {(row.step, row.block) for row in rows}):
             return []
         sql = f"""SELECT step, block, agent, count(*), avg(reward) FROM samples WHERE {conditions}
-            AND (step, block) IN ({", ".join(["(?, ?)"] * len(blocks))}) GROUP BY step, block, agent ORDER BY min(line)"""
+            AND (step, block) IN ({", ".join(["(?, ?)"] * len(blocks))}) GROUP BY step, block, agent ORDER BY min(line), step"""
         return [Played(*each) for each in self._all(sql, [*values, *itertools.chain(*blocks)])]
 
     def problems(
