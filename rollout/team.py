@@ -423,16 +423,16 @@ class Team:
         settings = self.agents[sample.agent]
         if reward.is_missing:
             return reward
-        penalties = {"turns": sum(reward.turns)} if reward.turns else {}
+        added = {"turns": sum(reward.turns)} if reward.turns else {}
         if settings.format_penalty and not self.orchestration.is_readable(sample):
-            penalties["format"] = -settings.format_penalty
+            added["format"] = -settings.format_penalty
         if (overlong := settings.overlong) is not None:
             longest = settings.max_response_tokens or self.orchestration.max_response_tokens
             num_over = len(sample.token_ids) - (longest - overlong.buffer)
-            penalties["overlong"] = -overlong.penalty * min(max(num_over / overlong.buffer, 0.0), 1.0)
-        if not penalties:
+            added["overlong"] = -overlong.penalty * min(max(num_over / overlong.buffer, 0.0), 1.0)
+        if not added:
             return reward
-        return replace(reward, value=reward.value + sum(penalties.values()), parts={**reward.parts, **penalties})
+        return replace(reward, value=reward.value + sum(added.values()), parts={**reward.parts, **added})
 
     def _failed(self, sample: Sample, method: str, error: Exception) -> Sample:
         """Return an error sample after the orchestration's code failed; it counts towards rollout.max_error_share."""

@@ -91,6 +91,10 @@ class Turn:
     fate: Fate = Fate.READ
 
 
+PENALTIES = ("format", "overlong")
+"""Names in Reward.parts of what a team subtracts for the form of a completion."""
+
+
 @dataclass(frozen=True, slots=True)
 class Reward:
     """A judged completion.

@@ -19,7 +19,7 @@ import torch
 from marsrl.kernels import group_advantage
 from marsrl.rollout.config import AgentConfig
 from marsrl.rollout.seed import derive_seed
-from marsrl.rollout.types import Finish, FloatArray, Group, Reward, Sample
+from marsrl.rollout.types import PENALTIES, Finish, FloatArray, Group, Reward, Sample
 from marsrl.trainer.config import CreditConfig, RunConfig
 from marsrl.trainer.data.packing import TrainSequence
 from marsrl.trainer.data.turns import turn_advantages
@@ -297,7 +297,7 @@ def outcome_rewards(groups: Sequence[Group]) -> list[Group]:
     def outcome(sample: Sample) -> Sample:
         if sample.finish is Finish.ERROR:
             return sample
-        kept = {name: part for name, part in sample.reward.parts.items() if name in ("turns", "format", "overlong")}
+        kept = {name: part for name, part in sample.reward.parts.items() if name in ("turns", *PENALTIES)}
         value, turns = sample.outcome + sum(kept.values()), sample.reward.turns
         reward = Reward(value, sample.outcome, {"outcome": sample.outcome, **kept}, turns=turns)
         return replace(sample, reward=reward)

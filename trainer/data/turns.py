@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from math import fsum
 from statistics import fmean, pstdev
 
-from marsrl.rollout.types import Sample
+from marsrl.rollout.types import PENALTIES, Sample
 from marsrl.trainer.config import CreditConfig
 
 
@@ -72,7 +72,7 @@ def _rewards(samples: Sequence[Sample]) -> list[tuple[str, float]]:
     for sample in samples:
         reward, calls = sample.reward, [turn.call for turn in sample.trained_turns]
         own = list(reward.turns) or [0.0] * len(calls)
-        penalties = [part for name, part in reward.parts.items() if name in ("format", "overlong")]
+        penalties = [part for name, part in reward.parts.items() if name in PENALTIES]
         own[-1] += reward.value - sum(reward.turns) if sample is last else sum(penalties)
         turns += [(call, sample.uid, each) for call, each in zip(calls, own, strict=True)]
     return [(uid, reward) for _, uid, reward in sorted(turns)]
