@@ -1,15 +1,15 @@
 # marsrl with one of the two locked sets, for CPUs or NVIDIA GPUs (docs/install.md, "In a container"):
 #   docker build -t marsrl:cpu .
-#   docker build -t marsrl:cuda --build-arg DEVICE=cuda .
-# BASE must be Debian or Ubuntu with Python 3.11 or 3.12. CUDA's libraries come with the set, and the driver from the host.
+#   docker build -t marsrl:cuda --build-arg DEVICE=cuda --build-arg BASE=ubuntu:24.04 .
+# BASE must be Debian or Ubuntu with Python 3.12, or 3.11 for CPUs. CUDA's libraries come with the set, and the driver from the host.
 ARG BASE=debian:bookworm-slim
 FROM ${BASE}
 
-# At run time too: vLLM and torch.compile compile with g++ on CPUs, Triton with gcc and Python.h on GPUs.
+# Ubuntu has a user 1000 already. At run time too: vLLM and torch.compile compile with g++ on CPUs, Triton with gcc and Python.h on GPUs.
 RUN apt-get update \
     && apt-get install -y --no-install-recommends bubblewrap ca-certificates g++ make python3 python3-dev python3-venv \
     && rm -rf /var/lib/apt/lists/* \
-    && useradd --create-home --uid 1000 marsrl \
+    && useradd --create-home --non-unique --uid 1000 marsrl \
     && install -d -o marsrl /opt/marsrl
 USER marsrl
 WORKDIR /opt/marsrl

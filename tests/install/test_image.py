@@ -50,7 +50,10 @@ def test_docker_commands_use_existing_build_arguments_and_tags() -> None:
 
 def test_compose_builds_the_image_for_gpus() -> None:
     service = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]["marsrl"]
-    assert service["build"]["args"] == {"DEVICE": "cuda"} and service["build"]["args"].keys() <= ARGUMENTS
+    assert (
+        service["build"]["args"] == {"DEVICE": "cuda", "BASE": "ubuntu:24.04"}
+        and service["build"]["args"].keys() <= ARGUMENTS
+    )
     assert service["ipc"] == "host" and "./runs:/opt/marsrl/runs" in service["volumes"]
     assert "WORKDIR /opt/marsrl" in LINES and "USER marsrl" in LINES
 

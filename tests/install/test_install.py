@@ -48,7 +48,11 @@ class Clone:
         for each in (self.folder / "constraints", self.wheels, self.programs):
             each.mkdir(parents=True)
         shutil.copy(ROOT / "Makefile", self.folder)
-        shutil.copy(ROOT / "constraints/install.sh", self.folder / "constraints")
+        script = (ROOT / "constraints/install.sh").read_text()
+        assert '  cuda) VERSIONS="3.12"' in script
+        # The wheels are stand-ins, so that the Python of the tests does for both sets.
+        (self.folder / "constraints/install.sh").write_text(script.replace('VERSIONS="3.12"', 'VERSIONS="3.11 3.12"'))
+        (self.folder / "constraints/install.sh").chmod(0o755)
         for device, lock in LOCKS.items():
             (self.folder / f"constraints/{device}.txt").write_text(lock)
         for name in ("setup.py", "CMakeLists.txt", "constraints/games.txt"):
@@ -147,4 +151,13 @@ def test_devices_other_than_cuda_or_cpu_are_rejected_first(tmp_path: Path) -> No
     clone = Clone(tmp_path)
     done = clone.make("install", device="gpu")
     assert done.returncode == 2 and "install: MARSRL_DEVICE is 'gpu'; expected cuda or cpu" in done.stderr
+    assert not (clone.folder / ".venv").exists()
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="this Python can have the cuda set")
+def test_the_cuda_set_on_an_older_python_is_rejected_first(tmp_path: Path) -> None:
+    clone = Clone(tmp_path)
+    shutil.copy(ROOT / "constraints/install.sh", clone.folder / "constraints")
+    done = clone.make("install", device="cuda")
+    assert done.returncode == 2 and "install: the cuda set needs Python 3.12; " in done.stderr
     assert not (clone.folder / ".venv").exists()

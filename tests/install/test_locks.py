@@ -49,8 +49,7 @@ def torch_of_cpu(folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("python", ["3.11", "3.12"])
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(("device", "python"), [("cpu", "3.11"), ("cpu", "3.12"), ("cuda", "3.12")])
 def test_a_lock_is_its_own_resolution(device: str, python: str, tmp_path: Path) -> None:
     """Asked for the lock and for what it was made of, a resolver adds nothing, finds nothing in conflict, and a wheel of each."""
     words = ["pip", "compile", "--only-binary", ":all:", "--no-header", "--no-annotate", "--find-links", str(tmp_path)]

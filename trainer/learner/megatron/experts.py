@@ -41,7 +41,9 @@ class GroupedExperts(MegatronModule):
         down: [E, H, F].
     """
 
-    def __init__(self, num_local_experts: int, config: TransformerConfig, pg_collection: Any = None) -> None:
+    def __init__(
+        self, num_local_experts: int, config: TransformerConfig, pg_collection: Any = None, name: str | None = None
+    ) -> None:
         super().__init__(config=config)
         self.num_local_experts = num_local_experts
         self.recomputes_activation = config.recompute_granularity == "selective"

@@ -28,6 +28,8 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.module import Float16Module, MegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -119,7 +121,8 @@ def layer_spec(config: TransformerConfig, *, has_mlp_bias: bool) -> TransformerB
     if config.num_moe_experts:
         layer.mlp = ModuleSpec(module=MoELayer, submodules=MoESubmodules(experts=GroupedExperts, router=BalancedRouter))
     else:
-        layer.mlp.submodules.activation_func = Swiglu
+        linears = {"linear_fc1": ColumnParallelLinear, "linear_fc2": RowParallelLinear}
+        layer.mlp = ModuleSpec(module=MLP, submodules=MLPSubmodules(**linears, activation_func=Swiglu))
     norm = _take_transformer_engine(layer) if config.transformer_impl == "transformer_engine" else RMSNorm
     if has_mlp_bias != config.add_bias_linear and not config.num_moe_experts:
         mlp = layer.mlp.submodules

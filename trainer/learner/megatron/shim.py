@@ -1,6 +1,7 @@
-"""Shim that makes megatron-core run on CPU tensors and gloo. Active only if called, and a no-op with CUDA.
+"""Shim that makes megatron-core run on CPU tensors and gloo, and evens out its versions 0.16.1 and 0.19.2.
 
-Call `install()` before megatron is imported. No file of megatron is edited; every entry states what breaks without it.
+Call `install()` before megatron is imported. With CUDA it leaves tensors and collectives alone. No file of megatron is edited;
+every entry states what breaks without it.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ _is_installed = False
 def install() -> bool:
     """Prepare this process for megatron; True if the CPU shim is active, False if CUDA is used as is.
 
-    Idempotent. On every machine it defines names that megatron-core 0.16.1 leaves undefined without
-    TransformerEngine.
+    Idempotent. On every machine it defines names that megatron-core leaves undefined without TransformerEngine, and
+    those that differ between its versions.
 
     Raises RuntimeError if megatron was imported earlier, without the shim.
     """
     if torch.cuda.is_available():
-        _mend_without_transformer_engine()
+        _mend_on_every_machine()
         return False
     global _is_installed
     if not _is_installed:
@@ -53,7 +54,7 @@ def install() -> bool:
             _before_import()
             _is_installed = True
             _after_import()
-    _mend_without_transformer_engine()
+    _mend_on_every_machine()
     return True
 
 
@@ -125,14 +126,24 @@ def _after_import() -> None:
     mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim = uneven_gather, uneven_scatter
 
 
-def _mend_without_transformer_engine() -> None:
-    """Define names that megatron-core 0.16.1 lacks without TransformerEngine, on GPUs too."""
+def _mend_on_every_machine() -> None:
+    """Define names that megatron-core lacks without TransformerEngine or in one of its versions, on GPUs too."""
+    import megatron.core.distributed.distributed_data_parallel as data_parallel
+    import megatron.core.models.gpt.gpt_model as gpt_model
     import megatron.core.optimizer.optimizer_config as optimizer_config
     import megatron.core.tensor_parallel as tensor_parallel
     import megatron.core.tensor_parallel.random as random
     import megatron.core.transformer.moe.moe_utils as moe_utils
+    import megatron.core.transformer.transformer_block as block
     import megatron.core.utils as utils
 
+    if not hasattr(block.TransformerBlock, "_checkpointed_forward"):
+        # 0.19 calls a function of the module, which a subclass of TransformerBlock cannot override.
+        block.TransformerBlock._checkpointed_forward = block.checkpointed_forward
+        block.checkpointed_forward = lambda self, **inputs: self._checkpointed_forward(**inputs)
+        # At every start 0.19 recommends its HybridModel, and a layout of parameters that it computes by itself.
+        for module in (gpt_model, data_parallel):
+            logging.getLogger(module.__name__).addFilter(_is_no_advice)
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None  # Otherwise every MoE forward pass raises NameError.
     if utils.get_te_version() is None:
@@ -141,6 +152,11 @@ def _mend_without_transformer_engine() -> None:
     if not hasattr(random, "FP8GlobalStateManager"):
         # megatron treats its default fp8=False as true, so recomputing norms raises NameError.
         tensor_parallel.CheckpointWithoutOutput = partial(random.CheckpointWithoutOutput, fp8=None)
+
+
+def _is_no_advice(record: logging.LogRecord) -> bool:
+    message = record.getMessage()
+    return "GPTModel IS DEPRECATED" not in message and "full_param_layout not provided" not in message
 
 
 def _on_cpu(function: Callable[..., Any]) -> Callable[..., Any]:
