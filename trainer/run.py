@@ -30,8 +30,9 @@ from marsrl.trainer.driver import Driver
 from marsrl.trainer.evaluate.score import eval_metrics
 from marsrl.trainer.learner.learner import Learner, Together, groups
 from marsrl.trainer.learner.step_stats import StepStats
-from marsrl.trainer.learner.trained_tokens import TrainedTokens
+from marsrl.trainer.learner.trained_tokens import TrainedSample, TrainedTokens
 from marsrl.trainer.report.console import RunConsole
+from marsrl.trainer.report.publishes import Publish, append_publish, forget_publishes
 from marsrl.trainer.report.step_metrics import step_metrics
 from marsrl.trainer.report.summary import save_summary
 from marsrl.trainer.report.trace import TraceLog
@@ -150,6 +151,7 @@ class Run:
             resume_step = restored.step if restored is not None else (0 if self.directory.existed else None)
             self.driver.log.open(resume_step)
             self.directory.forget_after(resume_step or 0)
+            forget_publishes(self.directory.publishes, resume_step if resume_step is not None else -1)
             if restored is not None and restored.rollout is not None:
                 self.driver.rollout.restore(restored.rollout)
         for policy in self.learners:
@@ -286,7 +288,11 @@ class Run:
                 self.driver.log.tokens += [
                     tokens for part in parts for tokens in decode(tuple[TrainedTokens, ...], part)
                 ]
+        samples = gather_bytes(encode(stats.samples))
         if self.driver is not None:
+            self.driver.log.samples += [
+                sample for part in samples for sample in decode(tuple[TrainedSample, ...], part)
+            ]
             prefix = "" if len(self.learners) == 1 else f"{policy}/"
             named = step_metrics(stats, list(self.agents))
             self.driver.log.note({prefix + name: value for name, value in named.items()})
@@ -348,6 +354,21 @@ class Run:
         parts = {f"{part}_s": round(seconds, 4) for part, seconds in report.seconds_of.items()}
         arguments = {"version": report.version, "bytes": report.num_bytes, **parts}
         self.trace.add(f"sync/{policy}", "publish", end - report.seconds, end, arguments)
+        compared = report.comparison
+        append_publish(
+            self.directory.publishes,
+            Publish(
+                self.step,
+                policy,
+                report.version,
+                report.digest,
+                report.num_engines,
+                None if compared is None else compared.median,
+                None if compared is None else compared.noise,
+                report.num_bytes,
+                round(report.seconds, 4),
+            ),
+        )
         driver.num_syncs += 1
         driver.log.note(report.metrics)
 

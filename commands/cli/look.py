@@ -53,6 +53,26 @@ def report(run: Annotated[str, Argument(help="a run's directory")]) -> None:
     print(write_report(run_directory(run)))
 
 
+@command("look", "marsrl audit runs/cpu_default-20260101-120000")
+def audit(
+    run: Annotated[str, Argument(help="a run's directory")],
+    step: Annotated[int | None, Option(min=1, help="audit this step alone (default: the whole run)")] = None,
+) -> int:
+    """Check what a run trained on: which weights wrote each token, and what became of it.
+
+    Five checks, a line each; then samples and tokens of each agent by their fate. Exits with 1 if a check fails.
+    """
+    from marsrl.commands.audit import audit, table
+    from marsrl.trainer.runs.directory import RunDirectory
+
+    found = audit(RunDirectory(run_directory(run)), step)
+    for check in found.checks:
+        result = {True: "ok", False: "FAILS", None: "not checked"}[check.passed]
+        print(visible(f"{check.name:<10} {result:<12} {check.text}"))
+    console(120).print(table(found))
+    return int(not found.is_clean)
+
+
 @command(
     "look",
     "marsrl evaluate task=math policies.main.model=/models/Qwen3-0.6B orchestration=solver data.eval=aime25.jsonl",

@@ -62,7 +62,10 @@ def _line(sample: SampleRecord, step: int) -> Text:
     reward = "missing" if sample.reward is None else f"{sample.reward:.3g}"
     advantage = "–" if sample.advantage is None else f"{sample.advantage:+.2f}"
     verdict = "" if sample.verdict is None else f", says {'correct' if sample.verdict else 'wrong'}"
-    facts = f"reward {reward}, A {advantage}{verdict}, {sample.num_tokens} tokens, {sample.finish.value}, step {step}"
+    fate = f", {sample.fate}" if sample.fate else ""
+    facts = (
+        f"reward {reward}, A {advantage}{verdict}, {sample.num_tokens} tokens, {sample.finish.value}{fate}, step {step}"
+    )
     return literal(f"{facts}\n{shorten(sample.text, _MOST_CHARS)}")
 
 

@@ -57,6 +57,7 @@ TESTS = (
     ("marsrl view .*", "test_the_documents_commands_view_a_run"),
     ("marsrl (evaluate .* --out|compare) .*", "test_evaluations_are_kept_and_compared"),
     ("marsrl evaluate .*", "test_a_team_is_evaluated"),
+    (r"marsrl audit runs/NAME \[--step N\]", "test_a_clean_run_passes_every_check"),
     ("marsrl check-answers .*", "test_the_judge_of_a_file_is_tried"),
     ("marsrl curate .* curation.yaml .*", "test_problems_are_curated"),
     ("marsrl fetch .*", "test_fetch_downloads_with_the_settings_of_pip"),

@@ -15,14 +15,14 @@ from torch import Tensor
 from marsrl.kernels import raise_bad_values, token_marks
 from marsrl.kernels.head.objective import METRICS
 from marsrl.trainer.data.packing import PackedBatch
-from marsrl.trainer.learner.trained_tokens import CLIPPED, GATED, MASKED, TrainedTokens
+from marsrl.trainer.learner.trained_tokens import CLIPPED, GATED, MASKED, TrainedSample, TrainedTokens
 from marsrl.trainer.machine import training_device
 
 if TYPE_CHECKING:  # megatron is imported when a Learner is built, after the CPU shim is installed.
     from marsrl.trainer.learner.megatron.balance import ExpertLoad
     from marsrl.trainer.learner.megatron.context import ContextCut
     from marsrl.trainer.learner.megatron.head import HeadResult
-    from marsrl.trainer.learner.megatron.passes import Work
+    from marsrl.trainer.learner.megatron.passes import MicroBatch, Work
     from marsrl.trainer.learner.megatron.router_replay import ReplayCounts
 
 _SUMS = (*METRICS, "nll", "weighted_nll")  # Summed per agent.
@@ -45,6 +45,7 @@ class StepStats:
     agent_grad_norms: norm of each agent's share of the gradient, before clipping; None for an agent without a trained token; ()
         if not measured.
     tokens: tokens of the requested samples, each on exactly one rank.
+    samples: what was trained of each sample; on this rank alone.
     """
 
     loss: float
@@ -62,6 +63,7 @@ class StepStats:
     load: ExpertLoad | None = None
     agent_grad_norms: tuple[float | None, ...] = ()
     tokens: tuple[TrainedTokens, ...] = ()
+    samples: tuple[TrainedSample, ...] = ()
 
     @property
     def is_updated(self) -> bool:
@@ -124,6 +126,7 @@ def update_stats(
             for uid, agent in zip(whole_batch.uids, whole_batch.agents)
             if agent in agents
         }
+    samples = _samples(pairs, agents, is_applied=is_finite) if counts else []
     tokens: list[TrainedTokens] = []
     for micro_batch, result in pairs:
         if not keep.isdisjoint(micro_batch.cut.given.uids):
@@ -145,7 +148,31 @@ def update_stats(
         load=load,
         agent_grad_norms=agent_grad_norms,
         tokens=tuple(tokens),
+        samples=tuple(samples),
     )
+
+
+def _samples(
+    pairs: Sequence[tuple[MicroBatch, HeadResult]], agents: frozenset[int] | None, *, is_applied: bool
+) -> list[TrainedSample]:
+    """Return what was trained of the samples of these agents (None: of all); the host waits for the device once."""
+    batches = [micro_batch.cut.batch for micro_batch, _ in pairs]
+    sums = []
+    for batch, (_, result) in zip(batches, pairs, strict=True):
+        rows, zeros = batch.trained_rows, torch.zeros(2, len(batch.uids), dtype=torch.float64, device=batch.mask.device)
+        gaps = torch.full_like(rows, torch.nan, dtype=torch.float64)
+        if batch.rollout_logprobs is not None:
+            gaps = (result.policy.logprobs[rows] - batch.rollout_logprobs[rows]).double().abs()
+        sequence = batch.of_tokens(torch.arange(len(batch.uids), device=rows.device))[rows]
+        sums.append(zeros.index_add(1, sequence, torch.stack([torch.ones_like(gaps), gaps])))
+    numbers, gaps_of = torch.cat(sums, 1).tolist() if sums else ([], [])
+    uids = [uid for batch in batches for uid in batch.uids]
+    agent_of = [agent for batch in batches for agent in batch.agents]
+    return [
+        TrainedSample(uid, round(number), gap, is_applied)
+        for uid, agent, number, gap in zip(uids, agent_of, numbers, gaps_of, strict=True)
+        if number and (agents is None or agent in agents)
+    ]
 
 
 def _mismatch(
@@ -202,8 +229,8 @@ def summed(stats: Sequence[StepStats]) -> StepStats:
 
     loss, grad_norm, agent_grad_norms, load.aux_loss: means over the non-empty updates; the share of an agent without a token in
     an update counts as 0. Other loads: the largest and the smallest. Counts and sums: added. is_skipped: any update was not
-    finite. tokens: of all updates, each with the number of its update. The comparison with the rollout uses only the first
-    update: later updates have other weights.
+    finite. tokens, samples: of all updates, each with the number of its update. The comparison with the rollout uses only
+    the first update: later updates have other weights.
     """
     computed = [update for update in stats if not update.is_empty]
     if not computed:
@@ -238,5 +265,10 @@ def summed(stats: Sequence[StepStats]) -> StepStats:
             dataclasses.replace(tokens, update=number)
             for number, update in enumerate(stats, start=1)
             for tokens in update.tokens
+        ),
+        samples=tuple(
+            dataclasses.replace(sample, update=number)
+            for number, update in enumerate(stats, start=1)
+            for sample in update.samples
         ),
     )

@@ -1,4 +1,4 @@
-"""Per-token values of an update's own forward pass, for the token log. Imports no torch: `marsrl view` reads the log."""
+"""Values of an update's own forward pass by token and by sample, for the logs. Imports no torch: `marsrl view` reads them."""
 
 from __future__ import annotations
 
@@ -25,4 +25,20 @@ class TrainedTokens:
     logprobs: FloatArray
     entropy: FloatArray
     marks: npt.NDArray[np.uint8]
+    update: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedSample:
+    """A sample's tokens in an update, or the part of them on one context-parallel rank.
+
+    num_tokens: trained tokens, each copy of the sample counted. gap: sum of |log p_trainer - log p_rollout| over them, nats,
+    before the update; NaN if rollout log-probs are unknown. is_applied: False if the update was skipped. update: its number,
+    from 1, in the step.
+    """
+
+    uid: str
+    num_tokens: int
+    gap: float
+    is_applied: bool
     update: int = 1

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, cast, get_args
 
 import msgspec
 import numpy as np
@@ -60,7 +60,9 @@ def _columns(row: Any) -> dict[str, Any]:
 
 
 def read_rows(path: Path, kind: type[Row], what: str, filters: Any = None) -> list[Row]:
-    """Read the rows that pass the filters (of pyarrow.parquet.read_table). what: describes the file in errors.
+    """Read the rows that pass the filters (of pyarrow.parquet.read_table), and of them the columns of `kind` that the file has.
+
+    what: describes the file in errors.
 
     Raises ValueError, with the file, if it is missing or damaged.
     """
@@ -69,7 +71,11 @@ def read_rows(path: Path, kind: type[Row], what: str, filters: Any = None) -> li
 
     try:
         # Without partitioning=None a folder called step=9 in the path would become a column.
-        rows = pq.read_table(path, filters=filters, partitioning=None).to_pylist(maps_as_pydicts="strict")
+        columns = [
+            name for name in pq.read_schema(path).names if name in {field.name for field in fields(cast(Any, kind))}
+        ]
+        table = pq.read_table(path, columns=columns, filters=filters, partitioning=None)
+        rows = table.to_pylist(maps_as_pydicts="strict")
         return [msgspec.convert(row, kind, dec_hook=_array) for row in rows]
     except FileNotFoundError as error:
         raise ValueError(f"{path} is gone (a step that is played again has a new file)") from error

@@ -14,13 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from marsrl.rollout.types import Finish, Group, Sample, Segment
+from marsrl.trainer.report.fates import SampleFate
 from marsrl.trainer.report.parquet import read_rows, write_rows
 from marsrl.trainer.runs.directory import RunDirectory
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRecord:
-    """One logged sample: texts and numbers, no token ids. None = missing, or not applicable to the role. line: from 1."""
+    """One logged sample: texts and numbers, no token ids. None = missing, or not applicable to the role. line: from 1.
+
+    policy: that of its agent. fate to gap: what became of the sample (fates.py); "" in files of earlier versions.
+    """
 
     step: int
     line: int
@@ -43,9 +47,17 @@ class SampleRecord:
     num_tokens: int
     finish: Finish
     segments: tuple[Segment, ...]
+    policy: str = ""
+    fate: str = ""
+    num_sampled: int = 0
+    num_trained: int = 0
+    update: int = 0
+    gap: float | None = None
 
 
-def record(sample: Sample, step: int, line: int, advantage: float | None) -> SampleRecord:
+def record(
+    sample: Sample, step: int, line: int, advantage: float | None, policy: str, fate: SampleFate
+) -> SampleRecord:
     """Return the logged row of a sample. NaN (a missing reward) becomes None."""
     return SampleRecord(
         step=step,
@@ -69,25 +81,67 @@ def record(sample: Sample, step: int, line: int, advantage: float | None) -> Sam
         num_tokens=len(sample.token_ids),
         finish=sample.finish,
         segments=sample.segments,
+        policy=policy,
+        fate=fate.fate,
+        num_sampled=fate.num_sampled,
+        num_trained=fate.num_trained,
+        update=fate.update,
+        gap=fate.gap,
     )
 
 
 def write_samples(
-    run: RunDirectory, step: int, groups: Iterable[Group], advantages: Mapping[str, float] | None = None
+    run: RunDirectory,
+    step: int,
+    groups: Iterable[Group],
+    advantages: Mapping[str, float] | None = None,
+    fates: Mapping[str, SampleFate] | None = None,
+    policies: Mapping[str, str] | None = None,
 ) -> Path:
-    """Write the samples of a step atomically and return the file. advantages: {sample uid: advantage}.
+    """Write the samples of a step atomically and return the file. A step that is repeated after a resume replaces its file.
 
-    A step that is repeated after a resume replaces its file.
+    advantages, fates: by sample uid. policies: by agent.
     """
     samples = enumerate((sample for group in groups for sample in group.samples), start=1)
     advantage_of = advantages or {}
-    records = (record(sample, step, line, advantage_of.get(sample.uid)) for line, sample in samples)
+    fate_of, policy_of, unknown = fates or {}, policies or {}, SampleFate("", 0)
+    records = (
+        record(
+            sample,
+            step,
+            line,
+            advantage_of.get(sample.uid),
+            policy_of.get(sample.agent, ""),
+            fate_of.get(sample.uid, unknown),
+        )
+        for line, sample in samples
+    )
     return write_rows(run.samples / f"step_{step}.parquet", SampleRecord, records)
 
 
 def read_samples(path: Path, lines: Collection[int] | None = None) -> list[SampleRecord]:
     """Read the samples of a file, or of these lines; row groups without any are not read. Raises as `read_rows` does."""
     return read_rows(path, SampleRecord, "file of samples", None if lines is None else [("line", "in", lines)])
+
+
+@dataclass(frozen=True, slots=True)
+class SampleTrace:
+    """The columns of a logged sample that say which weights wrote it and what became of it, as in SampleRecord."""
+
+    uid: str
+    agent: str
+    segments: tuple[Segment, ...]
+    policy: str = ""
+    fate: str = ""
+    num_sampled: int = 0
+    num_trained: int = 0
+    update: int = 0
+    gap: float | None = None
+
+
+def read_traces(path: Path) -> list[SampleTrace]:
+    """Read these columns of the samples of a file. Raises as `read_rows` does."""
+    return read_rows(path, SampleTrace, "file of samples")
 
 
 def _finite(value: float) -> float | None:

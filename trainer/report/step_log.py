@@ -15,9 +15,10 @@ from marsrl.rollout.team import Team
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.data.credit import Credited, drmas_metrics, masked_metrics
 from marsrl.trainer.data.turns import turn_metrics
-from marsrl.trainer.learner.trained_tokens import TrainedTokens
+from marsrl.trainer.learner.trained_tokens import TrainedSample, TrainedTokens
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.report.cost import EpisodeClock, cost_metrics, failing_tools, judge_metrics, tool_shares
+from marsrl.trainer.report.fates import Resting, fates
 from marsrl.trainer.report.group_metrics import endings, one_sided_verdicts, summarise, team_metrics
 from marsrl.trainer.report.metrics import MetricsLog, read_metrics
 from marsrl.trainer.report.prometheus import MetricsPort
@@ -32,7 +33,7 @@ class StepLog:
     """Record of the current step, on rank 0 only.
 
     port: optional; gets every row. episode_clock: must be notified of the scheduler's episodes. kept: uids of the samples whose
-    tokens are written. tokens: results of the step's updates for these samples.
+    tokens are written. tokens: results of the step's updates for these samples. samples: what the updates trained of each sample.
     """
 
     def __init__(self, config: RunConfig, directory: RunDirectory, console: RunConsole, team: Team) -> None:
@@ -41,14 +42,16 @@ class StepLog:
         self._config, self._directory, self._console, self._team = config, directory, console, team
         self._metrics: MetricsLog | None = None
         self._spikes = GradSpikes()
+        self._resting = Resting(config.trainer.max_empty_steps)
         self.forget()
 
     def forget(self) -> None:
         """Clear the record for the next step."""
         self.kept: Collection[str] = frozenset()
         self.tokens: list[TrainedTokens] = []
+        self.samples: list[TrainedSample] = []
+        self._credited = Credited()
         self._row: dict[str, float] = {}
-        self._advantages: dict[str, float] = {}  # advantages by sample uid
 
     def open(self, resume_step: int | None) -> None:
         """Open metrics.jsonl and its copies.
@@ -68,7 +71,7 @@ class StepLog:
 
     def note_credit(self, credited: Credited) -> None:
         """Add the advantages, for the samples log, and metrics of turns and of a common baseline (drmas_metrics)."""
-        self._advantages.update(credited.advantages)
+        self._credited = credited
         if self._config.loss.truncated == "mask":
             self.note(masked_metrics(credited))
         samples = (sample for group in credited.groups for sample in group.samples)
@@ -104,7 +107,7 @@ class StepLog:
             batch.groups,
             version=version,
             num_unfinished=num_unfinished,
-            advantages=self._advantages,
+            advantages=self._credited.advantages,
             verifiers=team.orchestration.verifiers,
             frozen=[name for name, agent in config.agents.items() if agent.policy not in config.trained_policies],
         )
@@ -121,10 +124,18 @@ class StepLog:
         self._metrics.log(step, row)
         if self.port is not None:
             self.port.show(step, row)
-        write_samples(self._directory, step, batch.groups, self._advantages)
+        trains = {
+            name
+            for name, agent in config.agents.items()
+            if config.credit.trains(name) and agent.policy in config.trained_policies
+        }
+        became = fates(batch.groups, trains, self._credited, self.samples)
+        policies = {name: agent.policy for name, agent in config.agents.items()}
+        write_samples(self._directory, step, batch.groups, self._credited.advantages, became, policies)
         failing = failing_tools(batch.metrics, team.tools.last_errors()) if team.tools is not None else []
         zeros = [unread(agent, forms[agent], endings_of) for agent, endings_of in ended.items()]
-        for warning in [*one_sided_verdicts(batch.groups), *failing, *filter(None, zeros)]:
+        rests = self._resting.found(batch.groups, became)
+        for warning in [*one_sided_verdicts(batch.groups), *failing, *filter(None, zeros), *rests]:
             self._console.warning(warning)
         means = {agent: summary.get(f"reward/{agent}/mean") for agent in config.agents}
         rewards = " ".join(f"{agent} {mean:.2f}" for agent, mean in means.items() if mean is not None)

@@ -9,6 +9,7 @@ runs/<name>/
     tensorboard/              the metrics as event files
     samples/step_N.parquet    every sample of a step       (samples_log.py)
     tokens/step_N.parquet     values of single tokens, every run.token_log_every steps (token_log.py)
+    publishes.jsonl           every verified publish of weights (publishes.py)
     trace.json                timeline                     (trace.py)
     warnings.jsonl            warnings of the run          (metrics.py)
     checkpoints/step_N/       and checkpoints/latest and checkpoints/best, text files that name the last complete checkpoint and
@@ -141,6 +142,7 @@ class RunDirectory:
     tensorboard = _At("tensorboard")
     samples = _At("samples")
     tokens = _At("tokens")
+    publishes = _At("publishes.jsonl")
     trace = _At("trace.json")
     warnings = _At("warnings.jsonl")
     checkpoints = _At("checkpoints")

@@ -24,6 +24,7 @@ weeks, so every check runs on every publish; only the comparison has an interval
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
 import logging
 import threading
@@ -68,6 +69,7 @@ class SyncReport:
     num_bytes: bytes sent to an engine: the model's, or fewer with deltas.
     changed_share: share of numbers that changed since the last transfer (sync.delta); None: not compared.
     comparison: None if it was not due (sync.verify_every).
+    num_engines, digest: number of engines that were verified, and a digest of the checksums of what each of them holds.
     seconds_of: `seconds` by part. Files: export (gathering the trainer's tensors), checksum (of what was sent), write, load
         (every engine), engine_checksum (the slowest engine's). nccl, ipc: load (sending, receiving and checksums of what was
         sent, overlapped; repeated if an engine was lost), engine_checksum. Where a comparison is due also scores (the
@@ -80,6 +82,8 @@ class SyncReport:
     comparison: ComparisonReport | None
     seconds_of: Mapping[str, float]
     is_direct: bool
+    num_engines: int
+    digest: str
     changed_share: float | None = None
 
     @property
@@ -182,7 +186,7 @@ class WeightSync(ABC):
                 seconds = time.perf_counter() - start
                 return SyncReport(
                     version, seconds, delivered.num_bytes, comparison, seconds_of, self.is_direct,
-                    delivered.changed_share,
+                    len(delivered.receipts), digest(delivered.expected), delivered.changed_share,
                 )  # fmt: skip
 
             if standing_by is not None:
@@ -492,6 +496,14 @@ class Standby:
 
     def _send(self, policy: str, engine: int | None) -> Timed | Lost | None:
         return self._syncs[policy].send_again(self._learners[policy], self._versions[policy], engine)
+
+
+def digest(expected: Sequence[Mapping[str, int]]) -> str:
+    """Return 16 hexadecimal digits of the checksums of every tensor, by shard of an engine."""
+    text = "\n".join(
+        f"{shard} {name} {value}" for shard, sums in enumerate(expected) for name, value in sorted(sums.items())
+    )
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @contextmanager

@@ -39,6 +39,7 @@ export function Sample({ run, step, line, url }) {
       <span class=${`pill ${pillOf(row.reward)}`}>reward ${row.reward === null ? "missing" : number(row.reward)}</span>
       <span class="pill">A ${signed(row.advantage)}</span>
       ${row.verdict !== null && html`<span class="pill">says ${row.verdict ? "correct" : "wrong"}</span>`}
+      ${record.fate && html`<span class="muted">${record.fate}</span>`}
       ${record.answer !== null && html`<span>answers <code dir="auto">${record.answer.slice(0, 200)}</code></span>`}
       <span class="muted">${number(record.num_prompt_tokens)} + ${number(row.num_tokens)} tokens, ${record.finish}, step ${row.step}</span>
       ${record.segments.length === 1 && html`<span class="muted">policy version ${record.segments[0].version}</span>`}

@@ -1,0 +1,115 @@
+"""What became of each sample of a step: trained, or why not. samples_log.py records it, and `marsrl audit` counts it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from marsrl.rollout.types import Fate, Group, Sample
+from marsrl.trainer.data.credit import Credited
+from marsrl.trainer.learner.trained_tokens import TrainedSample
+
+TRAINED, NOT_TRAINED, SKIPPED, LOST = "trained", "not trained", "update skipped", "lost"
+FATES = (
+    TRAINED,
+    "zero advantage",
+    "no reward",
+    "unread",
+    "superseded",
+    "cut",
+    "balanced away",
+    "not trained",
+    SKIPPED,
+    LOST,
+)
+"""Every fate. unread, superseded: no answer of the sample was read by its program. cut: at the length limit, with
+loss.truncated=mask. balanced away: not drawn (credit.balance). not trained: the agent is not (its policy is frozen, or
+credit.train_agents). update skipped: the update was not finite. lost: none of these, which no sample should be."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleFate:
+    """A sample's fate. num_sampled: tokens that its policy chose, answers included that no program read. num_trained: tokens in
+    an update, each copy counted (credit.balance).
+
+    update: number, from 1, of the step's update that trained it; 0: none. gap: mean |log p_trainer - log p_rollout| of its
+    trained tokens before that update, nats; None: not trained, or unknown.
+    """
+
+    fate: str
+    num_sampled: int
+    num_trained: int = 0
+    update: int = 0
+    gap: float | None = None
+
+
+def fates(
+    groups: Iterable[Group], trains: Collection[str], credited: Credited, trained: Iterable[TrainedSample]
+) -> dict[str, SampleFate]:
+    """Return the fate of every sample of a step, by uid.
+
+    trains: agents that are trained. credited: of the same groups. trained: of all updates, policies and ranks; a sample may
+    have a part on several ranks.
+    """
+    parts_of: dict[str, list[TrainedSample]] = {}
+    for part in trained:
+        parts_of.setdefault(part.uid, []).append(part)
+    with_gradient = {sequence.uid for sequence in credited.sequences}
+    found = {}
+    for sample in (sample for group in groups for sample in group.samples):
+        parts, num_sampled = parts_of.get(sample.uid, []), int(np.count_nonzero(sample.is_sampled))
+        if sample.turns:
+            num_sampled = sum(turn.end - turn.start for turn in sample.turns)
+        fate = _untrained(sample, trains, credited, with_gradient)
+        if not parts:
+            found[sample.uid] = SampleFate(fate, num_sampled)
+            continue
+        num_trained = sum(part.num_tokens for part in parts)
+        gap = math.fsum(part.gap for part in parts) / num_trained
+        fate = TRAINED if all(part.is_applied for part in parts) else SKIPPED
+        known = gap if math.isfinite(gap) else None
+        found[sample.uid] = SampleFate(fate, num_sampled, num_trained, parts[0].update, known)
+    return found
+
+
+def _untrained(sample: Sample, trains: Collection[str], credited: Credited, with_gradient: Collection[str]) -> str:
+    """Return why a sample that no update had was not trained."""
+    if sample.agent not in trains:
+        return NOT_TRAINED
+    if sample.turns and not sample.trained_turns:
+        return "superseded" if any(turn.fate is Fate.SUPERSEDED for turn in sample.turns) else "unread"
+    if sample.uid in credited.masked:
+        return "cut"
+    if sample.uid not in credited.advantages:
+        return "no reward"
+    if sample.uid not in with_gradient:
+        return "zero advantage" if credited.advantages[sample.uid] == 0 else "balanced away"
+    return LOST
+
+
+class Resting:
+    """Agents that are trained, have samples, and had none trained in a number of steps in a row."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._num_steps = most, Counter[str]()
+
+    def found(self, groups: Iterable[Group], became: Mapping[str, SampleFate]) -> list[str]:
+        """Count a step; return a sentence for each agent that reaches the number of steps."""
+        counts: dict[str, Counter[str]] = {}
+        for sample in (sample for group in groups for sample in group.samples):
+            counts.setdefault(sample.agent, Counter())[became[sample.uid].fate] += 1
+        sentences = []
+        for agent, number_of in counts.items():
+            self._num_steps[agent] = (
+                0 if TRAINED in number_of or NOT_TRAINED in number_of else self._num_steps[agent] + 1
+            )
+            if self._num_steps[agent] == self._most:
+                named = ", ".join(f"{number} {fate}" for fate, number in number_of.most_common())
+                sentences.append(
+                    f"no sample of {agent} was trained in {self._most} steps (trainer.max_empty_steps); the last step's: {named}"
+                )
+        return sentences

@@ -1,0 +1,58 @@
+"""Log of every verified publish of weights, publishes.jsonl, a line each: `marsrl audit` compares it with the samples."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from marsrl.trainer.runs.directory import names_file, write_atomically
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """One version of a policy on its engines, once all checks have passed.
+
+    step: step that ended with it; 0, or the step resumed from, at a start. digest: of the checksums of every tensor that was sent
+    and that each engine holds; two publishes of a version have the same. engines: number of engines that were checked.
+    median, noise: of the comparison of log-probs, nats (weights/comparison.py); None if it was not due.
+    """
+
+    step: int
+    policy: str
+    version: int
+    digest: str
+    engines: int
+    median: float | None
+    noise: float | None
+    num_bytes: int
+    seconds: float
+
+
+def append_publish(path: Path, publish: Publish) -> None:
+    """Append a line, which readers see completely or not at all."""
+    with names_file(path), open(path, "ab") as file:
+        file.write(msgspec.json.encode(publish) + b"\n")
+
+
+def read_publishes(path: Path) -> list[Publish]:
+    """Read every complete line; a torn last line is skipped. [] without a file. ValueError, with the line, if one is damaged."""
+    if not path.exists():
+        return []
+    publishes = []
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
+        try:
+            publishes.append(msgspec.json.decode(line, type=Publish))
+        except msgspec.DecodeError as error:
+            raise ValueError(
+                f"{path}, line {number}: {line[:80]!r} is no publish ({error}); the file is damaged"
+            ) from error
+    return publishes
+
+
+def forget_publishes(path: Path, step: int) -> None:
+    """Remove lines of later steps, which will be repeated, and a torn line."""
+    kept = [publish for publish in read_publishes(path) if publish.step <= step]
+    if path.exists():
+        write_atomically(path, b"".join(msgspec.json.encode(publish) + b"\n" for publish in kept))
