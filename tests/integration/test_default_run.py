@@ -115,6 +115,8 @@ def test_commands_on_a_run_are_as_they_are_written(
         assert cli.main([name, run, *out, *(own if name == "evaluate" else [])]) == 0
         if name == "evaluate":
             assert json.loads(capsys.readouterr().out)["num_problems"] == 4
+        elif name == "audit":
+            assert [line.split()[1] for line in capsys.readouterr().out.splitlines()[:5]] == ["ok"] * 5
         elif name == "report":
             assert "<html" in (first_run / "report.html").read_text()[:200]
         else:

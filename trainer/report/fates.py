@@ -6,12 +6,15 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from marsrl.rollout.types import Fate, Group, Sample
-from marsrl.trainer.data.credit import Credited
 from marsrl.trainer.learner.trained_tokens import TrainedSample
+
+if TYPE_CHECKING:  # `marsrl view` reads fates, and needs no torch.
+    from marsrl.trainer.data.credit import Credited
 
 TRAINED, NOT_TRAINED, SKIPPED, LOST = "trained", "not trained", "update skipped", "lost"
 FATES = (
