@@ -300,6 +300,14 @@ class OpenAIOptions(Settings):
     max_response_kib: Size = Field(4096, description="maximum response size, KiB")
 
 
+class RefillConfig(Settings):
+    """rollout.refill: problems that a step adds for groups without spread, whose rewards are equal (docs/credit.md)."""
+
+    groups: Count = Field(description="groups with spread that a step needs; it adds problems until it has as many")
+    most: float = Field(2.0, gt=1, le=MOST)
+    """maximum problems of a step, in multiples of prompts_per_step"""
+
+
 class RolloutConfig(Settings):
     """Engines, stages and limits of rollouts."""
 
@@ -325,6 +333,8 @@ class RolloutConfig(Settings):
     stage_size: Literal["new", "total"] = "new"
     """new: every stage starts prompts_per_step new problems. total: carried-over samples, of any agent, replace new ones, so
     that a stage has about prompts_per_step x group_size samples in all"""
+    refill: RefillConfig | None = None
+    """add a problem for each group without spread, up to a limit; nothing that finished is dropped (docs/credit.md); null: off"""
     group_size: Count = Field(8, description="G: samples per agent and input")
     picks: Count = Field(2, description="outputs passed to the next agent, per rollout instance and agent")
     max_response_tokens: Tokens = Field(1024, description="maximum length of any completion")
@@ -381,10 +391,16 @@ class RolloutConfig(Settings):
                 f"rollout.segments x rollout.segment_length = {self.segments} x {self.segment_length} is less than "
                 f"rollout.max_response_tokens = {self.max_response_tokens}; raise one of the first two"
             )
-        if self.prompts_per_step * self.group_size * self.picks > MOST_TOKENS:
+        if self.refill is not None and self.most_problems == self.prompts_per_step:
+            raise ValueError(
+                f"rollout.refill.most x rollout.prompts_per_step = {self.refill.most:g} x {self.prompts_per_step}, which "
+                "leaves no room for an added problem; raise one of them"
+            )
+        if self.most_problems * self.group_size * self.picks > MOST_TOKENS:
             raise ValueError(
                 f"rollout.prompts_per_step x rollout.group_size x rollout.picks = {self.prompts_per_step:,} x "
                 f"{self.group_size:,} x {self.picks:,} samples of one agent in a step, expected at most {MOST_TOKENS:,}"
+                + (f" with rollout.refill.most = {self.refill.most:g} times as many" if self.refill else "")
             )
         if self.stage_size == "total" and self.pipeline == "trajectory":
             raise ValueError(
@@ -402,6 +418,11 @@ class RolloutConfig(Settings):
                 f"{self.overlap}; set overlap=0, or placement=disaggregated"
             )
         return self
+
+    @property
+    def most_problems(self) -> int:
+        """Maximum new problems of a stage, those that rollout.refill adds included."""
+        return self.prompts_per_step if self.refill is None else round(self.refill.most * self.prompts_per_step)
 
     @property
     def tokens_per_stage(self) -> int:

@@ -28,6 +28,7 @@ from marsrl.rollout.gateway.vllm_reader import agents_of
 from marsrl.rollout.gateway.workers import workers_key
 from marsrl.rollout.model_shape import read_shape
 from marsrl.rollout.orchestrations.registry import build_orchestration
+from marsrl.rollout.player.refill import Counting
 from marsrl.rollout.player.rollout import Rollout
 from marsrl.rollout.pool.build import make_openai_pool, make_pool
 from marsrl.rollout.pool.pool import EnginePool
@@ -39,6 +40,7 @@ from marsrl.rollout.tools.build import build_tools
 from marsrl.trainer.checks.batch_plan import longest_sequence
 from marsrl.trainer.checks.preflight import Checked
 from marsrl.trainer.config import RunConfig
+from marsrl.trainer.data.credit import spread
 from marsrl.trainer.driver import Driver
 from marsrl.trainer.evaluate.evaluator import Evaluator
 from marsrl.trainer.evaluate.identity import evaluation_identity
@@ -203,7 +205,18 @@ def _driver(checked: Checked, directory: RunDirectory, console: RunConsole, team
     config = checked.config
     with ExitStack() as stack:
         source = checked.task.problems(config.run.seed)
-        rollout = Rollout(config.rollout, team, source, seed=config.run.seed, trains_whole=config.trains_whole)
+        counting = None
+        if config.rollout.refill is not None or config.data.rest:
+            spread_of = functools.partial(spread, config=config.credit, trained=config.rewarded_agents)
+            counting = Counting(spread_of, config.counted_agent, config.data.rest)
+        rollout = Rollout(
+            config.rollout,
+            team,
+            source,
+            seed=config.run.seed,
+            trains_whole=config.trains_whole,
+            counting=counting,
+        )
         stack.callback(rollout.close)
         mover = Rebalancer(team.pools, say=console.message) if config.rollout.rebalance else None
         log = StepLog(config, directory, console, team)

@@ -43,6 +43,8 @@ from marsrl.trainer.runs.stop import Stopped, StopSignals
 from marsrl.trainer.weights.sync import Standby, WeightSync
 
 _FEWEST_JUDGED = 20  # answers over one or more steps: with fewer, one or two missing ones exceed a small share
+_NO_GRADIENT = "no sample had a gradient"
+_HOW_TO_REFILL = "; rollout.refill adds problems for groups with equal rewards (docs/credit.md)"
 _LANES = {"credit": "credit/main"}  # parts of a step with a lane other than rank 0's
 
 
@@ -407,7 +409,7 @@ class Run:
 
     def _why_untrained(self, batch: StepBatch) -> str:
         why = "no group has ended, its episodes go on in the next step (rollout.pipeline)"
-        why = "no sample had a gradient" if batch.groups else why
+        why = _NO_GRADIENT if batch.groups else why
         self.untrained[why] += 1
         return why
 
@@ -442,6 +444,7 @@ class Run:
         self.checkpoints.finish()
         if self.untrained:
             num_steps, why = self.step - self.resumed_step, max(self.untrained, key=self.untrained.__getitem__)
+            why += _HOW_TO_REFILL if why == _NO_GRADIENT and self.config.rollout.refill is None else ""
             self.console.warning(f"{self.untrained.total()} of {num_steps} steps trained nothing: {why}")
         driver, after = self.driver, None
         if self.config.run.evaluate:

@@ -214,8 +214,11 @@ class OpenAsk(_OfAsk):
 class Instance:
     """One draw of a problem, while any part of it is running.
 
-    episodes: running ones, by id. held: samples that wait for the instance's end, to be trained together.
+    episodes: running ones, by id. held: samples that wait for the instance's end, to be trained together. is_added: drawn for
+    rollout.refill. is_counted: has a group that rollout.refill counted.
     """
 
     episodes: dict[str, Episode] = field(default_factory=dict)
     held: list[Sample] = field(default_factory=list)
+    is_added: bool = False
+    is_counted: bool = False

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 
 from marsrl.rollout.config import RolloutConfig
 from marsrl.rollout.engines.protocol import Progress
+from marsrl.rollout.player.refill import Counting
 from marsrl.rollout.player.stages import RolloutState, Stages, StepBatch
 from marsrl.rollout.tasks.protocol import ProblemSource
 from marsrl.rollout.team import Team
@@ -31,9 +32,16 @@ class Rollout:
     """Source of batches for the training loop; see the module."""
 
     def __init__(
-        self, config: RolloutConfig, team: Team, source: ProblemSource, *, seed: int, trains_whole: bool = False
+        self,
+        config: RolloutConfig,
+        team: Team,
+        source: ProblemSource,
+        *,
+        seed: int,
+        trains_whole: bool = False,
+        counting: Counting | None = None,
     ) -> None:
-        self.stages = Stages(config, team, source, seed=seed, trains_whole=trains_whole)
+        self.stages = Stages(config, team, source, seed=seed, trains_whole=trains_whole, counting=counting)
         self._pools = team.pools
         self._is_beside = config.overlap > 0
         self._changed = threading.Condition()  # its lock guards the stages

@@ -25,6 +25,10 @@ not count); with `pipeline: trajectory`, when nothing is open. All groups closed
 the decoder is at most rollout.overlap stages ahead of the trainer, and a trained sample is at most about rollout.overlap +
 rollout.segments versions old (its group waits for its last sample; picks made late in a stage belong to the next stage, and are
 one version older). With trains_whole, a sample also waits for the team's last call.
+
+rollout.refill adds problems for groups without spread (refill.py). With rollout.overlap = 0 it adds them in waves: a stage that
+would end continues with the problems that are due, in the order of draws. So neither their number nor the batch depends on the
+order in which samples finish. With rollout.overlap > 0 a group that closes adds its problem at once, to the newest stage.
 """
 
 from __future__ import annotations
@@ -40,10 +44,11 @@ from marsrl.rollout.engines.protocol import DecodeRequest, DecodeResult
 from marsrl.rollout.episode import Episode
 from marsrl.rollout.player.completion import Completion, Instance, OpenAsk, State
 from marsrl.rollout.player.player import Player
+from marsrl.rollout.player.refill import Counting, RefillCounts, Rest, Spread
 from marsrl.rollout.seed import derive_seed
 from marsrl.rollout.tasks.protocol import ProblemSource
 from marsrl.rollout.team import Team
-from marsrl.rollout.types import Ask, Finish, Group, IntArray, Sample
+from marsrl.rollout.types import Ask, Finish, Group, IntArray, Problem, Sample
 
 _MOST_LENGTHS = 512  # finished completions from which the remaining length of another is estimated
 
@@ -63,12 +68,14 @@ class RolloutState:
     open: dict[str, OpenAsk]  # by ask id
     pending: list[Ask] = field(default_factory=list)  # to be asked in the next stage
     instances: dict[str, Instance] = field(default_factory=dict)  # by rollout_id
-    num_instances: int = 0  # problems drawn so far; determines the next problem and its rollout_id
+    num_instances: int = 0  # draws so far, of resting problems too; determines the next problem and its rollout_id
     closed: list[Group] = field(default_factory=list)  # since the last batch
     ready: list[StepBatch] = field(default_factory=list)  # not yet taken by the trainer
     num_stages: int = 0  # stages of new problems begun so far
     num_batches: int = 0  # stages ended so far
     num_taken: int = 0  # batches taken by the trainer
+    refill: RefillCounts = field(default_factory=RefillCounts)
+    resting: dict[str, Rest] = field(default_factory=dict)  # by problem id, until a group of the problem has spread
 
     def copy(self) -> RolloutState:
         """Return an independent copy. Samples, groups and arrays are immutable, and shared."""
@@ -77,11 +84,15 @@ class RolloutState:
             pending=list(self.pending),
             open={name: each.copy() for name, each in self.open.items()},
             instances={
-                name: Instance({of: episode.copy() for of, episode in each.episodes.items()}, list(each.held))
+                name: replace(
+                    each, episodes={of: episode.copy() for of, episode in each.episodes.items()}, held=list(each.held)
+                )
                 for name, each in self.instances.items()
             },
             closed=list(self.closed),
             ready=list(self.ready),
+            refill=replace(self.refill),
+            resting=dict(self.resting),
         )
 
 
@@ -96,14 +107,23 @@ class Stages:
     source: source of problems; each draw of a problem is a rollout instance.
     seed: the run's seed, from which the seeds of requests and picks derive.
     trains_whole: train the samples of a rollout instance together, with its outcomes, once the whole instance has ended.
+    counting: for rollout.refill and data.rest; None: both are off.
     """
 
     has_segments, answers_too_long = True, False
 
     def __init__(
-        self, config: RolloutConfig, team: Team, source: ProblemSource, *, seed: int, trains_whole: bool = False
+        self,
+        config: RolloutConfig,
+        team: Team,
+        source: ProblemSource,
+        *,
+        seed: int,
+        trains_whole: bool = False,
+        counting: Counting | None = None,
     ) -> None:
         self.config, self.team, self.source, self.seed, self.trains_whole = config, team, source, seed, trains_whole
+        self._counting = counting
         # With sessions of programs, a stage ends with the episodes that it began.
         self._plays_sessions = team.orchestration.plays_sessions
         # True if a stage ends with all samples that it began, so that the engines rest in between.
@@ -165,6 +185,8 @@ class Stages:
         # Running stages continue as one: unfinished completions belong to the oldest.
         self.state.num_stages = min(self.state.num_stages, self.state.num_batches + 1)
         self._num_wanted = self.state.num_taken
+        if self._counting is None or not self._counting.rest:
+            self.state.resting.clear()  # data.rest is off now
         episodes = [each for instance in self.state.instances.values() for each in instance.episodes.values()]
         self.player.restore(self.state.open, episodes)
         self._go_on()
@@ -230,7 +252,7 @@ class Stages:
         if self.trains_whole or name != ask.ask.id:
             self.state.instances[rollout_id].held += samples
         else:
-            self.state.closed.append(Group(name, rollout_id, ask.ask.agent, samples))
+            self._close(Group(name, rollout_id, ask.ask.agent, samples), ask.episode.problem)
 
     def is_followed(self, episode: Episode) -> bool:
         return True
@@ -265,7 +287,10 @@ class Stages:
             groups.setdefault((sample.group_id, sample.agent), []).append(sample)
         for (name, agent), samples in sorted(groups.items()):
             in_order = tuple(sorted(samples, key=lambda sample: sample.uid))
-            self.state.closed.append(Group(name, episode.rollout_id, agent, in_order))
+            self._close(Group(name, episode.rollout_id, agent, in_order), episode.problem)
+        if self._counting is not None and self._counting.agent is None:
+            whole = [group for group in self.state.closed if group.rollout_id == episode.rollout_id]
+            self._count(episode.rollout_id, whole, episode.problem)
         del self.state.instances[episode.rollout_id]
 
     # Stages.
@@ -289,20 +314,35 @@ class Stages:
             self.on_stage()
         if draws:
             self._draw(self._num_new())
+        self._ask_pending()
+        self._go_on()
+
+    def _ask_pending(self) -> None:
         pending, self.state.pending = self.state.pending, []
         for ask in pending:
             self.player.ask(self._episode(ask), [ask])
         self.player.settle()
-        self._go_on()
+
+    def _add(self, num_problems: int) -> None:
+        """Add new problems to the newest stage, for rollout.refill."""
+        self.state.refill.problems += num_problems
+        later, self.state.pending = self.state.pending, []
+        before = self._in_play()
+        self._draw(num_problems, is_added=True)
+        self._awaited[-1] |= self._in_play() - before
+        self._ask_pending()
+        self.state.pending = [*later, *self.state.pending]
 
     def _go_on(self) -> None:
         """Add all unfinished samples to this stage."""
-        unfinished = self._unfinished()
-        self.player.due(each for each in unfinished if each.state is State.DUE)
+        self.player.due(each for each in self._unfinished() if each.state is State.DUE)
+        self._awaited.append(self._in_play())
+
+    def _in_play(self) -> set[Completion | str]:
+        """Return what a stage that begins now waits for: unfinished completions, or ids of programs' episodes."""
         if self._plays_sessions:
-            self._awaited.append({name for instance in self.state.instances.values() for name in instance.episodes})
-        else:
-            self._awaited.append(set(unfinished))
+            return {name for instance in self.state.instances.values() for name in instance.episodes}
+        return set(self._unfinished())
 
     def _num_new(self) -> int:
         """Return the number of new problems of a stage; with rollout.stage_size=total, continued samples replace some."""
@@ -313,20 +353,57 @@ class Stages:
         taken = round(num_carried / config.group_size) if config.stage_size == "total" else 0
         return max(0, config.prompts_per_step - taken)
 
-    def _draw(self, num_problems: int) -> None:
-        """Begin the episodes of new problems."""
+    def _draw(self, num_problems: int, *, is_added: bool = False) -> None:
+        """Begin the episodes of new problems. is_added: for rollout.refill."""
         team = self.team.orchestration
         for _ in range(num_problems):
-            problem = self.source(self.state.num_instances)
-            self.state.num_instances += 1
+            problem = self._next_problem()
             rollout_id = f"{self.state.num_instances:06d}"
             names = [rollout_id] if team.is_one_episode else [f"{rollout_id}.{i}" for i in range(team.group_size)]
             episodes = {name: Episode(name, rollout_id, problem, self.seed) for name in names}
-            self.state.instances[rollout_id] = Instance(episodes)
+            self.state.instances[rollout_id] = Instance(episodes, is_added=is_added)
             for episode in list(episodes.values()):
                 if self.on_episode is not None:
                     self.on_episode(episode.id, False)
                 self.player.begin(episode)
+
+    def _next_problem(self) -> Problem:
+        """Draw the next problem that does not rest (data.rest)."""
+        while True:
+            problem = self.source(self.state.num_instances)
+            self.state.num_instances += 1
+            rest = self.state.resting.get(problem.id)
+            if rest is None or not rest.left:
+                return problem
+            self.state.resting[problem.id] = rest._replace(left=rest.left - 1)
+
+    def _close(self, group: Group, problem: Problem) -> None:
+        self.state.closed.append(group)
+        if self._counting is not None and self._counting.agent == group.agent:
+            self._count(group.rollout_id, [group], problem)
+
+    def _count(self, rollout_id: str, groups: Sequence[Group], problem: Problem) -> None:
+        """Count a group, or a rollout instance with all its groups, for rollout.refill and data.rest."""
+        assert self._counting is not None
+        spread, instance = self._counting.spread_of(groups), self.state.instances[rollout_id]
+        self.state.refill.count(spread, groups, is_added=instance.is_added)
+        instance.is_counted = True
+        resting, longest = self.state.resting, self._counting.rest
+        if spread is Spread.TASK:
+            resting.pop(problem.id, None)
+        elif longest and spread is not Spread.UNKNOWN:
+            last = resting.get(problem.id, Rest(0, 0))
+            if not last.left:  # otherwise another group of the problem was dead meanwhile
+                length = min(max(1, 2 * last.length), longest)
+                resting[problem.id] = Rest(length, length)
+
+    def _num_due(self) -> int:
+        """Return the number of problems that rollout.refill adds now."""
+        if self._counting is None:
+            return 0
+        num_open = sum(each.is_added and not each.is_counted for each in self.state.instances.values())
+        num_due = self.state.refill.num_due(self.config, num_open)
+        return num_due if num_due and self._num_new() else 0
 
     def _end_if_over(self) -> None:
         state = self.state
@@ -334,16 +411,22 @@ class Stages:
             return
         if self.in_step:
             self._ask_for_waiting()
+        if self.config.overlap and (num_due := self._num_due()):
+            self._add(num_due)
         if not self._is_over():
             return
-        if self.config.overlap == 0 and not self.in_step:
-            self.player.rest()
         if self.in_step and self.config.pipeline == "trajectory" and (state.pending or state.open):
             self._awaited.popleft()
             self._begin(draws=False)
             return
+        if self.config.overlap == 0 and (num_due := self._num_due()):
+            self._add(num_due)
+            return
+        if self.config.overlap == 0 and not self.in_step:
+            self.player.rest()
         groups = state.closed if self.in_step else sorted(state.closed, key=lambda group: group.group_id)
         self._note_faults()
+        self._note_counted()
         num_over = 1
         self._awaited.popleft()
         while state.num_stages > state.num_batches + num_over and self._is_over():
@@ -397,6 +480,14 @@ class Stages:
             counts.update(self.team.tools.take_counts())
         if self.team.judge.model is not None:
             counts.update(self.team.judge.model.take_counts("train"))
+
+    def _note_counted(self) -> None:
+        """Add the counts of rollout.refill and data.rest to the metrics."""
+        if self._counting is not None:
+            self.player.counts.update(self.state.refill.metrics(self.config))
+            if self._counting.rest:
+                self.player.counts["data/resting"] = sum(bool(each.left) for each in self.state.resting.values())
+            self.state.refill = RefillCounts()
 
     def _unfinished(self) -> list[Completion]:
         return [each for ask in self.state.open.values() for each in ask.unfinished]

@@ -23,6 +23,7 @@ from marsrl.rollout.gateway.gateway import Gateway
 from marsrl.rollout.gateway.server import open_gateway
 from marsrl.rollout.gateway.vllm_reader import agents_of
 from marsrl.rollout.orchestrations.external import External
+from marsrl.rollout.player.refill import Counting
 from marsrl.rollout.player.stages import Stages, StepBatch
 from marsrl.rollout.tasks.arithmetic import arithmetic_task
 from marsrl.rollout.tasks.config import ArithmeticOptions
@@ -80,12 +81,13 @@ def team_of(
     gateway: Gateway | None = None,
     agents: Mapping[str, AgentConfig] = AGENTS,
     engine: Engine | None = None,
+    counting: Counting | None = None,
 ) -> Played:
     engine = engine or LocalEngine(spec_of(model, 4096))
     pool = pool_of(engine, slots=64, deadline_s=config.deadline_s)
     team = make_team(agents, orchestration(agents, "chain", None, config), pool, ChatRenderer(model), gateway=gateway)
     source = arithmetic_task(ArithmeticOptions()).problems(3)
-    return Played(Stages(config, team, source, seed=3, trains_whole=True), team)
+    return Played(Stages(config, team, source, seed=3, trains_whole=True, counting=counting), team)
 
 
 @contextmanager
@@ -101,13 +103,14 @@ def playing(
     renderer: ChatRenderer | None = None,
     clock: Callable[[], float] = time.monotonic,
     sums_turns: bool = False,
+    counting: Counting | None = None,
 ) -> Iterator[Played]:
     """Sessions of these settings, or of a function alone, ready for the first batch. parsers: of tool calls, and of thoughts;
     key: the workers'; renderer, clock, sums_turns: the gateway's."""
     settings = ExternalConfig.model_validate({"function": external} if isinstance(external, str) else external)
     doors = agents_of(agents, {"main": renderer or ChatRenderer(model)}, config.max_response_tokens, {"main": parsers})
     with open_gateway(settings, doors, key, clock, sums_turns=sums_turns) as gateway:
-        yield team_of(model, config, gateway=gateway, agents=agents, engine=engine)
+        yield team_of(model, config, gateway=gateway, agents=agents, engine=engine, counting=counting)
 
 
 def turns_of(sample: Sample) -> Sequence[int]:

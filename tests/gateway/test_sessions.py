@@ -14,7 +14,8 @@ from programs import playing, program, rollout_config, turns_of
 
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.config import AgentConfig
-from marsrl.rollout.types import Finish, IntArray, Problem, Sample
+from marsrl.rollout.player.refill import Counting, Spread
+from marsrl.rollout.types import Finish, Group, IntArray, Problem, Sample
 
 ONE = """
 def run(problem, client):
@@ -67,6 +68,49 @@ def test_sessions_span_stages_and_versions(model: Path, tmp_path: Path, options:
             assert config.overlap or played.stages.player.is_resting  # engines get new weights now
             played.stages.rest()
     assert set(trained.values()) == {1}
+
+
+def spread_of(groups: Sequence[Group]) -> Spread:
+    return Spread.TASK if len({s.reward.value for group in groups for s in group.samples}) > 1 else Spread.NONE
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_an_instance_counts_for_refill_when_its_sessions_end(model: Path, tmp_path: Path, overlap: int) -> None:
+    text = """
+    def run(problem, client):
+        client.chat("solver", [problem.question], max_tokens=4)
+        number, place = client.session.split(".")
+        return float(int(number) not in (1, 3) and place == "1")
+    """
+    config = rollout_config(overlap=overlap, refill={"groups": 2, "most": 3})
+    with playing(model, config, program(tmp_path, text), counting=Counting(spread_of)) as played:
+        batches = [played.batch() for _ in range(1 + overlap)]
+    trained = sorted(int(group.rollout_id) for each in batches for group in each.groups)
+    assert trained[:4] == [1, 2, 3, 4] and len(set(trained)) == len(trained)
+    assert sum(each.metrics.get("refill/problems", 0) for each in batches) == (2 if not overlap else len(trained) - 4)
+    assert sum(each.metrics.get("refill/dead", 0) for each in batches) == 2
+
+
+def test_without_overlap_refill_waits_for_all_sessions(model: Path, tmp_path: Path) -> None:
+    text = """
+    import pathlib, time
+
+    def run(problem, client):
+        client.chat("solver", [problem.question], max_tokens=4)
+        number, place = client.session.split(".")
+        if number == "000001":  # dead, and the first to end
+            pathlib.Path(__file__ + place).touch()
+            return 0.0
+        while not all(pathlib.Path(__file__ + other).exists() for other in "01"):
+            time.sleep(0.01)
+        time.sleep(0.5)
+        return float(place)
+    """
+    config = rollout_config(prompts_per_step=3, refill={"groups": 2})
+    with playing(model, config, program(tmp_path, text), counting=Counting(spread_of)) as played:
+        batch = played.batch()
+    assert [group.rollout_id for group in batch.groups] == ["000001", "000002", "000003"]
+    assert batch.metrics["refill/live"] == 2 and batch.metrics["refill/problems"] == 0
 
 
 LONG = """

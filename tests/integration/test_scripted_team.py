@@ -29,6 +29,7 @@ from scripted_pool import (
     train_here,
     untimed,
 )
+from small_run import sevens
 
 from marsrl.commands import cli
 from marsrl.rollout.engines.protocol import DecodeRequest, MemoryPart, WeightReceipt, WeightUpdate
@@ -255,6 +256,33 @@ def searches(request: DecodeRequest) -> str:
         "answer": f"<answer>{rng.choice(['baker', 'tarn', 'ebb', 'mason'])}</answer>",
     }
     return said[agent]
+
+
+def test_refilled_steps_resume_to_the_bit_and_evaluations_add_nothing(play: Play, tmp_path: Path) -> None:
+    def says(request: DecodeRequest) -> str:
+        is_right = request.uid.endswith(":0") and request.uid[5] in "0369"  # of evaluations: none
+        return f"So the answer is \\boxed{{{8 - is_right}}}."
+
+    words = [
+        "orchestration=solver",
+        "rollout.refill={groups: 2, most: 4.0}",
+        "data.rest=2",
+        f"data.train={sevens(tmp_path, 8)}",
+    ]
+    words += ["policies.main.optimizer.decay=constant", "run.checkpoint_every=1"]
+    run = play(*words, "run.steps=4", "run.eval_every=1", says=says)
+    whole, drawn = untimed(run), [record.rollout_id for record in samples_of(run)]
+    shutil.move(run.path, tmp_path / "whole")
+    words += ["run.name=scripted", "run.evaluate=false"]
+    play(*words, "run.steps=2", says=says)
+    again = play(*words, "run.steps=4", "run.resume=auto", says=says)
+    assert [record.rollout_id for record in samples_of(again)] == drawn
+    shown = untimed(again)
+    for row, other in zip(whole, shown, strict=True):
+        assert {name: value for name, value in row.items() if not name.startswith("eval/")} == other
+    assert [row["refill/live"] for row in shown] == [2] * 4 and not any(row["refill/short"] for row in shown)
+    assert sum(row["refill/problems"] for row in shown) > 8 and any(row["data/resting"] for row in shown)
+    assert all(row["actor/grad_norm"] > 0 for row in shown)
 
 
 def test_agents_call_function_and_server_tools_and_train(play: Play, tmp_path: Path) -> None:

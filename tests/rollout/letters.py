@@ -18,6 +18,7 @@ from marsrl.rollout.engines.protocol import AdapterUpdate, DecodeRequest, Weight
 from marsrl.rollout.engines.scripted import ScriptedEngine
 from marsrl.rollout.orchestrations.registry import agent_names, build_orchestration
 from marsrl.rollout.player.completion import Completion, State
+from marsrl.rollout.player.refill import Counting
 from marsrl.rollout.player.stages import RolloutState, Stages, StepBatch
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import LocalReplicas
@@ -153,11 +154,18 @@ class Play:
     """Stages with their engines, driven as a trainer would, without a thread. options: of letter_team."""
 
     def __init__(
-        self, config: RolloutConfig, *, state: RolloutState | None = None, version: int = 0, **options: Any
+        self,
+        config: RolloutConfig,
+        *,
+        state: RolloutState | None = None,
+        version: int = 0,
+        problems: int = 60,
+        counting: Counting | None = None,
+        **options: Any,
     ) -> None:
         team, self.engines = letter_team(config, **options)
         self.pool = team.pools["main"]
-        self.stages = Stages(config, team, letter_problems(60), seed=0)
+        self.stages = Stages(config, team, letter_problems(problems), seed=0, counting=counting)
         if state is not None:
             self.stages.restore(state)
         self.metrics: Counter[str] = Counter()

@@ -18,7 +18,7 @@ def samples_of_a_step(config: RunConfig) -> tuple[dict[str, int], bool]:
     )
     of_instance = team.most_samples()
     known = of_instance or dict.fromkeys(config.agents, config.rollout.group_size)
-    return {agent: config.rollout.prompts_per_step * most for agent, most in known.items()}, bool(of_instance)
+    return {agent: config.rollout.most_problems * most for agent, most in known.items()}, bool(of_instance)
 
 
 def batch_plan(config: RunConfig, world_size: int) -> tuple[str, ...]:
@@ -27,7 +27,8 @@ def batch_plan(config: RunConfig, world_size: int) -> tuple[str, ...]:
     """
     rollout, trainer = config.rollout, config.trainer
     samples, is_bound = samples_of_a_step(config)
-    problems, most, (first, *later) = rollout.prompts_per_step, sum(samples.values()), samples
+    problems, most, (first, *later) = rollout.most_problems, sum(samples.values()), samples
+    up_to = "" if rollout.refill is None else "at most "
     condition = "" if is_bound else ", if each agent is asked once in an episode"
     others = (
         f"{len(later)} later agent{'s' if len(later) > 1 else ''} x at most {max(samples[agent] for agent in later)} samples "
@@ -39,7 +40,7 @@ def batch_plan(config: RunConfig, world_size: int) -> tuple[str, ...]:
     micro_batches = -(-tokens // data_parallel // trainer.max_tokens_per_micro_batch)
     updates = f"{trainer.updates_per_step} optimizer updates a step, each on its part of the groups"
     return (
-        f"{problems} problems a step x {samples[first] // problems} samples = {samples[first]} samples of {first}",
+        f"{up_to}{problems} problems a step x {samples[first] // problems} samples = {samples[first]} samples of {first}",
         others,
         f"at most {tokens:,} completion tokens a step ({rollout.tokens_per_stage} a sample and stage)",
         f"{world_size} rank(s), {data_parallel} data-parallel; micro-batches of at most "

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from marsrl.rollout.agents.orchestration import Orchestration
 from marsrl.rollout.config import AgentConfig, TeacherConfig
-from marsrl.rollout.orchestrations.registry import find_orchestration
+from marsrl.rollout.orchestrations.registry import ORCHESTRATIONS, find_orchestration
+from marsrl.rollout.tasks.find_task import lists_problems
 from marsrl.rollout.tools.config import how_to_set
 from marsrl.trainer.config.policy import PolicyConfig
 from marsrl.trainer.config.run_config import RunConfig
@@ -43,6 +44,8 @@ def _why_not(config: RunConfig, *, trains: bool) -> Iterator[str]:
     for name in config.policies if config.rollout.engine == "vllm" else ():
         if config.rollout_of(name).vllm.quantization is not None:
             yield from _of_quantised(config, name, is_trained=trains and name in config.trained_policies)
+    if trains and (config.rollout.refill is not None or config.data.rest):
+        yield from _of_counted(config)
     yield from config.loss.why_not(agents)
     yield from config.mpt.why_not(trained)
     yield from config.credit.why_not(
@@ -161,6 +164,30 @@ def _of_external(config: RunConfig) -> Iterator[str]:
         yield (
             f"rollout.group_completion is {config.rollout.group_completion}, but with orchestration=external a group ends "
             "with its sessions; set wait (external.timeout_s ends sessions that take too long)"
+        )
+
+
+def _of_counted(config: RunConfig) -> Iterator[str]:
+    """Refuse rollout.refill and data.rest where no group can count, or no problem can rest."""
+    refill, problems = config.rollout.refill, config.rollout.prompts_per_step
+    key = "data.rest" if refill is None else "rollout.refill"
+    if not config.rewarded_agents:
+        yield (
+            f"{key} counts groups with spread of an agent that is trained on its rewards, but agents.<name>.loss_weight is 0 for "
+            "each; raise one, or turn it off"
+        )
+        return
+    first = find_orchestration(config.orchestration).agents[0].name
+    is_first = config.orchestration in ORCHESTRATIONS and config.counted_agent == first
+    if refill is not None and (config.has_whole_instances or is_first) and refill.groups > problems:
+        yield (
+            f"rollout.refill.groups is {refill.groups}, but of {problems} problems (rollout.prompts_per_step), each replaced "
+            f"while it has no spread, at most {problems} have some; lower it, or raise rollout.prompts_per_step"
+        )
+    if config.data.rest and config.data.train is None and not lists_problems(config.task):
+        yield (
+            f"data.rest is {config.data.rest}, but task={config.task} makes new problems, none of which returns; set data.train, "
+            "or data.rest=0"
         )
 
 

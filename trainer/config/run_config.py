@@ -107,6 +107,16 @@ class RunConfig(Settings):
         return self.trains_whole or self.rollout.pipeline == "trajectory"
 
     @property
+    def rewarded_agents(self) -> tuple[str, ...]:
+        """Agents that are trained on their rewards, in order."""
+        return tuple(name for name, agent in self.agents.items() if self.credit.trains(name) and agent.loss_weight)
+
+    @property
+    def counted_agent(self) -> str | None:
+        """Agent whose groups rollout.refill and data.rest count; None: they count rollout instances, which train whole."""
+        return None if self.has_whole_instances else self.rewarded_agents[0]
+
+    @property
     def ends_in_step(self) -> bool:
         """True if, without overlap, a problem ends in the step that starts it."""
         return self.rollout.pipeline == "trajectory" or find_orchestration(self.orchestration).plays_sessions

@@ -82,6 +82,9 @@ class DataConfig(Settings):
     answer_key: str | None = None
     """field with the answer; default: detected in the first line (answer, solution, reward_model.ground_truth, ...; see
     docs/data.md)"""
+    rest: CountOr0 = 0
+    """epochs; a problem whose groups had no spread (docs/credit.md) is passed over for 1 epoch, then 2, 4, ... up to this, until
+    they have; 0: off"""
     demonstrations: str | None = None
     """jsonl or json file of outputs to imitate, for marsrl sft (docs/teachers.md)"""
     on_bad_line: Literal["error", "skip"] = "error"

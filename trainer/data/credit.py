@@ -18,6 +18,7 @@ import torch
 
 from marsrl.kernels import group_advantage
 from marsrl.rollout.config import AgentConfig
+from marsrl.rollout.player.refill import Spread
 from marsrl.rollout.seed import derive_seed
 from marsrl.rollout.types import PENALTIES, Finish, FloatArray, Group, Reward, Sample
 from marsrl.trainer.config import CreditConfig, RunConfig
@@ -130,12 +131,7 @@ def credit(
     samples = [s for g in groups for s in g.samples]
     if not samples:
         return Credited(tuple(groups))
-    by_turn: dict[str, list[float]] = {}
-    if config.turns == "returns":
-        by_turn = turn_advantages(samples, config)
-        advantage = np.array([max(by_turn.get(sample.uid, [0.0]), key=abs) for sample in samples])
-    else:
-        advantage = _advantages(samples, config)
+    advantage, by_turn = _advantages(samples, config)
     trained = [(s, float(a)) for s, a in zip(samples, advantage) if not s.reward.is_missing and config.trains(s.agent)]
     masked = frozenset(s.uid for s, _ in trained if masks_truncated and s.finish is Finish.LENGTH)
     trained = [(sample, value) for sample, value in trained if sample.uid not in masked]
@@ -174,8 +170,42 @@ def credit(
     return Credited(tuple(groups), tuple(sequences), counted, several, advantages, masked, turns)
 
 
-def _advantages(samples: Sequence[Sample], config: CreditConfig) -> npt.NDArray[np.float64]:
-    """Return each sample's advantage, [samples] float64; meaningless for a sample without a reward.
+def spread(groups: Sequence[Group], config: CreditConfig, trained: Collection[str]) -> Spread:
+    """Compare the rewards of the trained agents' samples as `credit` does, without penalties of form and then with them.
+
+    groups: one, or all that are compared with each other. trained: names of agents that are trained on rewards.
+    """
+    if config.reward_scheme == "outcome":
+        groups = outcome_rewards(groups)
+    samples = [s for g in groups for s in g.samples]
+
+    def differ(samples: Sequence[Sample]) -> bool:
+        of_samples = zip(samples, _advantages(samples, config)[0], strict=True)
+        return any(a != 0 and s.agent in trained and not s.reward.is_missing for s, a in of_samples)
+
+    if not samples:
+        return Spread.UNKNOWN
+    if differ([replace(sample, reward=_without_penalties(sample.reward)) for sample in samples]):
+        return Spread.TASK
+    if differ(samples):
+        return Spread.FORM
+    is_missing = any(sample.reward.is_missing for sample in samples if sample.agent in trained)
+    return Spread.UNKNOWN if is_missing else Spread.NONE
+
+
+def _without_penalties(reward: Reward) -> Reward:
+    """Return the reward without penalties of form, rounded to float32, as adding a penalty back leaves the last bits open."""
+    value = reward.value - sum(part for name, part in reward.parts.items() if name in PENALTIES)
+    parts = {name: part for name, part in reward.parts.items() if name not in PENALTIES}
+    return replace(reward, value=float(np.float32(value)), parts=parts)
+
+
+def _advantages(
+    samples: Sequence[Sample], config: CreditConfig
+) -> tuple[npt.NDArray[np.float64], dict[str, list[float]]]:
+    """Return each sample's advantage, [samples] float64, and with credit.turns=returns those of its turns, by uid.
+
+    An advantage is meaningless for a sample without a reward.
 
     If a program played, mean and std are over sessions: one number per session and agent, the mean reward of its samples
     there. Each sample's own reward is compared with them.
@@ -183,6 +213,9 @@ def _advantages(samples: Sequence[Sample], config: CreditConfig) -> npt.NDArray[
     credit.normalise=trajectory: a trajectory's reward, the mean over its calls, is compared with the problem's other
     trajectories, and all its calls get its advantage (the GRPO baseline published with Dr. MAS, arXiv:2602.08847).
     """
+    if config.turns == "returns":
+        by_turn = turn_advantages(samples, config)
+        return np.array([max(by_turn.get(sample.uid, [0.0]), key=abs) for sample in samples]), by_turn
     whole = config.normalise == "trajectory"
     rewards = [sample.reward.value for sample in samples]
     sessions = [sample.episode_id if whole else f"{sample.session_id}/{sample.agent}" for sample in samples]
@@ -199,7 +232,7 @@ def _advantages(samples: Sequence[Sample], config: CreditConfig) -> npt.NDArray[
         std=config.std,
         singleton=config.singleton,
     )
-    return advantages.double().numpy()
+    return advantages.double().numpy(), {}
 
 
 def _means_by(names: Iterable[str], rewards: Iterable[float]) -> dict[str, float]:
