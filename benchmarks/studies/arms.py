@@ -3,6 +3,7 @@
 marsrl   MarsRL and UloRL (arXiv:2511.11373, 2507.19766) on configs/cpu_default.yaml
 drmas    Dr. MAS (arXiv:2602.08847) on configs/cpu_solver_verifier.yaml, whose agents' mean rewards differ on purpose
 mars     MARS (arXiv:2510.04935) on configs/cpu_dual_system.yaml
+refill   rollout.refill with a Solver alone, on configs/cpu_solver_verifier.yaml
 adapters "LoRA Without Regret" (Schulman and Thinking Machines Lab, 2025) on configs/cpu_adapters.yaml
 foreign  MarsRL's Table 3: a trained team of marsrl's arm `whole` with Solvers from elsewhere
 """
@@ -31,7 +32,7 @@ class Arm:
 class Study:
     """Study of several arms. evaluated: rows of the evaluation to keep; agents: agents whose rewards to keep.
 
-    counted: metrics whose means over the last quarter of the steps are kept.
+    counted: metrics whose means over the last quarter of the steps are kept. has_curve: its arms evaluate during training.
     """
 
     preset: str
@@ -39,6 +40,7 @@ class Study:
     evaluated: tuple[str, ...]
     agents: tuple[str, ...]
     counted: tuple[str, ...] = ()
+    has_curve: bool = False
 
 
 CRITICS = ("verifier1", "corrector1", "verifier2", "corrector2")
@@ -55,6 +57,8 @@ POLICIES = {"shared": ("agents.verifier.policy=solver",), "separate": (), "adapt
 TEAM = ("solver", *CRITICS)
 WHOLE_WEIGHTS = ("base=null", "dtype=float32", "adapter=null", "optimizer.lr=6.0e-4")
 STRONG = "warm_start.slip_solver=0.04"  # a Solver that is mostly right from the start, as the papers' is
+REFILL = "rollout.refill={groups: 6, most: 2.0}"  # of 8 problems
+MOSTLY_RIGHT = ("orchestration=solver", STRONG, "run.eval_every=3", "run.keep_best=false")
 
 STUDIES = {
     "marsrl": Study(
@@ -94,12 +98,25 @@ STUDIES = {
         {
             "whole": Arm(num_seeds=FIVE),
             "without System 1": Arm(("orchestration_options.distil=false",), FIVE),
+            "without System 1, refill": Arm(("orchestration_options.distil=false", REFILL), FIVE),
             "without Python": Arm(("tools.python=null",), FIVE),
             "without balance": Arm(("credit.balance=off",), FIVE),
             "one mean": Arm(("credit.denominator=all",), FIVE),
         },
         ("system2",),
         ("system2",),
+    ),
+    "refill": Study(
+        "cpu_solver_verifier",
+        {
+            "as it is": Arm(MOSTLY_RIGHT, FIVE),
+            "refill": Arm((*MOSTLY_RIGHT, REFILL), FIVE),
+            "16 problems": Arm((*MOSTLY_RIGHT, "rollout.prompts_per_step=16"), FIVE),
+            "refill, dead groups not counted": Arm((*MOSTLY_RIGHT, REFILL, "credit.count_zero_groups=false"), FIVE),
+        },
+        ("solver",),
+        ("solver",),
+        has_curve=True,
     ),
     "adapters": Study(
         "cpu_adapters",
@@ -141,6 +158,30 @@ def shown(study: Study, run: Path) -> dict[str, float]:
     numbers |= {f"{name}_before": before[name] for name in ("system", *study.evaluated) if name in before}
     numbers |= trained(rows, study.agents) | gradients(rows) | rewards(rows, study.agents)
     return numbers | last_counts(rows, study.counted)
+
+
+def curves(run: Path) -> dict[str, list[float]]:
+    """Return the team's accuracy before, during (run.eval_every) and after a training, and what was spent until each.
+
+    tokens: decoded in training. step_seconds: of the steps, without evaluations.
+    """
+    from marsrl.trainer.report.metrics import read_metrics
+    from marsrl.trainer.report.summary import load_summary
+
+    summary = load_summary(run / "summary.json")
+    assert summary.before is not None and summary.before.system.mean is not None
+    assert summary.after is not None and summary.after.system.mean is not None
+    curve = {"system": [summary.before.system.mean], "tokens": [0.0], "step_seconds": [0.0]}
+    tokens = seconds = 0.0
+    for row in read_metrics(run / "metrics.jsonl"):
+        tokens += row.values.get("rollout/tokens") or 0.0
+        seconds += (row.values.get("timing_s/total") or 0.0) - (row.values.get("timing_s/evaluate") or 0.0)
+        if (accuracy := row.values.get("eval/system")) is not None and row.step < summary.steps:
+            for name, value in (("system", accuracy), ("tokens", tokens), ("step_seconds", seconds)):
+                curve[name].append(value)
+    for name, value in (("system", summary.after.system.mean), ("tokens", tokens), ("step_seconds", seconds)):
+        curve[name].append(value)
+    return curve
 
 
 def trained(rows: Sequence[Any], agents: Sequence[str]) -> dict[str, float]:

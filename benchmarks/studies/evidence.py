@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 
-from arms import FOREIGN, FOREIGN_SEEDS, OTHER_KIND, STUDIES, shown
+from arms import FOREIGN, FOREIGN_SEEDS, OTHER_KIND, STUDIES, curves, shown
 from evidence_page import PAGE, ROOT, Result, Results, page
 
 RESULTS = ROOT / "benchmarks" / "results" / "cpu_xeon_2core" / "evidence"
@@ -183,7 +183,8 @@ class Runner:
         start = time.monotonic()
         try:
             _, usage = self._call([str(ROOT / "trainer" / "main.py"), *settings])
-            self._keep(job, start, shown(STUDIES[job.study], run) | usage)
+            study = STUDIES[job.study]
+            self._keep(job, start, shown(study, run) | usage, curves=curves(run) if study.has_curve else {})
         except RuntimeError as error:  # A training that stops is a result: it is reported, but enters no mean.
             self._keep(job, start, {}, stopped=str(error))
 
@@ -215,13 +216,22 @@ class Runner:
         alone, system = evaluation.alone.mean, evaluation.system.mean
         self._keep(job, start, {**numbers, "alone": alone, "added": system - alone})
 
-    def _keep(self, job: Job, start: float, found: dict[str, float], stopped: str | None = None) -> None:
+    def _keep(
+        self,
+        job: Job,
+        start: float,
+        found: dict[str, float],
+        stopped: str | None = None,
+        curves: dict[str, list[float]] | None = None,
+    ) -> None:
         from marsrl.trainer.machine import LIBRARIES, device_name, library_versions
         from marsrl.trainer.runs.directory import write_atomically
 
         seconds = round(time.monotonic() - start, 1)
         around = {"device": device_name(), "load": os.getloadavg()[0], "versions": library_versions(LIBRARIES)}
-        result = Result(job.study, job.arm, job.seed, job.settings, self.commit, stopped, found, seconds, around)
+        result = Result(
+            job.study, job.arm, job.seed, job.settings, self.commit, stopped, found, seconds, around, curves or {}
+        )
         write_atomically(self.results / f"{job.name}.json", (json.dumps(dataclasses.asdict(result)) + "\n").encode())
         print(f"{job.name}: {stopped or _line(found)}, {seconds:.0f} s", flush=True)
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from arms import NORMALISE, PICKS, POLICIES, interval
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,7 +34,7 @@ class Result:
     found: dict[str, float]
     seconds: float
     surroundings: dict[str, Any]
-    curves: dict[str, list[float | None]] = field(default_factory=dict)  # kept to read older results
+    curves: Mapping[str, Sequence[float]] = field(default_factory=dict)  # arms.curves; older results have others
 
 
 Results = Mapping[tuple[str, str, int], Result]
@@ -43,7 +44,8 @@ Results = Mapping[tuple[str, str, int], Result]
 class Claim:
     """Table of a section. groups: arms to compare, the first of a group with each other arm.
 
-    columns: {number of a result: heading}; the first has its interval over seeds, and is compared.
+    columns: {number of a result: heading}; the first has its interval over seeds, and is compared. at_tokens and
+    at_step_seconds: the team's accuracy when it had spent as much as the arm that spent least with this seed.
     """
 
     study: str
@@ -53,11 +55,27 @@ class Claim:
 
 def values(claim: Claim, arm: str, column: str, results: Results) -> dict[int, float]:
     """Return {seed: value} of the finished trainings."""
+    if column.startswith("at_"):
+        return _at_equal(claim, arm, column.removeprefix("at_"), results)
     return {
         seed: result.found[column]
         for (study, name, seed), result in sorted(results.items())
         if (study, name) == (claim.study, arm) and result.stopped is None and column in result.found
     }
+
+
+def _at_equal(claim: Claim, arm: str, spent: str, results: Results) -> dict[int, float]:
+    """Return {seed: accuracy, interpolated between evaluations}, for seeds with which every arm of the claim has finished."""
+    arms = [each for group in claim.groups for each in group]
+    found = {}
+    for seed in sorted({seed for _, _, seed in results}):
+        curves = {
+            each: results[claim.study, each, seed].curves for each in arms if (claim.study, each, seed) in results
+        }
+        if len(curves) == len(arms) and all(spent in curve for curve in curves.values()):
+            budget = min(curve[spent][-1] for curve in curves.values())
+            found[seed] = float(np.interp(budget, curves[arm][spent], curves[arm]["system"]))
+    return found
 
 
 def difference(ours: Mapping[int, float], theirs: Mapping[int, float]) -> str:
@@ -189,6 +207,22 @@ CLAIMS = {
             "system2_reward_last": "last quarter",
             "empty_steps": "idle",
         },
+    ),
+    "Groups without spread": Claim(
+        "refill",
+        (("as it is", "refill", "16 problems", "refill, dead groups not counted"),),
+        {
+            "at_tokens": "team at equal tokens",
+            "at_step_seconds": "at equal seconds",
+            "system": "after 20 steps",
+            "updates": "updates",
+            "empty_steps": "idle",
+        },
+    ),
+    "Groups without spread, in MARS": Claim(
+        "mars",
+        (("without System 1", "without System 1, refill"),),
+        {**_WHOLE, "system2_reward_last": "reward, last quarter", "updates": "updates", "empty_steps": "idle"},
     ),
     "Adapters in place of whole weights": Claim(
         "adapters",

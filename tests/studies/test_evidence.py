@@ -13,11 +13,12 @@ import evidence_page
 import pytest
 from evidence import Job, Runner
 from evidence_page import Claim, Result
+from made_up_run import make_summary
 from typer.main import get_command
 
 from marsrl.commands.cli import app
 from marsrl.trainer.config.read import read_config
-from marsrl.trainer.report.summary import Estimate, Evaluation
+from marsrl.trainer.report.summary import Estimate, Evaluation, save_summary
 
 pytestmark = [pytest.mark.slow, pytest.mark.smoke]
 
@@ -58,6 +59,41 @@ def test_a_table_tells_arms_apart_seed_by_seed() -> None:
     results |= dict(result("gate off", seed, value) for seed, value in enumerate((0.9, 0.3, 0.6, None)))
     off = evidence_page.table(CLAIM, results).splitlines()[-2]
     assert "(1 stopped)" in off and off.count("±") == 2 and "**" not in off
+
+
+def test_accuracies_are_compared_at_equal_tokens() -> None:
+    claim = Claim("refill", (("as it is", "refill"),), {"at_tokens": "team"})
+    curves = {
+        ("as it is", 0): {"system": [0.5, 0.7, 0.8], "tokens": [0.0, 50.0, 100.0]},
+        ("refill", 0): {"system": [0.5, 0.6, 0.9], "tokens": [0.0, 80.0, 160.0]},
+        ("as it is", 1): {"system": [0.5, 0.8], "tokens": [0.0, 100.0]},  # with this seed the other arm has not run
+    }
+    results = {
+        ("refill", arm, seed): Result("refill", arm, seed, [], "0" * 40, None, {}, 60.0, {}, curve)
+        for (arm, seed), curve in curves.items()
+    }
+    assert evidence_page.values(claim, "as it is", "at_tokens", results) == pytest.approx({0: 0.8})
+    assert evidence_page.values(claim, "refill", "at_tokens", results) == pytest.approx({0: 0.6 + 0.3 * 20 / 80})
+
+
+def test_a_curve_has_each_accuracy_and_what_it_cost(tmp_path: Path) -> None:
+    rows = [{"rollout/tokens": 10.0, "timing_s/total": 2.0} for _ in range(6)]
+    for row in rows[1::2]:  # run.eval_every=2
+        row |= {"timing_s/total": 5.0, "timing_s/evaluate": 3.0, "eval/system": 0.7}
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps({"step": i, **r}) + "\n" for i, r in enumerate(rows, 1)))
+    summary = make_summary()
+    save_summary(tmp_path / "summary.json", summary)
+    assert summary.before is not None and summary.after is not None
+    assert arms.curves(tmp_path) == {
+        "system": [
+            summary.before.system.mean,
+            0.7,
+            0.7,
+            summary.after.system.mean,
+        ],  # step 6 is evaluated after training
+        "tokens": [0, 20, 40, 60],
+        "step_seconds": [0, 4, 8, 12],
+    }
 
 
 def test_a_clean_result_is_kept_until_its_settings_change() -> None:
