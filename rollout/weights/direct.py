@@ -4,8 +4,9 @@
     other ranks       agree ................................................ send ........... sums
     engine shard                                       WeightReceiver.receive: bucket after bucket into its tensor
 
-The order of buckets is in layout.py. No rank gathers weights: it packs its own part, one bucket at a time. With CUDA
-IPC the rank on an engine's GPU (its relay) also receives the others' buckets for that engine, one at a time, into the
+The order of buckets is in layout.py. No rank gathers weights: it packs its own part, one bucket at a time. An engine that
+holds a tensor in another form (FP8) receives it into scratch memory, portion by portion (Converted). With CUDA IPC the rank
+on an engine's GPU (its relay) also receives the others' buckets for that engine, one at a time, into the
 shared buffer. An engine's expected checksums are computed without assembling its weights: each rank adds its parts'
 share of every checksum.
 
@@ -49,7 +50,9 @@ from marsrl.rollout.weights.layout import (
     WeightBucket,
     plan_buckets,
     plan_pieces,
+    portion_size,
     shard_layout,
+    whole_box,
 )
 
 # The classes and functions below are used by engines.
@@ -70,6 +73,18 @@ class ReceivePlan:
     buckets: tuple[WeightBucket, ...]
 
 
+class Converted(Protocol):
+    """A weight that an engine holds in another form than it is sent in, such as FP8.
+
+    shape: of the weight as it is sent, a fused tensor.
+    """
+
+    shape: tuple[int, ...]
+
+    def write(self, first: int, weight: Tensor) -> None:
+        """Convert and write some matrices [matrices, rows, columns] of the weight, whole, from matrix `first` on."""
+
+
 class WeightReceiver:
     """One engine shard's connection to the trainer, opened by the first plan of a session.
 
@@ -83,30 +98,36 @@ class WeightReceiver:
         self._session = ""
 
     @torch.no_grad()
-    def receive(self, plan: ReceivePlan, target: Callable[[str], Tensor | None]) -> Mapping[str, tuple[int, ...]]:
+    def receive(
+        self, plan: ReceivePlan, target: Callable[[str], Tensor | Converted | None]
+    ) -> Mapping[str, tuple[int, ...]]:
         """Receive every bucket of the plan and write it to the targets; return {fused tensor: shape}.
 
-        target: returns the tensor of a fused name, which may have more rows (padding) than are sent.
+        target: returns the tensor of a fused name, which may have more rows (padding) than are sent. Scratch memory for a
+        Converted one is at most a bucket, or one matrix if that is larger.
 
         Raises:
             ValueError: a target is missing or has a wrong shape; nothing was received.
             TransferBroken: the transfer was aborted; the targets are a mix of two versions.
         """
-        layout, targets = shard_layout(plan.shapes, plan.shard), dict[str, Tensor]()
+        layout, targets = shard_layout(plan.shapes, plan.shard), dict[str, Tensor | _Scratch]()
         for name, shape in layout.shapes.items():
-            tensor = target(name)
-            held = None if tensor is None else tuple(tensor.shape)
-            if tensor is None or held is None or held[1:] != shape[1:] or held[0] < shape[0]:
+            found = target(name)
+            held = None if found is None else tuple(found.shape)
+            if found is None or held is None or held[1:] != shape[1:] or held[0] < shape[0]:
                 raise ValueError(
                     f"weight sync: {name} has shape {held} in the engine; expected {shape}, with as many rows or more"
                 )
-            targets[name] = tensor
+            targets[name] = found if isinstance(found, Tensor) else _Scratch(found, plan.rendezvous, self._device)
         try:
             connection = self._opened(plan)
             for bucket in plan.buckets:
                 message = _next_message(connection, bucket, plan.rendezvous)
                 _write(message, bucket, plan.rendezvous, list(_boxes(bucket, layout, targets)))
                 connection.release()
+                for name in {fused for piece in bucket.pieces for fused, _ in layout.places[piece.name]}:
+                    if isinstance(scratch := targets[name], _Scratch):
+                        scratch.convert()
         except BaseException:
             self.close(is_broken=True)
             raise
@@ -131,6 +152,33 @@ class WeightReceiver:
         return self._connection
 
 
+class _Scratch:
+    """Portions of a Converted weight, from the first piece of each until it is whole."""
+
+    def __init__(self, weight: Converted, rendezvous: Rendezvous, device: torch.device) -> None:
+        self._weight, self._device, self._dtype = weight, device, rendezvous.torch_dtype
+        self._step = portion_size(weight.shape, rendezvous.max_elements)
+        self._whole = whole_box(weight.shape)
+        self._begun: dict[int, Tensor] = {}  # by first matrix
+        self._missing: dict[int, int] = {}  # numbers that a portion still lacks
+
+    def of(self, box: Box) -> Tensor:
+        """Return the memory for a box of one portion, which will be written there."""
+        first = box.start[0] // self._step * self._step
+        portion = self._whole.cut(0, first, first + self._step).overlap(self._whole)
+        if first not in self._begun:
+            self._begun[first] = torch.empty(portion.shape, dtype=self._dtype, device=self._device)
+            self._missing[first] = portion.num_elements
+        self._missing[first] -= box.num_elements
+        return box.within(portion).of(self._begun[first])
+
+    def convert(self) -> None:
+        """Pass whole portions on, and free their memory."""
+        for first in [first for first, number in self._missing.items() if not number]:
+            del self._missing[first]
+            self._weight.write(first, self._begun.pop(first))
+
+
 def _next_message(connection: Connection, bucket: WeightBucket, rendezvous: Rendezvous) -> Tensor:
     """Return a message [bytes] uint8: the bucket, or a delta of it."""
     num_bytes = bucket.num_elements * rendezvous.torch_dtype.itemsize
@@ -140,14 +188,15 @@ def _next_message(connection: Connection, bucket: WeightBucket, rendezvous: Rend
 
 
 def _boxes(
-    bucket: WeightBucket, layout: ShardLayout, targets: Mapping[str, Tensor]
+    bucket: WeightBucket, layout: ShardLayout, targets: Mapping[str, Tensor | _Scratch]
 ) -> Iterator[tuple[int, int, Tensor]]:
     """Yield (first, end, target [matrices, rows, columns]) of ranges of the bucket; twice for a tied embedding."""
     end = 0
     for piece in bucket.pieces:
         first, end = end, end + piece.box.num_elements
         for fused, place in layout.placed(piece.name, piece.box):
-            yield first, end, place.of(targets[fused])
+            target = targets[fused]
+            yield first, end, place.of(target) if isinstance(target, Tensor) else target.of(place)
 
 
 def _write(
@@ -289,7 +338,8 @@ class DirectSender(ABC):
         self._store, self._is_broken = TransferStore(rendezvous, server), False
         self._layouts = {shard: shard_layout(held.shapes, shard) for shard in dict.fromkeys(self._shards)}
         self._pieces = plan_pieces(held.boxes_of_ranks, [self._layouts[shard].needs for shard in self._shards])
-        self._buckets = plan_buckets(self._pieces, self._ranks.size, self._max_elements)
+        layouts = [self._layouts[shard] for shard in self._shards]
+        self._buckets = plan_buckets(self._pieces, layouts, self._ranks.size, self._max_elements)
         if self._ranks.rank == 0:
             buckets_to: list[list[WeightBucket]] = [[] for _ in self._shards]
             for bucket in self._buckets:

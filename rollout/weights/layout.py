@@ -28,9 +28,10 @@ A transfer without files (direct.py) sends every shard what it needs, by a plan 
     plan_pieces  -> covers every need exactly once, from ranks that hold it          (replicas share the work)
     plan_buckets -> groups pieces into buckets of limited size, in one order that all sides follow
 
-In round r shard t is served by rank (t + r) mod ranks, so that ranks and shards are busy concurrently. Every side works
-through its own buckets in this order, one at a time. The side with the first unfinished bucket of all can always
-proceed, so there is no deadlock.
+A *portion* is a matrix of a fused tensor, or as many of its experts as fit into a bucket. A shard receives portion after
+portion, so that it can collect one in a bucket's memory and convert it (FP8). Shard t begins with what rank t mod ranks
+holds, so that ranks and shards are busy concurrently. Every side works through its own buckets in this order, one at a
+time. The side with the first unfinished bucket of all can always proceed, so there is no deadlock.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from math import prod
 from operator import sub
 from typing import TYPE_CHECKING
@@ -49,7 +51,7 @@ if TYPE_CHECKING:
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 VOCAB_MULTIPLE = 64  # vLLM's padding of the vocabulary
-FP8_BLOCK = 128  # rows and columns of a block with one scale (engines/vllm/worker.py)
+FP8_BLOCK = 128  # rows and columns of a block with one scale (engines/vllm/worker_fp8.py)
 _EXPERT = re.compile(r"^(.*\.mlp\.experts)\.(\d+)(\.(?:gate|up|down)_proj(?:\.lora_[AB])?\.weight)$")
 _STACK = re.compile(r"^(.*\.mlp\.experts)\.(gate|up|down)_proj\.weight$")
 _PART = re.compile(r"^(.*)\.(q|k|v|gate|up)_proj\.(weight|bias)$")
@@ -338,26 +340,61 @@ def plan_pieces(holders: Sequence[Mapping[str, Box]], needs: Sequence[Mapping[st
     return pieces
 
 
-def plan_buckets(pieces: Sequence[Piece], num_ranks: int, max_elements: int) -> list[WeightBucket]:
+def plan_buckets(
+    pieces: Sequence[Piece], layouts: Sequence[ShardLayout], num_ranks: int, max_elements: int
+) -> list[WeightBucket]:
     """Group the pieces into buckets of at most max_elements values, in the order that all sides follow.
+
+    layouts: of each engine shard. A shard receives consecutive portions of at most max_elements values together, or a larger one
+    alone.
 
     Raises ValueError: a bucket has no room for one row of a piece.
     """
-    by_pair: dict[tuple[int, int], list[Piece]] = defaultdict(list)
+    portions: list[dict[tuple[str, int], list[Piece]]] = [defaultdict(list) for _ in layouts]
     for piece in pieces:
-        by_pair[piece.source, piece.target].append(piece)
+        layout = layouts[piece.target]
+        fused, origin = layout.places[piece.name][0][0], layout.needs[piece.name].start[0]
+        step = portion_size(layout.shapes[fused], max_elements)
+        for number in range((piece.box.start[0] - origin) // step, -((origin - piece.box.end[0]) // step)):
+            first = origin + number * step
+            part = piece.box.cut(0, first, first + step).overlap(piece.box)
+            portions[piece.target][fused, number].append(replace(piece, box=part))
+    queues = [_queue(list(each.values()), target, num_ranks, max_elements) for target, each in enumerate(portions)]
+    return [bucket for buckets in zip_longest(*queues) for bucket in buckets if bucket is not None]
+
+
+def portion_size(shape: Sequence[int], max_elements: int) -> int:
+    """Return how many matrices of a fused tensor are a portion: about equally many in each, in as few portions as fit."""
+    matrices, rows, cols = whole_box(shape).shape
+    most = max(1, max_elements // (rows * cols))
+    return -(-matrices // -(-matrices // most))
+
+
+def _queue(portions: Sequence[list[Piece]], target: int, num_ranks: int, max_elements: int) -> list[WeightBucket]:
+    """Return the buckets of one engine shard in order."""
+
+    def turn(source: int) -> int:
+        return (source - target) % num_ranks
+
+    groups, room = list[list[Piece]](), 0
+    for portion in sorted(portions, key=lambda portion: min(turn(piece.source) for piece in portion)):
+        size = sum(piece.box.num_elements for piece in portion)
+        if size > room:
+            groups.append([])
+            room = max_elements
+        groups[-1].extend(portion)
+        room -= size
     buckets = []
-    for source, target in sorted(by_pair, key=lambda pair: ((pair[0] - pair[1]) % num_ranks, pair[1])):
-        waiting: list[Piece] = []
-        room = max_elements
-        for piece in by_pair[source, target]:
-            for part in _cut(piece, max_elements):
+    for group in groups:
+        for source in sorted({piece.source for piece in group}, key=turn):
+            waiting, room = list[Piece](), max_elements
+            for part in (part for piece in group if piece.source == source for part in _cut(piece, max_elements)):
                 if part.box.num_elements > room:
                     buckets.append(WeightBucket(source, target, tuple(waiting)))
                     waiting, room = [], max_elements
                 waiting.append(part)
                 room -= part.box.num_elements
-        buckets.append(WeightBucket(source, target, tuple(waiting)))
+            buckets.append(WeightBucket(source, target, tuple(waiting)))
     return buckets
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from operator import add
 
 import pytest
@@ -17,10 +18,13 @@ from marsrl.rollout.weights.layout import (
     Box,
     EngineShard,
     Piece,
+    ShardLayout,
+    WeightBucket,
     box_of,
     fuse,
     plan_buckets,
     plan_pieces,
+    portion_size,
     shard_layout,
     stacked,
     whole_box,
@@ -137,7 +141,7 @@ def test_every_shard_gets_every_number_once_whatever_the_layout(layout, shards, 
     held = ranks_of(shape, *layout)
     layouts = [shard_layout(sizes, shard) for shard in shards]
     pieces = plan_pieces(held, [each.needs for each in layouts])
-    buckets = plan_buckets(pieces, len(held), bucket)
+    buckets = plan_buckets(pieces, layouts, len(held), bucket)
 
     for piece in pieces:
         assert held[piece.source][piece.name].overlap(piece.box) == piece.box, "a rank sends only what it has"
@@ -154,6 +158,26 @@ def test_every_shard_gets_every_number_once_whatever_the_layout(layout, shards, 
                 target.copy_(piece.box.of(tensors[piece.name]))
         right = dict(fuse(files, shard=shards[number]))
         assert taken.keys() == right.keys() and all(torch.equal(taken[name], right[name]) for name in right)
+        assert_portions_fit(one, [each for each in buckets if each.target == number], bucket)
+
+
+def assert_portions_fit(layout: ShardLayout, buckets: Sequence[WeightBucket], bucket: int) -> None:
+    """Portions that are not whole yet take no more than a bucket, or one larger matrix."""
+    missing: dict[tuple[str, int], int] = {}
+    sizes: dict[tuple[str, int], int] = {}
+    for each in buckets:
+        for piece in each.pieces:
+            (fused, place), *_ = layout.placed(piece.name, piece.box)
+            step, whole = portion_size(layout.shapes[fused], bucket), whole_box(layout.shapes[fused])
+            first = place.start[0] // step * step
+            portion = whole.cut(0, first, first + step).overlap(whole)
+            assert place.overlap(portion) == place, "a piece lies in one portion"
+            sizes[fused, first] = portion.num_elements
+            missing.setdefault((fused, first), portion.num_elements)
+            missing[fused, first] -= place.num_elements
+        assert sum(sizes[key] for key in missing) <= bucket or len(missing) == 1
+        missing = {key: number for key, number in missing.items() if number}
+    assert not missing
 
 
 @pytest.mark.parametrize("wrong", [{0: (4, 8), 2: (4, 8)}, {0: (4, 8), 1: (8, 4)}])
@@ -175,7 +199,10 @@ UP, GATE, DOWN = (f"m.mlp.{name}_proj.weight" for name in ("up", "gate", "down")
         ),
         (lambda: shard_layout({DOWN: (8, 6)}, EngineShard(1, 4)), "has size 6, which is not divisible by 4 shards"),
         (lambda: plan_pieces([{"a": whole_box((2, 8))}], [{"a": whole_box((3, 8))}]), "needs 24 numbers .* hold 16 of"),
-        (lambda: plan_buckets([Piece("a", whole_box((2, 8)), 0, 0)], 1, 7), r"7 numbers has no room .* a \(8\); raise"),
+        (
+            lambda: plan_buckets([Piece("a", whole_box((2, 8)), 0, 0)], [shard_layout({"a": (2, 8)})], 1, 7),
+            r"7 numbers has no room .* a \(8\); raise",
+        ),
     ],
 )
 def test_what_cannot_be_sent_is_named(work, said):
@@ -197,7 +224,7 @@ def test_uneven_experts_stay_whole_in_one_part_each():
 
 def test_concurrent_senders_send_to_different_shards():
     pieces = plan_pieces([{"a": whole_box((3, 4)).cut(1, i, i + 1)} for i in range(3)], [{"a": whole_box((3, 4))}] * 3)
-    pairs = [(bucket.source, bucket.target) for bucket in plan_buckets(pieces, 3, 4)]
+    pairs = [(bucket.source, bucket.target) for bucket in plan_buckets(pieces, [shard_layout({"a": (3, 4)})] * 3, 3, 4)]
     assert len(pairs) == 9 and all(
         len(set(ends)) == 3 for i in (0, 3, 6) for ends in zip(*pairs[i : i + 3], strict=True)
     )
