@@ -251,8 +251,8 @@ class VllmOptions(Settings):
     """dtype of the KV cache; auto: the engine's dtype. fp8 stores twice the tokens, but log-probs differ more from the
     trainer's: set loss.correction and watch train_rollout/"""
     quantization: Literal["fp8"] | None = None
-    """vLLM rounds the layers' matrices at loading, in blocks of 128 x 128: half the memory and traffic. For a trained policy
-    set loss.correction and sync.backend=shm (docs/weight_sync.md)"""
+    """the layers' matrices are rounded when they arrive, in blocks of 128 x 128: half the memory and traffic. For a trained
+    policy set loss.correction (docs/weight_sync.md)"""
     extra: dict[str, Any] = Field(default_factory=dict)
     """other EngineArgs of vLLM, with vLLM's names ({max_num_batched_tokens: 16384})"""
 

@@ -179,6 +179,7 @@ class EngineInfo:
 
     settings: {setting of ModelShape.settings(): distinct values that the layers compute with}, as far as the engine knows.
     sampler: description of the sampler. shards: shards of the model, one per worker. adapters: names of the served adapters.
+    why_no_receive: why trainer ranks cannot send weights to the engine without files (sync.backend=nccl, ipc); "" if they can.
     """
 
     kind: str
@@ -191,6 +192,7 @@ class EngineInfo:
     sampler: str = ""
     shards: tuple[EngineShard, ...] = (EngineShard(),)
     adapters: tuple[str, ...] = ()
+    why_no_receive: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -314,8 +314,7 @@ def _files_out_of_reach(rollouts: Sequence[RolloutConfig], host: TrainerHost, we
     if not Path(weight_files).resolve().is_relative_to("/dev/shm"):
         return None
     return (
-        f"sync.backend=shm, which adapters and FP8 weights always use, writes weights to {weight_files} on trainer rank 0's "
-        "host, "
+        f"sync.backend=shm, which adapters always use, writes weights to {weight_files} on trainer rank 0's host, "
         f"which engines on the other hosts of rollout.ray_address={rollout.ray_address} cannot read; set sync.directory to a "
         "folder that all hosts share, or send weights over the network (sync.backend=auto on GPUs; on CPUs "
         "rollout.engine=local with sync.cpu_twin=true)"

@@ -26,7 +26,7 @@ from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.engines.local.engine import LocalEngine
 from marsrl.rollout.engines.protocol import DecodeResult, Sampling, WeightUpdate, WrongVersion
 from marsrl.rollout.engines.texts import Texts
-from marsrl.rollout.engines.vllm.worker import quantised
+from marsrl.rollout.engines.vllm.worker_fp8 import quantised
 from marsrl.rollout.model_shape import read_shape
 from marsrl.rollout.tasks.arithmetic import ARITHMETIC_TOKENIZER
 from marsrl.rollout.types import Finish

@@ -122,8 +122,8 @@ def config_of(rollout: dict[str, Any], sync: dict[str, Any] | None = None, **oth
         ({"placement": "colocated"}, {}, False, "shm"),
         ({}, {"cpu_twin": True}, False, "nccl"),
         ({"placement": "colocated"}, {"cpu_twin": True}, False, "ipc"),
-        ({"vllm": {"quantization": "fp8"}}, {}, True, "shm"),  # rounded weights travel as files
-        ({"vllm": {"quantization": "fp8"}, "engine": "local", "engines": 2}, {}, True, "nccl"),  # which rounds none
+        ({"vllm": {"quantization": "fp8"}}, {}, True, "nccl"),  # they are rounded where they arrive
+        ({"vllm": {"quantization": "fp8"}, "placement": "colocated"}, {}, True, "ipc"),
     ],
 )
 def test_the_way_of_weights_follows_from_the_placement(

@@ -146,7 +146,7 @@ BARE = (*TEAM, MAIN, CHECKER, "credit.train_agents=[verifier]")
         ([*FROZEN, "policies.judge.openai.base_url=https://user:sk-1@host/v1"], "would be saved with the config"),
         ([*FROZEN, "policies.judge.openai.api_key_env=sk-1-2"], "not the name of an environment variable"),
         ([*FP8, "loss.correction=none"], "loss.correction=none ignores that quantised weights sample the tokens"),
-        ([*FP8, "sync.backend=nccl"], "set sync.backend=shm, and if engines run on other hosts, "),
+        ([*FP8, "sync.delta=true"], "keep no unrounded weights that changes could be applied to; set sync.delta=false"),
         ([*FP8, "policies.main.adapter={}"], "needs the trainer's unquantised base; set quantization to null"),
         ([*FP8, "policies.main.dtype=float32", "rollout.vllm.dtype=null"],
          "supports fp8 only with 16-bit activations; set rollout.vllm.dtype=bfloat16"),
@@ -217,9 +217,10 @@ RENORMALISED = ("agents.solver.top_p=0.9", "agents.corrector2.top_k=50", "loss.t
         (["credit.reward_scheme=outcome"], "trains_whole", True),
         (["credit.normalise=trajectory", "orchestration=solver_verifier"], "trains_whole", True),
         # a ratio to the engine's log-probs needs no correction, nor does a frozen policy
-        ([*FP8, "loss={correction: none, old_policy: sais}"], "has_quantised", True),
+        ([*FP8, "loss={correction: none, old_policy: sais}"], "loss.correction", "none"),
         ([*FP8, "rollout.vllm.quantization=null", "policies.judge={frozen: true, model: /m, dtype: bfloat16}",
-          "policies.judge.vllm.quantization=fp8"], "has_quantised", False),
+          "policies.judge.vllm.quantization=fp8", "sync.delta=true"], "sync.delta", True),
+        ([*FP8, "sync.backend=nccl"], "sync.backend", "nccl"),
     ],
 )  # fmt: skip
 def test_words_are_read_as_settings(words: list[str], key: str, value: object) -> None:

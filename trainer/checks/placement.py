@@ -15,14 +15,12 @@ def with_backend(config: RunConfig, *, on_gpus: bool) -> RunConfig:
 
     Engines on the trainer's GPUs map its memory (ipc). Engines on GPUs of their own get each rank's part directly from its
     GPU (nccl), even on one host: files would be gathered by one rank, copied to the host's memory and read by every engine,
-    moving the whole model over one GPU's link to the host each time. Without GPUs, with sync.directory, or for engines that round
-    weights as they read them (rollout.vllm.quantization), files (shm).
+    moving the whole model over one GPU's link to the host each time. Without GPUs, or with sync.directory, files (shm).
     """
     if config.sync.backend != "auto":
         return config
     rollout, backend = config.rollout, "ipc" if config.rollout.placement == "colocated" else "nccl"
-    has_files = config.sync.directory is not None or config.has_quantised
-    if has_files or rollout.placement == "local" or not (on_gpus or config.sync.cpu_twin):
+    if config.sync.directory is not None or rollout.placement == "local" or not (on_gpus or config.sync.cpu_twin):
         backend = "shm"
     return config.model_copy(update={"sync": config.sync.model_copy(update={"backend": backend})})
 

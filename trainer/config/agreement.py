@@ -204,11 +204,8 @@ def _of_quantised(config: RunConfig, name: str, *, is_trained: bool) -> Iterator
             f"{key} loss.correction=none ignores that quantised weights sample the tokens; set "
             "loss.correction=tis (or icepop, sequence_mask), or loss.old_policy=sais"
         )
-    if config.sync.backend not in ("auto", "shm"):
-        yield (
-            f"{key} vLLM quantises weights only when it loads them from files; set sync.backend=shm, and if engines run on "
-            "other hosts, sync.directory to a folder that all hosts share"
-        )
+    if config.sync.delta:
+        yield f"{key} its engines keep no unrounded weights that changes could be applied to; set sync.delta=false"
 
 
 def _of_chat(config: RunConfig, name: str, policy: PolicyConfig) -> Iterator[str]:

@@ -229,12 +229,6 @@ class RunConfig(Settings):
         }
         return self.model_copy(update={"policies": policies})
 
-    @property
-    def has_quantised(self) -> bool:
-        """True if vLLM engines of a trained policy quantise its weights."""
-        quantises = (self.rollout_of(name).vllm.quantization is not None for name in self.trained_policies)
-        return self.rollout.engine == "vllm" and any(quantises)
-
     @model_validator(mode="before")
     @classmethod
     def _vllm_of_policies_is_whole(cls, given: Any) -> Any:

@@ -159,7 +159,7 @@ class SyncConfig(Settings):
     backend: SyncBackend = "auto"
     """shm: through files that engines read; nccl: each rank's shards directly to the engines' GPUs; ipc: as nccl, between
     processes on one GPU; auto: ipc for rollout.placement=colocated, nccl for engines on their own GPUs, and shm without GPUs,
-    with placement=local, with rollout.vllm.quantization, or if sync.directory is set"""
+    with placement=local, or if sync.directory is set"""
     cpu_twin: bool = False
     """run without CUDA: nccl over gloo, ipc over a file in /dev/shm (for testing the path, slow)"""
     bucket_mib: int = Field(256, gt=0, le=MOST_MIB)

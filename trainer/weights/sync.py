@@ -333,8 +333,14 @@ class DirectSync(WeightSync):
         precision: Precision | None = None,
         **options: Any,
     ) -> None:
-        """Send directly; verify_every, precision: as for WeightSync; options: of the DirectSender."""
+        """Send directly; verify_every, precision: as for WeightSync; options: of the DirectSender.
+
+        Raises ValueError: an engine holds its weights in a form that cannot be received.
+        """
         super().__init__(engines, dtype, verify_every=verify_every, precision=precision)
+        for engine, info in enumerate(engines.pool.infos() if engines is not None else ()):
+            if info.why_no_receive:
+                raise ValueError(f"sync.backend={kind}: engine {engine} cannot receive weights: {info.why_no_receive}")
         sender = GroupSender if kind == "nccl" else SharedSender
         ranks = Ranks(rank(), world_size(), broadcast_bytes, gather_bytes)
         self._sender: DirectSender = sender(ranks, dtype, **options)

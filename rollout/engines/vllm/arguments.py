@@ -98,7 +98,7 @@ def vllm_environment(
         environment["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
         if quantises:
             environment["VLLM_USE_DEEP_GEMM"] = "0"  # DeepGEMM would round scales to powers of two, and weights again
-            # Makes scales exact to the last bit (worker.quantised).
+            # Makes scales exact to the last bit (worker_fp8.quantised).
             environment["TORCHINDUCTOR_EMULATE_DIVISION_ROUNDING"] = "1"
     if threads is not None:
         environment["OMP_NUM_THREADS"] = str(threads)

@@ -126,6 +126,7 @@ class VllmEngine(Engine):
             shards=tuple(self._llm.collective_rpc("marsrl_shard")),
             sampler=who_draws(self._spec.vllm, self._spec.device),
             adapters=tuple(filter(None, self._versions)),
+            why_no_receive=next(filter(None, self._llm.collective_rpc("marsrl_why_no_receive")), ""),
         )
 
     def submit(self, requests: Sequence[DecodeRequest], *, version: int) -> None:

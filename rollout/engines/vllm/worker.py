@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
 
 from marsrl.rollout.engines.vllm.worker_adapters import held_checksums, repair_mixed_batches
+from marsrl.rollout.engines.vllm.worker_fp8 import Fp8Weight, holds, is_fp8, why_not_written
 from marsrl.rollout.kept_tokens import KeptTokens
 from marsrl.rollout.state import decode
 from marsrl.rollout.types import FloatArray
@@ -26,7 +26,7 @@ from marsrl.rollout.weights.checksum import checksum
 from marsrl.rollout.weights.connections import TransferBroken
 from marsrl.rollout.weights.direct import ReceivePlan, WeightReceiver
 from marsrl.rollout.weights.files import WeightFiles
-from marsrl.rollout.weights.layout import FP8_BLOCK, EngineShard, fuse
+from marsrl.rollout.weights.layout import EngineShard, fuse, shard_layout
 
 if TYPE_CHECKING:
     from marsrl.rollout.engines.vllm.sampling import DrawTokens
@@ -87,30 +87,38 @@ class WorkerExtension:
 
         Returns the reason if the transfer broke, else "". An exception would make vLLM return the other workers' results to the
         next call.
-
-        Raises RuntimeError: on a CPU, where the kernels compute with packed copies of the parameters.
         """
         plan = decode(ReceivePlan, plans[self.rank])
         model = self.model_runner.get_model()
-        device = next(model.parameters()).device
-        if device.type == "cpu":
-            raise RuntimeError(
-                "vLLM on a CPU computes with packed copies of its weights and cannot receive into them; set sync.backend=shm"
-            )
         if not hasattr(self, "_marsrl_receiver"):
-            self._marsrl_receiver = WeightReceiver(device)
+            self._marsrl_receiver = WeightReceiver(next(model.parameters()).device)
+        in_fp8 = {
+            name: Fp8Weight(*of_layer, name, shape)
+            for name, shape in shard_layout(plan.shapes, plan.shard).shapes.items()
+            if is_fp8(*(of_layer := _module_of(model, name)))
+        }
         try:
-            shapes = self._marsrl_receiver.receive(plan, lambda name: _held(model, name).data)
+            shapes = self._marsrl_receiver.receive(plan, lambda name: in_fp8.get(name) or _held(model, name).data)
         except TransferBroken as error:
             return str(error) or "no reason"
-        self._marsrl_received = shapes, plan.rendezvous.torch_dtype
+        self._marsrl_received = shapes, plan.rendezvous.torch_dtype, in_fp8
         return ""
 
     def marsrl_received_checksums(self) -> dict[str, int]:
         """Return {fused name: checksum of the held weight} after marsrl_receive, without padding rows."""
-        model, (shapes, dtype) = self.model_runner.get_model(), self._marsrl_received
-        held = {name: checksum(_held(model, name)[: shape[0]].to(dtype)) for name, shape in shapes.items()}
-        return _with_the_rest(model, held)
+        model, (shapes, dtype, in_fp8) = self.model_runner.get_model(), self._marsrl_received
+        found = {
+            name: in_fp8[name].checksum() if name in in_fp8 else checksum(_held(model, name)[: shape[0]].to(dtype))
+            for name, shape in shapes.items()
+        }
+        return _with_the_rest(model, found)
+
+    def marsrl_why_no_receive(self) -> str:
+        """Explain why marsrl_receive cannot write into this worker's model; "" if it can."""
+        model = self.model_runner.get_model()
+        if next(model.parameters()).device.type == "cpu":
+            return "vLLM on a CPU computes with packed copies of its weights; set sync.backend=shm"
+        return why_not_written(model)
 
     def marsrl_settings(self) -> dict[str, tuple[float, ...]]:
         """Return EngineInfo.settings, read from the layers in use; layer types that vLLM renamed are missing."""
@@ -214,13 +222,8 @@ def _held_checksum(model: nn.Module, name: str, received: Tensor) -> int:
     module, attribute = _module_of(model, name)
     held = getattr(module, attribute)
     received = received.to(held.device)
-    if (scales := getattr(module, f"{attribute}_scale_inv", None)) is not None:
-        whole = received
-        if received.dim() > 2:
-            whole = _padded(received, held.shape, parts=2 if attribute == "w13_weight" else 1)
-        expected = _laid_out(module, *quantised(whole))
-        same = all(map(_same_bytes, expected, (held, scales)))
-        return checksum(received) if same else ~checksum(held)  # inverted: see below
+    if is_fp8(module, attribute):
+        return checksum(received) if holds(module, attribute, received) else ~checksum(held)  # inverted: see below
     if attribute in ("w13_weight", "w2_weight"):
         if held.device.type != "cpu":
             return checksum(held)
@@ -236,60 +239,6 @@ def _held_checksum(model: nn.Module, name: str, received: Tensor) -> int:
     if held.dtype != received.dtype and torch.equal(held, received.to(held.dtype)):
         return checksum(received)  # a kernel keeps the bias in float32
     return checksum(held)
-
-
-def quantised(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Round a weight [..., N, K] to FP8 as vLLM rounds new weights.
-
-    Returns (numbers [..., N, K] float8_e4m3fn, scales [..., N / 128, K / 128] float32, with N and K rounded up to blocks).
-
-        scale = max(|block|, 1e-4) / 448            float32; 448 is the largest number of float8_e4m3fn
-        held  = float8_e4m3fn(block * (1 / scale))  to nearest, ties to even
-
-    This is the scheme of DeepSeek-V3 (arXiv:2412.19437, section 3.3.2) and of vLLM's "fp8_per_block". Blocks of 128 x 128 begin
-    at the first row and column of a fused tensor of an engine's shard; the last blocks may be smaller. Biases, norms, routers,
-    the embedding and the head are not rounded.
-    """
-    if weight.dim() > 2:  # experts, one after the other, to keep the float32 copies small
-        numbers, scales = zip(*map(quantised, weight), strict=True)
-        return torch.stack(numbers), torch.stack(scales)
-    rows, cols = weight.shape
-    padded = pad(weight, (0, -cols % FP8_BLOCK, 0, -rows % FP8_BLOCK)).float()
-    blocks = padded.unflatten(1, (-1, FP8_BLOCK)).unflatten(0, (-1, FP8_BLOCK))
-    scales = blocks.abs().amax((1, 3), keepdim=True).clamp(1e-4) / torch.finfo(torch.float8_e4m3fn).max
-    numbers = (blocks * (1 / scales)).to(torch.float8_e4m3fn)
-    return numbers.flatten(2).flatten(0, 1)[:rows, :cols].contiguous(), scales[:, 0, :, 0]
-
-
-def _padded(experts: Tensor, shape: torch.Size, parts: int) -> Tensor:
-    """Pad experts' matrices with zeros to whole blocks, as vLLM rounds them, gate and up separately (parts: 2)."""
-    num_experts, rows, cols = shape
-    found = experts.new_zeros(num_experts, parts, rows // parts, cols)
-    found[:, :, : experts.shape[1] // parts, : experts.shape[2]] = experts.unflatten(1, (parts, -1))
-    return found.flatten(1, 2)
-
-
-def _laid_out(module: Any, numbers: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
-    """Convert a layer's FP8 numbers and scales to the form that its vLLM kernel reads (packed, transposed ...)."""
-    if numbers.dim() > 2:
-        from vllm.model_executor.layers.fused_moe.oracle.fp8 import convert_to_fp8_moe_kernel_format
-
-        # w13 and w2 are converted separately, in the same way.
-        both = (numbers, numbers, scales, scales, None, None)
-        found = convert_to_fp8_moe_kernel_format(module.quant_method.fp8_backend, module, *both)
-        return found[0], found[2]
-    layer: Any = nn.Module()
-    layer.weight_block_size = module.weight_block_size
-    layer.register_parameter("weight", nn.Parameter(numbers, requires_grad=False))
-    layer.register_parameter("weight_scale_inv", nn.Parameter(scales, requires_grad=False))
-    module.quant_method.fp8_linear.process_weights_after_loading(layer)
-    return layer.weight, layer.weight_scale_inv
-
-
-def _same_bytes(ours: Tensor, held: Tensor) -> bool:
-    return ours.shape == held.shape and torch.equal(
-        ours.contiguous().view(torch.uint8), held.contiguous().view(torch.uint8)
-    )
 
 
 def _heed_expert_maps(model: nn.Module) -> None:
