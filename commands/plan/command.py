@@ -206,7 +206,7 @@ def _engines(policy: PolicyPlan) -> Table:
 def _sync_words(sync: SyncTime) -> str:
     """Return text with the seconds of each part of a sync, without parts that take no time."""
     parts = {"gather": sync.gather, "files": sync.write, "load": sync.load, "between GPUs": sync.send}
-    parts |= {"buckets": sync.copy, "checksums": sync.checksum}
+    parts |= {"buckets": sync.copy, "checksums": sync.checksum, "rounding to FP8": sync.quantise}
     listed = ", ".join(f"{name} {_duration(seconds)}" for name, seconds in parts.items() if seconds)
     words = f"{_duration(sync.total)} by {sync.backend}: {listed}; the links alone {_duration(sync.links_alone)}"
     if sync.with_delta:

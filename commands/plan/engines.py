@@ -227,15 +227,22 @@ def _weight_bytes(setup: EngineSetup) -> float:
 
 def _cut_bytes(setup: EngineSetup, touched: float) -> float:
     """Return one GPU's bytes of the weights that an engine's GPUs split. touched: share of the experts that is read."""
-    counts, shape, tensor = elements(setup.shape), setup.shape, setup.tensor_parallel
-    of_fullest = setup.experts_of_gpu / shape.num_experts * tensor if setup.experts_of_gpu else 1.0  # over the mean GPU
-    size, padding = float(SIZE[setup.dtype]), 1.0
+    counts, size = elements(setup.shape), float(SIZE[setup.dtype])
     if setup.weights == "fp8":
         size = 1 + SIZE["float32"] / FP8_BLOCK**2  # one scale per block
+    head = (counts.head or counts.embedding) * SIZE[setup.dtype] / setup.tensor_parallel
+    return _layer_numbers(setup, touched) * size + head
+
+
+def _layer_numbers(setup: EngineSetup, touched: float = 1.0) -> float:
+    """Return one GPU's numbers of the layers' matrices, with those that pad experts. touched: share of the experts."""
+    counts, shape, tensor = elements(setup.shape), setup.shape, setup.tensor_parallel
+    of_fullest = setup.experts_of_gpu / shape.num_experts * tensor if setup.experts_of_gpu else 1.0  # over the mean GPU
+    padding = 1.0
+    if setup.weights == "fp8":
         width = shape.ffn_size / (1 if setup.spreads_experts else tensor)
         padding = math.ceil(width / FP8_BLOCK) * FP8_BLOCK / width  # vLLM pads an expert's part
-    of_layers = counts.layer_cut + counts.layer_experts * touched * of_fullest * padding
-    return (shape.num_layers * of_layers * size + (counts.head or counts.embedding) * SIZE[setup.dtype]) / tensor
+    return shape.num_layers * (counts.layer_cut + counts.layer_experts * touched * of_fullest * padding) / tensor
 
 
 def _whole_bytes(setup: EngineSetup) -> float:
@@ -276,9 +283,10 @@ class SyncTime:
     """Seconds of the parts of one publish, which run one after the other; 0 for parts that the backend does not have.
 
     gather: collect the whole model on rank 0 and copy it to host memory. write, load: write and load files. send: transfer
-    between GPUs. copy: copy into and out of buckets. checksum: checksums of the sent and the received weights.
+    between GPUs. copy: copy into and out of buckets. checksum: checksums of the sent and the received weights, and of the numbers
+    in FP8. quantise: round the received weights to FP8; for files it is a part of `load`, and not counted.
     links_alone: time for an engine GPU to receive its weights, nothing else. with_delta: total with sync.delta=true; 0 unless
-    the backend is nccl.
+    the backend is nccl and the engine holds what is sent.
     """
 
     backend: SyncBackend
@@ -288,12 +296,13 @@ class SyncTime:
     send: float = 0.0
     copy: float = 0.0
     checksum: float = 0.0
+    quantise: float = 0.0
     links_alone: float = 0.0
     with_delta: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.gather + self.write + self.load + self.send + self.copy + self.checksum
+        return self.gather + self.write + self.load + self.send + self.copy + self.checksum + self.quantise
 
 
 def transfer_bytes(backend: SyncBackend, peers: int, num_gpus: int, *, receives: bool) -> float:
@@ -325,6 +334,8 @@ def sync_time(
                delta: times c (e + 2) / e, plus 3 s / memory to compare and keep; c: share of numbers that changed
         ipc    send (s + S)(n - 1)/n / link   copy (2 / memory + host N / S) (s + S)       checksum as nccl
                a rank relays the weights of the engine on its own GPU, and sends to the other relays in the same thread
+        FP8    nccl and ipc round P numbers of an engine GPU: quantise 41 P / memory, and sum them as they are written and at the
+               end: checksum + 2 x 31 P / memory
 
     Adapters travel as files, one after the other, and every GPU reads each file whole; M and S are then sums over adapters.
     """
@@ -348,14 +359,16 @@ def sync_time(
     if backend == "ipc":
         passed = sent + shard
         over_links = passed * (num_trainers - 1) / num_trainers
+    rounded = _layer_numbers(setup) if setup.weights == "fp8" else 0.0
     found = SyncTime(
         backend,
         send=over_links / link,
         copy=passed * (2 / bandwidth + hw.PIECE_S.value * num_pieces(setup.shape, expert) / shard),
-        checksum=(model / num_trainers + shard) * summed,
+        checksum=(model / num_trainers + shard + 2 * rounded) * summed,
+        quantise=rounded * hw.FP8_MOVES.value / bandwidth,
         links_alone=shard / link,
     )
-    if backend == "ipc":
+    if backend == "ipc" or rounded:
         return found
     changed = hw.CHANGED_SHARE.value * (1 + 2 / SIZE[setup.dtype])  # share of all bytes that is sent
     return replace(found, with_delta=found.total - found.send * (1 - changed) + 3 * sent / bandwidth)

@@ -154,6 +154,12 @@ CHECKSUM = Constant(
 CHECKSUM_MOVES = Constant(
     "bytes moved a byte of a checksum on a GPU", 31, "", "PyTorch's operations of rollout/weights/checksum.py, counted"
 )
+FP8_MOVES = Constant(
+    "bytes moved to round a number to FP8",
+    41,
+    "",
+    "PyTorch's operations of rollout/engines/vllm/worker_fp8.py, counted",
+)
 _NCCL = "NCCL's source: init.cc, channel.cc, transport/net.cc and p2p.cc"
 NCCL_CHANNELS = _assumed("channels of a communicator of two GPUs, one host", 32, "", ": as NCCL reports of 8 H100")
 NCCL_CHANNELS_ACROSS = _assumed("channels of a communicator of two GPUs, two hosts", 4)

@@ -237,8 +237,8 @@ def variants(config: Any, folder: Path) -> dict[str, Any]:
     asked = {
         "marsrl": with_vllm(config, sampler="marsrl"),
         "R3": config.model_copy(update={"trainer": replays}),
-        "fp8": with_vllm(config, kv_cache_dtype="fp8"),
-        "fp8_weights": with_vllm(config, quantization="fp8"),
+        "bfloat16_cache": with_vllm(config, kv_cache_dtype="auto"),
+        "bfloat16": with_vllm(config, quantization=None),
         "drafts": with_vllm(config, draft_tokens=4),
         "extra": with_vllm(config, extra={"max_num_batched_tokens": 12345}),
     }

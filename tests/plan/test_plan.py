@@ -164,18 +164,28 @@ def test_fp8_weights_leave_room_and_are_read_in_half_the_time() -> None:
     assert seconds[1] < seconds[0]
     of_files = [sync_time("shm", setup, 4, 1, 12, H100) for setup in (whole, half)]
     assert of_files[0] == of_files[1]  # they are rounded where they arrive
+    for backend in ("nccl", "ipc"):
+        plain, rounding = (sync_time(backend, setup, 4, 1, 12, H100) for setup in (whole, half))
+        assert (rounding.send, rounding.copy, rounding.links_alone) == (plain.send, plain.copy, plain.links_alone)
+        assert rounding.with_delta == plain.quantise == 0 < plain.total < rounding.total < of_files[1].total / 5
+        memory_s = matrices / 2 / (0.9 * 3.35e12)  # to move a byte of each number of a GPU
+        assert rounding.quantise == pytest.approx(41 * memory_s)
+        assert rounding.checksum - plain.checksum == pytest.approx(2 * 31 * memory_s)
 
 
 def test_fp8_weights_are_planned_as_the_config_has_them() -> None:
-    (policy,) = planned("qwen3_30b_a3b_8xh100", 8, "rollout.vllm.quantization=fp8").policies
-    (plain,) = planned("qwen3_30b_a3b_8xh100", 8).policies
-    assert policy.sync.backend == "shm" and policy.engine.weights < 0.52 * plain.engine.weights
+    (policy,) = planned("qwen3_30b_a3b_8xh100", 8).policies
+    (plain,) = planned("qwen3_30b_a3b_8xh100", 8, "rollout.vllm.quantization=null").policies
+    assert policy.sync.backend == "nccl" and policy.engine.weights < 0.52 * plain.engine.weights
     assert {split.engines.weights for split in policy.splits} == {"fp8"}
     assert policy.splits[0].step_s < 0.75 * plain.splits[0].step_s
 
 
+WIDE = ["rollout.engines=10", "rollout.vllm.tensor_parallel=4", "rollout.vllm.quantization=null"]
+
+
 def test_an_engine_that_does_not_fit_says_by_how_much() -> None:
-    plan = planned("qwen3_30b_a3b", 64, "rollout.vllm.kv_cache_mib=90000", "rollout.engines=10")
+    plan = planned("qwen3_30b_a3b", 64, "rollout.vllm.kv_cache_mib=90000", *WIDE)
     said = "cache take 105.1 GiB a GPU of 79.1, and NCCL's communicators 0.8; lower rollout.vllm.kv_cache_mib"
     assert any(said in note for note in plan.notes)
     own = EngineSetup(MOE, 4, 2, "bfloat16", 0.9, 256, 98_304, cache_bytes=4096.0 * 2**20)
@@ -185,7 +195,7 @@ def test_an_engine_that_does_not_fit_says_by_how_much() -> None:
 
 
 MIB = 2.0**20
-FIRST = ["policies.main.layout={tensor: 4, expert: 8, pipeline: 1, context: 1}", "rollout.engines=10"]
+FIRST = ["policies.main.layout={tensor: 4, expert: 8, pipeline: 1, context: 1}", *WIDE]
 
 
 def test_publishes_by_nccl_take_memory_at_both_ends() -> None:
@@ -231,8 +241,8 @@ def test_overlap_takes_the_longer_of_decoding_and_training() -> None:
 def test_what_does_not_fit_says_why() -> None:
     plan = planned("qwen3_30b_a3b_8xh100", 8, "policies.main.optimizer.offload=false")
     assert not plan.fits and plan.step_s is None
-    assert any("no layout fits on 4 trainer GPUs" in n and "optimizer state" in n for n in plan.notes), plan.notes
-    words = ["policies.main.layout.tensor=8", "rollout.vllm.tensor_parallel=1"]
+    assert any("no layout fits on 3 trainer GPUs" in n and "optimizer state" in n for n in plan.notes), plan.notes
+    words = ["policies.main.layout.tensor=8", "rollout.vllm.tensor_parallel=1", "rollout.vllm.quantization=null"]
     notes = " ".join(planned("qwen3_30b_a3b", 64, *words, gpu="a100-40g").notes)
     assert "does not divide the 4 key/value heads" in notes and "this would be valid: " in notes
     assert "an engine of policy main does not fit: its weights take 56.9 GiB a GPU" in notes
@@ -279,8 +289,8 @@ OTHER = ["agents.verifier1.policy=judge", "policies.judge={model: Qwen3-4B, engi
     ("words", "says"),
     [
         (["--gpus", "64", "--gpu", "tpu"], "h100-80g"),
-        (["--gpus", "8"], "12 engines x 4 GPUs = 48 GPUs, but --gpus is 8: none is left for training"),
-        (["--gpus", "60", *OTHER], "12 engines x 4 GPUs + 3 engines x 4 GPUs = 60 GPUs, but --gpus is 60"),
+        (["--gpus", "8"], "24 engines x 2 GPUs = 48 GPUs, but --gpus is 8: none is left for training"),
+        (["--gpus", "54", *OTHER], "24 engines x 2 GPUs + 3 engines x 2 GPUs = 54 GPUs, but --gpus is 54"),
         (["--gpus", "8", "rollout.engines=9"], "or give more (rollout.engines: command line)"),
         (["--gpus", "64", "policies.main.model=Llama-7B"], "Llama-7B is none of the models whose shape is known"),
         (["--gpus", "1000000000000"], "65536"),

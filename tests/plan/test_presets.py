@@ -32,7 +32,7 @@ from marsrl.trainer.config.read import CONFIGS, read_config
 PRESETS = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 WITHOUT_VLLM = {"cpu_solver_verifier", "cpu_search_team", "cpu_dual_system", "cpu_adapters"}  # our own engine decodes
 # whose engines are of rollout.vllm.tensor_parallel GPUs
-ON_SEVERAL_GPUS = {"qwen3_30b_a3b", "qwen3_30b_a3b_8xh100", "qwen3_30b_a3b_adapters_8gpu", "ulorl"}
+ON_SEVERAL_GPUS = {"qwen3_30b_a3b", "qwen3_30b_a3b_adapters_8gpu", "ulorl"}
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +75,8 @@ def test_vllm_accepts_other_options_of_an_engine(told: dict[str, Any]) -> None:
     assert ours["runner"] == "V1" and ours["processors"] == ["DrawTokens"] and ours["graphs"] == "FULL_AND_PIECEWISE"
     assert ours["logprobs"] == "raw_logprobs" and ours["draws"] == "forward_native"  # FlashInfer would need nvcc
     assert found["R3"] == plain | {"experts": True}
-    assert found["fp8"] == plain | {"kv_cache": "fp8"}
-    assert found["fp8_weights"] == plain | {"weights": "fp8_per_block"} and plain["weights"] is None
+    assert found["bfloat16_cache"] == plain | {"kv_cache": "auto"} and plain["kv_cache"] == "fp8"
+    assert found["bfloat16"] == plain | {"weights": None} and plain["weights"] == "fp8_per_block"
     assert found["drafts"] == plain | {"drafts": ["ngram_gpu", 4]} and plain["drafts"] is None and plain["async"]
     assert found["extra"] == plain | {"batched": 12345} != plain
 
@@ -100,7 +100,7 @@ def test_vllm_s_fp8_kernels_read_weights_as_they_are_rounded(told: dict[str, Any
 def test_vllm_accepts_adapters_and_changes_nothing_else(preset: str, told: dict[str, Any]) -> None:
     """Slots for the matrices that are adapted alone, of the next rank that it has kernels for."""
     plain, found = told[preset]["engine"], told[preset]["adapted"]
-    is_moe = preset in {*ON_SEVERAL_GPUS, "qwen3_30b_a3b_8xh200", "cpu_default"}
+    is_moe = preset.startswith("qwen3_30b_a3b") or preset in ("ulorl", "cpu_default")
     of_mlp = ["experts"] if is_moe else ["gate_up_proj", "down_proj"]
     assert found == plain | {"adapters": [5, 32, ["qkv_proj", "o_proj", *of_mlp], plain["dtype"], False]}
     assert plain["adapters"] is None
