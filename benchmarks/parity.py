@@ -94,6 +94,8 @@ CASES = (
     Case("cp2 pp2", {"context": 2, "pipeline": 2}),
     Case("tp2 cp2 ep2", {"tensor": 2, "context": 2, "expert": 2}),
     Case("recompute full, tp2 cp2", {"tensor": 2, "context": 2}, {"recompute": "full"}),
+    Case("recompute full_but_attention, cp2 ep2", {"context": 2, "expert": 2}, {"recompute": "full_but_attention"}),
+    Case("recompute full_but_attention, tp2 pp2", {"tensor": 2, "pipeline": 2}, {"recompute": "full_but_attention"}),
     Case("recompute selective, tp2 ep2", {"tensor": 2, "expert": 2}, {"recompute": "selective"}),
     Case("overlapped, whole optimizer, ep2 dp4", {"expert": 2}, optimizer={**OVERLAP, "distributed": False}),
 )

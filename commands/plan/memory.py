@@ -18,7 +18,7 @@ from marsrl.rollout.routed_experts import expert_dtype
 from marsrl.trainer.learner.megatron.layout import Layout
 from marsrl.trainer.learner.megatron.mapping import padded_rows
 
-Recompute = Literal["none", "selective", "full", "full_offload"]
+Recompute = Literal["none", "selective", "full_but_attention", "full", "full_offload"]
 RouterReplay = Literal["none", "recompute", "rollout"]
 SIZE = {"float32": 4, "bfloat16": 2}
 
@@ -62,7 +62,7 @@ class Training:
 
     @property
     def remakes_layers(self) -> bool:
-        return self.recompute in ("full", "full_offload")
+        return self.recompute not in ("none", "selective")
 
     @property
     def tokens_of_rank(self) -> int:
@@ -169,7 +169,8 @@ def optimizer_bytes(setup: Training, counts: RankElements) -> int:
 def layer_bytes(setup: Training, recompute: Recompute) -> int:
     """Return the bytes that one layer saves of one micro-batch for its backward.
 
-    full: its input, T H e / t; full_offload: nothing. none, with sequence parallelism:
+    full: its input, T H e / t; full_offload: nothing; full_but_attention: the input, and attention's output and statistics. none,
+    with sequence parallelism:
 
         norms      2 T/t (H e + 4) [input and a number a row]; QK-norm: T/t (N D e + 4 (N + K)) [keys are a view of qkv]
         inputs     2 T/t H e                                          of the QKV projection and of the MLP or router
@@ -188,9 +189,12 @@ def layer_bytes(setup: Training, recompute: Recompute) -> int:
     s, layout, e = setup.shape, setup.layout, setup.size
     t, tokens = layout.tensor, setup.tokens_of_rank
     local = tokens / t
-    if recompute in ("full", "full_offload"):
-        return round(local * s.hidden_size * e) if recompute == "full" else 0
     heads, kv = s.num_heads / t, s.num_kv_heads / t
+    if recompute == "full_offload":
+        return 0
+    if recompute in ("full", "full_but_attention"):
+        attended = tokens * heads * (s.head_size * e + 4) if recompute == "full_but_attention" else 0
+        return round(local * s.hidden_size * e + attended)
     is_selective = recompute == "selective"
     if is_selective:
         total = 2 * local * s.hidden_size * e

@@ -17,7 +17,7 @@ from marsrl.rollout.model_shape import ModelShape
 from marsrl.trainer.config import SyncBackend
 from marsrl.trainer.learner.megatron.layout import Layout, fitting
 
-RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full", "full_offload")
+RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full_but_attention", "full", "full_offload")
 _TENSOR_PARALLEL = (1, 2, 4, 8)  # an engine stays within one node
 _MAX_NUM_SEQS = 256  # vLLM's default; more requests lengthen its steps, without a larger cache
 

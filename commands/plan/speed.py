@@ -77,7 +77,7 @@ def step_time(
                 2 + r if P is frozen, and 3 + r for the numbers of the largest adapter
                 selective: r = 1 for a dense layer's MLP only
     experts     the same, + (3 + r) e (P + R (2 H + 3 F) a layer) a micro-batch / memory bandwidth
-    attention   2 tokens N D length L (1 + 2.5 + r) / (...)      causal
+    attention   2 tokens N D length L (1 + 2.5 + r) / (...)      causal; full_but_attention: r = 0
     head        V H (6 trained + 2 swept) / (...)                frozen: 4 trained
     elementwise 3 x saved activations / memory bandwidth         written, read, and one intermediate access
     permutation 3.2 (+ 4 where ranks send rows) (2 + r) R H e a layer / memory bandwidth
@@ -116,7 +116,8 @@ def step_time(
         read = rank_elements(shape, layout, 0).expert + setup.rows * num_layers * (2 * shape.hidden_size + 3 * width)
         time.experts += micro_batches * (passes + again) * e * read / memory
     attended = 2 * tokens * shape.num_heads * shape.head_size * work.mean_length * shape.num_layers
-    time.attention = attended * (3.5 + again) / ranks_of_replica / (flops * gpu.attention)
+    attention_again = 0.0 if setup.recompute == "full_but_attention" else again
+    time.attention = attended * (3.5 + attention_again) / ranks_of_replica / (flops * gpu.attention)
     swept = hw.POSITIVE_SHARE.value if sweeps_entropy else 0.0
     time.head = (2 * work.trained * (1 + swept) + 4 * work.trained) * shape.hidden_size * shape.vocab_size / replicas
     time.head -= 2 * work.trained * shape.hidden_size * shape.vocab_size / replicas if setup.adapters else 0.0

@@ -160,7 +160,7 @@ def test_one_rank_sends_itself_nothing(
     assert tiny.largest_difference(tiny.weights(sending), tiny.weights(policy)) == 0.0
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full_but_attention", "full"])
 def test_recomputation_and_overlap_give_the_same_gradient(recompute: str, tmp_path: Path) -> None:
     """Kernels add the gradients of experts and head to DDP's buffer, DDP those of the other weights; its hooks, which overlap the
     reduction, see each weight once a micro-batch."""

@@ -38,7 +38,7 @@ VARIED: dict[str, tuple[object, ...]] = {
     "policies.main.layout.expert": (1, 2),
     "policies.main.layout.pipeline": (2, 5),
     "policies.main.layout.context": (2, 4),
-    "policies.main.recompute": ("none", "selective", "full_offload"),
+    "policies.main.recompute": ("none", "selective", "full_but_attention", "full_offload"),
     "policies.main.deterministic": ("true",),
     "policies.main.optimizer.offload": ("true", "false"),
     "loss.ratio": ("sequence",),
@@ -94,7 +94,8 @@ def megatron_takes(config: RunConfig) -> bool:
     policy = config.policies["main"]
     model = transformer_config(read_shape(str(policy.model)), resolve(policy.layout), policy)
     made = optimizer_options(policy.optimizer, model.params_dtype)
-    recomputes = {"none": None, "full_offload": "full"}.get(policy.recompute, policy.recompute)
+    whole = {"none": None, "full_offload": "full", "full_but_attention": "full"}
+    recomputes = whole.get(policy.recompute, policy.recompute)
     return model.recompute_granularity == recomputes and made.optimizer_cpu_offload == policy.optimizer.offload
 
 

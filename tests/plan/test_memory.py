@@ -49,6 +49,8 @@ def holds(report: dict[str, Any], tolerance: float) -> None:
         ("qwen3_moe", "none", "bfloat16", {}),
         ("qwen3_moe", "full", "bfloat16", {"num_hidden_layers": 12}),  # what a layer left behind it would show
         ("qwen3_moe", "full_offload", "bfloat16", {"num_hidden_layers": 8}),
+        ("qwen3_moe", "full_but_attention", "bfloat16", {"num_hidden_layers": 12, "num_attention_heads": 16}),
+        ("qwen3", "full_but_attention", "float32", {"num_hidden_layers": 8}),
         ("qwen3_moe", "selective", "float32", {}),
         ("qwen3", "selective", "bfloat16", {"intermediate_size": 512}),
         ("qwen3_moe", "full", "bfloat16", {"hidden_size": 128, "num_experts": 16, "num_experts_per_tok": 4}),
@@ -105,6 +107,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "moe tp2 etp2": {"layout": {"tensor": 2}, "recompute": "full"},
     "dense pp2, offloaded": {"kind": "qwen3", "layout": {"pipeline": 2}, "recompute": "full_offload"},
     "moe pp2, reference": {"layout": {"pipeline": 2}, "reference": "qwen3"},
+    "moe pp2, kept attention": {"layout": {"pipeline": 2}, "recompute": "full_but_attention"},
+    "dense tp2, kept attention": {"kind": "qwen3", "layout": {"tensor": 2}, "recompute": "full_but_attention"},
     "moe cp2": {"layout": {"context": 2}},
     "moe cp2 ep2, recompute": {"layout": {"context": 2, "expert": 2}, "recompute": "full"},
     "dense tp2": {"kind": "qwen3", "layout": {"tensor": 2}},

@@ -108,9 +108,10 @@ class PolicyConfig(Settings):
     support (AVX512-BF16, AMX-BF16), else float32. A resumed run keeps its dtype, even on another machine (config.yaml)"""
     layout: LayoutConfig = LayoutConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
-    recompute: Literal["none", "selective", "full", "full_offload"] = "none"
+    recompute: Literal["none", "selective", "full_but_attention", "full", "full_offload"] = "none"
     """activations that the backward pass recomputes; selective: norms and the activation of MLP or experts; full: all of a
-    layer, from its input; full_offload: as full, with the inputs in CPU memory (GPU only)"""
+    layer, from its input; full_but_attention: as full, but attention's output is kept; full_offload: as full, with the inputs in
+    CPU memory (GPU only)"""
     layers: Literal["auto", "transformer_engine", "ours"] = "auto"
     """implementation of norms and linear layers; auto: ours; transformer_engine is not tested on GPUs"""
     deterministic: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,7 @@ class Segments(PackedSeqParams):
     cu_seqlens: Tensor | None = None  # [S+1] int32
     max_seqlen: int | None = None  # number of tokens of the longest sequence, over all context-parallel ranks
     keys: Keys | None = None  # Set only under context parallelism.
+    kept: dict[int, KeptAttention] | None = None  # By layer number, until recomputed; None: attention keeps nothing.
 
     @classmethod
     def of(cls, cu_seqlens: Tensor, num_tokens: int, max_seqlen: int, context_group: Any) -> Segments:
@@ -39,8 +41,11 @@ class Segments(PackedSeqParams):
 class PackedAttention(MegatronModule):
     """Core attention of the layer spec: [T, 1, N, D] queries of a packed batch to [T, 1, N * D]."""
 
-    def __init__(self, config: TransformerConfig, softmax_scale: float | None, **unused: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, softmax_scale: float | None, **unused: Any
+    ) -> None:
         super().__init__(config=config)
+        self.layer_number = layer_number
         self.scale = softmax_scale
         self.is_deterministic = config.deterministic_mode
 
@@ -54,17 +59,94 @@ class PackedAttention(MegatronModule):
         if keys is not None:
             k, v = keys.gather(k), keys.gather(v)
             bounds, cu_seqlens_k = keys.cu_seqlens, keys.cu_seqlens_k
-        output = attention_varlen(
-            q,
-            k,
-            v,
-            bounds,
-            cu_seqlens_k=cu_seqlens_k,
-            scale=self.scale,
-            max_seqlen=packed_seq_params.max_seqlen,
-            deterministic=self.is_deterministic,
-        )
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attention_varlen(
+                q,
+                k,
+                v,
+                bounds,
+                cu_seqlens_k=cu_seqlens_k,
+                scale=self.scale,
+                max_seqlen=packed_seq_params.max_seqlen,
+                deterministic=self.is_deterministic,
+            )
+
+        kept = packed_seq_params.kept
+        if kept is None:
+            output = attend(q, k, v)
+        elif torch.is_grad_enabled():  # The layer is being recomputed for the backward pass.
+            output = kept.pop(self.layer_number).resume(q, k, v)
+        else:
+            kept[self.layer_number] = KeptAttention(attend, q, k, v)
+            output = kept[self.layer_number].output
         return output.reshape(output.shape[0], 1, -1)
+
+
+class KeptAttention:
+    """Attention of a layer that is recomputed: its output and statistics are kept, and q, k and v are recomputed.
+
+    The graph of the first forward pass is kept without the memory of q, k and v, and reads the recomputed ones in its backward.
+    So this works for every implementation of attention_varlen, and the gradient is that of the kept forward pass.
+    """
+
+    def __init__(self, attend: Callable[[Tensor, Tensor, Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor) -> None:
+        inputs = [x.detach() for x in (q, k, v)]
+        remade: list[Tensor] = []
+
+        def pack(saved: Tensor) -> Tensor | tuple[int, Any, Any]:
+            for index, x in enumerate(inputs):
+                if saved.data_ptr() == x.data_ptr() and saved.dtype == x.dtype:  # q, k or v, perhaps transposed.
+                    return index, saved.shape, saved.stride()
+            return saved.detach()  # An output that holds its own graph would never be freed.
+
+        def unpack(packed: Tensor | tuple[int, Any, Any]) -> Tensor:
+            return packed if isinstance(packed, Tensor) else remade[packed[0]].as_strided(*packed[1:])
+
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            starts = _Start.apply(torch.empty(0, requires_grad=True), *inputs)
+            # Edges, because the tensors would keep their memory.
+            self._edges = [torch.autograd.graph.get_gradient_edge(start) for start in starts]
+            self._graph = attend(*starts)
+        self._strides, self._remade = [x.stride() for x in inputs], remade
+        inputs.clear()  # pack may live as long as the graph.
+
+    @property
+    def output(self) -> Tensor:
+        return self._graph.detach()
+
+    def resume(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return the kept output as a function of the recomputed q, k and v."""
+        assert [x.stride() for x in (q, k, v)] == self._strides, "recomputed q, k or v have another memory layout"
+        output: Tensor = _Resume.apply(self, q, k, v)
+        return output
+
+    def gradients(self, grad_output: Tensor, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return the gradients of q, k and v, given the recomputed ones; frees the graph."""
+        self._remade[:] = inputs
+        gradients = torch.autograd.grad(self._graph, self._edges, grad_output)
+        self._remade.clear()
+        return gradients
+
+
+class _Start(torch.autograd.Function):
+    """Tensors that require a gradient without being leaves: the graph's leaves would keep their memory."""
+
+    @staticmethod
+    def forward(ctx: Any, requires_grad: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(x.detach() for x in tensors)
+
+
+class _Resume(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, kept: KeptAttention, *inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(*inputs)
+        ctx.kept = kept
+        return kept.output
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.kept.gradients(grad_output, ctx.saved_tensors)
 
 
 class RMSNorm(torch.nn.RMSNorm):

@@ -46,7 +46,7 @@ from marsrl.kernels import swiglu
 from marsrl.rollout.engines.local.model import rotary_frequencies
 from marsrl.rollout.model_shape import ModelShape, read_shape
 from marsrl.trainer.config import PolicyConfig
-from marsrl.trainer.learner.megatron.attention import HeadNorm, NormedAttention, PackedAttention, RMSNorm
+from marsrl.trainer.learner.megatron.attention import HeadNorm, NormedAttention, PackedAttention, RMSNorm, Segments
 from marsrl.trainer.learner.megatron.balance import BalancedRouter
 from marsrl.trainer.learner.megatron.convert import Converter
 from marsrl.trainer.learner.megatron.experts import GroupedExperts, TokenDispatcher
@@ -63,6 +63,7 @@ _RECOMPUTE: dict[str, dict[str, Any]] = {
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
 }
 _RECOMPUTE["full_offload"] = _RECOMPUTE["full"]  # OffloadingBlock does the rest.
+_RECOMPUTE["full_but_attention"] = _RECOMPUTE["full"]  # AttentionKeepingBlock does the rest.
 
 
 class OffloadingBlock(TransformerBlock):
@@ -87,6 +88,15 @@ class OffloadingBlock(TransformerBlock):
 
         with torch.autograd.graph.saved_tensors_hooks(keep, give):
             return super()._checkpointed_forward(hidden_states=hidden_states, **others)
+
+
+class AttentionKeepingBlock(TransformerBlock):
+    """Transformer block that recomputes layers from their inputs, except for attention's output (attention.py)."""
+
+    def _checkpointed_forward(self, *args: Any, packed_seq_params: Segments, **others: Any) -> Any:
+        # Without a gradient nothing would be recomputed. Each micro-batch has its own segments.
+        packed_seq_params.kept = {} if torch.is_grad_enabled() else None
+        return super()._checkpointed_forward(*args, packed_seq_params=packed_seq_params, **others)
 
 
 def to_host(tensor: Tensor) -> Tensor:
@@ -235,6 +245,8 @@ def bare_model(shape: ModelShape, layout: Layout, policy: PolicyConfig) -> Polic
             layer.mlp.token_dispatcher.__class__ = TokenDispatcher
     if policy.recompute == "full_offload":
         model.decoder.__class__ = OffloadingBlock
+    elif policy.recompute == "full_but_attention":
+        model.decoder.__class__ = AttentionKeepingBlock
     return model
 
 
