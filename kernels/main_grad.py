@@ -32,6 +32,19 @@ class MainGrad:
         return self.weight.new_empty(self.total.shape)
 
 
+def wgrad_gemm_accum_fp32(total_input: Tensor, grad_output: Tensor, main_grad: Tensor) -> None:
+    """Add grad_output.T @ total_input to main_grad in place, as apex's kernel of this name, which Megatron calls.
+
+    total_input: [T, in]; grad_output: [T, out], in the same dtype; main_grad: [out, in] float32. 16-bit tensors need a GPU: torch
+    2.13 has no such GEMM for CPUs. The GEMM adds its float32 sums; otherwise the gradient would be rounded to 16 bits, written,
+    and read again by a kernel that adds it.
+    """
+    if total_input.dtype == torch.float32:
+        main_grad.addmm_(grad_output.t(), total_input)
+    else:
+        torch.addmm(main_grad, grad_output.t(), total_input, out_dtype=torch.float32, out=main_grad)
+
+
 def check_main_grad(op: str, weight: Tensor, main_grad: Tensor) -> None:
     """Raise ValueError unless main_grad is float32, of the weight's shape and device, and not expanded."""
     check(op, "main_grad", main_grad, tuple(weight.shape), (torch.float32,), weight.device)

@@ -1,7 +1,8 @@
 """Choice of a policy's norms and linear layers, and of Megatron's fused operations, with reasons. Imports no megatron.
 
     gradient accumulation   a linear layer's GEMM accumulates its weight gradient in DDP's float32 buffer, as those of
-                            our head and experts (kernels.linear_policy_loss, kernels.grouped_linear) always do
+                            our head and experts (kernels.linear_policy_loss, kernels.grouped_linear) always do; by apex's
+                            kernel, or by torch (kernels/main_grad.py)
     rope                    rotation of queries and keys in one kernel; angles are gathered by position before (head.py), so that
                             the kernel needs no bounds of sequences
 
@@ -15,6 +16,8 @@ from importlib.util import find_spec
 from typing import Literal, NamedTuple
 
 import torch
+
+from marsrl.kernels.main_grad import wgrad_gemm_accum_fp32
 
 Layers = Literal["transformer_engine", "ours"]
 APEX = "fused_weight_gradient_mlp_cuda"
@@ -67,10 +70,22 @@ class Fusions(NamedTuple):
 def choose_fusions(layers: LayerChoice) -> Fusions:
     """Return the fusions that can be used here with these layers."""
     ours = None if layers.layers == "transformer_engine" else "TransformerEngine's, and the layers are ours"
-    # Megatron's output layer requires apex's kernel at construction, whichever layers are chosen.
     accumulation = why_not_on_gpu(APEX, "wgrad_gemm_accum_fp32")
+    if accumulation is not None and torch.cuda.is_available():
+        accumulation = why_not_added()
     rope = ours or why_not_on_gpu("transformer_engine.pytorch.attention.rope", "apply_rotary_pos_emb")
     return Fusions(accumulation, rope)
+
+
+def why_not_added() -> str | None:
+    """Return None if the GPU adds bfloat16 products to float32, which is tried with exact numbers, else the reason."""
+    try:
+        rows = torch.ones(16, 8, dtype=torch.bfloat16, device="cuda")
+        total = torch.ones(8, 8, dtype=torch.float32, device="cuda")
+        wgrad_gemm_accum_fp32(rows, rows, total)
+    except (RuntimeError, TypeError, AssertionError) as error:  # torch without CUDA asserts.
+        return f"torch.addmm cannot add bfloat16 products to float32 here: {error}"
+    return None if bool((total == 17).all()) else "torch.addmm adds bfloat16 products to float32 wrongly here"
 
 
 def why_not_on_gpu(module: str, name: str) -> str | None:

@@ -35,8 +35,8 @@ _is_installed = False
 def install() -> bool:
     """Prepare this process for megatron; True if the CPU shim is active, False if CUDA is used as is.
 
-    Idempotent. On every machine it defines names that megatron-core leaves undefined without TransformerEngine, and
-    those that differ between its versions.
+    Idempotent. On every machine it defines names that megatron-core leaves undefined without TransformerEngine or apex,
+    and those that differ between its versions.
 
     Raises RuntimeError if megatron was imported earlier, without the shim.
     """
@@ -127,15 +127,18 @@ def _after_import() -> None:
 
 
 def _mend_on_every_machine() -> None:
-    """Define names that megatron-core lacks without TransformerEngine or in one of its versions, on GPUs too."""
+    """Define names that megatron-core lacks without TransformerEngine, apex, or in one of its versions, on GPUs too."""
     import megatron.core.distributed.distributed_data_parallel as data_parallel
     import megatron.core.models.gpt.gpt_model as gpt_model
     import megatron.core.optimizer.optimizer_config as optimizer_config
     import megatron.core.tensor_parallel as tensor_parallel
+    import megatron.core.tensor_parallel.layers as layers
     import megatron.core.tensor_parallel.random as random
     import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.core.transformer.transformer_block as block
     import megatron.core.utils as utils
+
+    from marsrl.kernels import main_grad
 
     if not hasattr(block.TransformerBlock, "_checkpointed_forward"):
         # 0.19 calls a function of the module, which a subclass of TransformerBlock cannot override.
@@ -152,6 +155,9 @@ def _mend_on_every_machine() -> None:
     if not hasattr(random, "FP8GlobalStateManager"):
         # megatron treats its default fp8=False as true, so recomputing norms raises NameError.
         tensor_parallel.CheckpointWithoutOutput = partial(random.CheckpointWithoutOutput, fp8=None)
+    if not layers._grad_accum_fusion_available:
+        # Otherwise gradient_accumulation_fusion is refused without apex.
+        layers.fused_weight_gradient_mlp_cuda, layers._grad_accum_fusion_available = main_grad, True
 
 
 def _is_no_advice(record: logging.LogRecord) -> bool:
