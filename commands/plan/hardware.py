@@ -125,9 +125,9 @@ ADAPTED_DECODING = Constant(
 IMBALANCE = _assumed("busiest rank's experts over the mean", 1.3, "", ": router without a balancing loss")
 HEAD_ROWS = Constant(
     "rows of logits held at once",
-    3300,
+    3600,
     "rows",
-    "4,224 of bfloat16 exponentials, and half of them packed; by cuBLAS 768 of float32 logits and 4,224 of gradients: 2,880",
+    "4,224 and 768 of bfloat16 exponentials, and 2,112 packed; by cuBLAS 768 of float32 logits and 4,224 of gradients: 2,880",
 )
 PROCESS_BYTES = _assumed("CUDA context, NCCL and cuBLAS", 2.5 * _GIB, "bytes")
 FRAGMENTATION = _assumed("lost to fragmentation", 0.05, "share of the peak")

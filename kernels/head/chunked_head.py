@@ -154,7 +154,7 @@ class DeviceChunks(Chunks):
     def __init__(self, kernels: RowKernels, head: Head, hidden: Tensor, rows: Rows, wanted: Wanted):
         super().__init__(kernels, head, hidden, rows, wanted)
         dtype, padded = self._gradients.gemms.gradient_dtype, _padded(head)
-        at_most = _device_rows(4 * padded, DEVICE_LOGITS_BYTES)
+        at_most = device_rows(4 * padded, DEVICE_LOGITS_BYTES)
         waiting = max(at_most, rows_of_dz(dtype.itemsize * padded, hidden)) if wanted.any else 0
         full, rest = divmod(waiting, at_most)
         self._sizes = [at_most] * max(1, full) + [rest] * (rest > 0)
@@ -220,7 +220,7 @@ def _device_buffer(num_rows: int, dtype: torch.dtype, head: Head) -> Tensor:
     return torch.empty(num_rows, _padded(head), dtype=dtype, device=head.weight.device)[:, : head.width]
 
 
-def _device_rows(row_bytes: int, num_bytes: int) -> int:
+def device_rows(row_bytes: int, num_bytes: int) -> int:
     """Return the number of rows of this size in a chunk on a device."""
     tiles = max(1, num_bytes // (row_bytes * DEVICE_ROW_MULTIPLE))
     return min(DEVICE_MAX_ROWS, tiles * DEVICE_ROW_MULTIPLE)
@@ -228,7 +228,7 @@ def _device_rows(row_bytes: int, num_bytes: int) -> int:
 
 def rows_of_dz(row_bytes: int, hidden: Tensor) -> int:
     """Return the number of rows of dz that wait for the backward GEMMs on a device."""
-    tiles = _device_rows(row_bytes, DEVICE_GRADIENT_BYTES) // DEVICE_ROW_MULTIPLE
+    tiles = device_rows(row_bytes, DEVICE_GRADIENT_BYTES) // DEVICE_ROW_MULTIPLE
     return whole_waves(tiles, ceil(hidden.shape[1] / TILE_COLUMNS), num_multiprocessors(hidden)) * DEVICE_ROW_MULTIPLE
 
 

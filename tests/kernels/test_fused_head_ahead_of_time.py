@@ -72,8 +72,9 @@ def test_rows_around_the_product_of_quack(is_packed, monkeypatch):
     of_rows = floats(2048, 151936, dtype=torch.bfloat16) if is_packed else exponentials
     places, v = floats(4224, dtype=torch.int32), floats(of_rows.shape[0])
     with compile_well(90, ["row_offsets", "finish_rows", "prepare_rows"]):
-        known = gradients.exponentials_of(head, floats(TOKENS, 2048, dtype=torch.bfloat16), rows, exponentials)
-        gradients.finish(head, rows, slopes.statistics, *known, floats(1, dtype=torch.int32))
+        product = gradients.Product(head, floats(TOKENS, 2048, dtype=torch.bfloat16), rows, exponentials)
+        product.fill_rest(exponentials[:0])
+        gradients.finish(head, rows, slopes.statistics, product, floats(1, dtype=torch.int32))
         gradients.prepare(head, rows, slopes, exponentials, places, of_rows, v)
 
 

@@ -5,7 +5,12 @@ statistics of the rows                                                      trit
 terms.evaluate: coefficients of the objective                               head/rows
 exponentials and row factors v that stand for dz                            triton_kernels.py
 dX = v (exponentials @ weight),   dW += exponentials.T @ (v hidden)         head/gemms.py, by cuBLAS
+
+The host reads the number of rows with a coefficient before the last two products. The first rows of the next chunk's product are
+queued before that, into a buffer of their own, so that the device never idles.
 """
+
+from __future__ import annotations
 
 from math import ceil
 
@@ -14,7 +19,7 @@ import triton
 from torch import Tensor
 from torch.nn.functional import pad
 
-from marsrl.kernels.head.chunked_head import DEVICE_ROW_MULTIPLE, rows_of_dz
+from marsrl.kernels.head.chunked_head import DEVICE_ROW_MULTIPLE, device_rows, rows_of_dz
 from marsrl.kernels.head.gradients import HeadGradients, Wanted
 from marsrl.kernels.head.rows.protocol import PolicyTerms, Slopes, Statistics
 from marsrl.kernels.head.rows.subset import LateCount, Rows
@@ -22,6 +27,10 @@ from marsrl.kernels.head.rows.triton_impl import PIECE_COLUMNS, TritonRowKernels
 from marsrl.kernels.head.vocabulary import Head
 from marsrl.kernels.linear_policy_loss.quack_head import UnlikelyTarget, gemms, triton_kernels
 from marsrl.kernels.triton_machine import on_device_of
+
+# At V = 151936, H = 2048 these are 768 rows, about 0.6 ms of an H200, in which the host reads two numbers and launches the
+# backward GEMMs. Not measured yet.
+AHEAD_BYTES = 224 * 2**20
 
 
 def quack_gradients(
@@ -43,63 +52,89 @@ def quack_gradients(
     slopes = Slopes(statistics, terms.coefficient, terms.entropy_coefficient)
     at_once = rows_of_dz(2 * head.width, hidden)
     buffer = torch.empty(min(at_once, _whole(rows.count)), head.width, dtype=torch.bfloat16, device=hidden.device)
+    ahead = buffer[:0]
+    if rows.count > at_once:
+        ahead = torch.empty_like(buffer[: device_rows(2 * head.width, AHEAD_BYTES)])
     is_beyond = torch.zeros(1, dtype=torch.int32, device=hidden.device)
-    for chunk in rows.chunks([at_once]):
-        exponentials = buffer[: _whole(chunk.count)]
-        of_tiles = exponentials_of(head, hidden, chunk, exponentials)
-        chunk = chunk.settled()
-        if chunk.count == 0:
-            continue
-        finish(head, chunk, statistics, *of_tiles, is_beyond)
+    chunks = rows.chunks([at_once])
+    upcoming = next(chunks, None)
+    product = Product(head, hidden, upcoming, buffer) if upcoming else None
+    while product is not None:
+        product.fill_rest(ahead)
+        chunk = product.chunk.settled()
+        if chunk.count == 0:  # The first chunk was an upper bound.
+            break
+        finish(head, chunk, statistics, product, is_beyond)
         late_beyond = LateCount(is_beyond)
         terms.evaluate(chunk)
         active = torch.empty(chunk.count, dtype=torch.int64, device=hidden.device)
         place_of, count = list_active(chunk, slopes, active)
+        # The device computes the first rows of the next chunk while the host waits for the numbers of this one.
+        upcoming = next(chunks, None)
+        following = Product(head, hidden, upcoming, buffer, ahead) if upcoming else None
         if late_beyond.wait():
             raise UnlikelyTarget
-        _add_gradients(head, chunk, slopes, exponentials[: chunk.count], place_of, active[: count.wait()], gradients)
+        exponentials = product.exponentials[: chunk.count]
+        _add_gradients(head, chunk, slopes, exponentials, place_of, active[: count.wait()], gradients)
+        product = following
     return gradients
 
 
-def exponentials_of(head: Head, hidden: Tensor, chunk: Rows, out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Fill out, whose rows are whole tiles; return partial sums [2, rows, tiles] and row_offsets [3, rows], float32."""
-    lacking = out.shape[0] - chunk.count
-    totals, weighted = torch.empty(2, out.shape[0], head.width // gemms.TILE, dtype=torch.float32, device=out.device)
-    of_rows = torch.empty(3, out.shape[0], dtype=torch.float32, device=out.device)
-    with on_device_of(hidden):
-        triton_kernels.row_offsets[(out.shape[0],)](
-            *(hidden, head.weight, hidden.shape[1], head.width, chunk.count, chunk.ids, chunk.first, head.targets),
-            *(head.inverse_temperature, head.inverse_temperature_of_all, of_rows, out.shape[0]),
-            BLOCK=1024,
+class Product:
+    """First product of a chunk's rows, rounded up to whole tiles.
+
+    exponentials [R, V] bfloat16; partial sums totals, weighted [R, tiles] and row_offsets of_rows [3, R], float32.
+    """
+
+    def __init__(self, head: Head, hidden: Tensor, chunk: Rows, buffer: Tensor, ahead: Tensor | None = None) -> None:
+        """Compute the first rows into `ahead`, while `buffer` has another chunk's exponentials."""
+        self.chunk, self._head, self._hidden = chunk, head, hidden
+        self.exponentials = buffer[: _whole(chunk.count)]
+        num_rows, tiles = self.exponentials.shape[0], head.width // gemms.TILE
+        self.totals, self.weighted = torch.empty(2, num_rows, tiles, dtype=torch.float32, device=hidden.device)
+        self.of_rows = torch.empty(3, num_rows, dtype=torch.float32, device=hidden.device)
+        self._filled = 0
+        if ahead is not None:
+            self._fill(ahead[:num_rows])
+
+    def fill_rest(self, ahead: Tensor) -> None:
+        """Move the rows from `ahead` to the buffer, and compute the others there."""
+        self.exponentials[: self._filled].copy_(ahead[: self._filled])
+        self._fill(self.exponentials[self._filled :])
+
+    def _fill(self, out: Tensor) -> None:
+        begin, self._filled = self._filled, self._filled + out.shape[0]
+        if begin == self._filled:
+            return
+        part, head = slice(begin, self._filled), self._head
+        rows = self.chunk.part(begin, min(out.shape[0], self.chunk.count - begin))
+        lacking = out.shape[0] - rows.count
+        of_rows = self.of_rows[:, part]
+        with on_device_of(self._hidden):
+            triton_kernels.row_offsets[(out.shape[0],)](
+                *(self._hidden, head.weight, self._hidden.shape[1], head.width, rows.count, rows.ids, rows.first),
+                *(head.targets, head.inverse_temperature, head.inverse_temperature_of_all, of_rows, of_rows.stride(0)),
+                BLOCK=1024,
+            )
+        gemms.exponentials(
+            pad(rows.take(self._hidden), (0, 0, 0, lacking)),
+            head.weight,
+            of_rows[0],
+            of_rows[1],
+            pad(rows.take(head.targets), (0, lacking), value=-1),
+            out,
+            self.totals[part],
+            self.weighted[part],
+            of_rows[2],
         )
-    gemms.exponentials(
-        pad(chunk.take(hidden), (0, 0, 0, lacking)),
-        head.weight,
-        of_rows[0],
-        of_rows[1],
-        pad(chunk.take(head.targets), (0, lacking), value=-1),
-        out,
-        totals,
-        weighted,
-        of_rows[2],
-    )
-    return totals, weighted, of_rows
 
 
-def finish(
-    head: Head,
-    chunk: Rows,
-    statistics: Statistics,
-    totals: Tensor,
-    weighted: Tensor,
-    of_rows: Tensor,
-    is_beyond: Tensor,
-) -> None:
+def finish(head: Head, chunk: Rows, statistics: Statistics, product: Product, is_beyond: Tensor) -> None:
     """Fill statistics at the rows of the chunk; is_beyond [1] int32 becomes 1 if exponentials relative to a row's m overflow."""
-    tiles = totals.shape[1]
+    totals, of_rows, tiles = product.totals, product.of_rows, product.totals.shape[1]
     with on_device_of(totals):
         triton_kernels.finish_rows[(chunk.count,)](
-            *(totals, weighted, tiles, head.width, of_rows, of_rows.shape[1], chunk.ids, chunk.first),
+            *(totals, product.weighted, tiles, head.width, of_rows, of_rows.shape[1], chunk.ids, chunk.first),
             *(head.targets, statistics.arrays, is_beyond),
             BLOCK=triton.next_power_of_2(tiles),
         )

@@ -1,5 +1,6 @@
 """The head by QuACK's GEMMs, which PyTorch stands in for here, with our Triton kernels between them interpreted."""
 
+import importlib
 import sys
 
 import pytest
@@ -10,10 +11,13 @@ from test_head import PLAIN
 
 from marsrl.kernels import PolicyObjective
 from marsrl.kernels.head import chunked_head
+from marsrl.kernels.head.gemms import HeadGemms
+from marsrl.kernels.head.rows.subset import LateCount
 from marsrl.kernels.linear_policy_loss import _OP, quack_head
 
 BF16 = torch.bfloat16
 OF_GEMMS = "marsrl.kernels.linear_policy_loss.quack_head.gemms"
+OF_GRADIENTS = "marsrl.kernels.linear_policy_loss.quack_head.gradients"
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +53,39 @@ def test_chunks_whose_rows_have_a_coefficient_all_or_few(share, monkeypatch):
     arguments["token_advantages"] = torch.randn(150) * (torch.rand(150) < share)
     arguments["mask"] = torch.arange(150) != 3
     compare_policy_loss(case, arguments, BF16)
+
+
+def in_chunks(monkeypatch, rows, ahead, num_tokens=700, vocab=128):
+    """dX and dW of so many tokens, in chunks of so many rows; masked ones are left out late, as on a device."""
+    monkeypatch.setattr(chunked_head, "DEVICE_GRADIENT_BYTES", rows * 2 * vocab)
+    monkeypatch.setattr(chunked_head, "whole_waves", lambda at_most, *_: at_most)
+    gradients = importlib.import_module(OF_GRADIENTS)
+    monkeypatch.setattr(gradients, "AHEAD_BYTES", ahead * 2 * vocab)
+    torch.manual_seed(0)
+    case = head_case(num_tokens, 8, vocab)
+    arguments = arguments_for(case, "no gate", advantages=None)
+    arguments["token_advantages"], arguments["mask"] = torch.randn(num_tokens), torch.arange(num_tokens) % 50 != 3
+    return run_policy_loss(case, arguments, BF16)
+
+
+def test_first_rows_ahead_of_a_chunk_change_no_bit(monkeypatch):
+    (_, few), (_, all_rows) = (in_chunks(monkeypatch, 384, ahead) for ahead in (128, 384))
+    assert len(few) == 2 and all(torch.equal(a, b) and a.any() for a, b in zip(few, all_rows, strict=True))
+
+
+def test_the_next_product_is_queued_before_the_host_waits(monkeypatch):
+    events = []
+
+    def note(event, owner, name):
+        call = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args: events.append(event) or call(*args))
+
+    note("product", importlib.import_module(OF_GRADIENTS).gemms, "exponentials")
+    note("wait", LateCount, "wait")
+    note("dW", HeadGemms, "add_weight_gradient")
+    in_chunks(monkeypatch, 256, 128)
+    first, last = ["product", "wait", "wait", "product", "wait", "wait", "dW"], ["product", "wait", "wait", "dW"]
+    assert events == [*first, "product", "product", "wait", "wait", "dW", *last]
 
 
 @pytest.mark.parametrize("far", [60, 150])
