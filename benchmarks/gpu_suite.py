@@ -127,6 +127,7 @@ def parts(device: str, is_quick: bool, folder: Path, work: Path, model_words: Se
     engine = ["--engine", "local"] if is_quick else []
     team_words = ["--tiny"] if tiny else [*model_words]
     step = ["--model", model, "--no-dmmpt", "--profile", "--repeats", "1" if is_quick else "3"]
+    parts_of_step = ["--model", model, "--parts", *([] if tiny else ["--micro-batch", "16384"]), "--repeats", step[-1]]
 
     def real_team(engine: str, *modules: str) -> Part:
         """Run the whole recipe; the first of these parts that runs makes the supervised start."""
@@ -147,6 +148,7 @@ def parts(device: str, is_quick: bool, folder: Path, work: Path, model_words: Se
         bench("grouped linear", "grouped_linear", 35, "--budget", "2"),
         bench("policy rows", "policy_rows", 45, "--budget", "2"),
         script("train step", 120, "train_step.py", *step, *to("train_step"), modules=TRAINING_MODULES),
+        script("train step parts", 120, "train_step.py", *parts_of_step, *to("train_step_parts"), modules=TRAINING_MODULES),
         real_team("local"),
         real_team("vllm", "vllm"),
         *(bench(case.replace("_", " "), case, 45, "--budget", "2") for case in CASES),

@@ -49,14 +49,21 @@ PROBLEMS = {
 }
 
 
-def problem_of(model: str, dtype: Literal["float32", "bfloat16"] | None) -> StepProblem:
-    """Return one of PROBLEMS, or a batch of 16 short texts for the model in a directory. dtype: overrides the problem's."""
+def problem_of(
+    model: str, dtype: Literal["float32", "bfloat16"] | None, micro_batch_tokens: int | None = None
+) -> StepProblem:
+    """Return one of PROBLEMS, or a batch of 16 short texts for the model in a directory.
+
+    dtype, micro_batch_tokens: override the problem's. The batch grows with its micro-batches, so that as many are full.
+    """
     if model in PROBLEMS:
         problem = PROBLEMS[model]
     else:
         shape = read_shape(model)
         problem = StepProblem(shape, shape.vocab_size, "float32", 2, (40, 121), 48, 192, 2048, 8)
-    return replace(problem, dtype=dtype or problem.dtype)
+    tokens = micro_batch_tokens or problem.micro_batch_tokens
+    groups = problem.groups * max(1, round(tokens / problem.micro_batch_tokens))
+    return replace(problem, dtype=dtype or problem.dtype, micro_batch_tokens=tokens, groups=groups)
 
 
 NUM_AGENTS = 4
@@ -115,4 +122,9 @@ def model_flops(shape: ModelShape, sequences: Sequence[TrainSequence], adapter: 
     squares = sum(s.num_tokens**2 for s in sequences)
     layers = factor * tokens * of_layer * shape.num_layers + 6 * tokens * pairs
     attention = 6 * shape.num_layers * shape.num_heads * shape.head_size * squares
-    return layers + attention + factor * shape.hidden_size * shape.vocab_size * sum(s.num_sampled for s in sequences)
+    return layers + attention + factor / 6 * head_flops(shape, sequences)
+
+
+def head_flops(shape: ModelShape, sequences: Sequence[TrainSequence]) -> float:
+    """Return the part of the output head, 6 H V sampled."""
+    return 6.0 * shape.hidden_size * shape.vocab_size * sum(s.num_sampled for s in sequences)

@@ -47,10 +47,11 @@ def build(
     layout: dict[str, int],
     mpt: float | None,
     adapters: Sequence[AdapterConfig] = (),
+    recompute: str = "none",
 ) -> Variant:
     """Build one of VARIANTS or ADAPTER_VARIANTS.
 
-    layout: the learner's layout; mpt: DMMPT's entropy, nats; adapters: one per agent.
+    layout: the learner's layout; mpt: DMMPT's entropy, nats; adapters: one per agent; recompute: of the policy.
     """
     if name in (REFERENCE, SORTED):
         options = ReferenceOptions(
@@ -64,7 +65,7 @@ def build(
         chosen = [s for s in sequences if s.advantage != 0 or name != SORTED]
         return Variant(lambda: loop.step(sequences), lambda: None, chosen)
     trained = adapters if name == OURS and adapters else [None]
-    return _learner(model_dir, problem, sequences, layout, mpt, trained, has_fused_head=name != MEGATRON)
+    return _learner(model_dir, problem, sequences, layout, mpt, trained, recompute, has_fused_head=name != MEGATRON)
 
 
 def _learner(
@@ -74,17 +75,18 @@ def _learner(
     layout: dict[str, int],
     mpt: float | None,
     adapters: Sequence[AdapterConfig | None],
+    recompute: str,
     *,
     has_fused_head: bool,
 ) -> Variant:
     from marsrl.kernels import PolicyObjective
-    from marsrl.trainer.config import LayoutConfig, MptConfig, OptimizerConfig, PolicyConfig
+    from marsrl.trainer.config import MptConfig, PolicyConfig
     from marsrl.trainer.data.scatter import MiniBatch, Update, joined, micro_batches
     from marsrl.trainer.learner.learner import Learner, groups
     from marsrl.trainer.learner.megatron import parallel
 
-    policy = PolicyConfig(
-        dtype=problem.dtype, optimizer=OptimizerConfig(lr=1e-5), layout=LayoutConfig.model_validate(layout)
+    policy = PolicyConfig.model_validate(
+        {"dtype": problem.dtype, "optimizer": {"lr": 1e-5}, "layout": layout, "recompute": recompute}
     )
     learners: dict[str, Learner] = {}
     for index, adapter in enumerate(adapters):

@@ -8,6 +8,7 @@
     python benchmarks/train_step.py --adapter                           # adapters of four agents on one base
     python benchmarks/train_step.py --adapter attention experts         # these targets alone
     python benchmarks/train_step.py --profile                           # also the kernels that ours spends its time in
+    python benchmarks/train_step.py --parts [RECOMPUTE ...] --micro-batch 16384   # instead: ours alone, by part
 
 Ours: packed sequences, groups without spread left out, fused head (no full logits). The others compute the same update
 (the gradient norms are compared first: no number for a wrong step). With --adapter ours, of all agents in one micro-batch,
@@ -20,6 +21,11 @@ process time of one rank on a CPU, the clock where there are several or a GPU. M
 of the process minus its RSS once model and optimizer stand, of a GPU what torch allocated beyond that.
 MFU = FLOPs by formula (step_problem.model_flops) of the sequences that a variant runs / seconds / ranks / peak; the peak is
 the data sheet's bf16 of a known GPU, and on a CPU a large float32 product measured in the same process.
+
+--parts splits a step of ours on one rank, for each value of policies.<name>.recompute, into forward passes (the head's FLOPs,
+whose gradients are computed there, and a third of the others), backward passes with their recomputation, the optimizer, and the
+rest (packing and statistics, mostly on the host). On a GPU `idle` is the share of the step in which no kernel runs: 1 - seconds
+of all kernels by the profiler / seconds of a step without it.
 """
 
 from __future__ import annotations
@@ -39,6 +45,7 @@ from pathlib import Path
 from typing import Any
 
 CHILD_LIMIT_S = 900
+RECOMPUTE = ("none", "full", "full_but_attention")
 STEPPED = "stepped"  # line that a child prints after its turn
 # Tolerances of the gradient norm; in bfloat16 other programs' routers choose differently.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.05}
@@ -49,7 +56,8 @@ def child(job: dict[str, Any]) -> None:
     import torch
     import torch.distributed as dist
     from memory import PeakMemory
-    from step_problem import batch, model_flops, problem_of
+    from part_clock import PartClock
+    from step_problem import batch, head_flops, model_flops, problem_of
     from step_variants import OURS, WHOLE, build
     from timing import top_kernels
 
@@ -58,25 +66,37 @@ def child(job: dict[str, Any]) -> None:
     from marsrl.trainer.torchrun import is_rank_0, world_size
 
     torch.set_num_threads(1)
-    problem, name = problem_of(job["model"], job["dtype"]), job["variant"]
+    problem, name = problem_of(job["model"], job["dtype"], job["micro_batch"]), job["variant"]
     sequences = batch(problem)
     adapters = [
         AdapterConfig.model_validate({"targets": job["targets"], "start": adapter_dir})
         for adapter_dir in job.get("adapter_dirs", ())
     ]
     variant = build(
-        name, job["model_dir"], problem, sequences, layout=job["layout"], mpt=job.get("mpt"), adapters=adapters
+        name,
+        job["model_dir"],
+        problem,
+        sequences,
+        layout=job["layout"],
+        mpt=job.get("mpt"),
+        adapters=adapters,
+        recompute=job.get("recompute", "none"),
     )
     ranks, is_cuda = world_size(), torch.cuda.is_available()
     clock = time.perf_counter if ranks > 1 or is_cuda else time.process_time
     memory = PeakMemory(is_cuda=is_cuda)
-    norms, seconds = [], []
+    parts_clock = PartClock(is_cuda=is_cuda) if "recompute" in job else None
+    norms, seconds, parts = [], [], []
     for _ in range(job["repeats"] + 1):  # The first step is a warm-up.
         if job["takes_turns"]:
             sys.stdin.readline()
+        if parts_clock is not None:
+            parts_clock.start()
         start = clock()
         norms.append(variant.step())  # The norm comes from the device, so the step is over.
         seconds.append(clock() - start)
+        if parts_clock is not None:
+            parts.append(parts_clock.seconds())
         if job["takes_turns"]:
             print(STEPPED, flush=True)
     measured: list[Any] = [(seconds[1:], memory.extra_bytes())]
@@ -96,6 +116,12 @@ def child(job: dict[str, Any]) -> None:
         }
         if job["profile"] and name == OURS and ranks == 1:
             row["kernels"] = top_kernels(variant.step, is_cuda=is_cuda)
+        if parts:
+            row["head_flops"] = head_flops(read_shape(job["model_dir"]), variant.trained)
+            row["parts"] = {part: statistics.median(step_parts[part] for step_parts in parts[1:]) for part in parts[0]}
+        if parts and is_cuda:
+            ((busy_ms, *_), *_) = top_kernels(variant.step, is_cuda=True)
+            row["idle"] = 1 - busy_ms / 1e3 / statistics.median(row["seconds"])
         print(json.dumps(row), flush=True)
     variant.close()
 
@@ -201,6 +227,15 @@ def main() -> int:
     parser.add_argument(
         "--profile", action="store_true", help="also the kernels that ours spends its time in, on one rank"
     )
+    parser.add_argument(
+        "--parts",
+        nargs="*",
+        metavar="RECOMPUTE",
+        help=f"instead: parts of our step on one rank with these values; default: {', '.join(RECOMPUTE)}",
+    )
+    parser.add_argument(
+        "--micro-batch", type=int, metavar="TOKENS", help="size of a micro-batch; the batch grows with it"
+    )
     parser.add_argument("--no-dmmpt", action="store_true", help="leave out the second table, with DMMPT on")
     parser.add_argument(
         "--adapter",
@@ -227,7 +262,7 @@ def main() -> int:
     is_directory = (Path(options.model) / "config.json").is_file()
     if not is_directory and options.model not in PROBLEMS:
         parser.error(f"--model {options.model} is no directory with config.json, and none of {', '.join(PROBLEMS)}")
-    problem = problem_of(options.model, options.dtype)
+    problem = problem_of(options.model, options.dtype, options.micro_batch)
     is_cuda = torch.cuda.is_available()
     before = surroundings("cuda" if is_cuda else "cpu")
     with tempfile.TemporaryDirectory() as folder:
@@ -239,6 +274,7 @@ def main() -> int:
         job = {
             "model": options.model,
             "dtype": problem.dtype,
+            "micro_batch": options.micro_batch,
             "takes_turns": False,
             "model_dir": model_dir,
             "layout": sizes(options.layout),
@@ -246,7 +282,9 @@ def main() -> int:
             "profile": options.profile,
         }
         results = {}
-        for label, extra in tables(Path(folder), model_dir, options).items():
+        if options.parts is not None:
+            results["parts"] = parts_table(options.parts or RECOMPUTE, job, TOLERANCE[problem.dtype])
+        for label, extra in {} if options.parts is not None else tables(Path(folder), model_dir, options).items():
             without = {*options.skip, *([MEGATRON] if "mpt" in extra else [])}
             every = VARIANTS if options.adapter is None else ADAPTER_VARIANTS
             chosen = tuple(variant for variant in every if variant not in without)
@@ -259,12 +297,41 @@ def main() -> int:
             "model": options.model,
             "dtype": problem.dtype,
             "layout": sizes(options.layout),
+            "micro_batch": problem.micro_batch_tokens,
             "results": results,
         }
         Path(options.json).write_text(json.dumps(record, indent=1) + "\n")
+    if options.parts is not None:
+        return 0
     ratios = [r["ratio"] for r in results.values() if r["ratio"] is not None]
     print(f"ratio: {min(ratios):.2f}" if ratios else "ratio: none, the reference ran out of memory")
     return 0
+
+
+def parts_table(modes: Sequence[str], job: dict[str, Any], tolerance: float) -> dict[str, Any]:
+    """Measure, print and return a row of each recompute mode, once its update is known to equal the first one's."""
+    parts = ("forward", "backward", "optimizer", "rest")
+    print(f"parts of a step, s\n  {'recompute':20}{'step':>8}{'MFU':>7}", end="")
+    print(*(f"{part:>10}" + f"{'MFU':>7}" * (part.endswith("ward")) for part in parts), "  idle  extra MiB", sep="")
+    rows: dict[str, Any] = {}
+    for mode in modes:
+        row = rows[mode] = measure("ours", {**job, "layout": {}, "recompute": mode})
+        if "problem" in row:
+            print(f"  {mode:20}{row['problem']}", flush=True)
+            continue
+        first = next(other["norm"] for other in rows.values() if "norm" in other)
+        if not abs(row["norm"] - first) <= tolerance * abs(first):
+            raise SystemExit(f"recompute {mode} computes another update; gradient norms {row['norm']}, {first}")
+        seconds = {"step": statistics.median(row["seconds"]), **row["parts"]}
+        layers, head = row["flops"] - row["head_flops"], row["head_flops"]
+        flops = {"step": layers + head, "forward": layers / 3 + head, "backward": layers * 2 / 3}
+        row["mfu"] = {part: flops[part] / seconds[part] / row["peak_flops"] for part in flops}
+        print(f"  {mode:20}{seconds['step']:8.3f}{row['mfu']['step']:7.1%}", end="")
+        for part in parts:
+            print(f"{seconds[part]:10.3f}" + (f"{row['mfu'][part]:7.1%}" if part in row["mfu"] else ""), end="")
+        idle = f"{row['idle']:6.1%}" if "idle" in row else "     -"
+        print(f"{idle}{row['extra_bytes'] / 2**20:11.0f}", flush=True)
+    return rows
 
 
 def tables(folder: Path, model_dir: str, words: argparse.Namespace) -> dict[str, dict[str, Any]]:

@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -59,6 +60,59 @@ def test_a_step_on_two_ranks_equals_megatron_and_the_reference(tmp_path: Path) -
     assert {name: row["ranks"] for name, row in rows.items()} == ranks
     assert all(0 < row["mfu"] < 1 for row in rows.values())
     assert done.stdout.splitlines()[-1].startswith("ratio: ")
+
+
+@pytest.mark.slow
+def test_a_step_is_split_into_parts_by_recompute_mode(tmp_path: Path) -> None:
+    words = ["--model", "slice_tiny", "--parts", "none", "full_but_attention", "--micro-batch", "320", "--repeats", "1"]
+    done = call(str(BENCHMARKS / "train_step.py"), *words, "--json", str(tmp_path / "parts.json"))
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "parts.json").read_text())
+    rows = found["results"]["parts"]
+    assert list(rows) == ["none", "full_but_attention"] and found["micro_batch"] == 320
+    for mode, row in rows.items():
+        assert row["parts"].keys() == {"forward", "backward", "optimizer", "rest"} and min(row["parts"].values()) > 0
+        assert sum(row["parts"].values()) >= row["seconds"][0]
+        assert row["mfu"].keys() == {"step", "forward", "backward"} and 0 < row["head_flops"] < row["flops"]
+        assert any(line.split()[0] == mode and "%" in line for line in done.stdout.splitlines())
+
+
+def test_nested_parts_exclude_each_other_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    import part_clock
+
+    now = [0.0]
+
+    class Event:
+        """An event of a GPU that computes in no time but where the test says so."""
+
+        def __init__(self, enable_timing: bool) -> None:
+            self.at = -1.0
+
+        def record(self) -> None:
+            self.at = now[0]
+
+        def elapsed_time(self, end: "Event") -> float:
+            return 1e3 * (end.at - self.at)
+
+    class Step:
+        def forward(self) -> None:
+            now[0] += 1
+
+        def backward(self) -> None:
+            now[0] += 2
+            self.forward()
+            now[0] += 4
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(part_clock, "import_module", lambda name: SimpleNamespace(Step=Step))
+    monkeypatch.setattr(part_clock, "PLACES", {name: [("", "Step", name)] for name in ("forward", "backward")})
+    clock = part_clock.PartClock(is_cuda=True)
+    for _ in range(2):
+        clock.start()
+        now[0] += 8
+        Step().backward()
+        assert clock.seconds() == {"rest": 8, "forward": 1, "backward": 6}
 
 
 @pytest.mark.slow
