@@ -93,6 +93,26 @@ def test_std_none_refuses_a_std_of_other_samples(normalise: Any, same: str) -> N
         CreditConfig(normalise=normalise, std="none")
 
 
+def test_a_step_compares_an_agents_samples_of_all_problems() -> None:
+    """One sample a problem; the other agent's rewards, and a missing one, do not enter."""
+    groups = [group("0/solver", [1]), group("1/solver", [0]), group("2/solver", [0.5]), group("3/solver", [math.nan])]
+    groups += [group("0/verifier1", [7], agent="verifier1"), group("1/verifier1", [7], agent="verifier1")]
+    found = credit(groups, CreditConfig(normalise="step", std="none"), SHARED).advantages
+    assert [found[f"{i}/solver:0"] for i in range(3)] == pytest.approx([0.75, -0.75, 0])
+    assert [found[f"{i}/verifier1:0"] for i in range(2)] == [0, 0] and len(found) == 5
+    divided = credit(groups, CreditConfig(normalise="step"), SHARED).advantages
+    assert divided["0/solver:0"] == pytest.approx(0.5 / math.sqrt(1 / 6), rel=1e-4)
+    assert credit(groups[:1], CreditConfig(normalise="step", std="none"), SHARED).advantages == {"0/solver:0": 0}
+
+
+def test_a_step_counts_a_session_once_and_not_its_own_reward() -> None:
+    one, other = of_sessions([3, 1], [0]), of_sessions([-1])
+    other = replace(other, samples=tuple(replace(s, uid="1.0/solver#0:0", rollout_id="1") for s in other.samples))
+    found = credit([one, other], CreditConfig(normalise="step", std="none"), SHARED).advantages
+    assert found["0.0/solver#0:0"] == pytest.approx(3 - -0.5) and found["0.0/solver#1:0"] == pytest.approx(1 - -0.5)
+    assert found["0.1/solver#0:0"] == pytest.approx(0 - (2 - 1) / 2)
+
+
 def test_calls_of_a_trajectory_share_one_advantage() -> None:
     # means 1, 1/2, of the reward that is known 0, and none; another problem's are not compared with these
     groups = trajectories([1, 1], [1, 0], [0, math.nan], [math.nan, math.nan])

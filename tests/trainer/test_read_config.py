@@ -214,6 +214,7 @@ RENORMALISED = ("agents.solver.top_p=0.9", "agents.corrector2.top_k=50", "loss.t
         (["rollout.pipeline=trajectory"], "has_whole_instances", True),
         (["rollout.pipeline=trajectory"], "trains_whole", False),
         (["credit.normalise=agent"], "trains_whole", True),
+        (["credit.normalise=step"], "trains_whole", False),
         (["credit.reward_scheme=outcome"], "trains_whole", True),
         (["credit.normalise=trajectory", "orchestration=solver_verifier"], "trains_whole", True),
         # a ratio to the engine's log-probs needs no correction, nor does a frozen policy

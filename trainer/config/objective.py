@@ -18,11 +18,12 @@ ONE_NAME = BeforeValidator(lambda value: (value,) if isinstance(value, str) and 
 class CreditConfig(Settings):
     """Conversion of a sample's reward to its advantage (docs/credit.md)."""
 
-    normalise: Literal["group", "agent", "trajectory", "global", "agent_mean", "agent_std"] = "group"
+    normalise: Literal["group", "agent", "trajectory", "global", "agent_mean", "agent_std", "step"] = "group"
     """samples whose mean and std normalise a reward. group: its group; agent: its agent's calls for the problem (Dr. MAS);
     global: all agents' calls; agent_mean, agent_std: that statistic per agent, the other global; trajectory: an episode's
-    mean reward against the problem's other episodes (the GRPO baseline of Dr. MAS). Includes all policies and untrained agents;
-    an agent's samples of one session (orchestration=external) count as one"""
+    mean reward against the problem's other episodes (the GRPO baseline of Dr. MAS); step: its agent's samples for all problems of
+    the step. Includes all policies and untrained agents; an agent's samples of one session (orchestration=external) count as
+    one"""
     std: Literal["biased", "unbiased", "none"] = "biased"
     """standard deviation that divides every advantage: over n rewards (biased) or n - 1 (unbiased). none: no division, and the
     mean is that of the other rewards (RLOO; Dr. GRPO's advantages times n / (n - 1))"""

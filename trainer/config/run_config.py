@@ -75,7 +75,7 @@ class RunConfig(Settings):
         """True if all samples of a rollout instance must be trained in one step, because their credit depends on each other."""
         team = find_orchestration(self.orchestration)
         needs_outcome = team.plays_sessions or any(spec.advises for spec in team.agents)
-        return self.credit.normalise != "group" or self.credit.reward_scheme == "outcome" or needs_outcome
+        return self.credit.normalise not in ("group", "step") or self.credit.reward_scheme == "outcome" or needs_outcome
 
     @property
     def curators(self) -> dict[str, PolicyConfig]:

@@ -212,11 +212,14 @@ def _advantages(
 
     credit.normalise=trajectory: a trajectory's reward, the mean over its calls, is compared with the problem's other
     trajectories, and all its calls get its advantage (the GRPO baseline published with Dr. MAS, arXiv:2602.08847).
+
+    credit.normalise=step: the agent's samples of all problems in the step are compared (a stateless form of SPIRAL's baseline of
+    each role, arXiv:2506.24119).
     """
     if config.turns == "returns":
         by_turn = turn_advantages(samples, config)
         return np.array([max(by_turn.get(sample.uid, [0.0]), key=abs) for sample in samples]), by_turn
-    whole = config.normalise == "trajectory"
+    whole, over_step = config.normalise == "trajectory", config.normalise == "step"
     rewards = [sample.reward.value for sample in samples]
     sessions = [sample.episode_id if whole else f"{sample.session_id}/{sample.agent}" for sample in samples]
     if whole:
@@ -224,11 +227,11 @@ def _advantages(
         rewards = [means.get(name, math.nan) for name in sessions]
     advantages = group_advantage(
         torch.tensor(rewards, dtype=torch.float32),
-        _indices(s.rollout_id if whole else s.group_id for s in samples),
+        _indices(s.rollout_id if whole else s.agent if over_step else s.group_id for s in samples),
         _indices(s.agent for s in samples),
         _indices(s.rollout_id for s in samples),
         session_of=_indices(sessions),
-        normalise="group" if whole else config.normalise,
+        normalise="group" if whole or over_step else config.normalise,
         std=config.std,
         singleton=config.singleton,
     )
