@@ -14,7 +14,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +60,7 @@ from marsrl.trainer.runs.heartbeat import Heartbeat, heartbeat
 from marsrl.trainer.runs.stop import handlers_restored
 from marsrl.trainer.supervised.warm_start import warm_starts
 from marsrl.trainer.weights.comparison import CheckedEngines
+from marsrl.trainer.weights.league import League
 from marsrl.trainer.weights.sync import AdapterSync, DirectSync, FileSync, WeightSync
 
 if TYPE_CHECKING:  # Imports megatron.
@@ -126,6 +127,11 @@ def open_run(checked: Checked, directory: RunDirectory | None) -> Iterator[Run]:
             syncs[name] = _sync(config, name, models[name], team.pool_of(name) if team is not None else None)
             stack.callback(syncs[name].close)
         driver = stack.enter_context(_driver(checked, directory, console, team)) if team is not None else None
+        if driver is not None and config.league is not None:
+            sync = syncs[config.league.policy]
+            assert isinstance(sync, AdapterSync), "agreement.py refuses a league of whole weights"
+            league = League(config.league, directory, sync, config.sync.directory)
+            driver.league = stack.enter_context(closing(league))
         if driver is not None and config.run.prometheus_port:
             driver.log.port = MetricsPort(
                 directory.path.name,
@@ -331,7 +337,8 @@ def open_pool(
         config.engine_dtype(name),
         max_model_len,
         records=Records(any(record.kept_tokens for record in records), any(record.experts for record in records)),
-        adapters={name: adapter for name in served if (adapter := config.policies[name].adapter) is not None},
+        adapters={name: adapter for name in served if (adapter := config.policies[name].adapter) is not None}
+        | config.past_adapters(name),
     )
     return make_pool(
         name,

@@ -14,11 +14,13 @@ from marsrl.rollout.team import Team
 from marsrl.trainer.config import RunConfig
 from marsrl.trainer.evaluate.draws import EVALUATION, Kept
 from marsrl.trainer.evaluate.evaluator import Evaluator, FixedInputs
+from marsrl.trainer.evaluate.league import evaluate_league
 from marsrl.trainer.machine import LIBRARIES, commit, device_name, library_versions
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.report.step_log import StepLog
 from marsrl.trainer.report.summary import EngineRecord, Evaluation, Summary
 from marsrl.trainer.runs.directory import RunDirectory, write_atomically, write_json
+from marsrl.trainer.weights.league import League
 
 _ANSWER_S = 60.0  # Time for an engine to report its tokens at the end of the run.
 
@@ -37,6 +39,7 @@ class Driver:
     evaluator: Evaluator
     log: StepLog
     rebalancer: Rebalancer | None = None
+    league: League | None = None
     before: Evaluation | None = None
     after: Evaluation | None = None
     num_syncs: int = 0
@@ -83,12 +86,19 @@ class Driver:
                 self.console.message(f"{name}: {num_kept} of {num_draws} draws are reused")
             with self.console.progress(name, unit="episodes") as bar:
                 evaluation = self.evaluator.evaluate(versions, bar.played, kept_draws)
+            league = self.league
+            if league is not None and (slots := league.load(versions[league.config.policy])):
+                with self.console.progress(f"{name}: league", unit="games") as bar:
+                    found = evaluate_league(self.evaluator, league.config, versions, slots, folder, bar.played)
+                evaluation = evaluation.model_copy(update={"league": found})
             for pool in self.team.pools.values():
                 pool.forget_prefixes()  # Evaluations must not affect the next stage.
         if self.rebalancer is not None:
             self.rebalancer.forget()
         write_json(folder / EVALUATION, evaluation.model_dump(mode="json"))
         self.console.accuracies(name, evaluation)
+        if evaluation.league is not None:
+            self.console.message(f"{name}: {evaluation.league.line}")
         for note in evaluation.notes:
             self.console.warning(f"{name}: {note}")
         return evaluation

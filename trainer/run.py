@@ -154,6 +154,8 @@ class Run:
             self.driver.log.open(resume_step)
             self.directory.forget_after(resume_step or 0)
             forget_publishes(self.directory.publishes, resume_step if resume_step is not None else -1)
+            if (league := self.driver.league) is not None:
+                league.forget_after(-1 if restored is None else self.versions[league.config.policy])
             if restored is not None and restored.rollout is not None:
                 self.driver.rollout.restore(restored.rollout)
         for policy in self.learners:
@@ -373,6 +375,8 @@ class Run:
         )
         driver.num_syncs += 1
         driver.log.note(report.metrics)
+        if driver.league is not None:
+            driver.league.keep(policy, report.version)
 
     def evaluate_if_due(self, step: int) -> None:
         """Evaluate, if due, into rank 0's metrics of this step, as eval/{agent} and eval/system. Collective."""

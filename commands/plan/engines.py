@@ -30,7 +30,8 @@ class EngineSetup:
     kv_cache, weights: fp8 stores keys and values, or the layers' matrices, in one byte per number; auto: in dtype.
     cache_bytes: size of the KV cache on each GPU; None: the memory that memory_share leaves beside the weights.
     spreads_experts: expert parallelism, where each expert is whole on one of the engine's GPUs.
-    adapters: adapters served, each in its own slot. transfer_bytes: NCCL's buffers on each GPU, not counted in memory_share.
+    adapters: trained adapters, each in its own slot. more_slots: number of slots for past adapters (league).
+    transfer_bytes: NCCL's buffers on each GPU, not counted in memory_share.
     """
 
     shape: ModelShape
@@ -44,6 +45,7 @@ class EngineSetup:
     cache_bytes: float | None = None
     spreads_experts: bool = False
     adapters: tuple[AdapterConfig, ...] = ()
+    more_slots: int = 0
     transfer_bytes: float = 0.0
     weights: Literal["auto", "fp8"] = "auto"
 
@@ -270,7 +272,7 @@ def slot_bytes(setup: EngineSetup) -> float:
         s = setup.shape
         whole, cut = 3 * s.hidden_size, 3 * s.ffn_size / setup.tensor_parallel
         expert = s.num_layers * s.num_experts * rank * (whole + cut) if "experts" in targets else 0.0
-    return len(setup.adapters) * (of_gpu.dense + expert) * SIZE[setup.dtype]
+    return (len(setup.adapters) + setup.more_slots) * (of_gpu.dense + expert) * SIZE[setup.dtype]
 
 
 def publish_bytes(setup: EngineSetup, adapter: AdapterConfig) -> int:

@@ -214,6 +214,7 @@ def _engine_setup(config: RunConfig, name: str, shape: ModelShape, longest: int)
         None if vllm.kv_cache_mib is None else vllm.kv_cache_mib * 2.0**20,
         vllm.expert_parallel,
         config.adapters_in(name),
+        more_slots=len(config.past_adapters(name)),
         weights=vllm.quantization or "auto",
     )
 

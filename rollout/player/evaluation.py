@@ -23,6 +23,9 @@ from marsrl.rollout.types import Ask, Sample
 
 _COLLECT_S = 0.2  # timeout of one collect
 
+Cast = Mapping[str, tuple[str, int]]
+"""Adapters, with their versions, that play agents in place of the agents' policies: {"second": ("main@slot1", 40)}."""
+
 OnProgress = Callable[[int, int, int, str], None]
 """Called repeatedly with (finished episodes, total episodes, tokens decoded so far, the calls with most of the open work)."""
 FIXED = "fixed inputs"
@@ -50,11 +53,15 @@ OnEnd = Callable[[Played], None]
 
 @dataclass(slots=True, eq=False)
 class _Play:
-    """A running episode. seed: seed of its draws. is_followed: play the episode to its end; otherwise only the given asks."""
+    """A running episode. seed: seed of its draws. is_followed: play the episode to its end; otherwise only the given asks.
+
+    cast: adapters of the same pools that play some of the agents.
+    """
 
     episode: Episode
     seed: int
     is_followed: bool
+    cast: Cast = field(default_factory=dict)
     began_s: float | None = None
     has_asked: bool = False  # True after the first request to an engine or a tool
     samples: list[Sample] = field(default_factory=list)
@@ -102,11 +109,11 @@ class EvaluationPlay:
         # Keys of _calls by open ask: id() of its episode, which may have copies, and the ask's id.
         self._call_of: dict[tuple[int, str], str] = {}
 
-    def add(self, episodes: Sequence[Episode], seed: int) -> None:
-        """Play the episodes to their ends, with one sample per ask."""
+    def add(self, episodes: Sequence[Episode], seed: int, cast: Cast | None = None) -> None:
+        """Play the episodes to their ends, with one sample per ask. cast: adapters that play some agents; None: none."""
         self._num_episodes += len(episodes)
         for episode in episodes:
-            self._plays[id(episode)] = play = _Play(episode, seed, is_followed=True)
+            self._plays[id(episode)] = play = _Play(episode, seed, is_followed=True, cast=cast or {})
             self._later.append(play)
         self._begin()
 
@@ -173,10 +180,13 @@ class EvaluationPlay:
         play.has_asked = True
         own = self._team.sampling(agent)
         place = (known,) if known else ()
+        adapter, version = play.cast.get(agent, ("", 0))  # "": that of the agent's policy
         return completion.request(
             self.most_tokens(agent) - known,
             replace(self._sampling, stop_token_ids=own.stop_token_ids, stop=own.stop),
             derive_seed(play.seed, "answer", completion.of.ask.id, *place),
+            adapter=adapter,
+            adapter_version=version,
         )
 
     def goes_on(self, completion: Completion, result: DecodeResult) -> bool:

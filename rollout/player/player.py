@@ -46,7 +46,7 @@ class Game(Protocol):
         """Return the maximum tokens of a completion of the agent."""
 
     def request(self, completion: Completion) -> DecodeRequest:
-        """Build the request for a completion's next segment, submitted now."""
+        """Build the request for a completion's next segment, submitted now. It may name another adapter of the policy's pool."""
 
     def goes_on(self, completion: Completion, result: DecodeResult) -> bool:
         """Return True if the next segment is due now, after the last one reached its limit or was aborted."""
@@ -195,7 +195,10 @@ class Player:
             requests = [self._game.request(completion) for completion in completions]
             if policy in self.team.adapters:
                 version = self.versions[policy]
-                requests = [replace(completion, adapter=policy, adapter_version=version) for completion in requests]
+                requests = [
+                    each if each.adapter else replace(each, adapter=policy, adapter_version=version)
+                    for each in requests
+                ]
             for completion, request in zip(completions, requests, strict=True):
                 completion.state = State.DECODING
                 self._decoding[request.uid] = completion, request

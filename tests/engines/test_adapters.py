@@ -333,6 +333,24 @@ def test_publish_verifies_an_adapter_and_removes_the_old_one(
     served.update("b")
 
 
+@pytest.mark.parametrize("served", ["local qwen3", "vllm qwen3"], indirect=True)
+def test_a_past_version_is_loaded_into_a_slot_and_verified(served: Served, tmp_path: Path) -> None:
+    engines = CheckedEngines(pool_of(served.engine), vocab_size=160, adapter="a")
+    sync = AdapterSync(engines, torch.float32, base=str(served.model), adapter=served.config, directory=tmp_path)
+    folders = {
+        n: save_adapter(served.model, served.folders["b"].parent / f"past{n}", served.config, n) for n in (301, 302)
+    }
+    sync.load_past(AdapterUpdate("b", str(folders[301]), 301), read_tensors(folders[301]))
+    served.folders["b"], served.versions["b"] = folders[301], 301
+    served.assert_right("a", "b", "")
+    with pytest.raises(
+        RuntimeError, match=r"version 302: engine 0 does not hold what was sent: \d+ of \d+ tensors differ"
+    ):
+        sync.load_past(AdapterUpdate("b", str(folders[301]), 302), read_tensors(folders[302]))
+    sync.close()
+    served.update("b")
+
+
 @pytest.mark.slow
 def test_a_ray_actor_decodes_others_while_an_adapter_is_replaced(checkpoint: Checkpoint, tmp_path: Path) -> None:
     """In Ray: its thread takes the adapter, and scores with it, between two steps."""

@@ -125,7 +125,7 @@ def test_a_program_is_trained_and_evaluated(command: str, made: Made, tmp_path: 
             assert {sample.agent for sample in samples} == {"nought"} and {sample.reward for sample in samples} == {
                 -1.0
             }
-        case "run":
+        case "run" | "league":
             assert "x" in {sample.agent for sample in samples} and {sample.reward for sample in samples} & {-1.0, 0.0}
 
 

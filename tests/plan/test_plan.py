@@ -22,6 +22,7 @@ from marsrl.commands.plan.engines import (
     kv_bytes_per_token,
     publish_bytes,
     rollout_time,
+    slot_bytes,
     sync_time,
 )
 from marsrl.commands.plan.memory import head_bytes
@@ -321,6 +322,14 @@ def test_the_engines_of_two_policies_share_gpus_by_their_load() -> None:
     assert after <= round(alone)  # no worse than by hand
     one = planned("drmas_math", 8)
     assert not any("share" in note and "engines" in note for note in one.notes)
+
+
+def test_past_versions_take_slots_but_no_publish() -> None:
+    words = ["agents.verifier2.policy=verifier1", "run.eval_every=5"]
+    (plain,) = planned("qwen3_30b_a3b_adapters_8gpu", 8, *words).policies
+    (league,) = planned("qwen3_30b_a3b_adapters_8gpu", 8, *words, "league={policy: verifier1, size: 8}").policies
+    assert len(plain.engines.adapters) == 4 and slot_bytes(league.engines) == 12 / 4 * slot_bytes(plain.engines)
+    assert league.sync == plain.sync and league.job.training == plain.job.training
 
 
 def test_adapters_of_one_base_are_planned_together() -> None:

@@ -11,6 +11,7 @@ from marsrl.rollout.tasks.find_task import lists_problems
 from marsrl.rollout.tools.config import how_to_set
 from marsrl.trainer.config.policy import PolicyConfig
 from marsrl.trainer.config.run_config import RunConfig
+from marsrl.trainer.config.sections import LeagueConfig
 
 
 def check_agreement(config: RunConfig, *, trains: bool) -> None:
@@ -38,6 +39,8 @@ def _why_not(config: RunConfig, *, trains: bool) -> Iterator[str]:
             yield from _of_teacher(config, name, agent.teacher)
     yield from _of_tools(config)
     yield from _of_external(config)
+    if config.league is not None and trains:
+        yield from _of_league(config, config.league)
     if config.judge is not None:
         yield from _of_one_apart(config, "judge.policy", config.judge.policy, "judges")
     yield from config.sync.why_not(config.rollout)
@@ -177,6 +180,11 @@ def _of_counted(config: RunConfig) -> Iterator[str]:
             "each; raise one, or turn it off"
         )
         return
+    if config.credit.normalise == "step":
+        yield (
+            f"{key} counts groups with spread, but credit.normalise=step compares samples of all groups, so that none is without a "
+            "gradient; turn it off, or set another credit.normalise"
+        )
     first = find_orchestration(config.orchestration).agents[0].name
     is_first = config.orchestration in ORCHESTRATIONS and config.counted_agent == first
     if refill is not None and (config.has_whole_instances or is_first) and refill.groups > problems:
@@ -188,6 +196,25 @@ def _of_counted(config: RunConfig) -> Iterator[str]:
         yield (
             f"data.rest is {config.data.rest}, but task={config.task} makes new problems, none of which returns; set data.train, "
             "or data.rest=0"
+        )
+
+
+def _of_league(config: RunConfig, league: LeagueConfig) -> Iterator[str]:
+    policy, key = named_policy(config, "league.policy", league.policy), f"league.policy is {league.policy}"
+    if policy.adapter is None:
+        yield (
+            f"{key}, which has no adapter, but a league loads past adapters beside the current one; set "
+            f"policies.{league.policy}.adapter ({{}} for the defaults), or remove league"
+        )
+    seats = [name for name, agent in config.agents.items() if agent.policy == league.policy]
+    if len(seats) != 2:
+        yield (
+            f"{key}, the policy of {', '.join(seats) or 'no agent'}; expected exactly two agents, which play each other: set "
+            "agents.<name>.policy, or remove league"
+        )
+    if not (config.run.evaluate or config.run.eval_every):
+        yield (
+            "league is set, but there are no evaluations (run.evaluate is false, run.eval_every 0); set run.eval_every"
         )
 
 

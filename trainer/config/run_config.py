@@ -25,7 +25,15 @@ from marsrl.rollout.tools.config import ToolsConfig
 from marsrl.trainer.config.curate import CurateConfig
 from marsrl.trainer.config.objective import CreditConfig, LossConfig, MptConfig
 from marsrl.trainer.config.policy import PolicyConfig, on_base
-from marsrl.trainer.config.sections import DataConfig, RunSection, SftConfig, SyncConfig, TrainerConfig, WarmStartConfig
+from marsrl.trainer.config.sections import (
+    DataConfig,
+    LeagueConfig,
+    RunSection,
+    SftConfig,
+    SyncConfig,
+    TrainerConfig,
+    WarmStartConfig,
+)
 
 Asker = TypeVar("Asker", AgentConfig, JudgeConfig)
 
@@ -59,6 +67,8 @@ class RunConfig(Settings):
     """a frozen policy that judges answers instead of the task (docs/judge.md); null: the task judges"""
     rollout: RolloutConfig = RolloutConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
+    league: LeagueConfig | None = None
+    """past versions of a policy as its opponents in evaluations, for agents that play each other (docs/evaluate.md); null: off"""
     curate: CurateConfig = Field(
         CurateConfig(), description="marsrl curate: selection of problems to train on (docs/curate.md)"
     )
@@ -96,10 +106,10 @@ class RunConfig(Settings):
         return {agent.teacher.policy for agent in self.agents.values() if agent.teacher is not None}
 
     def without_teachers(self) -> RunConfig:
-        """Return the config without teachers, for commands that do not train."""
+        """Return the config without teachers and league, for commands that do not train."""
         agents = {name: agent.model_copy(update={"teacher": None}) for name, agent in self.agents.items()}
         policies = {name: policy for name, policy in self.policies.items() if name not in self.teachers}
-        return self.model_copy(update={"agents": agents, "policies": policies})
+        return self.model_copy(update={"agents": agents, "policies": policies, "league": None})
 
     @property
     def has_whole_instances(self) -> bool:
@@ -183,6 +193,15 @@ class RunConfig(Settings):
         """Return the trained adapters that the engines of `pool` serve."""
         policies = (self.trained_policies.get(name) for name in self.policies_in(pool))
         return tuple(policy.adapter for policy in policies if policy is not None and policy.adapter is not None)
+
+    def past_adapters(self, pool: str) -> dict[str, AdapterConfig]:
+        """Return the slots for past adapters in the engines of `pool`, by name (league)."""
+        league = self.league
+        if league is None or league.policy not in self.policies_in(pool):
+            return {}
+        adapter = self.policies[league.policy].adapter
+        assert adapter is not None, "agreement.py refuses a league of whole weights"
+        return dict.fromkeys(league.slots, adapter.model_copy(update={"start": None}))
 
     @property
     def pools_of_adapters(self) -> dict[str, str]:

@@ -196,6 +196,29 @@ class SyncConfig(Settings):
             yield f"{key} works between processes on one GPU; set sync.backend=nccl, or rollout.placement=colocated"
 
 
+class LeagueConfig(Settings):
+    """Past versions of a policy's adapter, against which evaluations play the policy (docs/evaluate.md)."""
+
+    policy: str = Field("main", description="policy with an adapter, of the two agents that play each other")
+    every: Count = Field(20, description="versions between kept ones; version 0 is kept too")
+    size: Count = 8
+    """most opponents of an evaluation, each in a slot of the engines; beyond it the distance between kept versions doubles"""
+    games: Count = 32
+    """games against each opponent in each of the two roles; they take the held-out problems in turn"""
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """Names of the engines' adapters that hold opponents."""
+        return tuple(f"{self.policy}@slot{number}" for number in range(self.size))
+
+    def opponents(self, version: int) -> range:
+        """Return the past versions that this version plays: evenly spaced from 0 on, at most `size`."""
+        spacing = self.every
+        while len(range(0, version, spacing)) > self.size:
+            spacing *= 2
+        return range(0, version, spacing)
+
+
 class WarmStartConfig(TutorConfig):
     """Supervised warm start that turns random weights into a mediocre team (docs/cpu_default.md).
 

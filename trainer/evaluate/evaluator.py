@@ -20,7 +20,7 @@ from marsrl.rollout.config import EvaluateConfig
 from marsrl.rollout.engines.protocol import Sampling
 from marsrl.rollout.episode import Episode, Purpose
 from marsrl.rollout.player.completion import Completion
-from marsrl.rollout.player.evaluation import EvaluationPlay, OnEnd, OnProgress, Played
+from marsrl.rollout.player.evaluation import Cast, EvaluationPlay, OnEnd, OnProgress, Played
 from marsrl.rollout.seed import derive_seed
 from marsrl.rollout.tasks.problem_files import HeldOut
 from marsrl.rollout.tasks.protocol import EVALUATION_SET, INPUTS_SET, Task
@@ -73,7 +73,7 @@ class Evaluator:
             store.add(keys[played.episode.id], packed(played.episode), is_whole=_is_whole(played))
 
         left = [episode for key, episode in keyed.items() if key not in store]
-        self._play(left, "probe", versions, _counted(progress, len(keyed) - len(left)), ended)
+        self.play([(left, {})], "probe", versions, _counted(progress, len(keyed) - len(left)), ended)
         episodes = [store[key] for key in keyed]
         inputs = {agent: self._fixed_inputs(agent, episodes) for agent in self.team.orchestration.tried_apart}
         used = {name for each in inputs.values() for name, _ in each}
@@ -205,7 +205,7 @@ class Evaluator:
         A problem's draws depend only on its name, not on the other problems.
         """
         episodes = self._draws(problems, repeat)
-        self._play(episodes, "call", versions, None)
+        self.play([(episodes, {})], "call", versions, None)
         found: dict[str, list[float]] = {name: [] for name in problems}
         for episode in episodes:
             outcome = self.team.outcome(episode)
@@ -222,17 +222,19 @@ class Evaluator:
             for draw in range(repeat)
         ]
 
-    def _play(
+    def play(
         self,
-        episodes: Sequence[Episode],
+        parts: Sequence[tuple[Sequence[Episode], Cast]],
         name: str,
         versions: Mapping[str, int],
         progress: OnProgress | None,
         on_end: OnEnd | None = None,
     ) -> None:
+        """Play episodes to their ends, each part with its cast. name: of the draws' seed."""
         play = self._begin(versions, progress, on_end)
         with self._apart():
-            play.add(episodes, self._seed(name))
+            for episodes, cast in parts:
+                play.add(episodes, self._seed(name), cast)
             play.finish()
 
     def _apart(self) -> AbstractContextManager[None]:

@@ -183,7 +183,7 @@ def _means(draws: Sequence[Draw]) -> dict[str, float]:
 def eval_metrics(found: Evaluation) -> dict[str, float]:
     """eval/... of a step's line: mean, low and high of each row; detection_recall and detection_precision of each Verifier;
     response_length and missing of each agent; pass_at, majority_at and short_majority_at of system and alone at the largest k;
-    tokens an episode. A set's metrics begin with its name."""
+    tokens an episode; eval/league/elo and worst. A set's metrics begin with its name."""
     metrics: dict[str, float] = {}
 
     def note(name: str, value: Estimate | None) -> None:
@@ -206,6 +206,10 @@ def eval_metrics(found: Evaluation) -> dict[str, float]:
                 note(f"{prefix}/{name}/{kind}_{max(values, default=0)}", values[max(values)] if values else None)
         output_tokens = sum(used.output_tokens for used in each.usage.values())
         metrics[f"{prefix}/tokens"] = output_tokens / max(1, each.num_episodes)
+    if found.league is not None:
+        elo = found.league.elo
+        metrics |= {"eval/league/elo": elo.mean, "eval/league/elo/low": elo.low, "eval/league/elo/high": elo.high}
+        note("eval/league/worst", found.league.worst)
     return metrics
 
 

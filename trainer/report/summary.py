@@ -143,6 +143,39 @@ class Latency(Schema):
     n: int = Field(ge=1)
 
 
+class Elo(Schema):
+    """Rating in Elo with its 95% interval; n: games behind it."""
+
+    mean: float
+    low: float
+    high: float
+    n: int = Field(ge=1)
+
+
+class LeagueResult(Schema):
+    """Games of the policy against past versions of itself (docs/evaluate.md).
+
+    elo: Bradley-Terry rating above that of `zero`, the oldest version, from the games of all evaluations so far. worst: score
+    against the opponent where it is lowest. scores: by opponent ("main@40") and by the role of the current policy; a draw is half
+    a win. num_failed: games without a score.
+    """
+
+    elo: Elo
+    zero: str
+    worst: Estimate
+    scores: dict[str, dict[str, Estimate]]
+    num_failed: int = Field(0, ge=0)
+
+    @property
+    def line(self) -> str:
+        """The result as text."""
+        elo, worst, failed = self.elo, self.worst, f"; {self.num_failed} games failed" if self.num_failed else ""
+        return (
+            f"league: Elo {elo.mean:+.0f} ({elo.low:+.0f} to {elo.high:+.0f}, {elo.n} games) above {self.zero}; lowest score "
+            f"{worst.mean:.3f} ({worst.low:.3f}-{worst.high:.3f}), of {len(self.scores)} opponent(s){failed}"
+        )
+
+
 class Evaluation(Schema):
     """Evaluation of each agent that answered, in the order of play, and of the whole team.
 
@@ -151,6 +184,7 @@ class Evaluation(Schema):
     solve. system_at, alone_at: the same with several draws. sets: each set of data.eval, if that is a list; other fields are for
     all sets together. usage (by agent), tools (by name), latency and team (means of the orchestration's own metrics) come from
     the episodes behind `system`, and judge from their answers. judge is null without a model judge, latency if not measured.
+    league: games against past versions, null without a league, and for the first of them.
     notes: a sentence for each agent with more than a fifth of its completions cut or unreadable (trainer/report/unread.py).
     """
 
@@ -167,6 +201,7 @@ class Evaluation(Schema):
     judge: JudgeUsage | None = None
     latency: Latency | None = None
     team: dict[str, float] = Field(default_factory=dict)
+    league: LeagueResult | None = None
     notes: tuple[str, ...] = ()
 
     @property

@@ -14,6 +14,7 @@ runs/<name>/
     warnings.jsonl            warnings of the run          (metrics.py)
     checkpoints/step_N/       and checkpoints/latest and checkpoints/best, text files that name the last complete checkpoint and
                               the one with the best evaluation (run.keep_best)
+    league/main@40/           a past version of a policy's adapter, in PEFT's format (weights/league.py)
     data.json                 fingerprints of the problems at the start
     bad_batches/              batches of skipped steps (data/bad_steps.py)
     hf/                       an exported model
@@ -146,6 +147,7 @@ class RunDirectory:
     trace = _At("trace.json")
     warnings = _At("warnings.jsonl")
     checkpoints = _At("checkpoints")
+    league = _At("league")
     bad_batches = _At("bad_batches")
     hf = _At("hf")
     summary = _At("summary.json")

@@ -292,11 +292,7 @@ class AdapterSync(FileSync):
             assert not exported, "only rank 0 exports"
             return
         with timed_part(seconds_of, "checksum"):
-            of_shards = [
-                held_by_shard(self._shape, self._adapter, exported, self._dtype, shard)
-                for shard in self._engines.shards_of_each
-            ]
-            expected = [{name: checksum(tensor) for name, tensor in tensors} for tensors in of_shards]
+            expected = self._checksums(exported, self._engines)
         self._is_bare = not any(tensor.any() for name, tensor in exported.items() if ".lora_B." in name)
         num_bytes = sum(tensor.nbytes for tensor in exported.values())
         folder = self._files.path / f"version_{version}.{next(self._numbers)}"
@@ -308,6 +304,27 @@ class AdapterSync(FileSync):
             except (OSError, SafetensorError) as error:
                 raise not_written(version, folder, error) from error
         self._written = WrittenWeights(folder, expected, num_bytes)
+
+    @property
+    def published(self) -> Path:
+        """PEFT directory of the last version, on rank 0; the next publish removes it."""
+        assert self._written is not None, "before the first publish, or not of rank 0"
+        return self._written.folder
+
+    def load_past(self, update: AdapterUpdate, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Load another version into a slot of its own beside the current one, and verify its checksums. On rank 0 only.
+
+        tensors: of the version, as read from the file that was kept of it. Raises RuntimeError if an engine holds others.
+        """
+        assert self._engines is not None, "of rank 0"
+        receipts = self._engines.pool.update_adapter(update)
+        by_engine = dict(zip(self._engines.pool.engines, receipts, strict=True))
+        self._engines.check(self._checksums(tensors, self._engines), by_engine, update.version)
+
+    def _checksums(self, tensors: Mapping[str, torch.Tensor], engines: CheckedEngines) -> list[dict[str, int]]:
+        """Return {tensor: checksum} for each shard of an engine that holds this adapter."""
+        shards = (held_by_shard(self._shape, self._adapter, tensors, self._dtype, s) for s in engines.shards_of_each)
+        return [{name: checksum(tensor) for name, tensor in of_shard} for of_shard in shards]
 
     def _load(self, engines: CheckedEngines, folder: str, version: int) -> list[WeightReceipt]:
         return engines.pool.update_adapter(AdapterUpdate(engines.adapter, folder, version))
