@@ -182,7 +182,7 @@ def _of_counted(config: RunConfig) -> Iterator[str]:
         return
     if config.credit.normalise == "step":
         yield (
-            f"{key} counts groups with spread, but credit.normalise=step compares samples of all groups, so that none is without a "
+            f"{key} counts groups with spread, but credit.normalise=step compares samples of all groups, so that each has a "
             "gradient; turn it off, or set another credit.normalise"
         )
     first = find_orchestration(config.orchestration).agents[0].name
