@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.config import AgentConfig, EvaluateConfig
 from marsrl.rollout.engines.protocol import DecodeRequest
 from marsrl.rollout.engines.scripted import ScriptedEngine
+from marsrl.rollout.imports import imports_for_good
 from marsrl.rollout.orchestrations.registry import build_orchestration
 from marsrl.rollout.pool.pool import EnginePool
 from marsrl.rollout.pool.replicas import LocalReplicas
@@ -53,6 +55,7 @@ TOGETHER = {
 }
 
 
+@functools.cache
 def together(file: str) -> str:
     """Tests of files with the same name here share a process: by the longest path of TOGETHER that leads to the file."""
     paths = {path: name for name, paths in TOGETHER.items() for path in paths if Path(file).is_relative_to(path)}
@@ -69,6 +72,13 @@ class InGroups(LoadScopeScheduling):
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> InGroups:
     return InGroups(config, log)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Import all tests as a run imports its libraries."""
+    with imports_for_good():
+        return (yield)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from scripts import BENCHMARKS, call
-from transformers import AutoConfig, AutoModelForCausalLM
 
 sys.path.insert(0, str(BENCHMARKS))
 import run
@@ -142,6 +141,8 @@ def test_a_step_of_adapters_is_that_of_peft(tmp_path: Path) -> None:
 def test_a_real_models_directory_is_trained_in_turns(tmp_path: Path, kind: str) -> None:
     """The gradient norms are compared before anything is printed."""
     if kind == "llama":
+        from transformers import AutoConfig, AutoModelForCausalLM  # a second, which other tests do not spend
+
         sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
         config = AutoConfig.for_model("llama", vocab_size=300, intermediate_size=48, **sizes)
         AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
