@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from reference_loop import ReferenceLoop, ReferenceOptions
 from step_problem import NUM_AGENTS, StepProblem
 
 from marsrl.rollout.adapter import AdapterConfig
@@ -54,6 +53,8 @@ def build(
     layout: the learner's layout; mpt: DMMPT's entropy, nats; adapters: one per agent; recompute: of the policy.
     """
     if name in (REFERENCE, SORTED):
+        from reference_loop import ReferenceLoop, ReferenceOptions  # imports transformers, which takes seconds
+
         options = ReferenceOptions(
             micro_batch=problem.reference_rows,
             is_sorted=name == SORTED,

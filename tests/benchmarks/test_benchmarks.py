@@ -35,14 +35,14 @@ def test_no_number_is_printed_for_a_wrong_kernel() -> None:
 def test_a_quick_run_compares_judges_and_measures_memory(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     words = ["linear_policy_loss", "--device", "cpu", "--quick", "--rounds", "1", "--json", str(file)]
-    twice = ("torch F.linear_cross_entropy", "torch F.linear_cross_entropy, unmasked rows only")
-    twice += ("torch.compile, unmasked rows only",)  # each of these compiles, in both processes
-    one_each = ["--shape", "mask share 0.5", *(word for name in twice for word in ("--skip", name))]
-    done = call(str(BENCHMARKS / "run.py"), *words, *one_each)
+    compiled = ("torch F.linear_cross_entropy", "torch.compile")  # half a minute each: in both processes
+    skipped = [name + rows for name in compiled for rows in ("", ", unmasked rows only")]
+    few = ["--shape", "mask share 0.5", *(word for name in skipped for word in ("--skip", name))]
+    done = call(str(BENCHMARKS / "run.py"), *words, *few)
     assert done.returncode == 0, done.stderr
     (table,) = json.loads(file.read_text())["tables"]
     rows = {row["name"]: row for row in table["rows"]}
-    assert {"ours", "torch eager", "torch.compile", "Liger fused linear GRPO"} <= rows.keys()
+    assert {"ours", "torch eager", "Liger fused linear GRPO"} <= rows.keys()
     assert rows["ours"]["is_right"] and rows["ours"]["extra_bytes"] is not None
     assert "QuACK chunked CE, mean" in table["skipped"]
 
@@ -137,17 +137,13 @@ def test_a_step_of_adapters_is_that_of_peft(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["qwen3_moe", "llama"])
-def test_a_real_models_directory_is_trained_in_turns(tmp_path: Path, kind: str) -> None:
-    """The gradient norms are compared before anything is printed."""
-    if kind == "llama":
-        from transformers import AutoConfig, AutoModelForCausalLM  # a second, which other tests do not spend
+def test_a_real_models_directory_is_trained_in_turns(tmp_path: Path) -> None:
+    """A dense model; the gradient norms are compared before anything is printed."""
+    from transformers import AutoConfig, AutoModelForCausalLM  # a second, which other tests do not spend
 
-        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-        config = AutoConfig.for_model("llama", vocab_size=300, intermediate_size=48, **sizes)
-        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
-    else:
-        init_model("tiny", "bytes", tmp_path / "model", seed=0, dtype="float32")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = AutoConfig.for_model("llama", vocab_size=300, intermediate_size=48, **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     words = ["--model", str(tmp_path / "model"), "--no-dmmpt", "--repeats", "2", "--json", str(tmp_path / "out.json")]
     done = call(str(BENCHMARKS / "train_step.py"), *words)
     assert done.returncode == 0, done.stderr

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from scripted_pool import BRIEFLY, engines_are, half_right, on_sevens, opened, rows_of, saying, train_here
+from scripted_pool import engines_are, half_right, on_sevens, opened, rows_of, saying, train_here
 
 from marsrl.rollout.adapter import AdapterConfig
 from marsrl.trainer.loop import train
@@ -25,7 +25,7 @@ def test_a_refreshed_reference_survives_a_kill(kind: str, tmp_path: Path) -> Non
     model = init_model("tiny", "bytes", tmp_path / "model")
     adapters = {"main": ADAPTER} if kind == "adapter" else {}
     words = [
-        *on_sevens(tmp_path, model, *BRIEFLY), "policies.main.optimizer={lr: 0.01}", "run.evaluate=false",
+        *on_sevens(tmp_path, model), "orchestration=solver", "policies.main.optimizer={lr: 0.01}", "run.evaluate=false",
         *(["policies.main.adapter={rank: 4, targets: [attention]}"] if adapters else []),
         "policies.main.reference=past", "policies.main.reference_every=2", "loss.kl=k3", "loss.kl_coef=0.1",
         "rollout.placement=local", "rollout.pipeline=trajectory", "run.steps=4", "run.checkpoint_every=1",
