@@ -39,12 +39,12 @@ sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != _ROOT]
 
 if settings.get_current_profile_name() == "default":
     settings.load_profile("ci")  # the same examples on every machine, and as long for each as it takes
-# Folders and files whose tests share ranks, engines or runs: one process has them, one after the other. Other files have a
-# process to themselves. The longest first, so that the last ones are short.
+# Folders and files whose tests share ranks, engines or runs, or wait long: one process has them, one after the other. Other
+# files have a process to themselves, after these. The longest first, so that the last ones are short.
 TOGETHER = {
     # first: a process that trains with our shim of Megatron compiles nothing
     "compiled": ("tests/kernels/test_traced_ops.py",),
-    "ranks": ("tests/megatron", "tests/plan", "tests/supervised"),
+    "ranks": ("tests/megatron", "tests/plan", "tests/supervised", "tests/trainer/test_stop.py"),
     "engines": ("tests/engines",),
     "runs": ("tests/integration",),
     "default run": ("tests/integration/test_default_run.py", "tests/integration/test_chaos.py"),
@@ -52,6 +52,12 @@ TOGETHER = {
     "docs": ("tests/docs",),
     "cluster": ("tests/cluster",),
     "pages": ("tests/look", "tests/report"),
+    "benchmarks": ("tests/benchmarks",),
+    "programs": ("tests/external",),
+    "tools": ("tests/tools/test_users_tools.py",),
+    "wheel": ("tests/test_wheel.py",),
+    "install": ("tests/install",),
+    "notebook": ("tests/api/test_notebook.py",),
 }
 
 

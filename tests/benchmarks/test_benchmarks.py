@@ -177,15 +177,13 @@ def test_the_parts_of_a_step_add_up_to_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", ["local", "vllm"])
-def test_the_real_teams_recipe_tells_accuracy_before_and_after(engine: str, tmp_path: Path) -> None:
-    if engine == "vllm":
-        pytest.importorskip("vllm")
-    words = ["--tiny", "--folder", str(tmp_path / "team"), "--engine", engine, "--json", str(tmp_path / "out.json")]
+def test_the_real_teams_recipe_tells_accuracy_before_and_after(tmp_path: Path) -> None:
+    pytest.importorskip("vllm")
+    words = ["--tiny", "--folder", str(tmp_path / "team"), "--engine", "vllm", "--json", str(tmp_path / "out.json")]
     done = call(str(BENCHMARKS / "real_team.py"), *words)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     found = json.loads((tmp_path / "out.json").read_text())
-    assert found["engine"] == engine and len(found["steps"]) == 1
+    assert found["engine"] == "vllm" and len(found["steps"]) == 1
     assert all(0 <= found["accuracy"][when]["system"]["mean"] <= 1 for when in ("before", "after"))
     assert found["seconds"].keys() == {"problems", "sft", "train"}
 
