@@ -18,18 +18,22 @@ LESS = {"evaluate": {"num_problems": 4, "fixed_inputs": 4}}
 LESS_ROLLOUT = {"prompts_per_step": 3, "group_size": 4}
 
 
-@pytest.fixture
-def notebook(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """(its client, the notebook), with a kernel that works in tmp_path. A cell with smaller settings follows the file's own."""
-    monkeypatch.setenv("MARSRL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+@pytest.fixture(scope="module")
+def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any, Path]]:
+    """(its client, the notebook, its folder): all cells executed, and one more, with smaller settings."""
+    folder = tmp_path_factory.mktemp("notebook")
     held = nbformat.read(NOTEBOOK, as_version=4)
-    (place,) = (i for i, cell in enumerate(held.cells) if cell.source.startswith("settings = {"))
+    place = cell(held, "settings = {")
     smaller = f"settings |= {LESS}\nsettings['rollout'] |= {LESS_ROLLOUT}\nsettings['run']['steps'] = 2"
     held.cells.insert(place + 1, nbformat.v4.new_code_cell(smaller))
-    client = nbclient.NotebookClient(held, timeout=1200, resources={"metadata": {"path": str(tmp_path)}})
-    with client.setup_kernel():
-        yield client, held
+    client = nbclient.NotebookClient(held, timeout=1200, resources={"metadata": {"path": str(folder)}})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MARSRL_CACHE", str(folder / "cache"))
+        patch.setenv("IPYTHONDIR", str(folder / "ipython"))
+        with client.setup_kernel():
+            for number, each in enumerate(held.cells):
+                client.execute_cell(each, number)
+            yield client, held, folder
 
 
 def cell(held: Any, start: str) -> int:
@@ -47,13 +51,11 @@ def test_the_committed_notebook_has_no_output() -> None:
     assert not [each for each in nbformat.read(NOTEBOOK, as_version=4).cells if each.get("outputs")]
 
 
-def test_the_notebook_trains_its_team(notebook: Any, tmp_path: Path) -> None:
-    client, held = notebook
-    for place, each in enumerate(held.cells):
-        client.execute_cell(each, place)
+def test_the_notebook_trains_its_team(notebook: tuple[Any, Any, Path]) -> None:
+    _, held, folder = notebook
     assert "# reward of corrector" in shown(held.cells[cell(held, "played =")])
     trained = held.cells[cell(held, "run = ")]
-    assert "orchestration: memory:Checked" in next(tmp_path.glob("runs/*/config.yaml")).read_text()
+    assert "orchestration: memory:Checked" in next(folder.glob("runs/*/config.yaml")).read_text()
     bars = re.findall("step 2/2 rollout", shown(trained))
     assert len(bars) == 1, shown(trained)  # drawn in place
     assert [line.split()[0] for line in shown(held.cells[cell(held, "for row")]).splitlines()] == ["1", "2"]
@@ -63,14 +65,13 @@ def test_the_notebook_trains_its_team(notebook: Any, tmp_path: Path) -> None:
     assert re.search("^--- (solver|verifier|corrector), reward ", shown(held.cells[cell(held, "for sample")]), re.M)
 
 
-def test_an_interrupt_of_the_kernel_saves_and_gives_it_back(notebook: Any, tmp_path: Path) -> None:
-    client, held = notebook
-    for place in range(cell(held, "run = ")):
-        client.execute_cell(held.cells[place], place)
+def test_an_interrupt_of_the_kernel_saves_and_gives_it_back(notebook: tuple[Any, Any, Path]) -> None:
+    """After the notebook's own run, in its kernel."""
+    client, _, folder = notebook
     client.kc.execute(
         "settings['run'] |= {'steps': 10_000, 'name': 'long'}\nrun = marsrl.train(settings, team=Checked)"
     )
-    metrics, end = tmp_path / "runs" / "long" / "metrics.jsonl", time.monotonic() + 1200
+    metrics, end = folder / "runs" / "long" / "metrics.jsonl", time.monotonic() + 1200
     while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < end:
         time.sleep(0.1)
     run_sync(client.km.interrupt_kernel)()

@@ -18,6 +18,7 @@ from completions_server import Handler, completions_server
 from desk import Desk, boxing_model
 from documented_commands import run_by
 from letters import AGENTS
+from scripted_pool import BRIEFLY
 from small_run import sevens
 
 from marsrl.commands import cli
@@ -47,7 +48,7 @@ def test_evaluation_of_a_served_solver_with_critics_resumes(tmp_path: Path, caps
             "policies.served={frozen: true, engine: openai}",
             f"policies.served.openai={{base_url: '{server.base_url}', model: m, api: chat}}",
             f"policies.critics={{frozen: true, model: {model}, dtype: float32}}", "data.eval=p.jsonl",
-            "evaluate={accept_after: 1, max_iterations: 1, fixed_inputs: 2, repeat: 2}", HERE, "--out", "kept",
+            "evaluate={accept_after: 1, max_iterations: 1, fixed_inputs: 2, repeat: 2}", HERE, *BRIEFLY, "--out", "kept",
         ]  # fmt: skip
         first, _ = evaluated(words, capsys)
         num_asked = len(server.bodies)
@@ -141,7 +142,8 @@ def test_a_changed_environment_is_evaluated_anew(tmp_path: Path, capsys: Any) ->
 def test_evaluations_are_kept_and_compared(tmp_path: Path, capsys: Any) -> None:
     os.chdir(tmp_path)
     desk, models = Desk(tmp_path), {}
-    own = ["evaluate={accept_after: 1, max_iterations: 1, fixed_inputs: 2}", "policies.main.dtype=float32", HERE]
+    few = "evaluate={accept_after: 1, max_iterations: 1, fixed_inputs: 2}"
+    own = [few, "policies.main.dtype=float32", HERE, *BRIEFLY]
 
     def model(name: str) -> Path:
         models[name] = models.get(name) or boxing_model(tmp_path / "models" / name)

@@ -301,8 +301,8 @@ def test_agents_call_function_and_server_tools_and_train(play: Play, tmp_path: P
 
     words = [
         "orchestration=solver_verifier", "orchestration_options.max_loops=2", "run.steps=2", "rollout.max_response_tokens=400",
-        "rollout.pipeline=trajectory", BRIEF,
-        f"tools.twice={{kind: function, function: '{tmp_path}/units.py:twice'}}", "agents.solver.tools=[twice]",
+        "rollout.pipeline=trajectory", "run.evaluate=false", BRIEF, "agents.solver.tools=[twice]",
+        f"tools.twice={{kind: function, function: '{tmp_path}/units.py:twice', concurrency: 2}}",
         f"tools.hello={{kind: mcp, command: [{sys.executable}, {mcp_server.__file__}]}}", "agents.verifier.tools=[hello]",
     ]  # fmt: skip
     run = play(*words, says=calls)
