@@ -21,7 +21,7 @@ INTERPRETED := TRITON_INTERPRET=1 python -m pytest tests/kernels/interpreter -q 
 COMPILED := python -m pytest tests/kernels/test_traced_ops.py -q
 OTHERS := --ignore tests/kernels/interpreter --ignore tests/kernels/test_traced_ops.py
 # More processes than cores: a test waits now and then, for processes that start, that were killed or that are silent. Each of
-# them spends about 20 s of CPU on collecting the tests.
+# them spends about 9 s of CPU on collecting the tests.
 PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 python -m pytest -q
 
 # The Triton that the CUDA set's PyTorch brings. Our kernels are tested with it too, beside the Triton of the CPU set.

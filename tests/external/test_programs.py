@@ -35,19 +35,20 @@ Made = Callable[[str], Path]
 
 @pytest.fixture(scope="session")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """made("/tmp/agents"): the virtual environment that a command of the documents makes there, in a folder of the tests."""
+    """made("/tmp/agents"): the virtual environment that a command of the documents makes there, in a folder of the tests. uv
+    installs the packages, with a thirtieth of pip's work."""
     folder = tmp_path_factory.mktemp("environments")
-    commands = {shlex.split(each)[3]: each for each in run_by("test_an_environment_has_what_its_programs_import")}
-
-    # what is not imported is not compiled either
-    paths = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PIP_COMPILE": "0"}
+    commands = [shlex.split(each) for each in run_by("test_an_environment_has_what_its_programs_import")]
+    packages = {words[3]: words[words.index("install") + 1 :] for words in commands}
 
     @functools.cache
     def make(name: str) -> Path:
-        command = commands[name].replace("/tmp/", f"{folder}/")
-        done = subprocess.run(command, shell=True, env=paths, capture_output=True, text=True)
-        assert done.returncode == 0, f"{command}: {done.stderr[-4000:]}"
-        return folder / Path(name).name
+        place, uv = folder / Path(name).name, Path(sys.executable).with_name("uv")
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", place], check=True)
+        words = [uv, "pip", "install", "-q", "--python", place / "bin/python", *packages[name]]
+        done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "UV_HTTP_TIMEOUT": "300"})
+        assert done.returncode == 0, done.stderr[-4000:]
+        return place
 
     return make
 
