@@ -317,7 +317,7 @@ class Team:
             problem_id=episode.problem.id,
             agent=ask.agent,
             group_id=ask.group,
-            parent_uid=ask.parent_uid or completion.of.behind or None,
+            parent_uid=ask.parent_uid or completion.parent or None,
             prompt_ids=completion.of.prompt_ids,
             token_ids=completion.token_ids,
             is_sampled=completion.is_trained,
@@ -334,6 +334,8 @@ class Team:
             in_thought=in_thought,
             turns=completion.turns,
             turn_end=None if read is completion else len(read_text),
+            behind=completion.behind,
+            caller=completion.caller,
         )
         settings = self.agents[ask.agent]
         if settings.tools and finish is Finish.STOP and completion.turn < min(settings.max_tool_turns, self.max_turns):

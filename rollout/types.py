@@ -91,6 +91,22 @@ class Turn:
     fate: Fate = Fate.READ
 
 
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """The first num_tokens tokens, of prompt and completion, that a sample has in common with the sample `uid`."""
+
+    uid: str
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """The answer that made a program start a sub-agent: to the session's call number `call`, from 1, in the sample `uid`."""
+
+    uid: str
+    call: int
+
+
 PENALTIES = ("format", "overlong")
 """Names in Reward.parts of what a team subtracts for the form of a completion."""
 
@@ -232,6 +248,8 @@ class Sample:
     in `text` after the last one; in_thought: True if that position is within a thought (<think>).
     turns: the answers to a program's calls, in order; () if no program played. turn_end: index in `text` of the end of the
     last answer that was read, if others follow; None: the end.
+    behind: of a program's sample, the longest common prefix with an earlier sample of the agent in its session. caller: for a
+    sample of a sub-agent. None: none, or no program played.
     segments partition [0, N) by the policy version that decoded them. full_text: `text`, None if not kept. shown: the part
     that other agents see, "" if empty. verdict: True = "correct"; answer: the final answer; None = unparsable, or this agent
     gives none. outcome: correctness of the episode's result, if whole rollout instances are trained; NaN = unknown.
@@ -265,6 +283,8 @@ class Sample:
     in_thought: bool = False
     turns: tuple[Turn, ...] = ()
     turn_end: int | None = None
+    behind: Prefix | None = None
+    caller: Caller | None = None
 
     @property
     def episode_id(self) -> str:

@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 
-from marsrl.rollout.types import Fate, Finish, FloatArray, IntArray, Turn
+import msgspec
+
+from marsrl.rollout.types import Caller, Fate, Finish, FloatArray, IntArray, Prefix, Turn
 
 SESSION = "session"
 """Name of the tool whose calls are sessions: long calls, during which a program calls agents."""
@@ -28,10 +30,9 @@ class Reply:
 class Call:
     """A program's call of an agent.
 
-    uid: uid of the continued sample; "" for a new sample, the agent's `number`-th in this session. behind: uid of the sample
-    whose tokens begin the new sample's prompt, or "". attempt: number of restarts of the session. token_ids [N]: the new sample's
-    prompt, or the tokens to append to the continued sample. place: index among the session's calls, from 0. text: the prompt for
-    display. max_tokens, stop: limits of this turn, in addition to the agent's own.
+    uid: uid of the continued sample; "" for a new sample, the agent's `number`-th in this session. attempt: number of restarts of
+    the session. token_ids [N]: the new sample's prompt, or the tokens to append to the continued sample. place: index among the
+    session's calls, from 0. text: the prompt for display. max_tokens, stop: limits of this turn, in addition to the agent's own.
     """
 
     session: str
@@ -41,11 +42,19 @@ class Call:
     token_ids: IntArray
     place: int = 0
     uid: str = ""
-    behind: str = ""
     text: str = ""
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     reply: Future[Reply] = field(default_factory=Future)
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """How a sample of a session began. parent: uid of the sample that it follows, for display; "". Else as in Sample."""
+
+    parent: str = ""
+    behind: Prefix | None = None
+    caller: Caller | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +64,7 @@ class SessionEnd:
     reward: reward of every sample. rewards: rewards by agent or uid; {} if nothing is rewarded. If both are None, the task judges
     `answer`, or else the session's last answer. turn_rewards: additional reward of each call's answer; () if no answer has one.
     fates: fate of each call's answer, in order of arrival. read: uids of samples with answers that were read, sorted by when the
-    program read their last answer.
+    program read their last answer. origins: by uid.
     """
 
     reward: float | None = None
@@ -64,6 +73,7 @@ class SessionEnd:
     read: Sequence[str] = ()
     fates: Sequence[str] = ()
     turn_rewards: Sequence[float] = ()
+    origins: Mapping[str, Origin] = field(default_factory=dict)
 
     @property
     def is_judged(self) -> bool:
@@ -84,4 +94,4 @@ class SessionEnd:
 
     @classmethod
     def decode(cls, text: str) -> SessionEnd:
-        return cls(**json.loads(text))
+        return msgspec.convert(json.loads(text), cls)

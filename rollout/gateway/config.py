@@ -27,6 +27,9 @@ class ExternalConfig(Settings):
     """maximum session time, not counting time in which its calls were being answered; a longer session fails"""
     max_calls: Count = 256
     """maximum calls of a session (instead of rollout.max_turns); further ones are rejected"""
+    max_lineages: Count = 64
+    """maximum names of lineages that a session's calls give in headers (docs/external.md); calls with further names are
+    rejected"""
     superseded: Literal["mask", "train"] = "mask"
     """treatment of an answer that no later call continues, if the program repeated its request after reading it. mask:
     discarded, without gradient; train: trained like all others. Equal requests open at the same time are branches; an answer

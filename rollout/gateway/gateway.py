@@ -21,6 +21,7 @@ from typing import Any
 from marsrl.rollout.gateway.calls import Call
 from marsrl.rollout.gateway.chats import Agent
 from marsrl.rollout.gateway.config import ExternalConfig
+from marsrl.rollout.gateway.lineage import Lineages
 from marsrl.rollout.gateway.session import Session
 from marsrl.rollout.types import ToolCall, ToolOutput
 
@@ -154,8 +155,19 @@ class Gateway:
 
     def _wait_for_worker(self, name: str, problem: Mapping[str, Any], output: Future[ToolOutput], attempt: int) -> None:
         most, masks = self.config.max_calls, self.config.superseded == "mask"
+        lineages = Lineages(self.config.max_lineages)
         session = Session(
-            name, problem, output, self.agents, self._send, most, attempt, self._clock, masks, self._sums_turns
+            name,
+            problem,
+            output,
+            self.agents,
+            self._send,
+            most,
+            attempt,
+            self._clock,
+            lineages,
+            masks,
+            self._sums_turns,
         )
         self._waiting[session.trains].append(session)
 

@@ -5,6 +5,7 @@ preserve:
 
     role, content                        null is ""
     calls of an assistant's turn         by id; neither order nor arguments, which some clients reformat
+    calls whose ids are unknown          by place, name and arguments: some clients make all ids anew
     thoughts of an assistant's turn      only if they are sent back
     an empty turn of the assistant       may be missing
     the agent, and the tools             templates write them into the prompt
@@ -18,7 +19,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,13 +51,26 @@ class Strand:
 
 
 @dataclass(frozen=True, slots=True)
+class _Kept:
+    """What clients may omit or rename in a turn.
+
+    thought: an assistant's, or None. calls: id of each call, and a digest of its name and arguments. answers: id of the call that
+    a tool's output answers, or "".
+    """
+
+    thought: str | None
+    calls: tuple[tuple[str, bytes], ...]
+    answers: str
+
+
+@dataclass(frozen=True, slots=True)
 class _Place:
-    """End of an answer in a strand. call: number of the answered call. thoughts: thoughts of all assistant turns so far."""
+    """End of an answer in a strand. call: number of the answered call. kept: of all turns so far but empty ones."""
 
     strand: Strand
     num_tokens: int
     call: int
-    thoughts: tuple[str | None, ...]
+    kept: Sequence[_Kept]
 
     @property
     def is_tip(self) -> bool:
@@ -67,17 +82,17 @@ class _Place:
 class Found:
     """The answered chat that begins a call's chat.
 
-    token_ids [N]: tokens of the answered chat. answered: its messages, including thoughts that the client did not send back.
-    new: the call's messages after it. uid: uid of its sample. call: number of the call that it answers. strand: its sample, if
-    it can be extended; None: a new sample begins with the same tokens.
+    token_ids [N]: tokens of the answered chat. answered: its messages, including thoughts that the client did not send back, and
+    with the ids that calls had. new: the call's messages after it. behind: its sample. call: number of the call that it answers.
+    is_tip: the sample can be extended; otherwise a new sample begins with the same tokens.
     """
 
     token_ids: IntArray
     answered: Sequence[ChatMessage]
     new: Sequence[ChatMessage]
-    uid: str
+    behind: Strand
     call: int
-    strand: Strand | None
+    is_tip: bool
 
 
 @dataclass(slots=True)
@@ -86,30 +101,57 @@ class History:
 
     _places: dict[bytes, list[_Place]] = field(default_factory=dict)  # by digest of the chat
     _strands: dict[str, list[Strand]] = field(default_factory=dict)  # by agent, for samples called by prompts
+    _issued: set[str] = field(default_factory=set)  # ids of the calls in all answers
 
-    def find(self, agent: str, tools: Any, messages: Sequence[ChatMessage]) -> Found | None:
+    def find(
+        self,
+        agent: str,
+        tools: Any,
+        messages: Sequence[ChatMessage],
+        prefers: Callable[[Strand], bool] = lambda strand: False,
+    ) -> Found | None:
         """Return the longest answered chat that is a proper prefix of these messages.
 
         Among equal chats, prefer the last that can be extended: a program may repeat a request if it lost or discarded an answer.
+        prefers: returns True for samples that come before all others.
         """
         digests = _digests(agent, tools, messages)
+        kept = [None if _is_empty(message) else _kept(message) for message in messages]
         for length in range(len(messages) - 1, 0, -1):
-            thoughts = _thoughts(messages[:length])
-            new = messages[length:]
-            if all(map(_is_empty, new)) or new[0]["role"] == "assistant":
+            places, new = self._places.get(digests[length], ()), messages[length:]
+            if not places or new[0]["role"] == "assistant" or all(map(_is_empty, new)):
                 continue
-            places = [each for each in self._places.get(digests[length], ()) if _agree(thoughts, each.thoughts)]
-            if places:
-                place = max(places, key=lambda each: (each.is_tip, each.call))
-                strand = place.strand if place.is_tip else None
-                answered = _with_thoughts(messages[:length], place.thoughts)
-                token_ids, uid = place.strand.token_ids[: place.num_tokens], place.strand.uid
-                return Found(token_ids, answered, new, uid, place.call, strand)
+            given = [each for each in kept[:length] if each is not None]
+            renamed = [(place, ids) for place in places if (ids := self._known_ids(given, place.kept)) is not None]
+            if renamed:
+                place, ids = max(renamed, key=lambda each: (prefers(each[0].strand), each[0].is_tip, each[0].call))
+                answered = _with_thoughts(_with_ids(messages[:length], ids), place.kept)
+                token_ids = place.strand.token_ids[: place.num_tokens]
+                return Found(token_ids, answered, _with_ids(new, ids), place.strand, place.call, place.is_tip)
         return None
+
+    def _known_ids(self, given: Sequence[_Kept], known: Sequence[_Kept]) -> Mapping[str, str] | None:
+        """Return {id: the same call's known id} of renamed calls; None if these turns are not the known ones."""
+        ids: dict[str, str] = {}
+        for turn, known_turn in zip(given, known, strict=True):
+            if turn.thought is not None and turn.thought != known_turn.thought:
+                return None
+            if ids.get(turn.answers, turn.answers) != known_turn.answers:
+                return None
+            names = {name for name, _ in turn.calls}
+            if "" not in names and names == {name for name, _ in known_turn.calls}:
+                continue
+            for (name, content), (known_name, known_content) in zip(turn.calls, known_turn.calls, strict=True):
+                if name != known_name and (name in self._issued or content != known_content):
+                    return None
+                ids[name] = known_name
+        return ids
 
     def answered(self, agent: str, tools: Any, messages: Sequence[ChatMessage], strand: Strand) -> None:
         """Record a chat whose last message is the answer at the end of the strand's tokens."""
-        place = _Place(strand, len(strand.token_ids), strand.call, _thoughts(messages))
+        kept = [_kept(message) for message in messages if not _is_empty(message)]
+        self._issued.update(call["id"] for call in messages[-1].get("tool_calls") or ())
+        place = _Place(strand, len(strand.token_ids), strand.call, kept)
         self._places.setdefault(_digests(agent, tools, messages)[-1], []).append(place)
 
     def find_prompt(self, agent: str, prompt: IntArray | str) -> Strand | None:
@@ -134,21 +176,48 @@ def _is_empty(message: ChatMessage) -> bool:
     return message["role"] == "assistant" and not message["content"] and not message.get("tool_calls")
 
 
-def _thoughts(messages: Sequence[ChatMessage]) -> tuple[str | None, ...]:
-    return tuple(each.get("reasoning") for each in messages if each["role"] == "assistant" and not _is_empty(each))
+def _kept(message: ChatMessage) -> _Kept:
+    calls = tuple(
+        (str(each.get("id") or ""), _digest(b"", *_content(each))) for each in message.get("tool_calls") or ()
+    )
+    thought = message.get("reasoning") if message["role"] == "assistant" else None
+    return _Kept(thought, calls, str(message.get("tool_call_id") or ""))
 
 
-def _with_thoughts(messages: Sequence[ChatMessage], thoughts: Sequence[str | None]) -> list[ChatMessage]:
-    known = iter(thoughts)
-    turns = list[ChatMessage]()
+def _content(call: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return the name and the arguments of a call, which clients may write differently."""
+    function = call["function"]
+    name, arguments = function.get("name"), function.get("arguments") or {}
+    with suppress(ValueError, RecursionError):
+        return name, json.loads(arguments) if isinstance(arguments, str) else arguments
+    return name, arguments
+
+
+def _with_thoughts(messages: Sequence[ChatMessage], known: Sequence[_Kept]) -> list[ChatMessage]:
+    turns, kept = list[ChatMessage](), iter(known)
     for message in messages:
-        thought = None if message["role"] != "assistant" or _is_empty(message) else next(known)
+        thought = None if _is_empty(message) else next(kept).thought
         turns.append(message if thought is None else {**message, "reasoning": thought, "reasoning_content": thought})
     return turns
 
 
-def _agree(given: Sequence[str | None], known: Sequence[str | None]) -> bool:
-    return all(one is None or one == other for one, other in zip(given, known, strict=True))
+def _with_ids(messages: Sequence[ChatMessage], ids: Mapping[str, str]) -> Sequence[ChatMessage]:
+    """Return the messages with known ids of calls."""
+    if not ids:
+        return messages
+    turns = []
+    for message in messages:
+        turn = dict(message)
+        if message.get("tool_calls"):
+            turn["tool_calls"] = [{**call, "id": _named(call.get("id"), ids)} for call in message["tool_calls"]]
+        if message["role"] == "tool":
+            turn["tool_call_id"] = _named(message.get("tool_call_id"), ids)
+        turns.append(turn)
+    return turns
+
+
+def _named(name: Any, ids: Mapping[str, str]) -> Any:
+    return ids.get(str(name or ""), name)
 
 
 def _digests(agent: str, tools: Any, messages: Sequence[ChatMessage]) -> list[bytes]:
@@ -160,8 +229,7 @@ def _digests(agent: str, tools: Any, messages: Sequence[ChatMessage]) -> list[by
 
 
 def _kept_by_all(message: ChatMessage) -> tuple[Any, ...]:
-    calls = sorted(str(each.get("id") or each["function"]) for each in message.get("tool_calls") or ())
-    return message["role"], message["content"], calls, message.get("tool_call_id"), message.get("name")
+    return message["role"], message["content"], len(message.get("tool_calls") or ()), message.get("name")
 
 
 def _digest(before: bytes, *parts: Any) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ from marsrl.rollout.gateway.history import ChatMessage
 
 _SERVED = {"model", "messages", "system", "max_tokens", "tools", "tool_choice", "stop_sequences", "stream"}
 _SERVED |= {"chat_template_kwargs"}
+_ATTRIBUTION = re.compile(r"\Ax-anthropic-billing-header:.*\n?")
+"""First line of Claude Code's system prompts. It differs between requests, and vLLM omits it too."""
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -22,8 +25,9 @@ def read_messages(body: Mapping[str, Any], agents: Mapping[str, Agent]) -> Ask:
     if not isinstance(given, list) or not given or not all(isinstance(each, Mapping) for each in given):
         raise Refused(400, "messages: expected a list of at least one message")
     turns: list[ChatMessage] = []
-    if body.get("system"):
-        turns.append({"role": "system", "content": text_of(body["system"])})
+    system = _ATTRIBUTION.sub("", text_of(body.get("system")))
+    if system:
+        turns.append({"role": "system", "content": system})
     turns += [turn for message in given for turn in _turns(message)]
     functions = [
         {

@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from aiohttp import web
@@ -30,6 +30,7 @@ from marsrl.rollout.gateway import chat_api, completions_api, messages_api, resp
 from marsrl.rollout.gateway.chats import Agent, Answer, Ask, Refused
 from marsrl.rollout.gateway.config import ExternalConfig
 from marsrl.rollout.gateway.gateway import Gateway
+from marsrl.rollout.gateway.lineage import names_of
 from marsrl.rollout.gateway.session import CallLost, Session
 from marsrl.rollout.gateway.workers import Workers, join_line
 from marsrl.rollout.http_server import listen, url_of
@@ -154,13 +155,15 @@ async def _call(request: web.Request) -> web.StreamResponse:
 async def _answered(request: web.Request, session: Session, body: dict[str, Any], data: bytes) -> web.StreamResponse:
     """Send the answer, after keep-alive blanks if it is late, and record it as read. Cut off if there is none."""
     api = APIS[request.path]
-    digest = hashlib.blake2b(request.path.encode() + data, digest_size=16).digest()
+    lineage, caller = names_of(request.headers)
+    digest = hashlib.blake2b(lineage.encode() + request.path.encode() + data, digest_size=16).digest()
     try:
         if any(mark in data for mark in _SURROGATES):  # lone surrogates cannot be tokenised
             json.dumps(body, ensure_ascii=False).encode()
         ask, streams = api.read(body, request.app[_GATEWAY].agents), bool(body.get("stream"))
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         raise Refused(400, f"the request is malformed: {error}") from error
+    ask = replace(ask, lineage=lineage, caller=caller)
     is_retry = request.headers.get("x-stainless-retry-count", "0") != "0"
     task = await session.ask(ask, digest, is_retry=is_retry, listens=lambda: not _is_disconnected(request))
     media_type = {"Content-Type": "text/event-stream" if streams else "application/json"}

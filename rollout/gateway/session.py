@@ -20,6 +20,7 @@ import numpy as np
 from marsrl.rollout.gateway.calls import Call, Reply, SessionEnd
 from marsrl.rollout.gateway.chats import Agent, Answer, Ask, Refused, Said
 from marsrl.rollout.gateway.history import History, Strand
+from marsrl.rollout.gateway.lineage import Lineages
 from marsrl.rollout.text import without_surrogates
 from marsrl.rollout.types import Fate, Finish, IntArray, ToolOutput
 
@@ -63,6 +64,7 @@ class Session:
 
     id: id of the episode. key: authenticates requests. problem: the problem as sent to the worker. worker: worker that plays the
     session; "" before it starts. output: future resolved at the end. send: passes a call to the player. clock: time in seconds.
+    lineages: of this session.
     masks_superseded: discarded answers are not trained (external.superseded). sums_turns: rewards given by answer id are rewards
     of turns (credit.turns=returns); otherwise a sample's reward is the mean over its answers.
     """
@@ -75,6 +77,7 @@ class Session:
     max_calls: int
     attempt: int
     clock: Callable[[], float]
+    lineages: Lineages
     masks_superseded: bool = True
     sums_turns: bool = False
     key: str = field(default_factory=lambda: secrets.token_urlsafe(24))
@@ -177,6 +180,7 @@ class Session:
                 self._uids_read(),
                 [self._fate(each) for each in self._calls],
                 turn_rewards,
+                self.lineages.settle().origins,
             )
         except (ValueError, TypeError, AttributeError) as error:
             return ToolOutput(without_surrogates(f"the program failed: {error}"), is_error=True, seconds=seconds)
@@ -234,6 +238,7 @@ class Session:
 
     async def _begin(self, agent: Agent, ask: Ask) -> Coroutine[Any, Any, Answer]:
         """Send the call and return its answer."""
+        self.lineages.check(ask)
         if ask.prompt is None:
             ask, strand, call = await self._by_chat(agent, ask)
         else:
@@ -245,7 +250,7 @@ class Session:
 
     async def _by_chat(self, agent: Agent, ask: Ask) -> tuple[Ask, Strand, Call]:
         """Begin a call with a chat. The returned Ask's messages include all known thoughts."""
-        prefix = self._history.find(agent.name, ask.shown, ask.messages)
+        prefix = self._history.find(agent.name, ask.shown, ask.messages, self.lineages.prefers(ask))
         renderer, options = agent.renderer, {**agent.settings.template_options, **ask.options}
         begun = renderer.encode_trusted(_opening(agent, ask))
         if prefix is not None:
@@ -256,13 +261,13 @@ class Session:
         ):
             token_ids, text = await _rendered(agent, renderer.render, ask.messages, ask.tools, **options)
             token_ids, text = np.concatenate([token_ids, begun]), text + _opening(agent, ask)
-            return ask, *self._new(agent, ask, token_ids, text)
+            return ask, *self._new(agent, ask, token_ids, text, None if prefix is None else prefix.behind)
         has_ended = int(prefix.token_ids[-1]) in renderer.stop_ids
         new = np.concatenate([await _rendered(agent, renderer.next_turn, prefix.new, has_ended, **options), begun])
-        if prefix.strand is not None:
-            return ask, *self._go_on(agent, ask, prefix.strand, new)
+        if prefix.is_tip:
+            return ask, *self._go_on(agent, ask, prefix.behind, new)
         token_ids = np.concatenate([prefix.token_ids, new])
-        return ask, *self._new(agent, ask, token_ids, renderer.decode(token_ids), prefix.uid)
+        return ask, *self._new(agent, ask, token_ids, renderer.decode(token_ids), prefix.behind)
 
     async def _by_prompt(self, agent: Agent, ask: Ask, prompt: IntArray | str) -> tuple[Strand, Call]:
         strand = self._history.find_prompt(agent.name, prompt)
@@ -282,7 +287,10 @@ class Session:
         strand.text = text
         return strand, call
 
-    def _new(self, agent: Agent, ask: Ask, token_ids: IntArray, text: str, behind: str = "") -> tuple[Strand, Call]:
+    def _new(
+        self, agent: Agent, ask: Ask, token_ids: IntArray, text: str, behind: Strand | None = None
+    ) -> tuple[Strand, Call]:
+        """Begin a sample. behind: the sample that its chat branches off."""
         if not 0 < len(token_ids) <= agent.settings.max_input_tokens:
             raise Refused(
                 400,
@@ -292,8 +300,11 @@ class Session:
             )
         number = self._numbers[agent.name]
         self._numbers[agent.name] += 1
-        call = self._call(agent, ask, number, token_ids, behind=behind, text=text)
-        return Strand(token_ids, len(token_ids)), call
+        strand = Strand(token_ids, len(token_ids))
+        held = self.lineages.begin(ask, strand, self.num_calls, behind)
+        if held is not None:
+            self._note_used(held)
+        return strand, self._call(agent, ask, number, token_ids, text=text)
 
     def _go_on(self, agent: Agent, ask: Ask, strand: Strand, new: IntArray) -> tuple[Strand, Call]:
         num_tokens = len(strand.token_ids) - strand.num_prompt + len(new)
@@ -305,18 +316,14 @@ class Session:
                 "context_length_exceeded",
             )
         strand.is_busy = True
-        strand.token_ids = np.concatenate([strand.token_ids, new])
+        self.lineages.go_on(ask, strand, self.num_calls, new)
         return strand, self._call(agent, ask, 0, new, uid=strand.uid)
 
-    def _call(
-        self, agent: Agent, ask: Ask, number: int, token_ids: IntArray, uid: str = "", behind: str = "", text: str = ""
-    ) -> Call:
+    def _call(self, agent: Agent, ask: Ask, number: int, token_ids: IntArray, uid: str = "", text: str = "") -> Call:
         place, stop = self.num_calls, ask.stop
         if ask.one_call and agent.reader is not None:
             stop = (*stop, agent.reader.closing)
-        return Call(
-            self.id, agent.name, number, self.attempt, token_ids, place, uid, behind, text, ask.max_tokens, stop
-        )
+        return Call(self.id, agent.name, number, self.attempt, token_ids, place, uid, text, ask.max_tokens, stop)
 
     async def _answer(self, agent: Agent, ask: Ask, strand: Strand, reply: Future[Reply], number: int) -> Answer:
         got = await asyncio.wrap_future(reply)
@@ -324,14 +331,14 @@ class Session:
         if got.finish is Finish.ERROR:
             raise CallLost(got.error)  # the strand stays busy: it cannot be extended
         prompt_ids = strand.token_ids
-        strand.token_ids = np.concatenate([prompt_ids, got.token_ids])
-        strand.is_busy, strand.call = False, number
         text, stop = _split_at_stop(agent.renderer.decode(got.token_ids), (*agent.settings.stop, *ask.stop))
         if begun := _opening(agent, ask):
             text, turn_ids = begun + text, np.concatenate([agent.renderer.encode_trusted(begun), got.token_ids])
         else:
             turn_ids = got.token_ids
         parsed = Said(text) if agent.reader is None else agent.reader(text, turn_ids, ask)
+        self.lineages.answer(ask, strand, number, got.token_ids, parsed.content, self.num_calls)
+        strand.is_busy, strand.call = False, number
         if strand.text is not None:
             strand.text, strand.stop = strand.text + parsed.content, stop
         if ask.prompt is None:

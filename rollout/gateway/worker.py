@@ -54,23 +54,27 @@ class Client:
     def __init__(self, base_url: str, api_key: str, session: str, agents: list[str]) -> None:
         self.base_url, self.api_key, self.session, self.agents = base_url, api_key, session, agents
 
-    def chat(self, agent: str, messages: list[Any], **more: Any) -> SimpleNamespace:
+    def chat(
+        self, agent: str, messages: list[Any], headers: dict[str, str] | None = None, **more: Any
+    ) -> SimpleNamespace:
         """Call the agent through /v1/chat/completions; returns id, message (a dict to append to the messages), text, finish.
 
-        Strings among the messages are user turns.
+        Strings among the messages are user turns. headers: more of the request, such as X-Marsrl-Lineage.
         """
         turns = [{"role": "user", "content": each} if isinstance(each, str) else each for each in messages]
         body = {"model": agent, "messages": turns, **more}
-        reply = _request(f"{self.base_url}/chat/completions", self.api_key, body, _LONGEST_S)
+        reply = _request(f"{self.base_url}/chat/completions", self.api_key, body, _LONGEST_S, headers)
         choice = reply["choices"][0]
         message = {name: value for name, value in choice["message"].items() if value is not None}
         return SimpleNamespace(
             id=reply["id"], message=message, text=message.get("content") or "", finish=choice["finish_reason"]
         )
 
-    async def achat(self, agent: str, messages: list[Any], **more: Any) -> SimpleNamespace:
+    async def achat(self, agent: str, messages: list[Any], *given: Any, **more: Any) -> SimpleNamespace:
         """Call the agent as `chat` does, in an async function."""
-        return await asyncio.get_running_loop().run_in_executor(None, lambda: self.chat(agent, messages, **more))
+        return await asyncio.get_running_loop().run_in_executor(
+            None, lambda: self.chat(agent, messages, *given, **more)
+        )
 
     def openai(self, **options: Any) -> Any:
         """Return an openai.OpenAI for this session, if installed."""
@@ -95,9 +99,11 @@ class _Connections(threading.local):
 _CONNECTIONS = _Connections()
 
 
-def _request(url: str, key: str, body: dict[str, Any] | None, timeout_s: float) -> Any:
+def _request(
+    url: str, key: str, body: dict[str, Any] | None, timeout_s: float, more: dict[str, str] | None = None
+) -> Any:
     data = None if body is None else json.dumps(body).encode()
-    headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
+    headers = {**(more or {}), "authorization": f"Bearer {key}", "content-type": "application/json"}
     scheme, server, *parts = urllib.parse.urlsplit(url)
     is_kept = (connection := _CONNECTIONS.by_server.pop((scheme, server), None)) is not None
     if connection is None:
@@ -113,7 +119,7 @@ def _request(url: str, key: str, body: dict[str, Any] | None, timeout_s: float) 
     except BaseException as error:
         connection.close()
         if is_kept and isinstance(error, ConnectionError):  # the server may have closed an idle connection
-            return _request(url, key, body, timeout_s)
+            return _request(url, key, body, timeout_s, more)
         raise
     _CONNECTIONS.by_server[scheme, server] = connection
     if reply.status >= 500:

@@ -14,7 +14,19 @@ from marsrl.rollout.episode import Episode
 from marsrl.rollout.gateway.calls import Call
 from marsrl.rollout.kept_tokens import KeptTokens
 from marsrl.rollout.routed_experts import ExpertArray
-from marsrl.rollout.types import Ask, BoolArray, Fate, Finish, FloatArray, IntArray, Sample, Segment, Turn
+from marsrl.rollout.types import (
+    Ask,
+    BoolArray,
+    Caller,
+    Fate,
+    Finish,
+    FloatArray,
+    IntArray,
+    Prefix,
+    Sample,
+    Segment,
+    Turn,
+)
 
 
 class State(StrEnum):
@@ -48,7 +60,7 @@ class Completion(_OfCompletion):
     """One completion of an ask. The next segment continues its token ids, never its text; each token keeps its policy version.
 
     turn: number of waits after which the completion continued; tokens inserted there have is_sampled False. turns: answered
-    calls of a program.
+    calls of a program. parent: uid of the sample of its session that it follows; "". behind, caller: as in Sample.
     routed_experts: experts of prompt and completion without the last token, each chosen by the version that decoded the token.
     kept_tokens: kept tokens at the completion's N positions; None until a segment records them.
     num_decoded: tokens of the current segment decoded before an abort. seconds: engine time.
@@ -65,6 +77,9 @@ class Completion(_OfCompletion):
     segments: tuple[Segment, ...] = ()
     turn: int = 0
     turns: tuple[Turn, ...] = ()
+    parent: str = ""
+    behind: Prefix | None = None
+    caller: Caller | None = None
     routed_experts: ExpertArray | None = None
     kept_tokens: KeptTokens | None = None
     num_decoded: int = 0
@@ -175,7 +190,6 @@ class Completion(_OfCompletion):
 class _OfAsk:
     """Fields that are not checkpointed. episode: set by the game."""
 
-    behind: str = ""
     episode: Episode
 
 
@@ -183,8 +197,7 @@ class _OfAsk:
 class OpenAsk(_OfAsk):
     """An open ask: its agent's prompt, and its completions by index.
 
-    opened_version: the policy version at the ask's first submission, from which its age is counted. behind: uid of the sample
-    whose tokens begin a program's prompt, for display; "": none.
+    opened_version: the policy version at the ask's first submission, from which its age is counted.
     """
 
     ask: Ask

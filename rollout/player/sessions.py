@@ -49,9 +49,11 @@ class OpenSessions:
         del self._episodes[episode.id]
         completions = list(self._completions(episode))
         if not output.is_error:
-            fates = SessionEnd.decode(output.text).fates
+            end = SessionEnd.decode(output.text)
             for each in completions:
-                each.turns = tuple(replace(turn, fate=Fate(fates[turn.call - 1])) for turn in each.turns)
+                each.turns = tuple(replace(turn, fate=Fate(end.fates[turn.call - 1])) for turn in each.turns)
+                if (origin := end.origins.get(each.uid)) is not None:
+                    each.parent, each.behind, each.caller = origin.parent, origin.behind, origin.caller
         return [each for each in completions if each.state is State.WAITING]
 
     def wait(self, timeout_s: float) -> None:
@@ -98,7 +100,7 @@ class OpenSessions:
             ask = episode.ask(call.agent, turn=call.number, index=call.attempt)
             completion = Completion()
             of = OpenAsk(ask, call.token_ids, call.text, version, [completion])
-            of.episode, of.behind = episode, call.behind
+            of.episode = episode
             self._open[ask.id] = of
             episode.enter([ask])
         completion.call, completion.call_start = call, len(completion.token_ids)

@@ -20,19 +20,20 @@ from thinking_templates import TEMPLATES, renderer_of
 
 from marsrl.rollout.agents.render import ChatRenderer
 from marsrl.rollout.config import AgentConfig
-from marsrl.rollout.gateway.calls import SESSION, Call, Reply, SessionEnd
+from marsrl.rollout.gateway.calls import SESSION, Call, Origin, Reply, SessionEnd
 from marsrl.rollout.gateway.chat_api import chat_message, read_chat
 from marsrl.rollout.gateway.chats import Answer, Ask, Refused, Said
 from marsrl.rollout.gateway.completions_api import read_completion, read_generate
 from marsrl.rollout.gateway.config import ExternalConfig
 from marsrl.rollout.gateway.gateway import Gateway
 from marsrl.rollout.gateway.history import History, Strand
+from marsrl.rollout.gateway.lineage import Lineages
 from marsrl.rollout.gateway.messages_api import messages_reply
 from marsrl.rollout.gateway.session import CallLost, Session
 from marsrl.rollout.gateway.vllm_reader import agents_of
 from marsrl.rollout.gateway.worker import UNUSABLE
 from marsrl.rollout.gateway.workers import WORKER
-from marsrl.rollout.types import Fate, Finish, IntArray, ToolCall, ToolOutput
+from marsrl.rollout.types import Fate, Finish, IntArray, Prefix, ToolCall, ToolOutput
 
 NONE = np.zeros(0, np.float32)
 
@@ -81,7 +82,8 @@ class Direct:
         self.now, self.sent = 7.0, list[Call]()
         self.renderer = ChatRenderer(model) if isinstance(model, Path) else model
         agents = agents_of({"solver": AgentConfig(**settings)}, {"main": self.renderer}, 1500)
-        self.session = Session("1", {"purpose": "train"}, Future(), agents, self.sent.append, 9, 2, lambda: self.now)
+        clock, lineages = (lambda: self.now), Lineages(3)
+        self.session = Session("1", {"purpose": "train"}, Future(), agents, self.sent.append, 9, 2, clock, lineages)
         self.session.start("worker")
 
     async def ask(self, ask: Ask, body: bytes = b"", *, is_retry: bool = False) -> asyncio.Task[Answer]:
@@ -284,9 +286,13 @@ def test_a_chat_reuses_its_tokens_and_closes_a_cut_off_turn(model: Path) -> None
                 await direct.answer(Ask("solver", [*chat, {"role": "user", "content": word}]), uid, [5, end])
 
     asyncio.run(play())
-    first, ended, beside, _, cut, _ = ([call.uid, call.behind, *call.token_ids.tolist()] for call in direct.sent)
-    assert first[:2] == ["", ""] and ended[:2] == ["3", ""] and cut == ["2", "", end, *ended[2:]]
-    assert beside == ["", "3", *first[2:], *said, end, *ended[2:-2], *direct.renderer.encode_trusted("9"), ended[-1]]
+    first, ended, beside, _, cut, _ = ([call.uid, *call.token_ids.tolist()] for call in direct.sent)
+    assert first[0] == "" and ended[0] == "3" and cut == ["2", end, *ended[1:]]
+    assert beside == ["", *first[1:], *said, end, *ended[1:-2], *direct.renderer.encode_trusted("9"), ended[-1]]
+    num_shared = len(first[1:]) + len(said) + 1 + len(ended[1:-2])
+    origins = SessionEnd.decode(direct.session.end({}).text).origins
+    assert (origins["other"].parent, origins["other"].behind) == ("2", Prefix("2", num_shared))
+    assert origins["3"] == Origin()
 
 
 class ThoughtReader:
@@ -323,7 +329,7 @@ def test_a_chat_whose_thoughts_a_template_leaves_out_begins_anew(kind: str, goes
         if not goes_on:
             chat = [user, {"role": "assistant", "content": "\n\n7" if kind == "r1" and reader is None else "7"}, more]
             assert direct.sent[1].token_ids.tolist() == renderer.render(chat)[0].tolist()
-            assert direct.sent[1].behind == "" and "I add" not in renderer.decode(direct.sent[2].token_ids)
+            assert "I add" not in renderer.decode(direct.sent[2].token_ids)
 
 
 @pytest.mark.parametrize(
@@ -501,7 +507,7 @@ def test_a_chat_that_comes_back_as_clients_write_it_goes_on(
 ) -> None:
     history, strand = known(answer)
     found = history.find("solver", TOOLS, [SYSTEM, USER, *echo, *new])
-    assert found is not None and found.strand is strand and list(found.new) == new
+    assert found is not None and found.behind is strand and found.is_tip and list(found.new) == new
     assert found.token_ids.tolist() == [1, 2, 3]
 
 
@@ -514,7 +520,8 @@ def test_of_two_equal_answers_the_last_goes_on() -> None:
         if busy is not None:
             busy.is_busy = True
         found = history.find("solver", TOOLS, [SYSTEM, USER, TEXT, NEXT])
-        assert found is not None and found.strand is expected and found.call == (0 if expected is first else 1)
+        assert found is not None and found.is_tip == (expected is not None)
+        assert (found.behind, found.call) == ((first, 0) if expected is first else (again, 1))
 
 
 @pytest.mark.parametrize(

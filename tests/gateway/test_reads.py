@@ -9,10 +9,12 @@ import pytest
 from programs import program
 
 from marsrl.commands.rehearsal import rehearse
-from marsrl.rollout.types import Sample
+from marsrl.rollout.types import Caller, Fate, Group, Sample
 from marsrl.trainer.config.read import read_config
 from marsrl.trainer.data.credit import Credited
 from marsrl.trainer.report.group_metrics import summarise
+from marsrl.trainer.report.samples_log import read_samples, write_samples
+from marsrl.trainer.runs.directory import RunDirectory
 
 CONFIG = """
 task: math
@@ -178,3 +180,57 @@ def test_a_tuple_of_three_from_an_environment_fails_by_name(tmp_path: Path) -> N
     _, sessions = credit_of(tmp_path, text, kind="environment")
     note = sessions.popitem()[1][0].reward.note
     assert "step returned (1.0, 2.0, 3.0); expected messages, or a pair of messages and the turn's reward" in note
+
+
+SUB_AGENTS = """
+def run(problem, client):
+    main, report = [problem.question], []
+    for turn in range(2):
+        main.append(client.chat("solver", main).message)
+        for _ in range(2):
+            sub = ["Search."]
+            said = client.chat("verifier", sub)
+            said = client.chat("verifier", [*sub, said.message, "Go on."])
+        main.append(said.text)
+    last = client.chat("solver", main)
+    return RETURNED
+"""
+
+
+def test_samples_know_their_prefix_and_their_caller(tmp_path: Path) -> None:
+    _, sessions = credit_of(tmp_path, SUB_AGENTS.replace("RETURNED", "1.0"))
+    for number, (main, *subs) in enumerate(sessions.values()):
+        assert (main.behind, main.caller, len(main.turns)) == (None, None, 3)
+        assert [sub.caller for sub in subs] == [Caller(main.uid, call) for call in (1, 1, 6, 6)]
+        assert [sub.parent_uid for sub in subs] == [main.uid] * 4
+        assert subs[0].behind is None
+        for sub in subs[1:]:  # all are the same
+            assert sub.behind is not None and sub.behind.num_tokens == len(sub.prompt_ids)
+        file = write_samples(RunDirectory(tmp_path), number, [Group("g", "r", "a", (main, *subs))])
+        assert [(row.behind, row.caller) for row in read_samples(file)] == [(s.behind, s.caller) for s in (main, *subs)]
+
+
+NAMED = """
+def run(problem, client):
+    names = {"X-Marsrl-Lineage": "sub", "X-Marsrl-Lineage-Parent": "main"}
+    main = client.chat("solver", [problem.question], {"X-Marsrl-Lineage": "main"})
+    for word in ("one", "two"):
+        client.chat("verifier", [word], names)
+    try:
+        client.chat("solver", [problem.question], {"X-Marsrl-Lineage": "x" * 129})
+    except RuntimeError as error:
+        assert "HTTP 400" in str(error) and "X-Marsrl-Lineage has 129 characters" in str(error)
+    try:
+        client.chat("solver", [problem.question], {"X-Marsrl-Lineage": "third"})
+    except RuntimeError as error:
+        assert "HTTP 429" in str(error) and "external.max_lineages = 2" in str(error)
+    again = client.chat("solver", [problem.question], {"X-Marsrl-Lineage": "sub"})  # not a repetition of main's
+    return 1.0
+"""
+
+
+def test_headers_name_lineages_and_callers(tmp_path: Path) -> None:
+    _, sessions = credit_of(tmp_path, NAMED, "external.max_lineages=2")
+    for main, one, two, again in sessions.values():
+        assert (main.caller, one.caller, two.caller, again.caller) == (None, *[Caller(main.uid, 1)] * 3)
+        assert all(turn.fate is Fate.READ for turn in main.turns)

@@ -86,6 +86,7 @@ REFILL = "rollout.refill.groups=6"
             (REFILL, "agents.solver.loss_weight=0", "credit.train_agents=solver"),
             "rollout.refill counts groups with spread",
         ),
+        ((REFILL, "credit.normalise=step"), "credit.normalise=step compares samples of all groups"),
         (("data.rest=2",), "data.rest is 2, but task=arithmetic makes new problems"),
     ],
 )

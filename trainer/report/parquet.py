@@ -35,6 +35,8 @@ def _schema(kind: type) -> pa.Schema:
         "Finish": pa.string(),
         "Mapping[str, float | None]": pa.map_(pa.string(), pa.float64()),
         "tuple[Segment, ...]": pa.list_(pa.struct({field.name: pa.int32() for field in fields(Segment)})),
+        "Prefix": pa.struct({"uid": pa.string(), "num_tokens": pa.int32()}),
+        "Caller": pa.struct({"uid": pa.string(), "call": pa.int32()}),
         "IntArray": pa.list_(pa.int32()),
         "FloatArray": pa.list_(pa.float32()),
         "BoolArray": pa.list_(pa.bool_()),

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from marsrl.rollout.types import Finish, Group, Sample, Segment
+from marsrl.rollout.types import Caller, Finish, Group, Prefix, Sample, Segment
 from marsrl.trainer.report.fates import SampleFate
 from marsrl.trainer.report.parquet import read_rows, write_rows
 from marsrl.trainer.runs.directory import RunDirectory
@@ -53,6 +53,8 @@ class SampleRecord:
     num_trained: int = 0
     update: int = 0
     gap: float | None = None
+    behind: Prefix | None = None
+    caller: Caller | None = None
 
 
 def record(
@@ -87,6 +89,8 @@ def record(
         num_trained=fate.num_trained,
         update=fate.update,
         gap=fate.gap,
+        behind=sample.behind,
+        caller=sample.caller,
     )
 
 

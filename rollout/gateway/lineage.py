@@ -1,0 +1,281 @@
+"""Lineages of a session: what one context of an agent becomes, and which lineage called it.
+
+A call that does not continue a sample (history.py) begins one:
+
+    branch       its chat begins with an answered chat: the same lineage, from the same tokens
+    rewritten    its chat shows more answers than the first chat of the earlier sample with which it shares most tokens: the same
+                 lineage
+    successor    its chat holds the text of an answer, such as a summary, and the lineage of that answer makes no more calls: the
+                 same lineage
+    root         anything else: a new lineage. Its caller is the lineage whose last answer was read before the root's first call,
+                 and whose next call follows the root's last one; if several lineages fit, none
+
+Headers give lineages names and callers, which take precedence. They never decide which tokens a call continues.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+import numpy as np
+
+from marsrl.rollout.agents.parsers import THINK_CLOSE
+from marsrl.rollout.gateway.calls import Origin
+from marsrl.rollout.gateway.chats import Ask, Refused
+from marsrl.rollout.gateway.history import Strand
+from marsrl.rollout.types import Caller, IntArray, Prefix
+
+_OWN = ("X-Marsrl-Lineage", "X-Marsrl-Lineage-Parent")
+_WINDOW = "x-codex-window-id"  # a thread's id, and the number of its compactions
+_NAMES = (_OWN[0], "X-Claude-Code-Agent-Id", "thread-id", _WINDOW, "X-Session-Id")  # Claude Code, Codex, OpenCode
+_PARENTS = (_OWN[1], "X-Claude-Code-Parent-Agent-Id", "x-codex-parent-thread-id", "x-parent-session-id")
+_MOST_NAME = 128  # characters
+_PIECE = 64  # characters of an answer that a successor's chat holds
+_LATEST = 16  # answers that are looked for in a new chat
+_MOST_TEXT = 1 << 18  # characters, from its end, of a chat in which they are looked for
+
+
+def names_of(headers: Mapping[str, str]) -> tuple[str, str]:
+    """Return the names of a request's lineage and of its caller; "" if no header gives one.
+
+    Names that are too long or unprintable are ignored if they come from harnesses. Raises Refused: they come from our headers.
+    """
+    names = []
+    for keys in (_NAMES, _PARENTS):
+        key = next((key for key in keys if headers.get(key)), "")
+        name = headers[key] if key else ""
+        if key == _WINDOW:
+            name = name.rpartition(":")[0] or name
+        if len(name) > _MOST_NAME or not name.isprintable():
+            if key in _OWN:
+                raise Refused(400, f"{key} has {len(name)} characters; expected at most {_MOST_NAME}, all printable")
+            name = ""
+        names.append(name)
+    return names[0], names[1]
+
+
+class Prefixes:
+    """Tokens of an agent's samples in a session, sorted: a neighbour shares the longest prefix with new tokens."""
+
+    def __init__(self) -> None:
+        self._sorted: list[Strand] = []
+        self._unsorted: dict[Strand, None] = {}  # begun or extended since the last search
+
+    def add(self, strand: Strand) -> None:
+        self._unsorted[strand] = None
+
+    def extend(self, strand: Strand, token_ids: IntArray) -> None:
+        """Append tokens to a strand."""
+        if strand not in self._unsorted:
+            self._sorted.remove(strand)
+            self._unsorted[strand] = None
+        strand.token_ids = np.concatenate([strand.token_ids, token_ids])
+
+    def longest(self, token_ids: IntArray) -> tuple[Strand, int] | None:
+        """Return the strand that shares the most tokens with these from the start, and their number; None: none shares any."""
+        for strand in self._unsorted:
+            insort(self._sorted, strand, key=_key)
+        self._unsorted.clear()
+        place = bisect_left(self._sorted, _bytes(token_ids), key=_key)
+        neighbours = self._sorted[max(0, place - 1) : place + 1]
+        shared = [(strand, num_shared(strand.token_ids, token_ids)) for strand in neighbours]
+        return max((each for each in shared if each[1]), key=lambda each: each[1], default=None)
+
+
+def _bytes(token_ids: IntArray) -> bytes:
+    return token_ids.astype(">u4").tobytes()  # ordered as the tokens are
+
+
+def _key(strand: Strand) -> bytes:
+    return _bytes(strand.token_ids)
+
+
+def num_shared(one: IntArray, other: IntArray) -> int:
+    """Return the length of the common prefix."""
+    length = min(len(one), len(other))
+    differs = one[:length] != other[:length]
+    return int(differs.argmax()) if differs.any() else length
+
+
+@dataclass(slots=True, eq=False)
+class Lineage:
+    """What one context of an agent becomes.
+
+    name, parent: its own name and its caller's, from headers; "". num_shown: answers that its first chat shows. calls: numbers of
+    its calls, in order. held: number of the call whose answer its first chat holds; None.
+    """
+
+    name: str
+    parent: str
+    num_shown: int
+    held: int | None
+    calls: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A sample. after: the sample that it branches off or rewrites. shares: its longest common prefix with an earlier sample of
+    the agent."""
+
+    agent: str
+    lineage: Lineage
+    after: Strand | None
+    shares: tuple[Strand, int] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """Lineages at the end of a session, where successors belong to the lineages that they follow.
+
+    origins, agents, lineages: by uid, in order of first calls. named: lineages by name.
+    """
+
+    origins: Mapping[str, Origin]
+    agents: Mapping[str, str]
+    lineages: Mapping[str, Lineage]
+    named: Mapping[str, Lineage]
+
+
+@dataclass(slots=True)
+class Lineages:
+    """Lineages of a session; see the module. most_names: maximum number of names (external.max_lineages)."""
+
+    most_names: int
+    _all: list[Lineage] = field(default_factory=list)  # in order of first calls
+    _named: dict[str, Lineage] = field(default_factory=dict)
+    _begun: dict[Strand, _Begun] = field(default_factory=dict)
+    _strands: dict[int, Strand] = field(default_factory=dict)  # by number of the call
+    _answered: dict[int, int] = field(default_factory=dict)  # number of calls when each call was answered
+    _prefixes: dict[str, Prefixes] = field(default_factory=dict)  # by agent
+    _latest: deque[tuple[int, str, Sequence[str]]] = field(
+        default_factory=lambda: deque(maxlen=_LATEST)
+    )  # long answers
+
+    def check(self, ask: Ask) -> None:
+        """Raise Refused if the call names a lineage too many."""
+        if ask.lineage and ask.lineage not in self._named and len(self._named) >= self.most_names:
+            raise Refused(
+                429,
+                f"the session names more lineages in headers than external.max_lineages = {self.most_names}; raise it, or use "
+                "earlier names",
+            )
+
+    def prefers(self, ask: Ask) -> Callable[[Strand], bool]:
+        """Return the predicate of samples in the lineage that the call names, or in unnamed ones."""
+        return lambda strand: self._begun[strand].lineage.name == ask.lineage
+
+    def begin(self, ask: Ask, strand: Strand, number: int, behind: Strand | None) -> int | None:
+        """Record a new sample; return the number of the call whose answer its chat holds, if it may be a successor.
+
+        number: the call's. behind: the sample that it branches off.
+        """
+        prefixes = self._prefixes.setdefault(ask.agent, Prefixes())
+        shares = prefixes.longest(strand.token_ids)
+        prefixes.add(strand)
+        num_shown = sum(message["role"] == "assistant" for message in ask.messages)
+        if behind is None and shares is not None:
+            earlier, num_tokens = shares
+            if num_shown > self._begun[earlier].lineage.num_shown or num_tokens > earlier.num_prompt:
+                behind = earlier
+        lineage = self._named.get(ask.lineage)
+        if not ask.lineage and behind is not None:
+            lineage = self._begun[behind].lineage
+        held = None
+        if lineage is None:
+            held = None if ask.lineage else self._held(ask)
+            lineage = Lineage(ask.lineage, ask.caller, num_shown, held)
+            self._all.append(lineage)
+        self._begun[strand] = _Begun(ask.agent, lineage, behind, shares)
+        self._note(ask, strand, number)
+        return held
+
+    def go_on(self, ask: Ask, strand: Strand, number: int, new: IntArray) -> None:
+        """Append a call's new tokens to the sample that it continues."""
+        self._prefixes[ask.agent].extend(strand, new)
+        self._note(ask, strand, number)
+
+    def answer(self, ask: Ask, strand: Strand, number: int, token_ids: IntArray, text: str, num_calls: int) -> None:
+        """Append an answer's tokens to its sample. number: of its call; num_calls: of the session's calls so far."""
+        self._prefixes[ask.agent].extend(strand, token_ids)
+        self._answered[number] = num_calls
+        text = text.rpartition(THINK_CLOSE)[2].strip()
+        if len(text) >= _PIECE:  # Programs take summaries out of tags, or cut them.
+            starts = (0, (len(text) - _PIECE) // 2, len(text) - _PIECE)
+            self._latest.append((number, ask.agent, [text[start : start + _PIECE] for start in starts]))
+
+    def settle(self) -> Settled:
+        """Join successors to the lineages that they follow, and find callers."""
+        whole: dict[Lineage, Lineage] = {}
+        calls: dict[Lineage, list[int]] = {}  # in order of first calls
+        for lineage in self._all:
+            before = None if lineage.held is None else whole[self._begun[self._strands[lineage.held]].lineage]
+            if before is not None and calls[before][-1] < lineage.calls[0]:
+                calls[before] += lineage.calls
+                whole[lineage] = before
+            else:
+                calls[lineage] = list(lineage.calls)
+                whole[lineage] = lineage
+        named = {name: whole[lineage] for name, lineage in self._named.items()}
+        callers = {lineage: self._caller(call) for lineage, call in self._callers(calls, named).items()}
+        begun = {strand.uid: each for strand, each in self._begun.items() if strand.uid}
+        lineages = {uid: whole[each.lineage] for uid, each in begun.items()}
+        origins = {uid: self._origin(each, callers[lineages[uid]]) for uid, each in begun.items()}
+        return Settled(origins, {uid: each.agent for uid, each in begun.items()}, lineages, named)
+
+    def _callers(
+        self, calls: Mapping[Lineage, Sequence[int]], named: Mapping[str, Lineage]
+    ) -> dict[Lineage, int | None]:
+        """Return the call of each lineage's caller whose answer started the lineage."""
+        callers: dict[Lineage, int | None] = {}
+        around: list[Lineage] = []  # begun before the lineage, and called after its first call
+        for lineage, own in calls.items():
+            around = [each for each in around if calls[each][-1] > own[0]]
+            parent = named.get(lineage.parent)
+            if parent is not None and parent is not lineage:
+                earlier = calls[parent][: bisect_left(calls[parent], own[0])]
+                callers[lineage] = earlier[-1] if earlier else None
+            else:
+                fits = (call for each in around if (call := self._waits(calls[each], own)) is not None)
+                two = list(islice(fits, 2))
+                callers[lineage] = two[0] if len(two) == 1 else None
+            around.append(lineage)
+        return callers
+
+    def _waits(self, calls: Sequence[int], own: Sequence[int]) -> int | None:
+        """Return the last of these calls before `own`, if it was answered by then and the next one follows all of them."""
+        place = bisect_left(calls, own[0])
+        is_answered = self._answered.get(calls[place - 1], own[0] + 1) <= own[0]
+        return calls[place - 1] if is_answered and calls[place] > own[-1] else None
+
+    def _caller(self, call: int | None) -> Caller | None:
+        uid = "" if call is None else self._strands[call].uid
+        return None if call is None or not uid else Caller(uid, call + 1)
+
+    def _origin(self, begun: _Begun, caller: Caller | None) -> Origin:
+        after, held = begun.after, begun.lineage.held
+        if after is None and held is not None:
+            after = self._strands[held]
+        shares = (
+            None if begun.shares is None or not begun.shares[0].uid else Prefix(begun.shares[0].uid, begun.shares[1])
+        )
+        parent = after.uid if after is not None else "" if caller is None else caller.uid
+        return Origin(parent, shares, caller)
+
+    def _note(self, ask: Ask, strand: Strand, number: int) -> None:
+        lineage = self._begun[strand].lineage
+        lineage.calls.append(number)
+        self._strands[number] = strand
+        if ask.lineage:
+            self._named.setdefault(ask.lineage, lineage)
+
+    def _held(self, ask: Ask) -> int | None:
+        """Return the latest call of the agent whose answer's text the chat holds."""
+        text = "\n".join(message["content"] for message in ask.messages)[-_MOST_TEXT:]
+        for number, agent, pieces in reversed(self._latest):
+            if agent == ask.agent and any(piece in text for piece in pieces):
+                return number
+        return None
