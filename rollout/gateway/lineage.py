@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -138,6 +138,40 @@ class Settled:
     agents: Mapping[str, str]
     lineages: Mapping[str, Lineage]
     named: Mapping[str, Lineage]
+
+    def rewards(
+        self,
+        by_agent: Mapping[str, float],
+        by_lineage: Mapping[Lineage, float],
+        answers: Iterable[tuple[str, float]],
+        by_turn: Iterable[str] = (),
+    ) -> dict[str, float]:
+        """Return rewards by agent, and by uid where a sample's differs from its agent's.
+
+        A sample gets the first that is given: the mean reward of its answers, the reward of its lineage (or else the mean over
+        the lineage's answers), its agent's, the reward of the sample that called it.
+
+        answers: uid of the sample and reward of each rewarded answer. by_turn: agents of answers with rewards of turns, which are
+        added to 0 if nothing else is given.
+        """
+        of_sample: dict[str, list[float]] = {}
+        of_lineage: dict[Lineage, list[float]] = {}
+        for uid, value in answers:
+            of_sample.setdefault(uid, []).append(value)
+            of_lineage.setdefault(self.lineages[uid], []).append(value)
+        known = {lineage: sum(values) / len(values) for lineage, values in of_lineage.items()} | dict(by_lineage)
+        by_uid = {uid: sum(values) / len(values) for uid, values in of_sample.items()}
+        given = {*by_agent, *by_turn}
+        for uid, origin in self.origins.items():
+            lineage, caller = self.lineages[uid], origin.caller
+            if uid not in by_uid and lineage in known:
+                by_uid[uid] = known[lineage]
+            elif uid not in by_uid and caller is not None and self.agents[uid] not in given:
+                if caller.uid in by_uid:  # The caller began earlier.
+                    by_uid[uid] = by_uid[caller.uid]
+                elif self.agents[caller.uid] in by_agent:
+                    by_uid[uid] = by_agent[self.agents[caller.uid]]
+        return dict.fromkeys(by_turn, 0.0) | dict(by_agent) | by_uid
 
 
 @dataclass(slots=True)

@@ -10,7 +10,7 @@ import math
 import re
 import secrets
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, ParamSpec, TypeVar
@@ -20,7 +20,7 @@ import numpy as np
 from marsrl.rollout.gateway.calls import Call, Reply, SessionEnd
 from marsrl.rollout.gateway.chats import Agent, Answer, Ask, Refused, Said
 from marsrl.rollout.gateway.history import History, Strand
-from marsrl.rollout.gateway.lineage import Lineages
+from marsrl.rollout.gateway.lineage import Lineage, Lineages, Settled
 from marsrl.rollout.text import without_surrogates
 from marsrl.rollout.types import Fate, Finish, IntArray, ToolOutput
 
@@ -161,8 +161,9 @@ class Session:
                 raise ValueError(next((refusal for refusal in self.refusals if refusal in error), error))
             reward = None if said.get("reward") is None else _number(said["reward"])
             given = said.get("rewards")
-            by_agent, by_call = self._rewards({} if given is None else given)
-            _, of_turns = self._rewards(said.get("turn_rewards", {}))
+            settled = self.lineages.settle()
+            by_agent, by_lineage, by_call = self._rewards({} if given is None else given, settled)
+            _, _, of_turns = self._rewards(said.get("turn_rewards", {}), settled)
             if self.sums_turns:
                 of_turns += by_call
             turn_rewards = [0.0] * (self.num_calls if of_turns else 0)
@@ -170,8 +171,9 @@ class Session:
                 turn_rewards[number] += value
             rewards: dict[str, float] | None = None
             if given is not None:
-                rewards = {self._calls[number].task.result().agent: 0.0 for number, _ in of_turns} | by_agent
-                rewards |= {} if self.sums_turns else self._means(by_call)
+                by_turn = [self._calls[number].task.result().agent for number, _ in of_turns]
+                answers = [] if self.sums_turns else [(self._calls[number].uid, value) for number, value in by_call]
+                rewards = settled.rewards(by_agent, by_lineage, answers, by_turn)
             answer = None if said.get("answer") is None else str(said["answer"])
             end = SessionEnd(
                 reward,
@@ -180,7 +182,7 @@ class Session:
                 self._uids_read(),
                 [self._fate(each) for each in self._calls],
                 turn_rewards,
-                self.lineages.settle().origins,
+                settled.origins,
             )
         except (ValueError, TypeError, AttributeError) as error:
             return ToolOutput(without_surrogates(f"the program failed: {error}"), is_error=True, seconds=seconds)
@@ -192,26 +194,30 @@ class Session:
         for task in list(self._open):
             task.cancel()
 
-    def _rewards(self, given: Mapping[str, Any]) -> tuple[dict[str, float], list[tuple[int, float]]]:
-        """Return rewards by agent, and (number of the call, reward) for each answer's id."""
+    def _rewards(
+        self, given: Mapping[str, Any], settled: Settled
+    ) -> tuple[dict[str, float], dict[Lineage, float], list[tuple[int, float]]]:
+        """Return rewards by agent, by lineage, and (number of the call, reward) for each answer's id."""
         by_agent: dict[str, float] = {}
+        by_lineage: dict[Lineage, float] = {}
         by_call: list[tuple[int, float]] = []
         for name, value in given.items():
             if name in self.agents:
                 by_agent[name] = _number(value)
+            elif name in settled.named:
+                if self.sums_turns:
+                    raise ValueError(
+                        f"a reward is for the lineage {name!r}; with credit.turns=returns give it to the id of an answer"
+                    )
+                by_lineage[settled.named[name]] = _number(value)
             elif (number := self._answered.get(re.split("[-_]", name)[-1])) is not None:  # chatcmpl-ID, msg_ID, ...
                 self._note_used(number)
                 by_call.append((number, _number(value)))
             else:
-                raise ValueError(f"a reward is for {name!r}; expected an agent or the id of an answer")
-        return by_agent, by_call
-
-    def _means(self, by_call: Sequence[tuple[int, float]]) -> dict[str, float]:
-        """Return each sample's mean over its rewarded answers, by uid."""
-        by_uid: dict[str, list[float]] = {}
-        for number, value in by_call:
-            by_uid.setdefault(self._calls[number].uid, []).append(value)
-        return {uid: sum(values) / len(values) for uid, values in by_uid.items()}
+                raise ValueError(
+                    f"a reward is for {name!r}; expected an agent, the name of a lineage or the id of an answer"
+                )
+        return by_agent, by_lineage, by_call
 
     def _note_read(self, number: int) -> None:
         self._calls[number].is_read = True

@@ -12,7 +12,7 @@ is JSON, that counts as a function's return value:
     None             the task judges the session's last answer
     "a text"         the task judges this answer
     0.5              the reward of every agent
-    {"solver": 1.0}  rewards by agent, or by id of an answer (`chatcmpl-...`)
+    {"solver": 1.0}  rewards by agent, by id of an answer (`chatcmpl-...`), or by name of a lineage
 """
 
 from __future__ import annotations

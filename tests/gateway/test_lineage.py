@@ -186,6 +186,49 @@ def test_a_chat_with_an_answer_in_it_follows_its_sample(chat: str, agent: str, g
     assert settled.origins["then"].caller == (Caller("first", 1) if goes_on else None)
 
 
+REWARDS = {  # name: (by agent, by name of a lineage, of answers, the samples' rewards)
+    "of agents": ({"solver": 1.0, "helper": 0.5}, {}, [], {"nested": 0.5}),
+    "of answers": (
+        {"solver": 1.0, "helper": 0.5},
+        {},
+        [("sub", 2.0), ("sub", 4.0)],
+        dict.fromkeys(("sub", "then", "nested"), 3.0),
+    ),
+    "of one of two samples": ({}, {}, [("sub", 2.0), ("then", 4.0)], {"sub": 2.0, "then": 4.0, "nested": 4.0}),
+    "of a lineage": ({"helper": 0.5}, {"s": 2.0}, [("sub", 4.0)], {"sub": 4.0, "then": 2.0, "nested": 2.0}),
+    "of the caller": ({"solver": 1.0}, {}, [], dict.fromkeys(("sub", "then", "nested"), 1.0)),
+    "of the caller's answer": ({}, {}, [("main", 1.0)], dict.fromkeys(("main", "sub", "then", "nested"), 1.0)),
+    "of the nearest caller": ({"solver": 1.0}, {"s": 2.0}, [], {"sub": 2.0, "then": 2.0, "nested": 2.0}),
+    "none": ({}, {}, [], {}),
+}
+
+
+@pytest.mark.parametrize(("by_agent", "by_name", "answers", "expected"), REWARDS.values(), ids=REWARDS)
+def test_a_sample_gets_the_first_reward_that_is_given(
+    by_agent: dict[str, float], by_name: dict[str, float], answers: list[tuple[str, float]], expected: dict[str, float]
+) -> None:
+    """By its answers, its lineage, its agent, its caller."""
+    session = Session()
+    main = session.one("main", 1)
+    for uid in ("sub", "then"):
+        session.one(uid, 2, agent="helper", lineage="s")
+    session.one("nested", 3, agent="nested", lineage="n", caller="s")
+    session.go_on(main)
+    settled = session.lineages.settle()
+    by_lineage = {settled.named[name]: value for name, value in by_name.items()}
+    assert settled.rewards(by_agent, by_lineage, answers) == by_agent | expected
+
+
+def test_rewards_of_turns_stand_for_the_callers_and_are_not_passed_on() -> None:
+    session = Session()
+    main = session.one("main", 1)
+    session.one("sub", 2, agent="helper")
+    session.go_on(main)
+    rewards = session.lineages.settle().rewards
+    assert rewards({"solver": 1.0}, {}, [], ["helper"]) == {"solver": 1.0, "helper": 0.0}
+    assert rewards({}, {}, [], ["solver"]) == {"solver": 0.0}
+
+
 def test_a_chain_of_summaries_is_one_lineage_with_one_caller() -> None:
     session = Session()
     main = session.one("main", 1)

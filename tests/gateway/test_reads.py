@@ -234,3 +234,39 @@ def test_headers_name_lineages_and_callers(tmp_path: Path) -> None:
     for main, one, two, again in sessions.values():
         assert (main.caller, one.caller, two.caller, again.caller) == (None, *[Caller(main.uid, 1)] * 3)
         assert all(turn.fate is Fate.READ for turn in main.turns)
+
+
+@pytest.mark.parametrize(
+    ("returned", "expected"),
+    [
+        ("{'solver': float(client.session.endswith('0'))}", [1.0, 1.0]),
+        ("{'solver': 1.0, 'verifier': float('nan')}", [1.0, None]),
+        ("{'solver': 1.0, 'verifier': 0.5}", [1.0, 0.5]),
+        ("{last.id: 1.0}", [1.0, 1.0]),
+        ("0.5", [0.5, 0.5]),
+    ],
+)
+def test_a_sub_agent_without_a_reward_gets_its_callers(
+    tmp_path: Path, returned: str, expected: list[float | None]
+) -> None:
+    _, sessions = credit_of(tmp_path, SUB_AGENTS.replace("RETURNED", returned))
+    main, *subs = next(iter(sessions.values()))
+    found = {None if sub.reward.is_missing else sub.reward.value for sub in subs}
+    assert [main.reward.value, *found] == expected
+
+
+def test_a_lineage_is_rewarded_by_its_name(tmp_path: Path) -> None:
+    text = """
+    def run(problem, client):
+        client.chat("solver", ["one"], {"X-Marsrl-Lineage": "a"})
+        client.chat("solver", ["two"], {"X-Marsrl-Lineage": "b"})
+        return {"a": 0.25, "solver": 0.5, "NAME": 1.0}
+    """
+    _, sessions = credit_of(tmp_path, text.replace("NAME", "b"))
+    assert [[s.reward.value for s in samples] for samples in sessions.values()] == [[0.25, 1.0]] * 2
+    _, sessions = credit_of(tmp_path, text.replace("NAME", "c"))
+    note = sessions.popitem()[1][0].reward.note
+    assert "a reward is for 'c'; expected an agent, the name of a lineage or the id of an answer" in note
+    _, sessions = credit_of(tmp_path, text.replace("NAME", "b"), *BY_TURN)
+    note = sessions.popitem()[1][0].reward.note
+    assert "a reward is for the lineage 'a'; with credit.turns=returns give it to the id of an answer" in note
