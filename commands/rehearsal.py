@@ -52,6 +52,7 @@ from marsrl.trainer.config import RunConfig
 from marsrl.trainer.config.origin import ConfigOrigin
 from marsrl.trainer.data.credit import Credited, credit
 from marsrl.trainer.report.console import literal
+from marsrl.trainer.report.group_metrics import poor_merges
 
 Answers = Mapping[str, Sequence[str]]
 """Answers of each agent, in the order of its calls. After the last answer the first one is used again."""
@@ -95,7 +96,8 @@ class Rehearsal(NamedTuple):
     """Record of one problem that the team played.
 
     errors: errors of the team's own code or the program, by episode. num_episodes: episodes of the instance. turns: turns by
-    sample, if a program plays. warnings: warnings about prompts that do not state the expected form of answers.
+    sample, if a program plays. warnings: about prompts that do not state the expected form of answers, and calls that do not
+    merge.
     """
 
     problem: Problem
@@ -123,7 +125,7 @@ def rehearse(config: RunConfig, answers: Answers, *, question: str = "", referen
     read: dict[str, list[str]] = {}
     for sample in (sample for group in groups for sample in group.samples):
         read.setdefault(sample.agent, []).append(sample.prompt_text)
-    warnings = rollout.stages.team.orchestration.unasked([problem], read)
+    warnings = [*rollout.stages.team.orchestration.unasked([problem], read), *poor_merges(groups)]
     errors = {name: episode.error for name, episode in episodes.items() if episode.error}
     credited = credit(groups, config.credit, config.agents, group_size=config.rollout.group_size, seed=config.run.seed)
     return Rehearsal(problem, credited, errors, turns, len(episodes), warnings)
@@ -332,6 +334,8 @@ def drawn(rehearsal: Rehearsal, *, with_prompts: bool = False) -> Tree:
         nodes[uid] = above.add(Text.assemble((uid.rpartition("/")[2], "bold"), earns))
         if with_prompts:
             nodes[uid].add(literal(f"it read: {sample.prompt_text}", "dim"))
+        if sample.rewritten:
+            nodes[uid].add(literal(f"does not continue an earlier sample: {sample.rewritten}", "dim"))
         for turn in turns.get(uid, ()):
             does = "reads" if turn.number == begun[uid] else "goes on with"
             nodes[uid].add(Text(f"call {turn.number} {does} {turn.num_new} bytes: {_short(turn.text)}"))

@@ -336,6 +336,7 @@ class Team:
             turn_end=None if read is completion else len(read_text),
             behind=completion.behind,
             caller=completion.caller,
+            rewritten=completion.rewritten,
         )
         settings = self.agents[ask.agent]
         if settings.tools and finish is Finish.STOP and completion.turn < min(settings.max_tool_turns, self.max_turns):

@@ -249,7 +249,8 @@ class Sample:
     turns: the answers to a program's calls, in order; () if no program played. turn_end: index in `text` of the end of the
     last answer that was read, if others follow; None: the end.
     behind: of a program's sample, the longest common prefix with an earlier sample of the agent in its session. caller: for a
-    sample of a sub-agent. None: none, or no program played.
+    sample of a sub-agent. None: none, or no program played. rewritten: for people, what the program changed in an earlier chat,
+    or why else the sample does not continue an earlier one; "" if it is new.
     segments partition [0, N) by the policy version that decoded them. full_text: `text`, None if not kept. shown: the part
     that other agents see, "" if empty. verdict: True = "correct"; answer: the final answer; None = unparsable, or this agent
     gives none. outcome: correctness of the episode's result, if whole rollout instances are trained; NaN = unknown.
@@ -285,6 +286,7 @@ class Sample:
     turn_end: int | None = None
     behind: Prefix | None = None
     caller: Caller | None = None
+    rewritten: str = ""
 
     @property
     def episode_id(self) -> str:

@@ -4,7 +4,8 @@
 
 Each pattern plays two sessions of 8 turns through the gateway, with rewards 1 and 0. fed: tokens of samples with a reward, which
 the trainer computes; once: the same with each prefix that samples of a session share counted once; trained: sampled tokens with a
-gradient, of those drawn; credit: advantages of the samples of the first and of the second session.
+gradient, of those drawn; credit: advantages of the samples of the first and of the second session; why: why the first sample that
+does not continue an earlier one does not. Whether a call that is cut off extends its sample first differs by run.
 """
 
 from __future__ import annotations
@@ -228,6 +229,7 @@ def measure(pattern: str, function: str = f"{Path(__file__).resolve()}:run") -> 
         "once": once,
         "trained": sum(int(s.is_sampled.sum()) for s in samples if s.uid in tokens),
         "drawn": sum(turn.end - turn.start for s in samples for turn in s.turns),
+        "why": next(iter(Counter(s.rewritten for s in samples if s.rewritten)), ""),
         "credit": [[played.credited.advantages.get(s.uid) for s in own] for own in sessions.values()],
         "played": played,
     }
@@ -241,7 +243,7 @@ def line(row: dict[str, Any]) -> str:
     )
     cells = (
         row["pattern"], f"{row['calls']} -> {row['samples']}", f"{row['fed']:,}", f"{row['once']:,}",
-        f"{row['fed'] / row['once']:.2f}", f"{row['trained']:,} of {row['drawn']:,}", told,
+        f"{row['fed'] / row['once']:.2f}", f"{row['trained']:,} of {row['drawn']:,}", told, row["why"],
     )  # fmt: skip
     return f"| {' | '.join(cells)} |"
 
@@ -253,7 +255,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write every number to this file")
     options = parser.parse_args()
     logging.disable(logging.ERROR)
-    print("| pattern | calls -> samples | fed | once | ratio | trained | credit |\n|---|---|---|---|---|---|---|")
+    print(
+        "| pattern | calls -> samples | fed | once | ratio | trained | credit | why |\n|---|---|---|---|---|---|---|---|"
+    )
     rows = []
     for pattern in options.patterns:
         rows.append({name: value for name, value in measure(pattern).items() if name != "played"})

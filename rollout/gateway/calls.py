@@ -55,6 +55,7 @@ class Origin:
     parent: str = ""
     behind: Prefix | None = None
     caller: Caller | None = None
+    rewritten: str = ""
 
 
 @dataclass(frozen=True, slots=True)

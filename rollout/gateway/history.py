@@ -178,13 +178,13 @@ def _is_empty(message: ChatMessage) -> bool:
 
 def _kept(message: ChatMessage) -> _Kept:
     calls = tuple(
-        (str(each.get("id") or ""), _digest(b"", *_content(each))) for each in message.get("tool_calls") or ()
+        (str(each.get("id") or ""), _digest(b"", *content_of(each))) for each in message.get("tool_calls") or ()
     )
     thought = message.get("reasoning") if message["role"] == "assistant" else None
     return _Kept(thought, calls, str(message.get("tool_call_id") or ""))
 
 
-def _content(call: Mapping[str, Any]) -> tuple[Any, Any]:
+def content_of(call: Mapping[str, Any]) -> tuple[Any, Any]:
     """Return the name and the arguments of a call, which clients may write differently."""
     function = call["function"]
     name, arguments = function.get("name"), function.get("arguments") or {}

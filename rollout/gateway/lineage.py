@@ -25,8 +25,9 @@ import numpy as np
 
 from marsrl.rollout.agents.parsers import THINK_CLOSE
 from marsrl.rollout.gateway.calls import Origin
+from marsrl.rollout.gateway.changes import OTHER, first_change
 from marsrl.rollout.gateway.chats import Ask, Refused
-from marsrl.rollout.gateway.history import Strand
+from marsrl.rollout.gateway.history import ChatMessage, Strand
 from marsrl.rollout.types import Caller, IntArray, Prefix
 
 _OWN = ("X-Marsrl-Lineage", "X-Marsrl-Lineage-Parent")
@@ -106,7 +107,7 @@ class Lineage:
     """What one context of an agent becomes.
 
     name, parent: its own name and its caller's, from headers; "". num_shown: answers that its first chat shows. calls: numbers of
-    its calls, in order. held: number of the call whose answer its first chat holds; None.
+    its calls, in order. held: number of the call whose answer its first chat holds; None. chat: its latest answered chat.
     """
 
     name: str
@@ -114,16 +115,18 @@ class Lineage:
     num_shown: int
     held: int | None
     calls: list[int] = field(default_factory=list)
+    chat: Sequence[ChatMessage] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """A sample. after: the sample that it branches off or rewrites. shares: its longest common prefix with an earlier sample of
-    the agent."""
+    """A sample. after: the sample that it branches off or rewrites. why: for people, why it does not continue that sample.
+    shares: its longest common prefix with an earlier sample of the agent."""
 
     agent: str
     lineage: Lineage
     after: Strand | None
+    why: str
     shares: tuple[Strand, int] | None
 
 
@@ -202,10 +205,10 @@ class Lineages:
         """Return the predicate of samples in the lineage that the call names, or in unnamed ones."""
         return lambda strand: self._begun[strand].lineage.name == ask.lineage
 
-    def begin(self, ask: Ask, strand: Strand, number: int, behind: Strand | None) -> int | None:
+    def begin(self, ask: Ask, strand: Strand, number: int, behind: Strand | None = None, why: str = "") -> int | None:
         """Record a new sample; return the number of the call whose answer its chat holds, if it may be a successor.
 
-        number: the call's. behind: the sample that it branches off.
+        number: the call's. behind: the sample that it branches off; why: why it does not continue that sample, if known.
         """
         prefixes = self._prefixes.setdefault(ask.agent, Prefixes())
         shares = prefixes.longest(strand.token_ids)
@@ -215,6 +218,9 @@ class Lineages:
             earlier, num_tokens = shares
             if num_shown > self._begun[earlier].lineage.num_shown or num_tokens > earlier.num_prompt:
                 behind = earlier
+                why = "" if ask.messages else f"the prompt changes behind token {num_tokens}"
+        if behind is not None and not why:
+            why = first_change(self._begun[behind].lineage.chat, ask.messages) or OTHER
         lineage = self._named.get(ask.lineage)
         if not ask.lineage and behind is not None:
             lineage = self._begun[behind].lineage
@@ -223,7 +229,7 @@ class Lineages:
             held = None if ask.lineage else self._held(ask)
             lineage = Lineage(ask.lineage, ask.caller, num_shown, held)
             self._all.append(lineage)
-        self._begun[strand] = _Begun(ask.agent, lineage, behind, shares)
+        self._begun[strand] = _Begun(ask.agent, lineage, behind, why, shares)
         self._note(ask, strand, number)
         return held
 
@@ -232,11 +238,15 @@ class Lineages:
         self._prefixes[ask.agent].extend(strand, new)
         self._note(ask, strand, number)
 
-    def answer(self, ask: Ask, strand: Strand, number: int, token_ids: IntArray, text: str, num_calls: int) -> None:
+    def answer(
+        self, ask: Ask, strand: Strand, number: int, token_ids: IntArray, message: ChatMessage, num_calls: int
+    ) -> None:
         """Append an answer's tokens to its sample. number: of its call; num_calls: of the session's calls so far."""
         self._prefixes[ask.agent].extend(strand, token_ids)
         self._answered[number] = num_calls
-        text = text.rpartition(THINK_CLOSE)[2].strip()
+        if ask.messages:
+            self._begun[strand].lineage.chat = [*ask.messages, message]
+        text = message["content"].rpartition(THINK_CLOSE)[2].strip()
         if len(text) >= _PIECE:  # Programs take summaries out of tags, or cut them.
             starts = (0, (len(text) - _PIECE) // 2, len(text) - _PIECE)
             self._latest.append((number, ask.agent, [text[start : start + _PIECE] for start in starts]))
@@ -297,7 +307,7 @@ class Lineages:
             None if begun.shares is None or not begun.shares[0].uid else Prefix(begun.shares[0].uid, begun.shares[1])
         )
         parent = after.uid if after is not None else "" if caller is None else caller.uid
-        return Origin(parent, shares, caller)
+        return Origin(parent, shares, caller, begun.why)
 
     def _note(self, ask: Ask, strand: Strand, number: int) -> None:
         lineage = self._begun[strand].lineage

@@ -18,6 +18,7 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 
 from marsrl.rollout.gateway.calls import Call, Reply, SessionEnd
+from marsrl.rollout.gateway.changes import BRANCH, THOUGHTS
 from marsrl.rollout.gateway.chats import Agent, Answer, Ask, Refused, Said
 from marsrl.rollout.gateway.history import History, Strand
 from marsrl.rollout.gateway.lineage import Lineage, Lineages, Settled
@@ -267,13 +268,15 @@ class Session:
         ):
             token_ids, text = await _rendered(agent, renderer.render, ask.messages, ask.tools, **options)
             token_ids, text = np.concatenate([token_ids, begun]), text + _opening(agent, ask)
-            return ask, *self._new(agent, ask, token_ids, text, None if prefix is None else prefix.behind)
+            behind, why = (None, "") if prefix is None else (prefix.behind, THOUGHTS)
+            return ask, *self._new(agent, ask, token_ids, text, behind, why)
         has_ended = int(prefix.token_ids[-1]) in renderer.stop_ids
         new = np.concatenate([await _rendered(agent, renderer.next_turn, prefix.new, has_ended, **options), begun])
         if prefix.is_tip:
             return ask, *self._go_on(agent, ask, prefix.behind, new)
         token_ids = np.concatenate([prefix.token_ids, new])
-        return ask, *self._new(agent, ask, token_ids, renderer.decode(token_ids), prefix.behind)
+        why = "" if any(turn["role"] == "assistant" for turn in prefix.new) else BRANCH
+        return ask, *self._new(agent, ask, token_ids, renderer.decode(token_ids), prefix.behind, why)
 
     async def _by_prompt(self, agent: Agent, ask: Ask, prompt: IntArray | str) -> tuple[Strand, Call]:
         strand = self._history.find_prompt(agent.name, prompt)
@@ -294,9 +297,9 @@ class Session:
         return strand, call
 
     def _new(
-        self, agent: Agent, ask: Ask, token_ids: IntArray, text: str, behind: Strand | None = None
+        self, agent: Agent, ask: Ask, token_ids: IntArray, text: str, behind: Strand | None = None, why: str = ""
     ) -> tuple[Strand, Call]:
-        """Begin a sample. behind: the sample that its chat branches off."""
+        """Begin a sample. behind: the sample that its chat branches off; why: see Lineages.begin."""
         if not 0 < len(token_ids) <= agent.settings.max_input_tokens:
             raise Refused(
                 400,
@@ -307,7 +310,7 @@ class Session:
         number = self._numbers[agent.name]
         self._numbers[agent.name] += 1
         strand = Strand(token_ids, len(token_ids))
-        held = self.lineages.begin(ask, strand, self.num_calls, behind)
+        held = self.lineages.begin(ask, strand, self.num_calls, behind, why)
         if held is not None:
             self._note_used(held)
         return strand, self._call(agent, ask, number, token_ids, text=text)
@@ -343,14 +346,14 @@ class Session:
         else:
             turn_ids = got.token_ids
         parsed = Said(text) if agent.reader is None else agent.reader(text, turn_ids, ask)
-        self.lineages.answer(ask, strand, number, got.token_ids, parsed.content, self.num_calls)
+        message = {"role": "assistant", "content": parsed.content, "tool_calls": parsed.calls}
+        if parsed.reasoning is not None:
+            message["reasoning"] = parsed.reasoning
+        self.lineages.answer(ask, strand, number, got.token_ids, message, self.num_calls)
         strand.is_busy, strand.call = False, number
         if strand.text is not None:
             strand.text, strand.stop = strand.text + parsed.content, stop
         if ask.prompt is None:
-            message = {"role": "assistant", "content": parsed.content, "tool_calls": parsed.calls}
-            if parsed.reasoning is not None:
-                message["reasoning"] = parsed.reasoning
             self._history.answered(agent.name, ask.shown, [*ask.messages, message], strand)
         answer = Answer(
             secrets.token_hex(12),

@@ -54,6 +54,7 @@ class OpenSessions:
                 each.turns = tuple(replace(turn, fate=Fate(end.fates[turn.call - 1])) for turn in each.turns)
                 if (origin := end.origins.get(each.uid)) is not None:
                     each.parent, each.behind, each.caller = origin.parent, origin.behind, origin.caller
+                    each.rewritten = origin.rewritten
         return [each for each in completions if each.state is State.WAITING]
 
     def wait(self, timeout_s: float) -> None:

@@ -73,14 +73,15 @@ class Session:
         ask = Ask(fields.pop("agent", "solver"), [*said, {"role": "user", "content": chat}], **fields)
         self.lineages.check(ask)
         self.last = ask, strand_of(*prompt), self.num_calls
-        self.lineages.begin(*self.last, None)
+        self.lineages.begin(*self.last)
         self.last[1].uid = uid
         self.num_calls += 1
         return self.last[1]
 
     def answer(self, text: str = "", call: Any = None) -> None:
         ask, strand, number = call or self.last
-        self.lineages.answer(ask, strand, number, np.array([99], np.int32), text, self.num_calls)
+        message = {"role": "assistant", "content": text}
+        self.lineages.answer(ask, strand, number, np.array([99], np.int32), message, self.num_calls)
 
     def one(self, uid: str, *prompt: int, text: str = "", **fields: Any) -> Strand:
         """A new sample and its answer."""

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 from programs import program
+from rich.console import Console
 
-from marsrl.commands.rehearsal import rehearse
+from marsrl.commands.rehearsal import rehearse, rehearse_shown
 from marsrl.rollout.types import Caller, Fate, Group, Sample
 from marsrl.trainer.config.read import read_config
 from marsrl.trainer.data.credit import Credited
-from marsrl.trainer.report.group_metrics import summarise
+from marsrl.trainer.report.group_metrics import poor_merges, summarise
 from marsrl.trainer.report.samples_log import read_samples, write_samples
 from marsrl.trainer.runs.directory import RunDirectory
 
@@ -270,3 +271,44 @@ def test_a_lineage_is_rewarded_by_its_name(tmp_path: Path) -> None:
     _, sessions = credit_of(tmp_path, text.replace("NAME", "b"), *BY_TURN)
     note = sessions.popitem()[1][0].reward.note
     assert "a reward is for the lineage 'a'; with credit.turns=returns give it to the id of an answer" in note
+
+
+CLOCK = """
+def run(problem, client):
+    chat = [{"role": "system", "content": "It is 10:00."}, {"role": "user", "content": problem.question}]
+    for turn in range(4):
+        chat[0] = {"role": "system", "content": f"It is 10:0{turn if CHANGES else 0}."}
+        chat += [client.chat("solver", chat).message, {"role": "user", "content": "Sure?"}]
+    return 1.0
+"""
+
+
+@pytest.mark.parametrize("changes", [True, False])
+def test_calls_that_do_not_merge_are_measured_and_warned_of(tmp_path: Path, changes: bool) -> None:
+    credited, sessions = credit_of(tmp_path, CLOCK.replace("CHANGES", str(changes)))
+    metrics, warnings = summarise(credited.groups, version=0), poor_merges(credited.groups)
+    samples = [sample for samples in sessions.values() for sample in samples]
+    assert metrics["session/merge"] == (1 if changes else 4) == 8 / len(samples)
+    shared = [sample.behind.num_tokens for sample in samples if sample.behind is not None]
+    num_tokens = sum(len(sample.prompt_ids) + len(sample.token_ids) for sample in samples)
+    assert metrics["session/duplicated"] == sum(shared) / num_tokens and len(shared) == 6 * changes
+    assert warnings == [
+        "programs make 1.0 calls per sample: 6 of 8 samples do not continue an earlier one because the system prompt changes at "
+        "character 11: '10:00', '10:01' (docs/external.md: calls that merge)"
+    ] * changes  # fmt: skip
+
+
+def test_new_contexts_alone_are_no_reason_to_warn(tmp_path: Path) -> None:
+    credited, _ = credit_of(tmp_path, SUMMARIES)
+    assert summarise(credited.groups, version=0)["session/merge"] == 1 and poor_merges(credited.groups) == []
+
+
+def test_try_says_why_samples_do_not_continue(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run.yaml").write_text(CONFIG)
+    text = CLOCK.replace("CHANGES", "True")
+    config, origin = read_config(tmp_path / "run.yaml", [f"external.function={program(tmp_path, text)}"])
+    console = Console(width=160, force_terminal=False)
+    rehearse_shown(config, origin, WORDS, console, question="What is 2 + 3?", reference="5")
+    shown = capsys.readouterr().out
+    assert "does not continue an earlier sample: the system prompt changes at character 11: '10:01', '10:02'" in shown
+    assert "warning: programs make 1.0 calls per sample" in shown

@@ -6,13 +6,16 @@ Pure functions. An undefined value (the mean of no reward) is left out, never Na
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from statistics import fmean
 
+from marsrl.rollout.gateway.changes import kind_of
 from marsrl.rollout.types import Fate, Finish, Group, Sample
 from marsrl.trainer.report.unread import Ended
 
 ONE_SIDED = 0.95
+FEW_CALLS = 1.5  # calls per sample, below which a warning says why
 MIN_VERDICTS = 20  # 1 / (1 - ONE_SIDED): with fewer verdicts, a single dissenting one already exceeds the share
 
 
@@ -52,6 +55,10 @@ def summarise(
         tokens = {fate: sum(turn.end - turn.start for turn in turns if turn.fate is fate) for fate in Fate}
         metrics["session/unread_tokens"] = tokens[Fate.UNREAD]
         metrics["session/superseded_tokens"] = tokens[Fate.SUPERSEDED]
+        played = [sample for sample in samples if sample.turns]
+        num_tokens = sum(len(sample.prompt_ids) + len(sample.token_ids) for sample in played)
+        metrics["session/merge"] = len(turns) / len(played)
+        metrics["session/duplicated"] = sum(s.behind.num_tokens for s in played if s.behind is not None) / num_tokens
     by_agent: dict[str, list[Sample]] = {}
     for sample in samples:
         by_agent.setdefault(sample.agent, []).append(sample)
@@ -100,6 +107,24 @@ def one_sided_verdicts(groups: Iterable[Group]) -> list[str]:
                 f"agents.{agent}.pick=paired or balanced shows it both"
             )
     return warnings
+
+
+def poor_merges(groups: Iterable[Group]) -> list[str]:
+    """Return a warning if programs make fewer than 1.5 calls per sample because they change their chats; it names a place.
+
+    None for programs whose calls are all new contexts, or that make one call per session.
+    """
+    played = [sample for group in groups for sample in group.samples if sample.turns]
+    rewritten = [sample.rewritten for sample in played if sample.rewritten]
+    merge = sum(len(sample.turns) for sample in played) / max(1, len(played))
+    if merge >= FEW_CALLS or not rewritten:
+        return []
+    ((kind, number),) = Counter(map(kind_of, rewritten)).most_common(1)
+    example = next(change for change in rewritten if kind_of(change) == kind)
+    return [
+        f"programs make {merge:.1f} calls per sample: {number} of {len(played)} samples do not continue an earlier one because "
+        f"{example} (docs/external.md: calls that merge)"
+    ]
 
 
 def endings(groups: Iterable[Group], is_read: Callable[[Sample], bool]) -> dict[str, list[Ended]]:

@@ -19,7 +19,7 @@ from marsrl.trainer.learner.trained_tokens import TrainedSample, TrainedTokens
 from marsrl.trainer.report.console import RunConsole
 from marsrl.trainer.report.cost import EpisodeClock, cost_metrics, failing_tools, judge_metrics, tool_shares
 from marsrl.trainer.report.fates import Resting, fates
-from marsrl.trainer.report.group_metrics import endings, one_sided_verdicts, summarise, team_metrics
+from marsrl.trainer.report.group_metrics import endings, one_sided_verdicts, poor_merges, summarise, team_metrics
 from marsrl.trainer.report.metrics import MetricsLog, read_metrics
 from marsrl.trainer.report.prometheus import MetricsPort
 from marsrl.trainer.report.samples_log import write_samples
@@ -135,7 +135,8 @@ class StepLog:
         failing = failing_tools(batch.metrics, team.tools.last_errors()) if team.tools is not None else []
         zeros = [unread(agent, forms[agent], endings_of) for agent, endings_of in ended.items()]
         rests = self._resting.found(batch.groups, became)
-        for warning in [*one_sided_verdicts(batch.groups), *failing, *filter(None, zeros), *rests]:
+        merges = poor_merges(batch.groups)
+        for warning in [*one_sided_verdicts(batch.groups), *merges, *failing, *filter(None, zeros), *rests]:
             self._console.warning(warning)
         means = {agent: summary.get(f"reward/{agent}/mean") for agent in config.agents}
         rewards = " ".join(f"{agent} {mean:.2f}" for agent, mean in means.items() if mean is not None)
