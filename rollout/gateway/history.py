@@ -142,7 +142,8 @@ class History:
             if "" not in names and names == {name for name, _ in known_turn.calls}:
                 continue
             for (name, content), (known_name, known_content) in zip(turn.calls, known_turn.calls, strict=True):
-                if name != known_name and (name in self._issued or content != known_content):
+                is_known = name != "" and name == known_name
+                if not is_known and (name in self._issued or content != known_content):
                     return None
                 ids[name] = known_name
         return ids

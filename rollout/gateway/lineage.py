@@ -81,18 +81,14 @@ class Prefixes:
         for strand in self._unsorted:
             insort(self._sorted, strand, key=_key)
         self._unsorted.clear()
-        place = bisect_left(self._sorted, _bytes(token_ids), key=_key)
+        place = bisect_left(self._sorted, token_ids.tobytes(), key=_key)
         neighbours = self._sorted[max(0, place - 1) : place + 1]
         shared = [(strand, num_shared(strand.token_ids, token_ids)) for strand in neighbours]
         return max((each for each in shared if each[1]), key=lambda each: each[1], default=None)
 
 
-def _bytes(token_ids: IntArray) -> bytes:
-    return token_ids.astype(">u4").tobytes()  # ordered as the tokens are
-
-
 def _key(strand: Strand) -> bytes:
-    return _bytes(strand.token_ids)
+    return strand.token_ids.tobytes()  # Any order of tokens will do.
 
 
 def num_shared(one: IntArray, other: IntArray) -> int:

@@ -130,6 +130,16 @@ def test_without_one_caller_that_fits_there_is_none() -> None:
     assert session.callers() == {"main": None, "one": Caller("main", 1), "other": Caller("main", 1)}
 
 
+def test_a_caller_makes_no_call_while_its_sub_agent_does() -> None:
+    """The first sub-agent was answered before the second one began, but goes on beside it."""
+    session = Session()
+    main, one = session.one("main", 1), session.one("one", 2)
+    other = session.one("other", 3)
+    for strand in (one, other, main):
+        session.go_on(strand)
+    assert session.callers() == {"main": None, "one": Caller("main", 1), "other": Caller("main", 1)}
+
+
 def test_a_callers_answer_comes_before_its_sub_agent() -> None:
     """The main agent's second call is open while the sample begins."""
     session = Session()
@@ -159,8 +169,8 @@ def test_headers_name_the_caller_of_nested_sub_agents() -> None:
 def test_calls_of_one_name_are_one_lineage() -> None:
     session = Session()
     session.one("a", 1, lineage="x")
-    session.one("b", 2, lineage="x")
-    session.one("c", 3, lineage="y")
+    session.one("b", 2, lineage="x", text=SUMMARY)
+    session.one("c", 3, lineage="y", chat=SUMMARY)  # another name is another lineage, whatever it holds
     lineages = session.lineages.settle().lineages
     assert lineages["a"] is lineages["b"] is not lineages["c"]
 
@@ -338,6 +348,16 @@ def known(*answers: dict[str, Any]) -> History:
 def test_calls_with_new_ids_are_compared_by_place(turns: list[dict[str, Any]], call: int | None) -> None:
     found = known(called("c1", "c2"), called("c3")).find("solver", None, [USER, *turns])
     assert (None if found is None else found.call) == call
+
+
+def test_calls_without_ids_are_compared_by_what_they_say() -> None:
+    """As in a program's own examples."""
+    answer, history = {"role": "assistant", "content": "7"}, History()
+    strand = Strand(np.array([1, 2]), 1, "s", is_busy=False)
+    history.answered("solver", None, [USER, called(None), output(None), answer], strand)
+    for arguments, goes_on in (('{"a": 1000.0}', True), ('{"a": 2}', False)):
+        chat = [USER, called(None, arguments=arguments), output(None), answer, USER]
+        assert (history.find("solver", None, chat) is not None) == goes_on
 
 
 def test_new_ids_are_replaced_by_the_ids_that_calls_had() -> None:
