@@ -26,7 +26,7 @@ def call_tool(config: RunConfig, name: str, argument: str) -> tuple[str, bool]:
         OSError: a corpus cannot be read.
     """
     if name not in (known := dict.fromkeys((*TOOL_NAMES, *config.tools.given))):
-        raise ValueError(f"there is no tool {name!r}; there are: {', '.join(known)}")
+        raise ValueError(f"there is no tool {name!r}; expected one of {', '.join(known)}")
     if name not in config.tools.given:
         raise ValueError(f"tools.{name} is not set; set its keys, {how_to_set(name)} (docs/tools.md)")
     with ExitStack() as stack:

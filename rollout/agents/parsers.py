@@ -298,9 +298,9 @@ class LastMatch:
             self._whole: Any = re2.compile(f"(?:(?s:.)*?({expression}))+", options)
         except re2.error as error:
             reason = error.args[0].decode("utf-8", "replace") if error.args else "too large"
-            raise ValueError(f"is not a regular expression of RE2: {reason}") from error
+            raise ValueError(f"is not a valid RE2 regular expression: {reason}") from error
         if alone.search(""):
-            raise ValueError("matches the empty text, and so matches everywhere; require at least one character")
+            raise ValueError("matches empty text, so it matches everywhere; require at least one character")
         self.num_groups = int(alone.groups)
 
     def groups(self, text: str) -> tuple[str | None, ...] | None:
@@ -320,7 +320,7 @@ def regex_text(expression: str) -> Callable[[str], str | None]:
     last = LastMatch(expression)
     if last.num_groups != 1:
         raise ValueError(
-            f"has {last.num_groups} groups, expected one (...) around the text to read; (?:...) does not count"
+            f"has {last.num_groups} groups, expected exactly one, (...), around the text to read; (?:...) is not counted"
         )
 
     def read(text: str) -> str | None:
@@ -365,16 +365,16 @@ def read_calls(sample: Sample, functions: Mapping[str, ToolFunction]) -> list[To
 
 def _call(turn: str, index: int, text: str, functions: Mapping[str, ToolFunction]) -> ToolCall | str:
     if index >= MOST_CALLS:
-        return f"at most {MOST_CALLS} calls in a turn are made"
+        return f"this call was not made: at most {MOST_CALLS} calls are made in a turn"
     try:
-        said = json.loads(text)
-        has_keys = isinstance(said, dict) and said.keys() == {"name", "arguments"}
-        if not has_keys or not isinstance(said["arguments"], dict):
-            return 'a call has to be {"name": ..., "arguments": {...}}'
-        function = functions.get(str(said["name"]))
+        call = json.loads(text)
+        has_keys = isinstance(call, dict) and call.keys() == {"name", "arguments"}
+        if not has_keys or not isinstance(call["arguments"], dict):
+            return 'a call must be {"name": ..., "arguments": {...}}'
+        function = functions.get(str(call["name"]))
         if function is None:
-            return f"there is no tool {str(said['name'])[:_MOST_SHOWN]!r}; there are: {', '.join(functions)}"
-        tool, given = (function.server, said) if function.server else (function.name, said["arguments"])
-        return ToolCall(f"{turn}/{tool}#{index}", tool, json.dumps(given, sort_keys=True))
+            return f"there is no tool {str(call['name'])[:_MOST_SHOWN]!r}; expected one of {', '.join(functions)}"
+        tool, arguments = (function.server, call) if function.server else (function.name, call["arguments"])
+        return ToolCall(f"{turn}/{tool}#{index}", tool, json.dumps(arguments, sort_keys=True))
     except (ValueError, RecursionError) as error:
         return f"the call is not JSON ({str(error)[:_MOST_SHOWN]})"

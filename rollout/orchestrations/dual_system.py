@@ -154,12 +154,12 @@ class DualSystem(Orchestration):
         except (ValueError, RecursionError) as error:
             return f"the call is not JSON ({str(error)[:100]})"
         if not isinstance(call, dict) or not {"tool", "arguments"} <= call.keys() <= {"tool", "arguments", "purpose"}:
-            return 'the call has to be {"tool": ..., "arguments": {...}, "purpose": ...}'
+            return 'the call must be {"tool": ..., "arguments": {...}, "purpose": ...}'
         tool, arguments, purpose = call["tool"], call["arguments"], call.get("purpose", "")
         if tool not in self.tools:
-            return f"there is no tool {str(tool)[:100]!r}; there are: {', '.join(self.tools) or 'none'}"
+            return f"there is no tool {str(tool)[:100]!r}; expected one of {', '.join(self.tools) or 'none'}"
         if not isinstance(arguments, dict) or not isinstance(purpose, str):
-            return '"arguments" has to be an object, "purpose" a text'
+            return '"arguments" must be an object, and "purpose" text'
         return episode.call(tool, sample, **arguments), purpose if self.options.show_purpose else ""
 
     def _readings(self, episode: Episode, sample: Sample, call: ToolCall, purpose: str) -> list[tuple[Ask, str]]:

@@ -27,7 +27,7 @@ from marsrl.rollout.player.sessions import OpenSessions
 from marsrl.rollout.team import Prompt, Team
 from marsrl.rollout.types import Ask, Finish, Reward, Sample, ToolCall, ToolOutput
 
-NOTHING_OPEN = "it waits, but no ask or call is open"
+NOTHING_OPEN = "the episode waits, but it has no open ask or call"
 _BESIDE_S = 0.01  # timeout of one collect while judges or tools work
 _TOO_LONG = Prompt(np.zeros(0, np.int32), "(the prompt is longer than max_input_tokens)")
 

@@ -58,8 +58,10 @@ def is_public(address: IPv4Address | IPv6Address) -> bool:
     """Return True for a unicast address of the public Internet, including IPv4-mapped ones, that is not a tunnel or
     translation."""
     if isinstance(address, IPv4Address):
-        return address.is_global and not address.is_multicast and not any(address in each for each in _NOT_PUBLIC_4)
-    return address in _GLOBAL_6 and address.is_global and not any(address in each for each in _NOT_PUBLIC_6)
+        return (
+            address.is_global and not address.is_multicast and not any(address in network for network in _NOT_PUBLIC_4)
+        )
+    return address in _GLOBAL_6 and address.is_global and not any(address in network for network in _NOT_PUBLIC_6)
 
 
 class Fetcher:
@@ -95,7 +97,7 @@ class Fetcher:
                 if isinstance(page, Fetched):
                     return page
                 address = page
-        raise Refused(f"it redirects more than {_MOST_REDIRECTS} times")
+        raise Refused(f"it redirects more than the allowed {_MOST_REDIRECTS} times")
 
     def _ask(self, pool: httpcore.ConnectionPool, address: httpx.URL) -> Fetched | httpx.URL:
         """Return the page, or the address that it redirects to."""
@@ -104,15 +106,15 @@ class Fetcher:
         )
         headers = [(b"Host", address.netloc), *self._headers]
         with pool.stream("GET", target, headers=headers) as response:
-            told = {name.lower().decode("latin-1"): value.decode("latin-1") for name, value in response.headers}
-            if response.status in _REDIRECTS and "location" in told:
-                return _checked(told["location"], address)
+            fields = {name.lower().decode("latin-1"): value.decode("latin-1") for name, value in response.headers}
+            if response.status in _REDIRECTS and "location" in fields:
+                return _checked(fields["location"], address)
             if response.status != 200:
                 raise ToolError(f"HTTP {response.status}")
-            media_type, charset = _content_type(told.get("content-type", ""))
+            media_type, charset = _content_type(fields.get("content-type", ""))
             if not media_type.startswith("text/") and media_type not in (*_TEXTS, *_UNKNOWN):
                 raise Refused(f"it is not text: content type {media_type[:_MOST_SHOWN]!r}")
-            body = b"".join(self._decompressed(response.iter_stream(), told.get("content-encoding", "")))
+            body = b"".join(self._decompressed(response.iter_stream(), fields.get("content-encoding", "")))
         if media_type in _UNKNOWN and not body.startswith(b"%PDF-"):
             raise Refused(f"it is not text: content type {media_type!r}")
         return Fetched(body, media_type, charset)
@@ -120,7 +122,7 @@ class Fetcher:
     def _decompressed(self, chunks: Iterable[bytes], encoding: str) -> Iterator[bytes]:
         """Yield the decompressed body; the size limit holds before and after decompression."""
         if encoding.strip().lower() not in ("", "identity", "gzip", "x-gzip"):
-            raise Refused(f"it is compressed with {encoding[:_MOST_SHOWN]!r}, which was not requested")
+            raise Refused(f"it is compressed with {encoding[:_MOST_SHOWN]!r}, although only gzip was requested")
         gzip = zlib.decompressobj(_GZIP) if "gzip" in encoding.lower() else None
         most = self._limits.max_kib << 10
         sent = expanded = 0
@@ -145,11 +147,11 @@ def _checked(url: str, base: httpx.URL | None = None) -> httpx.URL:
     except (httpx.InvalidURL, ValueError) as error:  # ValueError: from IDNA or ports
         raise Refused(f"it is not a valid address: {error}"[:200]) from None
     if address.scheme not in ("http", "https") or not host:
-        raise Refused("only addresses that begin with http:// or https:// are read")
+        raise Refused("its address must begin with http:// or https://")
     if address.port is not None and not 0 < address.port < 1 << 16:
-        raise Refused(f"it is not a valid address: there is no port {address.port}")
+        raise Refused(f"it is not a valid address: port {address.port}, expected 1 to 65535")
     if address.userinfo:
-        raise Refused("the address contains a user or a password")
+        raise Refused("its address must not contain a user or a password")
     return address
 
 
@@ -178,11 +180,11 @@ class _PublicNetwork(httpcore.NetworkBackend):
     def _addresses(self, host: str, port: int) -> list[str]:
         """Resolve a host to its IP addresses, if all of them are allowed."""
         try:
-            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except (OSError, UnicodeError) as error:
             raise httpcore.ConnectError(f"{host[:_MOST_SHOWN]} cannot be looked up ({error})") from None
-        addresses = list(dict.fromkeys(str(where[0]) for *_, where in found))
-        if host.lower() not in self._allowed and not all(is_public(ip_address(each)) for each in addresses):
+        addresses = list(dict.fromkeys(str(sockaddr[0]) for *_, sockaddr in infos))
+        if host.lower() not in self._allowed and not all(is_public(ip_address(address)) for address in addresses):
             # The message hides the address: a page could probe the names of a private network.
             raise Refused("its host has an address that is not public (tools.pages.allow_hosts)")
         return addresses
@@ -216,5 +218,5 @@ def _left(deadline: float) -> float:
     """Return the seconds until the deadline."""
     left = deadline - time.monotonic()
     if left <= 0:
-        raise httpcore.ReadTimeout("the time is over")
+        raise httpcore.ReadTimeout("the deadline has passed")
     return left

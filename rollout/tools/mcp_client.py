@@ -74,9 +74,9 @@ class McpTools:
         name, given = arguments.get("name"), arguments.get("arguments", {})
         if name not in [function.name for function in self.functions]:
             known = ", ".join(function.name for function in self.functions)
-            raise ToolError(f"there is no tool {str(name)[:_MOST_SHOWN]!r}; there are: {known}")
+            raise ToolError(f"there is no tool {str(name)[:_MOST_SHOWN]!r}; expected one of {known}")
         if not isinstance(given, dict):
-            raise ToolError("'arguments' has to be an object")
+            raise ToolError("'arguments' must be an object")
         client = self._connected()
         try:
             call = partial(client.call_tool, name, given, read_timeout_seconds=self._settings.timeout_s)

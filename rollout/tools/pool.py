@@ -122,7 +122,9 @@ class ToolPool:
             if call.tool in self._lanes:
                 self._begin(self._lanes[call.tool], call, future)
             else:
-                text = f"there is no tool {call.tool[:_MOST_SHOWN]!r}; there are: {', '.join(self._lanes) or 'none'}"
+                text = (
+                    f"there is no tool {call.tool[:_MOST_SHOWN]!r}; expected one of {', '.join(self._lanes) or 'none'}"
+                )
                 _end(self._unknown, future, _error(text))
         return future
 

@@ -129,7 +129,7 @@ def test_braces_that_are_no_placeholder_stay_as_they_are() -> None:
         (SOLVER.replace('"{problem}"', "|\n        {problem}\n\n        {probelm}"), 7, "solver has no {probelm}"),
         (SOLVER.removeprefix("answer: boxed\n"), 3, "the key answer is missing; expected a parser for the answer of solver"),
         (SOLVER.replace("boxed", "box"), 1, "answer: no parser named 'box'; expected one of boxed, answer_tag, answer_word"),
-        (SOLVER.replace("boxed", "{regex: '('}"), 1, "answer.regex is not a regular expression of RE2: missing ): ("),
+        (SOLVER.replace("boxed", "{regex: '('}"), 1, "answer.regex is not a valid RE2 regular expression: missing ): ("),
         (SOLVER.replace("boxed", "{regex: 'A(.)', example: A7}"), 1, "answer.example lacks ANSWER"),
         (f"verdict:\n{INVERTED}{SOLVER}", 2, "verdict.correct.example 'incorrect' is not parsed as correct"),
     ],

@@ -147,9 +147,9 @@ def test_calls_get_tool_messages_until_a_turn_without_calls(renderer: ChatRender
     [
         ("<tool_call>{</tool_call>", "error: the call is not JSON"),
         ("<tool_call>" + "[" * 2000 + "</tool_call>", "error: the call is not JSON"),
-        ('<tool_call>{"name": "echo"}</tool_call>', "error: a call has to be"),
-        ('<tool_call>{"name": "echo", "arguments": "ab"}</tool_call>', "error: a call has to be"),
-        (call("browse"), "error: there is no tool 'browse'; there are: echo, read, list"),
+        ('<tool_call>{"name": "echo"}</tool_call>', "error: a call must be"),
+        ('<tool_call>{"name": "echo", "arguments": "ab"}</tool_call>', "error: a call must be"),
+        (call("browse"), "error: there is no tool 'browse'; expected one of echo, read, list"),
         (call("files"), "error: there is no tool 'files'"),  # the server's name is none of its functions'
         (call("echo", text="wrong"), "error: no such text"),
         (call("echo", text="\ud800"), "\ufffd?"),
@@ -179,7 +179,7 @@ def test_turns_and_calls_are_bounded_apart_from_the_team_s(renderer: ChatRendere
     said, echo, _ = played(renderer, [ECHO] * 2 + [f"{ECHO}{ANSWER}"], max_tool_turns=2)
     assert said.answer == "7" and len(echo.called) == 2
     said, echo, _ = played(renderer, [ECHO * 10, ANSWER])
-    assert len(echo.called) == 8 and said.text.count("at most 8 calls in a turn are made") == 2
+    assert len(echo.called) == 8 and said.text.count("at most 8 calls are made in a turn") == 2
     said, echo, _ = played(renderer, [ECHO * 3, ECHO * 3, ANSWER], RolloutConfig(max_turns=2))
     assert said.answer == "7" and len(echo.called) == 6
 
@@ -278,9 +278,12 @@ def test_without_system_1_results_are_read_up_to_a_length(renderer: ChatRenderer
         (f"<think>{RUN} <answer>8</answer>", "There was no call"),  # all of it is a thought that never ended
         ("<tool_call>{</tool_call>", "error: the call is not JSON"),
         ("<tool_call>" + "[" * 2000 + "</tool_call>", "error: the call is not JSON"),
-        ('<tool_call>{"tool": "search", "arguments": {}, "x": 1}</tool_call>', "error: the call has to be"),
-        (system_call("browse", url="x"), "error: there is no tool 'browse'; there are: search, scholar, visit, python"),
-        ('<tool_call>{"tool": "python", "arguments": "3"}</tool_call>', 'error: "arguments" has to be an object'),
+        ('<tool_call>{"tool": "search", "arguments": {}, "x": 1}</tool_call>', "error: the call must be"),
+        (
+            system_call("browse", url="x"),
+            "error: there is no tool 'browse'; expected one of search, scholar, visit, python",
+        ),
+        ('<tool_call>{"tool": "python", "arguments": "3"}</tool_call>', 'error: "arguments" must be an object'),
         (f"{system_call('browse')} no: {RUN}", "\n7\n"),  # the last call counts
         (f"{RUN}<answer>8</answer>", "\n7\n"),  # a call and an answer: the call
         (system_call("python", None, code="x"), "\n7\n"),  # without a purpose
@@ -327,5 +330,5 @@ def test_only_tools_that_are_set_are_named_and_called(renderer: ChatRenderer) ->
     _, said, says = system_played(renderer, [RUN, "<answer>7</answer>"])
     assert all(f"- {name}:" in says.prompt("e.0/system2:0") for name in TOOLS)
     episode, said, says = system_played(renderer, [RUN, "<answer>7</answer>"], set_tools=("search",))
-    assert "there is no tool 'python'; there are: search\n" in transcript(said)[1] and not episode.calls
+    assert "there is no tool 'python'; expected one of search\n" in transcript(said)[1] and not episode.calls
     assert "- search:" in says.prompt("e.0/system2:0") and "- scholar:" not in says.prompt("e.0/system2:0")

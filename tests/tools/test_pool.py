@@ -102,7 +102,7 @@ def test_unknown_tool_names_are_errors_under_one_metric() -> None:
     with pool_of(Scripted(text_of)) as pool:
         outputs = answers(pool, [call("1", tool="rm -rf"), call("2", tool="x" * 100_000), call("3", tool="\ud800")])
         counts = pool.take_counts()
-    assert outputs["1"] == ToolOutput("error: there is no tool 'rm -rf'; there are: echo", is_error=True)
+    assert outputs["1"] == ToolOutput("error: there is no tool 'rm -rf'; expected one of echo", is_error=True)
     assert all(output.is_error and len(output.text.encode()) < 1000 for output in outputs.values())
     assert {key.split("/")[1] for key in counts} == {"echo", "unknown"}
     assert counts["tools/unknown/calls"] == counts["tools/unknown/errors"] == 3

@@ -148,7 +148,7 @@ def test_a_text_or_an_object_and_nothing_that_a_terminal_obeys(capsys: pytest.Ca
     ("status", "words", "said"),
     [
         *((1, ["search", argument], "error: ") for argument in ("!!", '{"q": "lima"}', '{"queries": []}')),
-        (2, ["bing", "x"], "there is no tool 'bing'; there are: search, scholar, visit, python"),
+        (2, ["bing", "x"], "there is no tool 'bing'; expected one of search, scholar, visit, python"),
         (2, ["search", "x", "task=math"], "tools.search is not set"),
         (2, ["search", "x", "data.train=q.jsonl"], "tools.search.corpus is null, but the task has no documents"),
         (2, ["search", "x", "--config", "none.yaml"], "--config none.yaml: no such file"),

@@ -218,7 +218,7 @@ def test_a_server_s_tools_are_called_by_their_names(way: str) -> None:
             for output, said in (
                 (call(pool, "fail"), "no such thing"),
                 (call(pool, "add", a="x", b=1), "valid integer"),
-                (call(pool, "none"), "there is no tool 'none'; there are: add, greet"),
+                (call(pool, "none"), "there is no tool 'none'; expected one of add, greet"),
                 (pool.submit(ToolCall("1", "own", '{"name": "add", "arguments": 3}')).result(SOON_S), "an object"),
                 (pool.submit(ToolCall("1", "own", "{}")).result(SOON_S), "there is no tool 'None'"),
             ):
@@ -288,7 +288,7 @@ def test_a_command_gets_only_the_named_variables_and_tools(monkeypatch: Any) -> 
         assert call(pool, "variable", name="FILES_TOKEN").text == "secret"
         assert call(pool, "variable", name="OTHER_TOKEN").text == "nothing"
         assert [function.name for function in pool.functions("own")] == ["variable"]
-        assert call(pool, "die").text == "error: there is no tool 'die'; there are: variable"
+        assert call(pool, "die").text == "error: there is no tool 'die'; expected one of variable"
 
 
 def test_unusable_servers_and_equal_tool_names_are_rejected(tmp_path: Path) -> None:

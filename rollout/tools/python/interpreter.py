@@ -74,17 +74,17 @@ class Interpreter:
 
     def wait_until_ready(self, timeout_s: float) -> None:
         """Wait for the interpreter. Raises StartError if it ends or is not ready in time."""
-        deadline, said = time.monotonic() + timeout_s, b""
+        deadline, output = time.monotonic() + timeout_s, b""
         poll = select.poll()
         poll.register(self._output, select.POLLIN)
-        while not said.endswith(_READY):
+        while not output.endswith(_READY):
             if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-                raise StartError(f"not ready after {timeout_s:g} s")
+                raise StartError(f"it was not ready after {timeout_s:g} s")
             chunk = os.read(self._output.fileno(), _CHUNK)
-            said += chunk
-            if not chunk or len(said) > _CHUNK:
-                words = " ".join(said.decode("utf-8", "replace").split())
-                raise StartError(words[-200:] or "it ended without a word")
+            output += chunk
+            if not chunk or len(output) > _CHUNK:
+                message = " ".join(output.decode("utf-8", "replace").split())
+                raise StartError(message[-200:] or "it exited without output")
 
     def run(self, code: str, wall_s: float, most_bytes: int) -> Ending:
         """Run a snippet and end the interpreter.
@@ -117,8 +117,8 @@ class Interpreter:
                 elif status is not None or pidfd in ready:
                     break  # nothing is left to be read
                 elif self._line.fileno() in ready:
-                    said = self._line.recv(1)
-                    status = said[0] if said else None
+                    status_byte = self._line.recv(1)
+                    status = status_byte[0] if status_byte else None
                     poll.unregister(self._line)
                 if len(output) > most_bytes:
                     stopped = "output"

@@ -101,7 +101,7 @@ def check_sandbox(config: PythonTool) -> None:
     except (StartError, OSError) as error:
         output = str(error)
     if output != "isolated":
-        last = (output.splitlines() or ["it ended without output"])[-1]
+        last = (output.splitlines() or ["it exited without output"])[-1]
         raise ValueError(
             f"tools.python: bubblewrap cannot create a complete sandbox here ({last[-200:]}); {_what_helps()}"
         )
