@@ -65,10 +65,12 @@ def read_answers(path: Path, agents: Sequence[str]) -> Answers:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: {in_one_line(error)}") from error
     is_table = isinstance(table, dict) and all(
-        isinstance(said, list) and said and all(isinstance(text, str) for text in said) for said in table.values()
+        isinstance(texts, list) and texts and all(isinstance(text, str) for text in texts) for texts in table.values()
     )
     if not is_table:
-        raise ValueError(f"{path}: expected a table of agents, `solver: ['first answer', 'second']`, in quotes")
+        raise ValueError(
+            f"{path}: expected a list of quoted answers for each agent, `solver: ['first answer', 'second']`"
+        )
     check_agents(str(path), table, agents)
     return dict(table)
 
@@ -77,7 +79,7 @@ def check_agents(where: str, answers: Answers, agents: Sequence[str]) -> None:
     """Raise ValueError if answers belong to an agent that is not in the team. where: start of the error message."""
     for name in answers:
         if name not in agents:
-            raise ValueError(f"{where}: the team has no agent {name!r}; it has {', '.join(agents)}")
+            raise ValueError(f"{where}: the team has no agent {name!r}; expected one of {', '.join(agents)}")
 
 
 class Turn(NamedTuple):
@@ -165,10 +167,10 @@ def _turns(groups: Sequence[Group], renderer: ChatRenderer) -> dict[str, list[Tu
     """Return the turns of each sample."""
     turns: dict[str, list[Turn]] = {}
     for sample in (sample for group in groups for sample in group.samples):
-        begins = [-len(sample.prompt_ids), *(each.end for each in sample.turns)]  # the prompt is read first
+        begins = [-len(sample.prompt_ids), *(turn.end for turn in sample.turns)]  # the prompt is read first
         turns[sample.uid] = [
-            Turn(each.call, each.start - begin, renderer.decode(sample.token_ids[each.start : each.end]))
-            for each, begin in zip(sample.turns, begins, strict=False)
+            Turn(turn.call, turn.start - begin, renderer.decode(sample.token_ids[turn.start : turn.end]))
+            for turn, begin in zip(sample.turns, begins, strict=False)
         ]
     return turns
 
@@ -199,10 +201,10 @@ def first_update_line(config: RunConfig, answers: Answers, question: str, refere
         step = next((n for n in range(1, num_steps + 1) if rollout.next_batch({"main": 0}).groups), None)
     if step == 1:
         return []
-    said = f"comes at step {step} of {num_steps}" if step else f"does not come in run.steps = {num_steps}"
+    when = f"at step {step} of {num_steps}" if step else f"not within run.steps = {num_steps}"
     return [
-        f"first update: {said}, if each answer takes one step: samples are trained when all that they are compared with have "
-        "ended (rollout.pipeline=trajectory plays episodes to their end in every step)"
+        f"first update: {when}, if each answer takes one step: a sample is trained once all samples of its group have ended "
+        "(rollout.pipeline=trajectory plays whole episodes in every step)"
     ]
 
 
@@ -247,8 +249,13 @@ def _scripted(
         )
         bounds = {"max_response_tokens": MOST_TOKENS, "segments": 1, "segment_length": None, "overlap": 0}
         rollout = config.rollout.model_copy(update={"prompts_per_step": 1, "pipeline": pipeline, **bounds})
-        own = {"policy": "main", "max_input_tokens": MOST_TOKENS, "max_response_tokens": None, "template_options": {}}
-        agents = {name: agent.model_copy(update=own) for name, agent in config.agents.items()}
+        updates = {
+            "policy": "main",
+            "max_input_tokens": MOST_TOKENS,
+            "max_response_tokens": None,
+            "template_options": {},
+        }
+        agents = {name: agent.model_copy(update=updates) for name, agent in config.agents.items()}
         external = config.external
         by_turn = config.credit.turns == "returns"
         gateway = None if external is None else stack.enter_context(_gateway(external, agents, renderer, by_turn))
@@ -302,8 +309,8 @@ class _CallReader:
         calls = []
         for written in all_tagged("tool_call", text) if ask.tools and ask.calls_tools else []:
             try:
-                said = json.loads(written)
-                function = {"name": said["name"], "arguments": json.dumps(said["arguments"])}
+                call = json.loads(written)
+                function = {"name": call["name"], "arguments": json.dumps(call["arguments"])}
             except (ValueError, TypeError, KeyError):
                 return Said(text)
             calls.append({"id": f"call_{secrets.token_hex(8)}", "type": "function", "function": function})
@@ -329,7 +336,7 @@ def drawn(rehearsal: Rehearsal, *, with_prompts: bool = False) -> Tree:
         reward = "none" if sample.reward.is_missing else f"{sample.reward.value:g}"
         note = f" ({sample.reward.note})" if sample.reward.note not in ("", errors.get(episode)) else ""
         advantages = credited.turns.get(uid) or [credited.advantages[uid]] if uid in credited.advantages else []
-        trained = f", advantage {' '.join(f'{each:+.2f}' for each in advantages)}" if advantages else ""
+        trained = f", advantage {' '.join(f'{advantage:+.2f}' for advantage in advantages)}" if advantages else ""
         earns = literal(f"  {says}  reward {reward}{note}{trained}")
         nodes[uid] = above.add(Text.assemble((uid.rpartition("/")[2], "bold"), earns))
         if with_prompts:
@@ -337,16 +344,16 @@ def drawn(rehearsal: Rehearsal, *, with_prompts: bool = False) -> Tree:
         if sample.rewritten:
             nodes[uid].add(literal(f"does not continue an earlier sample: {sample.rewritten}", "dim"))
         for turn in turns.get(uid, ()):
-            does = "reads" if turn.number == begun[uid] else "goes on with"
-            nodes[uid].add(Text(f"call {turn.number} {does} {turn.num_new} bytes: {_short(turn.text)}"))
+            verb = "reads" if turn.number == begun[uid] else "continues with"
+            nodes[uid].add(Text(f"call {turn.number} {verb} {turn.num_new} bytes: {_short(turn.text)}"))
     if not samples and not errors:
-        tree.add(Text("no agent was asked"))
+        tree.add(Text("no agent was called"))
     first: dict[str, str] = {}  # the first episode with each error
     for episode, error in sorted(errors.items()):
         branch = nodes.get(episode) or tree.add(Text(f"episode {episode}"))
         seen = first.setdefault(error, episode)
-        said = error.rstrip() if seen == episode else f"as episode {seen} does"
-        branch.add(literal(f"the episode ends: {said}", "red"))
+        message = error.rstrip() if seen == episode else f"same error as episode {seen}"
+        branch.add(literal(f"the episode failed: {message}", "red"))
     return tree
 
 
@@ -367,12 +374,12 @@ class _MadeUp:
     function: ToolFunction | None = None  # called in the agent's first turn
 
     def __post_init__(self) -> None:
-        what = READS.get(self.role)
-        parser = self.prompts.parsers[what] if what is not None else None
+        part = READS.get(self.role)
+        parser = self.prompts.parsers[part] if part is not None else None
         if parser is not None and not parser.examples:
             raise ValueError(
-                f"{self.prompts.name}: {what} has no example, of which words of a {self.role} could be made up; give the agent "
-                "--answers, or `example` beside the regex"
+                f"{self.prompts.name}: {part} has no example to make up answers of a {self.role} from; pass answers with "
+                "--answers, or add `example` beside the regex"
             )
 
     def words(self, problem: Problem, turn: int, coin: random.Random) -> str:
@@ -392,21 +399,21 @@ class _MadeUp:
             return f"<tool_call>{json.dumps(call)}</tool_call>"
         parser = self.prompts.parsers[READS[self.role]]
         if len(parser.examples) == 2:  # one example of yes and one of no
-            said = parser.examples[verdict]
+            text = parser.examples[verdict]
         else:
-            said = parser.examples[0].replace("ANSWER", problem.question if self.role is Role.SEARCHER else answer)
+            text = parser.examples[0].replace("ANSWER", problem.question if self.role is Role.SEARCHER else answer)
         for _ in range(turn):  # a sample that stops is continued
-            ends = [said.index(stop) + len(stop) for stop in self.stops if stop in said]
-            said = said[min(ends) :] if ends else said
-        return said
+            ends = [text.index(stop) + len(stop) for stop in self.stops if stop in text]
+            text = text[min(ends) :] if ends else text
+        return text
 
 
 def _example(schema: Mapping[str, Any], text: str) -> object:
     """Return a value that roughly fits a JSON schema. text: value of every string."""
-    if found := [schema[key] for key in ("default", "const") if key in schema]:
-        return found[0]
-    if several := schema.get("enum") or schema.get("examples"):
-        return several[0]
+    if fixed := [schema[key] for key in ("default", "const") if key in schema]:
+        return fixed[0]
+    if choices := schema.get("enum") or schema.get("examples"):
+        return choices[0]
     if "anyOf" in schema:
         return _example(schema["anyOf"][0], text)
     if schema.get("type") == "object":

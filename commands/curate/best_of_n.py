@@ -59,11 +59,11 @@ def _played(
 ) -> Mapping[str, list[float]]:
     """Return the correctness of each question's answers, by key; NaN for unjudged answers. Saves questions without NaN."""
     versions = dict.fromkeys([*evaluator.team.pools, *evaluator.team.adapters], 0)
-    found = evaluator.correctness(problems, n, versions) if problems else {}
-    for key, correct in found.items():
+    results = evaluator.correctness(problems, n, versions) if problems else {}
+    for key, correct in results.items():
         if not any(math.isnan(value) for value in correct):
             kept.add(key, {"correct": correct})
-    return found
+    return results
 
 
 def _decision(config: BestOfNConfig, correct: Sequence[float]) -> Decision:
@@ -71,14 +71,14 @@ def _decision(config: BestOfNConfig, correct: Sequence[float]) -> Decision:
     low, high = config.keep
     num_right = sum(value >= 1 for value in correct)
     num_unknown = sum(math.isnan(value) for value in correct)
-    said = f"{num_right} of {len(correct)} right" + (f", {num_unknown} not known" if num_unknown else "")
+    counts = f"{num_right} of {len(correct)} right" + (f", {num_unknown} not judged" if num_unknown else "")
     if num_right > high:
-        return Decision(False, "too easy", said)
+        return Decision(False, "too easy", counts)
     if num_right + num_unknown < low:
-        return Decision(False, "too hard", said)
+        return Decision(False, "too hard", counts)
     if low <= num_right and num_right + num_unknown <= high:
-        return Decision(True, "right now and then", said)
-    return Decision(config.missing == "keep", _UNDECIDED, said)
+        return Decision(True, "right now and then", counts)
+    return Decision(config.missing == "keep", _UNDECIDED, counts)
 
 
 def _read(answer: Any) -> list[float] | None:

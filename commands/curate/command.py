@@ -60,7 +60,7 @@ def curate(words: Sequence[str], out: Path, config_file: str | None) -> Path:
     console = RunConsole()
     inputs, settings = split_words(words)
     if not inputs:
-        raise ConfigError("no input is given: name jsonl or parquet files, or Hugging Face dataset directories")
+        raise ConfigError("no input is given; name jsonl or parquet files, or Hugging Face dataset directories")
     config, origin = read_config(config_file, settings, trains=False)
     with origin.places_in_errors():
         check(config)
@@ -132,8 +132,8 @@ def check(config: RunConfig) -> None:
         if policy.openai is None and (positions := read_shape(model).max_positions) < longest:
             raise ConfigError(
                 f"curate.{name}.max_input_tokens + curate.{name}.max_response_tokens is {longest:,}, but "
-                f"policies.{judge.policy}.model knows {positions:,} positions (max_position_embeddings, or a shorter "
-                "sliding_window); lower one"
+                f"policies.{judge.policy}.model supports {positions:,} positions (max_position_embeddings, or a shorter "
+                "sliding_window); lower one of the two settings"
             )
     if section.best_of_n is not None:
         models_given(config.without_curators())

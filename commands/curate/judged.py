@@ -182,8 +182,8 @@ class _Judge:
         chat = messages(CRITERIA[self.name], config.instructions, problem.question, answer)
         prompt, text = renderer.render(chat, **config.template_options)
         if len(prompt) > config.max_input_tokens:
-            too_long = f"the prompt has {len(prompt):,} tokens, at most curate.{self.name}.max_input_tokens"
-            self.answers.add(key, {"too_long": f"{too_long} = {config.max_input_tokens:,}"})
+            limit = f"curate.{self.name}.max_input_tokens = {config.max_input_tokens:,}"
+            self.answers.add(key, {"too_long": f"the prompt has {len(prompt):,} tokens, but {limit}"})
             return key
         self.prompt_ends[key] = text[-40:]
         sampling = Sampling(config.temperature, config.top_p, -1, renderer.stop_ids)
@@ -199,7 +199,7 @@ class _Judge:
             if result.finish is Finish.LENGTH:  # a tag in a cut answer may not be the final verdict
                 key = f"curate.{self.name}.max_response_tokens"
                 self.answers.add(
-                    result.uid, {"too_long": f"it was cut off after {len(result.token_ids):,} tokens ({key})"}
+                    result.uid, {"too_long": f"the answer was cut off after {len(result.token_ids):,} tokens ({key})"}
                 )
             elif result.finish is Finish.STOP:
                 self.answers.add(result.uid, {"text": visible(renderer.decode(result.token_ids), thinks) or ""})

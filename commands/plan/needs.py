@@ -65,8 +65,8 @@ class Needs:
     def host_bytes(self) -> float:
         """Bytes of host memory on the fullest node: its ranks' offloaded state, weight files, and recorded experts."""
         ranks = min(self.job.training.world_size, int(hw.GPUS_PER_NODE.value))
-        kept = self.configured.memory.host * ranks if self.configured else 0
-        return kept + self.weight_files + self.routed_experts
+        offloaded = self.configured.memory.host * ranks if self.configured else 0
+        return offloaded + self.weight_files + self.routed_experts
 
     @property
     def fits(self) -> bool:
@@ -85,10 +85,10 @@ def needs_of(
     policy, rollout = config.policies[name], config.rollout
     longest = longest_sequence(config, name)
     response = mean_response or hw.MEAN_RESPONSE.value * rollout.max_response_tokens
-    agents = [each for each, agent in config.agents.items() if agent.policy in config.policies_in(name)]
-    prompt = min(hw.MEAN_PROMPT.value, max(config.agents[each].max_input_tokens for each in agents))
-    of_agent, _ = samples_of_a_step(config)
-    samples = sum(of_agent[each] for each in agents)
+    agents = [agent for agent, settings in config.agents.items() if settings.policy in config.policies_in(name)]
+    prompt = min(hw.MEAN_PROMPT.value, max(config.agents[agent].max_input_tokens for agent in agents))
+    num_samples, _ = samples_of_a_step(config)
+    samples = sum(num_samples[agent] for agent in agents)
     work = Work(
         sequences=samples,
         tokens=samples * (prompt + response),
@@ -101,22 +101,25 @@ def needs_of(
     setup = replace(setup, transfer_bytes=transfer_bytes(backend, trainers, num_gpus, receives=True))
     rank_transfer = transfer_bytes(backend, setup.num_gpus, num_gpus, receives=False)
     memory = engine_memory(setup, gpu)
-    kept = {"disaggregated": rank_transfer, "colocated": hw.ENGINE_WORKSPACE.value}.get(rollout.placement, memory.taken)
-    job = _job(config, name, shape, trainers, work, kept)
+    by_placement = {"disaggregated": rank_transfer, "colocated": hw.ENGINE_WORKSPACE.value}
+    reserved_bytes = by_placement.get(rollout.placement, memory.taken)
+    job = _job(config, name, shape, trainers, work, reserved_bytes)
     if rollout.placement == "colocated":
         job = replace(job, between_bytes=memory.taken)
     layout = job.training.layout
     problem = why_not(layout, shape, trainers)
     if problem is not None:
-        problem += f"; on {trainers} trainer rank(s) this would be valid: {nearest(layout, shape, trainers).words}"
+        problem += f"; a valid layout for {trainers} trainer rank(s): {nearest(layout, shape, trainers).words}"
     else:
         problem = why_not_context(layout, config.loss.ratio, config.loss.correction)
     in_memory = config.sync.backend == "shm" and config.sync.directory is None
     replays = config.trainer.router_replay == "rollout" and shape.num_experts > 0
-    published = sum(publish_bytes(setup, each) for each in setup.adapters)
+    published = sum(publish_bytes(setup, adapter) for adapter in setup.adapters)
     if not setup.adapters:
         published = elements(shape).total * SIZE[policy.decided_dtype]
-    of_token = shape.num_layers * shape.experts_per_token * expert_dtype(shape.num_experts).itemsize if replays else 0
+    token_bytes = (
+        shape.num_layers * shape.experts_per_token * expert_dtype(shape.num_experts).itemsize if replays else 0
+    )
     overlaps = rollout.overlap > 0
     demand = Demand(
         work.sequences, prompt, response, rollout.group_size, rollout.segments, rollout.tokens_per_stage, overlaps
@@ -133,7 +136,7 @@ def needs_of(
         engine=memory,
         demand=demand,
         weight_files=2.0 * published if in_memory or setup.adapters else 0.0,
-        routed_experts=work.tokens * of_token,
+        routed_experts=work.tokens * token_bytes,
         rank_transfer_bytes=rank_transfer,
     )
 
@@ -147,38 +150,38 @@ def shortages(needs: Needs) -> Iterator[str]:
     if not engine.has_room:
         nccl = needs.engines.transfer_bytes
         yield (
-            f"an engine of policy {name} does not fit: its weights, workspace and cache take "
-            f"{(engine.taken - nccl) / GIB:.1f} GiB a GPU of {gpu.memory_bytes / GIB:.1f}, and NCCL's communicators "
-            f"{nccl / GIB:.1f}; lower {room}, raise rollout.vllm.tensor_parallel, or take larger GPUs"
+            f"an engine of policy {name} does not fit: per GPU, its weights, workspace and cache take "
+            f"{(engine.taken - nccl) / GIB:.1f} GiB and NCCL's communicators {nccl / GIB:.1f} GiB, of "
+            f"{gpu.memory_bytes / GIB:.1f} GiB; lower {room}, raise rollout.vllm.tensor_parallel, or use larger GPUs"
         )
     elif not engine.kv_tokens and not has_own_cache:
         yield (
-            f"an engine of policy {name} does not fit: its weights take {engine.weights / GIB:.1f} GiB a GPU of "
-            f"{allowed / GIB:.1f} GiB that it may use; raise rollout.vllm.gpu_memory_utilization or "
-            "rollout.vllm.tensor_parallel, or take larger GPUs"
+            f"an engine of policy {name} does not fit: per GPU, its weights take {engine.weights / GIB:.1f} GiB, and "
+            f"rollout.vllm.gpu_memory_utilization allows {allowed / GIB:.1f} GiB; raise it or rollout.vllm.tensor_parallel, or "
+            "use larger GPUs"
         )
     elif not engine.fits:
         yield (
-            f"an engine of policy {name} has {engine.kv_cache / GIB:.1f} GiB a GPU for keys and values, {engine.kv_tokens:,} "
-            f"tokens, and vLLM wants room for one sequence of {needs.longest_sequence:,}: raise {room} or "
+            f"an engine of policy {name} has {engine.kv_cache / GIB:.1f} GiB per GPU for keys and values, which hold "
+            f"{engine.kv_tokens:,} tokens, but vLLM needs room for one sequence of {needs.longest_sequence:,}; raise {room} or "
             "rollout.vllm.tensor_parallel, or lower rollout.max_response_tokens"
         )
     if configured is not None and not configured.fits:
         yield (
             f"policy {name}: layout {configured.layout.words} with recompute {needs.policy.recompute} needs "
-            f"{configured.needed / GIB:.1f} GiB of {gpu.memory_bytes / GIB:.1f}: {configured.why_not}"
+            f"{configured.needed / GIB:.1f} GiB, but a GPU has {gpu.memory_bytes / GIB:.1f}: {configured.why_not}"
         )
         if configured.needed - needs.rank_transfer_bytes <= gpu.memory_bytes:
             yield (
-                f"policy {name}: {needs.rank_transfer_bytes / GIB:.1f} GiB of that are NCCL's, for publishes: "
-                "sync.backend=shm would fit, and takes longer"
+                f"policy {name}: NCCL takes {needs.rank_transfer_bytes / GIB:.1f} GiB of that to publish weights; "
+                "sync.backend=shm would fit, but is slower"
             )
     if needs.host_bytes > gpu.host_memory:
         yield (
-            f"policy {name}: a node of trainer ranks needs {needs.host_bytes / GIB:.0f} GiB of memory for what is offloaded "
-            "to it, for weights on their way to the engines and for the experts of samples, and has "
-            f"{gpu.host_memory / GIB:.0f}: set policies.{name}.optimizer.offload=false, another policies.{name}.recompute than "
-            "full_offload, sync.directory to a folder on a disk, or another trainer.router_replay than rollout"
+            f"policy {name}: a node of trainer ranks needs {needs.host_bytes / GIB:.0f} GiB of host memory for offloaded "
+            "tensors, weight files and recorded experts, but has "
+            f"{gpu.host_memory / GIB:.0f} GiB; set policies.{name}.optimizer.offload=false, policies.{name}.recompute to a mode "
+            "other than full_offload, sync.directory to a folder on a disk, or trainer.router_replay to a mode other than rollout"
         )
 
 
@@ -190,13 +193,13 @@ def shortages_here(config: RunConfig, trainers: int) -> list[str]:
     gpu = hw.gpu_here()
     if gpu is None or config.rollout.engine != "vllm":
         return []
-    found, pools = list[str](), config.pools_of_adapters
-    for name in dict.fromkeys(pools.get(each, each) for each in config.trained_policies):
+    sentences, pools = list[str](), config.pools_of_adapters
+    for name in dict.fromkeys(pools.get(policy_name, policy_name) for policy_name in config.trained_policies):
         policy = config.policies[name]
         shape = find_shape(policy.model) if policy.model else taught_shape(config, policy)
         assert shape is not None, f"policies.{name}.model: preflight refuses a policy without a model"
-        found += shortages(needs_of(config, name, shape, trainers, gpu))
-    return [f"{sentence} (by the formulas of marsrl plan)" for sentence in found]
+        sentences += shortages(needs_of(config, name, shape, trainers, gpu))
+    return [f"{sentence} (estimated by marsrl plan's formulas)" for sentence in sentences]
 
 
 def _engine_setup(config: RunConfig, name: str, shape: ModelShape, longest: int) -> EngineSetup:
@@ -219,11 +222,12 @@ def _engine_setup(config: RunConfig, name: str, shape: ModelShape, longest: int)
     )
 
 
-def _job(config: RunConfig, name: str, shape: ModelShape, trainers: int, work: Work, kept_bytes: float) -> Job:
-    """Return the training job for ranking layouts. kept_bytes: memory of each GPU reserved by engines."""
+def _job(config: RunConfig, name: str, shape: ModelShape, trainers: int, work: Work, reserved_bytes: float) -> Job:
+    """Return the training job for ranking layouts. reserved_bytes: memory of each GPU that engines reserve."""
     loss, replay = config.loss, config.trainer.router_replay
     policy, adapters = config.policies[name], config.adapters_in(name)
-    first = config.policies[next(each for each in config.policies_in(name) if each in config.trained_policies)]
+    trained_name = next(member for member in config.policies_in(name) if member in config.trained_policies)
+    first = config.policies[trained_name]
     reference, scored_reference = None, None
     if loss.kl != "none":
         is_own = first.reference in ("start", "past")
@@ -253,7 +257,7 @@ def _job(config: RunConfig, name: str, shape: ModelShape, trainers: int, work: W
         training,
         work,
         sweeps_entropy=config.mpt.scope != "off",
-        shared_bytes=kept_bytes,
+        shared_bytes=reserved_bytes,
         scored=(*((shape,) if is_scored else ()), *((scored_reference,) if scored_reference else ())),
         cuts_sequences=why_not_context(_TWO_CONTEXTS, loss.ratio, loss.correction) is None,
     )

@@ -125,43 +125,40 @@ def make_plan(config: RunConfig, num_gpus: int, gpu_name: str, mean_response: fl
     engine_gpus = num_engine_gpus(served)
     if engine_gpus >= num_gpus:
         raise ConfigError(
-            f"rollout: {' + '.join(f'{each.engines} engines x {each.vllm.tensor_parallel} GPUs' for each in served)} = "
-            f"{engine_gpus} GPUs, but --gpus is {num_gpus}: none is left for training; lower rollout.engines or "
-            "policies.<name>.engines, or give more"
+            f"rollout: {' + '.join(f'{pool.engines} engines x {pool.vllm.tensor_parallel} GPUs' for pool in served)} = "
+            f"{engine_gpus} GPUs, but --gpus is {num_gpus}, so none is left for training; lower rollout.engines or "
+            "policies.<name>.engines, or raise --gpus"
             + (f"; presets for one GPU: {', '.join(_FOR_ONE_GPU)}" if num_gpus == 1 else "")
         )
     trainers = num_gpus - engine_gpus
-    of_node = int(hw.GPUS_PER_NODE.value)
+    node_gpus = int(hw.GPUS_PER_NODE.value)
     has_others = names_other_hosts(config.rollout.ray_address)
-    host = TrainerHost(min(of_node, num_gpus), min(of_node, trainers), has_others)
+    host = TrainerHost(min(node_gpus, num_gpus), min(node_gpus, trainers), has_others)
     policies, notes = list[PolicyPlan](), _notes_on_engines(config, num_gpus) + _notes_on_staleness(config)
     refused: list[str | None] = [*refusals_of(config, host)]
     pools = config.pools_of_adapters
-    for name in dict.fromkeys(
-        pools.get(each, each) for each in config.trained_policies
-    ):  # adapters on one base are planned together
+    # Adapters on one base are planned together.
+    for name in dict.fromkeys(pools.get(policy, policy) for policy in config.trained_policies):
         planned, vllm = _policy(config, name, trainers, num_gpus, gpu, mean_response), config.rollout_of(name).vllm
         policies.append(planned)
         notes += [*shortages(planned), *_notes_on_layouts(planned)]
-        refused += [wider_than_a_host(vllm.tensor_parallel, of_node), why_not_cut(planned.engines.shape, vllm)]
+        refused += [wider_than_a_host(vllm.tensor_parallel, node_gpus), why_not_cut(planned.engines.shape, vllm)]
     refused += [why_not_backend(config, has_cuda=True), why_not_one_micro_batch(config, trainers)]
     if config.rollout.placement != "local":
-        notes += _notes_on_the_split({each.name: each for each in policies})
+        notes += _notes_on_the_split({planned.name: planned for planned in policies})
     if num_gpus == 1 and len(policies) == 1 and not policies[0].fits and policies[0].policy.model:
         notes += _notes_on_presets(policies[0].policy.model, gpu, gpu_name)
     if frozen := [name for name, policy in config.policies.items() if policy.frozen]:
-        notes.append(
-            f"frozen policies have no learner and are not planned, their engines' GPUs aside: {', '.join(frozen)}"
-        )
+        notes.append(f"frozen policies have no learner, so only their engines' GPUs are planned: {', '.join(frozen)}")
     if config.judge is not None:
-        judged = {"evaluate": "of evaluations", "always": "of training and of evaluations"}[config.judge.when]
+        phases = {"evaluate": "evaluations", "always": "training and evaluations"}[config.judge.when]
         notes.append(
-            f"policy {config.judge.policy} judges the answers {judged}: the time of that is not planned, nor whether its "
-            "weights fit"
+            f"policy {config.judge.policy} judges the answers in {phases}; neither its time nor its memory is planned"
         )
     if len(policies) > 1:
         notes.append(
-            "all policies live on the same trainer ranks: add up their static bytes; each is planned alone here"
+            "all policies share the trainer ranks, but each is planned alone here; add up their weights, gradients and optimizer "
+            "state"
         )
     return Plan(
         gpu_name,
@@ -197,9 +194,9 @@ def _needs(config: RunConfig, name: str, trainers: int, gpu: hw.Gpu, mean_respon
     policy, shortened = config.policies[name], config
     shape = find_shape(policy.model) if policy.model else taught_shape(config, policy)
     if shape is None:
-        raise ConfigError(f"policies.{name}.model is not set; give a directory, or the name of a published model")
-    for each in config.policies_in(name):
-        shortened = shorten_prompts(shortened, each, shape.max_positions)
+        raise ConfigError(f"policies.{name}.model is not set; set a directory or the name of a published model")
+    for member in config.policies_in(name):
+        shortened = shorten_prompts(shortened, member, shape.max_positions)
     return needs_of(shortened, name, shape, trainers, gpu, mean_response)
 
 
@@ -221,22 +218,22 @@ def _notes_on_the_split(policies: Mapping[str, Needs]) -> list[str]:
 
     The search is greedy: starting from one engine per policy, the next engine goes to the policy that would finish last.
     """
-    if len(policies) < 2 or not all(each.engine.kv_tokens for each in policies.values()):
+    if len(policies) < 2 or not all(needs.engine.kv_tokens for needs in policies.values()):
         return []
-    now, best = {name: each.engines.num_engines for name, each in policies.items()}, dict.fromkeys(policies, 1)
-    num_gpus = sum(each.engines.num_gpus for each in policies.values())
-    left = num_gpus - sum(each.engines.tensor_parallel for each in policies.values())
+    now, best = {name: needs.engines.num_engines for name, needs in policies.items()}, dict.fromkeys(policies, 1)
+    num_gpus = sum(needs.engines.num_gpus for needs in policies.values())
+    left = num_gpus - sum(needs.engines.tensor_parallel for needs in policies.values())
     while True:
         last = max(policies, key=lambda name: policies[name].rollout_s(best[name]))
         left -= policies[last].engines.tensor_parallel
         if left < 0:
             break
         best[last] += 1
-    seconds, least = (max(each.rollout_s(counts[name]) for name, each in policies.items()) for counts in (now, best))
-    said = f"engines of the policies share {num_gpus} GPUs, {_listed(now)}: a step's completions in {seconds:.0f} s"
+    seconds, least = (max(needs.rollout_s(counts[name]) for name, needs in policies.items()) for counts in (now, best))
+    current = f"the policies' engines share {num_gpus} GPUs ({_listed(now)}): a step's completions take {seconds:.0f} s"
     if least > 0.9 * seconds:
-        return [f"{said}; no other split is faster by a tenth"]
-    return [f"{said}; {_listed(best)} would take {least:.0f} s (policies.<name>.engines)"]
+        return [f"{current}; no other split is 10 % faster"]
+    return [f"{current}; {_listed(best)} would take {least:.0f} s (policies.<name>.engines)"]
 
 
 def _listed(counts: Mapping[str, int]) -> str:
@@ -251,13 +248,13 @@ def _notes_on_layouts(planned: PolicyPlan) -> list[str]:
     configured = planned.configured
     if configured is not None and configured.memory.host:
         notes.append(
-            f"policy {planned.name}: {configured.memory.host / GIB:.0f} GiB a rank are in CPU memory; with weights on their "
-            f"way and experts of samples {planned.host_bytes / GIB:.0f} GiB a node of {planned.gpu.host_memory / GIB:.0f}"
+            f"policy {planned.name}: each rank offloads {configured.memory.host / GIB:.0f} GiB to host memory; with weight "
+            f"files and recorded experts a node needs {planned.host_bytes / GIB:.0f} of {planned.gpu.host_memory / GIB:.0f} GiB"
         )
     if not best.fits:
         notes.append(
-            f"policy {planned.name}: no layout fits on {trainers} trainer GPUs; the closest is {best.layout.words} with "
-            f"recompute {best.recompute}, {best.needed / GIB:.1f} GiB: {best.why_not}"
+            f"policy {planned.name}: no layout fits on {trainers} trainer GPUs; the closest, {best.layout.words} with "
+            f"recompute {best.recompute}, needs {best.needed / GIB:.1f} GiB: {best.why_not}"
         )
     return notes
 
@@ -267,7 +264,7 @@ def _notes_on_staleness(config: RunConfig) -> list[str]:
     if overlap and correction != "none":
         return [
             f"rollout.overlap={overlap}: a sample is trained at most about {config.versions_old} versions after its first token "
-            f"was drawn, and loss.correction={correction} corrects for it"
+            f"was sampled; loss.correction={correction} corrects for that"
         ]
     return stale_samples(config)
 
@@ -276,17 +273,17 @@ def _notes_on_engines(config: RunConfig, num_gpus: int) -> list[str]:
     notes = []
     if config.sync.backend != "shm":
         notes.append(
-            f"sync.backend={config.sync.backend} has not run on GPUs yet; the seconds of a publish are formulas alone"
+            f"sync.backend={config.sync.backend} has not been tested on GPUs; the seconds of a publish come from formulas alone"
         )
     elif config.sync.directory is not None:
-        notes.append(f"sync.directory={config.sync.directory}: planned as if it were as fast as the host's memory")
+        notes.append(f"sync.directory={config.sync.directory}: the plan assumes the speed of host memory")
     if config.rollout.placement == "colocated":
         notes.append(
-            "rollout.placement=colocated: engines give their memory back while the trainer trains, and have to fit beside its "
-            "weights, gradients and optimizer state while it waits for them"
+            "rollout.placement=colocated: engines release their memory during updates; during the rollout they must fit beside "
+            "the trainer's weights, gradients and optimizer state"
         )
     if config.rollout.placement == "local" and num_gpus > 1:
-        notes.append("rollout.placement=local decodes on trainer rank 0's GPU alone; the others wait meanwhile")
+        notes.append("rollout.placement=local decodes only on trainer rank 0's GPU; the other GPUs wait")
     if config.rollout.rebalance:
-        notes.append(f"planned with the engines as they begin: {rebalance_outlook(config, has_gpus=True)}")
+        notes.append(f"planned for the initial split of the engines: {rebalance_outlook(config, has_gpus=True)}")
     return notes

@@ -128,7 +128,7 @@ def teach_team(prepared: PreparedSft) -> None:
         config = with_first_rank_dtypes(prepared.config)
         training = _Training(config, directory, prepared.found, console)
         if training.is_over:
-            console.message(f"{directory.path}: all steps are done, and its models are written")
+            console.message(f"{directory.path}: all steps are done and the models are written")
         else:
             training.train()
         if rank() == 0:
@@ -143,13 +143,13 @@ def _checked(config: RunConfig) -> tuple[Demonstrations, list[str]]:
         raise ConfigError(f"run.device is {config.run.device}: {reason}")
     file = config.data.demonstrations
     if file is None:
-        raise ConfigError("data.demonstrations is not set: set a jsonl file of demonstrations")
+        raise ConfigError("data.demonstrations is not set; set it to a jsonl file of demonstrations")
     refuse(why_not_together(config.trained_policies))
     refuse(why_not_offloaded(config))
     renderers, longest = dict[str, ChatRenderer](), dict[str, int]()
     for name, policy in config.trained_policies.items():
         if policy.model is None:
-            raise ConfigError(f"policies.{name}.model is not set: give the Hugging Face directory to start from")
+            raise ConfigError(f"policies.{name}.model is not set; set it to the Hugging Face directory to start from")
         shape = read_shape(policy.model)
         check_files(policy.model, shape, is_trained=True)
         check_adapter(name, policy, shape)
@@ -165,12 +165,12 @@ def _differing(directory: RunDirectory, config: RunConfig, fingerprint: Mapping[
 
     Raises ConfigError if the demonstrations, the section sft or the seed differ, since these decide what a step trains.
     """
-    key = f"run.resume={config.run.resume}: {directory.path} cannot continue with"
+    start = f"run.resume={config.run.resume}: {directory.path} cannot be resumed:"
     if directory.data.is_file() and json.loads(directory.data.read_bytes()) != fingerprint:
-        raise ConfigError(f"{key} other demonstrations than it began with; set data.demonstrations back")
+        raise ConfigError(f"{start} the demonstrations have changed since it began; restore data.demonstrations")
     saved = saved_config(directory)
     if saved is not None and (saved.sft, saved.run.seed) != (config.sft, config.run.seed):
-        raise ConfigError(f"{key} another section sft or run.seed than config.yaml there has; set them back")
+        raise ConfigError(f"{start} section sft or run.seed differs from its config.yaml; restore them")
     differs = differences(saved, config) if saved is not None else ""
     return [f"differs from {directory.config}: {differs}"] if differs else []
 
@@ -234,7 +234,9 @@ class _Training:
                 if step % self._steps_of_epoch == 0:
                     row |= (measured := self._measured())
                     if step < last and self._is_good(measured):
-                        self._console.message(f"step {step}: the held-out demonstrations are good enough (sft.stop_*)")
+                        self._console.message(
+                            f"step {step}: training ends early, the held-out demonstrations reached the goal (sft.stop_*)"
+                        )
                         last = step
                 note(step, row)
                 bar.update(step, _told(row))
@@ -281,45 +283,48 @@ class _Training:
         return log.log
 
     def _lesson(self, step: int) -> Lesson:
-        epoch, place = divmod(step - 1, self._steps_of_epoch)
+        epoch, index = divmod(step - 1, self._steps_of_epoch)
         order, size = _order(len(self._lines), f"{self._config.run.seed}/epoch {epoch}"), self._config.sft.batch
-        batch = [self._lines[i] for i in order[place * size : (place + 1) * size]]
+        batch = [self._lines[i] for i in order[index * size : (index + 1) * size]]
         return Lesson({name: _of(batch, name) for name in self._learners})
 
     def _row(self, step: int, losses: Mapping[int, Measured], stats: Mapping[str, StepStats]) -> dict[str, float]:
         """Return the metrics of a step, and warn if the step was skipped."""
         row = self._means("sft", losses, "loss")
-        for name, each in stats.items():
+        for name, policy_stats in stats.items():
             prefix = f"{name}/" if len(stats) > 1 else ""
-            row |= {f"{prefix}actor/grad_norm": each.grad_norm, f"{prefix}actor/lr": each.lr}
-            if each.is_skipped:
+            row |= {f"{prefix}actor/grad_norm": policy_stats.grad_norm, f"{prefix}actor/lr": policy_stats.lr}
+            if policy_stats.is_skipped:
                 uids = ", ".join(sequence.uid for sequence in self._lesson(step).sequences[name][:4])
-                self._console.warning(f"a step of {name} is skipped, its loss or gradient is not finite: {uids} ...")
+                self._console.warning(
+                    f"step {step}: policy {name} is not updated, because its loss or gradient is not finite; first lines: {uids}"
+                )
         return row
 
     def _measured(self) -> dict[str, float]:
         """Return the metrics of the held-out demonstrations; {} if there are none."""
-        found: dict[int, Measured] = {}
+        measured: dict[int, Measured] = {}
         for name, learner in self._learners.items():
-            if own := _of(self._held_out, name):
-                found |= measure(learner, own, learner.shard(self._config.trainer.max_tokens_per_micro_batch))
-        return self._means("sft/held_out", found, "loss", "accuracy")
+            if sequences := _of(self._held_out, name):
+                measured |= measure(learner, sequences, learner.shard(self._config.trainer.max_tokens_per_micro_batch))
+        return self._means("sft/held_out", measured, "loss", "accuracy")
 
     def _is_good(self, measured: Mapping[str, float]) -> bool:
         goal = Goal(self._config.sft.stop_loss, self._config.sft.stop_accuracy)
         return bool(measured) and goal.is_reached(measured["sft/held_out/loss"], measured["sft/held_out/accuracy"])
 
-    def _means(self, prefix: str, found: Mapping[int, Measured], *keys: str) -> dict[str, float]:
+    def _means(self, prefix: str, measured: Mapping[int, Measured], *keys: str) -> dict[str, float]:
         """Return means over all tokens, and the loss of each agent if there are several; {} without tokens."""
-        total = sum(each.num_tokens for each in found.values())
+        agents = measured.values()
+        total = sum(agent.num_tokens for agent in agents)
         if not total:
             return {}
         row = {
-            f"{prefix}/{key}": math.fsum(getattr(each, key) * each.num_tokens for each in found.values()) / total
+            f"{prefix}/{key}": math.fsum(getattr(agent, key) * agent.num_tokens for agent in agents) / total
             for key in keys
         }
-        if len(found) > 1:
-            row |= {f"{prefix}/{self._writers[writer]}/loss": each.loss for writer, each in found.items()}
+        if len(measured) > 1:
+            row |= {f"{prefix}/{self._writers[writer]}/loss": agent.loss for writer, agent in measured.items()}
         return row
 
     def _write_models(self) -> None:

@@ -60,7 +60,7 @@ def read_demonstrations(
 
     Raises ValueError if a line is invalid (unless data.on_bad_line=skip), all are too long, or the file has none.
     """
-    reader, found = _Reader(config, renderers), list[Demonstration]()
+    reader, lines = _Reader(config, renderers), list[Demonstration]()
     bad, too_long = list[str](), list[str]()
     digest = hashlib.blake2b(digest_size=8)
     for number, row in read_rows(path):
@@ -68,28 +68,28 @@ def read_demonstrations(
         try:
             if isinstance(row, BadLine):
                 raise row
-            each = reader.read(row, f"{path.name}:{number}")
+            line = reader.read(row, f"{path.name}:{number}")
         except BadLine as reason:
             bad.append(f"{where}: {reason}")
             if config.data.on_bad_line == "error":
                 raise ValueError(f"{bad[0]} (set data.on_bad_line=skip to skip such lines)") from reason
             continue
-        if (num_tokens := each.sequence.num_tokens) > longest[each.policy]:
-            too_long.append(f"{where} with {num_tokens:,} tokens, at most {longest[each.policy]:,}")
+        if (num_tokens := line.sequence.num_tokens) > longest[line.policy]:
+            too_long.append(f"{where} with {num_tokens:,} tokens, at most {longest[line.policy]:,}")
             continue
-        digest.update(each.sequence.prompt_ids.tobytes() + b"/" + each.sequence.token_ids.tobytes())
-        found.append(each)
-    notes = [f"{len(bad)} lines are not demonstrations and are skipped, first {bad[0]}"] if bad else []
+        digest.update(line.sequence.prompt_ids.tobytes() + b"/" + line.sequence.token_ids.tobytes())
+        lines.append(line)
+    notes = [f"{len(bad)} lines are not demonstrations and are skipped, the first is {bad[0]}"] if bad else []
     if too_long:
         notes.append(
             f"{len(too_long)} demonstrations are longer than the model's positions or trainer.max_tokens_per_micro_batch and "
-            f"are skipped, first {too_long[0]}"
+            f"are skipped, the first is {too_long[0]}"
         )
-    if not found:
+    if not lines:
         raise ValueError(
             f"data.demonstrations={path} has no demonstration to train on: {'; '.join(notes) or 'the file is empty'}"
         )
-    return Demonstrations(tuple(found), reader.writers, tuple(notes), digest.hexdigest())
+    return Demonstrations(tuple(lines), reader.writers, tuple(notes), digest.hexdigest())
 
 
 class _Reader:
@@ -105,7 +105,7 @@ class _Reader:
     def read(self, row: Mapping[str, object], uid: str) -> Demonstration:
         agent = row.get("agent")
         if agent is not None and agent not in self._config.agents:
-            raise BadLine(f"agent is {agent!r}; the team has {', '.join(self._config.agents)}")
+            raise BadLine(f"agent is {agent!r}; expected one of the team's: {', '.join(self._config.agents)}")
         writer = "any" if agent is None else str(agent)
         policy = self._policy(writer)
         prompt: IntArray | str
@@ -116,7 +116,7 @@ class _Reader:
             completion = _text(row, "completion")
         sequence = self._tokens[policy].sequence(prompt, completion, self.writers.index(writer), uid=uid)
         if not len(sequence.prompt_ids):
-            raise BadLine("the prompt is empty, so no position predicts the completion's first token")
+            raise BadLine("the prompt is empty; expected at least one token, which predicts the completion's first one")
         return Demonstration(policy, sequence)
 
     def _policy(self, writer: str) -> str:
@@ -124,11 +124,13 @@ class _Reader:
             policy = self._config.agents[writer].policy
             if policy not in self._renderers:
                 raise BadLine(
-                    f"agent {writer} has the policy {policy}, which is frozen; remove the line or train the policy"
+                    f"agent {writer} has policy {policy}, which is frozen; remove the line or train the policy"
                 )
             return policy
         if len(self._renderers) > 1:
-            raise BadLine(f"no agent is named, but there are several policies to train: {', '.join(self._renderers)}")
+            raise BadLine(
+                f"agent is missing, but several policies are trained ({', '.join(self._renderers)}); add the field agent"
+            )
         return next(iter(self._renderers))
 
     def _options(self, writer: str) -> dict[str, bool | str]:
@@ -138,11 +140,9 @@ class _Reader:
         """Return (prompt, completion): all messages but the last, and the last, an assistant's, as the model would write it."""
         messages, tools = row["messages"], row.get("tools") or ()
         if not isinstance(messages, list) or not all(_is_turn(each) for each in messages):
-            raise BadLine("messages: expected a list of {role, content} with text contents")
+            raise BadLine("messages: expected a list of {role, content}, where content is text")
         if len(messages) < 2 or messages[-1]["role"] != "assistant":
-            raise BadLine(
-                "messages: expected an assistant's turn, the completion, at the end, after at least one other message"
-            )
+            raise BadLine("messages: expected at least two, the last of them from the assistant: it is the completion")
         if not isinstance(tools, list | tuple):
             raise BadLine(f"tools: expected a list of functions, found {type(tools).__name__}")
         *asked, last = messages
@@ -170,13 +170,13 @@ class _Reader:
         if not isinstance(given, dict):
             raise BadLine("expected messages, or prompt and completion")
         if writer == "any":
-            raise BadLine("prompt has fields, but no agent is named whose prompt they fill")
+            raise BadLine("prompt is an object, but agent is missing; add the agent whose prompt these fields fill")
         role = self._roles[writer]
         needed, allowed = PLACEHOLDERS[role]
         if not set(needed) <= given.keys() <= {*needed, *allowed}:
             raise BadLine(
-                f"prompt has the fields {', '.join(given) or 'none'}; {writer} needs {', '.join(needed)}"
-                + (f" and takes {', '.join(allowed)}" if allowed else "")
+                f"prompt has the fields {', '.join(given) or 'none'}; the prompt of {writer} requires {', '.join(needed)}"
+                + (f" and accepts {', '.join(allowed)}" if allowed else "")
             )
         values = {name: _text(given, name) for name in given}
         return renderer.render(self._prompts_of(writer).fill(role, **values), **self._options(writer))[0]

@@ -131,7 +131,7 @@ def test_a_team_is_tried_with_answers_of_the_caller(capsys: pytest.CaptureFixtur
     samples = [sample for group in played.credited.groups for sample in group.samples]
     assert {(each.agent, each.reward.value) for each in samples} == {("solver", 1.0), ("judge", 0.0)}
     assert "# settings: preset math_default.yaml < keywords" in capsys.readouterr().out
-    with pytest.raises(marsrl.Error, match="answers: the team has no agent 'critic'; it has solver, judge"):
+    with pytest.raises(marsrl.Error, match="answers: the team has no agent 'critic'; expected one of solver, judge"):
         marsrl.try_team(team=Pair, answers={"critic": ["no"]})
 
 

@@ -71,7 +71,7 @@ def test_hostile_rows_are_dropped_and_good_rows_are_kept_whole(capsys: Any) -> N
     assert cli.main(["curate", "raw.jsonl", "--out", "out"]) == 0, capsys.readouterr().err
     assert curated() == [good[0], {**good[1], "nan": None}, good[2], DEEP]
     found = dict(dropped("read"))
-    assert found["raw.jsonl:2"] == "long question: 1,000,000 characters, at most 32,768"
+    assert found["raw.jsonl:2"] == "long question: 1,000,000 characters, but at most 32,768 allowed"
     assert found["raw.jsonl:3"] == "unreadable row: not UTF-8 at byte 14"
     assert found["raw.jsonl:8"].startswith("unreadable row: the question has a lone surrogate")
     assert found["raw.jsonl:16"] == "unreadable row: the answer (answer) is a list of 2; expected one answer"
@@ -114,7 +114,7 @@ def test_a_field_names_the_level(capsys: Any) -> None:
     assert cli.main(words) == 0, capsys.readouterr().err
     assert [each["meta"]["level"] for each in curated()] == ["Graduate", ["phd", "x"], 3, "3 "]
     assert dropped("level") == [
-        ("raw.jsonl:2", "other level: meta.level: school"), ("raw.jsonl:4", "no level: meta.level is not there"),
+        ("raw.jsonl:2", "other level: meta.level: school"), ("raw.jsonl:4", "no level: meta.level is missing"),
     ]  # fmt: skip
     assert cli.main([*words, "curate.level.missing=keep"]) == 0
     assert len(curated()) == 5 and "curate.level: missing is keep, was drop" in capsys.readouterr().err
@@ -183,5 +183,5 @@ def test_a_server_judges_and_a_real_team_plays(tmp_path: Path, capsys: Any) -> N
     said = capsys.readouterr().err
     assert "clarity: 6 kept, 3 dropped (3 unclear)" in said
     assert "best_of_n: 4 kept, 2 dropped (2 too hard)" in said
-    assert "best_of_n: 2 kept, 4 dropped (4 too easy)" in said and said.count("clarity: done before") == 1
+    assert "best_of_n: 2 kept, 4 dropped (4 too easy)" in said and said.count("clarity: already done") == 1
     assert [each["answer"] for each in curated()] == ["9", "9"]

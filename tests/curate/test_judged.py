@@ -50,7 +50,7 @@ def test_a_verdict_in_an_answer_that_was_cut_off_is_none(tmp_path: Path) -> None
     (_, record), _ = run(tmp_path, [read(), stage], rows_of(["cut", "whole"]))
     assert record.dropped == {UNREAD: 1} and kept_of(tmp_path) == ["whole"]
     (example,) = record.kinds[UNREAD].examples
-    assert example.detail == f"it was cut off after {len(said)} tokens (curate.clarity.max_response_tokens)"
+    assert example.detail == f"the answer was cut off after {len(said)} tokens (curate.clarity.max_response_tokens)"
 
 
 def test_each_criterion_quotes_question_and_answer_verbatim() -> None:
@@ -130,4 +130,4 @@ def test_a_question_that_does_not_fit_is_not_asked(tmp_path: Path) -> None:
     (_, record), _ = run(tmp_path, [read(), stage], rows_of(["abc", "x" * 1200]))
     assert script.asked == ["abc"]
     (example,) = record.kinds["no readable verdict"].examples
-    assert "at most curate.clarity.max_input_tokens = 1,200" in example.detail
+    assert "but curate.clarity.max_input_tokens = 1,200" in example.detail

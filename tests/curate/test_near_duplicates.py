@@ -45,7 +45,7 @@ def test_an_equal_question_is_dropped_whatever_it_is(texts: list[str]) -> None:
 def test_case_blanks_and_unicode_forms_make_no_new_question(other: str) -> None:
     (_, decision) = decisions(rows_of(["What is the sum of one and two?", other]))
     assert (decision.is_kept, decision.kind) == (False, "near duplicate")
-    assert decision.detail == "similarity 1.00 to raw.jsonl:1, which has another answer"
+    assert decision.detail == "similarity 1.00 to raw.jsonl:1, whose answer differs"
 
 
 def test_the_threshold_is_of_the_similarity() -> None:

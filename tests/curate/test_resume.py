@@ -69,6 +69,9 @@ def test_a_changed_setting_redoes_its_stage_and_later_ones(tmp_path: Path) -> No
     run(tmp_path, stages(levels("3", "4", "5")), rows())
     before = (tmp_path / "stages/read/kept.jsonl").stat().st_mtime_ns
     records, said = run(tmp_path, stages(levels("4", "5")), rows())
-    assert "curate.level: keep is ['4', '5'], was ['3', '4', '5']. Done again: level, thirds, near_duplicates" in said
+    assert (
+        "curate.level: keep is ['4', '5'], was ['3', '4', '5']; these stages run again: level, thirds, near_duplicates"
+        in said
+    )
     assert [record.num_kept for record in records] == [120, 2, 2, 2]
     assert (tmp_path / "stages/read/kept.jsonl").stat().st_mtime_ns == before

@@ -132,7 +132,7 @@ def test_the_tree_shows_calls_by_sample_with_their_rewards(tried: Tried, tmp_pat
     external = {"function": program(tmp_path, TWO)}
     lines = tried(external, answers=ANSWERS)
     goes_on = next(line for line in lines if line.startswith("call 3"))
-    assert goes_on.startswith("call 3 goes on with ") and goes_on.endswith(" bytes: 'Answer: 2'")
+    assert goes_on.startswith("call 3 continues with ") and goes_on.endswith(" bytes: 'Answer: 2'")
     at = lines.index(goes_on)
     assert lines[at - 2].startswith("solver:0  2 calls  reward 2")
     assert lines[at - 1].startswith("call 1 reads ") and lines[at - 1].endswith("'Answer: 1'")
@@ -166,9 +166,9 @@ def test_an_error_of_the_program_follows_its_calls_in_full(tried: Tried, tmp_pat
     """
     lines = tried({"function": program(tmp_path, text)}, "rollout.group_size=2", code=1)
     assert any(line == "solver:0  1 call  reward none" for line in lines)
-    assert lines[-1].startswith("the episode ends: as episode ") and lines[-1].endswith(".0 does")  # shown whole once
+    assert lines[-1].startswith("the episode failed: same error as episode ")  # shown whole once
     lines = tried({"function": program(tmp_path, text)}, code=1)
-    error = lines[lines.index("the episode ends: the program failed: Traceback (most recent call last):") :]
+    error = lines[lines.index("the episode failed: the program failed: Traceback (most recent call last):") :]
     assert 'return found["answer"]' in error and error[-1] == "KeyError: 'answer'"
     assert not any("worker.py" in line for line in error)  # no frames but the program's
 
@@ -193,7 +193,7 @@ def test_an_unknown_agent_is_reported_with_the_known_ones(tried: Tried, tmp_path
         *_, last = tried(external, code=1)
         assert (
             last
-            == "the episode ends: the program failed: model 'solvr' is not an agent; expected one of solver, verifier"
+            == "the episode failed: the program failed: model 'solvr' is not an agent; expected one of solver, verifier"
         )
 
 
@@ -210,4 +210,4 @@ def test_a_terminal_obeys_nothing_in_the_tree(tried: Tried, tmp_path: Path) -> N
 
 def test_a_command_is_tried_as_well_and_may_ask_nobody(tried: Tried) -> None:
     lines = tried({"command": [sys.executable, "-c", "print(0.5)"]})
-    assert lines[1:] == ["no agent was asked"]
+    assert lines[1:] == ["no agent was called"]

@@ -103,8 +103,8 @@ def test_what_cannot_be_exported_is_refused(tmp_path: Path, capsys: pytest.Captu
     run = str(whole_run(tmp_path, tmp_path / "big", tmp_path / "small").path)
     for words, says in [
         ([str(tmp_path), "out"], "out exists and is never overwritten"),
-        ([str(tmp_path), "new"], "neither a run directory (config.yaml), a checkpoint (policies/)"),
-        ([run, "new"], "holds the policies big, small; choose one with --policy"),
+        ([str(tmp_path), "new"], "is not a run directory (config.yaml), a checkpoint (policies/)"),
+        ([run, "new"], "has several policies, big, small; choose one with --policy"),
         ([run, "new", "--policy", "main"], "--policy main: "),
         ([run, "new", "--policy", "big"], "has no hf/ folder"),
     ]:

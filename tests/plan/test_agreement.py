@@ -70,9 +70,8 @@ def planned(config: RunConfig, num_gpus: int, gpu: str) -> tuple[bool, set[str]]
     except ValueError:
         return True, set()
     refused = bool(plan.refused) or any(policy.why_not_configured for policy in plan.policies)
-    short = {
-        note for note in plan.notes if any(word in note for word in ("does not fit", "GiB of ", "needs ", "wants room"))
-    }
+    marks = ("does not fit", "but a GPU has", "vLLM needs room", "NCCL takes", "of host memory for")
+    short = {note for note in plan.notes if any(mark in note for mark in marks)}
     assert refused or plan.fits == (not short), plan.notes
     return refused, short
 
@@ -82,7 +81,7 @@ def checked(config: RunConfig, world_size: int) -> tuple[bool, set[str]]:
         found = preflight(config, world_size)
     except ValueError:
         return True, set()
-    mark = " (by the formulas of marsrl plan)"
+    mark = " (estimated by marsrl plan's formulas)"
     return False, {each.removesuffix(mark) for each in shortages_here(found.config, world_size)}
 
 

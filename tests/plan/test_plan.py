@@ -114,7 +114,7 @@ def test_the_plan_names_presets_that_fit_on_one_gpu() -> None:
         assert not plan.fits and len(notes) == (preset is not None)
         if preset is not None:
             assert planned(preset, 1, f"policies.main.model={model}", gpu=gpu).fits
-    with pytest.raises(ConfigError, match="or give more; presets for one GPU: single_gpu, "):
+    with pytest.raises(ConfigError, match="or raise --gpus; presets for one GPU: single_gpu, "):
         planned("qwen3_8b", 1)
 
 
@@ -130,7 +130,7 @@ def test_doubled_problems_double_the_time_in_the_same_memory() -> None:
 def test_no_preset_is_left_out() -> None:
     assert {p.stem for p in CONFIGS.glob("*.yaml")} == {*FITS_ON, *NEEDS_A_MODEL}
     for preset in NEEDS_A_MODEL:
-        with pytest.raises(ValueError, match=r"policies.main.model is not set; give a directory, or the name"):
+        with pytest.raises(ValueError, match=r"policies.main.model is not set; set a directory or the name"):
             planned(preset, 8)
 
 
@@ -206,7 +206,9 @@ def test_publishes_by_nccl_take_memory_at_both_ends() -> None:
     assert policy.rank_transfer_bytes == far.num_engine_gpus * one
     assert policy.engines.transfer_bytes == far.num_trainers * one
     pairs = far.num_trainers * far.num_engine_gpus
-    assert pairs == 960 and f"{pairs} communicators of two: 1.4 GiB of a rank's GPU, 0.8 GiB of" in shown(far, 200)
+    assert pairs == 960 and f"{pairs} communicators of two GPUs take 1.4 GiB on each rank's GPU and 0.8" in shown(
+        far, 200
+    )
     (policy,) = near.policies
     small = (2 + 3 * 32) * 2 * MIB  # 32 channels over NVLink, whose buffers the receiver has
     assert policy.rank_transfer_bytes == near.num_engine_gpus * small
@@ -245,8 +247,8 @@ def test_what_does_not_fit_says_why() -> None:
     assert any("no layout fits on 3 trainer GPUs" in n and "optimizer state" in n for n in plan.notes), plan.notes
     words = ["policies.main.layout.tensor=8", "rollout.vllm.tensor_parallel=1", "rollout.vllm.quantization=null"]
     notes = " ".join(planned("qwen3_30b_a3b", 64, *words, gpu="a100-40g").notes)
-    assert "does not divide the 4 key/value heads" in notes and "this would be valid: " in notes
-    assert "an engine of policy main does not fit: its weights take 56.9 GiB a GPU" in notes
+    assert "does not divide the 4 key/value heads" in notes and "a valid layout for " in notes
+    assert "an engine of policy main does not fit: per GPU, its weights take 56.9 GiB" in notes
     with pytest.raises(ConfigError, match="is 32768, but trainer.max_tokens_per_micro_batch is 24576"):
         planned("qwen3_8b", 8, "rollout.max_response_tokens=32768")
 
@@ -311,12 +313,12 @@ def test_the_engines_of_two_policies_share_gpus_by_their_load() -> None:
     words = [f"policies={{solver: {{{own}, engines: 5}}, verifier: {{{other}, engines: 3}}}}"]
     words += ["agents.solver.policy=solver", "agents.verifier.policy=verifier"]
     near = planned("drmas_math", 16, *words)
-    assert any("share 8 GPUs, solver 5, verifier 3" in note and "no other split" in note for note in near.notes)
+    assert any("share 8 GPUs (solver 5, verifier 3)" in note and "no other split" in note for note in near.notes)
     words[0] = words[0].replace("engines: 5", "engines: 1").replace("engines: 3", "engines: 7")
     far = planned("drmas_math", 16, *words)
-    (note,) = (note for note in far.notes if "share 8 GPUs, solver 1, verifier 7" in note)
-    said = r"in (\d+) s; solver (\d), verifier (\d) would take (\d+) s"
-    before, solver, verifier, after = map(int, re.findall(said, note)[0])
+    (note,) = (note for note in far.notes if "share 8 GPUs (solver 1, verifier 7)" in note)
+    pattern = r"take (\d+) s; solver (\d), verifier (\d) would take (\d+) s"
+    before, solver, verifier, after = map(int, re.findall(pattern, note)[0])
     assert solver + verifier == 8 and solver > verifier and after < before / 2
     alone = max(policy.rollout.seconds for policy in near.policies)
     assert after <= round(alone)  # no worse than by hand

@@ -96,10 +96,10 @@ def test_the_loss_falls_and_a_resumed_run_equals_an_unbroken_one(
     (Path("runs/killed/checkpoints/latest")).write_text("step_4\n")  # in the second epoch
     again = ["run.name=killed", "run.resume=auto"]
     assert cli.main(["sft", *words, *again, "sft.batch=2"]) == 2
-    assert "cannot continue with another section sft" in capsys.readouterr().err
+    assert "cannot be resumed: section sft or run.seed differs" in capsys.readouterr().err
     Path("other.jsonl").write_text(Path("demos.jsonl").read_text().replace("seven", "three"))
     assert cli.main(["sft", *words, *again, "data.demonstrations=other.jsonl"]) == 2
-    assert "cannot continue with other demonstrations" in capsys.readouterr().err
+    assert "cannot be resumed: the demonstrations have changed" in capsys.readouterr().err
     assert cli.main(["sft", *words, *again]) == 0
     whole, killed = (load_file(f"runs/{name}/hf/model.safetensors") for name in ("whole", "killed"))
     assert all(torch.equal(whole[name], killed[name]) for name in whole)
@@ -314,7 +314,7 @@ def test_the_options_of_the_agents_template_hold(read: Read) -> None:
     said = [*CHAT, {"role": "assistant", "content": "4"}]
     found = read(*({"agent": name, "messages": said} for name in ("verifier1", "solver")), words=words)
     assert [line.policy for line in found.lines] == ["b", "a"]
-    with pytest.raises(ValueError, match=r"demos.jsonl:1: no agent is named, but there are several policies .* a, b"):
+    with pytest.raises(ValueError, match=r"demos.jsonl:1: agent is missing, but several policies are trained \(a, b\)"):
         read({"messages": said}, words=words)
 
 
@@ -325,11 +325,11 @@ def test_the_options_of_the_agents_template_hold(read: Read) -> None:
         ({"prompt": "a"}, "completion: expected text, found nothing"),
         ({"completion": "a"}, "expected messages, or prompt and completion"),
         ({"prompt": "", "completion": "a"}, "the prompt is empty"),
-        ({"agent": "solver7", "prompt": "a", "completion": "b"}, "agent is 'solver7'; the team has solver, verifier1"),
-        ({"prompt": {"problem": "a"}, "completion": "b"}, "prompt has fields, but no agent is named"),
-        ({"agent": "verifier1", "prompt": {"problem": "a"}, "completion": "b"}, "verifier1 needs problem, solution"),
+        ({"agent": "solver7", "prompt": "a", "completion": "b"}, "agent is 'solver7'; expected one of the team's: solver, verifier1"),
+        ({"prompt": {"problem": "a"}, "completion": "b"}, "prompt is an object, but agent is missing"),
+        ({"agent": "verifier1", "prompt": {"problem": "a"}, "completion": "b"}, "the prompt of verifier1 requires problem, solution"),
         ({"prompt": CHAT, "completion": "a"}, "prompt is a chat; write it as messages"),
-        ({"messages": CHAT}, "messages: expected an assistant's turn, the completion, at the end"),
+        ({"messages": CHAT}, "messages: expected at least two, the last of them from the assistant"),
         ({"messages": [{"role": "user"}, {"role": "assistant", "content": "a"}]}, "expected a list of {role, content}"),
         (
             {"messages": [*CHAT, {"role": "assistant", "content": "4", "reasoning": "a"}]},

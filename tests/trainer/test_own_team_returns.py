@@ -267,9 +267,9 @@ def test_answers_follow_the_seed_and_prompts_show_on_request(
     words = ["rollout.group_size=4", "agents.verifier1.pick=random"]
     lines = shown(capsys, *words)
     assert lines == shown(capsys, *words) != shown(capsys, *words, "run.seed=1")
-    assert any("verifier1:0" in line for line in lines) and not any("it read:" in line for line in lines)
+    assert any("verifier1:0" in line for line in lines) and not any("prompt:" in line for line in lines)
     told = shown(capsys, *words, "--prompts")
-    assert sum("it read:" in line for line in told) == sum("reward" in line for line in lines)
+    assert sum("prompt:" in line for line in told) == sum("reward" in line for line in lines)
 
 
 def test_math_is_judged_by_its_own_judge_and_needs_a_question(capsys: pytest.CaptureFixture[str]) -> None:
@@ -304,9 +304,9 @@ def test_a_team_that_asks_for_no_form_is_warned_of(tmp_path: Path, capsys: pytes
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("judge: [hm]", "the team has no agent 'judge'; it has solver"),
-        ("solver: hm", "expected a table of agents"),
-        ("solver: []", "expected a table of agents"),
+        ("judge: [hm]", "the team has no agent 'judge'; expected one of solver"),
+        ("solver: hm", "expected a list of quoted answers"),
+        ("solver: []", "expected a list of quoted answers"),
         ("[solver", "while parsing a flow sequence"),
     ],
 )
@@ -325,9 +325,9 @@ def test_a_table_that_is_none_is_refused(
     [
         ([], []),
         (["rollout.pipeline=trajectory", "orchestration=debate"], []),
-        (["orchestration=debate"], ["first update: comes at step 2 of 24"]),
-        (["orchestration=debate", "orchestration_options.rounds=4"], ["first update: comes at step 4 of 24"]),
-        (["orchestration=debate", "run.steps=1"], ["first update: does not come in run.steps = 1"]),
+        (["orchestration=debate"], ["first update: at step 2 of 24"]),
+        (["orchestration=debate", "orchestration_options.rounds=4"], ["first update: at step 4 of 24"]),
+        (["orchestration=debate", "run.steps=1"], ["first update: not within run.steps = 1"]),
     ],
 )
 def test_try_says_at_which_step_the_first_update_comes(
