@@ -1,12 +1,12 @@
-"""Faults of many kinds at random moments on the default run in small, and after each the proof that nothing was lost.
+"""Random faults on the default run in small, with a check after each that nothing was lost.
 
     python tests/chaos.py --minutes 20 --seed 7
     python tests/chaos.py --faults 2 --kinds kill-engine kill-gcs --engine local
     python tests/chaos.py --external --faults 50 --kinds kill-trainer kill-worker kill-both
 
-Runs are started, resumed and stopped as a user does it, with settings drawn from the seed: overlap 0 or 1, segments 1 or 2,
-ranks 1 or 2, engines 1 or 2. Each gets some faults, one after the other, and goes on by the words that its last line says;
-then it is brought to its end. After every end of a process, and at the end of the run:
+The script starts, resumes and stops runs as a user does, with settings drawn from the seed: overlap 0 or 1, segments 1 or 2,
+ranks 1 or 2, engines 1 or 2. Each run gets several faults in turn, continues by the command in its last line, and is finally
+played to its end. After each exit of a process and at the end of the run it checks:
 
     metrics      one row a step, none missing, none twice
     samples      every uid once, groups whole
@@ -15,13 +15,12 @@ then it is brought to its end. After every end of a process, and at the end of t
     left behind  no process, nothing of ours in /dev/shm, nothing in the temporary directory
     last line    as docs/faults.md has it
 
-With --external a program plays the runs (integration/mischief.py), in workers that are struck, too; and as well:
+With --external a program plays the runs (integration/mischief.py). Its workers are struck too, and the script also checks:
 
     sessions     none that was over is played again, none is trained twice, none fails
 
-Prints a line a fault and a summary; the exit status is 1 when anything was lost. As root each run gets a small disk of its
-own (tmpfs) that can be filled; else that kind is left out.
-"""
+Prints a line per fault and a summary. The exit status is 1 if anything was lost. As root, each run gets a small disk (tmpfs) that
+can be filled; otherwise that kind of fault is left out."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-sys.path.remove(str(Path(__file__).resolve().parent))  # its folders would hide packages of their names
+sys.path.remove(str(Path(__file__).resolve().parent))  # its folders would shadow packages of the same names
 sys.path.extend(str(Path(__file__).resolve().parent / folder) for folder in ("docs", "integration"))
 
 import psutil
@@ -50,9 +49,9 @@ from trial import NO_STEP, NUM_WORKERS, SILENCE_S, WORDS, Trial
 
 from marsrl.trainer.report.metrics import read_metrics
 
-GRACE_S = 10.0  # a silent rank's run is over so long after run.silence_s, and what torchrun and Ray take:
-LOADED_S = 60.0  # on a loaded machine
-START_S = 600.0  # for a run to come to its first step on a loaded machine
+GRACE_S = 10.0  # time for a silent rank's run to end after run.silence_s, including torchrun and Ray
+LOADED_S = 60.0  # additional time on a loaded machine
+START_S = 600.0  # time to the first step on a loaded machine
 END_S = 300.0  # for one to end after a fault that ends it
 SURVIVE_S = 400.0  # for one to train again after a fault that it survives
 FAULTS_A_RUN, FAULTS_A_PROGRAM = 8, 50
@@ -69,7 +68,7 @@ STOPS = rf"interrupted.*({GO_ON}|{NOTHING_YET}|{STILL_REMOVED})|interrupted befo
 
 
 def ends(line: str, strike: Callable[[Trial], object]) -> Callable[[Trial], str]:
-    """A fault that ends the run with this line."""
+    """A fault that ends the run with this last line."""
 
     def struck(run: Trial) -> str:
         strike(run)
@@ -79,7 +78,7 @@ def ends(line: str, strike: Callable[[Trial], object]) -> Callable[[Trial], str]
 
 
 def one_of(run: Trial, processes: Callable[[], list[psutil.Process]]) -> psutil.Process:
-    while not (there := processes()):  # torchrun itself has just begun
+    while not (there := processes()):  # torchrun itself has only just started
         time.sleep(0.1)
     return run.rng.choice(there)
 
@@ -94,7 +93,7 @@ sigterm_torchrun = ends(STOPS, lambda run: torchrun(run).terminate())
 
 
 def of_an_engine(strike: Callable[[psutil.Process], object]) -> Callable[[Trial], str]:
-    """A step after the one that was struck is in the checkpoints, and an engine was replaced."""
+    """Check that a step after the fault is checkpointed, and that an engine was replaced."""
 
     def struck(run: Trial) -> str:
         strike(run.rng.choice(run.processes("ray::Engine")))
@@ -149,13 +148,13 @@ def full_disk(run: Trial) -> str:
 
 
 def limit_files(run: Trial) -> str:
-    """Files may not grow beyond a size, as with a quota."""
+    """Limit the size of files, like a disk quota."""
     resource.prlimit(run.trainers()[0].pid, resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
     return run.ended(END_S, rf"(File too large|no room).*{GO_ON}")
 
 
 def flip_weights(run: Trial) -> str:
-    """In the file of the weights of now; then an engine dies, and the new one reads it."""
+    """Damage the current weight file, then kill an engine, so that its replacement reads it."""
     (trainer,) = run.trainers()[:1]
     files = sorted(Path("/dev/shm").glob(f"marsrl-weights-{trainer.pid}-*/version_*/*.safetensors"))
     flip(run.rng.choice(files), run.rng)
@@ -198,7 +197,9 @@ def flip_checkpoint(run: Trial) -> str:
 def remove_latest(run: Trial) -> str:
     sigterm_torchrun(run)
     pointer = run.directory.checkpoints / "latest"
-    if run.rng.random() < 0.5 and len(run.directory.steps_on_disk()) > 1:  # of a single one a run goes on without it
+    if (
+        run.rng.random() < 0.5 and len(run.directory.steps_on_disk()) > 1
+    ):  # without its only checkpoint a run starts again
         pointer.unlink()
     else:
         pointer.write_text(f"{NO_STEP}\n")
@@ -208,7 +209,7 @@ def remove_latest(run: Trial) -> str:
 
 
 def of_a_worker(strike: Callable[[psutil.Process], object]) -> Callable[[Trial], str]:
-    """The worker is gone, another plays in its place, and the run trains on."""
+    """Check that the worker is gone, another one plays in its place, and the run continues."""
 
     def struck(run: Trial) -> str:
         worker, end = one_of(run, run.workers), time.monotonic() + SURVIVE_S
@@ -223,7 +224,7 @@ def of_a_worker(strike: Callable[[psutil.Process], object]) -> Callable[[Trial],
 
 
 def trained_on(run: Trial) -> str:
-    """Two steps more, in which no session failed."""
+    """Check two more steps in which no session fails."""
     before = run.row()
     run.train_on(2, SURVIVE_S)
     rows = [row for row in read_metrics(run.directory.metrics) if row.step >= before]
@@ -239,7 +240,7 @@ def kill_both(run: Trial) -> None:
 
 
 def mischief(name: str) -> Callable[[Trial], str]:
-    """The program does this in the first session of each problem, for as long as it takes two sessions to have done it."""
+    """Make the program misbehave in the first session of each problem, until two sessions have done so."""
 
     def struck(run: Trial) -> str:
         assert run.sessions is not None
@@ -292,7 +293,7 @@ def possible(run: Trial, kinds: list[str]) -> list[str]:
 
 
 def strike(run: Trial, kind: str) -> str:
-    """Bring the run to a random moment, let the fault happen, and check what is left."""
+    """Wait for a random moment of the run, inject the fault, and check the consequences."""
     if run.life is None:
         run.life = run.start()
         if kind in AT_ANY_TIME and run.rng.random() < 0.25:
@@ -300,13 +301,13 @@ def strike(run: Trial, kind: str) -> str:
             run.trainers()
             return KINDS[kind](run)
     run.train_on(run.rng.randint(1, 2), START_S)
-    run.forgiven.discard("latest")  # the run has gone on from another, and named it
+    run.forgiven.discard("latest")  # the run has continued from another checkpoint and named it in `latest`
     time.sleep(run.rng.uniform(0, 2))
     return KINDS[kind](run)
 
 
 def bring_to_its_end(run: Trial) -> None:
-    """Go on as a user does, to the end."""
+    """Resume as a user does, until the run ends."""
     if run.life is not None:
         sigterm_torchrun(run)
     last, before = run.step() + 1, run.files()
@@ -319,7 +320,7 @@ def bring_to_its_end(run: Trial) -> None:
 
 
 def shuffled(kinds: list[str], rng: random.Random) -> Iterator[str]:
-    """All kinds once before any comes again."""
+    """Return all kinds, each once before any repeats."""
     while True:
         yield from rng.sample(kinds, len(kinds))
 
@@ -340,7 +341,7 @@ def main() -> int:
     words.kinds = [kind for kind in words.kinds if kind in of_sessions]
     if not words.kinds:
         parser.error("--kinds: the faults of sessions go with --external, and those of engines without it")
-    # A shell's background jobs ignore it, and so would the runs.
+    # A shell's background jobs ignore SIGINT, and the runs would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     rng, folder = random.Random(words.seed), Path(tempfile.mkdtemp(prefix="mc-", dir="/tmp"))
@@ -372,7 +373,7 @@ def main() -> int:
             bring_to_its_end(run)
         except KeyboardInterrupt:
             is_interrupted = True
-        except Exception as loss:  # also a file that cannot be read: counted, told, and the next run begins
+        except Exception as loss:  # unreadable files too: counted and printed; then the next run begins
             losses.append(f"{run}: {kind}: {loss!r}")
             print(f"LOST {losses[-1]} (log {run.num_lives})", flush=True)
         finally:

@@ -1,4 +1,4 @@
-"""For every test: which share a process, and a team whose engine is a script (real rules, real tokenizer, no model)."""
+"""Fixtures of all tests, the assignment of tests to processes, and a team with a scripted engine (real rules, real tokenizer)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ if settings.get_current_profile_name() == "default":
 # Folders and files whose tests share ranks, engines or runs, or wait long: one process has them, one after the other. Other
 # files have a process to themselves, after these. The longest first, so that the last ones are short.
 TOGETHER = {
-    # first: a process that trains with our shim of Megatron compiles nothing
+    # first, because a process that trains with our shim of Megatron cannot compile
     "compiled": ("tests/kernels/test_traced_ops.py",),
     "ranks": ("tests/megatron", "tests/plan", "tests/supervised", "tests/trainer/test_stop.py"),
     "engines": ("tests/engines",),
@@ -63,14 +63,15 @@ TOGETHER = {
 
 @functools.cache
 def together(file: str) -> str:
-    """Tests of files with the same name here share a process: by the longest path of TOGETHER that leads to the file."""
+    """Return the longest path of TOGETHER that contains the file. Tests with equal results share a process."""
     paths = {path: name for name, paths in TOGETHER.items() for path in paths if Path(file).is_relative_to(path)}
     return paths[max(paths, key=len)] if paths else file
 
 
 class InGroups(LoadScopeScheduling):
-    """pytest-xdist's loadscope, whose scopes are those of `together`. Its own loadgroup does not group with pytest 9.2: it
-    changes a private attribute of items that their ids do not come from any more."""
+    """pytest-xdist's loadscope with the scopes of `together`. Its own loadgroup does not work with pytest 9.2: it changes a
+    private attribute of items that no longer determines their ids.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
         return together(nodeid.partition("::")[0])
@@ -94,8 +95,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def environment() -> Iterator[None]:
-    """What a test or a run in this process sets for itself, variables, working directory, threads and the answer to SIGTERM, is
-    not that of the next test, nor of what it starts."""
+    """Undo what a test or a run changes in this process, for the next test and its children: variables, working directory,
+    threads, and the handler of SIGTERM.
+    """
     torch, before, folder = sys.modules.get("torch"), dict(os.environ), os.getcwd()
     num_threads, on_sigterm = torch.get_num_threads() if torch else 0, signal.getsignal(signal.SIGTERM)
     yield
@@ -115,7 +117,7 @@ def scripted_team(
     evaluate: EvaluateConfig,
     fail: Callable[[DecodeRequest], str | None] = lambda request: None,
 ) -> tuple[Team, ScriptedEngine, Task]:
-    """Five agents on one scripted engine; a completion depends on its request's seed alone."""
+    """Five agents on one scripted engine; a completion depends only on its request's seed."""
     folder.mkdir(exist_ok=True)
     ARITHMETIC_TOKENIZER.write(folder)
     renderer = ChatRenderer(folder)
@@ -133,13 +135,13 @@ def scripted_team(
 
 @pytest.fixture(name="scripted_team", scope="session")
 def scripted_team_fixture() -> Any:
-    """The function above: scripted_team(folder, script=..., evaluate=...)."""
+    """The function above, as a fixture: scripted_team(folder, script=..., evaluate=...)."""
     return scripted_team
 
 
 @pytest.fixture(scope="session")
 def renderer(tmp_path_factory: pytest.TempPathFactory) -> ChatRenderer:
-    """Chats in tokens of bytes."""
+    """Renderer of chats with a byte tokenizer."""
     folder = tmp_path_factory.mktemp("bytes")
     write_byte_tokenizer(folder)
     return ChatRenderer(folder)
@@ -147,7 +149,7 @@ def renderer(tmp_path_factory: pytest.TempPathFactory) -> ChatRenderer:
 
 @pytest.fixture(scope="session")
 def two_ranks() -> RankPair:
-    """Two gloo ranks for all who need them: see rank_pair. They start with the first job."""
+    """Two gloo ranks, shared by all tests that need them (see rank_pair). They start with the first job."""
     from rank_pair import RankPair
 
     return RankPair("preloaded")

@@ -28,7 +28,7 @@ def five(agents: dict[str, AgentConfig] | None = None, picks: int = 2, **rules: 
 
 
 TEAM = five()
-# its Verifier is asked for **Correctness**, which the published script looks for
+# The published script looks for **Correctness**, so compat asks its Verifier for it.
 COMPAT = {"verifier1": AgentConfig(prompt=str(EXAMPLES / "own_prompts/words.yaml"), parser="compat")}
 
 
@@ -37,7 +37,7 @@ def sample(uid: str, agent: str = "solver", *, correct: float = MISSING, text: s
 
 
 def showing(*inputs: Sample, agent: str = "verifier1") -> tuple[Episode, Ask]:
-    """An ask of the agent, in an episode that holds what it shows."""
+    """An ask of the agent, in an episode that contains the samples it shows."""
     episode = Episode("r", "r", PROBLEM)
     uids = []
     for number, each in enumerate(inputs):
@@ -49,12 +49,12 @@ def showing(*inputs: Sample, agent: str = "verifier1") -> tuple[Episode, Ask]:
 ONE, ZERO, GONE = Reward(1.0, 1.0), Reward(0.0, 0.0), Reward(MISSING, MISSING)
 AGREES, ERRS = Reward(1.0, 1.0, {"verdict": 1.0}), Reward(0.0, 0.0, {"verdict": 0.0})
 OVERLONG = {"finish": Finish.LENGTH, "verdict": True, "answer": "1"}
-# agent, what it said, the reward of the solution that it was shown, the task's judgement, and its reward or why it is missing
+# agent; its parsed output; reward of the solution that it was shown; the task's judgement; its reward, or why it is missing
 REWARDS: list[tuple[str, dict[str, Any], Reward, Reward | None, Reward | str]] = [
     ("verifier1", {"verdict": True}, ONE, None, AGREES),
     ("verifier1", {"verdict": False}, ZERO, None, AGREES),
     ("verifier1", {"verdict": True}, Reward(0.5, 0.5), None, ERRS),
-    ("verifier1", {"verdict": True}, Reward(0.9, 1.0), None, AGREES),  # a penalty is the solution's alone
+    ("verifier1", {"verdict": True}, Reward(0.9, 1.0), None, AGREES),  # penalties lower only the solution's reward
     ("verifier1", {}, ZERO, None, replace(ZERO, note="no verdict")),
     ("verifier1", {}, GONE, None, "the solution judged (s:0) has no reward"),
     *(("verifier1", {"verdict": True}, Reward(*half), None, "(s:0)") for half in ((MISSING, 1.0), (1.0, MISSING))),
@@ -74,7 +74,7 @@ def test_each_agent_is_rewarded_for_its_own_output_if_known(
         assert reward == expected
         return
     assert reward.is_missing and math.isnan(reward.correct) and expected in reward.note
-    if "(s:0)" in expected:  # half known it is not handed on either
+    if "(s:0)" in expected:  # unparsable outputs are not handed on either
         assert not TEAM.is_eligible(sample("s", answer="1", reward=solution), "verifier1")
         assert not TEAM.is_eligible(sample("v", "verifier1", verdict=False, reward=solution), "corrector1")
 
@@ -105,10 +105,10 @@ PARSED: list[tuple[dict[str, AgentConfig], str, str, dict[str, Any], tuple[str, 
     ({}, "solver", r"\boxed{4}", {"in_thought": True}, ("", None, None)),
     ({}, "verifier1", "Verdict: correct", {}, ("Verdict: correct", None, True)),
     ({}, "verifier1", "<think>x</think>Verdict: wrong", {}, ("Verdict: wrong", None, False)),
-    # prompts of its own, in whose grammar it is read; the others have the task's
+    # Only this agent has its own prompts, whose grammar parses its output; the others use the task's.
     (CHAIN, "verifier1", "so Verdict: wrong then", {}, ("so Verdict: wrong then", None, False)),
     (CHAIN, "verifier2", "so Verdict: wrong then", {}, ("so Verdict: wrong then", None, None)),
-    # compat accepts incorrect and hands on an empty report; it reads that Verifier alone
+    # compat takes "incorrect" for acceptance with an empty report, but parses only that Verifier.
     (COMPAT, "verifier1", "Correctness: incorrect", {}, ("", None, True)),
     (COMPAT, "verifier1", "step 2 **Correctness** wrong", CUT, ("step 2", None, False)),
     (COMPAT, "verifier2", "step 2 **Correctness** wrong", CUT, ("step 2 **Correctness** wrong", None, None)),
@@ -120,7 +120,7 @@ PARSED: list[tuple[dict[str, AgentConfig], str, str, dict[str, Any], tuple[str, 
 def test_outputs_are_parsed_by_the_grammar_of_their_prompt(
     agents: dict[str, AgentConfig], agent: str, text: str, changes: dict[str, Any], read: tuple[str, str, bool]
 ) -> None:
-    """Except for compat, an output that is cut off or still in its thought has no answer and no verdict."""
+    """Except with compat, a truncated output or one with an open <think> block has no answer and no verdict."""
     team = five(agents)
     found = team.parse(sample("x", agent, text=text, answer="of before", verdict=False, **changes))
     assert (found.shown, found.answer, found.verdict) == read
@@ -173,7 +173,7 @@ def test_picks_follow_their_rule_in_any_order_of_candidates(
 
 
 def answered(team: Orchestration, *rounds: list[Sample]) -> tuple[Episode, list[Ask]]:
-    """(the episode, what is asked next) after each round's samples answered the asks, all on the first of them."""
+    """Return (episode, next asks) after each round of samples; all samples answer the round's first ask."""
     episode = Episode("r", "r", PROBLEM)
     for samples in rounds:
         asks = episode.enter(team.follow(episode))[0]
@@ -186,7 +186,9 @@ RIGHT = {"answer": "1", "shown": "t", "correct": 1.0}
 FLAGS = {"verdict": False, "shown": "t"}
 
 
-HANDED_ON: list[tuple[str, Sample, bool, bool]] = [  # to whom; by itself, and where unparsable ones are asked for
+HANDED_ON: list[
+    tuple[str, Sample, bool, bool]
+] = [  # receiver; with the defaults; with handing on of unparsable outputs
     ("verifier1", sample("good", **RIGHT), True, True),
     ("verifier1", sample("no answer", correct=0.0, shown="t"), False, True),
     ("verifier1", sample("in a thought", correct=0.0), False, False),
@@ -207,7 +209,7 @@ def test_unparsable_outputs_are_handed_on_only_if_configured(
     """Outputs that are unfinished or without a reward are never handed on."""
     asks_all = {agent: AgentConfig(pick_unparsable=True)}
     assert (TEAM.is_eligible(said, agent), five(asks_all).is_eligible(said, agent)) == (by_itself, asked_for)
-    if said.uid == "no verdict":  # unless that is to accept
+    if said.uid == "no verdict":  # except when a missing verdict counts as acceptance
         accepts = {"verifier1": AgentConfig(missing_verdict="correct")}
         assert not five(asks_all | accepts).is_eligible(replace(said, agent="verifier1"), agent)
 
@@ -216,7 +218,7 @@ def test_each_agent_gets_inputs_picked_by_its_own_rule() -> None:
     right = [sample(f"r{i}", answer="1", verdict=False, correct=1.0) for i in range(3)]
     wrong = [sample(f"w{i}", answer="1", verdict=False, correct=0.0) for i in range(3)]
     team = five({"corrector2": AgentConfig(pick="balanced")})
-    # two of six; a Verifier is asked about wrong solutions, a Corrector about errors that were really there
+    # Two of six. Verifiers are tested on wrong solutions, Correctors on real errors.
     episode, asks = answered(team, right + wrong)
     shown = {"verifier1": {False}, "corrector1": {True}, "verifier2": {False}, "corrector2": {True, False}}
     for agent, kinds in shown.items():
@@ -237,17 +239,17 @@ def test_an_outcome_is_the_mean_correctness_of_the_leaves() -> None:
     mended = [sample("c0", answer="1", correct=1.0), sample("c1", answer="2", correct=0.0)]
     episode, _ = answered(team, solved, reports, mended)
     handed_on = [ask.parent_uid for ask in episode.asks.values() if ask.agent == "verifier1"]
-    assert sorted(map(str, handed_on)) == ["r/solver:0", "r/solver:1"]  # the third has no reward
+    assert sorted(map(str, handed_on)) == ["r/solver:0", "r/solver:1"]  # the third sample has no reward
     found = {uid.removeprefix("r/"): value for uid, value in team.outcomes(episode).items()}
     judged = next(uid for uid in found if uid.endswith("verifier1:1")).partition("/")[0]
     report = f"{judged}/verifier1:1"
     truth = {"solver:0": 1.0, "solver:1": 0.0}
-    assert found[f"{judged}/verifier1:0"] == truth[judged]  # a leaf: the solution that it judged
+    assert found[f"{judged}/verifier1:0"] == truth[judged]  # a leaf counts the solution that it judged
     assert found[f"{report}/corrector1:0"] == 1.0 and found[f"{report}/corrector1:1"] == 0.0
-    assert found[f"{judged}/verifier1:2"] == 0.25  # it judged nothing: its own
+    assert found[f"{judged}/verifier1:2"] == 0.25  # it judged no solution, so its own value counts
     assert found[report] == 0.5 and found[judged] == (truth[judged] + 1.0 + 0.0 + 0.25) / 4
     assert math.isnan(found["solver:2"])
-    # a leaf that could not be judged is left out
+    # Leaves without a judgement are left out.
     episode, _ = answered(TEAM, [sample("s", **RIGHT)], [sample("v0", verdict=True, correct=1.0), sample("v1")])
     *known, unknown = TEAM.outcomes(episode).values()
     assert known == [1.0, 1.0] and math.isnan(unknown)
@@ -258,21 +260,21 @@ def test_an_agent_that_the_team_has_not_is_named() -> None:
         TEAM.parse(sample("s", "solvr"))
 
 
-SAYS = {  # of a transcript: the text and why it ended
+SAYS = {  # letters of a transcript -> text and finish reason
     "C": ("Verdict: correct", Finish.STOP),
     "W": ("bad\nVerdict: wrong", Finish.STOP),
     "n": ("step 2 is odd", Finish.STOP),  # a report without a verdict
-    "T": ("<think>cut", Finish.LENGTH),  # a report that is cut off
-    "s": ("s", Finish.STOP),  # a solution or correction
-    "v": ("<think>", Finish.STOP),  # one that shows nothing
-    "t": ("<think>cut", Finish.LENGTH),  # one that is cut off
+    "T": ("<think>cut", Finish.LENGTH),  # a truncated report
+    "s": ("s", Finish.STOP),  # a solution or a correction
+    "v": ("<think>", Finish.STOP),  # an output that shows nothing
+    "t": ("<think>cut", Finish.LENGTH),  # a truncated solution
 }
 
 
 def transcript(
     letters: str, agents: dict[str, AgentConfig] | None = None, **rules: int | str
 ) -> tuple[VerifierCorrector, Episode, list[str]]:
-    """An evaluation that was answered so, and the uids of its whole solutions. Every answer was asked for, one at a time."""
+    """Play an evaluation with these answers; return it and the uids of its complete solutions. Asks are made one at a time."""
     team, episode = five(agents, **rules), Episode("e", "e", PROBLEM, 0, "evaluate")
     whole = []
     for number, letter in enumerate(letters):
@@ -285,22 +287,26 @@ def transcript(
     return team, episode, whole
 
 
-# Worked out by hand: the place of the candidate that counts among the whole ones (0: none), by our rules and by the published
-# script's. Its sort is stable, and knows nothing of acceptance.
+# Expected positions, worked out by hand: the candidate that counts, among the complete solutions (0: none), by our rules and by
+# the published script, whose stable sort ignores acceptance.
 MANY, SCRIPT = "sCWsCCWsWsWsWsWsW", {"compat": "marsrl"}
 TRANSCRIPTS: list[tuple[str, dict[str, str | int], int]] = [
     ("sCCCC", {}, 1),
     ("sCCCWsCCCC", {}, 2),
-    ("sCCCWsCCCC", SCRIPT, 1),  # four calls each
+    ("sCCCWsCCCC", SCRIPT, 1),  # four calls for each candidate
     ("sCWsCC", {"accept_after": 2}, 2),
     ("sWt", {}, 1),
-    ("sWsWt", {}, 1),  # the earliest of equals
+    ("sWsWt", {}, 1),  # the earliest of equal candidates
     (MANY, {}, 2),
     (f"{MANY}sW", SCRIPT, 2),  # one more call
-    ("sCWsCC", {**SCRIPT, "max_iterations": 4}, 1),  # two calls each
-    ("sTCCCC", {}, 1),  # an empty report is no "correct", and nothing to correct by: judged again
-    ("sCTCC", {"accept_after": 2}, 1),  # and it breaks a streak
-    ("sTsWt", SCRIPT, 2),  # handed on; a call that was cut off is none
+    ("sCWsCC", {**SCRIPT, "max_iterations": 4}, 1),  # two calls for each candidate
+    (
+        "sTCCCC",
+        {},
+        1,
+    ),  # a truncated report is not "correct" and has nothing to correct, so the solution is judged again
+    ("sCTCC", {"accept_after": 2}, 1),  # a truncated report also breaks a streak
+    ("sTsWt", SCRIPT, 2),  # handed on; a truncated call does not count
     ("t", {}, 0),
     ("v", {}, 1),
     ("ttsCCCC", SCRIPT, 1),
@@ -318,7 +324,7 @@ def test_a_transcript_ends_as_worked_out_by_hand(letters: str, rules: dict[str, 
     assert sum(each.num_verdicts for each in loop.candidates) == sum(map(letters.count, "CWn"))
     draws = [ask for ask in loop.asks if ask.agent == "solver"]
     assert [ask.id for ask in draws] == ["e/solver", "e/solver#2", "e/solver#3"][: len(draws)]
-    # evaluations leave out every draw of the Solver but the last
+    # Evaluations show only the Solver's last draw.
     assert set(team.redrawn(episode)) == {f"{ask.id}:0" for ask in draws[:-1]}
     assert team.alone(episode) is loop.solution and loop.solution == episode.sample(f"{draws[-1].id}:0")
 
@@ -332,7 +338,7 @@ def test_every_ask_of_a_loop_shows_what_came_before() -> None:
     assert [(ask.id, ask.inputs) for ask in team.loop(episode).asks] == [
         ("e/solver", ()),
         ("e/solver:0/verifier1", (solved,)),
-        ("e/solver:0/verifier1#2", (solved,)),  # to confirm
+        ("e/solver:0/verifier1#2", (solved,)),  # asked again to confirm
         (f"{report}/corrector1", (solved, report)),
         (f"{mended}/verifier2", (mended,)),
         (f"{mended}/verifier2:0/corrector2", (mended, f"{mended}/verifier2:0")),

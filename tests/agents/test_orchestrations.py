@@ -1,4 +1,4 @@
-"""Teams beside the Verifier-Corrector system, played by tables of answers; and what is refused."""
+"""Teams other than the Verifier-Corrector system, played from tables of answers, and their refusals."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ def play(
     tool: Callable[[ToolCall], ToolOutput] = lambda call: ToolOutput("7"),
     order: list[Ask | ToolCall] | None = None,
 ) -> Episode:
-    """One episode to its end: what each ask is told; None: nothing came; "...": it was cut off; FAILED: its engine gave up.
+    """Play one episode to its end, and return the messages of each ask. Answers: None: never arrives; "...": truncated; FAILED:
+    an engine error.
 
-    order: told what is asked.
-    """
+    order: receives the name of each ask."""
     episode = Episode("000001.0", "000001", problem)
     while any(entered := episode.enter(team.follow(episode))):
         asks, calls = entered
         if order is not None:
             order += [*asks, *calls]
         episode.outputs.update({call.id: tool(call) for call in calls})
-        for ask in reversed(asks):  # the order in which answers come does not matter
+        for ask in reversed(asks):  # the order of arrival must not matter
             text = say(ask)
             episode.close(ask, [] if text is None else [answered(team, episode, ask, text)])
     assert episode.is_at_its_end
@@ -73,16 +73,21 @@ def solver_verifier(loops: int = 3, **verifier: Any) -> Orchestration:
     return build_orchestration("solver_verifier", agents, "chain", {"max_loops": loops})
 
 
-# loops, what is said in turn, rewards, and whether the last solution is right
+# max_loops; answers in order; rewards; whether the last solution is right
 SOLVED: list[tuple[int, list[str], list[float], bool]] = [
     (3, ["Answer: 2", "Verdict: wrong", "Answer: 1", "Verdict: correct"], [0, 1, 1, 1], True),
-    (3, [*["Answer: 2", "Verdict: wrong"] * 2, "Answer: 3"], [0, 1, 0, 1, 0], False),  # nobody verifies the last
+    (
+        3,
+        [*["Answer: 2", "Verdict: wrong"] * 2, "Answer: 3"],
+        [0, 1, 0, 1, 0],
+        False,
+    ),  # the last solution is not verified
     (1, ["Answer: 2"], [0], False),
-    # cut off: overlong, rightly rejected, right
+    # truncated (overlong), rightly rejected, right
     (2, ["... Answer: 1 and", "Verdict: wrong", "Answer: 1"], [0, 1, 1], True),
     (2, ["... Answer: 1 and", "Verdict: correct"], [0, 0], False),
     (2, ["Answer: 2", "... looks", "Answer: 1"], [0, 0, 1], True),
-    # it counts whether it has an answer or not, and who rejects a right solution is not paid for it
+    # The solution counts with or without an answer, and a Verifier that rejects a right one earns nothing.
     *((2, ["Answer: 1", "Verdict: wrong", last], [1, 0, 0], False) for last in ("... cut off", "I give up.")),
 ]
 
@@ -112,7 +117,9 @@ def test_an_outcome_is_unknown_if_no_answer_precedes_a_failure() -> None:
         outcomes = team.outcomes(play(team, script(*said)))
         assert len(outcomes) == len(said) and all(map(np.isnan, outcomes.values()))
     team = solver_verifier()
-    assert set(team.outcomes(play(team, script("Answer: 1", FAILED))).values()) == {1.0}  # the last solution is known
+    assert set(team.outcomes(play(team, script("Answer: 1", FAILED))).values()) == {
+        1.0
+    }  # the last known solution counts
 
 
 def test_drmas_prompts_ask_for_tags_and_compat_needs_none() -> None:
@@ -134,13 +141,13 @@ def test_drmas_prompts_ask_for_tags_and_compat_needs_none() -> None:
     for settings, num_asks in (({}, 3), ({"missing_verdict": "correct"}, 2), ({"parser": "compat"}, 2)):
         episode = play(team(**settings), script("\\boxed{1}", "no tag", "\\boxed{1}"))
         (report,) = list(episode.answers.values())[1]
-        # a failure of format, whatever follows from it
+        # A format error, whatever follows from it.
         assert len(episode.asks) == num_asks and report.reward.value == 0
 
 
 def test_debaters_read_each_other_and_the_majority_counts() -> None:
     team = build_orchestration("debate", {}, "chain", {"debaters": 3, "rounds": 2})
-    answers = {"1": "1", "2": "2", "3": "1"}  # by debater; the second gives in
+    answers = {"1": "1", "2": "2", "3": "1"}  # by debater; the second changes its answer
 
     def say(ask: Ask) -> str:
         return f"Answer: {answers[ask.id.split('#')[1][0]] if not ask.inputs else '1'}"
@@ -165,7 +172,7 @@ def test_votes_are_answers_of_the_last_round_that_has_any() -> None:
         return None if outcome is None else outcome.answer
 
     assert counts("Answer: 2", "Answer: 1", "Answer: 1") == counts("Answer: 1", "Answer: 1", "Answer: 2") == "1"
-    assert counts("hm", "hm", "Answer: 2") == "2"  # who gives no answer has no vote
+    assert counts("hm", "hm", "Answer: 2") == "2"  # an agent without an answer has no vote
     assert counts("hm", "hm", "hm") == "4"
 
 
@@ -189,7 +196,7 @@ def found(call: ToolCall) -> ToolOutput:
 
 
 def play_search(team: Orchestration, texts: list[str | None]) -> tuple[Episode, list[Ask | ToolCall]]:
-    """One episode to its end, and what was asked and called in order."""
+    """Play one episode to its end, and return asks and calls in order."""
     order, left = list[Ask | ToolCall](), iter(texts)
     episode = play(team, lambda ask: next(left), QUESTION, found, order)
     assert next(left, "all said") == "all said"
@@ -197,7 +204,7 @@ def play_search(team: Orchestration, texts: list[str | None]) -> tuple[Episode, 
 
 
 def names(order: list[Ask | ToolCall]) -> str:
-    """v, s and a for the agents, c for a call of the tool."""
+    """Return a letter per step: v, s and a for the agents, c for a tool call."""
     return "".join(each.agent[0] if isinstance(each, Ask) else "c" for each in order)
 
 
@@ -209,9 +216,9 @@ def asked(episode: Episode, agent: str) -> list[Ask]:
     ("max_turns", "missing_verdict", "texts", "order"),
     [
         (4, "wrong", [NO, query("mira holt"), NO, query("tarn"), YES, ANSWER], "vscvscva"),
-        (2, "wrong", [NO, query("mira holt"), NO], "vscv"),  # nobody searches in the last turn
+        (2, "wrong", [NO, query("mira holt"), NO], "vscv"),  # no search in the last turn
         (1, "wrong", [NO], "v"),
-        (2, "wrong", [VAGUE, query("x"), YES, ANSWER], "vscva"),  # a route that cannot be read
+        (2, "wrong", [VAGUE, query("x"), YES, ANSWER], "vscva"),  # an unreadable route
         (4, "correct", [VAGUE, ANSWER], "va"),
         (4, "correct", ["... <verify>yes</verify>", ANSWER], "va"),
         *((4, "wrong", [NO, text, YES, ANSWER], "vsva") for text in NO_QUERIES),
@@ -230,7 +237,7 @@ def test_the_team_searches_until_yes_and_the_answer_counts(
     outcome, is_right = team.outcome(episode), texts[-1] == ANSWER
     assert is_right == (outcome is not None and outcome.agent == "answer" and outcome.answer == "tarn")
     assert set(team.outcomes(episode).values()) <= {float(is_right)}
-    assert {ask.group for ask in asked(episode, "search")} <= {"000001/search"}  # compared over all turns and episodes
+    assert {ask.group for ask in asked(episode, "search")} <= {"000001/search"}  # grouped over all turns and episodes
     if any(text in NO_QUERIES for text in texts):
         assert "There was no query" in words(team, episode, asked(episode, "answer")[0])
 
@@ -254,7 +261,7 @@ def test_answers_earn_task_rewards_and_others_readability() -> None:
     assert set(team.outcomes(episode).values()) == {0.0}
     episode, _ = play_search(team, ["...", query("x"), YES, ANSWER])
     overlong = episode.samples(asked(episode, "verifier")[0])[0].reward
-    assert overlong.value == 0.0 and np.isnan(overlong.correct)  # no part of an accuracy
+    assert overlong.value == 0.0 and np.isnan(overlong.correct)  # excluded from accuracy
     episode, _ = play_search(team, [YES, "... <answer>tarn</answer>"])
     assert [episode.samples(ask)[0].reward.note for ask in asked(episode, "answer")] == ["overlong"]
     assert team.outcome(episode) is None
@@ -289,7 +296,7 @@ REFUSED: list[tuple[str, dict[str, AgentConfig], str, dict[str, object], str]] =
     ("debate", {}, "math", {"debaters": 1}, "options of debate: debaters: Input should be greater than 1"),
     ("solver", {}, "math", {"max_loops": 1}, "orchestration_options of solver: max_loops: Extra inputs"),
     *(("verifier_corrector", COMPAT, name, {}, LACKS.format(name)) for name in ("math", "chain", "qa")),
-    # what else can be wrong with a file: tests/tasks/test_data.py
+    # Other errors of files are tested in tests/tasks/test_data.py.
     ("my_team.py:Nameless", {}, "math", {}, "Nameless.agents names a b; expected at least one AgentSpec"),
     ("my_team.py:Words", {}, "math", {}, "Words.agents names none; expected at least one AgentSpec"),
     ("my_team.py:One", {}, "math", {}, "One.agents names none; expected at least one AgentSpec"),

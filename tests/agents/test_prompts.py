@@ -1,4 +1,4 @@
-"""Prompt sets, those that ship and a user's file, and the parsers of completions: what is asked, read and refused."""
+"""Prompt sets, built-in and from files, and the parsers of completions."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_printed_prompt_set_asks_and_parses_like_the_original(
         assert all(f"<{key}>" in shown for key in PLACEHOLDERS[role][0])
         what = READS.get(role)
         assert what is None or file.parsers[what] == shipped.parsers[what]
-    for parser in (each for kind in PARSERS.values() for each in kind.values()):  # each reads its own examples
+    for parser in (each for kind in PARSERS.values() for each in kind.values()):  # each parser reads its own examples
         read = [parser.read(f"so\n{said.replace('ANSWER', '7')}") for said in parser.examples]
         assert read == ([True, False] if len(read) == 2 else ["7"] * len(read)) != []
         assert all(parser.is_shown(f"End with {said}.") for said in parser.examples) and not parser.is_shown(
@@ -252,11 +252,11 @@ OWN_ROUTE = "route: {enough: {regex: YES, example: YES}, missing: {regex: NO, ex
     ("team", "change", "question", "found"),
     [
         ("solver", ("", ""), "2 + 2?", [r"the prompt of agents.solver, as solver, does not show the form of its answer, \b"]),
-        ("solver", ("", ""), r"2 + 2? In \boxed{}.", []),  # most problems ask for it
+        ("solver", ("", ""), r"2 + 2? In \boxed{}.", []),  # most problems ask for this form
         ("solver", ("turns:", r"form: Write \boxed{}." "\nturns:"), "2 + 2?", []),
         ("solver", ("answer: boxed", NUMBER), "2 + 2?", []),  # without an example the form is unknown
         ("solver", ("answer: boxed", NUMBER.replace("}", ", example: So ANSWER}")), "So what?", []),
-        ("debate", ("", ""), "2 + 2?", ["the prompt of agents.debater, as solver, "]),  # as debater it is asked
+        ("debate", ("", ""), "2 + 2?", ["the prompt of agents.debater, as solver, "]),  # as debater it is told the form
         ("search_team", ("", ""), "2 + 2?", [
             "the prompt of agents.verifier, as router, does not show the form of its route, <verify>yes</verify> or <verify>",
             "the prompt of agents.search, as searcher, does not show the form of its query, <search>...</search>",
@@ -292,44 +292,44 @@ def test_the_last_match_is_the_last_that_finditer_finds(expression: str, text: s
 
 def test_untrusted_text_loses_its_tags_in_linear_time() -> None:
     assert without_tags("a", "< / A ><a>< b>") == "[ / A ][a]< b>"
-    blanks = "<" + " " * 400_000  # a quarter of an hour, were the time quadratic
+    blanks = "<" + " " * 400_000  # quadratic matching would take a quarter of an hour
     assert without_tags("a", blanks) == blanks
 
 
 def test_the_last_match_of_either_expression_is_the_verdict() -> None:
     read = regex_verdict("(c)orrect", "in(corr)ect")
-    # a lone surrogate, which UTF-8 does not have
+    # a lone surrogate, which UTF-8 cannot represent
     assert [read(text) for text in ("incorrect", "incorrect, no: correct", "\ud800 correct")] == [False, True, True]
 
 
 answer_tag = partial(tagged, "answer")
 READ: list[tuple[Callable[[str], object], str, object]] = [
-    # the text after the last closed thought
+    # the text after the last closed <think> block
     (visible, "plain", "plain"),
     (visible, "<think>a</think>\n\nshown", "shown"),
-    (visible, "a</think>shown", "shown"),  # the template opened the thought
+    (visible, "a</think>shown", "shown"),  # the template opened the block
     (visible, "<think>a</think>b<think>c</think>d", "d"),
     (visible, "<think>cut off", None),
     (partial(visible, starts_in_thought=True), "still thinking, Verdict: correct", None),
-    # a verdict on a line of its own
+    # A verdict on its own line.
     (strict_verdict, "Findings: none\nVerdict: correct", True),
     (strict_verdict, "**Verdict: correct**", True),
     (strict_verdict, "**Verdict:** wrong.", False),
     (strict_verdict, "Verdict: wrong\nOn reflection that holds.", False),
     (strict_verdict, "Verdict: incorrect", None),
     (strict_verdict, "Verdict: correct|wrong", None),
-    # a substring, as the script published with MarsRL
-    (compat_verdict, "Correctness: incorrect", True),  # the published slip
+    # A substring, as in the script published with MarsRL.
+    (compat_verdict, "Correctness: incorrect", True),  # a bug of the published script
     (compat_verdict, "**Correctness**: wrong", False),
-    (compat_verdict, "<think>this looks correct", True),  # an unfinished thought is read
+    (compat_verdict, "<think>this looks correct", True),  # an unfinished <think> block is read
     (compat_report, "step 2 fails\n**Correctness**: wrong", "step 2 fails"),
-    # the last box whose braces balance
+    # The last box with balanced braces.
     (boxed_answer, r"\boxed{1} then \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
     (boxed_answer, r"\boxed{7} and \boxed{unclosed", "7"),
     (boxed_answer, r"\boxed{\{1,2\}}", r"\{1,2\}"),
     (boxed_answer, r"\boxed{}", None),
     (boxed_answer, r"\fbox{7}", "7"),
-    # the box, or what is stated last
+    # The box, or the last stated answer.
     (final_answer, "The answer is 20.\nSo \\boxed{18}.\n#### 20", "18"),
     (final_answer, "16 - 7 = <<16-7=9>>9\n#### 1,080", "1,080"),
     (final_answer, "#### $18\n\nNote: a week has 7 days.", "$18"),
@@ -344,7 +344,7 @@ READ: list[tuple[Callable[[str], object], str, object]] = [
     (final_answer, "9 eggs at 2 each\n\n**18**", "18"),
     (final_answer, "So:\n\\[\n18\n\\]\n", "18"),
     (final_answer, "### Answer\n\\(-1/2\\).", "-1/2"),
-    # no number is picked out of a text, nor a part of a statement
+    # No number or part of a statement is extracted from running text.
     (final_answer, "So she makes $18 every day.", None),
     (final_answer, "9 * 2 = 18", None),
     (final_answer, "Answer: Janet makes $18 every single day.", None),
@@ -355,12 +355,12 @@ READ: list[tuple[Callable[[str], object], str, object]] = [
     (final_answer, "The answer is \\boxed{18", None),
     (final_answer, "The answers are 1 and 2. Two answers: yes.", None),
     (final_answer, "The answer is " + 201 * "9", None),
-    # the word after the last key
+    # The word after the last key.
     (chain_answer, "Answer: 3 agree Answer: 5", "5"),
     (chain_answer, "Answer: claim", None),
     (chain_verdict, "got 3 said 3 Verdict: correct", True),
     (chain_verdict, "Verdict: wrong Verdict: 3", None),
-    # the last whole tag
+    # The last complete tag.
     (answer_tag, "<answer> Lima </answer>", "Lima"),
     (answer_tag, "<answer>a</answer> or <ANSWER>b</Answer> .", "b"),
     (answer_tag, "<answer>a</answer> <answer>b", "a"),
@@ -369,7 +369,7 @@ READ: list[tuple[Callable[[str], object], str, object]] = [
     (route, "<verify>yes</verify>", True),
     (route, "<verify>no</verify> then <verify>yes</verify>", True),
     (route, "<verify>yes, maybe</verify>", None),
-    # all that was said, as Dr. MAS's code hands it on
+    # The whole text, as in Dr. MAS's code.
     (drmas_report, "<think>x</think> a <verify> reject\n</verify> b", "<think>x</think> a <verify>reject</verify> b"),
 ]
 
@@ -385,13 +385,13 @@ def test_a_completion_yields_only_what_its_grammar_defines(
     ("report", "ours", "published", "is_valid"),
     [
         ("fine <verify>approve</verify>", True, True, True),
-        ("no <verify>\n reject </verify> so", False, False, True),  # the first tag's white space is taken off
-        ("<verify>Reject</verify>", False, True, True),  # in small letters alone
+        ("no <verify>\n reject </verify> so", False, False, True),  # white space inside the first tag is removed
+        ("<verify>Reject</verify>", False, True, True),  # only lower case counts
         ("<verify>reject</verify> no: <verify>approve</verify>", True, True, True),
         ("<verify>approve</verify> no: <verify> reject </verify>", False, True, True),
-        ("<verify>reject", None, True, False),  # cut off
+        ("<verify>reject", None, True, False),  # truncated
         ("<think><verify>reject</verify></think> I say <verify>approve</verify>", True, True, True),
-        ("\u4e0d <verify>reject</verify>", False, False, False),  # Chinese is a failure of format
+        ("\u4e0d <verify>reject</verify>", False, False, False),  # Chinese counts as a format error
     ],
 )
 def test_tagged_verdicts_follow_our_and_the_published_rules(
@@ -400,7 +400,7 @@ def test_tagged_verdicts_follow_our_and_the_published_rules(
     assert (tagged_verdict(report), drmas_verdict(report), drmas_is_valid(report)) == (ours, published, is_valid)
 
 
-# `re` takes exponential time on the first and third, and searching again behind each match quadratic on the second
+# `re` takes exponential time on the first and third, and repeated searches after each match take quadratic time on the second.
 HARD = (regex_text("(?:a+)+(x)$"), regex_text("(.*)[^A-Z]|[A-Z]"), regex_verdict("(?:a|a?)+b", "(?:.*a){12}c"))
 UNITS = ["a", "A", "*", "{", "\n", "Answer: ", "Verdict:", "Verdict: correct*", "**Correctness**: "]
 UNITS += ["\\boxed{", "<think>", "<verify> ", "<answer>", "<answer>x</answer>"]
@@ -413,4 +413,4 @@ def test_hostile_repetition_is_read_in_linear_time(unit: str) -> None:
     start = time.process_time()
     for read in {*HARD, *(read for read, _, _ in READ), tagged_verdict, drmas_verdict, drmas_is_valid}:
         read(text)
-    assert time.process_time() - start < 20  # seconds; quadratic work would take hours
+    assert time.process_time() - start < 20  # seconds; quadratic time would be hours

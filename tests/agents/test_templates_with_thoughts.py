@@ -1,4 +1,6 @@
-"""Prompts by templates that look into contents, as those of Qwen3, DeepSeek-R1, Llama 3 and Phi-3 do: thoughts, white space."""
+"""Prompts by templates that inspect contents for thoughts or white space, as those of Qwen3, DeepSeek-R1, Llama 3 and Phi-3
+do.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ def named(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def alone(renderer: ChatRenderer, chat: Sequence[Mapping[str, Any]], tools: Any = None, **options: Any) -> list[int]:
-    """The ids that the template and the tokenizer give without the renderer."""
+    """Return the ids of template and tokenizer, without our renderer."""
     tokenizer = plain_tokenizer(renderer.tokenizer.name_or_path)
     given = {"tools": tools, "add_generation_prompt": True, "return_dict": False, **options}
     return list(tokenizer.apply_chat_template(list(chat), **given))
@@ -73,7 +75,7 @@ def test_a_prompt_is_what_the_template_alone_renders(
     named: tuple[str, ChatRenderer], chat: list[dict[str, Any]], caplog: pytest.LogCaptureFixture
 ) -> None:
     kind, renderer = named
-    passes_on = kind in ("plain", "llama") and "think>" in str(chat)  # words in a content stay text
+    passes_on = kind in ("plain", "llama") and "think>" in str(chat)  # control words in a content stay text
     for tools, options in itertools.product((None, TOOLS), ({}, {"enable_thinking": False})):
         expected = alone(renderer, chat, tools, **options)
         ids, text = renderer.render(chat, tools or (), **options)
@@ -89,7 +91,7 @@ ROLES = ("system", "user", "assistant", "tool", "arguments", "field", "tools")
 
 
 def chat_with(text: str, place: str) -> tuple[list[dict[str, Any]], Any]:
-    """A chat and its tools with the text at this place."""
+    """Return a chat and its tools, with the text inserted at this place."""
     texts = {name: f"7 {text}, {text}" if name == place else "7" for name in ROLES}
     call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": {"a": texts["arguments"]}}}
     about = {"name": "add", "description": texts["tools"], "parameters": {texts["tools"]: {}}}
@@ -109,7 +111,7 @@ def chat_with(text: str, place: str) -> tuple[list[dict[str, Any]], Any]:
 def test_control_words_in_contents_are_tokenised_as_text(
     named: tuple[str, ChatRenderer], words: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """All else is as in the same chat with ordinary letters in their place."""
+    """The rest is tokenised as if the control words had ordinary letters in their place."""
     _, renderer = named
     marks, letters = list(b"@@@"), list(words.encode())
     for place in ROLES:
@@ -126,7 +128,7 @@ def test_control_words_in_contents_are_tokenised_as_text(
 
 
 def test_a_user_s_tool_response_keeps_the_thought(tmp_path: Path) -> None:
-    """Qwen3's template looks for these words in what users write, and passes them on."""
+    """Qwen3's template looks for these words in user messages, and includes them."""
     renderer = renderer_of(TEMPLATES["qwen3"], tmp_path)
     chat = [ASK, turn("assistant", THOUGHT + "so"), turn("user", "<tool_response>\n7\n</tool_response>")]
     ids, text = renderer.render(chat)
@@ -160,7 +162,7 @@ def test_a_lone_surrogate_in_a_content_is_refused(content: str, named: tuple[str
 def test_a_template_that_is_not_understood_is_warned_about_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its prompts are whole and safe, and without such words as ever."""
+    """Its prompts stay complete and safe, and unchanged without such words."""
     looks = "{% set close = '</think>' %}{% for turn in messages %}{{ turn.content.split(close)[-1] }}<|im_end|>{% endfor %}"
     renderer = renderer_of(looks, tmp_path)
     renderer.render([ASK])
@@ -171,7 +173,7 @@ def test_a_template_that_is_not_understood_is_warned_about_once(
 
 
 def test_white_space_that_belongs_to_a_token_is_part_of_it(tmp_path: Path) -> None:
-    """Phi-3's control tokens take what stands beside them; GPT-NeoX has tokens of spaces, others of words."""
+    """Phi-3's control tokens absorb neighbouring white space; GPT-NeoX has tokens of spaces, others of words."""
     template = (
         "{% for turn in messages %}{{ '<|user|>\n' + turn.content + ' <|end|>\n' }}{% endfor %}{{ '<|assistant|>\n' }}"
     )
@@ -220,7 +222,7 @@ def test_thoughts_are_kept_where_the_template_shows_them_again(named: tuple[str,
     known = [ASK, turn("assistant", "", reasoning_content="I add.", tool_calls=[CALL])]
     for answered in (known, [ASK, turn("assistant", THOUGHT, tool_calls=[CALL])]):
         assert (renderer.keeps_thoughts(answered, [OUT]), renderer.keeps_thoughts(answered, [MORE])) == KEPT[kind]
-    # what the prompt of the last answer had left out already is not missed
+    # Text that the previous prompt had already left out is not reported as missing.
     if kind != "plain":
         answered = [*known, OUT, turn("assistant", "7", reasoning_content="a"), MORE, turn("assistant", "12")]
         assert renderer.keeps_thoughts(answered, [turn("user", "and 6?")])

@@ -1,4 +1,4 @@
-"""marsrl as a module: what it refuses, and by which names it finds classes. Nothing is trained."""
+"""The Python API: refusals, and the names by which it finds classes. Nothing is trained."""
 
 from __future__ import annotations
 
@@ -106,12 +106,12 @@ def test_a_class_of_a_file_has_its_name_and_stays_itself(tmp_path: Path, monkeyp
     assert name_of(own) == f"{tmp_path}/pairs_of_mine.py:Own"
     assert own_class("orchestration", name_of(own), marsrl.Orchestration) is own
     (tmp_path / "pairs_of_mine.py").write_text("import marsrl\nclass Other(marsrl.Orchestration):\n    pass\n")
-    own_classes.forget_files()  # an edited file is read again
+    own_classes.forget_files()  # the edited file must be read again
     assert own_class("orchestration", f"{tmp_path}/pairs_of_mine.py:Other", marsrl.Orchestration) is not own
 
 
 def test_a_class_in_memory_is_found_here_and_missed_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Pair(marsrl.Orchestration):  # as a cell that is run again
+    class Pair(marsrl.Orchestration):  # like a notebook cell that is run again
         pass
 
     assert name_of(Pair) == "memory:Pair"

@@ -1,4 +1,4 @@
-"""examples/first_team.ipynb in a kernel, as Jupyter runs it: its output, and what an interrupt of the kernel does."""
+"""examples/first_team.ipynb in a Jupyter kernel: its output, and interrupts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def cell(held: Any, start: str) -> int:
 
 
 def shown(each: Any) -> str:
-    """What a cell printed and displayed, as text."""
+    """Return what a cell printed and displayed, as text."""
     parts = [out.get("text") or out.get("data", {}).get("text/plain", "") for out in each.outputs]
     return "\n".join(parts)
 
@@ -57,7 +57,7 @@ def test_the_notebook_trains_its_team(notebook: tuple[Any, Any, Path]) -> None:
     trained = held.cells[cell(held, "run = ")]
     assert "orchestration: memory:Checked" in next(folder.glob("runs/*/config.yaml")).read_text()
     bars = re.findall("step 2/2 rollout", shown(trained))
-    assert len(bars) == 1, shown(trained)  # drawn in place
+    assert len(bars) == 1, shown(trained)  # updated in place
     assert [line.split()[0] for line in shown(held.cells[cell(held, "for row")]).splitlines()] == ["1", "2"]
     (report,) = held.cells[cell(held, "run.report")].outputs
     assert report.data["text/html"].startswith("<iframe srcdoc=")

@@ -1,4 +1,4 @@
-"""marsrl.train, sft and evaluate in this process, on classes of a cell: a script in the engines' place, the real learner."""
+"""marsrl.train, sft and evaluate in this process, on classes defined in a cell: scripted engines, the real learner."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from marsrl.trainer.runs.directory import RunDirectory
 from marsrl.trainer.runs.lock import why_held
 
 CALLS = list[str]()
-"""Answers that Sevens has judged since it was last cleared; it interrupts at the tenth if INTERRUPTS."""
+"""Answers judged by Sevens since the last reset; with INTERRUPTS it interrupts at the tenth."""
 INTERRUPTS = list[bool]()
 
 
@@ -59,7 +59,7 @@ class Sevens(marsrl.OwnTask):
 
 @pytest.fixture
 def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A tiny model. Each run of the test takes it, lands in tmp_path and has small settings, under those that the test gives."""
+    """A tiny model. Every run of the test uses it, writes to tmp_path, and has small defaults under the test's settings."""
     monkeypatch.chdir(tmp_path)
     made = init_model("tiny", "bytes", tmp_path / "model")
     small = [*on_sevens(tmp_path, made), "run.steps=2", "rollout.pipeline=trajectory", "agents.verifier.prompt=chain"]
@@ -95,11 +95,11 @@ def test_notebook_classes_train_evaluate_and_train_again(model: Path, tmp_path: 
 
     again = marsrl.train(team=Pair, task=Sevens, **{"run.name": "two", "trainer.threads": 1})
     rewards = [[row["reward/solver/mean"] for row in each.metrics] for each in (run, again)]
-    assert rewards[0] == rewards[1]  # the first run has left nothing behind
+    assert rewards[0] == rewards[1]  # the first run leaves nothing behind
     assert [why_held(RunDirectory(each.path)) for each in (run, again)] == ["", ""]
     assert (torch.get_num_threads(), signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
     assert marsrl.load_run("runs/one") == run
-    for _ in range(2):  # what is refused frees the directory, though the exception is kept
+    for _ in range(2):  # a refusal releases the directory, although the exception is still referenced
         with pytest.raises(marsrl.Error, match="cannot resume with a changed task") as kept:
             marsrl.train(team=Pair, **{"run.name": "one", "run.resume": "auto", "trainer.threads": 1})
         assert kept.value.__cause__ is not None
@@ -115,7 +115,7 @@ def test_an_interrupted_run_is_saved_and_goes_on(model: Path) -> None:
             marsrl.train(team=Pair, task=Sevens, **settings)
     finally:
         INTERRUPTS.clear()
-    (last,) = re.findall(r"\(step (\d)\)", str(stopped.value))  # 1, unless step 2 was as good as done
+    (last,) = re.findall(r"\(step (\d)\)", str(stopped.value))  # 1, unless step 2 had just ended
     assert [row["step"] for row in marsrl.load_run("runs/stopped").metrics] == [1, 2][: int(last)]
     run = marsrl.train(team=Pair, task=Sevens, **settings, **{"run.resume": "auto"})
     assert [row["step"] for row in run.metrics] == [1, 2, 3]
@@ -147,7 +147,7 @@ def test_an_example_of_the_documents_trains(
     write_demonstrations(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "team", raising=False)
-    module = types.ModuleType("example")  # classes belong to it, as those of a cell to __main__
+    module = types.ModuleType("example")  # its classes belong to this module, as a notebook's belong to __main__
     monkeypatch.setitem(sys.modules, "example", module)
     text = re.sub(r"/path/to/[\w.-]+", str(model), example.text)
     exec(compile(text, example.where, "exec"), module.__dict__)

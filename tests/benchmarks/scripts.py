@@ -1,4 +1,4 @@
-"""The scripts of benchmarks/, as programs."""
+"""Run the scripts of benchmarks/ as programs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BENCHMARKS = ROOT / "benchmarks"
 
 
 def call(*words: str, code: str | None = None) -> subprocess.CompletedProcess[str]:
-    """Python with these words, in the root; what it said."""
+    """Run Python with these arguments in the repository root, and return its output."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, *(["-c", code] if code else []), *words]
     return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)

@@ -1,4 +1,4 @@
-"""The benchmarks run, and refuse to time a wrong kernel."""
+"""Benchmarks run, and refuse to time a wrong kernel."""
 
 import json
 import sys
@@ -49,7 +49,7 @@ def test_a_quick_run_compares_judges_and_measures_memory(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_a_step_on_two_ranks_equals_megatron_and_the_reference(tmp_path: Path) -> None:
-    """The gradient norms are compared before anything is printed."""
+    """The benchmark compares gradient norms before it prints anything."""
     words = ["--model", "slice_tiny", "--no-dmmpt", "--repeats", "1", "--layout", "tensor=2", "expert=2"]
     words += ["--skip", "reference, sorted and dropped"]
     done = call(str(BENCHMARKS / "train_step.py"), *words, "--json", str(tmp_path / "train_step.json"))
@@ -116,7 +116,7 @@ def test_nested_parts_exclude_each_other_on_a_gpu(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.slow
 def test_a_step_of_adapters_is_that_of_peft(tmp_path: Path) -> None:
-    """The gradient norms, of four adapters together, are compared before anything is printed."""
+    """The benchmark compares the gradient norms of four adapters together before it prints anything."""
     words = [
         "--adapter",
         "attention",
@@ -173,7 +173,7 @@ def test_the_parts_of_a_step_add_up_to_it(tmp_path: Path) -> None:
     for key in ("seconds", "cpu_seconds"):
         assert all(part[key] >= 0 for name, part in parts.items() if name != "the rest")
         assert sum(part[key] for part in parts.values()) == pytest.approx(whole[key])
-    assert parts["backward"]["calls"] == parts["forward"]["calls"] == 1  # the probe's passes are the publish's
+    assert parts["backward"]["calls"] == parts["forward"]["calls"] == 1  # the probe's passes count for the publish
 
 
 @pytest.mark.slow
@@ -210,11 +210,11 @@ def test_a_benchmark_measures(script: str, words: str, tmp_path: Path) -> None:
     done = call(str(BENCHMARKS / script), *words.format(tmp_path).split(), "--json", str(out))
     assert done.returncode == 0, done.stderr
     found = json.loads(out.read_text())
-    if script == "curate.py":  # planted near duplicates are found
+    if script == "curate.py":  # it must find the planted near-duplicates
         assert found["recall"] > 0.97 and found["precision"] > 0.97 and found["dropped_unplanted"] == 0
     elif script == "view.py":
         assert found["samples"] == 2000 and all(seconds > 0 for seconds in found["filters_s"].values())
-    elif script == "gateway.py":  # all calls are answered, else it ends with an error
+    elif script == "gateway.py":  # all calls are answered, otherwise the script fails
         (row,) = found["calls"]
         assert row["sessions"] == 8 and len(row["rounds"]) == 1 and 0 < row["session_bytes"] < 2**21
         assert all(number > 0 for each in row["rounds"] for number in each.values())

@@ -1,4 +1,4 @@
-"""The GPU suite finds its way without an installation, past whatever fails, and packs what it has found."""
+"""The GPU suite runs without an installation, continues after failures, and packs its results."""
 
 import json
 import os
@@ -16,7 +16,7 @@ BARE = (
     "torch", "torchgen", "functorch", "triton", "numpy", "numpy.libs", "typing_extensions.py", "sympy", "mpmath", "networkx",
     "jinja2", "markupsafe", "fsspec", "filelock", "setuptools",
 )  # fmt: skip
-"""torch, triton and numpy, and what torch requires."""
+"""torch, triton and numpy, with their requirements."""
 
 
 ONLY = ("surroundings", "first steps", "real team, local", "group advantage")
@@ -55,7 +55,7 @@ def test_the_team_of_a_pretrained_model_needs_the_model(tmp_path: Path, monkeypa
 
 @pytest.mark.slow
 def test_the_suite_finishes_with_only_torch_triton_and_numpy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some of its parts, on the CPU; those that are skipped name every module that they miss. Every case can be imported."""
+    """Run some parts on the CPU. Skipped parts name every missing module. Every case can be imported."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import gpu_suite as suite
 

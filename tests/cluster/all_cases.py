@@ -1,9 +1,8 @@
-"""What else a cluster does and suffers: `make cluster`, as root.
+"""Further cluster tests: `make cluster`, as root.
 
-Three hosts (box.py): two train, the others' engines and their own come by `ray start`, files lie on one shared disk. The faults
-strike one run, one after the other, that goes on after each; its end proves that no problem is lost or trained twice
-(tests/integration/books.py).
-"""
+Three hosts (box.py): two train; engines run on the third and on those that join by `ray start`; files lie on one shared disk. The
+faults strike one run in turn, which continues after each. At its end the test proves that no problem is lost or trained twice
+(tests/integration/books.py)."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ def _new_hosts(box: Box) -> None:
 
 @pytest.fixture
 def run(box: Box, tmp_path: Path) -> Iterator[cluster.Training]:
-    """A run with a rank on host1 and one on host2, and engines on host1 and host3."""
+    """A run with ranks on host1 and host2, and engines on host1 and host3."""
     for host in (box.hosts[0], box.hosts[2]):
         cluster.lend(host, JOIN, tmp_path)
     words = (*LAYOUT, *cluster.BY_WIRE, "run.steps=1000", "run.resume=auto")
@@ -46,14 +45,14 @@ def run(box: Box, tmp_path: Path) -> Iterator[cluster.Training]:
 
 
 def metric(run: cluster.Training, name: str) -> list[float]:
-    """In each step."""
+    """Values of a metric, by step."""
     return [row.values.get(name) or 0 for row in run.rows()]
 
 
 def test_slurm_trains_on_two_hosts_of_two_ranks_as_on_one(
     box: Box, alone: Sequence[MetricsRow], tmp_path: Path
 ) -> None:
-    """By docs/slurm.sh, 2 x 2 ranks (TP2 x DP2), engines on host1 and host3, weights by files."""
+    """Uses docs/slurm.sh, 2 x 2 ranks (TP2 x DP2), engines on host1 and host3, weights through files."""
     cluster.lend(box.hosts[0], JOIN, tmp_path)
     run = cluster.submit(box, "files", tmp_path, *LAYOUT, *cluster.BY_FILES, "run.steps=3", trainers=2, ranks=2)
     assert run.ended(3 * cluster.STEP_S) == {"host1": 0}, run.output("host1")
@@ -61,7 +60,7 @@ def test_slurm_trains_on_two_hosts_of_two_ranks_as_on_one(
 
 
 def test_sessions_of_a_lost_worker_are_replayed_by_the_next(box: Box, tmp_path: Path) -> None:
-    """Workers join from other hosts by `--url --key`."""
+    """Workers join from other hosts with `--url --key`."""
     words = (f"torchrun --nproc-per-node 8 {cluster.ALONE}", "program", tmp_path, *cluster.PROGRAM)
     run = cluster.train(box, *words, ranks=1, **cluster.WORKERS_KEY)
     cluster.play(box.hosts[1], tmp_path)
@@ -113,7 +112,7 @@ def test_training_survives_a_killed_host_until_another_joins(box: Box, run: clus
     box.hosts[2].power_off()
     run.until(step + 3, 2 * cluster.STEP_S)
     struck = [i for i, number in enumerate(metric(run, "rollout/resubmitted"), 1) if number and i > len(before)]
-    assert struck in ([], [step + 1], [step + 2])  # none: it had just answered all of its own
+    assert struck in ([], [step + 1], [step + 2])  # none if it had just answered all of its requests
     assert metric(run, "rollout/engines/main")[-1] == 1
     cluster.lend(box.hosts[1], JOIN, tmp_path)
     end = time.monotonic() + 2 * cluster.STEP_S

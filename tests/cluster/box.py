@@ -1,4 +1,4 @@
-"""A cluster in a box: hosts that are namespaces of this machine's kernel, on a bridge that nothing else can reach.
+"""A cluster in a box: hosts that are kernel namespaces on this machine, on a bridge that nothing else can reach.
 
     with Box(3) as box:
         process = box.hosts[0].start("torchrun trainer/main.py ...", log)
@@ -8,12 +8,11 @@
     room            one process: it holds the bridge, and the disk on SHARED that stands for the cluster's file system
     host1, host2    one first process each, of a PID namespace: network 10.77.0.N, host name, IPC, /tmp, /run, /dev/shm, HOME
 
-What else a host sees is this machine's, and read-only: the checkout and its Python among it.
+Everything else that a host sees is this machine's, read-only, including the checkout and its Python.
 
-Nothing outlives the process that made the box, however that ends, and nothing has to be cleaned up: the holders are killed
-with it by the kernel (PR_SET_PDEATHSIG), the processes of a host with its first one, interfaces and mounts with the last
-process of their namespace. Names of processes play no part. Needs root, iproute2 and util-linux; Linux alone.
-"""
+Nothing outlives the process that created the box, and no cleanup is needed: the kernel kills the holders with it
+(PR_SET_PDEATHSIG), a host's processes with the host's first process, and interfaces and mounts with the last process of their
+namespace. Process names are not used. Needs Linux, root, iproute2 and util-linux."""
 
 from __future__ import annotations
 
@@ -25,11 +24,11 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-SHARED = Path("/mnt/cluster")  # /mnt is there on every Linux; another file system is mounted on it in the room
+SHARED = Path("/mnt/cluster")  # /mnt exists on every Linux; inside the box another file system is mounted on it
 _NET = "10.77.0"
 _ENTER = ("--mount", "--uts", "--ipc", "--net", "--pid", "--wd")
 
-# The last line stays: sleep is ended by nobody, and bash reaps what Ray's daemons leave to the first process.
+# The last line stays: nothing kills sleep, and bash reaps processes that Ray's daemons orphan.
 _STAYS = "echo ready; while sleep 1000; do :; done"
 _ROOM = """set -e
 mount -t tmpfs -o size={mib}m,mode=755 tmpfs /mnt
@@ -53,15 +52,14 @@ cd {root}
 
 
 class Box:
-    """Hosts on one switch. Leaving the body, or any other end of this process, ends them all.
+    """Hosts on one switch. Leaving the block, or any other end of this process, ends them all.
 
-    shared_mib: of the shared disk, in memory.
-    """
+    shared_mib: size of the shared disk, which is in memory."""
 
     def __init__(self, num_hosts: int, *, shared_mib: int = 1024) -> None:
-        """Raises RuntimeError where this machine lets no namespaces be made, FileNotFoundError where it has not the tools."""
+        """Raises RuntimeError if this machine allows no namespaces, FileNotFoundError if the tools are missing."""
         self.hosts: list[Host] = []
-        # A host has a /tmp of its own, under which these may lie.
+        # A host has its own /tmp, and these paths may be below it.
         self._kept = kept = sorted({str(ROOT), sys.prefix, sys.base_prefix})
         names = "127.0.0.1 localhost\\n" + "".join(f"{_NET}.{n} host{n}\\n" for n in range(1, num_hosts + 1))
         keep = [f"mkdir /mnt/.kept/{i}; mount --bind {path} /mnt/.kept/{i}" for i, path in enumerate(kept)]
@@ -82,24 +80,24 @@ class Box:
 
     @property
     def shared(self) -> Path:
-        """The shared folder as this process reaches it."""
+        """The shared folder, as this process sees it."""
         return self._room.root / SHARED.relative_to("/")
 
     def replace(self, number: int) -> Host:
-        """A new machine in the place of one: its name and address, and nothing of what it had."""
+        """Replace a machine by a new one with its name and address, and none of its state."""
         self.hosts[number - 1].power_off()
         self.hosts[number - 1] = Host(number, self._room, self._kept)
         return self.hosts[number - 1]
 
     def close(self) -> None:
-        """End everything; may be called twice."""
+        """End everything. May be called twice."""
         for host in self.hosts:
             host.holder.close()
         self._room.close()
 
 
 class Host:
-    """One of the hosts: `name` and `address` as the others know it."""
+    """A host. name, address: as the other hosts see them."""
 
     def __init__(self, number: int, room: _Holder, kept: list[str]) -> None:
         self.name, self.address = f"host{number}", f"{_NET}.{number}"
@@ -109,7 +107,7 @@ class Host:
             for i, path in enumerate(kept)
         ]
         script = _HOST.format(name=self.name, keep="\n".join(keep), root=ROOT)
-        inside = ["nsenter", f"--target={room.pid}", "--mount"]  # its mounts are copied: the shared disk is one
+        inside = ["nsenter", f"--target={room.pid}", "--mount"]  # its mounts are copied: all hosts share the disk
         spaces = ["unshare", "--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc"]
         self.holder = _Holder([*inside, *spaces], script)
         veth = f"ip link add eth0 netns {self.holder.pid} type veth peer name {self._port} netns {room.pid}"
@@ -120,7 +118,9 @@ class Host:
             room.call(line)
 
     def start(self, command: str, log: Path, **environment: str) -> subprocess.Popen[bytes]:
-        """Start a command of the checkout there, its output appended to `log`. Its signals are this process's child's."""
+        """Start a command of the checkout on this host, with output appended to `log`. Signals to the returned process reach the
+        command.
+        """
         with open(log, "ab") as out:
             return subprocess.Popen(
                 [*self.enter, "bash", "-c", f"exec {command}"], stdin=subprocess.DEVNULL, stdout=out,
@@ -128,26 +128,26 @@ class Host:
             )  # fmt: skip
 
     def cut_off(self) -> None:
-        """Pull the network cable: nothing arrives, and nobody is told."""
+        """Disconnect the network: no packet arrives, and no connection is closed."""
         self._room.call(f"ip link set {self._port} down")
 
     def reconnect(self) -> None:
         self._room.call(f"ip link set {self._port} up")
 
     def power_off(self) -> None:
-        """Gone without a word: the cable first, or the kernel would close its connections as it dies. May be called twice."""
+        """Switch the host off. The network goes first, or the kernel would close its connections. May be called twice."""
         if self.holder.is_there:
             self._room.call(f"ip link del {self._port}")
             self.holder.close()
 
     @property
     def enter(self) -> list[str]:
-        """The words before a command that runs it there, in the checkout."""
+        """Return the command prefix that runs a command on this host, in the checkout."""
         return ["nsenter", f"--target={self.holder.pid}", *_ENTER]
 
     @property
     def environment(self) -> dict[str, str]:
-        """The environment of its commands: this process's paths to programs, and nothing of its user or of its tests."""
+        """Environment of the host's commands: this process's search paths, and no settings of the user or the tests."""
         kept = {name: value for name, value in os.environ.items() if name in ("LANG", "PYTHONPATH")}
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         return {
@@ -157,7 +157,7 @@ class Host:
 
 
 class _Holder:
-    """The first process of new namespaces, after its script has run there; it dies with this process."""
+    """First process of new namespaces, after its setup script has run there. Dies with this process."""
 
     def __init__(self, spaces: list[str], script: str) -> None:
         words = ["setpriv", "--pdeathsig=KILL", *spaces, "bash", "-c", script + _STAYS]
@@ -174,7 +174,7 @@ class _Holder:
 
     @property
     def root(self) -> Path:
-        """Its file systems as this process reaches them."""
+        """The host's file systems, as this process sees them."""
         return Path(f"/proc/{self.pid}/root")
 
     @property
@@ -185,7 +185,7 @@ class _Holder:
         _call(f"nsenter --target={self.pid} --net {command}")
 
     def close(self) -> None:
-        """Returns when all of its processes are gone; may be called twice."""
+        """Return once all of its processes are gone. May be called twice."""
         if self.is_there:
             os.kill(self.pid, signal.SIGKILL)
             self._process.wait()

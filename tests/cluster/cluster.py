@@ -1,4 +1,4 @@
-"""Training in a Box: ranks on its first hosts, engines on those that lend themselves, files on the shared disk."""
+"""Training in a Box: ranks on its first hosts, engines on hosts that join, files on the shared disk."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from marsrl.trainer.report.metrics import MetricsRow, read_metrics
 from marsrl.trainer.runs.directory import RunDirectory
 
 GROUP_SIZE = 4
-START_S, STEP_S = 400.0, 200.0  # on a machine that does other things, too
+START_S, STEP_S = 400.0, 200.0  # allows for other load
 TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": f"{SHARED}/auth_token"}
-# Small, in float32, on one thread; a stage has seconds of decoding, in which a fault can strike.
+# Small, float32, one thread. A stage decodes for seconds, so that a fault can strike in it.
 SETTINGS = {
     "task": "math",
     "policies": {"main": {"model": f"{SHARED}/model", "dtype": "float32", "optimizer": {"lr": 0.001}}},
@@ -38,7 +38,7 @@ SETTINGS = {
 ALONE = "trainer/main.py --config /mnt/cluster/run.yaml rollout.ray_address=null rollout.placement=local"
 BY_FILES = (f"sync.directory={SHARED}",)
 BY_WIRE = ("sync.backend=nccl", "sync.cpu_twin=true")
-# A program in place of the team, played by workers that join host1.
+# A program as the team, played by workers that join host1.
 PROGRAM = (
     "orchestration=external", "external={workers: 0, host: host1, port: 8765, key_env: MARSRL_WORKER_KEY}",
     "agents={solver: {}}", "run.steps=1000",
@@ -52,8 +52,8 @@ def run(problem, client):
     time.sleep(0.5)
     return float("7" in text)
 """
-# Metrics that two runs of the same numbers do not share: clocks, how weights travelled and to how many engines, the size of
-# rounding itself, and experts' loads, as rounding may turn a choice between two experts that are nearly alike.
+# Metrics that differ between runs with equal numbers: times, weight transfers, the number of engines, rounding errors, and
+# experts' loads, because rounding can decide between two nearly equal experts.
 _OWN = (
     "timing_s/",
     "latency_s/",
@@ -64,18 +64,18 @@ _OWN = (
     "rollout/engines/",
     "router/",
 )
-_SUMS = ("actor/", "mpt/")  # of float32 numbers, added up in another order: 2.3e-5 apart at most where it was measured
+_SUMS = ("actor/", "mpt/")  # sums of float32 numbers in another order; measured differences are at most 2.3e-5
 _SUMS_DIFFER = 2e-4
 
 
 def goes_on(name: str) -> str:
-    """A pattern of what a run's last line ends with."""
+    """A pattern for the end of a run's last line."""
     folder = f"{SHARED}/runs/{name}/checkpoints"
     return rf"checkpoint {folder}/step_\d+ \(step \d+\) is intact: resume by adding run\.name={name} run\.resume=auto"
 
 
 def fill(box: Box) -> None:
-    """What is on the shared disk. Answers are right by a coin: there is something to learn."""
+    """Write the shared disk's files. Answers are right at random, so there is something to learn."""
     boxing_model(box.shared / "model")
     sevens(box.shared, 60, name="problems.jsonl")
     (box.shared / "run.yaml").write_text(yaml.safe_dump(SETTINGS))
@@ -84,20 +84,20 @@ def fill(box: Box) -> None:
 
 
 def lend(host: Host, command: str, logs: Path) -> subprocess.Popen[bytes]:
-    """The command is `ray start`, here in the documented loop; the host offers one core, for one engine."""
+    """Run `ray start`, in the documented loop; the host offers one core, for one engine."""
     loop = f"while sleep 1; do {command} --num-cpus=1; done"
     return host.start(f"bash -c {shlex.quote(loop)}", logs / f"join-{host.name}.log", **TOKEN)
 
 
 def play(host: Host, logs: Path) -> subprocess.Popen[bytes]:
-    """The host's worker plays the program's sessions."""
+    """Start the host's worker, which plays the program's sessions."""
     words = f"--url http://host1:8765 --function {SHARED}/program.py:run --most 4"
     return host.start(f"python rollout/gateway/worker.py {words}", logs / f"worker-{host.name}.log", **WORKERS_KEY)
 
 
 @dataclass
 class Training:
-    """A run whose ranks were started on hosts of a box. processes: what started them, by the host's name."""
+    """A run whose ranks were started on hosts of a box. processes: launchers by host name."""
 
     directory: RunDirectory
     logs: Path
@@ -107,7 +107,7 @@ class Training:
         return read_metrics(self.directory.metrics) if self.directory.metrics.exists() else []
 
     def step(self) -> int:
-        """The last one in metrics.jsonl."""
+        """The last step in metrics.jsonl."""
         rows = self.rows()
         return rows[-1].step if rows else 0
 
@@ -115,11 +115,11 @@ class Training:
         return (self.logs / f"{self.directory.path.name}-{host}.log").read_text(errors="replace")
 
     def said(self, host: str) -> str:
-        """The last line of ours on that host's console."""
+        """Return our last line on that host's console."""
         return last_line(self.output(host))
 
     def until(self, step: int, limit_s: float = START_S) -> None:
-        """Until this step is trained."""
+        """Wait until this step is trained."""
         end = time.monotonic() + limit_s
         while self.step() < step:
             for host, process in self.processes.items():
@@ -128,24 +128,26 @@ class Training:
             time.sleep(0.05)
 
     def into_a_stage(self) -> int:
-        """Until the engines decode: a step has just ended, and the next begins with seconds of that. The step that ended."""
+        """Wait until the engines decode: a step has just ended, and the next one decodes for seconds. Return the step that
+        ended.
+        """
         step = self.step() + 1
         self.until(step)
         time.sleep(0.5)
         return step
 
     def ended(self, limit_s: float, *hosts: str) -> dict[str, int]:
-        """Exit codes on these hosts (none given: on all), which end by themselves."""
+        """Return the exit codes of these hosts (default: all), once they have ended by themselves."""
         end = time.monotonic() + limit_s
         return {host: self.processes[host].wait(max(0.0, end - time.monotonic())) for host in hosts or self.processes}
 
     def check(self) -> None:
-        """Nothing was lost, and nothing trained twice."""
+        """Check that nothing was lost and nothing trained twice."""
         check_books(self.directory, GROUP_SIZE)
 
 
 def train(box: Box, command: str, name: str, logs: Path, *words: str, ranks: int, **environment: str) -> Training:
-    """Start a command of docs/clusters.md: --node-rank N on as many hosts as it says, with `ranks` ranks on each."""
+    """Start a command of docs/clusters.md: --node-rank N on as many hosts as it names, with `ranks` ranks on each."""
     run = Training(RunDirectory(box.shared / "runs" / name), logs)
     given = shlex.split(command)
     num_hosts = int(given[given.index("--nnodes") + 1]) if "--nnodes" in given else 1
@@ -158,7 +160,7 @@ def train(box: Box, command: str, name: str, logs: Path, *words: str, ranks: int
 
 
 def submit(box: Box, name: str, logs: Path, *words: str, trainers: int, ranks: int) -> Training:
-    """Run docs/slurm.sh as Slurm would, but for its `srun` and `scontrol`, which here know the hosts of the box."""
+    """Run docs/slurm.sh as Slurm would, with stand-ins for `srun` and `scontrol` that know the hosts of the box."""
     tools = logs / "slurm"
     tools.mkdir()
     enter = "\n".join(f"{host.name}) enter='{shlex.join(host.enter)}';;" for host in box.hosts)
@@ -194,7 +196,7 @@ exit $status"""
 
 
 def check_same(rows: Sequence[MetricsRow], others: Sequence[MetricsRow]) -> None:
-    """Counts, rewards, lengths and advantages are equal in every bit, sums of the learner's within rounding."""
+    """Check that counts, rewards, lengths and advantages are bitwise equal, and the learner's sums equal within rounding."""
     for row, other in zip(rows, others, strict=True):
         for key in row.values.keys() | other.values.keys():
             if key.startswith(_OWN) or key.endswith("/seconds"):

@@ -1,4 +1,4 @@
-"""The box, and what one host trains in it."""
+"""The box, and the reference run on one host."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def box() -> Iterator[Box]:
     except (RuntimeError, FileNotFoundError) as error:
         if (
             os.environ.get("MARSRL_BUILD") == "require"
-        ):  # as .ci/run says it: there a machine without namespaces is an error
+        ):  # .ci/run sets this: in CI a machine without namespaces is an error
             raise
         pytest.skip(f"no cluster in a box: {error}")
     with made as box:
@@ -29,7 +29,7 @@ def box() -> Iterator[Box]:
 
 @pytest.fixture(scope="session")
 def alone(box: Box, tmp_path_factory: pytest.TempPathFactory) -> Sequence[MetricsRow]:
-    """Three steps of one rank and its engine in one process."""
+    """Train three steps with one rank and its engine in one process."""
     logs = tmp_path_factory.mktemp("alone")
     run = train(box, f"torchrun --nproc-per-node 8 {ALONE}", "alone", logs, "run.steps=3", ranks=1)
     assert run.ended(1200) == {"host1": 0}, run.output("host1")

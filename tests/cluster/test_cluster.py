@@ -1,7 +1,6 @@
-"""Two trainer hosts and an engine host in a box: what one host trains, by wire; then the power of rank 0's host goes off.
+"""Two trainer hosts and an engine host in a box train what one host trains; then rank 0's host loses power.
 
-The rest of what a cluster does and suffers: `make cluster` (all_cases.py).
-"""
+Further cluster tests: `make cluster` (all_cases.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows, stages that are cut short, and a judge whose engine is a script."""
+"""Rows, stages that are killed, and a judge with a scripted engine."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def by_length(question: str) -> str:
 
 
 class Killed(Exception):
-    """Stands for kill -9: nothing behind it is run that a kill would not leave."""
+    """Stands for kill -9: no cleanup code runs that a kill would skip."""
 
 
 def rows_of(questions: Iterable[str], answer: str | None = None) -> list[Row]:
-    """answer: of all of them; None: each its number."""
+    """Return rows. answer: answer of all rows; None: each row's number."""
     pairs = [(q, answer or str(i)) for i, q in enumerate(questions)]
     return [
         Row(i, Problem(f"raw.jsonl:{i + 1}", q, a, "math"), {"question": q, "answer": a}, ("question", "answer"))
@@ -47,7 +47,7 @@ def read() -> Stage:
 
 
 def cut_short(stage: Stage, number: int) -> Stage:
-    """The stage, killed before its decision of a row."""
+    """Return the stage, killed before its decision of a row."""
 
     def decide(rows: Iterator[Row]) -> Decisions:
         with closing(stage.decide(rows)) as decisions:
@@ -60,20 +60,20 @@ def cut_short(stage: Stage, number: int) -> Stage:
 
 
 def run(out: Path, stages: Sequence[Stage], rows: Sequence[Row]) -> tuple[list[StageRecord], str]:
-    """The records, and what was said on the terminal."""
+    """Run the stages; return the records and the terminal output."""
     said = io.StringIO()
     records = Pipeline(out, stages, lambda: iter(rows), "math", RunConsole(stream=said)).run()
     return records, said.getvalue()
 
 
 def prompt_of(request: DecodeRequest) -> str:
-    """Its text, as LetterRenderer has it."""
+    """Return the prompt's text, as LetterRenderer writes it."""
     return "".join(chr(token - 2) for token in request.token_ids[:-1].tolist())
 
 
 @dataclass
 class ScriptedJudge:
-    """Answers the question of each prompt by a script; asked: the questions in order; prompts: all of what was asked."""
+    """Judge that answers questions by a script. asked: the questions in order. prompts: all requests."""
 
     script: Callable[[str], str]
     fail: Callable[[str], str | None] = lambda question: None

@@ -1,4 +1,4 @@
-"""How often a team is right decides, whoever is in it; what was played is not played again."""
+"""Best of n keeps rows by the number of right answers, and does not repeat saved plays."""
 
 from __future__ import annotations
 
@@ -34,16 +34,15 @@ N = 4
 
 
 def rows(num: int) -> list[Row]:
-    """The i-th asks for i."""
+    """Return rows; row i asks for i."""
     return rows_of(f"What is [{i}]?" for i in range(num))
 
 
 @dataclass
 class Players:
-    """A team whose Solver is right in as many of the draws as `right` says of a row.
+    """A team whose Solver is right in as many draws as `right` says for the row.
 
-    played: (row, draw) in order. seeds: of every request, by its uid.
-    """
+    played: (row, draw) in order. seeds: of every request, by uid."""
 
     right: Callable[[int], int]
     fail: Callable[[int], bool] = lambda draw: False
@@ -69,7 +68,7 @@ class Players:
     @contextmanager
     def open(self, problems: Sequence[Problem]) -> Iterator[Evaluator]:
         assert problems
-        no_task: Any = None  # problems are given
+        no_task: Any = None  # problems are passed in
         agents = {name: AgentConfig() for name in agent_names(self.orchestration)}
         team = build_orchestration(self.orchestration, agents, "math", evaluate=EVALUATE)
         with EnginePool(LocalReplicas([ScriptedEngine(self.say, fail=self.refuse)])) as pool:

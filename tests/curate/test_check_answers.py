@@ -1,4 +1,4 @@
-"""`marsrl check-answers`: what it makes of a reference, and what it finds in a judge."""
+"""`marsrl check-answers`: alterations of references, and what it finds in a judge."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from marsrl.commands.check_answers import alterations, forms, notations
 
 
 def others(reference: str) -> dict[str, list[str]]:
-    """Altered answers by rule, but for those that every reference has."""
+    """Return altered answers by rule, without those that every reference has."""
     found: dict[str, list[str]] = {}
     for rule, answer in alterations.of(reference, Random(0)):
         if rule not in ("a tiny constant", alterations.PLACEHOLDER):
@@ -73,7 +73,7 @@ def test_an_alteration_is_another_answer(reference: str, rule: str, answers: lis
         (r"\sin(2\pi)", {"a digit changed", "a sign flipped", "one more"}),  # 0 whatever the factor
         (r"2 \cdot 0 + 3x", {"a digit changed", "an exponent changed"}),
         ("1^{7}", {"a digit changed", "an exponent changed"}),
-        (r"\binom{5}{2}", {"a digit changed"}),  # 10, as 3 of 5 are
+        (r"\binom{5}{2}", {"a digit changed"}),  # 10, as for 3 of 5
         (r"2 \pm 3", {"a sign flipped"}),
         ("(-1)^{n+1}", {"a sign flipped"}),
         (r"e^{2i\pi}", {"a digit changed"}),

@@ -1,4 +1,4 @@
-"""MinHash finds what is much alike, and drops nothing else."""
+"""MinHash finds similar questions and drops nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A stage that is stopped is run again and ends as if it had not been; one that has finished is not."""
+"""A stopped stage runs again and gives the same result; a finished stage does not run again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from marsrl.trainer.config.curate import LevelConfig, NearDuplicatesConfig
 
 
 def thirds() -> Stage:
-    """Drops a third of the rows."""
+    """Stage that drops a third of the rows."""
 
     def decide(rows: Iterator[Row]) -> Decisions:
         for row in rows:
@@ -58,7 +58,7 @@ def test_a_curation_killed_at_any_row_resumes_to_the_same_result(seed: int, tmp_
             for path in (out / "stages" / cut[which].name).glob("*.jsonl"):
                 size, is_answers = path.stat().st_size, path.name == "answers.jsonl"
                 num_torn += is_answers and size > 0
-                with path.open("r+b") as file:  # what was not on the disk yet is lost: of answers only the last is torn
+                with path.open("r+b") as file:  # data not yet on disk is lost; of the answers only the last one is torn
                     file.truncate(max(0, size - (3 if is_answers else drawn.randrange(2000))))
     run(out, stages(judge.stage(out)), rows())
     assert everything(out) == everything(tmp_path / "unbroken")

@@ -1,4 +1,4 @@
-"""A folder in which a user could type the documents' commands: the checkout, problems, and models under their names."""
+"""Folder in which the documents' commands can run: the checkout, problem files, and models under the documented names."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from marsrl.trainer.models.init_model import init_model
 
 MODEL = re.compile(r"(/path/to|/models)/([\w.-]+)")
 ANSWER = "\\boxed{%s}"
-RAW = (  # questions and levels; the second is asked twice
+RAW = (  # questions and levels; the second question is repeated
     ("What is 7, asked for the 0th time?", "school"),
     ("Think of the calendar: how many days has a week?", "graduate"),
     ("Think of the calendar: how many days has a week!?", "school"),
@@ -38,7 +38,7 @@ def write_rows(path: Path, rows: Iterable[object]) -> None:
 
 
 class Desk:
-    """folder: of its own; what commands write with a relative path lands there. cache: of its warm starts."""
+    """Folder for documented commands. folder: their working directory. cache: of their warm starts."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.cache = folder, folder / "cache"
@@ -70,8 +70,9 @@ class Desk:
         (folder / "wiki-18.jsonl").write_text(json.dumps({"id": "0", "contents": '"Seven"\nIt is 7.'}))
 
     def words(self, command: str, model: Callable[[str], Path], rest: str = "") -> list[str]:
-        """The command's words with paths filled in, here and in its config file: model(name) for a model's directory, `rest` for
-        three dots."""
+        """Return the command's arguments with real paths, also in its config file. model(name): a model's directory; `rest`: for
+        three dots.
+        """
         command = command.replace(" ...", f" {rest}".rstrip())
         command = command.replace("/tmp/", f"{self.folder}/tmp/").replace("HOST:", "127.0.0.1:")
         words = shlex.split(MODEL.sub(lambda match: str(model(match[2])), command))
@@ -81,7 +82,7 @@ class Desk:
         return words
 
     def write_problems(self, config: str) -> None:
-        """The files that a config lists under data.train and data.eval and that are not there: `count` problems, or four."""
+        """Write the missing files of data.train and data.eval of a config: `count` problems each, or four."""
         data = yaml.safe_load(config).get("data", {})
         for file in [file for key in ("train", "eval") if isinstance(data.get(key), list) for file in data[key]]:
             path = self.folder / file["path"]
@@ -91,7 +92,7 @@ class Desk:
                 write_rows(path, rows)
 
     def start(self, words: list[str]) -> subprocess.Popen[bytes]:
-        """In this folder, from the environment that the tests run in, with a cache of its own; `console` is what it prints."""
+        """Start the command in this folder, with the tests' environment and its own cache; `console` returns its output."""
         environment = {**os.environ, "MARSRL_CACHE": str(self.cache)}
         environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
         with open(self.folder / "console", "wb") as console:
@@ -99,11 +100,11 @@ class Desk:
             return subprocess.Popen(words, cwd=self.folder, env=environment, start_new_session=True, **streams)
 
     def console(self) -> str:
-        """Output of the command that was started last."""
+        """Return the output of the last started command."""
         return (self.folder / "console").read_text("utf-8", errors="replace")
 
     def until_version_1(self, words: list[str]) -> Path:
-        """Started, and stopped by Ctrl-C when the first step is logged: the run's directory."""
+        """Start the command, stop it by Ctrl-C once the first step is logged, and return the run's directory."""
         process = self.start([*words, *SEED])
         deadline = time.monotonic() + 1200
         try:
@@ -119,15 +120,14 @@ class Desk:
 
 
 def boxing_model(folder: Path, answers: str = "78") -> Path:
-    r"""A random Qwen3-MoE that ends every chat with \boxed{7} or \boxed{8}, by a coin; or with another digit of `answers`.
+    r"""Write a random Qwen3-MoE that ends every chat with \boxed{7} or \boxed{8} at random, or with another digit of `answers`.
 
-    Short completions are all that makes it quick: the head knows which byte follows which, and the embedding is large,
-    so that the layers, which are random as always, do not drown it.
-    """
+    It is fast because completions are short: the head encodes which byte follows which, and the embedding is large, so that the
+    random layers do not drown it."""
     init_model("tiny", "bytes", folder)
     weights = load_file(folder / "model.safetensors")
     encode = lambda text: ChatRenderer(folder).encode_trusted(text).tolist()  # noqa: E731
-    after: dict[int, set[int]] = {}  # which tokens may follow a token
+    after: dict[int, set[int]] = {}  # tokens that may follow a token
     for answer in answers:
         chain = encode("\n" + ANSWER % answer + "<|im_end|>")
         for token, follower in itertools.pairwise(chain):
@@ -143,9 +143,9 @@ def boxing_model(folder: Path, answers: str = "78") -> Path:
 
 
 def published_model(folder: Path, name: str) -> Path:
-    """A directory with config.json and headers of the published model `name`, and a tokenizer of bytes."""
+    """Write config.json and headers of the published model `name`, and a byte tokenizer."""
     from published_model import save_published
 
     from marsrl.trainer.checks.models import KNOWN
 
-    return save_published(KNOWN.get(name, KNOWN["Qwen3-8B"]), folder)  # of a server's model only the tokenizer is read
+    return save_published(KNOWN.get(name, KNOWN["Qwen3-8B"]), folder)  # for a server's model only the tokenizer is read

@@ -1,4 +1,4 @@
-"""The test that runs each command of the documents."""
+"""Mapping of the documents' commands to the tests that run them."""
 
 from __future__ import annotations
 
@@ -63,16 +63,16 @@ TESTS = (
     ("marsrl init --from-run .*", "test_a_run_s_settings_become_a_file"),
     ("marsrl .*", "test_a_command_does_what_it_says"),
 )
-"""(pattern of a command, its test): the first pattern that matches counts."""
+"""(pattern of a command, its test). The first matching pattern counts."""
 
 
 @cache
 def runner(command: str) -> str | None:
-    """The command's test; None: no pattern matches."""
+    """Return the command's test; None if no pattern matches."""
     return next((test for pattern, test in TESTS if re.fullmatch(pattern, command)), None)
 
 
 def run_by(name: str) -> list[str]:
-    """Commands that this test function runs, in the order of the documents."""
+    """Return the commands that this test function runs, in the documents' order."""
     found = dict.fromkeys(each.text for each in commands())
     return [command for command in found if runner(command) == name]

@@ -1,4 +1,4 @@
-"""Commands, config blocks, settings and links of the documents, each with its place."""
+"""Commands, config blocks, settings and links of the documents, each with its location."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ PAGES += [
 ]
 MENTIONS = re.compile(
     r"(marsrl|ray)( [\w-]+)?|.*\[.*"
-)  # of running text: the name of a program, and how its words are written
+)  # program names in running text, written without a command's arguments
 STARTERS = ("torchrun ", "python ", "marsrl ", "ray ", "make ", "pip ", "apt-get ", "docker ")
 _COMMENT = re.compile(r"(^|\s)#\s.*$")
 
 
 @dataclass(frozen=True)
 class Found:
-    """A piece of a document. where: file and line, or whose --help says it."""
+    """A piece of a document. where: file and line, or the command whose --help contains it."""
 
     where: str
     text: str
@@ -40,12 +40,12 @@ class Found:
 
 @cache
 def parsed(page: Path) -> list[Token]:
-    """CommonMark's blocks, and tables."""
+    """Return CommonMark's blocks, and tables."""
     return MarkdownIt().enable("table").parse(page.read_text("utf-8"))
 
 
 def blocks(page: Path) -> list[Found]:
-    """Fenced and indented blocks, without their fences and indentation."""
+    """Return fenced and indented blocks, without fences and indentation."""
     return [
         Found(f"{_name(page)}:{token.map[0] + 1 + (token.type == 'fence')}", token.content.strip("\n"))
         for token in parsed(page)
@@ -54,12 +54,12 @@ def blocks(page: Path) -> list[Found]:
 
 
 def pieces(page: Path) -> list[tuple[int, Token]]:
-    """Texts, spans in backticks, links and pictures of the running text, each with the line at which its paragraph begins."""
+    """Return texts, spans in backticks, links and pictures of running text, with the first line of the paragraph."""
     return [(token.map[0] + 1, piece) for token in parsed(page) if token.map for piece in token.children or ()]
 
 
 def spans(page: Path) -> list[Found]:
-    """Spans in backticks of the running text."""
+    """Return spans in backticks of running text."""
     return [
         Found(f"{_name(page)}:{line}", " ".join(piece.content.split()))
         for line, piece in pieces(page)
@@ -68,7 +68,7 @@ def spans(page: Path) -> list[Found]:
 
 
 def typed(text: str) -> list[str]:
-    """The commands among lines, without comments; a line that ends in a backslash goes on."""
+    """Return the commands among the lines, without comments, with continued lines joined."""
     joined = text.replace("\\\n", " ").splitlines()
     lines = (" ".join(_COMMENT.sub("", line).split()) for line in joined)
     return [line for line in lines if f"{line} ".startswith(STARTERS)]
@@ -76,7 +76,7 @@ def typed(text: str) -> list[str]:
 
 @cache
 def commands() -> tuple[Found, ...]:
-    """All of them: of blocks, of the running text, of the head of each preset, of each --help."""
+    """Return all commands: of blocks, running text, the header of each preset, and each --help."""
     found: list[Found] = []
     for page in PAGES:
         for block in blocks(page):
@@ -96,24 +96,24 @@ def commands() -> tuple[Found, ...]:
 
 
 def config_blocks() -> list[Found]:
-    """Blocks that are YAML with a section of the config at the top, or the preset that they go on from."""
+    """Return YAML blocks with a section of the config at the top, or the preset that they extend."""
     sections = tuple(f"{name}:" for name in RunConfig.model_fields)
     return [block for page in PAGES for block in blocks(page) if block.text.startswith(sections)]
 
 
 def python_blocks() -> list[Found]:
-    """Blocks that are files of Python."""
+    """Return the blocks that are Python files."""
     return [block for page in PAGES for block in blocks(page) if block.text.startswith(("from ", "import ", "def "))]
 
 
 def other_blocks() -> list[Found]:
-    """Blocks that nobody types: pictures and listings."""
+    """Return the blocks that are not to be typed: diagrams and listings."""
     known = [*config_blocks(), *python_blocks()]
     return [block for page in PAGES for block in blocks(page) if block not in known and not typed(block.text)]
 
 
 def links() -> list[Found]:
-    """Targets of links to something in the repository, as paths from its root."""
+    """Return link targets in the repository, as paths from its root."""
     found = []
     for page in PAGES:
         for _, piece in pieces(page):
@@ -124,13 +124,13 @@ def links() -> list[Found]:
 
 
 def rows(page: str) -> list[list[str]]:
-    """The cells of a page's tables."""
+    """Return the cells of a page's tables."""
     lines = (ROOT / "docs" / page).read_text("utf-8").splitlines()
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines if line.startswith("| ")]
 
 
 def is_on_the_page(name: str) -> bool:
-    """Is a metric, or a pattern of names (actor/<name>/tokens), in docs/metrics.md?"""
+    """Return True if docs/metrics.md has the metric or the pattern of names (actor/<name>/tokens)."""
     pattern = re.compile(re.sub(r"<\w+>", "[^/]+", name))
     named = [each for cells in rows("metrics.md") for each in re.findall(r"`([a-z_0-9]+/[^`]+)`", cells[0])]
     return any(pattern.fullmatch(each) or re.fullmatch(re.sub(r"<\w+>", ".+", each), name) for each in named)
@@ -138,7 +138,7 @@ def is_on_the_page(name: str) -> bool:
 
 def _help(program: str) -> str:
     shown = io.StringIO()
-    wide = mock.patch.dict("os.environ", COLUMNS="300")  # an example is on one line
+    wide = mock.patch.dict("os.environ", COLUMNS="300")  # so that an example stays on one line
     with wide, contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
         if program == "trainer/main.py":
             main.main(["--help"])

@@ -1,4 +1,4 @@
-"""Commands that print something, config blocks, and those that need GPUs as far as they go without: paths filled in."""
+"""Documented commands that print something, config blocks, and commands for GPUs as dry runs, with real paths."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ pytestmark = [pytest.mark.slow, pytest.mark.smoke]
 
 @pytest.fixture
 def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Desk:
-    monkeypatch.setattr("shellingham.detect_shell", lambda: ("bash", "/bin/bash"))  # whatever started pytest
+    monkeypatch.setattr("shellingham.detect_shell", lambda: ("bash", "/bin/bash"))  # whatever shell started pytest
     os.chdir(tmp_path)
     return Desk(tmp_path)
 
 
 def call(words: list[str]) -> int:
-    """In this process: a start of Python for each would take minutes."""
+    """Run a command in this process: starting Python for each would take minutes."""
     while words[0] != "marsrl" and not words[0].endswith("main.py"):
         words = words[1:]
     return cli.main(words[1:]) if words[0] == "marsrl" else main(words[1:])
 
 
 def holds(part: Any, whole: Any) -> bool:
-    """Every leaf of `part` is in `whole`, paths of the working directory as absolute ones."""
+    """Check that every leaf of `part` is in `whole`, with paths made absolute."""
     if isinstance(part, dict):
         return all(name in whole and holds(below, whole[name]) for name, below in part.items())
     if isinstance(part, list):
@@ -71,7 +71,7 @@ def test_a_command_does_what_it_says(command: str, desk: Desk, capsys: pytest.Ca
     shown = capsys.readouterr().out
     left = {path.name for path in desk.folder.iterdir()} - before
     match words[:2]:
-        case ["marsrl", "config"]:  # tests/trainer/test_config_command.py
+        case ["marsrl", "config"]:  # tested in tests/trainer/test_config_command.py
             assert len(shown.splitlines()) > 3 and not left
         case ["marsrl", ("prompts" | "doctor" | "try" | "make-facts") as name]:
             assert SHOWN[name] in shown and not left - {"__pycache__", "tmp"}
@@ -134,14 +134,14 @@ def test_a_config_block_passes_its_checks(
 
 
 def pretend_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight, as far as our own checks ask. What vLLM and Megatron say: tests/plan/test_presets.py."""
+    """Pretend that there are eight GPUs for our own checks. vLLM's and Megatron's checks: tests/plan/test_presets.py."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(total_memory=80 * 2**30))
 
 
 def test_hle_is_cut_into_the_subjects_that_are_evaluated(desk: Desk) -> None:
-    """By the script of docs/dual_system.md, into the files that its config lists."""
+    """Uses the script of docs/dual_system.md; the files are those that its config lists."""
     subjects = (
         "Biology/Medicine", "Chemistry", "Computer Science/AI", "Engineering", "Humanities/Social Science", "Math", "Other",
         "Physics",
@@ -175,7 +175,7 @@ def test_a_run_on_gpus_passes_its_checks(
     os.environ.pop("MARSRL_DEVICE", None)
     assert call([*words, "--dry-run"]) == 2
     assert "run.device is cuda: PyTorch sees no GPU: " in capsys.readouterr().err
-    if "configs/single_gpu.yaml" in command:  # as it would be on a CPU
+    if "configs/single_gpu.yaml" in command:  # as it would run on a CPU
         assert call([*words, "--dry-run", "run.device=cpu"]) == 0, capsys.readouterr().err
         assert "ranks: 1, on CPUs" in capsys.readouterr().out
     pretend_gpus(monkeypatch)
@@ -189,13 +189,13 @@ def test_a_run_on_gpus_passes_its_checks(
 
 
 def dry_run(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], str]:
-    """(the resolved config, all that is printed)."""
+    """Return (resolved config, all output)."""
     assert call([*words, "--dry-run", "--full"]) == 0, capsys.readouterr().err
     shown = capsys.readouterr().out
     return yaml.safe_load(shown.partition("\nsettings:\n")[2]), shown
 
 
-TEAMS = {  # agents, and what is said of the batch
+TEAMS = {  # agents, and a phrase of the batch arithmetic
     "orchestration=solver": ("solver", "one agent: 64 samples a step"),
     "orchestration=solver_verifier": ("solver verifier", "128 samples of solver"),
     "preset=cpu_solver_verifier": ("solver verifier", "128 samples of solver"),
@@ -217,7 +217,7 @@ def test_another_team_passes_its_checks(command: str, desk: Desk, capsys: pytest
     assert " ".join(config["agents"]) == agents and batch in shown
 
 
-# Tests that start engines for a documented run. Those of programs are left out: a dry run imports the program's packages.
+# Tests that start engines for a documented run. Programs are left out: a dry run imports their packages.
 WHOLE = (
     "test_a_model_of_ones_own_is_trained",
     "test_the_default_run_starts_as_it_is_written",
@@ -304,7 +304,7 @@ for line in sys.stdin:
 
 
 def test_a_benchmark_takes_its_words() -> None:
-    """All in one process, which reads the words and goes no further."""
+    """Runs all in one process, which only parses the arguments."""
     commands = run_by("test_a_benchmark_takes_its_words")
     wrong = "python benchmarks/run.py --no-such-option"
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Documents speak of commands that tests run, of files, settings, metrics and messages that are there, and make a site."""
+"""Commands in documents are tested; files, settings, metrics and messages that they name exist; the site builds."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ PICTURES = {
     "docs/tools.md": '<tool_call>\n{"name": "convert"',
     "docs/dual_system.md": "<think>Who is the teacher",
     "docs/data.md": ('{"question": "What is 2', "right answers  "),
-    "docs/credit.md": ("class Toll:", "A_ik = "),  # tests/docs/test_objectives.py plays it
-    "docs/external.md": "class Guess:",  # tests/gateway/test_environments.py plays it
+    "docs/credit.md": ("class Toll:", "A_ik = "),  # played by tests/docs/test_objectives.py
+    "docs/external.md": "class Guess:",  # played by tests/gateway/test_environments.py
 }
 
 
@@ -48,7 +48,7 @@ def test_a_block_that_nobody_types_is_a_known_picture() -> None:
 
 
 def files_named() -> Iterator[Found]:
-    """Paths with a slash and a suffix, or a slash at the end, in backticks or in a picture."""
+    """Return paths with a slash and a suffix, or with a final slash, in backticks or in a picture."""
     path = re.compile(r"[\w.-]+(/[\w.-]+)*/([\w-]+\.(py|json|txt|md|yaml|svg|sh))?")
     for page in PAGES:
         yield from (span for span in spans(page) if path.fullmatch(span.text))
@@ -73,7 +73,7 @@ def test_the_list_of_pages_has_every_page() -> None:
 
 
 def settings_named() -> Iterator[Found]:
-    """`section.key`, with or without a value, in backticks or in a command."""
+    """Return `section.key`, with or without a value, in backticks or in a command."""
     setting = re.compile(rf"(?:{'|'.join(RunConfig.model_fields)})(?:\.[\w<>]+)+")
     pieces = [span for page in PAGES for span in spans(page)] + list(commands())
     for piece in pieces:
@@ -96,7 +96,7 @@ def test_every_setting_that_is_named_is_one() -> None:
 
 
 def test_backticks_of_running_text_are_closed() -> None:
-    """Else the spans that the other tests look at are the text between them."""
+    """Otherwise the spans that the other tests read would be the text between them."""
     texts = [(page.name, line, piece.content) for page in PAGES for line, piece in pieces(page) if piece.type == "text"]
     assert not [each for each in texts if "`" in each[2]]
 
@@ -104,7 +104,7 @@ def test_backticks_of_running_text_are_closed() -> None:
 CODE = [path for room in ("commands", "trainer", "rollout") for path in sorted((ROOT / room).rglob("*.py"))]
 FAMILIES = "actor|advantage|cost|drmas|eval|judge|latency_s|metrics|mpt|perf|policy_cost|response_length|reward|rollout"
 FAMILIES += "|router|session|sft|sync|teacher|team|timing_s|tools|train_rollout|verdicts"
-# lanes of the trace, beginnings of names
+# lanes of the trace, and prefixes of names
 NONE = {"reward/pool", "sync/<name>", "cost/<name>", "train_rollout/prob_diff_", "rollout/staleness_", "sft/held_out"}
 
 
@@ -139,7 +139,7 @@ def test_every_extra_is_in_the_table_with_what_it_adds() -> None:
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
-    """Every page has a place in the menu, every link and anchor its target."""
+    """Every page is in the menu, and every link and anchor has its target."""
     build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0 and "WARNING" not in done.stderr, done.stderr
@@ -147,11 +147,11 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert pages == {path.stem for path in (ROOT / "docs").glob("*.md")} | {"config"}
     assert "rollout.segments" in (tmp_path / "site" / "config.html").read_text("utf-8")
     shown = (tmp_path / "site" / "quickstart.html").read_text("utf-8")
-    assert "marsrl config" in shown and 'src="http' not in shown  # nothing is loaded from elsewhere
+    assert "marsrl config" in shown and 'src="http' not in shown  # nothing is loaded from other sites
 
 
 def test_suggested_keys_of_other_trainers_are_in_the_tables() -> None:
-    """docs/coming_from.md and the error for an unknown key name the same setting of ours."""
+    """docs/coming_from.md and the error for an unknown key name the same setting."""
     table = rows("coming_from.md")
     shown = " ".join(span.text for span in spans(ROOT / "docs" / "coming_from.md"))
     for theirs, ours in OTHER_NAMES.items():

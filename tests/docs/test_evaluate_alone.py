@@ -1,4 +1,4 @@
-"""`marsrl evaluate` of a team that trains nothing: agents behind a server, agents of another checkpoint (MarsRL, Table 3)."""
+"""`marsrl evaluate` of teams that train nothing: agents behind a server, agents of another checkpoint (MarsRL, Table 3)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HERE = "rollout={engine: local, placement: local, max_response_tokens: 40}"
 
 
 def evaluated(words: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[dict[str, Any], str]:
-    """(the result that `marsrl evaluate` prints, what it says beside)."""
+    """Return (the printed result, stderr)."""
     status, said = cli.main(["evaluate", *words]), capsys.readouterr()
     assert status == 0, said.err
     return json.loads(said.out), said.err
@@ -53,7 +53,7 @@ def test_evaluation_of_a_served_solver_with_critics_resumes(tmp_path: Path, caps
         first, _ = evaluated(words, capsys)
         num_asked = len(server.bodies)
         assert first["alone"]["n"] == first["system"]["n"] == first["latency"]["n"] == 8
-        # critics without a verdict change nothing in one round
+        # Critics without a verdict change nothing in one round.
         assert first["alone"]["mean"] == first["system"]["mean"]
         policies = {agent: used["policy"] for agent, used in first["usage"].items()}
         assert policies == {"solver": "served", "verifier1": "critics"}
@@ -63,9 +63,9 @@ def test_evaluation_of_a_served_solver_with_critics_resumes(tmp_path: Path, caps
             3 * used["calls"],
         )  # the server's own counts
         lines = Path("kept/draws.jsonl").read_bytes().splitlines(keepends=True)
-        Path("kept/draws.jsonl").write_bytes(b"".join(lines[:5]) + lines[5][:30])  # as kill -9 leaves it
+        Path("kept/draws.jsonl").write_bytes(b"".join(lines[:5]) + lines[5][:30])  # as after kill -9
         again, told = evaluated(words, capsys)
-        assert {**again, "usage": 0, "latency": 0} == {**first, "usage": 0, "latency": 0}  # these have seconds
+        assert {**again, "usage": 0, "latency": 0} == {**first, "usage": 0, "latency": 0}  # these contain seconds
         assert again == json.loads(Path("kept/evaluation.json").read_text())
         assert "5 of 8 draws are kept" in told and len(server.bodies) == num_asked + 3
 
@@ -109,7 +109,7 @@ def test_ctrl_c_keeps_what_ended_and_names_what_resumes(tmp_path: Path, capsys: 
         zeros = f'100 % of solver\'s completions (8 of 8) have no answer in {form}; one ends "It is 7."'
         assert result["notes"] == [zeros] and f"warning: {zeros}" in said.splitlines()
         evaluated(words, capsys)
-        assert len(list(Path("evaluations").iterdir())) == 2  # the same words alone begin again, beside it
+        assert len(list(Path("evaluations").iterdir())) == 2  # the same command without --out starts a new evaluation
 
 
 GAME = """
@@ -165,5 +165,5 @@ def test_evaluations_are_kept_and_compared(tmp_path: Path, capsys: Any) -> None:
         assert cli.main(words) == 0, capsys.readouterr().err
         shown = capsys.readouterr().out
         assert "minus the first run" in shown and "solver (other)" in shown and "p95 s" in shown
-        assert '"num_problems":4,' in Path("compare.html").read_text()  # aime25's
+        assert '"num_problems":4,' in Path("compare.html").read_text()  # aime25 has four
         Path("compare.html").unlink()

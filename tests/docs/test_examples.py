@@ -1,4 +1,4 @@
-"""The runs of examples/, as they are written, but for the model and the number of steps."""
+"""Runs of examples/ as documented, except for the model and the number of steps."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def desk(tmp_path: Path) -> Desk:
 
 @pytest.mark.parametrize("command", run_by("test_an_example_trains"))
 def test_an_example_trains(command: str, desk: Desk) -> None:
-    """With a model that says 7 or 8 by a coin, until its first agent's samples are trained."""
+    """The model answers 7 or 8 at random; the run ends once its first agent's samples are trained."""
     model = boxing_model(desk.folder / "model")
     first, steps = ("first", 3) if "own_team" in command else ("solver", 1)
     own = [f"policies.main.model={model}", f"run.steps={steps}", "run.evaluate=false", *SEED]
@@ -88,7 +88,7 @@ def test_an_example_for_a_small_model_passes_its_checks(
 
 @pytest.mark.smoke
 def test_fewer_guesses_are_worth_more() -> None:
-    """The environment of examples/guess_number/, whose careful tutor needs four guesses at most."""
+    """The environment of examples/guess_number/, whose careful tutor needs at most four guesses."""
     played = runpy.run_path(str(ROOT / "examples/guess_number/guess_number.py"))
     game = played["GuessNumber"]()
     assert "from 1 to 15" in game.reset(SimpleNamespace(answer="10"))
@@ -102,7 +102,7 @@ def test_fewer_guesses_are_worth_more() -> None:
 
 
 def tried(command: str, desk: Desk, answers: dict[str, list[str]] | None = None) -> Rehearsal:
-    """The recipe of the command, as it is, and then played with these answers or made-up ones."""
+    """Run the command's recipe unchanged, then play it with these answers or made-up ones."""
     words = desk.words(command, Path)[2:]
     assert cli.main(["try", *words]) == 0
     played = rehearse(read_config(None, words)[0], answers or {})
@@ -142,7 +142,7 @@ def test_workers_have_prompts_and_groups_of_their_own(command: str, desk: Desk) 
 def test_a_game_ends_when_it_is_won(command: str, desk: Desk) -> None:
     secret = int(tried(command, desk).problem.answer or "")
     lower = next(n for n in range(10) if n != secret)
-    # guesses of the two games in turns: one is won in its second, the other never
+    # Guesses of the two games in turns: one is won by its second guess, the other is lost.
     guesses = [f"Answer: {n}" for n in (lower, lower, secret, lower, lower, lower)]
     guessers = samples_of(tried(command, desk, {"guesser": guesses}), "guesser")
     outcomes = {name: [s.outcome for s in guessers if s.uid.startswith(f"000001.{name}/")] for name in (0, 1)}

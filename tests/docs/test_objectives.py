@@ -1,4 +1,4 @@
-"""The objectives that docs/credit.md names: each block has the value and the gradient of its paper's formula."""
+"""Each config block of docs/credit.md that names a paper has the value and gradient of that paper's formula."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GRPO = (REWARDS - REWARDS.mean()) / REWARDS.std(correction=0)
 
 
 def named_blocks() -> dict[str, str]:
-    """The blocks whose first line ends with a paper's name."""
+    """Return the blocks whose first line ends with a paper's name."""
     found = [(re.match(r".*# (.*), arXiv", block.text), block) for block in config_blocks()]
     return {name[1]: block.text for name, block in found if name and block.where.startswith("docs/credit.md")}
 
@@ -41,7 +41,7 @@ def rloo(logp: list[Tensor], old: list[Tensor], config: RunConfig) -> Tensor:
 
 
 def dr_grpo(logp: list[Tensor], old: list[Tensor], config: RunConfig) -> Tensor:
-    """Clipped, with R - mean and a constant length; times G / (G - 1)."""
+    """Clipped, with R - mean and a constant length; multiplied by G / (G - 1)."""
     sums = [clipped(p - q, a, 0.2, 0.2).sum() for p, q, a in zip(logp, old, REWARDS - REWARDS.mean(), strict=True)]
     return torch.stack(sums).mean() / config.rollout.max_response_tokens * NUM / (NUM - 1)
 
@@ -59,7 +59,7 @@ def gspo(logp: list[Tensor], old: list[Tensor], config: RunConfig) -> Tensor:
 
 
 def cispo(logp: list[Tensor], old: list[Tensor], config: RunConfig) -> Tensor:
-    """Equation 4: the clipped ratio is a weight, which has no gradient."""
+    """Equation 4: the clipped ratio is a weight without gradient."""
     sums = [
         ((p - q).exp().detach().clamp(max=1 + config.loss.clip_high) * a * p).sum()
         for p, q, a in zip(logp, old, GRPO, strict=True)
@@ -98,16 +98,16 @@ def test_a_block_computes_its_papers_formula(name: str, tmp_path: Path) -> None:
         old = [p.detach() for p in logp]
     objective = FORMULAS[name](logp, old, config)
     expected = torch.cat(torch.autograd.grad(-objective, logp))
-    if name != "RLOO":  # its ratio is 1 everywhere, and the value of A times it
+    if name != "RLOO":  # its ratio is 1 everywhere, and its value A times the ratio
         assert (expected == 0).any() != (name == "CISPO"), "nothing is clipped"
     value, gradient = by_trainer(config, logp, old)
     assert gradient.tolist() == pytest.approx(expected.tolist(), rel=2e-5, abs=1e-9)
-    if name not in ("RLOO", "CISPO"):  # their logged losses have other values and the same gradient
+    if name not in ("RLOO", "CISPO"):  # their logged losses have other values but the same gradient
         assert value == pytest.approx(-objective.item(), rel=2e-5)
 
 
 def by_trainer(config: RunConfig, logp: list[Tensor], old: list[Tensor]) -> tuple[float, Tensor]:
-    """The loss and its gradient by the trainer's own credit, mini-batches, packing and kernel."""
+    """Return the loss and gradient by the trainer's own credit, mini-batches, packing and kernel."""
     samples = tuple(
         sampled(f"0/solver:{i}", reward, tokens=n) for i, (reward, n) in enumerate(zip(REWARDS.tolist(), LENGTHS))
     )

@@ -1,4 +1,4 @@
-"""Every number of the papers is what its preset says, or the difference has a reason; docs/papers.md has them all."""
+"""Every number of a paper equals its preset's, or the difference has a reason; docs/papers.md lists all of them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _spec.loader.exec_module(papers)
 
 PAPERS = papers.papers()
 MINIATURES = {name for name in preset_names() if name.startswith("cpu_")}
-# Settings of the machine, and of what a paper leaves to its reader: in no table.
+# Settings of the machine, and those that a paper leaves open. They are in no table.
 MACHINE = re.compile(
     r"(run|task|task_options|data|orchestration|trainer\.max_tokens_per_micro_batch|agents\.<name>\.prompt"
     r"|policies\.main\.(dtype|layout|recompute|optimizer\.offload)|tools\.(pages|python)"
@@ -86,5 +86,5 @@ def test_the_command_writes_the_page(command: str, tmp_path: Path) -> None:
     (docs / "papers.md").write_text(words)
     runpy.run_path(
         str(tmp_path / command.split()[1]), run_name="__main__"
-    )  # a process for it would import everything anew
+    )  # a new process would import everything again
     assert (docs / "papers.md").read_text("utf-8") == papers.PAGE.read_text("utf-8")

@@ -1,4 +1,4 @@
-"""Commands that start engines, as they are written, with their defaults; only the model is small and of few words."""
+"""Documented commands that start engines, with their defaults; only the model is small and answers briefly."""
 
 from __future__ import annotations
 
@@ -31,28 +31,28 @@ def model(desk: Desk) -> Path:
 
 
 def test_a_model_of_ones_own_is_trained(desk: Desk, model: Path) -> None:
-    """Evaluation, a step, a publish that is checked: in the dtype that this machine computes natively."""
+    """Runs an evaluation, a step and a verified publish, in the dtype that this machine computes natively."""
     (words,) = {tuple(desk.words(each, lambda _: model)) for each in run_by("test_a_model_of_ones_own_is_trained")}
     run = desk.until_version_1(list(words))
-    ours, interrupted, _ = desk.console().partition("marsrl: interrupted")  # what follows is torchrun's traceback
+    ours, interrupted, _ = desk.console().partition("marsrl: interrupted")  # torchrun's traceback follows
     assert interrupted and "Traceback" not in ours, desk.console()[-4000:]
     config = yaml.safe_load((run / "config.yaml").read_text())
     assert config["policies"]["main"]["dtype"] == native_dtype()[0] and config["run"]["steps"] == 100
     assert config["rollout"]["engine"] == "vllm"
     step = read_metrics(run / "metrics.jsonl")[0]
-    # 7 or 8, by a fair coin: the 64 say the same, or those of every group of 8 do, once in 10^16 runs
+    # 7 or 8 at random. All 64, or all of every group of 8, agree once in 10^16 runs.
     assert step.step == 1 and 0 < step.values["reward/solver/mean"] < 1
     assert step.values["actor/empty_steps"] == step.values["actor/skipped_steps"] == 0
-    assert step.values["sync/seconds"] > 0  # version 1 was published, and proven
+    assert step.values["sync/seconds"] > 0  # version 1 was published and verified
     assert step.values["sync/probe_tokens"] == 640
     assert 0 <= step.values["sync/probe_diff_median"] <= 2 * step.values["sync/probe_noise"]  # all 0 in float32
 
 
 def test_a_team_is_evaluated(desk: Desk, model: Path) -> None:
     commands = [desk.words(each, lambda _: model) for each in run_by("test_a_team_is_evaluated")]
-    assert "orchestration=solver" in commands[0]  # first what takes minutes on a CPU
+    assert "orchestration=solver" in commands[0]  # first the one that takes minutes on a CPU
     team = next(words for words in commands if "orchestration=solver" not in words)
-    # Other commands evaluate the Solver alone, other problems, or few and short ones without vLLM and Ray.
+    # Other commands evaluate the Solver alone, other problems, or a few short ones without vLLM and Ray.
     own = r"orchestration=solver|data\.eval=.*|evaluate\.num_problems=.*|agents\.solver\..*|rollout\.(engine|placement)=local"
     assert {tuple(word for word in words if not re.fullmatch(own, word)) for words in commands} == {tuple(team[:-1])}
     assert desk.start(team).wait(600) == 0, desk.console()[-6000:]
@@ -60,7 +60,7 @@ def test_a_team_is_evaluated(desk: Desk, model: Path) -> None:
     result = json.loads("\n".join(lines[lines.index("{") : lines.index("}") + 1]))
     num_problems, solver = len((desk.folder / "problems.jsonl").read_text().splitlines()), result["agents"]["solver"]
     assert result["num_problems"] == result["num_episodes"] == solver["n"] == num_problems
-    assert 0 <= solver["mean"] == result["alone"]["mean"] <= 1  # 7 or 8, by a coin
+    assert 0 <= solver["mean"] == result["alone"]["mean"] <= 1  # 7 or 8 at random
     assert solver["mean"] * num_problems == pytest.approx(round(solver["mean"] * num_problems))
     assert result["usage"]["solver"]["calls"] >= num_problems and solver["length"]["cut"] < 1
 
@@ -78,7 +78,7 @@ def test_problems_are_curated(desk: Desk, model: Path) -> None:
         (desk.folder / "curation.yaml").write_text(given.replace("http://judge.example:8000/v1", server.base_url))
         assert desk.start([*words, *own]).wait(600) == 0, desk.console()[-6000:]
     assert len(server.bodies) == 4 and "graduate: 2 kept, 0 dropped" in desk.console()
-    # a coin may be too easy
+    # A random answerer may find the problems too easy.
     (played,) = (line for line in desk.console().splitlines() if line.startswith("best_of_n: "))
     num_kept = int(played.split()[1])
     assert len((desk.folder / "curated/curated.jsonl").read_text().splitlines()) == num_kept <= 2

@@ -1,4 +1,4 @@
-"""A server that answers POST requests of JSON, and GET requests, by a script, in a thread of this process."""
+"""Server in a thread of this process that answers JSON POST and GET requests by a script."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 Reply = Callable[["Handler", dict[str, Any], int], None]
-"""(handler, the request's JSON, how many equal requests came before): sends the whole answer."""
+"""(handler, the request's JSON, number of equal requests before): sends the whole answer."""
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Handler(BaseHTTPRequestHandler):
             before = sum(earlier == body for earlier in self.record.bodies)
             self.record.bodies.append(body)
             self.record.headers.append({"path": self.path, **dict(self.headers)})
-        with suppress(BrokenPipeError, ConnectionResetError):  # the client gave up, as some tests want
+        with suppress(BrokenPipeError, ConnectionResetError):  # the client gave up, as some tests intend
             self.reply(self, body, before)
 
     def send(self, status: int, body: bytes, **headers: str) -> None:
@@ -50,7 +50,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def complete(self, text: object, finish: object = "stop", **message: object) -> None:
-        """Send a completion, or a chat's where that was asked for. message: more fields of its message."""
+        """Send a completion, or a chat completion if requested. message: additional fields of its message."""
         said = {"message": {"content": text, **message}} if self.path.endswith("/chat/completions") else {"text": text}
         usage = {"prompt_tokens": 11, "completion_tokens": 3}
         choice = {"index": 0, **said, "finish_reason": finish}

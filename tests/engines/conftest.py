@@ -1,4 +1,4 @@
-"""Tiny random checkpoints, and transformers as the judge of log-probs."""
+"""Tiny random checkpoints, and transformers as the reference for log-probs."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "qwen3_moe_wide": {
         **_EXPERTS,
         "hidden_size": 128,
-    },  # in FP8 vLLM pads experts, and on a CPU a padded hidden size gives NaN
-    "mistral": {"sliding_window": 256, "max_shard_size": "100KB"},  # as long as these tests' sequences can be
+    },  # in FP8, vLLM pads experts, and a padded hidden size gives NaN on a CPU
+    "mistral": {"sliding_window": 256, "max_shard_size": "100KB"},  # at least as long as the sequences of these tests
 }
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """checkpoint("qwen3_moe") -> HF directory, made once."""
+    """checkpoint("qwen3_moe") -> HF directory, written once."""
 
     @functools.cache
     def make(kind: str) -> Path:
@@ -51,7 +51,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
         changes = {"seed": 7, **_SIZES, **_CHANGES.get(kind, {})}
         save_model(kind.removesuffix("_wide"), directory, **changes)
         WORDS.write(directory)
-        if kind == "mistral":  # its directories have several files, and the model in another form, which is not read
+        if (
+            kind == "mistral"
+        ):  # its directories have several files, and also the model in another format, which is not read
             (directory / "params.json").write_text("{}")
             (directory / "consolidated.safetensors").write_bytes(b"no safetensors")
         return directory
@@ -61,7 +63,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 
 @pytest.fixture(params=["csrc/cpu", "torch"])
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both forms of an op; that of PyTorch is what runs on a GPU."""
+    """Both implementations of an op; GPUs use PyTorch's."""
     if request.param == "torch":
         monkeypatch.setattr(library, "why_no_cpu_library", lambda: "left out by the test")
     elif reason := library.why_no_cpu_library():
@@ -69,29 +71,32 @@ def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 
 
 class Judge:
-    """Log-probs as transformers computes them, float32."""
+    """Log-probs by transformers in float32."""
 
     def __init__(self) -> None:
         self._unchanged = functools.cache(scoring_model)
-        self._changed: tuple[dict[str, torch.Tensor] | None, Any] = None, None  # the last tensors, and a model of them
+        self._changed: tuple[dict[str, torch.Tensor] | None, Any] = (
+            None,
+            None,
+        )  # the last tensors, and a model with them
 
     def __call__(
         self, directory: Path, tensors: dict[str, torch.Tensor] | None, sequences: list[np.ndarray]
     ) -> list[np.ndarray]:
-        """Log-probs [N-1] of each sequence under the checkpoint, or under other tensors of its shape."""
+        """Return log-probs [N-1] of each sequence under the checkpoint, or under other tensors of its shape."""
         return [logprobs_of(self.model(directory, tensors), sequence) for sequence in sequences]
 
     def scores(
         self, directory: Path, tensors: dict[str, torch.Tensor] | None, precision: Precision | None = None
     ) -> TrainerScores:
-        """A trainer's scores of the probe, with these weights."""
+        """Return a trainer's probe scores under these weights."""
         model, sequences = self.model(directory, tensors), comparison_sequences(VOCAB)
         with other_roundings(model, precision or Precision(torch.float32)):
             rounded = [logprobs_of(model, sequence) for sequence in sequences]
         return TrainerScores([logprobs_of(model, sequence) for sequence in sequences], rounded)
 
     def learner(self, directory: Path, tensors: dict[str, torch.Tensor]) -> GivenLearner:
-        """One that has come to these weights."""
+        """A learner with these weights."""
         return GivenLearner(tensors, lambda: self.scores(directory, tensors))
 
     def model(self, directory: Path, tensors: dict[str, torch.Tensor] | None) -> Any:
@@ -112,7 +117,7 @@ def judge() -> Judge:
 
 
 _OTHER_OPTIONS: dict[str, dict[str, Any]] = {
-    "": {"extra": {"max_num_batched_tokens": 64}},  # longer prefills are cut
+    "": {"extra": {"max_num_batched_tokens": 64}},  # longer prefills are split
     "engine": {"sampler": "engine"},
     "fp8": {"kv_cache_dtype": "fp8", "extra": {"max_num_batched_tokens": 512}},
     "fp8_weights": {"quantization": "fp8", "dtype": "bfloat16"},
@@ -121,14 +126,14 @@ _OTHER_OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def vllm_engine(checkpoint: Callable[[str], Path]) -> Iterator[Callable[[str], Any]]:
-    """vllm_engine("qwen3") -> real vLLM on that checkpoint, one at a time; "qwen3+...": with _OTHER_OPTIONS."""
+    """vllm_engine("qwen3") -> the real vLLM on that checkpoint, one at a time; "qwen3+...": with _OTHER_OPTIONS."""
     open_engine: dict[str, Any] = {}
 
     def start(kind: str) -> Any:
         if kind not in open_engine:
             for engine in open_engine.values():
                 engine.close()
-                gc.freeze()  # vLLM has undone that of all imports, and looks for garbage as it starts
+                gc.freeze()  # vLLM unfreezes all imports, and collects garbage when it starts
             open_engine.clear()
             model, _, other = kind.partition("+")
             open_engine[kind] = vllm_of(checkpoint(model), _OTHER_OPTIONS[other])
@@ -141,21 +146,22 @@ def vllm_engine(checkpoint: Callable[[str], Path]) -> Iterator[Callable[[str], A
 
 @pytest.fixture
 def directory(kind: str, checkpoint: Callable[[str], Path]) -> Path:
-    """The checkpoint of the test's `kind`: "qwen3", "local qwen3" or "qwen3+..."."""
+    """Checkpoint of the test's `kind`: "qwen3", "local qwen3" or "qwen3+..."."""
     return checkpoint(kind.removeprefix("local ").partition("+")[0])
 
 
 @pytest.fixture
 def engine(kind: str, directory: Path, request: pytest.FixtureRequest) -> Any:
-    """Of the test's `kind`: vllm_engine's, or our own."""
+    """Engine of the test's `kind`: vllm_engine's, or our own."""
     if kind.startswith("local "):
         return LocalEngine(spec_of(directory, local=LocalOptions(max_num_seqs=6)))
     return request.getfixturevalue("vllm_engine")(kind)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that share the real vLLM come last, by model, so that each is started once in its module, and no other test makes
-    process groups meanwhile."""
+    """Move tests that share the real vLLM to the end, by model, so that each engine starts once per module, and no other test
+    creates process groups meanwhile.
+    """
     order = ["qwen3_moe", "qwen3", "qwen3+engine", "qwen3+fp8", "qwen2", "llama", "mistral"]
     order += ["qwen3+fp8_weights", "qwen3_moe_wide+fp8_weights"]
 
@@ -168,4 +174,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
-    torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
+    torch.set_num_threads(1)  # with tiny tensors, more threads only wait for each other

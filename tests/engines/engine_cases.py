@@ -1,4 +1,4 @@
-"""Engines, their processes, requests and tensors that the engine tests share."""
+"""Engines, processes, requests and tensors that the engine tests share."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ from marsrl.trainer.weights.comparison import TrainerScores
 
 
 def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
-    """HF-named tensors of a checkpoint, in memory."""
+    """Read the HF-named tensors of a checkpoint."""
     files = WeightFiles(directory)
     return {name: files[name].clone() for name in files}
 
 
 def spec_of(model: Path | str, max_model_len: int = 256, kind: str = "local", **more: Any) -> EngineSpec:
-    """An engine in float32, unless said otherwise."""
+    """Return the spec of an engine, in float32 by default."""
     return EngineSpec(kind, str(model), max_model_len=max_model_len, **{"dtype": "float32", **more})
 
 
 def vllm_of(model: Path, options: dict[str, Any], **more: Any) -> VllmEngine:
-    """The real vLLM, in float32 unless the options say otherwise."""
+    """Start the real vLLM, in float32 by default."""
     os.environ.update(vllm_environment(threads=1))
     with imports_for_good():
         import vllm.entrypoints.llm  # noqa: F401
@@ -53,21 +53,21 @@ def vllm_of(model: Path, options: dict[str, Any], **more: Any) -> VllmEngine:
 
 @torch.no_grad()
 def logprobs_of(model: Any, sequence: np.ndarray) -> np.ndarray:
-    """[N-1], nats, by a model of transformers."""
+    """Return log-probs [N-1], in nats, by a model of transformers."""
     ids = torch.from_numpy(sequence.astype(np.int64))[None]
     logprobs = model(ids).logits[0, :-1].log_softmax(-1)
     return logprobs.gather(-1, ids[0, 1:, None])[:, 0].numpy()
 
 
 def perturbed(tensors: dict[str, torch.Tensor], part: str) -> dict[str, torch.Tensor]:
-    """The tensors with noise on all whose name contains `part` (at least one)."""
+    """Return the tensors, with noise on all whose names contain `part` (at least one)."""
     generator = torch.Generator().manual_seed(0)
     assert any(part in name for name in tensors), (part, sorted(tensors))
     return {n: t + 0.1 * torch.randn(t.shape, generator=generator) if part in n else t for n, t in tensors.items()}
 
 
 class WholeModel:
-    """HeldWeights of the only rank; exported: what a sync by files gets."""
+    """HeldWeights of a single rank. exported: what a sync by files gets."""
 
     device = torch.device("cpu")
 
@@ -89,7 +89,7 @@ class WholeModel:
 
 
 class GivenLearner:
-    """A learner as far as a sync needs one: tensors, and the scores that a model of them has."""
+    """The part of a learner that a sync needs: tensors, and the scores of a model with them."""
 
     vocab_size, align = 160, 1
 
@@ -99,7 +99,7 @@ class GivenLearner:
         scores: Callable[[], TrainerScores],
         exported: Iterable[tuple[str, torch.Tensor]] | None = None,
     ) -> None:
-        """exported: what goes to files; default: the tensors."""
+        """exported: tensors that go to files; default: `tensors`."""
         self._held = WholeModel(tensors, tensors.items() if exported is None else exported)
         self._scores = functools.cache(scores)
 
@@ -107,7 +107,7 @@ class GivenLearner:
         return self._held
 
     def score(self, batches: Sequence[PackedBatch], *, rounded_as: Precision | None = None) -> list[torch.Tensor]:
-        """Log-probs of the one batch that is asked for: the comparison's."""
+        """Score the only batch that is requested: the comparison's."""
         found = self._scores()
         logprobs = torch.zeros(batches[0].num_tokens)
         logprobs[batches[0].trained_rows] = torch.from_numpy(
@@ -116,13 +116,13 @@ class GivenLearner:
         return [logprobs]
 
 
-# nats, between two float32 forwards of a tiny model that add in different orders (another engine, another batch): two
-# layers and the head add some 64 products, of size 10 in all, each time: 3 * 2 sqrt(64) 2^-24 * 10 = 3e-5
+# nats, between two float32 forwards of a tiny model that add in different orders (another engine, another batch). Two layers and
+# the head add about 64 products with a sum of about 10: 3 * 2 sqrt(64) 2^-24 * 10 = 3e-5
 ROUNDING = 1e-4
 
 
 def assert_drawn_from(model: Any, ask: DecodeRequest, result: DecodeResult) -> None:
-    """Log-probs and kept tokens are those of the distribution that our sampler would draw from, by transformers' logits."""
+    """Check that log-probs and kept tokens follow the distribution of our sampler on transformers' logits."""
     whole, n = np.concatenate([ask.token_ids, result.token_ids]).astype(np.int64), len(result.token_ids)
     with torch.no_grad():
         logits = model(torch.from_numpy(whole)[None]).logits[0, len(ask.token_ids) - 1 : -1]
@@ -144,12 +144,12 @@ def request(
 
 
 def pool_of(*engines: Engine, **options: Any) -> EnginePool:
-    """A pool of these engines of this process."""
+    """Return a pool of these engines in this process."""
     return EnginePool(LocalReplicas(engines), **options)
 
 
 def decoded(engine: Engine, requests: Sequence[DecodeRequest], version: int = 0) -> list[DecodeResult]:
-    """All of them to their ends, by one engine alone."""
+    """Decode all requests to their ends on a single engine."""
     return generate(pool_of(engine), requests, version)
 
 
@@ -161,7 +161,7 @@ def generate(
     *,
     at_once: bool = True,
 ) -> list[DecodeResult]:
-    """Results of all of them, in their order, as a stage gets them. progress: told the tokens decoded so far."""
+    """Return the results of all requests, in order, as a stage gets them. progress: receives the tokens decoded so far."""
     before, others = sum(pool.num_decoded()), pool.num_under_way
     pool.give_weights()
     pool.submit(requests, version=version, at_once=at_once)
@@ -176,7 +176,7 @@ def generate(
 
 
 def assert_same(results: Iterable[DecodeResult], expected: Sequence[DecodeResult]) -> None:
-    """The same tokens, out of the same ones that were kept, under the same names, in whichever order."""
+    """Check that the results are equal, in any order: names, tokens, and kept tokens."""
     found = {result.uid: result for result in results}
     for right in expected:
         result = found[right.uid]
@@ -192,7 +192,7 @@ def prompt(length: int, seed: int = 0, vocab_size: int = 160) -> np.ndarray:
 
 
 def after(condition: Callable[[], bool], action: Callable[[], None]) -> threading.Thread:
-    """A thread that waits for the condition, and acts."""
+    """Start a thread that waits for the condition, then acts."""
 
     def run() -> None:
         while not condition():
@@ -206,7 +206,7 @@ def after(condition: Callable[[], bool], action: Callable[[], None]) -> threadin
 
 @contextmanager
 def files_up_to(num_bytes: int) -> Iterator[None]:
-    """The kernel refuses to let a file of this process grow further, as a full disk does."""
+    """Limit the size of this process's files, so that writes fail as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:
@@ -216,12 +216,12 @@ def files_up_to(num_bytes: int) -> Iterator[None]:
 
 
 def descendants(process: psutil.Process | None = None) -> list[psutil.Process]:
-    """Its children (default: of this process), theirs and so on."""
+    """Return the descendants of a process (default: this one)."""
     return (process or psutil.Process()).children(recursive=True)
 
 
 def actors(process: psutil.Process | None = None) -> list[psutil.Process]:
-    """Processes of engines among its descendants, oldest first."""
+    """Return the engine processes among its descendants, oldest first."""
     found = []
     for each in descendants(process):
         with suppress(psutil.NoSuchProcess):  # it has ended meanwhile

@@ -1,4 +1,4 @@
-"""Adapters in our own decoder and in the real vLLM, on a CPU, against PEFT on transformers: about 70 s, most of it vLLM."""
+"""Adapters in our own decoder and in the real vLLM on a CPU, compared with PEFT on transformers. About 70 s, most of it vLLM."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ from marsrl.trainer.weights.sync import AdapterSync
 
 pytestmark = pytest.mark.slow
 
-# alpha / rank rounds what it multiplies
+# alpha / rank rounds its product.
 CONFIG = AdapterConfig.model_validate({"rank": 8, "alpha": 13.0})
 OF_EXPERTS = AdapterConfig.model_validate({"rank": 8, "alpha": 13.0, "targets": ["attention", "experts"]})
 
 
 def peft_logprobs(model: Path, adapter: Path | None, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """[N-1] of each sequence, nats."""
+    """Return log-probs [N-1] of each sequence, in nats."""
     judge = scoring_model(model, adapter)
     return [logprobs_of(judge, sequence) for sequence in sequences]
 
@@ -56,7 +56,7 @@ def peft_logprobs(model: Path, adapter: Path | None, sequences: Sequence[np.ndar
 def assert_decoded_with(
     model: Path, folders: dict[str, Path], asks: Sequence[DecodeRequest], results: Sequence[DecodeResult]
 ) -> None:
-    """Each result's log-probs are PEFT's with the request's adapter; those without a folder are of the bare model."""
+    """Check each result's log-probs against PEFT with the request's adapter; results without a folder against the base model."""
     for adapter in dict.fromkeys(ask.adapter for ask in asks):
         own = [(ask, result) for ask, result in zip(asks, results, strict=True) if ask.adapter == adapter]
         whole = [np.concatenate([ask.token_ids, result.token_ids]) for ask, result in own]
@@ -74,10 +74,10 @@ def assert_replaced_beside_others(
     own: Sequence[DecodeRequest],
     others: Sequence[DecodeRequest],
 ) -> int:
-    """Requests of the adapter go on under its new version, with no key of the one before; those of others are undisturbed.
+    """Check that the adapter's requests continue under its new version without keys of the old one, and that other requests are
+    undisturbed.
 
-    Returns the number of tokens that the others got while the adapter came and was scored.
-    """
+    Returns the number of tokens that other requests decoded while the adapter was loaded and scored."""
     undisturbed = generate(pool, others, version=0)
     pool.submit(own, version=0)
     pool.submit(others, version=0)
@@ -113,14 +113,14 @@ def assert_replaced_beside_others(
 
 
 OURS = ["local qwen2", "local qwen3", "local llama", "local qwen3_moe"]
-VLLMS = ["vllm qwen3", "vllm qwen3 engine", "vllm qwen3_moe"]  # engine: its own sampler
+VLLMS = ["vllm qwen3", "vllm qwen3 engine", "vllm qwen3_moe"]  # engine: vLLM's own sampler
 every = pytest.mark.parametrize("served", [*OURS, *VLLMS], indirect=True)
 of_vllm = pytest.mark.parametrize("served", VLLMS, indirect=True)
 Checkpoint = Callable[[str], Path]
 
 
 def asks_of(versions: Mapping[str, int], *adapters: str) -> list[DecodeRequest]:
-    """One request each, all of one prompt."""
+    """Return one request each, all with the same prompt."""
     return [
         replace(request(f"0.{i}", prompt(70), 16, seed=i), adapter=name, adapter_version=versions.get(name, 0))
         for i, name in enumerate(adapters)
@@ -128,7 +128,7 @@ def asks_of(versions: Mapping[str, int], *adapters: str) -> list[DecodeRequest]:
 
 
 class Served:
-    """An engine with two adapters, each at a version of its own with random numbers."""
+    """An engine with two adapters of random numbers, each with its own version."""
 
     def __init__(self, model: Path, folder: Path, way: str, sampler: str = "marsrl") -> None:
         self.model, self.shape = model, read_shape(model)
@@ -146,7 +146,7 @@ class Served:
             self.update(name)
 
     def update(self, name: str) -> dict[str, int]:
-        """Checksums of what it holds then."""
+        """Load the new version, and return the checksums that the engine then reports."""
         self.next(name)
         return self.load(name)
 
@@ -181,7 +181,7 @@ def served(
 
 @every
 def test_mixed_adapters_in_one_batch_decode_as_peft_does(served: Served) -> None:
-    """On a CPU vLLM alone would add the adapter in its last slot to the bare ones."""
+    """On a CPU, vLLM alone would apply the adapter in its last slot to requests without one."""
     assert served.engine.info().adapters == ("a", "b")
     for adapters in (("a", "b", ""), ("", "b", "b", ""), ("a", ""), ("",)):
         served.assert_right(*adapters)
@@ -207,7 +207,7 @@ def test_a_new_adapter_version_drops_only_its_own_prefixes(served: Served) -> No
 
 @of_vllm
 def test_a_version_under_the_path_of_the_one_before_is_refused(served: Served) -> None:
-    """Its prefixes would be used on, and nothing else says so."""
+    """vLLM would reuse the old version's prefixes, and nothing else would detect it."""
     probe = [prompt(70, seed=9)]
     served.engine.score(probe, "a")
     served.load("a")
@@ -228,7 +228,7 @@ def test_of_a_slot_that_a_smaller_adapter_has_the_rest_is_0(served: Served) -> N
 
 @every
 def test_others_decode_while_an_adapter_is_replaced_and_verified(served: Served) -> None:
-    """Its probe runs beside them, and before those that wait for a seat of rollout.vllm.max_num_seqs."""
+    """Its probe runs beside the other requests, and before those that wait for one of rollout.vllm.max_num_seqs."""
     folders = dict(served.folders)
     asks = [replace(ask, max_new_tokens=60) for ask in served.asks(*"aba", "", *"bab", *"b" * 13)]
     own, others = [ask for ask in asks if ask.adapter == "a"], [ask for ask in asks if ask.adapter != "a"]
@@ -236,7 +236,7 @@ def test_others_decode_while_an_adapter_is_replaced_and_verified(served: Served)
     update = AdapterUpdate("a", str(served.folders["a"]), served.versions["a"])
     pool = pool_of(served.engine)
     num_beside = assert_replaced_beside_others(pool, served.model, folders, update, own, others)
-    assert num_beside > len(others) or isinstance(served.engine, LocalEngine)  # which scores between two steps
+    assert num_beside > len(others) or isinstance(served.engine, LocalEngine)  # LocalEngine scores between two steps
 
 
 @of_vllm
@@ -258,8 +258,9 @@ def test_requests_that_end_during_scoring_are_returned_later(served: Served) -> 
 
 @of_vllm
 def test_files_of_versions_before_are_not_needed(served: Served) -> None:
-    """Neither by requests that go on, nor by those of others, nor once the weights were loaded again: vLLM then drops all
-    adapters, and reads each again from the path that a request names."""
+    """Holds for continued requests, for others, and after the base weights were loaded again: vLLM then drops all adapters, and
+    reads each again from the path in a request.
+    """
     before, others = served.folders["a"], served.asks("b", "", "b")
     served.engine.submit(others, version=0)
     num_ended = len(served.engine.collect(0.0))
@@ -353,7 +354,7 @@ def test_a_past_version_is_loaded_into_a_slot_and_verified(served: Served, tmp_p
 
 @pytest.mark.slow
 def test_a_ray_actor_decodes_others_while_an_adapter_is_replaced(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    """In Ray: its thread takes the adapter, and scores with it, between two steps."""
+    """In Ray, its thread loads the adapter and scores with it between two steps."""
     model = checkpoint("qwen3")
     config = RolloutConfig(engine="local", placement="disaggregated", threads=1, object_store_mib=80)
     folders = [save_adapter(model, tmp_path / f"{seed}", CONFIG, seed) for seed in range(3)]
@@ -400,7 +401,7 @@ def test_start_adapters_load_at_once_and_others_start_bare(checkpoint: Checkpoin
 @pytest.mark.parametrize("parts", [2, 4])
 @pytest.mark.parametrize("spreads", [False, True])
 def test_shards_hold_together_what_one_engine_holds(parts: int, spreads: bool, checkpoint: Checkpoint) -> None:
-    """And B times alpha / rank."""
+    """Also B times alpha / rank."""
     shape = read_shape(checkpoint("qwen3_moe"))
     tensors = random_adapter(shape, OF_EXPERTS, 0)
     whole = dict(held_by_shard(shape, OF_EXPERTS, tensors, torch.float32, EngineShard()))

@@ -1,4 +1,4 @@
-"""Checksums, and the plan of a sync without files: every number arrives once, from who has it."""
+"""Checksums, and the plan of a sync without files: every number arrives once, from a rank that has it."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def test_any_flipped_bit_is_seen(implementation, data):
 
 
 def test_the_checksum_is_this_number(implementation):
-    """A fixed value: trainer and engine may run different releases, on different devices."""
+    """The value is fixed, because trainer and engine may run different releases on different devices."""
     assert checksum(torch.arange(50001, dtype=torch.float32)) == 0xCA9367CC560C9C96
     small = torch.arange(10, dtype=torch.bfloat16)
     assert checksum(small.view(2, 5)) == 0x222E2134B4438719
-    assert checksum(small[1:]) == checksum(small[1:].clone())  # wherever it begins
+    assert checksum(small[1:]) == checksum(small[1:].clone())  # independent of the offset
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def model_shape(*, experts: int, bias: bool, tied: bool) -> ModelShape:
 def ranks_of(
     shape: ModelShape, tensor: int, expert: int, expert_tensor: int, pipeline: int, world: int
 ) -> list[dict[str, Box]]:
-    """The boxes of each rank of a layout: ranks in the order of Megatron's groups, tensor first, pipeline last."""
+    """Return the boxes of each rank of a layout, in the order of Megatron's groups: tensor first, pipeline last."""
     held, each = [], shape.num_experts // expert
     for rank in range(world):
         inner, stage = rank % (world // pipeline), rank // (world // pipeline)
@@ -112,7 +112,7 @@ LAYOUTS = [
     (1, 1, 1, 2, 4),
 ]
 WHOLE = EngineShard()
-SHARDS = [  # of 4 key heads, 4 experts
+SHARDS = [  # of 4 key heads and 4 experts
     [WHOLE],
     [WHOLE] * 3,
     [EngineShard.of(i, 2, 4) for i in range(2)],
@@ -131,7 +131,7 @@ def test_every_shard_gets_every_number_once_whatever_the_layout(layout, shards, 
     sizes = stacked(of_files)
     start = 0.0
     tensors = {}
-    for name, size in sizes.items():  # every number of the model is another
+    for name, size in sizes.items():  # every number of the model is different
         tensors[name] = torch.arange(start, start + torch.Size(size).numel(), dtype=torch.float64).view(size)
         start += tensors[name].numel()
     files = {}
@@ -147,7 +147,7 @@ def test_every_shard_gets_every_number_once_whatever_the_layout(layout, shards, 
         assert held[piece.source][piece.name].overlap(piece.box) == piece.box, "a rank sends only what it has"
     assert all(0 < each.num_elements <= bucket for each in buckets)
     sent = [sum(b.num_elements for b in buckets if b.source == rank) for rank in range(len(held))]
-    if layout == (1, 1, 1, 1, 3):  # replicas share the work, to a tensor
+    if layout == (1, 1, 1, 1, 3):  # replicas share the work evenly, to within a tensor
         assert max(sent) - min(sent) <= max(t.numel() for t in tensors.values())
     for number, one in enumerate(layouts):
         taken = {name: torch.full(shape, torch.nan, dtype=torch.float64) for name, shape in one.shapes.items()}
@@ -232,7 +232,7 @@ def test_concurrent_senders_send_to_different_shards():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("blocks", "size"),  # matrices, rows, columns; some of more than a round
+    ("blocks", "size"),  # matrices, rows, columns; some of more than one round
     [
         ((1, 2, 2), (1, 300, 1000)),
         ((1, 3, 1), (1, 300, 500)),

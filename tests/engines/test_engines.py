@@ -1,5 +1,6 @@
-"""The real vLLM and our own decoder: requests join others and are given up, log-probs are transformers', weights are rounded to
-FP8. About 100 s on one core, most of it vLLM's import and starts."""
+"""The real vLLM and our own decoder: continuous batching, aborts, log-probs as in transformers, FP8 weights. About 100 s on one
+core, most of it vLLM's import and starts.
+"""
 
 import itertools
 from dataclasses import replace
@@ -67,7 +68,7 @@ def test_requests_that_join_others_get_what_they_get_alone(engine):
 
 
 def test_an_aborted_request_returns_its_tokens_and_can_go_on(engine):
-    """Noise depends on seed and position alone, so the same seed goes on with the same tokens."""
+    """Noise depends only on seed and position, so the same seed continues with the same tokens."""
     asks = [replace(ask, text_from=0) for ask in asks_of(4, length=60)]
     whole = decoded(engine, asks)
     engine.submit(asks, version=0)
@@ -93,13 +94,13 @@ def test_an_aborted_request_returns_its_tokens_and_can_go_on(engine):
 
 
 def test_a_text_ends_a_completion_at_the_token_that_completes_it(engine):
-    """Also where an earlier segment holds its first half; requests beside it, of other texts or none, go on."""
+    """Also if an earlier segment has the first half of the text. Neighbouring requests with other texts or none continue."""
     asks = asks_of(3, length=40)
     whole = decoded(engine, asks)
     ids = whole[0].token_ids.tolist()
     pairs = [*itertools.pairwise(ids)]
     end = next(i for i in range(8, 30) if min(pairs[i - 1]) > 4 and pairs[i - 1] not in pairs[: i - 1])
-    text = f"{ids[end - 1]:03d} w{ids[end]:03d}"[1:]  # from the middle of a word on
+    text = f"{ids[end - 1]:03d} w{ids[end]:03d}"[1:]  # starts in the middle of a word
     before = engine.num_decoded()
     stopping = [replace(ask, sampling=replace(ask.sampling, stop=(text, "never"))) for ask in asks[:1]]
     stopped, *others = decoded(engine, [*stopping, *asks[1:]])
@@ -155,7 +156,7 @@ CUTS = ({}, {"temperature": 0.7}, {"top_k": 7}, {"top_p": 0.6}, {"temperature": 
 
 
 def publish(engine, tensors, judge, directory, version, precision=None, scored=None):
-    """scored: what the trainer computes with (default: with what it sends)."""
+    """Publish tensors. scored: what the trainer computes with; default: the published tensors."""
     engines = CheckedEngines(pool_of(engine), vocab_size=160, settings=read_shape(directory).settings())
     sync = FileSync(engines, torch.float32, precision=precision)
     try:
@@ -168,16 +169,15 @@ def publish(engine, tensors, judge, directory, version, precision=None, scored=N
 
 @pytest.mark.parametrize("kind", GROUPS)
 def test_logprobs_follow_an_update_of_each_parameter_group(kind, engine, directory, judge):
-    """One after the other, each beside the old weights of all the others; decoding, and scoring given tokens.
+    """Changes one group at a time, with the old weights of all others, and compares decoding and scoring of given tokens.
 
-    Log-probs are those at the sampling temperature, among the tokens that top_k and top_p keep as our sampler would.
-    """
+    Log-probs are those at the sampling temperature, among the tokens that top_k and top_p keep in our sampler."""
     old, probe = tensors_of(directory), [prompt(97, seed=5)]
     before = judge(directory, None, probe)[0]
     for version, part in enumerate(GROUPS[kind].split(), start=1):
         new = perturbed(old, part)
         after = judge(directory, new, probe)[0]
-        assert np.abs(before - after).max() > 1e-2, part  # the change shows, so a missed one would
+        assert np.abs(before - after).max() > 1e-2, part  # the change is visible, so a missed one would be too
         report = publish(engine, new, judge, directory, version)
         np.testing.assert_allclose(engine.score(probe)[0], after, atol=1e-4, rtol=0, err_msg=part)
         asks = [request(f"a.{i}", prompt(20 + 7 * i, seed=i), 12, seed=i, **cut) for i, cut in enumerate(CUTS)]
@@ -192,14 +192,14 @@ def test_logprobs_follow_an_update_of_each_parameter_group(kind, engine, directo
 def test_a_teacher_scores_samples_of_mixed_lengths_and_repeats(engine, directory, judge):
     engine.update_weights(WeightUpdate(str(directory), 0))
     samples = [prompt(97, seed=5), prompt(30, seed=6), prompt(97, seed=5), prompt(2, seed=7)]
-    for _ in range(2):  # also where their prefixes are cached
+    for _ in range(2):  # also with cached prefixes
         for found, right in zip(engine.score(samples, temperature=1.0), judge(directory, None, samples), strict=True):
             np.testing.assert_allclose(found, right, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("kind", ["local qwen3", "qwen3", OWN])
 def test_a_teacher_scores_its_own_draws_at_their_temperature(engine, directory, judge):
-    """To be taught by oneself teaches nothing. The probe stays at temperature 1."""
+    """A policy that teaches itself has no gradient. The probe stays at temperature 1."""
     engine.update_weights(WeightUpdate(str(directory), 0))
     for temperature in (0.6, 1.4):
         asks = [request(f"{i}", prompt(20 + 9 * i, seed=i), 12, seed=i, temperature=temperature) for i in range(3)]
@@ -235,7 +235,7 @@ def test_equal_requests_give_equal_bits_and_reuse_prefixes(engine):
 
 @pytest.mark.parametrize("kind", ["qwen3"])
 def test_a_seed_draws_the_same_tokens_as_in_the_local_engine(engine, directory):
-    """Whatever else is in the batch, and wherever prefills are cut."""
+    """Independent of the other requests in the batch, and of where prefills are split."""
     cuts = [{"temperature": 0.5 + 0.1 * i, "top_p": 1 - 0.04 * i, "records_kept": i > 1} for i in range(6)]
     asks = [request(f"{i}", prompt(100 + 28 * i, seed=i), 12, seed=2**62 + i, **cut) for i, cut in enumerate(cuts)]
     local = decoded(LocalEngine(spec_of(directory)), asks)
@@ -254,7 +254,7 @@ def test_a_stop_token_ends_a_completion_and_top_k_1_is_greedy(engine):
     assert len(result.logprobs) == len(result.token_ids) <= 6 and result.seconds > 0
     top_1 = decoded(engine, [request("a", prompt(10), 12, top_k=1, seed=4)])[0]
     np.testing.assert_array_equal(free.token_ids, top_1.token_ids)
-    np.testing.assert_allclose(top_1.logprobs, 0.0, atol=1e-6)  # of the distribution that was drawn from
+    np.testing.assert_allclose(top_1.logprobs, 0.0, atol=1e-6)  # of the sampled distribution
 
 
 @pytest.mark.parametrize("kind", ["local qwen3", "qwen3", OWN])
@@ -286,7 +286,7 @@ def test_vllm_s_own_sampler_draws_by_seed_and_stops_at_texts(engine):
     asks = [request(f"{i}", prompt(30), 40, seed=i) for i in range(3)]
     whole = decoded(engine, asks)
     assert len({result.token_ids.tobytes() for result in whole}) == 3
-    for ask, result in zip(asks, whole, strict=True):  # whoever is beside it
+    for ask, result in zip(asks, whole, strict=True):  # whatever runs beside it
         np.testing.assert_array_equal(decoded(engine, [ask])[0].token_ids, result.token_ids)
     ids = whole[0].token_ids.tolist()
     end = next(i for i in range(8, 30) if ids[i] > 4 and ids[i] not in ids[:i])
@@ -306,7 +306,7 @@ def test_a_sync_knows_how_far_an_fp8_cache_rounds(engine, directory, judge):
     with pytest.raises(RuntimeError, match="disagree on the probe by more than rounding explains"):
         publish(engine, tensors, judge, directory, 0)  # with a cache of the engine's dtype
     changed = perturbed(tensors, "self_attn")
-    with pytest.raises(RuntimeError, match="disagree on the probe"):  # a program that computes something else
+    with pytest.raises(RuntimeError, match="disagree on the probe"):  # the engine computes something else
         publish(engine, tensors, judge, directory, 1, fp8, scored=changed)
 
 
@@ -321,14 +321,17 @@ MATRICES = (
 
 
 def dequantised(numbers: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """The weight [..., N, K] float32 that a kernel computes with."""
+    """Return the weight [..., N, K] float32 that a kernel computes with."""
     rows, cols = numbers.shape[-2:]
     return numbers.float() * scales.repeat_interleave(128, -2).repeat_interleave(128, -1)[..., :rows, :cols]
 
 
 def test_a_matrix_is_rounded_in_blocks_that_begin_at_its_corner() -> None:
     weight = torch.randn(2, 200, 300, generator=torch.Generator().manual_seed(0), dtype=torch.float64).bfloat16()
-    weight[0, 130, 5], weight[1, :128, :128] = 1000, 0  # alone with its block; a block without a scale
+    weight[0, 130, 5], weight[1, :128, :128] = (
+        1000,
+        0,
+    )  # an outlier determines its block's scale; one block is all zeros
     numbers, scales = quantised(weight)
     assert numbers.dtype == torch.float8_e4m3fn and numbers.shape == weight.shape and scales.shape == (2, 2, 3)
     assert scales[0, 1, 0] == 1000 / 448 and (scales[0].flatten()[[0, 1, 2, 4, 5]] < 5 / 448).all()
@@ -339,7 +342,7 @@ def test_a_matrix_is_rounded_in_blocks_that_begin_at_its_corner() -> None:
 
 
 def rounded(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """HF tensors as an engine computes with them."""
+    """Return HF tensors as an engine computes with them."""
     layout, found = shard_layout({name: tuple(tensor.shape) for name, tensor in tensors.items()}), {}
     for name, fused in fuse(tensors, torch.bfloat16):
         whole = dequantised(*quantised(fused)) if name.endswith(MATRICES) else fused.float()
@@ -367,7 +370,7 @@ def test_every_version_is_rounded_anew_and_computed_with(engine, directory, sync
         assert report.comparison.ratio < 2 and report.comparison.noise > 1e-2, part
         found = np.concatenate(engine.score(probe))
         off = [np.abs(found - np.concatenate(judge(directory, each, probe))) for each in (rounded(new), new)]
-        assert np.median(off[0]) < np.median(off[1]) / 2, part  # bfloat16's roundings, beside FP8's
+        assert np.median(off[0]) < np.median(off[1]) / 2, part  # bfloat16's rounding errors compared with FP8's
 
 
 @OF_FP8
@@ -378,7 +381,7 @@ def test_a_flipped_weight_or_scale_bit_changes_the_checksum(engine, directory):
     (model,) = engine._llm.apply_model(lambda model: model)
     held = dict(model.named_parameters())
     rounds = [name for name in held if name.endswith("_scale_inv")]
-    assert len(rounds) == 8 and not any(".gate." in name for name in rounds)  # routers choose in full
+    assert len(rounds) == 8 and not any(".gate." in name for name in rounds)  # routers stay unquantised
     for scale in rounds:
         weight = scale.removesuffix("_scale_inv")
         for name in (weight, scale):
@@ -397,7 +400,7 @@ def test_the_probe_finds_another_program_beside_the_noise_of_fp8(engine, directo
     tensors = tensors_of(directory)
     sync(GivenLearner(tensors, lambda: judge.scores(directory, tensors, FP8)), 0)
     for other in (
-        lambda: judge.scores(directory, tensors, Precision(torch.bfloat16)),  # no allowance for rounded weights
+        lambda: judge.scores(directory, tensors, Precision(torch.bfloat16)),  # no tolerance for rounded weights
         lambda: judge.scores(directory, perturbed(tensors, "layers.1.self_attn"), FP8),  # older weights
     ):
         with pytest.raises(RuntimeError, match="disagree on the probe by more than rounding explains"):

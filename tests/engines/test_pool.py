@@ -1,5 +1,6 @@
-"""Requests are dealt to replicas, results gathered, and replicas here and in Ray serve alike; real engines in Ray actors that are
-killed, stopped, and refused by Ray. About 50 s, most of it starting actors."""
+"""A pool distributes requests and collects results, the same for engines here and in Ray. Real engines in Ray actors are killed,
+stopped, and refused by Ray. About 50 s, most of it starting actors.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +86,7 @@ def test_colocated_engines_wake_the_memory_a_call_needs():
     assert calls == [*woken, "wake kv_cache", "score", *woken, "update_weights", "wake kv_cache", *woken, "info",
                      "wake kv_cache", "forget_prefixes"]  # fmt: skip
     pool = EnginePool(Noted([WeighedEngine(lambda r: [5])]))
-    pool.sleep(keeps_weights=True)  # with GPUs of its own it stays awake
+    pool.sleep(keeps_weights=True)  # with its own GPUs it stays awake
     assert calls[-1] == "forget_prefixes"
 
 
@@ -100,7 +101,7 @@ def test_local_engines_share_collect_time_unless_alone():
 
 
 def test_a_drain_of_an_adapter_ends_none_of_its_later_requests():
-    """An engine that decodes for others alone would keep the abort until one of this adapter's comes."""
+    """An engine that decodes only for others would keep the abort until a request of this adapter comes."""
     asked = []
 
     class Noted(LocalReplicas):
@@ -145,7 +146,7 @@ def test_an_engine_goes_by_settings_of_its_own_kind(engine, dtype, slots, monkey
 
 @pytest.mark.slow
 def test_a_process_can_train_after_closing_its_vllm_engines(checkpoint):
-    """With process groups of its own: those of vLLM meet in a file that is gone."""
+    """With its own process groups: vLLM's meet in a file that is gone."""
     if torch.distributed.is_initialized():
         pytest.skip("another test's process groups stand")
     options = VllmOptions(max_num_seqs=4, kv_cache_mib=32)
@@ -159,7 +160,7 @@ def test_a_process_can_train_after_closing_its_vllm_engines(checkpoint):
 
 
 def test_two_actors_on_ray_serve_as_one_engine_in_process(checkpoint, tmp_path):
-    """And one that cannot be made in that Ray says why."""
+    """An actor that this Ray cannot place says why."""
     directory = checkpoint("qwen3_moe")
     asks = [request(f"{i // 4}.{i}", prompt(20 + i // 4, seed=i // 4), 30, seed=i) for i in range(24)]
     here = make_pool("main", spec_of(directory, 128), local_config(placement="local"))
@@ -185,7 +186,7 @@ def test_two_actors_on_ray_serve_as_one_engine_in_process(checkpoint, tmp_path):
         assert {r.uid for r in parts} == {r.uid for r in long} and pool.num_under_way == 0
         assert all(len(r.token_ids) == len(r.logprobs) for r in parts)
         assert [info.kind for info in pool.infos()] == ["local", "local"]
-        assert pool.num_slots == 2 * 96 and pool.takes == {}  # half as many again wait at each; no GPU is taken
+        assert pool.num_slots == 2 * 96 and pool.takes == {}  # each queues half as many again; no GPU is taken
         assert all(0 < result.seconds < 100 for result in results)
         with pytest.raises(WrongVersion):
             generate(pool, [request("early.0", prompt(5), 3)], version=1)
@@ -238,17 +239,17 @@ def test_a_sample_returns_to_its_prefix_unless_load_costs_more():
     dispatch.add([ask("a.0"), ask("b.0")])
     home = {uid: r for r, share in uids(dispatch.take()).items() for uid in share}["a.0"]
     dispatch.end("a.0")
-    dispatch.add([ask("c.0", new=140)])  # goes where nothing runs
+    dispatch.add([ask("c.0", new=140)])  # goes to an idle engine
     assert uids(dispatch.take()) == {home: ["c.0"]}
     dispatch.forget_homes(1 - home)
-    dispatch.add([ask("a.0", length=400)])  # 141 tokens of work against 101 and a prefill worth 40
+    dispatch.add([ask("a.0", length=400)])  # 141 tokens of work, compared with 101 and a prefill worth 40
     assert uids(dispatch.take()) == {home: ["a.0"]}
     dispatch.end("a.0")
-    dispatch.add([ask("a.0", length=300)])  # worth 30
+    dispatch.add([ask("a.0", length=300)])  # a prefill worth 30
     assert uids(dispatch.take()) == {1 - home: ["a.0"]}
     for uid in ("a.0", "c.0"):
         dispatch.end(uid)
-    dispatch.forget_homes()  # with new weights no prefix is anywhere
+    dispatch.forget_homes()  # new weights invalidate all prefixes
     dispatch.add([ask("a.0", length=2000)])
     assert uids(dispatch.take()) == {home: ["a.0"]}
 
@@ -263,7 +264,7 @@ def test_the_queue_of_a_lost_replica_keeps_its_order():
 def test_the_longest_is_sent_first():
     dispatch = Dispatcher(1, 2)
     dispatch.add([ask("a", expected=5), ask("b", expected=50), ask("c", expected=500), ask("d", expected=None)])
-    assert uids(dispatch.take()) == {0: ["c", "d"]}  # without a guess: its whole budget, 100
+    assert uids(dispatch.take()) == {0: ["c", "d"]}  # without an estimate: the whole budget, 100
     assert dispatch.take() == {} and dispatch.num_waiting == 2
     dispatch.end("c")
     assert uids(dispatch.take()) == {0: ["b"]}
@@ -292,37 +293,39 @@ def test_no_replica_idles_while_requests_wait():
     dispatch.forget_homes()
     for each in (dispatch, fresh):
         each.add(asks[:40])
-    assert uids(dispatch.take()) == uids(fresh.take())  # what was done weighs nothing
+    assert uids(dispatch.take()) == uids(fresh.take())  # finished work has no weight
 
 
 def test_a_step_is_charged_only_to_requests_with_a_slot() -> None:
     shares = TimeShares(slots=2)
     for uid in ("a", "b", "c", "d"):
         shares.add(uid)
-    shares.step(0.2)  # a, b
+    shares.step(0.2)  # shares of a, b
     assert shares.end("a") == pytest.approx(0.1)
     assert shares.end("d") == 0  # never had a slot
-    shares.step(0.4)  # b, c
+    shares.step(0.4)  # shares of b, c
     assert shares.end("b") == pytest.approx(0.1 + 0.2)
-    shares.step(0.5)  # c
+    shares.step(0.5)  # share of c
     assert shares.end("c") == pytest.approx(0.2 + 0.5)
-    shares.step(9.0)  # nobody's
+    shares.step(9.0)  # no share
     shares.add("e")
     shares.step(0.25)
     assert shares.end("e") == 0.25 and shares.end("stranger") == 0
 
 
-SOON_S = 60.0  # by the engine's clock, and far more than a test takes
+SOON_S = 60.0  # on the engine's clock; far more than a test takes
 
 
 class Steps(ScriptedEngine):
-    """A token a step; stops before each of the steps `halts` until it is let go. threads: that have called it."""
+    """An engine that decodes one token a step, and pauses before each of the steps `halts`. threads: threads that have called
+    it.
+    """
 
     def __init__(self, *halts):
         super().__init__(lambda r: [5] * 100, tokens_per_step=1)
         self.now, self.go = 0, {step: threading.Event() for step in halts}
         self.threads, self.is_lost = set(), False
-        self.on_clock = lambda: None  # called when somebody has read the clock
+        self.on_clock = lambda: None  # called when the clock has been read
 
     def clock(self):
         now = float(self.now)
@@ -335,7 +338,7 @@ class Steps(ScriptedEngine):
             raise EngineLost("gone")
         if self.now + 1 in self.go:
             assert self.go[self.now + 1].wait(60)
-        time.sleep(0.005)  # whoever would take too early has the time for it
+        time.sleep(0.005)  # a call that returns too early has time to do so
         self.now += 1
         return super().collect(timeout_s)
 
@@ -361,7 +364,7 @@ def test_a_result_waits_a_tenth_of_its_time_for_others():
         thread.submit(asks(*lengths), version=0)
         assert lengths_of(thread.collect(SOON_S, is_urgent=True)) == together  # of step 20, due at 22; 50, due at 51
         engine.go[halt].set()
-        assert lengths_of(thread.collect(SOON_S, is_urgent=True)) == [40]  # the last: nothing else is under way
+        assert lengths_of(thread.collect(SOON_S, is_urgent=True)) == [40]  # the last: nothing else is running
 
 
 def test_results_that_nothing_follows_from_come_all_together():
@@ -369,8 +372,8 @@ def test_results_that_nothing_follows_from_come_all_together():
     thread.submit(asks(3, 9, 20, 40), version=0)
     assert lengths_of(thread.collect(SOON_S, is_urgent=False)) == [3, 9, 20, 40]
     thread.submit(asks(5, 90), version=0)
-    engine.on_clock = engine.go[41].set  # the time that is given begins before the next step
-    assert lengths_of(thread.collect(60.0, is_urgent=False)) == [5]  # but not for longer than the time that was given
+    engine.on_clock = engine.go[41].set  # the given time begins before the next step
+    assert lengths_of(thread.collect(60.0, is_urgent=False)) == [5]  # but not longer than the given time
     assert thread.collect(0.0, is_urgent=True).value == []
     engine.go[130].set()
     assert lengths_of(thread.collect(SOON_S, is_urgent=False)) == [90]
@@ -416,7 +419,7 @@ def test_a_killed_or_silent_engine_is_replaced_with_same_results(checkpoint, jud
     earlier = actors()  # of other tests
     own = lambda: [each for each in actors() if each not in earlier]  # noqa: E731
     killer = after(lambda: bool(own()), lambda: own()[0].kill())  # while it starts
-    # much shorter than the deadline, also where somebody listens now and then only
+    # Much shorter than the deadline, also if the caller only collects now and then.
     with make_pool("main", spec_of(directory, 128), config, silence_s=6.0) as pool:
         killer.join()
         generate(pool, in_groups(1))  # it may have been killed just after its start
@@ -455,8 +458,8 @@ def test_errors_of_ray_are_an_engine_lost_or_a_clear_end() -> None:
     gone = ray.exceptions.RaySystemError("cannot connect to the raylet")
     for method, error, kind, said in (
         ("generate", FULL, RuntimeError, full),
-        ("generate", in_the_actor("generate", FULL), RuntimeError, full),  # for what it returns
-        # says nothing of the engine: would be the same in a new one
+        ("generate", in_the_actor("generate", FULL), RuntimeError, full),  # too large for its return value
+        # Not the engine's fault: a new one would fail in the same way.
         ("update_weights", in_the_actor("update_weights", ZeroDivisionError("x")), ZeroDivisionError, "traceback"),
         ("generate", in_the_actor("generate", ValueError("two uids")), ValueError, "traceback"),
         ("collect", gone, RuntimeError, r"Ray failed in collect \(RaySystemError: .*raylet.*run\.resume=auto"),

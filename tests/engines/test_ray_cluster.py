@@ -1,4 +1,4 @@
-"""Clusters of real Ray, which counts GPUs that are not there: tokens, GPUs of engines, hosts that join and leave."""
+"""Clusters of real Ray with simulated GPUs: tokens, GPUs of engines, hosts that join and leave."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ cluster.close()
 
 
 def told(program: str, *words: str, **variables: str) -> list[str]:
-    """Lines that a program prints; variables: beside this process's."""
+    """Return the lines that a program prints. variables: added to this process's."""
     done = subprocess.run(
         [sys.executable, "-c", program, *words],
         env={**os.environ, **variables},
@@ -92,7 +92,7 @@ class Program:
 
     def __init__(self, words: Sequence[str], out: Path, **variables: str) -> None:
         with open(out, "wb") as console:
-            # Ctrl-C is heard also where the tests run in a shell's background, whose children are born deaf to it
+            # Restore SIGINT, which children of a shell's background job inherit as ignored.
             self.process = subprocess.Popen(
                 [sys.executable, *words], env={**os.environ, **variables}, text=True, stdin=subprocess.PIPE,
                 stdout=console, stderr=subprocess.STDOUT, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
@@ -103,7 +103,7 @@ class Program:
         return self.out.read_text().split("\n")[:-1]
 
     def wait_for(self, part: str, after: int = 0, seconds: float = 600) -> str:
-        """The first line behind the first `after` with this in it."""
+        """Return the first line behind the first `after` that contains the text."""
         end = time.monotonic() + seconds
         while True:
             has_ended = self.process.poll() is not None
@@ -128,8 +128,8 @@ class Program:
 
 @pytest.fixture(scope="module")
 def head() -> Iterator[tuple[str, Path]]:
-    """A cluster with a token, as `ray start --head` makes it, that counts two GPUs: its address, and its user's home."""
-    # a folder of pytest's would be too long a path for Ray's sockets
+    """Start a cluster with a token by `ray start --head`, with two simulated GPUs; yield its address and its user's home."""
+    # A folder of pytest's would be too long a path for Ray's sockets.
     with tempfile.TemporaryDirectory() as named, held_port() as port:
         folder = Path(named)
         (folder / "home").mkdir()
@@ -138,7 +138,7 @@ def head() -> Iterator[tuple[str, Path]]:
         subprocess.run([sys.executable, *words], env={**os.environ, "HOME": str(folder / "home")}, check=True)
         words = ["-m", "ray.scripts.scripts", "start", "--head", "--block", f"--port={port}", f"--temp-dir={folder}/t"]
         words += ["--node-ip-address=127.0.0.1", "--num-cpus=1", "--num-gpus=2"]
-        # the ports of workers must not be the head's
+        # The ports of workers must not be the head's.
         words += ["--include-dashboard=false", "--min-worker-port=0", "--max-worker-port=0", "--disable-usage-stats"]
         ray = Program(words, folder / "console", HOME=str(folder / "home"), CUDA_VISIBLE_DEVICES="6,7")
         try:
@@ -159,16 +159,16 @@ def test_a_cluster_is_joined_with_its_token_or_says_so(head: tuple[str, Path], t
 
     said = told(JOIN, address, "300", HOME=str(home), RAY_AUTH_MODE="token")
     here, cluster = socket.gethostname(), f"the Ray cluster at rollout.ray_address={address}"
-    # engines have GPUs of their own: what ranks of any host hold is not counted
+    # Engines have their own GPUs, so those of ranks are not counted, whatever their host.
     assert said[0] == "fine"
     assert said[1].startswith(f"{cluster} would give engines GPUs of the trainer's ranks")
     assert said[1].endswith(f"{here}: Ray counts 2 GPU(s), expected CUDA_VISIBLE_DEVICES=7")
     assert said[2].endswith(f"{here}: Ray counts 2 GPU(s), expected CUDA_VISIBLE_DEVICES=")
-    # colocated: it counts the ranks' GPUs, and no others
+    # Colocated engines use the ranks' GPUs and no others.
     assert said[3] == "fine"
     assert said[4].endswith(f"{here}: Ray counts 2 GPU(s), expected CUDA_VISIBLE_DEVICES=0,1,2,3")
     assert said[5].endswith(f"CUDA_VISIBLE_DEVICES=0,1; {here}: Ray counts 2 GPU(s), but the host has no trainer rank")
-    # and there are enough of them
+    # There are enough of them.
     assert said[6:8] == ["fine"] * 2
     assert said[8].startswith(
         "no room for the engines: 4 GPU(s) needed, 2 on one host for each, but the Ray cluster at "
@@ -220,7 +220,9 @@ def test_a_run_goes_on_without_a_host_until_another_joins(checkpoint: Callable[[
             return program
 
         def join() -> Program:
-            """Ports are any, as these hosts share those of one machine; 20 instead of 60 s for a head that is gone."""
+            """Join a host. Ports are free ones, because these hosts share one machine; it waits 20 s for a lost head instead of
+            60 s.
+            """
             words = (
                 f"--address=127.0.0.1:{port}",
                 "--block",
@@ -242,7 +244,7 @@ def test_a_run_goes_on_without_a_host_until_another_joins(checkpoint: Callable[[
         first, second = join(), join()
         head.say("play")
         alone = head.wait_for("tokens [[")
-        # Ctrl-C at the second host leaves nothing of it; the other engine has all there is to do
+        # Ctrl-C on the second host leaves nothing behind; the other engine takes over its work.
         processes = psutil.Process(second.process.pid).children(recursive=True)
         assert actors(psutil.Process(second.process.pid))
         second.process.send_signal(signal.SIGINT)
@@ -250,10 +252,10 @@ def test_a_run_goes_on_without_a_host_until_another_joins(checkpoint: Callable[[
         seen = len(head.lines())
         head.say("play")
         head.wait_for("no host has room for it; the run continues without it until one has", seen)
-        assert head.wait_for("tokens [[", seen) == alone  # seeds do not depend on the attempt, or on the host
+        assert head.wait_for("tokens [[", seen) == alone  # seeds do not depend on the attempt or the host
         assert head.wait_for("restarts", seen) == "restarts 0 engines 1"
         third = join()
-        for _ in range(600):  # it is not looked for all the time
+        for _ in range(600):  # Ray does not look for it all the time
             time.sleep(0.5)
             seen = len(head.lines())
             head.say("play")
@@ -261,7 +263,7 @@ def test_a_run_goes_on_without_a_host_until_another_joins(checkpoint: Callable[[
             if (told := head.wait_for("restarts", seen)) != "restarts 0 engines 1":
                 break
         assert told == "restarts 1 engines 2"
-        # the trainer ends, and the hosts leave
+        # The trainer ends, and the hosts leave.
         assert head.process.stdin is not None
         head.process.stdin.close()
         assert head.process.wait(300) == 0
@@ -280,6 +282,7 @@ def test_this_host_is_found_by_its_address() -> None:
     assert own_address("localhost") == "127.0.0.1"
     with pytest.raises(RuntimeError, match=r"sync.host is 192\.0\.2\.77, which is not an address of this host"):
         own_address("192.0.2.77")
-    for other in ("127.0.0.3", "192.0.2.77"):  # of torchrun on one machine: no other host reaches that; of another host
+    # torchrun's loopback address, which no other host reaches; an address of another host
+    for other in ("127.0.0.3", "192.0.2.77"):
         os.environ["MASTER_ADDR"] = other
         assert own_address() != other and address_towards("192.0.2.1") in (None, own_address())

@@ -1,4 +1,4 @@
-"""Drawing tokens: the noise by the published generator, the draw by hand."""
+"""Sampling: noise by the published generator, and draws worked out by hand."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ def draw(logits, sampling, points):
 
 
 def noise(n, position):
-    """Noise of the seeds 0 to n - 1."""
+    """Return the noise of the seeds 0 to n - 1."""
     return torch.from_numpy(uniform(low_bits(range(n)), np.full(n, position)))
 
 
@@ -48,13 +48,13 @@ def test_the_least_likely_tokens_are_told_apart():
     assert int(tokens) == np.flatnonzero(cumulative > (1 - 4e-7) * cumulative[-1])[0] > 100
 
 
-@pytest.mark.parametrize("vocab_size", [1, 2, 511, 512, 513, 1025])  # around the blocks of 512 of csrc/cpu
+@pytest.mark.parametrize("vocab_size", [1, 2, 511, 512, 513, 1025])  # around csrc/cpu's blocks of 512
 def test_draws_are_those_of_float64_whatever_the_vocabulary(vocab_size):
-    """Logits have gaps, in rows whose strides are not those of a packed matrix."""
+    """Logits have gaps, in rows with a stride larger than their length."""
     n, generator = 300, torch.Generator().manual_seed(vocab_size)
     logits = torch.randn(vocab_size, n, generator=generator).T * 4
     logits[:, 1:][torch.rand(n, vocab_size - 1, generator=generator) < 0.5] = -torch.inf
-    logits[0, 0], logits[0, -1] = -torch.inf, 0.0  # a noise of zero does not draw the first
+    logits[0, 0], logits[0, -1] = -torch.inf, 0.0  # a noise of zero does not draw the first token
     points = noise(n, 5)
     points[:3] = torch.tensor([0.0, 0.5, 1 - 2**-53])
     exact = logits.double().log_softmax(-1)
@@ -84,12 +84,12 @@ def test_top_k_and_top_p_cut_and_renormalise():
         Sampling(top_k=0, top_p=0.4): {1},
         Sampling(top_p=0.7): {1, 3},
         Sampling(top_p=0.85): {1, 2, 3},
-        Sampling(top_k=2, top_p=0.6): {1},  # 2/3 of what top_k left
+        Sampling(top_k=2, top_p=0.6): {1},  # 2/3 of what top_k keeps
         Sampling(top_k=2, top_p=0.8): {1, 3},
         Sampling(): {0, 1, 2, 3},
     }
     n = 300
-    for sampling, right in kept.items():  # each row by its own, whatever those beside it want
+    for sampling, right in kept.items():  # each row by its own settings
         both = RowSampling.of([sampling, Sampling(top_k=3)] * n, CPU)
         tokens, logprobs = draw(logits.expand(2 * n, -1), both, noise(2 * n, 0))
         assert set(tokens[::2].tolist()) == right and set(tokens[1::2].tolist()) == {1, 2, 3}

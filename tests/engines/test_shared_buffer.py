@@ -1,4 +1,4 @@
-"""Buckets through memory that two processes map: CUDA IPC on one GPU, a file on a CPU. About 5 s; needs torch alone."""
+"""Buckets through memory that two processes map: CUDA IPC on one GPU, a file on a CPU. About 5 s; needs only torch."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ def meeting(port: int) -> Rendezvous:
 
 
 def receive(port: int, device: torch.device) -> None:
-    """The engine's shard, in a process of its own: tells at the store the checksum of each bucket, and marks the buffer's last
-    number before it hands it back."""
+    """Receive the engine's shard in its own process: report each bucket's checksum to the store, and mark the buffer's last
+    number before returning it.
+    """
     store = TransferStore(meeting(port))
     buffer = SharedBuffer(store, 0, device, is_relay=False)
     for number, size in enumerate(SIZES):
@@ -44,7 +45,7 @@ def test_another_process_reads_buckets_in_the_trainer_s_memory(device: torch.dev
         try:
             store = TransferStore(meeting(server.port))
             relay = SharedBuffer(store, 0, device, is_relay=True)
-            assert store.get("site0") == site_of(device)  # one host, and where there is one the same GPU
+            assert store.get("site0") == site_of(device)  # one host, and with CUDA the same GPU
             generator, num_keys = torch.Generator().manual_seed(0), server.num_keys()
             for number, size in enumerate(SIZES):
                 values = torch.randn(size, generator=generator).to(device, torch.bfloat16)
@@ -52,8 +53,10 @@ def test_another_process_reads_buckets_in_the_trainer_s_memory(device: torch.dev
                 slot.copy_(values)
                 relay.hand_over()
                 assert store.get(f"checksum{number}") == f"{device.type} {checksum(values)}"
-                assert slot[-1].item() == MARK and torch.equal(slot[:-1], values[:-1])  # theirs is this memory, no copy
-            assert engine.wait(60) == 0 and server.num_keys() == num_keys + len(SIZES)  # of a bucket nothing is left
+                assert slot[-1].item() == MARK and torch.equal(
+                    slot[:-1], values[:-1]
+                )  # both map the same memory, without a copy
+            assert engine.wait(60) == 0 and server.num_keys() == num_keys + len(SIZES)  # no key of a bucket is left
             relay.close()
         finally:
             engine.kill()

@@ -1,4 +1,4 @@
-"""What an engine keeps of vLLM's steps while a request is under way; vLLM's core is scripted, none is started."""
+"""What an engine keeps of vLLM's steps while a request runs. vLLM's core is scripted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from marsrl.rollout.engines.vllm.engine import VllmEngine, _Running
 
 @pytest.mark.parametrize("records", [Records(), Records(kept_tokens=True), Records(experts=True)])
 def test_outputs_of_steps_are_kept_only_to_record(records: Records) -> None:
-    """Two steps of one request, the second with two tokens, as with drafts; the log-probs of other ranks are not the draws'."""
+    """Two steps of one request, the second with two tokens, as with drafts; log-probs of other ranks are not the sampled
+    tokens'.
+    """
     steps = [([5], [[-0.1, -0.2]]), ([6, 7], [[-0.3, -0.4], [-0.5, -0.6]])]
     outputs = [
         Namespace(
@@ -44,7 +46,7 @@ def test_outputs_of_steps_are_kept_only_to_record(records: Records) -> None:
     }
     assert not engine._step() and not engine._step()  # it has not ended
     assert running.told == (outputs if records.kept_tokens or records.experts else [])
-    del running.token_ids[2:]  # as a stop string cuts
+    del running.token_ids[2:]  # as a stop string truncates it
     ((logprobs, kept),) = engine._drawn([running])
     assert kept is None and logprobs.dtype == np.float32
     np.testing.assert_array_equal(logprobs, np.array([-0.1, -0.3], np.float32))

@@ -1,10 +1,10 @@
-"""vLLM as GPUs run it: Model Runner V2, its sampler, async scheduling; kernels by Triton's interpreter, 60 s of one process.
+"""vLLM as GPUs run it: Model Runner V2, its sampler, async scheduling. Triton's interpreter runs the kernels; 60 s in one
+process.
 
-vLLM's CPU build has that runner, whose kernels are Triton's; Triton's interpreter runs them here. That changes the process
-for good: hence one of its own, `python test_vllm_v2_runner.py MODEL CHANGED CYCLE OUT`. CHANGED: a directory of new weights.
-CYCLE: of a model whose tokens mostly come in one order, which an engine with draft tokens guesses. OUT: a pickle of what was
-decoded, by the name of a test.
-"""
+vLLM's CPU build contains that runner with its Triton kernels, which Triton's interpreter runs here. That changes the process for
+good, so it has its own: `python test_vllm_v2_runner.py MODEL CHANGED CYCLE OUT`. CHANGED: a directory of new weights. CYCLE: a
+model whose tokens mostly come in one order, which an engine with draft tokens can guess. OUT: a pickle of what was decoded, by
+test name."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from marsrl.rollout.types import Finish
 pytestmark = pytest.mark.slow
 
 STOP = "w013 w014"  # texts of two tokens of the cycle
-WARM = 1.3  # drafts are rejected now and then: few tokens tell
+WARM = 1.3  # some drafts are rejected, so few tokens suffice
 CUT = {"temperature": 0.7, "top_p": 0.9, "top_k": 30, "records_kept": True}
 
 
@@ -46,7 +46,7 @@ def pretend_triton_for_cpus() -> None:
 
     triton.backends.backends["cpu"] = types.SimpleNamespace(driver=types.SimpleNamespace(is_active=lambda: True))  # type: ignore[assignment]
     builder = interpreter.interpreter_builder
-    # computed at each + - *, and dropped: debug is off
+    # Computed at each + - * and then dropped, because debug is off.
     builder.options = replace(builder.options, sanitize_overflow=False)
     with imports_for_good():
         import vllm.entrypoints.llm  # noqa: F401
@@ -62,21 +62,21 @@ def pretend_triton_for_cpus() -> None:
         config.scheduler_config.async_scheduling = True  # as on GPUs; "not required on CPU"
 
     CpuPlatform.check_and_update_config = staticmethod(ahead)  # type: ignore[method-assign, assignment]
-    # Its kernel for top_k and top_p is too much for the interpreter; this is vLLM's other one.
+    # vLLM's kernel for top_k and top_p is too much for the interpreter; this is its other implementation.
     sampler.apply_top_k_top_p = states.apply_top_k_top_p = lambda logits, k, p: (  # type: ignore[attr-defined]
         logits if k is None and p is None else cut.apply_top_k_top_p_pytorch(logits, k, p)
     )
 
 
 def start(model: Path, draft_tokens: int = 0) -> VllmEngine:
-    """An engine as on a GPU, as far as the sampler goes: on a CPU users have V1."""
+    """Start an engine with a GPU's sampler. Users of a CPU have V1."""
     options = VllmOptions(max_num_seqs=12, kv_cache_mib=32, sampler="engine", draft_tokens=draft_tokens)
     records = Records(kept_tokens=True, experts=True)
     return VllmEngine(spec_of(model, kind="vllm", vllm=options, records=records))
 
 
 def with_drafts(cycle: Path) -> dict[str, Any]:
-    """Results of an engine that guesses four tokens at once."""
+    """Return the results of an engine that guesses four tokens at once."""
     served = start(cycle, draft_tokens=4)
     config = served._llm.llm_engine.vllm_config
     found: dict[str, Any] = {
@@ -107,7 +107,7 @@ def main(model: Path, changed: Path, cycle: Path, out: Path) -> None:
     told: dict[str, Any] = {"runner": config.use_v2_model_runner, "async": config.scheduler_config.async_scheduling}
     cut = [request(f"{i}", prompt(40 + 9 * i, seed=i), 6, seed=i, experts_from=0, **CUT) for i in range(4)]
     told["cut"] = cut, decoded(served, cut)
-    told["again"] = cut, decoded(served, cut)  # behind cached prefixes
+    told["again"] = cut, decoded(served, cut)  # after cached prefixes
     whole = [request(f"w.{i}", prompt(40), 3, seed=i, temperature=1.3) for i in range(4)]
     told["whole"] = whole, decoded(served, whole)
     told["whole_scores"] = served.score([joined(*pair) for pair in zip(*told["whole"], strict=True)], temperature=1.3)
@@ -152,15 +152,15 @@ def told(checkpoint: Any, judge: Any, tmp_path_factory: pytest.TempPathFactory) 
 
 
 def next_of(tokens: Any) -> Any:
-    """The token that CYCLE mostly draws after each: 10 to 16 in a circle, and 10 after all others."""
+    """Return the token that CYCLE mostly draws after each token: 10 to 16 in a circle, and 10 after all others."""
     return 10 + np.where((tokens >= 10) & (tokens < 16), tokens - 9, 0)
 
 
 def in_a_cycle(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of a model that sees the last token alone, and draws next_of it most of the time."""
+    """Return tensors of a model that sees only the last token, and mostly draws next_of it."""
     changed = {n: t * 0 if n.endswith(("o_proj.weight", "down_proj.weight")) else t for n, t in tensors.items()}
     embedded, head = changed["model.embed_tokens.weight"].clone(), changed["lm_head.weight"].clone()
-    embedded[:10] = embedded[17:] = embedded[9].clone()  # those outside look alike
+    embedded[:10] = embedded[17:] = embedded[9].clone()  # tokens outside the cycle look alike
     for token in range(9, 17):
         head[next_of(token)] += 0.87 * embedded[token] / embedded[token].norm()
     return changed | {"model.embed_tokens.weight": embedded, "lm_head.weight": head}
@@ -184,14 +184,14 @@ def test_a_seed_repeats_its_draw_and_seeds_draw_differently(told: dict[str, Any]
     for first, second in zip(told["cut"][1], told["again"][1], strict=True):
         np.testing.assert_array_equal(first.token_ids, second.token_ids)
         assert second.num_cached_tokens and not first.num_cached_tokens
-    assert len({result.token_ids.tobytes() for result in told["whole"][1]}) == 4  # of one prompt
+    assert len({result.token_ids.tobytes() for result in told["whole"][1]}) == 4  # from one prompt
 
 
 @pytest.mark.parametrize("name", ["cut", "again", "on", "aborted"])
 def test_experts_are_those_of_our_engine(name: str, told: dict[str, Any], checkpoint: Any) -> None:
-    """Also those of a cached prefix, of a later segment, and of what was given up."""
+    """Also of a cached prefix, a later segment, and an aborted request."""
     assert_our_experts(checkpoint("qwen3_moe"), *told[name])
-    assert all(result.routed_experts is None for result in told["whole"][1])  # not asked for
+    assert all(result.routed_experts is None for result in told["whole"][1])  # not requested
 
 
 def assert_our_experts(model: Path, asks: Any, results: Any) -> None:
@@ -211,7 +211,7 @@ def test_what_is_given_up_comes_back_as_far_as_it_got(told: dict[str, Any]) -> N
 
 
 def test_new_weights_are_those_that_decode_and_score(told: dict[str, Any], checkpoint: Any, judge: Any) -> None:
-    """After requests were given up while a step was under way, and no prefix of the old ones is left."""
+    """Requests were aborted during a step, and no prefix of the old weights is left."""
     changed = perturbed(tensors_of(checkpoint("qwen3_moe")), "self_attn")
     asks, results = told["changed"]
     whole = [joined(*pair) for pair in zip(asks, results, strict=True)]
@@ -223,12 +223,12 @@ def test_new_weights_are_those_that_decode_and_score(told: dict[str, Any], check
 
 
 def test_drafts_are_accepted_and_tokens_stay_those_of_the_policy(told: dict[str, Any], judge: Any) -> None:
-    """Log-probs and kept tokens are of the distribution drawn from, and what drafts guess comes as often as it says."""
+    """Log-probs and kept tokens are those of the sampled distribution, and guessed tokens come as often as it says."""
     assert told["drafts_by"] == "ngram_gpu" and told["drafts_async"]
     model = judge.model(told["cycle"], None)
     for ask, result in (*zip(*told["guessed_cut"], strict=True), *zip(*told["guessed"], strict=True)):
         assert_drawn_from(model, ask, result)
-    assert told["num_steps"] <= 10  # for 24 tokens, where top_p leaves little but what is guessed
+    assert told["num_steps"] <= 10  # for 24 tokens, where top_p leaves little but the guesses
     with torch.no_grad():
         right = (model(torch.arange(160)[:, None]).logits[:, 0] / WARM).softmax(-1).numpy()
     asks, results = told["guessed"]

@@ -1,4 +1,4 @@
-"""Files, checksums, changes and messages of a weight sync, and transfers that are given up: over a small local engine, 8 s."""
+"""Files, checksums, changes and messages of a weight sync, and aborted transfers, with a small local engine. 8 s."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ListeningEngine(LocalEngine):
 
     listener = staticmethod(lambda: None)
     alters = staticmethod(lambda receipt: receipt)
-    num_broken = 0  # of the next receipts: of transfers that broke
+    num_broken = 0  # how many of the next receipts report a broken transfer
 
     def update_weights(self, update):
         self.listener()
@@ -77,7 +77,7 @@ def tensors(checkpoint):
 
 @pytest.fixture
 def given(checkpoint, judge):
-    """given(tensors): a learner that has them and scores as the checkpoint does; exported: what goes to files."""
+    """given(tensors): a learner with these tensors and the checkpoint's scores. exported: tensors that go to files."""
     return lambda named, exported=None: GivenLearner(named, lambda: judge.scores(checkpoint("qwen3"), None), exported)
 
 
@@ -166,7 +166,7 @@ def test_a_full_disk_is_reported_and_leaves_no_half_version(sync, given, tensors
     with pytest.raises(RuntimeError, match=r"version 1 .* MiB are needed, but only .* MiB are free; free space"):
         write_version(tmp_path, torch.float32, {"all": (free // 3,)}, [], 1, [], {})
     assert versions_in(tmp_path) == ["version_0"]
-    shutil.rmtree(tmp_path)  # by somebody else: no error at the end
+    shutil.rmtree(tmp_path)  # by another process: no error at the end
 
 
 @pytest.mark.parametrize("setting", ["rope_theta", "norm_eps", "has_qk_norm"])
@@ -214,7 +214,7 @@ class Desk:
         self.version = 0
 
     def change(self, share: float) -> int:
-        """Move about so many of the numbers; how many the engine's dtype tells apart."""
+        """Change about this many numbers; return how many of them change in the engine's dtype."""
         generator = torch.Generator().manual_seed(self.version)
         num_changed = 0
         for name, tensor in self.tensors.items():
@@ -225,7 +225,7 @@ class Desk:
         return num_changed
 
     def publish(self) -> SyncReport:
-        """The engine holds the tensors of now then."""
+        """Publish, and check that the engine holds the current tensors."""
         self.version += 1
         now = WholeModel(self.tensors, ())
         for name in now.shapes:  # in place, as an optimizer changes them
@@ -253,7 +253,7 @@ def test_changes_alone_give_the_same_weights_in_fewer_bytes(desk: Desk) -> None:
         report = desk.publish()
         assert report.changed_share == num_changed / desk.num_numbers
         assert report.metrics["sync/changed_share"] == report.changed_share
-        expected = num_changed * (desk.dtype.itemsize + 2)  # and 4 bytes for each of the buckets, of 16 KiB
+        expected = num_changed * (desk.dtype.itemsize + 2)  # and 4 bytes for each 16 KiB bucket
         assert expected < report.num_bytes < expected + 0.01 * whole
     num_changed = desk.change(1.0)
     report = desk.publish()
@@ -282,7 +282,7 @@ def test_a_delta_restores_every_bit(size: int, dtype: torch.dtype) -> None:
     now = before.clone()
     at = [i for i in (0, 7, BLOCK - 1, BLOCK, size - 1) if i < size]
     now[at] = torch.tensor([math.nan, -0.0, 5.0, math.inf, 1e-3], dtype=dtype)[: len(at)]
-    before[7:8] = 0.0  # -0.0 is another number
+    before[7:8] = 0.0  # -0.0 differs from 0.0
     changed = differs(now, before)
     message = encode_delta(now, changed, int(changed.count_nonzero()))
     if size == 1:
@@ -297,13 +297,13 @@ def test_a_delta_restores_every_bit(size: int, dtype: torch.dtype) -> None:
 
 
 CPU = torch.device("cpu")
-HUNG_S = 240.0  # nothing here waits so long, or the test fails
-MANY = 1 << 20  # numbers: more than sockets hold
+HUNG_S = 240.0  # longer than any wait in these tests
+MANY = 1 << 20  # numbers: more than sockets buffer
 
 
 @pytest.fixture
 def rendezvous() -> Iterator[Rendezvous]:
-    """One trainer rank meets one engine of one shard; who waits for HUNG_S hangs."""
+    """One trainer rank meets one engine of one shard; whoever waits for HUNG_S hangs."""
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=HUNG_S))
     yield Rendezvous("session", "127.0.0.1", server.port, "nccl", 1, 1, "float32", MANY, HUNG_S)
 
@@ -316,7 +316,7 @@ Wait = Callable[[], object]
 
 
 def between(move: Callable[[GroupConnection, GroupConnection], object]) -> Callable[[Rendezvous], Wait]:
-    """Of a rank and a shard, both of which are there."""
+    """A transfer between a rank and a shard that both have joined."""
 
     def met(rendezvous: Rendezvous) -> Wait:
         with ThreadPoolExecutor(2) as threads:
@@ -348,7 +348,7 @@ WAITS: dict[str, Callable[[Rendezvous], Wait]] = {
 @pytest.mark.parametrize("who", WAITS)
 def test_nobody_waits_where_the_transfer_is_given_up(rendezvous: Rendezvous, who: str) -> None:
     with ThreadPoolExecutor(1) as thread:
-        waiting = thread.submit(WAITS[who](rendezvous))  # those who wait have met
+        waiting = thread.submit(WAITS[who](rendezvous))  # the waiting ones have met
         assert not wait([waiting], timeout=0.5).done
         store = TransferStore(rendezvous)
         store.give_up("its process has died")
@@ -375,7 +375,7 @@ def test_a_tensor_without_a_place_for_what_comes_is_named(rendezvous: Rendezvous
         WeightReceiver(CPU).receive(plan, lambda name: None if held is None else torch.zeros(held))
     TransferStore(rendezvous).give_up("it had a place")
     with pytest.raises(TransferBroken, match="it had a place"):
-        WeightReceiver(CPU).receive(plan, lambda name: torch.zeros(9, 8))  # rows of padding
+        WeightReceiver(CPU).receive(plan, lambda name: torch.zeros(9, 8))  # padding rows
 
 
 def test_an_engine_lacking_weights_says_why_and_rejects_requests(

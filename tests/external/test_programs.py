@@ -1,4 +1,4 @@
-"""Programs of other libraries train as examples/README.md says: the real packages, from PyPI, in environments of their own."""
+"""Programs of other libraries train as examples/README.md describes: the real packages, from PyPI, in their own environments."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from marsrl.trainer.runs.directory import RunDirectory
 pytestmark = pytest.mark.slow
 
 SMALL = ("run.steps=1", "rollout.prompts_per_step=2", "rollout.group_size=2", "evaluate.num_problems=2")
-TRAINS = "loss.entropy_coef=0.01"  # also where all rewards of a model with random weights are equal
+TRAINS = "loss.entropy_coef=0.01"  # also if all rewards of a model with random weights are equal
 
 
 Made = Callable[[str], Path]
@@ -55,13 +55,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    """model("bytes"): random weights with a tokenizer of bytes; with another name, with the arithmetic task's words."""
+    """model("bytes"): random weights with a byte tokenizer; other names: with the arithmetic task's words."""
     folder = tmp_path_factory.mktemp("models")
     return functools.cache(lambda name: init_model("tiny", "bytes" if name == "bytes" else "arithmetic", folder / name))
 
 
 def settings_of(command: str, made: Made, model: Made) -> list[str]:
-    """The command's words, with paths filled in. Policies without a model get random weights: a warm start takes minutes."""
+    """Return the command's settings, with real paths. Policies without a model get random weights: a warm start takes minutes."""
     _, _, option, path = shlex.split(command)
     written = yaml.safe_load((ROOT / path).read_text())
     words = [option, str(ROOT / path), *SMALL]
@@ -89,7 +89,7 @@ def test_a_clerk_is_taught_to_hand_off(command: str, model: Made, tmp_path: Path
 
 
 def hands_off_once(request: DecodeRequest) -> str:
-    """The first session of each problem does, the second does not."""
+    """The first session of each problem hands off, the second does not."""
     session, _, agent = request.uid.partition("/")
     if agent.startswith("clerk") and session.endswith(".0"):
         return '<tool_call>{"name": "transfer_to_expert", "arguments": {}}</tool_call>'
@@ -112,7 +112,7 @@ def test_a_program_is_trained_and_evaluated(command: str, made: Made, tmp_path: 
     assert {value for name, value in row.items() if name.endswith("actor/empty_steps")} == {0}  # of each policy
     calls = row["team/calls"] * row["rollout/episodes"]
     match Path(command).stem:
-        case "openai_loop":  # a model with random weights is wrong each time, but for a lucky one
+        case "openai_loop":  # a model with random weights is nearly always wrong
             assert row["rollout/foreign_tokens"] > 0 and len(samples) == 4 < calls
         case "langgraph_team":
             assert agents == {"solver", "verifier"} == {sample.agent for sample in samples}
@@ -131,7 +131,9 @@ def test_a_program_is_trained_and_evaluated(command: str, made: Made, tmp_path: 
 
 
 def check_handoffs(samples: list[SampleRecord]) -> None:
-    """The expert answers where the clerk has called, on the question alone, and both have the reward of the last answer."""
+    """Check that the expert answers after the clerk's handoff, with only the question, and that both have the last answer's
+    reward.
+    """
     played = {(sample.uid.partition("/")[0], sample.agent): sample for sample in samples}
     experts = {session: sample for (session, agent), sample in played.items() if agent == "expert"}
     assert len(samples) == 6 and [session[-2:] for session in experts] == [".0", ".0"]

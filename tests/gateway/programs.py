@@ -68,7 +68,7 @@ class Played:
 
 
 def program(folder: Path, text: str) -> str:
-    """A function `run` in a file of its own, as external.function."""
+    """Write a function `run` to its own file, as external.function."""
     path = folder / "program.py"
     path.write_text(textwrap.dedent(text))
     return f"{path}:run"
@@ -105,8 +105,9 @@ def playing(
     sums_turns: bool = False,
     counting: Counting | None = None,
 ) -> Iterator[Played]:
-    """Sessions of these settings, or of a function alone, ready for the first batch. parsers: of tool calls, and of thoughts;
-    key: the workers'; renderer, clock, sums_turns: the gateway's."""
+    """Open sessions with these settings, or with only a function, ready for the first batch. parsers: of tool calls and of
+    thoughts; key: the workers'; renderer, clock, sums_turns: the gateway's.
+    """
     settings = ExternalConfig.model_validate({"function": external} if isinstance(external, str) else external)
     doors = agents_of(agents, {"main": renderer or ChatRenderer(model)}, config.max_response_tokens, {"main": parsers})
     with open_gateway(settings, doors, key, clock, sums_turns=sums_turns) as gateway:
@@ -114,7 +115,7 @@ def playing(
 
 
 def turns_of(sample: Sample) -> Sequence[int]:
-    """The lengths of its runs of tokens, its own and others' in turn."""
+    """Return the lengths of a sample's runs of tokens, alternately its own and foreign ones."""
     lengths, last = list[int](), None
     for own in sample.is_sampled.tolist():
         if own != last:

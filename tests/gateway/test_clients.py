@@ -1,4 +1,4 @@
-"""Clients of OpenAI's and Anthropic's protocols play with tools, thoughts and streams; turns go on with the tokens sampled."""
+"""OpenAI and Anthropic clients play with tools, thoughts and streams; turns continue with the sampled tokens."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def scripted(model: Path) -> ScriptedEngine:
-    """Thinks and calls the tool, and then says what it says."""
+    """Think and call the tool, then answer with the text."""
     renderer = ChatRenderer(model)
 
     def script(request: DecodeRequest) -> list[int]:
@@ -165,7 +165,7 @@ def run(problem, client):
 
 @pytest.mark.smoke
 def test_a_program_chooses_calls_and_goes_on_after_refusals(qwen: Path, tmp_path: Path) -> None:
-    """What begins a call that is asked for is not trained; of one call at a time, nothing behind it is drawn."""
+    """Forced beginnings of calls are not trained; with one call at a time, nothing after it is sampled."""
     renderer = ChatRenderer(qwen)
     first = 'add", "arguments": {"a": 1}}\n</tool_call>'
     again = '\n<tool_call>\n{"name": "add", "arguments": {"b": 2}}\n</tool_call>'
@@ -287,10 +287,10 @@ print(json.dumps({"solver": len(said.choices[0].message.content) / 13}))
 def test_prompts_continue_samples_and_equal_calls_are_separate(
     qwen: Path, tmp_path: Path, text: str, turns: list[int]
 ) -> None:
-    """turns: before the last one, of each sample of a session. Equal answers: each call that goes on goes on with one of them."""
+    """turns: turns before the last one, of each sample of a session. Of equal answers, each continuing call takes one."""
     function = program(tmp_path, text)
     played_by = {"command": ["python", function.removesuffix(":run")]} if text is COMMAND else {"function": function}
-    external = {**played_by, "superseded": "train"}  # such an engine may answer one call before the next one comes
+    external = {**played_by, "superseded": "train"}  # such an engine may answer one call before the next one arrives
     with playing(qwen, rollout_config(prompts_per_step=1), external, engine=scripted(qwen)) as played:
         samples = played.samples()
     for session in ("000001.0/", "000001.1/"):

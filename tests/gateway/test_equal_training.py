@@ -1,4 +1,6 @@
-"""A team of ours and the same as a program train alike, from the first token to the weights after a step, to the bit."""
+"""A native team and the same team as a program train identically, bit for bit, from the first token to the weights after a
+step.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ def run(problem, client):
 
 
 class InTurn(Orchestration):
-    """The same, as a team of ours. by_turn: the Solver's first turn has a reward of its own."""
+    """The same as a native team. by_turn: the Solver's first turn has its own reward."""
 
     name = "in_turn"
     by_turn = False
@@ -79,7 +81,7 @@ class InTurnPriced(InTurn):
 
 @dataclass(frozen=True)
 class Trained:
-    """A step on a batch. norms: of the gradient, and of each agent's share of it; checksum: of the weights after it."""
+    """A step on a batch. norms: of the gradient, and of each agent's share of it. checksum: of the weights after the step."""
 
     credited: Credited
     norms: tuple[float | None, ...]
@@ -108,7 +110,7 @@ def digest(parts: Iterable[bytes]) -> str:
 
 
 def shown(name: str, trained: Trained) -> Iterator[str]:
-    """Lines for people: tokens, advantages, gradient."""
+    """Return lines for readers: tokens, advantages, gradient."""
     sequences = sorted(trained.credited.sequences, key=lambda sequence: sequence.uid)
     tokens = digest(
         each.prompt_ids.tobytes() + each.token_ids.tobytes() + each.is_sampled.tobytes() for each in sequences
@@ -125,7 +127,7 @@ def shown(name: str, trained: Trained) -> Iterator[str]:
     ids=["by sample", "by turn"],
 )
 def test_a_team_of_ours_and_the_same_as_a_program_train_alike(model: Path, tmp_path: Path, rules: CreditConfig) -> None:
-    """The last bits of a rollout's log-probs depend on what else is decoded beside it; the update computes its own."""
+    """The last bits of a rollout's log-probs depend on the rest of the batch; the update computes its own."""
     config = rollout_config(group_size=4, pipeline="trajectory")
     by_turn = rules.turns == "returns"
     ours = team_of(model, config, InTurnPriced if by_turn else InTurn).batch()

@@ -1,4 +1,4 @@
-"""Programs and workers that fail cost their sessions and no more."""
+"""Failing programs and workers cost only their own sessions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ LONG = {"max_response_tokens": 60}
 
 
 class Clock:
-    """Seconds that pass when a test says so."""
+    """A clock that a test advances."""
 
     now = 0.0
 
@@ -73,7 +73,7 @@ def test_only_failed_or_hung_sessions_have_missing_rewards(
 
 
 def test_a_hung_worker_is_ended_and_another_plays_its_sessions(model: Path, tmp_path: Path) -> None:
-    """Also where it was the only one."""
+    """Also if it was the only worker."""
     text = f"""
     import os, pathlib, signal
 
@@ -242,7 +242,7 @@ class SolverLast(ScriptedEngine):
 
 @pytest.mark.parametrize("num_turns", [1, 3])
 def test_what_a_program_never_read_is_not_trained(model: Path, tmp_path: Path, num_turns: int) -> None:
-    """The answers before it, in the same sample, are."""
+    """Earlier answers in the same sample are trained."""
     text = f"""
     import http.client, json, urllib.parse
 
@@ -425,7 +425,7 @@ def test_on_end_runs_at_once_if_the_session_is_over() -> None:
 
 
 def test_a_command_and_what_it_started_end_with_a_killed_worker(model: Path, tmp_path: Path) -> None:
-    """The program is started again by another worker, which finds nobody of the first one's alive."""
+    """Another worker starts the program again, and finds no process of the first one alive."""
     script = f"""
 import contextlib, os, pathlib, subprocess, sys, time
 

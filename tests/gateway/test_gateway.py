@@ -1,4 +1,4 @@
-"""Who plays which session, without a port: sessions that wait, workers that are lost, and which call goes on with a sample."""
+"""Assignment of sessions without a port: waiting sessions, lost workers, and which call continues a sample."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def gateway_of(**options: object) -> Gateway:
 
 
 def test_evaluation_sessions_do_not_wait_for_training_ones() -> None:
-    """With overlap these wait for the evaluation to end."""
+    """With overlap, training sessions wait for the evaluation to end."""
     gateway = gateway_of()
     for name in ("1", "2", "3"):
         submit(gateway, name)
@@ -90,7 +90,7 @@ class Direct:
         return await self.session.ask(ask, body, is_retry=is_retry)
 
     def reply(self, uid: str, token_ids: Sequence[int], finish: Finish = Finish.STOP) -> None:
-        """The oldest call without a reply gets this one."""
+        """Answer the oldest open call."""
         call = next(call for call in self.sent if not call.reply.done())
         call.reply.set_result(Reply(uid, np.array(token_ids, np.int32), np.zeros(len(token_ids), np.float32), finish))
 
@@ -105,7 +105,7 @@ def of_tokens(*prompt: int) -> Ask:
 
 
 def test_a_program_is_not_charged_for_the_time_of_open_calls(model: Path) -> None:
-    """external.timeout_s bounds what is left; the seconds of a session are all."""
+    """external.timeout_s limits the time without open calls; a session's seconds include it."""
     direct, ask = Direct(model), of_tokens(5, 6)
     session = direct.session
 
@@ -147,7 +147,7 @@ def test_a_retry_gets_the_first_unread_answer_without_a_call(model: Path) -> Non
         for i in range(4):
             direct.reply(f"s#{i}:0", [5], Finish.ERROR if i == 0 else Finish.STOP)
         await asyncio.wait(tasks)
-        for task in (*tasks[1:], tasks[3]):  # the lost one is not given, and at last that which was read last
+        for task in (*tasks[1:], tasks[3]):  # the lost one is not given, and finally the one that was read last
             assert await direct.ask(ask, b"same", is_retry=True) is task
             direct.session.note_read(task)
         assert await direct.ask(ask, b"another", is_retry=True) not in tasks
@@ -198,7 +198,7 @@ FATES = {  # name: (what happens, the fates of the answers)
 
 
 async def happen(direct: Direct, events: str) -> list[Answer | None]:
-    """The answers. a+0 is a prompt that goes on with the first one."""
+    """Play the events, and return the answers. a+0 is a prompt that continues the first one."""
     tasks: list[asyncio.Task[Answer]] = []
     gone, answers = set[int](), dict[int, Answer]()
     for word, _, what in (event.partition(" ") for event in events.split(", ")):
@@ -296,7 +296,7 @@ def test_a_chat_reuses_its_tokens_and_closes_a_cut_off_turn(model: Path) -> None
 
 
 class ThoughtReader:
-    """Splits a thought off, as vLLM's parsers do."""
+    """Splits off a thought, as vLLM's parsers do."""
 
     reads_calls = False
 
@@ -307,7 +307,7 @@ class ThoughtReader:
 
 @pytest.mark.parametrize(("kind", "goes_on"), [("qwen3", False), ("r1", False), ("plain", True)])
 def test_a_chat_whose_thoughts_a_template_leaves_out_begins_anew(kind: str, goes_on: bool, tmp_path: Path) -> None:
-    """As the template alone renders it, whether thoughts are parsed or not, and sent back or not."""
+    """Rendered as by the template alone, whether or not thoughts are parsed and sent back."""
     user, more = {"role": "user", "content": "3?"}, {"role": "user", "content": "and 5?"}
     renderer = renderer_of(TEMPLATES[kind], tmp_path)
     said = [*renderer.encode_trusted("<think>\nI add.\n</think>\n\n7").tolist(), renderer.eos_id]
@@ -342,7 +342,7 @@ def test_a_thought_is_read_by_each_of_its_names(fields: dict[str, Any]) -> None:
 
 
 def test_a_thought_that_a_template_keeps_goes_on_with_its_tokens(tmp_path: Path) -> None:
-    """Qwen3's until a user writes: the outputs of tools continue the sample, the next question does not."""
+    """Qwen3 keeps thoughts until the next user message: outputs of tools continue the sample, the next question does not."""
     renderer = renderer_of(TEMPLATES["qwen3"], tmp_path)
     direct, user, more = Direct(renderer), {"role": "user", "content": "3?"}, {"role": "user", "content": "and 5?"}
     said = "<think>\nI add.\n</think>\n\nlook"
@@ -365,7 +365,7 @@ def test_a_thought_that_a_template_keeps_goes_on_with_its_tokens(tmp_path: Path)
 
 
 def test_template_options_are_rendered_and_part_of_the_chat(tmp_path: Path) -> None:
-    """Those that the agent has anyway change nothing."""
+    """Options that the agent has anyway change nothing."""
     renderer = renderer_of(TEMPLATES["qwen3"], tmp_path)
     direct = Direct(renderer, template_options={"enable_thinking": True})
     chat = [{"role": "user", "content": "3?"}]
@@ -450,7 +450,7 @@ def test_messages_the_template_rejects_fail_with_its_message(model: Path) -> Non
 
 
 def test_the_worker_file_needs_only_python_3_9_and_its_stdlib() -> None:
-    """It runs in environments that have nothing of ours."""
+    """It runs in environments without our packages."""
     tree = ast.parse(WORKER.read_text("utf-8"), feature_version=(3, 9))
     first, *_ = (node for node in tree.body if isinstance(node, ast.ImportFrom))
     assert first.module == "__future__"  # annotations of later versions are never evaluated
@@ -512,7 +512,7 @@ def test_a_chat_that_comes_back_as_clients_write_it_goes_on(
 
 
 def test_of_two_equal_answers_the_last_goes_on() -> None:
-    """It is the one that the program asked again for."""
+    """The program asked for it again."""
     history, first = known(TEXT)
     again = Strand(np.asarray([1, 2, 3], np.int32), 2, "s#1:0", is_busy=False, call=1)
     history.answered("solver", TOOLS, [SYSTEM, USER, TEXT], again)

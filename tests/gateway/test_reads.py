@@ -1,4 +1,4 @@
-"""Which answers of a session are trained, and what they earn: played without a model, by the machinery of `marsrl try`."""
+"""Which answers of a session are trained, and their rewards, played without a model by the machinery of `marsrl try`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WORDS = {"solver": [r"\boxed{5}", r"\boxed{6}"], "verifier": ["Verdict: correct"
 def credit_of(
     tmp_path: Path, text: str, *settings: str, kind: str = "function"
 ) -> tuple[Credited, dict[str, list[Sample]]]:
-    """The credit of a program's two sessions, and the samples of each session in order; the right answer is 5."""
+    """Return the credit of a program's two sessions, and the samples of each session in order; the right answer is 5."""
     (tmp_path / "run.yaml").write_text(CONFIG)
     words = [f"external.{kind}={program(tmp_path, text)}", *settings]
     config, _ = read_config(tmp_path / "run.yaml", words)
@@ -57,7 +57,7 @@ def run(problem, client):
 
 @pytest.mark.parametrize("superseded", ["mask", "train"])
 def test_an_answer_thrown_away_does_not_earn_the_outcome(tmp_path: Path, superseded: str) -> None:
-    """The session's second answer, 6, is thrown away; a token is a byte here, and ends a turn by one more."""
+    """The session's second answer, 6, is discarded. A token is a byte here, and one more ends a turn."""
     text = AGAIN.replace("RETURNED", "float(client.session.endswith('0'))")
     credited, sessions = credit_of(tmp_path, text, f"external.superseded={superseded}")
     length, masks = len(r"\boxed{5}") + 1, superseded == "mask"
@@ -74,7 +74,7 @@ def test_an_answer_thrown_away_does_not_earn_the_outcome(tmp_path: Path, superse
 
 
 def test_the_task_judges_the_last_answer_that_was_read(tmp_path: Path) -> None:
-    """Call by call 5, 6, 5; 6, 5, 6: the second is thrown away."""
+    """The answers are 5, 6, 5 and 6, 5, 6; the second is discarded."""
     _, sessions = credit_of(tmp_path, AGAIN.replace("RETURNED", "None"))
     found = [[(s.answer, s.reward.correct) for s in samples] for samples in sessions.values()]
     assert found == [[("5", 1.0), ("5", 1.0)], [("6", 0.0), ("6", 0.0)]]
@@ -107,7 +107,7 @@ def run(problem, client):
 
 
 def test_a_session_of_four_samples_counts_as_much_as_one(tmp_path: Path) -> None:
-    """By samples the advantages would be 1/2, four times, and -2."""
+    """By samples, the advantages would be 1/2, four times, and -2."""
     credited, sessions = credit_of(tmp_path, SUMMARIES)
     long, short = sessions.values()
     assert (len(long), len(short)) == (8, 2)
@@ -134,7 +134,7 @@ def test_rewards_by_id_and_by_agent_add_up_with_credit_by_turn(tmp_path: Path) -
         assert chat.reward.turns == (-0.25, 0.0) and chat.reward.value == right - 0.25
         assert alone.reward.turns == (0.5,) and alone.reward.value == right + 0.5
         assert chat.reward.parts == {"program": right, "turns": -0.25} and verifier.reward.is_missing
-        # the agent's reward comes with its last turn, and so with all turns before it
+        # The agent's reward comes with its last turn, and therefore with all turns before it.
         sign = 1 if right else -1
         assert credited.turns[chat.uid] == [sign, sign] and credited.turns[alone.uid] == [sign]
 

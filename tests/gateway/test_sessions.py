@@ -1,4 +1,4 @@
-"""Programs and environments play: what they ask becomes samples, token by token what a team of ours would have."""
+"""Programs and environments play: their calls become samples, with the tokens that a native team would have."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def run(problem, client):
 def test_a_reward_is_the_program_s_or_the_task_s_of_its_answer(
     model: Path, tmp_path: Path, returned: str, solver_rewards: set[float | None]
 ) -> None:
-    """Random weights never say `Answer:`, so that their own answers are wrong."""
+    """Random weights never write `Answer:`, so their own answers are wrong."""
     config, text = rollout_config(prompts_per_step=4), ONE.replace("RETURNED", returned)
     with playing(model, config, program(tmp_path, text)) as played:
         samples = played.samples()
     values = [sample.reward.value for sample in samples.values()]
     assert len(samples) == 8 and {None if value != value else value for value in values} == solver_rewards
     assert max(max(turns_of(sample)[::2]) for sample in samples.values()) <= 40
-    # a sample is cut where its last call was, by that call's limit; the one before it was too
+    # Each sample is cut at its last call's limit.
     assert {sample.finish for sample in samples.values() if turns_of(sample)[-1] == 40} == {Finish.LENGTH}
 
 
@@ -130,7 +130,7 @@ def run(problem, client):
 
 
 class Noting(ChatRenderer):
-    """Notes what it begins and ends; a long prompt waits for the other session's."""
+    """Notes starts and ends; a long prompt waits for the other session's."""
 
     def __init__(self, model: Path, mark: Path) -> None:
         super().__init__(model)
@@ -189,7 +189,7 @@ def test_each_player_has_a_chat_and_the_first_to_hear_begins(model: Path, tmp_pa
     for name, sample in samples.items():
         is_solver = "solver" in name
         assert sample.reward.value == (0.25 if is_solver else 1.0)
-        assert len(turns_of(sample)) == (5 if is_solver else 1)  # three turns, and what is heard between them
+        assert len(turns_of(sample)) == (5 if is_solver else 1)  # three turns, and the text between them
         heard = "<|system|> grade <|user|> 1 2 <|assistant|>" if is_solver else "<|user|> 3 <|user|> 5 6 <|assistant|>"
         assert " ".join(sample.prompt_text.split()) == heard
 
@@ -236,7 +236,7 @@ def test_an_environment_that_asks_nobody_fails_by_name(
     settings = {name: AgentConfig(max_input_tokens=100) for name in ("solver", "verifier")}
     with playing(model, config, {"environment": named}, agents=settings) as played:
         assert played.batch().metrics["rollout/failed_episodes"] == 2
-    assert caplog.text.count(reason) == 1 and caplog.text.count(" failed: as above") == 1  # told once
+    assert caplog.text.count(reason) == 1 and caplog.text.count(" failed: as above") == 1  # reported once
 
 
 def test_the_environment_of_the_page_is_played_as_it_says() -> None:

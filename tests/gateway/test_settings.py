@@ -1,4 +1,4 @@
-"""Settings of programs are refused before a run starts, by their key; `marsrl try` plays a program with made-up answers."""
+"""Settings of programs are refused, by key, before a run starts; `marsrl try` plays a program with made-up answers."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_command_s_files_are_relative_to_the_settings_file(tmp_path: Path) -> 
 
 
 def test_a_program_imports_its_files_but_not_the_worker_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """openai-agents is called `agents`, and so is a file of the gateway, also where a link leads to it."""
+    """openai-agents is called `agents`, like a file of the gateway, also if a link leads to it."""
     (tmp_path / "gateway").symlink_to(WORKER.parent)
     monkeypatch.setattr("marsrl.rollout.gateway.workers.WORKER", tmp_path / "gateway" / WORKER.name)
     (tmp_path / "beside.py").write_text("NAME = 'run'\n")
@@ -98,7 +98,7 @@ Tried = Callable[..., list[str]]
 
 @pytest.fixture
 def tried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Tried:
-    """What `marsrl try` prints of one problem that these external settings play, without the guides of its tree."""
+    """Return the output of `marsrl try` for one problem with these external settings, without the lines of its tree."""
 
     def run(
         external: dict[str, object], *words: str, answers: dict[str, list[str]] | None = None, code: int = 0
@@ -141,7 +141,7 @@ def test_the_tree_shows_calls_by_sample_with_their_rewards(tried: Tried, tmp_pat
     assert lines[verifier + 1].startswith("call 2 reads ") and lines[verifier + 1].endswith("'no'")
     other = next(i for i, line in enumerate(lines) if line.startswith("solver#1:0  1 call  reward 0.5"))
     assert lines[other + 1].startswith("call 4 reads ")
-    assert at < other < verifier  # below solver:0, with whose tokens it begins
+    assert at < other < verifier  # below solver:0, whose tokens it continues
 
 
 def test_answers_are_made_up_and_the_task_judges_the_last_one(tried: Tried, tmp_path: Path) -> None:
@@ -166,11 +166,11 @@ def test_an_error_of_the_program_follows_its_calls_in_full(tried: Tried, tmp_pat
     """
     lines = tried({"function": program(tmp_path, text)}, "rollout.group_size=2", code=1)
     assert any(line == "solver:0  1 call  reward none" for line in lines)
-    assert lines[-1].startswith("the episode failed: same error as episode ")  # shown whole once
+    assert lines[-1].startswith("the episode failed: same error as episode ")  # shown in full once
     lines = tried({"function": program(tmp_path, text)}, code=1)
     error = lines[lines.index("the episode failed: the program failed: Traceback (most recent call last):") :]
     assert 'return found["answer"]' in error and error[-1] == "KeyError: 'answer'"
-    assert not any("worker.py" in line for line in error)  # no frames but the program's
+    assert not any("worker.py" in line for line in error)  # only the program's frames
 
 
 ASKS = """

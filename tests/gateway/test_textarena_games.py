@@ -1,4 +1,4 @@
-"""Games of textarena as environments: who hears what, rewards by player, and names that are wrong."""
+"""Games of textarena as environments: who reads what, rewards by player, and wrong names."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Guess(Game):
 
 
 class Players:
-    """A client whose agents make these moves, one after the other."""
+    """A client whose agents make these moves in turn."""
 
     def __init__(self, agents: list[str], moves: list[str]) -> None:
         self.agents, self.moves = agents, iter(moves)
@@ -57,7 +57,7 @@ def test_two_agents_play_each_other_and_have_own_rewards(tmp_path: Path) -> None
     assert (
         "[Player 0] [4]" in second[0] and "invalid move" in second[2]
     )  # the brackets of 4 are added, the cell is taken
-    assert "[Player 0] [1]" in second[4] and "You are Player 1" not in second[4]  # rules are heard once
+    assert "[Player 0] [1]" in second[4] and "You are Player 1" not in second[4]  # rules are shown once
 
 
 @needs_textarena

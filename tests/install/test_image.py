@@ -1,4 +1,4 @@
-"""Dockerfile and compose.yaml fit each other, the locks, the documents and what is not ignored. Nothing is built."""
+"""Dockerfile and compose.yaml agree with each other, the locks, the documents and the ignored files. Nothing is built."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ARGUMENTS = {line.split()[1].partition("=")[0] for line in LINES if line.startsw
 
 
 def is_ignored(path: str) -> bool:
-    """By .dockerignore, whose patterns name no path by its content."""
+    """Return True if .dockerignore excludes the path."""
     patterns = (ROOT / ".dockerignore").read_text().split()
     parents = [path, *map(str, Path(path).parents)]
     return any(fnmatch(each, pattern.removeprefix("**/")) for each in parents for pattern in patterns)
@@ -59,7 +59,7 @@ def test_compose_builds_the_image_for_gpus() -> None:
 
 
 def test_every_docker_command_of_the_documents_is_checked() -> None:
-    """`docker run` starts what other tests run: the doctor and the default run."""
+    """Other tests run what `docker run` starts: the doctor and the default run."""
     found = run_by("test_every_docker_command_of_the_documents_is_checked")
     assert found and not [
         each for each in found if not re.fullmatch(r"docker build .*|docker run .* marsrl:\w+( .*)?", each)

@@ -1,4 +1,4 @@
-"""`make install` as a user runs it, in a folder of its own: the real make, script, pip and venv; the wheels are stand-ins."""
+"""`make install` as a user runs it, in its own folder: the real make, script, pip and venv, with stand-ins for the wheels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCH = "import types\n__version__, version = {0!r}, types.SimpleNamespace(cuda={1!r})\n"
-# an editable wheel of marsrl is the one that lies beside the others
+# An editable wheel of marsrl is the one beside the others.
 BACKEND = """
 import os, shutil
 def build_editable(folder, *words):
@@ -28,7 +28,7 @@ LOCKS = {
 
 
 def wheel(folder: Path, name: str, version: str, files: dict[str, str]) -> None:
-    """A wheel that holds these texts."""
+    """Write a wheel with these texts."""
     stem = f"{name.replace('-', '_')}-{version}"
     information = {
         "METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
@@ -41,7 +41,7 @@ def wheel(folder: Path, name: str, version: str, files: dict[str, str]) -> None:
 
 
 class Clone:
-    """A checkout that holds what `make install` reads."""
+    """A checkout with the files that `make install` reads."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.wheels, self.programs = folder / "clone", folder / "wheels", folder / "bin"
@@ -90,7 +90,9 @@ class Clone:
         return subprocess.run(["make", *words], cwd=self.folder, env=environment, capture_output=True, text=True)
 
     def assert_holds(self, device: str) -> None:
-        """torch of its CUDA, its vllm with no file of the other's, and the distributions of its set alone."""
+        """Check that the environment has torch of this CUDA version, vllm without files of the other build, and only its set's
+        packages.
+        """
         script = (
             "import json, os, torch, vllm; from importlib.metadata import distributions as all; "
             "print(json.dumps([torch.version.cuda, vllm.name, sorted(os.listdir(vllm.__path__[0])), "
@@ -114,7 +116,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Clone:
 def test_a_device_set_stays_until_the_other_is_requested(clone: Clone) -> None:
     done = clone.make("install")
     assert done.returncode == 0, done.stderr
-    clone.assert_holds("cpu")  # no GPU, nothing asked
+    clone.assert_holds("cpu")  # no GPU, nothing requested
     assert "constraints/install.sh" not in clone.make("install").stdout
     done = clone.make("install", device="cuda")  # a login node for GPU nodes
     assert done.returncode == 0 and "removing the cpu set" in done.stdout, done.stderr
@@ -123,14 +125,14 @@ def test_a_device_set_stays_until_the_other_is_requested(clone: Clone) -> None:
     done = clone.make("install")
     assert done.returncode == 0 and "the cuda set" in done.stdout and "removing" not in done.stdout, done.stderr
     clone.assert_holds("cuda")
-    for goal in ("test", "train"):  # what needs an install installs what is asked for
+    for goal in ("test", "train"):  # targets that need an install make the requested one
         assert "constraints/install.sh" not in clone.make("--dry-run", goal).stdout
         assert "constraints/install.sh" in clone.make("--dry-run", goal, device="cpu").stdout
     done = clone.make("install", device="cpu")
     assert done.returncode == 0 and "removing the cuda set" in done.stdout, done.stderr
     clone.assert_holds("cpu")
     clone.has_gpu(True)
-    assert clone.make("install", device="").returncode == 0  # nothing is asked any more: as the machine is
+    assert clone.make("install", device="").returncode == 0  # nothing is requested any more: as for this machine
     clone.assert_holds("cuda")
 
 
@@ -138,7 +140,7 @@ def test_a_device_set_stays_until_the_other_is_requested(clone: Clone) -> None:
 def test_a_wrong_torch_build_is_an_error_and_is_tried_again(clone: Clone) -> None:
     assert clone.make("install", device="cpu").returncode == 0
     (clone.wheels / "torch-2.13.0-py3-none-any.whl").unlink()
-    done = clone.make("install", device="cuda")  # 2.13.0+cpu alone is no answer
+    done = clone.make("install", device="cuda")  # 2.13.0+cpu alone does not satisfy it
     assert done.returncode == 2 and "torch!=2.13.0+cpu,==2.13.0" in done.stderr
     wheel(clone.wheels, "torch", "2.13.0", {"torch/__init__.py": TORCH.format("2.13.0", "12.6")})
     for device in ("cuda", "cuda"):

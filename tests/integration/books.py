@@ -1,4 +1,4 @@
-"""Invariants of a run's directory after its processes have ended, however they ended."""
+"""Invariants of a run's directory after its processes have ended, for whatever reason."""
 
 from __future__ import annotations
 
@@ -17,22 +17,20 @@ from marsrl.trainer.runs.manifest import damage
 
 
 class Loss(Exception):
-    """Something was lost, left behind, or said wrongly."""
+    """Raised if something was lost, left behind, or reported wrongly."""
 
 
 def last_line(output: str) -> str:
-    """The last one of ours in a console's output: torchrun's follow it."""
+    """Return our last line of a console's output, which torchrun's lines follow."""
     return next((line for line in reversed(output.splitlines()) if line.startswith("marsrl: ")), "")
 
 
 def check_books(run: RunDirectory, group_size: int, damaged: Set[str] = frozenset()) -> None:
-    """Metrics, checkpoints, samples and instances of a run.
+    """Check metrics, checkpoints, samples and instances of a run.
 
-    damaged: checkpoints, or `latest`, that need not be whole.
+    damaged: checkpoints, or `latest`, that need not be intact.
 
-    Raises:
-        Loss: something is missing, or there twice.
-    """
+    Raises Loss if something is missing or duplicated."""
     if not run.path.exists():
         return
     rows = [row.step for row in read_metrics(run.metrics)] if run.metrics.exists() else []
@@ -57,10 +55,9 @@ def read_books(checkpoint: Path) -> RolloutState:
 
 @dataclass
 class SessionsBook:
-    """Sessions of an external program, as mischief.py notes them at `path`, beside those that the run has trained.
+    """Sessions of an external program, as mischief.py notes them at `path`, and those that the run has trained.
 
-    num_played: of sessions that were over when a run stood still, how often they had been begun.
-    """
+    num_played: number of starts of each session that was over when the run stopped."""
 
     path: Path
     num_played: dict[str, int] = field(default_factory=dict)
@@ -69,11 +66,9 @@ class SessionsBook:
         return self.path.read_text().splitlines() if self.path.exists() else []
 
     def check(self, run: RunDirectory) -> None:
-        """Nothing that was over is played again, and no session is trained twice, by whatever name its samples have.
+        """Check that no finished session is played again, and none is trained twice, whatever the names of its samples.
 
-        Raises:
-            Loss: one is.
-        """
+        Raises Loss otherwise."""
         latest = run.latest_checkpoint() if run.path.exists() else None
         begun = Counter(line.split()[0] for line in self.lines() if line.endswith("begins"))
         if again := [name for name, number in self.num_played.items() if begun[name] != number]:
@@ -97,13 +92,15 @@ class SessionsBook:
 
 
 def _play_of(uid: str) -> tuple[str, str]:
-    """(session, agent): `000001.0/solver#0.2:0` is what the third worker that played the session came to."""
+    """Return (session, agent): `000001.0/solver#0.2:0` belongs to the third worker's attempt at the session."""
     session, _, name = uid.partition("/")
     return session, name.partition("#")[0].partition(":")[0]
 
 
 def _check_samples(run: RunDirectory, checkpoint: Path, last: int, group_size: int) -> None:
-    """Up to the last step each sample is there once, each first group of a problem trained or in the checkpoint's books."""
+    """Check that up to the last step each sample exists once, and each first group of a problem is trained or in the checkpoint's
+    state.
+    """
     files = step_files(run.samples)
     uids: Counter[str] = Counter()
     groups: Counter[str] = Counter()
@@ -130,13 +127,13 @@ def _check_samples(run: RunDirectory, checkpoint: Path, last: int, group_size: i
     drawn = {f"{number:06d}" for number in range(1, books.num_instances + 1)}
     there = {group.partition("/")[0] for group in groups if group.endswith("/solver")}
     open_sessions = [each for i in books.instances.values() for each in i.episodes.values() if each.open_calls]
-    there |= {session.rollout_id for session in open_sessions}  # played from their beginning
+    there |= {session.rollout_id for session in open_sessions}  # they are played from their beginning
     if drawn != there:
         raise Loss(f"instances lost: {sorted(drawn - there)[:5]}, unknown: {sorted(there - drawn)[:5]}")
 
 
 def _check_tokens(run: RunDirectory) -> None:
-    """Logged tokens are whole, and those of the step's samples."""
+    """Check that logged tokens are complete, and belong to the step's samples."""
     files = step_files(run.samples)
     for step, file in step_files(run.tokens).items():
         samples, log = list(read_samples(files[step])), read_tokens(file)

@@ -1,4 +1,4 @@
-"""Whole runs as a user starts them: torchrun or python, real vLLM in a Ray actor, Megatron; settings as small as can be."""
+"""Whole runs as a user starts them: torchrun or python, real vLLM in a Ray actor, Megatron, with the smallest settings."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Runner:
 
 @pytest.fixture(scope="session")
 def first_run(runner: Runner) -> Path:
-    """Four steps from a fresh warm start, whatever other tests have left in the cache."""
+    """Four steps from a new warm start, independent of other tests' cache."""
     shutil.rmtree(runner.cache, ignore_errors=True)
     return runner.run("first", "run.steps=4", ranks=1)

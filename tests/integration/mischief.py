@@ -1,4 +1,4 @@
-"""A program that keeps a book of the sessions that it plays, and does mischief where a file tells it to (tests/chaos.py)."""
+"""A program that records the sessions that it plays, and misbehaves as a file tells it to (tests/chaos.py)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
-PLAYED = "MARSRL_PLAYED"  # environment variable with the book's path; the file of the mischief lies beside it
+PLAYED = "MARSRL_PLAYED"  # environment variable with the record's path; the instructions lie beside it
 MOST_CALLS = 3
 
 
@@ -51,7 +51,7 @@ def run(problem: SimpleNamespace, client: Any) -> dict[str, float]:
         except urllib.error.HTTPError as error:
             assert error.code == 413
         except OSError:
-            pass  # it was cut off before all was sent
+            pass  # it was cut off before everything was sent
         else:
             raise AssertionError("a request beyond external.max_body_mib was answered")
     _note(book, f"{client.session} ends {mischief}")
@@ -59,5 +59,5 @@ def run(problem: SimpleNamespace, client: Any) -> dict[str, float]:
 
 
 def _note(book: Path, line: str) -> None:
-    with open(book, "ab", buffering=0) as file:  # whole, whoever else writes and whatever is killed
+    with open(book, "ab", buffering=0) as file:  # complete lines, whatever else writes or is killed
         file.write(f"{line}\n".encode())

@@ -1,4 +1,4 @@
-"""Runs whose engines say what a test wants, in place of those that rollout.engine names."""
+"""Runs with scripted engines in place of those that rollout.engine names."""
 
 from __future__ import annotations
 
@@ -38,12 +38,15 @@ from marsrl.trainer.report.samples_log import SampleRecord, read_samples
 from marsrl.trainer.run import Run
 from marsrl.trainer.runs.directory import RunDirectory, step_files
 
-BRIEFLY = ("agents.verifier1.prompt=chain", "agents.verifier2.prompt=chain")  # those of math have 2,000 bytes
+BRIEFLY = (
+    "agents.verifier1.prompt=chain",
+    "agents.verifier2.prompt=chain",
+)  # math's prompts for Verifiers have 2,000 bytes
 
 
 @contextmanager
 def engines_are(engine: Callable[[], Engine]) -> Iterator[None]:
-    """In the body every engine of a run or an evaluation in this process is one of these."""
+    """Replace every engine of runs and evaluations in this process, inside the block."""
 
     def make_pool(policy: str, spec: EngineSpec, config: RolloutConfig, **others: Any) -> EnginePool:
         replicas = LocalReplicas([engine() for _ in range(config.engines)])
@@ -54,7 +57,7 @@ def engines_are(engine: Callable[[], Engine]) -> Iterator[None]:
 
 
 class ScriptedWithWeights(ScriptedEngine):
-    """Says what the script says, and scores a weight sync's probe with the weights that it was sent."""
+    """Answers by the script, and scores a weight sync's probe with the weights that it received."""
 
     def __init__(
         self, model: Path, *args: Any, adapters: Mapping[str, AdapterConfig] | None = None, **options: Any
@@ -84,14 +87,14 @@ def saying(
     kind: type[ScriptedWithWeights] = ScriptedWithWeights,
     **options: Any,
 ) -> Callable[[], Engine]:
-    """Engines that say what the script says, with the tokens of this model."""
+    """Return engines that answer by the script, with this model's tokens."""
     renderer = ChatRenderer(model)
     encode = lambda text: renderer.encode_trusted(text).tolist()  # noqa: E731
     return functools.partial(kind, model, script, encode=encode, **options)
 
 
 def half_right(request: DecodeRequest, rng: random.Random | None = None) -> str:
-    """An answer, 7 or 8, or a Verifier's verdict: by a coin that the sample's name decides."""
+    """Return an answer, 7 or 8, or a Verifier's verdict, at random by the sample's name."""
     rng = rng or random.Random(request.uid)
     if request.uid.rpartition("/")[2].startswith("verifier"):
         return f"Findings: none\nVerdict: {rng.choice(['correct', 'wrong'])}"
@@ -99,7 +102,7 @@ def half_right(request: DecodeRequest, rng: random.Random | None = None) -> str:
 
 
 def on_sevens(folder: Path, model: Path, *more: str) -> list[str]:
-    """Settings of a small run of the policy `main` on problems whose answer is 7."""
+    """Return settings of a small run of the policy `main` on problems whose answer is 7."""
     return [
         "task=math", f"data.train={sevens(folder)}", f"policies.main={{model: {model}, dtype: float32}}",
         "rollout.engine=local", "rollout.prompts_per_step=2", "rollout.group_size=4", "rollout.max_response_tokens=120",
@@ -109,7 +112,7 @@ def on_sevens(folder: Path, model: Path, *more: str) -> list[str]:
 
 @contextmanager
 def opened(folder: Path, words: Sequence[str]) -> Iterator[Run]:
-    """A run called `scripted` in folder/runs, opened as trainer/main.py opens it, in this process."""
+    """Open a run called `scripted` in folder/runs, as trainer/main.py does, in this process."""
     checked = preflight(read_config(None, words)[0], world_size=1)
     directory = RunDirectory.create(folder / "runs", "scripted", "math_default", checked.config.run.resume)
     directory.write_config(checked.config.model_dump(mode="json"))
@@ -118,24 +121,24 @@ def opened(folder: Path, words: Sequence[str]) -> Iterator[Run]:
 
 
 def train_here(folder: Path, words: Sequence[str]) -> RunDirectory:
-    """Such a run to its end."""
+    """Train such a run to its end."""
     with opened(folder, words) as run:
         train(run)
         return run.directory
 
 
 def samples_of(run: RunDirectory) -> list[SampleRecord]:
-    """Samples of all steps, in order."""
+    """Return the samples of all steps, in order."""
     return [record for path in step_files(run.samples).values() for record in read_samples(path)]
 
 
 def rows_of(run: RunDirectory) -> list[dict[str, Any]]:
-    """The values of metrics.jsonl."""
+    """Return the values of metrics.jsonl."""
     return [row.values for row in read_metrics(run.metrics)]
 
 
 def untimed(run: RunDirectory) -> list[dict[str, Any]]:
-    """metrics.jsonl without what a clock measures."""
+    """Return metrics.jsonl without measured times."""
 
     def is_timing(name: str) -> bool:
         return name.startswith(("timing_s/", "latency_s/", "perf/")) or name.endswith(("_per_s", "seconds", "_s"))

@@ -1,5 +1,6 @@
-"""The smallest settings of the default run that still do all of it: real vLLM in Ray actors, Megatron, all five agents; and the
-start of such runs as a user starts them."""
+"""The smallest settings with which the default run still does everything (real vLLM in Ray actors, Megatron, all five agents),
+and helpers that start such runs as a user does.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +14,12 @@ from pathlib import Path
 
 import psutil
 
-# What tests ask of a whole run holds for every draw: MARSRL_TEST_SEED=3 has it draw otherwise (tests/README.md).
+# Tests of a whole run must hold for every draw: MARSRL_TEST_SEED=3 uses other draws (tests/README.md).
 SEED = (f"run.seed={os.environ['MARSRL_TEST_SEED']}",) if "MARSRL_TEST_SEED" in os.environ else ()
 
 MAIN = Path(__file__).resolve().parents[2] / "trainer" / "main.py"
 
-# A task of one or two operations is learned in seconds, from tutors that slip often; the run stays MarsRL in every part.
+# Problems of one or two operations are learned in seconds, from tutors that slip often; otherwise the run is MarsRL.
 ARITHMETIC = (
     "task_options={min_operations: 1, max_operations: 2}",
     "warm_start={max_solver_steps: 30, short_steps: 15, solver_loss: 0.5, max_team_steps: 8, decay_steps: 12, "
@@ -26,44 +27,44 @@ ARITHMETIC = (
 )
 SMALL = (
     *SEED,
-    "loss.entropy_coef=0.01",  # each step trains, also where the rewards of every group are equal, as a poor team's may be
+    "loss.entropy_coef=0.01",  # each step trains, even if a weak team's rewards are all equal
     "evaluate={num_problems: 12, fixed_inputs: 8, accept_after: 1, max_iterations: 2, temperature: 1.0, top_p: 1.0}",
     "rollout.prompts_per_step=3",
     "rollout.group_size=4",
     "rollout.vllm.max_num_seqs=64",
     "rollout.vllm.kv_cache_mib=64",
 )
-# A poor Solver has few right-and-wrong pairs.
+# A weak Solver has few pairs of right and wrong answers.
 TEAM = "agents={verifier1: {pick: adaptive}, verifier2: {pick: adaptive}}"
 
 
 def run_here(words: list[str]) -> None:
-    """A run of trainer/main.py in this process."""
+    """Run trainer/main.py in this process."""
     from marsrl.trainer.main import main
 
     assert main([*words, *SEED]) == 0
 
 
 def sevens(folder: Path, number: int = 40, *, name: str = "train.jsonl", answer: str = "7") -> Path:
-    """A file of problems that ask for a number and have this answer."""
+    """Write a file of problems that ask for a number and have this answer."""
     lines = [{"question": f"What is {answer}, asked for the {i}th time?", "answer": answer} for i in range(number)]
     (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
     return folder / name
 
 
 def started_with(variable: str, value: str) -> list[psutil.Process]:
-    """All but this one whose environment has it, as children inherit it, with their name and cmdline in `info`."""
+    """Yield the other processes whose environment has this variable, which children inherit, with name and cmdline in `info`."""
     every = psutil.process_iter(["name", "cmdline", "environ"])
-    alive = [each for each in every if each.info["cmdline"] is not None]  # None: it ended before, or while, it was read
+    alive = [each for each in every if each.info["cmdline"] is not None]  # None: it ended before or during the read
     return [each for each in alive if (each.info["environ"] or {}).get(variable) == value and each.pid != os.getpid()]
 
 
-LIMIT_S = 1200  # only a run that hangs takes so long
+LIMIT_S = 1200  # only a hanging run takes this long
 
 
 @dataclass(frozen=True)
 class Runner:
-    """Starts runs in one folder with one cache of warm starts."""
+    """Starts runs in one folder, with one cache of warm starts."""
 
     folder: Path
     cache: Path
@@ -72,7 +73,7 @@ class Runner:
         return {**os.environ, "MARSRL_CACHE": str(self.cache), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
     def start(self, name: str, *words: str, ranks: int = 0) -> subprocess.Popen[str]:
-        """ranks: of torchrun; 0: a process by itself, without it."""
+        """Start a run. ranks: of torchrun; 0: one process, without torchrun."""
         launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks else []
         default = [] if any(word.startswith("preset=") for word in words) else [*ARITHMETIC, TEAM]
         settings = [f"run.dir={self.folder}", f"run.name={name}", *default, *SMALL, *words]
@@ -86,7 +87,7 @@ class Runner:
         )
 
     def run(self, name: str, *words: str, ranks: int = 0) -> Path:
-        """A run to its end; its directory."""
+        """Run to the end, and return the run's directory."""
         process = self.start(name, *words, ranks=ranks)
         try:
             output, _ = process.communicate(timeout=LIMIT_S)
@@ -94,5 +95,5 @@ class Runner:
             os.killpg(process.pid, signal.SIGKILL)
             raise
         assert process.returncode == 0, output[-6000:]
-        assert "uthentication" not in output, output[-6000:]  # Ray's words about its token are not for this user
+        assert "uthentication" not in output, output[-6000:]  # Ray's messages about its token are not for this user
         return self.folder / name

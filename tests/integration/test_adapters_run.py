@@ -1,5 +1,6 @@
-"""Two adapters and the bare base of one model play in one pool of engines, and both adapters are trained. A script decodes; our
-own engine holds and scores what is published."""
+"""Two adapters and their base play in one pool of engines, and both adapters are trained. A script decodes; our own engine stores
+and scores what is published.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ ADAPTERS = {
 
 
 class Killed(Exception):
-    """As good as a signal: nothing is saved on the way out."""
+    """Acts like a signal: nothing is saved on exit."""
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +60,7 @@ def test_policies_of_one_base_share_a_pool_and_resume_exactly(words: list[str], 
     versions = {(each.agent[0], segment.version) for each in samples for segment in each.segments}
     assert versions == {("c", 0), *((agent, version) for agent in "sv" for version in range(2))}
 
-    # killed between two publishes: one had the new version already, in engines that are gone; both come from the checkpoint
+    # Killed between two publishes: engines that are gone already had one new version. Both come from the checkpoint.
     with pytest.raises(Killed), opened(tmp_path / "killed", words) as run:
         publish = run.publish
 

@@ -29,7 +29,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.smoke]
 
 
 def start(*launcher: str) -> subprocess.CompletedProcess[str]:
-    """A run with a wrong key."""
+    """Start a run with a wrong key."""
     command = [sys.executable, *launcher, str(MAIN), "rollout.group_sise=4"]
     return subprocess.run(command, capture_output=True, text=True, timeout=600)
 
@@ -39,10 +39,9 @@ Refusal = Callable[..., str]
 
 @pytest.fixture
 def refusal(capsys: pytest.CaptureFixture[str]) -> Refusal:
-    """The one message of a run that is refused (in this process: a start of Python for each would take minutes).
+    """Return the single message of a refused run, in this process, because starting Python for each would take minutes.
 
-    Where it begins with a key, a line says where more is.
-    """
+    If it begins with a key, a line says where to read more."""
 
     more = re.compile(r"\(more: docs/\w+\.md, marsrl config --explain [\w.<>]+\)")
 
@@ -229,7 +228,7 @@ def test_the_asking_rank_rejects_an_unset_server_key(tmp_path: Path, refusal: Re
     served = SERVED.replace("/nowhere", str(init_model("tiny", "bytes", tmp_path / "model")))
     words = ["--dry-run", served, "judge={policy: judge}", "policies.judge.openai.api_key_env=NO_SUCH_KEY"]
     assert "policies.judge.openai.api_key_env names NO_SUCH_KEY, which is not set or empty" in refusal(*words)
-    os.environ["RANK"] = "1"  # of another host, which need not have the key
+    os.environ["RANK"] = "1"  # another host, which need not have the key
     assert main(words) == 0
 
 

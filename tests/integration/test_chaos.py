@@ -14,12 +14,14 @@ from small_run import Runner
 
 pytestmark = pytest.mark.slow
 KINDS = ("kill-worker", "kill-both", "stop-rank", "kill-torchrun")
-SEED = "9"  # of which the run has two ranks, and is struck while it trains
+SEED = "9"  # with this seed the run has two ranks and is struck while it trains
 
 
 def test_four_faults_cost_nothing(runner: Runner) -> None:
-    """A killed worker, a killed rank with a worker, a silent rank, which ends the run by name, and a killed torchrun, whose ranks
-    end by themselves; the run goes on after each, and then comes to its end. No session is played or trained twice."""
+    """The faults: a killed worker; a killed rank with a worker; a silent rank, which the run names when it ends; and a killed
+    torchrun, whose ranks end by themselves. The run continues after each and reaches its end. No session is played or trained
+    twice.
+    """
     (command,) = run_by("test_four_faults_cost_nothing")
     words = [*shlex.split(command)[1:], "--external", "--faults", "4", "--seed", SEED, "--kinds", *KINDS]
     done = subprocess.run([sys.executable, *words], cwd=ROOT, env=runner.environment(), capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""The default run in small: all real parts, the same twice, resumed as if never stopped."""
+"""The default run in small: all real parts, reproducible, and resumed exactly."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.slow
 
 
 def without_seconds(found: Evaluation | None) -> Evaluation:
-    """The evaluation without measured seconds."""
+    """Return the evaluation without measured seconds."""
     assert found is not None
     usage = {agent: used.model_copy(update={"seconds": None}) for agent, used in found.usage.items()}
     return found.model_copy(update={"usage": usage, "latency": None})
@@ -53,11 +53,11 @@ def test_a_run_leaves_its_files_and_a_summary_of_what_ran(first_run: Path) -> No
     in_steps = sum(row["rollout/tokens"] for row in rows)  # type: ignore[misc]
     in_episodes = sum(used.output_tokens for each in (summary.before, summary.after) for used in each.usage.values())
     (decoded,) = summary.tokens_per_engine
-    assert decoded > in_steps + in_episodes > in_steps > 0  # the rest: of agents that evaluations try apart
+    assert decoded > in_steps + in_episodes > in_steps > 0  # the rest: agents that evaluations test alone
     assert all(row["actor/empty_steps"] == row["actor/skipped_steps"] == 0 for row in rows)
     assert summary.verified_syncs == 1 + len(rows)  # the initial weights, and every new version
     assert summary.timings.keys() >= {"warm_start", "rollout", "step", "publish"}
-    # in the mean: whose router has two experts that are as good to rounding goes another way (docs/numerics.md)
+    # Compared in the mean: rounding can change the choice between two nearly equal experts (docs/numerics.md).
     assert all(row["train_rollout/prob_diff_mean"] < 1e-2 for row in rows)  # type: ignore[operator]
     assert all(row["sync/probe_diff_median"] < 1e-5 and row["sync/probe_tokens"] == 640 for row in rows)
     assert (first_run / "config.yaml").is_file() and list((first_run / "tensorboard").iterdir())
@@ -73,7 +73,7 @@ def test_every_metric_is_on_the_page_that_says_what_it_means(first_run: Path) ->
 
 @pytest.mark.smoke
 def test_the_trace_shows_the_engine_decoding_within_the_rollout(first_run: Path) -> None:
-    """Ordered by the weights, as engine and trainer have a clock each: a rollout decodes between two publishes."""
+    """Ordered by weight versions, because engine and trainer have separate clocks: a rollout decodes between two publishes."""
     spans = read_trace(first_run / "trace.json")  # in the order of their starts
     assert {span.lane for span in spans} >= {"rank/0", "engine/0", "credit/main", "reward/pool", "sync/main"}
     assert [s.name for s in spans if s.lane == "mark/stage"] == [f"stage {n}" for n in range(1, 5)]
@@ -93,7 +93,7 @@ def test_the_trace_shows_the_engine_decoding_within_the_rollout(first_run: Path)
 
 
 def warm_started(cache: Path, config_file: Path | None, *words: str) -> Path:
-    """Folder of a config's warm-started policy in a cache; None: of the default config."""
+    """Return the folder of a config's warm-started policy in a cache. None: the default config."""
     config, _ = read_config(config_file, words)
     return cache / "warm_start" / name_of(recipe_of(config))
 
@@ -127,23 +127,25 @@ def test_commands_on_a_run_are_as_they_are_written(
 
 
 def test_the_default_run_starts_as_it_is_written(first_run: Path, runner: Runner, tmp_path: Path) -> None:
-    """`make train`'s command, from the ready-made start; another seed finds the first run's, which was taught less well."""
+    """Runs `make train`'s command with the ready-made start; another seed uses the first run's start, which was trained less."""
     (command,) = run_by("test_the_default_run_starts_as_it_is_written")
     desk = Desk(tmp_path)
     shutil.copytree(warm_started(runner.cache, first_run / "config.yaml"), warm_started(desk.cache, None, *SEED))
     run = desk.until_version_1(desk.words(command, Path))
-    ours, interrupted, _ = desk.console().partition("marsrl: interrupted")  # what follows is torchrun's traceback
+    ours, interrupted, _ = desk.console().partition("marsrl: interrupted")  # torchrun's traceback follows
     assert interrupted and "warm start: training now" not in ours and "Traceback" not in ours, desk.console()[-4000:]
     (step,) = read_metrics(run / "metrics.jsonl")[:1]
     assert (step.values.get("sync/seconds") or 0) > 0 or step.values["actor/empty_steps"] == 1
     found = read_config(run / "config.yaml")[0]
     assert found.model_dump() == with_backend(read_config(None, SEED)[0], on_gpus=False).model_dump()
-    of_step_1 = read_samples(step_files(RunDirectory(run).samples)[1])  # a second one may have ended before Ctrl-C came
+    of_step_1 = read_samples(
+        step_files(RunDirectory(run).samples)[1]
+    )  # a second step may have ended before Ctrl-C arrived
     assert step.values["actor/empty_steps"] == (not any(sample.advantage for sample in of_step_1))
 
 
 def test_ctrl_c_leaves_nothing_behind_and_resume_is_exact(first_run: Path, runner: Runner) -> None:
-    """And the same seed gives the same metrics, to the bit, whether the warm start was made or cached, by torchrun or without."""
+    """The same seed gives bitwise equal metrics, whether the warm start was made or cached, with torchrun or without."""
     left_behind = functools.partial(started_with, "MARSRL_CACHE", str(runner.cache))
     settings = ("stopped", "run.steps=4")
     began = time.monotonic()
@@ -160,13 +162,13 @@ def test_ctrl_c_leaves_nothing_behind_and_resume_is_exact(first_run: Path, runne
     process.send_signal(signal.SIGINT)
     stopping = time.monotonic()
     output, _ = process.communicate(timeout=900)
-    elapsed = time.monotonic() - stopping  # 10 s are promised; a slow machine is as slow in starting
+    elapsed = time.monotonic() - stopping  # 10 s are promised; a slow machine also starts slowly
     assert finds_raylet
     assert elapsed < max(60, stopping - began), f"stopped after {elapsed:.0f} s, started in {stopping - began:.0f} s"
     assert process.returncode != 0
     assert "is intact: resume by adding run.name=stopped run.resume=auto" in output, output[
         -4000:
-    ]  # Ray left us our SIGTERM
+    ]  # Ray left us our SIGTERM handler
     assert "Fatal Python error" not in output and "*** SIGTERM received" not in output
     deadline = time.monotonic() + 300
     while left_behind() and time.monotonic() < deadline:

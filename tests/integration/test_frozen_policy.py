@@ -1,4 +1,6 @@
-"""A team of a trained policy and a frozen one behind a chat server: the whole loop. Refused: trainer/test_read_config.py."""
+"""A trained policy and a frozen one behind a chat server play in one team, with the whole loop. Refusals:
+trainer/test_read_config.py.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from marsrl.trainer.runs.directory import step_files
 
 
 def verify(handler: Handler, body: dict[str, object], before: int) -> None:
-    """Verdicts by a coin; now and then busy, now and then broken for good."""
+    """Return random verdicts; now and then the server is busy, or fails for good."""
     seed = int(str(body["seed"]))
     if seed % 5 == 0 and not before:
         handler.send(429, b"busy")
@@ -43,12 +45,12 @@ def test_a_trained_policy_learns_beside_a_frozen_one(tmp_path: Path) -> None:
         directory = train_here(tmp_path, on_sevens(tmp_path, model, *words))
     samples = samples_of(directory)
     verdicts = [r for r in samples if r.agent == "verifier1"]
-    assert len(server.bodies) > len(verdicts) > 0  # some were asked twice
+    assert len(server.bodies) > len(verdicts) > 0  # some were requested twice
     assert {r.verdict for r in verdicts} >= {True, False} and all(r.advantage is None for r in verdicts)
     assert {part.version for r in verdicts for part in r.segments} == {0}
     assert {part.version for r in samples if r.agent == "solver" for part in r.segments} == {0, 1, 2}
     logged = [record for file in step_files(directory.tokens).values() for record in read_tokens(file)]
-    of_judge = [record for record in logged if record.policy == "judge"]  # whose server says no log-probs
+    of_judge = [record for record in logged if record.policy == "judge"]  # whose server returns no log-probs
     assert {record.agent for record in of_judge} >= {"verifier1"} and {record.update for record in of_judge} == {0}
     assert all(np.isnan(record.rollout_logprobs).all() for record in of_judge)
     assert {record.update for record in logged if record.policy == "main"} >= {1}

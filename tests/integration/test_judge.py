@@ -1,4 +1,4 @@
-"""A model judges: runs and evaluations with a frozen policy of ours and with a server as the judge, and what is refused."""
+"""A model judges: runs and evaluations with a frozen policy or a server as the judge, and refusals."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Say = Callable[[str], str]
 
 @pytest.fixture
 def engines(model: Path) -> Iterator[Callable[[Say, Say], object]]:
-    """engines(team, judge): all engines of ours say this, of the uid of a sample or of the answer that is judged."""
+    """engines(team, judge): all engines answer with these, given a sample's uid or the answer that is judged."""
     renderer = ChatRenderer(model)
 
     def says(request: DecodeRequest, team: Say, judge: Say) -> str:
@@ -71,7 +71,7 @@ def only_8(answer: str) -> str:
 def test_a_run_is_trained_and_evaluated_by_what_the_judge_says(
     tmp_path: Path, model: Path, engines: Any, overlap: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With overlap the judge is behind a server, and judges an evaluation alone, too."""
+    """With overlap the judge is behind a server, and also judges an evaluation alone."""
     engines(solve, only_8)
     words = math_words(tmp_path, model, f"rollout.overlap={overlap}", "judge.cache_entries=0")
 
@@ -95,13 +95,13 @@ def test_a_run_is_trained_and_evaluated_by_what_the_judge_says(
     steps = [list(read_samples(path)) for path in step_files(run.samples).values()]
     samples = [sample for step in steps for sample in step]
     assert len({r.uid for r in samples}) == len(samples) == 3 * 32
-    assert all(r.reward == (r.answer == "8") for r in samples)  # 7 is what the task calls right
+    assert all(r.reward == (r.answer == "8") for r in samples)  # the task says 7 is right
     rows = read_metrics(run.metrics)
     assert [row.step for row in rows] == [1, 2, 3]
     for row, of_step in zip(rows, steps, strict=True):
         values = row.values
         assert values["judge/missing_share"] == 0
-        if overlap == 0:  # else some are judged in an earlier step than they are trained in
+        if overlap == 0:  # otherwise some are judged in an earlier step than they are trained in
             judged = [r.answer for r in of_step]
             assert values["judge/calls"] == len(judged)
             assert values["judge/yes_share"] == pytest.approx(judged.count("8") / len(judged))
@@ -121,7 +121,7 @@ def test_an_unreadable_judge_stops_the_run_with_its_output(tmp_path: Path, model
     assert said.startswith("step 1: the judge (judge.policy=judge) did not judge ") and "\x1b" not in said
     assert "judge.max_missing_share = 0.2; the last reason: no line `correct:`: '\\x1b[2Jwho knows?'" in said
     (row,) = read_metrics(tmp_path / "runs" / "scripted" / "metrics.jsonl")
-    assert row.values["judge/missing"] == row.values["reward/solver/missing"] > 0  # on disk, to be looked at
+    assert row.values["judge/missing"] == row.values["reward/solver/missing"] > 0  # on disk, for inspection
 
 
 OPEN = """

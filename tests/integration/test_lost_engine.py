@@ -1,9 +1,8 @@
-"""Real runs with engines in Ray actors: one is killed with a bucket of weights before it, by nccl's twin and by ipc's, then in
-the middle of a stage, later Ray's head (about 50 s); and one moves from one policy to another (about 40 s).
+"""Real runs with engines in Ray actors. One engine is killed while it waits for a bucket of weights (by nccl's twin and ipc's),
+and during a stage; later Ray's head is killed (about 50 s). One engine moves between policies (about 40 s).
 
-Weights come from the trainer's memory (sync.backend=auto with its CPU twin): no file has them for a new engine. How one gets them
-from files: tests/engines/test_pool.py; when one is to move: tests/rollout/test_rebalance.py.
-"""
+Weights come from the trainer's memory (sync.backend=auto with its CPU twin), so no file has them for a new engine. From files:
+tests/engines/test_pool.py. When engines move: tests/rollout/test_rebalance.py."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ from marsrl.trainer.weights.sync import DirectSync
 
 
 def children(name: str) -> list[psutil.Process]:
-    """Our children whose name begins so."""
+    """Return our children whose name begins with this."""
     ours = set(descendants())
     return [each for each in psutil.process_iter(["name"]) if each in ours and each.info["name"].startswith(name)]
 
@@ -49,8 +48,9 @@ def kill(name: str) -> None:
 
 
 def kill_in_publishes(run: Run, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """The engine dies when its third bucket of versions 1 and 2 is about to go, of which the second travels by ipc; (kind of the
-    sync, restarts so far) after each publish."""
+    """Kill the engine when its third bucket of versions 1 and 2 is due; the second travels by ipc. Return (kind of sync, restarts
+    so far) after each publish.
+    """
     assert run.driver is not None
     pool, publish, given = run.driver.team.pools["main"], run.publish, run.syncs["main"]
     assert isinstance(given, DirectSync) and given._sender.kind == "nccl"
@@ -99,7 +99,7 @@ def strikes(run: Run) -> threading.Thread:
             wait_for_tokens()
             engine = actors()[-1]
             engine.suspend()
-            time.sleep(1)  # what it had ended arrives: is there more?
+            time.sleep(1)  # give further signals time to arrive
             if pool.num_under_way:
                 break
             engine.resume()
@@ -141,8 +141,8 @@ def test_a_killed_engine_costs_time_and_a_killed_ray_the_step(tmp_path: Path, mo
     samples = samples_of(directory)
     assert sum(r.agent == "solver" for r in samples) == last * 2 * 4
     assert len({r.uid for r in samples}) == len(samples)
-    # the new engine decodes with the weights of its version: the trainer gives its tokens the same probabilities, but to
-    # those whose routers find two experts equally good
+    # The new engine decodes with its version's weights: the trainer computes the same probabilities, except for tokens whose
+    # routers find two experts equally good.
     assert all(row["train_rollout/prob_diff_mean"] < 1e-5 for row in rows.values())
     assert all(row["actor/empty_steps"] == 0 for row in rows.values())
     assert "lost: restarted" in {span.name for span in read_trace(directory.trace) if span.lane == "engine/0"}
@@ -180,8 +180,8 @@ def test_a_moved_engine_decodes_with_its_new_policy_s_weights(
     assert "an engine of verifier has moved to solver; engines now: solver 2, verifier 1" in capsys.readouterr().err
     for row in rows:
         assert row["sync/direct"] == 1 and row["rollout/engine_restarts"] == 0
-        # the Verifier is asked of what the Solver has ended: a random model ends by chance
+        # The Verifier is only asked about solutions that ended, which a random model does by chance.
         for name in ("solver", *(["verifier"] if row.get("cost/verifier/output_tokens") else [])):
             assert row[f"cost/{name}/seconds"] == row[f"policy_cost/{name}/seconds"] > 0
-        # the trainer gives its tokens the same probabilities, but to those whose routers find two experts equally good
+        # The trainer computes the same probabilities, except for tokens whose routers find two experts equally good.
         assert row["solver/train_rollout/prob_diff_mean"] < 1e-5

@@ -1,10 +1,9 @@
-"""Adapters, Dr. MAS and MARS in miniature: the commands of configs/cpu_adapters.yaml, cpu_solver_verifier.yaml,
-cpu_search_team.yaml and cpu_dual_system.yaml, two steps of each. Does the reward rise? `python benchmarks/learning.py
-preset=cpu_solver_verifier`, and the others, ask that. How tools are counted and outcomes credited: test_scripted_team.py, whose
-agents say what it wants.
+"""Adapters, Dr. MAS and MARS in miniature: two steps of the commands of configs/cpu_adapters.yaml, cpu_solver_verifier.yaml,
+cpu_search_team.yaml and cpu_dual_system.yaml. Whether the reward rises is measured by `python benchmarks/learning.py
+preset=cpu_solver_verifier` (and the others). Counting of tools and credit of outcomes: test_scripted_team.py, with scripted
+agents.
 
-What so short a warm start leaves depends on the last bits of a processor. So nothing is asked of what a model says.
-"""
+The result of such a short warm start depends on a processor's last bits, so these tests check nothing that a model says."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ SMALLER = (
 
 
 def train(runner: Runner, name: str, command: str, *more: str) -> Path:
-    """Run a documented command in this process, with the caches of the other runs; its directory."""
+    """Run a documented command in this process, with the other runs' caches, and return its directory."""
     os.environ["MARSRL_CACHE"] = str(runner.cache)
     run_here([f"run.dir={runner.folder}", f"run.name={name}", *SMALL, *shlex.split(command)[2:], *SMALLER, *more])
     return runner.folder / name
@@ -49,13 +48,15 @@ Steps = list[tuple[Row, list[SampleRecord]]]
 
 
 def steps_of(directory: Path) -> Steps:
-    """(metrics, samples) of each step."""
+    """Return (metrics, samples) of each step."""
     files = step_files(RunDirectory(directory).samples)
     return [(row.values, list(read_samples(files[row.step]))) for row in read_metrics(directory / "metrics.jsonl")]
 
 
 def check_updates(steps: Steps, prefix: str, agents: list[str]) -> None:
-    """One update a step where the policy's agents were asked: SMALL gives each token an entropy bonus."""
+    """Check that there is one update in each step in which the policy's agents were asked: SMALL gives each token an entropy
+    bonus.
+    """
     assert len(steps) == 2
     for row, samples in steps:
         is_asked = any(sample.agent in agents for sample in samples)
@@ -70,7 +71,9 @@ def test_a_solver_and_a_verifier_of_their_own_sizes_train(command: str, runner: 
     for policy, hidden in {"solver": 96, "verifier": 64}.items():
         check_updates(steps, f"{policy}/", [policy])
         for number, (row, samples) in enumerate(steps, 1):
-            is_asked = any(sample.agent == policy for sample in samples)  # the Verifier of what the Solver has ended
+            is_asked = any(
+                sample.agent == policy for sample in samples
+            )  # the Verifier is only asked about solutions that ended
             assert ({f"drmas/{policy}/mu", f"drmas/{policy}/sigma"} <= row.keys()) == is_asked
             has_norm = f"{policy}/actor/{policy}/grad_norm" in row
             assert has_norm == (is_asked and number == 2)  # every second step
@@ -91,12 +94,12 @@ def test_the_five_adapters_in_miniature_train(command: str, runner: Runner) -> N
     trained = {agent for row, _ in steps for agent in agents if row[f"{agent}/actor/updates"]}
     assert {"solver", "verifier1"} <= trained
     kept = {folder.name for folder in (directory / "checkpoints" / "step_2" / "policies").iterdir()}
-    assert kept == set(agents)  # the base, which nobody trains, is not kept
+    assert kept == set(agents)  # the untrained base is not checkpointed
 
 
 @pytest.mark.parametrize("command", run_by("test_a_team_in_miniature_trains"))
 def test_a_team_in_miniature_trains(command: str, runner: Runner) -> None:
-    """Taught by its tutor, evaluated, and trained by one policy."""
+    """Its tutor teaches it, it is evaluated, and one policy is trained."""
     is_search = command.endswith("cpu_search_team")
     agents = ["verifier", "search", "answer"] if is_search else ["system2", "system1"]
     directory = train(runner, "search-team" if is_search else "dual-system", command)

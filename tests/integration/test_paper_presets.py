@@ -1,8 +1,7 @@
-"""The papers' own presets train: only the machine, the model, the lengths and the number of problems are others.
+"""The papers' presets train with only the machine, the model, the lengths and the number of problems changed.
 
-A script says what the agents say, half of it right, so that all of them are asked; the rest is real: the tools, a search server's
-answers apart, credit, the learner of a tiny model, verified weight syncs.
-"""
+A script answers for the agents, half of it right, so that all of them are asked. The rest is real, except for a search server's
+answers: tools, credit, the learner of a tiny model, verified weight syncs."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ MACHINE = (
     "rollout.engine=local", "rollout.placement=local", "rollout.engines=1",
     "rollout.ray_address=null", "rollout.vllm.tensor_parallel=1",
 )  # fmt: skip
-TOKENS = 4096  # of any prompt, of any completion
+TOKENS = 4096  # maximum for any prompt and any completion
 TRAINED = {
     "qwen3_30b_a3b": {"solver", "verifier1"},  # the others come in later steps
     "ulorl": {"solver"},
@@ -64,7 +63,7 @@ def script(request: DecodeRequest) -> str:
 
 
 def serve(handler: Handler, body: dict[str, Any], before: int) -> None:
-    """A retrieval server, SerpApi, and the page that it finds."""
+    """Serve a retrieval server, SerpApi, and the page that it finds."""
     if handler.path.startswith("/page"):
         handler.send(200, PAGE.encode(), Content_Type="text/html; charset=utf-8")
     elif "q" in body:
@@ -75,7 +74,7 @@ def serve(handler: Handler, body: dict[str, Any], before: int) -> None:
 
 
 class Keeping(ScriptedWithWeights):
-    """Its sampler leaves out no token, and says so where it is asked."""
+    """Its sampler keeps all tokens, and reports that if requested."""
 
     def collect(self, timeout_s: float) -> list[DecodeResult]:
         return [
@@ -95,7 +94,9 @@ def test_a_preset_reaches_version_2(preset: str, tmp_path: Path) -> None:
         words += [f"agents.{name}.max_input_tokens={TOKENS}" for name in paper.agents]
         words += [f"agents.{name}.max_response_tokens=64" for name, a in paper.agents.items() if a.max_response_tokens]
         words += ["rollout.max_response_tokens=1024", "trainer.max_tokens_per_micro_batch=16384"]
-        words += [f"rollout.prompts_per_step={min(2, paper.trainer.updates_per_step)}"]  # five updates take two
+        words += [
+            f"rollout.prompts_per_step={min(2, paper.trainer.updates_per_step)}"
+        ]  # five updates need two problems
         address = server.base_url.removesuffix("/v1")
         if isinstance(paper.tools.search, HttpSearch):
             words.append(f"tools.search.url={address}/retrieve")

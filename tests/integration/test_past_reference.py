@@ -1,4 +1,4 @@
-"""KL to an earlier version of the policy: refreshed after its publish, kept in checkpoints."""
+"""KL to an earlier version of the policy: refreshed after its publish, and checkpointed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ADAPTER = AdapterConfig(rank=4, targets=("attention",))
 
 
 class Killed(Exception):
-    """As good as a signal: nothing is saved on the way out."""
+    """Acts like a signal: nothing is saved on exit."""
 
 
 @pytest.mark.parametrize("kind", ["whole", "adapter"])
@@ -45,7 +45,7 @@ def test_a_refreshed_reference_survives_a_kill(kind: str, tmp_path: Path) -> Non
         resumed = rows_of(train_here(tmp_path / "killed", [*words, "run.resume=auto"]))
     assert [row["actor/updates"] for row in whole] == [1] * 4
     kl = [row["actor/kl"] for row in whole]
-    # Steps 1 and 3 start from the versions 0 and 2, which are then the reference.
+    # Steps 1 and 3 start from versions 0 and 2, which then become the reference.
     assert max(kl[0::2]) < 1e-9 < 1e-6 < min(kl[1::2])
     same = ("actor/kl", "actor/loss", "actor/grad_norm")
     assert [[row[name] for name in same] for row in resumed] == [[row[name] for name in same] for row in whole]

@@ -1,4 +1,4 @@
-"""All five agents on math problems with a scripted engine and the real learner, loop, rewards, logs and report."""
+"""All five agents on math problems, with a scripted engine and the real learner, loop, rewards, logs and report."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ from marsrl.trainer.runs.directory import RunDirectory, step_files
 
 pytestmark = [pytest.mark.slow, pytest.mark.smoke]
 
-BRIEF = "agents.verifier.prompt=chain"  # a tenth of the words of math
+BRIEF = "agents.verifier.prompt=chain"  # a tenth of the words of math's prompt
 AGENTS = {"solver", "verifier1", "corrector1", "verifier2", "corrector2"}
 
 
 def script(request: DecodeRequest) -> str:
-    """One in eight is a hostile text without answer or verdict."""
+    """One in eight answers is a hostile text without answer or verdict."""
     rng = random.Random(request.uid)
     if rng.random() < 0.125:
         return "</think> <script>alert(1)</script> {report} Verdict: maybe \\boxed{"
@@ -57,11 +57,11 @@ def script(request: DecodeRequest) -> str:
 
 
 CALLS: list[str] = []
-"""The calls that the engine below got, in order."""
+"""Calls that the engine below received, in order."""
 
 
 class Recorded(ScriptedWithWeights):
-    """Notes what is asked of it. Asleep it refuses to serve, as ScriptedEngine does."""
+    """Records its calls. While asleep it refuses to serve, like ScriptedEngine."""
 
     def submit(self, requests: Sequence[DecodeRequest], *, version: int) -> None:
         CALLS.append("submit")
@@ -95,7 +95,7 @@ Play = Callable[..., RunDirectory]
 
 @pytest.fixture
 def play(tmp_path: Path) -> Iterator[Play]:
-    """play("key=value", ..., says=script) trains and gives the run's directory. The engines stay as they are."""
+    """play("key=value", ..., says=script) trains, and returns the run's directory. The engines persist between calls."""
     model = init_model("tiny", "bytes", tmp_path / "model")
     words = on_sevens(tmp_path, model)
     CALLS.clear()
@@ -189,7 +189,7 @@ def test_a_task_of_one_s_own_is_trained_resumed_and_evaluated(
     play(*words, "run.steps=3", "run.resume=auto", "run.name=scripted")
     samples = samples_of(run)
     drawn = {r.rollout_id: r.problem_id for r in samples if r.agent == "solver"}
-    assert len(drawn) == 12 == len(set(drawn.values()))  # an epoch: nothing twice over the resume
+    assert len(drawn) == 12 == len(set(drawn.values()))  # an epoch without repetition over the resume
     judged = [r for r in samples if r.answer is not None and r.problem_id != "problems:6"]
     assert {(r.answer, r.correct) for r in judged} == {("7", 1.0), ("8", 0.25)}
     unknown = [r for r in samples if r.answer is not None and r.problem_id == "problems:6"]
@@ -223,14 +223,14 @@ def test_a_task_of_one_s_own_is_trained_resumed_and_evaluated(
 def test_evaluations_between_steps_do_not_change_the_steps(
     play: Play, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A team with a tool, whose counts are of the steps alone; engines drop the prefixes that evaluations have cached."""
+    """A team with a tool, whose counts are only those of steps; engines drop the prefixes that evaluations have cached."""
     words = ["task=qa", "data.train=null", "task_options.people=20", "run.steps=2"]
     words += [f"agents.{name}.prompt=facts" for name in ("verifier", "search", "answer")]
     run = play(*words, "run.evaluate=false", says=searches)
     without = untimed(run)
     assert "forget prefixes" not in CALLS and without[1]["tools/search/calls"] > 0
     late = load_summary(play(*words, "run.resume=auto", "run.steps=3", says=searches).summary)
-    assert late.before is None and late.after is not None  # the weights are no longer those before the first step
+    assert late.before is None and late.after is not None  # the weights have changed since the first step
     CALLS.clear()
     shutil.rmtree(run.path)
     evaluated = untimed(play(*words, "run.eval_every=1", says=searches))
@@ -329,7 +329,7 @@ def test_a_team_that_mostly_fails_stops_the_run_and_says_why(play: Play, tmp_pat
 def test_overlap_mixes_versions_and_resume_repeats_no_problem(play: Play, capsys: pytest.CaptureFixture[str]) -> None:
     settings = ("rollout.overlap=2", "rollout.segments=3", "rollout.group_size=2", "run.evaluate=false", *BRIEFLY)
     settings += ("run.token_log_every=1", "run.token_log_groups=999")
-    settings += ("run.checkpoint_minutes=1e-9", "run.keep_checkpoints=9")  # so long after the last one another is due
+    settings += ("run.checkpoint_minutes=1e-9", "run.keep_checkpoints=9")  # another one is due after this time
     before = set(threading.enumerate())
     play(*settings, "run.steps=3")
     assert "resumes after" not in (said := capsys.readouterr().err) and "not measured" not in said  # run.evaluate=false
@@ -338,7 +338,9 @@ def test_overlap_mixes_versions_and_resume_repeats_no_problem(play: Play, capsys
     rows = rows_of(run)
     assert len(rows) == 7 and run.steps_on_disk() == [1, 2, 3, 4, 5, 6, 7]
     summary = load_summary(run.summary)
-    assert summary.engine.kind == "scripted" and summary.verified_syncs == 5  # of this start, its first weights too
+    assert (
+        summary.engine.kind == "scripted" and summary.verified_syncs == 5
+    )  # of this start, including its first weights
     assert {f"reward/{agent}/mean" for agent in AGENTS} <= set().union(*rows)
     assert any(row.get("actor/grad_norm") for row in rows)
     assert max(row["rollout/staleness_max"] for row in rows) in range(1, 2 + 3 + 1)
@@ -354,12 +356,12 @@ def test_overlap_mixes_versions_and_resume_repeats_no_problem(play: Play, capsys
 
 
 def test_sleeping_engines_keep_weights_if_no_publish_follows(play: Play, tmp_path: Path) -> None:
-    """With two policies the first one's engine has its new weights already when the second is trained."""
+    """With two policies, the first one's engine already has its new weights when the second is trained."""
     colocated = ("run.steps=2", "run.evaluate=false", "rollout.placement=colocated", *BRIEFLY)
     together = play(*colocated)
     sync = ["wake weights", "update_weights", "wake kv_cache", "score"]
-    assert CALLS[:3] == ["score", "update_weights", "score"]  # the sync's first probe; the weights of the start: awake
-    assert CALLS[3:] == ["submit", "sleep", *sync] * 2  # no weights kept, and after each step there are some
+    assert CALLS[:3] == ["score", "update_weights", "score"]  # the sync's first probe; the start's weights: awake
+    assert CALLS[3:] == ["submit", "sleep", *sync] * 2  # weights are not kept, because each step publishes new ones
     spans = [span for span in read_trace(together.trace) if span.lane == "rank/0"]
     assert [s.name for s in spans if s.name in ("sleep", "step", "publish")][-6:] == ["sleep", "step", "publish"] * 2
     shutil.rmtree(together.path)
@@ -384,12 +386,12 @@ def test_a_run_in_which_nothing_trains_stops_and_says_why(play: Play, tmp_path: 
     with pytest.raises(RuntimeError, match=dull):
         play(*small, "run.evaluate=true", "trainer.max_empty_steps=2", says=lambda request: "I do not know.")
     run = RunDirectory(tmp_path / "runs" / "scripted")
-    assert [row["answers/solver/missing"] for row in rows_of(run)] == [1, 1]  # and the steps are on disk
+    assert [row["answers/solver/missing"] for row in rows_of(run)] == [1, 1]  # the steps are on disk
     form = "the form \\boxed{...} or #### ... or Answer: ..."
     zeros = f'solver\'s completions (2 of 2) have no answer in {form}; one ends "I do not know."'
     told = [(step, text) for step, text in read_warnings(run.warnings) if "completions" in text]
     assert told[0] == (0, f"evaluation before: 100 % of {zeros.replace('2 of 2', '3 of 3')}")
-    assert told[5:] == [(step, f"100 % of {zeros}") for step in (1, 2)]  # the evaluation tells of five agents
+    assert told[5:] == [(step, f"100 % of {zeros}") for step in (1, 2)]  # the evaluation reports five agents
     shutil.rmtree(run.path)
     rows = [{"question": f"{i} is 7? " * (2000 if i else 1), "answer": "7"} for i in range(40)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

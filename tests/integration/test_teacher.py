@@ -1,4 +1,4 @@
-"""agents.<name>.teacher: a frozen policy's opinion of each token trains an agent, alone or beside the reward."""
+"""agents.<name>.teacher: a frozen policy's log-probs of each token train an agent, alone or beside the reward."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SETTINGS = (
 
 @pytest.fixture
 def words(tmp_path: Path) -> list[str]:
-    """A Solver that says 7 or 8 by a coin, and is rewarded for 8; its teacher says 7."""
+    """A Solver that answers 7 or 8 at random, and is rewarded for 8; its teacher answers 7."""
     os.chdir(tmp_path)
     sevens(tmp_path, name="problems.jsonl", answer="8")
     coin, big = boxing_model(tmp_path / "coin"), boxing_model(tmp_path / "big", "7")
@@ -36,29 +36,31 @@ def words(tmp_path: Path) -> list[str]:
 
 @pytest.mark.slow
 def test_a_teacher_alone_is_followed_whatever_the_reward_says(words: list[str], tmp_path: Path) -> None:
-    """Also token by token over segments of several versions, while engines decode, whose recorded experts are forced."""
+    """Also token by token over segments of several versions, while engines decode with forced recorded experts."""
     words += ["rollout.segments=3", "rollout.segment_length=8", "rollout.overlap=1", "rollout.engines=2"]
     words += ["trainer.router_replay=rollout"]
     rows = rows_of(train_here(tmp_path, [*words, "agents.solver.loss_weight=0", "run.steps=14"]))
     rows = [row for row in rows if "teacher/solver/kl" in row]  # of steps in which groups have ended
     kl, rewards = ([row[name] for row in rows] for name in ("teacher/solver/kl", "reward/solver/mean"))
-    assert rewards[0] > 0.2 and kl[0] > 0.4  # half of its answers have a token of probability e^-16 there, among ten
+    # one of about ten tokens in half of its answers has probability e^-16 for the teacher
+    assert rewards[0] > 0.2 and kl[0] > 0.4
     assert rewards[-1] < rewards[0] / 3
     assert all(row["actor/updates"] == 1 and row["mpt/gated_samples"] == 0 for row in rows)
-    # the weights that decoded would choose others by now, of some tokens
+    # The current weights would choose other experts for some tokens.
     assert 0 < sum(row["router/replayed_differ"] for row in rows) < len(rows) / 2
     assert all(row["train_rollout/prob_diff_mean"] < 0.05 for row in rows)
 
 
 @pytest.mark.slow
 def test_beside_a_teacher_the_reward_counts(words: list[str], tmp_path: Path) -> None:
-    """RL makes an agent better, the one property that all the others serve: from a coin, which is right at one half whatever
-    rounds how, to the answer that is rewarded. The teacher, which says the other one, is listened to very little."""
+    """RL makes an agent better, which all other properties serve: from a random answer, right half of the time whatever the
+    rounding, to the rewarded one. The teacher, which gives the other answer, has a small weight.
+    """
     rows = rows_of(
         train_here(tmp_path, [*words, "agents.solver.teacher.coef=1e-3", "rollout.prompts_per_step=16", "run.steps=8"])
     )
     first, last = (row["reward/solver/mean"] for row in (rows[0], rows[-1]))
-    # Hoeffding: so far from its expectation is the mean of a step's samples once in 10^9 steps
+    # Hoeffding: the mean of a step's samples deviates this much once in 10^9 steps.
     far = math.sqrt(math.log(2e9) / 2 / 128)
     assert abs(first - 0.5) < far < 0.3 and last > 0.5 + far
     assert rows[-1]["teacher/solver/kl"] > rows[0]["teacher/solver/kl"]
@@ -86,7 +88,7 @@ def test_teachers_share_the_tokenizer_and_load_only_in_training(words: list[str]
 @pytest.mark.slow
 @pytest.mark.parametrize("command", run_by("test_the_teacher_examples_train_a_small_solver"))
 def test_the_teacher_examples_train_a_small_solver(command: str, tmp_path: Path) -> None:
-    """From models that know nothing: that both examples run, and the teacher scores each step of the Solver's."""
+    """Starts from untrained models: both examples run, and the teacher scores each step of the Solver's."""
     desk = Desk(tmp_path)
     os.chdir(tmp_path)
     models = [f"policies.solver.model={init_model('tiny', 'arithmetic', tmp_path / 'student')}"]

@@ -1,7 +1,6 @@
-"""The trainer's log-probs are the engine's, for the same weights: before a sync, after one, for every kind of parameter.
+"""Trainer and engine compute equal log-probs for equal weights: before and after a sync, for every kind of parameter.
 
-Engines of one process and of two: these hold halves, and must end with the process that started them.
-"""
+Engines of one process and of two; the latter hold halves, and must end with the process that started them."""
 
 from __future__ import annotations
 
@@ -39,14 +38,14 @@ pytestmark = pytest.mark.slow
 TOLERANCE = 1e-5  # nats
 VOCAB_SIZE = 100  # padded to 128: of two halves the second is shorter
 
-SIZES = {  # that vLLM has a kernel for
+SIZES = {  # sizes for which vLLM has a kernel
     "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "max_position_embeddings": 256,
     "tie_word_embeddings": False, "moe_intermediate_size": 64,
 }  # fmt: skip
 GROUPS = {
     "qwen3_moe": ("embedding", "linear_qkv", "linear_proj", "q_layernorm", "k_layernorm", "input_layernorm",
                  "pre_mlp_layernorm", "router", "experts", "final_layernorm", "output_layer"),
-    # Qwen2's kinds are among them: its biases are linear_qkv.bias
+    # Qwen2's kinds are included: its biases are linear_qkv.bias.
     "llama": ("embedding", "linear_qkv.weight", "linear_qkv.bias", "linear_proj", "mlp.linear_fc1", "mlp.linear_fc2",
               "final_layernorm", "output_layer"),
 }  # fmt: skip
@@ -54,7 +53,7 @@ GROUPS = {
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[RayCluster]:
-    """Ray, which pools that ask for a cluster of their own then share."""
+    """Ray, shared by pools that need a cluster."""
     ray = RayCluster(address=None, timeout_s=600, object_store_mib=80)
     yield ray
     ray.close()
@@ -62,7 +61,7 @@ def cluster() -> Iterator[RayCluster]:
 
 @dataclass(frozen=True)
 class Parts:
-    """A learner, and engines that it publishes to. kind: of the model; vllm: how they hold it."""
+    """A learner, and engines that it publishes to. kind: of the model. vllm: the engines' options."""
 
     kind: str
     model_dir: Path
@@ -75,7 +74,7 @@ class Parts:
 
 CASES = {
     "qwen3_moe": {},
-    "llama in halves": {"tensor_parallel": 2},  # of every bias, and both have its one key head
+    "llama in halves": {"tensor_parallel": 2},  # of every bias; both have its single key head
     "qwen3_moe spread": {"tensor_parallel": 2, "expert_parallel": True},
 }
 
@@ -96,13 +95,13 @@ def test_log_probs_agree_before_and_after_every_sync(case: str, cluster: RayClus
     model_dir = save_model(kind, tmp_path, vocab_size=VOCAB_SIZE, **SIZES)
     mpt, policy = MptConfig(scope="off"), PolicyConfig(dtype="float32")
     learner = Learner(policy, model_dir, objectives=[PolicyObjective()], mpt=mpt, total_steps=1, seed=0)
-    # in an actor: a process of its own, as vLLM cannot load a MoE model after a dense one
+    # In an actor's own process, because vLLM cannot load a MoE model after a dense one.
     vllm = VllmOptions(max_num_seqs=8, kv_cache_mib=32, **CASES[case])  # type: ignore[arg-type]
     config = RolloutConfig(threads=1, object_store_mib=80, max_engine_restarts=0, vllm=vllm)
     with make_pool("main", spec_of(model_dir, kind="vllm"), config) as pool:
         sync = FileSync(CheckedEngines(pool, vocab_size=VOCAB_SIZE), torch.float32, directory=versions)
         assert median_difference(learner, pool) < TOLERANCE
-        # All kinds at once: engines/test_engines.py has one at a time, and that the probe sees each.
+        # All kinds at once. engines/test_engines.py changes one at a time, and checks that the probe detects each.
         torch.manual_seed(1)
         for group in GROUPS[kind]:
             _change(learner, group)
@@ -121,7 +120,7 @@ def test_log_probs_agree_before_and_after_every_sync(case: str, cluster: RayClus
 
 
 def _change(learner: Learner, group: str) -> None:
-    """Noise for the parameters of this kind."""
+    """Add noise to the parameters of this kind."""
     changed = [parameter for name, parameter in learner.model.named_parameters() if group in name]
     assert changed, f"the model has no parameter called {group}"
     with torch.no_grad():
@@ -130,7 +129,7 @@ def _change(learner: Learner, group: str) -> None:
 
 
 def _draws_as_one_process_does(parts: Parts, version: int) -> None:
-    """The same tokens as an engine without halves, of the weights that were published last, and their log-probs."""
+    """Check for equal tokens and log-probs on an engine without halves, with the last published weights."""
     info = parts.pool.infos()[0]
     spread = parts.vllm.expert_parallel
     assert info.shards == tuple(EngineShard.of(i, 2, 1, spreads_experts=spread) for i in range(2))
@@ -150,7 +149,7 @@ def _draws_as_one_process_does(parts: Parts, version: int) -> None:
 
 
 def _names_a_bit_of_the_second_half(parts: Parts, version: int) -> None:
-    """One that changes between the checksum and the file."""
+    """Check that a bit that changes between the checksum and the file is named."""
     moe = parts.kind == "qwen3_moe"
     last = "model.layers.1.mlp.experts.3.down_proj.weight" if moe else "model.layers.1.mlp.down_proj.weight"
     fused = "model.layers.1.mlp.experts.w2_weight" if moe else last
@@ -171,7 +170,7 @@ def _names_a_bit_of_the_second_half(parts: Parts, version: int) -> None:
 
 
 def _leaves_no_worker(parts: Parts, version: int, *, kills_worker: bool) -> None:
-    """One of its processes is killed in the middle of decoding: the engine is lost, and no other one stays."""
+    """Kill one of its processes during decoding: the engine is lost, and no other process stays."""
     actor = actors()[-1]
     workers = [child for child in descendants(actor) if child.name().startswith("VLLM::Worker")]
     assert len(workers) == 2
@@ -192,7 +191,7 @@ def _leaves_no_worker(parts: Parts, version: int, *, kills_worker: bool) -> None
 
 
 def _has_ended(process: psutil.Process) -> bool:
-    """vLLM does not ask after a worker that it has killed itself, which then stays a zombie as long as the engine."""
+    """vLLM does not reap a worker that it has killed itself, which then stays a zombie as long as the engine."""
     try:
         return process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

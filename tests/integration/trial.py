@@ -1,4 +1,4 @@
-"""A run that is started, struck and started again by tests/chaos.py: its processes, and what it leaves."""
+"""A run that tests/chaos.py starts, strikes and starts again: its processes, and what it leaves."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from marsrl.trainer.runs.directory import RunDirectory
 
 GROUP_SIZE = 4  # of SMALL
 SILENCE_S = 12.0
-GONE_S = 180.0  # for the processes of a run to be gone after it, on a loaded machine
+GONE_S = 180.0  # time for a run's processes to disappear after it, on a loaded machine
 DISK_MIB = 400
 NUM_WORKERS = 2
 MISCHIEF = Path(__file__).with_name("mischief.py")
-NO_STEP = "step_99999"  # what `latest` is made to name
-CHAOS = "MARSRL_CHAOS"  # environment variable that the processes of a folder's runs have
+NO_STEP = "step_99999"  # the checkpoint that `latest` is made to name
+CHAOS = "MARSRL_CHAOS"  # environment variable of all processes of a folder's runs
 WORDS = re.compile(r"run\.resume=(auto|previous)")
 
 
@@ -51,10 +51,10 @@ class Life:
 
 @dataclass
 class Trial:
-    """A run with its settings; lives follow each other."""
+    """A run with its settings, in several lives."""
 
     name: str
-    folder: Path  # of all trials: short, Ray's sockets lie in it
+    folder: Path  # of all trials; short, because Ray's sockets lie in it
     cache: Path
     engine: str
     rng: random.Random
@@ -66,8 +66,8 @@ class Trial:
     disk: Path | None = None
     life: Life | None = None
     num_lives: int = 0
-    resume: str = ""  # what the last line said to go on with
-    forgiven: set[str] = field(default_factory=set)  # damaged by us, named in a refusal
+    resume: str = ""  # how to continue, according to the last line
+    forgiven: set[str] = field(default_factory=set)  # checkpoints that we damaged, named in a refusal
     pids: set[int] = field(default_factory=set)  # of trainers
     sessions: SessionsBook | None = None
 
@@ -114,7 +114,7 @@ class Trial:
         return [*launcher, "--nproc-per-node", str(self.ranks), str(MAIN), *played, *settings, *words]
 
     def _external(self) -> list[str]:
-        """Settings of a program's run."""
+        """Return settings of a program's run."""
         model, problems = self.folder / "model", self.folder / "train.jsonl"
         if not model.exists():
             boxing_model(model)
@@ -128,7 +128,7 @@ class Trial:
         ]  # fmt: skip
 
     def start(self, *more: str) -> Life:
-        """Go on by the words that the last line said."""
+        """Start the run, by the command in the last life's last line."""
         words = [f"run.resume={self.resume}"] if self.resume else []
         words += more or ["run.steps=100000"]
         self.num_lives += 1
@@ -142,14 +142,14 @@ class Trial:
         return Life(process, log)
 
     def processes(self, name: str = "") -> list[psutil.Process]:
-        """The processes of this folder's runs, whoever their parents are; name: how their command begins or what it is called."""
+        """Return processes of this folder's runs, whatever their parents. name: their command's beginning or process name."""
         every = [
             (each, [each.info["name"], *each.info["cmdline"][:1]]) for each in started_with(CHAOS, str(self.folder))
         ]
         return [each for each, names in every if any(one.startswith(name) for one in names)]
 
     def trainers(self) -> list[psutil.Process]:
-        """Trainer processes, by rank."""
+        """Return trainer processes, by rank."""
         assert self.life is not None
         ranks = {}
         with contextlib.suppress(psutil.Error):
@@ -160,11 +160,13 @@ class Trial:
         return [ranks[rank] for rank in sorted(ranks)]
 
     def workers(self) -> list[psutil.Process]:
-        """Processes that play sessions."""
+        """Return the processes that play sessions."""
         return [each for each in self.processes() if str(WORKER) in each.info["cmdline"]]
 
     def step(self) -> int:
-        """The step of the latest checkpoint; 0 before the first. Where we have taken `latest` away, of the newest."""
+        """Return the latest checkpoint's step, 0 before the first. Without `latest`, which a fault may have removed: the
+        newest's.
+        """
         latest = self.directory.checkpoints / "latest"
         on_disk = self.directory.steps_on_disk()
         if "latest" in self.forgiven and (not latest.exists() or latest.read_text().strip() == NO_STEP):
@@ -174,13 +176,13 @@ class Trial:
         return 0
 
     def row(self) -> int:
-        """The last step of metrics.jsonl."""
+        """Return the last step of metrics.jsonl."""
         path = self.directory.metrics
         rows = read_metrics(path) if path.exists() else []
         return rows[-1].step if rows else 0
 
     def train_on(self, steps: int, limit_s: float) -> None:
-        """Until `steps` more are checkpointed, of this life."""
+        """Wait until this life has checkpointed `steps` more steps."""
         assert self.life is not None
         goal, end = self.step() + steps, time.monotonic() + limit_s
         while self.step() < goal:
@@ -192,7 +194,7 @@ class Trial:
             time.sleep(0.5)
 
     def ended(self, limit_s: float, says: str, *, status: int | None = None) -> str:
-        """The last line of a life that ends now; the next one goes on by it."""
+        """Wait for the end of this life, and return its last line, by which the next one continues."""
         assert self.life is not None
         life, self.life = self.life, None
         try:
@@ -204,7 +206,7 @@ class Trial:
             raise Loss(f"ended with status {code}: {life.last_line}")
         self._nothing_left()
         line = life.last_line
-        has_begun = "# settings:" in life.output  # before that a signal ends a program that has no words yet
+        has_begun = "# settings:" in life.output  # before that, a signal ends the program without its last line
         if (line or has_begun) and not re.search(says, line):
             raise Loss(f"the last line is {line!r}, expected {says!r}")
         found = WORDS.findall(line)
@@ -212,7 +214,7 @@ class Trial:
         return line
 
     def kill(self) -> None:
-        """Whatever still runs of it."""
+        """Kill what still runs of it."""
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
                 process.kill()
@@ -235,11 +237,11 @@ class Trial:
             raise Loss(f"processes are left: {', '.join(named)}")
 
     def files(self) -> set[str]:
-        """Files in the temporary directory, without torch's cache of compiled code, which stays."""
+        """Return files in the temporary directory, without torch's cache of compiled code, which stays."""
         return {path.name for path in (self.folder / "tmp").iterdir() if not path.name.startswith("torchinductor_")}
 
     def no_files_left(self, before: set[str]) -> None:
-        """Check that a run that ended well, and those before it, left no files but torchrun's folders in `before`."""
+        """Check that a run that ended well, and those before it, left no files except torchrun's folders in `before`."""
         weights = [folder.name for folder in Path("/dev/shm").glob("marsrl-weights-*")]
         if left := [name for name in weights if int(name.split("-")[2]) in self.pids]:
             raise Loss(f"in /dev/shm: {', '.join(left)}")
@@ -247,7 +249,7 @@ class Trial:
             raise Loss(f"in the temporary directory: {', '.join(left)}")
 
     def check(self) -> None:
-        """The books of a run that stands still."""
+        """Check the invariants of a stopped run."""
         check_books(self.directory, GROUP_SIZE, self.forgiven)
         if self.sessions is not None:
             self.sessions.check(self.directory)

@@ -325,9 +325,15 @@ def test_the_options_of_the_agents_template_hold(read: Read) -> None:
         ({"prompt": "a"}, "completion: expected text, found nothing"),
         ({"completion": "a"}, "expected messages, or prompt and completion"),
         ({"prompt": "", "completion": "a"}, "the prompt is empty"),
-        ({"agent": "solver7", "prompt": "a", "completion": "b"}, "agent is 'solver7'; expected one of the team's: solver, verifier1"),
+        (
+            {"agent": "solver7", "prompt": "a", "completion": "b"},
+            "agent is 'solver7'; expected one of the team's: solver, verifier1",
+        ),
         ({"prompt": {"problem": "a"}, "completion": "b"}, "prompt is an object, but agent is missing"),
-        ({"agent": "verifier1", "prompt": {"problem": "a"}, "completion": "b"}, "the prompt of verifier1 requires problem, solution"),
+        (
+            {"agent": "verifier1", "prompt": {"problem": "a"}, "completion": "b"},
+            "the prompt of verifier1 requires problem, solution",
+        ),
         ({"prompt": CHAT, "completion": "a"}, "prompt is a chat; write it as messages"),
         ({"messages": CHAT}, "messages: expected at least two, the last of them from the assistant"),
         ({"messages": [{"role": "user"}, {"role": "assistant", "content": "a"}]}, "expected a list of {role, content}"),
