@@ -117,15 +117,15 @@ def without_marks(text: str) -> str:
     return _TEXT.sub(r"\1", text)
 
 
-def _unwrapped(found: re.Match[str]) -> str:
-    words, inner = found.groups()
+def _unwrapped(match: re.Match[str]) -> str:
+    words, inner = match.groups()
     if words is None:
-        return inner if found[0].startswith((r"\boxed", r"\fbox", r"\emph")) else f" {inner} "
+        return inner if match[0].startswith((r"\boxed", r"\fbox", r"\emph")) else f" {inner} "
     if (name := inner.strip()) in _NAMES and name not in ("and", "or"):
         return f" {_NAMES[name]} "
     if _WORD.search(inner) and "\\" not in inner:
         return f"\\text{{{inner}}}"
-    return f" {inner}" if found.string[found.start() - 1 : found.start()].isalpha() else inner  # \circ\mathrm{C}
+    return f" {inner}" if match.string[match.start() - 1 : match.start()].isalpha() else inner  # \circ\mathrm{C}
 
 
 def tokens(text: str, thousands: bool = True) -> list[str]:

@@ -54,35 +54,35 @@ class Several:
     ordered: bool = False
 
 
-def same_parts(wanted: Tokens, said: Tokens) -> bool:
+def same_parts(reference: Tokens, answer: Tokens) -> bool:
     """Return True if an answer (said) equals the reference (wanted)."""
-    wanted, said = _bare(wanted), _bare(said)
-    if normal(wanted) == normal(said):
+    reference, answer = _bare(reference), _bare(answer)
+    if normal(reference) == normal(answer):
         return True
-    if not wanted or not said:
+    if not reference or not answer:
         return False
-    here, there = _region(wanted), _region(said)
+    here, there = _region(reference), _region(answer)
     if here and there:
         return here[1] == there[1] and (here[0] == there[0] or not here[0] or not there[0])
-    matrix, other_matrix = _matrix(wanted), _matrix(said)
+    matrix, other_matrix = _matrix(reference), _matrix(answer)
     if matrix and other_matrix:
         return list(map(len, matrix)) == list(map(len, other_matrix)) and all(
             same_parts(a, b) for a, b in zip(itertools.chain(*matrix), itertools.chain(*other_matrix), strict=True)
         )
-    several, others = _several(wanted), _several(said)
+    several, others = _several(reference), _several(answer)
     relation, relation_said = (
-        ([part], []) if found else split(part, _RELATIONS) for found, part in ((several, wanted), (others, said))
+        ([part], []) if found else split(part, _RELATIONS) for found, part in ((several, reference), (others, answer))
     )
     if relation[1] and relation_said[1]:
         return _same_relation(*relation, *relation_said)
-    if relation[1] and (value := _found(*relation, asked=True)):
-        return same_parts(value, said)
+    if relation[1] and (value := _found(*relation, is_reference=True)):
+        return same_parts(value, answer)
     if relation_said[1]:
-        value = _found(*relation_said, asked=False)
-        return value is not None and same_parts(wanted, value)
+        value = _found(*relation_said, is_reference=False)
+        return value is not None and same_parts(reference, value)
     if several or others:
-        return _same_several(several or Several("", [wanted]), others or Several("", [said]))
-    return not relation[1] and same_quantity(wanted, said)
+        return _same_several(several or Several("", [reference]), others or Several("", [answer]))
+    return not relation[1] and same_quantity(reference, answer)
 
 
 def _bare(part: Tokens) -> list[str]:
@@ -118,17 +118,17 @@ def _assigned(sides: list[list[str]], operators: list[str]) -> tuple[str, list[s
     return "", None
 
 
-def _found(sides: list[list[str]], operators: list[str], *, asked: bool) -> list[str] | None:
+def _found(sides: list[list[str]], operators: list[str], *, is_reference: bool) -> list[str] | None:
     """Return the value that an equation states for a name or an expression (a+b=5), except the value 0.
 
-    asked: the equation is the reference. In a reference x+y=5 may be a line rather than the value 5, whereas AB=5 and S_1:S_2=5
+    is_reference: the equation is the reference. There, x+y=5 may be a line rather than the value 5, whereas AB=5 and S_1:S_2=5
     state values.
     """
     value = _assigned(sides, operators)[1]
     if value is not None or operators != ["="] or not constant(sides[1]):
         return value
     is_quantity = all(token.isupper() for token in normal(sides[0]) if token.isalpha()) and constant(sides[0]) is None
-    return sides[1] if is_quantity or not asked else None
+    return sides[1] if is_quantity or not is_reference else None
 
 
 def _region(part: list[str]) -> tuple[str, Set] | None:
@@ -140,13 +140,13 @@ def _region(part: list[str]) -> tuple[str, Set] | None:
     for alike, combined in ((_OR, Union), (_AND, Intersection), ((",",), Intersection)):
         parts, words = split(part, alike)
         if words:
-            regions = [_region(each) for each in parts]
-            known = [each for each in regions if each]
+            regions = [_region(item) for item in parts]
+            known = [item for item in regions if item]
             names = {name for name, _ in known}
             # "1 or 2" is a list, not a set of real numbers.
             if len(known) < len(regions) or len(names) > 1 or names == {""}:
                 return None
-            sets = [each for _, each in known]
+            sets = [item for _, item in known]
             region = combined(*sets)
             return names.pop(), Union(*sets) if alike == (
                 ",",
@@ -192,10 +192,10 @@ def _set(part: list[str]) -> Set | None:
 
     minus = ("-",) if r"\mathbb" in part else ()
     for separators, combined in (((r"\setminus", *minus), None), ((r"\cup",), Union), ((r"\cap",), Intersection)):
-        parts, found = split(part, separators)
-        if found:
-            sets = [_set(each) for each in parts]
-            known = [each for each in sets if each is not None]
+        parts, separators_found = split(part, separators)
+        if separators_found:
+            sets = [_set(item) for item in parts]
+            known = [item for item in sets if item is not None]
             if len(known) < len(sets):
                 return None
             return known[0] - Union(*known[1:]) if combined is None else combined(*known)
@@ -214,13 +214,13 @@ def _set(part: list[str]) -> Set | None:
     if part[0] == r"\{":
         condition = split(inner, ("|", ":"))
         if len(condition[1]) == 1:  # \{x : x > 2\}
-            domain, region = (_region(each) for each in condition[0])
+            domain, region = (_region(item) for item in condition[0])
             if region is None or not (domain or _is_name(condition[0][0])):
                 return None
             return region[1] & domain[1] if domain else region[1]
         if not inner:
             return S.EmptySet
-        values = [_endpoint(each) for each in _expanded(split(inner, (",",))[0])]
+        values = [_endpoint(item) for item in _expanded(split(inner, (",",))[0])]
         return FiniteSet(*values) if None not in values else None
     if part[0] == "(" and part[-1] == ")" and any(token in inner for token in (r"\cup", r"\cap", r"\setminus")):
         return _set(inner)
@@ -278,49 +278,49 @@ def _expanded(parts: list[list[str]]) -> list[list[str]]:
 
 def _several(part: list[str]) -> Several | None:
     """Return the parts of a list, a set or a tuple; None for a single part."""
-    parts, found = split(part, _SEPARATORS)
-    if {",", ";"} <= set(found):  # x=1, y=2; x=3, y=4
-        parts = [["(", *each, ")"] for each in split(part, (";",))[0]]
-    if not found:
+    parts, separators = split(part, _SEPARATORS)
+    if {",", ";"} <= set(separators):  # x=1, y=2; x=3, y=4
+        parts = [["(", *item, ")"] for item in split(part, (";",))[0]]
+    if not separators:
         ratio = split(part, (":",))[0]
         if len(ratio) > 2 and not split(part, _RELATIONS)[1]:
             return Several(":", ratio)
         if bracketed(part) and part[0] in ("(", "[", r"\{", r"\langle"):
-            inner, found = split(stripped(part[1:-1]), (",", ";"))
+            inner, separators = split(stripped(part[1:-1]), (",", ";"))
             if part[0] == r"\{":
                 return Several("{", _expanded(inner))
-            if found and _SIGNS.keys().isdisjoint(part):
+            if separators and _SIGNS.keys().isdisjoint(part):
                 is_tuple = part[0] + part[-1] in ("()", r"\langle\rangle") or (
                     part[0] + part[-1] == "[]" and len(inner) > 2
                 )
                 return Several("(" if is_tuple else part[0] + part[-1], inner)
-    parts = _expanded([each for each in parts if each])  # 1, 2, and 3
+    parts = _expanded([item for item in parts if item])  # 1, 2, and 3
     if len(parts) < 2:
         return None
-    named = [_assigned(*split(each, _RELATIONS)) for each in parts]
+    named = [_assigned(*split(item, _RELATIONS)) for item in parts]
     names = {name for name, _ in named}
     if len(names) == 1 and "" not in names:
         return Several("", [value or [] for _, value in named], names.pop())
-    if named[0][0] and not any(split(each, _RELATIONS)[1] for each in parts[1:]):  # n = 2, 3, 4
+    if named[0][0] and not any(split(item, _RELATIONS)[1] for item in parts[1:]):  # n = 2, 3, 4
         return Several("", [named[0][1] or [], *parts[1:]], named[0][0])
-    sides = [split(each, ("=",))[0] for each in parts]
-    defined = {joined(normal(each[0])).partition("_")[0] for each in sides if len(each) == 2}
+    sides = [split(item, ("=",))[0] for item in parts]
+    defined = {joined(normal(item[0])).partition("_")[0] for item in sides if len(item) == 2}
     return Several("", parts, ordered=len(defined) == len(parts))
 
 
-def _same_several(wanted: Several, said: Several) -> bool:
-    if len(wanted.parts) != len(said.parts) or (wanted.name and said.name and wanted.name != said.name):
+def _same_several(reference: Several, answer: Several) -> bool:
+    if len(reference.parts) != len(answer.parts) or (reference.name and answer.name and reference.name != answer.name):
         return False
-    kinds = {wanted.brackets, said.brackets}
-    if kinds <= {"", "{"} and wanted.ordered == said.ordered:
-        rest = list(said.parts)
-        for part in wanted.parts:
+    kinds = {reference.brackets, answer.brackets}
+    if kinds <= {"", "{"} and reference.ordered == answer.ordered:
+        rest = list(answer.parts)
+        for part in reference.parts:
             same = next((i for i, other in enumerate(rest) if same_parts(part, other)), None)
             if same is None:
                 return False
             del rest[same]
         return True
-    return (len(kinds) == 1 or kinds == {"", "("}) and all(map(same_parts, wanted.parts, said.parts))
+    return (len(kinds) == 1 or kinds == {"", "("}) and all(map(same_parts, reference.parts, answer.parts))
 
 
 def _same_relation(sides: list[list[str]], operators: list[str], others: list[list[str]], their: list[str]) -> bool:

@@ -84,10 +84,15 @@ _BASE = re.compile(r"(\d[0-9a-fA-F]*|[a-fA-F]\d[0-9a-fA-F]*)\s*_\s*\{?(\d+)\}?")
 
 def _table() -> dict[str, tuple[str, Fraction]]:
     """Build {symbol or word: (base unit, how many base units it is)}."""
-    one = Fraction(1)
-    table = {"cent": ("dollar", one / 100), "¢": ("dollar", one / 100), "l": ("L", one), "ml": ("L", one / 1000)}
+    unity = Fraction(1)
+    table = {
+        "cent": ("dollar", unity / 100),
+        "¢": ("dollar", unity / 100),
+        "l": ("L", unity),
+        "ml": ("L", unity / 1000),
+    }
     for base, words in (_METRIC | _OTHERS).items():
-        table |= dict.fromkeys([base, *words.split()], (base, one))
+        table |= dict.fromkeys([base, *words.split()], (base, unity))
     for base, words in _METRIC.items():
         table |= {
             prefix + base: (base, Fraction(10) ** power)
@@ -165,17 +170,17 @@ def _with_unit(number: Tokens, tail: Tokens, is_text: bool) -> Quantity | None:
         if per:
             sign = -1
         elif exponent and units:
-            base, one, before = units.pop()
-            units.append((base, one, before * int(exponent)))
+            base, factor, before = units.pop()
+            units.append((base, factor, before * int(exponent)))
         elif word in _POWERS:
             power = _POWERS[word]
         elif word in _SCALES and not units:
             count *= _SCALES[word]
         elif name:
-            base, one = _unit(name)
-            if one == 0 and not is_text and (len(name) < 3 or not (has_space or units)):
+            base, factor = _unit(name)
+            if factor == 0 and not is_text and (len(name) < 3 or not (has_space or units)):
                 return None
-            units.append((base, one or Fraction(1), sign * power))
+            units.append((base, factor or Fraction(1), sign * power))
             sign = power = 1
     if any(abs(each[2]) > 9 for each in units) or (not units and count == 1):
         return None
@@ -185,7 +190,9 @@ def _with_unit(number: Tokens, tail: Tokens, is_text: bool) -> Quantity | None:
     if count > 1:
         number = ["(", *number, ")", "\\cdot", str(count)]
     return Quantity(
-        number, tuple(sorted(powers.items())), math.prod((one**power for _, one, power in units), start=Fraction(1))
+        number,
+        tuple(sorted(powers.items())),
+        math.prod((factor**power for _, factor, power in units), start=Fraction(1)),
     )
 
 
@@ -198,26 +205,28 @@ def _unit(name: str) -> tuple[str, Fraction]:
     return (lower.removesuffix("s") if len(name) > 2 else name), Fraction(0)
 
 
-def same_quantity(wanted: Tokens, said: Tokens) -> bool:
+def same_quantity(reference: Tokens, answer: Tokens) -> bool:
     """Return True if the numbers are equal, and the units if both have one. Only metric prefixes are converted."""
-    base, other_base = (_BASE.fullmatch("".join(part)) for part in (wanted, said))
+    base, other_base = (_BASE.fullmatch("".join(part)) for part in (reference, answer))
     if base and other_base:
         return base[1].lower() == other_base[1].lower() and base[2] == other_base[2]
     if base or other_base:  # the base may be omitted
-        digits, bare = (base, said) if base else (other_base, wanted)
+        digits, bare = (base, answer) if base else (other_base, reference)
         return digits is not None and digits[1].lower() == "".join(bare).lower()
-    a, b = quantity(wanted), quantity(said)
+    a, b = quantity(reference), quantity(answer)
     if a and b and a.unit and b.unit:
         if a.scale == b.scale:
             return a.unit == b.unit and _same_number(a.number, b.number)
         return a.unit == b.unit and _same_number(_scaled(a), _scaled(b))
     if a and a.unit == _PERCENT:
-        return _same_number(a.number, said) or _same_number(_hundredth(a.number), said)
+        return _same_number(a.number, answer) or _same_number(_hundredth(a.number), answer)
     if b and b.unit == _PERCENT:
-        value = constant(wanted)
+        value = constant(reference)
         is_proportion = value is None or -1 <= value <= 1  # a bare 28 equals 28 %, but a bare 1 does not equal 1 %
-        return _same_number(wanted, _hundredth(b.number)) or (not is_proportion and _same_number(wanted, b.number))
-    return _same_number(a.number if a else wanted, b.number if b else said)
+        return _same_number(reference, _hundredth(b.number)) or (
+            not is_proportion and _same_number(reference, b.number)
+        )
+    return _same_number(a.number if a else reference, b.number if b else answer)
 
 
 def _hundredth(part: Tokens) -> list[str]:
@@ -228,13 +237,13 @@ def _scaled(found: Quantity) -> list[str]:
     return ["(", *found.number, ")", "\\cdot", "(", str(found.scale.numerator), "/", str(found.scale.denominator), ")"]
 
 
-def _same_number(wanted: Tokens, said: Tokens) -> bool:
-    a, b = number("".join(wanted)), number("".join(said))
+def _same_number(reference: Tokens, answer: Tokens) -> bool:
+    a, b = number("".join(reference)), number("".join(answer))
     if a is not None and b is not None and a == b:
         return True
-    if (a is None or b is None) and same_value(wanted, said):
+    if (a is None or b is None) and same_value(reference, answer):
         return True
-    return _rounds_to(wanted, a, said) or _rounds_to(said, b, wanted)
+    return _rounds_to(reference, a, answer) or _rounds_to(answer, b, reference)
 
 
 def _rounds_to(part: Tokens, value: Fraction | None, exact: Tokens) -> bool:

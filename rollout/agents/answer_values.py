@@ -87,16 +87,16 @@ def proportional(wanted: Tokens, said: Tokens, positive: bool) -> bool:
         try:
             over, under = (_value(each, point, _MANY_DIGITS, _is_complex(a, b)) for each in (a, b))
             with mp.workdps(_MANY_DIGITS):
-                found = _divided(over, under)
+                quotient = _divided(over, under)
         except Unreadable:
             return False
         except (Undefined, ZeroDivisionError):
             continue
-        if found == 0 or (ratio is not None and not _near(found, ratio)):
+        if quotient == 0 or (ratio is not None and not _near(quotient, ratio)):
             return False
-        if positive and not (_is_real(found) and found > 0):
+        if positive and not (_is_real(quotient) and quotient > 0):
             return False
-        ratio, equal = found, equal + 1
+        ratio, equal = quotient, equal + 1
     return equal > 1 and bool(_variables(a))
 
 
@@ -123,10 +123,11 @@ def constant(part: Tokens) -> Fraction | float | None:
 def _one_case(*expressions: Tokens) -> list[tuple[str, ...]]:
     """Return the expressions with variables in lower case, unless one has a letter in both cases; E and I are not e and i."""
     if any(
-        {token.swapcase() for token in each if len(token) == 1 and token.isalpha()} & set(each) for each in expressions
+        {token.swapcase() for token in expression if len(token) == 1 and token.isalpha()} & set(expression)
+        for expression in expressions
     ):
-        return [tuple(each) for each in expressions]
-    return [tuple(t.lower() if len(t) == 1 and t not in "EI" else t for t in each) for each in expressions]
+        return [tuple(expression) for expression in expressions]
+    return [tuple(t.lower() if len(t) == 1 and t not in "EI" else t for t in expression) for expression in expressions]
 
 
 def _close(a: tuple[str, ...], b: tuple[str, ...], point: int) -> bool:

@@ -121,14 +121,14 @@ def tagged(tag: str, text: str) -> str | None:
 
 def all_tagged(tag: str, text: str) -> list[str]:
     """Return each text between a <tag> and the </tag> after it, in any case, without outer white space."""
-    opened, found = -1, []
+    opened, texts = -1, []
     for match in re.finditer(rf"<(/?){tag}>", text, re.IGNORECASE):
         if not match[1]:
             opened = match.end()
         elif opened >= 0:
-            found.append(text[opened : match.start()].strip())
+            texts.append(text[opened : match.start()].strip())
             opened = -1
-    return found
+    return texts
 
 
 def route(text: str) -> bool | None:
@@ -172,11 +172,11 @@ def final_answer(solution: str) -> str | None:
     if match is None:
         return None
     line, _, below = text[match.end() : match.end() + _MAX_STATED + 1].partition("\n")
-    found = _undressed(_SENTENCE_END.split(line, maxsplit=1)[0])
-    is_number = _NUMBER.fullmatch(found) is not None
+    answer = _undressed(_SENTENCE_END.split(line, maxsplit=1)[0])
+    is_number = _NUMBER.fullmatch(answer) is not None
     is_heading = below != "" and ("\n" in match[0] or (match[0].endswith("#") and not is_number))
-    is_short = any(map(str.isalnum, found)) and len(found) <= _MAX_STATED and len(_WORD.findall(found)) <= _MAX_WORDS
-    return found if is_short and not is_heading else None
+    is_short = any(map(str.isalnum, answer)) and len(answer) <= _MAX_STATED and len(_WORD.findall(answer)) <= _MAX_WORDS
+    return answer if is_short and not is_heading else None
 
 
 def _undressed(text: str) -> str:

@@ -75,13 +75,13 @@ class PromptSet:
 
         turns = self.turns[role]
         filled = [Message(turn.role, _FIELD.sub(value, turn.content)) for turn in turns]
-        told = (
+        shown_texts = (
             values.get("problem", ""),
             self.suffix,
             *(turn.content for turn in turns),
         )  # not other agents' texts
         below = []
-        if self.form and READS.get(role) == "answer" and not self.parsers["answer"].is_shown(*told):
+        if self.form and READS.get(role) == "answer" and not self.parsers["answer"].is_shown(*shown_texts):
             below.append(self.form)
         if self.suffix:
             below.append(_FIELD.sub(value, self.suffix))
@@ -145,12 +145,12 @@ class _File:
         nodes = self._mapping(top, _KEYS)
         if "turns" not in nodes:
             self._fail(top, "the key turns is missing; expected chats by role")
-        of_roles = self._mapping(nodes["turns"], [str(role) for role in PLACEHOLDERS])
-        turns = {Role(role): self._turns(Role(role), node) for role, node in of_roles.items()}
-        parsers = {what: self._parser(what, nodes[what]) for what in PARSERS if what in nodes}
-        for role, what in READS.items():
-            if role in turns and what not in parsers:
-                self._fail(of_roles[role], f"the key {what} is missing; expected a parser for the {what} of {role}")
+        turn_nodes = self._mapping(nodes["turns"], [str(role) for role in PLACEHOLDERS])
+        turns = {Role(role): self._turns(Role(role), node) for role, node in turn_nodes.items()}
+        parsers = {part: self._parser(part, nodes[part]) for part in PARSERS if part in nodes}
+        for role, part in READS.items():
+            if role in turns and part not in parsers:
+                self._fail(turn_nodes[role], f"the key {part} is missing; expected a parser for the {part} of {role}")
         form, purpose = (self._text(nodes[key]) if key in nodes else "" for key in ("form", "purpose"))
         if purpose and "{purpose}" not in purpose:
             self._fail(nodes["purpose"], "purpose lacks the placeholder {purpose}")
@@ -182,39 +182,39 @@ class _File:
             self._fail(node, message, text.count("\n", 0, start) + 1 if node.style == "|" else 0)
         return {match[2] for match in _FIELD.finditer(text) if match[2]}
 
-    def _parser(self, what: str, node: yaml.Node) -> Parser:
-        named = PARSERS[what]
+    def _parser(self, part: str, node: yaml.Node) -> Parser:
+        named = PARSERS[part]
         if isinstance(node, yaml.ScalarNode):
             name = self._text(node)
             if name not in named:
                 self._fail(
-                    node, f"{what}: no parser named {name!r}; expected one of {', '.join(named)}, or expressions"
+                    node, f"{part}: no parser named {name!r}; expected one of {', '.join(named)}, or expressions"
                 )
             return named[name]
-        if what not in _KINDS:
+        if part not in _KINDS:
             regex, example = self._expression(node)
-            read = self._checked(node, f"{what}.regex", lambda: regex_text(regex))
+            read = self._checked(node, f"{part}.regex", lambda: regex_text(regex))
             if example and "ANSWER" not in example:
-                self._fail(node, f"{what}.example lacks ANSWER in place of the text to read")
+                self._fail(node, f"{part}.example lacks ANSWER in place of the text to read")
             return Parser(read, (example,) if example else ())
-        kinds = _KINDS[what]
-        found = self._mapping(node, kinds)
+        kinds = _KINDS[part]
+        nodes = self._mapping(node, kinds)
         for kind in kinds:
-            if kind not in found:
-                self._fail(node, f"{what} lacks the key {kind}; expected an expression for {kind}")
-        (yes, said_yes), (no, said_no) = (self._expression(found[kind]) for kind in kinds)
-        verdict = self._checked(node, f"{what}: one of its expressions", lambda: regex_verdict(yes, no))
+            if kind not in nodes:
+                self._fail(node, f"{part} lacks the key {kind}; expected an expression for {kind}")
+        (yes, said_yes), (no, said_no) = (self._expression(nodes[kind]) for kind in kinds)
+        verdict = self._checked(node, f"{part}: one of its expressions", lambda: regex_verdict(yes, no))
         for kind, example, right in zip(kinds, (said_yes, said_no), (True, False)):
             if example and verdict(example) is not right:
-                self._fail(found[kind], f"{what}.{kind}.example {example!r} is not parsed as {kind}")
+                self._fail(nodes[kind], f"{part}.{kind}.example {example!r} is not parsed as {kind}")
         return Parser(verdict, (said_yes, said_no) if said_yes and said_no else ())
 
     def _expression(self, node: yaml.Node) -> tuple[str, str]:
         """Return (the regular expression, an example that it matches or "")."""
-        found = self._mapping(node, ("regex", "example"))
-        if "regex" not in found:
+        nodes = self._mapping(node, ("regex", "example"))
+        if "regex" not in nodes:
             self._fail(node, "expected {regex: ..., example: ...}")
-        return self._text(found["regex"]), self._text(found["example"]) if "example" in found else ""
+        return self._text(nodes["regex"]), self._text(nodes["example"]) if "example" in nodes else ""
 
     def _checked(self, node: yaml.Node, key: str, make: Callable[[], _Checked]) -> _Checked:
         try:

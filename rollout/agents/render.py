@@ -150,11 +150,11 @@ class ChatRenderer:
         between two tokens. Returns None if the template leaves no room for contents.
         """
         whole = self._templated(messages, tools, template_options).translate(self._plain)
-        kept = [self._kept(whole, messages, index, tools, template_options) for index in range(len(messages))]
+        contents_kept = [self._kept(whole, messages, index, tools, template_options) for index in range(len(messages))]
         turns = [replace(message, content=_PLACEHOLDER.format(index=i)) for i, message in enumerate(messages)]
         parts = _PLACEHOLDER_PATTERN.split(self._templated(turns, tools, template_options))
         template = [self._ids(text).tolist() for text in parts[::2]]
-        texts = [kept[int(index)] for index in parts[1::2]]
+        texts = [contents_kept[int(index)] for index in parts[1::2]]
         contents = [self.completion_ids(text).tolist() for text in texts]
         sizes = [len(content) for content in contents]
         room = max_tokens - sum(map(len, template))
@@ -523,13 +523,13 @@ class ChatRenderer:
 
         A template may close a turn only when another one follows. In that case, a token that opens turns is not an end.
         """
-        asked, answer = {"role": "user", "content": _ASKED}, {"role": "assistant", "content": _ANSWER}
-        end = self._first_control(self._probed(asked, answer).partition(_ANSWER)[2])
+        question, answer = {"role": "user", "content": _ASKED}, {"role": "assistant", "content": _ANSWER}
+        end = self._first_control(self._probed(question, answer).partition(_ANSWER)[2])
         if end is not None:
             return end
-        before, _, rest = self._probed(asked, answer, asked).partition(_ASKED)
+        before, _, rest = self._probed(question, answer, question).partition(_ASKED)
         between, _, after = rest.partition(_ANSWER)
-        opening = self._probed(asked, prompts=True).removeprefix(self._probed(asked))
+        opening = self._probed(question, prompts=True).removeprefix(self._probed(question))
         end = self._first_control(after)
         is_opener = end is not None and (end in opening or (end in before and end != self._first_control(between)))
         return None if is_opener else end

@@ -26,74 +26,74 @@ _not_parsed = attrgetter(*_NOT_PARSED)
 _PACKAGE = Path(marsrl.rollout.__file__).parent.parent
 
 
-def asks(found: object) -> list[Ask | ToolCall]:
+def asks(value: object) -> list[Ask | ToolCall]:
     """Check the value of `follow`."""
-    if isinstance(found, Iterable):
-        each = list(found)
-        if all(isinstance(one, Ask | ToolCall) for one in each):
-            return each
-        found = next(one for one in each if not isinstance(one, Ask | ToolCall))
-    raise TypeError(f"expected a list of episode.ask(...) and episode.call(...), found {_shown(found)}")
+    if isinstance(value, Iterable):
+        items = list(value)
+        if all(isinstance(item, Ask | ToolCall) for item in items):
+            return items
+        value = next(item for item in items if not isinstance(item, Ask | ToolCall))
+    raise TypeError(f"expected a list of episode.ask(...) and episode.call(...), found {_shown(value)}")
 
 
-def messages(found: object) -> tuple[Message, ...]:
+def messages(value: object) -> tuple[Message, ...]:
     """Check the value of `messages`: Message objects, or dicts as in OpenAI's API."""
-    if not isinstance(found, Sequence) or isinstance(found, str) or not found:
-        raise TypeError(f"expected a list of messages, found {_shown(found)}")
-    return tuple(map(_message, found))
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        raise TypeError(f"expected a list of messages, found {_shown(value)}")
+    return tuple(map(_message, value))
 
 
-def continuation(found: object) -> str | tuple[Message, ...] | None:
+def continuation(value: object) -> str | tuple[Message, ...] | None:
     """Check the value of `continuation`: text, messages, or None while the sample waits."""
-    if found == "":
+    if value == "":
         raise ValueError("expected text, messages, or None while the sample waits, found ''")
-    return found if found is None or isinstance(found, str) else messages(found)
+    return value if value is None or isinstance(value, str) else messages(value)
 
 
-def parsed(found: object, sample: Sample) -> Sample:
+def parsed(value: object, sample: Sample) -> Sample:
     """Check the value of `parse`: the given sample, with changes only in parsed fields."""
-    if not isinstance(found, Sample):
-        raise TypeError(f"expected the given sample, replace(sample, answer=...), found {_shown(found)}")
-    if not all(map(is_, _not_parsed(found), _not_parsed(sample))):
-        others = [name for name in _NOT_PARSED if getattr(found, name) is not getattr(sample, name)]
+    if not isinstance(value, Sample):
+        raise TypeError(f"expected the given sample, replace(sample, answer=...), found {_shown(value)}")
+    if not all(map(is_, _not_parsed(value), _not_parsed(sample))):
+        others = [name for name in _NOT_PARSED if getattr(value, name) is not getattr(sample, name)]
         raise ValueError(f"expected `parse` to change only {', '.join(_PARSED)}, found changes in {', '.join(others)}")
-    _expect("shown", found.shown, str)
-    _expect("answer", found.answer, str, None)
-    _expect("verdict", found.verdict, bool, None)
-    _expect("finish", found.finish, Finish)
-    return found
+    _expect("shown", value.shown, str)
+    _expect("answer", value.answer, str, None)
+    _expect("verdict", value.verdict, bool, None)
+    _expect("finish", value.finish, Finish)
+    return value
 
 
-def reward(found: object) -> Reward:
+def reward(returned: object) -> Reward:
     """Check the value of `reward`: a Reward, or a number that, clipped to [0, 1], is also `correct`."""
-    if isinstance(found, Real):
-        value = _number("the reward", found)
+    if isinstance(returned, Real):
+        value = _number("the reward", returned)
         return Reward(value, min(max(value, 0.0), 1.0) if value == value else value)
-    if not isinstance(found, Reward):
-        raise TypeError(f"expected Reward(value, correct) or a number, found {_shown(found)}")
-    correct = _number("correct", found.correct)
+    if not isinstance(returned, Reward):
+        raise TypeError(f"expected Reward(value, correct) or a number, found {_shown(returned)}")
+    correct = _number("correct", returned.correct)
     if not (0 <= correct <= 1 or math.isnan(correct)):
         raise ValueError(f"expected `correct` from 0 to 1, found {correct:g}")
-    _expect("note", found.note, str)
-    return Reward(_number("value", found.value), correct, numbers(found.parts), found.note)
+    _expect("note", returned.note, str)
+    return Reward(_number("value", returned.value), correct, numbers(returned.parts), returned.note)
 
 
-def turn_rewards(found: object, sample: Sample) -> tuple[float, ...]:
+def turn_rewards(value: object, sample: Sample) -> tuple[float, ...]:
     """Check the value of `turn_rewards`: one number for each trained turn of the sample, or none."""
-    if not isinstance(found, Sequence) or isinstance(found, str):
-        raise TypeError(f"expected a list of numbers, found {_shown(found)}")
-    if found and len(found) != (number := len(sample.trained_turns)):
-        raise ValueError(f"expected {number} rewards, one for each turn of {sample.uid}, or none, found {len(found)}")
-    return tuple(_number(f"the reward of turn {place}", each) for place, each in enumerate(found, 1))
+    if not isinstance(value, Sequence) or isinstance(value, str):
+        raise TypeError(f"expected a list of numbers, found {_shown(value)}")
+    if value and len(value) != (number := len(sample.trained_turns)):
+        raise ValueError(f"expected {number} rewards, one for each turn of {sample.uid}, or none, found {len(value)}")
+    return tuple(_number(f"the reward of turn {turn}", turn_reward) for turn, turn_reward in enumerate(value, 1))
 
 
-def numbers(found: object) -> dict[str, float]:
+def numbers(returned: object) -> dict[str, float]:
     """Check the value of `outcomes`, and a reward's parts: numbers by name."""
-    if not isinstance(found, Mapping):
-        raise TypeError(f"expected a dict of numbers, found {_shown(found)}")
-    for name in found:
+    if not isinstance(returned, Mapping):
+        raise TypeError(f"expected a dict of numbers, found {_shown(returned)}")
+    for name in returned:
         _expect("a name", name, str)
-    return {name: _number(name, value) for name, value in found.items()}
+    return {name: _number(name, value) for name, value in returned.items()}
 
 
 def metrics(found: object) -> dict[str, float]:
@@ -111,11 +111,11 @@ def sample_or_none(found: object) -> Sample | None:
     return found  # type: ignore[return-value]
 
 
-def uids(found: object) -> Collection[str]:
+def uids(value: object) -> Collection[str]:
     """Check the value of `redrawn`."""
-    if isinstance(found, Collection) and not isinstance(found, str) and all(isinstance(uid, str) for uid in found):
-        return found
-    raise TypeError(f"expected uids of samples, found {_shown(found)}")
+    if isinstance(value, Collection) and not isinstance(value, str) and all(isinstance(uid, str) for uid in value):
+        return value
+    raise TypeError(f"expected uids of samples, found {_shown(value)}")
 
 
 def place_of(error: Exception, team: object, method: str) -> str:
@@ -139,32 +139,32 @@ def _is_ours(file: Path) -> bool:
     )
 
 
-def _message(found: object) -> Message:
-    if isinstance(found, Mapping):
-        if set(found) != {"role", "content"}:
-            raise ValueError(f"expected a message with the keys role and content, found {', '.join(map(str, found))}")
-        found = Message(found["role"], found["content"])
-    if not isinstance(found, Message):
-        raise TypeError(f"expected Message(role, content), found {_shown(found)}")
-    if found.role not in _ROLES:
-        raise ValueError(f"expected a message's role to be one of {', '.join(_ROLES)}, found {found.role!r}")
-    _expect("a message's content", found.content, str)
-    return found
+def _message(value: object) -> Message:
+    if isinstance(value, Mapping):
+        if set(value) != {"role", "content"}:
+            raise ValueError(f"expected a message with the keys role and content, found {', '.join(map(str, value))}")
+        value = Message(value["role"], value["content"])
+    if not isinstance(value, Message):
+        raise TypeError(f"expected Message(role, content), found {_shown(value)}")
+    if value.role not in _ROLES:
+        raise ValueError(f"expected a message's role to be one of {', '.join(_ROLES)}, found {value.role!r}")
+    _expect("a message's content", value.content, str)
+    return value
 
 
-def _expect(name: str, found: object, kind: type, *more: None) -> None:
-    if not isinstance(found, kind) and not (more and found is None):
-        raise TypeError(f"expected {name} to be {kind.__name__}{' or None' if more else ''}, found {_shown(found)}")
-    if isinstance(found, str):
-        found.encode()  # a lone surrogate, as from json.loads("\\ud800"), cannot be tokenised or stored
+def _expect(name: str, value: object, kind: type, *more: None) -> None:
+    if not isinstance(value, kind) and not (more and value is None):
+        raise TypeError(f"expected {name} to be {kind.__name__}{' or None' if more else ''}, found {_shown(value)}")
+    if isinstance(value, str):
+        value.encode()  # a lone surrogate, as from json.loads("\\ud800"), cannot be tokenised or stored
 
 
-def _number(name: str, found: object) -> float:
-    if not isinstance(found, Real):
-        raise TypeError(f"expected {name} to be a number, found {_shown(found)}")
-    if math.isinf(found):
-        raise ValueError(f"expected {name} to be finite, found {found}")
-    return float(found)
+def _number(name: str, value: object) -> float:
+    if not isinstance(value, Real):
+        raise TypeError(f"expected {name} to be a number, found {_shown(value)}")
+    if math.isinf(value):
+        raise ValueError(f"expected {name} to be finite, found {value}")
+    return float(value)
 
 
 def _shown(found: object) -> str:

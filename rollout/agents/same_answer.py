@@ -74,15 +74,17 @@ def same_answer(reference: str, answer: str) -> bool:
     """Return True if an answer equals the reference. Answers are hostile input: the caller bounds time and memory."""
     if answer_key(reference) == answer_key(answer):
         return True
-    wanted, said = _plain(reference), _plain(answer)
-    if choice := _CHOICE.fullmatch(wanted):
-        chosen = _CHOSEN.fullmatch(said)
+    plain_reference, plain_answer = _plain(reference), _plain(answer)
+    if choice := _CHOICE.fullmatch(plain_reference):
+        chosen = _CHOSEN.fullmatch(plain_answer)
         return chosen is not None and (chosen[1] or chosen[2]).upper() == (choice[1] or choice[2])
-    if _is_text(wanted):
-        return _SET.fullmatch(wanted) is not None and _elements(wanted) == _elements(said)
+    if _is_text(plain_reference):
+        return _SET.fullmatch(plain_reference) is not None and _elements(plain_reference) == _elements(plain_answer)
     return any(
         max(nesting(a), nesting(b)) <= _MOST_NESTED and same_parts(a, b)
-        for thousands in ((True, False) if "," in wanted and "," in said else (True,))  # 100,200 may be a list
+        for thousands in (
+            (True, False) if "," in plain_reference and "," in plain_answer else (True,)
+        )  # 100,200 may be a list
         for a, b in [(_tokens(reference, thousands), _tokens(answer, thousands))]
     )
 

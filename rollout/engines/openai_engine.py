@@ -232,11 +232,11 @@ class _ChatChoice(BaseModel):
     @property
     def text(self) -> str:
         """The content, without the thought, which the server returns separately."""
-        said, thought = self.message.content or "", self.message.reasoning_content or self.message.reasoning
+        content, thought = self.message.content or "", self.message.reasoning_content or self.message.reasoning
         if not thought:
-            return said
-        is_open = self.finish_reason == "length" and not said
-        return f"{THINK_OPEN}\n{thought}" if is_open else f"{THINK_OPEN}\n{thought}\n{THINK_CLOSE}\n\n{said}"
+            return content
+        is_open = self.finish_reason == "length" and not content
+        return f"{THINK_OPEN}\n{thought}" if is_open else f"{THINK_OPEN}\n{thought}\n{THINK_CLOSE}\n\n{content}"
 
 
 class _Usage(BaseModel):

@@ -353,18 +353,18 @@ class Engine(ABC):
         raise NotImplementedError
 
     def _check_versions(self, requests: Sequence[DecodeRequest], version: int) -> None:
-        held, engine = self._versions, type(self).__name__
-        if held[""] != version:
-            raise WrongVersion(f"{engine}: requested policy version {version}, but version {held['']} is loaded")
+        loaded, engine = self._versions, type(self).__name__
+        if loaded[""] != version:
+            raise WrongVersion(f"{engine}: requested policy version {version}, but version {loaded['']} is loaded")
         for request in requests:
-            name, asked = request.adapter, request.adapter_version
-            if name and name not in held:
+            name, requested_version = request.adapter, request.adapter_version
+            if name and name not in loaded:
                 raise WrongVersion(
-                    f"{engine}: requested adapter {name}; serves {', '.join(filter(None, held)) or 'none'}"
+                    f"{engine}: requested adapter {name}; serves {', '.join(filter(None, loaded)) or 'none'}"
                 )
-            if name and held[name] != asked:
+            if name and loaded[name] != requested_version:
                 raise WrongVersion(
-                    f"{engine}: requested version {asked} of adapter {name}, but version {held[name]} is loaded"
+                    f"{engine}: requested version {requested_version} of adapter {name}, but version {loaded[name]} is loaded"
                 )
 
     def _refuse_under_way(self, call: str, adapter: str | None = None) -> None:

@@ -102,12 +102,12 @@ def refusals(rollouts: Sequence[RolloutConfig], host: TrainerHost, *, weight_fil
     """
     if not rollouts:  # only servers are used
         return ()
-    found = (
+    sentences = (
         *(_not_on_several_gpus(each, len(rollouts), host) for each in rollouts),
         _lack_of_gpus(rollouts, host),
         _files_out_of_reach(rollouts, host, weight_files),
     )
-    return tuple(dict.fromkeys(sentence for sentence in found if sentence is not None))
+    return tuple(dict.fromkeys(sentence for sentence in sentences if sentence is not None))
 
 
 def why_not_cut(shape: ModelShape, vllm: VllmOptions) -> str | None:
@@ -157,22 +157,22 @@ def _not_on_several_gpus(rollout: RolloutConfig, num_policies: int, host: Traine
     wide = rollout.vllm.tensor_parallel
     if wide == 1:
         return None
-    asked = f"rollout.vllm.tensor_parallel is {wide}, and"
+    start = f"rollout.vllm.tensor_parallel is {wide}, and"
     if rollout.engine != "vllm":
         return (
-            f"{asked} rollout.engine={rollout.engine} computes in one process; set rollout.vllm.tensor_parallel=1, or "
+            f"{start} rollout.engine={rollout.engine} computes in one process; set rollout.vllm.tensor_parallel=1, or "
             "rollout.engine=vllm"
         )
     if not host.num_gpus:
         return None
     if rollout.placement == "colocated" and num_policies > 1:
         return (
-            f"{asked} rollout.placement=colocated gives each of {num_policies} policies a share of one GPU; set "
+            f"{start} rollout.placement=colocated gives each of {num_policies} policies a share of one GPU; set "
             "rollout.vllm.tensor_parallel=1, or rollout.placement=disaggregated"
         )
     if rollout.placement == "local" and host.num_ranks > 1:
         return (
-            f"{asked} rollout.placement=local uses the first {wide} GPUs of this host, which {host.num_ranks} trainer ranks "
+            f"{start} rollout.placement=local uses the first {wide} GPUs of this host, which {host.num_ranks} trainer ranks "
             "hold; set rollout.vllm.tensor_parallel=1, or rollout.placement=disaggregated"
         )
     if rollout.ray_address is not None and host.has_others:
@@ -223,7 +223,7 @@ def adapter_refusals(
     rollout: RolloutConfig, device: str, dtype: str, shape: ModelShape, adapters: Mapping[str, AdapterConfig]
 ) -> tuple[str, ...]:
     """Return messages about adapters that a pool's engines cannot serve on "cpu" or "cuda". rollout: the pool's settings."""
-    of_experts = [name for name, each in adapters.items() if "experts" in each.targets and shape.num_experts]
+    expert_adapters = [name for name, each in adapters.items() if "experts" in each.targets and shape.num_experts]
     reasons, vllm = [], rollout.vllm
     if rollout.engine != "vllm" or not adapters:
         return ()
@@ -237,7 +237,7 @@ def adapter_refusals(
             f"vLLM's kernels for adapters ({', '.join(adapters)}) do not support float32 on GPUs; set rollout.vllm.dtype or "
             "the policy's dtype to bfloat16, or rollout.engine=local"
         )
-    if of_experts and device == "cuda":
+    if expert_adapters and device == "cuda":
         backend = vllm.extra.get("all2all_backend", _ALL2ALL)
         if vllm.expert_parallel and backend != _ALL2ALL:
             reasons.append(
@@ -246,9 +246,9 @@ def adapter_refusals(
                 f"set that, or rollout.vllm.expert_parallel=false"
             )
     if device == "cpu" and shape.num_experts:
-        if of_experts:
+        if expert_adapters:
             reasons.append(
-                f"policies.{of_experts[0]}.adapter.targets has experts, whose adapters vLLM 0.32 supports only on GPUs; set "
+                f"policies.{expert_adapters[0]}.adapter.targets has experts, whose adapters vLLM 0.32 supports only on GPUs; set "
                 "rollout.engine=local, or remove experts (attention works)"
             )
         elif vllm.tensor_parallel > 1:
@@ -269,11 +269,11 @@ def _lack_of_gpus(rollouts: Sequence[RolloutConfig], host: TrainerHost) -> str |
         # engines of several policies share a GPU
         if rollout.engines * wide <= gpus:
             return None
-        of_each = f" x rollout.vllm.tensor_parallel={wide}" if wide > 1 else ""
+        per_engine = f" x rollout.vllm.tensor_parallel={wide}" if wide > 1 else ""
         fitting = f"rollout.engines={gpus // wide}" if gpus >= wide else f"rollout.vllm.tensor_parallel={gpus}"
         return (
             f"rollout.placement=colocated puts an engine of every policy on each trainer rank's GPU, but rollout.engines is "
-            f"{rollout.engines}{of_each}, and this host has {gpus} such GPU(s); set {fitting}"
+            f"{rollout.engines}{per_engine}, and this host has {gpus} such GPU(s); set {fitting}"
         )
     needed = num_engine_gpus(rollouts)
     if needed <= gpus:
@@ -285,16 +285,16 @@ def _lack_of_gpus(rollouts: Sequence[RolloutConfig], host: TrainerHost) -> str |
         near = f"set rollout.engines=1 and rollout.vllm.tensor_parallel={gpus // num_policies}"
     elif needed >= host.num_gpus:
         near = f"set rollout.placement={'local' if host.num_ranks == 1 and rollout.engines == 1 else 'colocated'}"
-    counts = {(each.engines, each.vllm.tensor_parallel) for each in rollouts}
-    asked = f"rollout.engines={rollout.engines} with {num_policies} policy(s)"
-    asked += f" and rollout.vllm.tensor_parallel={wide}" if wide > 1 else ""
+    counts = {(pool.engines, pool.vllm.tensor_parallel) for pool in rollouts}
+    request = f"rollout.engines={rollout.engines} with {num_policies} policy(s)"
+    request += f" and rollout.vllm.tensor_parallel={wide}" if wide > 1 else ""
     if len(counts) > 1:
-        numbers = [(each.engines, each.vllm.tensor_parallel) for each in rollouts]
+        numbers = [(pool.engines, pool.vllm.tensor_parallel) for pool in rollouts]
         words = [f"{engines} x {gpus_of_one}" if gpus_of_one > 1 else f"{engines}" for engines, gpus_of_one in numbers]
-        asked = f"policies.<name>.engines ({' + '.join(words)})"
+        request = f"policies.<name>.engines ({' + '.join(words)})"
         near = "lower them"
     return (
-        f"{asked} needs {needed} GPU(s) without a trainer rank, but this host has {host.num_gpus}, of which "
+        f"{request} needs {needed} GPU(s) without a trainer rank, but this host has {host.num_gpus}, of which "
         f"{min(host.num_ranks, host.num_gpus)} have ranks; {near}, or set rollout.ray_address to a larger "
         "cluster"
     )

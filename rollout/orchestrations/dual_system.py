@@ -60,12 +60,12 @@ class DualSystem(Orchestration):
         self._bins = lru_cache(_PACKED)(self._pack)
 
     def follow(self, episode: Episode) -> Sequence[Ask | ToolCall]:
-        asked: list[Ask | ToolCall] = [episode.ask("system2")]
+        requests: list[Ask | ToolCall] = [episode.ask("system2")]
         for sample in (each for each in episode.waiting.values() if each.agent == "system2"):
-            wanted = self._wanted(episode, sample)
-            if isinstance(wanted, tuple):
-                asked += [wanted[0], *(ask for ask, _ in self._readings(episode, sample, *wanted))]
-        return asked
+            reading_plan = self._wanted(episode, sample)
+            if isinstance(reading_plan, tuple):
+                requests += [reading_plan[0], *(ask for ask, _ in self._readings(episode, sample, *reading_plan))]
+        return requests
 
     def messages(self, episode: Episode, ask: Ask) -> tuple[Message, ...]:
         role = self.spec(ask.agent).role
@@ -78,10 +78,12 @@ class DualSystem(Orchestration):
         return self.prompt(ask.agent, role, episode, output=found, purpose=wanted[1])
 
     def continuation(self, episode: Episode, sample: Sample) -> Sequence[Message] | None:
-        wanted = self._wanted(episode, sample)
-        if wanted is None:
+        reading_plan = self._wanted(episode, sample)
+        if reading_plan is None:
             return (Message("user", NEXT_TURN),)
-        text = f"error: {wanted}" if isinstance(wanted, str) else self._found(episode, sample, *wanted)
+        text = (
+            f"error: {reading_plan}" if isinstance(reading_plan, str) else self._found(episode, sample, *reading_plan)
+        )
         return None if text is None else (Message("user", tool_response(text)),)
 
     def _found(self, episode: Episode, sample: Sample, call: ToolCall, purpose: str) -> str | None:

@@ -42,30 +42,30 @@ class SearchTeam(Orchestration):
 
     def follow(self, episode: Episode) -> Sequence[Ask | ToolCall]:
         queries: list[Sample] = []
-        asked: list[Ask | ToolCall] = []
+        requests: list[Ask | ToolCall] = []
         for turn in range(1, self.options.max_turns + 1):
             verify = episode.ask("verifier", *queries)
-            asked.append(verify)
-            said = episode.said(verify)
-            if said is None:
+            requests.append(verify)
+            verdict = episode.said(verify)
+            if verdict is None:
                 break
-            if self.accepts(said):
-                asked.append(episode.ask("answer", *queries, said))
+            if self.accepts(verdict):
+                requests.append(episode.ask("answer", *queries, verdict))
                 break
             if turn == self.options.max_turns:
                 break
-            search = episode.ask("search", *queries, said)
-            asked.append(search)
+            search = episode.ask("search", *queries, verdict)
+            requests.append(search)
             query = episode.said(search)
             if query is None:
                 break
             queries.append(query)
             if query.answer is not None:
                 call = self._call(episode, query)
-                asked.append(call)
+                requests.append(call)
                 if episode.output(call) is None:
                     break
-        return asked
+        return requests
 
     def most_samples(self) -> dict[str, int]:
         turns, size = self.options.max_turns, self.group_size

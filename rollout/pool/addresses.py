@@ -28,25 +28,25 @@ def split_address(address: str, port: int) -> tuple[str, int]:
     raise ValueError(f"{address!r} is not an address; expected HOST or HOST:PORT, with a port from 1 to 65535")
 
 
-def own_address(given: str | None = None) -> str:
-    """Return the IP address at which other hosts reach this one: `given` (sync.host), resolved, or detected.
+def own_address(host: str | None = None) -> str:
+    """Return the IP address at which other hosts reach this one: `host` (sync.host), resolved, or detected.
 
     Detects torchrun's MASTER_ADDR if it is this host, else the interface of the default route, or of the only network.
 
-    Raises RuntimeError: `given` does not resolve, or is another host; or several addresses are possible.
+    Raises RuntimeError: `host` does not resolve, or is another host; or several addresses are possible.
     """
     others = [each.address for of in psutil.net_if_addrs().values() for each in of if each.family == socket.AF_INET]
     others = [address for address in others if not _is_loopback(address)]
-    if given is not None:
-        if (found := address_here(given)) is None:
+    if host is not None:
+        if (address := address_here(host)) is None:
             raise RuntimeError(
-                f"sync.host is {given}, which is not an address of this host ({', '.join(others) or 'loopback only'}); "
+                f"sync.host is {host}, which is not an address of this host ({', '.join(others) or 'loopback only'}); "
                 "expected one of trainer rank 0's host: correct it, or omit it"
             )
-        return found
-    for found in (address_here(os.environ.get("MASTER_ADDR", "localhost")), address_towards(_NOWHERE)):
-        if found is not None and not _is_loopback(found):
-            return found
+        return address
+    for address in (address_here(os.environ.get("MASTER_ADDR", "localhost")), address_towards(_NOWHERE)):
+        if address is not None and not _is_loopback(address):
+            return address
     if len(others) > 1:
         raise RuntimeError(
             f"this host has several addresses ({', '.join(others)}) and no default route; set sync.host to the one "

@@ -314,15 +314,15 @@ class EnginePool(AbstractContextManager["EnginePool"]):
         scores: dict[int, FloatArray] = {}
         while left := [i for i in range(len(sequences)) if i not in scores]:
             left.sort(key=lambda i: -len(sequences[i]))
-            asked = {replica: left[place :: len(self.engines)] for place, replica in enumerate(self.engines)}
+            shares = {replica: left[place :: len(self.engines)] for place, replica in enumerate(self.engines)}
             arguments = {
-                replica: ([sequences[i] for i in own], "", temperature) for replica, own in asked.items() if own
+                replica: ([sequences[i] for i in share], "", temperature) for replica, share in shares.items() if share
             }
             for replica, answer in self._ask("score", arguments).items():
                 if isinstance(answer, Lost):
                     self._restart(replica, answer.reason)  # the next round splits its share again
                 else:
-                    scores |= zip(asked[replica], answer.value, strict=True)
+                    scores |= zip(shares[replica], answer.value, strict=True)
         return [scores[i] for i in range(len(sequences))]
 
     def update_weights(self, update: WeightUpdate) -> list[WeightReceipt]:

@@ -118,21 +118,21 @@ class RayCluster:
                 f"Ray there (`ray start`) with the expected GPUs: {'; '.join(wrong)}"
             )
 
-    def await_place(self, who: str, each: Mapping[str, float], num: int, wait_s: float) -> None:
+    def await_place(self, name: str, resources: Mapping[str, float], num: int, wait_s: float) -> None:
         """Wait for room for `num` engines: hosts may still have to join.
 
-        who: the engines, for messages.
-        each: resources of one host that an engine takes: {"GPU": 2.0}, {"CPU": 4.0}, or nothing.
+        name: the engines, for messages.
+        resources: resources of one host that an engine takes: {"GPU": 2.0}, {"CPU": 4.0}, or nothing.
 
         Raises RuntimeError: no room within wait_s; lists each host's resources.
         """
-        for resource, amount in each.items():
+        for resource, amount in resources.items():
             end, within_s = time.monotonic() + wait_s, SETTLE_S
             while not self.has_place({resource: amount}, min(within_s, end - time.monotonic()), num):
                 left, within_s = end - time.monotonic(), _SAY_S
                 on_one = f", {amount:g} on one host for each" if amount > 1 else ""
                 lack = (
-                    f"no room for {who}: {amount * num:g} {resource}(s) needed{on_one}, but {self._name} has "
+                    f"no room for {name}: {amount * num:g} {resource}(s) needed{on_one}, but {self._name} has "
                     f"{ray.cluster_resources().get(resource, 0.0):g}: {_held(resource)}"
                 )
                 if left <= 0:
@@ -141,12 +141,12 @@ class RayCluster:
                     )
                 _LOG.warning("%s; waiting for hosts to join, %.0f s left of rollout.join_s", lack, left)
 
-    def has_place(self, each: Mapping[str, float], within_s: float, num: int = 1) -> bool:
-        """Return True if there is room for `num` engines within within_s; each: resources of one host that an engine takes."""
-        if not each:
+    def has_place(self, resources: Mapping[str, float], within_s: float, num: int = 1) -> bool:
+        """Return True if there is room for `num` engines within within_s. resources: as in await_place."""
+        if not resources:
             return True
         end = time.monotonic() + max(within_s, _PLACED_S)
-        group = placement_group([dict(each)] * num)  # Ray decides what fits on which host
+        group = placement_group([dict(resources)] * num)  # Ray decides what fits on which host
         try:
             while placement_group_table(group)["state"] != "CREATED":
                 check_head()  # PlacementGroup.wait counts in whole seconds

@@ -47,7 +47,7 @@ class Move:
 
 def wanted(policies: Mapping[str, PolicyEngines]) -> Move | None:
     """Return the move that the loads suggest; policies decode side by side."""
-    givers = [name for name, each in policies.items() if each.engines > 1]
+    givers = [name for name, engines in policies.items() if engines.engines > 1]
     if not givers:
         return None
     taker = max(policies, key=lambda name: policies[name].load)
@@ -61,7 +61,7 @@ def wanted(policies: Mapping[str, PolicyEngines]) -> Move | None:
         taker: replace(most, engines=most.engines + num),
         giver: replace(least, engines=least.engines - 1),
     }
-    if num == 0 or max(each.load for each in after.values()) >= _SHORTER * most.load:
+    if num == 0 or max(engines.load for engines in after.values()) >= _SHORTER * most.load:
         return None
     why = f"an engine of {taker} worked {most.load:.1f} s in a stage, one of {giver} {least.load:.1f} s"
     return Move(giver, taker, num, why)

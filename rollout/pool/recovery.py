@@ -127,13 +127,15 @@ class Recovery:
         return None
 
     def _check(
-        self, replica: int, receipt: WeightReceipt, of: str, version: int, checksums: Sequence[Mapping[str, int]]
+        self, replica: int, receipt: WeightReceipt, kind: str, version: int, checksums: Sequence[Mapping[str, int]]
     ) -> None:
         shards = list(zip(checksums, receipt.checksums, strict=True))
-        wrong = [name for right, held in shards for name in {**right, **held} if held.get(name) != right.get(name)]
+        wrong = [
+            name for right, loaded in shards for name in {**right, **loaded} if loaded.get(name) != right.get(name)
+        ]
         if wrong or receipt.version != version:
             raise RuntimeError(
-                f"engines of policy {self._name}: engine {replica} was restarted with the {of} of version {version}, but "
+                f"engines of policy {self._name}: engine {replica} was restarted with the {kind} of version {version}, but "
                 f"reports version {receipt.version} and other weights than the rest: {len(wrong)} of "
                 f"{sum(map(len, checksums))} tensors differ, first {', '.join(wrong[:3])}"
             )

@@ -71,12 +71,12 @@ class RewardPool:
         is_here: bool = False,
     ) -> None:
         self._options, self._judge = options or JudgeOptions(), judge
-        given = dict(arguments or {})
+        judge_arguments = dict(arguments or {})
         self._processes: WorkerPool | _Threads
         if is_here:
-            self._processes = _Threads(load_judge(judge, given))
+            self._processes = _Threads(load_judge(judge, judge_arguments))
         else:
-            load = {"path": judge, "arguments": given}
+            load = {"path": judge, "arguments": judge_arguments}
             self._processes = judge_processes(self._options.workers, f"{__name__}:load_judge", load)
         self._threads = ThreadPoolExecutor(self._options.workers, "marsrl-rewards")
         self._told: set[str] = set()  # kinds of failures already logged

@@ -106,14 +106,14 @@ class ModelJudge:
             return known(
                 Reward(0.0, 0.0, {"answer": 0.0}, f"the answer has {len(answer)} characters; at most {most} allowed")
             )
-        own, reward = self._own(problem, answer), Future[Reward]()
+        task_reward, reward = self._own(problem, answer), Future[Reward]()
         with self._changed:
             if self._is_closed:
                 raise RuntimeError("ModelJudge.submit: the judge is closed")
             if self._error is not None:
                 raise RuntimeError(f"the judge has failed: {self._error}") from self._error
-            said = self._judgement((problem.question, problem.answer, answer), purpose)
-        said.add_done_callback(lambda _: self._tell(reward, said, own, purpose))
+            judgement = self._judgement((problem.question, problem.answer, answer), purpose)
+        judgement.add_done_callback(lambda _: self._tell(reward, judgement, task_reward, purpose))
         return reward
 
     def take_counts(self, purpose: Purpose) -> dict[str, float]:
@@ -174,15 +174,17 @@ class ModelJudge:
         self._open[key] = said = asyncio.run_coroutine_threadsafe(self._judge(key, purpose), self._loop)
         return said
 
-    def _tell(self, reward: Future[Reward], said: Future[Judgement], own: Future[Reward], purpose: Purpose) -> None:
+    def _tell(
+        self, reward: Future[Reward], model_judgement: Future[Judgement], task_reward: Future[Reward], purpose: Purpose
+    ) -> None:
         """Set the reward once both the model's and the task's own judgement are available."""
-        if said.cancelled():
+        if model_judgement.cancelled():
             reward.cancel()
             reward.set_running_or_notify_cancel()  # notifies those waiting for it
             return
-        why_none = said.exception()
+        why_none = model_judgement.exception()
         if why_none is None:
-            judgement = said.result()
+            judgement = model_judgement.result()
             value = float(judgement.is_correct)
             judged = Reward(value, value, {"answer": value}, f"the judge: {_shown(judgement.reasoning)}")
         elif isinstance(why_none, Unreadable):
@@ -191,22 +193,24 @@ class ModelJudge:
             reward.set_exception(why_none)
             return
 
-        def settle(own: Future[Reward]) -> None:
-            of_task = MISSING if own.cancelled() or own.exception() else own.result().correct
+        def settle(task_reward: Future[Reward]) -> None:
+            task_correct = (
+                MISSING if task_reward.cancelled() or task_reward.exception() else task_reward.result().correct
+            )
             with self._changed:
                 counts = self._counts[purpose]
                 self._reasons[purpose].append(str(why_none) if judged.is_missing else "")
                 if judged.is_missing:
                     counts["missing"] += 1
                 else:
-                    is_known = of_task == of_task
+                    is_known = task_correct == task_correct
                     counts["yes"] += judged.value
                     counts["compared"] += is_known
-                    counts["agreed"] += is_known and (of_task == 1) == (judged.value == 1)
+                    counts["agreed"] += is_known and (task_correct == 1) == (judged.value == 1)
             if reward.set_running_or_notify_cancel():
                 reward.set_result(judged)
 
-        own.add_done_callback(settle)
+        task_reward.add_done_callback(settle)
 
     # The methods below run in the judge's event loop.
 
@@ -241,11 +245,11 @@ class ModelJudge:
         most = self.config.max_input_tokens
         prompt, text = self._prompt(question, answer, reference)
         if len(prompt) > most:
-            found = f"the judge's prompt would have {len(prompt)} tokens, more than judge.max_input_tokens = {most}"
+            reason = f"the judge's prompt would have {len(prompt)} tokens, more than judge.max_input_tokens = {most}"
             # An answer that is too long by itself is wrong; a long question or reference makes the judgement missing.
             if len(self._prompt(question, "", reference)[0]) <= most:
-                return Judgement(False, found)
-            raise Unreadable(found)
+                return Judgement(False, reason)
+            raise Unreadable(reason)
         starts_in_thought = text.rstrip().endswith(THINK_OPEN)
         for number in range(1, self.config.retries + 2):
             result = await self._decoded(prompt, key, purpose, number)

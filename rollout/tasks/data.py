@@ -107,17 +107,17 @@ def read_problem_rows(
     """Yield every row of a file or dataset directory, in order. Keys not given are inferred from the first readable row."""
     for file in data_files(Path(path)):
         for line, row in _rows(file):
-            found: Problem | BadLine
+            problem: Problem | BadLine
             try:
                 if isinstance(row, BadLine):
                     raise row
                 question_key = question_key or _find_key(row, QUESTION_KEYS, "data.question_key")
                 answer_key = answer_key or _find_key(row, ANSWER_KEYS, "data.answer_key")
-                found = problem_of(f"{file.name}:{line}", row, task, (question_key, answer_key))
+                problem = problem_of(f"{file.name}:{line}", row, task, (question_key, answer_key))
             except BadLine as reason:
-                found = reason
+                problem = reason
             fields = {} if isinstance(row, BadLine) else row
-            yield ProblemRow(file, line, fields, (question_key or "", answer_key or ""), found)
+            yield ProblemRow(file, line, fields, (question_key or "", answer_key or ""), problem)
 
 
 def problem_of(uid: str, row: Mapping[str, object], task: str, keys: tuple[str, str]) -> Problem:
@@ -177,12 +177,13 @@ def shared_answers(problems: Sequence[Problem], key: str) -> list[str]:
     for problem in problems:
         by_file.setdefault(problem.id.rpartition(":")[0], []).append(problem)
     warnings = []
-    for file, own in by_file.items():
-        if found := shared(_right_answers_of(problem) for problem in own if problem.answer is not None):
-            most = ", ".join(f"{answer[:40]!r} of {count:,}" for answer, count in found[:_MOST_SHOWN])
+    for file, file_problems in by_file.items():
+        if repeated := shared(_right_answers_of(problem) for problem in file_problems if problem.answer is not None):
+            most = ", ".join(f"{answer[:40]!r} of {count:,}" for answer, count in repeated[:_MOST_SHOWN])
             warnings.append(
-                f"{key}: one answer is right for many of the {len(own):,} problems{f' of {file}' if file else ''}: {most}. A "
-                "policy can learn to repeat it; remove these problems if it is not a real answer"
+                f"{key}: one answer is right for many of the {len(file_problems):,} problems"
+                f"{f' of {file}' if file else ''}: {most}. A policy can learn to repeat it; remove these problems if it is not a "
+                "real answer"
             )
     return warnings
 
@@ -295,14 +296,14 @@ def _find_key(row: Mapping[str, object], candidates: Sequence[str], option: str)
     for key in candidates:
         if lookup(row, key) is not None:
             return key
-    found = ", ".join(map(str, row))
+    keys = ", ".join(map(str, row))
     for name, value in row.items():  # {"data": [...]}, as read by load_dataset(field="data")
         inner = value[0] if isinstance(value, list) and value else None
         if isinstance(inner, Mapping) and any(lookup(inner, key) is not None for key in candidates):
             raise BadLine(
-                f"{name} is a list of problems (found {found}); expected only that list in the file: [{{...}}, {{...}}]"
+                f"{name} is a list of problems (found {keys}); expected only that list in the file: [{{...}}, {{...}}]"
             )
-    raise BadLine(f"found the keys {found}; expected one of {', '.join(candidates)}, or the key's name in {option}")
+    raise BadLine(f"found the keys {keys}; expected one of {', '.join(candidates)}, or the key's name in {option}")
 
 
 def _question(value: object, key: str) -> str:
@@ -350,10 +351,10 @@ def _answers(value: object, key: str) -> str:
     answers = value if isinstance(value, list) else [value]
     if not answers:
         raise BadLine(f"the answer ({key}) is an empty list; expected at least one text")
-    for each in answers:
-        if isinstance(each, bool) or not isinstance(each, str | int | float) or not str(each).strip():
-            raise BadLine(f"the answer ({key}) is {_kind(each)}; expected text or a number, or a list of them")
-    return reference([well_formed(str(each).strip(), f"the answer ({key})") for each in answers])
+    for answer in answers:
+        if isinstance(answer, bool) or not isinstance(answer, str | int | float) or not str(answer).strip():
+            raise BadLine(f"the answer ({key}) is {_kind(answer)}; expected text or a number, or a list of them")
+    return reference([well_formed(str(answer).strip(), f"the answer ({key})") for answer in answers])
 
 
 def reference(answers: Sequence[str]) -> str:

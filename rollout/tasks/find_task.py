@@ -72,12 +72,14 @@ def own_judge(task: str, options: OptionValues) -> Callable[[Problem, str], floa
 def _listed(name: str, task: OwnTask, method: str) -> list[Problem]:
     where = f"task is {name!r}: {method}"
     try:
-        found = getattr(task, method)()
+        listed = getattr(task, method)()
     except Exception as error:
         raise ValueError(f"{where} raises {type(error).__name__}: {error}") from error
-    if not isinstance(found, list | tuple):
-        raise ValueError(f"{where} returns {type(found).__name__}; expected a list of (question, answer) or of Problem")
-    problems = [_problem(task.name, f"{where}[{i}]", f"{method}:{i + 1}", each) for i, each in enumerate(found)]
+    if not isinstance(listed, list | tuple):
+        raise ValueError(
+            f"{where} returns {type(listed).__name__}; expected a list of (question, answer) or of Problem"
+        )
+    problems = [_problem(task.name, f"{where}[{i}]", f"{method}:{i + 1}", item) for i, item in enumerate(listed)]
     if len({problem.id for problem in problems}) < len(problems):
         raise ValueError(f"{where} has two problems with the same id; expected unique ids")
     if not problems and method == "problems":

@@ -64,14 +64,14 @@ def read_train(train: str | Sequence[TrainFile], read: Read, seed: int) -> ReadR
         return read_named("data.train", train, read)
     files: list[list[Problem]] = []
     num_bad, warnings = 0, list[str]()
-    for place, (file, found) in enumerate(_each("data.train", train, read)):
-        problems: Sequence[Problem] = found.problems
+    for index, (file, result) in enumerate(_each("data.train", train, read)):
+        problems: Sequence[Problem] = result.problems
         if file.count is not None:
-            drawn = random.Random(f"data/{seed}/count/{place}").sample(range(len(problems)), file.count)
+            drawn = random.Random(f"data/{seed}/count/{index}").sample(range(len(problems)), file.count)
             problems = [problems[i] for i in sorted(drawn)]
-        files.append([replace(problem, id=f"{place}/{problem.id}") for problem in problems])
-        num_bad += found.num_bad
-        warnings += found.warnings
+        files.append([replace(problem, id=f"{index}/{problem.id}") for problem in problems])
+        num_bad += result.num_bad
+        warnings += result.warnings
     weights = [file.weight for file in train if file.weight is not None]
     listed = Mixture(files, weights) if weights else tuple(problem for file in files for problem in file)
     return ReadResult(listed, num_bad, tuple(warnings))
@@ -86,12 +86,12 @@ def read_eval(
     may have fewer than num_problems; None: all. A ValueError of read_problems names the file's index.
     """
     sets, num_bad, warnings = [], 0, list[str]()
-    for file, found in _each("data.eval", files, read):
-        drawn = draw_held_out(found.problems, file.count or num_problems, task, seed)
+    for file, result in _each("data.eval", files, read):
+        drawn = draw_held_out(result.problems, file.count or num_problems, task, seed)
         problems = [replace(problem, id=f"{file.set_name}/{problem.id}") for problem in drawn]
         sets.append(HeldOut(file.set_name, problems, file.repeat or repeat))
-        num_bad += found.num_bad
-        warnings += found.warnings
+        num_bad += result.num_bad
+        warnings += result.warnings
     return tuple(sets), num_bad, tuple(warnings)
 
 
@@ -105,14 +105,14 @@ def read_named(key: str, path: str, read: Read) -> ReadResult:
 
 def _each(key: str, files: Sequence[_File], read: Read) -> Iterator[tuple[_File, ReadResult]]:
     """Yield each file with its problems; ValueError names a file that is unreadable or has fewer than its count."""
-    for place, file in enumerate(files):
-        found = read_named(f"{key}[{place}]", file.path, read)
-        if file.count is not None and len(found.problems) < file.count:
+    for index, file in enumerate(files):
+        result = read_named(f"{key}[{index}]", file.path, read)
+        if file.count is not None and len(result.problems) < file.count:
             raise ValueError(
-                f"{key}[{place}]: {file.path} has {len(found.problems):,} problems, fewer than count = {file.count:,}; "
+                f"{key}[{index}]: {file.path} has {len(result.problems):,} problems, fewer than count = {file.count:,}; "
                 "lower it"
             )
-        yield file, found
+        yield file, result
 
 
 def draw_endlessly(problems: Sequence[Problem], seed: int) -> ProblemSource:

@@ -44,11 +44,13 @@ def build_task(
     the task: it may own processes.
     """
     if lists_problems(name):
-        own = make_own_task(name, options)
-        given = {"task": name, "options": dict(options)}
+        own_task = make_own_task(name, options)
+        judge_arguments = {"task": name, "options": dict(options)}
         judge = "gym_problems:gym_judge" if name == REASONING_GYM else "find_task:own_judge"
-        pool = RewardPool(own.options, f"marsrl.rollout.tasks.{judge}", given, is_here=is_in_memory(name))
-        return listed_task(own.name, own.prompts, train, held_out, pool.submit, pool.close)
+        pool = RewardPool(
+            own_task.options, f"marsrl.rollout.tasks.{judge}", judge_arguments, is_here=is_in_memory(name)
+        )
+        return listed_task(own_task.name, own_task.prompts, train, held_out, pool.submit, pool.close)
     if name not in TASKS:
         raise ValueError(
             f"task is {name!r}; expected one of {', '.join(TASKS)}, {REASONING_GYM}, or your own as FILE.py:CLASS"

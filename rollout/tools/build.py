@@ -43,9 +43,9 @@ def build_tools(
     Raises:
         ValueError, OSError: a corpus is invalid or cannot be read; this machine has no sandbox for tools.python.
     """
-    given = {name: config.given[name] for name in names if name in config.given}
-    if any(map(_reads_pages, given.values())):
-        given["pages"] = config.pages
+    tool_settings = {name: config.given[name] for name in names if name in config.given}
+    if any(map(_reads_pages, tool_settings.values())):
+        tool_settings["pages"] = config.pages
 
     def read_pages(urls: Sequence[str], wait_s: float) -> list[ToolOutput]:
         calls = [pool.submit(ToolCall(f"pages#{i}", "pages", json.dumps({"url": u}))) for i, u in enumerate(urls)]
@@ -55,11 +55,11 @@ def build_tools(
 
     with ExitStack() as stack:
         tools: dict[str, Tool] = {}
-        for name, settings in given.items():
+        for name, settings in tool_settings.items():
             tools[name] = _build_tool(name, settings, papers if name == "scholar" else documents, read_pages)
             stack.callback(tools[name].close)
         stack.pop_all()  # the pool owns them now
-    pool = ToolPool(tools, given)
+    pool = ToolPool(tools, tool_settings)
     return pool
 
 

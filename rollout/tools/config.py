@@ -232,8 +232,8 @@ class ToolsConfig(Settings):
 
     @model_validator(mode="before")
     @classmethod
-    def _others_are_own_tools(cls, given: Any) -> Any:
-        for name, settings in given.items() if isinstance(given, dict) else ():
+    def _others_are_own_tools(cls, section: Any) -> Any:
+        for name, settings in section.items() if isinstance(section, dict) else ():
             if name in cls.model_fields:
                 continue
             kind = settings.get("kind") if isinstance(settings, Mapping) else getattr(settings, "kind", None)
@@ -246,7 +246,7 @@ class ToolsConfig(Settings):
                 raise ValueError(
                     f"tools.{name}: expected a name of at most 64 letters, digits and _, other than {' and '.join(_TAKEN)}"
                 )
-        return given
+        return section
 
     @property
     def given(self) -> dict[str, ToolLimits]:

@@ -108,17 +108,17 @@ def _answer(key: str, name: str) -> Answer:
     signature = f"{key} is {name!r}: {function.__name__}{inspect.signature(function)}"
     reader, parameters = _reader(signature, function)
 
-    def answer(asked: dict[str, Any]) -> dict[str, object]:
-        if "arguments" not in asked:
+    def answer(request: dict[str, Any]) -> dict[str, object]:
+        if "arguments" not in request:
             return {"description": inspect.getdoc(function), "parameters": parameters}
         try:
-            given = reader.validate_json(asked["arguments"])
+            arguments = reader.validate_json(request["arguments"])
         except ValidationError as error:
             return {"error": f"wrong arguments: {problems_of(error)[:_MOST_SHOWN]}"}
-        said = function(**given)
-        if inspect.iscoroutine(said):
-            said = asyncio.run(said)
-        return {"text": said if isinstance(said, str) else to_json(said).decode()}
+        result = function(**arguments)
+        if inspect.iscoroutine(result):
+            result = asyncio.run(result)
+        return {"text": result if isinstance(result, str) else to_json(result).decode()}
 
     return answer
 

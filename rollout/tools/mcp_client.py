@@ -71,15 +71,15 @@ class McpTools:
         self._num_restarts = 0
 
     def run(self, arguments: Mapping[str, object]) -> str:
-        name, given = arguments.get("name"), arguments.get("arguments", {})
+        name, call_arguments = arguments.get("name"), arguments.get("arguments", {})
         if name not in [function.name for function in self.functions]:
             known = ", ".join(function.name for function in self.functions)
             raise ToolError(f"there is no tool {str(name)[:_MOST_SHOWN]!r}; expected one of {known}")
-        if not isinstance(given, dict):
+        if not isinstance(call_arguments, dict):
             raise ToolError("'arguments' must be an object")
         client = self._connected()
         try:
-            call = partial(client.call_tool, name, given, read_timeout_seconds=self._settings.timeout_s)
+            call = partial(client.call_tool, name, call_arguments, read_timeout_seconds=self._settings.timeout_s)
             result = self._portal.call(call)
         except MCPError as error:
             if error.code in _LOST:
@@ -159,12 +159,12 @@ class McpTools:
                 offered[tool.name] = ToolFunction(tool.name, tool.description or "", tool.input_schema, self.name)
             if (cursor := page.next_cursor) is None:
                 break
-        wanted = list(offered) if self._settings.tools is None else self._settings.tools
-        if missing := [name for name in wanted if name not in offered]:
+        names = list(offered) if self._settings.tools is None else self._settings.tools
+        if missing := [name for name in names if name not in offered]:
             raise ValueError(f"the server has no tool {missing[0]!r}; expected one of {', '.join(offered) or 'none'}")
-        if not wanted:
+        if not names:
             raise ValueError("the server offers no tools; expected at least one")
-        return [offered[name] for name in wanted]
+        return [offered[name] for name in names]
 
 
 @cache

@@ -43,13 +43,13 @@ class Tool(Protocol):
         """Release resources. Running calls may fail."""
 
 
-def _of_texts(name: str, description: str, argument: str, of_each: str) -> ToolFunction:
+def _of_texts(name: str, description: str, argument: str, item_description: str) -> ToolFunction:
     texts = {
         "type": "array",
         "items": {"type": "string"},
         "minItems": 1,
         "maxItems": MOST_QUERIES,
-        "description": of_each,
+        "description": item_description,
     }
     return ToolFunction(name, description, {"type": "object", "properties": {argument: texts}, "required": [argument]})
 
@@ -85,12 +85,12 @@ def text_arguments(arguments: Mapping[str, object], one: str, several: str) -> l
     """Return the distinct texts of {one: text} or {several: [texts]}; ToolError describes any other input."""
     if list(arguments) != [several]:
         return [text_argument(arguments, one)]
-    given = arguments[several]
-    if not isinstance(given, list) or not given or not all(isinstance(each, str) for each in given):
-        raise ToolError(f"{several!r} is {repr(given)[:_MOST_SHOWN]}, expected a list of texts")
-    if len(given) > MOST_QUERIES:
-        raise ToolError(f"{several!r} has {len(given):,} texts, expected at most {MOST_QUERIES}")
-    return list(dict.fromkeys(given))
+    texts = arguments[several]
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+        raise ToolError(f"{several!r} is {repr(texts)[:_MOST_SHOWN]}, expected a list of texts")
+    if len(texts) > MOST_QUERIES:
+        raise ToolError(f"{several!r} has {len(texts):,} texts, expected at most {MOST_QUERIES}")
+    return list(dict.fromkeys(texts))
 
 
 def query_arguments(arguments: Mapping[str, object]) -> list[str]:

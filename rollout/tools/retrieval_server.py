@@ -45,20 +45,24 @@ def make_app(index: SearchIndex, top_k: int) -> FastAPI:
             if len(body) > _MOST_BODY_BYTES:
                 raise HTTPException(413, "the request is larger than 4 MiB", {"connection": "close"})
         try:
-            asked = Query.model_validate(json.loads(body))
+            search_request = Query.model_validate(json.loads(body))
         except (ValueError, RecursionError) as error:
             raise HTTPException(422, str(error)[:_MOST_SHOWN]) from None
-        if (asked.query is None) == (asked.queries is None) and asked.queries != [asked.query]:
+        if (search_request.query is None) == (search_request.queries is None) and search_request.queries != [
+            search_request.query
+        ]:
             raise HTTPException(422, "expected `queries`, a list of texts, or `query`, a text")
-        return await run_in_threadpool(answer, asked)
+        return await run_in_threadpool(answer, search_request)
 
-    def answer(asked: Query) -> dict[str, Any]:
-        queries = asked.queries if asked.queries is not None else [asked.query or ""]
-        hits = [index.search(query, asked.topk or top_k) for query in queries]
-        found = [[({"id": d.id, "contents": d.contents}, score) for d, score in each] for each in hits]
-        if not asked.return_scores:
-            return {"result": [[document for document, _ in each] for each in found]}
-        return {"result": [[{"document": document, "score": score} for document, score in each] for each in found]}
+    def answer(request: Query) -> dict[str, Any]:
+        queries = request.queries if request.queries is not None else [request.query or ""]
+        hits = [index.search(query, request.topk or top_k) for query in queries]
+        results = [[({"id": d.id, "contents": d.contents}, score) for d, score in scored] for scored in hits]
+        if not request.return_scores:
+            return {"result": [[document for document, _ in scored] for scored in results]}
+        return {
+            "result": [[{"document": document, "score": score} for document, score in scored] for scored in results]
+        }
 
     return app
 

@@ -99,12 +99,12 @@ class Retrieval(_ServerSearch):
         return [_document(each) for each in results[0][: self._top_k]]
 
 
-def _document(found: object) -> Document:
+def _document(item: object) -> Document:
     """Read a document of a response: {"document": ..., "score": ...}, or the bare document from a server without scores."""
-    document = found.get("document", found) if isinstance(found, dict) else None
+    document = item.get("document", item) if isinstance(item, dict) else None
     contents = document.get("contents") if isinstance(document, dict) else None
     if not isinstance(document, dict) or not isinstance(contents, str):
-        raise Refused(f"expected a document with `contents`, found {excerpt(found)}")
+        raise Refused(f"expected a document with `contents`, found {excerpt(item)}")
     return from_contents(str(document.get("id", "")), contents.encode("utf-8", "replace").decode("utf-8"))
 
 
@@ -158,12 +158,12 @@ class SerpApi(_ServerSearch):
         return Document(link, title, said_of(fields))
 
 
-def _with_bodies(found: Sequence[Document], read_pages: ReadPages, wait_s: float) -> list[Document]:
+def _with_bodies(documents: Sequence[Document], read_pages: ReadPages, wait_s: float) -> list[Document]:
     """Return each result once. After its snippet follows its page's text, or the reason why there is none.
 
     wait_s: maximum seconds for all pages together.
     """
-    links = {document.id: document for document in reversed(found) if document.id}
+    links = {document.id: document for document in reversed(documents) if document.id}
     pages = dict(zip(links, read_pages(list(links), max(0.0, wait_s)), strict=True))
     bodies = {
         link: f"(Its page cannot be read: {page.text.removeprefix('error: ')})" if page.is_error else page.text
@@ -171,7 +171,7 @@ def _with_bodies(found: Sequence[Document], read_pages: ReadPages, wait_s: float
     }
     return [
         replace(document, text=f"{document.text}\n{bodies[document.id]}") if document.id else document
-        for document in found
+        for document in documents
         if links.get(document.id, document) is document
     ]
 
@@ -185,9 +185,9 @@ def _below(value: object, key: str) -> object:
 
 def _text(value: object, key: str) -> str:
     """Return the text of this key without markup; "" if missing."""
-    found = _below(value, key)
-    if not isinstance(found, str | None):
+    text = _below(value, key)
+    if not isinstance(text, str | None):
         raise Refused(f"expected a text `{key}`, found {excerpt(value)}")
     # Tags first: escaped ones are the page's own text.
-    plain = html.unescape(_MARKUP.sub("", found or ""))
+    plain = html.unescape(_MARKUP.sub("", text or ""))
     return plain.encode("utf-8", "replace").decode("utf-8")

@@ -117,11 +117,11 @@ class LocalModel:
 def _add_pairs(out: Tensor, x: Tensor, names: Sequence[str], adapted: Adapted) -> Tensor:
     """Add the adapters' terms in place to out [T, ..], the concatenated outputs of the matrices `names`."""
     for pairs, rows in adapted:
-        column, of_rows = 0, x[rows]
+        column, inputs = 0, x[rows]
         for name in names:
             if (b := pairs.get(f"{name}.lora_B.weight")) is None:
                 break  # an adapter has all of these matrices or none
-            delta = F.linear(F.linear(of_rows, pairs[f"{name}.lora_A.weight"]), b)
+            delta = F.linear(F.linear(inputs, pairs[f"{name}.lora_A.weight"]), b)
             out[rows, column : column + len(b)] += delta
             column += len(b)
     return out

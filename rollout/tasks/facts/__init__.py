@@ -220,13 +220,13 @@ def _path(rng: random.Random, hops: int, about: str) -> list[str]:
     A chain leads from a person to other people, then perhaps to a home and a fact of that place; or from a paper to other papers,
     then perhaps to the author and a fact of that person.
     """
-    links, crossing, beyond, own = {
+    links, crossing, beyond, last_links = {
         "facts": (_TO_PEOPLE, "home", _OF_PLACES, _OF_PEOPLE),
         "papers": (_TO_PAPERS, "author", _OF_PEOPLE, _OF_PAPERS),
     }[about]
     if hops >= 2 and rng.random() < 0.5:
         return [*(rng.choice(links) for _ in range(hops - 2)), crossing, rng.choice(beyond)]
-    return [*(rng.choice(links) for _ in range(hops - 1)), rng.choice(own)]
+    return [*(rng.choice(links) for _ in range(hops - 1)), rng.choice(last_links)]
 
 
 def _papers(options: FactsOptions, people: Sequence[str], facts: dict[tuple[str, str], str]) -> tuple[Paper, ...]:
@@ -235,12 +235,12 @@ def _papers(options: FactsOptions, people: Sequence[str], facts: dict[tuple[str,
     names = [f"{a} {b} for {c}" for a in _MANNERS.split() for b in _THINGS.split() for c in _AIMS.split()]
     titles = rng.sample(names, options.papers)
     papers = []
-    for place, (title, year) in enumerate(
+    for index, (title, year) in enumerate(
         zip(titles, sorted(rng.choices(range(1980, 2026), k=len(titles))), strict=True)
     ):
         links = {"author": rng.choice(people), "method": rng.choice(_METHODS.split())}
-        if place:
-            links["basis"] = rng.choice(titles[:place])
+        if index:
+            links["basis"] = rng.choice(titles[:index])
         links["rival"] = rng.choice([other for other in titles if other != title])
         abstract = " ".join(f"the {relation} of {title} is {value} ." for relation, value in links.items())
         paper = Paper(

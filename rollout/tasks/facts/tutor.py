@@ -108,7 +108,7 @@ class SearchTutor(FactsTutor):
         documents = {document.title: document for document in world.documents}
         results: list[str] = []
 
-        def said(role: Role, completion: str) -> Trace:
+        def reply(role: Role, completion: str) -> Trace:
             report = "\n".join(results) or NOTHING_SEARCHED
             return Trace(role, prompt_set("facts").fill(role, problem=problem.question, found=report), completion)
 
@@ -119,18 +119,18 @@ class SearchTutor(FactsTutor):
             return relation, world.facts[entity, relation]
 
         for number, (entity, _, _) in enumerate(steps):
-            yield said(Role.ROUTER, f"<verify> {'yes' if self.rng.random() < self.slip_router else 'no'} </verify>")
+            yield reply(Role.ROUTER, f"<verify> {'yes' if self.rng.random() < self.slip_router else 'no'} </verify>")
             if number == 0:
-                yield said(Role.SEARCHER, f"<search> {entity} </search>")
+                yield reply(Role.SEARCHER, f"<search> {entity} </search>")
             else:
                 relation, value = read(number - 1, self.slip_searcher)
-                yield said(Role.SEARCHER, f"{relation} {value} <search> {value} </search>")
+                yield reply(Role.SEARCHER, f"{relation} {value} <search> {value} </search>")
                 if value != entity:
                     return
             results.append(_found(documents[entity]))
-        yield said(Role.ROUTER, "<verify> yes </verify>")
+        yield reply(Role.ROUTER, "<verify> yes </verify>")
         relation, value = read(-1, self.slip_answerer)
-        yield said(Role.ANSWERER, f"{relation} {value} <answer> {value} </answer>")
+        yield reply(Role.ANSWERER, f"{relation} {value} <answer> {value} </answer>")
 
     def drill(self, world: World, *, is_first: bool = False) -> Trace:
         """Write one or two documents found one after the other (is_first: one), and six questions about the last one."""
@@ -186,13 +186,13 @@ class DualTutor(FactsTutor):
                 return
             (found,) = rendered([documents[entity]])
             read = self._slipped(world, entity, purpose, self.slip_distiller)
-            said = f"{read} {world.facts[entity, read]}"
+            reply = f"{read} {world.facts[entity, read]}"
             prompt = prompts.fill(Role.DISTILLER, problem=problem.question, output=found, purpose=purpose)
-            yield Trace(Role.DISTILLER, prompt, said)
+            yield Trace(Role.DISTILLER, prompt, reply)
             if read != relation:
                 return
-            chat, thought = _went_on(chat, thought + call, said), f"{said} "
-        yield Trace(Role.REASONER, chat, thought + _answer(said.split()[-1]))
+            chat, thought = _went_on(chat, thought + call, reply), f"{reply} "
+        yield Trace(Role.REASONER, chat, thought + _answer(reply.split()[-1]))
 
     def drill(self, world: World, *, is_first: bool = False) -> Trace:
         """Write a document that is read for six purposes in turn."""
